@@ -1,0 +1,84 @@
+"""Whose line a failed capture is about, and what its author can do."""
+
+import linecache
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+_OURS = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_WAYS_OUT = (
+    (
+        (GuardOnDataDependentSymNode,),
+        "the model decides by the values of a tensor: pass the value as an argument (a pooling "
+        "takes size=, a layer num_nodes=), or compute it before the model",
+    ),
+    (
+        (NotImplementedError,),
+        "compile the part of the model that does not need this, or replace this step",
+    ),
+)
+_DEFAULT_WAY_OUT = (
+    "check that the model runs eagerly on these arguments; compile the submodules around this "
+    "line where torch.export cannot trace it"
+)
+
+
+def blame(model: torch.nn.Module, error: BaseException) -> str:
+    """The message of a CaptureError: the model, its line, what went wrong, the way out."""
+    where = _location(error)
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    place = f" at {where}" if where else ""
+    return f"[{type(model).__name__}] cannot be captured{place}: {reason}. Way out: {_way_out(error)}"
+
+
+def _way_out(error: BaseException) -> str:
+    for kinds, advice in _WAYS_OUT:
+        if isinstance(error, kinds):
+            return advice
+    return _DEFAULT_WAY_OUT
+
+
+def _location(error: BaseException) -> str:
+    """``file:line in function: `source` `` of the user's frame, and of PyG's below it."""
+    frames = _foreign_frames(error)
+    user = [frame for frame in frames if "torch_geometric" not in frame[0]]
+    chosen = [*user[-1:], *(frames[-1:] if frames and frames[-1:] != user[-1:] else [])]
+    return ", in ".join(_text(*frame) for frame in chosen)
+
+
+def _foreign_frames(error: BaseException) -> list[tuple[str, int, str]]:
+    """(file, line, function) of the frames that are neither torch's nor ours, outermost first."""
+    current: BaseException | None = error
+    while current is not None:
+        frames = [
+            (frame.f_code.co_filename, line, frame.f_code.co_name)
+            for frame, line in traceback.walk_tb(current.__traceback__)
+            if _is_foreign(frame)
+        ]
+        inside = _below_forward(frames)
+        if inside:
+            return inside
+        current = current.__cause__ or current.__context__
+    return []
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return not name.startswith((_TORCH, _OURS, "<")) or "torch_geometric" in name
+
+
+def _below_forward(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+    """The frames from the first ``forward`` on: what is above it called gnnc."""
+    for position, (_, _, function) in enumerate(frames):
+        if function == "forward":
+            return frames[position:]
+    return []
+
+
+def _text(file: str, line: int, function: str) -> str:
+    source = linecache.getline(file, line).strip()
+    return f"{Path(file).name}:{line} in {function}" + (f": `{source}`" if source else "")

@@ -1,0 +1,279 @@
+"""Capture: a call of a model becomes a lifted, functional ATen graph with symbolic sizes.
+
+``torch.export`` traces the model. It never sees the caller's tensors but stand-ins of its own
+sizes, because the first call may have no edges, one node, or as many nodes as features, and a
+trace would take such a coincidence for a rule.
+"""
+
+import contextlib
+import io
+import logging
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule, Node
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from gnnc.arguments import Call, Leaf, call_forms, flatten_call, rebuild, signature_of
+from gnnc.blame import blame
+from gnnc.errors import CaptureError
+from gnnc.guards import Guards, guards_of
+from gnnc.ir.source import Source
+from gnnc.sparse import SparseMode, operand
+from gnnc.standins import Standins, candidates
+
+_KINDS = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
+_PREFIX = "model."
+_MAX_SIZE = 2**40
+_NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._dynamo")
+_LOCK = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured call.
+
+    Attributes:
+        graph_module: the graph; its placeholders carry ``meta["source"]``. Outputs: the flat
+            user outputs (a constant output such as None stays a constant), then one tensor for
+            each name in ``mutations``.
+        call: the flattened arguments of the traced call; ``call.names`` are the names of the
+            flat input tensors, ``call.key`` tells calls apart that need another capture.
+        guards: what later flat tensors must look like.
+        out_spec: rebuilds the model's result from the flat user outputs.
+        mutations: names of the buffers that the model overwrites (batch norm in train mode).
+        training: whether the model was in train mode.
+    """
+
+    graph_module: GraphModule
+    call: Call
+    guards: Guards
+    out_spec: pytree.TreeSpec
+    mutations: tuple[str, ...]
+    training: bool
+
+    @property
+    def example_values(self) -> tuple[torch.Tensor, ...]:
+        """The flat input tensors of the traced call."""
+        return self.call.tensors
+
+
+def capture(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> Captured:
+    """Trace ``model(*args, **kwargs)`` in its present mode into an ATen graph.
+
+    The model, its buffers, its gradients and the random state are as before afterwards.
+    Raises CaptureError, which names the line of the model that cannot be traced.
+    """
+    call = flatten_call(model, args, kwargs or {})
+    _refuse_lazy(model)
+    with _LOCK, _undisturbed(model), _exportable(model):
+        program = _export(model, call)
+    graph_module, mutations = _lifted(program, model, call)
+    return Captured(
+        graph_module=graph_module,
+        call=call,
+        guards=guards_of(program, graph_module, call),
+        out_spec=program.call_spec.out_spec,
+        mutations=mutations,
+        training=model.training,
+    )
+
+
+class _Entry(torch.nn.Module):
+    """The model behind flat tensor arguments, the constants of the call filled in."""
+
+    def __init__(self, model: torch.nn.Module, call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self.leaves, self.spec = call.leaves, call.spec
+        self.forms = call_forms(signature_of(model))
+        self.training = model.training
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        args, kwargs = rebuild(self.leaves, self.spec, self.forms, tensors, _operand)
+        return self.model(*args, **kwargs)
+
+
+def _operand(leaf: Leaf, parts: Sequence[torch.Tensor]) -> Any:
+    return operand(leaf.value, parts)
+
+
+def _export(model: torch.nn.Module, call: Call) -> ExportedProgram:
+    """Try every reading of the sizes, non-strict (fast) before strict; exact sizes come last."""
+    entry = _Entry(model, call)
+    readings = list(candidates(call))
+    symbolic = [standins for standins in readings if standins.symbolic]
+    attempts = [(standins, False) for standins in symbolic]
+    attempts += [(standins, True) for standins in symbolic]
+    attempts += [(standins, False) for standins in readings if not standins.symbolic]
+    first_error: Exception | None = None
+    for standins, strict in attempts:
+        try:
+            return _traced(entry, standins, strict)
+        except Exception as error:  # torch.export raises every kind of exception
+            first_error = first_error or error
+    assert first_error is not None
+    raise CaptureError(blame(model, first_error)) from first_error
+
+
+def _traced(entry: _Entry, standins: Standins, strict: bool) -> ExportedProgram:
+    hint = Dim.DYNAMIC(min=2, max=_MAX_SIZE) if standins.symbolic else Dim.AUTO
+    dims = tuple({dim: hint for dim in dynamic} for dynamic in standins.dynamic)
+    mode = contextlib.nullcontext() if strict else SparseMode()
+    with mode, torch.no_grad(), _quiet():
+        program = torch.export.export(
+            entry, standins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
+        )
+        return program.run_decompositions({})
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Swallow what torch.export prints about an attempt that fails: the error says it better."""
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Restore every attribute of every module, and the random state, on the way out."""
+    modules = list(model.modules())
+    state = [dict(vars(module)) for module in modules]
+    inner = [
+        {key: dict(table) for key, table in attributes.items() if type(table) is dict}
+        for attributes in state
+    ]
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            for module, attributes, tables in zip(modules, state, inner, strict=True):
+                vars(module).clear()
+                vars(module).update(attributes)
+                for key, table in tables.items():
+                    vars(module)[key].clear()
+                    vars(module)[key].update(table)
+
+
+@contextlib.contextmanager
+def _exportable(model: torch.nn.Module) -> Iterator[None]:
+    """PyG in the form that export can trace: no packed kernels, no caches of its own.
+
+    A layer with ``cached=True`` would bake the first graph in; the structure graph is cached
+    by gnnc instead. To be used inside ``_undisturbed``, which restores the layers.
+    """
+    for module in model.modules():
+        if getattr(module, "cached", False) is True:
+            module.cached = False
+        for name in [name for name in vars(module) if name.startswith("_cached_")]:
+            vars(module)[name] = None
+    import torch_geometric.backend as backend  # a second of imports that capture alone needs
+
+    before = backend.use_segment_matmul
+    backend.use_segment_matmul = False
+    try:
+        yield
+    finally:
+        backend.use_segment_matmul = before
+
+
+def _refuse_lazy(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise CaptureError(
+                f"[{type(model).__name__}] parameter {name!r} has no shape yet (lazy "
+                "initialisation): call the model once before compiling it"
+            )
+
+
+def _lifted(
+    program: ExportedProgram, model: torch.nn.Module, call: Call
+) -> tuple[GraphModule, tuple[str, ...]]:
+    """The program's graph with sources on its placeholders, user outputs before mutations."""
+    graph_module = program.graph_module
+    _annotate_inputs(program, call)
+    for node in graph_module.graph.nodes:
+        node.meta["layer"] = _layer(node)
+    mutations = _arrange_outputs(program, model)
+    _drop_unused_state(graph_module)
+    lifted = GraphModule(graph_module, graph_module.graph)
+    lifted.graph.set_codegen(torch.fx.graph.CodeGen())
+    lifted.recompile()
+    return lifted, mutations
+
+
+def _annotate_inputs(program: ExportedProgram, call: Call) -> None:
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    names = iter(call.names)
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        kind = _KINDS.get(spec.kind)
+        if kind is None:
+            raise CaptureError(
+                f"the model holds {spec.target!r}, a {spec.kind.name.lower()}, which is no tensor: "
+                "make it a parameter, a buffer or an argument"
+            )
+        if kind == "input":
+            node.meta["source"] = Source("input", next(names))
+            continue
+        target = str(spec.target).removeprefix(_PREFIX)
+        node.meta["source"] = Source(kind, target)
+        if kind == "constant":
+            node.meta["value"] = program.constants[spec.target]
+
+
+def _arrange_outputs(program: ExportedProgram, model: torch.nn.Module) -> tuple[str, ...]:
+    output = program.graph.output_node()
+    user: list[Any] = []
+    mutated: list[Any] = []
+    names: list[str] = []
+    for value, spec in zip(output.args[0], program.graph_signature.output_specs, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            user.append(value)
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            mutated.append(value)
+            names.append(str(spec.target).removeprefix(_PREFIX))
+        else:
+            raise CaptureError(
+                f"[{type(model).__name__}] the model writes into its argument "
+                f"{spec.target!r} in place: let it work on a clone (x = x.clone())"
+            )
+    output.args = (tuple(user + mutated),)
+    return tuple(names)
+
+
+def _layer(node: Node) -> str:
+    """Path of the module whose forward made ``node``; "" at the root."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    if path.startswith("_empty_nn_module_stack") or path == "model":
+        return ""
+    return path.removeprefix(_PREFIX)
+
+
+def _drop_unused_state(graph_module: GraphModule) -> None:
+    for node in list(graph_module.graph.nodes):
+        if node.op == "placeholder" and not node.users and node.meta["source"].kind != "input":
+            graph_module.graph.erase_node(node)

@@ -1,0 +1,110 @@
+"""What later arguments must look like for a captured graph to be theirs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from gnnc.arguments import Call
+
+_TRACED_MIN, _TRACED_MAX = 3, 2**40  # sizes from 2 on; a pointer of N + 1 from 3 on
+
+
+@dataclass(frozen=True)
+class InputGuard:
+    """One flat input: ``shape`` holds ints where fixed, sympy expressions where symbolic."""
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int | sympy.Expr, ...]
+
+    def __str__(self) -> str:
+        dims = ", ".join(map(str, self.shape))
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}[{dims}] on {self.device}"
+
+
+@dataclass(frozen=True)
+class Guards:
+    """The guards of a capture.
+
+    Attributes:
+        inputs: one for each flat input tensor.
+        ranges: (symbol, least, greatest) where the model's own code restricts a size.
+    """
+
+    inputs: tuple[InputGuard, ...]
+    ranges: tuple[tuple[sympy.Symbol, int, int], ...] = ()
+
+    def failure(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """The first guard that ``tensors`` break, as a sentence; None where all hold."""
+        sizes: dict[sympy.Symbol, tuple[int, str]] = {}
+        derived: list[tuple[str, int, sympy.Expr]] = []
+        for guard, tensor in zip(self.inputs, tensors, strict=True):
+            if tensor.dtype != guard.dtype or tensor.device != guard.device:
+                return f"expected {guard}, got {tensor.dtype} on {tensor.device}"
+            if tensor.dim() != len(guard.shape):
+                return f"expected {guard}, got shape {tuple(tensor.shape)}"
+            for dim, (size, expected) in enumerate(zip(tensor.shape, guard.shape, strict=True)):
+                if isinstance(expected, int):
+                    if size != expected:
+                        return f"expected {guard}, got shape {tuple(tensor.shape)}"
+                elif isinstance(expected, sympy.Symbol):
+                    known, owner = sizes.setdefault(expected, (size, f"{guard.name} dim {dim}"))
+                    if known != size:
+                        return f"{guard.name} dim {dim} is {size}, but {owner} is {known}"
+                else:
+                    derived.append((f"{guard.name} dim {dim}", size, expected))
+        return _broken_relation(sizes, derived) or self._out_of_range(sizes)
+
+    def _out_of_range(self, sizes: dict[sympy.Symbol, tuple[int, str]]) -> str | None:
+        for symbol, low, high in self.ranges:
+            if symbol in sizes and not low <= sizes[symbol][0] <= high:
+                size, owner = sizes[symbol]
+                return f"{owner} is {size}, but was captured for {low} to {high}"
+        return None
+
+
+def guards_of(program: ExportedProgram, graph_module: GraphModule, call: Call) -> Guards:
+    """Read the guards off the placeholders that tracing left."""
+    placeholders = [
+        node
+        for node in graph_module.graph.nodes
+        if node.op == "placeholder" and node.meta["source"].kind == "input"
+    ]
+    inputs = tuple(
+        InputGuard(name, tensor.dtype, tensor.device, _shape(node.meta["val"]))
+        for name, tensor, node in zip(call.names, call.tensors, placeholders, strict=True)
+    )
+    return Guards(inputs, tuple(_narrowed(program)))
+
+
+def _shape(value: torch.Tensor) -> tuple[int | sympy.Expr, ...]:
+    return tuple(
+        size.node.expr if isinstance(size, torch.SymInt) else int(size) for size in value.shape
+    )
+
+
+def _narrowed(program: ExportedProgram) -> list[tuple[sympy.Symbol, int, int]]:
+    """Ranges that the model's code restricts further than tracing did."""
+    narrowed = []
+    for symbol, values in program.range_constraints.items():
+        unbacked = not isinstance(symbol, sympy.Symbol) or symbol.name.startswith("u")
+        low = int(values.lower) if values.lower > _TRACED_MIN else 0
+        high = int(values.upper) if values.upper < _TRACED_MAX else _TRACED_MAX
+        if not unbacked and (low > 0 or high < _TRACED_MAX):
+            narrowed.append((symbol, low, high))
+    return narrowed
+
+
+def _broken_relation(
+    sizes: dict[sympy.Symbol, tuple[int, str]], derived: list[tuple[str, int, sympy.Expr]]
+) -> str | None:
+    values = {symbol: size for symbol, (size, _) in sizes.items()}
+    for owner, size, expression in derived:
+        if expression.free_symbols <= values.keys() and expression.subs(values) != size:
+            return f"{owner} is {size}, but must be {expression} = {expression.subs(values)}"
+    return None

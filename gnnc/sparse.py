@@ -1,0 +1,340 @@
+"""torch.sparse adjacencies inside a captured model.
+
+``torch.export`` cannot trace a sparse tensor. What works: the flat inputs of the graph are the
+dense tensors that the adjacency is made of, and during tracing a ``SparseOperand`` stands in its
+place, a strided tensor without data that says it is sparse and turns every product with a dense
+matrix into gather, multiply and scatter. Raising then sees the same edges as it sees in a
+hand-written model. An adjacency that the model builds itself (``torch.sparse_csr_tensor(...)``)
+becomes such an operand through ``SparseMode``, which intercepts the constructors.
+
+Emitting ``gnnc.spmm`` over the caller's ``crow_indices`` would save a sort but let unchecked
+indices reach the kernels; as edges they pass through ``gnnc.csr``, which validates and copies.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_COMPRESSED = {
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, ("crow", "col")),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, ("ccol", "row")),
+}
+_TRANSPOSED_FORM = {
+    torch.sparse_csr: torch.sparse_csc,
+    torch.sparse_csc: torch.sparse_csr,
+    torch.sparse_coo: torch.sparse_coo,
+}
+_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo)
+_COMPONENTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether ``value`` is a CSR, CSC or COO tensor of torch.sparse."""
+    return isinstance(value, torch.Tensor) and value.layout in _LAYOUTS
+
+
+def components(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The dense tensors that stand for ``matrix`` [rows, columns] in a captured graph.
+
+    CSR: crow [rows + 1], col [E], values [E], columns [columns, 0]; CSC: ccol, row, values,
+    rows [rows, 0]; COO: indices [2, E], values [E], shape [rows, columns, 0]. The empty tensors
+    carry a size. The same objects are returned for the same matrix, so that a cache keyed by
+    the identity of its inputs knows them again.
+    """
+    known = _COMPONENTS.get(matrix)
+    if known is None:
+        known = _take_apart(matrix)
+        _COMPONENTS[matrix] = known
+    return known
+
+
+def operand(
+    layout: torch.layout, parts: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
+) -> "SparseOperand":
+    """Build the stand-in for a matrix of ``layout`` from its ``components``, in their order."""
+    tensors = tuple(parts.values()) if isinstance(parts, Mapping) else tuple(parts)
+    if layout == torch.sparse_coo:
+        indices, values, shape = tensors
+        return _coo(indices, values, (shape.shape[0], shape.shape[1]))
+    pointer, plain, values, other = tensors
+    sizes = (pointer.shape[0] - 1, other.shape[0])
+    if layout == torch.sparse_csr:
+        return _csr(pointer, plain, values, sizes)
+    return _csc(pointer, plain, values, sizes[::-1])
+
+
+class SparseOperand(torch.Tensor):
+    """A sparse [rows, columns] matrix during tracing: edge e adds ``value[e]`` at (dst, src).
+
+    ``dst``, ``src`` and ``value`` are traced [E] tensors, in the order that ``form`` says (its
+    layout; COO where the edges have no order). Every use that is not a product with a
+    dense matrix, a transpose or a question about the matrix raises ``NotImplementedError``.
+    """
+
+    dst: torch.Tensor
+    src: torch.Tensor
+    value: torch.Tensor
+    sizes: tuple[Any, Any]
+    form: torch.layout
+
+    @staticmethod
+    def __new__(
+        cls,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        value: torch.Tensor,
+        sizes: tuple[Any, Any],
+        form: torch.layout,
+    ) -> "SparseOperand":
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, sizes, dtype=value.dtype, device=value.device, requires_grad=False
+        )
+        self.dst, self.src, self.value, self.sizes = dst, src, value, sizes
+        self.form = form
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        if func in _PLAIN:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise NotImplementedError(_refusal(func))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        raise NotImplementedError(_refusal(func))
+
+
+class SparseMode(TorchFunctionMode):
+    """While active, the constructors of torch.sparse return ``SparseOperand``."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        constructor = _CONSTRUCTORS.get(func)
+        if constructor is not None:
+            return constructor(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _take_apart(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows, columns = matrix.shape
+    with torch.no_grad():
+        if matrix.layout == torch.sparse_coo:
+            matrix = matrix.coalesce()
+            shape = matrix.values().new_empty((rows, columns, 0))
+            return {"indices": matrix.indices(), "values": matrix.values(), "shape": shape}
+        pointer, plain, names = _COMPRESSED[matrix.layout]
+        csr = matrix.layout == torch.sparse_csr
+        other = matrix.values().new_empty((columns if csr else rows, 0))
+        return {
+            names[0]: pointer(matrix),
+            names[1]: plain(matrix),
+            "values": matrix.values(),
+            "columns" if csr else "rows": other,
+        }
+
+
+def _expanded(pointer: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """[rows + 1] offsets to the row of every edge [E]."""
+    counts = pointer[1:] - pointer[:-1]
+    return torch.repeat_interleave(counts, output_size=plain.shape[0])
+
+
+def _refusal(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    return (
+        f"{name} of a torch.sparse tensor cannot be captured; pass edge_index (and edge weights) "
+        "instead of the sparse adjacency, or do this step before the model"
+    )
+
+
+def _product(matrix: Any, dense: Any, reduce: str = "sum") -> torch.Tensor:
+    """``matrix @ dense`` as gather, multiply, scatter: [rows, F] or [rows]."""
+    if not isinstance(matrix, SparseOperand):
+        return _product(_transposed(dense), matrix.mT, reduce).mT
+    if isinstance(dense, SparseOperand):
+        raise NotImplementedError(_refusal(torch.sparse.mm))
+    torch._check(matrix.sizes[1] == dense.shape[0])
+    gathered = dense.index_select(0, matrix.src)
+    weight = matrix.value if dense.dim() == 1 else matrix.value.view(-1, 1)
+    message = gathered * weight
+    out = message.new_zeros((matrix.sizes[0], *message.shape[1:]))
+    if reduce in ("sum", "add"):
+        return out.index_add(0, matrix.dst, message)
+    name = {"mean": "mean", "max": "amax", "amax": "amax", "min": "amin", "amin": "amin"}[reduce]
+    return out.index_reduce(0, matrix.dst, message, name, include_self=False)
+
+
+def _sum_product(matrix: Any, dense: Any, **_: Any) -> torch.Tensor:
+    return _product(matrix, dense)
+
+
+def _reversed_product(dense: Any, matrix: Any) -> torch.Tensor:
+    return _product(matrix, dense)
+
+
+def _add_product(bias: Any, matrix: Any, dense: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return beta * bias + alpha * _product(matrix, dense)
+
+
+def _transposed(matrix: SparseOperand, *_: Any) -> SparseOperand:
+    form = _TRANSPOSED_FORM[matrix.form]
+    return SparseOperand(matrix.src, matrix.dst, matrix.value, matrix.sizes[::-1], form)
+
+
+def _same(matrix: SparseOperand, *_: Any, **__: Any) -> SparseOperand:
+    return matrix
+
+
+def _pointer(form: torch.layout, matrix: SparseOperand) -> torch.Tensor:
+    _require_form(form, matrix)
+    csr = form == torch.sparse_csr
+    index, size = (matrix.dst, matrix.sizes[0]) if csr else (matrix.src, matrix.sizes[1])
+    counts = index.new_zeros(size).index_add(0, index, torch.ones_like(index))
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _plain(form: torch.layout, matrix: SparseOperand) -> torch.Tensor:
+    _require_form(form, matrix)
+    return matrix.src if form == torch.sparse_csr else matrix.dst
+
+
+def _require_form(form: torch.layout, matrix: SparseOperand) -> None:
+    if matrix.form != form:
+        raise NotImplementedError(_refusal(torch.Tensor.to_sparse))
+
+
+def _with_value(matrix: SparseOperand, value: torch.Tensor) -> SparseOperand:
+    return SparseOperand(matrix.dst, matrix.src, value, matrix.sizes, matrix.form)
+
+
+def _to(matrix: SparseOperand, *args: Any, **kwargs: Any) -> SparseOperand:
+    return _with_value(matrix, matrix.value.to(*args, **kwargs))
+
+
+def _cast(dtype: torch.dtype) -> Callable[[SparseOperand], SparseOperand]:
+    return lambda matrix: _to(matrix, dtype)
+
+
+def _scale(matrix: Any, factor: Any) -> SparseOperand:
+    if not isinstance(matrix, SparseOperand):
+        matrix, factor = factor, matrix
+    if isinstance(factor, torch.Tensor) and factor.dim() > 0:
+        raise NotImplementedError(_refusal(torch.mul))
+    return _with_value(matrix, matrix.value * factor)
+
+
+def _row_sum(matrix: SparseOperand, dim: Any = None, **_: Any) -> torch.Tensor:
+    dims = dim if isinstance(dim, int) else (dim[0] if dim and len(dim) == 1 else None)
+    if dims is None:
+        raise NotImplementedError(_refusal(torch.sum))
+    index, size = (
+        (matrix.dst, matrix.sizes[0]) if dims % 2 == 1 else (matrix.src, matrix.sizes[1])
+    )
+    return matrix.value.new_zeros(size).index_add(0, index, matrix.value)
+
+
+def _getter(prop: Any) -> Any:
+    return prop.__get__
+
+
+T = torch.Tensor
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.mm, T.mm, torch.sparse.mm, torch.matmul, T.matmul), _product),
+    **dict.fromkeys((torch.mv, T.mv, T.__matmul__, torch.smm, T.smm), _sum_product),
+    T.__rmatmul__: _reversed_product,
+    **dict.fromkeys((torch.addmm, torch.sparse.addmm, torch.addmv), _add_product),
+    **dict.fromkeys((torch.t, T.t, _getter(T.T), _getter(T.mT)), _transposed),
+    **dict.fromkeys((torch.transpose, T.transpose), _transposed),
+    **dict.fromkeys((T.coalesce, T.to_sparse_csr, T.to_sparse_csc, T.to_sparse_coo), _same),
+    **dict.fromkeys((T.to_sparse, T.contiguous, T.detach, torch.clone, T.clone), _same),
+    **dict.fromkeys((T.values, T._values), lambda matrix: matrix.value),
+    **dict.fromkeys(
+        (T.indices, T._indices), lambda matrix: torch.stack([matrix.dst, matrix.src])
+    ),
+    T.crow_indices: partial(_pointer, torch.sparse_csr),
+    T.col_indices: partial(_plain, torch.sparse_csr),
+    T.ccol_indices: partial(_pointer, torch.sparse_csc),
+    T.row_indices: partial(_plain, torch.sparse_csc),
+    T._nnz: lambda matrix: matrix.value.shape[0],
+    T.is_coalesced: lambda matrix: True,
+    **dict.fromkeys((T.to, T.type), _to),
+    T.float: _cast(torch.float32),
+    T.double: _cast(torch.float64),
+    **dict.fromkeys((torch.mul, T.mul, T.__mul__, T.__rmul__), _scale),
+    **dict.fromkeys((torch.sum, T.sum, torch.sparse.sum), _row_sum),
+    _getter(T.layout): lambda matrix: matrix.form,
+    _getter(T.is_sparse): lambda matrix: matrix.form == torch.sparse_coo,
+    _getter(T.is_sparse_csr): lambda matrix: matrix.form == torch.sparse_csr,
+}
+_PLAIN = {
+    T.size,
+    T.dim,
+    T.is_floating_point,
+    T.element_size,
+    *(
+        _getter(prop)
+        for prop in (T.shape, T.dtype, T.device, T.ndim, T.requires_grad, T.is_cuda, T.grad_fn)
+    ),
+}
+
+
+def _csr(crow: Any, col: Any, values: Any, size: Any = None, **_: Any) -> SparseOperand:
+    _require_size(size)
+    return SparseOperand(_expanded(crow, col), col, values, tuple(size), torch.sparse_csr)
+
+
+def _csc(ccol: Any, row: Any, values: Any, size: Any = None, **_: Any) -> SparseOperand:
+    _require_size(size)
+    return SparseOperand(row, _expanded(ccol, row), values, tuple(size), torch.sparse_csc)
+
+
+def _coo(indices: Any, values: Any, size: Any = None, **_: Any) -> SparseOperand:
+    _require_size(size)
+    return SparseOperand(indices[0], indices[1], values, tuple(size), torch.sparse_coo)
+
+
+def _compressed(
+    pointer: Any, plain: Any, values: Any, size: Any = None, *, layout: Any, **_: Any
+) -> SparseOperand:
+    make = {torch.sparse_csr: _csr, torch.sparse_csc: _csc}[layout]
+    return make(pointer, plain, values, size)
+
+
+def _require_size(size: Any) -> None:
+    if size is None:
+        raise NotImplementedError(
+            "a torch.sparse constructor without size= cannot be captured: its size would be read "
+            "from the values; pass size=(num_nodes, num_nodes)"
+        )
+
+
+_CONSTRUCTORS: dict[Any, Callable[..., SparseOperand]] = {
+    torch.sparse_csr_tensor: _csr,
+    torch.sparse_csc_tensor: _csc,
+    torch.sparse_coo_tensor: _coo,
+    torch.sparse_compressed_tensor: _compressed,
+}
