@@ -1,0 +1,1 @@
+"""Compiles graph neural networks to low precision."""

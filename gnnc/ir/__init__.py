@@ -1,0 +1,33 @@
+"""The intermediate representation: primitives as ``torch.library`` ops, and what graphs carry.
+
+Importing this package registers every op under ``torch.ops.gnnc``.
+"""
+
+from gnnc.ir import dense, message, quantized, sparse, structure
+from gnnc.ir.body import body_inputs, body_text, evaluate_body, parse_body
+from gnnc.ir.op import REGISTRY, Cost, ErrorInput, Op, op_of
+from gnnc.ir.qtype import INT8_ROW, ROW_ALIGNMENT, QType
+from gnnc.ir.source import Source, is_weight, source_of
+
+__all__ = [
+    "INT8_ROW",
+    "REGISTRY",
+    "ROW_ALIGNMENT",
+    "Cost",
+    "ErrorInput",
+    "Op",
+    "QType",
+    "Source",
+    "body_inputs",
+    "body_text",
+    "dense",
+    "evaluate_body",
+    "is_weight",
+    "message",
+    "op_of",
+    "parse_body",
+    "quantized",
+    "source_of",
+    "sparse",
+    "structure",
+]

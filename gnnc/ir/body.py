@@ -1,0 +1,136 @@
+"""Bodies: the small per-edge programs that ``message`` and ``edge_map`` carry as text.
+
+A body is straight-line Python over ATen calls, such as
+``t0 = aten.add.Tensor(i0, j0); t1 = aten.relu.default(t0); return t1``. Its inputs are rows gathered
+per edge: ``i0, i1, ...`` from destinations, ``j0, ...`` from sources, ``e0, ...`` edge tensors, and
+``c0, ...`` constants without an edge dimension. As text it is an ordinary op argument: it prints,
+hashes, compares, pickles and merges like any other.
+"""
+
+import ast
+import math
+import operator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from gnnc.errors import VerifyError
+
+_DTYPES = {f"torch.{name}": getattr(torch, name) for name in (
+    "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool"
+)}  # fmt: skip
+
+
+def body_text(graph: fx.Graph) -> str:
+    """Return the text of ``graph``: placeholders named i*, j*, e*, c*, ATen calls, one output.
+
+    Raises:
+        VerifyError: a node is not a call of an ATen overload with literal arguments.
+    """
+    names: dict[fx.Node, str] = {}
+    lines: list[str] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            names[node] = str(node.target)
+        elif node.op == "output":
+            lines.append(f"return {_text(node.args[0], names)}")
+        else:
+            lines.append(_statement(node, names))
+    return "; ".join(lines)
+
+
+def _statement(node: fx.Node, names: dict[fx.Node, str]) -> str:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        raise VerifyError(f"a body holds ATen calls only, got {node.format_node()}")
+    parts = [_text(arg, names) for arg in node.args]
+    parts += [f"{key}={_text(value, names)}" for key, value in node.kwargs.items()]
+    names[node] = f"t{sum(1 for name in names.values() if name[0] == 't')}"
+    return f"{names[node]} = {target.namespace}.{target.__name__}({', '.join(parts)})"
+
+
+def _text(value: Any, names: dict[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_text(item, names) for item in value)}]"
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{'-' if value < 0 else ''}{'nan' if math.isnan(value) else 'inf'}"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    raise VerifyError(f"a body cannot hold the argument {value!r} of type {type(value).__name__}")
+
+
+@lru_cache(maxsize=1024)
+def parse_body(text: str) -> fx.GraphModule:
+    """Return the GraphModule that ``text`` stands for; its placeholders are the inputs used.
+
+    Raises:
+        VerifyError: the text is not a body.
+    """
+    graph = fx.Graph()
+    values: dict[str, Any] = {"inf": math.inf, "nan": math.nan, **_DTYPES}
+    for name in body_inputs(text):
+        values[name] = graph.placeholder(name)
+    for statement in ast.parse(text.replace("return ", "out = ")).body:
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+            raise VerifyError(f"not a body statement: {ast.unparse(statement)}")
+        name = statement.targets[0].id
+        if name == "out":
+            graph.output(_value(statement.value, values, graph))
+        else:
+            values[name] = _value(statement.value, values, graph)
+    return fx.GraphModule({}, graph, "Body")
+
+
+@lru_cache(maxsize=1024)
+def body_inputs(text: str) -> tuple[str, ...]:
+    """Return the input names of a body, ordered i0, i1, ..., j0, ..., e0, ..., c0, ..."""
+    tree = ast.parse(text.replace("return ", "out = "))
+    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    inputs = [name for name in used if name[0] in "ijec" and name[1:].isdigit()]
+    return tuple(sorted(inputs, key=lambda name: ("ijec".index(name[0]), int(name[1:]))))
+
+
+def _value(tree: ast.expr, values: dict[str, Any], graph: fx.Graph) -> Any:
+    match tree:
+        case ast.Constant(value):
+            return value
+        case ast.Name(name) if name in values:
+            return values[name]
+        case ast.List(items):
+            return [_value(item, values, graph) for item in items]
+        case ast.UnaryOp(ast.USub(), operand):
+            return operator.neg(_value(operand, values, graph))
+        case ast.Attribute() if (name := ast.unparse(tree)) in values:
+            return values[name]
+        case ast.Call(func, args, keywords):
+            return graph.call_function(
+                _target(ast.unparse(func)),
+                tuple(_value(arg, values, graph) for arg in args),
+                {str(k.arg): _value(k.value, values, graph) for k in keywords},
+            )
+    raise VerifyError(f"not part of a body: {ast.unparse(tree)}")
+
+
+def _target(name: str) -> Any:
+    target: Any = torch.ops
+    for part in name.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def evaluate_body(
+    text: str,
+    dst: list[torch.Tensor],
+    src: list[torch.Tensor],
+    edge: list[torch.Tensor],
+    const: list[torch.Tensor],
+) -> torch.Tensor:
+    """Run a body on rows that are already gathered per edge; returns ``[E, ...]``."""
+    groups = {"i": dst, "j": src, "e": edge, "c": const}
+    return parse_body(text)(*(groups[n[0]][int(n[1:])] for n in body_inputs(text)))

@@ -1,0 +1,225 @@
+"""General edge ops: run a small body at every edge, and keep (``edge_map``) or reduce (``message``) it.
+
+The body (see ``gnnc.ir.body``) sees rows of its operands: ``dst`` operands by destination, ``src``
+operands by source, ``edge`` operands by edge, ``const`` operands whole.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from gnnc.ir.body import evaluate_body, parse_body
+from gnnc.ir.op import Cost, ErrorInput, Gradient, Op, accumulate_dtype, check, define, nbytes, numel
+from gnnc.ir.sparse import REDUCTIONS, reduce_edges
+from gnnc.ir.structure import edge_rows, random_csr
+
+Tensors = list[Tensor]
+
+
+def edge_map_reference(
+    rowptr: Tensor, col: Tensor, body: str, dst: Tensors, src: Tensors, edge: Tensors, const: Tensors
+) -> Tensor:
+    """Return the body's value at every edge.
+
+    Args:
+        rowptr: int64 ``[num_dst + 1]``.
+        col: int32 ``[E]``.
+        body: text of the body.
+        dst: operands ``[num_dst, ...]``, seen as ``i0, i1, ...``.
+        src: operands ``[num_src, ...]``, seen as ``j0, ...``.
+        edge: operands ``[E, ...]`` in CSR order, seen as ``e0, ...``.
+        const: operands without an edge dimension, seen as ``c0, ...``.
+
+    Returns:
+        ``[E, ...]`` in CSR order.
+    """
+    rows = edge_rows(rowptr, col.numel())
+    gathered_dst = [t.index_select(0, rows) for t in dst]
+    gathered_src = [t.index_select(0, col) for t in src]
+    return evaluate_body(body, gathered_dst, gathered_src, list(edge), list(const)).contiguous()
+
+
+def _edge_map_fake(
+    rowptr: Tensor, col: Tensor, body: str, dst: Tensors, src: Tensors, edge: Tensors, const: Tensors
+) -> Tensor:
+    edges = col.shape[0]
+    out = evaluate_body(
+        body,
+        [t.new_empty((edges, *t.shape[1:])) for t in dst],
+        [t.new_empty((edges, *t.shape[1:])) for t in src],
+        list(edge),
+        list(const),
+    )
+    return out.new_empty((edges, *out.shape[1:]))
+
+
+def _gathered_cost(col: Tensor, body: str, dst: Tensors, src: Tensors, edge: Tensors) -> Cost:
+    edges, gathered = numel(col), sympy.Integer(0)
+    width = sympy.Integer(1)
+    for tensor in (*dst, *src):
+        row = sympy.Integer(tensor.element_size())
+        for size in tensor.shape[1:]:
+            row *= int(size)
+        gathered += edges * row
+        width = sympy.Max(width, row / tensor.element_size())
+    steps = sum(1 for n in parse_body(body).graph.nodes if n.op == "call_function")
+    return Cost(bytes=gathered + nbytes(col, *edge), flops=edges * width * steps)
+
+
+def _edge_map_cost(
+    rowptr: Tensor, col: Tensor, body: str, dst: Tensors, src: Tensors, edge: Tensors, const: Tensors
+) -> Cost:
+    cost = _gathered_cost(col, body, dst, src, edge)
+    return Cost(cost.bytes + numel(col) * 4, cost.flops)
+
+
+def _recompute_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    lists = [item for item in inputs if isinstance(item, list | tuple)]
+    ctx.save_for_backward(inputs[0], inputs[1], *(t for group in lists for t in group))
+    ctx.lengths = [len(group) for group in lists]
+    ctx.rest = [item for item in inputs[2:] if not isinstance(item, list | tuple)]
+
+
+def _recompute_backward(ctx: Any, grad: Tensor, reference: Any) -> list[list[Tensor | None]]:
+    """Differentiate the reference, run again: nothing of size E x F is kept from the forward."""
+    rowptr, col, *flat = ctx.saved_tensors
+    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in flat]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    groups, start = [], 0
+    for length in ctx.lengths:
+        groups.append(leaves[start : start + length])
+        start += length
+    with torch.enable_grad():
+        out = reference(rowptr, col, groups, ctx.rest)
+    found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
+    grads = [[next(found) if leaf.requires_grad else None for leaf in group] for group in groups]
+    return grads
+
+
+def _edge_map_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def again(rowptr: Tensor, col: Tensor, groups: list[Tensors], rest: list[Any]) -> Tensor:
+        return edge_map_reference(rowptr, col, rest[0], *groups)
+
+    return None, None, None, *_recompute_backward(ctx, grad, again)
+
+
+_GATV2 = (
+    "t0 = aten.add.Tensor(i0, j0); t1 = aten.leaky_relu.default(t0, 0.2); "
+    "t2 = aten.mul.Tensor(t1, c0); t3 = aten.sum.dim_IntList(t2, [-1]); return t3"
+)
+_GINE = "t0 = aten.add.Tensor(j0, e0); t1 = aten.relu.default(t0); return t1"
+
+
+def _operands() -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(4)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    rowptr, col, _ = random_csr(6, 5, 14)
+    return rowptr, col, rand(5, 2, 3), rand(6, 2, 3), rand(14, 2, 3), rand(1, 2, 3)
+
+
+def _edge_map_samples() -> Sequence[tuple[Any, ...]]:
+    rowptr, col, i, j, e, c = _operands()
+    none = random_csr(6, 5, 0)
+    return [
+        (rowptr, col, _GATV2, [i], [j], [], [c]),
+        (rowptr, col, _GINE, [], [j], [e], []),
+        (none[0], none[1], _GATV2, [i], [j], [], [c]),
+    ]
+
+
+EDGE_MAP = define(
+    Op(
+        name="edge_map",
+        schema="(Tensor rowptr, Tensor col, str body, Tensor[] dst, Tensor[] src, Tensor[] edge,"
+        " Tensor[] const) -> Tensor",
+        reference=edge_map_reference,
+        fake=_edge_map_fake,
+        cost=_edge_map_cost,
+        gradient=Gradient(_edge_map_backward, _recompute_setup),
+        samples=_edge_map_samples,
+        error_inputs=lambda: [],
+    )
+)
+
+
+def message_reference(
+    rowptr: Tensor,
+    col: Tensor,
+    body: str,
+    reduce: str,
+    dst: Tensors,
+    src: Tensors,
+    edge: Tensors,
+    const: Tensors,
+    num_dst: int,
+) -> Tensor:
+    """Reduce the body's value over the edges of each destination.
+
+    Args: as ``edge_map``, and ``reduce`` (``sum``, ``mean``, ``max``, ``min``), ``num_dst``.
+
+    Returns:
+        ``[num_dst, ...]``, at least FP32; a row without edges is 0.
+    """
+    check(reduce in REDUCTIONS, "message", lambda: f"reduce must be one of {REDUCTIONS}, got {reduce!r}")
+    value = edge_map_reference(rowptr, col, body, dst, src, edge, const)
+    value = value.to(accumulate_dtype(value.dtype))
+    return reduce_edges(value, edge_rows(rowptr, col.numel()), num_dst, reduce)
+
+
+def _message_fake(
+    rowptr: Tensor,
+    col: Tensor,
+    body: str,
+    reduce: str,
+    dst: Tensors,
+    src: Tensors,
+    edge: Tensors,
+    const: Tensors,
+    num_dst: Any,
+) -> Tensor:
+    check(reduce in REDUCTIONS, "message", lambda: f"reduce must be one of {REDUCTIONS}, got {reduce!r}")
+    value = _edge_map_fake(rowptr, col, body, dst, src, edge, const)
+    return value.new_empty((num_dst, *value.shape[1:]), dtype=accumulate_dtype(value.dtype))
+
+
+def _message_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def again(rowptr: Tensor, col: Tensor, groups: list[Tensors], rest: list[Any]) -> Tensor:
+        return message_reference(rowptr, col, rest[0], rest[1], *groups, rest[2])
+
+    return None, None, None, None, *_recompute_backward(ctx, grad, again), None
+
+
+def _message_samples() -> Sequence[tuple[Any, ...]]:
+    rowptr, col, _, j, e, _ = _operands()
+    none = random_csr(6, 5, 0)
+    samples = [(rowptr, col, _GINE, reduce, [], [j], [e], [], 5) for reduce in REDUCTIONS]
+    return [*samples, (none[0], none[1], _GINE, "max", [], [j], [e[:0]], [], 5)]
+
+
+def _message_errors() -> Sequence[ErrorInput]:
+    args = list(_message_samples()[0])
+    args[3] = "median"
+    return [ErrorInput(tuple(args), "reduce must be one of")]
+
+
+MESSAGE = define(
+    Op(
+        name="message",
+        schema="(Tensor rowptr, Tensor col, str body, str reduce, Tensor[] dst, Tensor[] src,"
+        " Tensor[] edge, Tensor[] const, SymInt num_dst) -> Tensor",
+        reference=message_reference,
+        fake=_message_fake,
+        cost=lambda rowptr, col, body, reduce, dst, src, edge, const, num_dst: _gathered_cost(
+            col, body, dst, src, edge
+        ),
+        gradient=Gradient(_message_backward, _recompute_setup),
+        samples=_message_samples,
+        error_inputs=_message_errors,
+    )
+)
