@@ -80,7 +80,7 @@ def parse_body(text: str) -> fx.GraphModule:
         if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
             raise VerifyError(f"not a body statement: {ast.unparse(statement)}")
         name = statement.targets[0].id
-        if name == "out":
+        if name == "out":  # the body's `return`, spelled as an assignment so that ast takes it
             graph.output(_value(statement.value, values, graph))
         else:
             values[name] = _value(statement.value, values, graph)
@@ -118,10 +118,11 @@ def _value(tree: ast.expr, values: dict[str, Any], graph: fx.Graph) -> Any:
 
 
 def _target(name: str) -> Any:
-    target: Any = torch.ops
-    for part in name.split("."):
-        target = getattr(target, part)
-    return target
+    parts = name.split(".")
+    if len(parts) != 3:
+        raise VerifyError(f"not part of a body: a call of {name}")
+    namespace, op, overload = parts
+    return getattr(getattr(getattr(torch.ops, namespace), op), overload)
 
 
 def evaluate_body(

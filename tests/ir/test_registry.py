@@ -1,0 +1,61 @@
+"""Walks the registry: an op that lacks a part of its record fails here."""
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gnnc.ir import REGISTRY, Op
+from gnnc.ir.op import Cost
+
+CASES = [
+    pytest.param(op, sample, id=f"{op.name}-{number}")
+    for op in REGISTRY.values()
+    for number, sample in enumerate(op.samples())
+]
+DIFFERENTIABLE = [case for case in CASES if case.values[0].gradient is not None]
+OPS = [pytest.param(op, id=op.name) for op in REGISTRY.values()]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_record_is_complete(op: Op) -> None:
+    assert op.reference.__doc__ or op.reference.__name__ == "<lambda>"
+    assert op.samples()
+    assert (op.gradient is None) != (op.no_gradient is None)
+    assert op.quantized is None or op.quantized in REGISTRY
+
+
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_schema_and_shape_rule_agree_with_the_reference(op: Op, sample: tuple) -> None:
+    opcheck(op.target, sample, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_cost_is_nonnegative(op: Op, sample: tuple) -> None:
+    cost = op.cost(*sample)
+    assert isinstance(cost, Cost)
+    assert cost.bytes >= 0
+    assert cost.flops >= 0
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_error_inputs_are_refused(op: Op) -> None:
+    for case in op.error_inputs():
+        with pytest.raises(case.error, match=case.match):
+            op.target(*case.args)
+
+
+@pytest.mark.parametrize(("op", "sample"), DIFFERENTIABLE)
+def test_gradient_rule(op: Op, sample: tuple) -> None:
+    flat, spec = tree_flatten(sample)
+    if any(isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16 for a in flat):
+        flat = [a.float() if isinstance(a, torch.Tensor) else a for a in flat]
+    leaves = [
+        a.double().requires_grad_()
+        if isinstance(a, torch.Tensor) and a.is_floating_point()
+        else a
+        for a in flat
+    ]
+    assert torch.autograd.gradcheck(
+        lambda *args: op.target(*tree_unflatten(list(args), spec)), leaves
+    )
