@@ -1,0 +1,190 @@
+"""Runs a structure graph, each part of it only when the inputs of that part have changed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from gnnc.ir.source import source_of
+from gnnc.runtime.structure_cache import DEFAULT_BYTE_BUDGET, StructureCache
+
+Deps = frozenset[Node]
+
+_EXPENSIVE = frozenset({"csr", "csr_transpose"})
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A part of the structure graph whose nodes depend on the same tensors.
+
+    Attributes:
+        module: computes the part; takes the values in ``operands``, returns a tuple.
+        operands: slots (see ``StructureRunner``) of the module's arguments.
+        key: slots of the inputs and sizes that the part depends on, directly or not.
+    """
+
+    module: GraphModule
+    operands: tuple[int, ...]
+    key: tuple[int, ...]
+
+
+class StructureRunner:
+    """Calls a structure graph with caching, one cache entry a *group* and distinct graph.
+
+    A node's dependency set is the set of tensor inputs that reach it. Nodes with one set form a
+    group, keyed by those tensors and by the plain sizes the group uses; groups run in order of
+    set inclusion, the later ones on the (cached) results of the earlier. So with an ``edge_index``
+    that stays and an ``edge_weight`` that is new at every call, sorting and degree counting
+    (set ``{edge_index}``) run once, and only the normalisation (set ``{edge_index, edge_weight}``)
+    runs again. A group whose results only one other group needs, and which holds nothing
+    expensive, is computed inside that group. Nodes that depend on sizes alone are computed in
+    every group that uses them: they cost less than a look-up.
+
+    Values live in slots: first the graph's placeholders in order, then the groups' results.
+
+    Args:
+        structure: a graph whose placeholders are of the kinds input, size or constant, and whose
+            output is a flat tuple.
+        byte_budget: see ``StructureCache``.
+    """
+
+    def __init__(self, structure: GraphModule, byte_budget: int = DEFAULT_BYTE_BUDGET) -> None:
+        self.groups, self._outputs = _split(structure)
+        self.cache = StructureCache(byte_budget, min_entries=max(len(self.groups), 1))
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        """Return the structure graph's outputs for the values of its placeholders."""
+        slots = list(values)
+        for number, group in enumerate(self.groups):
+            key = (number, *[slots[slot] for slot in group.key])
+            slots.extend(self.cache.get(key, lambda: _call(group, slots)))  # noqa: B023
+        return tuple([slots[slot] for slot in self._outputs])
+
+    def clear(self) -> None:
+        """Forget every cached structure."""
+        self.cache.clear()
+
+
+def _call(group: Group, slots: list[Any]) -> tuple[Any, ...]:
+    return group.module(*[slots[slot] for slot in group.operands])
+
+
+def _is_keyed(node: Node) -> bool:
+    source = source_of(node)
+    return source is None or source.kind != "constant"
+
+
+def _is_size(node: Node) -> bool:
+    source = source_of(node)
+    return source is not None and source.kind == "size"
+
+
+def _dependencies(graph: Graph) -> tuple[dict[Node, Deps], dict[Node, Deps]]:
+    """Return for every node the tensor inputs, and the plain sizes, that reach it."""
+    tensors: dict[Node, Deps] = {}
+    sizes: dict[Node, Deps] = {}
+    for node in graph.nodes:
+        tensors[node] = frozenset().union(*(tensors[arg] for arg in node.all_input_nodes))
+        sizes[node] = frozenset().union(*(sizes[arg] for arg in node.all_input_nodes))
+        if node.op == "placeholder" and _is_keyed(node):
+            (sizes if _is_size(node) else tensors)[node] = frozenset({node})
+    return tensors, sizes
+
+
+def _output_nodes(graph: Graph) -> Sequence[Any]:
+    return graph.output_node().args[0]  # type: ignore[return-value]
+
+
+def _is_expensive(nodes: list[Node]) -> bool:
+    return any(
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.__name__.split(".")[0] in _EXPENSIVE
+        for node in nodes
+    )
+
+
+def _partition(graph: Graph, deps: dict[Node, Deps]) -> list[list[Node]]:
+    """Return the groups' nodes, in an order in which they can run."""
+    members: dict[Deps, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and deps[node]:
+            members.setdefault(deps[node], []).append(node)
+    for key in sorted(members, key=len):
+        host = _only_consumer(key, members, deps)
+        if host is not None and not _is_expensive(members[key]):
+            members[host] += members.pop(key)
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    groups = [sorted(nodes, key=position.__getitem__) for nodes in members.values()]
+    return sorted(groups, key=lambda nodes: max(len(deps[node]) for node in nodes))
+
+
+def _only_consumer(key: Deps, members: dict[Deps, list[Node]], deps: dict[Node, Deps]) -> Deps | None:
+    home = {node: group for group, nodes in members.items() for node in nodes}
+    consumers = {home.get(user, frozenset()) for node in members[key] for user in node.users}
+    consumers.discard(key)
+    if len(consumers) != 1:
+        return None
+    (host,) = consumers
+    return host or None
+
+
+def _split(structure: GraphModule) -> tuple[tuple[Group, ...], tuple[int, ...]]:
+    graph = structure.graph
+    tensors, sizes = _dependencies(graph)
+    slots = {node: slot for slot, node in enumerate(graph.find_nodes(op="placeholder"))}
+    count, groups = len(slots), []
+    parts = _partition(graph, tensors)
+    loose = [n for n in _output_nodes(graph) if n.op != "placeholder" and not tensors[n]]
+    for nodes in [*([loose] if loose else []), *parts]:
+        results = _results(nodes)
+        module, operands = _extract(structure, nodes, results, tensors)
+        keys = frozenset().union(*(tensors[n] | sizes[n] for n in nodes))
+        groups.append(
+            Group(
+                module,
+                tuple(slots[node] for node in operands),
+                tuple(sorted(slots[node] for node in keys)),
+            )
+        )
+        for node in results:
+            slots[node] = count
+            count += 1
+    return tuple(groups), tuple(slots[node] for node in _output_nodes(graph))
+
+
+def _results(nodes: list[Node]) -> list[Node]:
+    """Return the nodes whose values someone outside the group needs."""
+    inside = set(nodes)
+    return [node for node in nodes if any(user not in inside for user in node.users)]
+
+
+def _extract(
+    structure: GraphModule, nodes: list[Node], results: list[Node], deps: dict[Node, Deps]
+) -> tuple[GraphModule, list[Node]]:
+    """Return a module that computes ``results``, and the outer nodes that are its arguments."""
+    computed = _with_sizes(nodes, deps)
+    operands = [
+        node
+        for node in structure.graph.nodes
+        if node not in computed and any(user in computed for user in node.users)
+    ]
+    graph = Graph()
+    copies = {node: graph.placeholder(node.name) for node in operands}
+    for node in structure.graph.nodes:
+        if node in computed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return GraphModule(structure, graph), operands
+
+
+def _with_sizes(nodes: list[Node], deps: dict[Node, Deps]) -> set[Node]:
+    """Return ``nodes`` and every node that they need and that depends on sizes alone."""
+    computed, pending = set(nodes), list(nodes)
+    while pending:
+        for arg in pending.pop().all_input_nodes:
+            if arg.op != "placeholder" and not deps[arg] and arg not in computed:
+                computed.add(arg)
+                pending.append(arg)
+    return computed

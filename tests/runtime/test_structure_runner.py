@@ -1,0 +1,127 @@
+"""The structure runner: groups by dependency set, cached apart."""
+
+import copy
+import operator
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+import gnnc.ir  # noqa: F401
+from gnnc.ir.source import Source
+from gnnc.runtime.structure_runner import StructureRunner
+
+NUM_NODES = 5
+
+
+def placeholder(graph: Graph, name: str, kind: str) -> Node:
+    node = graph.placeholder(name)
+    node.meta["source"] = Source(kind, name)  # type: ignore[arg-type]
+    return node
+
+
+def weighted_structure() -> GraphModule:
+    """CSR of edge_index; edge_weight in CSR order, times the destination's degree."""
+    graph, ops, aten = Graph(), torch.ops.gnnc, torch.ops.aten
+    edge_index = placeholder(graph, "edge_index", "input")
+    weight = placeholder(graph, "edge_weight", "input")
+    size = placeholder(graph, "n", "size")
+    call = graph.call_function
+    src = call(aten.select.int, (edge_index, 0, 0))
+    dst = call(aten.select.int, (edge_index, 0, 1))
+    csr = call(ops.csr.default, (src, dst, size, size))
+    rowptr, col, perm = (call(operator.getitem, (csr, i)) for i in range(3))
+    double = call(aten.mul.Tensor, (weight, 2))
+    ordered = call(aten.index_select.default, (double, 0, perm))
+    degree = call(ops.degree.default, (rowptr,))
+    rows = call(ops.edge_dst.default, (rowptr, col))
+    scaled = call(aten.mul.Tensor, (ordered, call(aten.index_select.default, (degree, 0, rows))))
+    doubled = call(operator.mul, (size, 2))
+    graph.output((rowptr, col, scaled, doubled))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def inputs() -> tuple[Tensor, Tensor, int]:
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(NUM_NODES, (2, 12), generator=generator)
+    return edge_index, torch.rand(12, generator=generator), NUM_NODES
+
+
+def count_calls(runner: StructureRunner) -> list[int]:
+    calls = [0] * len(runner.groups)
+    for index, group in enumerate(runner.groups):
+        group.module.register_forward_pre_hook(
+            lambda *_, i=index: calls.__setitem__(i, calls[i] + 1)
+        )
+    return calls
+
+
+def assert_same(left: tuple, right: tuple) -> None:
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+def test_equals_the_graph_that_it_runs():
+    structure, values = weighted_structure(), inputs()
+    runner = StructureRunner(structure)
+    assert_same(runner(*values), structure(*values))
+    assert_same(runner(*values), structure(*values))
+
+
+def test_groups_follow_dependency_sets():
+    runner = StructureRunner(weighted_structure())
+    calls, (edge_index, weight, size) = count_calls(runner), inputs()
+    # sizes alone | edge_index | edge_index and edge_weight (takes the cheap edge_weight group in)
+    assert len(runner.groups) == 3
+    for _ in range(3):
+        runner(edge_index, weight, size)
+    assert calls == [1, 1, 1]
+    for _ in range(3):
+        runner(edge_index, weight.clone(), size)
+    assert calls == [1, 1, 4]
+
+
+def test_edit_of_edge_index_reruns_all_that_depends_on_it():
+    structure = weighted_structure()
+    runner = StructureRunner(structure)
+    calls, (edge_index, weight, size) = count_calls(runner), inputs()
+    runner(edge_index, weight, size)
+    edge_index[1, 0] = (edge_index[1, 0] + 1) % NUM_NODES
+    assert_same(runner(edge_index, weight, size), structure(edge_index, weight, size))
+    assert calls == [1, 2, 2]
+
+
+def test_another_size_reruns():
+    structure = weighted_structure()
+    runner = StructureRunner(structure)
+    edge_index, weight, size = inputs()
+    runner(edge_index, weight, size)
+    assert_same(runner(edge_index, weight, size + 2), structure(edge_index, weight, size + 2))
+
+
+def test_fresh_graphs_leave_nothing_behind():
+    runner = StructureRunner(weighted_structure())
+    for step in range(50):
+        edge_index, weight, size = inputs()
+        runner(edge_index, weight + step, size)
+    del edge_index, weight
+    assert runner.cache.nbytes == 0
+
+
+def test_inside_inference_mode():
+    structure = weighted_structure()
+    runner = StructureRunner(structure)
+    with torch.inference_mode():
+        edge_index, weight, size = inputs()
+        for _ in range(2):
+            assert_same(runner(edge_index, weight, size), structure(edge_index, weight, size))
+        weight[3] = 9
+        assert_same(runner(edge_index, weight, size), structure(edge_index, weight, size))
+
+
+def test_deepcopy_is_independent():
+    structure, values = weighted_structure(), inputs()
+    runner = StructureRunner(structure)
+    runner(*values)
+    other = copy.deepcopy(runner)
+    assert len(other.cache) == 0
+    assert_same(other(*values), structure(*values))
