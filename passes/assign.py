@@ -1,0 +1,148 @@
+"""Assign: a precision for every primitive, and the reason wherever one stays FP32.
+
+Three sources, strongest first: what must be FP32 (softmax and its logits, ops without an integer
+form), what the user set for the layer (``overrides``), and the precision of the whole model,
+unless the op is too narrow to gain from it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+from torch import fx
+from torch.fx import Node
+
+from gnnc.errors import PrecisionError, UnsupportedError
+from gnnc.ir.op import op_of
+from gnnc.ir.row_local import shape_of
+from gnnc.passes.base import Context
+from gnnc.precision import FP32, Precision
+
+_STRUCTURE = frozenset({"csr", "csr_transpose", "degree", "edge_dst"})
+_EDGE_OPS = frozenset({"sddmm", "edge_map"})
+_OPERAND = {"gemm": 0, "spmm": 3, "segment_reduce": 2, "sddmm": 2}
+"""Ops with a low-precision form, and the position of the operand that is narrowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Set ``node.meta["precision"]`` on every primitive.
+
+    Attributes:
+        min_row_bytes: an aggregation stays FP32 where a row of FP32 fits in this many bytes: an
+            int8 row is padded to a whole cache line, so nothing would be saved.
+        min_inner_width: a GEMM stays FP32 below this inner width: one integer dot instruction
+            takes four products.
+    """
+
+    min_row_bytes: int = 64
+    min_inner_width: int = 4
+    name: ClassVar[str] = "assign"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        """Annotate the graph; nothing else changes."""
+        primitives = [node for node in gm.graph.nodes if is_primitive(node)]
+        check_overrides(primitives, ctx.overrides)
+        for precision in (ctx.precision, *ctx.overrides.values()):
+            _check_supported(precision, ctx)
+        logits = _softmax_logits(gm.graph)
+        for node in primitives:
+            wanted, chosen = _wanted(node, ctx)
+            reason = None if wanted == FP32 else self._stays_fp32(node, logits, wanted, chosen)
+            node.meta["precision"] = wanted if reason is None else FP32
+            if reason is not None:
+                ctx.note(node, f"stays FP32: {reason}")
+        return gm
+
+    def _stays_fp32(
+        self, node: Node, logits: set[Node], wanted: Precision, chosen: bool
+    ) -> str | None:
+        op = op_of(node)
+        assert op is not None
+        if op.name == "edge_softmax":
+            return "edge softmax is computed in FP32"
+        if node in logits:
+            return "its result is the logits of an edge softmax"
+        if op.name not in _OPERAND or (op.name == "sddmm" and node.args[4] != "dot"):
+            return f"{op.name} has no low-precision form"
+        return None if chosen or not wanted.is_integer else self._too_narrow(node, op.name)
+
+    def _too_narrow(self, node: Node, name: str) -> str | None:
+        width = _width(node.args[_OPERAND[name]])
+        if width is None:
+            return None
+        if name == "gemm":
+            if width >= self.min_inner_width:
+                return None
+            return f"an inner width of {width} is less than one integer dot instruction takes"
+        if width * 4 > self.min_row_bytes:
+            return None
+        return f"a row of {width} FP32 values fits in the cache line that a padded int8 row takes"
+
+
+def is_primitive(node: Node) -> bool:
+    """Whether ``node`` computes on features, so that a precision applies to it."""
+    op = op_of(node)
+    return op is not None and op.name not in _STRUCTURE
+
+
+def check_overrides(primitives: Iterable[Node], overrides: dict[str, Precision]) -> None:
+    """Refuse an override whose glob matches no layer that has a primitive."""
+    layers = sorted({layer_of(node) for node in primitives})
+    for glob in overrides:
+        if any(fnmatchcase(layer, glob) for layer in layers):
+            continue
+        close = get_close_matches(glob.replace("*", ""), layers, n=3, cutoff=0.3) or layers[:8]
+        raise PrecisionError(
+            f"[gnnc.assign] overrides: {glob!r} matches no layer with something to quantize; "
+            f"close layers: {', '.join(map(repr, close)) or 'none'}"
+        )
+
+
+def layer_of(node: Node) -> str:
+    """The path of the module that the node came from, empty at the root."""
+    return node.meta.get("layer", "") or ""
+
+
+def _wanted(node: Node, ctx: Context) -> tuple[Precision, bool]:
+    """The precision asked for, and whether the user named this layer."""
+    named = ctx.override_for(layer_of(node))
+    return (ctx.precision, False) if named is None else (named, True)
+
+
+def _check_supported(precision: Precision, ctx: Context) -> None:
+    if precision.name not in ctx.backend.precisions:
+        have = ", ".join(sorted(ctx.backend.precisions))
+        raise UnsupportedError(
+            f"[gnnc.assign] backend {ctx.backend.name!r} has no {precision.name} kernels yet; "
+            f"it has {have}"
+        )
+
+
+def _softmax_logits(graph: fx.Graph) -> set[Node]:
+    """Edge ops whose result reaches an edge softmax through elementwise ops alone."""
+    found: set[Node] = set()
+    softmaxes = [node for node in graph.nodes if str(node.target) == "gnnc.edge_softmax.default"]
+    pending = [node.args[1] for node in softmaxes]
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, Node) or node in found:
+            continue
+        found.add(node)
+        if op_of(node) is None:
+            pending += node.all_input_nodes
+    return {node for node in found if (op := op_of(node)) and op.name in _EDGE_OPS}
+
+
+def _width(node: object) -> int | None:
+    shape = shape_of(node) if isinstance(node, Node) else None
+    if shape is None:
+        return None
+    width = 1
+    for size in shape[1:]:
+        if not isinstance(size, int):
+            return None
+        width *= size
+    return width

@@ -1,0 +1,67 @@
+"""Cache: a tensor is quantized once, whoever reads it.
+
+``quantize`` gives every consumer codes of its own; here equal scales, shifts, codes, casts and
+dequantized values become one node, so that ``fuse`` can let the producer write the codes. A
+consumer that needs FP32 keeps reading the FP32 value: codes are never widened back for it, which
+would round twice.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+from torch.fx import Node
+
+from gnnc.passes.base import Context
+
+_MERGEABLE = {
+    "gnnc.scale.default": "scale",
+    "gnnc.row_shift.default": "row shift",
+    "gnnc.quantize.default": "quantization",
+    "gnnc.dequantize.default": "dequantization",
+    "aten._to_copy.default": "cast",
+    "aten.t.default": "transpose",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Merge equal scales, quantizations and casts."""
+
+    name: ClassVar[str] = "cache"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        """Return the graph with every tensor quantized once per scale."""
+        for kept, copies in _merge(gm.graph).items():
+            kind = _MERGEABLE[str(kept.target)]
+            ctx.note(kept, f"one {kind} serves {copies + 1} consumers")
+        return gm
+
+
+def _merge(graph: fx.Graph) -> dict[Node, int]:
+    """Let the first of equal nodes stand for all; return how many each one replaced."""
+    first: dict[Any, Node] = {}
+    copies: dict[Node, int] = defaultdict(int)
+    for node in list(graph.nodes):
+        if str(node.target) not in _MERGEABLE:
+            continue
+        kept = first.setdefault(_key(node), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+            copies[kept] += 1
+    return copies
+
+
+def _key(node: Node) -> tuple[Any, ...]:
+    return node.target, _frozen(node.args), _frozen(node.kwargs)
+
+
+def _frozen(value: Any) -> Any:
+    """A hashable copy of arguments; numbers keep their type, so that 1 and 1.0 differ."""
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item) for item in value)
+    return value if isinstance(value, Node) else (type(value), value)

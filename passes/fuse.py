@@ -1,0 +1,201 @@
+"""Fuse: a kernel's producer with everything that can be done to its rows while they are in cache.
+
+A group is an *anchor* (a product, an aggregation, an attention, or nothing for a plain map), what
+may be done while its operands are loaded (scale, quantize, cast), and the row program that
+``gnnc.ir.row_local`` reads from its result: bias, scales, activations, norms, residual adds, and
+any number of stores in any precision. Each group becomes a submodule whose graph stays visible
+and runs by itself.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.attention import match_attention
+from gnnc.ir.row_local import classify, linearize, shape_of
+from gnnc.ir.source import is_weight
+from gnnc.passes.base import Context
+from gnnc.passes.grouping import Group, Partition, contract
+
+ANCHORS = {
+    "gnnc.gemm.default": "gemm",
+    "gnnc.qgemm.default": "gemm",
+    "gnnc.spmm.default": "spmm",
+    "gnnc.qspmm.default": "spmm",
+    "gnnc.segment_reduce.default": "spmm",
+    "gnnc.qsddmm.default": "sddmm",
+}
+"""Ops that make whole rows, by the kernel family that computes them."""
+
+_GEMMS = ("gnnc.gemm.default", "gnnc.qgemm.default")
+_QUANTIZE = "gnnc.quantize.default"
+_CAST = "aten._to_copy.default"
+
+
+@dataclass(frozen=True, slots=True)
+class Fuse:
+    """Group producers with the row-local ops around them.
+
+    Attributes:
+        min_map_steps: a chain without an anchor becomes a kernel of its own from this many steps
+            on (a single one is as good in ATen), or when it quantizes.
+    """
+
+    min_map_steps: int = 2
+    name: ClassVar[str] = "fuse"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        """Return the graph with every group as a submodule ``fused_<k>``."""
+        _split_bias(gm.graph)
+        _own_weights(gm.graph)
+        partition = Partition()
+        for node in gm.graph.nodes:
+            _anchor(partition, node)
+        for node in gm.graph.nodes:
+            self._map(partition, node)
+        _tidy(partition)
+        _explain(gm.graph, partition, ctx)
+        return contract(gm, partition)
+
+    def _map(self, partition: Partition, source: Node) -> None:
+        """Group row-local ops that read ``source`` and have no producer to ride on."""
+        shape = shape_of(source)
+        if shape is None or len(shape) not in (2, 3) or is_weight(source):
+            return
+        if partition.group_of(source) is not None:
+            return
+        group = partition.start("map", source)
+        program = linearize(source, lambda op: partition.add(group, op.covers))
+        steps = sum(len(op.steps) for op in program)
+        quantizes = any(op.role == "store" for op in program)
+        if not quantizes and steps < self.min_map_steps:
+            partition.dissolve(group)
+
+
+def _anchor(partition: Partition, node: Node) -> None:
+    if attention := match_attention(node):
+        _grow(partition, "attention", node, attention.covers)
+    elif kind := ANCHORS.get(str(node.target)):
+        _grow(partition, kind, node, (node,))
+
+
+def _grow(partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...]) -> None:
+    group = partition.start(kind, anchor)
+    if not partition.add(group, nodes):
+        partition.dissolve(group)
+        return
+    linearize(anchor, lambda op: partition.add(group, op.covers))
+    if kind == "gemm":
+        for operand in anchor.args[:2]:
+            _load(partition, group, operand)
+
+
+# ---- the load side of a GEMM -----------------------------------------------------------------
+
+
+def _load(partition: Partition, group: Group, operand: object) -> None:
+    """Take in what makes a GEMM's operand, where nobody outside wants any of it."""
+    assert isinstance(operand, Node)
+    chain = _load_chain(operand)
+    inside = group.nodes.keys() | set(chain)
+    if all(set(node.users) <= inside for node in chain):
+        partition.add(group, chain)
+
+
+def _load_chain(operand: Node) -> tuple[Node, ...]:
+    """The quantization or cast that makes ``operand``, back to a value in floating point."""
+    target = str(operand.target)
+    if target == _CAST and operand.kwargs.get("dtype") is torch.bfloat16:
+        return (operand,)
+    if target != _QUANTIZE:
+        return (operand,) if _is_transposed_weight(operand) else ()
+    value, scale = operand.args[:2]
+    assert isinstance(value, Node) and isinstance(scale, Node)
+    own = str(scale.target) == "gnnc.scale.default" and scale.args[0] is value
+    transposed = (value,) if _is_transposed_weight(value) else ()
+    return (*transposed, *((scale,) if own else ()), operand)
+
+
+def _is_transposed_weight(node: Node) -> bool:
+    return str(node.target) == "aten.t.default" and is_weight(node.all_input_nodes[0])
+
+
+def _own_weights(graph: fx.Graph) -> None:
+    """Give every GEMM its own copy of its weight's quantization: each kernel quantizes as it loads."""
+    for gemm in [node for node in graph.nodes if str(node.target) in _GEMMS]:
+        operand = gemm.args[1]
+        if any(str(user.target) in _GEMMS and user is not gemm for user in operand.users):
+            _copy_load(graph, gemm, operand)
+
+
+def _copy_load(graph: fx.Graph, gemm: Node, operand: Node) -> None:
+    copies: dict[Node, Node] = {}
+    with graph.inserting_before(gemm):
+        for node in _load_chain(operand):
+            copies[node] = graph.node_copy(node, lambda arg: copies.get(arg, arg))
+    for node in (gemm, *_dequantizes(gemm)):
+        node.args = tuple(copies.get(arg, arg) for arg in node.args)
+
+
+def _dequantizes(node: Node) -> list[Node]:
+    direct = [user for user in node.users if str(user.target) == "gnnc.dequantize.default"]
+    return direct + [inner for user in direct for inner in _dequantizes(user)]
+
+
+def _split_bias(graph: fx.Graph) -> None:
+    """gemm(x, w, bias) -> gemm(x, w) + bias: the same two operations, one of them row-local."""
+    for node in [node for node in graph.nodes if str(node.target) == "gnnc.gemm.default"]:
+        bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+        if bias is None or len(shape_of(node) or ()) != 2:
+            continue
+        with graph.inserting_after(node):
+            total = graph.call_function(torch.ops.aten.add.Tensor, (node, bias))
+        total.meta = dict(node.meta)
+        node.replace_all_uses_with(total, delete_user_cb=lambda user, total=total: user is not total)
+        node.args = (*node.args[:2], None, *node.args[3:])
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "bias"}
+
+
+# ---- after growing ----------------------------------------------------------------------------------
+
+
+def _tidy(partition: Partition) -> None:
+    for group in list(partition.groups):
+        for node in sorted(group.nodes, reverse=True):
+            if _is_spare_view(group, node):
+                partition.remove(group, node)
+        if len(group.nodes) < 2:
+            partition.dissolve(group)
+
+
+def _is_spare_view(group: Group, node: Node) -> bool:
+    """A view that only outsiders read, of a value that is written anyway."""
+    if node.users.keys() & group.nodes.keys() or node is group.anchor:
+        return False
+    source = node.args[0]
+    if not isinstance(source, Node):
+        return False
+    op = classify(node, source)
+    if op is None or op.role != "view":
+        return False
+    return source not in group.nodes or bool(source.users.keys() - group.nodes.keys())
+
+
+def _explain(graph: fx.Graph, partition: Partition, ctx: Context) -> None:
+    """Note every op that follows a kernel without joining it."""
+    for node in graph.nodes:
+        if node.op != "call_function" or partition.group_of(node) or str(node.target) in ANCHORS:
+            continue
+        produced = [arg for arg in node.all_input_nodes if partition.group_of(arg)]
+        if len(shape_of(node) or ()) < 2 or not produced or node.target in _FREE:
+            continue
+        if not any(classify(node, arg) for arg in produced):
+            ctx.note(node, f"{node.target} is not row-local: it runs by itself")
+        elif not any((op := classify(node, arg)) and op.role == "view" for arg in produced):
+            ctx.note(node, f"{node.target} runs by itself: another op continues its producer's row")
+
+
+_FREE = frozenset()

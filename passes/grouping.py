@@ -1,0 +1,178 @@
+"""Groups of nodes that become one submodule: what may join, and the contraction of the graph."""
+
+import heapq
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Nodes that one kernel will compute.
+
+    Attributes:
+        kind: the kernel family: ``gemm``, ``spmm``, ``attention``, ``sddmm`` or ``map``.
+        anchor: the node that gives the group its layer and precision.
+    """
+
+    kind: str
+    anchor: Node
+    nodes: dict[Node, None] = field(default_factory=dict)
+
+    def inputs(self) -> list[Node]:
+        """Nodes outside that the group reads, in order of first use."""
+        reads = (arg for node in sorted(self.nodes) for arg in node.all_input_nodes)
+        return list(dict.fromkeys(arg for arg in reads if arg not in self.nodes))
+
+    def outputs(self) -> list[Node]:
+        """Nodes that somebody outside reads, in graph order."""
+        return [node for node in sorted(self.nodes) if set(node.users) - self.nodes.keys()]
+
+
+class Partition:
+    """Disjoint groups over a graph, kept free of cycles once every group is contracted."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self._of: dict[Node, Group] = {}
+
+    def group_of(self, node: Node) -> Group | None:
+        """The group that holds ``node``."""
+        return self._of.get(node)
+
+    def start(self, kind: str, anchor: Node) -> Group:
+        """Open a group without nodes."""
+        group = Group(kind, anchor)
+        self.groups.append(group)
+        return group
+
+    def add(self, group: Group, nodes: Iterable[Node]) -> bool:
+        """Put ``nodes`` into ``group`` if they are free and no cycle arises; say whether it did."""
+        new = [node for node in nodes if node not in group.nodes]
+        if any(node in self._of for node in new):
+            return False
+        inside = group.nodes.keys() | set(new)
+        reads = {arg for node in new for arg in node.all_input_nodes} - inside
+        if any(self._depends_on(arg, inside) for arg in reads):
+            return False
+        for node in new:
+            group.nodes[node] = None
+            self._of[node] = group
+        return True
+
+    def remove(self, group: Group, node: Node) -> None:
+        """Take ``node`` out of ``group``."""
+        del group.nodes[node]
+        del self._of[node]
+
+    def dissolve(self, group: Group) -> None:
+        """Free every node of ``group``."""
+        for node in list(group.nodes):
+            self.remove(group, node)
+        self.groups.remove(group)
+
+    def _depends_on(self, start: Node, inside: set[Node]) -> bool:
+        """Whether ``start`` needs a node of ``inside``, with the other groups contracted."""
+        seen: set[Node] = set()
+        pending = [start]
+        while pending:
+            node = pending.pop()
+            if node in inside:
+                return True
+            if node in seen:
+                continue
+            group = self._of.get(node)
+            members = (node,) if group is None or node in inside else tuple(group.nodes)
+            seen.update(members)
+            pending += [arg for member in members for arg in member.all_input_nodes]
+        return False
+
+
+def contract(gm: fx.GraphModule, partition: Partition) -> fx.GraphModule:
+    """Return ``gm`` with every group as a ``call_module`` of a submodule ``fused_<k>``."""
+    graph = fx.Graph()
+    result = fx.GraphModule(gm, fx.Graph(), class_name=type(gm).__name__)
+    mapped: dict[Node, Node] = {}
+    count = 0
+    for unit in _ordered(gm.graph, partition):
+        if isinstance(unit, Node):
+            mapped[unit] = graph.node_copy(unit, mapped.__getitem__)
+            continue
+        name = f"fused_{count}"
+        count += 1
+        result.add_submodule(name, _submodule(unit))
+        mapped |= _call(graph, name, unit, mapped)
+    result.graph = graph
+    result.meta.update(gm.meta)
+    return result
+
+
+def _ordered(graph: fx.Graph, partition: Partition) -> Iterator[Node | Group]:
+    """Nodes and groups in a topological order that stays near the graph's own."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    units = {node: partition.group_of(node) or node for node in graph.nodes}
+    reads = {id(u): (u, _reads(u)) for u in units.values()}
+    readers: dict[int, list[int]] = {key: [] for key in reads}
+    waiting: dict[int, int] = {}
+    for key, (_, arguments) in reads.items():
+        sources = {id(units[arg]) for arg in arguments}
+        waiting[key] = len(sources)
+        for source in sources:
+            readers[source].append(key)
+    ready = [(_place(u, position), key) for key, (u, _) in reads.items() if not waiting[key]]
+    heapq.heapify(ready)
+    while ready:
+        _, key = heapq.heappop(ready)
+        yield reads[key][0]
+        for reader in readers[key]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heapq.heappush(ready, (_place(reads[reader][0], position), reader))
+
+
+def _reads(unit: Node | Group) -> list[Node]:
+    return unit.inputs() if isinstance(unit, Group) else unit.all_input_nodes
+
+
+def _place(unit: Node | Group, position: dict[Node, int]) -> int:
+    return position[unit] if isinstance(unit, Node) else min(map(position.__getitem__, unit.nodes))
+
+
+def _submodule(group: Group) -> fx.GraphModule:
+    graph = fx.Graph()
+    inner: dict[Node, Node] = {}
+    for node in group.inputs():
+        inner[node] = graph.placeholder(node.name)
+        inner[node].meta = {k: node.meta[k] for k in ("val", "layer") if k in node.meta}
+    for node in sorted(group.nodes):
+        inner[node] = graph.node_copy(node, inner.__getitem__)
+    outputs = tuple(inner[node] for node in group.outputs())
+    result = graph.output(outputs if len(outputs) > 1 else outputs[0])
+    result.meta["val"] = _value(group.outputs())
+    return fx.GraphModule(torch.nn.Module(), graph, class_name=f"Fused{group.kind.capitalize()}")
+
+
+def _call(
+    graph: fx.Graph, name: str, group: Group, mapped: dict[Node, Node]
+) -> dict[Node, Node]:
+    """Call the submodule; return what stands for each of the group's outputs."""
+    outputs = group.outputs()
+    call = graph.call_module(name, tuple(mapped[node] for node in group.inputs()))
+    kept = {k: group.anchor.meta[k] for k in ("layer", "precision") if k in group.anchor.meta}
+    call.meta = {**kept, "val": _value(outputs), "fused": True, "kind": group.kind}
+    if len(outputs) == 1:
+        return {outputs[0]: call}
+    results = {}
+    for i, node in enumerate(outputs):
+        results[node] = graph.call_function(operator.getitem, (call, i))
+        results[node].meta = dict(node.meta)
+    return results
+
+
+def _value(outputs: list[Node]) -> object:
+    values = tuple(node.meta.get("val") for node in outputs)
+    return values if len(values) > 1 else values[0]

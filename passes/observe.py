@@ -1,0 +1,121 @@
+"""What a run on example inputs tells: the largest value and the error of each way to quantize.
+
+Granularity is chosen from a table of candidates: the cheapest whose error on the examples is small
+enough, or else the one with the least error.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+
+from gnnc.errors import PrecisionError
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to quantize the rows that an aggregation adds.
+
+    Attributes:
+        granularity: ``row_pow2``, ``tensor`` or ``row``.
+        cost: of the sparse kernel, relative to a plain integer sum.
+        static: whether the scale comes from examples.
+        exact: whether the sum is one of integers, which no edge value may be a float for.
+        reduces: the reductions that it can do.
+    """
+
+    granularity: str
+    cost: float
+    static: bool
+    exact: bool
+    reduces: frozenset[str]
+
+
+CANDIDATES = (
+    Candidate("tensor", 1.0, True, True, frozenset({"sum", "max", "min"})),
+    Candidate("row_pow2", 1.1, True, True, frozenset({"sum"})),
+    Candidate("row", 1.5, False, False, frozenset({"sum", "mean", "max", "min"})),
+)
+"""How an aggregation's input can be quantized; the relative costs are those of the CPU kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the examples say about one tensor.
+
+    Attributes:
+        amax: the largest magnitude.
+        errors: mean relative error of a row, by granularity.
+    """
+
+    amax: float
+    errors: Mapping[str, float]
+
+
+def observe(
+    gm: fx.GraphModule, values: tuple[Any, ...], wanted: Collection[Node]
+) -> dict[Node, Observation]:
+    """Run ``gm`` on ``values`` and look at the tensors that ``wanted`` make."""
+    observer = _Observer(gm, frozenset(wanted))
+    with torch.no_grad():
+        observer.run(*values)
+    return observer.seen
+
+
+class _Observer(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, wanted: frozenset[Node]) -> None:
+        super().__init__(gm)
+        self.wanted = wanted
+        self.seen: dict[Node, Observation] = {}
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n in self.wanted:
+            self.seen[n] = _look(n, result)
+        return result
+
+
+def _look(node: Node, x: Tensor) -> Observation:
+    amax = float(x.abs().max()) if x.numel() else 0.0
+    if not torch.isfinite(torch.tensor(amax)):
+        raise PrecisionError(
+            f"[gnnc.quantize] {node.name} is not finite on example_inputs "
+            f"(layer {node.meta.get('layer') or 'root'!r}): no scale fits it"
+        )
+    rows = x.reshape(x.shape[0], -1).float() if x.numel() else x.new_zeros(1, 1)
+    return Observation(amax, {c.granularity: row_error(rows, c.granularity) for c in CANDIDATES})
+
+
+def row_error(x: Tensor, granularity: str, bits: int = 8) -> float:
+    """Mean over the rows of |x - x̂| / |x| (L2), x̂ being x quantized and back."""
+    ops = torch.ops.gnnc
+    kind = "row" if granularity == "row" else "tensor"
+    scale = ops.scale(x, kind, bits)
+    shift = ops.row_shift(x, scale, bits) if granularity == "row_pow2" else None
+    back = ops.dequantize(ops.quantize(x, scale, kind, shift, bits), scale, kind)
+    if shift is not None:
+        back = back * torch.exp2(-shift.float())[:, None]
+    norm = x.norm(dim=1)
+    kept = norm > 0
+    if not bool(kept.any()):
+        return 0.0
+    return float(((x - back).norm(dim=1)[kept] / norm[kept]).mean())
+
+
+def choose(
+    candidates: Collection[Candidate], seen: Observation | None, limit: float
+) -> tuple[Candidate, str]:
+    """Return the candidate to use and a sentence that says why."""
+    if seen is None:
+        dynamic = min((c for c in candidates if not c.static), key=lambda c: c.cost)
+        return dynamic, f"{dynamic.granularity} scales, taken at each call"
+    good = [c for c in candidates if seen.errors[c.granularity] <= limit]
+    if good:
+        best = min(good, key=lambda c: c.cost)
+    else:
+        best = min(candidates, key=lambda c: seen.errors[c.granularity])
+    errors = ", ".join(f"{c.granularity} {seen.errors[c.granularity]:.2%}" for c in candidates)
+    return best, f"{best.granularity} scales: error on the examples is {errors}"

@@ -1,0 +1,261 @@
+"""Quantize: primitives take integers (or 16-bit floats), with their scales as values of the graph.
+
+A GEMM's activations get a scale a row (one pass over a row that is in cache anyway) and its weight a
+scale an output channel. An aggregation adds rows, and integers add only under one scale: with
+examples it takes a power-of-two fraction of one static scale for each row, without them a scale
+a row, folded into the edge's weight and summed in floats.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.graph import fake_mode_of
+from gnnc.ir.op import Op, op_of
+from gnnc.ir.quantized import MAX_SHIFT, qmax_of
+from gnnc.ir.row_local import argument, shape_of
+from gnnc.ir.source import Source
+from gnnc.passes.base import Context
+from gnnc.passes.observe import CANDIDATES, Observation, choose, observe
+from gnnc.precision import FP32, Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize:
+    """Replace primitives by their low-precision forms.
+
+    Attributes:
+        max_error: mean relative error of a row up to which the cheapest granularity is taken.
+    """
+
+    max_error: float = 0.01
+    name: ClassVar[str] = "quantize"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        """Return the graph with every op whose precision is below FP32 rewritten."""
+        low = [node for node in gm.graph.nodes if _is_low(node)]
+        seen = _observe(gm, low, ctx)
+        for node in low:
+            emit = _Emitter(gm, node, ctx, seen.get(node), self.max_error)
+            rules = _INTEGER if emit.precision.is_integer else _HALF
+            result = rules[_op(node).name](emit)
+            if result is not None:
+                _replace(gm.graph, node, result)
+        return gm
+
+
+def _is_low(node: Node) -> bool:
+    precision: Precision | None = node.meta.get("precision")
+    return precision is not None and precision.name != "fp32" and op_of(node) is not None
+
+
+def _op(node: Node) -> Op:
+    op = op_of(node)
+    assert op is not None
+    return op
+
+
+def _observe(gm: fx.GraphModule, low: list[Node], ctx: Context) -> dict[Node, Observation]:
+    """What the examples say about the input of every aggregation."""
+    if ctx.examples is None:
+        return {}
+    position = {"spmm": 3, "segment_reduce": 2}
+    read = {
+        node: node.args[position[_op(node).name]]
+        for node in low
+        if _op(node).name in position and node.meta["precision"].is_integer
+    }
+    seen = observe(gm, ctx.examples, frozenset(read.values())) if read else {}
+    return {node: seen[source] for node, source in read.items()}
+
+
+def _replace(graph: fx.Graph, node: Node, result: Node) -> None:
+    node.replace_all_uses_with(result)
+    result.meta["val"] = node.meta.get("val")
+    graph.erase_node(node)
+
+
+@dataclass(slots=True)
+class _Emitter:
+    """Writes new nodes before ``node``, with its layer and precision."""
+
+    gm: fx.GraphModule
+    node: Node
+    ctx: Context
+    seen: Observation | None
+    max_error: float
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that ``assign`` gave the node."""
+        return self.node.meta["precision"]
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        with self.gm.graph.inserting_before(self.node):
+            new = self.gm.graph.call_function(target, args, kwargs)
+        new.meta["layer"] = self.node.meta.get("layer", "")
+        new.meta["precision"] = self.precision
+        return new
+
+    def op(self, name: str, *args: Any) -> Node:
+        """Call a primitive."""
+        return self(getattr(torch.ops.gnnc, name).default, *args)
+
+    def aten(self, name: str, *args: Any, **kwargs: Any) -> Node:
+        """Call an ATen op by ``name.overload``."""
+        base, _, overload = name.partition(".")
+        packet = getattr(torch.ops.aten, base)
+        return self(getattr(packet, overload or "default"), *args, **kwargs)
+
+    def per_row(self, x: Node, bits: int) -> tuple[Node, Node]:
+        """Codes of ``x`` and their scales, one a row."""
+        scale = self.op("scale", x, "row", *_unless_8(bits))
+        return self.op("quantize", x, scale, "row", *_unless_8(bits, None)), scale
+
+    def constant(self, value: float, name: str) -> Node:
+        """A placeholder for a scale that the examples gave."""
+        graph = self.gm.graph
+        last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+        with graph.inserting_after(last):
+            new = graph.placeholder(name)
+        tensor = torch.tensor(value, dtype=torch.float32)
+        mode = fake_mode_of(self.gm)
+        new.meta = {
+            "source": Source("constant", new.name),
+            "value": tensor,
+            "val": tensor if mode is None else mode.from_tensor(tensor),
+            "layer": self.node.meta.get("layer", ""),
+        }
+        return new
+
+    def note(self, text: str) -> None:
+        """Record a remark about the node."""
+        self.ctx.note(self.node, text)
+
+
+def _unless_8(bits: int, *before: Any) -> tuple[Any, ...]:
+    """Trailing arguments that say the number of bits, where it is not the default."""
+    return () if bits == 8 else (*before, bits)
+
+
+# ---- integers ----------------------------------------------------------------------------------
+
+
+def _gemm(emit: _Emitter) -> Node | None:
+    x, w, bias, w_is_kn = _gemm_arguments(emit.node)
+    shape = shape_of(x) or ()
+    if len(shape) < 2 or not all(isinstance(size, int) for size in shape[1:]):
+        emit.note("stays FP32: its input is not rows of a fixed width")
+        return None
+    flat = len(shape) == 2
+    rows = x if flat else emit.aten("reshape", x, [-1, shape[-1]])
+    codes, scale = emit.per_row(rows, emit.precision.activation_bits)
+    weight = emit.aten("t", w) if w_is_kn else w
+    weight_codes, weight_scale = emit.per_row(weight, emit.precision.weight_bits)
+    result = emit.op("qgemm", codes, weight_codes)
+    result = emit.op("dequantize", result, scale, "row")
+    result = emit.op("dequantize", result, weight_scale, "column")
+    if bias is not None:
+        result = emit.aten("add.Tensor", result, bias)
+    if flat:
+        return result
+    return emit.aten("reshape", result, [-1, *(shape_of(emit.node) or ())[1:]])
+
+
+def _gemm_arguments(node: Node) -> tuple[Node, Node, Node | None, bool]:
+    x, w = node.args[:2]
+    return x, w, argument(node, 2, "bias", None), argument(node, 3, "w_is_kn", False)
+
+
+def _spmm(emit: _Emitter) -> Node:
+    rowptr, col, value, x, reduce, num_dst = emit.node.args
+    return _aggregate(emit, rowptr, col, value, x, reduce, num_dst)
+
+
+def _segment_reduce(emit: _Emitter) -> Node | None:
+    rowptr, perm, x, reduce, num_dst = emit.node.args
+    if perm is None:
+        emit.note("stays FP32: rows that are read once, in order, gain nothing from a copy in int8")
+        return None
+    return _aggregate(emit, rowptr, perm, None, x, reduce, num_dst)
+
+
+def _aggregate(
+    emit: _Emitter, rowptr: Any, col: Any, value: Any, x: Any, reduce: Any, num_dst: Any
+) -> Node:
+    usable = [c for c in CANDIDATES if reduce in c.reduces and not (c.exact and value is not None)]
+    chosen, why = choose(usable, emit.seen, emit.max_error)
+    emit.note(why)
+    if chosen.granularity == "row":
+        codes, scale = emit.per_row(x, emit.precision.activation_bits)
+        return emit.op("qspmm", rowptr, col, value, codes, scale, None, reduce, num_dst)
+    base = _static_scale(emit)
+    shift = _row_shift(emit, x, base) if chosen.granularity == "row_pow2" else None
+    bits = emit.precision.activation_bits
+    options = (shift, *_unless_8(bits)) if shift is not None else _unless_8(bits, None)
+    codes = emit.op("quantize", x, base, "tensor", *options)
+    total = emit.op("qspmm", rowptr, col, value, codes, None, shift, reduce, num_dst)
+    exponent = () if shift is None else (-MAX_SHIFT,)
+    return emit.op("dequantize", total, base, "tensor", *exponent)
+
+
+def _static_scale(emit: _Emitter) -> Node:
+    assert emit.seen is not None, "a static granularity was chosen without examples"
+    qmax = qmax_of(emit.precision.activation_bits)
+    return emit.constant(emit.seen.amax / qmax, f"{emit.node.name}_scale")
+
+
+def _row_shift(emit: _Emitter, x: Node, base: Node) -> Node:
+    rows = x if len(shape_of(x) or ()) == 2 else emit.aten("flatten.using_ints", x, 1)
+    return emit.op("row_shift", rows, base, *_unless_8(emit.precision.activation_bits))
+
+
+def _sddmm(emit: _Emitter) -> Node:
+    """The integer dot of both ends, times both ends' scales."""
+    rowptr, col, a, b, op = emit.node.args
+    bits = emit.precision.activation_bits
+    a_codes, a_scale = emit.per_row(a, bits)
+    b_codes, b_scale = emit.per_row(b, bits)
+    dots = emit.op("qsddmm", rowptr, col, a_codes, b_codes, op)
+    scales = emit.op("sddmm", rowptr, col, a_scale, b_scale, "mul")
+    scales.meta["precision"] = FP32
+    if len(shape_of(emit.node) or ()) == 2:
+        scales = emit.aten("unsqueeze", scales, -1)
+    return emit.aten("mul.Tensor", dots, scales)
+
+
+_INTEGER: dict[str, Callable[[_Emitter], Node | None]] = {
+    "gemm": _gemm,
+    "spmm": _spmm,
+    "segment_reduce": _segment_reduce,
+    "sddmm": _sddmm,
+}
+
+
+# ---- 16-bit floats: operands are rounded, sums stay FP32 ----------------------------------------
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _round_operands(*positions: int) -> Callable[[_Emitter], Node]:
+    def rule(emit: _Emitter) -> Node:
+        args = list(emit.node.args)
+        for position in positions:
+            args[position] = emit.aten(
+                "_to_copy", args[position], dtype=_DTYPES[emit.precision.name]
+            )
+        return emit(emit.node.target, *args, **emit.node.kwargs)
+
+    return rule
+
+
+_HALF: dict[str, Callable[[_Emitter], Node | None]] = {
+    "gemm": _round_operands(0, 1),
+    "spmm": _round_operands(3),
+    "segment_reduce": _round_operands(2),
+    "sddmm": _round_operands(2, 3),
+}
