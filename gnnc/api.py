@@ -1,0 +1,443 @@
+"""The public face: ``compile`` and the module that it returns."""
+
+import copy
+import inspect
+import json
+import statistics
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from gnnc.arguments import Call, flatten_call
+from gnnc.errors import CaptureError, GnncError, InputError, PrecisionError, UnsupportedError
+from gnnc.passes.base import Pass
+from gnnc.passes.pipeline import PIPELINE
+from gnnc.precision import Precision
+from gnnc.program import Options, Program, build_program, find
+from gnnc.runtime.backend import get_backend
+from gnnc.runtime.pool import OutputPool
+from gnnc.signature import missing_arguments, validate
+
+_REMEMBERED_SHAPES = 256
+_PROFILE_RUNS = 5
+
+
+def compile(  # noqa: A001  the name is the public contract
+    model: torch.nn.Module,
+    precision: str | Precision = "int8",
+    *,
+    example_inputs: Sequence[Any] | None = None,
+    overrides: Mapping[str, str | Precision] | None = None,
+    error_budget: float = 0.02,
+    backend: str = "auto",
+    cuda_graph: bool | str = "auto",
+    qat: bool = False,
+    check_finite: str | None = "scale",
+    pipeline: Sequence[Pass] = PIPELINE,
+    plan: str | Path | None = None,
+) -> "CompiledModel":
+    """Compile a graph neural network to low precision.
+
+    Args:
+        model: a PyTorch Geometric or plain PyTorch message-passing model with float32 parameters.
+        precision: what weights and activations are narrowed to: ``fp32``, ``bf16`` or ``int8``
+            here; the other known names raise UnsupportedError.
+        example_inputs: a tuple of representative arguments. The model is then captured at once and
+            scales are taken from them (static); without it capture waits for the first call and
+            scales are taken at each call (dynamic).
+        overrides: module-path glob to precision, for layers that differ.
+        error_budget: relative L2 error of the output on ``example_inputs`` that ``auto`` may spend.
+        backend: ``auto``, ``cpu`` or ``reference``.
+        cuda_graph: ``auto`` or a bool; without meaning on the CPU.
+        qat: train with quantization in the loop; not in this version.
+        check_finite: ``scale`` raises PrecisionError when a scale is NaN or infinite, ``off`` or
+            None lets it through.
+        pipeline: the passes that run.
+        plan: a plan that ``save_plan`` wrote; not in this version.
+
+    Returns:
+        A module with the model's signature, parameters and state dict.
+
+    Raises:
+        GnncError: ``model`` is not a module, or an option means nothing.
+        PrecisionError: unknown precision, or an override that matches nothing.
+        UnsupportedError: a known option that this version does not have.
+        BackendError: the backend is unknown or cannot run here.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise GnncError(
+            f"gnnc.compile takes a torch.nn.Module, got {type(model).__name__}; wrap a function in a module "
+            "whose forward calls it"
+        )
+    _refuse_unbuilt(qat, plan, cuda_graph)
+    if isinstance(model, CompiledModel):
+        model = model.model
+    options = Options(
+        precision=_built(Precision.parse(precision)),
+        overrides={glob: _built(Precision.parse(p)) for glob, p in dict(overrides or {}).items()},
+        error_budget=_budget(error_budget),
+        backend=get_backend(backend),
+        check_finite=_checks_scales(check_finite),
+        pipeline=tuple(pipeline),
+    )
+    compiled = CompiledModel(model, options, example_inputs)
+    compiled.check_overrides()
+    if example_inputs is not None:
+        compiled.capture_examples()
+    return compiled
+
+
+class CompiledModel(torch.nn.Module):
+    """A model compiled by ``gnnc.compile``; called as the model is called.
+
+    Parameters, buffers and submodules *are* the model's: training it, loading a state dict into
+    it, or moving it is seen at the next call, and ``state_dict()`` has the model's own keys.
+
+    Attributes:
+        model: the model that was compiled.
+        options: the validated options.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, options: Options, example_inputs: Sequence[Any] | None = None
+    ) -> None:
+        object.__setattr__(self, "model", model)
+        super().__init__()
+        vars(self).update(
+            _parameters=model._parameters,
+            _buffers=model._buffers,
+            _modules=model._modules,
+            _non_persistent_buffers_set=model._non_persistent_buffers_set,
+        )
+        self.options = options
+        self._example_inputs = None if example_inputs is None else tuple(example_inputs)
+        self._forget()
+
+    # Calling
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled model.
+
+        Args:
+            args, kwargs: as the model takes them; floating tensors float32, node ids int64 or int32.
+
+        Returns:
+            What the model returns, in the same dtypes.
+
+        Raises:
+            UnsupportedError: gradients are needed.
+            GraphError: a graph argument is not a valid graph.
+            InputError: another argument is missing or of the wrong shape, dtype or device.
+            CaptureError: the model cannot be traced.
+            PrecisionError: a scale is not finite.
+        """
+        if torch.is_grad_enabled():
+            self._refuse_gradients(args, kwargs)
+        key = self._shape_key(args, kwargs)
+        program = self._by_shape.get(key) if key is not None else None
+        if program is not None:
+            return program.run((*args, *kwargs.values()))
+        return self._slow_call(args, kwargs, key)
+
+    def _shape_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A key for calls of plain tensors only; None for all others."""
+        parts: list[Any] = [module.training for module in self._all_modules]
+        for value in args:
+            if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                return None
+            parts += (value.shape, value.dtype)
+        for name, value in kwargs.items():
+            if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                return None
+            parts += (name, value.shape, value.dtype)
+        parts.append(len(args))
+        return tuple(parts)
+
+    def _slow_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+        call = flatten_call(self.model, args, kwargs)
+        validate(type(self.model).__name__, call)
+        program = self._program_for(call, args, kwargs)
+        result = program.run(call.tensors)
+        given = (*args, *kwargs.values())
+        same_order = len(given) == len(call.tensors) and all(
+            a is b for a, b in zip(given, call.tensors, strict=True)
+        )
+        if key is not None and same_order and all(t.device.type == "cpu" for t in given):
+            if len(self._by_shape) >= _REMEMBERED_SHAPES:
+                self._by_shape.clear()
+            self._by_shape[key] = program
+        return result
+
+    def _program_for(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        key = self._structural_key(call)
+        program, _ = find(self._programs.get(key, ()), call)
+        if program is not None:
+            return program
+        with self._lock:
+            program, failure = find(self._programs.get(key, ()), call)
+            if program is None:
+                program = self._capture(call, args, kwargs, failure, examples=False)
+                self._programs.setdefault(key, []).append(program)
+        return program
+
+    def _structural_key(self, call: Call) -> Any:
+        modes = tuple(module.training for module in self._all_modules)
+        return call.key, tuple((t.dtype, t.dim()) for t in call.tensors), modes
+
+    def _capture(
+        self,
+        call: Call,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        failure: str | None,
+        *,
+        examples: bool,
+    ) -> Program:
+        try:
+            program = build_program(
+                self.model, args, kwargs, self.options, self._pool, use_examples=examples
+            )
+        except CaptureError as error:
+            self._explain_arguments(call, failure, error)
+        self._last = program
+        if self._captures:
+            self._recaptures.append(failure or "another structure of arguments, constants or mode")
+        self._captures += 1
+        _dump(self, program)
+        return program
+
+    def _explain_arguments(self, call: Call, failure: str | None, error: CaptureError) -> NoReturn:
+        """Blame the arguments where they, not the model, are why tracing failed."""
+        parameters = inspect.signature(self.model.forward).parameters.values()
+        required = [p.name for p in parameters if p.default is inspect.Parameter.empty]
+        missing = missing_arguments(call, required)
+        owner = type(self.model).__name__
+        if missing:
+            raise InputError(f"[{owner}] {missing[0]} is None, but the model needs it: {error}") from error
+        if failure is not None:
+            raise InputError(f"[{owner}] {failure}; and these arguments do not run either: {error}") from error
+        raise error
+
+    def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = torch.utils._pytree.tree_leaves((args, kwargs))
+        tensors = (*self.model.parameters(), *(t for t in inputs if isinstance(t, Tensor)))
+        if any(tensor.requires_grad for tensor in tensors):
+            raise UnsupportedError(
+                f"[{type(self.model).__name__}] this call would need gradients, and this version compiles "
+                "inference only: call it under torch.no_grad() or torch.inference_mode(), or use "
+                "requires_grad_(False) on the model and its inputs; train the original model"
+            )
+
+    # Being the model
+
+    @property
+    def training(self) -> bool:
+        """The model's own flag."""
+        return self.model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "options" in vars(self):
+            self.model.training = mode
+
+    def train(self, mode: bool = True) -> "CompiledModel":
+        """Set the model's mode; returns self."""
+        self.model.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "CompiledModel":
+        self.model._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's own state dict."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the model; takes what the model's method takes."""
+        return self.model.load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":
+                raise
+            return getattr(self.model, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledModel":
+        copied = CompiledModel(copy.deepcopy(self.model, memo), self.options, self._example_inputs)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce__(self) -> Any:
+        return CompiledModel, (self.model, self.options, self._example_inputs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.model.forward)
+
+    # Looking inside
+
+    @property
+    def graph_module(self) -> GraphModule:
+        """The lowered graph that runs at every call."""
+        return self._captured().graph_module
+
+    @property
+    def structure_graph_module(self) -> GraphModule | None:
+        """The graph that runs once per distinct graph, or None where nothing depends on it alone."""
+        return self._captured().structure
+
+    @property
+    def backward_graph_module(self) -> GraphModule | None:
+        """The backward graph: None, this version compiles inference only."""
+        self._captured()
+        return None
+
+    @property
+    def stages(self) -> tuple[tuple[str, GraphModule], ...]:
+        """(pass name, graph after it), the captured graph first; each of them runs."""
+        return self._captured().stages
+
+    def __str__(self) -> str:
+        if self._last is None:
+            return f"CompiledModel({type(self.model).__name__}, not captured yet: call it once or pass example_inputs)"
+        from gnnc import report
+
+        return report.program_text(self._last)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def summary(self) -> str:
+        """Return a table of every op: layer, bits, error, bytes, flops, times."""
+        from gnnc import report
+
+        return report.summary(self._captured())
+
+    def explain(self) -> str:
+        """Return what stayed FP32 or ATen and why, which kernels declined, and re-captures."""
+        from gnnc import report
+
+        return report.explain(self._captured(), self._recaptures)
+
+    def profile(self, *args: Any, **kwargs: Any) -> str:
+        """Run the model a few times, measure every op, and return ``summary()`` with the times."""
+        self(*args, **kwargs)
+        call = flatten_call(self.model, args, kwargs)
+        program = self._program_for(call, args, kwargs)
+        runs = [program.profiled(call.tensors)[1] for _ in range(_PROFILE_RUNS)]
+        program.timings = {
+            timing.node: statistics.median(run[i].seconds for run in runs)
+            for i, timing in enumerate(runs[0])
+        }
+        self._last = program
+        return self.summary()
+
+    def clear_cache(self) -> None:
+        """Drop cached structures, idle output memory and temporaries; programs stay compiled."""
+        for program in self._all_programs():
+            program.clear()
+        self._pool.clear()
+
+    def save_plan(self, path: str | Path) -> None:
+        """Write the chosen precisions as JSON: ``{"ops": [{"op", "layer", "precision"}, ...]}``."""
+        from gnnc.plan import plan_of
+
+        Path(path).write_text(json.dumps(plan_of(self._captured()), indent=2) + "\n")
+
+    def to_networkx(self) -> Any:
+        """Return the lowered graph as a ``networkx.DiGraph``."""
+        from gnnc import drawing
+
+        return drawing.to_networkx(self._captured().graph_module)
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the lowered graph to an SVG or PNG file."""
+        from gnnc import drawing
+
+        drawing.draw(self._captured().graph_module, path)
+
+    # Inside
+
+    def check_overrides(self) -> None:
+        """Refuse globs that match no module, before anything is traced."""
+        from fnmatch import fnmatchcase
+
+        names = [name for name, _ in self.model.named_modules()]
+        for glob in self.options.overrides:
+            if not any(fnmatchcase(name, glob) for name in names):
+                known = ", ".join(repr(name) for name in names[1:9])
+                raise PrecisionError(f"overrides: {glob!r} matches no module; this model has {known}")
+
+    def capture_examples(self) -> None:
+        """Capture with ``example_inputs``."""
+        args = self._example_inputs or ()
+        call = flatten_call(self.model, args, {})
+        validate(type(self.model).__name__, call)
+        with self._lock:
+            key = self._structural_key(call)
+            program = self._capture(call, args, {}, None, examples=True)
+            self._programs.setdefault(key, []).append(program)
+
+    def _forget(self) -> None:
+        self._all_modules = tuple(self.model.modules())
+        self._programs: dict[Any, list[Program]] = {}
+        self._by_shape: dict[Any, Program] = {}
+        self._pool = OutputPool()
+        self._lock = threading.RLock()
+        self._last: Program | None = None
+        self._captures = 0
+        self._recaptures: list[str] = []
+
+    def _all_programs(self) -> list[Program]:
+        return [program for programs in self._programs.values() for program in programs]
+
+    def _captured(self) -> Program:
+        if self._last is None:
+            raise GnncError(
+                f"[{type(self.model).__name__}] nothing is captured yet: call the compiled model once, or pass "
+                "example_inputs to gnnc.compile"
+            )
+        return self._last
+
+
+def _dump(compiled: CompiledModel, program: Program) -> None:
+    from gnnc import debug
+
+    debug.dump(type(compiled.model).__name__, program.stages, program.structure)
+
+
+def _built(precision: Precision) -> Precision:
+    if precision.name not in ("fp32", "bf16", "int8"):
+        raise UnsupportedError(
+            f"precision {precision.name!r} is known but not built in this version: use fp32, bf16 or int8"
+        )
+    return precision
+
+
+def _refuse_unbuilt(qat: bool, plan: Any, cuda_graph: Any) -> None:
+    if qat:
+        raise UnsupportedError("qat=True is not built in this version: train the original model, then compile it")
+    if plan is not None:
+        raise UnsupportedError("plan= is not built in this version: give the precisions with overrides=")
+    if cuda_graph not in ("auto", True, False):
+        raise GnncError(f"cuda_graph must be 'auto', True or False, got {cuda_graph!r}")
+
+
+def _budget(value: float) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
+        raise GnncError(f"error_budget must be a number between 0 and 1, got {value!r}")
+    return float(value)
+
+
+def _checks_scales(value: str | None) -> bool:
+    if value not in ("scale", "off", None):
+        raise GnncError(f"check_finite must be 'scale', 'off' or None, got {value!r}")
+    return value == "scale"

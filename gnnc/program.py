@@ -1,0 +1,392 @@
+"""One compiled call of a model: capture, pipeline, structure cache and executable put together."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from gnnc.arguments import Call
+from gnnc.capture import Captured, capture
+from gnnc.errors import CaptureError, GraphError, InputError, UnsupportedError
+from gnnc.ir.graph import placeholders
+from gnnc.ir.source import Source, source_of
+from gnnc.passes.base import BackendInfo, Context, Pass, Stage, run_passes
+from gnnc.precision import Precision
+from gnnc.runtime.backend import Backend
+from gnnc.runtime.executable import Executable
+from gnnc.runtime.pool import OutputPool
+from gnnc.runtime.sizes import Sizes
+from gnnc.runtime.structure_runner import StructureRunner
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked of ``gnnc.compile``, validated.
+
+    Attributes:
+        precision: precision of the whole model.
+        overrides: module-path glob to precision.
+        error_budget: relative L2 error allowed on the output.
+        backend: the backend to lower for.
+        check_finite: whether a non-finite scale is an error.
+        pipeline: the passes.
+    """
+
+    precision: Precision
+    overrides: Mapping[str, Precision]
+    error_budget: float
+    backend: Backend
+    check_finite: bool
+    pipeline: tuple[Pass, ...]
+
+
+@dataclass
+class Program:
+    """A model compiled for one structure of arguments.
+
+    Attributes:
+        captured: the traced call.
+        stages: (pass name, graph), the captured graph first.
+        context: what the passes noted.
+        structure: the structure graph, or None.
+        executable: the lowered compute graph.
+        run: takes the flat tensors of a call, returns the model's result.
+        timings: measured seconds by node name, from ``profile``.
+        seconds: how long compiling took, by phase.
+    """
+
+    captured: Captured
+    stages: tuple[Stage, ...]
+    context: Context
+    structure: GraphModule | None
+    executable: Executable
+    runner: StructureRunner | None
+    run: Callable[[Sequence[Tensor]], Any]
+    profiled: Callable[[Sequence[Tensor]], list[Any]]
+    timings: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def graph_module(self) -> GraphModule:
+        """The lowered graph."""
+        return self.stages[-1][1]
+
+    @property
+    def notes(self) -> list[Any]:
+        """Remarks of the passes."""
+        return self.context.notes
+
+    def clear(self) -> None:
+        """Drop cached structures and kept memory."""
+        self.executable.clear()
+        if self.runner is not None:
+            self.runner.clear()
+
+
+def build_program(
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    pool: OutputPool,
+    *,
+    use_examples: bool,
+) -> Program:
+    """Capture a call and compile it.
+
+    Args:
+        model: the model, in the mode to capture.
+        args, kwargs: the arguments of the call.
+        options: what was asked of ``gnnc.compile``.
+        pool: memory for outputs.
+        use_examples: the arguments are representative: take static scales from them.
+
+    Raises:
+        GnncError: the model cannot be traced, or a request cannot be served.
+    """
+    start = time.perf_counter()
+    captured = _capture(model, args, kwargs)
+    traced = time.perf_counter()
+    context = Context(
+        precision=options.precision,
+        overrides=dict(options.overrides),
+        backend=BackendInfo(options.backend.name, options.backend.precisions, options.backend),
+        error_budget=options.error_budget,
+        examples=_examples(model, captured) if use_examples else None,
+    )
+    with torch.no_grad():
+        stages = [("capture", captured.graph_module)]
+        stages += run_passes(captured.graph_module, options.pipeline, context)
+        executable = Executable(stages[-1][1], pool, check_finite=options.check_finite)
+        runner = None
+        if context.structure is not None:
+            runner = StructureRunner(context.structure)
+            options.backend.prepare_structure(runner)
+    binder = _Binder(model, captured, stages[-1][1], context.structure)
+    program = Program(
+        captured=captured,
+        stages=tuple(stages),
+        context=context,
+        structure=context.structure,
+        executable=executable,
+        runner=runner,
+        run=binder.compile(executable, runner),
+        profiled=binder.compile(executable.profile, runner, finish=False),
+    )
+    program.seconds = {"capture": traced - start, "compile": time.perf_counter() - traced}
+    return program
+
+
+def _capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
+    wide_args, wide_kwargs = pytree.tree_map(_widen, (tuple(args), dict(kwargs)))
+    captured = capture(model, wide_args, wide_kwargs)
+    narrow = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    if not any(t.dtype == torch.int32 for t in narrow):
+        return captured
+    return _accept_int32(captured, model, args, kwargs)
+
+
+def _widen(value: Any) -> Any:
+    is_int32 = isinstance(value, Tensor) and value.dtype == torch.int32
+    return value.long() if is_int32 else value
+
+
+def _accept_int32(
+    captured: Captured, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Captured:
+    """Convert int32 inputs inside the graph, where the structure cache still knows the caller's tensor."""
+    from gnnc.arguments import flatten_call
+
+    call = flatten_call(model, args, kwargs)
+    guards = list(captured.guards.inputs)
+    inputs = [n for n in placeholders(captured.graph_module) if _kind(n) == "input"]
+    for index, (node, tensor) in enumerate(zip(inputs, call.tensors, strict=True)):
+        if tensor.dtype == torch.int32:
+            guards[index] = dataclasses.replace(guards[index], dtype=torch.int32)
+            _convert(captured.graph_module, node)
+    captured.graph_module.recompile()
+    return dataclasses.replace(
+        captured, call=call, guards=dataclasses.replace(captured.guards, inputs=tuple(guards))
+    )
+
+
+def _convert(graph_module: GraphModule, node: Node) -> None:
+    wide = node.meta["val"]
+    later = next(n for n in graph_module.graph.nodes if n.op != "placeholder")
+    with graph_module.graph.inserting_before(later):
+        cast = graph_module.graph.call_function(
+            torch.ops.aten._to_copy.default, (node,), {"dtype": torch.int64}
+        )
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+    cast.meta = {"val": wide, "layer": ""}
+    with wide.fake_mode:
+        node.meta["val"] = wide.to(torch.int32)
+
+
+def _kind(node: Node) -> str:
+    source = source_of(node)
+    assert source is not None
+    return source.kind
+
+
+def _examples(model: torch.nn.Module, captured: Captured) -> tuple[Any, ...]:
+    tensors = iter(captured.call.tensors)
+    values = []
+    for node in placeholders(captured.graph_module):
+        source = source_of(node)
+        assert source is not None
+        if source.kind == "input":
+            values.append(next(tensors).detach())
+        elif source.kind == "constant":
+            values.append(node.meta["value"])
+        else:
+            owner, name = _owner(model, source)
+            values.append(getattr(owner, name).detach())
+    return tuple(values)
+
+
+def _owner(model: torch.nn.Module, source: Source) -> tuple[torch.nn.Module, str]:
+    path, _, name = source.name.rpartition(".")
+    return model.get_submodule(path), name
+
+
+class _Binder:
+    """Writes the function that gathers a program's values and hands them to the executable."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        captured: Captured,
+        compute: GraphModule,
+        structure: GraphModule | None,
+    ) -> None:
+        self._model = model
+        self._captured = captured
+        self._compute = compute
+        self._structure = structure
+        self._sizes = Sizes(inline=True)
+        self._scope: dict[str, Any] = {}
+        self._weights: list[tuple[str, str, str]] = []
+        self._inputs = {name: f"x{i}" for i, name in enumerate(captured.call.names)}
+        self._learn_inputs()
+
+    def compile(
+        self, execute: Callable[..., Any], runner: StructureRunner | None, *, finish: bool = True
+    ) -> Callable[[Sequence[Tensor]], Any]:
+        """Return ``run(tensors)``."""
+        self._weights = []
+        lines = [f"{', '.join(self._inputs.values())}, = tensors"] if self._inputs else []
+        if self._structure is not None and runner is not None:
+            values = [self._value(node) for node in placeholders(self._structure)]
+            lines.append(f"s = structure({', '.join(values)})")
+            self._learn_structure()
+        arguments = [self._value(node) for node in placeholders(self._compute)]
+        lines = self._fetch_weights() + lines
+        lines.append(f"outputs = execute({', '.join(arguments)})")
+        lines.append("return finish(outputs)" if finish else "return outputs")
+        source = "def run(tensors):\n" + "".join(f"    {line}\n" for line in lines)
+        scope = {
+            **self._scope,
+            "execute": execute,
+            "structure": runner,
+            "finish": self._finisher(),
+            "weight_error": weight_error,
+        }
+        exec(compile(source, "<gnnc call>", "exec"), scope)
+        return scope["run"]
+
+    def _learn_inputs(self) -> None:
+        for node in placeholders(self._captured.graph_module):
+            source = source_of(node)
+            if source is not None and source.kind == "input" and source.name in self._inputs:
+                self._sizes.learn(self._inputs[source.name], node.meta["val"])
+
+    def _structure_results(self) -> list[Node]:
+        assert self._structure is not None
+        return list(self._structure.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def _learn_structure(self) -> None:
+        by_name = {n.name: i for i, n in enumerate(self._structure_results())}
+        for node in placeholders(self._compute):
+            source = source_of(node)
+            if source is not None and source.kind == "structure":
+                self._sizes.learn(f"s[{by_name[source.name]}]", node.meta["val"])
+
+    def _value(self, node: Node) -> str:
+        source = source_of(node)
+        assert source is not None
+        if source.kind == "input":
+            return self._inputs[source.name]
+        if source.kind == "constant":
+            return self._bind(f"c{len(self._scope)}", node.meta["value"])
+        if source.kind == "size":
+            return self._size(node, source)
+        if source.kind == "structure":
+            names = [n.name for n in self._structure_results()]
+            return f"s[{names.index(source.name)}]"
+        return self._weight(source, node)
+
+    def _size(self, node: Node, source: Source) -> str:
+        text = self._sizes.text(node.meta["val"])
+        if text is None:
+            raise CaptureError(f"size {source.name} cannot be read off the arguments of a call")
+        return text
+
+    def _bind(self, name: str, value: Any) -> str:
+        self._scope[name] = value
+        return name
+
+    def _weight(self, source: Source, node: Node) -> str:
+        owner, name = _owner(self._model, source)
+        table = owner._parameters if source.kind == "parameter" else owner._buffers
+        variable = f"w{len(self._weights)}"
+        dictionary = self._bind(f"d{variable}", table)
+        shape = self._bind(f"shape_{variable}", torch.Size(node.meta["val"].shape))
+        self._weights.append((variable, f"{dictionary}[{name!r}]", f"{variable}.shape != {shape}"))
+        self._scope[f"dtype_{variable}"] = node.meta["val"].dtype
+        self._scope[f"name_{variable}"] = source.name
+        return variable
+
+    def _fetch_weights(self) -> list[str]:
+        lines = []
+        for variable, text, differs in self._weights:
+            lines.append(f"{variable} = {text}")
+            lines.append(
+                f"if {variable} is None or {differs} or {variable}.dtype is not dtype_{variable}:"
+                f" weight_error(name_{variable}, {variable}, shape_{variable}, dtype_{variable})"
+            )
+        return lines
+
+    def _finisher(self) -> Callable[[tuple[Any, ...]], Any]:
+        spec, names = self._captured.out_spec, self._captured.mutations
+        count = len(self._compute.graph.output_node().args[0]) - len(names)  # type: ignore[arg-type]
+        if not names and count == 1 and spec.is_leaf():
+            return _only
+        buffers = [_owner(self._model, Source("buffer", name)) for name in names]
+
+        def finish(outputs: tuple[Any, ...]) -> Any:
+            for (owner, name), value in zip(buffers, outputs[count:], strict=True):
+                owner._buffers[name].copy_(value)
+            return pytree.tree_unflatten(list(outputs[:count]), spec)
+
+        return finish
+
+
+def _only(outputs: tuple[Any, ...]) -> Any:
+    return outputs[0]
+
+
+def weight_error(name: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Refuse a parameter or buffer that is no longer what was compiled.
+
+    Raises:
+        UnsupportedError: its dtype is not the compiled one.
+        InputError: it is missing or has another shape.
+    """
+    if value is not None and value.dtype != dtype:
+        raise UnsupportedError(
+            f"parameter {name!r} is {value.dtype} now, it was {dtype} when compiled: a compiled model keeps "
+            "float32 weights and lowers the precision itself; move it back with .float()"
+        )
+    now = "missing" if value is None else f"of shape {tuple(value.shape)}"
+    raise InputError(
+        f"parameter {name!r} is {now}, it had shape {tuple(shape)} when compiled: compile the model again"
+    )
+
+
+def check_bounds(bounds: Sequence[tuple[str, Tensor, int]]) -> None:
+    """Refuse node ids outside their range.
+
+    Args:
+        bounds: (argument name, ids, number of nodes).
+
+    Raises:
+        GraphError: an id is negative or too large; names the first such position.
+    """
+    for name, ids, count in bounds:
+        if ids.numel() == 0:
+            continue
+        low, high = ids.aminmax()
+        if low >= 0 and high < count:
+            continue
+        position = ((ids < 0) | (ids >= count)).nonzero()[0].tolist()
+        raise GraphError(
+            f"{name}{position} = {int(ids[tuple(position)])} is not a node: ids must be in 0..{count - 1} "
+            f"({count} nodes); check it against the number of rows of x"
+        )
+
+
+def find(programs: Sequence[Program], call: Call) -> tuple[Program | None, str | None]:
+    """Return the program whose guards these tensors satisfy, and the last guard that failed."""
+    failure = None
+    for program in programs:
+        failure = program.captured.guards.failure(call.tensors)
+        if failure is None:
+            return program, None
+    return None, failure

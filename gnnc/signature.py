@@ -1,0 +1,76 @@
+"""What the arguments of a call must be, checked before anything is traced or read."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gnnc.arguments import Call
+from gnnc.errors import GraphError, InputError
+
+_EDGE_INDEX = re.compile(r"(^|[._\['])(edge_index|edge_label_index|adj_t?)($|[._\]'\d])|_edge_index$|edge_index_")
+_BATCH = re.compile(r"(^|[._])batch($|[._\]])")
+_INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+def is_graph_name(name: str) -> bool:
+    """Whether an argument is by its name an edge list or a batch vector."""
+    return bool(_EDGE_INDEX.search(name) or _BATCH.search(name))
+
+
+def validate(owner: str, call: Call) -> None:
+    """Refuse what no compiled model can take.
+
+    Args:
+        owner: the model's class name, for messages.
+        call: the flattened arguments.
+
+    Raises:
+        GraphError: an edge list or batch vector has the wrong dtype or shape.
+        InputError: a floating argument is not float32, or an argument is not on the CPU.
+    """
+    sparse = {name for leaf in call.leaves if leaf.kind == "sparse" for name in leaf.tensor_names}
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if name not in sparse:
+            _check_graph(owner, name, tensor)
+        _check_dense(owner, name, tensor)
+
+
+def _check_graph(owner: str, name: str, tensor: Tensor) -> None:
+    is_edges, is_batch = bool(_EDGE_INDEX.search(name)), bool(_BATCH.search(name))
+    if not (is_edges or is_batch):
+        return
+    if tensor.dtype not in _INDEX_DTYPES:
+        raise GraphError(
+            f"[{owner}] {name} has dtype {tensor.dtype}: node ids must be int64 or int32; "
+            f"convert it with {name}.long()"
+        )
+    if is_edges and (tensor.dim() != 2 or tensor.shape[0] != 2):
+        raise GraphError(
+            f"[{owner}] {name} has shape {tuple(tensor.shape)}: an edge list is [2, number of edges], "
+            "sources in row 0 and destinations in row 1"
+        )
+    if is_batch and tensor.dim() != 1:
+        raise GraphError(f"[{owner}] {name} has shape {tuple(tensor.shape)}: expected [number of nodes]")
+
+
+def _check_dense(owner: str, name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and tensor.dtype != torch.float32:
+        raise InputError(
+            f"[{owner}] {name} has dtype {tensor.dtype}: a compiled model takes float32 and lowers the "
+            f"precision itself; pass {name}.float()"
+        )
+    if tensor.device.type != "cpu":
+        raise InputError(f"[{owner}] {name} is on {tensor.device}: this version runs on the CPU; pass {name}.cpu()")
+
+
+def missing_arguments(call: Call, required: Sequence[str]) -> list[str]:
+    """Return the required arguments that were given as None."""
+    return [leaf.name for leaf in call.leaves if leaf.name in required and leaf.kind == "constant" and leaf.value is None]
+
+
+def widened(call: Call) -> Call:
+    """Return the call with int32 tensors as int64, which is what models index with."""
+    tensors = tuple(t.long() if t.dtype == torch.int32 else t for t in call.tensors)
+    return Call(tensors, call.leaves, call.spec)

@@ -1,0 +1,80 @@
+"""Lower: every node and every fused submodule gets the kernel that will run it."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+from torch.fx import Node
+
+from gnnc.passes.base import Context
+
+_IMPLICIT_OPS = ("placeholder", "output", "get_attr")
+
+
+@dataclass(frozen=True, slots=True)
+class Lower:
+    """Ask the backend for a kernel for each node; take a fused submodule apart that none takes.
+
+    The choice is kept in ``node.meta["choice"]`` and its kernel's name in ``node.meta["kernel"]``.
+    Whatever declined is noted for ``explain()``.
+    """
+
+    name: ClassVar[str] = "lower"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        """Return ``gm`` with a kernel chosen for every node that computes something."""
+        if ctx.backend.handle is None:
+            ctx.note(None, "not lowered: the pipeline runs without a backend")
+            return gm
+        for node in list(gm.graph.nodes):
+            if node.op == "call_module":
+                self._lower_fused(gm, node, ctx)
+        for node in gm.graph.nodes:
+            if node.op not in _IMPLICIT_OPS and "choice" not in node.meta and _computes(node):
+                _record(node, ctx.backend.handle.choose(node), ctx)
+        return gm
+
+    def _lower_fused(self, gm: fx.GraphModule, node: Node, ctx: Context) -> None:
+        choice = ctx.backend.handle.choose(node)
+        if choice.kernel is not None:
+            _record(node, choice, ctx)
+            return
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined)
+        ctx.note(node, f"taken apart, no kernel runs it as a whole ({reasons})")
+        inline(gm, node)
+
+
+def _record(node: Node, choice: Any, ctx: Context) -> None:
+    node.meta["choice"] = choice
+    if choice.kernel is None:
+        ctx.backend.handle.require(node, choice)
+    node.meta["kernel"] = choice.kernel.name
+    for name, reason in choice.declined:
+        ctx.note(node, f"kernel {name} declined: {reason}")
+
+
+def _computes(node: Node) -> bool:
+    """Whether a node needs a launch: picking a result and asking for a size do not."""
+    name = str(node.target)
+    return "getitem" not in name and not name.startswith("aten.sym_")
+
+
+def inline(gm: fx.GraphModule, call: Node) -> None:
+    """Replace a call of a fused submodule by the nodes of its graph, in place."""
+    inner: Any = gm.get_submodule(str(call.target))
+    mapped: dict[Node, Node] = dict(
+        zip(inner.graph.find_nodes(op="placeholder"), call.args, strict=True)  # type: ignore[arg-type]
+    )
+    with gm.graph.inserting_before(call):
+        for node in inner.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                mapped[node] = gm.graph.node_copy(node, mapped.__getitem__)
+    results = inner.graph.output_node().args[0]
+    if isinstance(results, Node):
+        call.replace_all_uses_with(mapped[results])
+    else:
+        for user in list(call.users):
+            user.replace_all_uses_with(mapped[results[user.args[1]]])
+            gm.graph.erase_node(user)
+    gm.graph.erase_node(call)
+    gm.delete_submodule(str(call.target))

@@ -1,0 +1,203 @@
+"""A lowered graph as straight-line Python over kernel launchers."""
+
+import linecache
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from gnnc.errors import PrecisionError
+from gnnc.runtime.emitter import Buffer, Emitter, is_view
+from gnnc.runtime.pool import Arena, ArenaPool, OutputPool, Region
+from gnnc.runtime.registry import Choice
+
+_INDENT = "        "
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Measured time of one node.
+
+    Attributes:
+        node: name of the node in the lowered graph.
+        kernel: the kernel that runs it.
+        seconds: wall time of one call.
+    """
+
+    node: str
+    kernel: str
+    seconds: float
+
+
+class Executable:
+    """Runs a lowered graph: ``executable(*values)`` with one value a placeholder, in order.
+
+    Safe to call from several threads and reentrantly: each call has temporaries of its own. Outputs
+    are the caller's and never written again.
+
+    Attributes:
+        source: the generated program.
+        kernels: (node name, kernel name) of every launch, in order.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        pool: OutputPool | None = None,
+        *,
+        check_finite: bool = True,
+    ) -> None:
+        emitter = Emitter(graph_module, check_finite=check_finite)
+        results = _emit(graph_module, emitter)
+        inputs = [emitter.exact(node) for node in graph_module.graph.nodes if node.op == "placeholder"]
+        self.source = _program(emitter, inputs, results, timed=False)
+        self._timed_source = _program(emitter, inputs, results, timed=True)
+        self.pool = pool or OutputPool()
+        self._arenas = ArenaPool(_layout(emitter))
+        self.kernels = tuple(
+            (node.name, node.meta["choice"].kernel.name)
+            for node in graph_module.graph.nodes
+            if isinstance(node.meta.get("choice"), Choice)
+        )
+        self._names = dict(self.kernels)
+        self._globals = {
+            **emitter.constants,
+            "take": self.pool.take,
+            "empty": torch.empty,
+            "acquire": self._arenas.acquire,
+            "release": self._arenas.release,
+            "check_scales": check_scales,
+            "clock": time.perf_counter,
+        }
+        self._run: Callable[..., tuple[Any, ...]] = _compile(self.source, self._globals)
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        """Run the program; returns the flat outputs."""
+        return self._run(*values)
+
+    def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:
+        """Run the program once and time every node."""
+        outputs, marks = _compile(self._timed_source, self._globals)(*values)
+        totals: dict[str, float] = {}
+        for (_, before), (name, after) in zip(marks, marks[1:], strict=False):
+            totals[name] = totals.get(name, 0.0) + after - before
+        timings = [Timing(name, self._names.get(name, "view"), t) for name, t in totals.items()]
+        return outputs, timings
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of temporaries that are kept for later calls."""
+        return self._arenas.idle_bytes
+
+    def clear(self) -> None:
+        """Drop memory kept for later calls."""
+        self._arenas.clear()
+        self.pool.clear()
+
+
+def _emit(graph_module: GraphModule, emitter: Emitter) -> list[str]:
+    results: list[str] = []
+    for step, node in enumerate(graph_module.graph.nodes):
+        emitter.enter(step, node)
+        if node.op == "placeholder":
+            emitter.define(node, emitter.fresh(_identifier(node.name)))
+        elif node.op == "output":
+            results = [emitter.argument(value) for value in node.args[0]]
+        elif not _implicit(node):
+            choice: Choice = node.meta["choice"]
+            assert choice.kernel is not None, f"{node} was not lowered"
+            choice.kernel.implementation.emit(choice.plan, node, emitter)
+    return results
+
+
+def _implicit(node: Node) -> bool:
+    """Nodes that make no launch of their own: views, sizes, and results picked from a launch."""
+    return not isinstance(node.meta.get("choice"), Choice) or is_view(node)
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def _program(emitter: Emitter, inputs: list[str], results: list[str], *, timed: bool) -> str:
+    regions = [f"t{i}" for i in range(len(emitter.region_texts))]
+    sizes = list(emitter.sizes.variables.items())
+    lines = [f"def run({', '.join(inputs)}):"]
+    lines += [f"    {name} = {text}" for name, text in sizes]
+    key = "".join(f"{name}, " for name, _ in sizes)
+    lines += [f"    arena = acquire(({key}))", "    try:"]
+    if regions:
+        lines.append(f"{_INDENT}{', '.join(regions)}, = arena.tensors")
+    lines += _marked(emitter.body) if timed else [_INDENT + text for text, _ in emitter.body]
+    if emitter.checks:
+        values = "".join(f"{name}, " for name, _ in emitter.checks)
+        layers = emitter.bind(tuple(layer for _, layer in emitter.checks), "layers")
+        lines.append(f"{_INDENT}check_scales(({values}), {layers})")
+    outputs = f"({''.join(f'{text}, ' for text in results)})"
+    lines.append(f"{_INDENT}return {outputs}, marks" if timed else f"{_INDENT}return {outputs}")
+    lines += ["    finally:", f"{_INDENT}release(arena)", ""]
+    return "\n".join(lines)
+
+
+def _marked(body: list[tuple[str, Node | None]]) -> Iterator[str]:
+    yield f"{_INDENT}marks = [('', clock())]"
+    for text, node in body:
+        yield _INDENT + text
+        yield f"{_INDENT}marks.append(({node.name if node else ''!r}, clock()))"
+
+
+def _compile(source: str, variables: dict[str, Any]) -> Callable[..., Any]:
+    name = f"<gnnc program {abs(hash(source)):x}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    scope = dict(variables)
+    exec(compile(source, name, "exec"), scope)
+    return scope["run"]
+
+
+def _layout(emitter: Emitter) -> Callable[..., tuple[Region, ...]]:
+    """Return the function from sizes to the regions of an arena."""
+    _assign_slots(emitter.buffers)
+    arguments = ", ".join(emitter.sizes.variables)
+    rows = [
+        f"Region({buffer.slot}, {emitter.bind(buffer.dtype, 'dtype')}, {shape}, {stride}),"
+        for buffer, shape, stride in emitter.region_texts
+    ]
+    source = f"def run({arguments}):\n    return ({' '.join(rows)})\n"
+    return _compile(source, {**emitter.constants, "Region": Region})
+
+
+def _assign_slots(buffers: list[Buffer]) -> None:
+    """Share memory between buffers whose lives do not meet: best fit, in order of birth."""
+    slots: list[tuple[int, int]] = []
+    for buffer in sorted(buffers, key=lambda b: b.first):
+        size = buffer.typical_bytes
+        free = [(abs(held - size), i) for i, (end, held) in enumerate(slots) if end < buffer.first]
+        if free:
+            _, buffer.slot = min(free)
+            slots[buffer.slot] = (buffer.last, max(slots[buffer.slot][1], size))
+        else:
+            buffer.slot = len(slots)
+            slots.append((buffer.last, size))
+
+
+def check_scales(largest: tuple[Tensor, ...], layers: tuple[str, ...]) -> None:
+    """Raise unless the largest value of every scale is finite.
+
+    Raises:
+        PrecisionError: a scale is NaN or infinite; names the layer.
+    """
+    for value, layer in zip(largest, layers, strict=True):
+        if not isfinite(value):
+            where = f" in layer {layer!r}" if layer else ""
+            raise PrecisionError(
+                f"a quantization scale is not finite{where}: the values that it scales hold NaN or "
+                "infinity; check inputs and weights, or compile with check_finite='off'"
+            )
+
+
+__all__ = ["Arena", "Executable", "Timing", "check_scales"]

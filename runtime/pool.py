@@ -1,0 +1,207 @@
+"""Memory of a call: outputs that the caller keeps, and temporaries that no caller ever sees."""
+
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+SMALL_OUTPUT = 128 * 1024
+"""Below this many bytes the allocator hands back warm memory by itself."""
+
+_NUMPY = {
+    torch.float32: np.float32,
+    torch.bfloat16: np.uint16,  # viewed as bfloat16, which numpy has not
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+}
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+def _size_class(nbytes: int) -> int:
+    """Round up to an eighth of an octave, so that batches of similar size share buffers."""
+    step = 1 << max(nbytes.bit_length() - 4, 12)
+    return -(-nbytes // step) * step
+
+
+class _Loan(weakref.ref):
+    """A weak reference to the array that an output tensor holds; remembers its buffer."""
+
+    __slots__ = ("buffer", "epoch")
+
+
+class OutputPool:
+    """Recycles the memory of large outputs once nobody holds them.
+
+    Fresh pages cost as much as the model that fills them. A tensor's storage keeps a numpy array
+    alive; when the last tensor or view over it is gone the array dies, and only then does its
+    buffer come back. A tensor that the caller still holds is therefore never overwritten.
+
+    Attributes:
+        limit: bytes of idle buffers that are kept; the longest idle are dropped first.
+        idle_bytes: bytes kept for later calls now.
+    """
+
+    def __init__(self, limit: int = 512 * 1024 * 1024) -> None:
+        self.limit = limit
+        self.idle_bytes = 0
+        self._idle: OrderedDict[int, deque[np.ndarray]] = OrderedDict()
+        self._loans: dict[int, _Loan] = {}
+        self._epoch = 0
+        # Reentrant: an array may die, and call `_return`, inside any line of this class.
+        self._lock = threading.RLock()
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised contiguous CPU tensor that the caller may keep."""
+        count = prod(shape)
+        if count * dtype.itemsize < SMALL_OUTPUT or dtype not in _NUMPY:
+            return torch.empty(shape, dtype=dtype)
+        buffer = self._pop(_size_class(count * dtype.itemsize))
+        array = np.ndarray(shape, _NUMPY[dtype], buffer)
+        loan = _Loan(array, self._return)
+        loan.buffer, loan.epoch = buffer, self._epoch
+        self._loans[id(loan)] = loan
+        tensor = torch.from_numpy(array)
+        return tensor.view(dtype) if dtype is torch.bfloat16 else tensor
+
+    def clear(self) -> None:
+        """Drop idle buffers; buffers that are out now are dropped when they come back."""
+        with self._lock:
+            self._epoch += 1
+            self._idle.clear()
+            self.idle_bytes = 0
+
+    def _pop(self, size: int) -> np.ndarray:
+        with self._lock:
+            idle = self._idle.get(size)
+            if idle:
+                self.idle_bytes -= size
+                return idle.pop()
+        return _aligned(size)
+
+    def _return(self, loan: _Loan) -> None:
+        with self._lock:
+            self._loans.pop(id(loan), None)
+            if loan.epoch != self._epoch:
+                return
+            size = loan.buffer.nbytes
+            self._idle.setdefault(size, deque()).append(loan.buffer)
+            self._idle.move_to_end(size)
+            self.idle_bytes += size
+            self._trim()
+
+    def _trim(self) -> None:
+        while self.idle_bytes > self.limit:
+            size, idle = next(iter(self._idle.items()))
+            if idle:
+                idle.popleft()
+                self.idle_bytes -= size
+            if not idle:
+                del self._idle[size]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One temporary of a call: where it lives and how it is laid out.
+
+    Attributes:
+        slot: number of the buffer; temporaries that live at different times share one.
+        dtype: element type.
+        shape: sizes.
+        stride: elements from one index to the next, per dimension.
+    """
+
+    slot: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first to the last element, padding of the last row included."""
+        if not self.shape:
+            return self.dtype.itemsize
+        return self.shape[0] * max(self.stride[0], 1) * self.dtype.itemsize
+
+
+Layout = Callable[..., tuple[Region, ...]]
+
+
+class Arena:
+    """The temporaries of one running call, kept for the next call of the same sizes."""
+
+    def __init__(self) -> None:
+        self.sizes: tuple[int, ...] | None = None
+        self.tensors: tuple[Tensor, ...] = ()
+        self._buffers: dict[int, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this arena keeps."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def resize(self, sizes: tuple[int, ...], layout: Layout) -> None:
+        """Lay the temporaries out for these sizes; buffers only grow."""
+        regions = layout(*sizes)
+        needed: dict[int, int] = {}
+        for region in regions:
+            needed[region.slot] = max(needed.get(region.slot, 0), region.nbytes)
+        # Ordinary tensors serve both inside and outside inference mode; the reverse is an error.
+        with torch.inference_mode(False), torch.no_grad():
+            for slot, nbytes in needed.items():
+                self._grow(slot, nbytes)
+            self.tensors = tuple(self._carve(region) for region in regions)
+        self.sizes = sizes
+
+    def _grow(self, slot: int, nbytes: int) -> None:
+        buffer = self._buffers.get(slot)
+        if buffer is None or buffer.nbytes < nbytes:
+            self._buffers[slot] = torch.from_numpy(_aligned(_size_class(max(nbytes, ALIGNMENT))))
+
+    def _carve(self, region: Region) -> Tensor:
+        whole = self._buffers[region.slot].view(region.dtype)
+        return whole.as_strided(region.shape, region.stride)
+
+
+class ArenaPool:
+    """Arenas of one executable: a call checks one out, so that threads do not share memory."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._idle: deque[Arena] = deque()
+
+    def acquire(self, sizes: tuple[int, ...]) -> Arena:
+        """Return an arena laid out for these sizes, for the caller alone until released."""
+        try:
+            arena = self._idle.pop()
+        except IndexError:
+            arena = Arena()
+        if arena.sizes != sizes:
+            arena.resize(sizes, self._layout)
+        return arena
+
+    def release(self, arena: Arena) -> None:
+        """Give an arena back."""
+        self._idle.append(arena)
+
+    def clear(self) -> None:
+        """Drop the idle arenas."""
+        self._idle.clear()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes kept for later calls now."""
+        return sum(arena.nbytes for arena in self._idle)

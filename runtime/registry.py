@@ -1,0 +1,144 @@
+"""Which kernel runs a node: candidates register here, the choice is made once, at compile time."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from torch.fx import Node
+
+from gnnc.errors import BackendError
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """A kernel's answer that it does not take a node.
+
+    Attributes:
+        reason: one clause that completes "the kernel declined: ...".
+    """
+
+    reason: str
+
+
+class Implementation(Protocol):
+    """What a kernel file provides.
+
+    ``plan`` is pure and looks only at what is fixed at compile time (targets, dtypes, widths);
+    ``emit`` writes the call that the plan describes.
+    """
+
+    @staticmethod
+    def plan(node: Node) -> Any: ...
+
+    @staticmethod
+    def emit(plan: Any, node: Node, emitter: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A registered kernel.
+
+    Attributes:
+        name: shown in printed programs.
+        backend: the backend that it belongs to.
+        kinds: what it can be asked to run (`kind_of`); ``"*"`` is anything.
+        priority: candidates are asked from the highest to the lowest.
+        implementation: ``plan`` and ``emit``.
+    """
+
+    name: str
+    backend: str
+    kinds: tuple[str, ...]
+    priority: int
+    implementation: type[Implementation]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The outcome of asking every candidate for one node.
+
+    Attributes:
+        kernel: the kernel that takes the node, or None if all declined.
+        plan: what its ``plan`` returned.
+        declined: (kernel name, reason) of those asked before it.
+    """
+
+    kernel: Kernel | None
+    plan: Any
+    declined: tuple[tuple[str, str], ...]
+
+
+_KERNELS: dict[str, list[Kernel]] = {}
+
+
+def kernel(
+    *kinds: str, backend: str, name: str, priority: int = 0
+) -> Callable[[_Class], _Class]:
+    """Register a class with ``plan`` and ``emit`` as a kernel.
+
+    Args:
+        kinds: what it can be asked to run, see `kind_of`.
+        backend: name of the backend.
+        name: unique within the backend.
+        priority: higher is asked first.
+
+    Raises:
+        ValueError: the backend already has a kernel of this name.
+    """
+
+    def register(implementation: _Class) -> _Class:
+        entries = _KERNELS.setdefault(backend, [])
+        if any(entry.name == name for entry in entries):
+            raise ValueError(f"backend {backend!r} already has a kernel {name!r}")
+        entries.append(Kernel(name, backend, kinds, priority, implementation))
+        entries.sort(key=lambda entry: -entry.priority)
+        return implementation
+
+    return register
+
+
+def kernels(backend: str) -> tuple[Kernel, ...]:
+    """Return the kernels of a backend, in the order in which they are asked."""
+    return tuple(_KERNELS.get(backend, ()))
+
+
+def kind_of(node: Node) -> str:
+    """Name what a node asks for: ``fused:<kind>``, ``gnnc.<op>`` or ``aten.<op>``."""
+    if node.op == "call_module":
+        return f"fused:{node.meta.get('kind', 'map')}"
+    target = node.target
+    namespace = getattr(target, "namespace", None)
+    if namespace is not None:
+        return f"{namespace}.{target._schema.name.split('::')[1]}"
+    return f"python.{getattr(target, '__name__', target)}"
+
+
+def choose(node: Node, backends: Iterable[str]) -> Choice:
+    """Ask the kernels of these backends, in order, and return the first that takes the node."""
+    kind = kind_of(node)
+    declined = []
+    for backend in backends:
+        for entry in kernels(backend):
+            if kind not in entry.kinds and "*" not in entry.kinds:
+                continue
+            plan = entry.implementation.plan(node)
+            if not isinstance(plan, Decline):
+                return Choice(entry, plan, tuple(declined))
+            declined.append((entry.name, plan.reason))
+    return Choice(None, None, tuple(declined))
+
+
+def require(node: Node, choice: Choice, backend: str) -> Kernel:
+    """Return the chosen kernel.
+
+    Raises:
+        BackendError: every candidate declined; the message lists them and why.
+    """
+    if choice.kernel is not None:
+        return choice.kernel
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined) or "none is registered"
+    layer = node.meta.get("layer") or "the model"
+    raise BackendError(f"backend {backend!r} has no kernel for {node.name} ({kind_of(node)}) in {layer}: {reasons}")
