@@ -1,5 +1,7 @@
-if not __name__.startswith("gnnc."): raise ImportError("import gnnc.passes, not passes")  # fmt: skip  # noqa: E501, E701
 """Transformations of the graph, one pass a file."""
+
+if not __name__.startswith("gnnc."):
+    raise ImportError("import gnnc.passes: passes alone is a folder of gnnc, not a package")
 
 from gnnc.passes.base import BackendInfo, Context, Note, Pass, run_pass, run_passes
 

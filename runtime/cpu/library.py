@@ -1,0 +1,30 @@
+"""Loads the C++ kernels; their operators are then `torch.ops.gnnc_cpu.*`."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+# This file is runtime/cpu/library.py of the installed package, and gnnc/ of the tree when it is reached by link.
+PATH = Path(__file__).parents[2] / "libgnnc_cpu.so"
+
+
+@cache
+def load() -> str:
+    """Load the kernels once and return the instruction set that they use.
+
+    Raises:
+        gnnc.BackendError: the library is missing or does not load, or `GNNC_ISA` asks for what cannot run here.
+    """
+    try:
+        torch.ops.load_library(PATH)
+        return torch.ops.gnnc_cpu.isa()
+    except (OSError, RuntimeError) as error:
+        from gnnc.errors import BackendError
+
+        if not PATH.exists():
+            raise BackendError(
+                f"the CPU kernels are not built: {PATH} is missing; "
+                "run `pip install --no-build-isolation -e .` in the folder of gnnc"
+            ) from None
+        raise BackendError(f"the CPU kernels cannot be used: {error}") from error
