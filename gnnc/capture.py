@@ -8,6 +8,7 @@ trace would take such a coincidence for a rule.
 import contextlib
 import io
 import logging
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -242,6 +243,14 @@ def _annotate_inputs(program: ExportedProgram, call: Call) -> None:
         node.meta["source"] = Source(kind, target)
         if kind == "constant":
             node.meta["value"] = program.constants[spec.target]
+    for node in placeholders:
+        _rename(node, node.meta["source"].name)
+
+
+def _rename(node: Node, path: str) -> None:
+    """Name a placeholder after its source: ``conv1.lin.weight`` is ``conv1_lin_weight``."""
+    node._rename(re.sub(r"\W+", "_", path).strip("_") or "value")
+    node.target = node.name
 
 
 def _arrange_outputs(program: ExportedProgram, model: torch.nn.Module) -> tuple[str, ...]:

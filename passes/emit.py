@@ -1,0 +1,100 @@
+"""Insertion of nodes that carry their meta from the start: passes read shapes as they go."""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from gnnc.ir.graph import fake_mode_of, placeholders
+
+aten = torch.ops.aten
+
+
+class Emitter:
+    """Adds calls to a graph, each right after the last of its operands.
+
+    So placed, a node may serve any reader that its operands may serve, whoever asked for it.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.graph = gm.graph
+        self.mode = fake_mode_of(gm)
+        self.last_input = placeholders(gm)[-1]
+
+    def call(self, target: Any, *args: Any, layer: str = "", **kwargs: Any) -> Node:
+        """Insert ``target(*args, **kwargs)`` after its operands, with val and layer."""
+        operands: list[Node] = [self.last_input]
+        fx.map_arg((args, kwargs), operands.append)
+        with self.graph.inserting_after(max(operands)):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(layer=layer, val=self.infer(node))
+        return node
+
+    def infer(self, node: Node) -> Any:
+        """The value of ``node`` as far as shape and dtype go, from those of its inputs."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+        assert callable(node.target)
+        if self.mode is None:
+            return node.target(*args, **kwargs)
+        with self.mode:
+            return node.target(*args, **kwargs)
+
+
+class Sizes:
+    """The one node that stands for each symbolic size of a graph."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self.emitter = emitter
+        self.known: dict[Any, Node] = {}
+
+    def add(self, node: Node) -> Node | int:
+        """Return what stands for the symbolic int that ``node`` computes: maybe ``node``."""
+        value = node.meta["val"]
+        expression = value.node.expr
+        if expression.is_number:
+            return int(expression)
+        return self.known.setdefault(expression, node)
+
+    def of(self, tensor: Node, dim: int) -> Node | int:
+        """A size of ``tensor``: an int, or the node of its symbol."""
+        size = shape_of(tensor)[dim]
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        expression = size.node.expr
+        if expression not in self.known:
+            return self.add(self.emitter.call(aten.sym_size.int, tensor, dim))
+        return self.known[expression]
+
+
+def value_of(node: Node) -> torch.Tensor:
+    """The fake tensor of a node that holds a tensor."""
+    return node.meta["val"]
+
+
+def holds_tensor(node: Any) -> bool:
+    """Whether ``node`` is a node that holds one tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def shape_of(node: Node) -> tuple[Any, ...]:
+    """Sizes of a tensor node, ints or SymInts."""
+    return tuple(node.meta["val"].shape)
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for all values of their symbols."""
+    return bool(statically_known_true(a == b))
+
+
+def same_shape(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether two shapes are equal for all values of their symbols."""
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument by position or by name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)

@@ -1,0 +1,284 @@
+"""Normalize: one spelling for each thing, so that raising sees regions and not noise.
+
+Asserts, copies, no-op views and casts, and dropout in eval mode go. Every constant fill becomes
+``aten.full``. Dimensions become non-negative. Equal computations become one node, and each
+symbolic size has one node. Where two masks that are equal merge, the sizes of what they select
+(``u0``, ``u1``) merge too: later shapes are inferred again, or layer 2 would see another graph
+than layer 1.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.passes.base import Context
+from gnnc.passes.emit import Emitter, Sizes, argument, holds_tensor, same_shape, shape_of, value_of
+
+aten = torch.ops.aten
+
+_ASSERTS = (
+    "aten._assert_scalar.default",
+    "aten._assert_tensor_metadata.default",
+    "aten._assert_async.msg",
+    "aten._assert_async.default",
+    "aten.sym_constrain_range.default",
+    "aten.sym_constrain_range_for_size.default",
+)
+_COPIES = (
+    "aten.clone.default",
+    "aten.detach.default",
+    "aten.alias.default",
+    "aten.lift_fresh.default",
+    "aten.lift_fresh_copy.default",
+    "aten.contiguous.default",
+    "aten.detach_copy.default",
+    "aten.alias_copy.default",
+)
+_VIEWS = (
+    "aten.view.default",
+    "aten.reshape.default",
+    "aten._unsafe_view.default",
+    "aten.expand.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+    "aten.squeeze.default",
+    "aten.slice.Tensor",
+    "aten.flatten.using_ints",
+)
+_DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
+_CASTS = ("aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device")
+_FILLS = {
+    "aten.zeros.default": 0,
+    "aten.zeros_like.default": 0,
+    "aten.new_zeros.default": 0,
+    "aten.ones.default": 1,
+    "aten.ones_like.default": 1,
+    "aten.new_ones.default": 1,
+    "aten.full.default": None,
+    "aten.full_like.default": None,
+    "aten.new_full.default": None,
+}
+_VALUE_POSITION = {"aten.new_full.default": 2}
+_DIM_NAMES = ("dim", "dims", "dim0", "dim1")
+_ONE_MORE = ("aten.unsqueeze.default", "aten.stack.default")
+
+
+@dataclass(frozen=True, slots=True)
+class Normalize:
+    """Bring a captured graph into the one form that the other passes read."""
+
+    name: ClassVar[str] = "normalize"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        """Return ``gm`` normalized."""
+        _Normalizer(gm).run()
+        return gm
+
+
+class _Normalizer:
+    """One forward walk: every node is simplified, then numbered by what it computes."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.graph = gm.graph
+        self.emitter = Emitter(gm)
+        self.sizes = Sizes(self.emitter)
+        self.numbered: dict[Any, Node] = {}
+        self.stale: set[Any] = set()
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function":
+                self._visit(node)
+        self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+
+    def _visit(self, node: Node) -> None:
+        if str(node.target) in _ASSERTS:
+            self.graph.erase_node(node)
+            return
+        self._refresh(node)
+        _make_dims_positive(node)
+        replacement = self._replacement(node)
+        if replacement is node:
+            return
+        node.replace_all_uses_with(replacement)
+        self.graph.erase_node(node)
+
+    def _replacement(self, node: Node) -> Any:
+        if isinstance(node.meta.get("val"), int | torch.SymInt):
+            value = node.meta["val"]
+            return value if isinstance(value, int) else self.sizes.add(node)
+        simpler = _simplified(node) or self._filled(node)
+        return simpler if simpler is not None else self._first_equal(node)
+
+    def _first_equal(self, node: Node) -> Node:
+        """The first node that computes the same, maybe ``node``."""
+        if _is_random(node):
+            return node
+        first = self.numbered.setdefault(_number(node), node)
+        if first is not node:
+            self.stale |= _unbacked(node) - _unbacked(first)
+        return first
+
+    def _refresh(self, node: Node) -> None:
+        """Infer the shape again where it speaks of a size that merged into another."""
+        if self.stale and not self.stale.isdisjoint(_unbacked(node)):
+            node.meta["val"] = self.emitter.infer(node)
+
+    def _filled(self, node: Node) -> Node | None:
+        """A constant fill as ``aten.full(sizes, value)``."""
+        name = str(node.target)
+        if name not in _FILLS or not holds_tensor(node):
+            return None
+        value = _FILLS[name]
+        if value is None:
+            value = argument(node, _VALUE_POSITION.get(name, 1), "fill_value")
+        if not isinstance(value, int | float):
+            return None
+        sizes = self._fill_sizes(node, name)
+        like = value_of(node)
+        options = {"dtype": like.dtype, "device": like.device}
+        new = self.emitter.call(aten.full.default, sizes, value, layer=node.meta["layer"], **options)
+        return self._first_or_erase(new)
+
+    def _first_or_erase(self, new: Node) -> Node:
+        first = self.numbered.setdefault(_number(new), new)
+        if first is not new:
+            self.graph.erase_node(new)
+        return first
+
+    def _fill_sizes(self, node: Node, name: str) -> list[Any]:
+        like = node.args[0]
+        if isinstance(like, Node) and name.endswith("_like.default"):
+            return [self.sizes.of(like, dim) for dim in range(len(shape_of(like)))]
+        return list(argument(node, 1 if name.startswith("aten.new_") else 0, "size"))
+
+
+def _simplified(node: Node) -> Node | None:
+    """What ``node`` can be replaced by because it changes nothing."""
+    for rule in _RULES:
+        simpler = rule(node)
+        if simpler is not None:
+            return simpler
+    return None
+
+
+def _copy(node: Node) -> Node | None:
+    return node.args[0] if str(node.target) in _COPIES else None
+
+
+def _view(node: Node) -> Node | None:
+    if str(node.target) not in _VIEWS or not holds_tensor(node.args[0]):
+        return None
+    return node.args[0] if same_shape(shape_of(node), shape_of(node.args[0])) else None
+
+
+def _cast(node: Node) -> Node | None:
+    if str(node.target) not in _CASTS:
+        return None
+    before, after = value_of(node.args[0]), value_of(node)
+    same = before.dtype == after.dtype and before.device == after.device
+    return node.args[0] if same else None
+
+
+def _dropout(node: Node) -> Node | None:
+    """Dropout that is off; ``native_dropout`` is read through its first result."""
+    source = node
+    if node.target is operator.getitem:
+        source = node.args[0]
+        if str(source.target) != "aten.native_dropout.default" or node.args[1] != 0:
+            return None
+    elif str(node.target) not in _DROPOUTS:
+        return None
+    p, train = source.args[1], argument(source, 2, "train")
+    return source.args[0] if p == 0 or train is False else None
+
+
+def _times_one(node: Node) -> Node | None:
+    """``x * full(1)`` of the same shape and dtype, as PyG multiplies absent edge weights."""
+    if str(node.target) != "aten.mul.Tensor":
+        return None
+    for kept, ones in (node.args, node.args[::-1]):
+        if not (holds_tensor(kept) and holds_tensor(ones) and _is_full_of(ones, 1)):
+            continue
+        before, after = value_of(kept), value_of(node)
+        if before.dtype == after.dtype and same_shape(before.shape, after.shape):
+            return kept
+    return None
+
+
+_RULES: tuple[Callable[[Node], Any], ...] = (_copy, _view, _cast, _dropout, _times_one)
+
+
+def _is_full_of(node: Node, value: float) -> bool:
+    return str(node.target) == "aten.full.default" and node.args[1] == value
+
+
+def _is_random(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or "empty" in str(node.target)
+
+
+def _number(node: Node) -> Any:
+    """A key that is equal for two nodes that compute the same."""
+    return _key((node.target, node.args, dict(sorted(node.kwargs.items()))))
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return (type(value).__name__[:0], *map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(item)) for name, item in value.items())
+    if isinstance(value, slice):
+        return "slice", _key(value.start), _key(value.stop), _key(value.step)
+    if isinstance(value, float) and math.isnan(value):
+        return "nan"
+    return type(value).__name__, value
+
+
+def _unbacked(node: Node) -> set[Any]:
+    values = node.meta.get("val")
+    values = values if isinstance(values, list | tuple) else [values]
+    sizes = [s for v in values for s in (v.shape if isinstance(v, torch.Tensor) else [v])]
+    return {
+        symbol
+        for size in sizes
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols
+        if symbol.name.startswith("u")
+    }
+
+
+def _make_dims_positive(node: Node) -> None:
+    """Count every ``dim`` argument from the front."""
+    schema = getattr(node.target, "_schema", None)
+    ranked = _ranked_input(node)
+    if schema is None or ranked is None:
+        return
+    rank = len(shape_of(ranked)) + (str(node.target) in _ONE_MORE)
+    for position, parameter in enumerate(schema.arguments):
+        if parameter.name not in _DIM_NAMES:
+            continue
+        if position < len(node.args):
+            node.update_arg(position, _positive(node.args[position], rank))
+        elif parameter.name in node.kwargs:
+            node.update_kwarg(parameter.name, _positive(node.kwargs[parameter.name], rank))
+
+
+def _ranked_input(node: Node) -> Node | None:
+    """The tensor that ``dim`` counts the dimensions of: the first argument, or its first item."""
+    first = node.args[0] if node.args else None
+    if isinstance(first, list | tuple):
+        first = first[0] if first else None
+    return first if holds_tensor(first) else None
+
+
+def _positive(dim: Any, rank: int) -> Any:
+    if isinstance(dim, list | tuple):
+        return [_positive(item, rank) for item in dim]
+    return dim + rank if type(dim) is int and dim < 0 else dim
