@@ -1,0 +1,261 @@
+"""Facts about the nodes of a graph that the printer, the reports and the drawings share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from gnnc.ir.source import is_weight
+
+_SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+_PRECISION = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int8: "int8",
+}
+_BITS = {"fp64": 64, "fp32": 32, "fp16": 16, "bf16": 16}
+
+_VIEWS = frozenset(("view", "reshape", "unsqueeze", "squeeze", "t", "transpose", "alias", "detach"))
+_FREE = _VIEWS | {"getitem", "sym_size", "select", "slice", "expand"}
+
+PRECISION_OPS = frozenset(("scale", "row_shift", "quantize", "dequantize", "pack", "unpack"))
+"""The primitives that change how a value is held, and compute nothing of the model."""
+
+COUNTED = {
+    "gemm": "gemm",
+    "qgemm": "gemm",
+    "spmm": "spmm",
+    "qspmm": "spmm",
+    "sddmm": "sddmm",
+    "qsddmm": "sddmm",
+    "segment_reduce": "segment",
+    "message": "message",
+}
+"""The ops that "quantized k of n" counts, and the kind each belongs to."""
+
+_NOT_FEATURES = frozenset(
+    ("rowptr", "col", "perm", "scale", "x_scale", "base", "shift", "src", "dst", "bias")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fused submodule that a node of an inlined graph came from.
+
+    Attributes:
+        name: the submodule's name in the graph module.
+        kind: ``gemm``, ``spmm``, ``attention``, ``sddmm``, ``map`` or ``graph``.
+        kernel: the kernel that runs it, once lowered.
+        node: the name of the node that calls it.
+    """
+
+    name: str
+    kind: str
+    kernel: str | None
+    node: str
+
+
+def op_name(node: Node) -> str:
+    """Return the short name of what a node computes: ``spmm``, ``relu``, ``getitem``, …"""
+    target = node.target
+    if node.op in ("placeholder", "get_attr", "output"):
+        return node.op
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    return str(getattr(target, "__name__", target))
+
+
+def is_gnnc(node: Node) -> bool:
+    """Whether a node calls one of the primitives."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "gnnc"
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """Return the arguments of a call of an ``OpOverload`` by name, defaults filled in."""
+    schema = node.target._schema  # pyright: ignore[reportAttributeAccessIssue]
+    named = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    named.update(zip((a.name for a in schema.arguments), node.args, strict=False))
+    named.update(node.kwargs)
+    return named
+
+
+def returns_many(node: Node) -> bool:
+    """Whether a node's value is a tuple or a list."""
+    return isinstance(node.meta.get("val"), tuple | list)
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Return ``f32`` for ``torch.float32``, and so on."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def producer(node: Node) -> Node:
+    """Return the node that made a value, past views of it."""
+    while op_name(node) in _VIEWS:
+        if not (node.args and isinstance(node.args[0], Node)):
+            return node
+        node = node.args[0]
+    return node
+
+
+def precision_of(node: Node) -> str | None:
+    """Return the precision in which a value is held, or None where it is not a feature tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    source = producer(node)
+    if op_name(source) == "quantize" and is_gnnc(source):
+        return f"int{arguments(source)['bits']}"
+    return _PRECISION.get(value.dtype)
+
+
+def bits_of(precision: str) -> int:
+    """Return the bits of one element: 8 for ``int8``, 16 for ``bf16``."""
+    return _BITS.get(precision) or int(precision.removeprefix("int"))
+
+
+def operands(node: Node) -> list[Node]:
+    """Return the operands of a node that carry features, edge values or weights."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return list(node.all_input_nodes)
+    skipped = _NOT_FEATURES if is_gnnc(node) else frozenset[str]()
+    found: list[Node] = []
+    for name, value in arguments(node).items():
+        lists = value if isinstance(value, list | tuple) else (value,)
+        wanted = name not in skipped or isinstance(value, list | tuple)
+        found += [item for item in lists if isinstance(item, Node) and wanted]
+    return found
+
+
+def precision_in(node: Node) -> str | None:
+    """Return the lowest precision among a node's operands."""
+    found = [p for p in map(precision_of, operands(node)) if p is not None]
+    return min(found, key=bits_of) if found else None
+
+
+def granularity_of(node: Node) -> str:
+    """Return which elements share a scale: ``row``, ``channel``, ``row_pow2``, ``row × channel``."""
+    if not is_gnnc(node):
+        return ""
+    name = op_name(node)
+    if name == "row_shift":
+        return "row_pow2"
+    if name not in ("scale", "quantize", "dequantize"):
+        found = [_granularity_of_value(operand) for operand in operands(node)]
+        return " × ".join(text for text in found if text)
+    named = arguments(node)
+    if name == "quantize" and named["shift"] is not None:
+        return "row_pow2"
+    granularity = str(named["granularity"])
+    return "channel" if granularity != "tensor" and _of_weight(node, name) else granularity
+
+
+def _of_weight(node: Node, name: str) -> bool:
+    """Whether a precision op's scale is one of a weight, whose rows are output channels."""
+    operand = node.args[1] if name == "dequantize" else node.args[0]
+    if name == "dequantize" and isinstance(operand, Node) and op_name(operand) == "scale":
+        operand = operand.args[0]
+    return isinstance(operand, Node) and is_weight(producer(operand))
+
+
+def _granularity_of_value(node: Node) -> str:
+    made = producer(node)
+    return granularity_of(made) if is_gnnc(made) and op_name(made) == "quantize" else ""
+
+
+def is_free(node: Node) -> bool:
+    """Whether a node only picks, sizes or views a value."""
+    return op_name(node) in _FREE or not isinstance(
+        node.meta.get("val"), torch.Tensor | tuple | list
+    )
+
+
+def is_quantized(node: Node) -> bool:
+    """Whether a counted op reads integer features."""
+    precision = precision_in(node)
+    return precision is not None and precision.startswith("int")
+
+
+def layer_of(node: Node) -> str:
+    """Return the module path of a node, empty at the root."""
+    return str(node.meta.get("layer") or "")
+
+
+def inline(gm: GraphModule) -> Graph:
+    """Return a copy of the graph with every submodule's nodes in place of its call.
+
+    Each node's ``meta["origin"]`` names the node it was copied from, and ``meta["block"]`` is the
+    ``Block`` it belongs to, or None at the top level. The submodules of ``gm`` are not changed.
+    """
+    graph = Graph()
+    outputs = _inline_into(graph, gm, None, None, "")
+    graph.output(outputs)
+    return graph
+
+
+def _inline_into(
+    graph: Graph, gm: GraphModule, values: list[Any] | None, block: Block | None, prefix: str
+) -> Any:
+    mapped: dict[Node, Any] = {}
+    given = iter(values or ())
+
+    def lookup(argument: Any) -> Any:
+        return torch.fx.node.map_arg(argument, lambda node: mapped[node])
+
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            return _lookup_structure(node.args[0], mapped)
+        if node.op == "placeholder" and values is not None:
+            mapped[node] = next(given)
+        elif isinstance(child := _submodule(gm, node), GraphModule):
+            mapped[node] = _inline_into(
+                graph, child, list(lookup(node.args)), _block(node), f"{prefix}{node.target}."
+            )
+        elif op_name(node) == "getitem" and isinstance(whole := lookup(node.args[0]), tuple):
+            mapped[node] = whole[node.args[1]]
+        else:
+            mapped[node] = _copy(graph, node, lookup, block, prefix)
+    return ()
+
+
+def _copy(graph: Graph, node: Node, lookup: Any, block: Block | None, prefix: str) -> Node:
+    target = f"{prefix}{node.target}" if node.op in ("get_attr", "call_module") else node.target
+    copied = graph.create_node(
+        node.op, target, lookup(node.args), lookup(node.kwargs), name=node.name
+    )
+    copied.meta = {**node.meta, "origin": node.name, "block": block}
+    return copied
+
+
+def _submodule(gm: GraphModule, node: Node) -> Any:
+    return gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _block(node: Node) -> Block:
+    return Block(
+        str(node.target), str(node.meta.get("kind", "graph")), node.meta.get("kernel"), node.name
+    )
+
+
+def _lookup_structure(argument: Any, mapped: dict[Node, Any]) -> Any:
+    """Resolve a graph's output, whose values may themselves be tuples of an inlined call."""
+    if isinstance(argument, Node):
+        return mapped[argument]
+    if isinstance(argument, tuple | list):
+        return tuple(_lookup_structure(item, mapped) for item in argument)
+    return argument

@@ -1,0 +1,259 @@
+"""Readable, deterministic names for the values and the symbolic sizes of a graph."""
+
+import keyword
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from gnnc.describe import op_name, returns_many
+from gnnc.ir.source import is_weight, source_of
+
+_NUMBERED = {
+    "gemm": "h",
+    "spmm": "h",
+    "message": "h",
+    "segment_reduce": "h",
+    "dequantize": "h",
+    "sddmm": "e",
+    "edge_map": "e",
+    "qgemm": "acc",
+    "qspmm": "acc",
+    "qsddmm": "acc",
+}
+_PLAIN = {"degree": "deg", "edge_dst": "dst", "edge_softmax": "alpha"}
+_DERIVED = {"scale": "scale", "quantize": "q", "row_shift": "shift", "pack": "planes"}
+_PARTS = {
+    "csr": ("rowptr", "col", "perm"),
+    "csr_transpose": ("rowptr_t", "col_t", "perm_t"),
+}
+
+
+class Symbols:
+    """Names of size symbols by first appearance: ``N`` for nodes, ``E`` for edges, ``F`` for widths.
+
+    Args:
+        graph: the graph whose placeholders and values introduce the symbols.
+        structure: names of sizes that the structure graph's outputs already have, by output name:
+            a tuple of size texts for each. Placeholders of kind ``structure`` take them over, so
+            that both parts of a program call the same size by the same name.
+    """
+
+    def __init__(
+        self, graph: Graph, structure: Mapping[str, tuple[str, ...]] | None = None
+    ) -> None:
+        self._names: dict[sympy.Symbol, str] = {}
+        self._taken: set[str] = set()
+        nodes = list(graph.nodes)
+        for node in nodes:
+            self._adopt(node, structure or {})
+        for node in sorted(nodes, key=lambda node: _appearance(node)):
+            self._name_sizes(node.meta.get("val"))
+
+    def text(self, size: Any) -> str:
+        """Return a concrete or symbolic size as text, such as ``64`` or ``E + N``."""
+        if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return str(size)
+        expr = size.node.expr
+        for symbol in sorted(expr.free_symbols, key=str):
+            self._name(symbol, "N")
+        return str(
+            expr.xreplace({s: sympy.Symbol(n, integer=True) for s, n in self._names.items()})
+        )
+
+    def shape(self, value: torch.Tensor) -> tuple[str, ...]:
+        """Return the sizes of a tensor as text."""
+        return tuple(self.text(size) for size in value.shape)
+
+    def is_symbol(self, name: str) -> bool:
+        """Whether ``name`` is the name of a size."""
+        return name in self._taken
+
+    def _adopt(self, node: Node, structure: Mapping[str, tuple[str, ...]]) -> None:
+        source, value = source_of(node), node.meta.get("val")
+        if source is None or source.name not in structure:
+            return
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for size, text in zip(sizes, structure[source.name], strict=False):
+            symbol = _plain_symbol(size)
+            if symbol is not None and text.isidentifier() and text not in self._taken:
+                self._names.setdefault(symbol, text)
+                self._taken.add(text)
+
+    def _name_sizes(self, value: Any) -> None:
+        if isinstance(value, tuple | list):
+            for item in value:
+                self._name_sizes(item)
+        elif isinstance(value, torch.SymInt):
+            self._name_free(value, "N")
+        elif isinstance(value, torch.Tensor):
+            for dim, size in enumerate(value.shape):
+                self._name_free(size, _letter(value, dim))
+
+    def _name_free(self, size: Any, letter: str) -> None:
+        if not isinstance(size, torch.SymInt):
+            return
+        for symbol in sorted(size.node.expr.free_symbols, key=str):
+            self._name(symbol, letter)
+
+    def _name(self, symbol: sympy.Symbol, letter: str) -> None:
+        if symbol not in self._names:
+            self._names[symbol] = _first_free(letter, self._taken)
+            self._taken.add(self._names[symbol])
+
+
+def _appearance(node: Node) -> tuple[int, int]:
+    """Sort key: inputs that say what their sizes mean come first, then the order of the graph."""
+    value = node.meta.get("val")
+    if node.op != "placeholder" or not isinstance(value, torch.Tensor):
+        return (3, 0)
+    if value.dim() == 2 and _is_index(value):
+        return (0, 0)
+    if value.dim() == 1 and value.dtype == torch.int32:
+        return (1, 0)
+    return (2, 0)
+
+
+def _letter(value: torch.Tensor, dim: int) -> str:
+    if not _is_index(value) or value.dtype == torch.uint8:
+        return "N" if dim == 0 else "F"
+    if value.dim() == 1 and _plain_symbol(value.shape[0]) is None:
+        return "N"
+    return "E"
+
+
+def _is_index(value: torch.Tensor) -> bool:
+    return value.dtype in (torch.int64, torch.int32)
+
+
+def _plain_symbol(size: Any) -> sympy.Symbol | None:
+    if not isinstance(size, torch.SymInt):
+        return None
+    return size.node.expr if isinstance(size.node.expr, sympy.Symbol) else None
+
+
+def _first_free(letter: str, taken: set[str]) -> str:
+    if letter not in taken:
+        return letter
+    count = 1
+    while f"{letter}{count}" in taken:
+        count += 1
+    return f"{letter}{count}"
+
+
+def value_names(
+    graph: Graph,
+    symbols: Symbols,
+    structure: Mapping[str, str] | None = None,
+    floats: str = "h",
+) -> dict[Node, str]:
+    """Name every value of a flat graph by what it is, in order of appearance.
+
+    Parameters and inputs keep their own names, ``h0, h1, …`` are float results, a value made from
+    another one says so (``h1_scale``, ``h1_q``), and a size is called by its symbol.
+
+    Args:
+        graph: a graph without fused submodules (see ``gnnc.describe.inline``).
+        symbols: names of the sizes.
+        structure: what the structure part calls its outputs, by output name.
+        floats: what names of float results that are not edge tensors start with.
+    """
+    namer = _Namer(symbols, structure or {}, floats)
+    return {node: namer.name(node) for node in graph.nodes if node.op != "output"}
+
+
+class _Namer:
+    def __init__(self, symbols: Symbols, structure: Mapping[str, str], floats: str) -> None:
+        self._floats = floats
+        self._symbols = symbols
+        self._structure = structure
+        self._taken: set[str] = {"torch", "aten", "gnnc", "fused", "self", "_"}
+        self._counts: dict[str, int] = {}
+        self._weights: dict[Node, str] = {}
+        self._names: dict[Node, str] = {}
+
+    def name(self, node: Node) -> str:
+        self._names[node] = result = self._choose(node)
+        self._taken.add(result)
+        return result
+
+    def _choose(self, node: Node) -> str:
+        if symbol := self._size_symbol(node):
+            return self._unique(symbol)
+        if node.op == "placeholder":
+            return self._unique(self._placeholder(node))
+        if node.op == "get_attr":
+            return self._unique(identifier(str(node.target)))
+        if part := self._part(node):
+            return self._unique(part)
+        op = op_name(node)
+        if op in _DERIVED and isinstance(node.args[0], Node):
+            return self._unique(f"{self._base(node.args[0])}_{_DERIVED[op]}")
+        if op in _PLAIN:
+            return self._unique(_PLAIN[op])
+        return self._numbered(_NUMBERED.get(op) or self._kind(node))
+
+    def _base(self, node: Node) -> str:
+        """Return what derived names start with: ``w0`` for a weight, whose own name is long."""
+        if not is_weight(node):
+            return self._names[node]
+        return self._weights.setdefault(node, f"w{len(self._weights)}")
+
+    def _size_symbol(self, node: Node) -> str | None:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt):
+            return None
+        text = self._symbols.text(value)
+        return text if text.isidentifier() else None
+
+    def _placeholder(self, node: Node) -> str:
+        source = source_of(node)
+        if source is None:
+            return identifier(str(node.target))
+        if source.kind == "structure":
+            return identifier(self._structure.get(source.name, source.name))
+        return identifier(source.name)
+
+    def _part(self, node: Node) -> str | None:
+        """Name one result of an op with several by its role."""
+        if op_name(node) != "getitem" or not isinstance(node.args[0], Node):
+            return None
+        parts, index = _PARTS.get(op_name(node.args[0])), node.args[1]
+        return parts[index] if parts and isinstance(index, int) else None
+
+    def _kind(self, node: Node) -> str:
+        value = node.meta.get("val")
+        if returns_many(node):
+            return "t"
+        if not isinstance(value, torch.Tensor):
+            return "n"
+        if value.dtype == torch.bool:
+            return "mask"
+        if not value.dtype.is_floating_point:
+            return "i"
+        first = self._symbols.text(value.shape[0]) if value.dim() else ""
+        return "e" if first.startswith("E") else self._floats
+
+    def _numbered(self, prefix: str) -> str:
+        while True:
+            count = self._counts.get(prefix, 0)
+            self._counts[prefix] = count + 1
+            if f"{prefix}{count}" not in self._taken:
+                return f"{prefix}{count}"
+
+    def _unique(self, name: str) -> str:
+        result, count = name, 2
+        while result in self._taken or (self._symbols.is_symbol(result) and result != name):
+            result, count = f"{name}_{count}", count + 1
+        return result
+
+
+def identifier(text: str) -> str:
+    """Return ``text`` as a Python identifier: ``conv1.lin.weight`` becomes ``conv1_lin_weight``."""
+    result = re.sub(r"\W+", "_", text).strip("_") or "v"
+    if result[0].isdigit():
+        result = f"v{result}"
+    return f"{result}_" if keyword.iskeyword(result) else result
