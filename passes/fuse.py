@@ -26,11 +26,11 @@ ANCHORS = {
     "gnnc.spmm.default": "spmm",
     "gnnc.qspmm.default": "spmm",
     "gnnc.segment_reduce.default": "spmm",
-    "gnnc.qsddmm.default": "sddmm",
 }
 """Ops that make whole rows, by the kernel family that computes them."""
 
 _GEMMS = ("gnnc.gemm.default", "gnnc.qgemm.default")
+_QSDDMM = "gnnc.qsddmm.default"
 _QUANTIZE = "gnnc.quantize.default"
 _CAST = "aten._to_copy.default"
 
@@ -40,11 +40,11 @@ class Fuse:
     """Group producers with the row-local ops around them.
 
     Attributes:
-        min_map_steps: a chain without an anchor becomes a kernel of its own from this many steps
-            on (a single one is as good in ATen), or when it quantizes.
+        min_map_ops: a chain without an anchor becomes a kernel of its own from this many ops on
+            (a single one is as good in ATen), or when it quantizes.
     """
 
-    min_map_steps: int = 2
+    min_map_ops: int = 2
     name: ClassVar[str] = "fuse"
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
@@ -69,28 +69,45 @@ class Fuse:
             return
         group = partition.start("map", source)
         program = linearize(source, lambda op: partition.add(group, op.covers))
-        steps = sum(len(op.steps) for op in program)
-        quantizes = any(op.role == "store" for op in program)
-        if not quantizes and steps < self.min_map_steps:
+        computed = sum(len(op.covers) for op in program if op.role == "chain")
+        if computed < self.min_map_ops and not any(op.role == "store" for op in program):
             partition.dissolve(group)
 
 
 def _anchor(partition: Partition, node: Node) -> None:
     if attention := match_attention(node):
         _grow(partition, "attention", node, attention.covers)
+    elif str(node.target) == _QSDDMM:
+        _grow(partition, "sddmm", node, _scaled_dots(node), epilogue=False)
     elif kind := ANCHORS.get(str(node.target)):
         _grow(partition, kind, node, (node,))
 
 
-def _grow(partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...]) -> None:
+def _grow(
+    partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...], epilogue: bool = True
+) -> None:
     group = partition.start(kind, anchor)
     if not partition.add(group, nodes):
         partition.dissolve(group)
         return
-    linearize(anchor, lambda op: partition.add(group, op.covers))
+    if epilogue:
+        linearize(anchor, lambda op: partition.add(group, op.covers))
     if kind == "gemm":
         for operand in anchor.args[:2]:
             _load(partition, group, operand)
+
+
+def _scaled_dots(dots: Node) -> tuple[Node, ...]:
+    """An integer SDDMM and the product with both ends' scales, as ``quantize`` writes them."""
+    for product in dots.users:
+        if str(product.target) != "aten.mul.Tensor" or product.args[0] is not dots:
+            continue
+        covers, scales = (product,), product.args[1]
+        if isinstance(scales, Node) and str(scales.target) == "aten.unsqueeze.default":
+            covers, scales = (scales, product), scales.args[0]
+        if isinstance(scales, Node) and str(scales.target) == "gnnc.sddmm.default":
+            return (dots, scales, *covers)
+    return (dots,)
 
 
 # ---- the load side of a GEMM -----------------------------------------------------------------
@@ -185,17 +202,14 @@ def _is_spare_view(group: Group, node: Node) -> bool:
 
 
 def _explain(graph: fx.Graph, partition: Partition, ctx: Context) -> None:
-    """Note every op that follows a kernel without joining it."""
+    """Note every op on rows that follows a kernel without joining it."""
     for node in graph.nodes:
-        if node.op != "call_function" or partition.group_of(node) or str(node.target) in ANCHORS:
-            continue
         produced = [arg for arg in node.all_input_nodes if partition.group_of(arg)]
-        if len(shape_of(node) or ()) < 2 or not produced or node.target in _FREE:
+        rows = len(shape_of(node) or ()) > 1
+        if node.op != "call_function" or partition.group_of(node) or not (rows and produced):
             continue
-        if not any(classify(node, arg) for arg in produced):
-            ctx.note(node, f"{node.target} is not row-local: it runs by itself")
-        elif not any((op := classify(node, arg)) and op.role == "view" for arg in produced):
-            ctx.note(node, f"{node.target} runs by itself: another op continues its producer's row")
-
-
-_FREE = frozenset()
+        ops = [classify(node, arg) for arg in produced]
+        if not any(ops):
+            ctx.note(node, f"{node.target} runs by itself: it is not local to a row")
+        elif all(op is None or op.role != "view" for op in ops):
+            ctx.note(node, f"{node.target} runs by itself: another op continues the same row")

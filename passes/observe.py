@@ -4,6 +4,7 @@ Granularity is chosen from a table of candidates: the cheapest whose error on th
 enough, or else the one with the least error.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,10 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from gnnc.errors import PrecisionError
+from gnnc.ir.quantized import qmax_of
+
+MAX_ROWS = 1 << 14
+"""Rows of an example that the errors are measured on, evenly spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +85,31 @@ class _Observer(fx.Interpreter):
 
 def _look(node: Node, x: Tensor) -> Observation:
     amax = float(x.abs().max()) if x.numel() else 0.0
-    if not torch.isfinite(torch.tensor(amax)):
+    if not math.isfinite(amax):
+        layer = node.meta.get("layer") or "the model's root"
         raise PrecisionError(
-            f"[gnnc.quantize] {node.name} is not finite on example_inputs "
-            f"(layer {node.meta.get('layer') or 'root'!r}): no scale fits it"
+            f"[gnnc.quantize] {node.name} (in {layer}) is not finite on example_inputs: no scale "
+            "fits it; look for an overflow or a division by zero before it"
         )
     rows = x.reshape(x.shape[0], -1).float() if x.numel() else x.new_zeros(1, 1)
-    return Observation(amax, {c.granularity: row_error(rows, c.granularity) for c in CANDIDATES})
+    sample = rows[:: max(1, rows.shape[0] // MAX_ROWS)]
+    base = torch.tensor(amax / qmax_of(8))
+    return Observation(amax, {c.granularity: row_error(sample, c.granularity, base) for c in CANDIDATES})
 
 
-def row_error(x: Tensor, granularity: str, bits: int = 8) -> float:
-    """Mean over the rows of |x - x̂| / |x| (L2), x̂ being x quantized and back."""
+def row_error(x: Tensor, granularity: str, base: Tensor) -> float:
+    """Mean over the rows of |x - x̂| / |x| (L2), x̂ being x in 8 bits and back."""
     ops = torch.ops.gnnc
-    kind = "row" if granularity == "row" else "tensor"
-    scale = ops.scale(x, kind, bits)
-    shift = ops.row_shift(x, scale, bits) if granularity == "row_pow2" else None
-    back = ops.dequantize(ops.quantize(x, scale, kind, shift, bits), scale, kind)
-    if shift is not None:
-        back = back * torch.exp2(-shift.float())[:, None]
+    if granularity == "row":
+        scale = ops.scale(x, "row")
+        back = ops.dequantize(ops.quantize(x, scale, "row"), scale, "row")
+    else:
+        shift = ops.row_shift(x, base) if granularity == "row_pow2" else x.new_zeros(x.shape[0])
+        codes = ops.quantize(x, base, "tensor", shift)
+        back = ops.dequantize(codes, base * torch.exp2(-shift.float()), "row")
     norm = x.norm(dim=1)
     kept = norm > 0
-    if not bool(kept.any()):
-        return 0.0
-    return float(((x - back).norm(dim=1)[kept] / norm[kept]).mean())
+    return float(((x - back).norm(dim=1)[kept] / norm[kept]).mean()) if bool(kept.any()) else 0.0
 
 
 def choose(

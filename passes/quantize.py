@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.graph import fake_mode_of
+from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.op import Op, op_of
 from gnnc.ir.quantized import MAX_SHIFT, qmax_of
 from gnnc.ir.row_local import argument, shape_of
@@ -119,8 +119,7 @@ class _Emitter:
     def constant(self, value: float, name: str) -> Node:
         """A placeholder for a scale that the examples gave."""
         graph = self.gm.graph
-        last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-        with graph.inserting_after(last):
+        with graph.inserting_after(placeholders(self.gm)[-1]):
             new = graph.placeholder(name)
         tensor = torch.tensor(value, dtype=torch.float32)
         mode = fake_mode_of(self.gm)
