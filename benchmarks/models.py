@@ -1,0 +1,90 @@
+"""The models of the benchmarks, the demo and the accuracy tests, in plain PyG, and their training."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv
+
+
+class TwoLayer(nn.Module):
+    """Two convolutions with an activation and dropout between them."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.conv1, self.conv2, self.activation = first, second, activation
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.dropout(self.activation(self.conv1(x, edge_index)))
+        return self.conv2(x, edge_index)
+
+
+def gcn(features: int, classes: int, hidden: int = 64) -> nn.Module:
+    """GCN (Kipf and Welling, 2017)."""
+    return TwoLayer(GCNConv(features, hidden), GCNConv(hidden, classes), nn.ReLU())
+
+
+def sage(features: int, classes: int, hidden: int = 64) -> nn.Module:
+    """GraphSAGE with the mean aggregator (Hamilton et al., 2017)."""
+    return TwoLayer(SAGEConv(features, hidden), SAGEConv(hidden, classes), nn.ReLU())
+
+
+def gin(features: int, classes: int, hidden: int = 64) -> nn.Module:
+    """GIN with two-layer perceptrons and batch norm (Xu et al., 2019)."""
+
+    def mlp(width: int, out: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, out)
+        )
+
+    first = GINConv(mlp(features, hidden), train_eps=True)
+    return TwoLayer(first, GINConv(mlp(hidden, classes), train_eps=True), nn.ReLU())
+
+
+def gat(features: int, classes: int, hidden: int = 64, heads: int = 4) -> nn.Module:
+    """GAT (Velickovic et al., 2018): ``heads`` heads of ``hidden / heads``, one head at the end."""
+    first = GATConv(features, hidden // heads, heads=heads)
+    return TwoLayer(first, GATConv(hidden, classes), nn.ELU())
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"gcn": gcn, "sage": sage, "gin": gin, "gat": gat}
+
+
+def train(
+    model: nn.Module,
+    x: Tensor,
+    edge_index: Tensor,
+    y: Tensor,
+    train_mask: Tensor,
+    val_mask: Tensor,
+    *,
+    epochs: int = 200,
+    lr: float = 0.01,
+    weight_decay: float = 5e-4,
+    progress: Callable[[int], object] = lambda epoch: None,
+) -> nn.Module:
+    """Train ``model`` on the nodes of ``train_mask``; return it in eval mode at its best epoch."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr, weight_decay=weight_decay)
+    best, best_state = -1.0, model.state_dict()
+    for epoch in range(epochs):
+        model.train()
+        optimizer.zero_grad()
+        logits = model(x, edge_index)
+        nn.functional.cross_entropy(logits[train_mask], y[train_mask]).backward()
+        optimizer.step()
+        score = accuracy(model, x, edge_index, y, val_mask)
+        if score > best:
+            best = score
+            best_state = {key: value.clone() for key, value in model.state_dict().items()}
+        progress(epoch)
+    model.load_state_dict(best_state)
+    return model.eval()
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: Tensor, edge_index: Tensor, y: Tensor, mask: Tensor) -> float:
+    """Return the share of the nodes of ``mask`` whose class is predicted right, in percent."""
+    model.eval()
+    hits = model(x, edge_index).argmax(-1)[mask] == y[mask]
+    return 100.0 * hits.float().mean().item()
