@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from gnnc import debug, report
 from gnnc.arguments import Call, flatten_call
 from gnnc.errors import CaptureError, GnncError, InputError, PrecisionError, UnsupportedError
 from gnnc.passes.base import Pass
 from gnnc.passes.pipeline import PIPELINE
+from gnnc.plan import plan_of
 from gnnc.precision import Precision
 from gnnc.program import Options, Program, build_program, find
 from gnnc.runtime.backend import get_backend
@@ -204,10 +206,10 @@ class CompiledModel(torch.nn.Module):
             )
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
+        again = failure or "another structure of arguments, constants or mode"
+        first = "example_inputs" if examples else "the first call"
+        self._captures.append(again if self._captures else first)
         self._last = program
-        if self._captures:
-            self._recaptures.append(failure or "another structure of arguments, constants or mode")
-        self._captures += 1
         _dump(self, program)
         return program
 
@@ -308,24 +310,18 @@ class CompiledModel(torch.nn.Module):
     def __str__(self) -> str:
         if self._last is None:
             return f"CompiledModel({type(self.model).__name__}, not captured yet: call it once or pass example_inputs)"
-        from gnnc import report
-
-        return report.program_text(self._last)
+        return report.program_text(self._report())
 
     def __repr__(self) -> str:
         return str(self)
 
     def summary(self) -> str:
         """Return a table of every op: layer, bits, error, bytes, flops, times."""
-        from gnnc import report
-
-        return report.summary(self._captured())
+        return report.summary_text(self._report())
 
     def explain(self) -> str:
         """Return what stayed FP32 or ATen and why, which kernels declined, and re-captures."""
-        from gnnc import report
-
-        return report.explain(self._captured(), self._recaptures)
+        return report.explain_text(self._report())
 
     def profile(self, *args: Any, **kwargs: Any) -> str:
         """Run the model a few times, measure every op, and return ``summary()`` with the times."""
@@ -348,21 +344,19 @@ class CompiledModel(torch.nn.Module):
 
     def save_plan(self, path: str | Path) -> None:
         """Write the chosen precisions as JSON: ``{"ops": [{"op", "layer", "precision"}, ...]}``."""
-        from gnnc.plan import plan_of
-
         Path(path).write_text(json.dumps(plan_of(self._captured()), indent=2) + "\n")
 
     def to_networkx(self) -> Any:
         """Return the lowered graph as a ``networkx.DiGraph``."""
-        from gnnc import drawing
+        from gnnc import drawing  # matplotlib takes half a second to import
 
-        return drawing.to_networkx(self._captured().graph_module)
+        return drawing.to_networkx(self.graph_module, self.structure_graph_module)
 
     def draw(self, path: str | Path) -> None:
         """Draw the lowered graph to an SVG or PNG file."""
         from gnnc import drawing
 
-        drawing.draw(self._captured().graph_module, path)
+        drawing.draw(path, self.graph_module, self.structure_graph_module)
 
     # Inside
 
@@ -393,11 +387,24 @@ class CompiledModel(torch.nn.Module):
         self._pool = OutputPool()
         self._lock = threading.RLock()
         self._last: Program | None = None
-        self._captures = 0
-        self._recaptures: list[str] = []
+        self._captures: list[str] = []
 
     def _all_programs(self) -> list[Program]:
         return [program for programs in self._programs.values() for program in programs]
+
+    def _report(self) -> report.ProgramReport:
+        program = self._captured()
+        return report.ProgramReport(
+            model=type(self.model).__name__,
+            precision=str(self.options.precision),
+            backend=self.options.backend.name,
+            structure=program.structure,
+            compute=program.graph_module,
+            notes=program.notes,
+            captures=self._captures,
+            values=program.context.examples,
+            measured=program.timings,
+        )
 
     def _captured(self) -> Program:
         if self._last is None:
@@ -409,8 +416,6 @@ class CompiledModel(torch.nn.Module):
 
 
 def _dump(compiled: CompiledModel, program: Program) -> None:
-    from gnnc import debug
-
     debug.dump(type(compiled.model).__name__, program.stages, program.structure)
 
 

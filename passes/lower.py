@@ -1,8 +1,10 @@
 """Lower: every node and every fused submodule gets the kernel that will run it."""
 
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 from torch.fx import Node
 
@@ -54,9 +56,10 @@ def _record(node: Node, choice: Any, ctx: Context) -> None:
 
 
 def _computes(node: Node) -> bool:
-    """Whether a node needs a launch: picking a result and asking for a size do not."""
-    name = str(node.target)
-    return "getitem" not in name and not name.startswith("aten.sym_")
+    """Whether a node needs a launch: picking a result and arithmetic on sizes do not."""
+    if isinstance(node.meta.get("val"), torch.SymInt | int):
+        return "_local_scalar_dense" in str(node.target)
+    return node.target is not operator.getitem
 
 
 def inline(gm: fx.GraphModule, call: Node) -> None:

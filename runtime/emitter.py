@@ -100,6 +100,7 @@ class Emitter:
         self.graph_module = graph_module
         self.check_finite = check_finite
         self.checks: list[tuple[str, str]] = []
+        self.scales: list[tuple[Node, str]] = []
         self.sizes = Sizes()
         self._late_sizes = Sizes(inline=True)
         self.constants: dict[str, Any] = {}
