@@ -1,0 +1,133 @@
+"""What crosses from the structure graph to the compute graph: shapes, and values on the examples."""
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from gnnc.ir.graph import fake_mode_of, placeholders
+from gnnc.ir.op import size_expr
+from gnnc.ir.source import Source, source_of
+from gnnc.passes.base import Context
+
+_TYPICAL_EDGES = 4096
+
+
+def expression(size: Any) -> sympy.Expr:
+    """Return a size, or a node that holds one, as a sympy expression."""
+    return size_expr(size.meta["val"] if isinstance(size, Node) else size)
+
+
+class Boundary:
+    """Gives boundary values shapes without data-dependent symbols.
+
+    Inside the structure graph the number of edges may be known only when it has run (self loops were
+    removed: a symbol without a value). To the compute graph it is a size of an input like any other.
+    """
+
+    def __init__(self, gm: fx.GraphModule, nodes: list[Node]) -> None:
+        self._mode = fake_mode_of(gm)
+        self._env: ShapeEnv | None = getattr(self._mode, "shape_env", None)
+        self._known: dict[sympy.Expr, sympy.Expr] = {}
+        for expr in _whole(self._unbacked_sizes(nodes)):
+            self._known[expr] = self._fresh(expr)
+
+    def value(self, node: Node) -> Any:
+        """Return the meta value of the compute graph's placeholder for ``node``."""
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor) and self._mode is not None:
+            with self._mode:
+                sizes = [self._size(size) for size in value.shape]
+                return torch.empty(sizes, dtype=value.dtype, device=value.device)
+        return self._size(value) if isinstance(value, torch.SymInt) else value
+
+    def _unbacked_sizes(self, nodes: list[Node]) -> set[sympy.Expr]:
+        found = set[sympy.Expr]()
+        for node in nodes:
+            value = node.meta["val"]
+            sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+            found |= {size_expr(s) for s in sizes if isinstance(s, torch.SymInt)}
+        return {expr for expr in found if _unbacked(expr)}
+
+    def _size(self, size: Any) -> Any:
+        if not isinstance(size, torch.SymInt) or self._env is None:
+            return size
+        expr = size.node.expr
+        if not _unbacked(expr):
+            return size
+        fresh = expr.subs(self._known)
+        return self._env.create_symintnode(fresh, hint=self._hint(fresh))
+
+    def _fresh(self, expr: sympy.Expr) -> sympy.Symbol:
+        assert self._env is not None
+        name = f"edges_{len(self._known)}_{expr}"
+        return self._env.create_symbol(
+            self._hint(expr), ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC
+        )
+
+    def _hint(self, expr: sympy.Expr) -> int:
+        assert self._env is not None
+        # torch 2.13 renamed the table.
+        name = "backed_var_to_val" if hasattr(self._env, "backed_var_to_val") else "var_to_val"
+        known = getattr(self._env, name)
+        values = {symbol: known.get(symbol, _TYPICAL_EDGES) for symbol in expr.free_symbols}
+        return int(expr.subs(values))
+
+
+def _unbacked(expr: sympy.Expr) -> set[sympy.Symbol]:
+    return {s for s in expr.free_symbols if str(s).startswith(("u", "zuf"))}
+
+
+def _whole(sizes: set[sympy.Expr]) -> list[sympy.Expr]:
+    """Return what to name: a size as a whole where its symbols occur nowhere else, else symbols."""
+    named: dict[sympy.Expr, None] = {}
+    for expr in sorted(sizes, key=str):
+        symbols = _unbacked(expr)
+        shared = any(symbols & _unbacked(other) for other in sizes if other != expr)
+        named |= dict.fromkeys(sorted(symbols, key=str) if shared else [expr])
+    return list(named)
+
+
+def run_structure(
+    gm: fx.GraphModule, compute: fx.GraphModule, structure: fx.GraphModule, ctx: Context
+) -> None:
+    """Turn the values of ``gm``'s placeholders in ``ctx.examples`` into those of ``compute``'s."""
+    if ctx.examples is None:
+        return
+    values = dict(zip(placeholders(gm), ctx.examples, strict=True))
+    named = {source_of(node): value for node, value in values.items()}
+    inputs = tuple(_example(node, named) for node in placeholders(structure))
+    structure.meta["examples"] = inputs
+    refresh_examples(compute, structure, named, ctx)
+
+
+def refresh_examples(
+    compute: fx.GraphModule,
+    structure: fx.GraphModule,
+    named: dict[Source | None, Any],
+    ctx: Context,
+) -> None:
+    """Run the structure graph on its examples; give ``ctx.examples`` the compute graph's values."""
+    with torch.no_grad():
+        outputs = structure(*structure.meta["examples"])
+    names = [node.name for node in structure.graph.output_node().args[0]]  # type: ignore[union-attr]
+    known = {**named, **{Source("structure", n): v for n, v in zip(names, outputs, strict=True)}}
+    ctx.structure_examples = tuple(outputs)
+    ctx.examples = tuple(known[source_of(node)] for node in placeholders(compute))
+
+
+def _example(node: Node, named: dict[Source | None, Any]) -> Any:
+    source = source_of(node)
+    assert source is not None
+    if source.kind != "size" or source in named:
+        return named[source]
+    name, dim = source.name[:-1].rsplit(".shape[", 1)
+    return next(
+        value.shape[int(dim)]
+        for key, value in named.items()
+        if key is not None and key.name == name and isinstance(value, torch.Tensor)
+    )

@@ -1,0 +1,109 @@
+"""Which arguments describe the graph: edge lists, batch vectors, edge weights and types."""
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.graph import placeholders, symbolic_shape
+from gnnc.ir.op import op_of, size_expr
+from gnnc.ir.source import source_of
+
+_INDEX_OPERANDS = {
+    "index_select": (2,), "index": (1,), "index_put": (1,), "gather": (2,), "scatter": (2,),
+    "scatter_add": (2,), "scatter_reduce": (2,), "index_add": (2,), "bincount": (0,), "sort": (0,),
+}  # fmt: skip
+
+
+def structural_inputs(gm: fx.GraphModule) -> set[Node]:
+    """Return the placeholders that the structure graph may depend on.
+
+    Integer and bool tensors that serve as indices are the graph. Floating tensors belong to it only
+    where their first dimension counts edges: edge weights, edge attributes. Node features never do.
+    """
+    candidates = [node for node in placeholders(gm) if _may_describe(node)]
+    indices = {node for node in candidates if not _is_float(node) and _serves_as_index(node)}
+    edges = _edge_sizes(gm, indices)
+    return indices | {node for node in candidates if _counts_edges(node, edges)}
+
+
+def _may_describe(node: Node) -> bool:
+    source, value = source_of(node), node.meta.get("val")
+    if source is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return False
+    return source.kind == "input" or (source.kind == "buffer" and not _is_float(node))
+
+
+def _is_float(node: Node) -> bool:
+    value = node.meta["val"]
+    return value.is_floating_point() or value.is_complex()
+
+
+def _serves_as_index(node: Node) -> bool:
+    """Whether the values of ``node``, or integers computed from them, say which rows to take."""
+    seen, pending = set[Node](), [node]
+    while pending:
+        current = pending.pop()
+        for user in current.users:
+            if _takes_as_index(user, current):
+                return True
+            if user not in seen and _holds_indices(user):
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+def _takes_as_index(user: Node, value: Node) -> bool:
+    op = op_of(user)
+    if op is not None:
+        return op.name == "csr" and value in user.args[:2]
+    target = user.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    name = target._schema.name.removeprefix("aten::")
+    for position in _INDEX_OPERANDS.get(name, ()):
+        operand = user.args[position] if len(user.args) > position else None
+        if operand is value or isinstance(operand, list | tuple) and value in operand:
+            return True
+    return False
+
+
+def _holds_indices(node: Node) -> bool:
+    value = node.meta.get("val")
+    if isinstance(value, list | tuple):
+        return any(isinstance(item, torch.Tensor) for item in value)
+    return isinstance(value, torch.Tensor) and not _is_float(node)
+
+
+def _edge_sizes(gm: fx.GraphModule, indices: set[Node]) -> set[sympy.Expr]:
+    """Return the sizes that count edges: last dimensions of what CSRs are made of, less node counts."""
+    edges, nodes = set[sympy.Expr](), set[sympy.Symbol]()
+    for node in gm.graph.nodes:
+        op = op_of(node)
+        if op is None or op.name != "csr":
+            continue
+        for size in node.args[2:4]:
+            nodes |= _expr(size).free_symbols
+        for source in _sources(node.args[:2]) & indices:
+            edges.add(_expr(symbolic_shape(source)[-1]))
+    return {edge for edge in edges if not edge.free_symbols & nodes}
+
+
+def _expr(size: Any) -> sympy.Expr:
+    return size_expr(size.meta["val"] if isinstance(size, Node) else size)
+
+
+def _sources(nodes: Any) -> set[Node]:
+    found, pending = set[Node](), [node for node in nodes if isinstance(node, Node)]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return {node for node in found if node.op == "placeholder"}
+
+
+def _counts_edges(node: Node, edges: set[sympy.Expr]) -> bool:
+    return _is_float(node) and _expr(symbolic_shape(node)[0]) in edges
