@@ -3,13 +3,14 @@
 import keyword
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from gnnc.describe import op_name, returns_many
+from gnnc.describe import dtype_text, inline, op_name, returns_many
 from gnnc.ir.source import is_weight, source_of
 
 _NUMBERED = {
@@ -32,8 +33,86 @@ _PARTS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A flat graph with names for its values and sizes.
+
+    Attributes:
+        graph: the graph, every fused submodule inlined.
+        symbols: names of its sizes.
+        names: names of its values.
+        outputs: what each output is called, by the output node's name before inlining.
+    """
+
+    graph: Graph
+    symbols: "Symbols"
+    names: dict[Node, str]
+    outputs: dict[str, str]
+
+    def type_text(self, value: Any) -> str:
+        """Return a value's type, such as ``f32[N, 64]``; a tuple's are joined by commas."""
+        if isinstance(value, tuple | list):
+            return ", ".join(filter(None, (self.type_text(item) for item in value)))
+        if isinstance(value, torch.Tensor):
+            return f"{dtype_text(value.dtype)}[{', '.join(self.symbols.shape(value))}]"
+        if isinstance(value, int | torch.SymInt):
+            return "int"
+        return type(value).__name__ if value is not None else ""
+
+
+def name_graph(gm: GraphModule) -> Named:
+    """Name the values and sizes of a graph by first appearance."""
+    return _named(gm, {}, {}, "h")
+
+
+def name_program(structure: GraphModule | None, compute: GraphModule) -> tuple[Named | None, Named]:
+    """Name both parts of a program: a value or size that goes from one to the other keeps its name.
+
+    The structure part is None where it is absent or computes nothing.
+    """
+    if structure is None or not any(n.op == "call_function" for n in structure.graph.nodes):
+        return None, name_graph(compute)
+    first = _named(structure, {}, {}, "g")
+    values = dict(_named_outputs(structure, first.graph))
+    sizes = {name: _size_texts(node, first.symbols) for name, node in values.items()}
+    return first, _named(compute, first.outputs, sizes, "h")
+
+
+def _named(
+    gm: GraphModule,
+    values: Mapping[str, str],
+    sizes: Mapping[str, tuple[str, ...]],
+    floats: str,
+) -> Named:
+    graph = inline(gm)
+    symbols = Symbols(graph, sizes)
+    names = value_names(graph, symbols, values, floats)
+    outputs = {name: names[node] for name, node in _named_outputs(gm, graph)}
+    return Named(graph, symbols, names, outputs)
+
+
+def _named_outputs(gm: GraphModule, inlined: Graph) -> list[tuple[str, Node]]:
+    before, after = _flat(gm.graph.output_node().args[0]), _flat(inlined.output_node().args[0])
+    return [(node.name, new) for node, new in zip(before, after, strict=True)]
+
+
+def _flat(values: Any) -> list[Node]:
+    if isinstance(values, Node):
+        return [values]
+    if isinstance(values, tuple | list):
+        return [node for value in values for node in _flat(value)]
+    return []
+
+
+def _size_texts(node: Node, symbols: "Symbols") -> tuple[str, ...]:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return symbols.shape(value)
+    return (symbols.text(value),) if isinstance(value, torch.SymInt) else ()
+
+
 class Symbols:
-    """Names of size symbols by first appearance: ``N`` for nodes, ``E`` for edges, ``F`` for widths.
+    """Names of size symbols by first appearance: ``N`` for nodes, ``E`` for edges.
 
     Args:
         graph: the graph whose placeholders and values introduce the symbols.

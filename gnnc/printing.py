@@ -1,8 +1,8 @@
 """A graph or a whole program as text: Python that runs, one op a line, with typed comments.
 
 Values and symbolic sizes are renamed by first appearance, so the text depends on the graph alone:
-no addresses, no paths, no times. ``graph_source`` gives text that ``exec`` accepts with the names of
-``namespace``.
+no addresses, no paths, no times. ``graph_source`` gives text that ``exec`` accepts with the names
+that ``namespace`` provides.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gnnc import describe
 from gnnc.ir.source import source_of
-from gnnc.naming import Symbols, identifier, value_names
+from gnnc.naming import Named, identifier, name_graph, name_program
 
 INDENT = "    "
 COMMENT_COLUMN = 80
@@ -56,7 +56,7 @@ def format_graph(
         name: the function's name.
         notes: a remark for a node, by node name; it ends the node's comment.
     """
-    return _Printer(describe.inline(gm), notes or {}).function(name)
+    return _Printer(name_graph(gm), notes or {}).function(name)
 
 
 def graph_source(gm: GraphModule, name: str = "forward") -> str:
@@ -97,21 +97,13 @@ def format_program(
         notes: a remark for a node of either part, by node name.
     """
     parts = ["\n".join(header)] if header else []
-    names: dict[str, str] = {}
-    sizes: dict[str, tuple[str, ...]] = {}
-    if structure is not None and _has_work(structure):
-        first = _Printer(describe.inline(structure), notes or {}, floats="g")
-        names, sizes = first.outputs(structure)
-        parts.append(
-            "# runs once per distinct graph; the results are cached\n" + first.function("structure")
-        )
-    second = _Printer(describe.inline(compute), notes or {}, names, sizes)
-    parts.append("# runs at every call\n" + second.function("compute"))
+    first, second = name_program(structure, compute)
+    if first is not None:
+        text = _Printer(first, notes or {}).function("structure")
+        parts.append(f"# runs once per distinct graph; the results are cached\n{text}")
+    text = _Printer(second, notes or {}).function("compute")
+    parts.append(f"# runs at every call\n{text}")
     return "\n\n".join(parts)
-
-
-def _has_work(gm: GraphModule) -> bool:
-    return any(node.op not in ("placeholder", "output") for node in gm.graph.nodes)
 
 
 @dataclass
@@ -124,41 +116,19 @@ class _Line:
 
 
 class _Printer:
-    def __init__(
-        self,
-        graph: Graph,
-        notes: Mapping[str, str],
-        names: Mapping[str, str] | None = None,
-        sizes: Mapping[str, tuple[str, ...]] | None = None,
-        floats: str = "h",
-    ) -> None:
-        self._graph = graph
+    def __init__(self, named: Named, notes: Mapping[str, str]) -> None:
+        self._graph = named.graph
+        self._names = named.names
+        self._named = named
         self._notes = notes
-        self._symbols = Symbols(graph, sizes)
-        self._names = value_names(graph, self._symbols, names, floats)
         self._bodies: dict[str, str] = {}
-        self._folded = _unpacked(graph)
+        self._folded = _unpacked(named.graph)
 
     def function(self, name: str) -> str:
         """Return the whole function as text."""
         lines = self._statements()
         signature = self._signature(name)
         return self._body_definitions() + "\n".join(_render(signature) + _render(lines))
-
-    def outputs(self, gm: GraphModule) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-        """Return names and sizes of the graph's outputs, by the node name in ``gm``."""
-        originals = _flat(_output(gm.graph).args[0])
-        printed = _flat(_output(self._graph).args[0])
-        names: dict[str, str] = {}
-        sizes: dict[str, tuple[str, ...]] = {}
-        for original, node in zip(originals, printed, strict=True):
-            value = node.meta.get("val")
-            names[original.name] = self._names[node]
-            if isinstance(value, torch.Tensor):
-                sizes[original.name] = self._symbols.shape(value)
-            elif isinstance(value, torch.SymInt):
-                sizes[original.name] = (self._symbols.text(value),)
-        return names, sizes
 
     def _signature(self, name: str) -> list[_Line]:
         inputs = [node for node in self._graph.nodes if node.op == "placeholder"]
@@ -228,16 +198,7 @@ class _Printer:
         return "; ".join(remarks)
 
     def _type(self, node: Node) -> str:
-        value = node.meta.get("val")
-        values = value if isinstance(value, tuple | list) else (value,)
-        return ", ".join(filter(None, (self._type_of(item) for item in values)))
-
-    def _type_of(self, value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            return f"{describe.dtype_text(value.dtype)}[{', '.join(self._symbols.shape(value))}]"
-        if isinstance(value, int | torch.SymInt):
-            return "int"
-        return type(value).__name__ if value is not None else ""
+        return self._named.type_text(node.meta.get("val"))
 
     def _expression(self, node: Node) -> str:
         if node.op == "get_attr":
@@ -348,18 +309,6 @@ def _leaves(node: Node, block: describe.Block) -> bool:
     if node.op == "output" or node.meta["block"] != block or describe.returns_many(node):
         return False
     return any(user.meta.get("block") != block for user in node.users)
-
-
-def _output(graph: Graph) -> Node:
-    return next(iter(reversed(graph.nodes)))
-
-
-def _flat(values: Any) -> list[Node]:
-    if isinstance(values, Node):
-        return [values]
-    if isinstance(values, tuple | list):
-        return [node for value in values for node in _flat(value)]
-    return []
 
 
 def _render(lines: Sequence[_Line]) -> list[str]:

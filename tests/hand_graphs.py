@@ -112,7 +112,7 @@ def _operands(b: Builder) -> tuple[Node, ...]:
     x = b.input("x", (n, 16))
     rowptr = b.input("getitem", (n + 1,), dtype=torch.int64, kind="structure")
     col = b.input("getitem_1", (e,), dtype=torch.int32, kind="structure")
-    norm = b.input("pow_1", (n,), kind="structure")
+    norm = b.input("pow_tensor_scalar", (n,), kind="structure")
     return (
         x,
         rowptr,
@@ -218,7 +218,7 @@ def values(gm: GraphModule, seed: int = 0) -> list[Any]:
         "x.shape[0]": 5,
         "getitem": rowptr,
         "getitem_1": col,
-        "pow_1": torch.rand(5, generator=generator) + 0.5,
+        "pow_tensor_scalar": torch.rand(5, generator=generator) + 0.5,
         "h_base": torch.tensor(0.05),
     }
     result: list[Any] = []
