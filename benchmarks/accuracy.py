@@ -1,0 +1,128 @@
+"""Accuracy of compiled models on real graphs: trained by PyG in FP32, then compiled.
+
+    python benchmarks/accuracy.py --out benchmarks/results/accuracy.json
+
+For each data set, model and seed: test accuracy in FP32 (PyG), int8 and bf16 (gnnc), and the share
+of nodes whose predicted class is the same; also by quartile of degree, and with 1% isolated nodes
+added to the graph.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import graphs
+import measure
+import models
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch_geometric.utils import degree
+
+import gnnc
+
+DATASETS = ("cora", "pubmed", "amazon_computers", "coauthor_cs")
+EPOCHS = {"coauthor_cs": 40}
+PRECISIONS = ("int8", "bf16")
+ON_SPARSE_ADJACENCY = ("sage", "gin")
+
+
+def dataset(name: str) -> dict[str, Any]:
+    """Return the graph, its features scaled as suits it."""
+    return graphs.load(name, standardize=name == "amazon_computers")
+
+
+def trained(name: str, model_name: str, data: dict[str, Any], seed: int, folder: Path | None) -> nn.Module:
+    """Return a trained model, from ``folder`` where it is there."""
+    torch.manual_seed(seed)
+    model = models.MODELS[model_name](data["x"].shape[1], data["num_classes"])
+    path = folder / f"{name}-{model_name}-{seed}.pt" if folder else None
+    if path is not None and path.exists():
+        model.load_state_dict(torch.load(path))
+        return model.eval()
+    edges = data["edge_index"]
+    if model_name in ON_SPARSE_ADJACENCY:
+        edges = graphs.sparse_adjacency(edges, data["x"].shape[0])
+    masks = data["train_mask"], data["val_mask"]
+    models.train(model, data["x"], edges, data["y"], *masks, epochs=EPOCHS.get(name, 100))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), path)
+    return model
+
+
+def with_isolated(x: Tensor, share: float = 0.01) -> Tensor:
+    """Append nodes without edges, with features of random other nodes."""
+    count = int(x.shape[0] * share)
+    picked = torch.randint(x.shape[0], (count,), generator=torch.Generator().manual_seed(0))
+    return torch.cat([x, x[picked]])
+
+
+@torch.no_grad()
+def compare(model: nn.Module, data: dict[str, Any], precision: str) -> dict[str, Any]:
+    """Return accuracies in percent, and agreements as shares of nodes."""
+    x, edge_index, mask = data["x"], data["edge_index"], data["test_mask"]
+    fast = gnnc.compile(model, precision=precision)
+    expected, got = model(x, edge_index), fast(x, edge_index)
+    same = expected.argmax(-1) == got.argmax(-1)
+    hits = (got.argmax(-1) == data["y"])[mask], (expected.argmax(-1) == data["y"])[mask]
+    order = degree(edge_index[1], x.shape[0]).argsort(stable=True)
+    more = with_isolated(x)
+    isolated = model(more, edge_index).argmax(-1) == fast(more, edge_index).argmax(-1)
+    return {
+        "accuracy": 100 * hits[0].float().mean().item(),
+        "accuracy_fp32": 100 * hits[1].float().mean().item(),
+        "agreement": same.float().mean().item(),
+        "agreement_by_degree_quartile": [q.float().mean().item() for q in same[order].chunk(4)],
+        "agreement_with_isolated": isolated.float().mean().item(),
+        "relative_error": ((got - expected).norm() / expected.norm()).item(),
+    }
+
+
+def summarise(runs: list[dict[str, Any]]) -> list[list[str]]:
+    """Return one line for each data set, model and precision."""
+    lines = []
+    for key in dict.fromkeys((r["dataset"], r["model"], r["precision"]) for r in runs):
+        group = [r for r in runs if (r["dataset"], r["model"], r["precision"]) == key]
+        deltas = [r["accuracy"] - r["accuracy_fp32"] for r in group]
+        fp32 = sum(r["accuracy_fp32"] for r in group) / len(group)
+        quartiles = [min(r["agreement_by_degree_quartile"][q] for r in group) for q in range(4)]
+        lines.append(
+            [*key, f"{fp32:.2f}", f"{sum(deltas) / len(deltas):+.2f}", f"{min(deltas):+.2f}"]
+            + [f"{100 * min(r[k] for r in group):.2f}" for k in ("agreement", "agreement_with_isolated")]
+            + ["/".join(f"{100 * q:.1f}" for q in quartiles)]
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--datasets", nargs="*", default=DATASETS)
+    parser.add_argument("--models", nargs="*", default=tuple(models.MODELS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--checkpoints", type=Path, help="folder to keep trained models in")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    runs = []
+    for name in args.datasets:
+        data = dataset(name)
+        for model_name in args.models:
+            for seed in range(args.seeds):
+                model = trained(name, model_name, data, seed, args.checkpoints)
+                for precision in PRECISIONS:
+                    labels = {"dataset": name, "model": model_name, "seed": seed}
+                    run = labels | {"precision": precision} | compare(model, data, precision)
+                    runs.append(run)
+            print(name, model_name, "done", file=sys.stderr, flush=True)
+    headers = ["data", "model", "precision", "fp32 %", "mean change", "worst change"]
+    headers += ["least agreement %", "with isolated", "by degree quartile"]
+    print(tabulate(summarise(runs), headers, tablefmt="github", disable_numparse=True))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({"machine": measure.machine(), "runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
