@@ -1,5 +1,7 @@
 """Insertion of nodes that carry their meta from the start: passes read shapes as they go."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,21 +17,29 @@ aten = torch.ops.aten
 class Emitter:
     """Adds calls to a graph, each right after the last of its operands.
 
-    So placed, a node may serve any reader that its operands may serve, whoever asked for it.
+    So placed, a node may serve any reader that its operands may serve: what was emitted once is
+    not emitted again.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.graph = gm.graph
         self.mode = fake_mode_of(gm)
         self.last_input = placeholders(gm)[-1]
+        self.made: dict[Any, Node] = {}
 
     def call(self, target: Any, *args: Any, layer: str = "", **kwargs: Any) -> Node:
         """Insert ``target(*args, **kwargs)`` after its operands, with val and layer."""
+        key = number(target, args, kwargs)
+        known = self.made.get(key)
+        if known is not None and not known._erased:
+            return known
         operands: list[Node] = [self.last_input]
         fx.map_arg((args, kwargs), operands.append)
         with self.graph.inserting_after(max(operands)):
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update(layer=layer, val=self.infer(node))
+        if not is_random(node):
+            self.made[key] = node
         return node
 
     def infer(self, node: Node) -> Any:
@@ -98,3 +108,25 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name, default)
+
+
+def is_random(node: Node) -> bool:
+    """Whether two runs of ``node`` may differ."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def number(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """A key that is equal for two calls that compute the same."""
+    return target, _key(args), _key(dict(sorted(kwargs.items())))
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(item)) for name, item in value.items())
+    if isinstance(value, slice):
+        return "slice", _key(value.start), _key(value.stop), _key(value.step)
+    if isinstance(value, float) and math.isnan(value):
+        return "nan"
+    return type(value).__name__, value

@@ -1,6 +1,7 @@
 """Groups of nodes that become one submodule: what may join, and the contraction of the graph."""
 
 import heapq
+import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -95,18 +96,17 @@ class Partition:
 def contract(gm: fx.GraphModule, partition: Partition) -> fx.GraphModule:
     """Return ``gm`` with every group as a ``call_module`` of a submodule ``fused_<k>``."""
     graph = fx.Graph()
-    result = fx.GraphModule(gm, fx.Graph(), class_name=type(gm).__name__)
+    modules: dict[str, torch.nn.Module] = dict(gm.named_children())
+    names = (name for k in itertools.count() if (name := f"fused_{k}") not in modules)
     mapped: dict[Node, Node] = {}
-    count = 0
     for unit in _ordered(gm.graph, partition):
         if isinstance(unit, Node):
             mapped[unit] = graph.node_copy(unit, mapped.__getitem__)
             continue
-        name = f"fused_{count}"
-        count += 1
-        result.add_submodule(name, _submodule(unit))
+        name = next(names)
+        modules[name] = _submodule(unit)
         mapped |= _call(graph, name, unit, mapped)
-    result.graph = graph
+    result = fx.GraphModule(modules, graph, class_name=type(gm).__name__)
     result.meta.update(gm.meta)
     return result
 

@@ -7,7 +7,6 @@ symbolic size has one node. Where two masks that are equal merge, the sizes of w
 than layer 1.
 """
 
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,17 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.passes.base import Context
-from gnnc.passes.emit import Emitter, Sizes, argument, holds_tensor, same_shape, shape_of, value_of
+from gnnc.passes.emit import (
+    Emitter,
+    Sizes,
+    argument,
+    holds_tensor,
+    is_random,
+    number,
+    same_shape,
+    shape_of,
+    value_of,
+)
 
 aten = torch.ops.aten
 
@@ -118,9 +127,9 @@ class _Normalizer:
 
     def _first_equal(self, node: Node) -> Node:
         """The first node that computes the same, maybe ``node``."""
-        if _is_random(node):
+        if is_random(node) or "empty" in str(node.target):
             return node
-        first = self.numbered.setdefault(_number(node), node)
+        first = self.numbered.setdefault(number(node.target, node.args, node.kwargs), node)
         if first is not node:
             self.stale |= _unbacked(node) - _unbacked(first)
         return first
@@ -147,7 +156,7 @@ class _Normalizer:
         return self._first_or_erase(new)
 
     def _first_or_erase(self, new: Node) -> Node:
-        first = self.numbered.setdefault(_number(new), new)
+        first = self.numbered.setdefault(number(new.target, new.args, new.kwargs), new)
         if first is not new:
             self.graph.erase_node(new)
         return first
@@ -217,28 +226,6 @@ _RULES: tuple[Callable[[Node], Any], ...] = (_copy, _view, _cast, _dropout, _tim
 
 def _is_full_of(node: Node, value: float) -> bool:
     return str(node.target) == "aten.full.default" and node.args[1] == value
-
-
-def _is_random(node: Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags or "empty" in str(node.target)
-
-
-def _number(node: Node) -> Any:
-    """A key that is equal for two nodes that compute the same."""
-    return _key((node.target, node.args, dict(sorted(node.kwargs.items()))))
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return (type(value).__name__[:0], *map(_key, value))
-    if isinstance(value, dict):
-        return tuple((name, _key(item)) for name, item in value.items())
-    if isinstance(value, slice):
-        return "slice", _key(value.start), _key(value.stop), _key(value.step)
-    if isinstance(value, float) and math.isnan(value):
-        return "nan"
-    return type(value).__name__, value
 
 
 def _unbacked(node: Node) -> set[Any]:

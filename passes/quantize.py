@@ -39,12 +39,16 @@ class Quantize:
         """Return the graph with every op whose precision is below FP32 rewritten."""
         low = [node for node in gm.graph.nodes if _is_low(node)]
         seen = _observe(gm, low, ctx)
+        known = len(placeholders(gm))
         for node in low:
             emit = _Emitter(gm, node, ctx, seen.get(node), self.max_error)
             rules = _INTEGER if emit.precision.is_integer else _HALF
             result = rules[_op(node).name](emit)
             if result is not None:
                 _replace(gm.graph, node, result)
+        if ctx.examples is not None:
+            scales = (node.meta["value"] for node in placeholders(gm)[known:])
+            ctx.examples = (*ctx.examples, *scales)
         return gm
 
 

@@ -374,7 +374,9 @@ def _native_batch_norm(node: Node, acc: Accumulator) -> RowOp | None:
 
 def _l2_normalize(node: Node, acc: Accumulator) -> RowOp | None:
     """x / max(norm(x), eps), the norm perhaps expanded to x's shape first."""
-    clamped, covers = _node(node.args[1]), (node,)
+    clamped, covers = node.args[1], (node,)
+    if not isinstance(clamped, Node):
+        return None
     if str(clamped.target) == "aten.expand.default":
         covers = (clamped, *covers)
         clamped = _node(clamped.args[0])
