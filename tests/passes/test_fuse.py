@@ -1,0 +1,357 @@
+"""Fuse: which nodes become one kernel, which do not and why, and that no bit changes."""
+
+import pytest
+import torch
+from gnn_graphs import MODELS, Layers, arguments, run_all, targets
+
+from gnnc.ir.attention import match_attention
+from gnnc.ir.row_local import linearize
+from gnnc.passes.assign import Assign
+from gnnc.passes.cache import Cache
+from gnnc.passes.fuse import Fuse
+from gnnc.passes.quantize import Quantize
+from gnnc.precision import BF16, FP32, INT8
+
+gnnc = torch.ops.gnnc
+aten = torch.ops.aten
+BEFORE = (Assign(), Quantize(), Cache())
+
+
+def fused(gm, precision=INT8, **options):
+    return run_all(gm, (*BEFORE, Fuse()), precision=precision, **options)
+
+
+def groups(gm):
+    """Kind and graph of every fused submodule."""
+    return [
+        (n.meta["kind"], gm.get_submodule(n.target)) for n in gm.graph.nodes if n.op == "call_module"
+    ]
+
+
+def kinds(gm):
+    return [kind for kind, _ in groups(gm)]
+
+
+def leftovers(gm):
+    """What is computed outside of every group."""
+    free = ("sym_size", "unsqueeze", "getitem", "fused_", "view")
+    return [name for name in targets(gm) if not name.startswith(free)]
+
+
+def program(inner):
+    """The row program of a submodule, by step."""
+    anchors = ("gemm", "spmm", "segment_reduce")
+    names = {n: getattr(n.target, "__name__", "").split(".")[0].lstrip("q") for n in inner.graph.nodes}
+    start = next((n for n in inner.graph.nodes if names[n] in anchors), None)
+    start = start or next(iter(inner.graph.nodes))
+    outputs = inner.graph.output_node().args[0]
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [step.kind for op in linearize(start, outputs=outputs) for step in op.steps]
+
+
+def one(build, width=32):
+    b = Layers(width)
+    return b.finish(*build(b))
+
+
+def assert_same_bits(original, precision=INT8, examples=None):
+    before, _ = run_all(original(), BEFORE, precision=precision, examples=examples)
+    after, _ = fused(original(), precision, examples=examples)
+    for a, b in zip(before(*arguments(before)), after(*arguments(after)), strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("precision", [INT8, BF16, FP32])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_not_one_bit_changes(name, static, precision):
+    examples = arguments(MODELS[name]()) if static else None
+    assert_same_bits(MODELS[name], precision, examples)
+
+
+EXPECTED = {
+    "gcn": ["gemm", "spmm"] * 2,
+    "sage": ["map", "gemm", "gemm", "spmm", "gemm", "gemm", "spmm"],
+    "gin": ["gemm", "spmm", "gemm", "gemm", "spmm", "gemm"],
+    "gat": ["gemm", "attention"] * 2,
+}
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_a_few_kernels(name, static):
+    gm, _ = fused(MODELS[name](), examples=arguments(MODELS[name]()) if static else None)
+    assert kinds(gm) == EXPECTED[name]
+    assert leftovers(gm) == []
+
+
+def test_gcn_kernels():
+    gm, _ = fused(MODELS["gcn"]())
+    assert [program(inner) for _, inner in groups(gm)] == [
+        ["mul_row", "mul_col", "mul_row", "quant_row"],
+        ["mul_row", "add_col", "relu", "quant_row"],
+        ["mul_row", "mul_col", "mul_row", "quant_row"],
+        ["mul_row", "add_col", "store_f32"],
+    ]
+
+
+def test_gcn_kernels_with_static_scales():
+    def spread():
+        """Rows of different magnitude, so that power-of-two row scales are chosen."""
+        b = Layers(32)
+        h = b.mul(b.linear(b.x, 24), b.call(aten.exp, b.mul(b.norm, 3)))
+        return b.finish(b.relu(b.spmm(h)))
+
+    gm, _ = fused(spread(), examples=arguments(spread()))
+    assert [program(inner) for _, inner in groups(gm)] == [
+        ["mul_row", "mul_col", "mul_row", "quant_pow2"],
+        ["mul_const", "mul_tensor", "relu", "store_f32"],
+    ]
+
+
+def test_gat_kernels():
+    gm, _ = fused(MODELS["gat"]())
+    inner = [inner for _, inner in groups(gm)]
+    assert program(inner[0]) == ["mul_row", "mul_col", "row_dot", "row_dot", "quant_row"]
+    assert program(inner[1]) == ["add_col", "elu", "quant_row"]
+    assert program(inner[3]) == ["head_mean", "add_col", "store_f32"]
+    aggregate = next(n for n in inner[1].graph.nodes if "qspmm" in str(n.target))
+    attention = match_attention(aggregate)
+    assert (attention.kind, attention.slope, attention.eps) == ("add", 0.2, 1e-16)
+
+
+def test_the_input_is_quantized_on_load_where_one_gemm_reads_it():
+    gm, _ = fused(one(lambda b: [b.linear(b.x, 24)]))
+    (_, inner), = groups(gm)
+    assert targets(inner)[:5] == [
+        "scale.default", "quantize.default", "scale.default", "quantize.default", "qgemm.default",
+    ]  # fmt: skip
+
+
+def test_the_input_is_quantized_once_where_two_gemms_read_it():
+    gm, _ = fused(one(lambda b: [b.linear(b.x, 24, name="a"), b.linear(b.x, 20, name="b")]))
+    assert kinds(gm) == ["map", "gemm", "gemm"]
+
+
+def test_a_weight_is_quantized_in_each_kernel_that_uses_it():
+    def build(b):
+        w = b.weight("w", 32, 32)
+        h = b.relu(b.call(gnnc.gemm, b.x, w, None, False))
+        return [b.call(gnnc.gemm, h, w, None, False)]
+
+    gm, _ = fused(one(build))
+    assert kinds(gm) == ["gemm", "gemm"]
+    assert leftovers(gm) == []
+    assert_same_bits(lambda: one(build))
+
+
+def test_norms_activations_and_softmax_follow_their_producer():
+    def build(b):
+        h = b.batch_norm(b.linear(b.x, 24, bias=True))
+        h = b.call(aten.leaky_relu, h, 0.1)
+        h = b.call(aten.layer_norm, h, [24], b.weight("ln.w", 24), b.weight("ln.b", 24), 1e-5)
+        norm = b.call(aten.linalg_vector_norm, h, 2.0, [-1], True)
+        bounded = b.call(aten.clamp_min, norm, 1e-12)
+        h = b.call(aten.div.Tensor, h, b.call(aten.expand, bounded, [b.nodes, 24]))
+        return [b.call(aten.log_softmax.int, h, -1)]
+
+    gm, _ = fused(one(build))
+    (_, inner), = groups(gm)
+    assert program(inner)[2:] == [
+        "add_col", "batch_norm", "leaky_relu", "layer_norm", "l2_normalize", "log_softmax",
+        "store_f32",
+    ]  # fmt: skip
+    assert_same_bits(lambda: one(build))
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "steps"),
+    [
+        (aten.sigmoid.default, (), ["sigmoid"]),
+        (aten.gelu.default, (), ["gelu"]),
+        (aten.silu.default, (), ["silu"]),
+        (aten.elu.default, (0.5,), ["elu"]),
+        (aten.clamp.default, (-1.0, 1.0), ["clamp_min", "clamp_max"]),
+        (aten.clamp.default, (0.1,), ["clamp_min"]),
+        (aten.pow.Tensor_Scalar, (2,), ["square"]),
+        (aten.add.Tensor, (1.5,), ["add_const"]),
+        (aten.sub.Tensor, (1.5,), ["add_const"]),
+        (aten.rsub.Scalar, (1.5,), ["neg", "add_const"]),
+        (aten.mul.Tensor, (1.5,), ["mul_const"]),
+        (aten.div.Tensor, (4.0,), ["mul_const"]),
+        (aten.neg.default, (), ["neg"]),
+    ],
+)
+def test_elementwise_ops_with_constants(target, args, steps):
+    build = lambda b: [b.call(target, b.linear(b.x, 24), *args)]  # noqa: E731
+    gm, _ = fused(one(build))
+    (_, inner), = groups(gm)
+    assert program(inner)[2:-1] == steps
+    assert_same_bits(lambda: one(build))
+
+
+@pytest.mark.parametrize("verb", ["add", "sub", "mul", "div"])
+@pytest.mark.parametrize("extent", ["row", "col", "full", "tensor"])
+def test_elementwise_ops_with_operands(verb, extent):
+    def build(b):
+        other = {
+            "row": lambda: b.norm,
+            "col": lambda: b.weight("c", 24),
+            "full": lambda: b.input("other", (b.n, 24)),
+            "tensor": lambda: b.weight("s", 1),
+        }[extent]()
+        return [b.call(getattr(aten, verb).Tensor, b.linear(b.x, 24), other)]
+
+    gm, _ = fused(one(build))
+    (_, inner), = groups(gm)
+    found = program(inner)[2:-1]
+    if (verb, extent) == ("div", "tensor"):
+        assert found == []
+    elif verb == "sub":
+        assert found == ["neg", f"add_{extent}", "neg"]
+    else:
+        assert found == [f"{verb}_{extent}"]
+    assert_same_bits(lambda: one(build))
+
+
+def test_a_division_that_no_instruction_does_stays_out_with_a_reason():
+    gm, ctx = fused(one(lambda b: [b.call(aten.div.Tensor, b.linear(b.x, 24), 3.0)]))
+    assert leftovers(gm) == ["div.Tensor"]
+    assert ctx.notes[-1].text == "aten.div.Tensor runs by itself: it is not local to a row"
+
+
+def test_a_residual_is_added_by_the_later_kernel():
+    def build(b):
+        h = b.relu(b.linear(b.x, 24))
+        return [b.add(b.spmm(h), h)]
+
+    gm, _ = fused(one(build))
+    assert [program(inner) for _, inner in groups(gm)] == [
+        ["mul_row", "mul_col", "relu", "quant_row", "store_f32"],
+        ["add_full", "store_f32"],
+    ]
+    assert_same_bits(lambda: one(build))
+
+
+def test_two_kernels_that_need_each_others_results_do_not_merge_into_a_cycle():
+    def build(b):
+        a, c = b.linear(b.x, 24, name="a"), b.linear(b.x, 24, name="c")
+        left, right = b.add(a, b.relu(c)), b.add(c, b.relu(a))
+        return [b.mul(left, right)]
+
+    gm, _ = fused(one(build))
+    gm.graph.lint()
+    assert_same_bits(lambda: one(build))
+
+
+def test_one_continuation_a_row_the_other_runs_by_itself():
+    def build(b):
+        h = b.linear(b.x, 24)
+        return [b.relu(h), b.call(aten.sigmoid, h)]
+
+    gm, ctx = fused(one(build))
+    assert leftovers(gm) == ["sigmoid.default"]
+    assert ctx.notes[-1].text == "aten.sigmoid.default runs by itself: another op continues the same row"
+    assert_same_bits(lambda: one(build))
+
+
+def test_ops_across_rows_stay_out():
+    build = lambda b: [b.call(aten.cumsum, b.linear(b.x, 24), 0)]  # noqa: E731
+    gm, ctx = fused(one(build))
+    assert leftovers(gm) == ["cumsum.default"]
+    assert "not local to a row" in ctx.notes[-1].text
+
+
+def test_softmax_over_nodes_is_not_taken_for_one_over_rows():
+    gm, _ = fused(one(lambda b: [b.call(aten.softmax.int, b.linear(b.x, 24), 0)]))
+    assert leftovers(gm) == ["softmax.int"]
+
+
+def test_a_chain_without_a_producer_is_a_map():
+    build = lambda b: [b.relu(b.add(b.x, 1.0))]  # noqa: E731
+    gm, _ = fused(one(build))
+    assert kinds(gm) == ["map"]
+    assert kinds(fused(one(lambda b: [b.relu(b.x)]))[0]) == []
+
+
+def test_a_view_that_only_the_caller_reads_stays_out():
+    def build(b):
+        h = b.linear(b.x, 24)
+        return [h, b.call(aten.view, h, [-1, 4, 6])]
+
+    gm, _ = fused(one(build))
+    (_, inner), = groups(gm)
+    assert "view.default" not in targets(inner)
+    assert_same_bits(lambda: one(build))
+
+
+def _attention(b, logits, heads=4):
+    alpha = b.call(gnnc.edge_softmax, b.rowptr, logits)
+    return alpha, b.spmm(b.call(aten.view, b.x, [-1, heads, 8]), alpha)
+
+
+def _dots(b, heads=4):
+    x = b.call(aten.view, b.x, [-1, heads, 8])
+    return b.call(gnnc.sddmm, b.rowptr, b.col, x, x, "dot")
+
+
+ATTENTIONS = {
+    "dot": (lambda b: _dots(b), ("dot", 1.0, 1.0)),
+    "scaled": (lambda b: b.call(aten.div.Tensor, _dots(b), 2.0), ("dot", 0.5, 1.0)),
+    "with edges": (lambda b: b.add(_dots(b), b.edge_input("edge", 4)), ("dot", 1.0, 1.0)),
+    "given logits": (lambda b: b.edge_input("logits", 4), ("logits", 1.0, 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_forms_of_attention(name):
+    make, want = ATTENTIONS[name]
+    build = lambda b: [_attention(b, make(b))[1]]  # noqa: E731
+    gm, _ = fused(one(build))
+    assert kinds(gm) == ["map", "attention"]
+    inner = groups(gm)[1][1]
+    found = match_attention(next(n for n in inner.graph.nodes if "qspmm" in str(n.target)))
+    assert (found.kind, found.scale, found.slope) == want
+    assert (found.edge is not None) == (name in ("with edges", "given logits"))
+    assert_same_bits(lambda: one(build))
+
+
+def test_attention_weights_that_are_asked_for_come_out():
+    build = lambda b: list(_attention(b, _dots(b)))  # noqa: E731
+    gm, _ = fused(one(build))
+    assert kinds(gm) == ["map", "attention"]
+    assert len(groups(gm)[1][1].graph.output_node().args[0]) == 2
+    assert_same_bits(lambda: one(build))
+
+
+def test_logits_that_are_asked_for_are_computed_before():
+    def build(b):
+        logits = _dots(b)
+        return [logits, _attention(b, logits)[1]]
+
+    gm, _ = fused(one(build))
+    assert leftovers(gm) == ["sddmm.default"]
+    assert_same_bits(lambda: one(build))
+
+
+def test_an_integer_dot_product_keeps_its_scales():
+    gm, _ = fused(one(lambda b: [_dots(b)]))
+    assert kinds(gm) == ["map", "sddmm"]
+    assert leftovers(gm) == []
+    assert_same_bits(lambda: one(lambda b: [_dots(b)]))
+
+
+def test_groups_say_where_they_come_from():
+    gm, _ = fused(MODELS["gcn"]())
+    calls = [n for n in gm.graph.nodes if n.op == "call_module"]
+    assert [n.target for n in calls] == [f"fused_{i}" for i in range(4)]
+    assert [n.meta["layer"] for n in calls] == ["conv1", "conv1", "conv2", "conv2"]
+    assert all(n.meta["fused"] and n.meta["precision"] == INT8 for n in calls)
+    assert all("val" in n.meta for _, inner in groups(gm) for n in inner.graph.nodes)
+
+
+def test_again_changes_nothing():
+    gm, _ = fused(MODELS["sage"]())
+    again, _ = run_all(gm, (Fuse(),))
+    assert targets(again) == targets(gm)

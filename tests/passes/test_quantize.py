@@ -1,0 +1,235 @@
+"""Quantize: which integers and scales each primitive takes, and what that costs in accuracy."""
+
+import pytest
+import torch
+from gnn_graphs import MODELS, Layers, arguments, relative_error, run_all, targets
+
+from gnnc.errors import PrecisionError
+from gnnc.passes.assign import Assign
+from gnnc.passes.observe import CANDIDATES, Observation, choose, row_error
+from gnnc.passes.quantize import Quantize
+from gnnc.precision import BF16, FP32, INT8
+
+gnnc = torch.ops.gnnc
+aten = torch.ops.aten
+PASSES = (Assign(min_row_bytes=0), Quantize())
+
+
+def quantized(gm, *, static=False, **options):
+    examples = arguments(gm) if static else None
+    return run_all(gm, PASSES, examples=examples, **options)
+
+
+def one(build, width=32):
+    """A graph of one op."""
+    b = Layers(width)
+    return b.finish(build(b))
+
+
+def error(gm, original):
+    """How far the quantized graph is from the original, on the same values."""
+    return relative_error(gm(*arguments(gm)), original(*arguments(original)))
+
+
+def primitives(gm):
+    return [name for name in targets(gm) if not name.startswith(("sym_size", "unsqueeze"))]
+
+
+def node(gm, name):
+    return next(n for n in gm.graph.nodes if getattr(n.target, "__name__", "") == f"{name}.default")
+
+
+def test_gemm_takes_a_scale_a_row_and_a_scale_a_channel():
+    gm, _ = quantized(one(lambda b: b.linear(b.x, 24, bias=True)))
+    assert primitives(gm) == [
+        "scale.default", "quantize.default", "scale.default", "quantize.default",
+        "qgemm.default", "dequantize.default", "dequantize.default", "add.Tensor",
+    ]  # fmt: skip
+    rows, columns = (n for n in gm.graph.nodes if "dequantize" in str(n.target))
+    assert (rows.args[2], columns.args[2]) == ("row", "column")
+
+
+def test_gemm_with_the_other_weight_layout():
+    build = lambda b: b.call(gnnc.gemm, b.x, b.weight("w", 32, 24), None, True)  # noqa: E731
+    gm, _ = quantized(one(build))
+    assert "t.default" in primitives(gm)
+    assert error(gm, one(build)) < 0.02
+
+
+def test_gemm_of_three_dimensions_works_on_rows():
+    def build(b):
+        heads = b.call(aten.view, b.x, [-1, 4, 8])
+        return b.call(gnnc.gemm, heads, b.weight("w", 6, 8), None, False)
+
+    gm, _ = quantized(one(build))
+    assert gm(*arguments(gm))[0].shape == (30, 4, 6)
+    assert error(gm, one(build)) < 0.02
+
+
+def test_gemm_of_a_vector_is_refused_with_a_reason():
+    build = lambda b: b.call(gnnc.gemm, b.weight("v", 32), b.weight("w", 6, 32))  # noqa: E731
+    gm, ctx = run_all(one(build), (Assign(min_inner_width=0), Quantize()))
+    assert primitives(gm) == ["gemm.default"]
+    assert ctx.notes[-1].text == "stays FP32: its input is not rows of a fixed width"
+
+
+def test_spmm_without_examples_folds_row_scales_into_the_edges():
+    gm, ctx = quantized(one(lambda b: b.spmm(b.x)))
+    assert primitives(gm) == ["scale.default", "quantize.default", "qspmm.default"]
+    assert node(gm, "qspmm").args[5] is None
+    assert ctx.notes[-1].text == "row scales, taken at each call"
+
+
+def _spread_rows(b):
+    """Rows whose magnitudes differ a lot, as degrees make them."""
+    return b.spmm(b.mul(b.x, b.call(aten.exp, b.norm)))
+
+
+def test_spmm_with_examples_adds_integers_under_one_static_scale():
+    gm, ctx = quantized(one(_spread_rows), static=True)
+    assert primitives(gm)[-4:] == [
+        "row_shift.default", "quantize.default", "qspmm.default", "dequantize.default"
+    ]  # fmt: skip
+    assert node(gm, "dequantize").args[2:] == ("tensor", -7)
+    constant = gm.graph.find_nodes(op="placeholder")[-1]
+    assert constant.meta["source"].kind == "constant"
+    assert ctx.examples[-1] is constant.meta["value"]
+    assert ctx.notes[-1].text.startswith("row_pow2 scales: error on the examples is tensor")
+
+
+def test_the_static_scale_is_that_of_the_examples():
+    gm, ctx = quantized(one(_spread_rows), static=True)
+    x, norm = (arguments(gm)[i] for i in _positions(gm, "x", "norm"))
+    amax = (x * norm.exp()[:, None]).abs().max()
+    torch.testing.assert_close(ctx.examples[-1], amax / 127)
+
+
+def _positions(gm, *names):
+    sources = [n.meta["source"].name for n in gm.graph.find_nodes(op="placeholder")]
+    return [sources.index(name) for name in names]
+
+
+def test_what_exceeds_the_examples_saturates():
+    gm, ctx = quantized(one(lambda b: b.spmm(b.x, reduce="max")), static=True)
+    values = list(arguments(gm))
+    (x,) = _positions(gm, "x")
+    values[x] = values[x] * 100
+    assert float(gm(*values)[0].abs().max()) <= float(ctx.examples[-1]) * 127 * 1.0001
+
+
+def test_edge_weights_are_floats_so_the_sum_is_one_of_floats():
+    def build(b):
+        return b.spmm(b.x, b.edge_input("edge_weight"))
+
+    gm, _ = quantized(one(build), static=True)
+    assert primitives(gm) == ["scale.default", "quantize.default", "qspmm.default"]
+
+
+def test_attention_values_are_per_head():
+    def build(b):
+        return b.spmm(b.call(aten.view, b.x, [-1, 4, 8]), b.edge_input("alpha", 4))
+
+    gm, _ = quantized(one(build))
+    assert error(gm, one(build)) < 0.02
+
+
+def test_heads_without_weights_take_a_shift_a_row():
+    build = lambda b: b.spmm(b.call(aten.view, b.mul(b.x, b.norm), [-1, 4, 8]))  # noqa: E731
+    gm, _ = run_all(one(build), (Assign(), Quantize(max_error=0.0085)), examples=arguments(one(build)))
+    assert "flatten.using_ints" in primitives(gm)
+    assert error(gm, one(build)) < 0.02
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+def test_every_reduction(reduce, static):
+    build = lambda b: b.spmm(b.x, reduce=reduce)  # noqa: E731
+    gm, _ = quantized(one(build), static=static)
+    assert error(gm, one(build)) < 0.02
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_segment_reduce_becomes_an_spmm_over_its_permutation(reduce):
+    def build(b):
+        rows = b.call(aten.index_select, b.x, 0, b.col)
+        return b.call(gnnc.segment_reduce, b.rowptr, b.perm, rows, reduce, b.nodes)
+
+    gm, _ = quantized(one(build))
+    assert str(node(gm, "qspmm").args[1]) == "perm"
+    assert error(gm, one(build)) < 0.02
+
+
+def test_segment_reduce_in_order_is_refused_with_a_reason():
+    def build(b):
+        rows = b.call(aten.index_select, b.x, 0, b.col)
+        return b.call(gnnc.segment_reduce, b.rowptr, None, rows, "sum", b.nodes)
+
+    gm, ctx = quantized(one(build))
+    assert "segment_reduce.default" in primitives(gm)
+    assert "read once, in order" in ctx.notes[-1].text
+
+
+@pytest.mark.parametrize("heads", [None, 4])
+def test_a_dot_product_takes_both_ends_scales(heads):
+    def build(b):
+        x = b.x if heads is None else b.call(aten.view, b.x, [-1, heads, 8])
+        return b.call(gnnc.sddmm, b.rowptr, b.col, x, x, "dot")
+
+    gm, _ = quantized(one(build))
+    assert primitives(gm)[-3 if heads is None else -4 :][0] == "qsddmm.default" or heads
+    assert error(gm, one(build)) < 0.02
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_keep_their_meaning(name, static):
+    gm, _ = quantized(MODELS[name](), static=static)
+    assert error(gm, MODELS[name]()) < 0.03
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_rounds_operands_and_sums_in_fp32(name):
+    gm, _ = quantized(MODELS[name](), precision=BF16)
+    assert error(gm, MODELS[name]()) < 0.01
+    for gemm in (n for n in gm.graph.nodes if str(n.target) == "gnnc.gemm.default"):
+        assert [a.meta["val"].dtype for a in gemm.args[:2]] == [torch.bfloat16] * 2
+        assert gemm.meta["val"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fp32_is_left_alone(name):
+    gm, ctx = quantized(MODELS[name](), precision=FP32)
+    assert targets(gm) == targets(run_all(MODELS[name](), PASSES[:1], precision=FP32)[0])
+    assert not ctx.notes
+
+
+def test_new_nodes_say_where_they_come_from():
+    gm, _ = quantized(MODELS["gcn"]())
+    low = [n for n in gm.graph.nodes if "gnnc" in str(n.target)]
+    assert {n.meta["layer"] for n in low} == {"conv1", "conv2"}
+    assert all(n.meta["precision"] == INT8 for n in low)
+
+
+def test_examples_that_are_not_finite_are_refused():
+    gm = one(lambda b: b.spmm(b.x))
+    values = tuple(v * float("nan") if v.is_floating_point() else v for v in arguments(gm))
+    with pytest.raises(PrecisionError, match=r"\[gnnc.quantize\] x .* is not finite"):
+        run_all(gm, PASSES, examples=values)
+
+
+def test_choose_takes_the_cheapest_that_is_good_enough_or_else_the_best():
+    errors = {"tensor": 0.02, "row_pow2": 0.008, "row": 0.004}
+    seen = Observation(1.0, errors)
+    assert choose(CANDIDATES, seen, 0.01)[0].granularity == "row_pow2"
+    assert choose(CANDIDATES, seen, 0.03)[0].granularity == "tensor"
+    assert choose(CANDIDATES, seen, 0.001)[0].granularity == "row"
+    assert choose(CANDIDATES, None, 0.01)[0].granularity == "row"
+
+
+def test_row_error_of_rows_of_different_magnitude():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 64, generator=generator) * torch.logspace(-2, 0, 200)[:, None]
+    base = x.abs().max() / 127
+    tensor, pow2, row = (row_error(x, g, base) for g in ("tensor", "row_pow2", "row"))
+    assert row < pow2 < 0.015 < tensor
+    assert row_error(torch.zeros(3, 4), "row", torch.tensor(0.0)) == 0.0
