@@ -1,0 +1,174 @@
+"""Reorder: linear layers before or after aggregation, and separable edge weights out of the kernel.
+
+Both use that aggregation is linear, ``A(XW) = (AX)W`` and ``diag(a) A diag(b) X = a * A(b * X)``.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.op import op_of
+from gnnc.passes.base import Context
+from gnnc.passes.edge_lift import lift_from_edges
+from gnnc.passes.emit import Emitter, shape_of
+from gnnc.passes.linear_order import LinearOrder
+from gnnc.passes.row_scale import row_scale
+from gnnc.passes.separable import Factors, Separation
+from gnnc.passes.structure_edit import StructureEdit
+from gnnc.passes.typical import Typical
+
+_aten = torch.ops.aten
+_ops = torch.ops.gnnc
+
+
+@dataclass(frozen=True, slots=True)
+class Reorder:
+    """Move linear layers to the cheaper side of aggregations; fold separable weights into nodes.
+
+    Attributes:
+        edges_per_node: assumed where no examples say how large the graph is.
+        min_gain: a linear layer moves where the cost falls at least by this share.
+    """
+
+    edges_per_node: int = 8
+    min_gain: float = 0.05
+    name: ClassVar[str] = "reorder"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        """Return the reordered compute graph; ``ctx.structure`` changes with it."""
+        typical = Typical(gm, ctx.examples, self.edges_per_node)
+        lift_from_edges(gm, typical, ctx)
+        LinearOrder(gm, typical, self.min_gain, ctx).run()
+        if ctx.structure is not None:
+            _separate(gm, ctx.structure, ctx)
+        return gm
+
+
+def _separate(gm: fx.GraphModule, structure: fx.GraphModule, ctx: Context) -> None:
+    edit = StructureEdit(gm, structure)
+    separator = _Separator(gm, edit, ctx)
+    for node in list(gm.graph.nodes):
+        op = op_of(node)
+        if op is not None and op.name == "spmm":
+            separator.rewrite(node)
+    for node in list(gm.graph.nodes):
+        separator.multiply_not_divide(node)
+    edit.commit("reorder", ctx)
+
+
+class _Separator:
+    """Rewrites ``spmm(value, x)`` to ``a * spmm(w, b * x)`` where ``value = a_i b_j w``."""
+
+    def __init__(self, gm: fx.GraphModule, edit: StructureEdit, ctx: Context) -> None:
+        self.gm, self.edit, self.ctx = gm, edit, ctx
+        self.emit = Emitter(gm)
+        self._vectors: dict[tuple[Node, ...], Node] = {}
+        self._found: dict[tuple[Any, ...], tuple[Separation, Factors]] = {}
+
+    def rewrite(self, spmm: Node) -> None:
+        """Take out of one aggregation what belongs to its nodes."""
+        value, reduce = spmm.args[2], spmm.args[4]
+        if value is None and reduce != "mean":
+            return
+        reason = self._refusal(spmm)
+        if reason is not None:
+            self.ctx.note(spmm, f"edge weights stay in the kernel: {reason}")
+            return
+        separation, factors = self._factors(spmm)
+        left = separation.product(factors)
+        dst, src = (self._vector(separation, side) for side in (factors.dst, factors.src))
+        if dst is None and src is None and left is not None and factors.scale == 1.0:
+            self.ctx.note(spmm, "edge weights stay in the kernel: no factor belongs to a node")
+            return
+        self._replace(spmm, dst, src, left, factors.scale)
+
+    def _refusal(self, spmm: Node) -> str | None:
+        rowptr, col, value, _, reduce, _ = spmm.args
+        if reduce in ("max", "min"):
+            return f"{reduce} does not commute with a scale that may be negative"
+        if self.edit.producer(rowptr) is None or self.edit.producer(col) is None:
+            return "the graph is made inside the model"
+        if value is None:
+            return None
+        if self.edit.producer(value) is None:
+            return "they depend on features or parameters"
+        return "they are per head" if len(shape_of(value)) > 1 else None  # type: ignore[arg-type]
+
+    def _factors(self, spmm: Node) -> tuple[Separation, Factors]:
+        key = (*spmm.args[:3], spmm.args[4])
+        if key not in self._found:
+            self._found[key] = self._separate(*key)
+        return self._found[key]
+
+    def _separate(self, rowptr: Any, col: Any, value: Any, reduce: Any) -> tuple[Separation, Factors]:
+        rows, columns = self.edit.producer(rowptr), self.edit.producer(col)
+        assert rows is not None and columns is not None
+        separation = Separation(self.edit.emit, rows, columns)
+        source = self.edit.producer(value)
+        factors = Factors() if source is None else separation.factors(source)
+        if reduce == "mean":
+            factors = Factors(dst=(self._one_over_degree(rows),)) * factors
+        return separation, factors
+
+    def _one_over_degree(self, rowptr: Node) -> Node:
+        emit = self.edit.emit
+        degree = emit.call(_ops.degree.default, rowptr)
+        return emit.call(_aten.reciprocal.default, emit.call(_aten.clamp_min.default, degree, 1))
+
+    def _vector(self, separation: Separation, nodes: tuple[Node, ...]) -> Node | None:
+        """Return the structure node for a product of vectors, one for equal products."""
+        if nodes and nodes not in self._vectors:
+            vector = separation.vector(nodes)
+            assert vector is not None
+            self._vectors[nodes] = vector
+        return self._vectors.get(nodes)
+
+    def _replace(
+        self, spmm: Node, dst: Node | None, src: Node | None, left: Node | None, scale: float
+    ) -> None:
+        rowptr, col, _, x, _, num_dst = spmm.args
+        layer = spmm.meta.get("layer", "")
+        kept = None if left is None else self.edit.take(left, "edge_weight")
+        if src is not None:
+            x = self._scaled(x, src, "norm" if src is dst else "norm_src", layer)
+        y = self.emit.call(_ops.spmm.default, rowptr, col, kept, x, "sum", num_dst, layer=layer)
+        if dst is not None:
+            y = self._scaled(y, dst, "norm" if src is dst else "norm_dst", layer)
+        if scale != 1.0:
+            y = self.emit.call(_aten.mul.Tensor, y, scale, layer=layer)
+        what = "1" if kept is None else "a weight of its own"
+        self.ctx.note(spmm, f"edge weights separate: node scales leave the kernel, {what} stays")
+        spmm.replace_all_uses_with(y)
+        self.gm.graph.erase_node(spmm)
+
+    def _scaled(self, x: Any, vector: Node, name: str, layer: str) -> Node:
+        scale = self.edit.take(vector, name)
+        for dim in range(1, len(shape_of(x))):
+            scale = self._unsqueezed(scale, dim, layer)
+        return self.emit.call(_aten.mul.Tensor, x, scale, layer=layer)
+
+    def _unsqueezed(self, node: Node, dim: int, layer: str) -> Node:
+        for user in node.users:
+            if user.target is _aten.unsqueeze.default and user.args == (node, dim):
+                return user
+        return self.emit.call(_aten.unsqueeze.default, node, dim, layer=layer)
+
+    def multiply_not_divide(self, node: Node) -> None:
+        """Turn a division by a vector of the structure into a product with its reciprocal."""
+        if node.target is not _aten.div.Tensor or len(shape_of(node)) != 2:
+            return
+        scale = row_scale(node.args[1])
+        vector = None if scale is None else self.edit.producer(scale.vector)
+        if vector is None or len(shape_of(vector)) != 1:
+            return
+        inverse = self._vectors.get((vector,))
+        if inverse is None:
+            inverse = self.edit.emit.call(_aten.reciprocal.default, vector)
+            self._vectors[(vector,)] = inverse
+        layer = node.meta.get("layer", "")
+        product = self._scaled(node.args[0], inverse, "norm_dst", layer)
+        node.replace_all_uses_with(product)
+        self.gm.graph.erase_node(node)
