@@ -7,12 +7,14 @@ any number of stores in any precision. Each group becomes a submodule whose grap
 and runs by itself.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import fx
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from gnnc.ir.attention import match_attention
 from gnnc.ir.row_local import classify, linearize, shape_of
@@ -62,16 +64,19 @@ class Fuse:
 
     def _map(self, partition: Partition, source: Node) -> None:
         """Group row-local ops that read ``source`` and have no producer to ride on."""
-        shape = shape_of(source)
-        if shape is None or len(shape) not in (2, 3) or is_weight(source):
-            return
-        if partition.group_of(source) is not None:
+        if not _has_wide_rows(source) or partition.group_of(source) or is_weight(source):
             return
         group = partition.start("map", source)
         program = linearize(source, lambda op: partition.add(group, op.covers))
         computed = sum(len(op.covers) for op in program if op.role == "chain")
         if computed < self.min_map_ops and not any(op.role == "store" for op in program):
             partition.dissolve(group)
+
+
+def _has_wide_rows(node: Node) -> bool:
+    """Whether a kernel over rows pays: one value a row is as good as a flat tensor."""
+    shape = shape_of(node) or ()
+    return len(shape) in (2, 3) and not statically_known_true(math.prod(shape[1:]) == 1)
 
 
 def _anchor(partition: Partition, node: Node) -> None:

@@ -508,11 +508,12 @@ def linearize(
     acc = Accumulator({start: None})
     while True:
         _take_views(acc, admit, program)
-        taken = {node for op in program for node in op.covers}
-        near = [op for node in _users(acc) if node not in taken and (op := classify(node, acc))]
+        near = [op for node in _users(acc) if (op := classify(node, acc))]
         program += [op for op in near if op.role == "store" and admit(op)]
         program += [_store(node) for node in acc.aliases if node in outputs]
-        following = next((op for op in near if op.role == "chain" and admit(op)), None)
+        taken = {node for op in program for node in op.covers}
+        chains = (op for op in near if op.role == "chain" and taken.isdisjoint(op.covers))
+        following = next((op for op in chains if admit(op)), None)
         if following is None:
             return program
         program.append(following)
