@@ -1,0 +1,83 @@
+# make demo, make test, make lint, make docs: each sets up .venv first, once. Needs Python >= 3.11, g++ and make.
+# PYTHON is the Python to build on: a torch >= 2.11 that it has is used. Where it has none, TORCH is installed.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL := $(PIP) install --no-build-isolation
+CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
+
+.PHONY: demo test lint format docs dev build clean distclean
+.DELETE_ON_ERROR:
+
+demo: build
+	$(BIN)/python examples/demo.py
+
+# ARGS goes to pytest: make test ARGS='tests/passes -x'
+test: build
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+dev: $(VENV)/.dev
+
+# Brings the C++ library up to date; Python files need no build.
+build: $(VENV)/.gnnc
+	@$(BIN)/cmake --build build/editable
+
+clean:
+	rm -rf build dist site gnnc/*.so $(VENV)/.gnnc
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+# Prints the folders of PYTHON's own packages if torch >= 2.11 is among them.
+define FIND_TORCH
+import re, sys
+from importlib import metadata, util
+if sys.version_info < (3, 11):
+    sys.exit(f"gnnc needs Python 3.11 or newer; this is {sys.version.split()[0]} (choose with make PYTHON=...)")
+if util.find_spec("torch"):
+    version = metadata.version("torch")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) >= (2, 11):
+        print(f"using the installed torch {version}", file=sys.stderr)
+        print(*[path for path in sys.path if path.endswith("-packages")], sep="\n")
+endef
+export FIND_TORCH
+
+$(VENV)/.torch:
+	$(PYTHON) -c "$$FIND_TORCH" > .torch-folders || { rm .torch-folders; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	if [ -s .torch-folders ]; then \
+		mv .torch-folders "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"; \
+	else \
+		rm .torch-folders && echo "no torch >= 2.11 here: installing $(TORCH)" && $(PIP) install "$(TORCH)"; \
+	fi
+	touch $@
+
+$(VENV)/.gnnc: $(VENV)/.torch pyproject.toml CMakeLists.txt
+	$(PIP) install "scikit-build-core>=0.11" "cmake>=3.22" ninja
+	$(INSTALL) -e '.[test]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.gnnc
+	$(INSTALL) -e '.[dev]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.gnnc
+	$(INSTALL) -e '.[docs]'
+	touch $@

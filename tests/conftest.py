@@ -1,0 +1,105 @@
+"""Fixtures of the whole suite: goldens, graphs, and memory that never holds zeros by luck."""
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import graphs
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+TESTS = Path(__file__).parent
+GOLDEN = TESTS / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the texts under tests/golden")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--update-golden") and os.environ.get("CI"):
+        raise pytest.UsageError("--update-golden is refused where CI is set: a person reads them first")
+
+
+def _golden_path(node: pytest.Item, part: str) -> Path:
+    """tests/passes/test_fuse.py::test_fires[gcn] -> golden/passes/fuse/fires-gcn.txt."""
+    module = node.path.relative_to(TESTS).with_suffix("")
+    name = "-".join(filter(None, [node.name.removeprefix("test_"), part]))
+    name = re.sub(r"[^\w.]+", "-", name).strip("-")
+    return GOLDEN / module.parent / module.name.removeprefix("test_") / f"{name}.txt"
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`golden(text)` compares a text with the file named after the test; `part` tells several apart."""
+    update = request.config.getoption("--update-golden")
+
+    def check(text: str, part: str = "") -> None:
+        path = _golden_path(request.node, part)
+        text = text.rstrip("\n") + "\n"
+        if update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            return
+        where = path.relative_to(TESTS.parent)
+        assert path.exists(), f"{where} is missing: run `pytest --update-golden`, then read it"
+        expected = path.read_text()
+        if text != expected:
+            lines = difflib.unified_diff(
+                expected.splitlines(), text.splitlines(), str(where), "now", lineterm=""
+            )
+            pytest.fail("\n".join(lines), pytrace=False)
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of the larger real graphs, which the repository does not hold."""
+    folder = graphs.data_folder()
+    if folder is None:
+        pytest.skip("no ../shared/data beside the repository, and GNNC_DATA names no other folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cora() -> dict[str, torch.Tensor | int]:
+    """Cora: x, edge_index, y, masks and sizes. Shared by the tests, so do not write into it."""
+    return graphs.load("cora")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    # Under a dispatch mode (fake tensors, tracing) a fill would become part of the traced graph.
+    traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    if traced or type(tensor) is not torch.Tensor or tensor.device.type == "meta":
+        return tensor
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor.fill_(torch.nan)
+        if tensor.dtype == torch.bool:
+            return tensor.fill_(True)
+        return tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fill what torch.empty and its kin return, so that memory never written shows in the result."""
+
+    def wrap(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: _poison(empty(*args, **kwargs))
+
+    for owner, names in (
+        (torch, ("empty", "empty_like", "empty_strided")),
+        (torch.Tensor, ("new_empty", "new_empty_strided")),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
+    yield
