@@ -12,10 +12,12 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from gnnc.arguments import Call
+from gnnc.bounds import Bounds
 from gnnc.capture import Captured, capture
-from gnnc.errors import CaptureError, GraphError, InputError, UnsupportedError
+from gnnc.errors import CaptureError, InputError, UnsupportedError
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import Source, source_of
+from gnnc.passes.bounds import IndexBound
 from gnnc.passes.base import BackendInfo, Context, Pass, Stage, run_passes
 from gnnc.precision import Precision
 from gnnc.runtime.backend import Backend
@@ -67,6 +69,7 @@ class Program:
     structure: GraphModule | None
     executable: Executable
     runner: StructureRunner | None
+    bounds: Bounds
     run: Callable[[Sequence[Tensor]], Any]
     profiled: Callable[[Sequence[Tensor]], list[Any]]
     timings: dict[str, float] = field(default_factory=dict)
@@ -85,6 +88,7 @@ class Program:
     def clear(self) -> None:
         """Drop cached structures and kept memory."""
         self.executable.clear()
+        self.bounds.clear()
         if self.runner is not None:
             self.runner.clear()
 
@@ -128,7 +132,8 @@ def build_program(
         if context.structure is not None:
             runner = StructureRunner(context.structure)
             options.backend.prepare_structure(runner)
-    binder = _Binder(model, captured, stages[-1][1], context.structure)
+        bounds = Bounds(captured.call.names, _index_bounds(stages))
+    binder = _Binder(model, captured, stages[-1][1], context.structure, bounds)
     program = Program(
         captured=captured,
         stages=tuple(stages),
@@ -136,11 +141,16 @@ def build_program(
         structure=context.structure,
         executable=executable,
         runner=runner,
+        bounds=bounds,
         run=binder.compile(executable, runner),
         profiled=binder.compile(executable.profile, runner, finish=False),
     )
     program.seconds = {"capture": traced - start, "compile": time.perf_counter() - traced}
     return program
+
+
+def _index_bounds(stages: Sequence[Stage]) -> Sequence[IndexBound]:
+    return next((gm.meta["index_bounds"] for _, gm in stages if "index_bounds" in gm.meta), ())
 
 
 def _capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
@@ -225,8 +235,10 @@ class _Binder:
         captured: Captured,
         compute: GraphModule,
         structure: GraphModule | None,
+        bounds: Bounds,
     ) -> None:
         self._model = model
+        self._bounds = bounds
         self._captured = captured
         self._compute = compute
         self._structure = structure
@@ -242,6 +254,8 @@ class _Binder:
         """Return ``run(tensors)``."""
         self._weights = []
         lines = [f"{', '.join(self._inputs.values())}, = tensors"] if self._inputs else []
+        if self._bounds:
+            lines.append("check_bounds(tensors)")
         if self._structure is not None and runner is not None:
             values = [self._value(node) for node in placeholders(self._structure)]
             lines.append(f"s = structure({', '.join(values)})")
@@ -256,6 +270,7 @@ class _Binder:
             "execute": execute,
             "structure": runner,
             "finish": self._finisher(),
+            "check_bounds": self._bounds.check,
             "weight_error": weight_error,
         }
         exec(compile(source, "<gnnc call>", "exec"), scope)
@@ -358,28 +373,6 @@ def weight_error(name: str, value: Tensor | None, shape: torch.Size, dtype: torc
     raise InputError(
         f"parameter {name!r} is {now}, it had shape {tuple(shape)} when compiled: compile the model again"
     )
-
-
-def check_bounds(bounds: Sequence[tuple[str, Tensor, int]]) -> None:
-    """Refuse node ids outside their range.
-
-    Args:
-        bounds: (argument name, ids, number of nodes).
-
-    Raises:
-        GraphError: an id is negative or too large; names the first such position.
-    """
-    for name, ids, count in bounds:
-        if ids.numel() == 0:
-            continue
-        low, high = ids.aminmax()
-        if low >= 0 and high < count:
-            continue
-        position = ((ids < 0) | (ids >= count)).nonzero()[0].tolist()
-        raise GraphError(
-            f"{name}{position} = {int(ids[tuple(position)])} is not a node: ids must be in 0..{count - 1} "
-            f"({count} nodes); check it against the number of rows of x"
-        )
 
 
 def find(programs: Sequence[Program], call: Call) -> tuple[Program | None, str | None]:
