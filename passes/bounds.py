@@ -1,0 +1,114 @@
+"""What the integer inputs index into: the bound that each must stay under."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.source import source_of
+from gnnc.passes.emit import holds_tensor, shape_of
+from gnnc.passes.rowwise import as_gather, op_name
+
+_SAME_VALUES = (
+    "slice.Tensor",
+    "_to_copy.default",
+    "to.dtype",
+    "view.default",
+    "reshape.default",
+    "_unsafe_view.default",
+    "unsqueeze.default",
+    "squeeze.dim",
+    "squeeze.default",
+    "expand.default",
+    "repeat.default",
+    "index.Tensor",
+    "index_select.default",
+    "masked_select.default",
+    "transpose.int",
+    "permute.default",
+    "t.default",
+    "flip.default",
+    "clone.default",
+    "unbind.int",
+)
+
+
+@dataclass(frozen=True)
+class IndexBound:
+    """Every value of an integer input must be at least 0 and below ``bound``.
+
+    Attributes:
+        input: name of the input.
+        row: which row of the input (``edge_index[0]``), or None for all of it.
+        bound: an int, or (input name, dimension) whose size it is.
+        text: the bound as a size expression, where it is neither.
+    """
+
+    input: str
+    row: int | None
+    bound: int | tuple[str, int] | None
+    text: str = ""
+
+
+def index_bounds(gm: fx.GraphModule) -> list[IndexBound]:
+    """The bounds on integer inputs that the raised graph's structure and lookups imply."""
+    sizes = _input_sizes(gm)
+    found: dict[IndexBound, None] = {}
+    for node in gm.graph.nodes:
+        for index, size in _uses(node):
+            for name, row in _origins(index, None):
+                found[_bound(name, row, size, sizes)] = None
+    return list(found)
+
+
+def _uses(node: Node) -> Iterator[tuple[Node, Any]]:
+    """(index, size it must stay under) of every use of an index in ``node``."""
+    if str(node.target) == "gnnc.csr.default":
+        src, dst, num_src, num_dst = node.args
+        yield src, num_src
+        yield dst, num_dst
+    gather = as_gather(node) if node.op == "call_function" else None
+    if gather is not None:
+        yield gather.index, shape_of(gather.table)[0]
+
+
+def _origins(node: Node, row: int | None) -> Iterator[tuple[str, int | None]]:
+    """The inputs whose values ``node`` passes on, and the row it takes of each."""
+    source = source_of(node)
+    if source is not None:
+        if source.kind == "input" and not node.meta["val"].is_floating_point():
+            yield source.name, row
+        return
+    name = op_name(node) if node.op == "call_function" else None
+    if name == "select.int":
+        first = node.args[1] == 0 and len(shape_of(node.args[0])) == 2
+        yield from _origins(node.args[0], node.args[2] if first else row)
+    elif name in ("cat.default", "stack.default"):
+        for part in node.args[0]:
+            yield from _origins(part, row)
+    elif name in _SAME_VALUES:
+        yield from _origins(node.args[0], row)
+
+
+def _bound(name: str, row: int | None, size: Any, sizes: dict[Any, tuple[str, int]]) -> IndexBound:
+    value = size.meta["val"] if isinstance(size, Node) else size
+    if not isinstance(value, torch.SymInt):
+        return IndexBound(name, row, int(value))
+    expression = value.node.expr
+    return IndexBound(name, row, sizes.get(expression), str(expression))
+
+
+def _input_sizes(gm: fx.GraphModule) -> dict[Any, tuple[str, int]]:
+    """Which input's dimension each symbol is."""
+    sizes: dict[Any, tuple[str, int]] = {}
+    for node in gm.graph.nodes:
+        source = source_of(node)
+        if source is None or source.kind != "input" or not holds_tensor(node):
+            continue
+        for dim, size in enumerate(shape_of(node)):
+            if isinstance(size, torch.SymInt):
+                sizes.setdefault(size.node.expr, (source.name, dim))
+    return sizes

@@ -1,0 +1,254 @@
+"""Raise: gathers, scatters and edge softmaxes become primitives over a CSR.
+
+From every scatter the pass slices back, through ops that work edge by edge, to the gathers: that
+is the scatter's *region* (``gnnc.passes.region``). What a region of known form computes becomes
+``spmm``, ``sddmm``, ``edge_softmax`` or ``segment_reduce``; any other becomes the body of a
+``message`` or ``edge_map``. Values per edge that leave the graph go back to the caller's order.
+Products with a weight become ``gemm``. What fits nothing stays ATen, with a note that says why.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.source import source_of
+from gnnc.passes.base import Context
+from gnnc.passes.bounds import index_bounds
+from gnnc.passes.emit import argument, holds_tensor, shape_of, value_of
+from gnnc.passes.region import Order, Regions
+from gnnc.passes.rowwise import Scatter, as_scatter, op_name, row_inputs
+from gnnc.passes.softmax import as_softmax
+
+aten, gnnc = torch.ops.aten, torch.ops.gnnc
+
+_ANY_ORDER = ("max.default", "min.default", "sum.default", "mean.default")
+"""Reductions of all elements: they do not care in which order the edges come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raise:
+    """Raise a normalized graph to primitives.
+
+    ``meta["index_bounds"]`` of the result lists what the integer inputs must stay under.
+    """
+
+    name: ClassVar[str] = "raise"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        """Return ``gm`` raised."""
+        regions = Regions(gm)
+        _plan(gm, regions)
+        inside = _inside_softmaxes(regions)
+        _raise_scatters(gm, regions, lambda node: node not in inside)
+        _raise_edge_outputs(gm, regions, ctx, lambda node: node in regions.softmaxes)
+        _raise_scatters(gm, regions, lambda node: True)
+        _raise_edge_outputs(gm, regions, ctx, lambda node: True)
+        _raise_products(gm, regions, ctx)
+        gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        _note_scatters(gm, ctx)
+        gm.meta["index_bounds"] = index_bounds(gm)
+        return gm
+
+
+def _plan(gm: fx.GraphModule, regions: Regions) -> None:
+    """Find the softmaxes, and every pair of indices that some region goes by."""
+    for node in gm.graph.nodes:
+        softmax = as_softmax(node)
+        if softmax is not None:
+            regions.softmaxes[node] = softmax
+    for scatter in _scatters(gm):
+        order = regions.order(scatter.index, regions.sizes.of(scatter.base, 0))
+        for index, size in regions.gathers(scatter.source).items():
+            if index is not scatter.index:
+                order.sources.setdefault(index, size)
+
+
+def _scatters(gm: fx.GraphModule) -> list[Scatter]:
+    found = [as_scatter(node) for node in _live(gm)]
+    return [scatter for scatter in found if isinstance(scatter, Scatter)]
+
+
+def _live(gm: fx.GraphModule) -> list[Node]:
+    """The nodes that the output needs, in order. Dead ones stay until the end of the pass."""
+    needed: set[Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if node.op == "output" or node in needed:
+            needed.update(node.all_input_nodes)
+    return [node for node in gm.graph.nodes if node in needed]
+
+
+def _raise_scatters(
+    gm: fx.GraphModule, regions: Regions, wanted: Callable[[Node], bool]
+) -> None:
+    for scatter in _scatters(gm):
+        if wanted(scatter.node):
+            _replace_scatter(scatter, regions)
+
+
+def _note_scatters(gm: fx.GraphModule, ctx: Context) -> None:
+    for node in gm.graph.nodes:
+        reason = as_scatter(node)
+        if isinstance(reason, str):
+            ctx.note(node, f"stays ATen: {reason}")
+
+
+def _inside_softmaxes(regions: Regions) -> set[Node]:
+    inside = set()
+    for softmax in regions.softmaxes.values():
+        total = softmax.total
+        inside.add(total.node)
+        inside.update(
+            user
+            for user in softmax.logits.users
+            if isinstance(top := as_scatter(user), Scatter)
+            and top.reduce == "max"
+            and top.index is total.index
+        )
+    return inside
+
+
+def _replace_scatter(scatter: Scatter, regions: Regions) -> None:
+    order = regions.order(scatter.index, regions.sizes.of(scatter.base, 0))
+    rows = regions.aggregate(scatter.source, order, scatter.reduce, scatter.node)
+    result = _with_base(scatter, rows, order, regions)
+    scatter.node.replace_all_uses_with(result)
+
+
+def _with_base(scatter: Scatter, rows: Node, order: Order, regions: Regions) -> Node:
+    """Let the base take part as the scatter says; ``rows`` is 0 where there is no edge."""
+    base, layer = scatter.base, scatter.node.meta["layer"]
+    constant = base.args[1] if op_name(base) == "full.default" else None
+    call = regions.emitter.call
+    if scatter.reduce == "sum":
+        return rows if constant == 0 else call(aten.add.Tensor, base, rows, layer=layer)
+    if not scatter.include_base and constant == 0:
+        return rows
+    degree = call(gnnc.degree.default, regions.csr(order).rowptr)
+    columns = [1] * (len(shape_of(rows)) - 1)
+    degree = call(aten.view.default, degree, [-1, *columns]) if columns else degree
+    empty = call(aten.eq.Scalar, degree, 0)
+    if scatter.include_base and scatter.reduce == "mean":
+        total = call(aten.add.Tensor, base, call(aten.mul.Tensor, rows, degree), layer=layer)
+        return call(aten.div.Tensor, total, call(aten.add.Tensor, degree, 1), layer=layer)
+    if scatter.include_base:
+        target = aten.maximum.default if scatter.reduce == "max" else aten.minimum.default
+        infinite = isinstance(constant, float) and abs(constant) == float("inf")
+        with_base = rows if infinite else call(target, rows, base, layer=layer)
+        return call(aten.where.self, empty, base, with_base, layer=layer)
+    return call(aten.where.self, empty, base, rows, layer=layer)
+
+
+def _raise_edge_outputs(
+    gm: fx.GraphModule, regions: Regions, ctx: Context, wanted: Callable[[Node], bool]
+) -> None:
+    """Values per edge that are not reduced: computed in CSR order, given back in the caller's."""
+    for node in filter(wanted, _edge_outputs(gm, regions)):
+        order = _order_for(node, regions)
+        if order is None:
+            ctx.note(node, "stays ATen: a lookup of rows by one index, with no edge computation")
+            continue
+        value = regions.emit(node, order)
+        for user in list(node.users):
+            if op_name(user) in _ANY_ORDER:
+                user.replace_input_with(node, value)
+        if not node.users:
+            continue
+        back = regions.emitter.call(
+            aten.index_select.default, value, 0, regions.inverse(order), layer=node.meta["layer"]
+        )
+        node.replace_all_uses_with(back)
+
+
+def _order_for(node: Node, regions: Regions) -> Order | None:
+    """The order to compute an edge value in; None for a lookup by a single index."""
+    indices = regions.gathers(node)
+    if node in regions.softmaxes:
+        dst = regions.softmaxes[node].total.index
+    elif len(indices) < 2:
+        return None
+    else:
+        known = [index for index in indices if index in regions.orders]
+        dst = (known or sorted(indices, key=_is_second_row))[-1]
+    if dst not in regions.orders:
+        regions.order(dst, indices[dst]).on_nodes = False
+    order = regions.orders[dst]
+    for index, size in indices.items():
+        if index is not dst:
+            order.sources.setdefault(index, size)
+    return order
+
+
+def _edge_outputs(gm: fx.GraphModule, regions: Regions) -> list[Node]:
+    """Edge values that somebody reads other than row by row."""
+    live = _live(gm)
+    readers = {*live, gm.graph.output_node()}
+    return [
+        node
+        for node in live
+        if holds_tensor(node)
+        and regions.indices(node)
+        and any(
+            node not in (row_inputs(user) or ()) for user in node.users if user in readers
+        )
+    ]
+
+
+def _is_second_row(index: Node) -> bool:
+    """Whether an index is ``edge_index[1]``, the destinations by PyG's convention."""
+    if index.target is operator.getitem:
+        return op_name(index.args[0]) == "unbind.int" and index.args[1] == 1
+    return op_name(index) == "select.int" and index.args[1:] == (0, 1)
+
+
+def _raise_products(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
+    for node in _live(gm):
+        parts = _product_parts(node)
+        if parts is None:
+            continue
+        x, weight, bias, is_kn = parts
+        if not _is_of_model(weight):
+            ctx.note(node, "stays ATen: a product of two computed tensors, no weight")
+            continue
+        layer = node.meta["layer"]
+        made = regions.emitter.call(gnnc.gemm.default, x, weight, bias, is_kn, layer=layer)
+        node.replace_all_uses_with(regions.cast(made, node))
+
+
+def _product_parts(node: Node) -> tuple[Node, Node, Node | None, bool] | None:
+    """(x [..., K], weight, bias, weight is [K, O]) of a product with a matrix."""
+    name = op_name(node) if node.op == "call_function" else None
+    if name == "linear.default":
+        x, weight, bias = node.args[0], node.args[1], argument(node, 2, "bias")
+        parts = x, weight, bias, False
+    elif name in ("mm.default", "matmul.default"):
+        parts = _transposed_parts(node.args[0], node.args[1], None)
+    elif name == "addmm.default" and not node.kwargs:
+        parts = _transposed_parts(node.args[1], node.args[2], node.args[0])
+    else:
+        return None
+    x, weight, bias, _ = parts
+    ranks = len(shape_of(x)) >= 2 and len(shape_of(weight)) == 2
+    vector = bias is None or len(shape_of(bias)) == 1
+    floating = value_of(x).is_floating_point()
+    return parts if ranks and vector and floating else None
+
+
+def _transposed_parts(x: Node, weight: Node, bias: Node | None) -> tuple[Any, ...]:
+    name = op_name(weight) if weight.op == "call_function" else None
+    swaps = name == "t.default" or (
+        name in ("transpose.int", "permute.default") and len(shape_of(weight)) == 2
+    )
+    return (x, weight.args[0], bias, False) if swaps else (x, weight, bias, True)
+
+
+def _is_of_model(node: Node) -> bool:
+    """Whether a value depends on parameters, buffers and constants only."""
+    if node.op == "placeholder":
+        source = source_of(node)
+        return source is not None and source.kind in ("parameter", "buffer", "constant")
+    return all(map(_is_of_model, node.all_input_nodes))

@@ -1,0 +1,547 @@
+"""Regions: what is computed per edge, emitted as primitives over a CSR.
+
+An *edge value* is a node that depends, row by row, on gathers: ``x[src]``, ``a[src] + a[dst]``,
+``softmax(...)``. ``Regions.emit`` computes it in CSR order:
+
+* what depends on one end only is computed on the nodes and read from there;
+* the forms ``a_i op b_j`` and ``<a_i, b_j>`` are ``sddmm``, a softmax is ``edge_softmax``;
+* other values with few columns (logits, edge weights) stay ATen ops on ``[E]`` or ``[E, H]``;
+* the rest is a body: an ``edge_map``, or a ``message`` where ``aggregate`` reduces it.
+"""
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.passes.bodies import BodyBuilder
+from gnnc.passes.emit import (
+    Emitter,
+    Sizes,
+    argument,
+    holds_tensor,
+    is_random,
+    same_shape,
+    same_size,
+    shape_of,
+)
+from gnnc.passes.factors import Factor, factors_of, squeezed
+from gnnc.passes.rowwise import as_gather, op_name, row_inputs, rows_of
+from gnnc.passes.softmax import Softmax
+
+aten, gnnc = torch.ops.aten, torch.ops.gnnc
+
+NARROW = 16
+"""Edge values of at most this many columns are worth storing for every edge."""
+
+_RESHAPES = ("view", "reshape", "_unsafe_view", "expand", "flatten", "unsqueeze", "squeeze")
+_PAIR_OPS = {"add.Tensor": "add", "sub.Tensor": "sub", "mul.Tensor": "mul"}
+
+
+@dataclass(frozen=True)
+class Csr:
+    """The nodes of one CSR."""
+
+    rowptr: Node
+    col: Node
+    perm: Node
+
+
+@dataclass(eq=False)
+class Order:
+    """The edges sorted by one destination index: every CSR of it has the same rows and order.
+
+    Attributes:
+        dst: the index ``[E]``.
+        num_dst: number of destinations.
+        sources: number of source nodes of each source index that is used with it.
+        on_nodes: whether to compute on nodes what depends on one end only. Not so where edges
+            are likely few: a decoder that scores some pairs.
+    """
+
+    dst: Node
+    num_dst: Node | int
+    sources: dict[Node, Node | int] = field(default_factory=dict)
+    on_nodes: bool = True
+    csrs: dict[Node, Csr] = field(default_factory=dict)
+    inverse: Node | None = None
+
+
+class Regions:
+    """Emission of edge values and of their reductions into one graph."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.emitter = Emitter(gm)
+        self.sizes = Sizes(self.emitter)
+        for node in gm.graph.nodes:
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                self.sizes.add(node)
+        self.orders: dict[Node, Order] = {}
+        self.softmaxes: dict[Node, Softmax] = {}
+        self._indices: dict[Node, frozenset[Node]] = {}
+        self._emitted: dict[tuple[Order, Node], Node] = {}
+        self._on_nodes: dict[tuple[Node, Node], Node | None] = {}
+
+    # what a node depends on
+
+    def indices(self, node: Node) -> frozenset[Node]:
+        """The indices of the gathers that ``node`` depends on row by row; empty for a leaf."""
+        if node not in self._indices:
+            self._indices[node] = self._find_indices(node)
+        return self._indices[node]
+
+    def _find_indices(self, node: Node) -> frozenset[Node]:
+        gather = as_gather(node)
+        if gather is not None:
+            return frozenset([gather.index])
+        softmax = self.softmaxes.get(node)
+        if softmax is not None:
+            return self.indices(softmax.logits) | {softmax.total.index}
+        inputs = row_inputs(node) or ()
+        return frozenset().union(*(self.indices(arg) for arg in inputs))
+
+    def gathers(self, node: Node) -> dict[Node, Node | int]:
+        """Every index that ``node`` depends on, with the number of rows of its table."""
+        found: dict[Node, Node | int] = {}
+        pending, seen = [node], set()
+        while pending:
+            current = pending.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            gather = as_gather(current)
+            if gather is not None:
+                found.setdefault(gather.index, self.sizes.of(gather.table, 0))
+            elif current in self.softmaxes:
+                pending.append(self.softmaxes[current].logits)
+            else:
+                pending += reversed(row_inputs(current) or ())
+        return found
+
+    # structure
+
+    def order(self, dst: Node, num_dst: Node | int) -> Order:
+        """The order of the edges by ``dst``."""
+        if dst not in self.orders:
+            self.orders[dst] = Order(dst, num_dst)
+        return self.orders[dst]
+
+    def csr(self, order: Order, src: Node | None = None) -> Csr:
+        """The CSR of ``order`` from ``src``; from any source where none is asked for."""
+        if src is None:
+            src = next(iter(order.csrs), None) or next(iter(order.sources), order.dst)
+        if src not in order.csrs:
+            num_src = order.sources.get(src, order.num_dst)
+            made = self._structure(gnnc.csr.default, src, order.dst, num_src, order.num_dst)
+            order.csrs[src] = Csr(*(self._structure(operator.getitem, made, k) for k in range(3)))
+        return order.csrs[src]
+
+    def inverse(self, order: Order) -> Node:
+        """The permutation ``[E]`` from CSR order back to the caller's."""
+        if order.inverse is None:
+            order.inverse = self._structure(aten.argsort.default, self.csr(order).perm)
+        return order.inverse
+
+    def _structure(self, target: Any, *args: Any) -> Node:
+        return self.emitter.call(target, *args)
+
+    # values on nodes
+
+    def on_nodes(self, node: Node, order: Order) -> tuple[Node, Node] | None:
+        """(index, table) such that ``node`` equals ``table[index]``, or None."""
+        indices = self.indices(node)
+        if len(indices) != 1 or node in self.softmaxes:
+            return None
+        (index,) = indices
+        if not order.on_nodes and not self._only_reshaped(node):
+            return None
+        table = self._node_form(node, index)
+        return None if table is None else (index, table)
+
+    def _only_reshaped(self, node: Node) -> bool:
+        while as_gather(node) is None:
+            inputs = row_inputs(node) or ()
+            if len(inputs) != 1 or not _is_reshape(node):
+                return False
+            node = inputs[0]
+        return True
+
+    def _node_form(self, node: Node, index: Node) -> Node | None:
+        key = (node, index)
+        if key not in self._on_nodes:
+            self._on_nodes[key] = self._make_node_form(node, index)
+        return self._on_nodes[key]
+
+    def _make_node_form(self, node: Node, index: Node) -> Node | None:
+        gather = as_gather(node)
+        if gather is not None:
+            return gather.table
+        inputs = row_inputs(node)
+        if not inputs or is_random(node):
+            return None
+        tables = {arg: self._node_form(arg, index) for arg in inputs}
+        if any(table is None for table in tables.values()):
+            return None
+        return self.repeat(node, tables)
+
+    def repeat(self, node: Node, mapping: dict[Node, Any]) -> Node:
+        """The op of ``node`` on other rows: ``mapping`` says what replaces each argument."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: mapping.get(arg, arg))
+        return self.emitter.call(
+            node.target, *self.free_rows(node, args), layer=node.meta["layer"], **kwargs
+        )
+
+    @staticmethod
+    def free_rows(node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of a reshape without the number of rows: -1 takes what there is."""
+        if _has_sizes(node):
+            return (args[0], [-1, *shape_of(node)[1:]], *args[2:])
+        return args
+
+    # values on edges, in CSR order
+
+    def emit(self, node: Node, order: Order) -> Node:
+        """The edge value ``node`` in the CSR order of ``order``."""
+        key = (order, node)
+        if key not in self._emitted:
+            self._emitted[key] = self._make(node, order)
+        return self._emitted[key]
+
+    def is_emitted(self, node: Node, order: Order) -> bool:
+        """Whether ``emit`` has computed ``node`` already."""
+        return (order, node) in self._emitted
+
+    def _make(self, node: Node, order: Order) -> Node:
+        if not self.indices(node):
+            return self._permuted(node, order)
+        if node in self.softmaxes:
+            return self._softmax(self.softmaxes[node], order)
+        one_end = self.on_nodes(node, order)
+        if one_end is not None:
+            return self.read(*one_end, order, node.meta["layer"])
+        pair = self._pair(node, order)
+        if pair is not None:
+            return pair
+        if not is_narrow(node) or not self._all_narrow(node):
+            return self._edge_map(node, order)
+        if op_name(node) == "mul.Tensor" and len(node.all_input_nodes) > 1:
+            return self.product(factors_of(node, self), order, node.meta["layer"])
+        return self.repeat(node, {arg: self.emit(arg, order) for arg in row_inputs(node) or ()})
+
+    def _all_narrow(self, node: Node) -> bool:
+        return all(is_narrow(arg) for arg in row_inputs(node) or ())
+
+    def _permuted(self, leaf: Node, order: Order) -> Node:
+        if op_name(leaf) == "full.default":
+            return leaf
+        if _is_reshape(leaf) and row_inputs(leaf):
+            return self.repeat(leaf, {leaf.args[0]: self.emit(leaf.args[0], order)})
+        layer = leaf.meta["layer"]
+        return self.emitter.call(
+            aten.index_select.default, leaf, 0, self.csr(order).perm, layer=layer
+        )
+
+    def _softmax(self, found: Softmax, order: Order) -> Node:
+        logits = self.emit(found.logits, order)
+        layer = found.node.meta["layer"]
+        deep = len(shape_of(logits)) == 3
+        if deep:
+            logits = self.emitter.call(aten.squeeze.dim, logits, 2, layer=layer)
+        rowptr = self.csr(order).rowptr
+        weight = self.emitter.call(
+            gnnc.edge_softmax.default, rowptr, logits, found.eps, layer=layer
+        )
+        weight = self.cast(weight, found.node)
+        return self.emitter.call(aten.unsqueeze.default, weight, 2, layer=layer) if deep else weight
+
+    def read(self, index: Node, table: Node, order: Order, layer: str) -> Node:
+        """``table[index]`` in CSR order."""
+        if index is order.dst:
+            csr = self.csr(order)
+            return self._sddmm(csr, table, None, "copy_dst", layer)
+        return self._sddmm(self.csr(order, index), None, table, "copy_src", layer)
+
+    def _sddmm(self, csr: Csr, a: Node | None, b: Node | None, op: str, layer: str) -> Node:
+        return self.emitter.call(gnnc.sddmm.default, csr.rowptr, csr.col, a, b, op, layer=layer)
+
+    def _pair(self, node: Node, order: Order) -> Node | None:
+        """``a_i op b_j`` or ``<a_i, b_j>`` as an sddmm."""
+        if op_name(node) == "sum.dim_IntList":
+            return self._dot(node, order)
+        op = _PAIR_OPS.get(op_name(node) or "")
+        if op is None or argument(node, 2, "alpha", 1) != 1:
+            return None
+        sides = self._sides(node, order)
+        if sides is None:
+            return None
+        layer = node.meta["layer"]
+        index, dst, src, is_reversed = sides
+        result = self._sddmm(self.csr(order, index), dst, src, op, layer)
+        if op == "sub" and is_reversed:
+            result = self.emitter.call(aten.neg.default, result, layer=layer)
+        return self.cast(result, node)
+
+    def _dot(self, node: Node, order: Order) -> Node | None:
+        product, dims = node.args[:2]
+        rank = len(shape_of(product))
+        if op_name(product) != "mul.Tensor" or list(dims) != [rank - 1] or rank not in (2, 3):
+            return None
+        sides = self._sides(product, order)
+        if sides is None:
+            return None
+        layer = node.meta["layer"]
+        index, dst, src, _ = sides
+        result = self.cast(self._sddmm(self.csr(order, index), dst, src, "dot", layer), node)
+        if argument(node, 2, "keepdim", False):
+            return self.emitter.call(aten.unsqueeze.default, result, rank - 1, layer=layer)
+        return result
+
+    def _sides(self, node: Node, order: Order) -> tuple[Node, Node, Node, bool] | None:
+        """(source index, destination table, source table, reversed) of a binary op."""
+        left, right = node.args[:2]
+        if not holds_tensor(left) or not holds_tensor(right):
+            return None
+        if not same_shape(shape_of(left), shape_of(right)):
+            return None
+        first, second = self.on_nodes(left, order), self.on_nodes(right, order)
+        if first is None or second is None or first[0] is second[0]:
+            return None
+        if first[0] is order.dst:
+            return second[0], first[1], second[1], False
+        return (first[0], second[1], first[1], True) if second[0] is order.dst else None
+
+    def product(self, factors: Iterable[Factor], order: Order, layer: str) -> Node:
+        """The product of edge values of one rank, the two ends first: ``(a_i b_j) w_e``."""
+        ends: dict[Node, Node] = {}
+        rest: list[Factor] = []
+        for factor in factors:
+            found = None if factor.inverted else self._end(factor, order)
+            if found is None:
+                rest.append(factor)
+                continue
+            index, table = found
+            ends[index] = self.times(ends[index], table, layer) if index in ends else table
+        value = self._product_of_ends(ends, order, layer)
+        for factor in rest:
+            operand = factor.value
+            if isinstance(operand, Node) and _is_edge(operand, factor):
+                operand = self.emit(operand, order)
+            value = self._combined(value, operand, factor.inverted, layer)
+        return value
+
+    def _end(self, factor: Factor, order: Order) -> tuple[Node, Node] | None:
+        if not isinstance(factor.value, Node) or not self.indices(factor.value):
+            return None
+        return self.on_nodes(factor.value, order)
+
+    def _product_of_ends(self, ends: dict[Node, Node], order: Order, layer: str) -> Any:
+        sources = [index for index in ends if index is not order.dst]
+        if order.dst in ends and sources and _same_columns(ends[order.dst], ends[sources[0]]):
+            index = sources.pop(0)
+            csr = self.csr(order, index)
+            value: Any = self._sddmm(csr, ends[order.dst], ends[index], "mul", layer)
+        else:
+            value = None
+            if order.dst in ends:
+                value = self.read(order.dst, ends[order.dst], order, layer)
+        for index in sources:
+            operand = self.read(index, ends[index], order, layer)
+            value = self._combined(value, operand, False, layer)
+        return value
+
+    def _combined(self, value: Any, operand: Any, inverted: bool, layer: str) -> Any:
+        if value is None:
+            if not inverted:
+                return operand
+            return self.emitter.call(aten.reciprocal.default, operand, layer=layer)
+        target = aten.div.Tensor if inverted else aten.mul.Tensor
+        return self.emitter.call(target, value, operand, layer=layer)
+
+    def times(self, a: Any, b: Any, layer: str) -> Any:
+        """``a * b`` as a node."""
+        return self.emitter.call(aten.mul.Tensor, a, b, layer=layer)
+
+    def cast(self, node: Node, like: Node) -> Node:
+        """``node`` in the dtype of ``like``: primitives return at least FP32."""
+        dtype = like.meta["val"].dtype
+        if node.meta["val"].dtype == dtype:
+            return node
+        return self.emitter.call(
+            aten._to_copy.default, node, layer=node.meta["layer"], dtype=dtype
+        )
+
+    # bodies
+
+    def _edge_map(self, node: Node, order: Order) -> Node:
+        body = BodyBuilder(self, order, node)
+        csr = self.csr(order, body.source)
+        return self.emitter.call(
+            gnnc.edge_map.default,
+            csr.rowptr,
+            csr.col,
+            body.text,
+            *body.operands,
+            layer=node.meta["layer"],
+        )
+
+    # reductions
+
+    def aggregate(self, node: Node, order: Order, reduce: str, like: Node) -> Node:
+        """Reduce the edge value ``node`` at each destination; an empty row gives 0."""
+        made = (
+            self._aggregate_leaf(node, order, reduce)
+            or self._aggregate_rows(node, order, reduce)
+            or self._aggregate_narrow(node, order, reduce)
+            or self._message(node, order, reduce)
+        )
+        made.meta["layer"] = like.meta["layer"]
+        return self.cast(made, like)
+
+    def _aggregate_leaf(self, node: Node, order: Order, reduce: str) -> Node | None:
+        if self.indices(node):
+            return None
+        csr = self.csr(order)
+        if op_name(node) == "full.default" and reduce == "sum":
+            return self._degree(node, csr)
+        return self.emitter.call(
+            gnnc.segment_reduce.default, csr.rowptr, csr.perm, node, reduce, order.num_dst
+        )
+
+    def _degree(self, ones: Node, csr: Csr) -> Node:
+        """The sum of equal rows: the degree, times their value."""
+        degree = self.emitter.call(gnnc.degree.default, csr.rowptr)
+        if ones.args[1] != 1:
+            degree = self.times(degree, ones.args[1], "")
+        columns = shape_of(ones)[1:]
+        if not columns:
+            return degree
+        degree = self.emitter.call(aten.view.default, degree, [-1, *([1] * len(columns))])
+        return self.emitter.call(aten.expand.default, degree, [-1, *columns])
+
+    def _aggregate_rows(self, node: Node, order: Order, reduce: str) -> Node | None:
+        """``sum_j value_ij x_j`` as an spmm."""
+        one_end = self.on_nodes(node, order)
+        if one_end is not None:
+            index, table = one_end
+            return None if index is order.dst else self._spmm(index, None, table, reduce, order)
+        factors = factors_of(node, self)
+        split = self._split(node, factors, order)
+        if split is None:
+            return None
+        index, table, narrow, constants = split
+        layer = node.meta["layer"]
+        value = self.product(narrow, order, layer) if narrow else None
+        for constant in constants:
+            target = aten.div.Tensor if constant.inverted else aten.mul.Tensor
+            table = self.emitter.call(target, table, constant.value, layer=layer)
+        if not same_shape(shape_of(table)[1:], shape_of(node)[1:]):
+            return None
+        return self._spmm(index, value, table, reduce, order)
+
+    def _spmm(
+        self, index: Node, value: Node | None, table: Node, reduce: str, order: Order
+    ) -> Node:
+        csr = self.csr(order, index)
+        if value is not None and len(shape_of(value)) == 2 and len(shape_of(table)) < 3:
+            value = self.emitter.call(aten.view.default, value, [-1])
+        return self.emitter.call(
+            gnnc.spmm.default, csr.rowptr, csr.col, value, table, reduce, order.num_dst
+        )
+
+    def _split(
+        self, node: Node, factors: list[Factor], order: Order
+    ) -> tuple[Node, Node, list[Factor], list[Factor]] | None:
+        """(source index, its table, narrow factors, constant factors) of a product of rows."""
+        rank = len(shape_of(node))
+        tables: dict[Node, Node] = {}
+        narrow: list[Factor] = []
+        constants: list[Factor] = []
+        for factor in factors:
+            value = factor.value
+            if not isinstance(value, Node) or not _has_rows(value, node):
+                constants.append(factor)
+                continue
+            table = self._wide_end(factor, node, order)
+            if table is not None:
+                index, rows = table
+                tables[index] = (
+                    self.times(tables[index], rows, node.meta["layer"]) if index in tables else rows
+                )
+                continue
+            if rank > 1 and not same_size(shape_of(value)[-1], 1):
+                return None
+            narrow.append(factor)
+        if len(tables) != 1:
+            return None
+        ((index, table),) = tables.items()
+        flat = [part for factor in narrow for part in squeezed(factor, rank, self)]
+        return index, table, flat, constants
+
+    def _wide_end(self, factor: Factor, node: Node, order: Order) -> tuple[Node, Node] | None:
+        """(index, table) of a factor that is read from the sources in full width."""
+        if factor.inverted or not same_shape(shape_of(factor.value), shape_of(node)):
+            return None
+        found = self.on_nodes(factor.value, order)
+        return None if found is None or found[0] is order.dst else found
+
+    def _aggregate_narrow(self, node: Node, order: Order, reduce: str) -> Node | None:
+        if not is_narrow(node) or not self._all_narrow(node):
+            return None
+        value = self.emit(node, order)
+        rowptr = self.csr(order).rowptr
+        return self.emitter.call(
+            gnnc.segment_reduce.default, rowptr, None, value, reduce, order.num_dst
+        )
+
+    def _message(self, node: Node, order: Order, reduce: str) -> Node:
+        body = BodyBuilder(self, order, node)
+        csr = self.csr(order, body.source)
+        return self.emitter.call(
+            gnnc.message.default,
+            csr.rowptr,
+            csr.col,
+            body.text,
+            reduce,
+            *body.operands,
+            order.num_dst,
+        )
+
+
+def is_narrow(node: Node) -> bool:
+    """Whether a value is small enough to be stored for every edge."""
+    if not holds_tensor(node):
+        return False
+    width = 1
+    for size in shape_of(node)[1:]:
+        if not isinstance(size, int):
+            return False
+        width *= size
+    return width <= NARROW
+
+
+def _is_reshape(node: Node) -> bool:
+    name = op_name(node) if node.op == "call_function" else None
+    return name is not None and name.partition(".")[0] in _RESHAPES
+
+
+def _has_sizes(node: Node) -> bool:
+    name = op_name(node)
+    return name is not None and name.partition(".")[0] in _RESHAPES[:4]
+
+
+def _same_columns(a: Node, b: Node) -> bool:
+    return same_shape(shape_of(a)[1:], shape_of(b)[1:])
+
+
+def _has_rows(value: Node, node: Node) -> bool:
+    rows = rows_of(value)
+    same_rank = len(shape_of(value)) == len(shape_of(node))
+    return same_rank and rows is not None and same_size(rows, rows_of(node))
+
+
+def _is_edge(value: Node, factor: Factor) -> bool:
+    return same_size(rows_of(value), factor.rows)

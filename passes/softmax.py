@@ -1,0 +1,110 @@
+"""The softmax over the edges of each destination, in the spellings that models use for it."""
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from gnnc.passes.emit import argument, holds_tensor, same_size, shape_of
+from gnnc.passes.rowwise import Scatter, as_gather, as_scatter, op_name
+
+_VERY_LOW = -1e30
+_FIXUPS = ("masked_fill.Scalar", "nan_to_num.default", "clamp.default", "clamp_min.default")
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """``exp(l - max) / (sum + eps)`` over the edges of each destination.
+
+    Attributes:
+        node: the division that ends it.
+        logits: ``[E]``, ``[E, H]`` or ``[E, H, 1]``.
+        total: the scatter that sums the exponentials: it has the index and the rows' number.
+        eps: what is added to the sum.
+    """
+
+    node: Node
+    logits: Node
+    total: Scatter
+    eps: float
+
+
+def as_softmax(node: Node) -> Softmax | None:
+    """Read ``node`` as the division that ends an edge softmax, or None."""
+    if node.op != "call_function" or op_name(node) != "div.Tensor":
+        return None
+    weight, gathered = node.args[:2]
+    if not holds_tensor(weight) or not holds_tensor(gathered) or not _is_exp(weight):
+        return None
+    found = _denominator(gathered)
+    if found is None or found[0].source is not weight:
+        return None
+    total, eps = found
+    shifted = weight.args[0]
+    logits = _without_max(shifted, total)
+    if logits is None and eps != 0.0:
+        return None  # with eps and no maximum, small logits do not normalize to one
+    return _of_rank(Softmax(node, logits if logits is not None else shifted, total, eps))
+
+
+def _is_exp(node: Node) -> bool:
+    return op_name(node) == "exp.default"
+
+
+def _of_rank(found: Softmax) -> Softmax | None:
+    shape = shape_of(found.logits)
+    narrow = len(shape) <= 2 or (len(shape) == 3 and same_size(shape[2], 1))
+    return found if narrow else None
+
+
+def _denominator(node: Node) -> tuple[Scatter, float] | None:
+    """``(sum + eps)[index]`` or ``sum[index] + eps``: the summing scatter and eps."""
+    node, outer = _without_eps(node)
+    gather = as_gather(node)
+    if gather is None:
+        return None
+    table, inner = _without_eps(gather.table)
+    total = as_scatter(table)
+    if not isinstance(total, Scatter) or total.reduce != "sum" or total.index is not gather.index:
+        return None
+    zero = op_name(total.base) == "full.default" and total.base.args[1] == 0
+    return (total, outer + inner) if zero else None
+
+
+def _without_eps(node: Node) -> tuple[Node, float]:
+    if op_name(node) in ("add.Tensor", "add.Scalar") and isinstance(node.args[1], int | float):
+        if argument(node, 2, "alpha", 1) == 1:
+            return node.args[0], float(node.args[1])
+    if op_name(node) in ("clamp.default", "clamp_min.default") and len(node.args) == 2:
+        return node.args[0], float(node.args[1])
+    return node, 0.0
+
+
+def _without_max(node: Node, total: Scatter) -> Node | None:
+    """``l`` of ``l - max(l)[index]``."""
+    if op_name(node) != "sub.Tensor" or argument(node, 2, "alpha", 1) != 1:
+        return None
+    logits, gathered = node.args[:2]
+    gather = as_gather(gathered) if holds_tensor(gathered) else None
+    if gather is None or gather.index is not total.index:
+        return None
+    top = as_scatter(_without_fixups(gather.table))
+    if not isinstance(top, Scatter) or top.reduce != "max" or top.index is not total.index:
+        return None
+    neutral = not top.include_base or _is_very_low(top.base)
+    return logits if neutral and top.source is logits else None
+
+
+def _without_fixups(node: Node) -> Node:
+    """Skip what replaces the maximum of rows without edges: nobody reads those rows."""
+    while op_name(node) in (*_FIXUPS, "where.self", "where.ScalarOther"):
+        parts = node.args[1:] if op_name(node).startswith("where") else node.args[:1]
+        scatters = [part for part in parts if holds_tensor(part) and part.op == "call_function"]
+        scatters = [part for part in scatters if op_name(part) != "full.default"]
+        if len(scatters) != 1 or (op_name(node) == "clamp.default" and len(node.args) > 2):
+            return node
+        node = scatters[0]
+    return node
+
+
+def _is_very_low(node: Node) -> bool:
+    return op_name(node) == "full.default" and node.args[1] <= _VERY_LOW
