@@ -1,0 +1,290 @@
+"""``gnnc.compile`` and ``CompiledModel``: the contract of the public API, on the reference backend."""
+
+import copy
+import inspect
+import json
+import threading
+
+import networkx
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch_geometric.nn import GCNConv, SAGEConv
+from torch_geometric.nn.models import GCN
+
+import gnnc
+from gnnc.passes.pipeline import PIPELINE
+
+NUM_NODES, WIDTH, CLASSES = 30, 16, 5
+
+
+def graph(seed: int = 0, nodes: int = NUM_NODES, edges: int = 120) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(nodes, WIDTH, generator=generator),
+        torch.randint(nodes, (2, edges), generator=generator),
+    )
+
+
+class Conv(nn.Module):
+    """One layer and an activation: the least that has structure and compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(WIDTH, CLASSES)
+
+    def forward(self, x, edge_index, edge_weight=None):
+        return self.conv(x, edge_index, edge_weight).relu()
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return Conv().eval()
+
+
+@pytest.fixture(scope="module")
+def compiled(model):
+    result = gnnc.compile(model, "int8", backend="reference")
+    with torch.no_grad():
+        result(*graph())
+    return result
+
+
+@torch.no_grad()
+def test_result_is_the_models_within_int8(model, compiled):
+    for seed, nodes, edges in ((0, NUM_NODES, 120), (1, 11, 40), (2, 200, 900)):
+        x, edge_index = graph(seed, nodes, edges)
+        expected, actual = model(x, edge_index), compiled(x, edge_index)
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape
+        assert (actual - expected).norm() <= 0.03 * expected.norm()
+
+
+@torch.no_grad()
+def test_other_sizes_do_not_capture_again(compiled):
+    before = len(compiled._captures)
+    compiled(*graph(3, 17, 1))
+    compiled(*graph(3, 17, 0))
+    assert len(compiled._captures) == before
+
+
+@torch.no_grad()
+def test_keywords_and_optional_arguments(model, compiled):
+    x, edge_index = graph()
+    expected = compiled(x, edge_index)
+    assert torch.equal(compiled(edge_index=edge_index, x=x), expected)
+    assert torch.equal(compiled(x, edge_index, None), expected)
+    weight = torch.rand(edge_index.shape[1])
+    weighted = compiled(x, edge_index, weight)
+    reference = model(x, edge_index, weight)
+    assert (weighted - reference).norm() <= 0.03 * reference.norm()
+
+
+def test_it_is_a_module_that_shares_everything_with_the_model(model, compiled):
+    assert isinstance(compiled, nn.Module) and isinstance(compiled, gnnc.CompiledModel)
+    assert list(compiled.state_dict()) == list(model.state_dict())
+    own = dict(compiled.named_parameters())
+    assert own.keys() == dict(model.named_parameters()).keys()
+    assert all(own[name] is parameter for name, parameter in model.named_parameters())
+    assert compiled.conv is model.conv
+    assert inspect.signature(compiled) == inspect.signature(model.forward)
+
+
+def test_mode_is_the_models():
+    model = Conv()
+    compiled = gnnc.compile(model, backend="reference")
+    assert compiled.training
+    assert compiled.eval() is compiled
+    assert not model.training and not model.conv.training and not compiled.training
+    model.train()
+    assert compiled.training
+
+
+@torch.no_grad()
+def test_deepcopy_is_independent(compiled):
+    x, edge_index = graph()
+    expected = compiled(x, edge_index)
+    copied = copy.deepcopy(compiled)
+    copied.conv.lin.weight.data.zero_()
+    assert copied(x, edge_index).abs().sum() == 0
+    assert torch.equal(compiled(x, edge_index), expected)
+
+
+def test_outputs_are_never_overwritten(compiled):
+    x, edge_index = graph(0, 9000, 100)
+    with torch.no_grad():
+        first = compiled(x, edge_index)
+        kept = first.clone()
+        for seed in range(4):
+            compiled(torch.full_like(x, seed), edge_index)
+    assert torch.equal(first, kept)
+
+
+def test_threads_agree(compiled):
+    inputs = [graph(seed, 60, 300) for seed in range(4)]
+    with torch.no_grad():
+        expected = [compiled(*given) for given in inputs]
+    failures = []
+
+    def work(index: int) -> None:
+        with torch.no_grad():
+            for _ in range(10):
+                if not torch.equal(compiled(*inputs[index]), expected[index]):
+                    failures.append(index)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_gradients_are_refused_never_lost(model, compiled):
+    x, edge_index = graph()
+    with pytest.raises(gnnc.UnsupportedError, match="inference only.*no_grad"):
+        compiled(x, edge_index)
+    frozen = copy.deepcopy(compiled).requires_grad_(False)
+    assert frozen(x, edge_index).shape == (NUM_NODES, CLASSES)
+    with pytest.raises(gnnc.UnsupportedError, match="need gradients"):
+        frozen(x.clone().requires_grad_(), edge_index)
+    with torch.inference_mode():
+        compiled(x, edge_index)
+
+
+def test_static_scales_come_from_example_inputs(model):
+    x, edge_index = graph()
+    compiled = gnnc.compile(model, "int8", backend="reference", example_inputs=(x, edge_index))
+    assert compiled.graph_module is not None
+    with torch.no_grad():
+        expected = model(x, edge_index)
+        assert (compiled(x, edge_index) - expected).norm() <= 0.03 * expected.norm()
+
+
+def test_structure_of_outputs_is_kept():
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = SAGEConv(WIDTH, CLASSES)
+
+        def forward(self, x, edge_index):
+            y = self.conv(x, edge_index)
+            return {"out": y, "both": (y.relu(), None), "x": x}
+
+    model = Many().eval()
+    with torch.no_grad():
+        given = graph()
+        actual = gnnc.compile(model, "fp32", backend="reference")(*given)
+        expected = model(*given)
+    assert actual["both"][1] is None and actual["x"] is given[0]
+    torch.testing.assert_close(actual["out"], expected["out"])
+    torch.testing.assert_close(actual["both"][0], expected["both"][0])
+
+
+def test_batch_norm_in_train_mode_updates_its_statistics():
+    model = GCN(WIDTH, 8, 2, CLASSES, norm="batch_norm")
+    twin = copy.deepcopy(model)
+    compiled = gnnc.compile(model, "fp32", backend="reference")
+    with torch.no_grad():
+        given = graph()
+        torch.testing.assert_close(compiled(*given), twin(*given), rtol=1e-4, atol=1e-5)
+    for (name, actual), expected in zip(model.named_buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(actual, expected, msg=name)
+
+
+def test_inspection(compiled, tmp_path):
+    assert str(compiled).startswith("quantized ")
+    assert "gemm" in compiled.summary()
+    assert "Captures" in compiled.explain()
+    assert isinstance(compiled.graph_module, GraphModule)
+    assert isinstance(compiled.structure_graph_module, GraphModule)
+    assert compiled.backward_graph_module is None
+    assert [name for name, _ in compiled.stages] == ["capture", *(step.name for step in PIPELINE)]
+    assert isinstance(compiled.to_networkx(), networkx.DiGraph)
+    compiled.draw(tmp_path / "program.svg")
+    compiled.save_plan(tmp_path / "plan.json")
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert {"op": "gemm", "layer": "conv.lin", "precision": "int8"} in plan["ops"]
+
+
+def test_profile_measures_every_launch(compiled):
+    with torch.no_grad():
+        table = compiled.profile(*graph())
+    assert "measured" in table
+    assert compiled._last.timings and all(t >= 0 for t in compiled._last.timings.values())
+
+
+def test_clear_cache_keeps_the_program(compiled):
+    with torch.no_grad():
+        expected = compiled(*graph())
+        compiled.clear_cache()
+        assert compiled._last.executable.arena_bytes == 0
+        assert torch.equal(compiled(*graph()), expected)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda c: c.graph_module,
+        lambda c: c.structure_graph_module,
+        lambda c: c.backward_graph_module,
+        lambda c: c.stages,
+        lambda c: c.summary(),
+        lambda c: c.explain(),
+        lambda c: c.to_networkx(),
+        lambda c: c.save_plan("never"),
+    ],
+)
+def test_before_capture_everything_says_what_to_do(model, look):
+    with pytest.raises(gnnc.GnncError, match="call the compiled model once, or pass example_inputs"):
+        look(gnnc.compile(model, backend="reference"))
+
+
+def test_before_capture_it_prints(model):
+    assert "not captured yet" in str(gnnc.compile(model, backend="reference"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"precision": "int9000"}, gnnc.PrecisionError, "unknown precision"),
+        ({"precision": "intt8"}, gnnc.PrecisionError, "did you mean 'int8'"),
+        ({"precision": 8}, gnnc.PrecisionError, "got int"),
+        ({"precision": "int4"}, gnnc.UnsupportedError, "not built in this version"),
+        ({"precision": "auto"}, gnnc.UnsupportedError, "not built"),
+        ({"precision": "fp16"}, gnnc.UnsupportedError, "not built"),
+        ({"overrides": {"conv9*": "fp32"}}, gnnc.PrecisionError, "matches no module"),
+        ({"overrides": {"conv": "int4"}}, gnnc.UnsupportedError, "int4"),
+        ({"qat": True}, gnnc.UnsupportedError, "qat"),
+        ({"plan": "plan.json"}, gnnc.UnsupportedError, "plan="),
+        ({"backend": "tpu"}, gnnc.BackendError, "choose one of"),
+        ({"backend": "cuda"}, gnnc.BackendError, "not built in this version"),
+        ({"error_budget": -1}, gnnc.GnncError, "error_budget"),
+        ({"error_budget": "much"}, gnnc.GnncError, "error_budget"),
+        ({"check_finite": "all"}, gnnc.GnncError, "check_finite"),
+        ({"cuda_graph": "yes"}, gnnc.GnncError, "cuda_graph"),
+    ],
+)
+def test_options_that_cannot_be_served(model, options, error, match):
+    with pytest.raises(error, match=match):
+        gnnc.compile(model, **{"backend": "reference", **options})
+
+
+@pytest.mark.parametrize("thing", [None, lambda x: x, GCNConv, "model"])
+def test_not_a_module(thing):
+    with pytest.raises(gnnc.GnncError, match="takes a torch.nn.Module"):
+        gnnc.compile(thing)
+
+
+@torch.no_grad()
+def test_overrides_change_the_layers_they_name():
+    model = GCN(WIDTH, 32, 2, CLASSES).eval()
+    compiled = gnnc.compile(model, "int8", backend="reference", overrides={"convs.0*": "fp32"})
+    compiled(*graph())
+    assigned = {
+        node.meta["layer"]: str(node.meta["precision"])
+        for node in dict(compiled.stages)["assign"].graph.nodes
+        if "gemm" in str(node.target)
+    }
+    assert assigned == {"convs.0.lin": "fp32", "convs.1.lin": "int8"}

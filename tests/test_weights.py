@@ -1,0 +1,174 @@
+"""Weights are read from the live model at each call, however they were changed."""
+
+import copy
+
+import pytest
+import torch
+from torch_geometric.nn.models import GCN
+
+import gnnc
+
+WIDTH, CLASSES, NUM_NODES = 16, 4, 25
+
+
+def given() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(NUM_NODES, WIDTH, generator=generator),
+        torch.randint(NUM_NODES, (2, 90), generator=generator),
+    )
+
+
+def new_model(seed: int = 0) -> GCN:
+    torch.manual_seed(seed)
+    return GCN(WIDTH, 32, 2, CLASSES, norm="batch_norm").eval()
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def pair(request):
+    """A compiled model that was called, so that a stale copy of its weights would show."""
+    model = new_model()
+    compiled = gnnc.compile(model, "int8", backend=request.param)
+    with torch.no_grad():
+        compiled(*given())
+    return model, compiled
+
+
+@torch.no_grad()
+def assert_follows(model, compiled):
+    expected, actual = model(*given()), compiled(*given())
+    assert (actual - expected).norm() <= 0.05 * expected.norm()
+
+
+@torch.no_grad()
+def give_gradients(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+
+
+OPTIMIZERS = {
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.3, foreach=False),
+    "foreach SGD": lambda p: torch.optim.SGD(p, lr=0.3, foreach=True),
+    "fused SGD": lambda p: torch.optim.SGD(p, lr=0.3, fused=True),
+    "plain Adam": lambda p: torch.optim.Adam(p, lr=0.3, foreach=False),
+    "foreach Adam": lambda p: torch.optim.Adam(p, lr=0.3, foreach=True),
+    "fused Adam": lambda p: torch.optim.Adam(p, lr=0.3, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_steps_are_seen(pair, name):
+    model, compiled = pair
+    optimizer = OPTIMIZERS[name](compiled.parameters())
+    give_gradients(model)
+    with torch.no_grad():
+        before = compiled(*given())
+    optimizer.step()
+    assert_follows(model, compiled)
+    with torch.no_grad():
+        assert not torch.allclose(compiled(*given()), before)
+
+
+def multiply_data(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(-0.5)
+
+
+def replace_data(model):
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter)
+
+
+def replace_data_strided(model):
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = torch.randn(parameter.shape[::-1]).t()
+
+
+def copy_in_place(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+
+
+def replace_parameter(model):
+    lin = model.convs[0].lin
+    lin.weight = torch.nn.Parameter(torch.randn_like(lin.weight))
+
+
+def change_statistics(model):
+    norm = model.norms[0].module
+    norm.running_mean.normal_()
+    norm.running_var = torch.rand_like(norm.running_var) + 0.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        multiply_data,
+        replace_data,
+        replace_data_strided,
+        copy_in_place,
+        replace_parameter,
+        change_statistics,
+    ],
+)
+def test_changes_of_weights_are_seen(pair, change):
+    model, compiled = pair
+    with torch.no_grad():
+        before = compiled(*given())
+    change(model)
+    assert_follows(model, compiled)
+    with torch.no_grad():
+        assert not torch.allclose(compiled(*given()), before)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("through", ["model", "compiled"])
+def test_loaded_state_is_seen(pair, assign, through):
+    model, compiled = pair
+    target = model if through == "model" else compiled
+    other = new_model(seed=17)
+    target.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+    assert_follows(other, compiled)
+
+
+def test_state_dicts_load_both_ways(pair):
+    model, compiled = pair
+    plain = new_model(seed=5)
+    plain.load_state_dict(compiled.state_dict())
+    assert_follows(plain, compiled)
+    compiled.load_state_dict(plain.state_dict())
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+
+
+def test_moving_there_and_back_is_seen(pair):
+    model, compiled = pair
+    compiled.to(torch.float64).to(torch.float32)
+    assert_follows(model, compiled)
+
+
+def test_weights_of_another_dtype_are_refused(pair):
+    model, compiled = pair
+    compiled.to(torch.bfloat16)
+    with torch.no_grad(), pytest.raises(gnnc.UnsupportedError, match=r"bfloat16 now.*\.float\(\)"):
+        compiled(*given())
+    compiled.float()
+    assert_follows(model, compiled)
+
+
+def test_weights_of_another_shape_are_refused(pair):
+    model, compiled = pair
+    kept = model.convs[1].bias.data
+    model.convs[1].bias.data = torch.zeros(CLASSES + 1)
+    with torch.no_grad(), pytest.raises(gnnc.InputError, match="compile the model again"):
+        compiled(*given())
+    model.convs[1].bias.data = kept
+    assert_follows(model, compiled)
+
+
+def test_double_weights_cannot_be_compiled():
+    model = new_model().double()
+    compiled = gnnc.compile(model, "int8", backend="reference")
+    with torch.no_grad(), pytest.raises(gnnc.GnncError, match="float"):
+        compiled(*given())
