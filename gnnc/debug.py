@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
@@ -12,7 +13,6 @@ from torch.fx import GraphModule
 
 from gnnc.errors import InputError
 from gnnc.ir.source import source_of
-from gnnc.naming import identifier
 from gnnc.printing import format_graph, format_program
 
 DUMP = "GNNC_DUMP"
@@ -52,11 +52,15 @@ def dump(
     parent = dump_directory()
     if parent is None:
         return None
-    folder = _new_folder(parent, identifier(name))
+    folder = _new_folder(parent, _file_name(name))
     for index, (stage, gm) in enumerate(stages):
-        file = folder / f"{index:02}_{identifier(stage)}.py"
+        file = folder / f"{index:02}_{_file_name(stage)}.py"
         file.write_text(f"{_stage_text(gm, structure)}\n", encoding="utf-8")
     return folder
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", text)
 
 
 def _stage_text(gm: GraphModule, structure: GraphModule | None) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from gnnc.ir.source import is_weight
 
@@ -70,7 +71,7 @@ class Block:
 
 
 def op_name(node: Node) -> str:
-    """Return the short name of what a node computes: ``spmm``, ``relu``, ``getitem``, …"""
+    """Return the short name of what a node computes: ``spmm``, ``relu``, and so on."""
     target = node.target
     if node.op in ("placeholder", "get_attr", "output"):
         return node.op
@@ -85,11 +86,17 @@ def is_gnnc(node: Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.namespace == "gnnc"
 
 
+def schema_of(node: Node) -> torch.FunctionSchema:
+    """Return the schema of a node that calls an ``OpOverload``."""
+    assert isinstance(node.target, torch._ops.OpOverload), node.format_node()
+    return node.target._schema
+
+
 def arguments(node: Node) -> dict[str, Any]:
     """Return the arguments of a call of an ``OpOverload`` by name, defaults filled in."""
-    schema = node.target._schema  # pyright: ignore[reportAttributeAccessIssue]
-    named = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    named.update(zip((a.name for a in schema.arguments), node.args, strict=False))
+    declared = schema_of(node).arguments
+    named = {a.name: a.default_value for a in declared if a.has_default_value()}
+    named.update(zip((a.name for a in declared), node.args, strict=False))
     named.update(node.kwargs)
     return named
 
@@ -180,9 +187,7 @@ def _granularity_of_value(node: Node) -> str:
 
 def is_free(node: Node) -> bool:
     """Whether a node only picks, sizes or views a value."""
-    return op_name(node) in _FREE or not isinstance(
-        node.meta.get("val"), torch.Tensor | tuple | list
-    )
+    return op_name(node) in _FREE or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
 
 
 def is_quantized(node: Node) -> bool:
@@ -215,7 +220,7 @@ def _inline_into(
     given = iter(values or ())
 
     def lookup(argument: Any) -> Any:
-        return torch.fx.node.map_arg(argument, lambda node: mapped[node])
+        return map_arg(argument, lambda node: mapped[node])
 
     for node in gm.graph.nodes:
         if node.op == "output":
@@ -235,9 +240,7 @@ def _inline_into(
 
 def _copy(graph: Graph, node: Node, lookup: Any, block: Block | None, prefix: str) -> Node:
     target = f"{prefix}{node.target}" if node.op in ("get_attr", "call_module") else node.target
-    copied = graph.create_node(
-        node.op, target, lookup(node.args), lookup(node.kwargs), name=node.name
-    )
+    copied = graph.create_node(node.op, target, lookup(node.args), lookup(node.kwargs), name=node.name)
     copied.meta = {**node.meta, "origin": node.name, "block": block}
     return copied
 
@@ -247,9 +250,7 @@ def _submodule(gm: GraphModule, node: Node) -> Any:
 
 
 def _block(node: Node) -> Block:
-    return Block(
-        str(node.target), str(node.meta.get("kind", "graph")), node.meta.get("kernel"), node.name
-    )
+    return Block(str(node.target), str(node.meta.get("kind", "graph")), node.meta.get("kernel"), node.name)
 
 
 def _lookup_structure(argument: Any, mapped: dict[Node, Any]) -> Any:

@@ -123,8 +123,7 @@ def _attributes(node: Node, part: str, named: Named) -> dict[str, Any]:
         "launch": f"{part}.{block.node}" if block else f"{part}.{named.names[node]}",
         "source": source.kind if source else "",
         "label": source.name if source else named.names[node],
-        "primitive": describe.is_gnnc(node)
-        and describe.op_name(node) not in describe.PRECISION_OPS,
+        "primitive": describe.is_gnnc(node) and describe.op_name(node) not in describe.PRECISION_OPS,
         "free": node.op == "call_function" and describe.is_free(node),
     }
 
@@ -279,9 +278,7 @@ def _draw_box(axes: Axes, box: _Box, x: float, y: float) -> None:
     width, height = box.width, _box_height(box)
     corner = (x - width / 2, y - height / 2)
     style = "round,pad=0,rounding_size=0.09"
-    axes.add_patch(
-        FancyBboxPatch(corner, width, height, style, fc=box.fill, ec=box.edge, lw=1.2, zorder=2)
-    )
+    axes.add_patch(FancyBboxPatch(corner, width, height, style, fc=box.fill, ec=box.edge, lw=1.2, zorder=2))
     for index, line in enumerate(box.lines):
         at = corner[1] + 0.1 + (index + 0.5) * _LINE
         first = index == 0

@@ -31,9 +31,7 @@ class Layout:
     layers: int
 
 
-def layered_layout(
-    graph: nx.DiGraph, widths: Mapping[Hashable, float], gap: float = 0.35
-) -> Layout:
+def layered_layout(graph: nx.DiGraph, widths: Mapping[Hashable, float], gap: float = 0.35) -> Layout:
     """Lay out ``graph``, whose nodes are ``widths[node]`` wide, with ``gap`` between neighbours."""
     if not graph:
         return Layout({}, {}, 0.0, 0)

@@ -121,9 +121,7 @@ class Symbols:
             that both parts of a program call the same size by the same name.
     """
 
-    def __init__(
-        self, graph: Graph, structure: Mapping[str, tuple[str, ...]] | None = None
-    ) -> None:
+    def __init__(self, graph: Graph, structure: Mapping[str, tuple[str, ...]] | None = None) -> None:
         self._names: dict[sympy.Symbol, str] = {}
         self._taken: set[str] = set()
         nodes = list(graph.nodes)
@@ -139,9 +137,7 @@ class Symbols:
         expr = size.node.expr
         for symbol in sorted(expr.free_symbols, key=str):
             self._name(symbol, "N")
-        return str(
-            expr.xreplace({s: sympy.Symbol(n, integer=True) for s, n in self._names.items()})
-        )
+        return str(expr.xreplace({s: sympy.Symbol(n, integer=True) for s, n in self._names.items()}))
 
     def shape(self, value: torch.Tensor) -> tuple[str, ...]:
         """Return the sizes of a tensor as text."""

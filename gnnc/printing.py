@@ -46,9 +46,7 @@ _INFIX: dict[Any, str] = {
 _KINDS = ("gemm", "spmm", "sddmm", "attention", "map", "graph")
 
 
-def format_graph(
-    gm: GraphModule, *, name: str = "forward", notes: Mapping[str, str] | None = None
-) -> str:
+def format_graph(gm: GraphModule, *, name: str = "forward", notes: Mapping[str, str] | None = None) -> str:
     """Return a graph as a readable Python function.
 
     Args:
@@ -135,8 +133,7 @@ class _Printer:
         if not inputs:
             return [_Line(f"def {name}():")]
         arguments = [
-            _Line(f"{INDENT}{self._names[node]},", (self._type(node), _origin(node)))
-            for node in inputs
+            _Line(f"{INDENT}{self._names[node]},", (self._type(node), _origin(node))) for node in inputs
         ]
         return [_Line(f"def {name}("), *arguments, _Line("):")]
 
@@ -218,8 +215,7 @@ class _Printer:
     def _argument(self, node: Node, index: int) -> str:
         value = node.args[index]
         if describe.is_gnnc(node) and isinstance(value, str):
-            schema = node.target._schema  # pyright: ignore[reportAttributeAccessIssue]
-            if schema.arguments[index].name == "body":
+            if describe.schema_of(node).arguments[index].name == "body":
                 return self._bodies.setdefault(value, f"body{len(self._bodies)}")
         return self._literal(value)
 

@@ -20,13 +20,24 @@ class Remark(Protocol):
     """What a pass noted: ``gnnc.passes.base.Note`` has this form."""
 
     @property
-    def pass_name(self) -> str: ...
+    def pass_name(self) -> str:
+        """Name of the pass."""
+        ...
+
     @property
-    def node(self) -> str: ...
+    def node(self) -> str:
+        """Name of the node, or empty."""
+        ...
+
     @property
-    def layer(self) -> str: ...
+    def layer(self) -> str:
+        """Module path, or empty."""
+        ...
+
     @property
-    def text(self) -> str: ...
+    def text(self) -> str:
+        """The remark."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +218,4 @@ def stayed_aten(report: ProgramReport, graph: Graph) -> list[str]:
 
 def _reason_aten(report: ProgramReport, node: Node) -> str:
     texts = [note.text for note in report.notes if note.node == node.meta["origin"]]
-    return (
-        "; ".join(dict.fromkeys(texts)) or "not fused with a primitive, runs in its own precision"
-    )
+    return "; ".join(dict.fromkeys(texts)) or "not fused with a primitive, runs in its own precision"

@@ -9,9 +9,10 @@ import sympy
 import torch
 from tabulate import tabulate
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from gnnc import describe
-from gnnc.ir.op import nbytes, op_of
+from gnnc.ir.op import nbytes, numel, op_of
 from gnnc.metrics import TensorError, quantization_errors, quantize_key
 
 HEADERS = (
@@ -166,7 +167,7 @@ def _cost(node: Node) -> Any:
     op = op_of(node)
     if op is None:
         return None
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return op.cost(*args, **kwargs)
 
 
@@ -183,7 +184,7 @@ def _flops(launch: _Launch) -> sympy.Expr:
 def _elements(node: Node) -> sympy.Expr:
     """An elementwise op computes once an element of its result."""
     value = node.meta.get("val")
-    return nbytes(value) / value.element_size() if isinstance(value, torch.Tensor) else 0
+    return numel(value) if isinstance(value, torch.Tensor) else sympy.Integer(0)
 
 
 def _traffic(launch: _Launch) -> sympy.Expr:

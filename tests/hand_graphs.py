@@ -41,7 +41,7 @@ class Builder:
         kind: str = "input",
     ) -> Node:
         """Add a placeholder."""
-        node = self.graph.placeholder(re.sub(r"\W", "_", name))
+        node = self.graph.placeholder(re.sub(r"\W", "_", f"in_{name}"))
         with self.mode:
             node.meta["val"] = torch.empty(tuple(shape), dtype=dtype)
         node.meta |= {"source": Source(kind, name), "layer": ""}
@@ -223,9 +223,20 @@ def values(gm: GraphModule, seed: int = 0) -> list[Any]:
     }
     result: list[Any] = []
     for node in gm.graph.find_nodes(op="placeholder"):
-        shape = [
-            int(s) if isinstance(s, int) else 5 for s in getattr(node.meta["val"], "shape", ())
-        ]
+        shape = [int(s) if isinstance(s, int) else 5 for s in getattr(node.meta["val"], "shape", ())]
         name = node.meta["source"].name
         result.append(known.get(name, torch.randn(shape, generator=generator)))
     return result
+
+
+def message_layer() -> GraphModule:
+    """An edge-wise gate, ``relu(x_i + x_j) * x_j``, summed: a body of no known form."""
+    b = Builder()
+    x, rowptr, col, *_ = _operands(b)
+    nodes = b.call(aten.sym_size.int, x, 0)
+    body = "t0 = aten.add.Tensor(i0, j0); t1 = aten.relu.default(t0); t2 = aten.mul.Tensor(t1, j0); return t2"
+    b.layer = "gate"
+    return b.finish(b.call(gnnc.message, rowptr, col, body, "sum", [x], [x], [], [], nodes))
+
+
+LAYERS = (float_layer, quantized_layer, fused_layer, attention_layer, message_layer)

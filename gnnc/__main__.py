@@ -1,0 +1,49 @@
+"""``python -m gnnc``: versions, and what this machine can run."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from tabulate import tabulate
+
+from gnnc.errors import BackendError
+from gnnc.runtime.backend import NAMES, get_backend
+
+_PACKAGES = ("gnnc", "torch", "torch_geometric", "numpy")
+
+
+def main() -> None:
+    """Print the versions and a table of backends."""
+    print(describe_machine())
+
+
+def describe_machine() -> str:
+    """Return the versions and a table of backends with their kernels and precisions."""
+    versions = [(name, _version(name)) for name in _PACKAGES]
+    versions += [("python", platform.python_version()), ("threads", str(torch.get_num_threads()))]
+    backends = [_backend_row(name) for name in NAMES if name != "auto"]
+    return "\n\n".join(
+        (
+            tabulate(versions, tablefmt="plain", disable_numparse=True),
+            tabulate(backends, ("backend", "precisions", "runs on"), disable_numparse=True),
+        )
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "used from its source folder, not installed"
+
+
+def _backend_row(name: str) -> tuple[str, str, str]:
+    try:
+        backend = get_backend(name)
+    except BackendError as error:
+        return name, "-", f"not available: {error}"
+    return name, ", ".join(sorted(backend.precisions)), backend.description
+
+
+if __name__ == "__main__":
+    main()
