@@ -3,8 +3,11 @@
 // What every launcher needs: the four arguments of the row program, and the choice of the instruction set.
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -35,5 +38,27 @@ struct ProgramArguments {
 // Checks every instruction against the shapes and types of what it names, for a kernel that makes `rows` rows of
 // `width` floats, and prepares it. The result lives in this thread until its next call.
 const RowProgram& parse_program(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width);
+
+// A matrix argument: adjacent columns, rows that may be apart.
+RowView matrix_of(const torch::stable::Tensor& t, const char* op, const char* name);
+
+// Runs body(begin, end) over slices of at most `slice` of `count` items. Threads draw slices from one counter, so a slow
+// core gets fewer; whatever takes less than `worth` items stays on this thread.
+template <typename Body>
+void parallel_slices(int64_t count, int64_t slice, int64_t worth, const Body& body) {
+  const int64_t slices = (count + slice - 1) / slice;
+  const int64_t threads =
+      count < worth ? 1 : std::min<int64_t>(slices, static_cast<int64_t>(torch::stable::get_num_threads()));
+  if (threads <= 1) {
+    if (count > 0) body(int64_t{0}, count);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < slices;) {
+      body(i * slice, std::min(count, (i + 1) * slice));
+    }
+  });
+}
 
 }  // namespace gnnc

@@ -85,7 +85,8 @@ struct RowProgram {
   const RowView* operands;
   const float* consts;
   const RowView* outs;
-  // Column vectors that were prepared for an instruction (its c): batch norm's A then B, inverse scales of quantize.
+  // Column vectors, padded to whole vectors. An instruction holds the place of its own: batch_norm in c (A, then B at
+  // the next multiple of 16), quant_static in b and quant_pow2 in c (inverse scales).
   const float* prepared;
 };
 

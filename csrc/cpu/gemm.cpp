@@ -1,0 +1,107 @@
+// The launcher of gemm: checks, packs the weight, and gives blocks of rows to the threads.
+
+#include "gemm.h"
+
+#include <optional>
+
+#include "launch.h"
+#include "scratch.h"
+
+namespace gnnc {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kMaxIntegerDepth = 133144;  // 127 * 127 * it < 2^31
+constexpr int64_t kSliceProducts = 8 << 20;   // about 30 us of int8 work
+constexpr int64_t kSerialProducts = 2 << 20;  // below this, waking a thread costs more than it brings
+constexpr int64_t kSerialWeights = 64 << 10;
+
+GemmMode mode_of(int64_t mode) {
+  STD_TORCH_CHECK(mode == 0 || mode == 1 || mode == 3, "gemm: mode must be 0 (float), 1 (int8) or 3 (bfloat16), not ",
+                  mode);
+  return static_cast<GemmMode>(mode);
+}
+
+void take_weight(GemmArgs& g, const Tensor& w, bool is_kn) {
+  const RowView view = matrix_of(w, "gemm", "w");
+  STD_TORCH_CHECK(view.type == Scalar::f32, "gemm: w must be float32");
+  const int64_t depth = is_kn ? view.rows : view.cols;
+  STD_TORCH_CHECK(depth == g.depth, "gemm: x has ", g.depth, " columns, but w takes ", depth);
+  g.w = static_cast<const float*>(view.data);
+  g.width = is_kn ? view.cols : view.rows;
+  g.w_stride_o = is_kn ? 1 : view.stride;
+  g.w_stride_k = is_kn ? view.stride : 1;
+}
+
+void take_scale(GemmArgs& g, const std::optional<Tensor>& scale) {
+  if (!scale.has_value()) {
+    STD_TORCH_CHECK(g.x_type != Scalar::i8, "gemm: an int8 x needs x_scale");
+    return;
+  }
+  STD_TORCH_CHECK(g.mode == GemmMode::i8, "gemm: x_scale has a meaning in int8 mode only");
+  STD_TORCH_CHECK(scale->is_cpu() && scale->scalar_type() == ScalarType::Float && scale->is_contiguous(),
+                  "gemm: x_scale must be a contiguous float32 tensor on the CPU");
+  const int64_t count = scale->numel();
+  g.x_scale_is_single = count == 1;
+  STD_TORCH_CHECK(count == 1 || (g.x_type == Scalar::i8 && count == g.rows),
+                  "gemm: x_scale must have one element, or one a row where x is int8; it has ", count);
+  g.x_scale = static_cast<const float*>(scale->data_ptr());
+}
+
+GemmArgs check(const Tensor& x, const std::optional<Tensor>& x_scale, const Tensor& w, bool is_kn, int64_t mode) {
+  const RowView view = matrix_of(x, "gemm", "x");
+  GemmArgs g{};
+  g.mode = mode_of(mode);
+  g.x = view.data, g.x_type = view.type, g.x_stride = view.stride;
+  g.rows = view.rows, g.depth = view.cols;
+  STD_TORCH_CHECK(g.x_type == Scalar::f32 || g.x_type == Scalar::bf16 || g.x_type == Scalar::i8,
+                  "gemm: x must be float32, bfloat16 or int8");
+  STD_TORCH_CHECK(g.x_type != Scalar::i8 || g.mode == GemmMode::i8, "gemm: an int8 x needs mode 1");
+  STD_TORCH_CHECK(g.mode != GemmMode::i8 || g.depth <= kMaxIntegerDepth, "gemm: int8 sums of ", g.depth,
+                  " products do not fit 32 bits; at most ", kMaxIntegerDepth, " columns");
+  take_weight(g, w, is_kn);
+  take_scale(g, x_scale);
+  return g;
+}
+
+void pack(GemmArgs& g) {
+  static thread_local Scratch packed, columns;
+  const auto padded = static_cast<size_t>((g.width + 63) / 64 * 64);
+  g.packed = packed.get<char>(static_cast<size_t>(GNNC_DISPATCH(gemm_packed_bytes, g)));
+  g.w_scale = columns.get<float>(2 * padded);
+  g.w_init = reinterpret_cast<int32_t*>(g.w_scale + padded);
+  const int64_t strips = GNNC_DISPATCH(gemm_strips, g);
+  const int64_t worth = g.depth * g.width < kSerialWeights ? strips + 1 : 0;
+  parallel_slices(strips, 1, worth, [&](int64_t begin, int64_t end) { GNNC_DISPATCH(gemm_pack, g, begin, end); });
+}
+
+void compute(const GemmArgs& g) {
+  const int64_t block = GNNC_DISPATCH(gemm_block_rows, g);
+  const int64_t products = std::max<int64_t>(1, g.depth * g.width);
+  const int64_t slice = std::max<int64_t>(1, kSliceProducts / products / block) * block;
+  parallel_slices(g.rows, slice, kSerialProducts / products, [&](int64_t begin, int64_t end) {
+    static thread_local Scratch scratch;
+    auto* memory = scratch.get<char>(static_cast<size_t>(GNNC_DISPATCH(gemm_scratch_bytes, g)));
+    GNNC_DISPATCH(gemm_rows, g, begin, end, memory);
+  });
+}
+
+void gemm(Tensor x, std::optional<Tensor> x_scale, Tensor w, bool w_is_kn, int64_t mode, std::vector<int64_t> program,
+          std::vector<Tensor> operands, std::vector<double> consts, std::vector<Tensor> outs) {
+  GemmArgs g = check(x, x_scale, w, w_is_kn, mode);
+  g.program = &parse_program("gemm", {program, operands, consts, outs}, g.rows, g.width);
+  if (g.rows == 0 || g.width == 0) return;
+  pack(g);
+  compute(g);
+}
+
+}  // namespace
+}  // namespace gnnc
+
+STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
+  m.def("gemm(Tensor x, Tensor? x_scale, Tensor w, bool w_is_kn, int mode, " GNNC_PROGRAM_SCHEMA ") -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("gemm", TORCH_BOX(&gnnc::gemm)); }

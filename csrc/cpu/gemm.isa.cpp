@@ -1,0 +1,274 @@
+// See gemm.h for layout, traffic and floor.
+//
+// The loop over k keeps a tile of 6 x 4 vectors of sums in registers (8 x 3, 12 x 2, 12 x 1 for narrow panels). Its
+// sums are arrays that only constants index, unrolled by templates: g++ 12 spills them when loops do that (a test reads the
+// object code). Rows past the end of a block are computed from what the buffer holds and dropped.
+
+#include "gemm.h"
+
+#include <utility>
+
+#include "gemm_layout.isa.h"
+#include "gnnc/quantize.h"
+
+namespace gnnc::GNNC_ISA {
+namespace {
+
+constexpr int64_t kFloatDepth = 2048;  // k of a pass over the rows of a block: half an L2 of weights
+constexpr int64_t kExactDepth = 1024;  // 127 * 127 * 1024 < 2^24: sums of products of codes are exact in floats
+
+constexpr int tile_rows(int strips) {
+  if (!kVnni) return 2;
+  return strips == 4 ? 6 : strips == 3 ? 8 : 12;
+}
+
+template <int kRows, int kStrips>
+using Sums = std::make_integer_sequence<int, kRows * kStrips>;
+
+// acc (+)= a * w for kRows rows and kStrips vectors of columns; a has lda floats a row.
+template <int kRows, int kStrips, int... I>
+GNNC_INLINE void float_tile(const float* a, int64_t lda, const float* w, int64_t depth, bool add, float* acc, int64_t ld,
+                            std::integer_sequence<int, I...>) {
+  Floats sums[kRows * kStrips] = {(add ? load(acc + I / kStrips * ld + I % kStrips * kLanes) : Floats{})...};
+  for (int64_t k = 0; k < depth; ++k) {
+    Floats factors[kStrips], value{};
+    for (int j = 0; j < kStrips; ++j) factors[j] = load(w + (k * kStrips + j) * kLanes);
+    ((value = I % kStrips == 0 ? splat(a[I / kStrips * lda + k]) : value,
+      sums[I] = fused(value, factors[I % kStrips], sums[I])),
+     ...);
+  }
+  (store(acc + I / kStrips * ld + I % kStrips * kLanes, sums[I]), ...);
+}
+
+template <int kStrips>
+__attribute__((noinline)) void gemm_float_tile(const float* a, int64_t lda, const float* w, int64_t depth, bool add,
+                                               float* acc, int64_t ld) {
+  constexpr int kRows = tile_rows(kStrips);
+  float_tile<kRows, kStrips>(a, lda, w, depth, add, acc, ld, Sums<kRows, kStrips>{});
+}
+
+void float_tile_of(int64_t strips, const float* a, int64_t lda, const float* w, int64_t depth, bool add, float* acc,
+                   int64_t ld) {
+  switch (strips) {
+    case 4: return gemm_float_tile<4>(a, lda, w, depth, add, acc, ld);
+    case 3: return gemm_float_tile<3>(a, lda, w, depth, add, acc, ld);
+    case 2: return gemm_float_tile<2>(a, lda, w, depth, add, acc, ld);
+    default: return gemm_float_tile<1>(a, lda, w, depth, add, acc, ld);
+  }
+}
+
+// A block of rows while it is computed, in the thread's scratch.
+struct Block {
+  float* acc;       // [kBlockRows, ld]
+  int32_t* sums;    // [kBlockRows, ld], where codes are multiplied as floats
+  float* scales;    // [kBlockRows + 16] of the rows
+  float* inverses;  // the same
+  uint8_t* buffer;  // the rows as the tiles read them
+  int64_t ld, depth;
+  int rows;
+};
+
+int64_t buffer_depth(const GemmArgs& g) { return round_up(g.depth, 64); }
+
+Block block_in(const GemmArgs& g, void* scratch, int rows) {
+  const int64_t ld = acc_stride(g), cells = kBlockRows * ld;
+  auto* floats = static_cast<float*>(scratch);
+  float* after = floats + cells * (kVnni ? 1 : 2);
+  return {floats, reinterpret_cast<int32_t*>(floats + cells),
+          after,  after + 64,
+          reinterpret_cast<uint8_t*>(after + 128),
+          ld,     buffer_depth(g),
+          rows};
+}
+
+void multiply_floats(const GemmArgs& g, const Block& b, const float* a, int64_t lda, int64_t from, int64_t to, bool add) {
+  const int64_t panels = (strips_of(g) + kPanelStrips - 1) / kPanelStrips;
+  for (int64_t p = 0; p < panels; ++p) {
+    const Panel panel = panel_of(g, p);
+    const auto* w = reinterpret_cast<const float*>(panel.data) + from * panel.step();
+    const int step = tile_rows(static_cast<int>(panel.strips));
+    for (int r = 0; r < b.rows; r += step) {
+      float_tile_of(panel.strips, a + r * lda + from, lda, w, to - from, add,
+                    b.acc + r * b.ld + p * kPanelStrips * kLanes, b.ld);
+    }
+  }
+}
+
+template <typename T>
+void widen_rows(const GemmArgs& g, const Block& b, const T* x) {
+  auto* buffer = reinterpret_cast<float*>(b.buffer);
+  const bool round = g.mode == GemmMode::bf16 && g.x_type == Scalar::f32;
+  for (int r = 0; r < b.rows; ++r) {
+    for_columns(g.depth, [&](int64_t c, auto n) {
+      Floats v = load(x + r * g.x_stride + c, n);
+      if (round) {
+        Bf16 narrow[kLanes];
+        store(narrow, v);
+        v = load(narrow);
+      }
+      store(buffer + r * b.depth + c, v, n);
+    });
+  }
+}
+
+template <typename T>
+const T* rows_at(const GemmArgs& g, int64_t row) {
+  return static_cast<const T*>(g.x) + row * g.x_stride;
+}
+
+// Full blocks of floats are read in place, all others through the buffer.
+void compute_floats(const GemmArgs& g, const Block& b, int64_t row) {
+  const bool in_place = g.x_type == Scalar::f32 && g.mode == GemmMode::f32 && b.rows == kBlockRows;
+  if (!in_place) {
+    g.x_type == Scalar::f32 ? widen_rows(g, b, rows_at<float>(g, row)) : widen_rows(g, b, rows_at<Bf16>(g, row));
+  }
+  const float* a = in_place ? rows_at<float>(g, row) : reinterpret_cast<const float*>(b.buffer);
+  const int64_t lda = in_place ? g.x_stride : b.depth;
+  if (g.depth == 0) std::fill_n(b.acc, b.rows * b.ld, 0.0f);
+  for (int64_t k = 0; k < g.depth; k += kFloatDepth) {
+    multiply_floats(g, b, a, lda, k, std::min(k + kFloatDepth, g.depth), k > 0);
+  }
+}
+
+template <Codes kCodes, typename T>
+GNNC_INLINE void quantize_row(const GemmArgs& g, const T* x, float inverse, uint8_t* out) {
+  const Floats factor = splat(inverse);
+  const auto value = [&](int64_t c, auto n) { return load(x + c, n) * factor; };
+  store_codes<kCodes>(g.depth, value, 0x80, reinterpret_cast<int8_t*>(out));
+}
+
+// A few rows at a time, so that they are still in L1 when their maxima are known.
+template <typename T>
+void quantize_rows(const GemmArgs& g, const Block& b, const T* x) {
+  if (g.x_scale != nullptr) {
+    const float inverse = inverse_of(g.x_scale[0]);
+    for (int r = 0; r < b.rows; ++r) {
+      b.scales[r] = g.x_scale[0];
+      quantize_row<Codes::held>(g, x + r * g.x_stride, inverse, b.buffer + r * b.depth);
+    }
+    return;
+  }
+  const int at_once = g.depth <= 256 ? 24 : g.depth <= 1024 ? 8 : 4;
+  for (int begin = 0; begin < b.rows; begin += at_once) {
+    const int count = std::min(at_once, b.rows - begin);
+    row_scales(x + begin * g.x_stride, g.x_stride, count, g.depth, b.scales + begin, b.inverses);
+    for (int r = 0; r < count; ++r) {
+      quantize_row<Codes::bounded>(g, x + (begin + r) * g.x_stride, b.inverses[r], b.buffer + (begin + r) * b.depth);
+    }
+  }
+}
+
+void copy_codes(const GemmArgs& g, const Block& b, int64_t row) {
+  for (int r = 0; r < b.rows; ++r) {
+    const int8_t* q = rows_at<int8_t>(g, row + r);
+    uint8_t* to = b.buffer + r * b.depth;
+    for (int64_t c = 0; c < g.depth; ++c) to[c] = static_cast<uint8_t>(q[c] ^ 0x80);
+    std::fill(to + g.depth, to + b.depth, 0x80);
+    b.scales[r] = g.x_scale[g.x_scale_is_single ? 0 : row + r];
+  }
+}
+
+void load_codes(const GemmArgs& g, const Block& b, int64_t row) {
+  switch (g.x_type) {
+    case Scalar::i8: return copy_codes(g, b, row);
+    case Scalar::f32: return quantize_rows(g, b, rows_at<float>(g, row));
+    default: return quantize_rows(g, b, rows_at<Bf16>(g, row));
+  }
+}
+
+#ifdef __AVX512F__
+
+// acc = float(init + a * w) * row scale * column scale.
+template <int kRows, int kStrips, int... I>
+GNNC_INLINE void code_tile(const uint8_t* a, int64_t lda, const int32_t* w, int64_t steps, const int32_t* init,
+                           const float* row_scale, const float* column_scale, float* acc, int64_t ld,
+                           std::integer_sequence<int, I...>) {
+  __m512i sums[kRows * kStrips] = {_mm512_loadu_si512(init + I % kStrips * 16)...};
+  for (int64_t k = 0; k < steps; ++k) {
+    __m512i codes[kStrips], value = _mm512_setzero_si512();
+    for (int j = 0; j < kStrips; ++j) codes[j] = _mm512_loadu_si512(w + (k * kStrips + j) * 16);
+    ((value = I % kStrips == 0
+                  ? _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(a + I / kStrips * lda + 4 * k))
+                  : value,
+      sums[I] = _mm512_dpbusd_epi32(sums[I], value, codes[I % kStrips])),
+     ...);
+  }
+  (store(acc + I / kStrips * ld + I % kStrips * 16, to_floats(reinterpret_cast<Ints>(sums[I])) *
+                                                        splat(row_scale[I / kStrips]) *
+                                                        load(column_scale + I % kStrips * 16)),
+   ...);
+}
+
+template <int kStrips>
+__attribute__((noinline)) void gemm_code_tile(const uint8_t* a, int64_t lda, const int32_t* w, int64_t steps,
+                                              const int32_t* init, const float* row_scale, const float* column_scale,
+                                              float* acc, int64_t ld) {
+  constexpr int kRows = tile_rows(kStrips);
+  code_tile<kRows, kStrips>(a, lda, w, steps, init, row_scale, column_scale, acc, ld, Sums<kRows, kStrips>{});
+}
+
+void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
+  load_codes(g, b, row);
+  const int64_t panels = (strips_of(g) + kPanelStrips - 1) / kPanelStrips;
+  for (int64_t p = 0; p < panels; ++p) {
+    const Panel panel = panel_of(g, p);
+    const int64_t column = p * kPanelStrips * kLanes;
+    const auto tile = panel.strips == 4   ? &gemm_code_tile<4>
+                      : panel.strips == 3 ? &gemm_code_tile<3>
+                      : panel.strips == 2 ? &gemm_code_tile<2>
+                                          : &gemm_code_tile<1>;
+    const int step = tile_rows(static_cast<int>(panel.strips));
+    for (int r = 0; r < b.rows; r += step) {
+      tile(b.buffer + r * b.depth, b.depth, panel.data, steps_of(g), g.w_init + column, b.scales + r,
+           g.w_scale + column, b.acc + r * b.ld + column, b.ld);
+    }
+  }
+}
+
+#else
+
+// The codes as floats, behind the bytes that they come from.
+float* floats_of_codes(const Block& b) {
+  auto* floats = reinterpret_cast<float*>(b.buffer + kBlockRows * b.depth);
+  for (int64_t i = 0; i < b.rows * b.depth; ++i) floats[i] = static_cast<float>(b.buffer[i]) - 128.0f;
+  return floats;
+}
+
+void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
+  load_codes(g, b, row);
+  const float* codes = floats_of_codes(b);
+  std::fill_n(b.sums, b.rows * b.ld, 0);
+  for (int64_t k = 0; k < g.depth; k += kExactDepth) {
+    multiply_floats(g, b, codes, b.depth, k, std::min(k + kExactDepth, g.depth), false);
+    for (int r = 0; r < b.rows; ++r) {
+      for (int64_t c = r * b.ld; c < r * b.ld + g.width; ++c) b.sums[c] += static_cast<int32_t>(b.acc[c]);
+    }
+  }
+  for (int r = 0; r < b.rows; ++r) {
+    for (int64_t c = 0; c < g.width; ++c) {
+      b.acc[r * b.ld + c] = static_cast<float>(b.sums[r * b.ld + c]) * b.scales[r] * g.w_scale[c];
+    }
+  }
+}
+
+#endif
+
+}  // namespace
+
+int64_t gemm_block_rows(const GemmArgs&) { return kBlockRows; }
+
+int64_t gemm_scratch_bytes(const GemmArgs& g) {
+  const int64_t value = g.mode != GemmMode::i8 ? 4 : kVnni ? 1 : 5;
+  return kBlockRows * (acc_stride(g) * (kVnni ? 4 : 8) + buffer_depth(g) * value) + 128 * 4 + 64;
+}
+
+void gemm_rows(const GemmArgs& g, int64_t row_begin, int64_t row_end, void* scratch) {
+  for (int64_t row = row_begin; row < row_end; row += kBlockRows) {
+    const int rows = static_cast<int>(std::min(kBlockRows, row_end - row));
+    const Block block = block_in(g, scratch, rows);
+    g.mode == GemmMode::i8 ? compute_codes(g, block, row) : compute_floats(g, block, row);
+    run(*g.program, block.acc, block.ld, row, rows, g.width);
+  }
+}
+
+}  // namespace gnnc::GNNC_ISA

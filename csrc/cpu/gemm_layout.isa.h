@@ -1,0 +1,42 @@
+#pragma once
+
+// Where the parts of a packed weight and of a block of rows lie. One dword of a panel is a float, or with VNNI four
+// int8 codes of consecutive k.
+
+#include <algorithm>
+
+#include "gemm.h"
+#include "gnnc/simd.h"
+
+namespace gnnc::GNNC_ISA {
+
+#ifdef __AVX512F__
+constexpr bool kVnni = true;
+#else
+constexpr bool kVnni = false;  // int8 codes are multiplied as floats, exactly: see kExactDepth
+#endif
+
+constexpr int kPanelStrips = 4;     // a strip is one vector of columns
+constexpr int64_t kBlockRows = 24;  // a multiple of the rows of every register tile
+
+GNNC_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+GNNC_INLINE bool packs_codes(const GemmArgs& g) { return kVnni && g.mode == GemmMode::i8; }
+GNNC_INLINE int64_t steps_of(const GemmArgs& g) { return packs_codes(g) ? (g.depth + 3) / 4 : g.depth; }
+GNNC_INLINE int64_t strips_of(const GemmArgs& g) { return (g.width + kLanes - 1) / kLanes; }
+GNNC_INLINE int64_t acc_stride(const GemmArgs& g) { return round_up(g.width, 16); }
+
+struct Panel {
+  int32_t* data;
+  int64_t strips;  // 1 .. kPanelStrips
+
+  int64_t step() const { return strips * kLanes; }  // dwords a step
+};
+
+GNNC_INLINE Panel panel_of(const GemmArgs& g, int64_t index) {
+  const int64_t first = index * kPanelStrips;
+  return {static_cast<int32_t*>(g.packed) + first * kLanes * steps_of(g),
+          std::min<int64_t>(kPanelStrips, strips_of(g) - first)};
+}
+
+}  // namespace gnnc::GNNC_ISA

@@ -1,0 +1,215 @@
+// Packs the weight of a gemm: see gemm.h. A strip of columns is read once for its maxima (int8) and once to pack; what is
+// read is in L1 or L2 the second time.
+
+#include "gemm_layout.isa.h"
+#include "gnnc/quantize.h"
+
+namespace gnnc::GNNC_ISA {
+namespace {
+
+struct Strip {
+  const GemmArgs& g;
+  const float* w;  // of the first column
+  int32_t* to;
+  int64_t stride;  // dwords a step
+  int64_t first;   // column
+  int columns;     // that exist
+};
+
+Strip strip_of(const GemmArgs& g, int64_t index) {
+  const Panel panel = panel_of(g, index / kPanelStrips);
+  const int64_t first = index * kLanes;
+  return {g,
+          g.w + first * g.w_stride_o,
+          panel.data + index % kPanelStrips * kLanes,
+          panel.step(),
+          first,
+          static_cast<int>(std::min<int64_t>(kLanes, g.width - first))};
+}
+
+GNNC_INLINE Floats round_to_bf16(Floats v) {
+  Bf16 narrow[kLanes];
+  store(narrow, v);
+  return load(narrow);
+}
+
+// The columns of one k, where columns are adjacent.
+GNNC_INLINE Floats row_of_columns(const Strip& s, int64_t k) {
+  return load(s.w + k * s.g.w_stride_k, Tail{s.columns});
+}
+
+#ifdef __AVX512F__
+
+// v[i] lane j becomes v[j] lane i.
+GNNC_INLINE void transpose(__m512i (&v)[16]) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    v[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    v[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+// Stores 16 steps of a strip, given each column's dwords; column(c) gives 16 dwords.
+template <typename Column>
+GNNC_INLINE void store_steps(const Strip& s, int64_t step, const Column& column) {
+  alignas(64) int32_t dwords[16][16] = {};
+#pragma GCC unroll 1
+  for (int c = 0; c < s.columns; ++c) _mm512_store_si512(dwords[c], column(c));
+  __m512i v[16];
+  for (int c = 0; c < 16; ++c) v[c] = _mm512_load_si512(dwords[c]);
+  transpose(v);
+  for (int c = 0; c < 16; ++c) _mm512_store_si512(dwords[c], v[c]);
+  const int64_t count = std::min<int64_t>(16, steps_of(s.g) - step);
+#pragma GCC unroll 1
+  for (int64_t i = 0; i < count; ++i) {
+    _mm512_storeu_si512(s.to + (step + i) * s.stride, _mm512_load_si512(dwords[i]));
+  }
+}
+
+GNNC_INLINE Floats part(const float* row, int64_t k, int64_t depth) {
+  const int64_t left = depth - k;
+  if (left >= 16) return load(row + k);
+  return left > 0 ? load(row + k, Tail{static_cast<int>(left)}) : Floats{};
+}
+
+void pack_float_rows(const Strip& s) {
+  const bool round = s.g.mode == GemmMode::bf16;
+  for (int64_t k = 0; k < s.g.depth; k += 16) {
+    store_steps(s, k, [&](int c) {
+      const Floats v = part(s.w + c * s.g.w_stride_o, k, s.g.depth);
+      return _mm512_castps_si512(round ? round_to_bf16(v) : v);
+    });
+  }
+}
+
+void pack_code_rows(const Strip& s, const float* inverse) {
+  for (int64_t k = 0; k < s.g.depth; k += 64) {
+    store_steps(s, k / 4, [&](int c) {
+      const float* row = s.w + c * s.g.w_stride_o;
+      const Floats factor = splat(inverse[c]);
+      const auto value = [&](int64_t at) { return part(row, at, s.g.depth) * factor; };
+      return pack_codes<Codes::bounded>(value(k), value(k + 16), value(k + 32), value(k + 48));
+    });
+  }
+}
+
+void pack_code_columns(const Strip& s, const float* inverse) {
+  const Floats factor = load(inverse);
+  const auto byte = [&](int64_t k) {
+    if (k >= s.g.depth) return _mm512_setzero_si512();
+    const __m512i code = integers<Codes::bounded>(row_of_columns(s, k) * factor);
+    return _mm512_and_si512(_mm512_max_epi32(code, _mm512_set1_epi32(-127)), _mm512_set1_epi32(255));
+  };
+  for (int64_t step = 0; step < steps_of(s.g); ++step) {
+    const int64_t k = 4 * step;
+    const __m512i low = _mm512_or_si512(byte(k), _mm512_slli_epi32(byte(k + 1), 8));
+    const __m512i high = _mm512_or_si512(byte(k + 2), _mm512_slli_epi32(byte(k + 3), 8));
+    _mm512_storeu_si512(s.to + step * s.stride, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
+}
+
+// The codes of x come as q + 128, so the sums start at -128 times the column's sum.
+void start_sums(const Strip& s) {
+  __m512i sums = _mm512_setzero_si512();
+  for (int64_t step = 0; step < steps_of(s.g); ++step) {
+    sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(-128), _mm512_loadu_si512(s.to + step * s.stride));
+  }
+  _mm512_storeu_si512(s.g.w_init + s.first, _mm512_sub_epi32(_mm512_setzero_si512(), sums));
+}
+
+void pack_codes_of(const Strip& s, const float* inverse) {
+  s.g.w_stride_k == 1 ? pack_code_rows(s, inverse) : pack_code_columns(s, inverse);
+  start_sums(s);
+}
+
+#else
+
+void pack_float_rows(const Strip& s) {
+  const bool round = s.g.mode == GemmMode::bf16;
+  for (int64_t k = 0; k < s.g.depth; ++k) {
+    Floats v{};
+    for (int c = 0; c < s.columns; ++c) v[c] = s.w[c * s.g.w_stride_o + k * s.g.w_stride_k];
+    store(reinterpret_cast<float*>(s.to + k * s.stride), round ? round_to_bf16(v) : v);
+  }
+}
+
+void pack_codes_of(const Strip& s, const float* inverse) {
+  const Floats factor = load(inverse);
+  for (int64_t k = 0; k < s.g.depth; ++k) {
+    Floats v{};
+    for (int c = 0; c < s.columns; ++c) v[c] = s.w[c * s.g.w_stride_o + k * s.g.w_stride_k];
+    store(reinterpret_cast<float*>(s.to + k * s.stride), to_floats(integers(v * factor)));
+  }
+}
+
+#endif
+
+void pack_float_columns(const Strip& s) {
+  const bool round = s.g.mode == GemmMode::bf16;
+  for (int64_t k = 0; k < s.g.depth; ++k) {
+    const Floats v = row_of_columns(s, k);
+    store(reinterpret_cast<float*>(s.to + k * s.stride), round ? round_to_bf16(v) : v);
+  }
+}
+
+// The maximum of each column, as bits.
+void column_tops(const Strip& s, float* tops) {
+  if (s.g.w_stride_k == 1) {
+    return largest_each(s.columns, [&](int64_t c) { return row_magnitude(s.w + c * s.g.w_stride_o, s.g.depth); }, tops);
+  }
+  Ints top{};
+  for (int64_t k = 0; k < s.g.depth; ++k) top = larger(top, magnitude(row_of_columns(s, k)));
+  store(tops, as_floats(top));
+}
+
+void pack_quantized(const Strip& s) {
+  alignas(64) float tops[32] = {}, inverse[kLanes];
+  column_tops(s, tops);
+  const Floats scale = scale_of(load(tops));
+  store(s.g.w_scale + s.first, scale);
+  store(inverse, inverse_of(scale));
+  pack_codes_of(s, inverse);
+}
+
+}  // namespace
+
+int64_t gemm_strips(const GemmArgs& g) { return strips_of(g); }
+
+int64_t gemm_packed_bytes(const GemmArgs& g) { return strips_of(g) * kLanes * steps_of(g) * 4; }
+
+void gemm_pack(const GemmArgs& g, int64_t strip_begin, int64_t strip_end) {
+  for (int64_t i = strip_begin; i < strip_end; ++i) {
+    const Strip s = strip_of(g, i);
+    if (g.mode == GemmMode::i8) {
+      pack_quantized(s);
+    } else if (g.w_stride_k == 1) {
+      pack_float_rows(s);
+    } else {
+      pack_float_columns(s);
+    }
+  }
+}
+
+}  // namespace gnnc::GNNC_ISA

@@ -1,0 +1,319 @@
+#include "launch.h"
+
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+namespace gnnc {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// What an argument of an instruction names.
+enum class Use {
+  none,
+  spare,         // written by prepare
+  constant,      // an index into consts
+  heads,         // a number that divides the width
+  row,           // operand, fp32 [M]
+  column,        // operand, fp32 [F]
+  columns2,      // two operands in a row, fp32 [F] or empty
+  statistics,    // four operands in a row: mean, var [F], weight, bias [F] or empty
+  full,          // operand, fp32 or bf16 [M, F]
+  codes,         // operand, int8 [M, F]
+  single,        // operand, fp32, one element
+  scale,         // operand, fp32, one element or [F]
+  out_f32,       // output [M, F]
+  out_bf16,      // output [M, F]
+  out_codes,     // output, int8 [M, F], rows padded to 64 bytes
+  out_row,       // output, fp32 [M]
+  out_shift,     // output, uint8 [M]
+  out_count,     // output, int64, one element; -1: none
+  out_amax,      // output, fp32, one element or [F]
+  out_per_head,  // output, fp32 [M, heads]
+};
+
+struct Spec {
+  RowOp op;
+  Use a = Use::none, b = Use::none, c = Use::none;
+};
+
+constexpr Spec kSpecs[] = {
+    {RowOp::mul_row, Use::row},
+    {RowOp::add_row, Use::row},
+    {RowOp::mul_col, Use::column},
+    {RowOp::add_col, Use::column},
+    {RowOp::mul_full, Use::full},
+    {RowOp::add_full, Use::full},
+    {RowOp::add_qrow, Use::codes, Use::row},
+    {RowOp::mul_const, Use::none, Use::constant},
+    {RowOp::add_const, Use::none, Use::constant},
+    {RowOp::mul_tensor, Use::single},
+    {RowOp::add_tensor, Use::single},
+    {RowOp::rsub_full, Use::full},
+    {RowOp::div_row, Use::row},
+    {RowOp::div_full, Use::full},
+    {RowOp::div_col, Use::column},
+    {RowOp::relu},
+    {RowOp::leaky_relu, Use::none, Use::constant},
+    {RowOp::elu, Use::none, Use::constant},
+    {RowOp::sigmoid},
+    {RowOp::tanh},
+    {RowOp::gelu},
+    {RowOp::gelu_tanh},
+    {RowOp::silu},
+    {RowOp::exp},
+    {RowOp::neg},
+    {RowOp::abs},
+    {RowOp::square},
+    {RowOp::sqrt},
+    {RowOp::recip},
+    {RowOp::clamp_min, Use::none, Use::constant},
+    {RowOp::clamp_max, Use::none, Use::constant},
+    {RowOp::log},
+    {RowOp::softplus},
+    {RowOp::rsqrt},
+    {RowOp::batch_norm, Use::statistics, Use::constant, Use::spare},
+    {RowOp::layer_norm, Use::columns2, Use::constant},
+    {RowOp::l2_normalize, Use::none, Use::constant},
+    {RowOp::softmax},
+    {RowOp::log_softmax},
+    {RowOp::head_mean, Use::none, Use::heads},
+    {RowOp::store_f32, Use::out_f32},
+    {RowOp::store_bf16, Use::out_bf16},
+    {RowOp::quant_row, Use::out_codes, Use::out_row},
+    {RowOp::quant_static, Use::out_codes, Use::scale, Use::out_count},
+    {RowOp::quant_pow2, Use::out_codes, Use::out_shift, Use::scale},
+    {RowOp::amax, Use::out_amax},
+    {RowOp::row_dot, Use::column, Use::out_per_head, Use::heads},
+};
+
+Scalar scalar_of(const Tensor& t, const char* op) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return Scalar::f32;
+    case ScalarType::BFloat16: return Scalar::bf16;
+    case ScalarType::Char: return Scalar::i8;
+    case ScalarType::Byte: return Scalar::u8;
+    case ScalarType::Long: return Scalar::i64;
+    default:
+      STD_TORCH_CHECK(false, op, ": a row program takes float32, bfloat16, int8, uint8 and int64 tensors, not ",
+                      torch::headeronly::toString(t.scalar_type()));
+  }
+}
+
+// Two dimensions stay a matrix; everything else must be contiguous and becomes one row.
+RowView view_of(const Tensor& t, const char* op) {
+  STD_TORCH_CHECK(t.is_cpu(), op, ": the tensors of a row program must be on the CPU");
+  const Scalar type = scalar_of(t, op);
+  if (t.dim() != 2 || t.is_contiguous()) {
+    STD_TORCH_CHECK(t.is_contiguous(), op, ": a tensor of a row program must be contiguous, or a matrix");
+    const bool matrix = t.dim() == 2;
+    const int64_t rows = matrix ? t.size(0) : 1, cols = matrix ? t.size(1) : t.numel();
+    return {t.data_ptr(), rows, cols, cols, type};
+  }
+  const int64_t cols = t.size(1);
+  STD_TORCH_CHECK(cols <= 1 || t.stride(1) == 1, op, ": the columns of a matrix of a row program must be adjacent");
+  STD_TORCH_CHECK(t.size(0) <= 1 || t.stride(0) >= cols, op, ": the rows of a matrix of a row program overlap");
+  return {t.data_ptr(), t.size(0), cols, t.stride(0), type};
+}
+
+class Parser {
+ public:
+  void parse(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width);
+  const RowProgram& result() const { return program_; }
+
+ private:
+  void check(const RowInstruction& in, const Spec& spec);
+  void check_use(Use use, int32_t value, const RowInstruction& in);
+  void check_operand(Use use, int32_t index);
+  void check_out(Use use, int32_t index, int64_t heads);
+  void prepare(RowInstruction& in);
+  int32_t prepare_batch_norm(const RowInstruction& in);
+  int32_t prepare_inverse(int32_t index);
+  float* reserve(int32_t* offset);
+  const RowView& operand(int64_t index) const;
+
+  bool vector(const RowView& v, int64_t count) const {
+    return v.type == Scalar::f32 && v.rows * v.cols == count && (v.rows <= 1 || v.stride == v.cols);
+  }
+  bool matrix(const RowView& v, int64_t cols) const {
+    return (v.rows == rows_ && v.cols == cols) || (v.rows == 1 && rows_ == v.cols && cols == 1) ||
+           (rows_ * cols == 0 && v.rows * v.cols == 0);
+  }
+  static const float* floats(const RowView& v) { return static_cast<const float*>(v.data); }
+
+  const char* name_ = nullptr;
+  int64_t at_ = 0, rows_ = 0, width_ = 0;
+  std::vector<RowInstruction> code_;
+  std::vector<RowView> operands_, outs_;
+  std::vector<float> consts_, prepared_;
+  RowProgram program_{};
+};
+
+const RowView& Parser::operand(int64_t index) const {
+  STD_TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(operands_.size()), name_, ": instruction ", at_,
+                  " names operand ", index, " of ", operands_.size());
+  return operands_[static_cast<size_t>(index)];
+}
+
+void Parser::check_operand(Use use, int32_t index) {
+  const RowView& v = operand(index);
+  const auto expect = [&](bool holds, const char* what) {
+    STD_TORCH_CHECK(holds, name_, ": instruction ", at_, " needs operand ", index, " to be ", what, " (rows ", rows_,
+                    ", width ", width_, "), but it has ", v.rows, " x ", v.cols, " elements of another shape or type");
+  };
+  const auto column_or_empty = [&](int64_t i) {
+    const RowView& w = operand(i);
+    return vector(w, width_) || vector(w, 0);
+  };
+  switch (use) {
+    case Use::row: return expect(vector(v, rows_), "float32 [rows]");
+    case Use::column: return expect(vector(v, width_), "float32 [width]");
+    case Use::columns2:
+      return expect(column_or_empty(index) && column_or_empty(index + 1), "weight, then bias: float32 [width] or empty");
+    case Use::statistics:
+      return expect(vector(v, width_) && vector(operand(index + 1), width_) && column_or_empty(index + 2) &&
+                        column_or_empty(index + 3),
+                    "mean, then var, weight, bias: float32 [width]");
+    case Use::full:
+      return expect((v.type == Scalar::f32 || v.type == Scalar::bf16) && matrix(v, width_),
+                    "float32 or bfloat16 [rows, width]");
+    case Use::codes: return expect(v.type == Scalar::i8 && matrix(v, width_), "int8 [rows, width]");
+    case Use::single: return expect(vector(v, 1), "float32 with one element");
+    default: return expect(vector(v, 1) || vector(v, width_), "float32 with one element or [width]");
+  }
+}
+
+void Parser::check_out(Use use, int32_t index, int64_t heads) {
+  if (use == Use::out_count && index == -1) return;
+  STD_TORCH_CHECK(index >= 0 && index < static_cast<int32_t>(outs_.size()), name_, ": instruction ", at_,
+                  " names output ", index, " of ", outs_.size());
+  RowView& v = outs_[static_cast<size_t>(index)];
+  const auto expect = [&](bool holds, const char* what) {
+    STD_TORCH_CHECK(holds, name_, ": instruction ", at_, " needs output ", index, " to be ", what, " (rows ", rows_,
+                    ", width ", width_, "), but it has ", v.rows, " x ", v.cols, " elements of another shape or type");
+  };
+  switch (use) {
+    case Use::out_f32: return expect(v.type == Scalar::f32 && matrix(v, width_), "float32 [rows, width]");
+    case Use::out_bf16: return expect(v.type == Scalar::bf16 && matrix(v, width_), "bfloat16 [rows, width]");
+    case Use::out_codes: {
+      expect(v.type == Scalar::i8 && matrix(v, width_), "int8 [rows, width]");
+      const int64_t padded = (width_ + 63) / 64 * 64;
+      if (rows_ <= 1) v.stride = padded;  // a stride of one row says nothing
+      return expect(v.stride >= padded, "int8 with rows padded to 64 bytes");
+    }
+    case Use::out_row: return expect(vector(v, rows_), "float32 [rows]");
+    case Use::out_shift:
+      return expect(v.type == Scalar::u8 && v.rows * v.cols == rows_ && (v.rows <= 1 || v.stride == v.cols),
+                    "uint8 [rows]");
+    case Use::out_count: return expect(v.type == Scalar::i64 && v.rows * v.cols == 1, "int64 with one element");
+    case Use::out_per_head: return expect(v.type == Scalar::f32 && matrix(v, heads), "float32 [rows, heads]");
+    default: return expect(vector(v, 1) || vector(v, width_), "float32 with one element or [width]");
+  }
+}
+
+void Parser::check_use(Use use, int32_t value, const RowInstruction& in) {
+  if (use == Use::none || use == Use::spare) return;
+  if (use == Use::constant) {
+    STD_TORCH_CHECK(value >= 0 && value < static_cast<int32_t>(consts_.size()), name_, ": instruction ", at_,
+                    " names constant ", value, " of ", consts_.size());
+  } else if (use == Use::heads) {
+    STD_TORCH_CHECK(value > 0 && width_ % value == 0, name_, ": instruction ", at_, " has ", value,
+                    " heads, which do not divide the width ", width_);
+  } else if (use < Use::out_f32) {
+    check_operand(use, value);
+  } else {
+    check_out(use, value, in.c);
+  }
+}
+
+void Parser::check(const RowInstruction& in, const Spec& spec) {
+  check_use(spec.c, in.c, in);  // first: it may hold the number of heads that b needs
+  check_use(spec.a, in.a, in);
+  check_use(spec.b, in.b, in);
+}
+
+// Room for one value a column, padded to whole vectors with zeros.
+float* Parser::reserve(int32_t* offset) {
+  *offset = static_cast<int32_t>(prepared_.size());
+  prepared_.resize(prepared_.size() + static_cast<size_t>((width_ + 15) / 16 * 16), 0.0f);
+  return prepared_.data() + *offset;
+}
+
+int32_t Parser::prepare_batch_norm(const RowInstruction& in) {
+  const float eps = consts_[static_cast<size_t>(in.b)];
+  const float* mean = floats(operand(in.a));
+  const float* var = floats(operand(in.a + 1));
+  const float* weight = operand(in.a + 2).cols ? floats(operand(in.a + 2)) : nullptr;
+  const float* bias = operand(in.a + 3).cols ? floats(operand(in.a + 3)) : nullptr;
+  int32_t at_a, at_b;
+  reserve(&at_a);
+  float* b = reserve(&at_b);
+  float* a = prepared_.data() + at_a;
+  for (int64_t c = 0; c < width_; ++c) {
+    a[c] = (weight ? weight[c] : 1.0f) / std::sqrt(var[c] + eps);
+    b[c] = (bias ? bias[c] : 0.0f) - mean[c] * a[c];
+  }
+  return at_a;
+}
+
+int32_t Parser::prepare_inverse(int32_t index) {
+  const RowView& scale = operand(index);
+  const bool single = scale.rows * scale.cols == 1;
+  int32_t at;
+  float* inverse = reserve(&at);
+  for (int64_t c = 0; c < width_; ++c) {
+    const float s = floats(scale)[single ? 0 : c];
+    inverse[c] = s >= std::numeric_limits<float>::min() ? 1.0f / s : 0.0f;
+  }
+  return at;
+}
+
+void Parser::prepare(RowInstruction& in) {
+  if (in.op == RowOp::batch_norm) in.c = prepare_batch_norm(in);
+  if (in.op == RowOp::quant_static) in.b = prepare_inverse(in.b);
+  if (in.op == RowOp::quant_pow2) in.c = prepare_inverse(in.c);
+  if (in.op == RowOp::head_mean) width_ /= in.b;
+}
+
+void Parser::parse(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width) {
+  name_ = op, rows_ = rows, width_ = width;
+  code_.clear(), operands_.clear(), outs_.clear(), prepared_.clear();
+  for (const Tensor& t : arguments.operands) operands_.push_back(view_of(t, op));
+  for (const Tensor& t : arguments.outs) outs_.push_back(view_of(t, op));
+  consts_.assign(arguments.consts.begin(), arguments.consts.end());
+  STD_TORCH_CHECK(arguments.program.size() % 4 == 0, op, ": a row program has 4 numbers an instruction, not ",
+                  arguments.program.size(), " in all");
+  for (size_t i = 0; i < arguments.program.size(); i += 4) {
+    const auto word = [&](size_t k) { return static_cast<int32_t>(arguments.program[i + k]); };
+    RowInstruction in{static_cast<RowOp>(word(0)), word(1), word(2), word(3)};
+    at_ = static_cast<int64_t>(i / 4);
+    const Spec* spec = std::find_if(std::begin(kSpecs), std::end(kSpecs), [&](const Spec& s) { return s.op == in.op; });
+    STD_TORCH_CHECK(spec != std::end(kSpecs), op, ": instruction ", at_, " has the unknown opcode ", word(0));
+    check(in, *spec);
+    prepare(in);
+    code_.push_back(in);
+  }
+  program_ = {code_.data(),   static_cast<int64_t>(code_.size()), operands_.data(),
+              consts_.data(), outs_.data(),                       prepared_.data()};
+}
+
+}  // namespace
+
+RowView matrix_of(const Tensor& t, const char* op, const char* name) {
+  STD_TORCH_CHECK(t.is_cpu(), op, ": ", name, " must be on the CPU");
+  STD_TORCH_CHECK(t.dim() == 2, op, ": ", name, " must have 2 dimensions, but has ", t.dim());
+  return view_of(t, op);
+}
+
+const RowProgram& parse_program(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width) {
+  thread_local Parser parser;
+  parser.parse(op, arguments, rows, width);
+  return parser.result();
+}
+
+}  // namespace gnnc

@@ -1,0 +1,40 @@
+#pragma once
+
+// map: acc = x, then the row program. For row-local work that no gemm or spmm could take along.
+//
+// Layout: x [M, F] fp32, bf16 or int8 with rows x_stride elements apart; an int8 row is multiplied by its scale.
+// Traffic: x and what the program names, once. Floor: the bandwidth of memory.
+
+#include <cstdint>
+
+#include "gnnc/row_program.h"
+
+namespace gnnc {
+
+struct MapArgs {
+  const void* x;
+  Scalar x_type;
+  int64_t x_stride;
+  const float* x_scale;  // int8 only
+  int64_t scale_stride;  // 0: one for all rows
+  int64_t rows, width;
+  const RowProgram* program;
+};
+
+constexpr int64_t kMapTileFloats = 2048;  // of a tile: 8 KB
+
+inline int64_t map_stride(const MapArgs& args) { return (args.width + 15) / 16 * 16; }
+inline int64_t map_tile_rows(const MapArgs& args) {
+  const int64_t rows = kMapTileFloats / (map_stride(args) + 1);
+  return rows < 1 ? 1 : rows > 32 ? 32 : rows;
+}
+
+// tile: map_tile_rows * map_stride floats.
+namespace generic {
+void map_rows(const MapArgs& args, int64_t row_begin, int64_t row_end, float* tile);
+}
+namespace avx512 {
+void map_rows(const MapArgs& args, int64_t row_begin, int64_t row_end, float* tile);
+}
+
+}  // namespace gnnc

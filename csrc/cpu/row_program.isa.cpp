@@ -1,0 +1,386 @@
+// See include/gnnc/row_program.h for layout, traffic and floor.
+
+#include "gnnc/row_program.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "gnnc/quantize.h"
+#include "gnnc/simd.h"
+#include "gnnc/simd_math.h"
+
+namespace gnnc::GNNC_ISA {
+namespace {
+
+constexpr int kGroup = 16;  // rows that share a vector of row results
+
+struct Tile {
+  const RowProgram& program;
+  float* acc;
+  int64_t ld, first;
+  int rows;
+  int64_t width;
+
+  float* row(int64_t r) const { return acc + r * ld; }
+};
+
+const float* floats(const RowView& v) { return static_cast<const float*>(v.data); }
+
+template <typename T>
+T* row_of(const RowView& v, int64_t r) {
+  return static_cast<T*>(v.data) + r * v.stride;
+}
+
+// acc = f(acc), whole vectors: what lies past the width is not read later.
+template <typename Function>
+void map_values(const Tile& t, const Function& f) {
+  for (int r = 0; r < t.rows; ++r) {
+    float* row = t.row(r);
+    for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, f(load(row + c)));
+  }
+}
+
+template <typename Function>
+void map_rows(const Tile& t, const RowView& v, const Function& f) {
+  for (int r = 0; r < t.rows; ++r) {
+    float* row = t.row(r);
+    const Floats value = splat(floats(v)[t.first + r]);
+    for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, f(load(row + c), value));
+  }
+}
+
+template <typename Function>
+void map_columns(const Tile& t, const RowView& v, const Function& f) {
+  for_columns(t.width, [&](int64_t c, auto n) {
+    const Floats value = load(floats(v) + c, n);
+    for (int r = 0; r < t.rows; ++r) store(t.row(r) + c, f(load(t.row(r) + c), value));
+  });
+}
+
+template <typename T, typename Function>
+void map_matrix(const Tile& t, const RowView& v, const Function& f) {
+  for (int r = 0; r < t.rows; ++r) {
+    float* row = t.row(r);
+    const T* values = row_of<const T>(v, t.first + r);
+    for_columns(t.width, [&](int64_t c, auto n) { store(row + c, f(load(row + c), load(values + c, n))); });
+  }
+}
+
+template <typename Function>
+void map_full(const Tile& t, const RowView& v, const Function& f) {
+  v.type == Scalar::bf16 ? map_matrix<Bf16>(t, v, f) : map_matrix<float>(t, v, f);
+}
+
+void add_codes(const Tile& t, const RowView& codes, const RowView& scales) {
+  for (int r = 0; r < t.rows; ++r) {
+    float* row = t.row(r);
+    const int8_t* q = row_of<const int8_t>(codes, t.first + r);
+    const Floats scale = splat(floats(scales)[t.first + r]);
+    for_columns(t.width, [&](int64_t c, auto n) { store(row + c, load(row + c) + load(q + c, n) * scale); });
+  }
+}
+
+void batch_norm(const Tile& t, const float* a) {
+  const float* b = a + (t.width + 15) / 16 * 16;
+  for (int64_t c = 0; c < t.width; c += kLanes) {
+    const Floats factor = load(a + c), offset = load(b + c);
+    for (int r = 0; r < t.rows; ++r) store(t.row(r) + c, load(t.row(r) + c) * factor + offset);
+  }
+}
+
+// Gives the lanes past the width a value that leaves the reduction to come alone.
+void fill_tail(float* row, int64_t width, float value) {
+  const int64_t end = (width + kLanes - 1) / kLanes * kLanes;
+  for (int64_t c = width; c < end; ++c) row[c] = value;
+}
+
+template <typename Function>
+float sum_row(const float* row, int64_t width, const Function& f) {
+  Floats total{};
+  for (int64_t c = 0; c < width; c += kLanes) total += f(load(row + c));
+  return sum(total);
+}
+
+void layer_norm(const Tile& t, const RowView& weight, const RowView& bias, float eps) {
+  const float count = static_cast<float>(t.width);
+  const bool has_weight = weight.cols > 0, has_bias = bias.cols > 0;
+  for (int r = 0; r < t.rows; ++r) {
+    float* row = t.row(r);
+    fill_tail(row, t.width, 0.0f);
+    const float mean = sum_row(row, t.width, [](Floats v) { return v; }) / count;
+    fill_tail(row, t.width, mean);
+    const Floats center = splat(mean);
+    const float var = sum_row(row, t.width, [&](Floats v) { return (v - center) * (v - center); }) / count;
+    const Floats factor = splat(1.0f / std::sqrt(var + eps));
+    for_columns(t.width, [&](int64_t c, auto n) {
+      Floats v = (load(row + c) - center) * factor;
+      if (has_weight) v *= load(floats(weight) + c, n);
+      if (has_bias) v += load(floats(bias) + c, n);
+      store(row + c, v);
+    });
+  }
+}
+
+void l2_normalize(const Tile& t, float eps) {
+  for (int r = 0; r < t.rows; ++r) {
+    float* row = t.row(r);
+    fill_tail(row, t.width, 0.0f);
+    const float norm = std::sqrt(sum_row(row, t.width, [](Floats v) { return v * v; }));
+    const Floats divisor = splat(norm < eps ? eps : norm);
+    for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, load(row + c) / divisor);
+  }
+}
+
+float largest_of_row(const float* row, int64_t width) {
+  Floats top = load(row);
+  for (int64_t c = kLanes; c < width; c += kLanes) top = larger(load(row + c), top);
+  return largest(top);
+}
+
+void softmax(const Tile& t, bool logarithm) {
+  for (int r = 0; r < t.rows; ++r) {
+    float* row = t.row(r);
+    fill_tail(row, t.width, -std::numeric_limits<float>::infinity());
+    const Floats top = splat(largest_of_row(row, t.width));
+    if (logarithm) {
+      const float total = sum_row(row, t.width, [&](Floats v) { return exp(v - top); });
+      const Floats rest = log(splat(total));
+      for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, (load(row + c) - top) - rest);
+    } else {
+      for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, exp(load(row + c) - top));
+      const Floats total = splat(sum_row(row, t.width, [](Floats v) { return v; }));
+      for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, load(row + c) / total);
+    }
+  }
+}
+
+void head_mean(Tile& t, int64_t heads) {
+  t.width /= heads;
+  const Floats count = splat(static_cast<float>(heads));
+  for (int r = 0; r < t.rows; ++r) {
+    float* row = t.row(r);
+    for_columns(t.width, [&](int64_t c, auto n) {
+      Floats total = load(row + c, n);
+      for (int64_t h = 1; h < heads; ++h) total += load(row + h * t.width + c, n);
+      store(row + c, total / count, n);
+    });
+  }
+}
+
+template <typename T>
+void store_rows(const Tile& t, const RowView& out) {
+  for (int r = 0; r < t.rows; ++r) {
+    const float* row = t.row(r);
+    T* to = row_of<T>(out, t.first + r);
+    for_columns(t.width, [&](int64_t c, auto n) { store(to + c, load(row + c), n); });
+  }
+}
+
+void quant_row(const Tile& t, const RowView& codes, const RowView& scales) {
+  alignas(64) float scale[2 * kGroup], inverse[2 * kGroup];
+  for (int begin = 0; begin < t.rows; begin += kGroup) {
+    const int count = std::min(kGroup, t.rows - begin);
+    row_scales(t.row(begin), t.ld, count, t.width, scale, inverse);
+    std::memcpy(static_cast<float*>(scales.data) + t.first + begin, scale, static_cast<size_t>(count) * sizeof(float));
+    for (int i = 0; i < count; ++i) {
+      const float* row = t.row(begin + i);
+      const Floats factor = splat(inverse[i]);
+      const auto value = [&](int64_t c, auto) { return load(row + c) * factor; };
+      store_codes<Codes::bounded>(t.width, value, 0, row_of<int8_t>(codes, t.first + begin + i));
+    }
+  }
+}
+
+// Values that rint takes beyond +-127.
+int64_t count_saturated(const float* row, const float* inverse, int64_t width) {
+  const Floats limit = splat(127.5f);
+  Ints total{};
+  for_columns(width, [&](int64_t c, auto n) {
+    total -= (absolute(keep(load(row + c) * load(inverse + c), n)) >= limit);
+  });
+  int64_t count = 0;
+  for (int i = 0; i < kLanes; ++i) count += total[i];
+  return count;
+}
+
+void quant_static(const Tile& t, const RowView& codes, const float* inverse, int64_t* saturated) {
+  int64_t count = 0;
+  for (int r = 0; r < t.rows; ++r) {
+    const float* row = t.row(r);
+    const auto value = [&](int64_t c, auto) { return load(row + c) * load(inverse + c); };
+    store_codes<Codes::held>(t.width, value, 0, row_of<int8_t>(codes, t.first + r));
+    if (saturated != nullptr) count += count_saturated(row, inverse, t.width);
+  }
+  if (count > 0) __atomic_fetch_add(saturated, count, __ATOMIC_RELAXED);
+}
+
+// The largest k in 0..7 with top * 2^k <= 127.
+int shift_of(float top) {
+  int k = 0;
+  while (k < 7 && top * static_cast<float>(2 << k) <= 127.0f) ++k;
+  return k;
+}
+
+void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, const float* inverse) {
+  for (int r = 0; r < t.rows; ++r) {
+    const float* row = t.row(r);
+    Ints top{};
+    for_columns(t.width, [&](int64_t c, auto n) {
+      top = larger(top, magnitude(keep(load(row + c) * load(inverse + c), n)));
+    });
+    const int k = shift_of(from_bits(largest(top)));
+    static_cast<uint8_t*>(shifts.data)[t.first + r] = static_cast<uint8_t>(k);
+    const Floats power = splat(static_cast<float>(1 << k));
+    const auto value = [&](int64_t c, auto) { return load(row + c) * load(inverse + c) * power; };
+    store_codes<Codes::held>(t.width, value, 0, row_of<int8_t>(codes, t.first + r));
+  }
+}
+
+// Threads race here, but a maximum does not depend on who comes first. Non-negative floats order like their bits.
+void raise_to(float* out, int32_t bits) {
+  auto* shared = reinterpret_cast<int32_t*>(out);
+  int32_t now = __atomic_load_n(shared, __ATOMIC_RELAXED);
+  while (now < bits &&
+         !__atomic_compare_exchange_n(shared, &now, bits, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+void amax(const Tile& t, const RowView& out) {
+  auto* tops = static_cast<float*>(out.data);
+  const bool single = out.rows * out.cols == 1;
+  Ints all{};
+  for_columns(t.width, [&](int64_t c, auto n) {
+    Ints top{};
+    for (int r = 0; r < t.rows; ++r) top = larger(top, magnitude(load(t.row(r) + c, n)));
+    all = larger(all, top);
+    if (single || !any(top > as_ints(load(tops + c, n)))) return;
+    const int lanes = lanes_of(n);
+    for (int i = 0; i < lanes; ++i) raise_to(tops + c + i, top[i]);
+  });
+  if (single) raise_to(tops, largest(all));
+}
+
+void row_dot(const Tile& t, const RowView& att, const RowView& out, int64_t heads) {
+  const int64_t depth = t.width / heads;
+  const auto product = [&](int64_t i) {
+    const float* row = t.row(i / heads) + i % heads * depth;
+    const float* factors = floats(att) + i % heads * depth;
+    Floats total{};
+    for_columns(depth, [&](int64_t c, auto n) { total = fused(load(row + c, n), load(factors + c, n), total); });
+    return total;
+  };
+  alignas(64) float sums[4 * kGroup];
+  const int64_t pairs = t.rows * heads;
+  for (int64_t begin = 0; begin < pairs; begin += 3 * kGroup) {
+    const int64_t count = std::min<int64_t>(3 * kGroup, pairs - begin);
+    sum_each(count, [&](int64_t i) { return product(begin + i); }, sums);
+    for (int64_t i = 0; i < count; ++i) {
+      row_of<float>(out, t.first + (begin + i) / heads)[(begin + i) % heads] = sums[i];
+    }
+  }
+}
+
+void apply_arithmetic(const Tile& t, const RowInstruction& in) {
+  const auto operand = [&](int32_t i) -> const RowView& { return t.program.operands[i]; };
+  const auto add = [](Floats x, Floats v) { return x + v; };
+  const auto multiply = [](Floats x, Floats v) { return x * v; };
+  const auto divide = [](Floats x, Floats v) { return x / v; };
+  const auto map_single = [&](float value, const auto& f) {
+    map_values(t, [&, v = splat(value)](Floats x) { return f(x, v); });
+  };
+  switch (in.op) {
+    case RowOp::mul_row: return map_rows(t, operand(in.a), multiply);
+    case RowOp::add_row: return map_rows(t, operand(in.a), add);
+    case RowOp::div_row: return map_rows(t, operand(in.a), divide);
+    case RowOp::mul_col: return map_columns(t, operand(in.a), multiply);
+    case RowOp::add_col: return map_columns(t, operand(in.a), add);
+    case RowOp::div_col: return map_columns(t, operand(in.a), divide);
+    case RowOp::mul_full: return map_full(t, operand(in.a), multiply);
+    case RowOp::add_full: return map_full(t, operand(in.a), add);
+    case RowOp::div_full: return map_full(t, operand(in.a), divide);
+    case RowOp::rsub_full: return map_full(t, operand(in.a), [](Floats x, Floats v) { return v - x; });
+    case RowOp::add_qrow: return add_codes(t, operand(in.a), operand(in.b));
+    case RowOp::mul_const: return map_single(t.program.consts[in.b], multiply);
+    case RowOp::add_const: return map_single(t.program.consts[in.b], add);
+    case RowOp::mul_tensor: return map_single(floats(operand(in.a))[0], multiply);
+    default: return map_single(floats(operand(in.a))[0], add);
+  }
+}
+
+// Comparisons are written so that a NaN stays one, as in torch.
+void apply_activation(const Tile& t, const RowInstruction& in) {
+  const bool has_constant = in.op == RowOp::leaky_relu || in.op == RowOp::elu || in.op == RowOp::clamp_min ||
+                            in.op == RowOp::clamp_max;
+  const float constant = has_constant ? t.program.consts[in.b] : 0.0f;
+  const Floats k = splat(constant), zero = splat(0.0f), one = splat(1.0f);
+  switch (in.op) {
+    case RowOp::relu: return map_values(t, [&](Floats x) { return larger(zero, x); });
+    case RowOp::leaky_relu: return map_values(t, [&](Floats x) { return x > zero ? x : x * k; });
+    case RowOp::elu: return map_values(t, [&](Floats x) { return elu(x, constant); });
+    case RowOp::sigmoid: return map_values(t, [](Floats x) { return sigmoid(x); });
+    case RowOp::tanh: return map_values(t, [](Floats x) { return tanh(x); });
+    case RowOp::gelu: return map_values(t, [](Floats x) { return gelu(x); });
+    case RowOp::gelu_tanh: return map_values(t, [](Floats x) { return gelu_tanh(x); });
+    case RowOp::silu: return map_values(t, [](Floats x) { return silu(x); });
+    case RowOp::exp: return map_values(t, [](Floats x) { return exp(x); });
+    case RowOp::neg: return map_values(t, [](Floats x) { return -x; });
+    case RowOp::abs: return map_values(t, [](Floats x) { return absolute(x); });
+    case RowOp::square: return map_values(t, [](Floats x) { return x * x; });
+    case RowOp::sqrt: return map_values(t, [](Floats x) { return square_root(x); });
+    case RowOp::recip: return map_values(t, [&](Floats x) { return one / x; });
+    case RowOp::clamp_min: return map_values(t, [&](Floats x) { return larger(k, x); });
+    case RowOp::clamp_max: return map_values(t, [&](Floats x) { return smaller(k, x); });
+    case RowOp::log: return map_values(t, [](Floats x) { return log(x); });
+    case RowOp::softplus: return map_values(t, [](Floats x) { return softplus(x); });
+    default: return map_values(t, [&](Floats x) { return one / square_root(x); });
+  }
+}
+
+void apply_row_wise(Tile& t, const RowInstruction& in) {
+  const RowProgram& p = t.program;
+  switch (in.op) {
+    case RowOp::batch_norm: return batch_norm(t, p.prepared + in.c);
+    case RowOp::layer_norm: return layer_norm(t, p.operands[in.a], p.operands[in.a + 1], p.consts[in.b]);
+    case RowOp::l2_normalize: return l2_normalize(t, p.consts[in.b]);
+    case RowOp::softmax: return softmax(t, false);
+    case RowOp::log_softmax: return softmax(t, true);
+    default: return head_mean(t, in.b);
+  }
+}
+
+void apply_store(const Tile& t, const RowInstruction& in) {
+  const RowProgram& p = t.program;
+  const auto out = [&](int32_t i) -> const RowView& { return p.outs[i]; };
+  switch (in.op) {
+    case RowOp::store_f32: return store_rows<float>(t, out(in.a));
+    case RowOp::store_bf16: return store_rows<Bf16>(t, out(in.a));
+    case RowOp::quant_row: return quant_row(t, out(in.a), out(in.b));
+    case RowOp::quant_static: {
+      auto* count = in.c < 0 ? nullptr : static_cast<int64_t*>(out(in.c).data);
+      return quant_static(t, out(in.a), p.prepared + in.b, count);
+    }
+    case RowOp::quant_pow2: return quant_pow2(t, out(in.a), out(in.b), p.prepared + in.c);
+    case RowOp::amax: return amax(t, out(in.a));
+    default: return row_dot(t, p.operands[in.a], out(in.b), in.c);
+  }
+}
+
+}  // namespace
+
+void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows, int64_t width) {
+  Tile tile{program, acc, ld, r0, rows, width};
+  for (int64_t i = 0; i < program.length; ++i) {
+    const RowInstruction& in = program.code[i];
+    if (in.op >= RowOp::store_f32) {
+      apply_store(tile, in);
+    } else if (in.op >= RowOp::batch_norm) {
+      apply_row_wise(tile, in);
+    } else if (in.op >= RowOp::relu) {
+      apply_activation(tile, in);
+    } else {
+      apply_arithmetic(tile, in);
+    }
+  }
+}
+
+}  // namespace gnnc::GNNC_ISA

@@ -1,0 +1,114 @@
+#pragma once
+
+// Rows of floats to int8 codes: q = rint(x * inv), half to even, held to +-127. Only for *.isa.cpp files.
+//
+// scale = amax / 127 (0 where that is below the least normal float, so that 1 / scale is finite), inv = 1 / scale or 0.
+// The maximum is taken on bit patterns, so a NaN or an infinity in a row makes its scale non-finite.
+
+#include <limits>
+
+#include "gnnc/simd.h"
+
+namespace gnnc::GNNC_ISA {
+
+template <typename T>
+GNNC_INLINE Ints row_magnitude(const T* x, int64_t width) {
+  Ints top{}, next{};
+  int64_t c = 0;
+  for (; c + 2 * kLanes <= width; c += 2 * kLanes) {
+    top = larger(top, magnitude(load(x + c)));
+    next = larger(next, magnitude(load(x + c + kLanes)));
+  }
+  for (; c + kLanes <= width; c += kLanes) top = larger(top, magnitude(load(x + c)));
+  if (c < width) next = larger(next, magnitude(load(x + c, Tail{static_cast<int>(width - c)})));
+  return larger(top, next);
+}
+
+// Turns maxima (as bits) into scales, and into what codes are multiplied by.
+GNNC_INLINE Floats scale_of(Floats amax) {
+  const Floats scale = amax / splat(127.0f);
+  return scale < splat(std::numeric_limits<float>::min()) ? splat(0.0f) : scale;
+}
+GNNC_INLINE Floats inverse_of(Floats scale) {
+  return scale > splat(0.0f) ? splat(1.0f) / (scale > splat(0.0f) ? scale : splat(1.0f)) : splat(0.0f);
+}
+inline float scale_of(float amax) { return scale_of(splat(amax))[0]; }
+inline float inverse_of(float scale) { return inverse_of(splat(scale))[0]; }
+
+// scales[r] and inverses[r] of rows 0 .. rows; both have room for 16 more.
+template <typename T>
+GNNC_INLINE void row_scales(const T* x, int64_t stride, int rows, int64_t width, float* scales, float* inverses) {
+  largest_each(rows, [&](int64_t r) { return row_magnitude(x + r * stride, width); }, scales);
+  for (int r = 0; r < rows; r += kLanes) {
+    const Floats scale = scale_of(load(scales + r));
+    store(scales + r, scale);
+    store(inverses + r, inverse_of(scale));
+  }
+}
+
+enum class Codes {
+  bounded,  // |value| < 127.5 for every finite value: nothing to hold
+  held,     // values of any size
+};
+
+#ifdef __AVX512F__
+
+template <Codes kCodes>
+GNNC_INLINE __m512i integers(__m512 v) {
+  // Past 2^31 the conversion would change the sign; below -2^31 it does not.
+  if constexpr (kCodes == Codes::held) v = _mm512_min_ps(v, _mm512_set1_ps(127.0f));
+  return _mm512_cvtps_epi32(v);
+}
+
+// 64 codes of four vectors of scaled values.
+template <Codes kCodes>
+GNNC_INLINE __m512i pack_codes(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const __m512i low = _mm512_packs_epi32(integers<kCodes>(a), integers<kCodes>(b));
+  const __m512i high = _mm512_packs_epi32(integers<kCodes>(c), integers<kCodes>(d));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i codes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+  return _mm512_max_epi8(codes, _mm512_set1_epi8(-127));
+}
+
+// out[c] = code of value(c) xor flip, in blocks of 64 with zero codes past the width.
+template <Codes kCodes, typename Value>
+GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, int8_t* out) {
+  const __m512i mask = _mm512_set1_epi8(static_cast<char>(flip));
+  int64_t c = 0;
+  for (; c + 64 <= width; c += 64) {
+    const __m512i codes = pack_codes<kCodes>(value(c, Whole{}), value(c + 16, Whole{}), value(c + 32, Whole{}),
+                                             value(c + 48, Whole{}));
+    _mm512_storeu_si512(out + c, _mm512_xor_si512(codes, mask));
+  }
+  if (c == width) return;
+  Floats v[4] = {};
+  for (int i = 0; i < 4; ++i) {
+    const int64_t left = width - c - 16 * i;
+    if (left > 0) v[i] = keep(value(c + 16 * i, Tail{left < 16 ? static_cast<int>(left) : 16}), Tail{left < 16 ? static_cast<int>(left) : 16});
+  }
+  _mm512_storeu_si512(out + c, _mm512_xor_si512(pack_codes<kCodes>(v[0], v[1], v[2], v[3]), mask));
+}
+
+#else
+
+// rint(v) held to +-127: adding 1.5 * 2^23 puts the integer into the low bits.
+GNNC_INLINE Ints integers(Floats v) {
+  const Floats held = larger(smaller(v, splat(127.0f)), splat(-127.0f));
+  return as_ints(held + splat(12582912.0f)) - splat(to_bits(12582912.0f));
+}
+
+// out[c] = code of value(c) xor flip, in blocks of 64 with zero codes past the width.
+template <Codes kCodes, typename Value>
+GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, int8_t* out) {
+  for_columns(width, [&](int64_t c, auto n) {
+    const Ints codes = integers(value(c, n));
+    const int lanes = lanes_of(n);
+    for (int i = 0; i < lanes; ++i) out[c + i] = static_cast<int8_t>(codes[i] ^ flip);
+  });
+  const int64_t padded = (width + 63) / 64 * 64;
+  std::memset(out + width, flip, static_cast<size_t>(padded - width));
+}
+
+#endif
+
+}  // namespace gnnc::GNNC_ISA

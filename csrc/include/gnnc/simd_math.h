@@ -1,0 +1,108 @@
+#pragma once
+
+// Elementary functions of vectors, to a relative error of about 1e-6 or better. The coefficients are minimax fits of
+// ours (relative error below 2e-7 on the reduced range). Infinities, NaN and overflow come out as libm has them;
+// results below the least normal number may be 0.
+
+#include <limits>
+
+#include "gnnc/simd.h"
+
+namespace gnnc::GNNC_ISA {
+
+template <int N>
+GNNC_INLINE Floats polynomial(Floats x, const float (&coefficients)[N]) {
+  Floats y = splat(coefficients[N - 1]);
+  for (int i = N - 2; i >= 0; --i) y = fused(y, x, splat(coefficients[i]));
+  return y;
+}
+
+// 2^n for n in [-126, 127].
+GNNC_INLINE Floats power_of_two(Ints n) { return as_floats((n + 127) << 23); }
+
+GNNC_INLINE Ints to_ints(Floats v) { return __builtin_convertvector(v, Ints); }
+
+GNNC_INLINE Floats exp(Floats x) {
+  constexpr float kFit[] = {4.999999953e-01f, 1.666657369e-01f, 4.166686098e-02f, 8.363739844e-03f, 1.390152973e-03f};
+  const Floats bounded = larger(smaller(x, splat(89.0f)), splat(-104.0f));
+  const Floats n = nearest(bounded * splat(1.44269504f));
+  // ln 2 in two parts, the first with few enough bits that n * it is exact
+  const Floats r = (bounded - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
+  const Floats y = fused(polynomial(r, kFit), r * r, r) + splat(1.0f);
+  const Ints whole = to_ints(n), half = whole >> 1;  // 2^128 has no float: scale in two steps
+  const Floats result = y * power_of_two(half) * power_of_two(whole - half);
+  return x == x ? result : x;
+}
+
+// e^x - 1
+GNNC_INLINE Floats expm1(Floats x) {
+  constexpr float kFit[] = {5.000000135e-01f, 1.666666530e-01f, 4.166572422e-02f,
+                            8.333462019e-03f, 1.398576321e-03f, 1.987700395e-04f};
+  const Floats near = fused(polynomial(x, kFit), x * x, x);
+  return absolute(x) < splat(0.5f) ? near : exp(x) - splat(1.0f);
+}
+
+GNNC_INLINE Floats log(Floats x) {
+  constexpr float kFit[] = {3.333333112e-01f,  -2.499999358e-01f, 2.000072938e-01f,  -1.666811137e-01f, 1.424882526e-01f,
+                            -1.241841758e-01f, 1.168051290e-01f, -1.152965388e-01f, 7.047178374e-02f};
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const Ints subnormal = x < splat(std::numeric_limits<float>::min());
+  const Floats scaled = subnormal ? x * splat(8388608.0f) : x;
+  const Ints bits = as_ints(scaled) - splat(0x3f3504f3);  // the bits of sqrt(1/2)
+  const Ints exponent = (bits >> 23) - (subnormal & 23);
+  const Floats f = as_floats((bits & 0x7fffff) + splat(0x3f3504f3)) - splat(1.0f);
+  const Floats n = to_floats(exponent), f2 = f * f;
+  const Floats tail = fused(n, splat(-2.12194440e-4f), f2 * f * polynomial(f, kFit));
+  const Floats result = fused(n, splat(0.693359375f), (tail - splat(0.5f) * f2) + f);
+  const Floats special = x == splat(0.0f) ? splat(-kInfinity) : splat(std::numeric_limits<float>::quiet_NaN());
+  return (x > splat(0.0f)) & (x < splat(kInfinity)) ? result : (x == splat(kInfinity) ? x : special);
+}
+
+// log(1 + x), for x >= 0: what 1 + x rounds away comes back as a factor.
+GNNC_INLINE Floats log1p(Floats x) {
+  const Floats sum = x + splat(1.0f), kept = sum - splat(1.0f);
+  const Floats divisor = kept == splat(0.0f) ? splat(1.0f) : kept;
+  return kept == splat(0.0f) ? x : log(sum) * (x / divisor);
+}
+
+GNNC_INLINE Floats sigmoid(Floats x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
+GNNC_INLINE Floats silu(Floats x) { return x / (splat(1.0f) + exp(-x)); }
+GNNC_INLINE Floats softplus(Floats x) {
+  return (x > splat(0.0f) ? x : splat(0.0f)) + log1p(exp(-absolute(x))) + (x == x ? splat(0.0f) : x);
+}
+GNNC_INLINE Floats elu(Floats x, float alpha) { return x > splat(0.0f) ? x : expm1(x) * splat(alpha); }
+
+GNNC_INLINE Floats tanh(Floats x) {
+  constexpr float kFit[] = {-3.333332787e-01f, 1.333266390e-01f, -5.383519222e-02f, 2.092434574e-02f,
+                            -5.993201154e-03f};
+  const Floats z = x * x, size = absolute(x);
+  const Floats near = fused(polynomial(z, kFit), z * x, x);
+  const Floats far = splat(1.0f) - splat(2.0f) / (exp(size + size) + splat(1.0f));
+  return size < splat(0.625f) ? near : (x < splat(0.0f) ? -far : far);
+}
+
+// 1 - erf(x), accurate relative to itself on both sides.
+GNNC_INLINE Floats erfc(Floats x) {
+  constexpr float kErf[] = {1.128379166e+00f, -3.761262582e-01f, 1.128358515e-01f, -2.685381187e-02f,
+                            5.188327559e-03f, -8.010192515e-04f, 7.853857688e-05f};
+  // e^(z^2) erfc(z) in t = 1 / (z + 2), for z in [0.5, 11.5]
+  constexpr float kScaled[] = {2.917205397e-06f,  5.640009012e-01f, 1.133679523e+00f,  1.889611337e+00f, 3.682394695e+00f,
+                               -3.046105577e+00f, 2.470558365e+01f, -7.565878744e+01f, 8.710992890e+01f, -3.676239200e+01f};
+  const Floats z = absolute(x);
+  const Floats near = splat(1.0f) - x * polynomial(x * x, kErf);
+  const Floats bounded = smaller(z, splat(11.0f));
+  const Floats high = as_floats(as_ints(bounded) & ~0xfff);  // its square is exact
+  const Floats gauss = exp(-high * high) * exp((high - bounded) * (high + bounded));
+  const Floats tail = gauss * polynomial(splat(1.0f) / (bounded + splat(2.0f)), kScaled);
+  const Floats far = x < splat(0.0f) ? splat(2.0f) - tail : tail;
+  return z > splat(0.5f) ? far : near;  // a NaN is near
+}
+
+GNNC_INLINE Floats gelu(Floats x) { return x * (splat(0.5f) * erfc(x * splat(-0.707106781f))); }
+// 0.5 x (1 + tanh u) = x sigmoid(2 u)
+GNNC_INLINE Floats gelu_tanh(Floats x) {
+  const Floats u = x * splat(0.797884561f) * fused(x * x, splat(0.044715f), splat(1.0f));
+  return x * sigmoid(u + u);
+}
+
+}  // namespace gnnc::GNNC_ISA
