@@ -24,15 +24,16 @@ class Layers(Builder):
         nodes: the number of nodes.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, sizes: tuple[int, int] | None = None) -> None:
+        """Start a graph of ``sizes`` nodes and edges, symbolic where they are not given."""
         super().__init__()
-        self.n, self.e = self.size("n", 5), self.size("e", 12)
+        self.n, self.e = sizes or (self.size("n", 5), self.size("e", 12))
         self.x = self.input("x", (self.n, width))
         self.rowptr = self.input("rowptr", (self.n + 1,), dtype=torch.int64, kind="structure")
         self.col = self.input("col", (self.e,), dtype=torch.int32, kind="structure")
         self.perm = self.input("perm", (self.e,), dtype=torch.int64, kind="structure")
         factor = self.input("norm", (self.n,), kind="structure")
-        self.nodes = self.call(aten.sym_size.int, self.x, 0)
+        self.nodes = sizes[0] if sizes else self.call(aten.sym_size.int, self.x, 0)
         self.norm = self.call(aten.unsqueeze, factor, 1)
 
     def input(self, name: str, *args: Any, **kwargs: Any) -> Node:
