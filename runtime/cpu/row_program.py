@@ -3,14 +3,11 @@
 `csrc/include/gnnc/row_program.h` has the other half; a test compares the two.
 """
 
-from dataclasses import dataclass, field
 from enum import IntEnum
 
-from torch import Tensor
 
-
-class RowOp(IntEnum):
-    """Opcodes; a, b and c of each are in `csrc/cpu/launch.cpp`."""
+class Op(IntEnum):
+    """Opcodes. What a, b and c of an instruction name is in the table of `csrc/cpu/launch.cpp`."""
 
     MUL_ROW = 1
     ADD_ROW = 2
@@ -59,44 +56,3 @@ class RowOp(IntEnum):
     QUANT_POW2 = 64
     AMAX = 65
     ROW_DOT = 66
-
-
-@dataclass(slots=True)
-class RowProgram:
-    """Collects instructions and what they name; `arguments` are the last four of every kernel.
-
-    Example:
-        program = RowProgram()
-        program.append(RowOp.ADD_COL, program.operand(bias))
-        program.append(RowOp.STORE_F32, program.out(y))
-        torch.ops.gnnc_cpu.map(x, None, *program.arguments)
-    """
-
-    code: list[int] = field(default_factory=list)
-    operands: list[Tensor] = field(default_factory=list)
-    consts: list[float] = field(default_factory=list)
-    outs: list[Tensor] = field(default_factory=list)
-
-    def append(self, op: RowOp, a: int = 0, b: int = 0, c: int = 0) -> None:
-        """Add one instruction."""
-        self.code += (int(op), a, b, c)
-
-    def operand(self, *tensors: Tensor) -> int:
-        """Add operands that follow each other, and return the index of the first."""
-        self.operands += tensors
-        return len(self.operands) - len(tensors)
-
-    def const(self, value: float) -> int:
-        """Add a constant and return its index."""
-        self.consts.append(float(value))
-        return len(self.consts) - 1
-
-    def out(self, tensor: Tensor) -> int:
-        """Add an output, which the kernel writes, and return its index."""
-        self.outs.append(tensor)
-        return len(self.outs) - 1
-
-    @property
-    def arguments(self) -> tuple[list[int], list[Tensor], list[float], list[Tensor]]:
-        """The last four arguments of a kernel."""
-        return self.code, self.operands, self.consts, self.outs
