@@ -78,8 +78,7 @@ def flatten_call(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[st
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         message = (
-            f"[{type(model).__name__}] {error}: the model is called as "
-            f"{type(model).__name__}{signature}"
+            f"[{type(model).__name__}] {error}: the model is called as {type(model).__name__}{signature}"
         )
         raise InputError(message) from None
     bound.apply_defaults()

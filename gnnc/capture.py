@@ -71,9 +71,7 @@ class Captured:
         return self.call.tensors
 
 
-def capture(
-    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
-) -> Captured:
+def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Captured:
     """Trace ``model(*args, **kwargs)`` in its present mode into an ATen graph.
 
     The model, its buffers, its gradients and the random state are as before afterwards.
@@ -164,8 +162,7 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     state = [dict(vars(module)) for module in modules]
     inner = [
-        {key: dict(table) for key, table in attributes.items() if type(table) is dict}
-        for attributes in state
+        {key: dict(table) for key, table in attributes.items() if type(table) is dict} for attributes in state
     ]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:

@@ -83,9 +83,7 @@ def guards_of(program: ExportedProgram, graph_module: GraphModule, call: Call) -
 
 
 def _shape(value: torch.Tensor) -> tuple[int | sympy.Expr, ...]:
-    return tuple(
-        size.node.expr if isinstance(size, torch.SymInt) else int(size) for size in value.shape
-    )
+    return tuple(size.node.expr if isinstance(size, torch.SymInt) else int(size) for size in value.shape)
 
 
 def _narrowed(program: ExportedProgram) -> list[tuple[sympy.Symbol, int, int]]:

@@ -82,7 +82,7 @@ class SparseOperand(torch.Tensor):
     form: torch.layout
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: D102
         cls,
         dst: torch.Tensor,
         src: torch.Tensor,
@@ -251,9 +251,7 @@ def _row_sum(matrix: SparseOperand, dim: Any = None, **_: Any) -> torch.Tensor:
     dims = dim if isinstance(dim, int) else (dim[0] if dim and len(dim) == 1 else None)
     if dims is None:
         raise NotImplementedError(_refusal(torch.sum))
-    index, size = (
-        (matrix.dst, matrix.sizes[0]) if dims % 2 == 1 else (matrix.src, matrix.sizes[1])
-    )
+    index, size = (matrix.dst, matrix.sizes[0]) if dims % 2 == 1 else (matrix.src, matrix.sizes[1])
     return matrix.value.new_zeros(size).index_add(0, index, matrix.value)
 
 
@@ -272,9 +270,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((T.coalesce, T.to_sparse_csr, T.to_sparse_csc, T.to_sparse_coo), _same),
     **dict.fromkeys((T.to_sparse, T.contiguous, T.detach, torch.clone, T.clone), _same),
     **dict.fromkeys((T.values, T._values), lambda matrix: matrix.value),
-    **dict.fromkeys(
-        (T.indices, T._indices), lambda matrix: torch.stack([matrix.dst, matrix.src])
-    ),
+    **dict.fromkeys((T.indices, T._indices), lambda matrix: torch.stack([matrix.dst, matrix.src])),
     T.crow_indices: partial(_pointer, torch.sparse_csr),
     T.col_indices: partial(_plain, torch.sparse_csr),
     T.ccol_indices: partial(_pointer, torch.sparse_csc),
@@ -295,10 +291,7 @@ _PLAIN = {
     T.dim,
     T.is_floating_point,
     T.element_size,
-    *(
-        _getter(prop)
-        for prop in (T.shape, T.dtype, T.device, T.ndim, T.requires_grad, T.is_cuda, T.grad_fn)
-    ),
+    *(_getter(prop) for prop in (T.shape, T.dtype, T.device, T.ndim, T.requires_grad, T.is_cuda, T.grad_fn)),
 }
 
 

@@ -106,9 +106,7 @@ def _family(name: str) -> str:
     return keys[-1] if keys else ""
 
 
-def _resized(
-    call: Call, extents: list[_Extent], key: Callable[[_Extent], tuple[Any, ...]]
-) -> Standins:
+def _resized(call: Call, extents: list[_Extent], key: Callable[[_Extent], tuple[Any, ...]]) -> Standins:
     sizes: dict[tuple[Any, ...], int] = {}
     node, edge = _FIRST_NODE_SIZE, _FIRST_EDGE_SIZE
     for extent in extents:

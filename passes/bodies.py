@@ -8,8 +8,8 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir import body_text
-from gnnc.passes.emit import argument, holds_tensor, is_random, shape_of
-from gnnc.passes.rowwise import op_name, row_inputs
+from gnnc.passes.emit import argument, holds_tensor, is_random
+from gnnc.passes.rowwise import is_narrow, op_name, row_inputs
 
 if TYPE_CHECKING:
     from gnnc.passes.region import Order, Regions
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _KINDS = "ijec"
+_PLACES = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 _SPLITS = ("split.Tensor", "split_with_sizes.default", "chunk.default", "unbind.int")
 
 
@@ -89,8 +90,6 @@ class BodyBuilder:
         return self._operand("e", rows)
 
     def _is_stored(self, node: Node) -> bool:
-        from gnnc.passes.region import is_narrow
-
         if node in self.regions.softmaxes or is_random(node):
             return True
         return is_narrow(node) or self.regions.is_emitted(node, self.order)
@@ -107,7 +106,7 @@ class BodyBuilder:
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), mapped)
         args = self.regions.free_rows(node, args)
-        kwargs = {key: value for key, value in kwargs.items() if key in ("dtype", "keepdim", "alpha") or not isinstance(value, torch.device | torch.layout)}
+        kwargs = {key: value for key, value in kwargs.items() if key not in _PLACES}
         return self.graph.call_function(node.target, args, kwargs)
 
     def _part(self, node: Node) -> Node:
@@ -121,9 +120,7 @@ class BodyBuilder:
         dim = argument(whole, 2, "dim", 0)
         widths = [part.shape[dim] for part in whole.meta["val"]]
         start = sum(widths[:position])
-        return self.graph.call_function(
-            aten.slice.Tensor, (x, dim, start, start + widths[position])
-        )
+        return self.graph.call_function(aten.slice.Tensor, (x, dim, start, start + widths[position]))
 
     def _operand(self, kind: str, node: Node) -> Node:
         key = (kind, node)

@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.source import source_of
-from gnnc.passes.emit import holds_tensor, shape_of
+from gnnc.passes.emit import holds_tensor, shape_of, value_of
 from gnnc.passes.rowwise import as_gather, op_name
 
 _SAME_VALUES = (
@@ -24,9 +24,7 @@ _SAME_VALUES = (
     "squeeze.default",
     "expand.default",
     "repeat.default",
-    "index.Tensor",
     "index_select.default",
-    "masked_select.default",
     "transpose.int",
     "permute.default",
     "t.default",
@@ -89,8 +87,18 @@ def _origins(node: Node, row: int | None) -> Iterator[tuple[str, int | None]]:
     elif name in ("cat.default", "stack.default"):
         for part in node.args[0]:
             yield from _origins(part, row)
-    elif name in _SAME_VALUES:
+    elif name in _SAME_VALUES or (name == "index.Tensor" and _drops_self_loops(node)):
         yield from _origins(node.args[0], row)
+
+
+def _drops_self_loops(node: Node) -> bool:
+    """``edge_index[:, src != dst]``. Any other mask may be there to drop ids that are no nodes."""
+    (index,) = [index for index in node.args[1] if index is not None][:1] or [None]
+    if index is None or value_of(index).dtype != torch.bool:
+        return index is not None
+    return op_name(index) in ("ne.Tensor", "eq.Tensor") and all(
+        any(True for _ in _origins(side, None)) for side in index.args[:2]
+    )
 
 
 def _bound(name: str, row: int | None, size: Any, sizes: dict[Any, tuple[str, int]]) -> IndexBound:

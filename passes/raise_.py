@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.source import source_of
+from gnnc.passes.aggregate import aggregate
 from gnnc.passes.base import Context
 from gnnc.passes.bounds import index_bounds
 from gnnc.passes.emit import argument, holds_tensor, shape_of, value_of
@@ -82,9 +83,7 @@ def _live(gm: fx.GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if node in needed]
 
 
-def _raise_scatters(
-    gm: fx.GraphModule, regions: Regions, wanted: Callable[[Node], bool]
-) -> None:
+def _raise_scatters(gm: fx.GraphModule, regions: Regions, wanted: Callable[[Node], bool]) -> None:
     for scatter in _scatters(gm):
         if wanted(scatter.node):
             _replace_scatter(scatter, regions)
@@ -114,7 +113,7 @@ def _inside_softmaxes(regions: Regions) -> set[Node]:
 
 def _replace_scatter(scatter: Scatter, regions: Regions) -> None:
     order = regions.order(scatter.index, regions.sizes.of(scatter.base, 0))
-    rows = regions.aggregate(scatter.source, order, scatter.reduce, scatter.node)
+    rows = aggregate(regions, scatter.source, order, scatter.reduce, scatter.node)
     result = _with_base(scatter, rows, order, regions)
     scatter.node.replace_all_uses_with(result)
 
@@ -192,9 +191,7 @@ def _edge_outputs(gm: fx.GraphModule, regions: Regions) -> list[Node]:
         for node in live
         if holds_tensor(node)
         and regions.indices(node)
-        and any(
-            node not in (row_inputs(user) or ()) for user in node.users if user in readers
-        )
+        and any(node not in (row_inputs(user) or ()) for user in node.users if user in readers)
     ]
 
 

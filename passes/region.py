@@ -6,7 +6,9 @@ An *edge value* is a node that depends, row by row, on gathers: ``x[src]``, ``a[
 * what depends on one end only is computed on the nodes and read from there;
 * the forms ``a_i op b_j`` and ``<a_i, b_j>`` are ``sddmm``, a softmax is ``edge_softmax``;
 * other values with few columns (logits, edge weights) stay ATen ops on ``[E]`` or ``[E, H]``;
-* the rest is a body: an ``edge_map``, or a ``message`` where ``aggregate`` reduces it.
+* the rest is the body of an ``edge_map``.
+
+``gnnc.passes.aggregate`` reduces edge values to the nodes.
 """
 
 import operator
@@ -29,14 +31,11 @@ from gnnc.passes.emit import (
     same_size,
     shape_of,
 )
-from gnnc.passes.factors import Factor, factors_of, squeezed
-from gnnc.passes.rowwise import as_gather, op_name, row_inputs, rows_of
+from gnnc.passes.factors import Factor, factors_of
+from gnnc.passes.rowwise import as_gather, is_narrow, op_name, row_inputs, rows_of
 from gnnc.passes.softmax import Softmax
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
-
-NARROW = 16
-"""Edge values of at most this many columns are worth storing for every edge."""
 
 _RESHAPES = ("view", "reshape", "_unsafe_view", "expand", "flatten", "unsqueeze", "squeeze")
 _PAIR_OPS = {"add.Tensor": "add", "sub.Tensor": "sub", "mul.Tensor": "mul"}
@@ -72,7 +71,7 @@ class Order:
 
 
 class Regions:
-    """Emission of edge values and of their reductions into one graph."""
+    """Emission of edge values into one graph, in CSR order."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.emitter = Emitter(gm)
@@ -191,9 +190,7 @@ class Regions:
     def repeat(self, node: Node, mapping: dict[Node, Any]) -> Node:
         """The op of ``node`` on other rows: ``mapping`` says what replaces each argument."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: mapping.get(arg, arg))
-        return self.emitter.call(
-            node.target, *self.free_rows(node, args), layer=node.meta["layer"], **kwargs
-        )
+        return self.emitter.call(node.target, *self.free_rows(node, args), layer=node.meta["layer"], **kwargs)
 
     @staticmethod
     def free_rows(node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -226,13 +223,14 @@ class Regions:
         pair = self._pair(node, order)
         if pair is not None:
             return pair
-        if not is_narrow(node) or not self._all_narrow(node):
+        if not is_narrow(node) or not self.all_narrow(node):
             return self._edge_map(node, order)
         if op_name(node) == "mul.Tensor" and len(node.all_input_nodes) > 1:
             return self.product(factors_of(node, self), order, node.meta["layer"])
         return self.repeat(node, {arg: self.emit(arg, order) for arg in row_inputs(node) or ()})
 
-    def _all_narrow(self, node: Node) -> bool:
+    def all_narrow(self, node: Node) -> bool:
+        """Whether everything that ``node`` reads by rows is narrow."""
         return all(is_narrow(arg) for arg in row_inputs(node) or ())
 
     def _permuted(self, leaf: Node, order: Order) -> Node:
@@ -241,9 +239,7 @@ class Regions:
         if _is_reshape(leaf) and row_inputs(leaf):
             return self.repeat(leaf, {leaf.args[0]: self.emit(leaf.args[0], order)})
         layer = leaf.meta["layer"]
-        return self.emitter.call(
-            aten.index_select.default, leaf, 0, self.csr(order).perm, layer=layer
-        )
+        return self.emitter.call(aten.index_select.default, leaf, 0, self.csr(order).perm, layer=layer)
 
     def _softmax(self, found: Softmax, order: Order) -> Node:
         logits = self.emit(found.logits, order)
@@ -252,9 +248,7 @@ class Regions:
         if deep:
             logits = self.emitter.call(aten.squeeze.dim, logits, 2, layer=layer)
         rowptr = self.csr(order).rowptr
-        weight = self.emitter.call(
-            gnnc.edge_softmax.default, rowptr, logits, found.eps, layer=layer
-        )
+        weight = self.emitter.call(gnnc.edge_softmax.default, rowptr, logits, found.eps, layer=layer)
         weight = self.cast(weight, found.node)
         return self.emitter.call(aten.unsqueeze.default, weight, 2, layer=layer) if deep else weight
 
@@ -370,9 +364,7 @@ class Regions:
         dtype = like.meta["val"].dtype
         if node.meta["val"].dtype == dtype:
             return node
-        return self.emitter.call(
-            aten._to_copy.default, node, layer=node.meta["layer"], dtype=dtype
-        )
+        return self.emitter.call(aten._to_copy.default, node, layer=node.meta["layer"], dtype=dtype)
 
     # bodies
 
@@ -388,140 +380,6 @@ class Regions:
             layer=node.meta["layer"],
         )
 
-    # reductions
-
-    def aggregate(self, node: Node, order: Order, reduce: str, like: Node) -> Node:
-        """Reduce the edge value ``node`` at each destination; an empty row gives 0."""
-        made = (
-            self._aggregate_leaf(node, order, reduce)
-            or self._aggregate_rows(node, order, reduce)
-            or self._aggregate_narrow(node, order, reduce)
-            or self._message(node, order, reduce)
-        )
-        made.meta["layer"] = like.meta["layer"]
-        return self.cast(made, like)
-
-    def _aggregate_leaf(self, node: Node, order: Order, reduce: str) -> Node | None:
-        if self.indices(node):
-            return None
-        csr = self.csr(order)
-        if op_name(node) == "full.default" and reduce == "sum":
-            return self._degree(node, csr)
-        return self.emitter.call(
-            gnnc.segment_reduce.default, csr.rowptr, csr.perm, node, reduce, order.num_dst
-        )
-
-    def _degree(self, ones: Node, csr: Csr) -> Node:
-        """The sum of equal rows: the degree, times their value."""
-        degree = self.emitter.call(gnnc.degree.default, csr.rowptr)
-        if ones.args[1] != 1:
-            degree = self.times(degree, ones.args[1], "")
-        columns = shape_of(ones)[1:]
-        if not columns:
-            return degree
-        degree = self.emitter.call(aten.view.default, degree, [-1, *([1] * len(columns))])
-        return self.emitter.call(aten.expand.default, degree, [-1, *columns])
-
-    def _aggregate_rows(self, node: Node, order: Order, reduce: str) -> Node | None:
-        """``sum_j value_ij x_j`` as an spmm."""
-        one_end = self.on_nodes(node, order)
-        if one_end is not None:
-            index, table = one_end
-            return None if index is order.dst else self._spmm(index, None, table, reduce, order)
-        factors = factors_of(node, self)
-        split = self._split(node, factors, order)
-        if split is None:
-            return None
-        index, table, narrow, constants = split
-        layer = node.meta["layer"]
-        value = self.product(narrow, order, layer) if narrow else None
-        for constant in constants:
-            target = aten.div.Tensor if constant.inverted else aten.mul.Tensor
-            table = self.emitter.call(target, table, constant.value, layer=layer)
-        if not same_shape(shape_of(table)[1:], shape_of(node)[1:]):
-            return None
-        return self._spmm(index, value, table, reduce, order)
-
-    def _spmm(
-        self, index: Node, value: Node | None, table: Node, reduce: str, order: Order
-    ) -> Node:
-        csr = self.csr(order, index)
-        if value is not None and len(shape_of(value)) == 2 and len(shape_of(table)) < 3:
-            value = self.emitter.call(aten.view.default, value, [-1])
-        return self.emitter.call(
-            gnnc.spmm.default, csr.rowptr, csr.col, value, table, reduce, order.num_dst
-        )
-
-    def _split(
-        self, node: Node, factors: list[Factor], order: Order
-    ) -> tuple[Node, Node, list[Factor], list[Factor]] | None:
-        """(source index, its table, narrow factors, constant factors) of a product of rows."""
-        rank = len(shape_of(node))
-        tables: dict[Node, Node] = {}
-        narrow: list[Factor] = []
-        constants: list[Factor] = []
-        for factor in factors:
-            value = factor.value
-            if not isinstance(value, Node) or not _has_rows(value, node):
-                constants.append(factor)
-                continue
-            table = self._wide_end(factor, node, order)
-            if table is not None:
-                index, rows = table
-                tables[index] = (
-                    self.times(tables[index], rows, node.meta["layer"]) if index in tables else rows
-                )
-                continue
-            if rank > 1 and not same_size(shape_of(value)[-1], 1):
-                return None
-            narrow.append(factor)
-        if len(tables) != 1:
-            return None
-        ((index, table),) = tables.items()
-        flat = [part for factor in narrow for part in squeezed(factor, rank, self)]
-        return index, table, flat, constants
-
-    def _wide_end(self, factor: Factor, node: Node, order: Order) -> tuple[Node, Node] | None:
-        """(index, table) of a factor that is read from the sources in full width."""
-        if factor.inverted or not same_shape(shape_of(factor.value), shape_of(node)):
-            return None
-        found = self.on_nodes(factor.value, order)
-        return None if found is None or found[0] is order.dst else found
-
-    def _aggregate_narrow(self, node: Node, order: Order, reduce: str) -> Node | None:
-        if not is_narrow(node) or not self._all_narrow(node):
-            return None
-        value = self.emit(node, order)
-        rowptr = self.csr(order).rowptr
-        return self.emitter.call(
-            gnnc.segment_reduce.default, rowptr, None, value, reduce, order.num_dst
-        )
-
-    def _message(self, node: Node, order: Order, reduce: str) -> Node:
-        body = BodyBuilder(self, order, node)
-        csr = self.csr(order, body.source)
-        return self.emitter.call(
-            gnnc.message.default,
-            csr.rowptr,
-            csr.col,
-            body.text,
-            reduce,
-            *body.operands,
-            order.num_dst,
-        )
-
-
-def is_narrow(node: Node) -> bool:
-    """Whether a value is small enough to be stored for every edge."""
-    if not holds_tensor(node):
-        return False
-    width = 1
-    for size in shape_of(node)[1:]:
-        if not isinstance(size, int):
-            return False
-        width *= size
-    return width <= NARROW
-
 
 def _is_reshape(node: Node) -> bool:
     name = op_name(node) if node.op == "call_function" else None
@@ -535,12 +393,6 @@ def _has_sizes(node: Node) -> bool:
 
 def _same_columns(a: Node, b: Node) -> bool:
     return same_shape(shape_of(a)[1:], shape_of(b)[1:])
-
-
-def _has_rows(value: Node, node: Node) -> bool:
-    rows = rows_of(value)
-    same_rank = len(shape_of(value)) == len(shape_of(node))
-    return same_rank and rows is not None and same_size(rows, rows_of(node))
 
 
 def _is_edge(value: Node, factor: Factor) -> bool:

@@ -22,6 +22,9 @@ from gnnc.passes.emit import (
     value_of,
 )
 
+NARROW = 16
+"""Edge values of at most this many columns are worth storing for every edge."""
+
 _RESHAPES = ("view", "reshape", "_unsafe_view", "expand", "flatten")
 _REDUCTIONS = {
     "sum.dim_IntList": 1,
@@ -86,6 +89,18 @@ def op_name(node: Node) -> str | None:
     """``add.Tensor`` of ``aten.add.Tensor``; None for anything that is not an ATen op."""
     text = str(node.target)
     return text.removeprefix("aten.") if text.startswith("aten.") else None
+
+
+def is_narrow(node: Node) -> bool:
+    """Whether a value is small enough to be stored for every edge."""
+    if not holds_tensor(node):
+        return False
+    width = 1
+    for size in shape_of(node)[1:]:
+        if not isinstance(size, int):
+            return False
+        width *= size
+    return width <= NARROW
 
 
 def rows_of(node: Node) -> Any:
