@@ -126,7 +126,8 @@ class CompiledModel(torch.nn.Module):
         """Run the compiled model.
 
         Args:
-            args, kwargs: as the model takes them; floating tensors float32, node ids int64 or int32.
+            *args: as the model takes them; floating tensors float32, node ids int64 or int32.
+            **kwargs: likewise.
 
         Returns:
             What the model returns, in the same dtypes.
@@ -201,9 +202,7 @@ class CompiledModel(torch.nn.Module):
         examples: bool,
     ) -> Program:
         try:
-            program = build_program(
-                self.model, args, kwargs, self.options, self._pool, use_examples=examples
-            )
+            program = build_program(self.model, args, kwargs, self.options, self._pool, use_examples=examples)
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
         again = failure or "another structure of arguments, constants or mode"
@@ -219,11 +218,19 @@ class CompiledModel(torch.nn.Module):
         required = [p.name for p in parameters if p.default is inspect.Parameter.empty]
         missing = missing_arguments(call, required)
         owner = type(self.model).__name__
+        failure = failure or self._any_failure(call)
         if missing:
             raise InputError(f"[{owner}] {missing[0]} is None, but the model needs it: {error}") from error
         if failure is not None:
-            raise InputError(f"[{owner}] {failure}; and these arguments do not run either: {error}") from error
+            raise InputError(
+                f"[{owner}] {failure}; and these arguments do not run either: {error}"
+            ) from error
         raise error
+
+    def _any_failure(self, call: Call) -> str | None:
+        """What tells these arguments from those of a program of the same structure."""
+        alike = [p for p in self._all_programs() if p.captured.call.names == call.names]
+        return alike[-1].captured.guards.failure(call.tensors) if alike else None
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = torch.utils._pytree.tree_leaves((args, kwargs))
@@ -309,7 +316,8 @@ class CompiledModel(torch.nn.Module):
 
     def __str__(self) -> str:
         if self._last is None:
-            return f"CompiledModel({type(self.model).__name__}, not captured yet: call it once or pass example_inputs)"
+            name = type(self.model).__name__
+            return f"CompiledModel({name}, not captured yet: call it once or pass example_inputs)"
         return report.program_text(self._report())
 
     def __repr__(self) -> str:
@@ -330,8 +338,7 @@ class CompiledModel(torch.nn.Module):
         program = self._program_for(call, args, kwargs)
         runs = [program.profiled(call.tensors)[1] for _ in range(_PROFILE_RUNS)]
         program.timings = {
-            timing.node: statistics.median(run[i].seconds for run in runs)
-            for i, timing in enumerate(runs[0])
+            timing.node: statistics.median(run[i].seconds for run in runs) for i, timing in enumerate(runs[0])
         }
         self._last = program
         return self.summary()
@@ -409,8 +416,8 @@ class CompiledModel(torch.nn.Module):
     def _captured(self) -> Program:
         if self._last is None:
             raise GnncError(
-                f"[{type(self.model).__name__}] nothing is captured yet: call the compiled model once, or pass "
-                "example_inputs to gnnc.compile"
+                f"[{type(self.model).__name__}] nothing is captured yet: call the compiled model once, or "
+                "pass example_inputs to gnnc.compile"
             )
         return self._last
 
@@ -429,7 +436,9 @@ def _built(precision: Precision) -> Precision:
 
 def _refuse_unbuilt(qat: bool, plan: Any, cuda_graph: Any) -> None:
     if qat:
-        raise UnsupportedError("qat=True is not built in this version: train the original model, then compile it")
+        raise UnsupportedError(
+            "qat=True is not built in this version: train the original model, then compile it"
+        )
     if plan is not None:
         raise UnsupportedError("plan= is not built in this version: give the precisions with overrides=")
     if cuda_graph not in ("auto", True, False):

@@ -23,13 +23,13 @@ class Bounds:
     def __init__(self, names: Sequence[str], bounds: Sequence[IndexBound]) -> None:
         position = {name: i for i, name in enumerate(names)}
         self._bounds = tuple(
-            (position[b.input], b)
-            for b in bounds
-            if b.input in position and b.bound is not None
+            (position[b.input], b) for b in bounds if b.input in position and b.bound is not None
         )
         self._inputs = tuple(sorted({i for i, _ in self._bounds}))
         self._sizes = tuple(
-            sorted({(position[b.bound[0]], b.bound[1]) for _, b in self._bounds if isinstance(b.bound, tuple)})
+            sorted(
+                {(position[b.bound[0]], b.bound[1]) for _, b in self._bounds if isinstance(b.bound, tuple)}
+            )
         )
         self._position = position
         self._cache = StructureCache()
@@ -74,6 +74,6 @@ def _check_one(ids: Tensor, bound: IndexBound, limit: int) -> None:
     first = ((part < 0) | (part >= limit)).nonzero()[0].tolist()
     place = first if bound.row is None else [bound.row, *first]
     raise GraphError(
-        f"{bound.input}[{', '.join(map(str, place))}] = {int(part[tuple(first)])} is not a node: ids must be in "
-        f"0..{limit - 1} ({limit} nodes); check it against the number of rows of x"
+        f"{bound.input}[{', '.join(map(str, place))}] = {int(part[tuple(first)])} is not a node: ids must be "
+        f"in 0..{limit - 1} ({limit} nodes); check it against the number of rows of x"
     )

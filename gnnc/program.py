@@ -17,8 +17,8 @@ from gnnc.capture import Captured, capture
 from gnnc.errors import CaptureError, InputError, UnsupportedError
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import Source, source_of
-from gnnc.passes.bounds import IndexBound
 from gnnc.passes.base import BackendInfo, Context, Pass, Stage, run_passes
+from gnnc.passes.bounds import IndexBound
 from gnnc.precision import Precision
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.executable import Executable
@@ -106,7 +106,8 @@ def build_program(
 
     Args:
         model: the model, in the mode to capture.
-        args, kwargs: the arguments of the call.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
         options: what was asked of ``gnnc.compile``.
         pool: memory for outputs.
         use_examples: the arguments are representative: take static scales from them.
@@ -116,6 +117,7 @@ def build_program(
     """
     start = time.perf_counter()
     captured = _capture(model, args, kwargs)
+    _check_weights(captured)
     traced = time.perf_counter()
     context = Context(
         precision=options.precision,
@@ -160,6 +162,18 @@ def _capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     if not any(t.dtype == torch.int32 for t in narrow):
         return captured
     return _accept_int32(captured, model, args, kwargs)
+
+
+def _check_weights(captured: Captured) -> None:
+    for node in placeholders(captured.graph_module):
+        value, source = node.meta["val"], source_of(node)
+        if source is None or source.kind not in ("parameter", "buffer"):
+            continue
+        if value.is_floating_point() and value.dtype != torch.float32:
+            raise UnsupportedError(
+                f"{source.kind} {source.name!r} is {value.dtype}: a compiled model keeps float32 weights and "
+                "lowers the precision itself; convert the model with .float()"
+            )
 
 
 def _widen(value: Any) -> Any:

@@ -9,7 +9,9 @@ from torch import Tensor
 from gnnc.arguments import Call
 from gnnc.errors import GraphError, InputError
 
-_EDGE_INDEX = re.compile(r"(^|[._\['])(edge_index|edge_label_index|adj_t?)($|[._\]'\d])|_edge_index$|edge_index_")
+_EDGE_INDEX = re.compile(
+    r"(^|[._\['])(edge_index|edge_label_index|adj_t?)($|[._\]'\d])|_edge_index$|edge_index_"
+)
 _BATCH = re.compile(r"(^|[._])batch($|[._\]])")
 _INDEX_DTYPES = (torch.int64, torch.int32)
 
@@ -62,12 +64,18 @@ def _check_dense(owner: str, name: str, tensor: Tensor) -> None:
             f"precision itself; pass {name}.float()"
         )
     if tensor.device.type != "cpu":
-        raise InputError(f"[{owner}] {name} is on {tensor.device}: this version runs on the CPU; pass {name}.cpu()")
+        raise InputError(
+            f"[{owner}] {name} is on {tensor.device}: this version runs on the CPU; pass {name}.cpu()"
+        )
 
 
 def missing_arguments(call: Call, required: Sequence[str]) -> list[str]:
     """Return the required arguments that were given as None."""
-    return [leaf.name for leaf in call.leaves if leaf.name in required and leaf.kind == "constant" and leaf.value is None]
+    return [
+        leaf.name
+        for leaf in call.leaves
+        if leaf.name in required and leaf.kind == "constant" and leaf.value is None
+    ]
 
 
 def widened(call: Call) -> Call:

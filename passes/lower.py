@@ -1,16 +1,12 @@
 """Lower: every node and every fused submodule gets the kernel that will run it."""
 
-import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 from torch.fx import Node
 
 from gnnc.passes.base import Context
-
-_IMPLICIT_OPS = ("placeholder", "output", "get_attr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +24,13 @@ class Lower:
         if ctx.backend.handle is None:
             ctx.note(None, "not lowered: the pipeline runs without a backend")
             return gm
+        backend = ctx.backend.handle
         for node in list(gm.graph.nodes):
             if node.op == "call_module":
                 self._lower_fused(gm, node, ctx)
         for node in gm.graph.nodes:
-            if node.op not in _IMPLICIT_OPS and "choice" not in node.meta and _computes(node):
-                _record(node, ctx.backend.handle.choose(node), ctx)
+            if "choice" not in node.meta and backend.needs_launch(node):
+                _record(node, backend.choose(node), ctx)
         return gm
 
     def _lower_fused(self, gm: fx.GraphModule, node: Node, ctx: Context) -> None:
@@ -53,13 +50,6 @@ def _record(node: Node, choice: Any, ctx: Context) -> None:
     node.meta["kernel"] = choice.kernel.name
     for name, reason in choice.declined:
         ctx.note(node, f"kernel {name} declined: {reason}")
-
-
-def _computes(node: Node) -> bool:
-    """Whether a node needs a launch: picking a result and arithmetic on sizes do not."""
-    if isinstance(node.meta.get("val"), torch.SymInt | int):
-        return "_local_scalar_dense" in str(node.target)
-    return node.target is not operator.getitem
 
 
 def inline(gm: fx.GraphModule, call: Node) -> None:

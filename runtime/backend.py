@@ -1,12 +1,15 @@
 """Backends by name, and what the rest of the compiler asks of them."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from gnnc.errors import BackendError
 from gnnc.runtime import registry
+from gnnc.runtime.emitter import is_view
 from gnnc.runtime.structure_runner import StructureRunner
 
 NAMES = ("auto", "cpu", "reference", "cuda")
@@ -29,6 +32,14 @@ class Backend:
     chain: tuple[str, ...]
     prepare_structure: Callable[[StructureRunner], None]
     description: str = ""
+
+    def needs_launch(self, node: Node) -> bool:
+        """Whether a node computes: views, picked results and arithmetic on sizes come for free."""
+        if node.op not in ("call_function", "call_module"):
+            return False
+        if isinstance(node.meta.get("val"), torch.SymInt | int):
+            return "_local_scalar_dense" in str(node.target)
+        return node.target is not operator.getitem and not is_view(node)
 
     def choose(self, node: Node) -> registry.Choice:
         """Return the kernel for a node; a fused submodule may find none and be taken apart."""

@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gnnc.runtime.pool import Region
 from gnnc.runtime.sizes import Sizes, expression, typical
 
-_VIEWS = frozenset(
-    ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "alias", "detach")
-)
+_VIEWS = frozenset(("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "alias", "detach"))
 _ROW_BYTES = {torch.int8: 64, torch.uint8: 64, torch.bfloat16: 16, torch.float32: 16}
 
 

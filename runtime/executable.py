@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from gnnc.errors import PrecisionError
-from gnnc.runtime.emitter import Buffer, Emitter, is_view
+from gnnc.runtime.emitter import Buffer, Emitter
 from gnnc.runtime.pool import Arena, ArenaPool, OutputPool, Region
 from gnnc.runtime.registry import Choice
 
@@ -117,7 +117,7 @@ def _emit(graph_module: GraphModule, emitter: Emitter) -> list[str]:
 
 def _implicit(node: Node) -> bool:
     """Nodes that make no launch of their own: views, sizes, and results picked from a launch."""
-    return not isinstance(node.meta.get("choice"), Choice) or is_view(node)
+    return not isinstance(node.meta.get("choice"), Choice)
 
 
 def _identifier(name: str) -> str:

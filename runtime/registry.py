@@ -8,7 +8,6 @@ from torch.fx import Node
 
 from gnnc.errors import BackendError
 
-
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -31,10 +30,14 @@ class Implementation(Protocol):
     """
 
     @staticmethod
-    def plan(node: Node) -> Any: ...
+    def plan(node: Node) -> Any:
+        """Return what ``emit`` needs, or a ``Decline``."""
+        ...
 
     @staticmethod
-    def emit(plan: Any, node: Node, emitter: Any) -> None: ...
+    def emit(plan: Any, node: Node, emitter: Any) -> None:
+        """Write the launch of ``node`` into a program."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,7 @@ class Choice:
 _KERNELS: dict[str, list[Kernel]] = {}
 
 
-def kernel(
-    *kinds: str, backend: str, name: str, priority: int = 0
-) -> Callable[[_Class], _Class]:
+def kernel(*kinds: str, backend: str, name: str, priority: int = 0) -> Callable[[_Class], _Class]:
     """Register a class with ``plan`` and ``emit`` as a kernel.
 
     Args:
@@ -141,4 +142,6 @@ def require(node: Node, choice: Choice, backend: str) -> Kernel:
         return choice.kernel
     reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined) or "none is registered"
     layer = node.meta.get("layer") or "the model"
-    raise BackendError(f"backend {backend!r} has no kernel for {node.name} ({kind_of(node)}) in {layer}: {reasons}")
+    raise BackendError(
+        f"backend {backend!r} has no kernel for {node.name} ({kind_of(node)}) in {layer}: {reasons}"
+    )

@@ -237,12 +237,12 @@ def _operand_text(operand: Operand, node: Node, emitter: Emitter) -> str:
     return emitter.matrix(source) if operand.form == "matrix" else emitter.vector(source)
 
 
-def _out_text(
-    out: Out, results: list[Node | None], emitter: Emitter, rows: Any, width: int
-) -> str:
+def _out_text(out: Out, results: list[Node | None], emitter: Emitter, rows: Any, width: int) -> str:
     result = None if out.result is None else results[out.result]
     if result is None:
-        return emitter.scratch(rows, 1 if out.form == "vector" else width, out.dtype, flat=out.form == "vector")
+        return emitter.scratch(
+            rows, 1 if out.form == "vector" else width, out.dtype, flat=out.form == "vector"
+        )
     if out.form == "vector":
         return emitter.allocate_vector(result)
     return emitter.allocate(result)

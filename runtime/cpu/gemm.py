@@ -129,15 +129,30 @@ def _untransposed(inner: Inner, node: Any, w_is_kn: bool, covered: set[Node]) ->
     return node.args[0], not w_is_kn
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """How the activations come.
+
+    Attributes:
+        value: what the kernel reads.
+        scale: the scale that the codes were made with; None: they are given as codes.
+        given: number of that scale where it is an operand; None: each row is scaled as it is loaded.
+    """
+
+    value: Node
+    scale: Node | None
+    given: int | None
+
+
 def _plan_int8(inner: Inner, anchor: Node) -> Plan:
     covered = {anchor}
-    x, x_scale, x_number = _activations(inner, anchor.args[0], covered)
+    load = _activations(inner, anchor.args[0], covered)
     w, w_scale, w_is_kn = _weight(inner, anchor.args[1], covered)
     chain = epilogue.read_chain(inner, anchor)
-    scale_number = _take_scales(inner, chain, x_scale, w_scale, covered)
+    scale = _take_scales(chain, load, w_scale, covered)
     return Plan(
-        x=inner.operand(x, "x"),
-        x_scale=scale_number if x_number is None else (None if x_number < 0 else x_number),
+        x=inner.operand(load.value, "x"),
+        x_scale=inner.operand(scale, "the scale of x") if load.scale is None else load.given,
         w=inner.operand(w, "the weight"),
         w_is_kn=w_is_kn,
         mode=INT8,
@@ -146,25 +161,23 @@ def _plan_int8(inner: Inner, anchor: Node) -> Plan:
     )
 
 
-def _activations(inner: Inner, codes: Any, covered: set[Node]) -> tuple[Node, Node | None, int | None]:
-    """Return what to load, the scale node, and its number (-1: taken per row as it loads, None: given later)."""
+def _activations(inner: Inner, codes: Any, covered: set[Node]) -> _Load:
     if codes in inner.operands:
-        return codes, None, None
+        return _Load(codes, None, None)
     if str(codes.target) != _QUANTIZE or argument(codes, 3, "shift", None) is not None:
         raise Refusal("the activations are not plainly quantized")
     value, scale, granularity = codes.args[:3]
     if value.meta["val"].dim() != 2:
         raise Refusal("the activations are not a matrix")
     covered.add(codes)
-    own = scale not in inner.operands
-    if own and not (str(scale.target) == _SCALE and scale.args[0] is value and granularity == "row"):
+    if scale in inner.operands:
+        if granularity != "tensor":
+            raise Refusal("a given row scale cannot be applied on load")
+        return _Load(value, scale, inner.operands[scale])
+    if str(scale.target) != _SCALE or scale.args[0] is not value or granularity != "row":
         raise Refusal(f"the kernel cannot take a {granularity} scale of the activations as it loads")
-    if own:
-        covered.add(scale)
-        return value, scale, -1
-    if granularity != "tensor":
-        raise Refusal("a given row scale cannot be applied on load")
-    return value, scale, inner.operand(scale, "the scale")
+    covered.add(scale)
+    return _Load(value, scale, None)
 
 
 def _weight(inner: Inner, codes: Any, covered: set[Node]) -> tuple[Node, Node, bool]:
@@ -181,19 +194,16 @@ def _weight(inner: Inner, codes: Any, covered: set[Node]) -> tuple[Node, Node, b
     return w, scale, w_is_kn
 
 
-def _take_scales(
-    inner: Inner, chain: list[RowOp], x_scale: Node | None, w_scale: Node, covered: set[Node]
-) -> int | None:
-    """Check that the product is scaled by both scales first; the kernel does that itself."""
-    first, second = (chain + [None, None])[:2]
-    if first is None or second is None or any(op.role != "chain" for op in (first, second)):
-        raise Refusal("the integer product is not dequantized by both scales")
-    given = first.root.args[1]
-    if str(first.root.target) != _DEQUANTIZE or (x_scale is not None and given is not x_scale):
+def _take_scales(chain: list[RowOp], load: _Load, w_scale: Node, covered: set[Node]) -> Any:
+    """Check that the product is scaled by both scales first, which the kernel does; return that of x."""
+    if len(chain) < 2 or any(str(op.root.target) != _DEQUANTIZE for op in chain[:2]):
+        raise Refusal("the integer product is not dequantized by both scales first")
+    first, second = (op.root for op in chain[:2])
+    if load.scale not in (None, first.args[1]):
         raise Refusal("the integer product is not dequantized by the scale of its activations first")
-    if str(second.root.target) != _DEQUANTIZE or second.root.args[1] is not w_scale:
+    if second.args[1] is not w_scale:
         raise Refusal("the integer product is not dequantized by the weight's scale second")
-    if argument(first.root, 3, "exponent", 0) or argument(second.root, 3, "exponent", 0):
+    if argument(first, 3, "exponent", 0) or argument(second, 3, "exponent", 0):
         raise Refusal("the scales carry a power of two")
-    covered.update((first.root, second.root))
-    return inner.operand(given, "the scale of x") if x_scale is None else None
+    covered.update((first, second))
+    return first.args[1]

@@ -95,5 +95,3 @@ def _heads(node: Node, op: Any) -> int:
 def _node(value: Any) -> Node:
     assert isinstance(value, Node)
     return value
-
-

@@ -81,9 +81,8 @@ class Spmm:
         scales = f"{vector(plan.x_scale)}, {vector(plan.shift)}"
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu.spmm.default, "spmm")
-        emitter.line(
-            f"{op}({emitter.vector(rowptr)}, {col}, {value}, {x}, {scales}, {plan.reduce}, {plan.heads}, {program})"
-        )
+        given = f"{emitter.vector(rowptr)}, {col}, {value}, {x}, {scales}"
+        emitter.line(f"{op}({given}, {plan.reduce}, {plan.heads}, {program})")
         epilogue.check_scales(emitter)
 
 
