@@ -1,0 +1,41 @@
+#pragma once
+
+// What every sparse kernel shares: the structure it walks, and how its rows are split among threads.
+//
+// Rows are cut into chunks of about equal rows + edges by a binary search in rowptr. The cuts depend on the graph only,
+// never on the number of threads, and threads take chunks in any order: a row is always computed by the same code on the
+// same tile, so results have the same bits at any thread count.
+
+#include <cstdint>
+
+namespace gnnc {
+
+enum class Element { f32, bf16, i8 };
+
+struct Csr {
+  const int64_t* rowptr;  // [num_dst + 1]
+  const int32_t* col;     // [num_edges], or null: edge e reads row e
+  int64_t num_dst;
+  int64_t num_edges;
+};
+
+constexpr int64_t kChunkWork = 16384;  // rows + edges a chunk: about 20 us, and long enough to prefetch within
+constexpr int64_t kTileRows = 8;       // rows that the row program sees at once
+
+inline int64_t chunk_count(const Csr& csr) { return (csr.num_dst + csr.num_edges + kChunkWork - 1) / kChunkWork; }
+
+// First row of a chunk: the first whose rows + edges before it reach chunk * kChunkWork.
+inline int64_t chunk_begin(const Csr& csr, int64_t chunk) {
+  int64_t low = 0, high = csr.num_dst;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (csr.rowptr[middle] + middle < chunk * kChunkWork) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+}  // namespace gnnc

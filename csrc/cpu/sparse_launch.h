@@ -1,0 +1,104 @@
+#pragma once
+
+// Checks and the parallel loop that the launchers of sparse kernels share.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+
+#include "csr.h"
+
+namespace gnnc::sparse {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+inline void check_type(const Tensor& t, ScalarType type, const char* op, const char* name) {
+  STD_TORCH_CHECK(t.is_cpu(), op, ": ", name, " must be on the CPU");
+  STD_TORCH_CHECK(t.scalar_type() == type, op, ": ", name, " must be ", torch::headeronly::toString(type), ", but is ",
+                  torch::headeronly::toString(t.scalar_type()));
+}
+
+// A contiguous tensor of one type and a known number of elements, as a pointer.
+template <typename T>
+T* flat(const Tensor& t, ScalarType type, int64_t numel, const char* op, const char* name) {
+  check_type(t, type, op, name);
+  STD_TORCH_CHECK(t.is_contiguous(), op, ": ", name, " must be contiguous");
+  STD_TORCH_CHECK(t.numel() == numel, op, ": ", name, " must have ", numel, " elements, but has ", t.numel());
+  return static_cast<T*>(t.data_ptr());
+}
+
+template <typename T>
+T* flat(const MaybeTensor& t, ScalarType type, int64_t numel, const char* op, const char* name) {
+  return t.has_value() ? flat<T>(*t, type, numel, op, name) : nullptr;
+}
+
+// A matrix whose rows may be apart, in elements.
+struct Matrix {
+  void* data;
+  int64_t rows;
+  int64_t width;
+  int64_t stride;
+  ScalarType type;
+};
+
+inline Matrix matrix(const Tensor& t, const char* op, const char* name) {
+  STD_TORCH_CHECK(t.is_cpu(), op, ": ", name, " must be on the CPU");
+  STD_TORCH_CHECK(t.dim() == 2, op, ": ", name, " must have 2 dimensions, but has ", t.dim());
+  const int64_t rows = t.size(0), width = t.size(1);
+  STD_TORCH_CHECK(width <= 1 || t.stride(1) == 1, op, ": the columns of ", name, " must be adjacent");
+  const ScalarType type = t.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Char, op, ": ", name,
+                  " must be float32, bfloat16 or int8, but is ", torch::headeronly::toString(type));
+  const int64_t stride = rows > 1 ? t.stride(0) : (width + 63) / 64 * 64;
+  STD_TORCH_CHECK(stride >= width, op, ": the rows of ", name, " overlap");
+  if (type == ScalarType::Char && rows > 1) {
+    STD_TORCH_CHECK(stride % 64 == 0, op, ": the int8 rows of ", name, " must be padded to 64 bytes");
+  }
+  return {t.data_ptr(), rows, width, stride, type};
+}
+
+inline Element element(ScalarType type) {
+  return type == ScalarType::Float ? Element::f32 : type == ScalarType::BFloat16 ? Element::bf16 : Element::i8;
+}
+
+inline Csr csr(const Tensor& rowptr, const MaybeTensor& col, int64_t num_src, const char* op) {
+  STD_TORCH_CHECK(rowptr.dim() == 1 && rowptr.numel() >= 1, op, ": rowptr must be [num_dst + 1]");
+  const int64_t num_dst = rowptr.numel() - 1;
+  const auto* starts = flat<int64_t>(rowptr, ScalarType::Long, num_dst + 1, op, "rowptr");
+  const int64_t num_edges = starts[num_dst];
+  STD_TORCH_CHECK(starts[0] == 0 && num_edges >= 0, op, ": rowptr must start at 0 and grow");
+  if (!col.has_value()) {
+    STD_TORCH_CHECK(num_edges <= num_src, op, ": rowptr ends at ", num_edges, ", but x has ", num_src, " rows");
+    return {starts, nullptr, num_dst, num_edges};
+  }
+  STD_TORCH_CHECK(col->numel() == 0 || num_src > 0, op, ": x has no rows, but there are edges");
+  return {starts, flat<int32_t>(*col, ScalarType::Int, num_edges, op, "col"), num_dst, num_edges};
+}
+
+// Runs body(row_begin, row_end) on every chunk. Threads draw chunks from one counter: a slow core gets fewer of them.
+template <typename Body>
+void for_each_chunk(const Csr& csr, const Body& body) {
+  const int64_t chunks = chunk_count(csr);
+  const int64_t threads = std::min<int64_t>(chunks, torch::stable::get_num_threads());
+  if (threads <= 1) {
+    if (csr.num_dst > 0) body(int64_t{0}, csr.num_dst);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t chunk; (chunk = next.fetch_add(1, std::memory_order_relaxed)) < chunks;) {
+      const int64_t begin = chunk == 0 ? 0 : chunk_begin(csr, chunk);
+      const int64_t end = chunk + 1 == chunks ? csr.num_dst : chunk_begin(csr, chunk + 1);
+      if (begin < end) body(begin, end);
+    }
+  });
+}
+
+}  // namespace gnnc::sparse
