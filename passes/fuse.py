@@ -213,8 +213,17 @@ def _explain(graph: fx.Graph, partition: Partition, ctx: Context) -> None:
         rows = len(shape_of(node) or ()) > 1
         if node.op != "call_function" or partition.group_of(node) or not (rows and produced):
             continue
-        ops = [classify(node, arg) for arg in produced]
-        if not any(ops):
-            ctx.note(node, f"{node.target} runs by itself: it is not local to a row")
-        elif all(op is None or op.role != "view" for op in ops):
-            ctx.note(node, f"{node.target} runs by itself: another op continues the same row")
+        if reason := _reason(partition, node, produced):
+            ctx.note(node, f"{node.target} runs by itself: {reason}")
+
+
+def _reason(partition: Partition, node: Node, produced: list[Node]) -> str | None:
+    """Why ``node`` is no part of its producers' row programs; None for a free view."""
+    ops = [op for arg in produced if (op := classify(node, arg))]
+    if not ops:
+        return "it is not local to a row"
+    if any(op.role == "view" for op in ops):
+        return None
+    if any(partition.would_cycle(partition.group_of(arg), node) for arg in produced):
+        return "it needs a value that is made from the whole of its producer's result"
+    return "another op continues the same row"

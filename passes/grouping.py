@@ -54,16 +54,18 @@ class Partition:
     def add(self, group: Group, nodes: Iterable[Node]) -> bool:
         """Put ``nodes`` into ``group`` if they are free and no cycle arises; say whether it did."""
         new = [node for node in nodes if node not in group.nodes]
-        if any(node in self._of for node in new):
-            return False
-        inside = group.nodes.keys() | set(new)
-        reads = {arg for node in new for arg in node.all_input_nodes} - inside
-        if any(self._depends_on(arg, inside) for arg in reads):
+        if any(node in self._of for node in new) or self.would_cycle(group, *new):
             return False
         for node in new:
             group.nodes[node] = None
             self._of[node] = group
         return True
+
+    def would_cycle(self, group: Group | None, *new: Node) -> bool:
+        """Whether ``new`` in ``group`` would read what the group has to make first."""
+        inside = {*new, *(group.nodes if group else ())}
+        reads = {arg for node in new for arg in node.all_input_nodes} - inside
+        return any(self._depends_on(arg, inside) for arg in reads)
 
     def remove(self, group: Group, node: Node) -> None:
         """Take ``node`` out of ``group``."""

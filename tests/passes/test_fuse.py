@@ -256,6 +256,16 @@ def test_one_continuation_a_row_the_other_runs_by_itself():
     assert_same_bits(lambda: one(build))
 
 
+def test_a_norm_over_all_nodes_needs_the_whole_result_first():
+    def build(b):
+        h = b.linear(b.x, 24)
+        return [b.call(aten.sub.Tensor, h, b.call(aten.mean, h))]
+
+    gm, ctx = fused(one(build))
+    assert leftovers(gm) == ["mean.default", "sub.Tensor"]
+    assert "needs a value that is made from the whole" in ctx.notes[-1].text
+
+
 def test_ops_across_rows_stay_out():
     build = lambda b: [b.call(aten.cumsum, b.linear(b.x, 24), 0)]  # noqa: E731
     gm, ctx = fused(one(build))
