@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --no-build-isolation
 CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
@@ -61,7 +61,7 @@ export FIND_TORCH
 
 $(VENV)/.torch:
 	$(PYTHON) -c "$$FIND_TORCH" > .torch-folders || { rm .torch-folders; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	if [ -s .torch-folders ]; then \
 		mv .torch-folders "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"; \
 	else \

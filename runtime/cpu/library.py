@@ -17,7 +17,7 @@ def load() -> str:
         gnnc.BackendError: the library is missing or does not load, or `GNNC_ISA` asks for what cannot run here.
     """
     try:
-        torch.ops.load_library(PATH)
+        torch.ops.load_library(str(PATH))  # pyright: ignore[reportUnknownMemberType]
         return torch.ops.gnnc_cpu.isa()
     except (OSError, RuntimeError) as error:
         from gnnc.errors import BackendError
