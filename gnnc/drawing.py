@@ -29,7 +29,7 @@ _STRUCTURE = ("#ece5f5", "#6b4fa0")
 _PLAIN = ("#f5f5f3", "#8a8a85")
 _INK, _SOFT, _WIRE = "#22252a", "#5c6370", "#9aa1ab"
 _STRUCTURE_BOX = "structure"
-_CHARACTER = 0.077
+_CHARACTER, _TITLE_CHARACTER = 0.072, 0.096
 _GAP = 0.5
 _MARGIN = 0.4
 _LINE = 0.19
@@ -152,7 +152,9 @@ class _Box:
 
     @property
     def width(self) -> float:
-        return max(1.3, max(map(len, self.lines)) * _CHARACTER + 0.3)
+        title, *rest = self.lines
+        widest = max((len(line) * _CHARACTER for line in rest), default=0.0)
+        return max(1.3, widest + 0.3, len(title) * _TITLE_CHARACTER + 0.3)
 
 
 def _launch_boxes(graph: nx.DiGraph) -> tuple[dict[str, _Box], dict[tuple[str, str], str]]:
@@ -198,7 +200,7 @@ def _box(name: str, data: Sequence[dict[str, Any]]) -> _Box:
     named = [d for d in data if d["primitive"]] or [d for d in data if not d["free"]] or list(data)
     title = " + ".join(_runs(d["op"] for d in named))
     rest = " · ".join(_runs(d["op"] for d in data if d not in named and not d["free"]))
-    precision = next((d["precision"] for d in named if d["precision"]), "")
+    precision = min((d["precision"] for d in named if d["precision"]), key=_width, default="")
     where = "  ".join(filter(None, (named[0]["layer"], precision)))
     stored = data[-1]["type"]
     lines = [title, *_wrap(rest), where, stored, first["kernel"]]
@@ -224,6 +226,10 @@ def _wrap(text: str) -> list[str]:
         else:
             lines.append(word)
     return lines
+
+
+def _width(precision: str) -> int:
+    return describe.bits_of(precision.split("→")[0])
 
 
 def _colors(precision: str) -> tuple[str, str]:

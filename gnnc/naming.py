@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gnnc.describe import dtype_text, inline, op_name, returns_many
+from gnnc.describe import PRECISION_OPS, dtype_text, inline, is_gnnc, op_name, returns_many
 from gnnc.ir.source import is_weight, source_of
 
 _NUMBERED = {
@@ -21,12 +21,15 @@ _NUMBERED = {
     "dequantize": "h",
     "sddmm": "e",
     "edge_map": "e",
+    "edge_softmax": "alpha",
     "qgemm": "acc",
     "qspmm": "acc",
     "qsddmm": "acc",
 }
-_PLAIN = {"degree": "deg", "edge_dst": "dst", "edge_softmax": "alpha"}
+_PLAIN = {"degree": "deg", "edge_dst": "dst"}
 _DERIVED = {"scale": "scale", "quantize": "q", "row_shift": "shift", "pack": "planes"}
+Sizes = tuple[sympy.Expr, ...]
+
 _PARTS = {
     "csr": ("rowptr", "col", "perm"),
     "csr_transpose": ("rowptr_t", "col_t", "perm_t"),
@@ -74,14 +77,14 @@ def name_program(structure: GraphModule | None, compute: GraphModule) -> tuple[N
         return None, name_graph(compute)
     first = _named(structure, {}, {}, "g")
     values = dict(_named_outputs(structure, first.graph))
-    sizes = {name: _size_texts(node, first.symbols) for name, node in values.items()}
+    sizes = {name: first.symbols.sizes(node.meta.get("val")) for name, node in values.items()}
     return first, _named(compute, first.outputs, sizes, "h")
 
 
 def _named(
     gm: GraphModule,
     values: Mapping[str, str],
-    sizes: Mapping[str, tuple[str, ...]],
+    sizes: Mapping[str, Sizes],
     floats: str,
 ) -> Named:
     graph = inline(gm)
@@ -104,59 +107,57 @@ def _flat(values: Any) -> list[Node]:
     return []
 
 
-def _size_texts(node: Node, symbols: "Symbols") -> tuple[str, ...]:
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return symbols.shape(value)
-    return (symbols.text(value),) if isinstance(value, torch.SymInt) else ()
-
-
 class Symbols:
     """Names of size symbols by first appearance: ``N`` for nodes, ``E`` for edges.
 
     Args:
         graph: the graph whose placeholders and values introduce the symbols.
-        structure: names of sizes that the structure graph's outputs already have, by output name:
-            a tuple of size texts for each. Placeholders of kind ``structure`` take them over, so
-            that both parts of a program call the same size by the same name.
+        structure: sizes of the structure graph's outputs in its own names, by output name.
+            Placeholders of kind ``structure`` take them over, so that both parts of a program
+            call the same size by the same name.
     """
 
-    def __init__(self, graph: Graph, structure: Mapping[str, tuple[str, ...]] | None = None) -> None:
-        self._names: dict[sympy.Symbol, str] = {}
+    def __init__(self, graph: Graph, structure: Mapping[str, Sizes] | None = None) -> None:
+        self._names: dict[sympy.Symbol, sympy.Expr] = {}
         self._taken: set[str] = set()
         nodes = list(graph.nodes)
         for node in nodes:
             self._adopt(node, structure or {})
-        for node in sorted(nodes, key=lambda node: _appearance(node)):
+        for node in sorted(nodes, key=_appearance):
             self._name_sizes(node.meta.get("val"))
 
     def text(self, size: Any) -> str:
         """Return a concrete or symbolic size as text, such as ``64`` or ``E + N``."""
-        if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return str(size)
-        expr = size.node.expr
-        for symbol in sorted(expr.free_symbols, key=str):
-            self._name(symbol, "N")
-        return str(expr.xreplace({s: sympy.Symbol(n, integer=True) for s, n in self._names.items()}))
+        return str(self._named(size))
 
     def shape(self, value: torch.Tensor) -> tuple[str, ...]:
         """Return the sizes of a tensor as text."""
         return tuple(self.text(size) for size in value.shape)
 
+    def sizes(self, value: Any) -> Sizes:
+        """Return the sizes of a tensor, or a size itself, as expressions of the names."""
+        return tuple(self._named(size) for size in _all_sizes(value))
+
     def is_symbol(self, name: str) -> bool:
         """Whether ``name`` is the name of a size."""
         return name in self._taken
 
-    def _adopt(self, node: Node, structure: Mapping[str, tuple[str, ...]]) -> None:
-        source, value = source_of(node), node.meta.get("val")
+    def _named(self, size: Any) -> sympy.Expr:
+        if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return sympy.sympify(size)
+        self._name_free(size, "N")
+        return size.node.expr.xreplace(self._names)
+
+    def _adopt(self, node: Node, structure: Mapping[str, Sizes]) -> None:
+        source = source_of(node)
         if source is None or source.name not in structure:
             return
-        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-        for size, text in zip(sizes, structure[source.name], strict=False):
-            symbol = _plain_symbol(size)
-            if symbol is not None and text.isidentifier() and text not in self._taken:
-                self._names.setdefault(symbol, text)
-                self._taken.add(text)
+        for size, given in zip(_all_sizes(node.meta.get("val")), structure[source.name], strict=False):
+            symbol = _only_symbol(size)
+            if symbol is not None and symbol not in self._names:
+                # size = symbol + constant, and it is the structure part's ``given``
+                self._names[symbol] = given - (size.node.expr - symbol)
+                self._taken.update(str(name) for name in given.free_symbols)
 
     def _name_sizes(self, value: Any) -> None:
         if isinstance(value, tuple | list):
@@ -169,15 +170,32 @@ class Symbols:
                 self._name_free(size, _letter(value, dim))
 
     def _name_free(self, size: Any, letter: str) -> None:
-        if not isinstance(size, torch.SymInt):
+        if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
             return
         for symbol in sorted(size.node.expr.free_symbols, key=str):
             self._name(symbol, letter)
 
     def _name(self, symbol: sympy.Symbol, letter: str) -> None:
         if symbol not in self._names:
-            self._names[symbol] = _first_free(letter, self._taken)
-            self._taken.add(self._names[symbol])
+            name = _first_free(letter, self._taken)
+            self._names[symbol] = sympy.Symbol(name, integer=True)
+            self._taken.add(name)
+
+
+def _all_sizes(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return (value,) if isinstance(value, int | torch.SymInt) else ()
+
+
+def _only_symbol(size: Any) -> sympy.Symbol | None:
+    """Return the symbol of a size of the form "symbol + constant"."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    for symbol in size.node.expr.free_symbols:
+        if (size.node.expr - symbol).is_number:
+            return symbol
+    return None
 
 
 def _appearance(node: Node) -> tuple[int, int]:
@@ -288,6 +306,8 @@ class _Namer:
         source = source_of(node)
         if source is None:
             return identifier(str(node.target))
+        if source.kind == "constant" and _is_scale(node):
+            return self._numbered("scale")
         if source.kind == "structure":
             return identifier(self._structure.get(source.name, source.name))
         return identifier(source.name)
@@ -324,6 +344,11 @@ class _Namer:
         while result in self._taken or (self._symbols.is_symbol(result) and result != name):
             result, count = f"{name}_{count}", count + 1
         return result
+
+
+def _is_scale(node: Node) -> bool:
+    """Whether a constant only scales quantized values: a static scale."""
+    return all(is_gnnc(user) and op_name(user) in PRECISION_OPS for user in node.users)
 
 
 def identifier(text: str) -> str:

@@ -21,7 +21,7 @@ from gnnc.ir.source import source_of
 from gnnc.naming import Named, identifier, name_graph, name_program
 
 INDENT = "    "
-COMMENT_COLUMN = 80
+COMMENT_COLUMN = 84
 """Comments line up at most this far right; longer statements push only their own comment."""
 
 _INFIX: dict[Any, str] = {
@@ -168,10 +168,10 @@ class _Printer:
         return _Line(code, self._cells(node))
 
     def _target(self, node: Node) -> str:
-        parts = _parts(node) if describe.returns_many(node) else None
-        if not parts or parts[0] not in self._folded:
+        results = self._results(node)
+        if results == [node]:
             return self._names[node]
-        by_index = {part.args[1]: self._names[part] for part in parts}
+        by_index = {part.args[1]: self._names[part] for part in results}
         named = [by_index.get(index, "_") for index in range(len(node.meta["val"]))]
         return ", ".join(named) + ("," if len(named) == 1 else "")
 
@@ -179,7 +179,7 @@ class _Printer:
         return (
             self._type(node),
             describe.layer_of(node),
-            _precision(node),
+            _precision(node, self._results(node)[0]),
             describe.granularity_of(node),
             self._remarks(node),
         )
@@ -188,14 +188,21 @@ class _Printer:
         remarks: list[str] = []
         if describe.op_name(node) == "quantize" and len(node.users) > 1:
             remarks.append(f"used {len(node.users)} times")
-        if kernel := node.meta.get("kernel"):
+        if (kernel := node.meta.get("kernel")) and not describe.is_free(node):
             remarks.append(str(kernel))
         if note := self._notes.get(node.meta["origin"]):
             remarks.append(note)
         return "; ".join(remarks)
 
     def _type(self, node: Node) -> str:
-        return self._named.type_text(node.meta.get("val"))
+        return ", ".join(self._named.type_text(n.meta.get("val")) for n in self._results(node))
+
+    def _results(self, node: Node) -> list[Node]:
+        """Return what a line makes: the parts of a tuple that is taken apart, else the node."""
+        parts = _parts(node) if describe.returns_many(node) else []
+        if not parts or parts[0] not in self._folded:
+            return [node]
+        return sorted(parts, key=lambda part: part.args[1])
 
     def _expression(self, node: Node) -> str:
         if node.op == "get_attr":
@@ -270,8 +277,8 @@ def _callee(node: Node) -> str:
     return f"{module}.{describe.op_name(node)}"
 
 
-def _precision(node: Node) -> str:
-    before, after = describe.precision_in(node), describe.precision_of(node)
+def _precision(node: Node, result: Node) -> str:
+    before, after = describe.precision_in(node), describe.precision_of(result)
     if before is None or after is None:
         return ""
     return after if before == after else f"{before}→{after}"
