@@ -158,12 +158,26 @@ void quantize_rows(const GemmArgs& g, const Block& b, const T* x) {
   }
 }
 
+// The flip turns what is left of the last block into weights times zero.
+void copy_flipped(const int8_t* q, int64_t count, uint8_t* to) {
+#ifdef __AVX512F__
+  const __m512i flip = _mm512_set1_epi8(-128);
+  int64_t c = 0;
+  for (; c + 64 <= count; c += 64) _mm512_storeu_si512(to + c, _mm512_xor_si512(_mm512_loadu_si512(q + c), flip));
+  if (c == count) return;
+  const __mmask64 mask = ~__mmask64{0} >> (64 - (count - c));
+  _mm512_storeu_si512(to + c, _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, q + c), flip));
+#else
+  for (int64_t c = 0; c < count; ++c) to[c] = static_cast<uint8_t>(q[c] ^ 0x80);
+  std::fill(to + count, to + round_up(count, 64), uint8_t{0x80});
+#endif
+}
+
 void copy_codes(const GemmArgs& g, const Block& b, int64_t row) {
   for (int r = 0; r < b.rows; ++r) {
     const int8_t* q = rows_at<int8_t>(g, row + r);
     uint8_t* to = b.buffer + r * b.depth;
-    for (int64_t c = 0; c < g.depth; ++c) to[c] = static_cast<uint8_t>(q[c] ^ 0x80);
-    std::fill(to + g.depth, to + b.depth, 0x80);
+    copy_flipped(q, g.depth, to);
     b.scales[r] = g.x_scale[g.x_scale_is_single ? 0 : row + r];
   }
 }
@@ -178,19 +192,37 @@ void load_codes(const GemmArgs& g, const Block& b, int64_t row) {
 
 #ifdef __AVX512F__
 
+// The intrinsic makes g++ 12 copy every sum before it adds, and spill the copies.
+GNNC_INLINE void add_products(__m512i& sum, __m512i codes, __m512i weights) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(weights));
+}
+
+// Fetches a part of the rows of the next block in each step of a tile, so that reading x overlaps with products.
+struct Ahead {
+  const char* at;
+  int64_t step;  // bytes; 0 where there is nothing to fetch
+
+  GNNC_INLINE void next() {
+    _mm_prefetch(at, _MM_HINT_T0);
+    _mm_prefetch(at + 64, _MM_HINT_T0);
+    at += step;
+  }
+};
+
 // acc = float(init + a * w) * row scale * column scale.
 template <int kRows, int kStrips, int... I>
 GNNC_INLINE void code_tile(const uint8_t* a, int64_t lda, const int32_t* w, int64_t steps, const int32_t* init,
-                           const float* row_scale, const float* column_scale, float* acc, int64_t ld,
+                           const float* row_scale, const float* column_scale, Ahead ahead, float* acc, int64_t ld,
                            std::integer_sequence<int, I...>) {
   __m512i sums[kRows * kStrips] = {_mm512_loadu_si512(init + I % kStrips * 16)...};
   for (int64_t k = 0; k < steps; ++k) {
     __m512i codes[kStrips], value = _mm512_setzero_si512();
     for (int j = 0; j < kStrips; ++j) codes[j] = _mm512_loadu_si512(w + (k * kStrips + j) * 16);
+    ahead.next();
     ((value = I % kStrips == 0
                   ? _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(a + I / kStrips * lda + 4 * k))
                   : value,
-      sums[I] = _mm512_dpbusd_epi32(sums[I], value, codes[I % kStrips])),
+      add_products(sums[I], value, codes[I % kStrips])),
      ...);
   }
   (store(acc + I / kStrips * ld + I % kStrips * 16, to_floats(reinterpret_cast<Ints>(sums[I])) *
@@ -202,9 +234,18 @@ GNNC_INLINE void code_tile(const uint8_t* a, int64_t lda, const int32_t* w, int6
 template <int kStrips>
 __attribute__((noinline)) void gemm_code_tile(const uint8_t* a, int64_t lda, const int32_t* w, int64_t steps,
                                               const int32_t* init, const float* row_scale, const float* column_scale,
-                                              float* acc, int64_t ld) {
+                                              Ahead ahead, float* acc, int64_t ld) {
   constexpr int kRows = tile_rows(kStrips);
-  code_tile<kRows, kStrips>(a, lda, w, steps, init, row_scale, column_scale, acc, ld, Sums<kRows, kStrips>{});
+  code_tile<kRows, kStrips>(a, lda, w, steps, init, row_scale, column_scale, ahead, acc, ld, Sums<kRows, kStrips>{});
+}
+
+// The rows that will take the place of `rows` rows from `row`.
+Ahead ahead_of(const GemmArgs& g, int64_t row, int rows) {
+  const int64_t size = g.x_type == Scalar::f32 ? 4 : g.x_type == Scalar::bf16 ? 2 : 1;
+  const int64_t next = row + kBlockRows;
+  if (next + rows > g.rows) return {static_cast<const char*>(g.x), 0};
+  const int64_t bytes = rows * g.x_stride * size;
+  return {static_cast<const char*>(g.x) + next * g.x_stride * size, bytes / steps_of(g)};
 }
 
 void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
@@ -219,8 +260,9 @@ void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
                                           : &gemm_code_tile<1>;
     const int step = tile_rows(static_cast<int>(panel.strips));
     for (int r = 0; r < b.rows; r += step) {
+      const Ahead ahead = p == 0 ? ahead_of(g, row + r, step) : Ahead{static_cast<const char*>(g.x), 0};
       tile(b.buffer + r * b.depth, b.depth, panel.data, steps_of(g), g.w_init + column, b.scales + r,
-           g.w_scale + column, b.acc + r * b.ld + column, b.ld);
+           g.w_scale + column, ahead, b.acc + r * b.ld + column, b.ld);
     }
   }
 }

@@ -177,7 +177,9 @@ void pack_float_columns(const Strip& s) {
 // The maximum of each column, as bits.
 void column_tops(const Strip& s, float* tops) {
   if (s.g.w_stride_k == 1) {
-    return largest_each(s.columns, [&](int64_t c) { return row_magnitude(s.w + c * s.g.w_stride_o, s.g.depth); }, tops);
+    Group group;
+    for (int c = 0; c < s.columns; ++c) group.set(c, as_floats(row_magnitude(s.w + c * s.g.w_stride_o, s.g.depth)));
+    return group.largest(tops);
   }
   Ints top{};
   for (int64_t k = 0; k < s.g.depth; ++k) top = larger(top, magnitude(row_of_columns(s, k)));
@@ -185,7 +187,7 @@ void column_tops(const Strip& s, float* tops) {
 }
 
 void pack_quantized(const Strip& s) {
-  alignas(64) float tops[32] = {}, inverse[kLanes];
+  alignas(64) float tops[16] = {}, inverse[kLanes];
   column_tops(s, tops);
   const Floats scale = scale_of(load(tops));
   store(s.g.w_scale + s.first, scale);

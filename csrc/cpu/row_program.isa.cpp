@@ -31,12 +31,16 @@ T* row_of(const RowView& v, int64_t r) {
   return static_cast<T*>(v.data) + r * v.stride;
 }
 
-// acc = f(acc), whole vectors: what lies past the width is not read later.
+// acc = f(acc), whole vectors: what lies past the width is not read later. Rows that touch are one long row.
 template <typename Function>
 void map_values(const Tile& t, const Function& f) {
-  for (int r = 0; r < t.rows; ++r) {
+  const bool touch = t.ld - t.width < kLanes;
+  const int rows = touch ? 1 : t.rows;
+  const int64_t width = touch ? t.rows * t.ld : t.width;
+  for (int r = 0; r < rows; ++r) {
     float* row = t.row(r);
-    for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, f(load(row + c)));
+#pragma GCC unroll 4
+    for (int64_t c = 0; c < width; c += kLanes) store(row + c, f(load(row + c)));
   }
 }
 
@@ -53,7 +57,9 @@ template <typename Function>
 void map_columns(const Tile& t, const RowView& v, const Function& f) {
   for_columns(t.width, [&](int64_t c, auto n) {
     const Floats value = load(floats(v) + c, n);
-    for (int r = 0; r < t.rows; ++r) store(t.row(r) + c, f(load(t.row(r) + c), value));
+    float* at = t.acc + c;
+#pragma GCC unroll 4
+    for (int r = 0; r < t.rows; ++r, at += t.ld) store(at, f(load(at), value));
   });
 }
 
@@ -84,7 +90,9 @@ void batch_norm(const Tile& t, const float* a) {
   const float* b = a + (t.width + 15) / 16 * 16;
   for (int64_t c = 0; c < t.width; c += kLanes) {
     const Floats factor = load(a + c), offset = load(b + c);
-    for (int r = 0; r < t.rows; ++r) store(t.row(r) + c, load(t.row(r) + c) * factor + offset);
+    float* at = t.acc + c;
+#pragma GCC unroll 4
+    for (int r = 0; r < t.rows; ++r, at += t.ld) store(at, load(at) * factor + offset);
   }
 }
 
@@ -126,8 +134,8 @@ void l2_normalize(const Tile& t, float eps) {
     float* row = t.row(r);
     fill_tail(row, t.width, 0.0f);
     const float norm = std::sqrt(sum_row(row, t.width, [](Floats v) { return v * v; }));
-    const Floats divisor = splat(norm < eps ? eps : norm);
-    for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, load(row + c) / divisor);
+    const Floats factor = splat(1.0f / (norm < eps ? eps : norm));
+    for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, load(row + c) * factor);
   }
 }
 
@@ -148,8 +156,8 @@ void softmax(const Tile& t, bool logarithm) {
       for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, (load(row + c) - top) - rest);
     } else {
       for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, exp(load(row + c) - top));
-      const Floats total = splat(sum_row(row, t.width, [](Floats v) { return v; }));
-      for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, load(row + c) / total);
+      const Floats share = splat(1.0f / sum_row(row, t.width, [](Floats v) { return v; }));
+      for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, load(row + c) * share);
     }
   }
 }
@@ -177,7 +185,7 @@ void store_rows(const Tile& t, const RowView& out) {
 }
 
 void quant_row(const Tile& t, const RowView& codes, const RowView& scales) {
-  alignas(64) float scale[2 * kGroup], inverse[2 * kGroup];
+  alignas(64) float scale[kGroup], inverse[kGroup];
   for (int begin = 0; begin < t.rows; begin += kGroup) {
     const int count = std::min(kGroup, t.rows - begin);
     row_scales(t.row(begin), t.ld, count, t.width, scale, inverse);
@@ -260,24 +268,37 @@ void amax(const Tile& t, const RowView& out) {
   if (single) raise_to(tops, largest(all));
 }
 
+GNNC_INLINE Floats products(const float* a, const float* b, int64_t count) {
+  if (count == kLanes) return load(a) * load(b);
+  Floats total{};
+  for_columns(count, [&](int64_t c, auto n) { total = fused(load(a + c, n), load(b + c, n), total); });
+  return total;
+}
+
+// Sums are combined for 16 pairs of row and head at once.
 void row_dot(const Tile& t, const RowView& att, const RowView& out, int64_t heads) {
   const int64_t depth = t.width / heads;
-  const auto product = [&](int64_t i) {
-    const float* row = t.row(i / heads) + i % heads * depth;
-    const float* factors = floats(att) + i % heads * depth;
-    Floats total{};
-    for_columns(depth, [&](int64_t c, auto n) { total = fused(load(row + c, n), load(factors + c, n), total); });
-    return total;
-  };
-  alignas(64) float sums[4 * kGroup];
-  const int64_t pairs = t.rows * heads;
-  for (int64_t begin = 0; begin < pairs; begin += 3 * kGroup) {
-    const int64_t count = std::min<int64_t>(3 * kGroup, pairs - begin);
-    sum_each(count, [&](int64_t i) { return product(begin + i); }, sums);
+  Group group;
+  alignas(64) float sums[kGroup];
+  int64_t count = 0, from_row = 0, from_head = 0;
+  const auto flush = [&] {
+    group.sums(sums);
+    int64_t r = from_row, h = from_head;
     for (int64_t i = 0; i < count; ++i) {
-      row_of<float>(out, t.first + (begin + i) / heads)[(begin + i) % heads] = sums[i];
+      row_of<float>(out, t.first + r)[h] = sums[i];
+      if (++h == heads) h = 0, ++r;
+    }
+    count = 0;
+  };
+  for (int r = 0; r < t.rows; ++r) {
+    const float* row = t.row(r);
+    for (int64_t h = 0; h < heads; ++h) {
+      if (count == 0) from_row = r, from_head = h;
+      group.set(count, products(row + h * depth, floats(att) + h * depth, depth));
+      if (++count == kGroup) flush();
     }
   }
+  if (count > 0) flush();
 }
 
 void apply_arithmetic(const Tile& t, const RowInstruction& in) {

@@ -15,9 +15,11 @@ template <typename T>
 GNNC_INLINE Ints row_magnitude(const T* x, int64_t width) {
   Ints top{}, next{};
   int64_t c = 0;
-  for (; c + 2 * kLanes <= width; c += 2 * kLanes) {
+  for (; c + 4 * kLanes <= width; c += 4 * kLanes) {
     top = larger(top, magnitude(load(x + c)));
     next = larger(next, magnitude(load(x + c + kLanes)));
+    top = larger(top, magnitude(load(x + c + 2 * kLanes)));
+    next = larger(next, magnitude(load(x + c + 3 * kLanes)));
   }
   for (; c + kLanes <= width; c += kLanes) top = larger(top, magnitude(load(x + c)));
   if (c < width) next = larger(next, magnitude(load(x + c, Tail{static_cast<int>(width - c)})));
@@ -38,7 +40,13 @@ inline float inverse_of(float scale) { return inverse_of(splat(scale))[0]; }
 // scales[r] and inverses[r] of rows 0 .. rows; both have room for 16 more.
 template <typename T>
 GNNC_INLINE void row_scales(const T* x, int64_t stride, int rows, int64_t width, float* scales, float* inverses) {
-  largest_each(rows, [&](int64_t r) { return row_magnitude(x + r * stride, width); }, scales);
+  Group group;
+  for (int begin = 0; begin < rows; begin += 16) {
+    const int count = rows - begin < 16 ? rows - begin : 16;
+#pragma GCC unroll 1
+    for (int i = 0; i < count; ++i) group.set(i, as_floats(row_magnitude(x + (begin + i) * stride, width)));
+    group.largest(scales + begin);
+  }
   for (int r = 0; r < rows; r += kLanes) {
     const Floats scale = scale_of(load(scales + r));
     store(scales + r, scale);
@@ -47,7 +55,7 @@ GNNC_INLINE void row_scales(const T* x, int64_t stride, int rows, int64_t width,
 }
 
 enum class Codes {
-  bounded,  // |value| < 127.5 for every finite value: nothing to hold
+  bounded,  // |value| < 127.5 where its row is finite: nothing to hold (where it is not, the scale tells)
   held,     // values of any size
 };
 
@@ -67,7 +75,7 @@ GNNC_INLINE __m512i pack_codes(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512i high = _mm512_packs_epi32(integers<kCodes>(c), integers<kCodes>(d));
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i codes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
-  return _mm512_max_epi8(codes, _mm512_set1_epi8(-127));
+  return kCodes == Codes::held ? _mm512_max_epi8(codes, _mm512_set1_epi8(-127)) : codes;
 }
 
 // out[c] = code of value(c) xor flip, in blocks of 64 with zero codes past the width.

@@ -211,45 +211,38 @@ GNNC_INLINE __m512 fold_all(const __m512 (&v)[kCount], const Combine& combine) {
 }
 #endif
 
-// out[i] = all lanes of v(i) combined, for i in 0 .. count; out has room for 16 more.
+// Sixteen vectors whose lanes are to be combined, one result a vector.
+struct Group {
+  alignas(64) float lanes[16][kLanes];
+
+  GNNC_INLINE void set(int64_t i, Floats v) { store(lanes[i], v); }
+
 #ifdef __AVX512F__
-template <typename Vectors, typename Combine>
-GNNC_INLINE void fold_each(int64_t count, const Vectors& v, const Combine& combine, float* out) {
-  alignas(64) float lanes[16][16];
-  for (int64_t i = 0; i < count; i += 16) {
-    const int64_t group = count - i < 16 ? count - i : 16;
-#pragma GCC unroll 1
-    for (int64_t k = 0; k < group; ++k) store(lanes[k], v(i + k));
-#pragma GCC unroll 1
-    for (int64_t k = group; k < 16; ++k) store(lanes[k], Floats{});
+  template <typename Combine>
+  GNNC_INLINE __m512 fold(const Combine& combine) const {
     __m512 rows[16];
-    for (int k = 0; k < 16; ++k) rows[k] = load(lanes[k]);
-    store(out + i, fold_all(rows, combine));
+    for (int i = 0; i < 16; ++i) rows[i] = load(lanes[i]);
+    return fold_all(rows, combine);
   }
-}
-#endif
-
-template <typename Vectors>
-GNNC_INLINE void sum_each(int64_t count, const Vectors& v, float* sums) {
-#ifdef __AVX512F__
-  fold_each(count, v, [](__m512 a, __m512 b) { return a + b; }, sums);
+  GNNC_INLINE void sums(float* out) const {
+    store(out, fold([](__m512 a, __m512 b) { return a + b; }));
+  }
+  // As signed integers.
+  GNNC_INLINE void largest(float* out) const {
+    store(out, fold([](__m512 a, __m512 b) {
+            return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+          }));
+  }
 #else
-  for (int64_t i = 0; i < count; ++i) sums[i] = sum(v(i));
+  GNNC_INLINE void sums(float* out) const {
+    for (int i = 0; i < 16; ++i) out[i] = sum(load(lanes[i]));
+  }
+  // As signed integers.
+  GNNC_INLINE void largest(float* out) const {
+    for (int i = 0; i < 16; ++i) out[i] = from_bits(gnnc::GNNC_ISA::largest(as_ints(load(lanes[i]))));
+  }
 #endif
-}
-
-// The largest lane, as a signed integer.
-template <typename Vectors>
-GNNC_INLINE void largest_each(int64_t count, const Vectors& v, float* tops) {
-#ifdef __AVX512F__
-  const auto top = [](__m512 a, __m512 b) {
-    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
-  };
-  fold_each(count, [&](int64_t i) { return as_floats(v(i)); }, top, tops);
-#else
-  for (int64_t i = 0; i < count; ++i) tops[i] = from_bits(largest(v(i)));
-#endif
-}
+};
 
 // The bits of |v|. As signed integers they order like the numbers, with infinity and then NaN on top: a maximum of
 // them keeps a NaN, and does not depend on order.

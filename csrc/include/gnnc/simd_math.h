@@ -17,10 +17,17 @@ GNNC_INLINE Floats polynomial(Floats x, const float (&coefficients)[N]) {
   return y;
 }
 
-// 2^n for n in [-126, 127].
-GNNC_INLINE Floats power_of_two(Ints n) { return as_floats((n + 127) << 23); }
-
 GNNC_INLINE Ints to_ints(Floats v) { return __builtin_convertvector(v, Ints); }
+
+// y * 2^n for a whole n in [-151, 129] and y in [0.5, 2]: one power of two alone does not reach that far.
+GNNC_INLINE Floats scale_by_power(Floats y, Floats n) {
+#ifdef __AVX512F__
+  return _mm512_scalef_ps(y, n);
+#else
+  const Ints whole = to_ints(n), half = whole >> 1;
+  return y * as_floats((half + 127) << 23) * as_floats((whole - half + 127) << 23);
+#endif
+}
 
 GNNC_INLINE Floats exp(Floats x) {
   constexpr float kFit[] = {4.999999953e-01f, 1.666657369e-01f, 4.166686098e-02f, 8.363739844e-03f, 1.390152973e-03f};
@@ -29,9 +36,7 @@ GNNC_INLINE Floats exp(Floats x) {
   // ln 2 in two parts, the first with few enough bits that n * it is exact
   const Floats r = (bounded - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
   const Floats y = fused(polynomial(r, kFit), r * r, r) + splat(1.0f);
-  const Ints whole = to_ints(n), half = whole >> 1;  // 2^128 has no float: scale in two steps
-  const Floats result = y * power_of_two(half) * power_of_two(whole - half);
-  return x == x ? result : x;
+  return scale_by_power(y, n) + (x == x ? splat(0.0f) : x);
 }
 
 // e^x - 1
