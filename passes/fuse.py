@@ -8,6 +8,7 @@ and runs by itself.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from gnnc.ir.attention import match_attention
-from gnnc.ir.row_local import classify, linearize, shape_of
+from gnnc.ir.row_local import RowOp, classify, linearize, shape_of
 from gnnc.ir.source import is_weight
 from gnnc.passes.base import Context
 from gnnc.passes.grouping import Group, Partition, contract
@@ -67,7 +68,7 @@ class Fuse:
         if not _has_wide_rows(source) or partition.group_of(source) or is_weight(source):
             return
         group = partition.start("map", source)
-        program = linearize(source, lambda op: partition.add(group, op.covers))
+        program = linearize(source, _admission(partition, group))
         computed = sum(len(op.covers) for op in program if op.role == "chain")
         if computed < self.min_map_ops and not any(op.role == "store" for op in program):
             partition.dissolve(group)
@@ -96,10 +97,20 @@ def _grow(
         partition.dissolve(group)
         return
     if epilogue:
-        linearize(anchor, lambda op: partition.add(group, op.covers))
+        linearize(anchor, _admission(partition, group))
     if kind == "gemm":
         for operand in anchor.args[:2]:
             _load(partition, group, operand)
+
+
+def _admission(partition: Partition, group: Group) -> Callable[[RowOp], bool]:
+    """A row op may join if its operands come from outside and its nodes are free."""
+
+    def admit(op: RowOp) -> bool:
+        known = any(operand in group.nodes for operand in op.operands)
+        return not known and partition.add(group, op.covers)
+
+    return admit
 
 
 def _scaled_dots(dots: Node) -> tuple[Node, ...]:
@@ -226,4 +237,6 @@ def _reason(partition: Partition, node: Node, produced: list[Node]) -> str | Non
         return None
     if any(partition.would_cycle(partition.group_of(arg), node) for arg in produced):
         return "it needs a value that is made from the whole of its producer's result"
+    if len(produced) > 1 and len({partition.group_of(arg) for arg in produced}) == 1:
+        return "a row program keeps no value but the latest"
     return "another op continues the same row"

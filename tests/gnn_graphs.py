@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from gnnc.passes.base import Context, Pass, run_pass
 from gnnc.precision import INT8, Precision
+from gnnc.printing import format_graph
 
 gnnc = torch.ops.gnnc
 aten = torch.ops.aten
@@ -120,6 +121,18 @@ class Layers(Builder):
         return self.parts(norm)[0]
 
 
+def gcn_layer() -> GraphModule:
+    """One GCN layer, short enough to print."""
+    b = _stack(32)
+    return b.finish(b.relu(b.gcn(b.x, 24)))
+
+
+def gat_layer() -> GraphModule:
+    """One GAT layer, short enough to print."""
+    b = _stack(32)
+    return b.finish(b.call(aten.elu, b.gat(b.x, 4, 8)))
+
+
 def _stack(width: int) -> Layers:
     b = Layers(width)
     b.layer = "conv1"
@@ -206,6 +219,16 @@ def run_all(
     for step in passes:
         gm = run_pass(step, gm, ctx)
     return gm, ctx
+
+
+def before_and_after(
+    gm: GraphModule, before: Sequence[Pass], step: Pass, **options: Any
+) -> str:
+    """The graph before and after ``step``, and what it noted, as goldens show them."""
+    first, _ = run_all(gm, before, **options)
+    second, ctx = run_all(first, [step], **options)
+    notes = "".join(f"# {note.layer or 'root'}: {note.text}\n" for note in ctx.notes)
+    return f"{format_graph(first, name='before')}\n\n{format_graph(second, name='after')}\n{notes}"
 
 
 def targets(gm: GraphModule) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gnn_graphs import Layers, gat, gcn, run_all, targets
+from gnn_graphs import Layers, before_and_after, gat, gat_layer, gcn, run_all, targets
 
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.passes.assign import Assign
@@ -109,3 +109,7 @@ def test_an_op_without_a_low_form_stays_fp32():
 def test_only_annotates():
     gm, _ = run_all(gcn(), [Assign()])
     assert targets(gm) == targets(gcn())
+
+
+def test_golden(golden):
+    golden(before_and_after(gat_layer(), [], Assign()))

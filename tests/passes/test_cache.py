@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gnn_graphs import MODELS, Layers, arguments, run_all, targets
+from gnn_graphs import MODELS, Layers, arguments, before_and_after, run_all, targets
 
 from gnnc.passes.assign import Assign
 from gnnc.passes.cache import Cache
@@ -52,9 +52,6 @@ def test_codes_under_different_scales_stay_apart():
 
 
 def test_casts_merge_by_dtype():
-    def cast(dtype):
-        return lambda b: b.spmm(b.graph.call_function(aten._to_copy.default, (b.x,), {"dtype": dtype}))
-
     b = Layers(32)
     low = []
     for dtype in (torch.bfloat16, torch.bfloat16, torch.float16):
@@ -96,3 +93,8 @@ def test_again_changes_nothing():
     again, ctx = run_all(MODELS["sage"](), (*BEFORE, Cache(), Cache()))
     assert targets(again) == targets(gm)
     assert len(ctx.notes) == notes
+
+
+def test_golden(golden):
+    graph = two_readers(lambda b: b.linear(b.x, 24), lambda b: b.spmm(b.x))
+    golden(before_and_after(graph, BEFORE, Cache()))

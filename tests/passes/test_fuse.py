@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from gnn_graphs import MODELS, Layers, arguments, run_all, targets
+from gnn_graphs import (
+    MODELS,
+    Layers,
+    arguments,
+    before_and_after,
+    gat_layer,
+    gcn_layer,
+    run_all,
+    targets,
+)
 
 from gnnc.ir.attention import match_attention
 from gnnc.ir.row_local import linearize
@@ -256,6 +265,17 @@ def test_one_continuation_a_row_the_other_runs_by_itself():
     assert_same_bits(lambda: one(build))
 
 
+def test_a_gate_reads_a_value_that_the_row_program_no_longer_has():
+    def build(b):
+        h = b.linear(b.x, 24)
+        return [b.mul(b.call(aten.sigmoid, h), h)]
+
+    gm, ctx = fused(one(build))
+    assert leftovers(gm) == ["mul.Tensor"]
+    assert "a row program keeps no value but the latest" in ctx.notes[-1].text
+    assert_same_bits(lambda: one(build))
+
+
 def test_a_norm_over_all_nodes_needs_the_whole_result_first():
     def build(b):
         h = b.linear(b.x, 24)
@@ -365,3 +385,8 @@ def test_again_changes_nothing():
     gm, _ = fused(MODELS["sage"]())
     again, _ = run_all(gm, (Fuse(),))
     assert targets(again) == targets(gm)
+
+
+@pytest.mark.parametrize("layer", [gcn_layer, gat_layer])
+def test_golden(golden, layer):
+    golden(before_and_after(layer(), BEFORE, Fuse()))

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from gnn_graphs import MODELS, Layers, arguments, relative_error, run_all, targets
+from gnn_graphs import (
+    MODELS,
+    Layers,
+    arguments,
+    before_and_after,
+    gcn_layer,
+    relative_error,
+    run_all,
+    targets,
+)
 
 from gnnc.errors import PrecisionError
 from gnnc.passes.assign import Assign
@@ -233,3 +242,9 @@ def test_row_error_of_rows_of_different_magnitude():
     tensor, pow2, row = (row_error(x, g, base) for g in ("tensor", "row_pow2", "row"))
     assert row < pow2 < 0.015 < tensor
     assert row_error(torch.zeros(3, 4), "row", torch.tensor(0.0)) == 0.0
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_golden(golden, static):
+    examples = arguments(gcn_layer()) if static else None
+    golden(before_and_after(gcn_layer(), PASSES[:1], Quantize(), examples=examples))
