@@ -118,7 +118,11 @@ def _wide_end(regions: Regions, factor: Factor, node: Node, order: Order) -> tup
 
 
 def _aggregate_narrow(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
+    """Values that are stored for every edge anyway: few columns, or read by others too."""
     if not is_narrow(node) or not regions.all_narrow(node):
+        return None
+    vector = all(same_size(size, 1) for size in shape_of(node)[1:])
+    if not vector and len(node.users) < 2 and not regions.is_emitted(node, order):
         return None
     value = regions.emit(node, order)
     rowptr = regions.csr(order).rowptr

@@ -1,5 +1,6 @@
 """Bodies: the part of an edge value that runs per edge, as the text of a small graph."""
 
+import math
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,11 @@ class BodyBuilder:
     def _is_stored(self, node: Node) -> bool:
         if node in self.regions.softmaxes or is_random(node):
             return True
-        return is_narrow(node) or self.regions.is_emitted(node, self.order)
+        return self._is_cheap(node) or self.regions.is_emitted(node, self.order)
+
+    def _is_cheap(self, node: Node) -> bool:
+        """Whether a value takes far less room than what the body computes from it."""
+        return is_narrow(node) and math.prod(shape_of(node)[1:]) < math.prod(shape_of(self.root)[1:])
 
     def _call(self, node: Node) -> Node:
         if node.target is operator.getitem:

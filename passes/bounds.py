@@ -80,7 +80,7 @@ def _origins(node: Node, row: int | None) -> Iterator[tuple[str, int | None]]:
         if source.kind == "input" and not node.meta["val"].is_floating_point():
             yield source.name, row
         return
-    name = op_name(node) if node.op == "call_function" else None
+    name = op_name(node)
     if name == "select.int":
         first = node.args[1] == 0 and len(shape_of(node.args[0])) == 2
         yield from _origins(node.args[0], node.args[2] if first else row)

@@ -31,11 +31,11 @@ class Emitter:
         """Insert ``target(*args, **kwargs)`` after its operands, with val and layer."""
         key = number(target, args, kwargs)
         known = self.made.get(key)
-        if known is not None and not known._erased:
+        if known is not None and not getattr(known, "_erased", False):
             return known
         operands: list[Node] = [self.last_input]
         fx.map_arg((args, kwargs), operands.append)
-        with self.graph.inserting_after(max(operands)):
+        with self.graph.inserting_after(_last(operands)):
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update(layer=layer, val=self.infer(node))
         if not is_random(node):
@@ -50,6 +50,14 @@ class Emitter:
             return node.target(*args, **kwargs)
         with self.mode:
             return node.target(*args, **kwargs)
+
+
+def _last(nodes: list[Node]) -> Node:
+    """The node that stands last in the graph."""
+    last = nodes[0]
+    for node in nodes:
+        last = node if last < node else last
+    return last
 
 
 class Sizes:

@@ -218,7 +218,7 @@ def _raise_products(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
 
 def _product_parts(node: Node) -> tuple[Node, Node, Node | None, bool] | None:
     """(x [..., K], weight, bias, weight is [K, O]) of a product with a matrix."""
-    name = op_name(node) if node.op == "call_function" else None
+    name = op_name(node)
     if name == "linear.default":
         x, weight, bias = node.args[0], node.args[1], argument(node, 2, "bias")
         parts = x, weight, bias, False
@@ -236,7 +236,7 @@ def _product_parts(node: Node) -> tuple[Node, Node, Node | None, bool] | None:
 
 
 def _transposed_parts(x: Node, weight: Node, bias: Node | None) -> tuple[Any, ...]:
-    name = op_name(weight) if weight.op == "call_function" else None
+    name = op_name(weight)
     swaps = name == "t.default" or (
         name in ("transpose.int", "permute.default") and len(shape_of(weight)) == 2
     )

@@ -266,7 +266,7 @@ class Regions:
         """``a_i op b_j`` or ``<a_i, b_j>`` as an sddmm."""
         if op_name(node) == "sum.dim_IntList":
             return self._dot(node, order)
-        op = _PAIR_OPS.get(op_name(node) or "")
+        op = _PAIR_OPS.get(op_name(node))
         if op is None or argument(node, 2, "alpha", 1) != 1:
             return None
         sides = self._sides(node, order)
@@ -382,13 +382,11 @@ class Regions:
 
 
 def _is_reshape(node: Node) -> bool:
-    name = op_name(node) if node.op == "call_function" else None
-    return name is not None and name.partition(".")[0] in _RESHAPES
+    return op_name(node).partition(".")[0] in _RESHAPES
 
 
 def _has_sizes(node: Node) -> bool:
-    name = op_name(node)
-    return name is not None and name.partition(".")[0] in _RESHAPES[:4]
+    return op_name(node).partition(".")[0] in _RESHAPES[:4]
 
 
 def _same_columns(a: Node, b: Node) -> bool:

@@ -4,6 +4,7 @@ A row of a tensor is its slice along dimension 0. An op is *row-wise* in an argu
 the result depends on row r of that argument and on no other row of it.
 """
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def row_inputs(node: Node) -> tuple[Node, ...] | None:
     if node.target is operator.getitem:
         return (node.args[0],) if row_inputs(node.args[0]) is not None else None
     name = op_name(node)
-    if name is None:
+    if not name:
         return None
     overload = name.partition(".")[0]
     if overload in _RESHAPES:
@@ -85,30 +86,30 @@ def row_inputs(node: Node) -> tuple[Node, ...] | None:
     return _pointwise(node) if torch.Tag.pointwise in node.target.tags else None
 
 
-def op_name(node: Node) -> str | None:
-    """``add.Tensor`` of ``aten.add.Tensor``; None for anything that is not an ATen op."""
+def op_name(node: Node) -> str:
+    """``add.Tensor`` of ``aten.add.Tensor``; "" for anything that is not an ATen op."""
     text = str(node.target)
-    return text.removeprefix("aten.") if text.startswith("aten.") else None
+    return text.removeprefix("aten.") if text.startswith("aten.") else ""
 
 
 def is_narrow(node: Node) -> bool:
-    """Whether a value is small enough to be stored for every edge."""
+    """Whether a value is small enough to be stored for every edge: ``[E]``, ``[E, H]``."""
     if not holds_tensor(node):
         return False
-    width = 1
-    for size in shape_of(node)[1:]:
-        if not isinstance(size, int):
-            return False
-        width *= size
-    return width <= NARROW
+    sizes = shape_of(node)[1:]
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    return math.prod(sizes) <= NARROW and (len(sizes) < 2 or sizes[-1] == 1)
 
 
 def rows_of(node: Node) -> Any:
     """The number of rows of a tensor node, or of the first tensor of a tuple; None of a scalar."""
-    value = node.meta.get("val")
+    value: Any = node.meta.get("val")
     if isinstance(value, list | tuple):
         value = value[0] if value else None
-    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() > 0 else None
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return None
+    return value.shape[0]
 
 
 def _has_rows_of(arg: Any, node: Node) -> bool:
@@ -199,7 +200,7 @@ class Gather:
 
 def as_gather(node: Node) -> Gather | None:
     """Read ``node`` as a gather of rows of a floating-point table, or None."""
-    name = op_name(node) if node.op == "call_function" else None
+    name = op_name(node)
     if name not in _GATHERS or not holds_tensor(node):
         return None
     found = _GATHERS[name](node)
@@ -242,7 +243,7 @@ def _gather(node: Node) -> Gather | None:
     return Gather(table, index)
 
 
-_GATHERS: dict[str | None, Callable[[Node], Gather | None]] = {
+_GATHERS: dict[str, Callable[[Node], Gather | None]] = {
     "index_select.default": _index_select,
     "index.Tensor": _index,
     "embedding.default": _embedding,
@@ -290,7 +291,7 @@ class Scatter:
 
 def as_scatter(node: Node) -> Scatter | str | None:
     """Read ``node`` as a scatter of rows; a reason where it scatters otherwise; None for others."""
-    name = op_name(node) if node.op == "call_function" else None
+    name = op_name(node)
     if name not in _SCATTERS:
         return None
     found = _SCATTERS[name](node)
@@ -365,7 +366,7 @@ def _index_put(node: Node) -> Scatter | str:
     return Scatter(node, base, indices[0], source, "sum", True)
 
 
-_SCATTERS: dict[str | None, Callable[[Node], Scatter | str]] = {
+_SCATTERS: dict[str, Callable[[Node], Scatter | str]] = {
     "scatter_add.default": _scatter_add,
     "scatter.reduce": _scatter_named,
     "scatter_reduce.two": _scatter_reduce,

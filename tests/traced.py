@@ -1,0 +1,85 @@
+"""Captured graphs in tests: run them on the live model, and take them through the first passes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from gnnc.arguments import flatten_call
+from gnnc.capture import Captured, capture
+from gnnc.ir.source import Source
+from gnnc.passes.base import Context, run_pass
+from gnnc.passes.normalize import Normalize
+from gnnc.passes.raise_ import Raise
+
+
+@dataclass
+class Traced:
+    """A model's graph after each of the first stages."""
+
+    model: nn.Module
+    captured: Captured
+    normalized: GraphModule
+    raised: GraphModule
+    context: Context
+
+    def run(self, gm: GraphModule, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run ``gm`` as the model would be called; the flat user outputs."""
+        return run(gm, self.model, args, kwargs)
+
+
+def trace(model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
+    captured = capture(model, args, kwargs)
+    context = Context()
+    normalized = run_pass(Normalize(), captured.graph_module, context)
+    raised = run_pass(Raise(), normalized, context)
+    return Traced(model, captured, normalized, raised, context)
+
+
+def run(gm: GraphModule, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    tensors = iter(flatten_call(model, args, kwargs).tensors)
+    sources: list[tuple[Source, Any]] = [
+        (node.meta["source"], node) for node in gm.graph.nodes if node.op == "placeholder"
+    ]
+    with torch.no_grad():
+        return list(gm(*(_value(source, node, model, tensors) for source, node in sources)))
+
+
+def eager(model: nn.Module, *args: Any, **kwargs: Any) -> list[Any]:
+    """The flat outputs of the model itself."""
+    with torch.no_grad():
+        return pytree.tree_leaves(model(*args, **kwargs))
+
+
+def relative_error(got: Any, expected: Any) -> float:
+    """Relative L2 error; infinite where shape or dtype differ."""
+    if not isinstance(expected, torch.Tensor):
+        return 0.0 if got == expected else float("inf")
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    got, expected = got.double(), expected.double()
+    return ((got - expected).norm() / expected.norm().clamp(min=1e-12)).item()
+
+
+def targets(gm: GraphModule) -> list[str]:
+    """Name of every call, without namespace and overload."""
+    calls = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+    return [name.split(".")[1] for name in calls if "." in name]
+
+
+def count(gm: GraphModule, name: str) -> int:
+    return targets(gm).count(name)
+
+
+def _value(source: Source, node: Any, model: nn.Module, tensors: Any) -> Any:
+    if source.kind == "input":
+        return next(tensors)
+    if source.kind == "parameter":
+        return model.get_parameter(source.name)
+    return model.get_buffer(source.name) if source.kind == "buffer" else node.meta["value"]
