@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -202,7 +202,7 @@ class _Printer:
         parts = _parts(node) if describe.returns_many(node) else []
         if not parts or parts[0] not in self._folded:
             return [node]
-        return sorted(parts, key=lambda part: part.args[1])
+        return sorted(parts, key=lambda part: cast(int, part.args[1]))
 
     def _expression(self, node: Node) -> str:
         if node.op == "get_attr":

@@ -1,5 +1,6 @@
 """What a compiled model says about itself: the header of ``str()``, ``explain()``, ``summary()``."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -143,24 +144,27 @@ def _collapse(lines: Sequence[str]) -> list[str]:
 
 
 def _note_line(note: Remark) -> str:
-    where = " ".join(part for part in (note.layer, note.node) if part)
+    # Numbered node names mean nothing to the reader of a printed program; the op does.
+    op = re.sub(r"(_default)?(_\d+)?$", "", note.node)
+    where = " ".join(part for part in (note.layer, op) if part)
     return f"{where}: {note.text}" if where else note.text
 
 
 def count_quantized(graph: Graph) -> Quantized:
     """Count the GEMM, SpMM, SDDMM, segment and message ops of an inlined graph, and the weights."""
-    ops: dict[str, tuple[int, int]] = {}
+    ops = dict.fromkeys(describe.COUNTED.values(), (0, 0))
     weights: dict[Node, bool] = {}
     for node in graph.nodes:
         kind = describe.COUNTED.get(describe.op_name(node)) if describe.is_gnnc(node) else None
         if kind is None:
             continue
         quantized = describe.is_quantized(node)
-        done, total = ops.get(kind, (0, 0))
+        done, total = ops[kind]
         ops[kind] = (done + quantized, total + 1)
         if kind == "gemm":
             for weight in _weights_of(node.args[1]):
                 weights[weight] = weights.get(weight, True) and quantized
+    ops = {kind: counts for kind, counts in ops.items() if counts[1]}
     return Quantized(ops, (sum(weights.values()), len(weights)))
 
 
