@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir import body_text
-from gnnc.passes.emit import argument, holds_tensor, is_random
+from gnnc.passes.emit import argument, holds_tensor, is_random, shape_of
 from gnnc.passes.rowwise import is_narrow, op_name, row_inputs
 
 if TYPE_CHECKING:
