@@ -20,6 +20,7 @@ _INDEX_OPERANDS = {
 def structural_inputs(gm: fx.GraphModule) -> set[Node]:
     """Return the placeholders that the structure graph may depend on.
 
+    They are arguments, and graphs that the model holds itself as an integer buffer or constant.
     Integer and bool tensors that serve as indices are the graph. Floating tensors belong to it only
     where their first dimension counts edges: edge weights, edge attributes. Node features never do.
     """
@@ -33,7 +34,9 @@ def _may_describe(node: Node) -> bool:
     source, value = source_of(node), node.meta.get("val")
     if source is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return False
-    return source.kind == "input" or (source.kind == "buffer" and not _is_float(node))
+    if source.kind == "input":
+        return True
+    return source.kind in ("buffer", "constant") and not _is_float(node)
 
 
 def _is_float(node: Node) -> bool:

@@ -54,6 +54,9 @@ class Hoist:
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return the compute graph."""
+        if "structure" in gm.meta:
+            ctx.structure = gm.meta["structure"]
+            return gm
         split = _Split(gm, structural_inputs(gm))
         for node in split.random:
             ctx.note(node, f"{node.name} draws random numbers: it runs at each call")
@@ -76,7 +79,9 @@ class _Split:
         seeds: the inputs that structure may depend on.
         hoisted: nodes that the structure graph computes (or takes as inputs).
         sizes: nodes that depend on sizes alone and cost nothing: each side has its own.
-        boundary: hoisted nodes whose value the compute graph takes, in graph order.
+        boundary: hoisted nodes whose value the compute graph takes.
+        names: what the boundary's nodes are called in the structure graph.
+        random: nodes that would have been hoisted, did they not draw random numbers.
     """
 
     gm: fx.GraphModule
@@ -84,40 +89,38 @@ class _Split:
     hoisted: set[Node] = field(default_factory=set)
     sizes: set[Node] = field(default_factory=set)
     boundary: list[Node] = field(default_factory=list)
+    names: dict[Node, str] = field(default_factory=dict)
     random: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for node in self.gm.graph.nodes:
             self._place(node)
-        self.boundary = _in_order(self.gm.graph, self._boundary())
+        position = {node: i for i, node in enumerate(self.gm.graph.nodes)}
+        self.boundary = sorted(self._boundary(), key=lambda node: _place(node, position))
 
     def _place(self, node: Node) -> None:
         if node in self.seeds:
             self.hoisted.add(node)
+        if _is_size(node):
+            self.sizes.add(node)
         if node.op != "call_function":
             return
-        if node.target is _aten.sym_size.int and not self._is_hoisted(node.args[0]):
-            # Where the size is an input's, no tensor of the compute side is needed to know it.
-            (self.sizes.add(node) if _is_input(node.args[0]) else None)
+        args = node.all_input_nodes
+        if node.target is _aten.sym_size.int and args[0] not in self.hoisted:
+            # The size of an input is known before anything runs; the tensor itself is not needed.
+            if args[0].op == "placeholder":
+                self.sizes.add(node)
+        elif not all(arg in self.hoisted or arg in self.sizes or _is_constant(arg) for arg in args):
             return
-        if not all(arg in self.hoisted or arg in self.sizes or _is_constant(arg)
-                   for arg in node.all_input_nodes):  # fmt: skip
-            return
-        if _is_random(node):
+        elif _is_random(node):
             self.random.append(node)
-        elif any(arg in self.hoisted for arg in node.all_input_nodes):
+        elif any(arg in self.hoisted for arg in args):
             self.hoisted.add(node)
-        elif node.target in _CHEAP or not is_tensor(node) and op_of(node) is None:
+        elif node.target in _CHEAP or (not is_tensor(node) and op_of(node) is None):
             self.sizes.add(node)
-        elif self._from_sizes(node):
+        elif any(arg in self.sizes for arg in args):
+            # Computed from constants alone, it would stay: the result is as large as they are.
             (self.sizes if node.target in _RESHAPES else self.hoisted).add(node)
-
-    def _is_hoisted(self, arg: Any) -> bool:
-        return arg in self.hoisted
-
-    def _from_sizes(self, node: Node) -> bool:
-        """Constants alone are no reason to hoist: the result would be as large as they are."""
-        return any(arg in self.sizes for arg in node.all_input_nodes)
 
     def _boundary(self) -> set[Node]:
         """Hoisted nodes that compute reads, reshapes taken back so that the tensor itself crosses."""
@@ -156,19 +159,19 @@ class _Split:
         """Return the structure graph; its outputs are the boundary's values."""
         needed = _ancestors(self.boundary)
         graph, copies = fx.Graph(), dict[Node, Node]()
+        for node in placeholders(self.gm):
+            if node in needed and (node in self.hoisted or _is_constant(node) or _is_size(node)):
+                copies[node] = graph.node_copy(node)
         for node in self.gm.graph.nodes:
-            if node in needed and node.op == "placeholder" and not is_size_base(node, needed, self.hoisted):
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node in needed and node in self.sizes and node.target is _aten.sym_size.int:
+                copies[node] = _size_placeholder(graph, node)
         for node in self.gm.graph.nodes:
-            if node in needed and node.target is _aten.sym_size.int and node in self.sizes:
-                copies[node] = _size_placeholder(graph, node, copies)
-        for node in self.gm.graph.nodes:
-            if node in needed and node not in copies and node.op != "placeholder":
+            if node in needed and node not in copies and node.op == "call_function":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 _name(node, copies[node])
         graph.output(tuple(copies[node] for node in self.boundary))
-        for node, out in zip(self.boundary, output_args(graph), strict=True):
-            node.meta["structure_name"] = out.name
+        for node in self.boundary:
+            self.names[node] = copies[node].name
         return fx.GraphModule(self.gm, graph, "Structure")
 
     def compute_graph(self) -> fx.GraphModule:
@@ -177,12 +180,12 @@ class _Split:
         graph, copies = fx.Graph(), dict[Node, Node]()
         boundary = Boundary(self.gm, self.boundary)
         for node in placeholders(self.gm):
-            if node in kept or not self._is_graph_input(node):
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node in kept:
+                copies[node] = graph.node_copy(node)
         for node in self.boundary:
-            copies[node] = graph.placeholder(node.meta["structure_name"])
+            copies[node] = graph.placeholder(self.names[node])
             copies[node].meta = {
-                "source": Source("structure", node.meta["structure_name"]),
+                "source": Source("structure", self.names[node]),
                 "val": boundary.value(node),
                 "layer": node.meta.get("layer", ""),
             }
@@ -192,9 +195,6 @@ class _Split:
                 copies[node].meta.pop("val", None)
         _protect_cached(graph)
         return fx.GraphModule(self.gm, graph, type(self.gm).__name__)
-
-    def _is_graph_input(self, node: Node) -> bool:
-        return node in self.hoisted
 
     def _kept(self) -> set[Node]:
         """Nodes of the compute graph: its own, and the sizes and reshapes that they need."""
@@ -209,34 +209,19 @@ class _Split:
         return kept
 
 
-def is_size_base(node: Node, needed: set[Node], hoisted: set[Node]) -> bool:
-    """Whether only sizes of the placeholder ``node`` matter to the needed nodes."""
-    return node not in hoisted and all(
-        user.target is _aten.sym_size.int for user in node.users if user in needed
-    )
-
-
-def output_args(graph: fx.Graph) -> tuple[Any, ...]:
-    """Return what the graph's output returns."""
-    return graph.output_node().args[0]  # type: ignore[return-value]
-
-
-def _is_input(arg: Any) -> bool:
-    return isinstance(arg, Node) and arg.op == "placeholder"
-
-
 def _is_constant(node: Node) -> bool:
     source = source_of(node)
     return source is not None and source.kind == "constant"
 
 
+def _is_size(node: Node) -> bool:
+    source = source_of(node)
+    return source is not None and source.kind == "size"
+
+
 def _is_random(node: Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-
-
-def _in_order(graph: fx.Graph, nodes: set[Node]) -> list[Node]:
-    return [node for node in graph.nodes if node in nodes]
 
 
 def _ancestors(nodes: Iterable[Node]) -> set[Node]:
@@ -249,26 +234,38 @@ def _ancestors(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
-def _size_placeholder(graph: fx.Graph, node: Node, copies: dict[Node, Node]) -> Node:
+def _size_placeholder(graph: fx.Graph, node: Node) -> Node:
     base, dim = node.args
     assert isinstance(base, Node)
-    name = f"{getattr(source_of(base), 'name', base.name)}.shape[{dim}]"
-    for other in copies.values():
-        if other.meta.get("source") == Source("size", name):
-            return other
+    source = source_of(base)
+    name = f"{base.name if source is None else source.name}.shape[{dim}]"
     placeholder = graph.placeholder("num_" + "".join(c if c.isalnum() else "_" for c in name[:-1]))
     placeholder.meta = {**node.meta, "source": Source("size", name)}
     return placeholder
 
 
+def _csr_result(node: Node) -> tuple[Node, int] | None:
+    producer = node.args[0] if node.target is operator.getitem else None
+    op = op_of(producer) if isinstance(producer, Node) else None
+    is_csr = op is not None and op.name in ("csr", "csr_transpose")
+    return (producer, node.args[1]) if is_csr else None  # type: ignore[return-value]
+
+
+def _place(node: Node, position: dict[Node, int]) -> tuple[int, int]:
+    """Order of boundary values: that of the graph, the results of one CSR together."""
+    result = _csr_result(node)
+    return (position[node], 0) if result is None else (position[result[0]], result[1])
+
+
 def _name(original: Node, copy: Node) -> None:
     """Call the results of a CSR by what they are: they are what one reads in every later stage."""
-    producer = original.args[0] if original.target is operator.getitem else None
-    op = op_of(producer) if isinstance(producer, Node) else None
-    if op is None or op.name not in ("csr", "csr_transpose"):
-        return
-    suffix = "_t" if op.name == "csr_transpose" else ""
-    copy._rename(_CSR_RESULTS[original.args[1]] + suffix)  # type: ignore[index]
+    result = _csr_result(original)
+    if result is not None:
+        producer, position = result
+        suffix = "_t" if "transpose" in str(producer.target) else ""
+        copy._rename(_CSR_RESULTS[position] + suffix)
+    elif original.target is _aten.argsort.default and _csr_result(original.args[0]):  # type: ignore[arg-type]
+        copy._rename("inverse_perm")
 
 
 def _protect_cached(graph: fx.Graph) -> None:

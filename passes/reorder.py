@@ -131,7 +131,7 @@ class _Separator:
     ) -> None:
         rowptr, col, _, x, _, num_dst = spmm.args
         layer = spmm.meta.get("layer", "")
-        kept = None if left is None else self.edit.take(left, "edge_weight")
+        kept = None if left is None else self.edit.take(left, "edge_value")
         if src is not None:
             x = self._scaled(x, src, "norm" if src is dst else "norm_src", layer)
         y = self.emit.call(_ops.spmm.default, rowptr, col, kept, x, "sum", num_dst, layer=layer)

@@ -68,8 +68,7 @@ class StructureEdit:
             if not node.users:
                 graph.erase_node(node)
                 del self._taken[name]
-        order = {node.name: i for i, node in enumerate(self.structure.graph.nodes)}
-        kept = sorted(self._taken, key=order.__getitem__)
+        kept = [node.meta["source"].name for node in placeholders(self.compute) if node in set(self._taken.values())]
         self.structure.graph.output_node().args = (tuple(self._outputs[n] for n in kept),)
         self._finish(stage)
         self.compute.meta["structure"] = ctx.structure = self.structure

@@ -1,0 +1,227 @@
+"""Hoist: what goes to the structure graph, what stays, and that nothing changes its meaning."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import raised
+import torch
+from raised import EDGES, NODES, arguments, edge_list, nasty_graphs, rand, run_split, trace
+from torch import Tensor
+from torch.fx import GraphModule
+
+from gnnc.ir.source import Source
+from gnnc.passes.base import Context, run_pass
+from gnnc.passes.hoist import Hoist
+from gnnc.printing import format_graph
+from gnnc.runtime.structure_runner import StructureRunner
+
+ops = torch.ops.gnnc
+MODELS: dict[str, Callable[[], GraphModule]] = {
+    "gcn": raised.gcn,
+    "gcn weighted": lambda: raised.gcn(weighted=True),
+    "sage": raised.sage,
+    "gin": raised.gin,
+    "gat": raised.gat,
+    "sgc": raised.sgc,
+}
+GRAPHS = nasty_graphs()
+STEADY_STATE = {"gemm", "spmm", "sddmm", "edge_softmax"}
+
+
+def hoisted(gm: GraphModule, **context) -> tuple[GraphModule, GraphModule, Context]:
+    ctx = Context(**context)
+    compute = run_pass(Hoist(), gm, ctx)
+    assert ctx.structure is not None and compute.meta["structure"] is ctx.structure
+    return compute, ctx.structure, ctx
+
+
+@cache
+def model_graph(name: str) -> GraphModule:
+    return MODELS[name]()
+
+
+@cache
+def split(name: str) -> tuple[GraphModule, GraphModule, Context]:
+    return hoisted(model_graph(name))
+
+
+def sources(gm: GraphModule, kind: str) -> list[str]:
+    found = (node.meta["source"] for node in gm.graph.find_nodes(op="placeholder"))
+    return [source.name for source in found if source.kind == kind]
+
+
+def primitives(gm: GraphModule) -> list[str]:
+    targets = [n.target for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    return [t._schema.name.removeprefix("gnnc::") for t in targets if t.namespace == "gnnc"]
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("model", MODELS)
+def test_leaves_the_meaning_alone(model: str, graph: str):
+    gm = model_graph(model)
+    values = arguments(gm, *GRAPHS[graph])
+    compute, _, _ = split(model)
+    torch.testing.assert_close(run_split(compute, gm, values), gm(*values))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_steady_state_sorts_counts_and_normalises_nothing(model: str):
+    compute, structure, _ = split(model)
+    assert set(primitives(compute)) <= STEADY_STATE
+    assert "csr" in primitives(structure)
+    names = [str(node.target) for node in compute.graph.nodes if node.op == "call_function"]
+    assert not [n for n in names if "pow" in n or "sort" in n or "index" in n or "scatter" in n]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_steady_state_runs_the_structure_once(model: str):
+    gm = model_graph(model)
+    values = arguments(gm, NODES, edge_list())
+    named = dict(zip((n.meta["source"] for n in gm.graph.find_nodes(op="placeholder")), values, strict=True))
+    _, structure, _ = split(model)
+    args = [raised._value(node, named) for node in structure.graph.find_nodes(op="placeholder")]
+    runner, runs = StructureRunner(structure), []
+    for group in runner.groups:
+        group.module.register_forward_pre_hook(lambda *_: runs.append(1))
+    first = runner(*args)
+    count = len(runs)
+    second = runner(*args)
+    assert len(runs) == count
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    torch.testing.assert_close(first, structure(*args))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_compute_has_no_data_dependent_sizes(model: str):
+    compute, _, _ = split(model)
+    for node in compute.graph.nodes:
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, Tensor) else [value]
+        symbols = [s for size in sizes if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols]
+        assert not [s for s in symbols if str(s).startswith("u")], node
+
+
+@pytest.mark.parametrize("model", ["gcn", "gat"])
+def test_golden(model: str, golden):
+    gm = model_graph(model)
+    compute, structure, _ = split(model)
+    golden(format_graph(gm, name="raised"), "before")
+    golden("\n\n".join(
+        [format_graph(structure, name="structure"), format_graph(compute, name="compute")]
+    ), "after")
+
+
+def test_boundary_is_what_the_kernels_take():
+    compute, structure, _ = split("gcn")
+    assert sources(compute, "structure") == ["rowptr", "col", "index_select"]
+    assert sources(structure, "input") == ["edge_index"]
+    assert sources(structure, "size") == ["x.shape[0]"]
+
+
+def test_edge_weights_are_structure_and_features_are_not():
+    compute, structure, _ = split("gcn weighted")
+    assert sources(structure, "input") == ["edge_index", "edge_weight"]
+    assert sources(compute, "input") == ["x"]
+
+
+def test_features_stay_even_where_no_parameter_touches_them():
+    def propagate(x: Tensor, edge_index: Tensor) -> Tensor:
+        rowptr, col = raised.plain_csr(x, edge_index)
+        return ops.spmm(rowptr, col, None, x * 2, "sum", x.shape[0])
+
+    compute, structure, _ = hoisted(trace(propagate, [], ["x", "edge_index"], rand(NODES, 3), edge_list()))
+    assert primitives(compute) == ["spmm"] and sources(compute, "input") == ["x"]
+    assert primitives(structure) == ["csr"]
+
+
+def test_integer_features_that_index_nothing_stay():
+    def forward(weight: Tensor, kinds: Tensor, edge_index: Tensor) -> Tensor:
+        rowptr, col = raised.plain_csr(kinds, edge_index)
+        return ops.spmm(rowptr, col, None, ops.gemm(kinds.float(), weight), "sum", kinds.shape[0])
+
+    gm = trace(forward, ["w"], ["kinds", "edge_index"], rand(3, 4), torch.ones(NODES, 4).long(), edge_list())
+    compute, structure, _ = hoisted(gm)
+    assert sources(compute, "input") == ["kinds"]
+    assert sources(structure, "input") == ["edge_index"]
+
+
+def test_reshapes_run_in_compute_and_the_vector_crosses():
+    def mean(x: Tensor, edge_index: Tensor) -> Tensor:
+        rowptr, col = raised.plain_csr(x, edge_index)
+        total = ops.spmm(rowptr, col, None, x, "sum", x.shape[0])
+        return total / ops.degree(rowptr).clamp(1).view(-1, 1).expand(x.shape[0], 3)
+
+    gm = trace(mean, [], ["x", "edge_index"], rand(NODES, 3), edge_list())
+    compute, _, _ = hoisted(gm)
+    crossing = [n for n in compute.graph.find_nodes(op="placeholder") if n.meta["source"].kind == "structure"]
+    assert [n.meta["val"].dim() for n in crossing] == [1, 1, 1]
+    values = arguments(gm, 9, edge_list(9, 20))
+    torch.testing.assert_close(run_split(compute, gm, values), gm(*values))
+
+
+def test_random_edges_are_drawn_at_each_call_and_noted():
+    def drop(x: Tensor, edge_index: Tensor) -> Tensor:
+        keep = torch.rand(edge_index.shape[1]) < 0.5
+        rowptr, col = raised.plain_csr(x, edge_index[:, keep])
+        return ops.spmm(rowptr, col, None, x, "sum", x.shape[0])
+
+    compute, structure, ctx = hoisted(trace(drop, [], ["x", "edge_index"], rand(NODES, 3), edge_list()))
+    assert "csr" in primitives(compute) and "csr" not in primitives(structure)
+    assert any("draws random numbers" in note.text for note in ctx.notes)
+
+
+def test_result_that_the_caller_gets_is_a_copy_of_the_cached_one():
+    def forward(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        rowptr, col = raised.plain_csr(x, edge_index)
+        return ops.spmm(rowptr, col, None, x, "sum", x.shape[0]), ops.degree(rowptr)
+
+    gm = trace(forward, [], ["x", "edge_index"], rand(NODES, 3), edge_list())
+    compute, _, _ = hoisted(gm)
+    degree = compute.graph.output_node().args[0][1]
+    assert degree.target is torch.ops.aten.clone.default
+
+
+def test_graph_kept_as_a_buffer_is_structure():
+    def forward(edge_index: Tensor, x: Tensor) -> Tensor:
+        rowptr, col = raised.plain_csr(x, edge_index)
+        return ops.spmm(rowptr, col, None, x, "sum", x.shape[0])
+
+    gm = trace(forward, ["edge_index"], ["x"], edge_list(), rand(NODES, 3))
+    gm.graph.find_nodes(op="placeholder")[0].meta["source"] = Source("buffer", "edge_index")
+    compute, structure, _ = hoisted(gm)
+    assert primitives(compute) == ["spmm"]
+    assert sources(structure, "buffer") == ["edge_index"]
+
+
+def test_a_model_without_a_graph_is_left_as_it_is():
+    def forward(weight: Tensor, x: Tensor) -> Tensor:
+        return torch.relu(ops.gemm(x, weight))
+
+    gm = trace(forward, ["w"], ["x"], rand(3, 4), rand(NODES, 4))
+    compute, structure, _ = hoisted(gm)
+    assert primitives(compute) == ["gemm"]
+    assert not structure.graph.find_nodes(op="placeholder")
+
+
+def test_examples_become_those_of_the_compute_graph():
+    gm = raised.gcn()
+    values = arguments(gm, NODES, edge_list())
+    compute, structure, ctx = hoisted(gm, examples=values)
+    torch.testing.assert_close(compute(*ctx.examples), gm(*values))
+    assert len(ctx.structure_examples) == len(structure.graph.output_node().args[0])
+
+
+def test_is_idempotent():
+    compute, structure, _ = split("gcn")
+    again, kept, _ = hoisted(compute)
+    assert format_graph(again) == format_graph(compute)
+    assert kept is structure
+
+
+def test_edges_of_each_call_are_counted_anew():
+    gm = model_graph("gcn")
+    compute, _, _ = split("gcn")
+    for edges in (EDGES, 3, 0):
+        values = arguments(gm, NODES, edge_list(NODES, edges))
+        torch.testing.assert_close(run_split(compute, gm, values), gm(*values))
