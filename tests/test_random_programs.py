@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gnn_graphs import Layers, arguments, relative_error, run_all
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.fx import GraphModule, Node
 
@@ -29,7 +29,7 @@ from gnnc.runtime.executable import Executable
 gnnc = torch.ops.gnnc
 aten = torch.ops.aten
 
-BACKEND = "cpu"
+BACKEND = "reference"
 WIDTHS = (1, 3, 7, 16, 47)
 SIZES = ((1, 0), (7, 0), (1, 3), (5, 12), (23, 90))
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "int8": 2e-2}
@@ -182,6 +182,7 @@ PROPERTY = settings(
     deadline=None,
     derandomize=True,
     database=None,
+    phases=(Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
