@@ -1,0 +1,69 @@
+// The launcher of attention.
+
+#include "attention.h"
+
+#include "launch.h"
+#include "sparse_launch.h"
+
+namespace gnnc {
+namespace {
+
+using sparse::MaybeTensor;
+using sparse::ScalarType;
+using sparse::Tensor;
+
+int64_t check_dot_width(const MaybeTensor& a_src, int64_t heads) {
+  STD_TORCH_CHECK(a_src.has_value() && a_src->dim() == 2 && a_src->size(1) % heads == 0,
+                  "attention: a_src must be [num_src, heads * D]");
+  return a_src->size(1) / heads;
+}
+
+AttentionArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& x, const MaybeTensor& x_scale, int64_t kind,
+                    const MaybeTensor& a_src, const MaybeTensor& a_dst, const MaybeTensor& edge, int64_t heads) {
+  const sparse::Matrix m = sparse::matrix(x, "attention", "x");
+  STD_TORCH_CHECK(kind >= 0 && kind <= 2, "attention: kind is ", kind, ", but must be 0 additive, 1 dot or 2 edge");
+  STD_TORCH_CHECK(heads >= 1 && m.width % heads == 0, "attention: ", heads, " heads do not divide a width of ", m.width);
+  STD_TORCH_CHECK(x_scale.has_value() == (m.type == ScalarType::Char), "attention: x_scale belongs to an int8 x, and to no other");
+  STD_TORCH_CHECK((kind != 2) == a_src.has_value() && (kind != 2) == a_dst.has_value(),
+                  "attention: a_src and a_dst belong to kinds 0 and 1, and both are needed there");
+  STD_TORCH_CHECK(kind != 2 || edge.has_value(), "attention: kind 2 needs edge");
+  AttentionArgs a{};
+  a.csr = sparse::csr(rowptr, col, m.rows, "attention");
+  a.x = m.data;
+  a.width = m.width;
+  a.x_stride = m.stride;
+  a.element = sparse::element(m.type);
+  a.x_scale = sparse::flat<float>(x_scale, ScalarType::Float, m.rows, "attention", "x_scale");
+  a.kind = static_cast<Logit>(kind);
+  a.heads = heads;
+  a.dot_width = kind == 1 ? check_dot_width(a_src, heads) : 1;
+  a.a_src = sparse::flat<float>(a_src, ScalarType::Float, m.rows * heads * a.dot_width, "attention", "a_src");
+  a.a_dst = sparse::flat<float>(a_dst, ScalarType::Float, a.csr.num_dst * heads * a.dot_width, "attention", "a_dst");
+  a.edge = sparse::flat<float>(edge, ScalarType::Float, a.csr.num_edges * heads, "attention", "edge");
+  return a;
+}
+
+void attention(Tensor rowptr, Tensor col, Tensor x, MaybeTensor x_scale, int64_t kind, MaybeTensor a_src,
+               MaybeTensor a_dst, MaybeTensor edge, double scale, double slope, double eps, int64_t heads,
+               MaybeTensor alpha_out, std::vector<int64_t> program, std::vector<Tensor> operands,
+               std::vector<double> consts, std::vector<Tensor> outs) {
+  AttentionArgs a = check(rowptr, col, x, x_scale, kind, a_src, a_dst, edge, heads);
+  a.scale = static_cast<float>(scale);
+  a.slope = static_cast<float>(slope);
+  a.eps = static_cast<float>(eps);
+  a.alpha_out = sparse::flat<float>(alpha_out, ScalarType::Float, a.csr.num_edges * heads, "attention", "alpha_out");
+  a.program = &parse_program("attention", {program, operands, consts, outs}, a.csr.num_dst, a.width);
+  sparse::for_each_chunk(a.csr, [&](int64_t begin, int64_t end) { GNNC_DISPATCH(attention, a, begin, end); });
+}
+
+}  // namespace
+}  // namespace gnnc
+
+STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
+  m.def(
+      "attention(Tensor rowptr, Tensor col, Tensor x, Tensor? x_scale, int kind, Tensor? a_src, Tensor? a_dst, "
+      "Tensor? edge, float scale, float slope, float eps, int heads, Tensor(b!)? alpha_out, " GNNC_PROGRAM_SCHEMA
+      ") -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("attention", TORCH_BOX(&gnnc::attention)); }

@@ -1,0 +1,96 @@
+// See sddmm.h for layout, traffic and floor.
+
+#include "sddmm.h"
+
+#include "dot.isa.h"
+#include "gather.isa.h"
+
+namespace gnnc::GNNC_ISA {
+namespace {
+
+template <EdgeOp op>
+GNNC_INLINE Floats combine(Floats a, Floats b) {
+  if constexpr (op == EdgeOp::add) return a + b;
+  if constexpr (op == EdgeOp::sub) return a - b;
+  if constexpr (op == EdgeOp::mul) return a * b;
+  return op == EdgeOp::copy_src ? b : a;
+}
+
+template <typename T>
+struct Pair {
+  const T* a;
+  const T* b;
+  float a_scale;
+  float b_scale;
+};
+
+template <typename T, EdgeOp op>
+void edge_row(const SddmmArgs& args, const Pair<T>& p, int64_t e) {
+  float* out = args.out + e * args.width;
+  const Floats a_scale = splat(p.a_scale), b_scale = splat(p.b_scale);
+  for_columns(args.width, [&](int64_t c, auto lanes) {
+    store(out + c, combine<op>(load(p.a + c, lanes) * a_scale, load(p.b + c, lanes) * b_scale), lanes);
+  });
+}
+
+template <typename T>
+void edge_dots(const SddmmArgs& args, const Pair<T>& p, int64_t e) {
+  const int64_t width = args.width / args.heads;
+  for (int64_t h = 0; h < args.heads; ++h) {
+    args.out[e * args.heads + h] = dot(p.a + h * width, p.b + h * width, width) * p.a_scale * p.b_scale;
+  }
+}
+
+template <typename T, typename Edge>
+void for_edges(const SddmmArgs& args, int64_t row_begin, int64_t row_end, const Edge& edge) {
+  const auto* a = static_cast<const T*>(args.a);
+  const auto* b = static_cast<const T*>(args.b);
+  for (int64_t i = row_begin; i < row_end; ++i) {
+    const float a_scale = args.a_scale == nullptr ? 1.0f : args.a_scale[i];
+    for (int64_t e = args.csr.rowptr[i]; e < args.csr.rowptr[i + 1]; ++e) {
+      const int64_t j = args.csr.col[e];
+      const int64_t ahead = args.csr.col[std::min(e + kPrefetch, args.csr.num_edges - 1)];
+      const auto* next = reinterpret_cast<const char*>(b + ahead * args.b_stride);
+      const int64_t bytes = std::min<int64_t>(args.width * static_cast<int64_t>(sizeof(T)), 1024);
+      for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(next + line);
+      edge(Pair<T>{a + i * args.a_stride, b + j * args.b_stride, a_scale,
+                   args.b_scale == nullptr ? 1.0f : args.b_scale[j]},
+           e);
+    }
+  }
+}
+
+template <typename T>
+void sddmm_of(const SddmmArgs& args, int64_t row_begin, int64_t row_end) {
+  const auto rows = [&]<EdgeOp op>() {
+    for_edges<T>(args, row_begin, row_end, [&](const Pair<T>& p, int64_t e) { edge_row<T, op>(args, p, e); });
+  };
+  switch (args.op) {
+    case EdgeOp::dot:
+      return for_edges<T>(args, row_begin, row_end, [&](const Pair<T>& p, int64_t e) { edge_dots(args, p, e); });
+    case EdgeOp::add:
+      return rows.template operator()<EdgeOp::add>();
+    case EdgeOp::sub:
+      return rows.template operator()<EdgeOp::sub>();
+    case EdgeOp::mul:
+      return rows.template operator()<EdgeOp::mul>();
+    case EdgeOp::copy_src:
+      return rows.template operator()<EdgeOp::copy_src>();
+    case EdgeOp::copy_dst:
+      return rows.template operator()<EdgeOp::copy_dst>();
+  }
+}
+
+}  // namespace
+
+void sddmm(const SddmmArgs& args, int64_t row_begin, int64_t row_end) {
+  if (args.element == Element::i8) {
+    sddmm_of<int8_t>(args, row_begin, row_end);
+  } else if (args.element == Element::bf16) {
+    sddmm_of<Bf16>(args, row_begin, row_end);
+  } else {
+    sddmm_of<float>(args, row_begin, row_end);
+  }
+}
+
+}  // namespace gnnc::GNNC_ISA
