@@ -86,24 +86,24 @@ GNNC_INLINE Floats tanh(Floats x) {
   return size < splat(0.625f) ? near : (x < splat(0.0f) ? -far : far);
 }
 
-// 1 - erf(x), accurate relative to itself on both sides.
-GNNC_INLINE Floats erfc(Floats x) {
+// x (1 + erf(x / sqrt 2)) / 2, accurate relative to itself on both sides: for negative x the factor is a small tail.
+GNNC_INLINE Floats gelu(Floats x) {
   constexpr float kErf[] = {1.128379166e+00f, -3.761262582e-01f, 1.128358515e-01f, -2.685381187e-02f,
                             5.188327559e-03f, -8.010192515e-04f, 7.853857688e-05f};
   // e^(z^2) erfc(z) in t = 1 / (z + 2), for z in [0.5, 11.5]
-  constexpr float kScaled[] = {2.917205397e-06f,  5.640009012e-01f, 1.133679523e+00f,  1.889611337e+00f, 3.682394695e+00f,
-                               -3.046105577e+00f, 2.470558365e+01f, -7.565878744e+01f, 8.710992890e+01f, -3.676239200e+01f};
-  const Floats z = absolute(x);
-  const Floats near = splat(1.0f) - x * polynomial(x * x, kErf);
-  const Floats bounded = smaller(z, splat(11.0f));
+  constexpr float kTail[] = {2.917205397e-06f,  5.640009012e-01f, 1.133679523e+00f,  1.889611337e+00f, 3.682394695e+00f,
+                             -3.046105577e+00f, 2.470558365e+01f, -7.565878744e+01f, 8.710992890e+01f, -3.676239200e+01f};
+  const Floats half = splat(0.5f), u = x * splat(0.707106781f), size = absolute(x);
+  const Floats near = fused(u * half, polynomial(u * u, kErf), half);
+  const Floats bounded = smaller(size, splat(16.0f));
   const Floats high = as_floats(as_ints(bounded) & ~0xfff);  // its square is exact
-  const Floats gauss = exp(-high * high) * exp((high - bounded) * (high + bounded));
-  const Floats tail = gauss * polynomial(splat(1.0f) / (bounded + splat(2.0f)), kScaled);
-  const Floats far = x < splat(0.0f) ? splat(2.0f) - tail : tail;
-  return z > splat(0.5f) ? far : near;  // a NaN is near
+  const Floats gauss = exp(-half * high * high) * exp(half * (high - bounded) * (high + bounded));
+  const Floats t = splat(1.0f) / fused(bounded, splat(0.707106781f), splat(2.0f));
+  const Floats tail = half * gauss * polynomial(t, kTail);
+  const Floats far = x < splat(0.0f) ? tail : splat(1.0f) - tail;
+  return x * (size > splat(0.75f) ? far : near);  // a NaN is near
 }
 
-GNNC_INLINE Floats gelu(Floats x) { return x * (splat(0.5f) * erfc(x * splat(-0.707106781f))); }
 // 0.5 x (1 + tanh u) = x sigmoid(2 u)
 GNNC_INLINE Floats gelu_tanh(Floats x) {
   const Floats u = x * splat(0.797884561f) * fused(x * x, splat(0.044715f), splat(1.0f));

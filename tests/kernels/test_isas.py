@@ -1,0 +1,56 @@
+"""The kernels of this folder once more with the slower instruction set, and equal integers from both."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gnnc.runtime.cpu import library
+
+HERE = Path(__file__).parent
+FILES = sorted(f.name for f in HERE.glob("test_*.py") if f.name not in ("test_isas.py", "test_spills.py"))
+
+# Prints digests of codes, scales and sums that must not depend on the instruction set.
+DIGESTS = """
+import hashlib, torch
+from row_programs import Program, bits, codes, gemm, padded, store
+from gnnc.runtime.cpu.row_program import Op
+torch.manual_seed(0)
+for rows, depth, width in [(1000, 128, 64), (77, 1433, 7), (50, 47, 602), (3, 8189, 100)]:
+    x, w = torch.randn(rows, depth), torch.randn(width, depth)
+    sums, program = torch.empty(rows, width), Program()
+    q, scale, shift = padded(rows, width), torch.empty(rows), torch.empty(rows, dtype=torch.uint8)
+    program.add(Op.STORE_F32, program.out(sums)).add(Op.QUANT_ROW, program.out(q), program.out(scale))
+    program.add(Op.QUANT_POW2, program.out(padded(rows, width)), program.out(shift), program.operand(torch.ones(1)))
+    gemm(x, None, w, False, 1, program)
+    print([hashlib.sha256(b).hexdigest() for b in bits(*program.outs)])
+"""
+
+
+def run(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(HERE.parent), *sys.path])
+    environment = os.environ | {"GNNC_ISA": isa, "PYTHONPATH": paths}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_a_choice() -> None:
+    if "GNNC_ISA" in os.environ:
+        pytest.skip("GNNC_ISA is set: one instruction set was asked for")
+    if library.load() == "generic":
+        pytest.skip("this machine has but the generic instruction set, which every test uses")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_generic(file: str) -> None:
+    result = run("generic", "-m", "pytest", "-q", "-x", str(HERE / file))
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+def test_integers_are_equal() -> None:
+    one, two = run("generic", "-c", DIGESTS), run("avx512", "-c", DIGESTS)
+    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
+    assert one.stdout == two.stdout and one.stdout.count("[") == 4

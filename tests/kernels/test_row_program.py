@@ -1,0 +1,355 @@
+"""Every instruction of the row program, run by map, against PyTorch in float64 (integers bit for bit)."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from row_programs import ROWS, WIDTHS, Program, codes, error, map_rows, padded, padding, quantized, row_scale, strided
+from torch import Tensor
+from torch.nn import functional as F
+
+from gnnc.runtime.cpu.row_program import Op
+
+FLOAT_ERROR = 1e-6
+WORST_ERROR = 2e-6  # of a single value
+HEADER = Path(__file__).parents[2] / "csrc/include/gnnc/row_program.h"
+
+Operand = Callable[[int, int], Tensor]
+Formula = Callable[..., Tensor]
+
+
+def test_opcodes_are_those_of_the_header() -> None:
+    text = HEADER.read_text()
+    listed = re.search(r"enum class RowOp : int32_t \{(.*?)\};", text, re.S)
+    assert listed
+    pairs = re.findall(r"(\w+) = (\d+)", listed[1])
+    assert {name.upper(): int(number) for name, number in pairs} == {op.name: op.value for op in Op}
+
+
+def row(m: int, f: int) -> Tensor:
+    return torch.rand(m) + 0.5
+
+
+def column(m: int, f: int) -> Tensor:
+    return torch.rand(f) + 0.5
+
+
+def full(m: int, f: int) -> Tensor:
+    return torch.rand(m, f) + 0.5
+
+
+def apart(m: int, f: int) -> Tensor:
+    return strided(full(m, f))
+
+
+def half(m: int, f: int) -> Tensor:
+    return full(m, f).bfloat16()
+
+
+def single(m: int, f: int) -> Tensor:
+    return torch.rand(1) + 0.5
+
+
+def by_row(v: Tensor) -> Tensor:
+    return v[:, None]
+
+
+ARITHMETIC: dict[str, tuple[Op, Operand, Formula]] = {
+    "mul_row": (Op.MUL_ROW, row, lambda x, v: x * by_row(v)),
+    "add_row": (Op.ADD_ROW, row, lambda x, v: x + by_row(v)),
+    "div_row": (Op.DIV_ROW, row, lambda x, v: x / by_row(v)),
+    "mul_col": (Op.MUL_COL, column, lambda x, v: x * v),
+    "add_col": (Op.ADD_COL, column, lambda x, v: x + v),
+    "div_col": (Op.DIV_COL, column, lambda x, v: x / v),
+    "mul_full": (Op.MUL_FULL, full, lambda x, v: x * v),
+    "mul_full_apart": (Op.MUL_FULL, apart, lambda x, v: x * v),
+    "mul_full_bf16": (Op.MUL_FULL, half, lambda x, v: x * v),
+    "add_full": (Op.ADD_FULL, full, lambda x, v: x + v),
+    "add_full_bf16": (Op.ADD_FULL, half, lambda x, v: x + v),
+    "rsub_full": (Op.RSUB_FULL, full, lambda x, v: v - x),
+    "div_full": (Op.DIV_FULL, apart, lambda x, v: x / v),
+    "mul_tensor": (Op.MUL_TENSOR, single, lambda x, v: x * v),
+    "add_tensor": (Op.ADD_TENSOR, single, lambda x, v: x + v),
+}
+
+# op, constant, formula, values that it takes, and whether each single value must be accurate
+ACTIVATIONS: dict[str, tuple[Op, float | None, Formula, str, bool]] = {
+    "mul_const": (Op.MUL_CONST, 1.7, lambda x: x * 1.7, "any", True),
+    "add_const": (Op.ADD_CONST, 1.7, lambda x: x + 1.7, "any", False),
+    "relu": (Op.RELU, None, torch.relu, "any", True),
+    "leaky_relu": (Op.LEAKY_RELU, 0.2, lambda x: F.leaky_relu(x, 0.2), "any", True),
+    "elu": (Op.ELU, 0.7, lambda x: F.elu(x, 0.7), "any", True),
+    "sigmoid": (Op.SIGMOID, None, torch.sigmoid, "any", True),
+    "tanh": (Op.TANH, None, torch.tanh, "any", True),
+    "gelu": (Op.GELU, None, lambda x: x * 0.5 * torch.special.erfc(-x / 2**0.5), "any", True),
+    "gelu_tanh": (Op.GELU_TANH, None, lambda x: x * torch.sigmoid(1.5957691216 * (x + 0.044715 * x**3)), "any", False),
+    "silu": (Op.SILU, None, F.silu, "any", True),
+    "exp": (Op.EXP, None, torch.exp, "any", True),
+    "neg": (Op.NEG, None, torch.neg, "any", True),
+    "abs": (Op.ABS, None, torch.abs, "any", True),
+    "square": (Op.SQUARE, None, torch.square, "any", True),
+    "sqrt": (Op.SQRT, None, torch.sqrt, "positive", True),
+    "recip": (Op.RECIP, None, torch.reciprocal, "any", True),
+    "clamp_min": (Op.CLAMP_MIN, -0.3, lambda x: x.clamp_min(-0.3), "any", True),
+    "clamp_max": (Op.CLAMP_MAX, 0.3, lambda x: x.clamp_max(0.3), "any", True),
+    "log": (Op.LOG, None, torch.log, "positive", True),
+    "softplus": (Op.SOFTPLUS, None, lambda x: x.clamp_min(0) + torch.log1p(torch.exp(-x.abs())), "any", True),
+    "rsqrt": (Op.RSQRT, None, torch.rsqrt, "positive", True),
+}
+
+
+def apply(x: Tensor, op: Op, a: int, b: int, program: Program, width: int | None = None) -> Tensor:
+    out = torch.full((x.shape[0], x.shape[1] if width is None else width), float("nan"))
+    program.add(op, a, b).add(Op.STORE_F32, program.out(out))
+    map_rows(x, None, program)
+    return out
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_arithmetic(name: str, width: int, rows: int) -> None:
+    op, make, formula = ARITHMETIC[name]
+    x, operand, program = torch.randn(rows, width), make(rows, width), Program()
+    got = apply(x, op, program.operand(operand), 0, program)
+    assert torch.equal(got, formula(x, operand.float()))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("width", [1, 47, 602])
+def test_activations(name: str, width: int) -> None:
+    op, constant, formula, domain, each = ACTIVATIONS[name]
+    x = torch.cat([torch.randn(100, width) * size for size in (0.01, 1, 10)])
+    x = x.abs() + 1e-3 if domain == "positive" else x
+    program = Program()
+    got = apply(x, op, 0, program.const(constant) if constant is not None else 0, program)
+    want = formula(x.double())
+    assert error(got, want) < FLOAT_ERROR
+    if each:
+        worst = ((got - want).abs() / want.abs().clamp_min(1e-30)).max().item()
+        assert worst < WORST_ERROR, worst
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_special_values(name: str) -> None:
+    op, constant, formula, _, _ = ACTIVATIONS[name]
+    x = torch.tensor([[0.0, float("inf"), -float("inf"), float("nan"), 100.0, -100.0, 1e30, -1e30]])
+    program = Program()
+    got = apply(x, op, 0, program.const(constant) if constant is not None else 0, program)
+    want = formula(x.double()).float()
+    if name in ("gelu", "gelu_tanh", "silu"):  # -inf * 0 is a matter of taste
+        got[0, 2] = want[0, 2]
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-38, equal_nan=True)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_add_codes(width: int) -> None:
+    x, q, scale, program = torch.randn(100, width), codes(100, width), torch.rand(100), Program()
+    got = apply(x, Op.ADD_QROW, program.operand(q), program.operand(scale), program)
+    assert torch.equal(got, x + q.float() * scale[:, None])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm(width: int, affine: bool) -> None:
+    x, mean, var = torch.randn(100, width), torch.randn(width), torch.rand(width)
+    weight, bias = (torch.randn(width), torch.randn(width)) if affine else (torch.empty(0), torch.empty(0))
+    program = Program()
+    got = apply(x, Op.BATCH_NORM, program.operand(mean, var, weight, bias), program.const(1e-5), program)
+    given = (weight.double(), bias.double()) if affine else (None, None)
+    assert error(got, F.batch_norm(x.double(), mean.double(), var.double(), *given, eps=1e-5)) < FLOAT_ERROR
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm(width: int, affine: bool) -> None:
+    x = torch.randn(100, width) * 3 + 1
+    weight, bias = (torch.randn(width), torch.randn(width)) if affine else (torch.empty(0), torch.empty(0))
+    program = Program()
+    got = apply(x, Op.LAYER_NORM, program.operand(weight, bias), program.const(1e-5), program)
+    given = (weight.double(), bias.double()) if affine else (None, None)
+    want = F.layer_norm(x.double(), (width,), *given, eps=1e-5)
+    assert error(got, want) < 2 * FLOAT_ERROR if width > 1 else (got - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_l2_normalize(width: int) -> None:
+    x, program = torch.randn(100, width), Program()
+    x[3] = 0
+    got = apply(x, Op.L2_NORMALIZE, 0, program.const(1e-12), program)
+    assert error(got, F.normalize(x.double(), dim=1)) < FLOAT_ERROR
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_softmax(width: int) -> None:
+    x = torch.randn(100, width) * 5 + 50
+    assert error(apply(x, Op.SOFTMAX, 0, 0, Program()), x.double().softmax(1)) < FLOAT_ERROR
+    assert error(apply(x, Op.LOG_SOFTMAX, 0, 0, Program()), x.double().log_softmax(1)) < FLOAT_ERROR
+
+
+@pytest.mark.parametrize("depth", [1, 7, 16, 47, 64])
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_head_mean_changes_the_width(depth: int, heads: int) -> None:
+    x, bias, program = torch.randn(100, heads * depth), torch.randn(depth), Program()
+    program.add(Op.HEAD_MEAN, 0, heads)
+    got = apply(x, Op.ADD_COL, program.operand(bias), 0, program, width=depth)
+    want = x.double().view(100, heads, depth).mean(1) + bias
+    assert error(got, want) < FLOAT_ERROR
+
+
+@pytest.mark.parametrize("depth", [1, 7, 16, 48, 64])
+@pytest.mark.parametrize("heads", [1, 3, 4, 8, 20])
+@pytest.mark.parametrize("rows", [1, 5, 100])
+def test_row_dot(depth: int, heads: int, rows: int) -> None:
+    x, att, program = torch.randn(rows, heads * depth), torch.randn(heads * depth), Program()
+    for out in (torch.empty(rows, heads), strided(torch.zeros(rows, heads))):
+        program = Program()
+        program.add(Op.ROW_DOT, program.operand(att), program.out(out), heads)
+        map_rows(x, None, program)
+        want = (x.double() * att).view(rows, heads, depth).sum(2)
+        assert error(out, want) < FLOAT_ERROR
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_stores(width: int, rows: int) -> None:
+    x = torch.randn(rows, width)
+    for make in (torch.zeros_like, lambda t: strided(torch.zeros_like(t))):
+        single_, half_, program = make(x), make(x.bfloat16()), Program()
+        program.add(Op.STORE_F32, program.out(single_)).add(Op.STORE_BF16, program.out(half_))
+        map_rows(x, None, program)
+        assert torch.equal(single_, x) and torch.equal(half_, x.bfloat16())
+
+
+def test_bf16_rounds_to_even_and_keeps_what_is_not_finite() -> None:
+    low = torch.arange(0x3F800000, 0x3F800000 + 0x40000, 0x1000, dtype=torch.int32).view(torch.float32)
+    x = torch.cat([low, torch.tensor([float("inf"), -float("inf"), 3.4e38, 1e-40, -0.0])])[None]
+    out, program = torch.empty(x.shape, dtype=torch.bfloat16), Program()
+    map_rows(x, None, program.add(Op.STORE_BF16, program.out(out)))
+    assert torch.equal(out.view(torch.int16), x.bfloat16().view(torch.int16))
+    map_rows(torch.full((1, 3), float("nan")), None, store_bf16(nan := torch.empty(1, 3, dtype=torch.bfloat16)))
+    assert nan.isnan().all()
+
+
+def store_bf16(out: Tensor) -> Program:
+    program = Program()
+    return program.add(Op.STORE_BF16, program.out(out))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_quant_row(width: int, rows: int) -> None:
+    x = torch.randn(rows, width) * torch.logspace(-45, 30, rows)[:, None]
+    x[: rows // 100] = 0
+    q, scale, program = padded(rows, width), torch.empty(rows), Program()
+    map_rows(x, None, program.add(Op.QUANT_ROW, program.out(q), program.out(scale)))
+    assert torch.equal(scale, row_scale(x))
+    assert torch.equal(q, quantized(x, scale[:, None]))
+    assert not padding(q).any()
+
+
+@pytest.mark.parametrize("width", [7, 64, 100])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_has_such_a_scale(width: int, bad: float) -> None:
+    for at in range(width):
+        x = torch.randn(3, width)
+        x[1, at] = bad
+        q, scale, program = padded(3, width), torch.empty(3), Program()
+        amax, columns = torch.zeros(1), torch.zeros(width)
+        program.add(Op.QUANT_ROW, program.out(q), program.out(scale))
+        program.add(Op.AMAX, program.out(amax)).add(Op.AMAX, program.out(columns))
+        map_rows(x, None, program)
+        assert scale.isfinite().tolist() == [True, False, True]
+        assert not amax.isfinite().any() and columns.isfinite().sum() == width - 1
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("per_column", [True, False])
+@pytest.mark.parametrize("counted", [True, False])
+def test_quant_static(width: int, per_column: bool, counted: bool) -> None:
+    x = torch.randn(1000, width) * 2
+    x[0, 0], x[1, 0] = 1e35, -1e35
+    scale = torch.rand(width if per_column else 1) * 0.02 + 0.01
+    q, count, program = padded(1000, width), torch.zeros(1, dtype=torch.int64), Program()
+    code, base = program.out(q), program.operand(scale)
+    map_rows(x, None, program.add(Op.QUANT_STATIC, code, base, program.out(count) if counted else -1))
+    assert torch.equal(q, quantized(x, scale))
+    assert not padding(q).any()
+    saturated = ((x * (1 / scale)).round().abs() > 127).sum()
+    assert saturated > 0 and count.item() == (saturated if counted else 0)
+
+
+def test_halves_round_to_even() -> None:
+    x = torch.arange(-130, 130).float()[None] + 0.5
+    q, program = padded(1, 260), Program()
+    code, scale = program.out(q), program.operand(torch.ones(1))
+    map_rows(x, None, program.add(Op.QUANT_STATIC, code, scale, -1))
+    assert torch.equal(q, x.round().clamp(-127, 127).to(torch.int8))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("per_column", [True, False])
+def test_quant_pow2(width: int, per_column: bool) -> None:
+    x = torch.randn(1000, width) * torch.logspace(-3, 1, 1000)[:, None]
+    x[5] = 0
+    base = torch.rand(width if per_column else 1) * 0.02 + 0.01
+    q, shift, program = padded(1000, width), torch.full((1000,), 9, dtype=torch.uint8), Program()
+    codes_out, shift_out = program.out(q), program.out(shift)
+    map_rows(x, None, program.add(Op.QUANT_POW2, codes_out, shift_out, program.operand(base)))
+    top = (x * (1 / base)).abs().amax(1)
+    want = (top[:, None] * 2.0 ** torch.arange(1, 8) <= 127).sum(1)
+    assert torch.equal(shift.long(), want)
+    assert torch.equal(q, (x * (1 / base) * 2.0 ** want[:, None]).round().clamp(-127, 127).to(torch.int8))
+    assert not padding(q).any()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_amax(width: int) -> None:
+    x = torch.randn(1000, width)
+    tensor, columns, program = torch.zeros(1), torch.zeros(width), Program()
+    program.add(Op.AMAX, program.out(tensor)).add(Op.AMAX, program.out(columns))
+    map_rows(x, None, program)
+    assert tensor.item() == x.abs().max() and torch.equal(columns, x.abs().amax(0))
+    map_rows(x / 2, None, program)  # accumulates
+    assert tensor.item() == x.abs().max() and torch.equal(columns, x.abs().amax(0))
+
+
+def test_instructions_go_on_after_a_store() -> None:
+    x, bias, program = torch.randn(100, 64), torch.randn(64), Program()
+    first, second = torch.empty(100, 64), torch.empty(100, 64)
+    program.add(Op.ADD_COL, program.operand(bias)).add(Op.STORE_F32, program.out(first)).add(Op.RELU)
+    program.add(Op.STORE_F32, program.out(second))
+    map_rows(x, None, program)
+    assert torch.equal(first, x + bias) and torch.equal(second, (x + bias).relu())
+
+
+ROWS3 = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("code", "operands", "outs", "message"),
+    [
+        ([1, 0, 0], [ROWS3], [], "4 numbers an instruction"),
+        ([99, 0, 0, 0], [], [], "unknown opcode 99"),
+        ([1, 0, 0, 0], [], [], "names operand 0 of 0"),
+        ([1, -1, 0, 0], [ROWS3], [], "names operand -1 of 1"),
+        ([1, 0, 0, 0], [torch.ones(4)], [], r"float32 \[rows\]"),
+        ([3, 0, 0, 0], [ROWS3], [], r"float32 \[width\]"),
+        ([5, 0, 0, 0], [torch.ones(3, 5)], [], r"\[rows, width\]"),
+        ([8, 0, 0, 0], [], [], "names constant 0 of 0"),
+        ([10, 0, 0, 0], [ROWS3], [], "one element"),
+        ([45, 0, 3, 0], [], [], "do not divide the width 4"),
+        ([60, 0, 0, 0], [], [], "names output 0 of 0"),
+        ([60, 0, 0, 0], [], [torch.empty(3, 5)], r"float32 \[rows, width\]"),
+        ([60, 0, 0, 0], [], [torch.empty(3, 4).bfloat16()], r"float32 \[rows, width\]"),
+        ([62, 0, 1, 0], [], [torch.empty(3, 4, dtype=torch.int8), torch.empty(3)], "padded to 64 bytes"),
+        ([65, 0, 0, 0], [], [torch.empty(3)], "one element or"),
+        ([66, 0, 0, 2], [torch.ones(4)], [torch.empty(3, 3)], r"\[rows, heads\]"),
+        ([40, 0, 0, 0], [torch.ones(4)] * 4, [], "names constant 0"),
+    ],
+)
+def test_bad_programs(code: list[int], operands: list[Tensor], outs: list[Tensor], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        map_rows(torch.ones(3, 4), None, Program(code, operands, [], outs))
