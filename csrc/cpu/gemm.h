@@ -4,8 +4,8 @@
 //
 // Layout: x [M, K] with rows x_stride elements apart. w is packed once per call into panels of up to 4 vectors of
 // columns, one behind the other: for each k (int8 with VNNI: each 4 k) the values of the panel's columns. The int8 path
-// quantizes a block of rows into a buffer in L1 (u8 = q xor 0x80; -128 * colsum(w) starts the sums), multiplies it with every
-// panel, and hands complete FP32 rows to the row program: q, sums and accumulators never leave the cache.
+// quantizes a block of rows into a buffer in L1 (u8 = q xor 0x80; -128 * colsum(w) starts the sums), multiplies it with
+// every panel, and hands complete FP32 rows to the row program: q, sums and accumulators never leave the cache.
 // Traffic: x once (4 M K bytes in FP32), w 4 O K bytes read and packed, then from L1 or L2 once per tile of rows; the
 // outputs of the program once. Floor: the larger of that and 2 x 64 products of bytes (16 of floats) a cycle and core.
 
@@ -21,9 +21,9 @@ struct GemmArgs {
   const void* x;
   Scalar x_type;
   int64_t x_stride;
-  const float* x_scale;     // null: int8 mode quantizes each row by its own maximum
-  bool x_scale_is_single;   // else one per row
-  const float* w;           // w(o, k) = w[o * w_stride_o + k * w_stride_k], one of the strides 1
+  const float* x_scale;    // null: int8 mode quantizes each row by its own maximum
+  bool x_scale_is_single;  // else one per row
+  const float* w;          // w(o, k) = w[o * w_stride_o + k * w_stride_k], one of the strides 1
   int64_t w_stride_o, w_stride_k;
   int64_t rows, depth, width;  // M, K, O
   GemmMode mode;
@@ -33,12 +33,12 @@ struct GemmArgs {
   const RowProgram* program;
 };
 
-#define GNNC_DECLARE_GEMM                                                        \
-  int64_t gemm_packed_bytes(const GemmArgs& args);                               \
-  int64_t gemm_strips(const GemmArgs& args);     /* columns, packed separately */ \
-  void gemm_pack(const GemmArgs& args, int64_t strip_begin, int64_t strip_end);  \
-  int64_t gemm_scratch_bytes(const GemmArgs& args);                              \
-  int64_t gemm_block_rows(const GemmArgs& args);                                 \
+#define GNNC_DECLARE_GEMM                                                       \
+  int64_t gemm_packed_bytes(const GemmArgs& args);                              \
+  int64_t gemm_strips(const GemmArgs& args); /* columns, packed separately */   \
+  void gemm_pack(const GemmArgs& args, int64_t strip_begin, int64_t strip_end); \
+  int64_t gemm_scratch_bytes(const GemmArgs& args);                             \
+  int64_t gemm_block_rows(const GemmArgs& args);                                \
   void gemm_rows(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* scratch);
 
 namespace generic {

@@ -1,8 +1,8 @@
 // See gemm.h for layout, traffic and floor.
 //
 // The loop over k keeps a tile of 6 x 4 vectors of sums in registers (8 x 3, 12 x 2, 12 x 1 for narrow panels). Its
-// sums are arrays that only constants index, unrolled by templates: g++ 12 spills them when loops do that (a test reads the
-// object code). Rows past the end of a block are computed from what the buffer holds and dropped.
+// sums are arrays that only constants index, unrolled by templates: g++ 12 spills them when loops do that (a test reads
+// the object code). Rows past the end of a block are computed from what the buffer holds and dropped.
 
 #include "gemm.h"
 
@@ -27,8 +27,8 @@ using Sums = std::make_integer_sequence<int, kRows * kStrips>;
 
 // acc (+)= a * w for kRows rows and kStrips vectors of columns; a has lda floats a row.
 template <int kRows, int kStrips, int... I>
-GNNC_INLINE void float_tile(const float* a, int64_t lda, const float* w, int64_t depth, bool add, float* acc, int64_t ld,
-                            std::integer_sequence<int, I...>) {
+GNNC_INLINE void float_tile(const float* a, int64_t lda, const float* w, int64_t depth, bool add, float* acc,
+                            int64_t ld, std::integer_sequence<int, I...>) {
   Floats sums[kRows * kStrips] = {(add ? load(acc + I / kStrips * ld + I % kStrips * kLanes) : Floats{})...};
   for (int64_t k = 0; k < depth; ++k) {
     Floats factors[kStrips], value{};
@@ -50,10 +50,14 @@ __attribute__((noinline)) void gemm_float_tile(const float* a, int64_t lda, cons
 void float_tile_of(int64_t strips, const float* a, int64_t lda, const float* w, int64_t depth, bool add, float* acc,
                    int64_t ld) {
   switch (strips) {
-    case 4: return gemm_float_tile<4>(a, lda, w, depth, add, acc, ld);
-    case 3: return gemm_float_tile<3>(a, lda, w, depth, add, acc, ld);
-    case 2: return gemm_float_tile<2>(a, lda, w, depth, add, acc, ld);
-    default: return gemm_float_tile<1>(a, lda, w, depth, add, acc, ld);
+    case 4:
+      return gemm_float_tile<4>(a, lda, w, depth, add, acc, ld);
+    case 3:
+      return gemm_float_tile<3>(a, lda, w, depth, add, acc, ld);
+    case 2:
+      return gemm_float_tile<2>(a, lda, w, depth, add, acc, ld);
+    default:
+      return gemm_float_tile<1>(a, lda, w, depth, add, acc, ld);
   }
 }
 
@@ -74,14 +78,18 @@ Block block_in(const GemmArgs& g, void* scratch, int rows) {
   const int64_t ld = acc_stride(g), cells = kBlockRows * ld;
   auto* floats = static_cast<float*>(scratch);
   float* after = floats + cells * (kVnni ? 1 : 2);
-  return {floats, reinterpret_cast<int32_t*>(floats + cells),
-          after,  after + 64,
+  return {floats,
+          reinterpret_cast<int32_t*>(floats + cells),
+          after,
+          after + 64,
           reinterpret_cast<uint8_t*>(after + 128),
-          ld,     buffer_depth(g),
+          ld,
+          buffer_depth(g),
           rows};
 }
 
-void multiply_floats(const GemmArgs& g, const Block& b, const float* a, int64_t lda, int64_t from, int64_t to, bool add) {
+void multiply_floats(const GemmArgs& g, const Block& b, const float* a, int64_t lda, int64_t from, int64_t to,
+                     bool add) {
   const int64_t panels = (strips_of(g) + kPanelStrips - 1) / kPanelStrips;
   for (int64_t p = 0; p < panels; ++p) {
     const Panel panel = panel_of(g, p);
@@ -184,9 +192,12 @@ void copy_codes(const GemmArgs& g, const Block& b, int64_t row) {
 
 void load_codes(const GemmArgs& g, const Block& b, int64_t row) {
   switch (g.x_type) {
-    case Scalar::i8: return copy_codes(g, b, row);
-    case Scalar::f32: return quantize_rows(g, b, rows_at<float>(g, row));
-    default: return quantize_rows(g, b, rows_at<Bf16>(g, row));
+    case Scalar::i8:
+      return copy_codes(g, b, row);
+    case Scalar::f32:
+      return quantize_rows(g, b, rows_at<float>(g, row));
+    default:
+      return quantize_rows(g, b, rows_at<Bf16>(g, row));
   }
 }
 
@@ -219,9 +230,8 @@ GNNC_INLINE void code_tile(const uint8_t* a, int64_t lda, const int32_t* w, int6
     __m512i codes[kStrips], value = _mm512_setzero_si512();
     for (int j = 0; j < kStrips; ++j) codes[j] = _mm512_loadu_si512(w + (k * kStrips + j) * 16);
     ahead.next();
-    ((value = I % kStrips == 0
-                  ? _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(a + I / kStrips * lda + 4 * k))
-                  : value,
+    ((value = I % kStrips == 0 ? _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(a + I / kStrips * lda + 4 * k))
+                               : value,
       add_products(sums[I], value, codes[I % kStrips])),
      ...);
   }

@@ -1,5 +1,5 @@
-// Packs the weight of a gemm: see gemm.h. A strip of columns is read once for its maxima (int8) and once to pack; what is
-// read is in L1 or L2 the second time.
+// Packs the weight of a gemm: see gemm.h. A strip of columns is read once for its maxima (int8) and once to pack; what
+// is read is in L1 or L2 the second time.
 
 #include "gemm_layout.isa.h"
 #include "gnnc/quantize.h"
@@ -34,9 +34,7 @@ GNNC_INLINE Floats round_to_bf16(Floats v) {
 }
 
 // The columns of one k, where columns are adjacent.
-GNNC_INLINE Floats row_of_columns(const Strip& s, int64_t k) {
-  return load(s.w + k * s.g.w_stride_k, Tail{s.columns});
-}
+GNNC_INLINE Floats row_of_columns(const Strip& s, int64_t k) { return load(s.w + k * s.g.w_stride_k, Tail{s.columns}); }
 
 #ifdef __AVX512F__
 

@@ -94,11 +94,16 @@ constexpr Spec kSpecs[] = {
 
 Scalar scalar_of(const Tensor& t, const char* op) {
   switch (t.scalar_type()) {
-    case ScalarType::Float: return Scalar::f32;
-    case ScalarType::BFloat16: return Scalar::bf16;
-    case ScalarType::Char: return Scalar::i8;
-    case ScalarType::Byte: return Scalar::u8;
-    case ScalarType::Long: return Scalar::i64;
+    case ScalarType::Float:
+      return Scalar::f32;
+    case ScalarType::BFloat16:
+      return Scalar::bf16;
+    case ScalarType::Char:
+      return Scalar::i8;
+    case ScalarType::Byte:
+      return Scalar::u8;
+    case ScalarType::Long:
+      return Scalar::i64;
     default:
       STD_TORCH_CHECK(false, op, ": a row program takes float32, bfloat16, int8, uint8 and int64 tensors, not ",
                       torch::headeronly::toString(t.scalar_type()));
@@ -171,10 +176,13 @@ void Parser::check_operand(Use use, int32_t index) {
     return vector(w, width_) || vector(w, 0);
   };
   switch (use) {
-    case Use::row: return expect(vector(v, rows_), "float32 [rows]");
-    case Use::column: return expect(vector(v, width_), "float32 [width]");
+    case Use::row:
+      return expect(vector(v, rows_), "float32 [rows]");
+    case Use::column:
+      return expect(vector(v, width_), "float32 [width]");
     case Use::columns2:
-      return expect(column_or_empty(index) && column_or_empty(index + 1), "weight, then bias: float32 [width] or empty");
+      return expect(column_or_empty(index) && column_or_empty(index + 1),
+                    "weight, then bias: float32 [width] or empty");
     case Use::statistics:
       return expect(vector(v, width_) && vector(operand(index + 1), width_) && column_or_empty(index + 2) &&
                         column_or_empty(index + 3),
@@ -182,9 +190,12 @@ void Parser::check_operand(Use use, int32_t index) {
     case Use::full:
       return expect((v.type == Scalar::f32 || v.type == Scalar::bf16) && matrix(v, width_),
                     "float32 or bfloat16 [rows, width]");
-    case Use::codes: return expect(v.type == Scalar::i8 && matrix(v, width_), "int8 [rows, width]");
-    case Use::single: return expect(vector(v, 1), "float32 with one element");
-    default: return expect(vector(v, 1) || vector(v, width_), "float32 with one element or [width]");
+    case Use::codes:
+      return expect(v.type == Scalar::i8 && matrix(v, width_), "int8 [rows, width]");
+    case Use::single:
+      return expect(vector(v, 1), "float32 with one element");
+    default:
+      return expect(vector(v, 1) || vector(v, width_), "float32 with one element or [width]");
   }
 }
 
@@ -198,21 +209,27 @@ void Parser::check_out(Use use, int32_t index, int64_t heads) {
                     ", width ", width_, "), but it has ", v.rows, " x ", v.cols, " elements of another shape or type");
   };
   switch (use) {
-    case Use::out_f32: return expect(v.type == Scalar::f32 && matrix(v, width_), "float32 [rows, width]");
-    case Use::out_bf16: return expect(v.type == Scalar::bf16 && matrix(v, width_), "bfloat16 [rows, width]");
+    case Use::out_f32:
+      return expect(v.type == Scalar::f32 && matrix(v, width_), "float32 [rows, width]");
+    case Use::out_bf16:
+      return expect(v.type == Scalar::bf16 && matrix(v, width_), "bfloat16 [rows, width]");
     case Use::out_codes: {
       expect(v.type == Scalar::i8 && matrix(v, width_), "int8 [rows, width]");
       const int64_t padded = (width_ + 63) / 64 * 64;
       if (rows_ <= 1) v.stride = padded;  // a stride of one row says nothing
       return expect(v.stride >= padded, "int8 with rows padded to 64 bytes");
     }
-    case Use::out_row: return expect(vector(v, rows_), "float32 [rows]");
+    case Use::out_row:
+      return expect(vector(v, rows_), "float32 [rows]");
     case Use::out_shift:
       return expect(v.type == Scalar::u8 && v.rows * v.cols == rows_ && (v.rows <= 1 || v.stride == v.cols),
                     "uint8 [rows]");
-    case Use::out_count: return expect(v.type == Scalar::i64 && v.rows * v.cols == 1, "int64 with one element");
-    case Use::out_per_head: return expect(v.type == Scalar::f32 && matrix(v, heads), "float32 [rows, heads]");
-    default: return expect(vector(v, 1) || vector(v, width_), "float32 with one element or [width]");
+    case Use::out_count:
+      return expect(v.type == Scalar::i64 && v.rows * v.cols == 1, "int64 with one element");
+    case Use::out_per_head:
+      return expect(v.type == Scalar::f32 && matrix(v, heads), "float32 [rows, heads]");
+    default:
+      return expect(vector(v, 1) || vector(v, width_), "float32 with one element or [width]");
   }
 }
 
@@ -298,8 +315,8 @@ void Parser::parse(const char* op, const ProgramArguments& arguments, int64_t ro
     prepare(in);
     code_.push_back(in);
   }
-  program_ = {code_.data(),   static_cast<int64_t>(code_.size()), operands_.data(),
-              consts_.data(), outs_.data(),                       prepared_.data()};
+  program_ = {code_.data(),    static_cast<int64_t>(code_.size()), operands_.data(), consts_.data(), outs_.data(),
+              prepared_.data()};
 }
 
 }  // namespace

@@ -18,7 +18,7 @@
 
 // Calls gnnc::<isa>::function.
 #ifdef GNNC_HAVE_AVX512
-#define GNNC_DISPATCH(function, ...)                                                     \
+#define GNNC_DISPATCH(function, ...)                                            \
   (::gnnc::isa() == ::gnnc::Isa::avx512 ? ::gnnc::avx512::function(__VA_ARGS__) \
                                         : ::gnnc::generic::function(__VA_ARGS__))
 #else
@@ -42,8 +42,8 @@ const RowProgram& parse_program(const char* op, const ProgramArguments& argument
 // A matrix argument: adjacent columns, rows that may be apart.
 RowView matrix_of(const torch::stable::Tensor& t, const char* op, const char* name);
 
-// Runs body(begin, end) over slices of at most `slice` of `count` items. Threads draw slices from one counter, so a slow
-// core gets fewer; whatever takes less than `worth` items stays on this thread.
+// Runs body(begin, end) over slices of at most `slice` of `count` items. Threads draw slices from one counter, so a
+// slow core gets fewer; whatever takes less than `worth` items stays on this thread.
 template <typename Body>
 void parallel_slices(int64_t count, int64_t slice, int64_t worth, const Body& body) {
   const int64_t slices = (count + slice - 1) / slice;

@@ -24,8 +24,8 @@ void load_rows(const MapArgs& m, int64_t row, int rows, float* tile, int64_t ld)
 
 void map_rows(const MapArgs& m, int64_t row_begin, int64_t row_end, float* tile) {
   const auto load_tile = m.x_type == Scalar::i8     ? &load_rows<int8_t>
-                          : m.x_type == Scalar::bf16 ? &load_rows<Bf16>
-                                                     : &load_rows<float>;
+                         : m.x_type == Scalar::bf16 ? &load_rows<Bf16>
+                                                    : &load_rows<float>;
   const int64_t ld = map_stride(m), step = map_tile_rows(m);
   for (int64_t row = row_begin; row < row_end; row += step) {
     const int rows = static_cast<int>(std::min(step, row_end - row));

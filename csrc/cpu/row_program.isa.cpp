@@ -203,9 +203,8 @@ void quant_row(const Tile& t, const RowView& codes, const RowView& scales) {
 int64_t count_saturated(const float* row, const float* inverse, int64_t width) {
   const Floats limit = splat(127.5f);
   Ints total{};
-  for_columns(width, [&](int64_t c, auto n) {
-    total -= (absolute(keep(load(row + c) * load(inverse + c), n)) >= limit);
-  });
+  for_columns(width,
+              [&](int64_t c, auto n) { total -= (absolute(keep(load(row + c) * load(inverse + c), n)) >= limit); });
   int64_t count = 0;
   for (int i = 0; i < kLanes; ++i) count += total[i];
   return count;
@@ -233,9 +232,8 @@ void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, cons
   for (int r = 0; r < t.rows; ++r) {
     const float* row = t.row(r);
     Ints top{};
-    for_columns(t.width, [&](int64_t c, auto n) {
-      top = larger(top, magnitude(keep(load(row + c) * load(inverse + c), n)));
-    });
+    for_columns(t.width,
+                [&](int64_t c, auto n) { top = larger(top, magnitude(keep(load(row + c) * load(inverse + c), n))); });
     const int k = shift_of(from_bits(largest(top)));
     static_cast<uint8_t*>(shifts.data)[t.first + r] = static_cast<uint8_t>(k);
     const Floats power = splat(static_cast<float>(1 << k));
@@ -248,8 +246,7 @@ void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, cons
 void raise_to(float* out, int32_t bits) {
   auto* shared = reinterpret_cast<int32_t*>(out);
   int32_t now = __atomic_load_n(shared, __ATOMIC_RELAXED);
-  while (now < bits &&
-         !__atomic_compare_exchange_n(shared, &now, bits, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  while (now < bits && !__atomic_compare_exchange_n(shared, &now, bits, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
 }
 
@@ -310,62 +307,102 @@ void apply_arithmetic(const Tile& t, const RowInstruction& in) {
     map_values(t, [&, v = splat(value)](Floats x) { return f(x, v); });
   };
   switch (in.op) {
-    case RowOp::mul_row: return map_rows(t, operand(in.a), multiply);
-    case RowOp::add_row: return map_rows(t, operand(in.a), add);
-    case RowOp::div_row: return map_rows(t, operand(in.a), divide);
-    case RowOp::mul_col: return map_columns(t, operand(in.a), multiply);
-    case RowOp::add_col: return map_columns(t, operand(in.a), add);
-    case RowOp::div_col: return map_columns(t, operand(in.a), divide);
-    case RowOp::mul_full: return map_full(t, operand(in.a), multiply);
-    case RowOp::add_full: return map_full(t, operand(in.a), add);
-    case RowOp::div_full: return map_full(t, operand(in.a), divide);
-    case RowOp::rsub_full: return map_full(t, operand(in.a), [](Floats x, Floats v) { return v - x; });
-    case RowOp::add_qrow: return add_codes(t, operand(in.a), operand(in.b));
-    case RowOp::mul_const: return map_single(t.program.consts[in.b], multiply);
-    case RowOp::add_const: return map_single(t.program.consts[in.b], add);
-    case RowOp::mul_tensor: return map_single(floats(operand(in.a))[0], multiply);
-    default: return map_single(floats(operand(in.a))[0], add);
+    case RowOp::mul_row:
+      return map_rows(t, operand(in.a), multiply);
+    case RowOp::add_row:
+      return map_rows(t, operand(in.a), add);
+    case RowOp::div_row:
+      return map_rows(t, operand(in.a), divide);
+    case RowOp::mul_col:
+      return map_columns(t, operand(in.a), multiply);
+    case RowOp::add_col:
+      return map_columns(t, operand(in.a), add);
+    case RowOp::div_col:
+      return map_columns(t, operand(in.a), divide);
+    case RowOp::mul_full:
+      return map_full(t, operand(in.a), multiply);
+    case RowOp::add_full:
+      return map_full(t, operand(in.a), add);
+    case RowOp::div_full:
+      return map_full(t, operand(in.a), divide);
+    case RowOp::rsub_full:
+      return map_full(t, operand(in.a), [](Floats x, Floats v) { return v - x; });
+    case RowOp::add_qrow:
+      return add_codes(t, operand(in.a), operand(in.b));
+    case RowOp::mul_const:
+      return map_single(t.program.consts[in.b], multiply);
+    case RowOp::add_const:
+      return map_single(t.program.consts[in.b], add);
+    case RowOp::mul_tensor:
+      return map_single(floats(operand(in.a))[0], multiply);
+    default:
+      return map_single(floats(operand(in.a))[0], add);
   }
 }
 
 // Comparisons are written so that a NaN stays one, as in torch.
 void apply_activation(const Tile& t, const RowInstruction& in) {
-  const bool has_constant = in.op == RowOp::leaky_relu || in.op == RowOp::elu || in.op == RowOp::clamp_min ||
-                            in.op == RowOp::clamp_max;
+  const bool has_constant =
+      in.op == RowOp::leaky_relu || in.op == RowOp::elu || in.op == RowOp::clamp_min || in.op == RowOp::clamp_max;
   const float constant = has_constant ? t.program.consts[in.b] : 0.0f;
   const Floats k = splat(constant), zero = splat(0.0f), one = splat(1.0f);
   switch (in.op) {
-    case RowOp::relu: return map_values(t, [&](Floats x) { return larger(zero, x); });
-    case RowOp::leaky_relu: return map_values(t, [&](Floats x) { return x > zero ? x : x * k; });
-    case RowOp::elu: return map_values(t, [&](Floats x) { return elu(x, constant); });
-    case RowOp::sigmoid: return map_values(t, [](Floats x) { return sigmoid(x); });
-    case RowOp::tanh: return map_values(t, [](Floats x) { return tanh(x); });
-    case RowOp::gelu: return map_values(t, [](Floats x) { return gelu(x); });
-    case RowOp::gelu_tanh: return map_values(t, [](Floats x) { return gelu_tanh(x); });
-    case RowOp::silu: return map_values(t, [](Floats x) { return silu(x); });
-    case RowOp::exp: return map_values(t, [](Floats x) { return exp(x); });
-    case RowOp::neg: return map_values(t, [](Floats x) { return -x; });
-    case RowOp::abs: return map_values(t, [](Floats x) { return absolute(x); });
-    case RowOp::square: return map_values(t, [](Floats x) { return x * x; });
-    case RowOp::sqrt: return map_values(t, [](Floats x) { return square_root(x); });
-    case RowOp::recip: return map_values(t, [&](Floats x) { return one / x; });
-    case RowOp::clamp_min: return map_values(t, [&](Floats x) { return larger(k, x); });
-    case RowOp::clamp_max: return map_values(t, [&](Floats x) { return smaller(k, x); });
-    case RowOp::log: return map_values(t, [](Floats x) { return log(x); });
-    case RowOp::softplus: return map_values(t, [](Floats x) { return softplus(x); });
-    default: return map_values(t, [&](Floats x) { return one / square_root(x); });
+    case RowOp::relu:
+      return map_values(t, [&](Floats x) { return larger(zero, x); });
+    case RowOp::leaky_relu:
+      return map_values(t, [&](Floats x) { return x > zero ? x : x * k; });
+    case RowOp::elu:
+      return map_values(t, [&](Floats x) { return elu(x, constant); });
+    case RowOp::sigmoid:
+      return map_values(t, [](Floats x) { return sigmoid(x); });
+    case RowOp::tanh:
+      return map_values(t, [](Floats x) { return tanh(x); });
+    case RowOp::gelu:
+      return map_values(t, [](Floats x) { return gelu(x); });
+    case RowOp::gelu_tanh:
+      return map_values(t, [](Floats x) { return gelu_tanh(x); });
+    case RowOp::silu:
+      return map_values(t, [](Floats x) { return silu(x); });
+    case RowOp::exp:
+      return map_values(t, [](Floats x) { return exp(x); });
+    case RowOp::neg:
+      return map_values(t, [](Floats x) { return -x; });
+    case RowOp::abs:
+      return map_values(t, [](Floats x) { return absolute(x); });
+    case RowOp::square:
+      return map_values(t, [](Floats x) { return x * x; });
+    case RowOp::sqrt:
+      return map_values(t, [](Floats x) { return square_root(x); });
+    case RowOp::recip:
+      return map_values(t, [&](Floats x) { return one / x; });
+    case RowOp::clamp_min:
+      return map_values(t, [&](Floats x) { return larger(k, x); });
+    case RowOp::clamp_max:
+      return map_values(t, [&](Floats x) { return smaller(k, x); });
+    case RowOp::log:
+      return map_values(t, [](Floats x) { return log(x); });
+    case RowOp::softplus:
+      return map_values(t, [](Floats x) { return softplus(x); });
+    default:
+      return map_values(t, [&](Floats x) { return one / square_root(x); });
   }
 }
 
 void apply_row_wise(Tile& t, const RowInstruction& in) {
   const RowProgram& p = t.program;
   switch (in.op) {
-    case RowOp::batch_norm: return batch_norm(t, p.prepared + in.c);
-    case RowOp::layer_norm: return layer_norm(t, p.operands[in.a], p.operands[in.a + 1], p.consts[in.b]);
-    case RowOp::l2_normalize: return l2_normalize(t, p.consts[in.b]);
-    case RowOp::softmax: return softmax(t, false);
-    case RowOp::log_softmax: return softmax(t, true);
-    default: return head_mean(t, in.b);
+    case RowOp::batch_norm:
+      return batch_norm(t, p.prepared + in.c);
+    case RowOp::layer_norm:
+      return layer_norm(t, p.operands[in.a], p.operands[in.a + 1], p.consts[in.b]);
+    case RowOp::l2_normalize:
+      return l2_normalize(t, p.consts[in.b]);
+    case RowOp::softmax:
+      return softmax(t, false);
+    case RowOp::log_softmax:
+      return softmax(t, true);
+    default:
+      return head_mean(t, in.b);
   }
 }
 
@@ -373,16 +410,22 @@ void apply_store(const Tile& t, const RowInstruction& in) {
   const RowProgram& p = t.program;
   const auto out = [&](int32_t i) -> const RowView& { return p.outs[i]; };
   switch (in.op) {
-    case RowOp::store_f32: return store_rows<float>(t, out(in.a));
-    case RowOp::store_bf16: return store_rows<Bf16>(t, out(in.a));
-    case RowOp::quant_row: return quant_row(t, out(in.a), out(in.b));
+    case RowOp::store_f32:
+      return store_rows<float>(t, out(in.a));
+    case RowOp::store_bf16:
+      return store_rows<Bf16>(t, out(in.a));
+    case RowOp::quant_row:
+      return quant_row(t, out(in.a), out(in.b));
     case RowOp::quant_static: {
       auto* count = in.c < 0 ? nullptr : static_cast<int64_t*>(out(in.c).data);
       return quant_static(t, out(in.a), p.prepared + in.b, count);
     }
-    case RowOp::quant_pow2: return quant_pow2(t, out(in.a), out(in.b), p.prepared + in.c);
-    case RowOp::amax: return amax(t, out(in.a));
-    default: return row_dot(t, p.operands[in.a], out(in.b), in.c);
+    case RowOp::quant_pow2:
+      return quant_pow2(t, out(in.a), out(in.b), p.prepared + in.c);
+    case RowOp::amax:
+      return amax(t, out(in.a));
+    default:
+      return row_dot(t, p.operands[in.a], out(in.b), in.c);
   }
 }
 

@@ -194,6 +194,12 @@ def test_a_weight_edited_in_place_is_seen() -> None:
     ],
 )
 def test_bad_arguments(change: dict[str, object], message: str) -> None:
-    arguments = {"x": torch.ones(5, 8), "scale": None, "w": torch.ones(4, 8), "is_kn": False, "mode": 1} | change
+    arguments = {
+        "x": torch.ones(5, 8),
+        "scale": None,
+        "w": torch.ones(4, 8),
+        "is_kn": False,
+        "mode": 1,
+    } | change
     with pytest.raises(RuntimeError, match=message):
         gemm(program=store(torch.empty(len(arguments["x"]), 4)), **arguments)  # type: ignore[arg-type]

@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from row_programs import ROWS, WIDTHS, Program, bits, codes, map_rows, padded, quantized, row_scale, store, strided
+from row_programs import (
+    ROWS,
+    WIDTHS,
+    Program,
+    bits,
+    codes,
+    map_rows,
+    padded,
+    quantized,
+    row_scale,
+    store,
+    strided,
+)
 
 from gnnc.runtime.cpu.row_program import Op
 

@@ -6,7 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from row_programs import ROWS, WIDTHS, Program, codes, error, map_rows, padded, padding, quantized, row_scale, strided
+from row_programs import (
+    ROWS,
+    WIDTHS,
+    Program,
+    codes,
+    error,
+    map_rows,
+    padded,
+    padding,
+    quantized,
+    row_scale,
+    strided,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -84,7 +96,13 @@ ACTIVATIONS: dict[str, tuple[Op, float | None, Formula, str, bool]] = {
     "sigmoid": (Op.SIGMOID, None, torch.sigmoid, "any", True),
     "tanh": (Op.TANH, None, torch.tanh, "any", True),
     "gelu": (Op.GELU, None, lambda x: x * 0.5 * torch.special.erfc(-x / 2**0.5), "any", True),
-    "gelu_tanh": (Op.GELU_TANH, None, lambda x: x * torch.sigmoid(1.5957691216 * (x + 0.044715 * x**3)), "any", False),
+    "gelu_tanh": (
+        Op.GELU_TANH,
+        None,
+        lambda x: x * torch.sigmoid(1.5957691216 * (x + 0.044715 * x**3)),
+        "any",
+        False,
+    ),
     "silu": (Op.SILU, None, F.silu, "any", True),
     "exp": (Op.EXP, None, torch.exp, "any", True),
     "neg": (Op.NEG, None, torch.neg, "any", True),
@@ -229,7 +247,9 @@ def test_bf16_rounds_to_even_and_keeps_what_is_not_finite() -> None:
     out, program = torch.empty(x.shape, dtype=torch.bfloat16), Program()
     map_rows(x, None, program.add(Op.STORE_BF16, program.out(out)))
     assert torch.equal(out.view(torch.int16), x.bfloat16().view(torch.int16))
-    map_rows(torch.full((1, 3), float("nan")), None, store_bf16(nan := torch.empty(1, 3, dtype=torch.bfloat16)))
+    map_rows(
+        torch.full((1, 3), float("nan")), None, store_bf16(nan := torch.empty(1, 3, dtype=torch.bfloat16))
+    )
     assert nan.isnan().all()
 
 

@@ -1,4 +1,4 @@
-"""The inner loops of the gemm keep their sums in registers: a compiler that spills them costs a factor of two."""
+"""The inner loops of the gemm keep their sums in registers: spilling them costs a factor of two."""
 
 import os
 import re

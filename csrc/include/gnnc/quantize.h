@@ -84,15 +84,17 @@ GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, in
   const __m512i mask = _mm512_set1_epi8(static_cast<char>(flip));
   int64_t c = 0;
   for (; c + 64 <= width; c += 64) {
-    const __m512i codes = pack_codes<kCodes>(value(c, Whole{}), value(c + 16, Whole{}), value(c + 32, Whole{}),
-                                             value(c + 48, Whole{}));
+    const __m512i codes =
+        pack_codes<kCodes>(value(c, Whole{}), value(c + 16, Whole{}), value(c + 32, Whole{}), value(c + 48, Whole{}));
     _mm512_storeu_si512(out + c, _mm512_xor_si512(codes, mask));
   }
   if (c == width) return;
   Floats v[4] = {};
   for (int i = 0; i < 4; ++i) {
     const int64_t left = width - c - 16 * i;
-    if (left > 0) v[i] = keep(value(c + 16 * i, Tail{left < 16 ? static_cast<int>(left) : 16}), Tail{left < 16 ? static_cast<int>(left) : 16});
+    if (left > 0)
+      v[i] = keep(value(c + 16 * i, Tail{left < 16 ? static_cast<int>(left) : 16}),
+                  Tail{left < 16 ? static_cast<int>(left) : 16});
   }
   _mm512_storeu_si512(out + c, _mm512_xor_si512(pack_codes<kCodes>(v[0], v[1], v[2], v[3]), mask));
 }

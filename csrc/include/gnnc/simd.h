@@ -1,7 +1,7 @@
 #pragma once
 
-// Vectors of floats: 16 lanes with AVX-512, 4 lanes of GCC's vector extension elsewhere. Only for *.isa.cpp files: all of
-// it lives in the namespace of the instruction set.
+// Vectors of floats: 16 lanes with AVX-512, 4 lanes of GCC's vector extension elsewhere. Only for *.isa.cpp files: all
+// of it lives in the namespace of the instruction set.
 //
 // `Tail` says how many lanes of the last vector of a row count; a load zeroes the others and a store leaves them alone.
 // Rounding is to nearest even. Integer results are equal on both; floats differ by fused multiply-adds and the order
@@ -91,9 +91,7 @@ GNNC_INLINE __m256i narrow(Floats v) {
   return _mm512_cvtepi32_epi16(
       _mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000)), 16));
 }
-GNNC_INLINE void store(Bf16* p, Floats v, Whole = {}) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v));
-}
+GNNC_INLINE void store(Bf16* p, Floats v, Whole = {}) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
 GNNC_INLINE void store(Bf16* p, Floats v, Tail t) { _mm256_mask_storeu_epi16(p, t.mask(), narrow(v)); }
 
 GNNC_INLINE Floats load(const int8_t* p, Whole = {}) {

@@ -48,8 +48,9 @@ GNNC_INLINE Floats expm1(Floats x) {
 }
 
 GNNC_INLINE Floats log(Floats x) {
-  constexpr float kFit[] = {3.333333112e-01f,  -2.499999358e-01f, 2.000072938e-01f,  -1.666811137e-01f, 1.424882526e-01f,
-                            -1.241841758e-01f, 1.168051290e-01f, -1.152965388e-01f, 7.047178374e-02f};
+  constexpr float kFit[] = {3.333333112e-01f,  -2.499999358e-01f, 2.000072938e-01f,
+                            -1.666811137e-01f, 1.424882526e-01f,  -1.241841758e-01f,
+                            1.168051290e-01f,  -1.152965388e-01f, 7.047178374e-02f};
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const Ints subnormal = x < splat(std::numeric_limits<float>::min());
   const Floats scaled = subnormal ? x * splat(8388608.0f) : x;
@@ -91,8 +92,9 @@ GNNC_INLINE Floats gelu(Floats x) {
   constexpr float kErf[] = {1.128379166e+00f, -3.761262582e-01f, 1.128358515e-01f, -2.685381187e-02f,
                             5.188327559e-03f, -8.010192515e-04f, 7.853857688e-05f};
   // e^(z^2) erfc(z) in t = 1 / (z + 2), for z in [0.5, 11.5]
-  constexpr float kTail[] = {2.917205397e-06f,  5.640009012e-01f, 1.133679523e+00f,  1.889611337e+00f, 3.682394695e+00f,
-                             -3.046105577e+00f, 2.470558365e+01f, -7.565878744e+01f, 8.710992890e+01f, -3.676239200e+01f};
+  constexpr float kTail[] = {2.917205397e-06f, 5.640009012e-01f,  1.133679523e+00f, 1.889611337e+00f,
+                             3.682394695e+00f, -3.046105577e+00f, 2.470558365e+01f, -7.565878744e+01f,
+                             8.710992890e+01f, -3.676239200e+01f};
   const Floats half = splat(0.5f), u = x * splat(0.707106781f), size = absolute(x);
   const Floats near = fused(u * half, polynomial(u * u, kErf), half);
   const Floats bounded = smaller(size, splat(16.0f));
