@@ -29,7 +29,7 @@ from gnnc.runtime.executable import Executable
 gnnc = torch.ops.gnnc
 aten = torch.ops.aten
 
-BACKEND = "reference"
+BACKEND = "cpu"
 WIDTHS = (1, 3, 7, 16, 47)
 SIZES = ((1, 0), (7, 0), (1, 3), (5, 12), (23, 90))
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "int8": 2e-2}

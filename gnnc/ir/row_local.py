@@ -98,7 +98,7 @@ def extent_of(operand: tuple[Any, ...], acc: tuple[Any, ...]) -> Extent | None:
     padded = (1,) * (len(acc) - len(operand)) + operand
     if _all_ones(padded):
         return "scalar"
-    if same_sizes(padded, acc):
+    if len(operand) == len(acc) and same_sizes(padded, acc):
         return "full"
     if statically_known_true(padded[0] == 1):
         return "col" if same_sizes(padded[1:], acc[1:]) else None
