@@ -262,12 +262,21 @@ def _arrange_outputs(program: ExportedProgram, model: torch.nn.Module) -> tuple[
             mutated.append(value)
             names.append(str(spec.target).removeprefix(_PREFIX))
         else:
+            name = _input_name(program, str(spec.target))
             raise CaptureError(
-                f"[{type(model).__name__}] the model writes into its argument "
-                f"{spec.target!r} in place: let it work on a clone (x = x.clone())"
+                f"[{type(model).__name__}] the model writes into its argument {name!r} in place: "
+                f"let it work on a clone ({name} = {name}.clone())"
             )
     output.args = (tuple(user + mutated),)
     return tuple(names)
+
+
+def _input_name(program: ExportedProgram, placeholder: str) -> str:
+    """The argument's path of an input as the exported program calls it."""
+    inputs = program.graph_signature.user_inputs
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    position = list(inputs).index(placeholder) - len(inputs)
+    return nodes[position].meta["source"].name
 
 
 def _layer(node: Node) -> str:

@@ -83,7 +83,12 @@ def guards_of(program: ExportedProgram, graph_module: GraphModule, call: Call) -
 
 
 def _shape(value: torch.Tensor) -> tuple[int | sympy.Expr, ...]:
-    return tuple(size.node.expr if isinstance(size, torch.SymInt) else int(size) for size in value.shape)
+    return tuple(map(_size, value.shape))
+
+
+def _size(size: int | torch.SymInt) -> int | sympy.Expr:
+    expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    return int(expression) if expression.is_number else expression
 
 
 def _narrowed(program: ExportedProgram) -> list[tuple[sympy.Symbol, int, int]]:

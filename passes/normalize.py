@@ -142,7 +142,7 @@ class _Normalizer:
     def _filled(self, node: Node) -> Node | None:
         """A constant fill as ``aten.full(sizes, value)``."""
         name = str(node.target)
-        if name not in _FILLS or not holds_tensor(node):
+        if name not in _FILLS or not holds_tensor(node) or _is_plain_full(node):
             return None
         value = _FILLS[name]
         if value is None:
@@ -222,6 +222,10 @@ def _times_one(node: Node) -> Node | None:
 
 
 _RULES: tuple[Callable[[Node], Any], ...] = (_copy, _view, _cast, _dropout, _times_one)
+
+
+def _is_plain_full(node: Node) -> bool:
+    return str(node.target) == "aten.full.default" and set(node.kwargs) == {"dtype", "device"}
 
 
 def _is_full_of(node: Node, value: float) -> bool:

@@ -213,7 +213,8 @@ def test_a_table_of_fixed_length_fixes_the_nodes():
 
 
 def adjacency(nodes: int, edges: int, layout: str) -> Tensor:
-    coo = torch.sparse_coo_tensor(torch.randint(nodes, (2, edges)), torch.rand(edges), (nodes, nodes))
+    ends, size = torch.randint(nodes, (2, edges)), (nodes, nodes)
+    coo = torch.sparse_coo_tensor(ends, torch.rand(edges), size, check_invariants=True)
     return getattr(coo.coalesce(), f"to_sparse_{layout}")()
 
 
@@ -308,9 +309,7 @@ class Writes(nn.Module):
 
 
 def test_refusal_names_the_line_and_the_way_out():
-    with pytest.raises(
-        CaptureError, match=r"Branches.*test_capture\.py:\d+ in forward.*this line"
-    ) as error:
+    with pytest.raises(CaptureError, match=r"Branches.*test_capture\.py:\d+ in forward.*this line") as error:
         capture(Branches(), (torch.randn(3, 2),))
     assert "Way out: the model decides by the values of a tensor" in str(error.value)
     assert error.value.__cause__ is not None

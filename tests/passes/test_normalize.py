@@ -1,0 +1,136 @@
+"""Normalize: what goes, what merges, what stays, and that the meaning is left alone."""
+
+import operator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GATConv, GCNConv
+from traced import eager, relative_error, run, targets
+
+from gnnc.capture import capture
+from gnnc.passes.base import run_pass
+from gnnc.passes.normalize import Normalize
+from gnnc.printing import format_graph
+
+
+def normalized(model: nn.Module, *args: Tensor):
+    return run_pass(Normalize(), capture(model, args).graph_module)
+
+
+def formula(function):
+    """A module whose forward is ``function``."""
+
+    class Formula(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    return Formula().eval()
+
+
+class Layers(nn.Module):
+    def __init__(self, conv: type[nn.Module]) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = conv(6, 8), conv(8, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.conv1(x, edge_index).relu(), training=self.training)
+        return self.conv2(x, edge_index)
+
+
+GRAPH = torch.randn(9, 6), torch.randint(9, (2, 30))
+
+
+@pytest.fixture(scope="module")
+def gcn():
+    return normalized(Layers(GCNConv).eval(), *GRAPH)
+
+
+def test_gcn_golden(gcn, golden):
+    golden(format_graph(gcn))
+
+
+def test_asserts_and_copies_go(gcn):
+    gone = ("_assert_scalar", "clone", "detach", "new_zeros", "ones", "dropout")
+    assert not set(gone) & set(targets(gcn))
+
+
+def test_the_second_layer_reuses_the_structure_of_the_first(gcn):
+    found = targets(gcn)
+    assert found.count("ne") == found.count("cat") == found.count("pow") == 1
+    assert found.count("scatter_add") == 3  # the degree, and one a layer
+
+
+def test_each_size_has_one_node(gcn):
+    sizes = [n.meta["val"].node.expr for n in gcn.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)]
+    assert len(sizes) == len(set(sizes))
+
+
+def test_merged_masks_have_one_unbacked_size(gcn):
+    shapes = [tuple(n.meta["val"].shape) for n in gcn.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    sizes = [size.node.expr for shape in shapes for size in shape if isinstance(size, torch.SymInt)]
+    symbols = {symbol.name for size in sizes for symbol in size.free_symbols}
+    assert sum(name.startswith("u") for name in symbols) == 1
+
+
+@pytest.mark.parametrize(
+    "function, left",
+    [
+        (lambda x: x.view(-1, 6).clone().detach().to(torch.float32).contiguous() + 1, ["add"]),
+        (lambda x: nn.functional.dropout(x, 0.5, False).relu(), ["relu"]),
+        (lambda x: x[:, 0:6].expand(-1, 6).neg(), ["neg"]),
+        (lambda x: x * torch.ones_like(x) * x.new_ones(x.shape) * 2, ["mul"]),
+        (lambda x: x.exp() * x.exp(), ["exp", "mul"]),
+        (lambda x: x.softmax(-1) + x.sum(-2), ["softmax", "sum", "add"]),
+    ],
+)
+def test_what_is_left(function, left):
+    x = torch.randn(5, 6)
+    gm = normalized(formula(function), x)
+    assert [name for name in targets(gm) if name not in ("sym_size", "full")] == left
+    assert relative_error(run(gm, formula(function), (x,), {})[0], function(x)) < 1e-6
+
+
+def test_dims_count_from_the_front():
+    gm = normalized(formula(lambda x: x.softmax(-1).sum(-2).unsqueeze(-1)), torch.randn(5, 6))
+    dims = {str(n.target): n.args[1] for n in gm.graph.nodes if n.op == "call_function"}
+    assert dims == {"aten.softmax.int": 1, "aten.sum.dim_IntList": [0], "aten.unsqueeze.default": 1}
+
+
+def test_fills_become_full():
+    gm = normalized(
+        formula(lambda x: torch.zeros_like(x) + x.new_full((x.shape[0], 1), 3.0)), torch.randn(5, 6)
+    )
+    assert targets(gm).count("full") == 2
+    assert not any("like" in name or name.startswith("new_") for name in targets(gm))
+
+
+def test_random_numbers_are_not_merged():
+    gm = normalized(formula(lambda x: torch.rand_like(x) - torch.rand_like(x)), torch.randn(5, 6))
+    assert targets(gm).count("rand_like") == 2
+
+
+def test_dropout_in_train_mode_stays():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).train()
+    assert "native_dropout" in targets(normalized(model, torch.randn(5, 6))) or "dropout" in targets(
+        normalized(model, torch.randn(5, 6))
+    )
+
+
+def test_no_getitem_of_dropout_that_is_off():
+    gm = normalized(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).eval(), torch.randn(5, 6))
+    assert not [node for node in gm.graph.nodes if node.target is operator.getitem]
+
+
+@pytest.mark.parametrize("conv", [GCNConv, GATConv])
+def test_leaves_the_meaning_alone(conv):
+    model = Layers(conv).eval()
+    gm = normalized(model, *GRAPH)
+    for nodes, edges in [(9, 30), (14, 50), (1, 0), (7, 0), (1, 1)]:
+        args = torch.randn(nodes, 6), torch.randint(nodes, (2, edges))
+        assert relative_error(run(gm, model, args, {})[0], eager(model, *args)[0]) < 1e-6
+
+
+def test_is_idempotent(gcn):
+    again = run_pass(Normalize(), gcn)
+    assert format_graph(again) == format_graph(gcn)
