@@ -90,7 +90,8 @@ class LinearOrder:
             if gemm not in self._moved:
                 self.ctx.note(gemm, f"linear layer ({widths}) stays {other} the aggregation: cheaper so")
             return False
-        self.ctx.note(gemm, f"linear layer ({widths}) moved {where} the aggregation: {before / after:.2g}x cheaper")
+        gain = f"{before / after:.2g}x cheaper"
+        self.ctx.note(gemm, f"linear layer ({widths}) moved {where} the aggregation: {gain}")
         return True
 
     def _note_obstacle(self, gemm: Node) -> None:

@@ -14,6 +14,7 @@ from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
 from gnnc.passes.edge_lift import lift_from_edges
 from gnnc.passes.emit import Emitter, shape_of
+from gnnc.passes.finite import zero_unless_destination, zero_unless_source
 from gnnc.passes.linear_order import LinearOrder
 from gnnc.passes.row_scale import row_scale
 from gnnc.passes.separable import Factors, Separation
@@ -79,7 +80,8 @@ class _Separator:
             return
         separation, factors = self._factors(spmm)
         left = separation.product(factors)
-        dst, src = (self._vector(separation, side) for side in (factors.dst, factors.src))
+        dst = self._vector(separation, factors.dst, "dst")
+        src = self._vector(separation, factors.src, "src")
         if dst is None and src is None and left is not None and factors.scale == 1.0:
             self.ctx.note(spmm, "edge weights stay in the kernel: no factor belongs to a node")
             return
@@ -118,13 +120,15 @@ class _Separator:
         degree = emit.call(_ops.degree.default, rowptr)
         return emit.call(_aten.reciprocal.default, emit.call(_aten.clamp_min.default, degree, 1))
 
-    def _vector(self, separation: Separation, nodes: tuple[Node, ...]) -> Node | None:
+    def _vector(self, separation: Separation, nodes: tuple[Node, ...], side: str) -> Node | None:
         """Return the structure node for a product of vectors, one for equal products."""
-        if nodes and nodes not in self._vectors:
-            vector = separation.vector(nodes)
-            assert vector is not None
-            self._vectors[nodes] = vector
-        return self._vectors.get(nodes)
+        vector = self._vectors.get(nodes) or separation.vector(nodes)
+        if vector is None:
+            return None
+        self._vectors[nodes] = vector
+        if side == "dst":
+            return zero_unless_destination(self.edit.emit, vector, separation.rowptr)
+        return zero_unless_source(self.edit.emit, vector, separation.col)
 
     def _replace(
         self, spmm: Node, dst: Node | None, src: Node | None, left: Node | None, scale: float

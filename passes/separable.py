@@ -178,8 +178,8 @@ class Separation:
         """Which end of the edges an index names, if it is the ends of this CSR's edges."""
         if order == "caller" and self.csr is not None:
             # A graph whose edges are all loops names both ends by one node: either is right then.
-            ends = {_plain(end): side for end, side in zip(self.csr.args[:2], ("src", "dst"), strict=True)}  # type: ignore[arg-type]
-            return ends.get(index)
+            src, dst = (_plain(end) for end in self.csr.args[:2])  # type: ignore[arg-type]
+            return "dst" if index is dst else "src" if index is src else None
         if index is self.col:
             return "src"
         op = op_of(index)
@@ -209,7 +209,8 @@ class Separation:
         text, operands = str(node.args[2]), dict(zip("ijec", node.args[3:7], strict=True))
         inner = parse_body(text)
         values: dict[Node, Node] = {}
-        for placeholder, name in zip(inner.graph.find_nodes(op="placeholder"), body_inputs(text), strict=True):
+        placeholders = inner.graph.find_nodes(op="placeholder")
+        for placeholder, name in zip(placeholders, body_inputs(text), strict=True):
             operand = operands[name[0]][int(name[1:])]  # type: ignore[index]
             values[placeholder] = self._edge_operand(operand, name[0])  # type: ignore[arg-type]
         for step in inner.graph.nodes:

@@ -62,14 +62,16 @@ class StructureEdit:
     def commit(self, stage: str, ctx: Context) -> None:
         """Drop results that the compute graph no longer reads, and make the copy ``ctx.structure``."""
         graph = self.compute.graph
-        known = dict(zip((source_of(n) for n in placeholders(self.compute)), ctx.examples or ()))
+        # Placeholders that were added stand last and have no example yet.
+        known = dict(zip(map(source_of, placeholders(self.compute)), ctx.examples or (), strict=False))
         graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         for name, node in list(self._taken.items()):
             if not node.users:
                 graph.erase_node(node)
                 del self._taken[name]
-        kept = [node.meta["source"].name for node in placeholders(self.compute) if node in set(self._taken.values())]
-        self.structure.graph.output_node().args = (tuple(self._outputs[n] for n in kept),)
+        names = {node: name for name, node in self._taken.items()}
+        kept = [self._outputs[names[node]] for node in placeholders(self.compute) if node in names]
+        self.structure.graph.output_node().args = (tuple(kept),)
         self._finish(stage)
         self.compute.meta["structure"] = ctx.structure = self.structure
         if ctx.examples is not None:

@@ -16,7 +16,9 @@ ops = torch.ops.gnnc
 NODES, EDGES, WIDTH_IN, WIDTH_OUT = 13, 41, 6, 5
 
 
-def trace(function: Callable[..., Any], weights: Sequence[str], inputs: Sequence[str], *values: Any) -> GraphModule:
+def trace(
+    function: Callable[..., Any], weights: Sequence[str], inputs: Sequence[str], *values: Any
+) -> GraphModule:
     """Trace ``function(*weights, *inputs)`` with symbolic sizes; name the placeholders' sources."""
     with torch.no_grad():
         gm = make_fx(function, tracing_mode="symbolic")(*values)
@@ -151,9 +153,9 @@ def gat(width_in: int = WIDTH_IN, heads: int = 2, depth: int = 3) -> GraphModule
         out = ops.spmm(rowptr, col, alpha, h, "sum", n)
         return out.view(-1, heads * depth) + bias
 
-    values = (
-        rand(heads * depth, width_in), rand(1, heads, depth), rand(1, heads, depth, seed=5), rand(heads * depth),
-    )  # fmt: skip
+    width = heads * depth
+    attention = rand(1, heads, depth), rand(1, heads, depth, seed=5)
+    values = (rand(width, width_in), *attention, rand(width))
     names = ["lin.weight", "att_src", "att_dst", "bias"]
     return trace(forward, names, ["x", "edge_index"], *values, rand(NODES, width_in), edge_list())
 
@@ -206,32 +208,3 @@ def _value(node: Any, named: dict[Source, Any]) -> Any:
         return named[source]
     name, dim = source.name[:-1].rsplit(".shape[", 1)
     return named[Source("input", name)].shape[int(dim)]
-
-
-def text(gm: GraphModule) -> str:
-    """The graph, one node a line: plain enough for a golden, and independent of symbols' names."""
-    symbols: dict[str, str] = {}
-    lines = []
-    for node in gm.graph.nodes:
-        if node.op == "output":
-            lines.append(f"return {', '.join(str(arg) for arg in node.args[0])}")
-            continue
-        value = node.meta["val"]
-        shape = [_size(s, symbols) for s in value.shape] if isinstance(value, torch.Tensor) else type(value).__name__
-        if node.op == "placeholder":
-            lines.append(f"{node.name}: {node.meta['source'].kind} {_plain(shape)}")
-            continue
-        args = ", ".join([str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory")])
-        target = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-        lines.append(f"{node.name} = {target}({args})  # {_plain(shape)}")
-    return "\n".join(lines) + "\n"
-
-
-def _size(size: Any, symbols: dict[str, str]) -> str:
-    if not isinstance(size, torch.SymInt):
-        return str(size)
-    return symbols.setdefault(str(size), f"n{len(symbols)}")
-
-
-def _plain(shape: Any) -> str:
-    return f"[{', '.join(shape)}]" if isinstance(shape, list) else shape

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import raised
@@ -21,7 +22,9 @@ WIDE, NARROW = 16, 4
 GRAPHS = nasty_graphs()
 
 
-def linear(build: Callable[..., Tensor], *weights: Tensor, width: int = WIDE, weighted: bool = False) -> GraphModule:
+def linear(
+    build: Callable[..., Any], *weights: Tensor, width: int = WIDE, weighted: bool = False
+) -> GraphModule:
     """A model of its own: ``build(*weights, x, edge_index[, edge_weight])``."""
     inputs = ["x", "edge_index", *(["edge_weight"] if weighted else [])]
     values = [rand(NODES, width), edge_list(), *([torch.rand(raised.EDGES)] if weighted else [])]
@@ -101,13 +104,27 @@ def quotient_norm() -> GraphModule:
     """Weights divided by the sum of the destination's: a random walk."""
 
     def forward(x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
-        n = x.shape[0]
-        rowptr, col, perm = ops.csr(edge_index[0], edge_index[1], n, n)
+        n, src, dst = x.shape[0], edge_index[0], edge_index[1]
+        rowptr, col, perm = ops.csr(src, dst, n, n)
         total = ops.segment_reduce(rowptr, perm, weight, "sum", n) + 1
-        value = (weight / total[edge_index[1]]).unsqueeze(-1).view(-1)
+        value = (weight / total[dst]).unsqueeze(-1).view(-1)
         return ops.spmm(rowptr, col, value.index_select(0, perm), x, "sum", n)
 
     return linear(forward, weighted=True)
+
+
+def careless_norm() -> GraphModule:
+    """Both ends divide by their degree, infinite at nodes that no edge touches."""
+
+    def forward(x: Tensor, edge_index: Tensor) -> Tensor:
+        n, src, dst = x.shape[0], edge_index[0], edge_index[1]
+        rowptr, col, perm = ops.csr(src, dst, n, n)
+        incoming = ops.degree(rowptr)
+        outgoing = ops.degree(ops.csr_transpose(rowptr, col, n)[0])
+        value = 1.0 / incoming[dst] * outgoing.pow(-0.5)[src]
+        return ops.spmm(rowptr, col, value.index_select(0, perm), x, "sum", n)
+
+    return linear(forward)
 
 
 def body_norm() -> GraphModule:
@@ -179,6 +196,7 @@ MODELS: dict[str, Callable[[], GraphModule]] = {
     "bias inside": bias_inside,
     "sddmm norm": sddmm_norm,
     "quotient norm": quotient_norm,
+    "careless norm": careless_norm,
     "body norm": body_norm,
     "own weight": own_weight,
     "own weight mean": lambda: own_weight("mean"),
@@ -296,10 +314,21 @@ def test_separable_weights_leave_the_kernel(name: str):
 def test_only_the_edges_own_weight_stays(name: str):
     _, _, after, _ = reordered(name)
     (spmm,) = aggregations(name)
+    assert any("edge weights separate" in text for text in notes(name))
     assert spmm.args[2] is not None and spmm.args[4] == "sum"
-    structure = after.meta["structure"]
-    kept = next(n for n in structure.graph.output_node().args[0] if n.name == spmm.args[2].meta["source"].name)
+    outputs = after.meta["structure"].graph.output_node().args[0]
+    kept = next(node for node in outputs if node.name == spmm.args[2].meta["source"].name)
     assert kept.target is torch.ops.aten.index_select.default
+
+
+def test_vectors_that_leave_the_edges_are_finite():
+    gm, _, after, _ = reordered("careless norm")
+    assert all(node.args[2] is None for node in aggregations("careless norm"))
+    edge_index = torch.tensor([[0, 1, 1], [2, 2, 0]])
+    out = run_split(after, gm, arguments(gm, 6, edge_index))
+    assert all(tensor.isfinite().all() for tensor in out)
+    structure = after.meta["structure"]
+    assert all(value.isfinite().all() for value in structure(edge_index, 6))
 
 
 def test_bodies_are_looked_into():

@@ -105,10 +105,10 @@ def test_reused_address_is_not_mistaken_for_the_old_graph():
 
 def test_output_that_aliases_an_input_is_copied():
     cache, edge_index = StructureCache(), edges()
-    (src,) = cache.get((edge_index,), lambda: (edge_index[0],))
+    alive = weakref.ref(edge_index)
+    (src,) = cache.get((edge_index,), lambda: (alive()[0],))
     edge_index[0, 0] = 99
     assert src[0] == 0
-    alive = weakref.ref(edge_index)
     del edge_index
     assert alive() is None
 
