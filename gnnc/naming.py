@@ -124,7 +124,7 @@ class Symbols:
         for node in nodes:
             self._adopt(node, structure or {})
         for node in sorted(nodes, key=_appearance):
-            self._name_sizes(node.meta.get("val"))
+            self._name_sizes(node.meta.get("val"), _counts_nodes(node))
 
     def text(self, size: Any) -> str:
         """Return a concrete or symbolic size as text, such as ``64`` or ``E + N``."""
@@ -159,7 +159,7 @@ class Symbols:
                 self._names[symbol] = given - (size.node.expr - symbol)
                 self._taken.update(str(name) for name in given.free_symbols)
 
-    def _name_sizes(self, value: Any) -> None:
+    def _name_sizes(self, value: Any, counts_nodes: bool = False) -> None:
         if isinstance(value, tuple | list):
             for item in value:
                 self._name_sizes(item)
@@ -167,7 +167,8 @@ class Symbols:
             self._name_free(value, "N")
         elif isinstance(value, torch.Tensor):
             for dim, size in enumerate(value.shape):
-                self._name_free(size, _letter(value, dim))
+                if isinstance(size, torch.SymInt):
+                    self._name_free(size, "N" if counts_nodes else _letter(value, dim))
 
     def _name_free(self, size: Any, letter: str) -> None:
         if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -198,34 +199,35 @@ def _only_symbol(size: Any) -> sympy.Symbol | None:
     return None
 
 
-def _appearance(node: Node) -> tuple[int, int]:
+def _appearance(node: Node) -> int:
     """Sort key: inputs that say what their sizes mean come first, then the order of the graph."""
     value = node.meta.get("val")
     if node.op != "placeholder" or not isinstance(value, torch.Tensor):
-        return (3, 0)
+        return 3
     if value.dim() == 2 and _is_index(value):
-        return (0, 0)
-    if value.dim() == 1 and value.dtype == torch.int32:
-        return (1, 0)
-    return (2, 0)
+        return 0
+    return 1 if value.dim() == 1 and value.dtype == torch.int32 else 2
+
+
+def _counts_nodes(node: Node) -> bool:
+    """Whether a vector of integers is one of nodes, as its name says: other ones are of edges."""
+    source, value = source_of(node), node.meta.get("val")
+    if source is None or not isinstance(value, torch.Tensor):
+        return False
+    return value.dim() == 1 and "batch" in source.name
 
 
 def _letter(value: torch.Tensor, dim: int) -> str:
-    if not _is_index(value) or value.dtype == torch.uint8:
+    if not _is_index(value):
         return "N" if dim == 0 else "F"
-    if value.dim() == 1 and _plain_symbol(value.shape[0]) is None:
-        return "N"
+    size = value.shape[0]
+    if value.dim() == 1 and isinstance(size, torch.SymInt) and not size.node.expr.is_Symbol:
+        return "N"  # rowptr: N + 1
     return "E"
 
 
 def _is_index(value: torch.Tensor) -> bool:
     return value.dtype in (torch.int64, torch.int32)
-
-
-def _plain_symbol(size: Any) -> sympy.Symbol | None:
-    if not isinstance(size, torch.SymInt):
-        return None
-    return size.node.expr if isinstance(size.node.expr, sympy.Symbol) else None
 
 
 def _first_free(letter: str, taken: set[str]) -> str:

@@ -79,16 +79,19 @@ class Quantized:
     Attributes:
         ops: kind of op to (how many are quantized, how many there are).
         weights: (how many weights of GEMMs are quantized, how many there are).
+        halved: how many of the ops run in a 16-bit float, by its name.
     """
 
     ops: dict[str, tuple[int, int]]
     weights: tuple[int, int]
+    halved: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         done, total = (sum(counts[i] for counts in self.ops.values()) for i in range(2))
         kinds = ", ".join(f"{kind} {k}/{n}" for kind, (k, n) in self.ops.items())
         ops = f"quantized {done} of {total} ops" + (f" ({kinds})" if kinds else "")
-        return f"{ops}, {self.weights[0]} of {self.weights[1]} weights"
+        halved = "".join(f", {n} ops in {name}" for name, n in self.halved.items())
+        return f"{ops}, {self.weights[0]} of {self.weights[1]} weights{halved}"
 
 
 def program_text(report: ProgramReport) -> str:
@@ -154,18 +157,21 @@ def count_quantized(graph: Graph) -> Quantized:
     """Count the GEMM, SpMM, SDDMM, segment and message ops of an inlined graph, and the weights."""
     ops = dict.fromkeys(describe.COUNTED.values(), (0, 0))
     weights: dict[Node, bool] = {}
+    halved: dict[str, int] = {}
     for node in graph.nodes:
         kind = describe.COUNTED.get(describe.op_name(node)) if describe.is_gnnc(node) else None
         if kind is None:
             continue
         quantized = describe.is_quantized(node)
+        if (precision := describe.precision_in(node)) in ("bf16", "fp16"):
+            halved[precision] = halved.get(precision, 0) + 1
         done, total = ops[kind]
         ops[kind] = (done + quantized, total + 1)
         if kind == "gemm":
             for weight in _weights_of(node.args[1]):
                 weights[weight] = weights.get(weight, True) and quantized
     ops = {kind: counts for kind, counts in ops.items() if counts[1]}
-    return Quantized(ops, (sum(weights.values()), len(weights)))
+    return Quantized(ops, (sum(weights.values()), len(weights)), halved)
 
 
 def _weights_of(operand: Any) -> list[Node]:
@@ -222,4 +228,4 @@ def stayed_aten(report: ProgramReport, graph: Graph) -> list[str]:
 
 def _reason_aten(report: ProgramReport, node: Node) -> str:
     texts = [note.text for note in report.notes if note.node == node.meta["origin"]]
-    return "; ".join(dict.fromkeys(texts)) or "not fused with a primitive, runs in its own precision"
+    return "; ".join(dict.fromkeys(texts)) or "runs by itself, in its own precision"

@@ -85,6 +85,12 @@ def test_summary_measures_every_quantized_op(name: str) -> None:
         assert bits == "8" and 0 < float(error) < 0.1 and float(sqnr) > 30 and int(clipped) >= 0
 
 
+def test_bf16_is_counted_apart() -> None:
+    compiled = build("GCN", precision="bf16", example_inputs=inputs())
+    first = str(compiled).splitlines()[0]
+    assert re.fullmatch(r"quantized 0 of 4 ops \(.*\), 0 of 2 weights, \d ops in bf16", first)
+
+
 def test_networkx_and_drawing(tmp_path: Path) -> None:
     compiled = static("GAT")
     graph = compiled.to_networkx()

@@ -130,6 +130,14 @@ def test_sizes_are_named_by_what_they_count() -> None:
     assert types == ["f32[N, 4]", "f32[N1, 4]", "i64[2, E]", "f32[E]"]
 
 
+def test_a_batch_vector_counts_nodes() -> None:
+    b = Builder()
+    n, e = b.size("n", 5), b.size("e", 12)
+    b.input("batch", (n,), dtype=torch.int64)
+    b.input("edge_index", (2, e), dtype=torch.int64)
+    assert re.findall(r"# (\S+\[.*?\])", format_graph(b.finish())) == ["i64[N]", "i64[2, E]"]
+
+
 def test_shared_quantize_says_how_often_it_is_used() -> None:
     b = Builder()
     x, weight = b.input("x", (b.size("n", 5), 4)), b.parameter("w", 3, 4)
