@@ -7,7 +7,6 @@ columns wide, go through ``segment_reduce``; anything else is the body of a ``me
 import torch
 from torch.fx import Node
 
-from gnnc.passes.bodies import BodyBuilder
 from gnnc.passes.emit import same_shape, same_size, shape_of
 from gnnc.passes.factors import Factor, factors_of, squeezed
 from gnnc.passes.region import Csr, Order, Regions
@@ -124,22 +123,23 @@ def _aggregate_narrow(regions: Regions, node: Node, order: Order, reduce: str) -
     vector = all(same_size(size, 1) for size in shape_of(node)[1:])
     if not vector and len(node.users) < 2 and not regions.is_emitted(node, order):
         return None
+    return _stored(regions, node, order, reduce)
+
+
+def _stored(regions: Regions, node: Node, order: Order, reduce: str) -> Node:
+    """Compute the value of every edge, then reduce it."""
     value = regions.emit(node, order)
     rowptr = regions.csr(order).rowptr
     return regions.emitter.call(gnnc.segment_reduce.default, rowptr, None, value, reduce, order.num_dst)
 
 
 def _message(regions: Regions, node: Node, order: Order, reduce: str) -> Node:
-    body = BodyBuilder(regions, order, node)
+    body = regions.body(node, order)
+    if body is None:
+        return _stored(regions, node, order, reduce)
     csr = regions.csr(order, body.source)
     return regions.emitter.call(
-        gnnc.message.default,
-        csr.rowptr,
-        csr.col,
-        body.text,
-        reduce,
-        *body.operands,
-        order.num_dst,
+        gnnc.message.default, csr.rowptr, csr.col, body.text, reduce, *body.operands, order.num_dst
     )
 
 

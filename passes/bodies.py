@@ -22,6 +22,10 @@ _PLACES = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 _SPLITS = ("split.Tensor", "split_with_sizes.default", "chunk.default", "unbind.int")
 
 
+class UnfitError(Exception):
+    """An edge value computes something that a body cannot hold; the message says what."""
+
+
 class BodyBuilder:
     """Builds the body of ``root``.
 
@@ -106,11 +110,10 @@ class BodyBuilder:
 
         def mapped(arg: Node) -> Any:
             if not holds_tensor(arg):
-                return arg
+                raise UnfitError(f"{node.target} of a size or a tuple")
             return self._visit(arg) if arg in rows else self._operand("c", arg)
 
-        args, kwargs = fx.map_arg((node.args, node.kwargs), mapped)
-        args = self.regions.free_rows(node, args)
+        args, kwargs = fx.map_arg((self.regions.free_rows(node, node.args), node.kwargs), mapped)
         kwargs = {key: value for key, value in kwargs.items() if key not in _PLACES}
         return self.graph.call_function(node.target, args, kwargs)
 
@@ -118,7 +121,7 @@ class BodyBuilder:
         """One part of a split, as a slice: a body has no tuples."""
         whole, position = node.args
         if op_name(whole) not in _SPLITS:
-            raise NotImplementedError(f"{whole.target} in an edge computation")
+            raise UnfitError(f"{whole.target} returns several tensors")
         x = self._visit(whole.args[0])
         if op_name(whole) == "unbind.int":
             return self.graph.call_function(aten.select.int, (x, whole.args[1], position))

@@ -51,7 +51,7 @@ class Raise:
         _raise_edge_outputs(gm, regions, ctx, lambda node: True)
         _raise_products(gm, regions, ctx)
         gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-        _note_scatters(gm, ctx)
+        _note_leftovers(gm, regions, ctx)
         gm.meta["index_bounds"] = index_bounds(gm)
         return gm
 
@@ -89,7 +89,9 @@ def _raise_scatters(gm: fx.GraphModule, regions: Regions, wanted: Callable[[Node
             _replace_scatter(scatter, regions)
 
 
-def _note_scatters(gm: fx.GraphModule, ctx: Context) -> None:
+def _note_leftovers(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
+    for node, reason in regions.unfit.items():
+        ctx.note(node, f"runs on tensors of all edges: {reason}")
     for node in gm.graph.nodes:
         reason = as_scatter(node)
         if isinstance(reason, str):

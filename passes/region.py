@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.passes.bodies import BodyBuilder
+from gnnc.passes.bodies import BodyBuilder, UnfitError
 from gnnc.passes.emit import (
     Emitter,
     Sizes,
@@ -81,6 +81,7 @@ class Regions:
                 self.sizes.add(node)
         self.orders: dict[Node, Order] = {}
         self.softmaxes: dict[Node, Softmax] = {}
+        self.unfit: dict[Node, str] = {}
         self._indices: dict[Node, frozenset[Node]] = {}
         self._emitted: dict[tuple[Order, Node], Node] = {}
         self._on_nodes: dict[tuple[Node, Node], Node | None] = {}
@@ -224,7 +225,9 @@ class Regions:
         if pair is not None:
             return pair
         if not is_narrow(node) or not self.all_narrow(node):
-            return self._edge_map(node, order)
+            body = self.body(node, order)
+            if body is not None:
+                return self._edge_map(body, node, order)
         if op_name(node) == "mul.Tensor" and len(node.all_input_nodes) > 1:
             return self.product(factors_of(node, self), order, node.meta["layer"])
         return self.repeat(node, {arg: self.emit(arg, order) for arg in row_inputs(node) or ()})
@@ -368,8 +371,15 @@ class Regions:
 
     # bodies
 
-    def _edge_map(self, node: Node, order: Order) -> Node:
-        body = BodyBuilder(self, order, node)
+    def body(self, node: Node, order: Order) -> BodyBuilder | None:
+        """The body of an edge value; None where none can hold it, which ``unfit`` remembers."""
+        try:
+            return BodyBuilder(self, order, node)
+        except UnfitError as error:
+            self.unfit[node] = str(error)
+            return None
+
+    def _edge_map(self, body: BodyBuilder, node: Node, order: Order) -> Node:
         csr = self.csr(order, body.source)
         return self.emitter.call(
             gnnc.edge_map.default,
