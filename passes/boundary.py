@@ -65,9 +65,7 @@ class Boundary:
     def _fresh(self, expr: sympy.Expr) -> sympy.Symbol:
         assert self._env is not None
         name = f"edges_{len(self._known)}_{expr}"
-        return self._env.create_symbol(
-            self._hint(expr), ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC
-        )
+        return self._env.create_symbol(self._hint(expr), ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC)
 
     def _hint(self, expr: sympy.Expr) -> int:
         assert self._env is not None
@@ -75,7 +73,7 @@ class Boundary:
         name = "backed_var_to_val" if hasattr(self._env, "backed_var_to_val") else "var_to_val"
         known = getattr(self._env, name)
         values = {symbol: known.get(symbol, _TYPICAL_EDGES) for symbol in expr.free_symbols}
-        return int(expr.subs(values))
+        return int(expr.xreplace({s: sympy.Integer(v) for s, v in values.items()}))
 
 
 def _unbacked(expr: sympy.Expr) -> set[sympy.Symbol]:

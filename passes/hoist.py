@@ -280,5 +280,3 @@ def _protect_cached(graph: fx.Graph) -> None:
             return graph.call_function(_aten.clone.default, (value,))
 
     output.args = (tuple(copied(value) for value in output.args[0]),)  # type: ignore[union-attr]
-
-

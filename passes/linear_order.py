@@ -181,8 +181,10 @@ class _Tree:
         """Step through a scaling to a tensor that needs the GEMM anyway: GIN's ``(1 + eps) x``."""
         if node.target in _SCALINGS and set(node.users) <= self._allowed:
             (operand, *rest) = linear_operands(node) or (node,)
-            if not rest and operand is not node and any(
-                operand in linear_operands(inner) for inner in self.inner
+            if (
+                not rest
+                and operand is not node
+                and any(operand in linear_operands(inner) for inner in self.inner)
             ):
                 self.inner.append(node)
                 return operand

@@ -100,7 +100,8 @@ class _Separator:
         return "they are per head" if len(shape_of(value)) > 1 else None  # type: ignore[arg-type]
 
     def _factors(self, spmm: Node) -> tuple[Separation, Factors]:
-        key = (*spmm.args[:3], spmm.args[4])
+        rowptr, col, value, _, reduce, _ = spmm.args
+        key = (rowptr, col, value, reduce)
         if key not in self._found:
             self._found[key] = self._separate(*key)
         return self._found[key]

@@ -23,17 +23,15 @@ class Typical:
         edges_per_node: used where there are none.
     """
 
-    def __init__(
-        self, gm: fx.GraphModule, examples: tuple[Any, ...] | None, edges_per_node: int
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, examples: tuple[Any, ...] | None, edges_per_node: int) -> None:
         self._edges = _NODES * edges_per_node
         self._edge_symbols = _edge_symbols(gm)
         self._known = {} if examples is None else _sizes(gm, examples)
 
     def value(self, expr: sympy.Expr) -> float:
         """Return the value of an expression of sizes."""
-        values = {s: self._known.get(s, self._assumed(s)) for s in expr.free_symbols}
-        return float(expr.subs(values))
+        values = {s: sympy.Integer(self._known.get(s, self._assumed(s))) for s in expr.free_symbols}
+        return float(expr.xreplace(values))
 
     def _assumed(self, symbol: sympy.Basic) -> int:
         return self._edges if symbol in self._edge_symbols else _NODES

@@ -16,9 +16,10 @@ that is not an inference tensor. After such a write the caller must ``clear()``.
 
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -38,16 +39,18 @@ class _Anchor(weakref.ref):  # type: ignore[type-arg]
     key: Key
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
     anchors: tuple[_Anchor, ...]
     copies: tuple[tuple[int, Tensor], ...]
     outputs: Any
     nbytes: int
+    used: int = 0
 
     def is_of(self, anchors: list[Tensor]) -> bool:
         """Whether the entry was made from these very tensors, not from freed ones at their address."""
-        for ref, tensor in zip(self.anchors, anchors, strict=True):
+        # Equal keys have equally many anchors; `strict` would cost a tenth of a look-up.
+        for ref, tensor in zip(self.anchors, anchors):  # noqa: B905
             if ref() is not tensor:
                 return False
         return True
@@ -62,15 +65,17 @@ def _identify(inputs: Sequence[Any]) -> tuple[Key, list[Tensor]]:
     parts: list[Hashable] = []
     anchors: list[Tensor] = []
     for value in inputs:
-        if not isinstance(value, Tensor):
+        if type(value) is int or not isinstance(value, Tensor):
             parts.append(value)
             continue
-        base = value._base
-        anchor = value if base is None else base
-        version = -1 if value.is_inference() else value._version
-        parts += (
-            id(anchor), value.data_ptr(), version, value.shape, value.stride(), value.dtype,
-        )  # fmt: skip
+        anchor = value._base
+        if anchor is None:
+            anchor = value
+        try:
+            version = value._version
+        except RuntimeError:
+            version = None  # an inference tensor: its content is compared
+        parts.append((id(anchor), value.data_ptr(), version, value.shape, value.stride(), value.dtype))
         anchors.append(anchor)
     return tuple(parts), anchors
 
@@ -91,8 +96,9 @@ class StructureCache:
     def __init__(self, byte_budget: int = DEFAULT_BYTE_BUDGET, min_entries: int = 1) -> None:
         self.byte_budget = byte_budget
         self.min_entries = min_entries
-        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._entries: dict[Key, _Entry] = {}
         self._nbytes = 0
+        self._clock = count()
         self._lock = threading.Lock()
         # Keys of freed tensors. A finalizer may run inside any statement of this class, on the
         # thread that already holds the lock; so it only appends, which is atomic.
@@ -126,12 +132,12 @@ class StructureCache:
             The cached object itself on every hit; treat its tensors as read-only.
         """
         key, anchors = _identify(key_inputs)
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is not None:
-                self._entries.move_to_end(key)
-        if entry is not None and entry.is_of(anchors) and entry.has_content_of(key_inputs):
-            return entry.outputs
+        # No lock: an entry never changes once it is in the table, and one dict access is atomic.
+        entry = self._entries.get(key)
+        if entry is not None and entry.is_of(anchors):
+            if not entry.copies or entry.has_content_of(key_inputs):
+                entry.used = next(self._clock)
+                return entry.outputs
         return self._insert(key, self._make_entry(key, anchors, key_inputs, build))
 
     def clear(self) -> None:
@@ -172,10 +178,11 @@ class StructureCache:
         with self._lock:
             self._drop_freed_locked()
             self._remove(key)
+            entry.used = next(self._clock)
             self._entries[key] = entry
             self._nbytes += entry.nbytes
             while self._nbytes > self.byte_budget and len(self._entries) > self.min_entries:
-                self._remove(next(iter(self._entries)))
+                self._remove(min(self._entries, key=lambda known: self._entries[known].used))
         return entry.outputs
 
     def _remove(self, key: Key) -> None:

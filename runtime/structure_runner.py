@@ -99,8 +99,7 @@ def _output_nodes(graph: Graph) -> Sequence[Any]:
 
 def _is_expensive(nodes: list[Node]) -> bool:
     return any(
-        isinstance(node.target, torch._ops.OpOverload)
-        and node.target.__name__.split(".")[0] in _EXPENSIVE
+        isinstance(node.target, torch._ops.OpOverload) and node.target.__name__.split(".")[0] in _EXPENSIVE
         for node in nodes
     )
 

@@ -107,9 +107,10 @@ def test_golden(model: str, golden):
     gm = model_graph(model)
     compute, structure, _ = split(model)
     golden(format_graph(gm, name="raised"), "before")
-    golden("\n\n".join(
-        [format_graph(structure, name="structure"), format_graph(compute, name="compute")]
-    ), "after")
+    golden(
+        "\n\n".join([format_graph(structure, name="structure"), format_graph(compute, name="compute")]),
+        "after",
+    )
 
 
 def test_boundary_is_what_the_kernels_take():

