@@ -177,17 +177,20 @@ class Emitter:
 
     def vector(self, node: Node) -> str:
         """Return an expression for the value as a dense 1-D tensor."""
+        node = self._base(node)
         value = self._value(node)
         self._touch(value)
         if 0 not in value.matrix:
-            flat = len(shape_of(node)) == 1
-            text = self.exact(node)
-            value.matrix[0] = self._assign("v", f"{text}.contiguous()" if flat else f"{text}.reshape(-1)")
+            value.matrix[0] = self._vector_form(node, value)
         return value.matrix[0]
 
-    def raw(self, node: Node) -> str:
-        """Return an expression for a structure tensor (dense by construction) as it is."""
-        return self.exact(node)
+    def _vector_form(self, node: Node, value: Value) -> str:
+        buffer = value.buffer
+        if buffer is not None and buffer.stride == buffer.shape[1]:
+            return self._region(buffer, (buffer.shape[0] * buffer.shape[1],), (1,))
+        text = self.exact(node)
+        flat = len(shape_of(node)) == 1
+        return self._assign("v", f"{text}.contiguous()" if flat else f"{text}.reshape(-1)")
 
     def argument(self, value: Any) -> str:
         """Return an expression for an fx argument: node, size, constant, or nesting of them."""
@@ -236,17 +239,7 @@ class Emitter:
     def allocate_vector(self, node: Node) -> str:
         """Return the dense 1-D tensor that a kernel writes for ``node``."""
         self.allocate(node, dense=True)
-        return self.vector(node) if self._values[node].buffer is None else self.exact_flat(node)
-
-    def exact_flat(self, node: Node) -> str:
-        """Return the 1-D form of a dense buffer."""
-        value = self._value(node)
-        assert value.buffer is not None
-        self._touch(value)
-        if 0 not in value.matrix:
-            rows, width = value.buffer.shape
-            value.matrix[0] = self._region(value.buffer, (rows * width,), (1,))
-        return value.matrix[0]
+        return self.vector(node)
 
     def scratch(self, rows: Any, width: int, dtype: torch.dtype, *, flat: bool = False) -> str:
         """Return memory that only the present step uses."""
