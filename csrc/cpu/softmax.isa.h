@@ -69,16 +69,19 @@ inline void max_of_heads(const float* logits, int64_t edges, int64_t heads, floa
   for (int64_t h = 0; h < heads; ++h) top[h] = top[h] == -std::numeric_limits<float>::infinity() ? 0.0f : top[h];
 }
 
-// logits becomes exp(logits - top); sum their sums a head.
-inline void exp_of_heads(float* logits, int64_t edges, int64_t heads, const float* top, float* sum) {
-  std::fill_n(sum, heads, 0.0f);
+// logits becomes exp(logits - top); adds their sums to sum.
+inline void exp_of_block(float* logits, int64_t edges, int64_t heads, const float* top, float* sum) {
   const int64_t flat = edges * heads;
   if (!periodic(heads)) {
     for (int64_t i = 0; i < flat; ++i) logits[i] -= top[i % heads];
     int64_t i = 0;
     for (; i + kLanes <= flat; i += kLanes) store(logits + i, exp_of_negative(load(logits + i)));
     if (i < flat) store(logits + i, exp_of_negative(load(logits + i, Tail{int(flat - i)})), Tail{int(flat - i)});
-    for (i = 0; i < flat; ++i) sum[i % heads] += logits[i];
+    for (int64_t h = 0; h < heads; ++h) {
+      float total = 0.0f;
+      for (i = h; i < flat; i += heads) total += logits[i];
+      sum[h] += total;
+    }
     return;
   }
   Floats tops, total{};
@@ -96,6 +99,15 @@ inline void exp_of_heads(float* logits, int64_t edges, int64_t heads, const floa
     store(logits + i, e, tail);
   }
   for (int lane = 0; lane < kLanes; ++lane) sum[lane % heads] += total[lane];
+}
+
+// The same of a whole row. Blocks keep the rounding of a long row's sum small.
+inline void exp_of_heads(float* logits, int64_t edges, int64_t heads, const float* top, float* sum) {
+  constexpr int64_t kBlock = 1024;
+  std::fill_n(sum, heads, 0.0f);
+  for (int64_t e = 0; e < edges; e += kBlock) {
+    exp_of_block(logits + e * heads, std::min(kBlock, edges - e), heads, top, sum);
+  }
 }
 
 // out = values / (sum + eps), a head at a time of the period.

@@ -1,0 +1,72 @@
+"""csr against a stable argsort."""
+
+import pytest
+import torch
+from kernel_graphs import from_edges, ops, threads
+from torch import Tensor
+
+
+def build(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
+    num_edges = src.numel()
+    rowptr = torch.full((num_dst + 1,), -7)
+    col = torch.full((num_edges,), -7, dtype=torch.int32)
+    perm = torch.full((num_edges,), -7)
+    ops().csr(src, dst, num_src, num_dst, rowptr, col, perm)
+    return rowptr, col, perm
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_edges", [0, 1, 999, 300_000])
+def test_stable(num_edges: int, dtype: torch.dtype, count: int) -> None:
+    src = torch.randint(500, (num_edges,))
+    dst = (400 * torch.rand(num_edges) ** 3).long()
+    with threads(count):
+        rowptr, col, perm = build(src.to(dtype), dst.to(dtype), 500, 400)
+    want = from_edges(src, dst, 500, 400)
+    assert torch.equal(rowptr, want.rowptr)
+    assert torch.equal(col, want.col)
+    assert torch.equal(perm, torch.argsort(dst, stable=True))
+
+
+def test_strided() -> None:
+    pairs = torch.randint(30, (200, 2))
+    rowptr, col, perm = build(pairs[:, 0], pairs[:, 1].flip(0).flip(0), 30, 30)
+    want = build(pairs[:, 0].contiguous(), pairs[:, 1].contiguous(), 30, 30)
+    assert all(torch.equal(a, b) for a, b in zip((rowptr, col, perm), want, strict=True))
+
+
+def test_no_nodes() -> None:
+    empty = torch.empty(0, dtype=torch.int64)
+    assert build(empty, empty, 0, 0)[0].tolist() == [0]
+    assert build(empty, empty, 3, 2)[0].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "at", "value", "message"),
+    [
+        ("src", 70_000, 50, r"src\[70000\] is 50, but must be in 0..49"),
+        ("src", 3, -1, r"src\[3\] is -1"),
+        ("dst", 99_999, 40, r"dst\[99999\] is 40, but must be in 0..39"),
+        ("dst", 0, -(2**40), r"dst\[0\] is -1099511627776"),
+    ],
+)
+def test_index_out_of_range(name: str, at: int, value: int, message: str, count: int) -> None:
+    src, dst = torch.randint(50, (100_000,)), torch.randint(40, (100_000,))
+    bad = src if name == "src" else dst
+    bad[at] = value
+    if at + 1 < bad.numel():
+        bad[-1] = 1000  # a later one is not the one that is named
+    rowptr = torch.full((41,), -7)
+    col, perm = torch.full((100_000,), -7, dtype=torch.int32), torch.full((100_000,), -7)
+    with threads(count), pytest.raises(RuntimeError, match=message):
+        ops().csr(src, dst, 50, 40, rowptr, col, perm)
+    assert all((t == -7).all() for t in (rowptr, col, perm))
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="int64 or both int32"):
+        build(torch.zeros(3), torch.zeros(3), 3, 3)
+    with pytest.raises(RuntimeError, match="equal lengths"):
+        build(torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 3, 3)
