@@ -22,16 +22,37 @@ constexpr int tile_rows(int strips) {
   return strips == 4 ? 6 : strips == 3 ? 8 : 12;
 }
 
+// Fetches a part of the rows of the next block in each step of a tile, so that reading x overlaps with products.
+struct Ahead {
+  const char* at;
+  int64_t step;  // bytes; 0 where there is nothing to fetch
+
+  template <int kLines>
+  GNNC_INLINE void next() {
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(at + 64 * i);
+    at += step;
+  }
+};
+
+// The rows that will take the place of `rows` rows from `row`, in the steps of the first panel.
+Ahead ahead_of(const GemmArgs& g, int64_t panel, int64_t row, int rows) {
+  const int64_t size = g.x_type == Scalar::f32 ? 4 : g.x_type == Scalar::bf16 ? 2 : 1;
+  const int64_t next = row + kBlockRows;
+  if (panel > 0 || next + rows > g.rows) return {static_cast<const char*>(g.x), 0};
+  return {static_cast<const char*>(g.x) + next * g.x_stride * size, rows * g.x_stride * size / steps_of(g)};
+}
+
 template <int kRows, int kStrips>
 using Sums = std::make_integer_sequence<int, kRows * kStrips>;
 
 // acc (+)= a * w for kRows rows and kStrips vectors of columns; a has lda floats a row.
 template <int kRows, int kStrips, int... I>
-GNNC_INLINE void float_tile(const float* a, int64_t lda, const float* w, int64_t depth, bool add, float* acc,
-                            int64_t ld, std::integer_sequence<int, I...>) {
+GNNC_INLINE void float_tile(const float* a, int64_t lda, const float* w, int64_t depth, bool add, Ahead ahead,
+                            float* acc, int64_t ld, std::integer_sequence<int, I...>) {
   Floats sums[kRows * kStrips] = {(add ? load(acc + I / kStrips * ld + I % kStrips * kLanes) : Floats{})...};
   for (int64_t k = 0; k < depth; ++k) {
     Floats factors[kStrips], value{};
+    ahead.next<1>();
     for (int j = 0; j < kStrips; ++j) factors[j] = load(w + (k * kStrips + j) * kLanes);
     ((value = I % kStrips == 0 ? splat(a[I / kStrips * lda + k]) : value,
       sums[I] = fused(value, factors[I % kStrips], sums[I])),
@@ -42,22 +63,22 @@ GNNC_INLINE void float_tile(const float* a, int64_t lda, const float* w, int64_t
 
 template <int kStrips>
 __attribute__((noinline)) void gemm_float_tile(const float* a, int64_t lda, const float* w, int64_t depth, bool add,
-                                               float* acc, int64_t ld) {
+                                               Ahead ahead, float* acc, int64_t ld) {
   constexpr int kRows = tile_rows(kStrips);
-  float_tile<kRows, kStrips>(a, lda, w, depth, add, acc, ld, Sums<kRows, kStrips>{});
+  float_tile<kRows, kStrips>(a, lda, w, depth, add, ahead, acc, ld, Sums<kRows, kStrips>{});
 }
 
-void float_tile_of(int64_t strips, const float* a, int64_t lda, const float* w, int64_t depth, bool add, float* acc,
-                   int64_t ld) {
+void float_tile_of(int64_t strips, const float* a, int64_t lda, const float* w, int64_t depth, bool add, Ahead ahead,
+                   float* acc, int64_t ld) {
   switch (strips) {
     case 4:
-      return gemm_float_tile<4>(a, lda, w, depth, add, acc, ld);
+      return gemm_float_tile<4>(a, lda, w, depth, add, ahead, acc, ld);
     case 3:
-      return gemm_float_tile<3>(a, lda, w, depth, add, acc, ld);
+      return gemm_float_tile<3>(a, lda, w, depth, add, ahead, acc, ld);
     case 2:
-      return gemm_float_tile<2>(a, lda, w, depth, add, acc, ld);
+      return gemm_float_tile<2>(a, lda, w, depth, add, ahead, acc, ld);
     default:
-      return gemm_float_tile<1>(a, lda, w, depth, add, acc, ld);
+      return gemm_float_tile<1>(a, lda, w, depth, add, ahead, acc, ld);
   }
 }
 
@@ -88,15 +109,16 @@ Block block_in(const GemmArgs& g, void* scratch, int rows) {
           rows};
 }
 
-void multiply_floats(const GemmArgs& g, const Block& b, const float* a, int64_t lda, int64_t from, int64_t to,
-                     bool add) {
+void multiply_floats(const GemmArgs& g, const Block& b, int64_t row, const float* a, int64_t lda, int64_t from,
+                     int64_t to, bool add) {
   const int64_t panels = (strips_of(g) + kPanelStrips - 1) / kPanelStrips;
   for (int64_t p = 0; p < panels; ++p) {
     const Panel panel = panel_of(g, p);
     const auto* w = reinterpret_cast<const float*>(panel.data) + from * panel.step();
     const int step = tile_rows(static_cast<int>(panel.strips));
     for (int r = 0; r < b.rows; r += step) {
-      float_tile_of(panel.strips, a + r * lda + from, lda, w, to - from, add,
+      const Ahead ahead = ahead_of(g, from == 0 ? p : 1, row + r, step);
+      float_tile_of(panel.strips, a + r * lda + from, lda, w, to - from, add, ahead,
                     b.acc + r * b.ld + p * kPanelStrips * kLanes, b.ld);
     }
   }
@@ -134,7 +156,7 @@ void compute_floats(const GemmArgs& g, const Block& b, int64_t row) {
   const int64_t lda = in_place ? g.x_stride : b.depth;
   if (g.depth == 0) std::fill_n(b.acc, b.rows * b.ld, 0.0f);
   for (int64_t k = 0; k < g.depth; k += kFloatDepth) {
-    multiply_floats(g, b, a, lda, k, std::min(k + kFloatDepth, g.depth), k > 0);
+    multiply_floats(g, b, row, a, lda, k, std::min(k + kFloatDepth, g.depth), k > 0);
   }
 }
 
@@ -208,18 +230,6 @@ GNNC_INLINE void add_products(__m512i& sum, __m512i codes, __m512i weights) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(weights));
 }
 
-// Fetches a part of the rows of the next block in each step of a tile, so that reading x overlaps with products.
-struct Ahead {
-  const char* at;
-  int64_t step;  // bytes; 0 where there is nothing to fetch
-
-  GNNC_INLINE void next() {
-    _mm_prefetch(at, _MM_HINT_T0);
-    _mm_prefetch(at + 64, _MM_HINT_T0);
-    at += step;
-  }
-};
-
 // acc = float(init + a * w) * row scale * column scale.
 template <int kRows, int kStrips, int... I>
 GNNC_INLINE void code_tile(const uint8_t* a, int64_t lda, const int32_t* w, int64_t steps, const int32_t* init,
@@ -229,7 +239,7 @@ GNNC_INLINE void code_tile(const uint8_t* a, int64_t lda, const int32_t* w, int6
   for (int64_t k = 0; k < steps; ++k) {
     __m512i codes[kStrips], value = _mm512_setzero_si512();
     for (int j = 0; j < kStrips; ++j) codes[j] = _mm512_loadu_si512(w + (k * kStrips + j) * 16);
-    ahead.next();
+    ahead.next<2>();
     ((value = I % kStrips == 0 ? _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(a + I / kStrips * lda + 4 * k))
                                : value,
       add_products(sums[I], value, codes[I % kStrips])),
@@ -249,15 +259,6 @@ __attribute__((noinline)) void gemm_code_tile(const uint8_t* a, int64_t lda, con
   code_tile<kRows, kStrips>(a, lda, w, steps, init, row_scale, column_scale, ahead, acc, ld, Sums<kRows, kStrips>{});
 }
 
-// The rows that will take the place of `rows` rows from `row`.
-Ahead ahead_of(const GemmArgs& g, int64_t row, int rows) {
-  const int64_t size = g.x_type == Scalar::f32 ? 4 : g.x_type == Scalar::bf16 ? 2 : 1;
-  const int64_t next = row + kBlockRows;
-  if (next + rows > g.rows) return {static_cast<const char*>(g.x), 0};
-  const int64_t bytes = rows * g.x_stride * size;
-  return {static_cast<const char*>(g.x) + next * g.x_stride * size, bytes / steps_of(g)};
-}
-
 void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
   load_codes(g, b, row);
   const int64_t panels = (strips_of(g) + kPanelStrips - 1) / kPanelStrips;
@@ -270,7 +271,7 @@ void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
                                           : &gemm_code_tile<1>;
     const int step = tile_rows(static_cast<int>(panel.strips));
     for (int r = 0; r < b.rows; r += step) {
-      const Ahead ahead = p == 0 ? ahead_of(g, row + r, step) : Ahead{static_cast<const char*>(g.x), 0};
+      const Ahead ahead = ahead_of(g, p, row + r, step);
       tile(b.buffer + r * b.depth, b.depth, panel.data, steps_of(g), g.w_init + column, b.scales + r,
            g.w_scale + column, ahead, b.acc + r * b.ld + column, b.ld);
     }
@@ -291,7 +292,7 @@ void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
   const float* codes = floats_of_codes(b);
   std::fill_n(b.sums, b.rows * b.ld, 0);
   for (int64_t k = 0; k < g.depth; k += kExactDepth) {
-    multiply_floats(g, b, codes, b.depth, k, std::min(k + kExactDepth, g.depth), false);
+    multiply_floats(g, b, row, codes, b.depth, k, std::min(k + kExactDepth, g.depth), false);
     for (int r = 0; r < b.rows; ++r) {
       for (int64_t c = r * b.ld; c < r * b.ld + g.width; ++c) b.sums[c] += static_cast<int32_t>(b.acc[c]);
     }

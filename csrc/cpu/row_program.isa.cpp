@@ -279,11 +279,16 @@ void row_dot(const Tile& t, const RowView& att, const RowView& out, int64_t head
   alignas(64) float sums[kGroup];
   int64_t count = 0, from_row = 0, from_head = 0;
   const auto flush = [&] {
-    group.sums(sums);
-    int64_t r = from_row, h = from_head;
-    for (int64_t i = 0; i < count; ++i) {
-      row_of<float>(out, t.first + r)[h] = sums[i];
-      if (++h == heads) h = 0, ++r;
+    float* first = row_of<float>(out, t.first + from_row) + from_head;
+    if (out.stride == heads && count == kGroup) {
+      group.sums(first);
+    } else {
+      group.sums(sums);
+      int64_t r = from_row, h = from_head;
+      for (int64_t i = 0; i < count; ++i) {
+        row_of<float>(out, t.first + r)[h] = sums[i];
+        if (++h == heads) h = 0, ++r;
+      }
     }
     count = 0;
   };
