@@ -10,12 +10,11 @@ and runs by itself.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from gnnc.ir.attention import match_attention
 from gnnc.ir.row_local import RowOp, classify, linearize, shape_of
@@ -65,19 +64,23 @@ class Fuse:
 
     def _map(self, partition: Partition, source: Node) -> None:
         """Group row-local ops that read ``source`` and have no producer to ride on."""
-        if not _has_wide_rows(source) or partition.group_of(source) or is_weight(source):
+        if not _has_rows(source) or partition.group_of(source) or is_weight(source):
             return
         group = partition.start("map", source)
         program = linearize(source, _admission(partition, group))
         computed = sum(len(op.covers) for op in program if op.role == "chain")
-        if computed < self.min_map_ops and not any(op.role == "store" for op in program):
+        pays = computed >= self.min_map_ops and _width_of(source) != 1
+        if not pays and not any(op.role == "store" for op in program):
             partition.dissolve(group)
 
 
-def _has_wide_rows(node: Node) -> bool:
-    """Whether a kernel over rows pays: one value a row is as good as a flat tensor."""
-    shape = shape_of(node) or ()
-    return len(shape) in (2, 3) and not statically_known_true(math.prod(shape[1:]) == 1)
+def _has_rows(node: Node) -> bool:
+    return len(shape_of(node) or ()) in (2, 3)
+
+
+def _width_of(node: Node) -> Any:
+    """Elements a row: a kernel over rows of one element is no better than a flat one."""
+    return math.prod((shape_of(node) or ())[1:])
 
 
 def _anchor(partition: Partition, node: Node) -> None:
@@ -200,7 +203,7 @@ def _tidy(partition: Partition) -> None:
         for node in sorted(group.nodes, reverse=True):
             if _is_spare_view(group, node):
                 partition.remove(group, node)
-        if len(group.nodes) < 2:
+        if len(group.nodes) < 2 and not any(str(n.target) == _QUANTIZE for n in group.nodes):
             partition.dissolve(group)
 
 

@@ -67,6 +67,8 @@ def observe(
     observer = _Observer(gm, frozenset(wanted))
     with torch.no_grad():
         observer.run(*values)
+    for node, observation in observer.seen.items():
+        _check_finite(node, observation)
     return observer.seen
 
 
@@ -79,22 +81,25 @@ class _Observer(fx.Interpreter):
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if n in self.wanted:
-            self.seen[n] = _look(n, result)
+            self.seen[n] = _look(result)
         return result
 
 
-def _look(node: Node, x: Tensor) -> Observation:
+def _look(x: Tensor) -> Observation:
     amax = float(x.abs().max()) if x.numel() else 0.0
-    if not math.isfinite(amax):
+    rows = x.reshape(x.shape[0], -1).float() if x.numel() else x.new_zeros(1, 1)
+    sample = rows[:: max(1, rows.shape[0] // MAX_ROWS)]
+    base = torch.tensor(amax / qmax_of(8))
+    return Observation(amax, {c.granularity: row_error(sample, c.granularity, base) for c in CANDIDATES})
+
+
+def _check_finite(node: Node, seen: Observation) -> None:
+    if not math.isfinite(seen.amax):
         layer = node.meta.get("layer") or "the model's root"
         raise PrecisionError(
             f"[gnnc.quantize] {node.name} (in {layer}) is not finite on example_inputs: no scale "
             "fits it; look for an overflow or a division by zero before it"
         )
-    rows = x.reshape(x.shape[0], -1).float() if x.numel() else x.new_zeros(1, 1)
-    sample = rows[:: max(1, rows.shape[0] // MAX_ROWS)]
-    base = torch.tensor(amax / qmax_of(8))
-    return Observation(amax, {c.granularity: row_error(sample, c.granularity, base) for c in CANDIDATES})
 
 
 def row_error(x: Tensor, granularity: str, base: Tensor) -> float:

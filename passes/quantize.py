@@ -3,7 +3,8 @@
 A GEMM's activations get a scale a row (one pass over a row that is in cache anyway) and its weight a
 scale an output channel. An aggregation adds rows, and integers add only under one scale: with
 examples it takes a power-of-two fraction of one static scale for each row, without them a scale
-a row, folded into the edge's weight and summed in floats.
+a row, folded into the edge's weight and summed in floats. What a kernel only hands to the next to
+be added travels in bf16.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from gnnc.ir.quantized import MAX_SHIFT, qmax_of
 from gnnc.ir.row_local import argument, shape_of
 from gnnc.ir.source import Source
 from gnnc.passes.base import Context
+from gnnc.passes.carry import carry_in_bf16
 from gnnc.passes.observe import CANDIDATES, Observation, choose, observe
 from gnnc.precision import FP32, Precision
 
@@ -30,14 +32,18 @@ class Quantize:
 
     Attributes:
         max_error: mean relative error of a row up to which the cheapest granularity is taken.
+        carry: whether a result that a later kernel only adds travels in bf16.
     """
 
     max_error: float = 0.01
+    carry: bool = True
     name: ClassVar[str] = "quantize"
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return the graph with every op whose precision is below FP32 rewritten."""
         low = [node for node in gm.graph.nodes if _is_low(node)]
+        if self.carry:
+            carry_in_bf16(gm.graph, frozenset(low), ctx)
         seen = _observe(gm, low, ctx)
         known = len(placeholders(gm))
         for node in low:

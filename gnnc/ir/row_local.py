@@ -314,10 +314,10 @@ def _binary(node: Node, acc: Accumulator) -> tuple[Step, ...] | None:
         return None
     if is_number(other):
         return _binary_steps(str(node.target), acc_first, other, None)
-    if not isinstance(other, Node) or not _is_float(other):
+    if not isinstance(other, Node) or not _is_float(other, torch.float32, torch.bfloat16):
         return None
     extent = extent_of(shape_of(other) or (), shape_of(_node(used)) or ())
-    if extent is None or shape_of(other) is None:
+    if extent is None or (extent != "full" and not _is_float(other)):
         return None
     return _binary_steps(str(node.target), acc_first, other, extent)
 
