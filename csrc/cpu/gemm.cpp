@@ -14,8 +14,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kMaxIntegerDepth = 133144;  // 127 * 127 * it < 2^31
-constexpr int64_t kSliceProducts = 8 << 20;   // about 30 us of int8 work
-constexpr int64_t kSerialProducts = 2 << 20;  // below this, waking a thread costs more than it brings
+constexpr int64_t kSliceWork = 8 << 20;       // products; about 30 us in int8
+constexpr int64_t kSerialWork = 4 << 20;      // below this, waking a thread costs more than it brings
 constexpr int64_t kSerialWeights = 64 << 10;
 
 GemmMode mode_of(int64_t mode) {
@@ -79,9 +79,10 @@ void pack(GemmArgs& g) {
 
 void compute(const GemmArgs& g) {
   const int64_t block = GNNC_DISPATCH(gemm_block_rows, g);
-  const int64_t products = std::max<int64_t>(1, g.depth * g.width);
-  const int64_t slice = std::max<int64_t>(1, kSliceProducts / products / block) * block;
-  parallel_slices(g.rows, slice, kSerialProducts / products, [&](int64_t begin, int64_t end) {
+  const int64_t work =
+      g.depth * (g.width + 48) + 16 * g.width + 1;  // of a row: quantizing it and its epilogue count too
+  const int64_t slice = std::max<int64_t>(1, kSliceWork / work / block) * block;
+  parallel_slices(g.rows, slice, kSerialWork / work, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
     auto* memory = scratch.get<char>(static_cast<size_t>(GNNC_DISPATCH(gemm_scratch_bytes, g)));
     GNNC_DISPATCH(gemm_rows, g, begin, end, memory);
