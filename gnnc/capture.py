@@ -38,7 +38,7 @@ _KINDS = {
 }
 _PREFIX = "model."
 _MAX_SIZE = 2**40
-_NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._dynamo")
+_NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._dynamo", "torch._guards")
 _LOCK = threading.RLock()
 
 

@@ -10,6 +10,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from gnnc.ir.graph import fake_mode_of, placeholders
+from gnnc.ir.source import source_of
 
 aten = torch.ops.aten
 
@@ -61,19 +62,31 @@ def _last(nodes: list[Node]) -> Node:
 
 
 class Sizes:
-    """The one node that stands for each symbolic size of a graph."""
+    """The one node that stands for each symbolic size of a graph.
+
+    Where an input has the size, the node reads it from that input: the structure graph can then
+    know it without a tensor of the compute graph.
+    """
 
     def __init__(self, emitter: Emitter) -> None:
         self.emitter = emitter
         self.known: dict[Any, Node] = {}
+        self.inputs = _input_sizes(emitter.graph)
 
     def add(self, node: Node) -> Node | int:
         """Return what stands for the symbolic int that ``node`` computes: maybe ``node``."""
-        value = node.meta["val"]
-        expression = value.node.expr
+        expression = node.meta["val"].node.expr
         if expression.is_number:
             return int(expression)
-        return self.known.setdefault(expression, node)
+        if expression not in self.known:
+            found = self.inputs.get(expression)
+            reads_input = found is not None and node.args == found
+            made = node if found is None or reads_input else self._size(*found)
+            self.known[expression] = made
+        return self.known[expression]
+
+    def _size(self, tensor: Node, dim: int) -> Node:
+        return self.emitter.call(aten.sym_size.int, tensor, dim)
 
     def of(self, tensor: Node, dim: int) -> Node | int:
         """A size of ``tensor``: an int, or the node of its symbol."""
@@ -82,8 +95,21 @@ class Sizes:
             return int(size)
         expression = size.node.expr
         if expression not in self.known:
-            return self.add(self.emitter.call(aten.sym_size.int, tensor, dim))
+            return self.add(self._size(*self.inputs.get(expression, (tensor, dim))))
         return self.known[expression]
+
+
+def _input_sizes(graph: fx.Graph) -> dict[Any, tuple[Node, int]]:
+    """Which dimension of which input each symbolic size is, the first that has it."""
+    sizes: dict[Any, tuple[Node, int]] = {}
+    for node in graph.nodes:
+        source = source_of(node)
+        if source is None or source.kind != "input" or not holds_tensor(node):
+            continue
+        for dim, size in enumerate(shape_of(node)):
+            if isinstance(size, torch.SymInt):
+                sizes.setdefault(size.node.expr, (node, dim))
+    return sizes
 
 
 def value_of(node: Node) -> torch.Tensor:

@@ -21,12 +21,14 @@ from gnnc.passes.aggregate import aggregate
 from gnnc.passes.base import Context
 from gnnc.passes.bounds import index_bounds
 from gnnc.passes.emit import argument, holds_tensor, shape_of, value_of
+from gnnc.passes.graph_inputs import structural_inputs
 from gnnc.passes.region import Order, Regions
 from gnnc.passes.rowwise import Scatter, as_scatter, op_name, row_inputs
 from gnnc.passes.softmax import as_softmax
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
+_LOOKUP = "stays ATen: a lookup of rows by one index, with no edge computation"
 _ANY_ORDER = ("max.default", "min.default", "sum.default", "mean.default")
 """Reductions of all elements: they do not care in which order the edges come."""
 
@@ -92,10 +94,22 @@ def _raise_scatters(gm: fx.GraphModule, regions: Regions, wanted: Callable[[Node
 def _note_leftovers(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
     for node, reason in regions.unfit.items():
         ctx.note(node, f"runs on tensors of all edges: {reason}")
+    structural = _structural(gm)
     for node in gm.graph.nodes:
         reason = as_scatter(node)
-        if isinstance(reason, str):
+        if isinstance(reason, str) and node not in structural:
             ctx.note(node, f"stays ATen: {reason}")
+
+
+def _structural(gm: fx.GraphModule) -> set[Node]:
+    """What depends on the graph alone: ``hoist`` takes it out of the program."""
+    found = structural_inputs(gm)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and all(
+            arg in found or not holds_tensor(arg) for arg in node.all_input_nodes
+        ):
+            found.add(node)
+    return found
 
 
 def _inside_softmaxes(regions: Regions) -> set[Node]:
@@ -148,10 +162,12 @@ def _raise_edge_outputs(
     gm: fx.GraphModule, regions: Regions, ctx: Context, wanted: Callable[[Node], bool]
 ) -> None:
     """Values per edge that are not reduced: computed in CSR order, given back in the caller's."""
+    structural = _structural(gm)
     for node in filter(wanted, _edge_outputs(gm, regions)):
         order = _order_for(node, regions)
         if order is None:
-            ctx.note(node, "stays ATen: a lookup of rows by one index, with no edge computation")
+            if node not in structural:
+                ctx.note(node, _LOOKUP)
             continue
         value = regions.emit(node, order)
         for user in list(node.users):
