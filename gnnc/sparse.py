@@ -295,14 +295,16 @@ _PLAIN = {
 }
 
 
-def _csr(crow: Any, col: Any, values: Any, size: Any = None, **_: Any) -> SparseOperand:
+def _csr(crow_indices: Any, col_indices: Any, values: Any, size: Any = None, **_: Any) -> SparseOperand:
     _require_size(size)
-    return SparseOperand(_expanded(crow, col), col, values, tuple(size), torch.sparse_csr)
+    dst = _expanded(crow_indices, col_indices)
+    return SparseOperand(dst, col_indices, values, tuple(size), torch.sparse_csr)
 
 
-def _csc(ccol: Any, row: Any, values: Any, size: Any = None, **_: Any) -> SparseOperand:
+def _csc(ccol_indices: Any, row_indices: Any, values: Any, size: Any = None, **_: Any) -> SparseOperand:
     _require_size(size)
-    return SparseOperand(row, _expanded(ccol, row), values, tuple(size), torch.sparse_csc)
+    src = _expanded(ccol_indices, row_indices)
+    return SparseOperand(row_indices, src, values, tuple(size), torch.sparse_csc)
 
 
 def _coo(indices: Any, values: Any, size: Any = None, **_: Any) -> SparseOperand:
@@ -311,10 +313,16 @@ def _coo(indices: Any, values: Any, size: Any = None, **_: Any) -> SparseOperand
 
 
 def _compressed(
-    pointer: Any, plain: Any, values: Any, size: Any = None, *, layout: Any, **_: Any
+    compressed_indices: Any,
+    plain_indices: Any,
+    values: Any,
+    size: Any = None,
+    *,
+    layout: Any,
+    **_: Any,
 ) -> SparseOperand:
     make = {torch.sparse_csr: _csr, torch.sparse_csc: _csc}[layout]
-    return make(pointer, plain, values, size)
+    return make(compressed_indices, plain_indices, values, size)
 
 
 def _require_size(size: Any) -> None:

@@ -155,7 +155,10 @@ def _permuted(node: Node, name: str) -> tuple[Node, ...] | None:
 
 def _product(node: Node, name: str) -> tuple[Node, ...] | None:
     x, weight = node.args[:2]
-    return (x,) if len(shape_of(x)) >= 2 and len(shape_of(weight)) == 2 else None
+    if len(shape_of(weight)) == 2:
+        return (x,) if len(shape_of(x)) >= 2 else None
+    batched = len(shape_of(x)) == len(shape_of(weight)) and len(shape_of(x)) >= 3
+    return tuple(arg for arg in (x, weight) if _has_rows_of(arg, node)) if batched else None
 
 
 def _affine_product(node: Node, name: str) -> tuple[Node, ...] | None:
