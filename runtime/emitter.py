@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from gnnc.runtime.sizes import Sizes, expression, typical
 
 _VIEWS = frozenset(("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "alias", "detach"))
+_FOREVER = 1 << 60
 _ROW_BYTES = {torch.int8: 64, torch.uint8: 64, torch.bfloat16: 16, torch.float32: 16}
 
 
@@ -184,6 +185,14 @@ class Emitter:
             value.matrix[0] = self._vector_form(node, value)
         return value.matrix[0]
 
+    def dense(self, node: Node, width: int | None = None) -> str:
+        """Return an expression for the value as rows ``[-1, width]`` without padding between them."""
+        text = self.matrix(node, width)
+        buffer = self._ours(self._base(node))
+        if buffer is None or buffer.stride == buffer.shape[1]:
+            return text
+        return self._assign("m", f"{text}.contiguous()")
+
     def _vector_form(self, node: Node, value: Value) -> str:
         buffer = value.buffer
         if buffer is not None and buffer.stride == buffer.shape[1]:
@@ -257,6 +266,15 @@ class Emitter:
             largest = self._assign("check", f"{name}.max() if {name}.numel() else 0.0")
             self.checks.append((largest, node.meta.get("layer", "")))
 
+    def flag(self) -> str:
+        """Return one float that a kernel raises to the largest magnitude it meets; checked at the end."""
+        buffer = Buffer((1, 1), 1, torch.float32, -1, _FOREVER)
+        self.buffers.append(buffer)
+        text = self._region(buffer, (1,), (1,))
+        self.line(f"{text}.zero_()")
+        self.checks.append((text, self._node.meta.get("layer", "") if self._node else ""))
+        return text
+
     def hold(self, nodes: Iterable[Node]) -> tuple[Buffer, ...]:
         """Return the buffers that a result over these arguments may keep in use."""
         held: dict[int, Buffer] = {}
@@ -328,9 +346,11 @@ class Emitter:
         if base is not None and width == base.shape[1]:
             return self._region(base, base.shape, (base.stride, 1))
         text = self.exact(node)
-        if len(shape_of(node)) == 2 and width_of(node) == width:
-            return self._assign("m", f"{text}.contiguous()")
-        return self._assign("m", f"{text}.reshape(-1, {width}).contiguous()")
+        if len(shape_of(node)) != 2 or width_of(node) != width:
+            text = f"{text}.reshape(-1, {width})"
+        if node.meta["val"].dtype == torch.int8:
+            return self._assign("m", f"{self.bind(padded_codes, 'padded')}({text})")
+        return self._assign("m", f"{text}.contiguous()")
 
     def _assign(self, hint: str, expression_text: str) -> str:
         name = self.fresh(hint)
@@ -375,6 +395,13 @@ class Emitter:
             buffer.regions[key] = len(self.region_texts)
             self.region_texts.append((buffer, sizes, strides))
         return f"t{buffer.regions[key]}"
+
+
+def padded_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Return int8 rows with the row stride that kernels ask for."""
+    rows, width = codes.shape
+    out = torch.empty((rows, _padded(width, torch.int8)), dtype=torch.int8)[:, :width]
+    return out.copy_(codes)
 
 
 def width_of(node: Node) -> int:

@@ -120,7 +120,10 @@ def test_cpu_equals_reference(model, precision):
         compiled = gnnc.compile(model, precision, backend=backend)
         results[backend] = compiled(*arguments)
     assert relative(results["reference"], eager) < {"fp32": 1e-5, "bf16": 0.02, "int8": 0.05}[precision]
-    assert relative(results["cpu"], results["reference"]) < {"fp32": 1e-5, "bf16": 0.005, "int8": 0.01}[precision]
+    assert (
+        relative(results["cpu"], results["reference"])
+        < {"fp32": 1e-5, "bf16": 0.005, "int8": 0.01}[precision]
+    )
 
 
 @torch.no_grad()

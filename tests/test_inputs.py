@@ -44,6 +44,27 @@ def compiled(model, request):
     return result
 
 
+class Wide(nn.Module):
+    """Its aggregation is wide enough to be quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(WIDTH, 64)
+
+    def forward(self, x, edge_index, batch):
+        return global_mean_pool(self.conv(x, edge_index).relu(), batch, size=4)
+
+
+@pytest.fixture(scope="module")
+def static():
+    torch.manual_seed(0)
+    model = Wide().eval()
+    return {
+        backend: gnnc.compile(model, "int8", backend=backend, example_inputs=good())
+        for backend in ("reference", "cpu")
+    }
+
+
 def with_index(row, column, value):
     x, edge_index, batch = good()
     edge_index[row, column] = value
@@ -152,6 +173,17 @@ def test_values_that_are_not_finite_do_not_vanish(compiled, bad):
     else:
         assert not torch.isfinite(result).all()
     compiled(*good())
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@torch.no_grad()
+def test_static_scales_do_not_hide_values_that_are_not_finite(static, backend, bad):
+    x, edge_index, batch = good()
+    x[3, 2] = bad
+    with pytest.raises(gnnc.PrecisionError, match="not finite"):
+        static[backend](x, edge_index, batch)
+    static[backend](*good())
 
 
 @torch.no_grad()

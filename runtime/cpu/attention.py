@@ -67,15 +67,15 @@ class Attend:
     def emit(plan: Plan, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
 
-        def operand(index: int | None, width: int | None = None) -> str:
-            return "None" if index is None else emitter.matrix(epilogue.argument_of(node, index), width)
+        def dense(index: int | None, width: int | None = None) -> str:
+            return "None" if index is None else emitter.dense(epilogue.argument_of(node, index), width)
 
         rowptr = epilogue.argument_of(node, plan.rowptr)
         rows = epilogue.shape_of(rowptr)[0] - 1
         col = emitter.vector(epilogue.argument_of(node, plan.col))
-        x = operand(plan.x, plan.width)
+        x = emitter.matrix(epilogue.argument_of(node, plan.x), plan.width)
         scale = "None" if plan.x_scale is None else emitter.vector(epilogue.argument_of(node, plan.x_scale))
-        ends = f"{operand(plan.a_src)}, {operand(plan.a_dst)}, {operand(plan.edge, plan.heads)}"
+        ends = f"{dense(plan.a_src)}, {dense(plan.a_dst)}, {dense(plan.edge, plan.heads)}"
         alpha = _alpha(plan, node, emitter)
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu.attention.default, "attention")

@@ -44,7 +44,7 @@ class Out:
 
     Attributes:
         result: which result of the submodule it is; None: only the kernel needs it.
-        form: ``matrix``, ``vector`` (one element a row) or ``count`` (one int64).
+        form: ``matrix``, ``dense`` (no padding), ``vector`` (one element a row) or ``flag`` (one float).
         dtype: element type.
     """
 
@@ -55,13 +55,20 @@ class Out:
 
 @dataclass(slots=True)
 class RowProgram:
-    """A row program and what its numbers refer to."""
+    """A row program and what its numbers refer to.
+
+    Attributes:
+        code, operands, consts, outs: as in the kernels' last four arguments.
+        scales: outs that are row scales, to be checked for NaN and infinity.
+        watched: whether such a check sees the accumulator as it is now.
+    """
 
     code: list[int] = field(default_factory=list)
     operands: list[Operand] = field(default_factory=list)
     consts: list[float] = field(default_factory=list)
     outs: list[Out] = field(default_factory=list)
     scales: list[int] = field(default_factory=list)
+    watched: bool = False
 
     def add(self, name: str, a: int = -1, b: int = -1, c: int = -1) -> None:
         """Append an instruction."""
@@ -158,6 +165,7 @@ def _translate(inner: Inner, op: RowOp, program: RowProgram) -> None:
 
 def _chain_step(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
     name = step.kind.upper()
+    program.watched = False
     if name not in Op.__members__:
         raise Refusal(f"the row program has no {step.kind}")
     if name == "HEAD_MEAN":
@@ -192,22 +200,32 @@ def _store(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
             codes = program.out(result, "matrix", torch.int8)
             scale = program.out(inner.results.get(op.covers[0]), "vector", torch.float32)
             program.scales.append(scale)
+            program.watched = True
             program.add("QUANT_ROW", codes, scale)
         case "quant_static":
+            _watch(program)
             codes = program.out(result, "matrix", torch.int8)
             base = _operand(inner, step.operands[0], "vector", program)
             program.add("QUANT_STATIC", codes, base)
         case "quant_pow2":
+            _watch(program)
             codes = program.out(result, "matrix", torch.int8)
             shift = program.out(inner.results.get(op.covers[0]), "vector", torch.uint8)
             base = _operand(inner, step.operands[0], "vector", program)
             program.add("QUANT_POW2", codes, shift, base)
         case "row_dot":
             attention = _operand(inner, step.operands[0], "vector", program)
-            dots = program.out(result, "matrix", torch.float32)
+            dots = program.out(result, "dense", torch.float32)
             program.add("ROW_DOT", attention, dots, int(step.consts[0]))
         case _:
             raise Refusal(f"the row program has no store {step.kind}")
+
+
+def _watch(program: RowProgram) -> None:
+    """Saturation hides NaN and infinity; the largest magnitude tells."""
+    if not program.watched:
+        program.add("AMAX", program.out(None, "flag", torch.float32))
+        program.watched = True
 
 
 def emit_program(program: RowProgram, node: Node, emitter: Emitter, rows: Any, width: int) -> str:
@@ -225,7 +243,7 @@ def emit_program(program: RowProgram, node: Node, emitter: Emitter, rows: Any, w
     outs = [_out_text(out, results, emitter, rows, width) for out in program.outs]
     for number in program.scales:
         emitter.scales.append((node, outs[number]))
-    code = emitter.bind(tuple(program.code), "code")
+    code = emitter.bind(_code(program, emitter.check_finite), "code")
     consts = emitter.bind(tuple(program.consts), "consts")
     return f"{code}, ({''.join(f'{o}, ' for o in operands)}), {consts}, ({''.join(f'{o}, ' for o in outs)})"
 
@@ -239,13 +257,21 @@ def _operand_text(operand: Operand, node: Node, emitter: Emitter) -> str:
 
 def _out_text(out: Out, results: list[Node | None], emitter: Emitter, rows: Any, width: int) -> str:
     result = None if out.result is None else results[out.result]
+    if out.form == "flag":
+        return emitter.flag() if emitter.check_finite else emitter.bind(_ABSENT, "absent")
     if result is None:
         return emitter.scratch(
             rows, 1 if out.form == "vector" else width, out.dtype, flat=out.form == "vector"
         )
     if out.form == "vector":
         return emitter.allocate_vector(result)
-    return emitter.allocate(result)
+    return emitter.allocate(result, dense=out.form == "dense")
+
+
+def _code(program: RowProgram, check_finite: bool) -> tuple[int, ...]:
+    """The instructions, without those that only look for NaN and infinity where nobody asks."""
+    steps = [tuple(program.code[i : i + 4]) for i in range(0, len(program.code), 4)]
+    return tuple(n for step in steps if check_finite or step[0] != Op.AMAX for n in step)
 
 
 def argument_of(node: Node, index: int) -> Node:

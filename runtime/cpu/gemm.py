@@ -135,13 +135,11 @@ class _Load:
 
     Attributes:
         value: what the kernel reads.
-        scale: the scale that the codes were made with; None: they are given as codes.
-        given: number of that scale where it is an operand; None: each row is scaled as it is loaded.
+        scale: the scale of each row, taken as it is loaded; None: codes are given, and their scale.
     """
 
     value: Node
     scale: Node | None
-    given: int | None
 
 
 def _plan_int8(inner: Inner, anchor: Node) -> Plan:
@@ -152,7 +150,7 @@ def _plan_int8(inner: Inner, anchor: Node) -> Plan:
     scale = _take_scales(chain, load, w_scale, covered)
     return Plan(
         x=inner.operand(load.value, "x"),
-        x_scale=inner.operand(scale, "the scale of x") if load.scale is None else load.given,
+        x_scale=inner.operand(scale, "the scale of x") if load.scale is None else None,
         w=inner.operand(w, "the weight"),
         w_is_kn=w_is_kn,
         mode=INT8,
@@ -163,7 +161,7 @@ def _plan_int8(inner: Inner, anchor: Node) -> Plan:
 
 def _activations(inner: Inner, codes: Any, covered: set[Node]) -> _Load:
     if codes in inner.operands:
-        return _Load(codes, None, None)
+        return _Load(codes, None)
     if str(codes.target) != _QUANTIZE or argument(codes, 3, "shift", None) is not None:
         raise Refusal("the activations are not plainly quantized")
     value, scale, granularity = codes.args[:3]
@@ -171,13 +169,11 @@ def _activations(inner: Inner, codes: Any, covered: set[Node]) -> _Load:
         raise Refusal("the activations are not a matrix")
     covered.add(codes)
     if scale in inner.operands:
-        if granularity != "tensor":
-            raise Refusal("a given row scale cannot be applied on load")
-        return _Load(value, scale, inner.operands[scale])
+        raise Refusal("a given scale saturates on load, where nobody would see a NaN")
     if str(scale.target) != _SCALE or scale.args[0] is not value or granularity != "row":
         raise Refusal(f"the kernel cannot take a {granularity} scale of the activations as it loads")
     covered.add(scale)
-    return _Load(value, scale, None)
+    return _Load(value, scale)
 
 
 def _weight(inner: Inner, codes: Any, covered: set[Node]) -> tuple[Node, Node, bool]:

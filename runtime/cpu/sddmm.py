@@ -85,7 +85,7 @@ class EdgeSoftmax:
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu.edge_softmax.default, "edge_softmax")
         rowptr, logits = (_node(arg) for arg in node.args[:2])
-        emitter.line(f"{op}({emitter.vector(rowptr)}, {emitter.matrix(logits)}, {plan!r}, {out})")
+        emitter.line(f"{op}({emitter.vector(rowptr)}, {emitter.dense(logits)}, {plan!r}, {out})")
 
 
 def _heads(node: Node, op: Any) -> int:

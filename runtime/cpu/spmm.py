@@ -100,7 +100,7 @@ def value_text(emitter: Emitter, node: Node, index: int | None, heads: int) -> s
     if index is None:
         return "None"
     value = epilogue.argument_of(node, index)
-    return emitter.vector(value) if value.meta["val"].dim() == 1 else emitter.matrix(value, heads)
+    return emitter.vector(value) if value.meta["val"].dim() == 1 else emitter.dense(value, heads)
 
 
 def heads_of(value: Any) -> int:

@@ -1,14 +1,18 @@
 """The reference backend: every node by its own definition in plain PyTorch. It declines nothing."""
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
 
 from gnnc.runtime.emitter import Emitter, may_alias
+from gnnc.runtime.executable import check_scales
 from gnnc.runtime.registry import kernel
 
 _SCALE = "gnnc.scale.default"
+_QUANTIZE = "gnnc.quantize.default"
 
 
 @kernel("*", backend="reference", name="reference", priority=-100)
@@ -31,12 +35,42 @@ class Reference:
         for index, user in enumerate(emitter.outputs(node)):
             if user is not None and user is not node:
                 emitter.define(user, f"{name}[{index}]", holds=held)
-        if str(node.target) == _SCALE:
-            emitter.check_scale(node, name)
+        if emitter.check_finite and str(node.target) in (_SCALE, _QUANTIZE):
+            watched = name if str(node.target) == _SCALE else arguments[0]
+            check = emitter.bind(partial(check_finite, node.meta.get("layer", "")), "check_finite")
+            emitter.line(f"{check}({watched})")
 
 
 def _callable(node: Node, emitter: Emitter) -> Any:
     if node.op == "call_module":
-        return emitter.graph_module.get_submodule(str(node.target))
+        module = emitter.graph_module.get_submodule(str(node.target))
+        assert isinstance(module, GraphModule)
+        return _Checked(module).run if emitter.check_finite else module
     assert callable(node.target)
-    return node.target if not isinstance(node.target, str) else getattr(torch.Tensor, node.target)
+    return node.target
+
+
+class _Checked(Interpreter):
+    """Runs a fused submodule and looks at everything that is scaled or quantized inside."""
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if str(n.target) == _SCALE:
+            check_finite(n.meta.get("layer", ""), result)
+        elif str(n.target) == _QUANTIZE:
+            check_finite(n.meta.get("layer", ""), self.fetch_args_kwargs_from_env(n)[0][0])
+        return result
+
+    def run(self, *args: Any) -> Any:
+        """Run on fresh state, so that two threads do not meet."""
+        return Interpreter.run(type(self)(self.module), *args)  # type: ignore[arg-type]
+
+
+def check_finite(layer: str, values: Tensor) -> None:
+    """Raise unless every value is finite.
+
+    Raises:
+        PrecisionError: names the layer.
+    """
+    if values.numel():
+        check_scales((torch.amax(values.abs()),), (layer,))

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gnnc
 from gnnc.ir.graph import infer_meta
