@@ -24,7 +24,8 @@ from torch_geometric.utils import degree
 import gnnc
 
 DATASETS = ("cora", "pubmed", "amazon_computers", "coauthor_cs")
-EPOCHS = {"coauthor_cs": 40}
+EPOCHS = {"coauthor_cs": 20, "amazon_computers": 60}
+LEARNING_RATE = {"coauthor_cs": 0.05}
 PRECISIONS = ("int8", "bf16")
 ON_SPARSE_ADJACENCY = ("sage", "gin")
 
@@ -46,7 +47,8 @@ def trained(name: str, model_name: str, data: dict[str, Any], seed: int, folder:
     if model_name in ON_SPARSE_ADJACENCY:
         edges = graphs.sparse_adjacency(edges, data["x"].shape[0])
     masks = data["train_mask"], data["val_mask"]
-    models.train(model, data["x"], edges, data["y"], *masks, epochs=EPOCHS.get(name, 100))
+    recipe = {"epochs": EPOCHS.get(name, 100), "lr": LEARNING_RATE.get(name, 0.01)}
+    models.train(model, data["x"], edges, data["y"], *masks, **recipe)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), path)
