@@ -1,6 +1,7 @@
 """Normalize: one spelling for each thing, so that raising sees regions and not noise.
 
-Asserts, copies, no-op views and casts, and dropout in eval mode go. Every constant fill becomes
+Asserts, copies, no-op views and casts, expansions that broadcasting does anyway, and dropout in
+eval mode go. Every constant fill becomes
 ``aten.full``. Dimensions become non-negative. Equal computations become one node, and each
 symbolic size has one node. Where two masks that are equal merge, the sizes of what they select
 (``u0``, ``u1``) merge too: later shapes are inferred again, or layer 2 would see another graph
@@ -112,6 +113,7 @@ class _Normalizer:
             return
         self._refresh(node)
         _make_dims_positive(node)
+        _broadcast_instead_of_expand(node)
         replacement = self._replacement(node)
         if replacement is node:
             return
@@ -230,6 +232,19 @@ def _is_plain_full(node: Node) -> bool:
 
 def _is_full_of(node: Node, value: float) -> bool:
     return str(node.target) == "aten.full.default" and node.args[1] == value
+
+
+def _broadcast_instead_of_expand(node: Node) -> None:
+    """``x / s.expand_as(x)`` is ``x / s``: another operand has the full shape already."""
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or not holds_tensor(node):
+        return
+    shape = shape_of(node)
+    full = [arg for arg in node.all_input_nodes if holds_tensor(arg) and same_shape(shape_of(arg), shape)]
+    expanded = [arg for arg in full if str(arg.target) == "aten.expand.default"]
+    if len(full) > len(expanded):
+        for arg in expanded:
+            if shape_of(arg.args[0]):  # a scalar would take part in type promotion differently
+                node.replace_input_with(arg, arg.args[0])
 
 
 def _unbacked(node: Node) -> set[Any]:

@@ -266,8 +266,8 @@ def test_sparse_reductions(reduce: str):
 def test_sparse_built_inside_the_model():
     class Built(nn.Module):
         def forward(self, x: Tensor, crow: Tensor, col: Tensor) -> Tensor:
-            size = (x.shape[0], x.shape[0])
-            return torch.sparse_csr_tensor(crow, col, torch.ones(col.shape[0]), size=size) @ x
+            size, ones = (x.shape[0], x.shape[0]), torch.ones(col.shape[0])
+            return torch.sparse_csr_tensor(crow, col, ones, size=size, check_invariants=True) @ x
 
     adj = adjacency(6, 14, "csr")
     captured = capture(Built(), (torch.randn(6, 7), adj.crow_indices(), adj.col_indices()))

@@ -82,6 +82,7 @@ def test_merged_masks_have_one_unbacked_size(gcn):
         (lambda x: x * torch.ones_like(x) * x.new_ones(x.shape) * 2, ["mul"]),
         (lambda x: x.exp() * x.exp(), ["exp", "mul"]),
         (lambda x: x.softmax(-1) + x.sum(-2), ["softmax", "sum", "add"]),
+        (lambda x: x / x.sum(1, keepdim=True).expand_as(x), ["sum", "div"]),
     ],
 )
 def test_what_is_left(function, left):
