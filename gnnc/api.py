@@ -23,7 +23,7 @@ from gnnc.precision import Precision
 from gnnc.program import Options, Program, build_program, find
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.pool import OutputPool
-from gnnc.signature import missing_arguments, validate
+from gnnc.signature import describe_arguments, missing_arguments, validate
 
 _REMEMBERED_SHAPES = 256
 _PROFILE_RUNS = 5
@@ -79,6 +79,11 @@ def compile(  # noqa: A001  the name is the public contract
     _refuse_unbuilt(qat, plan, cuda_graph)
     if isinstance(model, CompiledModel):
         model = model.model
+    if example_inputs is not None and not isinstance(example_inputs, tuple | list):
+        raise GnncError(
+            f"example_inputs must be a tuple of the model's arguments, got {type(example_inputs).__name__}; "
+            "for one argument write (x,)"
+        )
     options = Options(
         precision=_built(Precision.parse(precision)),
         overrides={glob: _built(Precision.parse(p)) for glob, p in dict(overrides or {}).items()},
@@ -141,36 +146,37 @@ class CompiledModel(torch.nn.Module):
         """
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
-        key = self._shape_key(args, kwargs)
+        if self._capturing:
+            with self._lock:  # tracing puts stand-ins into the model's own tables
+                pass
+        tensors: list[Tensor] = []
+        key = self._shape_key(args, kwargs, tensors)
         program = self._by_shape.get(key) if key is not None else None
         if program is not None:
-            return program.run((*args, *kwargs.values()))
-        return self._slow_call(args, kwargs, key)
+            return program.run(tensors)
+        return self._slow_call(args, kwargs, key, tensors)
 
-    def _shape_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A key for calls of plain tensors only; None for all others."""
+    def _shape_key(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> tuple[Any, ...] | None:
+        """Collect the tensors and a key of everything else, or None for calls of an unusual form."""
         parts: list[Any] = [module.training for module in self._all_modules]
-        for value in args:
-            if not isinstance(value, Tensor) or value.layout is not torch.strided:
-                return None
-            parts += (value.shape, value.dtype)
+        if not describe_arguments(args, parts, tensors):
+            return None
         for name, value in kwargs.items():
-            if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            parts.append(name)
+            if not describe_arguments((value,), parts, tensors):
                 return None
-            parts += (name, value.shape, value.dtype)
-        parts.append(len(args))
         return tuple(parts)
 
-    def _slow_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+    def _slow_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, tensors: list[Tensor]
+    ) -> Any:
         call = flatten_call(self.model, args, kwargs)
         validate(type(self.model).__name__, call)
         program = self._program_for(call, args, kwargs)
         result = program.run(call.tensors)
-        given = (*args, *kwargs.values())
-        same_order = len(given) == len(call.tensors) and all(
-            a is b for a, b in zip(given, call.tensors, strict=True)
-        )
-        if key is not None and same_order and all(t.device.type == "cpu" for t in given):
+        if key is not None and list(map(id, tensors)) == list(map(id, call.tensors)):
             if len(self._by_shape) >= _REMEMBERED_SHAPES:
                 self._by_shape.clear()
             self._by_shape[key] = program
@@ -201,10 +207,13 @@ class CompiledModel(torch.nn.Module):
         *,
         examples: bool,
     ) -> Program:
+        self._capturing = True
         try:
             program = build_program(self.model, args, kwargs, self.options, self._pool, use_examples=examples)
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
+        finally:
+            self._capturing = False
         again = failure or "another structure of arguments, constants or mode"
         first = "example_inputs" if examples else "the first call"
         self._captures.append(again if self._captures else first)
@@ -393,6 +402,7 @@ class CompiledModel(torch.nn.Module):
         self._by_shape: dict[Any, Program] = {}
         self._pool = OutputPool()
         self._lock = threading.RLock()
+        self._capturing = False
         self._last: Program | None = None
         self._captures: list[str] = []
 

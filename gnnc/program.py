@@ -129,11 +129,8 @@ def build_program(
     with torch.no_grad():
         stages = [("capture", captured.graph_module)]
         stages += run_passes(captured.graph_module, options.pipeline, context)
+        runner = _structure_runner(options.backend, stages[-1][1], context.structure)
         executable = Executable(stages[-1][1], pool, check_finite=options.check_finite)
-        runner = None
-        if context.structure is not None:
-            runner = StructureRunner(context.structure)
-            options.backend.prepare_structure(runner)
         bounds = Bounds(captured.call.names, _index_bounds(stages))
     binder = _Binder(model, captured, stages[-1][1], context.structure, bounds)
     program = Program(
@@ -149,6 +146,16 @@ def build_program(
     )
     program.seconds = {"capture": traced - start, "compile": time.perf_counter() - traced}
     return program
+
+
+def _structure_runner(
+    backend: Backend, compute: GraphModule, structure: GraphModule | None
+) -> StructureRunner | None:
+    if structure is None:
+        return None
+    runner = StructureRunner(backend.prepare_structure(compute, structure))
+    backend.use_kernels(runner)
+    return runner
 
 
 def _index_bounds(stages: Sequence[Stage]) -> Sequence[IndexBound]:

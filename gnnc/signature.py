@@ -1,7 +1,8 @@
 """What the arguments of a call must be, checked before anything is traced or read."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,35 @@ def _check_dense(owner: str, name: str, tensor: Tensor) -> None:
         )
 
 
+def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Tensor]) -> bool:
+    """Describe arguments as cheaply as can be, for a call that is like an earlier one.
+
+    Args:
+        values: arguments: dense CPU tensors, plain constants, and tuples and lists of them.
+        parts: takes what a program depends on: structure, constants, shapes and dtypes.
+        tensors: takes the tensors, in order.
+
+    Returns:
+        Whether all of them are of these kinds.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided or not value.is_cpu:
+                return False
+            parts.append(value.shape)
+            parts.append(value.dtype)
+            tensors.append(value)
+        elif value is None or type(value) in (bool, int, float, str):
+            parts.append((type(value), value))
+        elif type(value) in (tuple, list):
+            parts.append((type(value), len(value)))
+            if not describe_arguments(value, parts, tensors):
+                return False
+        else:
+            return False
+    return True
+
+
 def missing_arguments(call: Call, required: Sequence[str]) -> list[str]:
     """Return the required arguments that were given as None."""
     return [
@@ -76,9 +106,3 @@ def missing_arguments(call: Call, required: Sequence[str]) -> list[str]:
         for leaf in call.leaves
         if leaf.name in required and leaf.kind == "constant" and leaf.value is None
     ]
-
-
-def widened(call: Call) -> Call:
-    """Return the call with int32 tensors as int64, which is what models index with."""
-    tensors = tuple(t.long() if t.dtype == torch.int32 else t for t in call.tensors)
-    return Call(tensors, call.leaves, call.spec)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from gnnc.errors import BackendError
 from gnnc.runtime import registry
@@ -23,14 +23,16 @@ class Backend:
         name: as given to ``gnnc.compile``.
         precisions: names of the precisions that it has kernels for.
         chain: registry names to ask, in order; the last one takes whatever is left.
-        prepare_structure: swaps the backend's kernels into a structure program.
+        prepare_structure: adapts a structure graph to a lowered compute graph.
+        use_kernels: swaps the backend's kernels into a structure program.
         description: one line for people, such as the instruction set.
     """
 
     name: str
     precisions: frozenset[str]
     chain: tuple[str, ...]
-    prepare_structure: Callable[[StructureRunner], None]
+    prepare_structure: Callable[[GraphModule, GraphModule], GraphModule]
+    use_kernels: Callable[[StructureRunner], None]
     description: str = ""
 
     def needs_launch(self, node: Node) -> bool:
@@ -75,7 +77,8 @@ def _reference() -> Backend:
         name="reference",
         precisions=frozenset({"fp32", "bf16", "int8"}),
         chain=("reference",),
-        prepare_structure=lambda runner: None,
+        prepare_structure=lambda compute, structure: structure,
+        use_kernels=lambda runner: None,
         description="plain PyTorch, one op at a time",
     )
 
@@ -89,6 +92,7 @@ def _cpu() -> Backend:
         name="cpu",
         precisions=frozenset({"fp32", "bf16", "int8"}),
         chain=("cpu", "reference"),
-        prepare_structure=structure.use_kernels,
+        prepare_structure=structure.narrow_columns,
+        use_kernels=structure.use_kernels,
         description=f"C++ kernels, {library.load()}",
     )

@@ -288,3 +288,44 @@ def test_overrides_change_the_layers_they_name():
         if "gemm" in str(node.target)
     }
     assert assigned == {"convs.0.lin": "fp32", "convs.1.lin": "int8"}
+
+
+@torch.no_grad()
+def test_tuples_of_features_and_sparse_adjacencies():
+    torch.manual_seed(0)
+    bipartite = SAGEConv((WIDTH, WIDTH), 32).eval()
+    x, edge_index = graph()
+    given = ((x, x[:9]), torch.stack([edge_index[0], edge_index[1] % 9]))
+    expected = bipartite(*given)
+    compiled = gnnc.compile(bipartite, "int8", backend="reference")
+    for _ in range(2):
+        assert (compiled(*given) - expected).norm() <= 0.03 * expected.norm()
+
+
+@torch.no_grad()
+def test_dump_writes_every_stage(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("GNNC_DUMP", str(tmp_path))
+    gnnc.compile(model, backend="reference")(*graph())
+    (folder,) = tmp_path.iterdir()
+    assert len(list(folder.iterdir())) == len(PIPELINE) + 1
+
+
+def test_example_inputs_are_a_tuple_of_arguments(model):
+    with pytest.raises(gnnc.GnncError, match="must be a tuple"):
+        gnnc.compile(model, backend="reference", example_inputs=graph()[0])
+
+
+@torch.no_grad()
+def test_a_call_waits_while_another_thread_captures(model):
+    """Tracing puts stand-ins into the model; a call that read them would return nonsense."""
+    compiled = gnnc.compile(model, "fp32", backend="reference")
+    given = graph()
+    expected = compiled(*given)
+    weight = torch.rand(given[1].shape[1])
+    other = threading.Thread(target=lambda: torch.no_grad()(compiled)(*given, weight))
+    other.start()
+    wrong = 0
+    while other.is_alive():
+        wrong += not torch.equal(compiled(*given), expected)
+    other.join()
+    assert not wrong
