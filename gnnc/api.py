@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from gnnc import debug, report
 from gnnc.arguments import Call, flatten_call
@@ -242,7 +243,7 @@ class CompiledModel(torch.nn.Module):
         return alike[-1].captured.guards.failure(call.tensors) if alike else None
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = torch.utils._pytree.tree_leaves((args, kwargs))
+        inputs = pytree.tree_leaves((args, kwargs))
         tensors = (*self.model.parameters(), *(t for t in inputs if isinstance(t, Tensor)))
         if any(tensor.requires_grad for tensor in tensors):
             raise UnsupportedError(
@@ -259,7 +260,7 @@ class CompiledModel(torch.nn.Module):
         return self.model.training
 
     @training.setter
-    def training(self, mode: bool) -> None:
+    def training(self, mode: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if "options" in vars(self):
             self.model.training = mode
 

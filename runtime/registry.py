@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from gnnc.errors import BackendError
@@ -111,9 +112,8 @@ def kind_of(node: Node) -> str:
     if node.op == "call_module":
         return f"fused:{node.meta.get('kind', 'map')}"
     target = node.target
-    namespace = getattr(target, "namespace", None)
-    if namespace is not None:
-        return f"{namespace}.{target._schema.name.split('::')[1]}"
+    if isinstance(target, OpOverload):
+        return target._schema.name.replace("::", ".")
     return f"python.{getattr(target, '__name__', target)}"
 
 

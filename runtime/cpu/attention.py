@@ -118,10 +118,10 @@ def _plan(inner: Inner, anchor: Node, found: Attention) -> Plan:
 
 def _program(inner: Inner, anchor: Node, found: Attention) -> RowProgram:
     """The row program; the attention weights are a result that the kernel itself writes."""
-    alpha = inner.results.pop(found.softmax, None)
+    others = {node: index for node, index in inner.results.items() if node is not found.softmax}
+    inner.results, results = others, inner.results
     program = epilogue.build(inner, epilogue.read_chain(inner, anchor), set(found.covers))
-    if alpha is not None:
-        inner.results[found.softmax] = alpha
+    inner.results = results
     return program
 
 

@@ -94,19 +94,20 @@ class Inner:
     """The graph of a fused submodule, or a single node seen as one, by numbers."""
 
     def __init__(self, node: Node) -> None:
+        self.nodes: list[Node] = [node]
+        operands: list[Node] = node.all_input_nodes
+        results: Any = node
         if node.op == "call_module":
             owner = node.graph.owning_module
             assert owner is not None
             module = owner.get_submodule(str(node.target))
             assert isinstance(module, GraphModule)
             self.nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
-            self.operands = {n: i for i, n in enumerate(module.graph.find_nodes(op="placeholder"))}
+            operands = list(module.graph.find_nodes(op="placeholder"))
             results = module.graph.output_node().args[0]
-            self.results = {n: i for i, n in enumerate([results] if isinstance(results, Node) else results)}
-        else:
-            self.nodes = [node]
-            self.operands = {n: i for i, n in enumerate(node.all_input_nodes)}
-            self.results = {node: 0}
+        self.operands: dict[Node, int] = {n: i for i, n in enumerate(operands)}
+        listed = [results] if isinstance(results, Node) else results
+        self.results: dict[Node, int] = {n: i for i, n in enumerate(listed)}
 
     def operand(self, node: Any, what: str) -> int:
         """Return the number of an operand that ``node`` must be."""
@@ -145,13 +146,13 @@ def build(inner: Inner, chain: Iterable[RowOp], covered: Collection[Node]) -> Ro
     for op in chain:
         seen.update(op.covers)
         _translate(inner, op, program)
-    missing = [node for node in inner.nodes if node not in seen]
+    missing: list[Node] = [node for node in inner.nodes if node not in seen]
     if missing:
         raise Refusal(f"{missing[0].name} ({missing[0].target}) has no place in a row program")
     written = {out.result for out in program.outs}
     for node, index in inner.results.items():
         if index not in written:
-            raise Refusal(f"result {node.name} ({node.target}) is nothing that a row program stores")
+            raise Refusal(f"result {node} is nothing that a row program stores")
     return program
 
 

@@ -39,7 +39,7 @@ class Sddmm:
     def plan(node: Node) -> Plan:
         """Read the widths; refuse operands that the kernel does not read."""
         _, _, a, b, op = node.args
-        operands = [value for value in (a, b) if value is not None]
+        operands = [value for value in (a, b) if isinstance(value, Node)]
         dtypes = {value.meta["val"].dtype for value in operands}
         if not dtypes <= {torch.float32, torch.bfloat16, torch.int8} or len(dtypes) != 1:
             raise Refusal(f"the operands are {', '.join(map(str, dtypes))}")

@@ -45,7 +45,7 @@ def _callable(node: Node, emitter: Emitter) -> Any:
     if node.op == "call_module":
         module = emitter.graph_module.get_submodule(str(node.target))
         assert isinstance(module, GraphModule)
-        return _Checked(module).run if emitter.check_finite else module
+        return partial(_run_checked, module) if emitter.check_finite else module
     assert callable(node.target)
     return node.target
 
@@ -61,9 +61,9 @@ class _Checked(Interpreter):
             check_finite(n.meta.get("layer", ""), self.fetch_args_kwargs_from_env(n)[0][0])
         return result
 
-    def run(self, *args: Any) -> Any:
-        """Run on fresh state, so that two threads do not meet."""
-        return Interpreter.run(type(self)(self.module), *args)  # type: ignore[arg-type]
+
+def _run_checked(module: GraphModule, *args: Any) -> Any:
+    return _Checked(module).run(*args)
 
 
 def check_finite(layer: str, values: Tensor) -> None:
