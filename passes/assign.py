@@ -15,8 +15,8 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.errors import PrecisionError, UnsupportedError
+from gnnc.ir.nodes import shape_of
 from gnnc.ir.op import op_of
-from gnnc.ir.row_local import shape_of
 from gnnc.passes.base import Context
 from gnnc.precision import FP32, Precision
 
@@ -56,9 +56,7 @@ class Assign:
                 ctx.note(node, f"stays FP32: {reason}")
         return gm
 
-    def _stays_fp32(
-        self, node: Node, logits: set[Node], wanted: Precision, chosen: bool
-    ) -> str | None:
+    def _stays_fp32(self, node: Node, logits: set[Node], wanted: Precision, chosen: bool) -> str | None:
         op = op_of(node)
         assert op is not None
         if op.name == "edge_softmax":
@@ -116,8 +114,7 @@ def _check_supported(precision: Precision, ctx: Context) -> None:
     if precision.name not in ctx.backend.precisions:
         have = ", ".join(sorted(ctx.backend.precisions))
         raise UnsupportedError(
-            f"[gnnc.assign] backend {ctx.backend.name!r} has no {precision.name} kernels yet; "
-            f"it has {have}"
+            f"[gnnc.assign] backend {ctx.backend.name!r} has no {precision.name} kernels yet; it has {have}"
         )
 
 

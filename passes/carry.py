@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.row_local import classify, same_sizes, shape_of
+from gnnc.ir.nodes import same_sizes, shape_of
+from gnnc.ir.row_local import classify
 from gnnc.passes.base import Context
 
 _ADD = "aten.add.Tensor"
@@ -76,9 +77,7 @@ def _only_added(node: Node, low: frozenset[Node]) -> bool:
 
 def _cast(graph: fx.Graph, value: Node) -> Node:
     with graph.inserting_after(value):
-        cast = graph.call_function(
-            torch.ops.aten._to_copy.default, (value,), {"dtype": torch.bfloat16}
-        )
+        cast = graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": torch.bfloat16})
     layer = value.meta.get("layer", "")
     cast.meta = {"layer": layer, "val": value.meta["val"].to(torch.bfloat16)}
     return cast

@@ -17,7 +17,8 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.attention import match_attention
-from gnnc.ir.row_local import RowOp, classify, linearize, shape_of
+from gnnc.ir.nodes import shape_of
+from gnnc.ir.row_local import RowOp, classify, linearize
 from gnnc.ir.source import is_weight
 from gnnc.passes.base import Context
 from gnnc.passes.grouping import Group, Partition, contract
@@ -129,9 +130,6 @@ def _scaled_dots(dots: Node) -> tuple[Node, ...]:
     return (dots,)
 
 
-# ---- the load side of a GEMM -----------------------------------------------------------------
-
-
 def _load(partition: Partition, group: Group, operand: object) -> None:
     """Take in what makes a GEMM's operand, where nobody outside wants any of it."""
     assert isinstance(operand, Node)
@@ -168,7 +166,7 @@ def _own_weights(graph: fx.Graph) -> None:
 
 
 def _copy_load(graph: fx.Graph, gemm: Node, operand: Node) -> None:
-    copies: dict[Node, Node] = {}
+    copies: dict[Any, Node] = {}
     with graph.inserting_before(gemm):
         for node in _load_chain(operand):
             copies[node] = graph.node_copy(node, lambda arg: copies.get(arg, arg))
@@ -193,9 +191,6 @@ def _split_bias(graph: fx.Graph) -> None:
         node.replace_all_uses_with(total, delete_user_cb=lambda user, total=total: user is not total)
         node.args = (*node.args[:2], None, *node.args[3:])
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != "bias"}
-
-
-# ---- after growing ----------------------------------------------------------------------------------
 
 
 def _tidy(partition: Partition) -> None:

@@ -158,9 +158,7 @@ def _submodule(group: Group) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph, class_name=f"Fused{group.kind.capitalize()}")
 
 
-def _call(
-    graph: fx.Graph, name: str, group: Group, mapped: dict[Node, Node]
-) -> dict[Node, Node]:
+def _call(graph: fx.Graph, name: str, group: Group, mapped: dict[Node, Node]) -> dict[Node, Node]:
     """Call the submodule; return what stands for each of the group's outputs."""
     outputs = group.outputs()
     call = graph.call_module(name, tuple(mapped[node] for node in group.inputs()))

@@ -60,9 +60,7 @@ class Observation:
     errors: Mapping[str, float]
 
 
-def observe(
-    gm: fx.GraphModule, values: tuple[Any, ...], wanted: Collection[Node]
-) -> dict[Node, Observation]:
+def observe(gm: fx.GraphModule, values: tuple[Any, ...], wanted: Collection[Node]) -> dict[Node, Observation]:
     """Run ``gm`` on ``values`` and look at the tensors that ``wanted`` make."""
     observer = _Observer(gm, frozenset(wanted))
     with torch.no_grad():

@@ -16,9 +16,9 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import fake_mode_of, placeholders
+from gnnc.ir.nodes import argument, shape_of
 from gnnc.ir.op import Op, op_of
 from gnnc.ir.quantized import MAX_SHIFT, qmax_of
-from gnnc.ir.row_local import argument, shape_of
 from gnnc.ir.source import Source
 from gnnc.passes.base import Context
 from gnnc.passes.carry import carry_in_bf16
@@ -151,9 +151,6 @@ def _unless_8(bits: int, *before: Any) -> tuple[Any, ...]:
     return () if bits == 8 else (*before, bits)
 
 
-# ---- integers ----------------------------------------------------------------------------------
-
-
 def _gemm(emit: _Emitter) -> Node | None:
     x, w, bias, w_is_kn = _gemm_arguments(emit.node)
     shape = shape_of(x) or ()
@@ -193,9 +190,7 @@ def _segment_reduce(emit: _Emitter) -> Node | None:
     return _aggregate(emit, rowptr, perm, None, x, reduce, num_dst)
 
 
-def _aggregate(
-    emit: _Emitter, rowptr: Any, col: Any, value: Any, x: Any, reduce: Any, num_dst: Any
-) -> Node:
+def _aggregate(emit: _Emitter, rowptr: Any, col: Any, value: Any, x: Any, reduce: Any, num_dst: Any) -> Node:
     usable = [c for c in CANDIDATES if reduce in c.reduces and not (c.exact and value is not None)]
     chosen, why = choose(usable, emit.seen, emit.max_error)
     emit.note(why)
@@ -245,8 +240,6 @@ _INTEGER: dict[str, Callable[[_Emitter], Node | None]] = {
 }
 
 
-# ---- 16-bit floats: operands are rounded, sums stay FP32 ----------------------------------------
-
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -254,9 +247,7 @@ def _round_operands(*positions: int) -> Callable[[_Emitter], Node]:
     def rule(emit: _Emitter) -> Node:
         args = list(emit.node.args)
         for position in positions:
-            args[position] = emit.aten(
-                "_to_copy", args[position], dtype=_DTYPES[emit.precision.name]
-            )
+            args[position] = emit.aten("_to_copy", args[position], dtype=_DTYPES[emit.precision.name])
         return emit(emit.node.target, *args, **emit.node.kwargs)
 
     return rule

@@ -179,20 +179,15 @@ MODELS = {"gcn": gcn, "sage": sage, "gin": gin, "gat": gat}
 def arguments(gm: GraphModule, nodes: int = 30, edges: int = 150, seed: int = 0) -> tuple[Any, ...]:
     """Real values for a graph of ``Layers``; the last node has no edge."""
     generator = torch.Generator().manual_seed(seed)
-    src, dst = (
-        torch.randint(0, max(nodes - one, 1), (edges,), generator=generator) for one in (0, 1)
-    )
+    src, dst = (torch.randint(0, max(nodes - one, 1), (edges,), generator=generator) for one in (0, 1))
     rowptr, col, perm = gnnc.csr(src, dst, nodes, nodes)
     known = {"rowptr": rowptr, "col": col, "perm": perm}
     return tuple(
-        _value(node, known, (nodes, edges), generator)
-        for node in gm.graph.find_nodes(op="placeholder")
+        _value(node, known, (nodes, edges), generator) for node in gm.graph.find_nodes(op="placeholder")
     )
 
 
-def _value(
-    node: Node, known: dict[str, Any], sizes: tuple[int, int], generator: torch.Generator
-) -> Any:
+def _value(node: Node, known: dict[str, Any], sizes: tuple[int, int], generator: torch.Generator) -> Any:
     source = node.meta["source"]
     if source.kind == "constant":
         return node.meta["value"]
@@ -221,9 +216,7 @@ def run_all(
     return gm, ctx
 
 
-def before_and_after(
-    gm: GraphModule, before: Sequence[Pass], step: Pass, **options: Any
-) -> str:
+def before_and_after(gm: GraphModule, before: Sequence[Pass], step: Pass, **options: Any) -> str:
     """The graph before and after ``step``, and what it noted, as goldens show them."""
     first, _ = run_all(gm, before, **options)
     second, ctx = run_all(first, [step], **options)

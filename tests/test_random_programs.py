@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from gnn_graphs import Layers, arguments, relative_error, run_all
 from hypothesis import HealthCheck, Phase, given, settings
@@ -32,7 +31,7 @@ aten = torch.ops.aten
 BACKEND = "cpu"
 WIDTHS = (1, 3, 7, 16, 47)
 SIZES = ((1, 0), (7, 0), (1, 3), (5, 12), (23, 90))
-TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "int8": 2e-2}
+TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "int8": 2e-2}
 UNARY = (
     (aten.relu.default, ()), (aten.sigmoid.default, ()), (aten.tanh.default, ()),
     (aten.elu.default, (0.7,)), (aten.leaky_relu.default, (0.2,)), (aten.gelu.default, ()),
@@ -143,9 +142,7 @@ def _attention(p: Program, x: Node, option: int, other: int) -> None:
 
 def _dot_attention(p: Program, x: Node, option: int, other: int) -> None:
     b, heads = p.b, 2
-    q, k, v = (
-        b.call(aten.view, b.linear(x, heads * 3, name=name), [-1, heads, 3]) for name in "qkv"
-    )
+    q, k, v = (b.call(aten.view, b.linear(x, heads * 3, name=name), [-1, heads, 3]) for name in "qkv")
     logits = b.call(aten.div.Tensor, b.call(gnnc.sddmm, b.rowptr, b.col, q, k, "dot"), 3**0.5)
     alpha = b.call(gnnc.edge_softmax, b.rowptr, logits)
     p.extra.append(alpha)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch.fx import Node
 
-from gnnc.ir.row_local import argument, is_number, shape_of
+from gnnc.ir.nodes import argument, is_number, shape_of
 
 _AGGREGATES = {"gnnc.spmm.default": 4, "gnnc.qspmm.default": 6}
 """Aggregation ops and the position of their ``reduce`` argument."""

@@ -32,9 +32,7 @@ def fused(gm, precision=INT8, **options):
 
 def groups(gm):
     """Kind and graph of every fused submodule."""
-    return [
-        (n.meta["kind"], gm.get_submodule(n.target)) for n in gm.graph.nodes if n.op == "call_module"
-    ]
+    return [(n.meta["kind"], gm.get_submodule(n.target)) for n in gm.graph.nodes if n.op == "call_module"]
 
 
 def kinds(gm):
@@ -132,7 +130,7 @@ def test_gat_kernels():
 
 def test_the_input_is_quantized_on_load_where_one_gemm_reads_it():
     gm, _ = fused(one(lambda b: [b.linear(b.x, 24)]))
-    (_, inner), = groups(gm)
+    ((_, inner),) = groups(gm)
     assert targets(inner)[:5] == [
         "scale.default", "quantize.default", "scale.default", "quantize.default", "qgemm.default",
     ]  # fmt: skip
@@ -166,7 +164,7 @@ def test_norms_activations_and_softmax_follow_their_producer():
         return [b.call(aten.log_softmax.int, h, -1)]
 
     gm, _ = fused(one(build))
-    (_, inner), = groups(gm)
+    ((_, inner),) = groups(gm)
     assert program(inner)[2:] == [
         "add_col", "batch_norm", "leaky_relu", "layer_norm", "l2_normalize", "log_softmax",
         "store_f32",
@@ -195,7 +193,7 @@ def test_norms_activations_and_softmax_follow_their_producer():
 def test_elementwise_ops_with_constants(target, args, steps):
     build = lambda b: [b.call(target, b.linear(b.x, 24), *args)]  # noqa: E731
     gm, _ = fused(one(build))
-    (_, inner), = groups(gm)
+    ((_, inner),) = groups(gm)
     assert program(inner)[2:-1] == steps
     assert_same_bits(lambda: one(build))
 
@@ -213,7 +211,7 @@ def test_elementwise_ops_with_operands(verb, extent):
         return [b.call(getattr(aten, verb).Tensor, b.linear(b.x, 24), other)]
 
     gm, _ = fused(one(build))
-    (_, inner), = groups(gm)
+    ((_, inner),) = groups(gm)
     found = program(inner)[2:-1]
     if (verb, extent) == ("div", "tensor"):
         assert found == []
@@ -311,7 +309,7 @@ def test_a_view_that_only_the_caller_reads_stays_out():
         return [h, b.call(aten.view, h, [-1, 4, 6])]
 
     gm, _ = fused(one(build))
-    (_, inner), = groups(gm)
+    ((_, inner),) = groups(gm)
     assert "view.default" not in targets(inner)
     assert_same_bits(lambda: one(build))
 

@@ -1,0 +1,48 @@
+"""Reading an fx node: its shape and its arguments."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+def shape_of(node: Node) -> tuple[Any, ...] | None:
+    """The (symbolic) shape of a tensor node, or None for anything else."""
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def same_sizes(a: Collection[Any], b: Collection[Any]) -> bool:
+    """Whether two shapes are equal for every value of their symbols."""
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def all_ones(sizes: Collection[Any]) -> bool:
+    """Whether every size is 1."""
+    return all(statically_known_true(size == 1) for size in sizes)
+
+
+def is_float(node: Node, *dtypes: torch.dtype) -> bool:
+    """Whether a node holds a tensor of one of these types, float32 where none is given."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in (dtypes or (torch.float32,))
+
+
+def argument(node: Node, index: int, name: str, default: Any) -> Any:
+    """An op's argument by position or keyword, or its default."""
+    if len(node.args) > index:
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def is_number(value: Any) -> bool:
+    """Whether an argument is a plain Python number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def as_node(value: Any) -> Node:
+    """An argument that must be a node."""
+    assert isinstance(value, Node)
+    return value

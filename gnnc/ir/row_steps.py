@@ -1,0 +1,261 @@
+"""Single fx nodes as instructions of a row program: by name of the target, with their operands."""
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from gnnc.ir.nodes import all_ones, argument, as_node, is_float, is_number, same_sizes, shape_of
+
+Extent = Literal["row", "col", "full", "scalar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One instruction on the accumulator, by name: the row program's opcode in lower case.
+
+    ``operands`` are fx nodes (None: absent, such as a batch norm without a bias), ``consts`` are
+    plain numbers, in the order the instruction takes them.
+    """
+
+    kind: str
+    operands: tuple[Node | None, ...] = ()
+    consts: tuple[float, ...] = ()
+
+
+_PLAIN = {
+    "aten.relu.default": "relu",
+    "aten.sigmoid.default": "sigmoid",
+    "aten.tanh.default": "tanh",
+    "aten.silu.default": "silu",
+    "aten.exp.default": "exp",
+    "aten.neg.default": "neg",
+    "aten.abs.default": "abs",
+    "aten.square.default": "square",
+    "aten.sqrt.default": "sqrt",
+    "aten.reciprocal.default": "recip",
+    "aten.log.default": "log",
+    "aten.rsqrt.default": "rsqrt",
+}
+_POWERS = {2.0: "square", 0.5: "sqrt", -1.0: "recip", -0.5: "rsqrt"}
+
+
+def _leaky_relu(node: Node) -> tuple[Step, ...] | None:
+    slope = argument(node, 1, "negative_slope", 0.01)
+    return (Step("leaky_relu", consts=(float(slope),)),)
+
+
+def _elu(node: Node) -> tuple[Step, ...] | None:
+    alpha, scale, input_scale = (
+        argument(node, i, name, 1.0) for i, name in ((1, "alpha"), (2, "scale"), (3, "input_scale"))
+    )
+    if scale != 1 or input_scale != 1:
+        return None
+    return (Step("elu", consts=(float(alpha),)),)
+
+
+def _gelu(node: Node) -> tuple[Step, ...] | None:
+    tanh = argument(node, 1, "approximate", "none") == "tanh"
+    return (Step("gelu_tanh" if tanh else "gelu"),)
+
+
+def _softplus(node: Node) -> tuple[Step, ...] | None:
+    usual = argument(node, 1, "beta", 1) == 1 and argument(node, 2, "threshold", 20) == 20
+    return (Step("softplus"),) if usual else None
+
+
+def _power(node: Node) -> tuple[Step, ...] | None:
+    exponent = node.args[1]
+    kind = _POWERS.get(float(exponent)) if is_number(exponent) else None
+    return (Step(kind),) if kind else None
+
+
+def _clamp(node: Node) -> tuple[Step, ...] | None:
+    low, high = argument(node, 1, "min", None), argument(node, 2, "max", None)
+    bounds = [("clamp_min", low), ("clamp_max", high)]
+    given = [(kind, bound) for kind, bound in bounds if bound is not None]
+    if not all(is_number(bound) for _, bound in given):
+        return None
+    return tuple(Step(kind, consts=(float(bound),)) for kind, bound in given)
+
+
+def _one_bound(kind: str) -> Callable[[Node], tuple[Step, ...] | None]:
+    def match(node: Node) -> tuple[Step, ...] | None:
+        bound = node.args[1]
+        return (Step(kind, consts=(float(bound),)),) if is_number(bound) else None
+
+    return match
+
+
+def _layer_norm(node: Node) -> tuple[Step, ...] | None:
+    shape = shape_of(as_node(node.args[0]))
+    if shape is None or not same_sizes(tuple(node.args[1]), shape[1:]):
+        return None
+    weight, bias = argument(node, 2, "weight", None), argument(node, 3, "bias", None)
+    eps = argument(node, 4, "eps", 1e-5)
+    return (Step("layer_norm", (weight, bias), (float(eps),)),)
+
+
+def _row_softmax(kind: str) -> Callable[[Node], tuple[Step, ...] | None]:
+    def match(node: Node) -> tuple[Step, ...] | None:
+        shape = shape_of(as_node(node.args[0]))
+        last = shape is not None and len(shape) == 2 and node.args[1] in (-1, 1)
+        plain = argument(node, 2, "dtype", None) in (None, False, torch.float32)
+        return (Step(kind),) if last and plain else None
+
+    return match
+
+
+def _batch_norm(node: Node) -> tuple[Step, ...] | None:
+    _, weight, bias, mean, var, training, _, eps = node.args[:8]
+    if training or mean is None or var is None:
+        return None
+    return batch_norm_step(node, mean, var, weight, bias, eps)
+
+
+def batch_norm_step(
+    node: Node, mean: Any, var: Any, weight: Any, bias: Any, eps: Any
+) -> tuple[Step, ...] | None:
+    """Eval batch norm of a matrix."""
+    shape = shape_of(as_node(node.args[0]))
+    if shape is None or len(shape) != 2:
+        return None
+    return (Step("batch_norm", (mean, var, weight, bias), (float(eps),)),)
+
+
+_SPECIAL: dict[str, Callable[[Node], tuple[Step, ...] | None]] = {
+    "aten.leaky_relu.default": _leaky_relu,
+    "aten.elu.default": _elu,
+    "aten.gelu.default": _gelu,
+    "aten.softplus.default": _softplus,
+    "aten.pow.Tensor_Scalar": _power,
+    "aten.clamp.default": _clamp,
+    "aten.clamp_min.default": _one_bound("clamp_min"),
+    "aten.clamp_max.default": _one_bound("clamp_max"),
+    "aten.hardtanh.default": lambda node: _hardtanh(node),
+    "aten.layer_norm.default": _layer_norm,
+    "aten.softmax.int": _row_softmax("softmax"),
+    "aten._softmax.default": _row_softmax("softmax"),
+    "aten.log_softmax.int": _row_softmax("log_softmax"),
+    "aten._log_softmax.default": _row_softmax("log_softmax"),
+    "aten.batch_norm.default": _batch_norm,
+}
+
+
+def _hardtanh(node: Node) -> tuple[Step, ...] | None:
+    low, high = argument(node, 1, "min_val", -1.0), argument(node, 2, "max_val", 1.0)
+    return Step("clamp_min", consts=(float(low),)), Step("clamp_max", consts=(float(high),))
+
+
+def extent_of(operand: tuple[Any, ...], acc: tuple[Any, ...]) -> Extent | None:
+    """How an operand of this shape spreads over an accumulator of that shape."""
+    if len(operand) > len(acc):
+        return None
+    padded = (1,) * (len(acc) - len(operand)) + operand
+    if all_ones(padded):
+        return "scalar"
+    if len(operand) == len(acc) and same_sizes(padded, acc):
+        return "full"
+    if statically_known_true(padded[0] == 1):
+        return "col" if same_sizes(padded[1:], acc[1:]) else None
+    if statically_known_true(padded[0] == acc[0]) and all_ones(padded[1:]):
+        return "row"
+    return None
+
+
+_SUFFIX = {"row": "row", "col": "col", "full": "full", "scalar": "tensor"}
+_NEG = Step("neg")
+
+
+def _combine(verb: str, other: Any, extent: Extent | None) -> tuple[Step, ...]:
+    if extent is None:
+        return (Step(f"{verb}_const", consts=(float(other),)),)
+    return (Step(f"{verb}_{_SUFFIX[extent]}", (other,)),)
+
+
+def _subtract(acc_first: bool, other: Any, extent: Extent | None) -> tuple[Step, ...]:
+    """``acc - other = -((-acc) + other)`` and ``other - acc = (-acc) + other``, exact in IEEE terms."""
+    if acc_first and extent is None:
+        return (Step("add_const", consts=(-float(other),)),)
+    added = (_NEG, *_combine("add", other, extent))
+    return (*added, _NEG) if acc_first else added
+
+
+def _divide(acc_first: bool, other: Any, extent: Extent | None) -> tuple[Step, ...] | None:
+    if not acc_first:
+        return (Step("recip"),) if extent is None and other == 1 else None
+    if extent in ("row", "full", "col"):
+        return _combine("div", other, extent)
+    exact = extent is None and _is_power_of_two(float(other))
+    return (Step("mul_const", consts=(1.0 / float(other),)),) if exact else None
+
+
+def _is_power_of_two(value: float) -> bool:
+    mantissa, _ = torch.frexp(torch.tensor(value, dtype=torch.float64))
+    return abs(mantissa.item()) == 0.5
+
+
+def _apply(name: str, acc_first: bool, other: Any, extent: Extent | None) -> tuple[Step, ...] | None:
+    verb, _, overload = name.removeprefix("aten.").partition(".")
+    if overload not in ("Tensor", "Scalar"):
+        return None
+    match verb:
+        case "add" | "mul":
+            return _combine(verb, other, extent)
+        case "sub":
+            return _subtract(acc_first, other, extent)
+        case "rsub":
+            return _subtract(not acc_first, other, extent)
+        case "div":
+            return _divide(acc_first, other, extent)
+        case _:
+            return None
+
+
+def binary_steps(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
+    """An elementwise op of the accumulator and a number or tensor that broadcasts against it."""
+    if len(node.args) < 2 or node.kwargs.get("alpha", 1) != 1 or "rounding_mode" in node.kwargs:
+        return None
+    if len(node.args) > 2 and node.args[2] != 1:
+        return None
+    left, right = node.args[:2]
+    acc_first = left in acc
+    used, other = (left, right) if acc_first else (right, left)
+    if used not in acc or other in acc:
+        return None
+    if is_number(other):
+        return _apply(str(node.target), acc_first, other, None)
+    if not isinstance(other, Node) or not is_float(other, torch.float32, torch.bfloat16):
+        return None
+    extent = extent_of(shape_of(other) or (), shape_of(as_node(used)) or ())
+    if extent is None or (extent != "full" and not is_float(other)):
+        return None
+    return _apply(str(node.target), acc_first, other, extent)
+
+
+def _dequantize(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
+    value, scale, granularity = node.args[:3]
+    exponent = int(argument(node, 3, "exponent", 0))
+    shape = shape_of(as_node(value))
+    if value not in acc or shape is None:
+        return None
+    if granularity == "column" and len(shape) != 2:
+        return None
+    kind = {"tensor": "mul_tensor", "row": "mul_row", "column": "mul_col"}[granularity]
+    power = (Step("mul_const", consts=(2.0**exponent,)),) if exponent else ()
+    return (*power, Step(kind, (scale,)))
+
+
+def single_steps(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
+    """The instructions of a node that makes the next accumulator by itself, or None."""
+    name = str(node.target)
+    if name == "gnnc.dequantize.default":
+        return _dequantize(node, acc)
+    if name not in _PLAIN and name not in _SPECIAL:
+        return binary_steps(node, acc)
+    if node.args[0] not in acc or any(arg in acc for arg in node.args[1:] if isinstance(arg, Node)):
+        return None
+    return (Step(_PLAIN[name]),) if name in _PLAIN else _SPECIAL[name](node)
