@@ -1,5 +1,5 @@
 """Imports the files that register the CPU kernels, one file a kernel family."""
 
-from gnnc.runtime.cpu import attention, gemm, rowmap, sddmm, spmm
+from gnnc.runtime.cpu import attention, gemm, message, rowmap, sddmm, spmm
 
-KERNEL_FILES = (gemm, spmm, attention, sddmm, rowmap)
+KERNEL_FILES = (gemm, spmm, attention, sddmm, message, rowmap)

@@ -1,0 +1,190 @@
+"""Lowering of general messages: the body runs in ATen, on blocks of edges that stay in cache."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from gnnc.ir.body import evaluate_body
+from gnnc.runtime.cpu import epilogue
+from gnnc.runtime.cpu.epilogue import Refusal, planned
+from gnnc.runtime.cpu.row_program import Op
+from gnnc.runtime.cpu.spmm import REDUCTIONS
+from gnnc.runtime.emitter import Emitter
+from gnnc.runtime.registry import kernel
+
+BLOCK_VALUES = 1 << 17
+"""Values of the widest operand in a block: half a megabyte of floats."""
+
+_MIN_EDGES = 512
+_STORE = (int(Op.STORE_F32), 0, 0, 0)
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What does not change between calls.
+
+    Attributes:
+        body: text of the body.
+        reduce: name of the reduction; None keeps a value for each edge.
+        edges: edges in a block.
+    """
+
+    body: str
+    reduce: str | None
+    edges: int
+
+
+@kernel("gnnc.edge_map", "gnnc.message", backend="cpu", name="edge_blocks", priority=10)
+class EdgeBlocks:
+    """Gathers, computes and reduces a block of edges at a time: no tensor of edges times features."""
+
+    @staticmethod
+    @planned
+    def plan(node: Node) -> Plan:
+        """Choose the block size by the widest operand; refuse results that are not float32."""
+        if node.meta["val"].dtype != torch.float32:
+            raise Refusal(f"the result is {node.meta['val'].dtype}")
+        operands = [item for arg in node.args if isinstance(arg, list | tuple) for item in arg]
+        rows = [item for item in operands if isinstance(item, Node)]
+        width = max(map(epilogue.fixed_width, [node, *rows]))
+        reduce = node.args[3] if "message" in str(node.target) else None
+        assert reduce is None or isinstance(reduce, str)
+        return Plan(str(node.args[2]), reduce, max(BLOCK_VALUES // max(width, 1), _MIN_EDGES))
+
+    @staticmethod
+    def emit(plan: Plan, node: Node, emitter: Emitter) -> None:
+        """Write the call."""
+        rowptr, col = (emitter.vector(_node(arg)) for arg in node.args[:2])
+        lists = [arg for arg in node.args if isinstance(arg, list | tuple)]
+        groups = ", ".join(emitter.argument(list(group)) for group in lists)
+        out = emitter.allocate(node, dense=True)
+        run = emitter.bind(run_blocks, "edge_blocks")
+        emitter.line(f"{run}({emitter.bind(plan, 'plan')}, {rowptr}, {col}, {groups}, {out})")
+
+
+def _node(value: Any) -> Node:
+    assert isinstance(value, Node)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Edges ``first_edge .. last_edge`` of rows ``first_row .. last_row``.
+
+    Attributes:
+        whole: whether they are all edges of these rows; else a piece of one row.
+    """
+
+    first_row: int
+    last_row: int
+    first_edge: int
+    last_edge: int
+    whole: bool
+
+
+def run_blocks(
+    plan: Plan,
+    rowptr: Tensor,
+    col: Tensor,
+    dst: Tensors,
+    src: Tensors,
+    edge: Tensors,
+    const: Tensors,
+    out: Tensor,
+) -> None:
+    """Compute ``gnnc.edge_map`` or ``gnnc.message`` into ``out``, float32 ``[E or num_dst, F]``."""
+    if plan.reduce is not None:
+        out.zero_()
+    for block in split(rowptr, col.shape[0], plan.edges):
+        values = _values(plan, block, rowptr, col, dst, src, edge, const)
+        if plan.reduce is None:
+            out[block.first_edge : block.last_edge] = values
+        elif block.whole:
+            _reduce_rows(plan.reduce, block, rowptr, values, out)
+        else:
+            _reduce_piece(plan.reduce, block, rowptr, values, out)
+
+
+def split(rowptr: Tensor, num_edges: int, edges: int) -> Iterator[Block]:
+    """Cut the rows into blocks of about ``edges`` edges; a longer row is cut into pieces."""
+    if num_edges == 0:
+        return
+    marks = torch.searchsorted(rowptr, torch.arange(0, num_edges, edges, dtype=rowptr.dtype), right=True) - 1
+    rows = [*marks.unique().tolist(), rowptr.numel() - 1]
+    starts = rowptr[torch.tensor(rows)].tolist()
+    for i in range(len(rows) - 1):
+        yield from _cut(rowptr, (rows[i], rows[i + 1]), (starts[i], starts[i + 1]), edges)
+
+
+def _cut(rowptr: Tensor, rows: tuple[int, int], span: tuple[int, int], edges: int) -> Iterator[Block]:
+    """Split off the first row if it is a long one, which it can only be in first place."""
+    first, last = rows
+    begin, end = span
+    after = int(rowptr[first + 1])
+    if after - begin > 2 * edges:
+        for start in range(begin, after, edges):
+            yield Block(first, first + 1, start, min(start + edges, after), False)
+        first, begin = first + 1, after
+    if begin < end:
+        yield Block(first, last, begin, end, True)
+
+
+def _values(
+    plan: Plan,
+    block: Block,
+    rowptr: Tensor,
+    col: Tensor,
+    dst: Tensors,
+    src: Tensors,
+    edge: Tensors,
+    const: Tensors,
+) -> Tensor:
+    """The body's value at every edge of a block, ``[edges, F]``."""
+    edges = slice(block.first_edge, block.last_edge)
+    sources = col[edges]
+    rows = _rows(block, rowptr) if dst else sources
+    values = evaluate_body(
+        plan.body,
+        [t.index_select(0, rows) for t in dst],
+        [t.index_select(0, sources) for t in src],
+        [t[edges] for t in edge],
+        const,
+    )
+    return values.reshape(block.last_edge - block.first_edge, -1)
+
+
+def _rows(block: Block, rowptr: Tensor) -> Tensor:
+    count = block.last_edge - block.first_edge
+    if not block.whole:
+        return torch.full((count,), block.first_row)
+    degrees = rowptr[block.first_row : block.last_row + 1].diff()
+    rows = torch.arange(block.first_row, block.last_row)
+    return torch.repeat_interleave(rows, degrees, output_size=count)
+
+
+def _reduce_rows(reduce: str, block: Block, rowptr: Tensor, values: Tensor, out: Tensor) -> None:
+    starts = rowptr[block.first_row : block.last_row + 1] - block.first_edge
+    rows = out[block.first_row : block.last_row]
+    torch.ops.gnnc_cpu.spmm(
+        starts, None, None, values.contiguous(), None, None, REDUCTIONS[reduce], 1, _STORE, (), (), (rows,)
+    )
+
+
+def _reduce_piece(reduce: str, block: Block, rowptr: Tensor, values: Tensor, out: Tensor) -> None:
+    row = out[block.first_row]
+    begin, end = rowptr[block.first_row : block.last_row + 1].tolist()
+    if reduce in ("sum", "mean"):
+        row += values.sum(0)
+        if reduce == "mean" and block.last_edge == end:
+            row /= end - begin
+        return
+    extreme = values.amax(0) if reduce == "max" else values.amin(0)
+    if block.first_edge > begin:
+        extreme = torch.maximum(row, extreme) if reduce == "max" else torch.minimum(row, extreme)
+    row.copy_(extreme)

@@ -1,0 +1,88 @@
+"""General messages in blocks of edges equal the reference, hubs and empty rows included."""
+
+import pytest
+import torch
+
+import gnnc
+from gnnc.runtime.backend import get_backend
+from gnnc.runtime.cpu.message import Plan, run_blocks, split
+
+GATV2 = (
+    "t0 = aten.add.Tensor(i0, j0); t1 = aten.leaky_relu.default(t0, 0.2); "
+    "t2 = aten.mul.Tensor(t1, c0); t3 = aten.sum.dim_IntList(t2, [-1]); return t3"
+)
+EDGE = "t0 = aten.add.Tensor(j0, e0); t1 = aten.relu.default(t0); return t1"
+NUM_DST, NUM_SRC = 40, 30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    get_backend("cpu")
+
+
+def graph(edges: int, hub: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    dst = torch.randint(NUM_DST - 3, (edges,), generator=generator)
+    dst[:hub] = 7
+    src = torch.randint(NUM_SRC, (edges,), generator=generator)
+    rowptr, col, _ = torch.ops.gnnc.csr(src, dst, NUM_SRC, NUM_DST)
+    return rowptr, col
+
+
+def operands(edges: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {"i": rand(NUM_DST, 2, 3), "j": rand(NUM_SRC, 2, 3), "e": rand(edges, 2, 3), "c": rand(1, 2, 3)}
+
+
+GRAPHS = pytest.mark.parametrize(("edges", "hub"), [(0, 0), (1, 0), (200, 0), (200, 150), (200, 200)])
+
+
+@GRAPHS
+@pytest.mark.parametrize("size", [1, 16, 1000])
+def test_blocks_cover_every_edge_once(edges, hub, size):
+    rowptr, _ = graph(edges, hub)
+    seen = []
+    for block in split(rowptr, edges, size):
+        assert rowptr[block.first_row] <= block.first_edge < block.last_edge <= rowptr[block.last_row]
+        assert block.whole or block.last_row == block.first_row + 1
+        seen += range(block.first_edge, block.last_edge)
+    assert seen == list(range(edges))
+
+
+@GRAPHS
+@pytest.mark.parametrize("size", [1, 16, 1000])
+def test_a_value_for_each_edge(edges, hub, size):
+    rowptr, col = graph(edges, hub)
+    x = operands(edges)
+    expected = torch.ops.gnnc.edge_map(rowptr, col, GATV2, [x["i"]], [x["j"]], [], [x["c"]])
+    out = torch.full((edges, 2), float("nan"))
+    run_blocks(Plan(GATV2, None, size), rowptr, col, [x["i"]], [x["j"]], [], [x["c"]], out)
+    torch.testing.assert_close(out, expected)
+
+
+@GRAPHS
+@pytest.mark.parametrize("size", [1, 16, 1000])
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+def test_reductions(edges, hub, size, reduce):
+    rowptr, col = graph(edges, hub)
+    x = operands(edges)
+    expected = torch.ops.gnnc.message(rowptr, col, EDGE, reduce, [], [x["j"]], [x["e"]], [], NUM_DST)
+    out = torch.full((NUM_DST, 6), float("nan"))
+    run_blocks(Plan(EDGE, reduce, size), rowptr, col, [], [x["j"]], [x["e"]], [], out)
+    torch.testing.assert_close(out, expected.reshape(NUM_DST, 6), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_gatv2_runs_in_blocks():
+    from torch_geometric.nn import GATv2Conv
+
+    torch.manual_seed(0)
+    model = GATv2Conv(12, 8, heads=3).eval()
+    given = torch.randn(25, 12), torch.randint(25, (2, 100))
+    compiled = gnnc.compile(model, "fp32", backend="cpu")
+    torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-4, atol=1e-5)
+    assert "edge_blocks" in {kernel for _, kernel in compiled._last.executable.kernels}
