@@ -22,8 +22,10 @@ AttentionArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& x, co
                     const MaybeTensor& a_src, const MaybeTensor& a_dst, const MaybeTensor& edge, int64_t heads) {
   const sparse::Matrix m = sparse::matrix(x, "attention", "x");
   STD_TORCH_CHECK(kind >= 0 && kind <= 2, "attention: kind is ", kind, ", but must be 0 additive, 1 dot or 2 edge");
-  STD_TORCH_CHECK(heads >= 1 && m.width % heads == 0, "attention: ", heads, " heads do not divide a width of ", m.width);
-  STD_TORCH_CHECK(x_scale.has_value() == (m.type == ScalarType::Char), "attention: x_scale belongs to an int8 x, and to no other");
+  STD_TORCH_CHECK(heads >= 1 && m.width % heads == 0, "attention: ", heads, " heads do not divide a width of ",
+                  m.width);
+  STD_TORCH_CHECK(x_scale.has_value() == (m.type == ScalarType::Char),
+                  "attention: x_scale belongs to an int8 x, and to no other");
   STD_TORCH_CHECK((kind != 2) == a_src.has_value() && (kind != 2) == a_dst.has_value(),
                   "attention: a_src and a_dst belong to kinds 0 and 1, and both are needed there");
   STD_TORCH_CHECK(kind != 2 || edge.has_value(), "attention: kind 2 needs edge");

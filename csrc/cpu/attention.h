@@ -1,12 +1,12 @@
 #pragma once
 
 // attention: out[i, h, :] = sum over the edges e of row i of alpha[e, h] * x[col[e], h, :], then the row program, where
-// alpha is the softmax over the row of a logit that is made on the fly. One pass over the edges: a row's logits stay in a
-// buffer of the thread, and neither they nor alpha reach memory unless alpha_out asks for it.
+// alpha is the softmax over the row of a logit that is made on the fly. One pass over the edges: a row's logits stay in
+// a buffer of the thread, and neither they nor alpha reach memory unless alpha_out asks for it.
 //
 // Layout: a_src and a_dst fp32 [N, heads] (additive) or [N, heads * D] (dot); edge fp32 [E, heads]; x [num_src, F], F =
-// heads * D, fp32, bf16, or int8 whose row scale is folded into alpha. Traffic: 4 B of col, one row of a_src (4 heads B for
-// additive) and one of x an edge. Floor at 4 x 16 int8: 12 float instructions of 64 bytes for x and about 8 for the
+// heads * D, fp32, bf16, or int8 whose row scale is folded into alpha. Traffic: 4 B of col, one row of a_src (4 heads B
+// for additive) and one of x an edge. Floor at 4 x 16 int8: 12 float instructions of 64 bytes for x and about 8 for the
 // logits and their exponentials an edge.
 
 #include <cstdint>
@@ -28,10 +28,10 @@ struct AttentionArgs {
   Logit kind;
   const float* a_src;
   const float* a_dst;
-  const float* edge;   // [E, heads], or null
-  int64_t dot_width;   // columns a head of a_src and a_dst, where kind is dot
-  float scale;         // of a dot
-  float slope;         // of the leaky ReLU; 1: none
+  const float* edge;  // [E, heads], or null
+  int64_t dot_width;  // columns a head of a_src and a_dst, where kind is dot
+  float scale;        // of a dot
+  float slope;        // of the leaky ReLU; 1: none
   float eps;
   int64_t heads;
   float* alpha_out;  // [E, heads], or null

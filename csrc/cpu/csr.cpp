@@ -71,8 +71,8 @@ template <typename Index>
   const int64_t s = edges.source(e), d = edges.destination(e);
   const bool bad_src = s < 0 || s >= edges.num_src;
   STD_TORCH_CHECK(false, "csr: ", bad_src ? "src" : "dst", "[", e, "] is ", bad_src ? s : d, ", but must be in 0..",
-                  (bad_src ? edges.num_src : edges.num_dst) - 1, " (there are ", bad_src ? edges.num_src : edges.num_dst,
-                  bad_src ? " source" : " destination", " nodes)");
+                  (bad_src ? edges.num_src : edges.num_dst) - 1, " (there are ",
+                  bad_src ? edges.num_src : edges.num_dst, bad_src ? " source" : " destination", " nodes)");
 }
 
 // Turns counts[slice][row] into the place of the slice's first edge of that row, and fills rowptr.
@@ -121,8 +121,13 @@ void build(const EdgeList<Index>& edges, int64_t* rowptr, int32_t* col, int64_t*
 template <typename Index>
 void build_from(const Tensor& src, const Tensor& dst, int64_t num_src, int64_t num_dst, int64_t* rowptr, int32_t* col,
                 int64_t* perm) {
-  const EdgeList<Index> edges{static_cast<const Index*>(src.data_ptr()), static_cast<const Index*>(dst.data_ptr()),
-                              src.stride(0), dst.stride(0), src.numel(), num_src, num_dst};
+  const EdgeList<Index> edges{static_cast<const Index*>(src.data_ptr()),
+                              static_cast<const Index*>(dst.data_ptr()),
+                              src.stride(0),
+                              dst.stride(0),
+                              src.numel(),
+                              num_src,
+                              num_dst};
   if (edges.num_edges <= std::numeric_limits<int32_t>::max()) {
     build<Index, int32_t>(edges, rowptr, col, perm);
   } else {

@@ -3,8 +3,8 @@
 // What every sparse kernel shares: the structure it walks, and how its rows are split among threads.
 //
 // Rows are cut into chunks of about equal rows + edges by a binary search in rowptr. The cuts depend on the graph only,
-// never on the number of threads, and threads take chunks in any order: a row is always computed by the same code on the
-// same tile, so results have the same bits at any thread count.
+// never on the number of threads, and threads take chunks in any order: a row is always computed by the same code on
+// the same tile, so results have the same bits at any thread count.
 
 #include <cstdint>
 

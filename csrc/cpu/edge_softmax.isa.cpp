@@ -10,17 +10,17 @@
 namespace gnnc::GNNC_ISA {
 
 void edge_softmax(const EdgeSoftmaxArgs& a, int64_t row_begin, int64_t row_end) {
-  static thread_local Scratch scratch;
-  auto* top = scratch.get<float>(static_cast<size_t>(2 * a.heads));
-  float* sum = top + a.heads;
+  static thread_local Scratch rows, inverses;
+  auto* inverse = inverses.get<float>(static_cast<size_t>(a.heads + kLanes));
   for (int64_t row = row_begin; row < row_end; ++row) {
     const int64_t begin = a.csr.rowptr[row], edges = a.csr.rowptr[row + 1] - begin;
     if (edges == 0) continue;
-    float* out = a.out + begin * a.heads;
-    std::memmove(out, a.logits + begin * a.heads, static_cast<size_t>(edges * a.heads) * sizeof(float));
-    max_of_heads(out, edges, a.heads, top);
-    exp_of_heads(out, edges, a.heads, top, sum);
-    divide_heads(out, edges, a.heads, sum, a.eps, out);
+    const int64_t flat = edges * a.heads;
+    auto* logits = rows.get<float>(static_cast<size_t>(flat + kLanes));
+    std::memcpy(logits, a.logits + begin * a.heads, static_cast<size_t>(flat) * sizeof(float));
+    pad_logits(logits, flat);
+    softmax_parts(logits, edges, a.heads, a.eps, inverse, []<int H>(int64_t, Floats e) { return e; });
+    normalise_edges(logits, edges, a.heads, inverse, a.out + begin * a.heads);
   }
 }
 

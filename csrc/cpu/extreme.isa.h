@@ -14,7 +14,7 @@ namespace {
 #ifdef __AVX512F__
 
 template <bool Max>
-void extreme_bytes(const Segment& s, const Rows<int8_t>& rows, bool first, float* out) {
+void extreme_bytes(const Segment& s, const Rows<int8_t>& rows, const Weights&, bool first, float* out) {
   for (int64_t c = 0; c < rows.width; c += 64) {
     const int8_t* base = rows.data + s.base * rows.stride + c;
     __m512i acc = _mm512_loadu_si512(base + s.col[0] * rows.stride);
@@ -77,24 +77,18 @@ void extreme_floats(const Segment& s, const Rows<T>& rows, const Weights& weight
 }
 
 template <bool Max>
-void extreme_bytes(const Segment& s, const Rows<int8_t>& rows, bool first, float* out) {
+void extreme_bytes(const Segment& s, const Rows<int8_t>& rows, const Weights&, bool first, float* out) {
   extreme_floats<int8_t, Max>(s, rows, {nullptr, 1, rows.width}, first, out);
 }
 
 #endif
 
 template <typename T>
-void extreme_rows(const Segment& s, const Rows<T>& rows, const Weights& weights, bool max, bool first, float* out) {
+SumKernel<T> extreme_kernel(bool max, bool weighted) {
   if constexpr (std::is_same_v<T, int8_t>) {
-    if (weights.data == nullptr) {
-      return max ? extreme_bytes<true>(s, rows, first, out) : extreme_bytes<false>(s, rows, first, out);
-    }
+    if (!weighted) return max ? extreme_bytes<true> : extreme_bytes<false>;
   }
-  if (max) {
-    extreme_floats<T, true>(s, rows, weights, first, out);
-  } else {
-    extreme_floats<T, false>(s, rows, weights, first, out);
-  }
+  return max ? extreme_floats<T, true> : extreme_floats<T, false>;
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
 #pragma once
 
-// Weighted sums, maxima and minima of gathered rows in fp32, for spmm and attention. Included once an instruction set.
+// Weighted sums of gathered rows in fp32, for spmm and attention. Included once an instruction set.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "csr.h"
 #include "gnnc/simd.h"
@@ -24,7 +25,7 @@ struct Identity {
 };
 constexpr Identity kIdentity;
 
-// A run of edges of one row. With col null in the Csr, rows are counted from the first edge of the run.
+// A run of edges of one row, at least one. With col null in the Csr, rows are counted from the first edge of the run.
 struct Segment {
   const int32_t* col;
   int64_t count;
@@ -32,7 +33,7 @@ struct Segment {
   int64_t ahead;  // prefetch distance; 0 near the end of col
 };
 
-inline Segment segment(const Csr& csr, int64_t begin, int64_t end) {
+GNNC_INLINE Segment segment(const Csr& csr, int64_t begin, int64_t end) {
   if (csr.col == nullptr) return {kIdentity.index, end - begin, begin, 0};
   return {csr.col + begin, end - begin, 0, end + kPrefetch <= csr.num_edges ? kPrefetch : 0};
 }
@@ -48,14 +49,18 @@ inline float widen_one(float v) { return v; }
 inline float widen_one(int8_t v) { return static_cast<float>(v); }
 inline float widen_one(Bf16 v) { return from_bits(static_cast<int32_t>(static_cast<uint32_t>(v.bits) << 16)); }
 
-// How the weights of an edge apply to the columns.
-enum class Weight { none, edge, head };
+// How the weights of an edge apply to the columns: one for all, one a head of whole vectors, one a vector.
+enum class Weight { none, edge, head, vector };
 
 struct Weights {
   const float* data;  // [count, heads], or null
   int64_t heads;
   int64_t head_width;  // columns a head
 };
+
+// out[0 .. width) = or += the sum over a segment; out has room for whole vectors.
+template <typename T>
+using SumKernel = void (*)(const Segment&, const Rows<T>&, const Weights&, bool first, float* out);
 
 #ifdef __AVX512F__
 
@@ -69,66 +74,104 @@ GNNC_INLINE __m512 load16(const T* p, int64_t columns) {
 }
 
 template <typename T>
-inline void prefetch_row(const T* row, int64_t bytes) {
+GNNC_INLINE void prefetch_row(const T* row, int64_t bytes) {
   const char* p = reinterpret_cast<const char*>(row);
   for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch(p + b, _MM_HINT_T0);
 }
 
-// NV vectors of 16 columns: the sum over a segment, in registers. Two sets of accumulators hide the latency of the
-// multiply-add where there are few columns.
 template <typename T, Weight W, int NV>
-GNNC_INLINE void add_row(__m512 (&acc)[NV], const T* row, int64_t last, const float* w,
-                                                    const int64_t (&head)[NV]) {
+GNNC_INLINE void add_row(__m512 (&acc)[NV], const T* row, int64_t last, const float* w, const int64_t (&head)[NV]) {
   __m512 all = _mm512_setzero_ps();
   if constexpr (W == Weight::edge) all = _mm512_set1_ps(*w);
 #pragma GCC unroll 16
   for (int v = 0; v < NV; ++v) {
-    const __m512 x = v + 1 < NV ? load16(row + v * 16) : load16(row + v * 16, last);
+    constexpr bool kPadded = std::is_same_v<T, int8_t>;  // rows of int8 end with zeros
+    const __m512 x = kPadded || v + 1 < NV ? load16(row + v * 16) : load16(row + v * 16, last);
     if constexpr (W == Weight::none) {
       acc[v] = _mm512_add_ps(acc[v], x);
     } else if constexpr (W == Weight::edge) {
       acc[v] = _mm512_fmadd_ps(x, all, acc[v]);
     } else {
-      acc[v] = _mm512_fmadd_ps(x, _mm512_set1_ps(w[head[v]]), acc[v]);
+      acc[v] = _mm512_fmadd_ps(x, _mm512_set1_ps(w[W == Weight::vector ? v : head[v]]), acc[v]);
     }
   }
 }
 
-template <typename T, Weight W, int NV>
-void sum_block(const Segment& s, const Rows<T>& rows, int64_t column, const Weights& weights, bool first, float* out) {
-  constexpr int kSets = NV <= 4 ? 2 : 1;
+// 32 bf16 columns a load: even ones shifted up, odd ones masked, in two registers that are put in order at the end.
+template <int NV>
+GNNC_INLINE void add_pairs(__m512 (&acc)[NV], const Bf16* row, __m512 w) {
+#pragma GCC unroll 16
+  for (int v = 0; v < NV; v += 2) {
+    const __m512i x = _mm512_loadu_si512(row + v * 16);
+    const __m512i odd = _mm512_and_si512(x, _mm512_set1_epi32(-65536));
+    acc[v] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), w, acc[v]);
+    acc[v + 1] = _mm512_fmadd_ps(_mm512_castsi512_ps(odd), w, acc[v + 1]);
+  }
+}
+
+template <int NV>
+GNNC_INLINE void order_pairs(__m512 (&acc)[NV]) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#pragma GCC unroll 16
+  for (int v = 0; v < NV; v += 2) {
+    const __m512 even = acc[v], odd = acc[v + 1];
+    acc[v] = _mm512_permutex2var_ps(even, low, odd);
+    acc[v + 1] = _mm512_permutex2var_ps(even, high, odd);
+  }
+}
+
+// NV vectors of 16 columns: the sum over a segment, in registers. Two sets of sums, of even and of odd edges, hide the
+// latency of the additions. Paired: bf16 two columns at a time, for whole pairs of vectors.
+template <typename T, Weight W, int NV, bool Paired>
+GNNC_INLINE void sum_block(const Segment& s, const Rows<T>& rows, int64_t column, const Weights& weights, bool first,
+                           float* out) {
   const T* base = rows.data + s.base * rows.stride + column;
+  asm("" : "+r"(base));  // one register, not a sum that is made again for every row
   const int64_t last = std::min<int64_t>(rows.width - column - (NV - 1) * 16, 16);
   int64_t head[NV];
   for (int v = 0; v < NV; ++v) head[v] = W == Weight::head ? (column + v * 16) / weights.head_width : 0;
-  const int64_t step = W == Weight::head ? weights.heads : 1;
-  __m512 acc[kSets][NV];
-#pragma GCC unroll 2
-  for (int u = 0; u < kSets; ++u) {
+  const int64_t step = W == Weight::none ? 0 : W == Weight::edge ? 1 : weights.heads;
+  const float* first_weight = W == Weight::vector ? weights.data + column / 16 : weights.data;
+  __m512 even[NV], odd[NV];
 #pragma GCC unroll 16
-    for (int v = 0; v < NV; ++v) acc[u][v] = _mm512_setzero_ps();
-  }
-  const float* w = weights.data;
-  int64_t e = 0;
-  for (; e + kSets <= s.count; e += kSets) {
-#pragma GCC unroll 2
-    for (int u = 0; u < kSets; ++u) {
-      prefetch_row(base + s.col[e + u + s.ahead] * rows.stride, NV * 16 * static_cast<int64_t>(sizeof(T)));
-      add_row<T, W, NV>(acc[u], base + s.col[e + u] * rows.stride, last, w, head);
-      if constexpr (W != Weight::none) w += step;
-    }
-  }
-  if (kSets > 1 && e < s.count) {
+  for (int v = 0; v < NV; ++v) even[v] = odd[v] = _mm512_setzero_ps();
+  const auto add = [&](__m512(&sums)[NV], int64_t e) __attribute__((always_inline)) {
     prefetch_row(base + s.col[e + s.ahead] * rows.stride, NV * 16 * static_cast<int64_t>(sizeof(T)));
-    add_row<T, W, NV>(acc[0], base + s.col[e] * rows.stride, last, w, head);
+    const T* row = base + s.col[e] * rows.stride;
+    if constexpr (Paired) {
+      add_pairs<NV>(sums, row, W == Weight::none ? _mm512_set1_ps(1.0f) : _mm512_set1_ps(weights.data[e * step]));
+    } else {
+      add_row<T, W, NV>(sums, row, last, first_weight + e * step, head);
+    }
+  };
+  int64_t e = 0;
+  for (; e + 2 <= s.count; e += 2) {
+    add(even, e);
+    add(odd, e + 1);
   }
+  if (e < s.count) add(even, e);
+#pragma GCC unroll 16
+  for (int v = 0; v < NV; ++v) even[v] = _mm512_add_ps(even[v], odd[v]);
+  if constexpr (Paired) order_pairs<NV>(even);
 #pragma GCC unroll 16
   for (int v = 0; v < NV; ++v) {
-    __m512 total = acc[0][v];
-    if constexpr (kSets == 2) total = _mm512_add_ps(total, acc[1][v]);
-    if (!first) total = _mm512_add_ps(total, _mm512_loadu_ps(out + column + v * 16));
-    _mm512_storeu_ps(out + column + v * 16, total);
+    float* to = out + column + v * 16;
+    _mm512_storeu_ps(to, first ? even[v] : _mm512_add_ps(even[v], _mm512_loadu_ps(to)));
   }
+}
+
+template <typename T, Weight W, int NV>
+GNNC_INLINE int64_t sum_vectors(const Segment& s, const Rows<T>& rows, int64_t column, const Weights& weights,
+                                bool first, float* out) {
+  if constexpr (std::is_same_v<T, Bf16> && W <= Weight::edge && NV % 2 == 0) {
+    if (rows.width - column >= NV * 16) {
+      sum_block<T, W, NV, true>(s, rows, column, weights, first, out);
+      return column + NV * 16;
+    }
+  }
+  sum_block<T, W, NV, false>(s, rows, column, weights, first, out);
+  return column + NV * 16;
 }
 
 template <typename T, Weight W>
@@ -136,15 +179,13 @@ void sum_columns(const Segment& s, const Rows<T>& rows, const Weights& weights, 
   for (int64_t c = 0; c < rows.width;) {
     const int64_t vectors = (rows.width - c + 15) / 16;
     if (vectors >= 8) {
-      sum_block<T, W, 8>(s, rows, c, weights, first, out), c += 128;
+      c = sum_vectors<T, W, 8>(s, rows, c, weights, first, out);
     } else if (vectors >= 4) {
-      sum_block<T, W, 4>(s, rows, c, weights, first, out), c += 64;
-    } else if (vectors == 3) {
-      sum_block<T, W, 3>(s, rows, c, weights, first, out), c += 48;
-    } else if (vectors == 2) {
-      sum_block<T, W, 2>(s, rows, c, weights, first, out), c += 32;
+      c = sum_vectors<T, W, 4>(s, rows, c, weights, first, out);
+    } else if (vectors >= 2) {
+      c = sum_vectors<T, W, 2>(s, rows, c, weights, first, out);
     } else {
-      sum_block<T, W, 1>(s, rows, c, weights, first, out), c += 16;
+      c = sum_vectors<T, W, 1>(s, rows, c, weights, first, out);
     }
   }
 }
@@ -166,43 +207,71 @@ void sum_ragged_heads(const Segment& s, const Rows<T>& rows, const Weights& weig
   }
 }
 
-// out[0..width) (+)= sum over the segment. out has room for whole vectors.
+// Heads of 8 columns: a vector holds two, and takes its weights from the two halves of one.
 template <typename T>
-void sum_rows(const Segment& s, const Rows<T>& rows, const Weights& weights, bool first, float* out) {
-  if (weights.data == nullptr) {
-    sum_columns<T, Weight::none>(s, rows, weights, first, out);
-  } else if (weights.heads == 1) {
-    sum_columns<T, Weight::edge>(s, rows, weights, first, out);
-  } else if (weights.head_width % 16 == 0) {
-    sum_columns<T, Weight::head>(s, rows, weights, first, out);
-  } else {
-    sum_ragged_heads(s, rows, weights, first, out);
+void sum_heads_of_8(const Segment& s, const Rows<T>& rows, const Weights& weights, bool first, float* out) {
+  constexpr int NV = 4;
+  for (int64_t c = 0; c < rows.width; c += NV * 16) {
+    const T* base = rows.data + s.base * rows.stride + c;
+    const float* w = weights.data + c / 8;
+    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    __m512 acc[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) acc[v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(out + c + v * 16);
+    for (int64_t e = 0; e < s.count; ++e, w += weights.heads) {
+      prefetch_row(base + s.col[e + s.ahead] * rows.stride, NV * 16 * static_cast<int64_t>(sizeof(T)));
+      const T* row = base + s.col[e] * rows.stride;
+      const __m512 all = _mm512_castps256_ps512(_mm256_loadu_ps(w));
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        const __m512i pick = _mm512_add_epi32(halves, _mm512_set1_epi32(2 * v));
+        acc[v] = _mm512_fmadd_ps(load16(row + v * 16), _mm512_permutexvar_ps(pick, all), acc[v]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) _mm512_storeu_ps(out + c + v * 16, acc[v]);
   }
+}
+
+template <typename T>
+SumKernel<T> sum_kernel(int64_t width, int64_t heads, bool weighted) {
+  if (!weighted) return sum_columns<T, Weight::none>;
+  if (heads == 1) return sum_columns<T, Weight::edge>;
+  if (width / heads == 16) return sum_columns<T, Weight::vector>;
+  if (width / heads % 16 == 0) return sum_columns<T, Weight::head>;
+  if (width / heads == 8 && width % 64 == 0) return sum_heads_of_8<T>;
+  return sum_ragged_heads<T>;
 }
 
 #else
 
+// Up to 64 columns that share a weight. A segment is summed apart from those before it, which keeps rounding small.
 template <typename T>
-void add_scaled(const T* row, float w, int64_t width, float* out) {
-  for (int64_t c = 0; c < width; ++c) out[c] += w * widen_one(row[c]);
+void sum_block(const Segment& s, const T* base, int64_t stride, int64_t width, const Weights& weights, int64_t head,
+               bool first, float* out) {
+  float acc[64] = {};
+  for (int64_t e = 0; e < s.count; ++e) {
+    const float w = weights.data == nullptr ? 1.0f : weights.data[e * weights.heads + head];
+    const T* row = base + s.col[e] * stride;
+    for (int64_t c = 0; c < width; ++c) acc[c] += w * widen_one(row[c]);
+  }
+  for (int64_t c = 0; c < width; ++c) out[c] = first ? acc[c] : out[c] + acc[c];
 }
 
 template <typename T>
 void sum_rows(const Segment& s, const Rows<T>& rows, const Weights& weights, bool first, float* out) {
-  if (first) std::memset(out, 0, static_cast<size_t>(rows.width) * sizeof(float));
   const T* base = rows.data + s.base * rows.stride;
-  for (int64_t e = 0; e < s.count; ++e) {
-    const T* row = base + s.col[e] * rows.stride;
-    if (weights.data == nullptr) {
-      add_scaled(row, 1.0f, rows.width, out);
-      continue;
-    }
-    const float* w = weights.data + e * weights.heads;
-    for (int64_t h = 0; h < weights.heads; ++h) {
-      const int64_t c = h * weights.head_width;
-      add_scaled(row + c, w[h], weights.head_width, out + c);
-    }
+  for (int64_t c = 0; c < rows.width;) {
+    const int64_t head = c / weights.head_width;
+    const int64_t width = std::min<int64_t>((head + 1) * weights.head_width - c, 64);
+    sum_block(s, base + c, rows.stride, width, weights, head, first, out + c);
+    c += width;
   }
+}
+
+template <typename T>
+SumKernel<T> sum_kernel(int64_t, int64_t, bool) {
+  return sum_rows<T>;
 }
 
 #endif

@@ -9,108 +9,93 @@
 #include "attention.h"
 #include "dot.isa.h"
 #include "gather.isa.h"
+#include "softmax.isa.h"
 
 namespace gnnc::GNNC_ISA {
 namespace {
 
-#ifdef __AVX512F__
-
-// table[col[k], 0..H) of the 16 / H edges from k on, side by side. Past the last edge it repeats that one.
-template <int H>
+// table[col[k], 0..H) of the kLanes / H edges from k on, side by side. Past the last edge it repeats that one.
+template <int H, bool Full>
 GNNC_INLINE Floats gather_heads(const float* table, const int32_t* col, int64_t left) {
-  constexpr int kEdges = 16 / H;
-  const auto row = [&](int k) { return table + static_cast<int64_t>(col[std::min<int64_t>(k, left - 1)]) * H; };
-  if constexpr (H == 16) return load(row(0));
-  if constexpr (H == 8) {
+  constexpr int kEdges = kLanes / H;
+  const auto row = [&](int64_t k) __attribute__((always_inline)) {
+    return table + static_cast<int64_t>(col[Full ? k : std::min(k, left - 1)]) * H;
+  };
+#ifdef __AVX512F__
+  if constexpr (H == 16) {
+    return load(row(0));
+  } else if constexpr (H == 8) {
     return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(row(0))), _mm256_loadu_ps(row(1)), 1);
+  } else if constexpr (H == 4) {
+    __m512 v = _mm512_broadcast_f32x4(_mm_loadu_ps(row(0)));
+    v = _mm512_mask_broadcast_f32x4(v, 0x00f0, _mm_loadu_ps(row(1)));
+    v = _mm512_mask_broadcast_f32x4(v, 0x0f00, _mm_loadu_ps(row(2)));
+    return _mm512_mask_broadcast_f32x4(v, 0xf000, _mm_loadu_ps(row(3)));
+  } else if constexpr (H == 1) {
+    const auto mask = static_cast<__mmask16>(Full ? 0xffff : (1u << left) - 1);
+    return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), mask, _mm512_maskz_loadu_epi32(mask, col), table, 4);
   }
-  __m512 v = _mm512_setzero_ps();
-  if constexpr (H == 4) {
-#pragma GCC unroll 4
-    for (int k = 0; k < kEdges; ++k) {
-      v = _mm512_mask_broadcast_f32x4(v, static_cast<__mmask16>(0xf << 4 * k), _mm_loadu_ps(row(k)));
-    }
-  }
-  if constexpr (H == 2) {
-#pragma GCC unroll 8
-    for (int k = 0; k < kEdges; ++k) {
-      const __m128d pair = _mm_load_sd(reinterpret_cast<const double*>(row(k)));
-      v = _mm512_castpd_ps(_mm512_mask_broadcastsd_pd(_mm512_castps_pd(v), static_cast<__mmask8>(1 << k), pair));
-    }
-  }
-  if constexpr (H == 1) {
-    const auto mask = static_cast<__mmask16>(left >= 16 ? 0xffff : (1u << left) - 1);
-    v = _mm512_mask_i32gather_ps(v, mask, _mm512_maskz_loadu_epi32(mask, col), table, 4);
+#endif
+  Floats v;
+  for (int k = 0; k < kEdges; ++k) {
+    for (int h = 0; h < H; ++h) v[k * H + h] = row(k)[h];
   }
   return v;
 }
 
-// scale[col[k]] of the 16 / H edges from k on, H times each.
+// scale[col[k]] of the kLanes / H edges from k on, H times each.
 template <int H>
 GNNC_INLINE Floats repeat_heads(const float* scale, const int32_t* col, int64_t left) {
-  if constexpr (H == 1) return gather_heads<1>(scale, col, left);
-  __m512 v = _mm512_setzero_ps();
+  constexpr int kEdges = kLanes / H;
+  if constexpr (H == 1)
+    return left >= kLanes ? gather_heads<1, true>(scale, col, left) : gather_heads<1, false>(scale, col, left);
+  const auto of = [&](int64_t k) { return scale[col[std::min(k, left - 1)]]; };
+  Floats v = splat(of(0));
 #pragma GCC unroll 8
-  for (int k = 0; k < 16 / H; ++k) {
-    const auto mask = static_cast<__mmask16>(((1u << H) - 1) << H * k);
-    v = _mm512_mask_broadcastss_ps(v, mask, _mm_load_ss(scale + col[std::min<int64_t>(k, left - 1)]));
+  for (int k = 1; k < kEdges; ++k) {
+#ifdef __AVX512F__
+    const auto mask = static_cast<__mmask16>(((1u << H) - 1) << (H * k));
+    v = _mm512_mask_broadcastss_ps(v, mask, _mm_set_ss(of(k)));
+#else
+    for (int h = 0; h < H; ++h) v[k * H + h] = of(k);
+#endif
   }
   return v;
+}
+
+struct Additive {
+  Floats own;  // a_dst of the row, a head a lane
+  Floats slope;
+  const float* edge;
+};
+
+template <int H, bool Full>
+GNNC_INLINE void additive_vector(const AttentionArgs& a, const Additive& row, const int32_t* col, int64_t k,
+                                 int64_t left, float* logits) {
+  Floats l = gather_heads<H, Full>(a.a_src, col + k, left) + row.own;
+  if (row.edge != nullptr) {
+    const float* edge = row.edge + k * H;
+    l = l + (Full ? load(edge) : load(edge, Tail{static_cast<int>(left * H)}));
+  }
+  store(logits + k * H, l > 0.0f ? l : l * row.slope);
 }
 
 template <int H>
 void additive_logits(const AttentionArgs& a, const Segment& s, int64_t row, int64_t begin, float* logits) {
-  Floats own;
-  for (int lane = 0; lane < 16; ++lane) own[lane] = a.a_dst[row * H + lane % H];
-  const Floats slope = splat(a.slope);
-  const float* edge = a.edge == nullptr ? nullptr : a.edge + begin * H;
-  for (int64_t k = 0; k < s.count; k += 16 / H) {
-    for (int u = 0; u < 16 / H; ++u) __builtin_prefetch(a.a_src + s.col[std::min(k + u, s.count - 1) + s.ahead] * H);
-    const int64_t left = s.count - k;
-    Floats l = gather_heads<H>(a.a_src, s.col + k, left) + own;
-    if (edge != nullptr) l = l + load(edge + k * H, Tail{static_cast<int>(std::min<int64_t>(left * H, 16))});
-    store(logits + k * H, l > 0.0f ? l : l * slope);
+  constexpr int kEdges = kLanes / H;
+  const Additive terms{H == 1 ? splat(a.a_dst[row]) : gather_heads<H, false>(a.a_dst + row * H, kIdentity.index, 1),
+                       splat(a.slope), a.edge == nullptr ? nullptr : a.edge + begin * H};
+  int64_t k = 0;
+  for (; k + kEdges <= s.count; k += kEdges) {
+    const int32_t* next = s.col + k + s.ahead;
+#pragma GCC unroll 16
+    for (int u = 0; u < kEdges; ++u) __builtin_prefetch(a.a_src + static_cast<int64_t>(next[u]) * H);
+    additive_vector<H, true>(a, terms, s.col, k, kEdges, logits);
   }
+  if (k == s.count) return;
+  for (int64_t u = k; u < s.count; ++u) __builtin_prefetch(a.a_src + static_cast<int64_t>(s.col[u + s.ahead]) * H);
+  additive_vector<H, false>(a, terms, s.col, k, s.count - k, logits);
 }
-
-template <int H>
-void scale_heads(const float* x_scale, const Segment& s, float* weights) {
-  for (int64_t k = 0; k < s.count; k += 16 / H) {
-    store(weights + k * H, load(weights + k * H) * repeat_heads<H>(x_scale, s.col + k, s.count - k));
-  }
-}
-
-// Calls body.operator()<H>() for a number of heads that divides 16; false for another.
-template <typename Body>
-bool with_heads(int64_t heads, const Body& body) {
-  switch (heads) {
-    case 1:
-      return body.template operator()<1>(), true;
-    case 2:
-      return body.template operator()<2>(), true;
-    case 4:
-      return body.template operator()<4>(), true;
-    case 8:
-      return body.template operator()<8>(), true;
-    case 16:
-      return body.template operator()<16>(), true;
-    default:
-      return false;
-  }
-}
-
-#else
-
-template <int H>
-void additive_logits(const AttentionArgs&, const Segment&, int64_t, int64_t, float*) {}
-template <int H>
-void scale_heads(const float*, const Segment&, float*) {}
-template <typename Body>
-bool with_heads(int64_t, const Body&) {
-  return false;
-}
-
-#endif
 
 inline float leaky(float l, float slope) { return l > 0.0f ? l : l * slope; }
 
@@ -148,7 +133,6 @@ inline void row_logits(const AttentionArgs& a, const Segment& s, int64_t row, in
 
 // weights[e, h] *= x_scale[col[e]]
 inline void fold_scale(const float* x_scale, const Segment& s, int64_t heads, float* weights) {
-  if (with_heads(heads, [&]<int H>() { scale_heads<H>(x_scale, s, weights); })) return;
   for (int64_t k = 0; k < s.count; ++k) {
     for (int64_t h = 0; h < heads; ++h) weights[k * heads + h] *= x_scale[s.col[k]];
   }

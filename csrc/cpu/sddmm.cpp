@@ -19,8 +19,10 @@ SddmmArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& a, const 
   const sparse::Matrix dst = sparse::matrix(a, "sddmm", "a"), src = sparse::matrix(b, "sddmm", "b");
   STD_TORCH_CHECK(dst.type == src.type, "sddmm: a and b must have one type");
   STD_TORCH_CHECK(dst.width == src.width, "sddmm: a has ", dst.width, " columns, but b has ", src.width);
-  STD_TORCH_CHECK(op >= 0 && op <= 5, "sddmm: op is ", op, ", but must be 0 dot, 1 add, 2 sub, 3 mul, 4 copy_src or 5 copy_dst");
-  STD_TORCH_CHECK(heads >= 1 && dst.width % heads == 0, "sddmm: ", heads, " heads do not divide a width of ", dst.width);
+  STD_TORCH_CHECK(op >= 0 && op <= 5, "sddmm: op is ", op,
+                  ", but must be 0 dot, 1 add, 2 sub, 3 mul, 4 copy_src or 5 copy_dst");
+  STD_TORCH_CHECK(heads >= 1 && dst.width % heads == 0, "sddmm: ", heads, " heads do not divide a width of ",
+                  dst.width);
   STD_TORCH_CHECK(dst.type == ScalarType::Char || (!a_scale.has_value() && !b_scale.has_value()),
                   "sddmm: a_scale and b_scale belong to int8 a and b");
   STD_TORCH_CHECK(dst.type != ScalarType::Char || dst.width / heads <= kMaxIntegerWidth,

@@ -1,12 +1,13 @@
 #pragma once
 
-// The softmax over the edges of one destination row, for edge_softmax and attention: exp(l - max) / (sum + eps), per head.
+// The softmax over the edges of one destination row, for edge_softmax and attention: exp(l - max) / (sum + eps), per
+// head.
 //
-// The logits of a row lie as [edges][heads] and are handled flat, 16 at a time, where the number of heads divides 16:
-// then every vector repeats the same heads, and a maximum or sum over edges is one vector to be folded at the end.
+// The logits of a row lie as [edges][heads]. Where the number of heads divides the lanes of a vector, every vector
+// repeats the same heads: a maximum or a sum over edges is one vector that is folded at the end. Other numbers take
+// plain loops. A NaN or an infinite logit makes its head NaN; logits that are all -inf make it 0.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -15,106 +16,126 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-constexpr float kLog2E = 1.44269504088896341f;
-constexpr float kLn2High = 0.693145751953125f;
-constexpr float kLn2Low = 1.42860682030941723e-6f;
-constexpr float kExpUnderflow = -87.33654f;
+constexpr int64_t kSumBlock = 1024;  // edges added up before they join the rest: keeps the rounding of long rows small
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// exp(x) for x <= 0, to 2e-7 relative; 0 below the smallest normal float. A NaN stays one.
+// exp(x) for x <= 0, to 3e-7 relative; 0 below the smallest normal float.
 GNNC_INLINE Floats exp_of_negative(Floats x) {
-  const Floats n = nearest(x * splat(kLog2E));
-  const Floats r = (x - n * splat(kLn2High)) - n * splat(kLn2Low);
-  Floats p = splat(1.0f / 5040);
-  p = fused(p, r, splat(1.0f / 720));
-  p = fused(p, r, splat(1.0f / 120));
-  p = fused(p, r, splat(1.0f / 24));
-  p = fused(p, r, splat(1.0f / 6));
-  p = fused(p, r, splat(0.5f));
-  p = fused(p, r, splat(1.0f));
-  p = fused(p, r, splat(1.0f));
-  const Ints exponent = __builtin_convertvector(n, Ints) << 23;
-  const Floats value = as_floats(as_ints(p) + exponent);
-  const Floats tiny = x < kExpUnderflow ? Floats{} : value;
-  return x == x ? tiny : x;
+  const Floats n = nearest(x * splat(1.44269504f));
+  const Floats r = fused(n, splat(-1.42860682e-6f), fused(n, splat(-0.693145752f), x));  // ln 2 in two parts
+  Floats p = splat(1.0f / 720);
+  for (const float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fused(p, r, splat(c));
+#ifdef __AVX512F__
+  const Floats value = _mm512_scalef_ps(p, n);
+#else
+  const Floats whole = x == x ? as_floats(as_ints(p) + (__builtin_convertvector(n, Ints) << 23)) : x;
+  const Floats value = whole;
+#endif
+  return x < -87.33654f ? Floats{} : value;
 }
 
-GNNC_INLINE float exp_one(float x) { return exp_of_negative(splat(x))[0]; }
+// Calls body.operator()<H>() for a number of heads that divides the lanes; false for another.
+template <typename Body>
+GNNC_INLINE bool with_heads(int64_t heads, const Body& body) {
+  if (heads == 1) return body.template operator()<1>(), true;
+  if (heads == 2) return body.template operator()<2>(), true;
+  if (heads == 4) return body.template operator()<4>(), true;
+#ifdef __AVX512F__
+  if (heads == 8) return body.template operator()<8>(), true;
+  if (heads == 16) return body.template operator()<16>(), true;
+#endif
+  return false;
+}
 
-// NaN if either is: a plain maximum would lose it.
-GNNC_INLINE float larger_or_nan(float a, float b) { return b > a || b != b ? b : a; }
+struct LaneNumbers {
+  alignas(64) int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+};
+constexpr LaneNumbers kLaneNumbers;
 
-// The vectors that hold `heads` numbers a period.
-constexpr bool periodic(int64_t heads) { return kLanes % heads == 0; }
+GNNC_INLINE Ints lane_numbers() { return *reinterpret_cast<const Ints*>(kLaneNumbers.lane); }
 
-inline void max_of_heads(const float* logits, int64_t edges, int64_t heads, float* top) {
-  std::fill_n(top, heads, -std::numeric_limits<float>::infinity());
-  int64_t i = 0;
+// Every lane gets the result over the lanes of its head.
+template <int H, typename Combine>
+GNNC_INLINE Floats fold(Floats v, const Combine& combine) {
+#pragma GCC unroll 4
+  for (int step = kLanes / 2; step >= H; step /= 2) v = combine(v, __builtin_shuffle(v, lane_numbers() ^ step));
+  return v;
+}
+
+// Fills the rest of the last vector with logits that count for nothing.
+GNNC_INLINE void pad_logits(float* logits, int64_t flat) {
+  const auto used = static_cast<int32_t>(flat % kLanes);
+  if (used == 0) return;
+  float* last = logits + flat - used;
+  store(last, lane_numbers() < splat(used) ? load(last) : splat(kNothing));
+}
+
+// Scale::operator()(first edge, vector) returns what exp(l - max) is stored as.
+template <int H, typename Scale>
+GNNC_INLINE Floats exp_of_row(float* logits, int64_t edges, const Scale& scale) {
+  Floats top = load(logits);
+  const int64_t flat = edges * H;
+  for (int64_t i = kLanes; i < flat; i += kLanes) top = larger(load(logits + i), top);
+  top = fold<H>(top, [](Floats a, Floats b) { return larger(a, b); });
+  top = top == kNothing ? Floats{} : top;
+  Floats sum{};
+  for (int64_t block = 0; block < flat; block += kSumBlock * H) {
+    Floats part{};
+    for (int64_t i = block; i < std::min(flat, block + kSumBlock * H); i += kLanes) {
+      const Floats e = exp_of_negative(load(logits + i) - top);
+      part = part + e;
+      store(logits + i, scale(i / H, e));
+    }
+    sum = sum + part;
+  }
+  return fold<H>(sum, [](Floats a, Floats b) { return a + b; });
+}
+
+// The same for any number of heads, one head at a time where that matters.
+inline void exp_of_any_row(float* logits, int64_t edges, int64_t heads, float* sum) {
   const int64_t flat = edges * heads;
-  if (periodic(heads) && flat >= kLanes) {
-    Floats best = load(logits);
-    Floats bad = best - best;  // NaN where any logit was NaN or infinite: those rows take the careful loop
-    for (i = kLanes; i + kLanes <= flat; i += kLanes) {
-      const Floats l = load(logits + i);
-      best = larger(l, best);
-      bad = bad + (l - l);
-    }
-    if (any(bad != bad)) {
-      i = 0;
-    } else {
-      for (int lane = 0; lane < kLanes; ++lane) top[lane % heads] = std::max(top[lane % heads], best[lane]);
-    }
+  for (int64_t h = 0; h < heads; ++h) {
+    float top = kNothing;
+    for (int64_t i = h; i < flat; i += heads) top = logits[i] > top ? logits[i] : top;
+    if (top == kNothing) top = 0.0f;
+    for (int64_t i = h; i < flat; i += heads) logits[i] -= top;
   }
-  for (; i < flat; ++i) top[i % heads] = larger_or_nan(top[i % heads], logits[i]);
-  // A row whose logits are all -inf has no softmax; 0 keeps it from being NaN.
-  for (int64_t h = 0; h < heads; ++h) top[h] = top[h] == -std::numeric_limits<float>::infinity() ? 0.0f : top[h];
+  for (int64_t i = 0; i < flat; i += kLanes) store(logits + i, exp_of_negative(load(logits + i)));
+  for (int64_t h = 0; h < heads; ++h) {
+    float total = 0.0f;
+    for (int64_t block = h; block < flat; block += kSumBlock * heads) {
+      float part = 0.0f;
+      for (int64_t i = block; i < std::min(flat, block + kSumBlock * heads); i += heads) part += logits[i];
+      total += part;
+    }
+    sum[h] = total;
+  }
 }
 
-// logits becomes exp(logits - top); adds their sums to sum.
-inline void exp_of_block(float* logits, int64_t edges, int64_t heads, const float* top, float* sum) {
+// logits (padded) becomes exp(logits - max), and inverse 1 / (sum + eps), kLanes of them at least.
+template <typename Scale>
+GNNC_INLINE void softmax_parts(float* logits, int64_t edges, int64_t heads, float eps, float* inverse,
+                               const Scale& scale) {
+  const bool periodic = with_heads(heads, [&]<int H>() __attribute__((always_inline)) {
+    const auto scaled = [&](int64_t edge, Floats e)
+                            __attribute__((always_inline)) { return scale.template operator()<H>(edge, e); };
+    store(inverse, splat(1.0f) / (exp_of_row<H>(logits, edges, scaled) + eps));
+  });
+  if (periodic) return;
+  exp_of_any_row(logits, edges, heads, inverse);
+  for (int64_t h = 0; h < heads; ++h) inverse[h] = 1.0f / (inverse[h] + eps);
+}
+
+// out = values * inverse, a head at a time of the period.
+inline void normalise_edges(const float* values, int64_t edges, int64_t heads, const float* inverse, float* out) {
   const int64_t flat = edges * heads;
-  if (!periodic(heads)) {
-    for (int64_t i = 0; i < flat; ++i) logits[i] -= top[i % heads];
-    int64_t i = 0;
-    for (; i + kLanes <= flat; i += kLanes) store(logits + i, exp_of_negative(load(logits + i)));
-    if (i < flat) store(logits + i, exp_of_negative(load(logits + i, Tail{int(flat - i)})), Tail{int(flat - i)});
-    for (int64_t h = 0; h < heads; ++h) {
-      float total = 0.0f;
-      for (i = h; i < flat; i += heads) total += logits[i];
-      sum[h] += total;
-    }
-    return;
-  }
-  Floats tops, total{};
-  for (int lane = 0; lane < kLanes; ++lane) tops[lane] = top[lane % heads];
-  int64_t i = 0;
-  for (; i + kLanes <= flat; i += kLanes) {
-    const Floats e = exp_of_negative(load(logits + i) - tops);
-    total = total + e;
-    store(logits + i, e);
-  }
-  if (i < flat) {
-    const Tail tail{static_cast<int>(flat - i)};
-    const Floats e = keep(exp_of_negative(load(logits + i, tail) - tops), tail);
-    total = total + e;
-    store(logits + i, e, tail);
-  }
-  for (int lane = 0; lane < kLanes; ++lane) sum[lane % heads] += total[lane];
-}
-
-// The same of a whole row. Blocks keep the rounding of a long row's sum small.
-inline void exp_of_heads(float* logits, int64_t edges, int64_t heads, const float* top, float* sum) {
-  constexpr int64_t kBlock = 1024;
-  std::fill_n(sum, heads, 0.0f);
-  for (int64_t e = 0; e < edges; e += kBlock) {
-    exp_of_block(logits + e * heads, std::min(kBlock, edges - e), heads, top, sum);
-  }
-}
-
-// out = values / (sum + eps), a head at a time of the period.
-inline void divide_heads(const float* values, int64_t edges, int64_t heads, const float* sum, float eps, float* out) {
-  for (int64_t e = 0; e < edges; ++e) {
-    for (int64_t h = 0; h < heads; ++h) out[e * heads + h] = values[e * heads + h] / (sum[h] + eps);
-  }
+  const bool periodic = with_heads(heads, [&]<int H>() {
+    Floats factor;
+    for (int lane = 0; lane < kLanes; ++lane) factor[lane] = inverse[lane % H];
+    for_columns(flat, [&](int64_t i, auto lanes) { store(out + i, load(values + i) * factor, lanes); });
+  });
+  if (periodic) return;
+  for (int64_t i = 0; i < flat; ++i) out[i] = values[i] * inverse[i % heads];
 }
 
 }  // namespace

@@ -35,7 +35,8 @@ void check_combination(const SpmmArgs& a) {
 SpmmArgs check(const Tensor& rowptr, const MaybeTensor& col, const MaybeTensor& value, const Tensor& x,
                const MaybeTensor& x_scale, const MaybeTensor& shift, int64_t reduce, int64_t heads) {
   const sparse::Matrix m = sparse::matrix(x, "spmm", "x");
-  STD_TORCH_CHECK(reduce >= 0 && reduce <= 3, "spmm: reduce is ", reduce, ", but must be 0 sum, 1 mean, 2 max or 3 min");
+  STD_TORCH_CHECK(reduce >= 0 && reduce <= 3, "spmm: reduce is ", reduce,
+                  ", but must be 0 sum, 1 mean, 2 max or 3 min");
   STD_TORCH_CHECK(heads >= 1 && m.width % heads == 0, "spmm: ", heads, " heads do not divide a width of ", m.width);
   SpmmArgs a{};
   a.csr = sparse::csr(rowptr, col, m.rows, "spmm");

@@ -23,11 +23,11 @@ struct SpmmArgs {
   int64_t x_stride;  // elements
   Element element;
   Reduce reduce;
-  int64_t heads;               // weights an edge; 1 where value is [E]
-  const float* value;          // [E, heads], or null
+  int64_t heads;                // weights an edge; 1 where value is [E]
+  const float* value;           // [E, heads], or null
   const int8_t* integer_value;  // [E], or null
-  const float* x_scale;        // [num_src], or null
-  const uint8_t* shift;        // [num_src], or null: row weight 2^(7 - shift)
+  const float* x_scale;         // [num_src], or null
+  const uint8_t* shift;         // [num_src], or null: row weight 2^(7 - shift)
   const RowProgram* program;
 };
 

@@ -11,34 +11,102 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-// weight(e, head) as one float, into buffer; or a pointer into value where nothing else scales.
-const float* edge_weights(const SpmmArgs& a, const Segment& s, int64_t begin, float* buffer) {
-  if (a.x_scale == nullptr && a.shift == nullptr) return a.value == nullptr ? nullptr : a.value + begin * a.heads;
-  for (int64_t e = 0; e < s.count; ++e) {
-    const int64_t source = s.base + s.col[e];
-    float scale = a.x_scale == nullptr ? 1.0f : a.x_scale[source];
-    if (a.shift != nullptr) scale *= static_cast<float>(128 >> a.shift[source]);
+// weights[e, h] = value[e, h] * the scale of the source of e, for the edges of a tile: gathers, kept apart from the
+// rows that wait for them.
+void scaled_values(const SpmmArgs& a, int64_t begin, int64_t end, float* weights) {
+  int64_t e = begin;
+#ifdef __AVX512F__
+  for (; a.csr.col != nullptr && a.x_scale != nullptr && a.heads == 1 && e + 16 <= end; e += 16) {
+    __m512 w = _mm512_i32gather_ps(_mm512_loadu_si512(a.csr.col + e), a.x_scale, 4);
+    if (a.value != nullptr) w = _mm512_mul_ps(w, _mm512_loadu_ps(a.value + e));
+    _mm512_storeu_ps(weights + (e - begin), w);
+  }
+#endif
+  for (; e < end; ++e) {
+    const int64_t source = a.csr.col == nullptr ? e : a.csr.col[e];
+    const float scale = a.x_scale != nullptr ? a.x_scale[source] : static_cast<float>(128 >> a.shift[source]);
     for (int64_t h = 0; h < a.heads; ++h) {
-      buffer[e * a.heads + h] = a.value == nullptr ? scale : a.value[(begin + e) * a.heads + h] * scale;
+      weights[(e - begin) * a.heads + h] = a.value == nullptr ? scale : a.value[e * a.heads + h] * scale;
     }
   }
-  return buffer;
+}
+
+void divide(float* out, int64_t width, int64_t count) {
+  const Floats divisor = splat(static_cast<float>(count));
+  for_columns(width, [&](int64_t c, auto lanes) { store(out + c, load(out + c, lanes) / divisor, lanes); });
+}
+
+// For every tile: prepare(begin, end) with its edges, compute(begin, end, out) for every row that has some, and the row
+// program.
+template <typename Prepare, typename Compute>
+GNNC_INLINE void for_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end, const Prepare& prepare,
+                          const Compute& compute) {
+  static thread_local Scratch scratch;
+  const int64_t stride = padded(a.width);
+  const int64_t* rowptr = a.csr.rowptr;
+  auto* tile = scratch.get<float>(static_cast<size_t>(kTileRows * stride));
+  for (int64_t row = row_begin; row < row_end; row += kTileRows) {
+    const int64_t rows = std::min(kTileRows, row_end - row);
+    prepare(rowptr[row], rowptr[row + rows]);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t begin = rowptr[row + r], end = rowptr[row + r + 1];
+      float* out = tile + r * stride;
+      if (begin == end) {
+        std::memset(out, 0, static_cast<size_t>(a.width) * sizeof(float));
+        continue;
+      }
+      compute(begin, end, out);
+      if (a.reduce == Reduce::mean) divide(out, a.width, end - begin);
+    }
+    run(*a.program, tile, stride, row, static_cast<int>(rows), a.width);
+  }
+}
+
+template <IntWeight W>
+void integer_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end) {
+  static thread_local Scratch sums, totals, powers;
+  const auto width = static_cast<size_t>(padded(a.width));
+  const Rows<int8_t> rows{static_cast<const int8_t*>(a.x), a.x_stride, a.width};
+  IntSum sum{a.csr, rows, nullptr, a.integer_value, sums.get<int32_t>(width), totals.get<int64_t>(width)};
+  const auto prepare = [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+    if constexpr (W == IntWeight::pow2) {
+      auto* power = powers.get<uint8_t>(static_cast<size_t>(end - begin));
+      powers_of_edges(a.csr, a.shift, begin, end, power);
+      sum.power = power - begin;
+    }
+  };
+  for_rows(a, row_begin, row_end, prepare, [&](int64_t begin, int64_t end, float* out) __attribute__((always_inline)) {
+    integer_row<W>(sum, begin, end, out);
+  });
 }
 
 template <typename T>
-void float_row(const SpmmArgs& a, int64_t begin, int64_t end, float* out) {
+void weighted_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end, SumKernel<T> kernel) {
   static thread_local Scratch scratch;
-  auto* buffer = scratch.get<float>(static_cast<size_t>(kSegment * a.heads));
   const Rows<T> rows{static_cast<const T*>(a.x), a.x_stride, a.width};
-  for (int64_t e = begin; e < end; e += kSegment) {
-    const Segment s = segment(a.csr, e, std::min(e + kSegment, end));
-    const Weights weights{edge_weights(a, s, e, buffer), a.heads, a.width / a.heads};
-    if (a.reduce == Reduce::max || a.reduce == Reduce::min) {
-      extreme_rows(s, rows, weights, a.reduce == Reduce::max, e == begin, out);
-    } else {
-      sum_rows(s, rows, weights, e == begin, out);
+  const float* weights = a.value;  // of edge 0
+  const auto prepare = [&](int64_t begin, int64_t end) {
+    if (a.x_scale == nullptr && a.shift == nullptr) return;
+    auto* buffer = scratch.get<float>(static_cast<size_t>((end - begin) * a.heads));
+    scaled_values(a, begin, end, buffer);
+    weights = buffer - begin * a.heads;
+  };
+  for_rows(a, row_begin, row_end, prepare, [&](int64_t begin, int64_t end, float* out) {
+    for (int64_t e = begin; e < end; e += kSegment) {
+      const Segment s = segment(a.csr, e, std::min(e + kSegment, end));
+      const float* own = weights == nullptr ? nullptr : weights + e * a.heads;
+      kernel(s, rows, Weights{own, a.heads, a.width / a.heads}, e == begin, out);
     }
+  });
+}
+
+template <typename T>
+void float_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end) {
+  const bool weighted = a.value != nullptr || a.x_scale != nullptr || a.shift != nullptr;
+  if (a.reduce == Reduce::max || a.reduce == Reduce::min) {
+    return weighted_rows<T>(a, row_begin, row_end, extreme_kernel<T>(a.reduce == Reduce::max, weighted));
   }
+  weighted_rows<T>(a, row_begin, row_end, sum_kernel<T>(a.width, a.heads, weighted));
 }
 
 bool sums_integers(const SpmmArgs& a) {
@@ -46,37 +114,17 @@ bool sums_integers(const SpmmArgs& a) {
          (a.reduce == Reduce::sum || a.reduce == Reduce::mean);
 }
 
-void reduce_row(const SpmmArgs& a, int64_t begin, int64_t end, float* out) {
-  if (begin == end) {
-    std::memset(out, 0, static_cast<size_t>(a.width) * sizeof(float));
-  } else if (sums_integers(a)) {
-    const Rows<int8_t> rows{static_cast<const int8_t*>(a.x), a.x_stride, a.width};
-    integer_row(a.csr, rows, {a.shift, a.integer_value, 0}, begin, end, out);
-  } else if (a.element == Element::i8) {
-    float_row<int8_t>(a, begin, end, out);
-  } else if (a.element == Element::bf16) {
-    float_row<Bf16>(a, begin, end, out);
-  } else {
-    float_row<float>(a, begin, end, out);
-  }
-  if (a.reduce != Reduce::mean) return;
-  const auto count = static_cast<float>(std::max<int64_t>(end - begin, 1));
-  for (int64_t c = 0; c < a.width; ++c) out[c] /= count;
-}
-
 }  // namespace
 
 void spmm(const SpmmArgs& args, int64_t row_begin, int64_t row_end) {
-  static thread_local Scratch scratch;
-  const int64_t stride = padded(args.width);
-  auto* tile = scratch.get<float>(static_cast<size_t>(kTileRows * stride));
-  for (int64_t row = row_begin; row < row_end; row += kTileRows) {
-    const int64_t rows = std::min(kTileRows, row_end - row);
-    for (int64_t r = 0; r < rows; ++r) {
-      reduce_row(args, args.csr.rowptr[row + r], args.csr.rowptr[row + r + 1], tile + r * stride);
-    }
-    run(*args.program, tile, stride, row, static_cast<int>(rows), args.width);
+  if (sums_integers(args)) {
+    if (args.shift != nullptr) return integer_rows<IntWeight::pow2>(args, row_begin, row_end);
+    if (args.integer_value != nullptr) return integer_rows<IntWeight::signed8>(args, row_begin, row_end);
+    return integer_rows<IntWeight::none>(args, row_begin, row_end);
   }
+  if (args.element == Element::i8) return float_rows<int8_t>(args, row_begin, row_end);
+  if (args.element == Element::bf16) return float_rows<Bf16>(args, row_begin, row_end);
+  float_rows<float>(args, row_begin, row_end);
 }
 
 }  // namespace gnnc::GNNC_ISA
