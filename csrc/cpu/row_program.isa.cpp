@@ -86,16 +86,6 @@ void add_codes(const Tile& t, const RowView& codes, const RowView& scales) {
   }
 }
 
-void batch_norm(const Tile& t, const float* a) {
-  const float* b = a + (t.width + 15) / 16 * 16;
-  for (int64_t c = 0; c < t.width; c += kLanes) {
-    const Floats factor = load(a + c), offset = load(b + c);
-    float* at = t.acc + c;
-#pragma GCC unroll 4
-    for (int r = 0; r < t.rows; ++r, at += t.ld) store(at, load(at) * factor + offset);
-  }
-}
-
 // Gives the lanes past the width a value that leaves the reduction to come alone.
 void fill_tail(float* row, int64_t width, float value) {
   const int64_t end = (width + kLanes - 1) / kLanes * kLanes;
@@ -221,24 +211,45 @@ void quant_static(const Tile& t, const RowView& codes, const float* inverse, int
   if (count > 0) __atomic_fetch_add(saturated, count, __ATOMIC_RELAXED);
 }
 
-// The largest k in 0..7 with top * 2^k <= 127.
-int shift_of(float top) {
-  int k = 0;
-  while (k < 7 && top * static_cast<float>(2 << k) <= 127.0f) ++k;
-  return k;
+// For each row of a group the largest k in 0..7 with top * 2^k <= 127, and 2^k.
+void shifts_of(const float* tops, uint8_t* shifts, int count, float* powers) {
+  alignas(64) int32_t k[kGroup];
+  for (int r = 0; r < kGroup; r += kLanes) {
+    const Floats top = load(tops + r);
+    Ints shift{};
+    Floats power = splat(1.0f);
+    for (int i = 1; i <= 7; ++i) {
+      const Floats candidate = splat(static_cast<float>(1 << i));
+      const auto fits = top * candidate <= splat(127.0f);
+      shift -= fits;
+      power = fits ? candidate : power;
+    }
+    std::memcpy(k + r, &shift, sizeof shift);
+    store(powers + r, power);
+  }
+  for (int i = 0; i < count; ++i) shifts[i] = static_cast<uint8_t>(k[i]);
 }
 
 void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, const float* inverse) {
-  for (int r = 0; r < t.rows; ++r) {
-    const float* row = t.row(r);
-    Ints top{};
-    for_columns(t.width,
-                [&](int64_t c, auto n) { top = larger(top, magnitude(keep(load(row + c) * load(inverse + c), n))); });
-    const int k = shift_of(from_bits(largest(top)));
-    static_cast<uint8_t*>(shifts.data)[t.first + r] = static_cast<uint8_t>(k);
-    const Floats power = splat(static_cast<float>(1 << k));
-    const auto value = [&](int64_t c, auto) { return load(row + c) * load(inverse + c) * power; };
-    store_codes<Codes::held>(t.width, value, 0, row_of<int8_t>(codes, t.first + r));
+  alignas(64) float tops[kGroup], powers[kGroup];
+  for (int begin = 0; begin < t.rows; begin += kGroup) {
+    const int count = std::min(kGroup, t.rows - begin);
+    Group group;
+    for (int i = 0; i < count; ++i) {
+      const float* row = t.row(begin + i);
+      Ints top{};
+      for_columns(t.width,
+                  [&](int64_t c, auto n) { top = larger(top, magnitude(keep(load(row + c) * load(inverse + c), n))); });
+      group.set(i, as_floats(top));
+    }
+    group.largest(tops);
+    shifts_of(tops, static_cast<uint8_t*>(shifts.data) + t.first + begin, count, powers);
+    for (int i = 0; i < count; ++i) {
+      const float* row = t.row(begin + i);
+      const Floats power = splat(powers[i]);
+      const auto value = [&](int64_t c, auto) { return load(row + c) * load(inverse + c) * power; };
+      store_codes<Codes::held>(t.width, value, 0, row_of<int8_t>(codes, t.first + begin + i));
+    }
   }
 }
 
@@ -308,20 +319,9 @@ void apply_arithmetic(const Tile& t, const RowInstruction& in) {
   const auto add = [](Floats x, Floats v) { return x + v; };
   const auto multiply = [](Floats x, Floats v) { return x * v; };
   const auto divide = [](Floats x, Floats v) { return x / v; };
-  const auto map_single = [&](float value, const auto& f) {
-    map_values(t, [&, v = splat(value)](Floats x) { return f(x, v); });
-  };
   switch (in.op) {
-    case RowOp::mul_row:
-      return map_rows(t, operand(in.a), multiply);
-    case RowOp::add_row:
-      return map_rows(t, operand(in.a), add);
     case RowOp::div_row:
       return map_rows(t, operand(in.a), divide);
-    case RowOp::mul_col:
-      return map_columns(t, operand(in.a), multiply);
-    case RowOp::add_col:
-      return map_columns(t, operand(in.a), add);
     case RowOp::div_col:
       return map_columns(t, operand(in.a), divide);
     case RowOp::mul_full:
@@ -332,30 +332,145 @@ void apply_arithmetic(const Tile& t, const RowInstruction& in) {
       return map_full(t, operand(in.a), divide);
     case RowOp::rsub_full:
       return map_full(t, operand(in.a), [](Floats x, Floats v) { return v - x; });
-    case RowOp::add_qrow:
-      return add_codes(t, operand(in.a), operand(in.b));
-    case RowOp::mul_const:
-      return map_single(t.program.consts[in.b], multiply);
-    case RowOp::add_const:
-      return map_single(t.program.consts[in.b], add);
-    case RowOp::mul_tensor:
-      return map_single(floats(operand(in.a))[0], multiply);
     default:
-      return map_single(floats(operand(in.a))[0], add);
+      return add_codes(t, operand(in.a), operand(in.b));
   }
+}
+
+// Most of a program is a chain of cheap instructions. It runs on blocks of the tile that stay in registers, so that
+// each instruction costs its arithmetic and not a pass over the tile.
+#ifdef __AVX512F__
+constexpr int kBlockVectors = 2;
+#else
+constexpr int kBlockVectors = 1;
+#endif
+constexpr int kBlockRows = 8;
+
+bool chains(RowOp op) {
+  switch (op) {
+    case RowOp::mul_row:
+    case RowOp::add_row:
+    case RowOp::mul_col:
+    case RowOp::add_col:
+    case RowOp::mul_const:
+    case RowOp::add_const:
+    case RowOp::mul_tensor:
+    case RowOp::add_tensor:
+    case RowOp::relu:
+    case RowOp::leaky_relu:
+    case RowOp::batch_norm:
+      return true;
+    default:
+      return false;
+  }
+}
+
+template <int kRows, int kVectors>
+struct Block {
+  Floats x[kRows][kVectors];
+
+  template <typename Function>
+  GNNC_INLINE void each(const Function& f) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) x[r][v] = f(x[r][v]);
+    }
+  }
+  template <typename Function>
+  GNNC_INLINE void rows(const float* value, const Function& f) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Floats k = splat(value[r]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) x[r][v] = f(x[r][v], k);
+    }
+  }
+  template <typename N, typename Function>
+  GNNC_INLINE void columns(const float* value, N n, const Function& f) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats k = load(value + v * kLanes, n);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) x[r][v] = f(x[r][v], k);
+    }
+  }
+};
+
+template <int kRows, int kVectors, typename N>
+GNNC_INLINE void step(Block<kRows, kVectors>& block, const Tile& t, const RowInstruction& in, int64_t r, int64_t c,
+                      N n) {
+  const auto add = [](Floats x, Floats v) { return x + v; };
+  const auto multiply = [](Floats x, Floats v) { return x * v; };
+  const auto values = [&] { return floats(t.program.operands[in.a]); };
+  const auto constant = [&] { return splat(t.program.consts[in.b]); };
+  switch (in.op) {
+    case RowOp::mul_row:
+      return block.rows(values() + t.first + r, multiply);
+    case RowOp::add_row:
+      return block.rows(values() + t.first + r, add);
+    case RowOp::mul_col:
+      return block.columns(values() + c, n, multiply);
+    case RowOp::add_col:
+      return block.columns(values() + c, n, add);
+    case RowOp::mul_const:
+      return block.each([k = constant()](Floats x) { return x * k; });
+    case RowOp::add_const:
+      return block.each([k = constant()](Floats x) { return x + k; });
+    case RowOp::mul_tensor:
+      return block.each([k = splat(values()[0])](Floats x) { return x * k; });
+    case RowOp::add_tensor:
+      return block.each([k = splat(values()[0])](Floats x) { return x + k; });
+    case RowOp::relu:
+      return block.each([zero = splat(0.0f)](Floats x) { return larger(zero, x); });
+    case RowOp::leaky_relu:
+      return block.each([k = constant(), zero = splat(0.0f)](Floats x) { return x > zero ? x : x * k; });
+    default: {  // batch_norm
+      const float* factor = t.program.prepared + in.c + c;
+      block.columns(factor, Whole{}, multiply);
+      return block.columns(factor + (t.width + 15) / 16 * 16, Whole{}, add);
+    }
+  }
+}
+
+template <int kRows, int kVectors, typename N>
+GNNC_INLINE void chain_block(const Tile& t, const RowInstruction* code, int64_t count, int64_t r, int64_t c, N n) {
+  Block<kRows, kVectors> block;
+  float* at = t.row(r) + c;
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) block.x[i][v] = load(at + i * t.ld + v * kLanes);
+  }
+  for (int64_t i = 0; i < count; ++i) step(block, t, code[i], r, c, n);
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) store(at + i * t.ld + v * kLanes, block.x[i][v]);
+  }
+}
+
+template <int kRows>
+void chain_rows(const Tile& t, const RowInstruction* code, int64_t count, int64_t r) {
+  constexpr int64_t kBlock = kBlockVectors * kLanes;
+  int64_t c = 0;
+  for (; c + kBlock <= t.width; c += kBlock) chain_block<kRows, kBlockVectors>(t, code, count, r, c, Whole{});
+  for (; c + kLanes <= t.width; c += kLanes) chain_block<kRows, 1>(t, code, count, r, c, Whole{});
+  if (c < t.width) chain_block<kRows, 1>(t, code, count, r, c, Tail{static_cast<int>(t.width - c)});
+}
+
+void apply_chain(const Tile& t, const RowInstruction* code, int64_t count) {
+  int64_t r = 0;
+  for (; r + kBlockRows <= t.rows; r += kBlockRows) chain_rows<kBlockRows>(t, code, count, r);
+  for (; r < t.rows; ++r) chain_rows<1>(t, code, count, r);
 }
 
 // Comparisons are written so that a NaN stays one, as in torch.
 void apply_activation(const Tile& t, const RowInstruction& in) {
-  const bool has_constant =
-      in.op == RowOp::leaky_relu || in.op == RowOp::elu || in.op == RowOp::clamp_min || in.op == RowOp::clamp_max;
+  const bool has_constant = in.op == RowOp::elu || in.op == RowOp::clamp_min || in.op == RowOp::clamp_max;
   const float constant = has_constant ? t.program.consts[in.b] : 0.0f;
-  const Floats k = splat(constant), zero = splat(0.0f), one = splat(1.0f);
+  const Floats k = splat(constant), one = splat(1.0f);
   switch (in.op) {
-    case RowOp::relu:
-      return map_values(t, [&](Floats x) { return larger(zero, x); });
-    case RowOp::leaky_relu:
-      return map_values(t, [&](Floats x) { return x > zero ? x : x * k; });
     case RowOp::elu:
       return map_values(t, [&](Floats x) { return elu(x, constant); });
     case RowOp::sigmoid:
@@ -396,8 +511,6 @@ void apply_activation(const Tile& t, const RowInstruction& in) {
 void apply_row_wise(Tile& t, const RowInstruction& in) {
   const RowProgram& p = t.program;
   switch (in.op) {
-    case RowOp::batch_norm:
-      return batch_norm(t, p.prepared + in.c);
     case RowOp::layer_norm:
       return layer_norm(t, p.operands[in.a], p.operands[in.a + 1], p.consts[in.b]);
     case RowOp::l2_normalize:
@@ -440,7 +553,12 @@ void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows
   Tile tile{program, acc, ld, r0, rows, width};
   for (int64_t i = 0; i < program.length; ++i) {
     const RowInstruction& in = program.code[i];
-    if (in.op >= RowOp::store_f32) {
+    int64_t chain = 0;
+    while (i + chain < program.length && chains(program.code[i + chain].op)) ++chain;
+    if (chain > 0) {
+      apply_chain(tile, &in, chain);
+      i += chain - 1;
+    } else if (in.op >= RowOp::store_f32) {
       apply_store(tile, in);
     } else if (in.op >= RowOp::batch_norm) {
       apply_row_wise(tile, in);
