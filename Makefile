@@ -16,7 +16,7 @@ demo: build
 
 # ARGS goes to pytest: make test ARGS='tests/passes -x'
 test: build
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
