@@ -5,6 +5,7 @@ enough, or else the one with the least error.
 """
 
 import math
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,8 @@ class Observation:
 def observe(gm: fx.GraphModule, values: tuple[Any, ...], wanted: Collection[Node]) -> dict[Node, Observation]:
     """Run ``gm`` on ``values`` and look at the tensors that ``wanted`` make."""
     observer = _Observer(gm, frozenset(wanted))
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
         observer.run(*values)
     for node, observation in observer.seen.items():
         _check_finite(node, observation)
@@ -71,16 +73,53 @@ def observe(gm: fx.GraphModule, values: tuple[Any, ...], wanted: Collection[Node
 
 
 class _Observer(fx.Interpreter):
+    """Runs what leads to the wanted tensors, with a faster SpMM than the reference."""
+
     def __init__(self, gm: fx.GraphModule, wanted: frozenset[Node]) -> None:
         super().__init__(gm)
         self.wanted = wanted
+        self.needed = _ancestors(wanted)
         self.seen: dict[Node, Observation] = {}
 
     def run_node(self, n: Node) -> Any:
+        if n not in self.needed and n.op != "placeholder":
+            return None
         result = super().run_node(n)
         if n in self.wanted:
             self.seen[n] = _look(result)
         return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.gnnc.spmm.default:
+            rowptr, col, value, x, reduce, num_dst = args
+            if reduce == "sum":
+                return _spmm_sum(rowptr, col, value, x, num_dst)
+        return super().call_function(target, args, kwargs)
+
+
+def _ancestors(nodes: Collection[Node]) -> set[Node]:
+    found: set[Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _spmm_sum(rowptr: Tensor, col: Tensor, value: Tensor | None, x: Tensor, num_dst: int) -> Tensor:
+    """``gnnc.spmm`` with ``sum``, up to rounding, without a tensor of edges by width."""
+    if value is None:
+        value = x.new_ones(col.numel())
+    if value.dim() == 2:
+        heads = zip(value.unbind(1), x.unbind(1), strict=True)
+        return torch.stack([_spmm_sum(rowptr, col, v, h, num_dst) for v, h in heads], 1)
+    flat = x.reshape(x.shape[0], -1).float()
+    matrix = torch.sparse_csr_tensor(
+        rowptr.to(col.dtype), col, value.float(), (num_dst, x.shape[0]), check_invariants=False
+    )
+    return (matrix @ flat).reshape(num_dst, *x.shape[1:])
 
 
 def _look(x: Tensor) -> Observation:

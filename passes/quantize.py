@@ -22,7 +22,7 @@ from gnnc.ir.quantized import MAX_SHIFT, qmax_of
 from gnnc.ir.source import Source
 from gnnc.passes.base import Context
 from gnnc.passes.carry import carry_in_bf16
-from gnnc.passes.observe import CANDIDATES, Observation, choose, observe
+from gnnc.passes.observe import CANDIDATES, Candidate, Observation, choose, observe
 from gnnc.precision import FP32, Precision
 
 
@@ -70,17 +70,28 @@ def _op(node: Node) -> Op:
 
 
 def _observe(gm: fx.GraphModule, low: list[Node], ctx: Context) -> dict[Node, Observation]:
-    """What the examples say about the input of every aggregation."""
+    """What the examples say about the input of every aggregation that has a choice."""
     if ctx.examples is None:
         return {}
-    position = {"spmm": 3, "segment_reduce": 2}
-    read = {
-        node: node.args[position[_op(node).name]]
-        for node in low
-        if _op(node).name in position and node.meta["precision"].is_integer
-    }
+    read = {node: _aggregated(node) for node in low if len(_candidates(node)) > 1}
     seen = observe(gm, ctx.examples, frozenset(read.values())) if read else {}
     return {node: seen[source] for node, source in read.items()}
+
+
+def _candidates(node: Node) -> list[Candidate]:
+    """The ways in which an aggregation's input can be quantized; none for another op."""
+    name, args = _op(node).name, node.args
+    if name not in ("spmm", "segment_reduce") or not node.meta["precision"].is_integer:
+        return []
+    if name == "segment_reduce" and args[1] is None:
+        return []
+    weighted = name == "spmm" and args[2] is not None
+    reduce = args[4 if name == "spmm" else 3]
+    return [c for c in CANDIDATES if reduce in c.reduces and not (c.exact and weighted)]
+
+
+def _aggregated(node: Node) -> Any:
+    return node.args[3 if _op(node).name == "spmm" else 2]
 
 
 def _replace(graph: fx.Graph, node: Node, result: Node) -> None:
@@ -191,8 +202,7 @@ def _segment_reduce(emit: _Emitter) -> Node | None:
 
 
 def _aggregate(emit: _Emitter, rowptr: Any, col: Any, value: Any, x: Any, reduce: Any, num_dst: Any) -> Node:
-    usable = [c for c in CANDIDATES if reduce in c.reduces and not (c.exact and value is not None)]
-    chosen, why = choose(usable, emit.seen, emit.max_error)
+    chosen, why = choose(_candidates(emit.node), emit.seen, emit.max_error)
     emit.note(why)
     if chosen.granularity == "row":
         codes, scale = emit.per_row(x, emit.precision.activation_bits)

@@ -15,7 +15,7 @@ from gnn_graphs import (
 
 from gnnc.errors import PrecisionError
 from gnnc.passes.assign import Assign
-from gnnc.passes.observe import CANDIDATES, Observation, choose, row_error
+from gnnc.passes.observe import CANDIDATES, Observation, _spmm_sum, choose, observe, row_error
 from gnnc.passes.quantize import Quantize
 from gnnc.precision import BF16, FP32, INT8
 
@@ -293,3 +293,26 @@ def test_other_terms_stay_fp32(build):
 def test_fp32_programs_carry_fp32():
     gm, _ = quantized(MODELS["sage"](), precision=FP32)
     assert casts(gm) == []
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3)], ids=["vector", "matrix", "heads"])
+@pytest.mark.parametrize("weights", [None, "edge", "head"])
+@pytest.mark.parametrize("edges", [0, 40])
+def test_the_observers_spmm_is_the_reference(shape, weights, edges):
+    if weights == "head" and len(shape) != 2:
+        pytest.skip("weights per head need heads")
+    generator = torch.Generator().manual_seed(0)
+    src, dst = (torch.randint(9, (edges,), generator=generator) for _ in range(2))
+    rowptr, col, _ = gnnc.csr(src, dst, 9, 9)
+    sizes = {None: None, "edge": (edges,), "head": (edges, 2)}[weights]
+    value = None if sizes is None else torch.randn(sizes, generator=generator)
+    x = torch.randn(9, *shape, generator=generator)
+    want = gnnc.spmm(rowptr, col, value, x, "sum", 9)
+    torch.testing.assert_close(_spmm_sum(rowptr, col, value, x, 9), want)
+
+
+def test_the_observer_runs_no_more_than_it_needs():
+    gm = one(lambda b: b.call(aten.cumsum, b.spmm(b.relu(b.x)), 0))
+    seen = observe(gm, arguments(gm), [next(n for n in gm.graph.nodes if "relu" in str(n.target))])
+    (observation,) = seen.values()
+    assert observation.amax == float(arguments(gm)[_positions(gm, "x")[0]].relu().max())
