@@ -55,7 +55,8 @@ void attention(Tensor rowptr, Tensor col, Tensor x, MaybeTensor x_scale, int64_t
   a.eps = static_cast<float>(eps);
   a.alpha_out = sparse::flat<float>(alpha_out, ScalarType::Float, a.csr.num_edges * heads, "attention", "alpha_out");
   a.program = &parse_program("attention", {program, operands, consts, outs}, a.csr.num_dst, a.width);
-  sparse::for_each_chunk(a.csr, [&](int64_t begin, int64_t end) { GNNC_DISPATCH(attention, a, begin, end); });
+  sparse::for_each_chunk(a.csr, sparse::kSerialWork / 4,
+                         [&](int64_t begin, int64_t end) { GNNC_DISPATCH(attention, a, begin, end); });
 }
 
 }  // namespace

@@ -10,23 +10,33 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-// Makes the weights of the row's edges, without 1 / (sum + eps), which goes to inverse.
-void row_weights(const AttentionArgs& a, const Segment& s, int64_t row, int64_t begin, float* weights, float* inverse) {
-  row_logits(a, s, row, begin, weights);
-  pad_logits(weights, s.count * a.heads);
+// One row of a tile and its place in the buffers.
+struct TileRow {
+  int64_t row, begin, end;
+  float* weights;  // [edges, heads] and room for a vector: logits, then exp(logits - max), times the scale of x
+  float* inverse;  // [heads] and room for a vector: 1 / (sum + eps)
+  float* out;
+
+  int64_t edges() const { return end - begin; }
+};
+
+// Turns the logits of a row into the weights of its edges, without the factor 1 / (sum + eps).
+void softmax_row(const AttentionArgs& a, const TileRow& t) {
+  const Segment s = segment(a.csr, t.begin, t.end);
+  pad_logits(t.weights, s.count * a.heads);
   const auto raw = []<int H>(int64_t, Floats e) __attribute__((always_inline)) { return e; };
   const auto scaled = [&]<int H>(int64_t edge, Floats e) __attribute__((always_inline)) {
-    return e * repeat_heads<H>(a.x_scale, s.col + edge, s.count - edge);
+    return e * scales_of_edges<H>(a.x_scale, s.col + edge, s.count - edge);
   };
   const bool periodic = with_heads(a.heads, []<int H>() {});
   const bool fold_later = a.x_scale != nullptr && (a.alpha_out != nullptr || !periodic);
   if (a.x_scale == nullptr || fold_later) {
-    softmax_parts(weights, s.count, a.heads, a.eps, inverse, raw);
+    softmax_parts(t.weights, s.count, a.heads, a.eps, t.inverse, raw);
   } else {
-    softmax_parts(weights, s.count, a.heads, a.eps, inverse, scaled);
+    softmax_parts(t.weights, s.count, a.heads, a.eps, t.inverse, scaled);
   }
-  if (a.alpha_out != nullptr) normalise_edges(weights, s.count, a.heads, inverse, a.alpha_out + begin * a.heads);
-  if (fold_later) fold_scale(a.x_scale, s, a.heads, weights);
+  if (a.alpha_out != nullptr) normalise_edges(t.weights, s.count, a.heads, t.inverse, a.alpha_out + t.begin * a.heads);
+  if (fold_later) fold_scale(a.x_scale, s, a.heads, t.weights);
 }
 
 void normalise_row(const AttentionArgs& a, const float* inverse, float* out) {
@@ -39,31 +49,54 @@ void normalise_row(const AttentionArgs& a, const float* inverse, float* out) {
 }
 
 template <typename T>
+void sum_row(const AttentionArgs& a, const TileRow& t, const Rows<T>& x, SumKernel<T> sum) {
+  for (int64_t e = t.begin; e < t.end; e += kSegment) {
+    const Segment s = segment(a.csr, e, std::min(e + kSegment, t.end));
+    sum(s, x, {t.weights + (e - t.begin) * a.heads, a.heads, a.width / a.heads}, e == t.begin, t.out);
+  }
+  normalise_row(a, t.inverse, t.out);
+}
+
+// The rows of a tile that have edges; the others become 0.
+int64_t lay_out(const AttentionArgs& a, int64_t first, int64_t rows, int64_t stride, float* tile, TileRow* out) {
+  static thread_local Scratch buffers, inverses;
+  const int64_t* rowptr = a.csr.rowptr + first;
+  const int64_t edges = rowptr[rows] - rowptr[0];
+  auto* weights = buffers.get<float>(static_cast<size_t>(edges * a.heads + (rows + 1) * kLanes));
+  auto* inverse = inverses.get<float>(static_cast<size_t>(rows * (a.heads + kLanes)));
+  int64_t count = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    float* values = tile + r * stride;
+    if (rowptr[r] == rowptr[r + 1]) {
+      std::memset(values, 0, static_cast<size_t>(a.width) * sizeof(float));
+      continue;
+    }
+    out[count] = {first + r, rowptr[r], rowptr[r + 1], weights, inverse, values};
+    weights += (out[count++].edges() * a.heads + kLanes - 1) / kLanes * kLanes;
+    inverse += a.heads + kLanes;
+  }
+  return count;
+}
+
+// Each step is done for all rows of a tile before the next: within one row they wait for each other.
+template <typename T>
 void attention_rows(const AttentionArgs& a, int64_t row_begin, int64_t row_end) {
-  static thread_local Scratch tiles, buffers, inverses;
+  static thread_local Scratch tiles;
   const int64_t stride = (a.width + 63) / 64 * 64;
   auto* tile = tiles.get<float>(static_cast<size_t>(kTileRows * stride));
-  auto* inverse = inverses.get<float>(static_cast<size_t>(a.heads + kLanes));
   const Rows<T> x{static_cast<const T*>(a.x), a.x_stride, a.width};
   const SumKernel<T> sum = sum_kernel<T>(a.width, a.heads, true);
+  TileRow rows[kTileRows];
   for (int64_t first = row_begin; first < row_end; first += kTileRows) {
-    const int64_t rows = std::min(kTileRows, row_end - first);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t begin = a.csr.rowptr[first + r], end = a.csr.rowptr[first + r + 1];
-      float* out = tile + r * stride;
-      if (begin == end) {
-        std::memset(out, 0, static_cast<size_t>(a.width) * sizeof(float));
-        continue;
-      }
-      auto* weights = buffers.get<float>(static_cast<size_t>((end - begin) * a.heads + kLanes));
-      row_weights(a, segment(a.csr, begin, end), first + r, begin, weights, inverse);
-      for (int64_t e = begin; e < end; e += kSegment) {
-        const Segment s = segment(a.csr, e, std::min(e + kSegment, end));
-        sum(s, x, {weights + (e - begin) * a.heads, a.heads, a.width / a.heads}, e == begin, out);
-      }
-      normalise_row(a, inverse, out);
+    const int64_t height = std::min(kTileRows, row_end - first);
+    const int64_t count = lay_out(a, first, height, stride, tile, rows);
+    for (int64_t r = 0; r < count; ++r) {
+      const TileRow& t = rows[r];
+      row_logits(a, segment(a.csr, t.begin, t.end), t.row, t.begin, t.weights);
     }
-    run(*a.program, tile, stride, first, static_cast<int>(rows), a.width);
+    for (int64_t r = 0; r < count; ++r) softmax_row(a, rows[r]);
+    for (int64_t r = 0; r < count; ++r) sum_row(a, rows[r], x, sum);
+    run(*a.program, tile, stride, first, static_cast<int>(height), a.width);
   }
 }
 

@@ -23,7 +23,8 @@ void edge_softmax(Tensor rowptr, Tensor logits, double eps, Tensor out) {
   a.logits = sparse::flat<float>(logits, ScalarType::Float, edges * heads, "edge_softmax", "logits");
   a.out = sparse::flat<float>(out, ScalarType::Float, edges * heads, "edge_softmax", "out");
   if (heads == 0) return;
-  sparse::for_each_chunk(a.csr, [&](int64_t begin, int64_t end) { GNNC_DISPATCH(edge_softmax, a, begin, end); });
+  sparse::for_each_chunk(a.csr, sparse::kSerialWork / 2,
+                         [&](int64_t begin, int64_t end) { GNNC_DISPATCH(edge_softmax, a, begin, end); });
 }
 
 }  // namespace

@@ -44,23 +44,26 @@ GNNC_INLINE Floats gather_heads(const float* table, const int32_t* col, int64_t 
 }
 
 // scale[col[k]] of the kLanes / H edges from k on, H times each.
-template <int H>
+template <int H, bool Full>
 GNNC_INLINE Floats repeat_heads(const float* scale, const int32_t* col, int64_t left) {
-  constexpr int kEdges = kLanes / H;
-  if constexpr (H == 1)
-    return left >= kLanes ? gather_heads<1, true>(scale, col, left) : gather_heads<1, false>(scale, col, left);
-  const auto of = [&](int64_t k) { return scale[col[std::min(k, left - 1)]]; };
-  Floats v = splat(of(0));
+  if constexpr (H == 1) return gather_heads<1, Full>(scale, col, left);
+  const auto of = [&](int64_t k)
+                      __attribute__((always_inline)) { return scale + col[Full ? k : std::min(k, left - 1)]; };
+  Floats v = splat(*of(0));
 #pragma GCC unroll 8
-  for (int k = 1; k < kEdges; ++k) {
+  for (int k = 1; k < kLanes / H; ++k) {
 #ifdef __AVX512F__
-    const auto mask = static_cast<__mmask16>(((1u << H) - 1) << (H * k));
-    v = _mm512_mask_broadcastss_ps(v, mask, _mm_set_ss(of(k)));
+    v = _mm512_mask_broadcastss_ps(v, static_cast<__mmask16>(((1u << H) - 1) << (H * k)), _mm_load_ss(of(k)));
 #else
-    for (int h = 0; h < H; ++h) v[k * H + h] = of(k);
+    for (int h = 0; h < H; ++h) v[k * H + h] = *of(k);
 #endif
   }
   return v;
+}
+
+template <int H>
+GNNC_INLINE Floats scales_of_edges(const float* scale, const int32_t* col, int64_t left) {
+  return left >= kLanes / H ? repeat_heads<H, true>(scale, col, left) : repeat_heads<H, false>(scale, col, left);
 }
 
 struct Additive {

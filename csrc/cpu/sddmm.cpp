@@ -48,7 +48,8 @@ SddmmArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& a, const 
 void sddmm(Tensor rowptr, Tensor col, Tensor a, Tensor b, MaybeTensor a_scale, MaybeTensor b_scale, int64_t op,
            int64_t heads, Tensor out) {
   const SddmmArgs args = check(rowptr, col, a, b, a_scale, b_scale, op, heads, out);
-  sparse::for_each_chunk(args.csr, [&](int64_t begin, int64_t end) { GNNC_DISPATCH(sddmm, args, begin, end); });
+  sparse::for_each_chunk(args.csr, sparse::kSerialWork / 2,
+                         [&](int64_t begin, int64_t end) { GNNC_DISPATCH(sddmm, args, begin, end); });
 }
 
 }  // namespace

@@ -82,10 +82,13 @@ inline Csr csr(const Tensor& rowptr, const MaybeTensor& col, int64_t num_src, co
   return {starts, flat<int32_t>(*col, ScalarType::Int, num_edges, op, "col"), num_dst, num_edges};
 }
 
-// Runs body(row_begin, row_end) on every chunk. Threads draw chunks from one counter: a slow core gets fewer of them.
+constexpr int64_t kSerialWork = 16384;  // rows + edges that one thread does sooner than two, where an edge is 3 ns
+
+// Runs body(row_begin, row_end) on every chunk, on one thread up to `serial` rows + edges. Threads draw chunks from one
+// counter: a slow core gets fewer of them.
 template <typename Body>
-void for_each_chunk(const Csr& csr, const Body& body) {
-  const int64_t chunks = chunk_count(csr);
+void for_each_chunk(const Csr& csr, int64_t serial, const Body& body) {
+  const int64_t chunks = csr.num_dst + csr.num_edges <= serial ? 1 : chunk_count(csr);
   const int64_t threads = std::min<int64_t>(chunks, torch::stable::get_num_threads());
   if (threads <= 1) {
     if (csr.num_dst > 0) body(int64_t{0}, csr.num_dst);

@@ -24,7 +24,9 @@ ERROR = 2e-6
 class Case:
     """Random operands of one kind of logit, the kernel's answer and the reference."""
 
-    def __init__(self, g: Graph, kind: int, heads: int, head_width: int, dtype: torch.dtype, edge: bool) -> None:
+    def __init__(
+        self, g: Graph, kind: int, heads: int, head_width: int, dtype: torch.dtype, edge: bool
+    ) -> None:
         self.g, self.kind, self.heads, self.head_width = g, kind, heads, head_width
         width = heads * head_width
         self.x = codes(g.num_src, width) if dtype == torch.int8 else torch.randn(g.num_src, width).to(dtype)

@@ -19,6 +19,10 @@ def test_generic(file: str) -> None:
     here = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / file)]
     done = subprocess.run(
-        command, cwd=here.parents[1], env={**os.environ, "GNNC_ISA": "generic"}, capture_output=True, text=True
+        command,
+        cwd=here.parents[1],
+        env={**os.environ, "GNNC_ISA": "generic"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -10,6 +10,7 @@ from kernel_graphs import (
     ops,
     padded_int8,
     random_graph,
+    relative_error,
     segment_sum,
     spmm,
     star,
@@ -147,7 +148,9 @@ def test_extremes_keep_nan(reduce: int) -> None:
 def test_mean(graph: Graph, width: int) -> None:
     q = codes(graph.num_src, width)
     count = graph.rowptr.diff().clamp(min=1).float()[:, None]
-    assert torch.equal(spmm(graph, q, reduce=MEAN), segment_sum(graph, gathered(graph, q.long())).float() / count)
+    assert torch.equal(
+        spmm(graph, q, reduce=MEAN), segment_sum(graph, gathered(graph, q.long())).float() / count
+    )
     x = torch.randn(graph.num_src, width)
     got = spmm(graph, x, reduce=MEAN)
     assert sum_error(got * count, graph, gathered(graph, x.double())) < FLOAT_ERROR
@@ -194,3 +197,14 @@ def test_refusals() -> None:
         spmm(g, x, heads=3)
     with pytest.raises(RuntimeError, match="no rows"):
         spmm(g._replace(num_src=0), x[:0])
+
+
+def test_the_row_program_sees_every_row(graph: Graph) -> None:
+    """Bias, ReLU, store, then a row sum through the same accumulator."""
+    x, bias, ones = torch.randn(graph.num_src, 47), torch.randn(47), torch.ones(47)
+    out, dot = torch.full((graph.num_dst, 47), float("nan")), torch.full((graph.num_dst, 1), float("nan"))
+    program = [4, 0, 0, 0, 20, 0, 0, 0, 60, 0, 0, 0, 66, 1, 1, 1]
+    arguments = (program, [bias, ones], [], [out, dot])
+    ops().spmm(graph.rowptr, graph.col, None, x, None, None, SUM, 1, *arguments)
+    assert torch.equal(out, (spmm(graph, x) + bias).relu())
+    assert relative_error(dot[:, 0], out.double().sum(1)) < FLOAT_ERROR
