@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from gnnc.arguments import Call
 from gnnc.bounds import Bounds
 from gnnc.capture import Captured, capture
-from gnnc.errors import CaptureError, InputError, UnsupportedError
-from gnnc.ir.graph import placeholders
+from gnnc.errors import CaptureError, InputError, UnsupportedError, VerifyError
+from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import BackendInfo, Context, Pass, Stage, run_passes
 from gnnc.passes.bounds import IndexBound
@@ -129,6 +129,7 @@ def build_program(
     with torch.no_grad():
         stages = [("capture", captured.graph_module)]
         stages += run_passes(captured.graph_module, options.pipeline, context)
+        _check_symbols(captured)
         runner = _structure_runner(options.backend, stages[-1][1], context.structure)
         executable = Executable(stages[-1][1], pool, check_finite=options.check_finite)
         bounds = Bounds(captured.call.names, _index_bounds(stages))
@@ -181,6 +182,20 @@ def _check_weights(captured: Captured) -> None:
                 f"{source.kind} {source.name!r} is {value.dtype}: a compiled model keeps float32 weights and "
                 "lowers the precision itself; convert the model with .float()"
             )
+
+
+def _check_symbols(captured: Captured) -> None:
+    """Refuse a program in which a size that calls may choose has silently become a number."""
+    env = getattr(fake_mode_of(captured.graph_module), "shape_env", None)
+    fixed = dict(getattr(env, "replacements", {}))
+    for guard in captured.guards.inputs:
+        for dim, size in enumerate(guard.shape):
+            symbols = getattr(size, "free_symbols", ())
+            if any(symbol in fixed and fixed[symbol].is_number for symbol in symbols):
+                raise VerifyError(
+                    f"dimension {dim} of {guard.name} is free in the captured graph, but a pass fixed it to "
+                    f"{size.subs(fixed)}: this is a bug of gnnc, please report it"
+                )
 
 
 def _widen(value: Any) -> Any:

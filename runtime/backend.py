@@ -35,6 +35,9 @@ class Backend:
     use_kernels: Callable[[StructureRunner], None]
     description: str = ""
 
+    def __reduce__(self) -> tuple[Callable[[str], "Backend"], tuple[str]]:
+        return get_backend, (self.name,)
+
     def needs_launch(self, node: Node) -> bool:
         """Whether a node computes: views, picked results and arithmetic on sizes come for free."""
         if node.op not in ("call_function", "call_module"):

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import pickle
 import threading
 
 import networkx
@@ -109,6 +110,13 @@ def test_deepcopy_is_independent(compiled):
     copied.conv.lin.weight.data.zero_()
     assert copied(x, edge_index).abs().sum() == 0
     assert torch.equal(compiled(x, edge_index), expected)
+
+
+@torch.no_grad()
+def test_pickle_makes_another_that_computes_the_same(compiled):
+    x, edge_index = graph()
+    again = pickle.loads(pickle.dumps(compiled))
+    assert torch.equal(again(x, edge_index), compiled(x, edge_index))
 
 
 def test_outputs_are_never_overwritten(compiled):

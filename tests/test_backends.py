@@ -18,6 +18,9 @@ from torch_geometric.nn import (
 from torch_geometric.nn.models import GAT, GCN, GIN, GraphSAGE
 
 import gnnc
+from gnnc.runtime import registry
+from gnnc.runtime.backend import get_backend
+from gnnc.runtime.registry import Decline
 
 WIDTH, HIDDEN, CLASSES = 24, 64, 7
 
@@ -145,3 +148,57 @@ def test_the_four_models_run_on_kernels_of_our_own(name):
         if node.meta.get("kernel") == "reference" and node.meta["val"].dim() > 1
     ]
     assert not fallbacks, compiled.explain()
+
+
+class Declines:
+    """A kernel that is asked first and takes nothing."""
+
+    @staticmethod
+    def plan(node):
+        return Decline("it is Sunday")
+
+    @staticmethod
+    def emit(plan, node, emitter):
+        raise AssertionError("a kernel that declined was chosen")
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    get_backend("cpu")
+    copied = {name: list(entries) for name, entries in registry._KERNELS.items()}
+    monkeypatch.setattr(registry, "_KERNELS", copied)
+    return copied
+
+
+@torch.no_grad()
+def test_explain_names_the_kernels_that_declined(kernels):
+    registry.kernel("fused:gemm", backend="cpu", name="picky", priority=99)(Declines)
+    compiled = gnnc.compile(MODELS["GCN"]().eval(), "int8", backend="cpu")
+    compiled(*given())
+    assert "kernel picky declined: it is Sunday" in compiled.explain()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("absent", ["gemm", "spmm", "attention", "map"])
+def test_without_a_kernel_its_submodules_are_taken_apart(kernels, absent):
+    kernels["cpu"] = [entry for entry in kernels["cpu"] if entry.name != absent]
+    torch.manual_seed(0)
+    model = MODELS["GAT" if absent == "attention" else "GCN"]().eval()
+    compiled = gnnc.compile(model, "int8", backend="cpu", example_inputs=given())
+    assert relative(compiled(*given()), model(*given())) < 0.05
+    if absent != "map":
+        assert "taken apart, no kernel runs it as a whole" in compiled.explain()
+
+
+@torch.no_grad()
+def test_memory_is_flat_over_mini_batches():
+    torch.manual_seed(0)
+    compiled = gnnc.compile(MODELS["GAT"]().eval(), "int8", backend="cpu")
+    compiled(*given(300, 2000))
+    program, held = compiled._last, set()
+    for i in range(40):
+        compiled(*given(100 + i % 7, 400 + i))
+        held.add((program.executable.arena_bytes, len(program.runner.cache) <= 3))
+    assert compiled._last is program and len(held) == 1
+    compiled.clear_cache()
+    assert program.executable.arena_bytes == 0 and len(program.runner.cache) == 0
