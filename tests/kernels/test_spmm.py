@@ -1,4 +1,4 @@
-"""spmm against gathers and sums in PyTorch: integers bit for bit, floats by relative error against float64."""
+"""spmm against gathers and sums in PyTorch: integers bit for bit, floats against float64."""
 
 import pytest
 import torch
