@@ -35,7 +35,7 @@ class Quantize:
         carry: whether a result that a later kernel only adds travels in bf16.
     """
 
-    max_error: float = 0.01
+    max_error: float = 0.015
     carry: bool = True
     name: ClassVar[str] = "quantize"
 
