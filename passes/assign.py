@@ -90,7 +90,7 @@ def check_overrides(primitives: Iterable[Node], overrides: dict[str, Precision])
     """Refuse an override whose glob matches no layer that has a primitive."""
     layers = sorted({layer_of(node) for node in primitives})
     for glob in overrides:
-        if any(fnmatchcase(layer, glob) for layer in layers):
+        if any(_is_named(layer, glob) for layer in layers):
             continue
         close = get_close_matches(glob.replace("*", ""), layers, n=3, cutoff=0.3) or layers[:8]
         raise PrecisionError(
@@ -105,9 +105,17 @@ def layer_of(node: Node) -> str:
 
 
 def _wanted(node: Node, ctx: Context) -> tuple[Precision, bool]:
-    """The precision asked for, and whether the user named this layer."""
-    named = ctx.override_for(layer_of(node))
-    return (ctx.precision, False) if named is None else (named, True)
+    """The precision asked for, and whether the user named this layer; the first glob that fits wins."""
+    for glob, precision in ctx.overrides.items():
+        if _is_named(layer_of(node), glob):
+            return precision, True
+    return ctx.precision, False
+
+
+def _is_named(layer: str, glob: str) -> bool:
+    """Whether the glob fits the layer or a module around it: naming a module names what it holds."""
+    parts = layer.split(".")
+    return any(fnmatchcase(".".join(parts[: i + 1]), glob) for i in range(len(parts)))
 
 
 def _check_supported(precision: Precision, ctx: Context) -> None:

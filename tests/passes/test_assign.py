@@ -58,6 +58,22 @@ def test_overrides_go_by_layer():
     }
 
 
+@pytest.mark.parametrize("glob", ["convs.0", "convs.*", "*.lin", "convs.0.lin", "c*s"])
+def test_naming_a_module_names_what_it_holds(glob):
+    b = Layers(32)
+    b.layer = "convs.0.lin"
+    gm, _ = run_all(b.finish(b.linear(b.x, 24)), [Assign()], overrides={glob: FP32})
+    assert precisions(gm) == {("convs.0.lin", "gemm"): "fp32"}
+
+
+@pytest.mark.parametrize("glob", ["lin", "conv", "convs.0.lin.weight", "convs.1", "", "convs.00"])
+def test_what_does_not_name_it(glob):
+    b = Layers(32)
+    b.layer = "convs.0.lin"
+    with pytest.raises(PrecisionError, match="matches no layer"):
+        run_all(b.finish(b.linear(b.x, 24)), [Assign()], overrides={glob: FP32})
+
+
 def test_an_override_that_matches_nothing_names_close_layers():
     with pytest.raises(PrecisionError, match=r"'convs.1' matches no layer.*'conv1'"):
         run_all(gcn(), [Assign()], overrides={"convs.1": FP32})
