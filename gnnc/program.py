@@ -189,7 +189,8 @@ def _check_symbols(captured: Captured) -> None:
     env = getattr(fake_mode_of(captured.graph_module), "shape_env", None)
     fixed = dict(getattr(env, "replacements", {}))
     for guard in captured.guards.inputs:
-        for dim, size in enumerate(guard.shape):
+        shape: tuple[Any, ...] = guard.shape
+        for dim, size in enumerate(shape):
             symbols = getattr(size, "free_symbols", ())
             if any(symbol in fixed and fixed[symbol].is_number for symbol in symbols):
                 raise VerifyError(
