@@ -100,6 +100,7 @@ def summarise(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def main() -> None:
+    """Run the benchmark that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--datasets", nargs="*", default=DATASETS)
     parser.add_argument("--models", nargs="*", default=tuple(models.MODELS))

@@ -125,6 +125,7 @@ def memory_in_new_process(graph: str, model: str, name: str) -> float:
 
 
 def main() -> None:
+    """Run the benchmark that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graph", default="arxiv")
     parser.add_argument("--models", nargs="*", default=["gcn", "sage", "gat", "gin"])
@@ -158,9 +159,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for r in rows:
         peers = {p["name"]: p["ms"]["median"] for p in rows if p["model"] == r["model"]}
-        ratios = [
-            f"{peers[peer] / r['ms']['median']:.1f}x" if peer in peers else "-" for peer in PEERS
-        ]
+        ratios = [f"{peers[peer] / r['ms']['median']:.1f}x" if peer in peers else "-" for peer in PEERS]
         lines.append(
             [r["model"], r["name"], f"{r['ms']['median']:.2f}", f"{r['ms']['min']:.2f}", *ratios]
             + [f"{r['relative_error']:.1e}", f"{r['capture_to_first_result_s']:.1f}"]

@@ -1,5 +1,7 @@
 """Timing, memory and the machine's description, for every benchmark alike."""
 
+import ctypes
+import gc
 import os
 import platform
 import statistics
@@ -47,7 +49,12 @@ def rss_mb() -> float:
 
 
 def peak_rss_mb(call: Callable[[], Any]) -> float:
-    """Return the MiB by which resident memory peaked above its start while ``call`` ran (Linux)."""
+    """Return the MiB by which resident memory peaked above its start while ``call`` ran (Linux, glibc).
+
+    Memory that was freed before goes back to the system first, or a call could use it unseen.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = rss_mb()
     call()

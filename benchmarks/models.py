@@ -16,6 +16,7 @@ class TwoLayer(nn.Module):
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Return one row of logits a node."""
         x = self.dropout(self.activation(self.conv1(x, edge_index)))
         return self.conv2(x, edge_index)
 

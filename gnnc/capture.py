@@ -19,6 +19,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -218,7 +219,7 @@ def _lifted(
     mutations = _arrange_outputs(program, model)
     _drop_unused_state(graph_module)
     lifted = GraphModule(graph_module, graph_module.graph)
-    lifted.graph.set_codegen(torch.fx.graph.CodeGen())
+    lifted.graph.set_codegen(CodeGen())
     lifted.recompile()
     return lifted, mutations
 

@@ -108,6 +108,6 @@ def _broken_relation(
 ) -> str | None:
     values = {symbol: size for symbol, (size, _) in sizes.items()}
     for owner, size, expression in derived:
-        if expression.free_symbols <= values.keys() and expression.subs(values) != size:
-            return f"{owner} is {size}, but must be {expression} = {expression.subs(values)}"
+        if expression.free_symbols <= values.keys() and expression.subs(list(values.items())) != size:
+            return f"{owner} is {size}, but must be {expression} = {expression.subs(list(values.items()))}"
     return None

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import fx
@@ -84,10 +84,8 @@ class Context:
 class Pass(Protocol):
     """One transformation: a frozen dataclass whose fields are its options."""
 
-    @property
-    def name(self) -> str:
-        """Name in ``stages`` and in notes."""
-        ...
+    name: ClassVar[str]
+    """Name in ``stages`` and in notes."""
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Transform ``gm``, a private copy, and return it (or another graph)."""

@@ -2,13 +2,14 @@
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
 from torch.fx import Node
 
 from gnnc.ir import body_text
+from gnnc.ir.graph import node_arg
 from gnnc.passes.emit import argument, holds_tensor, is_random, shape_of
 from gnnc.passes.rowwise import is_narrow, op_name, row_inputs
 
@@ -119,10 +120,10 @@ class BodyBuilder:
 
     def _part(self, node: Node) -> Node:
         """One part of a split, as a slice: a body has no tuples."""
-        whole, position = node.args
+        whole, position = node_arg(node), cast(int, node.args[1])
         if op_name(whole) not in _SPLITS:
             raise UnfitError(f"{whole.target} returns several tensors")
-        x = self._visit(whole.args[0])
+        x = self._visit(node_arg(whole))
         if op_name(whole) == "unbind.int":
             return self.graph.call_function(aten.select.int, (x, whole.args[1], position))
         dim = argument(whole, 2, "dim", 0)

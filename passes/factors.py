@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
+from gnnc.ir.graph import node_arg
 from gnnc.passes.emit import holds_tensor, same_shape, same_size, shape_of
 from gnnc.passes.rowwise import op_name, row_inputs, rows_of
 
@@ -78,7 +79,7 @@ def _before_reshapes(node: Node, wanted: tuple[Any, ...]) -> Node | None:
     while not same_shape(shape_of(node), wanted):
         if op_name(node) not in _RESHAPES or not row_inputs(node):
             return None
-        node = node.args[0]
+        node = node_arg(node)
     return node
 
 

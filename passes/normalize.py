@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.graph import node_arg
 from gnnc.passes.base import Context
 from gnnc.passes.emit import (
     Emitter,
@@ -201,13 +202,13 @@ def _dropout(node: Node) -> Node | None:
     """Dropout that is off; ``native_dropout`` is read through its first result."""
     source = node
     if node.target is operator.getitem:
-        source = node.args[0]
+        source = node_arg(node)
         if str(source.target) != "aten.native_dropout.default" or node.args[1] != 0:
             return None
     elif str(node.target) not in _DROPOUTS:
         return None
     p, train = source.args[1], argument(source, 2, "train")
-    return source.args[0] if p == 0 or train is False else None
+    return node_arg(source) if p == 0 or train is False else None
 
 
 def _times_one(node: Node) -> Node | None:

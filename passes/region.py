@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.graph import node_arg
 from gnnc.passes.bodies import BodyBuilder, UnfitError
 from gnnc.passes.emit import (
     Emitter,
@@ -240,7 +241,8 @@ class Regions:
         if op_name(leaf) == "full.default":
             return leaf
         if _is_reshape(leaf) and row_inputs(leaf):
-            return self.repeat(leaf, {leaf.args[0]: self.emit(leaf.args[0], order)})
+            source = node_arg(leaf)
+            return self.repeat(leaf, {source: self.emit(source, order)})
         layer = leaf.meta["layer"]
         return self.emitter.call(aten.index_select.default, leaf, 0, self.csr(order).perm, layer=layer)
 

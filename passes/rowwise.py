@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from gnnc.ir.graph import node_arg
 from gnnc.passes.emit import (
     argument,
     holds_tensor,
@@ -83,7 +84,7 @@ def row_inputs(node: Node) -> tuple[Node, ...] | None:
             return rule(node, name)
     if is_random(node) and name.startswith(("dropout", "native_dropout")):
         return (node.args[0],)
-    return _pointwise(node) if torch.Tag.pointwise in node.target.tags else None
+    return _pointwise(node) if torch.Tag.pointwise in getattr(node.target, "tags", ()) else None
 
 
 def op_name(node: Node) -> str:
@@ -219,8 +220,8 @@ def as_gather(node: Node) -> Gather | None:
 def _is_permutation(index: Node) -> bool:
     """Whether ``index`` is the order of a CSR or its inverse: raising put it there."""
     if index.target is operator.getitem:
-        return str(index.args[0].target) == "gnnc.csr.default"
-    return op_name(index) == "argsort.default" and _is_permutation(index.args[0])
+        return str(node_arg(index).target) == "gnnc.csr.default"
+    return op_name(index) == "argsort.default" and _is_permutation(node_arg(index))
 
 
 def _index_select(node: Node) -> Gather | None:

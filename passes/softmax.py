@@ -1,9 +1,12 @@
 """The softmax over the edges of each destination, in the spellings that models use for it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
+from gnnc.ir.graph import node_arg
 from gnnc.passes.emit import argument, holds_tensor, same_size, shape_of
 from gnnc.passes.rowwise import Scatter, as_gather, as_scatter, op_name
 
@@ -39,7 +42,7 @@ def as_softmax(node: Node) -> Softmax | None:
     if found is None or found[0].source is not weight:
         return None
     total, eps = found
-    shifted = weight.args[0]
+    shifted = node_arg(weight)
     logits = _without_max(shifted, total)
     if logits is None and eps != 0.0:
         return None  # with eps and no maximum, small logits do not normalize to one
@@ -97,8 +100,8 @@ def _without_max(node: Node, total: Scatter) -> Node | None:
 def _without_fixups(node: Node) -> Node:
     """Skip what replaces the maximum of rows without edges: nobody reads those rows."""
     while op_name(node) in (*_FIXUPS, "where.self", "where.ScalarOther"):
-        parts = node.args[1:] if op_name(node).startswith("where") else node.args[:1]
-        scatters = [part for part in parts if holds_tensor(part) and part.op == "call_function"]
+        parts: Sequence[Any] = node.args[1:] if op_name(node).startswith("where") else node.args[:1]
+        scatters: list[Any] = [part for part in parts if holds_tensor(part) and part.op == "call_function"]
         scatters = [part for part in scatters if op_name(part) != "full.default"]
         if len(scatters) != 1 or (op_name(node) == "clamp.default" and len(node.args) > 2):
             return node

@@ -72,9 +72,7 @@ class Stack(nn.Module):
     ) -> None:
         super().__init__()
         widths = [FEATURES] + [16] * layers
-        self.convs = nn.ModuleList(
-            make(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True)
-        )
+        self.convs = nn.ModuleList(make(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
         self.norms = nn.ModuleList(norm(16) for _ in range(layers))
         self.residual = residual
         self.jump = JumpingKnowledge(jump) if jump else None
@@ -203,26 +201,18 @@ ZOO: dict[str, Entry] = {
     "gcn": Entry(lambda: Stack(GCNConv)),
     "gcn-edge-weight": Entry(lambda: Stack(GCNConv), weighted),
     "gcn-keywords": Entry(lambda: Stack(GCNConv), keywords),
-    "gcn-deep-residual": Entry(
-        lambda: Stack(GCNConv, layers=4, norm=nn.LayerNorm, residual=True)
-    ),
+    "gcn-deep-residual": Entry(lambda: Stack(GCNConv, layers=4, norm=nn.LayerNorm, residual=True)),
     "gcn-no-norm": Entry(lambda: Stack(lambda a, b: GCNConv(a, b, normalize=False))),
     "sage-mean": Entry(lambda: Stack(SAGEConv)),
     "sage-max": Entry(lambda: Stack(lambda a, b: SAGEConv(a, b, aggr="max"))),
     "sage-sum": Entry(lambda: Stack(lambda a, b: SAGEConv(a, b, aggr="sum"))),
     "gin": Entry(lambda: Stack(lambda a, b: GINConv(_mlp(a, b), train_eps=True))),
     "gat": Entry(lambda: Stack(lambda a, b: GATConv(a, b // 4, heads=4)), attention=True),
-    "gat-mean": Entry(
-        lambda: Stack(lambda a, b: GATConv(a, b, heads=3, concat=False)), attention=True
-    ),
+    "gat-mean": Entry(lambda: Stack(lambda a, b: GATConv(a, b, heads=3, concat=False)), attention=True),
     "gatv2": Entry(lambda: Stack(lambda a, b: GATv2Conv(a, b // 4, heads=4)), attention=True),
     "graphconv": Entry(lambda: Stack(GraphConv), weighted),
-    "agnn": Entry(
-        lambda: Stack(lambda a, b: AGNNConv() if a == b else GCNConv(a, b)), attention=True
-    ),
-    "transformer": Entry(
-        lambda: Stack(lambda a, b: TransformerConv(a, b // 4, heads=4)), attention=True
-    ),
+    "agnn": Entry(lambda: Stack(lambda a, b: AGNNConv() if a == b else GCNConv(a, b)), attention=True),
+    "transformer": Entry(lambda: Stack(lambda a, b: TransformerConv(a, b // 4, heads=4)), attention=True),
     "appnp": Entry(lambda: APPNP(K=4, alpha=0.1)),
     "sg": Entry(lambda: SGConv(FEATURES, 5, K=2)),
     "batch-norm": Entry(lambda: Stack(GCNConv, norm=nn.BatchNorm1d)),

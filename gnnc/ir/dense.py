@@ -53,9 +53,7 @@ def _gemm_fake(x: Tensor, w: Tensor, bias: Tensor | None = None, w_is_kn: bool =
 
 def _gemm_cost(x: Tensor, w: Tensor, bias: Tensor | None = None, w_is_kn: bool = False) -> Cost:
     outputs = numel(x) / size_expr(x.shape[-1]) * size_expr(w.shape[1 if w_is_kn else 0])
-    return Cost(
-        bytes=nbytes(x, w, bias) + outputs * 4, flops=outputs * size_expr(x.shape[-1]) * 2
-    )
+    return Cost(bytes=nbytes(x, w, bias) + outputs * 4, flops=outputs * size_expr(x.shape[-1]) * 2)
 
 
 def _gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -75,3 +75,10 @@ def hint(size: Any, default: int = 1) -> int:
         return int(size)
     value = size.node.hint
     return default if value is None else int(value)
+
+
+def node_arg(node: fx.Node, position: int = 0) -> fx.Node:
+    """Return an argument that must be a node."""
+    found = node.args[position]
+    assert isinstance(found, fx.Node), f"argument {position} of {node.format_node()} is not a node"
+    return found

@@ -190,7 +190,7 @@ def _message_fake(
 
 def _message_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     def again(rowptr: Tensor, col: Tensor, groups: list[Tensors], rest: list[Any]) -> Tensor:
-        return message_reference(rowptr, col, rest[0], rest[1], *groups, rest[2])
+        return message_reference(rowptr, col, rest[0], rest[1], *groups, num_dst=rest[2])
 
     return None, None, None, None, *_recompute_backward(ctx, grad, again), None
 

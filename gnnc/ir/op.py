@@ -137,9 +137,7 @@ def numel(tensor: torch.Tensor) -> sympy.Expr:
 
 def nbytes(*tensors: torch.Tensor | None) -> sympy.Expr:
     """Return the bytes that the tensors hold as a sympy expression."""
-    return sum(
-        (numel(t) * t.element_size() for t in tensors if t is not None), start=sympy.Integer(0)
-    )
+    return sum((numel(t) * t.element_size() for t in tensors if t is not None), start=sympy.Integer(0))
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

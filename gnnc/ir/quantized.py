@@ -169,9 +169,7 @@ QUANTIZE = define(
         name="quantize",
         schema="(Tensor x, Tensor scale, str granularity, Tensor? shift=None, int bits=8) -> Tensor",
         reference=quantize_reference,
-        fake=lambda x, scale, granularity, shift=None, bits=8: x.new_empty(
-            x.shape, dtype=torch.int8
-        ),
+        fake=lambda x, scale, granularity, shift=None, bits=8: x.new_empty(x.shape, dtype=torch.int8),
         cost=lambda x, scale, granularity, shift=None, bits=8: Cost(
             nbytes(x, scale, shift) + numel(x), numel(x) * 2
         ),
@@ -212,9 +210,7 @@ DEQUANTIZE = define(
         schema="(Tensor q, Tensor scale, str granularity, int exponent=0) -> Tensor",
         reference=dequantize_reference,
         fake=lambda q, scale, granularity, exponent=0: q.new_empty(q.shape, dtype=torch.float32),
-        cost=lambda q, scale, granularity, exponent=0: Cost(
-            nbytes(q, scale) + numel(q) * 4, numel(q)
-        ),
+        cost=lambda q, scale, granularity, exponent=0: Cost(nbytes(q, scale) + numel(q) * 4, numel(q)),
         samples=lambda: [
             (_codes(5, 7), torch.tensor(0.02), "tensor", 0),
             (_codes(5, 7), torch.rand(5), "row", 0),
@@ -288,9 +284,7 @@ UNPACK = define(
         name="unpack",
         schema="(Tensor planes, int bits, SymInt width) -> Tensor",
         reference=unpack_reference,
-        fake=lambda planes, bits, width: planes.new_empty(
-            (planes.shape[1], width), dtype=torch.uint8
-        ),
+        fake=lambda planes, bits, width: planes.new_empty((planes.shape[1], width), dtype=torch.uint8),
         cost=lambda planes, bits, width: Cost(
             nbytes(planes) + size_expr(planes.shape[1]) * size_expr(width), numel(planes) * 8
         ),
@@ -350,13 +344,9 @@ def qspmm_reference(
     return reduce_edges(exact, rows, num_dst, reduce).float()
 
 
-def _check_qspmm(
-    value: Tensor | None, x_scale: Tensor | None, shift: Tensor | None, reduce: str
-) -> None:
+def _check_qspmm(value: Tensor | None, x_scale: Tensor | None, shift: Tensor | None, reduce: str) -> None:
     check(reduce in REDUCTIONS, "qspmm", lambda: f"reduce must be one of {REDUCTIONS}, got {reduce!r}")
-    check(
-        x_scale is None or shift is None, "qspmm", lambda: "x_scale and shift exclude each other"
-    )
+    check(x_scale is None or shift is None, "qspmm", lambda: "x_scale and shift exclude each other")
     check(
         value is None or x_scale is not None or not value.dtype.is_floating_point,
         "qspmm",

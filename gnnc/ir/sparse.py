@@ -177,8 +177,7 @@ def _bad_reduce(sample: tuple[Any, ...], position: int) -> list[ErrorInput]:
 SPMM = define(
     Op(
         name="spmm",
-        schema="(Tensor rowptr, Tensor col, Tensor? value, Tensor x, str reduce, SymInt num_dst)"
-        " -> Tensor",
+        schema="(Tensor rowptr, Tensor col, Tensor? value, Tensor x, str reduce, SymInt num_dst) -> Tensor",
         reference=spmm_reference,
         fake=_spmm_fake,
         cost=_spmm_cost,
@@ -190,9 +189,7 @@ SPMM = define(
 )
 
 
-def sddmm_reference(
-    rowptr: Tensor, col: Tensor, a: Tensor | None, b: Tensor | None, op: str
-) -> Tensor:
+def sddmm_reference(rowptr: Tensor, col: Tensor, a: Tensor | None, b: Tensor | None, op: str) -> Tensor:
     """Combine the destination's and the source's rows at every edge.
 
     Args:
@@ -231,9 +228,7 @@ def _check_edge_op(name: str, a: Tensor | None, b: Tensor | None, op: str) -> No
     check(b is not None or op == "copy_dst", name, lambda: f"op {op!r} needs the source side b")
 
 
-def _sddmm_fake(
-    rowptr: Tensor, col: Tensor, a: Tensor | None, b: Tensor | None, op: str
-) -> Tensor:
+def _sddmm_fake(rowptr: Tensor, col: Tensor, a: Tensor | None, b: Tensor | None, op: str) -> Tensor:
     _check_edge_op("sddmm", a, b, op)
     side = _required(b if a is None else a)
     if op in ("copy_src", "copy_dst"):
@@ -365,9 +360,7 @@ EDGE_SOFTMAX = define(
         fake=lambda rowptr, logits, eps=1e-16: logits.new_empty(
             logits.shape, dtype=accumulate_dtype(logits.dtype)
         ),
-        cost=lambda rowptr, logits, eps=1e-16: Cost(
-            nbytes(rowptr) + numel(logits) * 8, numel(logits) * 5
-        ),
+        cost=lambda rowptr, logits, eps=1e-16: Cost(nbytes(rowptr) + numel(logits) * 8, numel(logits) * 5),
         gradient=Gradient(_edge_softmax_backward, _edge_softmax_setup),
         samples=_edge_softmax_samples,
         error_inputs=lambda: [
@@ -429,9 +422,7 @@ SEGMENT_REDUCE = define(
         name="segment_reduce",
         schema="(Tensor rowptr, Tensor? perm, Tensor x, str reduce, SymInt num_dst) -> Tensor",
         reference=segment_reduce_reference,
-        fake=lambda rowptr, perm, x, reduce, num_dst: _spmm_fake(
-            rowptr, rowptr, None, x, reduce, num_dst
-        ),
+        fake=lambda rowptr, perm, x, reduce, num_dst: _spmm_fake(rowptr, rowptr, None, x, reduce, num_dst),
         cost=lambda rowptr, perm, x, reduce, num_dst: Cost(
             nbytes(rowptr, perm, x) + size_expr(num_dst) * _row_elements(x) * 4, numel(x)
         ),

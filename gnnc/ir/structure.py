@@ -17,9 +17,7 @@ from gnnc.ir.op import Cost, ErrorInput, Op, check, define, nbytes, numel
 _STRUCTURE = "integers have no gradient"
 
 
-def random_csr(
-    num_src: int, num_dst: int, num_edges: int, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def random_csr(num_src: int, num_dst: int, num_edges: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return the CSR of a random graph, for samples and tests."""
     generator = torch.Generator().manual_seed(seed)
     src = torch.randint(max(num_src, 1), (num_edges,), generator=generator)

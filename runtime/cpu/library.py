@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-# This file is runtime/cpu/library.py of the installed package, and gnnc/ of the tree when it is reached by link.
+# gnnc/libgnnc_cpu.so, seen from gnnc/runtime/cpu/ of the package or of the tree.
 PATH = Path(__file__).parents[2] / "libgnnc_cpu.so"
 
 
@@ -14,7 +14,8 @@ def load() -> str:
     """Load the kernels once and return the instruction set that they use.
 
     Raises:
-        gnnc.BackendError: the library is missing or does not load, or `GNNC_ISA` asks for what cannot run here.
+        gnnc.BackendError: the library is missing or does not load, or `GNNC_ISA` asks for what
+            cannot run here.
     """
     try:
         torch.ops.load_library(str(PATH))  # pyright: ignore[reportUnknownMemberType]

@@ -51,11 +51,7 @@ def test_gradient_rule(op: Op, sample: tuple) -> None:
     if any(isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16 for a in flat):
         flat = [a.float() if isinstance(a, torch.Tensor) else a for a in flat]
     leaves = [
-        a.double().requires_grad_()
-        if isinstance(a, torch.Tensor) and a.is_floating_point()
-        else a
+        a.double().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in flat
     ]
-    assert torch.autograd.gradcheck(
-        lambda *args: op.target(*tree_unflatten(list(args), spec)), leaves
-    )
+    assert torch.autograd.gradcheck(lambda *args: op.target(*tree_unflatten(list(args), spec)), leaves)
