@@ -101,7 +101,8 @@ def _without_fixups(node: Node) -> Node:
     """Skip what replaces the maximum of rows without edges: nobody reads those rows."""
     while op_name(node) in (*_FIXUPS, "where.self", "where.ScalarOther"):
         parts: Sequence[Any] = node.args[1:] if op_name(node).startswith("where") else node.args[:1]
-        scatters: list[Any] = [part for part in parts if holds_tensor(part) and part.op == "call_function"]
+        scatters: list[Node] = [part for part in parts if isinstance(part, Node) and holds_tensor(part)]
+        scatters = [part for part in scatters if part.op == "call_function"]
         scatters = [part for part in scatters if op_name(part) != "full.default"]
         if len(scatters) != 1 or (op_name(node) == "clamp.default" and len(node.args) > 2):
             return node

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
@@ -46,7 +47,8 @@ def infer_meta(gm: fx.GraphModule) -> None:
         if "layer" not in node.meta:
             node.meta["layer"] = _layer_of_inputs(node)
         if "val" not in node.meta:
-            with mode:
+            # Without the dispatcher, a decomposition in C++ would fix symbolic sizes to their examples.
+            with mode, enable_python_dispatcher():
                 node.meta["val"] = _infer(gm, node)
 
 
