@@ -19,24 +19,24 @@ test: build
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 format: $(VENV)/.dev
-	$(BIN)/ruff check --fix
-	$(BIN)/ruff format
+	$(BIN)/python -m ruff check --fix
+	$(BIN)/python -m ruff format
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m mkdocs build --strict
 
 dev: $(VENV)/.dev
 
 # Brings the C++ library up to date; Python files need no build.
 build: $(VENV)/.gnnc
-	@$(BIN)/cmake --build build/editable
+	@$(BIN)/python -m cmake --build build/editable
 
 clean:
 	rm -rf build dist site gnnc/*.so $(VENV)/.gnnc
