@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.fx import GraphModule, Node
 
 from gnnc.passes.assign import Assign
-from gnnc.passes.base import BackendInfo
+from gnnc.passes.base import BackendInfo, Context
 from gnnc.passes.cache import Cache
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.lower import Lower
@@ -190,12 +190,13 @@ def check(recipe: Recipe, sizes: tuple[int, int], precision: Precision, static: 
     backend = get_backend(BACKEND)
     info = BackendInfo(backend.name, backend.precisions, backend)
     options = {"precision": precision, "examples": values if static else None, "backend": info}
-    quantized, ctx = run_all(graph, (Assign(min_row_bytes=0), Quantize()), **options)
+    quantized, _ = run_all(graph, (Assign(min_row_bytes=0), Quantize()), **options)
     values = (*values, *_scales(quantized))
     want = quantized(*values)
     fused, _ = run_all(quantized, (Cache(), Fuse()), **options)
     assert_equal_bits(fused(*values), want)
-    lowered, _ = run_all(fused, (Lower(),), **options)
+    lowered, ctx = run_all(fused, (Lower(),), **options)
+    assert_taken_whole(fused, ctx)
     got = Executable(lowered)(*values)
     assert [t.shape for t in got] == [t.shape for t in want]
     assert relative_error(got, want) < TOLERANCE[precision.name]
@@ -204,6 +205,13 @@ def check(recipe: Recipe, sizes: tuple[int, int], precision: Precision, static: 
 def _scales(gm: GraphModule) -> list[Any]:
     nodes = gm.graph.find_nodes(op="placeholder")
     return [n.meta["value"] for n in nodes if n.meta["source"].kind == "constant"]
+
+
+def assert_taken_whole(fused: GraphModule, ctx: Context) -> None:
+    """What ``fuse`` groups, a kernel runs as one."""
+    apart = {note.node for note in ctx.notes if "taken apart" in note.text}
+    kinds = {node.meta["kind"] for node in fused.graph.nodes if node.name in apart}
+    assert kinds <= {"sddmm"}
 
 
 def assert_equal_bits(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
