@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -71,13 +70,6 @@ class Context:
         name = node.name if node is not None else ""
         layer = str(node.meta.get("layer", "")) if node is not None else ""
         self.notes.append(Note(self.current_pass, name, layer, text))
-
-    def override_for(self, layer: str) -> Precision | None:
-        """Return the precision that the first matching override gives ``layer``."""
-        for pattern, precision in self.overrides.items():
-            if fnmatchcase(layer, pattern):
-                return precision
-        return None
 
 
 @runtime_checkable
