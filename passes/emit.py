@@ -25,7 +25,7 @@ class Emitter:
     def __init__(self, gm: fx.GraphModule) -> None:
         self.graph = gm.graph
         self.mode = fake_mode_of(gm)
-        self.last_input = placeholders(gm)[-1]
+        self.last_input = placeholders(gm)[-1:]  # a graph may have none
         self.made: dict[Any, Node] = {}
 
     def call(self, target: Any, *args: Any, layer: str = "", **kwargs: Any) -> Node:
@@ -34,9 +34,10 @@ class Emitter:
         known = self.made.get(key)
         if known is not None and not getattr(known, "_erased", False):
             return known
-        operands: list[Node] = [self.last_input]
+        operands: list[Node] = list(self.last_input)
         fx.map_arg((args, kwargs), operands.append)
-        with self.graph.inserting_after(_last(operands)):
+        start = next(iter(self.graph.nodes))
+        with self.graph.inserting_after(_last(operands)) if operands else self.graph.inserting_before(start):
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update(layer=layer, val=self.infer(node))
         if not is_random(node):
