@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gnnc.ir.body import evaluate_body, parse_body
-from gnnc.ir.op import Cost, ErrorInput, Gradient, Op, accumulate_dtype, check, define, nbytes, numel
-from gnnc.ir.sparse import REDUCTIONS, reduce_edges
+from gnnc.ir.op import Cost, ErrorInput, Gradient, Op, accumulate_dtype, define, nbytes, numel
+from gnnc.ir.sparse import REDUCTIONS, check_reduce, reduce_edges
 from gnnc.ir.structure import edge_rows, random_csr
 
 Tensors = list[Tensor]
@@ -166,7 +166,7 @@ def message_reference(
     Returns:
         ``[num_dst, ...]``, at least FP32; a row without edges is 0.
     """
-    check(reduce in REDUCTIONS, "message", lambda: f"reduce must be one of {REDUCTIONS}, got {reduce!r}")
+    check_reduce("message", reduce)
     value = edge_map_reference(rowptr, col, body, dst, src, edge, const)
     value = value.to(accumulate_dtype(value.dtype))
     return reduce_edges(value, edge_rows(rowptr, col.numel()), num_dst, reduce)
@@ -183,7 +183,7 @@ def _message_fake(
     const: Tensors,
     num_dst: Any,
 ) -> Tensor:
-    check(reduce in REDUCTIONS, "message", lambda: f"reduce must be one of {REDUCTIONS}, got {reduce!r}")
+    check_reduce("message", reduce)
     value = _edge_map_fake(rowptr, col, body, dst, src, edge, const)
     return value.new_empty((num_dst, *value.shape[1:]), dtype=accumulate_dtype(value.dtype))
 

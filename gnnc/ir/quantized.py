@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gnnc.ir.op import Cost, ErrorInput, Op, check, define, nbytes, numel, size_expr
-from gnnc.ir.sparse import REDUCTIONS, expand_value, reduce_edges
+from gnnc.ir.sparse import REDUCTIONS, check_reduce, expand_value, reduce_edges
 from gnnc.ir.structure import edge_rows, random_csr
 
 GRANULARITIES = ("tensor", "row", "column")
@@ -345,7 +345,7 @@ def qspmm_reference(
 
 
 def _check_qspmm(value: Tensor | None, x_scale: Tensor | None, shift: Tensor | None, reduce: str) -> None:
-    check(reduce in REDUCTIONS, "qspmm", lambda: f"reduce must be one of {REDUCTIONS}, got {reduce!r}")
+    check_reduce("qspmm", reduce)
     check(x_scale is None or shift is None, "qspmm", lambda: "x_scale and shift exclude each other")
     check(
         value is None or x_scale is not None or not value.dtype.is_floating_point,

@@ -46,7 +46,8 @@ def reduce_edges(messages: Tensor, rows: Tensor, num_dst: int, reduce: str) -> T
     return out.scatter_reduce(0, index, messages, f"a{reduce}", include_self=False)
 
 
-def _check_reduce(op: str, reduce: str) -> None:
+def check_reduce(op: str, reduce: str) -> None:
+    """Refuse a reduction that no op of the family has."""
     check(reduce in REDUCTIONS, op, lambda: f"reduce must be one of {REDUCTIONS}, got {reduce!r}")
 
 
@@ -66,7 +67,7 @@ def spmm_reference(
     Returns:
         ``[num_dst, ...]``, at least FP32; a row without edges is 0.
     """
-    _check_reduce("spmm", reduce)
+    check_reduce("spmm", reduce)
     dtype = accumulate_dtype(x.dtype)
     messages = x.to(dtype).index_select(0, col)
     if value is not None:
@@ -77,7 +78,7 @@ def spmm_reference(
 def _spmm_fake(
     rowptr: Tensor, col: Tensor, value: Tensor | None, x: Tensor, reduce: str, num_dst: Any
 ) -> Tensor:
-    _check_reduce("spmm", reduce)
+    check_reduce("spmm", reduce)
     return x.new_empty((num_dst, *x.shape[1:]), dtype=accumulate_dtype(x.dtype))
 
 
@@ -385,7 +386,7 @@ def segment_reduce_reference(
     Returns:
         ``[num_dst, ...]``, at least FP32; an empty segment gives 0.
     """
-    _check_reduce("segment_reduce", reduce)
+    check_reduce("segment_reduce", reduce)
     x = x.to(accumulate_dtype(x.dtype))
     taken = x if perm is None else x.index_select(0, perm)
     return reduce_edges(taken, edge_rows(rowptr, taken.shape[0]), num_dst, reduce)

@@ -1,4 +1,4 @@
-"""The dense kernels once more with the slower instruction set, and equal integers from both."""
+"""The kernels once more with the slower instruction set, and equal integers from both."""
 
 import os
 import subprocess
@@ -10,7 +10,9 @@ import pytest
 from gnnc.runtime.cpu import library
 
 HERE = Path(__file__).parent
-FILES = ("test_gemm.py", "test_map.py", "test_row_program.py")
+DENSE = ("test_gemm.py", "test_map.py", "test_row_program.py")
+SPARSE = ("test_spmm.py", "test_attention.py", "test_sddmm.py", "test_edge_softmax.py")
+FILES = DENSE + SPARSE
 
 # Prints digests of codes, scales and sums that must not depend on the instruction set.
 DIGESTS = """
