@@ -1,0 +1,115 @@
+#pragma once
+
+// One complete row of a kernel's result, in FP32, in the registers of a group of threads: what epilogues work on.
+//
+// A group is kLanes neighbouring threads of one warp (a power of two). Thread `lane` holds the columns
+// lane * 4 .. lane * 4 + 3 of every block of 4 * kLanes columns, so that a group stores whole blocks at a time: 16
+// bytes a thread in FP32, 8 in half precision, 4 in int8. Columns past the width hold zeros until an epilogue writes to
+// them; reductions never read them.
+//
+// An epilogue is a functor that a kernel takes by value as its last argument:
+//   struct Epilogue { ...; template <class Tile> __device__ void operator()(Tile& tile, int64_t row) const; };
+// All threads of a group call it together, once for each row, also for rows without edges. The groups of a warp may
+// call it at different times: it must not synchronise more than its group (`members`).
+
+#include "types.cuh"
+
+namespace gnnc {
+
+template <int kWidth_, int kLanes_>
+struct RowTile {
+  static constexpr int kWidth = kWidth_, kLanes = kLanes_, kRun = 4;
+  static constexpr int kBlock = kRun * kLanes;
+  static constexpr int kPer = (kWidth + kBlock - 1) / kBlock * kRun;
+  static_assert(kLanes >= 1 && kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "a group is 1, 2, 4, 8, 16 or 32 threads");
+
+  float v[kPer];
+  int lane;
+
+  __device__ RowTile() : lane(static_cast<int>(threadIdx.x) % kLanes) {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) v[i] = 0.0f;
+  }
+
+  // The column of v[i]. Runs of four, i = 4 k .. 4 k + 3, are neighbours, and the first is a multiple of 4.
+  __device__ int column(int i) const { return i / kRun * kBlock + lane * kRun + i % kRun; }
+  __device__ bool valid(int i) const { return column(i) < kWidth; }
+
+  // Bits of the threads of this group, for __shfl_*_sync and __syncwarp.
+  __device__ static uint32_t members() {
+    if constexpr (kLanes == 32) {
+      return 0xffffffffu;
+    } else {
+      return ((1u << kLanes) - 1u) << (threadIdx.x % 32 / kLanes * kLanes);
+    }
+  }
+
+  // combine(combine(a, b), c)... over the values that the threads of the group hold, in one fixed order. Every thread
+  // gets the result; combine must be commutative, or the threads would not agree.
+  template <class T, class Combine>
+  __device__ static T across(T value, const Combine& combine) {
+#pragma unroll
+    for (int apart = kLanes / 2; apart > 0; apart /= 2) {
+      value = combine(value, __shfl_xor_sync(members(), value, apart, kLanes));
+    }
+    return value;
+  }
+
+  // The largest |v| of the row. NaN counts as larger than infinity, so neither is lost.
+  __device__ float max_abs() const {
+    uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      const uint32_t bits = __float_as_uint(v[i]) & 0x7fffffffu;
+      if (valid(i) && bits > top) top = bits;
+    }
+    return __uint_as_float(across(top, [](uint32_t a, uint32_t b) { return a > b ? a : b; }));
+  }
+
+  // The largest f(v[i], i) of the row, `lowest` where f gives only NaN.
+  template <class F>
+  __device__ float max(const F& f, float lowest = -__int_as_float(0x7f800000)) const {
+    float top = lowest;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (valid(i)) top = fmaxf(top, f(v[i], i));
+    }
+    return across(top, [](float a, float b) { return fmaxf(a, b); });
+  }
+
+  // The sum of f(v[i], i) over the row.
+  template <class F>
+  __device__ float sum(const F& f) const {
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (valid(i)) total = __fadd_rn(total, f(v[i], i));
+    }
+    return across(total, [](float a, float b) { return __fadd_rn(a, b); });
+  }
+};
+
+// The epilogue that only stores: out[row, :] as FP32 rows `stride` elements apart, a multiple of 4.
+struct StoreFloat {
+  float* out;
+  int64_t stride;
+
+  template <class Tile>
+  __device__ void operator()(const Tile& tile, int64_t row) const {
+    float* to = out + row * stride;
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; i += Tile::kRun) {
+      const int column = tile.column(i);
+      if (column + Tile::kRun <= Tile::kWidth) {
+        *reinterpret_cast<float4*>(to + column) = make_float4(tile.v[i], tile.v[i + 1], tile.v[i + 2], tile.v[i + 3]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < Tile::kRun; ++k) {
+          if (tile.valid(i + k)) to[column + k] = tile.v[i + k];
+        }
+      }
+    }
+  }
+};
+
+}  // namespace gnnc

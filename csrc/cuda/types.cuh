@@ -1,0 +1,14 @@
+#pragma once
+
+// The integer types of fixed size: NVRTC has no <cstdint>, and where nvcc has one these are the same types.
+
+using int64_t = long;
+using uint64_t = unsigned long;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int16_t = short;
+using uint16_t = unsigned short;
+using int8_t = signed char;
+using uint8_t = unsigned char;
+
+static_assert(sizeof(int64_t) == 8, "long is 64 bits wide wherever these kernels are compiled");
