@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gnnc.runtime.cpu import library
-from gnnc.runtime.cpu.row_program import Op
+from gnnc.runtime.row_program import Op
 
 WIDTHS = (1, 7, 16, 47, 64, 100, 602)
 ROWS = (0, 1, 5, 1000)

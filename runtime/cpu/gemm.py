@@ -1,205 +1,30 @@
 """Lowering of matrix products with a weight."""
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch.fx import Node
 
-from gnnc.ir.row_local import RowOp, argument
 from gnnc.runtime.cpu import epilogue
-from gnnc.runtime.cpu.epilogue import Inner, Refusal, RowProgram, planned
-from gnnc.runtime.emitter import Emitter
+from gnnc.runtime.emitter import Emitter, shape_of
+from gnnc.runtime.epilogue import argument_of
+from gnnc.runtime.plans import gemm
 from gnnc.runtime.registry import kernel
-
-FLOAT, INT8, BF16 = 0, 1, 3
-_CAST = "aten._to_copy.default"
-_QUANTIZE = "gnnc.quantize.default"
-_SCALE = "gnnc.scale.default"
-_DEQUANTIZE = "gnnc.dequantize.default"
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Numbers of the kernel's operands and its constants.
-
-    Attributes:
-        x: the activations.
-        x_scale: their scale; None: each row is scaled as it is loaded.
-        w: the weight.
-        w_is_kn: its layout.
-        mode: ``FLOAT``, ``INT8`` or ``BF16``.
-        width: columns of the result.
-        program: what happens to its rows.
-    """
-
-    x: int
-    x_scale: int | None
-    w: int
-    w_is_kn: bool
-    mode: int
-    width: int
-    program: RowProgram
 
 
 @kernel("fused:gemm", "gnnc.gemm", "gnnc.qgemm", backend="cpu", name="gemm", priority=10)
 class Gemm:
     """``gnnc_cpu.gemm``: float, bf16 or int8, quantizing activations as it loads them."""
 
-    @staticmethod
-    @planned
-    def plan(node: Node) -> Plan:
-        """Read the operands and the row program off a product and what is fused around it."""
-        inner = Inner(node)
-        anchor = inner.only("gnnc.gemm.default", "gnnc.qgemm.default")
-        if str(anchor.target) == "gnnc.qgemm.default":
-            return _plan_int8(inner, anchor)
-        return _plan_float(inner, anchor)
+    plan = staticmethod(gemm.plan)
 
     @staticmethod
-    def emit(plan: Plan, node: Node, emitter: Emitter) -> None:
+    def emit(plan: gemm.Plan, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
-        x = epilogue.argument_of(node, plan.x)
-        w = epilogue.argument_of(node, plan.w)
-        scale = "None" if plan.x_scale is None else emitter.vector(epilogue.argument_of(node, plan.x_scale))
-        rows = epilogue.shape_of(x)[0]
+        x = argument_of(node, plan.x)
+        w = argument_of(node, plan.w)
+        scale = "None" if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
+        rows = shape_of(x)[0]
         weight = emitter.matrix(w)
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu.gemm.default, "gemm")
         emitter.line(f"{op}({emitter.matrix(x)}, {scale}, {weight}, {plan.w_is_kn}, {plan.mode}, {program})")
         epilogue.check_scales(emitter)
-
-
-def _plan_float(inner: Inner, anchor: Node) -> Plan:
-    x, w = anchor.args[:2]
-    w_is_kn = bool(argument(anchor, 3, "w_is_kn", False))
-    bias = argument(anchor, 2, "bias", None)
-    covered = {anchor}
-    x, x_cast = _uncast(inner, x, covered)
-    w, w_cast = _uncast(inner, w, covered)
-    w, w_is_kn = _untransposed(inner, w, w_is_kn, covered)
-    half = w_cast or w.meta["val"].dtype == torch.bfloat16
-    if half and not (x_cast or x.meta["val"].dtype == torch.bfloat16):
-        raise Refusal("the weight is bf16 and the activations are not")
-    _check_dtypes(x, w)
-    program = epilogue.build(inner, epilogue.read_chain(inner, anchor), covered)
-    if bias is not None:
-        _put_first(program, "ADD_COL", inner.operand(bias, "bias"))
-    return Plan(
-        x=inner.operand(x, "x"),
-        x_scale=None,
-        w=inner.operand(w, "the weight"),
-        w_is_kn=w_is_kn,
-        mode=BF16 if half else FLOAT,
-        width=epilogue.fixed_width(anchor),
-        program=program,
-    )
-
-
-def _check_dtypes(x: Node, w: Node) -> None:
-    if x.meta["val"].dtype not in (torch.float32, torch.bfloat16):
-        raise Refusal(f"the activations are {x.meta['val'].dtype}")
-    if w.meta["val"].dtype != torch.float32:
-        raise Refusal(f"the weight is {w.meta['val'].dtype}")
-    if x.meta["val"].dim() != 2:
-        raise Refusal("the activations are not a matrix")
-
-
-def _put_first(program: RowProgram, name: str, index: int) -> None:
-    number = program.operand(index, "vector")
-    rest, program.code = program.code, []
-    program.add(name, number)
-    program.code += rest
-
-
-def _uncast(inner: Inner, node: Any, covered: set[Node]) -> tuple[Node, bool]:
-    """Step over a cast to bf16 that the kernel does as it loads."""
-    if node in inner.operands or str(node.target) != _CAST:
-        return node, False
-    if node.kwargs.get("dtype") is not torch.bfloat16:
-        raise Refusal(f"the operand is cast to {node.kwargs.get('dtype')}")
-    covered.add(node)
-    return node.args[0], True
-
-
-def _untransposed(inner: Inner, node: Any, w_is_kn: bool, covered: set[Node]) -> tuple[Node, bool]:
-    if node in inner.operands or str(node.target) != "aten.t.default":
-        return node, w_is_kn
-    covered.add(node)
-    return node.args[0], not w_is_kn
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """How the activations come.
-
-    Attributes:
-        value: what the kernel reads.
-        scale: the scale of each row, taken as it is loaded; None: codes are given, and their scale.
-    """
-
-    value: Node
-    scale: Node | None
-
-
-def _plan_int8(inner: Inner, anchor: Node) -> Plan:
-    covered = {anchor}
-    load = _activations(inner, anchor.args[0], covered)
-    w, w_scale, w_is_kn = _weight(inner, anchor.args[1], covered)
-    chain = epilogue.read_chain(inner, anchor)
-    scale = _take_scales(chain, load, w_scale, covered)
-    return Plan(
-        x=inner.operand(load.value, "x"),
-        x_scale=inner.operand(scale, "the scale of x") if load.scale is None else None,
-        w=inner.operand(w, "the weight"),
-        w_is_kn=w_is_kn,
-        mode=INT8,
-        width=epilogue.fixed_width(anchor),
-        program=epilogue.build(inner, chain[2:], covered),
-    )
-
-
-def _activations(inner: Inner, codes: Any, covered: set[Node]) -> _Load:
-    if codes in inner.operands:
-        return _Load(codes, None)
-    if str(codes.target) != _QUANTIZE or argument(codes, 3, "shift", None) is not None:
-        raise Refusal("the activations are not plainly quantized")
-    value, scale, granularity = codes.args[:3]
-    if value.meta["val"].dim() != 2:
-        raise Refusal("the activations are not a matrix")
-    covered.add(codes)
-    if scale in inner.operands:
-        raise Refusal("a given scale saturates on load, where nobody would see a NaN")
-    if str(scale.target) != _SCALE or scale.args[0] is not value or granularity != "row":
-        raise Refusal(f"the kernel cannot take a {granularity} scale of the activations as it loads")
-    covered.add(scale)
-    return _Load(value, scale)
-
-
-def _weight(inner: Inner, codes: Any, covered: set[Node]) -> tuple[Node, Node, bool]:
-    if codes in inner.operands or str(codes.target) != _QUANTIZE:
-        raise Refusal("the weight is quantized elsewhere, but this kernel quantizes it as it loads")
-    value, scale, granularity = codes.args[:3]
-    own = granularity == "row" and str(scale.target) == _SCALE and scale.args[0] is value
-    if not own:
-        raise Refusal(f"the weight has a {granularity} scale, not one an output channel")
-    covered.update((codes, scale))
-    w, w_is_kn = _untransposed(inner, value, False, covered)
-    if w.meta["val"].dtype != torch.float32:
-        raise Refusal(f"the weight is {w.meta['val'].dtype}")
-    return w, scale, w_is_kn
-
-
-def _take_scales(chain: list[RowOp], load: _Load, w_scale: Node, covered: set[Node]) -> Any:
-    """Check that the product is scaled by both scales first, which the kernel does; return that of x."""
-    if len(chain) < 2 or any(str(op.root.target) != _DEQUANTIZE for op in chain[:2]):
-        raise Refusal("the integer product is not dequantized by both scales first")
-    first, second = (op.root for op in chain[:2])
-    if load.scale not in (None, first.args[1]):
-        raise Refusal("the integer product is not dequantized by the scale of its activations first")
-    if second.args[1] is not w_scale:
-        raise Refusal("the integer product is not dequantized by the weight's scale second")
-    if argument(first, 3, "exponent", 0) or argument(second, 3, "exponent", 0):
-        raise Refusal("the scales carry a power of two")
-    covered.update((first, second))
-    return first.args[1]

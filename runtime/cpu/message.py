@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from gnnc.ir.body import evaluate_body
-from gnnc.runtime.cpu import epilogue
-from gnnc.runtime.cpu.epilogue import Refusal, planned
-from gnnc.runtime.cpu.row_program import Op
-from gnnc.runtime.cpu.spmm import REDUCTIONS
+from gnnc.runtime import epilogue
 from gnnc.runtime.emitter import Emitter
+from gnnc.runtime.epilogue import Refusal, planned
+from gnnc.runtime.plans.spmm import REDUCTIONS
 from gnnc.runtime.registry import kernel
+from gnnc.runtime.row_program import Op
 
 BLOCK_VALUES = 1 << 17
 """Values of the widest operand in a block: half a megabyte of floats."""

@@ -1,42 +1,13 @@
 """Lowering of aggregations over edges and over segments."""
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch.fx import Node
 
 from gnnc.runtime.cpu import epilogue
-from gnnc.runtime.cpu.epilogue import Inner, Refusal, RowProgram, planned
-from gnnc.runtime.emitter import Emitter
+from gnnc.runtime.emitter import Emitter, shape_of
+from gnnc.runtime.epilogue import argument_of
+from gnnc.runtime.plans import spmm
 from gnnc.runtime.registry import kernel
-
-REDUCTIONS = {"sum": 0, "mean": 1, "max": 2, "min": 3}
-_TARGETS = ("gnnc.spmm.default", "gnnc.qspmm.default", "gnnc.segment_reduce.default")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Numbers of the kernel's operands and its constants; None where absent.
-
-    Attributes:
-        rowptr, col, value, x, x_scale, shift: as in ``gnnc.qspmm``.
-        reduce: number of the reduction.
-        heads: heads of ``value``; rows of x are ``heads`` equal parts.
-        width: columns of the result.
-        program: what happens to its rows.
-    """
-
-    rowptr: int
-    col: int | None
-    value: int | None
-    x: int
-    x_scale: int | None
-    shift: int | None
-    reduce: int
-    heads: int
-    width: int
-    program: RowProgram
 
 
 @kernel(
@@ -45,39 +16,20 @@ class Plan:
 class Spmm:
     """``gnnc_cpu.spmm``: sum, mean, max or min over each row's edges, float, bf16 or int8."""
 
-    @staticmethod
-    @planned
-    def plan(node: Node) -> Plan:
-        """Read the operands and the row program off an aggregation and what is fused behind it."""
-        inner = Inner(node)
-        anchor = inner.only(*_TARGETS)
-        rowptr, col, value, x, x_scale, shift, reduce = _arguments(anchor)
-        _check(x, value)
-        return Plan(
-            rowptr=inner.operand(rowptr, "rowptr"),
-            col=inner.optional(col, "col"),
-            value=inner.optional(value, "value"),
-            x=inner.operand(x, "x"),
-            x_scale=inner.optional(x_scale, "the scale of x"),
-            shift=inner.optional(shift, "the shift of x"),
-            reduce=REDUCTIONS[reduce],
-            heads=heads_of(value),
-            width=epilogue.fixed_width(anchor),
-            program=epilogue.build(inner, epilogue.read_chain(inner, anchor), {anchor}),
-        )
+    plan = staticmethod(spmm.plan)
 
     @staticmethod
-    def emit(plan: Plan, node: Node, emitter: Emitter) -> None:
+    def emit(plan: spmm.Plan, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
 
         def vector(index: int | None) -> str:
-            return "None" if index is None else emitter.vector(epilogue.argument_of(node, index))
+            return "None" if index is None else emitter.vector(argument_of(node, index))
 
-        rowptr = epilogue.argument_of(node, plan.rowptr)
-        rows = epilogue.shape_of(rowptr)[0] - 1
+        rowptr = argument_of(node, plan.rowptr)
+        rows = shape_of(rowptr)[0] - 1
         col = column_text(emitter, node, plan.col)
         value = value_text(emitter, node, plan.value, plan.heads)
-        x = emitter.matrix(epilogue.argument_of(node, plan.x), plan.width)
+        x = emitter.matrix(argument_of(node, plan.x), plan.width)
         scales = f"{vector(plan.x_scale)}, {vector(plan.shift)}"
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu.spmm.default, "spmm")
@@ -90,7 +42,7 @@ def column_text(emitter: Emitter, node: Node, index: int | None) -> str:
     """Return col as int32, which an int64 permutation is converted to."""
     if index is None:
         return "None"
-    col = epilogue.argument_of(node, index)
+    col = argument_of(node, index)
     text = emitter.vector(col)
     return text if col.meta["val"].dtype == torch.int32 else f"{text}.int()"
 
@@ -99,32 +51,5 @@ def value_text(emitter: Emitter, node: Node, index: int | None, heads: int) -> s
     """Return edge values, ``[E]`` or ``[E, heads]``."""
     if index is None:
         return "None"
-    value = epilogue.argument_of(node, index)
+    value = argument_of(node, index)
     return emitter.vector(value) if value.meta["val"].dim() == 1 else emitter.dense(value, heads)
-
-
-def heads_of(value: Any) -> int:
-    """Return the number of heads that edge values have."""
-    if value is None or value.meta["val"].dim() == 1:
-        return 1
-    return epilogue.fixed_width(value)
-
-
-def _arguments(anchor: Node) -> tuple[Any, ...]:
-    name = str(anchor.target)
-    if name == "gnnc.spmm.default":
-        rowptr, col, value, x, reduce, _ = anchor.args
-        return rowptr, col, value, x, None, None, reduce
-    if name == "gnnc.segment_reduce.default":
-        rowptr, perm, x, reduce, _ = anchor.args
-        return rowptr, perm, None, x, None, None, reduce
-    rowptr, col, value, x, x_scale, shift, reduce, _ = anchor.args
-    return rowptr, col, value, x, x_scale, shift, reduce
-
-
-def _check(x: Node, value: Any) -> None:
-    if x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.int8):
-        raise Refusal(f"x is {x.meta['val'].dtype}")
-    epilogue.fixed_width(x)
-    if value is not None and value.meta["val"].dtype not in (torch.float32, torch.int8):
-        raise Refusal(f"the edge values are {value.meta['val'].dtype}")

@@ -6,7 +6,7 @@ from torch.fx import GraphModule, Node
 
 from gnnc.errors import GraphError
 from gnnc.ir.graph import clone
-from gnnc.runtime.cpu import spmm
+from gnnc.runtime.plans import spmm
 from gnnc.runtime.registry import Choice
 from gnnc.runtime.structure_runner import StructureRunner
 

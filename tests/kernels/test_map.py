@@ -16,7 +16,7 @@ from row_programs import (
     strided,
 )
 
-from gnnc.runtime.cpu.row_program import Op
+from gnnc.runtime.row_program import Op
 
 
 @pytest.mark.parametrize("rows", ROWS)

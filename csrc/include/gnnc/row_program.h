@@ -13,7 +13,7 @@
 
 namespace gnnc {
 
-// Mirrored in runtime/cpu/row_program.py, and a test compares the two.
+// Mirrored in runtime/row_program.py, and a test compares the two.
 enum class RowOp : int32_t {
   mul_row = 1,
   add_row = 2,

@@ -1,0 +1,101 @@
+"""What a kernel for attention is given: operands, constants, and the rows' program."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gnnc.ir.attention import Attention, match_attention
+from gnnc.runtime import epilogue
+from gnnc.runtime.epilogue import Inner, Refusal, RowProgram, planned
+from gnnc.runtime.plans.spmm import heads_of
+
+_KINDS = {"add": 0, "dot": 1, "logits": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Numbers of the kernel's operands and its constants; None where absent.
+
+    Attributes:
+        rowptr, col, x, x_scale: the weighted sum.
+        kind: how logits are made.
+        a_src, a_dst, edge: what they are made from.
+        scale, slope, eps: their constants.
+        heads: number of softmaxes a row.
+        width: columns of the result.
+        alpha: number of the result that holds the attention weights, where someone reads them.
+        program: what happens to the rows.
+    """
+
+    rowptr: int
+    col: int
+    x: int
+    x_scale: int | None
+    kind: int
+    a_src: int | None
+    a_dst: int | None
+    edge: int | None
+    scale: float
+    slope: float
+    eps: float
+    heads: int
+    width: int
+    alpha: int | None
+    program: RowProgram
+
+
+@planned
+def plan(node: Node) -> Plan:
+    """Read the parts of the attention and the row program behind it."""
+    inner = Inner(node)
+    anchor = inner.only("gnnc.spmm.default", "gnnc.qspmm.default")
+    found = match_attention(anchor)
+    if found is None:
+        raise Refusal("the fused graph is not an attention")
+    return _plan(inner, anchor, found)
+
+
+def _plan(inner: Inner, anchor: Node, found: Attention) -> Plan:
+    rowptr, col, _, x = anchor.args[:4]
+    x_scale = anchor.args[4] if str(anchor.target) == "gnnc.qspmm.default" else None
+    width = epilogue.fixed_width(anchor)
+    heads = heads_of(found.softmax)
+    _check(found, x, width, heads)
+    return Plan(
+        rowptr=inner.operand(rowptr, "rowptr"),
+        col=inner.operand(col, "col"),
+        x=inner.operand(x, "x"),
+        x_scale=inner.optional(x_scale, "the scale of x"),
+        kind=_KINDS[found.kind],
+        a_src=inner.optional(found.a_src, "the source part"),
+        a_dst=inner.optional(found.a_dst, "the destination part"),
+        edge=inner.optional(found.edge, "the edge part"),
+        scale=float(found.scale),
+        slope=float(found.slope),
+        eps=float(found.eps),
+        heads=heads,
+        width=width,
+        alpha=inner.results.get(found.softmax),
+        program=_program(inner, anchor, found),
+    )
+
+
+def _program(inner: Inner, anchor: Node, found: Attention) -> RowProgram:
+    """The row program; the attention weights are a result that the kernel itself writes."""
+    others = {node: index for node, index in inner.results.items() if node is not found.softmax}
+    inner.results, results = others, inner.results
+    program = epilogue.build(inner, epilogue.read_chain(inner, anchor), set(found.covers))
+    inner.results = results
+    return program
+
+
+def _check(found: Attention, x: Node, width: int, heads: int) -> None:
+    if width % heads:
+        raise Refusal(f"{heads} heads do not divide a width of {width}")
+    dtypes: list[Any] = [n.meta["val"].dtype for n in (found.a_src, found.a_dst, found.edge) if n is not None]
+    if any(dtype != torch.float32 for dtype in dtypes):
+        raise Refusal("the logits are not made from float32")
+    if x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.int8):
+        raise Refusal(f"x is {x.meta['val'].dtype}")

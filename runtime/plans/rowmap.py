@@ -1,0 +1,41 @@
+"""What a kernel for a row-local chain is given: the tensor that it begins with, and its program."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from gnnc.runtime import epilogue
+from gnnc.runtime.epilogue import Inner, Refusal, RowProgram, planned
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the kernel reads and does.
+
+    Attributes:
+        x: number of the operand that the chain begins with.
+        width: its columns.
+        program: what happens to its rows.
+    """
+
+    x: int
+    width: int
+    program: RowProgram
+
+
+@planned
+def plan(node: Node) -> Plan:
+    """Find the operand from which every node of the chain follows."""
+    inner = Inner(node)
+    reasons = []
+    for start, index in inner.operands.items():
+        if start.meta["val"].dtype not in (torch.float32, torch.bfloat16):
+            continue
+        try:
+            width = epilogue.fixed_width(start)
+            program = epilogue.build(inner, epilogue.read_chain(inner, start), ())
+            return Plan(index, width, program)
+        except Refusal as refusal:
+            reasons.append(f"from {start.name}: {refusal}")
+    raise Refusal("; ".join(reasons) or "it reads no float matrix")

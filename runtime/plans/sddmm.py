@@ -1,0 +1,58 @@
+"""What kernels for ops that make one value, or one row, for each edge are given."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gnnc.ir.nodes import as_node
+from gnnc.runtime import epilogue
+from gnnc.runtime.epilogue import Refusal, planned
+
+_OPS = {"dot": 0, "add": 1, "sub": 2, "mul": 3, "copy_src": 4, "copy_dst": 5}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Arguments of the kernel.
+
+    Attributes:
+        op: number of the operation.
+        heads: dot products a row.
+        a_width, b_width: widths of the operands' rows.
+    """
+
+    op: int
+    heads: int
+    a_width: int
+    b_width: int
+
+
+@planned
+def plan(node: Node) -> Plan:
+    """Read the widths; refuse operands that the kernel does not read."""
+    _, _, a, b, op = node.args
+    operands = [value for value in (a, b) if isinstance(value, Node)]
+    dtypes = {value.meta["val"].dtype for value in operands}
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.int8} or len(dtypes) != 1:
+        raise Refusal(f"the operands are {', '.join(map(str, dtypes))}")
+    if torch.int8 in dtypes and op != "dot":
+        raise Refusal(f"no integer {op}")
+    widths = [0 if v is None else epilogue.fixed_width(v) for v in (a, b)]
+    if all(value is not None for value in (a, b)) and widths[0] != widths[1]:
+        raise Refusal(f"operands of widths {widths[0]} and {widths[1]} would have to be broadcast")
+    return Plan(_OPS[op], _heads(node, op), *widths)
+
+
+@planned
+def softmax_plan(node: Node) -> float:
+    """Return eps; refuse logits that are not float32."""
+    if as_node(node.args[1]).meta["val"].dtype != torch.float32:
+        raise Refusal("the logits are not float32")
+    epilogue.fixed_width(node.args[1])
+    return float(node.args[2]) if len(node.args) > 2 else 1e-16  # type: ignore[arg-type]
+
+
+def _heads(node: Node, op: Any) -> int:
+    return epilogue.fixed_width(node) if op == "dot" else 1

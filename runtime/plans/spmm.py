@@ -1,0 +1,85 @@
+"""What a kernel for an aggregation is given: operands, constants, and the rows' program."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gnnc.runtime import epilogue
+from gnnc.runtime.epilogue import Inner, Refusal, RowProgram, planned
+
+REDUCTIONS = {"sum": 0, "mean": 1, "max": 2, "min": 3}
+_TARGETS = ("gnnc.spmm.default", "gnnc.qspmm.default", "gnnc.segment_reduce.default")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Numbers of the kernel's operands and its constants; None where absent.
+
+    Attributes:
+        rowptr, col, value, x, x_scale, shift: as in ``gnnc.qspmm``.
+        reduce: number of the reduction.
+        heads: heads of ``value``; rows of x are ``heads`` equal parts.
+        width: columns of the result.
+        program: what happens to its rows.
+    """
+
+    rowptr: int
+    col: int | None
+    value: int | None
+    x: int
+    x_scale: int | None
+    shift: int | None
+    reduce: int
+    heads: int
+    width: int
+    program: RowProgram
+
+
+@planned
+def plan(node: Node) -> Plan:
+    """Read the operands and the row program off an aggregation and what is fused behind it."""
+    inner = Inner(node)
+    anchor = inner.only(*_TARGETS)
+    rowptr, col, value, x, x_scale, shift, reduce = _arguments(anchor)
+    _check(x, value)
+    return Plan(
+        rowptr=inner.operand(rowptr, "rowptr"),
+        col=inner.optional(col, "col"),
+        value=inner.optional(value, "value"),
+        x=inner.operand(x, "x"),
+        x_scale=inner.optional(x_scale, "the scale of x"),
+        shift=inner.optional(shift, "the shift of x"),
+        reduce=REDUCTIONS[reduce],
+        heads=heads_of(value),
+        width=epilogue.fixed_width(anchor),
+        program=epilogue.build(inner, epilogue.read_chain(inner, anchor), {anchor}),
+    )
+
+
+def heads_of(value: Any) -> int:
+    """Return the number of heads that edge values have."""
+    if value is None or value.meta["val"].dim() == 1:
+        return 1
+    return epilogue.fixed_width(value)
+
+
+def _arguments(anchor: Node) -> tuple[Any, ...]:
+    name = str(anchor.target)
+    if name == "gnnc.spmm.default":
+        rowptr, col, value, x, reduce, _ = anchor.args
+        return rowptr, col, value, x, None, None, reduce
+    if name == "gnnc.segment_reduce.default":
+        rowptr, perm, x, reduce, _ = anchor.args
+        return rowptr, perm, None, x, None, None, reduce
+    rowptr, col, value, x, x_scale, shift, reduce, _ = anchor.args
+    return rowptr, col, value, x, x_scale, shift, reduce
+
+
+def _check(x: Node, value: Any) -> None:
+    if x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.int8):
+        raise Refusal(f"x is {x.meta['val'].dtype}")
+    epilogue.fixed_width(x)
+    if value is not None and value.meta["val"].dtype not in (torch.float32, torch.int8):
+        raise Refusal(f"the edge values are {value.meta['val'].dtype}")
