@@ -68,8 +68,8 @@ def compile_kernels(
 def resources(log: str) -> dict[str, Resources]:
     """Read ptxas' report."""
     pattern = re.compile(
-        r"properties for (?P<name>\w+)\s+(?:ptxas[ .]+)?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes "
-        r"spill stores, (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
+        r"properties for (?P<name>\w+)\s+(?:ptxas[ .]+)?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) "
+        r"bytes spill stores, (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
         re.DOTALL,
     )
     return {

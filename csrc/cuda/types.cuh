@@ -12,3 +12,16 @@ using int8_t = signed char;
 using uint8_t = unsigned char;
 
 static_assert(sizeof(int64_t) == 8, "long is 64 bits wide wherever these kernels are compiled");
+
+namespace gnnc {
+
+template <bool kFirst, class A, class B>
+struct Select {
+  using Type = A;
+};
+template <class A, class B>
+struct Select<false, A, B> {
+  using Type = B;
+};
+
+}  // namespace gnnc

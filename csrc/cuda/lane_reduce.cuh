@@ -1,0 +1,124 @@
+#pragma once
+
+// Sums and extrema of gathered rows in FP32, each thread over the columns of its own 16 bytes: for FP32 rows, for
+// weights a head, and for max and min. int8 becomes FP32 by byte permutation (2^23 + code + 128, less 2^23 + 128),
+// which is exact and cheaper than a conversion.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "rows.cuh"
+
+namespace gnnc {
+
+enum class Reduce { sum, mean, max, min };
+
+template <Element kElement>
+__device__ inline void unpack(const uint4& v, float (&out)[16 / bytes_of(kElement)]) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if constexpr (kElement == Element::f32) {
+      out[j] = __uint_as_float(words[j]);
+    } else if constexpr (kElement == Element::bf16) {
+      out[2 * j] = __uint_as_float(words[j] << 16);
+      out[2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
+    } else if constexpr (kElement == Element::f16) {
+      const __half2 pair = *reinterpret_cast<const __half2*>(&words[j]);
+      out[2 * j] = __low2float(pair);
+      out[2 * j + 1] = __high2float(pair);
+    } else {
+      const uint32_t offset = words[j] ^ 0x80808080u;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        out[4 * j + k] = __fsub_rn(__uint_as_float(__byte_perm(offset, 0x4b000000u, 0x7440u + k)), 8388736.0f);
+      }
+    }
+  }
+}
+
+template <Reduce kReduce>
+__device__ inline float start_of() {
+  if constexpr (kReduce == Reduce::max) return __int_as_float(0xff800000);
+  if constexpr (kReduce == Reduce::min) return __int_as_float(0x7f800000);
+  return 0.0f;
+}
+
+// A NaN wins over everything, as in torch.
+template <Reduce kReduce>
+__device__ inline float combine(float a, float b) {
+  float result;
+  if constexpr (kReduce == Reduce::max) {
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  } else if constexpr (kReduce == Reduce::min) {
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  } else {
+    result = __fadd_rn(a, b);
+  }
+  return result;
+}
+
+template <class Layout, Reduce kReduce>
+struct LaneReduce {
+  static constexpr int kColumns = Layout::kColumns;
+  static constexpr bool kAdds = kReduce == Reduce::sum || kReduce == Reduce::mean;
+  using Word = float;
+
+  float acc[kColumns];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) acc[i] = start_of<kReduce>();
+  }
+
+  // One edge, unweighted. x is zeros where the edge does not exist.
+  __device__ void add(const uint4& x, bool exists) {
+    float v[kColumns];
+    unpack<Layout::kElement>(x, v);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) take(i, v[i], exists);
+  }
+
+  // weight(i) is that of column i of the piece, 0 where the edge does not exist.
+  template <class Weights>
+  __device__ void add(const uint4& x, bool exists, const Weights& weight) {
+    float v[kColumns];
+    unpack<Layout::kElement>(x, v);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      if constexpr (kAdds) {
+        acc[i] = fmaf(weight(i), v[i], acc[i]);
+      } else {
+        take(i, __fmul_rn(weight(i), v[i]), exists);
+      }
+    }
+  }
+
+  // Into a row of this thread's group.
+  __device__ void store(const LanePlace<Layout>& at, float* row) {
+#pragma unroll
+    for (int apart = Layout::kSlots / 2; apart > 0; apart /= 2) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        acc[i] = combine<kReduce>(acc[i], __shfl_xor_sync(0xffffffffu, acc[i], apart));
+      }
+    }
+    if (at.slot != 0) return;
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 4) {
+      *reinterpret_cast<float4*>(row + at.piece * kColumns + i) =
+          make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
+    }
+  }
+
+ private:
+  __device__ void take(int i, float v, bool exists) {
+    if constexpr (kAdds) {
+      acc[i] = __fadd_rn(acc[i], v);
+    } else {
+      acc[i] = combine<kReduce>(acc[i], exists ? v : start_of<kReduce>());
+    }
+  }
+};
+
+}  // namespace gnnc
