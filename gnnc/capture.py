@@ -28,6 +28,7 @@ from gnnc.blame import blame
 from gnnc.errors import CaptureError
 from gnnc.guards import Guards, guards_of
 from gnnc.ir.source import Source
+from gnnc.pyg import exportable
 from gnnc.sparse import SparseMode, operand
 from gnnc.standins import Standins, candidates
 
@@ -39,7 +40,14 @@ _KINDS = {
 }
 _PREFIX = "model."
 _MAX_SIZE = 2**40
-_NOISY = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._dynamo", "torch._guards")
+_NOISY = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export",
+    "torch._export",
+    "torch._dynamo",
+    "torch._guards",
+    "torch._subclasses",
+)
 _LOCK = threading.RLock()
 
 
@@ -80,7 +88,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     """
     call = flatten_call(model, args, kwargs or {})
     _refuse_lazy(model)
-    with _LOCK, _undisturbed(model), _exportable(model):
+    with _LOCK, _undisturbed(model), exportable(model):
         program = _export(model, call)
     graph_module, mutations = _lifted(program, model, call)
     return Captured(
@@ -175,28 +183,6 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
                 for key, table in tables.items():
                     vars(module)[key].clear()
                     vars(module)[key].update(table)
-
-
-@contextlib.contextmanager
-def _exportable(model: torch.nn.Module) -> Iterator[None]:
-    """PyG in the form that export can trace: no packed kernels, no caches of its own.
-
-    A layer with ``cached=True`` would bake the first graph in; the structure graph is cached
-    by gnnc instead. To be used inside ``_undisturbed``, which restores the layers.
-    """
-    for module in model.modules():
-        if getattr(module, "cached", False) is True:
-            module.cached = False
-        for name in [name for name in vars(module) if name.startswith("_cached_")]:
-            vars(module)[name] = None
-    import torch_geometric.backend as backend  # a second of imports that capture alone needs
-
-    before = backend.use_segment_matmul
-    backend.use_segment_matmul = False
-    try:
-        yield
-    finally:
-        backend.use_segment_matmul = before
 
 
 def _refuse_lazy(model: torch.nn.Module) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -50,7 +51,8 @@ class Emitter:
         assert callable(node.target)
         if self.mode is None:
             return node.target(*args, **kwargs)
-        with self.mode:
+        # Without the dispatcher, a decomposition in C++ would fix symbolic sizes to their examples.
+        with self.mode, enable_python_dispatcher():
             return node.target(*args, **kwargs)
 
 

@@ -54,7 +54,7 @@ def is_finite(node: Any) -> bool:
         return is_finite(args[0]) and (positive or _is_positive(args[0]))
     if target in (_aten.mul.Tensor, _aten.add.Tensor, _aten.clamp_min.default, _aten.clamp.default):
         return is_finite(args[0]) and (target is _aten.clamp.default or is_finite(args[1]))
-    if target in (_aten.view.default, _aten.unsqueeze.default, _aten._to_copy.default):
+    if target in (_aten.view.default, _aten.reshape.default, _aten.unsqueeze.default, _aten._to_copy.default):
         return is_finite(args[0])
     return False
 

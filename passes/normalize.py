@@ -27,6 +27,7 @@ from gnnc.passes.emit import (
     is_random,
     number,
     same_shape,
+    same_size,
     shape_of,
     value_of,
 )
@@ -112,6 +113,7 @@ class _Normalizer:
         if str(node.target) in _ASSERTS:
             self.graph.erase_node(node)
             return
+        _reshape_what_is_not_dense(node)
         self._refresh(node)
         _make_dims_positive(node)
         _broadcast_instead_of_expand(node)
@@ -246,6 +248,23 @@ def _broadcast_instead_of_expand(node: Node) -> None:
         for arg in expanded:
             if shape_of(arg.args[0]):  # a scalar would take part in type promotion differently
                 node.replace_input_with(arg, arg.args[0])
+
+
+def _reshape_what_is_not_dense(node: Node) -> None:
+    """A ``view`` of a transposed tensor whose copy is gone is a ``reshape``, which copies if it must."""
+    if str(node.target) not in ("aten.view.default", "aten._unsafe_view.default"):
+        return
+    if not _is_dense(value_of(node_arg(node))):
+        node.target = aten.reshape.default
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    expected: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not same_size(size, 1) and not same_size(stride, expected):
+            return False
+        expected = expected * size
+    return True
 
 
 def _unbacked(node: Node) -> set[Any]:

@@ -199,7 +199,8 @@ class Emitter:
             return self._region(buffer, (buffer.shape[0] * buffer.shape[1],), (1,))
         text = self.exact(node)
         flat = len(shape_of(node)) == 1
-        return self._assign("v", f"{text}.contiguous()" if flat else f"{text}.reshape(-1)")
+        # A column of a wider matrix reshapes to a strided vector.
+        return self._assign("v", f"{text}.contiguous()" if flat else f"{text}.reshape(-1).contiguous()")
 
     def argument(self, value: Any) -> str:
         """Return an expression for an fx argument: node, size, constant, or nesting of them."""
@@ -328,9 +329,9 @@ class Emitter:
         while is_view(node) and (node not in self._values or self._values[node].buffer is None):
             node = _first(node)
         buffer = self._values[node].buffer if node in self._values else None
-        if buffer is None:
-            return None
         shape = shape_of(start)
+        if buffer is None or not all(expression(size).is_number for size in shape[1:]):
+            return None
         width = width_of(start)
         whole = width == buffer.shape[1] and (not shape or same_size(shape[0], buffer.shape[0]))
         return buffer if whole else None

@@ -237,10 +237,15 @@ ZOO: dict[str, Entry] = {
 
 def build(name: str) -> nn.Module:
     """Return the model ``name`` in eval mode, with fixed weights and running statistics."""
+    return prepared(ZOO[name])
+
+
+def prepared(entry: Entry) -> nn.Module:
+    """Return the entry's model in eval mode, with fixed weights and running statistics."""
     torch.manual_seed(0)
-    model = ZOO[name].make()
+    model = entry.make()
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d):
+        if isinstance(module, nn.BatchNorm1d) and module.running_mean is not None:
             nn.init.normal_(module.running_mean)  # pyright: ignore[reportArgumentType]
             nn.init.uniform_(module.running_var, 0.5, 2.0)  # pyright: ignore[reportArgumentType]
     return model.eval()

@@ -28,14 +28,18 @@ SddmmArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& a, const 
   STD_TORCH_CHECK(dst.type != ScalarType::Char || dst.width / heads <= kMaxIntegerWidth,
                   "sddmm: an int8 dot of more than ", kMaxIntegerWidth, " columns could overflow 32 bits");
   const Csr csr = sparse::csr(rowptr, col, src.rows, "sddmm");
-  STD_TORCH_CHECK(dst.rows == csr.num_dst, "sddmm: a has ", dst.rows, " rows, but there are ", csr.num_dst,
-                  " destination nodes");
+  // A copy reads one end: the caller passes its table twice, and the rows of the other end are never addressed.
+  const bool scaled = a_scale.has_value() || b_scale.has_value();
+  const bool copies_src = op == static_cast<int64_t>(EdgeOp::copy_src) && !scaled;
+  const bool copies_dst = op == static_cast<int64_t>(EdgeOp::copy_dst) && !scaled;
+  STD_TORCH_CHECK(copies_src || dst.rows == csr.num_dst, "sddmm: a has ", dst.rows, " rows, but there are ",
+                  csr.num_dst, " destination nodes");
   const int64_t per_edge = op == 0 ? heads : dst.width;
   return {csr,
           dst.data,
           src.data,
-          dst.stride,
-          src.stride,
+          copies_src ? 0 : dst.stride,
+          copies_dst ? 0 : src.stride,
           dst.width,
           sparse::element(dst.type),
           sparse::flat<float>(a_scale, ScalarType::Float, dst.rows, "sddmm", "a_scale"),

@@ -181,12 +181,17 @@ _VIEWS = frozenset(
 def classify(node: Node, acc: Accumulator | Node) -> RowOp | None:
     """Say what ``node`` does to the accumulator, or None where it is not row-local to it."""
     acc = acc if isinstance(acc, Accumulator) else Accumulator({acc: None})
-    if node.op != "call_function" or not is_float(acc.value):
+    if node.op != "call_function" or not is_float(acc.value) or not _has_fixed_columns(acc.value):
         return None
     pattern = _PATTERNS.get(str(node.target))
     if pattern and _reads_nodes(node) and (matched := pattern(node, acc)):
         return matched
     return _classify_single(node, acc)
+
+
+def _has_fixed_columns(node: Node) -> bool:
+    """Whether every row has the same number of elements on every graph."""
+    return all(isinstance(size, int) for size in (shape_of(node) or ())[1:])
 
 
 def _classify_single(node: Node, acc: Accumulator) -> RowOp | None:

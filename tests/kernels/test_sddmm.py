@@ -93,6 +93,14 @@ def test_rows(width: int, dtype: torch.dtype, op: int) -> None:
     assert torch.equal(run(g, a, b, op, a_scale=scales[0], b_scale=scales[1]), want)
 
 
+@pytest.mark.parametrize("num_src", [3, 200])
+def test_a_copy_reads_one_table_only(num_src: int) -> None:
+    g = random_graph(num_src, 80, 2000)
+    a, b = rows(80, 47, torch.float32), rows(num_src, 47, torch.float32)
+    assert torch.equal(run(g, b, b, COPY_SRC), b[g.col.long()])
+    assert torch.equal(run(g, a, a, COPY_DST), a[g.dst()])
+
+
 def test_refusals() -> None:
     g = random_graph(9, 8, 20)
     with pytest.raises(RuntimeError, match="must have one type"):

@@ -135,3 +135,11 @@ def test_leaves_the_meaning_alone(conv):
 def test_is_idempotent(gcn):
     again = run_pass(Normalize(), gcn)
     assert format_graph(again) == format_graph(gcn)
+
+
+def test_a_view_of_a_transposed_copy_becomes_a_reshape():
+    model = formula(lambda x: x.view(-1, 3, 2).transpose(0, 1).contiguous().view(-1, 2).relu())
+    gm = normalized(model, GRAPH[0])
+    assert "clone" not in targets(gm)
+    assert "reshape" in targets(gm)
+    assert relative_error(run(gm, model, (GRAPH[0],), {})[0], model(GRAPH[0])) == 0
