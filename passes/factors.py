@@ -59,15 +59,17 @@ def row_inputs_of(node: Node, arg: Node) -> bool:
 def squeezed(factor: Factor, rank: int, regions: "Regions") -> list[Factor]:
     """The factors of a ``[E, ..., 1]`` factor of a rank-``rank`` product, without that column.
 
-    A vector stays one; of ``[E, 1, 1]`` both columns go.
+    A vector stays one; of ``[E, 1, 1]`` both columns go, but for a value that is made as ``[E, 1]``.
     """
     value = factor.value
     if rank == 1:
         return factors_of(value, regions, factor.inverted)
-    wanted = shape_of(value)[:-1]
-    if len(wanted) == 2 and same_size(wanted[1], 1):
-        wanted = wanted[:1]
+    heads = shape_of(value)[:-1]
+    single = len(heads) == 2 and same_size(heads[1], 1)
+    wanted = heads[:1] if single else heads
     inner = _before_reshapes(value, wanted)
+    if inner is None and single:
+        inner = _before_reshapes(value, heads)
     if inner is None:
         inner = value
         for dim in range(len(shape_of(value)) - 1, len(wanted) - 1, -1):

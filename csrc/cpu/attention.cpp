@@ -2,6 +2,10 @@
 
 #include "attention.h"
 
+#include <algorithm>
+#include <limits>
+#include <vector>
+
 #include "launch.h"
 #include "sparse_launch.h"
 
@@ -45,6 +49,30 @@ AttentionArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& x, co
   return a;
 }
 
+constexpr int64_t kTopRows = 16384;  // rows of a_src that a thread looks through at once
+
+// Whether a row may use a bound in place of its maximum (bounded_softmax.isa.h): eps must not count.
+bool bounds_logits(const AttentionArgs& a) {
+  const bool whole = a.heads <= 16 && kTops % a.heads == 0;
+  const bool plain = a.kind == Logit::additive && a.edge == nullptr && a.alpha_out == nullptr;
+  return plain && whole && a.eps <= 1e-9f && a.slope >= 0.0f && a.slope <= 1.0f;
+}
+
+// A NaN among a_src may or may not reach the tops: rows that read it find it.
+void find_source_tops(const AttentionArgs& a, int64_t rows, float (&tops)[kTops]) {
+  const int64_t slices = (rows + kTopRows - 1) / kTopRows;
+  std::vector<float> found(static_cast<size_t>(slices * a.heads));
+  parallel_slices(rows, kTopRows, kTopRows, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += kTopRows) {
+      GNNC_DISPATCH(source_tops, a, at, std::min(at + kTopRows, end), found.data() + at / kTopRows * a.heads);
+    }
+  });
+  for (int lane = 0; lane < kTops; ++lane) {
+    tops[lane] = -std::numeric_limits<float>::infinity();
+    for (int64_t i = lane % a.heads; i < slices * a.heads; i += a.heads) tops[lane] = std::max(tops[lane], found[i]);
+  }
+}
+
 void attention(Tensor rowptr, Tensor col, Tensor x, MaybeTensor x_scale, int64_t kind, MaybeTensor a_src,
                MaybeTensor a_dst, MaybeTensor edge, double scale, double slope, double eps, int64_t heads,
                MaybeTensor alpha_out, std::vector<int64_t> program, std::vector<Tensor> operands,
@@ -54,6 +82,11 @@ void attention(Tensor rowptr, Tensor col, Tensor x, MaybeTensor x_scale, int64_t
   a.slope = static_cast<float>(slope);
   a.eps = static_cast<float>(eps);
   a.alpha_out = sparse::flat<float>(alpha_out, ScalarType::Float, a.csr.num_edges * heads, "attention", "alpha_out");
+  float tops[kTops];
+  if (bounds_logits(a)) {
+    find_source_tops(a, x.size(0), tops);
+    a.src_tops = tops;
+  }
   a.program = &parse_program("attention", {program, operands, consts, outs}, a.csr.num_dst, a.width);
   sparse::for_each_chunk(a.csr, sparse::kSerialWork / 4,
                          [&](int64_t begin, int64_t end) { GNNC_DISPATCH(attention, a, begin, end); });

@@ -34,15 +34,20 @@ struct AttentionArgs {
   float slope;        // of the leaky ReLU; 1: none
   float eps;
   int64_t heads;
-  float* alpha_out;  // [E, heads], or null
+  float* alpha_out;       // [E, heads], or null
+  const float* src_tops;  // the largest a_src of each head, repeated to kTops; null: rows find their own maximum
   const RowProgram* program;
 };
 
+constexpr int kTops = 16;
+
 namespace generic {
+void source_tops(const AttentionArgs& args, int64_t row_begin, int64_t row_end, float* tops);
 void attention(const AttentionArgs& args, int64_t row_begin, int64_t row_end);
-}
+}  // namespace generic
 namespace avx512 {
+void source_tops(const AttentionArgs& args, int64_t row_begin, int64_t row_end, float* tops);
 void attention(const AttentionArgs& args, int64_t row_begin, int64_t row_end);
-}
+}  // namespace avx512
 
 }  // namespace gnnc

@@ -2,7 +2,8 @@
 
 #include "attention.h"
 
-#include "gather.isa.h"
+#include "bounded_softmax.isa.h"
+#include "fixed_sum.isa.h"
 #include "logits.isa.h"
 #include "scratch.h"
 #include "softmax.isa.h"
@@ -15,6 +16,7 @@ struct TileRow {
   int64_t row, begin, end;
   float* weights;  // [edges, heads] and room for a vector: logits, then exp(logits - max), times the scale of x
   float* inverse;  // [heads] and room for a vector: 1 / (sum + eps)
+  float* largest;  // of the weights, a vector; null: not known
   float* out;
 
   int64_t edges() const { return end - begin; }
@@ -39,22 +41,47 @@ void softmax_row(const AttentionArgs& a, const TileRow& t) {
   if (fold_later) fold_scale(a.x_scale, s, a.heads, t.weights);
 }
 
-void normalise_row(const AttentionArgs& a, const float* inverse, float* out) {
-  const int64_t width = a.width / a.heads;
-  for (int64_t h = 0; h < a.heads; ++h) {
-    const Floats factor = splat(inverse[h]);
-    float* head = out + h * width;
-    for_columns(width, [&](int64_t c, auto lanes) { store(head + c, load(head + c, lanes) * factor, lanes); });
+void weigh_row(const AttentionArgs& a, const TileRow& t) {
+  row_logits(a, segment(a.csr, t.begin, t.end), t.row, t.begin, t.weights);
+  softmax_row(a, t);
+}
+
+// src and scale: what the tile's edges from `tile_begin` on read, for one head.
+template <int H>
+void weigh_bounded(const AttentionArgs& a, TileRow& t, const float* src, const float* scale, int64_t tile_begin) {
+  const int64_t at = t.begin - tile_begin;
+  const BoundedRow row{t.row, src + at, scale + at, t.weights, t.inverse, t.largest};
+  const bool done = t.edges() <= kSegment && bounded_softmax<H>(a, segment(a.csr, t.begin, t.end), row);
+  if (done) return;
+  t.largest = nullptr;
+  weigh_row(a, t);
+}
+
+template <int H>
+void weigh_tile(const AttentionArgs& a, TileRow* rows, int64_t count) {
+  static thread_local Scratch sources, scales;
+  const int64_t begin = rows[0].begin, end = rows[count - 1].end;
+  float *src = nullptr, *scale = nullptr;
+  if constexpr (H == 1) {
+    const auto room = static_cast<size_t>(end - begin + kLanes);
+    src = sources.get<float>(room);
+    scale = scales.get<float>(room);
+    for (int64_t e = begin; e < end; e += kSegment) {
+      const Segment s = segment(a.csr, e, std::min(e + kSegment, end));
+      copy_of_edges(a.a_src, s, src + (e - begin));
+      if (a.x_scale != nullptr) copy_of_edges(a.x_scale, s, scale + (e - begin));
+    }
   }
+  for (int64_t r = 0; r < count; ++r) weigh_bounded<H>(a, rows[r], src, scale, begin);
 }
 
 template <typename T>
 void sum_row(const AttentionArgs& a, const TileRow& t, const Rows<T>& x, SumKernel<T> sum) {
   for (int64_t e = t.begin; e < t.end; e += kSegment) {
-    const Segment s = segment(a.csr, e, std::min(e + kSegment, t.end));
-    sum(s, x, {t.weights + (e - t.begin) * a.heads, a.heads, a.width / a.heads}, e == t.begin, t.out);
+    const Segment s = segment(a.csr, e, std::min(e + kSegment, t.end), a.width * static_cast<int64_t>(sizeof(T)));
+    const float* own = t.weights + (e - t.begin) * a.heads;
+    sum(s, x, {own, a.heads, a.width / a.heads, t.inverse, t.largest}, e == t.begin, t.out);
   }
-  normalise_row(a, t.inverse, t.out);
 }
 
 // The rows of a tile that have edges; the others become 0.
@@ -63,7 +90,7 @@ int64_t lay_out(const AttentionArgs& a, int64_t first, int64_t rows, int64_t str
   const int64_t* rowptr = a.csr.rowptr + first;
   const int64_t edges = rowptr[rows] - rowptr[0];
   auto* weights = buffers.get<float>(static_cast<size_t>(edges * a.heads + (rows + 1) * kLanes));
-  auto* inverse = inverses.get<float>(static_cast<size_t>(rows * (a.heads + kLanes)));
+  auto* inverse = inverses.get<float>(static_cast<size_t>(rows * (a.heads + 2 * kLanes)));
   int64_t count = 0;
   for (int64_t r = 0; r < rows; ++r) {
     float* values = tile + r * stride;
@@ -71,9 +98,10 @@ int64_t lay_out(const AttentionArgs& a, int64_t first, int64_t rows, int64_t str
       std::memset(values, 0, static_cast<size_t>(a.width) * sizeof(float));
       continue;
     }
-    out[count] = {first + r, rowptr[r], rowptr[r + 1], weights, inverse, values};
+    float* largest = a.src_tops == nullptr ? nullptr : inverse + a.heads + kLanes;
+    out[count] = {first + r, rowptr[r], rowptr[r + 1], weights, inverse, largest, values};
     weights += (out[count++].edges() * a.heads + kLanes - 1) / kLanes * kLanes;
-    inverse += a.heads + kLanes;
+    inverse += a.heads + 2 * kLanes;
   }
   return count;
 }
@@ -85,22 +113,30 @@ void attention_rows(const AttentionArgs& a, int64_t row_begin, int64_t row_end) 
   const int64_t stride = (a.width + 63) / 64 * 64;
   auto* tile = tiles.get<float>(static_cast<size_t>(kTileRows * stride));
   const Rows<T> x{static_cast<const T*>(a.x), a.x_stride, a.width};
-  const SumKernel<T> sum = sum_kernel<T>(a.width, a.heads, true);
+  const SumKernel<T> sum = weighted_sum_kernel<T>(a.width, a.heads);
   TileRow rows[kTileRows];
   for (int64_t first = row_begin; first < row_end; first += kTileRows) {
     const int64_t height = std::min(kTileRows, row_end - first);
+    fetch(*a.program, first, static_cast<int>(height));
     const int64_t count = lay_out(a, first, height, stride, tile, rows);
-    for (int64_t r = 0; r < count; ++r) {
-      const TileRow& t = rows[r];
-      row_logits(a, segment(a.csr, t.begin, t.end), t.row, t.begin, t.weights);
+    const auto bounded = [&]<int H>() { weigh_tile<H>(a, rows, count); };
+    if (count > 0 && (a.src_tops == nullptr || !with_heads(a.heads, bounded))) {
+      for (int64_t r = 0; r < count; ++r) weigh_row(a, rows[r]);
     }
-    for (int64_t r = 0; r < count; ++r) softmax_row(a, rows[r]);
     for (int64_t r = 0; r < count; ++r) sum_row(a, rows[r], x, sum);
     run(*a.program, tile, stride, first, static_cast<int>(height), a.width);
   }
 }
 
 }  // namespace
+
+void source_tops(const AttentionArgs& args, int64_t row_begin, int64_t row_end, float* tops) {
+  for (int64_t h = 0; h < args.heads; ++h) {
+    float top = kNothing;
+    for (int64_t r = row_begin; r < row_end; ++r) top = std::max(top, args.a_src[r * args.heads + h]);
+    tops[h] = top;
+  }
+}
 
 void attention(const AttentionArgs& args, int64_t row_begin, int64_t row_end) {
   if (args.element == Element::i8) return attention_rows<int8_t>(args, row_begin, row_end);

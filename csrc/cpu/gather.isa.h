@@ -14,7 +14,7 @@ namespace gnnc::GNNC_ISA {
 namespace {
 
 constexpr int64_t kSegment = 512;   // edges whose weights are prepared at once (2 KB a head)
-constexpr int64_t kPrefetch = 128;  // edges ahead; 64 to 256 measured alike, 16 and fewer gain nothing
+constexpr int64_t kPrefetch = 128;  // cache lines ahead; 16 and fewer gain nothing
 
 // Row numbers 0..., for kernels that read the rows in order: they look like any other col.
 struct Identity {
@@ -33,9 +33,11 @@ struct Segment {
   int64_t ahead;  // prefetch distance; 0 near the end of col
 };
 
-GNNC_INLINE Segment segment(const Csr& csr, int64_t begin, int64_t end) {
+// `row_bytes`: of what an edge reads. The prefetched lines must still be there when their turn comes.
+GNNC_INLINE Segment segment(const Csr& csr, int64_t begin, int64_t end, int64_t row_bytes = 64) {
   if (csr.col == nullptr) return {kIdentity.index, end - begin, begin, 0};
-  return {csr.col + begin, end - begin, 0, end + kPrefetch <= csr.num_edges ? kPrefetch : 0};
+  const int64_t ahead = row_bytes <= 64 ? kPrefetch : std::max<int64_t>(kPrefetch * 64 / row_bytes, 16);
+  return {csr.col + begin, end - begin, 0, end + ahead <= csr.num_edges ? ahead : 0};
 }
 
 template <typename T>
@@ -55,7 +57,9 @@ enum class Weight { none, edge, head, vector };
 struct Weights {
   const float* data;  // [count, heads], or null
   int64_t heads;
-  int64_t head_width;  // columns a head
+  int64_t head_width;              // columns a head
+  const float* factor = nullptr;   // [heads], of the sums; or null: 1
+  const float* largest = nullptr;  // the largest of each head, as a vector that repeats them, where it is known
 };
 
 // out[0 .. width) = or += the sum over a segment; out has room for whole vectors.
@@ -154,6 +158,13 @@ GNNC_INLINE void sum_block(const Segment& s, const Rows<T>& rows, int64_t column
 #pragma GCC unroll 16
   for (int v = 0; v < NV; ++v) even[v] = _mm512_add_ps(even[v], odd[v]);
   if constexpr (Paired) order_pairs<NV>(even);
+  if (W != Weight::none && weights.factor != nullptr) {
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; ++v) {
+      const int64_t own = W == Weight::edge ? 0 : W == Weight::vector ? column / 16 + v : head[v];
+      even[v] = _mm512_mul_ps(even[v], _mm512_set1_ps(weights.factor[own]));
+    }
+  }
 #pragma GCC unroll 16
   for (int v = 0; v < NV; ++v) {
     float* to = out + column + v * 16;
@@ -197,11 +208,13 @@ void sum_ragged_heads(const Segment& s, const Rows<T>& rows, const Weights& weig
     const int64_t head = c / weights.head_width, head_end = (head + 1) * weights.head_width;
     const int64_t width = std::min<int64_t>(head_end - c, 16);
     const T* base = rows.data + s.base * rows.stride + c;
-    __m512 acc = first ? _mm512_setzero_ps() : load16(out + c, width);
+    __m512 acc = _mm512_setzero_ps();
     for (int64_t e = 0; e < s.count; ++e) {
       const __m512 w = _mm512_set1_ps(weights.data[e * weights.heads + head]);
       acc = _mm512_fmadd_ps(load16(base + s.col[e] * rows.stride, width), w, acc);
     }
+    if (weights.factor != nullptr) acc = acc * splat(weights.factor[head]);
+    if (!first) acc = acc + load16(out + c, width);
     store(out + c, acc, Tail{static_cast<int>(width)});
     c += width;
   }
@@ -217,19 +230,25 @@ void sum_heads_of_8(const Segment& s, const Rows<T>& rows, const Weights& weight
     const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
     __m512 acc[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) acc[v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(out + c + v * 16);
+    for (int v = 0; v < NV; ++v) acc[v] = _mm512_setzero_ps();
+    const auto of_heads = [&](__m512 all, int v) __attribute__((always_inline)) {
+      return _mm512_permutexvar_ps(_mm512_add_epi32(halves, _mm512_set1_epi32(2 * v)), all);
+    };
     for (int64_t e = 0; e < s.count; ++e, w += weights.heads) {
       prefetch_row(base + s.col[e + s.ahead] * rows.stride, NV * 16 * static_cast<int64_t>(sizeof(T)));
       const T* row = base + s.col[e] * rows.stride;
       const __m512 all = _mm512_castps256_ps512(_mm256_loadu_ps(w));
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) {
-        const __m512i pick = _mm512_add_epi32(halves, _mm512_set1_epi32(2 * v));
-        acc[v] = _mm512_fmadd_ps(load16(row + v * 16), _mm512_permutexvar_ps(pick, all), acc[v]);
-      }
+      for (int v = 0; v < NV; ++v) acc[v] = _mm512_fmadd_ps(load16(row + v * 16), of_heads(all, v), acc[v]);
     }
+    const bool scaled = weights.factor != nullptr;
+    const __m512 factors =
+        scaled ? _mm512_castps256_ps512(_mm256_loadu_ps(weights.factor + c / 8)) : _mm512_set1_ps(1.0f);
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) _mm512_storeu_ps(out + c + v * 16, acc[v]);
+    for (int v = 0; v < NV; ++v) {
+      const __m512 sum = scaled ? acc[v] * of_heads(factors, v) : acc[v];
+      _mm512_storeu_ps(out + c + v * 16, first ? sum : sum + _mm512_loadu_ps(out + c + v * 16));
+    }
   }
 }
 
@@ -255,7 +274,8 @@ void sum_block(const Segment& s, const T* base, int64_t stride, int64_t width, c
     const T* row = base + s.col[e] * stride;
     for (int64_t c = 0; c < width; ++c) acc[c] += w * widen_one(row[c]);
   }
-  for (int64_t c = 0; c < width; ++c) out[c] = first ? acc[c] : out[c] + acc[c];
+  const float factor = weights.factor == nullptr ? 1.0f : weights.factor[head];
+  for (int64_t c = 0; c < width; ++c) out[c] = first ? acc[c] * factor : out[c] + acc[c] * factor;
 }
 
 template <typename T>

@@ -2,13 +2,11 @@
 
 // Exact integer sums of gathered int8 rows, weighted by nothing, by a power of two a source row, or by an int8 an edge.
 //
-// vpdpbusd adds four products of a 32-bit word to one 32-bit sum. Bytes of two edges are interleaved, so that a word
-// holds two columns of both; one instruction takes the even columns and one the odd, the weights of the others being
-// zero. An edge of 64 columns costs 1 shuffle and 2 multiply-adds, needs no widening, and gets its weight for nothing.
-// Sums come out in the order of the interleaving and are put in column order once a row. A 32-bit sum takes at most
-// 2^16 edges: 255 * 128 * 2^16 < 2^31. Longer rows add such sums in 64 bits.
+// An edge of 64 columns takes 1 load, 2 shuffles and 1 multiply-add, needs no widening, and gets its weight for
+// nothing. Sums are put into the order of columns once a row. A 32-bit sum takes at most 2^16 edges: 255 * 128 * 2^16 <
+// 2^31. Longer rows add such sums in 64 bits.
 
-#include "gather.isa.h"
+#include "byte_dot.isa.h"
 #include "scratch.h"
 
 namespace gnnc::GNNC_ISA {
@@ -29,48 +27,23 @@ struct IntSum {
   int64_t* totals;       // [width], scratch
 };
 
-// power[e] = 2^(7 - shift) of the source of every edge of a tile: a gather, kept apart from the rows that wait for it.
+// power[e] = 2^(7 - shift) of the source of every edge of a tile, kept apart from the rows that wait for it. Loads of
+// single bytes are faster than a gather, which is microcode on many processors.
 inline void powers_of_edges(const Csr& csr, const uint8_t* shift, int64_t begin, int64_t end, uint8_t* power) {
-  int64_t e = begin;
-#ifdef __AVX512F__
-  // Shifts are fetched as the aligned words that hold them, so that none past the last is read from another page.
-  const auto address = reinterpret_cast<uintptr_t>(shift);
-  const auto* aligned = reinterpret_cast<const int32_t*>(address & ~uintptr_t{3});
-  const __m512i start = _mm512_set1_epi32(static_cast<int32_t>(address & 3)), three = _mm512_set1_epi32(3);
-  for (; csr.col != nullptr && e + 16 <= end; e += 16) {
-    const __m512i at = _mm512_add_epi32(_mm512_loadu_si512(csr.col + e), start);
-    const __m512i word = _mm512_i32gather_epi32(_mm512_srli_epi32(at, 2), aligned, 4);
-    const __m512i k = _mm512_srlv_epi32(word, _mm512_slli_epi32(_mm512_and_si512(at, three), 3));
-    const __m512i w = _mm512_srlv_epi32(_mm512_set1_epi32(128), _mm512_and_si512(k, _mm512_set1_epi32(7)));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(power + (e - begin)), _mm512_cvtepi32_epi8(w));
+  const int32_t* col = csr.col == nullptr ? nullptr : csr.col + begin;
+  const int64_t count = end - begin;
+  if (col == nullptr) {
+    std::memcpy(power, shift + begin, static_cast<size_t>(count));
+  } else {
+    for (int64_t e = 0; e < count; ++e) {
+      power[e] = shift[col[e]];
+      asm("" ::: "memory");  // no gather
+    }
   }
-#endif
-  for (; e < end; ++e) power[e - begin] = static_cast<uint8_t>(128 >> shift[csr.col == nullptr ? e : csr.col[e]]);
+  for (int64_t e = 0; e < count; ++e) power[e] = static_cast<uint8_t>(128 >> (power[e] & 7));
 }
 
 #ifdef __AVX512F__
-
-alignas(64) constexpr int8_t kZeroRow[256] = {};
-
-// The weights of a segment, a word a pair of edges, with room for whole vectors.
-using WeightWords = uint64_t[kSegment / 2 + 8];
-
-// Two weights as the word for even columns in the low half and the word for odd columns in the high half.
-GNNC_INLINE __m512i pair_words(__m512i pairs) { return _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 48)); }
-
-// acc += products of unsigned and signed bytes. g++ 12 copies every accumulator twice a step around the intrinsic.
-GNNC_INLINE void dot_bytes(__m512i& acc, __m512i u, __m512i s) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s));
-}
-
-// The weights of a segment as words, from bytes.
-GNNC_INLINE void spread_words(const void* bytes, int64_t count, uint64_t* words) {
-  for (int64_t e = 0; e < count; e += 16) {
-    const auto mask = static_cast<__mmask16>(count - e >= 16 ? 0xffff : (1u << (count - e)) - 1);
-    const __m128i w = _mm_maskz_loadu_epi8(mask, static_cast<const char*>(bytes) + e);
-    _mm512_storeu_si512(words + e / 2, pair_words(_mm512_cvtepu16_epi64(w)));
-  }
-}
 
 GNNC_INLINE int64_t sum_of_bytes(const int8_t* bytes, int64_t count) {
   __m512i sum = _mm512_setzero_si512();
@@ -81,117 +54,93 @@ GNNC_INLINE int64_t sum_of_bytes(const int8_t* bytes, int64_t count) {
   return _mm512_reduce_add_epi32(sum);
 }
 
-// One vector of 64 columns: sums of even and odd columns of the low and the high half of every 16.
+// Sums of 64 columns, in the order of interleaved rows.
 struct Sums {
-  __m512i low_even, low_odd, high_even, high_odd;
+  __m512i part[4];
 };
 
+// The weights of four edges, 0 for those past the last.
 template <IntWeight W>
-GNNC_INLINE void add_pair(Sums& s, __m512i a, __m512i b, __m512i even, __m512i odd) {
-  if constexpr (W == IntWeight::signed8) {
-    const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
-    a = _mm512_xor_si512(a, sign);
-    b = _mm512_xor_si512(b, sign);
+GNNC_INLINE __m512i weight_word(const uint8_t* bytes, int64_t edges) {
+  if constexpr (W == IntWeight::none) return _mm512_set1_epi32(0x01010101 & (~uint32_t{0} >> (32 - 8 * edges)));
+  if (edges < 4) {
+    return _mm512_broadcastd_epi32(_mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << edges) - 1), bytes));
   }
-  const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
-  if constexpr (W == IntWeight::signed8) {
-    dot_bytes(s.low_even, low, even);
-    dot_bytes(s.low_odd, low, odd);
-    dot_bytes(s.high_even, high, even);
-    dot_bytes(s.high_odd, high, odd);
-  } else {
-    dot_bytes(s.low_even, even, low);
-    dot_bytes(s.low_odd, odd, low);
-    dot_bytes(s.high_even, even, high);
-    dot_bytes(s.high_odd, odd, high);
-  }
+  int32_t word;
+  std::memcpy(&word, bytes, sizeof word);
+  return _mm512_set1_epi32(word);
 }
 
-// The last edge of an odd number goes with a row of zeros, and without a branch that would be mispredicted every
-// second row.
+template <IntWeight W>
+GNNC_INLINE __m512i row_bytes(const int8_t* row) {
+  const __m512i q = _mm512_loadu_si512(row);
+  return W == IntWeight::signed8 ? _mm512_xor_si512(q, _mm512_set1_epi8(static_cast<char>(0x80))) : q;
+}
+
 template <IntWeight W, int NV>
-GNNC_INLINE void integer_block(const Segment& s, const int8_t* base, int64_t stride, const uint64_t* words,
+GNNC_INLINE void integer_block(const Segment& s, const int8_t* base, int64_t stride, const uint8_t* weights,
                                Sums (&acc)[NV]) {
-  const auto add = [&](const int8_t* a, const int8_t* b, int64_t pair) __attribute__((always_inline)) {
-    __m512i even = _mm512_set1_epi32(0x0101), odd = _mm512_set1_epi32(0x01010000);
-    if constexpr (W != IntWeight::none) {
-      const auto* halves = reinterpret_cast<const int32_t*>(words + pair);
-      even = _mm512_set1_epi32(halves[0]);
-      odd = _mm512_set1_epi32(halves[1]);
-    }
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) {
-      add_pair<W>(acc[v], _mm512_loadu_si512(a + v * 64), _mm512_loadu_si512(b + v * 64), even, odd);
-    }
-  };
-  asm("" : "+r"(base));  // one register, not a sum that is made again for every row
-  const int32_t* next = s.col + s.ahead;
-  const int64_t full = (s.count - 1) / 2;
-  for (int64_t p = 0; p < full; ++p) {
-    prefetch_row(base + next[2 * p] * stride, NV * 64);
-    prefetch_row(base + next[2 * p + 1] * stride, NV * 64);
-    add(base + s.col[2 * p] * stride, base + s.col[2 * p + 1] * stride, p);
-  }
-  const int64_t tail = s.count - 1;
-  prefetch_row(base + next[2 * full] * stride, NV * 64);
-  prefetch_row(base + next[tail] * stride, NV * 64);
-  const int8_t* second = base + s.col[tail] * stride;
-  const int8_t* none = kZeroRow;
-  asm("" : "+r"(second), "+r"(none));  // keeps the choice a conditional move
-  add(base + s.col[2 * full] * stride, tail == 2 * full ? none : second, full);
+  for_fours(s, base, stride, NV * 64, [&](int64_t e, const Fours& row, int64_t edges) __attribute__((always_inline)) {
+    const __m512i w = weight_word<W>(weights + e, edges);
+    each<NV>([&](auto v) __attribute__((always_inline)) {
+      const auto at = [&](const int8_t* p) __attribute__((always_inline)) { return row_bytes<W>(p + v * 64); };
+      __m512i x[4];
+      interleave(at(row.a), at(row.b), at(row.c), at(row.d), x);
+      each<4>([&](auto i) __attribute__((always_inline)) {
+        W == IntWeight::signed8 ? dot_bytes(acc[v].part[i], x[i], w) : dot_bytes(acc[v].part[i], w, x[i]);
+      });
+    });
+  });
 }
 
 // Where the sum of a column is.
 inline int64_t place_of(int64_t column) {
-  const int64_t vector = column / 64, lane = column % 64 / 16, high = column % 16 / 8, pair = column % 8 / 2;
-  return vector * 64 + (high * 2 + column % 2) * 16 + lane * 4 + pair;
+  const int64_t vector = column / 64, lane = column % 64 / 16, part = column % 16 / 4;
+  return vector * 64 + part * 16 + lane * 4 + column % 4;
 }
 
-// 64 sums, less the correction, as floats in column order.
+// 64 sums, less the correction, as floats in the order of columns.
 GNNC_INLINE void store_columns(const Sums& s, __m512i correction, float* out) {
-  const __m512i t0 = _mm512_unpacklo_epi32(s.low_even, s.low_odd), t1 = _mm512_unpackhi_epi32(s.low_even, s.low_odd);
-  const __m512i t2 = _mm512_unpacklo_epi32(s.high_even, s.high_odd),
-                t3 = _mm512_unpackhi_epi32(s.high_even, s.high_odd);
-  const __m512i a = _mm512_shuffle_i32x4(t0, t1, 0x44), b = _mm512_shuffle_i32x4(t0, t1, 0xee);
-  const __m512i c = _mm512_shuffle_i32x4(t2, t3, 0x44), d = _mm512_shuffle_i32x4(t2, t3, 0xee);
-  const auto put = [&](__m512i v, int at) __attribute__((always_inline)) {
-    _mm512_storeu_ps(out + at, _mm512_cvtepi32_ps(_mm512_sub_epi32(v, correction)));
-  };
-  put(_mm512_shuffle_i32x4(a, c, 0x88), 0);
-  put(_mm512_shuffle_i32x4(a, c, 0xdd), 16);
-  put(_mm512_shuffle_i32x4(b, d, 0x88), 32);
-  put(_mm512_shuffle_i32x4(b, d, 0xdd), 48);
+  __m512 v[4];
+  each<4>([&](auto i)
+              __attribute__((always_inline)) { v[i] = _mm512_cvtepi32_ps(_mm512_sub_epi32(s.part[i], correction)); });
+  order_columns(v);
+  each<4>([&](auto i) __attribute__((always_inline)) { _mm512_storeu_ps(out + i * 16, v[i]); });
 }
 
-// Returns what comes out of every column too much: data goes in as unsigned q + 128 where weights are signed.
 template <IntWeight W>
-GNNC_INLINE int64_t prepare_words(const IntSum& a, const Segment& s, int64_t begin, uint64_t* words) {
-  if constexpr (W == IntWeight::pow2) spread_words(a.power + begin, s.count, words);
-  if constexpr (W == IntWeight::signed8) spread_words(a.value + begin, s.count, words);
-  return W == IntWeight::signed8 ? 128 * sum_of_bytes(a.value + begin, s.count) : 0;
+GNNC_INLINE const uint8_t* weights_of(const IntSum& a, int64_t begin) {
+  if constexpr (W == IntWeight::pow2) return a.power + begin;
+  if constexpr (W == IntWeight::signed8) return reinterpret_cast<const uint8_t*>(a.value) + begin;
+  return nullptr;
+}
+
+// What comes out of every column too much: data goes in as unsigned q + 128 where weights are signed.
+template <IntWeight W>
+GNNC_INLINE int64_t correction_of(const IntSum& a, int64_t begin, int64_t count) {
+  return W == IntWeight::signed8 ? 128 * sum_of_bytes(a.value + begin, count) : 0;
 }
 
 // finish(column, acc) takes the sums of NV vectors.
 template <IntWeight W, int NV, typename Finish>
-GNNC_INLINE int64_t sum_vectors(const IntSum& a, const Segment& s, int64_t column, const uint64_t* words,
+GNNC_INLINE int64_t sum_vectors(const IntSum& a, const Segment& s, int64_t column, const uint8_t* weights,
                                 const Finish& finish) {
   Sums acc[NV]{};
-  integer_block<W, NV>(s, a.rows.data + s.base * a.rows.stride + column, a.rows.stride, words, acc);
-#pragma GCC unroll 4
-  for (int v = 0; v < NV; ++v) finish(column + v * 64, acc[v]);
+  integer_block<W, NV>(s, a.rows.data + s.base * a.rows.stride + column, a.rows.stride, weights, acc);
+  each<NV>([&](auto v) __attribute__((always_inline)) { finish(column + v * 64, acc[v]); });
   return column + NV * 64;
 }
 
 template <IntWeight W, typename Finish>
-GNNC_INLINE void sum_segment(const IntSum& a, const Segment& s, const uint64_t* words, const Finish& finish) {
+GNNC_INLINE void sum_segment(const IntSum& a, const Segment& s, const uint8_t* weights, const Finish& finish) {
   for (int64_t c = 0; c < a.rows.width;) {
     const int64_t vectors = (a.rows.width - c + 63) / 64;
     if (vectors >= 4) {
-      c = sum_vectors<W, 4>(a, s, c, words, finish);
+      c = sum_vectors<W, 4>(a, s, c, weights, finish);
     } else if (vectors >= 2) {
-      c = sum_vectors<W, 2>(a, s, c, words, finish);
+      c = sum_vectors<W, 2>(a, s, c, weights, finish);
     } else {
-      c = sum_vectors<W, 1>(a, s, c, words, finish);
+      c = sum_vectors<W, 1>(a, s, c, weights, finish);
     }
   }
 }
@@ -199,31 +148,23 @@ GNNC_INLINE void sum_segment(const IntSum& a, const Segment& s, const uint64_t* 
 // The sums over at most 2^16 edges, in a.sums. Returns what is to be taken off every column.
 template <IntWeight W>
 int64_t sum_group(const IntSum& a, int64_t begin, int64_t end) {
-  alignas(64) WeightWords words;
   std::memset(a.sums, 0, static_cast<size_t>(padded(a.rows.width)) * sizeof(int32_t));
-  int64_t correction = 0;
   for (int64_t e = begin; e < end; e += kSegment) {
-    const Segment s = segment(a.csr, e, std::min(e + kSegment, end));
-    correction += prepare_words<W>(a, s, e, words);
-    sum_segment<W>(a, s, words, [&](int64_t c, const Sums& sums) {
-      auto* to = reinterpret_cast<Sums*>(a.sums + c);
-      to->low_even = _mm512_add_epi32(to->low_even, sums.low_even);
-      to->low_odd = _mm512_add_epi32(to->low_odd, sums.low_odd);
-      to->high_even = _mm512_add_epi32(to->high_even, sums.high_even);
-      to->high_odd = _mm512_add_epi32(to->high_odd, sums.high_odd);
-    });
+    sum_segment<W>(a, segment(a.csr, e, std::min(e + kSegment, end)), weights_of<W>(a, e),
+                   [&](int64_t c, const Sums& sums) __attribute__((always_inline)) {
+                     auto* to = reinterpret_cast<Sums*>(a.sums + c);
+                     for (int i = 0; i < 4; ++i) to->part[i] = _mm512_add_epi32(to->part[i], sums.part[i]);
+                   });
   }
-  return correction;
+  return correction_of<W>(a, begin, end - begin);
 }
 
 template <IntWeight W>
 GNNC_INLINE void short_row(const IntSum& a, int64_t begin, int64_t end, float* out) {
-  alignas(64) WeightWords words;
-  const Segment s = segment(a.csr, begin, end);
-  const __m512i correction = _mm512_set1_epi32(static_cast<int32_t>(prepare_words<W>(a, s, begin, words)));
-  sum_segment<W>(a, s, words, [&](int64_t c, const Sums& sums) __attribute__((always_inline)) {
-    store_columns(sums, correction, out + c);
-  });
+  const __m512i correction = _mm512_set1_epi32(static_cast<int32_t>(correction_of<W>(a, begin, end - begin)));
+  sum_segment<W>(a, segment(a.csr, begin, end), weights_of<W>(a, begin),
+                 [&](int64_t c, const Sums& sums)
+                     __attribute__((always_inline)) { store_columns(sums, correction, out + c); });
 }
 
 #else

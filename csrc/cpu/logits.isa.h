@@ -45,7 +45,7 @@ GNNC_INLINE Floats gather_heads(const float* table, const int32_t* col, int64_t 
 
 // scale[col[k]] of the kLanes / H edges from k on, H times each.
 template <int H, bool Full>
-GNNC_INLINE Floats repeat_heads(const float* scale, const int32_t* col, int64_t left) {
+GNNC_INLINE Floats repeat_scales(const float* scale, const int32_t* col, int64_t left) {
   if constexpr (H == 1) return gather_heads<1, Full>(scale, col, left);
   const auto of = [&](int64_t k)
                       __attribute__((always_inline)) { return scale + col[Full ? k : std::min(k, left - 1)]; };
@@ -63,7 +63,7 @@ GNNC_INLINE Floats repeat_heads(const float* scale, const int32_t* col, int64_t 
 
 template <int H>
 GNNC_INLINE Floats scales_of_edges(const float* scale, const int32_t* col, int64_t left) {
-  return left >= kLanes / H ? repeat_heads<H, true>(scale, col, left) : repeat_heads<H, false>(scale, col, left);
+  return left >= kLanes / H ? repeat_scales<H, true>(scale, col, left) : repeat_scales<H, false>(scale, col, left);
 }
 
 struct Additive {
@@ -86,8 +86,8 @@ GNNC_INLINE void additive_vector(const AttentionArgs& a, const Additive& row, co
 template <int H>
 void additive_logits(const AttentionArgs& a, const Segment& s, int64_t row, int64_t begin, float* logits) {
   constexpr int kEdges = kLanes / H;
-  const Additive terms{H == 1 ? splat(a.a_dst[row]) : gather_heads<H, false>(a.a_dst + row * H, kIdentity.index, 1),
-                       splat(a.slope), a.edge == nullptr ? nullptr : a.edge + begin * H};
+  const Additive terms{repeat_heads<H>(a.a_dst + row * H), splat(a.slope),
+                       a.edge == nullptr ? nullptr : a.edge + begin * H};
   int64_t k = 0;
   for (; k + kEdges <= s.count; k += kEdges) {
     const int32_t* next = s.col + k + s.ahead;

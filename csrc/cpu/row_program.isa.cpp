@@ -174,6 +174,47 @@ void store_rows(const Tile& t, const RowView& out) {
   }
 }
 
+#ifdef __AVX512F__
+constexpr int64_t kStreamBytes = int64_t{16} << 20;  // an output of this size leaves the caches before it is read
+constexpr int64_t kStreamTile = 4096;                // floats
+
+// Rows of a large output that touch each other are written a whole cache line at a time and past the caches, which
+// saves reading the lines first.
+bool streams(const Tile& t, const RowView& out) {
+  const bool touch = out.stride == t.width && t.rows * t.width <= kStreamTile;
+  return touch && out.rows * out.stride * static_cast<int64_t>(sizeof(float)) >= kStreamBytes;
+}
+
+void stream_rows(const Tile& t, const RowView& out) {
+  alignas(64) float lines[kStreamTile + 3 * kLanes];
+  float* to = row_of<float>(out, t.first);
+  const auto before = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) / sizeof(float) % kLanes);
+  float* at = lines + before;
+  for (int r = 0; r < t.rows; ++r, at += t.width) {
+    const float* row = t.row(r);
+    for (int64_t c = 0; c < t.width; c += kLanes) store(at + c, load(row + c));
+  }
+  const int64_t end = before + t.rows * t.width;
+  to -= before;
+  int64_t i = 0;
+  if (before > 0) {
+    const int64_t stop = std::min<int64_t>(end, kLanes);
+    std::copy(lines + before, lines + stop, to + before);
+    i = kLanes;
+  }
+  for (; i + kLanes <= end; i += kLanes) _mm512_stream_ps(to + i, load(lines + i));
+  if (i < end) store(to + i, load(lines + i), Tail{static_cast<int>(end - i)});
+  _mm_sfence();
+}
+#endif
+
+void store_floats(const Tile& t, const RowView& out) {
+#ifdef __AVX512F__
+  if (streams(t, out)) return stream_rows(t, out);
+#endif
+  store_rows<float>(t, out);
+}
+
 void quant_row(const Tile& t, const RowView& codes, const RowView& scales) {
   alignas(64) float scale[kGroup], inverse[kGroup];
   for (int begin = 0; begin < t.rows; begin += kGroup) {
@@ -316,18 +357,12 @@ void row_dot(const Tile& t, const RowView& att, const RowView& out, int64_t head
 
 void apply_arithmetic(const Tile& t, const RowInstruction& in) {
   const auto operand = [&](int32_t i) -> const RowView& { return t.program.operands[i]; };
-  const auto add = [](Floats x, Floats v) { return x + v; };
-  const auto multiply = [](Floats x, Floats v) { return x * v; };
   const auto divide = [](Floats x, Floats v) { return x / v; };
   switch (in.op) {
     case RowOp::div_row:
       return map_rows(t, operand(in.a), divide);
     case RowOp::div_col:
       return map_columns(t, operand(in.a), divide);
-    case RowOp::mul_full:
-      return map_full(t, operand(in.a), multiply);
-    case RowOp::add_full:
-      return map_full(t, operand(in.a), add);
     case RowOp::div_full:
       return map_full(t, operand(in.a), divide);
     case RowOp::rsub_full:
@@ -352,6 +387,8 @@ bool chains(RowOp op) {
     case RowOp::add_row:
     case RowOp::mul_col:
     case RowOp::add_col:
+    case RowOp::mul_full:
+    case RowOp::add_full:
     case RowOp::mul_const:
     case RowOp::add_const:
     case RowOp::mul_tensor:
@@ -395,6 +432,14 @@ struct Block {
       for (int r = 0; r < kRows; ++r) x[r][v] = f(x[r][v], k);
     }
   }
+  template <typename T, typename N, typename Function>
+  GNNC_INLINE void elements(const T* value, int64_t stride, N n, const Function& f) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) x[r][v] = f(x[r][v], load(value + r * stride + v * kLanes, n));
+    }
+  }
 };
 
 template <int kRows, int kVectors, typename N>
@@ -404,7 +449,19 @@ GNNC_INLINE void step(Block<kRows, kVectors>& block, const Tile& t, const RowIns
   const auto multiply = [](Floats x, Floats v) { return x * v; };
   const auto values = [&] { return floats(t.program.operands[in.a]); };
   const auto constant = [&] { return splat(t.program.consts[in.b]); };
+  const auto elements = [&](const auto& f) {
+    const RowView& full = t.program.operands[in.a];
+    if (full.type == Scalar::bf16) {
+      block.elements(row_of<const Bf16>(full, t.first + r) + c, full.stride, n, f);
+    } else {
+      block.elements(row_of<const float>(full, t.first + r) + c, full.stride, n, f);
+    }
+  };
   switch (in.op) {
+    case RowOp::mul_full:
+      return elements(multiply);
+    case RowOp::add_full:
+      return elements(add);
     case RowOp::mul_row:
       return block.rows(values() + t.first + r, multiply);
     case RowOp::add_row:
@@ -529,7 +586,7 @@ void apply_store(const Tile& t, const RowInstruction& in) {
   const auto out = [&](int32_t i) -> const RowView& { return p.outs[i]; };
   switch (in.op) {
     case RowOp::store_f32:
-      return store_rows<float>(t, out(in.a));
+      return store_floats(t, out(in.a));
     case RowOp::store_bf16:
       return store_rows<Bf16>(t, out(in.a));
     case RowOp::quant_row:
@@ -547,7 +604,23 @@ void apply_store(const Tile& t, const RowInstruction& in) {
   }
 }
 
+bool reads_matrix(RowOp op) {
+  return op == RowOp::mul_full || op == RowOp::add_full || op == RowOp::div_full || op == RowOp::rsub_full ||
+         op == RowOp::add_qrow;
+}
+
+int64_t bytes_of(Scalar type) { return type == Scalar::f32 ? 4 : type == Scalar::bf16 ? 2 : 1; }
+
 }  // namespace
+
+void fetch(const RowProgram& program, int64_t r0, int rows) {
+  for (int64_t i = 0; i < program.length; ++i) {
+    if (!reads_matrix(program.code[i].op)) continue;
+    const RowView& v = program.operands[program.code[i].a];
+    const char* row = static_cast<const char*>(v.data) + r0 * v.stride * bytes_of(v.type);
+    for (int64_t b = 0; b < rows * v.stride * bytes_of(v.type); b += 64) __builtin_prefetch(row + b);
+  }
+}
 
 void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows, int64_t width) {
   Tile tile{program, acc, ld, r0, rows, width};

@@ -3,15 +3,14 @@
 // The softmax over the edges of one destination row, for edge_softmax and attention: exp(l - max) / (sum + eps), per
 // head.
 //
-// The logits of a row lie as [edges][heads]. Where the number of heads divides the lanes of a vector, every vector
-// repeats the same heads: a maximum or a sum over edges is one vector that is folded at the end. Other numbers take
-// plain loops. A NaN or an infinite logit makes its head NaN; logits that are all -inf make it 0.
+// Numbers of heads that do not divide the lanes of a vector take plain loops. A NaN or an infinite logit makes its head
+// NaN; logits that are all -inf make it 0.
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 
-#include "gnnc/simd.h"
+#include "heads.isa.h"
 
 namespace gnnc::GNNC_ISA {
 namespace {
@@ -34,34 +33,6 @@ GNNC_INLINE Floats exp_of_negative(Floats x) {
   return x < -87.33654f ? Floats{} : value;
 }
 
-// Calls body.operator()<H>() for a number of heads that divides the lanes; false for another.
-template <typename Body>
-GNNC_INLINE bool with_heads(int64_t heads, const Body& body) {
-  if (heads == 1) return body.template operator()<1>(), true;
-  if (heads == 2) return body.template operator()<2>(), true;
-  if (heads == 4) return body.template operator()<4>(), true;
-#ifdef __AVX512F__
-  if (heads == 8) return body.template operator()<8>(), true;
-  if (heads == 16) return body.template operator()<16>(), true;
-#endif
-  return false;
-}
-
-struct LaneNumbers {
-  alignas(64) int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-};
-constexpr LaneNumbers kLaneNumbers;
-
-GNNC_INLINE Ints lane_numbers() { return *reinterpret_cast<const Ints*>(kLaneNumbers.lane); }
-
-// Every lane gets the result over the lanes of its head.
-template <int H, typename Combine>
-GNNC_INLINE Floats fold(Floats v, const Combine& combine) {
-#pragma GCC unroll 4
-  for (int step = kLanes / 2; step >= H; step /= 2) v = combine(v, __builtin_shuffle(v, lane_numbers() ^ step));
-  return v;
-}
-
 // Fills the rest of the last vector with logits that count for nothing.
 GNNC_INLINE void pad_logits(float* logits, int64_t flat) {
   const auto used = static_cast<int32_t>(flat % kLanes);
@@ -76,7 +47,7 @@ GNNC_INLINE Floats exp_of_row(float* logits, int64_t edges, const Scale& scale) 
   Floats top = load(logits);
   const int64_t flat = edges * H;
   for (int64_t i = kLanes; i < flat; i += kLanes) top = larger(load(logits + i), top);
-  top = fold<H>(top, [](Floats a, Floats b) { return larger(a, b); });
+  top = fold_heads<H>(top, [](Floats a, Floats b) { return larger(a, b); });
   top = top == kNothing ? Floats{} : top;
   Floats sum{};
   for (int64_t block = 0; block < flat; block += kSumBlock * H) {
@@ -88,7 +59,7 @@ GNNC_INLINE Floats exp_of_row(float* logits, int64_t edges, const Scale& scale) 
     }
     sum = sum + part;
   }
-  return fold<H>(sum, [](Floats a, Floats b) { return a + b; });
+  return fold_heads<H>(sum, [](Floats a, Floats b) { return a + b; });
 }
 
 // The same for any number of heads, one head at a time where that matters.

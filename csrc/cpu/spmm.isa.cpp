@@ -3,6 +3,7 @@
 #include "spmm.h"
 
 #include "extreme.isa.h"
+#include "fixed_sum.isa.h"
 #include "gather.isa.h"
 #include "gnnc/row_program.h"
 #include "integer_sum.isa.h"
@@ -14,15 +15,15 @@ namespace {
 // weights[e, h] = value[e, h] * the scale of the source of e, for the edges of a tile: gathers, kept apart from the
 // rows that wait for them.
 void scaled_values(const SpmmArgs& a, int64_t begin, int64_t end, float* weights) {
-  int64_t e = begin;
-#ifdef __AVX512F__
-  for (; a.csr.col != nullptr && a.x_scale != nullptr && a.heads == 1 && e + 16 <= end; e += 16) {
-    __m512 w = _mm512_i32gather_ps(_mm512_loadu_si512(a.csr.col + e), a.x_scale, 4);
-    if (a.value != nullptr) w = _mm512_mul_ps(w, _mm512_loadu_ps(a.value + e));
-    _mm512_storeu_ps(weights + (e - begin), w);
+  if (a.csr.col != nullptr && a.x_scale != nullptr && a.heads == 1) {
+    for (int64_t e = begin; e < end; ++e) {
+      weights[e - begin] = a.x_scale[a.csr.col[e]];
+      asm("" ::: "memory");  // no gather, which is microcode on many processors
+    }
+    for (int64_t e = begin; e < end && a.value != nullptr; ++e) weights[e - begin] *= a.value[e];
+    return;
   }
-#endif
-  for (; e < end; ++e) {
+  for (int64_t e = begin; e < end; ++e) {
     const int64_t source = a.csr.col == nullptr ? e : a.csr.col[e];
     const float scale = a.x_scale != nullptr ? a.x_scale[source] : static_cast<float>(128 >> a.shift[source]);
     for (int64_t h = 0; h < a.heads; ++h) {
@@ -47,6 +48,7 @@ GNNC_INLINE void for_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end,
   auto* tile = scratch.get<float>(static_cast<size_t>(kTileRows * stride));
   for (int64_t row = row_begin; row < row_end; row += kTileRows) {
     const int64_t rows = std::min(kTileRows, row_end - row);
+    fetch(*a.program, row, static_cast<int>(rows));
     prepare(rowptr[row], rowptr[row + rows]);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t begin = rowptr[row + r], end = rowptr[row + r + 1];
@@ -84,6 +86,7 @@ template <typename T>
 void weighted_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end, SumKernel<T> kernel) {
   static thread_local Scratch scratch;
   const Rows<T> rows{static_cast<const T*>(a.x), a.x_stride, a.width};
+  const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(T));
   const float* weights = a.value;  // of edge 0
   const auto prepare = [&](int64_t begin, int64_t end) {
     if (a.x_scale == nullptr && a.shift == nullptr) return;
@@ -93,7 +96,7 @@ void weighted_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end, SumKer
   };
   for_rows(a, row_begin, row_end, prepare, [&](int64_t begin, int64_t end, float* out) {
     for (int64_t e = begin; e < end; e += kSegment) {
-      const Segment s = segment(a.csr, e, std::min(e + kSegment, end));
+      const Segment s = segment(a.csr, e, std::min(e + kSegment, end), row_bytes);
       const float* own = weights == nullptr ? nullptr : weights + e * a.heads;
       kernel(s, rows, Weights{own, a.heads, a.width / a.heads}, e == begin, out);
     }
@@ -106,7 +109,9 @@ void float_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end) {
   if (a.reduce == Reduce::max || a.reduce == Reduce::min) {
     return weighted_rows<T>(a, row_begin, row_end, extreme_kernel<T>(a.reduce == Reduce::max, weighted));
   }
-  weighted_rows<T>(a, row_begin, row_end, sum_kernel<T>(a.width, a.heads, weighted));
+  const SumKernel<T> kernel =
+      weighted ? weighted_sum_kernel<T>(a.width, a.heads) : sum_kernel<T>(a.width, a.heads, false);
+  weighted_rows<T>(a, row_begin, row_end, kernel);
 }
 
 bool sums_integers(const SpmmArgs& a) {

@@ -90,12 +90,15 @@ struct RowProgram {
   const float* prepared;
 };
 
-// Applies the program to the rows r0 .. r0 + rows, whose values are acc[0 .. rows). Changes acc.
+// `fetch` asks for what the program will read of the rows r0 .. r0 + rows, before they are computed.
+// `run` applies the program to the rows r0 .. r0 + rows, whose values are acc[0 .. rows). Changes acc.
 namespace generic {
+void fetch(const RowProgram& program, int64_t r0, int rows);
 void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows, int64_t width);
-}
+}  // namespace generic
 namespace avx512 {
+void fetch(const RowProgram& program, int64_t r0, int rows);
 void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows, int64_t width);
-}
+}  // namespace avx512
 
 }  // namespace gnnc

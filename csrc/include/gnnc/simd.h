@@ -10,6 +10,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #ifdef __AVX512F__
 #pragma GCC diagnostic push
@@ -24,6 +26,15 @@
 #define GNNC_INLINE inline __attribute__((always_inline))
 
 namespace gnnc::GNNC_ISA {
+
+// body(0) ... body(N - 1) with constants, so that arrays that they index stay in registers: g++ 12 puts those that a
+// loop indexes into memory before it unrolls the loop.
+template <int N, typename Body>
+GNNC_INLINE void each(const Body& body) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (body(std::integral_constant<int, I>{}), ...);
+  }(std::make_integer_sequence<int, N>{});
+}
 
 #ifdef __AVX512F__
 constexpr int kLanes = 16;

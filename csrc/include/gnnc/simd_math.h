@@ -39,12 +39,15 @@ GNNC_INLINE Floats exp(Floats x) {
   return scale_by_power(y, n) + (x == x ? splat(0.0f) : x);
 }
 
-// e^x - 1
-GNNC_INLINE Floats expm1(Floats x) {
+// e^x - 1 for x <= 0: 2^n (e^r - 1) + (2^n - 1), whose second term is 0 where the first would lose digits to it.
+GNNC_INLINE Floats expm1_of_negative(Floats x) {
   constexpr float kFit[] = {5.000000135e-01f, 1.666666530e-01f, 4.166572422e-02f,
                             8.333462019e-03f, 1.398576321e-03f, 1.987700395e-04f};
-  const Floats near = fused(polynomial(x, kFit), x * x, x);
-  return absolute(x) < splat(0.5f) ? near : exp(x) - splat(1.0f);
+  const Floats bounded = larger(splat(-104.0f), x);
+  const Floats n = nearest(bounded * splat(1.44269504f));
+  const Floats r = (bounded - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
+  const Floats power = scale_by_power(splat(1.0f), n);
+  return fused(fused(polynomial(r, kFit), r * r, r), power, power - splat(1.0f));
 }
 
 GNNC_INLINE Floats log(Floats x) {
@@ -76,7 +79,7 @@ GNNC_INLINE Floats silu(Floats x) { return x / (splat(1.0f) + exp(-x)); }
 GNNC_INLINE Floats softplus(Floats x) {
   return (x > splat(0.0f) ? x : splat(0.0f)) + log1p(exp(-absolute(x))) + (x == x ? splat(0.0f) : x);
 }
-GNNC_INLINE Floats elu(Floats x, float alpha) { return x > splat(0.0f) ? x : expm1(x) * splat(alpha); }
+GNNC_INLINE Floats elu(Floats x, float alpha) { return x > splat(0.0f) ? x : expm1_of_negative(x) * splat(alpha); }
 
 GNNC_INLINE Floats tanh(Floats x) {
   constexpr float kFit[] = {-3.333332787e-01f, 1.333266390e-01f, -5.383519222e-02f, 2.092434574e-02f,
