@@ -27,20 +27,27 @@ def median_ms(call: Callable[[], Any], *, repeats: int = 11, warmup: int = 2) ->
     return {"median": statistics.median(times), "min": min(times), "max": max(times)}
 
 
-def median_ms_fresh(
-    call: Callable[[torch.Tensor], Any], x: torch.Tensor, *, repeats: int = 11, warmup: int = 2
-) -> dict[str, float]:
-    """As ``median_ms``, with a new copy of ``x`` at each call, made outside the time measured."""
-    times = []
+def median_ms_in_turns(
+    calls: dict[str, Callable[[torch.Tensor], Any]], x: torch.Tensor, *, repeats: int = 11, warmup: int = 2
+) -> dict[str, dict[str, float]]:
+    """As ``median_ms`` for several calls in turns, so that the machine's noise meets all of them alike.
+
+    Each call gets a new copy of ``x``, made outside the time measured, and finds the caches as another
+    call left them.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warmup + repeats):
-        fresh = x.clone()
-        start = time.perf_counter()
-        result = call(fresh)
-        elapsed = (time.perf_counter() - start) * 1e3
-        del result, fresh
-        if turn >= warmup:
-            times.append(elapsed)
-    return {"median": statistics.median(times), "min": min(times), "max": max(times)}
+        for name, call in calls.items():
+            fresh = x.clone()
+            start = time.perf_counter()
+            result = call(fresh)
+            elapsed = (time.perf_counter() - start) * 1e3
+            del result, fresh
+            if turn >= warmup:
+                times[name].append(elapsed)
+    return {
+        name: {"median": statistics.median(ts), "min": min(ts), "max": max(ts)} for name, ts in times.items()
+    }
 
 
 def rss_mb() -> float:

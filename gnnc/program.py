@@ -122,7 +122,12 @@ def build_program(
     context = Context(
         precision=options.precision,
         overrides=dict(options.overrides),
-        backend=BackendInfo(options.backend.name, options.backend.precisions, options.backend),
+        backend=BackendInfo(
+            options.backend.name,
+            options.backend.precisions,
+            options.backend,
+            options.backend.joint_products,
+        ),
         error_budget=options.error_budget,
         examples=_examples(model, captured) if use_examples else None,
     )

@@ -20,12 +20,14 @@ class BackendInfo:
     Attributes:
         name: ``cpu``, ``cuda`` or ``reference``.
         precisions: names of the precisions it has kernels for.
+        joint_products: whether one kernel multiplies a matrix with several weights.
         handle: the backend object that ``lower`` calls; opaque to every other pass.
     """
 
     name: str = "reference"
     precisions: frozenset[str] = frozenset({"fp32", "bf16", "int8"})
     handle: Any = None
+    joint_products: bool = True
 
 
 @dataclass(frozen=True, slots=True)

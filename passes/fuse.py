@@ -8,7 +8,7 @@ and runs by itself.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -56,7 +56,7 @@ class Fuse:
         _own_weights(gm.graph)
         partition = Partition()
         for node in gm.graph.nodes:
-            _anchor(partition, node)
+            _anchor(partition, node, ctx.backend.joint_products)
         for node in gm.graph.nodes:
             self._map(partition, node)
         _tidy(partition)
@@ -84,27 +84,56 @@ def _width_of(node: Node) -> Any:
     return math.prod((shape_of(node) or ())[1:])
 
 
-def _anchor(partition: Partition, node: Node) -> None:
+def _anchor(partition: Partition, node: Node, joint: bool) -> None:
     if attention := match_attention(node):
         _grow(partition, "attention", node, attention.covers)
     elif str(node.target) == _QSDDMM:
         _grow(partition, "sddmm", node, _scaled_dots(node), epilogue=False)
-    elif kind := ANCHORS.get(str(node.target)):
-        _grow(partition, kind, node, (node,))
+    elif partition.group_of(node) is None and (kind := ANCHORS.get(str(node.target))):
+        siblings = _siblings(node) if joint and kind == "gemm" else []
+        _grow(partition, kind, node, (node,), siblings=siblings)
+
+
+def _siblings(gemm: Node) -> list[Node]:
+    """The products of the same matrix that follow ``gemm`` with no other anchor between."""
+    found: list[Node] = []
+    node = gemm.next
+    while node.op != "root":
+        if str(node.target) in ANCHORS:
+            if node.target is not gemm.target or node.args[0] is not gemm.args[0]:
+                break
+            found.append(node)
+        node = node.next
+    return found
 
 
 def _grow(
-    partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...], epilogue: bool = True
+    partition: Partition,
+    kind: str,
+    anchor: Node,
+    nodes: tuple[Node, ...],
+    *,
+    epilogue: bool = True,
+    siblings: Sequence[Node] = (),
 ) -> None:
     group = partition.start(kind, anchor)
     if not partition.add(group, nodes):
         partition.dissolve(group)
         return
-    if epilogue:
-        linearize(anchor, _admission(partition, group))
     if kind == "gemm":
-        for operand in anchor.args[:2]:
-            _load(partition, group, operand)
+        _grow_gemm(partition, group, siblings)
+    elif epilogue:
+        linearize(anchor, _admission(partition, group))
+
+
+def _grow_gemm(partition: Partition, group: Group, siblings: Sequence[Node]) -> None:
+    """All products of one matrix read it once; then each goes its own way."""
+    anchors = [group.anchor]
+    anchors += [node for node in siblings if partition.add(group, (node,))]
+    for anchor in anchors:
+        linearize(anchor, _admission(partition, group))
+    for operand in dict.fromkeys(arg for anchor in anchors for arg in anchor.args[:2]):
+        _load(partition, group, operand)
 
 
 def _admission(partition: Partition, group: Group) -> Callable[[RowOp], bool]:

@@ -45,7 +45,23 @@ class Reorder:
         LinearOrder(gm, typical, self.min_gain, ctx).run()
         if ctx.structure is not None:
             _separate(gm, ctx.structure, ctx)
+        _gather_products(gm)
         return gm
+
+
+def _gather_products(gm: fx.GraphModule) -> None:
+    """Put products of the same matrix side by side, so that one kernel can read it once for all."""
+    last: dict[Node, Node] = {}
+    for node in list(gm.graph.nodes):
+        op = op_of(node)
+        if op is None or op.name != "gemm":
+            continue
+        x = node.args[0]
+        assert isinstance(x, Node)
+        before = last.get(x)
+        if before is not None and all(arg < before for arg in node.all_input_nodes):
+            before.append(node)
+        last[x] = node
 
 
 def _separate(gm: fx.GraphModule, structure: fx.GraphModule, ctx: Context) -> None:

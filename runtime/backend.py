@@ -26,6 +26,7 @@ class Backend:
         prepare_structure: adapts a structure graph to a lowered compute graph.
         use_kernels: swaps the backend's kernels into a structure program.
         description: one line for people, such as the instruction set.
+        joint_products: whether one kernel multiplies a matrix with several weights.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Backend:
     prepare_structure: Callable[[GraphModule, GraphModule], GraphModule]
     use_kernels: Callable[[StructureRunner], None]
     description: str = ""
+    joint_products: bool = True
 
     def __reduce__(self) -> tuple[Callable[[str], "Backend"], tuple[str]]:
         return get_backend, (self.name,)

@@ -4,7 +4,7 @@ A plan refers to values by number (the operand of the fused submodule, the resul
 node: it stays valid for every copy of the graph.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ from gnnc.ir.row_local import RowOp, Step, linearize
 from gnnc.runtime.emitter import expression
 from gnnc.runtime.registry import Decline
 from gnnc.runtime.row_program import Op
+
+WINDOW_ALIGNMENT = 16
+"""Columns between the starts of results that one kernel makes side by side: its multiple."""
 
 _FORMS = {"full": "matrix", "row": "vector", "col": "vector", "tensor": "vector"}
 
@@ -118,9 +121,16 @@ class Inner:
         """Return the number of an operand, or None for an absent one."""
         return None if node is None else self.operand(node, what)
 
+    def some(self, *targets: str) -> list[Node]:
+        """Return the nodes with one of these targets, at least one."""
+        found = [node for node in self.nodes if str(node.target) in targets]
+        if not found:
+            raise Refusal(f"holds no {' or '.join(targets)}")
+        return found
+
     def only(self, *targets: str) -> Node:
         """Return the one node with one of these targets."""
-        found = [node for node in self.nodes if str(node.target) in targets]
+        found = self.some(*targets)
         if len(found) != 1:
             raise Refusal(f"holds {len(found)} of {', '.join(targets)}, not one")
         return found[0]
@@ -140,11 +150,31 @@ def build(inner: Inner, chain: Iterable[RowOp], covered: Collection[Node]) -> Ro
         chain: the row-local ops that are left after the kernel's own part.
         covered: the nodes of the kernel's own part.
     """
+    return build_windows(inner, [0], [chain], covered)
+
+
+def columns_of(widths: Sequence[int]) -> int:
+    """Columns of results side by side, each starting at a multiple of ``WINDOW_ALIGNMENT``."""
+    starts = [-(-width // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for width in widths[:-1]]
+    return sum(starts) + widths[-1]
+
+
+def build_windows(
+    inner: Inner, widths: Sequence[int], chains: Sequence[Iterable[RowOp]], covered: Collection[Node]
+) -> RowProgram:
+    """Translate a chain for each of several results that lie side by side; as ``build`` for a single one."""
     program = RowProgram()
     seen = set(covered)
-    for op in chain:
-        seen.update(op.covers)
-        _translate(inner, op, program)
+    for i, chain in enumerate(chains):
+        if len(chains) > 1:
+            first = columns_of([*widths[:i], 0])
+            program.add("WINDOW", first, widths[i])
+            program.watched = False
+        for op in chain:
+            seen.update(op.covers)
+            _translate(inner, op, program)
+    if len(chains) > 1 and any(out.result is None and out.form == "matrix" for out in program.outs):
+        raise Refusal("one of several results is stored for nobody")
     missing: list[Node] = [node for node in inner.nodes if node not in seen]
     if missing:
         raise Refusal(f"{missing[0].name} ({missing[0].target}) has no place in a row program")

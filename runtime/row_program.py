@@ -49,6 +49,7 @@ class Op(IntEnum):
     SOFTMAX = 43
     LOG_SOFTMAX = 44
     HEAD_MEAN = 45
+    WINDOW = 46
     STORE_F32 = 60
     STORE_BF16 = 61
     QUANT_ROW = 62

@@ -50,9 +50,18 @@ def store(out: Tensor) -> Program:
     return program.add(Op.STORE_F32, program.out(out))
 
 
-def gemm(x: Tensor, scale: Tensor | None, w: Tensor, is_kn: bool, mode: int, program: Program) -> None:
+def gemm(
+    x: Tensor,
+    scale: Tensor | None,
+    w: Tensor | list[Tensor],
+    is_kn: bool | list[bool],
+    mode: int,
+    program: Program,
+) -> None:
     library.load()
-    torch.ops.gnnc_cpu.gemm(x, scale, w, is_kn, mode, *program.arguments)
+    weights = w if isinstance(w, list) else [w]
+    layouts = is_kn if isinstance(is_kn, list) else [is_kn]
+    torch.ops.gnnc_cpu.gemm(x, scale, weights, layouts, mode, *program.arguments)
 
 
 def map_rows(x: Tensor, scale: Tensor | None, program: Program) -> None:

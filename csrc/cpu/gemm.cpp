@@ -3,6 +3,7 @@
 #include "gemm.h"
 
 #include <optional>
+#include <vector>
 
 #include "launch.h"
 #include "scratch.h"
@@ -24,15 +25,23 @@ GemmMode mode_of(int64_t mode) {
   return static_cast<GemmMode>(mode);
 }
 
-void take_weight(GemmArgs& g, const Tensor& w, bool is_kn) {
-  const RowView view = matrix_of(w, "gemm", "w");
-  STD_TORCH_CHECK(view.type == Scalar::f32, "gemm: w must be float32");
-  const int64_t depth = is_kn ? view.rows : view.cols;
-  STD_TORCH_CHECK(depth == g.depth, "gemm: x has ", g.depth, " columns, but w takes ", depth);
-  g.w = static_cast<const float*>(view.data);
-  g.width = is_kn ? view.cols : view.rows;
-  g.w_stride_o = is_kn ? 1 : view.stride;
-  g.w_stride_k = is_kn ? view.stride : 1;
+// The weights, in this thread until its next call.
+void take_weights(GemmArgs& g, const std::vector<Tensor>& weights, const std::vector<int64_t>& is_kn) {
+  static thread_local std::vector<GemmWeight> taken;
+  taken.clear();
+  STD_TORCH_CHECK(!weights.empty() && weights.size() == is_kn.size(), "gemm: needs a weight, and the layout of each");
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const RowView view = matrix_of(weights[i], "gemm", "w");
+    STD_TORCH_CHECK(view.type == Scalar::f32, "gemm: w must be float32");
+    const bool kn = is_kn[i] != 0;
+    const int64_t depth = kn ? view.rows : view.cols, width = kn ? view.cols : view.rows;
+    STD_TORCH_CHECK(depth == g.depth, "gemm: x has ", g.depth, " columns, but w takes ", depth);
+    const int64_t first = (g.width + 15) / 16 * 16;
+    taken.push_back({static_cast<const float*>(view.data), kn ? 1 : view.stride, kn ? view.stride : 1, width, first});
+    g.width = first + width;
+  }
+  g.weights = taken.data();
+  g.weight_count = static_cast<int64_t>(taken.size());
 }
 
 void take_scale(GemmArgs& g, const std::optional<Tensor>& scale) {
@@ -50,7 +59,8 @@ void take_scale(GemmArgs& g, const std::optional<Tensor>& scale) {
   g.x_scale = static_cast<const float*>(scale->data_ptr());
 }
 
-GemmArgs check(const Tensor& x, const std::optional<Tensor>& x_scale, const Tensor& w, bool is_kn, int64_t mode) {
+GemmArgs check(const Tensor& x, const std::optional<Tensor>& x_scale, const std::vector<Tensor>& w,
+               const std::vector<int64_t>& is_kn, int64_t mode) {
   const RowView view = matrix_of(x, "gemm", "x");
   GemmArgs g{};
   g.mode = mode_of(mode);
@@ -61,7 +71,7 @@ GemmArgs check(const Tensor& x, const std::optional<Tensor>& x_scale, const Tens
   STD_TORCH_CHECK(g.x_type != Scalar::i8 || g.mode == GemmMode::i8, "gemm: an int8 x needs mode 1");
   STD_TORCH_CHECK(g.mode != GemmMode::i8 || g.depth <= kMaxIntegerDepth, "gemm: int8 sums of ", g.depth,
                   " products do not fit 32 bits; at most ", kMaxIntegerDepth, " columns");
-  take_weight(g, w, is_kn);
+  take_weights(g, w, is_kn);
   take_scale(g, x_scale);
   return g;
 }
@@ -89,8 +99,9 @@ void compute(const GemmArgs& g) {
   });
 }
 
-void gemm(Tensor x, std::optional<Tensor> x_scale, Tensor w, bool w_is_kn, int64_t mode, std::vector<int64_t> program,
-          std::vector<Tensor> operands, std::vector<double> consts, std::vector<Tensor> outs) {
+void gemm(Tensor x, std::optional<Tensor> x_scale, std::vector<Tensor> w, std::vector<int64_t> w_is_kn, int64_t mode,
+          std::vector<int64_t> program, std::vector<Tensor> operands, std::vector<double> consts,
+          std::vector<Tensor> outs) {
   GemmArgs g = check(x, x_scale, w, w_is_kn, mode);
   g.program = &parse_program("gemm", {program, operands, consts, outs}, g.rows, g.width);
   if (g.rows == 0 || g.width == 0) return;
@@ -102,7 +113,7 @@ void gemm(Tensor x, std::optional<Tensor> x_scale, Tensor w, bool w_is_kn, int64
 }  // namespace gnnc
 
 STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
-  m.def("gemm(Tensor x, Tensor? x_scale, Tensor w, bool w_is_kn, int mode, " GNNC_PROGRAM_SCHEMA ") -> ()");
+  m.def("gemm(Tensor x, Tensor? x_scale, Tensor[] w, int[] w_is_kn, int mode, " GNNC_PROGRAM_SCHEMA ") -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("gemm", TORCH_BOX(&gnnc::gemm)); }

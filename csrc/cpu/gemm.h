@@ -2,6 +2,8 @@
 
 // gemm: acc = x @ w^T in FP32 or int8, then the row program.
 //
+// Several weights make their columns side by side, each from a multiple of 16 on, and x is read once for all.
+//
 // Layout: x [M, K] with rows x_stride elements apart. w is packed once per call into panels of up to 4 vectors of
 // columns, one behind the other: for each k (int8 with VNNI: each 4 k) the values of the panel's columns. The int8 path
 // quantizes a block of rows into a buffer in L1 (u8 = q xor 0x80; -128 * colsum(w) starts the sums), multiplies it with
@@ -17,15 +19,22 @@ namespace gnnc {
 
 enum class GemmMode { f32 = 0, i8 = 1, bf16 = 3 };
 
+struct GemmWeight {
+  const float* data;  // w(o, k) = data[o * stride_o + k * stride_k], one of the strides 1
+  int64_t stride_o, stride_k;
+  int64_t width;  // columns that it makes
+  int64_t first;  // the first of them, a multiple of 16
+};
+
 struct GemmArgs {
   const void* x;
   Scalar x_type;
   int64_t x_stride;
   const float* x_scale;    // null: int8 mode quantizes each row by its own maximum
   bool x_scale_is_single;  // else one per row
-  const float* w;          // w(o, k) = w[o * w_stride_o + k * w_stride_k], one of the strides 1
-  int64_t w_stride_o, w_stride_k;
-  int64_t rows, depth, width;  // M, K, O
+  const GemmWeight* weights;
+  int64_t weight_count;
+  int64_t rows, depth, width;  // M, K, O: all columns up to the last weight's last
   GemmMode mode;
   void* packed;     // packed_bytes
   float* w_scale;   // [padded width]

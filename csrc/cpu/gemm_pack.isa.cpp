@@ -10,6 +10,7 @@ namespace {
 struct Strip {
   const GemmArgs& g;
   const float* w;  // of the first column
+  int64_t stride_o, stride_k;
   int32_t* to;
   int64_t stride;  // dwords a step
   int64_t first;   // column
@@ -19,12 +20,12 @@ struct Strip {
 Strip strip_of(const GemmArgs& g, int64_t index) {
   const Panel panel = panel_of(g, index / kPanelStrips);
   const int64_t first = index * kLanes;
-  return {g,
-          g.w + first * g.w_stride_o,
-          panel.data + index % kPanelStrips * kLanes,
-          panel.step(),
-          first,
-          static_cast<int>(std::min<int64_t>(kLanes, g.width - first))};
+  const GemmWeight* w = g.weights;
+  while (w + 1 < g.weights + g.weight_count && w[1].first <= first) ++w;
+  const int64_t column = first - w->first, left = std::max<int64_t>(w->width - column, 0);
+  return {g,           w->data + std::min(column, w->width) * w->stride_o, w->stride_o,
+          w->stride_k, panel.data + index % kPanelStrips * kLanes,         panel.step(),
+          first,       static_cast<int>(std::min<int64_t>(kLanes, left))};
 }
 
 GNNC_INLINE Floats round_to_bf16(Floats v) {
@@ -34,7 +35,7 @@ GNNC_INLINE Floats round_to_bf16(Floats v) {
 }
 
 // The columns of one k, where columns are adjacent.
-GNNC_INLINE Floats row_of_columns(const Strip& s, int64_t k) { return load(s.w + k * s.g.w_stride_k, Tail{s.columns}); }
+GNNC_INLINE Floats row_of_columns(const Strip& s, int64_t k) { return load(s.w + k * s.stride_k, Tail{s.columns}); }
 
 #ifdef __AVX512F__
 
@@ -96,7 +97,7 @@ void pack_float_rows(const Strip& s) {
   const bool round = s.g.mode == GemmMode::bf16;
   for (int64_t k = 0; k < s.g.depth; k += 16) {
     store_steps(s, k, [&](int c) {
-      const Floats v = part(s.w + c * s.g.w_stride_o, k, s.g.depth);
+      const Floats v = part(s.w + c * s.stride_o, k, s.g.depth);
       return _mm512_castps_si512(round ? round_to_bf16(v) : v);
     });
   }
@@ -105,7 +106,7 @@ void pack_float_rows(const Strip& s) {
 void pack_code_rows(const Strip& s, const float* inverse) {
   for (int64_t k = 0; k < s.g.depth; k += 64) {
     store_steps(s, k / 4, [&](int c) {
-      const float* row = s.w + c * s.g.w_stride_o;
+      const float* row = s.w + c * s.stride_o;
       const Floats factor = splat(inverse[c]);
       const auto value = [&](int64_t at) { return part(row, at, s.g.depth) * factor; };
       return pack_codes<Codes::bounded>(value(k), value(k + 16), value(k + 32), value(k + 48));
@@ -138,7 +139,7 @@ void start_sums(const Strip& s) {
 }
 
 void pack_codes_of(const Strip& s, const float* inverse) {
-  s.g.w_stride_k == 1 ? pack_code_rows(s, inverse) : pack_code_columns(s, inverse);
+  s.stride_k == 1 ? pack_code_rows(s, inverse) : pack_code_columns(s, inverse);
   start_sums(s);
 }
 
@@ -148,7 +149,7 @@ void pack_float_rows(const Strip& s) {
   const bool round = s.g.mode == GemmMode::bf16;
   for (int64_t k = 0; k < s.g.depth; ++k) {
     Floats v{};
-    for (int c = 0; c < s.columns; ++c) v[c] = s.w[c * s.g.w_stride_o + k * s.g.w_stride_k];
+    for (int c = 0; c < s.columns; ++c) v[c] = s.w[c * s.stride_o + k * s.stride_k];
     store(reinterpret_cast<float*>(s.to + k * s.stride), round ? round_to_bf16(v) : v);
   }
 }
@@ -157,7 +158,7 @@ void pack_codes_of(const Strip& s, const float* inverse) {
   const Floats factor = load(inverse);
   for (int64_t k = 0; k < s.g.depth; ++k) {
     Floats v{};
-    for (int c = 0; c < s.columns; ++c) v[c] = s.w[c * s.g.w_stride_o + k * s.g.w_stride_k];
+    for (int c = 0; c < s.columns; ++c) v[c] = s.w[c * s.stride_o + k * s.stride_k];
     store(reinterpret_cast<float*>(s.to + k * s.stride), to_floats(integers(v * factor)));
   }
 }
@@ -174,9 +175,9 @@ void pack_float_columns(const Strip& s) {
 
 // The maximum of each column, as bits.
 void column_tops(const Strip& s, float* tops) {
-  if (s.g.w_stride_k == 1) {
+  if (s.stride_k == 1) {
     Group group;
-    for (int c = 0; c < s.columns; ++c) group.set(c, as_floats(row_magnitude(s.w + c * s.g.w_stride_o, s.g.depth)));
+    for (int c = 0; c < s.columns; ++c) group.set(c, as_floats(row_magnitude(s.w + c * s.stride_o, s.g.depth)));
     return group.largest(tops);
   }
   Ints top{};
@@ -204,7 +205,7 @@ void gemm_pack(const GemmArgs& g, int64_t strip_begin, int64_t strip_end) {
     const Strip s = strip_of(g, i);
     if (g.mode == GemmMode::i8) {
       pack_quantized(s);
-    } else if (g.w_stride_k == 1) {
+    } else if (s.stride_k == 1) {
       pack_float_rows(s);
     } else {
       pack_float_columns(s);

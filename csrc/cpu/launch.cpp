@@ -19,6 +19,8 @@ enum class Use {
   spare,         // written by prepare
   constant,      // an index into consts
   heads,         // a number that divides the width
+  first_column,  // of a window, a multiple of 16
+  columns,       // of a window
   row,           // operand, fp32 [M]
   column,        // operand, fp32 [F]
   columns2,      // two operands in a row, fp32 [F] or empty
@@ -83,6 +85,7 @@ constexpr Spec kSpecs[] = {
     {RowOp::softmax},
     {RowOp::log_softmax},
     {RowOp::head_mean, Use::none, Use::heads},
+    {RowOp::window, Use::first_column, Use::columns},
     {RowOp::store_f32, Use::out_f32},
     {RowOp::store_bf16, Use::out_bf16},
     {RowOp::quant_row, Use::out_codes, Use::out_row},
@@ -152,7 +155,7 @@ class Parser {
   static const float* floats(const RowView& v) { return static_cast<const float*>(v.data); }
 
   const char* name_ = nullptr;
-  int64_t at_ = 0, rows_ = 0, width_ = 0;
+  int64_t at_ = 0, rows_ = 0, width_ = 0, all_columns_ = 0;
   std::vector<RowInstruction> code_;
   std::vector<RowView> operands_, outs_;
   std::vector<float> consts_, prepared_;
@@ -241,6 +244,10 @@ void Parser::check_use(Use use, int32_t value, const RowInstruction& in) {
   } else if (use == Use::heads) {
     STD_TORCH_CHECK(value > 0 && width_ % value == 0, name_, ": instruction ", at_, " has ", value,
                     " heads, which do not divide the width ", width_);
+  } else if (use == Use::first_column || use == Use::columns) {
+    const bool inside = in.a >= 0 && in.a % 16 == 0 && in.b > 0 && in.a + in.b <= all_columns_;
+    STD_TORCH_CHECK(inside, name_, ": instruction ", at_, " has a window of ", in.b, " columns from ", in.a, " of ",
+                    all_columns_, "; it must lie inside, and start at a multiple of 16");
   } else if (use < Use::out_f32) {
     check_operand(use, value);
   } else {
@@ -295,10 +302,11 @@ void Parser::prepare(RowInstruction& in) {
   if (in.op == RowOp::quant_static) in.b = prepare_inverse(in.b);
   if (in.op == RowOp::quant_pow2) in.c = prepare_inverse(in.c);
   if (in.op == RowOp::head_mean) width_ /= in.b;
+  if (in.op == RowOp::window) width_ = in.b;
 }
 
 void Parser::parse(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width) {
-  name_ = op, rows_ = rows, width_ = width;
+  name_ = op, rows_ = rows, width_ = all_columns_ = width;
   code_.clear(), operands_.clear(), outs_.clear(), prepared_.clear();
   for (const Tensor& t : arguments.operands) operands_.push_back(view_of(t, op));
   for (const Tensor& t : arguments.outs) outs_.push_back(view_of(t, op));

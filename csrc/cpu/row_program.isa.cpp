@@ -565,9 +565,13 @@ void apply_activation(const Tile& t, const RowInstruction& in) {
   }
 }
 
-void apply_row_wise(Tile& t, const RowInstruction& in) {
+void apply_row_wise(Tile& t, float* acc, const RowInstruction& in) {
   const RowProgram& p = t.program;
   switch (in.op) {
+    case RowOp::window:
+      t.acc = acc + in.a;
+      t.width = in.b;
+      return;
     case RowOp::layer_norm:
       return layer_norm(t, p.operands[in.a], p.operands[in.a + 1], p.consts[in.b]);
     case RowOp::l2_normalize:
@@ -634,7 +638,7 @@ void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows
     } else if (in.op >= RowOp::store_f32) {
       apply_store(tile, in);
     } else if (in.op >= RowOp::batch_norm) {
-      apply_row_wise(tile, in);
+      apply_row_wise(tile, acc, in);
     } else if (in.op >= RowOp::relu) {
       apply_activation(tile, in);
     } else {

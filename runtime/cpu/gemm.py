@@ -20,11 +20,11 @@ class Gemm:
     def emit(plan: gemm.Plan, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
         x = argument_of(node, plan.x)
-        w = argument_of(node, plan.w)
         scale = "None" if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
         rows = shape_of(x)[0]
-        weight = emitter.matrix(w)
+        weights = "".join(f"{emitter.matrix(argument_of(node, weight.w))}, " for weight in plan.weights)
+        layouts = emitter.bind(tuple(int(weight.is_kn) for weight in plan.weights), "layouts")
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu.gemm.default, "gemm")
-        emitter.line(f"{op}({emitter.matrix(x)}, {scale}, {weight}, {plan.w_is_kn}, {plan.mode}, {program})")
+        emitter.line(f"{op}({emitter.matrix(x)}, {scale}, ({weights}), {layouts}, {plan.mode}, {program})")
         epilogue.check_scales(emitter)

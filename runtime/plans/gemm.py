@@ -18,39 +18,79 @@ _DEQUANTIZE = "gnnc.dequantize.default"
 
 
 @dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight and the columns that it makes.
+
+    Attributes:
+        w: number of the operand.
+        is_kn: its layout.
+        width: columns of its result.
+    """
+
+    w: int
+    is_kn: bool
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Numbers of the kernel's operands and its constants.
 
     Attributes:
         x: the activations.
         x_scale: their scale; None: each row is scaled as it is loaded.
-        w: the weight.
-        w_is_kn: its layout.
+        weights: one, or all those that the same activations are multiplied with.
         mode: ``FLOAT``, ``INT8`` or ``BF16``.
-        width: columns of the result.
-        program: what happens to its rows.
+        program: what happens to the rows; with several weights, in a window for each.
     """
 
     x: int
     x_scale: int | None
-    w: int
-    w_is_kn: bool
+    weights: tuple[Weight, ...]
     mode: int
-    width: int
     program: RowProgram
+
+    @property
+    def width(self) -> int:
+        """Columns of all results, each starting at a multiple of `epilogue.WINDOW_ALIGNMENT`."""
+        return epilogue.columns_of([weight.width for weight in self.weights])
+
+
+@dataclass(slots=True)
+class _Product:
+    """One product: what the kernel does itself, and what is left for the row program."""
+
+    load: tuple[int, int | None, int]
+    weight: Weight
+    chain: list[RowOp]
+    covered: set[Node]
+    bias: int | None = None
 
 
 @planned
 def plan(node: Node) -> Plan:
-    """Read the operands and the row program off a product and what is fused around it."""
+    """Read the operands and the row program off products with one matrix and what is fused around them."""
     inner = Inner(node)
-    anchor = inner.only("gnnc.gemm.default", "gnnc.qgemm.default")
+    anchors = inner.some("gnnc.gemm.default", "gnnc.qgemm.default")
+    products = [_product(inner, anchor) for anchor in anchors]
+    if len({product.load for product in products}) > 1:
+        raise Refusal("the products are not of one matrix, loaded in one way")
+    widths = [product.weight.width for product in products]
+    covered = {node for product in products for node in product.covered}
+    program = epilogue.build_windows(inner, widths, [product.chain for product in products], covered)
+    if products[0].bias is not None:
+        _put_first(program, "ADD_COL", products[0].bias)
+    x, x_scale, mode = products[0].load
+    return Plan(x, x_scale, tuple(product.weight for product in products), mode, program)
+
+
+def _product(inner: Inner, anchor: Node) -> _Product:
     if str(anchor.target) == "gnnc.qgemm.default":
         return _plan_int8(inner, anchor)
     return _plan_float(inner, anchor)
 
 
-def _plan_float(inner: Inner, anchor: Node) -> Plan:
+def _plan_float(inner: Inner, anchor: Node) -> _Product:
     x, w = anchor.args[:2]
     w_is_kn = bool(argument(anchor, 3, "w_is_kn", False))
     bias = argument(anchor, 2, "bias", None)
@@ -62,17 +102,14 @@ def _plan_float(inner: Inner, anchor: Node) -> Plan:
     if half and not (x_cast or x.meta["val"].dtype == torch.bfloat16):
         raise Refusal("the weight is bf16 and the activations are not")
     _check_dtypes(x, w)
-    program = epilogue.build(inner, epilogue.read_chain(inner, anchor), covered)
-    if bias is not None:
-        _put_first(program, "ADD_COL", inner.operand(bias, "bias"))
-    return Plan(
-        x=inner.operand(x, "x"),
-        x_scale=None,
-        w=inner.operand(w, "the weight"),
-        w_is_kn=w_is_kn,
-        mode=BF16 if half else FLOAT,
-        width=epilogue.fixed_width(anchor),
-        program=program,
+    if bias is not None and len(inner.nodes) > 1:
+        raise Refusal("the bias is inside a product that is fused")
+    return _Product(
+        load=(inner.operand(x, "x"), None, BF16 if half else FLOAT),
+        weight=Weight(inner.operand(w, "the weight"), w_is_kn, epilogue.fixed_width(anchor)),
+        chain=epilogue.read_chain(inner, anchor),
+        covered=covered,
+        bias=None if bias is None else inner.operand(bias, "bias"),
     )
 
 
@@ -122,20 +159,18 @@ class _Load:
     scale: Node | None
 
 
-def _plan_int8(inner: Inner, anchor: Node) -> Plan:
+def _plan_int8(inner: Inner, anchor: Node) -> _Product:
     covered = {anchor}
     load = _activations(inner, anchor.args[0], covered)
     w, w_scale, w_is_kn = _weight(inner, anchor.args[1], covered)
     chain = epilogue.read_chain(inner, anchor)
     scale = _take_scales(chain, load, w_scale, covered)
-    return Plan(
-        x=inner.operand(load.value, "x"),
-        x_scale=inner.operand(scale, "the scale of x") if load.scale is None else None,
-        w=inner.operand(w, "the weight"),
-        w_is_kn=w_is_kn,
-        mode=INT8,
-        width=epilogue.fixed_width(anchor),
-        program=epilogue.build(inner, chain[2:], covered),
+    x_scale = inner.operand(scale, "the scale of x") if load.scale is None else None
+    return _Product(
+        load=(inner.operand(load.value, "x"), x_scale, INT8),
+        weight=Weight(inner.operand(w, "the weight"), w_is_kn, epilogue.fixed_width(anchor)),
+        chain=chain[2:],
+        covered=covered,
     )
 
 

@@ -155,6 +155,34 @@ def test_epilogue(width: int) -> None:
 
 
 @pytest.mark.parametrize("mode", [FLOAT, INT8, BF16])
+@pytest.mark.parametrize("widths", [(64, 64), (40, 40), (1, 7, 47), (602, 16)])
+def test_several_weights_make_what_each_makes_alone(widths: tuple[int, ...], mode: int) -> None:
+    x, program, first = torch.randn(100, 47), Program(), 0
+    weights = [torch.randn(width, 47) for width in widths]
+    outs = [torch.full((100, width), float("nan")) for width in widths]
+    for width, out in zip(widths, outs, strict=True):
+        program.add(Op.WINDOW, first, width).add(Op.RELU).add(Op.STORE_F32, program.out(out))
+        first += -(-width // 16) * 16
+    kn = [i % 2 == 1 for i in range(len(widths))]
+    given = [w.t().contiguous() if is_kn else w for w, is_kn in zip(weights, kn, strict=True)]
+    gemm(x, None, given, kn, mode, program)
+    for w, out in zip(weights, outs, strict=True):
+        assert torch.equal(out, run(x, w, mode).relu())
+
+
+def test_each_of_several_results_gets_scales_of_its_own() -> None:
+    x, weights, program = torch.randn(100, 64), [torch.randn(40, 64), 5 * torch.randn(40, 64)], Program()
+    stored = [(padded(100, 40), torch.empty(100)) for _ in weights]
+    for i, (q, scale) in enumerate(stored):
+        program.add(Op.WINDOW, 48 * i, 40).add(Op.QUANT_ROW, program.out(q), program.out(scale))
+    gemm(x, None, weights, [False, False], INT8, program)
+    for w, (q, scale) in zip(weights, stored, strict=True):
+        y = run(x, w, INT8)
+        assert torch.equal(scale, row_scale(y))
+        assert torch.equal(q, quantized(y, scale[:, None])) and not padding(q).any()
+
+
+@pytest.mark.parametrize("mode", [FLOAT, INT8, BF16])
 @pytest.mark.parametrize("shape", [(20_000, 128, 64), (3000, 300, 200)])
 def test_same_bits_at_any_thread_count(mode: int, shape: tuple[int, int, int]) -> None:
     rows, depth, width = shape
@@ -181,6 +209,7 @@ def test_a_weight_edited_in_place_is_seen() -> None:
     ("change", "message"),
     [
         ({"w": torch.ones(4, 9)}, "x has 8 columns, but w takes 9"),
+        ({"w": []}, "needs a weight, and the layout of each"),
         ({"w": torch.ones(4, 8, dtype=torch.float64)}, "not Double"),
         ({"w": torch.ones(4, 8).bfloat16()}, "w must be float32"),
         ({"mode": 2}, "mode must be"),

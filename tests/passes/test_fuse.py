@@ -16,6 +16,7 @@ from gnn_graphs import (
 from gnnc.ir.attention import match_attention
 from gnnc.ir.row_local import linearize
 from gnnc.passes.assign import Assign
+from gnnc.passes.base import BackendInfo
 from gnnc.passes.cache import Cache
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.quantize import Quantize
@@ -136,9 +137,39 @@ def test_the_input_is_quantized_on_load_where_one_gemm_reads_it():
     ]  # fmt: skip
 
 
-def test_the_input_is_quantized_once_where_two_gemms_read_it():
-    gm, _ = fused(one(lambda b: [b.linear(b.x, 24, name="a"), b.linear(b.x, 20, name="b")]))
+def test_products_of_one_matrix_are_one_kernel_that_reads_it_once():
+    def build(b):
+        a, c = b.linear(b.x, 24, name="a"), b.linear(b.x, 20, name="b")
+        return [b.relu(a), b.call(aten.sigmoid, c)]
+
+    gm, _ = fused(one(build))
+    assert kinds(gm) == ["gemm"]
+    ((_, inner),) = groups(gm)
+    assert sum(name == "quantize.default" for name in targets(inner)) == 3
+    assert leftovers(gm) == []
+    assert_same_bits(lambda: one(build))
+
+
+def test_a_product_of_the_same_matrix_stays_behind_what_stands_between():
+    def build(b):
+        gate = b.call(aten.sigmoid, b.linear(b.x, 32, name="a"))
+        return [b.linear(b.mul(gate, b.x), 24, name="b"), b.linear(b.x, 20, name="c")]
+
+    gm, _ = fused(one(build))
+    assert kinds(gm) == ["map", "gemm", "gemm", "gemm"]
+    assert_same_bits(lambda: one(build))
+
+
+def test_a_backend_without_joint_products_gets_a_kernel_for_each():
+    backend = BackendInfo(joint_products=False)
+    gm, _ = fused(one(lambda b: [b.linear(b.x, 24, name="a"), b.linear(b.x, 20, name="b")]), backend=backend)
     assert kinds(gm) == ["map", "gemm", "gemm"]
+
+
+def test_what_joins_two_results_of_one_kernel_runs_by_itself():
+    gm, _ = fused(one(lambda b: [b.add(b.linear(b.x, 24, name="a"), b.linear(b.x, 24, name="b"))]))
+    assert kinds(gm) == ["gemm"]
+    assert leftovers(gm) == ["add.Tensor"]
 
 
 def test_a_weight_is_quantized_in_each_kernel_that_uses_it():

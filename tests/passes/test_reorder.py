@@ -278,7 +278,13 @@ def test_gin_shares_one_gemm():
 
 
 def test_bias_stays_outside_of_the_mean():
-    assert chain("sage") == ["gemm", "spmm", "mul", "add", "gemm", "add"]
+    assert chain("sage") == ["gemm", "gemm", "spmm", "mul", "add", "add"]
+
+
+def test_products_of_one_matrix_stand_side_by_side():
+    gm = reordered("sage")[2]
+    first, second = (node for node in gm.graph.nodes if _short(node) == "gemm")
+    assert first.next is second and first.args[0] is second.args[0]
 
 
 def test_all_hops_see_the_narrow_rows():

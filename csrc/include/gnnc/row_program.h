@@ -55,6 +55,7 @@ enum class RowOp : int32_t {
   softmax = 43,
   log_softmax = 44,
   head_mean = 45,
+  window = 46,
   store_f32 = 60,
   store_bf16 = 61,
   quant_row = 62,
@@ -64,6 +65,8 @@ enum class RowOp : int32_t {
   row_dot = 66,
 };
 
+// `window` turns to the columns a .. a + b of what the kernel made (a a multiple of 16): a gemm with several weights has
+// one for each.
 struct RowInstruction {
   RowOp op;
   int32_t a, b, c;
