@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --no-build-isolation
+# as a module, wherever it is installed
+CLANG_FORMAT := $(BIN)/python -c 'import clang_format; clang_format.clang_format()'
 CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
 .PHONY: demo test lint format docs dev build clean distclean
@@ -22,12 +24,12 @@ lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(CLANG_FORMAT) --dry-run -Werror $(CXX_FILES)
 
 format: $(VENV)/.dev
 	$(BIN)/python -m ruff check --fix
 	$(BIN)/python -m ruff format
-	$(BIN)/clang-format -i $(CXX_FILES)
+	$(CLANG_FORMAT) -i $(CXX_FILES)
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m mkdocs build --strict

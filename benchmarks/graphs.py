@@ -127,10 +127,3 @@ def generate(shape: Shape | str, *, seed: int = 0, symmetrise: bool = False) -> 
     if symmetrise:
         src, dst = torch.cat([src, dst]), torch.cat([dst, src])
     return torch.stack([src, dst])
-
-
-def sparse_adjacency(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Return ``adj_t`` (row = destination) as torch.sparse CSR, which PyG trains on faster."""
-    ones = torch.ones(edge_index.shape[1])
-    adjacency = torch.sparse_coo_tensor(edge_index.flip(0), ones, (num_nodes, num_nodes))
-    return adjacency.coalesce().to_sparse_csr()
