@@ -1,6 +1,7 @@
 """The public face: ``compile`` and the module that it returns."""
 
 import copy
+import dataclasses
 import inspect
 import json
 import statistics
@@ -22,7 +23,7 @@ from gnnc.passes.pipeline import PIPELINE
 from gnnc.plan import plan_of
 from gnnc.precision import Precision
 from gnnc.program import Options, Program, build_program, find
-from gnnc.runtime.backend import get_backend
+from gnnc.runtime.backend import Backend, get_backend
 from gnnc.runtime.pool import OutputPool
 from gnnc.signature import describe_arguments, missing_arguments, validate
 
@@ -48,15 +49,16 @@ def compile(  # noqa: A001  the name is the public contract
 
     Args:
         model: a PyTorch Geometric or plain PyTorch message-passing model with float32 parameters.
-        precision: what weights and activations are narrowed to: ``fp32``, ``bf16`` or ``int8``
-            here; the other known names raise UnsupportedError.
+        precision: what weights and activations are narrowed to: ``fp32``, ``fp16`` (on CUDA),
+            ``bf16`` or ``int8`` here; the other known names raise UnsupportedError.
         example_inputs: a tuple of representative arguments. The model is then captured at once and
             scales are taken from them (static); without it capture waits for the first call and
             scales are taken at each call (dynamic).
         overrides: module-path glob to precision, for layers that differ.
         error_budget: relative L2 error of the output on ``example_inputs`` that ``auto`` may spend.
-        backend: ``auto``, ``cpu`` or ``reference``.
-        cuda_graph: ``auto`` or a bool; without meaning on the CPU.
+        backend: ``auto`` (CUDA where the model is on a CUDA device, else the CPU), ``cpu``, ``cuda``,
+            ``reference``, or ``cuda-offline``, which compiles CUDA kernels and cannot run them.
+        cuda_graph: ``auto`` or a bool: whether calls replay a CUDA graph; without meaning on the CPU.
         qat: train with quantization in the loop; not in this version.
         check_finite: ``scale`` raises PrecisionError when a scale is NaN or infinite, ``off`` or
             None lets it through.
@@ -89,10 +91,13 @@ def compile(  # noqa: A001  the name is the public contract
         precision=_built(Precision.parse(precision)),
         overrides={glob: _built(Precision.parse(p)) for glob, p in dict(overrides or {}).items()},
         error_budget=_budget(error_budget),
-        backend=get_backend(backend),
+        backend=get_backend(backend, device_of(model)),
+        requested=backend,
         check_finite=_checks_scales(check_finite),
         pipeline=tuple(pipeline),
     )
+    for wanted in (options.precision, *options.overrides.values()):
+        _check_precision(wanted, options.backend)
     compiled = CompiledModel(model, options, example_inputs)
     compiled.check_overrides()
     if example_inputs is not None:
@@ -174,7 +179,7 @@ class CompiledModel(torch.nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, tensors: list[Tensor]
     ) -> Any:
         call = flatten_call(self.model, args, kwargs)
-        validate(type(self.model).__name__, call)
+        validate(type(self.model).__name__, call, device_of(self.model), self.options.requested)
         program = self._program_for(call, args, kwargs)
         result = program.run(call.tensors)
         if key is not None and list(map(id, tensors)) == list(map(id, call.tensors)):
@@ -197,7 +202,7 @@ class CompiledModel(torch.nn.Module):
 
     def _structural_key(self, call: Call) -> Any:
         modes = tuple(module.training for module in self._all_modules)
-        return call.key, tuple((t.dtype, t.dim()) for t in call.tensors), modes
+        return call.key, tuple((t.dtype, t.dim(), t.device) for t in call.tensors), modes
 
     def _capture(
         self,
@@ -210,7 +215,8 @@ class CompiledModel(torch.nn.Module):
     ) -> Program:
         self._capturing = True
         try:
-            program = build_program(self.model, args, kwargs, self.options, self._pool, use_examples=examples)
+            options = self._options_for(call)
+            program = build_program(self.model, args, kwargs, options, self._pool, use_examples=examples)
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
         finally:
@@ -221,6 +227,13 @@ class CompiledModel(torch.nn.Module):
         self._last = program
         _dump(self, program)
         return program
+
+    def _options_for(self, call: Call) -> Options:
+        """The options, with the backend of the device that the model is on now."""
+        device = device_of(self.model) or next((t.device for t in call.tensors), None)
+        if self.options.requested != "auto":
+            return self.options
+        return dataclasses.replace(self.options, backend=get_backend("auto", device))
 
     def _explain_arguments(self, call: Call, failure: str | None, error: CaptureError) -> NoReturn:
         """Blame the arguments where they, not the model, are why tracing failed."""
@@ -391,7 +404,7 @@ class CompiledModel(torch.nn.Module):
         """Capture with ``example_inputs``."""
         args = self._example_inputs or ()
         call = flatten_call(self.model, args, {})
-        validate(type(self.model).__name__, call)
+        validate(type(self.model).__name__, call, device_of(self.model), self.options.requested)
         with self._lock:
             key = self._structural_key(call)
             program = self._capture(call, args, {}, None, examples=True)
@@ -415,7 +428,7 @@ class CompiledModel(torch.nn.Module):
         return report.ProgramReport(
             model=type(self.model).__name__,
             precision=str(self.options.precision),
-            backend=self.options.backend.name,
+            backend=program.backend.name,
             structure=program.structure,
             compute=program.graph_module,
             notes=program.notes,
@@ -438,11 +451,27 @@ def _dump(compiled: CompiledModel, program: Program) -> None:
 
 
 def _built(precision: Precision) -> Precision:
-    if precision.name not in ("fp32", "bf16", "int8"):
+    if precision.name not in ("fp32", "fp16", "bf16", "int8"):
         raise UnsupportedError(
-            f"precision {precision.name!r} is known but not built in this version: use fp32, bf16 or int8"
+            f"precision {precision.name!r} is known but not built in this version: use fp32, fp16 (on CUDA), "
+            "bf16 or int8"
         )
     return precision
+
+
+def _check_precision(precision: Precision, backend: Backend) -> None:
+    if precision.name in backend.precisions:
+        return
+    only = "; it has kernels on CUDA only" if precision.name == "fp16" else ""
+    raise UnsupportedError(
+        f"precision {precision.name!r} is not built for backend {backend.name!r}{only}: move the model "
+        f"and its inputs with .cuda(), or use one of {', '.join(sorted(backend.precisions))}"
+    )
+
+
+def device_of(model: torch.nn.Module) -> torch.device | None:
+    """Return the device of a model's first parameter or buffer, or None where it has none."""
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
 
 
 def _refuse_unbuilt(qat: bool, plan: Any, cuda_graph: Any) -> None:

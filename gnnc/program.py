@@ -36,6 +36,7 @@ class Options:
         overrides: module-path glob to precision.
         error_budget: relative L2 error allowed on the output.
         backend: the backend to lower for.
+        requested: the name of the backend as the user gave it; ``auto`` goes by the model's device.
         check_finite: whether a non-finite scale is an error.
         pipeline: the passes.
     """
@@ -44,6 +45,7 @@ class Options:
     overrides: Mapping[str, Precision]
     error_budget: float
     backend: Backend
+    requested: str
     check_finite: bool
     pipeline: tuple[Pass, ...]
 
@@ -54,6 +56,7 @@ class Program:
 
     Attributes:
         captured: the traced call.
+        backend: the backend that it is lowered for.
         stages: (pass name, graph), the captured graph first.
         context: what the passes noted.
         structure: the structure graph, or None.
@@ -64,6 +67,7 @@ class Program:
     """
 
     captured: Captured
+    backend: Backend
     stages: tuple[Stage, ...]
     context: Context
     structure: GraphModule | None
@@ -136,11 +140,12 @@ def build_program(
         stages += run_passes(captured.graph_module, options.pipeline, context)
         _check_symbols(captured)
         runner = _structure_runner(options.backend, stages[-1][1], context.structure)
-        executable = Executable(stages[-1][1], pool, check_finite=options.check_finite)
+        executable = options.backend.executable(stages[-1][1], pool, check_finite=options.check_finite)
         bounds = Bounds(captured.call.names, _index_bounds(stages))
     binder = _Binder(model, captured, stages[-1][1], context.structure, bounds)
     program = Program(
         captured=captured,
+        backend=options.backend,
         stages=tuple(stages),
         context=context,
         structure=context.structure,

@@ -22,22 +22,32 @@ def is_graph_name(name: str) -> bool:
     return bool(_EDGE_INDEX.search(name) or _BATCH.search(name))
 
 
-def validate(owner: str, call: Call) -> None:
+def validate(owner: str, call: Call, device: torch.device | None = None, backend: str = "auto") -> None:
     """Refuse what no compiled model can take.
 
     Args:
         owner: the model's class name, for messages.
         call: the flattened arguments.
+        device: where the model is; None: it has no parameters.
+        backend: name of the backend that was asked for.
 
     Raises:
         GraphError: an edge list or batch vector has the wrong dtype or shape.
-        InputError: a floating argument is not float32, or an argument is not on the CPU.
+        InputError: a floating argument is not float32, or an argument is on another device than the
+            model, or on one that the backend does not run on.
     """
+    device = device or next((tensor.device for tensor in call.tensors), None)
     sparse = {name for leaf in call.leaves if leaf.kind == "sparse" for name in leaf.tensor_names}
     for name, tensor in zip(call.names, call.tensors, strict=True):
         if name not in sparse:
             _check_graph(owner, name, tensor)
-        _check_dense(owner, name, tensor)
+        _check_dtype(owner, name, tensor)
+        if tensor.device != device:
+            raise InputError(
+                f"[{owner}] {name} is on {tensor.device}, but the model is on {device}: pass "
+                f"{name}.to({str(device)!r})"
+            )
+    _check_backend(owner, device, backend)
 
 
 def _check_graph(owner: str, name: str, tensor: Tensor) -> None:
@@ -58,15 +68,26 @@ def _check_graph(owner: str, name: str, tensor: Tensor) -> None:
         raise GraphError(f"[{owner}] {name} has shape {tuple(tensor.shape)}: expected [number of nodes]")
 
 
-def _check_dense(owner: str, name: str, tensor: Tensor) -> None:
+def _check_backend(owner: str, device: torch.device | None, backend: str) -> None:
+    if device is None:
+        return
+    if backend.startswith("cuda") and backend != "cuda-offline":
+        fits = device.type == ("cpu" if ":" in backend else "cuda")
+    else:
+        fits = backend in ("auto", "reference") or device.type == "cpu"
+    if not fits:
+        way = ".cuda()" if backend == "cuda" else ".cpu()"
+        raise InputError(
+            f"[{owner}] the model and its inputs are on {device}, where backend {backend!r} does not run: "
+            f"move both with {way}, or use backend='auto'"
+        )
+
+
+def _check_dtype(owner: str, name: str, tensor: Tensor) -> None:
     if tensor.is_floating_point() and tensor.dtype != torch.float32:
         raise InputError(
             f"[{owner}] {name} has dtype {tensor.dtype}: a compiled model takes float32 and lowers the "
             f"precision itself; pass {name}.float()"
-        )
-    if tensor.device.type != "cpu":
-        raise InputError(
-            f"[{owner}] {name} is on {tensor.device}: this version runs on the CPU; pass {name}.cpu()"
         )
 
 
@@ -74,8 +95,8 @@ def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Te
     """Describe arguments as cheaply as can be, for a call that is like an earlier one.
 
     Args:
-        values: arguments: dense CPU tensors, plain constants, and tuples and lists of them.
-        parts: takes what a program depends on: structure, constants, shapes and dtypes.
+        values: arguments: dense tensors, plain constants, and tuples and lists of them.
+        parts: takes what a program depends on: structure, constants, shapes, dtypes and devices.
         tensors: takes the tensors, in order.
 
     Returns:
@@ -83,8 +104,9 @@ def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Te
     """
     for value in values:
         if isinstance(value, Tensor):
-            if value.layout is not torch.strided or not value.is_cpu:
+            if value.layout is not torch.strided:
                 return False
+            parts.append(value.device)
             parts.append(value.shape)
             parts.append(value.dtype)
             tensors.append(value)

@@ -171,7 +171,7 @@ def _load(partition: Partition, group: Group, operand: object) -> None:
 def _load_chain(operand: Node) -> tuple[Node, ...]:
     """The quantization or cast that makes ``operand``, back to a value in floating point."""
     target = str(operand.target)
-    if target == _CAST and operand.kwargs.get("dtype") is torch.bfloat16:
+    if target == _CAST and operand.kwargs.get("dtype") in (torch.bfloat16, torch.float16):
         return (operand,)
     if target != _QUANTIZE:
         return (operand,) if _is_transposed_weight(operand) else ()

@@ -126,7 +126,7 @@ def _look(x: Tensor) -> Observation:
     amax = float(x.abs().max()) if x.numel() else 0.0
     rows = x.reshape(x.shape[0], -1).float() if x.numel() else x.new_zeros(1, 1)
     sample = rows[:: max(1, rows.shape[0] // MAX_ROWS)]
-    base = torch.tensor(amax / qmax_of(8))
+    base = torch.tensor(amax / qmax_of(8), device=x.device)
     return Observation(amax, {c.granularity: row_error(sample, c.granularity, base) for c in CANDIDATES})
 
 

@@ -142,7 +142,7 @@ class _Emitter:
         graph = self.gm.graph
         with graph.inserting_after(placeholders(self.gm)[-1]):
             new = graph.placeholder(name)
-        tensor = torch.tensor(value, dtype=torch.float32)
+        tensor = torch.tensor(value, dtype=torch.float32, device=self.node.meta["val"].device)
         mode = fake_mode_of(self.gm)
         new.meta = {
             "source": Source("constant", new.name),

@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.fx import GraphModule, Node
@@ -10,9 +11,12 @@ from torch.fx import GraphModule, Node
 from gnnc.errors import BackendError
 from gnnc.runtime import registry
 from gnnc.runtime.emitter import is_view
+from gnnc.runtime.executable import Executable
 from gnnc.runtime.structure_runner import StructureRunner
 
-NAMES = ("auto", "cpu", "reference", "cuda")
+NAMES = ("auto", "cpu", "reference", "cuda", "cuda-offline")
+OFFLINE = ("sm_80", "sm_90", "sm_100")
+"""Architectures that ``cuda-offline`` compiles for; ``cuda-offline:sm_90`` names one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class Backend:
         chain: registry names to ask, in order; the last one takes whatever is left.
         prepare_structure: adapts a structure graph to a lowered compute graph.
         use_kernels: swaps the backend's kernels into a structure program.
+        executable: makes a program of a lowered graph.
         description: one line for people, such as the instruction set.
         joint_products: whether one kernel multiplies a matrix with several weights.
     """
@@ -34,6 +39,7 @@ class Backend:
     chain: tuple[str, ...]
     prepare_structure: Callable[[GraphModule, GraphModule], GraphModule]
     use_kernels: Callable[[StructureRunner], None]
+    executable: Callable[..., Executable] = Executable
     description: str = ""
     joint_products: bool = True
 
@@ -58,21 +64,24 @@ class Backend:
         return registry.require(node, choice, self.name)
 
 
-def get_backend(name: str) -> Backend:
+def get_backend(name: str, device: torch.device | None = None) -> Backend:
     """Return a backend that can run on this machine.
 
-    Raises:
-        BackendError: there is none of this name, it is not built, or it cannot run here.
-    """
-    if name not in NAMES:
-        raise BackendError(f"unknown backend {name!r}; choose one of {', '.join(map(repr, NAMES))}")
-    if name == "reference":
-        return _reference()
-    if name == "cuda":
-        from gnnc.runtime import cuda
+    Args:
+        name: one of ``NAMES``.
+        device: where the model is; ``auto`` takes the backend of that device.
 
-        cuda.load()
-    return _cpu()
+    Raises:
+        BackendError: there is none of this name, or it cannot run here.
+    """
+    base, _, architecture = name.partition(":")
+    if base not in NAMES or (architecture and base != "cuda-offline"):
+        raise BackendError(f"unknown backend {name!r}; choose one of {', '.join(map(repr, NAMES))}")
+    if base == "auto":
+        return _cuda() if device is not None and device.type == "cuda" else _cpu()
+    if base == "cuda-offline":
+        return _cuda_offline(name, (architecture,) if architecture else OFFLINE)
+    return {"reference": _reference, "cuda": _cuda, "cpu": _cpu}[base]()
 
 
 def _reference() -> Backend:
@@ -80,7 +89,7 @@ def _reference() -> Backend:
 
     return Backend(
         name="reference",
-        precisions=frozenset({"fp32", "bf16", "int8"}),
+        precisions=frozenset({"fp32", "fp16", "bf16", "int8"}),
         chain=("reference",),
         prepare_structure=lambda compute, structure: structure,
         use_kernels=lambda runner: None,
@@ -90,6 +99,7 @@ def _reference() -> Backend:
 
 def _cpu() -> Backend:
     import gnnc.runtime.reference  # noqa: F401  runs what the C++ kernels leave
+    from gnnc.runtime.columns import narrow_columns
     from gnnc.runtime.cpu import library, structure
     from gnnc.runtime.cpu.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
 
@@ -97,7 +107,47 @@ def _cpu() -> Backend:
         name="cpu",
         precisions=frozenset({"fp32", "bf16", "int8"}),
         chain=("cpu", "reference"),
-        prepare_structure=structure.narrow_columns,
+        prepare_structure=narrow_columns,
         use_kernels=structure.use_kernels,
         description=f"C++ kernels, {library.load()}",
+    )
+
+
+_CUDA_PRECISIONS = frozenset({"fp32", "fp16", "bf16", "int8"})
+
+
+def _cuda() -> Backend:
+    import gnnc.runtime.reference  # noqa: F401  runs what the kernels leave, as torch's CUDA ops
+    from gnnc.runtime import cuda
+    from gnnc.runtime.columns import narrow_columns
+    from gnnc.runtime.cuda import structure
+    from gnnc.runtime.cuda.executable import CudaExecutable
+    from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
+
+    return Backend(
+        name="cuda",
+        precisions=_CUDA_PRECISIONS,
+        chain=("cuda", "reference"),
+        prepare_structure=narrow_columns,
+        use_kernels=structure.use_kernels,
+        executable=CudaExecutable,
+        description=f"CUDA kernels, {cuda.load()}",
+    )
+
+
+def _cuda_offline(name: str, architectures: tuple[str, ...]) -> Backend:
+    import gnnc.runtime.reference  # noqa: F401
+    from gnnc.runtime import cuda
+    from gnnc.runtime.columns import narrow_columns
+    from gnnc.runtime.cuda.executable import OfflineExecutable
+    from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401
+
+    return Backend(
+        name=name,
+        precisions=_CUDA_PRECISIONS,
+        chain=("cuda", "reference"),
+        prepare_structure=narrow_columns,
+        use_kernels=lambda runner: None,
+        executable=partial(OfflineExecutable, architectures=architectures),
+        description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",
     )

@@ -8,16 +8,18 @@ the two cost nothing at run time where the memory is ours.
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from gnnc.runtime.checks import check_finite
 from gnnc.runtime.sizes import Sizes, expression, typical
 
 _VIEWS = frozenset(("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "alias", "detach"))
 _FOREVER = 1 << 60
-_ROW_BYTES = {torch.int8: 64, torch.uint8: 64, torch.bfloat16: 16, torch.float32: 16}
+_ROW_BYTES = {torch.int8: 64, torch.uint8: 64, torch.bfloat16: 16, torch.float16: 16, torch.float32: 16}
 
 
 @dataclass(slots=True)
@@ -112,7 +114,17 @@ class Emitter:
         self._node: Node | None = None
         self._escaping = _escaping(graph_module)
 
+    @staticmethod
+    def padded(width: int, dtype: torch.dtype) -> int:
+        """Return the elements from one row to the next, of memory that is ours."""
+        elements = _ROW_BYTES.get(dtype, 1) // dtype.itemsize or 1
+        return -(-width // elements) * elements
+
     # Program text
+
+    def prelude(self) -> list[str]:
+        """Statements that a program begins with, once it has its arena."""
+        return []
 
     def line(self, text: str) -> None:
         """Append one statement."""
@@ -238,7 +250,7 @@ class Emitter:
         dtype = node.meta["val"].dtype
         if node in self._escaping:
             return self._output(node, dtype, rows, width)
-        stride = width if dense or len(shape) < 2 else _padded(width, dtype)
+        stride = width if dense or len(shape) < 2 else self.padded(width, dtype)
         buffer = self._buffer((rows, width), stride, dtype)
         if buffer is None:
             return self._late(node, rows, width, dtype)
@@ -253,13 +265,18 @@ class Emitter:
 
     def scratch(self, rows: Any, width: int, dtype: torch.dtype, *, flat: bool = False) -> str:
         """Return memory that only the present step uses."""
-        stride = width if flat else _padded(width, dtype)
+        stride = width if flat else self.padded(width, dtype)
         buffer = self._buffer((rows, width), stride, dtype)
         if buffer is None:
             shape = f"({self.size(rows)} * {width},)" if flat else f"({self.size(rows)}, {width})"
             return self._assign("s", f"empty({shape}, dtype={self.bind(dtype, 'dtype')})")
         shape = (rows * width,) if flat else (rows, width)
         return self._region(buffer, shape, (1,) if flat else (stride, 1))
+
+    def check_values(self, node: Node, name: str) -> None:
+        """Have the program refuse to go on if a value of ``name`` is not finite."""
+        check = self.bind(partial(check_finite, node.meta.get("layer", "")), "check_finite")
+        self.line(f"{check}({name})")
 
     def check_scale(self, node: Node, name: str) -> None:
         """Have the program refuse to return if a value of the scale ``name`` is not finite."""
@@ -350,7 +367,8 @@ class Emitter:
         if len(shape_of(node)) != 2 or width_of(node) != width:
             text = f"{text}.reshape(-1, {width})"
         if node.meta["val"].dtype == torch.int8:
-            return self._assign("m", f"{self.bind(padded_codes, 'padded')}({text})")
+            stride = self.padded(width, torch.int8)
+            return self._assign("m", f"{self.bind(padded_codes, 'padded')}({text}, {stride})")
         return self._assign("m", f"{text}.contiguous()")
 
     def _assign(self, hint: str, expression_text: str) -> str:
@@ -398,10 +416,10 @@ class Emitter:
         return f"t{buffer.regions[key]}"
 
 
-def padded_codes(codes: torch.Tensor) -> torch.Tensor:
+def padded_codes(codes: torch.Tensor, stride: int) -> torch.Tensor:
     """Return int8 rows with the row stride that kernels ask for."""
     rows, width = codes.shape
-    out = torch.empty((rows, _padded(width, torch.int8)), dtype=torch.int8)[:, :width]
+    out = codes.new_empty((rows, stride))[:, :width]
     return out.copy_(codes)
 
 
@@ -417,11 +435,6 @@ def _first(node: Node) -> Node:
     first = node.args[0]
     assert isinstance(first, Node)
     return first
-
-
-def _padded(width: int, dtype: torch.dtype) -> int:
-    elements = _ROW_BYTES.get(dtype, 1) // dtype.itemsize or 1
-    return -(-width // elements) * elements
 
 
 def _strides(shape: tuple[Any, ...], row: int) -> tuple[int, ...]:

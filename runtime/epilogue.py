@@ -213,7 +213,7 @@ def _operand(inner: Inner, node: Node | None, form: str, program: RowProgram) ->
     if node is None:
         return program.operand(None, form)
     dtype = node.meta["val"].dtype
-    allowed = (torch.float32, torch.bfloat16) if form == "matrix" else (torch.float32,)
+    allowed = (torch.float32, torch.bfloat16, torch.float16) if form == "matrix" else (torch.float32,)
     if dtype not in allowed:
         raise Refusal(f"operand {node.name} is {dtype}")
     return program.operand(inner.operand(node, f"operand {node.name}"), form)
@@ -226,6 +226,8 @@ def _store(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
             program.add("STORE_F32", program.out(result, "matrix", torch.float32))
         case "store_bf16":
             program.add("STORE_BF16", program.out(result, "matrix", torch.bfloat16))
+        case "store_fp16":
+            program.add("STORE_FP16", program.out(result, "matrix", torch.float16))
         case "quant_row":
             codes = program.out(result, "matrix", torch.int8)
             scale = program.out(inner.results.get(op.covers[0]), "vector", torch.float32)

@@ -4,16 +4,14 @@ import linecache
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from gnnc.errors import PrecisionError
+from gnnc.runtime.checks import check_scales
 from gnnc.runtime.emitter import Buffer, Emitter
-from gnnc.runtime.pool import Arena, ArenaPool, OutputPool, Region
+from gnnc.runtime.pool import Arena, ArenaPool, Layout, OutputPool, Region
 from gnnc.runtime.registry import Choice
 
 _INDENT = "        "
@@ -52,13 +50,14 @@ class Executable:
         *,
         check_finite: bool = True,
     ) -> None:
-        emitter = Emitter(graph_module, check_finite=check_finite)
+        emitter = self._emitter(graph_module, check_finite)
         results = _emit(graph_module, emitter)
+        self._prepare(emitter)
         inputs = [emitter.exact(node) for node in graph_module.graph.nodes if node.op == "placeholder"]
         self.source = _program(emitter, inputs, results, timed=False)
         self._timed_source = _program(emitter, inputs, results, timed=True)
         self.pool = pool or OutputPool()
-        self._arenas = ArenaPool(_layout(emitter))
+        self._arenas = self._arena_pool(_layout(emitter))
         self.kernels = tuple(
             (node.name, node.meta["choice"].kernel.name)
             for node in graph_module.graph.nodes
@@ -67,14 +66,36 @@ class Executable:
         self._names = dict(self.kernels)
         self._globals = {
             **emitter.constants,
-            "take": self.pool.take,
-            "empty": torch.empty,
+            **self._memory(),
             "acquire": self._arenas.acquire,
             "release": self._arenas.release,
             "check_scales": check_scales,
-            "clock": time.perf_counter,
+            "clock": self._clock,
         }
         self._run: Callable[..., tuple[Any, ...]] = _compile(self.source, self._globals)
+
+    # What another device does in its own way
+
+    def _emitter(self, graph_module: GraphModule, check_finite: bool) -> Emitter:
+        return Emitter(graph_module, check_finite=check_finite)
+
+    def _prepare(self, emitter: Any) -> None:
+        """What there is to do once every launch is known."""
+
+    def _arena_pool(self, layout: Layout) -> ArenaPool:
+        return ArenaPool(layout)
+
+    def _memory(self) -> dict[str, Callable[..., Any]]:
+        """The functions that a program allocates with: outputs, and what is sized in mid-program."""
+        return {"take": self.pool.take, "empty": torch.empty}
+
+    _clock = staticmethod(time.perf_counter)
+
+    @staticmethod
+    def _seconds(before: Any, after: Any) -> float:
+        return after - before
+
+    # Running
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Run the program; returns the flat outputs."""
@@ -85,7 +106,7 @@ class Executable:
         outputs, marks = _compile(self._timed_source, self._globals)(*values)
         totals: dict[str, float] = {}
         for (_, before), (name, after) in zip(marks, marks[1:], strict=False):
-            totals[name] = totals.get(name, 0.0) + after - before
+            totals[name] = totals.get(name, 0.0) + self._seconds(before, after)
         timings = [Timing(name, self._names.get(name, "view"), t) for name, t in totals.items()]
         return outputs, timings
 
@@ -131,6 +152,7 @@ def _program(emitter: Emitter, inputs: list[str], results: list[str], *, timed: 
     lines += [f"    {name} = {text}" for name, text in sizes]
     key = "".join(f"{name}, " for name, _ in sizes)
     lines += [f"    arena = acquire(({key}))", "    try:"]
+    lines += [_INDENT + text for text in emitter.prelude()]
     if regions:
         lines.append(f"{_INDENT}{', '.join(regions)}, = arena.tensors")
     lines += _marked(emitter.body) if timed else [_INDENT + text for text, _ in emitter.body]
@@ -183,21 +205,6 @@ def _assign_slots(buffers: list[Buffer]) -> None:
         else:
             buffer.slot = len(slots)
             slots.append((buffer.last, size))
-
-
-def check_scales(largest: tuple[Tensor, ...], layers: tuple[str, ...]) -> None:
-    """Raise unless the largest value of every scale is finite.
-
-    Raises:
-        PrecisionError: a scale is NaN or infinite; names the layer.
-    """
-    for value, layer in zip(largest, layers, strict=True):
-        if not isfinite(value):
-            where = f" in layer {layer!r}" if layer else ""
-            raise PrecisionError(
-                f"a quantization scale is not finite{where}: the values that it scales hold NaN or "
-                "infinity; check inputs and weights, or compile with check_finite='off'"
-            )
 
 
 __all__ = ["Arena", "Executable", "Timing", "check_scales"]

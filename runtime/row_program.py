@@ -52,6 +52,7 @@ class Op(IntEnum):
     WINDOW = 46
     STORE_F32 = 60
     STORE_BF16 = 61
+    STORE_FP16 = 67
     QUANT_ROW = 62
     QUANT_STATIC = 63
     QUANT_POW2 = 64

@@ -1,6 +1,6 @@
 """Runs a structure graph, each part of it only when the inputs of that part have changed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,10 @@ class StructureRunner:
 
     Values live in slots: first the graph's placeholders in order, then the groups' results.
 
+    Attributes:
+        after_build: called with the results of a part when they are new.
+        after_call: called with the outputs of each call.
+
     Args:
         structure: a graph whose placeholders are of the kinds input, size or constant, and whose
             output is a flat tuple.
@@ -52,6 +56,8 @@ class StructureRunner:
 
     def __init__(self, structure: GraphModule, byte_budget: int = DEFAULT_BYTE_BUDGET) -> None:
         self.groups, self._outputs = _split(structure)
+        self.after_build: Callable[[Any], None] | None = None
+        self.after_call: Callable[[tuple[Any, ...]], None] | None = None
         self.cache = StructureCache(byte_budget, min_entries=max(len(self.groups), 1))
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
@@ -59,8 +65,17 @@ class StructureRunner:
         slots = list(values)
         for number, group in enumerate(self.groups):
             key = (number, *[slots[slot] for slot in group.key])
-            slots.extend(self.cache.get(key, lambda: _call(group, slots)))  # noqa: B023
-        return tuple([slots[slot] for slot in self._outputs])
+            slots.extend(self.cache.get(key, lambda: self._build(group, slots)))  # noqa: B023
+        outputs = tuple([slots[slot] for slot in self._outputs])
+        if self.after_call is not None:
+            self.after_call(outputs)
+        return outputs
+
+    def _build(self, group: Group, slots: list[Any]) -> tuple[Any, ...]:
+        results = _call(group, slots)
+        if self.after_build is not None:
+            self.after_build(results)
+        return results
 
     def clear(self) -> None:
         """Forget every cached structure."""

@@ -261,7 +261,7 @@ def test_before_capture_it_prints(model):
         ({"precision": 8}, gnnc.PrecisionError, "got int"),
         ({"precision": "int4"}, gnnc.UnsupportedError, "not built in this version"),
         ({"precision": "auto"}, gnnc.UnsupportedError, "not built"),
-        ({"precision": "fp16"}, gnnc.UnsupportedError, "not built"),
+        ({"precision": "fp16", "backend": "cpu"}, gnnc.UnsupportedError, "on CUDA only"),
         ({"overrides": {"conv9*": "fp32"}}, gnnc.PrecisionError, "matches no module"),
         ({"overrides": {"conv": "int4"}}, gnnc.UnsupportedError, "int4"),
         ({"qat": True}, gnnc.UnsupportedError, "qat"),

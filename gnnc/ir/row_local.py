@@ -153,10 +153,12 @@ def _to_copy(node: Node, acc: Accumulator) -> RowOp | None:
     dtype = node.kwargs.get("dtype")
     if node.args[0] not in acc:
         return None
-    if dtype is torch.bfloat16:
-        return RowOp(node, (Step("store_bf16"),), "store", (node,))
+    if dtype in _HALF_STORES:
+        return RowOp(node, (Step(_HALF_STORES[dtype]),), "store", (node,))
     return RowOp(node, (), "view", (node,)) if dtype is torch.float32 else None
 
+
+_HALF_STORES = {torch.bfloat16: "store_bf16", torch.float16: "store_fp16"}
 
 _PATTERNS: dict[str, Callable[[Node, Accumulator], RowOp | None]] = {
     "gnnc.quantize.default": _quantize,

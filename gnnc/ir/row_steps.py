@@ -228,7 +228,7 @@ def binary_steps(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
         return None
     if is_number(other):
         return _apply(str(node.target), acc_first, other, None)
-    if not isinstance(other, Node) or not is_float(other, torch.float32, torch.bfloat16):
+    if not isinstance(other, Node) or not is_float(other, torch.float32, torch.bfloat16, torch.float16):
         return None
     extent = extent_of(shape_of(other) or (), shape_of(as_node(used)) or ())
     if extent is None or (extent != "full" and not is_float(other)):

@@ -97,5 +97,5 @@ def _check(found: Attention, x: Node, width: int, heads: int) -> None:
     dtypes: list[Any] = [n.meta["val"].dtype for n in (found.a_src, found.a_dst, found.edge) if n is not None]
     if any(dtype != torch.float32 for dtype in dtypes):
         raise Refusal("the logits are not made from float32")
-    if x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.int8):
+    if x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.int8):
         raise Refusal(f"x is {x.meta['val'].dtype}")

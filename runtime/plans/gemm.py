@@ -10,7 +10,8 @@ from gnnc.ir.row_local import RowOp, argument
 from gnnc.runtime import epilogue
 from gnnc.runtime.epilogue import Inner, Refusal, RowProgram, planned
 
-FLOAT, INT8, BF16 = 0, 1, 3
+FLOAT, INT8, BF16, FP16 = 0, 1, 3, 4
+_HALVES = {torch.bfloat16: BF16, torch.float16: FP16}
 _CAST = "aten._to_copy.default"
 _QUANTIZE = "gnnc.quantize.default"
 _SCALE = "gnnc.scale.default"
@@ -40,7 +41,7 @@ class Plan:
         x: the activations.
         x_scale: their scale; None: each row is scaled as it is loaded.
         weights: one, or all those that the same activations are multiplied with.
-        mode: ``FLOAT``, ``INT8`` or ``BF16``.
+        mode: ``FLOAT``, ``INT8``, ``BF16`` or ``FP16``.
         program: what happens to the rows; with several weights, in a window for each.
     """
 
@@ -98,14 +99,14 @@ def _plan_float(inner: Inner, anchor: Node) -> _Product:
     x, x_cast = _uncast(inner, x, covered)
     w, w_cast = _uncast(inner, w, covered)
     w, w_is_kn = _untransposed(inner, w, w_is_kn, covered)
-    half = w_cast or w.meta["val"].dtype == torch.bfloat16
-    if half and not (x_cast or x.meta["val"].dtype == torch.bfloat16):
-        raise Refusal("the weight is bf16 and the activations are not")
+    x_dtype, w_dtype = x_cast or x.meta["val"].dtype, w_cast or w.meta["val"].dtype
+    if w_dtype != torch.float32 and x_dtype != w_dtype:
+        raise Refusal(f"the weight is {w_dtype} and the activations are not")
     _check_dtypes(x, w)
     if bias is not None and len(inner.nodes) > 1:
         raise Refusal("the bias is inside a product that is fused")
     return _Product(
-        load=(inner.operand(x, "x"), None, BF16 if half else FLOAT),
+        load=(inner.operand(x, "x"), None, _HALVES.get(w_dtype, FLOAT)),
         weight=Weight(inner.operand(w, "the weight"), w_is_kn, epilogue.fixed_width(anchor)),
         chain=epilogue.read_chain(inner, anchor),
         covered=covered,
@@ -114,7 +115,7 @@ def _plan_float(inner: Inner, anchor: Node) -> _Product:
 
 
 def _check_dtypes(x: Node, w: Node) -> None:
-    if x.meta["val"].dtype not in (torch.float32, torch.bfloat16):
+    if x.meta["val"].dtype not in (torch.float32, *_HALVES):
         raise Refusal(f"the activations are {x.meta['val'].dtype}")
     if w.meta["val"].dtype != torch.float32:
         raise Refusal(f"the weight is {w.meta['val'].dtype}")
@@ -129,14 +130,14 @@ def _put_first(program: RowProgram, name: str, index: int) -> None:
     program.code += rest
 
 
-def _uncast(inner: Inner, node: Any, covered: set[Node]) -> tuple[Node, bool]:
-    """Step over a cast to bf16 that the kernel does as it loads."""
+def _uncast(inner: Inner, node: Any, covered: set[Node]) -> tuple[Node, torch.dtype | None]:
+    """Step over a cast to 16 bits that the kernel does as it loads; return what it casts to."""
     if node in inner.operands or str(node.target) != _CAST:
-        return node, False
-    if node.kwargs.get("dtype") is not torch.bfloat16:
+        return node, None
+    if node.kwargs.get("dtype") not in _HALVES:
         raise Refusal(f"the operand is cast to {node.kwargs.get('dtype')}")
     covered.add(node)
-    return node.args[0], True
+    return node.args[0], node.kwargs["dtype"]
 
 
 def _untransposed(inner: Inner, node: Any, w_is_kn: bool, covered: set[Node]) -> tuple[Node, bool]:

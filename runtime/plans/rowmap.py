@@ -30,7 +30,7 @@ def plan(node: Node) -> Plan:
     inner = Inner(node)
     reasons = []
     for start, index in inner.operands.items():
-        if start.meta["val"].dtype not in (torch.float32, torch.bfloat16):
+        if start.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16):
             continue
         try:
             width = epilogue.fixed_width(start)

@@ -35,7 +35,7 @@ def plan(node: Node) -> Plan:
     _, _, a, b, op = node.args
     operands = [value for value in (a, b) if isinstance(value, Node)]
     dtypes = {value.meta["val"].dtype for value in operands}
-    if not dtypes <= {torch.float32, torch.bfloat16, torch.int8} or len(dtypes) != 1:
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, torch.int8} or len(dtypes) != 1:
         raise Refusal(f"the operands are {', '.join(map(str, dtypes))}")
     if torch.int8 in dtypes and op != "dot":
         raise Refusal(f"no integer {op}")

@@ -3,12 +3,10 @@
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from gnnc.runtime.checks import check_finite
 from gnnc.runtime.emitter import Emitter, may_alias
-from gnnc.runtime.executable import check_scales
 from gnnc.runtime.registry import kernel
 
 _SCALE = "gnnc.scale.default"
@@ -37,8 +35,7 @@ class Reference:
                 emitter.define(user, f"{name}[{index}]", holds=held)
         if emitter.check_finite and str(node.target) in (_SCALE, _QUANTIZE):
             watched = name if str(node.target) == _SCALE else arguments[0]
-            check = emitter.bind(partial(check_finite, node.meta.get("layer", "")), "check_finite")
-            emitter.line(f"{check}({watched})")
+            emitter.check_values(node, watched)
 
 
 def _callable(node: Node, emitter: Emitter) -> Any:
@@ -64,13 +61,3 @@ class _Checked(Interpreter):
 
 def _run_checked(module: GraphModule, *args: Any) -> Any:
     return _Checked(module).run(*args)
-
-
-def check_finite(layer: str, values: Tensor) -> None:
-    """Raise unless every value is finite.
-
-    Raises:
-        PrecisionError: names the layer.
-    """
-    if values.numel():
-        check_scales((torch.amax(values.abs()),), (layer,))

@@ -1,0 +1,396 @@
+#pragma once
+
+// The steps of a row program (csrc/include/gnnc/row_program.h) on a row that lies in registers. An epilogue is a list
+// of calls of these; runtime/cuda/epilogue.py writes it.
+//
+// Values that become codes are made by the same sequence of FP32 operations as the reference makes them by: nothing is
+// contracted (the sources are compiled without it), q = rint(x * inv), inv = 1 / scale computed once.
+//
+// Traffic: operands and results once; the row never leaves the registers.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "row_tile.cuh"
+
+namespace gnnc::step {
+
+// What went wrong, for the host to read at leisure: memory of the host that the device can write. Nothing is written
+// while all is well.
+struct Watch {
+  int64_t* flag;
+  int64_t number;  // what the host knows this place by, from 1 on
+
+  __device__ void raise() const { *reinterpret_cast<volatile int64_t*>(flag) = number; }
+};
+
+__device__ inline float as_float(float x) { return x; }
+__device__ inline float as_float(__half x) { return __half2float(x); }
+__device__ inline float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float as_float(int8_t x) { return static_cast<float>(x); }
+
+template <class T>
+__device__ T from_float(float x);
+template <>
+__device__ inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ inline __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+template <class T>
+struct alignas(4 * sizeof(T)) Four {
+  T v[4];
+};
+
+// Loads and stores rows of T, whole runs at a time where kAligned says that each run starts on its own size.
+template <bool kAligned, class Tile, class T, class F>
+__device__ void with_row(const Tile& tile, const T* row, const F& f) {
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; i += Tile::kRun) {
+    const int column = tile.column(i);
+    if (kAligned && column + Tile::kRun <= Tile::kWidth) {
+      const auto four = *reinterpret_cast<const Four<T>*>(row + column);
+#pragma unroll
+      for (int k = 0; k < Tile::kRun; ++k) f(i + k, as_float(four.v[k]));
+    } else {
+#pragma unroll
+      for (int k = 0; k < Tile::kRun; ++k) {
+        if (tile.valid(i + k)) f(i + k, as_float(row[column + k]));
+      }
+    }
+  }
+}
+
+template <bool kAligned, class T, class Tile, class F>
+__device__ void store_row(const Tile& tile, T* row, const F& f) {
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; i += Tile::kRun) {
+    const int column = tile.column(i);
+    if (kAligned && column + Tile::kRun <= Tile::kWidth) {
+      Four<T> four;
+#pragma unroll
+      for (int k = 0; k < Tile::kRun; ++k) four.v[k] = f(i + k);
+      *reinterpret_cast<Four<T>*>(row + column) = four;
+    } else {
+#pragma unroll
+      for (int k = 0; k < Tile::kRun; ++k) {
+        if (tile.valid(i + k)) row[column + k] = f(i + k);
+      }
+    }
+  }
+}
+
+template <class Tile, class F>
+__device__ void each(Tile& tile, const F& f) {
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) tile.v[i] = f(tile.v[i]);
+}
+
+// The row with another value: one of the row, one of each column, one of each element.
+
+template <class Tile, class F>
+__device__ void with_scalar(Tile& tile, float value, const F& f) {
+  each(tile, [&](float x) { return f(x, value); });
+}
+template <class Tile, class F>
+__device__ void with_columns(Tile& tile, const float* values, const F& f) {
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) {
+    if (tile.valid(i)) tile.v[i] = f(tile.v[i], __ldg(values + tile.column(i)));
+  }
+}
+template <bool kAligned, class Tile, class T, class F>
+__device__ void with_full(Tile& tile, const T* row, const F& f) {
+  with_row<kAligned>(tile, row, [&](int i, float value) { tile.v[i] = f(tile.v[i], value); });
+}
+
+struct Add {
+  __device__ float operator()(float x, float v) const { return __fadd_rn(x, v); }
+};
+struct Multiply {
+  __device__ float operator()(float x, float v) const { return __fmul_rn(x, v); }
+};
+struct Divide {
+  __device__ float operator()(float x, float v) const { return __fdiv_rn(x, v); }
+};
+struct SubtractFrom {
+  __device__ float operator()(float x, float v) const { return __fsub_rn(v, x); }
+};
+
+// Activations. Comparisons are written so that a NaN stays one, as in torch.
+
+template <class Tile>
+__device__ void relu(Tile& tile) {
+  each(tile, [](float x) { return x < 0.0f ? 0.0f : x; });
+}
+template <class Tile>
+__device__ void leaky_relu(Tile& tile, float slope) {
+  each(tile, [=](float x) { return x > 0.0f ? x : __fmul_rn(x, slope); });
+}
+template <class Tile>
+__device__ void elu(Tile& tile, float alpha) {
+  each(tile, [=](float x) { return x > 0.0f ? x : alpha * expm1f(x); });
+}
+template <class Tile>
+__device__ void sigmoid(Tile& tile) {
+  each(tile, [](float x) { return 1.0f / (1.0f + expf(-x)); });
+}
+template <class Tile>
+__device__ void tanh(Tile& tile) {
+  each(tile, [](float x) { return tanhf(x); });
+}
+template <class Tile>
+__device__ void gelu(Tile& tile) {
+  each(tile, [](float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); });
+}
+template <class Tile>
+__device__ void gelu_tanh(Tile& tile) {
+  each(tile, [](float x) { return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x))); });
+}
+template <class Tile>
+__device__ void silu(Tile& tile) {
+  each(tile, [](float x) { return x / (1.0f + expf(-x)); });
+}
+template <class Tile>
+__device__ void exp(Tile& tile) {
+  each(tile, [](float x) { return expf(x); });
+}
+template <class Tile>
+__device__ void log(Tile& tile) {
+  each(tile, [](float x) { return logf(x); });
+}
+template <class Tile>
+__device__ void softplus(Tile& tile) {
+  each(tile, [](float x) { return x > 20.0f ? x : log1pf(expf(x)); });
+}
+template <class Tile>
+__device__ void neg(Tile& tile) {
+  each(tile, [](float x) { return -x; });
+}
+template <class Tile>
+__device__ void abs(Tile& tile) {
+  each(tile, [](float x) { return fabsf(x); });
+}
+template <class Tile>
+__device__ void square(Tile& tile) {
+  each(tile, [](float x) { return __fmul_rn(x, x); });
+}
+template <class Tile>
+__device__ void sqrt(Tile& tile) {
+  each(tile, [](float x) { return __fsqrt_rn(x); });
+}
+template <class Tile>
+__device__ void rsqrt(Tile& tile) {
+  each(tile, [](float x) { return __fdiv_rn(1.0f, __fsqrt_rn(x)); });
+}
+template <class Tile>
+__device__ void recip(Tile& tile) {
+  each(tile, [](float x) { return __fdiv_rn(1.0f, x); });
+}
+template <class Tile>
+__device__ void clamp_min(Tile& tile, float low) {
+  each(tile, [=](float x) { return x < low ? low : x; });
+}
+template <class Tile>
+__device__ void clamp_max(Tile& tile, float high) {
+  each(tile, [=](float x) { return x > high ? high : x; });
+}
+
+// Norms. `weight` and `bias` may be null.
+
+template <class Tile>
+__device__ void batch_norm(Tile& tile, const float* mean, const float* var, const float* weight, const float* bias,
+                           float eps) {
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) {
+    if (!tile.valid(i)) continue;
+    const int c = tile.column(i);
+    const float factor =
+        __fdiv_rn(weight == nullptr ? 1.0f : __ldg(weight + c), __fsqrt_rn(__fadd_rn(__ldg(var + c), eps)));
+    const float offset = __fsub_rn(bias == nullptr ? 0.0f : __ldg(bias + c), __fmul_rn(__ldg(mean + c), factor));
+    tile.v[i] = __fadd_rn(__fmul_rn(tile.v[i], factor), offset);
+  }
+}
+template <class Tile>
+__device__ void layer_norm(Tile& tile, const float* weight, const float* bias, float eps) {
+  constexpr float count = static_cast<float>(Tile::kWidth);
+  const float mean = tile.sum([](float x, int) { return x; }) / count;
+  const float var = tile.sum([=](float x, int) { return (x - mean) * (x - mean); }) / count;
+  const float factor = 1.0f / sqrtf(var + eps);
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) {
+    if (!tile.valid(i)) continue;
+    float x = (tile.v[i] - mean) * factor;
+    if (weight != nullptr) x *= __ldg(weight + tile.column(i));
+    if (bias != nullptr) x += __ldg(bias + tile.column(i));
+    tile.v[i] = x;
+  }
+}
+template <class Tile>
+__device__ void l2_normalize(Tile& tile, float eps) {
+  const float norm = sqrtf(tile.sum([](float x, int) { return x * x; }));
+  const float factor = 1.0f / (norm < eps ? eps : norm);
+  each(tile, [=](float x) { return x * factor; });
+}
+template <class Tile>
+__device__ void softmax(Tile& tile) {
+  const float top = tile.max([](float x, int) { return x; });
+  each(tile, [=](float x) { return expf(x - top); });
+  const float share = 1.0f / tile.sum([](float x, int) { return x; });
+  each(tile, [=](float x) { return x * share; });
+}
+template <class Tile>
+__device__ void log_softmax(Tile& tile) {
+  const float top = tile.max([](float x, int) { return x; });
+  const float rest = logf(tile.sum([=](float x, int) { return expf(x - top); }));
+  each(tile, [=](float x) { return (x - top) - rest; });
+}
+
+// The mean over kHeads equal parts of a row, as a row of its own. Each thread asks the others for the columns it needs.
+template <int kHeads, class Tile>
+__device__ RowTile<Tile::kWidth / kHeads, Tile::kLanes> head_mean(const Tile& tile) {
+  using Out = RowTile<Tile::kWidth / kHeads, Tile::kLanes>;
+  constexpr int kDepth = Out::kWidth;
+  Out out;
+#pragma unroll
+  for (int i = 0; i < Out::kPer; ++i) {
+    const int to = out.valid(i) ? out.column(i) : 0;
+    float total = 0.0f;
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      const int from = h * kDepth + to;
+      const int thread = from % Tile::kBlock / Tile::kRun;
+      const int place = from / Tile::kBlock * Tile::kRun + from % Tile::kRun;
+#pragma unroll
+      for (int r = 0; r < Tile::kPer; ++r) {
+        if (kDepth % Tile::kRun == 0 && r % Tile::kRun != i % Tile::kRun) continue;
+        const float value = __shfl_sync(Tile::members(), tile.v[r], thread, Tile::kLanes);
+        if (r == place) total = __fadd_rn(total, value);
+      }
+    }
+    out.v[i] = __fdiv_rn(total, static_cast<float>(kHeads));
+  }
+  return out;
+}
+
+// Stores.
+
+template <bool kAligned, class T, class Tile>
+__device__ void store(const Tile& tile, T* row) {
+  store_row<kAligned, T>(tile, row, [&](int i) { return from_float<T>(tile.v[i]); });
+}
+
+__device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
+
+// Looks for NaN and infinity in the row as it is now.
+template <class Tile>
+__device__ void watch(const Tile& tile, const Watch& watch) {
+  bool fine = true;
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) fine = fine && (!tile.valid(i) || is_finite(tile.v[i]));
+  if (!fine) watch.raise();
+}
+
+// amax / 127, 0 where that is below the least normal float, so that its inverse is finite.
+__device__ inline float scale_of(float amax) {
+  const float scale = __fdiv_rn(amax, 127.0f);
+  return scale < 1.17549435e-38f ? 0.0f : scale;
+}
+__device__ inline float inverse_of(float scale) { return scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f; }
+
+__device__ inline int8_t code_of(float x) {
+  return static_cast<int8_t>(__float2int_rn(fminf(fmaxf(x, -127.0f), 127.0f)));
+}
+
+// Codes of rows whose end is padded are zero there, where `padded` (a multiple of 4) says how far that goes.
+template <int kPadded, class Tile, class F>
+__device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled) {
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; i += Tile::kRun) {
+    const int column = tile.column(i);
+    if (column >= kPadded) continue;
+    Four<int8_t> four;
+#pragma unroll
+    for (int k = 0; k < Tile::kRun; ++k) four.v[k] = tile.valid(i + k) ? code_of(scaled(i + k)) : int8_t{0};
+    *reinterpret_cast<Four<int8_t>*>(row + column) = four;
+  }
+  // Past the last block of the tile.
+  constexpr int kHeld = Tile::kPer / Tile::kRun * Tile::kBlock;
+  for (int column = kHeld + tile.lane * Tile::kRun; column < kPadded; column += Tile::kBlock) {
+    *reinterpret_cast<Four<int8_t>*>(row + column) = Four<int8_t>{};
+  }
+}
+
+template <int kPadded, class Tile>
+__device__ float quant_row(const Tile& tile, int8_t* row, float* scale_out) {
+  const float scale = scale_of(tile.max_abs());
+  const float inverse = inverse_of(scale);
+  if (tile.lane == 0) *scale_out = scale;
+  store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); });
+  return scale;
+}
+
+template <class Tile>
+__device__ void watch_scale(const Tile& tile, float scale, const Watch& watch) {
+  if (tile.lane == 0 && !is_finite(scale)) watch.raise();
+}
+
+// The inverse of a given scale: one, or one for each column.
+template <bool kColumns, class Tile>
+__device__ float inverse_at(const Tile& tile, const float* base, int i) {
+  return inverse_of(__ldg(base + (kColumns && tile.valid(i) ? tile.column(i) : 0)));
+}
+
+template <int kPadded, bool kColumns, class Tile>
+__device__ void quant_static(const Tile& tile, int8_t* row, const float* base) {
+  if constexpr (kColumns) {
+    store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse_at<true>(tile, base, i)); });
+  } else {
+    const float inverse = inverse_of(__ldg(base));
+    store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); });
+  }
+}
+
+// The row's scale is base / 2^k with the largest k in 0..7 that nothing saturates at.
+template <int kPadded, bool kColumns, class Tile>
+__device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, const float* base) {
+  Tile scaled = tile;
+  if constexpr (kColumns) {
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; ++i) scaled.v[i] = __fmul_rn(tile.v[i], inverse_at<true>(tile, base, i));
+  } else {
+    const float inverse = inverse_of(__ldg(base));
+    each(scaled, [=](float x) { return __fmul_rn(x, inverse); });
+  }
+  const float top = scaled.max_abs();
+  int shift = 0;
+#pragma unroll
+  for (int k = 1; k <= 7; ++k) {
+    if (__fmul_rn(top, static_cast<float>(1 << k)) <= 127.0f) shift = k;
+  }
+  const float power = static_cast<float>(1 << shift);
+  if (tile.lane == 0) *shift_out = static_cast<uint8_t>(shift);
+  store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(scaled.v[i], power); });
+}
+
+// out[h] = the dot product of the h-th of kHeads equal parts with the same part of `columns`.
+template <int kHeads, class Tile>
+__device__ void row_dot(const Tile& tile, const float* columns, float* out) {
+  constexpr int kDepth = Tile::kWidth / kHeads;
+  Tile product = tile;
+  with_columns(product, columns, [](float x, float v) { return x * v; });
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    const float total = product.sum([&](float x, int i) { return product.column(i) / kDepth == h ? x : 0.0f; });
+    if (tile.lane == h % Tile::kLanes) out[h] = total;
+  }
+}
+
+}  // namespace gnnc::step

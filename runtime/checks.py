@@ -1,0 +1,38 @@
+"""Refuses results that come from NaN or infinity where integers would hide them."""
+
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from gnnc.errors import PrecisionError
+
+
+def not_finite(layer: str, when: str = "") -> PrecisionError:
+    """Return the error that says which layer's scale is not finite."""
+    where = f" in layer {layer!r}" if layer else ""
+    return PrecisionError(
+        f"a quantization scale is not finite{where}{when}: the values that it scales hold NaN or "
+        "infinity; check inputs and weights, or compile with check_finite='off'"
+    )
+
+
+def check_scales(largest: tuple[Tensor, ...], layers: tuple[str, ...]) -> None:
+    """Raise unless the largest value of every scale is finite.
+
+    Raises:
+        PrecisionError: a scale is NaN or infinite; names the layer.
+    """
+    for value, layer in zip(largest, layers, strict=True):
+        if not isfinite(value):
+            raise not_finite(layer)
+
+
+def check_finite(layer: str, values: Tensor) -> None:
+    """Raise unless every value is finite.
+
+    Raises:
+        PrecisionError: names the layer.
+    """
+    if values.numel():
+        check_scales((torch.amax(values.abs()),), (layer,))

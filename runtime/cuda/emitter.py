@@ -1,0 +1,117 @@
+"""Writes CUDA programs: what the common emitter does, and launches of kernels of a unit."""
+
+import math
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gnnc.runtime.cuda.unit import BLOCK, Unit
+from gnnc.runtime.cuda.watch import Watch
+from gnnc.runtime.emitter import Emitter, width_of
+from gnnc.runtime.registry import Choice
+
+_SECTOR = 32  # bytes that global memory moves at least
+_VECTOR = 16  # bytes that a thread loads at most
+
+
+class CudaEmitter(Emitter):
+    """An emitter that knows the program's translation unit.
+
+    Attributes:
+        unit: the kernels.
+        watch: where kernels report NaN and infinity.
+        variables: further program variables, such as the number of multiprocessors.
+    """
+
+    def __init__(self, graph_module: GraphModule, *, check_finite: bool, offline: bool) -> None:
+        super().__init__(graph_module, check_finite=check_finite)
+        self.unit = Unit()
+        self.watch = Watch(offline=offline)
+
+    @staticmethod
+    def padded(width: int, dtype: torch.dtype) -> int:
+        """Rows start on a sector; rows of half a sector or less on 16 bytes."""
+        if dtype.itemsize > 4:
+            return width
+        nbytes = width * dtype.itemsize
+        unit = _VECTOR if nbytes <= _VECTOR else _SECTOR
+        return -(-nbytes // unit) * unit // dtype.itemsize
+
+    def prelude(self) -> list[str]:
+        """The stream that everything of a call runs on."""
+        return ["stream = arena.stream"]
+
+    def matrix(self, node: Node, width: int | None = None) -> str:
+        """As the common emitter's; rows of given tensors start where kernels can load 16 bytes."""
+        base = self._base(node)
+        text = super().matrix(node, width)
+        key = width_of(node) if width is None else width
+        value = self._value(base)
+        if _is_given(base) and not text.startswith("a_"):
+            text = value.matrix[key] = self._assign("a", f"{self.bind(aligned, 'aligned')}({text})")
+        return text
+
+    def row_stride(self, node: Node, width: int | None = None) -> int:
+        """Return the elements from one row of ``matrix(node, width)`` to the next."""
+        width = width_of(node) if width is None else width
+        buffer = self._ours(self._base(node))
+        if buffer is not None and buffer.shape[1] == width:
+            return int(buffer.stride)
+        is_codes = self._base(node).meta["val"].dtype == torch.int8
+        return self.padded(width, torch.int8) if is_codes else width
+
+    def launch(
+        self, kernel: str, grid: str, values: list[str], *, block: int = BLOCK, shared: int = 0
+    ) -> None:
+        """Write the launch of an instance of a kernel template.
+
+        Args:
+            kernel: C++ name with template arguments.
+            grid: text of the number of blocks.
+            values: texts of its eight-byte arguments.
+            block: threads a block.
+            shared: bytes of dynamic shared memory.
+        """
+        launch = self.unit.launch(kernel, len(values), block=block, shared=shared)
+        self.line(f"{self.bind(launch, 'launch')}({grid}, stream, {', '.join(values)})")
+
+    def watched(self, node: Node) -> list[str]:
+        """Return the two arguments that make a ``step::Watch`` for a node."""
+        return [str(self.watch.address), str(self.watch.add(node.meta.get("layer", "")))]
+
+    def check_values(self, node: Node, name: str) -> None:
+        """Look for NaN and infinity in a tensor without waiting for the result."""
+        self.unit.include("check.cuh")
+        values = self._assign("values", f"{name}.float().contiguous()")
+        count = f"{values}.numel()"
+        self.launch(
+            "gnnc::check_finite",
+            f"min(({count} + {BLOCK - 1}) // {BLOCK}, 1024)",
+            [f"{values}.data_ptr()", count, *self.watched(node)],
+        )
+
+
+def _is_given(node: Node) -> bool:
+    """Whether a value's memory was laid out by somebody else."""
+    choice = node.meta.get("choice")
+    return node.op == "placeholder" or (isinstance(choice, Choice) and choice.kernel.backend == "reference")
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, copied where its memory does not begin on 16 bytes."""
+    return tensor if tensor.data_ptr() % _VECTOR == 0 else tensor.clone()
+
+
+def blocks(rows: str, per_block: int) -> str:
+    """Return the text of a number of blocks."""
+    return rows if per_block == 1 else f"({rows} + {per_block - 1}) // {per_block}"
+
+
+def pointer(text: str) -> str:
+    """Return the text of a tensor's address; ``None`` has address 0."""
+    return "0" if text == "None" else f"{text}.data_ptr()"
+
+
+def lanes_for(width: int, most: int = 32) -> int:
+    """Return how many threads share a row: each holds runs of four columns."""
+    return min(most, 1 << max(0, math.ceil(math.log2(max(1, math.ceil(width / 4))))))

@@ -1,0 +1,206 @@
+"""A lowered graph on a CUDA device: the common program, with memory and launches of torch's stream."""
+
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from gnnc.errors import BackendError
+from gnnc.runtime.cuda.build import Machine, Resources
+from gnnc.runtime.cuda.emitter import CudaEmitter
+from gnnc.runtime.executable import Executable, Timing
+from gnnc.runtime.pool import Arena, ArenaPool, Layout, OutputPool
+
+_PER_THREAD_STREAM = 2
+"""Handle of the stream that is another one in each thread."""
+
+
+class CudaArena(Arena):
+    """Temporaries of one running call, in memory of torch's allocator.
+
+    Attributes:
+        stream: handle of the stream whose kernels use them.
+    """
+
+    def __init__(self, device: torch.device, stream: int, key: Any) -> None:
+        super().__init__()
+        self.stream, self.key = stream, key
+        self._device = device
+
+    def _grow(self, slot: int, nbytes: int) -> None:
+        buffer = self._buffers.get(slot)
+        if buffer is None or buffer.nbytes < nbytes:
+            self._buffers.pop(slot, None)
+            self._buffers[slot] = torch.empty(max(nbytes, 16), dtype=torch.uint8, device=self._device)
+
+
+class CudaArenaPool(ArenaPool):
+    """Arenas by stream: kernels of one stream run in order, so that they may share memory.
+
+    While a CUDA graph is being captured, the arena is part of that graph and nobody else's.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        super().__init__(layout)
+        self._device = device
+        self._by_stream: dict[Any, list[CudaArena]] = {}
+
+    def acquire(self, sizes: tuple[int, ...]) -> Arena:
+        """Return an arena laid out for these sizes, for the caller alone until released."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if torch.cuda.is_current_stream_capturing():
+            arena = CudaArena(self._device, stream, None)
+        else:
+            key = (stream, get_ident()) if stream == _PER_THREAD_STREAM else stream
+            try:
+                arena = self._by_stream[key].pop()
+            except (KeyError, IndexError):
+                arena = CudaArena(self._device, stream, key)
+        if arena.sizes != sizes:
+            arena.resize(sizes, self._layout)
+        return arena
+
+    def release(self, arena: Arena) -> None:
+        """Give an arena back."""
+        assert isinstance(arena, CudaArena)
+        if arena.key is not None:
+            self._by_stream.setdefault(arena.key, []).append(arena)
+
+    def clear(self) -> None:
+        """Drop the idle arenas."""
+        self._by_stream.clear()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes kept for later calls now."""
+        return sum(arena.nbytes for arenas in list(self._by_stream.values()) for arena in arenas)
+
+
+class CudaExecutable(Executable):
+    """Runs a lowered graph on the device of its tensors.
+
+    Attributes:
+        resources: what each kernel takes, by C++ name.
+    """
+
+    def __init__(
+        self, graph_module: GraphModule, pool: OutputPool | None = None, *, check_finite: bool = True
+    ) -> None:
+        self.device = device_of(graph_module)
+        self.resources: dict[str, Resources] = {}
+        self._settled = False
+        super().__init__(graph_module, pool, check_finite=check_finite)
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        """Run the program; returns the flat outputs."""
+        self._watch.check()
+        if torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self._call(values)
+        return self._call(values)
+
+    def _call(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        outputs = self._run(*values)
+        if not self._settled and not torch.cuda.is_current_stream_capturing():
+            # The first call waits, so that what is wrong with its values is said by this very call.
+            torch.cuda.current_stream(self.device).synchronize()
+            self._watch.check()
+            self._settled = True
+        return outputs
+
+    def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:
+        """Run the program once and time every node on the device."""
+        with torch.cuda.device(self.device):
+            return super().profile(*values)
+
+    # What another device does in its own way
+
+    def _emitter(self, graph_module: GraphModule, check_finite: bool) -> CudaEmitter:
+        emitter = CudaEmitter(graph_module, check_finite=check_finite, offline=False)
+        self._watch = emitter.watch
+        return emitter
+
+    def _prepare(self, emitter: Any) -> None:
+        self.resources = emitter.unit.build(self.device.index)
+
+    def _arena_pool(self, layout: Layout) -> ArenaPool:
+        return CudaArenaPool(layout, self.device)
+
+    def _memory(self) -> dict[str, Callable[..., Any]]:
+        empty = partial(torch.empty, device=self.device)
+        return {"take": lambda shape, dtype: empty(shape, dtype=dtype), "empty": empty}
+
+    @staticmethod
+    def _clock() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def _seconds(before: Any, after: Any) -> float:
+        after.synchronize()
+        return before.elapsed_time(after) / 1e3
+
+
+class OfflineExecutable(Executable):
+    """A program compiled for architectures that this machine need not have; it cannot run.
+
+    Attributes:
+        machines: the compiled code by architecture.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        pool: OutputPool | None = None,
+        *,
+        check_finite: bool = True,
+        architectures: tuple[str, ...],
+    ) -> None:
+        self._architectures = architectures
+        self.machines: dict[str, Machine] = {}
+        super().__init__(graph_module, pool, check_finite=check_finite)
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        """Refuse to run.
+
+        Raises:
+            BackendError: always.
+        """
+        raise BackendError(
+            "backend 'cuda-offline' compiles for a device that is not here: compile with backend='cuda' on a "
+            "machine that has one to run the model"
+        )
+
+    def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:
+        """Refuse to run."""
+        return self(*values), []
+
+    def _emitter(self, graph_module: GraphModule, check_finite: bool) -> CudaEmitter:
+        return CudaEmitter(graph_module, check_finite=check_finite, offline=True)
+
+    def _prepare(self, emitter: Any) -> None:
+        self.unit = emitter.unit
+        if emitter.unit.names:
+            self.machines = {name: emitter.unit.compile(name) for name in self._architectures}
+
+
+def device_of(graph_module: GraphModule) -> torch.device:
+    """Return the device of a graph's tensors.
+
+    Raises:
+        BackendError: they are not on a CUDA device.
+    """
+    values = [node.meta.get("val") for node in graph_module.graph.find_nodes(op="placeholder")]
+    devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+    cuda = sorted((device for device in devices if device.type == "cuda"), key=str)
+    if len(cuda) != 1:
+        raise BackendError(
+            f"backend 'cuda' needs the model and its inputs on one CUDA device, not on "
+            f"{', '.join(sorted(map(str, devices))) or 'none'}: move both with .cuda()"
+        )
+    index = torch.cuda.current_device() if cuda[0].index is None else cuda[0].index
+    return torch.device("cuda", index)

@@ -1,0 +1,155 @@
+"""Launches compiled kernels: on torch's current stream, for a few microseconds of Python each."""
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from gnnc.errors import BackendError
+
+_END, _POINTER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
+_INVALID_CONTEXT = (3, 201)
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_DEFAULT_SHARED = 48 * 1024
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    """Return the CUDA driver's library.
+
+    Raises:
+        BackendError: there is none.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BackendError(f"there is no CUDA driver on this machine ({error})") from None
+    library.cuLaunchKernel.argtypes = [
+        ctypes.c_void_p,
+        *[ctypes.c_uint] * 7,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ]
+    return library
+
+
+def check(status: int, what: str) -> None:
+    """Raise unless a call of the driver succeeded.
+
+    Raises:
+        BackendError: with the driver's words.
+    """
+    if status == 0:
+        return
+    text = ctypes.c_char_p()
+    driver().cuGetErrorString(status, ctypes.byref(text))
+    words = text.value.decode() if text.value else f"error {status}"
+    raise BackendError(f"the CUDA driver could not {what}: {words}")
+
+
+def enter_device(index: int) -> None:
+    """Make the primary context of a device, which torch uses, current in this thread."""
+    library, device, context = driver(), ctypes.c_int(), ctypes.c_void_p()
+    check(library.cuInit(0), "start")
+    check(library.cuDeviceGet(ctypes.byref(device), index), f"find device {index}")
+    check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "open the device")
+    check(library.cuCtxSetCurrent(context), "enter the device")
+
+
+class Code:
+    """Loaded machine code of one translation unit, valid on every device of its architecture."""
+
+    def __init__(self, cubin: bytes, device: int) -> None:
+        enter_device(device)
+        self._library = ctypes.c_void_p()
+        self._cubin = cubin  # the driver may read it later
+        check(
+            driver().cuLibraryLoadData(ctypes.byref(self._library), cubin, None, None, 0, None, None, 0),
+            "load the kernels",
+        )
+
+    def kernel(self, symbol: str, shared: int, device: int) -> ctypes.c_void_p:
+        """Return a kernel's handle, allowed ``shared`` bytes of dynamic shared memory."""
+        handle = ctypes.c_void_p()
+        library = driver()
+        found = library.cuLibraryGetKernel(ctypes.byref(handle), self._library, symbol.encode())
+        check(found, f"find {symbol}")
+        if shared > _DEFAULT_SHARED:
+            allowed = library.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, shared, handle, device)
+            check(allowed, f"give {symbol} {shared} bytes of shared memory")
+        return handle
+
+    def __del__(self) -> None:
+        if self._library:
+            driver().cuLibraryUnload(self._library)
+
+
+class _Slot(threading.local):
+    """Where a thread packs the arguments of its launches of one kernel."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = ctypes.create_string_buffer(nbytes)
+        self.size = ctypes.c_size_t(nbytes)
+        self.extra = (ctypes.c_void_p * 5)(
+            _POINTER, ctypes.addressof(self.buffer), _SIZE, ctypes.addressof(self.size), _END
+        )
+        self.address = ctypes.addressof(self.extra)
+
+
+class Launch:
+    """One kernel with its block size; calling it launches.
+
+    Every argument of a kernel is eight bytes: structs of pointers and 64-bit integers, one behind
+    the other as the driver expects them.
+
+    Attributes:
+        name: the kernel's C++ name.
+        count: number of its arguments.
+        block: threads a block.
+        shared: bytes of dynamic shared memory.
+    """
+
+    def __init__(self, name: str, count: int, block: int, shared: int) -> None:
+        self.name, self.count, self.block, self.shared = name, count, block, shared
+        self._pack = struct.Struct(f"{count}q").pack_into
+        self._slot = _Slot(8 * count)
+        self._code: Code | None = None
+        self._handle: Any = None
+        self._launch: Any = None
+
+    def bind(self, code: Code, symbol: str, device: int) -> None:
+        """Give it the compiled kernel."""
+        self._code = code  # keeps the code loaded
+        self._handle = code.kernel(symbol, self.shared, device).value
+        self._launch = driver().cuLaunchKernel
+
+    def __call__(self, grid: int, stream: int, *values: int) -> None:
+        """Launch ``grid`` blocks; none where it is 0."""
+        if grid == 0:
+            return
+        slot = self._slot
+        self._pack(slot.buffer, 0, *values)
+        status = self._launch(
+            self._handle, grid, 1, 1, self.block, 1, 1, self.shared, stream, None, slot.address
+        )
+        if status:
+            self._retry(status, grid, stream)
+
+    def _retry(self, status: int, grid: int, stream: int) -> None:
+        """A thread that has not used CUDA before has no context yet."""
+        if status in _INVALID_CONTEXT:
+            import torch
+
+            enter_device(torch.cuda.current_device())
+            status = self._launch(
+                self._handle, grid, 1, 1, self.block, 1, 1, self.shared, stream, None, self._slot.address
+            )
+        check(status, f"launch {self.name} with {grid} blocks")
+
+
+def pointers(tensors: Sequence[Any]) -> list[int]:
+    """Return the addresses of tensors, 0 for None."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -1,0 +1,5 @@
+"""Imports the files that register the CUDA kernels, one file a kernel family."""
+
+from gnnc.runtime.cuda import rowmap
+
+KERNEL_FILES = (rowmap,)

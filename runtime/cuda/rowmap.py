@@ -1,0 +1,47 @@
+"""Lowering of row-local chains that follow no product and no aggregation."""
+
+from torch.fx import Node
+
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, lanes_for
+from gnnc.runtime.cuda.epilogue import TYPES, write_epilogue
+from gnnc.runtime.emitter import shape_of
+from gnnc.runtime.epilogue import RowProgram, argument_of
+from gnnc.runtime.plans import rowmap
+from gnnc.runtime.registry import kernel
+
+
+@kernel("fused:map", backend="cuda", name="rowmap", priority=10)
+class Map:
+    """``csrc/cuda/rowmap.cuh``: a row program over the rows of one tensor."""
+
+    plan = staticmethod(rowmap.plan)
+
+    @staticmethod
+    def emit(plan: rowmap.Plan, node: Node, emitter: CudaEmitter) -> None:
+        """Write the launch."""
+        x = argument_of(node, plan.x)
+        text, stride = emitter.matrix(x, plan.width), emitter.row_stride(x, plan.width)
+        kind = TYPES[x.meta["val"].dtype]
+        launch_rowmap(emitter, node, text, kind, stride, shape_of(x)[0], plan.width, plan.program)
+
+
+def launch_rowmap(
+    emitter: CudaEmitter,
+    node: Node,
+    x: str,
+    kind: str,
+    stride: int,
+    rows: object,
+    width: int,
+    program: RowProgram,
+) -> None:
+    """Write a launch that runs a row program over the rows of ``x``, C++ type ``kind``."""
+    emitter.unit.include("rowmap.cuh")
+    lanes = lanes_for(width)
+    epilogue, values = write_epilogue(program, node, emitter, rows, width)
+    count = emitter.size(rows)
+    emitter.launch(
+        f"gnnc::rowmap<gnnc::RowmapConfig<{kind}, {width}, {stride}, {lanes}>, {epilogue}>",
+        blocks(count, BLOCK // lanes),
+        [f"{x}.data_ptr()", count, *values],
+    )
