@@ -267,7 +267,6 @@ def test_before_capture_it_prints(model):
         ({"qat": True}, gnnc.UnsupportedError, "qat"),
         ({"plan": "plan.json"}, gnnc.UnsupportedError, "plan="),
         ({"backend": "tpu"}, gnnc.BackendError, "choose one of"),
-        ({"backend": "cuda"}, gnnc.BackendError, "not built in this version"),
         ({"error_budget": -1}, gnnc.GnncError, "error_budget"),
         ({"error_budget": "much"}, gnnc.GnncError, "error_budget"),
         ({"check_finite": "all"}, gnnc.GnncError, "check_finite"),

@@ -18,7 +18,7 @@ namespace gnnc {
 
 enum class Product { i8, f16, bf16 };
 
-constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+__host__ __device__ constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 // kX: the type of x in memory; kStride: elements from one of its rows to the next; kInner, kOut: widths of x and of the
 // result; kScaled: x is given as codes, with its scales.
@@ -173,20 +173,22 @@ struct Load {
 #pragma unroll
       for (int r = 0; r < kRowsOnce; ++r) {
         const int place = r0 + r * G::kWarps;
-        if (place >= Config::kRows) break;
-        char* row = rows + place * G::kPitch;
-        float inverse = 1.0f;
-        if constexpr (Config::kProduct == Product::i8) {
-          uint32_t top = 0;
-#pragma unroll
-          for (int i = 0; i < kRuns; ++i) top = larger(top, v[r][i]);
-          inverse = scale_of_row(top, scales + place, lane);
-        }
-#pragma unroll
-        for (int i = 0; i < kRuns; ++i) put(row, i, lane, v[r][i], inverse);
-        clear_rest(row, lane);
+        if (place < Config::kRows) put_row(v[r], rows + place * G::kPitch, scales + place, lane);
       }
     }
+  }
+
+  __device__ static void put_row(const float (&v)[kRuns][4], char* row, float* scale, int lane) {
+    float inverse = 1.0f;
+    if constexpr (Config::kProduct == Product::i8) {
+      uint32_t top = 0;
+#pragma unroll
+      for (int i = 0; i < kRuns; ++i) top = larger(top, v[i]);
+      inverse = scale_of_row(top, scale, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) put(row, i, lane, v[i], inverse);
+    clear_rest(row, lane);
   }
 
   // Rows that do not fit into registers are read twice, the second time from L2.

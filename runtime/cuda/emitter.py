@@ -60,8 +60,19 @@ class CudaEmitter(Emitter):
         is_codes = self._base(node).meta["val"].dtype == torch.int8
         return self.padded(width, torch.int8) if is_codes else width
 
+    def let(self, hint: str, text: str) -> str:
+        """Return a new variable that holds the value of an expression."""
+        return self._assign(hint, text)
+
     def launch(
-        self, kernel: str, grid: str, values: list[str], *, block: int = BLOCK, shared: int = 0
+        self,
+        kernel: str,
+        grid: str,
+        values: list[str],
+        *,
+        block: int = BLOCK,
+        shared: int = 0,
+        count: int | None = None,
     ) -> None:
         """Write the launch of an instance of a kernel template.
 
@@ -71,8 +82,9 @@ class CudaEmitter(Emitter):
             values: texts of its eight-byte arguments.
             block: threads a block.
             shared: bytes of dynamic shared memory.
+            count: number of the arguments, where a text stands for several.
         """
-        launch = self.unit.launch(kernel, len(values), block=block, shared=shared)
+        launch = self.unit.launch(kernel, count or len(values), block=block, shared=shared)
         self.line(f"{self.bind(launch, 'launch')}({grid}, stream, {', '.join(values)})")
 
     def watched(self, node: Node) -> list[str]:

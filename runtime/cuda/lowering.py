@@ -1,5 +1,5 @@
 """Imports the files that register the CUDA kernels, one file a kernel family."""
 
-from gnnc.runtime.cuda import gemm, rowmap
+from gnnc.runtime.cuda import gemm, rowmap, spmm
 
-KERNEL_FILES = (gemm, rowmap)
+KERNEL_FILES = (gemm, spmm, rowmap)

@@ -1,0 +1,183 @@
+"""Lowering of aggregations over edges and over segments."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from gnnc.runtime.cuda.emitter import CudaEmitter
+from gnnc.runtime.cuda.epilogue import write_epilogue
+from gnnc.runtime.cuda.runs import build_runs, run_limit
+from gnnc.runtime.emitter import shape_of
+from gnnc.runtime.epilogue import argument_of
+from gnnc.runtime.plans import spmm
+from gnnc.runtime.registry import Decline, kernel
+
+ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
+_MAX_WIDTH = 4096
+_MAX_EXACT_WIDTH = 760
+"""Sums of a split row's parts are 64-bit in the shared memory of a block."""
+_STATIC_SHARED = 47 * 1024
+_BLOCKS = 4
+
+
+class RunTable:
+    """The run table of one CSR on its device, as kernels take it.
+
+    Attributes:
+        blocks: chunks of runs.
+        splits: rows that are split.
+        slots: rows of the staging buffer.
+        pointers: addresses of ``begin``, ``place``, ``chunk`` and ``split``.
+    """
+
+    def __init__(self, rowptr: Tensor, edges: int, multiprocessors: int) -> None:
+        runs = build_runs(rowptr, run_limit(edges, multiprocessors), multiprocessors * _BLOCKS)
+        self._held = (runs.begin, runs.place, runs.chunk, runs.split)
+        self.blocks = runs.chunk.numel() - 1 if rowptr.numel() > 1 else 0
+        self.splits, self.slots = runs.split.shape[0], runs.slots
+        self.pointers = tuple(tensor.data_ptr() for tensor in self._held)
+        torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
+
+
+def runs_of(rowptr: Tensor, edges: int) -> RunTable:
+    """Return the run table of a CSR; it lives as long as the tensor, which the structure cache holds."""
+    table = rowptr.__dict__.get("gnnc_runs")
+    if table is None:
+        properties = torch.cuda.get_device_properties(rowptr.device)
+        table = rowptr.gnnc_runs = RunTable(rowptr, edges, properties.multi_processor_count)  # pyright: ignore[reportAttributeAccessIssue]
+    return table
+
+
+def in_order(rowptr: Tensor, edges: int) -> Tensor:
+    """Return the columns of a segment reduction that reads its rows as they come."""
+    col = rowptr.__dict__.get("gnnc_order")
+    if col is None:
+        col = torch.arange(edges, dtype=torch.int32, device=rowptr.device)
+        torch.cuda.current_stream(rowptr.device).synchronize()
+        rowptr.gnnc_order = col  # pyright: ignore[reportAttributeAccessIssue]
+    return col
+
+
+def sector_rows(x: Tensor, stride: int) -> Tensor:
+    """Return a copy of the rows that starts each of them on a sector."""
+    rows, width = x.shape
+    return x.new_empty((rows, stride))[:, :width].copy_(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How a launch names the rows that edges gather.
+
+    Attributes:
+        text: the tensor.
+        stride: bytes from one row to the next, a multiple of 16.
+    """
+
+    text: str
+    stride: int
+
+
+@kernel(
+    "fused:spmm", "gnnc.spmm", "gnnc.qspmm", "gnnc.segment_reduce", backend="cuda", name="spmm", priority=10
+)
+class Spmm:
+    """``csrc/cuda/spmm.cuh``: sum, mean, max or min over each row's edges, without atomics."""
+
+    @staticmethod
+    def plan(node: Node) -> spmm.Plan | Decline:
+        """Take every form whose rows fit into the registers of a warp."""
+        plan = spmm.plan(node)
+        if isinstance(plan, Decline):
+            return plan
+        if plan.width > _MAX_WIDTH:
+            return Decline(f"a row of {plan.width} columns does not fit into a warp's registers")
+        x = argument_of(node, plan.x).meta["val"]
+        value = None if plan.value is None else argument_of(node, plan.value).meta["val"]
+        if x.dtype == torch.int8 and plan.x_scale is None and plan.width > _MAX_EXACT_WIDTH:
+            return Decline(f"integer sums of {plan.width} columns exceed shared memory")
+        if value is not None and value.dtype == torch.int8 and plan.heads > 1:
+            return Decline("no int8 values a head")
+        return plan
+
+    @staticmethod
+    def emit(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> None:
+        """Write two launches: every run, and the rows that are split."""
+        emitter.unit.include("spmm.cuh")
+        rowptr = argument_of(node, plan.rowptr)
+        edges, col = edges_and_columns(node, emitter, plan.rowptr, plan.col, plan.x)
+        value = "0"
+        if plan.value is not None:
+            value = f"{value_text(emitter, node, plan.value, plan.heads)}.data_ptr()"
+        x = gathered_rows(emitter, argument_of(node, plan.x), plan.width)
+        scale = _vector(emitter, node, plan.x_scale)
+        shift = _vector(emitter, node, plan.shift)
+        runs = emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({emitter.vector(rowptr)}, {edges})")
+        epilogue, values = write_epilogue(plan.program, node, emitter, shape_of(rowptr)[0] - 1, plan.width)
+        words = -(-plan.width // 4) * 4
+        staging = emitter.let(
+            "staging", f"empty(({runs}.slots * {words},), dtype={emitter.bind(torch.float32, 'dtype')})"
+        )
+        arguments = [f"{col}.data_ptr()", f"*{runs}.pointers", edges, f"{x.text}.data_ptr()", str(x.stride)]
+        arguments += [value, scale, shift, f"{staging}.data_ptr()", *values]
+        config, threads = _config(plan, node)
+        for kernel_name, grid, block in (("spmm", "blocks", threads), ("spmm_combine", "splits", 256)):
+            name = f"gnnc::{kernel_name}<{config}, {epilogue}>"
+            emitter.launch(name, f"{runs}.{grid}", arguments, block=block, count=len(arguments) + 3)
+
+
+def _config(plan: spmm.Plan, node: Node) -> tuple[str, int]:
+    """Return the kernel's configuration, and the threads of its blocks."""
+    dtype = argument_of(node, plan.x).meta["val"].dtype
+    reduce = next(name for name, number in spmm.REDUCTIONS.items() if number == plan.reduce)
+    value = "none"
+    if plan.value is not None:
+        integer = argument_of(node, plan.value).meta["val"].dtype == torch.int8
+        value = "integer" if integer else "real"
+    scale = "row" if plan.x_scale is not None else "power" if plan.shift is not None else "none"
+    threads = 256
+    while threads > 32 and threads // 32 * (plan.width + 128) * 4 > _STATIC_SHARED:
+        threads //= 2
+    config = (
+        f"gnnc::SpmmConfig<gnnc::Element::{ELEMENTS[dtype]}, {plan.width}, gnnc::Reduce::{reduce}, "
+        f"gnnc::Value::{value}, gnnc::Scale::{scale}, {plan.heads}, {threads}>"
+    )
+    return config, threads
+
+
+def _vector(emitter: CudaEmitter, node: Node, index: int | None) -> str:
+    return "0" if index is None else f"{emitter.vector(argument_of(node, index))}.data_ptr()"
+
+
+def edges_and_columns(
+    node: Node, emitter: CudaEmitter, rowptr: int, col: int | None, x: int
+) -> tuple[str, str]:
+    """Return the texts of the number of edges and of ``col`` as int32."""
+    if col is None:
+        edges = emitter.size(shape_of(argument_of(node, x))[0])
+        given = emitter.vector(argument_of(node, rowptr))
+        return edges, emitter.let("col", f"{emitter.bind(in_order, 'in_order')}({given}, {edges})")
+    source = argument_of(node, col)
+    text = emitter.vector(source)
+    if source.meta["val"].dtype != torch.int32:
+        text = emitter.let("col", f"{text}.int()")
+    return f"{text}.shape[0]", text
+
+
+def gathered_rows(emitter: CudaEmitter, x: Node, width: int) -> Rows:
+    """Return rows that start on 16 bytes: as they are, or a copy."""
+    dtype = x.meta["val"].dtype
+    text, stride = emitter.matrix(x, width), emitter.row_stride(x, width)
+    if stride * dtype.itemsize % 16 == 0:
+        return Rows(text, stride * dtype.itemsize)
+    padded = emitter.padded(width, dtype)
+    copy = emitter.let("rows", f"{emitter.bind(sector_rows, 'sector_rows')}({text}, {padded})")
+    return Rows(copy, padded * dtype.itemsize)
+
+
+def value_text(emitter: CudaEmitter, node: Node, index: int, heads: int) -> str:
+    """Return edge values, ``[E]`` or ``[E, heads]``, dense."""
+    value: Any = argument_of(node, index)
+    return emitter.vector(value) if value.meta["val"].dim() == 1 else emitter.dense(value, heads)
