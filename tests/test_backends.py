@@ -67,7 +67,7 @@ class Pooled(nn.Module):
 
     def forward(self, x, edge_index):
         h = self.conv(x, edge_index).relu()
-        batch = torch.zeros(x.shape[0], dtype=torch.int64)
+        batch = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         return global_add_pool(h, batch, size=1) + global_max_pool(h, batch, size=1)
 
 

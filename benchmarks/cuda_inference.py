@@ -1,0 +1,199 @@
+"""Inference on a CUDA device beside its peers, one run: time, memory, compile time, kernels.
+
+    python benchmarks/cuda_inference.py --graphs arxiv products --out benchmarks/results/cuda-h200.json
+
+Peers: PyG eager, PyG under torch.compile, and (GCN) cuSPARSE CSR in FP32 with the normalised
+adjacency precomputed. Calls take one of several x tensors in turn, never the one of the call before;
+a time is that of a loop of calls, from CUDA events, divided by their number.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import graphs
+import measure
+import models
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+import gnnc
+
+Call = Callable[[Tensor], Tensor]
+PEERS = ("eager", "torch.compile", "cusparse csr")
+OURS = ("gnnc fp32", "gnnc fp16", "gnnc int8", "gnnc int8 static")
+_ROUNDS = 5
+_BUDGET_S = 0.4
+"""Seconds that one contender's loop takes, about."""
+
+
+def problem(graph: str, model: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return the model in eval mode, x and edge_index, on the device."""
+    torch.manual_seed(0)
+    shape = graphs.SHAPES[graph]
+    edge_index = graphs.generate(shape, device="cuda")
+    x = torch.randn(shape.nodes, shape.features, device="cuda")
+    return models.MODELS[model](shape.features, shape.classes).eval().cuda(), x, edge_index
+
+
+def cusparse(model: nn.Module, edge_index: Tensor, num_nodes: int) -> Call:
+    """Return GCN as two sparse products with a normalised adjacency made beforehand."""
+    index, weight = gcn_norm(edge_index, None, num_nodes, add_self_loops=True)
+    order = (index[1] * num_nodes + index[0]).argsort()
+    rows = torch.arange(num_nodes + 1, device=index.device)
+    rowptr = torch.searchsorted(index[1][order].contiguous(), rows).int()
+    csr = torch.sparse_csr_tensor(rowptr, index[0][order].int(), weight[order], (num_nodes, num_nodes))
+
+    def call(x: Tensor) -> Tensor:
+        for conv in (model.conv1, model.conv2):
+            x = csr @ conv.lin(x) + conv.bias
+            x = x.relu() if conv is model.conv1 else x
+        return x
+
+    return call
+
+
+def contender(name: str, model: nn.Module, x: Tensor, edge_index: Tensor) -> tuple[Call, Any]:
+    """Return the call that ``name`` stands for, and the compiled model where it is ours."""
+    if name == "eager":
+        return lambda x: model(x, edge_index), None
+    if name == "torch.compile":
+        torch._dynamo.reset()
+        compiled = torch.compile(copy.deepcopy(model))
+        return lambda x: compiled(x, edge_index), None
+    if name == "cusparse csr":
+        return cusparse(model, edge_index, x.shape[0]), None
+    words = name.split()
+    examples = (x, edge_index) if words[-1] == "static" else None
+    ours = gnnc.compile(model, precision=words[1], example_inputs=examples)
+    return lambda x: ours(x, edge_index), ours
+
+
+def loop_ms(call: Call, inputs: list[Tensor]) -> dict[str, float]:
+    """Return the time of a call: median and least over rounds of a loop of calls."""
+    call(inputs[0])
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call(inputs[-1])
+    torch.cuda.synchronize()
+    once = time.perf_counter() - start
+    calls = max(3, min(200, int(_BUDGET_S / _ROUNDS / max(once, 1e-6))))
+    times = []
+    for _ in range(_ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for i in range(calls):
+            call(inputs[i % len(inputs)])
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / calls)
+    return {"median": statistics.median(times), "min": min(times), "calls": calls}
+
+
+@torch.no_grad()
+def row(graph: str, model_name: str, name: str) -> dict[str, Any]:
+    """Measure one contender on one model."""
+    model, x, edge_index = problem(graph, model_name)
+    result: dict[str, Any] = {"graph": graph, "model": model_name, "name": name}
+    try:
+        start = time.perf_counter()
+        call, ours = contender(name, model, x, edge_index)
+        got = call(x)
+        torch.cuda.synchronize()
+        result["first_s"] = time.perf_counter() - start
+        inputs = [x, *(x.clone() for _ in range(2))]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result["ms"] = loop_ms(call, inputs)
+        result["peak_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+        result["norm"] = float(got.double().norm())
+        if ours is not None:
+            result |= _ours(ours, x, edge_index)
+    except torch.cuda.OutOfMemoryError:
+        result["error"] = "out of memory"
+    return result
+
+
+def _ours(ours: Any, x: Tensor, edge_index: Tensor) -> dict[str, Any]:
+    ours.profile(x, edge_index)
+    timings = ours._last.timings
+    kernels = dict(ours._last.executable.kernels)
+    return {
+        "kernels": {f"{node} ({kernels.get(node, '')})": round(s * 1e3, 4) for node, s in timings.items()}
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Return the machine's description, with the device's copy bandwidth."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    time_ms = loop_ms(lambda t: target.copy_(t), [source])["min"]
+    properties = torch.cuda.get_device_properties(0)
+    return measure.machine() | {
+        "device": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "device_copy_gbs": round(2 * source.numel() / time_ms / 1e6, 1),
+        "cuda": torch.version.cuda,
+    }
+
+
+def main() -> None:
+    """Run the benchmark that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--graphs", nargs="*", default=["cora", "arxiv", "products", "reddit"])
+    parser.add_argument("--models", nargs="*", default=["gcn", "gat", "sage", "gin"])
+    parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out")
+    parser.add_argument("--seconds", type=float, default=540, help="start nothing new after so long")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    begin, rows = time.perf_counter(), []
+    for graph in args.graphs:
+        for model in args.models:
+            for name in (*PEERS, *OURS):
+                late = time.perf_counter() - begin > args.seconds
+                if late or name in args.skip or (name == "cusparse csr" and model != "gcn"):
+                    continue
+                rows.append(row(graph, model, name))
+                torch.cuda.empty_cache()
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                if args.out:
+                    _write(args.out, rows)
+    print(table(rows))
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as text, each time with its ratio to the peers of the same model."""
+    lines = []
+    for r in rows:
+        if "ms" not in r:
+            lines.append([r["graph"], r["model"], r["name"], r["error"]])
+            continue
+        same = [p for p in rows if (p["graph"], p["model"]) == (r["graph"], r["model"]) and "ms" in p]
+        peers = {p["name"]: p["ms"]["median"] for p in same}
+        ratios = [f"{peers[peer] / r['ms']['median']:.1f}x" if peer in peers else "-" for peer in PEERS]
+        lines.append(
+            [r["graph"], r["model"], r["name"], f"{r['ms']['median']:.3f}", f"{r['ms']['min']:.3f}", *ratios]
+            + [f"{r['peak_gb']:.2f}", f"{r['first_s']:.1f}"]
+        )
+    headers = ["graph", "model", "contender", "ms", "min", *(f"vs {p}" for p in PEERS), "peak GB", "first s"]
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+if __name__ == "__main__":
+    main()
