@@ -122,7 +122,8 @@ class IndexAdd(nn.Module):
         src, dst = edge_index
         x = self.lin(x)
         out = torch.zeros_like(x).index_add_(0, dst, x[src])
-        count = torch.zeros(x.shape[0]).index_add_(0, dst, torch.ones(dst.shape[0]))
+        ones = torch.ones(dst.shape[0], device=x.device)
+        count = torch.zeros(x.shape[0], device=x.device).index_add_(0, dst, ones)
         return (out / count.clamp(min=1)[:, None]).relu()
 
 

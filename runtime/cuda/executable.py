@@ -34,7 +34,9 @@ class CudaArena(Arena):
         buffer = self._buffers.get(slot)
         if buffer is None or buffer.nbytes < nbytes:
             self._buffers.pop(slot, None)
-            self._buffers[slot] = torch.empty(max(nbytes, 16), dtype=torch.uint8, device=self._device)
+            self._buffers[slot] = torch.empty(
+                -(-max(nbytes, 1) // 256) * 256, dtype=torch.uint8, device=self._device
+            )
 
 
 class CudaArenaPool(ArenaPool):
