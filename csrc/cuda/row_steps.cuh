@@ -29,6 +29,10 @@ __device__ inline float as_float(__half x) { return __half2float(x); }
 __device__ inline float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float as_float(int8_t x) { return static_cast<float>(x); }
 
+// A NaN stays one.
+__device__ inline float larger(float a, float b) { return a > b || a != a ? a : b; }
+__device__ inline float smaller(float a, float b) { return a < b || a != a ? a : b; }
+
 template <class T>
 __device__ T from_float(float x);
 template <>

@@ -29,6 +29,7 @@ class RunTable:
     Attributes:
         blocks: chunks of runs.
         splits: rows that are split.
+        count: runs.
         slots: rows of the staging buffer.
         pointers: addresses of ``begin``, ``place``, ``chunk`` and ``split``.
     """
@@ -38,7 +39,9 @@ class RunTable:
         self._held = (runs.begin, runs.place, runs.chunk, runs.split)
         self.blocks = runs.chunk.numel() - 1 if rowptr.numel() > 1 else 0
         self.splits, self.slots = runs.split.shape[0], runs.slots
+        self.count = runs.begin.numel() - 1
         self.pointers = tuple(tensor.data_ptr() for tensor in self._held)
+        self.begin_pointer, self.place_pointer, _, self.split_pointer = self.pointers
         torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
 
 

@@ -1,0 +1,160 @@
+"""Lowering of general messages and edge ops: their bodies become CUDA C++."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from gnnc.ir.nodes import as_node
+from gnnc.runtime.cuda.body import write_body
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks
+from gnnc.runtime.cuda.spmm import runs_of
+from gnnc.runtime.epilogue import Refusal, fixed_width, planned
+from gnnc.runtime.plans import sddmm
+from gnnc.runtime.registry import Decline, kernel
+
+_SDDMM = {
+    "dot": "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [-1]); return t1",
+    "add": "t0 = aten.add.Tensor(i0, j0); return t0",
+    "sub": "t0 = aten.sub.Tensor(i0, j0); return t0",
+    "mul": "t0 = aten.mul.Tensor(i0, j0); return t0",
+    "copy_src": "return j0",
+    "copy_dst": "return i0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What does not change between calls.
+
+    Attributes:
+        body: text of the body.
+        reduce: name of the reduction; None keeps a value for each edge.
+        operands: name in the body of each operand, and where it is among ``all_input_nodes``.
+    """
+
+    body: str
+    reduce: str | None
+    operands: tuple[tuple[str, int], ...]
+
+
+@kernel("gnnc.edge_map", "gnnc.message", backend="cuda", name="edge_body", priority=10)
+class EdgeBody:
+    """``csrc/cuda/edge.cuh``: a thread computes a column of the body; nothing of edges times features."""
+
+    @staticmethod
+    @planned
+    def plan(node: Node) -> Plan:
+        """Take bodies whose elements a thread can compute by itself."""
+        if node.meta["val"].dtype != torch.float32:
+            raise Refusal(f"the result is {node.meta['val'].dtype}")
+        reduce = node.args[3] if "message" in str(node.target) else None
+        assert reduce is None or isinstance(reduce, str)
+        operands = _operands(node)
+        for value in operands.values():
+            fixed_width(value)
+        positions = tuple((name, node.all_input_nodes.index(value)) for name, value in operands.items())
+        plan = Plan(str(node.args[2]), reduce, positions)
+        _functor(plan, node, {name: 1 for name in operands})
+        return plan
+
+    @staticmethod
+    def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
+        """Write the launches."""
+        _emit(plan, node, emitter)
+
+
+@kernel("gnnc.sddmm", backend="cuda", name="edge_sddmm", priority=5)
+class EdgeSddmm:
+    """The products and sums of the rows at an edge's ends, as bodies."""
+
+    @staticmethod
+    def plan(node: Node) -> Plan | Decline:
+        """Take float operands of one shape a row."""
+        given = sddmm.plan(node)
+        if isinstance(given, Decline):
+            return given
+        _, _, a, b, op = node.args
+        body = _SDDMM[str(op)]
+        operands = [(name, value) for name, value in (("i0", a), ("j0", b)) if name in body]
+        dtypes = {as_node(value).meta["val"].dtype for _, value in operands}
+        if torch.int8 in dtypes or as_node(operands[0][1]).meta["val"].dim() == 1 and op == "dot":
+            return Decline("integer operands, or rows of one value")
+        if op == "dot" and node.meta["val"].dim() != as_node(a).meta["val"].dim() - 1:
+            return Decline("the dot product is not over the last dimension")
+        positions = tuple((name, node.all_input_nodes.index(as_node(value))) for name, value in operands)
+        return Plan(body, None, positions)
+
+    @staticmethod
+    def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
+        """Write the launch."""
+        _emit(plan, node, emitter)
+
+
+def _operands(node: Node) -> dict[str, Node]:
+    lists: list[Any] = [arg for arg in node.args if isinstance(arg, list | tuple)]
+    return {
+        f"{kind}{number}": as_node(value)
+        for kind, group in zip("ijec", lists, strict=True)
+        for number, value in enumerate(group)
+    }
+
+
+def _functor(plan: Plan, node: Node, strides: dict[str, int]) -> Any:
+    values = {name: node.all_input_nodes[index].meta["val"] for name, index in plan.operands}
+    return write_body(plan.body, values, strides)
+
+
+def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
+    emitter.unit.include("edge.cuh")
+    rowptr, col = (as_node(arg) for arg in node.args[:2])
+    texts, strides = {}, {}
+    for name, index in plan.operands:
+        value = node.all_input_nodes[index]
+        if name[0] == "c":
+            texts[name], strides[name] = emitter.vector(value), 1
+        else:
+            texts[name], strides[name] = emitter.matrix(value), emitter.row_stride(value)
+    functor = _functor(plan, node, strides)
+    body = emitter.unit.struct("Body", functor.text)
+    pointers = [f"{texts[name]}.data_ptr()" for name in functor.operands] or ["0"]
+    columns = emitter.vector(col)
+    edges = f"{columns}.shape[0]"
+    if plan.reduce is None:
+        rows = emitter.let(
+            "rows", f"{emitter.bind(destinations, 'destinations')}({emitter.vector(rowptr)}, {edges})"
+        )
+        out = emitter.allocate(node, dense=True)
+        values = [f"{rows}.data_ptr()", f"{columns}.data_ptr()", f"{out}.data_ptr()", edges, *pointers]
+        grid = blocks(f"{edges} * {functor.width}", BLOCK)
+        emitter.launch(f"gnnc::edge_map<{functor.width}, {body}>", f"({grid})", values)
+        return
+    runs = emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({emitter.vector(rowptr)}, {edges})")
+    staging = emitter.let(
+        "staging", f"empty(({runs}.slots * {functor.width},), dtype={emitter.bind(torch.float32, 'dtype')})"
+    )
+    out = emitter.allocate(node, dense=True)
+    stride = emitter.row_stride(node)
+    lanes = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= functor.width or lanes == 32)
+    values = [f"{runs}.begin_pointer", f"{runs}.place_pointer", f"{runs}.split_pointer"]
+    values += [f"{columns}.data_ptr()", f"{staging}.data_ptr()", f"{out}.data_ptr()", f"{runs}.count"]
+    join = f"gnnc::Join::{plan.reduce}"
+    emitter.launch(
+        f"gnnc::message<{functor.width}, {stride}, {lanes}, {join}, {body}>",
+        blocks(f"{runs}.count", BLOCK // lanes),
+        [*values, *pointers],
+    )
+    emitter.launch(f"gnnc::message_combine<{functor.width}, {stride}, {join}>", f"{runs}.splits", values)
+
+
+def destinations(rowptr: Tensor, edges: int) -> Tensor:
+    """Return the destination of every edge, int32; kept as long as the CSR."""
+    rows = rowptr.__dict__.get("gnnc_destinations")
+    if rows is None:
+        count = torch.arange(rowptr.shape[0] - 1, dtype=torch.int32, device=rowptr.device)
+        rows = torch.repeat_interleave(count, rowptr.diff(), output_size=edges)
+        torch.cuda.current_stream(rowptr.device).synchronize()
+        rowptr.gnnc_destinations = rows  # pyright: ignore[reportAttributeAccessIssue]
+    return rows
