@@ -94,6 +94,7 @@ def compile(  # noqa: A001  the name is the public contract
         backend=get_backend(backend, device_of(model)),
         requested=backend,
         check_finite=_checks_scales(check_finite),
+        cuda_graph=cuda_graph,
         pipeline=tuple(pipeline),
     )
     for wanted in (options.precision, *options.overrides.values()):

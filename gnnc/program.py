@@ -38,6 +38,7 @@ class Options:
         backend: the backend to lower for.
         requested: the name of the backend as the user gave it; ``auto`` goes by the model's device.
         check_finite: whether a non-finite scale is an error.
+        cuda_graph: whether calls on a CUDA device launch a CUDA graph: a bool or ``auto``.
         pipeline: the passes.
     """
 
@@ -47,6 +48,7 @@ class Options:
     backend: Backend
     requested: str
     check_finite: bool
+    cuda_graph: bool | str
     pipeline: tuple[Pass, ...]
 
 
@@ -140,7 +142,9 @@ def build_program(
         stages += run_passes(captured.graph_module, options.pipeline, context)
         _check_symbols(captured)
         runner = _structure_runner(options.backend, stages[-1][1], context.structure)
-        executable = options.backend.executable(stages[-1][1], pool, check_finite=options.check_finite)
+        executable = options.backend.executable(
+            stages[-1][1], pool, check_finite=options.check_finite, cuda_graph=options.cuda_graph
+        )
         bounds = Bounds(captured.call.names, _index_bounds(stages))
     binder = _Binder(model, captured, stages[-1][1], context.structure, bounds)
     program = Program(

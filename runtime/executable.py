@@ -49,7 +49,9 @@ class Executable:
         pool: OutputPool | None = None,
         *,
         check_finite: bool = True,
+        cuda_graph: bool | str = "auto",
     ) -> None:
+        """As the class says; ``cuda_graph`` has a meaning on a CUDA device only."""
         emitter = self._emitter(graph_module, check_finite)
         results = _emit(graph_module, emitter)
         self._prepare(emitter)
@@ -72,7 +74,7 @@ class Executable:
             "check_scales": check_scales,
             "clock": self._clock,
         }
-        self._run: Callable[..., tuple[Any, ...]] = _compile(self.source, self._globals)
+        self._run: Callable[..., tuple[Any, ...]] = self.assemble(self.source)
 
     # What another device does in its own way
 
@@ -109,6 +111,10 @@ class Executable:
             totals[name] = totals.get(name, 0.0) + self._seconds(before, after)
         timings = [Timing(name, self._names.get(name, "view"), t) for name, t in totals.items()]
         return outputs, timings
+
+    def assemble(self, source: str) -> Callable[..., tuple[Any, ...]]:
+        """Return the function that a program's text defines."""
+        return _compile(source, self._globals)
 
     @property
     def arena_bytes(self) -> int:

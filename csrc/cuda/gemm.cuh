@@ -76,14 +76,13 @@ __device__ inline uint32_t two_halves(float a, float b, Product product) {
   return *reinterpret_cast<const uint32_t*>(&v);
 }
 
-__device__ inline uint32_t four_codes(const float (&v)[4], float inverse) {
-  uint32_t word = 0;
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const int code = step::code_of(__fmul_rn(v[k], inverse));
-    word |= (static_cast<uint32_t>(code) & 0xffu) << (8 * k);
-  }
-  return word;
+// Codes of four values: rint(v * inverse), held to +-127, as bytes.
+__device__ inline uint32_t four_codes(float4 v, float inverse) {
+  const auto code = [=](float x) {
+    return static_cast<uint32_t>(static_cast<int>(step::code_of(__fmul_rn(x, inverse))));
+  };
+  const uint32_t low = __byte_perm(code(v.x), code(v.y), 0x0040), high = __byte_perm(code(v.z), code(v.w), 0x0040);
+  return __byte_perm(low, high, 0x5410);
 }
 
 // Loading: a warp reads rows in runs of four columns a thread.
@@ -94,105 +93,105 @@ struct Load {
   using X = typename Config::X;
   static constexpr int kRuns = (Config::kInner + 127) / 128;  // runs of four of one thread
   static constexpr bool kHold = kRuns <= 16;                  // does a row fit into the registers of a warp?
-  static constexpr int kRowsOnce = kRuns >= 4 ? 1 : 4 / kRuns;
+  static constexpr int kRowsOnce = kRuns >= 3 ? 1 : 4 / kRuns;
 
-  __device__ static void run(const X* row, int run, int lane, bool exists, float (&v)[4]) {
+  struct alignas(2 * sizeof(X)) Two {
+    X v[2];
+  };
+
+  // Columns 4 * (32 * run + lane) and on; zeros where there are none.
+  __device__ static float4 run(const X* row, int run, int lane, bool exists) {
     const int column = (run * 32 + lane) * 4;
-    if (exists && Config::kStride % 4 == 0 && column + 4 <= Config::kInner) {
-      const auto four = *reinterpret_cast<const step::Four<X>*>(row + column);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) v[k] = step::as_float(four.v[k]);
-    } else if (exists && Config::kStride % 2 == 0 && column + 4 <= Config::kInner) {
-      struct alignas(2 * sizeof(X)) Two {
-        X v[2];
-      };
-#pragma unroll
-      for (int k = 0; k < 4; k += 2) {
-        const auto two = *reinterpret_cast<const Two*>(row + column + k);
-        v[k] = step::as_float(two.v[0]);
-        v[k + 1] = step::as_float(two.v[1]);
+    const X* from = row + column;
+    if (!exists || column >= Config::kInner) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if constexpr (Config::kStride % 4 == 0 && Config::kInner % 4 == 0) {
+      const auto v = *reinterpret_cast<const step::Four<X>*>(from);
+      return make_float4(step::as_float(v.v[0]), step::as_float(v.v[1]), step::as_float(v.v[2]),
+                         step::as_float(v.v[3]));
+    } else if constexpr (Config::kStride % 2 == 0 && Config::kInner % 2 == 0) {
+      const auto a = *reinterpret_cast<const Two*>(from);
+      float4 v = make_float4(step::as_float(a.v[0]), step::as_float(a.v[1]), 0.0f, 0.0f);
+      if (column + 2 < Config::kInner) {
+        const auto b = *reinterpret_cast<const Two*>(from + 2);
+        v.z = step::as_float(b.v[0]);
+        v.w = step::as_float(b.v[1]);
       }
+      return v;
     } else {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        v[k] = exists && column + k < Config::kInner ? step::as_float(row[column + k]) : 0.0f;
-      }
+      return make_float4(step::as_float(from[0]), column + 1 < Config::kInner ? step::as_float(from[1]) : 0.0f,
+                         column + 2 < Config::kInner ? step::as_float(from[2]) : 0.0f,
+                         column + 3 < Config::kInner ? step::as_float(from[3]) : 0.0f);
     }
   }
 
-  __device__ static void put(char* row, int run, int lane, const float (&v)[4], float inverse) {
+  __device__ static void put(char* row, int run, int lane, float4 v, float inverse) {
     const int column = (run * 32 + lane) * 4;
     if (column * G::kBytes >= G::K::kRowBytes) return;
     if constexpr (Config::kProduct == Product::i8) {
       *reinterpret_cast<uint32_t*>(row + column) = four_codes(v, inverse);
     } else {
       *reinterpret_cast<uint2*>(row + 2 * column) =
-          make_uint2(two_halves(v[0], v[1], Config::kProduct), two_halves(v[2], v[3], Config::kProduct));
+          make_uint2(two_halves(v.x, v.y, Config::kProduct), two_halves(v.z, v.w, Config::kProduct));
     }
   }
 
   __device__ static float scale_of_row(uint32_t top, float* scale, int lane) {
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) {
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, top, apart);
-      top = other > top ? other : top;
-    }
+    top = __reduce_max_sync(0xffffffffu, top);
     const float value = step::scale_of(__uint_as_float(top));
     if (lane == 0) *scale = value;
     return step::inverse_of(value);
   }
 
-  __device__ static uint32_t larger(uint32_t top, const float (&v)[4]) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint32_t bits = __float_as_uint(v[k]) & 0x7fffffffu;
-      top = bits > top ? bits : top;
-    }
-    return top;
+  __device__ static uint32_t larger(uint32_t top, float4 v) {
+    const uint32_t mask = 0x7fffffffu;
+    const uint32_t a = max(__float_as_uint(v.x) & mask, __float_as_uint(v.y) & mask);
+    const uint32_t b = max(__float_as_uint(v.z) & mask, __float_as_uint(v.w) & mask);
+    return max(top, max(a, b));
   }
 
   // Bytes between the last run and the end of the row in shared memory.
   __device__ static void clear_rest(char* row, int lane) {
-    for (int byte = kRuns * 128 * G::kBytes + lane * 4; byte < G::K::kRowBytes; byte += 128) {
-      *reinterpret_cast<uint32_t*>(row + byte) = 0;
+#pragma unroll
+    for (int byte = kRuns * 128 * G::kBytes; byte < G::K::kRowBytes; byte += 128) {
+      if (byte + lane * 4 < G::K::kRowBytes) *reinterpret_cast<uint32_t*>(row + byte + lane * 4) = 0;
     }
   }
 
   // Rows first, first + kWarps, ...: kRowsOnce at a time, so that enough loads are under way.
   __device__ static void held_rows(const GemmArgs& args, int64_t begin, char* rows, float* scales, int warp, int lane) {
+    static_assert(Config::kRows % (G::kWarps * kRowsOnce) == 0, "every turn has all of its rows");
+#pragma unroll 1
     for (int r0 = warp; r0 < Config::kRows; r0 += G::kWarps * kRowsOnce) {
-      float v[kRowsOnce][kRuns][4];
+      float4 v[kRowsOnce][kRuns];
 #pragma unroll
       for (int r = 0; r < kRowsOnce; ++r) {
         const int64_t row = begin + r0 + r * G::kWarps;
-        const bool exists = r0 + r * G::kWarps < Config::kRows && row < args.rows;
+        const bool exists = row < args.rows;
         const X* from = static_cast<const X*>(args.x) + (exists ? row : 0) * Config::kStride;
 #pragma unroll
-        for (int i = 0; i < kRuns; ++i) run(from, i, lane, exists, v[r][i]);
+        for (int i = 0; i < kRuns; ++i) v[r][i] = run(from, i, lane, exists);
       }
 #pragma unroll
       for (int r = 0; r < kRowsOnce; ++r) {
         const int place = r0 + r * G::kWarps;
-        if (place < Config::kRows) put_row(v[r], rows + place * G::kPitch, scales + place, lane);
+        char* row = rows + place * G::kPitch;
+        float inverse = 1.0f;
+        if constexpr (Config::kProduct == Product::i8) {
+          uint32_t top = 0;
+#pragma unroll
+          for (int i = 0; i < kRuns; ++i) top = larger(top, v[r][i]);
+          inverse = scale_of_row(top, scales + place, lane);
+        }
+#pragma unroll
+        for (int i = 0; i < kRuns; ++i) put(row, i, lane, v[r][i], inverse);
+        clear_rest(row, lane);
       }
     }
   }
 
-  __device__ static void put_row(const float (&v)[kRuns][4], char* row, float* scale, int lane) {
-    float inverse = 1.0f;
-    if constexpr (Config::kProduct == Product::i8) {
-      uint32_t top = 0;
-#pragma unroll
-      for (int i = 0; i < kRuns; ++i) top = larger(top, v[i]);
-      inverse = scale_of_row(top, scale, lane);
-    }
-#pragma unroll
-    for (int i = 0; i < kRuns; ++i) put(row, i, lane, v[i], inverse);
-    clear_rest(row, lane);
-  }
-
   // Rows that do not fit into registers are read twice, the second time from L2.
   __device__ static void long_rows(const GemmArgs& args, int64_t begin, char* rows, float* scales, int warp, int lane) {
+#pragma unroll 1
     for (int place = warp; place < Config::kRows; place += G::kWarps) {
       const int64_t row = begin + place;
       const bool exists = row < args.rows;
@@ -201,19 +200,11 @@ struct Load {
       if constexpr (Config::kProduct == Product::i8) {
         uint32_t top = 0;
 #pragma unroll 8
-        for (int i = 0; i < kRuns; ++i) {
-          float v[4];
-          run(from, i, lane, exists, v);
-          top = larger(top, v);
-        }
+        for (int i = 0; i < kRuns; ++i) top = larger(top, run(from, i, lane, exists));
         inverse = scale_of_row(top, scales + place, lane);
       }
 #pragma unroll 8
-      for (int i = 0; i < kRuns; ++i) {
-        float v[4];
-        run(from, i, lane, exists, v);
-        put(rows + place * G::kPitch, i, lane, v, inverse);
-      }
+      for (int i = 0; i < kRuns; ++i) put(rows + place * G::kPitch, i, lane, run(from, i, lane, exists), inverse);
       clear_rest(rows + place * G::kPitch, lane);
     }
   }
@@ -299,15 +290,15 @@ __device__ void multiply_tiles(const uint4* weight, const char* rows, float* out
     load_rows(a[1], from + k * 32 + 32);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      if (first + t >= G::kTiles) break;
-      const uint4 b = __ldg(weight + ((first + t) * (G::K::kSteps / 2) + k / 2) * 32 + lane);
+      const int tile = first + t < G::kTiles ? first + t : G::kTiles - 1;  // what is past the last is not stored
+      const uint4 b = __ldg(weight + (tile * (G::K::kSteps / 2) + k / 2) * 32 + lane);
       multiply(c[t], a[0], b.x, b.y, Config::kProduct);
       multiply(c[t], a[1], b.z, b.w, Config::kProduct);
     }
   }
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
-    if (first + t >= G::kTiles) break;
+    if (first + t >= G::kTiles) continue;
     float* to = out + (down * 16 + lane / 4) * G::kOutPitch + (first + t) * 8 + lane % 4 * 2;
     *reinterpret_cast<float2*>(to) = make_float2(static_cast<float>(c[t][0]), static_cast<float>(c[t][1]));
     *reinterpret_cast<float2*>(to + 8 * G::kOutPitch) =
@@ -332,7 +323,8 @@ __global__ void __launch_bounds__(Config::kThreads) gemm(GemmArgs args, Epilogue
   }
   __syncthreads();
   constexpr int kGroups = Config::kThreads / kLanes;
-  for (int place = threadIdx.x / kLanes; place < Config::kRows && begin + place < args.rows; place += kGroups) {
+  static_assert(Config::kRows % kGroups == 0 || kGroups % Config::kRows == 0, "groups share the rows evenly");
+  const auto finish = [&](int place) {
     RowTile<Config::kOut, kLanes> tile;
     step::with_row<true>(tile, out + place * G::kOutPitch, [&](int i, float x) { tile.v[i] = x; });
     if constexpr (Config::kProduct == Product::i8) {
@@ -340,6 +332,14 @@ __global__ void __launch_bounds__(Config::kThreads) gemm(GemmArgs args, Epilogue
       step::with_columns(tile, args.w_scale, step::Multiply{});
     }
     epilogue(tile, begin + place);
+  };
+  const int first = threadIdx.x / kLanes;
+  if (begin + Config::kRows <= args.rows) {
+#pragma unroll 4
+    for (int place = first; place < Config::kRows; place += kGroups) finish(place);
+  } else {
+#pragma unroll 1
+    for (int place = first; place < Config::kRows && begin + place < args.rows; place += kGroups) finish(place);
   }
 }
 
@@ -389,7 +389,7 @@ __global__ void __launch_bounds__(256) pack_weight(PackArgs args) {
   for (int word = lane; word < K::kRowBytes / 4; word += 32) {
     uint32_t value;
     if constexpr (Config::kProduct == Product::i8) {
-      const float v[4] = {at(word * 4), at(word * 4 + 1), at(word * 4 + 2), at(word * 4 + 3)};
+      const float4 v = make_float4(at(word * 4), at(word * 4 + 1), at(word * 4 + 2), at(word * 4 + 3));
       value = four_codes(v, inverse);
     } else {
       value = two_halves(at(word * kPerWord), at(word * kPerWord + 1), Config::kProduct);

@@ -1,6 +1,7 @@
 """Writes CUDA programs: what the common emitter does, and launches of kernels of a unit."""
 
 import math
+import re
 
 import torch
 from torch.fx import GraphModule, Node
@@ -10,6 +11,10 @@ from gnnc.runtime.cuda.watch import Watch
 from gnnc.runtime.emitter import Emitter, width_of
 from gnnc.runtime.registry import Choice
 
+_LAUNCH = re.compile(r"launch_\d+\(")
+_NAMES = re.compile(r"\b[a-z]\w*")
+_OURS = re.compile(r"t\d+|out_\d+")
+_VIEW = re.compile(r"\w+\.view\([^()]*(\([^()]*\))*[^()]*\)")
 _SECTOR = 32  # bytes that global memory moves at least
 _VECTOR = 16  # bytes that a thread loads at most
 
@@ -20,12 +25,14 @@ class CudaEmitter(Emitter):
     Attributes:
         unit: the kernels.
         watch: where kernels report NaN and infinity.
-        variables: further program variables, such as the number of multiprocessors.
+        is_launches: whether nothing but our own launches reads what our launches write.
     """
 
     def __init__(self, graph_module: GraphModule, *, check_finite: bool, offline: bool) -> None:
         super().__init__(graph_module, check_finite=check_finite)
         self.unit = Unit()
+        self.is_launches = True
+        self._written: set[str] = set()
         self.watch = Watch(offline=offline)
 
     @staticmethod
@@ -40,6 +47,19 @@ class CudaEmitter(Emitter):
     def prelude(self) -> list[str]:
         """The stream that everything of a call runs on."""
         return ["stream = arena.stream"]
+
+    def line(self, text: str) -> None:
+        """Append one statement; note whether torch reads in it what a launch has written."""
+        super().line(text)
+        name, _, value = text.partition(" = ")
+        if _LAUNCH.match(text) or not (name == text or value):
+            return
+        read = set(_NAMES.findall(value or text))
+        if any(_OURS.fullmatch(each) or each in self._written for each in read):
+            if _VIEW.fullmatch(value):
+                self._written.add(name)
+            else:
+                self.is_launches = False
 
     def matrix(self, node: Node, width: int | None = None) -> str:
         """As the common emitter's; rows of given tensors start where kernels can load 16 bytes."""

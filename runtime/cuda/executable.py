@@ -1,5 +1,6 @@
 """A lowered graph on a CUDA device: the common program, with memory and launches of torch's stream."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
@@ -11,9 +12,14 @@ from torch.fx import GraphModule
 from gnnc.errors import BackendError
 from gnnc.runtime.cuda.build import Machine, Resources
 from gnnc.runtime.cuda.emitter import CudaEmitter
+from gnnc.runtime.cuda.replay import Replay
 from gnnc.runtime.executable import Executable, Timing
 from gnnc.runtime.pool import Arena, ArenaPool, Layout, OutputPool
 
+GRAPH_BELOW_MS = 0.3
+"""Device time of a call below which launching kernels one by one would take longer than they do."""
+
+_LAUNCH = re.compile(r"(launch_\d+)\((.*?), stream, ")
 _PER_THREAD_STREAM = 2
 """Handle of the stream that is another one in each thread."""
 
@@ -89,12 +95,20 @@ class CudaExecutable(Executable):
     """
 
     def __init__(
-        self, graph_module: GraphModule, pool: OutputPool | None = None, *, check_finite: bool = True
+        self,
+        graph_module: GraphModule,
+        pool: OutputPool | None = None,
+        *,
+        check_finite: bool = True,
+        cuda_graph: bool | str = "auto",
     ) -> None:
         self.device = device_of(graph_module)
         self.resources: dict[str, Resources] = {}
         self._settled = False
         super().__init__(graph_module, pool, check_finite=check_finite)
+        self._replayed = self._as_graph() if cuda_graph is not False and self._is_launches else None
+        self._graph_wins: bool | None = True if cuda_graph is True else None
+        self._trial: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Run the program; returns the flat outputs."""
@@ -104,7 +118,14 @@ class CudaExecutable(Executable):
                 return self._call(values)
         return self._call(values)
 
+    @property
+    def replays(self) -> bool:
+        """Whether calls launch a CUDA graph: known after a few calls, where that was left open."""
+        return self._replayed is not None and self._graph_wins is True
+
     def _call(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self._settled and self._replayed is not None and self._graph_wins is not False:
+            return self._graph_call(values)
         outputs = self._run(*values)
         if not self._settled and not torch.cuda.is_current_stream_capturing():
             # The first call waits, so that what is wrong with its values is said by this very call.
@@ -112,6 +133,37 @@ class CudaExecutable(Executable):
             self._watch.check()
             self._settled = True
         return outputs
+
+    def _graph_call(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        if torch.cuda.is_current_stream_capturing():
+            return self._run(*values)
+        if self._graph_wins:
+            assert self._replayed is not None
+            return self._replayed(*values)
+        return self._try(values)
+
+    def _try(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Time one call without waiting for it; decide in the first call after it is over."""
+        trial = self._trial
+        if trial is not None:
+            if trial[1].query():
+                self._graph_wins = trial[0].elapsed_time(trial[1]) < GRAPH_BELOW_MS
+                self._trial = None
+            return self._run(*values)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        outputs = self._run(*values)
+        end.record()
+        self._trial = (begin, end)
+        return outputs
+
+    def _as_graph(self) -> Callable[..., tuple[Any, ...]]:
+        """The program with its launches recorded, and made at its end."""
+        source = _LAUNCH.sub(r"\1.record(\2, recorded, ", self.source)
+        source = source.replace("        stream = arena.stream\n", "        recorded = []\n")
+        head, end, tail = source.rpartition("        return ")
+        self._globals["replay"] = Replay()
+        return self.assemble(f"{head}        replay(recorded, arena.stream)\n{end}{tail}")
 
     def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:
         """Run the program once and time every node on the device."""
@@ -126,6 +178,7 @@ class CudaExecutable(Executable):
         return emitter
 
     def _prepare(self, emitter: Any) -> None:
+        self._is_launches = emitter.is_launches
         self.resources = emitter.unit.build(self.device.index)
 
     def _arena_pool(self, layout: Layout) -> ArenaPool:
@@ -160,6 +213,7 @@ class OfflineExecutable(Executable):
         pool: OutputPool | None = None,
         *,
         check_finite: bool = True,
+        cuda_graph: bool | str = "auto",
         architectures: tuple[str, ...],
     ) -> None:
         self._architectures = architectures

@@ -3,7 +3,6 @@
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -114,7 +113,8 @@ class Launch:
 
     def __init__(self, name: str, count: int, block: int, shared: int) -> None:
         self.name, self.count, self.block, self.shared = name, count, block, shared
-        self._pack = struct.Struct(f"{count}q").pack_into
+        form = struct.Struct(f"{count}q")
+        self._pack, self._packed = form.pack_into, form.pack
         self._slot = _Slot(8 * count)
         self._code: Code | None = None
         self._handle: Any = None
@@ -138,6 +138,16 @@ class Launch:
         if status:
             self._retry(status, grid, stream)
 
+    @property
+    def handle(self) -> Any:
+        """The compiled kernel, as the driver knows it."""
+        return self._handle
+
+    def record(self, grid: int, recorded: list[Any], *values: int) -> None:
+        """Note a launch, to be made with the others of its program."""
+        if grid:
+            recorded.append((self, grid, self._packed(*values)))
+
     def _retry(self, status: int, grid: int, stream: int) -> None:
         """A thread that has not used CUDA before has no context yet."""
         if status in _INVALID_CONTEXT:
@@ -148,8 +158,3 @@ class Launch:
                 self._handle, grid, 1, 1, self.block, 1, 1, self.shared, stream, None, self._slot.address
             )
         check(status, f"launch {self.name} with {grid} blocks")
-
-
-def pointers(tensors: Sequence[Any]) -> list[int]:
-    """Return the addresses of tensors, 0 for None."""
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
