@@ -131,6 +131,7 @@ def _cuda() -> Backend:
         prepare_structure=narrow_columns,
         use_kernels=structure.use_kernels,
         executable=CudaExecutable,
+        joint_products=False,
         description=f"CUDA kernels, {cuda.load()}",
     )
 
@@ -149,5 +150,6 @@ def _cuda_offline(name: str, architectures: tuple[str, ...]) -> Backend:
         prepare_structure=narrow_columns,
         use_kernels=lambda runner: None,
         executable=partial(OfflineExecutable, architectures=architectures),
+        joint_products=False,
         description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",
     )

@@ -65,7 +65,7 @@ class Gemm:
     @staticmethod
     def plan(node: Node) -> gemm.Plan | Decline:
         """Take what fits into the shared memory of a block; decline FP32, which cuBLAS multiplies."""
-        plan = gemm.plan(node)
+        plan = _single(node)
         if isinstance(plan, Decline):
             return plan
         if plan.mode == gemm.FLOAT:
@@ -112,7 +112,7 @@ class Cublas:
     @staticmethod
     def plan(node: Node) -> gemm.Plan | Decline:
         """Take float products."""
-        plan = gemm.plan(node)
+        plan = _single(node)
         if isinstance(plan, Decline):
             return plan
         if plan.mode != gemm.FLOAT:
@@ -122,16 +122,23 @@ class Cublas:
     @staticmethod
     def emit(plan: gemm.Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the product and the launch."""
-        x, w = argument_of(node, plan.x), argument_of(node, plan.w)
+        x, w = argument_of(node, plan.x), argument_of(node, plan.weights[0].w)
         rows = shape_of(x)[0]
         text = emitter.matrix(x)
         if x.meta["val"].dtype != torch.float32:
             text = f"{text}.float()"
-        weight = emitter.exact(w) if plan.w_is_kn else f"{emitter.exact(w)}.t()"
+        weight = emitter.exact(w) if plan.weights[0].is_kn else f"{emitter.exact(w)}.t()"
         out = emitter.scratch(rows, plan.width, torch.float32)
         stride = emitter.padded(plan.width, torch.float32)
         emitter.line(f"{emitter.bind(torch.mm, 'mm')}({text}, {weight}, out={out})")
         launch_rowmap(emitter, node, out, "float", stride, rows, plan.width, plan.program)
+
+
+def _single(node: Node) -> gemm.Plan | Decline:
+    plan = gemm.plan(node)
+    if not isinstance(plan, Decline) and len(plan.weights) > 1:
+        return Decline("one product a launch")
+    return plan
 
 
 def shape_of_plan(plan: gemm.Plan, node: Node) -> Shape:
@@ -143,12 +150,12 @@ def shape_of_plan(plan: gemm.Plan, node: Node) -> Shape:
 
 def _pack(plan: gemm.Plan, node: Node, emitter: CudaEmitter, shape: Shape) -> tuple[str, str]:
     """Write the launch that quantizes and lays out the weight; return the texts of codes and scales."""
-    w = argument_of(node, plan.w)
+    w = argument_of(node, plan.weights[0].w)
     text = emitter.matrix(w)
     packed = emitter.scratch(1, shape.weight_bytes, torch.int8, flat=True)
     scale = emitter.scratch(1, shape.out, torch.float32, flat=True)
     columns = int(w.meta["val"].shape[1])
-    inner, out = (columns, 1) if plan.w_is_kn else (1, columns)
+    inner, out = (columns, 1) if plan.weights[0].is_kn else (1, columns)
     config = f"gnnc::PackConfig<gnnc::Product::{shape.product}, {shape.inner}, {shape.out}, {inner}, {out}>"
     values = [f"{text}.data_ptr()", f"{packed}.data_ptr()", f"{scale}.data_ptr()"]
     emitter.launch(f"gnnc::pack_weight<{config}>", str(_up(shape.out, 8) // 8), values)
