@@ -62,7 +62,7 @@ def test_tiles_of_a_gemm_do_not_spill() -> None:
 def test_integer_sums_do_not_spill() -> None:
     spilled = counts("spmm.isa.cpp", INTERLEAVED, STACK)
     assert len(spilled) == 3
-    assert max(spilled.values()) < 8, spilled  # the sums of a loop in memory would be dozens
+    assert max(spilled.values()) < 32, spilled  # constants around calls; sums in memory took 240
 
 
 @pytest.mark.parametrize("source", ["spmm.isa.cpp", "attention.isa.cpp"])
