@@ -6,6 +6,7 @@ kernels of its own; ``print`` it to read the program.
 
 from gnnc import ir, passes, runtime
 from gnnc.api import CompiledModel, compile
+from gnnc.bits import suggest_bits
 from gnnc.errors import (
     BackendError,
     CaptureError,
@@ -17,6 +18,7 @@ from gnnc.errors import (
     VerifyError,
 )
 from gnnc.precision import Precision
+from gnnc.tradeoff import Pareto, pareto
 
 __all__ = [
     "BackendError",
@@ -25,12 +27,15 @@ __all__ = [
     "GnncError",
     "GraphError",
     "InputError",
+    "Pareto",
     "Precision",
     "PrecisionError",
     "UnsupportedError",
     "VerifyError",
     "compile",
     "ir",
+    "pareto",
     "passes",
     "runtime",
+    "suggest_bits",
 ]

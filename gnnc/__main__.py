@@ -6,6 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from tabulate import tabulate
 
+from gnnc.calibration import rates_for
+from gnnc.cost import KNOTS
 from gnnc.errors import BackendError
 from gnnc.runtime.backend import NAMES, get_backend
 
@@ -13,8 +15,10 @@ _PACKAGES = ("gnnc", "torch", "torch_geometric", "numpy")
 
 
 def main() -> None:
-    """Print the versions and a table of backends."""
+    """Print the versions, a table of backends, and how fast each is here."""
     print(describe_machine())
+    print()
+    print(describe_speed())
 
 
 def describe_machine() -> str:
@@ -28,6 +32,20 @@ def describe_machine() -> str:
             tabulate(backends, ("backend", "precisions", "runs on"), disable_numparse=True),
         )
     )
+
+
+def describe_speed() -> str:
+    """Return the rates that ``auto`` weighs, measured now if this machine never was."""
+    rates = rates_for(get_backend("cpu"))
+    title = f"speed of backend {rates.backend}: {rates.machine}; measured in {rates.measured_in:.1f} s"
+    rows = [
+        (family, term, f"{seconds * 1e9:.4g}" if seconds else "-")
+        for family, table in rates.families.items()
+        for term, seconds in table.items()
+    ]
+    knots = ", ".join(f"@{k} {knot / 2**20:g} MiB" for k, knot in enumerate(KNOTS))
+    note = f"a byte costs what it does where the memory touched is {knots}"
+    return "\n".join((title, note, tabulate(rows, ("kernels", "term", "ns"), disable_numparse=True)))
 
 
 def _version(package: str) -> str:

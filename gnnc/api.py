@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import inspect
-import json
 import statistics
 import threading
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,8 @@ from gnnc.arguments import Call, flatten_call
 from gnnc.errors import CaptureError, GnncError, InputError, PrecisionError, UnsupportedError
 from gnnc.passes.base import Pass
 from gnnc.passes.pipeline import PIPELINE
-from gnnc.plan import plan_of
-from gnnc.precision import Precision
+from gnnc.passes.plan import Plan
+from gnnc.precision import AUTO, Precision
 from gnnc.program import Options, Program, build_program, find
 from gnnc.runtime.backend import Backend, get_backend
 from gnnc.runtime.pool import OutputPool
@@ -49,13 +48,15 @@ def compile(  # noqa: A001  the name is the public contract
 
     Args:
         model: a PyTorch Geometric or plain PyTorch message-passing model with float32 parameters.
-        precision: what weights and activations are narrowed to: ``fp32``, ``fp16`` (on CUDA),
-            ``bf16`` or ``int8`` here; the other known names raise UnsupportedError.
+        precision: what weights and activations are narrowed to: ``fp32``, ``fp16`` (on CUDA), ``bf16`` or
+            ``int8``, or ``auto``: the precision of each op that is predicted fastest within
+            ``error_budget``; the other known names raise UnsupportedError.
         example_inputs: a tuple of representative arguments. The model is then captured at once and
             scales are taken from them (static); without it capture waits for the first call and
             scales are taken at each call (dynamic).
         overrides: module-path glob to precision, for layers that differ.
         error_budget: relative L2 error of the output on ``example_inputs`` that ``auto`` may spend.
+            Without them nothing can be measured: it weighs ops by their receptive-field gain.
         backend: ``auto`` (CUDA where the model is on a CUDA device, else the CPU), ``cpu``, ``cuda``,
             ``reference``, or ``cuda-offline``, which compiles CUDA kernels and cannot run them.
         cuda_graph: ``auto`` or a bool: whether calls replay a CUDA graph; without meaning on the CPU.
@@ -63,7 +64,8 @@ def compile(  # noqa: A001  the name is the public contract
         check_finite: ``scale`` raises PrecisionError when a scale is NaN or infinite, ``off`` or
             None lets it through.
         pipeline: the passes that run.
-        plan: a plan that ``save_plan`` wrote; not in this version.
+        plan: file that ``save_plan`` wrote: precisions by layer and op. ``overrides`` win over it, and
+            it wins over ``precision``, which layers that it does not name take.
 
     Returns:
         A module with the model's signature, parameters and state dict.
@@ -79,7 +81,7 @@ def compile(  # noqa: A001  the name is the public contract
             f"gnnc.compile takes a torch.nn.Module, got {type(model).__name__}; wrap a function in a module "
             "whose forward calls it"
         )
-    _refuse_unbuilt(qat, plan, cuda_graph)
+    _refuse_unbuilt(qat, cuda_graph)
     if isinstance(model, CompiledModel):
         model = model.model
     if example_inputs is not None and not isinstance(example_inputs, tuple | list):
@@ -96,6 +98,7 @@ def compile(  # noqa: A001  the name is the public contract
         check_finite=_checks_scales(check_finite),
         cuda_graph=cuda_graph,
         pipeline=tuple(pipeline),
+        plan=None if plan is None else Plan.load(plan),
     )
     for wanted in (options.precision, *options.overrides.values()):
         _check_precision(wanted, options.backend)
@@ -374,8 +377,13 @@ class CompiledModel(torch.nn.Module):
         self._pool.clear()
 
     def save_plan(self, path: str | Path) -> None:
-        """Write the chosen precisions as JSON: ``{"ops": [{"op", "layer", "precision"}, ...]}``."""
-        Path(path).write_text(json.dumps(plan_of(self._captured()), indent=2) + "\n")
+        """Write the chosen precisions as JSON: ``{"layers": {layer: {op: precision}}}``.
+
+        ``gnnc.compile(model, plan=path)`` reads it back.
+        """
+        program = self._captured()
+        assigned = next((gm for name, gm in program.stages if name == "assign"), program.graph_module)
+        Path(path).write_text(Plan.of(assigned).to_json())
 
     def to_networkx(self) -> Any:
         """Return the lowered graph as a ``networkx.DiGraph``."""
@@ -426,6 +434,7 @@ class CompiledModel(torch.nn.Module):
 
     def _report(self) -> report.ProgramReport:
         program = self._captured()
+        knowledge = program.knowledge()
         return report.ProgramReport(
             model=type(self.model).__name__,
             precision=str(self.options.precision),
@@ -436,6 +445,10 @@ class CompiledModel(torch.nn.Module):
             captures=self._captures,
             values=program.context.examples,
             measured=program.timings,
+            predicted=knowledge.predicted,
+            gains=knowledge.gains,
+            choices=knowledge.choices,
+            chosen=knowledge.chosen,
         )
 
     def _captured(self) -> Program:
@@ -452,16 +465,16 @@ def _dump(compiled: CompiledModel, program: Program) -> None:
 
 
 def _built(precision: Precision) -> Precision:
-    if precision.name not in ("fp32", "fp16", "bf16", "int8"):
+    if precision.name not in ("fp32", "fp16", "bf16", "int8", "auto"):
         raise UnsupportedError(
             f"precision {precision.name!r} is known but not built in this version: use fp32, fp16 (on CUDA), "
-            "bf16 or int8"
+            "bf16, int8 or auto"
         )
     return precision
 
 
 def _check_precision(precision: Precision, backend: Backend) -> None:
-    if precision.name in backend.precisions:
+    if precision == AUTO or precision.name in backend.precisions:
         return
     only = "; it has kernels on CUDA only" if precision.name == "fp16" else ""
     raise UnsupportedError(
@@ -475,13 +488,11 @@ def device_of(model: torch.nn.Module) -> torch.device | None:
     return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
 
 
-def _refuse_unbuilt(qat: bool, plan: Any, cuda_graph: Any) -> None:
+def _refuse_unbuilt(qat: bool, cuda_graph: Any) -> None:
     if qat:
         raise UnsupportedError(
             "qat=True is not built in this version: train the original model, then compile it"
         )
-    if plan is not None:
-        raise UnsupportedError("plan= is not built in this version: give the precisions with overrides=")
     if cuda_graph not in ("auto", True, False):
         raise GnncError(f"cuda_graph must be 'auto', True or False, got {cuda_graph!r}")
 

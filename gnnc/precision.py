@@ -85,3 +85,4 @@ def _parse_name(name: str) -> Precision | None:
 FP32 = Precision.parse("fp32")
 BF16 = Precision.parse("bf16")
 INT8 = Precision.parse("int8")
+AUTO = Precision.parse("auto")

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +13,26 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from gnnc.arguments import Call
+from gnnc.auto import predicted_times, run_auto
 from gnnc.bounds import Bounds
+from gnnc.calibration import rates_for, stored_rates
 from gnnc.capture import Captured, capture
 from gnnc.errors import CaptureError, InputError, UnsupportedError, VerifyError
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.source import Source, source_of
+from gnnc.passes.auto import Choice
+from gnnc.passes.auto import report as choice_report
 from gnnc.passes.base import BackendInfo, Context, Pass, Stage, run_passes
 from gnnc.passes.bounds import IndexBound
-from gnnc.precision import Precision
+from gnnc.passes.plan import Plan
+from gnnc.passes.study import OpChoices
+from gnnc.precision import AUTO, Precision
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.executable import Executable
 from gnnc.runtime.pool import OutputPool
 from gnnc.runtime.sizes import Sizes
 from gnnc.runtime.structure_runner import StructureRunner
+from gnnc.summary import Chosen
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Options:
         check_finite: whether a non-finite scale is an error.
         cuda_graph: whether calls on a CUDA device launch a CUDA graph: a bool or ``auto``.
         pipeline: the passes.
+        plan: precisions by layer and op, or None.
     """
 
     precision: Precision
@@ -50,6 +59,24 @@ class Options:
     check_finite: bool
     cuda_graph: bool | str
     pipeline: tuple[Pass, ...]
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What the cost model and ``auto`` know of a program.
+
+    Attributes:
+        predicted: seconds of each launch, by node; empty where this machine was never measured.
+        gains: receptive-field gain, by name of the primitive before it was quantized.
+        choices: option, sensitivity and next best of each primitive, by the same name.
+        chosen: what is to be said of the choice.
+    """
+
+    predicted: Mapping[str, float]
+    gains: Mapping[str, float]
+    choices: Mapping[str, Chosen]
+    chosen: Sequence[str]
 
 
 @dataclass
@@ -91,12 +118,34 @@ class Program:
         """Remarks of the passes."""
         return self.context.notes
 
+    def knowledge(self) -> Knowledge:
+        """Return what ``summary()`` and ``explain()`` tell beside the graph itself."""
+        rates = stored_rates(self.backend)
+        values = self.context.examples
+        predicted = {} if rates is None else predicted_times(self.graph_module, values, rates)
+        choice: Choice | None = self.context.choice
+        if choice is None:
+            return Knowledge(predicted, {}, {}, ())
+        gains = {node.name: gain for node, gain in choice.study.gains.items()}
+        chosen = zip(choice.study.ops, choice.solution.chosen, strict=True)
+        choices = {op.node.name: _chosen(choice, op, o) for op, o in chosen}
+        return Knowledge(predicted, gains, choices, choice_report(choice))
+
     def clear(self) -> None:
         """Drop cached structures and kept memory."""
         self.executable.clear()
         self.bounds.clear()
         if self.runner is not None:
             self.runner.clear()
+
+
+def _chosen(choice: Choice, op: OpChoices, number: int) -> Chosen:
+    other = choice.alternative(op.node.name)
+    return Chosen(
+        str(op.options[number]),
+        op.error(number) if choice.study.measured else None,
+        None if other is None else (str(other[0]), *other[1:]),
+    )
 
 
 def build_program(
@@ -122,7 +171,7 @@ def build_program(
         GnncError: the model cannot be traced, or a request cannot be served.
     """
     start = time.perf_counter()
-    captured = _capture(model, args, kwargs)
+    captured = capture_call(model, args, kwargs)
     _check_weights(captured)
     traced = time.perf_counter()
     context = Context(
@@ -133,13 +182,16 @@ def build_program(
             options.backend.precisions,
             options.backend,
             options.backend.joint_products,
+            partial(rates_for, options.backend),
         ),
         error_budget=options.error_budget,
-        examples=_examples(model, captured) if use_examples else None,
+        plan=options.plan,
+        examples=example_values(model, captured) if use_examples else None,
     )
     with torch.no_grad():
         stages = [("capture", captured.graph_module)]
-        stages += run_passes(captured.graph_module, options.pipeline, context)
+        later, context = _run_passes(captured.graph_module, options, context)
+        stages += later
         _check_symbols(captured)
         runner = _structure_runner(options.backend, stages[-1][1], context.structure)
         executable = options.backend.executable(
@@ -163,6 +215,12 @@ def build_program(
     return program
 
 
+def _run_passes(gm: GraphModule, options: Options, context: Context) -> tuple[list[Stage], Context]:
+    if options.precision == AUTO:
+        return run_auto(gm, options.pipeline, context)
+    return run_passes(gm, options.pipeline, context), context
+
+
 def _structure_runner(
     backend: Backend, compute: GraphModule, structure: GraphModule | None
 ) -> StructureRunner | None:
@@ -177,7 +235,8 @@ def _index_bounds(stages: Sequence[Stage]) -> Sequence[IndexBound]:
     return next((gm.meta["index_bounds"] for _, gm in stages if "index_bounds" in gm.meta), ())
 
 
-def _capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
+def capture_call(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
+    """Trace a call; node ids may be int32."""
     wide_args, wide_kwargs = pytree.tree_map(_widen, (tuple(args), dict(kwargs)))
     captured = capture(model, wide_args, wide_kwargs)
     narrow = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -256,7 +315,8 @@ def _kind(node: Node) -> str:
     return source.kind
 
 
-def _examples(model: torch.nn.Module, captured: Captured) -> tuple[Any, ...]:
+def example_values(model: torch.nn.Module, captured: Captured) -> tuple[Any, ...]:
+    """Return the values of the captured graph's placeholders: arguments, weights, constants."""
     tensors = iter(captured.call.tensors)
     values = []
     for node in placeholders(captured.graph_module):

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from gnnc import describe
 from gnnc.ir.source import is_weight
 from gnnc.printing import format_program
-from gnnc.summary import summary_rows, summary_table
+from gnnc.summary import Chosen, summary_rows, summary_table
 
 _STRUCTURE_OPS = frozenset(("csr", "csr_transpose", "degree", "edge_dst"))
 _STAYS = "stays FP32: "
@@ -56,7 +56,9 @@ class ProgramReport:
         values: arguments of ``compute`` on the example inputs, in placeholder order, or None.
         predicted: seconds of each node of ``compute``, from the cost model.
         measured: seconds of each node of ``compute``, from ``profile()``.
-        gains: receptive-field gain of each node.
+        gains: receptive-field gain of each primitive, by its name before it was quantized.
+        choices: what ``auto`` knows of each primitive, by the same name.
+        chosen: what ``auto`` says of its choice, a line each.
     """
 
     model: str
@@ -70,6 +72,8 @@ class ProgramReport:
     predicted: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
     gains: Mapping[str, float] = field(default_factory=dict)
+    choices: Mapping[str, Chosen] = field(default_factory=dict)
+    chosen: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ def summary_text(report: ProgramReport) -> str:
         predicted=report.predicted,
         measured=report.measured,
         gains=report.gains,
+        choices=report.choices,
     )
     return summary_table(rows)
 
@@ -125,7 +130,9 @@ def explain_text(report: ProgramReport) -> str:
     declined = [n for n in report.notes if n.pass_name == "lower"]
     told = {*declined, *(n for n in report.notes if n.text.startswith(_STAYS))}
     others = [f"{n.pass_name}: {_note_line(n)}" for n in report.notes if n not in told]
+    choice = {"Precision choice": list(report.chosen)} if report.chosen else {}
     sections = {
+        **choice,
         "Stayed FP32": stayed_fp32(report, graph),
         "Stayed ATen": stayed_aten(report, graph),
         "Kernels that declined": [_note_line(note) for note in declined],

@@ -1,11 +1,11 @@
 """Assign: a precision for every primitive, and the reason wherever one stays FP32.
 
-Three sources, strongest first: what must be FP32 (softmax and its logits, ops without an integer
-form), what the user set for the layer (``overrides``), and the precision of the whole model,
-unless the op is too narrow to gain from it.
+Sources, strongest first: what must be FP32 (softmax and its logits, ops without an integer form),
+what the user set for the layer (``overrides``, then ``plan``), and the precision of the whole model,
+unless the op is too narrow to gain from it. For ``auto`` that last one is chosen op by op.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -17,13 +17,13 @@ from torch.fx import Node
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir.nodes import shape_of
 from gnnc.ir.op import op_of
+from gnnc.passes.auto import Choice
 from gnnc.passes.base import Context
-from gnnc.precision import FP32, Precision
+from gnnc.passes.options import FULL, LOW_OPERANDS, Option, options_of
+from gnnc.precision import AUTO, Precision
 
 _STRUCTURE = frozenset({"csr", "csr_transpose", "degree", "edge_dst"})
 _EDGE_OPS = frozenset({"sddmm", "edge_map"})
-_OPERAND = {"gemm": 0, "spmm": 3, "segment_reduce": 2, "sddmm": 2}
-"""Ops with a low-precision form, and the position of the operand that is narrowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +47,62 @@ class Assign:
         check_overrides(primitives, ctx.overrides)
         for precision in (ctx.precision, *ctx.overrides.values()):
             _check_supported(precision, ctx)
+        named = _named(primitives, ctx)
         logits = _softmax_logits(gm.graph)
+        if ctx.precision == AUTO and ctx.choice is None:
+            ctx.choice = Choice.make(gm, ctx, self._allowed(primitives, logits, named, ctx))
         for node in primitives:
-            wanted, chosen = _wanted(node, ctx)
-            reason = None if wanted == FP32 else self._stays_fp32(node, logits, wanted, chosen)
-            node.meta["precision"] = wanted if reason is None else FP32
+            option = _option(node, named, ctx)
+            chosen = node in named or ctx.precision == AUTO
+            reason = None if option == FULL else self._stays_fp32(node, logits, option.precision, chosen)
+            kept = option if reason is None else FULL
+            node.meta["precision"], node.meta["granularity"] = kept.precision, kept.granularity
             if reason is not None:
                 ctx.note(node, f"stays FP32: {reason}")
+            elif option == FULL and ctx.precision == AUTO and node not in named:
+                ctx.note(node, f"stays FP32: {self._why_full(node, logits)}")
         return gm
 
+    def _allowed(
+        self, primitives: list[Node], logits: set[Node], named: dict[Node, Option], ctx: Context
+    ) -> dict[Node, Sequence[Option]]:
+        """The options that ``auto`` may choose from for each primitive."""
+        allowed: dict[Node, Sequence[Option]] = {}
+        for node in primitives:
+            if self._must_be_fp32(node, logits) is not None:
+                continue
+            known = options_of(node, ctx)
+            wanted = named.get(node)
+            if wanted is not None:
+                exact = [option for option in known if option == wanted]
+                known = exact or [option for option in known if option.precision == wanted.precision]
+            allowed[node] = known or [FULL]
+        return allowed
+
+    def _why_full(self, node: Node, logits: set[Node]) -> str:
+        return self._must_be_fp32(node, logits) or "auto chose it, see the precision choice"
+
     def _stays_fp32(self, node: Node, logits: set[Node], wanted: Precision, chosen: bool) -> str | None:
+        reason = self._must_be_fp32(node, logits)
+        if reason is not None or chosen or not wanted.is_integer:
+            return reason
+        op = op_of(node)
+        assert op is not None
+        return self._too_narrow(node, op.name)
+
+    def _must_be_fp32(self, node: Node, logits: set[Node]) -> str | None:
         op = op_of(node)
         assert op is not None
         if op.name == "edge_softmax":
             return "edge softmax is computed in FP32"
         if node in logits:
             return "its result is the logits of an edge softmax"
-        if op.name not in _OPERAND or (op.name == "sddmm" and node.args[4] != "dot"):
+        if op.name not in LOW_OPERANDS or (op.name == "sddmm" and node.args[4] != "dot"):
             return f"{op.name} has no low-precision form"
-        return None if chosen or not wanted.is_integer else self._too_narrow(node, op.name)
+        return None
 
     def _too_narrow(self, node: Node, name: str) -> str | None:
-        width = _width(node.args[_OPERAND[name]])
+        width = _width(node.args[LOW_OPERANDS[name][0]])
         if width is None:
             return None
         if name == "gemm":
@@ -104,12 +138,25 @@ def layer_of(node: Node) -> str:
     return node.meta.get("layer", "") or ""
 
 
-def _wanted(node: Node, ctx: Context) -> tuple[Precision, bool]:
-    """The precision asked for, and whether the user named this layer; the first glob that fits wins."""
-    for glob, precision in ctx.overrides.items():
-        if _is_named(layer_of(node), glob):
-            return precision, True
-    return ctx.precision, False
+def _named(primitives: Sequence[Node], ctx: Context) -> dict[Node, Option]:
+    """What the user said of single layers: overrides, of which the first that fits wins, then the plan."""
+    named: dict[Node, Option] = {} if ctx.plan is None else ctx.plan.resolve(primitives, ctx)
+    for node in primitives:
+        for glob, precision in ctx.overrides.items():
+            if _is_named(layer_of(node), glob):
+                named[node] = Option(precision)
+                break
+    return named
+
+
+def _option(node: Node, named: dict[Node, Option], ctx: Context) -> Option:
+    """What was asked for: by name, or for the whole model."""
+    if ctx.precision != AUTO:
+        return named.get(node, Option(ctx.precision))
+    chosen = ctx.choice.option(node.name) or FULL
+    wanted = named.get(node, chosen)
+    # The user names a precision; its granularity is auto's to choose.
+    return chosen if wanted == Option(chosen.precision) else wanted
 
 
 def _is_named(layer: str, glob: str) -> bool:
@@ -119,7 +166,7 @@ def _is_named(layer: str, glob: str) -> bool:
 
 
 def _check_supported(precision: Precision, ctx: Context) -> None:
-    if precision.name not in ctx.backend.precisions:
+    if precision != AUTO and precision.name not in ctx.backend.precisions:
         have = ", ".join(sorted(ctx.backend.precisions))
         raise UnsupportedError(
             f"[gnnc.assign] backend {ctx.backend.name!r} has no {precision.name} kernels yet; it has {have}"

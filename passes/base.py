@@ -1,13 +1,14 @@
 """What a pass is, what it may know, and the runner that checks it."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import fx
 
+from gnnc.cost import Rates
 from gnnc.ir.graph import clone, infer_meta
 from gnnc.ir.verify import verify
 from gnnc.precision import INT8, Precision
@@ -22,12 +23,14 @@ class BackendInfo:
         precisions: names of the precisions it has kernels for.
         joint_products: whether one kernel multiplies a matrix with several weights.
         handle: the backend object that ``lower`` calls; opaque to every other pass.
+        rates: gives its speed on this machine, measured now if need be; for ``auto``.
     """
 
     name: str = "reference"
     precisions: frozenset[str] = frozenset({"fp32", "bf16", "int8"})
     handle: Any = None
     joint_products: bool = True
+    rates: Callable[[], Rates] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Context:
         structure: the structure graph, once ``hoist`` has split it off.
         structure_examples: outputs of the structure graph on the examples, once known.
         error_budget: relative L2 error allowed on the output, for ``auto``.
+        plan: precisions by layer that the user gave, or None.
+        choice: what ``auto`` weighed and chose; made by ``assign`` where it is not given.
         notes: remarks of the passes.
         timings: seconds that each pass took.
     """
@@ -63,6 +68,8 @@ class Context:
     structure: fx.GraphModule | None = None
     structure_examples: tuple[Any, ...] | None = None
     error_budget: float = 0.02
+    plan: Any = None
+    choice: Any = None
     notes: list[Note] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     current_pass: str = ""

@@ -1,7 +1,8 @@
 """What a run on example inputs tells: the largest value and the error of each way to quantize.
 
-Granularity is chosen from a table of candidates: the cheapest whose error on the examples is small
-enough, or else the one with the least error.
+Granularity is chosen from a table of candidates: sums of integers before sums of floats, as long as
+the error on the examples is small enough, or else the one with the least error. (``auto`` weighs
+their times too: see ``passes.auto``.)
 """
 
 import math
@@ -27,25 +28,23 @@ class Candidate:
 
     Attributes:
         granularity: ``row_pow2``, ``tensor`` or ``row``.
-        cost: of the sparse kernel, relative to a plain integer sum.
         static: whether the scale comes from examples.
         exact: whether the sum is one of integers, which no edge value may be a float for.
         reduces: the reductions that it can do.
     """
 
     granularity: str
-    cost: float
     static: bool
     exact: bool
     reduces: frozenset[str]
 
 
 CANDIDATES = (
-    Candidate("tensor", 1.0, True, True, frozenset({"sum", "max", "min"})),
-    Candidate("row_pow2", 1.0, True, True, frozenset({"sum"})),
-    Candidate("row", 1.7, False, False, frozenset({"sum", "mean", "max", "min"})),
+    Candidate("tensor", True, True, frozenset({"sum", "max", "min"})),
+    Candidate("row_pow2", True, True, frozenset({"sum"})),
+    Candidate("row", False, False, frozenset({"sum", "mean", "max", "min"})),
 )
-"""How an aggregation's input can be quantized; relative costs as measured at width 64 (arxiv's shape)."""
+"""How an aggregation's input can be quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class _Observer(fx.Interpreter):
         if target is torch.ops.gnnc.spmm.default:
             rowptr, col, value, x, reduce, num_dst = args
             if reduce == "sum":
-                return _spmm_sum(rowptr, col, value, x, num_dst)
+                return spmm_sum(rowptr, col, value, x, num_dst)
         return super().call_function(target, args, kwargs)
 
 
@@ -108,13 +107,13 @@ def _ancestors(nodes: Collection[Node]) -> set[Node]:
     return found
 
 
-def _spmm_sum(rowptr: Tensor, col: Tensor, value: Tensor | None, x: Tensor, num_dst: int) -> Tensor:
+def spmm_sum(rowptr: Tensor, col: Tensor, value: Tensor | None, x: Tensor, num_dst: int) -> Tensor:
     """``gnnc.spmm`` with ``sum``, up to rounding, without a tensor of edges by width."""
     if value is None:
         value = x.new_ones(col.numel())
     if value.dim() == 2:
         heads = zip(value.unbind(1), x.unbind(1), strict=True)
-        return torch.stack([_spmm_sum(rowptr, col, v, h, num_dst) for v, h in heads], 1)
+        return torch.stack([spmm_sum(rowptr, col, v, h, num_dst) for v, h in heads], 1)
     flat = x.reshape(x.shape[0], -1).float()
     matrix = torch.sparse_csr_tensor(
         rowptr.to(col.dtype), col, value.float(), (num_dst, x.shape[0]), check_invariants=False
@@ -159,11 +158,11 @@ def choose(
 ) -> tuple[Candidate, str]:
     """Return the candidate to use and a sentence that says why."""
     if seen is None:
-        dynamic = min((c for c in candidates if not c.static), key=lambda c: c.cost)
+        dynamic = next(c for c in candidates if not c.static)
         return dynamic, f"{dynamic.granularity} scales, taken at each call"
     good = [c for c in candidates if seen.errors[c.granularity] <= limit]
     if good:
-        best = min(good, key=lambda c: (c.cost, seen.errors[c.granularity]))
+        best = min(good, key=lambda c: (not c.exact, seen.errors[c.granularity]))
     else:
         best = min(candidates, key=lambda c: seen.errors[c.granularity])
     errors = ", ".join(f"{c.granularity} {seen.errors[c.granularity]:.2%}" for c in candidates)

@@ -22,7 +22,8 @@ from gnnc.ir.quantized import MAX_SHIFT, qmax_of
 from gnnc.ir.source import Source
 from gnnc.passes.base import Context
 from gnnc.passes.carry import carry_in_bf16
-from gnnc.passes.observe import CANDIDATES, Candidate, Observation, choose, observe
+from gnnc.passes.observe import Candidate, Observation, choose, observe
+from gnnc.passes.options import granularities
 from gnnc.precision import FP32, Precision
 
 
@@ -73,21 +74,15 @@ def _observe(gm: fx.GraphModule, low: list[Node], ctx: Context) -> dict[Node, Ob
     """What the examples say about the input of every aggregation that has a choice."""
     if ctx.examples is None:
         return {}
-    read = {node: _aggregated(node) for node in low if len(_candidates(node)) > 1}
+    read = {node: _aggregated(node) for node in low if any(c.static for c in _candidates(node))}
     seen = observe(gm, ctx.examples, frozenset(read.values())) if read else {}
     return {node: seen[source] for node, source in read.items()}
 
 
 def _candidates(node: Node) -> list[Candidate]:
-    """The ways in which an aggregation's input can be quantized; none for another op."""
-    name, args = _op(node).name, node.args
-    if name not in ("spmm", "segment_reduce") or not node.meta["precision"].is_integer:
-        return []
-    if name == "segment_reduce" and args[1] is None:
-        return []
-    weighted = name == "spmm" and args[2] is not None
-    reduce = args[4 if name == "spmm" else 3]
-    return [c for c in CANDIDATES if reduce in c.reduces and not (c.exact and weighted)]
+    """The granularities that an aggregation may take: all that it can, or the one that was assigned."""
+    wanted = node.meta.get("granularity")
+    return [c for c in granularities(node, node.meta["precision"]) if wanted in (None, c.granularity)]
 
 
 def _aggregated(node: Node) -> Any:
@@ -120,6 +115,7 @@ class _Emitter:
             new = self.gm.graph.call_function(target, args, kwargs)
         new.meta["layer"] = self.node.meta.get("layer", "")
         new.meta["precision"] = self.precision
+        new.meta["assigned"] = self.node.meta.get("assigned", self.node.name)
         return new
 
     def op(self, name: str, *args: Any) -> Node:
@@ -202,7 +198,8 @@ def _segment_reduce(emit: _Emitter) -> Node | None:
 
 
 def _aggregate(emit: _Emitter, rowptr: Any, col: Any, value: Any, x: Any, reduce: Any, num_dst: Any) -> Node:
-    chosen, why = choose(_candidates(emit.node), emit.seen, emit.max_error)
+    candidates = _candidates(emit.node)
+    chosen, why = choose(candidates, emit.seen, emit.max_error)
     emit.note(why)
     if chosen.granularity == "row":
         codes, scale = emit.per_row(x, emit.precision.activation_bits)

@@ -9,7 +9,12 @@ from pathlib import Path
 import graphs
 import pytest
 import torch
+from fixed_rates import FIXED
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from gnnc import calibration
+from gnnc.cost import Rates
+from gnnc.runtime.backend import get_backend
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
@@ -69,6 +74,21 @@ def shared_data() -> Path:
 def cora() -> dict[str, torch.Tensor | int]:
     """Cora: x, edge_index, y, masks and sizes. Shared by the tests, so do not write into it."""
     return graphs.load("cora")
+
+
+@pytest.fixture(autouse=True)
+def no_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was measured on this machine before is neither read nor replaced."""
+    monkeypatch.setenv("GNNC_CACHE", str(tmp_path / "gnnc-cache"))
+    monkeypatch.setattr(calibration, "_known", {})
+
+
+@pytest.fixture
+def rates(no_rates: None) -> Rates:
+    """The same speed on every machine, so that choices do not depend on it."""
+    for name in ("cpu", "reference"):
+        calibration._known[calibration._key(get_backend(name))] = FIXED
+    return FIXED
 
 
 @pytest.fixture(autouse=True)

@@ -213,7 +213,7 @@ def test_inspection(compiled, tmp_path):
     compiled.draw(tmp_path / "program.svg")
     compiled.save_plan(tmp_path / "plan.json")
     plan = json.loads((tmp_path / "plan.json").read_text())
-    assert {"op": "gemm", "layer": "conv.lin", "precision": "int8"} in plan["ops"]
+    assert plan["layers"]["conv.lin"] == {"gemm": "int8"}
 
 
 def test_profile_measures_every_launch(compiled):
@@ -260,12 +260,11 @@ def test_before_capture_it_prints(model):
         ({"precision": "intt8"}, gnnc.PrecisionError, "did you mean 'int8'"),
         ({"precision": 8}, gnnc.PrecisionError, "got int"),
         ({"precision": "int4"}, gnnc.UnsupportedError, "not built in this version"),
-        ({"precision": "auto"}, gnnc.UnsupportedError, "not built"),
         ({"precision": "fp16", "backend": "cpu"}, gnnc.UnsupportedError, "on CUDA only"),
         ({"overrides": {"conv9*": "fp32"}}, gnnc.PrecisionError, "matches no module"),
         ({"overrides": {"conv": "int4"}}, gnnc.UnsupportedError, "int4"),
         ({"qat": True}, gnnc.UnsupportedError, "qat"),
-        ({"plan": "plan.json"}, gnnc.UnsupportedError, "plan="),
+        ({"plan": "no such file"}, gnnc.PrecisionError, "plan 'no such file' cannot be read"),
         ({"backend": "tpu"}, gnnc.BackendError, "choose one of"),
         ({"error_budget": -1}, gnnc.GnncError, "error_budget"),
         ({"error_budget": "much"}, gnnc.GnncError, "error_budget"),

@@ -89,8 +89,13 @@ def test_summary_measures_every_quantized_op(name: str) -> None:
     quantized = [line for line in lines if "qgemm" in line or "qspmm" in line]
     assert len(quantized) >= 3
     for line in quantized:
-        bits, error, sqnr, clipped = line.split("convs.")[1].split()[1:5]
-        assert bits == "8" and 0 < float(error) < 0.1 and float(sqnr) > 30 and int(clipped) >= 0
+        bits, precision, _, error, sqnr, clipped = line.split("convs.")[1].split()[1:7]
+        assert (
+            (bits, precision) == ("8", "int8")
+            and 0 < float(error) < 0.1
+            and float(sqnr) > 30
+            and int(clipped) >= 0
+        )
 
 
 def test_bf16_is_counted_apart() -> None:
@@ -112,7 +117,7 @@ def test_profile_fills_the_measured_column() -> None:
     compiled = build("GCN")
     with torch.no_grad():
         text = compiled.profile(*inputs())
-    assert all(line.split()[-1] != "-" for line in text.splitlines()[2:])
+    assert all(line.split()[-2] != "-" for line in text.splitlines()[2:])
 
 
 def test_recaptures_are_told() -> None:

@@ -111,7 +111,7 @@ def test_what_is_not_measured_is_a_dash() -> None:
     assert {(row.error, row.sqnr, row.gain, row.predicted, row.measured) for row in rows} == {(None,) * 5}
     line = summary_table(rows).splitlines()[2].split()
     assert line[:3] == ["gemm", "conv1.lin", "32"]
-    assert line[3:7] == ["-"] * 4 and line[-2:] == ["-", "-"]
+    assert line[3:9] == ["fp32", *["-"] * 5] and line[-3:] == ["-", "-", "-"]
 
 
 def test_costs_of_a_gemm_and_an_spmm() -> None:
@@ -143,15 +143,16 @@ def test_a_fused_kernel_moves_what_crosses_its_border() -> None:
 
 def test_measured_times_are_shown_and_added_up() -> None:
     rows = [OpRow(op="gemm", layer="a", measured=0.002), OpRow(op="spmm", layer="b", measured=0.001)]
-    assert summary_table(rows).splitlines()[-1].split()[-1] == "3.000"
+    assert summary_table(rows).splitlines()[-1].split()[-2] == "3.000"
     partly = [*rows, OpRow(op="relu", layer="")]
-    assert summary_table(partly).splitlines()[-1].split()[-1] == "-"
+    assert summary_table(partly).splitlines()[-1].split()[-2] == "-"
 
 
 def test_table_golden(golden: Callable[[str], None]) -> None:
     full = OpRow(
         op="qgemm", layer="conv1.lin", bits=8, error=0.01234, sqnr=41.25, clipped=3, gain=0.5,
-        bytes=12_345_678, flops=999, predicted=0.00123, measured=1.5,
+        bytes=12_345_678, flops=999, predicted=0.00123, measured=1.5, precision="int8",
+        sensitivity=0.0042, alternative=("bf16", 0.00012, 0.0016),
     )  # fmt: skip
     golden(summary_table([full, OpRow(op="relu", layer="", sqnr=math.inf, bytes=1000)]))
 
@@ -197,4 +198,4 @@ def test_program_text_is_header_and_program() -> None:
 def test_summary_text_takes_times_by_node() -> None:
     text = summary_text(report(hand_graphs.fused_layer(), measured={"fused_0": 0.004}))
     (line,) = [line for line in text.splitlines() if line.startswith("qgemm")]
-    assert line.split()[-1] == "4.000"
+    assert line.split()[-2] == "4.000"

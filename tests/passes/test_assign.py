@@ -79,7 +79,7 @@ def test_an_override_that_matches_nothing_names_close_layers():
         run_all(gcn(), [Assign()], overrides={"convs.1": FP32})
 
 
-@pytest.mark.parametrize("name", ["int4", "fp16", "binary", "auto", "w4a8"])
+@pytest.mark.parametrize("name", ["int4", "fp16", "binary", "w4a8"])
 def test_a_precision_that_the_backend_lacks(name):
     with pytest.raises(UnsupportedError, match=f"no {name} kernels yet; it has bf16, fp32, int8"):
         run_all(gcn(), [Assign()], precision=Precision.parse(name))

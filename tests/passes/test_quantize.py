@@ -15,7 +15,7 @@ from gnn_graphs import (
 
 from gnnc.errors import PrecisionError
 from gnnc.passes.assign import Assign
-from gnnc.passes.observe import CANDIDATES, Observation, _spmm_sum, choose, observe, row_error
+from gnnc.passes.observe import CANDIDATES, Observation, choose, observe, row_error, spmm_sum
 from gnnc.passes.quantize import Quantize
 from gnnc.precision import BF16, FP32, INT8
 
@@ -310,7 +310,7 @@ def test_the_observers_spmm_is_the_reference(shape, weights, edges):
     value = None if sizes is None else torch.randn(sizes, generator=generator)
     x = torch.randn(9, *shape, generator=generator)
     want = gnnc.spmm(rowptr, col, value, x, "sum", 9)
-    torch.testing.assert_close(_spmm_sum(rowptr, col, value, x, 9), want)
+    torch.testing.assert_close(spmm_sum(rowptr, col, value, x, 9), want)
 
 
 def test_the_observer_runs_no_more_than_it_needs():

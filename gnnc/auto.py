@@ -1,0 +1,182 @@
+"""``precision="auto"`` end to end: choose, lower, run on the examples, and choose again if need be."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from gnnc import cost, describe
+from gnnc.errors import UnsupportedError
+from gnnc.ir.graph import placeholders
+from gnnc.passes.auto import MAX_TIGHTENINGS, Choice
+from gnnc.passes.base import Context, Pass, Stage, run_passes
+from gnnc.passes.sensitivity import relative_l2
+from gnnc.precision import AUTO, Precision
+
+_PLACE = "assign"
+_LOOSEN_BELOW = 0.8
+"""A choice that uses less than this share of the budget is made once more with a looser limit."""
+
+
+@dataclass(slots=True)
+class _Try:
+    """One way to lower the model.
+
+    Attributes:
+        name: for people.
+        stages: the passes from ``assign`` on.
+        context: what they learned.
+        seconds: predicted time of the lowered program.
+        error: the largest error of an output on the examples.
+    """
+
+    name: str
+    stages: list[Stage]
+    context: Context
+    seconds: float
+    error: float
+
+
+def run_auto(gm: GraphModule, pipeline: Sequence[Pass], context: Context) -> tuple[list[Stage], Context]:
+    """Run the passes with the precisions that are predicted fastest within the error budget.
+
+    Without examples the choice is carried out as it is. With them, it is run: over budget, it is made
+    again under a tighter limit, at most ``MAX_TIGHTENINGS`` times, and then falls back to FP32. Last,
+    it is held against every uniform precision that keeps the budget: where one of those is predicted
+    faster once lowered, it is taken.
+
+    Raises:
+        UnsupportedError: the pipeline has no pass ``assign``.
+    """
+    names = [step.name for step in pipeline]
+    if _PLACE not in names:
+        raise UnsupportedError(
+            "precision='auto' is carried out by the pass 'assign', which the pipeline lacks"
+        )
+    place = names.index(_PLACE)
+    before = run_passes(gm, pipeline[:place], context)
+    start = before[-1][1] if before else gm
+    if context.examples is None:
+        return before + run_passes(start, pipeline[place:], context), context
+    search = _Search(start, pipeline[place:], context)
+    best = search.run()
+    return before + best.stages, best.context
+
+
+class _Search:
+    """The tries for one model."""
+
+    def __init__(self, start: GraphModule, pipeline: Sequence[Pass], context: Context) -> None:
+        self._start = start
+        self._pipeline = pipeline
+        self._context = context
+        self._choice: Any = None
+
+    def run(self) -> _Try:
+        """Return the best try that keeps the budget, or the one of least error."""
+        chosen = self._within_budget(self._try("auto", AUTO))
+        uniform = [self._try(name, Precision.parse(name)) for name in self._uniform_names()]
+        good = [t for t in (chosen, *uniform) if t.error <= self._choice.budget]
+        best = min(good, key=lambda t: t.seconds) if good else chosen
+        self._say(best, chosen, uniform)
+        return best
+
+    def _uniform_names(self) -> list[str]:
+        return sorted(self._context.backend.precisions)
+
+    def _within_budget(self, found: _Try) -> _Try:
+        """Correct the choice by what running it shows."""
+        choice, budget = self._choice, self._choice.budget
+        best = found if found.error <= budget else None
+        for turn in range(1, MAX_TIGHTENINGS + 1):
+            choice.measured = found.error
+            wasteful = best is found and found.error < _LOOSEN_BELOW * budget and turn == 1
+            if not choice.solution.feasible or (best is not None and not wasteful):
+                break
+            if not choice.adjust(found.error):
+                break
+            verb = "loosened" if wasteful else "tightened"
+            choice.log.append(f"{verb} to {choice.limit:.2g}: the run before erred {found.error:.2g}")
+            found = self._try("auto", AUTO)
+            if found.error <= budget and (best is None or found.seconds < best.seconds):
+                best = found
+        return best or self._give_up()
+
+    def _give_up(self) -> _Try:
+        choice = self._choice
+        choice.give_up()
+        choice.log.append("the budget cannot be met this way: everything that may be is FP32")
+        found = self._try("auto", AUTO)
+        if found.error > choice.budget:
+            choice.log.append("overrides keep the error above the budget; this is the least that they allow")
+        return found
+
+    def _try(self, name: str, precision: Precision) -> _Try:
+        context = dataclasses.replace(
+            self._context,
+            precision=precision,
+            choice=self._choice if precision == AUTO else None,
+            notes=list(self._context.notes),
+            timings=dict(self._context.timings),
+        )
+        stages = run_passes(self._start, self._pipeline, context)
+        if precision == AUTO:
+            self._choice = context.choice
+            # What later tries and corrections change must not change what this one says.
+            context.choice = dataclasses.replace(context.choice, log=context.choice.log)
+        assert context.backend.rates is not None and context.examples is not None
+        predicted = predicted_times(stages[-1][1], context.examples, context.backend.rates())
+        return _Try(name, stages, context, sum(predicted.values()), self._error(stages[-1][1], context))
+
+    def _error(self, gm: GraphModule, context: Context) -> float:
+        """Run the lowered program on the examples."""
+        if context.backend.handle is None:
+            outputs = gm(*context.examples)  # type: ignore[misc]
+        else:
+            executable = context.backend.handle.executable(gm, check_finite=False)
+            outputs = executable(*context.examples)
+        wanted = self._wanted(context)
+        got = [value for value in outputs if isinstance(value, Tensor) and value.is_floating_point()]
+        return max((relative_l2(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
+
+    def _wanted(self, context: Context) -> list[Tensor]:
+        choice: Choice = self._choice
+        assert choice.study.bench is not None
+        return choice.study.bench.outputs
+
+    def _say(self, best: _Try, chosen: _Try, uniform: Sequence[_Try]) -> None:
+        """Leave the choice that was taken, and what it was held against, in the best try's context."""
+        choice: Choice = dataclasses.replace(self._choice, measured=best.error)
+        for other in uniform:
+            verdict = "over budget" if other.error > choice.budget else f"{other.seconds * 1e3:.3f} ms"
+            choice.log.append(f"uniform {other.name}: error {other.error:.2g}, {verdict}")
+        choice.log.append(f"taken: {best.name}, predicted {best.seconds * 1e3:.3f} ms")
+        if best is not chosen:
+            choice.take_uniform(best.stages[0][1])
+            best.context.precision = AUTO
+        best.context.choice = choice
+
+
+def predicted_times(gm: GraphModule, values: Sequence[Any] | None, rates: cost.Rates) -> dict[str, float]:
+    """Return the predicted seconds of every launch of a lowered graph, by node.
+
+    Args:
+        gm: the lowered compute graph.
+        values: its arguments, from which the sizes come; without, they are those of the capture.
+        rates: the machine's.
+    """
+    sizes = cost.sizes_of(placeholders(gm), values)
+    found = {}
+    for launch in cost.launches(describe.inline(gm)):
+        terms = _numbers(launch, sizes)
+        if terms is not None:
+            found[launch.name] = rates.seconds(launch.family, terms)
+    return found
+
+
+def _numbers(launch: cost.Launch, sizes: Any) -> list[cost.Term] | None:
+    terms = [term.at(lambda expr: cost.evaluate(expr, sizes)) for term in cost.work(launch)]
+    return None if any(term.amount is None for term in terms) else terms

@@ -1,0 +1,67 @@
+"""Pictures of what ``gnnc.pareto`` measured."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from gnnc.tradeoff import Pareto, Point, check_suffix
+
+_INK, _MUTED, _UNIFORM, _AUTO = "#24292f", "#6b7280", "#9a6700", "#0550ae"
+
+
+def draw(results: Sequence[Pareto], path: str | Path) -> None:
+    """Write several models side by side.
+
+    Args:
+        results: what ``pareto`` returned.
+        path: file to write; its suffix chooses SVG or PNG.
+
+    Raises:
+        InputError: the suffix is neither.
+    """
+    suffix = check_suffix(path)
+    figure = Figure(figsize=(5.2 * len(results), 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, result in enumerate(results, 1):
+        _panel(figure.add_subplot(1, len(results), number), result)
+    # Fixed ids and no date: the same points give the same file.
+    metadata = {"Date": None} if suffix == ".svg" else None
+    with mpl.rc_context({"svg.hashsalt": "gnnc", "svg.fonttype": "none"}):
+        figure.savefig(path, dpi=160, metadata=metadata)
+
+
+def _panel(axes: Axes, result: Pareto) -> None:
+    labelled = all(point.accuracy is not None for point in result.points)
+    for is_auto, color, marker in ((False, _UNIFORM, "s"), (True, _AUTO, "o")):
+        points = [point for point in result.points if point.is_auto == is_auto]
+        xs = [point.seconds * 1e3 for point in points]
+        ys = [_height(point, labelled) for point in points]
+        label = "auto, by error budget" if is_auto else "one precision for all"
+        axes.scatter(xs, ys, color=color, marker=marker, s=34, label=label, zorder=3)
+        for k, (point, x, y) in enumerate(zip(points, xs, ys, strict=True)):
+            offset = (6, 4 if k % 2 else -11)
+            axes.annotate(
+                point.name, (x, y), xytext=offset, textcoords="offset points", fontsize=7.5, color=color
+            )
+    axes.set_title(result.model, fontsize=10, color=_INK, loc="left")
+    axes.set_xlabel("time of a call, ms", fontsize=8.5, color=_MUTED)
+    axes.set_ylabel("accuracy, %" if labelled else "relative error of the output", fontsize=8.5, color=_MUTED)
+    if not labelled:
+        axes.set_yscale("log")
+    axes.margins(0.18)
+    axes.tick_params(labelsize=8, colors=_MUTED)
+    axes.grid(True, color="#e5e7eb", linewidth=0.7, zorder=0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(fontsize=7.5, frameon=False)
+
+
+def _height(point: Point, labelled: bool) -> float:
+    if labelled:
+        assert point.accuracy is not None
+        return point.accuracy
+    return max(point.error, 1e-8)

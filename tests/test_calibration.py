@@ -1,0 +1,128 @@
+"""Calibration: what it measures, the fit, and the file that keeps it."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gnnc import calibration
+from gnnc.calibration import Sample, calibrate, fit, rates_for, stored_rates
+from gnnc.cost import ALONE, Rates, Term
+from gnnc.probes import PROBES
+from gnnc.runtime.backend import get_backend
+
+
+def samples(rates: dict[str, float], amounts: list[dict[str, float]]) -> list[Sample]:
+    return [
+        Sample("gemm", [Term(n, a) for n, a in given.items()], sum(rates[n] * a for n, a in given.items()))
+        for given in amounts
+    ]
+
+
+RATES = {"launch": 5e-6, "dot.fp32": 2e-11, "row": 3e-9}
+AMOUNTS = [{"launch": 1, "dot.fp32": d, "row": r} for d in (1e4, 1e6, 1e8) for r in (10, 1e3, 1e5)]
+
+
+def test_the_fit_finds_the_rates_that_made_the_times() -> None:
+    assert fit(samples(RATES, AMOUNTS))["gemm"] == pytest.approx(RATES, rel=1e-3)
+
+
+def test_a_disturbed_sample_pulls_little() -> None:
+    given = samples(RATES, AMOUNTS)
+    given[4].seconds *= 20
+    assert fit(given)["gemm"] == pytest.approx(RATES, rel=0.1)
+
+
+def test_rates_are_never_negative_and_there_is_always_a_rest() -> None:
+    given = samples(RATES, AMOUNTS)
+    given[0].seconds = 1e-9
+    families = fit(given)
+    assert all(rate >= 0 for table in families.values() for rate in table.values())
+    assert ALONE in families
+
+
+def test_they_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GNNC_CACHE", str(tmp_path))
+    runs = []
+    made = Rates({ALONE: {"launch": 1.0}}, "reference", "a machine", 1.5)
+    monkeypatch.setattr(calibration, "calibrate", lambda backend: runs.append(1) or made)
+    backend = get_backend("reference")
+    assert stored_rates(backend) is None
+    assert rates_for(backend) == rates_for(backend) == made
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["machine"] == "a machine"
+    calibration._known.clear()  # as in another process
+    assert stored_rates(backend) == made and len(runs) == 1
+
+
+def test_a_damaged_file_is_measured_again_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GNNC_CACHE", str(tmp_path))
+    backend = get_backend("reference")
+    calibration._path(calibration._key(backend)).write_text("{")
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert stored_rates(backend) is None
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GNNC_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="rates cannot be kept"):
+        calibration._store("key", Rates({}))
+
+
+def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GNNC_CACHE", "/here")
+    assert calibration.cache_folder() == Path("/here")
+    monkeypatch.delenv("GNNC_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert calibration.cache_folder() == Path("/cache/gnnc")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert calibration.cache_folder() == Path.home() / ".cache" / "gnnc"
+
+
+def test_the_key_tells_backends_and_threads_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {calibration._key(get_backend(name)) for name in ("cpu", "reference")}
+    monkeypatch.setattr("torch.get_num_threads", lambda: 77)
+    keys |= {calibration._key(get_backend(name)) for name in ("cpu", "reference")}
+    assert len(keys) == 4
+
+
+@pytest.mark.slow
+def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "GRAPHS", ((500, 4000), (2000, 20000)))
+    start = time.perf_counter()
+    rates = calibrate(get_backend("cpu"), seconds=4)
+    assert time.perf_counter() - start < 60, "ten seconds on a machine that does nothing else"
+    assert {"gemm", "spmm", "attention", "sddmm", "edge_softmax", ALONE} <= rates.families.keys()
+    assert {"dot.fp32", "dot.bf16", "dot.int8"} <= rates.families["gemm"].keys()
+    modes = {name.split("@")[0] for name in rates.families["spmm"] if name.startswith("gather")}
+    assert modes == {f"gather.{m}" for m in ("fp32", "bf16", "int8.tensor", "int8.row_pow2", "int8.row")}
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
+def test_a_probe_runs(probe) -> None:
+    graph_module, values = probe.build()
+    assert [n.name for n in graph_module.graph.find_nodes(op="placeholder")] == list(probe.names)
+    assert all(bool(out.isfinite().all()) for out in graph_module(*values))
+
+
+def test_python_m_gnnc_shows_the_rates(tmp_path: Path) -> None:
+    """In a process of its own, which finds rates in the cache."""
+    code = (
+        "from gnnc import calibration, __main__\n"
+        "from gnnc.cost import Rates\n"
+        "calibration.calibrate = lambda b: Rates({'gemm': {'dot.int8': 2e-12}}, 'cpu', 'this one', 3.0)\n"
+        "__main__.main()\n"
+    )
+    env = {"GNNC_CACHE": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent.parent)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "speed of backend cpu: this one; measured in 3.0 s" in run.stdout
+    assert "dot.int8" in run.stdout and "0.002" in run.stdout
