@@ -33,29 +33,33 @@ def isa(forced: str | None) -> str:
     return run.stdout.strip()
 
 
-def cpu_has_avx512() -> bool:
-    needed = {f"avx512{part}" for part in ("f", "bw", "dq", "vl", "_vnni", "vbmi")}
+NEEDED = {
+    "avx512": {"avx2", "fma", "bmi2", *(f"avx512{part}" for part in ("f", "bw", "dq", "vl", "_vnni", "vbmi"))},
+    "avx2": {"avx2", "fma", "bmi2"},
+    "generic": set(),
+}
+
+
+def runs(name: str) -> bool:
     cpuinfo = Path("/proc/cpuinfo")
-    return platform.machine() == "x86_64" and cpuinfo.exists() and needed <= set(cpuinfo.read_text().split())
+    has = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return NEEDED[name] <= has and (name == "generic" or platform.machine() == "x86_64")
 
 
 def test_best_isa_is_chosen() -> None:
-    assert isa(None) == ("avx512" if cpu_has_avx512() else "generic")
+    assert isa(None) == next(name for name in NEEDED if runs(name))
 
 
-def test_generic_can_be_forced() -> None:
-    assert isa("generic") == "generic"
-
-
-def test_avx512_can_be_forced_only_where_it_runs() -> None:
-    said = isa("avx512")
-    assert said == "avx512" if cpu_has_avx512() else said.startswith("BackendError:") and "lacks" in said
+@pytest.mark.parametrize("name", NEEDED)
+def test_an_isa_can_be_forced_where_it_runs(name: str) -> None:
+    said = isa(name)
+    assert said == name if runs(name) else said.startswith("BackendError:") and "lacks" in said
 
 
 def test_unknown_isa_is_our_error() -> None:
     said = isa("sse9")
     assert said.startswith("BackendError:")
-    assert "GNNC_ISA is 'sse9'; set it to generic or avx512" in said
+    assert "GNNC_ISA is 'sse9'; set it to generic, avx2 or avx512" in said
 
 
 def test_missing_library_is_our_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "csr.h"
+#include "gnnc/isa.h"
 #include "gnnc/row_program.h"
 
 namespace gnnc {
@@ -41,13 +42,7 @@ struct AttentionArgs {
 
 constexpr int kTops = 16;
 
-namespace generic {
-void source_tops(const AttentionArgs& args, int64_t row_begin, int64_t row_end, float* tops);
-void attention(const AttentionArgs& args, int64_t row_begin, int64_t row_end);
-}  // namespace generic
-namespace avx512 {
-void source_tops(const AttentionArgs& args, int64_t row_begin, int64_t row_end, float* tops);
-void attention(const AttentionArgs& args, int64_t row_begin, int64_t row_end);
-}  // namespace avx512
+GNNC_EACH_ISA(void source_tops(const AttentionArgs& args, int64_t row_begin, int64_t row_end, float* tops);
+              void attention(const AttentionArgs& args, int64_t row_begin, int64_t row_end);)
 
 }  // namespace gnnc

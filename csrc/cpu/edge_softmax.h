@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "csr.h"
+#include "gnnc/isa.h"
 
 namespace gnnc {
 
@@ -19,11 +20,6 @@ struct EdgeSoftmaxArgs {
   float* out;
 };
 
-namespace generic {
-void edge_softmax(const EdgeSoftmaxArgs& args, int64_t row_begin, int64_t row_end);
-}
-namespace avx512 {
-void edge_softmax(const EdgeSoftmaxArgs& args, int64_t row_begin, int64_t row_end);
-}
+GNNC_EACH_ISA(void edge_softmax(const EdgeSoftmaxArgs& args, int64_t row_begin, int64_t row_end);)
 
 }  // namespace gnnc

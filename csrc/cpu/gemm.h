@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "gnnc/isa.h"
 #include "gnnc/row_program.h"
 
 namespace gnnc {
@@ -50,12 +51,7 @@ struct GemmArgs {
   int64_t gemm_block_rows(const GemmArgs& args);                                \
   void gemm_rows(const GemmArgs& args, int64_t row_begin, int64_t row_end, void* scratch);
 
-namespace generic {
-GNNC_DECLARE_GEMM
-}
-namespace avx512 {
-GNNC_DECLARE_GEMM
-}
+GNNC_EACH_ISA(GNNC_DECLARE_GEMM)
 
 #undef GNNC_DECLARE_GEMM
 

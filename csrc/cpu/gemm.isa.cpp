@@ -18,7 +18,7 @@ constexpr int64_t kFloatDepth = 2048;  // k of a pass over the rows of a block: 
 constexpr int64_t kExactDepth = 1024;  // 127 * 127 * 1024 < 2^24: sums of products of codes are exact in floats
 
 constexpr int tile_rows(int strips) {
-  if (!kVnni) return 2;
+  if (!kVnni) return kLanes == 8 ? 3 : 2;
   return strips == 4 ? 6 : strips == 3 ? 8 : 12;
 }
 

@@ -14,10 +14,12 @@ GNNC_INLINE bool with_heads(int64_t heads, const Body& body) {
   if (heads == 1) return body.template operator()<1>(), true;
   if (heads == 2) return body.template operator()<2>(), true;
   if (heads == 4) return body.template operator()<4>(), true;
-#ifdef __AVX512F__
-  if (heads == 8) return body.template operator()<8>(), true;
-  if (heads == 16) return body.template operator()<16>(), true;
-#endif
+  if constexpr (kLanes >= 8) {
+    if (heads == 8) return body.template operator()<8>(), true;
+  }
+  if constexpr (kLanes >= 16) {
+    if (heads == 16) return body.template operator()<16>(), true;
+  }
   return false;
 }
 

@@ -7,31 +7,32 @@
 namespace gnnc {
 namespace {
 
-bool has_avx512() {
-#ifdef GNNC_HAVE_AVX512
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
-         __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-#else
-  return false;
+constexpr Isa kAll[] = {Isa::avx512, Isa::avx2, Isa::generic};  // the best first
+
+bool runs(Isa isa) {
+#ifdef GNNC_X86
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  if (isa == Isa::avx2) return avx2;
+  if (isa == Isa::avx512) {
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+  }
 #endif
+  return isa == Isa::generic;
 }
 
 Isa choose() {
   const char* forced = std::getenv("GNNC_ISA");
   const std::string name = forced ? forced : "";
-  if (name.empty()) return has_avx512() ? Isa::avx512 : Isa::generic;
-  if (name == "generic") return Isa::generic;
-  if (name != "avx512") {
-    throw std::runtime_error("GNNC_ISA is '" + name + "'; set it to generic or avx512, or unset it");
+  for (const Isa isa : kAll) {
+    if (name.empty() ? runs(isa) : name == isa_name(isa) && runs(isa)) return isa;
+    if (name != isa_name(isa)) continue;
+    throw std::runtime_error("GNNC_ISA is " + name +
+                             ", which this CPU or build lacks (avx512 needs F, BW, DQ, VL, VNNI and VBMI; avx2 needs "
+                             "FMA and BMI2); set it to generic, or unset it");
   }
-  if (!has_avx512()) {
-    throw std::runtime_error(
-        "GNNC_ISA is avx512, which this CPU or build lacks (F, BW, DQ, VL, VNNI, VBMI are needed); "
-        "set it to generic, or unset it");
-  }
-  return Isa::avx512;
+  throw std::runtime_error("GNNC_ISA is '" + name + "'; set it to generic, avx2 or avx512, or unset it");
 }
 
 }  // namespace
@@ -41,6 +42,6 @@ Isa isa() {
   return chosen;
 }
 
-const char* isa_name(Isa isa) { return isa == Isa::avx512 ? "avx512" : "generic"; }
+const char* isa_name(Isa isa) { return isa == Isa::avx512 ? "avx512" : isa == Isa::avx2 ? "avx2" : "generic"; }
 
 }  // namespace gnnc

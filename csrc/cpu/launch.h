@@ -17,9 +17,10 @@
 #define GNNC_PROGRAM_SCHEMA "int[] program, Tensor[] operands, float[] consts, Tensor(z!)[] outs"
 
 // Calls gnnc::<isa>::function.
-#ifdef GNNC_HAVE_AVX512
+#ifdef GNNC_X86
 #define GNNC_DISPATCH(function, ...)                                            \
   (::gnnc::isa() == ::gnnc::Isa::avx512 ? ::gnnc::avx512::function(__VA_ARGS__) \
+   : ::gnnc::isa() == ::gnnc::Isa::avx2 ? ::gnnc::avx2::function(__VA_ARGS__)   \
                                         : ::gnnc::generic::function(__VA_ARGS__))
 #else
 #define GNNC_DISPATCH(function, ...) ::gnnc::generic::function(__VA_ARGS__)

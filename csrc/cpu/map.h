@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "gnnc/isa.h"
 #include "gnnc/row_program.h"
 
 namespace gnnc {
@@ -30,11 +31,6 @@ inline int64_t map_tile_rows(const MapArgs& args) {
 }
 
 // tile: map_tile_rows * map_stride floats.
-namespace generic {
-void map_rows(const MapArgs& args, int64_t row_begin, int64_t row_end, float* tile);
-}
-namespace avx512 {
-void map_rows(const MapArgs& args, int64_t row_begin, int64_t row_end, float* tile);
-}
+GNNC_EACH_ISA(void map_rows(const MapArgs& args, int64_t row_begin, int64_t row_end, float* tile);)
 
 }  // namespace gnnc

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "csr.h"
+#include "gnnc/isa.h"
 
 namespace gnnc {
 
@@ -30,11 +31,6 @@ struct SddmmArgs {
   float* out;
 };
 
-namespace generic {
-void sddmm(const SddmmArgs& args, int64_t row_begin, int64_t row_end);
-}
-namespace avx512 {
-void sddmm(const SddmmArgs& args, int64_t row_begin, int64_t row_end);
-}
+GNNC_EACH_ISA(void sddmm(const SddmmArgs& args, int64_t row_begin, int64_t row_end);)
 
 }  // namespace gnnc

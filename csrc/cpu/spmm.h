@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "csr.h"
+#include "gnnc/isa.h"
 
 namespace gnnc {
 
@@ -31,11 +32,6 @@ struct SpmmArgs {
   const RowProgram* program;
 };
 
-namespace generic {
-void spmm(const SpmmArgs& args, int64_t row_begin, int64_t row_end);
-}
-namespace avx512 {
-void spmm(const SpmmArgs& args, int64_t row_begin, int64_t row_end);
-}
+GNNC_EACH_ISA(void spmm(const SpmmArgs& args, int64_t row_begin, int64_t row_end);)
 
 }  // namespace gnnc

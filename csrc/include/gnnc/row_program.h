@@ -11,6 +11,8 @@
 
 #include <cstdint>
 
+#include "gnnc/isa.h"
+
 namespace gnnc {
 
 // Mirrored in runtime/row_program.py, and a test compares the two.
@@ -63,10 +65,11 @@ enum class RowOp : int32_t {
   quant_pow2 = 64,
   amax = 65,
   row_dot = 66,
+  store_fp16 = 67,  // on CUDA only: the CPU's kernels know no such instruction
 };
 
-// `window` turns to the columns a .. a + b of what the kernel made (a a multiple of 16): a gemm with several weights has
-// one for each.
+// `window` turns to the columns a .. a + b of what the kernel made (a a multiple of 16): a gemm with several weights
+// has one for each.
 struct RowInstruction {
   RowOp op;
   int32_t a, b, c;
@@ -95,13 +98,7 @@ struct RowProgram {
 
 // `fetch` asks for what the program will read of the rows r0 .. r0 + rows, before they are computed.
 // `run` applies the program to the rows r0 .. r0 + rows, whose values are acc[0 .. rows). Changes acc.
-namespace generic {
-void fetch(const RowProgram& program, int64_t r0, int rows);
-void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows, int64_t width);
-}  // namespace generic
-namespace avx512 {
-void fetch(const RowProgram& program, int64_t r0, int rows);
-void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows, int64_t width);
-}  // namespace avx512
+GNNC_EACH_ISA(void fetch(const RowProgram& program, int64_t r0, int rows);
+              void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows, int64_t width);)
 
 }  // namespace gnnc

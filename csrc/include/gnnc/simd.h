@@ -1,7 +1,7 @@
 #pragma once
 
-// Vectors of floats: 16 lanes with AVX-512, 4 lanes of GCC's vector extension elsewhere. Only for *.isa.cpp files: all
-// of it lives in the namespace of the instruction set.
+// Vectors of floats: 16 lanes with AVX-512, 8 with AVX2, 4 lanes of GCC's vector extension elsewhere. Only for
+// *.isa.cpp files: all of it lives in the namespace of the instruction set.
 //
 // `Tail` says how many lanes of the last vector of a row count; a load zeroes the others and a store leaves them alone.
 // Rounding is to nearest even. Integer results are equal on both; floats differ by fused multiply-adds and the order
@@ -13,7 +13,7 @@
 #include <type_traits>
 #include <utility>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"  // g++ 12 warns of its own intrinsics
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -36,8 +36,10 @@ GNNC_INLINE void each(const Body& body) {
   }(std::make_integer_sequence<int, N>{});
 }
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
 #endif
@@ -142,7 +144,14 @@ GNNC_INLINE Floats load(const Bf16* p, Tail t) {
   for (int i = 0; i < t.lanes; ++i) v[i] = static_cast<int32_t>(static_cast<uint32_t>(p[i].bits) << 16);
   return as_floats(v);
 }
-GNNC_INLINE Floats load(const Bf16* p, Whole = {}) { return load(p, Tail{kLanes}); }
+GNNC_INLINE Floats load(const Bf16* p, Whole = {}) {
+#ifdef __AVX2__
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return as_floats((Ints)_mm256_slli_epi32(wide, 16));
+#else
+  return load(p, Tail{kLanes});
+#endif
+}
 
 // Round to nearest even; a NaN becomes the quiet NaN.
 GNNC_INLINE void store(Bf16* p, Floats v, Tail t) {
@@ -158,9 +167,21 @@ GNNC_INLINE Floats load(const int8_t* p, Tail t) {
   for (int i = 0; i < t.lanes; ++i) v[i] = p[i];
   return to_floats(v);
 }
-GNNC_INLINE Floats load(const int8_t* p, Whole = {}) { return load(p, Tail{kLanes}); }
+GNNC_INLINE Floats load(const int8_t* p, Whole = {}) {
+#ifdef __AVX2__
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  return load(p, Tail{kLanes});
+#endif
+}
 
-GNNC_INLINE Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
+GNNC_INLINE Floats fused(Floats a, Floats b, Floats c) {
+#ifdef __AVX2__
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
 // Where a is NaN, the result is b: a clamp never lets one through.
 GNNC_INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 GNNC_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
@@ -175,7 +196,12 @@ GNNC_INLINE Floats nearest(Floats v) {
   const Floats rounded = (v + magic) - magic;
   return (v < 4194304.0f) & (v > -4194304.0f) ? rounded : v;
 }
-GNNC_INLINE float sum(Floats v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+GNNC_INLINE float sum(Floats v) {
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    for (int i = 0; i < step; ++i) v[i] += v[i + step];
+  }
+  return v[0];
+}
 GNNC_INLINE float largest(Floats v) {
   float top = v[0];
   for (int i = 1; i < kLanes; ++i) top = top > v[i] ? top : v[i];
@@ -186,7 +212,11 @@ GNNC_INLINE int32_t largest(Ints v) {
   for (int i = 1; i < kLanes; ++i) top = top > v[i] ? top : v[i];
   return top;
 }
-GNNC_INLINE bool any(Ints v) { return (v[0] | v[1] | v[2] | v[3]) != 0; }
+GNNC_INLINE bool any(Ints v) {
+  int32_t all = 0;
+  for (int i = 0; i < kLanes; ++i) all |= v[i];
+  return all != 0;
+}
 GNNC_INLINE Floats keep(Floats v, Whole) { return v; }
 GNNC_INLINE Floats keep(Floats v, Tail t) {
   for (int i = t.lanes; i < kLanes; ++i) v[i] = 0.0f;
