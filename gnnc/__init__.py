@@ -4,7 +4,9 @@
 kernels of its own; ``print`` it to read the program.
 """
 
-from gnnc import ir, passes, runtime
+from torch._dynamo import register_backend as _register_backend
+
+from gnnc import dynamo, ir, passes, runtime
 from gnnc.api import CompiledModel, compile
 from gnnc.bits import suggest_bits
 from gnnc.errors import (
@@ -33,9 +35,12 @@ __all__ = [
     "UnsupportedError",
     "VerifyError",
     "compile",
+    "dynamo",
     "ir",
     "pareto",
     "passes",
     "runtime",
     "suggest_bits",
 ]
+
+_register_backend(dynamo.backend, name="gnnc")

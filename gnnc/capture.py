@@ -123,7 +123,7 @@ def _operand(leaf: Leaf, parts: Sequence[torch.Tensor]) -> Any:
 def _export(model: torch.nn.Module, call: Call) -> ExportedProgram:
     """Try every reading of the sizes, non-strict (fast) before strict; exact sizes come last."""
     entry = _Entry(model, call)
-    readings = list(candidates(call))
+    readings = list(candidates(call, getattr(model, "fixed_sizes", ())))
     symbolic = [standins for standins in readings if standins.symbolic]
     attempts = [(standins, False) for standins in symbolic]
     attempts += [(standins, True) for standins in symbolic]

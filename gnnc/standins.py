@@ -6,7 +6,7 @@ the readings to try, the likeliest first; a wrong one does not trace.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +48,12 @@ class _Extent:
     family: str
 
 
-def candidates(call: Call) -> Iterator[Standins]:
-    """The readings of the call's sizes: by role and name, by size alone, exactly as they are."""
-    extents = _extents(call)
+def candidates(call: Call, fixed: Collection[tuple[str, int]] = ()) -> Iterator[Standins]:
+    """The readings of the call's sizes: by role and name, by size alone, exactly as they are.
+
+    ``fixed`` lists the (tensor, dimension) pairs that are one number for good.
+    """
+    extents = [extent for extent in _extents(call) if (call.names[extent.tensor], extent.dim) not in fixed]
     seen = set()
     for key in (_by_role, _by_kind, _by_size):
         groups = tuple(tuple(key(extent) == key(other) for other in extents) for extent in extents)

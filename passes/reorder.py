@@ -13,7 +13,7 @@ from torch.fx import Node
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
 from gnnc.passes.edge_lift import lift_from_edges
-from gnnc.passes.emit import Emitter, shape_of
+from gnnc.passes.emit import Emitter, same_size, shape_of
 from gnnc.passes.finite import zero_unless_destination, zero_unless_source
 from gnnc.passes.linear_order import LinearOrder
 from gnnc.passes.row_scale import row_scale
@@ -98,6 +98,11 @@ class _Separator:
         left = separation.product(factors)
         dst = self._vector(separation, factors.dst, "dst")
         src = self._vector(separation, factors.src, "src")
+        if src is not None and not same_size(shape_of(src)[0], shape_of(spmm.args[3])[0]):
+            self.ctx.note(
+                spmm, "edge weights stay in the kernel: their nodes are not the rows of the features"
+            )
+            return
         if dst is None and src is None and left is not None and factors.scale == 1.0:
             self.ctx.note(spmm, "edge weights stay in the kernel: no factor belongs to a node")
             return

@@ -11,6 +11,7 @@ from raised import NODES, arguments, edge_list, gcn_norm, nasty_graphs, plain_cs
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+import gnnc
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context, run_pass
 from gnnc.passes.hoist import Hoist
@@ -405,3 +406,23 @@ def test_runs_without_a_structure_graph():
     after = run_pass(Reorder(), gm)
     values = arguments(gm, NODES, edge_list())
     torch.testing.assert_close(after(*values), gm(*values), rtol=1e-5, atol=1e-4)
+
+
+class FixedNodes(torch.nn.Module):
+    """Its norm is of 60 nodes, whatever the number of rows of ``x``."""
+
+    def forward(self, x, edge_index):
+        src, dst = edge_index
+        norm = x.new_zeros(60).index_add(0, dst, x.new_ones(dst.shape[0])).clamp(min=1).rsqrt()
+        weight = (norm[src] * norm[dst]).unsqueeze(1)
+        return x.new_zeros(60, x.shape[1]).index_add(0, dst, x[src] * weight)
+
+
+@pytest.mark.parametrize("nodes", [60, 80])
+@torch.no_grad()
+def test_weights_of_other_nodes_than_the_rows_stay(nodes):
+    model = FixedNodes()
+    compiled = gnnc.compile(model, "fp32")
+    x, edge_index = torch.randn(nodes, 16), torch.randint(60, (2, 300))
+    torch.testing.assert_close(compiled(x, edge_index), model(x, edge_index))
+    assert "their nodes are not the rows of the features" in compiled.explain()
