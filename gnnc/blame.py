@@ -21,6 +21,13 @@ _WAYS_OUT = (
         "compile the part of the model that does not need this, or replace this step",
     ),
 )
+_WAYS_AROUND = {
+    "assert_sorted_index": "this aggregation (lstm, gru, or one that sorts) runs over padded sequences of "
+    "neighbours; use mean, max, sum, softmax, std or median, or compile the layers around it",
+    "to_dense_batch": "give to_dense_batch its batch_size and max_num_nodes",
+    "to_dense_adj": "give to_dense_adj its batch_size and max_num_nodes, or keep the graph sparse",
+    "coalesce": "coalesce the edges (to_undirected, coalesce, adjacency products) before the model",
+}
 _DEFAULT_WAY_OUT = (
     "check that the model runs eagerly on these arguments; compile the submodules around this "
     "line where torch.export cannot trace it"
@@ -29,23 +36,40 @@ _DEFAULT_WAY_OUT = (
 
 def blame(model: torch.nn.Module, error: BaseException) -> str:
     """The message of a CaptureError: the model, its line, what went wrong, the way out."""
-    where = _location(error)
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    root = _root(error)
+    where = _location(error, root)
+    reason = (str(root).strip().splitlines() or [type(root).__name__])[0]
     place = f" at {where}" if where else ""
-    return f"[{type(model).__name__}] cannot be captured{place}: {reason}. Way out: {_way_out(error)}"
+    return f"[{type(model).__name__}] cannot be captured{place}: {reason}. Way out: {_way_out(root)}"
+
+
+def _root(error: BaseException) -> BaseException:
+    """The first of the errors that led here, where a handler in between failed on values too.
+
+    PyG checks an index again when an aggregation fails: that check is not what the user should read.
+    """
+    found, current = error, error.__cause__ or error.__context__
+    while current is not None:
+        if isinstance(current, GuardOnDataDependentSymNode) and _foreign_frames(current):
+            found = current
+        current = current.__cause__ or current.__context__
+    return found
 
 
 def _way_out(error: BaseException) -> str:
+    for _, _, function in reversed(_foreign_frames(error)):
+        if function in _WAYS_AROUND:
+            return _WAYS_AROUND[function]
     for kinds, advice in _WAYS_OUT:
         if isinstance(error, kinds):
             return advice
     return _DEFAULT_WAY_OUT
 
 
-def _location(error: BaseException) -> str:
+def _location(error: BaseException, root: BaseException) -> str:
     """``file:line in function: `source` `` of the user's frame, and of PyG's below it."""
-    frames = _foreign_frames(error)
-    user = [frame for frame in frames if "torch_geometric" not in frame[0]]
+    frames = _foreign_frames(root)
+    user = [frame for frame in _foreign_frames(error) if "torch_geometric" not in frame[0]]
     chosen = [*user[-1:], *(frames[-1:] if frames and frames[-1:] != user[-1:] else [])]
     return ", in ".join(_text(*frame) for frame in chosen)
 

@@ -6,7 +6,9 @@ trace would take such a coincidence for a rule.
 """
 
 import contextlib
+import dataclasses
 import io
+import itertools
 import logging
 import re
 import threading
@@ -25,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from gnnc.arguments import Call, Leaf, call_forms, flatten_call, rebuild, signature_of
 from gnnc.blame import blame
+from gnnc.branches import at_least_two, watched
 from gnnc.errors import CaptureError
 from gnnc.guards import Guards, guards_of
 from gnnc.ir.source import Source
@@ -49,6 +52,7 @@ _NOISY = (
     "torch._subclasses",
 )
 _LOCK = threading.RLock()
+_NO_WAY = "what the model does depends on sizes in a way that tracing does not reproduce"
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,12 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     call = flatten_call(model, args, kwargs or {})
     _refuse_lazy(model)
     with _LOCK, _undisturbed(model), exportable(model):
-        program = _export(model, call)
+        program, guards = _export(model, call)
     graph_module, mutations = _lifted(program, model, call)
     return Captured(
         graph_module=graph_module,
         call=call,
-        guards=guards_of(program, graph_module, call),
+        guards=guards,
         out_spec=program.call_spec.out_spec,
         mutations=mutations,
         training=model.training,
@@ -120,33 +124,43 @@ def _operand(leaf: Leaf, parts: Sequence[torch.Tensor]) -> Any:
     return operand(leaf.value, parts)
 
 
-def _export(model: torch.nn.Module, call: Call) -> ExportedProgram:
-    """Try every reading of the sizes, non-strict (fast) before strict; exact sizes come last."""
+def _export(model: torch.nn.Module, call: Call) -> tuple[ExportedProgram, Guards]:
+    """Try every reading of the sizes, non-strict (fast) before strict; exact sizes come last.
+
+    A model that asks about sizes may go another way for this call than for the stand-ins: then
+    the exact sizes are traced.
+    """
     entry = _Entry(model, call)
     readings = list(candidates(call, getattr(model, "fixed_sizes", ())))
     symbolic = [standins for standins in readings if standins.symbolic]
-    attempts = [(standins, False) for standins in symbolic]
-    attempts += [(standins, True) for standins in symbolic]
-    attempts += [(standins, False) for standins in readings if not standins.symbolic]
+    exact = [standins for standins in readings if not standins.symbolic]
     first_error: Exception | None = None
-    for standins, strict in attempts:
-        try:
-            return _traced(entry, standins, strict)
-        except Exception as error:  # torch.export raises every kind of exception
-            first_error = first_error or error
-    assert first_error is not None
-    raise CaptureError(blame(model, first_error)) from first_error
+    for group in (symbolic, exact):
+        for strict, standins in itertools.product((False, True), group):
+            try:
+                program, guards = _traced(entry, call, standins, strict)
+            except Exception as error:  # torch.export raises every kind of exception
+                first_error = first_error or error
+                continue
+            if guards.serves([tensor.shape for tensor in call.tensors]):
+                return program, guards
+            break  # another reading would ask the same about sizes
+    raise CaptureError(blame(model, first_error or RuntimeError(_NO_WAY))) from first_error
 
 
-def _traced(entry: _Entry, standins: Standins, strict: bool) -> ExportedProgram:
+def _traced(entry: _Entry, call: Call, standins: Standins, strict: bool) -> tuple[ExportedProgram, Guards]:
     hint = Dim.DYNAMIC(min=2, max=_MAX_SIZE) if standins.symbolic else Dim.AUTO
     dims = tuple({dim: hint for dim in dynamic} for dynamic in standins.dynamic)
     mode = contextlib.nullcontext() if strict else SparseMode()
-    with mode, torch.no_grad(), _quiet():
+    with watched() as branches, mode, torch.no_grad(), _quiet():
         program = torch.export.export(
             entry, standins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
-        return program.run_decompositions({})
+        program = program.run_decompositions({})
+    guards = guards_of(program, call)
+    if strict:
+        branches += at_least_two(guards.symbols)
+    return program, dataclasses.replace(guards, branches=tuple(branches))
 
 
 @contextlib.contextmanager

@@ -1,14 +1,15 @@
 """What later arguments must look like for a captured graph to be theirs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import sympy
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.export.graph_signature import InputKind
 
 from gnnc.arguments import Call
+from gnnc.branches import Branch
 
 _TRACED_MIN, _TRACED_MAX = 3, 2**40  # sizes from 2 on; a pointer of N + 1 from 3 on
 
@@ -34,10 +35,22 @@ class Guards:
     Attributes:
         inputs: one for each flat input tensor.
         ranges: (symbol, least, greatest) where the model's own code restricts a size.
+        branches: what the model's own code asked about sizes, and was told.
     """
 
     inputs: tuple[InputGuard, ...]
     ranges: tuple[tuple[sympy.Symbol, int, int], ...] = ()
+    branches: tuple[Branch, ...] = ()
+    _tests: tuple[tuple[Branch, Callable[..., bool]], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        answerable = [branch for branch in self.branches if branch.condition.free_symbols <= self.symbols]
+        object.__setattr__(self, "_tests", tuple((branch, branch.test()) for branch in answerable))
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """The sizes that may differ between calls."""
+        return {size for guard in self.inputs for size in guard.shape if isinstance(size, sympy.Symbol)}
 
     def failure(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """The first guard that ``tensors`` break, as a sentence; None where all hold."""
@@ -58,7 +71,27 @@ class Guards:
                         return f"{guard.name} dim {dim} is {size}, but {owner} is {known}"
                 else:
                     derived.append((f"{guard.name} dim {dim}", size, expected))
-        return _broken_relation(sizes, derived) or self._out_of_range(sizes)
+        return _broken_relation(sizes, derived) or self._out_of_range(sizes) or self._other_branch(sizes)
+
+    def serves(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether sizes lie in the ranges, and the model's questions about them get the noted answers.
+
+        The inputs' own shapes may be those of stand-ins.
+        """
+        sizes = {
+            expected: (size, guard.name)
+            for guard, shape in zip(self.inputs, shapes, strict=True)
+            for size, expected in zip(shape, guard.shape, strict=True)
+            if isinstance(expected, sympy.Symbol)
+        }
+        return self._out_of_range(sizes) is None and self._other_branch(sizes) is None
+
+    def _other_branch(self, sizes: dict[sympy.Symbol, tuple[int, str]]) -> str | None:
+        values = {symbol: size for symbol, (size, _) in sizes.items()}
+        for branch, test in self._tests:
+            if not test(values):
+                return f"the model asks about sizes at {branch.where}, and goes another way here"
+        return None
 
     def _out_of_range(self, sizes: dict[sympy.Symbol, tuple[int, str]]) -> str | None:
         for symbol, low, high in self.ranges:
@@ -68,18 +101,18 @@ class Guards:
         return None
 
 
-def guards_of(program: ExportedProgram, graph_module: GraphModule, call: Call) -> Guards:
+def guards_of(program: ExportedProgram, call: Call, branches: Sequence[Branch] = ()) -> Guards:
     """Read the guards off the placeholders that tracing left."""
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    specs = program.graph_signature.input_specs
     placeholders = [
-        node
-        for node in graph_module.graph.nodes
-        if node.op == "placeholder" and node.meta["source"].kind == "input"
+        node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT
     ]
     inputs = tuple(
         InputGuard(name, tensor.dtype, tensor.device, _shape(node.meta["val"]))
         for name, tensor, node in zip(call.names, call.tensors, placeholders, strict=True)
     )
-    return Guards(inputs, tuple(_narrowed(program)))
+    return Guards(inputs, tuple(_narrowed(program)), tuple(branches))
 
 
 def _shape(value: torch.Tensor) -> tuple[int | sympy.Expr, ...]:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from gnnc.ir import body_text
 from gnnc.ir.graph import node_arg
 from gnnc.passes.emit import argument, holds_tensor, is_random, shape_of
-from gnnc.passes.rowwise import is_narrow, op_name, row_inputs
+from gnnc.passes.rowwise import as_gather, is_narrow, op_name, row_inputs
 
 if TYPE_CHECKING:
     from gnnc.passes.region import Order, Regions
@@ -70,7 +70,7 @@ class BodyBuilder:
         one_end = regions.on_nodes(node, order)
         if one_end is not None:
             return self._end(*one_end, node)
-        if node is not self.root and self._is_stored(node):
+        if as_gather(node) is not None or (node is not self.root and self._is_stored(node)):
             return self._operand("e", regions.emit(node, order))
         return self._call(node)
 

@@ -185,15 +185,18 @@ def _order_for(node: Node, regions: Regions) -> Order | None:
     """The order to compute an edge value in; None for a lookup by a single index."""
     indices = regions.gathers(node)
     if node in regions.softmaxes:
-        dst = regions.softmaxes[node].total.index
+        total = regions.softmaxes[node].total
+        dst, num_dst = total.index, regions.sizes.of(total.base, 0)
     elif len(indices) < 2:
         return None
     else:
-        known = [index for index in indices if index in regions.orders]
+        known = [index for index, size in indices.items() if (index, size) in regions.orders]
         dst = (known or sorted(indices, key=_is_second_row))[-1]
-    if dst not in regions.orders:
-        regions.order(dst, indices[dst]).on_nodes = False
-    order = regions.orders[dst]
+        num_dst = indices[dst]
+    is_new = (dst, num_dst) not in regions.orders
+    order = regions.order(dst, num_dst)
+    if is_new:
+        order.on_nodes = False
     for index, size in indices.items():
         if index is not dst:
             order.sources.setdefault(index, size)

@@ -80,7 +80,7 @@ class Regions:
         for node in gm.graph.nodes:
             if isinstance(node.meta.get("val"), torch.SymInt):
                 self.sizes.add(node)
-        self.orders: dict[Node, Order] = {}
+        self.orders: dict[tuple[Node, Node | int], Order] = {}
         self.softmaxes: dict[Node, Softmax] = {}
         self.unfit: dict[Node, str] = {}
         self._indices: dict[Node, frozenset[Node]] = {}
@@ -126,10 +126,11 @@ class Regions:
     # structure
 
     def order(self, dst: Node, num_dst: Node | int) -> Order:
-        """The order of the edges by ``dst``."""
-        if dst not in self.orders:
-            self.orders[dst] = Order(dst, num_dst)
-        return self.orders[dst]
+        """The order of the edges by ``dst``, for ``num_dst`` rows."""
+        key = (dst, num_dst)
+        if key not in self.orders:
+            self.orders[key] = Order(dst, num_dst)
+        return self.orders[key]
 
     def csr(self, order: Order, src: Node | None = None) -> Csr:
         """The CSR of ``order`` from ``src``; from any source where none is asked for."""
@@ -161,7 +162,9 @@ class Regions:
         if not order.on_nodes and not self._only_reshaped(node):
             return None
         table = self._node_form(node, index)
-        return None if table is None else (index, table)
+        if table is None or (index is order.dst and not _has_rows(table, order.num_dst)):
+            return None
+        return index, table
 
     def _only_reshaped(self, node: Node) -> bool:
         while as_gather(node) is None:
@@ -218,10 +221,12 @@ class Regions:
         if not self.indices(node):
             return self._permuted(node, order)
         if node in self.softmaxes:
-            return self._softmax(self.softmaxes[node], order)
+            return self._softmax_in(self.softmaxes[node], order)
         one_end = self.on_nodes(node, order)
         if one_end is not None:
             return self.read(*one_end, order, node.meta["layer"])
+        if as_gather(node) is not None:
+            return self._permuted(node, order)
         pair = self._pair(node, order)
         if pair is not None:
             return pair
@@ -245,6 +250,16 @@ class Regions:
             return self.repeat(leaf, {source: self.emit(source, order)})
         layer = leaf.meta["layer"]
         return self.emitter.call(aten.index_select.default, leaf, 0, self.csr(order).perm, layer=layer)
+
+    def _softmax_in(self, found: Softmax, order: Order) -> Node:
+        """A softmax in ``order``, which may sort the edges by another end than the softmax sums over."""
+        own = self.order(found.total.index, self.sizes.of(found.total.base, 0))
+        if own is order:
+            return self._softmax(found, order)
+        layer = found.node.meta["layer"]
+        value = self.emit(found.node, own)
+        value = self.emitter.call(aten.index_select.default, value, 0, self.inverse(own), layer=layer)
+        return self.emitter.call(aten.index_select.default, value, 0, self.csr(order).perm, layer=layer)
 
     def _softmax(self, found: Softmax, order: Order) -> Node:
         logits = self.emit(found.logits, order)
@@ -391,6 +406,10 @@ class Regions:
             *body.operands,
             layer=node.meta["layer"],
         )
+
+
+def _has_rows(table: Node, count: Node | int) -> bool:
+    return same_size(shape_of(table)[0], count.meta["val"] if isinstance(count, Node) else count)
 
 
 def _is_reshape(node: Node) -> bool:

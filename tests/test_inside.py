@@ -1,0 +1,209 @@
+"""What models do inside forward: make graphs, ask about sizes, and what cannot be captured."""
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from torch_geometric.utils import dropout_edge, softmax, to_dense_batch, to_undirected
+
+import gnnc
+
+WIDTH = 12
+SIZES = [(60, 400), (37, 150), (7, 0), (1, 0), (1, 1)]
+
+
+def graph(nodes: int, edges: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(nodes, WIDTH, generator=generator)
+    return x, torch.randint(nodes, (2, edges), generator=generator)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = pyg.GCNConv(WIDTH, 8), pyg.GCNConv(8, 4)
+
+
+class DropEdge(Net):
+    def forward(self, x, edge_index):
+        edge_index, _ = dropout_edge(edge_index, p=0.3, training=True)
+        return self.last(self.conv(x, edge_index).relu(), edge_index)
+
+
+class NearestNeighbours(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = pyg.EdgeConv(nn.Linear(16, 4))
+
+    def forward(self, x, edge_index):
+        x = self.conv(x, edge_index)
+        near = torch.cdist(x, x).topk(3, largest=False).indices
+        dst = torch.arange(x.shape[0]).repeat_interleave(3)
+        return self.last(x, torch.stack([near.reshape(-1), dst]))
+
+
+class TopK(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = pyg.TopKPooling(8, 0.5)
+
+    def forward(self, x, edge_index):
+        x, edge_index, *_ = self.pool(self.conv(x, edge_index).relu(), edge_index)
+        return self.last(x, edge_index)
+
+
+class SelfAttentionPool(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = pyg.SAGPooling(8, 0.5)
+
+    def forward(self, x, edge_index):
+        return self.pool(self.conv(x, edge_index).relu(), edge_index)[0]
+
+
+class Norms(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([pyg.GraphNorm(8), pyg.InstanceNorm(8), pyg.LayerNorm(8), pyg.PairNorm()])
+
+    def forward(self, x, edge_index):
+        batch = torch.arange(x.shape[0]) // 20
+        x = self.norms[0](self.conv(x, edge_index), batch, 4)
+        for norm in self.norms[1:]:
+            x = norm(x, batch)
+        return x
+
+
+class Hypergraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = pyg.HypergraphConv(WIDTH, 8)
+
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index)
+
+
+class AsksAboutSizes(Net):
+    def forward(self, x, edge_index):
+        if x.shape[0] == 1:
+            return self.conv.lin(x)
+        if not edge_index.numel():
+            return self.conv.lin(x) * 3
+        if x.size(0) > 50:
+            return self.conv(x, edge_index) * 2
+        return self.conv(x, edge_index)
+
+
+class SoftmaxBySource(nn.Module):
+    def forward(self, x, edge_index):
+        src, dst = edge_index
+        weight = softmax((x[src] * x[dst]).sum(-1), src, num_nodes=x.shape[0])
+        return torch.zeros_like(x).index_add(0, dst, x[src] * weight[:, None]), weight
+
+
+class TwoCountsOfRows(nn.Module):
+    def forward(self, x, edge_index):
+        src, dst = edge_index
+        larger = x.new_zeros(x.shape[0] + 5, WIDTH).index_add(0, dst, x[src])
+        equal = torch.zeros_like(x).index_add(0, dst, (x[src] - x[dst]).relu() * larger[dst])
+        return larger, equal, larger[dst] - equal[src]
+
+
+# The number of captures over SIZES. Where values decide sizes, Dynamo traces; what it takes for granted
+# about sizes of 0 and 1 cannot be seen, and each such size is captured for itself.
+INSIDE = {
+    DropEdge: 1,
+    NearestNeighbours: 2,  # topk asks for three rows at least
+    TopK: 2,
+    SelfAttentionPool: 2,
+    Norms: 2,
+    Hypergraph: 2,
+    AsksAboutSizes: 5,
+    SoftmaxBySource: 1,
+    TwoCountsOfRows: 1,
+}
+SMALLEST_TOO = (DropEdge, AsksAboutSizes, SoftmaxBySource, TwoCountsOfRows)
+
+
+@pytest.mark.parametrize("kind", INSIDE, ids=lambda kind: kind.__name__)
+@torch.no_grad()
+def test_equals_eager(kind):
+    compiled = compared(kind, SIZES if kind in SMALLEST_TOO else SIZES[:3])
+    assert f"  {INSIDE[kind] + 1}. " not in compiled.explain().rpartition("Captures")[2]
+
+
+@pytest.mark.parametrize("kind", SMALLEST_TOO, ids=lambda kind: kind.__name__)
+@torch.no_grad()
+def test_the_smallest_may_come_first(kind):
+    compared(kind, SIZES[::-1])
+
+
+def compared(kind: type[nn.Module], sizes: list[tuple[int, int]]) -> gnnc.CompiledModel:
+    torch.manual_seed(0)
+    model = kind().eval()
+    compiled = gnnc.compile(model, "fp32")
+    for seed, (nodes, edges) in enumerate(sizes):
+        arguments = graph(nodes, edges, seed)
+        torch.manual_seed(seed)  # DropEdge draws the same edges
+        expected = model(*arguments)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(compiled(*arguments), expected, rtol=1e-4, atol=1e-5)
+    return compiled
+
+
+@torch.no_grad()
+def test_a_random_graph_is_drawn_at_each_call():
+    compiled = gnnc.compile(DropEdge().eval(), "fp32")
+    arguments = graph(60, 400)
+    assert not torch.equal(compiled(*arguments), compiled(*arguments))
+
+
+class Lstm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = pyg.SAGEConv(WIDTH, 8, aggr="lstm")
+
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index)  # this line
+
+
+class Loops(Net):
+    def forward(self, x, edge_index):
+        for _ in range(int(edge_index.max())):  # this line
+            x = x + 1
+        return self.conv(x, edge_index)
+
+
+class Decides(Net):
+    def forward(self, x, edge_index):
+        x = self.conv(x, edge_index)
+        return x if x.mean() > 0 else -x  # this line
+
+
+class Pads(Net):
+    def forward(self, x, edge_index):
+        return to_dense_batch(x, torch.zeros(x.shape[0], dtype=torch.long))[0]  # this line
+
+
+class Mirrors(Net):
+    def forward(self, x, edge_index):
+        edge_index = to_undirected(edge_index, num_nodes=x.shape[0])  # this line
+        return self.conv(x, edge_index)
+
+
+REFUSED = {
+    Lstm: "use mean, max, sum, softmax",
+    Loops: "pass the value as an argument",
+    Decides: "decides by the values of a tensor",
+    Pads: "give to_dense_batch its batch_size and max_num_nodes",
+    Mirrors: "coalesce the edges",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+@torch.no_grad()
+def test_refusal_names_the_line_and_the_way_out(kind):
+    compiled = gnnc.compile(kind().eval(), "fp32")
+    place = rf"\[{kind.__name__}\] cannot be captured at test_inside\.py:\d+ in forward: `.*# this line`"
+    with pytest.raises(gnnc.CaptureError, match=f"{place}.*Way out: .*{REFUSED[kind]}"):
+        compiled(*graph(60, 400))
