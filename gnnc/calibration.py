@@ -23,6 +23,7 @@ from scipy.optimize import nnls
 
 from gnnc import cost, describe
 from gnnc.cost import Rates, Term
+from gnnc.environment import cache_folder
 from gnnc.errors import BackendError, UnsupportedError
 from gnnc.ir.graph import placeholders
 from gnnc.passes.base import BackendInfo, Context, run_passes
@@ -79,33 +80,31 @@ def stored_rates(backend: Backend) -> Rates | None:
     return _known.get(key)
 
 
-def cache_folder() -> Path:
-    """Return where rates are kept."""
-    if folder := os.environ.get("GNNC_CACHE"):
-        return Path(folder)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "gnnc"
-
-
-def _path(key: str) -> Path:
-    return cache_folder() / f"rates-{key}.json"
+def _path(key: str) -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / f"rates-{key}.json"
 
 
 def _load(key: str) -> Rates | None:
+    path = _path(key)
+    if path is None:
+        return None
     try:
-        text = _path(key).read_text()
+        text = path.read_text()
     except OSError:
         return None
     try:
         data = json.loads(text)
         return Rates(data["families"], data["backend"], data["machine"], data["measured_in"])
     except (ValueError, KeyError, TypeError):
-        warnings.warn(f"{_path(key)} is damaged: the machine is measured again", stacklevel=2)
+        warnings.warn(f"{path} is damaged: the machine is measured again", stacklevel=2)
         return None
 
 
 def _store(key: str, rates: Rates) -> None:
     path = _path(key)
+    if path is None:
+        return
     data = {
         "backend": rates.backend,
         "machine": rates.machine,
@@ -297,4 +296,4 @@ def _fit_one(samples: Sequence[Sample]) -> dict[str, float]:
     return {name: float(rate) for name, rate in zip(names, rates / unit, strict=True)}
 
 
-__all__ = ["Sample", "cache_folder", "calibrate", "fit", "rates_for", "stored_rates"]
+__all__ = ["Sample", "calibrate", "fit", "rates_for", "stored_rates"]

@@ -1,9 +1,5 @@
-"""The environment variables of gnnc's Python side: this is the only module that reads any.
+"""``GNNC_DUMP``: every stage of a compilation as a file."""
 
-``docs/env.md`` lists them.
-"""
-
-import os
 import re
 from collections.abc import Iterable
 from itertools import count
@@ -11,11 +7,10 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
+from gnnc.environment import DUMP, dump_folder
 from gnnc.errors import InputError
 from gnnc.ir.source import source_of
 from gnnc.printing import format_graph, format_program
-
-DUMP = "GNNC_DUMP"
 
 
 def dump_directory() -> Path | None:
@@ -24,12 +19,9 @@ def dump_directory() -> Path | None:
     Raises:
         InputError: the name is that of a file.
     """
-    value = os.environ.get(DUMP, "")
-    if not value:
-        return None
-    path = Path(value)
-    if path.exists() and not path.is_dir():
-        raise InputError(f"{DUMP} must name a folder, and {value!r} is a file")
+    path = dump_folder()
+    if path is not None and path.exists() and not path.is_dir():
+        raise InputError(f"{DUMP} must name a folder, and {str(path)!r} is a file")
     return path
 
 

@@ -33,9 +33,10 @@ def isa(forced: str | None) -> str:
     return run.stdout.strip()
 
 
+AVX2 = {"avx2", "fma", "bmi2"}
 NEEDED = {
-    "avx512": {"avx2", "fma", "bmi2", *(f"avx512{part}" for part in ("f", "bw", "dq", "vl", "_vnni", "vbmi"))},
-    "avx2": {"avx2", "fma", "bmi2"},
+    "avx512": AVX2 | {f"avx512{part}" for part in ("f", "bw", "dq", "vl", "_vnni", "vbmi")},
+    "avx2": AVX2,
     "generic": set(),
 }
 

@@ -11,6 +11,7 @@ import pytest
 from gnnc import calibration
 from gnnc.calibration import Sample, calibrate, fit, rates_for, stored_rates
 from gnnc.cost import ALONE, Rates, Term
+from gnnc.environment import cache_folder
 from gnnc.probes import PROBES
 from gnnc.runtime.backend import get_backend
 
@@ -63,7 +64,9 @@ def test_a_damaged_file_is_measured_again_with_a_warning(
 ) -> None:
     monkeypatch.setenv("GNNC_CACHE", str(tmp_path))
     backend = get_backend("reference")
-    calibration._path(calibration._key(backend)).write_text("{")
+    path = calibration._path(calibration._key(backend))
+    assert path is not None
+    path.write_text("{")
     with pytest.warns(UserWarning, match="is damaged"):
         assert stored_rates(backend) is None
 
@@ -79,12 +82,14 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
 
 def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GNNC_CACHE", "/here")
-    assert calibration.cache_folder() == Path("/here")
+    assert cache_folder() == Path("/here")
+    monkeypatch.setenv("GNNC_CACHE", "off")
+    assert cache_folder() is None
     monkeypatch.delenv("GNNC_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert calibration.cache_folder() == Path("/cache/gnnc")
+    assert cache_folder() == Path("/cache/gnnc")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert calibration.cache_folder() == Path.home() / ".cache" / "gnnc"
+    assert cache_folder() == Path.home() / ".cache" / "gnnc"
 
 
 def test_the_key_tells_backends_and_threads_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"gnnc": ROOT / "gnnc", "gnnc.passes": ROOT / "passes", "gnnc.runtime": ROOT / "runtime"}
-LEAVES = {"gnnc.errors", "gnnc.precision"}
+LEAVES = {"gnnc.environment", "gnnc.errors", "gnnc.precision"}
 # gnnc.api, the modules that it is split into, and the faces before it.
 API = {
     *("gnnc", "gnnc.__main__", "gnnc.api", "gnnc.auto", "gnnc.bits", "gnnc.bounds", "gnnc.calibration"),

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from gnnc.environment import cache_folder, cuda_home
 from gnnc.errors import BackendError
 
 INSTALL = "install gnnc[cuda] beside a CUDA build of torch"
@@ -79,7 +80,7 @@ def toolkit_headers() -> Path:
     roots = [Path(root) for root in (found.submodule_search_locations or ())] if found else []
     candidates = [path for root in roots for path in sorted(root.glob("cu*/include"), reverse=True)]
     candidates += [root / "cuda_runtime" / "include" for root in roots]
-    candidates += [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
+    candidates += [cuda_home() / "include"]
     for folder in candidates:
         if (folder / "cuda_fp16.h").exists():
             return folder
@@ -172,17 +173,6 @@ def _text(symbol: Any) -> str:
 # The disk cache
 
 
-def cache_folder() -> Path | None:
-    """Return where compiled kernels are kept; None: nowhere (``GNNC_CACHE=off``)."""
-    named = os.environ.get("GNNC_CACHE")
-    if named == "off":
-        return None
-    if named:
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "gnnc" / "cuda"
-
-
 @cache
 def _headers_digest(folder: Path) -> str:
     digest = hashlib.sha256()
@@ -197,7 +187,7 @@ def _cache_file(source: str, names: tuple[str, ...], architecture: str) -> Path 
         return None
     headers = _headers_digest(headers_folder())
     key = json.dumps([source, names, architecture, headers, _OPTIONS, compiler_version()])
-    return folder / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+    return folder / "cuda" / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
 
 
 def _load(file: Path) -> Machine | None:

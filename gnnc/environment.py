@@ -1,0 +1,33 @@
+"""The environment variables that Python reads: this is the only module that reads any.
+
+``docs/env.md`` lists them.
+"""
+
+import os
+from pathlib import Path
+
+DUMP = "GNNC_DUMP"
+CACHE = "GNNC_CACHE"
+VARIABLES = (DUMP, CACHE, "CUDA_HOME")
+
+
+def dump_folder() -> Path | None:
+    """Return the folder that ``GNNC_DUMP`` names, or None where it is unset or empty."""
+    value = os.environ.get(DUMP, "")
+    return Path(value) if value else None
+
+
+def cache_folder() -> Path | None:
+    """Return where measured rates and compiled kernels are kept; None (``GNNC_CACHE=off``): nowhere."""
+    named = os.environ.get(CACHE, "")
+    if named == "off":
+        return None
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "gnnc"
+
+
+def cuda_home() -> Path:
+    """Return the folder of a CUDA toolkit, which need not exist."""
+    return Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
