@@ -1,8 +1,8 @@
 #pragma once
 
 // Sums and extrema of gathered rows in FP32, each thread over the columns of its own 16 bytes: for FP32 rows, for
-// weights a head, and for max and min. int8 becomes FP32 by byte permutation (2^23 + code + 128, less 2^23 + 128),
-// which is exact and cheaper than a conversion.
+// real weights of halves, and for max and min. int8 becomes FP32 by byte permutation (2^23 + code + 128, less 2^23 +
+// 128), which is exact and cheaper than a conversion.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -71,17 +71,17 @@ struct LaneReduce {
     for (int i = 0; i < kColumns; ++i) acc[i] = start_of<kReduce>();
   }
 
-  // One edge, unweighted. x is zeros where the edge does not exist.
-  __device__ void add(const uint4& x, bool exists) {
+  // One edge; where it does not count, x is zeros.
+  __device__ void add(const uint4& x, bool counts) {
     float v[kColumns];
     unpack<Layout::kElement>(x, v);
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) take(i, v[i], exists);
+    for (int i = 0; i < kColumns; ++i) take(i, v[i], counts);
   }
 
-  // weight(i) is that of column i of the piece, 0 where the edge does not exist.
+  // weight(i) is that of column i of the piece.
   template <class Weights>
-  __device__ void add(const uint4& x, bool exists, const Weights& weight) {
+  __device__ void add(const uint4& x, bool counts, const Weights& weight) {
     float v[kColumns];
     unpack<Layout::kElement>(x, v);
 #pragma unroll
@@ -89,34 +89,27 @@ struct LaneReduce {
       if constexpr (kAdds) {
         acc[i] = fmaf(weight(i), v[i], acc[i]);
       } else {
-        take(i, __fmul_rn(weight(i), v[i]), exists);
+        take(i, __fmul_rn(weight(i), v[i]), counts);
       }
     }
   }
 
-  // Into a row of this thread's group.
-  __device__ void store(const LanePlace<Layout>& at, float* row) {
+  __device__ void store(float* row) {
+    int column;
+    const int count = reduce_slots<Layout>(acc, column, [](float a, float b) { return combine<kReduce>(a, b); });
 #pragma unroll
-    for (int apart = Layout::kSlots / 2; apart > 0; apart /= 2) {
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        acc[i] = combine<kReduce>(acc[i], __shfl_xor_sync(0xffffffffu, acc[i], apart));
-      }
+    for (int i = 0; i < kColumns; ++i) {
+      if (i < count) row[Layout::piece() * kColumns + column + i] = acc[i];
     }
-    if (at.slot != 0) return;
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 4) {
-      *reinterpret_cast<float4*>(row + at.piece * kColumns + i) =
-          make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
-    }
+    clear();
   }
 
  private:
-  __device__ void take(int i, float v, bool exists) {
+  __device__ void take(int i, float v, bool counts) {
     if constexpr (kAdds) {
       acc[i] = __fadd_rn(acc[i], v);
     } else {
-      acc[i] = combine<kReduce>(acc[i], exists ? v : start_of<kReduce>());
+      acc[i] = combine<kReduce>(acc[i], counts ? v : start_of<kReduce>());
     }
   }
 };

@@ -1,7 +1,8 @@
 #pragma once
 
-// How a group of threads reads the gathered rows of x, in pieces of 16 bytes: thread (slot, piece) of a group reads one
-// piece of a row of edges of its own. Rows wider than the pieces of a group are read in several passes over the edges.
+// How a warp reads gathered rows of x: in pieces of 16 bytes. Thread (slot, piece) reads one piece of a row,
+// neighbouring threads neighbouring pieces, so that eight threads touch as few cache lines as there are; each slot has
+// edges of its own. Rows wider than what a warp reads at once take several passes over the edges.
 
 #include "types.cuh"
 
@@ -17,42 +18,63 @@ __host__ __device__ constexpr int power_of_two_from(int n) {
   return power;
 }
 
-__host__ __device__ constexpr int smaller_of(int a, int b) { return a < b ? a : b; }
-__host__ __device__ constexpr int larger_of(int a, int b) { return a > b ? a : b; }
+// Pieces that a warp reads at once: whole rows, or so many that at most an eighth more is read than there is.
+__host__ __device__ constexpr int pieces_at_once(int total) {
+  if (total <= 32) return power_of_two_from(total);
+  for (int pieces = 32; pieces > 8; pieces /= 2) {
+    if ((total + pieces - 1) / pieces * pieces * 8 <= total * 9) return pieces;
+  }
+  return 8;
+}
 
-template <Element kElement_, int kWidth_, int kSlots_, int kMaxPieces, int kMinPieces = 1>
+template <Element kElement_, int kWidth_>
 struct RowLayout {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
-  static constexpr int kColumns = 16 / bytes_of(kElement);           // in a piece
-  static constexpr int kTotal = (kWidth + kColumns - 1) / kColumns;  // pieces in a row
-  static constexpr int kPieces =                                     // pieces that a group reads at once
-      larger_of(kMinPieces, smaller_of(kMaxPieces, power_of_two_from(kTotal)));
+  static constexpr int kColumns = 16 / bytes_of(kElement);           // of a piece
+  static constexpr int kTotal = (kWidth + kColumns - 1) / kColumns;  // pieces of a row
+  static constexpr int kPieces = pieces_at_once(kTotal);
   static constexpr int kPasses = (kTotal + kPieces - 1) / kPieces;
-  static constexpr int kSlots = kSlots_;                        // edges that a group reads at once
-  static constexpr int kLanes = kSlots * kPieces;               // threads of a group
-  static constexpr int kSets = 32 / kLanes;                     // groups of a warp
-  static constexpr int kStep = 4 * kSlots;                      // edges a step: four a thread
-  static constexpr int kPadded = kPasses * kPieces * kColumns;  // columns, with what is past the width
-  static_assert(kLanes <= 32, "a group lies in one warp");
+  static constexpr int kSlots = 32 / kPieces;
+  static constexpr int kStep = 4 * kSlots;  // edges a step: four a thread
+  static constexpr int kPassColumns = kPieces * kColumns;
+  static constexpr int kPadded = kPasses * kPassColumns;  // columns, with what is past the width
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int piece() { return lane() % kPieces; }
+  __device__ static int slot() { return lane() / kPieces; }
 };
 
-template <class Layout>
-struct LanePlace {
-  int slot, piece, set;
-  __device__ LanePlace() {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    slot = lane % Layout::kSlots;
-    piece = lane / Layout::kSlots % Layout::kPieces;
-    set = lane / Layout::kLanes;
+// 16 bytes of a row.
+__device__ inline uint4 gather(const char* x, int32_t row, uint32_t stride) {
+  return __ldg(reinterpret_cast<const uint4*>(x + static_cast<uint64_t>(static_cast<uint32_t>(row)) * stride));
+}
+
+__device__ inline uint32_t word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
+
+// Combines the values of all slots of each piece, halving what a thread holds with every step. Afterwards a thread has
+// v[0 .. result) for columns of its piece from `column` on.
+template <class Layout, int kCount, class T, class Combine>
+__device__ inline int reduce_slots(T (&v)[kCount], int& column, const Combine& combine) {
+  column = 0;
+  int count = kCount;
+#pragma unroll
+  for (int apart = Layout::kPieces; apart < 32; apart *= 2) {
+    const bool upper = Layout::lane() & apart;
+    if (count == 1) {
+      v[0] = combine(v[0], __shfl_xor_sync(0xffffffffu, v[0], apart));
+      continue;
+    }
+    count /= 2;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      if (i >= count) continue;
+      const T other = __shfl_xor_sync(0xffffffffu, upper ? v[i] : v[i + count], apart);
+      v[i] = combine(upper ? v[i + count] : v[i], other);
+    }
+    if (upper) column += count;
   }
-};
-
-// 16 bytes of a row, or zeros.
-__device__ inline uint4 gather(const char* x, uint32_t row, uint32_t stride, bool take) {
-  uint4 v = make_uint4(0, 0, 0, 0);
-  if (take) v = __ldg(reinterpret_cast<const uint4*>(x + static_cast<uint64_t>(row) * stride));
-  return v;
+  return count;
 }
 
 }  // namespace gnnc

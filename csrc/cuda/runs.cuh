@@ -1,42 +1,84 @@
 #pragma once
 
-// The unit of work of the sparse kernels: a run, some consecutive edges of one row (GNNAdvisor's neighbour group).
+// The unit of work of the sparse kernels: a run of consecutive edges (GNNAdvisor's neighbour group).
 //
-// Most runs are whole rows. A row with more edges than a limit is split into several, whose partial results go to a
-// staging buffer, one slot each, and are combined in order afterwards: no atomics on data, equal bits in every call.
-// Runs are in the order of their edges. A block of threads takes a chunk of consecutive runs with about equal numbers
-// of edges, so that neighbouring rows, whose sources often are neighbours, share the block's L1 cache; in a block,
-// whichever warp is free takes the next runs.
+// A run is some whole rows with together about as many edges as a limit, or a part of one row that has more. Parts go
+// to a staging buffer, one slot each, and are combined in order afterwards: no atomics on data, equal bits in every
+// call. Runs are in the order of their edges. A block of threads takes a chunk of consecutive runs, so that
+// neighbouring rows, whose sources often are neighbours, share its L1 cache; in a block, whichever warp is free takes
+// the next runs.
 
 #include "types.cuh"
 
 namespace gnnc {
 
 struct Runs {
-  const int32_t* col;    // [E], 16-byte aligned
-  const int64_t* begin;  // [runs + 1], the first edge of every run
-  const int2* place;     // [runs], (row, slot in the staging buffer or -1 where the run is all of its row)
+  const int64_t* rowptr;  // [rows + 1]
+  const int32_t* col;     // [E], 16-byte aligned
+  const int64_t* begin;   // [runs + 1], the first edge of every run
+  const int2* place;     // [runs + 1], (first row, slot in the staging buffer or -1 for whole rows); (rows, -1) at last
   const int32_t* chunk;  // [blocks + 1], the first run of every block
   const int2* split;     // [splits], (first run, number of runs) of every row that is split
   int64_t edges;         // E
 };
 
-struct Run {
-  int64_t begin;
-  int32_t count;  // edges
-  int32_t row;    // -1: none
-  int32_t slot;
+// A run as it lies in memory: what is loaded ahead, and not looked at before it is needed. past = -1: no run.
+struct RunRecord {
+  int64_t begin, past;
+  int2 place;
+  int32_t next_row;
+
+  __device__ RunRecord(const Runs& runs, int32_t index, int32_t last) : begin(0), past(-1), place{0, -1}, next_row(0) {
+    if (index >= last) return;
+    begin = runs.begin[index];
+    past = runs.begin[index + 1];
+    place = runs.place[index];
+    next_row = runs.place[index + 1].x;
+  }
 };
 
-__device__ inline Run run_at(const Runs& runs, int32_t index, int32_t last) {
-  if (index >= last) return Run{0, 0, -1, -1};
-  const int64_t begin = runs.begin[index];
-  const int2 place = runs.place[index];
-  return Run{begin, static_cast<int32_t>(runs.begin[index + 1] - begin), place.x, place.y};
-}
+// The edges and rows that a warp works on. Edges count from `base`, the last multiple of four before the
+// first, so that a thread can read the columns of four edges at once.
+struct Run {
+  int64_t base;
+  int32_t head;     // first edge
+  int32_t end;      // past the last
+  int32_t row;      // first row
+  int32_t row_end;  // past the last row that ends in this run; row + 1 for a part of a row
+  int32_t slot;     // -1: whole rows
 
-// Hands out the runs of this block, kSets neighbouring ones at a time to a warp.
-template <int kSets>
+  __device__ Run() : base(0), head(0), end(0), row(0), row_end(0), slot(-1) {}
+
+  __device__ explicit Run(const RunRecord& record) : Run() {
+    if (record.past < 0) return;
+    base = record.begin & ~int64_t{3};
+    head = static_cast<int32_t>(record.begin - base);
+    end = static_cast<int32_t>(record.past - base);
+    row = record.place.x;
+    slot = record.place.y;
+    row_end = slot < 0 ? record.next_row : row + 1;
+  }
+
+  // The edges of one row of this run.
+  __device__ Run only(const Runs& runs, int32_t which) const {
+    if (slot >= 0) return *this;
+    const int64_t begin = runs.rowptr[which];
+    Run one;
+    one.base = begin & ~int64_t{3};
+    one.head = static_cast<int32_t>(begin - one.base);
+    one.end = static_cast<int32_t>(runs.rowptr[which + 1] - one.base);
+    one.row = which;
+    one.row_end = which + 1;
+    return one;
+  }
+
+  // Past the last edge of a row, which is in this run.
+  __device__ int32_t end_of(const Runs& runs, int32_t which) const {
+    return slot >= 0 ? end : static_cast<int32_t>(runs.rowptr[which + 1] - base);
+  }
+};
+
+// Hands out the runs of this block, one at a time to a warp.
 struct RunQueue {
   int32_t* next;  // shared by the block
   int32_t last;
@@ -46,54 +88,37 @@ struct RunQueue {
     __syncthreads();
   }
 
-  // The index of the first of the next runs, the same in the whole warp.
+  // The index of the next run, the same in the whole warp.
   __device__ int32_t take() {
-    int32_t first = 0;
-    if (threadIdx.x % 32 == 0) first = atomicAdd(next, kSets);
-    return __shfl_sync(0xffffffffu, first, 0);
+    int32_t index = 0;
+    if (threadIdx.x % 32 == 0) index = atomicAdd(next, 1);
+    return __shfl_sync(0xffffffffu, index, 0);
   }
 };
 
-// Where a run's edges lie for a group whose threads read four columns of `col` at once: edges count from the last
-// multiple of four before the run.
-struct EdgeWindow {
-  int64_t base;   // edge 0 of the window, a multiple of four
-  int32_t head;   // first edge of the run
-  int32_t end;    // past the last
-  int32_t limit;  // how many edges from base on exist at all
-
-  __device__ EdgeWindow(const Run& run, int64_t edges)
-      : base(run.begin & ~int64_t{3}), head(static_cast<int32_t>(run.begin & 3)), end(head + run.count) {
-    if (run.count == 0) end = 0;
-    const int64_t left = edges - base;
-    limit = left < 0x7fffffff ? static_cast<int32_t>(left) : 0x7fffffff;
-  }
-  __device__ bool holds(int32_t edge) const { return edge >= head && edge < end; }
-};
-
-// Reads that are used once and should not push gathered rows out of L1.
-__device__ inline int4 load_once(const int4* p) {
-  int4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
-// Four elements of 4 bytes an edge, from edge `at` of the window on; 0 where that is past its end.
+// Four elements of 4 bytes an edge, from edge `at` of a run on. They are used once: they should not push gathered rows
+// out of L1, and the next ones should come to L2 with them. Elements past the end of the run are 0 or those of later
+// edges; none is read past the last edge of the graph.
 template <class T>
-__device__ inline void load_edges(const T* array, const EdgeWindow& window, int32_t at, T (&out)[4]) {
-  static_assert(sizeof(T) == 4, "an edge is 4 bytes");
-  const T* p = array + window.base + at;
-  if (at < window.end && at + 4 <= window.limit) {
-    const int4 v = load_once(reinterpret_cast<const int4*>(p));
-    const int32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = *reinterpret_cast<const T*>(&words[i]);
-    return;
+__device__ inline void load_edges(const T* array, const Run& run, int32_t at, int64_t edges, T (&out)[4]) {
+  static_assert(sizeof(T) == 4, "an element is 4 bytes");
+  int4 v = make_int4(0, 0, 0, 0);
+  const T* p = array + run.base + at;
+  if (run.base + at + 4 <= edges) {
+    if (at < run.end) {
+      asm("ld.global.nc.L1::no_allocate.L2::256B.v4.s32 {%0, %1, %2, %3}, [%4];"
+          : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+          : "l"(p));
+    }
+  } else if (at < run.end) {
+    const int32_t* words = reinterpret_cast<const int32_t*>(p);
+    v.x = words[0];
+    if (at + 1 < run.end) v.y = words[1];
+    if (at + 2 < run.end) v.z = words[2];
   }
+  const int32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) out[i] = at + i < window.end ? p[i] : T{};
+  for (int i = 0; i < 4; ++i) out[i] = *reinterpret_cast<const T*>(&words[i]);
 }
 
 }  // namespace gnnc

@@ -14,9 +14,9 @@
 // Exact: int8 sums without real weights are integers, rounded to FP32 once (a mean is divided in FP32 after that).
 
 #include "lane_reduce.cuh"
-#include "mma_sum.cuh"
+#include "product_sum.cuh"
 #include "row_tile.cuh"
-#include "runs.cuh"
+#include "stream.cuh"
 
 namespace gnnc {
 
@@ -36,9 +36,7 @@ enum class Scale { none, row, power };
 // How many blocks of 256 threads an SM can hold without spilling a register.
 __host__ __device__ constexpr int spmm_blocks(Element element, Reduce reduce, bool weighted) {
   if (weighted) return 2;
-  const bool few =
-      element == Element::f32 || (element == Element::i8 && (reduce == Reduce::sum || reduce == Reduce::mean));
-  return few ? 4 : 3;
+  return element == Element::f32 ? 4 : element == Element::i8 && reduce >= Reduce::max ? 2 : 3;
 }
 
 // What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows. kBlocks is how many
@@ -66,186 +64,26 @@ struct Spmm {
                                     : Config::kValue == Value::integer                            ? Weight::signed8
                                     : Config::kScale == Scale::power                              ? Weight::power8
                                                                                                   : Weight::none;
-  // Narrow int8 rows with real weights would need a product for every pair of a warp's sets: more than the sums in
-  // FP32.
-  static constexpr bool kProducts = kAdds && kHeads == 1 && kElement != Element::f32 &&
-                                    !(kElement == Element::i8 && kWeight == Weight::real && kWidth <= 32);
-  static constexpr bool kExact = kElement == Element::i8 && kProducts && kWeight != Weight::real;
+  static constexpr bool kBytes = kElement == Element::i8 && kAdds && kHeads == 1;
+  static constexpr bool kHalves =
+      (kElement == Element::f16 || kElement == Element::bf16) && kAdds && kWeight == Weight::none;
+  static constexpr bool kExact = kBytes && kWeight != Weight::real;
   static_assert(kElement == Element::i8 || (Config::kValue != Value::integer && Config::kScale == Scale::none),
                 "integer values and scales of rows go with int8 rows");
   static_assert(Config::kValue != Value::integer || Config::kScale == Scale::none, "an int8 value takes no scale");
   static_assert(kWidth % kHeads == 0, "heads divide the width");
 
-  static constexpr int kTotal = (kWidth * bytes_of(kElement) + 15) / 16;
-  static constexpr int kSlots = kProducts ? 4 : smaller_of(4, 32 / smaller_of(32, power_of_two_from(kTotal)));
-  using Layout = RowLayout<kElement, kWidth, kSlots, 32 / kSlots, kProducts && kElement != Element::i8 ? 2 : 1>;
-  using Integers = IntegerSum<Layout, kWeight>;
-  using Halves = HalfSum<Layout, kWeight == Weight::none ? Weight::none : Weight::real>;
+  using Layout = RowLayout<kElement, kWidth>;
+  using Bytes = typename Select<kWeight == Weight::none, ByteSum<Layout>, ByteProducts<Layout, kWeight>>::Type;
+  using Halves = HalfSum<Layout>;
   using Lanes = LaneReduce<Layout, Config::kReduce>;
-  using Products = typename Select<kElement == Element::i8, Integers, Halves>::Type;
-  using Sum = typename Select<kProducts, Products, Lanes>::Type;
-  using Tile = RowTile<kWidth, Layout::kLanes>;
+  using Sum = typename Select<kBytes, Bytes, typename Select<kHalves, Halves, Lanes>::Type>::Type;
+  using Tile = RowTile<kWidth, 32>;
   using Word = typename Select<kExact, int32_t, float>::Type;
 
-  static constexpr int kGroups = Config::kThreads / Layout::kLanes;
+  static constexpr int kWarps = Config::kThreads / 32;
   static constexpr int kStaged = (kWidth + 3) / 4 * 4;  // words a slot
 };
-
-// The weight of one edge of this thread where it is one number: of the row, of the edge, or their product.
-template <class Config>
-__device__ inline float edge_weight(const SpmmArgs& a, float value, int32_t source, bool exists) {
-  float w = Config::kValue == Value::none ? 1.0f : value;
-  if constexpr (Config::kScale == Scale::row) w = __fmul_rn(w, exists ? __ldg(a.x_scale + source) : 0.0f);
-  if constexpr (Config::kScale == Scale::power) w = exists ? static_cast<float>(128 >> __ldg(a.shift + source)) : 0.0f;
-  return exists ? w : 0.0f;
-}
-
-// Four edges of this thread: their sources, and their rows' pieces.
-template <class Config>
-struct Edges {
-  using Layout = typename Spmm<Config>::Layout;
-  int32_t source[4];
-  bool exists[4];
-  uint4 x[4];
-
-  __device__ void load_rows(const SpmmArgs& a, const EdgeWindow& window, int32_t at, int offset, bool inside) {
-    const char* base = static_cast<const char*>(a.x) + offset;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      exists[i] = window.holds(at + i);
-      x[i] = gather(base, static_cast<uint32_t>(source[i]), static_cast<uint32_t>(a.x_stride), exists[i] && inside);
-    }
-  }
-};
-
-// int8 weights of four edges, as bytes.
-template <class Config>
-__device__ inline uint32_t byte_weights(const SpmmArgs& a, const EdgeWindow& window, int32_t at,
-                                        const Edges<Config>& edges) {
-  uint32_t bytes = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (!edges.exists[i]) continue;
-    uint32_t w;
-    if constexpr (Config::kScale == Scale::power) {
-      w = 128u >> __ldg(a.shift + edges.source[i]);
-    } else {
-      w = __ldg(static_cast<const uint8_t*>(a.value) + window.base + at + i);
-    }
-    bytes |= w << (8 * i);
-  }
-  return bytes;
-}
-
-template <class Config>
-__device__ inline void real_weights(const SpmmArgs& a, const EdgeWindow& window, int32_t at, const Edges<Config>& edges,
-                                    float (&w)[4]) {
-  float value[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-  if constexpr (Config::kValue == Value::real) {
-    load_edges(static_cast<const float*>(a.value), window, at, value);
-  } else if constexpr (Config::kValue == Value::integer) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (edges.exists[i]) value[i] = static_cast<float>(static_cast<const int8_t*>(a.value)[window.base + at + i]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) w[i] = edge_weight<Config>(a, value[i], edges.source[i], edges.exists[i]);
-}
-
-// Weights that differ from head to head, for the columns of this thread's piece.
-template <class Config>
-struct HeadWeights {
-  static constexpr int kPer = Config::kWidth / Config::kHeads;
-  static constexpr bool kOne = kPer % Spmm<Config>::Layout::kColumns == 0;  // one head a piece
-  const float* value;                                                       // of this edge
-  float scale;
-  int column;
-
-  __device__ float operator()(int i) const {
-    const int head = (column + (kOne ? 0 : i)) / kPer;
-    return head < Config::kHeads ? __fmul_rn(__ldg(value + head), scale) : 0.0f;
-  }
-};
-
-template <class Config>
-__device__ inline void add_edges(const SpmmArgs& a, const EdgeWindow& window, int32_t at,
-                                 const LanePlace<typename Spmm<Config>::Layout>& place, int column,
-                                 const Edges<Config>& edges, typename Spmm<Config>::Sum& sum) {
-  using S = Spmm<Config>;
-  if constexpr (S::kProducts && S::kWeight == Weight::none) {
-    if constexpr (S::kElement == Element::i8) {
-      sum.add_digits(place, edges.x, {0u});
-    } else {
-      sum.add(place, edges.x);
-    }
-  } else if constexpr (S::kExact) {
-    sum.add_digits(place, edges.x, {byte_weights<Config>(a, window, at, edges)});
-  } else if constexpr (S::kHeads > 1) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (!edges.exists[i]) continue;
-      const float scale = edge_weight<Config>(a, 1.0f, edges.source[i], true);
-      const float* value = static_cast<const float*>(a.value) + (window.base + at + i) * S::kHeads;
-      const HeadWeights<Config> weights{value, scale, column};
-      if constexpr (HeadWeights<Config>::kOne) {
-        const float w = weights(0);
-        sum.add(edges.x[i], true, [&](int) { return w; });
-      } else {
-        sum.add(edges.x[i], true, weights);
-      }
-    }
-  } else if constexpr (S::kWeight == Weight::none) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum.add(edges.x[i], edges.exists[i]);
-  } else {
-    float w[4];
-    real_weights<Config>(a, window, at, edges, w);
-    if constexpr (S::kProducts) {
-      sum.add(place, edges.x, w);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum.add(edges.x[i], edges.exists[i], [&](int) { return w[i]; });
-    }
-  }
-}
-
-// The sums of a run, into a row of words. The whole warp takes part, with one run a group.
-template <class Config>
-__device__ inline void reduce_run(const SpmmArgs& a, const Run& run, typename Spmm<Config>::Word* row) {
-  using S = Spmm<Config>;
-  using Layout = typename S::Layout;
-  const LanePlace<Layout> place;
-  const EdgeWindow window(run, a.runs.edges);
-  int32_t steps = (window.end + Layout::kStep - 1) / Layout::kStep;
-  if constexpr (Layout::kSets > 1) {
-#pragma unroll
-    for (int apart = Layout::kLanes; apart < 32; apart *= 2) {
-      steps = max(steps, __shfl_xor_sync(0xffffffffu, steps, apart));
-    }
-  }
-  typename S::Sum sum;
-#pragma unroll 1
-  for (int pass = 0; pass < Layout::kPasses; ++pass) {
-    const int piece = pass * Layout::kPieces + place.piece;
-    const bool inside = piece < Layout::kTotal;
-    sum.clear();
-    Edges<Config> edges;
-    int32_t at = place.slot * 4;
-    load_edges(a.runs.col, window, at, edges.source);
-#pragma unroll 1
-    for (int32_t step = 0; step < steps; ++step) {
-      edges.load_rows(a, window, at, piece * 16, inside);
-      int32_t following[4];
-      load_edges(a.runs.col, window, at + Layout::kStep, following);
-      add_edges<Config>(a, window, at, place, piece * Layout::kColumns, edges, sum);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) edges.source[i] = following[i];
-      at += Layout::kStep;
-    }
-    sum.store(place, row + pass * Layout::kPieces * Layout::kColumns);
-  }
-}
 
 // The row as the epilogue takes it, from sums over `count` edges.
 template <class Config, class T>
@@ -255,48 +93,162 @@ __device__ inline float result_of(T sum, int64_t count) {
   return Config::kReduce == Reduce::mean ? __fdiv_rn(v, static_cast<float>(count)) : v;
 }
 
+// What stream() needs: the weights of edges, and what becomes of the sums of a row.
 template <class Config, class Epilogue>
-__device__ inline void finish_run(const SpmmArgs& a, const Run& run, const typename Spmm<Config>::Word* row,
-                                  const Epilogue& epilogue) {
+struct SpmmBody {
   using S = Spmm<Config>;
+  using Layout = typename S::Layout;
   using Word = typename S::Word;
-  typename S::Tile tile;
-  if (run.slot >= 0) {
-    Word* to = static_cast<Word*>(a.staging) + static_cast<int64_t>(run.slot) * S::kStaged;
+  static constexpr bool kPower = Config::kScale == Scale::power, kRow = Config::kScale == Scale::row;
+  static constexpr bool kByteWeights = S::kExact && S::kWeight != Weight::none;
+  static constexpr int kHeadWidth = Config::kWidth / Config::kHeads;
+  static constexpr bool kOne = kHeadWidth % Layout::kColumns == 0;  // one head a piece
+
+  struct Extra {
+    float value[4];  // kValue::real, one head
+    float scale[4];  // of rows, or int8 weights as floats
+    uint32_t bytes;  // int8 weights, edge i in byte i
+    int64_t edge;    // the first of the four
+  };
+
+  const SpmmArgs& a;
+  const Epilogue& epilogue;
+  Word* words;  // the warp's row
+  int pass;
+  typename S::Sum sum;
+
+  __device__ void load(Extra& e, const Run& run, int32_t at, const int32_t (&source)[4], uint32_t exists) const {
+    if constexpr (Config::kValue == Value::real && Config::kHeads == 1) {
+      load_edges(static_cast<const float*>(a.value), run, at, a.runs.edges, e.value);
+    }
+    if constexpr (Config::kHeads > 1) e.edge = run.base + at;
+    if constexpr (kByteWeights) e.bytes = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool there = exists >> i & 1;
+      if constexpr (kRow) e.scale[i] = there ? __ldg(a.x_scale + source[i]) : 0.0f;
+      uint32_t byte = 0;
+      if constexpr (kPower) byte = there ? 128u >> __ldg(a.shift + source[i]) : 0u;
+      if constexpr (Config::kValue == Value::integer) {
+        byte = there ? __ldg(static_cast<const uint8_t*>(a.value) + run.base + at + i) : 0u;
+      }
+      if constexpr (kByteWeights) {
+        e.bytes |= byte << (8 * i);
+      } else if constexpr (kPower) {
+        e.scale[i] = static_cast<float>(byte);
+      } else if constexpr (Config::kValue == Value::integer) {
+        e.scale[i] = static_cast<float>(static_cast<int8_t>(byte));
+      }
+    }
+  }
+
+  template <bool kMasked>
+  __device__ void add(const uint4 (&data)[4], const Extra& e, uint32_t mask) {
+    if constexpr (kByteWeights) {
+      // Bits 0 to 3 of the mask as bytes.
+      const uint32_t bytes = kMasked ? e.bytes & ((mask * 0x00204081u & 0x01010101u) * 255u) : e.bytes;
+      sum.add(data, bytes);
+    } else if constexpr (S::kBytes && S::kWeight == Weight::real) {
+      float w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[i] = !kMasked || mask >> i & 1 ? weight(e, i) : 0.0f;
+      sum.add(data, w);
+    } else {
+      uint4 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = kMasked && !(mask >> i & 1) ? make_uint4(0, 0, 0, 0) : data[i];
+      if constexpr (S::kBytes || S::kHalves) {
+        sum.add(x);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) add_one(x[i], e, i, mask >> i & 1);
+      }
+    }
+  }
+
+  __device__ void set_pass(int which) { pass = which; }
+  __device__ void begin(int32_t, const Run&) const {}
+
+  __device__ void finish(int32_t row, const Run& run) {
+    sum.store(words + pass * Layout::kPassColumns);
+    if (pass + 1 < Layout::kPasses) return;
+    __syncwarp();
+    if (run.slot >= 0) {
+      stage(run.slot);
+    } else {
+      emit(row);
+    }
+    __syncwarp();
+  }
+
+ private:
+  // Of an edge that counts, where all heads have the same.
+  __device__ static float weight(const Extra& e, int i) {
+    constexpr bool kValued = Config::kValue == Value::real && Config::kHeads == 1;
+    constexpr bool kScaled = Config::kScale != Scale::none || Config::kValue == Value::integer;
+    if constexpr (kValued && kScaled) return __fmul_rn(e.value[i], e.scale[i]);
+    if constexpr (kValued) return e.value[i];
+    if constexpr (kScaled) return e.scale[i];
+    return 1.0f;
+  }
+
+  __device__ void add_one(const uint4& x, const Extra& e, int i, bool counts) {
+    if constexpr (S::kWeight == Weight::none) {
+      sum.add(x, counts);
+    } else if constexpr (Config::kHeads == 1) {
+      const float w = counts ? weight(e, i) : 0.0f;
+      sum.add(x, counts, [&](int) { return w; });
+    } else {
+      if (!counts) return;
+      const float scale = weight(e, i);
+      const float* value = static_cast<const float*>(a.value) + (e.edge + i) * Config::kHeads;
+      const int column = (pass * Layout::kPieces + Layout::piece()) * Layout::kColumns;
+      const auto of = [&](int c) {
+        const int head = (column + c) / kHeadWidth;
+        return head < Config::kHeads ? __fmul_rn(__ldg(value + head), scale) : 0.0f;
+      };
+      if constexpr (kOne) {
+        const float w = of(0);
+        sum.add(x, true, [&](int) { return w; });
+      } else {
+        sum.add(x, true, of);
+      }
+    }
+  }
+
+  __device__ void stage(int32_t slot) const {
+    const typename S::Tile tile;
+    Word* to = static_cast<Word*>(a.staging) + static_cast<int64_t>(slot) * S::kStaged;
 #pragma unroll
     for (int i = 0; i < S::Tile::kPer; i += 4) {
       const int column = tile.column(i);
-      if (column < S::kStaged) *reinterpret_cast<int4*>(to + column) = *reinterpret_cast<const int4*>(row + column);
+      if (column < S::kStaged) *reinterpret_cast<int4*>(to + column) = *reinterpret_cast<const int4*>(words + column);
     }
-  } else if (run.row >= 0) {
+  }
+
+  __device__ void emit(int32_t row) const {
+    typename S::Tile tile;
+    int64_t count = 1;
+    if constexpr (Config::kReduce != Reduce::sum) count = a.runs.rowptr[row + 1] - a.runs.rowptr[row];
 #pragma unroll
     for (int i = 0; i < S::Tile::kPer; ++i) {
-      if (tile.valid(i)) tile.v[i] = result_of<Config>(row[tile.column(i)], run.count);
+      if (tile.valid(i)) tile.v[i] = result_of<Config>(words[tile.column(i)], count);
     }
-    epilogue(tile, run.row);
+    epilogue(tile, row);
   }
-}
+};
 
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) spmm(const SpmmArgs a, const Epilogue epilogue) {
   using S = Spmm<Config>;
   using Layout = typename S::Layout;
   __shared__ int32_t next;
-  __shared__ __align__(16) typename S::Word rows[S::kGroups][Layout::kPadded];
-  auto* row = rows[threadIdx.x / Layout::kLanes];
-  const int set = static_cast<int>(threadIdx.x) % 32 / Layout::kLanes;
-  RunQueue<Layout::kSets> queue(a.runs, &next);
-  int32_t index = queue.take();
-  Run run = run_at(a.runs, index + set, queue.last);
-  while (index < queue.last) {
-    index = queue.take();
-    const Run following = run_at(a.runs, index + set, queue.last);
-    reduce_run<Config>(a, run, row);
-    __syncwarp();
-    finish_run<Config>(a, run, row, epilogue);
-    __syncwarp();
-    run = following;
-  }
+  __shared__ __align__(16) typename S::Word rows[S::kWarps][Layout::kPadded];
+  const auto* x = static_cast<const char*>(a.x);
+  const auto stride = static_cast<uint32_t>(a.x_stride);
+  SpmmBody<Config, Epilogue> body{a, epilogue, rows[threadIdx.x / 32], 0, {}};
+  body.sum.clear();
+  for_runs<Layout>(a.runs, x, stride, &next, body);
 }
 
 // Joins the parts of one split row. Groups take slots in turn, and their sums are added in the order of the groups.
@@ -336,7 +288,7 @@ __global__ void __launch_bounds__(256) spmm_combine(const SpmmArgs a, const Epil
   }
   __syncthreads();
   if (group != 0) return;
-  const int64_t count = a.runs.begin[split.x + split.y] - a.runs.begin[split.x];
+  const int64_t count = a.runs.rowptr[first.x + 1] - a.runs.rowptr[first.x];
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
     if (!tile.valid(i)) continue;

@@ -1,32 +1,208 @@
 import pytest
-from cuda_build import ARCHITECTURES, compile_kernels
+import torch
+from cuda_launch import ARCHITECTURES, compile_kernels, missing_compiler, missing_gpu
+from cuda_sparse import Sparse, Spmm, SpmmConfig, rows16, sparse
+from kernel_graphs import GRAPHS, Graph, random_graph, relative_error, star
+from torch import Tensor
 
-WIDTHS = (16, 47, 64, 602)
+from gnnc.ir.quantized import qspmm_reference
+from gnnc.ir.sparse import spmm_reference
+
+WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
 KINDS = {
-    "fp32": "Element::f32, {}, Reduce::sum",
-    "fp32 weights": "Element::f32, {}, Reduce::mean, Value::real",
-    "fp16": "Element::f16, {}, Reduce::sum",
-    "bf16 weights": "Element::bf16, {}, Reduce::sum, Value::real",
-    "int8": "Element::i8, {}, Reduce::sum",
-    "int8 weights": "Element::i8, {}, Reduce::sum, Value::integer",
-    "int8 powers": "Element::i8, {}, Reduce::sum, Value::none, Scale::power",
-    "int8 real": "Element::i8, {}, Reduce::sum, Value::real, Scale::row",
-    "int8 max": "Element::i8, {}, Reduce::max",
+    "fp32": SpmmConfig("f32", 0),
+    "fp32 weights": SpmmConfig("f32", 0, value="real"),
+    "fp32 max": SpmmConfig("f32", 0, "max"),
+    "fp16": SpmmConfig("f16", 0),
+    "fp16 weights": SpmmConfig("f16", 0, value="real"),
+    "bf16 weights": SpmmConfig("bf16", 0, "mean", value="real"),
+    "int8": SpmmConfig("i8", 0),
+    "int8 weights": SpmmConfig("i8", 0, value="integer"),
+    "int8 powers": SpmmConfig("i8", 0, scale="power"),
+    "int8 real": SpmmConfig("i8", 0, value="real", scale="row"),
+    "int8 max": SpmmConfig("i8", 0, "max"),
 }
+cuda = pytest.mark.skipif(bool(missing_gpu()), reason=missing_gpu())
+TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def kernel_names(config: str) -> tuple[str, ...]:
-    given = f"gnnc::SpmmConfig<{config}>, gnnc::StoreFloat"
-    return (f"gnnc::spmm<{given}>", f"gnnc::spmm_combine<{given}>")
-
-
+@pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, kind: str) -> None:
-    configs = [KINDS[kind].format(width).replace("Element::", "gnnc::Element::") for width in WIDTHS]
-    for scope in ("Reduce", "Value", "Scale"):
-        configs = [config.replace(f"{scope}::", f"gnnc::{scope}::") for config in configs]
-    names = tuple(name for config in configs for name in kernel_names(config))
+    c = KINDS[kind]
+    configs = [SpmmConfig(c.element, w, c.reduce, c.value, c.scale) for w in WIDTHS]
+    names = tuple(name for config in configs for name in config.names())
     _, report = compile_kernels('#include "spmm.cuh"', names, architecture)
     assert len(report) == len(names)
     assert all(kernel.spilled == 0 and kernel.stack == 0 for kernel in report.values()), report
+
+
+def on_gpu(g: Graph, limit: int = 32, blocks: int = 5) -> Sparse:
+    return sparse(g.rowptr, g.col, limit, blocks)
+
+
+def codes(rows: int, width: int) -> Tensor:
+    return torch.randint(-127, 128, (rows, width), dtype=torch.int8)
+
+
+def twice(call: Spmm) -> Tensor:
+    """The result, after checking that every element is written and that two runs give the same bits."""
+    first = call().clone()
+    call.out.fill_(12345.0)
+    assert torch.equal(first.nan_to_num(7.0), call().nan_to_num(7.0))
+    return first.cpu()
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_integer_reductions_are_exact(width: int, reduce: str) -> None:
+    for make in GRAPHS.values():
+        g = make()
+        x = codes(g.num_src, width)
+        got = twice(Spmm(on_gpu(g), rows16(x), reduce=reduce))
+        want = qspmm_reference(g.rowptr, g.col, None, x, None, None, reduce, g.num_dst)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("width", WIDTHS)
+def test_integer_weights_are_exact(width: int) -> None:
+    for make in GRAPHS.values():
+        g = make()
+        x, value = codes(g.num_src, width), codes(g.num_edges, 1).squeeze(1)
+        shift = torch.randint(0, 8, (g.num_src,), dtype=torch.uint8)
+        graph = on_gpu(g)
+        got = twice(Spmm(graph, rows16(x), value=value.cuda()))
+        assert torch.equal(got, qspmm_reference(g.rowptr, g.col, value, x, None, None, "sum", g.num_dst))
+        got = twice(Spmm(graph, rows16(x), shift=shift.cuda()))
+        assert torch.equal(got, qspmm_reference(g.rowptr, g.col, None, x, None, shift, "sum", g.num_dst))
+
+
+def test_error(got: Tensor, g: Graph, value: Tensor | None, x: Tensor, x_scale: Tensor | None) -> float:
+    """RMS error over the RMS of the sums of magnitudes, in float64."""
+    x = x.double() if x_scale is None else x.double() * x_scale.double().view(-1, *[1] * (x.dim() - 1))
+    value = None if value is None else value.double()
+    want = spmm_reference(g.rowptr, g.col, value, x, "sum", g.num_dst)
+    size = spmm_reference(g.rowptr, g.col, None if value is None else value.abs(), x.abs(), "sum", g.num_dst)
+    return relative_error(got, want.flatten(1), size.flatten(1))
+
+
+test_error.__test__ = False
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", TORCH)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_float_sums(width: int, kind: str, weighted: bool) -> None:
+    for make in GRAPHS.values():
+        g = make()
+        x = torch.randn(g.num_src, width).to(TORCH[kind])
+        value = torch.randn(g.num_edges) * torch.logspace(-6, 3, g.num_edges) if weighted else None
+        call = Spmm(on_gpu(g), rows16(x), value=None if value is None else value.cuda())
+        assert test_error(twice(call), g, value, x, None) < (1e-5 if kind == "bf16" else 1e-6)
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("width", WIDTHS)
+def test_integer_rows_with_real_weights(width: int) -> None:
+    for make in GRAPHS.values():
+        g = make()
+        x, value = codes(g.num_src, width), torch.randn(g.num_edges)
+        scale = torch.rand(g.num_src) * torch.logspace(-2, 2, g.num_src)
+        graph = on_gpu(g)
+        call = Spmm(graph, rows16(x), value=value.cuda(), x_scale=scale.cuda())
+        assert test_error(twice(call), g, value, x, scale) < 3e-5
+        call = Spmm(graph, rows16(x), x_scale=scale.cuda())
+        assert test_error(twice(call), g, None, x, scale) < 3e-5
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize(("heads", "each"), [(4, 16), (3, 7), (8, 8), (2, 301)])
+def test_weights_a_head(heads: int, each: int, dtype: torch.dtype) -> None:
+    g = GRAPHS["random"]()
+    x = (
+        codes(g.num_src, heads * each)
+        if dtype == torch.int8
+        else torch.randn(g.num_src, heads * each).to(dtype)
+    )
+    value = torch.randn(g.num_edges, heads)
+    scale = torch.rand(g.num_src) if dtype == torch.int8 else None
+    given = None if scale is None else scale.cuda()
+    got = twice(Spmm(on_gpu(g), rows16(x), value=value.cuda(), x_scale=given))
+    assert test_error(got, g, value, x.view(-1, heads, each), scale) < 1e-6
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("reduce", ["mean", "max", "min"])
+@pytest.mark.parametrize("kind", TORCH)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_float_reductions(width: int, kind: str, reduce: str) -> None:
+    for make in GRAPHS.values():
+        g = make()
+        x, value = torch.randn(g.num_src, width).to(TORCH[kind]), torch.randn(g.num_edges)
+        for given in (None, value):
+            call = Spmm(on_gpu(g), rows16(x), None if given is None else given.cuda(), reduce=reduce)
+            want = spmm_reference(g.rowptr, g.col, given, x.float(), reduce, g.num_dst)
+            assert torch.allclose(twice(call), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_a_hub_of_a_million_edges_does_not_overflow(kind: str) -> None:
+    g = star(1_000_000)
+    x = (100 + torch.rand(g.num_src, 64)).to(TORCH[kind])
+    got = twice(Spmm(on_gpu(g, 1024), rows16(x)))
+    want = spmm_reference(g.rowptr, g.col, None, x.double(), "sum", g.num_dst)
+    assert torch.isfinite(got).all() and relative_error(got, want) < 1e-5
+
+
+@pytest.mark.cuda
+@cuda
+def test_integers_of_a_hub_pass_32_bits() -> None:
+    g = star(300_000)
+    x, value = (
+        torch.full((g.num_src, 64), 127, dtype=torch.int8),
+        torch.full((300_000,), 127, dtype=torch.int8),
+    )
+    got = twice(Spmm(on_gpu(g, 2048), rows16(x), value=value.cuda()))
+    want = qspmm_reference(g.rowptr, g.col, value, x, None, None, "sum", g.num_dst)
+    assert torch.equal(got, want) and want.max() > 2**31
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_values_that_are_not_finite_show_in_their_rows_only(dtype: torch.dtype) -> None:
+    g = random_graph(50, 40, 900)
+    x = torch.randn(50, 64)
+    x[::7, 5], x[3, 17] = float("inf"), float("nan")
+    got = twice(Spmm(on_gpu(g), rows16(x.to(dtype))))
+    want = spmm_reference(g.rowptr, g.col, None, x.to(dtype).float(), "sum", g.num_dst)
+    bad = ~want.isfinite()
+    assert bad.any() and not got[bad].isfinite().any()
+    assert got[~bad.any(1)].isfinite().all() and got[:, 24:].isfinite().all()
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_a_weight_that_is_not_finite_shows(dtype: torch.dtype) -> None:
+    g = random_graph(50, 40, 900)
+    value = torch.rand(900)
+    value[100] = float("nan")
+    x = torch.randint(1, 9, (50, 64)).to(dtype)
+    scale = torch.ones(50).cuda() if dtype == torch.int8 else None
+    got = twice(Spmm(on_gpu(g), rows16(x), value=value.cuda(), x_scale=scale))
+    hit = int(g.dst()[100])
+    assert got[hit].isnan().all() and got[:hit].isfinite().all() and got[hit + 1 :].isfinite().all()

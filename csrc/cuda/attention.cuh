@@ -1,0 +1,324 @@
+#pragma once
+
+// attention: out[i, h, :] = sum over the edges e of row i of alpha[e, h] * x[col[e], h, :], then the epilogue; alpha is
+// the softmax over the row of logit[e, h] = leaky_relu(a_src[col[e], h] + a_dst[i, h] + edge[e, h]), or of edge[e, h]
+// alone. One pass over the edges: each thread keeps a running maximum, the sum of exponentials and the weighted sum of
+// its own edges, and the threads of a row, and the parts of a split row, are joined by their maxima. Neither logits nor
+// alpha reach memory.
+//
+// Layout: as spmm; a_src, a_dst fp32 [N, heads], edge fp32 [E, heads]; a piece of 16 bytes of x must lie in one head
+// (one head, or a multiple of 16 columns of int8, 8 of halves, 4 of fp32, a head). int8 rows have a scale each.
+// Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 13
+// instructions for 4 columns of int8, an edge.
+//
+// Launch: attention as spmm; then attention_combine with one block of 256 threads for every row of runs.split.
+// staging: slots * Attention<Config>::kStaged words. attention_weights (a block a chunk, as attention) writes alpha.
+
+#include "lane_reduce.cuh"
+#include "row_tile.cuh"
+#include "stream.cuh"
+
+namespace gnnc {
+
+struct AttentionArgs {
+  Runs runs;
+  const void* x;
+  int64_t x_stride;      // bytes, a multiple of 16, below 2^32
+  const float* x_scale;  // [num_src], of int8 rows
+  const float* a_src;    // [num_src, heads], where Config::kAdditive
+  const float* a_dst;    // [rows, heads], where Config::kAdditive
+  const float* edge;     // [E, heads], where Config::kEdge
+  float2* stats;         // [rows, heads]: maximum (times log2 e) and sum of exponentials; or null
+  void* staging;         // where rows are split
+};
+
+// Constants has static constexpr floats kSlope (of the leaky ReLU; 1: none) and kEps (added to the sum).
+template <Element kElement_, int kWidth_, int kHeads_, bool kAdditive_, bool kEdge_, class Constants_,
+          int kThreads_ = 256, int kBlocks_ = 2>
+struct AttentionConfig {
+  static constexpr Element kElement = kElement_;
+  static constexpr int kWidth = kWidth_;
+  static constexpr int kHeads = kHeads_;
+  static constexpr bool kAdditive = kAdditive_;
+  static constexpr bool kEdge = kEdge_;
+  using Constants = Constants_;
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kBlocks = kBlocks_;
+};
+
+template <class Config>
+struct Attention {
+  static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads, kHeadWidth = kWidth / kHeads;
+  static constexpr bool kScaled = Config::kElement == Element::i8;
+  using Layout = RowLayout<Config::kElement, kWidth>;
+  using Tile = RowTile<kWidth, 32>;
+  static_assert(kWidth % kHeads == 0, "heads divide the width");
+  static_assert(kHeads == 1 || kHeadWidth % Layout::kColumns == 0, "16 bytes of x lie in one head");
+  static_assert(Config::kAdditive || Config::kEdge, "logits are made from something");
+  static constexpr int kColumns = (kWidth + 3) / 4 * 4;
+  static constexpr int kStaged = kColumns + (2 * kHeads + 3) / 4 * 4;  // words a slot: sums, then (maximum, sum) a head
+
+  // Exponentials are powers of two: logits are kept times log2 e.
+  __device__ static float logit(float v) {
+    if constexpr (Config::Constants::kSlope != 1.0f) v = v > 0.0f ? v : __fmul_rn(v, Config::Constants::kSlope);
+    return __fmul_rn(v, 1.44269504f);
+  }
+  __device__ static float inverse(float sum) {
+    return sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, __fadd_rn(sum, Config::Constants::kEps));
+  }
+};
+
+// Below every finite logit, so that a difference from it is never NaN.
+constexpr float kNoLogit = -3.0e38f;
+
+__device__ inline float power_of_two(float v) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
+  return result;
+}
+
+template <class Config, class Epilogue>
+struct AttentionBody {
+  using A = Attention<Config>;
+  using Layout = typename A::Layout;
+  static constexpr int kHeads = Config::kHeads, kColumns = Layout::kColumns;
+
+  struct Extra {
+    float source[4];  // a_src + edge, or edge
+    float scale[4];
+  };
+
+  const AttentionArgs& a;
+  const Epilogue& epilogue;
+  float* words;   // the warp's row
+  float2* heads;  // the warp's maxima and sums
+  int pass;
+  int head;
+  float own, next;  // a_dst of this row and of the next
+  float top, total;
+  float sums[kColumns];
+
+  __device__ void clear() {
+    top = kNoLogit;
+    total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) sums[i] = 0.0f;
+  }
+
+  // The head of this thread's piece.
+  __device__ void set_pass(int which) {
+    pass = which;
+    head = min((pass * Layout::kPieces + Layout::piece()) * kColumns / A::kHeadWidth, kHeads - 1);
+  }
+
+  __device__ void load(Extra& e, const Run& run, int32_t at, const int32_t (&source)[4], uint32_t exists) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool there = exists >> i & 1;
+      float v = 0.0f;
+      if constexpr (Config::kAdditive)
+        v = there ? __ldg(a.a_src + static_cast<int64_t>(source[i]) * kHeads + head) : 0.0f;
+      if constexpr (Config::kEdge) v = __fadd_rn(v, there ? __ldg(a.edge + (run.base + at + i) * kHeads + head) : 0.0f);
+      e.source[i] = v;
+      if constexpr (A::kScaled) e.scale[i] = there ? __ldg(a.x_scale + source[i]) : 0.0f;
+    }
+  }
+
+  template <bool kMasked>
+  __device__ void add(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
+    float logit[4];
+    float highest = top;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      logit[i] = A::logit(Config::kAdditive ? __fadd_rn(e.source[i], own) : e.source[i]);
+      if (kMasked && !(mask >> i & 1)) logit[i] = -__int_as_float(0x7f800000);
+      highest = fmaxf(highest, logit[i]);
+    }
+    if (__any_sync(0xffffffffu, highest > top)) {
+      const float by = power_of_two(top - highest);
+      top = highest;
+      total = __fmul_rn(total, by);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) sums[c] = __fmul_rn(sums[c], by);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float p = power_of_two(logit[i] - top);
+      total = __fadd_rn(total, p);
+      const float w = A::kScaled ? __fmul_rn(p, e.scale[i]) : p;
+      float v[kColumns];
+      unpack<Config::kElement>(kMasked && !(mask >> i & 1) ? make_uint4(0, 0, 0, 0) : x[i], v);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) sums[c] = fmaf(w, v[c], sums[c]);
+    }
+  }
+
+  __device__ void begin(int32_t row, const Run& run) {
+    if constexpr (!Config::kAdditive) return;
+    own = row == run.row ? dst_of(row, run) : next;
+    next = row + 1 < run.row_end ? dst_of(row + 1, run) : 0.0f;
+  }
+
+  __device__ void finish(int32_t row, const Run& run) {
+    float highest = top;
+#pragma unroll
+    for (int apart = Layout::kPieces; apart < 32; apart *= 2) {
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, apart));
+    }
+    const float by = power_of_two(top - highest);
+    float sum = __fmul_rn(total, by);
+#pragma unroll
+    for (int apart = Layout::kPieces; apart < 32; apart *= 2) {
+      sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, apart));
+    }
+    const bool part = run.slot >= 0;
+    const float factor = part ? by : __fmul_rn(by, A::inverse(sum));
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) sums[c] = __fmul_rn(sums[c], factor);
+    int column;
+    const int count = reduce_slots<Layout>(sums, column, [](float p, float q) { return __fadd_rn(p, q); });
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      if (c < count) words[(pass * Layout::kPieces + Layout::piece()) * kColumns + column + c] = sums[c];
+    }
+    if (Layout::slot() == 0) heads[head] = make_float2(highest, sum);
+    clear();
+    if (pass + 1 < Layout::kPasses) return;
+    __syncwarp();
+    if (part) {
+      stage(run.slot);
+    } else {
+      emit(row);
+    }
+    __syncwarp();
+  }
+
+ private:
+  __device__ float dst_of(int32_t row, const Run&) const {
+    return __ldg(a.a_dst + static_cast<int64_t>(row) * kHeads + head);
+  }
+
+  __device__ void stage(int32_t slot) const {
+    const typename A::Tile tile;
+    float* to = static_cast<float*>(a.staging) + static_cast<int64_t>(slot) * A::kStaged;
+#pragma unroll
+    for (int i = 0; i < A::Tile::kPer; i += 4) {
+      const int column = tile.column(i);
+      if (column < A::kColumns)
+        *reinterpret_cast<float4*>(to + column) = *reinterpret_cast<const float4*>(words + column);
+    }
+    for (int h = Layout::lane(); h < kHeads; h += 32) reinterpret_cast<float2*>(to + A::kColumns)[h] = heads[h];
+  }
+
+  __device__ void emit(int32_t row) const {
+    typename A::Tile tile;
+#pragma unroll
+    for (int i = 0; i < A::Tile::kPer; ++i) {
+      if (tile.valid(i)) tile.v[i] = words[tile.column(i)];
+    }
+    if (a.stats != nullptr) {
+      for (int h = Layout::lane(); h < kHeads; h += 32) a.stats[static_cast<int64_t>(row) * kHeads + h] = heads[h];
+    }
+    epilogue(tile, row);
+  }
+};
+
+template <class Config, class Epilogue>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    attention(const AttentionArgs a, const Epilogue epilogue) {
+  using Layout = typename Attention<Config>::Layout;
+  constexpr int kWarps = Config::kThreads / 32;
+  __shared__ int32_t next;
+  __shared__ __align__(16) float rows[kWarps][Layout::kPadded];
+  __shared__ float2 heads[kWarps][Config::kHeads];
+  const auto* x = static_cast<const char*>(a.x);
+  const auto stride = static_cast<uint32_t>(a.x_stride);
+  AttentionBody<Config, Epilogue> body{a, epilogue, rows[threadIdx.x / 32], heads[threadIdx.x / 32]};
+  body.clear();
+  body.set_pass(0);
+  for_runs<Layout>(a.runs, x, stride, &next, body);
+}
+
+// Joins the parts of one split row: all threads know the maxima of its parts, warps take parts in turn.
+template <class Config, class Epilogue>
+__global__ void __launch_bounds__(256) attention_combine(const AttentionArgs a, const Epilogue epilogue) {
+  using A = Attention<Config>;
+  using Tile = typename A::Tile;
+  constexpr int kHeads = Config::kHeads, kPer = Tile::kPer;
+  __shared__ float parts[8][A::kColumns];
+  __shared__ float2 heads[kHeads];
+  const int2 split = a.runs.split[blockIdx.x];
+  const int2 first = a.runs.place[split.x];
+  const float* staging = static_cast<const float*>(a.staging) + static_cast<int64_t>(first.y) * A::kStaged;
+  const auto stat = [&](int slot, int h) {
+    return reinterpret_cast<const float2*>(staging + static_cast<int64_t>(slot) * A::kStaged + A::kColumns)[h];
+  };
+  for (int h = static_cast<int>(threadIdx.x); h < kHeads; h += 256) {
+    float top = kNoLogit, total = 0.0f;
+    for (int slot = 0; slot < split.y; ++slot) top = fmaxf(top, stat(slot, h).x);
+    for (int slot = 0; slot < split.y; ++slot) {
+      const float2 s = stat(slot, h);
+      total = fmaf(s.y, power_of_two(s.x - top), total);
+    }
+    heads[h] = make_float2(top, total);
+    if (a.stats != nullptr) a.stats[static_cast<int64_t>(first.x) * kHeads + h] = heads[h];
+  }
+  __syncthreads();
+  Tile tile;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  for (int slot = warp; slot < split.y; slot += 8) {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (!tile.valid(i)) continue;
+      const int head = tile.column(i) / A::kHeadWidth;
+      const float by = power_of_two(stat(slot, head).x - heads[head].x);
+      tile.v[i] = fmaf(staging[static_cast<int64_t>(slot) * A::kStaged + tile.column(i)], by, tile.v[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) {
+    if (tile.valid(i)) parts[warp][tile.column(i)] = tile.v[i];
+  }
+  __syncthreads();
+  if (warp != 0) return;
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) {
+    if (!tile.valid(i)) continue;
+    const int column = tile.column(i);
+#pragma unroll 1
+    for (int other = 1; other < 8; ++other) tile.v[i] = __fadd_rn(tile.v[i], parts[other][column]);
+    tile.v[i] = __fmul_rn(tile.v[i], A::inverse(heads[column / A::kHeadWidth].y));
+  }
+  epilogue(tile, first.x);
+}
+
+// alpha[e, h] from the statistics that attention wrote. A block a chunk of runs, a warp a row.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads) attention_weights(const AttentionArgs a, float* alpha) {
+  using A = Attention<Config>;
+  constexpr int kHeads = Config::kHeads;
+  __shared__ int32_t next;
+  RunQueue queue(a.runs, &next);
+  for (int32_t index = queue.take(); index < queue.last; index = queue.take()) {
+    const Run run(RunRecord(a.runs, index, queue.last));
+    int32_t from = run.head;
+    for (int32_t row = run.row; row < run.row_end; ++row) {
+      const int32_t end = run.end_of(a.runs, row);
+      for (int32_t at = from * kHeads + static_cast<int32_t>(threadIdx.x) % 32; at < end * kHeads; at += 32) {
+        const int64_t e = run.base * kHeads + at;
+        const int h = at % kHeads;
+        float v = 0.0f;
+        if constexpr (Config::kAdditive) {
+          v = __ldg(a.a_src + static_cast<int64_t>(a.runs.col[e / kHeads]) * kHeads + h);
+        }
+        if constexpr (Config::kEdge) v = __fadd_rn(v, __ldg(a.edge + e));
+        if constexpr (Config::kAdditive) v = __fadd_rn(v, __ldg(a.a_dst + static_cast<int64_t>(row) * kHeads + h));
+        const float2 s = a.stats[static_cast<int64_t>(row) * kHeads + h];
+        alpha[e] = __fmul_rn(power_of_two(A::logit(v) - s.x), A::inverse(s.y));
+      }
+      from = end;
+    }
+  }
+}
+
+}  // namespace gnnc

@@ -1,0 +1,266 @@
+#pragma once
+
+// Sums of gathered rows that never convert a value on its own.
+//
+// ByteSum, exact: mma.m16n8k32 with a matrix A that holds the identity twice. A word of 4 columns is part of B as it
+// was loaded: k is (thread of four, byte) of two edges, n the eight groups of four threads. C[k][n] sums both edges.
+//
+// ByteProducts, exact or in fixed point: the words of four edges are turned by __byte_perm into words of one column,
+// and dp4a (weights of 8 bits) or dp2a (of 16) multiplies and adds four edges at once. Real weights are fixed-point
+// numbers of 15 bits with one unit a row, 2^(e - 14), where 2^e is above every weight of the row so far; when a larger
+// one comes the sums are shifted. The error of a weight is at most 2^-15 of that power of two.
+//
+// HalfSum, FP32 sums: mma.m16n8k16 with the loaded words as A and the identity twice as B, so that C has each thread's
+// own columns. A value that is not finite makes the eight neighbouring columns of that row not finite.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "rows.cuh"
+
+namespace gnnc {
+
+template <class Layout>
+struct ByteSum {
+  using Word = int32_t;
+  int32_t c[4][4];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) c[i / 4][i % 4] = 0;
+  }
+
+  __device__ void add(const uint4 (&x)[4]) {
+    const int lane = Layout::lane(), row = lane / 4, thread = lane % 4;
+    const uint32_t one = 1u << (8 * (row % 4));
+    const uint32_t low = row / 4 == thread ? one : 0, high = row / 4 + 2 == thread ? one : 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %4, %5}, {%6, %7}, "
+            "{%0, %1, %2, %3};"
+            : "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
+            : "r"(low), "r"(high), "r"(word_of(x[i], j)), "r"(word_of(x[i + 1], j)));
+      }
+    }
+  }
+
+  // c[j][k] is the sum of byte row % 4 of word j in thread row / 4 (k < 2) or row / 4 + 2 of groups 2 (lane % 4) + k
+  // % 2.
+  __device__ void store(int32_t* row) {
+    constexpr int kPieces = Layout::kPieces;
+    const int lane = Layout::lane(), thread = lane / 16, byte = lane / 4 % 4;
+    if constexpr (kPieces >= 8) {
+      store_wide(row, thread, byte);
+    } else {
+      int32_t sums[8];  // [thread half][word]
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        sums[j] = c[j][0] + c[j][1];
+        sums[4 + j] = c[j][2] + c[j][3];
+      }
+      if constexpr (kPieces < 4) {  // threads 2 apart have the same piece
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          sums[j] += sums[4 + j];
+          if constexpr (kPieces == 1) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], 16);
+          sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], 1);
+          sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], 2);
+        }
+        if (lane % 4 == 0 && thread < kPieces) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) row[thread * 16 + 4 * j + byte] = sums[j];
+        }
+      } else {
+        const bool odd = lane & 1, second = lane & 2;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int32_t other = __shfl_xor_sync(0xffffffffu, odd ? sums[j] : sums[4 + j], 1);
+          sums[j] = (odd ? sums[4 + j] : sums[j]) + other;
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int32_t other = __shfl_xor_sync(0xffffffffu, second ? sums[j] : sums[2 + j], 2);
+          sums[j] = (second ? sums[2 + j] : sums[j]) + other;
+          row[(thread + 2 * odd) * 16 + 4 * (j + 2 * second) + byte] = sums[j];
+        }
+      }
+    }
+    clear();
+  }
+
+ private:
+  // The pieces are groups of four threads: 4 * (group % (pieces / 4)) + thread.
+  __device__ void store_wide(int32_t* row, int thread, int byte) {
+    const int pair = Layout::lane() % 4;
+    constexpr int kGroups = Layout::kPieces / 4;  // 2, 4 or 8
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int j = i / 4, k = i % 4;
+      int32_t sum = c[j][k];
+      if constexpr (kGroups <= 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if constexpr (kGroups == 2) sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      const int group = 2 * pair + k % 2;
+      if (group < kGroups) row[(group * 4 + thread + k / 2 * 2) * 16 + 4 * j + byte] = sum;
+    }
+  }
+};
+
+enum class Weight { none, signed8, power8, real };
+
+template <class Layout, Weight kWeight>
+struct ByteProducts {
+  static constexpr bool kReal = kWeight == Weight::real;
+  static constexpr int kLeast = 20;  // so that neither the unit nor its inverse leaves the normal numbers
+  using Word = typename Select<kReal, float, int32_t>::Type;
+
+  int32_t sums[16];
+  int exponent;  // of real weights: every |weight| of the row so far < 2^(exponent - 127)
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) sums[i] = 0;
+    exponent = kLeast;
+  }
+
+  // weights: edge i in byte i.
+  __device__ void add(const uint4 (&x)[4], uint32_t weights) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t columns[4];
+      turn(x, j, columns);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        int32_t& sum = sums[4 * j + k];
+        if constexpr (kWeight == Weight::power8) {
+          asm("dp4a.s32.u32 %0, %1, %2, %0;" : "+r"(sum) : "r"(columns[k]), "r"(weights));
+        } else {
+          asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(columns[k]), "r"(weights));
+        }
+      }
+    }
+  }
+
+  __device__ void add(const uint4 (&x)[4], const float (&w)[4]) {
+    uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) top = max(top, __float_as_uint(w[i]) & 0x7fffffffu);
+    const int needed = static_cast<int>(top >> 23) + 1;
+    if (__any_sync(0xffffffffu, needed > exponent)) raise(needed);
+    const float inverse = __uint_as_float(static_cast<uint32_t>(max(268 - exponent, 1)) << 23);  // |w| of it <= 2^14
+    uint32_t fixed[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fixed[i] = static_cast<uint32_t>(__float2int_rn(__fmul_rn(w[i], inverse)));
+    const uint32_t low = __byte_perm(fixed[0], fixed[1], 0x5410), high = __byte_perm(fixed[2], fixed[3], 0x5410);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t columns[4];
+      turn(x, j, columns);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        int32_t& sum = sums[4 * j + k];
+        asm("dp2a.lo.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(low), "r"(columns[k]));
+        asm("dp2a.hi.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(high), "r"(columns[k]));
+      }
+    }
+  }
+
+  __device__ void store(Word* row) {
+    int column;
+    int count;
+    Word out[16];
+    // NaN once a weight was not finite.
+    const float unit = __uint_as_float(exponent > 255 ? 0x7fffffffu : (static_cast<uint32_t>(exponent) - 14u) << 23);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if constexpr (kReal) {
+        out[i] = static_cast<float>(sums[i]);
+      } else {
+        out[i] = sums[i];
+      }
+    }
+    count = reduce_slots<Layout>(out, column, [](Word a, Word b) { return a + b; });
+    Word* to = row + Layout::piece() * 16 + column;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (i >= count) continue;
+      if constexpr (kReal) {
+        to[i] = __fmul_rn(out[i], unit);
+      } else {
+        to[i] = out[i];
+      }
+    }
+    clear();
+  }
+
+ private:
+  // columns[k] has column k of word j of all four edges.
+  __device__ static void turn(const uint4 (&x)[4], int j, uint32_t (&columns)[4]) {
+    const uint32_t a = word_of(x[0], j), b = word_of(x[1], j), c = word_of(x[2], j), d = word_of(x[3], j);
+    const uint32_t ab01 = __byte_perm(a, b, 0x5140), ab23 = __byte_perm(a, b, 0x7362);
+    const uint32_t cd01 = __byte_perm(c, d, 0x5140), cd23 = __byte_perm(c, d, 0x7362);
+    columns[0] = __byte_perm(ab01, cd01, 0x5410);
+    columns[1] = __byte_perm(ab01, cd01, 0x7632);
+    columns[2] = __byte_perm(ab23, cd23, 0x5410);
+    columns[3] = __byte_perm(ab23, cd23, 0x7632);
+  }
+
+  // The whole warp works on one row, and takes the same unit.
+  __device__ void raise(int needed) {
+    needed = max(static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(needed))), exponent);
+    const int by = min(needed - exponent, 31), half = by == 0 ? 0 : 1 << (by - 1);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) sums[i] = (sums[i] + half) >> by;
+    exponent = needed;
+  }
+};
+
+template <class Layout>
+struct HalfSum {
+  static constexpr bool kBrain = Layout::kElement == Element::bf16;
+  using Word = float;
+
+  float c[4][4];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) c[i / 4][i % 4] = 0.0f;
+  }
+
+  __device__ void add(const uint4 (&x)[4]) {
+    const int lane = Layout::lane(), column = lane / 4;
+    const uint32_t one = kBrain ? 0x3f80u : 0x3c00u;
+    const uint32_t identity = column / 2 == lane % 4 ? one << (16 * (column % 2)) : 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t w0 = word_of(x[0], j), w1 = word_of(x[1], j), w2 = word_of(x[2], j), w3 = word_of(x[3], j);
+      if constexpr (kBrain) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
+            : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(identity));
+      } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
+            : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(identity));
+      }
+    }
+  }
+
+  __device__ void store(float* row) {
+    float sums[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[i] = __fadd_rn(c[i / 2][i % 2], c[i / 2][i % 2 + 2]);
+    int column;
+    const int count = reduce_slots<Layout>(sums, column, [](float a, float b) { return __fadd_rn(a, b); });
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < count) row[Layout::piece() * 8 + column + i] = sums[i];
+    }
+    clear();
+  }
+};
+
+}  // namespace gnnc
