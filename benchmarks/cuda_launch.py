@@ -102,7 +102,6 @@ class Module:
             function = ctypes.c_void_p()
             text = symbol if isinstance(symbol, bytes) else symbol.encode()
             self._check(self._driver.cuModuleGetFunction(ctypes.byref(function), self._module, text))
-            self._check(self._driver.cuFuncSetAttribute(function, 9, 0))  # all of L1 as cache
             self._functions[name] = function
 
     @staticmethod

@@ -29,13 +29,13 @@ class Sparse:
     def values(self) -> list[int]:
         """Return the fields of ``gnnc::Runs``."""
         tensors = (self.rowptr, self.col, self.runs.begin, self.runs.place, self.runs.chunk, self.runs.split)
-        return [*map(address, tensors), self.col.numel()]
+        return [*map(address, tensors)]
 
 
-def sparse(rowptr: Tensor, col: Tensor, limit: int, blocks: int) -> Sparse:
+def sparse(rowptr: Tensor, col: Tensor, limit: int, blocks: int, multiprocessors: int = 1) -> Sparse:
     """Put a CSR with its run table onto the GPU."""
     rowptr, col = rowptr.cuda(), col.cuda()
-    return Sparse(rowptr, col, build_runs(rowptr, limit, blocks))
+    return Sparse(rowptr, col, build_runs(rowptr, limit, blocks, multiprocessors))
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,30 @@ class SpmmConfig:
         return f"gnnc::spmm<{given}>", f"gnnc::spmm_combine<{given}>"
 
 
+STORE_BYTES = """
+struct StoreBytes {  // what a requantizing epilogue with a static scale writes
+  signed char* out;
+  int64_t stride;
+  template <class Tile>
+  __device__ void operator()(const Tile& tile, int64_t row) const {
+    for (int i = 0; i < Tile::kPer; i += 4) {
+      if (!tile.valid(i)) continue;
+      unsigned int word = 0;
+      for (int k = 0; k < 4; ++k) {
+        const int q = __float2int_rn(fminf(fmaxf(tile.v[i + k] * 0.01f, -127.0f), 127.0f));
+        word |= (q & 255u) << (8 * k);
+      }
+      *reinterpret_cast<unsigned int*>(out + row * stride + tile.column(i)) = word;
+    }
+  }
+};
+"""
+
+
 @cache
-def spmm_module(config: SpmmConfig) -> Module:
+def spmm_module(config: SpmmConfig, epilogue: str) -> Module:
     """Compile one configuration."""
-    return Module('#include "spmm.cuh"', config.names())
+    return Module('#include "spmm.cuh"' + STORE_BYTES, config.names(epilogue))
 
 
 def rows16(x: Tensor) -> Tensor:
@@ -89,6 +109,7 @@ class Spmm:
         x_scale: Tensor | None = None,
         shift: Tensor | None = None,
         reduce: str = "sum",
+        to_int8: bool = False,
         **tuning: int,
     ) -> None:
         kind = "none" if value is None else "integer" if value.dtype == torch.int8 else "real"
@@ -96,19 +117,156 @@ class Spmm:
         heads = 1 if value is None or value.dim() == 1 else value.shape[1]
         config = SpmmConfig(ELEMENTS[x.dtype], x.shape[1], reduce, kind, scale, heads)
         self.config = replace(config, **tuning)
-        self.module = spmm_module(self.config)
+        self.epilogue = "StoreBytes" if to_int8 else "gnnc::StoreFloat"
+        self.module = spmm_module(self.config, self.epilogue)
         width = (x.shape[1] + 3) // 4 * 4
-        self.out = torch.full((graph.num_dst, width), float("nan"), device="cuda")
+        self.out = torch.empty(graph.num_dst, width, device="cuda", dtype=torch.int8 if to_int8 else None)
+        self.out.fill_(99)
         staging = torch.empty(graph.runs.slots, width, device="cuda")
         self.kept = (graph, x, value, x_scale, shift, staging)
         tensors = (value, x_scale, shift, staging)
         arguments = [*graph.values(), address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
         self.arguments = [*arguments, address(self.out), width]
-        self.grids = graph.runs.chunk.numel() - 1, graph.runs.split.shape[0]
+        self.grids = graph.runs.chunk.shape[0], graph.runs.split.shape[0]
 
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""
-        spmm, combine = self.config.names()
+        spmm, combine = self.config.names(self.epilogue)
         self.module.launch(spmm, self.grids[0], self.config.threads, *self.arguments)
+        self.module.launch(combine, (self.grids[1] + 7) // 8, 256, *self.arguments, self.grids[1])
+        return self.out[:, : self.config.width]
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Mirrors ``gnnc::AttentionConfig``."""
+
+    element: str
+    width: int
+    heads: int
+    additive: bool
+    edge: bool
+    threads: int = 128
+    blocks: int = 3
+
+    def text(self) -> str:
+        """Return the C++ type."""
+        flags = f"{str(self.additive).lower()}, {str(self.edge).lower()}, Constants"
+        flags += f", {self.threads}, {self.blocks}"
+        return f"gnnc::AttentionConfig<gnnc::Element::{self.element}, {self.width}, {self.heads}, {flags}>"
+
+    def names(self) -> tuple[str, str, str]:
+        """Return the names of the kernel, of the one that joins split rows, and of the one for alpha."""
+        given = f"{self.text()}, gnnc::StoreFloat"
+        kernels = f"gnnc::attention<{given}>", f"gnnc::attention_combine<{given}>"
+        return *kernels, f"gnnc::attention_weights<{self.text()}>"
+
+    @staticmethod
+    def source(slope: float = 0.2, eps: float = 1e-16) -> str:
+        """Return a translation unit."""
+        constants = f"static constexpr float kSlope = {slope}f, kEps = {eps}f;"
+        return f'#include "attention.cuh"\nstruct Constants {{ {constants} }};\n'
+
+
+@cache
+def attention_module(config: AttentionConfig) -> Module:
+    """Compile one configuration."""
+    return Module(config.source(), config.names())
+
+
+class Attention:
+    """One attention layer's aggregation, ready to run again and again."""
+
+    def __init__(
+        self,
+        graph: Sparse,
+        x: Tensor,
+        heads: int,
+        a_src: Tensor | None = None,
+        a_dst: Tensor | None = None,
+        edge: Tensor | None = None,
+        x_scale: Tensor | None = None,
+        **tuning: int,
+    ) -> None:
+        config = AttentionConfig(ELEMENTS[x.dtype], x.shape[1], heads, a_src is not None, edge is not None)
+        self.config = replace(config, **tuning)
+        self.module = attention_module(self.config)
+        width = (x.shape[1] + 3) // 4 * 4
+        self.out = torch.full((graph.num_dst, width), float("nan"), device="cuda")
+        staging = torch.empty(graph.runs.slots, width + (2 * heads + 3) // 4 * 4, device="cuda")
+        stats = torch.empty(graph.num_dst, heads, 2, device="cuda")
+        self.kept = (graph, x, heads, a_src, a_dst, edge, x_scale, staging, stats)
+        tensors = (x_scale, a_src, a_dst, edge, stats, staging)
+        self.given = [*graph.values(), address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
+        self.arguments = [*self.given, address(self.out), width]
+        self.grids = graph.runs.chunk.shape[0], graph.runs.split.shape[0]
+
+    def __call__(self) -> Tensor:
+        """Run it; return the result, which the next call overwrites."""
+        attention, combine, _ = self.config.names()
+        self.module.launch(attention, self.grids[0], self.config.threads, *self.arguments)
         self.module.launch(combine, self.grids[1], 256, *self.arguments)
         return self.out[:, : self.config.width]
+
+    def alpha(self) -> Tensor:
+        """Return the attention weights, after a run."""
+        out = torch.full((self.kept[0].col.numel(), self.config.heads), float("nan"), device="cuda")
+        name = self.config.names()[2]
+        self.module.launch(name, self.grids[0], self.config.threads, *self.given, address(out))
+        return out
+
+
+@dataclass(frozen=True)
+class SddmmConfig:
+    """Mirrors ``gnnc::SddmmConfig``; ``blocks`` 0: the default."""
+
+    element: str
+    width: int
+    op: str = "dot"
+    heads: int = 1
+    scaled: bool = False
+    threads: int = THREADS
+    blocks: int = 0
+
+    def name(self) -> str:
+        """Return the kernel's name."""
+        given = f"gnnc::Element::{self.element}, {self.width}, gnnc::EdgeOp::{self.op}, {self.heads}"
+        given += f", {str(self.scaled).lower()}, {self.threads}{f', {self.blocks}' if self.blocks else ''}"
+        return f"gnnc::sddmm<gnnc::SddmmConfig<{given}>>"
+
+
+@cache
+def sddmm_module(config: SddmmConfig) -> Module:
+    """Compile one configuration."""
+    return Module('#include "sddmm.cuh"', (config.name(),))
+
+
+class Sddmm:
+    """One edge product, ready to run again and again."""
+
+    def __init__(
+        self,
+        graph: Sparse,
+        a: Tensor,
+        b: Tensor,
+        op: str = "dot",
+        heads: int = 1,
+        a_scale: Tensor | None = None,
+        b_scale: Tensor | None = None,
+        **tuning: int,
+    ) -> None:
+        config = SddmmConfig(ELEMENTS[b.dtype], b.shape[1], op, heads, a_scale is not None)
+        self.config = replace(config, **tuning)
+        self.module = sddmm_module(self.config)
+        columns = heads if op == "dot" else b.shape[1]
+        self.out = torch.full((graph.col.numel(), columns), float("nan"), device="cuda")
+        self.kept = (graph, a, b, a_scale, b_scale)
+        rows = [address(a), a.stride(0) * a.element_size(), address(b), b.stride(0) * b.element_size()]
+        tensors = (a_scale, b_scale, self.out)
+        self.arguments = [*graph.values(), *rows, *map(address, tensors)]
+        self.grid = graph.runs.chunk.shape[0]
+
+    def __call__(self) -> Tensor:
+        """Run it; return the result, which the next call overwrites."""
+        self.module.launch(self.config.name(), self.grid, self.config.threads, *self.arguments)
+        return self.out

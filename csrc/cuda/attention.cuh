@@ -34,7 +34,7 @@ struct AttentionArgs {
 
 // Constants has static constexpr floats kSlope (of the leaky ReLU; 1: none) and kEps (added to the sum).
 template <Element kElement_, int kWidth_, int kHeads_, bool kAdditive_, bool kEdge_, class Constants_,
-          int kThreads_ = 256, int kBlocks_ = 2>
+          int kThreads_ = 128, int kBlocks_ = 3>
 struct AttentionConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
@@ -83,6 +83,8 @@ struct AttentionBody {
   using Layout = typename A::Layout;
   static constexpr int kHeads = Config::kHeads, kColumns = Layout::kColumns;
 
+  static constexpr bool kSingly = false;
+
   struct Extra {
     float source[4];  // a_src + edge, or edge
     float scale[4];
@@ -98,7 +100,7 @@ struct AttentionBody {
   float top, total;
   float sums[kColumns];
 
-  __device__ void clear() {
+  __device__ __forceinline__ void clear() {
     top = kNoLogit;
     total = 0.0f;
 #pragma unroll
@@ -106,26 +108,28 @@ struct AttentionBody {
   }
 
   // The head of this thread's piece.
-  __device__ void set_pass(int which) {
+  __device__ __forceinline__ void set_pass(int which) {
     pass = which;
     head = min((pass * Layout::kPieces + Layout::piece()) * kColumns / A::kHeadWidth, kHeads - 1);
   }
 
-  __device__ void load(Extra& e, const Run& run, int32_t at, const int32_t (&source)[4], uint32_t exists) const {
+  __device__ __forceinline__ void load(Extra& e, const Run& run, int32_t begin, const int32_t (&source)[4],
+                                       uint32_t exists) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool there = exists >> i & 1;
       float v = 0.0f;
       if constexpr (Config::kAdditive)
         v = there ? __ldg(a.a_src + static_cast<int64_t>(source[i]) * kHeads + head) : 0.0f;
-      if constexpr (Config::kEdge) v = __fadd_rn(v, there ? __ldg(a.edge + (run.base + at + i) * kHeads + head) : 0.0f);
+      if constexpr (Config::kEdge)
+        v = __fadd_rn(v, there ? __ldg(a.edge + (run.base + begin + Layout::edge(i)) * kHeads + head) : 0.0f);
       e.source[i] = v;
       if constexpr (A::kScaled) e.scale[i] = there ? __ldg(a.x_scale + source[i]) : 0.0f;
     }
   }
 
   template <bool kMasked>
-  __device__ void add(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
+  __device__ __forceinline__ void add(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
     float logit[4];
     float highest = top;
 #pragma unroll
@@ -153,13 +157,13 @@ struct AttentionBody {
     }
   }
 
-  __device__ void begin(int32_t row, const Run& run) {
+  __device__ __forceinline__ void begin(int32_t row, const Run& run) {
     if constexpr (!Config::kAdditive) return;
     own = row == run.row ? dst_of(row, run) : next;
     next = row + 1 < run.row_end ? dst_of(row + 1, run) : 0.0f;
   }
 
-  __device__ void finish(int32_t row, const Run& run) {
+  __device__ __forceinline__ void finish(int32_t row, const Run& run) {
     float highest = top;
 #pragma unroll
     for (int apart = Layout::kPieces; apart < 32; apart *= 2) {
@@ -198,7 +202,7 @@ struct AttentionBody {
     return __ldg(a.a_dst + static_cast<int64_t>(row) * kHeads + head);
   }
 
-  __device__ void stage(int32_t slot) const {
+  __device__ __forceinline__ void stage(int32_t slot) const {
     const typename A::Tile tile;
     float* to = static_cast<float*>(a.staging) + static_cast<int64_t>(slot) * A::kStaged;
 #pragma unroll
@@ -210,7 +214,7 @@ struct AttentionBody {
     for (int h = Layout::lane(); h < kHeads; h += 32) reinterpret_cast<float2*>(to + A::kColumns)[h] = heads[h];
   }
 
-  __device__ void emit(int32_t row) const {
+  __device__ __forceinline__ void emit(int32_t row) const {
     typename A::Tile tile;
 #pragma unroll
     for (int i = 0; i < A::Tile::kPer; ++i) {
@@ -294,14 +298,14 @@ __global__ void __launch_bounds__(256) attention_combine(const AttentionArgs a, 
 
 // alpha[e, h] from the statistics that attention wrote. A block a chunk of runs, a warp a row.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads) attention_weights(const AttentionArgs a, float* alpha) {
+__global__ void __launch_bounds__(Config::kThreads, 4) attention_weights(const AttentionArgs a, float* alpha) {
   using A = Attention<Config>;
   constexpr int kHeads = Config::kHeads;
   __shared__ int32_t next;
   RunQueue queue(a.runs, &next);
   for (int32_t index = queue.take(); index < queue.last; index = queue.take()) {
     const Run run(RunRecord(a.runs, index, queue.last));
-    int32_t from = run.head;
+    int32_t from = 0;
     for (int32_t row = run.row; row < run.row_end; ++row) {
       const int32_t end = run.end_of(a.runs, row);
       for (int32_t at = from * kHeads + static_cast<int32_t>(threadIdx.x) % 32; at < end * kHeads; at += 32) {

@@ -66,13 +66,13 @@ struct LaneReduce {
 
   float acc[kColumns];
 
-  __device__ void clear() {
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) acc[i] = start_of<kReduce>();
   }
 
   // One edge; where it does not count, x is zeros.
-  __device__ void add(const uint4& x, bool counts) {
+  __device__ __forceinline__ void add(const uint4& x, bool counts) {
     float v[kColumns];
     unpack<Layout::kElement>(x, v);
 #pragma unroll
@@ -81,7 +81,7 @@ struct LaneReduce {
 
   // weight(i) is that of column i of the piece.
   template <class Weights>
-  __device__ void add(const uint4& x, bool counts, const Weights& weight) {
+  __device__ __forceinline__ void add(const uint4& x, bool counts, const Weights& weight) {
     float v[kColumns];
     unpack<Layout::kElement>(x, v);
 #pragma unroll
@@ -94,7 +94,7 @@ struct LaneReduce {
     }
   }
 
-  __device__ void store(float* row) {
+  __device__ __forceinline__ void store(float* row) {
     int column;
     const int count = reduce_slots<Layout>(acc, column, [](float a, float b) { return combine<kReduce>(a, b); });
 #pragma unroll

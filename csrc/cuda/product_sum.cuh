@@ -2,16 +2,17 @@
 
 // Sums of gathered rows that never convert a value on its own.
 //
-// ByteSum, exact: mma.m16n8k32 with a matrix A that holds the identity twice. A word of 4 columns is part of B as it
-// was loaded: k is (thread of four, byte) of two edges, n the eight groups of four threads. C[k][n] sums both edges.
+// ByteSum, exact: mma.m16n8k16 with the identity as A. A word of 4 columns is part of B as it was loaded: k is (thread
+// of four, byte), n the eight groups of four threads.
 //
 // ByteProducts, exact or in fixed point: the words of four edges are turned by __byte_perm into words of one column,
 // and dp4a (weights of 8 bits) or dp2a (of 16) multiplies and adds four edges at once. Real weights are fixed-point
 // numbers of 15 bits with one unit a row, 2^(e - 14), where 2^e is above every weight of the row so far; when a larger
 // one comes the sums are shifted. The error of a weight is at most 2^-15 of that power of two.
 //
-// HalfSum, FP32 sums: mma.m16n8k16 with the loaded words as A and the identity twice as B, so that C has each thread's
-// own columns. A value that is not finite makes the eight neighbouring columns of that row not finite.
+// HalfSum, FP32 sums: mma.m16n8k8 with two neighbouring words as A, as they were loaded, and the identity as B, so that
+// C has each thread's own columns. A value that is not finite makes the eight neighbouring columns of that row not
+// finite.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -25,30 +26,26 @@ struct ByteSum {
   using Word = int32_t;
   int32_t c[4][4];
 
-  __device__ void clear() {
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < 16; ++i) c[i / 4][i % 4] = 0;
   }
 
-  __device__ void add(const uint4 (&x)[4]) {
+  __device__ __forceinline__ void add_one(const uint4& x) {
     const int lane = Layout::lane(), row = lane / 4, thread = lane % 4;
     const uint32_t one = 1u << (8 * (row % 4));
     const uint32_t low = row / 4 == thread ? one : 0, high = row / 4 + 2 == thread ? one : 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %4, %5}, {%6, %7}, "
-            "{%0, %1, %2, %3};"
-            : "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
-            : "r"(low), "r"(high), "r"(word_of(x[i], j)), "r"(word_of(x[i + 1], j)));
-      }
+      asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+          : "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
+          : "r"(low), "r"(high), "r"(word_of(x, j)));
     }
   }
 
   // c[j][k] is the sum of byte row % 4 of word j in thread row / 4 (k < 2) or row / 4 + 2 of groups 2 (lane % 4) + k
   // % 2.
-  __device__ void store(int32_t* row) {
+  __device__ __forceinline__ void store(int32_t* row) {
     constexpr int kPieces = Layout::kPieces;
     const int lane = Layout::lane(), thread = lane / 16, byte = lane / 4 % 4;
     if constexpr (kPieces >= 8) {
@@ -92,7 +89,7 @@ struct ByteSum {
 
  private:
   // The pieces are groups of four threads: 4 * (group % (pieces / 4)) + thread.
-  __device__ void store_wide(int32_t* row, int thread, int byte) {
+  __device__ __forceinline__ void store_wide(int32_t* row, int thread, int byte) {
     const int pair = Layout::lane() % 4;
     constexpr int kGroups = Layout::kPieces / 4;  // 2, 4 or 8
 #pragma unroll
@@ -118,14 +115,14 @@ struct ByteProducts {
   int32_t sums[16];
   int exponent;  // of real weights: every |weight| of the row so far < 2^(exponent - 127)
 
-  __device__ void clear() {
+  __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < 16; ++i) sums[i] = 0;
     exponent = kLeast;
   }
 
   // weights: edge i in byte i.
-  __device__ void add(const uint4 (&x)[4], uint32_t weights) {
+  __device__ __forceinline__ void add(const uint4 (&x)[4], uint32_t weights) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       uint32_t columns[4];
@@ -142,7 +139,7 @@ struct ByteProducts {
     }
   }
 
-  __device__ void add(const uint4 (&x)[4], const float (&w)[4]) {
+  __device__ __forceinline__ void add(const uint4 (&x)[4], const float (&w)[4]) {
     uint32_t top = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) top = max(top, __float_as_uint(w[i]) & 0x7fffffffu);
@@ -166,7 +163,7 @@ struct ByteProducts {
     }
   }
 
-  __device__ void store(Word* row) {
+  __device__ __forceinline__ void store(Word* row) {
     int column;
     int count;
     Word out[16];
@@ -207,7 +204,7 @@ struct ByteProducts {
   }
 
   // The whole warp works on one row, and takes the same unit.
-  __device__ void raise(int needed) {
+  __device__ __forceinline__ void raise(int needed) {
     needed = max(static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(needed))), exponent);
     const int by = min(needed - exponent, 31), half = by == 0 ? 0 : 1 << (by - 1);
 #pragma unroll
@@ -221,38 +218,35 @@ struct HalfSum {
   static constexpr bool kBrain = Layout::kElement == Element::bf16;
   using Word = float;
 
-  float c[4][4];
+  float c[2][4];  // columns 4 j .. 4 j + 3 of this thread's piece
 
-  __device__ void clear() {
+  __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) c[i / 4][i % 4] = 0.0f;
+    for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = 0.0f;
   }
 
-  __device__ void add(const uint4 (&x)[4]) {
+  __device__ __forceinline__ void add_one(const uint4& x) {
     const int lane = Layout::lane(), column = lane / 4;
     const uint32_t one = kBrain ? 0x3f80u : 0x3c00u;
     const uint32_t identity = column / 2 == lane % 4 ? one << (16 * (column % 2)) : 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t w0 = word_of(x[0], j), w1 = word_of(x[1], j), w2 = word_of(x[2], j), w3 = word_of(x[3], j);
+    for (int j = 0; j < 2; ++j) {
       if constexpr (kBrain) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
-            "{%0, %1, %2, %3};"
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
             : "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
-            : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(identity));
+            : "r"(word_of(x, 2 * j)), "r"(word_of(x, 2 * j + 1)), "r"(identity));
       } else {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
-            "{%0, %1, %2, %3};"
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
             : "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
-            : "r"(w0), "r"(w1), "r"(w2), "r"(w3), "r"(identity));
+            : "r"(word_of(x, 2 * j)), "r"(word_of(x, 2 * j + 1)), "r"(identity));
       }
     }
   }
 
-  __device__ void store(float* row) {
+  __device__ __forceinline__ void store(float* row) {
     float sums[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sums[i] = __fadd_rn(c[i / 2][i % 2], c[i / 2][i % 2 + 2]);
+    for (int i = 0; i < 8; ++i) sums[i] = c[i / 4][i % 4];
     int column;
     const int count = reduce_slots<Layout>(sums, column, [](float a, float b) { return __fadd_rn(a, b); });
 #pragma unroll

@@ -43,6 +43,8 @@ struct RowLayout {
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ static int piece() { return lane() % kPieces; }
   __device__ static int slot() { return lane() / kPieces; }
+  // Which edge of a step this thread's i-th is.
+  __device__ static int edge(int i) { return i * kSlots + slot(); }
 };
 
 // 16 bytes of a row.

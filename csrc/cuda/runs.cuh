@@ -14,12 +14,11 @@ namespace gnnc {
 
 struct Runs {
   const int64_t* rowptr;  // [rows + 1]
-  const int32_t* col;     // [E], 16-byte aligned
+  const int32_t* col;     // [E]
   const int64_t* begin;   // [runs + 1], the first edge of every run
-  const int2* place;     // [runs + 1], (first row, slot in the staging buffer or -1 for whole rows); (rows, -1) at last
-  const int32_t* chunk;  // [blocks + 1], the first run of every block
-  const int2* split;     // [splits], (first run, number of runs) of every row that is split
-  int64_t edges;         // E
+  const int2* place;  // [runs + 1], (first row, slot in the staging buffer or -1 for whole rows); (rows, -1) at last
+  const int2* chunk;  // [blocks], (first run, past the last run) of every block
+  const int2* split;  // [splits], (first run, number of runs) of every row that is split
 };
 
 // A run as it lies in memory: what is loaded ahead, and not looked at before it is needed. past = -1: no run.
@@ -37,22 +36,19 @@ struct RunRecord {
   }
 };
 
-// The edges and rows that a warp works on. Edges count from `base`, the last multiple of four before the
-// first, so that a thread can read the columns of four edges at once.
+// The edges and rows that a warp works on. Edges count from `base`, the first one.
 struct Run {
   int64_t base;
-  int32_t head;     // first edge
   int32_t end;      // past the last
   int32_t row;      // first row
   int32_t row_end;  // past the last row that ends in this run; row + 1 for a part of a row
   int32_t slot;     // -1: whole rows
 
-  __device__ Run() : base(0), head(0), end(0), row(0), row_end(0), slot(-1) {}
+  __device__ Run() : base(0), end(0), row(0), row_end(0), slot(-1) {}
 
   __device__ explicit Run(const RunRecord& record) : Run() {
     if (record.past < 0) return;
-    base = record.begin & ~int64_t{3};
-    head = static_cast<int32_t>(record.begin - base);
+    base = record.begin;
     end = static_cast<int32_t>(record.past - base);
     row = record.place.x;
     slot = record.place.y;
@@ -62,10 +58,8 @@ struct Run {
   // The edges of one row of this run.
   __device__ Run only(const Runs& runs, int32_t which) const {
     if (slot >= 0) return *this;
-    const int64_t begin = runs.rowptr[which];
     Run one;
-    one.base = begin & ~int64_t{3};
-    one.head = static_cast<int32_t>(begin - one.base);
+    one.base = runs.rowptr[which];
     one.end = static_cast<int32_t>(runs.rowptr[which + 1] - one.base);
     one.row = which;
     one.row_end = which + 1;
@@ -83,8 +77,8 @@ struct RunQueue {
   int32_t* next;  // shared by the block
   int32_t last;
 
-  __device__ RunQueue(const Runs& runs, int32_t* shared) : next(shared), last(runs.chunk[blockIdx.x + 1]) {
-    if (threadIdx.x == 0) *next = runs.chunk[blockIdx.x];
+  __device__ RunQueue(const Runs& runs, int32_t* shared) : next(shared), last(runs.chunk[blockIdx.x].y) {
+    if (threadIdx.x == 0) *next = runs.chunk[blockIdx.x].x;
     __syncthreads();
   }
 
@@ -96,29 +90,14 @@ struct RunQueue {
   }
 };
 
-// Four elements of 4 bytes an edge, from edge `at` of a run on. They are used once: they should not push gathered rows
-// out of L1, and the next ones should come to L2 with them. Elements past the end of the run are 0 or those of later
-// edges; none is read past the last edge of the graph.
+// Reads something of 4 bytes an edge that is used once: it should not push gathered rows out of L1, and what follows
+// should come to L2 with it.
 template <class T>
-__device__ inline void load_edges(const T* array, const Run& run, int32_t at, int64_t edges, T (&out)[4]) {
+__device__ inline T load_once(const T* p) {
   static_assert(sizeof(T) == 4, "an element is 4 bytes");
-  int4 v = make_int4(0, 0, 0, 0);
-  const T* p = array + run.base + at;
-  if (run.base + at + 4 <= edges) {
-    if (at < run.end) {
-      asm("ld.global.nc.L1::no_allocate.L2::256B.v4.s32 {%0, %1, %2, %3}, [%4];"
-          : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-          : "l"(p));
-    }
-  } else if (at < run.end) {
-    const int32_t* words = reinterpret_cast<const int32_t*>(p);
-    v.x = words[0];
-    if (at + 1 < run.end) v.y = words[1];
-    if (at + 2 < run.end) v.z = words[2];
-  }
-  const int32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) out[i] = *reinterpret_cast<const T*>(&words[i]);
+  int32_t v;
+  asm("ld.global.nc.L1::no_allocate.L2::256B.s32 %0, [%1];" : "=r"(v) : "l"(p));
+  return *reinterpret_cast<const T*>(&v);
 }
 
 }  // namespace gnnc

@@ -29,8 +29,13 @@ struct SddmmArgs {
   float* out;
 };
 
+// How many blocks of 256 threads an SM can hold without spilling a register.
+__host__ __device__ constexpr int sddmm_blocks(Element element, int width) {
+  return width * bytes_of(element) > 512 ? 1 : 3;
+}
+
 template <Element kElement_, int kWidth_, EdgeOp kOp_, int kHeads_ = 1, bool kScaled_ = false, int kThreads_ = 256,
-          int kBlocks_ = 3>
+          int kBlocks_ = sddmm_blocks(kElement_, kWidth_)>
 struct SddmmConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
@@ -54,8 +59,10 @@ struct SddmmBody {
                                 (kShare & (kShare - 1)) == 0),
                 "a head is a power of two of 16-byte pieces");
 
+  static constexpr bool kSingly = false;
+
   struct Extra {
-    int64_t edge;  // the first of the four
+    int64_t edge;  // the first of the four, which are kSlots apart
     float scale[4];
   };
 
@@ -64,10 +71,11 @@ struct SddmmBody {
   uint4 own, next;  // the destination's row, and the next one's
   float own_scale;
 
-  __device__ void set_pass(int which) { pass = which; }
+  __device__ __forceinline__ void set_pass(int which) { pass = which; }
 
-  __device__ void load(Extra& e, const Run& run, int32_t at, const int32_t (&source)[4], uint32_t exists) const {
-    e.edge = run.base + at;
+  __device__ __forceinline__ void load(Extra& e, const Run& run, int32_t begin, const int32_t (&source)[4],
+                                       uint32_t exists) const {
+    e.edge = run.base + begin + Layout::slot();
     if constexpr (Config::kScaled) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) e.scale[i] = exists >> i & 1 ? __ldg(a.b_scale + source[i]) : 0.0f;
@@ -75,32 +83,47 @@ struct SddmmBody {
   }
 
   template <bool kMasked>
-  __device__ void add(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
+  __device__ __forceinline__ void add(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
     if constexpr (kDot) {
       dots(x, e, mask);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (!kMasked || mask >> i & 1) write_row(x[i], e.edge + i);
+        if (!kMasked || mask >> i & 1) write_row(x[i], e.edge + i * Layout::kSlots);
       }
     }
   }
 
-  __device__ void begin(int32_t row, const Run& run) {
+  __device__ __forceinline__ void begin(int32_t row, const Run& run) {
     own = row == run.row ? row_of(row) : next;
     if (row + 1 < run.row_end) next = row_of(row + 1);
     if constexpr (Config::kScaled) own_scale = __ldg(a.a_scale + row);
   }
 
-  __device__ void finish(int32_t, const Run&) const {}
+  __device__ __forceinline__ void finish(int32_t, const Run&) const {}
 
  private:
   __device__ uint4 row_of(int32_t row) const {
     const int piece = min(pass * Layout::kPieces + Layout::piece(), Layout::kTotal - 1);
-    return __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(a.a) + row * a.a_stride) + piece);
+    return inside(__ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(a.a) + row * a.a_stride) + piece));
   }
 
-  __device__ Sum product(const uint4& x) const {
+  // Columns past the width may hold anything, but count as zero.
+  __device__ __forceinline__ uint4 inside(const uint4& v) const {
+    if constexpr (Config::kWidth % kColumns == 0) return v;
+    uint4 kept = v;
+    uint32_t* words = reinterpret_cast<uint32_t*>(&kept);
+    const int left = Config::kWidth - (pass * Layout::kPieces + Layout::piece()) * kColumns;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int bytes = (left * bytes_of(Config::kElement)) - 4 * j;
+      words[j] &= bytes >= 4 ? 0xffffffffu : bytes <= 0 ? 0u : (1u << (8 * bytes)) - 1u;
+    }
+    return kept;
+  }
+
+  __device__ __forceinline__ Sum product(const uint4& given) const {
+    const uint4 x = inside(given);
     if constexpr (kBytes) {
       int32_t sum = 0;
 #pragma unroll
@@ -120,11 +143,11 @@ struct SddmmBody {
 
   // Four edges over the threads that share a head: each step halves the edges that a thread looks after, while there
   // are several.
-  __device__ void dots(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
-    const bool inside = pass * Layout::kPieces + Layout::piece() < Layout::kTotal;
+  __device__ __forceinline__ void dots(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
+    const bool counts = pass * Layout::kPieces + Layout::piece() < Layout::kTotal;
     Sum v[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = inside ? product(x[i]) : Sum{0};
+    for (int i = 0; i < 4; ++i) v[i] = counts ? product(x[i]) : Sum{0};
     int first = 0, count = 4;
 #pragma unroll
     for (int apart = 1; apart < kShare; apart *= 2) {
@@ -150,8 +173,8 @@ struct SddmmBody {
     }
   }
 
-  __device__ void write(Sum v, const Extra& e, int i, int head) {
-    float* to = a.out + (e.edge + i) * kHeads + head;
+  __device__ __forceinline__ void write(Sum v, const Extra& e, int i, int head) {
+    float* to = a.out + (e.edge + i * Layout::kSlots) * kHeads + head;
     if constexpr (Layout::kPasses > 1) {
       if (pass > 0) v += *reinterpret_cast<Sum*>(to);
       if (pass + 1 < Layout::kPasses) {
@@ -167,7 +190,7 @@ struct SddmmBody {
     *to = result;
   }
 
-  __device__ void write_row(const uint4& x, int64_t edge) {
+  __device__ __forceinline__ void write_row(const uint4& x, int64_t edge) {
     float p[kColumns], q[kColumns];
     unpack<Config::kElement>(own, p);
     unpack<Config::kElement>(x, q);

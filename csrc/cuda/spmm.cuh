@@ -8,8 +8,8 @@
 // epilogue's outputs a row, 8 B a column and slot of a row that is split. Floor: the gather from L1 and L2.
 //
 // Launch: spmm with one block of Config::kThreads threads for every chunk of runs.chunk; then, where rows are split,
-// spmm_combine with one block of 256 threads for every row of runs.split. No dynamic shared memory.
-// staging: slots * Spmm<Config>::kStaged words of 4 bytes.
+// spmm_combine with one block of 256 threads for every 8 rows of runs.split, their number as last argument. No dynamic
+// shared memory. staging: slots * Spmm<Config>::kStaged words of 4 bytes.
 //
 // Exact: int8 sums without real weights are integers, rounded to FP32 once (a mean is divided in FP32 after that).
 
@@ -34,16 +34,21 @@ enum class Value { none, real, integer };
 enum class Scale { none, row, power };
 
 // How many blocks of 256 threads an SM can hold without spilling a register.
-__host__ __device__ constexpr int spmm_blocks(Element element, Reduce reduce, bool weighted) {
-  if (weighted) return 2;
-  return element == Element::f32 ? 4 : element == Element::i8 && reduce >= Reduce::max ? 2 : 3;
+__host__ __device__ constexpr int spmm_blocks(Element element, int width, Reduce reduce, bool weighted, int heads) {
+  const bool wide = width * bytes_of(element) > 512;  // several passes
+  const bool bytes = element == Element::i8;
+  if (weighted) return wide || (heads > 1 && bytes) ? 1 : bytes ? 2 : 3;
+  if (wide) return element == Element::f32 ? 2 : 1;
+  if (reduce >= Reduce::max) return bytes ? 2 : 3;
+  return bytes ? 4 : 5;
 }
 
 // What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows. kBlocks is how many
 // blocks of kThreads an SM should hold.
 template <Element kElement_, int kWidth_, Reduce kReduce_, Value kValue_ = Value::none, Scale kScale_ = Scale::none,
           int kHeads_ = 1, int kThreads_ = 256,
-          int kBlocks_ = spmm_blocks(kElement_, kReduce_, kValue_ != Value::none || kScale_ != Scale::none)>
+          int kBlocks_ =
+              spmm_blocks(kElement_, kWidth_, kReduce_, kValue_ != Value::none || kScale_ != Scale::none, kHeads_)>
 struct SpmmConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
@@ -101,6 +106,7 @@ struct SpmmBody {
   using Word = typename S::Word;
   static constexpr bool kPower = Config::kScale == Scale::power, kRow = Config::kScale == Scale::row;
   static constexpr bool kByteWeights = S::kExact && S::kWeight != Weight::none;
+  static constexpr bool kSingly = S::kWeight == Weight::none && (S::kBytes || S::kHalves);
   static constexpr int kHeadWidth = Config::kWidth / Config::kHeads;
   static constexpr bool kOne = kHeadWidth % Layout::kColumns == 0;  // one head a piece
 
@@ -108,7 +114,7 @@ struct SpmmBody {
     float value[4];  // kValue::real, one head
     float scale[4];  // of rows, or int8 weights as floats
     uint32_t bytes;  // int8 weights, edge i in byte i
-    int64_t edge;    // the first of the four
+    int64_t edge;    // the first of the four, which are kSlots apart
   };
 
   const SpmmArgs& a;
@@ -117,20 +123,21 @@ struct SpmmBody {
   int pass;
   typename S::Sum sum;
 
-  __device__ void load(Extra& e, const Run& run, int32_t at, const int32_t (&source)[4], uint32_t exists) const {
-    if constexpr (Config::kValue == Value::real && Config::kHeads == 1) {
-      load_edges(static_cast<const float*>(a.value), run, at, a.runs.edges, e.value);
-    }
-    if constexpr (Config::kHeads > 1) e.edge = run.base + at;
-    if constexpr (kByteWeights) e.bytes = 0;
+  __device__ __forceinline__ void load(Extra& e, const Run& run, int32_t begin, const int32_t (&source)[4],
+                                       uint32_t exists) {
+    const int64_t first = run.base + begin + Layout::slot();
+    if constexpr (Config::kHeads > 1) e.edge = first;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool there = exists >> i & 1;
+      if constexpr (Config::kValue == Value::real && Config::kHeads == 1) {
+        e.value[i] = there ? load_once(static_cast<const float*>(a.value) + first + i * Layout::kSlots) : 0.0f;
+      }
       if constexpr (kRow) e.scale[i] = there ? __ldg(a.x_scale + source[i]) : 0.0f;
       uint32_t byte = 0;
       if constexpr (kPower) byte = there ? 128u >> __ldg(a.shift + source[i]) : 0u;
       if constexpr (Config::kValue == Value::integer) {
-        byte = there ? __ldg(static_cast<const uint8_t*>(a.value) + run.base + at + i) : 0u;
+        byte = there ? __ldg(static_cast<const uint8_t*>(a.value) + first + i * Layout::kSlots) : 0u;
       }
       if constexpr (kByteWeights) {
         e.bytes |= byte << (8 * i);
@@ -143,7 +150,7 @@ struct SpmmBody {
   }
 
   template <bool kMasked>
-  __device__ void add(const uint4 (&data)[4], const Extra& e, uint32_t mask) {
+  __device__ __forceinline__ void add(const uint4 (&data)[4], const Extra& e, uint32_t mask) {
     if constexpr (kByteWeights) {
       // Bits 0 to 3 of the mask as bytes.
       const uint32_t bytes = kMasked ? e.bytes & ((mask * 0x00204081u & 0x01010101u) * 255u) : e.bytes;
@@ -154,22 +161,28 @@ struct SpmmBody {
       for (int i = 0; i < 4; ++i) w[i] = !kMasked || mask >> i & 1 ? weight(e, i) : 0.0f;
       sum.add(data, w);
     } else {
-      uint4 x[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = kMasked && !(mask >> i & 1) ? make_uint4(0, 0, 0, 0) : data[i];
-      if constexpr (S::kBytes || S::kHalves) {
-        sum.add(x);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) add_one(x[i], e, i, mask >> i & 1);
+      for (int i = 0; i < 4; ++i) {
+        const bool counts = !kMasked || mask >> i & 1;
+        const uint4 x = counts ? data[i] : make_uint4(0, 0, 0, 0);
+        if constexpr (kSingly) {
+          sum.add_one(x);
+        } else {
+          add_weighted(x, e, i, counts);
+        }
       }
     }
   }
 
-  __device__ void set_pass(int which) { pass = which; }
-  __device__ void begin(int32_t, const Run&) const {}
+  __device__ __forceinline__ void add_one(const uint4& x) {
+    if constexpr (kSingly) sum.add_one(x);
+  }
 
-  __device__ void finish(int32_t row, const Run& run) {
+  __device__ __forceinline__ void set_pass(int which) { pass = which; }
+
+  __device__ __forceinline__ void begin(int32_t, const Run&) const {}
+
+  __device__ __forceinline__ void finish(int32_t row, const Run& run) {
     sum.store(words + pass * Layout::kPassColumns);
     if (pass + 1 < Layout::kPasses) return;
     __syncwarp();
@@ -192,7 +205,7 @@ struct SpmmBody {
     return 1.0f;
   }
 
-  __device__ void add_one(const uint4& x, const Extra& e, int i, bool counts) {
+  __device__ __forceinline__ void add_weighted(const uint4& x, const Extra& e, int i, bool counts) {
     if constexpr (S::kWeight == Weight::none) {
       sum.add(x, counts);
     } else if constexpr (Config::kHeads == 1) {
@@ -201,7 +214,7 @@ struct SpmmBody {
     } else {
       if (!counts) return;
       const float scale = weight(e, i);
-      const float* value = static_cast<const float*>(a.value) + (e.edge + i) * Config::kHeads;
+      const float* value = static_cast<const float*>(a.value) + (e.edge + i * Layout::kSlots) * Config::kHeads;
       const int column = (pass * Layout::kPieces + Layout::piece()) * Layout::kColumns;
       const auto of = [&](int c) {
         const int head = (column + c) / kHeadWidth;
@@ -216,7 +229,7 @@ struct SpmmBody {
     }
   }
 
-  __device__ void stage(int32_t slot) const {
+  __device__ __forceinline__ void stage(int32_t slot) const {
     const typename S::Tile tile;
     Word* to = static_cast<Word*>(a.staging) + static_cast<int64_t>(slot) * S::kStaged;
 #pragma unroll
@@ -226,7 +239,7 @@ struct SpmmBody {
     }
   }
 
-  __device__ void emit(int32_t row) const {
+  __device__ __forceinline__ void emit(int32_t row) const {
     typename S::Tile tile;
     int64_t count = 1;
     if constexpr (Config::kReduce != Reduce::sum) count = a.runs.rowptr[row + 1] - a.runs.rowptr[row];
@@ -251,52 +264,89 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) spmm(const 
   for_runs<Layout>(a.runs, x, stride, &next, body);
 }
 
-// Joins the parts of one split row. Groups take slots in turn, and their sums are added in the order of the groups.
+// Joins the parts of split rows, a warp a row; the whole block does the rows of its warps that have many parts. The
+// order of a row's additions depends on nothing but its number of parts.
 template <class Config, class Epilogue>
-__global__ void __launch_bounds__(256) spmm_combine(const SpmmArgs a, const Epilogue epilogue) {
+struct Combine {
   using S = Spmm<Config>;
   using Tile = typename S::Tile;
   using Total = typename Select<S::kExact, int64_t, float>::Type;
-  constexpr int kGroups = 256 / Tile::kLanes, kPer = Tile::kPer;
-  constexpr Reduce kReduce = Config::kReduce;
-  __shared__ Total parts[kGroups][S::kStaged];
-  const int2 split = a.runs.split[blockIdx.x];
-  const int2 first = a.runs.place[split.x];
-  const auto* staging = static_cast<const typename S::Word*>(a.staging) + static_cast<int64_t>(first.y) * S::kStaged;
+  static constexpr int kPer = Tile::kPer, kWarps = 8, kMany = 16;
+
+  const SpmmArgs& a;
+  const Epilogue& epilogue;
   Tile tile;
-  const auto join = [](Total p, Total q) {
+  Total total[kPer];
+
+  __device__ static Total join(Total p, Total q) {
     if constexpr (S::kExact) {
       return p + q;
     } else {
-      return combine<kReduce>(p, q);
+      return combine<Config::kReduce>(p, q);
     }
-  };
-  const int group = static_cast<int>(threadIdx.x) / Tile::kLanes;
-  Total total[kPer];
+  }
+
+  // The parts from `first` on, `by` apart.
+  __device__ void sum_parts(int2 split, int first, int by) {
+    const int slot = a.runs.place[split.x].y;
+    const auto* staging = static_cast<const typename S::Word*>(a.staging) + static_cast<int64_t>(slot) * S::kStaged;
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) total[i] = S::kExact ? Total{0} : static_cast<Total>(start_of<kReduce>());
+    for (int i = 0; i < kPer; ++i) total[i] = S::kExact ? Total{0} : static_cast<Total>(start_of<Config::kReduce>());
 #pragma unroll 4
-  for (int32_t slot = group; slot < split.y; slot += kGroups) {
+    for (int part = first; part < split.y; part += by) {
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) {
+        if (tile.valid(i)) total[i] = join(total[i], staging[static_cast<int64_t>(part) * S::kStaged + tile.column(i)]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void emit(int2 split) {
+    const int32_t row = a.runs.place[split.x].x;
+    const int64_t count = a.runs.rowptr[row + 1] - a.runs.rowptr[row];
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
-      if (tile.valid(i)) total[i] = join(total[i], staging[static_cast<int64_t>(slot) * S::kStaged + tile.column(i)]);
+      if (tile.valid(i)) tile.v[i] = result_of<Config>(total[i], count);
     }
+    epilogue(tile, row);
   }
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    if (tile.valid(i)) parts[group][tile.column(i)] = total[i];
+};
+
+template <class Config, class Epilogue>
+__global__ void __launch_bounds__(256, 2)
+    spmm_combine(const SpmmArgs a, const Epilogue epilogue, const int64_t splits) {
+  using C = Combine<Config, Epilogue>;
+  __shared__ typename C::Total parts[C::kWarps][C::S::kStaged];
+  C work{a, epilogue};
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * C::kWarps;
+  if (first + warp < splits && a.runs.split[first + warp].y <= C::kMany) {
+    const int2 split = a.runs.split[first + warp];
+    work.sum_parts(split, 0, 1);
+    work.emit(split);
   }
-  __syncthreads();
-  if (group != 0) return;
-  const int64_t count = a.runs.rowptr[first.x + 1] - a.runs.rowptr[first.x];
+  for (int64_t index = first; index < first + C::kWarps && index < splits; ++index) {
+    const int2 split = a.runs.split[index];
+    if (split.y <= C::kMany) continue;
+    work.tile = typename C::Tile();
+    work.sum_parts(split, warp, C::kWarps);
+    __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    if (!tile.valid(i)) continue;
+    for (int i = 0; i < C::kPer; ++i) {
+      if (work.tile.valid(i)) parts[warp][work.tile.column(i)] = work.total[i];
+    }
+    __syncthreads();
+    if (warp != 0) continue;
+#pragma unroll
+    for (int i = 0; i < C::kPer; ++i) {
+      if (!work.tile.valid(i)) continue;
 #pragma unroll 1
-    for (int other = 1; other < kGroups; ++other) total[i] = join(total[i], parts[other][tile.column(i)]);
-    tile.v[i] = result_of<Config>(total[i], count);
+      for (int other = 1; other < C::kWarps; ++other) {
+        work.total[i] = C::join(work.total[i], parts[other][work.tile.column(i)]);
+      }
+    }
+    work.emit(split);
   }
-  epilogue(tile, first.x);
 }
 
 }  // namespace gnnc

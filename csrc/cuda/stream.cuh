@@ -1,91 +1,143 @@
 #pragma once
 
-// Streams the edges of a run through a warp: rows of x are gathered a step (four edges a thread) at a time, and the
-// columns of the two next steps are under way meanwhile. Rows that end within a step cost one masked turn each; all
-// else runs without a test of single edges.
+// Streams the edges of a run through a warp, a step (four edges a thread) at a time. The columns of 32 edges are read
+// at once, one a thread, two blocks of 32 ahead, and shuffled to the threads that gather. Rows that end within a step
+// cost one masked turn each; all else runs without a test of single edges. What hides the latency of a gather is the
+// other warps: a kernel should leave room for 24 or more on an SM.
 //
 // Body::Extra is what else is loaded an edge (weights, scales). A body has, all called by the whole warp:
-//   load(extra, run, at, source, exists)   starts the loads of this thread's four edges; bits of exists
-//   add<kMasked>(x, extra, mask)           adds them; with kMasked only those whose bit of mask is set
-//   set_pass(pass)                         before the edges are gone through for the columns of a pass
-//   begin(row, run)                        before the first edge of a row
-//   finish(row, run)                       stores and clears the sums of a row, or of the run's part of it
+//   set_pass(pass)                            before the edges are gone through for the columns of a pass
+//   load(extra, run, begin, source, exists)   starts the loads of this thread's edges of the step from `begin` on,
+//   which
+//                                             are begin + Layout::edge(0 .. 3); bits of exists
+//   begin(row, run)                           before the first edge of a row
+//   add<kMasked>(x, extra, mask)              adds four edges; with kMasked only those whose bit of mask is set
+//   add_one(x)                                instead, where Body::kSingly: adds one edge, zeros where it does not
+//   count finish(row, run)                          stores and clears the sums of a row, or of the run's part of it
 
 #include "rows.cuh"
 #include "runs.cuh"
 
 namespace gnnc {
 
+// The sources of a run's edges.
+template <class Layout>
+struct Sources {
+  static constexpr int kStep = Layout::kStep;
+  static constexpr int kBlock = kStep < 32 ? 32 : kStep;  // edges read at once
+  static constexpr int kWords = kBlock / 32;
+
+  const int32_t* next;
+  int32_t left;
+  int32_t now[kWords], soon[kWords], later[kWords];
+
+  __device__ Sources(const Runs& runs, const Run& run)
+      : next(runs.col + run.base + Layout::lane()), left(run.end - Layout::lane()) {
+    read(now);
+    read(soon);
+    read(later);
+  }
+
+  // Of the step from `begin` on; steps come in order.
+  __device__ __forceinline__ void get(int32_t begin, int32_t (&source)[4]) {
+    if (begin % kBlock == 0 && begin > 0) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) now[w] = soon[w], soon[w] = later[w];
+      read(later);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      // In a step of 64 or 128 edges, each of a thread's edges is in a word known here.
+      const int word = kWords == 1 ? 0 : i * kWords / 4;
+      source[i] = __shfl_sync(0xffffffffu, now[word], begin + Layout::edge(i));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void read(int32_t (&words)[kWords]) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      words[w] = left > 0 ? load_once(next) : 0;
+      next += 32;
+      left -= 32;
+    }
+  }
+};
+
 template <class Layout, class Body>
-__device__ inline void stream(const Runs& runs, const Run& run, const char* x, uint32_t x_stride, int pass,
-                              Body& body) {
-  constexpr uint32_t kAll = 0xffffffffu;
+__device__ __forceinline__ void stream(const Runs& runs, const Run& run, const char* x, uint32_t x_stride, int pass,
+                                       Body& body) {
   // Threads past the row's last piece read that one again: no test for each load.
   const char* base = x + min(pass * Layout::kPieces + Layout::piece(), Layout::kTotal - 1) * 16;
-  int32_t at = Layout::slot() * 4;
-  int32_t source[4], following[4];
-  load_edges(runs.col, run, at, runs.edges, source);
-  load_edges(runs.col, run, at + Layout::kStep, runs.edges, following);
-
-  int32_t row = run.row, from = run.head;
+  Sources<Layout> sources(runs, run);
+  int32_t row = run.row, from = 0;
   int32_t first_end = row, ends = 0;  // the ends of the next 32 rows, one a thread
   const auto end_of_row = [&] {
-    if (row == run.row_end) return 0x7fffffff;
     if (row == run.row || row - first_end == 32) {
       first_end = row;
       ends = run.end_of(runs, min(row + Layout::lane(), run.row_end - 1));
     }
-    return __shfl_sync(kAll, ends, row - first_end);
+    return __shfl_sync(0xffffffffu, ends, row - first_end);
   };
+  if (row == run.row_end) return;
   int32_t row_end = end_of_row();
   body.begin(row, run);
 
 #pragma unroll 1
-  for (int32_t step_end = Layout::kStep; row < run.row_end; step_end += Layout::kStep) {
+  for (int32_t begin = 0;; begin += Layout::kStep) {
+    const int32_t step_end = begin + Layout::kStep;
+    int32_t source[4];
     uint4 data[4];
     typename Body::Extra extra;
+    sources.get(begin, source);
     if (step_end <= run.end) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) data[i] = gather(base, source[i], x_stride);
-      body.load(extra, run, at, source, 15u);
+      body.load(extra, run, begin, source, 15u);
     } else {
       uint32_t exists = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         data[i] = make_uint4(0, 0, 0, 0);
-        if (at + i < run.end) {
+        if (begin + Layout::edge(i) < run.end) {
           data[i] = gather(base, source[i], x_stride);
           exists |= 1u << i;
         }
       }
-      body.load(extra, run, at, source, exists);
+      body.load(extra, run, begin, source, exists);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) source[i] = following[i];
-    load_edges(runs.col, run, at + 2 * Layout::kStep, runs.edges, following);
-
-    if (from <= step_end - Layout::kStep && row_end > step_end) {
+    if (from <= begin && row_end > step_end) {
       body.template add<false>(data, extra, 15u);
-    } else {
-#pragma unroll 1
-      while (true) {
-        const int32_t to = min(row_end, step_end);
-        if (from < to) {
-          uint32_t mask = 0;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) mask |= at + i >= from && at + i < to ? 1u << i : 0u;
-          body.template add<true>(data, extra, mask);
-        }
-        from = to;
-        if (row_end > step_end) break;
-        body.finish(row, run);
-        if (++row == run.row_end) break;
-        row_end = end_of_row();
-        body.begin(row, run);
-      }
+      continue;
     }
-    from = step_end;
-    at += Layout::kStep;
+    from = max(from, begin);
+#pragma unroll 1
+    while (true) {
+      const int32_t to = min(row_end, step_end);
+      if constexpr (Body::kSingly) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // a thread's i-th edge is one of these, whichever the thread
+          const int32_t low = begin + i * Layout::kSlots, high = low + Layout::kSlots;
+          if (from >= high || to <= low) continue;
+          const int32_t edge = begin + Layout::edge(i);
+          body.add_one((from <= low && to >= high) || (edge >= from && edge < to) ? data[i] : make_uint4(0, 0, 0, 0));
+        }
+      } else if (from < to) {
+        uint32_t mask = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int32_t edge = begin + Layout::edge(i);
+          mask |= edge >= from && edge < to ? 1u << i : 0u;
+        }
+        body.template add<true>(data, extra, mask);
+      }
+      from = to;
+      if (row_end > step_end) break;
+      body.finish(row, run);
+      if (++row == run.row_end) return;
+      row_end = end_of_row();
+      body.begin(row, run);
+    }
   }
 }
 

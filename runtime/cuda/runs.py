@@ -17,7 +17,7 @@ class Runs(NamedTuple):
     Attributes:
         begin: int64 ``[runs + 1]``, first edge of every run.
         place: int32 ``[runs + 1, 2]``, first row and staging slot (-1: whole rows); at last (rows, -1).
-        chunk: int32 ``[blocks + 1]``, first run of every block.
+        chunk: int32 ``[blocks, 2]``, first run of every block and the one past its last.
         split: int32 ``[splits, 2]``, first run and number of runs of every split row.
         slots: rows that the staging buffer has.
     """
@@ -43,14 +43,26 @@ def run_limit(edges: int, multiprocessors: int) -> int:
     return min(max(1 << (each - 1).bit_length(), 64), 512)
 
 
-def build_runs(rowptr: Tensor, limit: int, blocks: int) -> Runs:
+def chunk_count(edges: int, multiprocessors: int) -> int:
+    """Return the number of chunks, one a block of threads.
+
+    Args:
+        edges: E of the graph.
+        multiprocessors: of the device.
+    """
+    return multiprocessors * min(max(edges // (multiprocessors * 2**14), 12), 64)
+
+
+def build_runs(rowptr: Tensor, limit: int, blocks: int, multiprocessors: int = 1) -> Runs:
     """Cut the edges of a CSR into runs that cost about ``limit`` edges, and the runs into chunks.
 
     Args:
         rowptr: int64 ``[num_dst + 1]``.
         limit: a row with more edges is split into parts of at most ``limit + 16``; other rows are
             gathered until they cost as much, so that a run of theirs has less than ``2 * limit``.
-        blocks: number of chunks; fewer where there are fewer runs.
+        blocks: number of chunks.
+        multiprocessors: where they divide ``blocks``, a block and the ones that many further on, which
+            a device tends to put onto the same multiprocessor, take neighbouring chunks.
 
     Returns:
         The tables; three synchronisations.
@@ -81,17 +93,19 @@ def build_runs(rowptr: Tensor, limit: int, blocks: int) -> Runs:
     return Runs(
         begin,
         torch.cat([torch.stack([row, slot], 1), end]).int(),
-        _chunks(begin, min(blocks, max(num_runs, 1))),
+        _chunks(begin, blocks, multiprocessors if blocks % multiprocessors == 0 else 1),
         table.int(),
         int(table[:, 1].sum()),
     )
 
 
-def _chunks(begin: Tensor, blocks: int) -> Tensor:
-    """First run of every block, so that blocks have about the same number of edges."""
+def _chunks(begin: Tensor, blocks: int, multiprocessors: int) -> Tensor:
+    """First and last run of every block, so that blocks have about the same number of edges."""
     runs = begin.numel() - 1
     cost = begin + _ROW_COST * torch.arange(runs + 1, device=begin.device)
     wanted = torch.arange(blocks + 1, device=begin.device) * cost[-1] // blocks
     chunk = torch.searchsorted(cost, wanted)
     chunk[0], chunk[-1] = 0, runs
-    return chunk.int()
+    bounds = torch.stack([chunk[:-1], chunk[1:]], 1)
+    each = blocks // multiprocessors
+    return bounds.view(multiprocessors, each, 2).transpose(0, 1).reshape(blocks, 2).int()

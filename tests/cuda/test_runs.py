@@ -27,13 +27,22 @@ def test_runs_cover_every_edge_of_every_row_once_and_in_order(name: str, limit: 
         assert parts > 1 and (row[mine] == row[first]).all() and (slot[mine] >= 0).all()
         assert begin[first] == g.rowptr[row[first]] and begin[first + parts] == g.rowptr[row[first] + 1]
     assert runs.split[:, 1].sum() == runs.slots == (~whole).sum()
-    assert runs.chunk[0] == 0 and runs.chunk[-1] == len(row) and (runs.chunk.diff() >= 0).all()
+    assert runs.chunk.shape == (blocks, 2)
+    chunk = runs.chunk[runs.chunk[:, 1].argsort(stable=True)]
+    chunk = chunk[chunk[:, 0].argsort(stable=True)]
+    assert chunk[0, 0] == 0 and chunk[-1, 1] == len(row) and torch.equal(chunk[1:, 0], chunk[:-1, 1])
 
 
 def test_blocks_get_about_the_same_number_of_edges() -> None:
     runs = build_runs(GRAPHS["chunks"]().rowptr, 32, 50)
-    edges = runs.begin[runs.chunk.long()].diff().double()
+    edges = runs.begin[runs.chunk.long()].diff(dim=1).double()
     assert edges.max() < 2 * edges.mean()
+
+
+def test_blocks_of_one_multiprocessor_are_neighbours() -> None:
+    rowptr = GRAPHS["chunks"]().rowptr
+    plain, spread = build_runs(rowptr, 32, 12), build_runs(rowptr, 32, 12, 4)
+    assert torch.equal(spread.chunk[[0, 4, 8, 1, 5, 9]], plain.chunk[:6])
 
 
 def test_the_limit_grows_with_the_graph() -> None:

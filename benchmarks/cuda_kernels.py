@@ -1,0 +1,267 @@
+"""Times the sparse CUDA kernels beside cuSPARSE, as ratios and as fraction of the floor, in one run.
+
+    python benchmarks/cuda_kernels.py [--graphs arxiv reddit products] [--widths 64 ...]
+
+The floor of a kernel is the larger of its compulsory bytes (every input and output once) over the
+bandwidth of a device copy, and the time of a kernel that gathers the same rows through the same
+run table and does nothing with them; both are measured in this run. The peer is torch.sparse CSR
+(cuSPARSE) in FP32, with 32-bit or 64-bit indices, whichever is faster.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from cuda_launch import Module, address
+from cuda_sparse import ELEMENTS, Attention, Sddmm, Sparse, Spmm, rows16, sparse
+from graphs import SHAPES, generate
+from torch import Tensor
+
+from gnnc.runtime.cuda.runs import chunk_count, run_limit
+
+RESULTS = Path(__file__).resolve().parent / "results" / "cuda_kernels.json"
+GATHER = """
+#include "stream.cuh"
+namespace gnnc {
+template <class Layout_>
+struct GatherBody {
+  using Layout = Layout_;
+  static constexpr bool kSingly = false;
+  struct Extra {};
+  unsigned int seen = 0;
+  __device__ void set_pass(int) {}
+  __device__ void load(Extra&, const Run&, int, const int (&)[4], unsigned int) {}
+  __device__ void begin(int, const Run&) {}
+  __device__ void finish(int, const Run&) {}
+  template <bool kMasked>
+  __device__ void add(const uint4 (&x)[4], const Extra&, unsigned int) {
+    for (int i = 0; i < 4; ++i) seen ^= x[i].x ^ x[i].y ^ x[i].z ^ x[i].w;
+  }
+};
+template <Element kElement, int kWidth, int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    gather_only(Runs runs, const char* x, int64_t stride, unsigned int* out) {
+  using Layout = RowLayout<kElement, kWidth>;
+  __shared__ int next;
+  GatherBody<Layout> body;
+  RunQueue queue(runs, &next);
+  int index = queue.take();
+  RunRecord record(runs, index, queue.last);
+  while (index < queue.last) {
+    Run run(record);
+    run.row_end = run.row + 1;  // no row ends before the run does
+    run.slot = 0;
+    index = queue.take();
+    record = RunRecord(runs, index, queue.last);
+    for (int pass = 0; pass < Layout::kPasses; ++pass) {
+      stream<Layout>(runs, run, x, static_cast<unsigned int>(stride), pass, body);
+    }
+  }
+  if (body.seen == 0x12345678u) *out = 1;
+}
+}
+"""
+
+
+def median_ms(call: Callable[[], Any], repeats: int = 7, inner: int = 3) -> float:
+    """Return the median over ``repeats`` of the mean of ``inner`` calls, by device events."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(inner):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / inner)
+    return statistics.median(times)
+
+
+@cache
+def copy_gbs() -> float:
+    """Return the bytes read plus written per second by a large device copy."""
+    source = torch.ones(2**30, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_ms(lambda: target.copy_(source)) / 1e6
+
+
+def machine() -> dict[str, Any]:
+    """Return what a reader needs to judge the numbers."""
+    properties = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "gpu": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "l2_mb": properties.L2_cache_size // 2**20,
+        "driver, clock": driver,
+        "copy_gbs": round(copy_gbs()),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def make_csr(name: str) -> tuple[Tensor, Tensor]:
+    """Return rowptr (int64) and col (int32) of a graph of the generator, made on the GPU."""
+    nodes = SHAPES[name].nodes
+    src, dst = generate(name, device="cuda")
+    dst, order = torch.sort(dst, stable=True)
+    rowptr = torch.zeros(nodes + 1, dtype=torch.int64, device="cuda")
+    rowptr[1:] = torch.bincount(dst, minlength=nodes).cumsum(0)
+    return rowptr, src[order].int()
+
+
+def cusparse(rowptr: Tensor, col: Tensor, width: int, dot: bool) -> dict[str, float]:
+    """Return the times of ``A @ x`` and, where ``dot``, of ``sampled_addmm``, in FP32."""
+    nodes = rowptr.numel() - 1
+    ones = torch.ones(col.numel(), device="cuda")
+    x = torch.randn(nodes, width, device="cuda")
+    best = {"spmm": float("inf"), "sddmm": float("inf")}
+    for kind in (torch.int32, torch.int64):
+        adjacency = torch.sparse_csr_tensor(rowptr.to(kind), col.to(kind), ones, (nodes, nodes))
+        best["spmm"] = min(best["spmm"], median_ms(lambda a=adjacency: a @ x, 5, 1))
+        if dot:
+            time = median_ms(lambda a=adjacency: torch.sparse.sampled_addmm(a, x, x.t(), beta=0.0), 3, 1)
+            best["sddmm"] = min(best["sddmm"], time)
+    return best
+
+
+class Floors:
+    """Times below which no kernel on this graph can go."""
+
+    def __init__(self, graph: Sparse) -> None:
+        self.graph = graph
+
+    def gather(self, x: Tensor) -> float:
+        """Return the time of gathering the rows of x."""
+        config = f"gnnc::Element::{ELEMENTS[x.dtype]}, {x.shape[1]}, 256, 4"
+        name = f"gnnc::gather_only<{config}>"
+        module = Module(GATHER, (name,))
+        out = torch.zeros(1, dtype=torch.int32, device="cuda")
+        arguments = [*self.graph.values(), address(x), x.stride(0) * x.element_size(), address(out)]
+        blocks = self.graph.runs.chunk.shape[0]
+        return median_ms(lambda: module.launch(name, blocks, 256, *arguments))
+
+    def copy(self, *tensors: Tensor | None) -> float:
+        """Return the time of moving each tensor once."""
+        total = sum(
+            t.numel() * t.element_size()
+            for t in (self.graph.rowptr, self.graph.col, *tensors)
+            if t is not None
+        )
+        return total / copy_gbs() / 1e6
+
+
+def features(nodes: int, width: int) -> dict[str, Tensor]:
+    """Return x in every element type."""
+    x = torch.randn(nodes, width, device="cuda")
+    return {
+        "fp32": rows16(x),
+        "fp16": rows16(x.half()),
+        "bf16": rows16(x.bfloat16()),
+        "int8": rows16((x * 30).round().clamp(-127, 127).to(torch.int8)),
+    }
+
+
+def kernels(graph: Sparse, xs: dict[str, Tensor], width: int) -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
+    """Return name -> (peer, call, what it reads beside x)."""
+    nodes, edges = graph.num_dst, graph.col.numel()
+    value, ones = torch.rand(edges, device="cuda"), torch.rand(nodes, device="cuda")
+    shift = torch.randint(0, 8, (nodes,), dtype=torch.uint8, device="cuda")
+    calls: dict[str, tuple[str, Any, tuple[Any, ...]]] = {}
+    for kind, x in xs.items():
+        calls[f"spmm {kind}"] = ("spmm", Spmm(graph, x), ())
+        scale = ones if kind == "int8" else None
+        calls[f"spmm {kind} edge weights"] = ("spmm", Spmm(graph, x, value, scale), (value, scale))
+    int8 = xs["int8"]
+    calls["spmm int8 row scales"] = ("spmm", Spmm(graph, int8, x_scale=ones), (ones,))
+    calls["spmm int8 powers"] = ("spmm", Spmm(graph, int8, shift=shift), (shift,))
+    calls["spmm int8 to int8"] = ("spmm", Spmm(graph, int8, to_int8=True), ())
+    for reduce in ("max",):
+        calls[f"spmm fp16 {reduce}"] = ("spmm", Spmm(graph, xs["fp16"], reduce=reduce), ())
+        calls[f"spmm int8 {reduce}"] = ("spmm", Spmm(graph, int8, reduce=reduce), ())
+    if width == 64:
+        a = torch.randn(nodes, 4, device="cuda")
+        for kind, x in xs.items():
+            calls[f"sddmm {kind} dot"] = ("sddmm", Sddmm(graph, x, x), ())
+            scale = ones if kind == "int8" else None
+            calls[f"gat 4x16 {kind}"] = ("spmm", Attention(graph, x, 4, a, a, x_scale=scale), (a, scale))
+    return calls
+
+
+def run(name: str, widths: list[int]) -> dict[str, Any]:
+    """Time everything on one graph."""
+    rowptr, col = make_csr(name)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    graph = sparse(rowptr, col, run_limit(col.numel(), processors), chunk_count(col.numel(), processors))
+    floors = Floors(graph)
+    nodes = rowptr.numel() - 1
+    result: dict[str, Any] = {
+        "nodes": nodes,
+        "edges": col.numel(),
+        "largest degree": int(rowptr.diff().max()),
+        "runs": graph.runs.place.shape[0] - 1,
+        "split rows": graph.runs.split.shape[0],
+    }
+    for width in widths:
+        peer = cusparse(rowptr, col, width, dot=width == 64)
+        xs = features(nodes, width)
+        gathers = {kind: floors.gather(x) for kind, x in xs.items()}
+        rows = {}
+        for label, (of, call, read) in kernels(graph, xs, width).items():
+            x = xs[next(kind for kind in xs if kind in label)]
+            time = median_ms(call)
+            floor = max(floors.copy(x, call.out, *read), gathers[next(kind for kind in xs if kind in label)])
+            rows[label] = {
+                "ms": round(time, 4),
+                "ratio": round(peer[of] / time, 2),
+                "of_floor": round(floor / time, 2),
+                "gather_ms": round(gathers[next(kind for kind in xs if kind in label)], 4),
+            }
+        result[f"F={width}"] = {"cusparse_ms": {k: round(v, 4) for k, v in peer.items()}, "kernels": rows}
+        show(name, width, peer, rows)
+        del xs
+    return result
+
+
+def show(name: str, width: int, peer: dict[str, float], rows: dict[str, Any]) -> None:
+    """Print one table."""
+    print(f"\n{name} F={width}: cuSPARSE {peer['spmm']:.3f} ms, sampled_addmm {peer['sddmm']:.3f} ms")
+    for label, row in rows.items():
+        print(
+            f"  {label:26s} {row['ms']:8.3f} ms  {row['ratio']:6.2f}x  {row['of_floor']:5.0%} of floor",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Run, print and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--graphs", nargs="+", default=["arxiv", "reddit", "products"], choices=list(SHAPES))
+    parser.add_argument("--widths", nargs="+", type=int, default=[64])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", message="Sparse")
+    torch.manual_seed(0)
+    results: dict[str, Any] = {"machine": machine()}
+    print(results["machine"])
+    for name in args.graphs:
+        results[name] = run(name, args.widths)
+        torch.cuda.empty_cache()
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+import pytest
+import torch
+from cuda_launch import ARCHITECTURES, compile_kernels, missing_compiler, missing_gpu
+from cuda_sparse import Sddmm, SddmmConfig, rows16, sparse
+from kernel_graphs import GRAPHS, relative_error
+
+from gnnc.ir.quantized import qsddmm_reference
+from gnnc.ir.sparse import sddmm_reference
+
+WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
+cuda = pytest.mark.skipif(bool(missing_gpu()), reason=missing_gpu())
+
+
+@pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
+@pytest.mark.parametrize("element", ["f32", "f16", "bf16", "i8"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_kernel_spills(architecture: str, element: str) -> None:
+    configs = [SddmmConfig(element, width) for width in (16, 47, 64, 602)]
+    configs += [SddmmConfig(element, 64, heads=4, scaled=True), SddmmConfig(element, 64, "add")]
+    names = tuple(config.name() for config in configs)
+    _, report = compile_kernels('#include "sddmm.cuh"', names, architecture)
+    assert len(report) == len(names)
+    assert all(kernel.spilled == 0 and kernel.stack == 0 for kernel in report.values()), report
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("width", WIDTHS)
+def test_integer_dots_are_exact(width: int) -> None:
+    for make in GRAPHS.values():
+        g = make()
+        a = torch.randint(-127, 128, (g.num_dst, width), dtype=torch.int8)
+        b = torch.randint(-127, 128, (g.num_src, width), dtype=torch.int8)
+        got = Sddmm(sparse(g.rowptr, g.col, 32, 5), rows16(a), rows16(b))().cpu()[:, 0]
+        want = qsddmm_reference(g.rowptr, g.col, a, b, "dot")
+        assert torch.equal(got, want)
+        a_scale, b_scale = torch.rand(g.num_dst), torch.rand(g.num_src)
+        scales = {"a_scale": a_scale.cuda(), "b_scale": b_scale.cuda()}
+        got = Sddmm(sparse(g.rowptr, g.col, 32, 5), rows16(a), rows16(b), **scales)().cpu()[:, 0]
+        assert torch.equal(got, want * a_scale[g.dst()] * b_scale[g.col])
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("op", ["dot", "add", "sub", "mul", "copy_src", "copy_dst"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", (4, 47, 64, 602))
+def test_float_products(width: int, dtype: torch.dtype, op: str) -> None:
+    for make in GRAPHS.values():
+        g = make()
+        a, b = torch.randn(g.num_dst, width).to(dtype), torch.randn(g.num_src, width).to(dtype)
+        got = Sddmm(sparse(g.rowptr, g.col, 32, 5), rows16(a), rows16(b), op)().cpu()
+        want = sddmm_reference(g.rowptr, g.col, a.float().double(), b.float().double(), op)
+        size = sddmm_reference(g.rowptr, g.col, a.double().abs(), b.double().abs(), "dot")
+        if op == "dot":
+            assert relative_error(got[:, 0], want, size) < 1e-6
+        else:
+            assert torch.allclose(got.double(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize(("heads", "each"), [(4, 16), (2, 32), (8, 16)])
+def test_dots_a_head(heads: int, each: int, dtype: torch.dtype) -> None:
+    g = GRAPHS["random"]()
+    shape = heads * each
+    a, b = (torch.randint(-9, 10, (n, shape)).to(dtype) for n in (g.num_dst, g.num_src))
+    got = Sddmm(sparse(g.rowptr, g.col, 32, 5), rows16(a), rows16(b), heads=heads)().cpu()
+    views = (t.double().view(-1, heads, each) for t in (a, b))
+    assert torch.equal(got.double(), sddmm_reference(g.rowptr, g.col, *views, "dot"))
