@@ -11,6 +11,7 @@
 // is split. staging: slots * kWidth floats.
 
 #include "row_steps.cuh"
+#include "runs.cuh"
 
 namespace gnnc {
 
@@ -30,13 +31,10 @@ __global__ void __launch_bounds__(256) edge_map(EdgeMapArgs args, Body body) {
 }
 
 struct MessageArgs {
-  const int64_t* begin;  // [runs + 1]
-  const int2* place;     // [runs]: row, staging slot or -1
-  const int2* split;     // [splits]: first run, number of runs
-  const int32_t* col;
+  Runs runs;
   float* staging;
   float* out;
-  int64_t runs;
+  int64_t count;  // of runs
 };
 
 enum class Join { sum, mean, max, min };
@@ -62,28 +60,35 @@ __device__ inline float join_end(float total, int64_t count) {
 
 template <int kWidth, int kStride, int kLanes, Join kJoin, class Body>
 __global__ void __launch_bounds__(256) message(MessageArgs args, Body body) {
-  const int64_t run = static_cast<int64_t>(blockIdx.x) * (256 / kLanes) + threadIdx.x / kLanes;
-  if (run >= args.runs) return;
-  const int2 place = args.place[run];
-  const int64_t begin = args.begin[run], end = args.begin[run + 1];
-  for (int column = threadIdx.x % kLanes; column < kWidth; column += kLanes) {
-    float total = join_start<kJoin>();
-    for (int64_t edge = begin; edge < end; ++edge) {
-      total = join<kJoin>(total, body(place.x, args.col[edge], edge, column));
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * (256 / kLanes) + threadIdx.x / kLanes;
+  if (index >= args.count) return;
+  const Runs& runs = args.runs;
+  const int2 place = runs.place[index];
+  const int64_t last = runs.begin[index + 1];
+  const int64_t row_end = place.y < 0 ? runs.place[index + 1].x : place.x + 1;
+  int64_t begin = runs.begin[index];
+  for (int64_t row = place.x; row < row_end; ++row) {
+    const int64_t end = place.y < 0 ? runs.rowptr[row + 1] : last;
+    for (int column = threadIdx.x % kLanes; column < kWidth; column += kLanes) {
+      float total = join_start<kJoin>();
+      for (int64_t edge = begin; edge < end; ++edge) {
+        total = join<kJoin>(total, body(row, runs.col[edge], edge, column));
+      }
+      if (place.y >= 0) {
+        args.staging[static_cast<int64_t>(place.y) * kWidth + column] = total;
+      } else {
+        args.out[row * kStride + column] = join_end<kJoin>(total, end - begin);
+      }
     }
-    if (place.y >= 0) {
-      args.staging[static_cast<int64_t>(place.y) * kWidth + column] = total;
-    } else {
-      args.out[static_cast<int64_t>(place.x) * kStride + column] = join_end<kJoin>(total, end - begin);
-    }
+    begin = end;
   }
 }
 
 template <int kWidth, int kStride, Join kJoin>
 __global__ void __launch_bounds__(256) message_combine(MessageArgs args) {
-  const int2 split = args.split[blockIdx.x];
-  const int2 first = args.place[split.x];
-  const int64_t count = args.begin[split.x + split.y] - args.begin[split.x];
+  const int2 split = args.runs.split[blockIdx.x];
+  const int2 first = args.runs.place[split.x];
+  const int64_t count = args.runs.begin[split.x + split.y] - args.runs.begin[split.x];
   for (int column = threadIdx.x; column < kWidth; column += 256) {
     float total = join_start<kJoin>();
     for (int64_t slot = first.y; slot < first.y + split.y; ++slot) {

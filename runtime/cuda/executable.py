@@ -1,6 +1,8 @@
 """A lowered graph on a CUDA device: the common program, with memory and launches of torch's stream."""
 
 import re
+import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
@@ -12,7 +14,8 @@ from torch.fx import GraphModule
 from gnnc.errors import BackendError
 from gnnc.runtime.cuda.build import Machine, Resources
 from gnnc.runtime.cuda.emitter import CudaEmitter
-from gnnc.runtime.cuda.replay import Replay
+from gnnc.runtime.cuda.launch import enter_device
+from gnnc.runtime.cuda.replay import Recorded, Replay, launch_all
 from gnnc.runtime.executable import Executable, Timing
 from gnnc.runtime.pool import Arena, ArenaPool, Layout, OutputPool
 
@@ -20,6 +23,7 @@ GRAPH_BELOW_MS = 0.3
 """Device time of a call below which launching kernels one by one would take longer than they do."""
 
 _LAUNCH = re.compile(r"(launch_\d+)\((.*?), stream, ")
+_THREAD = threading.local()
 _PER_THREAD_STREAM = 2
 """Handle of the stream that is another one in each thread."""
 
@@ -113,6 +117,9 @@ class CudaExecutable(Executable):
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Run the program; returns the flat outputs."""
         self._watch.check()
+        if not hasattr(_THREAD, "entered"):
+            enter_device(self.device.index)  # a new thread has no context of the driver yet
+            _THREAD.entered = True
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self._call(values)
@@ -162,7 +169,17 @@ class CudaExecutable(Executable):
         source = _LAUNCH.sub(r"\1.record(\2, recorded, ", self.source)
         source = source.replace("        stream = arena.stream\n", "        recorded = []\n")
         head, end, tail = source.rpartition("        return ")
-        self._globals["replay"] = Replay()
+        graphs = Replay()
+
+        def replay(recorded: list[Recorded], stream: int) -> None:
+            try:
+                graphs(recorded, stream)
+            except BackendError as error:
+                self._graph_wins = False
+                warnings.warn(f"gnnc launches kernels one by one from here on: {error}", stacklevel=2)
+                launch_all(recorded, stream)
+
+        self._globals["replay"] = replay
         return self.assemble(f"{head}        replay(recorded, arena.stream)\n{end}{tail}")
 
     def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:

@@ -9,7 +9,6 @@ from typing import Any
 from gnnc.errors import BackendError
 
 _END, _POINTER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
-_INVALID_CONTEXT = (3, 201)
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEFAULT_SHARED = 48 * 1024
 
@@ -136,7 +135,7 @@ class Launch:
             self._handle, grid, 1, 1, self.block, 1, 1, self.shared, stream, None, slot.address
         )
         if status:
-            self._retry(status, grid, stream)
+            check(status, f"launch {self.name} with {grid} blocks")
 
     @property
     def handle(self) -> Any:
@@ -147,14 +146,3 @@ class Launch:
         """Note a launch, to be made with the others of its program."""
         if grid:
             recorded.append((self, grid, self._packed(*values)))
-
-    def _retry(self, status: int, grid: int, stream: int) -> None:
-        """A thread that has not used CUDA before has no context yet."""
-        if status in _INVALID_CONTEXT:
-            import torch
-
-            enter_device(torch.cuda.current_device())
-            status = self._launch(
-                self._handle, grid, 1, 1, self.block, 1, 1, self.shared, stream, None, self._slot.address
-            )
-        check(status, f"launch {self.name} with {grid} blocks")

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from gnnc.ir.nodes import as_node
 from gnnc.runtime.cuda.body import write_body
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks
-from gnnc.runtime.cuda.spmm import runs_of
+from gnnc.runtime.cuda.tables import RUNS_EXTRA, destinations, runs_arguments, runs_of
 from gnnc.runtime.epilogue import Refusal, fixed_width, planned
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.registry import Decline, kernel
@@ -138,23 +137,19 @@ def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
     out = emitter.allocate(node, dense=True)
     stride = emitter.row_stride(node)
     lanes = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= functor.width or lanes == 32)
-    values = [f"{runs}.begin_pointer", f"{runs}.place_pointer", f"{runs}.split_pointer"]
-    values += [f"{columns}.data_ptr()", f"{staging}.data_ptr()", f"{out}.data_ptr()", f"{runs}.count"]
+    values = runs_arguments(emitter.vector(rowptr), columns, runs)
+    values += [f"{staging}.data_ptr()", f"{out}.data_ptr()", f"{runs}.count"]
+    emitter.unit.expect("MessageArgs", len(values) + RUNS_EXTRA)
     join = f"gnnc::Join::{plan.reduce}"
     emitter.launch(
         f"gnnc::message<{functor.width}, {stride}, {lanes}, {join}, {body}>",
         blocks(f"{runs}.count", BLOCK // lanes),
         [*values, *pointers],
+        count=len(values) + len(pointers) + RUNS_EXTRA,
     )
-    emitter.launch(f"gnnc::message_combine<{functor.width}, {stride}, {join}>", f"{runs}.splits", values)
-
-
-def destinations(rowptr: Tensor, edges: int) -> Tensor:
-    """Return the destination of every edge, int32; kept as long as the CSR."""
-    rows = rowptr.__dict__.get("gnnc_destinations")
-    if rows is None:
-        count = torch.arange(rowptr.shape[0] - 1, dtype=torch.int32, device=rowptr.device)
-        rows = torch.repeat_interleave(count, rowptr.diff(), output_size=edges)
-        torch.cuda.current_stream(rowptr.device).synchronize()
-        rowptr.gnnc_destinations = rows  # pyright: ignore[reportAttributeAccessIssue]
-    return rows
+    emitter.launch(
+        f"gnnc::message_combine<{functor.width}, {stride}, {join}>",
+        f"{runs}.splits",
+        values,
+        count=len(values) + RUNS_EXTRA,
+    )

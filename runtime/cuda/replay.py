@@ -9,6 +9,7 @@ so that streams and threads may share it.
 """
 
 import ctypes
+import struct
 import threading
 from typing import Any
 
@@ -46,7 +47,7 @@ class _Node:
             1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0
         )
         self.params = _NodeParams(
-            func=launch.handle,
+            kern=launch.handle,
             gridx=1,
             gridy=1,
             gridz=1,
@@ -129,3 +130,9 @@ class Replay:
                     self._graphs.clear()
                 graph = self._graphs[key] = _Graph(recorded)
             graph(recorded, handle)
+
+
+def launch_all(recorded: list[Recorded], stream: int) -> None:
+    """Make recorded launches one by one."""
+    for launch, grid, data in recorded:
+        launch(grid, stream, *struct.unpack(f"{launch.count}q", data))

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from gnnc.runtime.cuda.emitter import CudaEmitter
+from gnnc.runtime.cuda.emitter import CudaEmitter, blocks
 from gnnc.runtime.cuda.epilogue import write_epilogue
-from gnnc.runtime.cuda.runs import build_runs, run_limit
+from gnnc.runtime.cuda.tables import RUNS_EXTRA, in_order, runs_arguments, runs_of
 from gnnc.runtime.emitter import shape_of
 from gnnc.runtime.epilogue import argument_of
 from gnnc.runtime.plans import spmm
@@ -20,48 +20,6 @@ _MAX_WIDTH = 4096
 _MAX_EXACT_WIDTH = 760
 """Sums of a split row's parts are 64-bit in the shared memory of a block."""
 _STATIC_SHARED = 47 * 1024
-_BLOCKS = 4
-
-
-class RunTable:
-    """The run table of one CSR on its device, as kernels take it.
-
-    Attributes:
-        blocks: chunks of runs.
-        splits: rows that are split.
-        count: runs.
-        slots: rows of the staging buffer.
-        pointers: addresses of ``begin``, ``place``, ``chunk`` and ``split``.
-    """
-
-    def __init__(self, rowptr: Tensor, edges: int, multiprocessors: int) -> None:
-        runs = build_runs(rowptr, run_limit(edges, multiprocessors), multiprocessors * _BLOCKS)
-        self._held = (runs.begin, runs.place, runs.chunk, runs.split)
-        self.blocks = runs.chunk.numel() - 1 if rowptr.numel() > 1 else 0
-        self.splits, self.slots = runs.split.shape[0], runs.slots
-        self.count = runs.begin.numel() - 1
-        self.pointers = tuple(tensor.data_ptr() for tensor in self._held)
-        self.begin_pointer, self.place_pointer, _, self.split_pointer = self.pointers
-        torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
-
-
-def runs_of(rowptr: Tensor, edges: int) -> RunTable:
-    """Return the run table of a CSR; it lives as long as the tensor, which the structure cache holds."""
-    table = rowptr.__dict__.get("gnnc_runs")
-    if table is None:
-        properties = torch.cuda.get_device_properties(rowptr.device)
-        table = rowptr.gnnc_runs = RunTable(rowptr, edges, properties.multi_processor_count)  # pyright: ignore[reportAttributeAccessIssue]
-    return table
-
-
-def in_order(rowptr: Tensor, edges: int) -> Tensor:
-    """Return the columns of a segment reduction that reads its rows as they come."""
-    col = rowptr.__dict__.get("gnnc_order")
-    if col is None:
-        col = torch.arange(edges, dtype=torch.int32, device=rowptr.device)
-        torch.cuda.current_stream(rowptr.device).synchronize()
-        rowptr.gnnc_order = col  # pyright: ignore[reportAttributeAccessIssue]
-    return col
 
 
 def sector_rows(x: Tensor, stride: int) -> Tensor:
@@ -123,12 +81,24 @@ class Spmm:
         staging = emitter.let(
             "staging", f"empty(({runs}.slots * {words},), dtype={emitter.bind(torch.float32, 'dtype')})"
         )
-        arguments = [f"{col}.data_ptr()", f"*{runs}.pointers", edges, f"{x.text}.data_ptr()", str(x.stride)]
+        arguments = [
+            *runs_arguments(emitter.vector(rowptr), col, runs),
+            f"{x.text}.data_ptr()",
+            str(x.stride),
+        ]
         arguments += [value, scale, shift, f"{staging}.data_ptr()", *values]
+        emitter.unit.expect("SpmmArgs", len(arguments) - len(values) + RUNS_EXTRA)
         config, threads = _config(plan, node)
-        for kernel_name, grid, block in (("spmm", "blocks", threads), ("spmm_combine", "splits", 256)):
-            name = f"gnnc::{kernel_name}<{config}, {epilogue}>"
-            emitter.launch(name, f"{runs}.{grid}", arguments, block=block, count=len(arguments) + 3)
+        count = len(arguments) + RUNS_EXTRA
+        emitter.launch(
+            f"gnnc::spmm<{config}, {epilogue}>", f"{runs}.blocks", arguments, block=threads, count=count
+        )
+        emitter.launch(
+            f"gnnc::spmm_combine<{config}, {epilogue}>",
+            blocks(f"{runs}.splits", 8),
+            [*arguments, f"{runs}.splits"],
+            count=count + 1,
+        )
 
 
 def _config(plan: spmm.Plan, node: Node) -> tuple[str, int]:

@@ -17,11 +17,18 @@ class Unit:
     def __init__(self) -> None:
         self._headers: dict[str, None] = {"row_steps.cuh": None}
         self._structs: dict[str, str] = {}
+        self._asserted: dict[str, None] = {}
         self._launches: dict[tuple[Any, ...], Launch] = {}
 
     def include(self, header: str) -> None:
         """Include a header of ``csrc/cuda``."""
         self._headers[header] = None
+
+    def expect(self, struct: str, count: int) -> None:
+        """Have the compiler check that a kernel's argument struct has so many eight-byte members."""
+        self._asserted[
+            f'static_assert(sizeof({struct}) == {8 * count}, "{struct} is given {count} values");'
+        ] = None
 
     def struct(self, kind: str, body: str) -> str:
         """Define a struct, once for each body; return its name."""
@@ -54,7 +61,7 @@ class Unit:
         lines = [f'#include "{header}"' for header in self._headers]
         lines += ["", "using namespace gnnc;", ""]
         lines += [f"struct {name} {{\n{body}}};\n" for body, name in self._structs.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._asserted, ""])
 
     def compile(self, architecture: str) -> Machine:
         """Compile for an architecture; needs no GPU."""

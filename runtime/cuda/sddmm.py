@@ -1,0 +1,63 @@
+"""Lowering of ops that make one value, or one row, for each edge."""
+
+from torch.fx import Node
+
+from gnnc.ir.nodes import as_node
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter
+from gnnc.runtime.cuda.spmm import ELEMENTS, gathered_rows
+from gnnc.runtime.cuda.tables import RUNS_EXTRA, runs_arguments, runs_of
+from gnnc.runtime.plans import sddmm
+from gnnc.runtime.registry import Decline, kernel
+
+_OPS = ("dot", "add", "sub", "mul", "copy_src", "copy_dst")
+_PIECE = 16
+_MAX_WIDTH = 1024
+
+
+@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="sddmm", priority=10)
+class Sddmm:
+    """``csrc/cuda/sddmm.cuh``: a dot, sum, difference, product or copy of the rows at an edge's ends."""
+
+    @staticmethod
+    def plan(node: Node) -> sddmm.Plan | Decline:
+        """Take dot products of whole pieces of 16 bytes, and any other op on rows of more than one value."""
+        plan = sddmm.plan(node)
+        if isinstance(plan, Decline):
+            return plan
+        width = plan.a_width or plan.b_width
+        size = as_node(node.args[2] if node.args[2] is not None else node.args[3]).meta["val"].dtype.itemsize
+        if width == 1 or width > _MAX_WIDTH:
+            return Decline(f"rows of {width} columns")
+        if _OPS[plan.op] == "dot":
+            return _dot(plan, width * size)
+        return plan
+
+    @staticmethod
+    def emit(plan: sddmm.Plan, node: Node, emitter: CudaEmitter) -> None:
+        """Write the launch."""
+        emitter.unit.include("sddmm.cuh")
+        rowptr, col, a, b, _ = node.args
+        first, second = as_node(a if a is not None else b), as_node(b if b is not None else a)
+        width = plan.a_width or plan.b_width
+        rows = [gathered_rows(emitter, value, width) for value in (first, second)]
+        pointer, columns = emitter.vector(as_node(rowptr)), emitter.vector(as_node(col))
+        runs = emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({pointer}, {columns}.shape[0])")
+        out = emitter.allocate(node, dense=True)
+        values = runs_arguments(pointer, columns, runs)
+        for row in rows:
+            values += [f"{row.text}.data_ptr()", str(row.stride)]
+        values += ["0", "0", f"{out}.data_ptr()"]
+        emitter.unit.expect("SddmmArgs", len(values) + RUNS_EXTRA)
+        element = ELEMENTS[first.meta["val"].dtype]
+        config = f"gnnc::SddmmConfig<gnnc::Element::{element}, {width}, gnnc::EdgeOp::{_OPS[plan.op]}, "
+        config += f"{plan.heads}, false, {BLOCK}>"
+        emitter.launch(f"gnnc::sddmm<{config}>", f"{runs}.blocks", values, count=len(values) + RUNS_EXTRA)
+
+
+def _dot(plan: sddmm.Plan, nbytes: int) -> sddmm.Plan | Decline:
+    pieces, rest = divmod(nbytes, _PIECE * plan.heads)
+    if rest:
+        return Decline("a head is no multiple of 16 bytes")
+    if plan.heads > 1 and (pieces & (pieces - 1) or pieces * plan.heads > 32):
+        return Decline("a head is not a power of two of 16-byte pieces of a warp")
+    return plan

@@ -1,0 +1,53 @@
+"""Programs compile for architectures that this machine need not have, and stay in registers."""
+
+import pytest
+import torch
+from zoo import ZOO, build
+
+import gnnc
+from gnnc.runtime import cuda
+from gnnc.runtime.backend import OFFLINE
+
+MAIN = ("gcn", "sage-mean", "gin", "gat", "gatv2", "transformer")
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    try:
+        cuda.load_compiler()
+    except gnnc.BackendError as error:
+        pytest.skip(str(error))
+
+
+def lowered(name: str, precision: str, backend: str):
+    args, kwargs = ZOO[name].arguments(60, 400, 0)
+    compiled = gnnc.compile(build(name), precision, backend=backend)
+    with torch.no_grad(), pytest.raises(gnnc.BackendError, match="compiles for a device that is not here"):
+        compiled(*args, **kwargs)
+    return compiled
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+@pytest.mark.parametrize("name", MAIN)
+def test_every_architecture(name: str, precision: str) -> None:
+    executable = lowered(name, precision, "cuda-offline")._last.executable
+    assert set(executable.machines) == set(OFFLINE)
+    for machine in executable.machines.values():
+        assert set(machine.resources) == set(executable.unit.names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_the_zoo(name: str) -> None:
+    compiled = lowered(name, "int8", "cuda-offline:sm_90")
+    assert "cuda-offline:sm_90" in str(compiled)
+
+
+def test_an_unknown_architecture_is_no_backend() -> None:
+    with pytest.raises(gnnc.BackendError, match="choose one of"):
+        gnnc.compile(build("gcn"), backend="cpu:sm_90")
+
+
+def test_fp16_is_for_cuda() -> None:
+    with pytest.raises(gnnc.UnsupportedError, match="on CUDA only"):
+        gnnc.compile(build("gcn"), "fp16", backend="cpu")

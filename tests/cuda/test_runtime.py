@@ -1,0 +1,260 @@
+"""How calls behave on a CUDA device: streams, threads, graphs, memory, bad input."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from cuda_cases import error, on_device
+from test_backends import MODELS, given
+from torch_geometric.nn.models import GCN
+
+import gnnc
+
+pytestmark = pytest.mark.cuda
+GRAPH = pytest.mark.parametrize("cuda_graph", [True, False, "auto"])
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return GCN(24, 64, 2, 7).eval().cuda()
+
+
+def compiled_and_inputs(model, cuda_graph="auto", precision="int8", **options):
+    x, edge_index = on_device(given())
+    compiled = gnnc.compile(model, precision, cuda_graph=cuda_graph, **options)
+    return compiled, x, edge_index
+
+
+@torch.no_grad()
+@GRAPH
+def test_returned_tensors_are_never_overwritten(model, cuda_graph):
+    compiled, x, edge_index = compiled_and_inputs(model, cuda_graph)
+    inputs = [x + i for i in range(8)]
+    outputs = [compiled(one, edge_index) for one in inputs]
+    torch.cuda.synchronize()
+    for one, out in zip(inputs, outputs, strict=True):
+        assert torch.equal(out, compiled(one.clone(), edge_index))
+    assert len({out.data_ptr() for out in outputs}) == len(outputs)
+
+
+@torch.no_grad()
+def test_a_graph_is_replayed_and_computes_the_same(model):
+    compiled, x, edge_index = compiled_and_inputs(model, True)
+    plain, _, _ = compiled_and_inputs(copy.deepcopy(model), False)
+    for _ in range(4):
+        x = x + 1
+        assert torch.equal(compiled(x, edge_index), plain(x, edge_index))
+    assert compiled._last.executable.replays and not plain._last.executable.replays
+
+
+@torch.no_grad()
+def test_auto_replays_small_calls(model):
+    compiled, x, edge_index = compiled_and_inputs(model)
+    for _ in range(6):
+        compiled(x, edge_index)
+        torch.cuda.synchronize()
+    assert compiled._last.executable.replays
+
+
+@torch.no_grad()
+@GRAPH
+def test_weights_that_change_are_seen(model, cuda_graph):
+    compiled, x, edge_index = compiled_and_inputs(model, cuda_graph, "fp16")
+    for _ in range(3):
+        compiled(x, edge_index)
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    assert error(compiled(x, edge_index), model(x, edge_index)) < 0.01
+    model.load_state_dict({k: v / 3 for k, v in model.state_dict().items()})
+    assert error(compiled(x, edge_index), model(x, edge_index)) < 0.01
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone() * 2
+    assert error(compiled(x, edge_index), model(x, edge_index)) < 0.01
+
+
+@torch.no_grad()
+@GRAPH
+def test_streams(model, cuda_graph):
+    compiled, x, edge_index = compiled_and_inputs(model, cuda_graph)
+    expected = [compiled(x + i, edge_index) for i in range(6)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.default_stream(), torch.cuda.ExternalStream(2)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            got = [compiled(x + i, edge_index) for i in range(6)]
+        stream.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@torch.no_grad()
+def test_a_stream_waits_for_nobody_else(model):
+    """A call runs on the current stream: it is ordered behind what that stream holds."""
+    compiled, x, edge_index = compiled_and_inputs(model, False)
+    expected = compiled(x, edge_index)
+    stream = torch.cuda.Stream()
+    buffer = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        buffer.copy_(x)
+        got = compiled(buffer, edge_index)
+    stream.synchronize()
+    assert torch.equal(got, expected)
+
+
+@torch.no_grad()
+@GRAPH
+def test_two_threads_with_streams_of_their_own(model, cuda_graph):
+    compiled, x, edge_index = compiled_and_inputs(model, cuda_graph)
+    inputs = [x + i for i in range(4)]
+    expected = [compiled(one, edge_index) for one in inputs]
+    torch.cuda.synchronize()
+    failures: list[int] = []
+
+    def work(own: bool) -> None:
+        stream = torch.cuda.Stream() if own else torch.cuda.default_stream()
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for turn in range(60):
+                got = compiled(inputs[turn % 4], edge_index)
+                stream.synchronize()
+                if not torch.equal(got, expected[turn % 4]):
+                    failures.append(turn)
+
+    threads = [threading.Thread(target=work, args=(own,)) for own in (True, True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@torch.no_grad()
+@GRAPH
+def test_inside_the_callers_own_graph(model, cuda_graph):
+    compiled, x, edge_index = compiled_and_inputs(model, cuda_graph)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        compiled(x, edge_index)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    static = x.clone()
+    with torch.cuda.graph(graph, stream=stream):
+        out = compiled(static, edge_index)
+    for i in range(3):
+        static.copy_(x + i)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, compiled(x + i, edge_index))
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_call_on_a_known_graph_waits_for_nothing(model):
+    compiled, x, edge_index = compiled_and_inputs(model)
+    for _ in range(3):
+        compiled(x, edge_index)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        compiled(x + 1, edge_index)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("row", "bad"), [(0, 90), (0, -1), (1, 90), (1, -5), (0, 2**40)])
+def test_ids_out_of_range_are_an_error_of_ours_and_do_no_harm(model, row, bad):
+    compiled, x, edge_index = compiled_and_inputs(model)
+    expected = compiled(x, edge_index)
+    broken = edge_index.clone()
+    broken[row, 17] = bad
+    with pytest.raises(gnnc.GraphError, match="0..89"):
+        compiled(x, broken)
+    assert torch.equal(compiled(x, edge_index), expected)
+
+
+@torch.no_grad()
+@GRAPH
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_said(model, cuda_graph, bad):
+    x, edge_index = on_device(given())
+    broken = x.clone()
+    broken[3, 5] = bad
+    compiled = gnnc.compile(model, "int8", cuda_graph=cuda_graph)
+    with pytest.raises(gnnc.PrecisionError, match="not finite"):
+        compiled(broken, edge_index)
+    for _ in range(3):
+        expected = compiled(x, edge_index)
+    compiled(broken, edge_index)
+    torch.cuda.synchronize()
+    with pytest.raises(gnnc.PrecisionError, match="in this call or an earlier one"):
+        compiled(x, edge_index)
+    assert torch.equal(compiled(x, edge_index), expected)
+    assert not gnnc.compile(model, "int8", check_finite="off")(broken, edge_index).isfinite().all()
+
+
+@torch.no_grad()
+def test_arguments_on_another_device(model):
+    compiled, x, edge_index = compiled_and_inputs(model)
+    with pytest.raises(gnnc.InputError, match="x is on cpu, but the model is on cuda:0"):
+        compiled(x.cpu(), edge_index)
+    with pytest.raises(gnnc.InputError, match="does not run"):
+        gnnc.compile(model, "int8", backend="cpu")(x, edge_index)
+
+
+@torch.no_grad()
+def test_a_model_may_move(model):
+    compiled, x, edge_index = compiled_and_inputs(model)
+    expected = compiled(x, edge_index).cpu()
+    model.cpu()
+    assert error(compiled(x.cpu(), edge_index.cpu()), expected) < 0.01
+    model.cuda()
+    assert error(compiled(x, edge_index), expected) == 0
+
+
+@torch.no_grad()
+def test_misaligned_and_strided_inputs(model):
+    compiled, x, edge_index = compiled_and_inputs(model)
+    expected = compiled(x, edge_index)
+    flat = torch.empty(x.numel() + 1, device="cuda")
+    shifted = flat[1:].view_as(x).copy_(x)
+    wide = torch.empty(x.shape[0], 31, device="cuda")[:, 3:27].copy_(x)
+    transposed = x.t().contiguous().t()
+    for form in (shifted, wide, transposed):
+        assert torch.equal(compiled(form, edge_index), expected)
+    assert torch.equal(compiled(x, edge_index.int()), expected)
+
+
+@torch.no_grad()
+def test_memory_is_flat_over_mini_batches():
+    torch.manual_seed(0)
+    compiled = gnnc.compile(MODELS["GAT"]().eval().cuda(), "int8")
+    compiled(*on_device(given(300, 2000)))
+    held = set()
+    for i in range(30):
+        compiled(*on_device(given(100 + i % 7, 400 + i)))
+        if i >= 10:
+            torch.cuda.synchronize()
+            held.add(compiled._last.executable.arena_bytes)
+    assert len(held) == 1
+    compiled.clear_cache()
+    assert compiled._last.executable.arena_bytes == 0
+
+
+@torch.no_grad()
+def test_two_runs_give_equal_bits():
+    for name in ("GCN", "GAT", "GATv2", "GraphSAGE max"):
+        torch.manual_seed(0)
+        compiled = gnnc.compile(MODELS[name]().eval().cuda(), "int8")
+        arguments = on_device(given(2000, 60000))
+        first = compiled(*arguments)
+        assert all(torch.equal(compiled(*arguments), first) for _ in range(3)), name
+
+
+@torch.no_grad()
+def test_profile_measures_kernels(model):
+    compiled, x, edge_index = compiled_and_inputs(model)
+    assert "spmm" in compiled.profile(x, edge_index) or compiled._last.timings
+    assert all(seconds > 0 for seconds in compiled._last.timings.values())
