@@ -118,7 +118,7 @@ class CudaExecutable(Executable):
         """Run the program; returns the flat outputs."""
         self._watch.check()
         if not hasattr(_THREAD, "entered"):
-            enter_device(self.device.index)  # a new thread has no context of the driver yet
+            enter_device(torch.cuda.current_device())  # a new thread has no context of the driver yet
             _THREAD.entered = True
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):

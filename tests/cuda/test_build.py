@@ -24,8 +24,8 @@ def compiler():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GNNC_CACHE", str(tmp_path / "kernels"))
-    return tmp_path / "kernels"
+    monkeypatch.setenv("GNNC_CACHE", str(tmp_path))
+    return tmp_path / "cuda"
 
 
 @pytest.fixture
