@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gnnc import debug, report
 from gnnc.arguments import Call, flatten_call
+from gnnc.containers import opened
 from gnnc.errors import CaptureError, GnncError, InputError, PrecisionError, UnsupportedError
 from gnnc.passes.base import Pass
 from gnnc.passes.pipeline import PIPELINE
@@ -25,6 +26,7 @@ from gnnc.program import Options, Program, build_program, find
 from gnnc.runtime.backend import Backend, get_backend
 from gnnc.runtime.pool import OutputPool
 from gnnc.signature import describe_arguments, missing_arguments, validate
+from gnnc.watch import Watch, autocast_mode
 
 _REMEMBERED_SHAPES = 256
 _PROFILE_RUNS = 5
@@ -159,6 +161,7 @@ class CompiledModel(torch.nn.Module):
         if self._capturing:
             with self._lock:  # tracing puts stand-ins into the model's own tables
                 pass
+        self._notice_changes()
         tensors: list[Tensor] = []
         key = self._shape_key(args, kwargs, tensors)
         program = self._by_shape.get(key) if key is not None else None
@@ -166,11 +169,28 @@ class CompiledModel(torch.nn.Module):
             return program.run(tensors)
         return self._slow_call(args, kwargs, key, tensors)
 
+    def _notice_changes(self) -> None:
+        """Drop all programs if the model's code is not what they were traced from."""
+        try:
+            changed = self._watch.has_changed()
+        except RuntimeError:  # another thread began to trace, and puts stand-ins into the model's tables
+            changed = True
+        if not changed:
+            return
+        with self._lock:
+            if self._watch.has_changed():
+                self._programs.clear()
+                self._by_shape.clear()
+                self._all_modules = tuple(self.model.modules())
+                self._watch = Watch(self.model)
+                self._reason = "a layer, a hook or a constant of the model has changed"
+
     def _shape_key(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> tuple[Any, ...] | None:
         """Collect the tensors and a key of everything else, or None for calls of an unusual form."""
         parts: list[Any] = [module.training for module in self._all_modules]
+        parts.append(autocast_mode())
         if not describe_arguments(args, parts, tensors):
             return None
         for name, value in kwargs.items():
@@ -182,6 +202,7 @@ class CompiledModel(torch.nn.Module):
     def _slow_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, tensors: list[Tensor]
     ) -> Any:
+        args, kwargs = opened((args, kwargs))
         call = flatten_call(self.model, args, kwargs)
         validate(type(self.model).__name__, call, device_of(self.model), self.options.requested)
         program = self._program_for(call, args, kwargs)
@@ -206,7 +227,7 @@ class CompiledModel(torch.nn.Module):
 
     def _structural_key(self, call: Call) -> Any:
         modes = tuple(module.training for module in self._all_modules)
-        return call.key, tuple((t.dtype, t.dim(), t.device) for t in call.tensors), modes
+        return call.key, tuple((t.dtype, t.dim(), t.device) for t in call.tensors), modes, autocast_mode()
 
     def _capture(
         self,
@@ -225,7 +246,8 @@ class CompiledModel(torch.nn.Module):
             self._explain_arguments(call, failure, error)
         finally:
             self._capturing = False
-        again = failure or "another structure of arguments, constants or mode"
+        again = self._reason or failure or "another structure of arguments, constants or mode"
+        self._reason = None
         first = "example_inputs" if examples else "the first call"
         self._captures.append(again if self._captures else first)
         self._last = program
@@ -260,7 +282,7 @@ class CompiledModel(torch.nn.Module):
         return alike[-1].captured.guards.failure(call.tensors) if alike else None
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = pytree.tree_leaves((args, kwargs))
+        inputs = pytree.tree_leaves(opened((args, kwargs)))
         tensors = (*self.model.parameters(), *(t for t in inputs if isinstance(t, Tensor)))
         if any(tensor.requires_grad for tensor in tensors):
             raise UnsupportedError(
@@ -411,7 +433,7 @@ class CompiledModel(torch.nn.Module):
 
     def capture_examples(self) -> None:
         """Capture with ``example_inputs``."""
-        args = self._example_inputs or ()
+        args = opened(self._example_inputs or ())
         call = flatten_call(self.model, args, {})
         validate(type(self.model).__name__, call, device_of(self.model), self.options.requested)
         with self._lock:
@@ -421,6 +443,8 @@ class CompiledModel(torch.nn.Module):
 
     def _forget(self) -> None:
         self._all_modules = tuple(self.model.modules())
+        self._watch = Watch(self.model)
+        self._reason: str | None = None
         self._programs: dict[Any, list[Program]] = {}
         self._by_shape: dict[Any, Program] = {}
         self._pool = OutputPool()

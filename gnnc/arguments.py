@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from gnnc.containers import closed, opened
 from gnnc.errors import InputError
 from gnnc.sparse import components, is_sparse
 
@@ -82,7 +83,7 @@ def flatten_call(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[st
         )
         raise InputError(message) from None
     bound.apply_defaults()
-    paths, spec = pytree.tree_flatten_with_path(dict(bound.arguments))
+    paths, spec = pytree.tree_flatten_with_path(opened(dict(bound.arguments)))
     tensors: list[torch.Tensor] = []
     leaves = []
     for path, value in paths:
@@ -131,7 +132,7 @@ def rebuild(
             values.append(parts[0])
         else:
             values.append(make_sparse(leaf, parts))
-    arguments = pytree.tree_unflatten(values, spec)
+    arguments = closed(pytree.tree_unflatten(values, spec))
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for name, form in forms:
@@ -148,11 +149,22 @@ def rebuild(
 
 def _leaf(name: str, value: Any) -> tuple[Leaf, tuple[torch.Tensor, ...]]:
     if not isinstance(value, torch.Tensor):
+        _check_constant(name, value)
         return Leaf(name, "constant", value), ()
     if not is_sparse(value):
         return Leaf(name, "tensor"), (value,)
     parts = components(value)
     return Leaf(name, "sparse", value.layout, tuple(parts)), tuple(parts.values())
+
+
+def _check_constant(name: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise InputError(
+            f"argument {name} is a {type(value).__name__}, which gnnc cannot look into: pass its tensors, "
+            "alone or in tuples, lists and dicts"
+        ) from None
 
 
 def _path_text(path: Sequence[Any]) -> str:

@@ -3,9 +3,13 @@
 import contextlib
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_ABSENT = "absent"
+"""Told from None, which asks for a pair as the result."""
 
 
 @contextlib.contextmanager
@@ -18,6 +22,7 @@ def exportable(model: torch.nn.Module) -> Iterator[None]:
     """
     import torch_geometric.backend as backend  # a second of imports that capture alone needs
     from torch_geometric.nn import HeteroLinear
+    from torch_geometric.utils import sparse
 
     for module in model.modules():
         if getattr(module, "cached", False) is True:
@@ -28,10 +33,38 @@ def exportable(model: torch.nn.Module) -> Iterator[None]:
             vars(module)["forward"] = partial(_hetero_linear, module)
     before = backend.use_segment_matmul
     backend.use_segment_matmul = False
+    pyg_coalesce, sparse.coalesce = sparse.coalesce, coalesce  # what a torch.sparse adjacency goes through
     try:
         yield
     finally:
         backend.use_segment_matmul = before
+        sparse.coalesce = pyg_coalesce
+
+
+def coalesce(
+    edge_index: Tensor,
+    edge_attr: Any = _ABSENT,
+    num_nodes: int | None = None,
+    reduce: str = "sum",
+    is_sorted: bool = False,
+    sort_by_row: bool = True,
+) -> Any:
+    """Sort edges and merge duplicates, as PyG's function does, whatever their values are."""
+    from torch_geometric.utils import scatter
+    from torch_geometric.utils.num_nodes import maybe_num_nodes
+
+    count = maybe_num_nodes(edge_index, num_nodes)
+    first, second = (0, 1) if sort_by_row else (1, 0)
+    keys, place = torch.unique(edge_index[first] * count + edge_index[second], return_inverse=True)
+    ends = keys // count, keys % count
+    merged = torch.stack([ends[first], ends[second]])
+    if isinstance(edge_attr, str):
+        return merged
+    if isinstance(edge_attr, Tensor):
+        return merged, scatter(edge_attr, place, 0, keys.shape[0], reduce)
+    if edge_attr is None:
+        return merged, None
+    return merged, [scatter(attr, place, 0, keys.shape[0], reduce) for attr in edge_attr]
 
 
 def _hetero_linear(layer: torch.nn.Module, x: Tensor, type_vec: Tensor) -> Tensor:

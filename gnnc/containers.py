@@ -1,0 +1,62 @@
+"""PyG graph objects as dicts, so that their tensors are arguments like others."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+_MARK = ""
+"""Key of the entry that says what a dict was; no attribute has this name."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """What an opened object was.
+
+    Attributes:
+        kind: its class; of a batch, the class that it is a batch of.
+        num_graphs: number of graphs of a batch; None for a single graph.
+    """
+
+    kind: type
+    num_graphs: int | None
+
+
+def opened(value: Any) -> Any:
+    """``value`` with every PyG graph object in it replaced by a dict of what it holds."""
+    data = sys.modules.get("torch_geometric.data")
+    if data is None:
+        return value
+    return _open(value, data)
+
+
+def closed(value: Any) -> Any:
+    """Undo ``opened``."""
+    if isinstance(value, dict):
+        inner = {key: closed(item) for key, item in value.items() if key != _MARK}
+        mark = value.get(_MARK)
+        return _close(mark, inner) if isinstance(mark, Container) else inner
+    if type(value) in (list, tuple):
+        return type(value)(map(closed, value))
+    return value
+
+
+def _open(value: Any, data: Any) -> Any:
+    if isinstance(value, data.Batch):
+        return {_MARK: Container(type(value).__bases__[-1], value.num_graphs), **value.to_dict()}
+    if isinstance(value, data.Data | data.HeteroData):
+        return {_MARK: Container(type(value), None), **value.to_dict()}
+    if type(value) is dict:
+        return {key: _open(item, data) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_open(item, data) for item in value)
+    return value
+
+
+def _close(mark: Container, content: dict[Any, Any]) -> Any:
+    if mark.num_graphs is None:
+        return mark.kind.from_dict(content)  # pyright: ignore[reportAttributeAccessIssue]
+    from torch_geometric.data import Batch
+
+    filled = type(Batch(_base_cls=mark.kind)).from_dict(content)
+    filled._num_graphs = mark.num_graphs
+    return filled

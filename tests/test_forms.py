@@ -1,0 +1,255 @@
+"""The forms in which a graph is given, and models that change between calls."""
+
+import threading
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Batch, Data, HeteroData
+
+import gnnc
+
+NODES, WIDTH = 50, 12
+
+
+def graph(nodes: int = NODES, edges: int = 300, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(nodes, WIDTH, generator=generator)
+    return x, torch.randint(nodes, (2, edges), generator=generator)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.factor = pyg.GCNConv(WIDTH, 16), pyg.SAGEConv(16, 5), 2
+
+    def forward(self, x, edge_index):
+        return self.last(self.first(x, edge_index).relu(), edge_index) * self.factor
+
+
+class OfData(Net):
+    def forward(self, data):
+        return super().forward(data.x, data.edge_index)
+
+
+class OfBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = pyg.GINConv(nn.Linear(WIDTH, 8))
+
+    def forward(self, data):
+        return pyg.global_add_pool(self.conv(data.x, data.edge_index), data.batch, size=data.num_graphs)
+
+
+class OfHetero(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = pyg.HeteroConv(
+            {
+                ("paper", "cites", "paper"): pyg.SAGEConv(WIDTH, 8),
+                ("author", "writes", "paper"): pyg.SAGEConv((WIDTH, WIDTH), 8),
+                ("author", "knows", "author"): pyg.SAGEConv(WIDTH, 8),
+            }
+        )
+
+    def forward(self, data):
+        return self.conv(data.x_dict, data.edge_index_dict)["paper"]
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().eval()
+
+
+def assert_same(compiled, model, *arguments) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*arguments), model(*arguments), rtol=1e-4, atol=1e-4)
+
+
+def captures(compiled) -> int:
+    return len(compiled.explain().rpartition("Captures")[2].strip().splitlines())
+
+
+def test_data():
+    model = made(OfData)
+    compiled = gnnc.compile(model, "fp32")
+    for sizes in ((50, 300), (31, 90), (7, 0)):
+        x, edge_index = graph(*sizes)
+        assert_same(compiled, model, Data(x=x, edge_index=edge_index, y=torch.zeros(sizes[0]).long()))
+    assert captures(compiled) == 1
+    x, edge_index = graph()
+    edge_index[0, 3] = NODES
+    with pytest.raises(gnnc.GraphError, match=r"edge_index.*\[0, 3\] = 50"), torch.no_grad():
+        compiled(Data(x=x, edge_index=edge_index, y=torch.zeros(NODES).long()))
+
+
+def test_batches():
+    model = made(OfBatch)
+    compiled = gnnc.compile(model, "fp32")
+    for seed, sizes in enumerate([(7, 8, 9), (5, 4, 12)]):
+        graphs = [Data(*graph(nodes, 20, seed)) for nodes in sizes]
+        assert_same(compiled, model, Batch.from_data_list(graphs))
+    assert captures(compiled) == 1
+
+
+def test_hetero_data():
+    model = made(OfHetero)
+    compiled = gnnc.compile(model, "fp32")
+    for papers, authors in ((50, 9), (20, 21)):
+        data = HeteroData()
+        data["paper"].x, data["paper", "cites", "paper"].edge_index = graph(papers)
+        data["author"].x, data["author", "knows", "author"].edge_index = graph(authors, 40)
+        ends = torch.randint(authors, (30,)), torch.randint(papers, (30,))
+        data["author", "writes", "paper"].edge_index = torch.stack(ends)
+        assert_same(compiled, model, data)
+    assert captures(compiled) == 1
+
+
+def test_an_object_of_another_kind_is_refused():
+    class Box:
+        __hash__ = None  # type: ignore[assignment]
+
+    with pytest.raises(gnnc.InputError, match="argument data is a Box.*pass its tensors"), torch.no_grad():
+        gnnc.compile(made(OfData))(Box())
+
+
+def test_edge_index_objects():
+    model = made(Net)
+    compiled = gnnc.compile(model, "fp32")
+    x, edge_index = graph()
+    plain = EdgeIndex(edge_index, sparse_size=(NODES, NODES))
+    by_row = plain.sort_by("col")[0].fill_cache_()
+    for form in (plain, by_row):
+        assert_same(compiled, model, x, form)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("conv", [pyg.GCNConv, pyg.SAGEConv, pyg.GraphConv, pyg.GINConv])
+def test_csr_adjacencies(conv):
+    torch.manual_seed(0)
+    model = (conv(nn.Linear(WIDTH, 8)) if conv is pyg.GINConv else conv(WIDTH, 8)).eval()
+    compiled = gnnc.compile(model, "fp32")
+    for seed in range(2):
+        x, edge_index = graph(seed=seed)
+        edge_index = edge_index.unique(dim=1)
+        values = torch.rand(edge_index.shape[1])
+        adjacency = torch.sparse_coo_tensor(edge_index.flip(0), values, (NODES, NODES)).to_sparse_csr()
+        assert_same(compiled, model, x, adjacency)
+
+
+def test_bipartite_pairs():
+    torch.manual_seed(0)
+    model = pyg.SAGEConv((WIDTH, WIDTH), 8).eval()
+    compiled = gnnc.compile(model, "fp32")
+    for sources, targets in ((50, 20), (40, 19), (7, 7)):
+        ends = torch.randint(sources, (60,)), torch.randint(targets, (60,))
+        pair = torch.randn(sources, WIDTH), torch.randn(targets, WIDTH)
+        assert_same(compiled, model, pair, torch.stack(ends))
+    assert captures(compiled) == 1
+
+
+# models that change
+
+
+def replace_layer(model: Net) -> None:
+    model.last = pyg.GraphConv(16, 7).eval()
+
+
+def add_hook(model: Net) -> None:
+    model.first.register_forward_hook(lambda module, arguments, result: result * 2)
+
+
+def add_pre_hook(model: Net) -> None:
+    model.register_forward_pre_hook(lambda module, arguments: (arguments[0] * 2, arguments[1]))
+
+
+def change_constant(model: Net) -> None:
+    model.factor = 5
+
+
+def freeze(model: Net) -> None:
+    model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [replace_layer, add_hook, add_pre_hook, change_constant, freeze])
+def test_changes_of_the_model_are_seen(change):
+    model = made(Net)
+    compiled = gnnc.compile(model, "fp32")
+    assert_same(compiled, model, *graph())
+    change(model)
+    assert_same(compiled, model, *graph())
+    assert_same(compiled, model, *graph(31, 90))
+    assert captures(compiled) == (1 if change is freeze else 2)
+
+
+def test_a_hook_that_goes_is_seen():
+    model = made(Net)
+    hook = model.first.register_forward_hook(lambda module, arguments, result: result * 2)
+    compiled = gnnc.compile(model, "fp32")
+    assert_same(compiled, model, *graph())
+    hook.remove()
+    assert_same(compiled, model, *graph())
+
+
+def test_half_is_refused():
+    model = made(Net)
+    compiled = gnnc.compile(model, "fp32")
+    assert_same(compiled, model, *graph())
+    model.half()
+    with pytest.raises(gnnc.UnsupportedError, match=r"\.float\(\)"), torch.no_grad():
+        compiled(*graph())
+
+
+@torch.no_grad()
+def test_autocast_has_a_program_of_its_own():
+    model = made(Net)
+    compiled = gnnc.compile(model, "fp32")
+    plain = compiled(*graph())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, got = model(*graph()), compiled(*graph())
+    assert got.dtype == expected.dtype
+    assert (got.float() - expected.float()).norm() <= 2e-2 * expected.float().norm()
+    assert torch.equal(compiled(*graph()), plain)
+
+
+@torch.no_grad()
+def test_four_threads_equal_one():
+    model = made(Net)
+    compiled = gnnc.compile(model, "int8")
+    graphs = [graph(20 + 7 * seed, 100 + 13 * seed, seed) for seed in range(8)]
+    expected = [compiled(*arguments) for arguments in graphs]
+    wrong: list[int] = []
+
+    def work(start: int) -> None:
+        with torch.no_grad():
+            for step in range(40):
+                number = (start + step) % len(graphs)
+                if not torch.equal(compiled(*graphs[number]), expected[number]):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@torch.no_grad()
+def test_a_thousand_mini_batches_are_one_program_and_leave_nothing():
+    model = made(Net)
+    compiled = gnnc.compile(model, "int8")
+    for seed in range(1000):
+        nodes = 20 + seed % 97
+        compiled(*graph(nodes, 3 * nodes + seed % 11, seed))
+        if seed == 300:
+            before = kept(compiled)
+    assert captures(compiled) == 1
+    assert kept(compiled) <= 1.2 * before
+
+
+def kept(compiled) -> int:
+    (program,) = compiled._all_programs()
+    return program.executable.arena_bytes + program.runner.cache.nbytes
