@@ -121,9 +121,7 @@ def timed(
         first.setdefault(str(call).split("\n\n", 1)[-1], key)
     same = {key: first[str(call).split("\n\n", 1)[-1]] for key, call in calls.items()}
     runs = {key: lambda call=calls[key]: call(x, edge_index) for key in dict.fromkeys(same.values())}
-    # One thread: its own processor time leaves out what other processes on the machine take.
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    best = shortest(runs, rounds, clock)
+    best = shortest(runs, rounds)
     return {key: best[same[key]] for key in calls}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
+from scipy.optimize import linprog
 
 from gnnc import cost, describe
 from gnnc.cost import Rates, Term
@@ -47,7 +47,6 @@ BACKENDS = ("cpu", "reference")
 """Backends whose speed can be measured."""
 
 _LEAST_RUNS = 3
-_FIT_ROUNDS = 8
 _known: dict[str, Rates] = {}
 
 
@@ -264,8 +263,8 @@ def _trials(probe: Probe, variants: Sequence[tuple[Any, Any]], graph: tuple[int,
 def fit(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
     """Return the rates that explain the samples best, by family.
 
-    Least squares of the relative error with rates of at least 0, reweighted so that the sum of
-    absolute errors is what gets small: a sample that was disturbed pulls less.
+    The sum of absolute relative errors is least, with rates of at least 0: a sample that was
+    disturbed pulls no more than any other.
     """
     groups: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -287,13 +286,20 @@ def _fit_one(samples: Sequence[Sample]) -> dict[str, float]:
     names = sorted({name for row in rows for name, amount in row.items() if amount > 0})
     matrix = np.array([[row.get(name, 0.0) for name in names] for row in rows])
     unit = matrix.max(0)
-    weights = np.ones(len(rows))
-    rates = np.zeros(len(names))
-    for _ in range(_FIT_ROUNDS):
-        rates, _ = nnls(matrix / unit * weights[:, None], weights)
-        errors = np.abs(matrix / unit @ rates - 1)
-        weights = 1 / np.sqrt(np.maximum(errors, 0.02))
-    return {name: float(rate) for name, rate in zip(names, rates / unit, strict=True)}
+    rates = _least_absolute(matrix / unit) / unit
+    return {name: float(rate) for name, rate in zip(names, rates, strict=True)}
+
+
+def _least_absolute(matrix: np.ndarray) -> np.ndarray:
+    """Return x >= 0 with the least sum of |matrix @ x - 1|."""
+    rows, columns = matrix.shape
+    slack = -np.eye(rows)
+    result = linprog(
+        np.concatenate([np.zeros(columns), np.ones(rows)]),
+        A_ub=np.block([[matrix, slack], [-matrix, slack]]),
+        b_ub=np.concatenate([np.ones(rows), -np.ones(rows)]),
+    )
+    return result.x[:columns]
 
 
 __all__ = ["Sample", "calibrate", "fit", "rates_for", "stored_rates"]

@@ -84,7 +84,8 @@ class Rates:
         total = 0.0
         for term in terms:
             for name, amount in parts(term):
-                total += amount * (_rate(table, name) or _rate(rest, name) or 0.0)
+                rate = _rate(table, name)
+                total += amount * ((_rate(rest, name) or 0.0) if rate is None else rate)
         return total
 
 

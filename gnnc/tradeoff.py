@@ -1,6 +1,5 @@
 """Accuracy against time: uniform precisions beside ``auto`` at several budgets, measured."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from gnnc.api import compile
 from gnnc.errors import InputError
 from gnnc.passes.sensitivity import relative_l2
 from gnnc.runtime.backend import get_backend
+from gnnc.runtime.executable import now
 
 BUDGETS = (0.002, 0.005, 0.01, 0.02, 0.05)
 FORMATS = (".svg", ".png")
@@ -122,7 +122,7 @@ def pareto(
 def shortest(
     calls: dict[str, Callable[[], object]],
     rounds: int = _ROUNDS,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = now,
 ) -> dict[str, float]:
     """Return the shortest seconds of each call; rounds take turns, so that a disturbance hits all alike."""
     best = dict.fromkeys(calls, float("inf"))

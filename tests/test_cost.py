@@ -86,6 +86,8 @@ def test_seconds_add_up_and_fall_back() -> None:
     assert rates.seconds("gemm", [Term("launch", 1), Term("read", 5, KNOTS[1])]) == 11
     assert rates.seconds("gemm", [Term("read", 5, KNOTS[3])]) == 10, "the nearest knot that was measured"
     assert rates.seconds("gemm", [Term("step", 2)]) == 6, "as for what runs alone"
+    free = Rates({"gemm": {"step": 0.0}, ALONE: {"step": 3.0}})
+    assert free.seconds("gemm", [Term("step", 2)]) == 0, "nothing is a rate too"
     assert rates.seconds("never seen", [Term("step", 2)]) == 6
     assert rates.seconds("gemm", [Term("unheard of", 2)]) == 0
 
