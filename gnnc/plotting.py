@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from gnnc.tradeoff import Pareto, Point, check_suffix
 
 _INK, _MUTED, _UNIFORM, _AUTO = "#24292f", "#6b7280", "#9a6700", "#0550ae"
+_NAME = (80.0, 13.0)
+"""Width and height in pixels that the name of a point may take."""
 
 
 def draw(results: Sequence[Pareto], path: str | Path) -> None:
@@ -42,22 +44,37 @@ def _panel(axes: Axes, result: Pareto) -> None:
         ys = [_height(point, labelled) for point in points]
         label = "auto, by error budget" if is_auto else "one precision for all"
         axes.scatter(xs, ys, color=color, marker=marker, s=34, label=label, zorder=3)
-        for k, (point, x, y) in enumerate(zip(points, xs, ys, strict=True)):
-            offset = (6, 4 if k % 2 else -11)
-            axes.annotate(
-                point.name, (x, y), xytext=offset, textcoords="offset points", fontsize=7.5, color=color
-            )
     axes.set_title(result.model, fontsize=10, color=_INK, loc="left")
     axes.set_xlabel("time of a call, ms", fontsize=8.5, color=_MUTED)
     axes.set_ylabel("accuracy, %" if labelled else "relative error of the output", fontsize=8.5, color=_MUTED)
     if not labelled:
         axes.set_yscale("log")
     axes.margins(0.18)
+    _label(axes, result.points, labelled)
     axes.tick_params(labelsize=8, colors=_MUTED)
     axes.grid(True, color="#e5e7eb", linewidth=0.7, zorder=0)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.legend(fontsize=7.5, frameon=False)
+
+
+def _label(axes: Axes, points: Sequence[Point], labelled: bool) -> None:
+    """Name each point to its right, from the lowest up, moved up where names would meet."""
+    axes.autoscale_view()
+    places = [axes.transData.transform((p.seconds * 1e3, _height(p, labelled))) for p in points]
+    free: list[tuple[float, float]] = []
+    for (x, y), point in sorted(zip(places, points, strict=True), key=lambda pair: (pair[0][1], pair[0][0])):
+        above = [top for left, top in free if abs(left - x) < _NAME[0]]
+        lift = max([y, *(top for top in above if top > y)]) - y
+        free.append((x, y + lift + _NAME[1]))
+        axes.annotate(
+            point.name,
+            (point.seconds * 1e3, _height(point, labelled)),
+            xytext=(7, lift * 72 / axes.figure.dpi - 3),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=_AUTO if point.is_auto else _UNIFORM,
+        )
 
 
 def _height(point: Point, labelled: bool) -> float:
