@@ -30,12 +30,18 @@ struct SddmmArgs {
 };
 
 // How many blocks of 256 threads an SM can hold without spilling a register.
-__host__ __device__ constexpr int sddmm_blocks(Element element, int width) {
-  return width * bytes_of(element) > 512 ? 1 : 3;
+__host__ __device__ constexpr int sddmm_blocks(Element element, int width, EdgeOp op) {
+  if (width * bytes_of(element) > 512) return 1;
+  if (op != EdgeOp::dot) return element == Element::f32 ? 2 : 1;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return 2;
+#else
+  return element == Element::i8 ? 2 : 3;
+#endif
 }
 
 template <Element kElement_, int kWidth_, EdgeOp kOp_, int kHeads_ = 1, bool kScaled_ = false, int kThreads_ = 256,
-          int kBlocks_ = sddmm_blocks(kElement_, kWidth_)>
+          int kBlocks_ = sddmm_blocks(kElement_, kWidth_, kOp_)>
 struct SddmmConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
@@ -52,6 +58,7 @@ struct SddmmBody {
   static constexpr int kColumns = Layout::kColumns, kHeads = Config::kHeads;
   static constexpr bool kBytes = Config::kElement == Element::i8;
   static constexpr bool kDot = Config::kOp == EdgeOp::dot;
+  static_assert(kDot || !kBytes, "int8 rows are multiplied, nothing else");
   using Sum = typename Select<kBytes, int32_t, float>::Type;
   // Threads that share a head.
   static constexpr int kShare = kHeads == 1 ? Layout::kPieces : Config::kWidth / kHeads / kColumns;

@@ -33,20 +33,24 @@ struct SpmmArgs {
 enum class Value { none, real, integer };
 enum class Scale { none, row, power };
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr bool kEarlier = true;  // than sm_90: the same code takes more registers
+#if defined(__CUDA_ARCH__)
+constexpr bool kEarlier = __CUDA_ARCH__ < 900, kLater = __CUDA_ARCH__ >= 1000;  // the same code takes more registers
 #else
-constexpr bool kEarlier = false;
+constexpr bool kEarlier = false, kLater = false;
 #endif
 
-// How many blocks of 256 threads an SM can hold without spilling a register.
+// How many blocks of 256 threads an SM can hold without spilling a register: warps are what hides the latency of
+// gathers.
 __host__ __device__ constexpr int spmm_blocks(Element element, int width, Reduce reduce, bool weighted, int heads) {
-  const bool wide = width * bytes_of(element) > 512;  // several passes
   const bool bytes = element == Element::i8;
-  if (weighted) return wide || (heads > 1 && bytes) ? 1 : bytes || kEarlier ? 2 : 3;
+  const bool wide = width * bytes_of(element) > 512;              // several passes
+  const bool narrow = !bytes && width * bytes_of(element) <= 32;  // long steps
+  if (weighted) return wide || (heads > 1 && bytes) ? 1 : bytes || narrow || kEarlier ? 2 : 3;
   if (wide) return element == Element::f32 ? 2 : 1;
   if (reduce >= Reduce::max) return bytes ? 2 : 3;
-  return kEarlier ? 3 : bytes ? 4 : 5;
+  if (kEarlier) return bytes ? 2 : 3;
+  if (narrow) return 3;
+  return bytes || kLater ? 4 : 5;
 }
 
 // What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows. kBlocks is how many

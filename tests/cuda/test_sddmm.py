@@ -15,7 +15,8 @@ WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, element: str) -> None:
     configs = [SddmmConfig(element, width) for width in (16, 47, 64, 602)]
-    configs += [SddmmConfig(element, 64, heads=4, scaled=True), SddmmConfig(element, 64, "add")]
+    configs += [SddmmConfig(element, 64, heads=4, scaled=True)]
+    configs += [] if element == "i8" else [SddmmConfig(element, 64, "add")]
     names = tuple(config.name() for config in configs)
     report = compile_kernels('#include "sddmm.cuh"', names, architecture)
     assert len(report) == len(names)
