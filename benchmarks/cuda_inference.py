@@ -74,7 +74,7 @@ def contender(name: str, model: nn.Module, x: Tensor, edge_index: Tensor) -> tup
         return cusparse(model, edge_index, x.shape[0]), None
     words = name.split()
     examples = (x, edge_index) if words[-1] == "static" else None
-    ours = gnnc.compile(model, precision=words[1], example_inputs=examples)
+    ours = gnnc.compile(model, precision=words[1], example_inputs=examples, backend="cuda")
     return lambda x: ours(x, edge_index), ours
 
 
