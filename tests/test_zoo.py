@@ -16,7 +16,7 @@ LIMIT = {"fp32": 1e-5, "bf16": 2e-2, "int8": 5e-2}
 LAYER_LIMIT = {"fp32": 1e-4, "int8": 5e-2}
 SIZES = [(60, 400), (37, 150), (1, 0), (1, 1), (7, 0)]
 # Their own code asks whether there are edges, or takes a number: other captures serve other answers.
-BRANCHES_ON_SIZE = ("hgt", "hypergraph")
+BRANCHES_ON_SIZE = ("attention-returned", "hetero-conv", "hgt", "hypergraph", "models.AttentiveFP")
 
 
 def build(name: str) -> torch.nn.Module:

@@ -70,7 +70,7 @@ def refusals(b):
     yield "mean of the last", b.call(aten.mean.dim, heads, [2])
     yield "a row scale from elsewhere", b.call(gnnc.quantize, x, b.call(aten.squeeze.dim, b.norm, 1), "row")
     yield "four bits", b.call(gnnc.quantize, x, b.call(gnnc.scale, x, "row"), "row", None, 4)
-    yield "half", b.graph.call_function(aten._to_copy.default, (x,), {"dtype": torch.float16})
+    yield "double", b.graph.call_function(aten._to_copy.default, (x,), {"dtype": torch.float64})
 
 
 def test_what_a_row_program_cannot_do_is_refused(b):
