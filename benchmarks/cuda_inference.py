@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ import graphs
 import measure
 import models
 import torch
+from inference import Call, two_products
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import gnnc
 
-Call = Callable[[Tensor], Tensor]
 PEERS = ("eager", "torch.compile", "cusparse csr")
 OURS = ("gnnc fp32", "gnnc fp16", "gnnc int8", "gnnc int8 static")
 _ROUNDS = 5
@@ -51,15 +50,8 @@ def cusparse(model: nn.Module, edge_index: Tensor, num_nodes: int) -> Call:
     order = (index[1] * num_nodes + index[0]).argsort()
     rows = torch.arange(num_nodes + 1, device=index.device)
     rowptr = torch.searchsorted(index[1][order].contiguous(), rows).int()
-    csr = torch.sparse_csr_tensor(rowptr, index[0][order].int(), weight[order], (num_nodes, num_nodes))
-
-    def call(x: Tensor) -> Tensor:
-        for conv in (model.conv1, model.conv2):
-            x = csr @ conv.lin(x) + conv.bias
-            x = x.relu() if conv is model.conv1 else x
-        return x
-
-    return call
+    shape = (num_nodes, num_nodes)
+    return two_products(model, torch.sparse_csr_tensor(rowptr, index[0][order].int(), weight[order], shape))
 
 
 def contender(name: str, model: nn.Module, x: Tensor, edge_index: Tensor) -> tuple[Call, Any]:

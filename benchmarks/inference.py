@@ -50,7 +50,11 @@ def sparse_csr(model: nn.Module, edge_index: Tensor, num_nodes: int) -> Call:
     """Return GCN as two sparse products with a normalised adjacency made beforehand."""
     index, weight = gcn_norm(edge_index, None, num_nodes, add_self_loops=True)
     adjacency = torch.sparse_coo_tensor(index.flip(0), weight, (num_nodes, num_nodes))
-    csr = adjacency.coalesce().to_sparse_csr()
+    return two_products(model, adjacency.coalesce().to_sparse_csr())
+
+
+def two_products(model: nn.Module, csr: Tensor) -> Call:
+    """Return GCN on a normalised adjacency."""
 
     def call(x: Tensor) -> Tensor:
         for conv in (model.conv1, model.conv2):

@@ -3,6 +3,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <vector>
 
@@ -49,7 +50,7 @@ AttentionArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& x, co
   return a;
 }
 
-constexpr int64_t kTopRows = 16384;  // rows of a_src that a thread looks through at once
+constexpr int64_t kTopValues = 65536;  // values of a_src that a thread looks through at once, a multiple of kTops
 
 // Whether a row may use a bound in place of its maximum (bounded_softmax.isa.h): eps must not count.
 bool bounds_logits(const AttentionArgs& a) {
@@ -58,18 +59,27 @@ bool bounds_logits(const AttentionArgs& a) {
   return plain && whole && a.eps <= 1e-9f && a.slope >= 0.0f && a.slope <= 1.0f;
 }
 
-// A NaN among a_src may or may not reach the tops: rows that read it find it.
+// Heads repeat every kTops values. A NaN among a_src may or may not reach the tops: rows that read it find it.
 void find_source_tops(const AttentionArgs& a, int64_t rows, float (&tops)[kTops]) {
-  const int64_t slices = (rows + kTopRows - 1) / kTopRows;
-  std::vector<float> found(static_cast<size_t>(slices * a.heads));
-  parallel_slices(rows, kTopRows, kTopRows, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += kTopRows) {
-      GNNC_DISPATCH(source_tops, a, at, std::min(at + kTopRows, end), found.data() + at / kTopRows * a.heads);
+  using Lanes = std::array<float, kTops>;
+  Lanes none;
+  none.fill(-std::numeric_limits<float>::infinity());
+  const int64_t count = rows * a.heads;
+  std::vector<Lanes> found(static_cast<size_t>(count / kTopValues + 1), none);
+  parallel_slices(count, kTopValues, kTopValues, [&](int64_t begin, int64_t end) {
+    Lanes lanes = none;
+    for (int64_t i = begin; i < end; i += kTops) {
+      for (int64_t lane = 0; lane < std::min<int64_t>(kTops, end - i); ++lane) {
+        lanes[lane] = std::max(lanes[lane], a.a_src[i + lane]);
+      }
     }
+    found[static_cast<size_t>(begin / kTopValues)] = lanes;
   });
-  for (int lane = 0; lane < kTops; ++lane) {
-    tops[lane] = -std::numeric_limits<float>::infinity();
-    for (int64_t i = lane % a.heads; i < slices * a.heads; i += a.heads) tops[lane] = std::max(tops[lane], found[i]);
+  std::copy(none.begin(), none.end(), tops);
+  for (const Lanes& lanes : found) {
+    for (int64_t lane = 0; lane < kTops; ++lane) {
+      for (int64_t same = lane % a.heads; same < kTops; same += a.heads) tops[lane] = std::max(tops[lane], lanes[same]);
+    }
   }
 }
 

@@ -42,7 +42,6 @@ struct AttentionArgs {
 
 constexpr int kTops = 16;
 
-GNNC_EACH_ISA(void source_tops(const AttentionArgs& args, int64_t row_begin, int64_t row_end, float* tops);
-              void attention(const AttentionArgs& args, int64_t row_begin, int64_t row_end);)
+GNNC_EACH_ISA(void attention(const AttentionArgs& args, int64_t row_begin, int64_t row_end);)
 
 }  // namespace gnnc

@@ -46,11 +46,19 @@ void weigh_row(const AttentionArgs& a, const TileRow& t) {
   softmax_row(a, t);
 }
 
-// src and scale: what the tile's edges from `tile_begin` on read, for one head.
+// Values of the sources of a tile's edges, which one head copies beforehand.
+struct TileSources {
+  int64_t begin;  // first edge
+  float *src, *scale;
+};
+
 template <int H>
-void weigh_bounded(const AttentionArgs& a, TileRow& t, const float* src, const float* scale, int64_t tile_begin) {
-  const int64_t at = t.begin - tile_begin;
-  const BoundedRow row{t.row, src + at, scale + at, t.weights, t.inverse, t.largest};
+void weigh_bounded(const AttentionArgs& a, TileRow& t, const TileSources& sources) {
+  BoundedRow row{t.row, nullptr, nullptr, t.weights, t.inverse, t.largest};
+  if constexpr (H == 1) {
+    row.src = sources.src + (t.begin - sources.begin);
+    row.scale = sources.scale + (t.begin - sources.begin);
+  }
   const bool done = t.edges() <= kSegment && bounded_softmax<H>(a, segment(a.csr, t.begin, t.end), row);
   if (done) return;
   t.largest = nullptr;
@@ -59,20 +67,16 @@ void weigh_bounded(const AttentionArgs& a, TileRow& t, const float* src, const f
 
 template <int H>
 void weigh_tile(const AttentionArgs& a, TileRow* rows, int64_t count) {
-  static thread_local Scratch sources, scales;
-  const int64_t begin = rows[0].begin, end = rows[count - 1].end;
-  float *src = nullptr, *scale = nullptr;
+  static thread_local Scratch src, scale;
+  const int64_t begin = rows[0].begin, edges = rows[count - 1].end - begin;
+  TileSources sources{begin, nullptr, nullptr};
   if constexpr (H == 1) {
-    const auto room = static_cast<size_t>(end - begin + kLanes);
-    src = sources.get<float>(room);
-    scale = scales.get<float>(room);
-    for (int64_t e = begin; e < end; e += kSegment) {
-      const Segment s = segment(a.csr, e, std::min(e + kSegment, end));
-      copy_of_edges(a.a_src, s, src + (e - begin));
-      if (a.x_scale != nullptr) copy_of_edges(a.x_scale, s, scale + (e - begin));
-    }
+    const auto room = static_cast<size_t>(edges + kLanes);
+    sources = {begin, src.get<float>(room), scale.get<float>(room)};
+    copy_of_edges(a.a_src, a.csr.col + begin, edges, sources.src);
+    if (a.x_scale != nullptr) copy_of_edges(a.x_scale, a.csr.col + begin, edges, sources.scale);
   }
-  for (int64_t r = 0; r < count; ++r) weigh_bounded<H>(a, rows[r], src, scale, begin);
+  for (int64_t r = 0; r < count; ++r) weigh_bounded<H>(a, rows[r], sources);
 }
 
 template <typename T>
@@ -129,14 +133,6 @@ void attention_rows(const AttentionArgs& a, int64_t row_begin, int64_t row_end) 
 }
 
 }  // namespace
-
-void source_tops(const AttentionArgs& args, int64_t row_begin, int64_t row_end, float* tops) {
-  for (int64_t h = 0; h < args.heads; ++h) {
-    float top = kNothing;
-    for (int64_t r = row_begin; r < row_end; ++r) top = std::max(top, args.a_src[r * args.heads + h]);
-    tops[h] = top;
-  }
-}
 
 void attention(const AttentionArgs& args, int64_t row_begin, int64_t row_end) {
   if (args.element == Element::i8) return attention_rows<int8_t>(args, row_begin, row_end);

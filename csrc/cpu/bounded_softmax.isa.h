@@ -21,14 +21,6 @@ struct BoundedRow {
   float *weights, *inverse, *largest;
 };
 
-// out[e] = values[col[e]]. Loads of single floats are faster than a gather, which is microcode on many processors.
-inline void copy_of_edges(const float* values, const Segment& s, float* out) {
-  for (int64_t e = 0; e < s.count; ++e) {
-    out[e] = values[s.col[e]];
-    asm("" ::: "memory");  // no gather
-  }
-}
-
 template <int H, bool Full>
 GNNC_INLINE Floats bounded_vector(const AttentionArgs& a, const BoundedRow& row, Floats own, Floats bound,
                                   const int32_t* col, int64_t k, int64_t left, Floats& sum) {

@@ -26,7 +26,8 @@ struct FixedWeights {
   __m512 unit;  // a head a lane, repeated: what 1 stands for
 };
 
-// byte[i] of a permuted vector of weights [edge][head] is the low (or high) byte of edge i % 4 of head i / 4 ...
+// Which byte of a vector of weights [edge][head], 32 bits each, comes where: words of four edges, a head after the
+// other, low bytes first, then as many high bytes.
 template <int H>
 struct WordOrder {
   alignas(64) uint8_t byte[64] = {};

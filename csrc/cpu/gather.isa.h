@@ -40,6 +40,15 @@ GNNC_INLINE Segment segment(const Csr& csr, int64_t begin, int64_t end, int64_t 
   return {csr.col + begin, end - begin, 0, end + ahead <= csr.num_edges ? ahead : 0};
 }
 
+// out[e] = values[col[e]]. One load at a time: a gather instruction is microcode on many processors, and slower.
+template <typename T>
+inline void copy_of_edges(const T* values, const int32_t* col, int64_t count, T* out) {
+  for (int64_t e = 0; e < count; ++e) {
+    out[e] = values[col[e]];
+    asm("" ::: "memory");  // keeps the compiler from making it one
+  }
+}
+
 template <typename T>
 struct Rows {
   const T* data;

@@ -27,18 +27,13 @@ struct IntSum {
   int64_t* totals;       // [width], scratch
 };
 
-// power[e] = 2^(7 - shift) of the source of every edge of a tile, kept apart from the rows that wait for it. Loads of
-// single bytes are faster than a gather, which is microcode on many processors.
+// power[e] = 2^(7 - shift) of the source of every edge of a tile, kept apart from the rows that wait for it.
 inline void powers_of_edges(const Csr& csr, const uint8_t* shift, int64_t begin, int64_t end, uint8_t* power) {
-  const int32_t* col = csr.col == nullptr ? nullptr : csr.col + begin;
   const int64_t count = end - begin;
-  if (col == nullptr) {
+  if (csr.col == nullptr) {
     std::memcpy(power, shift + begin, static_cast<size_t>(count));
   } else {
-    for (int64_t e = 0; e < count; ++e) {
-      power[e] = shift[col[e]];
-      asm("" ::: "memory");  // no gather
-    }
+    copy_of_edges(shift, csr.col + begin, count, power);
   }
   for (int64_t e = 0; e < count; ++e) power[e] = static_cast<uint8_t>(128 >> (power[e] & 7));
 }
@@ -59,15 +54,15 @@ struct Sums {
   __m512i part[4];
 };
 
-// The weights of four edges, 0 for those past the last.
+// The weights of the edges e .. e + edges as a word, 0 past the last.
 template <IntWeight W>
-GNNC_INLINE __m512i weight_word(const uint8_t* bytes, int64_t edges) {
+GNNC_INLINE __m512i weight_word(const uint8_t* weights, int64_t e, int64_t edges) {
   if constexpr (W == IntWeight::none) return _mm512_set1_epi32(0x01010101 & (~uint32_t{0} >> (32 - 8 * edges)));
   if (edges < 4) {
-    return _mm512_broadcastd_epi32(_mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << edges) - 1), bytes));
+    return _mm512_broadcastd_epi32(_mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << edges) - 1), weights + e));
   }
   int32_t word;
-  std::memcpy(&word, bytes, sizeof word);
+  std::memcpy(&word, weights + e, sizeof word);
   return _mm512_set1_epi32(word);
 }
 
@@ -81,7 +76,7 @@ template <IntWeight W, int NV>
 GNNC_INLINE void integer_block(const Segment& s, const int8_t* base, int64_t stride, const uint8_t* weights,
                                Sums (&acc)[NV]) {
   for_fours(s, base, stride, NV * 64, [&](int64_t e, const Fours& row, int64_t edges) __attribute__((always_inline)) {
-    const __m512i w = weight_word<W>(weights + e, edges);
+    const __m512i w = weight_word<W>(weights, e, edges);
     each<NV>([&](auto v) __attribute__((always_inline)) {
       const auto at = [&](const int8_t* p) __attribute__((always_inline)) { return row_bytes<W>(p + v * 64); };
       __m512i x[4];

@@ -12,14 +12,11 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-// weights[e, h] = value[e, h] * the scale of the source of e, for the edges of a tile: gathers, kept apart from the
-// rows that wait for them.
+// weights[e, h] = value[e, h] * the scale of the source of e, for the edges of a tile, kept apart from the rows that
+// wait for them.
 void scaled_values(const SpmmArgs& a, int64_t begin, int64_t end, float* weights) {
   if (a.csr.col != nullptr && a.x_scale != nullptr && a.heads == 1) {
-    for (int64_t e = begin; e < end; ++e) {
-      weights[e - begin] = a.x_scale[a.csr.col[e]];
-      asm("" ::: "memory");  // no gather, which is microcode on many processors
-    }
+    copy_of_edges(a.x_scale, a.csr.col + begin, end - begin, weights);
     for (int64_t e = begin; e < end && a.value != nullptr; ++e) weights[e - begin] *= a.value[e];
     return;
   }

@@ -1,6 +1,9 @@
 import pytest
 import torch
 
+import gnnc
+from gnnc.runtime import cuda
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need a device are skipped, by name, where there is none."""
@@ -9,3 +12,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Skip where programs for CUDA cannot be compiled, which needs no device."""
+    try:
+        cuda.load_compiler()
+    except gnnc.BackendError as error:
+        pytest.skip(str(error))

@@ -6,20 +6,12 @@ import pytest
 import torch
 
 import gnnc
-from gnnc.runtime import cuda
 from gnnc.runtime.cuda import build
 from gnnc.runtime.cuda.unit import Unit
 
+pytestmark = pytest.mark.usefixtures("compiler")
 SOURCE = '#include "check.cuh"\n'
 NAMES = ("gnnc::check_finite",)
-
-
-@pytest.fixture(autouse=True)
-def compiler():
-    try:
-        cuda.load_compiler()
-    except gnnc.BackendError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -5,20 +5,12 @@ import torch
 from zoo import ZOO, build
 
 import gnnc
-from gnnc.runtime import cuda
 from gnnc.runtime.backend import OFFLINE
 
+pytestmark = pytest.mark.usefixtures("compiler")
 CALL = 16
 """Bytes that the slow path of a division, which is a call, may save of its caller's registers."""
 MAIN = ("gcn", "sage-mean", "gin", "gat", "gatv2", "transformer")
-
-
-@pytest.fixture(autouse=True)
-def compiler():
-    try:
-        cuda.load_compiler()
-    except gnnc.BackendError as error:
-        pytest.skip(str(error))
 
 
 def lowered(name: str, precision: str, backend: str):
