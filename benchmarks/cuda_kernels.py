@@ -27,7 +27,7 @@ from cuda_sparse import ELEMENTS, Attention, Sddmm, Sparse, Spmm, rows16, sparse
 from graphs import SHAPES, generate
 from torch import Tensor
 
-from gnnc.runtime.cuda.runs import chunk_count, run_limit
+from gnnc.runtime.cuda.runs import run_limit
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cuda_kernels.json"
 GATHER = """
@@ -36,7 +36,7 @@ namespace gnnc {
 template <class Layout_>
 struct GatherBody {
   using Layout = Layout_;
-  static constexpr bool kSingly = false;
+  static constexpr bool kSingly = false, kAhead = true;
   struct Extra {};
   unsigned int seen = 0;
   __device__ void set_pass(int) {}
@@ -48,8 +48,8 @@ struct GatherBody {
     for (int i = 0; i < 4; ++i) seen ^= x[i].x ^ x[i].y ^ x[i].z ^ x[i].w;
   }
 };
-template <Element kElement, int kWidth, int kThreads, int kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+template <Element kElement, int kWidth>
+__global__ void __launch_bounds__(1024, 1)
     gather_only(Runs runs, const char* x, int64_t stride, unsigned int* out) {
   using Layout = RowLayout<kElement, kWidth>;
   __shared__ int next;
@@ -146,13 +146,13 @@ class Floors:
 
     def gather(self, x: Tensor) -> float:
         """Return the time of gathering the rows of x."""
-        config = f"gnnc::Element::{ELEMENTS[x.dtype]}, {x.shape[1]}, 256, 4"
+        config = f"gnnc::Element::{ELEMENTS[x.dtype]}, {x.shape[1]}"
         name = f"gnnc::gather_only<{config}>"
         module = Module(GATHER, (name,))
         out = torch.zeros(1, dtype=torch.int32, device="cuda")
         arguments = [*self.graph.values(), address(x), x.stride(0) * x.element_size(), address(out)]
         blocks = self.graph.runs.chunk.shape[0]
-        return median_ms(lambda: module.launch(name, blocks, 256, *arguments))
+        return median_ms(lambda: module.launch(name, blocks, 1024, *arguments))
 
     def copy(self, *tensors: Tensor | None) -> float:
         """Return the time of moving each tensor once."""
@@ -205,7 +205,7 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
     """Time everything on one graph."""
     rowptr, col = make_csr(name)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    graph = sparse(rowptr, col, run_limit(col.numel(), processors), chunk_count(col.numel(), processors))
+    graph = sparse(rowptr, col, run_limit(col.numel(), processors), processors)
     floors = Floors(graph)
     nodes = rowptr.numel() - 1
     result: dict[str, Any] = {

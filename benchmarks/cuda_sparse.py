@@ -8,9 +8,9 @@ from cuda_launch import Module, address
 from torch import Tensor
 
 from gnnc.runtime.cuda.runs import Runs, build_runs
+from gnnc.runtime.cuda.unit import AS_COMPILED
 
 ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
-THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Sparse:
         return [*map(address, tensors)]
 
 
-def sparse(rowptr: Tensor, col: Tensor, limit: int, blocks: int, multiprocessors: int = 1) -> Sparse:
+def sparse(rowptr: Tensor, col: Tensor, limit: int, blocks: int) -> Sparse:
     """Put a CSR with its run table onto the GPU."""
     rowptr, col = rowptr.cuda(), col.cuda()
-    return Sparse(rowptr, col, build_runs(rowptr, limit, blocks, multiprocessors))
+    return Sparse(rowptr, col, build_runs(rowptr, limit, blocks))
 
 
 @dataclass(frozen=True)
 class SpmmConfig:
-    """Mirrors ``gnnc::SpmmConfig``; ``blocks`` 0: the default."""
+    """Mirrors ``gnnc::SpmmConfig``; ``threads`` 0: the default."""
 
     element: str
     width: int
@@ -48,14 +48,15 @@ class SpmmConfig:
     value: str = "none"
     scale: str = "none"
     heads: int = 1
-    threads: int = THREADS
-    blocks: int = 0
+    threads: int = 0
+    ahead: bool = False
 
     def text(self) -> str:
         """Return the C++ type."""
         types = f"gnnc::Element::{self.element}, {self.width}, gnnc::Reduce::{self.reduce}"
-        types += f", gnnc::Value::{self.value}, gnnc::Scale::{self.scale}, {self.heads}, {self.threads}"
-        return f"gnnc::SpmmConfig<{types}{f', {self.blocks}' if self.blocks else ''}>"
+        types += f", gnnc::Value::{self.value}, gnnc::Scale::{self.scale}, {self.heads}"
+        tuning = f", {self.threads}, {str(self.ahead).lower()}" if self.threads else ""
+        return f"gnnc::SpmmConfig<{types}{tuning}>"
 
     def names(self, epilogue: str = "gnnc::StoreFloat") -> tuple[str, str]:
         """Return the names of the kernel and of the one that joins split rows."""
@@ -89,13 +90,28 @@ def spmm_module(config: SpmmConfig, epilogue: str) -> Module:
     return Module('#include "spmm.cuh"' + STORE_BYTES, config.names(epilogue))
 
 
+def past(x: Tensor) -> float:
+    """Return what stands past the width of rows: nothing may come of it."""
+    return float("nan") if x.is_floating_point() else 77
+
+
 def rows16(x: Tensor) -> Tensor:
     """Return x with rows that start at multiples of 16 bytes."""
     step = 16 // x.element_size()
     width = (x.shape[1] + step - 1) // step * step
-    padded = torch.full((x.shape[0], width), 77, dtype=x.dtype, device="cuda")
+    padded = torch.full((x.shape[0], width), past(x), dtype=x.dtype, device="cuda")
     padded[:, : x.shape[1]] = x
     return padded[:, : x.shape[1]]
+
+
+def heads16(x: Tensor, heads: int) -> Tensor:
+    """Return x with heads that start at multiples of 16 bytes."""
+    step, each = 16 // x.element_size(), x.shape[1] // heads
+    if heads == 1 or each % step == 0:
+        return x
+    padded = x.new_full((x.shape[0], heads, (each + step - 1) // step * step), past(x))
+    padded[:, :, :each] = x.view(-1, heads, each)
+    return padded.flatten(1)
 
 
 class Spmm:
@@ -132,7 +148,7 @@ class Spmm:
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""
         spmm, combine = self.config.names(self.epilogue)
-        self.module.launch(spmm, self.grids[0], self.config.threads, *self.arguments)
+        self.module.launch(spmm, self.grids[0], AS_COMPILED, *self.arguments)
         self.module.launch(combine, (self.grids[1] + 7) // 8, 256, *self.arguments, self.grids[1])
         return self.out[:, : self.config.width]
 
@@ -146,13 +162,12 @@ class AttentionConfig:
     heads: int
     additive: bool
     edge: bool
-    threads: int = 128
-    blocks: int = 3
+    threads: int = 0
 
     def text(self) -> str:
         """Return the C++ type."""
         flags = f"{str(self.additive).lower()}, {str(self.edge).lower()}, Constants"
-        flags += f", {self.threads}, {self.blocks}"
+        flags += f", {self.threads}" if self.threads else ""
         return f"gnnc::AttentionConfig<gnnc::Element::{self.element}, {self.width}, {self.heads}, {flags}>"
 
     def names(self) -> tuple[str, str, str]:
@@ -193,7 +208,9 @@ class Attention:
         self.module = attention_module(self.config)
         width = (x.shape[1] + 3) // 4 * 4
         self.out = torch.full((graph.num_dst, width), float("nan"), device="cuda")
-        staging = torch.empty(graph.runs.slots, width + (2 * heads + 3) // 4 * 4, device="cuda")
+        x = heads16(x, heads)
+        words = (x.shape[1] + 3) // 4 * 4 + (2 * heads + 3) // 4 * 4
+        staging = torch.empty(graph.runs.slots, words, device="cuda")
         stats = torch.empty(graph.num_dst, heads, 2, device="cuda")
         self.kept = (graph, x, heads, a_src, a_dst, edge, x_scale, staging, stats)
         tensors = (x_scale, a_src, a_dst, edge, stats, staging)
@@ -204,7 +221,7 @@ class Attention:
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""
         attention, combine, _ = self.config.names()
-        self.module.launch(attention, self.grids[0], self.config.threads, *self.arguments)
+        self.module.launch(attention, self.grids[0], AS_COMPILED, *self.arguments)
         self.module.launch(combine, self.grids[1], 256, *self.arguments)
         return self.out[:, : self.config.width]
 
@@ -212,26 +229,25 @@ class Attention:
         """Return the attention weights, after a run."""
         out = torch.full((self.kept[0].col.numel(), self.config.heads), float("nan"), device="cuda")
         name = self.config.names()[2]
-        self.module.launch(name, self.grids[0], self.config.threads, *self.given, address(out))
+        self.module.launch(name, self.grids[0], AS_COMPILED, *self.given, address(out))
         return out
 
 
 @dataclass(frozen=True)
 class SddmmConfig:
-    """Mirrors ``gnnc::SddmmConfig``; ``blocks`` 0: the default."""
+    """Mirrors ``gnnc::SddmmConfig``; ``threads`` 0: the default."""
 
     element: str
     width: int
     op: str = "dot"
     heads: int = 1
     scaled: bool = False
-    threads: int = THREADS
-    blocks: int = 0
+    threads: int = 0
 
     def name(self) -> str:
         """Return the kernel's name."""
         given = f"gnnc::Element::{self.element}, {self.width}, gnnc::EdgeOp::{self.op}, {self.heads}"
-        given += f", {str(self.scaled).lower()}, {self.threads}{f', {self.blocks}' if self.blocks else ''}"
+        given += f", {str(self.scaled).lower()}{f', {self.threads}' if self.threads else ''}"
         return f"gnnc::sddmm<gnnc::SddmmConfig<{given}>>"
 
 
@@ -268,5 +284,5 @@ class Sddmm:
 
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""
-        self.module.launch(self.config.name(), self.grid, self.config.threads, *self.arguments)
+        self.module.launch(self.config.name(), self.grid, AS_COMPILED, *self.arguments)
         return self.out

@@ -6,8 +6,8 @@
 // its own edges, and the threads of a row, and the parts of a split row, are joined by their maxima. Neither logits nor
 // alpha reach memory.
 //
-// Layout: as spmm; a_src, a_dst fp32 [N, heads], edge fp32 [E, heads]; a piece of 16 bytes of x must lie in one head
-// (one head, or a multiple of 16 columns of int8, 8 of halves, 4 of fp32, a head). int8 rows have a scale each.
+// Layout: as spmm; a_src, a_dst fp32 [N, heads], edge fp32 [E, heads]. Of several heads of x, each begins on 16 bytes
+// (pack_rows.cuh), so that a piece lies in one. int8 rows have a scale each.
 // Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 13
 // instructions for 4 columns of int8, an edge.
 //
@@ -32,9 +32,12 @@ struct AttentionArgs {
   void* staging;         // where rows are split
 };
 
+// Threads of a block, one a multiprocessor: what the registers allow without a spill.
+__host__ __device__ constexpr int attention_threads(Element, int) { return 512; }
+
 // Constants has static constexpr floats kSlope (of the leaky ReLU; 1: none) and kEps (added to the sum).
 template <Element kElement_, int kWidth_, int kHeads_, bool kAdditive_, bool kEdge_, class Constants_,
-          int kThreads_ = 128, int kBlocks_ = 3>
+          int kThreads_ = attention_threads(kElement_, kWidth_)>
 struct AttentionConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
@@ -43,20 +46,27 @@ struct AttentionConfig {
   static constexpr bool kEdge = kEdge_;
   using Constants = Constants_;
   static constexpr int kThreads = kThreads_;
-  static constexpr int kBlocks = kBlocks_;
 };
 
 template <class Config>
 struct Attention {
   static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads, kHeadWidth = kWidth / kHeads;
   static constexpr bool kScaled = Config::kElement == Element::i8;
-  using Layout = RowLayout<Config::kElement, kWidth>;
+  static constexpr int kPiece = 16 / bytes_of(Config::kElement);
+  static constexpr int kHeadStride = kHeads == 1 ? kWidth : (kHeadWidth + kPiece - 1) / kPiece * kPiece;  // in x
+  static constexpr int kStride = kHeads * kHeadStride;
+  using Layout = RowLayout<Config::kElement, kStride>;
   using Tile = RowTile<kWidth, 32>;
   static_assert(kWidth % kHeads == 0, "heads divide the width");
-  static_assert(kHeads == 1 || kHeadWidth % Layout::kColumns == 0, "16 bytes of x lie in one head");
   static_assert(Config::kAdditive || Config::kEdge, "logits are made from something");
-  static constexpr int kColumns = (kWidth + 3) / 4 * 4;
+  static constexpr int kColumns = (kStride + 3) / 4 * 4;
   static constexpr int kStaged = kColumns + (2 * kHeads + 3) / 4 * 4;  // words a slot: sums, then (maximum, sum) a head
+
+  // Where a row of x has a column of the result.
+  __device__ static int place(int column) {
+    if constexpr (kHeadStride == kHeadWidth) return column;
+    return column / kHeadWidth * kHeadStride + column % kHeadWidth;
+  }
 
   // Exponentials are powers of two: logits are kept times log2 e.
   __device__ static float logit(float v) {
@@ -83,7 +93,7 @@ struct AttentionBody {
   using Layout = typename A::Layout;
   static constexpr int kHeads = Config::kHeads, kColumns = Layout::kColumns;
 
-  static constexpr bool kSingly = false;
+  static constexpr bool kSingly = false, kAhead = false;
 
   struct Extra {
     float source[4];  // a_src + edge, or edge
@@ -110,7 +120,7 @@ struct AttentionBody {
   // The head of this thread's piece.
   __device__ __forceinline__ void set_pass(int which) {
     pass = which;
-    head = min((pass * Layout::kPieces + Layout::piece()) * kColumns / A::kHeadWidth, kHeads - 1);
+    head = min((pass * Layout::kPieces + Layout::piece()) * kColumns / A::kHeadStride, kHeads - 1);
   }
 
   __device__ __forceinline__ void load(Extra& e, const Run& run, int32_t begin, const int32_t (&source)[4],
@@ -203,10 +213,11 @@ struct AttentionBody {
   }
 
   __device__ __forceinline__ void stage(int32_t slot) const {
-    const typename A::Tile tile;
+    using Whole = RowTile<A::kStride, 32>;
+    const Whole tile;
     float* to = static_cast<float*>(a.staging) + static_cast<int64_t>(slot) * A::kStaged;
 #pragma unroll
-    for (int i = 0; i < A::Tile::kPer; i += 4) {
+    for (int i = 0; i < Whole::kPer; i += 4) {
       const int column = tile.column(i);
       if (column < A::kColumns)
         *reinterpret_cast<float4*>(to + column) = *reinterpret_cast<const float4*>(words + column);
@@ -218,7 +229,7 @@ struct AttentionBody {
     typename A::Tile tile;
 #pragma unroll
     for (int i = 0; i < A::Tile::kPer; ++i) {
-      if (tile.valid(i)) tile.v[i] = words[tile.column(i)];
+      if (tile.valid(i)) tile.v[i] = words[A::place(tile.column(i))];
     }
     if (a.stats != nullptr) {
       for (int h = Layout::lane(); h < kHeads; h += 32) a.stats[static_cast<int64_t>(row) * kHeads + h] = heads[h];
@@ -228,8 +239,7 @@ struct AttentionBody {
 };
 
 template <class Config, class Epilogue>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
-    attention(const AttentionArgs a, const Epilogue epilogue) {
+__global__ void __launch_bounds__(Config::kThreads, 1) attention(const AttentionArgs a, const Epilogue epilogue) {
   using Layout = typename Attention<Config>::Layout;
   constexpr int kWarps = Config::kThreads / 32;
   __shared__ int32_t next;
@@ -276,7 +286,8 @@ __global__ void __launch_bounds__(256) attention_combine(const AttentionArgs a, 
       if (!tile.valid(i)) continue;
       const int head = tile.column(i) / A::kHeadWidth;
       const float by = power_of_two(stat(slot, head).x - heads[head].x);
-      tile.v[i] = fmaf(staging[static_cast<int64_t>(slot) * A::kStaged + tile.column(i)], by, tile.v[i]);
+      const int64_t at = static_cast<int64_t>(slot) * A::kStaged + A::place(tile.column(i));
+      tile.v[i] = fmaf(staging[at], by, tile.v[i]);
     }
   }
 #pragma unroll
@@ -298,7 +309,7 @@ __global__ void __launch_bounds__(256) attention_combine(const AttentionArgs a, 
 
 // alpha[e, h] from the statistics that attention wrote. A block a chunk of runs, a warp a row.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 4) attention_weights(const AttentionArgs a, float* alpha) {
+__global__ void __launch_bounds__(Config::kThreads, 1) attention_weights(const AttentionArgs a, float* alpha) {
   using A = Attention<Config>;
   constexpr int kHeads = Config::kHeads;
   __shared__ int32_t next;

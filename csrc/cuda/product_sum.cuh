@@ -11,7 +11,7 @@
 // one comes the sums are shifted. The error of a weight is at most 2^-15 of that power of two.
 //
 // HalfSum, FP32 sums: mma.m16n8k8 with two neighbouring words as A, as they were loaded, and the identity as B, so that
-// C has each thread's own columns. A value that is not finite makes the eight neighbouring columns of that row not
+// C has each thread's own columns. A value that is not finite makes seven others of the same 32 columns of that row not
 // finite.
 
 #include <cuda_bf16.h>

@@ -39,12 +39,21 @@ struct RowLayout {
   static constexpr int kStep = 4 * kSlots;  // edges a step: four a thread
   static constexpr int kPassColumns = kPieces * kColumns;
   static constexpr int kPadded = kPasses * kPassColumns;  // columns, with what is past the width
+  static constexpr int kLastBits = (kWidth - (kTotal - 1) * kColumns) * 8 * bytes_of(kElement);  // of the last piece
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ static int piece() { return lane() % kPieces; }
   __device__ static int slot() { return lane() / kPieces; }
   // Which edge of a step this thread's i-th is.
   __device__ static int edge(int i) { return i * kSlots + slot(); }
+  // A piece with zeros past the width of the row; pieces behind the last one count as that one.
+  __device__ static uint4 within(const uint4& v, int piece) {
+    const auto kept = [&](uint32_t word, int j) {
+      const int bits = kLastBits - 32 * j;
+      return piece < kTotal - 1 || bits >= 32 ? word : bits <= 0 ? 0u : word & ((1u << bits) - 1u);
+    };
+    return make_uint4(kept(v.x, 0), kept(v.y, 1), kept(v.z, 2), kept(v.w, 3));
+  }
 };
 
 // 16 bytes of a row.

@@ -4,13 +4,25 @@
 //
 // A run is some whole rows with together about as many edges as a limit, or a part of one row that has more. Parts go
 // to a staging buffer, one slot each, and are combined in order afterwards: no atomics on data, equal bits in every
-// call. Runs are in the order of their edges. A block of threads takes a chunk of consecutive runs, so that
-// neighbouring rows, whose sources often are neighbours, share its L1 cache; in a block, whichever warp is free takes
-// the next runs.
+// call. Runs are in the order of their edges. A multiprocessor is given one large block, and that a chunk of
+// consecutive runs, so that neighbouring rows, whose sources often are neighbours, share its L1 cache; in a block,
+// whichever warp is free takes the next run.
 
 #include "types.cuh"
 
 namespace gnnc {
+
+// Threads of that block, and whether gathers run a step ahead of the sums: what the registers allow without a spill.
+struct Residency {
+  int threads;
+  bool ahead;
+};
+
+#if defined(__CUDA_ARCH__)
+constexpr int kArchitecture = __CUDA_ARCH__;  // the same code takes more registers on some
+#else
+constexpr int kArchitecture = 0;
+#endif
 
 struct Runs {
   const int64_t* rowptr;  // [rows + 1]

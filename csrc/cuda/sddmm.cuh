@@ -29,19 +29,15 @@ struct SddmmArgs {
   float* out;
 };
 
-// How many blocks of 256 threads an SM can hold without spilling a register.
-__host__ __device__ constexpr int sddmm_blocks(Element element, int width, EdgeOp op) {
-  if (width * bytes_of(element) > 512) return 1;
-  if (op != EdgeOp::dot) return element == Element::f32 ? 2 : 1;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-  return 2;
-#else
-  return element == Element::i8 ? 2 : 3;
-#endif
+// Threads of a block, one a multiprocessor: what the registers allow without a spill.
+__host__ __device__ constexpr int sddmm_threads(Element element, int width, EdgeOp op) {
+  if (width * bytes_of(element) > 512) return 256;
+  if (op != EdgeOp::dot) return element == Element::f32 ? 512 : 256;
+  return element == Element::i8 || kArchitecture >= 1000 ? 512 : 768;
 }
 
-template <Element kElement_, int kWidth_, EdgeOp kOp_, int kHeads_ = 1, bool kScaled_ = false, int kThreads_ = 256,
-          int kBlocks_ = sddmm_blocks(kElement_, kWidth_, kOp_)>
+template <Element kElement_, int kWidth_, EdgeOp kOp_, int kHeads_ = 1, bool kScaled_ = false,
+          int kThreads_ = sddmm_threads(kElement_, kWidth_, kOp_)>
 struct SddmmConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
@@ -49,7 +45,6 @@ struct SddmmConfig {
   static constexpr int kHeads = kHeads_;
   static constexpr bool kScaled = kScaled_;
   static constexpr int kThreads = kThreads_;
-  static constexpr int kBlocks = kBlocks_;
 };
 
 template <class Config>
@@ -66,7 +61,7 @@ struct SddmmBody {
                                 (kShare & (kShare - 1)) == 0),
                 "a head is a power of two of 16-byte pieces");
 
-  static constexpr bool kSingly = false;
+  static constexpr bool kSingly = false, kAhead = false;
 
   struct Extra {
     int64_t edge;  // the first of the four, which are kSlots apart
@@ -228,7 +223,7 @@ struct SddmmBody {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) sddmm(const SddmmArgs a) {
+__global__ void __launch_bounds__(Config::kThreads, 1) sddmm(const SddmmArgs a) {
   __shared__ int32_t next;
   SddmmBody<Config> body{a};
   body.set_pass(0);

@@ -33,32 +33,41 @@ struct SpmmArgs {
 enum class Value { none, real, integer };
 enum class Scale { none, row, power };
 
-#if defined(__CUDA_ARCH__)
-constexpr bool kEarlier = __CUDA_ARCH__ < 900, kLater = __CUDA_ARCH__ >= 1000;  // the same code takes more registers
-#else
-constexpr bool kEarlier = false, kLater = false;
-#endif
-
-// How many blocks of 256 threads an SM can hold without spilling a register: warps are what hides the latency of
-// gathers.
-__host__ __device__ constexpr int spmm_blocks(Element element, int width, Reduce reduce, bool weighted, int heads) {
-  const bool bytes = element == Element::i8;
-  const bool wide = width * bytes_of(element) > 512;              // several passes
-  const bool narrow = !bytes && width * bytes_of(element) <= 32;  // long steps
-  if (weighted) return wide || (heads > 1 && bytes) ? 1 : bytes || narrow || kEarlier ? 2 : 3;
-  if (wide) return element == Element::f32 ? 2 : 1;
-  if (reduce >= Reduce::max) return bytes ? 2 : 3;
-  if (kEarlier) return bytes ? 2 : 3;
-  if (narrow) return 3;
-  return bytes || kLater ? 4 : 5;
+__host__ __device__ constexpr Weight weight_of(Value value, Scale scale) {
+  if (value == Value::real || scale == Scale::row) return Weight::real;
+  if (value == Value::integer) return Weight::signed8;
+  return scale == Scale::power ? Weight::power8 : Weight::none;
 }
 
-// What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows. kBlocks is how many
-// blocks of kThreads an SM should hold.
+__host__ __device__ constexpr Residency spmm_registers(Element element, int width, Reduce reduce, Weight weight,
+                                                       int heads) {
+  const bool bytes = element == Element::i8, extreme = reduce >= Reduce::max;
+  const int row = width * bytes_of(element);
+  const bool weighted = weight != Weight::none, single = element == Element::f32;
+  if (bytes && heads > 1) return {kArchitecture < 900 ? 256 : 512, false};
+  if (kArchitecture < 900) return {512, row <= 512 || !(weighted || extreme)};
+  if (heads > 1 || (extreme && !single) || row <= 16) return {512, true};
+  if (single && weighted) return {row <= 32 ? 512 : 640, true};
+  if (single) return {row > 512 || kArchitecture >= 1000 ? 768 : 1024, true};
+  if (bytes && !weighted) return {768, true};
+  if (bytes && weight == Weight::real) return {640, true};
+  if (weighted) return {1024, false};
+  return {row >= 512 ? 512 : kArchitecture >= 1000 ? 768 : 1024, true};
+}
+
+// So many threads that their rows fit into the static shared memory of a block.
+__host__ __device__ constexpr Residency spmm_residency(Element element, int width, Reduce reduce, Weight weight,
+                                                       int heads) {
+  Residency r = spmm_registers(element, width, reduce, weight, heads);
+  while (r.threads > 32 && r.threads / 32 * (width + 128) * 4 > 47 * 1024) r.threads /= 2;
+  return r;
+}
+
+// What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows.
 template <Element kElement_, int kWidth_, Reduce kReduce_, Value kValue_ = Value::none, Scale kScale_ = Scale::none,
-          int kHeads_ = 1, int kThreads_ = 256,
-          int kBlocks_ =
-              spmm_blocks(kElement_, kWidth_, kReduce_, kValue_ != Value::none || kScale_ != Scale::none, kHeads_)>
+          int kHeads_ = 1,
+          int kThreads_ = spmm_residency(kElement_, kWidth_, kReduce_, weight_of(kValue_, kScale_), kHeads_).threads,
+          bool kAhead_ = spmm_residency(kElement_, kWidth_, kReduce_, weight_of(kValue_, kScale_), kHeads_).ahead>
 struct SpmmConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
@@ -67,7 +76,7 @@ struct SpmmConfig {
   static constexpr Scale kScale = kScale_;
   static constexpr int kHeads = kHeads_;
   static constexpr int kThreads = kThreads_;
-  static constexpr int kBlocks = kBlocks_;
+  static constexpr bool kAhead = kAhead_;
 };
 
 template <class Config>
@@ -75,10 +84,7 @@ struct Spmm {
   static constexpr Element kElement = Config::kElement;
   static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads;
   static constexpr bool kAdds = Config::kReduce == Reduce::sum || Config::kReduce == Reduce::mean;
-  static constexpr Weight kWeight = Config::kValue == Value::real || Config::kScale == Scale::row ? Weight::real
-                                    : Config::kValue == Value::integer                            ? Weight::signed8
-                                    : Config::kScale == Scale::power                              ? Weight::power8
-                                                                                                  : Weight::none;
+  static constexpr Weight kWeight = weight_of(Config::kValue, Config::kScale);
   static constexpr bool kBytes = kElement == Element::i8 && kAdds && kHeads == 1;
   static constexpr bool kHalves =
       (kElement == Element::f16 || kElement == Element::bf16) && kAdds && kWeight == Weight::none;
@@ -118,6 +124,7 @@ struct SpmmBody {
   static constexpr bool kByteWeights = S::kExact && S::kWeight != Weight::none;
   static constexpr bool kSingly = S::kWeight == Weight::none && (S::kBytes || S::kHalves);
   static constexpr int kHeadWidth = Config::kWidth / Config::kHeads;
+  static constexpr bool kAhead = Config::kAhead;
   static constexpr bool kOne = kHeadWidth % Layout::kColumns == 0;  // one head a piece
 
   struct Extra {
@@ -137,6 +144,7 @@ struct SpmmBody {
                                        uint32_t exists) {
     const int64_t first = run.base + begin + Layout::slot();
     if constexpr (Config::kHeads > 1) e.edge = first;
+    if constexpr (kByteWeights) e.bytes = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool there = exists >> i & 1;
@@ -176,7 +184,7 @@ struct SpmmBody {
         const bool counts = !kMasked || mask >> i & 1;
         const uint4 x = counts ? data[i] : make_uint4(0, 0, 0, 0);
         if constexpr (kSingly) {
-          sum.add_one(x);
+          add_one(x);
         } else {
           add_weighted(x, e, i, counts);
         }
@@ -184,8 +192,13 @@ struct SpmmBody {
     }
   }
 
+  // What is past the width may be NaN, which a product with zeros would spread.
   __device__ __forceinline__ void add_one(const uint4& x) {
-    if constexpr (kSingly) sum.add_one(x);
+    if constexpr (kSingly && S::kHalves && Config::kWidth % Layout::kColumns != 0) {
+      sum.add_one(Layout::within(x, pass * Layout::kPieces + Layout::piece()));
+    } else if constexpr (kSingly) {
+      sum.add_one(x);
+    }
   }
 
   __device__ __forceinline__ void set_pass(int which) { pass = which; }
@@ -262,7 +275,7 @@ struct SpmmBody {
 };
 
 template <class Config, class Epilogue>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) spmm(const SpmmArgs a, const Epilogue epilogue) {
+__global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, const Epilogue epilogue) {
   using S = Spmm<Config>;
   using Layout = typename S::Layout;
   __shared__ int32_t next;

@@ -64,6 +64,13 @@ struct Sources {
   }
 };
 
+// Four edges a thread, on their way from memory.
+template <class Layout, class Body>
+struct Step {
+  uint4 data[4];
+  typename Body::Extra extra;
+};
+
 template <class Layout, class Body>
 __device__ __forceinline__ void stream(const Runs& runs, const Run& run, const char* x, uint32_t x_stride, int pass,
                                        Body& body) {
@@ -83,29 +90,40 @@ __device__ __forceinline__ void stream(const Runs& runs, const Run& run, const c
   int32_t row_end = end_of_row();
   body.begin(row, run);
 
-#pragma unroll 1
-  for (int32_t begin = 0;; begin += Layout::kStep) {
-    const int32_t step_end = begin + Layout::kStep;
+  const auto fetch = [&](Step<Layout, Body>& step, int32_t begin) {
     int32_t source[4];
-    uint4 data[4];
-    typename Body::Extra extra;
     sources.get(begin, source);
-    if (step_end <= run.end) {
+    uint32_t exists = 15u;
+    if (begin + Layout::kStep <= run.end) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) data[i] = gather(base, source[i], x_stride);
-      body.load(extra, run, begin, source, 15u);
+      for (int i = 0; i < 4; ++i) step.data[i] = gather(base, source[i], x_stride);
     } else {
-      uint32_t exists = 0;
+      exists = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        data[i] = make_uint4(0, 0, 0, 0);
+        step.data[i] = make_uint4(0, 0, 0, 0);
         if (begin + Layout::edge(i) < run.end) {
-          data[i] = gather(base, source[i], x_stride);
+          step.data[i] = gather(base, source[i], x_stride);
           exists |= 1u << i;
         }
       }
-      body.load(extra, run, begin, source, exists);
     }
+    body.load(step.extra, run, begin, source, exists);
+  };
+  Step<Layout, Body> step, ahead;
+  if constexpr (Body::kAhead) fetch(ahead, 0);
+
+#pragma unroll 1
+  for (int32_t begin = 0;; begin += Layout::kStep) {
+    const int32_t step_end = begin + Layout::kStep;
+    if constexpr (Body::kAhead) {
+      step = ahead;
+      if (step_end < run.end) fetch(ahead, step_end);
+    } else {
+      fetch(step, begin);
+    }
+    const uint4(&data)[4] = step.data;
+    const typename Body::Extra& extra = step.extra;
     if (from <= begin && row_end > step_end) {
       body.template add<false>(data, extra, 15u);
       continue;

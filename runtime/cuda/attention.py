@@ -8,14 +8,13 @@ from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks
 from gnnc.runtime.cuda.epilogue import literal, truth, write_epilogue
 from gnnc.runtime.cuda.spmm import ELEMENTS, gathered_rows
 from gnnc.runtime.cuda.tables import RUNS_EXTRA, destinations, runs_arguments, runs_of
+from gnnc.runtime.cuda.unit import AS_COMPILED
 from gnnc.runtime.emitter import shape_of
 from gnnc.runtime.epilogue import argument_of
 from gnnc.runtime.plans import attention
 from gnnc.runtime.registry import Decline, kernel
 
 _ADD, _DOT = 0, 1
-_THREADS = 128
-_PIECE = 16
 _MAX_WIDTH = 1024
 
 
@@ -25,13 +24,10 @@ class Attend:
 
     @staticmethod
     def plan(node: Node) -> attention.Plan | Decline:
-        """Take heads that are made of whole pieces of 16 bytes."""
+        """Take rows that fit into the registers of a warp."""
         plan = attention.plan(node)
         if isinstance(plan, Decline):
             return plan
-        dtype = argument_of(node, plan.x).meta["val"].dtype
-        if plan.heads > 1 and plan.width // plan.heads * dtype.itemsize % _PIECE:
-            return Decline(f"a head of {plan.width // plan.heads} of {dtype} is no multiple of 16 bytes")
         if plan.width > _MAX_WIDTH:
             return Decline(f"rows of {plan.width} columns")
         if plan.kind == _DOT and len(argument_of(node, plan.a_src or 0).meta["val"].shape) < 2:
@@ -45,7 +41,7 @@ class Attend:
         rowptr = argument_of(node, plan.rowptr)
         rows = shape_of(rowptr)[0] - 1
         col, pointer = emitter.vector(argument_of(node, plan.col)), emitter.vector(rowptr)
-        x = gathered_rows(emitter, argument_of(node, plan.x), plan.width)
+        x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, plan.heads)
         scale = "0"
         if plan.x_scale is not None:
             scale = f"{emitter.vector(argument_of(node, plan.x_scale))}.data_ptr()"
@@ -61,7 +57,7 @@ class Attend:
         if weights is not None:
             stats = f"{emitter.scratch(rows, 2 * plan.heads, torch.float32, flat=True)}.data_ptr()"
         epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width)
-        words = _up(plan.width, 4) + _up(2 * plan.heads, 4)
+        words = _staged(plan, node)
         kind = emitter.bind(torch.float32, "dtype")
         staging = emitter.let("staging", f"empty(({runs}.slots * {words},), dtype={kind})")
         given = [*runs_arguments(pointer, col, runs), f"{x.text}.data_ptr()", str(x.stride), scale, *ends]
@@ -69,13 +65,16 @@ class Attend:
         count = len(given) + RUNS_EXTRA
         emitter.unit.expect("AttentionArgs", count)
         config = _config(plan, node, emitter, additive, edge is not None)
-        for name, grid, block in (("attention", "blocks", _THREADS), ("attention_combine", "splits", BLOCK)):
+        for name, grid, block in (
+            ("attention", "blocks", AS_COMPILED),
+            ("attention_combine", "splits", BLOCK),
+        ):
             launch, total = f"gnnc::{name}<{config}, {epilogue}>", count + len(values)
             emitter.launch(launch, f"{runs}.{grid}", [*given, *values], block=block, count=total)
         if weights is not None:
             launch = f"gnnc::attention_weights<{config}>"
             values = [*given, f"{weights}.data_ptr()"]
-            emitter.launch(launch, f"{runs}.blocks", values, block=_THREADS, count=count + 1)
+            emitter.launch(launch, f"{runs}.blocks", values, block=AS_COMPILED, count=count + 1)
 
 
 def _config(plan: attention.Plan, node: Node, emitter: CudaEmitter, additive: bool, edge: bool) -> str:
@@ -88,8 +87,15 @@ def _config(plan: attention.Plan, node: Node, emitter: CudaEmitter, additive: bo
     )
     return (
         f"gnnc::AttentionConfig<gnnc::Element::{ELEMENTS[dtype]}, {plan.width}, {plan.heads}, "
-        f"{truth(additive)}, {truth(edge)}, {constants}, {_THREADS}>"
+        f"{truth(additive)}, {truth(edge)}, {constants}>"
     )
+
+
+def _staged(plan: attention.Plan, node: Node) -> int:
+    """Return the words that a part of a row takes in the staging buffer."""
+    head, columns = plan.width // plan.heads, 16 // argument_of(node, plan.x).meta["val"].dtype.itemsize
+    width = plan.width if plan.heads == 1 else plan.heads * _up(head, columns)
+    return _up(width, 4) + _up(2 * plan.heads, 4)
 
 
 def _dense(emitter: CudaEmitter, node: Node, index: int | None, width: int) -> str:

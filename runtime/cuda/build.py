@@ -14,6 +14,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,7 @@ from gnnc.environment import cache_folder, cuda_home
 from gnnc.errors import BackendError
 
 INSTALL = "install gnnc[cuda] beside a CUDA build of torch"
+_IMPORTING = threading.Lock()
 _OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": "-v"}
 _PACKAGE = Path(__file__).parents[2]  # gnnc/, seen from gnnc/runtime/cuda/
 _REPORT = re.compile(
@@ -111,13 +113,14 @@ def compiler() -> Any:
     Raises:
         BackendError: it is not installed.
     """
-    for name in ("cuda.core", "cuda.core.experimental"):  # its place before and after version 0.5
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue
-        if hasattr(module, "Program"):
-            return module
+    with _IMPORTING:  # a second thread would see a package that is half there
+        for name in ("cuda.core", "cuda.core.experimental"):  # its place before and after version 0.5
+            try:
+                module = importlib.import_module(name)
+            except ImportError:
+                continue
+            if hasattr(module, "Program"):
+                return module
     raise BackendError(f"the package cuda-core is missing: {INSTALL}")
 
 

@@ -100,7 +100,7 @@ class CudaEmitter(Emitter):
             kernel: C++ name with template arguments.
             grid: text of the number of blocks.
             values: texts of its eight-byte arguments.
-            block: threads a block.
+            block: threads a block, or ``AS_COMPILED``.
             shared: bytes of dynamic shared memory.
             count: number of the arguments, where a text stands for several.
         """

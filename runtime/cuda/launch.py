@@ -9,6 +9,7 @@ from typing import Any
 from gnnc.errors import BackendError
 
 _END, _POINTER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
+_MAX_THREADS = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEFAULT_SHARED = 48 * 1024
 
@@ -80,6 +81,14 @@ class Code:
             check(allowed, f"give {symbol} {shared} bytes of shared memory")
         return handle
 
+    @staticmethod
+    def threads(handle: ctypes.c_void_p, device: int) -> int:
+        """Return the largest block that a kernel was compiled for: its launch bound."""
+        count = ctypes.c_int()
+        asked = driver().cuKernelGetAttribute(ctypes.byref(count), _MAX_THREADS, handle, device)
+        check(asked, "read the launch bound of a kernel")
+        return count.value
+
     def __del__(self) -> None:
         if self._library:
             driver().cuLibraryUnload(self._library)
@@ -106,7 +115,8 @@ class Launch:
     Attributes:
         name: the kernel's C++ name.
         count: number of its arguments.
-        block: threads a block.
+        block: threads a block; 0 until it is bound where that is the kernel's launch bound, which may
+            depend on the architecture.
         shared: bytes of dynamic shared memory.
     """
 
@@ -122,7 +132,9 @@ class Launch:
     def bind(self, code: Code, symbol: str, device: int) -> None:
         """Give it the compiled kernel."""
         self._code = code  # keeps the code loaded
-        self._handle = code.kernel(symbol, self.shared, device).value
+        handle = code.kernel(symbol, self.shared, device)
+        self._handle = handle.value
+        self.block = self.block or code.threads(handle, device)
         self._launch = driver().cuLaunchKernel
 
     def __call__(self, grid: int, stream: int, *values: int) -> None:

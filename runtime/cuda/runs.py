@@ -30,39 +30,27 @@ class Runs(NamedTuple):
 
 
 def run_limit(edges: int, multiprocessors: int) -> int:
-    """Return how many edges a run should have: so few that every group of the device gets several runs.
+    """Return how many edges a run should have: so few that every warp of the device gets several runs.
 
-    A device holds about 48 groups a multiprocessor; with eight runs each, the last ones to finish
-    cost little (the analytical model of GNNAdvisor section 3.6, with the device's parallelism alone).
+    A multiprocessor holds about 32 warps; with six runs each, the last ones to finish cost little
+    (the analytical model of GNNAdvisor section 3.6, with the device's parallelism alone).
 
     Args:
         edges: E of the graph.
         multiprocessors: of the device.
     """
-    each = max(edges // (multiprocessors * 48 * 8), 1)
+    each = max(edges // (multiprocessors * 32 * 6), 1)
     return min(max(1 << (each - 1).bit_length(), 64), 512)
 
 
-def chunk_count(edges: int, multiprocessors: int) -> int:
-    """Return the number of chunks, one a block of threads.
-
-    Args:
-        edges: E of the graph.
-        multiprocessors: of the device.
-    """
-    return multiprocessors * min(max(edges // (multiprocessors * 2**14), 12), 64)
-
-
-def build_runs(rowptr: Tensor, limit: int, blocks: int, multiprocessors: int = 1) -> Runs:
+def build_runs(rowptr: Tensor, limit: int, blocks: int) -> Runs:
     """Cut the edges of a CSR into runs that cost about ``limit`` edges, and the runs into chunks.
 
     Args:
         rowptr: int64 ``[num_dst + 1]``.
         limit: a row with more edges is split into parts of at most ``limit + 16``; other rows are
             gathered until they cost as much, so that a run of theirs has less than ``2 * limit``.
-        blocks: number of chunks.
-        multiprocessors: where they divide ``blocks``, a block and the ones that many further on, which
-            a device tends to put onto the same multiprocessor, take neighbouring chunks.
+        blocks: number of chunks: of the device's multiprocessors, each of which works on one.
 
     Returns:
         The tables; three synchronisations.
@@ -93,19 +81,17 @@ def build_runs(rowptr: Tensor, limit: int, blocks: int, multiprocessors: int = 1
     return Runs(
         begin,
         torch.cat([torch.stack([row, slot], 1), end]).int(),
-        _chunks(begin, blocks, multiprocessors if blocks % multiprocessors == 0 else 1),
+        _chunks(begin, blocks),
         table.int(),
         int(table[:, 1].sum()),
     )
 
 
-def _chunks(begin: Tensor, blocks: int, multiprocessors: int) -> Tensor:
+def _chunks(begin: Tensor, blocks: int) -> Tensor:
     """First and last run of every block, so that blocks have about the same number of edges."""
     runs = begin.numel() - 1
     cost = begin + _ROW_COST * torch.arange(runs + 1, device=begin.device)
     wanted = torch.arange(blocks + 1, device=begin.device) * cost[-1] // blocks
     chunk = torch.searchsorted(cost, wanted)
     chunk[0], chunk[-1] = 0, runs
-    bounds = torch.stack([chunk[:-1], chunk[1:]], 1)
-    each = blocks // multiprocessors
-    return bounds.view(multiprocessors, each, 2).transpose(0, 1).reshape(blocks, 2).int()
+    return torch.stack([chunk[:-1], chunk[1:]], 1).int()

@@ -3,9 +3,10 @@
 from torch.fx import Node
 
 from gnnc.ir.nodes import as_node
-from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter
+from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.spmm import ELEMENTS, gathered_rows
 from gnnc.runtime.cuda.tables import RUNS_EXTRA, runs_arguments, runs_of
+from gnnc.runtime.cuda.unit import AS_COMPILED
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.registry import Decline, kernel
 
@@ -50,8 +51,9 @@ class Sddmm:
         emitter.unit.expect("SddmmArgs", len(values) + RUNS_EXTRA)
         element = ELEMENTS[first.meta["val"].dtype]
         config = f"gnnc::SddmmConfig<gnnc::Element::{element}, {width}, gnnc::EdgeOp::{_OPS[plan.op]}, "
-        config += f"{plan.heads}, false, {BLOCK}>"
-        emitter.launch(f"gnnc::sddmm<{config}>", f"{runs}.blocks", values, count=len(values) + RUNS_EXTRA)
+        config += f"{plan.heads}>"
+        count = len(values) + RUNS_EXTRA
+        emitter.launch(f"gnnc::sddmm<{config}>", f"{runs}.blocks", values, block=AS_COMPILED, count=count)
 
 
 def _dot(plan: sddmm.Plan, nbytes: int) -> sddmm.Plan | Decline:

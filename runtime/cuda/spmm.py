@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
-from gnnc.runtime.cuda.emitter import CudaEmitter, blocks
-from gnnc.runtime.cuda.epilogue import write_epilogue
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks
+from gnnc.runtime.cuda.epilogue import TYPES, write_epilogue
 from gnnc.runtime.cuda.tables import RUNS_EXTRA, in_order, runs_arguments, runs_of
+from gnnc.runtime.cuda.unit import AS_COMPILED
 from gnnc.runtime.emitter import shape_of
 from gnnc.runtime.epilogue import argument_of
 from gnnc.runtime.plans import spmm
@@ -19,13 +19,8 @@ ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", 
 _MAX_WIDTH = 4096
 _MAX_EXACT_WIDTH = 760
 """Sums of a split row's parts are 64-bit in the shared memory of a block."""
-_STATIC_SHARED = 47 * 1024
-
-
-def sector_rows(x: Tensor, stride: int) -> Tensor:
-    """Return a copy of the rows that starts each of them on a sector."""
-    rows, width = x.shape
-    return x.new_empty((rows, stride))[:, :width].copy_(x)
+_PIECE = 16
+"""Bytes that a thread gathers at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +83,10 @@ class Spmm:
         ]
         arguments += [value, scale, shift, f"{staging}.data_ptr()", *values]
         emitter.unit.expect("SpmmArgs", len(arguments) - len(values) + RUNS_EXTRA)
-        config, threads = _config(plan, node)
+        config = _config(plan, node)
         count = len(arguments) + RUNS_EXTRA
         emitter.launch(
-            f"gnnc::spmm<{config}, {epilogue}>", f"{runs}.blocks", arguments, block=threads, count=count
+            f"gnnc::spmm<{config}, {epilogue}>", f"{runs}.blocks", arguments, block=AS_COMPILED, count=count
         )
         emitter.launch(
             f"gnnc::spmm_combine<{config}, {epilogue}>",
@@ -101,8 +96,7 @@ class Spmm:
         )
 
 
-def _config(plan: spmm.Plan, node: Node) -> tuple[str, int]:
-    """Return the kernel's configuration, and the threads of its blocks."""
+def _config(plan: spmm.Plan, node: Node) -> str:
     dtype = argument_of(node, plan.x).meta["val"].dtype
     reduce = next(name for name, number in spmm.REDUCTIONS.items() if number == plan.reduce)
     value = "none"
@@ -110,14 +104,10 @@ def _config(plan: spmm.Plan, node: Node) -> tuple[str, int]:
         integer = argument_of(node, plan.value).meta["val"].dtype == torch.int8
         value = "integer" if integer else "real"
     scale = "row" if plan.x_scale is not None else "power" if plan.shift is not None else "none"
-    threads = 256
-    while threads > 32 and threads // 32 * (plan.width + 128) * 4 > _STATIC_SHARED:
-        threads //= 2
-    config = (
+    return (
         f"gnnc::SpmmConfig<gnnc::Element::{ELEMENTS[dtype]}, {plan.width}, gnnc::Reduce::{reduce}, "
-        f"gnnc::Value::{value}, gnnc::Scale::{scale}, {plan.heads}, {threads}>"
+        f"gnnc::Value::{value}, gnnc::Scale::{scale}, {plan.heads}>"
     )
-    return config, threads
 
 
 def _vector(emitter: CudaEmitter, node: Node, index: int | None) -> str:
@@ -139,15 +129,25 @@ def edges_and_columns(
     return f"{text}.shape[0]", text
 
 
-def gathered_rows(emitter: CudaEmitter, x: Node, width: int) -> Rows:
-    """Return rows that start on 16 bytes: as they are, or a copy."""
+def gathered_rows(emitter: CudaEmitter, x: Node, width: int, heads: int = 1) -> Rows:
+    """Return rows whose heads start on 16 bytes: as they are, or a copy (``csrc/cuda/pack_rows.cuh``)."""
     dtype = x.meta["val"].dtype
     text, stride = emitter.matrix(x, width), emitter.row_stride(x, width)
-    if stride * dtype.itemsize % 16 == 0:
+    head = width // heads
+    if stride * dtype.itemsize % _PIECE == 0 and (heads == 1 or head * dtype.itemsize % _PIECE == 0):
         return Rows(text, stride * dtype.itemsize)
-    padded = emitter.padded(width, dtype)
-    copy = emitter.let("rows", f"{emitter.bind(sector_rows, 'sector_rows')}({text}, {padded})")
-    return Rows(copy, padded * dtype.itemsize)
+    emitter.unit.include("pack_rows.cuh")
+    columns = _PIECE // dtype.itemsize
+    head_stride = width if heads == 1 else -(-head // columns) * columns
+    to = emitter.padded(heads * head_stride, dtype)
+    rows = shape_of(x)[0]
+    copy = emitter.scratch(rows, to, dtype, flat=True)
+    config = f"gnnc::PackRowsConfig<{TYPES[dtype]}, {heads}, {head}, {head_stride}, {stride}, {to}>"
+    count = emitter.size(rows)
+    grid = blocks(f"({count} * {to // columns})", BLOCK)
+    values = [f"{text}.data_ptr()", f"{copy}.data_ptr()", count]
+    emitter.launch(f"gnnc::pack_rows<{config}>", f"({grid})", values)
+    return Rows(copy, to * dtype.itemsize)
 
 
 def value_text(emitter: CudaEmitter, node: Node, index: int, heads: int) -> str:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gnnc.runtime.cuda.runs import build_runs, chunk_count, run_limit
+from gnnc.runtime.cuda.runs import build_runs, run_limit
 
 
 class RunTable:
@@ -18,8 +18,7 @@ class RunTable:
     """
 
     def __init__(self, rowptr: Tensor, edges: int, multiprocessors: int) -> None:
-        limit, blocks = run_limit(edges, multiprocessors), chunk_count(edges, multiprocessors)
-        runs = build_runs(rowptr, limit, blocks, multiprocessors)
+        runs = build_runs(rowptr, run_limit(edges, multiprocessors), multiprocessors)
         self._held = (runs.begin, runs.place, runs.chunk, runs.split)
         self.blocks = runs.chunk.shape[0] if rowptr.numel() > 1 else 0
         self.splits, self.slots = runs.split.shape[0], runs.slots

@@ -9,6 +9,8 @@ from gnnc.runtime.cuda.launch import Code, Launch
 
 BLOCK = 256
 """Threads of a block, where a kernel family says nothing else."""
+AS_COMPILED = 0
+"""Instead of a number of threads: the kernel's launch bound."""
 
 
 class Unit:
@@ -42,7 +44,7 @@ class Unit:
         Args:
             kernel: C++ name with template arguments.
             count: number of its eight-byte arguments.
-            block: threads a block.
+            block: threads a block, or ``AS_COMPILED``.
             shared: bytes of dynamic shared memory.
         """
         key = (kernel, count, block, shared)

@@ -39,12 +39,6 @@ def test_blocks_get_about_the_same_number_of_edges() -> None:
     assert edges.max() < 2 * edges.mean()
 
 
-def test_blocks_of_one_multiprocessor_are_neighbours() -> None:
-    rowptr = GRAPHS["chunks"]().rowptr
-    plain, spread = build_runs(rowptr, 32, 12), build_runs(rowptr, 32, 12, 4)
-    assert torch.equal(spread.chunk[[0, 4, 8, 1, 5, 9]], plain.chunk[:6])
-
-
 def test_the_limit_grows_with_the_graph() -> None:
     limits = [run_limit(edges, 132) for edges in (0, 2_000_000, 115_000_000, 2**40)]
     assert limits == sorted(limits) and limits[0] == 64 and limits[-1] == 512

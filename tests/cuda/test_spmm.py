@@ -35,7 +35,7 @@ def test_no_kernel_spills(architecture: str, kind: str) -> None:
     names = tuple(name for config in configs for name in config.names())
     report = compile_kernels('#include "spmm.cuh"', names, architecture)
     assert len(report) == len(names)
-    assert all(kernel.spilled == 0 and kernel.stack == 0 for kernel in report.values()), report
+    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
 
 
 def on_gpu(g: Graph, limit: int = 32, blocks: int = 5) -> Sparse:
@@ -182,7 +182,7 @@ def test_values_that_are_not_finite_show_in_their_rows_only(dtype: torch.dtype) 
     want = spmm_reference(g.rowptr, g.col, None, x.to(dtype).float(), "sum", g.num_dst)
     bad = ~want.isfinite()
     assert bad.any() and not got[bad].isfinite().any()
-    assert got[~bad.any(1)].isfinite().all() and got[:, 24:].isfinite().all()
+    assert got[~bad.any(1)].isfinite().all() and got[:, 32:].isfinite().all()
 
 
 @pytest.mark.cuda
