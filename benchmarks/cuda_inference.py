@@ -66,7 +66,7 @@ def contender(name: str, model: nn.Module, x: Tensor, edge_index: Tensor) -> tup
         return cusparse(model, edge_index, x.shape[0]), None
     words = name.split()
     examples = (x, edge_index) if words[-1] == "static" else None
-    ours = gnnc.compile(model, precision=words[1], example_inputs=examples, backend="cuda")
+    ours = gnnc.compile(model, precision=words[1], example_inputs=examples)
     return lambda x: ours(x, edge_index), ours
 
 
@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    header = machine()
     begin, rows = time.perf_counter(), []
     for graph in args.graphs:
         for model in args.models:
@@ -160,13 +161,13 @@ def main() -> None:
                 torch.cuda.empty_cache()
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
                 if args.out:
-                    _write(args.out, rows)
+                    _write(args.out, header, rows)
     print(table(rows))
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+def _write(path: Path, header: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": header, "rows": rows}, indent=1) + "\n")
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -59,9 +59,8 @@ def compile(  # noqa: A001  the name is the public contract
         overrides: module-path glob to precision, for layers that differ.
         error_budget: relative L2 error of the output on ``example_inputs`` that ``auto`` may spend.
             Without them nothing can be measured: it weighs ops by their receptive-field gain.
-        backend: ``auto`` (the CPU; an error where the model is on a CUDA device), ``cpu``, ``cuda``
-            (experimental), ``reference``, or ``cuda-offline``, which compiles CUDA kernels and cannot
-            run them.
+        backend: ``auto`` (CUDA where the model is on a CUDA device, else the CPU), ``cpu``, ``cuda``,
+            ``reference``, or ``cuda-offline``, which compiles CUDA kernels and cannot run them.
         cuda_graph: ``auto`` or a bool: whether calls replay a CUDA graph; without meaning on the CPU.
         qat: train with quantization in the loop; not in this version.
         check_finite: ``scale`` raises PrecisionError when a scale is NaN or infinite, ``off`` or

@@ -14,11 +14,6 @@ from gnnc.runtime.emitter import is_view
 from gnnc.runtime.executable import Executable
 from gnnc.runtime.structure_runner import StructureRunner
 
-EXPERIMENTAL = (
-    "the model is on a CUDA device, and the CUDA backend is experimental: its kernels have not all been "
-    "tested on a GPU in this version; ask for it with backend='cuda' and compare its results, or move the "
-    "model to the CPU"
-)
 NAMES = ("auto", "cpu", "reference", "cuda", "cuda-offline")
 OFFLINE = ("sm_80", "sm_90", "sm_100")
 """Architectures that ``cuda-offline`` compiles for; ``cuda-offline:sm_90`` names one."""
@@ -74,7 +69,7 @@ def get_backend(name: str, device: torch.device | None = None) -> Backend:
 
     Args:
         name: one of ``NAMES``.
-        device: where the model is; ``auto`` refuses a CUDA device while that backend is experimental.
+        device: where the model is; ``auto`` takes the backend of that device.
 
     Raises:
         BackendError: there is none of this name, or it cannot run here.
@@ -83,9 +78,7 @@ def get_backend(name: str, device: torch.device | None = None) -> Backend:
     if base not in NAMES or (architecture and base != "cuda-offline"):
         raise BackendError(f"unknown backend {name!r}; choose one of {', '.join(map(repr, NAMES))}")
     if base == "auto":
-        if device is not None and device.type == "cuda":
-            raise BackendError(EXPERIMENTAL)
-        return _cpu()
+        return _cuda() if device is not None and device.type == "cuda" else _cpu()
     if base == "cuda-offline":
         return _cuda_offline(name, (architecture,) if architecture else OFFLINE)
     return {"reference": _reference, "cuda": _cuda, "cpu": _cpu}[base]()

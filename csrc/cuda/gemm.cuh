@@ -93,7 +93,8 @@ struct Load {
   using X = typename Config::X;
   static constexpr int kRuns = (Config::kInner + 127) / 128;  // runs of four of one thread
   static constexpr bool kHold = kRuns <= 16;                  // does a row fit into the registers of a warp?
-  static constexpr int kRowsOnce = kRuns >= 3 ? 1 : 4 / kRuns;
+  static constexpr int kMost = Config::kRows / G::kWarps;     // rows of a warp
+  static constexpr int kRowsOnce = kRuns > 4 ? 1 : 8 / kRuns < kMost ? 8 / kRuns : kMost;
 
   struct alignas(2 * sizeof(X)) Two {
     X v[2];
@@ -212,16 +213,20 @@ struct Load {
   // Codes are taken as they are; what is past the width counts as zero, for the weight is zero there.
   __device__ static void codes(const GemmArgs& args, int64_t begin, char* rows, float* scales, int warp, int lane) {
     static_assert(Config::kStride % 16 == 0 || !(sizeof(X) == 1), "rows of codes start on 16 bytes");
-    for (int place = warp; place < Config::kRows; place += G::kWarps) {
+    constexpr int kPieces = G::K::kRowBytes / 16;
+    const int thread = warp * 32 + lane;
+#pragma unroll 4
+    for (int index = thread; index < Config::kRows * kPieces; index += Config::kThreads) {
+      const int place = index / kPieces, byte = index % kPieces * 16;
       const int64_t row = begin + place;
-      const bool exists = row < args.rows;
-      const char* from = static_cast<const char*>(args.x) + (exists ? row : 0) * Config::kStride;
-      for (int byte = lane * 16; byte < G::K::kRowBytes; byte += 512) {
-        uint4 piece = make_uint4(0, 0, 0, 0);
-        if (exists && byte < Config::kInner) piece = __ldg(reinterpret_cast<const uint4*>(from + byte));
-        *reinterpret_cast<uint4*>(rows + place * G::kPitch + byte) = piece;
+      uint4 piece = make_uint4(0, 0, 0, 0);
+      if (row < args.rows && byte < Config::kInner) {
+        piece = __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(args.x) + row * Config::kStride + byte));
       }
-      if (lane == 0) scales[place] = exists ? __ldg(args.x_scale + row) : 0.0f;
+      *reinterpret_cast<uint4*>(rows + place * G::kPitch + byte) = piece;
+    }
+    for (int place = thread; place < Config::kRows; place += Config::kThreads) {
+      scales[place] = begin + place < args.rows ? __ldg(args.x_scale + begin + place) : 0.0f;
     }
   }
 

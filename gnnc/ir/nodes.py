@@ -7,6 +7,9 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+_UNTAGGED = frozenset(("aten::leaky_relu", "aten::hardswish", "aten::_prelu_kernel"))
+"""Pointwise ops that torch does not tag as such, some of them before version 2.13 only."""
+
 
 def shape_of(node: Node) -> tuple[Any, ...] | None:
     """The (symbolic) shape of a tensor node, or None for anything else."""
@@ -28,6 +31,14 @@ def is_float(node: Node, *dtypes: torch.dtype) -> bool:
     """Whether a node holds a tensor of one of these types, float32 where none is given."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype in (dtypes or (torch.float32,))
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether a node is an ATen op that computes every element from those at its place."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or target._schema.name in _UNTAGGED
 
 
 def argument(node: Node, index: int, name: str, default: Any) -> Any:

@@ -30,7 +30,7 @@ def test_cuda_computes_what_eager_and_the_reference_compute(name: str, precision
     on_cpu = copy.deepcopy(model)
     model.cuda()
     arguments = on_device(arguments)
-    got = gnnc.compile(model, precision, backend="cuda")(*arguments)
+    got = gnnc.compile(model, precision)(*arguments)
     assert got.is_cuda and error(got, eager) < LIMIT[precision]
     reference = gnnc.compile(model, precision, backend="reference")(*arguments)
     assert error(got, reference) < {"fp32": 1e-5, "int8": 0.01}.get(precision, 0.005)
@@ -46,7 +46,7 @@ def test_static_scales(name: str) -> None:
     model = MODELS[name]().eval()
     eager = model(*given())
     arguments = on_device(given())
-    compiled = gnnc.compile(model.cuda(), "int8", example_inputs=arguments, backend="cuda")
+    compiled = gnnc.compile(model.cuda(), "int8", example_inputs=arguments)
     assert error(compiled(*arguments), eager) < LIMIT["int8"]
 
 
@@ -58,7 +58,7 @@ def test_the_zoo(name: str, precision: str) -> None:
     args, kwargs = ZOO[name].arguments(60, 400, 0)
     eager = model(*args, **kwargs)
     args, kwargs = on_device((args, kwargs))
-    got = gnnc.compile(model.cuda(), precision, backend="cuda")(*args, **kwargs)
+    got = gnnc.compile(model.cuda(), precision)(*args, **kwargs)
     assert error(got, eager) <= LIMIT[precision]
 
 
@@ -66,7 +66,7 @@ def test_the_zoo(name: str, precision: str) -> None:
 @pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN", "GAT"])
 def test_the_four_models_run_on_kernels_of_our_own(name: str) -> None:
     torch.manual_seed(0)
-    compiled = gnnc.compile(MODELS[name]().eval().cuda(), "int8", backend="cuda")
+    compiled = gnnc.compile(MODELS[name]().eval().cuda(), "int8")
     compiled(*on_device(given()))
     fallbacks = [
         node
@@ -80,7 +80,7 @@ def test_the_four_models_run_on_kernels_of_our_own(name: str) -> None:
 @pytest.mark.parametrize("name", ["gcn", "sage-mean", "gin", "gat"])
 def test_first_call_on_an_empty_graph_serves_others(name: str) -> None:
     model = build(name)
-    compiled = gnnc.compile(copy.deepcopy(model).cuda(), "fp32", backend="cuda")
+    compiled = gnnc.compile(copy.deepcopy(model).cuda(), "fp32")
     for nodes, edges in ((7, 0), (60, 400)):
         args, kwargs = ZOO[name].arguments(nodes, edges, 1)
         eager = model(*args, **kwargs)
@@ -110,7 +110,7 @@ def test_every_other_layer(name: str) -> None:
     args, kwargs = LAYERS[name].arguments(60, 400, 0)
     wanted = torch.utils._pytree.tree_leaves(model(*args, **kwargs))
     args, kwargs = on_device((args, kwargs))
-    compiled = gnnc.compile(model.cuda(), "fp32", backend="cuda")
+    compiled = gnnc.compile(model.cuda(), "fp32")
     for got, want in zip(torch.utils._pytree.tree_leaves(compiled(*args, **kwargs)), wanted, strict=True):
         assert error(got, want) <= 1e-4
 
@@ -127,5 +127,5 @@ def test_accuracy_on_cora(precision: str) -> None:
     with torch.enable_grad():
         models.train(model, x, edge_index, y, *masks, epochs=60)
     wanted = model(x, edge_index).argmax(-1)
-    compiled = gnnc.compile(model, precision, example_inputs=(x, edge_index), backend="cuda")
+    compiled = gnnc.compile(model, precision, example_inputs=(x, edge_index))
     assert (compiled(x, edge_index).argmax(-1) == wanted).float().mean() > 0.99

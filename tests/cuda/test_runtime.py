@@ -23,7 +23,7 @@ def model():
 
 def compiled_and_inputs(model, cuda_graph="auto", precision="int8", **options):
     x, edge_index = on_device(given())
-    compiled = gnnc.compile(model, precision, cuda_graph=cuda_graph, **options, backend="cuda")
+    compiled = gnnc.compile(model, precision, cuda_graph=cuda_graph, **options)
     return compiled, x, edge_index
 
 
@@ -182,7 +182,7 @@ def test_values_that_are_not_finite_are_said(model, cuda_graph, bad):
     x, edge_index = on_device(given())
     broken = x.clone()
     broken[3, 5] = bad
-    compiled = gnnc.compile(model, "int8", cuda_graph=cuda_graph, backend="cuda")
+    compiled = gnnc.compile(model, "int8", cuda_graph=cuda_graph)
     with pytest.raises(gnnc.PrecisionError, match="not finite"):
         compiled(broken, edge_index)
     for _ in range(3):
@@ -192,11 +192,7 @@ def test_values_that_are_not_finite_are_said(model, cuda_graph, bad):
     with pytest.raises(gnnc.PrecisionError, match="in this call or an earlier one"):
         compiled(x, edge_index)
     assert torch.equal(compiled(x, edge_index), expected)
-    assert (
-        not gnnc.compile(model, "int8", check_finite="off", backend="cuda")(broken, edge_index)
-        .isfinite()
-        .all()
-    )
+    assert not gnnc.compile(model, "int8", check_finite="off")(broken, edge_index).isfinite().all()
 
 
 @torch.no_grad()
@@ -234,7 +230,7 @@ def test_misaligned_and_strided_inputs(model):
 @torch.no_grad()
 def test_memory_is_flat_over_mini_batches():
     torch.manual_seed(0)
-    compiled = gnnc.compile(MODELS["GAT"]().eval().cuda(), "int8", backend="cuda")
+    compiled = gnnc.compile(MODELS["GAT"]().eval().cuda(), "int8")
     compiled(*on_device(given(300, 2000)))
     held = set()
     for i in range(30):
@@ -251,7 +247,7 @@ def test_memory_is_flat_over_mini_batches():
 def test_two_runs_give_equal_bits():
     for name in ("GCN", "GAT", "GATv2", "GraphSAGE max"):
         torch.manual_seed(0)
-        compiled = gnnc.compile(MODELS[name]().eval().cuda(), "int8", backend="cuda")
+        compiled = gnnc.compile(MODELS[name]().eval().cuda(), "int8")
         arguments = on_device(given(2000, 60000))
         first = compiled(*arguments)
         assert all(torch.equal(compiled(*arguments), first) for _ in range(3)), name

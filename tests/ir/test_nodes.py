@@ -1,0 +1,24 @@
+import pytest
+import torch
+from torch import fx
+
+from gnnc.ir.nodes import is_pointwise
+
+aten = torch.ops.aten
+
+
+def node(target) -> fx.Node:
+    graph = fx.Graph()
+    return graph.call_function(target, (graph.placeholder("x"),))
+
+
+@pytest.mark.parametrize(
+    "op", [aten.leaky_relu.default, aten.hardswish.default, aten.relu.default, aten.elu.default]
+)
+def test_activations_are_pointwise_on_every_torch(op) -> None:
+    assert is_pointwise(node(op))
+
+
+@pytest.mark.parametrize("target", [aten.sum.default, aten.mm.default, torch.relu])
+def test_other_targets_are_not(target) -> None:
+    assert not is_pointwise(node(target))
