@@ -16,7 +16,9 @@ from torch.utils import _pytree as pytree
 
 from gnnc import debug, report
 from gnnc.arguments import Call, flatten_call
+from gnnc.bandwidth import copy_bandwidth
 from gnnc.containers import opened
+from gnnc.cost import floor_times
 from gnnc.errors import CaptureError, GnncError, InputError, PrecisionError, UnsupportedError
 from gnnc.passes.base import Pass
 from gnnc.passes.pipeline import PIPELINE
@@ -381,7 +383,11 @@ class CompiledModel(torch.nn.Module):
         return report.explain_text(self._report())
 
     def profile(self, *args: Any, **kwargs: Any) -> str:
-        """Run the model a few times, measure every op, and return ``summary()`` with the times."""
+        """Run the model a few times, measure every op, and return ``summary()`` with the times.
+
+        "of floor" is the part of a time that the op's compulsory bytes (each operand and result once)
+        need at the device's copy bandwidth; above 1 where they come from a cache.
+        """
         self(*args, **kwargs)
         call = flatten_call(self.model, args, kwargs)
         program = self._program_for(call, args, kwargs)
@@ -389,6 +395,10 @@ class CompiledModel(torch.nn.Module):
         program.timings = {
             timing.node: statistics.median(run[i].seconds for run in runs) for i, timing in enumerate(runs[0])
         }
+        device = next((v.device for v in call.tensors), torch.device("cpu"))
+        program.floors = floor_times(
+            program.graph_module, program.executable.profiled, copy_bandwidth(device)
+        )
         self._last = program
         return self.summary()
 
@@ -469,6 +479,7 @@ class CompiledModel(torch.nn.Module):
             captures=self._captures,
             values=program.context.examples,
             measured=program.timings,
+            floors=program.floors,
             predicted=knowledge.predicted,
             gains=knowledge.gains,
             choices=knowledge.choices,

@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from gnnc import describe
@@ -175,8 +175,26 @@ def traffic(launch: Launch) -> sympy.Expr:
     """Bytes: each tensor that enters or leaves once; a sparse op reads a row again for every edge."""
     if len(launch.nodes) == 1 and (cost := _cost(launch.nodes[0])):
         return cost.bytes
-    crossing = sum(map(held, (*_reads(launch), *_stores(launch))), start=sympy.Integer(0))
-    return crossing + sum(map(_gathered, launch.primitives), start=sympy.Integer(0))
+    return compulsory(launch) + sum(map(_gathered, launch.primitives), start=sympy.Integer(0))
+
+
+def compulsory(launch: Launch) -> sympy.Expr:
+    """Bytes of each tensor that enters or leaves, once: less cannot move."""
+    return sum(map(held, (*_reads(launch), *_stores(launch))), start=sympy.Integer(0))
+
+
+def floor_times(compute: GraphModule, values: Sequence[Any], bandwidth: float) -> dict[str, float]:
+    """Return the time of each launch's compulsory bytes in seconds, by node name.
+
+    Args:
+        compute: the lowered compute graph.
+        values: arguments in placeholder order, for their sizes.
+        bandwidth: bytes per second of a copy.
+    """
+    graph = describe.inline(compute)
+    sizes = sizes_of(graph.find_nodes(op="placeholder"), values)
+    found = {launch.name: evaluate(compulsory(launch), sizes) for launch in launches(graph)}
+    return {name: count / bandwidth for name, count in found.items() if count is not None}
 
 
 def flops(launch: Launch) -> sympy.Expr:

@@ -92,6 +92,7 @@ class Program:
         executable: the lowered compute graph.
         run: takes the flat tensors of a call, returns the model's result.
         timings: measured seconds by node name, from ``profile``.
+        floors: seconds that the compulsory bytes of each node take at copy bandwidth, likewise.
         seconds: how long compiling took, by phase.
     """
 
@@ -106,6 +107,7 @@ class Program:
     run: Callable[[Sequence[Tensor]], Any]
     profiled: Callable[[Sequence[Tensor]], list[Any]]
     timings: dict[str, float] = field(default_factory=dict)
+    floors: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -56,6 +56,7 @@ class ProgramReport:
         values: arguments of ``compute`` on the example inputs, in placeholder order, or None.
         predicted: seconds of each node of ``compute``, from the cost model.
         measured: seconds of each node of ``compute``, from ``profile()``.
+        floors: seconds that its compulsory bytes take at copy bandwidth, likewise.
         gains: receptive-field gain of each primitive, by its name before it was quantized.
         choices: what ``auto`` knows of each primitive, by the same name.
         chosen: what ``auto`` says of its choice, a line each.
@@ -71,6 +72,7 @@ class ProgramReport:
     values: Sequence[Any] | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
+    floors: Mapping[str, float] = field(default_factory=dict)
     gains: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, Chosen] = field(default_factory=dict)
     chosen: Sequence[str] = ()
@@ -110,6 +112,7 @@ def summary_text(report: ProgramReport) -> str:
         values=report.values,
         predicted=report.predicted,
         measured=report.measured,
+        floors=report.floors,
         gains=report.gains,
         choices=report.choices,
     )

@@ -27,6 +27,7 @@ HEADERS = (
     "flops",
     "predicted ms",
     "measured ms",
+    "of floor",
     "next best",
 )
 UNKNOWN = "-"
@@ -50,6 +51,7 @@ class OpRow:
         flops: multiplications and additions.
         predicted: seconds, from the cost model.
         measured: seconds, from ``profile()``.
+        floor: seconds that its compulsory bytes take at copy bandwidth, from ``profile()``.
         alternative: the next best option, what it would add to the time, and its sensitivity.
     """
 
@@ -66,6 +68,7 @@ class OpRow:
     flops: int | None = None
     predicted: float | None = None
     measured: float | None = None
+    floor: float | None = None
     alternative: tuple[str, float, float] | None = None
 
 
@@ -90,6 +93,7 @@ def summary_rows(
     values: Sequence[Any] | None = None,
     predicted: Mapping[str, float] | None = None,
     measured: Mapping[str, float] | None = None,
+    floors: Mapping[str, float] | None = None,
     gains: Mapping[str, float] | None = None,
     choices: Mapping[str, Chosen] | None = None,
 ) -> list[OpRow]:
@@ -101,6 +105,7 @@ def summary_rows(
             taken from them. Without, errors stay unknown and sizes are those of the capture.
         predicted: seconds by node name.
         measured: seconds by node name.
+        floors: seconds by node name.
         gains: receptive-field gain by name of the primitive before it was quantized.
         choices: what ``auto`` knows, by the same name.
     """
@@ -108,7 +113,7 @@ def summary_rows(
     errors = quantization_errors(compute, values) if values is not None else {}
     sizes = sizes_of(graph.find_nodes(op="placeholder"), values)
     groups = launches(graph)
-    tables = (predicted or {}, measured or {}, gains or {}, choices or {})
+    tables = (predicted or {}, measured or {}, floors or {}, gains or {}, choices or {})
     return [_row(group, errors, sizes, *tables) for group in groups]
 
 
@@ -127,6 +132,7 @@ def _row(
     sizes: Mapping[sympy.Symbol, int],
     predicted: Mapping[str, float],
     measured: Mapping[str, float],
+    floors: Mapping[str, float],
     gains: Mapping[str, float],
     choices: Mapping[str, Chosen],
 ) -> OpRow:
@@ -152,6 +158,7 @@ def _row(
         flops=evaluate(flops(launch), sizes),
         predicted=predicted.get(launch.name),
         measured=measured.get(launch.name),
+        floor=floors.get(launch.name),
         alternative=None if choice is None else choice.alternative,
     )
 
@@ -167,7 +174,7 @@ def _total(rows: Sequence[OpRow]) -> OpRow:
         known = [getattr(row, name) for row in rows]
         return None if any(value is None for value in known) else sum(known)
 
-    names = ("bytes", "flops", "predicted", "measured")
+    names = ("bytes", "flops", "predicted", "measured", "floor")
     return OpRow(op="total", layer="", **{name: total(name) for name in names})
 
 
@@ -186,8 +193,13 @@ def _cells(row: OpRow) -> tuple[str, ...]:
         _scaled(row.flops),
         _number(row.predicted, 1e3, ",.3f"),
         _number(row.measured, 1e3, ",.3f"),
+        _fraction(row.floor, row.measured),
         _alternative(row.alternative),
     )
+
+
+def _fraction(floor: float | None, measured: float | None) -> str:
+    return UNKNOWN if floor is None or not measured else format(floor / measured, ".2f")
 
 
 def _alternative(value: tuple[str, float, float] | None) -> str:

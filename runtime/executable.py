@@ -4,6 +4,7 @@ import linecache
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class Executable:
             if isinstance(node.meta.get("choice"), Choice)
         )
         self._names = dict(self.kernels)
+        self.profiled: tuple[Any, ...] = ()
         self._globals = {
             **emitter.constants,
             **self._memory(),
@@ -78,6 +80,8 @@ class Executable:
             "release": self._arenas.release,
             "check_scales": check_scales,
             "clock": self._clock,
+            "enter_range": self._enter_range,
+            "leave_range": self._leave_range,
         }
         self._run: Callable[..., tuple[Any, ...]] = self.assemble(self.source)
 
@@ -102,6 +106,14 @@ class Executable:
     def _seconds(before: Any, after: Any) -> float:
         return after - before
 
+    @staticmethod
+    def _enter_range(name: str) -> Any:
+        """Say to the device's profiler which layer and node a profiled run comes to."""
+
+    @staticmethod
+    def _leave_range() -> Any:
+        """Say that it is over."""
+
     # Running
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
@@ -109,7 +121,8 @@ class Executable:
         return self._run(*values)
 
     def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:
-        """Run the program once and time every node."""
+        """Run the program once and time every node; ``profiled`` keeps what the sizes were."""
+        self.profiled = tuple(v.to("meta") if isinstance(v, torch.Tensor) else v for v in values)
         outputs, marks = _compile(self._timed_source, self._globals)(*values)
         totals: dict[str, float] = {}
         for (_, before), (name, after) in zip(marks, marks[1:], strict=False):
@@ -179,9 +192,13 @@ def _program(emitter: Emitter, inputs: list[str], results: list[str], *, timed: 
 
 def _marked(body: list[tuple[str, Node | None]]) -> Iterator[str]:
     yield f"{_INDENT}marks = [('', clock())]"
-    for text, node in body:
-        yield _INDENT + text
-        yield f"{_INDENT}marks.append(({node.name if node else ''!r}, clock()))"
+    for node, lines in groupby(body, lambda line: line[1]):
+        name, layer = (node.name, node.meta.get("layer", "")) if node else ("", "")
+        yield f"{_INDENT}enter_range({f'{layer} {name}'.strip()!r})"
+        for text, _ in lines:
+            yield _INDENT + text
+            yield f"{_INDENT}marks.append(({name!r}, clock()))"
+        yield f"{_INDENT}leave_range()"
 
 
 def _compile(source: str, variables: dict[str, Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import math
 
+import hand_graphs
 import pytest
 import sympy
 import torch
@@ -101,3 +102,14 @@ def test_sizes_come_from_values_or_from_the_capture() -> None:
     assert cost.sizes_of(inputs, arguments(gm))[n] == 30
     assert cost.evaluate(n * 2, {n: 3}) == 6
     assert cost.evaluate(sympy.Symbol("k"), {}) is None
+
+
+def test_the_floor_of_a_launch_is_its_operands_and_results_once() -> None:
+    graph = hand_graphs.fused_layer()
+    values = hand_graphs.values(graph)
+    floors = cost.floor_times(graph, values, bandwidth=1.0)
+    sizes = cost.sizes_of(graph.graph.find_nodes(op="placeholder"), values)
+    for launch in cost.launches(describe.inline(graph)):
+        gathered = cost.evaluate(cost.traffic(launch), sizes) - floors[launch.name]
+        assert floors[launch.name] > 0 and gathered >= 0
+    assert cost.floor_times(graph, values, bandwidth=2.0) == {name: s / 2 for name, s in floors.items()}

@@ -142,16 +142,19 @@ def test_a_fused_kernel_moves_what_crosses_its_border() -> None:
 
 
 def test_measured_times_are_shown_and_added_up() -> None:
-    rows = [OpRow(op="gemm", layer="a", measured=0.002), OpRow(op="spmm", layer="b", measured=0.001)]
-    assert summary_table(rows).splitlines()[-1].split()[-2] == "3.000"
+    rows = [
+        OpRow(op="gemm", layer="a", measured=0.002, floor=0.001),
+        OpRow(op="spmm", layer="b", measured=0.001, floor=0.0005),
+    ]
+    assert summary_table(rows).splitlines()[-1].split()[-3:-1] == ["3.000", "0.50"]
     partly = [*rows, OpRow(op="relu", layer="")]
-    assert summary_table(partly).splitlines()[-1].split()[-2] == "-"
+    assert summary_table(partly).splitlines()[-1].split()[-3:-1] == ["-", "-"]
 
 
 def test_table_golden(golden: Callable[[str], None]) -> None:
     full = OpRow(
         op="qgemm", layer="conv1.lin", bits=8, error=0.01234, sqnr=41.25, clipped=3, gain=0.5,
-        bytes=12_345_678, flops=999, predicted=0.00123, measured=1.5, precision="int8",
+        bytes=12_345_678, flops=999, predicted=0.00123, measured=1.5, floor=0.9, precision="int8",
         sensitivity=0.0042, alternative=("bf16", 0.00012, 0.0016),
     )  # fmt: skip
     golden(summary_table([full, OpRow(op="relu", layer="", sqnr=math.inf, bytes=1000)]))
@@ -198,4 +201,4 @@ def test_program_text_is_header_and_program() -> None:
 def test_summary_text_takes_times_by_node() -> None:
     text = summary_text(report(hand_graphs.fused_layer(), measured={"fused_0": 0.004}))
     (line,) = [line for line in text.splitlines() if line.startswith("qgemm")]
-    assert line.split()[-2] == "4.000"
+    assert line.split()[-3] == "4.000"

@@ -216,6 +216,9 @@ class CudaExecutable(Executable):
         after.synchronize()
         return before.elapsed_time(after) / 1e3
 
+    _enter_range = staticmethod(torch.cuda.nvtx.range_push)
+    _leave_range = staticmethod(torch.cuda.nvtx.range_pop)
+
 
 class OfflineExecutable(Executable):
     """A program compiled for architectures that this machine need not have; it cannot run.

@@ -220,3 +220,16 @@ def test_profile_names_every_launch(backend):
     launched = {name for name, _ in run.kernels}
     assert launched <= {timing.node for timing in timings}
     assert all(timing.seconds >= 0 for timing in timings)
+
+
+def test_profile_says_which_layer_it_comes_to(monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Executable, "_enter_range", staticmethod(said.append))
+    monkeypatch.setattr(Executable, "_leave_range", staticmethod(lambda: said.append("")))
+    gm, values = two_layers()
+    for number, node in enumerate(gm.graph.nodes):
+        node.meta["layer"] = f"convs.{number}"
+    Executable(gm).profile(*values)
+    entered = [name for name in said if name]
+    assert said[1::2] == [""] * len(entered)
+    assert all(name.startswith("convs.") for name in entered)
