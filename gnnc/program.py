@@ -182,6 +182,7 @@ def build_program(
             options.backend.precisions,
             options.backend,
             options.backend.joint_products,
+            options.backend.joint_messages,
             partial(rates_for, options.backend),
         ),
         error_budget=options.error_budget,

@@ -22,6 +22,7 @@ class BackendInfo:
         name: ``cpu``, ``cuda`` or ``reference``.
         precisions: names of the precisions it has kernels for.
         joint_products: whether one kernel multiplies a matrix with several weights.
+        joint_messages: whether one kernel reduces several values of a body, or one in several ways.
         handle: the backend object that ``lower`` calls; opaque to every other pass.
         rates: gives its speed on this machine, measured now if need be; for ``auto``.
     """
@@ -30,6 +31,7 @@ class BackendInfo:
     precisions: frozenset[str] = frozenset({"fp32", "bf16", "int8"})
     handle: Any = None
     joint_products: bool = True
+    joint_messages: bool = True
     rates: Callable[[], Rates] | None = None
 
 

@@ -3,8 +3,9 @@
 From every scatter the pass slices back, through ops that work edge by edge, to the gathers: that
 is the scatter's *region* (``gnnc.passes.region``). What a region of known form computes becomes
 ``spmm``, ``sddmm``, ``edge_softmax`` or ``segment_reduce``; any other becomes the body of a
-``message`` or ``edge_map``. Values per edge that leave the graph go back to the caller's order.
-Products with a weight become ``gemm``. What fits nothing stays ATen, with a note that says why.
+``message`` or ``edge_map``, and messages that read the same rows become one. Values per edge that
+leave the graph go back to the caller's order. Products with a weight become ``gemm``. What fits
+nothing stays ATen, with a note that says why.
 """
 
 import operator
@@ -22,6 +23,7 @@ from gnnc.passes.base import Context
 from gnnc.passes.bounds import index_bounds
 from gnnc.passes.emit import argument, holds_tensor, shape_of, value_of
 from gnnc.passes.graph_inputs import structural_inputs
+from gnnc.passes.joint_messages import join_messages
 from gnnc.passes.region import Order, Regions
 from gnnc.passes.rowwise import Scatter, as_scatter, op_name, row_inputs
 from gnnc.passes.softmax import as_softmax
@@ -53,6 +55,8 @@ class Raise:
         _raise_edge_outputs(gm, regions, ctx, lambda node: True)
         _raise_products(gm, regions, ctx)
         gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        if ctx.backend.joint_messages:
+            join_messages(gm, regions.emitter, ctx)
         _note_leftovers(gm, regions, ctx)
         gm.meta["index_bounds"] = index_bounds(gm)
         return gm

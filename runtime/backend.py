@@ -37,6 +37,7 @@ class Backend:
         executable: makes a program of a lowered graph.
         description: one line for people, such as the instruction set.
         joint_products: whether one kernel multiplies a matrix with several weights.
+        joint_messages: whether one kernel reduces several values of a body, or one in several ways.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Backend:
     executable: Callable[..., Executable] = Executable
     description: str = ""
     joint_products: bool = True
+    joint_messages: bool = True
 
     def __reduce__(self) -> tuple[Callable[[str], "Backend"], tuple[str]]:
         return get_backend, (self.name,)
@@ -139,6 +141,7 @@ def _cuda() -> Backend:
         use_kernels=structure.use_kernels,
         executable=CudaExecutable,
         joint_products=False,
+        joint_messages=False,
         description=f"CUDA kernels, {cuda.load()}",
     )
 
@@ -158,5 +161,6 @@ def _cuda_offline(name: str, architectures: tuple[str, ...]) -> Backend:
         use_kernels=lambda runner: None,
         executable=partial(OfflineExecutable, architectures=architectures),
         joint_products=False,
+        joint_messages=False,
         description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",
     )
