@@ -183,6 +183,7 @@ def build_program(
             options.backend,
             options.backend.joint_products,
             options.backend.joint_messages,
+            options.backend.edge_products,
             partial(rates_for, options.backend),
         ),
         error_budget=options.error_budget,

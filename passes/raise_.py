@@ -17,11 +17,11 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.source import source_of
 from gnnc.passes.aggregate import aggregate
 from gnnc.passes.base import Context
 from gnnc.passes.bounds import index_bounds
-from gnnc.passes.emit import argument, holds_tensor, shape_of, value_of
+from gnnc.passes.edge_products import EdgeProducts
+from gnnc.passes.emit import argument, holds_tensor, is_of_model, shape_of, value_of
 from gnnc.passes.graph_inputs import structural_inputs
 from gnnc.passes.joint_messages import join_messages
 from gnnc.passes.region import Order, Regions
@@ -46,7 +46,7 @@ class Raise:
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` raised."""
-        regions = Regions(gm)
+        regions = Regions(gm, EdgeProducts(gm) if ctx.backend.edge_products else None)
         _plan(gm, regions)
         inside = _inside_softmaxes(regions)
         _raise_scatters(gm, regions, lambda node: node not in inside)
@@ -98,6 +98,8 @@ def _raise_scatters(gm: fx.GraphModule, regions: Regions, wanted: Callable[[Node
 def _note_leftovers(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
     for node, reason in regions.unfit.items():
         ctx.note(node, f"runs on tensors of all edges: {reason}")
+    for node, reason in regions.on_edges.items():
+        ctx.note(node, reason)
     structural = _structural(gm)
     for node in gm.graph.nodes:
         reason = as_scatter(node)
@@ -233,7 +235,7 @@ def _raise_products(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
         if parts is None:
             continue
         x, weight, bias, is_kn = parts
-        if not _is_of_model(weight):
+        if not is_of_model(weight):
             ctx.note(node, "stays ATen: a product of two computed tensors, no weight")
             continue
         layer = node.meta["layer"]
@@ -266,11 +268,3 @@ def _transposed_parts(x: Node, weight: Node, bias: Node | None) -> tuple[Any, ..
         name in ("transpose.int", "permute.default") and len(shape_of(weight)) == 2
     )
     return (x, weight.args[0], bias, False) if swaps else (x, weight, bias, True)
-
-
-def _is_of_model(node: Node) -> bool:
-    """Whether a value depends on parameters, buffers and constants only."""
-    if node.op == "placeholder":
-        source = source_of(node)
-        return source is not None and source.kind in ("parameter", "buffer", "constant")
-    return all(map(_is_of_model, node.all_input_nodes))

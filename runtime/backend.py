@@ -38,6 +38,7 @@ class Backend:
         description: one line for people, such as the instruction set.
         joint_products: whether one kernel multiplies a matrix with several weights.
         joint_messages: whether one kernel reduces several values of a body, or one in several ways.
+        edge_products: whether a body computes products of edge features with a weight.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Backend:
     description: str = ""
     joint_products: bool = True
     joint_messages: bool = True
+    edge_products: bool = True
 
     def __reduce__(self) -> tuple[Callable[[str], "Backend"], tuple[str]]:
         return get_backend, (self.name,)
@@ -142,6 +144,7 @@ def _cuda() -> Backend:
         executable=CudaExecutable,
         joint_products=False,
         joint_messages=False,
+        edge_products=False,
         description=f"CUDA kernels, {cuda.load()}",
     )
 
@@ -162,5 +165,6 @@ def _cuda_offline(name: str, architectures: tuple[str, ...]) -> Backend:
         executable=partial(OfflineExecutable, architectures=architectures),
         joint_products=False,
         joint_messages=False,
+        edge_products=False,
         description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",
     )

@@ -140,3 +140,33 @@ def evaluate_body(
     """
     groups = {"i": dst, "j": src, "e": edge, "c": const}
     return parse_body(text)(*(groups[n[0]][int(n[1:])] for n in body_inputs(text)))
+
+
+_ROWS = 3
+
+
+def widest_value(text: str, operands: dict[str, torch.Tensor]) -> int:
+    """Return the most elements that a value of the body has for one edge, its operands included.
+
+    Args:
+        text: the body.
+        operands: a tensor of the shape and dtype of each operand, by name (``i0``, ``c0``); only
+            their sizes are read, and of all but constants not the first.
+    """
+    sizes = [1]
+
+    class Measure(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            is_constant = n.op == "placeholder" and str(n.target).startswith("c")
+            if isinstance(result, torch.Tensor) and not is_constant:
+                sizes.append(-(-result.numel() // _ROWS))
+            return result
+
+    def stand_in(name: str) -> torch.Tensor:
+        shape = [int(size) for size in operands[name].shape[0 if name[0] == "c" else 1 :]]
+        shape = shape if name[0] == "c" else [_ROWS, *shape]
+        return torch.empty(shape, dtype=operands[name].dtype, device="meta")
+
+    Measure(parse_body(text)).run(*map(stand_in, body_inputs(text)))
+    return max(sizes)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from gnnc.ir.body import evaluate_body
+from gnnc.ir.body import evaluate_body, widest_value
 from gnnc.runtime import epilogue
 from gnnc.runtime.emitter import Emitter
 from gnnc.runtime.epilogue import Refusal, planned
@@ -17,7 +17,7 @@ from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program import Op
 
 BLOCK_VALUES = 1 << 17
-"""Values of the widest operand in a block: half a megabyte of floats."""
+"""Elements of the widest value in a block: half a megabyte of floats."""
 
 _MIN_EDGES = 512
 _STORE = (int(Op.STORE_F32), 0, 0, 0)
@@ -47,15 +47,20 @@ class EdgeBlocks:
     @staticmethod
     @planned
     def plan(node: Node) -> Plan:
-        """Choose the block size by the widest operand; refuse results that are not float32."""
+        """Choose the block size by the body's widest value; refuse results that are not float32."""
         if node.meta["val"].dtype != torch.float32:
             raise Refusal(f"the result is {node.meta['val'].dtype}")
-        operands = [item for arg in node.args if isinstance(arg, list | tuple) for item in arg]
-        rows = [item for item in operands if isinstance(item, Node)]
+        lists = [arg for arg in node.args if isinstance(arg, list | tuple)]
+        operands = {
+            f"{kind}{place}": _node(operand).meta["val"]
+            for kind, group in zip("ijec", lists, strict=True)
+            for place, operand in enumerate(group)
+        }
+        for value in (node, *operands.values()):
+            epilogue.fixed_width(value)
         names = tuple(str(node.args[3]).split(",")) if "message" in str(node.target) else ()
-        result = epilogue.fixed_width(node) // max(len(names), 1)
-        width = max(result, *map(epilogue.fixed_width, rows))
-        return Plan(str(node.args[2]), names, max(BLOCK_VALUES // max(width, 1), _MIN_EDGES))
+        width = widest_value(str(node.args[2]), operands)
+        return Plan(str(node.args[2]), names, max(BLOCK_VALUES // width, _MIN_EDGES))
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: Emitter) -> None:

@@ -59,7 +59,7 @@ def test_all_aggregators_of_pna_are_one_message_that_computes_nothing_twice():
     assert sorted(names) == ["max", "min", "sum", "sum"]  # mean, sum, std and var are made of two sums
     calls = [str(n.target) for n in parse_body(node.args[2]).graph.nodes if n.op == "call_function"]
     assert len(calls) == len(set(calls))
-    assert context.notes == []
+    assert not any("pass of its own" in note.text for note in context.notes)
     for sizes in [(9, 40), (5, 0), (1, 1), (1, 0)]:
         args = graph(*sizes)
         assert relative_error(run(gm, model, args, {})[0], eager(model, *args)[0]) < 1e-5
