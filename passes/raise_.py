@@ -27,6 +27,7 @@ from gnnc.passes.joint_messages import join_messages
 from gnnc.passes.region import Order, Regions
 from gnnc.passes.rowwise import Scatter, as_scatter, op_name, row_inputs
 from gnnc.passes.softmax import as_softmax
+from gnnc.passes.typed_products import lift_typed_products
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
@@ -46,6 +47,7 @@ class Raise:
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` raised."""
+        uses = lift_typed_products(gm, ctx)
         regions = Regions(gm, EdgeProducts(gm) if ctx.backend.edge_products else None)
         _plan(gm, regions)
         inside = _inside_softmaxes(regions)
@@ -58,7 +60,7 @@ class Raise:
         if ctx.backend.joint_messages:
             join_messages(gm, regions.emitter, ctx)
         _note_leftovers(gm, regions, ctx)
-        gm.meta["index_bounds"] = index_bounds(gm)
+        gm.meta["index_bounds"] = index_bounds(gm, uses)
         return gm
 
 
