@@ -27,6 +27,7 @@ from gnnc.passes.joint_messages import join_messages
 from gnnc.passes.region import Order, Regions
 from gnnc.passes.rowwise import Scatter, as_scatter, op_name, row_inputs
 from gnnc.passes.softmax import as_softmax
+from gnnc.passes.split_products import split_products
 from gnnc.passes.typed_products import lift_typed_products
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
@@ -48,6 +49,8 @@ class Raise:
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` raised."""
         uses = lift_typed_products(gm, ctx)
+        if ctx.backend.edge_products:
+            split_products(gm, ctx)
         regions = Regions(gm, EdgeProducts(gm) if ctx.backend.edge_products else None)
         _plan(gm, regions)
         inside = _inside_softmaxes(regions)
