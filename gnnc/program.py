@@ -184,6 +184,8 @@ def build_program(
             options.backend.precisions,
             options.backend,
             options.backend.joint_products,
+            options.backend.joint_messages,
+            options.backend.edge_products,
             partial(rates_for, options.backend),
         ),
         error_budget=options.error_budget,

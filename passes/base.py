@@ -22,6 +22,8 @@ class BackendInfo:
         name: ``cpu``, ``cuda`` or ``reference``.
         precisions: names of the precisions it has kernels for.
         joint_products: whether one kernel multiplies a matrix with several weights.
+        joint_messages: whether one kernel reduces several values of a body, or one in several ways.
+        edge_products: whether a body computes products of edge features with a weight.
         handle: the backend object that ``lower`` calls; opaque to every other pass.
         rates: gives its speed on this machine, measured now if need be; for ``auto``.
     """
@@ -30,6 +32,8 @@ class BackendInfo:
     precisions: frozenset[str] = frozenset({"fp32", "bf16", "int8"})
     handle: Any = None
     joint_products: bool = True
+    joint_messages: bool = True
+    edge_products: bool = True
     rates: Callable[[], Rates] | None = None
 
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 from gnnc.ir import body_text
 from gnnc.ir.graph import node_arg
 from gnnc.passes.emit import argument, holds_tensor, is_random, shape_of
-from gnnc.passes.rowwise import as_gather, is_narrow, op_name, row_inputs
+from gnnc.passes.rowwise import NARROW, as_gather, is_narrow, op_name, row_inputs
 
 if TYPE_CHECKING:
     from gnnc.passes.region import Order, Regions
@@ -30,8 +30,8 @@ class UnfitError(Exception):
 class BodyBuilder:
     """Builds the body of ``root``.
 
-    It reaches back from the root to rows of the two ends, to edge tensors, and to values that are
-    cheap to store for every edge, such as attention weights.
+    It reaches back from the root to rows of the two ends, to edge tensors, to rows of a weight that a
+    type chooses, and to values that are cheap to store for every edge, such as attention weights.
 
     Attributes:
         source: the source index that the ``j`` operands are read by, or None.
@@ -55,6 +55,8 @@ class BodyBuilder:
         others = [index for index in gathers if index is not self.order.dst]
         for index in others:
             self.order.sources.setdefault(index, gathers[index])
+        looked_up = self.regions.looked_up(self.root)
+        others = [index for index in others if index not in looked_up] or others
         known = [index for index in others if index in self.order.csrs]
         return next(iter(known or others), None)
 
@@ -75,6 +77,8 @@ class BodyBuilder:
         return self._call(node)
 
     def _leaf(self, node: Node) -> Node:
+        if self.regions.is_inside(node) and (node is self.root or not is_narrow(node)):
+            return self._call(node)
         if op_name(node) != "full.default":
             return self._operand("e", self.regions.emit(node, self.order))
         value = node.meta["val"]
@@ -92,6 +96,9 @@ class BodyBuilder:
             return self._operand("i", table)
         if index is self.source:
             return self._operand("j", table)
+        if self.regions.is_lookup(table) and math.prod(shape_of(table)[1:]) > NARROW:
+            place = self._operand("e", self.regions.emit(index, self.order))
+            return self.graph.call_function(aten.index_select.default, (self._operand("c", table), 0, place))
         rows = self.regions.read(index, table, self.order, node.meta["layer"])
         return self._operand("e", rows)
 

@@ -1,7 +1,8 @@
 """What the integer inputs index into: the bound that each must stay under."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,15 +52,24 @@ class IndexBound:
     text: str = ""
 
 
-def index_bounds(gm: fx.GraphModule) -> list[IndexBound]:
-    """The bounds on integer inputs that the raised graph's structure and lookups imply."""
+def index_bounds(gm: fx.GraphModule, uses: Iterable[tuple[Node, Any]] = ()) -> list[IndexBound]:
+    """The bounds on integer inputs that the raised graph's structure and lookups imply.
+
+    Args:
+        gm: the raised graph.
+        uses: further indices, each with the size that it must stay under.
+    """
     sizes = _input_sizes(gm)
     found: dict[IndexBound, None] = {}
-    for node in gm.graph.nodes:
-        for index, size in _uses(node):
-            for name, row in _origins(index, None):
-                found[_bound(name, row, size, sizes)] = None
+    for index, size in chain(uses, *(_uses(node) for node in gm.graph.nodes)):
+        for name, row in _origins(index, None):
+            found[_bound(name, row, size, sizes)] = None
     return list(found)
+
+
+def inputs_of(index: Node) -> list[str]:
+    """The integer inputs whose values ``index`` passes on; empty for one that is computed."""
+    return [name for name, _ in _origins(index, None)]
 
 
 def _uses(node: Node) -> Iterator[tuple[Node, Any]]:

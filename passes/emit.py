@@ -147,6 +147,23 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     return node.kwargs.get(name, default)
 
 
+def drop_dead(gm: fx.GraphModule) -> None:
+    """Erase what nobody reads; sizes stay, for a later pass may count by them."""
+
+    def is_kept(node: Node) -> bool:
+        return node.op in ("placeholder", "output") or isinstance(node.meta.get("val"), torch.SymInt)
+
+    gm.graph.eliminate_dead_code(is_impure_node=is_kept)
+
+
+def is_of_model(node: Node) -> bool:
+    """Whether a value depends on parameters, buffers and constants only."""
+    if node.op == "placeholder":
+        source = source_of(node)
+        return source is not None and source.kind in ("parameter", "buffer", "constant")
+    return all(map(is_of_model, node.all_input_nodes))
+
+
 def is_random(node: Node) -> bool:
     """Whether two runs of ``node`` may differ."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -3,8 +3,9 @@
 From every scatter the pass slices back, through ops that work edge by edge, to the gathers: that
 is the scatter's *region* (``gnnc.passes.region``). What a region of known form computes becomes
 ``spmm``, ``sddmm``, ``edge_softmax`` or ``segment_reduce``; any other becomes the body of a
-``message`` or ``edge_map``. Values per edge that leave the graph go back to the caller's order.
-Products with a weight become ``gemm``. What fits nothing stays ATen, with a note that says why.
+``message`` or ``edge_map``, and messages that read the same rows become one. Values per edge that
+leave the graph go back to the caller's order. Products with a weight become ``gemm``. What fits
+nothing stays ATen, with a note that says why.
 """
 
 import operator
@@ -16,15 +17,18 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.source import source_of
 from gnnc.passes.aggregate import aggregate
 from gnnc.passes.base import Context
 from gnnc.passes.bounds import index_bounds
-from gnnc.passes.emit import argument, holds_tensor, shape_of, value_of
+from gnnc.passes.edge_products import EdgeProducts
+from gnnc.passes.emit import argument, holds_tensor, is_of_model, shape_of, value_of
 from gnnc.passes.graph_inputs import structural_inputs
+from gnnc.passes.joint_messages import join_messages
 from gnnc.passes.region import Order, Regions
 from gnnc.passes.rowwise import Scatter, as_scatter, op_name, row_inputs
 from gnnc.passes.softmax import as_softmax
+from gnnc.passes.split_products import split_products
+from gnnc.passes.typed_products import lift_typed_products
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
@@ -44,7 +48,10 @@ class Raise:
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` raised."""
-        regions = Regions(gm)
+        uses = lift_typed_products(gm, ctx)
+        if ctx.backend.edge_products:
+            split_products(gm, ctx)
+        regions = Regions(gm, EdgeProducts(gm) if ctx.backend.edge_products else None)
         _plan(gm, regions)
         inside = _inside_softmaxes(regions)
         _raise_scatters(gm, regions, lambda node: node not in inside)
@@ -53,8 +60,10 @@ class Raise:
         _raise_edge_outputs(gm, regions, ctx, lambda node: True)
         _raise_products(gm, regions, ctx)
         gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        if ctx.backend.joint_messages:
+            join_messages(gm, regions.emitter, ctx)
         _note_leftovers(gm, regions, ctx)
-        gm.meta["index_bounds"] = index_bounds(gm)
+        gm.meta["index_bounds"] = index_bounds(gm, uses)
         return gm
 
 
@@ -94,6 +103,8 @@ def _raise_scatters(gm: fx.GraphModule, regions: Regions, wanted: Callable[[Node
 def _note_leftovers(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
     for node, reason in regions.unfit.items():
         ctx.note(node, f"runs on tensors of all edges: {reason}")
+    for node, reason in regions.on_edges.items():
+        ctx.note(node, reason)
     structural = _structural(gm)
     for node in gm.graph.nodes:
         reason = as_scatter(node)
@@ -229,7 +240,7 @@ def _raise_products(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
         if parts is None:
             continue
         x, weight, bias, is_kn = parts
-        if not _is_of_model(weight):
+        if not is_of_model(weight):
             ctx.note(node, "stays ATen: a product of two computed tensors, no weight")
             continue
         layer = node.meta["layer"]
@@ -262,11 +273,3 @@ def _transposed_parts(x: Node, weight: Node, bias: Node | None) -> tuple[Any, ..
         name in ("transpose.int", "permute.default") and len(shape_of(weight)) == 2
     )
     return (x, weight.args[0], bias, False) if swaps else (x, weight, bias, True)
-
-
-def _is_of_model(node: Node) -> bool:
-    """Whether a value depends on parameters, buffers and constants only."""
-    if node.op == "placeholder":
-        source = source_of(node)
-        return source is not None and source.kind in ("parameter", "buffer", "constant")
-    return all(map(_is_of_model, node.all_input_nodes))

@@ -12,7 +12,7 @@ An *edge value* is a node that depends, row by row, on gathers: ``x[src]``, ``a[
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,18 +22,20 @@ from torch.fx import Node
 
 from gnnc.ir.graph import node_arg
 from gnnc.passes.bodies import BodyBuilder, UnfitError
+from gnnc.passes.edge_products import EdgeProducts, fold
 from gnnc.passes.emit import (
     Emitter,
     Sizes,
     argument,
     holds_tensor,
+    is_of_model,
     is_random,
     same_shape,
     same_size,
     shape_of,
 )
 from gnnc.passes.factors import Factor, factors_of
-from gnnc.passes.rowwise import as_gather, is_narrow, op_name, row_inputs, rows_of
+from gnnc.passes.rowwise import Gather, as_gather, is_narrow, op_name, row_inputs, rows_of
 from gnnc.passes.softmax import Softmax
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
@@ -72,9 +74,16 @@ class Order:
 
 
 class Regions:
-    """Emission of edge values into one graph, in CSR order."""
+    """Emission of edge values into one graph, in CSR order.
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    Attributes:
+        softmaxes: the edge softmaxes, by the node that ends them.
+        unfit: edge values that no body can hold, and why.
+        on_edges: products of edge features, and what becomes of them.
+    """
+
+    def __init__(self, gm: fx.GraphModule, products: EdgeProducts | None) -> None:
+        self.products = products
         self.emitter = Emitter(gm)
         self.sizes = Sizes(self.emitter)
         for node in gm.graph.nodes:
@@ -83,6 +92,7 @@ class Regions:
         self.orders: dict[tuple[Node, Node | int], Order] = {}
         self.softmaxes: dict[Node, Softmax] = {}
         self.unfit: dict[Node, str] = {}
+        self.on_edges: dict[Node, str] = {}
         self._indices: dict[Node, frozenset[Node]] = {}
         self._emitted: dict[tuple[Order, Node], Node] = {}
         self._on_nodes: dict[tuple[Node, Node], Node | None] = {}
@@ -108,6 +118,11 @@ class Regions:
     def gathers(self, node: Node) -> dict[Node, Node | int]:
         """Every index that ``node`` depends on, with the number of rows of its table."""
         found: dict[Node, Node | int] = {}
+        for gather in self._gathers(node):
+            found.setdefault(gather.index, self.sizes.of(gather.table, 0))
+        return found
+
+    def _gathers(self, node: Node) -> Iterator[Gather]:
         pending, seen = [node], set()
         while pending:
             current = pending.pop()
@@ -116,12 +131,21 @@ class Regions:
             seen.add(current)
             gather = as_gather(current)
             if gather is not None:
-                found.setdefault(gather.index, self.sizes.of(gather.table, 0))
+                yield gather
             elif current in self.softmaxes:
                 pending.append(self.softmaxes[current].logits)
             else:
                 pending += reversed(row_inputs(current) or ())
-        return found
+
+    def is_lookup(self, table: Node) -> bool:
+        """Whether bodies hold ``table`` whole: a weight of fixed size, such as an embedding of types."""
+        fixed = all(isinstance(size, int) for size in shape_of(table))
+        return self.products is not None and fixed and is_of_model(table)
+
+    def looked_up(self, node: Node) -> set[Node]:
+        """The indices of ``gathers`` that choose among rows of the model and nothing else."""
+        tables = [(gather.index, self.is_lookup(gather.table)) for gather in self._gathers(node)]
+        return {index for index, _ in tables} - {index for index, whole in tables if not whole}
 
     # structure
 
@@ -161,7 +185,7 @@ class Regions:
         (index,) = indices
         if not order.on_nodes and not self._only_reshaped(node):
             return None
-        table = self._node_form(node, index)
+        table = self.node_form(node, index)
         if table is None or (index is order.dst and not _has_rows(table, order.num_dst)):
             return None
         return index, table
@@ -174,7 +198,8 @@ class Regions:
             node = inputs[0]
         return True
 
-    def _node_form(self, node: Node, index: Node) -> Node | None:
+    def node_form(self, node: Node, index: Node) -> Node | None:
+        """The table whose rows ``index`` reads to make ``node``, or None."""
         key = (node, index)
         if key not in self._on_nodes:
             self._on_nodes[key] = self._make_node_form(node, index)
@@ -187,7 +212,7 @@ class Regions:
         inputs = row_inputs(node)
         if not inputs or is_random(node):
             return None
-        tables = {arg: self._node_form(arg, index) for arg in inputs}
+        tables = {arg: self.node_form(arg, index) for arg in inputs}
         if any(table is None for table in tables.values()):
             return None
         return self.repeat(node, tables)
@@ -219,7 +244,7 @@ class Regions:
 
     def _make(self, node: Node, order: Order) -> Node:
         if not self.indices(node):
-            return self._permuted(node, order)
+            return self._narrowed(node, order) or self._permuted(node, order)
         if node in self.softmaxes:
             return self._softmax_in(self.softmaxes[node], order)
         one_end = self.on_nodes(node, order)
@@ -241,6 +266,28 @@ class Regions:
     def all_narrow(self, node: Node) -> bool:
         """Whether everything that ``node`` reads by rows is narrow."""
         return all(is_narrow(arg) for arg in row_inputs(node) or ())
+
+    def is_inside(self, leaf: Node) -> bool:
+        """Whether bodies compute ``leaf``, a value of edges alone, instead of reading it."""
+        verdict = self.products.verdict(leaf) if self.products else None
+        if self.products is None or verdict is None:
+            return False
+        for product in self.products.products(leaf):
+            self.on_edges.setdefault(product, verdict.reason)
+        return verdict.inside
+
+    def _narrowed(self, leaf: Node, order: Order) -> Node | None:
+        """A few columns that are computed from wide rows: the wide ones stay in a body."""
+        if self.products is None or not is_narrow(leaf) or not self.products.has_wide_steps(leaf):
+            return None
+        folded = fold(leaf, self.emitter)
+        if folded is not None:
+            self.on_edges[folded.product] = "its columns are summed in its weight: no edge holds them"
+            x = self.emit(folded.x, order)
+            layer = folded.product.meta["layer"]
+            return self.emitter.call(aten.linear.default, x, folded.weight, folded.bias, layer=layer)
+        body = self.body(leaf, order) if self.is_inside(leaf) else None
+        return None if body is None else self._edge_map(body, leaf, order)
 
     def _permuted(self, leaf: Node, order: Order) -> Node:
         if op_name(leaf) == "full.default":

@@ -19,7 +19,7 @@ from gnnc.passes.linear_order import LinearOrder
 from gnnc.passes.row_scale import row_scale
 from gnnc.passes.separable import Factors, Separation
 from gnnc.passes.structure_edit import StructureEdit
-from gnnc.passes.typical import Typical
+from gnnc.passes.typical import EDGES_PER_NODE, Typical
 
 _aten = torch.ops.aten
 _ops = torch.ops.gnnc
@@ -34,7 +34,7 @@ class Reorder:
         min_gain: a linear layer moves where the cost falls at least by this share.
     """
 
-    edges_per_node: int = 8
+    edges_per_node: int = EDGES_PER_NODE
     min_gain: float = 0.05
     name: ClassVar[str] = "reorder"
 

@@ -172,6 +172,12 @@ def _batched(node: Node, name: str) -> tuple[Node, ...]:
     return tuple(node.args[:2])
 
 
+def _repeated(node: Node, name: str) -> tuple[Node, ...] | None:
+    source, repeats = node.args[:2]
+    keeps_rows = len(repeats) == len(shape_of(source)) and repeats[0] == 1
+    return (source,) if keeps_rows else None
+
+
 def _layer_norm(node: Node, name: str) -> tuple[Node, ...] | None:
     x, normalized = node.args[:2]
     return (x,) if len(normalized) < len(shape_of(x)) else None
@@ -187,6 +193,7 @@ _RULES: tuple[tuple[Any, Callable[[Node, str], tuple[Node, ...] | None]], ...] =
     (_DIM_OPS, _along_dims(_DIM_OPS)),
     (("cat.default", "stack.default"), _joined),
     (("permute.default", "transpose.int"), _permuted),
+    (("repeat.default",), _repeated),
     (_PRODUCTS, _product),
     (("addmm.default",), _affine_product),
     (("bmm.default",), _batched),

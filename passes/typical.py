@@ -1,5 +1,6 @@
 """Sizes to compare costs with: those of the examples, or an assumed graph."""
 
+from collections.abc import Collection
 from typing import Any
 
 import sympy
@@ -10,7 +11,10 @@ from gnnc.ir.graph import placeholders
 from gnnc.ir.op import Cost, op_of, size_expr
 
 _NODES = 1 << 17
-_FLOPS_A_BYTE = 16.0
+EDGES_PER_NODE = 8
+"""Assumed where no examples say how large the graph is."""
+
+FLOPS_A_BYTE = 16.0
 """Multiply-adds count twice. Cores with wide vectors do about this many a byte of memory traffic."""
 
 
@@ -21,11 +25,18 @@ class Typical:
         gm: a graph whose placeholders have meta values.
         examples: values of its placeholders, or None.
         edges_per_node: used where there are none.
+        edges: symbols that count edges, besides the lengths of ``col`` operands.
     """
 
-    def __init__(self, gm: fx.GraphModule, examples: tuple[Any, ...] | None, edges_per_node: int) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        examples: tuple[Any, ...] | None,
+        edges_per_node: int,
+        edges: Collection[sympy.Basic] = (),
+    ) -> None:
         self._edges = _NODES * edges_per_node
-        self._edge_symbols = _edge_symbols(gm)
+        self._edge_symbols = _edge_symbols(gm) | set(edges)
         self._known = {} if examples is None else _sizes(gm, examples)
 
     def value(self, expr: sympy.Expr) -> float:
@@ -38,7 +49,7 @@ class Typical:
 
     def time(self, cost: Cost) -> float:
         """Return a time in arbitrary units (bytes moved)."""
-        return max(self.value(cost.bytes), self.value(cost.flops) / _FLOPS_A_BYTE)
+        return max(self.value(cost.bytes), self.value(cost.flops) / FLOPS_A_BYTE)
 
 
 def _edge_symbols(gm: fx.GraphModule) -> set[sympy.Basic]:

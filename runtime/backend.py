@@ -32,6 +32,8 @@ class Backend:
         executable: makes a program of a lowered graph.
         description: one line for people, such as the instruction set.
         joint_products: whether one kernel multiplies a matrix with several weights.
+        joint_messages: whether one kernel reduces several values of a body, or one in several ways.
+        edge_products: whether a body computes products of edge features with a weight.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Backend:
     executable: Callable[..., Executable] = Executable
     description: str = ""
     joint_products: bool = True
+    joint_messages: bool = True
+    edge_products: bool = True
 
     def __reduce__(self) -> tuple[Callable[[str], "Backend"], tuple[str]]:
         return get_backend, (self.name,)
@@ -132,6 +136,8 @@ def _cuda() -> Backend:
         use_kernels=structure.use_kernels,
         executable=CudaExecutable,
         joint_products=False,
+        joint_messages=False,
+        edge_products=False,
         description=f"CUDA kernels, {cuda.load()}",
     )
 
@@ -151,5 +157,7 @@ def _cuda_offline(name: str, architectures: tuple[str, ...]) -> Backend:
         use_kernels=lambda runner: None,
         executable=partial(OfflineExecutable, architectures=architectures),
         joint_products=False,
+        joint_messages=False,
+        edge_products=False,
         description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",
     )

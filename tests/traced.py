@@ -1,5 +1,6 @@
 """Captured graphs in tests: run them on the live model, and take them through the first passes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from gnnc.arguments import flatten_call
 from gnnc.capture import Captured, capture
+from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.source import Source
 from gnnc.passes.base import Context, run_pass
 from gnnc.passes.normalize import Normalize
@@ -75,6 +77,29 @@ def targets(gm: GraphModule) -> list[str]:
 
 def count(gm: GraphModule, name: str) -> int:
     return targets(gm).count(name)
+
+
+def edge_widths(gm: GraphModule) -> dict[str, int]:
+    """Columns of every floating value that has a row for each edge, fused submodules included."""
+    widths: dict[str, int] = {}
+    edges = {symbol for node in gm.graph.nodes if (symbol := _edge_symbol(node)) is not None}
+    for module in (gm, *(inner for _, inner in gm.named_children() if isinstance(inner, GraphModule))):
+        for node in module.graph.nodes:
+            value = node.meta.get("val")
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(item, torch.Tensor) and item.is_floating_point() and item.dim():
+                    if size_expr(item.shape[0]).free_symbols & edges:
+                        widths[node.name] = math.prod(int(size) for size in item.shape[1:])
+    return widths
+
+
+def _edge_symbol(node: Any) -> Any:
+    """The symbol of the length of the ``col`` that an op along edges reads."""
+    op = op_of(node)
+    if op is None or op.name not in ("spmm", "sddmm", "message", "edge_map"):
+        return None
+    (symbol,) = size_expr(node.args[1].meta["val"].shape[0]).free_symbols or {None}
+    return symbol
 
 
 def _value(source: Source, node: Any, model: nn.Module, tensors: Any) -> Any:

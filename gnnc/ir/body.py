@@ -3,7 +3,8 @@
 A body is straight-line Python over ATen calls, such as
 ``t0 = aten.add.Tensor(i0, j0); t1 = aten.relu.default(t0); return t1``. Its inputs are rows gathered
 per edge: ``i0, i1, ...`` from destinations, ``j0, ...`` from sources, ``e0, ...`` edge tensors, and
-``c0, ...`` constants without an edge dimension. As text it is an ordinary op argument: it prints,
+``c0, ...`` constants without an edge dimension. It returns one value, or a list of values that are
+reduced each in its own way. As text it is an ordinary op argument: it prints,
 hashes, compares, pickles and merges like any other.
 """
 
@@ -131,7 +132,41 @@ def evaluate_body(
     src: list[torch.Tensor],
     edge: list[torch.Tensor],
     const: list[torch.Tensor],
-) -> torch.Tensor:
-    """Run a body on rows that are already gathered per edge; returns ``[E, ...]``."""
+) -> Any:
+    """Run a body on rows that are already gathered per edge.
+
+    Returns:
+        ``[E, ...]``, or a list of such tensors where the body returns a list.
+    """
     groups = {"i": dst, "j": src, "e": edge, "c": const}
     return parse_body(text)(*(groups[n[0]][int(n[1:])] for n in body_inputs(text)))
+
+
+_ROWS = 3
+
+
+def widest_value(text: str, operands: dict[str, torch.Tensor]) -> int:
+    """Return the most elements that a value of the body has for one edge, its operands included.
+
+    Args:
+        text: the body.
+        operands: a tensor of the shape and dtype of each operand, by name (``i0``, ``c0``); only
+            their sizes are read, and of all but constants not the first.
+    """
+    sizes = [1]
+
+    class Measure(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            is_constant = n.op == "placeholder" and str(n.target).startswith("c")
+            if isinstance(result, torch.Tensor) and not is_constant:
+                sizes.append(-(-result.numel() // _ROWS))
+            return result
+
+    def stand_in(name: str) -> torch.Tensor:
+        shape = [int(size) for size in operands[name].shape[0 if name[0] == "c" else 1 :]]
+        shape = shape if name[0] == "c" else [_ROWS, *shape]
+        return torch.empty(shape, dtype=operands[name].dtype, device="meta")
+
+    Measure(parse_body(text)).run(*map(stand_in, body_inputs(text)))
+    return max(sizes)

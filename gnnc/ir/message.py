@@ -1,7 +1,8 @@
 """General edge ops: run a small body at every edge, and keep (``edge_map``) or reduce (``message``) it.
 
 The body (see ``gnnc.ir.body``) sees rows of its operands: ``dst`` operands by destination, ``src``
-operands by source, ``edge`` operands by edge, ``const`` operands whole.
+operands by source, ``edge`` operands by edge, ``const`` operands whole. A ``message`` may reduce
+several values of one body, or one value in several ways, in one pass over the edges.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnc.ir.body import evaluate_body, parse_body
-from gnnc.ir.op import Cost, ErrorInput, Gradient, Op, accumulate_dtype, define, nbytes, numel
+from gnnc.ir.op import Cost, ErrorInput, Gradient, Op, accumulate_dtype, check, define, nbytes, numel
 from gnnc.ir.sparse import REDUCTIONS, check_reduce, reduce_edges
 from gnnc.ir.structure import edge_rows, random_csr
 
@@ -37,23 +38,33 @@ def edge_map_reference(
         ``[E, ...]`` in CSR order.
     """
     rows = edge_rows(rowptr, col.numel())
+    return _edge_values(rows, col, body, dst, src, edge, const).contiguous()
+
+
+def _edge_values(
+    rows: Tensor, col: Tensor, body: str, dst: Tensors, src: Tensors, edge: Tensors, const: Tensors
+) -> Any:
     gathered_dst = [t.index_select(0, rows) for t in dst]
     gathered_src = [t.index_select(0, col) for t in src]
-    return evaluate_body(body, gathered_dst, gathered_src, list(edge), list(const)).contiguous()
+    return evaluate_body(body, gathered_dst, gathered_src, list(edge), list(const))
 
 
 def _edge_map_fake(
     rowptr: Tensor, col: Tensor, body: str, dst: Tensors, src: Tensors, edge: Tensors, const: Tensors
 ) -> Tensor:
+    out = _fake_values(col, body, dst, src, edge, const)
+    return out.new_empty((col.shape[0], *out.shape[1:]))
+
+
+def _fake_values(col: Tensor, body: str, dst: Tensors, src: Tensors, edge: Tensors, const: Tensors) -> Any:
     edges = col.shape[0]
-    out = evaluate_body(
+    return evaluate_body(
         body,
         [t.new_empty((edges, *t.shape[1:])) for t in dst],
         [t.new_empty((edges, *t.shape[1:])) for t in src],
         list(edge),
         list(const),
     )
-    return out.new_empty((edges, *out.shape[1:]))
 
 
 def _gathered_cost(col: Tensor, body: str, dst: Tensors, src: Tensors, edge: Tensors) -> Cost:
@@ -110,6 +121,7 @@ _GATV2 = (
     "t0 = aten.add.Tensor(i0, j0); t1 = aten.leaky_relu.default(t0, 0.2); "
     "t2 = aten.mul.Tensor(t1, c0); t3 = aten.sum.dim_IntList(t2, [-1]); return t3"
 )
+_STD = "t0 = aten.sub.Tensor(j0, e0); t1 = aten.mul.Tensor(t0, t0); return [t0, t0, t1]"
 _GINE = "t0 = aten.add.Tensor(j0, e0); t1 = aten.relu.default(t0); return t1"
 
 
@@ -161,15 +173,43 @@ def message_reference(
 ) -> Tensor:
     """Reduce the body's value over the edges of each destination.
 
-    Args: as ``edge_map``, and ``reduce`` (``sum``, ``mean``, ``max``, ``min``), ``num_dst``.
+    Args: as ``edge_map``, and ``num_dst`` and ``reduce``: ``sum``, ``mean``, ``max``, ``min``, or
+        several of them joined by commas, for a body that returns a list of as many values of one shape.
 
     Returns:
-        ``[num_dst, ...]``, at least FP32; a row without edges is 0.
+        ``[num_dst, ...]``, at least FP32; of K reductions ``[num_dst, K, ...]``. A row without
+        edges is 0.
+
+    Raises:
+        InputError: ``reduce`` names something else, or another number of values than the body returns.
     """
-    check_reduce("message", reduce)
-    value = edge_map_reference(rowptr, col, body, dst, src, edge, const)
-    value = value.to(accumulate_dtype(value.dtype))
-    return reduce_edges(value, edge_rows(rowptr, col.numel()), num_dst, reduce)
+    names = reductions(reduce)
+    rows = edge_rows(rowptr, col.numel())
+    values = _listed(_edge_values(rows, col, body, dst, src, edge, const), names)
+    reduced = [
+        reduce_edges(value.to(accumulate_dtype(value.dtype)), rows, num_dst, name)
+        for value, name in zip(values, names, strict=True)
+    ]
+    return reduced[0] if len(reduced) == 1 else torch.stack(reduced, 1)
+
+
+def reductions(reduce: str) -> tuple[str, ...]:
+    """Split the names in ``reduce``; refuse what is no reduction."""
+    names = tuple(reduce.split(","))
+    for name in names:
+        check_reduce("message", name)
+    return names
+
+
+def _listed(value: Any, names: tuple[str, ...]) -> list[Tensor]:
+    """The values of a body that are reduced as ``names`` say: one each."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    check(
+        len(values) == len(names) and len({tuple(v.shape[1:]) for v in values}) == 1,
+        "message",
+        lambda: f"{len(names)} reductions take as many values of one shape from the body, got {len(values)}",
+    )
+    return values
 
 
 def _message_fake(
@@ -183,9 +223,11 @@ def _message_fake(
     const: Tensors,
     num_dst: Any,
 ) -> Tensor:
-    check_reduce("message", reduce)
-    value = _edge_map_fake(rowptr, col, body, dst, src, edge, const)
-    return value.new_empty((num_dst, *value.shape[1:]), dtype=accumulate_dtype(value.dtype))
+    names = reductions(reduce)
+    values = _listed(_fake_values(col, body, dst, src, edge, const), names)
+    joined = (len(names),) if len(names) > 1 else ()
+    dtype = accumulate_dtype(values[0].dtype)
+    return values[0].new_empty((num_dst, *joined, *values[0].shape[1:]), dtype=dtype)
 
 
 def _message_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -199,13 +241,20 @@ def _message_samples() -> Sequence[tuple[Any, ...]]:
     rowptr, col, _, j, e, _ = _operands()
     none = random_csr(6, 5, 0)
     samples = [(rowptr, col, _GINE, reduce, [], [j], [e], [], 5) for reduce in REDUCTIONS]
-    return [*samples, (none[0], none[1], _GINE, "max", [], [j], [e[:0]], [], 5)]
+    return [
+        *samples,
+        (none[0], none[1], _GINE, "max", [], [j], [e[:0]], [], 5),
+        (rowptr, col, _STD, "max,mean,sum", [], [j], [e], [], 5),
+        (none[0], none[1], _STD, "max,mean,sum", [], [j], [e[:0]], [], 5),
+    ]
 
 
 def _message_errors() -> Sequence[ErrorInput]:
-    args = list(_message_samples()[0])
-    args[3] = "median"
-    return [ErrorInput(tuple(args), "reduce must be one of")]
+    args = _message_samples()[0]
+    return [
+        ErrorInput((*args[:3], "median", *args[4:]), "reduce must be one of"),
+        ErrorInput((*args[:3], "sum,max", *args[4:]), "2 reductions take as many values"),
+    ]
 
 
 MESSAGE = define(

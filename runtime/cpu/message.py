@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from gnnc.ir.body import evaluate_body
+from gnnc.ir.body import evaluate_body, widest_value
 from gnnc.runtime import epilogue
 from gnnc.runtime.emitter import Emitter
 from gnnc.runtime.epilogue import Refusal, planned
@@ -17,7 +17,7 @@ from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program import Op
 
 BLOCK_VALUES = 1 << 17
-"""Values of the widest operand in a block: half a megabyte of floats."""
+"""Elements of the widest value in a block: half a megabyte of floats."""
 
 _MIN_EDGES = 512
 _STORE = (int(Op.STORE_F32), 0, 0, 0)
@@ -31,12 +31,12 @@ class Plan:
 
     Attributes:
         body: text of the body.
-        reduce: name of the reduction; None keeps a value for each edge.
+        reductions: name of the reduction of each of the body's values; none keeps a value for each edge.
         edges: edges in a block.
     """
 
     body: str
-    reduce: str | None
+    reductions: tuple[str, ...]
     edges: int
 
 
@@ -47,15 +47,20 @@ class EdgeBlocks:
     @staticmethod
     @planned
     def plan(node: Node) -> Plan:
-        """Choose the block size by the widest operand; refuse results that are not float32."""
+        """Choose the block size by the body's widest value; refuse results that are not float32."""
         if node.meta["val"].dtype != torch.float32:
             raise Refusal(f"the result is {node.meta['val'].dtype}")
-        operands = [item for arg in node.args if isinstance(arg, list | tuple) for item in arg]
-        rows = [item for item in operands if isinstance(item, Node)]
-        width = max(map(epilogue.fixed_width, [node, *rows]))
-        reduce = node.args[3] if "message" in str(node.target) else None
-        assert reduce is None or isinstance(reduce, str)
-        return Plan(str(node.args[2]), reduce, max(BLOCK_VALUES // max(width, 1), _MIN_EDGES))
+        lists = [arg for arg in node.args if isinstance(arg, list | tuple)]
+        operands = {
+            f"{kind}{place}": _node(operand).meta["val"]
+            for kind, group in zip("ijec", lists, strict=True)
+            for place, operand in enumerate(group)
+        }
+        for value in (node, *operands.values()):
+            epilogue.fixed_width(value)
+        names = tuple(str(node.args[3]).split(",")) if "message" in str(node.target) else ()
+        width = widest_value(str(node.args[2]), operands)
+        return Plan(str(node.args[2]), names, max(BLOCK_VALUES // width, _MIN_EDGES))
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: Emitter) -> None:
@@ -98,17 +103,21 @@ def run_blocks(
     const: Tensors,
     out: Tensor,
 ) -> None:
-    """Compute ``gnnc.edge_map`` or ``gnnc.message`` into ``out``, float32 ``[E or num_dst, F]``."""
-    if plan.reduce is not None:
+    """Compute ``gnnc.edge_map`` or ``gnnc.message`` into ``out``, float32 ``[E or num_dst, F]``.
+
+    The results of several reductions stand side by side: ``[num_dst, K * F]``.
+    """
+    width = out.shape[1] // max(len(plan.reductions), 1)
+    parts = [out[:, k * width : (k + 1) * width] for k in range(len(plan.reductions))]
+    if parts:
         out.zero_()
     for block in split(rowptr, col.shape[0], plan.edges):
         values = _values(plan, block, rowptr, col, dst, src, edge, const)
-        if plan.reduce is None:
-            out[block.first_edge : block.last_edge] = values
-        elif block.whole:
-            _reduce_rows(plan.reduce, block, rowptr, values, out)
-        else:
-            _reduce_piece(plan.reduce, block, rowptr, values, out)
+        if not plan.reductions:
+            out[block.first_edge : block.last_edge] = values[0]
+        reduce = _reduce_rows if block.whole else _reduce_piece
+        for name, value, part in zip(plan.reductions, values, parts, strict=False):
+            reduce(name, block, rowptr, value, part)
 
 
 def split(rowptr: Tensor, num_edges: int, edges: int) -> Iterator[Block]:
@@ -144,19 +153,20 @@ def _values(
     src: Tensors,
     edge: Tensors,
     const: Tensors,
-) -> Tensor:
-    """The body's value at every edge of a block, ``[edges, F]``."""
+) -> Tensors:
+    """The body's values at every edge of a block, each ``[edges, F]``."""
     edges = slice(block.first_edge, block.last_edge)
     sources = col[edges]
     rows = _rows(block, rowptr) if dst else sources
-    values = evaluate_body(
+    found = evaluate_body(
         plan.body,
         [t.index_select(0, rows) for t in dst],
         [t.index_select(0, sources) for t in src],
         [t[edges] for t in edge],
         const,
     )
-    return values.reshape(block.last_edge - block.first_edge, -1)
+    values = found if isinstance(found, list) else [found]
+    return [value.reshape(block.last_edge - block.first_edge, -1).contiguous() for value in values]
 
 
 def _rows(block: Block, rowptr: Tensor) -> Tensor:
@@ -172,7 +182,7 @@ def _reduce_rows(reduce: str, block: Block, rowptr: Tensor, values: Tensor, out:
     starts = rowptr[block.first_row : block.last_row + 1] - block.first_edge
     rows = out[block.first_row : block.last_row]
     torch.ops.gnnc_cpu.spmm(
-        starts, None, None, values.contiguous(), None, None, REDUCTIONS[reduce], 1, _STORE, (), (), (rows,)
+        starts, None, None, values, None, None, REDUCTIONS[reduce], 1, _STORE, (), (), (rows,)
     )
 
 

@@ -60,7 +60,7 @@ def test_a_value_for_each_edge(edges, hub, size):
     x = operands(edges)
     expected = torch.ops.gnnc.edge_map(rowptr, col, GATV2, [x["i"]], [x["j"]], [], [x["c"]])
     out = torch.full((edges, 2), float("nan"))
-    run_blocks(Plan(GATV2, None, size), rowptr, col, [x["i"]], [x["j"]], [], [x["c"]], out)
+    run_blocks(Plan(GATV2, (), size), rowptr, col, [x["i"]], [x["j"]], [], [x["c"]], out)
     torch.testing.assert_close(out, expected)
 
 
@@ -72,8 +72,21 @@ def test_reductions(edges, hub, size, reduce):
     x = operands(edges)
     expected = torch.ops.gnnc.message(rowptr, col, EDGE, reduce, [], [x["j"]], [x["e"]], [], NUM_DST)
     out = torch.full((NUM_DST, 6), float("nan"))
-    run_blocks(Plan(EDGE, reduce, size), rowptr, col, [], [x["j"]], [x["e"]], [], out)
+    run_blocks(Plan(EDGE, (reduce,), size), rowptr, col, [], [x["j"]], [x["e"]], [], out)
     torch.testing.assert_close(out, expected.reshape(NUM_DST, 6), rtol=1e-5, atol=1e-5)
+
+
+@GRAPHS
+@pytest.mark.parametrize("size", [1, 16, 1000])
+def test_several_reductions_in_one_pass(edges, hub, size):
+    rowptr, col = graph(edges, hub)
+    x = operands(edges)
+    body, names = f"{EDGE[:-9]}t2 = aten.mul.Tensor(t1, t1); return [t2, t1, t0, t1]", "sum,max,min,mean"
+    expected = torch.ops.gnnc.message(rowptr, col, body, names, [], [x["j"]], [x["e"]], [], NUM_DST)
+    assert expected.shape == (NUM_DST, 4, 2, 3)
+    out = torch.full((NUM_DST, 24), float("nan"))
+    run_blocks(Plan(body, tuple(names.split(",")), size), rowptr, col, [], [x["j"]], [x["e"]], [], out)
+    torch.testing.assert_close(out, expected.reshape(NUM_DST, 24), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
