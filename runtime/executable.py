@@ -107,7 +107,7 @@ class Executable:
         return after - before
 
     @staticmethod
-    def _enter_range(name: str) -> Any:
+    def _enter_range(msg: str) -> Any:
         """Say to the device's profiler which layer and node a profiled run comes to."""
 
     @staticmethod
