@@ -28,7 +28,7 @@ from gnnc.runtime.pool import OutputPool
 from gnnc.signature import describe_arguments, missing_arguments, validate
 from gnnc.watch import Watch, autocast_mode
 
-_REMEMBERED_SHAPES = 256
+_REMEMBERED_FORMS = 256
 _PROFILE_RUNS = 5
 
 
@@ -164,11 +164,11 @@ class CompiledModel(torch.nn.Module):
                 pass
         self._notice_changes()
         tensors: list[Tensor] = []
-        key = self._shape_key(args, kwargs, tensors)
-        program = self._by_shape.get(key) if key is not None else None
-        if program is not None:
-            return program.run(tensors)
-        return self._slow_call(args, kwargs, key, tensors)
+        form = self._form(args, kwargs, tensors)
+        for program in self._by_form.get(form, ()) if form is not None else ():
+            if program.captured.guards.sizes_fit(tensors):
+                return program.run(tensors)
+        return self._slow_call(args, kwargs, form, tensors)
 
     def _notice_changes(self) -> None:
         """Drop all programs if the model's code is not what they were traced from."""
@@ -181,15 +181,15 @@ class CompiledModel(torch.nn.Module):
         with self._lock:
             if self._watch.has_changed():
                 self._programs.clear()
-                self._by_shape.clear()
+                self._by_form.clear()
                 self._all_modules = tuple(self.model.modules())
                 self._watch = Watch(self.model)
                 self._reason = "a layer, a hook or a constant of the model has changed"
 
-    def _shape_key(
+    def _form(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> tuple[Any, ...] | None:
-        """Collect the tensors and a key of everything else, or None for calls of an unusual form."""
+        """Collect the tensors, and return all else but their sizes; None for calls of an unusual form."""
         parts: list[Any] = [module.training for module in self._all_modules]
         parts.append(autocast_mode())
         if not describe_arguments(args, parts, tensors):
@@ -201,18 +201,26 @@ class CompiledModel(torch.nn.Module):
         return tuple(parts)
 
     def _slow_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, tensors: list[Tensor]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], form: Any, tensors: list[Tensor]
     ) -> Any:
         args, kwargs = opened((args, kwargs))
         call = flatten_call(self.model, args, kwargs)
         validate(type(self.model).__name__, call, device_of(self.model), self.options.requested)
         program = self._program_for(call, args, kwargs)
         result = program.run(call.tensors)
-        if key is not None and list(map(id, tensors)) == list(map(id, call.tensors)):
-            if len(self._by_shape) >= _REMEMBERED_SHAPES:
-                self._by_shape.clear()
-            self._by_shape[key] = program
+        if form is not None and list(map(id, tensors)) == list(map(id, call.tensors)):
+            self._remember(form, self._structural_key(call), program)
         return result
+
+    def _remember(self, form: Any, key: Any, program: Program) -> None:
+        """Let later calls of this form find its programs at once."""
+        with self._lock:
+            programs = self._programs.get(key, [])
+            if not any(known is program for known in programs):  # the model has changed meanwhile
+                return
+            if len(self._by_form) >= _REMEMBERED_FORMS:
+                self._by_form.clear()
+            self._by_form[form] = programs
 
     def _program_for(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         key = self._structural_key(call)
@@ -447,7 +455,7 @@ class CompiledModel(torch.nn.Module):
         self._watch = Watch(self.model)
         self._reason: str | None = None
         self._programs: dict[Any, list[Program]] = {}
-        self._by_shape: dict[Any, Program] = {}
+        self._by_form: dict[Any, list[Program]] = {}
         self._pool = OutputPool()
         self._lock = threading.RLock()
         self._capturing = False

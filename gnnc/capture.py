@@ -145,7 +145,8 @@ def _export(model: torch.nn.Module, call: Call) -> tuple[ExportedProgram, Guards
             if guards.serves([tensor.shape for tensor in call.tensors]):
                 return program, guards
             break  # another reading would ask the same about sizes
-    raise CaptureError(blame(model, first_error or RuntimeError(_NO_WAY))) from first_error
+    sparse = [leaf.value for leaf in call.leaves if leaf.kind == "sparse"]
+    raise CaptureError(blame(model, first_error or RuntimeError(_NO_WAY), sparse)) from first_error
 
 
 def _traced(entry: _Entry, call: Call, standins: Standins, strict: bool) -> tuple[ExportedProgram, Guards]:

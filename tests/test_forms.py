@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
-from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData
 
 import gnnc
@@ -113,30 +112,6 @@ def test_an_object_of_another_kind_is_refused():
 
     with pytest.raises(gnnc.InputError, match="argument data is a Box.*pass its tensors"), torch.no_grad():
         gnnc.compile(made(OfData))(Box())
-
-
-def test_edge_index_objects():
-    model = made(Net)
-    compiled = gnnc.compile(model, "fp32")
-    x, edge_index = graph()
-    plain = EdgeIndex(edge_index, sparse_size=(NODES, NODES))
-    by_row = plain.sort_by("col")[0].fill_cache_()
-    for form in (plain, by_row):
-        assert_same(compiled, model, x, form)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("conv", [pyg.GCNConv, pyg.SAGEConv, pyg.GraphConv, pyg.GINConv])
-def test_csr_adjacencies(conv):
-    torch.manual_seed(0)
-    model = (conv(nn.Linear(WIDTH, 8)) if conv is pyg.GINConv else conv(WIDTH, 8)).eval()
-    compiled = gnnc.compile(model, "fp32")
-    for seed in range(2):
-        x, edge_index = graph(seed=seed)
-        edge_index = edge_index.unique(dim=1)
-        values = torch.rand(edge_index.shape[1])
-        adjacency = torch.sparse_coo_tensor(edge_index.flip(0), values, (NODES, NODES)).to_sparse_csr()
-        assert_same(compiled, model, x, adjacency)
 
 
 def test_bipartite_pairs():
