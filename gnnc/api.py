@@ -26,6 +26,7 @@ from gnnc.program import Options, Program, build_program, find
 from gnnc.runtime.backend import Backend, get_backend
 from gnnc.runtime.pool import OutputPool
 from gnnc.signature import describe_arguments, missing_arguments, validate
+from gnnc.tracing import LOCK
 from gnnc.watch import Watch, autocast_mode
 
 _REMEMBERED_FORMS = 256
@@ -159,9 +160,6 @@ class CompiledModel(torch.nn.Module):
         """
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
-        if self._capturing:
-            with self._lock:  # tracing puts stand-ins into the model's own tables
-                pass
         self._notice_changes()
         tensors: list[Tensor] = []
         form = self._form(args, kwargs, tensors)
@@ -178,7 +176,7 @@ class CompiledModel(torch.nn.Module):
             changed = True
         if not changed:
             return
-        with self._lock:
+        with self._lock, LOCK:
             if self._watch.has_changed():
                 self._programs.clear()
                 self._by_form.clear()
@@ -204,8 +202,10 @@ class CompiledModel(torch.nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], form: Any, tensors: list[Tensor]
     ) -> Any:
         args, kwargs = opened((args, kwargs))
-        call = flatten_call(self.model, args, kwargs)
-        validate(type(self.model).__name__, call, device_of(self.model), self.options.requested)
+        with LOCK:
+            call = flatten_call(self.model, args, kwargs)
+            device = device_of(self.model)
+        validate(type(self.model).__name__, call, device, self.options.requested)
         program = self._program_for(call, args, kwargs)
         result = program.run(call.tensors)
         if form is not None and list(map(id, tensors)) == list(map(id, call.tensors)):
@@ -247,14 +247,11 @@ class CompiledModel(torch.nn.Module):
         *,
         examples: bool,
     ) -> Program:
-        self._capturing = True
         try:
             options = self._options_for(call)
             program = build_program(self.model, args, kwargs, options, self._pool, use_examples=examples)
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
-        finally:
-            self._capturing = False
         again = self._reason or failure or "another structure of arguments, constants or mode"
         self._reason = None
         first = "example_inputs" if examples else "the first call"
@@ -292,7 +289,8 @@ class CompiledModel(torch.nn.Module):
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = pytree.tree_leaves(opened((args, kwargs)))
-        tensors = (*self.model.parameters(), *(t for t in inputs if isinstance(t, Tensor)))
+        with LOCK:
+            tensors = (*self.model.parameters(), *(t for t in inputs if isinstance(t, Tensor)))
         if any(tensor.requires_grad for tensor in tensors):
             raise UnsupportedError(
                 f"[{type(self.model).__name__}] this call would need gradients, and this version compiles "
@@ -458,7 +456,6 @@ class CompiledModel(torch.nn.Module):
         self._by_form: dict[Any, list[Program]] = {}
         self._pool = OutputPool()
         self._lock = threading.RLock()
-        self._capturing = False
         self._last: Program | None = None
         self._captures: list[str] = []
 

@@ -11,7 +11,6 @@ import io
 import itertools
 import logging
 import re
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from gnnc.ir.source import Source
 from gnnc.pyg import exportable
 from gnnc.sparse import SparseMode, operand
 from gnnc.standins import Standins, candidates
+from gnnc.tracing import CLOCK
 
 _KINDS = {
     InputKind.PARAMETER: "parameter",
@@ -51,7 +51,6 @@ _NOISY = (
     "torch._guards",
     "torch._subclasses",
 )
-_LOCK = threading.RLock()
 _NO_WAY = "what the model does depends on sizes in a way that tracing does not reproduce"
 
 
@@ -92,7 +91,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     """
     call = flatten_call(model, args, kwargs or {})
     _refuse_lazy(model)
-    with _LOCK, _undisturbed(model), exportable(model):
+    with CLOCK.tracing(), _undisturbed(model), exportable(model):
         program, guards = _export(model, call)
     graph_module, mutations = _lifted(program, model, call)
     return Captured(
@@ -182,7 +181,10 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Restore every attribute of every module, and the random state, on the way out."""
+    """Restore every attribute of every module, and the random state, on the way out.
+
+    Other threads look at the modules meanwhile: no attribute goes and comes back.
+    """
     modules = list(model.modules())
     state = [dict(vars(module)) for module in modules]
     inner = [
@@ -193,11 +195,20 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
             yield
         finally:
             for module, attributes, tables in zip(modules, state, inner, strict=True):
-                vars(module).clear()
-                vars(module).update(attributes)
+                _restore(vars(module), attributes)
                 for key, table in tables.items():
-                    vars(module)[key].clear()
-                    vars(module)[key].update(table)
+                    _restore(vars(module)[key], table)
+
+
+def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
+    if list(table) == list(before):
+        table.update(before)
+        return
+    for key in table.keys() - before.keys():
+        del table[key]
+    for key, value in before.items():  # in the old order, too
+        table.pop(key, None)
+        table[key] = value
 
 
 def _refuse_lazy(model: torch.nn.Module) -> None:

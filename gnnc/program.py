@@ -33,6 +33,7 @@ from gnnc.runtime.pool import OutputPool
 from gnnc.runtime.sizes import Sizes
 from gnnc.runtime.structure_runner import StructureRunner
 from gnnc.summary import Chosen
+from gnnc.tracing import CLOCK, LOCK
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,8 @@ def example_values(model: torch.nn.Module, captured: Captured) -> tuple[Any, ...
             values.append(node.meta["value"])
         else:
             owner, name = _owner(model, source)
-            values.append(getattr(owner, name).detach())
+            with LOCK:
+                values.append(getattr(owner, name).detach())
     return tuple(values)
 
 
@@ -383,6 +385,7 @@ class _Binder:
             "finish": self._finisher(),
             "check_bounds": self._bounds.check,
             "weight_error": weight_error,
+            "clock": CLOCK,
         }
         exec(compile(source, "<gnnc call>", "exec"), scope)
         return scope["run"]
@@ -434,19 +437,23 @@ class _Binder:
         variable = f"w{len(self._weights)}"
         dictionary = self._bind(f"d{variable}", table)
         shape = self._bind(f"shape_{variable}", torch.Size(node.meta["val"].shape))
-        self._weights.append((variable, f"{dictionary}[{name!r}]", f"{variable}.shape != {shape}"))
+        self._weights.append((variable, f"{dictionary}.get({name!r})", f"{variable}.shape != {shape}"))
         self._scope[f"dtype_{variable}"] = node.meta["val"].dtype
         self._scope[f"name_{variable}"] = source.name
         return variable
 
     def _fetch_weights(self) -> list[str]:
-        lines = []
-        for variable, text, differs in self._weights:
-            lines.append(f"{variable} = {text}")
-            lines.append(
-                f"if {variable} is None or {differs} or {variable}.dtype is not dtype_{variable}:"
-                f" weight_error(name_{variable}, {variable}, shape_{variable}, dtype_{variable})"
-            )
+        """Read the weights, again where a trace put stand-ins in their place meanwhile."""
+        if not self._weights:
+            return []
+        lines = ["while True:", "    ticks = clock.ticks"]
+        lines += [f"    {variable} = {text}" for variable, text, _ in self._weights]
+        lines.append("    if (ticks == clock.ticks and not ticks & 1) or clock.settle(): break")
+        lines += [
+            f"if {variable} is None or {differs} or {variable}.dtype is not dtype_{variable}:"
+            f" weight_error(name_{variable}, {variable}, shape_{variable}, dtype_{variable})"
+            for variable, _, differs in self._weights
+        ]
         return lines
 
     def _finisher(self) -> Callable[[tuple[Any, ...]], Any]:

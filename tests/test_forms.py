@@ -1,6 +1,8 @@
 """The forms in which a graph is given, and models that change between calls."""
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -195,21 +197,72 @@ def test_four_threads_equal_one():
     compiled = gnnc.compile(model, "int8")
     graphs = [graph(20 + 7 * seed, 100 + 13 * seed, seed) for seed in range(8)]
     expected = [compiled(*arguments) for arguments in graphs]
-    wrong: list[int] = []
 
     def work(start: int) -> None:
-        with torch.no_grad():
-            for step in range(40):
-                number = (start + step) % len(graphs)
-                if not torch.equal(compiled(*graphs[number]), expected[number]):
-                    wrong.append(number)
+        for step in range(40):
+            number = (start + step) % len(graphs)
+            assert torch.equal(compiled(*graphs[number]), expected[number])
 
-    threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    in_four_threads(work)
+
+
+class Scaled(Net):
+    """Captured again for each factor."""
+
+    def forward(self, x, edge_index, factor=1):
+        return super().forward(x, edge_index) * factor
+
+
+def in_four_threads(work: Callable[[int], None]) -> None:
+    """Run ``work(number of the thread)`` in four threads at once; their errors are raised."""
+    start = threading.Barrier(4)
+
+    def begin(number: int) -> None:
+        start.wait()
+        with torch.no_grad():
+            work(number)
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(begin, number) for number in range(4)]:
+            done.result()
+
+
+@torch.no_grad()
+def test_four_first_calls_at_once_equal_one():
+    model = made(Scaled)
+    alone, shared = gnnc.compile(model, "int8"), gnnc.compile(model, "int8")
+    graphs = [graph(20 + 7 * seed, 100 + 13 * seed, seed) for seed in range(4)]
+    expected = [alone(*arguments) for arguments in graphs]
+    got: dict[int, Tensor] = {}
+    in_four_threads(lambda number: got.__setitem__(number, shared(*graphs[number])))
+    assert all(torch.equal(got[number], expected[number]) for number in range(4))
+    assert captures(shared) == 1
+
+
+@torch.no_grad()
+def test_captures_in_one_thread_do_not_disturb_calls_in_others():
+    """Two compilations of one model: one is captured again and again, the other has new graphs meanwhile."""
+    model = made(Scaled)
+    compiled, other = gnnc.compile(model, "int8"), gnnc.compile(model, "fp32")
+    graphs = [graph(20 + seed, 100 + 3 * seed, seed) for seed in range(60)]
+    expected = [compiled(*arguments) for arguments in graphs]
+    done = threading.Event()
+
+    def work(number: int) -> None:
+        if number == 0:
+            for factor in range(2, 5):
+                torch.testing.assert_close(
+                    other(*graphs[0], factor), model(*graphs[0], factor), rtol=1e-4, atol=1e-4
+                )
+            done.set()
+        while not done.is_set():
+            for arguments, wanted in zip(graphs, expected, strict=True):
+                x, edge_index = arguments
+                assert torch.equal(compiled(x, edge_index.clone()), wanted)
+
+    in_four_threads(work)
+    assert captures(compiled) == 1
+    assert captures(other) == 3
 
 
 @torch.no_grad()
