@@ -26,9 +26,10 @@ from torch.utils import _pytree as pytree
 
 from gnnc.arguments import Call, Leaf, call_forms, flatten_call, rebuild, signature_of
 from gnnc.blame import blame
-from gnnc.branches import at_least_two, watched
+from gnnc.branches import at_least_two, between_sizes, watched
 from gnnc.errors import CaptureError
 from gnnc.guards import Guards, guards_of
+from gnnc.ir.graph import fake_mode_of
 from gnnc.ir.source import Source
 from gnnc.pyg import exportable
 from gnnc.sparse import SparseMode, operand
@@ -156,6 +157,7 @@ def _traced(entry: _Entry, call: Call, standins: Standins, strict: bool) -> tupl
         program = torch.export.export(
             entry, standins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
+        branches += between_sizes(getattr(fake_mode_of(program.graph_module), "shape_env", None))
         program = program.run_decompositions({})
     guards = guards_of(program, call)
     if strict:

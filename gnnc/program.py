@@ -85,7 +85,7 @@ class Program:
     """A model compiled for one structure of arguments.
 
     Attributes:
-        captured: the traced call.
+        captured: the traced call; the tensors of its arguments are the caller's alone again.
         backend: the backend that it is lowered for.
         stages: (pass name, graph), the captured graph first.
         context: what the passes noted.
@@ -201,7 +201,7 @@ def build_program(
         bounds = Bounds(captured.call.names, _index_bounds(stages))
     binder = _Binder(model, captured, stages[-1][1], context.structure, bounds)
     program = Program(
-        captured=captured,
+        captured=dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=())),
         backend=options.backend,
         stages=tuple(stages),
         context=context,
