@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from gnnc.arguments import Call
 from gnnc.auto import predicted_times, run_auto
-from gnnc.bounds import Bounds
+from gnnc.bounds import Bounds, bounds_by_type
 from gnnc.calibration import rates_for, stored_rates
 from gnnc.capture import Captured, capture
 from gnnc.errors import CaptureError, InputError, UnsupportedError, VerifyError
@@ -198,7 +198,8 @@ def build_program(
         executable = options.backend.executable(
             stages[-1][1], pool, check_finite=options.check_finite, cuda_graph=options.cuda_graph
         )
-        bounds = Bounds(captured.call.names, _index_bounds(stages))
+        found = _index_bounds(stages)
+        bounds = Bounds(captured.call.names, [*found, *bounds_by_type(captured.call.names, found)])
     binder = _Binder(model, captured, stages[-1][1], context.structure, bounds)
     program = Program(
         captured=dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=())),

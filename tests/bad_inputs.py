@@ -1,6 +1,7 @@
 """Calls that no model can take, made from a good one: each argument spoilt in every way that it can be."""
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import gnnc
+from gnnc.signature import is_graph_name
 
 _FAR = 10**9
 
@@ -25,7 +27,7 @@ class BadCall:
         label: what is wrong.
         args: positional arguments.
         kwargs: keyword arguments.
-        named: a word of the message: the argument.
+        named: a word of the message: the argument. Where rows are missing, the edges may be named instead.
         traced: whether only a trace can tell that the call is wrong; that takes a second.
     """
 
@@ -55,12 +57,8 @@ EDGES: Spoils = {
     "one-dimensional": lambda e: e[0],
     "empty and one-dimensional": lambda e: e.new_empty(0),
 }
-FEATURES: Spoils = {
-    "half": lambda x: x.half(),
-    "double": lambda x: x.double(),
-    "no rows, but edges": lambda x: x[:0],
-    "too few rows": lambda x: x[:1],
-}
+FEATURES: Spoils = {"half": lambda x: x.half(), "double": lambda x: x.double()}
+ROWS: Spoils = {"no rows, but edges": lambda x: x[:0], "too few rows": lambda x: x[:1]}
 TYPES: Spoils = {
     "too large": lambda i: _set(i, 1, _FAR),
     "negative": lambda i: _set(i, 0, -2),
@@ -88,12 +86,16 @@ def bad_calls(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if not takes_any_number:
         yield BadCall("too many", (*args, *[None] * 20), kwargs, type(model).__name__)
     paths, spec = pytree.tree_flatten_with_path((args, kwargs))
-    edges = max((value.shape[1] for _, value in paths if _is_edges(value)), default=-1)
+    tensors = [value for _, value in paths if isinstance(value, Tensor)]
+    edges = max((value.shape[1] for value in tensors if _is_edges(value)), default=-1)
+    rows = Counter(value.shape[:1] for value in tensors)
     for position, (path, value) in enumerate(paths):
         if not isinstance(value, Tensor):
             continue
         name = _argument(path, parameters)
-        for spoils, traced in _spoils(value, name, edges):
+        for spoils, traced in _spoils(
+            value, name, edges, alone=rows[value.shape[:1]] == 1 and len(path) == 2
+        ):
             for label, spoil in spoils.items():
                 flat = [item for _, item in paths]
                 flat[position] = spoil(value)
@@ -113,9 +115,13 @@ def _is_edges(value: Any) -> bool:
     return whole and value.dim() == 2 and value.shape[0] == 2
 
 
-def _spoils(value: Tensor, name: str, edges: int) -> Iterator[tuple[Spoils, bool]]:
+def _spoils(value: Tensor, name: str, edges: int, *, alone: bool) -> Iterator[tuple[Spoils, bool]]:
+    """What can be wrong with an argument, and whether only a trace can tell.
+
+    ``alone``: it is an argument by itself, and no other has as many rows.
+    """
     if _is_edges(value):
-        yield EDGES, False
+        yield EDGES, not is_graph_name(name)
         yield TRACED_EDGES, True
     elif "type" in name or name == "batch":
         yield TYPES, False
@@ -123,6 +129,7 @@ def _spoils(value: Tensor, name: str, edges: int) -> Iterator[tuple[Spoils, bool
         yield TRACED_PER_EDGE, True
     elif value.is_floating_point() and value.dim() == 2:
         yield FEATURES, False
+        yield ROWS, not alone
         yield TRACED_FEATURES, True
 
 
@@ -136,7 +143,9 @@ def assert_refused(
     for call in calls:
         with pytest.raises(gnnc.GnncError) as caught:
             compiled(*call.args, **call.kwargs)
-        assert call.named in str(caught.value), call.label
+        message = str(caught.value)
+        assert call.named in message or "edge_index" in message, call.label
+        assert ".cpp" not in message
         after = pytree.tree_leaves(compiled(*args, **kwargs))
         assert all(map(torch.equal, after, good)), call.label
     return len(calls)

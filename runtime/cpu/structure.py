@@ -1,5 +1,7 @@
 """The C++ kernels for sorting edges, swapped into structure programs."""
 
+import re
+
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -87,4 +89,5 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> Csr:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    """What a kernel's check says, without the place in the source."""
+    return re.sub(r"^.*\.cpp:\d+, ", "", str(error).strip().splitlines()[0])
