@@ -25,7 +25,7 @@ from gnnc.precision import AUTO, Precision
 from gnnc.program import Options, Program, build_program, find
 from gnnc.runtime.backend import Backend, get_backend
 from gnnc.runtime.pool import OutputPool
-from gnnc.signature import describe_arguments, missing_arguments, validate
+from gnnc.signature import describe_arguments, is_graph_name, missing_arguments, validate
 from gnnc.tracing import LOCK
 from gnnc.watch import Watch, autocast_mode
 
@@ -207,10 +207,29 @@ class CompiledModel(torch.nn.Module):
             device = device_of(self.model)
         validate(type(self.model).__name__, call, device, self.options.requested)
         program = self._program_for(call, args, kwargs)
-        result = program.run(call.tensors)
+        try:
+            result = program.run(call.tensors)
+        except RuntimeError as error:
+            raise self._dtype_error(call, error) from error
         if form is not None and list(map(id, tensors)) == list(map(id, call.tensors)):
             self._remember(form, self._structural_key(call), program)
         return result
+
+    def _dtype_error(self, call: Call, error: RuntimeError) -> RuntimeError:
+        """What to raise for an error of a run: a trace does not see that integers meet float weights."""
+        if "dtype" not in str(error):
+            return error
+        whole = [
+            name
+            for name, tensor in zip(call.names, call.tensors, strict=True)
+            if not tensor.is_floating_point() and not is_graph_name(name)
+        ]
+        if not whole:
+            return error
+        return InputError(
+            f"[{type(self.model).__name__}] {error}: {', '.join(whole)} holds integers where the model "
+            f"computes with float32; pass {whole[0]}.float()"
+        )
 
     def _remember(self, form: Any, key: Any, program: Program) -> None:
         """Let later calls of this form find its programs at once."""

@@ -67,7 +67,6 @@ TRACED_FEATURES: Spoils = {
     "wrong width": lambda x: x[:, :-1],
     "integers": lambda x: x.long(),
     "one-dimensional": lambda x: x[:, 0],
-    "three-dimensional": lambda x: x[None, None],
     "None": lambda x: None,
 }
 TRACED_EDGES: Spoils = {"None": lambda e: None, "a string": lambda e: "edges"}
