@@ -27,10 +27,11 @@ from gnnc.precision import AUTO, Precision
 from gnnc.program import Options, Program, build_program, find
 from gnnc.runtime.backend import Backend, get_backend
 from gnnc.runtime.pool import OutputPool
-from gnnc.signature import describe_arguments, missing_arguments, validate
+from gnnc.signature import describe_arguments, is_graph_name, missing_arguments, validate
+from gnnc.tracing import LOCK
 from gnnc.watch import Watch, autocast_mode
 
-_REMEMBERED_SHAPES = 256
+_REMEMBERED_FORMS = 256
 _PROFILE_RUNS = 5
 
 
@@ -160,16 +161,13 @@ class CompiledModel(torch.nn.Module):
         """
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
-        if self._capturing:
-            with self._lock:  # tracing puts stand-ins into the model's own tables
-                pass
         self._notice_changes()
         tensors: list[Tensor] = []
-        key = self._shape_key(args, kwargs, tensors)
-        program = self._by_shape.get(key) if key is not None else None
-        if program is not None:
-            return program.run(tensors)
-        return self._slow_call(args, kwargs, key, tensors)
+        form = self._form(args, kwargs, tensors)
+        for program in self._by_form.get(form, ()) if form is not None else ():
+            if program.captured.guards.sizes_fit(tensors):
+                return program.run(tensors)
+        return self._slow_call(args, kwargs, form, tensors)
 
     def _notice_changes(self) -> None:
         """Drop all programs if the model's code is not what they were traced from."""
@@ -179,18 +177,18 @@ class CompiledModel(torch.nn.Module):
             changed = True
         if not changed:
             return
-        with self._lock:
+        with self._lock, LOCK:
             if self._watch.has_changed():
                 self._programs.clear()
-                self._by_shape.clear()
+                self._by_form.clear()
                 self._all_modules = tuple(self.model.modules())
                 self._watch = Watch(self.model)
                 self._reason = "a layer, a hook or a constant of the model has changed"
 
-    def _shape_key(
+    def _form(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> tuple[Any, ...] | None:
-        """Collect the tensors and a key of everything else, or None for calls of an unusual form."""
+        """Collect the tensors, and return all else but their sizes; None for calls of an unusual form."""
         parts: list[Any] = [module.training for module in self._all_modules]
         parts.append(autocast_mode())
         if not describe_arguments(args, parts, tensors):
@@ -202,18 +200,47 @@ class CompiledModel(torch.nn.Module):
         return tuple(parts)
 
     def _slow_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, tensors: list[Tensor]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], form: Any, tensors: list[Tensor]
     ) -> Any:
         args, kwargs = opened((args, kwargs))
-        call = flatten_call(self.model, args, kwargs)
-        validate(type(self.model).__name__, call, device_of(self.model), self.options.requested)
+        with LOCK:
+            call = flatten_call(self.model, args, kwargs)
+            device = device_of(self.model)
+        validate(type(self.model).__name__, call, device, self.options.requested)
         program = self._program_for(call, args, kwargs)
-        result = program.run(call.tensors)
-        if key is not None and list(map(id, tensors)) == list(map(id, call.tensors)):
-            if len(self._by_shape) >= _REMEMBERED_SHAPES:
-                self._by_shape.clear()
-            self._by_shape[key] = program
+        try:
+            result = program.run(call.tensors)
+        except RuntimeError as error:
+            raise self._dtype_error(call, error) from error
+        if form is not None and list(map(id, tensors)) == list(map(id, call.tensors)):
+            self._remember(form, self._structural_key(call), program)
         return result
+
+    def _dtype_error(self, call: Call, error: RuntimeError) -> RuntimeError:
+        """What to raise for an error of a run: a trace does not see that integers meet float weights."""
+        if "dtype" not in str(error):
+            return error
+        whole = [
+            name
+            for name, tensor in zip(call.names, call.tensors, strict=True)
+            if not tensor.is_floating_point() and not is_graph_name(name)
+        ]
+        if not whole:
+            return error
+        return InputError(
+            f"[{type(self.model).__name__}] {error}: {', '.join(whole)} holds integers where the model "
+            f"computes with float32; pass {whole[0]}.float()"
+        )
+
+    def _remember(self, form: Any, key: Any, program: Program) -> None:
+        """Let later calls of this form find its programs at once."""
+        with self._lock:
+            programs = self._programs.get(key, [])
+            if not any(known is program for known in programs):  # the model has changed meanwhile
+                return
+            if len(self._by_form) >= _REMEMBERED_FORMS:
+                self._by_form.clear()
+            self._by_form[form] = programs
 
     def _program_for(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         key = self._structural_key(call)
@@ -240,14 +267,11 @@ class CompiledModel(torch.nn.Module):
         *,
         examples: bool,
     ) -> Program:
-        self._capturing = True
         try:
             options = self._options_for(call)
             program = build_program(self.model, args, kwargs, options, self._pool, use_examples=examples)
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
-        finally:
-            self._capturing = False
         again = self._reason or failure or "another structure of arguments, constants or mode"
         self._reason = None
         first = "example_inputs" if examples else "the first call"
@@ -285,7 +309,8 @@ class CompiledModel(torch.nn.Module):
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = pytree.tree_leaves(opened((args, kwargs)))
-        tensors = (*self.model.parameters(), *(t for t in inputs if isinstance(t, Tensor)))
+        with LOCK:
+            tensors = (*self.model.parameters(), *(t for t in inputs if isinstance(t, Tensor)))
         if any(tensor.requires_grad for tensor in tensors):
             raise UnsupportedError(
                 f"[{type(self.model).__name__}] this call would need gradients, and this version compiles "
@@ -456,10 +481,9 @@ class CompiledModel(torch.nn.Module):
         self._watch = Watch(self.model)
         self._reason: str | None = None
         self._programs: dict[Any, list[Program]] = {}
-        self._by_shape: dict[Any, Program] = {}
+        self._by_form: dict[Any, list[Program]] = {}
         self._pool = OutputPool()
         self._lock = threading.RLock()
-        self._capturing = False
         self._last: Program | None = None
         self._captures: list[str] = []
 

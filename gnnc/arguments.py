@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gnnc.containers import closed, opened
+from gnnc.edge_index import plain
 from gnnc.errors import InputError
 from gnnc.sparse import components, is_sparse
 
@@ -152,7 +153,7 @@ def _leaf(name: str, value: Any) -> tuple[Leaf, tuple[torch.Tensor, ...]]:
         _check_constant(name, value)
         return Leaf(name, "constant", value), ()
     if not is_sparse(value):
-        return Leaf(name, "tensor"), (value,)
+        return Leaf(name, "tensor"), (plain(value),)
     parts = components(value)
     return Leaf(name, "sparse", value.layout, tuple(parts)), tuple(parts.values())
 

@@ -2,6 +2,7 @@
 
 import linecache
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -34,13 +35,23 @@ _DEFAULT_WAY_OUT = (
 )
 
 
-def blame(model: torch.nn.Module, error: BaseException) -> str:
-    """The message of a CaptureError: the model, its line, what went wrong, the way out."""
+def blame(model: torch.nn.Module, error: BaseException, sparse: Sequence[torch.layout] = ()) -> str:
+    """The message of a CaptureError: the model, its line, what went wrong, the way out.
+
+    ``sparse`` lists the layouts of sparse adjacencies among the arguments.
+    """
     root = _root(error)
     where = _location(error, root)
     reason = (str(root).strip().splitlines() or [type(root).__name__])[0]
     place = f" at {where}" if where else ""
-    return f"[{type(model).__name__}] cannot be captured{place}: {reason}. Way out: {_way_out(root)}"
+    way_out = _sparse_way_out(sparse[0]) if sparse else _way_out(root)
+    return f"[{type(model).__name__}] cannot be captured{place}: {reason}. Way out: {way_out}"
+
+
+def _sparse_way_out(layout: torch.layout) -> str:
+    name = str(layout).removeprefix("torch.")
+    csr = "" if layout == torch.sparse_csr else ", or the adjacency's to_sparse_csr()"
+    return f"pass edge_index (and edge weights) instead of the {name} adjacency{csr}"
 
 
 def _root(error: BaseException) -> BaseException:

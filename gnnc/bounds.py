@@ -1,5 +1,6 @@
 """Node ids are checked before anything reads with them, once for each distinct graph."""
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,26 @@ from gnnc.passes.bounds import IndexBound
 from gnnc.runtime.structure_cache import StructureCache
 
 _NOTHING = torch.empty(0)
+_NODES = re.compile(r"x(?:_dict)?\['([^']*)'\]")
+_EDGES = re.compile(r"edge_index(?:_dict)?\[\('([^']*)', '[^']*', '([^']*)'\)\]")
+
+
+def bounds_by_type(names: Sequence[str], found: Sequence[IndexBound]) -> list[IndexBound]:
+    """The bounds that follow from node and edge types, where the program itself shows none.
+
+    A layer that numbers all types through (``HGTConv``) adds an offset to the ids: one out of the range of
+    its own type would be a node of another. Ids of ``edge_index_dict[(a, relation, b)]`` are rows of
+    ``x_dict[a]`` and ``x_dict[b]``; so for ``edge_index`` and ``x`` of ``to_hetero``.
+    """
+    known = {(bound.input, bound.row) for bound in found if bound.bound is not None}
+    rows = {match[1]: name for name in names if (match := _NODES.fullmatch(name))}
+    return [
+        IndexBound(name, row, (rows[kind], 0))
+        for name in names
+        if (match := _EDGES.fullmatch(name))
+        for row, kind in enumerate(match.groups())
+        if kind in rows and (name, row) not in known
+    ]
 
 
 class Bounds:

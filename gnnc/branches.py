@@ -87,6 +87,18 @@ def at_least_two(symbols: Iterable[sympy.Symbol]) -> list[Branch]:
     ]
 
 
+def between_sizes(env: Any) -> list[Branch]:
+    """What torch itself took for granted about sizes of different arguments, as ``x[:n]`` does about ``n``.
+
+    What it took for granted about one size is in the ranges of the program.
+    """
+    return [
+        Branch(guard.expr, True, "a step that compares sizes of its arguments")
+        for guard in getattr(env, "guards", ())
+        if len(guard.expr.free_symbols) > 1
+    ]
+
+
 class _Notes:
     """The questions so far, each once."""
 

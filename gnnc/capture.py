@@ -11,7 +11,6 @@ import io
 import itertools
 import logging
 import re
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +26,15 @@ from torch.utils import _pytree as pytree
 
 from gnnc.arguments import Call, Leaf, call_forms, flatten_call, rebuild, signature_of
 from gnnc.blame import blame
-from gnnc.branches import at_least_two, watched
+from gnnc.branches import at_least_two, between_sizes, watched
 from gnnc.errors import CaptureError
 from gnnc.guards import Guards, guards_of
+from gnnc.ir.graph import fake_mode_of
 from gnnc.ir.source import Source
 from gnnc.pyg import exportable
 from gnnc.sparse import SparseMode, operand
 from gnnc.standins import Standins, candidates
+from gnnc.tracing import CLOCK
 
 _KINDS = {
     InputKind.PARAMETER: "parameter",
@@ -51,7 +52,6 @@ _NOISY = (
     "torch._guards",
     "torch._subclasses",
 )
-_LOCK = threading.RLock()
 _NO_WAY = "what the model does depends on sizes in a way that tracing does not reproduce"
 
 
@@ -92,7 +92,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     """
     call = flatten_call(model, args, kwargs or {})
     _refuse_lazy(model)
-    with _LOCK, _undisturbed(model), exportable(model):
+    with CLOCK.tracing(), _undisturbed(model), exportable(model):
         program, guards = _export(model, call)
     graph_module, mutations = _lifted(program, model, call)
     return Captured(
@@ -145,7 +145,8 @@ def _export(model: torch.nn.Module, call: Call) -> tuple[ExportedProgram, Guards
             if guards.serves([tensor.shape for tensor in call.tensors]):
                 return program, guards
             break  # another reading would ask the same about sizes
-    raise CaptureError(blame(model, first_error or RuntimeError(_NO_WAY))) from first_error
+    sparse = [leaf.value for leaf in call.leaves if leaf.kind == "sparse"]
+    raise CaptureError(blame(model, first_error or RuntimeError(_NO_WAY), sparse)) from first_error
 
 
 def _traced(entry: _Entry, call: Call, standins: Standins, strict: bool) -> tuple[ExportedProgram, Guards]:
@@ -156,6 +157,7 @@ def _traced(entry: _Entry, call: Call, standins: Standins, strict: bool) -> tupl
         program = torch.export.export(
             entry, standins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
+        branches += between_sizes(getattr(fake_mode_of(program.graph_module), "shape_env", None))
         program = program.run_decompositions({})
     guards = guards_of(program, call)
     if strict:
@@ -181,7 +183,10 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Restore every attribute of every module, and the random state, on the way out."""
+    """Restore every attribute of every module, and the random state, on the way out.
+
+    Other threads look at the modules meanwhile: no attribute goes and comes back.
+    """
     modules = list(model.modules())
     state = [dict(vars(module)) for module in modules]
     inner = [
@@ -192,11 +197,20 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
             yield
         finally:
             for module, attributes, tables in zip(modules, state, inner, strict=True):
-                vars(module).clear()
-                vars(module).update(attributes)
+                _restore(vars(module), attributes)
                 for key, table in tables.items():
-                    vars(module)[key].clear()
-                    vars(module)[key].update(table)
+                    _restore(vars(module)[key], table)
+
+
+def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
+    if list(table) == list(before):
+        table.update(before)
+        return
+    for key in table.keys() - before.keys():
+        del table[key]
+    for key, value in before.items():  # in the old order, too
+        table.pop(key, None)
+        table[key] = value
 
 
 def _refuse_lazy(model: torch.nn.Module) -> None:

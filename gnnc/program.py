@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from gnnc.arguments import Call
 from gnnc.auto import predicted_times, run_auto
-from gnnc.bounds import Bounds
+from gnnc.bounds import Bounds, bounds_by_type
 from gnnc.calibration import rates_for, stored_rates
 from gnnc.capture import Captured, capture
 from gnnc.errors import CaptureError, InputError, UnsupportedError, VerifyError
@@ -33,6 +33,7 @@ from gnnc.runtime.pool import OutputPool
 from gnnc.runtime.sizes import Sizes
 from gnnc.runtime.structure_runner import StructureRunner
 from gnnc.summary import Chosen
+from gnnc.tracing import CLOCK, LOCK
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Program:
     """A model compiled for one structure of arguments.
 
     Attributes:
-        captured: the traced call.
+        captured: the traced call; the tensors of its arguments are the caller's alone again.
         backend: the backend that it is lowered for.
         stages: (pass name, graph), the captured graph first.
         context: what the passes noted.
@@ -201,10 +202,11 @@ def build_program(
         executable = options.backend.executable(
             stages[-1][1], pool, check_finite=options.check_finite, cuda_graph=options.cuda_graph
         )
-        bounds = Bounds(captured.call.names, _index_bounds(stages))
+        found = _index_bounds(stages)
+        bounds = Bounds(captured.call.names, [*found, *bounds_by_type(captured.call.names, found)])
     binder = _Binder(model, captured, stages[-1][1], context.structure, bounds)
     program = Program(
-        captured=captured,
+        captured=dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=())),
         backend=options.backend,
         stages=tuple(stages),
         context=context,
@@ -332,7 +334,8 @@ def example_values(model: torch.nn.Module, captured: Captured) -> tuple[Any, ...
             values.append(node.meta["value"])
         else:
             owner, name = _owner(model, source)
-            values.append(getattr(owner, name).detach())
+            with LOCK:
+                values.append(getattr(owner, name).detach())
     return tuple(values)
 
 
@@ -387,6 +390,7 @@ class _Binder:
             "finish": self._finisher(),
             "check_bounds": self._bounds.check,
             "weight_error": weight_error,
+            "clock": CLOCK,
         }
         exec(compile(source, "<gnnc call>", "exec"), scope)
         return scope["run"]
@@ -438,19 +442,23 @@ class _Binder:
         variable = f"w{len(self._weights)}"
         dictionary = self._bind(f"d{variable}", table)
         shape = self._bind(f"shape_{variable}", torch.Size(node.meta["val"].shape))
-        self._weights.append((variable, f"{dictionary}[{name!r}]", f"{variable}.shape != {shape}"))
+        self._weights.append((variable, f"{dictionary}.get({name!r})", f"{variable}.shape != {shape}"))
         self._scope[f"dtype_{variable}"] = node.meta["val"].dtype
         self._scope[f"name_{variable}"] = source.name
         return variable
 
     def _fetch_weights(self) -> list[str]:
-        lines = []
-        for variable, text, differs in self._weights:
-            lines.append(f"{variable} = {text}")
-            lines.append(
-                f"if {variable} is None or {differs} or {variable}.dtype is not dtype_{variable}:"
-                f" weight_error(name_{variable}, {variable}, shape_{variable}, dtype_{variable})"
-            )
+        """Read the weights, again where a trace put stand-ins in their place meanwhile."""
+        if not self._weights:
+            return []
+        lines = ["while True:", "    ticks = clock.ticks"]
+        lines += [f"    {variable} = {text}" for variable, text, _ in self._weights]
+        lines.append("    if (ticks == clock.ticks and not ticks & 1) or clock.settle(): break")
+        lines += [
+            f"if {variable} is None or {differs} or {variable}.dtype is not dtype_{variable}:"
+            f" weight_error(name_{variable}, {variable}, shape_{variable}, dtype_{variable})"
+            for variable, _, differs in self._weights
+        ]
         return lines
 
     def _finisher(self) -> Callable[[tuple[Any, ...]], Any]:

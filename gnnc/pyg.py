@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnnc.sparse import unique_keys
+
 _ABSENT = "absent"
 """Told from None, which asks for a pair as the result."""
 
@@ -55,7 +57,7 @@ def coalesce(
 
     count = maybe_num_nodes(edge_index, num_nodes)
     first, second = (0, 1) if sort_by_row else (1, 0)
-    keys, place = torch.unique(edge_index[first] * count + edge_index[second], return_inverse=True)
+    keys, place = unique_keys(edge_index[first] * count + edge_index[second])
     ends = keys // count, keys % count
     merged = torch.stack([ends[first], ends[second]])
     if isinstance(edge_attr, str):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gnnc.arguments import Call
+from gnnc.edge_index import plain
 from gnnc.errors import GraphError, InputError
 
 _EDGE_INDEX = re.compile(
@@ -96,7 +97,8 @@ def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Te
 
     Args:
         values: arguments: dense tensors, plain constants, and tuples and lists of them.
-        parts: takes what a program depends on: structure, constants, shapes, dtypes and devices.
+        parts: takes what programs are told apart by, sizes excepted: structure, constants, ranks, dtypes
+            and devices.
         tensors: takes the tensors, in order.
 
     Returns:
@@ -106,8 +108,10 @@ def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Te
         if isinstance(value, Tensor):
             if value.layout is not torch.strided:
                 return False
+            if type(value) is not Tensor:
+                value = plain(value)
             parts.append(value.device)
-            parts.append(value.shape)
+            parts.append(value.ndim)
             parts.append(value.dtype)
             tensors.append(value)
         elif value is None or type(value) in (bool, int, float, str):

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -59,7 +60,7 @@ def operand(
     tensors = tuple(parts.values()) if isinstance(parts, Mapping) else tuple(parts)
     if layout == torch.sparse_coo:
         indices, values, shape = tensors
-        return _coo(indices, values, (shape.shape[0], shape.shape[1]))
+        return _coo(indices, values, (shape.shape[0], shape.shape[1]), is_coalesced=True)
     pointer, plain, values, other = tensors
     sizes = (pointer.shape[0] - 1, other.shape[0])
     if layout == torch.sparse_csr:
@@ -70,9 +71,19 @@ def operand(
 class SparseOperand(torch.Tensor):
     """A sparse [rows, columns] matrix during tracing: edge e adds ``value[e]`` at (dst, src).
 
-    ``dst``, ``src`` and ``value`` are traced [E] tensors, in the order that ``form`` says (its
-    layout; COO where the edges have no order). Every use that is not a product with a
-    dense matrix, a transpose or a question about the matrix raises ``NotImplementedError``.
+    ``dst``, ``src`` and ``value`` are traced [E] tensors. Every use that is not a product with a
+    dense matrix, a transpose, a conversion or a question about the matrix raises
+    ``NotImplementedError``.
+
+    Attributes:
+        dst: row of each edge.
+        src: column of each edge.
+        value: value of each edge.
+        sizes: rows and columns.
+        form: the layout that the model sees.
+        ordered: whether the edges lie in the order of ``form`` (COO: by rows), each place once. Products
+            need no order, so the edges are sorted only where the model reads them: ``entries``.
+        raw: whether the model sees a COO matrix that is not coalesced.
     """
 
     dst: torch.Tensor
@@ -80,6 +91,8 @@ class SparseOperand(torch.Tensor):
     value: torch.Tensor
     sizes: tuple[Any, Any]
     form: torch.layout
+    ordered: bool
+    raw: bool
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -89,13 +102,22 @@ class SparseOperand(torch.Tensor):
         value: torch.Tensor,
         sizes: tuple[Any, Any],
         form: torch.layout,
+        ordered: bool = True,
+        raw: bool = False,
     ) -> "SparseOperand":
         self = torch.Tensor._make_wrapper_subclass(
             cls, sizes, dtype=value.dtype, device=value.device, requires_grad=False
         )
         self.dst, self.src, self.value, self.sizes = dst, src, value, sizes
-        self.form = form
+        self.form, self.ordered, self.raw = form, ordered, raw
         return self
+
+    def entries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, columns and values [E] in the order of ``form``, each place once."""
+        if not self.ordered:
+            self.dst, self.src, self.value = _merged(self)
+            self.ordered = True
+        return self.dst, self.src, self.value
 
     @classmethod
     def __torch_function__(
@@ -123,8 +145,16 @@ class SparseOperand(torch.Tensor):
         raise NotImplementedError(_refusal(func))
 
 
+def unique_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct values of ``keys`` [E], ascending, and where each key is among them [E]."""
+    distinct, place = torch.unique(keys, return_inverse=True)
+    if statically_known_true(keys.shape[0] >= 1):
+        torch._check(distinct.shape[0] >= 1)  # for layers that ask whether there are edges
+    return distinct, place
+
+
 class SparseMode(TorchFunctionMode):
-    """While active, the constructors of torch.sparse return ``SparseOperand``."""
+    """While active, the constructors of torch.sparse return ``SparseOperand``, and their helpers trace."""
 
     def __torch_function__(
         self,
@@ -200,26 +230,76 @@ def _add_product(bias: Any, matrix: Any, dense: Any, *, beta: Any = 1, alpha: An
     return beta * bias + alpha * _product(matrix, dense)
 
 
+def _merged(matrix: SparseOperand) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The edges sorted in the order of the form, the values of equal places added."""
+    by_column = matrix.form == torch.sparse_csc
+    first, second = (matrix.src, matrix.dst) if by_column else (matrix.dst, matrix.src)
+    width = matrix.sizes[0] if by_column else matrix.sizes[1]
+    keys, place = unique_keys(first * width + second)
+    value = matrix.value.new_zeros((keys.shape[0], *matrix.value.shape[1:])).index_add(0, place, matrix.value)
+    first, second = keys // width, keys % width
+    return (second, first, value) if by_column else (first, second, value)
+
+
 def _transposed(matrix: SparseOperand, *_: Any) -> SparseOperand:
     form = _TRANSPOSED_FORM[matrix.form]
-    return SparseOperand(matrix.src, matrix.dst, matrix.value, matrix.sizes[::-1], form)
+    coo = form == torch.sparse_coo
+    return SparseOperand(
+        matrix.src,
+        matrix.dst,
+        matrix.value,
+        matrix.sizes[::-1],
+        form,
+        matrix.ordered and not coo,
+        coo,
+    )
 
 
 def _same(matrix: SparseOperand, *_: Any, **__: Any) -> SparseOperand:
     return matrix
 
 
+def _converted(form: torch.layout, matrix: SparseOperand, *_: Any, **__: Any) -> SparseOperand:
+    """The matrix in another layout, and a COO matrix coalesced: what is read from it is sorted then."""
+    ordered = matrix.ordered and (form == torch.sparse_csc) == (matrix.form == torch.sparse_csc)
+    return SparseOperand(matrix.dst, matrix.src, matrix.value, matrix.sizes, form, ordered)
+
+
+def _to_sparse(matrix: SparseOperand, *args: Any, layout: Any = None, **_: Any) -> SparseOperand:
+    if args or layout not in _LAYOUTS:
+        raise NotImplementedError(_refusal(torch.Tensor.to_sparse))
+    return _converted(layout, matrix)
+
+
+def _indices(matrix: SparseOperand) -> torch.Tensor:
+    _require_form(torch.sparse_coo, matrix)
+    return torch.stack(list((matrix.dst, matrix.src) if matrix.raw else matrix.entries()[:2]))
+
+
+def _values(matrix: SparseOperand) -> torch.Tensor:
+    return matrix.value if matrix.raw else matrix.entries()[2]
+
+
+def _coalesced_only(read: Callable[[SparseOperand], torch.Tensor]) -> Callable[[SparseOperand], torch.Tensor]:
+    def checked(matrix: SparseOperand) -> torch.Tensor:
+        if matrix.raw:
+            raise NotImplementedError("the matrix is not coalesced: call coalesce() on it first")
+        return read(matrix)
+
+    return checked
+
+
 def _pointer(form: torch.layout, matrix: SparseOperand) -> torch.Tensor:
     _require_form(form, matrix)
+    dst, src, _ = matrix.entries()
     csr = form == torch.sparse_csr
-    index, size = (matrix.dst, matrix.sizes[0]) if csr else (matrix.src, matrix.sizes[1])
-    counts = index.new_zeros(size).index_add(0, index, torch.ones_like(index))
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return _compressed_indices(*((dst, matrix.sizes[0]) if csr else (src, matrix.sizes[1])))
 
 
 def _plain(form: torch.layout, matrix: SparseOperand) -> torch.Tensor:
     _require_form(form, matrix)
-    return matrix.src if form == torch.sparse_csr else matrix.dst
+    dst, src, _ = matrix.entries()
+    return src if form == torch.sparse_csr else dst
 
 
 def _require_form(form: torch.layout, matrix: SparseOperand) -> None:
@@ -228,7 +308,15 @@ def _require_form(form: torch.layout, matrix: SparseOperand) -> None:
 
 
 def _with_value(matrix: SparseOperand, value: torch.Tensor) -> SparseOperand:
-    return SparseOperand(matrix.dst, matrix.src, value, matrix.sizes, matrix.form)
+    return SparseOperand(
+        matrix.dst,
+        matrix.src,
+        value,
+        matrix.sizes,
+        matrix.form,
+        matrix.ordered,
+        matrix.raw,
+    )
 
 
 def _to(matrix: SparseOperand, *args: Any, **kwargs: Any) -> SparseOperand:
@@ -267,16 +355,22 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.addmm, torch.sparse.addmm, torch.addmv), _add_product),
     **dict.fromkeys((torch.t, T.t, _getter(T.T), _getter(T.mT)), _transposed),
     **dict.fromkeys((torch.transpose, T.transpose), _transposed),
-    **dict.fromkeys((T.coalesce, T.to_sparse_csr, T.to_sparse_csc, T.to_sparse_coo), _same),
-    **dict.fromkeys((T.to_sparse, T.contiguous, T.detach, torch.clone, T.clone), _same),
-    **dict.fromkeys((T.values, T._values), lambda matrix: matrix.value),
-    **dict.fromkeys((T.indices, T._indices), lambda matrix: torch.stack([matrix.dst, matrix.src])),
+    **dict.fromkeys((T.coalesce, T._coalesced_, T.to_sparse_coo), partial(_converted, torch.sparse_coo)),
+    T.to_sparse_csr: partial(_converted, torch.sparse_csr),
+    T.to_sparse_csc: partial(_converted, torch.sparse_csc),
+    T.to_sparse: _to_sparse,
+    **dict.fromkeys((T.contiguous, T.detach), _same),
+    **dict.fromkeys((torch.clone, T.clone), lambda matrix, **_: _with_value(matrix, matrix.value.clone())),
+    T.values: _coalesced_only(_values),
+    T._values: _values,
+    T.indices: _coalesced_only(_indices),
+    T._indices: _indices,
     T.crow_indices: partial(_pointer, torch.sparse_csr),
     T.col_indices: partial(_plain, torch.sparse_csr),
     T.ccol_indices: partial(_pointer, torch.sparse_csc),
     T.row_indices: partial(_plain, torch.sparse_csc),
-    T._nnz: lambda matrix: matrix.value.shape[0],
-    T.is_coalesced: lambda matrix: True,
+    T._nnz: lambda matrix: _values(matrix).shape[0],
+    T.is_coalesced: lambda matrix: not matrix.raw,
     **dict.fromkeys((T.to, T.type), _to),
     T.float: _cast(torch.float32),
     T.double: _cast(torch.float64),
@@ -307,9 +401,12 @@ def _csc(ccol_indices: Any, row_indices: Any, values: Any, size: Any = None, **_
     return SparseOperand(row_indices, src, values, tuple(size), torch.sparse_csc)
 
 
-def _coo(indices: Any, values: Any, size: Any = None, **_: Any) -> SparseOperand:
+def _coo(
+    indices: Any, values: Any, size: Any = None, *, is_coalesced: bool | None = None, **_: Any
+) -> SparseOperand:
     _require_size(size)
-    return SparseOperand(indices[0], indices[1], values, tuple(size), torch.sparse_coo)
+    ordered = bool(is_coalesced)
+    return SparseOperand(indices[0], indices[1], values, tuple(size), torch.sparse_coo, ordered, not ordered)
 
 
 def _compressed(
@@ -325,6 +422,13 @@ def _compressed(
     return make(compressed_indices, plain_indices, values, size)
 
 
+def _compressed_indices(index: torch.Tensor, size: Any, *, out_int32: bool = False, **_: Any) -> torch.Tensor:
+    """Row ids [E], ascending, as offsets [size + 1]: torch's own function takes no symbolic size."""
+    counts = index.new_zeros(size).index_add(0, index, torch.ones_like(index))
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return offsets.to(torch.int32) if out_int32 else offsets
+
+
 def _require_size(size: Any) -> None:
     if size is None:
         raise NotImplementedError(
@@ -333,7 +437,8 @@ def _require_size(size: Any) -> None:
         )
 
 
-_CONSTRUCTORS: dict[Any, Callable[..., SparseOperand]] = {
+_CONSTRUCTORS: dict[Any, Callable[..., Any]] = {
+    torch._convert_indices_from_coo_to_csr: _compressed_indices,  # pyright: ignore[reportPrivateImportUsage]
     torch.sparse_csr_tensor: _csr,
     torch.sparse_csc_tensor: _csc,
     torch.sparse_coo_tensor: _coo,

@@ -77,13 +77,14 @@ def _by_size(extent: _Extent) -> tuple[Any, ...]:
 
 def _extents(call: Call) -> list[_Extent]:
     owners: dict[int, str] = {}
+    parts = {f"{leaf.name}.{part}": part for leaf in call.leaves for part in leaf.parts}
     extents = []
     for i, (name, tensor) in enumerate(zip(call.names, call.tensors, strict=True)):
         owner = owners.setdefault(id(tensor), name)
-        part = name.rpartition(".")[2] if "." in name else ""
+        part = parts.get(name, "")
         for dim in _varying(tensor, part):
             offset = int(part in _POINTERS)
-            edges = _is_edge_index(tensor) or "edge" in name or part in _EDGE_PARTS
+            edges = part in _EDGE_PARTS if part else _is_edge_index(tensor) or "edge" in name
             size = tensor.shape[dim] - offset
             extents.append(_Extent(i, dim, size, offset, edges, _family(owner)))
     return extents

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv, global_add_pool
+from zoo import ZOO, prepared
+from zoo_layers import LAYERS
 
 import gnnc
 from gnnc import dynamo
@@ -62,6 +64,22 @@ def test_same_programs(conv, precision):
     assert len(made) == 1
     assert kernels(made[0].compiled) == kernels(direct)
     assert set(made[0].compiled.state_dict()) <= set(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "name", ["gin", "sage-max", "gatv2", "transformer", "link-prediction", "pna", "film"]
+)
+@torch.no_grad()
+def test_same_programs_of_the_zoo(name):
+    entry, made = (ZOO | LAYERS)[name], []
+    model = prepared(entry)
+    through = torch.compile(model, backend=spy(made, "int8"), dynamic=True, fullgraph=True)
+    direct = gnnc.compile(model, "int8")
+    for seed, sizes in enumerate([(60, 400), (37, 150)]):
+        args, kwargs = entry.arguments(*sizes, seed)
+        assert torch.equal(through(*args, **kwargs), direct(*args, **kwargs))
+    assert len(made) == 1
+    assert kernels(made[0].compiled) == kernels(direct)
 
 
 @torch.no_grad()

@@ -94,6 +94,21 @@ class AsksAboutSizes(Net):
         return self.conv(x, edge_index)
 
 
+class Trims(nn.Module):
+    """Compares sizes of two arguments without asking, as sampled bipartite batches do."""
+
+    def forward(self, x, targets):
+        return x[: targets.shape[0]] * 2
+
+
+@torch.no_grad()
+def test_a_comparison_of_two_sizes_is_seen():
+    compiled = gnnc.compile(Trims(), "fp32")
+    for rows, targets in ((60, 20), (20, 60), (50, 3), (7, 7), (3, 50)):
+        x = torch.randn(rows, 4)
+        assert torch.equal(compiled(x, torch.zeros(targets)), x[:targets] * 2)
+
+
 class SoftmaxBySource(nn.Module):
     def forward(self, x, edge_index):
         src, dst = edge_index

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from bad_inputs import assert_refused
 from torch.utils import _pytree as pytree
 from zoo import ZOO, Arguments, prepared
 from zoo_layers import LAYERS
@@ -58,10 +59,19 @@ def compare(name: str, compiled: Any, sizes: list[tuple[int, int]], limit: float
                 assert_close(compiled(*args, **kwargs), expected, limit, (nodes, edges))
 
 
+def refuse(name: str, compiled: Any, *, traced: bool = False) -> None:
+    """Bad calls are refused before anything is traced, and leave the compiled model as it was."""
+    count = assert_refused(compiled, *ALL[name].arguments(60, 400, 0), traced=traced)
+    assert count >= 3
+
+
 @pytest.mark.parametrize("precision", LIMIT)
 @pytest.mark.parametrize("name", ZOO)
 def test_compiled_equals_eager(name: str, precision: str) -> None:
-    compare(name, gnnc.compile(build(name), precision=precision), SIZES, LIMIT[precision])
+    compiled = gnnc.compile(build(name), precision=precision)
+    compare(name, compiled, SIZES, LIMIT[precision])
+    if precision == "fp32":
+        refuse(name, compiled)
 
 
 @pytest.mark.parametrize("precision", LAYER_LIMIT)
@@ -72,6 +82,13 @@ def test_layers_equal_eager(name: str, precision: str) -> None:
     compare(name, compiled, SIZES if precision == "fp32" else SIZES[::-1], LAYER_LIMIT[precision])
     if name not in BRANCHES_ON_SIZE:
         assert "\n  2. " not in compiled.explain()  # one capture serves all sizes
+    if precision == "fp32":
+        refuse(name, compiled)
+
+
+@pytest.mark.parametrize("name", ["gcn-edge-weight", "gat-edges"])
+def test_arguments_that_only_a_trace_can_refuse(name: str) -> None:
+    refuse(name, gnnc.compile(build(name), precision="fp32"), traced=True)
 
 
 @pytest.mark.parametrize("name", ["gcn", "sage-mean", "gat", "pool-add"])

@@ -1,0 +1,44 @@
+"""PyG's ``EdgeIndex``: an edge list that may know its order.
+
+To everything here it is the tensor that it wraps; what it knows is kept beside that tensor, for whoever
+needs the edges sorted.
+"""
+
+import sys
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The edge list that an EdgeIndex wraps, to a weak reference to the EdgeIndex."""
+
+Order = tuple[Tensor, Tensor | None]
+"""``rowptr [num_dst + 1]``, and the position in the list of each edge in that order ``[E]``; None: the
+list is in that order."""
+
+
+def plain(value: Tensor) -> Tensor:
+    """The tensor that an EdgeIndex wraps, always the same object; any other tensor itself."""
+    module = sys.modules.get("torch_geometric.edge_index")
+    if module is None or not isinstance(value, module.EdgeIndex):
+        return value
+    wrapped: Tensor = value._data  # pyright: ignore[reportAttributeAccessIssue]
+    _OWNERS[wrapped] = weakref.ref(value)
+    return wrapped
+
+
+def cached_order(edge_index: Tensor, row: int) -> Order | None:
+    """Return how the edges lie sorted by ``edge_index[row]``, where the EdgeIndex around it holds that.
+
+    It is a claim: an EdgeIndex does not notice edits of the tensor that it wraps.
+    """
+    reference = _OWNERS.get(edge_index)
+    owner: Any = None if reference is None else reference()
+    if owner is None or not owner.is_sorted:
+        return None
+    if owner.is_sorted_by_col == (row == 1):
+        return None if owner._indptr is None else (owner._indptr, None)
+    rowptr = owner._indptr if owner._T_indptr is None and owner.is_undirected else owner._T_indptr
+    return None if rowptr is None or owner._T_perm is None else (rowptr, owner._T_perm)

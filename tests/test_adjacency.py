@@ -1,0 +1,123 @@
+"""Adjacencies of torch.sparse, in every layout, on the layers that take them in PyG."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+import gnnc
+
+WIDTH = 12
+SIZES = [(50, 300), (31, 90), (7, 0)]
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "coo": lambda matrix: matrix,
+}
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "gcn": lambda: pyg.GCNConv(WIDTH, 8),
+    "gat": lambda: pyg.GATConv(WIDTH, 4, heads=2),
+    "transformer": lambda: pyg.TransformerConv(WIDTH, 4, heads=2),
+    "appnp": lambda: pyg.APPNP(K=2, alpha=0.1),
+    "eg": lambda: pyg.EGConv(WIDTH, 8, aggregators=["sum", "mean", "symnorm"]),
+    "sage": lambda: pyg.SAGEConv(WIDTH, 8),
+    "sage-max": lambda: pyg.SAGEConv(WIDTH, 8, aggr="max"),
+    "gin": lambda: pyg.GINConv(nn.Linear(WIDTH, 8)),
+}
+CASES = [
+    *(("gcn", "csr"), ("gcn", "coo"), ("gat", "csr"), ("gat", "coo"), ("transformer", "coo")),
+    *(("appnp", "csr"), ("eg", "csr"), ("sage", "csr"), ("sage", "csc"), ("sage-max", "coo"), ("gin", "csc")),
+]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse"),
+    pytest.mark.filterwarnings("ignore:Converting sparse tensor"),
+]
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return LAYERS[name]().eval()
+
+
+def matrix(rows: int, columns: int, count: int, seed: int) -> Tensor:
+    """A coalesced COO matrix with weights."""
+    generator = torch.Generator().manual_seed(seed)
+    ends = [torch.randint(size, (count,), generator=generator) for size in (rows, columns)]
+    weights = torch.rand(count, generator=generator)
+    return torch.sparse_coo_tensor(torch.stack(ends), weights, (rows, columns)).coalesce()
+
+
+def assert_equal(compiled: gnnc.CompiledModel, x, adjacency: Tensor) -> None:
+    with torch.no_grad():
+        expected = compiled.model(x, adjacency)
+        torch.testing.assert_close(compiled(x, adjacency), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_equals_eager(name, layout):
+    compiled = gnnc.compile(model_of(name), "fp32")
+    for seed, (nodes, edges) in enumerate(SIZES):
+        adjacency = LAYOUTS[layout](matrix(nodes, nodes, edges, seed))
+        assert_equal(compiled, torch.randn(nodes, WIDTH), adjacency)
+    assert "\n  2. " not in compiled.explain()
+
+
+def test_bipartite():
+    torch.manual_seed(0)
+    compiled = gnnc.compile(pyg.SAGEConv((WIDTH, WIDTH), 8).eval(), "fp32")
+    for seed, (sources, targets) in enumerate([(50, 20), (30, 31), (20, 20)]):
+        pair = torch.randn(sources, WIDTH), torch.randn(targets, WIDTH)
+        assert_equal(compiled, pair, matrix(targets, sources, 90, seed).to_sparse_csr())
+
+
+@torch.no_grad()
+def test_a_layout_that_the_layer_refuses_names_the_way_out():
+    """PyG adds no self loops to CSC."""
+    compiled = gnnc.compile(model_of("gcn"), "fp32")
+    coo = matrix(50, 50, 300, 0)
+    x = torch.randn(50, WIDTH)
+    way = r"pass edge_index \(and edge weights\) instead of the sparse_csc adjacency, or .*to_sparse_csr\(\)"
+    with pytest.raises(gnnc.CaptureError, match=way):
+        compiled(x, coo.to_sparse_csc())
+    assert_equal(compiled, x, coo.to_sparse_csr())
+
+
+class Reads(nn.Module):
+    """Asks an adjacency that it makes itself for its parts, in an order that it did not make."""
+
+    def forward(self, x, edge_index, weight):
+        size = (x.shape[0], x.shape[0])
+        adjacency = torch.sparse_coo_tensor(edge_index.flip(0), weight, size)
+        raw = adjacency._values() * 2
+        adjacency = adjacency.coalesce()
+        csr, csc = adjacency.to_sparse_csr(), adjacency.to_sparse_csc()
+        twice = csr.clone()
+        twice.values().mul_(2)
+        return (
+            (raw, adjacency.indices(), adjacency.values(), csr.crow_indices(), csr.col_indices()),
+            (csc.ccol_indices(), csc.row_indices(), csc.values(), csr.values()),
+            (adjacency @ x, csr @ x, twice @ x, torch.sparse.mm(adjacency.t(), x)),
+        )
+
+
+@torch.no_grad()
+def test_parts_of_an_adjacency_made_in_forward():
+    compiled = gnnc.compile(Reads(), "fp32")
+    for seed, nodes in enumerate((20, 31)):
+        generator = torch.Generator().manual_seed(seed)
+        edge_index = torch.randint(nodes, (2, 90), generator=generator)  # with duplicates
+        arguments = torch.randn(nodes, 5), edge_index, torch.rand(90, generator=generator)
+        torch.testing.assert_close(compiled(*arguments), compiled.model(*arguments), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_parts_of_a_matrix_that_is_not_coalesced_are_refused():
+    class Asks(nn.Module):
+        def forward(self, x, edge_index):
+            return torch.sparse_coo_tensor(edge_index, x, (x.shape[0], x.shape[0])).values()
+
+    with pytest.raises(gnnc.CaptureError, match=r"not coalesced: call coalesce\(\)"):
+        gnnc.compile(Asks(), "fp32")(torch.rand(9), torch.randint(9, (2, 9)))
