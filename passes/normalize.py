@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import node_arg
+from gnnc.ir.nodes import is_pointwise
 from gnnc.passes.base import Context
 from gnnc.passes.emit import (
     Emitter,
@@ -239,7 +240,7 @@ def _is_full_of(node: Node, value: float) -> bool:
 
 def _broadcast_instead_of_expand(node: Node) -> None:
     """``x / s.expand_as(x)`` is ``x / s``: another operand has the full shape already."""
-    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or not holds_tensor(node):
+    if not is_pointwise(node) or not holds_tensor(node):
         return
     shape = shape_of(node)
     full = [arg for arg in node.all_input_nodes if holds_tensor(arg) and same_shape(shape_of(arg), shape)]

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.graph import node_arg
+from gnnc.ir.nodes import is_pointwise
 from gnnc.passes.emit import (
     argument,
     holds_tensor,
@@ -84,7 +85,7 @@ def row_inputs(node: Node) -> tuple[Node, ...] | None:
             return rule(node, name)
     if is_random(node) and name.startswith(("dropout", "native_dropout")):
         return (node.args[0],)
-    return _pointwise(node) if torch.Tag.pointwise in getattr(node.target, "tags", ()) else None
+    return _pointwise(node) if is_pointwise(node) else None
 
 
 def op_name(node: Node) -> str:

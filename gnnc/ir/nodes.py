@@ -30,6 +30,13 @@ def is_float(node: Node, *dtypes: torch.dtype) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (dtypes or (torch.float32,))
 
 
+def is_pointwise(node: Node) -> bool:
+    """Whether a node calls an op that computes each element by itself, up to broadcasting."""
+    # torch has given leaky_relu the tag only since 2.12.
+    tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return tagged or node.target is torch.ops.aten.leaky_relu.default
+
+
 def argument(node: Node, index: int, name: str, default: Any) -> Any:
     """An op's argument by position or keyword, or its default."""
     if len(node.args) > index:

@@ -41,7 +41,7 @@ def _problem_of_graph(gm: fx.GraphModule) -> str | None:
     if problem is not None:
         return problem
     outputs = gm.graph.find_nodes(op="output")
-    if len(outputs) != 1 or outputs[0] is not next(reversed(gm.graph.nodes)):
+    if len(outputs) != 1 or outputs[0] is not next(iter(reversed(gm.graph.nodes))):
         return f"has {len(outputs)} outputs, or nodes behind one; end it with one `graph.output(...)`"
     if not isinstance(outputs[0].args[0], tuple | list):
         return "returns one value; programs return a tuple: `graph.output((value,))`"
