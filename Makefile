@@ -1,4 +1,4 @@
-# make demo, make test, make lint, make docs: each sets up .venv first, once. Needs Python >= 3.11, g++ and make.
+# make demo, make test, make asan, make lint, make docs: each sets up .venv first, once. Needs Python >= 3.11, g++ and make.
 # PYTHON is the Python to build on: a torch >= 2.11 that it has is used. Where it has none, TORCH is installed.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -10,7 +10,7 @@ INSTALL := $(PIP) install --no-build-isolation
 CLANG_FORMAT := $(BIN)/python -c 'import clang_format; clang_format.clang_format()'
 CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
-.PHONY: demo test lint format docs dev build clean distclean
+.PHONY: demo test asan lint format docs dev build clean distclean
 .DELETE_ON_ERROR:
 
 demo: build
@@ -19,6 +19,15 @@ demo: build
 # ARGS goes to pytest: make test ARGS='tests/passes -x'
 test: build
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
+
+# The kernels with AddressSanitizer, on random graphs; ARGS='--seed 0 --count 10000' for more, GNNC_ISA for another
+# instruction set. Python itself knows nothing of the sanitizer, so its libraries come first.
+asan: build
+	$(BIN)/cmake -S . -B build/asan -G Ninja -DPython_EXECUTABLE="$$PWD/$(BIN)/python" \
+		-DCMAKE_MAKE_PROGRAM="$$PWD/$(BIN)/ninja" -DGNNC_SANITIZE=address
+	$(BIN)/cmake --build build/asan
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+		$(BIN)/python -W ignore tests/fuzz.py --library build/asan/libgnnc_cpu.so $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check

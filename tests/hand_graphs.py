@@ -45,6 +45,8 @@ class Builder:
         with self.mode:
             node.meta["val"] = torch.empty(tuple(shape), dtype=dtype)
         node.meta |= {"source": Source(kind, name), "layer": ""}
+        if kind == "constant":
+            node.meta["value"] = torch.full(tuple(shape), 0.05, dtype=dtype)
         return node
 
     def parameter(self, name: str, *shape: int) -> Node:

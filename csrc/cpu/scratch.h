@@ -7,7 +7,8 @@
 namespace gnnc {
 
 // A 64-byte aligned buffer that only grows. Kernels keep one a thread (thread_local), so that a small call allocates
-// nothing. What it holds is lost when it grows.
+// nothing. What it holds is lost when it grows. Under AddressSanitizer it is as large as was last asked for, so that
+// every step past its end is seen.
 class Scratch {
  public:
   Scratch() = default;
@@ -18,11 +19,17 @@ class Scratch {
   template <typename T>
   T* get(size_t count) {
     const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
-    if (bytes > capacity_) grow(bytes);
+    if (bytes > capacity_ || (kExact && bytes != capacity_)) grow(bytes);
     return static_cast<T*>(data_);
   }
 
  private:
+#ifdef __SANITIZE_ADDRESS__
+  static constexpr bool kExact = true;
+#else
+  static constexpr bool kExact = false;
+#endif
+
   void grow(size_t bytes) {
     std::free(data_);
     data_ = nullptr;

@@ -3,8 +3,8 @@
 // The softmax over the edges of one destination row, for edge_softmax and attention: exp(l - max) / (sum + eps), per
 // head.
 //
-// Numbers of heads that do not divide the lanes of a vector take plain loops. A NaN or an infinite logit makes its head
-// NaN; logits that are all -inf make it 0.
+// Numbers of heads that do not divide the lanes of a vector take plain loops. A logit that is NaN or inf makes its head
+// NaN, and so do logits that are all -inf, as in torch: -inf - -inf.
 
 #include <algorithm>
 #include <cstdint>
@@ -48,7 +48,6 @@ GNNC_INLINE Floats exp_of_row(float* logits, int64_t edges, const Scale& scale) 
   const int64_t flat = edges * H;
   for (int64_t i = kLanes; i < flat; i += kLanes) top = larger(load(logits + i), top);
   top = fold_heads<H>(top, [](Floats a, Floats b) { return larger(a, b); });
-  top = top == kNothing ? Floats{} : top;
   Floats sum{};
   for (int64_t block = 0; block < flat; block += kSumBlock * H) {
     Floats part{};
@@ -68,7 +67,6 @@ inline void exp_of_any_row(float* logits, int64_t edges, int64_t heads, float* s
   for (int64_t h = 0; h < heads; ++h) {
     float top = kNothing;
     for (int64_t i = h; i < flat; i += heads) top = logits[i] > top ? logits[i] : top;
-    if (top == kNothing) top = 0.0f;
     for (int64_t i = h; i < flat; i += heads) logits[i] -= top;
   }
   for (int64_t i = 0; i < flat; i += kLanes) store(logits + i, exp_of_negative(load(logits + i)));

@@ -1,28 +1,34 @@
-"""Invariants that hold after every pass; a broken one is a bug of the pass just run."""
+"""Invariants that hold after every pass; a broken one is a bug of the pass just run.
+
+A message says what is wrong, where (stage, node, layer) and what the pass has to do. Graphs are checked
+as a whole, then node by node; fused submodules likewise, from inside. What an op asks of its arguments is
+in ``gnnc.ir.rules``.
+"""
 
 import operator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import fx
 
 from gnnc.errors import VerifyError
-from gnnc.ir.op import op_of
-from gnnc.ir.source import source_of
+from gnnc.ir.op import NAMESPACE, op_of
+from gnnc.ir.rules import problem_of_arguments
+from gnnc.ir.source import Kind, source_of
 
-_INTEGER_OPERANDS = {"qgemm": (0, 1), "qspmm": (3,), "qsddmm": (2, 3)}
+_MODULES = ("_operator", "math", "torch")
+_VIEWS = frozenset(("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "alias", "detach"))
 
 
 def verify(gm: fx.GraphModule, stage: str) -> None:
     """Check ``gm`` after the pass ``stage``.
 
     Raises:
-        VerifyError: names the stage, the node and the invariant that is broken.
+        VerifyError: names the stage, the node, the invariant that is broken, and what to do.
     """
-    try:
-        gm.graph.lint()
-    except RuntimeError as error:
-        raise VerifyError(f"after {stage!r}: {error}") from error
+    problem = _problem_of_graph(gm)
+    if problem is not None:
+        raise VerifyError(f"after {stage!r}: the graph {problem}")
     for node in gm.graph.nodes:
         problem = _problem(gm, node)
         if problem is not None:
@@ -30,37 +36,130 @@ def verify(gm: fx.GraphModule, stage: str) -> None:
             raise VerifyError(f"after {stage!r}: node {node.name} (in {where}) {problem}")
 
 
+def _problem_of_graph(gm: fx.GraphModule) -> str | None:
+    problem = _problem_of_order(gm)
+    if problem is not None:
+        return problem
+    outputs = gm.graph.find_nodes(op="output")
+    if len(outputs) != 1 or outputs[0] is not next(iter(reversed(gm.graph.nodes))):
+        return f"has {len(outputs)} outputs, or nodes behind one; end it with one `graph.output(...)`"
+    if not isinstance(outputs[0].args[0], tuple | list):
+        return "returns one value; programs return a tuple: `graph.output((value,))`"
+    return None
+
+
+def _problem_of_order(gm: fx.GraphModule) -> str | None:
+    try:
+        gm.graph.lint()
+    except RuntimeError as error:
+        what = str(error).splitlines()[0]  # the rest is the graph
+        return f"is not well formed: {what}; insert a node before its users, and erase none that has some"
+    return None
+
+
 def _problem(gm: fx.GraphModule, node: fx.Node) -> str | None:
     if node.op == "output":
         return None
     if "val" not in node.meta:
-        return "has no meta['val']"
+        return "has no meta['val']; build it with an emitter, or let `infer_meta` fill it in"
     if node.op == "placeholder":
-        return None if source_of(node) is not None else "is a placeholder without a source"
+        return _problem_of_placeholder(node)
     if node.op == "call_module":
-        inner = gm.get_submodule(str(node.target))
-        return None if isinstance(inner, fx.GraphModule) else f"calls {node.target}, not a graph"
+        return _problem_of_fused(gm, node)
     if node.op != "call_function":
-        return f"is a {node.op}; programs hold calls of ops and graphs only"
+        return f"is a {node.op}; programs hold calls of ops and graphs only: make it a placeholder or a call"
     return _problem_of_call(node)
 
 
-def _problem_of_call(node: fx.Node) -> str | None:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        module = getattr(node.target, "__module__", None)
-        allowed = node.target is operator.getitem or module in ("_operator", "math", "torch")
-        return None if allowed else f"calls {node.target!r}, which is not an op"
-    if node.target._schema.is_mutable:
-        return f"mutates its arguments ({node.target}); programs are functional"
-    op = op_of(node)
-    if op is None:
-        return None
-    for position in _INTEGER_OPERANDS.get(op.name, ()):
-        value = _value(node.args[position])
-        if isinstance(value, torch.Tensor) and value.dtype != torch.int8:
-            return f"takes {value.dtype} where {op.name} needs int8 (argument {position})"
+def _problem_of_placeholder(node: fx.Node) -> str | None:
+    source, value = source_of(node), node.meta["val"]
+    if source is None:
+        return "is a placeholder without a source; set meta['source'] to where its value comes from"
+    if source.kind not in get_args(Kind):
+        return f"has a source of the unknown kind {source.kind!r}; use one of {', '.join(get_args(Kind))}"
+    if source.kind == "constant" and "value" not in node.meta:
+        return "is a constant without a value; set meta['value']"
+    if source.kind == "size" and isinstance(value, torch.Tensor):
+        return "is a size, but holds a tensor; give it the kind input, or an integer"
+    if source.kind in ("parameter", "buffer") and not isinstance(value, torch.Tensor):
+        return f"is a {source.kind}, but holds {value!r}, not a tensor; only tensors are read from the model"
     return None
 
 
-def _value(arg: Any) -> Any:
-    return arg.meta.get("val") if isinstance(arg, fx.Node) else arg
+def _problem_of_fused(gm: fx.GraphModule, node: fx.Node) -> str | None:
+    inner = gm.get_submodule(str(node.target))
+    if not isinstance(inner, fx.GraphModule):
+        return f"calls {node.target}, which is not a graph but a {type(inner).__name__}; inline its ops"
+    if "kind" not in node.meta:
+        return "is fused without meta['kind']; say which kernel it is for, such as 'gemm'"
+    inputs = inner.graph.find_nodes(op="placeholder")
+    if len(inputs) != len(node.args):
+        return (
+            f"gives {len(node.args)} arguments to a fused graph with {len(inputs)} inputs; give each its own"
+        )
+    for argument, parameter in zip(node.args, inputs, strict=True):
+        given, taken = _dtype(argument), _dtype(parameter)
+        if given is not None and taken is not None and given != taken:
+            return f"gives {given} to input {parameter.name} of its graph, which takes {taken}; fuse it again"
+    return _problem_inside(inner, node)
+
+
+def _problem_inside(inner: fx.GraphModule, node: fx.Node) -> str | None:
+    problem = _problem_of_order(inner)
+    if problem is not None:
+        return f"is fused, and its graph {problem}"
+    for part in inner.graph.nodes:
+        if part.op in ("placeholder", "output"):
+            continue
+        problem = _problem(inner, part)
+        if problem is not None:
+            return f"is fused, and its inner node {part.name} {problem}"
+    results = inner.graph.output_node().args[0]
+    made = [_dtype(r) for r in results] if isinstance(results, tuple | list) else _dtype(results)
+    value = node.meta["val"]
+    said = [_dtype(v) for v in value] if isinstance(value, tuple | list) else _dtype(value)
+    return None if made == said else f"says that it makes {said}, but its graph makes {made}; infer it again"
+
+
+def _problem_of_call(node: fx.Node) -> str | None:
+    if node.target is operator.getitem:
+        return _problem_of_getitem(node)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        if getattr(node.target, "__module__", None) in _MODULES:
+            return None
+        return f"calls {node.target!r}, which is not an op; define it in gnnc.ir, or write it in ATen ops"
+    if node.target._schema.is_mutable:
+        return (
+            f"mutates its arguments ({node.target}); programs are functional: use the op that returns a copy"
+        )
+    if op_of(node) is not None:
+        return problem_of_arguments(node)
+    if node.target.namespace == NAMESPACE:
+        return f"calls {node.target}, which no file of gnnc.ir defines; define it there"
+    return _problem_of_codes(node)
+
+
+def _problem_of_getitem(node: fx.Node) -> str | None:
+    whole, index = node.args
+    value = whole.meta.get("val") if isinstance(whole, fx.Node) else whole
+    if not isinstance(value, tuple | list) or not isinstance(index, int):
+        return None
+    if -len(value) <= index < len(value):
+        return None
+    return f"takes result {index} of {whole}, which has {len(value)}; take one of 0..{len(value) - 1}"
+
+
+def _problem_of_codes(node: fx.Node) -> str | None:
+    """ATen knows nothing of scales: it may reshape codes, not compute with them."""
+    if node.target._schema.name.removeprefix("aten::") in _VIEWS:  # type: ignore[union-attr]
+        return None
+    for argument in node.all_input_nodes:
+        if str(argument.target) == f"{NAMESPACE}.quantize.default":
+            return f"computes with codes of {argument.name}, whose scale it does not know; dequantize first"
+    return None
+
+
+def _dtype(value: Any) -> Any:
+    """The dtype of a tensor or of a node's, None for anything else."""
+    value = value.meta.get("val") if isinstance(value, fx.Node) else value
+    return value.dtype if isinstance(value, torch.Tensor) else None

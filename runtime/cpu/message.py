@@ -180,9 +180,13 @@ def _rows(block: Block, rowptr: Tensor) -> Tensor:
 
 def _reduce_rows(reduce: str, block: Block, rowptr: Tensor, values: Tensor, out: Tensor) -> None:
     starts = rowptr[block.first_row : block.last_row + 1] - block.first_edge
-    rows = out[block.first_row : block.last_row]
+    _segments(reduce, starts, values, out[block.first_row : block.last_row])
+
+
+def _segments(reduce: str, starts: Tensor, values: Tensor, out: Tensor) -> None:
+    number = REDUCTIONS[reduce]
     torch.ops.gnnc_cpu.spmm(
-        starts, None, None, values, None, None, REDUCTIONS[reduce], 1, _STORE, (), (), (rows,)
+        starts, None, None, values.contiguous(), None, None, number, 1, _STORE, (), (), (out,)
     )
 
 
@@ -190,7 +194,10 @@ def _reduce_piece(reduce: str, block: Block, rowptr: Tensor, values: Tensor, out
     row = out[block.first_row]
     begin, end = rowptr[block.first_row : block.last_row + 1].tolist()
     if reduce in ("sum", "mean"):
-        row += values.sum(0)
+        # ATen adds up a single column in an order that depends on the number of threads.
+        piece = values.new_empty(1, values.shape[1])
+        _segments("sum", torch.tensor([0, values.shape[0]]), values, piece)
+        row += piece[0]
         if reduce == "mean" and block.last_edge == end:
             row /= end - begin
         return

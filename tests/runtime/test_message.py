@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from kernel_graphs import same_at_any_thread_count
 
 import gnnc
 from gnnc.runtime.backend import get_backend
-from gnnc.runtime.cpu.message import Plan, run_blocks, split
+from gnnc.runtime.cpu.message import BLOCK_VALUES, Plan, run_blocks, split
 
 GATV2 = (
     "t0 = aten.add.Tensor(i0, j0); t1 = aten.leaky_relu.default(t0, 0.2); "
@@ -87,6 +88,20 @@ def test_several_reductions_in_one_pass(edges, hub, size):
     out = torch.full((NUM_DST, 24), float("nan"))
     run_blocks(Plan(body, tuple(names.split(",")), size), rowptr, col, [], [x["j"]], [x["e"]], [], out)
     torch.testing.assert_close(out, expected.reshape(NUM_DST, 24), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_pieces_of_a_hub_have_the_same_bits_at_any_thread_count(reduce):
+    edges = 3 * BLOCK_VALUES
+    rowptr, col, x = torch.tensor([0, 3, edges]), torch.zeros(edges, dtype=torch.int32), torch.randn(edges, 1)
+
+    def run():
+        out = torch.empty(2, 1)
+        body = "t0 = aten.mul.Tensor(j0, e0); return t0"
+        run_blocks(Plan(body, (reduce,), BLOCK_VALUES), rowptr, col, [], [torch.ones(1, 1)], [x], [], out)
+        return out
+
+    same_at_any_thread_count(run)
 
 
 @torch.no_grad()

@@ -1,0 +1,208 @@
+"""What ops ask of their arguments, by the names in their schemas: dtypes, literals, sizes that must agree.
+
+A name means the same in every op, so that one table serves all of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from gnnc.errors import VerifyError
+from gnnc.ir.body import body_inputs, parse_body
+from gnnc.ir.op import op_of
+from gnnc.ir.quantized import GRANULARITIES
+from gnnc.ir.sparse import EDGE_OPS, REDUCTIONS
+
+_INTEGER = ("qgemm", "qspmm", "qsddmm", "dequantize", "pack", "unpack")
+_SPARSE = ("spmm", "qspmm", "sddmm", "qsddmm", "edge_map", "message")
+
+_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "rowptr": (torch.int64,),
+    "col": (torch.int32, torch.int64),
+    "perm": (torch.int64,),
+    "scale": (torch.float32,),
+    "x_scale": (torch.float32,),
+    "base": (torch.float32,),
+    "shift": (torch.uint8,),
+}
+_CODES = {"qgemm": ("x", "w"), "qspmm": ("x",), "qsddmm": ("a", "b")}
+_FLOATS = ("x", "w", "a", "b", "logits")
+"""Arguments that hold numbers, not codes, in ops that are not of integers."""
+
+_LITERALS: dict[str, tuple[Any, ...]] = {
+    "reduce": REDUCTIONS,
+    "granularity": GRANULARITIES,
+    "bits": tuple(range(1, 17)),
+}
+_RESULTS = {"quantize": torch.int8, "row_shift": torch.uint8, "qgemm": torch.float32, "qspmm": torch.float32}
+_RESULTS |= dict.fromkeys(("scale", "dequantize", "qsddmm", "degree"), torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an op: its arguments by name, nodes and what they hold."""
+
+    op: str
+    given: dict[str, Any]
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """Return the (fake) tensor that is given as ``name``, if one is."""
+        value = _value(self.given.get(name))
+        return value if isinstance(value, torch.Tensor) else None
+
+    def rows(self, name: str) -> Any:
+        """Return the first size of the tensor given as ``name``, or None."""
+        tensor = self.tensor(name)
+        return None if tensor is None or tensor.dim() == 0 else tensor.shape[0]
+
+
+def problem_of_arguments(node: fx.Node) -> str | None:
+    """Return what is wrong with the arguments or the result of a call of one of our ops, and what to do."""
+    op = op_of(node)
+    assert op is not None
+    call = Call(op.name, {})
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    names = [argument.name for argument in schema]
+    if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
+        return f"gives {op.name} arguments that it does not take; it takes {', '.join(names)}"
+    call.given.update(zip(names, node.args, strict=False), **node.kwargs)
+    for argument in schema:
+        if argument.name not in call.given and not argument.has_default_value():
+            return f"calls {op.name} without {argument.name}; give it all of {', '.join(names)}"
+    for rule in _RULES:
+        problem = rule(call)
+        if problem is not None:
+            return problem
+    return _problem_of_result(call, node.meta["val"])
+
+
+def _problem_of_dtypes(call: Call) -> str | None:
+    for name in call.given:
+        tensor = call.tensor(name)
+        if tensor is None:
+            continue
+        wanted = _DTYPES.get(name)
+        if wanted is not None and tensor.dtype not in wanted:
+            said = " or ".join(_short(dtype) for dtype in wanted)
+            return f"takes {tensor.dtype} as {name}, where {call.op} needs {said}; convert it"
+        if name in _CODES.get(call.op, ()) and tensor.dtype != torch.int8:
+            return f"takes {tensor.dtype} as {name}, where {call.op} needs int8; quantize it first"
+        if name in _FLOATS and call.op not in _INTEGER and tensor.dtype == torch.int8:
+            return f"takes codes as {name}, where {call.op} needs numbers; dequantize it, or use q{call.op}"
+    return None
+
+
+def _problem_of_literals(call: Call) -> str | None:
+    for name, allowed in (*_LITERALS.items(), ("op", EDGE_OPS)):
+        value = call.given.get(name)
+        if value is not None and value not in allowed:
+            known = f"{allowed[0]}..{allowed[-1]}" if name == "bits" else ", ".join(allowed)
+            return f"has {name} {value!r}; use one of {known}"
+    return None
+
+
+def _problem_of_sizes(call: Call) -> str | None:
+    rowptr, edges = call.tensor("rowptr"), call.rows("col")
+    if rowptr is not None and rowptr.dim() != 1:
+        return f"takes rowptr with {rowptr.dim()} dimensions; it is [num_dst + 1]"
+    num_dst = _value(call.given.get("num_dst"))
+    if rowptr is not None and _differ(rowptr.shape[0], _plus_one(num_dst)):
+        return (
+            f"makes {num_dst} rows, but rowptr has {rowptr.shape[0]} entries; num_dst is one less than those"
+        )
+    if call.op in _SPARSE and _differ(call.rows("value"), edges):
+        return f"has {call.rows('value')} edge values for {edges} edges; give each edge one, in CSR order"
+    for name in ("x_scale", "shift"):
+        if _differ(call.rows(name), call.rows("x")):
+            return (
+                f"has {call.rows(name)} entries of {name} for {call.rows('x')} rows of x; give each row one"
+            )
+    return None
+
+
+def _problem_of_widths(call: Call) -> str | None:
+    if call.op not in ("gemm", "qgemm"):
+        return None
+    x, w = call.tensor("x"), call.tensor("w")
+    if x is None or w is None or w.dim() != 2:
+        return "takes a weight that is not a matrix; reshape it to [out, in]"
+    inner = w.shape[0 if call.given.get("w_is_kn") else 1]
+    if _differ(x.shape[-1], inner):
+        return f"multiplies rows of {x.shape[-1]} with a weight for {inner}; see whether w_is_kn is right"
+    return None
+
+
+def _problem_of_scales(call: Call) -> str | None:
+    if call.given.get("x_scale") is not None and call.given.get("shift") is not None:
+        return "has both x_scale and shift; rows are scaled one way: leave one out"
+    if call.op not in ("quantize", "dequantize"):
+        return None
+    scale, values = call.tensor("scale"), call.tensor("x" if call.op == "quantize" else "q")
+    granularity = call.given["granularity"]
+    if scale is None or values is None:
+        return None
+    dimensions = 0 if granularity == "tensor" else 1
+    single = dimensions == 0 and scale.dim() == 1 and not _differ(scale.shape[0], 1)
+    if scale.dim() != dimensions and not single:
+        return f"has a scale of {scale.dim()} dimensions, but granularity {granularity!r}; they must agree"
+    size = {"row": 0, "column": -1}.get(granularity)
+    if size is not None and _differ(scale.shape[0], values.shape[size]):
+        many = values.shape[size]
+        return f"has {scale.shape[0]} scales for {many} {granularity}s; give each {granularity} one"
+    return None
+
+
+def _problem_of_body(call: Call) -> str | None:
+    if "body" not in call.given:
+        return None
+    try:
+        parse_body(call.given["body"])
+    except (VerifyError, SyntaxError, AttributeError) as error:
+        return f"has a body that cannot be read: {error}; write it with gnnc.ir.body_text"
+    groups = dict(zip("ijec", ("dst", "src", "edge", "const"), strict=True))
+    for name in body_inputs(call.given["body"]):
+        group = groups[name[0]]
+        many = len(call.given[group])
+        if int(name[1:]) >= many:
+            return f"has a body that reads {name}, but {many} {group} operands; pass what it reads"
+    return None
+
+
+_RULES: tuple[Callable[[Call], str | None], ...] = (
+    _problem_of_dtypes,
+    _problem_of_literals,
+    _problem_of_sizes,
+    _problem_of_widths,
+    _problem_of_scales,
+    _problem_of_body,
+)
+
+
+def _problem_of_result(call: Call, result: Any) -> str | None:
+    made = _RESULTS.get(call.op)
+    if made is None or not isinstance(result, torch.Tensor) or result.dtype == made:
+        return None
+    return f"says that it makes {result.dtype}, but {call.op} makes {_short(made)}; infer its meta again"
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+
+
+def _plus_one(size: Any) -> Any:
+    return None if size is None else size + 1
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two sizes are known, and differ for every value of their symbols."""
+    if a is None or b is None or isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return False
+    return statically_known_true(a != b)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
