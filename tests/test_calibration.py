@@ -1,5 +1,6 @@
 """Calibration: what it measures, the fit, and the file that keeps it."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -99,9 +100,27 @@ def test_the_key_tells_backends_and_threads_apart(monkeypatch: pytest.MonkeyPatc
     assert len(keys) == 4
 
 
+def test_the_key_of_a_gpu_goes_by_its_name_and_not_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(gpu: str) -> str:
+        backend = get_backend("reference")
+        return calibration._key(dataclasses.replace(backend, name="cuda", description=f"{gpu}, NVRTC 13.0"))
+
+    first, other = key("NVIDIA H200"), key("NVIDIA A100")
+    monkeypatch.setattr("torch.get_num_threads", lambda: 77)
+    assert first == key("NVIDIA H200") != other
+
+
+def test_what_is_as_fast_is_measured_once() -> None:
+    families = {"spmm": {"gather.bf16@1": 2.0, "edge.int8.row": 3.0}}
+    assert calibration._with_alike(families, {"fp16": "bf16"}) == {
+        "spmm": {"gather.bf16@1": 2.0, "edge.int8.row": 3.0, "gather.fp16@1": 2.0}
+    }
+
+
 @pytest.mark.slow
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "GRAPHS", ((500, 4000), (2000, 20000)))
+    small = dataclasses.replace(calibration._CPU, graphs=((500, 4000), (2000, 20000)))
+    monkeypatch.setattr(calibration, "_CPU", small)
     start = time.perf_counter()
     rates = calibrate(get_backend("cpu"), seconds=4)
     assert time.perf_counter() - start < 60, "ten seconds on a machine that does nothing else"
