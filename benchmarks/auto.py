@@ -29,20 +29,23 @@ import graphs
 import measure
 import models
 import torch
-from auto_report import BUDGETS, LARGE, STRATEGIES, UNIFORM, conclusions, page, plot, table
+from auto_report import BUDGETS, LARGE, STRATEGIES, conclusions, page, plot, table
 from torch import Tensor, nn
 from torch_geometric.utils import subgraph
 
 import gnnc
 from gnnc.arguments import flatten_call
-from gnnc.calibration import rates_for
+from gnnc.calibration import let_launches_queue, rates_for
+from gnnc.passes.auto import Choice
 from gnnc.passes.choose import solve
 from gnnc.passes.study import Study, nominal_error
 from gnnc.runtime.backend import get_backend
+from gnnc.runtime.executable import now
 from gnnc.tradeoff import shortest
 
 GRAPHS = ("cora", "pubmed", "amazon_computers", "facebook_pages")
 MODELS = {**models.MODELS, "residual": models.residual_gcn}
+_ANY = 1e9
 FRONT_BUDGETS = (0.001, 0.002, 0.004, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1)
 EPOCHS = {"cora": 40, "pubmed": 20, "amazon_computers": 10, "facebook_pages": 5}
 CHOOSING = ("gcn", "gat", "residual")
@@ -57,11 +60,30 @@ class Effort:
         rounds: timed calls of each program.
         profiles: timed runs of each kernel.
         seeds: random choices of the fronts.
+        device: ``cpu`` or ``cuda``, which is also the backend.
     """
 
     rounds: int
     profiles: int
     seeds: int
+    device: str
+
+    @property
+    def uniform(self) -> list[str]:
+        """The precisions that everything is held against."""
+        return sorted(get_backend(self.device).precisions, key=lambda name: (name != "fp32", name))
+
+    def clock(self) -> float:
+        """Return seconds; on a GPU once it has done what it was given."""
+        if self.device == "cpu":
+            return now()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def before_profile(self) -> None:
+        """Let events on a GPU tell its own time."""
+        if self.device == "cuda":
+            let_launches_queue()
 
 
 def trained(name: str, data: dict[str, Any], model_name: str) -> nn.Module:
@@ -87,12 +109,16 @@ def edges_for(model_name: str, edge_index: Tensor, nodes: int) -> Tensor:
         return edge_index
     src, dst = edge_index
     order = torch.argsort(dst, stable=True)
-    rowptr = torch.zeros(nodes + 1, dtype=torch.long)
+    rowptr = dst.new_zeros(nodes + 1)
     rowptr[1:] = torch.bincount(dst, minlength=nodes).cumsum(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
         return torch.sparse_csr_tensor(
-            rowptr, src[order], torch.ones(src.shape[0]), (nodes, nodes), check_invariants=False
+            rowptr,
+            src[order],
+            torch.ones(src.shape[0], device=src.device),
+            (nodes, nodes),
+            check_invariants=False,
         )
 
 
@@ -122,18 +148,19 @@ def run(name: str, model_name: str, effort: Effort) -> dict[str, Any]:
     data = graphs.load(name, standardize=name == "amazon_computers")
     with torch.enable_grad():
         model = trained(name, data, model_name)
-    x, edge_index = data["x"], data["edge_index"]
-    seen_x, seen_edges, others = seen_part(data)
+    model.to(effort.device)
+    seen_x, seen_edges, others = (tensor.to(effort.device) for tensor in seen_part(data))
+    x, edge_index = data["x"].to(effort.device), data["edge_index"].to(effort.device)
     examples = (seen_x, seen_edges)
     wanted, seen_wanted = eager(model, model_name, x, edge_index), eager(model, model_name, *examples)
     calls: dict[str, gnnc.CompiledModel] = {}
     compiled_in: dict[str, float] = {}
-    for key in (*UNIFORM, *BUDGETS):
+    for key in (*effort.uniform, *BUDGETS):
         begin = time.perf_counter()
         options = {"precision": key} if isinstance(key, str) else {"precision": "auto", "error_budget": key}
-        calls[str(key)] = gnnc.compile(model, example_inputs=examples, **options)
+        calls[str(key)] = gnnc.compile(model, example_inputs=examples, backend=effort.device, **options)
         compiled_in[str(key)] = time.perf_counter() - begin
-    seconds = timed(calls, x, edge_index, effort.rounds)
+    seconds = timed(calls, x, edge_index, effort)
     ways = {}
     for key, call in calls.items():
         got = call(x, edge_index)
@@ -150,30 +177,30 @@ def run(name: str, model_name: str, effort: Effort) -> dict[str, Any]:
         ways[str(budget)]["plan"] = {n: str(o) for n, o in choice.plan.items()}
         ways[str(budget)]["log"] = choice.log
     is_large = edge_index.shape[1] >= LARGE
-    result["kernels"] = kernels(calls, x, edge_index, effort.profiles) if is_large else []
-    result["fronts"], result["rank_correlation"] = fronts(last, effort.seeds)
+    result["kernels"] = kernels(model, x, edge_index, effort) if is_large else []
+    result |= fronts(last._last.context.choice, effort.seeds)
     result["took_s"] = time.perf_counter() - start
     return result
 
 
 @torch.no_grad()
-def choosing() -> list[dict[str, Any]]:
+def choosing(device: str) -> list[dict[str, Any]]:
     """Return how long a choice takes on the arxiv-shaped graph."""
     shape = graphs.SHAPES["arxiv"]
-    edge_index = graphs.generate("arxiv")
-    x = torch.randn(shape.nodes, shape.features, generator=torch.Generator().manual_seed(0))
+    edge_index = graphs.generate("arxiv").to(device)
+    x = torch.randn(shape.nodes, shape.features, generator=torch.Generator().manual_seed(0)).to(device)
     found = []
     for name in CHOOSING:
         torch.manual_seed(0)
-        model = MODELS[name](shape.features, shape.classes).eval().requires_grad_(False)
+        model = MODELS[name](shape.features, shape.classes).eval().requires_grad_(False).to(device)
         start = time.perf_counter()
-        gnnc.compile(model, "auto", example_inputs=(x, edge_index))
+        gnnc.compile(model, "auto", example_inputs=(x, edge_index), backend=device)
         found.append({"graph": "arxiv", "model": name, "seconds": time.perf_counter() - start})
     return found
 
 
 def timed(
-    calls: dict[str, gnnc.CompiledModel], x: Tensor, edge_index: Tensor, rounds: int
+    calls: dict[str, gnnc.CompiledModel], x: Tensor, edge_index: Tensor, effort: Effort
 ) -> dict[str, float]:
     """Return the shortest seconds of each call; programs that are the same are timed as one."""
     first: dict[str, str] = {}
@@ -181,22 +208,20 @@ def timed(
         first.setdefault(str(call).split("\n\n", 1)[-1], key)
     same = {key: first[str(call).split("\n\n", 1)[-1]] for key, call in calls.items()}
     runs = {key: lambda call=calls[key]: call(x, edge_index) for key in dict.fromkeys(same.values())}
-    best = shortest(runs, rounds)
+    best = shortest(runs, effort.rounds, effort.clock)
     return {key: best[same[key]] for key in calls}
 
 
-def kernels(
-    calls: dict[str, gnnc.CompiledModel], x: Tensor, edge_index: Tensor, profiles: int
-) -> list[dict[str, Any]]:
+def kernels(model: nn.Module, x: Tensor, edge_index: Tensor, effort: Effort) -> list[dict[str, Any]]:
     """Return the predicted and the shortest measured time of every kernel, on the whole graph."""
     found = []
-    for key in UNIFORM:
-        model = calls[key].model
-        compiled = gnnc.compile(model, key, example_inputs=(x, edge_index))
+    for key in effort.uniform:
+        compiled = gnnc.compile(model, key, example_inputs=(x, edge_index), backend=effort.device)
         program = compiled._last
         tensors = flatten_call(model, (x, edge_index), {}).tensors
         best: dict[str, float] = {}
-        for _ in range(profiles):
+        for _ in range(effort.profiles):
+            effort.before_profile()
             for timing in program.profiled(tensors)[1]:
                 best[timing.node] = min(best.get(timing.node, float("inf")), timing.seconds)
         for node, predicted in program.knowledge().predicted.items():
@@ -204,12 +229,14 @@ def kernels(
     return found
 
 
-def fronts(
-    compiled: gnnc.CompiledModel, seeds: int
-) -> tuple[dict[str, list[tuple[float, float]]], float | None]:
-    """Return (predicted ms, measured error) of choices by each strategy, and the rank correlation."""
-    choice = compiled._last.context.choice
-    study: Study = choice.study
+def fronts(choice: Choice, seeds: int) -> dict[str, Any]:
+    """Return (predicted ms, measured error) of choices by each strategy, and what they show besides.
+
+    That is the rank correlation of gain and sensitivity, and for each choice its predicted error, by
+    sensitivities, beside the measured one. Errors count on the examples alone: values that grow are no
+    matter of the metric.
+    """
+    study = choice.study
     assert study.bench is not None
     found: dict[str, list[tuple[float, float]]] = {}
     known: dict[tuple[int, ...], float] = {}
@@ -217,13 +244,18 @@ def fronts(
         points = []
         for seed in range(seeds if strategy == "random" else 1):
             weighed = reweighed(study, strategy, seed)
-            for plan in {solve(weighed, budget).chosen for budget in FRONT_BUDGETS}:
+            for plan in {solve(weighed, budget, grown=_ANY).chosen for budget in FRONT_BUDGETS}:
                 if plan not in known:
                     ops = zip(study.ops, plan, strict=True)
                     known[plan] = max(study.bench.errors({op.node: op.options[o] for op, o in ops}))
                 points.append((study.seconds(plan) * 1e3, known[plan]))
         found[strategy] = sorted(points)
-    return found, choice.correlation()
+    pairs = [(max(study.error(plan)[: study.outputs]), measured) for plan, measured in known.items()]
+    return {
+        "fronts": found,
+        "rank_correlation": choice.correlation(),
+        "error_model": [pair for pair in pairs if min(pair) > 0],
+    }
 
 
 def reweighed(study: Study, strategy: str, seed: int) -> Study:
@@ -251,7 +283,7 @@ def main() -> None:
     report: dict[str, Any] = {"calibration": {}, "choosing": [], "results": []}
     report |= old or {"machine": measure.machine()}
     if not args.report:
-        rates = rates_for(get_backend("cpu"), again=old is None)
+        rates = rates_for(get_backend(args.device), again=old is None)
         report["calibration"] = {"machine": rates.machine, "measured_in": rates.measured_in}
         run_all(args, report)
     if not report["results"]:
@@ -271,6 +303,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--docs", type=Path, help="folder to write auto-results.md and fronts.svg to")
     parser.add_argument("--graphs", nargs="*", default=GRAPHS, choices=GRAPHS)
     parser.add_argument("--models", nargs="*", default=tuple(MODELS), choices=tuple(MODELS))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--resume", action="store_true", help="keep the cases that the JSON has")
     parser.add_argument("--report", action="store_true", help="measure nothing, report the JSON")
     parser.add_argument("--no-arxiv", action="store_true", help="leave out the arxiv-shaped graph")
@@ -282,7 +315,7 @@ def arguments() -> argparse.Namespace:
 
 def run_all(args: argparse.Namespace, report: dict[str, Any]) -> None:
     """Run what is missing, and keep it after each case."""
-    effort = Effort(args.rounds, args.profiles, args.seeds)
+    effort = Effort(args.rounds, args.profiles, args.seeds, args.device)
     done = {(r["graph"], r["model"]) for r in report["results"]}
     for name in args.graphs:
         for model_name in args.models:
@@ -293,7 +326,7 @@ def run_all(args: argparse.Namespace, report: dict[str, Any]) -> None:
             write(args.out, report)
             print(f"{name} {model_name}: {result['took_s']:.0f} s", file=sys.stderr, flush=True)
     if not args.no_arxiv and not report["choosing"]:
-        report["choosing"] = choosing()
+        report["choosing"] = choosing(args.device)
         write(args.out, report)
 
 

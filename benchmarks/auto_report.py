@@ -12,7 +12,6 @@ from tabulate import tabulate
 
 BUDGETS = (0.005, 0.02, 0.05)
 HELD_OUT = 1.2
-UNIFORM = ("fp32", "bf16", "int8")
 FRONT_ERROR = 0.01
 LARGE = 100_000
 """Edges of a graph whose kernels' predicted times are held against measured ones."""
@@ -32,7 +31,8 @@ def cases(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for budget in BUDGETS:
             ways = result["ways"]
             auto = ways[str(budget)]
-            good = {key: ways[key]["ms"] for key in UNIFORM if keeps(ways[key], budget)}
+            uniform = [key for key in ways if key not in map(str, BUDGETS)]
+            good = {key: ways[key]["ms"] for key in uniform if keeps(ways[key], budget)}
             best = min(good, key=good.__getitem__)
             found.append(
                 {
@@ -71,8 +71,18 @@ def conclusions(report: dict[str, Any]) -> dict[str, Any]:
         "longest_choice_on_arxiv_s": max((c["seconds"] for c in report["choosing"]), default=None),
         "kernels": len(off),
         "median_prediction_error": statistics.median(off) if off else None,
+        "error_model": _spread([m / p for r in results for p, m in r.get("error_model", [])]),
+        "rank_correlation": _spread([c for r in results if (c := r["rank_correlation"]) is not None]),
         "time_at_error_0.01_relative_to_sensitivity": {s: relative_time(results, s) for s in STRATEGIES},
     }
+
+
+def _spread(values: list[float]) -> dict[str, float] | None:
+    """Return the count, the median and the range that nine in ten values are in."""
+    if len(values) < 2:
+        return None
+    cuts = statistics.quantiles(values, n=20, method="inclusive")
+    return {"count": len(values), "median": statistics.median(values), "from": cuts[0], "to": cuts[-1]}
 
 
 def relative_time(results: list[dict[str, Any]], strategy: str) -> float | None:
@@ -119,6 +129,9 @@ def page(report: dict[str, Any]) -> str:
         f"{'-' if off is None else format(off, '.0%')} over {found['kernels']} kernels",
         f"compiling with auto takes at most {longest}; on the arxiv-shaped graph {arxiv or 'not measured'}",
         f"calibration took {format(calibration['measured_in'], '.1f') if calibration else '-'} s",
+        f"error of a choice as measured over as predicted: {_spread_text(found['error_model'])}",
+        "rank correlation of receptive-field gain and sensitivity, by model and graph: "
+        + _spread_text(found["rank_correlation"]),
         f"at a measured error of {FRONT_ERROR}, predicted time relative to choices by sensitivity: "
         + ", ".join(f"{strategy} {ratio:.3f}" for strategy, ratio in at.items()),
     ]
@@ -142,6 +155,15 @@ def page(report: dict[str, Any]) -> str:
             table(report["results"]),
             "",
         ]
+    )
+
+
+def _spread_text(spread: dict[str, float] | None) -> str:
+    if spread is None:
+        return "not measured"
+    return (
+        f"median {spread['median']:.2f}, nine in ten from {spread['from']:.2f} to {spread['to']:.2f} "
+        f"({spread['count']})"
     )
 
 

@@ -198,7 +198,7 @@ def _cuda_facts() -> tuple[Any, ...]:
     return (digest.hexdigest(),)
 
 
-def _let_launches_queue() -> None:
+def let_launches_queue() -> None:
     """Keep the GPU busy while the host launches, so that events are its own time and not the host's."""
     torch.cuda._sleep(_CYCLES)
 
@@ -208,7 +208,7 @@ _CYCLES = 20_000_000
 
 _CPU = Device("cpu", CPU_GRAPHS, 64 << 20, _cpu_facts)
 # Both 16-bit floats take the same instructions, and NVRTC takes half a second for each program.
-_CUDA = Device("cuda", CUDA_GRAPHS, 1 << 30, _cuda_facts, _let_launches_queue, {"fp16": "bf16"})
+_CUDA = Device("cuda", CUDA_GRAPHS, 1 << 30, _cuda_facts, let_launches_queue, {"fp16": "bf16"})
 
 
 # Measuring
@@ -411,4 +411,4 @@ def _least_absolute(matrix: np.ndarray) -> np.ndarray:
     return result.x[:columns]
 
 
-__all__ = ["Sample", "calibrate", "fit", "rates_for", "stored_rates"]
+__all__ = ["Sample", "calibrate", "fit", "let_launches_queue", "rates_for", "stored_rates"]
