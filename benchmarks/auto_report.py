@@ -54,7 +54,9 @@ def conclusions(report: dict[str, Any]) -> dict[str, Any]:
     """Return the figures that the whole run comes to."""
     results = report["results"]
     rows = cases(results)
-    off = [abs(k["predicted"] / k["measured"] - 1) for r in results for k in r["kernels"]]
+    off = [
+        abs(k["predicted"] / k["measured"] - 1) for r in (*results, *report["arxiv"]) for k in r["kernels"]
+    ]
     return {
         "cases": len(rows),
         "held_out_within_1.2_budget": sum(r["held_out"] <= HELD_OUT for r in rows),
@@ -68,7 +70,7 @@ def conclusions(report: dict[str, Any]) -> dict[str, Any]:
             name: max(r["compile_s"] for r in rows if r["graph"] == name)
             for name in dict.fromkeys(r["graph"] for r in rows)
         },
-        "longest_choice_on_arxiv_s": max((c["seconds"] for c in report["choosing"]), default=None),
+        "longest_choice_on_arxiv_s": max((c["seconds"] for c in report["arxiv"]), default=None),
         "kernels": len(off),
         "median_prediction_error": statistics.median(off) if off else None,
         "error_model": _spread([m / p for r in results for p, m in r.get("error_model", [])]),
@@ -117,7 +119,7 @@ def page(report: dict[str, Any]) -> str:
     at = {s: v for s, v in found["time_at_error_0.01_relative_to_sensitivity"].items() if v is not None}
     off = found["median_prediction_error"]
     longest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found["longest_compile_s"].items())
-    arxiv = ", ".join(f"{c['model']} {c['seconds']:.0f} s" for c in report["choosing"])
+    arxiv = ", ".join(f"{c['model']} {c['seconds']:.0f} s" for c in report["arxiv"])
     lines = [
         f"{count} cases; held-out error at most 1.2 times the budget in "
         f"{found['held_out_within_1.2_budget']}, at worst {found['worst_held_out_over_budget']:.2f} times",

@@ -17,6 +17,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from gnnc.probes import PROBES, Probe, values_of
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.executable import Executable
 
-VERSION = 2
+VERSION = 3
 SECONDS = 9.0
 """Budget of a calibration; it ends when every probe ran and the time is up, or at the latest then."""
 
@@ -54,6 +55,9 @@ CUDA_GRAPHS = ((170_000, 2_400_000), (20_000, 100_000), (1_000_000, 12_000_000))
 """The same for a GPU, which needs more work to be busy."""
 
 _LEAST_RUNS = 3
+_STEP = 2.0
+"""How much more a byte may cost at the next of ``cost.KNOTS``."""
+
 _known: dict[str, Rates] = {}
 
 
@@ -373,7 +377,8 @@ def fit(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
     """Return the rates that explain the samples best, by family.
 
     The sum of absolute relative errors is least, with rates of at least 0: a sample that was
-    disturbed pulls no more than any other.
+    disturbed pulls no more than any other. A byte costs no less, and at most twice as much, at the next
+    larger of ``cost.KNOTS``.
     """
     groups: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -395,18 +400,41 @@ def _fit_one(samples: Sequence[Sample]) -> dict[str, float]:
     names = sorted({name for row in rows for name, amount in row.items() if amount > 0})
     matrix = np.array([[row.get(name, 0.0) for name in names] for row in rows])
     unit = matrix.max(0)
-    rates = _least_absolute(matrix / unit) / unit
+    rates = _least_absolute(matrix / unit, _memory_steps(names) / unit) / unit
     return {name: float(rate) for name, rate in zip(names, rates, strict=True)}
 
 
-def _least_absolute(matrix: np.ndarray) -> np.ndarray:
-    """Return x >= 0 with the least sum of |matrix @ x - 1|."""
+def _memory_steps(names: Sequence[str]) -> np.ndarray:
+    """Rows a with a @ rates <= 0: from knot to knot a byte costs at least as much, at most twice that.
+
+    Few samples reach the largest memory, and they share other terms: without this, what disturbed one
+    of them becomes a rate that larger graphs multiply.
+    """
+    knots: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for column, name in enumerate(names):
+        base, _, knot = name.partition("@")
+        if knot:
+            knots[base].append((int(knot), column))
+    rows = []
+    for places in knots.values():
+        for (low, first), (high, second) in pairwise(sorted(places)):
+            for column, other, factor in ((first, second, 1.0), (second, first, _STEP ** (high - low))):
+                row = np.zeros(len(names))
+                row[column], row[other] = 1.0, -factor
+                rows.append(row)
+    return np.array(rows).reshape(-1, len(names))
+
+
+def _least_absolute(matrix: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Return x >= 0 with the least sum of |matrix @ x - 1| such that limits @ x <= 0."""
     rows, columns = matrix.shape
     slack = -np.eye(rows)
+    # Terms differ by ten orders of magnitude, and the solver's tolerance is absolute.
+    scaled = limits / np.maximum(np.abs(limits).max(1, keepdims=True), 1e-300)
     result = linprog(
         np.concatenate([np.zeros(columns), np.ones(rows)]),
-        A_ub=np.block([[matrix, slack], [-matrix, slack]]),
-        b_ub=np.concatenate([np.ones(rows), -np.ones(rows)]),
+        A_ub=np.block([[matrix, slack], [-matrix, slack], [scaled, np.zeros((len(limits), rows))]]),
+        b_ub=np.concatenate([np.ones(rows), -np.ones(rows), np.zeros(len(limits))]),
     )
     return result.x[:columns]
 

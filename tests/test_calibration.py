@@ -1,6 +1,7 @@
 """Calibration: what it measures, the fit, and the file that keeps it."""
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from gnnc import calibration
 from gnnc.calibration import Sample, calibrate, fit, rates_for, stored_rates
-from gnnc.cost import ALONE, Rates, Term
+from gnnc.cost import ALONE, KNOTS, Rates, Term
 from gnnc.environment import cache_folder
 from gnnc.probes import PROBES
 from gnnc.runtime.backend import get_backend
@@ -36,6 +37,19 @@ def test_a_disturbed_sample_pulls_little() -> None:
     given = samples(RATES, AMOUNTS)
     given[4].seconds *= 20
     assert fit(given)["gemm"] == pytest.approx(RATES, rel=0.1)
+
+
+def test_a_byte_costs_no_less_and_at_most_twice_as_much_in_eight_times_the_memory() -> None:
+    """One disturbed sample alone reaches the largest memory: it does not decide what that costs."""
+    given = [
+        Sample("spmm", [Term("row", 1e3), Term("read", 1e6, held)], 1e-3 * factor)
+        for held, factor in ((KNOTS[0], 1.0), (KNOTS[1], 1.5), (KNOTS[2], 1.2), (KNOTS[3], 40.0))
+    ]
+    given += [Sample("spmm", [Term("row", 1e6)], 1e-6)] * 2
+    table = fit(given)["spmm"]
+    costs = [table[f"read@{k}"] for k in range(len(KNOTS))]
+    assert all(a * (1 - 1e-6) <= b <= 2 * a * (1 + 1e-6) for a, b in itertools.pairwise(costs)), costs
+    assert costs[0] == pytest.approx(1e-9, rel=1e-3)
 
 
 def test_rates_are_never_negative_and_there_is_always_a_rest() -> None:
