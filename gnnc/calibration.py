@@ -280,7 +280,7 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
                 trials += _trials(variants, programs, graph, device)
         while trials and (time.perf_counter() - start < seconds or trials[0].runs < _LEAST_RUNS):
             _run_fewest(trials, device)
-    samples = [s for t in trials for s in t.samples.values() if s.seconds < float("inf")]
+    samples = [s for t in trials for s in t.samples.values() if 0 < s.seconds < float("inf")]
     if not samples:
         raise BackendError(f"backend {backend.name!r} ran none of the kernels that are measured")
     families = _with_alike(fit(samples), device.alike)

@@ -133,11 +133,14 @@ def test_what_is_as_fast_is_measured_once() -> None:
 
 @pytest.mark.slow
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = dataclasses.replace(calibration._CPU, graphs=((500, 4000), (2000, 20000)))
+    runs: list[int] = []
+    graphs = ((500, 4000), (2000, 20000))
+    small = dataclasses.replace(calibration._CPU, graphs=graphs, before_run=lambda: runs.append(1))
     monkeypatch.setattr(calibration, "_CPU", small)
     start = time.perf_counter()
     rates = calibrate(get_backend("cpu"), seconds=4)
     assert time.perf_counter() - start < 60, "ten seconds on a machine that does nothing else"
+    assert len(runs) > 3 * len(graphs)
     assert {"gemm", "spmm", "attention", "sddmm", "edge_softmax", ALONE} <= rates.families.keys()
     assert {"dot.fp32", "dot.bf16", "dot.int8"} <= rates.families["gemm"].keys()
     modes = {name.split("@")[0] for name in rates.families["spmm"] if name.startswith("gather")}
