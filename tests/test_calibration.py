@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import gnnc
 from gnnc import calibration
 from gnnc.calibration import Sample, calibrate, fit, rates_for, stored_rates
 from gnnc.cost import ALONE, KNOTS, Rates, Term
@@ -122,6 +123,22 @@ def test_the_key_of_a_gpu_goes_by_its_name_and_not_by_threads(monkeypatch: pytes
     first, other = key("NVIDIA H200"), key("NVIDIA A100")
     monkeypatch.setattr("torch.get_num_threads", lambda: 77)
     assert first == key("NVIDIA H200") != other
+
+
+def test_a_backend_that_cannot_run_is_not_measured() -> None:
+    offline = dataclasses.replace(get_backend("reference"), name="cuda-offline")
+    assert stored_rates(offline) is None
+    with pytest.raises(gnnc.UnsupportedError, match="backend 'cuda-offline' is not measured in this version"):
+        rates_for(offline)
+
+
+def test_a_machine_that_was_busy_can_be_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter(Rates({ALONE: {"launch": seconds}}) for seconds in (1.0, 2.0))
+    monkeypatch.setattr(calibration, "calibrate", lambda backend: next(made))
+    backend = get_backend("reference")
+    first, again = rates_for(backend), rates_for(backend, again=True)
+    assert first.families[ALONE]["launch"] == 1.0
+    assert again.families[ALONE]["launch"] == 2.0 and rates_for(backend) == again
 
 
 def test_what_is_as_fast_is_measured_once() -> None:
