@@ -169,7 +169,7 @@ class _Search:
 
     def _say(self, best: _Try, chosen: _Try, uniform: Sequence[_Try]) -> None:
         """Leave the choice that was taken, and what it was held against, in the best try's context."""
-        choice: Choice = dataclasses.replace(self._choice, measured=best.error, grown=best.grown)
+        choice: Choice = dataclasses.replace(chosen.context.choice, measured=best.error, grown=best.grown)
         for other in uniform:
             verdict = "over budget" if other.worst > choice.budget else f"{other.seconds * 1e3:.3f} ms"
             choice.log.append(f"uniform {other.name}: error {other}, {verdict}")

@@ -84,8 +84,8 @@ class Choice:
     def adjust(self, measured: float, grown: float) -> bool:
         """Take note of measured errors; choose again where they show the prediction to be off.
 
-        An error over budget tightens the limit on its prediction in proportion. Where none is, the
-        limit on the examples is loosened in proportion.
+        An error over budget tightens the limit on its prediction in proportion. Where none is, both are
+        loosened so.
 
         Args:
             measured: the largest error of an output on the examples.
@@ -95,9 +95,10 @@ class Choice:
             Whether another choice was made.
         """
         before = self.solution.chosen
-        if measured > self.budget or grown <= self.budget:
+        fits = max(measured, grown) <= self.budget
+        if fits or measured > self.budget:
             self.limit = self._corrected(self.predicted, measured)
-        if grown > self.budget:
+        if fits or grown > self.budget:
             self.grown_limit = self._corrected(self.predicted_grown, grown)
         self.solution = solve(self.study, self.limit, self.grown_limit)
         self.plan = self.study.plan(self.solution.chosen)

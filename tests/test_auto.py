@@ -150,6 +150,19 @@ def test_a_limit_for_larger_values_is_tightened_alone() -> None:
     assert found.limit_text == f"{limit:.2g} ({found.grown_limit:.2g} for larger values)"
 
 
+def test_what_is_told_is_what_is_taken_and_not_what_was_tried_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A choice that used little of the budget is loosened; the looser one errs too much, and is dropped."""
+    errors = iter([(0.001, 0.001), (0.5, 0.5), *[(0.5, 0.5)] * 3])
+    monkeypatch.setattr("gnnc.auto._Search._errors", lambda *args: next(errors))
+    compiled = auto(build("gcn-deep-residual"), 0.008)
+    assert "loosened to" in compiled.explain()
+    written = [value for ops in plan(compiled, tmp_path).values() for value in ops.values()]
+    taken = [p for value in written for p in ([value] if isinstance(value, str) else value)]
+    assert sorted(taken) == sorted(str(option) for option in choice(compiled).plan.values())
+
+
 def test_a_wrong_prediction_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sensitivities that are told too low by a factor of ten still end within the budget."""
     from gnnc.passes import study
