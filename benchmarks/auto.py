@@ -1,11 +1,16 @@
 """What ``precision="auto"`` chooses, beside the uniform precisions, in one run.
 
-    OMP_NUM_THREADS=1 python benchmarks/auto.py --out benchmarks/results/auto-cpu.json --plot docs/fronts.svg
+    OMP_NUM_THREADS=1 python benchmarks/auto.py --out benchmarks/results/auto-cpu.json --docs docs
+
+measures the machine's rates anew, runs all cases and writes the JSON after each; ``--resume`` keeps what is
+there already, ``--graphs`` and ``--models`` select. ``--docs`` writes ``auto-results.md`` and ``fronts.svg``;
+with ``--report`` it does that alone, from the JSON.
 
 For each graph and model: the precisions are chosen on the graph that 80% of the nodes induce. Held-out
 error is that of the other nodes' outputs on the whole graph, where all times are taken too, in turns: the
 least of many calls, by the thread's own clock where there is one thread, so that other processes do not
-count.
+count. A uniform precision keeps a budget by the same measure as auto has to: at most the budget on the
+examples, at most 1.2 times as much on the nodes that were held out.
 Fronts: the integer program with measured sensitivities, with 1 + receptive-field gain and with random
 weights in their place; predicted time against the error that a run of each choice shows.
 """
@@ -15,7 +20,8 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import replace
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +29,61 @@ import graphs
 import measure
 import models
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from tabulate import tabulate
+from auto_report import BUDGETS, LARGE, STRATEGIES, conclusions, page, plot, table
 from torch import Tensor, nn
 from torch_geometric.utils import subgraph
 
 import gnnc
 from gnnc.arguments import flatten_call
+from gnnc.calibration import let_launches_queue, rates_for
+from gnnc.passes.auto import Choice
 from gnnc.passes.choose import solve
 from gnnc.passes.study import Study, nominal_error
+from gnnc.runtime.backend import get_backend
+from gnnc.runtime.executable import now
 from gnnc.tradeoff import shortest
 
 GRAPHS = ("cora", "pubmed", "amazon_computers", "facebook_pages")
 MODELS = {**models.MODELS, "residual": models.residual_gcn}
-BUDGETS = (0.005, 0.02, 0.05)
-UNIFORM = ("fp32", "bf16", "int8")
+_ANY = 1e9
 FRONT_BUDGETS = (0.001, 0.002, 0.004, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1)
-RANDOM_SEEDS = 3
 EPOCHS = {"cora": 40, "pubmed": 20, "amazon_computers": 10, "facebook_pages": 5}
-LARGE = 100_000
-STRATEGIES = {"sensitivity": "#0550ae", "gain": "#9a6700", "random": "#9ca3af"}
+ON_ARXIV = ("gcn", "gat", "residual")
+"""Models for which the time of a choice is taken on the arxiv-shaped graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        rounds: timed calls of each program.
+        profiles: timed runs of each kernel.
+        seeds: random choices of the fronts.
+        device: ``cpu`` or ``cuda``, which is also the backend.
+    """
+
+    rounds: int
+    profiles: int
+    seeds: int
+    device: str
+
+    @property
+    def uniform(self) -> list[str]:
+        """The precisions that everything is held against."""
+        return sorted(get_backend(self.device).precisions, key=lambda name: (name != "fp32", name))
+
+    def clock(self) -> float:
+        """Return seconds; on a GPU once it has done what it was given."""
+        if self.device == "cpu":
+            return now()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def before_profile(self) -> None:
+        """Let events on a GPU tell its own time."""
+        if self.device == "cuda":
+            let_launches_queue()
 
 
 def trained(name: str, data: dict[str, Any], model_name: str) -> nn.Module:
@@ -51,13 +91,40 @@ def trained(name: str, data: dict[str, Any], model_name: str) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[model_name](data["x"].shape[1], data["num_classes"])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    mask = data["train_mask"]
+    mask, edges = data["train_mask"], edges_for(model_name, data["edge_index"], data["x"].shape[0])
     for _ in range(EPOCHS[name]):
         optimizer.zero_grad()
-        logits = model(data["x"], data["edge_index"])[mask]
+        logits = model(data["x"], edges)[mask]
         nn.functional.cross_entropy(logits, data["y"][mask]).backward()
         optimizer.step()
     return model.eval().requires_grad_(False)
+
+
+def edges_for(model_name: str, edge_index: Tensor, nodes: int) -> Tensor:
+    """Return the edges as PyG computes on them without a row for every edge: as a sparse matrix.
+
+    (A GraphSAGE over Facebook's 4714 features would make 6.4 GB of such rows.) GAT takes no matrix.
+    """
+    if model_name == "gat":
+        return edge_index
+    src, dst = edge_index
+    order = torch.argsort(dst, stable=True)
+    rowptr = dst.new_zeros(nodes + 1)
+    rowptr[1:] = torch.bincount(dst, minlength=nodes).cumsum(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
+        return torch.sparse_csr_tensor(
+            rowptr,
+            src[order],
+            torch.ones(src.shape[0], device=src.device),
+            (nodes, nodes),
+            check_invariants=False,
+        )
+
+
+def eager(model: nn.Module, model_name: str, x: Tensor, edge_index: Tensor) -> Tensor:
+    """Return the output in plain PyG."""
+    return model(x, edges_for(model_name, edge_index, x.shape[0]))
 
 
 def seen_part(data: dict[str, Any], share: float = 0.8) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,23 +142,25 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 
 @torch.no_grad()
-def run(name: str, model_name: str, rounds: int) -> dict[str, Any]:
+def run(name: str, model_name: str, effort: Effort) -> dict[str, Any]:
     """Return everything about one model on one graph."""
+    start = time.perf_counter()
     data = graphs.load(name, standardize=name == "amazon_computers")
     with torch.enable_grad():
         model = trained(name, data, model_name)
-    x, edge_index = data["x"], data["edge_index"]
-    seen_x, seen_edges, others = seen_part(data)
+    model.to(effort.device)
+    seen_x, seen_edges, others = (tensor.to(effort.device) for tensor in seen_part(data))
+    x, edge_index = data["x"].to(effort.device), data["edge_index"].to(effort.device)
     examples = (seen_x, seen_edges)
-    wanted, seen_wanted = model(x, edge_index), model(*examples)
+    wanted, seen_wanted = eager(model, model_name, x, edge_index), eager(model, model_name, *examples)
     calls: dict[str, gnnc.CompiledModel] = {}
-    chosen_in: dict[str, float] = {}
-    for key in (*UNIFORM, *BUDGETS):
-        start = time.process_time()
+    compiled_in: dict[str, float] = {}
+    for key in (*effort.uniform, *BUDGETS):
+        begin = time.perf_counter()
         options = {"precision": key} if isinstance(key, str) else {"precision": "auto", "error_budget": key}
-        calls[str(key)] = gnnc.compile(model, example_inputs=examples, **options)
-        chosen_in[str(key)] = time.process_time() - start
-    seconds = timed(calls, x, edge_index, rounds)
+        calls[str(key)] = gnnc.compile(model, example_inputs=examples, backend=effort.device, **options)
+        compiled_in[str(key)] = time.perf_counter() - begin
+    seconds = timed(calls, x, edge_index, effort)
     ways = {}
     for key, call in calls.items():
         got = call(x, edge_index)
@@ -99,7 +168,7 @@ def run(name: str, model_name: str, rounds: int) -> dict[str, Any]:
             "ms": seconds[key] * 1e3,
             "error": error(call(*examples), seen_wanted),
             "held_out_error": error(got[others], wanted[others]),
-            "compile_s": chosen_in[key],
+            "compile_s": compiled_in[key],
         }
     last = calls[str(BUDGETS[-1])]
     result = {"graph": name, "model": model_name, "edges": edge_index.shape[1], "ways": ways}
@@ -107,13 +176,34 @@ def run(name: str, model_name: str, rounds: int) -> dict[str, Any]:
         choice = calls[str(budget)]._last.context.choice
         ways[str(budget)]["plan"] = {n: str(o) for n, o in choice.plan.items()}
         ways[str(budget)]["log"] = choice.log
-    result["kernels"] = kernels(calls, x, edge_index) if edge_index.shape[1] >= LARGE else []
-    result["fronts"], result["rank_correlation"] = fronts(last)
+    is_large = edge_index.shape[1] >= LARGE
+    result["kernels"] = kernels(model, x, edge_index, effort) if is_large else []
+    result |= fronts(last._last.context.choice, effort.seeds)
+    result["took_s"] = time.perf_counter() - start
     return result
 
 
+@torch.no_grad()
+def on_arxiv(effort: Effort) -> list[dict[str, Any]]:
+    """Return how long a choice takes on the arxiv-shaped graph, and its kernels' times."""
+    shape = graphs.SHAPES["arxiv"]
+    edge_index = graphs.generate("arxiv").to(effort.device)
+    x = torch.randn(shape.nodes, shape.features, generator=torch.Generator().manual_seed(0))
+    x = x.to(effort.device)
+    found = []
+    for name in ON_ARXIV:
+        torch.manual_seed(0)
+        model = MODELS[name](shape.features, shape.classes).eval().requires_grad_(False).to(effort.device)
+        start = time.perf_counter()
+        gnnc.compile(model, "auto", example_inputs=(x, edge_index), backend=effort.device)
+        seconds = time.perf_counter() - start
+        times = kernels(model, x, edge_index, effort)
+        found.append({"graph": "arxiv", "model": name, "seconds": seconds, "kernels": times})
+    return found
+
+
 def timed(
-    calls: dict[str, gnnc.CompiledModel], x: Tensor, edge_index: Tensor, rounds: int
+    calls: dict[str, gnnc.CompiledModel], x: Tensor, edge_index: Tensor, effort: Effort
 ) -> dict[str, float]:
     """Return the shortest seconds of each call; programs that are the same are timed as one."""
     first: dict[str, str] = {}
@@ -121,20 +211,20 @@ def timed(
         first.setdefault(str(call).split("\n\n", 1)[-1], key)
     same = {key: first[str(call).split("\n\n", 1)[-1]] for key, call in calls.items()}
     runs = {key: lambda call=calls[key]: call(x, edge_index) for key in dict.fromkeys(same.values())}
-    best = shortest(runs, rounds)
+    best = shortest(runs, effort.rounds, effort.clock)
     return {key: best[same[key]] for key in calls}
 
 
-def kernels(calls: dict[str, gnnc.CompiledModel], x: Tensor, edge_index: Tensor) -> list[dict[str, Any]]:
+def kernels(model: nn.Module, x: Tensor, edge_index: Tensor, effort: Effort) -> list[dict[str, Any]]:
     """Return the predicted and the shortest measured time of every kernel, on the whole graph."""
     found = []
-    for key in UNIFORM:
-        model = calls[key].model
-        compiled = gnnc.compile(model, key, example_inputs=(x, edge_index))
+    for key in effort.uniform:
+        compiled = gnnc.compile(model, key, example_inputs=(x, edge_index), backend=effort.device)
         program = compiled._last
         tensors = flatten_call(model, (x, edge_index), {}).tensors
         best: dict[str, float] = {}
-        for _ in range(15):
+        for _ in range(effort.profiles):
+            effort.before_profile()
             for timing in program.profiled(tensors)[1]:
                 best[timing.node] = min(best.get(timing.node, float("inf")), timing.seconds)
         for node, predicted in program.knowledge().predicted.items():
@@ -142,23 +232,33 @@ def kernels(calls: dict[str, gnnc.CompiledModel], x: Tensor, edge_index: Tensor)
     return found
 
 
-def fronts(compiled: gnnc.CompiledModel) -> tuple[dict[str, list[tuple[float, float]]], float | None]:
-    """Return (predicted ms, measured error) of choices by each strategy, and the rank correlation."""
-    choice = compiled._last.context.choice
-    study: Study = choice.study
+def fronts(choice: Choice, seeds: int) -> dict[str, Any]:
+    """Return (predicted ms, measured error) of choices by each strategy, and what they show besides.
+
+    That is the rank correlation of gain and sensitivity, and for each choice its predicted error, by
+    sensitivities, beside the measured one. Errors count on the examples alone: values that grow are no
+    matter of the metric.
+    """
+    study = choice.study
     assert study.bench is not None
     found: dict[str, list[tuple[float, float]]] = {}
+    known: dict[tuple[int, ...], float] = {}
     for strategy in STRATEGIES:
-        seeds = range(RANDOM_SEEDS) if strategy == "random" else range(1)
         points = []
-        for seed in seeds:
+        for seed in range(seeds if strategy == "random" else 1):
             weighed = reweighed(study, strategy, seed)
-            for plan in {solve(weighed, budget).chosen for budget in FRONT_BUDGETS}:
-                options = dict(zip((op.node for op in study.ops), plan, strict=True))
-                ran = study.bench.errors({op.node: op.options[options[op.node]] for op in study.ops})
-                points.append((study.seconds(plan) * 1e3, max(ran)))
+            for plan in {solve(weighed, budget, grown=_ANY).chosen for budget in FRONT_BUDGETS}:
+                if plan not in known:
+                    ops = zip(study.ops, plan, strict=True)
+                    known[plan] = max(study.bench.errors({op.node: op.options[o] for op, o in ops}))
+                points.append((study.seconds(plan) * 1e3, known[plan]))
         found[strategy] = sorted(points)
-    return found, choice.correlation()
+    pairs = [(max(study.error(plan)[: study.outputs]), measured) for plan, measured in known.items()]
+    return {
+        "fronts": found,
+        "rank_correlation": choice.correlation(),
+        "error_model": [pair for pair in pairs if min(pair) > 0],
+    }
 
 
 def reweighed(study: Study, strategy: str, seed: int) -> Study:
@@ -179,133 +279,68 @@ def reweighed(study: Study, strategy: str, seed: int) -> Study:
     return Study(ops, study.stores, study.outputs, study.bench, study.gains)
 
 
-def time_within(points: list[tuple[float, float]], limit: float) -> float:
-    """Return the least time of a choice whose error is within a limit."""
-    return min((ms for ms, err in points if err <= limit), default=float("inf"))
-
-
-def cases(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each budget of each model beside the best uniform precision that keeps it."""
-    found = []
-    for result in results:
-        for budget in BUDGETS:
-            auto = result["ways"][str(budget)]
-            good = {k: result["ways"][k]["ms"] for k in UNIFORM if result["ways"][k]["error"] <= budget}
-            best = min(good, key=good.__getitem__)
-            found.append(
-                {
-                    "graph": result["graph"], "model": result["model"], "budget": budget,
-                    "held_out": auto["held_out_error"] / budget, "ms": auto["ms"],
-                    "uniform": best, "uniform_ms": good[best], "ratio": auto["ms"] / good[best],
-                    "compile_s": auto["compile_s"],
-                }
-            )  # fmt: skip
-    return found
-
-
-def conclusions(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures that the whole run comes to."""
-    rows = cases(results)
-    off = [abs(k["predicted"] / k["measured"] - 1) for r in results for k in r["kernels"]]
-    at = {
-        strategy: statistics.fmean(
-            time_within(r["fronts"][strategy], 0.01) / time_within(r["fronts"]["sensitivity"], 0.01)
-            for r in results
-            if time_within(r["fronts"][strategy], 0.01) < float("inf")
-        )
-        for strategy in STRATEGIES
-    }
-    return {
-        "cases": len(rows),
-        "held_out_within_1.2_budget": sum(r["held_out"] <= 1.2 for r in rows),
-        "worst_held_out_over_budget": max(r["held_out"] for r in rows),
-        "at_most_5_percent_slower": sum(r["ratio"] <= 1.05 for r in rows),
-        "worst_ratio": max(r["ratio"] for r in rows),
-        "faster": sum(r["ratio"] < 1 for r in rows),
-        "faster_by_2_percent": sum(r["ratio"] < 0.98 for r in rows),
-        "faster_by_5_percent": sum(r["ratio"] < 0.95 for r in rows),
-        "longest_compile_s": max(r["compile_s"] for r in rows),
-        "kernels": len(off),
-        "median_prediction_error": statistics.median(off) if off else None,
-        "time_at_error_0.01_relative_to_sensitivity": at,
-    }
-
-
-def table(results: list[dict[str, Any]]) -> str:
-    """Return the cases as text."""
-    rows = [
-        [
-            r["graph"], r["model"], r["budget"], f"{r['held_out']:.2f}", f"{r['ms']:.2f}", r["uniform"],
-            f"{r['uniform_ms']:.2f}", f"{r['ratio']:.2f}", f"{r['compile_s']:.1f}",
-        ]
-        for r in cases(results)
-    ]  # fmt: skip
-    headers = ["graph", "model", "budget", "held-out error / budget", "auto ms", "best uniform", "ms"]
-    return tabulate(rows, [*headers, "auto / uniform", "compile s"], disable_numparse=True, tablefmt="github")
-
-
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the fronts: one panel a model and graph."""
-    columns = list(dict.fromkeys(r["model"] for r in results))
-    rows = list(dict.fromkeys(r["graph"] for r in results))
-    figure = Figure(figsize=(2.5 * len(columns), 2.1 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for result in results:
-        place = rows.index(result["graph"]) * len(columns) + columns.index(result["model"]) + 1
-        axes = figure.add_subplot(len(rows), len(columns), place)
-        for strategy, color in STRATEGIES.items():
-            points = [(ms, max(err, 1e-6)) for ms, err in result["fronts"][strategy]]
-            axes.scatter(*zip(*points, strict=True), s=12, color=color, label=strategy, zorder=2)
-        front = pareto_front(result["fronts"]["sensitivity"])
-        axes.plot(*zip(*front, strict=True), color=STRATEGIES["sensitivity"], linewidth=1, zorder=1)
-        axes.set_yscale("log")
-        axes.set_ylim(1e-3, 0.3)
-        axes.set_title(f"{result['model']}, {result['graph'].split('_')[0]}", fontsize=8, loc="left")
-        axes.tick_params(labelsize=6.5)
-        axes.grid(True, color="#e5e7eb", linewidth=0.5)
-    figure.axes[0].legend(fontsize=6.5, frameon=False)
-    figure.supxlabel("predicted time, ms", fontsize=8)
-    figure.supylabel("measured relative error of the output", fontsize=8)
-    figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other beats in both."""
-    front: list[tuple[float, float]] = []
-    for ms, err in sorted(points):
-        if not front or err < front[-1][1]:
-            front.append((ms, max(err, 1e-6)))
-    return front
-
-
 def main() -> None:
     """Run the benchmark that the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--graphs", nargs="*", default=GRAPHS)
-    parser.add_argument("--models", nargs="*", default=tuple(MODELS))
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--plot", type=Path)
-    args = parser.parse_args()
-    results = []
+    args = arguments()
+    old = json.loads(args.out.read_text()) if args.out.exists() and (args.resume or args.report) else None
+    report: dict[str, Any] = {"calibration": {}, "arxiv": [], "results": []}
+    report |= old or {"machine": measure.machine()}
+    if not args.report:
+        rates = rates_for(get_backend(args.device), again=old is None)
+        report["calibration"] = {"machine": rates.machine, "measured_in": rates.measured_in}
+        run_all(args, report)
+    if not report["results"]:
+        sys.exit(f"{args.out} holds no case to report")
+    report["conclusions"] = conclusions(report)
+    print(table(report["results"]))
+    print(json.dumps(report["conclusions"], indent=1))
+    if args.docs:
+        (args.docs / "auto-results.md").write_text(page(report))
+        plot(report["results"], args.docs / "fronts.svg")
+
+
+def arguments() -> argparse.Namespace:
+    """Return what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the JSON")
+    parser.add_argument("--docs", type=Path, help="folder to write auto-results.md and fronts.svg to")
+    parser.add_argument("--graphs", nargs="*", default=GRAPHS, choices=GRAPHS)
+    parser.add_argument("--models", nargs="*", default=tuple(MODELS), choices=tuple(MODELS))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--resume", action="store_true", help="keep the cases that the JSON has")
+    parser.add_argument("--report", action="store_true", help="measure nothing, report the JSON")
+    parser.add_argument("--no-arxiv", action="store_true", help="leave out the arxiv-shaped graph")
+    parser.add_argument("--rounds", type=int, default=25, help="timed calls of each program")
+    parser.add_argument("--profiles", type=int, default=15, help="timed runs of each kernel")
+    parser.add_argument("--seeds", type=int, default=3, help="random choices of the fronts")
+    return parser.parse_args()
+
+
+def run_all(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Run what is missing, and keep it after each case."""
+    effort = Effort(args.rounds, args.profiles, args.seeds, args.device)
+    done = {(r["graph"], r["model"]) for r in report["results"]}
     for name in args.graphs:
         for model_name in args.models:
-            start = time.perf_counter()
-            results.append(run(name, model_name, args.rounds))
-            print(f"{name} {model_name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-            if args.out:
-                write(args.out, results)
-    print(table(results))
-    print(json.dumps(conclusions(results), indent=1))
-    if args.plot:
-        plot(results, args.plot)
+            if (name, model_name) in done:
+                continue
+            result = run(name, model_name, effort)
+            report["results"].append(result)
+            write(args.out, report)
+            print(f"{name} {model_name}: {result['took_s']:.0f} s", file=sys.stderr, flush=True)
+    if not args.no_arxiv and not report["arxiv"]:
+        report["arxiv"] = on_arxiv(effort)
+        write(args.out, report)
 
 
-def write(path: Path, results: list[dict[str, Any]]) -> None:
+def write(path: Path, report: dict[str, Any]) -> None:
     """Keep what was measured so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"machine": measure.machine(), "conclusions": conclusions(results), "results": results}
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    part = path.with_suffix(".part")
+    ordered = {key: report[key] for key in ("machine", "calibration")}
+    ordered |= {"conclusions": conclusions(report), "arxiv": report["arxiv"]}
+    part.write_text(json.dumps({**ordered, "results": report["results"]}, indent=1) + "\n")
+    part.replace(path)
 
 
 if __name__ == "__main__":

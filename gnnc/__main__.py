@@ -1,12 +1,13 @@
-"""``python -m gnnc``: versions, and what this machine can run."""
+"""``python -m gnnc``: versions, what this machine can run, and how fast; ``--measure`` measures it again."""
 
+import argparse
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from tabulate import tabulate
 
-from gnnc.calibration import rates_for
+from gnnc.calibration import BACKENDS, rates_for
 from gnnc.cost import KNOTS
 from gnnc.errors import BackendError
 from gnnc.runtime.backend import NAMES, get_backend
@@ -16,9 +17,14 @@ _PACKAGES = ("gnnc", "torch", "torch_geometric", "numpy")
 
 def main() -> None:
     """Print the versions, a table of backends, and how fast each is here."""
+    parser = argparse.ArgumentParser(prog="python -m gnnc", description=__doc__)
+    parser.add_argument("--measure", action="store_true", help="measure this machine's speed again")
+    again = parser.parse_args().measure
     print(describe_machine())
-    print()
-    print(describe_speed())
+    for name in BACKENDS:
+        if name != "reference" and _is_here(name):
+            print()
+            print(describe_speed(name, again=again))
 
 
 def describe_machine() -> str:
@@ -34,9 +40,9 @@ def describe_machine() -> str:
     )
 
 
-def describe_speed() -> str:
-    """Return the rates that ``auto`` weighs, measured now if this machine never was."""
-    rates = rates_for(get_backend("cpu"))
+def describe_speed(backend: str, *, again: bool = False) -> str:
+    """Return the rates that ``auto`` weighs, measured now if this machine never was, or ``again``."""
+    rates = rates_for(get_backend(backend), again=again)
     title = f"speed of backend {rates.backend}: {rates.machine}; measured in {rates.measured_in:.1f} s"
     rows = [
         (family, term, f"{seconds * 1e9:.4g}" if seconds else "-")
@@ -46,6 +52,14 @@ def describe_speed() -> str:
     knots = ", ".join(f"@{k} {knot / 2**20:g} MiB" for k, knot in enumerate(KNOTS))
     note = f"a byte costs what it does where the memory touched is {knots}"
     return "\n".join((title, note, tabulate(rows, ("kernels", "term", "ns"), disable_numparse=True)))
+
+
+def _is_here(backend: str) -> bool:
+    try:
+        get_backend(backend)
+    except BackendError:
+        return False  # the table of backends says why
+    return True
 
 
 def _version(package: str) -> str:

@@ -11,9 +11,11 @@ from torch.fx import GraphModule
 from gnnc import cost, describe
 from gnnc.errors import UnsupportedError
 from gnnc.ir.graph import placeholders
-from gnnc.passes.auto import MAX_TIGHTENINGS, Choice
+from gnnc.passes.auto import MAX_TIGHTENINGS, Choice, beyond
 from gnnc.passes.base import Context, Pass, Stage, run_passes
+from gnnc.passes.quantize import STATIC_SCALE
 from gnnc.passes.sensitivity import relative_l2
+from gnnc.passes.study import GROWTH
 from gnnc.precision import AUTO, Precision
 
 _PLACE = "assign"
@@ -31,6 +33,8 @@ class _Try:
         context: what they learned.
         seconds: predicted time of the lowered program.
         error: the largest error of an output on the examples.
+        grown: the same had their values been ``GROWTH`` times as large as those that static scales
+            came from.
     """
 
     name: str
@@ -38,15 +42,25 @@ class _Try:
     context: Context
     seconds: float
     error: float
+    grown: float
+
+    @property
+    def worst(self) -> float:
+        """The error that must be within the budget."""
+        return max(self.error, self.grown)
+
+    def __str__(self) -> str:
+        return f"{self.error:.2g}{beyond(self.error, self.grown)}"
 
 
 def run_auto(gm: GraphModule, pipeline: Sequence[Pass], context: Context) -> tuple[list[Stage], Context]:
     """Run the passes with the precisions that are predicted fastest within the error budget.
 
-    Without examples the choice is carried out as it is. With them, it is run: over budget, it is made
-    again under a tighter limit, at most ``MAX_TIGHTENINGS`` times, and then falls back to FP32. Last,
-    it is held against every uniform precision that keeps the budget: where one of those is predicted
-    faster once lowered, it is taken.
+    Without examples the choice is carried out as it is. With them, it is run, on the examples and with
+    static scales that are too small for them, as those of another graph's values may be: over budget, it
+    is made again under a tighter limit, at most ``MAX_TIGHTENINGS`` times, and then falls back to FP32.
+    Last, it is held against every uniform precision that keeps the budget, in both runs: where one of
+    those is predicted faster once lowered, it is taken.
 
     Raises:
         UnsupportedError: the pipeline has no pass ``assign``.
@@ -79,7 +93,7 @@ class _Search:
         """Return the best try that keeps the budget, or the one of least error."""
         chosen = self._within_budget(self._try("auto", AUTO))
         uniform = [self._try(name, Precision.parse(name)) for name in self._uniform_names()]
-        good = [t for t in (chosen, *uniform) if t.error <= self._choice.budget]
+        good = [t for t in (chosen, *uniform) if t.worst <= self._choice.budget]
         best = min(good, key=lambda t: t.seconds) if good else chosen
         self._say(best, chosen, uniform)
         return best
@@ -90,18 +104,17 @@ class _Search:
     def _within_budget(self, found: _Try) -> _Try:
         """Correct the choice by what running it shows."""
         choice, budget = self._choice, self._choice.budget
-        best = found if found.error <= budget else None
+        best = found if found.worst <= budget else None
         for turn in range(1, MAX_TIGHTENINGS + 1):
-            choice.measured = found.error
-            wasteful = best is found and found.error < _LOOSEN_BELOW * budget and turn == 1
+            wasteful = best is found and found.worst < _LOOSEN_BELOW * budget and turn == 1
             if not choice.solution.feasible or (best is not None and not wasteful):
                 break
-            if not choice.adjust(found.error):
+            if not choice.adjust(found.error, found.grown):
                 break
             verb = "loosened" if wasteful else "tightened"
-            choice.log.append(f"{verb} to {choice.limit:.2g}: the run before erred {found.error:.2g}")
+            choice.log.append(f"{verb} to {choice.limit_text}: the run before erred {found}")
             found = self._try("auto", AUTO)
-            if found.error <= budget and (best is None or found.seconds < best.seconds):
+            if found.worst <= budget and (best is None or found.seconds < best.seconds):
                 best = found
         return best or self._give_up()
 
@@ -110,7 +123,7 @@ class _Search:
         choice.give_up()
         choice.log.append("the budget cannot be met this way: everything that may be is FP32")
         found = self._try("auto", AUTO)
-        if found.error > choice.budget:
+        if found.worst > choice.budget:
             choice.log.append("overrides keep the error above the budget; this is the least that they allow")
         return found
 
@@ -129,15 +142,22 @@ class _Search:
             context.choice = dataclasses.replace(context.choice, log=context.choice.log)
         assert context.backend.rates is not None and context.examples is not None
         predicted = predicted_times(stages[-1][1], context.examples, context.backend.rates())
-        return _Try(name, stages, context, sum(predicted.values()), self._error(stages[-1][1], context))
+        errors = self._errors(stages[-1][1], context)
+        return _Try(name, stages, context, sum(predicted.values()), *errors)
 
-    def _error(self, gm: GraphModule, context: Context) -> float:
-        """Run the lowered program on the examples."""
-        if context.backend.handle is None:
-            outputs = gm(*context.examples)  # type: ignore[misc]
-        else:
-            executable = context.backend.handle.executable(gm, check_finite=False)
-            outputs = executable(*context.examples)
+    def _errors(self, gm: GraphModule, context: Context) -> tuple[float, float]:
+        """Run the lowered program on the examples, and again with scales that are too small for them."""
+        assert context.examples is not None
+        run = (
+            gm
+            if context.backend.handle is None
+            else context.backend.handle.executable(gm, check_finite=False)
+        )
+        error = self._error(run(*context.examples), context)
+        shrunken = _with_smaller_scales(gm, context.examples)
+        return error, error if shrunken is None else self._error(run(*shrunken), context)
+
+    def _error(self, outputs: Sequence[Any], context: Context) -> float:
         wanted = self._wanted(context)
         got = [value for value in outputs if isinstance(value, Tensor) and value.is_floating_point()]
         return max((relative_l2(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
@@ -149,15 +169,24 @@ class _Search:
 
     def _say(self, best: _Try, chosen: _Try, uniform: Sequence[_Try]) -> None:
         """Leave the choice that was taken, and what it was held against, in the best try's context."""
-        choice: Choice = dataclasses.replace(self._choice, measured=best.error)
+        choice: Choice = dataclasses.replace(chosen.context.choice, measured=best.error, grown=best.grown)
         for other in uniform:
-            verdict = "over budget" if other.error > choice.budget else f"{other.seconds * 1e3:.3f} ms"
-            choice.log.append(f"uniform {other.name}: error {other.error:.2g}, {verdict}")
+            verdict = "over budget" if other.worst > choice.budget else f"{other.seconds * 1e3:.3f} ms"
+            choice.log.append(f"uniform {other.name}: error {other}, {verdict}")
         choice.log.append(f"taken: {best.name}, predicted {best.seconds * 1e3:.3f} ms")
         if best is not chosen:
             choice.take_uniform(best.stages[0][1])
             best.context.precision = AUTO
         best.context.choice = choice
+
+
+def _with_smaller_scales(gm: GraphModule, values: Sequence[Any]) -> list[Any] | None:
+    """The values with static scales as smaller values would have given them; None where there are none."""
+    inputs = placeholders(gm)
+    if not any(STATIC_SCALE in node.meta for node in inputs):
+        return None
+    pairs = zip(inputs, values, strict=True)
+    return [value / GROWTH if STATIC_SCALE in node.meta else value for node, value in pairs]
 
 
 def predicted_times(gm: GraphModule, values: Sequence[Any] | None, rates: cost.Rates) -> dict[str, float]:

@@ -1,8 +1,11 @@
 """How fast this machine is: small graph networks run once, their kernels are timed, rates are fitted.
 
+All backends share the networks, the work of a launch and the fit. A *device* is what tells them apart:
+where tensors are, how large graphs must be to tell something, how a program is made ready and timed.
+
 The rates are kept in the user's cache folder (``GNNC_CACHE``, else ``$XDG_CACHE_HOME/gnnc``, else
-``~/.cache/gnnc``) under a key of the backend, its library, the processor and the number of threads:
-another library or machine is measured again.
+``~/.cache/gnnc``) under a key of the backend, its kernels, and the processor with its number of threads
+or the name of the GPU: other kernels or another machine are measured again.
 """
 
 import hashlib
@@ -12,14 +15,16 @@ import platform
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from scipy.optimize import linprog
+from torch.fx import GraphModule
 
 from gnnc import cost, describe
 from gnnc.cost import Rates, Term
@@ -36,22 +41,32 @@ from gnnc.probes import PROBES, Probe, values_of
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.executable import Executable
 
-VERSION = 1
+VERSION = 3
 SECONDS = 9.0
 """Budget of a calibration; it ends when every probe ran and the time is up, or at the latest then."""
 
-GRAPHS = ((16_000, 400_000), (3_000, 12_000), (100_000, 800_000))
-"""Sizes (nodes, edges) that the probes run on, the most telling first."""
-
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("cpu", "reference", "cuda")
 """Backends whose speed can be measured."""
 
+CPU_GRAPHS = ((16_000, 400_000), (3_000, 12_000), (100_000, 800_000))
+"""Sizes (nodes, edges) that the probes run on, the most telling first."""
+
+CUDA_GRAPHS = ((170_000, 2_400_000), (20_000, 100_000), (1_000_000, 12_000_000))
+"""The same for a GPU, which needs more work to be busy."""
+
 _LEAST_RUNS = 3
+_STEP = 2.0
+"""How much more a byte may cost at the next of ``cost.KNOTS``."""
+
 _known: dict[str, Rates] = {}
 
 
-def rates_for(backend: Backend) -> Rates:
+def rates_for(backend: Backend, *, again: bool = False) -> Rates:
     """Return the rates of a backend on this machine, measured now if they never were.
+
+    Args:
+        backend: the kernels.
+        again: measure now in any case, as after a first time on a machine that was busy.
 
     Raises:
         UnsupportedError: the backend's speed is not measured in this version.
@@ -62,7 +77,7 @@ def rates_for(backend: Backend) -> Rates:
             f"the speed of backend {backend.name!r} is not measured in this version, which precision='auto' "
             f"needs: use backend {' or '.join(map(repr, BACKENDS))}, or name a precision"
         )
-    found = stored_rates(backend)
+    found = None if again else stored_rates(backend)
     if found is None:
         found = _known[_key(backend)] = calibrate(backend)
         _store(_key(backend), found)
@@ -120,13 +135,8 @@ def _store(key: str, rates: Rates) -> None:
 
 
 def _key(backend: Backend) -> str:
-    facts = (VERSION, backend.name, backend.description, _library(), _processor(), torch.get_num_threads())
+    facts = (VERSION, backend.name, backend.description, *_device_of(backend).facts())
     return f"{backend.name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
-
-
-def _library() -> str:
-    path = Path(__file__).parent / "libgnnc_cpu.so"
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else torch.__version__
 
 
 def _processor() -> str:
@@ -134,6 +144,75 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+# Devices
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """How the kernels of a backend are timed.
+
+    Attributes:
+        name: of a torch device.
+        graphs: sizes (nodes, edges) that the probes run on, the most telling first.
+        largest_input: bytes of the largest x of a probe.
+        facts: what rates belong to, beside the backend and its description.
+        before_run: called before a program is run and timed.
+        alike: precision to the one that it is as fast as, which is measured in its place.
+    """
+
+    name: str
+    graphs: Sequence[tuple[int, int]]
+    largest_input: int
+    facts: Callable[[], tuple[Any, ...]]
+    before_run: Callable[[], None] = lambda: None
+    alike: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that tensors are made on."""
+        return torch.device(self.name)
+
+    def describe(self, backend: Backend) -> str:
+        """Return what rates belong to, for people."""
+        if self.name == "cuda":
+            return backend.description  # which names the GPU
+        return f"{_processor()}, {torch.get_num_threads()} threads, {backend.description}"
+
+
+def _device_of(backend: Backend) -> Device:
+    return _CUDA if backend.name == "cuda" else _CPU
+
+
+def _cpu_facts() -> tuple[Any, ...]:
+    path = Path(__file__).parent / "libgnnc_cpu.so"
+    library = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else torch.__version__
+    return library, _processor(), torch.get_num_threads()
+
+
+def _cuda_facts() -> tuple[Any, ...]:
+    """The sources of the kernels; the GPU and the compiler are in the backend's description."""
+    from gnnc.runtime.cuda import build
+
+    sources = [*build.headers_folder().glob("*.cuh"), *Path(build.__file__).parent.glob("*.py")]
+    digest = hashlib.sha256()
+    for path in sorted(sources):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return (digest.hexdigest(),)
+
+
+def let_launches_queue() -> None:
+    """Keep the GPU busy while the host launches, so that events are its own time and not the host's."""
+    torch.cuda._sleep(_CYCLES)
+
+
+_CYCLES = 20_000_000
+"""About ten milliseconds, in which the host writes a timed program and launches what is in it."""
+
+_CPU = Device("cpu", CPU_GRAPHS, 64 << 20, _cpu_facts)
+# Both 16-bit floats take the same instructions, and NVRTC takes half a second for each program.
+_CUDA = Device("cuda", CUDA_GRAPHS, 1 << 30, _cuda_facts, let_launches_queue, {"fp16": "bf16"})
 
 
 # Measuring
@@ -173,6 +252,15 @@ class _Trial:
                 sample.seconds = min(sample.seconds, timing.seconds)
 
 
+@dataclass(slots=True)
+class _Variant:
+    """A probe in one option, and the static scales that it then takes."""
+
+    probe: Probe
+    graph_module: GraphModule
+    scales: tuple[Any, ...]
+
+
 def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
     """Measure this machine.
 
@@ -181,41 +269,59 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
         seconds: how long to go on; more runs make the shortest times surer.
     """
     start = time.perf_counter()
+    device = _device_of(backend)
     with torch.no_grad():
-        lowered = [(probe, list(_variants(probe, backend))) for probe in PROBES]
+        variants = [variant for probe in PROBES for variant in _variants(probe, backend, device)]
+        programs = [_program(variant, backend) for variant in variants]
+        ready = time.perf_counter()
         trials: list[_Trial] = []
-        for graph in GRAPHS:
-            for probe, variants in lowered:
-                in_time = time.perf_counter() - start < 0.6 * seconds
-                if graph[0] <= probe.largest and (in_time or graph is GRAPHS[0]):
-                    trials += _trials(probe, variants, graph)
+        for graph in device.graphs:
+            if time.perf_counter() - ready < 0.4 * seconds or graph is device.graphs[0]:
+                trials += _trials(variants, programs, graph, device)
         while trials and (time.perf_counter() - start < seconds or trials[0].runs < _LEAST_RUNS):
-            _run_fewest(trials)
-    samples = [s for t in trials for s in t.samples.values() if s.seconds < float("inf")]
+            _run_fewest(trials, device)
+    samples = [s for t in trials for s in t.samples.values() if 0 < s.seconds < float("inf")]
     if not samples:
         raise BackendError(f"backend {backend.name!r} ran none of the kernels that are measured")
-    machine = f"{_processor()}, {torch.get_num_threads()} threads, {backend.description}"
-    return Rates(fit(samples), backend.name, machine, time.perf_counter() - start)
+    families = _with_alike(fit(samples), device.alike)
+    return Rates(families, backend.name, device.describe(backend), time.perf_counter() - start)
 
 
-def _run_fewest(trials: Sequence[_Trial]) -> None:
+def _program(variant: _Variant, backend: Backend) -> Executable:
+    return backend.executable(variant.graph_module, check_finite=False, cuda_graph=False)
+
+
+def _with_alike(
+    families: dict[str, dict[str, float]], alike: Mapping[str, str]
+) -> dict[str, dict[str, float]]:
+    """Give precisions that were not measured the rates of those that are as fast."""
+    for table in families.values():
+        for name, seconds in list(table.items()):
+            for other, measured in alike.items():
+                table.setdefault(name.replace(f".{measured}", f".{other}"), seconds)
+    return families
+
+
+def _run_fewest(trials: Sequence[_Trial], device: Device) -> None:
     """Run the trial that had the least time so far: short kernels need more runs to show their best."""
     trial = min(trials, key=lambda t: (t.runs >= _LEAST_RUNS, t.spent))
     start = time.perf_counter()
+    device.before_run()
     trial.run()
     trial.spent += time.perf_counter() - start
 
 
-def _variants(probe: Probe, backend: Backend) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The probe lowered in every option that its ops have, and the scales that it then takes."""
-    info = BackendInfo(backend.name, backend.precisions, backend, backend.joint_products)
+def _variants(probe: Probe, backend: Backend, device: Device) -> Iterator[_Variant]:
+    """The probe lowered in every option that its ops have."""
+    precisions = backend.precisions - device.alike.keys()
+    info = BackendInfo(backend.name, precisions, backend, backend.joint_products)
     for option in _options(probe, info):
-        graph_module, examples = probe.build()
+        graph_module, examples = probe.build(device.torch_device)
         context = Context(precision=option.precision, backend=info, examples=examples)
         _assign(graph_module, option, context)
         stages = run_passes(graph_module, (Quantize(), Cache(), Fuse(), Lower()), context)
         assert context.examples is not None
-        yield stages[-1][1], context.examples[len(examples) :]
+        yield _Variant(probe, stages[-1][1], context.examples[len(examples) :])
 
 
 def _options(probe: Probe, info: BackendInfo) -> list[Option]:
@@ -235,7 +341,7 @@ def _of_one_precision(options: list[Option], probe: Probe) -> list[Option]:
     return granular if probe.every_option else granular[-1:]
 
 
-def _assign(graph_module: Any, option: Option, context: Context) -> None:
+def _assign(graph_module: GraphModule, option: Option, context: Context) -> None:
     """Give every op the option, or its precision, or FP32: the first of these that it has."""
     for node in graph_module.graph.nodes:
         known = options_of(node, context)
@@ -244,17 +350,24 @@ def _assign(graph_module: Any, option: Option, context: Context) -> None:
         node.meta["precision"], node.meta["granularity"] = chosen.precision, chosen.granularity
 
 
-def _trials(probe: Probe, variants: Sequence[tuple[Any, Any]], graph: tuple[int, int]) -> Iterator[_Trial]:
-    values = values_of(probe, *graph)
-    for graph_module, scales in variants:
-        given = (*values, *scales)
-        sizes = cost.sizes_of(placeholders(graph_module), given)
+def _trials(
+    variants: Sequence[_Variant], programs: Sequence[Executable], graph: tuple[int, int], device: Device
+) -> Iterator[_Trial]:
+    known: dict[str, tuple[Any, ...]] = {}
+    for variant, executable in zip(variants, programs, strict=True):
+        probe = variant.probe
+        if graph[0] * probe.width * 4 > device.largest_input:
+            continue
+        if probe.name not in known:
+            known[probe.name] = values_of(probe, *graph, device.torch_device)
+        given = (*known[probe.name], *variant.scales)
+        sizes = cost.sizes_of(placeholders(variant.graph_module), given)
         value = lambda expr, sizes=sizes: float(cost.evaluate(expr, sizes) or 0)  # noqa: E731
         samples = {
             launch.name: Sample(launch.family, [term.at(value) for term in cost.work(launch)])
-            for launch in cost.launches(describe.inline(graph_module))
+            for launch in cost.launches(describe.inline(variant.graph_module))
         }
-        yield _Trial(Executable(graph_module), given, samples)
+        yield _Trial(executable, given, samples)
 
 
 # Fitting
@@ -264,7 +377,8 @@ def fit(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
     """Return the rates that explain the samples best, by family.
 
     The sum of absolute relative errors is least, with rates of at least 0: a sample that was
-    disturbed pulls no more than any other.
+    disturbed pulls no more than any other. A byte costs no less, and at most twice as much, at the next
+    larger of ``cost.KNOTS``.
     """
     groups: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -286,20 +400,43 @@ def _fit_one(samples: Sequence[Sample]) -> dict[str, float]:
     names = sorted({name for row in rows for name, amount in row.items() if amount > 0})
     matrix = np.array([[row.get(name, 0.0) for name in names] for row in rows])
     unit = matrix.max(0)
-    rates = _least_absolute(matrix / unit) / unit
+    rates = _least_absolute(matrix / unit, _memory_steps(names) / unit) / unit
     return {name: float(rate) for name, rate in zip(names, rates, strict=True)}
 
 
-def _least_absolute(matrix: np.ndarray) -> np.ndarray:
-    """Return x >= 0 with the least sum of |matrix @ x - 1|."""
+def _memory_steps(names: Sequence[str]) -> np.ndarray:
+    """Rows a with a @ rates <= 0: from knot to knot a byte costs at least as much, at most twice that.
+
+    Few samples reach the largest memory, and they share other terms: without this, what disturbed one
+    of them becomes a rate that larger graphs multiply.
+    """
+    knots: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for column, name in enumerate(names):
+        base, _, knot = name.partition("@")
+        if knot:
+            knots[base].append((int(knot), column))
+    rows = []
+    for places in knots.values():
+        for (low, first), (high, second) in pairwise(sorted(places)):
+            for column, other, factor in ((first, second, 1.0), (second, first, _STEP ** (high - low))):
+                row = np.zeros(len(names))
+                row[column], row[other] = 1.0, -factor
+                rows.append(row)
+    return np.array(rows).reshape(-1, len(names))
+
+
+def _least_absolute(matrix: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Return x >= 0 with the least sum of |matrix @ x - 1| such that limits @ x <= 0."""
     rows, columns = matrix.shape
     slack = -np.eye(rows)
+    # Terms differ by ten orders of magnitude, and the solver's tolerance is absolute.
+    scaled = limits / np.maximum(np.abs(limits).max(1, keepdims=True), 1e-300)
     result = linprog(
         np.concatenate([np.zeros(columns), np.ones(rows)]),
-        A_ub=np.block([[matrix, slack], [-matrix, slack]]),
-        b_ub=np.concatenate([np.ones(rows), -np.ones(rows)]),
+        A_ub=np.block([[matrix, slack], [-matrix, slack], [scaled, np.zeros((len(limits), rows))]]),
+        b_ub=np.concatenate([np.ones(rows), -np.ones(rows), np.zeros(len(limits))]),
     )
     return result.x[:columns]
 
 
-__all__ = ["Sample", "calibrate", "fit", "rates_for", "stored_rates"]
+__all__ = ["Sample", "calibrate", "fit", "let_launches_queue", "rates_for", "stored_rates"]

@@ -17,6 +17,8 @@ from gnnc.ir.source import Source
 _ops = torch.ops.gnnc
 _aten = torch.ops.aten
 
+CPU = torch.device("cpu")
+
 EXAMPLE = (64, 512)
 """Nodes and edges of the graph that static scales of a probe come from."""
 
@@ -30,7 +32,6 @@ class Probe:
         width: columns of x.
         weights: shapes of its parameters, by name.
         body: writes the network and returns its results.
-        largest: nodes of the largest graph that it is run on.
         every_option: run in every granularity, else once in each precision.
     """
 
@@ -38,7 +39,6 @@ class Probe:
     width: int
     weights: dict[str, tuple[int, ...]]
     body: Callable[["Writer"], list[Node]]
-    largest: int
     every_option: bool = False
 
     @property
@@ -46,17 +46,18 @@ class Probe:
         """Its arguments, in order."""
         return ("x", "rowptr", "col", "norm", *self.weights)
 
-    def build(self) -> tuple[GraphModule, tuple[Any, ...]]:
-        """Return its graph and example values of the arguments."""
-        writer = Writer(self)
-        return writer.finish(self.body(writer)), values_of(self, *EXAMPLE)
+    def build(self, device: torch.device = CPU) -> tuple[GraphModule, tuple[Any, ...]]:
+        """Return its graph and example values of the arguments, both for a device."""
+        writer = Writer(self, device)
+        return writer.finish(self.body(writer)), values_of(self, *EXAMPLE, device)
 
 
 class Writer:
-    """Writes primitives into a graph with symbolic numbers of nodes and edges."""
+    """Writes primitives into a graph with symbolic numbers of nodes and edges, on a device."""
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: Probe, device: torch.device) -> None:
         self.graph = Graph()
+        self._device = device
         self.mode = FakeTensorMode(shape_env=ShapeEnv())
         n, e = self._size("n", EXAMPLE[0]), self._size("e", EXAMPLE[1])
         self.x = self._input("x", "input", (n, probe.width))
@@ -78,7 +79,7 @@ class Writer:
     def _input(self, name: str, kind: Any, shape: Any, dtype: torch.dtype = torch.float32) -> Node:
         node = self.graph.placeholder(name)
         with self.mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
+            node.meta["val"] = torch.empty(shape, dtype=dtype, device=self._device)
         node.meta |= {"source": Source(kind, name), "layer": ""}
         return node
 
@@ -158,35 +159,40 @@ def _weights(w: Writer, h: Node, *names: str) -> Node:
 PROBES = (
     Probe(
         "convolutions", 128, {"first": (64, 128), "bias": (64,), "second": (64, 64), "third": (8, 64)},
-        _convolutions, 1 << 20, every_option=True,
+        _convolutions, every_option=True,
     ),
     Probe(
         "wide input", 768, {"own": (64, 768), "near": (64, 768), "near2": (40, 64), "own2": (40, 64)},
-        _two_readers, 1 << 15,
+        _two_readers,
     ),
     Probe(
         "attention", 64,
         {"first": (64, 64), "att_src": (1, 4, 16), "att_dst": (1, 4, 16), "second": (10, 64),
          "a": (1, 1, 10), "b": (1, 1, 10)},
-        _attention, 1 << 20,
+        _attention,
     ),
 )  # fmt: skip
 """Together they hold every kernel family, wide and narrow rows, and what fuses around them."""
 
 
-def values_of(probe: Probe, nodes: int, edges: int) -> tuple[Tensor, ...]:
-    """Return arguments for a graph of some size; the same each time."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(nodes, probe.width, generator=generator)
-    weights = [torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in probe.weights.values()]
-    return (x, *_graph(nodes, edges), *weights)
+def values_of(probe: Probe, nodes: int, edges: int, device: torch.device = CPU) -> tuple[Tensor, ...]:
+    """Return arguments for a graph of some size; the same each time on one kind of device."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    x = normal(nodes, probe.width)
+    weights = [normal(*shape) / shape[-1] ** 0.5 for shape in probe.weights.values()]
+    return (x, *_graph(nodes, edges, device), *weights)
 
 
-def _graph(nodes: int, edges: int) -> tuple[Tensor, Tensor, Tensor]:
+def _graph(nodes: int, edges: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """A graph with skewed degrees; four of five edges stay within blocks of 2048 ids."""
-    generator = torch.Generator().manual_seed(0)
-    place, near, far, local = torch.rand(4, edges, generator=generator)
-    dst = torch.randperm(nodes, generator=generator)[(place**1.7 * nodes).long().clamp(max=nodes - 1)]
+    generator = torch.Generator(device).manual_seed(0)
+    place, near, far, local = torch.rand(4, edges, generator=generator, device=device)
+    order = torch.randperm(nodes, generator=generator, device=device)
+    dst = order[(place**1.7 * nodes).long().clamp(max=nodes - 1)]
     block = dst // 2048 * 2048
     close = block + (near * (nodes - block).clamp(max=2048)).long()
     src = torch.where(local < 0.8, close, (far * nodes).long().clamp(max=nodes - 1))

@@ -196,6 +196,7 @@ def mean_within(graphs: Sequence[tuple[Tensor, Tensor]], samples: int = SAMPLES)
     rows = graphs[-1][0].numel() - 1
     if rows <= 0:
         return 1.0
+    graphs = [(rowptr.cpu(), col.cpu()) for rowptr, col in graphs]
     picked = torch.linspace(0, rows - 1, min(samples, rows)).long().unique()
     total = 0
     for chunk in picked.split(_SAMPLES_AT_ONCE):

@@ -10,7 +10,7 @@ from gnnc.errors import UnsupportedError
 from gnnc.passes.base import Context
 from gnnc.passes.choose import Solution, rank_correlation, solve
 from gnnc.passes.options import Option
-from gnnc.passes.study import OpChoices, Study, study
+from gnnc.passes.study import GROWTH, OpChoices, Study, study
 
 MAX_TIGHTENINGS = 5
 """How often a choice that measures over budget is made again under a tighter one."""
@@ -27,8 +27,10 @@ class Choice:
         budget: the error that the user allows.
         solution: the latest choice.
         plan: the option of each primitive, by name; None while a uniform precision is tried.
-        limit: the predicted error that the latest choice was allowed.
+        limit: the predicted error that the latest choice was allowed on the examples.
+        grown_limit: the one for values that have grown beyond the examples', see ``study.GROWTH``.
         measured: the largest error of an output that a run of the latest choice showed.
+        grown: the same for values that have grown.
         log: what was tried, a line each.
     """
 
@@ -37,7 +39,9 @@ class Choice:
     solution: Solution
     plan: dict[str, Option] | None
     limit: float
+    grown_limit: float
     measured: float | None = None
+    grown: float | None = None
     log: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -53,8 +57,9 @@ class Choice:
                 "was given without rates: compile with gnnc.compile, or name a precision"
             )
         known = study(gm, ctx, allowed, ctx.backend.rates())
-        solution = solve(known, ctx.error_budget)
-        return Choice(known, ctx.error_budget, solution, known.plan(solution.chosen), ctx.error_budget)
+        budget = ctx.error_budget
+        solution = solve(known, budget)
+        return Choice(known, budget, solution, known.plan(solution.chosen), budget, budget)
 
     def option(self, name: str) -> Option | None:
         """Return the option of a primitive, or None where none was chosen for it."""
@@ -65,23 +70,49 @@ class Choice:
         """The largest predicted error of an output."""
         return max(self.solution.errors, default=0.0)
 
-    def adjust(self, measured: float) -> bool:
-        """Take note of a measured error; choose again where that shows the prediction to be off.
+    @property
+    def limit_text(self) -> str:
+        """The limits, for people."""
+        grown = "" if self.grown_limit == self.budget else f" ({self.grown_limit:.2g} for larger values)"
+        return f"{self.limit:.2g}{grown}"
 
-        Over budget, the limit on the predicted error is tightened in proportion; so it is loosened,
-        once, where the prediction was too careful. Returns whether another choice was made.
+    @property
+    def predicted_grown(self) -> float:
+        """The largest predicted error of an output, for values that have grown."""
+        return max(self.study.error(self.solution.chosen)[self.study.outputs :], default=0.0)
+
+    def adjust(self, measured: float, grown: float) -> bool:
+        """Take note of measured errors; choose again where they show the prediction to be off.
+
+        An error over budget tightens the limit on its prediction in proportion. Where none is, both are
+        loosened so.
+
+        Args:
+            measured: the largest error of an output on the examples.
+            grown: the same for values that have grown.
+
+        Returns:
+            Whether another choice was made.
         """
         before = self.solution.chosen
-        ratio = measured / self.predicted if self.predicted else 1.0
-        limit = self.budget / max(ratio, 1e-9) * _MARGIN
-        self.limit = min(limit, self.predicted * _MARGIN) if measured > self.budget else limit
-        self.solution = solve(self.study, self.limit, self.budget)
+        fits = max(measured, grown) <= self.budget
+        if fits or measured > self.budget:
+            self.limit = self._corrected(self.predicted, measured)
+        if fits or grown > self.budget:
+            self.grown_limit = self._corrected(self.predicted_grown, grown)
+        self.solution = solve(self.study, self.limit, self.grown_limit)
         self.plan = self.study.plan(self.solution.chosen)
         return self.solution.chosen != before
 
+    def _corrected(self, predicted: float, measured: float) -> float:
+        """The limit on a prediction that keeps what is measured within the budget."""
+        ratio = measured / predicted if predicted else 1.0
+        limit = self.budget / max(ratio, 1e-9) * _MARGIN
+        return min(limit, predicted * _MARGIN) if measured > self.budget else limit
+
     def give_up(self) -> None:
         """Choose the least error that the user's overrides leave."""
-        self.limit = 0.0
+        self.limit = self.grown_limit = 0.0
         self.solution = solve(self.study, 0.0)
         self.plan = self.study.plan(self.solution.chosen)
 
@@ -138,8 +169,11 @@ def report(choice: Choice) -> list[str]:
     """Return what ``explain()`` says of a choice."""
     known = choice.study
     predicted = f"{choice.predicted:.2g} predicted"
-    measured = "not measured" if choice.measured is None else f"{choice.measured:.2g} measured"
-    lines = [f"budget {choice.budget:.2g}: {predicted}, {measured}", choice.solution.binding, *choice.log]
+    lines = [
+        f"budget {choice.budget:.2g}: {predicted}, {_measured(choice)}",
+        choice.solution.binding,
+        *choice.log,
+    ]
     if not known.measured:
         lines.append(
             "no example_inputs: an op's weight is 1 + its receptive-field gain on an assumed graph, and "
@@ -148,3 +182,14 @@ def report(choice: Choice) -> list[str]:
     elif (rank := choice.correlation()) is not None:
         lines.append(f"rank correlation of receptive-field gain and measured sensitivity: {rank:+.2f}")
     return lines
+
+
+def _measured(choice: Choice) -> str:
+    if choice.measured is None or choice.grown is None:
+        return "not measured"
+    return f"{choice.measured:.2g} measured{beyond(choice.measured, choice.grown)}"
+
+
+def beyond(error: float, grown: float) -> str:
+    """Return what is to be said of an error for values that have grown; nothing where it is the same."""
+    return "" if grown == error else f" ({grown:.2g} had the values been {GROWTH:g} times as large)"

@@ -31,17 +31,21 @@ class Candidate:
         static: whether the scale comes from examples.
         exact: whether the sum is one of integers, which no edge value may be a float for.
         reduces: the reductions that it can do.
+        headroom: how many times larger than on the examples values may be before a static scale clips
+            them. Room for twice the values takes one of the shifts of ``row_pow2``, which loses hardly
+            anything there; where there is one scale for all rows it would take a bit of every value.
     """
 
     granularity: str
     static: bool
     exact: bool
     reduces: frozenset[str]
+    headroom: float = 1.0
 
 
 CANDIDATES = (
     Candidate("tensor", True, True, frozenset({"sum", "max", "min"})),
-    Candidate("row_pow2", True, True, frozenset({"sum"})),
+    Candidate("row_pow2", True, True, frozenset({"sum"}), headroom=2.0),
     Candidate("row", False, False, frozenset({"sum", "mean", "max", "min"})),
 )
 """How an aggregation's input can be quantized."""
@@ -126,7 +130,8 @@ def _look(x: Tensor) -> Observation:
     rows = x.reshape(x.shape[0], -1).float() if x.numel() else x.new_zeros(1, 1)
     sample = rows[:: max(1, rows.shape[0] // MAX_ROWS)]
     base = torch.tensor(amax / qmax_of(8), device=x.device)
-    return Observation(amax, {c.granularity: row_error(sample, c.granularity, base) for c in CANDIDATES})
+    errors = {c.granularity: row_error(sample, c.granularity, base * c.headroom) for c in CANDIDATES}
+    return Observation(amax, errors)
 
 
 def _check_finite(node: Node, seen: Observation) -> None:

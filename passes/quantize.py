@@ -26,6 +26,9 @@ from gnnc.passes.observe import Candidate, Observation, choose, observe
 from gnnc.passes.options import granularities
 from gnnc.precision import FP32, Precision
 
+STATIC_SCALE = "static_scale"
+"""Key in the meta of the placeholders of scales that the examples gave."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quantize:
@@ -145,6 +148,7 @@ class _Emitter:
             "value": tensor,
             "val": tensor if mode is None else mode.from_tensor(tensor),
             "layer": self.node.meta.get("layer", ""),
+            STATIC_SCALE: True,
         }
         return new
 
@@ -204,7 +208,7 @@ def _aggregate(emit: _Emitter, rowptr: Any, col: Any, value: Any, x: Any, reduce
     if chosen.granularity == "row":
         codes, scale = emit.per_row(x, emit.precision.activation_bits)
         return emit.op("qspmm", rowptr, col, value, codes, scale, None, reduce, num_dst)
-    base = _static_scale(emit)
+    base = _static_scale(emit, chosen.headroom)
     shift = _row_shift(emit, x, base) if chosen.granularity == "row_pow2" else None
     bits = emit.precision.activation_bits
     options = (shift, *_unless_8(bits)) if shift is not None else _unless_8(bits, None)
@@ -214,10 +218,10 @@ def _aggregate(emit: _Emitter, rowptr: Any, col: Any, value: Any, x: Any, reduce
     return emit.op("dequantize", total, base, "tensor", *exponent)
 
 
-def _static_scale(emit: _Emitter) -> Node:
+def _static_scale(emit: _Emitter, headroom: float) -> Node:
     assert emit.seen is not None, "a static granularity was chosen without examples"
     qmax = qmax_of(emit.precision.activation_bits)
-    return emit.constant(emit.seen.amax / qmax, f"{emit.node.name}_scale")
+    return emit.constant(emit.seen.amax * headroom / qmax, f"{emit.node.name}_scale")
 
 
 def _row_shift(emit: _Emitter, x: Node, base: Node) -> Node:

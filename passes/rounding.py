@@ -13,7 +13,10 @@ from torch.fx import Node
 from gnnc.ir.nodes import argument
 from gnnc.ir.op import op_of
 from gnnc.ir.quantized import MAX_SHIFT, qmax_of
+from gnnc.passes.observe import CANDIDATES
 from gnnc.passes.options import LOW_OPERANDS, Option
+
+HEADROOM = {candidate.granularity: candidate.headroom for candidate in CANDIDATES}
 
 _FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,8 +47,8 @@ def _round(x: Tensor, option: Option, growth: float) -> Tensor:
     bits = option.precision.activation_bits
     if option.granularity in (None, "row"):
         return round_rows(x, bits)
-    base = x.abs().amax() / (qmax_of(bits) * growth) if x.numel() else x.new_zeros(())
-    return round_static(x, base, bits, shifted=option.granularity == "row_pow2")
+    largest = x.abs().amax() * HEADROOM[option.granularity] / growth if x.numel() else x.new_zeros(())
+    return round_static(x, largest / qmax_of(bits), bits, shifted=option.granularity == "row_pow2")
 
 
 def _round_matrix(x: Tensor, bits: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GCNConv
+from torch_geometric.nn import GCNConv, SAGEConv
 from zoo import FEATURES, build, random_graph
 
 import gnnc
@@ -109,11 +109,58 @@ def test_a_choice_that_measures_over_budget_is_tightened_at_most_five_times(
     adjusted = []
     monkeypatch.setattr("gnnc.auto._Search._error", lambda *args: 0.5)
     before = Choice.adjust
-    monkeypatch.setattr(Choice, "adjust", lambda self, e: adjusted.append(e) or before(self, e))
+    monkeypatch.setattr(Choice, "adjust", lambda self, *e: adjusted.append(e) or before(self, *e))
     compiled = auto(build("gcn"), 0.02)
     assert 1 <= len(adjusted) <= MAX_TIGHTENINGS
     assert "everything that may be is FP32" in compiled.explain()
     assert {str(o) for o in choice(compiled).plan.values()} == {"fp32"}
+
+
+class Largest(nn.Module):
+    """Maxima of inputs between 0 and 1, which one static scale for all rows suits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = SAGEConv(64, 64, aggr="max"), SAGEConv(64, 8, aggr="max")
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
+
+
+def test_what_keeps_the_budget_keeps_it_for_larger_values_too() -> None:
+    """The static scales of a maximum clip what is larger than the examples."""
+    torch.manual_seed(0)
+    model, edge_index = Largest().eval(), INPUTS[1]
+    inputs = (torch.rand(200, 64), edge_index)
+    larger = (1.5 * inputs[0], edge_index)
+    compiled, uniform = (
+        gnnc.compile(model, p, example_inputs=inputs, error_budget=0.02) for p in ("auto", "int8")
+    )
+    assert error(uniform, model, inputs) <= 0.02 < error(uniform, model, larger)
+    assert error(compiled, model, inputs) <= 0.02 and error(compiled, model, larger) <= 0.02
+    (line,) = [line for line in choice(compiled).log if line.startswith("uniform int8")]
+    assert "had the values been 1.5 times as large), over budget" in line
+
+
+def test_a_limit_for_larger_values_is_tightened_alone() -> None:
+    found = choice(auto(build("gcn"), 0.02))
+    limit = found.limit
+    found.adjust(0.01, 0.03)
+    assert found.limit == limit and found.grown_limit < 0.02
+    assert found.limit_text == f"{limit:.2g} ({found.grown_limit:.2g} for larger values)"
+
+
+def test_what_is_told_is_what_is_taken_and_not_what_was_tried_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A choice that used little of the budget is loosened; the looser one errs too much, and is dropped."""
+    errors = iter([(0.001, 0.001), (0.5, 0.5), *[(0.5, 0.5)] * 3])
+    monkeypatch.setattr("gnnc.auto._Search._errors", lambda *args: next(errors))
+    compiled = auto(build("gcn-deep-residual"), 0.008)
+    assert "loosened to" in compiled.explain()
+    written = [value for ops in plan(compiled, tmp_path).values() for value in ops.values()]
+    taken = [p for value in written for p in ([value] if isinstance(value, str) else value)]
+    assert sorted(taken) == sorted(str(option) for option in choice(compiled).plan.values())
 
 
 def test_a_wrong_prediction_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Calibration: what it measures, the fit, and the file that keeps it."""
 
+import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -8,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import gnnc
 from gnnc import calibration
 from gnnc.calibration import Sample, calibrate, fit, rates_for, stored_rates
-from gnnc.cost import ALONE, Rates, Term
+from gnnc.cost import ALONE, KNOTS, Rates, Term
 from gnnc.environment import cache_folder
 from gnnc.probes import PROBES
 from gnnc.runtime.backend import get_backend
@@ -35,6 +38,19 @@ def test_a_disturbed_sample_pulls_little() -> None:
     given = samples(RATES, AMOUNTS)
     given[4].seconds *= 20
     assert fit(given)["gemm"] == pytest.approx(RATES, rel=0.1)
+
+
+def test_a_byte_costs_no_less_and_at_most_twice_as_much_in_eight_times_the_memory() -> None:
+    """One disturbed sample alone reaches the largest memory: it does not decide what that costs."""
+    given = [
+        Sample("spmm", [Term("row", 1e3), Term("read", 1e6, held)], 1e-3 * factor)
+        for held, factor in ((KNOTS[0], 1.0), (KNOTS[1], 1.5), (KNOTS[2], 1.2), (KNOTS[3], 40.0))
+    ]
+    given += [Sample("spmm", [Term("row", 1e6)], 1e-6)] * 2
+    table = fit(given)["spmm"]
+    costs = [table[f"read@{k}"] for k in range(len(KNOTS))]
+    assert all(a * (1 - 1e-6) <= b <= 2 * a * (1 + 1e-6) for a, b in itertools.pairwise(costs)), costs
+    assert costs[0] == pytest.approx(1e-9, rel=1e-3)
 
 
 def test_rates_are_never_negative_and_there_is_always_a_rest() -> None:
@@ -99,12 +115,49 @@ def test_the_key_tells_backends_and_threads_apart(monkeypatch: pytest.MonkeyPatc
     assert len(keys) == 4
 
 
+def test_the_key_of_a_gpu_goes_by_its_name_and_not_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(gpu: str) -> str:
+        backend = get_backend("reference")
+        return calibration._key(dataclasses.replace(backend, name="cuda", description=f"{gpu}, NVRTC 13.0"))
+
+    first, other = key("NVIDIA H200"), key("NVIDIA A100")
+    monkeypatch.setattr("torch.get_num_threads", lambda: 77)
+    assert first == key("NVIDIA H200") != other
+
+
+def test_a_backend_that_cannot_run_is_not_measured() -> None:
+    offline = dataclasses.replace(get_backend("reference"), name="cuda-offline")
+    assert stored_rates(offline) is None
+    with pytest.raises(gnnc.UnsupportedError, match="backend 'cuda-offline' is not measured in this version"):
+        rates_for(offline)
+
+
+def test_a_machine_that_was_busy_can_be_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter(Rates({ALONE: {"launch": seconds}}) for seconds in (1.0, 2.0))
+    monkeypatch.setattr(calibration, "calibrate", lambda backend: next(made))
+    backend = get_backend("reference")
+    first, again = rates_for(backend), rates_for(backend, again=True)
+    assert first.families[ALONE]["launch"] == 1.0
+    assert again.families[ALONE]["launch"] == 2.0 and rates_for(backend) == again
+
+
+def test_what_is_as_fast_is_measured_once() -> None:
+    families = {"spmm": {"gather.bf16@1": 2.0, "edge.int8.row": 3.0}}
+    assert calibration._with_alike(families, {"fp16": "bf16"}) == {
+        "spmm": {"gather.bf16@1": 2.0, "edge.int8.row": 3.0, "gather.fp16@1": 2.0}
+    }
+
+
 @pytest.mark.slow
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "GRAPHS", ((500, 4000), (2000, 20000)))
+    runs: list[int] = []
+    graphs = ((500, 4000), (2000, 20000))
+    small = dataclasses.replace(calibration._CPU, graphs=graphs, before_run=lambda: runs.append(1))
+    monkeypatch.setattr(calibration, "_CPU", small)
     start = time.perf_counter()
     rates = calibrate(get_backend("cpu"), seconds=4)
     assert time.perf_counter() - start < 60, "ten seconds on a machine that does nothing else"
+    assert len(runs) > 3 * len(graphs)
     assert {"gemm", "spmm", "attention", "sddmm", "edge_softmax", ALONE} <= rates.families.keys()
     assert {"dot.fp32", "dot.bf16", "dot.int8"} <= rates.families["gemm"].keys()
     modes = {name.split("@")[0] for name in rates.families["spmm"] if name.startswith("gather")}
