@@ -29,7 +29,7 @@ from torch import Tensor
 
 from gnnc.runtime.cuda.runs import run_limit
 
-RESULTS = Path(__file__).resolve().parent / "results" / "cuda_kernels.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "cuda-kernels.json"
 GATHER = """
 #include "stream.cuh"
 namespace gnnc {

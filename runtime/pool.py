@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gnnc.errors import GnncError
+
 ALIGNMENT = 64
 SMALL_OUTPUT = 128 * 1024
 """Below this many bytes the allocator hands back warm memory by itself."""
@@ -26,7 +28,13 @@ _NUMPY = {
 
 
 def _aligned(nbytes: int) -> np.ndarray:
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    try:
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    except MemoryError:
+        raise GnncError(
+            f"this call needs {nbytes / 2**30:.1f} GiB at once, more than the machine has left: see whether an "
+            "id of a graph (batch) is too large, or run the model on parts of the graph"
+        ) from None
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
 

@@ -122,7 +122,9 @@ def _spoils(value: Tensor, name: str, edges: int, *, alone: bool) -> Iterator[tu
     if _is_edges(value):
         yield EDGES, not is_graph_name(name)
         yield TRACED_EDGES, True
-    elif "type" in name or name == "batch":
+    elif name == "batch":  # a large id asks for as many graphs, which is no mistake
+        yield {"negative": TYPES["negative"]}, False
+    elif "type" in name:
         yield TYPES, False
     elif value.shape[:1] == (edges,):
         yield TRACED_PER_EDGE, True

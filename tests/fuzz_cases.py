@@ -275,7 +275,8 @@ def message(d: Draw) -> None:
     g, reduce, width = d.graph(), d.one((*REDUCTIONS, None)), d.one(WIDTHS)
     i, j, e = (d.floats(rows, width) for rows in (g.num_dst, g.num_src, g.num_edges))
     out = unwritten(g.num_edges if reduce is None else g.num_dst, width)
-    plan = Plan(GATE, reduce, d.one((1, 7, 512, 100_000)) if g.num_edges < 3000 else 5000)
+    edges = d.one((1, 7, 512, 100_000)) if g.num_edges < 3000 else 5000
+    plan = Plan(GATE, () if reduce is None else (reduce,), edges)
     run_blocks(plan, g.rowptr, g.col, [i], [j], [e], [], out)
     operands = ([i.double()], [j.double()], [e.double()], [])
     if reduce is None:

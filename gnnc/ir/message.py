@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnc.ir.body import evaluate_body, parse_body
+from gnnc.ir.nodes import same_sizes
 from gnnc.ir.op import Cost, ErrorInput, Gradient, Op, accumulate_dtype, check, define, nbytes, numel
 from gnnc.ir.sparse import REDUCTIONS, check_reduce, reduce_edges
 from gnnc.ir.structure import edge_rows, random_csr
@@ -205,7 +206,7 @@ def _listed(value: Any, names: tuple[str, ...]) -> list[Tensor]:
     """The values of a body that are reduced as ``names`` say: one each."""
     values = list(value) if isinstance(value, list | tuple) else [value]
     check(
-        len(values) == len(names) and len({tuple(v.shape[1:]) for v in values}) == 1,
+        len(values) == len(names) and all(same_sizes(v.shape[1:], values[0].shape[1:]) for v in values),
         "message",
         lambda: f"{len(names)} reductions take as many values of one shape from the body, got {len(values)}",
     )

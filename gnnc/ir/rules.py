@@ -99,7 +99,8 @@ def _problem_of_dtypes(call: Call) -> str | None:
 def _problem_of_literals(call: Call) -> str | None:
     for name, allowed in (*_LITERALS.items(), ("op", EDGE_OPS)):
         value = call.given.get(name)
-        if value is not None and value not in allowed:
+        several = call.op == "message" and name == "reduce" and isinstance(value, str)
+        if value is not None and any(v not in allowed for v in (value.split(",") if several else (value,))):
             known = f"{allowed[0]}..{allowed[-1]}" if name == "bits" else ", ".join(allowed)
             return f"has {name} {value!r}; use one of {known}"
     return None

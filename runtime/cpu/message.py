@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
@@ -20,6 +21,8 @@ BLOCK_VALUES = 1 << 17
 """Elements of the widest value in a block: half a megabyte of floats."""
 
 _MIN_EDGES = 512
+_WHOLE = 768
+"""Edges whose 24th part is still a vector."""
 _STORE = (int(Op.STORE_F32), 0, 0, 0)
 
 Tensors = list[Tensor]
@@ -156,17 +159,26 @@ def _values(
 ) -> Tensors:
     """The body's values at every edge of a block, each ``[edges, F]``."""
     edges = slice(block.first_edge, block.last_edge)
-    sources = col[edges]
-    rows = _rows(block, rowptr) if dst else sources
+    count = block.last_edge - block.first_edge
+    sources = _whole(col[edges])
+    rows = _whole(_rows(block, rowptr)) if dst else sources
     found = evaluate_body(
         plan.body,
         [t.index_select(0, rows) for t in dst],
         [t.index_select(0, sources) for t in src],
-        [t[edges] for t in edge],
+        [_whole(t[edges]) for t in edge],
         const,
     )
     values = found if isinstance(found, list) else [found]
-    return [value.reshape(block.last_edge - block.first_edge, -1).contiguous() for value in values]
+    return [value[:count].reshape(count, -1).contiguous() for value in values]
+
+
+def _whole(values: Tensor) -> Tensor:
+    """Fill up a block with zeros, so that threads divide it between vectors, however many they are.
+
+    What is left of a vector ATen computes by other code, whose ``exp`` differs in the last bit.
+    """
+    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, -values.shape[0] % _WHOLE))
 
 
 def _rows(block: Block, rowptr: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def test_message(reduce: str | None, edges: int, bad: float) -> None:
     i, j = torch.randn(50, 5), torch.randn(60, 5)
     j[7] = bad
     out = torch.full((g.num_edges if reduce is None else 50, 5), 5.0)
-    run_blocks(Plan(body, reduce, edges), g.rowptr, g.col, [i], [j], [], [], out)
+    run_blocks(Plan(body, () if reduce is None else (reduce,), edges), g.rowptr, g.col, [i], [j], [], [], out)
     operands = ([i.double()], [j.double()], [], [])
     if reduce is None:
         agree(out, gnnc.edge_map(g.rowptr, g.col, body, *operands))

@@ -32,6 +32,7 @@ def _samples() -> dict[str, list[tuple[Any, ...]]]:
     return {
         "isa": [()],
         "csr": [(*edges, *sorted_edges)],
+        "csr_ordered": [(*edges, torch.tensor([0, *[3] * 7, EDGES]), None, *sorted_edges[1:])],
         "gemm": [
             (x, None, [torch.randn(4, WIDTH)], [0], 0, *program(width=4)),
             (q, scale, [torch.randn(4, WIDTH)], [0], 1, *program(width=4)),
