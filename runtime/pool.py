@@ -32,7 +32,7 @@ def _aligned(nbytes: int) -> np.ndarray:
         raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     except MemoryError:
         raise GnncError(
-            f"this call needs {nbytes / 2**30:.1f} GiB at once, more than the machine has left: see whether an "
+            f"this call needs {nbytes / 2**30:.1f} GiB at once, more than the machine has left: see if an "
             "id of a graph (batch) is too large, or run the model on parts of the graph"
         ) from None
     start = -raw.ctypes.data % ALIGNMENT
