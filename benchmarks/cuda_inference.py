@@ -40,7 +40,7 @@ CASES = {
     "sage:reddit": OURS,
     "gin:reddit": OURS,
 }
-"""Contenders by model and graph; eager PyG needs more memory than the device has for the last three."""
+"""Contenders by model and graph: for the last three, PyG eager would write hundreds of gigabytes."""
 
 _ROUNDS = 5
 _BUDGET_S = 0.4
