@@ -5,10 +5,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from tabulate import tabulate
+
+from gnnc.figures import save
 
 BUDGETS = (0.005, 0.02, 0.05)
 HELD_OUT = 1.2
@@ -195,9 +196,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     figure.axes[0].legend(fontsize=6.5, frameon=False)
     figure.supxlabel("predicted time, ms", fontsize=8)
     figure.supylabel("measured relative error of the output", fontsize=8)
-    # Fixed ids and no date: the same points give the same file.
-    with mpl.rc_context({"svg.hashsalt": "gnnc"}):
-        figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
 
 
 def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -1,27 +1,12 @@
 """Compiles and launches kernel templates on their own, for the kernels' tests and benchmark."""
 
-from functools import cache
-
 import torch
 
-from gnnc.errors import BackendError
 from gnnc.runtime.cuda import build
 from gnnc.runtime.cuda.build import Resources
 from gnnc.runtime.cuda.launch import Code, Launch
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-
-
-@cache
-def missing_compiler() -> str:
-    """Return why kernels cannot be compiled here, or an empty string."""
-    try:
-        build.compiler_version()
-        build.compiler()
-        build.toolkit_headers()
-    except BackendError as error:
-        return str(error)
-    return ""
 
 
 def compile_kernels(source: str, names: tuple[str, ...], architecture: str) -> dict[str, Resources]:

@@ -8,13 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from cuda_inference import OURS, table
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-_INK, _MUTED, _PEER, _GNNC = "#24292f", "#6b7280", "#9a6700", "#0550ae"
+from gnnc.figures import INK, MUTED, save, tidy
+
+_PEER, _GNNC = "#9a6700", "#0550ae"
 _COLUMNS = 4
 
 
@@ -27,9 +28,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for number, case in enumerate(cases, 1):
         mine = [row for row in rows if (row["model"], row["graph"]) == case and "ms" in row]
         _panel(figure.add_subplot(height, _COLUMNS, number), case, mine)
-    # Fixed ids and no date: the same results give the same file.
-    with mpl.rc_context({"svg.hashsalt": "gnnc", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
 
 
 def _panel(axes: Axes, case: tuple[str, str], rows: list[dict[str, Any]]) -> None:
@@ -37,16 +36,12 @@ def _panel(axes: Axes, case: tuple[str, str], rows: list[dict[str, Any]]) -> Non
     colors = [_GNNC if row["name"] in OURS else _PEER for row in rows]
     axes.barh([row["name"] for row in rows], times, color=colors, height=0.66, zorder=3)
     for place, time in enumerate(times):
-        axes.text(time * 1.08, place, f"{time:.3g}", va="center", fontsize=7.5, color=_INK)
+        axes.text(time * 1.08, place, f"{time:.3g}", va="center", fontsize=7.5, color=INK)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlim(min(times) * 0.6, max(times) * 2.2)
-    axes.set_title(f"{case[0].upper()}, {case[1]}", fontsize=9.5, color=_INK, loc="left")
-    axes.set_xlabel("ms a call", fontsize=8, color=_MUTED)
-    axes.tick_params(labelsize=7.5, colors=_MUTED)
-    axes.grid(True, axis="x", color="#e5e7eb", linewidth=0.7, zorder=0)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    tidy(axes, f"{case[0].upper()}, {case[1]}", grid="x", size=7.5)
+    axes.set_xlabel("ms a call", fontsize=8, color=MUTED)
 
 
 def main() -> None:

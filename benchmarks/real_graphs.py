@@ -18,7 +18,6 @@ from typing import Any
 
 import graphs
 import inference
-import matplotlib as mpl
 import measure
 import models
 import torch
@@ -29,6 +28,8 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch_geometric.utils import to_torch_csr_tensor
+
+from gnnc.figures import MUTED, save, tidy
 
 GRAPHS = {
     "cora": "Cora",
@@ -45,7 +46,6 @@ OURS = ("gnnc fp32", "gnnc bf16", "gnnc int8")
 _COLORS = dict(
     zip((*PEERS, *OURS), ("#9a6700", "#bf8700", "#d4a72c", "#0550ae", "#218bff", "#80ccff"), strict=True)
 )
-_INK, _MUTED = "#24292f", "#6b7280"
 _FEATURES, _CLASSES = 128, 10
 """Of graphs that have none."""
 
@@ -110,9 +110,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for number, model in enumerate(MODELS, 1):
         axes = figure.add_subplot(len(MODELS), 1, number)
         _panel(axes, model, [row for row in rows if row["model"] == model])
-    # Fixed ids and no date: the same results give the same file.
-    with mpl.rc_context({"svg.hashsalt": "gnnc", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
 
 
 def _panel(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
@@ -125,12 +123,8 @@ def _panel(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
         axes.bar(xs, list(mine.values()), width * 0.92, color=_COLORS[name], label=name, zorder=3)
     axes.set_yscale("log")
     axes.set_xticks(range(len(found)), [GRAPHS[graph] for graph in found])
-    axes.set_title(model.upper(), fontsize=10, color=_INK, loc="left")
-    axes.set_ylabel("ms a call", fontsize=8.5, color=_MUTED)
-    axes.tick_params(labelsize=8, colors=_MUTED)
-    axes.grid(True, axis="y", color="#e5e7eb", linewidth=0.7, zorder=0)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    tidy(axes, model.upper(), grid="y")
+    axes.set_ylabel("ms a call", fontsize=8.5, color=MUTED)
     axes.legend(fontsize=7.5, frameon=False, ncols=len(names), loc="upper left")
 
 

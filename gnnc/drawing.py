@@ -6,7 +6,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import networkx as nx
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -17,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from gnnc import describe
 from gnnc.errors import InputError
+from gnnc.figures import save
 from gnnc.ir.source import source_of
 from gnnc.layout import Layout, layered_layout
 from gnnc.naming import Named, name_program
@@ -81,10 +81,7 @@ def draw(
         raise InputError(f"draw writes {', '.join(FORMATS)} files, got {str(path)!r}")
     boxes, wires = _launch_boxes(to_networkx(compute, structure))
     figure = _figure(boxes, wires, title)
-    # Fixed ids and no date: the same program gives the same file.
-    metadata = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}[suffix]
-    with mpl.rc_context({"svg.hashsalt": "gnnc", "svg.fonttype": "none"}):
-        figure.savefig(path, dpi=160, metadata=metadata)
+    save(figure, path)
 
 
 def _outputs(named: Named) -> list[tuple[str, Node]]:

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from gnnc.figures import MUTED, save, tidy
 from gnnc.tradeoff import Pareto, Point, check_suffix
 
-_INK, _MUTED, _UNIFORM, _AUTO = "#24292f", "#6b7280", "#9a6700", "#0550ae"
+_UNIFORM, _AUTO = "#9a6700", "#0550ae"
 _NAME = (80.0, 13.0)
 """Width and height in pixels that the name of a point may take."""
 
@@ -25,15 +25,12 @@ def draw(results: Sequence[Pareto], path: str | Path) -> None:
     Raises:
         InputError: the suffix is neither.
     """
-    suffix = check_suffix(path)
+    check_suffix(path)
     figure = Figure(figsize=(5.2 * len(results), 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     for number, result in enumerate(results, 1):
         _panel(figure.add_subplot(1, len(results), number), result)
-    # Fixed ids and no date: the same points give the same file.
-    metadata = {"Date": None} if suffix == ".svg" else None
-    with mpl.rc_context({"svg.hashsalt": "gnnc", "svg.fonttype": "none"}):
-        figure.savefig(path, dpi=160, metadata=metadata)
+    save(figure, path)
 
 
 def _panel(axes: Axes, result: Pareto) -> None:
@@ -44,17 +41,13 @@ def _panel(axes: Axes, result: Pareto) -> None:
         ys = [_height(point, labelled) for point in points]
         label = "auto, by error budget" if is_auto else "one precision for all"
         axes.scatter(xs, ys, color=color, marker=marker, s=34, label=label, zorder=3)
-    axes.set_title(result.model, fontsize=10, color=_INK, loc="left")
-    axes.set_xlabel("time of a call, ms", fontsize=8.5, color=_MUTED)
-    axes.set_ylabel("accuracy, %" if labelled else "relative error of the output", fontsize=8.5, color=_MUTED)
+    tidy(axes, result.model)
+    axes.set_xlabel("time of a call, ms", fontsize=8.5, color=MUTED)
+    axes.set_ylabel("accuracy, %" if labelled else "relative error of the output", fontsize=8.5, color=MUTED)
     if not labelled:
         axes.set_yscale("log")
     axes.margins(0.18)
     _label(axes, result.points, labelled)
-    axes.tick_params(labelsize=8, colors=_MUTED)
-    axes.grid(True, color="#e5e7eb", linewidth=0.7, zorder=0)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
     axes.legend(fontsize=7.5, frameon=False)
 
 

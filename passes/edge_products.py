@@ -17,15 +17,13 @@ from gnnc.ir.nodes import as_node
 from gnnc.ir.source import is_weight
 from gnnc.passes.emit import Emitter, argument, holds_tensor, is_of_model, shape_of
 from gnnc.passes.rowwise import as_scatter, is_narrow, op_name, row_inputs
-from gnnc.passes.typical import FLOPS_A_BYTE
+from gnnc.passes.typical import FLOAT_BYTES, FLOPS_A_BYTE
 
 aten = torch.ops.aten
 
 _PRODUCTS = ("linear.default", "mm.default", "matmul.default", "addmm.default", "bmm.default")
 _STORED_PASSES = 3
 """Stored, a value is written by the product, and read and written by the sort into CSR order."""
-
-_FLOAT = 4
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,8 @@ class EdgeProducts:
         steps, sources = self._cone(node)
         flops = sum(map(_flops, steps))
         width, read = _width(node), sum(map(_width, sources))
-        stored = _FLOAT * (width * (_STORED_PASSES + len(readers)) + read)
-        inside = len(readers) * _FLOAT * read + (len(readers) - 1) * flops / FLOPS_A_BYTE
+        stored = FLOAT_BYTES * (width * (_STORED_PASSES + len(readers)) + read)
+        inside = len(readers) * FLOAT_BYTES * read + (len(readers) - 1) * flops / FLOPS_A_BYTE
         if inside <= stored:
             return Verdict(True, "computed inside the body that reads it, stored for no edge")
         reason = (

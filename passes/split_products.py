@@ -17,11 +17,9 @@ from gnnc.passes.base import Context
 from gnnc.passes.emit import argument, drop_dead, is_of_model, same_shape, shape_of
 from gnnc.passes.region import Regions
 from gnnc.passes.rowwise import op_name
-from gnnc.passes.typical import EDGES_PER_NODE, FLOPS_A_BYTE, Typical
+from gnnc.passes.typical import EDGES_PER_NODE, FLOAT_BYTES, FLOPS_A_BYTE, Typical
 
 aten = torch.ops.aten
-
-_FLOAT = 4
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ def _is_worth(part: Part, node: Node, regions: Regions, gm: fx.GraphModule, ctx:
     nodes = sum(map(typical.value, rows)) / max(typical.value(edges), 1.0)
     columns, width = part.stop - part.start, int(shape_of(node)[-1])
     saved = (1 - nodes) * 2 * columns * width / FLOPS_A_BYTE
-    return saved > _FLOAT * len(tables) * (width - columns)
+    return saved > FLOAT_BYTES * len(tables) * (width - columns)
 
 
 def _table(value: Node, regions: Regions) -> Node | None:

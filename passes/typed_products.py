@@ -19,13 +19,12 @@ from gnnc.passes.bounds import inputs_of
 from gnnc.passes.emit import drop_dead, is_of_model, same_size, shape_of
 from gnnc.passes.region import Regions
 from gnnc.passes.rowwise import Gather, as_gather, op_name
-from gnnc.passes.typical import EDGES_PER_NODE, Typical
+from gnnc.passes.typical import EDGES_PER_NODE, FLOAT_BYTES, Typical
 
 aten = torch.ops.aten
 
 _PRODUCTS = ("bmm.default", "matmul.default")
 _RESHAPES = ("view.default", "reshape.default", "_unsafe_view.default")
-_FLOAT = 4
 
 IndexUse = tuple[Node, Any]
 """An index, and the size that its values must stay under."""
@@ -160,8 +159,8 @@ def _is_worth(found: Typed, table: Node, gm: fx.GraphModule, ctx: Context) -> bo
     inner, outer = rest[-2], rest[-1] * (rest[0] if len(rest) == 3 else 1)
     typical = Typical(gm, ctx.examples, EDGES_PER_NODE, edges.free_symbols - nodes.free_symbols)
     flops = 2 * inner * outer
-    on_nodes = Cost(_FLOAT * outer * (2 * nodes * relations + edges), nodes * relations * flops)
-    on_edges = Cost(_FLOAT * edges * inner * (2 * outer + 1), edges * flops)
+    on_nodes = Cost(FLOAT_BYTES * outer * (2 * nodes * relations + edges), nodes * relations * flops)
+    on_edges = Cost(FLOAT_BYTES * edges * inner * (2 * outer + 1), edges * flops)
     if typical.time(on_nodes) <= typical.time(on_edges):
         return True
     numbers = (

@@ -14,6 +14,9 @@ _NODES = 1 << 17
 EDGES_PER_NODE = 8
 """Assumed where no examples say how large the graph is."""
 
+FLOAT_BYTES = 4
+"""Of a value where costs are compared before precisions are known."""
+
 FLOPS_A_BYTE = 16.0
 """Multiply-adds count twice. Cores with wide vectors do about this many a byte of memory traffic."""
 

@@ -9,8 +9,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gnnc.errors import BackendError
+from gnnc.ir.nodes import is_view
 from gnnc.runtime import registry
-from gnnc.runtime.emitter import is_view
 from gnnc.runtime.executable import Executable
 from gnnc.runtime.structure_runner import StructureRunner
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from gnnc.ir.nodes import is_view
 from gnnc.runtime.checks import check_finite
 from gnnc.runtime.sizes import Sizes, expression, typical
 
-_VIEWS = frozenset(("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "alias", "detach"))
 _FOREVER = 1 << 60
 _ROW_BYTES = {torch.int8: 64, torch.uint8: 64, torch.bfloat16: 16, torch.float16: 16, torch.float32: 16}
 
@@ -58,17 +58,6 @@ class Value:
     buffer: Buffer | None = None
     holds: tuple[Buffer, ...] = ()
     matrix: dict[int, str] = field(default_factory=dict)
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node only gives a tensor another shape."""
-    target = node.target
-    return (
-        node.op == "call_function"
-        and isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "aten"
-        and target._schema.name.removeprefix("aten::") in _VIEWS
-    )
 
 
 def may_alias(node: Node) -> bool:

@@ -32,12 +32,9 @@ struct AttentionArgs {
   void* staging;         // where rows are split
 };
 
-// Threads of a block, one a multiprocessor: what the registers allow without a spill.
-__host__ __device__ constexpr int attention_threads(Element, int) { return 512; }
-
 // Constants has static constexpr floats kSlope (of the leaky ReLU; 1: none) and kEps (added to the sum).
 template <Element kElement_, int kWidth_, int kHeads_, bool kAdditive_, bool kEdge_, class Constants_,
-          int kThreads_ = attention_threads(kElement_, kWidth_)>
+          int kThreads_ = 512>
 struct AttentionConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;

@@ -10,6 +10,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 _UNTAGGED = frozenset(("aten::leaky_relu", "aten::hardswish", "aten::_prelu_kernel"))
 """Pointwise ops that torch does not tag as such, some of them before version 2.13 only."""
 
+_VIEWS = frozenset(("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "alias", "detach"))
+
 
 def shape_of(node: Node) -> tuple[Any, ...] | None:
     """The (symbolic) shape of a tensor node, or None for anything else."""
@@ -39,6 +41,17 @@ def is_pointwise(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
     return torch.Tag.pointwise in target.tags or target._schema.name in _UNTAGGED
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node only gives a tensor another shape."""
+    target = node.target
+    return (
+        node.op == "call_function"
+        and isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "aten"
+        and target._schema.name.removeprefix("aten::") in _VIEWS
+    )
 
 
 def argument(node: Node, index: int, name: str, default: Any) -> Any:

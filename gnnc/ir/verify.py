@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from gnnc.errors import VerifyError
+from gnnc.ir.nodes import is_view
 from gnnc.ir.op import NAMESPACE, op_of
 from gnnc.ir.rules import problem_of_arguments
 from gnnc.ir.source import Kind, source_of
 
 _MODULES = ("_operator", "math", "torch")
-_VIEWS = frozenset(("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "alias", "detach"))
 
 
 def verify(gm: fx.GraphModule, stage: str) -> None:
@@ -151,7 +151,7 @@ def _problem_of_getitem(node: fx.Node) -> str | None:
 
 def _problem_of_codes(node: fx.Node) -> str | None:
     """ATen knows nothing of scales: it may reshape codes, not compute with them."""
-    if node.target._schema.name.removeprefix("aten::") in _VIEWS:  # type: ignore[union-attr]
+    if is_view(node):
         return None
     for argument in node.all_input_nodes:
         if str(argument.target) == f"{NAMESPACE}.quantize.default":

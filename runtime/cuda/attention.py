@@ -4,9 +4,9 @@ import torch
 from torch.fx import Node
 
 from gnnc.runtime.cuda.body import write_body
-from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, round_up
 from gnnc.runtime.cuda.epilogue import literal, truth, write_epilogue
-from gnnc.runtime.cuda.spmm import ELEMENTS, gathered_rows
+from gnnc.runtime.cuda.spmm import ELEMENTS, gathered_rows, packed_width
 from gnnc.runtime.cuda.tables import RUNS_EXTRA, destinations, runs_arguments, runs_of
 from gnnc.runtime.cuda.unit import AS_COMPILED
 from gnnc.runtime.emitter import shape_of
@@ -28,8 +28,9 @@ class Attend:
         plan = attention.plan(node)
         if isinstance(plan, Decline):
             return plan
-        if plan.width > _MAX_WIDTH:
-            return Decline(f"rows of {plan.width} columns")
+        dtype = argument_of(node, plan.x).meta["val"].dtype
+        if packed_width(plan.width, plan.heads, dtype) > _MAX_WIDTH:
+            return Decline(f"rows of {plan.width} columns in {plan.heads} heads")
         if plan.kind == _DOT and len(argument_of(node, plan.a_src or 0).meta["val"].shape) < 2:
             return Decline("dot products of single values")
         return plan
@@ -57,7 +58,7 @@ class Attend:
         if weights is not None:
             stats = f"{emitter.scratch(rows, 2 * plan.heads, torch.float32, flat=True)}.data_ptr()"
         epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width)
-        words = _staged(plan, node)
+        words = round_up(x.columns, 4) + round_up(2 * plan.heads, 4)
         kind = emitter.bind(torch.float32, "dtype")
         staging = emitter.let("staging", f"empty(({runs}.slots * {words},), dtype={kind})")
         given = [*runs_arguments(pointer, col, runs), f"{x.text}.data_ptr()", str(x.stride), scale, *ends]
@@ -89,13 +90,6 @@ def _config(plan: attention.Plan, node: Node, emitter: CudaEmitter, additive: bo
         f"gnnc::AttentionConfig<gnnc::Element::{ELEMENTS[dtype]}, {plan.width}, {plan.heads}, "
         f"{truth(additive)}, {truth(edge)}, {constants}>"
     )
-
-
-def _staged(plan: attention.Plan, node: Node) -> int:
-    """Return the words that a part of a row takes in the staging buffer."""
-    head, columns = plan.width // plan.heads, 16 // argument_of(node, plan.x).meta["val"].dtype.itemsize
-    width = plan.width if plan.heads == 1 else plan.heads * _up(head, columns)
-    return _up(width, 4) + _up(2 * plan.heads, 4)
 
 
 def _dense(emitter: CudaEmitter, node: Node, index: int | None, width: int) -> str:
@@ -134,7 +128,3 @@ def _edge_term(plan: attention.Plan, node: Node, emitter: CudaEmitter, rowptr: s
     grid = blocks(f"{col}.shape[0] * {functor.width}", BLOCK)
     emitter.launch(f"gnnc::edge_map<{functor.width}, {name}>", f"({grid})", values)
     return logits
-
-
-def _up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

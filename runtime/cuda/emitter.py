@@ -41,8 +41,7 @@ class CudaEmitter(Emitter):
         if dtype.itemsize > 4:
             return width
         nbytes = width * dtype.itemsize
-        unit = _VECTOR if nbytes <= _VECTOR else _SECTOR
-        return -(-nbytes // unit) * unit // dtype.itemsize
+        return round_up(nbytes, _VECTOR if nbytes <= _VECTOR else _SECTOR) // dtype.itemsize
 
     def prelude(self) -> list[str]:
         """The stream that everything of a call runs on."""
@@ -137,6 +136,11 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 def blocks(rows: str, per_block: int) -> str:
     """Return the text of a number of blocks."""
     return rows if per_block == 1 else f"({rows} + {per_block - 1}) // {per_block}"
+
+
+def round_up(number: int, unit: int) -> int:
+    """Return the least multiple of ``unit`` that is not below ``number``."""
+    return -(-number // unit) * unit
 
 
 def pointer(text: str) -> str:

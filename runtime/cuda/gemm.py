@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, lanes_for
+from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, lanes_for, round_up
 from gnnc.runtime.cuda.epilogue import TYPES, write_epilogue
 from gnnc.runtime.cuda.rowmap import launch_rowmap
 from gnnc.runtime.emitter import shape_of
@@ -41,16 +41,16 @@ class Shape:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of x in shared memory."""
-        return _up(self.inner * self.size, 64)
+        return round_up(self.inner * self.size, 64)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weight."""
-        return _up(self.out, 8) * self.row_bytes
+        return round_up(self.out, 8) * self.row_bytes
 
     def shared(self, rows: int) -> int:
         """Bytes of shared memory of a block of ``rows`` rows."""
-        return rows * (self.row_bytes + 16 + 4 + 4 * (_up(self.out, 8) + 4))
+        return rows * (self.row_bytes + 16 + 4 + 4 * (round_up(self.out, 8) + 4))
 
     @property
     def rows(self) -> int:
@@ -158,9 +158,5 @@ def _pack(plan: gemm.Plan, node: Node, emitter: CudaEmitter, shape: Shape) -> tu
     inner, out = (columns, 1) if plan.weights[0].is_kn else (1, columns)
     config = f"gnnc::PackConfig<gnnc::Product::{shape.product}, {shape.inner}, {shape.out}, {inner}, {out}>"
     values = [f"{text}.data_ptr()", f"{packed}.data_ptr()", f"{scale}.data_ptr()"]
-    emitter.launch(f"gnnc::pack_weight<{config}>", str(_up(shape.out, 8) // 8), values)
+    emitter.launch(f"gnnc::pack_weight<{config}>", str(round_up(shape.out, 8) // 8), values)
     return packed, scale
-
-
-def _up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, round_up
 from gnnc.runtime.cuda.epilogue import TYPES, write_epilogue
 from gnnc.runtime.cuda.tables import RUNS_EXTRA, in_order, runs_arguments, runs_of
 from gnnc.runtime.cuda.unit import AS_COMPILED
@@ -30,10 +30,12 @@ class Rows:
     Attributes:
         text: the tensor.
         stride: bytes from one row to the next, a multiple of 16.
+        columns: of a row, with what lies between its heads.
     """
 
     text: str
     stride: int
+    columns: int
 
 
 @kernel(
@@ -133,21 +135,25 @@ def gathered_rows(emitter: CudaEmitter, x: Node, width: int, heads: int = 1) -> 
     """Return rows whose heads start on 16 bytes: as they are, or a copy (``csrc/cuda/pack_rows.cuh``)."""
     dtype = x.meta["val"].dtype
     text, stride = emitter.matrix(x, width), emitter.row_stride(x, width)
-    head = width // heads
-    if stride * dtype.itemsize % _PIECE == 0 and (heads == 1 or head * dtype.itemsize % _PIECE == 0):
-        return Rows(text, stride * dtype.itemsize)
+    columns = packed_width(width, heads, dtype)
+    if stride * dtype.itemsize % _PIECE == 0 and columns == width:
+        return Rows(text, stride * dtype.itemsize, columns)
     emitter.unit.include("pack_rows.cuh")
-    columns = _PIECE // dtype.itemsize
-    head_stride = width if heads == 1 else -(-head // columns) * columns
-    to = emitter.padded(heads * head_stride, dtype)
+    to = emitter.padded(columns, dtype)
     rows = shape_of(x)[0]
     copy = emitter.scratch(rows, to, dtype, flat=True)
-    config = f"gnnc::PackRowsConfig<{TYPES[dtype]}, {heads}, {head}, {head_stride}, {stride}, {to}>"
+    heads_of_row = f"{heads}, {width // heads}, {columns // heads}"
+    config = f"gnnc::PackRowsConfig<{TYPES[dtype]}, {heads_of_row}, {stride}, {to}>"
     count = emitter.size(rows)
-    grid = blocks(f"({count} * {to // columns})", BLOCK)
+    grid = blocks(f"({count} * {to * dtype.itemsize // _PIECE})", BLOCK)
     values = [f"{text}.data_ptr()", f"{copy}.data_ptr()", count]
     emitter.launch(f"gnnc::pack_rows<{config}>", f"({grid})", values)
-    return Rows(copy, to * dtype.itemsize)
+    return Rows(copy, to * dtype.itemsize, columns)
+
+
+def packed_width(width: int, heads: int, dtype: torch.dtype) -> int:
+    """Return the columns of a row whose heads, where there are several, each start on 16 bytes."""
+    return width if heads == 1 else heads * round_up(width // heads, _PIECE // dtype.itemsize)
 
 
 def value_text(emitter: CudaEmitter, node: Node, index: int, heads: int) -> str:

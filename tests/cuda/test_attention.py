@@ -1,6 +1,6 @@
 import pytest
 import torch
-from cuda_launch import ARCHITECTURES, compile_kernels, missing_compiler
+from cuda_launch import ARCHITECTURES, compile_kernels
 from cuda_sparse import Attention, AttentionConfig, rows16, sparse
 from kernel_graphs import GRAPHS, Graph, relative_error
 from torch import Tensor
@@ -17,7 +17,7 @@ CONFIGS = (
 )
 
 
-@pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, config: AttentionConfig) -> None:

@@ -123,20 +123,25 @@ def test_a_layer_with_outliers_is_protected(rates: Rates, tmp_path: Path) -> Non
     assert layers["middle"]["gemm"] != "int8"
 
 
+def on_arxiv() -> tuple[graphs.Shape, tuple[torch.Tensor, torch.Tensor]]:
+    """The arxiv-shaped graph on the device: its sizes, x and edge_index."""
+    shape = graphs.SHAPES["arxiv"]
+    x = torch.randn(shape.nodes, shape.features, device="cuda")
+    return shape, (x, graphs.generate(shape, device="cuda"))
+
+
 @pytest.mark.cuda
 @pytest.mark.slow
 @torch.no_grad()
 def test_predictions_are_within_30_percent_of_kernels_on_a_large_graph(rates: Rates) -> None:
     """Median over the kernels of three models in three precisions, on the arxiv-shaped graph."""
-    shape = graphs.SHAPES["arxiv"]
-    edge_index = graphs.generate("arxiv", device="cuda")
-    x = torch.randn(shape.nodes, shape.features, device="cuda")
+    shape, inputs = on_arxiv()
     off = []
     for name in ("gcn", "sage", "gat"):
         model = models.MODELS[name](shape.features, shape.classes).eval().cuda()
         for precision in ("fp32", "bf16", "int8"):
-            compiled = gnnc.compile(model, precision, example_inputs=(x, edge_index), backend="cuda")
-            off += _relative_errors(compiled, model, (x, edge_index))
+            compiled = gnnc.compile(model, precision, example_inputs=inputs, backend="cuda")
+            off += _relative_errors(compiled, model, inputs)
     assert statistics.median(off) <= 0.3, sorted(off)
 
 
@@ -157,10 +162,8 @@ def _relative_errors(
 @pytest.mark.slow
 @torch.no_grad()
 def test_choosing_takes_less_than_two_minutes_on_a_large_graph(rates: Rates) -> None:
-    shape = graphs.SHAPES["arxiv"]
-    edge_index = graphs.generate("arxiv", device="cuda")
-    x = torch.randn(shape.nodes, shape.features, device="cuda")
+    shape, inputs = on_arxiv()
     model = models.residual_gcn(shape.features, shape.classes).eval().cuda()
     start = time.perf_counter()
-    gnnc.compile(model, "auto", example_inputs=(x, edge_index), backend="cuda")
+    gnnc.compile(model, "auto", example_inputs=inputs, backend="cuda")
     assert time.perf_counter() - start < 120

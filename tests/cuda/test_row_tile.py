@@ -1,5 +1,5 @@
 import pytest
-from cuda_launch import ARCHITECTURES, compile_kernels, missing_compiler
+from cuda_launch import ARCHITECTURES, compile_kernels
 
 SOURCE = """
 #include "row_tile.cuh"
@@ -15,7 +15,7 @@ __global__ void halve(const float* x, float* out, float* tops) {
 SHAPES = ((16, 4), (47, 8), (64, 16), (602, 32), (1, 1))
 
 
-@pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tiles_of_every_shape_stay_in_registers(architecture: str) -> None:
     names = tuple(f"halve<{width}, {lanes}>" for width, lanes in SHAPES)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from cuda_launch import ARCHITECTURES, compile_kernels, missing_compiler
+from cuda_launch import ARCHITECTURES, compile_kernels
 from cuda_sparse import Sddmm, SddmmConfig, rows16, sparse
 from kernel_graphs import GRAPHS, relative_error
 
@@ -10,7 +10,7 @@ from gnnc.ir.sparse import sddmm_reference
 WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
 
 
-@pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("element", ["f32", "f16", "bf16", "i8"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, element: str) -> None:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from cuda_launch import ARCHITECTURES, compile_kernels, missing_compiler
+from cuda_launch import ARCHITECTURES, compile_kernels
 from cuda_sparse import Sparse, Spmm, SpmmConfig, rows16, sparse
 from kernel_graphs import GRAPHS, Graph, random_graph, relative_error, star
 from torch import Tensor
@@ -26,7 +26,7 @@ KINDS = {
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, kind: str) -> None:
