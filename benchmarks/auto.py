@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/auto.py --out benchmarks/results/auto-cpu.json --docs docs
 
 measures the machine's rates anew, runs all cases and writes the JSON after each; ``--resume`` keeps what is
-there already, ``--graphs`` and ``--models`` select. ``--docs`` writes ``auto-results.md`` and ``fronts.svg``;
-with ``--report`` it does that alone, from the JSON.
+there already, ``--graphs`` and ``--models`` select. ``--docs`` writes ``auto-results.md`` and ``fronts.svg``
+(``auto-results-cuda.md`` for a GPU); with ``--report`` it does that alone, from the JSON.
 
 For each graph and model: the precisions are chosen on the graph that 80% of the nodes induce. Held-out
 error is that of the other nodes' outputs on the whole graph, where all times are taken too, in turns: the
@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import cuda_kernels
 import graphs
 import measure
 import models
@@ -284,7 +285,7 @@ def main() -> None:
     args = arguments()
     old = json.loads(args.out.read_text()) if args.out.exists() and (args.resume or args.report) else None
     report: dict[str, Any] = {"calibration": {}, "arxiv": [], "results": []}
-    report |= old or {"machine": measure.machine()}
+    report |= old or {"machine": machine(args.device)}
     if not args.report:
         rates = rates_for(get_backend(args.device), again=old is None)
         report["calibration"] = {"machine": rates.machine, "measured_in": rates.measured_in}
@@ -295,8 +296,21 @@ def main() -> None:
     print(table(report["results"]))
     print(json.dumps(report["conclusions"], indent=1))
     if args.docs:
-        (args.docs / "auto-results.md").write_text(page(report))
-        plot(report["results"], args.docs / "fronts.svg")
+        suffix = "" if args.device == "cpu" else f"-{args.device}"
+        fronts = args.docs / f"fronts{suffix}.svg"
+        plot(report["results"], fronts)
+        text = page(report, args.out.name, fronts.name)
+        (args.docs / f"auto-results{suffix}.md").write_text(text)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Return what a reader needs to judge the numbers."""
+    if device == "cpu":
+        return measure.machine()
+    return measure.machine() | {
+        "gpu": torch.cuda.get_device_name(),
+        "copy_gbs": round(cuda_kernels.copy_gbs()),
+    }
 
 
 def arguments() -> argparse.Namespace:

@@ -113,8 +113,8 @@ def table(results: list[dict[str, Any]]) -> str:
     return tabulate(rows, headers, disable_numparse=True, tablefmt="github")
 
 
-def page(report: dict[str, Any]) -> str:
-    """Return the page of the documentation about a run."""
+def page(report: dict[str, Any], json: str, fronts: str) -> str:
+    """Return the page of the documentation about a run, whose JSON and picture have these names."""
     found, machine, calibration = conclusions(report), report["machine"], report["calibration"]
     count = found["cases"]
     at = {s: v for s, v in found["time_at_error_0.01_relative_to_sensitivity"].items() if v is not None}
@@ -138,22 +138,22 @@ def page(report: dict[str, Any]) -> str:
         f"at a measured error of {FRONT_ERROR}, predicted time relative to choices by sensitivity: "
         + ", ".join(f"{strategy} {ratio:.3f}" for strategy, ratio in at.items()),
     ]
-    where = f"{machine['cpu']}, {machine['capability']}, threads: {machine['threads']}"
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['capability']}, threads: {machine['threads']}"
     return "\n".join(
         [
-            "# What auto chooses, measured",
+            "# What auto chooses, measured" + (" on a GPU" if "gpu" in machine else ""),
             "",
             "<!-- Written by benchmarks/auto.py --docs. -->",
             "",
             _wrapped(
                 f"One run of `benchmarks/auto.py` ({where}, torch {machine['torch']}, copy bandwidth "
                 f"{machine['copy_gbs']} GB/s); [Let the compiler choose](auto.md#what-it-comes-to) says what "
-                "is compared. The whole run is in `benchmarks/results/auto-cpu.json`."
+                f"is compared. The whole run is in `benchmarks/results/{json}`."
             ),
             "",
             *[_wrapped(f"- {line}.", "  ") for line in lines],
             "",
-            "![Fronts of choices by sensitivity, by gain and by random weights](fronts.svg)",
+            f"![Fronts of choices by sensitivity, by gain and by random weights]({fronts})",
             "",
             table(report["results"]),
             "",

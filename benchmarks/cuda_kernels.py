@@ -27,7 +27,7 @@ from cuda_sparse import ELEMENTS, Attention, Sddmm, Sparse, Spmm, rows16, sparse
 from graphs import SHAPES, generate
 from torch import Tensor
 
-from gnnc.runtime.cuda.runs import run_limit
+from gnnc.runtime.cuda.runs import cut_for
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cuda-kernels.json"
 GATHER = """
@@ -36,13 +36,13 @@ namespace gnnc {
 template <class Layout_>
 struct GatherBody {
   using Layout = Layout_;
-  static constexpr bool kSingly = false, kAhead = true;
+  static constexpr bool kBundle = true, kMasks = false;
+  static constexpr int kStep = 8;
   struct Extra {};
   unsigned int seen = 0;
-  __device__ void set_pass(int) {}
-  __device__ void load(Extra&, const Run&, int, const int (&)[4], unsigned int) {}
-  __device__ void begin(int, const Run&) {}
-  __device__ void finish(int, const Run&) {}
+  __device__ void begin(const Work&, int) {}
+  __device__ void load(Extra&, int64_t, const int (&)[4], unsigned int) {}
+  __device__ void finish(const Work&, int) {}
   template <bool kMasked>
   __device__ void add(const uint4 (&x)[4], const Extra&, unsigned int) {
     for (int i = 0; i < 4; ++i) seen ^= x[i].x ^ x[i].y ^ x[i].z ^ x[i].w;
@@ -53,20 +53,9 @@ __global__ void __launch_bounds__(1024, 1)
     gather_only(Runs runs, const char* x, int64_t stride, unsigned int* out) {
   using Layout = RowLayout<kElement, kWidth>;
   __shared__ int next;
+  __shared__ RunFeed<entries_of<Layout>()> feed[32];
   GatherBody<Layout> body;
-  RunQueue queue(runs, &next);
-  int index = queue.take();
-  RunRecord record(runs, index, queue.last);
-  while (index < queue.last) {
-    Run run(record);
-    run.row_end = run.row + 1;  // no row ends before the run does
-    run.slot = 0;
-    index = queue.take();
-    record = RunRecord(runs, index, queue.last);
-    for (int pass = 0; pass < Layout::kPasses; ++pass) {
-      stream<Layout>(runs, run, x, static_cast<unsigned int>(stride), pass, body);
-    }
-  }
+  for_runs<Layout>(runs, x, static_cast<unsigned int>(stride), &next, feed[threadIdx.x / 32], body);
   if (body.seen == 0x12345678u) *out = 1;
 }
 }
@@ -151,7 +140,7 @@ class Floors:
         module = Module(GATHER, (name,))
         out = torch.zeros(1, dtype=torch.int32, device="cuda")
         arguments = [*self.graph.values(), address(x), x.stride(0) * x.element_size(), address(out)]
-        blocks = self.graph.runs.chunk.shape[0]
+        blocks = self.graph.blocks
         return median_ms(lambda: module.launch(name, blocks, 1024, *arguments))
 
     def copy(self, *tensors: Tensor | None) -> float:
@@ -205,14 +194,17 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
     """Time everything on one graph."""
     rowptr, col = make_csr(name)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    graph = sparse(rowptr, col, run_limit(col.numel(), processors), processors)
+    cut = cut_for(col.numel(), processors)
+    graph = sparse(rowptr, col, cut, processors)
     floors = Floors(graph)
     nodes = rowptr.numel() - 1
     result: dict[str, Any] = {
         "nodes": nodes,
         "edges": col.numel(),
         "largest degree": int(rowptr.diff().max()),
-        "runs": graph.runs.place.shape[0] - 1,
+        "cut": cut._asdict(),
+        "runs": graph.runs.run.shape[0],
+        "chunk": graph.runs.chunk,
         "split rows": graph.runs.split.shape[0],
     }
     for width in widths:

@@ -7,7 +7,8 @@ import torch
 from cuda_launch import Module, address
 from torch import Tensor
 
-from gnnc.runtime.cuda.runs import Runs, build_runs
+from gnnc.runtime.cuda.runs import Cut, Runs, build_runs
+from gnnc.runtime.cuda.tables import in_fours
 from gnnc.runtime.cuda.unit import AS_COMPILED
 
 ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
@@ -20,6 +21,7 @@ class Sparse:
     rowptr: Tensor
     col: Tensor
     runs: Runs
+    multiprocessors: int
 
     @property
     def num_dst(self) -> int:
@@ -28,14 +30,19 @@ class Sparse:
 
     def values(self) -> list[int]:
         """Return the fields of ``gnnc::Runs``."""
-        tensors = (self.rowptr, self.col, self.runs.begin, self.runs.place, self.runs.chunk, self.runs.split)
-        return [*map(address, tensors)]
+        tensors = (self.rowptr, self.col, self.runs.entry, self.runs.run, self.runs.split)
+        return [*map(address, tensors), self.runs.run.shape[0], self.runs.chunk]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a launch."""
+        return min(-(-self.runs.run.shape[0] // self.runs.chunk), self.multiprocessors)
 
 
-def sparse(rowptr: Tensor, col: Tensor, limit: int, blocks: int) -> Sparse:
+def sparse(rowptr: Tensor, col: Tensor, cut: Cut, multiprocessors: int) -> Sparse:
     """Put a CSR with its run table onto the GPU."""
-    rowptr, col = rowptr.cuda(), col.cuda()
-    return Sparse(rowptr, col, build_runs(rowptr, limit, blocks))
+    rowptr, col = rowptr.cuda(), in_fours(col.cuda())
+    return Sparse(rowptr, col, build_runs(rowptr, cut, multiprocessors), multiprocessors)
 
 
 @dataclass(frozen=True)
@@ -49,13 +56,13 @@ class SpmmConfig:
     scale: str = "none"
     heads: int = 1
     threads: int = 0
-    ahead: bool = False
+    step: int = 4
 
     def text(self) -> str:
         """Return the C++ type."""
         types = f"gnnc::Element::{self.element}, {self.width}, gnnc::Reduce::{self.reduce}"
         types += f", gnnc::Value::{self.value}, gnnc::Scale::{self.scale}, {self.heads}"
-        tuning = f", {self.threads}, {str(self.ahead).lower()}" if self.threads else ""
+        tuning = f", {self.threads}, {self.step}" if self.threads else ""
         return f"gnnc::SpmmConfig<{types}{tuning}>"
 
     def names(self, epilogue: str = "gnnc::StoreFloat") -> tuple[str, str]:
@@ -65,20 +72,14 @@ class SpmmConfig:
 
 
 STORE_BYTES = """
+#include "row_steps.cuh"
+template <int kStride>
 struct StoreBytes {  // what a requantizing epilogue with a static scale writes
   signed char* out;
-  int64_t stride;
   template <class Tile>
   __device__ void operator()(const Tile& tile, int64_t row) const {
-    for (int i = 0; i < Tile::kPer; i += 4) {
-      if (!tile.valid(i)) continue;
-      unsigned int word = 0;
-      for (int k = 0; k < 4; ++k) {
-        const int q = __float2int_rn(fminf(fmaxf(tile.v[i + k] * 0.01f, -127.0f), 127.0f));
-        word |= (q & 255u) << (8 * k);
-      }
-      *reinterpret_cast<unsigned int*>(out + row * stride + tile.column(i)) = word;
-    }
+    const auto scaled = [&](int i) { return __fmul_rn(tile.v[i], 0.01f); };
+    gnnc::step::store_codes<kStride>(tile, out + row * kStride, scaled);
   }
 };
 """
@@ -133,23 +134,23 @@ class Spmm:
         heads = 1 if value is None or value.dim() == 1 else value.shape[1]
         config = SpmmConfig(ELEMENTS[x.dtype], x.shape[1], reduce, kind, scale, heads)
         self.config = replace(config, **tuning)
-        self.epilogue = "StoreBytes" if to_int8 else "gnnc::StoreFloat"
-        self.module = spmm_module(self.config, self.epilogue)
         width = (x.shape[1] + 3) // 4 * 4
+        self.epilogue = f"StoreBytes<{width}>" if to_int8 else "gnnc::StoreFloat"
+        self.module = spmm_module(self.config, self.epilogue)
         self.out = torch.empty(graph.num_dst, width, device="cuda", dtype=torch.int8 if to_int8 else None)
         self.out.fill_(99)
         staging = torch.empty(graph.runs.slots, width, device="cuda")
         self.kept = (graph, x, value, x_scale, shift, staging)
         tensors = (value, x_scale, shift, staging)
         arguments = [*graph.values(), address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
-        self.arguments = [*arguments, address(self.out), width]
-        self.grids = graph.runs.chunk.shape[0], graph.runs.split.shape[0]
+        self.arguments = [*arguments, address(self.out), *([] if to_int8 else [width])]
+        self.grids = graph.blocks, graph.runs.split.shape[0]
 
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""
         spmm, combine = self.config.names(self.epilogue)
         self.module.launch(spmm, self.grids[0], AS_COMPILED, *self.arguments)
-        self.module.launch(combine, (self.grids[1] + 7) // 8, 256, *self.arguments, self.grids[1])
+        self.module.launch(combine, self.grids[1], 128, *self.arguments)
         return self.out[:, : self.config.width]
 
 
@@ -163,11 +164,12 @@ class AttentionConfig:
     additive: bool
     edge: bool
     threads: int = 0
+    step: int = 4
 
     def text(self) -> str:
         """Return the C++ type."""
         flags = f"{str(self.additive).lower()}, {str(self.edge).lower()}, Constants"
-        flags += f", {self.threads}" if self.threads else ""
+        flags += f", {self.threads}, {self.step}" if self.threads else ""
         return f"gnnc::AttentionConfig<gnnc::Element::{self.element}, {self.width}, {self.heads}, {flags}>"
 
     def names(self) -> tuple[str, str, str]:
@@ -216,7 +218,7 @@ class Attention:
         tensors = (x_scale, a_src, a_dst, edge, stats, staging)
         self.given = [*graph.values(), address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
         self.arguments = [*self.given, address(self.out), width]
-        self.grids = graph.runs.chunk.shape[0], graph.runs.split.shape[0]
+        self.grids = graph.blocks, graph.runs.split.shape[0]
 
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""
@@ -243,11 +245,12 @@ class SddmmConfig:
     heads: int = 1
     scaled: bool = False
     threads: int = 0
+    step: int = 4
 
     def name(self) -> str:
         """Return the kernel's name."""
         given = f"gnnc::Element::{self.element}, {self.width}, gnnc::EdgeOp::{self.op}, {self.heads}"
-        given += f", {str(self.scaled).lower()}{f', {self.threads}' if self.threads else ''}"
+        given += f", {str(self.scaled).lower()}{f', {self.threads}, {self.step}' if self.threads else ''}"
         return f"gnnc::sddmm<gnnc::SddmmConfig<{given}>>"
 
 
@@ -280,7 +283,7 @@ class Sddmm:
         rows = [address(a), a.stride(0) * a.element_size(), address(b), b.stride(0) * b.element_size()]
         tensors = (a_scale, b_scale, self.out)
         self.arguments = [*graph.values(), *rows, *map(address, tensors)]
-        self.grid = graph.runs.chunk.shape[0]
+        self.grid = graph.blocks
 
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""

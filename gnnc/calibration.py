@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -272,7 +273,7 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
     device = _device_of(backend)
     with torch.no_grad():
         variants = [variant for probe in PROBES for variant in _variants(probe, backend, device)]
-        programs = [_program(variant, backend) for variant in variants]
+        programs = _programs(variants, backend)
         ready = time.perf_counter()
         trials: list[_Trial] = []
         for graph in device.graphs:
@@ -287,8 +288,14 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
     return Rates(families, backend.name, device.describe(backend), time.perf_counter() - start)
 
 
-def _program(variant: _Variant, backend: Backend) -> Executable:
-    return backend.executable(variant.graph_module, check_finite=False, cuda_graph=False)
+def _programs(variants: Sequence[_Variant], backend: Backend) -> list[Executable]:
+    """Compile side by side: the compiler of CUDA takes a second or two for each program."""
+
+    def compile_one(variant: _Variant) -> Executable:
+        return backend.executable(variant.graph_module, check_finite=False, cuda_graph=False)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(compile_one, variants))
 
 
 def _with_alike(

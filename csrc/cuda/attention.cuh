@@ -3,8 +3,8 @@
 // attention: out[i, h, :] = sum over the edges e of row i of alpha[e, h] * x[col[e], h, :], then the epilogue; alpha is
 // the softmax over the row of logit[e, h] = leaky_relu(a_src[col[e], h] + a_dst[i, h] + edge[e, h]), or of edge[e, h]
 // alone. One pass over the edges: each thread keeps a running maximum, the sum of exponentials and the weighted sum of
-// its own edges, and the threads of a row, and the parts of a split row, are joined by their maxima. Neither logits nor
-// alpha reach memory.
+// its own edges, and slots that share a row, and the parts of a split row, are joined by their maxima. Neither logits
+// nor alpha reach memory.
 //
 // Layout: as spmm; a_src, a_dst fp32 [N, heads], edge fp32 [E, heads]. Of several heads of x, each begins on 16 bytes
 // (pack_rows.cuh), so that a piece lies in one. int8 rows have a scale each.
@@ -32,9 +32,15 @@ struct AttentionArgs {
   void* staging;         // where rows are split
 };
 
+__host__ __device__ constexpr Residency attention_residency(Element element, int width, int heads) {
+  const bool few = kArchitecture < 900 || element == Element::i8;
+  return fitting({few ? 512 : element == Element::f32 ? 768 : 640, 4}, 2 * width + 128 + 16 * heads);
+}
+
 // Constants has static constexpr floats kSlope (of the leaky ReLU; 1: none) and kEps (added to the sum).
 template <Element kElement_, int kWidth_, int kHeads_, bool kAdditive_, bool kEdge_, class Constants_,
-          int kThreads_ = 512>
+          int kThreads_ = attention_residency(kElement_, kWidth_, kHeads_).threads,
+          int kStep_ = attention_residency(kElement_, kWidth_, kHeads_).step>
 struct AttentionConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
@@ -43,6 +49,7 @@ struct AttentionConfig {
   static constexpr bool kEdge = kEdge_;
   using Constants = Constants_;
   static constexpr int kThreads = kThreads_;
+  static constexpr int kStep = kStep_;
 };
 
 template <class Config>
@@ -53,7 +60,9 @@ struct Attention {
   static constexpr int kHeadStride = kHeads == 1 ? kWidth : (kHeadWidth + kPiece - 1) / kPiece * kPiece;  // in x
   static constexpr int kStride = kHeads * kHeadStride;
   using Layout = RowLayout<Config::kElement, kStride>;
-  using Tile = RowTile<kWidth, 32>;
+  // The row of a slot, in the columns that its threads gather; or the row of the warp.
+  static constexpr bool kBundle = Layout::kPasses == 1 && kHeadStride == kHeadWidth;
+  using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4>;
   static_assert(kWidth % kHeads == 0, "heads divide the width");
   static_assert(Config::kAdditive || Config::kEdge, "logits are made from something");
   static constexpr int kColumns = (kStride + 3) / 4 * 4;
@@ -90,7 +99,8 @@ struct AttentionBody {
   using Layout = typename A::Layout;
   static constexpr int kHeads = Config::kHeads, kColumns = Layout::kColumns;
 
-  static constexpr bool kSingly = false, kAhead = false;
+  static constexpr bool kBundle = A::kBundle, kMasks = true;
+  static constexpr int kStep = Config::kStep;
 
   struct Extra {
     float source[4];  // a_src + edge, or edge
@@ -99,11 +109,11 @@ struct AttentionBody {
 
   const AttentionArgs& a;
   const Epilogue& epilogue;
-  float* words;   // the warp's row
+  float* words;   // the warp's row, where slots have none of their own
   float2* heads;  // the warp's maxima and sums
   int pass;
-  int head;
-  float own, next;  // a_dst of this row and of the next
+  int head;   // of this thread's piece
+  float own;  // a_dst of this row
   float top, total;
   float sums[kColumns];
 
@@ -114,22 +124,22 @@ struct AttentionBody {
     for (int i = 0; i < kColumns; ++i) sums[i] = 0.0f;
   }
 
-  // The head of this thread's piece.
-  __device__ __forceinline__ void set_pass(int which) {
+  __device__ __forceinline__ void begin(const Work& work, int which) {
     pass = which;
     head = min((pass * Layout::kPieces + Layout::piece()) * kColumns / A::kHeadStride, kHeads - 1);
+    if constexpr (Config::kAdditive) {
+      own = work.row() < 0 ? 0.0f : __ldg(a.a_dst + static_cast<int64_t>(work.row()) * kHeads + head);
+    }
   }
 
-  __device__ __forceinline__ void load(Extra& e, const Run& run, int32_t begin, const int32_t (&source)[4],
-                                       uint32_t exists) const {
+  __device__ __forceinline__ void load(Extra& e, int64_t edge, const int32_t (&source)[4], uint32_t mask) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool there = exists >> i & 1;
+      const bool there = mask >> i & 1;
       float v = 0.0f;
       if constexpr (Config::kAdditive)
         v = there ? __ldg(a.a_src + static_cast<int64_t>(source[i]) * kHeads + head) : 0.0f;
-      if constexpr (Config::kEdge)
-        v = __fadd_rn(v, there ? __ldg(a.edge + (run.base + begin + Layout::edge(i)) * kHeads + head) : 0.0f);
+      if constexpr (Config::kEdge) v = __fadd_rn(v, there ? __ldg(a.edge + (edge + i) * kHeads + head) : 0.0f);
       e.source[i] = v;
       if constexpr (A::kScaled) e.scale[i] = there ? __ldg(a.x_scale + source[i]) : 0.0f;
     }
@@ -158,61 +168,95 @@ struct AttentionBody {
       total = __fadd_rn(total, p);
       const float w = A::kScaled ? __fmul_rn(p, e.scale[i]) : p;
       float v[kColumns];
-      unpack<Config::kElement>(kMasked && !(mask >> i & 1) ? make_uint4(0, 0, 0, 0) : x[i], v);
+      unpack<Config::kElement>(x[i], v);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) sums[c] = fmaf(w, v[c], sums[c]);
     }
   }
 
-  __device__ __forceinline__ void begin(int32_t row, const Run& run) {
-    if constexpr (!Config::kAdditive) return;
-    own = row == run.row ? dst_of(row, run) : next;
-    next = row + 1 < run.row_end ? dst_of(row + 1, run) : 0.0f;
-  }
-
-  __device__ __forceinline__ void finish(int32_t row, const Run& run) {
-    float highest = top;
-#pragma unroll
-    for (int apart = Layout::kPieces; apart < 32; apart *= 2) {
-      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, apart));
-    }
-    const float by = power_of_two(top - highest);
-    float sum = __fmul_rn(total, by);
-#pragma unroll
-    for (int apart = Layout::kPieces; apart < 32; apart *= 2) {
-      sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, apart));
-    }
-    const bool part = run.slot >= 0;
-    const float factor = part ? by : __fmul_rn(by, A::inverse(sum));
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) sums[c] = __fmul_rn(sums[c], factor);
-    int column;
-    const int count = reduce_slots<Layout>(sums, column, [](float p, float q) { return __fadd_rn(p, q); });
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      if (c < count) words[(pass * Layout::kPieces + Layout::piece()) * kColumns + column + c] = sums[c];
-    }
-    if (Layout::slot() == 0) heads[head] = make_float2(highest, sum);
-    clear();
-    if (pass + 1 < Layout::kPasses) return;
-    __syncwarp();
-    if (part) {
-      stage(run.slot);
+  __device__ __forceinline__ void finish(const Work& work, int) {
+    if (work.shared) join();
+    if constexpr (kBundle) {
+      if (!work.shared || Layout::slot() == 0) {
+        if (work.part >= 0) {
+          stage(work.part);
+        } else if (work.row() >= 0) {
+          emit(work.row());
+        }
+      }
+      clear();
     } else {
-      emit(row);
+      hold(work.part >= 0 ? 1.0f : A::inverse(total));
+      clear();
+      if (pass + 1 < Layout::kPasses) return;
+      __syncwarp();
+      if (work.part >= 0) {
+        stage_held(work.part);
+      } else {
+        emit_held(work.row());
+      }
+      __syncwarp();
     }
-    __syncwarp();
   }
 
  private:
-  __device__ float dst_of(int32_t row, const Run&) const {
-    return __ldg(a.a_dst + static_cast<int64_t>(row) * kHeads + head);
+  // Gives all slots the sums over all of them.
+  __device__ __forceinline__ void join() {
+    float highest[1] = {top};
+    join_slots<Layout>(highest, [](float p, float q) { return fmaxf(p, q); });
+    const float by = power_of_two(top - highest[0]);
+    top = highest[0];
+    float sum[1] = {__fmul_rn(total, by)};
+    const auto add = [](float p, float q) { return __fadd_rn(p, q); };
+    join_slots<Layout>(sum, add);
+    total = sum[0];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) sums[c] = __fmul_rn(sums[c], by);
+    join_slots<Layout>(sums, add);
   }
 
+  __device__ float* staged(int32_t slot) const {
+    return static_cast<float*>(a.staging) + static_cast<int64_t>(slot) * A::kStaged;
+  }
+
+  // Threads of one head write the same.
   __device__ __forceinline__ void stage(int32_t slot) const {
+    float* to = staged(slot);
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 4) {
+      const int column = Layout::piece() * kColumns + c;
+      if (column >= A::kColumns) continue;
+      *reinterpret_cast<float4*>(to + column) = make_float4(sums[c], sums[c + 1], sums[c + 2], sums[c + 3]);
+    }
+    reinterpret_cast<float2*>(to + A::kColumns)[head] = make_float2(top, total);
+  }
+
+  __device__ __forceinline__ void emit(int32_t row) const {
+    typename A::Tile tile;
+    static_assert(A::Tile::kPer == kColumns, "a thread keeps the columns that it gathers");
+    const float factor = A::inverse(total);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      if (tile.valid(i)) tile.v[i] = __fmul_rn(sums[i], factor);
+    }
+    if (a.stats != nullptr) a.stats[static_cast<int64_t>(row) * kHeads + head] = make_float2(top, total);
+    epilogue(tile, row);
+  }
+
+  // Rows of several passes, or with something between their heads, wait in shared memory.
+
+  __device__ __forceinline__ void hold(float factor) {
+    if (Layout::slot() > 0) return;
+    float* to = words + (pass * Layout::kPieces + Layout::piece()) * kColumns;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) to[c] = __fmul_rn(sums[c], factor);
+    heads[head] = make_float2(top, total);
+  }
+
+  __device__ __forceinline__ void stage_held(int32_t slot) const {
     using Whole = RowTile<A::kStride, 32>;
     const Whole tile;
-    float* to = static_cast<float*>(a.staging) + static_cast<int64_t>(slot) * A::kStaged;
+    float* to = staged(slot);
 #pragma unroll
     for (int i = 0; i < Whole::kPer; i += 4) {
       const int column = tile.column(i);
@@ -222,7 +266,7 @@ struct AttentionBody {
     for (int h = Layout::lane(); h < kHeads; h += 32) reinterpret_cast<float2*>(to + A::kColumns)[h] = heads[h];
   }
 
-  __device__ __forceinline__ void emit(int32_t row) const {
+  __device__ __forceinline__ void emit_held(int32_t row) const {
     typename A::Tile tile;
 #pragma unroll
     for (int i = 0; i < A::Tile::kPer; ++i) {
@@ -239,45 +283,45 @@ template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Config::kThreads, 1) attention(const AttentionArgs a, const Epilogue epilogue) {
   using Layout = typename Attention<Config>::Layout;
   constexpr int kWarps = Config::kThreads / 32;
+  constexpr bool kHeld = !Attention<Config>::kBundle;
   __shared__ int32_t next;
-  __shared__ __align__(16) float rows[kWarps][Layout::kPadded];
-  __shared__ float2 heads[kWarps][Config::kHeads];
+  __shared__ RunFeed<entries_of<Layout>()> feed[Config::kThreads / 32];
+  __shared__ __align__(16) float rows[kWarps][kHeld ? Layout::kPadded : 4];
+  __shared__ float2 heads[kWarps][kHeld ? Config::kHeads : 1];
   const auto* x = static_cast<const char*>(a.x);
   const auto stride = static_cast<uint32_t>(a.x_stride);
   AttentionBody<Config, Epilogue> body{a, epilogue, rows[threadIdx.x / 32], heads[threadIdx.x / 32]};
   body.clear();
-  body.set_pass(0);
-  for_runs<Layout>(a.runs, x, stride, &next, body);
+  for_runs<Layout>(a.runs, x, stride, &next, feed[threadIdx.x / 32], body);
 }
 
 // Joins the parts of one split row: all threads know the maxima of its parts, warps take parts in turn.
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(256) attention_combine(const AttentionArgs a, const Epilogue epilogue) {
   using A = Attention<Config>;
-  using Tile = typename A::Tile;
+  using Tile = RowTile<Config::kWidth, 32>;
   constexpr int kHeads = Config::kHeads, kPer = Tile::kPer;
   __shared__ float parts[8][A::kColumns];
   __shared__ float2 heads[kHeads];
-  const int2 split = a.runs.split[blockIdx.x];
-  const int2 first = a.runs.place[split.x];
-  const float* staging = static_cast<const float*>(a.staging) + static_cast<int64_t>(first.y) * A::kStaged;
+  const Split split = a.runs.split[blockIdx.x];
+  const float* staging = static_cast<const float*>(a.staging) + static_cast<int64_t>(split.slot) * A::kStaged;
   const auto stat = [&](int slot, int h) {
     return reinterpret_cast<const float2*>(staging + static_cast<int64_t>(slot) * A::kStaged + A::kColumns)[h];
   };
   for (int h = static_cast<int>(threadIdx.x); h < kHeads; h += 256) {
     float top = kNoLogit, total = 0.0f;
-    for (int slot = 0; slot < split.y; ++slot) top = fmaxf(top, stat(slot, h).x);
-    for (int slot = 0; slot < split.y; ++slot) {
+    for (int slot = 0; slot < split.parts; ++slot) top = fmaxf(top, stat(slot, h).x);
+    for (int slot = 0; slot < split.parts; ++slot) {
       const float2 s = stat(slot, h);
       total = fmaf(s.y, power_of_two(s.x - top), total);
     }
     heads[h] = make_float2(top, total);
-    if (a.stats != nullptr) a.stats[static_cast<int64_t>(first.x) * kHeads + h] = heads[h];
+    if (a.stats != nullptr) a.stats[static_cast<int64_t>(split.row) * kHeads + h] = heads[h];
   }
   __syncthreads();
   Tile tile;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  for (int slot = warp; slot < split.y; slot += 8) {
+  for (int slot = warp; slot < split.parts; slot += 8) {
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
       if (!tile.valid(i)) continue;
@@ -301,7 +345,7 @@ __global__ void __launch_bounds__(256) attention_combine(const AttentionArgs a, 
     for (int other = 1; other < 8; ++other) tile.v[i] = __fadd_rn(tile.v[i], parts[other][column]);
     tile.v[i] = __fmul_rn(tile.v[i], A::inverse(heads[column / A::kHeadWidth].y));
   }
-  epilogue(tile, first.x);
+  epilogue(tile, split.row);
 }
 
 // alpha[e, h] from the statistics that attention wrote. A block a chunk of runs, a warp a row.
@@ -311,24 +355,22 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_weights(const A
   constexpr int kHeads = Config::kHeads;
   __shared__ int32_t next;
   RunQueue queue(a.runs, &next);
-  for (int32_t index = queue.take(); index < queue.last; index = queue.take()) {
-    const Run run(RunRecord(a.runs, index, queue.last));
-    int32_t from = 0;
-    for (int32_t row = run.row; row < run.row_end; ++row) {
-      const int32_t end = run.end_of(a.runs, row);
-      for (int32_t at = from * kHeads + static_cast<int32_t>(threadIdx.x) % 32; at < end * kHeads; at += 32) {
-        const int64_t e = run.base * kHeads + at;
-        const int h = at % kHeads;
+  for (Run run = queue.take(); run.count > 0; run = queue.take()) {
+    for (int32_t which = 0; which < run.count; ++which) {
+      const Entry entry = load_record(a.runs.entry + run.first + which);
+      const int64_t end = (entry.first + entry.count) * kHeads;
+      for (int64_t e = entry.first * kHeads + threadIdx.x % 32; e < end; e += 32) {
+        const int h = static_cast<int>(e % kHeads);
         float v = 0.0f;
         if constexpr (Config::kAdditive) {
           v = __ldg(a.a_src + static_cast<int64_t>(a.runs.col[e / kHeads]) * kHeads + h);
         }
         if constexpr (Config::kEdge) v = __fadd_rn(v, __ldg(a.edge + e));
-        if constexpr (Config::kAdditive) v = __fadd_rn(v, __ldg(a.a_dst + static_cast<int64_t>(row) * kHeads + h));
-        const float2 s = a.stats[static_cast<int64_t>(row) * kHeads + h];
+        if constexpr (Config::kAdditive)
+          v = __fadd_rn(v, __ldg(a.a_dst + static_cast<int64_t>(entry.row) * kHeads + h));
+        const float2 s = a.stats[static_cast<int64_t>(entry.row) * kHeads + h];
         alpha[e] = __fmul_rn(power_of_two(A::logit(v) - s.x), A::inverse(s.y));
       }
-      from = end;
     }
   }
 }

@@ -62,39 +62,33 @@ template <int kWidth, int kStride, int kLanes, Join kJoin, class Body>
 __global__ void __launch_bounds__(256) message(MessageArgs args, Body body) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (256 / kLanes) + threadIdx.x / kLanes;
   if (index >= args.count) return;
-  const Runs& runs = args.runs;
-  const int2 place = runs.place[index];
-  const int64_t last = runs.begin[index + 1];
-  const int64_t row_end = place.y < 0 ? runs.place[index + 1].x : place.x + 1;
-  int64_t begin = runs.begin[index];
-  for (int64_t row = place.x; row < row_end; ++row) {
-    const int64_t end = place.y < 0 ? runs.rowptr[row + 1] : last;
+  const Run run = load_record(args.runs.run + index);
+  for (int32_t which = 0; which < run.count; ++which) {
+    const Entry entry = load_record(args.runs.entry + run.first + which);
     for (int column = threadIdx.x % kLanes; column < kWidth; column += kLanes) {
       float total = join_start<kJoin>();
-      for (int64_t edge = begin; edge < end; ++edge) {
-        total = join<kJoin>(total, body(row, runs.col[edge], edge, column));
+      for (int64_t edge = entry.first; edge < entry.first + entry.count; ++edge) {
+        total = join<kJoin>(total, body(entry.row, args.runs.col[edge], edge, column));
       }
-      if (place.y >= 0) {
-        args.staging[static_cast<int64_t>(place.y) * kWidth + column] = total;
+      if (run.slot >= 0) {
+        args.staging[static_cast<int64_t>(run.slot) * kWidth + column] = total;
       } else {
-        args.out[row * kStride + column] = join_end<kJoin>(total, end - begin);
+        args.out[static_cast<int64_t>(entry.row) * kStride + column] = join_end<kJoin>(total, entry.count);
       }
     }
-    begin = end;
   }
 }
 
 template <int kWidth, int kStride, Join kJoin>
 __global__ void __launch_bounds__(256) message_combine(MessageArgs args) {
-  const int2 split = args.runs.split[blockIdx.x];
-  const int2 first = args.runs.place[split.x];
-  const int64_t count = args.runs.begin[split.x + split.y] - args.runs.begin[split.x];
+  const Split split = load_record(args.runs.split + blockIdx.x);
+  const int64_t count = args.runs.rowptr[split.row + 1] - args.runs.rowptr[split.row];
   for (int column = threadIdx.x; column < kWidth; column += 256) {
     float total = join_start<kJoin>();
-    for (int64_t slot = first.y; slot < first.y + split.y; ++slot) {
+    for (int64_t slot = split.slot; slot < split.slot + split.parts; ++slot) {
       total = join<kJoin>(total, args.staging[slot * kWidth + column]);
     }
-    args.out[static_cast<int64_t>(first.x) * kStride + column] = join_end<kJoin>(total, count);
+    args.out[static_cast<int64_t>(split.row) * kStride + column] = join_end<kJoin>(total, count);
   }
 }
 

@@ -106,7 +106,7 @@ struct Load {
     const X* from = row + column;
     if (!exists || column >= Config::kInner) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if constexpr (Config::kStride % 4 == 0 && Config::kInner % 4 == 0) {
-      const auto v = *reinterpret_cast<const step::Four<X>*>(from);
+      const auto v = *reinterpret_cast<const step::Vector<X, 4>*>(from);
       return make_float4(step::as_float(v.v[0]), step::as_float(v.v[1]), step::as_float(v.v[2]),
                          step::as_float(v.v[3]));
     } else if constexpr (Config::kStride % 2 == 0 && Config::kInner % 2 == 0) {
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(Config::kThreads) gemm(GemmArgs args, Epilogue
   static_assert(Config::kRows % kGroups == 0 || kGroups % Config::kRows == 0, "groups share the rows evenly");
   const auto finish = [&](int place) {
     RowTile<Config::kOut, kLanes> tile;
-    step::with_row<true>(tile, out + place * G::kOutPitch, [&](int i, float x) { tile.v[i] = x; });
+    step::with_row<G::kOutPitch>(tile, out + place * G::kOutPitch, [&](int i, float x) { tile.v[i] = x; });
     if constexpr (Config::kProduct == Product::i8) {
       step::with_scalar(tile, scales[place], step::Multiply{});
       step::with_columns(tile, args.w_scale, step::Multiply{});

@@ -76,7 +76,7 @@ struct LaneReduce {
     float v[kColumns];
     unpack<Layout::kElement>(x, v);
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) take(i, v[i], counts);
+    for (int i = 0; i < kColumns; ++i) put(i, v[i], counts);
   }
 
   // weight(i) is that of column i of the piece.
@@ -89,23 +89,19 @@ struct LaneReduce {
       if constexpr (kAdds) {
         acc[i] = fmaf(weight(i), v[i], acc[i]);
       } else {
-        take(i, __fmul_rn(weight(i), v[i]), counts);
+        put(i, __fmul_rn(weight(i), v[i]), counts);
       }
     }
   }
 
-  __device__ __forceinline__ void store(float* row) {
-    int column;
-    const int count = reduce_slots<Layout>(acc, column, [](float a, float b) { return combine<kReduce>(a, b); });
+  __device__ __forceinline__ void take(Word (&out)[kColumns]) {
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      if (i < count) row[Layout::piece() * kColumns + column + i] = acc[i];
-    }
+    for (int i = 0; i < kColumns; ++i) out[i] = acc[i];
     clear();
   }
 
  private:
-  __device__ void take(int i, float v, bool counts) {
+  __device__ void put(int i, float v, bool counts) {
     if constexpr (kAdds) {
       acc[i] = __fadd_rn(acc[i], v);
     } else {

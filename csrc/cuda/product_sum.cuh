@@ -2,12 +2,12 @@
 
 // Sums of gathered rows that never convert a value on its own.
 //
-// ByteSum, exact: mma.m16n8k16 with the identity as A. A word of 4 columns is part of B as it was loaded: k is (thread
-// of four, byte), n the eight groups of four threads.
+// ByteSum, exact: mma.m16n8k16 with two words of a thread as A, as they were loaded (eight groups of four threads, 16
+// columns of four threads), and a choice of columns as B, so that C has each thread's own columns.
 //
 // ByteProducts, exact or in fixed point: the words of four edges are turned by __byte_perm into words of one column,
 // and dp4a (weights of 8 bits) or dp2a (of 16) multiplies and adds four edges at once. Real weights are fixed-point
-// numbers of 15 bits with one unit a row, 2^(e - 14), where 2^e is above every weight of the row so far; when a larger
+// numbers of 15 bits with one unit a slot and row, 2^(e - 14), where 2^e is above every weight so far; when a larger
 // one comes the sums are shifted. The error of a weight is at most 2^-15 of that power of two.
 //
 // HalfSum, FP32 sums: mma.m16n8k8 with two neighbouring words as A, as they were loaded, and the identity as B, so that
@@ -24,83 +24,38 @@ namespace gnnc {
 template <class Layout>
 struct ByteSum {
   using Word = int32_t;
-  int32_t c[4][4];
+  int32_t c[2][2][4];  // [pair of words][pair of columns]: two columns of the first word, and of the second
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) c[i / 4][i % 4] = 0;
+    for (int i = 0; i < 16; ++i) c[i / 8][i / 4 % 2][i % 4] = 0;
+  }
+
+  // Of the 16 columns of four threads' words, the eight that pair `half` of each thread is.
+  __device__ static uint32_t chosen(int half) {
+    const int lane = Layout::lane(), to = lane / 4;
+    return to / 2 == lane % 4 ? 1u << (8 * (2 * half + to % 2)) : 0u;
   }
 
   __device__ __forceinline__ void add_one(const uint4& x) {
-    const int lane = Layout::lane(), row = lane / 4, thread = lane % 4;
-    const uint32_t one = 1u << (8 * (row % 4));
-    const uint32_t low = row / 4 == thread ? one : 0, high = row / 4 + 2 == thread ? one : 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-          : "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
-          : "r"(low), "r"(high), "r"(word_of(x, j)));
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t b = chosen(half);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        int32_t (&to)[4] = c[j][half];
+        asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+            : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+            : "r"(word_of(x, 2 * j)), "r"(word_of(x, 2 * j + 1)), "r"(b));
+      }
     }
   }
 
-  // c[j][k] is the sum of byte row % 4 of word j in thread row / 4 (k < 2) or row / 4 + 2 of groups 2 (lane % 4) + k
-  // % 2.
-  __device__ __forceinline__ void store(int32_t* row) {
-    constexpr int kPieces = Layout::kPieces;
-    const int lane = Layout::lane(), thread = lane / 16, byte = lane / 4 % 4;
-    if constexpr (kPieces >= 8) {
-      store_wide(row, thread, byte);
-    } else {
-      int32_t sums[8];  // [thread half][word]
+  // The sums of this thread's columns.
+  __device__ __forceinline__ void take(Word (&out)[16]) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        sums[j] = c[j][0] + c[j][1];
-        sums[4 + j] = c[j][2] + c[j][3];
-      }
-      if constexpr (kPieces < 4) {  // threads 2 apart have the same piece
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          sums[j] += sums[4 + j];
-          if constexpr (kPieces == 1) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], 16);
-          sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], 1);
-          sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], 2);
-        }
-        if (lane % 4 == 0 && thread < kPieces) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) row[thread * 16 + 4 * j + byte] = sums[j];
-        }
-      } else {
-        const bool odd = lane & 1, second = lane & 2;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int32_t other = __shfl_xor_sync(0xffffffffu, odd ? sums[j] : sums[4 + j], 1);
-          sums[j] = (odd ? sums[4 + j] : sums[j]) + other;
-        }
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int32_t other = __shfl_xor_sync(0xffffffffu, second ? sums[j] : sums[2 + j], 2);
-          sums[j] = (second ? sums[2 + j] : sums[j]) + other;
-          row[(thread + 2 * odd) * 16 + 4 * (j + 2 * second) + byte] = sums[j];
-        }
-      }
-    }
+    for (int i = 0; i < 16; ++i) out[i] = c[i / 8][i / 2 % 2][i / 4 % 2 * 2 + i % 2];
     clear();
-  }
-
- private:
-  // The pieces are groups of four threads: 4 * (group % (pieces / 4)) + thread.
-  __device__ __forceinline__ void store_wide(int32_t* row, int thread, int byte) {
-    const int pair = Layout::lane() % 4;
-    constexpr int kGroups = Layout::kPieces / 4;  // 2, 4 or 8
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int j = i / 4, k = i % 4;
-      int32_t sum = c[j][k];
-      if constexpr (kGroups <= 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      if constexpr (kGroups == 2) sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      const int group = 2 * pair + k % 2;
-      if (group < kGroups) row[(group * 4 + thread + k / 2 * 2) * 16 + 4 * j + byte] = sum;
-    }
   }
 };
 
@@ -144,7 +99,7 @@ struct ByteProducts {
 #pragma unroll
     for (int i = 0; i < 4; ++i) top = max(top, __float_as_uint(w[i]) & 0x7fffffffu);
     const int needed = static_cast<int>(top >> 23) + 1;
-    if (__any_sync(0xffffffffu, needed > exponent)) raise(needed);
+    if (needed > exponent) raise(needed);
     const float inverse = __uint_as_float(static_cast<uint32_t>(max(268 - exponent, 1)) << 23);  // |w| of it <= 2^14
     uint32_t fixed[4];
 #pragma unroll
@@ -163,29 +118,15 @@ struct ByteProducts {
     }
   }
 
-  __device__ __forceinline__ void store(Word* row) {
-    int column;
-    int count;
-    Word out[16];
+  __device__ __forceinline__ void take(Word (&out)[16]) {
     // NaN once a weight was not finite.
     const float unit = __uint_as_float(exponent > 255 ? 0x7fffffffu : (static_cast<uint32_t>(exponent) - 14u) << 23);
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       if constexpr (kReal) {
-        out[i] = static_cast<float>(sums[i]);
+        out[i] = __fmul_rn(static_cast<float>(sums[i]), unit);
       } else {
         out[i] = sums[i];
-      }
-    }
-    count = reduce_slots<Layout>(out, column, [](Word a, Word b) { return a + b; });
-    Word* to = row + Layout::piece() * 16 + column;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if (i >= count) continue;
-      if constexpr (kReal) {
-        to[i] = __fmul_rn(out[i], unit);
-      } else {
-        to[i] = out[i];
       }
     }
     clear();
@@ -203,10 +144,8 @@ struct ByteProducts {
     columns[3] = __byte_perm(ab23, cd23, 0x7632);
   }
 
-  // The whole warp works on one row, and takes the same unit.
   __device__ __forceinline__ void raise(int needed) {
-    needed = max(static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(needed))), exponent);
-    const int by = min(needed - exponent, 31), half = by == 0 ? 0 : 1 << (by - 1);
+    const int by = min(needed - exponent, 31), half = 1 << (by - 1);
 #pragma unroll
     for (int i = 0; i < 16; ++i) sums[i] = (sums[i] + half) >> by;
     exponent = needed;
@@ -243,16 +182,9 @@ struct HalfSum {
     }
   }
 
-  __device__ __forceinline__ void store(float* row) {
-    float sums[8];
+  __device__ __forceinline__ void take(Word (&out)[8]) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) sums[i] = c[i / 4][i % 4];
-    int column;
-    const int count = reduce_slots<Layout>(sums, column, [](float a, float b) { return __fadd_rn(a, b); });
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i < count) row[Layout::piece() * 8 + column + i] = sums[i];
-    }
+    for (int i = 0; i < 8; ++i) out[i] = c[i / 4][i % 4];
     clear();
   }
 };

@@ -48,43 +48,55 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-template <class T>
-struct alignas(4 * sizeof(T)) Four {
-  T v[4];
+template <class T, int kCount>
+struct alignas(kCount * sizeof(T)) Vector {
+  T v[kCount];
 };
 
-// Loads and stores rows of T, whole runs at a time where kAligned says that each run starts on its own size.
-template <bool kAligned, class Tile, class T, class F>
+// How many neighbouring columns of T a thread moves at once: what it holds, in at most 16 bytes, where rows `stride`
+// elements apart keep that aligned; 1 where they do not.
+template <class Tile, class T>
+__host__ __device__ constexpr int at_once(int stride) {
+  for (int count = Tile::kRun; count >= 4; count /= 2) {
+    if (count * static_cast<int>(sizeof(T)) <= 16 && stride % count == 0) return count;
+  }
+  return 1;
+}
+
+// Loads and stores rows of T that are kStride elements apart.
+template <int kStride, class Tile, class T, class F>
 __device__ void with_row(const Tile& tile, const T* row, const F& f) {
+  constexpr int kCount = at_once<Tile, T>(kStride);
 #pragma unroll
-  for (int i = 0; i < Tile::kPer; i += Tile::kRun) {
+  for (int i = 0; i < Tile::kPer; i += kCount) {
     const int column = tile.column(i);
-    if (kAligned && column + Tile::kRun <= Tile::kWidth) {
-      const auto four = *reinterpret_cast<const Four<T>*>(row + column);
+    if (column + kCount <= Tile::kWidth) {
+      const auto read = *reinterpret_cast<const Vector<T, kCount>*>(row + column);
 #pragma unroll
-      for (int k = 0; k < Tile::kRun; ++k) f(i + k, as_float(four.v[k]));
+      for (int k = 0; k < kCount; ++k) f(i + k, as_float(read.v[k]));
     } else {
 #pragma unroll
-      for (int k = 0; k < Tile::kRun; ++k) {
+      for (int k = 0; k < kCount; ++k) {
         if (tile.valid(i + k)) f(i + k, as_float(row[column + k]));
       }
     }
   }
 }
 
-template <bool kAligned, class T, class Tile, class F>
+template <int kStride, class T, class Tile, class F>
 __device__ void store_row(const Tile& tile, T* row, const F& f) {
+  constexpr int kCount = at_once<Tile, T>(kStride);
 #pragma unroll
-  for (int i = 0; i < Tile::kPer; i += Tile::kRun) {
+  for (int i = 0; i < Tile::kPer; i += kCount) {
     const int column = tile.column(i);
-    if (kAligned && column + Tile::kRun <= Tile::kWidth) {
-      Four<T> four;
+    if (column + kCount <= Tile::kWidth) {
+      Vector<T, kCount> written;
 #pragma unroll
-      for (int k = 0; k < Tile::kRun; ++k) four.v[k] = f(i + k);
-      *reinterpret_cast<Four<T>*>(row + column) = four;
+      for (int k = 0; k < kCount; ++k) written.v[k] = f(i + k);
+      *reinterpret_cast<Vector<T, kCount>*>(row + column) = written;
     } else {
 #pragma unroll
-      for (int k = 0; k < Tile::kRun; ++k) {
+      for (int k = 0; k < kCount; ++k) {
         if (tile.valid(i + k)) row[column + k] = f(i + k);
       }
     }
@@ -110,9 +122,9 @@ __device__ void with_columns(Tile& tile, const float* values, const F& f) {
     if (tile.valid(i)) tile.v[i] = f(tile.v[i], __ldg(values + tile.column(i)));
   }
 }
-template <bool kAligned, class Tile, class T, class F>
+template <int kStride, class Tile, class T, class F>
 __device__ void with_full(Tile& tile, const T* row, const F& f) {
-  with_row<kAligned>(tile, row, [&](int i, float value) { tile.v[i] = f(tile.v[i], value); });
+  with_row<kStride>(tile, row, [&](int i, float value) { tile.v[i] = f(tile.v[i], value); });
 }
 
 struct Add {
@@ -259,8 +271,8 @@ __device__ void log_softmax(Tile& tile) {
 
 // The mean over kHeads equal parts of a row, as a row of its own. Each thread asks the others for the columns it needs.
 template <int kHeads, class Tile>
-__device__ RowTile<Tile::kWidth / kHeads, Tile::kLanes> head_mean(const Tile& tile) {
-  using Out = RowTile<Tile::kWidth / kHeads, Tile::kLanes>;
+__device__ RowTile<Tile::kWidth / kHeads, Tile::kLanes, Tile::kRun> head_mean(const Tile& tile) {
+  using Out = RowTile<Tile::kWidth / kHeads, Tile::kLanes, Tile::kRun>;
   constexpr int kDepth = Out::kWidth;
   Out out;
 #pragma unroll
@@ -286,9 +298,9 @@ __device__ RowTile<Tile::kWidth / kHeads, Tile::kLanes> head_mean(const Tile& ti
 
 // Stores.
 
-template <bool kAligned, class T, class Tile>
+template <int kStride, class T, class Tile>
 __device__ void store(const Tile& tile, T* row) {
-  store_row<kAligned, T>(tile, row, [&](int i) { return from_float<T>(tile.v[i]); });
+  store_row<kStride, T>(tile, row, [&](int i) { return from_float<T>(tile.v[i]); });
 }
 
 __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
@@ -309,26 +321,29 @@ __device__ inline float scale_of(float amax) {
 }
 __device__ inline float inverse_of(float scale) { return scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f; }
 
+// Rounds to nearest even: past 2^23 a float has no fraction. Conversions run at a quarter of the rate.
 __device__ inline int8_t code_of(float x) {
-  return static_cast<int8_t>(__float2int_rn(fminf(fmaxf(x, -127.0f), 127.0f)));
+  return static_cast<int8_t>(__float_as_uint(__fadd_rn(fminf(fmaxf(x, -127.0f), 127.0f), 12582912.0f)));
 }
 
-// Codes of rows whose end is padded are zero there, where `padded` (a multiple of 4) says how far that goes.
+// Codes of rows kPadded (a multiple of 4) apart, which are zero past the width.
 template <int kPadded, class Tile, class F>
 __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled) {
+  constexpr int kCount = at_once<Tile, int8_t>(kPadded);
+  static_assert(kCount >= 4, "rows of codes are padded to a multiple of 4");
 #pragma unroll
-  for (int i = 0; i < Tile::kPer; i += Tile::kRun) {
+  for (int i = 0; i < Tile::kPer; i += kCount) {
     const int column = tile.column(i);
     if (column >= kPadded) continue;
-    Four<int8_t> four;
+    Vector<int8_t, kCount> codes;
 #pragma unroll
-    for (int k = 0; k < Tile::kRun; ++k) four.v[k] = tile.valid(i + k) ? code_of(scaled(i + k)) : int8_t{0};
-    *reinterpret_cast<Four<int8_t>*>(row + column) = four;
+    for (int k = 0; k < kCount; ++k) codes.v[k] = tile.valid(i + k) ? code_of(scaled(i + k)) : int8_t{0};
+    *reinterpret_cast<Vector<int8_t, kCount>*>(row + column) = codes;
   }
   // Past the last block of the tile.
   constexpr int kHeld = Tile::kPer / Tile::kRun * Tile::kBlock;
-  for (int column = kHeld + tile.lane * Tile::kRun; column < kPadded; column += Tile::kBlock) {
-    *reinterpret_cast<Four<int8_t>*>(row + column) = Four<int8_t>{};
+  for (int column = kHeld + tile.lane * 4; column < kPadded; column += 4 * Tile::kLanes) {
+    *reinterpret_cast<Vector<int8_t, 4>*>(row + column) = Vector<int8_t, 4>{};
   }
 }
 

@@ -3,9 +3,9 @@
 // One complete row of a kernel's result, in FP32, in the registers of a group of threads: what epilogues work on.
 //
 // A group is kLanes neighbouring threads of one warp (a power of two). Thread `lane` holds the columns
-// lane * 4 .. lane * 4 + 3 of every block of 4 * kLanes columns, so that a group stores whole blocks at a time: 16
-// bytes a thread in FP32, 8 in half precision, 4 in int8. Columns past the width hold zeros until an epilogue writes to
-// them; reductions never read them.
+// lane * kRun .. lane * kRun + kRun - 1 of every block of kRun * kLanes columns. With runs of four a group stores whole
+// blocks at a time: 16 bytes a thread in FP32, 8 in half precision, 4 in int8. Columns past the width hold zeros until
+// an epilogue writes to them; reductions never read them.
 //
 // An epilogue is a functor that a kernel takes by value as its last argument:
 //   struct Epilogue { ...; template <class Tile> __device__ void operator()(Tile& tile, int64_t row) const; };
@@ -16,12 +16,13 @@
 
 namespace gnnc {
 
-template <int kWidth_, int kLanes_>
+template <int kWidth_, int kLanes_, int kRun_ = 4>
 struct RowTile {
-  static constexpr int kWidth = kWidth_, kLanes = kLanes_, kRun = 4;
+  static constexpr int kWidth = kWidth_, kLanes = kLanes_, kRun = kRun_;
   static constexpr int kBlock = kRun * kLanes;
   static constexpr int kPer = (kWidth + kBlock - 1) / kBlock * kRun;
   static_assert(kLanes >= 1 && kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "a group is 1, 2, 4, 8, 16 or 32 threads");
+  static_assert(kRun % 4 == 0, "epilogues load and store four columns at least");
 
   float v[kPer];
   int lane;
@@ -31,7 +32,7 @@ struct RowTile {
     for (int i = 0; i < kPer; ++i) v[i] = 0.0f;
   }
 
-  // The column of v[i]. Runs of four, i = 4 k .. 4 k + 3, are neighbours, and the first is a multiple of 4.
+  // The column of v[i]. Runs, i = kRun k .. kRun k + kRun - 1, are neighbours, and the first is a multiple of kRun.
   __device__ int column(int i) const { return i / kRun * kBlock + lane * kRun + i % kRun; }
   __device__ bool valid(int i) const { return column(i) < kWidth; }
 
@@ -98,13 +99,13 @@ struct StoreFloat {
   __device__ void operator()(const Tile& tile, int64_t row) const {
     float* to = out + row * stride;
 #pragma unroll
-    for (int i = 0; i < Tile::kPer; i += Tile::kRun) {
+    for (int i = 0; i < Tile::kPer; i += 4) {
       const int column = tile.column(i);
-      if (column + Tile::kRun <= Tile::kWidth) {
+      if (column + 4 <= Tile::kWidth) {
         *reinterpret_cast<float4*>(to + column) = make_float4(tile.v[i], tile.v[i + 1], tile.v[i + 2], tile.v[i + 3]);
       } else {
 #pragma unroll
-        for (int k = 0; k < Tile::kRun; ++k) {
+        for (int k = 0; k < 4; ++k) {
           if (tile.valid(i + k)) to[column + k] = tile.v[i + k];
         }
       }

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(256) rowmap(RowmapArgs args, Epilogue epilogue
   if (row >= args.rows) return;
   RowTile<Config::kWidth, Config::kLanes> tile;
   const auto* from = static_cast<const typename Config::Type*>(args.x) + row * Config::kStride;
-  step::with_row<Config::kStride % 4 == 0>(tile, from, [&](int i, float x) { tile.v[i] = x; });
+  step::with_row<Config::kStride>(tile, from, [&](int i, float x) { tile.v[i] = x; });
   epilogue(tile, row);
 }
 

@@ -36,7 +36,6 @@ struct RowLayout {
   static constexpr int kPieces = pieces_at_once(kTotal);
   static constexpr int kPasses = (kTotal + kPieces - 1) / kPieces;
   static constexpr int kSlots = 32 / kPieces;
-  static constexpr int kStep = 4 * kSlots;  // edges a step: four a thread
   static constexpr int kPassColumns = kPieces * kColumns;
   static constexpr int kPadded = kPasses * kPassColumns;  // columns, with what is past the width
   static constexpr int kLastBits = (kWidth - (kTotal - 1) * kColumns) * 8 * bytes_of(kElement);  // of the last piece
@@ -44,8 +43,6 @@ struct RowLayout {
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ static int piece() { return lane() % kPieces; }
   __device__ static int slot() { return lane() / kPieces; }
-  // Which edge of a step this thread's i-th is.
-  __device__ static int edge(int i) { return i * kSlots + slot(); }
   // A piece with zeros past the width of the row; pieces behind the last one count as that one.
   __device__ static uint4 within(const uint4& v, int piece) {
     const auto kept = [&](uint32_t word, int j) {
@@ -56,36 +53,16 @@ struct RowLayout {
   }
 };
 
-// 16 bytes of a row.
-__device__ inline uint4 gather(const char* x, int32_t row, uint32_t stride) {
-  return __ldg(reinterpret_cast<const uint4*>(x + static_cast<uint64_t>(static_cast<uint32_t>(row)) * stride));
+// What is read where there is no edge.
+__device__ const uint4 kZeros{0, 0, 0, 0};
+
+__device__ inline uint64_t offset_of(int32_t row, uint32_t stride) {
+  return static_cast<uint64_t>(static_cast<uint32_t>(row)) * stride;
 }
+
+// 16 bytes of a row.
+__device__ inline uint4 gather(const char* from) { return __ldg(reinterpret_cast<const uint4*>(from)); }
 
 __device__ inline uint32_t word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
-
-// Combines the values of all slots of each piece, halving what a thread holds with every step. Afterwards a thread has
-// v[0 .. result) for columns of its piece from `column` on.
-template <class Layout, int kCount, class T, class Combine>
-__device__ inline int reduce_slots(T (&v)[kCount], int& column, const Combine& combine) {
-  column = 0;
-  int count = kCount;
-#pragma unroll
-  for (int apart = Layout::kPieces; apart < 32; apart *= 2) {
-    const bool upper = Layout::lane() & apart;
-    if (count == 1) {
-      v[0] = combine(v[0], __shfl_xor_sync(0xffffffffu, v[0], apart));
-      continue;
-    }
-    count /= 2;
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) {
-      if (i >= count) continue;
-      const T other = __shfl_xor_sync(0xffffffffu, upper ? v[i] : v[i + count], apart);
-      v[i] = combine(upper ? v[i + count] : v[i], other);
-    }
-    if (upper) column += count;
-  }
-  return count;
-}
 
 }  // namespace gnnc

@@ -1,22 +1,29 @@
 #pragma once
 
-// The unit of work of the sparse kernels: a run of consecutive edges (GNNAdvisor's neighbour group).
+// The unit of work of the sparse kernels: a run of rows (GNNAdvisor's neighbour group).
 //
-// A run is some whole rows with together about as many edges as a limit, or a part of one row that has more. Parts go
-// to a staging buffer, one slot each, and are combined in order afterwards: no atomics on data, equal bits in every
-// call. Runs are in the order of their edges. A multiprocessor is given one large block, and that a chunk of
-// consecutive runs, so that neighbouring rows, whose sources often are neighbours, share its L1 cache; in a block,
-// whichever warp is free takes the next run.
+// A run is up to 16 or 32 entries, rows with few edges that are worked on side by side, or one entry: a row with many
+// edges, or a part of one. Entries of one run have about as many edges, since short rows are sorted by that within a
+// window of neighbouring rows. Parts go to a staging buffer, one slot each, and are combined in order afterwards: no
+// atomics on data, equal bits in every call. A multiprocessor is given one large block, and that a chunk of consecutive
+// runs, so that neighbouring rows, whose sources often are neighbours, share its L1 cache; in a block, whichever warp
+// is free takes the next run.
 
 #include "types.cuh"
 
 namespace gnnc {
 
-// Threads of that block, and whether gathers run a step ahead of the sums: what the registers allow without a spill.
+// Threads of that block, and edges that a slot gathers at once: what the registers allow without a spill.
 struct Residency {
   int threads;
-  bool ahead;
+  int step;
 };
+
+// So many warps that rows of `words` words that each holds, and its runs, fit into the static shared memory of a block.
+__host__ __device__ constexpr Residency fitting(Residency r, int words) {
+  while (r.threads > 128 && r.threads / 32 * (words * 4 + 816) > 48 * 1024 - 64) r.threads -= 128;
+  return r;
+}
 
 #if defined(__CUDA_ARCH__)
 constexpr int kArchitecture = __CUDA_ARCH__;  // the same code takes more registers on some
@@ -24,92 +31,166 @@ constexpr int kArchitecture = __CUDA_ARCH__;  // the same code takes more regist
 constexpr int kArchitecture = 0;
 #endif
 
+// A row or a part of one.
+struct alignas(16) Entry {
+  int32_t row;
+  int32_t count;  // edges
+  int64_t first;  // the first of them
+};
+
+struct alignas(16) Run {
+  int32_t first;  // entry
+  int32_t count;  // entries; 0: no run
+  int32_t slot;   // in the staging buffer, of a part; -1: whole rows
+  int32_t unused;
+};
+
+struct alignas(16) Split {
+  int32_t row;
+  int32_t slot;   // of the first part
+  int32_t parts;  // in slots one after another
+  int32_t unused;
+};
+
 struct Runs {
   const int64_t* rowptr;  // [rows + 1]
-  const int32_t* col;     // [E]
-  const int64_t* begin;   // [runs + 1], the first edge of every run
-  const int2* place;  // [runs + 1], (first row, slot in the staging buffer or -1 for whole rows); (rows, -1) at last
-  const int2* chunk;  // [blocks], (first run, past the last run) of every block
-  const int2* split;  // [splits], (first run, number of runs) of every row that is split
+  const int32_t* col;     // [E], readable up to a multiple of four, on 16 bytes
+  const Entry* entry;     // [entries]
+  const Run* run;         // [runs]
+  const Split* split;     // [splits], rows that have several parts
+  int64_t count;          // runs
+  int64_t chunk;          // runs, a power of two
 };
 
-// A run as it lies in memory: what is loaded ahead, and not looked at before it is needed. past = -1: no run.
-struct RunRecord {
-  int64_t begin, past;
-  int2 place;
-  int32_t next_row;
+// Reads 16 bytes.
+template <class T>
+__device__ inline T load_record(const T* p) {
+  static_assert(sizeof(T) == 16, "a record is 16 bytes");
+  const int4 v = __ldg(reinterpret_cast<const int4*>(p));
+  return *reinterpret_cast<const T*>(&v);
+}
 
-  __device__ RunRecord(const Runs& runs, int32_t index, int32_t last) : begin(0), past(-1), place{0, -1}, next_row(0) {
-    if (index >= last) return;
-    begin = runs.begin[index];
-    past = runs.begin[index + 1];
-    place = runs.place[index];
-    next_row = runs.place[index + 1].x;
-  }
-};
-
-// The edges and rows that a warp works on. Edges count from `base`, the first one.
-struct Run {
-  int64_t base;
-  int32_t end;      // past the last
-  int32_t row;      // first row
-  int32_t row_end;  // past the last row that ends in this run; row + 1 for a part of a row
-  int32_t slot;     // -1: whole rows
-
-  __device__ Run() : base(0), end(0), row(0), row_end(0), slot(-1) {}
-
-  __device__ explicit Run(const RunRecord& record) : Run() {
-    if (record.past < 0) return;
-    base = record.begin;
-    end = static_cast<int32_t>(record.past - base);
-    row = record.place.x;
-    slot = record.place.y;
-    row_end = slot < 0 ? record.next_row : row + 1;
-  }
-
-  // The edges of one row of this run.
-  __device__ Run only(const Runs& runs, int32_t which) const {
-    if (slot >= 0) return *this;
-    Run one;
-    one.base = runs.rowptr[which];
-    one.end = static_cast<int32_t>(runs.rowptr[which + 1] - one.base);
-    one.row = which;
-    one.row_end = which + 1;
-    return one;
-  }
-
-  // Past the last edge of a row, which is in this run.
-  __device__ int32_t end_of(const Runs& runs, int32_t which) const {
-    return slot >= 0 ? end : static_cast<int32_t>(runs.rowptr[which + 1] - base);
-  }
-};
+// Copies 16 bytes to shared memory without waiting for them.
+template <class T>
+__device__ inline void start_copy(T* to, const T* from) {
+  static_assert(sizeof(T) == 16, "a record is 16 bytes");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Hands out the runs of this block, one at a time to a warp.
 struct RunQueue {
+  const Run* run;
+  int32_t count, chunk;
   int32_t* next;  // shared by the block
-  int32_t last;
 
-  __device__ RunQueue(const Runs& runs, int32_t* shared) : next(shared), last(runs.chunk[blockIdx.x].y) {
-    if (threadIdx.x == 0) *next = runs.chunk[blockIdx.x].x;
+  __device__ RunQueue(const Runs& runs, int32_t* shared)
+      : run(runs.run), count(static_cast<int32_t>(runs.count)), chunk(static_cast<int32_t>(runs.chunk)), next(shared) {
+    if (threadIdx.x == 0) *next = 0;
     __syncthreads();
   }
 
-  // The index of the next run, the same in the whole warp.
-  __device__ int32_t take() {
-    int32_t index = 0;
-    if (threadIdx.x % 32 == 0) index = atomicAdd(next, 1);
-    return __shfl_sync(0xffffffffu, index, 0);
+  // The next run, null where all are taken; for one thread of a warp.
+  __device__ const Run* take_one() {
+    const int32_t index = atomicAdd(next, 1), within = index & (chunk - 1);
+    const int32_t place =
+        (index - within) * static_cast<int32_t>(gridDim.x) + static_cast<int32_t>(blockIdx.x) * chunk + within;
+    return place < count ? run + place : nullptr;
+  }
+
+  // The next run, the same in the whole warp; none (count 0) where all are taken.
+  __device__ Run take() {
+    int32_t words[3] = {0, 0, -1};
+    if (threadIdx.x % 32 == 0) {
+      const Run* p = take_one();
+      if (p != nullptr) words[0] = p->first, words[1] = p->count, words[2] = p->slot;
+    }
+#pragma unroll
+    for (int i = 0; i < 3; ++i) words[i] = __shfl_sync(0xffffffffu, words[i], 0);
+    return Run{words[0], words[1], words[2], 0};
   }
 };
 
-// Reads something of 4 bytes an edge that is used once: it should not push gathered rows out of L1, and what follows
-// should come to L2 with it.
+// The runs of a warp, with their entries, in shared memory: while one is worked on, the columns of the next are fetched
+// to L2, the entries of the one after, and the record of the third.
+template <int kEntries>
+struct RunFeed {
+  static constexpr int kTurns = 3;
+  Run run[kTurns];
+  Entry entry[kTurns][kEntries];
+
+  // Call once before `advance`.
+  __device__ void begin(const Runs& runs, RunQueue& queue) {
+    for (int turn = 0; turn < kTurns; ++turn) fetch_run(queue, turn);
+    settle();
+    fetch_entries(runs, 0);
+    fetch_entries(runs, 1);
+  }
+
+  // Makes run[turn] and entry[turn] ready, turn = 0, 1, 2, 0, ..; none (count 0) where there are no more.
+  __device__ Run advance(const Runs& runs, RunQueue& queue, int turn) {
+    settle();
+    const Run now = run[turn];
+    __syncwarp();
+    if (now.count == 0) return now;
+    prefetch_columns(runs, after(turn));
+    fetch_entries(runs, after(after(turn)));
+    fetch_run(queue, turn);
+    return now;
+  }
+
+  __device__ static int after(int turn) { return turn == kTurns - 1 ? 0 : turn + 1; }
+
+ private:
+  static constexpr int kLine = 32;  // columns in 128 bytes
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+  __device__ static void settle() {
+    wait_for_copies();
+    __syncwarp();
+  }
+
+  __device__ void fetch_run(RunQueue& queue, int turn) {
+    if (lane() > 0) return;
+    const Run* next = queue.take_one();
+    if (next == nullptr) {
+      run[turn] = Run{0, 0, -1, 0};
+    } else {
+      start_copy(&run[turn], next);
+    }
+  }
+
+  __device__ void fetch_entries(const Runs& runs, int turn) {
+    if (lane() < run[turn].count) start_copy(&entry[turn][lane()], runs.entry + run[turn].first + lane());
+  }
+
+  // Of one entry all, of several the first line of each.
+  __device__ void prefetch_columns(const Runs& runs, int turn) {
+    const int32_t count = run[turn].count;
+    if (count == 0) return;
+    const Entry& which = entry[turn][count == 1 ? 0 : min(lane(), count - 1)];
+    const int32_t at = count == 1 ? lane() * kLine : 0;
+    if (at < which.count) asm volatile("prefetch.global.L2 [%0];" ::"l"(runs.col + which.first + at));
+  }
+};
+
+// Reads something of an edge that is used once: it should not push gathered rows out of L1.
 template <class T>
 __device__ inline T load_once(const T* p) {
   static_assert(sizeof(T) == 4, "an element is 4 bytes");
   int32_t v;
-  asm("ld.global.nc.L1::no_allocate.L2::256B.s32 %0, [%1];" : "=r"(v) : "l"(p));
+  asm("ld.global.nc.L1::evict_first.L2::256B.s32 %0, [%1];" : "=r"(v) : "l"(p));
   return *reinterpret_cast<const T*>(&v);
+}
+__device__ inline int4 load_once(const int4* p) {
+  int4 v;
+  asm("ld.global.nc.L1::no_allocate.L2::128B.v4.s32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p));
+  return v;
 }
 
 }  // namespace gnnc

@@ -29,15 +29,14 @@ struct SddmmArgs {
   float* out;
 };
 
-// Threads of a block, one a multiprocessor: what the registers allow without a spill.
-__host__ __device__ constexpr int sddmm_threads(Element element, int width, EdgeOp op) {
-  if (width * bytes_of(element) > 512) return 256;
-  if (op != EdgeOp::dot) return element == Element::f32 ? 512 : 256;
-  return element == Element::i8 || kArchitecture >= 1000 ? 512 : 768;
+__host__ __device__ constexpr Residency sddmm_residency(Element element, int width, EdgeOp op, bool scaled) {
+  if (kArchitecture < 900 || op != EdgeOp::dot || width * bytes_of(element) > 512) return {512, 4};
+  return {scaled && element != Element::i8 ? 640 : 768, 8};
 }
 
 template <Element kElement_, int kWidth_, EdgeOp kOp_, int kHeads_ = 1, bool kScaled_ = false,
-          int kThreads_ = sddmm_threads(kElement_, kWidth_, kOp_)>
+          int kThreads_ = sddmm_residency(kElement_, kWidth_, kOp_, kScaled_).threads,
+          int kStep_ = sddmm_residency(kElement_, kWidth_, kOp_, kScaled_).step>
 struct SddmmConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
@@ -45,6 +44,7 @@ struct SddmmConfig {
   static constexpr int kHeads = kHeads_;
   static constexpr bool kScaled = kScaled_;
   static constexpr int kThreads = kThreads_;
+  static constexpr int kStep = kStep_;
 };
 
 template <class Config>
@@ -61,26 +61,33 @@ struct SddmmBody {
                                 (kShare & (kShare - 1)) == 0),
                 "a head is a power of two of 16-byte pieces");
 
-  static constexpr bool kSingly = false, kAhead = false;
+  static constexpr bool kBundle = true, kMasks = true;
+  static constexpr int kStep = Config::kStep;
 
   struct Extra {
-    int64_t edge;  // the first of the four, which are kSlots apart
+    int64_t edge;  // the first of the four
     float scale[4];
   };
 
   const SddmmArgs& a;
   int pass;
-  uint4 own, next;  // the destination's row, and the next one's
+  uint4 own;  // the destination's row
   float own_scale;
 
-  __device__ __forceinline__ void set_pass(int which) { pass = which; }
+  __device__ __forceinline__ void begin(const Work& work, int which) {
+    pass = which;
+    own = make_uint4(0, 0, 0, 0);
+    own_scale = 0.0f;
+    if (work.row() < 0) return;
+    own = row_of(work.row());
+    if constexpr (Config::kScaled) own_scale = __ldg(a.a_scale + work.row());
+  }
 
-  __device__ __forceinline__ void load(Extra& e, const Run& run, int32_t begin, const int32_t (&source)[4],
-                                       uint32_t exists) const {
-    e.edge = run.base + begin + Layout::slot();
+  __device__ __forceinline__ void load(Extra& e, int64_t edge, const int32_t (&source)[4], uint32_t mask) const {
+    e.edge = edge;
     if constexpr (Config::kScaled) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) e.scale[i] = exists >> i & 1 ? __ldg(a.b_scale + source[i]) : 0.0f;
+      for (int i = 0; i < 4; ++i) e.scale[i] = mask >> i & 1 ? __ldg(a.b_scale + source[i]) : 0.0f;
     }
   }
 
@@ -91,18 +98,12 @@ struct SddmmBody {
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (!kMasked || mask >> i & 1) write_row(x[i], e.edge + i * Layout::kSlots);
+        if (!kMasked || mask >> i & 1) write_row(x[i], e.edge + i);
       }
     }
   }
 
-  __device__ __forceinline__ void begin(int32_t row, const Run& run) {
-    own = row == run.row ? row_of(row) : next;
-    if (row + 1 < run.row_end) next = row_of(row + 1);
-    if constexpr (Config::kScaled) own_scale = __ldg(a.a_scale + row);
-  }
-
-  __device__ __forceinline__ void finish(int32_t, const Run&) const {}
+  __device__ __forceinline__ void finish(const Work&, int) const {}
 
  private:
   __device__ uint4 row_of(int32_t row) const {
@@ -176,7 +177,7 @@ struct SddmmBody {
   }
 
   __device__ __forceinline__ void write(Sum v, const Extra& e, int i, int head) {
-    float* to = a.out + (e.edge + i * Layout::kSlots) * kHeads + head;
+    float* to = a.out + (e.edge + i) * kHeads + head;
     if constexpr (Layout::kPasses > 1) {
       if (pass > 0) v += *reinterpret_cast<Sum*>(to);
       if (pass + 1 < Layout::kPasses) {
@@ -224,11 +225,12 @@ struct SddmmBody {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) sddmm(const SddmmArgs a) {
+  using Layout = typename SddmmBody<Config>::Layout;
   __shared__ int32_t next;
+  __shared__ RunFeed<entries_of<Layout>()> feed[Config::kThreads / 32];
   SddmmBody<Config> body{a};
-  body.set_pass(0);
-  for_runs<typename SddmmBody<Config>::Layout>(a.runs, static_cast<const char*>(a.b), static_cast<uint32_t>(a.b_stride),
-                                               &next, body);
+  for_runs<Layout>(a.runs, static_cast<const char*>(a.b), static_cast<uint32_t>(a.b_stride), &next,
+                   feed[threadIdx.x / 32], body);
 }
 
 }  // namespace gnnc

@@ -4,8 +4,8 @@
 //
 // Layout: x fp32, fp16, bf16 or int8, rows 16-byte aligned, read in pieces of 16 bytes (what is past the width is read
 // but never used); col int32. Sums of int8, fp16 and bf16 without a weight a head run on the tensor cores
-// (mma_sum.cuh), all else in FP32 (lane_reduce.cuh). Traffic: 4 B of col (+ 4 B a weight) and a row of x an edge, the
-// epilogue's outputs a row, 8 B a column and slot of a row that is split. Floor: the gather from L1 and L2.
+// (product_sum.cuh), all else in FP32 (lane_reduce.cuh). Traffic: 4 B of col (+ 4 B a weight) and a row of x an edge,
+// the epilogue's outputs a row, 8 B a column and slot of a row that is split. Floor: the gather from L1 and L2.
 //
 // Launch: spmm with one block of Config::kThreads threads for every chunk of runs.chunk; then, where rows are split,
 // spmm_combine with one block of 256 threads for every 8 rows of runs.split, their number as last argument. No dynamic
@@ -43,31 +43,24 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
                                                        int heads) {
   const bool bytes = element == Element::i8, extreme = reduce >= Reduce::max;
   const int row = width * bytes_of(element);
-  const bool weighted = weight != Weight::none, single = element == Element::f32;
-  if (bytes && heads > 1) return {kArchitecture < 900 ? 256 : 512, false};
-  if (kArchitecture < 900) return {512, row <= 512 || !(weighted || extreme)};
-  if (heads > 1 || (extreme && !single) || row <= 16) return {512, true};
-  if (single && weighted) return {row <= 32 ? 512 : 640, true};
-  if (single) return {row > 512 || kArchitecture >= 1000 ? 768 : 1024, true};
-  if (bytes && !weighted) return {768, true};
-  if (bytes && weight == Weight::real) return {640, true};
-  if (weighted) return {1024, false};
-  return {row >= 512 ? 512 : kArchitecture >= 1000 ? 768 : 1024, true};
+  if (heads > 1) return {512, 4};
+  if (row > 512 || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
+  if (bytes) return weight == Weight::none && !extreme ? Residency{768, 8} : Residency{640, extreme ? 4 : 8};
+  const bool many = element != Element::f32 && (kArchitecture >= 1000 || weight != Weight::none);
+  return {extreme || many ? 768 : 896, 8};
 }
 
-// So many threads that their rows fit into the static shared memory of a block.
 __host__ __device__ constexpr Residency spmm_residency(Element element, int width, Reduce reduce, Weight weight,
                                                        int heads) {
-  Residency r = spmm_registers(element, width, reduce, weight, heads);
-  while (r.threads > 32 && r.threads / 32 * (width + 128) * 4 > 47 * 1024) r.threads /= 2;
-  return r;
+  const Residency r = spmm_registers(element, width, reduce, weight, heads);
+  return width * bytes_of(element) <= 512 ? r : fitting(r, width + 128);
 }
 
 // What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows.
 template <Element kElement_, int kWidth_, Reduce kReduce_, Value kValue_ = Value::none, Scale kScale_ = Scale::none,
           int kHeads_ = 1,
           int kThreads_ = spmm_residency(kElement_, kWidth_, kReduce_, weight_of(kValue_, kScale_), kHeads_).threads,
-          bool kAhead_ = spmm_residency(kElement_, kWidth_, kReduce_, weight_of(kValue_, kScale_), kHeads_).ahead>
+          int kStep_ = spmm_residency(kElement_, kWidth_, kReduce_, weight_of(kValue_, kScale_), kHeads_).step>
 struct SpmmConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
@@ -76,7 +69,7 @@ struct SpmmConfig {
   static constexpr Scale kScale = kScale_;
   static constexpr int kHeads = kHeads_;
   static constexpr int kThreads = kThreads_;
-  static constexpr bool kAhead = kAhead_;
+  static constexpr int kStep = kStep_;
 };
 
 template <class Config>
@@ -86,8 +79,9 @@ struct Spmm {
   static constexpr bool kAdds = Config::kReduce == Reduce::sum || Config::kReduce == Reduce::mean;
   static constexpr Weight kWeight = weight_of(Config::kValue, Config::kScale);
   static constexpr bool kBytes = kElement == Element::i8 && kAdds && kHeads == 1;
-  static constexpr bool kHalves =
-      (kElement == Element::f16 || kElement == Element::bf16) && kAdds && kWeight == Weight::none;
+  // Four threads share a row of the matrix product, and what is not finite.
+  static constexpr bool kHalves = (kElement == Element::f16 || kElement == Element::bf16) && kAdds &&
+                                  kWeight == Weight::none && RowLayout<kElement, kWidth>::kPieces >= 4;
   static constexpr bool kExact = kBytes && kWeight != Weight::real;
   static_assert(kElement == Element::i8 || (Config::kValue != Value::integer && Config::kScale == Scale::none),
                 "integer values and scales of rows go with int8 rows");
@@ -99,11 +93,14 @@ struct Spmm {
   using Halves = HalfSum<Layout>;
   using Lanes = LaneReduce<Layout, Config::kReduce>;
   using Sum = typename Select<kBytes, Bytes, typename Select<kHalves, Halves, Lanes>::Type>::Type;
-  using Tile = RowTile<kWidth, 32>;
-  using Word = typename Select<kExact, int32_t, float>::Type;
+  using Word = typename Sum::Word;
 
+  // The row of a slot, in the columns that its threads gather; or, of several passes, the row of the warp.
+  static constexpr bool kBundle = Layout::kPasses == 1;
+  using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4>;
   static constexpr int kWarps = Config::kThreads / 32;
-  static constexpr int kStaged = (kWidth + 3) / 4 * 4;  // words a slot
+  static constexpr int kHeld = kBundle ? 4 : Layout::kPadded;  // words of a row of several passes, of a warp
+  static constexpr int kStaged = (kWidth + 3) / 4 * 4;         // words a slot
 };
 
 // The row as the epilogue takes it, from sums over `count` edges.
@@ -113,6 +110,14 @@ __device__ inline float result_of(T sum, int64_t count) {
   const float v = static_cast<float>(sum);
   return Config::kReduce == Reduce::mean ? __fdiv_rn(v, static_cast<float>(count)) : v;
 }
+
+// The same of a sum below 2^22, which a float holds in its last bits; a conversion runs at a quarter of the rate.
+template <class Config>
+__device__ inline float result_of_few(int32_t sum, int32_t count) {
+  const float v = __fsub_rn(__uint_as_float(0x4b400000u + static_cast<uint32_t>(sum)), 12582912.0f);
+  return Config::kReduce == Reduce::mean && count > 0 ? __fdiv_rn(v, static_cast<float>(count)) : v;
+}
+constexpr int32_t kFew = (1 << 22) / (127 * 128);  // edges
 
 // What stream() needs: the weights of edges, and what becomes of the sums of a row.
 template <class Config, class Epilogue>
@@ -124,38 +129,43 @@ struct SpmmBody {
   static constexpr bool kByteWeights = S::kExact && S::kWeight != Weight::none;
   static constexpr bool kSingly = S::kWeight == Weight::none && (S::kBytes || S::kHalves);
   static constexpr int kHeadWidth = Config::kWidth / Config::kHeads;
-  static constexpr bool kAhead = Config::kAhead;
   static constexpr bool kOne = kHeadWidth % Layout::kColumns == 0;  // one head a piece
+  static constexpr int kColumns = Layout::kColumns;
+
+  static constexpr bool kBundle = S::kBundle;
+  static constexpr int kStep = Config::kStep;
+  // Zeros add nothing, but they are not below every maximum; and weights a head are read late.
+  static constexpr bool kMasks = !S::kAdds || Config::kHeads > 1;
 
   struct Extra {
     float value[4];  // kValue::real, one head
     float scale[4];  // of rows, or int8 weights as floats
     uint32_t bytes;  // int8 weights, edge i in byte i
-    int64_t edge;    // the first of the four, which are kSlots apart
+    int64_t edge;    // the first of the four
   };
 
   const SpmmArgs& a;
   const Epilogue& epilogue;
-  Word* words;  // the warp's row
+  Word* words;  // the warp's row, of several passes
   int pass;
   typename S::Sum sum;
 
-  __device__ __forceinline__ void load(Extra& e, const Run& run, int32_t begin, const int32_t (&source)[4],
-                                       uint32_t exists) {
-    const int64_t first = run.base + begin + Layout::slot();
+  __device__ __forceinline__ void begin(const Work&, int which) { pass = which; }
+
+  __device__ __forceinline__ void load(Extra& e, int64_t first, const int32_t (&source)[4], uint32_t mask) {
     if constexpr (Config::kHeads > 1) e.edge = first;
     if constexpr (kByteWeights) e.bytes = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool there = exists >> i & 1;
+      const bool there = mask >> i & 1;
       if constexpr (Config::kValue == Value::real && Config::kHeads == 1) {
-        e.value[i] = there ? load_once(static_cast<const float*>(a.value) + first + i * Layout::kSlots) : 0.0f;
+        e.value[i] = there ? load_once(static_cast<const float*>(a.value) + first + i) : 0.0f;
       }
       if constexpr (kRow) e.scale[i] = there ? __ldg(a.x_scale + source[i]) : 0.0f;
       uint32_t byte = 0;
       if constexpr (kPower) byte = there ? 128u >> __ldg(a.shift + source[i]) : 0u;
       if constexpr (Config::kValue == Value::integer) {
-        byte = there ? __ldg(static_cast<const uint8_t*>(a.value) + first + i * Layout::kSlots) : 0u;
+        byte = there ? __ldg(static_cast<const uint8_t*>(a.value) + first + i) : 0u;
       }
       if constexpr (kByteWeights) {
         e.bytes |= byte << (8 * i);
@@ -170,23 +180,19 @@ struct SpmmBody {
   template <bool kMasked>
   __device__ __forceinline__ void add(const uint4 (&data)[4], const Extra& e, uint32_t mask) {
     if constexpr (kByteWeights) {
-      // Bits 0 to 3 of the mask as bytes.
-      const uint32_t bytes = kMasked ? e.bytes & ((mask * 0x00204081u & 0x01010101u) * 255u) : e.bytes;
-      sum.add(data, bytes);
+      sum.add(data, e.bytes);
     } else if constexpr (S::kBytes && S::kWeight == Weight::real) {
       float w[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) w[i] = !kMasked || mask >> i & 1 ? weight(e, i) : 0.0f;
+      for (int i = 0; i < 4; ++i) w[i] = weight(e, i);
       sum.add(data, w);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const bool counts = !kMasked || mask >> i & 1;
-        const uint4 x = counts ? data[i] : make_uint4(0, 0, 0, 0);
         if constexpr (kSingly) {
-          add_one(x);
+          add_one(data[i]);
         } else {
-          add_weighted(x, e, i, counts);
+          add_weighted(data[i], e, i, !kMasked || mask >> i & 1);
         }
       }
     }
@@ -201,24 +207,40 @@ struct SpmmBody {
     }
   }
 
-  __device__ __forceinline__ void set_pass(int which) { pass = which; }
-
-  __device__ __forceinline__ void begin(int32_t, const Run&) const {}
-
-  __device__ __forceinline__ void finish(int32_t row, const Run& run) {
-    sum.store(words + pass * Layout::kPassColumns);
-    if (pass + 1 < Layout::kPasses) return;
-    __syncwarp();
-    if (run.slot >= 0) {
-      stage(run.slot);
+  __device__ __forceinline__ void finish(const Work& work, int) {
+    Word out[kColumns];
+    sum.take(out);
+    if (work.shared) join_slots<Layout>(out, [](Word p, Word q) { return joined(p, q); });
+    if constexpr (kBundle) {
+      if (work.shared && Layout::slot() > 0) return;
+      if (work.part >= 0) {
+        stage(out, work.part);
+      } else if (work.row() >= 0) {
+        emit(out, work);
+      }
     } else {
-      emit(row);
+      hold(out);
+      if (pass + 1 < Layout::kPasses) return;
+      __syncwarp();
+      if (work.part >= 0) {
+        stage_held(work.part);
+      } else {
+        emit_held(work);
+      }
+      __syncwarp();
     }
-    __syncwarp();
   }
 
  private:
-  // Of an edge that counts, where all heads have the same.
+  __device__ static Word joined(Word p, Word q) {
+    if constexpr (S::kExact) {
+      return p + q;
+    } else {
+      return combine<Config::kReduce>(p, q);
+    }
+  }
+
+  // Of an edge that is there, where all heads have the same; 0 of another, where weights are loaded.
   __device__ static float weight(const Extra& e, int i) {
     constexpr bool kValued = Config::kValue == Value::real && Config::kHeads == 1;
     constexpr bool kScaled = Config::kScale != Scale::none || Config::kValue == Value::integer;
@@ -232,12 +254,12 @@ struct SpmmBody {
     if constexpr (S::kWeight == Weight::none) {
       sum.add(x, counts);
     } else if constexpr (Config::kHeads == 1) {
-      const float w = counts ? weight(e, i) : 0.0f;
+      const float w = weight(e, i);
       sum.add(x, counts, [&](int) { return w; });
     } else {
       if (!counts) return;
       const float scale = weight(e, i);
-      const float* value = static_cast<const float*>(a.value) + (e.edge + i * Layout::kSlots) * Config::kHeads;
+      const float* value = static_cast<const float*>(a.value) + (e.edge + i) * Config::kHeads;
       const int column = (pass * Layout::kPieces + Layout::piece()) * Layout::kColumns;
       const auto of = [&](int c) {
         const int head = (column + c) / kHeadWidth;
@@ -252,9 +274,50 @@ struct SpmmBody {
     }
   }
 
-  __device__ __forceinline__ void stage(int32_t slot) const {
+  __device__ Word* staged(int32_t slot) const {
+    return static_cast<Word*>(a.staging) + static_cast<int64_t>(slot) * S::kStaged;
+  }
+
+  __device__ __forceinline__ void stage(const Word (&out)[kColumns], int32_t slot) const {
+    Word* to = staged(slot) + Layout::piece() * kColumns;
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 4) {
+      if (Layout::piece() * kColumns + c >= S::kStaged) continue;
+      Word four[4] = {out[c], out[c + 1], out[c + 2], out[c + 3]};
+      *reinterpret_cast<int4*>(to + c) = *reinterpret_cast<const int4*>(four);
+    }
+  }
+
+  __device__ __forceinline__ void emit(const Word (&out)[kColumns], const Work& work) const {
+    typename S::Tile tile;
+    static_assert(S::Tile::kPer == kColumns, "a thread keeps the columns that it gathers");
+    const int32_t count = work.total();
+    if (S::kExact && count <= kFew) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        if (tile.valid(i)) tile.v[i] = result_of_few<Config>(static_cast<int32_t>(out[i]), count);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        if (tile.valid(i)) tile.v[i] = result_of<Config>(out[i], count);
+      }
+    }
+    epilogue(tile, work.row());
+  }
+
+  // Rows of several passes wait in shared memory.
+
+  __device__ __forceinline__ void hold(const Word (&out)[kColumns]) const {
+    if (Layout::slot() > 0) return;
+    Word* to = words + pass * Layout::kPassColumns + Layout::piece() * kColumns;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) to[c] = out[c];
+  }
+
+  __device__ __forceinline__ void stage_held(int32_t slot) const {
     const typename S::Tile tile;
-    Word* to = static_cast<Word*>(a.staging) + static_cast<int64_t>(slot) * S::kStaged;
+    Word* to = staged(slot);
 #pragma unroll
     for (int i = 0; i < S::Tile::kPer; i += 4) {
       const int column = tile.column(i);
@@ -262,15 +325,13 @@ struct SpmmBody {
     }
   }
 
-  __device__ __forceinline__ void emit(int32_t row) const {
+  __device__ __forceinline__ void emit_held(const Work& work) const {
     typename S::Tile tile;
-    int64_t count = 1;
-    if constexpr (Config::kReduce != Reduce::sum) count = a.runs.rowptr[row + 1] - a.runs.rowptr[row];
 #pragma unroll
     for (int i = 0; i < S::Tile::kPer; ++i) {
-      if (tile.valid(i)) tile.v[i] = result_of<Config>(words[tile.column(i)], count);
+      if (tile.valid(i)) tile.v[i] = result_of<Config>(words[tile.column(i)], work.total());
     }
-    epilogue(tile, row);
+    epilogue(tile, work.row());
   }
 };
 
@@ -279,97 +340,54 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
   using S = Spmm<Config>;
   using Layout = typename S::Layout;
   __shared__ int32_t next;
-  __shared__ __align__(16) typename S::Word rows[S::kWarps][Layout::kPadded];
+  __shared__ RunFeed<entries_of<Layout>()> feed[Config::kThreads / 32];
+  __shared__ __align__(16) typename S::Word rows[S::kWarps][S::kHeld];
   const auto* x = static_cast<const char*>(a.x);
   const auto stride = static_cast<uint32_t>(a.x_stride);
   SpmmBody<Config, Epilogue> body{a, epilogue, rows[threadIdx.x / 32], 0, {}};
   body.sum.clear();
-  for_runs<Layout>(a.runs, x, stride, &next, body);
+  for_runs<Layout>(a.runs, x, stride, &next, feed[threadIdx.x / 32], body);
 }
 
-// Joins the parts of split rows, a warp a row; the whole block does the rows of its warps that have many parts. The
-// order of a row's additions depends on nothing but its number of parts.
+// Joins the parts of a split row, a block a row: each warp adds up every kWarps-th part, and the first warp the warps.
 template <class Config, class Epilogue>
-struct Combine {
+__global__ void __launch_bounds__(128, 2) spmm_combine(const SpmmArgs a, const Epilogue epilogue) {
   using S = Spmm<Config>;
-  using Tile = typename S::Tile;
+  using Word = typename S::Word;
   using Total = typename Select<S::kExact, int64_t, float>::Type;
-  static constexpr int kPer = Tile::kPer, kWarps = 8, kMany = 16;
-
-  const SpmmArgs& a;
-  const Epilogue& epilogue;
-  Tile tile;
-  Total total[kPer];
-
-  __device__ static Total join(Total p, Total q) {
+  constexpr int kWarps = 4;
+  const auto join = [](Total p, Total q) {
     if constexpr (S::kExact) {
       return p + q;
     } else {
       return combine<Config::kReduce>(p, q);
     }
-  }
-
-  // The parts from `first` on, `by` apart.
-  __device__ void sum_parts(int2 split, int first, int by) {
-    const int slot = a.runs.place[split.x].y;
-    const auto* staging = static_cast<const typename S::Word*>(a.staging) + static_cast<int64_t>(slot) * S::kStaged;
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) total[i] = S::kExact ? Total{0} : static_cast<Total>(start_of<Config::kReduce>());
+  };
+  __shared__ Total parts[kWarps][S::kStaged];
+  const Split split = load_record(a.runs.split + blockIdx.x);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const auto* staging = static_cast<const Word*>(a.staging) + static_cast<int64_t>(split.slot) * S::kStaged;
+  for (int column = lane; column < Config::kWidth; column += 32) {
+    Total total = S::kExact ? Total{0} : static_cast<Total>(start_of<Config::kReduce>());
 #pragma unroll 4
-    for (int part = first; part < split.y; part += by) {
-#pragma unroll
-      for (int i = 0; i < kPer; ++i) {
-        if (tile.valid(i)) total[i] = join(total[i], staging[static_cast<int64_t>(part) * S::kStaged + tile.column(i)]);
-      }
+    for (int part = warp; part < split.parts; part += kWarps) {
+      total = join(total, staging[static_cast<int64_t>(part) * S::kStaged + column]);
     }
+    parts[warp][column] = total;
   }
-
-  __device__ __forceinline__ void emit(int2 split) {
-    const int32_t row = a.runs.place[split.x].x;
-    const int64_t count = a.runs.rowptr[row + 1] - a.runs.rowptr[row];
+  __syncthreads();
+  if (warp != 0) return;
+  RowTile<Config::kWidth, 32> tile;
+  const int64_t count = a.runs.rowptr[split.row + 1] - a.runs.rowptr[split.row];
 #pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      if (tile.valid(i)) tile.v[i] = result_of<Config>(total[i], count);
-    }
-    epilogue(tile, row);
-  }
-};
-
-template <class Config, class Epilogue>
-__global__ void __launch_bounds__(256, 2)
-    spmm_combine(const SpmmArgs a, const Epilogue epilogue, const int64_t splits) {
-  using C = Combine<Config, Epilogue>;
-  __shared__ typename C::Total parts[C::kWarps][C::S::kStaged];
-  C work{a, epilogue};
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * C::kWarps;
-  if (first + warp < splits && a.runs.split[first + warp].y <= C::kMany) {
-    const int2 split = a.runs.split[first + warp];
-    work.sum_parts(split, 0, 1);
-    work.emit(split);
-  }
-  for (int64_t index = first; index < first + C::kWarps && index < splits; ++index) {
-    const int2 split = a.runs.split[index];
-    if (split.y <= C::kMany) continue;
-    work.tile = typename C::Tile();
-    work.sum_parts(split, warp, C::kWarps);
-    __syncthreads();
+  for (int i = 0; i < tile.kPer; ++i) {
+    if (!tile.valid(i)) continue;
+    Total total = parts[0][tile.column(i)];
 #pragma unroll
-    for (int i = 0; i < C::kPer; ++i) {
-      if (work.tile.valid(i)) parts[warp][work.tile.column(i)] = work.total[i];
-    }
-    __syncthreads();
-    if (warp != 0) continue;
-#pragma unroll
-    for (int i = 0; i < C::kPer; ++i) {
-      if (!work.tile.valid(i)) continue;
-#pragma unroll 1
-      for (int other = 1; other < C::kWarps; ++other) {
-        work.total[i] = C::join(work.total[i], parts[other][work.tile.column(i)]);
-      }
-    }
-    work.emit(split);
+    for (int other = 1; other < kWarps; ++other) total = join(total, parts[other][tile.column(i)]);
+    tile.v[i] = result_of<Config>(total, count);
   }
+  epilogue(tile, split.row);
 }
 
 }  // namespace gnnc

@@ -1,185 +1,176 @@
 #pragma once
 
-// Streams the edges of a run through a warp, a step (four edges a thread) at a time. The columns of 32 edges are read
-// at once, one a thread, two blocks of 32 ahead, and shuffled to the threads that gather. Rows that end within a step
-// cost one masked turn each; all else runs without a test of single edges. What hides the latency of a gather is the
-// other warps: a kernel should leave room for 24 or more on an SM.
+// Streams the edges of runs through warps. A slot of a warp (rows.cuh) has a row of its own, or, where a run is one
+// entry, an equal part of it; all slots take kStep edges a step, until the longest is through. The columns of the edges
+// are read ahead, four a thread of the slot, and shuffled to the threads that gather.
 //
-// Body::Extra is what else is loaded an edge (weights, scales). A body has, all called by the whole warp:
-//   set_pass(pass)                            before the edges are gone through for the columns of a pass
-//   load(extra, run, begin, source, exists)   starts the loads of this thread's edges of the step from `begin` on,
-//   which
-//                                             are begin + Layout::edge(0 .. 3); bits of exists
-//   begin(row, run)                           before the first edge of a row
-//   add<kMasked>(x, extra, mask)              adds four edges; with kMasked only those whose bit of mask is set
-//   add_one(x)                                instead, where Body::kSingly: adds one edge, zeros where it does not
-//   count finish(row, run)                          stores and clears the sums of a row, or of the run's part of it
+// A body has, all called by the whole warp:
+//   kBundle                            whether slots may have rows of their own; otherwise all share each row
+//   kMasks                             whether add has to know which edges there are; the others' rows are zeros
+//   kStep                              edges a slot gathers at once, 4 or 8
+//   Extra                              what else is loaded an edge (weights, scales)
+//   begin(work, pass)                  before the edges of a row, for the columns of a pass
+//   load(extra, edge, source, mask)    starts the loads of this slot's edges edge .. edge + 3 that mask has bits for
+//   add<kMasked>(x, extra, mask)       adds four edges; with kMasked only those whose bit of mask is set
+//   finish(work, pass)                 stores and clears the sums
 
 #include "rows.cuh"
 #include "runs.cuh"
 
 namespace gnnc {
 
-// The sources of a run's edges.
+// What a slot does next. Edges count from a multiple of four, so that columns are read in fours.
+struct Work {
+  int64_t first;  // a multiple of four
+  int32_t skip;   // edges before the first that counts, 0 to 3
+  int32_t end;    // past the last
+  int32_t part;   // slot in the staging buffer, -1: a whole row
+  bool shared;    // all slots of the warp have this row
+
+  const Entry* entry;  // in shared memory; null: none
+
+  __device__ int32_t row() const { return entry == nullptr ? -1 : entry->row; }
+  // Edges, over all slots that share the row.
+  __device__ int32_t total() const { return entry == nullptr ? 0 : entry->count; }
+};
+
+// The sources of a slot's edges.
 template <class Layout>
 struct Sources {
-  static constexpr int kStep = Layout::kStep;
-  static constexpr int kBlock = kStep < 32 ? 32 : kStep;  // edges read at once
-  static constexpr int kWords = kBlock / 32;
+  static constexpr int kChunk = 4 * Layout::kPieces;  // edges read at once, four a thread
 
-  const int32_t* next;
+  const int4* next;
   int32_t left;
-  int32_t now[kWords], soon[kWords], later[kWords];
+  int4 now, soon;
 
-  __device__ Sources(const Runs& runs, const Run& run)
-      : next(runs.col + run.base + Layout::lane()), left(run.end - Layout::lane()) {
-    read(now);
-    read(soon);
-    read(later);
+  __device__ Sources(const int32_t* col, const Work& work)
+      : next(reinterpret_cast<const int4*>(col + work.first) + Layout::piece()), left(work.end - 4 * Layout::piece()) {
+    now = read();
+    soon = read();
   }
 
-  // Of the step from `begin` on; steps come in order.
-  __device__ __forceinline__ void get(int32_t begin, int32_t (&source)[4]) {
-    if (begin % kBlock == 0 && begin > 0) {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) now[w] = soon[w], soon[w] = later[w];
-      read(later);
+  // Of the step from edge `at` of the work on; steps come in order.
+  __device__ __forceinline__ void get(int32_t at, int32_t (&source)[4]) {
+    if (at % kChunk == 0 && at > 0) {
+      now = soon;
+      soon = read();
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // In a step of 64 or 128 edges, each of a thread's edges is in a word known here.
-      const int word = kWords == 1 ? 0 : i * kWords / 4;
-      source[i] = __shfl_sync(0xffffffffu, now[word], begin + Layout::edge(i));
-    }
+    const int thread = at / 4 % Layout::kPieces;
+    source[0] = __shfl_sync(0xffffffffu, now.x, thread, Layout::kPieces);
+    source[1] = __shfl_sync(0xffffffffu, now.y, thread, Layout::kPieces);
+    source[2] = __shfl_sync(0xffffffffu, now.z, thread, Layout::kPieces);
+    source[3] = __shfl_sync(0xffffffffu, now.w, thread, Layout::kPieces);
   }
 
  private:
-  __device__ __forceinline__ void read(int32_t (&words)[kWords]) {
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      words[w] = left > 0 ? load_once(next) : 0;
-      next += 32;
-      left -= 32;
-    }
+  __device__ __forceinline__ int4 read() {
+    const int4 four = left > 0 ? load_once(next) : make_int4(0, 0, 0, 0);
+    next += Layout::kPieces;
+    left -= kChunk;
+    return four;
   }
 };
 
-// Four edges a thread, on their way from memory.
 template <class Layout, class Body>
-struct Step {
-  uint4 data[4];
-  typename Body::Extra extra;
-};
-
-template <class Layout, class Body>
-__device__ __forceinline__ void stream(const Runs& runs, const Run& run, const char* x, uint32_t x_stride, int pass,
+__device__ __forceinline__ void stream(const int32_t* col, const Work& work, const char* x, uint32_t x_stride, int pass,
                                        Body& body) {
   // Threads past the row's last piece read that one again: no test for each load.
   const char* base = x + min(pass * Layout::kPieces + Layout::piece(), Layout::kTotal - 1) * 16;
-  Sources<Layout> sources(runs, run);
-  int32_t row = run.row, from = 0;
-  int32_t first_end = row, ends = 0;  // the ends of the next 32 rows, one a thread
-  const auto end_of_row = [&] {
-    if (row == run.row || row - first_end == 32) {
-      first_end = row;
-      ends = run.end_of(runs, min(row + Layout::lane(), run.row_end - 1));
-    }
-    return __shfl_sync(0xffffffffu, ends, row - first_end);
-  };
-  if (row == run.row_end) return;
-  int32_t row_end = end_of_row();
-  body.begin(row, run);
+  const char* zeros = reinterpret_cast<const char*>(&kZeros);
+  const auto span = static_cast<uint32_t>(work.end - work.skip);
+  // Steps between these edges have no edge in any slot that is not there.
+  const auto most = static_cast<int32_t>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(work.end)));
+  const auto least = static_cast<int32_t>(__reduce_min_sync(0xffffffffu, static_cast<uint32_t>(work.end)));
+  const int32_t from = __any_sync(0xffffffffu, work.skip > 0) ? 4 : 0;
+  Sources<Layout> sources(col, work);
+  body.begin(work, pass);
 
-  const auto fetch = [&](Step<Layout, Body>& step, int32_t begin) {
-    int32_t source[4];
-    sources.get(begin, source);
-    uint32_t exists = 15u;
-    if (begin + Layout::kStep <= run.end) {
+  // All gathers of a step are started before the first is waited for: what hides their latency is their number.
+  constexpr int kFours = Body::kStep / 4;
+#pragma unroll 1
+  for (int32_t at = 0; at < most; at += Body::kStep) {
+    uint4 data[kFours][4];
+    typename Body::Extra extra[kFours];
+    uint32_t mask[kFours];
+    const bool all = !Body::kMasks || (at >= from && at + Body::kStep <= least);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) step.data[i] = gather(base, source[i], x_stride);
-    } else {
-      exists = 0;
+    for (int f = 0; f < kFours; ++f) {
+      int32_t source[4];
+      sources.get(at + 4 * f, source);
+      mask[f] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        step.data[i] = make_uint4(0, 0, 0, 0);
-        if (begin + Layout::edge(i) < run.end) {
-          step.data[i] = gather(base, source[i], x_stride);
-          exists |= 1u << i;
-        }
+        const bool exists = static_cast<uint32_t>(at + 4 * f + i - work.skip) < span;
+        data[f][i] = gather(exists ? base + offset_of(source[i], x_stride) : zeros);
+        mask[f] |= exists ? 1u << i : 0u;
+      }
+      body.load(extra[f], work.first + at + 4 * f, source, mask[f]);
+    }
+#pragma unroll
+    for (int f = 0; f < kFours; ++f) {
+      if (all) {
+        body.template add<false>(data[f], extra[f], 15u);
+      } else {
+        body.template add<true>(data[f], extra[f], mask[f]);
       }
     }
-    body.load(step.extra, run, begin, source, exists);
-  };
-  Step<Layout, Body> step, ahead;
-  if constexpr (Body::kAhead) fetch(ahead, 0);
+  }
+  body.finish(work, pass);
+}
 
+// What this thread's slot does of a run, from entry `at` on.
+template <class Layout>
+__device__ __forceinline__ Work work_of(const Run& run, const Entry* entry, int32_t at, bool shared) {
+  const int32_t which = shared ? at : at + Layout::slot();
+  Work work{0, 0, 0, run.slot, shared, which < run.count ? entry + which : nullptr};
+  if (work.entry == nullptr || work.entry->count == 0) return work;
+  work.first = work.entry->first;
+  work.skip = static_cast<int32_t>(work.first % 4);
+  work.first -= work.skip;
+  work.end = work.skip + work.entry->count;
+  if (shared && Layout::kSlots > 1) {
+    const int32_t share = ((work.end + Layout::kSlots - 1) / Layout::kSlots + 3) / 4 * 4;
+    const int32_t begin = min(share * Layout::slot(), work.end);
+    if (begin > 0) work.skip = 0;
+    work.first += begin;
+    work.end = min(share, work.end - begin);
+  }
+  return work;
+}
+
+// Entries that a run of rows like these has at most.
+template <class Layout>
+__host__ __device__ constexpr int entries_of() {
+  return Layout::kSlots > 8 ? 32 : 16;
+}
+
+// All runs of this block, one at a time to a warp; `next` is shared by the block, `feed` by the warp.
+template <class Layout, class Body>
+__device__ inline void for_runs(const Runs& runs, const char* x, uint32_t x_stride, int32_t* next,
+                                RunFeed<entries_of<Layout>()>& feed, Body& body) {
+  RunQueue queue(runs, next);
+  feed.begin(runs, queue);
 #pragma unroll 1
-  for (int32_t begin = 0;; begin += Layout::kStep) {
-    const int32_t step_end = begin + Layout::kStep;
-    if constexpr (Body::kAhead) {
-      step = ahead;
-      if (step_end < run.end) fetch(ahead, step_end);
-    } else {
-      fetch(step, begin);
-    }
-    const uint4(&data)[4] = step.data;
-    const typename Body::Extra& extra = step.extra;
-    if (from <= begin && row_end > step_end) {
-      body.template add<false>(data, extra, 15u);
-      continue;
-    }
-    from = max(from, begin);
+  for (int turn = 0;; turn = feed.after(turn)) {
+    const Run run = feed.advance(runs, queue, turn);
+    if (run.count == 0) return;
+    const bool shared = !Body::kBundle || run.count == 1;
 #pragma unroll 1
-    while (true) {
-      const int32_t to = min(row_end, step_end);
-      if constexpr (Body::kSingly) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {  // a thread's i-th edge is one of these, whichever the thread
-          const int32_t low = begin + i * Layout::kSlots, high = low + Layout::kSlots;
-          if (from >= high || to <= low) continue;
-          const int32_t edge = begin + Layout::edge(i);
-          body.add_one((from <= low && to >= high) || (edge >= from && edge < to) ? data[i] : make_uint4(0, 0, 0, 0));
-        }
-      } else if (from < to) {
-        uint32_t mask = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int32_t edge = begin + Layout::edge(i);
-          mask |= edge >= from && edge < to ? 1u << i : 0u;
-        }
-        body.template add<true>(data, extra, mask);
-      }
-      from = to;
-      if (row_end > step_end) break;
-      body.finish(row, run);
-      if (++row == run.row_end) return;
-      row_end = end_of_row();
-      body.begin(row, run);
+    for (int32_t at = 0; at < run.count; at += shared ? 1 : Layout::kSlots) {
+      const Work work = work_of<Layout>(run, feed.entry[turn], at, shared);
+#pragma unroll 1
+      for (int pass = 0; pass < Layout::kPasses; ++pass) stream<Layout>(runs.col, work, x, x_stride, pass, body);
     }
   }
 }
 
-// All runs of this block, one at a time to a warp; `next` is shared by the block.
-template <class Layout, class Body>
-__device__ inline void for_runs(const Runs& runs, const char* x, uint32_t x_stride, int32_t* next, Body& body) {
-  RunQueue queue(runs, next);
-  int32_t index = queue.take();
-  RunRecord record(runs, index, queue.last);
-  while (index < queue.last) {
-    const Run run(record);
-    index = queue.take();
-    record = RunRecord(runs, index, queue.last);
-    if constexpr (Layout::kPasses == 1) {
-      stream<Layout>(runs, run, x, x_stride, 0, body);
-    } else {
-      for (int32_t row = run.row; row < run.row_end; ++row) {
-        const Run one = run.only(runs, row);
-        for (int pass = 0; pass < Layout::kPasses; ++pass) {
-          body.set_pass(pass);
-          stream<Layout>(runs, one, x, x_stride, pass, body);
-        }
-      }
-    }
+// combine(combine(a, b), c).. over the slots of the warp, for each piece; every slot gets the result.
+template <class Layout, int kCount, class T, class Combine>
+__device__ __forceinline__ void join_slots(T (&v)[kCount], const Combine& combine) {
+#pragma unroll
+  for (int apart = Layout::kPieces; apart < 32; apart *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] = combine(v[i], __shfl_xor_sync(0xffffffffu, v[i], apart));
   }
 }
 

@@ -7,7 +7,7 @@ from gnnc.runtime.cuda.body import write_body
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, round_up
 from gnnc.runtime.cuda.epilogue import literal, truth, write_epilogue
 from gnnc.runtime.cuda.spmm import ELEMENTS, gathered_rows, packed_width
-from gnnc.runtime.cuda.tables import RUNS_EXTRA, destinations, runs_arguments, runs_of
+from gnnc.runtime.cuda.tables import RUNS_EXTRA, destinations, runs_arguments, write_columns, write_runs
 from gnnc.runtime.cuda.unit import AS_COMPILED
 from gnnc.runtime.emitter import shape_of
 from gnnc.runtime.epilogue import argument_of
@@ -41,7 +41,8 @@ class Attend:
         emitter.unit.include("attention.cuh")
         rowptr = argument_of(node, plan.rowptr)
         rows = shape_of(rowptr)[0] - 1
-        col, pointer = emitter.vector(argument_of(node, plan.col)), emitter.vector(rowptr)
+        pointer = emitter.vector(rowptr)
+        col = write_columns(emitter, emitter.vector(argument_of(node, plan.col)))
         x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, plan.heads)
         scale = "0"
         if plan.x_scale is not None:
@@ -51,7 +52,7 @@ class Attend:
         if additive:
             ends = [f"{_dense(emitter, node, i, plan.heads)}.data_ptr()" for i in (plan.a_src, plan.a_dst)]
         edge = _edge_term(plan, node, emitter, pointer, col)
-        runs = emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({pointer}, {col}.shape[0])")
+        runs = write_runs(emitter, pointer, f"{col}.shape[0]", x.columns * _itemsize(node, plan.x))
         alpha = None if plan.alpha is None else emitter.outputs(node)[plan.alpha]
         weights = None if alpha is None else emitter.allocate(alpha, dense=True)
         stats = "0"
@@ -90,6 +91,10 @@ def _config(plan: attention.Plan, node: Node, emitter: CudaEmitter, additive: bo
         f"gnnc::AttentionConfig<gnnc::Element::{ELEMENTS[dtype]}, {plan.width}, {plan.heads}, "
         f"{truth(additive)}, {truth(edge)}, {constants}>"
     )
+
+
+def _itemsize(node: Node, index: int) -> int:
+    return argument_of(node, index).meta["val"].dtype.itemsize
 
 
 def _dense(emitter: CudaEmitter, node: Node, index: int | None, width: int) -> str:

@@ -115,11 +115,11 @@ class Writer:
             self.struct.member(f"const {kind}* a{number}", pointer(text))
         return f"a{number}"
 
-    def row_of(self, number: int) -> tuple[str, bool]:
-        """Return a full operand's row, and whether its runs of four are aligned."""
+    def row_of(self, number: int) -> tuple[str, int]:
+        """Return a full operand's row, and the elements from one row to the next."""
         name = self.operand(number)
         stride = self._strides[number]
-        return f"{name} + row * {stride}", stride % 4 == 0
+        return f"{name} + row * {stride}", stride
 
     def out(self, number: int) -> str:
         """Return the name of an output that is one element a row."""
@@ -162,8 +162,8 @@ class Writer:
         self.struct.step("step::with_columns", self.operand(a), function)
 
     def _full(self, function: str, a: int, b: int) -> None:
-        row, is_aligned = self.row_of(a)
-        self.struct.step(f"step::with_full<{truth(is_aligned)}>", row, function)
+        row, stride = self.row_of(a)
+        self.struct.step(f"step::with_full<{stride}>", row, function)
 
     def _batch_norm(self, a: int, b: int, c: int) -> None:
         operands = [self.operand(a + i) for i in range(4)]
@@ -181,7 +181,7 @@ class Writer:
     def _store(self, a: int, b: int, c: int) -> None:
         row, stride = self.out_row(a)
         kind = TYPES[self.program.outs[a].dtype]
-        self.struct.step(f"step::store<{truth(stride % 4 == 0)}, {kind}>", row)
+        self.struct.step(f"step::store<{stride}, {kind}>", row)
 
     def _quant_row(self, a: int, b: int, c: int) -> None:
         row, stride = self.out_row(a)

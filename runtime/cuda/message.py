@@ -9,7 +9,7 @@ from torch.fx import Node
 from gnnc.ir.nodes import as_node
 from gnnc.runtime.cuda.body import write_body
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks
-from gnnc.runtime.cuda.tables import RUNS_EXTRA, destinations, runs_arguments, runs_of
+from gnnc.runtime.cuda.tables import RUNS_EXTRA, destinations, runs_arguments, write_runs
 from gnnc.runtime.epilogue import Refusal, fixed_width, planned
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.registry import Decline, kernel
@@ -130,7 +130,7 @@ def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
         grid = blocks(f"{edges} * {functor.width}", BLOCK)
         emitter.launch(f"gnnc::edge_map<{functor.width}, {body}>", f"({grid})", values)
         return
-    runs = emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({emitter.vector(rowptr)}, {edges})")
+    runs = write_runs(emitter, emitter.vector(rowptr), edges, 4 * functor.width)
     staging = emitter.let(
         "staging", f"empty(({runs}.slots * {functor.width},), dtype={emitter.bind(torch.float32, 'dtype')})"
     )

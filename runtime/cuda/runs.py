@@ -5,32 +5,51 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ALIGN = 16
-"""Where a row is split, parts begin at multiples of this many edges: whole sectors of ``col``."""
 _ROW_COST = 4
 """A row costs about as much as this many edges, beyond its own."""
+_MOST_ENTRIES = 16
+"""A run has so many entries at most, where a group has fewer."""
+_MOST_CHUNK = 256
+_SHARES = 32
+"""Parts of rows have a multiple of this many edges, so that the slots of a warp get whole steps."""
+
+
+class Cut(NamedTuple):
+    """How finely edges are cut.
+
+    Attributes:
+        part: rows with more edges are split into parts of about as many.
+        short: rows with at most so many edges are worked on side by side.
+        window: short rows are sorted by their edges within so many neighbours.
+        group: so many of them make a run at least.
+    """
+
+    part: int
+    short: int
+    window: int = 256
+    group: int = 8
 
 
 class Runs(NamedTuple):
     """The tensors of ``gnnc::Runs``, on the graph's device.
 
     Attributes:
-        begin: int64 ``[runs + 1]``, first edge of every run.
-        place: int32 ``[runs + 1, 2]``, first row and staging slot (-1: whole rows); at last (rows, -1).
-        chunk: int32 ``[blocks, 2]``, first run of every block and the one past its last.
-        split: int32 ``[splits, 2]``, first run and number of runs of every split row.
+        entry: int32 ``[entries, 4]``: row, edges, and the first of them as int64.
+        run: int32 ``[runs, 4]``: first entry, entries, staging slot (-1: whole rows), 0.
+        split: int32 ``[splits, 4]``: row, first slot and number of parts of every split row, 0.
         slots: rows that the staging buffer has.
+        chunk: runs that a block takes at a time.
     """
 
-    begin: Tensor
-    place: Tensor
-    chunk: Tensor
+    entry: Tensor
+    run: Tensor
     split: Tensor
     slots: int
+    chunk: int
 
 
-def run_limit(edges: int, multiprocessors: int) -> int:
-    """Return how many edges a run should have: so few that every warp of the device gets several runs.
+def cut_for(edges: int, multiprocessors: int) -> Cut:
+    """Return how edges should be cut: so finely that every warp of the device gets several runs.
 
     A multiprocessor holds about 32 warps; with six runs each, the last ones to finish cost little
     (the analytical model of GNNAdvisor section 3.6, with the device's parallelism alone).
@@ -40,58 +59,87 @@ def run_limit(edges: int, multiprocessors: int) -> int:
         multiprocessors: of the device.
     """
     each = max(edges // (multiprocessors * 32 * 6), 1)
-    return min(max(1 << (each - 1).bit_length(), 64), 512)
+    part = min(max(1 << (each - 1).bit_length(), 64), 512)
+    return Cut(part, short=min(part, 128))
 
 
-def build_runs(rowptr: Tensor, limit: int, blocks: int) -> Runs:
-    """Cut the edges of a CSR into runs that cost about ``limit`` edges, and the runs into chunks.
+def chunk_of(runs: int, multiprocessors: int) -> int:
+    """Return how many runs a block takes at a time: a power of two, 16 times for each block at least."""
+    return min(1 << max(runs // (16 * multiprocessors), 1).bit_length() - 1, _MOST_CHUNK)
+
+
+def build_runs(rowptr: Tensor, cut: Cut, multiprocessors: int) -> Runs:
+    """Cut the edges of a CSR into runs.
 
     Args:
         rowptr: int64 ``[num_dst + 1]``.
-        limit: a row with more edges is split into parts of at most ``limit + 16``; other rows are
-            gathered until they cost as much, so that a run of theirs has less than ``2 * limit``.
-        blocks: number of chunks: of the device's multiprocessors, each of which works on one.
+        cut: sizes; the entries of a run of short rows cost less than ``part`` edges, or are one group.
+        multiprocessors: of the device.
 
     Returns:
-        The tables; three synchronisations.
+        The tables; a few synchronisations.
     """
-    device, rows = rowptr.device, rowptr.numel() - 1
     degree = rowptr.diff()
-    split = degree > limit
-    cost = torch.where(split, 0, degree + _ROW_COST).cumsum(0)
-    bucket = torch.div(cost - 1, limit, rounding_mode="floor")
-    opens = torch.ones(rows, dtype=torch.bool, device=device)
-    opens[1:] = (bucket.diff() > 0) | split[1:] | split[:-1]
-    first_row = opens.nonzero().squeeze(1)
-    parts = torch.div(degree + (limit - 1), limit, rounding_mode="floor")
-    parts = torch.where(split, parts, 1)[first_row]
-    first_run = torch.cat([parts.new_zeros(1), parts.cumsum(0)])
-    num_runs = int(first_run[-1])
-    which = torch.repeat_interleave(
-        torch.arange(first_row.numel(), device=device), parts, output_size=num_runs
-    )
-    row, index = first_row[which], torch.arange(num_runs, device=device) - first_run[which]
-    start = rowptr[row]
-    cut = start + torch.where(index > 0, degree[row] * index // parts[which], 0)
-    begin = torch.cat([torch.maximum(cut // _ALIGN * _ALIGN, start), rowptr[-1:]])
-    is_part = split[row]
-    slot = torch.where(is_part, is_part.cumsum(0) - 1, -1)
-    end = torch.tensor([[rows, -1]], device=device)
-    table = torch.stack([first_run[:-1], parts], 1)[split[first_row]]
+    is_short = degree <= cut.short
+    short, long = is_short.nonzero().squeeze(1), (~is_short).nonzero().squeeze(1)
+    near = _short_runs(rowptr, degree, short, cut)
+    far = _long_runs(rowptr, degree[long], long, cut, near.entry.shape[0])
+    order = torch.argsort(torch.cat([near.anchor, far.anchor]), stable=True)
     return Runs(
-        begin,
-        torch.cat([torch.stack([row, slot], 1), end]).int(),
-        _chunks(begin, blocks),
-        table.int(),
-        int(table[:, 1].sum()),
+        torch.cat([near.entry, far.entry]),
+        torch.cat([near.run, far.run])[order].int(),
+        far.split.int(),
+        int(far.split[:, 2].sum()),
+        chunk_of(order.numel(), multiprocessors),
     )
 
 
-def _chunks(begin: Tensor, blocks: int) -> Tensor:
-    """First and last run of every block, so that blocks have about the same number of edges."""
-    runs = begin.numel() - 1
-    cost = begin + _ROW_COST * torch.arange(runs + 1, device=begin.device)
-    wanted = torch.arange(blocks + 1, device=begin.device) * cost[-1] // blocks
-    chunk = torch.searchsorted(cost, wanted)
-    chunk[0], chunk[-1] = 0, runs
-    return torch.stack([chunk[:-1], chunk[1:]], 1).int()
+class _Part(NamedTuple):
+    entry: Tensor  # int32 [entries, 4]
+    run: Tensor  # int64 [runs, 4]
+    anchor: Tensor  # int64 [runs], a row near which the run works
+    split: Tensor  # int64 [splits, 4]
+
+
+def _short_runs(rowptr: Tensor, degree: Tensor, rows: Tensor, cut: Cut) -> _Part:
+    """Sort rows by edges within windows, up and down in turn, and take neighbours together."""
+    window, edges = rows // cut.window, degree[rows]
+    key = window * (cut.short + 1) + torch.where(window % 2 == 0, edges, cut.short - edges)
+    row = rows[torch.argsort(key, stable=True)]
+    groups = -(-row.numel() // cut.group)
+    padded = torch.nn.functional.pad(degree[row], (0, groups * cut.group - row.numel()))
+    most = padded.view(groups, cut.group).amax(1) if groups else padded
+    cost = cut.group * (most + _ROW_COST)
+    least = -(-cut.part * cut.group // max(_MOST_ENTRIES, cut.group))
+    bucket = torch.div(cost.clamp(min=least).cumsum(0) - 1, cut.part, rounding_mode="floor")
+    opens = torch.ones_like(bucket, dtype=torch.bool)
+    opens[1:] = bucket.diff() > 0
+    first = opens.nonzero().squeeze(1)
+    past = torch.cat([first[1:], first.new_full((min(groups, 1),), groups)])
+    begin, end = first * cut.group, (past * cut.group).clamp(max=row.numel())
+    run = torch.stack([begin, end - begin, torch.full_like(begin, -1), torch.zeros_like(begin)], 1)
+    return _Part(_entries(row, degree[row], rowptr[row]), run, rows[begin], run[:0])
+
+
+def _long_runs(rowptr: Tensor, degree: Tensor, rows: Tensor, cut: Cut, entries: int) -> _Part:
+    """Make every row a run, or equal parts of it."""
+    parts = -(-degree // cut.part)
+    size = -(-degree // (parts * _SHARES)) * _SHARES
+    parts = -(-degree // size)
+    count = int(parts.sum())
+    which = torch.repeat_interleave(parts, output_size=count)
+    first = parts.cumsum(0) - parts
+    index = torch.arange(count, device=rowptr.device)
+    offset = (index - first[which]) * size[which]
+    edges = torch.minimum(size[which], degree[which] - offset)
+    is_part = parts[which] > 1
+    slot = is_part.cumsum(0) - 1
+    entry = _entries(rows[which], edges, rowptr[rows[which]] + offset)
+    ones = torch.ones_like(index)
+    run = torch.stack([entries + index, ones, torch.where(is_part, slot, -1), 0 * ones], 1)
+    split = torch.stack([rows, slot[first], parts, 0 * parts], 1)[parts > 1]
+    return _Part(entry, run, rows[which], split)
+
+
+def _entries(row: Tensor, edges: Tensor, first: Tensor) -> Tensor:
+    return torch.cat([torch.stack([row, edges], 1).int(), first.view(-1, 1).view(torch.int32)], 1)

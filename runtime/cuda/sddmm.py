@@ -5,7 +5,7 @@ from torch.fx import Node
 from gnnc.ir.nodes import as_node
 from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.spmm import ELEMENTS, gathered_rows
-from gnnc.runtime.cuda.tables import RUNS_EXTRA, runs_arguments, runs_of
+from gnnc.runtime.cuda.tables import RUNS_EXTRA, runs_arguments, write_columns, write_runs
 from gnnc.runtime.cuda.unit import AS_COMPILED
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.registry import Decline, kernel
@@ -41,8 +41,12 @@ class Sddmm:
         first, second = as_node(a if a is not None else b), as_node(b if b is not None else a)
         width = plan.a_width or plan.b_width
         rows = [gathered_rows(emitter, value, width) for value in (first, second)]
-        pointer, columns = emitter.vector(as_node(rowptr)), emitter.vector(as_node(col))
-        runs = emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({pointer}, {columns}.shape[0])")
+        pointer, columns = (
+            emitter.vector(as_node(rowptr)),
+            write_columns(emitter, emitter.vector(as_node(col))),
+        )
+        size = second.meta["val"].dtype.itemsize
+        runs = write_runs(emitter, pointer, f"{columns}.shape[0]", width * size)
         out = emitter.allocate(node, dense=True)
         values = runs_arguments(pointer, columns, runs)
         for row in rows:

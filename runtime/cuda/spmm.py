@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, round_up
 from gnnc.runtime.cuda.epilogue import TYPES, write_epilogue
-from gnnc.runtime.cuda.tables import RUNS_EXTRA, in_order, runs_arguments, runs_of
+from gnnc.runtime.cuda.tables import RUNS_EXTRA, in_order, runs_arguments, write_columns, write_runs
 from gnnc.runtime.cuda.unit import AS_COMPILED
 from gnnc.runtime.emitter import shape_of
 from gnnc.runtime.epilogue import argument_of
@@ -72,7 +72,8 @@ class Spmm:
         x = gathered_rows(emitter, argument_of(node, plan.x), plan.width)
         scale = _vector(emitter, node, plan.x_scale)
         shift = _vector(emitter, node, plan.shift)
-        runs = emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({emitter.vector(rowptr)}, {edges})")
+        size = argument_of(node, plan.x).meta["val"].dtype.itemsize
+        runs = write_runs(emitter, emitter.vector(rowptr), edges, plan.width * size)
         epilogue, values = write_epilogue(plan.program, node, emitter, shape_of(rowptr)[0] - 1, plan.width)
         words = -(-plan.width // 4) * 4
         staging = emitter.let(
@@ -91,10 +92,7 @@ class Spmm:
             f"gnnc::spmm<{config}, {epilogue}>", f"{runs}.blocks", arguments, block=AS_COMPILED, count=count
         )
         emitter.launch(
-            f"gnnc::spmm_combine<{config}, {epilogue}>",
-            blocks(f"{runs}.splits", 8),
-            [*arguments, f"{runs}.splits"],
-            count=count + 1,
+            f"gnnc::spmm_combine<{config}, {epilogue}>", f"{runs}.splits", arguments, block=128, count=count
         )
 
 
@@ -128,6 +126,7 @@ def edges_and_columns(
     text = emitter.vector(source)
     if source.meta["val"].dtype != torch.int32:
         text = emitter.let("col", f"{text}.int()")
+    text = write_columns(emitter, text)
     return f"{text}.shape[0]", text
 
 

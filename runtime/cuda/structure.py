@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gnnc.errors import GraphError
+from gnnc.runtime.cuda.emitter import round_up
 from gnnc.runtime.structure_runner import StructureRunner
 
 
@@ -39,12 +40,17 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, T
     keys, perm = torch.sort(dst.to(torch.int32), stable=True)
     rows = torch.arange(num_dst + 1, dtype=torch.int32, device=src.device)
     rowptr = torch.searchsorted(keys, rows)
-    col = src.index_select(0, perm).to(torch.int32)
+    col = padded_columns(src.shape[0], src.device).copy_(src.index_select(0, perm))
     torch.cuda.current_stream(src.device).synchronize()
     low_src, high_src, low_dst, high_dst = limits.tolist()
     _check("src", src, low_src, high_src, num_src, "source")
     _check("dst", dst, low_dst, high_dst, num_dst, "destination")
     return rowptr, col, perm
+
+
+def padded_columns(edges: int, device: torch.device) -> Tensor:
+    """Return an int32 tensor ``[edges]`` with memory up to a multiple of four, for reads of four."""
+    return torch.empty(round_up(edges, 4), dtype=torch.int32, device=device)[:edges]
 
 
 def csr_transpose(rowptr: Tensor, col: Tensor, num_src: int) -> tuple[Tensor, Tensor, Tensor]:

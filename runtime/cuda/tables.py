@@ -3,44 +3,79 @@
 import torch
 from torch import Tensor
 
-from gnnc.runtime.cuda.runs import build_runs, run_limit
+from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
+from gnnc.runtime.cuda.runs import Cut, build_runs, cut_for
+from gnnc.runtime.cuda.structure import padded_columns
 
 
 class RunTable:
     """The run table of one CSR on its device, as kernels take it.
 
     Attributes:
-        blocks: chunks of runs.
+        blocks: of a launch, one a multiprocessor.
         splits: rows that are split.
         count: runs.
         slots: rows of the staging buffer.
-        pointers: addresses of ``begin``, ``place``, ``chunk`` and ``split``.
+        fields: of ``gnnc::Runs`` after ``rowptr`` and ``col``.
     """
 
-    def __init__(self, rowptr: Tensor, edges: int, multiprocessors: int) -> None:
-        runs = build_runs(rowptr, run_limit(edges, multiprocessors), multiprocessors)
-        self._held = (runs.begin, runs.place, runs.chunk, runs.split)
-        self.blocks = runs.chunk.shape[0] if rowptr.numel() > 1 else 0
+    def __init__(self, rowptr: Tensor, cut: Cut, multiprocessors: int) -> None:
+        runs = build_runs(rowptr, cut, multiprocessors)
+        self._held = (runs.entry, runs.run, runs.split)
+        self.blocks = min(-(-runs.run.shape[0] // runs.chunk), multiprocessors)
         self.splits, self.slots = runs.split.shape[0], runs.slots
-        self.count = runs.begin.numel() - 1
-        self.pointers = tuple(tensor.data_ptr() for tensor in self._held)
+        self.count = runs.run.shape[0]
+        self.fields = (*(tensor.data_ptr() for tensor in self._held), self.count, runs.chunk)
         torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
 
 
-def runs_of(rowptr: Tensor, edges: int) -> RunTable:
-    """Return the run table of a CSR; it lives as long as the tensor, which the structure cache holds."""
-    table = rowptr.__dict__.get("gnnc_runs")
-    if table is None:
-        properties = torch.cuda.get_device_properties(rowptr.device)
-        table = rowptr.gnnc_runs = RunTable(rowptr, edges, properties.multi_processor_count)  # pyright: ignore[reportAttributeAccessIssue]
-    return table
+def runs_of(rowptr: Tensor, edges: int, group: int) -> RunTable:
+    """Return the run table of a CSR; it lives as long as the tensor, which the structure cache holds.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``.
+        edges: E.
+        group: rows that a warp should get at once, at least.
+    """
+    tables = rowptr.__dict__.get("gnnc_runs")
+    if tables is None:
+        tables = rowptr.gnnc_runs = {}  # pyright: ignore[reportAttributeAccessIssue]
+    if group not in tables:
+        processors = torch.cuda.get_device_properties(rowptr.device).multi_processor_count
+        cut = cut_for(edges, processors)._replace(group=group)
+        tables[group] = RunTable(rowptr, cut, processors)
+    return tables[group]
+
+
+def group_of(row_bytes: int) -> int:
+    """Return how many rows of x of so many bytes a warp works on side by side (rows.cuh), or a multiple."""
+    return 32 if row_bytes <= 32 else 8
+
+
+def in_fours(col: Tensor) -> Tensor:
+    """Return columns that kernels may read four at a time: on 16 bytes, and up to a multiple of four.
+
+    Those of ``gnnc.csr`` are; of others a copy is kept as long as the tensor.
+    """
+    copy = col.__dict__.get("gnnc_fours", col)
+    if copy is not col:
+        return col if copy is None else copy
+    room = col.untyped_storage().nbytes() // col.itemsize - col.storage_offset()
+    if col.data_ptr() % 16 == 0 and room >= round_up(col.numel(), 4):
+        copy = None
+    else:
+        copy = padded_columns(col.numel(), col.device).copy_(col)
+        torch.cuda.current_stream(col.device).synchronize()
+    col.gnnc_fours = copy  # pyright: ignore[reportAttributeAccessIssue]
+    return col if copy is None else copy
 
 
 def in_order(rowptr: Tensor, edges: int) -> Tensor:
     """Return the columns of a segment reduction that reads its rows as they come."""
     col = rowptr.__dict__.get("gnnc_order")
     if col is None:
-        col = torch.arange(edges, dtype=torch.int32, device=rowptr.device)
+        col = padded_columns(edges, rowptr.device)
+        torch.arange(edges, out=col)
         torch.cuda.current_stream(rowptr.device).synchronize()
         rowptr.gnnc_order = col  # pyright: ignore[reportAttributeAccessIssue]
     return col
@@ -57,10 +92,22 @@ def destinations(rowptr: Tensor, edges: int) -> Tensor:
     return rows
 
 
+def write_columns(emitter: CudaEmitter, text: str) -> str:
+    """Write what makes columns fit for kernels that read them in fours; return the variable's name."""
+    return emitter.let("col", f"{emitter.bind(in_fours, 'in_fours')}({text})")
+
+
+def write_runs(emitter: CudaEmitter, rowptr: str, edges: str, row_bytes: int) -> str:
+    """Write the run table for kernels that gather rows of so many bytes; return the variable's name."""
+    return emitter.let(
+        "runs", f"{emitter.bind(runs_of, 'runs_of')}({rowptr}, {edges}, {group_of(row_bytes)})"
+    )
+
+
 def runs_arguments(rowptr: str, col: str, runs: str) -> list[str]:
-    """Return the texts of the six arguments that make a ``gnnc::Runs``."""
-    return [f"{rowptr}.data_ptr()", f"{col}.data_ptr()", f"*{runs}.pointers"]
+    """Return the texts of the arguments that make a ``gnnc::Runs``."""
+    return [f"{rowptr}.data_ptr()", f"{col}.data_ptr()", f"*{runs}.fields"]
 
 
-RUNS_EXTRA = 3
-"""Arguments that ``*runs.pointers`` stands for, beyond one."""
+RUNS_EXTRA = 4
+"""Arguments that ``*runs.fields`` stands for, beyond one."""

@@ -6,6 +6,7 @@ from kernel_graphs import GRAPHS, Graph, relative_error
 from torch import Tensor
 
 from gnnc.ir.sparse import edge_softmax_reference, spmm_reference
+from gnnc.runtime.cuda.runs import Cut
 
 CONFIGS = (
     AttentionConfig("f32", 64, 4, True, False),
@@ -53,7 +54,7 @@ def test_attention(heads: int, each: int, dtype: torch.dtype, large: float) -> N
             x = torch.randn(g.num_src, heads * each).to(dtype)
         for given in (None, edge):
             call = Attention(
-                sparse(g.rowptr, g.col, 32, 5),
+                sparse(g.rowptr, g.col, Cut(32, 16), 5),
                 rows16(x) if heads == 1 else x.cuda(),
                 heads,
                 a_src.cuda(),
@@ -76,7 +77,7 @@ def test_edges_that_are_masked_out_weigh_nothing() -> None:
     g = GRAPHS["random"]()
     x, edge = torch.randn(g.num_src, 32), torch.randn(g.num_edges, 1)
     edge[::3] = -float("inf")
-    got = Attention(sparse(g.rowptr, g.col, 32, 5), rows16(x), 1, edge=edge.cuda())().cpu()
+    got = Attention(sparse(g.rowptr, g.col, Cut(32, 16), 5), rows16(x), 1, edge=edge.cuda())().cpu()
     leaky = torch.nn.functional.leaky_relu(edge.double(), 0.2)
     kept = torch.isfinite(edge).double()
     total = torch.zeros(g.num_dst, 1, dtype=torch.double).index_add_(0, g.dst(), leaky.exp())

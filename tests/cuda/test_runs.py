@@ -2,43 +2,64 @@ import pytest
 import torch
 from kernel_graphs import GRAPHS
 
-from gnnc.runtime.cuda.runs import build_runs, run_limit
+from gnnc.runtime.cuda.runs import Cut, Runs, build_runs, chunk_of, cut_for
+from gnnc.runtime.cuda.tables import group_of
+
+CUTS = (Cut(1, 1, 1, 1), Cut(64, 16), Cut(64, 64, 8, 32), Cut(512, 128), Cut(5000, 5000))
+
+
+def entries_of(runs: Runs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    row, count = runs.entry[:, :2].long().unbind(1)
+    return row, count, runs.entry[:, 2:].contiguous().view(torch.int64).squeeze(1)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize("limit", [1, 16, 100, 5000])
-@pytest.mark.parametrize("blocks", [1, 7, 1000])
-def test_runs_cover_every_edge_of_every_row_once_and_in_order(name: str, limit: int, blocks: int) -> None:
+@pytest.mark.parametrize("cut", CUTS)
+def test_runs_cover_every_edge_of_every_row_once(name: str, cut: Cut) -> None:
     g = GRAPHS[name]()
-    runs = build_runs(g.rowptr, limit, blocks)
-    row, slot = runs.place[:-1].unbind(1)
-    begin, count = runs.begin, runs.begin.diff()
-    whole = slot < 0
-    assert begin[0] == 0 and begin[-1] == g.num_edges and (count >= 0).all()
-    assert (count[~whole] <= limit + 16).all() and (count[whole] < 2 * limit).all()
-    assert torch.equal(begin[:-1][whole], g.rowptr[row[whole].long()])
-    assert runs.place[-1].tolist() == [g.num_dst, -1]
-    rows = torch.where(whole, runs.place[1:, 0] - row, 0)
-    assert (rows[whole] > 0).all()
-    assert rows.sum() + len(runs.split) == g.num_dst
-    assert torch.equal(slot[~whole].long(), torch.arange(runs.slots))
-    for first, parts in runs.split.tolist():
-        mine = slice(first, first + parts)
-        assert parts > 1 and (row[mine] == row[first]).all() and (slot[mine] >= 0).all()
-        assert begin[first] == g.rowptr[row[first]] and begin[first + parts] == g.rowptr[row[first] + 1]
-    assert runs.split[:, 1].sum() == runs.slots == (~whole).sum()
-    assert runs.chunk.shape == (blocks, 2)
-    chunk = runs.chunk[runs.chunk[:, 1].argsort(stable=True)]
-    chunk = chunk[chunk[:, 0].argsort(stable=True)]
-    assert chunk[0, 0] == 0 and chunk[-1, 1] == len(row) and torch.equal(chunk[1:, 0], chunk[:-1, 1])
+    runs = build_runs(g.rowptr, cut, 7)
+    row, count, first = entries_of(runs)
+    edges = torch.cat([torch.arange(a, a + n) for a, n in zip(first.tolist(), count.tolist(), strict=True)])
+    assert torch.equal(edges.sort().values, torch.arange(g.num_edges))
+    assert torch.equal(row.unique(), torch.arange(g.num_dst))
+    assert (first >= g.rowptr[row]).all() and (first + count <= g.rowptr[row + 1]).all()
+
+    begin, entries, slot, _ = runs.run.long().unbind(1)
+    used = torch.cat([torch.arange(a, a + n) for a, n in zip(begin.tolist(), entries.tolist(), strict=True)])
+    assert torch.equal(used.sort().values, torch.arange(len(row)))
+    assert ((entries > 0) & (entries <= max(16, cut.group))).all() and (entries[slot >= 0] == 1).all()
+    assert torch.equal(slot[slot >= 0].sort().values, torch.arange(runs.slots))
+    assert (count <= max(cut.short, -(-cut.part // 32) * 32)).all()
+
+    parts = dict(zip(slot.tolist(), begin.tolist(), strict=True))
+    for split, at, number, _ in runs.split.tolist():
+        mine = torch.tensor([parts[at + i] for i in range(number)])
+        assert number > 1 and (row[mine] == split).all()
+        assert torch.equal(first[mine][1:], (first + count)[mine][:-1])
+        assert count[mine].sum() == g.rowptr[split + 1] - g.rowptr[split]
+    assert runs.split[:, 2].sum() == runs.slots
 
 
-def test_blocks_get_about_the_same_number_of_edges() -> None:
-    runs = build_runs(GRAPHS["chunks"]().rowptr, 32, 50)
-    edges = runs.begin[runs.chunk.long()].diff(dim=1).double()
-    assert edges.max() < 2 * edges.mean()
+def test_rows_of_a_run_have_about_as_many_edges() -> None:
+    runs = build_runs(GRAPHS["chunks"]().rowptr, Cut(512, 128), 1)
+    _, count, _ = entries_of(runs)
+    groups = [count[a : a + n] for a, n, slot, _ in runs.run.tolist() if slot < 0 and n > 1]
+    steps = sum(len(part) * int(part.max()) for each in groups for part in each.split(8))
+    assert steps < 1.15 * sum(int(each.sum()) for each in groups)
 
 
-def test_the_limit_grows_with_the_graph() -> None:
-    limits = [run_limit(edges, 132) for edges in (0, 2_000_000, 115_000_000, 2**40)]
-    assert limits == sorted(limits) and limits[0] == 64 and limits[-1] == 512
+def test_blocks_take_turns_often_enough_to_end_together() -> None:
+    for count in (0, 1, 15, 16 * 132, 100_000, 10**7):
+        chunk = chunk_of(count, 132)
+        assert chunk & (chunk - 1) == 0 and chunk <= 256
+        assert chunk == 1 or count >= 16 * 132 * chunk
+
+
+def test_cuts_grow_with_the_graph() -> None:
+    cuts = [cut_for(edges, 132) for edges in (0, 2_000_000, 115_000_000, 2**40)]
+    assert cuts == sorted(cuts) and cuts[0].part == 64 and cuts[-1].part == 512
+    assert all(cut.short <= cut.part for cut in cuts)
+
+
+def test_narrow_rows_share_a_warp_with_more_others() -> None:
+    assert [group_of(nbytes) for nbytes in (4, 32, 47, 64, 4096)] == [32, 32, 8, 8, 8]

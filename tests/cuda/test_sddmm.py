@@ -6,6 +6,7 @@ from kernel_graphs import GRAPHS, relative_error
 
 from gnnc.ir.quantized import qsddmm_reference
 from gnnc.ir.sparse import sddmm_reference
+from gnnc.runtime.cuda.runs import Cut
 
 WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
 
@@ -30,12 +31,12 @@ def test_integer_dots_are_exact(width: int) -> None:
         g = make()
         a = torch.randint(-127, 128, (g.num_dst, width), dtype=torch.int8)
         b = torch.randint(-127, 128, (g.num_src, width), dtype=torch.int8)
-        got = Sddmm(sparse(g.rowptr, g.col, 32, 5), rows16(a), rows16(b))().cpu()[:, 0]
+        got = Sddmm(sparse(g.rowptr, g.col, Cut(32, 16), 5), rows16(a), rows16(b))().cpu()[:, 0]
         want = qsddmm_reference(g.rowptr, g.col, a, b, "dot")
         assert torch.equal(got, want)
         a_scale, b_scale = torch.rand(g.num_dst), torch.rand(g.num_src)
         scales = {"a_scale": a_scale.cuda(), "b_scale": b_scale.cuda()}
-        got = Sddmm(sparse(g.rowptr, g.col, 32, 5), rows16(a), rows16(b), **scales)().cpu()[:, 0]
+        got = Sddmm(sparse(g.rowptr, g.col, Cut(32, 16), 5), rows16(a), rows16(b), **scales)().cpu()[:, 0]
         assert torch.equal(got, want * a_scale[g.dst()] * b_scale[g.col])
 
 
@@ -47,7 +48,7 @@ def test_float_products(width: int, dtype: torch.dtype, op: str) -> None:
     for make in GRAPHS.values():
         g = make()
         a, b = torch.randn(g.num_dst, width).to(dtype), torch.randn(g.num_src, width).to(dtype)
-        got = Sddmm(sparse(g.rowptr, g.col, 32, 5), rows16(a), rows16(b), op)().cpu()
+        got = Sddmm(sparse(g.rowptr, g.col, Cut(32, 16), 5), rows16(a), rows16(b), op)().cpu()
         want = sddmm_reference(g.rowptr, g.col, a.float().double(), b.float().double(), op)
         size = sddmm_reference(g.rowptr, g.col, a.double().abs(), b.double().abs(), "dot")
         if op == "dot":
@@ -63,6 +64,6 @@ def test_dots_a_head(heads: int, each: int, dtype: torch.dtype) -> None:
     g = GRAPHS["random"]()
     shape = heads * each
     a, b = (torch.randint(-9, 10, (n, shape)).to(dtype) for n in (g.num_dst, g.num_src))
-    got = Sddmm(sparse(g.rowptr, g.col, 32, 5), rows16(a), rows16(b), heads=heads)().cpu()
+    got = Sddmm(sparse(g.rowptr, g.col, Cut(32, 16), 5), rows16(a), rows16(b), heads=heads)().cpu()
     views = (t.double().view(-1, heads, each) for t in (a, b))
     assert torch.equal(got.double(), sddmm_reference(g.rowptr, g.col, *views, "dot"))

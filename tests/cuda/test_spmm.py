@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gnnc.ir.quantized import qspmm_reference
 from gnnc.ir.sparse import spmm_reference
+from gnnc.runtime.cuda.runs import Cut
 
 WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
 FEW_WIDTHS = (7, 47, 64, 602)
@@ -38,8 +39,8 @@ def test_no_kernel_spills(architecture: str, kind: str) -> None:
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
 
 
-def on_gpu(g: Graph, limit: int = 32, blocks: int = 5) -> Sparse:
-    return sparse(g.rowptr, g.col, limit, blocks)
+def on_gpu(g: Graph, part: int = 32, blocks: int = 5) -> Sparse:
+    return sparse(g.rowptr, g.col, Cut(part, part // 2), blocks)
 
 
 def codes(rows: int, width: int) -> Tensor:
