@@ -194,7 +194,7 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
     """Time everything on one graph."""
     rowptr, col = make_csr(name)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    cut = cut_for(col.numel(), processors)
+    cut = cut_for(rowptr.numel() - 1, col.numel(), processors)
     graph = sparse(rowptr, col, cut, processors)
     floors = Floors(graph)
     nodes = rowptr.numel() - 1

@@ -9,7 +9,8 @@ _ROW_COST = 4
 """A row costs about as much as this many edges, beyond its own."""
 _MOST_ENTRIES = 16
 """A run has so many entries at most, where a group has fewer."""
-_MOST_CHUNK = 256
+_MOST_CHUNK = 32
+"""Blocks work on neighbouring chunks at a time: larger ones would spread them over more than L2 holds."""
 _SHARES = 32
 """Parts of rows have a multiple of this many edges, so that the slots of a warp get whole steps."""
 
@@ -48,19 +49,25 @@ class Runs(NamedTuple):
     chunk: int
 
 
-def cut_for(edges: int, multiprocessors: int) -> Cut:
+def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
     """Return how edges should be cut: so finely that every warp of the device gets several runs.
 
     A multiprocessor holds about 32 warps; with six runs each, the last ones to finish cost little
-    (the analytical model of GNNAdvisor section 3.6, with the device's parallelism alone).
+    (the analytical model of GNNAdvisor section 3.6, with the device's parallelism alone). The bounds are
+    measured: docs/cuda-sparse-kernels.md.
 
     Args:
+        rows: of the CSR.
         edges: E of the graph.
         multiprocessors: of the device.
     """
-    each = max(edges // (multiprocessors * 32 * 6), 1)
-    part = min(max(1 << (each - 1).bit_length(), 64), 512)
-    return Cut(part, short=min(part, 128))
+    short = min(max(_power_of_two_from(2 * edges // max(rows, 1)), 64), 256)
+    part = _power_of_two_from(edges // (multiprocessors * 32 * 6))
+    return Cut(min(max(part, 2 * short), 4 * short), short)
+
+
+def _power_of_two_from(number: int) -> int:
+    return 1 << (max(number, 1) - 1).bit_length()
 
 
 def chunk_of(runs: int, multiprocessors: int) -> int:

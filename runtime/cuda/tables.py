@@ -42,7 +42,7 @@ def runs_of(rowptr: Tensor, edges: int, group: int) -> RunTable:
         tables = rowptr.gnnc_runs = {}  # pyright: ignore[reportAttributeAccessIssue]
     if group not in tables:
         processors = torch.cuda.get_device_properties(rowptr.device).multi_processor_count
-        cut = cut_for(edges, processors)._replace(group=group)
+        cut = cut_for(rowptr.shape[0] - 1, edges, processors)._replace(group=group)
         tables[group] = RunTable(rowptr, cut, processors)
     return tables[group]
 

@@ -74,7 +74,6 @@ def test_the_values_of_a_probe_are_on_the_device_and_the_same_each_time() -> Non
 
 
 @pytest.mark.cuda
-@pytest.mark.xfail(reason="20 s on an H200: NVRTC compiles the programs of the probes one after the other")
 def test_this_gpu_is_measured_in_ten_seconds(rates: Rates) -> None:
     assert rates.measured_in <= 10
     assert torch.cuda.get_device_name() in rates.machine
