@@ -32,7 +32,8 @@ class Backend:
         executable: makes a program of a lowered graph.
         description: one line for people, such as the instruction set.
         joint_products: whether one kernel multiplies a matrix with several weights.
-        joint_messages: whether one kernel reduces several values of a body, or one in several ways.
+        joint_messages: whether one kernel reduces several values of a body, one in several ways, or one by
+            the softmax of another.
         edge_products: whether a body computes products of edge features with a weight.
     """
 
