@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from gnnc.api import CompiledModel, compile
 from gnnc.errors import GnncError
 
-_OWNED = re.compile(r"\._(parameters|buffers)\['(\w+)'\]$")
+_OWNED = re.compile(r"(?:\.|\.__dict__\[')_(parameters|buffers)(?:'\])?\['(\w+)'\]$")
 _MODULE = re.compile(r"\._modules\['(\w+)'\]")
 
 
@@ -56,7 +56,8 @@ class FromDynamo(nn.Module):
 
     Attributes:
         graph: Dynamo's graph, without inputs for sizes.
-        weights: (position among Dynamo's inputs, table that holds it, its name in the table).
+        weights: (position among Dynamo's inputs, module that holds it, in which table, its name there).
+            Not the table itself: an export that fails leaves another in its place.
         arguments: positions of the other inputs, those that ``forward`` takes.
         fixed_sizes: (argument, dimension) pairs whose size Dynamo wrote into the graph as a number.
     """
@@ -68,7 +69,7 @@ class FromDynamo(nn.Module):
         graph_module = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
         inputs = graph_module.graph.find_nodes(op="placeholder")
         sizes = {node for node in inputs if _read_off(node, inputs)}
-        self.weights: list[tuple[int, dict[str, Any], str]] = []
+        self.weights: list[tuple[int, nn.Module, str, str]] = []
         self.arguments: list[int] = []
         for position, node in enumerate(inputs):
             if node not in sizes and not self._own(position, paths[position]):
@@ -91,7 +92,7 @@ class FromDynamo(nn.Module):
     def _run(self, *arguments: Any) -> Any:
         """Run the graph on the inputs that are neither weights nor sizes."""
         values = dict(zip(self.arguments, arguments, strict=True))
-        values.update({position: table[name] for position, table, name in self.weights})
+        values.update({position: vars(owner)[kind][name] for position, owner, kind, name in self.weights})
         return self.graph(*(values[position] for position in self.order))
 
     def _own(self, position: int, path: str) -> bool:
@@ -107,7 +108,7 @@ class FromDynamo(nn.Module):
             owner = owner.get_submodule(part)
         register = owner.register_parameter if kind == "parameters" else owner.register_buffer
         register(name, None)
-        self.weights.append((position, getattr(owner, f"_{kind}"), name))
+        self.weights.append((position, owner, f"_{kind}", name))
         return True
 
 
@@ -126,8 +127,8 @@ class Runner:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the compiled model on Dynamo's inputs."""
-        for position, table, name in self._weights:
-            table[name] = inputs[position]
+        for position, owner, kind, name in self._weights:
+            vars(owner)[kind][name] = inputs[position]
         return self.compiled(*(inputs[position] for position in self._arguments))
 
 

@@ -67,7 +67,7 @@ def test_same_programs(conv, precision):
 
 
 @pytest.mark.parametrize(
-    "name", ["gin", "sage-max", "gatv2", "transformer", "link-prediction", "pna", "film"]
+    "name", ["gin", "gine", "sage-max", "gatv2", "transformer", "link-prediction", "pna", "film", "fast-rgcn"]
 )
 @torch.no_grad()
 def test_same_programs_of_the_zoo(name):
