@@ -59,6 +59,7 @@ class FromDynamo(nn.Module):
         weights: (position among Dynamo's inputs, module that holds it, in which table, its name there).
             Not the table itself: an export that fails leaves another in its place.
         arguments: positions of the other inputs, those that ``forward`` takes.
+        same_sizes: pairs of (position, dimension) whose sizes are one symbol of Dynamo's.
         fixed_sizes: (argument, dimension) pairs whose size Dynamo wrote into the graph as a number.
     """
 
@@ -79,6 +80,7 @@ class FromDynamo(nn.Module):
             graph_module.graph.erase_node(node)
         graph_module.recompile()
         self.graph = graph_module
+        self.same_sizes = _same_sizes({position: inputs[position] for position in self.arguments})
         # What messages call the arguments, and what tells edges from nodes.
         names = _names([paths[position] for position in self.arguments])
         vars(self)["forward"] = _named(self._run, names)
@@ -92,6 +94,8 @@ class FromDynamo(nn.Module):
     def _run(self, *arguments: Any) -> Any:
         """Run the graph on the inputs that are neither weights nor sizes."""
         values = dict(zip(self.arguments, arguments, strict=True))
+        for (one, dim), (other, other_dim) in self.same_sizes:
+            torch._check(values[one].size(dim) == values[other].size(other_dim))
         values.update({position: vars(owner)[kind][name] for position, owner, kind, name in self.weights})
         return self.graph(*(values[position] for position in self.order))
 
@@ -153,6 +157,19 @@ def _named(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., 
 def _fixed(node: Node) -> list[int]:
     shape = node.meta["example_value"].shape if _is_tensor(node) else ()
     return [dim for dim, size in enumerate(shape) if isinstance(size, int)]
+
+
+def _same_sizes(inputs: Mapping[int, Node]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Dynamo's graph says it nowhere else: a comparison of sizes leaves nothing in it."""
+    first: dict[Any, tuple[int, int]] = {}
+    pairs = []
+    for position, node in inputs.items():
+        shape = node.meta["example_value"].shape if _is_tensor(node) else ()
+        for dim, size in enumerate(shape):
+            if isinstance(size, torch.SymInt):
+                known = first.setdefault(size.node.expr, (position, dim))
+                pairs += [(known, (position, dim))] if known != (position, dim) else []
+    return pairs
 
 
 def _source_of(node: Node) -> str:
