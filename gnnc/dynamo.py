@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from gnnc.api import CompiledModel, compile
 from gnnc.errors import GnncError
 
-_OWNED = re.compile(r"\._(parameters|buffers)\['(\w+)'\]$")
+_OWNED = re.compile(r"(?:\.|\.__dict__\[')_(parameters|buffers)(?:'\])?\['(\w+)'\]$")
 _MODULE = re.compile(r"\._modules\['(\w+)'\]")
 
 
@@ -56,8 +56,10 @@ class FromDynamo(nn.Module):
 
     Attributes:
         graph: Dynamo's graph, without inputs for sizes.
-        weights: (position among Dynamo's inputs, table that holds it, its name in the table).
+        weights: (position among Dynamo's inputs, module that holds it, in which table, its name there).
+            Not the table itself: an export that fails leaves another in its place.
         arguments: positions of the other inputs, those that ``forward`` takes.
+        same_sizes: pairs of (position, dimension) whose sizes are one symbol of Dynamo's.
         fixed_sizes: (argument, dimension) pairs whose size Dynamo wrote into the graph as a number.
     """
 
@@ -68,7 +70,7 @@ class FromDynamo(nn.Module):
         graph_module = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
         inputs = graph_module.graph.find_nodes(op="placeholder")
         sizes = {node for node in inputs if _read_off(node, inputs)}
-        self.weights: list[tuple[int, dict[str, Any], str]] = []
+        self.weights: list[tuple[int, nn.Module, str, str]] = []
         self.arguments: list[int] = []
         for position, node in enumerate(inputs):
             if node not in sizes and not self._own(position, paths[position]):
@@ -78,6 +80,7 @@ class FromDynamo(nn.Module):
             graph_module.graph.erase_node(node)
         graph_module.recompile()
         self.graph = graph_module
+        self.same_sizes = _same_sizes({position: inputs[position] for position in self.arguments})
         # What messages call the arguments, and what tells edges from nodes.
         names = _names([paths[position] for position in self.arguments])
         vars(self)["forward"] = _named(self._run, names)
@@ -91,7 +94,9 @@ class FromDynamo(nn.Module):
     def _run(self, *arguments: Any) -> Any:
         """Run the graph on the inputs that are neither weights nor sizes."""
         values = dict(zip(self.arguments, arguments, strict=True))
-        values.update({position: table[name] for position, table, name in self.weights})
+        for (one, dim), (other, other_dim) in self.same_sizes:
+            torch._check(values[one].size(dim) == values[other].size(other_dim))
+        values.update({position: vars(owner)[kind][name] for position, owner, kind, name in self.weights})
         return self.graph(*(values[position] for position in self.order))
 
     def _own(self, position: int, path: str) -> bool:
@@ -107,7 +112,7 @@ class FromDynamo(nn.Module):
             owner = owner.get_submodule(part)
         register = owner.register_parameter if kind == "parameters" else owner.register_buffer
         register(name, None)
-        self.weights.append((position, getattr(owner, f"_{kind}"), name))
+        self.weights.append((position, owner, f"_{kind}", name))
         return True
 
 
@@ -126,8 +131,8 @@ class Runner:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the compiled model on Dynamo's inputs."""
-        for position, table, name in self._weights:
-            table[name] = inputs[position]
+        for position, owner, kind, name in self._weights:
+            vars(owner)[kind][name] = inputs[position]
         return self.compiled(*(inputs[position] for position in self._arguments))
 
 
@@ -152,6 +157,19 @@ def _named(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., 
 def _fixed(node: Node) -> list[int]:
     shape = node.meta["example_value"].shape if _is_tensor(node) else ()
     return [dim for dim, size in enumerate(shape) if isinstance(size, int)]
+
+
+def _same_sizes(inputs: Mapping[int, Node]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Dynamo's graph says it nowhere else: a comparison of sizes leaves nothing in it."""
+    first: dict[Any, tuple[int, int]] = {}
+    pairs = []
+    for position, node in inputs.items():
+        shape = node.meta["example_value"].shape if _is_tensor(node) else ()
+        for dim, size in enumerate(shape):
+            if isinstance(size, torch.SymInt):
+                known = first.setdefault(size.node.expr, (position, dim))
+                pairs += [(known, (position, dim))] if known != (position, dim) else []
+    return pairs
 
 
 def _source_of(node: Node) -> str:

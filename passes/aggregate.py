@@ -1,16 +1,19 @@
 """Reductions of edge values to the nodes: the scatter at the end of a region.
 
 A plain or weighted sum of gathered rows is an ``spmm``; rows that come from no gather, or are few
-columns wide, go through ``segment_reduce``; anything else is the body of a ``message``.
+columns wide, go through ``segment_reduce``; anything else is the body of a ``message``. There a sum of
+values times their own edge softmax, column by column, is one reduction, which stores no weight.
 """
 
 import torch
 from torch.fx import Node
 
-from gnnc.passes.emit import same_shape, same_size, shape_of
+from gnnc.passes.bodies import BodyBuilder
+from gnnc.passes.emit import holds_tensor, same_shape, same_size, shape_of
 from gnnc.passes.factors import Factor, factors_of, squeezed
 from gnnc.passes.region import Csr, Order, Regions
 from gnnc.passes.rowwise import is_narrow, op_name, rows_of
+from gnnc.passes.softmax import Softmax
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
@@ -20,6 +23,7 @@ def aggregate(regions: Regions, node: Node, order: Order, reduce: str, like: Nod
     made = (
         _aggregate_leaf(regions, node, order, reduce)
         or _aggregate_rows(regions, node, order, reduce)
+        or _aggregate_softmax(regions, node, order, reduce)
         or _aggregate_narrow(regions, node, order, reduce)
         or _message(regions, node, order, reduce)
     )
@@ -116,12 +120,46 @@ def _wide_end(regions: Regions, factor: Factor, node: Node, order: Order) -> tup
     return None if found is None or found[0] is order.dst else found
 
 
+def _aggregate_softmax(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
+    """``sum_e softmax(l)_e v_e`` of logits and values of one shape, with more than one column."""
+    pair = _softmax_and_value(regions, node, order) if reduce == "sum" else None
+    if pair is None:
+        return None
+    softmax, value = pair
+    if not regions.joint:
+        columns = " x ".join(map(str, shape_of(node)[1:]))
+        regions.on_edges[softmax.node] = f"stores logits and weights of {columns} columns for every edge"
+        return None
+    body = regions.body(node, order, (softmax.logits, value))
+    return None if body is None else _reduced_body(regions, body, order, "softmax")
+
+
+def _softmax_and_value(regions: Regions, node: Node, order: Order) -> tuple[Softmax, Node] | None:
+    """The two factors of ``node``, where one is an edge softmax over its own destinations."""
+    if op_name(node) != "mul.Tensor" or _is_vector(node):
+        return None
+    left, right = node.args[:2]
+    for weight, value in ((left, right), (right, left)):
+        softmax = regions.softmaxes.get(weight)  # type: ignore[arg-type]
+        if softmax is None or not isinstance(value, Node):
+            continue
+        own = regions.order(softmax.total.index, regions.sizes.of(softmax.total.base, 0))
+        same = holds_tensor(value) and same_shape(shape_of(value), shape_of(softmax.logits))
+        if own is order and same and 1.0 + softmax.eps == 1.0:
+            return softmax, value
+    return None
+
+
+def _is_vector(node: Node) -> bool:
+    """Whether a value is one number an edge."""
+    return all(same_size(size, 1) for size in shape_of(node)[1:])
+
+
 def _aggregate_narrow(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
     """Values that are stored for every edge anyway: few columns, or read by others too."""
     if not is_narrow(node) or not regions.all_narrow(node):
         return None
-    vector = all(same_size(size, 1) for size in shape_of(node)[1:])
-    if not vector and len(node.users) < 2 and not regions.is_emitted(node, order):
+    if not _is_vector(node) and len(node.users) < 2 and not regions.is_emitted(node, order):
         return None
     return _stored(regions, node, order, reduce)
 
@@ -137,6 +175,10 @@ def _message(regions: Regions, node: Node, order: Order, reduce: str) -> Node:
     body = regions.body(node, order)
     if body is None:
         return _stored(regions, node, order, reduce)
+    return _reduced_body(regions, body, order, reduce)
+
+
+def _reduced_body(regions: Regions, body: BodyBuilder, order: Order, reduce: str) -> Node:
     csr = regions.csr(order, body.source)
     return regions.emitter.call(
         gnnc.message.default, csr.rowptr, csr.col, body.text, reduce, *body.operands, order.num_dst

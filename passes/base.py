@@ -22,7 +22,8 @@ class BackendInfo:
         name: ``cpu``, ``cuda`` or ``reference``.
         precisions: names of the precisions it has kernels for.
         joint_products: whether one kernel multiplies a matrix with several weights.
-        joint_messages: whether one kernel reduces several values of a body, or one in several ways.
+        joint_messages: whether one kernel reduces several values of a body, one in several ways, or one by
+            the softmax of another.
         edge_products: whether a body computes products of edge features with a weight.
         handle: the backend object that ``lower`` calls; opaque to every other pass.
         rates: gives its speed on this machine, measured now if need be; for ``auto``.

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,7 +29,7 @@ class UnfitError(Exception):
 
 
 class BodyBuilder:
-    """Builds the body of ``root``.
+    """Builds the body of ``root``, or of several ``values`` that ``root`` is made of.
 
     It reaches back from the root to rows of the two ends, to edge tensors, to rows of a weight that a
     type chooses, and to values that are cheap to store for every edge, such as attention weights.
@@ -39,14 +40,16 @@ class BodyBuilder:
         operands: the operands by destination, by source, by edge, and the constants.
     """
 
-    def __init__(self, regions: "Regions", order: "Order", root: Node) -> None:
+    def __init__(
+        self, regions: "Regions", order: "Order", root: Node, values: Sequence[Node] | None = None
+    ) -> None:
         self.regions, self.order, self.root = regions, order, root
         self.source = self._choose_source()
         self.graph = fx.Graph()
         self.operands: tuple[list[Node], ...] = ([], [], [], [])
         self._names: dict[tuple[str, Node], Node] = {}
         self._built: dict[Node, Node] = {}
-        self.graph.output(self._visit(root))
+        self.graph.output(self._visit(root) if values is None else [self._visit(value) for value in values])
         self.text = body_text(self.graph)
 
     def _choose_source(self) -> Node | None:

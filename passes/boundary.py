@@ -27,12 +27,16 @@ class Boundary:
 
     Inside the structure graph the number of edges may be known only when it has run (self loops were
     removed: a symbol without a value). To the compute graph it is a size of an input like any other.
+    Numbers that are no tensor's size, such as the ends of a slice, keep their symbols: an example would
+    decide which of two is larger.
     """
 
     def __init__(self, gm: fx.GraphModule, nodes: list[Node]) -> None:
         self._mode = fake_mode_of(gm)
         self._env: ShapeEnv | None = getattr(self._mode, "shape_env", None)
         self._known: dict[sympy.Expr, sympy.Expr] = {}
+        tensors = [value for node in nodes if isinstance(value := node.meta["val"], torch.Tensor)]
+        self._counted = {s for value in tensors for size in value.shape for s in _unbacked(size_expr(size))}
         for expr in _whole(self._unbacked_sizes(nodes)):
             self._known[expr] = self._fresh(expr)
 
@@ -51,13 +55,13 @@ class Boundary:
             value = node.meta["val"]
             sizes = value.shape if isinstance(value, torch.Tensor) else [value]
             found |= {size_expr(s) for s in sizes if isinstance(s, torch.SymInt)}
-        return {expr for expr in found if _unbacked(expr)}
+        return {expr for expr in found if not _unbacked(expr).isdisjoint(self._counted)}
 
     def _size(self, size: Any) -> Any:
         if not isinstance(size, torch.SymInt) or self._env is None:
             return size
         expr = size.node.expr
-        if not _unbacked(expr):
+        if _unbacked(expr).isdisjoint(self._counted):
             return size
         fresh = expr.subs(self._known)
         return self._env.create_symintnode(fresh, hint=self._hint(fresh))

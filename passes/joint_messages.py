@@ -1,8 +1,8 @@
 """Several reductions of one message in one pass over the edges.
 
 ``message`` ops over one CSR that read the same rows become one op, whose body computes what they
-share once and returns a value for each reduction: the aggregators of PNA, or numerator and
-denominator of a softmax aggregation.
+share once and returns what each reduction takes: the aggregators of PNA, or a softmax aggregation
+beside a mean.
 """
 
 from os.path import commonprefix
@@ -65,7 +65,7 @@ def _rows(message: Node) -> list[Node]:
 
 def _join(graph: fx.Graph, group: list[Node], emitter: Emitter) -> None:
     joint = JointBody()
-    results = [joint.add(str(node.args[2]), node.args[_LISTS]) for node in group]
+    results = [value for node in group for value in joint.add(str(node.args[2]), node.args[_LISTS])]
     reduce = ",".join(str(node.args[3]) for node in group)
     first = group[0]
     made = emitter.call(
@@ -100,8 +100,8 @@ class JointBody:
         self._graph = fx.Graph()
         self._known: dict[Any, Node] = {}
 
-    def add(self, text: str, operands: tuple[Any, ...]) -> Node:
-        """Add a body with its operands; return its value."""
+    def add(self, text: str, operands: tuple[Any, ...]) -> list[Node]:
+        """Add a body with its operands; return its values."""
         copies: dict[Node, Node] = {}
         for node in parse_body(text).graph.nodes:
             if node.op == "placeholder":
@@ -109,7 +109,8 @@ class JointBody:
                 copies[node] = self._operand(kind, operands[kind][int(str(node.target)[1:])])
             elif node.op == "call_function":
                 copies[node] = self._call(node, copies)
-        return copies[parse_body(text).graph.output_node().args[0]]  # type: ignore[index]
+        found: Any = parse_body(text).graph.output_node().args[0]
+        return [copies[value] for value in (found if isinstance(found, list | tuple) else [found])]
 
     def _operand(self, kind: int, operand: Node) -> Node:
         if (kind, operand) not in self._known:

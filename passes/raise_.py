@@ -51,7 +51,8 @@ class Raise:
         uses = lift_typed_products(gm, ctx)
         if ctx.backend.edge_products:
             split_products(gm, ctx)
-        regions = Regions(gm, EdgeProducts(gm) if ctx.backend.edge_products else None)
+        products = EdgeProducts(gm) if ctx.backend.edge_products else None
+        regions = Regions(gm, products, joint=ctx.backend.joint_messages)
         _plan(gm, regions)
         inside = _inside_softmaxes(regions)
         _raise_scatters(gm, regions, lambda node: node not in inside)

@@ -12,7 +12,7 @@ An *edge value* is a node that depends, row by row, on gathers: ``x[src]``, ``a[
 """
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,11 +79,12 @@ class Regions:
     Attributes:
         softmaxes: the edge softmaxes, by the node that ends them.
         unfit: edge values that no body can hold, and why.
-        on_edges: products of edge features, and what becomes of them.
+        on_edges: what is computed for every edge, and what becomes of it.
+        joint: whether one kernel reduces several values of a body.
     """
 
-    def __init__(self, gm: fx.GraphModule, products: EdgeProducts | None) -> None:
-        self.products = products
+    def __init__(self, gm: fx.GraphModule, products: EdgeProducts | None, joint: bool = False) -> None:
+        self.products, self.joint = products, joint
         self.emitter = Emitter(gm)
         self.sizes = Sizes(self.emitter)
         for node in gm.graph.nodes:
@@ -435,10 +436,13 @@ class Regions:
 
     # bodies
 
-    def body(self, node: Node, order: Order) -> BodyBuilder | None:
-        """The body of an edge value; None where none can hold it, which ``unfit`` remembers."""
+    def body(self, node: Node, order: Order, values: Sequence[Node] | None = None) -> BodyBuilder | None:
+        """The body of an edge value, or of the ``values`` that it is made of.
+
+        None where none can hold it, which ``unfit`` remembers.
+        """
         try:
-            return BodyBuilder(self, order, node)
+            return BodyBuilder(self, order, node, values)
         except UnfitError as error:
             self.unfit[node] = str(error)
             return None

@@ -19,6 +19,10 @@ OFFLINE = ("sm_80", "sm_90", "sm_100")
 """Architectures that ``cuda-offline`` compiles for; ``cuda-offline:sm_90`` names one."""
 
 
+_READS = ("aten.item.default", "aten._local_scalar_dense.default")
+"""Ops that read a number out of a tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """A set of kernels that can be asked for.
@@ -32,7 +36,8 @@ class Backend:
         executable: makes a program of a lowered graph.
         description: one line for people, such as the instruction set.
         joint_products: whether one kernel multiplies a matrix with several weights.
-        joint_messages: whether one kernel reduces several values of a body, or one in several ways.
+        joint_messages: whether one kernel reduces several values of a body, one in several ways, or one by
+            the softmax of another.
         edge_products: whether a body computes products of edge features with a weight.
     """
 
@@ -55,7 +60,7 @@ class Backend:
         if node.op not in ("call_function", "call_module"):
             return False
         if isinstance(node.meta.get("val"), torch.SymInt | int):
-            return "_local_scalar_dense" in str(node.target)
+            return str(node.target) in _READS
         return node.target is not operator.getitem and not is_view(node)
 
     def choose(self, node: Node) -> registry.Choice:

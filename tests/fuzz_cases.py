@@ -14,6 +14,7 @@ from row_programs import Program, gemm, map_rows, padded, quantized, row_scale, 
 from torch import Tensor
 
 from gnnc.errors import GraphError
+from gnnc.ir.message import MESSAGE_REDUCTIONS
 from gnnc.ir.sparse import EDGE_OPS, REDUCTIONS
 from gnnc.runtime.cpu import library, structure
 from gnnc.runtime.cpu.message import Plan, run_blocks
@@ -272,13 +273,20 @@ def segment_reduce(d: Draw) -> None:
 
 
 def message(d: Draw) -> None:
-    g, reduce, width = d.graph(), d.one((*REDUCTIONS, None)), d.one(WIDTHS)
+    g, reduce, width = d.graph(), d.one((*MESSAGE_REDUCTIONS, None)), d.one(WIDTHS)
     i, j, e = (d.floats(rows, width) for rows in (g.num_dst, g.num_src, g.num_edges))
     out = unwritten(g.num_edges if reduce is None else g.num_dst, width)
     edges = d.one((1, 7, 512, 100_000)) if g.num_edges < 3000 else 5000
-    plan = Plan(GATE, () if reduce is None else (reduce,), edges)
+    body = GATE.replace("return t2", "return [t0, e0]") if reduce == "softmax" else GATE
+    plan = Plan(body, () if reduce is None else (reduce,), edges)
     run_blocks(plan, g.rowptr, g.col, [i], [j], [e], [], out)
     operands = ([i.double()], [j.double()], [e.double()], [])
+    if reduce == "softmax":
+        rounding = 2.0**-23 * (i.abs().max() + j.abs().max()) if g.num_edges else 0
+        want = gnnc.message(g.rowptr, g.col, body, reduce, *operands, g.num_dst)
+        size = gnnc.segment_reduce(g.rowptr, None, e.double().abs(), "max", g.num_dst)
+        close(out, want, size, FLOAT_ERROR + 2 * float(rounding))
+        return
     if reduce is None:
         want = gnnc.edge_map(g.rowptr, g.col, GATE, *operands)
         top = i.abs().max() + j.abs().max() if out.numel() else 0

@@ -13,6 +13,11 @@ from zoo_layers import LAYERS
 import gnnc
 from gnnc import dynamo
 
+MODELS = (
+    *("gin", "gine", "sage-max", "gatv2", "transformer", "link-prediction", "pna", "film"),
+    *("fast-rgcn", "point-net"),
+)
+
 
 class Model(nn.Module):
     def __init__(self, conv: type[nn.Module]) -> None:
@@ -66,9 +71,7 @@ def test_same_programs(conv, precision):
     assert set(made[0].compiled.state_dict()) <= set(model.state_dict())
 
 
-@pytest.mark.parametrize(
-    "name", ["gin", "sage-max", "gatv2", "transformer", "link-prediction", "pna", "film"]
-)
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_same_programs_of_the_zoo(name):
     entry, made = (ZOO | LAYERS)[name], []

@@ -2,10 +2,12 @@
 
 The body (see ``gnnc.ir.body``) sees rows of its operands: ``dst`` operands by destination, ``src``
 operands by source, ``edge`` operands by edge, ``const`` operands whole. A ``message`` may reduce
-several values of one body, or one value in several ways, in one pass over the edges.
+several values of one body, or one value in several ways, in one pass over the edges. Its reduction
+``softmax`` takes two values, logits and what their softmax over the edges of a row weighs, column by column.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import sympy
@@ -15,8 +17,10 @@ from torch import Tensor
 from gnnc.ir.body import evaluate_body, parse_body
 from gnnc.ir.nodes import same_sizes
 from gnnc.ir.op import Cost, ErrorInput, Gradient, Op, accumulate_dtype, check, define, nbytes, numel
-from gnnc.ir.sparse import REDUCTIONS, check_reduce, reduce_edges
+from gnnc.ir.sparse import REDUCTIONS, reduce_edges, softmax_of_edges
 from gnnc.ir.structure import edge_rows, random_csr
+
+MESSAGE_REDUCTIONS = (*REDUCTIONS, "softmax")
 
 Tensors = list[Tensor]
 
@@ -123,6 +127,8 @@ _GATV2 = (
     "t2 = aten.mul.Tensor(t1, c0); t3 = aten.sum.dim_IntList(t2, [-1]); return t3"
 )
 _STD = "t0 = aten.sub.Tensor(j0, e0); t1 = aten.mul.Tensor(t0, t0); return [t0, t0, t1]"
+_SOFTMAX = "t0 = aten.add.Tensor(j0, e0); t1 = aten.mul.Tensor(t0, c0); return [t1, t0]"
+_BOTH = "t0 = aten.add.Tensor(j0, e0); t1 = aten.mul.Tensor(t0, c0); return [t0, t1, t0, t1]"
 _GINE = "t0 = aten.add.Tensor(j0, e0); t1 = aten.relu.default(t0); return t1"
 
 
@@ -174,8 +180,10 @@ def message_reference(
 ) -> Tensor:
     """Reduce the body's value over the edges of each destination.
 
-    Args: as ``edge_map``, and ``num_dst`` and ``reduce``: ``sum``, ``mean``, ``max``, ``min``, or
-        several of them joined by commas, for a body that returns a list of as many values of one shape.
+    Args: as ``edge_map``, and ``num_dst`` and ``reduce``: ``sum``, ``mean``, ``max``, ``min``,
+        ``softmax``, or several of them joined by commas. The body returns a list of as many values of one
+        shape as they take: ``softmax`` takes two, ``l`` and ``v``, and makes
+        ``sum_e exp(l_e - max) / (sum_e exp(l_e - max)) * v_e`` of them; any other takes one.
 
     Returns:
         ``[num_dst, ...]``, at least FP32; of K reductions ``[num_dst, K, ...]``. A row without
@@ -187,28 +195,51 @@ def message_reference(
     names = reductions(reduce)
     rows = edge_rows(rowptr, col.numel())
     values = _listed(_edge_values(rows, col, body, dst, src, edge, const), names)
-    reduced = [
-        reduce_edges(value.to(accumulate_dtype(value.dtype)), rows, num_dst, name)
-        for value, name in zip(values, names, strict=True)
-    ]
+    values = [value.to(accumulate_dtype(value.dtype)) for value in values]
+    reduced = [_reduced(name, taken, rows, num_dst) for name, taken in pair_values(names, values)]
     return reduced[0] if len(reduced) == 1 else torch.stack(reduced, 1)
+
+
+def _reduced(name: str, values: Tensors, rows: Tensor, num_dst: int) -> Tensor:
+    if name != "softmax":
+        return reduce_edges(values[0], rows, num_dst, name)
+    logits, value = values
+    return reduce_edges(softmax_of_edges(logits, rows, num_dst, 0.0) * value, rows, num_dst, "sum")
 
 
 def reductions(reduce: str) -> tuple[str, ...]:
     """Split the names in ``reduce``; refuse what is no reduction."""
     names = tuple(reduce.split(","))
     for name in names:
-        check_reduce("message", name)
+        check(
+            name in MESSAGE_REDUCTIONS,
+            "message",
+            lambda name=name: f"reduce must be one of {MESSAGE_REDUCTIONS}, got {name!r}",
+        )
     return names
 
 
+def values_taken(name: str) -> int:
+    """How many values of a body one reduction takes: of ``softmax`` the logits and what they weigh."""
+    return 2 if name == "softmax" else 1
+
+
+def pair_values(names: Sequence[str], values: Tensors) -> Iterator[tuple[str, Tensors]]:
+    """Each reduction with the values that it takes."""
+    rest = iter(values)
+    return ((name, list(islice(rest, values_taken(name)))) for name in names)
+
+
 def _listed(value: Any, names: tuple[str, ...]) -> list[Tensor]:
-    """The values of a body that are reduced as ``names`` say: one each."""
+    """The values of a body that are reduced as ``names`` say."""
     values = list(value) if isinstance(value, list | tuple) else [value]
+    many = sum(map(values_taken, names))
     check(
-        len(values) == len(names) and all(same_sizes(v.shape[1:], values[0].shape[1:]) for v in values),
+        len(values) == many and all(same_sizes(v.shape[1:], values[0].shape[1:]) for v in values),
         "message",
-        lambda: f"{len(names)} reductions take as many values of one shape from the body, got {len(values)}",
+        lambda: (
+            f"reduce {','.join(names)!r} takes {many} values of one shape from the body, got {len(values)}"
+        ),
     )
     return values
 
@@ -239,7 +270,7 @@ def _message_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _message_samples() -> Sequence[tuple[Any, ...]]:
-    rowptr, col, _, j, e, _ = _operands()
+    rowptr, col, _, j, e, c = _operands()
     none = random_csr(6, 5, 0)
     samples = [(rowptr, col, _GINE, reduce, [], [j], [e], [], 5) for reduce in REDUCTIONS]
     return [
@@ -247,6 +278,9 @@ def _message_samples() -> Sequence[tuple[Any, ...]]:
         (none[0], none[1], _GINE, "max", [], [j], [e[:0]], [], 5),
         (rowptr, col, _STD, "max,mean,sum", [], [j], [e], [], 5),
         (none[0], none[1], _STD, "max,mean,sum", [], [j], [e[:0]], [], 5),
+        (rowptr, col, _SOFTMAX, "softmax", [], [j], [e], [c], 5),
+        (none[0], none[1], _SOFTMAX, "softmax", [], [j], [e[:0]], [c], 5),
+        (rowptr, col, _BOTH, "max,softmax,mean", [], [j], [e], [c], 5),
     ]
 
 
@@ -254,7 +288,8 @@ def _message_errors() -> Sequence[ErrorInput]:
     args = _message_samples()[0]
     return [
         ErrorInput((*args[:3], "median", *args[4:]), "reduce must be one of"),
-        ErrorInput((*args[:3], "sum,max", *args[4:]), "2 reductions take as many values"),
+        ErrorInput((*args[:3], "sum,max", *args[4:]), "takes 2 values of one shape"),
+        ErrorInput((*args[:3], "softmax", *args[4:]), "takes 2 values of one shape"),
     ]
 
 

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from gnnc.errors import VerifyError
 from gnnc.ir.body import body_inputs, parse_body
+from gnnc.ir.message import MESSAGE_REDUCTIONS, values_taken
 from gnnc.ir.op import op_of
 from gnnc.ir.quantized import GRANULARITIES
 from gnnc.ir.sparse import EDGE_OPS, REDUCTIONS
@@ -97,12 +98,13 @@ def _problem_of_dtypes(call: Call) -> str | None:
 
 
 def _problem_of_literals(call: Call) -> str | None:
-    for name, allowed in (*_LITERALS.items(), ("op", EDGE_OPS)):
+    for name, known in (*_LITERALS.items(), ("op", EDGE_OPS)):
         value = call.given.get(name)
         several = call.op == "message" and name == "reduce" and isinstance(value, str)
+        allowed = MESSAGE_REDUCTIONS if several else known
         if value is not None and any(v not in allowed for v in (value.split(",") if several else (value,))):
-            known = f"{allowed[0]}..{allowed[-1]}" if name == "bits" else ", ".join(allowed)
-            return f"has {name} {value!r}; use one of {known}"
+            listed = f"{allowed[0]}..{allowed[-1]}" if name == "bits" else ", ".join(allowed)
+            return f"has {name} {value!r}; use one of {listed}"
     return None
 
 
@@ -170,7 +172,18 @@ def _problem_of_body(call: Call) -> str | None:
         many = len(call.given[group])
         if int(name[1:]) >= many:
             return f"has a body that reads {name}, but {many} {group} operands; pass what it reads"
-    return None
+    return _problem_of_values(call)
+
+
+def _problem_of_values(call: Call) -> str | None:
+    """A message reduces every value of its body, as many as its reductions take."""
+    found = parse_body(call.given["body"]).graph.output_node().args[0]
+    made = len(found) if isinstance(found, list | tuple) else 1
+    reduce = call.given.get("reduce")
+    taken = sum(map(values_taken, reduce.split(","))) if reduce is not None else 1
+    if made == taken:
+        return None
+    return f"has a body that returns {made} values, but {call.op} takes {taken}; return what it takes"
 
 
 _RULES: tuple[Callable[[Call], str | None], ...] = (

@@ -46,6 +46,14 @@ def reduce_edges(messages: Tensor, rows: Tensor, num_dst: int, reduce: str) -> T
     return out.scatter_reduce(0, index, messages, f"a{reduce}", include_self=False)
 
 
+def softmax_of_edges(logits: Tensor, rows: Tensor, num_dst: int, eps: float) -> Tensor:
+    """Normalise ``logits [E, ...]`` over the edges of each row: ``exp(l - max) / (sum + eps)``."""
+    top = reduce_edges(logits, rows, num_dst, "max").index_select(0, rows)
+    weight = (logits - top).exp()
+    total = reduce_edges(weight, rows, num_dst, "sum") + eps
+    return weight / total.index_select(0, rows)
+
+
 def check_reduce(op: str, reduce: str) -> None:
     """Refuse a reduction that no op of the family has."""
     check(reduce in REDUCTIONS, op, lambda: f"reduce must be one of {REDUCTIONS}, got {reduce!r}")
@@ -324,11 +332,7 @@ def edge_softmax_reference(rowptr: Tensor, logits: Tensor, eps: float = 1e-16) -
     """
     check(logits.dim() in (1, 2), "edge_softmax", lambda: f"logits {tuple(logits.shape)}: want [E] or [E, H]")
     logits = logits.to(accumulate_dtype(logits.dtype))
-    rows, num_dst = edge_rows(rowptr, logits.shape[0]), rowptr.numel() - 1
-    top = reduce_edges(logits, rows, num_dst, "max").index_select(0, rows)
-    weight = (logits - top).exp()
-    total = reduce_edges(weight, rows, num_dst, "sum") + eps
-    return weight / total.index_select(0, rows)
+    return softmax_of_edges(logits, edge_rows(rowptr, logits.shape[0]), rowptr.numel() - 1, eps)
 
 
 def _edge_softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Lowering of general messages: the body runs in ATen, on blocks of edges that stay in cache."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from gnnc.ir.body import evaluate_body, widest_value
+from gnnc.ir.message import pair_values
 from gnnc.runtime import epilogue
 from gnnc.runtime.emitter import Emitter
 from gnnc.runtime.epilogue import Refusal, planned
@@ -34,7 +36,7 @@ class Plan:
 
     Attributes:
         body: text of the body.
-        reductions: name of the reduction of each of the body's values; none keeps a value for each edge.
+        reductions: names of the reductions of the body's values; none keeps a value for each edge.
         edges: edges in a block.
     """
 
@@ -112,15 +114,22 @@ def run_blocks(
     """
     width = out.shape[1] // max(len(plan.reductions), 1)
     parts = [out[:, k * width : (k + 1) * width] for k in range(len(plan.reductions))]
+    states = [out.new_empty(3, width) if name == "softmax" else None for name in plan.reductions]
     if parts:
         out.zero_()
     for block in split(rowptr, col.shape[0], plan.edges):
         values = _values(plan, block, rowptr, col, dst, src, edge, const)
         if not plan.reductions:
             out[block.first_edge : block.last_edge] = values[0]
-        reduce = _reduce_rows if block.whole else _reduce_piece
-        for name, value, part in zip(plan.reductions, values, parts, strict=False):
-            reduce(name, block, rowptr, value, part)
+        for (name, taken), part, state in zip(
+            pair_values(plan.reductions, values), parts, states, strict=True
+        ):
+            if state is not None:
+                _softmax_sum(block, rowptr, taken, state, part)
+            elif block.whole:
+                _reduce_rows(name, block, rowptr, taken[0], part)
+            else:
+                _reduce_piece(name, block, rowptr, taken[0], part)
 
 
 def split(rowptr: Tensor, num_edges: int, edges: int) -> Iterator[Block]:
@@ -190,9 +199,24 @@ def _rows(block: Block, rowptr: Tensor) -> Tensor:
     return torch.repeat_interleave(rows, degrees, output_size=count)
 
 
+def _softmax_sum(block: Block, rowptr: Tensor, taken: Tensors, state: Tensor, out: Tensor) -> None:
+    """Sum values by the softmax of logits; ``state`` is what the pieces of a row hand on."""
+    kernel, rows = torch.ops.gnnc_cpu.softmax_sum, out[block.first_row : block.last_row]
+    if block.whole:
+        kernel(_starts(block, rowptr), *taken, None, rows)
+        return
+    if block.first_edge == rowptr[block.first_row]:
+        state.zero_()
+        state[0].fill_(-math.inf)
+    kernel(torch.tensor([0, block.last_edge - block.first_edge]), *taken, state, rows)
+
+
+def _starts(block: Block, rowptr: Tensor) -> Tensor:
+    return rowptr[block.first_row : block.last_row + 1] - block.first_edge
+
+
 def _reduce_rows(reduce: str, block: Block, rowptr: Tensor, values: Tensor, out: Tensor) -> None:
-    starts = rowptr[block.first_row : block.last_row + 1] - block.first_edge
-    _segments(reduce, starts, values, out[block.first_row : block.last_row])
+    _segments(reduce, _starts(block, rowptr), values, out[block.first_row : block.last_row])
 
 
 def _segments(reduce: str, starts: Tensor, values: Tensor, out: Tensor) -> None:

@@ -230,6 +230,16 @@ def body_without_its_operand(g: Graph) -> fx.Node:
     return _message(g, "t0 = aten.mul.Tensor(i0, j0); return t0")
 
 
+def values_that_nothing_reduces(g: Graph) -> fx.Node:
+    return _message(g, "t0 = aten.relu.default(i0); return [i0, t0]")
+
+
+def logits_without_values(g: Graph) -> fx.Node:
+    node = _message(g, "t0 = aten.relu.default(i0); return t0")
+    node.update_arg(3, "softmax")
+    return node
+
+
 # Fused graphs
 
 
@@ -302,6 +312,8 @@ BROKEN: dict[Breaker, str] = {
     a_scale_a_row_for_columns: r"has 5 scales for 8 columns; give each column one",
     unreadable_body: r"has a body that cannot be read: .*write it with gnnc.ir.body_text",
     body_without_its_operand: r"a body that reads j0, but 0 src operands; pass what it reads",
+    values_that_nothing_reduces: r"a body that returns 2 values, but message takes 1; return what it takes",
+    logits_without_values: r"a body that returns 1 values, but message takes 2; return what it takes",
     not_a_graph: r"calls fused_0, which is not a graph but a ReLU; inline its ops",
     fused_for_nothing: r"is fused without meta\['kind'\]; say which kernel",
     fused_with_too_few_arguments: r"gives 1 arguments to a fused graph with 2 inputs; give each its own",

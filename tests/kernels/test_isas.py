@@ -11,7 +11,7 @@ from gnnc.runtime.cpu import library
 
 HERE = Path(__file__).parent
 DENSE = ("test_gemm.py", "test_map.py", "test_row_program.py")
-SPARSE = ("test_spmm.py", "test_attention.py", "test_sddmm.py", "test_edge_softmax.py")
+SPARSE = ("test_spmm.py", "test_attention.py", "test_sddmm.py", "test_edge_softmax.py", "test_softmax_sum.py")
 FILES = DENSE + SPARSE
 
 # Prints digests of codes, scales and sums that must not depend on the instruction set.

@@ -8,6 +8,7 @@ from kernel_graphs import STORE_F32, Graph, codes, ops, random_graph, threads
 from row_programs import Program, gemm, map_rows, padded, store
 from torch import Tensor
 
+from gnnc.ir.message import MESSAGE_REDUCTIONS
 from gnnc.ir.sparse import REDUCTIONS
 from gnnc.runtime.cpu.message import Plan, run_blocks
 from gnnc.runtime.row_program import Op
@@ -149,11 +150,12 @@ def test_scales_show_it_at_every_column(width: int, dtype: torch.dtype, bad: flo
     assert not amax.isfinite().any()
 
 
-@pytest.mark.parametrize("reduce", [*REDUCTIONS, None])
+@pytest.mark.parametrize("reduce", [*MESSAGE_REDUCTIONS, None])
 @pytest.mark.parametrize("edges", [7, 10_000])
 @pytest.mark.parametrize("bad", BAD)
 def test_message(reduce: str | None, edges: int, bad: float) -> None:
-    g, body = graph(), "t0 = aten.add.Tensor(i0, j0); return t0"
+    value = "[i0, t0]" if reduce == "softmax" else "t0"
+    g, body = graph(), f"t0 = aten.add.Tensor(i0, j0); return {value}"
     i, j = torch.randn(50, 5), torch.randn(60, 5)
     j[7] = bad
     out = torch.full((g.num_edges if reduce is None else 50, 5), 5.0)

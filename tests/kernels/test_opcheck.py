@@ -44,6 +44,10 @@ def _samples() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "sddmm": [(g.rowptr, g.col, x, x.clone(), None, None, 0, 1, per_edge)],
         "edge_softmax": [(g.rowptr, torch.randn(EDGES, 1), 1e-16, per_edge)],
+        "softmax_sum": [
+            (g.rowptr, torch.randn(EDGES, 3), torch.randn(EDGES, 3), None, torch.zeros(ROWS, 3)),
+            (torch.tensor([0, 2]), *torch.randn(2, 2, 3), torch.zeros(3, 3), torch.zeros(1, 3)),
+        ],
         "attention": [
             (g.rowptr, g.col, x, None, 0, *ends, None, *numbers, per_edge, *program()),
             (g.rowptr, g.col, q, scale, 0, *ends, None, *numbers, None, *program()),

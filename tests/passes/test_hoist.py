@@ -7,9 +7,10 @@ import pytest
 import raised
 import torch
 from raised import EDGES, NODES, arguments, edge_list, nasty_graphs, rand, run_split, trace
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
+import gnnc
 from gnnc.ir.source import Source
 from gnnc.passes.base import Context, run_pass
 from gnnc.passes.hoist import Hoist
@@ -218,6 +219,32 @@ def test_is_idempotent():
     again, kept, _ = hoisted(compute)
     assert format_graph(again) == format_graph(compute)
     assert kept is structure
+
+
+@pytest.mark.parametrize("hoisted", [True, False])
+@torch.no_grad()
+def test_numbers_that_cut_rows_are_not_compared_by_example(hoisted: bool):
+    class Cuts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(6, 8)
+
+        def forward(self, x: Tensor, edge_index: Tensor, ends: Tensor) -> Tensor:
+            counts = ends.new_zeros(2).index_add(0, edge_index[1] % 2, torch.ones_like(edge_index[1]))
+            table = counts.flip(0).cumsum(0) if hoisted else ends
+            first, last = table[0].item(), table[1].item()
+            for end in (first, last):
+                torch._check(end >= 0)
+                torch._check(end <= x.shape[0])
+            sums = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
+            return self.lin(sums[first:last]).relu()
+
+    torch.manual_seed(0)
+    model, x = Cuts().eval(), torch.randn(9, 6)
+    compiled = gnnc.compile(model, "fp32", backend="cpu")
+    for edges in ([[3, 1], [8, 2]], [[0, 5], [1, 0]], [[4, 0], [4, 1]]):
+        args = x, torch.tensor(edges), torch.tensor(edges)[:, 0].contiguous()
+        torch.testing.assert_close(compiled(*args), model(*args))
 
 
 def test_edges_of_each_call_are_counted_anew():

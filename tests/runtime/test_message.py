@@ -79,6 +79,21 @@ def test_reductions(edges, hub, size, reduce):
 
 @GRAPHS
 @pytest.mark.parametrize("size", [1, 16, 1000])
+@pytest.mark.parametrize("names", ["softmax", "max,softmax,softmax"])
+def test_sums_by_the_softmax_of_another_value(edges, hub, size, names):
+    rowptr, col = graph(edges, hub)
+    x = operands(edges)
+    values = "t2, t1" if names == "softmax" else "t0, t2, t1, t0, t2"
+    body = f"{EDGE[:-9]}t2 = aten.mul.Tensor(t1, 5.0); return [{values}]"
+    given = [], [x["j"]], [x["e"]], []
+    expected = torch.ops.gnnc.message(rowptr, col, body, names, *given, NUM_DST).flatten(1)
+    out = torch.full(expected.shape, float("nan"))
+    run_blocks(Plan(body, tuple(names.split(",")), size), rowptr, col, *given, out)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@GRAPHS
+@pytest.mark.parametrize("size", [1, 16, 1000])
 def test_several_reductions_in_one_pass(edges, hub, size):
     rowptr, col = graph(edges, hub)
     x = operands(edges)
