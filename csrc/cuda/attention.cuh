@@ -12,7 +12,7 @@
 // instructions for 4 columns of int8, an edge.
 //
 // Launch: attention as spmm; then attention_combine with one block of 256 threads for every row of runs.split.
-// staging: slots * Attention<Config>::kStaged words. attention_weights (a block a chunk, as attention) writes alpha.
+// staging: slots * Attention<Config>::kStaged words. attention_weights (launched as attention) writes alpha.
 
 #include "lane_reduce.cuh"
 #include "row_tile.cuh"
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(256) attention_combine(const AttentionArgs a, 
   epilogue(tile, split.row);
 }
 
-// alpha[e, h] from the statistics that attention wrote. A block a chunk of runs, a warp a row.
+// alpha[e, h] from the statistics that attention wrote, a warp a run.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) attention_weights(const AttentionArgs a, float* alpha) {
   using A = Attention<Config>;

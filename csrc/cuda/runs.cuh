@@ -5,9 +5,9 @@
 // A run is up to 16 or 32 entries, rows with few edges that are worked on side by side, or one entry: a row with many
 // edges, or a part of one. Entries of one run have about as many edges, since short rows are sorted by that within a
 // window of neighbouring rows. Parts go to a staging buffer, one slot each, and are combined in order afterwards: no
-// atomics on data, equal bits in every call. A multiprocessor is given one large block, and that a chunk of consecutive
-// runs, so that neighbouring rows, whose sources often are neighbours, share its L1 cache; in a block, whichever warp
-// is free takes the next run.
+// atomics on data, equal bits in every call. A multiprocessor is given one large block. Blocks take chunks of
+// consecutive runs in turns, so that all work on neighbouring rows at a time, whose sources often are neighbours and
+// lie in L1 and L2; in a block, whichever warp is free takes the next run.
 
 #include "types.cuh"
 
@@ -18,12 +18,6 @@ struct Residency {
   int threads;
   int step;
 };
-
-// So many warps that rows of `words` words that each holds, and its runs, fit into the static shared memory of a block.
-__host__ __device__ constexpr Residency fitting(Residency r, int words) {
-  while (r.threads > 128 && r.threads / 32 * (words * 4 + 816) > 48 * 1024 - 64) r.threads -= 128;
-  return r;
-}
 
 #if defined(__CUDA_ARCH__)
 constexpr int kArchitecture = __CUDA_ARCH__;  // the same code takes more registers on some
@@ -176,6 +170,13 @@ struct RunFeed {
     if (at < which.count) asm volatile("prefetch.global.L2 [%0];" ::"l"(runs.col + which.first + at));
   }
 };
+
+// So many warps that rows of `words` words that each holds, and its runs, fit into the static shared memory of a block.
+__host__ __device__ constexpr Residency fitting(Residency r, int words) {
+  while (r.threads > 128 && r.threads / 32 * (words * 4 + static_cast<int>(sizeof(RunFeed<16>))) > 48 * 1024 - 64)
+    r.threads -= 128;
+  return r;
+}
 
 // Reads something of an edge that is used once: it should not push gathered rows out of L1.
 template <class T>

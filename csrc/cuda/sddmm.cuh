@@ -7,7 +7,7 @@
 // Halves are multiplied and summed in FP32. Traffic: 4 B of col and one gathered row of b an edge, the rows of a once,
 // out once. Floor: the gather, or 4 E F bytes written where out is as wide as the rows.
 //
-// Launch: one block of Config::kThreads threads for every chunk of runs.chunk. With several heads a head must be a
+// Launch: one block of Config::kThreads threads a multiprocessor. With several heads a head must be a
 // power of two of 16-byte pieces, and a row at most 32 pieces; columns between the width and the next piece must hold
 // zeros.
 

@@ -7,9 +7,9 @@
 // (product_sum.cuh), all else in FP32 (lane_reduce.cuh). Traffic: 4 B of col (+ 4 B a weight) and a row of x an edge,
 // the epilogue's outputs a row, 8 B a column and slot of a row that is split. Floor: the gather from L1 and L2.
 //
-// Launch: spmm with one block of Config::kThreads threads for every chunk of runs.chunk; then, where rows are split,
-// spmm_combine with one block of 256 threads for every 8 rows of runs.split, their number as last argument. No dynamic
-// shared memory. staging: slots * Spmm<Config>::kStaged words of 4 bytes.
+// Launch: spmm with one block of Config::kThreads threads a multiprocessor; then spmm_combine with a block of 128
+// threads for every row of runs.split. No dynamic shared memory. staging: slots * Spmm<Config>::kStaged words of 4
+// bytes.
 //
 // Exact: int8 sums without real weights are integers, rounded to FP32 once (a mean is divided in FP32 after that).
 
