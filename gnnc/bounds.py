@@ -2,13 +2,20 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from gnnc.errors import GraphError
+from gnnc.guards import InputGuard
+from gnnc.ir.graph import placeholders
+from gnnc.ir.source import Source, source_of
 from gnnc.passes.bounds import IndexBound
+from gnnc.runtime.sizes import expression
 from gnnc.runtime.structure_cache import StructureCache
+from gnnc.runtime.structure_runner import StructureRunner
 
 _NOTHING = torch.empty(0)
 _NODES = re.compile(r"x(?:_dict)?\['([^']*)'\]")
@@ -33,30 +40,66 @@ def bounds_by_type(names: Sequence[str], found: Sequence[IndexBound]) -> list[In
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """The bounds on one input that share a limit.
+
+    Attributes:
+        ids: position of the input's tensor.
+        limit: the limit, or the position of the tensor and the dimension that say it.
+        bounds: what ``raise`` found.
+        whole: whether they bound all of the tensor.
+    """
+
+    ids: int
+    limit: int | tuple[int, int]
+    bounds: tuple[IndexBound, ...]
+    whole: bool
+
+    def refuse(self, ids: Tensor, limit: int) -> None:
+        """Refuse ids that are out of range; all rows are looked at together first."""
+        if self.whole and _within(ids, limit):
+            return
+        for bound in self.bounds:
+            _check_one(ids, bound, limit)
+
+
 class Bounds:
     """The index bounds of a program.
 
     Args:
-        names: names of the flat input tensors.
+        guards: what the flat input tensors look like.
         bounds: what ``raise`` found; those whose size is no input's are checked by ``gnnc.csr``.
     """
 
-    def __init__(self, names: Sequence[str], bounds: Sequence[IndexBound]) -> None:
-        position = {name: i for i, name in enumerate(names)}
-        self._bounds = tuple(
-            (position[b.input], b) for b in bounds if b.input in position and b.bound is not None
-        )
-        self._inputs = tuple(sorted({i for i, _ in self._bounds}))
-        self._sizes = tuple(
-            sorted(
-                {(position[b.bound[0]], b.bound[1]) for _, b in self._bounds if isinstance(b.bound, tuple)}
-            )
-        )
-        self._position = position
+    def __init__(self, guards: Sequence[InputGuard], bounds: Sequence[IndexBound]) -> None:
+        self._guards = guards
+        self._checks = _by_limit(guards, bounds)
         self._cache = StructureCache()
 
     def __bool__(self) -> bool:
-        return bool(self._bounds)
+        return bool(self._checks)
+
+    def leave_to(self, runner: StructureRunner, structure: GraphModule) -> None:
+        """Let the structure of a graph be checked where it is built: it is remembered there anyway."""
+        nodes = placeholders(structure)
+        inputs = {source_of(node): node for node in nodes}
+        sizes = {expression(n.meta["val"]): n for n in nodes if isinstance(n.meta.get("val"), torch.SymInt)}
+        slots = {node: slot for slot, node in enumerate(nodes)}
+
+        def left(check: _Check) -> bool:
+            ids = inputs.get(Source("input", self._guards[check.ids].name))
+            if ids is None or isinstance(check.limit, int):
+                return False
+            tensor, dim = check.limit
+            limit = sizes.get(self._guards[tensor].shape[dim])
+            if limit is None:
+                return False
+            return runner.check_inputs(
+                (slots[ids], slots[limit]), check.refuse, sorts=_is_sorted_alone(ids, limit, check.bounds)
+            )
+
+        self._checks = tuple(check for check in self._checks if not left(check))
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Refuse ids that are out of range; remembers the tensors that were fine.
@@ -64,33 +107,73 @@ class Bounds:
         Raises:
             GraphError: names the argument, the position and the range.
         """
-        key = [tensors[i] for i in self._inputs]
-        key += [tensors[i].shape[dim] for i, dim in self._sizes]  # type: ignore[misc]
-        self._cache.get(key, lambda: self._check(tensors))
+        limits = [_limit(check, tensors) for check in self._checks]
+        key = [tensors[check.ids] for check in self._checks]
+        self._cache.get([*key, *limits], lambda: self._check(tensors, limits))
 
     def clear(self) -> None:
         """Forget what was checked."""
         self._cache.clear()
 
-    def _check(self, tensors: Sequence[Tensor]) -> Tensor:
-        for position, bound in self._bounds:
-            _check_one(tensors[position], bound, self._limit(bound, tensors))
+    def _check(self, tensors: Sequence[Tensor], limits: Sequence[int]) -> Tensor:
+        for check, limit in zip(self._checks, limits, strict=True):
+            check.refuse(tensors[check.ids], limit)
         return _NOTHING
 
-    def _limit(self, bound: IndexBound, tensors: Sequence[Tensor]) -> int:
-        if isinstance(bound.bound, tuple):
-            name, dim = bound.bound
-            return tensors[self._position[name]].shape[dim]
-        assert bound.bound is not None
-        return bound.bound
+
+def _by_limit(guards: Sequence[InputGuard], bounds: Sequence[IndexBound]) -> tuple[_Check, ...]:
+    position = {guard.name: i for i, guard in enumerate(guards)}
+    found: dict[tuple[int, int | tuple[int, int]], list[IndexBound]] = {}
+    for bound in bounds:
+        if bound.input in position and bound.bound is not None:
+            limit = (
+                bound.bound if isinstance(bound.bound, int) else (position[bound.bound[0]], bound.bound[1])
+            )
+            found.setdefault((position[bound.input], limit), []).append(bound)
+    return tuple(
+        _Check(ids, limit, tuple(alike), _is_whole(guards[ids], alike))
+        for (ids, limit), alike in found.items()
+    )
+
+
+def _is_whole(guard: InputGuard, bounds: Sequence[IndexBound]) -> bool:
+    rows = {bound.row for bound in bounds}
+    return None in rows or guard.shape[0] == len(rows)
+
+
+def _is_sorted_alone(ids: Node, limit: Node, bounds: Sequence[IndexBound]) -> bool:
+    """Whether ``gnnc.csr`` takes the bounded rows of ``ids``, with this limit, and nothing else does."""
+    sorted_rows = set()
+    for row in ids.users:
+        if str(row.target) != "aten.select.int" or row.args[1] != 0:
+            return False
+        for user in row.users:
+            if str(user.target) != "gnnc.csr.default":
+                return False
+            src, dst, num_src, num_dst = user.args
+            if (src is row and num_src is not limit) or (dst is row and num_dst is not limit):
+                return False
+            sorted_rows.add(row.args[2])
+    return {bound.row for bound in bounds} <= sorted_rows
+
+
+def _limit(check: _Check, tensors: Sequence[Tensor]) -> int:
+    if isinstance(check.limit, int):
+        return check.limit
+    tensor, dim = check.limit
+    return tensors[tensor].shape[dim]
+
+
+def _within(ids: Tensor, limit: int) -> bool:
+    if ids.numel() == 0:
+        return True
+    low, high = ids.aminmax()
+    return int(low) >= 0 and int(high) < limit
 
 
 def _check_one(ids: Tensor, bound: IndexBound, limit: int) -> None:
     part = ids if bound.row is None else ids[bound.row]
-    if part.numel() == 0:
-        return
-    low, high = (int(value) for value in part.aminmax())
-    if low >= 0 and high < limit:
+    if _within(part, limit):
         return
     first = ((part < 0) | (part >= limit)).nonzero()[0].tolist()
     place = first if bound.row is None else [bound.row, *first]

@@ -34,7 +34,7 @@ def cached_order(edge_index: Tensor, row: int) -> Order | None:
 
     It is a claim: an EdgeIndex does not notice edits of the tensor that it wraps.
     """
-    reference = _OWNERS.get(edge_index)
+    reference = _OWNERS.get(edge_index) if _OWNERS.data else None
     owner: Any = None if reference is None else reference()
     if owner is None or not owner.is_sorted:
         return None

@@ -203,7 +203,10 @@ def build_program(
             stages[-1][1], pool, check_finite=options.check_finite, cuda_graph=options.cuda_graph
         )
         found = _index_bounds(stages)
-        bounds = Bounds(captured.call.names, [*found, *bounds_by_type(captured.call.names, found)])
+        found = [*found, *bounds_by_type(captured.call.names, found)]
+        bounds = Bounds(captured.guards.inputs, found)
+        if runner is not None and context.structure is not None:
+            bounds.leave_to(runner, context.structure)
     binder = _Binder(model, captured, stages[-1][1], context.structure, bounds)
     program = Program(
         captured=dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=())),

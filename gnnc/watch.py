@@ -1,8 +1,9 @@
 """Whether a model is still what was traced: its modules, their hooks, and the constants they hold."""
 
 import types
-from collections.abc import Collection
-from operator import is_
+from collections.abc import Mapping
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = (bool, int, float, str, types.NoneType)
+_VALUES = methodcaller("values")
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType)
 
 
@@ -21,64 +23,38 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [_Module(module) for module in model.modules()]
-
-    def has_changed(self) -> bool:
-        """Whether a layer was replaced, a hook was added or removed, or a constant has another value."""
-        return any(module.has_changed() for module in self._modules)
-
-
-class _Module:
-    """One module as it was.
-
-    Attributes:
-        module: the module.
-        values: its attributes.
-        children: its children.
-        hooks: keys of its hooks.
-        meaning: what a trace reads from it.
-    """
-
-    __slots__ = ("children", "hooks", "meaning", "module", "values")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.meaning = _meaning(module)
+        self._modules = tuple(model.modules())
+        self._meanings = [_meaning(module) for module in self._modules]
         self._look()
 
     def _look(self) -> None:
-        attributes = vars(self.module)
-        self.values = tuple(attributes.values())
-        self.children = tuple(attributes["_modules"].values())
-        self.hooks = _hooks(attributes)
+        """Remember what every table of the modules holds: attributes, children and hooks."""
+        attributes = [vars(module) for module in self._modules]
+        self._tables: list[Mapping[Any, Any]] = [
+            *attributes,
+            *(table["_modules"] for table in attributes),
+            *(table[name] for table in attributes for name in _HOOKS),
+        ]
+        self._sizes = [len(table) for table in self._tables]
+        self._values = [value for table in self._tables for value in table.values()]
 
     def has_changed(self) -> bool:
-        attributes = vars(self.module)
-        if (
-            _same(attributes.values(), self.values)
-            and _same(attributes["_modules"].values(), self.children)
-            and _hooks(attributes) == self.hooks
-        ):
+        """Whether a layer was replaced, a hook was added or removed, or a constant has another value."""
+        values = chain.from_iterable(map(_VALUES, self._tables))
+        if list(map(len, self._tables)) == self._sizes and all(map(is_, values, self._values)):
             return False
-        if _meaning(self.module) != self.meaning:
+        if [_meaning(module) for module in self._modules] != self._meanings:
             return True
         self._look()
         return False
-
-
-def _same(now: Collection[Any], before: tuple[Any, ...]) -> bool:
-    return len(now) == len(before) and all(map(is_, now, before))
-
-
-def _hooks(attributes: dict[str, Any]) -> list[Any]:
-    return [key for name in _HOOKS for key in attributes[name]]
 
 
 def _meaning(module: nn.Module) -> Any:
     attributes = vars(module)
     constants = {name: _constant(value) for name, value in attributes.items() if name != "training"}
     children = [(name, id(child)) for name, child in attributes["_modules"].items()]
-    return constants, children, _hooks(attributes)
+    hooks = [key for name in _HOOKS for key in attributes[name]]
+    return constants, children, hooks
 
 
 def _constant(value: Any) -> Any:

@@ -4,8 +4,8 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -121,8 +121,7 @@ class OutputPool:
                 del self._idle[size]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """One temporary of a call: where it lives and how it is laid out.
 
     Attributes:
@@ -155,6 +154,7 @@ class Arena:
         self.sizes: tuple[int, ...] | None = None
         self.tensors: tuple[Tensor, ...] = ()
         self._buffers: dict[int, Tensor] = {}
+        self._typed: dict[tuple[int, torch.dtype], Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -167,21 +167,22 @@ class Arena:
         needed: dict[int, int] = {}
         for region in regions:
             needed[region.slot] = max(needed.get(region.slot, 0), region.nbytes)
+        if any(slot not in self._buffers or self._buffers[slot].nbytes < n for slot, n in needed.items()):
+            self._enlarge(needed, regions)
+        self.tensors = tuple([self._typed[r.slot, r.dtype].as_strided(r.shape, r.stride) for r in regions])
+        self.sizes = sizes
+
+    def _enlarge(self, needed: dict[int, int], regions: tuple[Region, ...]) -> None:
         # Ordinary tensors serve both inside and outside inference mode; the reverse is an error.
         with torch.inference_mode(False), torch.no_grad():
             for slot, nbytes in needed.items():
                 self._grow(slot, nbytes)
-            self.tensors = tuple(self._carve(region) for region in regions)
-        self.sizes = sizes
+            self._typed = {(r.slot, r.dtype): self._buffers[r.slot].view(r.dtype) for r in regions}
 
     def _grow(self, slot: int, nbytes: int) -> None:
         buffer = self._buffers.get(slot)
         if buffer is None or buffer.nbytes < nbytes:
             self._buffers[slot] = torch.from_numpy(_aligned(_size_class(max(nbytes, ALIGNMENT))))
-
-    def _carve(self, region: Region) -> Tensor:
-        whole = self._buffers[region.slot].view(region.dtype)
-        return whole.as_strided(region.shape, region.stride)
 
 
 class ArenaPool:

@@ -149,16 +149,20 @@ class StructureCache:
     def _make_entry(
         self, key: Key, anchors: list[Tensor], inputs: Sequence[Any], build: Callable[[], Any]
     ) -> _Entry:
+        if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self._make_entry(key, anchors, inputs, build)
         # Copied before building: an edit that races with the build must not look unchanged later.
-        with torch.inference_mode(False), torch.no_grad():
-            copies = tuple(
+        copies = tuple(
+            [
                 (position, value.clone())
                 for position, value in enumerate(inputs)
                 if isinstance(value, Tensor) and value.is_inference()
-            )
-            outputs = _detach_from(inputs, build())
-        refs = tuple(self._watch(anchor, key) for anchor in anchors)
-        held = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            ]
+        )
+        outputs = _detach_from(inputs, build())
+        refs = tuple([self._watch(anchor, key) for anchor in anchors])
+        held = (outputs,) if isinstance(outputs, Tensor) else outputs
         return _Entry(refs, copies, outputs, _storage_bytes([*held, *(c for _, c in copies)]))
 
     def _watch(self, anchor: Tensor, key: Key) -> _Anchor:
@@ -211,12 +215,9 @@ def _detach_from(inputs: Sequence[Any], outputs: Any) -> Any:
         shares = isinstance(value, Tensor) and value.untyped_storage()._cdata in taken
         return value.clone() if shares else value
 
-    return own(outputs) if isinstance(outputs, Tensor) else tuple(own(value) for value in outputs)
+    return own(outputs) if isinstance(outputs, Tensor) else tuple([own(value) for value in outputs])
 
 
 def _storage_bytes(values: Sequence[Any]) -> int:
-    storages = {
-        storage._cdata: storage.nbytes()
-        for storage in (v.untyped_storage() for v in values if isinstance(v, Tensor))
-    }
-    return sum(storages.values())
+    storages = [v.untyped_storage() for v in values if isinstance(v, Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from gnnc.errors import GraphError
 from gnnc.ir.source import source_of
 from gnnc.runtime.structure_cache import DEFAULT_BYTE_BUDGET, StructureCache
 
 Deps = frozenset[Node]
+_Check = tuple[tuple[int, ...], Callable[..., None]]  # the slots that it takes
 
 _EXPENSIVE = frozenset({"csr", "csr_transpose"})
 
@@ -56,6 +58,8 @@ class StructureRunner:
 
     def __init__(self, structure: GraphModule, byte_budget: int = DEFAULT_BYTE_BUDGET) -> None:
         self.groups, self._outputs = _split(structure)
+        self._before: dict[int, list[_Check]] = {}
+        self._afterwards: dict[int, list[_Check]] = {}
         self.after_build: Callable[[Any], None] | None = None
         self.after_call: Callable[[tuple[Any, ...]], None] | None = None
         self.cache = StructureCache(byte_budget, min_entries=max(len(self.groups), 1))
@@ -65,14 +69,39 @@ class StructureRunner:
         slots = list(values)
         for number, group in enumerate(self.groups):
             key = (number, *[slots[slot] for slot in group.key])
-            slots.extend(self.cache.get(key, lambda: self._build(group, slots)))  # noqa: B023
+            slots.extend(self.cache.get(key, lambda: self._build(number, slots)))  # noqa: B023
         outputs = tuple([slots[slot] for slot in self._outputs])
         if self.after_call is not None:
             self.after_call(outputs)
         return outputs
 
-    def _build(self, group: Group, slots: list[Any]) -> tuple[Any, ...]:
-        results = _call(group, slots)
+    def check_inputs(self, needs: tuple[int, ...], check: Callable[..., None], *, sorts: bool) -> bool:
+        """Have ``check`` look at placeholders when the first part that depends on them is built.
+
+        Args:
+            needs: slots of the placeholders that it takes.
+            check: raises a GraphError where the part must not be built.
+            sorts: the part finds the same by itself: ``check`` is there to say it in the caller's terms.
+
+        Returns:
+            Whether there is such a part, and it is built again whenever one of them changes.
+        """
+        number = next((n for n, group in enumerate(self.groups) if needs[0] in group.key), None)
+        if number is None or not set(needs) <= set(self.groups[number].key):
+            return False
+        checks = self._afterwards if sorts else self._before
+        checks.setdefault(number, []).append((needs, check))
+        return True
+
+    def _build(self, number: int, slots: list[Any]) -> tuple[Any, ...]:
+        for needs, check in self._before.get(number, ()):
+            check(*[slots[slot] for slot in needs])
+        try:
+            results = _call(self.groups[number], slots)
+        except GraphError:
+            for needs, check in self._afterwards.get(number, ()):
+                check(*[slots[slot] for slot in needs])
+            raise
         if self.after_build is not None:
             self.after_build(results)
         return results

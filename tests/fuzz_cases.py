@@ -180,6 +180,7 @@ def csr(d: Draw) -> None:
         want = gnnc.csr(src, dst, g.num_src, g.num_dst)
         for a, b in zip(structure.csr(src, dst, g.num_src, g.num_dst), want, strict=True):
             same(a, b)
+        same(structure.degree(want[0]), gnnc.degree(want[0]))
         return
     for sort in (gnnc.csr, structure.csr):
         try:

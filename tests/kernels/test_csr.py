@@ -65,6 +65,16 @@ def test_index_out_of_range(name: str, at: int, value: int, message: str, count:
     assert all((t == -7).all() for t in (rowptr, col, perm))
 
 
+@pytest.mark.parametrize("num_edges", [0, 700])
+def test_degree(num_edges: int) -> None:
+    dst = torch.randint(30, (num_edges,))
+    rowptr, out = from_edges(dst, dst, 30, 40).rowptr, torch.full((40,), -7.0)
+    ops().degree(rowptr, out)
+    assert torch.equal(out, torch.bincount(dst, minlength=40).float())
+    with pytest.raises(RuntimeError, match="degree: rowptr must have 32 elements, but has 41"):
+        ops().degree(rowptr, out[:31])
+
+
 def test_other_types_are_refused() -> None:
     with pytest.raises(RuntimeError, match="int64 or both int32"):
         build(torch.zeros(3), torch.zeros(3), 3, 3)

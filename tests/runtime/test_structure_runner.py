@@ -3,11 +3,13 @@
 import copy
 import operator
 
+import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 import gnnc.ir  # noqa: F401
+from gnnc.errors import GraphError
 from gnnc.ir.source import Source
 from gnnc.runtime.structure_runner import StructureRunner
 
@@ -123,3 +125,25 @@ def test_deepcopy_is_independent():
     other = copy.deepcopy(runner)
     assert len(other.cache) == 0
     assert_same(other(*values), structure(*values))
+
+
+def test_a_check_runs_when_the_part_that_depends_on_its_inputs_is_built():
+    edge_index, weight, size = inputs()
+    seen: list[int] = []
+
+    def check(ids: Tensor, limit: int) -> None:
+        seen.append(limit)
+        if int(ids.max()) >= limit:
+            raise GraphError("edge_index is wrong")
+
+    for sorts in (False, True):
+        runner = StructureRunner(weighted_structure())
+        assert runner.check_inputs((0, 2), check, sorts=sorts)
+        assert not runner.check_inputs((3,), check, sorts=sorts)  # no part depends on it
+        seen.clear()
+        for _ in range(2):
+            runner(edge_index, weight, size)
+        assert seen == ([] if sorts else [size])  # once a graph, or not at all where sorting checks too
+        for _ in range(2):
+            with pytest.raises(GraphError, match="edge_index is wrong"):
+                runner(edge_index, weight, size - 1)
