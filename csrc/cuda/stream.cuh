@@ -78,7 +78,7 @@ __device__ __forceinline__ void stream(const int32_t* col, const Work& work, con
   const char* base = x + min(pass * Layout::kPieces + Layout::piece(), Layout::kTotal - 1) * 16;
   const char* zeros = reinterpret_cast<const char*>(&kZeros);
   const auto span = static_cast<uint32_t>(work.end - work.skip);
-  // Steps between these edges have no edge in any slot that is not there.
+  // A step that lies between these edges has all of its edges, in every slot.
   const auto most = static_cast<int32_t>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(work.end)));
   const auto least = static_cast<int32_t>(__reduce_min_sync(0xffffffffu, static_cast<uint32_t>(work.end)));
   const int32_t from = __any_sync(0xffffffffu, work.skip > 0) ? 4 : 0;
