@@ -285,7 +285,8 @@ def main() -> None:
     args = arguments()
     old = json.loads(args.out.read_text()) if args.out.exists() and (args.resume or args.report) else None
     report: dict[str, Any] = {"calibration": {}, "arxiv": [], "results": []}
-    report |= old or {"machine": machine(args.device)}
+    describe = measure.machine if args.device == "cpu" else cuda_kernels.machine
+    report |= old or {"machine": describe()}
     if not args.report:
         rates = rates_for(get_backend(args.device), again=old is None)
         report["calibration"] = {"machine": rates.machine, "measured_in": rates.measured_in}
@@ -301,16 +302,6 @@ def main() -> None:
         plot(report["results"], fronts)
         text = page(report, args.out.name, fronts.name)
         (args.docs / f"auto-results{suffix}.md").write_text(text)
-
-
-def machine(device: str) -> dict[str, Any]:
-    """Return what a reader needs to judge the numbers."""
-    if device == "cpu":
-        return measure.machine()
-    return measure.machine() | {
-        "gpu": torch.cuda.get_device_name(),
-        "copy_gbs": round(cuda_kernels.copy_gbs()),
-    }
 
 
 def arguments() -> argparse.Namespace:

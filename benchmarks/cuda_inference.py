@@ -17,8 +17,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import cuda_kernels
 import graphs
-import measure
 import models
 import torch
 from inference import Call, two_products
@@ -137,20 +137,6 @@ def _ours(ours: Any, x: Tensor, edge_index: Tensor) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
-    """Return the machine's description, with the device's copy bandwidth."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    time_ms = loop_ms(lambda t: target.copy_(t), [source])["min"]
-    properties = torch.cuda.get_device_properties(0)
-    return measure.machine() | {
-        "device": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "device_copy_gbs": round(2 * source.numel() / time_ms / 1e6, 1),
-        "cuda": torch.version.cuda,
-    }
-
-
 def main() -> None:
     """Run the benchmark that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -160,7 +146,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    header = machine()
+    header = cuda_kernels.machine()
     begin, rows = time.perf_counter(), []
     for case in args.cases:
         given = problem(*reversed(case.split(":")))

@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import measure
 import torch
 from cuda_launch import Module, address
 from cuda_sparse import ELEMENTS, Attention, Sddmm, Sparse, Spmm, rows16, sparse
@@ -91,13 +92,12 @@ def machine() -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    return {
+    return measure.machine() | {
         "gpu": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "l2_mb": properties.L2_cache_size // 2**20,
         "driver, clock": driver,
         "copy_gbs": round(copy_gbs()),
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
 
@@ -140,7 +140,7 @@ class Floors:
         module = Module(GATHER, (name,))
         out = torch.zeros(1, dtype=torch.int32, device="cuda")
         arguments = [*self.graph.values(), address(x), x.stride(0) * x.element_size(), address(out)]
-        blocks = self.graph.blocks
+        blocks = self.graph.runs.blocks
         return median_ms(lambda: module.launch(name, blocks, 1024, *arguments))
 
     def copy(self, *tensors: Tensor | None) -> float:
@@ -203,9 +203,9 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
         "edges": col.numel(),
         "largest degree": int(rowptr.diff().max()),
         "cut": cut._asdict(),
-        "runs": graph.runs.run.shape[0],
+        "runs": graph.runs.count,
         "chunk": graph.runs.chunk,
-        "split rows": graph.runs.split.shape[0],
+        "split rows": graph.runs.splits,
     }
     for width in widths:
         peer = cusparse(rowptr, col, width, dot=width == 64)

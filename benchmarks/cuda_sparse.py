@@ -7,8 +7,8 @@ import torch
 from cuda_launch import Module, address
 from torch import Tensor
 
-from gnnc.runtime.cuda.runs import Cut, Runs, build_runs
-from gnnc.runtime.cuda.tables import in_fours
+from gnnc.runtime.cuda.runs import Cut
+from gnnc.runtime.cuda.tables import RunTable, in_fours
 from gnnc.runtime.cuda.unit import AS_COMPILED
 
 ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
@@ -20,8 +20,7 @@ class Sparse:
 
     rowptr: Tensor
     col: Tensor
-    runs: Runs
-    multiprocessors: int
+    runs: RunTable
 
     @property
     def num_dst(self) -> int:
@@ -30,19 +29,13 @@ class Sparse:
 
     def values(self) -> list[int]:
         """Return the fields of ``gnnc::Runs``."""
-        tensors = (self.rowptr, self.col, self.runs.entry, self.runs.run, self.runs.split)
-        return [*map(address, tensors), self.runs.run.shape[0], self.runs.chunk]
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of a launch."""
-        return min(-(-self.runs.run.shape[0] // self.runs.chunk), self.multiprocessors)
+        return [address(self.rowptr), address(self.col), *self.runs.fields]
 
 
 def sparse(rowptr: Tensor, col: Tensor, cut: Cut, multiprocessors: int) -> Sparse:
     """Put a CSR with its run table onto the GPU."""
     rowptr, col = rowptr.cuda(), in_fours(col.cuda())
-    return Sparse(rowptr, col, build_runs(rowptr, cut, multiprocessors), multiprocessors)
+    return Sparse(rowptr, col, RunTable(rowptr, cut, multiprocessors))
 
 
 @dataclass(frozen=True)
@@ -144,7 +137,7 @@ class Spmm:
         tensors = (value, x_scale, shift, staging)
         arguments = [*graph.values(), address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
         self.arguments = [*arguments, address(self.out), *([] if to_int8 else [width])]
-        self.grids = graph.blocks, graph.runs.split.shape[0]
+        self.grids = graph.runs.blocks, graph.runs.splits
 
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""
@@ -218,7 +211,7 @@ class Attention:
         tensors = (x_scale, a_src, a_dst, edge, stats, staging)
         self.given = [*graph.values(), address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
         self.arguments = [*self.given, address(self.out), width]
-        self.grids = graph.blocks, graph.runs.split.shape[0]
+        self.grids = graph.runs.blocks, graph.runs.splits
 
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""
@@ -283,7 +276,7 @@ class Sddmm:
         rows = [address(a), a.stride(0) * a.element_size(), address(b), b.stride(0) * b.element_size()]
         tensors = (a_scale, b_scale, self.out)
         self.arguments = [*graph.values(), *rows, *map(address, tensors)]
-        self.grid = graph.blocks
+        self.grid = graph.runs.blocks
 
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""

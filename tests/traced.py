@@ -1,7 +1,7 @@
 """Captured graphs in tests: run them on the live model, and take them through the first passes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,18 @@ from gnnc.ir.source import Source
 from gnnc.passes.base import Context, run_pass
 from gnnc.passes.normalize import Normalize
 from gnnc.passes.raise_ import Raise
+
+
+class Formula(nn.Module):
+    """A model that is ``function(x, sources, destinations)``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> Any:
+        src, dst = edge_index
+        return self.function(x, src, dst)
 
 
 @dataclass

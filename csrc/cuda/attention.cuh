@@ -222,12 +222,7 @@ struct AttentionBody {
   // Threads of one head write the same.
   __device__ __forceinline__ void stage(int32_t slot) const {
     float* to = staged(slot);
-#pragma unroll
-    for (int c = 0; c < kColumns; c += 4) {
-      const int column = Layout::piece() * kColumns + c;
-      if (column >= A::kColumns) continue;
-      *reinterpret_cast<float4*>(to + column) = make_float4(sums[c], sums[c + 1], sums[c + 2], sums[c + 3]);
-    }
+    store_piece<Layout, A::kColumns>(to, sums);
     reinterpret_cast<float2*>(to + A::kColumns)[head] = make_float2(top, total);
   }
 
@@ -254,15 +249,8 @@ struct AttentionBody {
   }
 
   __device__ __forceinline__ void stage_held(int32_t slot) const {
-    using Whole = RowTile<A::kStride, 32>;
-    const Whole tile;
     float* to = staged(slot);
-#pragma unroll
-    for (int i = 0; i < Whole::kPer; i += 4) {
-      const int column = tile.column(i);
-      if (column < A::kColumns)
-        *reinterpret_cast<float4*>(to + column) = *reinterpret_cast<const float4*>(words + column);
-    }
+    copy_words<A::kColumns>(to, words);
     for (int h = Layout::lane(); h < kHeads; h += 32) reinterpret_cast<float2*>(to + A::kColumns)[h] = heads[h];
   }
 

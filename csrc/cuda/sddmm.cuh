@@ -113,16 +113,7 @@ struct SddmmBody {
 
   // Columns past the width may hold anything, but count as zero.
   __device__ __forceinline__ uint4 inside(const uint4& v) const {
-    if constexpr (Config::kWidth % kColumns == 0) return v;
-    uint4 kept = v;
-    uint32_t* words = reinterpret_cast<uint32_t*>(&kept);
-    const int left = Config::kWidth - (pass * Layout::kPieces + Layout::piece()) * kColumns;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int bytes = (left * bytes_of(Config::kElement)) - 4 * j;
-      words[j] &= bytes >= 4 ? 0xffffffffu : bytes <= 0 ? 0u : (1u << (8 * bytes)) - 1u;
-    }
-    return kept;
+    return Layout::within(v, pass * Layout::kPieces + Layout::piece());
   }
 
   __device__ __forceinline__ Sum product(const uint4& given) const {

@@ -214,7 +214,7 @@ struct SpmmBody {
     if constexpr (kBundle) {
       if (work.shared && Layout::slot() > 0) return;
       if (work.part >= 0) {
-        stage(out, work.part);
+        store_piece<Layout, S::kStaged>(staged(work.part), out);
       } else if (work.row() >= 0) {
         emit(out, work);
       }
@@ -223,7 +223,7 @@ struct SpmmBody {
       if (pass + 1 < Layout::kPasses) return;
       __syncwarp();
       if (work.part >= 0) {
-        stage_held(work.part);
+        copy_words<S::kStaged>(staged(work.part), words);
       } else {
         emit_held(work);
       }
@@ -278,16 +278,6 @@ struct SpmmBody {
     return static_cast<Word*>(a.staging) + static_cast<int64_t>(slot) * S::kStaged;
   }
 
-  __device__ __forceinline__ void stage(const Word (&out)[kColumns], int32_t slot) const {
-    Word* to = staged(slot) + Layout::piece() * kColumns;
-#pragma unroll
-    for (int c = 0; c < kColumns; c += 4) {
-      if (Layout::piece() * kColumns + c >= S::kStaged) continue;
-      Word four[4] = {out[c], out[c + 1], out[c + 2], out[c + 3]};
-      *reinterpret_cast<int4*>(to + c) = *reinterpret_cast<const int4*>(four);
-    }
-  }
-
   __device__ __forceinline__ void emit(const Word (&out)[kColumns], const Work& work) const {
     typename S::Tile tile;
     static_assert(S::Tile::kPer == kColumns, "a thread keeps the columns that it gathers");
@@ -313,16 +303,6 @@ struct SpmmBody {
     Word* to = words + pass * Layout::kPassColumns + Layout::piece() * kColumns;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) to[c] = out[c];
-  }
-
-  __device__ __forceinline__ void stage_held(int32_t slot) const {
-    const typename S::Tile tile;
-    Word* to = staged(slot);
-#pragma unroll
-    for (int i = 0; i < S::Tile::kPer; i += 4) {
-      const int column = tile.column(i);
-      if (column < S::kStaged) *reinterpret_cast<int4*>(to + column) = *reinterpret_cast<const int4*>(words + column);
-    }
   }
 
   __device__ __forceinline__ void emit_held(const Work& work) const {

@@ -164,6 +164,30 @@ __device__ inline void for_runs(const Runs& runs, const char* x, uint32_t x_stri
   }
 }
 
+// Stores the columns of this thread's piece, those below kColumns (a multiple of four) of a row on 16 bytes.
+template <class Layout, int kColumns, class T>
+__device__ __forceinline__ void store_piece(T* row, const T (&v)[Layout::kColumns]) {
+  static_assert(sizeof(T) == 4, "words");
+#pragma unroll
+  for (int c = 0; c < Layout::kColumns; c += 4) {
+    const int column = Layout::piece() * Layout::kColumns + c;
+    if (column >= kColumns) continue;
+    const T four[4] = {v[c], v[c + 1], v[c + 2], v[c + 3]};
+    *reinterpret_cast<int4*>(row + column) = *reinterpret_cast<const int4*>(four);
+  }
+}
+
+// Copies kWords words (a multiple of four) on 16 bytes, the whole warp.
+template <int kWords, class T>
+__device__ __forceinline__ void copy_words(T* to, const T* from) {
+  static_assert(sizeof(T) == 4, "words");
+#pragma unroll
+  for (int first = 0; first < kWords; first += 128) {
+    const int at = first + static_cast<int>(threadIdx.x) % 32 * 4;
+    if (at < kWords) *reinterpret_cast<int4*>(to + at) = *reinterpret_cast<const int4*>(from + at);
+  }
+}
+
 // combine(combine(a, b), c).. over the slots of the warp, for each piece; every slot gets the result.
 template <class Layout, int kCount, class T, class Combine>
 __device__ __forceinline__ void join_slots(T (&v)[kCount], const Combine& combine) {

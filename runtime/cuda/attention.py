@@ -52,7 +52,7 @@ class Attend:
         if additive:
             ends = [f"{_dense(emitter, node, i, plan.heads)}.data_ptr()" for i in (plan.a_src, plan.a_dst)]
         edge = _edge_term(plan, node, emitter, pointer, col)
-        runs = write_runs(emitter, pointer, f"{col}.shape[0]", x.columns * _itemsize(node, plan.x))
+        runs = write_runs(emitter, pointer, f"{col}.shape[0]", x.nbytes)
         alpha = None if plan.alpha is None else emitter.outputs(node)[plan.alpha]
         weights = None if alpha is None else emitter.allocate(alpha, dense=True)
         stats = "0"
@@ -91,10 +91,6 @@ def _config(plan: attention.Plan, node: Node, emitter: CudaEmitter, additive: bo
         f"gnnc::AttentionConfig<gnnc::Element::{ELEMENTS[dtype]}, {plan.width}, {plan.heads}, "
         f"{truth(additive)}, {truth(edge)}, {constants}>"
     )
-
-
-def _itemsize(node: Node, index: int) -> int:
-    return argument_of(node, index).meta["val"].dtype.itemsize
 
 
 def _dense(emitter: CudaEmitter, node: Node, index: int | None, width: int) -> str:

@@ -41,12 +41,9 @@ class Sddmm:
         first, second = as_node(a if a is not None else b), as_node(b if b is not None else a)
         width = plan.a_width or plan.b_width
         rows = [gathered_rows(emitter, value, width) for value in (first, second)]
-        pointer, columns = (
-            emitter.vector(as_node(rowptr)),
-            write_columns(emitter, emitter.vector(as_node(col))),
-        )
-        size = second.meta["val"].dtype.itemsize
-        runs = write_runs(emitter, pointer, f"{columns}.shape[0]", width * size)
+        pointer = emitter.vector(as_node(rowptr))
+        columns = write_columns(emitter, emitter.vector(as_node(col)))
+        runs = write_runs(emitter, pointer, f"{columns}.shape[0]", rows[1].nbytes)
         out = emitter.allocate(node, dense=True)
         values = runs_arguments(pointer, columns, runs)
         for row in rows:

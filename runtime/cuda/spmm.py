@@ -31,11 +31,13 @@ class Rows:
         text: the tensor.
         stride: bytes from one row to the next, a multiple of 16.
         columns: of a row, with what lies between its heads.
+        nbytes: of such a row.
     """
 
     text: str
     stride: int
     columns: int
+    nbytes: int
 
 
 @kernel(
@@ -72,10 +74,9 @@ class Spmm:
         x = gathered_rows(emitter, argument_of(node, plan.x), plan.width)
         scale = _vector(emitter, node, plan.x_scale)
         shift = _vector(emitter, node, plan.shift)
-        size = argument_of(node, plan.x).meta["val"].dtype.itemsize
-        runs = write_runs(emitter, emitter.vector(rowptr), edges, plan.width * size)
+        runs = write_runs(emitter, emitter.vector(rowptr), edges, x.nbytes)
         epilogue, values = write_epilogue(plan.program, node, emitter, shape_of(rowptr)[0] - 1, plan.width)
-        words = -(-plan.width // 4) * 4
+        words = round_up(plan.width, 4)
         staging = emitter.let(
             "staging", f"empty(({runs}.slots * {words},), dtype={emitter.bind(torch.float32, 'dtype')})"
         )
@@ -136,7 +137,7 @@ def gathered_rows(emitter: CudaEmitter, x: Node, width: int, heads: int = 1) -> 
     text, stride = emitter.matrix(x, width), emitter.row_stride(x, width)
     columns = packed_width(width, heads, dtype)
     if stride * dtype.itemsize % _PIECE == 0 and columns == width:
-        return Rows(text, stride * dtype.itemsize, columns)
+        return Rows(text, stride * dtype.itemsize, columns, columns * dtype.itemsize)
     emitter.unit.include("pack_rows.cuh")
     to = emitter.padded(columns, dtype)
     rows = shape_of(x)[0]
@@ -147,7 +148,7 @@ def gathered_rows(emitter: CudaEmitter, x: Node, width: int, heads: int = 1) -> 
     grid = blocks(f"({count} * {to * dtype.itemsize // _PIECE})", BLOCK)
     values = [f"{text}.data_ptr()", f"{copy}.data_ptr()", count]
     emitter.launch(f"gnnc::pack_rows<{config}>", f"({grid})", values)
-    return Rows(copy, to * dtype.itemsize, columns)
+    return Rows(copy, to * dtype.itemsize, columns, columns * dtype.itemsize)
 
 
 def packed_width(width: int, heads: int, dtype: torch.dtype) -> int:

@@ -15,6 +15,7 @@ class RunTable:
         blocks: of a launch, one a multiprocessor.
         splits: rows that are split.
         count: runs.
+        chunk: runs that a block takes at a time.
         slots: rows of the staging buffer.
         fields: of ``gnnc::Runs`` after ``rowptr`` and ``col``.
     """
@@ -22,10 +23,10 @@ class RunTable:
     def __init__(self, rowptr: Tensor, cut: Cut, multiprocessors: int) -> None:
         runs = build_runs(rowptr, cut, multiprocessors)
         self._held = (runs.entry, runs.run, runs.split)
-        self.blocks = min(-(-runs.run.shape[0] // runs.chunk), multiprocessors)
+        self.count, self.chunk = runs.run.shape[0], runs.chunk
+        self.blocks = min(-(-self.count // self.chunk), multiprocessors)
         self.splits, self.slots = runs.split.shape[0], runs.slots
-        self.count = runs.run.shape[0]
-        self.fields = (*(tensor.data_ptr() for tensor in self._held), self.count, runs.chunk)
+        self.fields = (*(tensor.data_ptr() for tensor in self._held), self.count, self.chunk)
         torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import PNAConv
-from traced import count, eager, relative_error, run
+from traced import Formula, count, eager, relative_error, run
 
 from gnnc.capture import capture
 from gnnc.ir import parse_body
@@ -37,14 +37,9 @@ def messages(gm: torch.fx.GraphModule) -> list[torch.fx.Node]:
     return [node for node in gm.graph.nodes if node.target is torch.ops.gnnc.message.default]
 
 
-class Formula(nn.Module):
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        src, dst = edge_index
-        return self.function(x, x[src], x[dst], dst)
+def formula(function) -> Formula:
+    """``function(x, rows read at the sources, rows read at the destinations, dst)``."""
+    return Formula(lambda x, src, dst: function(x, x[src], x[dst], dst))
 
 
 def total(x: Tensor, dst: Tensor, message: Tensor) -> Tensor:
@@ -79,7 +74,7 @@ def test_numerator_and_denominator_of_one_message_are_one_pass():
         weight = message.exp()
         return total(x, dst, weight * message) / (total(x, dst, weight) + 1)
 
-    model, args = Formula(function), graph()
+    model, args = formula(function), graph()
     gm, _ = raised(model, *args)
     assert count(gm, "message") == 1
     assert relative_error(run(gm, model, args, {})[0], eager(model, *args)[0]) < 1e-5
@@ -90,7 +85,7 @@ def test_a_message_that_needs_the_result_of_another_says_so():
         first = total(x, dst, (source * target).relu())
         return total(x, dst, (source * first[dst]).relu() + target)
 
-    model = Formula(function)
+    model = formula(function)
     gm, context = raised(model, *graph())
     assert len(messages(gm)) == 2
     assert ["needs the result" in note.text for note in context.notes] == [True]
@@ -105,6 +100,6 @@ def test_messages_of_other_rows_or_shapes_stay_apart(widths: str):
             return first + total(x, dst, ((source + 1) * (target + 2)).relu())
         return first + total(x[:, :2], dst, (source[:, :2] * target[:, :2]).relu()).sum(1, keepdim=True)
 
-    gm, context = raised(Formula(function), *graph())
+    gm, context = raised(formula(function), *graph())
     assert len(messages(gm)) == 2
     assert context.notes == []

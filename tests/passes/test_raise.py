@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GraphConv, SAGEConv, TransformerConv
-from traced import Traced, count, eager, relative_error, trace
+from traced import Formula, Traced, count, eager, relative_error, trace
 from zoo import ZOO, build
 
 from gnnc.errors import GraphError
@@ -76,16 +76,9 @@ def graph(nodes: int = N, edges: int = 40) -> tuple[Tensor, Tensor]:
     return torch.randn(nodes, F), torch.randint(nodes, (2, edges))
 
 
-class Formula(nn.Module):
+def formula(function: Callable[..., Tensor]) -> Formula:
     """``function(x, rows read at the sources, src, dst)``."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        src, dst = edge_index
-        return self.function(x, x[src], src, dst)
+    return Formula(lambda x, src, dst: function(x, x[src], src, dst))
 
 
 def zeros(x: Tensor) -> Tensor:
@@ -154,7 +147,7 @@ def degree(x: Tensor, dst: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_spellings_of_an_aggregation_become_spmm(name: str):
-    model = Formula(AGGREGATIONS[name])
+    model = formula(AGGREGATIONS[name])
     traced = trace(model, *graph())
     assert count(traced.raised, "spmm") == 1
     assert left_on_compute(traced.raised) == []
@@ -191,7 +184,7 @@ def test_spellings_of_a_softmax_become_edge_softmax(form: str):
     def function(x: Tensor, m: Tensor, src: Tensor, dst: Tensor) -> Tensor:
         return attention((m * x[dst]).sum(-1) / F**0.5, x, m, dst, form)
 
-    traced = trace(Formula(function), *graph())
+    traced = trace(formula(function), *graph())
     assert count(traced.raised, "edge_softmax") == count(traced.raised, "spmm") == 1
     assert [n.args[4] for n in calls(traced.raised, "sddmm")] == ["dot"]
     assert left_on_compute(traced.raised) == []
@@ -204,7 +197,7 @@ def test_exponentials_with_eps_and_no_maximum_are_no_softmax():
         total = torch.zeros(x.shape[0]).index_add(0, dst, weight) + 1e-3
         return zeros(x).index_add(0, dst, m * (weight / total[dst])[:, None])
 
-    traced = trace(Formula(function), *graph())
+    traced = trace(formula(function), *graph())
     assert count(traced.raised, "edge_softmax") == 0
     assert left_on_compute(traced.raised) == []
     assert_equals_eager(traced, *graph(31, 120))
@@ -236,7 +229,7 @@ BODIES = {
 @pytest.mark.parametrize("name", BODIES)
 def test_messages_of_other_forms_run_as_bodies(name: str):
     function, ops = BODIES[name]
-    traced = trace(Formula(function), *graph())
+    traced = trace(formula(function), *graph())
     (message,) = calls(traced.raised, "message")
     body = [n for n in parse_body(message.args[2]).graph.nodes if n.op == "call_function"]
     assert " ".join(str(n.target).split(".")[1] for n in body) == ops
@@ -313,7 +306,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refusals_say_why(reason: str):
-    traced = trace(Formula(REFUSED[reason]), *graph(9, 9))
+    traced = trace(formula(REFUSED[reason]), *graph(9, 9))
     assert any(reason in note.text for note in traced.context.notes), traced.context.notes
 
 

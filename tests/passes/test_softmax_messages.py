@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.utils import softmax
-from traced import count, eager, edge_widths, run
+from traced import Formula, count, eager, edge_widths, run
 
 import gnnc
 from gnnc.capture import capture
@@ -27,17 +27,20 @@ def graph(nodes: int = 9, edges: int = 40) -> tuple[Tensor, Tensor]:
     return x, torch.randint(nodes, (2, edges), generator=generator)
 
 
-class Formula(nn.Module):
+def formula(function: Callable[..., Tensor]) -> Formula:
     """The sum of what a function makes of the rows at both ends, the destinations and the number of nodes."""
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        src, dst = edge_index
-        message = self.function(x[src], x[dst], dst, x.shape[0])
+    def total(x: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+        message = function(x[src], x[dst], dst, x.shape[0])
         return x.new_zeros(x.shape[0], *message.shape[1:]).index_add(0, dst, message)
+
+    return Formula(total)
+
+
+def weighed(x: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
+    """A message and its softmax."""
+    message = (x[src] - x[dst]).relu()
+    return message, softmax(message, dst, num_nodes=x.shape[0])
 
 
 def stages(model: nn.Module, *args: Tensor, joint: bool = True) -> tuple[torch.fx.GraphModule, ...]:
@@ -85,7 +88,7 @@ def test_no_logit_and_no_weight_is_kept_on_any_graph(name: str):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_where_it_was(bad: float):
-    model = Formula(lambda source, target, dst, nodes: source * softmax(source, dst, num_nodes=nodes))
+    model = formula(lambda source, target, dst, nodes: source * softmax(source, dst, num_nodes=nodes))
     x, edge_index = graph()
     before, after = stages(model, x, edge_index)
     assert reductions(after) == ["softmax"]
@@ -108,17 +111,15 @@ def test_beside_other_aggregators_it_is_one_pass():
 
 
 def test_two_sums_by_one_softmax_are_one_pass():
-    class Twice(nn.Module):
-        def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
-            src, dst = edge_index
-            message = (x[src] - x[dst]).relu()
-            weight = softmax(message, dst, num_nodes=x.shape[0])
-            zero = torch.zeros_like(x)
-            return zero.index_add(0, dst, weight * message), zero.index_add(0, dst, message.exp() * weight)
+    def twice(x: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
+        message, weight = weighed(x, src, dst)
+        zero = torch.zeros_like(x)
+        return zero.index_add(0, dst, weight * message), zero.index_add(0, dst, message.exp() * weight)
 
-    before, after = stages(Twice(), *graph())
+    model = Formula(twice)
+    before, after = stages(model, *graph())
     assert reductions(after) == ["softmax,softmax"]
-    for got, want in zip(*(run(gm, Twice(), graph(), {}) for gm in (after, before)), strict=True):
+    for got, want in zip(*(run(gm, model, graph(), {}) for gm in (after, before)), strict=True):
         assert_close(got, want)
 
 
@@ -144,7 +145,7 @@ def of_the_other_end(source: Tensor, target: Tensor, dst: Tensor, nodes: int) ->
 
 @pytest.mark.parametrize("function", [by_heads, with_a_large_eps, of_the_other_end])
 def test_other_softmaxes_keep_their_weights(function: Callable[..., Tensor]):
-    model = Formula(function)
+    model = formula(function)
     before, after = stages(model, *graph())
     assert "softmax" not in reductions(after)
     assert count(after, "edge_softmax") == 1
@@ -152,16 +153,14 @@ def test_other_softmaxes_keep_their_weights(function: Callable[..., Tensor]):
 
 
 def test_weights_that_are_returned_are_made_for_that_alone():
-    class Returns(nn.Module):
-        def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
-            src, dst = edge_index
-            message = (x[src] - x[dst]).relu()
-            weight = softmax(message, dst, num_nodes=x.shape[0])
-            return torch.zeros_like(x).index_add(0, dst, weight * message), weight
+    def returns(x: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
+        message, weight = weighed(x, src, dst)
+        return torch.zeros_like(x).index_add(0, dst, weight * message), weight
 
-    before, after = stages(Returns(), *graph())
+    model = Formula(returns)
+    before, after = stages(model, *graph())
     assert (reductions(after), count(after, "edge_softmax")) == (["softmax"], 1)
-    for got, want in zip(*(run(gm, Returns(), graph(), {}) for gm in (after, before)), strict=True):
+    for got, want in zip(*(run(gm, model, graph(), {}) for gm in (after, before)), strict=True):
         assert_close(got, want)
 
 
