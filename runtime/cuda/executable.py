@@ -1,5 +1,6 @@
 """A lowered graph on a CUDA device: the common program, with memory and launches of torch's stream."""
 
+import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -158,6 +159,11 @@ class CudaExecutable(Executable):
         return self._call(values)
 
     @property
+    def fingerprint(self) -> str:
+        """Equal for programs that run the same machine code in the same way."""
+        return hashlib.sha256(f"{self._cubin} {self.source}".encode()).hexdigest()
+
+    @property
     def replays(self) -> bool:
         """Whether calls launch a CUDA graph: known after a few calls, where that was left open."""
         return self._replayed is not None and self._graph_wins is True
@@ -225,7 +231,8 @@ class CudaExecutable(Executable):
         return emitter
 
     def _prepare(self, emitter: Any, results: list[str]) -> None:
-        self.resources = emitter.unit.build(self.device.index)
+        machine = emitter.unit.build(self.device.index)
+        self.resources, self._cubin = machine.resources, hashlib.sha256(machine.cubin).hexdigest()
         self.recording = recording(emitter, results) if emitter.is_launches else None
 
     def _arena_pool(self, layout: Layout) -> ArenaPool:
