@@ -22,7 +22,7 @@ from gnnc.precision import AUTO, Precision
 from gnnc.timing import Times
 
 _PLACE = "assign"
-_MOST_CHOICES = 3
+_MOST_CHOICES = 5
 """How often a choice is made again from measured times: each may show launches that none had before."""
 
 _LOOSEN_BELOW = 0.8

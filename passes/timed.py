@@ -1,10 +1,10 @@
 """A study corrected by the times that launches of tried programs took."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from gnnc import cost, describe
 from gnnc.passes.options import Option
@@ -17,7 +17,8 @@ class Observed:
 
     Attributes:
         options: what it ran each primitive in, by name.
-        excess: seconds that a launch took beyond its prediction, by name of its last primitive.
+        excess: by name of a primitive, seconds that its launch took beyond their prediction, and launches
+            before it that only bring a tensor into its format.
     """
 
     options: Mapping[str, Option]
@@ -40,12 +41,24 @@ def observed(
         for node in assigned.graph.nodes
         if "precision" in node.meta
     }
-    excess = {}
-    for launch in cost.launches(describe.inline(lowered)):
-        names = [str(node.meta.get("assigned", node.meta["origin"])) for node in launch.primitives]
-        if names and launch.name in took:
-            excess[names[-1]] = took[launch.name] - predicted.get(launch.name, 0.0)
+    excess: dict[str, float] = {}
+    for launch, name in _owners(cost.launches(describe.inline(lowered))):
+        if launch.name in took:
+            more = took[launch.name] - predicted.get(launch.name, 0.0)
+            excess[name] = excess.get(name, 0.0) + more
     return Observed(options, excess)
+
+
+def _owners(launches: Sequence[cost.Launch]) -> Iterator[tuple[cost.Launch, str]]:
+    """The primitive that each launch is there for: its last one, or that of a launch that reads it."""
+    owner: dict[Node, str] = {}
+    for launch in reversed(launches):
+        names = [str(node.meta.get("assigned", node.meta["origin"])) for node in launch.primitives]
+        names += [owner[user] for node in launch.nodes for user in node.users if user in owner]
+        if names:
+            name = names[len(launch.primitives) - 1] if launch.primitives else names[0]
+            owner |= dict.fromkeys(launch.nodes, name)
+            yield launch, name
 
 
 def corrected(study: Study, seen: Sequence[Observed]) -> Study:

@@ -35,7 +35,8 @@ def test_every_op_with_a_choice_is_found_in_what_was_timed(name: str, precision:
     stages = dict(gnnc.compile(build(name), precision, example_inputs=INPUTS)._captured().stages)
     took = {launch.name: 2e-3 for launch in launches(describe.inline(stages["lower"]))}
     seen = observed(stages["assign"], stages["lower"], {name: 5e-4 for name in took}, took)
-    assert set(seen.excess.values()) == {1.5e-3}
+    launched = [seconds / 1.5e-3 for seconds in seen.excess.values()]
+    assert launched == pytest.approx(list(map(round, launched))) and sum(launched) == pytest.approx(len(took))
     # Products of one matrix share a launch here, which counts for the last of them.
     assert ops & seen.excess.keys() and seen.excess.keys() <= seen.options.keys()
     assert {o.precision.name for o in seen.options.values()} <= {"fp32", precision}
