@@ -80,19 +80,23 @@ struct RunQueue {
   int32_t count, chunk;
   int32_t* next;  // shared by the block
 
-  __device__ RunQueue(const Runs& runs, int32_t* shared)
+  // dealt: runs of the block that its warps take by `at`.
+  __device__ RunQueue(const Runs& runs, int32_t* shared, int32_t dealt = 0)
       : run(runs.run), count(static_cast<int32_t>(runs.count)), chunk(static_cast<int32_t>(runs.chunk)), next(shared) {
-    if (threadIdx.x == 0) *next = 0;
+    if (threadIdx.x == 0) *next = dealt;
     __syncthreads();
   }
 
-  // The next run, null where all are taken; for one thread of a warp.
-  __device__ const Run* take_one() {
-    const int32_t index = atomicAdd(next, 1), within = index & (chunk - 1);
+  // A run of this block, null past the last.
+  __device__ const Run* at(int32_t index) const {
+    const int32_t within = index & (chunk - 1);
     const int32_t place =
         (index - within) * static_cast<int32_t>(gridDim.x) + static_cast<int32_t>(blockIdx.x) * chunk + within;
     return place < count ? run + place : nullptr;
   }
+
+  // The next run, null where all are taken; for one thread of a warp.
+  __device__ const Run* take_one() { return at(atomicAdd(next, 1)); }
 
   // The next run, the same in the whole warp; none (count 0) where all are taken.
   __device__ Run take() {
@@ -115,9 +119,14 @@ struct RunFeed {
   Run run[kTurns];
   Entry entry[kTurns][kEntries];
 
-  // Call once before `advance`.
-  __device__ void begin(const Runs& runs, RunQueue& queue) {
-    for (int turn = 0; turn < kTurns; ++turn) fetch_run(queue, turn);
+  // Runs that the warps of a block begin with: every warp has one before any has two, so that a small graph is the
+  // work of all.
+  __device__ static int dealt() { return kTurns * warps(); }
+
+  // Call once before `advance`, with a queue that leaves out what is dealt.
+  __device__ void begin(const Runs& runs, const RunQueue& queue) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    for (int turn = 0; turn < kTurns; ++turn) fetch_run(queue.at(turn * warps() + warp), turn);
     settle();
     fetch_entries(runs, 0);
     fetch_entries(runs, 1);
@@ -131,7 +140,7 @@ struct RunFeed {
     if (now.count == 0) return now;
     prefetch_columns(runs, after(turn));
     fetch_entries(runs, after(after(turn)));
-    fetch_run(queue, turn);
+    if (lane() == 0) fetch_run(queue.take_one(), turn);
     return now;
   }
 
@@ -141,15 +150,16 @@ struct RunFeed {
   static constexpr int kLine = 32;  // columns in 128 bytes
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int warps() { return static_cast<int>(blockDim.x) / 32; }
 
   __device__ static void settle() {
     wait_for_copies();
     __syncwarp();
   }
 
-  __device__ void fetch_run(RunQueue& queue, int turn) {
+  // By one thread of the warp.
+  __device__ void fetch_run(const Run* next, int turn) {
     if (lane() > 0) return;
-    const Run* next = queue.take_one();
     if (next == nullptr) {
       run[turn] = Run{0, 0, -1, 0};
     } else {

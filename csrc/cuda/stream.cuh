@@ -148,7 +148,7 @@ __host__ __device__ constexpr int entries_of() {
 template <class Layout, class Body>
 __device__ inline void for_runs(const Runs& runs, const char* x, uint32_t x_stride, int32_t* next,
                                 RunFeed<entries_of<Layout>()>& feed, Body& body) {
-  RunQueue queue(runs, next);
+  RunQueue queue(runs, next, feed.dealt());
   feed.begin(runs, queue);
 #pragma unroll 1
   for (int turn = 0;; turn = feed.after(turn)) {

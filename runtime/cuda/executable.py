@@ -52,7 +52,7 @@ class CudaArena(Arena):
     def hold(
         self,
         recorded: Sequence[Recorded],
-        patches: Sequence[tuple[int, int]],
+        text: Recording,
         fixed: Fixed | None,
         aliases: Sequence[Any] = (),
         scratch: Sequence[torch.Tensor] = (),
@@ -61,7 +61,7 @@ class CudaArena(Arena):
 
         Args:
             recorded: its launches.
-            patches: launch, and position among its arguments, of every address that calls differ in.
+            text: the program, which says what calls differ in.
             fixed: what it took beside its inputs; None where calls differ in more than addresses.
             aliases: what it derived from that, which must be memory of the same tensors.
             scratch: memory that the launches use.
@@ -69,7 +69,7 @@ class CudaArena(Arena):
         if fixed is None or self.last is None or not fixed.is_like(self.last):
             self.last = fixed
         elif fixed.holds(aliases):
-            self.held = Held(recorded, patches, fixed, scratch)
+            self.held = Held(recorded, text, fixed, scratch)
 
     def _grow(self, slot: int, nbytes: int) -> None:
         buffer = self._buffers.get(slot)
@@ -204,12 +204,12 @@ class CudaExecutable(Executable):
 
     def _as_graph(self, text: Recording) -> Callable[..., tuple[Any, ...]]:
         """The program with its launches recorded, and made at its end."""
-        graphs = Replay()
+        graphs = Replay(text.prepared)
 
         def replay(recorded: list[Recorded], arena: CudaArena, fixed: Fixed | None, *memory: Any) -> None:
             try:
                 graphs(recorded, arena.stream)
-                arena.hold(recorded, text.patches, fixed, *memory)
+                arena.hold(recorded, text, fixed, *memory)
             except BackendError as error:
                 self._graph_wins = False
                 warnings.warn(f"gnnc launches kernels one by one from here on: {error}", stacklevel=2)

@@ -151,12 +151,15 @@ def shape_of_plan(plan: gemm.Plan, node: Node) -> Shape:
 def _pack(plan: gemm.Plan, node: Node, emitter: CudaEmitter, shape: Shape) -> tuple[str, str]:
     """Write the launch that quantizes and lays out the weight; return the texts of codes and scales."""
     w = argument_of(node, plan.weights[0].w)
-    text = emitter.matrix(w)
-    packed = emitter.scratch(1, shape.weight_bytes, torch.int8, flat=True)
-    scale = emitter.scratch(1, shape.out, torch.float32, flat=True)
-    columns = int(w.meta["val"].shape[1])
-    inner, out = (columns, 1) if plan.weights[0].is_kn else (1, columns)
-    config = f"gnnc::PackConfig<gnnc::Product::{shape.product}, {shape.inner}, {shape.out}, {inner}, {out}>"
-    values = [f"{text}.data_ptr()", f"{packed}.data_ptr()", f"{scale}.data_ptr()"]
-    emitter.launch(f"gnnc::pack_weight<{config}>", str(round_up(shape.out, 8) // 8), values)
+    with emitter.preparing():
+        text = emitter.matrix(w)
+        packed = emitter.scratch(1, shape.weight_bytes, torch.int8, flat=True)
+        scale = emitter.scratch(1, shape.out, torch.float32, flat=True)
+        columns = int(w.meta["val"].shape[1])
+        inner, out = (columns, 1) if plan.weights[0].is_kn else (1, columns)
+        config = (
+            f"gnnc::PackConfig<gnnc::Product::{shape.product}, {shape.inner}, {shape.out}, {inner}, {out}>"
+        )
+        values = [f"{text}.data_ptr()", f"{packed}.data_ptr()", f"{scale}.data_ptr()"]
+        emitter.launch(f"gnnc::pack_weight<{config}>", str(round_up(shape.out, 8) // 8), values)
     return packed, scale

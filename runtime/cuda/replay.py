@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from gnnc.runtime.cuda.launch import Launch, check, driver
+from gnnc.runtime.cuda.steady import Recording
 
 Recorded = tuple[Launch, int, bytes]
 """A launch, its number of blocks, its packed arguments."""
@@ -77,9 +78,9 @@ class _Node:
 
 
 class _Graph:
-    """A chain of kernel nodes that can be launched."""
+    """Kernel nodes that can be launched: the first ``prepared`` side by side, then one after the other."""
 
-    def __init__(self, recorded: Sequence[Recorded]) -> None:
+    def __init__(self, recorded: Sequence[Recorded], prepared: int) -> None:
         library = driver()
         self._graph, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
         check(library.cuGraphCreate(ctypes.byref(self._graph), 0), "create a graph")
@@ -87,12 +88,12 @@ class _Graph:
         for launch, grid, data in recorded:
             node = _Node(launch)
             node.give(grid, data)
-            before = (ctypes.c_void_p * 1)(self.nodes[-1].handle) if self.nodes else None
+            before = self._before(len(self.nodes), prepared)
             status = library.cuGraphAddKernelNode_v2(
                 ctypes.byref(node.handle),
                 self._graph,
-                before,
-                ctypes.c_size_t(len(self.nodes) > 0),
+                (ctypes.c_void_p * len(before))(*[each.handle for each in before]),
+                ctypes.c_size_t(len(before)),
                 node.reference,
             )
             check(status, f"put {launch.name} into a graph")
@@ -103,6 +104,12 @@ class _Graph:
         check(made, "make a graph ready")
         self._set = library.cuGraphExecKernelNodeSetParams_v2
         self._launch = library.cuGraphLaunch
+
+    def _before(self, number: int, prepared: int) -> list[_Node]:
+        """The nodes that a node waits for."""
+        if number < prepared:
+            return []
+        return self.nodes if number == prepared else self.nodes[-1:]
 
     def __call__(self, recorded: Sequence[Recorded], stream: ctypes.c_void_p) -> None:
         for node, (_, grid, data) in zip(self.nodes, recorded, strict=True):
@@ -127,9 +134,14 @@ class _Graph:
 
 
 class Replay:
-    """The graphs of one program, by the sequence of kernels that a call launches."""
+    """The graphs of one program, by the sequence of kernels that a call launches.
 
-    def __init__(self) -> None:
+    Args:
+        prepared: launches at the beginning that do not depend on each other; they are never left out.
+    """
+
+    def __init__(self, prepared: int) -> None:
+        self._prepared = prepared
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
         self._lock = threading.Lock()
 
@@ -145,7 +157,7 @@ class Replay:
             if graph is None:
                 if len(self._graphs) >= _LIMIT:
                     self._graphs.clear()
-                graph = self._graphs[key] = _Graph(recorded)
+                graph = self._graphs[key] = _Graph(recorded, self._prepared)
             graph(recorded, handle)
 
 
@@ -190,7 +202,7 @@ class Held:
 
     Args:
         recorded: what one of the calls recorded.
-        patches: launch, and position among its arguments, of every address that differs.
+        text: the program, which says what differs.
         fixed: see above.
         scratch: memory that launches use.
     """
@@ -198,15 +210,15 @@ class Held:
     def __init__(
         self,
         recorded: Sequence[Recorded],
-        patches: Sequence[tuple[int, int]],
+        text: Recording,
         fixed: Fixed,
         scratch: Sequence[Tensor],
     ) -> None:
         self.fixed, self._scratch = fixed, scratch
         present = [number for number, (_, grid, _) in enumerate(recorded) if grid]
-        self._graph = _Graph([recorded[number] for number in present])
+        self._graph = _Graph([recorded[number] for number in present], text.prepared)
         of_launch: dict[int, list[tuple[int, int]]] = {}
-        for i, (number, word) in enumerate(patches):
+        for i, (number, word) in enumerate(text.patches):
             of_launch.setdefault(number, []).append((word, i))
         nodes = zip(present, self._graph.nodes, strict=True)
         self._patches = [(node, of_launch[number]) for number, node in nodes if number in of_launch]

@@ -7,10 +7,12 @@ from torch import Tensor
 
 _ROW_COST = 4
 """A row costs about as much as this many edges, beyond its own."""
-_MOST_ENTRIES = 16
-"""A run has so many entries at most, where a group has fewer."""
 _MOST_CHUNK = 32
 """Blocks work on neighbouring chunks at a time: larger ones would spread them over more than L2 holds."""
+_LEAST_SHORT = 8
+"""A slot gathers the rows of so many edges at once."""
+_UNSPLIT = 256
+"""Edges of a row that is not split on a small graph: combining parts is a launch more."""
 _SHARES = 32
 """Parts of rows have a multiple of this many edges, so that the slots of a warp get whole steps."""
 
@@ -23,12 +25,14 @@ class Cut(NamedTuple):
         short: rows with at most so many edges are worked on side by side.
         window: short rows are sorted by their edges within so many neighbours.
         group: so many of them make a run at least.
+        entries: and so many at most, where a group is fewer.
     """
 
     part: int
     short: int
     window: int = 256
     group: int = 8
+    entries: int = 16
 
 
 class Runs(NamedTuple):
@@ -54,15 +58,20 @@ def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
 
     A multiprocessor holds about 32 warps; with six runs each, the last ones to finish cost little
     (the analytical model of GNNAdvisor section 3.6, with the device's parallelism alone). The bounds are
-    measured: docs/cuda-sparse-kernels.md.
+    measured: docs/cuda-sparse-kernels.md. A graph that leaves warps idle has its rows shared by the slots
+    of a warp early, and splits few of them: what counts there is the longest chain of loads.
 
     Args:
         rows: of the CSR.
         edges: E of the graph.
         multiprocessors: of the device.
     """
-    short = min(max(_power_of_two_from(2 * edges // max(rows, 1)), 64), 256)
-    part = _power_of_two_from(edges // (multiprocessors * 32 * 6))
+    warps = multiprocessors * 32
+    by_degree = min(max(_power_of_two_from(2 * edges // max(rows, 1)), 64), 256)
+    short = min(by_degree, max(_power_of_two_from(edges // (2 * warps)), _LEAST_SHORT))
+    if short < by_degree:
+        return Cut(_UNSPLIT, short, entries=1)
+    part = _power_of_two_from(edges // (warps * 6))
     return Cut(min(max(part, 2 * short), 4 * short), short)
 
 
@@ -117,8 +126,9 @@ def _short_runs(rowptr: Tensor, degree: Tensor, rows: Tensor, cut: Cut) -> _Part
     padded = torch.nn.functional.pad(degree[row], (0, groups * cut.group - row.numel()))
     most = padded.view(groups, cut.group).amax(1) if groups else padded
     cost = cut.group * (most + _ROW_COST)
-    least = -(-cut.part * cut.group // max(_MOST_ENTRIES, cut.group))
-    bucket = torch.div(cost.clamp(min=least).cumsum(0) - 1, cut.part, rounding_mode="floor")
+    most_cost = min(cut.part, cut.group * (cut.short + _ROW_COST))
+    least = -(-most_cost * cut.group // max(cut.entries, cut.group))
+    bucket = torch.div(cost.clamp(min=least).cumsum(0) - 1, most_cost, rounding_mode="floor")
     opens = torch.ones_like(bucket, dtype=torch.bool)
     opens[1:] = bucket.diff() > 0
     first = opens.nonzero().squeeze(1)

@@ -29,10 +29,12 @@ class Recording:
     Attributes:
         source: its text.
         patches: launch, and position among its arguments, of every address that a call brings.
+        prepared: launches at the beginning that do not depend on each other.
     """
 
     source: str
     patches: tuple[tuple[int, int], ...]
+    prepared: int
 
 
 @dataclass(slots=True)
@@ -100,7 +102,8 @@ def recording(emitter: CudaEmitter, results: list[str]) -> Recording:
     outputs = f"({_listed(results)})"
     body = ["recorded = []", *[emitter.recorded(text) for text, _ in emitter.body]]
     if parts is None:
-        return Recording(program(emitter, [*body, "replay(recorded, arena, None)"], outputs), ())
+        source = program(emitter, [*body, "replay(recorded, arena, None)"], outputs)
+        return Recording(source, (), emitter.prepared)
     fixed = f"({_listed(parts.key)}), ({_listed(parts.structure)})"
     memory = f"({_listed(parts.aliases)}), ({_listed(parts.scratch)})"
     early = [
@@ -115,6 +118,7 @@ def recording(emitter: CudaEmitter, results: list[str]) -> Recording:
     return Recording(
         program(emitter, [*early, *body, late], outputs),
         tuple((number, position) for number, position, _ in parts.patches),
+        emitter.prepared,
     )
 
 

@@ -5,7 +5,14 @@ from kernel_graphs import GRAPHS
 from gnnc.runtime.cuda.runs import Cut, Runs, build_runs, chunk_of, cut_for
 from gnnc.runtime.cuda.tables import group_of
 
-CUTS = (Cut(1, 1, 1, 1), Cut(64, 16), Cut(64, 64, 8, 32), Cut(512, 128), Cut(5000, 5000))
+CUTS = (
+    Cut(1, 1, 1, 1),
+    Cut(64, 16),
+    Cut(64, 64, 8, 32),
+    Cut(512, 128),
+    Cut(5000, 5000),
+    Cut(256, 8, entries=1),
+)
 
 
 def entries_of(runs: Runs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -27,7 +34,9 @@ def test_runs_cover_every_edge_of_every_row_once(name: str, cut: Cut) -> None:
     begin, entries, slot, _ = runs.run.long().unbind(1)
     used = torch.cat([torch.arange(a, a + n) for a, n in zip(begin.tolist(), entries.tolist(), strict=True)])
     assert torch.equal(used.sort().values, torch.arange(len(row)))
-    assert ((entries > 0) & (entries <= max(16, cut.group))).all() and (entries[slot >= 0] == 1).all()
+    assert ((entries > 0) & (entries <= max(cut.entries, cut.group))).all() and (
+        entries[slot >= 0] == 1
+    ).all()
     assert torch.equal(slot[slot >= 0].sort().values, torch.arange(runs.slots))
     assert (count <= max(cut.short, -(-cut.part // 32) * 32)).all()
 
@@ -58,8 +67,20 @@ def test_blocks_take_turns_often_enough_to_end_together() -> None:
 def test_cuts_grow_with_the_graph_and_with_its_degrees() -> None:
     sizes = ((2_700, 10_000), (169_000, 2_300_000), (2_400_000, 124_000_000), (230_000, 115_000_000))
     cuts = [cut_for(rows, edges, 132)[:2] for rows, edges in sizes]
-    assert cuts == [(128, 64), (128, 64), (512, 128), (1024, 256)]
-    assert cut_for(1, 2**40, 132)[:2] == (1024, 256) and cut_for(0, 0, 132)[:2] == (128, 64)
+    assert cuts == [(256, 8), (128, 64), (512, 128), (1024, 256)]
+    assert cut_for(1, 2**40, 132)[:2] == (1024, 256) and cut_for(0, 0, 132)[:2] == (256, 8)
+
+
+def test_rows_of_a_small_graph_are_the_work_of_all_warps() -> None:
+    """Citation graphs: more runs than before by far, none of them long, and hubs in one piece."""
+    generator = torch.Generator().manual_seed(0)
+    degree = (torch.rand(19_717, generator=generator) ** -0.9).long().clamp(max=171) + 1
+    rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
+    cut = cut_for(len(degree), int(degree.sum()), 132)
+    runs = build_runs(rowptr, cut, 132)
+    assert cut.short == 16 and runs.slots == 0
+    long = int((degree > 16).sum())
+    assert runs.run.shape[0] == -(-(len(degree) - long) // 8) + long
 
 
 def test_narrow_rows_share_a_warp_with_more_others() -> None:
