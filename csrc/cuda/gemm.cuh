@@ -12,8 +12,8 @@
 // A row that gets its own scale stays in the registers of kRowWarps warps until its maximum is known, in one chunk.
 // Where that is too long, its maximum is taken first, and the chunks come from L2.
 //
-// Traffic: x once, the weight once a block from L2 (so few rows a block cost more than x where rows are long), the
-// epilogue's outputs. Floor: these bytes at copy bandwidth.
+// Traffic: x once, the epilogue's outputs; the weight once a block from L2, as much again as x where a block has 16
+// rows, kOut is 64 and x is FP32 multiplied as int8. Floor: x, weight and outputs once at copy bandwidth.
 //
 // Launch: pack_weight with blocks of 256 threads, Config::kWarps warps an output column (of kOut8); then gemm with one
 // block of Config::kThreads threads for every kRows rows and Gemm<Config>::kShared bytes of dynamic shared memory.
@@ -32,7 +32,7 @@ __host__ __device__ constexpr int divide_up(int n, int by) { return (n + by - 1)
 //
 // kRows: rows of a block; kChunk: columns in shared memory at a time, a multiple of 128, or all; kRowWarps: warps that
 // load a row; kRowsOnce: rows that they have under way; kDown, kSplit: how many warps share the rows and kChunk, the
-// others share kOut; kBlocks: blocks that a multiprocessor's registers shall hold.
+// others share kOut; kBlocks: blocks that a multiprocessor's registers shall hold, 0: as the compiler thinks.
 template <Product kProduct_, class X_, int kInner_, int64_t kStride_, int kOut_, int kTogether_, int kRows_,
           int kChunk_, int kRowWarps_, int kRowsOnce_, int kDown_, int kSplit_, int kThreads_, int kBlocks_>
 struct GemmConfig {
@@ -98,9 +98,10 @@ struct Gemm {
   static constexpr int kMostOnce = kTilesDown > 1 || kChunks > 1 ? 16 / kTilesDown : 8;
   static constexpr int kTilesOnce = kTilesWarp < kMostOnce ? kTilesWarp : kMostOnce;  // that it holds in registers
   static constexpr bool kInPlace = kTilesWarp == kTilesOnce;  // may results take the place of the rows?
+  // Pairs whose weight is loaded at once: eight tiles of it are enough.
   static constexpr int kUnroll = kTilesDown * kTilesOnce >= 8 || Config::kSplit > 1 ? 1 : 2;
   static constexpr int kRowsBytes = Config::kRows * kPitch;
-  static constexpr int kPart = Config::kRows * kOutPitch;  // words of the sums of warps that share nothing but columns
+  static constexpr int kPart = Config::kRows * kOutPitch;  // words of one part of the sums
   static constexpr int kOutBytes = Config::kSplit * kPart * 4;
   static constexpr int kOutAt = kInPlace ? 0 : kRowsBytes;
   static constexpr int kScalesAt = kOutAt + kOutBytes > kRowsBytes ? kOutAt + kOutBytes : kRowsBytes;
@@ -309,8 +310,11 @@ struct Load<Config, int8_t> {
   template <bool kLast>
   __device__ static void chunk(const GemmArgs& args, int64_t begin, int chunk, char* rows, float*, uint32_t*) {
     constexpr int kPieces = (kLast ? G::K::kPlaces - G::kLast : G::kChunk) / 16;
+    constexpr int kAll = Config::kRows * kPieces;
 #pragma unroll 2
-    for (int index = threadIdx.x; index < Config::kRows * kPieces; index += Config::kThreads) {
+    for (int i = 0; i < divide_up(kAll, Config::kThreads); ++i) {
+      const int index = i * Config::kThreads + threadIdx.x;
+      if (kAll % Config::kThreads != 0 && index >= kAll) break;
       const int place = index / kPieces, byte = index % kPieces * 16, column = chunk * G::kChunk + byte;
       const int64_t row = min(begin + place, args.rows - 1);
       const int8_t* from = static_cast<const int8_t*>(args.x) + row * Config::kStride;
@@ -369,6 +373,8 @@ template <class Config>
 struct WarpSums {
   using G = Gemm<Config>;
   using Word = typename Sums<Config::kProduct>::Word;
+  // What is stored: parts as they are, whole sums in FP32.
+  using Out = typename Sums<(Config::kSplit > 1 ? Config::kProduct : Product::f16)>::Word;
   Word c[G::kTilesDown][G::kTilesOnce][4];
   int lane, down, split;
 
@@ -409,26 +415,27 @@ struct WarpSums {
     }
   }
 
-  __device__ void store(Word* out, int first) const {
-    using Two = step::Vector<Word, 2>;
+  __device__ void store(Out* out, int first) const {
+    using Two = step::Vector<Out, 2>;
+    const auto word = [](Word x) { return static_cast<Out>(x); };
 #pragma unroll
     for (int i = 0; i < G::kTilesDown; ++i) {
-      Word* row = out + split * G::kPart + (down + i * 16 + lane / 4) * G::kOutPitch + lane % 4 * 2;
+      Out* row = out + split * G::kPart + (down + i * 16 + lane / 4) * G::kOutPitch + lane % 4 * 2;
 #pragma unroll
       for (int t = 0; t < G::kTilesOnce; ++t) {
         if (first + t >= G::kTiles) continue;
-        *reinterpret_cast<Two*>(row + (first + t) * 8) = {c[i][t][0], c[i][t][1]};
-        *reinterpret_cast<Two*>(row + (first + t) * 8 + 8 * G::kOutPitch) = {c[i][t][2], c[i][t][3]};
+        *reinterpret_cast<Two*>(row + (first + t) * 8) = {word(c[i][t][0]), word(c[i][t][1])};
+        *reinterpret_cast<Two*>(row + (first + t) * 8 + 8 * G::kOutPitch) = {word(c[i][t][2]), word(c[i][t][3])};
       }
     }
   }
 };
 
 // Adds up the parts of a row.
-template <class Config, class Tile, class Word>
-__device__ void read_sums(Tile& tile, const Word* row) {
+template <class Config, class Tile, class Out>
+__device__ void read_sums(Tile& tile, const Out* row) {
   using G = Gemm<Config>;
-  using Four = step::Vector<Word, 4>;
+  using Four = step::Vector<Out, 4>;
 #pragma unroll
   for (int i = 0; i < Tile::kPer; i += 4) {
     const int column = tile.column(i);
@@ -451,9 +458,9 @@ template <class Config, int kLanes, class Epilogue>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmArgs args, Epilogue epilogue) {
   using G = Gemm<Config>;
   using From = Load<Config>;
-  using Word = typename WarpSums<Config>::Word;
+  using Out = typename WarpSums<Config>::Out;
   extern __shared__ __align__(16) char shared[];
-  Word* out = reinterpret_cast<Word*>(shared + G::kOutAt);
+  Out* out = reinterpret_cast<Out*>(shared + G::kOutAt);
   float* scales = reinterpret_cast<float*>(shared + G::kScalesAt);
   uint32_t* tops = reinterpret_cast<uint32_t*>(shared + G::kTopsAt);
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * Config::kRows;
