@@ -3,14 +3,20 @@
 // gemm: x @ w^T for tall and narrow x, then the epilogue on whole rows. x is quantized or rounded while it is loaded,
 // so that it is read once, as it is.
 //
-// A block takes Config::kRows rows of x. Its warps bring them into shared memory as int8 (each row with its own scale,
-// or codes as they are), fp16 or bf16; the products run on the tensor cores (mma.sync, sums in int32 or FP32) against a
-// weight that pack_weight has laid out as the threads hold it; results pass through shared memory into row tiles.
+// A block takes Config::kRows rows of x, Config::kChunk columns at a time. Its warps bring them into shared memory as
+// int8 (each row with its own scale, or codes as they are), fp16 or bf16; the products run on the tensor cores
+// (mma.sync, sums in int32 or FP32) against a weight that pack_weight has laid out as the threads hold it. Warps share
+// the rows, the columns of the result and, where rows are long, the columns of x: such partial sums, like all results,
+// pass through shared memory into row tiles, which add them up in a fixed order.
 //
-// Traffic: x once, the weight once a block from L2, the epilogue's outputs. Floor: these bytes at copy bandwidth.
+// A row that gets its own scale stays in the registers of kRowWarps warps until its maximum is known, in one chunk.
+// Where that is too long, its maximum is taken first, and the chunks come from L2.
 //
-// Launch: pack_weight with blocks of 256 threads, a warp an output column (of kOut8); then gemm with one block of
-// Config::kThreads threads for every kRows rows and Gemm<Config>::kShared bytes of dynamic shared memory.
+// Traffic: x once, the epilogue's outputs; the weight once a block from L2, as much again as x where a block has 16
+// rows, kOut is 64 and x is FP32 multiplied as int8. Floor: x, weight and outputs once at copy bandwidth.
+//
+// Launch: pack_weight with blocks of 256 threads, Config::kWarps warps an output column (of kOut8); then gemm with one
+// block of Config::kThreads threads for every kRows rows and Gemm<Config>::kShared bytes of dynamic shared memory.
 
 #include "row_steps.cuh"
 
@@ -19,14 +25,22 @@ namespace gnnc {
 enum class Product { i8, f16, bf16 };
 
 __host__ __device__ constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+__host__ __device__ constexpr int divide_up(int n, int by) { return (n + by - 1) / by; }
 
-// kX: the type of x in memory; kStride: elements from one of its rows to the next; kInner, kOut: widths of x and of the
-// result; kScaled: x is given as codes, with its scales.
-template <Product kProduct_, class X_, int kInner_, int64_t kStride_, int kOut_, int kRows_, int kThreads_ = 128>
+// X: the type of x in memory, int8_t where it is given as codes with their scales; kInner, kOut: widths of x and of the
+// result; kStride: elements from one row of x to the next; kTogether: neighbouring columns that a thread loads at once.
+//
+// kRows: rows of a block; kChunk: columns in shared memory at a time, a multiple of 128, or all; kRowWarps: warps that
+// load a row; kRowsOnce: rows that they have under way; kDown, kSplit: how many warps share the rows and kChunk, the
+// others share kOut; kBlocks: blocks that a multiprocessor's registers shall hold, 0: as the compiler thinks.
+template <Product kProduct_, class X_, int kInner_, int64_t kStride_, int kOut_, int kTogether_, int kRows_,
+          int kChunk_, int kRowWarps_, int kRowsOnce_, int kDown_, int kSplit_, int kThreads_, int kBlocks_>
 struct GemmConfig {
   static constexpr Product kProduct = kProduct_;
   using X = X_;
-  static constexpr int kInner = kInner_, kOut = kOut_, kRows = kRows_, kThreads = kThreads_;
+  static constexpr int kInner = kInner_, kOut = kOut_, kTogether = kTogether_, kRows = kRows_, kChunk = kChunk_;
+  static constexpr int kRowWarps = kRowWarps_, kRowsOnce = kRowsOnce_, kDown = kDown_, kSplit = kSplit_;
+  static constexpr int kThreads = kThreads_, kBlocks = kBlocks_;
   static constexpr int64_t kStride = kStride_;
 };
 
@@ -38,33 +52,65 @@ struct GemmArgs {
   int64_t rows;
 };
 
-// One step of the tensor cores takes 32 bytes of a row: 32 int8 or 16 numbers of 16 bits.
-template <int kInner, int kBytes>
-struct Inner {
-  static constexpr int kSteps = round_up(round_up(kInner * kBytes, 32) / 32, 2);  // even: a thread loads two at once
-  static constexpr int kRowBytes = kSteps * 32;
-};
-
 template <Product kProduct>
 struct Codes {
   static constexpr int kBytes = kProduct == Product::i8 ? 1 : 2;
+};
+
+// One step of the tensor cores takes 32 bytes of a row: 32 int8 or 16 numbers of 16 bits. A thread loads the weight of
+// two steps at once: a pair.
+template <int kInner, int kBytes>
+struct Inner {
+  static constexpr int kRowBytes = round_up(kInner * kBytes, 64);
+  static constexpr int kPairs = kRowBytes / 64;
+  static constexpr int kPlaces = kRowBytes / kBytes;
+};
+
+// Places of columns in a row in shared memory and of the packed weight. A warp loads runs of 128 columns (the last has
+// fewer threads), kTogether neighbours a thread at a time, as rows that begin anywhere are best read. The four of a
+// thread then lie side by side: the sum over the columns is the same in any order.
+template <int kPlaces, int kTogether>
+struct Order {
+  __device__ static constexpr int threads(int run) {
+    return kPlaces - run * 128 < 128 ? (kPlaces - run * 128) / 4 : 32;
+  }
+  // Of the four at place run * 128 + thread * 4.
+  __device__ static constexpr int column(int run, int thread, int element) {
+    return run * 128 + element / kTogether * kTogether * threads(run) + thread * kTogether + element % kTogether;
+  }
 };
 
 template <class Config>
 struct Gemm {
   static constexpr int kBytes = Codes<Config::kProduct>::kBytes;
   using K = Inner<Config::kInner, kBytes>;
-  static constexpr int kPitch = K::kRowBytes + 16;  // so that eight rows lie in different banks
+  static constexpr int kChunk = Config::kChunk < K::kPlaces ? Config::kChunk : K::kPlaces;
+  static constexpr int kChunks = divide_up(K::kPlaces, kChunk);
+  static constexpr int kLast = (kChunks - 1) * kChunk;  // where the last chunk begins
+  static constexpr int kPitch = kChunk * kBytes + 16;   // so that eight rows lie in different banks
   static constexpr int kOut8 = round_up(Config::kOut, 8);
   static constexpr int kOutPitch = kOut8 + 4;
   static constexpr int kWarps = Config::kThreads / 32;
-  static constexpr int kWarpsDown = Config::kRows / 16, kWarpsAcross = kWarps / kWarpsDown;
-  static constexpr int kTiles = kOut8 / 8;                                       // columns of tiles
-  static constexpr int kTilesWarp = (kTiles + kWarpsAcross - 1) / kWarpsAcross;  // of one warp
-  static constexpr int kTilesOnce = kTilesWarp < 8 ? kTilesWarp : 8;             // that it holds in registers
+  static constexpr int kAcross = kWarps / (Config::kDown * Config::kSplit);
+  static constexpr int kTilesDown = Config::kRows / 16 / Config::kDown;  // tiles of sixteen rows of one warp
+  static constexpr int kTiles = kOut8 / 8;                               // columns of tiles
+  static constexpr int kTilesWarp = divide_up(kTiles, kAcross);          // of one warp
+  static constexpr int kMostOnce = kTilesDown > 1 || kChunks > 1 ? 16 / kTilesDown : 8;
+  static constexpr int kTilesOnce = kTilesWarp < kMostOnce ? kTilesWarp : kMostOnce;  // that it holds in registers
+  static constexpr bool kInPlace = kTilesWarp == kTilesOnce;  // may results take the place of the rows?
+  // Pairs whose weight is loaded at once: eight tiles of it are enough.
+  static constexpr int kUnroll = kTilesDown * kTilesOnce >= 8 || Config::kSplit > 1 ? 1 : 2;
   static constexpr int kRowsBytes = Config::kRows * kPitch;
-  static constexpr int kShared = kRowsBytes + Config::kRows * 4 + Config::kRows * kOutPitch * 4;
-  static_assert(Config::kRows % 16 == 0 && kWarps % kWarpsDown == 0, "warps cover the rows, sixteen each");
+  static constexpr int kPart = Config::kRows * kOutPitch;  // words of one part of the sums
+  static constexpr int kOutBytes = Config::kSplit * kPart * 4;
+  static constexpr int kOutAt = kInPlace ? 0 : kRowsBytes;
+  static constexpr int kScalesAt = kOutAt + kOutBytes > kRowsBytes ? kOutAt + kOutBytes : kRowsBytes;
+  static constexpr int kTopsAt = kScalesAt + Config::kRows * 4;
+  static constexpr int kShared = kTopsAt + Config::kRows * Config::kRowWarps * 4;
+  static_assert(Config::kRows % (16 * Config::kDown) == 0 && kWarps % (Config::kDown * Config::kSplit) == 0,
+                "warps cover the rows, sixteen each");
+  static_assert(kChunk == K::kPlaces || kChunk % 128 == 0, "chunks are whole runs");
+  static_assert(kChunks == 1 || kInPlace, "registers hold the sums of all chunks");
 };
 
 __device__ inline uint32_t two_halves(float a, float b, Product product) {
@@ -85,159 +131,200 @@ __device__ inline uint32_t four_codes(float4 v, float inverse) {
   return __byte_perm(low, high, 0x5410);
 }
 
-// Loading: a warp reads rows in runs of four columns a thread.
+// The largest of |v| and `top`, as bits: NaN counts as larger than infinity.
+__device__ inline uint32_t larger(uint32_t top, float4 v) {
+  const uint32_t mask = 0x7fffffffu;
+  const uint32_t a = max(__float_as_uint(v.x) & mask, __float_as_uint(v.y) & mask);
+  const uint32_t b = max(__float_as_uint(v.z) & mask, __float_as_uint(v.w) & mask);
+  return max(top, max(a, b));
+}
 
-template <class Config>
+// Loading numbers.
+
+template <class Config, class X = typename Config::X>
 struct Load {
   using G = Gemm<Config>;
-  using X = typename Config::X;
-  static constexpr int kRuns = (Config::kInner + 127) / 128;  // runs of four of one thread
-  static constexpr bool kHold = kRuns <= 16;                  // does a row fit into the registers of a warp?
-  static constexpr int kMost = Config::kRows / G::kWarps;     // rows of a warp
-  static constexpr int kRowsOnce = kRuns > 4 ? 1 : 8 / kRuns < kMost ? 8 / kRuns : kMost;
+  static constexpr bool kQuantizes = Config::kProduct == Product::i8;
+  static constexpr int kTeams = G::kWarps / Config::kRowWarps;
+  static constexpr int kTurn = kTeams * Config::kRowsOnce;  // rows under way in a block
+  static_assert(Config::kStride % Config::kTogether == 0 && Config::kInner % Config::kTogether == 0,
+                "loads are aligned");
+  static_assert(Config::kRows % kTurn == 0, "every turn has all of its rows");
+  static_assert(G::kChunks == 1 || Config::kRowWarps == 1, "a row of several chunks is a warp's");
 
-  struct alignas(2 * sizeof(X)) Two {
-    X v[2];
-  };
+  // What a warp loads of the rows of one turn, in one chunk.
+  template <bool kLast>
+  struct Turn {
+    static constexpr int kColumns = kLast ? Config::kInner - G::kLast : G::kChunk;
+    using O = Order<kLast ? G::K::kPlaces - G::kLast : G::kChunk, Config::kTogether>;
+    static constexpr int kRuns = divide_up(kColumns, 128 * Config::kRowWarps);
+    float4 v[Config::kRowsOnce][kRuns];
 
-  // Columns 4 * (32 * run + lane) and on; zeros where there are none.
-  __device__ static float4 run(const X* row, int run, int lane, bool exists) {
-    const int column = (run * 32 + lane) * 4;
-    const X* from = row + column;
-    if (!exists || column >= Config::kInner) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if constexpr (Config::kStride % 4 == 0 && Config::kInner % 4 == 0) {
-      const auto v = *reinterpret_cast<const step::Vector<X, 4>*>(from);
-      return make_float4(step::as_float(v.v[0]), step::as_float(v.v[1]), step::as_float(v.v[2]),
-                         step::as_float(v.v[3]));
-    } else if constexpr (Config::kStride % 2 == 0 && Config::kInner % 2 == 0) {
-      const auto a = *reinterpret_cast<const Two*>(from);
-      float4 v = make_float4(step::as_float(a.v[0]), step::as_float(a.v[1]), 0.0f, 0.0f);
-      if (column + 2 < Config::kInner) {
-        const auto b = *reinterpret_cast<const Two*>(from + 2);
-        v.z = step::as_float(b.v[0]);
-        v.w = step::as_float(b.v[1]);
+    // The rows after the last are read as the last, and their results left.
+    __device__ void read(const GemmArgs& args, int64_t first, int chunk, int part, int lane) {
+#pragma unroll
+      for (int r = 0; r < Config::kRowsOnce; ++r) {
+        const int64_t row = min(first + r * kTeams, args.rows - 1);
+        const X* from = static_cast<const X*>(args.x) + row * Config::kStride + chunk * G::kChunk;
+#pragma unroll
+        for (int i = 0; i < kRuns; ++i) v[r][i] = run(from, i, part, lane);
       }
-      return v;
-    } else {
-      return make_float4(step::as_float(from[0]), column + 1 < Config::kInner ? step::as_float(from[1]) : 0.0f,
-                         column + 2 < Config::kInner ? step::as_float(from[2]) : 0.0f,
-                         column + 3 < Config::kInner ? step::as_float(from[3]) : 0.0f);
     }
-  }
 
-  __device__ static void put(char* row, int run, int lane, float4 v, float inverse) {
-    const int column = (run * 32 + lane) * 4;
-    if (column * G::kBytes >= G::K::kRowBytes) return;
-    if constexpr (Config::kProduct == Product::i8) {
-      *reinterpret_cast<uint32_t*>(row + column) = four_codes(v, inverse);
-    } else {
-      *reinterpret_cast<uint2*>(row + 2 * column) =
-          make_uint2(two_halves(v.x, v.y, Config::kProduct), two_halves(v.z, v.w, Config::kProduct));
-    }
-  }
-
-  __device__ static float scale_of_row(uint32_t top, float* scale, int lane) {
-    top = __reduce_max_sync(0xffffffffu, top);
-    const float value = step::scale_of(__uint_as_float(top));
-    if (lane == 0) *scale = value;
-    return step::inverse_of(value);
-  }
-
-  __device__ static uint32_t larger(uint32_t top, float4 v) {
-    const uint32_t mask = 0x7fffffffu;
-    const uint32_t a = max(__float_as_uint(v.x) & mask, __float_as_uint(v.y) & mask);
-    const uint32_t b = max(__float_as_uint(v.z) & mask, __float_as_uint(v.w) & mask);
-    return max(top, max(a, b));
-  }
-
-  // Bytes between the last run and the end of the row in shared memory.
-  __device__ static void clear_rest(char* row, int lane) {
+    __device__ static float4 run(const X* from, int i, int part, int lane) {
+      const bool whole = (i + 1) * Config::kRowWarps * 128 <= kColumns;
+      const int run = i * Config::kRowWarps + part;
+      float v[4];
 #pragma unroll
-    for (int byte = kRuns * 128 * G::kBytes; byte < G::K::kRowBytes; byte += 128) {
-      if (byte + lane * 4 < G::K::kRowBytes) *reinterpret_cast<uint32_t*>(row + byte + lane * 4) = 0;
-    }
-  }
-
-  // Rows first, first + kWarps, ...: kRowsOnce at a time, so that enough loads are under way.
-  __device__ static void held_rows(const GemmArgs& args, int64_t begin, char* rows, float* scales, int warp, int lane) {
-    static_assert(Config::kRows % (G::kWarps * kRowsOnce) == 0, "every turn has all of its rows");
-#pragma unroll 1
-    for (int r0 = warp; r0 < Config::kRows; r0 += G::kWarps * kRowsOnce) {
-      float4 v[kRowsOnce][kRuns];
-#pragma unroll
-      for (int r = 0; r < kRowsOnce; ++r) {
-        const int64_t row = begin + r0 + r * G::kWarps;
-        const bool exists = row < args.rows;
-        const X* from = static_cast<const X*>(args.x) + (exists ? row : 0) * Config::kStride;
-#pragma unroll
-        for (int i = 0; i < kRuns; ++i) v[r][i] = run(from, i, lane, exists);
-      }
-#pragma unroll
-      for (int r = 0; r < kRowsOnce; ++r) {
-        const int place = r0 + r * G::kWarps;
-        char* row = rows + place * G::kPitch;
-        float inverse = 1.0f;
-        if constexpr (Config::kProduct == Product::i8) {
-          uint32_t top = 0;
-#pragma unroll
-          for (int i = 0; i < kRuns; ++i) top = larger(top, v[r][i]);
-          inverse = scale_of_row(top, scales + place, lane);
+      for (int k = 0; k < 4; k += Config::kTogether) {
+        const int column = whole ? run * 128 + k * 32 + lane * Config::kTogether : O::column(run, lane, k);
+        step::Vector<X, Config::kTogether> read = {};
+        if (whole || (lane < O::threads(run) && column < kColumns)) {
+          read = *reinterpret_cast<const step::Vector<X, Config::kTogether>*>(from + column);
         }
 #pragma unroll
-        for (int i = 0; i < kRuns; ++i) put(row, i, lane, v[r][i], inverse);
-        clear_rest(row, lane);
+        for (int n = 0; n < Config::kTogether; ++n) v[k + n] = step::as_float(read.v[n]);
+      }
+      return make_float4(v[0], v[1], v[2], v[3]);
+    }
+
+    // The largest of |v| of each row and `top`.
+    __device__ void tops(uint32_t (&top)[Config::kRowsOnce]) const {
+#pragma unroll
+      for (int r = 0; r < Config::kRowsOnce; ++r) {
+#pragma unroll
+        for (int i = 0; i < kRuns; ++i) top[r] = larger(top[r], v[r][i]);
       }
     }
-  }
 
-  // Rows that do not fit into registers are read twice, the second time from L2.
-  __device__ static void long_rows(const GemmArgs& args, int64_t begin, char* rows, float* scales, int warp, int lane) {
+    __device__ void put(int r, char* row, float inverse, int part, int lane) const {
+#pragma unroll
+      for (int i = 0; i < kRuns; ++i) {
+        const int run = i * Config::kRowWarps + part;
+        if (lane >= O::threads(run)) continue;
+        const float4 x = v[r][i];
+        char* to = row + (run * 128 + lane * 4) * G::kBytes;
+        if constexpr (kQuantizes) {
+          *reinterpret_cast<uint32_t*>(to) = four_codes(x, inverse);
+        } else {
+          *reinterpret_cast<uint2*>(to) =
+              make_uint2(two_halves(x.x, x.y, Config::kProduct), two_halves(x.z, x.w, Config::kProduct));
+        }
+      }
+    }
+  };
+
+  // The scales of rows of several chunks, which are then read again.
+  __device__ static void scales(const GemmArgs& args, int64_t begin, float* scales) {
+    if constexpr (kQuantizes && G::kChunks > 1) {
+      const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int place = warp; place < Config::kRows; place += G::kWarps) {
-      const int64_t row = begin + place;
-      const bool exists = row < args.rows;
-      const X* from = static_cast<const X*>(args.x) + (exists ? row : 0) * Config::kStride;
-      float inverse = 1.0f;
-      if constexpr (Config::kProduct == Product::i8) {
-        uint32_t top = 0;
-#pragma unroll 8
-        for (int i = 0; i < kRuns; ++i) top = larger(top, run(from, i, lane, exists));
-        inverse = scale_of_row(top, scales + place, lane);
+      for (int place = warp; place < Config::kRows; place += kTurn) {
+        uint32_t top[Config::kRowsOnce] = {};
+#pragma unroll 1
+        for (int chunk = 0; chunk < G::kChunks - 1; ++chunk) {
+          Turn<false> turn;
+          turn.read(args, begin + place, chunk, 0, lane);
+          turn.tops(top);
+        }
+        Turn<true> turn;
+        turn.read(args, begin + place, G::kChunks - 1, 0, lane);
+        turn.tops(top);
+#pragma unroll
+        for (int r = 0; r < Config::kRowsOnce; ++r) {
+          const float scale = step::scale_of(__uint_as_float(__reduce_max_sync(0xffffffffu, top[r])));
+          if (lane == 0) scales[place + r * kTeams] = scale;
+        }
       }
-#pragma unroll 8
-      for (int i = 0; i < kRuns; ++i) put(rows + place * G::kPitch, i, lane, run(from, i, lane, exists), inverse);
-      clear_rest(rows + place * G::kPitch, lane);
+      __syncthreads();
     }
   }
 
-  // Codes are taken as they are; what is past the width counts as zero, for the weight is zero there.
-  __device__ static void codes(const GemmArgs& args, int64_t begin, char* rows, float* scales, int warp, int lane) {
-    static_assert(Config::kStride % 16 == 0 || !(sizeof(X) == 1), "rows of codes start on 16 bytes");
-    constexpr int kPieces = G::K::kRowBytes / 16;
-    const int thread = warp * 32 + lane;
-#pragma unroll 4
-    for (int index = thread; index < Config::kRows * kPieces; index += Config::kThreads) {
-      const int place = index / kPieces, byte = index % kPieces * 16;
-      const int64_t row = begin + place;
-      uint4 piece = make_uint4(0, 0, 0, 0);
-      if (row < args.rows && byte < Config::kInner) {
-        piece = __ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(args.x) + row * Config::kStride + byte));
+  template <bool kLast>
+  __device__ static void chunk(const GemmArgs& args, int64_t begin, int chunk, char* rows, float* scales,
+                               uint32_t* tops) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int part = warp % Config::kRowWarps;
+#pragma unroll 1
+    for (int place = warp / Config::kRowWarps; place < Config::kRows; place += kTurn) {
+      Turn<kLast> turn;
+      turn.read(args, begin + place, chunk, part, lane);
+      float scale[Config::kRowsOnce] = {};
+      if constexpr (kQuantizes && G::kChunks > 1) {
+#pragma unroll
+        for (int r = 0; r < Config::kRowsOnce; ++r) scale[r] = scales[place + r * kTeams];
+      } else if constexpr (kQuantizes) {
+        measure(turn, scale, place, part, lane, tops);
+#pragma unroll
+        for (int r = 0; r < Config::kRowsOnce; ++r) {
+          if (part == 0 && lane == 0) scales[place + r * kTeams] = scale[r];
+        }
       }
-      *reinterpret_cast<uint4*>(rows + place * G::kPitch + byte) = piece;
-    }
-    for (int place = thread; place < Config::kRows; place += Config::kThreads) {
-      scales[place] = begin + place < args.rows ? __ldg(args.x_scale + begin + place) : 0.0f;
+#pragma unroll
+      for (int r = 0; r < Config::kRowsOnce; ++r) {
+        turn.put(r, rows + (place + r * kTeams) * G::kPitch, step::inverse_of(scale[r]), part, lane);
+      }
     }
   }
 
-  __device__ static void rows(const GemmArgs& args, int64_t begin, char* to, float* scales, int warp, int lane) {
-    if constexpr (sizeof(X) == 1) {
-      codes(args, begin, to, scales, warp, lane);
-    } else if constexpr (kHold) {
-      held_rows(args, begin, to, scales, warp, lane);
-    } else {
-      long_rows(args, begin, to, scales, warp, lane);
+  // The scales of the rows of a turn, all in registers. Every warp of the block calls it together.
+  template <class T>
+  __device__ static void measure(const T& turn, float (&scale)[Config::kRowsOnce], int place, int part, int lane,
+                                 uint32_t* tops) {
+    uint32_t top[Config::kRowsOnce] = {};
+    turn.tops(top);
+#pragma unroll
+    for (int r = 0; r < Config::kRowsOnce; ++r) top[r] = __reduce_max_sync(0xffffffffu, top[r]);
+    if constexpr (Config::kRowWarps > 1) {
+#pragma unroll
+      for (int r = 0; r < Config::kRowsOnce; ++r) {
+        if (lane == 0) tops[(place + r * kTeams) * Config::kRowWarps + part] = top[r];
+      }
+      __syncthreads();
+#pragma unroll
+      for (int r = 0; r < Config::kRowsOnce; ++r) {
+#pragma unroll
+        for (int i = 0; i < Config::kRowWarps; ++i) {
+          top[r] = max(top[r], tops[(place + r * kTeams) * Config::kRowWarps + i]);
+        }
+      }
     }
+#pragma unroll
+    for (int r = 0; r < Config::kRowsOnce; ++r) scale[r] = step::scale_of(__uint_as_float(top[r]));
+  }
+};
+
+// Loading codes, as they are. What is past the width counts as zero, for the weight is zero there.
+
+template <class Config>
+struct Load<Config, int8_t> {
+  using G = Gemm<Config>;
+  static_assert(Config::kStride % 16 == 0, "rows of codes start on 16 bytes");
+
+  __device__ static void scales(const GemmArgs& args, int64_t begin, float* scales) {
+    for (int place = threadIdx.x; place < Config::kRows; place += Config::kThreads) {
+      scales[place] = __ldg(args.x_scale + min(begin + place, args.rows - 1));
+    }
+  }
+
+  template <bool kLast>
+  __device__ static void chunk(const GemmArgs& args, int64_t begin, int chunk, char* rows, float*, uint32_t*) {
+    constexpr int kPieces = (kLast ? G::K::kPlaces - G::kLast : G::kChunk) / 16;
+    constexpr int kAll = Config::kRows * kPieces;
+#pragma unroll 2
+    for (int i = 0; i < divide_up(kAll, Config::kThreads); ++i) {
+      const int index = i * Config::kThreads + threadIdx.x;
+      if (kAll % Config::kThreads != 0 && index >= kAll) break;
+      const int place = index / kPieces, byte = index % kPieces * 16, column = chunk * G::kChunk + byte;
+      const int64_t row = min(begin + place, args.rows - 1);
+      const int8_t* from = static_cast<const int8_t*>(args.x) + row * Config::kStride;
+      const bool exists = column < Config::kInner;
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                       static_cast<uint32_t>(__cvta_generic_to_shared(rows + place * G::kPitch + byte))),
+                   "l"(from + (exists ? column : 0)), "r"(exists ? 16 : 0)
+                   : "memory");
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
   }
 };
 
@@ -281,74 +368,145 @@ __device__ inline void load_rows(uint32_t (&a)[4], const char* shared) {
                : "r"(address));
 }
 
-// kTiles tiles of eight columns, from tile `first` on, into the block's result.
-template <class Config, int kTiles>
-__device__ void multiply_tiles(const uint4* weight, const char* rows, float* out, int first, int down, int lane) {
+// The sums of a warp: tiles of sixteen rows by tiles of eight columns, from tile `first` on.
+template <class Config>
+struct WarpSums {
   using G = Gemm<Config>;
   using Word = typename Sums<Config::kProduct>::Word;
-  Word c[kTiles][4] = {};
-  const char* from = rows + (down * 16 + lane % 16) * G::kPitch + lane / 16 * 16;
-#pragma unroll 2
-  for (int k = 0; k < G::K::kSteps; k += 2) {
-    uint32_t a[2][4];
-    load_rows(a[0], from + k * 32);
-    load_rows(a[1], from + k * 32 + 32);
+  // What is stored: parts as they are, whole sums in FP32.
+  using Out = typename Sums<(Config::kSplit > 1 ? Config::kProduct : Product::f16)>::Word;
+  Word c[G::kTilesDown][G::kTilesOnce][4];
+  int lane, down, split;
+
+  __device__ WarpSums() : lane(threadIdx.x % 32) {
+    const int warp = threadIdx.x / 32;
+    down = warp % Config::kDown * G::kTilesDown * 16;
+    split = warp / Config::kDown % Config::kSplit;
+  }
+
+  __device__ void clear() {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      const int tile = first + t < G::kTiles ? first + t : G::kTiles - 1;  // what is past the last is not stored
-      const uint4 b = __ldg(weight + (tile * (G::K::kSteps / 2) + k / 2) * 32 + lane);
-      multiply(c[t], a[0], b.x, b.y, Config::kProduct);
-      multiply(c[t], a[1], b.z, b.w, Config::kProduct);
+    for (int i = 0; i < G::kTilesDown * G::kTilesOnce * 4; ++i)
+      c[i / 4 / G::kTilesOnce][i / 4 % G::kTilesOnce][i % 4] = 0;
+  }
+
+  // The products of kPairs pairs of steps, from the beginning of `chunk` on.
+  template <int kPairs>
+  __device__ void add(const uint4* weight, const char* rows, int first, int chunk) {
+    const char* from = rows + (down + lane % 16) * G::kPitch + lane / 16 * 16;
+    weight += chunk * (G::kChunk * G::kBytes / 64) * 32 + lane;
+#pragma unroll G::kUnroll
+    for (int pair = split; pair < kPairs; pair += Config::kSplit) {
+      uint32_t a[G::kTilesDown][2][4];
+#pragma unroll
+      for (int i = 0; i < G::kTilesDown * 2; ++i) {
+        load_rows(a[i / 2][i % 2], from + i / 2 * 16 * G::kPitch + pair * 64 + i % 2 * 32);
+      }
+#pragma unroll
+      for (int t = 0; t < G::kTilesOnce; ++t) {
+        const int tile = first + t < G::kTiles ? first + t : G::kTiles - 1;  // what is past the last is not stored
+        const uint4 b = __ldg(weight + (tile * G::K::kPairs + pair) * 32);
+#pragma unroll
+        for (int i = 0; i < G::kTilesDown; ++i) {
+          multiply(c[i][t], a[i][0], b.x, b.y, Config::kProduct);
+          multiply(c[i][t], a[i][1], b.z, b.w, Config::kProduct);
+        }
+      }
     }
   }
+
+  __device__ void store(Out* out, int first) const {
+    using Two = step::Vector<Out, 2>;
+    const auto word = [](Word x) { return static_cast<Out>(x); };
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-    if (first + t >= G::kTiles) continue;
-    float* to = out + (down * 16 + lane / 4) * G::kOutPitch + (first + t) * 8 + lane % 4 * 2;
-    *reinterpret_cast<float2*>(to) = make_float2(static_cast<float>(c[t][0]), static_cast<float>(c[t][1]));
-    *reinterpret_cast<float2*>(to + 8 * G::kOutPitch) =
-        make_float2(static_cast<float>(c[t][2]), static_cast<float>(c[t][3]));
+    for (int i = 0; i < G::kTilesDown; ++i) {
+      Out* row = out + split * G::kPart + (down + i * 16 + lane / 4) * G::kOutPitch + lane % 4 * 2;
+#pragma unroll
+      for (int t = 0; t < G::kTilesOnce; ++t) {
+        if (first + t >= G::kTiles) continue;
+        *reinterpret_cast<Two*>(row + (first + t) * 8) = {word(c[i][t][0]), word(c[i][t][1])};
+        *reinterpret_cast<Two*>(row + (first + t) * 8 + 8 * G::kOutPitch) = {word(c[i][t][2]), word(c[i][t][3])};
+      }
+    }
+  }
+};
+
+// Adds up the parts of a row.
+template <class Config, class Tile, class Out>
+__device__ void read_sums(Tile& tile, const Out* row) {
+  using G = Gemm<Config>;
+  using Four = step::Vector<Out, 4>;
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; i += 4) {
+    const int column = tile.column(i);
+    if (column >= Config::kOut) continue;
+    Four sum = *reinterpret_cast<const Four*>(row + column);
+#pragma unroll
+    for (int part = 1; part < Config::kSplit; ++part) {
+      const Four other = *reinterpret_cast<const Four*>(row + part * G::kPart + column);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sum.v[k] += other.v[k];
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (tile.valid(i + k)) tile.v[i + k] = static_cast<float>(sum.v[k]);
+    }
   }
 }
 
 template <class Config, int kLanes, class Epilogue>
-__global__ void __launch_bounds__(Config::kThreads) gemm(GemmArgs args, Epilogue epilogue) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmArgs args, Epilogue epilogue) {
   using G = Gemm<Config>;
+  using From = Load<Config>;
+  using Out = typename WarpSums<Config>::Out;
   extern __shared__ __align__(16) char shared[];
-  float* scales = reinterpret_cast<float*>(shared + G::kRowsBytes);
-  float* out = scales + Config::kRows;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Out* out = reinterpret_cast<Out*>(shared + G::kOutAt);
+  float* scales = reinterpret_cast<float*>(shared + G::kScalesAt);
+  uint32_t* tops = reinterpret_cast<uint32_t*>(shared + G::kTopsAt);
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * Config::kRows;
-  Load<Config>::rows(args, begin, shared, scales, warp, lane);
+  const int across = threadIdx.x / 32 / (Config::kDown * Config::kSplit);
+  int first = across * G::kTilesWarp;
+  From::scales(args, begin, scales);
+  WarpSums<Config> sums;
+  sums.clear();
+#pragma unroll 1
+  for (int chunk = 0; chunk < G::kChunks - 1; ++chunk) {
+    From::template chunk<false>(args, begin, chunk, shared, scales, tops);
+    __syncthreads();
+    sums.template add<G::kChunk * G::kBytes / 64>(args.weight, shared, first, chunk);
+    __syncthreads();
+  }
+  From::template chunk<true>(args, begin, G::kChunks - 1, shared, scales, tops);
   __syncthreads();
-  const int down = warp % G::kWarpsDown, across = warp / G::kWarpsDown;
-  const int last = (across + 1) * G::kTilesWarp;
-  for (int first = across * G::kTilesWarp; first < last; first += G::kTilesOnce) {
-    multiply_tiles<Config, G::kTilesOnce>(args.weight, shared, out, first, down, lane);
+  for (const int end = first + G::kTilesWarp; first < end; first += G::kTilesOnce) {
+    sums.template add<G::K::kPairs - G::kLast * G::kBytes / 64>(args.weight, shared, first, G::kChunks - 1);
+    if constexpr (G::kInPlace) __syncthreads();
+    sums.store(out, first);
+    sums.clear();
   }
   __syncthreads();
   constexpr int kGroups = Config::kThreads / kLanes;
   static_assert(Config::kRows % kGroups == 0 || kGroups % Config::kRows == 0, "groups share the rows evenly");
   const auto finish = [&](int place) {
     RowTile<Config::kOut, kLanes> tile;
-    step::with_row<G::kOutPitch>(tile, out + place * G::kOutPitch, [&](int i, float x) { tile.v[i] = x; });
+    read_sums<Config>(tile, out + place * G::kOutPitch);
     if constexpr (Config::kProduct == Product::i8) {
       step::with_scalar(tile, scales[place], step::Multiply{});
       step::with_columns(tile, args.w_scale, step::Multiply{});
     }
     epilogue(tile, begin + place);
   };
-  const int first = threadIdx.x / kLanes;
+  const int group = threadIdx.x / kLanes;
   if (begin + Config::kRows <= args.rows) {
 #pragma unroll 4
-    for (int place = first; place < Config::kRows; place += kGroups) finish(place);
+    for (int place = group; place < Config::kRows; place += kGroups) finish(place);
   } else {
 #pragma unroll 1
-    for (int place = first; place < Config::kRows && begin + place < args.rows; place += kGroups) finish(place);
+    for (int place = group; place < Config::kRows && begin + place < args.rows; place += kGroups) finish(place);
   }
 }
 
-// The weight as the threads of a warp hold it, its columns filled up with zeros to eight, its rows to whole steps.
+// The weight as the threads of a warp hold it, its columns filled up with zeros to eight, its rows to whole pairs.
 
 struct PackArgs {
   const float* weight;
@@ -356,51 +514,85 @@ struct PackArgs {
   float* scale;  // [kOut], int8 only
 };
 
-// kInnerStride and kOutStride: elements of the weight from one place of a row of x, and from one output, to the next.
-template <Product kProduct_, int kInner_, int kOut_, int kInnerStride_, int kOutStride_>
+// kInnerStride and kOutStride: elements of the weight from one place of a row of x, and from one output, to the next;
+// kTogether: as GemmConfig's; kWarps: warps an output, of the eight of a block.
+template <Product kProduct_, int kInner_, int kOut_, int kInnerStride_, int kOutStride_, int kTogether_, int kWarps_>
 struct PackConfig {
   static constexpr Product kProduct = kProduct_;
   static constexpr int kInner = kInner_, kOut = kOut_, kInnerStride = kInnerStride_, kOutStride = kOutStride_;
+  static constexpr int kTogether = kTogether_, kWarps = kWarps_;
+};
+
+template <class Config>
+struct Pack {
+  static constexpr bool kQuantizes = Config::kProduct == Product::i8;
+  using K = Inner<Config::kInner, Codes<Config::kProduct>::kBytes>;
+  using O = Order<K::kPlaces, Config::kTogether>;
+  static constexpr int kThreads = Config::kWarps * 32;
+  static constexpr int kTurns = divide_up(K::kPlaces / 4, kThreads);
+  static constexpr int kHeld = kTurns < 6 ? kTurns : 6;  // fours that a thread keeps; the others it reads twice
+
+  // The four columns at place 4 * four.
+  __device__ static float4 read(const float* from, bool exists, int four) {
+    float v[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int column = O::column(four / 32, four % 32, k);
+      const bool there = exists && four < K::kPlaces / 4 && column < Config::kInner;
+      v[k] = there ? __ldg(from + static_cast<int64_t>(column) * Config::kInnerStride) : 0.0f;
+    }
+    return make_float4(v[0], v[1], v[2], v[3]);
+  }
+
+  __device__ static void put(uint4* packed, int output, int four, float4 v, float inverse) {
+    if (four >= K::kPlaces / 4) return;
+    const auto word = [&](int number) -> uint32_t& {
+      const int step = number / 8, half = number % 8 / 4, thread = output % 8 * 4 + number % 4;
+      uint4* pair = packed + (output / 8 * K::kPairs + step / 2) * 32 + thread;
+      return reinterpret_cast<uint32_t*>(pair)[step % 2 * 2 + half];
+    };
+    if constexpr (kQuantizes) {
+      word(four) = four_codes(v, inverse);
+    } else {
+      word(four * 2) = two_halves(v.x, v.y, Config::kProduct);
+      word(four * 2 + 1) = two_halves(v.z, v.w, Config::kProduct);
+    }
+  }
 };
 
 template <class Config>
 __global__ void __launch_bounds__(256) pack_weight(PackArgs args) {
-  constexpr int kBytes = Codes<Config::kProduct>::kBytes, kPerWord = 4 / kBytes;
-  using K = Inner<Config::kInner, kBytes>;
-  const int output = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (output >= round_up(Config::kOut, 8)) return;
-  const bool exists = output < Config::kOut;
+  using P = Pack<Config>;
+  __shared__ uint32_t tops[8];
+  const int warp = threadIdx.x / 32, team = warp / Config::kWarps, thread = threadIdx.x % P::kThreads;
+  const int output = blockIdx.x * (8 / Config::kWarps) + team;
+  const bool exists = output < Config::kOut, is_packed = output < round_up(Config::kOut, 8);
   const float* from = args.weight + static_cast<int64_t>(output) * Config::kOutStride;
-  const auto at = [&](int k) {
-    return exists && k < Config::kInner ? __ldg(from + static_cast<int64_t>(k) * Config::kInnerStride) : 0.0f;
-  };
-  float inverse = 1.0f;
-  if constexpr (Config::kProduct == Product::i8) {
-    uint32_t top = 0;
-    for (int k = lane; k < Config::kInner; k += 32) {
-      const uint32_t bits = __float_as_uint(at(k)) & 0x7fffffffu;
-      top = bits > top ? bits : top;
-    }
+  float4 held[P::kHeld];
 #pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) {
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, top, apart);
-      top = other > top ? other : top;
-    }
+  for (int i = 0; i < P::kHeld; ++i) held[i] = P::read(from, exists, i * P::kThreads + thread);
+  float inverse = 1.0f;
+  if constexpr (P::kQuantizes) {
+    uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < P::kHeld; ++i) top = larger(top, held[i]);
+#pragma unroll 2
+    for (int i = P::kHeld; i < P::kTurns; ++i) top = larger(top, P::read(from, exists, i * P::kThreads + thread));
+    tops[warp] = __reduce_max_sync(0xffffffffu, top);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Config::kWarps; ++i) top = max(top, tops[team * Config::kWarps + i]);
     const float scale = step::scale_of(__uint_as_float(top));
     inverse = step::inverse_of(scale);
-    if (lane == 0 && exists) args.scale[output] = scale;
+    if (thread == 0 && exists) args.scale[output] = scale;
   }
-  uint32_t* words = reinterpret_cast<uint32_t*>(args.packed);
-  for (int word = lane; word < K::kRowBytes / 4; word += 32) {
-    uint32_t value;
-    if constexpr (Config::kProduct == Product::i8) {
-      const float4 v = make_float4(at(word * 4), at(word * 4 + 1), at(word * 4 + 2), at(word * 4 + 3));
-      value = four_codes(v, inverse);
-    } else {
-      value = two_halves(at(word * kPerWord), at(word * kPerWord + 1), Config::kProduct);
-    }
-    const int step = word / 8, half = word % 8 / 4, thread = output % 8 * 4 + word % 4;
-    words[(((output / 8) * (K::kSteps / 2) + step / 2) * 32 + thread) * 4 + step % 2 * 2 + half] = value;
+  if (!is_packed) return;
+#pragma unroll
+  for (int i = 0; i < P::kHeld; ++i) P::put(args.packed, output, i * P::kThreads + thread, held[i], inverse);
+#pragma unroll 2
+  for (int i = P::kHeld; i < P::kTurns; ++i) {
+    const int four = i * P::kThreads + thread;
+    P::put(args.packed, output, four, P::read(from, exists, four), inverse);
   }
 }
 

@@ -1,6 +1,8 @@
 """Lowering of matrix products with a weight."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 
 import torch
 from torch.fx import Node
@@ -13,49 +15,143 @@ from gnnc.runtime.epilogue import argument_of
 from gnnc.runtime.plans import gemm
 from gnnc.runtime.registry import Decline, kernel
 
-_THREADS = 128
 _SHARED = 72 * 1024
-"""Shared memory of a block, at most, where sixteen rows fit into it: three blocks an SM."""
+"""Shared memory of a block, at most, where one of fewer rows would do: three blocks an SM."""
 _MAX_SHARED = 99 * 1024
 """What every architecture since sm_80 can give a block."""
 _MAX_WIDTH = 4096
 _PRODUCTS = {gemm.INT8: ("i8", 1), gemm.FP16: ("f16", 2), gemm.BF16: ("bf16", 2)}
+_RUN = 128
+"""Columns that a warp loads together: four a thread."""
+_HELD = 12
+"""Runs of x that the registers of a warp hold beside little else."""
+_SUMS = 16
+"""Tiles of 16 x 8 sums that they hold; half as many beside more loads of the weight in flight."""
+_LONG = 1280
+"""Bytes of a row in shared memory above which warps share its columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of one instance; the constants of ``Gemm<Config>`` in ``csrc/cuda/gemm.cuh``.
+    """Sizes of one product.
 
     Attributes:
         product: name of the number format that is multiplied.
         size: bytes of one of its numbers.
         inner: columns of x.
         out: columns of the result.
+        is_codes: whether x is given as codes with scales.
     """
 
     product: str
     size: int
     inner: int
     out: int
+    is_codes: bool
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of x in shared memory."""
+        """Bytes of a row of x in shared memory, were it there at once."""
         return round_up(self.inner * self.size, 64)
+
+    @property
+    def places(self) -> int:
+        """Columns of x and the zeros behind them."""
+        return self.row_bytes // self.size
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weight."""
         return round_up(self.out, 8) * self.row_bytes
 
-    def shared(self, rows: int) -> int:
-        """Bytes of shared memory of a block of ``rows`` rows."""
-        return rows * (self.row_bytes + 16 + 4 + 4 * (round_up(self.out, 8) + 4))
+    @property
+    def runs(self) -> int:
+        """Runs of a row, as warps load it."""
+        return -(-self.inner // _RUN)
+
+    def together(self, stride: int) -> int:
+        """Return the neighbouring columns that a thread loads at once from rows ``stride`` elements apart."""
+        return 4 if self.is_codes else math.gcd(4, self.inner, stride)
 
     @property
-    def rows(self) -> int:
-        """Rows of a block: as many as leave room for other blocks beside it."""
-        return next((rows for rows in (64, 32) if self.shared(rows) <= _SHARED), 16)
+    def pack_warps(self) -> int:
+        """Warps of a block's eight that pack one output's weights: each thread has two fours, or more."""
+        return min(8, _ceil_power(-(-self.runs // 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a block works: the constants of ``GemmConfig`` in ``csrc/cuda/gemm.cuh``, in their order."""
+
+    rows: int
+    chunk: int
+    row_warps: int
+    rows_once: int
+    down: int
+    split: int
+    threads: int
+    blocks: int = 0
+
+    def __str__(self) -> str:
+        """The constants as C++ text."""
+        return ", ".join(map(str, astuple(self)))
+
+    def shared(self, shape: Shape) -> int:
+        """Return the bytes of shared memory of a block: ``Gemm<Config>::kShared``."""
+        rows = self.rows * (min(self.chunk * shape.size, shape.row_bytes) + 16)
+        out = self.split * self.rows * 4 * (round_up(shape.out, 8) + 4)
+        main = max(rows, out) if self.is_in_place(shape) else rows + out
+        return main + 4 * self.rows * (1 + self.row_warps)
+
+    def is_in_place(self, shape: Shape) -> bool:
+        """Return whether a warp holds all of its sums, so that results take the place of the rows."""
+        down = self.rows // 16 // self.down
+        across = self.threads // 32 // self.down // self.split
+        most = _SUMS // down if down > 1 or self.is_chunked(shape) else _SUMS // 2
+        return -(-round_up(shape.out, 8) // 8 // across) <= most
+
+    def is_chunked(self, shape: Shape) -> bool:
+        """Return whether a row is brought into shared memory in several parts."""
+        return self.chunk * shape.size < shape.row_bytes
+
+    def fits(self, shape: Shape) -> bool:
+        """Return whether a kernel can work so."""
+        fits = self.shared(shape) <= (_SHARED if self.rows > 16 else _MAX_SHARED)
+        return fits and (self.is_in_place(shape) or not self.is_chunked(shape) and self.split == 1)
+
+
+def tile_of(shape: Shape) -> Tile | None:
+    """Return how blocks work best, as measured on an H200; None where no block holds the results."""
+    tiles = _long_tiles(shape) if shape.row_bytes > _LONG else _short_tiles(shape)
+    return next((tile for tile in tiles if tile.fits(shape)), None)
+
+
+def _short_tiles(shape: Shape) -> Iterator[Tile]:
+    """Rows of which a warp has several in flight; it then multiplies sixteen of them."""
+    is_small = shape.row_bytes < 256
+    for rows in (64, 32, 16) if shape.is_codes and is_small else (32, 16):
+        once = min(rows // 4, 8, _floor_power(_HELD // shape.runs))
+        yield Tile(rows, shape.places, 1, once, rows // 16, 1, 128, 0 if is_small else 5)
+
+
+def _long_tiles(shape: Shape) -> Iterator[Tile]:
+    """Rows whose columns warps share as they multiply, and, where one cannot hold them, as they load.
+
+    Few rows a block keep all SMs at work on a graph of a few thousand nodes, which such rows come with.
+    """
+    warps = _ceil_power(-(-shape.runs // _HELD))
+    room = _MAX_SHARED if shape.size == 1 else _SHARED  # what is not scaled as a whole may come in chunks
+    if not shape.is_codes and warps <= 8 and 16 * shape.row_bytes <= room:
+        once = 2 if warps > 1 and 2 * -(-shape.runs // warps) <= 20 else 1
+        yield Tile(16, shape.places, warps, once, 1, _split(shape, 16), 256)
+    for rows in (32, 16):
+        yield Tile(rows, 2048 if shape.is_codes else 512, 1, 2, 1, _split(shape, rows), 256)
+
+
+def _split(shape: Shape, rows: int) -> int:
+    """How many of eight warps share the columns of x: few enough that each holds eight tiles of sums."""
+    tiles = -(-shape.out // 8) * rows // 16
+    return max(1, 8 // _ceil_power(-(-tiles // 8)))
 
 
 @kernel("fused:gemm", "gnnc.gemm", "gnnc.qgemm", backend="cuda", name="gemm", priority=10)
@@ -71,8 +167,8 @@ class Gemm:
         if plan.mode == gemm.FLOAT:
             return Decline("float32 products are left to cuBLAS, which keeps them exact")
         shape = shape_of_plan(plan, node)
-        if shape.shared(16) > _MAX_SHARED or plan.width > _MAX_WIDTH:
-            return Decline(f"a tile of rows of {shape.inner} and {shape.out} columns exceeds shared memory")
+        if plan.width > _MAX_WIDTH or tile_of(shape) is None:
+            return Decline(f"sixteen rows of {shape.out} columns exceed shared memory")
         return plan
 
     @staticmethod
@@ -80,28 +176,25 @@ class Gemm:
         """Write two launches: the weight's and the product's."""
         emitter.unit.include("gemm.cuh")
         shape = shape_of_plan(plan, node)
-        weight, scale = _pack(plan, node, emitter, shape)
+        tile = tile_of(shape)
+        assert tile is not None, "plan() has looked"
         x = argument_of(node, plan.x)
         rows = shape_of(x)[0]
         text, stride = emitter.matrix(x), emitter.row_stride(x)
+        together = shape.together(stride)
+        weight, scale = _pack(plan, node, emitter, shape, together)
         x_scale = "0"
         if plan.x_scale is not None:
             x_scale = f"{emitter.vector(argument_of(node, plan.x_scale))}.data_ptr()"
-        kind = TYPES[x.meta["val"].dtype]
-        tile = shape.rows
-        lanes = lanes_for(shape.out)
         epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width)
-        config = (
-            f"gnnc::GemmConfig<gnnc::Product::{shape.product}, {kind}, {shape.inner}, {stride}, "
-            f"{shape.out}, {tile}, {_THREADS}>"
-        )
+        config = config_of(shape, tile, TYPES[x.meta["val"].dtype], stride)
         count = emitter.size(rows)
         emitter.launch(
-            f"gnnc::gemm<{config}, {lanes}, {epilogue}>",
-            blocks(count, tile),
+            f"gnnc::gemm<{config}, {lanes_for(shape.out)}, {epilogue}>",
+            blocks(count, tile.rows),
             [f"{text}.data_ptr()", x_scale, f"{weight}.data_ptr()", f"{scale}.data_ptr()", count, *values],
-            block=_THREADS,
-            shared=shape.shared(tile),
+            block=tile.threads,
+            shared=tile.shared(shape),
         )
 
 
@@ -145,21 +238,39 @@ def shape_of_plan(plan: gemm.Plan, node: Node) -> Shape:
     """Return the sizes of the kernel that a plan asks for."""
     product, size = _PRODUCTS[plan.mode]
     inner = int(argument_of(node, plan.x).meta["val"].shape[-1])
-    return Shape(product, size, inner, plan.width)
+    return Shape(product, size, inner, plan.width, plan.x_scale is not None)
 
 
-def _pack(plan: gemm.Plan, node: Node, emitter: CudaEmitter, shape: Shape) -> tuple[str, str]:
+def config_of(shape: Shape, tile: Tile, kind: str, stride: int) -> str:
+    """Return the C++ name of the ``GemmConfig`` for rows of ``kind`` that are ``stride`` elements apart."""
+    sizes = f"{shape.inner}, {stride}, {shape.out}, {shape.together(stride)}"
+    return f"gnnc::GemmConfig<gnnc::Product::{shape.product}, {kind}, {sizes}, {tile}>"
+
+
+def _pack(plan: gemm.Plan, node: Node, emitter: CudaEmitter, shape: Shape, together: int) -> tuple[str, str]:
     """Write the launch that quantizes and lays out the weight; return the texts of codes and scales."""
     w = argument_of(node, plan.weights[0].w)
+    sizes = f"{shape.inner}, {shape.out}"
+    columns = int(w.meta["val"].shape[1])
+    strides = f"{columns}, 1" if plan.weights[0].is_kn else f"1, {columns}"
+    config = f"gnnc::Product::{shape.product}, {sizes}, {strides}, {together}, {shape.pack_warps}"
     with emitter.preparing():
         text = emitter.matrix(w)
         packed = emitter.scratch(1, shape.weight_bytes, torch.int8, flat=True)
         scale = emitter.scratch(1, shape.out, torch.float32, flat=True)
-        columns = int(w.meta["val"].shape[1])
-        inner, out = (columns, 1) if plan.weights[0].is_kn else (1, columns)
-        config = (
-            f"gnnc::PackConfig<gnnc::Product::{shape.product}, {shape.inner}, {shape.out}, {inner}, {out}>"
+        emitter.launch(
+            f"gnnc::pack_weight<gnnc::PackConfig<{config}>>",
+            str(round_up(shape.out, 8) * shape.pack_warps // 8),
+            [f"{text}.data_ptr()", f"{packed}.data_ptr()", f"{scale}.data_ptr()"],
         )
-        values = [f"{text}.data_ptr()", f"{packed}.data_ptr()", f"{scale}.data_ptr()"]
-        emitter.launch(f"gnnc::pack_weight<{config}>", str(round_up(shape.out, 8) // 8), values)
     return packed, scale
+
+
+def _floor_power(number: int) -> int:
+    """The largest power of two that is not above ``number``; 1 for less."""
+    return 1 << max(0, number.bit_length() - 1)
+
+
+def _ceil_power(number: int) -> int:
+    """The least power of two that is not below ``number``."""
+    return 1 << (number - 1).bit_length()

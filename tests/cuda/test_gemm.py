@@ -5,9 +5,13 @@ import copy
 import pytest
 import torch
 from cuda_cases import error
+from cuda_launch import ARCHITECTURES, compile_kernels
 from torch import Tensor, nn
 
 import gnnc
+from gnnc.runtime.cuda.build import compiler_version
+from gnnc.runtime.cuda.emitter import lanes_for, round_up
+from gnnc.runtime.cuda.gemm import Shape, config_of, tile_of
 
 OUT = (1, 7, 47, 64, 256)
 ROWS = (0, 1, 17, 1000)
@@ -41,6 +45,59 @@ def test_products_equal_the_reference(inner: int, precision: str) -> None:
         for got, want in zip(compiled(x.cuda()), reference(x), strict=True):
             assert got.shape == want.shape
             assert error(got, want) < (0.0 if precision == "int8" else 1e-5) + 1e-30
+
+
+@pytest.mark.cuda
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("inner", [1, 130, 602, 1281, 1433, 3001, 4714, 6200])
+def test_one_product_loads_and_scales_rows(inner: int, precision: str) -> None:
+    """Rows that begin anywhere, of one warp, of several, in chunks; the same bits in every call."""
+    torch.manual_seed(inner)
+    for out in (7, 64, 300):
+        model = nn.Linear(inner, out).eval()
+        reference = gnnc.compile(model, precision, backend="reference")
+        compiled = gnnc.compile(copy.deepcopy(model).cuda(), precision, backend="cuda")
+        for rows in (1, 33, 1000):
+            x = torch.randn(rows, inner) * torch.logspace(-1, 3, rows)[:, None]
+            got = compiled(x.cuda())
+            assert error(got, reference(x)) < (0.0 if precision == "int8" else 1e-5) + 1e-30
+            assert torch.equal(got, compiled(x.cuda()))
+
+
+LONG = [
+    Shape(product, size, inner, out, is_codes)
+    for product, size, is_codes in (("i8", 1, False), ("i8", 1, True), ("f16", 2, False))
+    for inner in (602, 1433, 4714, 9001)
+    for out in (7, 64, 256)
+]
+
+
+def test_shared_memory_is_what_the_kernel_takes(compiler: None) -> None:
+    source = '#include "gemm.cuh"\n'
+    for shape in LONG:
+        tile = tile_of(shape)
+        assert tile is not None
+        gemm = f"gnnc::Gemm<{config_of(shape, tile, 'float', shape.inner)}>"
+        source += f"static_assert({gemm}::kShared == {tile.shared(shape)});\n"
+    compile_kernels(source, (), "sm_90")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_long_rows_stay_in_registers(architecture: str, compiler: None) -> None:
+    names = []
+    for shape in LONG:
+        tile = tile_of(shape)
+        if shape.out != 64 or tile is None:
+            continue
+        stride = round_up(shape.inner, 32) if shape.is_codes else shape.inner
+        config = config_of(shape, tile, "signed char" if shape.is_codes else "float", stride)
+        names.append(f"gnnc::gemm<{config}, {lanes_for(shape.out)}, gnnc::StoreFloat>")
+    taken = compile_kernels('#include "gemm.cuh"', tuple(names), architecture)
+    assert len(taken) == len(names)
+    # as in test_offline.py: NVRTC 13.0 spills for sm_100 where 13.5 spills nothing
+    allowed = 48 if architecture == "sm_100" and compiler_version() < (13, 5) else 0
+    assert all(each.spilled <= allowed for each in taken.values()), taken
 
 
 @pytest.mark.cuda
