@@ -1,7 +1,9 @@
 """How calls behave on a CUDA device: streams, threads, graphs, memory, bad input."""
 
 import copy
+import statistics
 import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from test_backends import MODELS, given
 from torch_geometric.nn.models import GCN
 
 import gnnc
+from gnnc.runtime.cuda.launch import Launch
 
 pytestmark = pytest.mark.cuda
 GRAPH = pytest.mark.parametrize("cuda_graph", [True, False, "auto"])
@@ -256,5 +259,43 @@ def test_two_runs_give_equal_bits():
 @torch.no_grad()
 def test_profile_measures_kernels(model):
     compiled, x, edge_index = compiled_and_inputs(model)
-    assert "spmm" in compiled.profile(x, edge_index) or compiled._last.timings
-    assert all(seconds > 0 for seconds in compiled._last.timings.values())
+    assert "spmm" in compiled.profile(x, edge_index)
+    assert compiled._last.timings and all(seconds > 0 for seconds in compiled._last.timings.values())
+
+
+@torch.no_grad()
+def test_profile_leaves_out_what_the_host_does(model, monkeypatch):
+    compiled, x, edge_index = compiled_and_inputs(model)
+    compiled(x, edge_index)
+    launch, made = Launch.__call__, []
+
+    def slow(self, *args):
+        time.sleep(0.01)
+        made.append(self)
+        launch(self, *args)
+
+    monkeypatch.setattr(Launch, "__call__", slow)
+    compiled.profile(x, edge_index)
+    assert len(set(made)) > 3
+    # far more than the kernels take, far less than the host did, also where others use the device too
+    assert sum(compiled._last.timings.values()) < 0.003 * len(set(made))
+
+
+@torch.no_grad()
+def test_profiled_times_add_up_to_that_of_a_call():
+    torch.manual_seed(0)
+    model = GCN(64, 64, 2, 32).eval().cuda()
+    x, edge_index = on_device((torch.randn(200_000, 64), torch.randint(200_000, (2, 4_000_000))))
+    compiled = gnnc.compile(model, "int8", cuda_graph=False)
+    compiled.profile(x, edge_index)
+    whole = []
+    for _ in range(9):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(20_000_000)
+        begin.record()
+        compiled(x, edge_index)
+        end.record()
+        end.synchronize()
+        whole.append(begin.elapsed_time(end) / 1e3)
+    together = sum(compiled._last.timings.values())
+    assert 0.5 < together / statistics.median(whole) < 2
