@@ -198,7 +198,7 @@ class CudaExecutable(Executable):
             torch.cuda._sleep(self._wait)
             outputs, marks = super()._run_timed(values)
             still_waits = not marks[0][1].query()
-            # A program that itself waits for the device, as ops of torch do that read a size, never outruns it.
+            # One that itself waits for the device, as ops of torch do that read a size, never outruns it.
             if still_waits or self._wait >= _LONGEST_WAIT:
                 return outputs, marks
             self._wait *= 4
