@@ -15,3 +15,8 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 def on_device(value: Any) -> Any:
     """The same nest of values with its tensors on the CUDA device."""
     return pytree.tree_map(lambda v: v.cuda() if isinstance(v, torch.Tensor) else v, value)
+
+
+def on_host(value: Any) -> Any:
+    """The same nest of values with its tensors in the host's memory."""
+    return pytree.tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) else v, value)
