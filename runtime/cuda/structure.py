@@ -65,9 +65,15 @@ def _refuse(name: str, index: Tensor, bound: int, what: str) -> NoReturn:
     )
 
 
-def _wait(results: Any) -> None:
+def _device_of(results: tuple[Any, ...]) -> torch.device | None:
+    return next((r.device for r in results if isinstance(r, Tensor) and r.is_cuda), None)
+
+
+def _wait(results: tuple[Any, ...]) -> None:
     """Later calls may read the results from other streams."""
-    torch.cuda.current_stream().synchronize()
+    device = _device_of(results)
+    if device is not None:
+        torch.cuda.current_stream(device).synchronize()
 
 
 class _Streams:
@@ -77,10 +83,10 @@ class _Streams:
         self._seen: set[int] = set()
 
     def __call__(self, results: tuple[Any, ...]) -> None:
-        device = next((r.device.index for r in results if isinstance(r, Tensor) and r.is_cuda), None)
+        device = _device_of(results)
         if device is None:
             return
-        self._seen.add(torch._C._cuda_getCurrentRawStream(device))
+        self._seen.add(torch._C._cuda_getCurrentRawStream(device.index))
         if len(self._seen) > 1 and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(device)
             for result in results:

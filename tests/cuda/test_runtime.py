@@ -92,6 +92,51 @@ def test_streams(model, cuda_graph):
 
 
 @torch.no_grad()
+@GRAPH
+def test_a_new_graph_on_each_stream(model, cuda_graph):
+    """The CSR of a graph is made on the stream of its first call, and read on others."""
+    compiled, x, edge_index = compiled_and_inputs(model, cuda_graph)
+    plain, _, _ = compiled_and_inputs(copy.deepcopy(model), False)
+    graphs = [torch.randint(x.shape[0], (2, 300 + i), device="cuda") for i in range(6)]
+    expected = [plain(x, graph) for graph in graphs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.default_stream(), torch.cuda.ExternalStream(2)]
+    for first in range(3):
+        for turn in range(3):
+            with torch.cuda.stream(streams[(first + turn) % 3]):
+                for graph, want in list(zip(graphs, expected, strict=True))[2 * first : 2 * first + 2]:
+                    got = compiled(x, graph)
+                    streams[(first + turn) % 3].synchronize()
+                    assert torch.equal(got, want)
+
+
+@torch.no_grad()
+@GRAPH
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device, and this needs two")
+def test_the_device_of_the_tensors_is_respected(model, cuda_graph):
+    compiled, x, edge_index = compiled_and_inputs(model, cuda_graph)
+    expected = compiled(x, edge_index).cpu()
+    there, second = torch.device("cuda", 1), copy.deepcopy(model).to("cuda:1")
+    compiled = gnnc.compile(second, "int8", cuda_graph=cuda_graph)
+    found = []
+
+    def work():
+        with torch.no_grad():
+            for _ in range(4):
+                got = compiled(x.to(there), edge_index.to(there))
+                torch.cuda.synchronize(there)
+                found.append((got.device, got.cpu(), torch.cuda.current_device()))
+
+    work()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(found) == 8
+    assert all(device == there and current == 0 for device, _, current in found)
+    assert all(torch.equal(got, expected) for _, got, _ in found)
+
+
+@torch.no_grad()
 def test_a_stream_waits_for_nobody_else(model):
     """A call runs on the current stream: it is ordered behind what that stream holds."""
     compiled, x, edge_index = compiled_and_inputs(model, False)
