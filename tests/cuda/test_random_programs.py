@@ -6,6 +6,7 @@ Compiling a program takes seconds, running it nothing: each runs on several grap
 import random
 from typing import Any
 
+import fuzz
 import pytest
 import torch
 from cuda_cases import on_device
@@ -88,3 +89,14 @@ def test_the_cpu_and_the_reference_agree(seed: int, precision: str) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cuda_and_the_reference_agree(seed: int, precision: str) -> None:
     check(seed, precision, "cuda", "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("part", range(4))
+def test_random_graphs_and_ids(part: int) -> None:
+    """Hubs, loops, duplicates, no edges, and ids out of range, through one compiled model."""
+    for number in range(part * 200, part * 200 + 200):
+        try:
+            fuzz.model(fuzz.Draw(number), "cuda")
+        except Exception as error:
+            raise AssertionError(f"fuzz.model(fuzz.Draw({number}), 'cuda'): {error}") from error
