@@ -9,8 +9,9 @@ there already, ``--graphs`` and ``--models`` select. ``--docs`` writes ``auto-re
 For each graph and model: the precisions are chosen on the graph that 80% of the nodes induce. Held-out
 error is that of the other nodes' outputs on the whole graph, where all times are taken too, in turns: the
 least of many calls, by the thread's own clock where there is one thread, so that other processes do not
-count. A uniform precision keeps a budget by the same measure as auto has to: at most the budget on the
-examples, at most 1.2 times as much on the nodes that were held out.
+count; on a GPU the device's time for a call, calls queued ahead. A uniform precision keeps a budget by the
+same measure as auto has to: at most the budget on the examples, at most 1.2 times as much on the nodes that
+were held out.
 Fronts: the integer program with measured sensitivities, with 1 + receptive-field gain and with random
 weights in their place; predicted time against the error that a run of each choice shows.
 """
@@ -41,7 +42,7 @@ from gnnc.passes.auto import Choice
 from gnnc.passes.choose import solve
 from gnnc.passes.study import Study, nominal_error
 from gnnc.runtime.backend import get_backend
-from gnnc.runtime.executable import now
+from gnnc.timing import measure_on
 from gnnc.tradeoff import shortest
 
 GRAPHS = ("cora", "pubmed", "amazon_computers", "facebook_pages")
@@ -73,13 +74,6 @@ class Effort:
     def uniform(self) -> list[str]:
         """The precisions that everything is held against."""
         return sorted(get_backend(self.device).precisions, key=lambda name: (name != "fp32", name))
-
-    def clock(self) -> float:
-        """Return seconds; on a GPU once it has done what it was given."""
-        if self.device == "cpu":
-            return now()
-        torch.cuda.synchronize()
-        return time.perf_counter()
 
     def before_profile(self) -> None:
         """Let events on a GPU tell its own time."""
@@ -212,7 +206,7 @@ def timed(
         first.setdefault(str(call).split("\n\n", 1)[-1], key)
     same = {key: first[str(call).split("\n\n", 1)[-1]] for key, call in calls.items()}
     runs = {key: lambda call=calls[key]: call(x, edge_index) for key in dict.fromkeys(same.values())}
-    best = shortest(runs, effort.rounds, effort.clock)
+    best = shortest(runs, effort.rounds, measure_on(torch.device(effort.device)))
     return {key: best[same[key]] for key in calls}
 
 

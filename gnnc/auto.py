@@ -13,12 +13,18 @@ from gnnc.errors import UnsupportedError
 from gnnc.ir.graph import placeholders
 from gnnc.passes.auto import MAX_TIGHTENINGS, Choice, beyond
 from gnnc.passes.base import Context, Pass, Stage, run_passes
+from gnnc.passes.choose import solve
 from gnnc.passes.quantize import STATIC_SCALE
 from gnnc.passes.sensitivity import relative_l2
 from gnnc.passes.study import GROWTH
+from gnnc.passes.timed import Observed, corrected, observed
 from gnnc.precision import AUTO, Precision
+from gnnc.timing import Times
 
 _PLACE = "assign"
+_MOST_CHOICES = 3
+"""How often a choice is made again from measured times: each may show launches that none had before."""
+
 _LOOSEN_BELOW = 0.8
 """A choice that uses less than this share of the budget is made once more with a looser limit."""
 
@@ -32,6 +38,8 @@ class _Try:
         stages: the passes from ``assign`` on.
         context: what they learned.
         seconds: predicted time of the lowered program.
+        times: what it took on the examples, where the backend's programs are timed.
+        observed: what that shows of single ops.
         error: the largest error of an output on the examples.
         grown: the same had their values been ``GROWTH`` times as large as those that static scales
             came from.
@@ -43,11 +51,23 @@ class _Try:
     seconds: float
     error: float
     grown: float
+    times: Times | None = None
+    observed: Observed | None = None
+
+    @property
+    def cost(self) -> float:
+        """The seconds that tries are held against each other by."""
+        return self.seconds if self.times is None else self.times.seconds
 
     @property
     def worst(self) -> float:
         """The error that must be within the budget."""
         return max(self.error, self.grown)
+
+    @property
+    def time_text(self) -> str:
+        """The time, for people."""
+        return f"{self.cost * 1e3:.3f} ms" if self.times is None else f"{self.cost * 1e3:.4f} ms measured"
 
     def __str__(self) -> str:
         return f"{self.error:.2g}{beyond(self.error, self.grown)}"
@@ -60,7 +80,9 @@ def run_auto(gm: GraphModule, pipeline: Sequence[Pass], context: Context) -> tup
     static scales that are too small for them, as those of another graph's values may be: over budget, it
     is made again under a tighter limit, at most ``MAX_TIGHTENINGS`` times, and then falls back to FP32.
     Last, it is held against every uniform precision that keeps the budget, in both runs: where one of
-    those is predicted faster once lowered, it is taken.
+    those is predicted faster once lowered, it is taken. Where the backend's programs are timed, all of
+    them are; the choice is made again from the times that launches of theirs took, and what took least
+    is taken.
 
     Raises:
         UnsupportedError: the pipeline has no pass ``assign``.
@@ -88,15 +110,39 @@ class _Search:
         self._pipeline = pipeline
         self._context = context
         self._choice: Any = None
+        self._study: Any = None
 
     def run(self) -> _Try:
         """Return the best try that keeps the budget, or the one of least error."""
         chosen = self._within_budget(self._try("auto", AUTO))
+        self._study = self._choice.study
         uniform = [self._try(name, Precision.parse(name)) for name in self._uniform_names()]
-        good = [t for t in (chosen, *uniform) if t.worst <= self._choice.budget]
-        best = min(good, key=lambda t: t.seconds) if good else chosen
+        again = self._from_times([chosen, *uniform]) if chosen.times is not None else []
+        # What was chosen comes first: it stays where others are no faster.
+        good = [t for t in (chosen, *again, *uniform) if t.worst <= self._choice.budget]
+        best = min(good, key=lambda t: t.cost) if good else chosen
         self._say(best, chosen, uniform)
         return best
+
+    def _from_times(self, tries: list[_Try]) -> list[_Try]:
+        """Choose again, with the times that launches of the tries took in place of their predictions."""
+        found: list[_Try] = []
+        for _ in range(_MOST_CHOICES):
+            choice: Choice = self._choice
+            seen = [t.observed for t in (*tries, *found) if t.observed is not None]
+            known = corrected(self._study, seen)
+            solution = solve(known, choice.limit, choice.grown_limit)
+            plan = known.plan(solution.chosen)
+            if any(plan.items() <= each.options.items() for each in seen):
+                break
+            self._choice = dataclasses.replace(
+                choice, study=known, solution=solution, plan=plan, log=choice.log
+            )
+            found.append(self._try("auto", AUTO))
+            choice.log.append(f"chosen again from measured times: error {found[-1]}, {found[-1].time_text}")
+            if found[-1].worst > choice.budget:
+                self._choice.adjust(found[-1].error, found[-1].grown)
+        return found
 
     def _uniform_names(self) -> list[str]:
         return sorted(self._context.backend.precisions)
@@ -140,19 +186,19 @@ class _Search:
             self._choice = context.choice
             # What later tries and corrections change must not change what this one says.
             context.choice = dataclasses.replace(context.choice, log=context.choice.log)
-        assert context.backend.rates is not None and context.examples is not None
-        predicted = predicted_times(stages[-1][1], context.examples, context.backend.rates())
-        errors = self._errors(stages[-1][1], context)
-        return _Try(name, stages, context, sum(predicted.values()), *errors)
+        backend, examples, lowered = context.backend, context.examples, stages[-1][1]
+        assert backend.rates is not None and examples is not None
+        predicted = predicted_times(lowered, examples, backend.rates())
+        run = lowered if backend.handle is None else backend.handle.executable(lowered, check_finite=False)
+        found = _Try(name, stages, context, sum(predicted.values()), *self._errors(lowered, run, context))
+        if backend.timer is not None:
+            found.times = backend.timer(run, examples)
+            found.observed = observed(stages[0][1], lowered, predicted, found.times.launches)
+        return found
 
-    def _errors(self, gm: GraphModule, context: Context) -> tuple[float, float]:
+    def _errors(self, gm: GraphModule, run: Any, context: Context) -> tuple[float, float]:
         """Run the lowered program on the examples, and again with scales that are too small for them."""
         assert context.examples is not None
-        run = (
-            gm
-            if context.backend.handle is None
-            else context.backend.handle.executable(gm, check_finite=False)
-        )
         error = self._error(run(*context.examples), context)
         shrunken = _with_smaller_scales(gm, context.examples)
         return error, error if shrunken is None else self._error(run(*shrunken), context)
@@ -169,15 +215,21 @@ class _Search:
 
     def _say(self, best: _Try, chosen: _Try, uniform: Sequence[_Try]) -> None:
         """Leave the choice that was taken, and what it was held against, in the best try's context."""
-        choice: Choice = dataclasses.replace(chosen.context.choice, measured=best.error, grown=best.grown)
+        is_uniform = any(best is other for other in uniform)
+        base: Choice = (chosen if is_uniform else best).context.choice
+        choice = dataclasses.replace(base, measured=best.error, grown=best.grown)
         for other in uniform:
-            verdict = "over budget" if other.worst > choice.budget else f"{other.seconds * 1e3:.3f} ms"
+            verdict = "over budget" if other.worst > choice.budget else other.time_text
             choice.log.append(f"uniform {other.name}: error {other}, {verdict}")
-        choice.log.append(f"taken: {best.name}, predicted {best.seconds * 1e3:.3f} ms")
-        if best is not chosen:
+        choice.log.append(f"taken: {best.name}, predicted {best.seconds * 1e3:.3f} ms{_took(best)}")
+        if is_uniform:
             choice.take_uniform(best.stages[0][1])
             best.context.precision = AUTO
         best.context.choice = choice
+
+
+def _took(found: _Try) -> str:
+    return "" if found.times is None else f", {found.time_text}"
 
 
 def _with_smaller_scales(gm: GraphModule, values: Sequence[Any]) -> list[Any] | None:

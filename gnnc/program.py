@@ -33,6 +33,7 @@ from gnnc.runtime.pool import OutputPool
 from gnnc.runtime.sizes import Sizes
 from gnnc.runtime.structure_runner import StructureRunner
 from gnnc.summary import Chosen
+from gnnc.timing import timer_of
 from gnnc.tracing import CLOCK, LOCK
 
 
@@ -188,6 +189,7 @@ def build_program(
             options.backend.joint_messages,
             options.backend.edge_products,
             partial(rates_for, options.backend),
+            timer_of(options.backend),
         ),
         error_budget=options.error_budget,
         plan=options.plan,

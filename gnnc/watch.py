@@ -1,9 +1,9 @@
 """Whether a model is still what was traced: its modules, their hooks, and the constants they hold."""
 
 import types
-from collections.abc import Mapping
-from itertools import chain
-from operator import is_, methodcaller
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice, repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = (bool, int, float, str, types.NoneType)
-_VALUES = methodcaller("values")
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType)
+_COMMON = tuple(vars(nn.Module()))
+"""Attributes that every module begins with, and none replaces: its mode and its tables."""
 
 
 class Watch:
@@ -36,17 +37,27 @@ class Watch:
             *(table[name] for table in attributes for name in _HOOKS),
         ]
         self._sizes = [len(table) for table in self._tables]
-        self._values = [value for table in self._tables for value in table.values()]
+        views = [(table.values(), _common(table)) for table in self._tables if table]
+        self._views, self._skipped = [view for view, _ in views], [skipped for _, skipped in views]
+        self._values = list(self._read())
+
+    def _read(self) -> Iterator[Any]:
+        # By functions in C alone: this is done at every call.
+        return chain.from_iterable(map(islice, self._views, self._skipped, repeat(None)))
 
     def has_changed(self) -> bool:
         """Whether a layer was replaced, a hook was added or removed, or a constant has another value."""
-        values = chain.from_iterable(map(_VALUES, self._tables))
-        if list(map(len, self._tables)) == self._sizes and all(map(is_, values, self._values)):
+        if list(map(len, self._tables)) == self._sizes and all(map(is_, self._read(), self._values)):
             return False
         if [_meaning(module) for module in self._modules] != self._meanings:
             return True
         self._look()
         return False
+
+
+def _common(table: Mapping[Any, Any]) -> int:
+    """How many entries need no look."""
+    return len(_COMMON) if tuple(islice(table, len(_COMMON))) == _COMMON else 0
 
 
 def _meaning(module: nn.Module) -> Any:

@@ -1,7 +1,7 @@
 """What a pass is, what it may know, and the runner that checks it."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -27,6 +27,8 @@ class BackendInfo:
         edge_products: whether a body computes products of edge features with a weight.
         handle: the backend object that ``lower`` calls; opaque to every other pass.
         rates: gives its speed on this machine, measured now if need be; for ``auto``.
+        timer: times an executable on its arguments (``gnnc.timing``); None where ``auto`` goes by
+            predictions alone.
     """
 
     name: str = "reference"
@@ -36,6 +38,7 @@ class BackendInfo:
     joint_messages: bool = True
     edge_products: bool = True
     rates: Callable[[], Rates] | None = None
+    timer: Callable[[Any, Sequence[Any]], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

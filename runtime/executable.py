@@ -2,7 +2,7 @@
 
 import linecache
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -60,10 +60,11 @@ class Executable:
         """As the class says; ``cuda_graph`` has a meaning on a CUDA device only."""
         emitter = self._emitter(graph_module, check_finite)
         results = _emit(graph_module, emitter)
-        self._prepare(emitter)
-        inputs = [emitter.exact(node) for node in graph_module.graph.nodes if node.op == "placeholder"]
-        self.source = _program(emitter, inputs, results, timed=False)
-        self._timed_source = _program(emitter, inputs, results, timed=True)
+        self._prepare(emitter, results)
+        plain = [*emitter.prelude(), *[text for text, _ in emitter.body]]
+        self.source = program(emitter, plain, f"({_listed(results)})")
+        timed = [*emitter.prelude(), *_marked(emitter.body)]
+        self._timed_source = program(emitter, timed, f"({_listed(results)}), marks")
         self._timed: Callable[..., tuple[tuple[Any, ...], list[tuple[str, Any]]]] | None = None
         self.pool = pool or OutputPool()
         self._arenas = self._arena_pool(_layout(emitter))
@@ -91,8 +92,8 @@ class Executable:
     def _emitter(self, graph_module: GraphModule, check_finite: bool) -> Emitter:
         return Emitter(graph_module, check_finite=check_finite)
 
-    def _prepare(self, emitter: Any) -> None:
-        """What there is to do once every launch is known."""
+    def _prepare(self, emitter: Any, results: list[str]) -> None:
+        """What there is to do once every launch is known, and the texts of the outputs."""
 
     def _arena_pool(self, layout: Layout) -> ArenaPool:
         return ArenaPool(layout)
@@ -176,35 +177,42 @@ def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
 
 
-def _program(emitter: Emitter, inputs: list[str], results: list[str], *, timed: bool) -> str:
-    regions = [f"t{i}" for i in range(len(emitter.region_texts))]
+def program(emitter: Emitter, body: Iterable[str], result: str) -> str:
+    """Return the text of the function from a value for each placeholder to ``result``.
+
+    Args:
+        emitter: has written the program; its temporaries are ``arena``'s.
+        body: the statements.
+        result: what they leave.
+    """
+    inputs = [emitter.exact(node) for node in emitter.graph_module.graph.find_nodes(op="placeholder")]
     sizes = list(emitter.sizes.variables.items())
     lines = [f"def run({', '.join(inputs)}):"]
     lines += [f"    {name} = {text}" for name, text in sizes]
-    key = "".join(f"{name}, " for name, _ in sizes)
-    lines += [f"    arena = acquire(({key}))", "    try:"]
-    lines += [_INDENT + text for text in emitter.prelude()]
-    if regions:
-        lines.append(f"{_INDENT}{', '.join(regions)}, = arena.tensors")
-    lines += _marked(emitter.body) if timed else [_INDENT + text for text, _ in emitter.body]
+    lines += [f"    arena = acquire(({_listed(name for name, _ in sizes)}))", "    try:"]
+    if emitter.region_texts:
+        regions = ", ".join(f"t{i}" for i in range(len(emitter.region_texts)))
+        lines.append(f"{_INDENT}{regions}, = arena.tensors")
+    lines += [_INDENT + text for text in body]
     if emitter.checks:
-        values = "".join(f"{name}, " for name, _ in emitter.checks)
         layers = emitter.bind(tuple(layer for _, layer in emitter.checks), "layers")
-        lines.append(f"{_INDENT}check_scales(({values}), {layers})")
-    outputs = f"({''.join(f'{text}, ' for text in results)})"
-    lines.append(f"{_INDENT}return {outputs}, marks" if timed else f"{_INDENT}return {outputs}")
-    lines += ["    finally:", f"{_INDENT}release(arena)", ""]
+        lines.append(f"{_INDENT}check_scales(({_listed(name for name, _ in emitter.checks)}), {layers})")
+    lines += [f"{_INDENT}return {result}", "    finally:", f"{_INDENT}release(arena)", ""]
     return "\n".join(lines)
 
 
+def _listed(texts: Iterable[str]) -> str:
+    return "".join(f"{text}, " for text in texts)
+
+
 def _marked(body: list[tuple[str, Node | None]]) -> Iterator[str]:
-    yield f"{_INDENT}marks = [('', clock())]"
+    yield "marks = [('', clock())]"
     for node, lines in groupby(body, lambda line: line[1]):
         name, layer = (node.name, node.meta.get("layer", "")) if node else ("", "")
-        yield f"{_INDENT}enter_range({f'{layer} {name}'.strip()!r})"
-        yield from (_INDENT + text for text, _ in lines)
-        yield f"{_INDENT}marks.append(({name!r}, clock()))"
-        yield f"{_INDENT}leave_range()"
+        yield f"enter_range({f'{layer} {name}'.strip()!r})"
+        yield from (text for text, _ in lines)
+        yield f"marks.append(({name!r}, clock()))"
+        yield "leave_range()"
 
 
 def _compile(source: str, variables: dict[str, Any]) -> Callable[..., Any]:

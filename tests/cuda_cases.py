@@ -2,8 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils import _pytree as pytree
+from zoo import ZOO, build
+
+import gnnc
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -20,3 +24,12 @@ def on_device(value: Any) -> Any:
 def on_host(value: Any) -> Any:
     """The same nest of values with its tensors in the host's memory."""
     return pytree.tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) else v, value)
+
+
+def lowered(name: str, precision: str, backend: str):
+    """Return a zoo model, compiled for a device that need not be here."""
+    args, kwargs = ZOO[name].arguments(60, 400, 0)
+    compiled = gnnc.compile(build(name), precision, backend=backend)
+    with torch.no_grad(), pytest.raises(gnnc.BackendError, match="compiles for a device that is not here"):
+        compiled(*args, **kwargs)
+    return compiled

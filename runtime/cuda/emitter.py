@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
@@ -11,7 +12,7 @@ from gnnc.runtime.cuda.watch import Watch
 from gnnc.runtime.emitter import Emitter, width_of
 from gnnc.runtime.registry import Choice
 
-_LAUNCH = re.compile(r"launch_\d+\(")
+_LAUNCH = re.compile(r"(launch_\d+)\((.*?), stream, ")
 _NAMES = re.compile(r"\b[a-z]\w*")
 _OURS = re.compile(r"t\d+|out_\d+")
 _VIEW = re.compile(r"\w+\.view\([^()]*(\([^()]*\))*[^()]*\)")
@@ -19,11 +20,27 @@ _SECTOR = 32  # bytes that global memory moves at least
 _VECTOR = 16  # bytes that a thread loads at most
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchText:
+    """A launch as the program says it.
+
+    Attributes:
+        grid: text of the number of blocks.
+        values: texts of its arguments; one that begins with a star stands for several.
+        count: number of its arguments.
+    """
+
+    grid: str
+    values: tuple[str, ...]
+    count: int
+
+
 class CudaEmitter(Emitter):
     """An emitter that knows the program's translation unit.
 
     Attributes:
         unit: the kernels.
+        launches: every launch, in order.
         watch: where kernels report NaN and infinity.
         is_launches: whether nothing but our own launches reads what our launches write.
     """
@@ -31,6 +48,7 @@ class CudaEmitter(Emitter):
     def __init__(self, graph_module: GraphModule, *, check_finite: bool, offline: bool) -> None:
         super().__init__(graph_module, check_finite=check_finite)
         self.unit = Unit()
+        self.launches: list[LaunchText] = []
         self.is_launches = True
         self._written: set[str] = set()
         self.watch = Watch(offline=offline)
@@ -47,11 +65,21 @@ class CudaEmitter(Emitter):
         """The stream that everything of a call runs on."""
         return ["stream = arena.stream"]
 
+    @staticmethod
+    def is_launch(text: str) -> bool:
+        """Whether a statement is a launch."""
+        return _LAUNCH.match(text) is not None
+
+    @staticmethod
+    def recorded(text: str) -> str:
+        """Return a statement with its launch, if it is one, noted in ``recorded`` instead of made."""
+        return _LAUNCH.sub(r"\1.record(\2, recorded, ", text)
+
     def line(self, text: str) -> None:
         """Append one statement; note whether torch reads in it what a launch has written."""
         super().line(text)
         name, _, value = text.partition(" = ")
-        if _LAUNCH.match(text) or not (name == text or value):
+        if self.is_launch(text) or not (name == text or value):
             return
         read = set(_NAMES.findall(value or text))
         if any(_OURS.fullmatch(each) or each in self._written for each in read):
@@ -104,6 +132,7 @@ class CudaEmitter(Emitter):
             count: number of the arguments, where a text stands for several.
         """
         launch = self.unit.launch(kernel, count or len(values), block=block, shared=shared)
+        self.launches.append(LaunchText(grid, tuple(values), launch.count))
         self.line(f"{self.bind(launch, 'launch')}({grid}, stream, {', '.join(values)})")
 
     def watched(self, node: Node) -> list[str]:

@@ -1,9 +1,9 @@
 """A lowered graph on a CUDA device: the common program, with memory and launches of torch's stream."""
 
-import re
+import hashlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -15,7 +15,8 @@ from gnnc.errors import BackendError
 from gnnc.runtime.cuda.build import Machine, Resources
 from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.launch import enter_device
-from gnnc.runtime.cuda.replay import Recorded, Replay, launch_all
+from gnnc.runtime.cuda.replay import Fixed, Held, Recorded, Replay, launch_all
+from gnnc.runtime.cuda.steady import Recording, recording
 from gnnc.runtime.executable import Executable, Timing
 from gnnc.runtime.pool import Arena, ArenaPool, Layout, OutputPool
 
@@ -26,7 +27,6 @@ _WAIT = 2_000_000
 """Cycles that the device waits before a timed program: about a millisecond."""
 _LONGEST_WAIT = 256 * _WAIT
 
-_LAUNCH = re.compile(r"(launch_\d+)\((.*?), stream, ")
 _THREAD = threading.local()
 _PER_THREAD_STREAM = 2
 """Handle of the stream that is another one in each thread."""
@@ -37,12 +37,43 @@ class CudaArena(Arena):
 
     Attributes:
         stream: handle of the stream whose kernels use them.
+        last: what the last call took beside its inputs.
+        held: the graph of calls like it, once there were two.
     """
 
     def __init__(self, device: torch.device, stream: int, key: Any) -> None:
         super().__init__()
         self.stream, self.key = stream, key
+        self.last: Fixed | None = None
+        self.held: Held | None = None
         self._device = device
+
+    def resize(self, sizes: tuple[int, ...], layout: Layout) -> None:
+        """Lay the temporaries out for these sizes; buffers only grow."""
+        self.last = self.held = None
+        super().resize(sizes, layout)
+
+    def hold(
+        self,
+        recorded: Sequence[Recorded],
+        patches: Sequence[tuple[int, int]],
+        fixed: Fixed | None,
+        aliases: Sequence[Any] = (),
+        scratch: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Leave a graph for calls like the one that was just recorded, if it is the second.
+
+        Args:
+            recorded: its launches.
+            patches: launch, and position among its arguments, of every address that calls differ in.
+            fixed: what it took beside its inputs; None where calls differ in more than addresses.
+            aliases: what it derived from that, which must be memory of the same tensors.
+            scratch: memory that the launches use.
+        """
+        if fixed is None or self.last is None or not fixed.is_like(self.last):
+            self.last = fixed
+        elif fixed.holds(aliases):
+            self.held = Held(recorded, patches, fixed, scratch)
 
     def _grow(self, slot: int, nbytes: int) -> None:
         buffer = self._buffers.get(slot)
@@ -100,6 +131,7 @@ class CudaExecutable(Executable):
 
     Attributes:
         resources: what each kernel takes, by C++ name.
+        recording: the program as calls that replay run it; None where it is not launches alone.
     """
 
     def __init__(
@@ -115,7 +147,8 @@ class CudaExecutable(Executable):
         self._settled = False
         self._wait = _WAIT
         super().__init__(graph_module, pool, check_finite=check_finite)
-        self._replayed = self._as_graph() if cuda_graph is not False and self._is_launches else None
+        text = self.recording if cuda_graph is not False else None
+        self._replayed = None if text is None else self._as_graph(text)
         self._graph_wins: bool | None = True if cuda_graph is True else None
         self._trial: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
@@ -125,10 +158,15 @@ class CudaExecutable(Executable):
         if not hasattr(_THREAD, "entered"):
             enter_device(torch.cuda.current_device())  # a new thread has no context of the driver yet
             _THREAD.entered = True
-        if torch.cuda.current_device() != self.device.index:
+        if torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 return self._call(values)
         return self._call(values)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for programs that run the same machine code in the same way."""
+        return hashlib.sha256(f"{self._cubin} {self.source}".encode()).hexdigest()
 
     @property
     def replays(self) -> bool:
@@ -169,23 +207,21 @@ class CudaExecutable(Executable):
         self._trial = (begin, end)
         return outputs
 
-    def _as_graph(self) -> Callable[..., tuple[Any, ...]]:
+    def _as_graph(self, text: Recording) -> Callable[..., tuple[Any, ...]]:
         """The program with its launches recorded, and made at its end."""
-        source = _LAUNCH.sub(r"\1.record(\2, recorded, ", self.source)
-        source = source.replace("        stream = arena.stream\n", "        recorded = []\n")
-        head, end, tail = source.rpartition("        return ")
         graphs = Replay()
 
-        def replay(recorded: list[Recorded], stream: int) -> None:
+        def replay(recorded: list[Recorded], arena: CudaArena, fixed: Fixed | None, *memory: Any) -> None:
             try:
-                graphs(recorded, stream)
+                graphs(recorded, arena.stream)
+                arena.hold(recorded, text.patches, fixed, *memory)
             except BackendError as error:
                 self._graph_wins = False
                 warnings.warn(f"gnnc launches kernels one by one from here on: {error}", stacklevel=2)
-                launch_all(recorded, stream)
+                launch_all(recorded, arena.stream)
 
-        self._globals["replay"] = replay
-        return self.assemble(f"{head}        replay(recorded, arena.stream)\n{end}{tail}")
+        self._globals |= {"replay": replay, "Fixed": Fixed}
+        return self.assemble(text.source)
 
     def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:
         """Run the program once and time every node on the device."""
@@ -210,9 +246,10 @@ class CudaExecutable(Executable):
         self._watch = emitter.watch
         return emitter
 
-    def _prepare(self, emitter: Any) -> None:
-        self._is_launches = emitter.is_launches
-        self.resources = emitter.unit.build(self.device.index)
+    def _prepare(self, emitter: Any, results: list[str]) -> None:
+        machine = emitter.unit.build(self.device.index)
+        self.resources, self._cubin = machine.resources, hashlib.sha256(machine.cubin).hexdigest()
+        self.recording = recording(emitter, results) if emitter.is_launches else None
 
     def _arena_pool(self, layout: Layout) -> ArenaPool:
         return CudaArenaPool(layout, self.device)
@@ -241,6 +278,7 @@ class OfflineExecutable(Executable):
 
     Attributes:
         machines: the compiled code by architecture.
+        recording: the program as calls that replay run it; None where it is not launches alone.
     """
 
     def __init__(
@@ -274,8 +312,9 @@ class OfflineExecutable(Executable):
     def _emitter(self, graph_module: GraphModule, check_finite: bool) -> CudaEmitter:
         return CudaEmitter(graph_module, check_finite=check_finite, offline=True)
 
-    def _prepare(self, emitter: Any) -> None:
+    def _prepare(self, emitter: Any, results: list[str]) -> None:
         self.unit = emitter.unit
+        self.recording = recording(emitter, results) if emitter.is_launches else None
         if emitter.unit.names:
             self.machines = {name: emitter.unit.compile(name) for name in self._architectures}
 

@@ -155,6 +155,5 @@ class Launch:
         return self._handle
 
     def record(self, grid: int, recorded: list[Any], *values: int) -> None:
-        """Note a launch, to be made with the others of its program."""
-        if grid:
-            recorded.append((self, grid, self._packed(*values)))
+        """Note a launch, to be made with the others of its program; one of no blocks is none."""
+        recorded.append((self, grid, self._packed(*values)))

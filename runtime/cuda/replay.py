@@ -6,12 +6,19 @@ a later call changes the nodes whose arguments differ (a fresh x, a fresh output
 graph. So outputs are never written twice, nothing is copied, and arguments may live anywhere. A
 change does not touch launches that are under way, and the driver runs launches of one graph in order,
 so that streams and threads may share it.
+
+Two calls that differ in nothing but their inputs leave a graph of their own, in the memory that they
+ran in: further such calls do not record, they put the addresses that differ into it.
 """
 
 import ctypes
 import struct
 import threading
+import weakref
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from gnnc.runtime.cuda.launch import Launch, check, driver
 
@@ -42,6 +49,7 @@ class _Node:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.buffer = ctypes.create_string_buffer(8 * launch.count)
+        self.words = (ctypes.c_longlong * launch.count).from_buffer(self.buffer)
         self.size = ctypes.c_size_t(8 * launch.count)
         self.extra = (ctypes.c_void_p * 5)(
             1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0
@@ -71,24 +79,24 @@ class _Node:
 class _Graph:
     """A chain of kernel nodes that can be launched."""
 
-    def __init__(self, recorded: list[Recorded]) -> None:
+    def __init__(self, recorded: Sequence[Recorded]) -> None:
         library = driver()
         self._graph, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
         check(library.cuGraphCreate(ctypes.byref(self._graph), 0), "create a graph")
-        self._nodes: list[_Node] = []
+        self.nodes: list[_Node] = []
         for launch, grid, data in recorded:
             node = _Node(launch)
             node.give(grid, data)
-            before = (ctypes.c_void_p * 1)(self._nodes[-1].handle) if self._nodes else None
+            before = (ctypes.c_void_p * 1)(self.nodes[-1].handle) if self.nodes else None
             status = library.cuGraphAddKernelNode_v2(
                 ctypes.byref(node.handle),
                 self._graph,
                 before,
-                ctypes.c_size_t(len(self._nodes) > 0),
+                ctypes.c_size_t(len(self.nodes) > 0),
                 node.reference,
             )
             check(status, f"put {launch.name} into a graph")
-            self._nodes.append(node)
+            self.nodes.append(node)
         made = library.cuGraphInstantiateWithFlags(
             ctypes.byref(self._executable), self._graph, ctypes.c_ulonglong(0)
         )
@@ -96,11 +104,19 @@ class _Graph:
         self._set = library.cuGraphExecKernelNodeSetParams_v2
         self._launch = library.cuGraphLaunch
 
-    def __call__(self, recorded: list[Recorded], stream: ctypes.c_void_p) -> None:
-        for node, (_, grid, data) in zip(self._nodes, recorded, strict=True):
+    def __call__(self, recorded: Sequence[Recorded], stream: ctypes.c_void_p) -> None:
+        for node, (_, grid, data) in zip(self.nodes, recorded, strict=True):
             if node.last != (grid, data):
                 node.give(grid, data)
-                check(self._set(self._executable, node.handle, node.reference), "change a graph")
+                self.change(node)
+        self.launch(stream)
+
+    def change(self, node: _Node) -> None:
+        """Let the next launch take what a node was given."""
+        check(self._set(self._executable, node.handle, node.reference), "change a graph")
+
+    def launch(self, stream: ctypes.c_void_p) -> None:
+        """Launch all nodes, one after the other."""
         check(self._launch(self._executable, stream), "launch a graph")
 
     def __del__(self) -> None:
@@ -119,6 +135,7 @@ class Replay:
 
     def __call__(self, recorded: list[Recorded], stream: int) -> None:
         """Launch what a call recorded."""
+        recorded = [each for each in recorded if each[1]]
         if not recorded:
             return
         key = tuple([launch for launch, _, _ in recorded])
@@ -130,6 +147,81 @@ class Replay:
                     self._graphs.clear()
                 graph = self._graphs[key] = _Graph(recorded)
             graph(recorded, handle)
+
+
+class Fixed:
+    """What a call takes that is no input of it.
+
+    Args:
+        key: addresses of weights and constants, plain values.
+        structure: tensors of the graph's structure.
+    """
+
+    def __init__(self, key: tuple[Any, ...], structure: tuple[Tensor, ...]) -> None:
+        self.key = key
+        # Weak: a structure that nobody else needs is not kept for the sake of speed.
+        self.structure = tuple(map(weakref.ref, structure))
+
+    def is_of(self, key: tuple[Any, ...], structure: tuple[Tensor, ...]) -> bool:
+        """Whether another call takes the same."""
+        return self.key == key and all(
+            ref() is tensor for ref, tensor in zip(self.structure, structure, strict=True)
+        )
+
+    def is_like(self, other: "Fixed") -> bool:
+        """Whether both say the same of tensors that are alive."""
+        pairs = zip(self.structure, other.structure, strict=True)
+        return self.key == other.key and all(a() is b() is not None for a, b in pairs)
+
+    def holds(self, aliases: Sequence[Any]) -> bool:
+        """Whether tensors are memory of the fixed ones, rather than copies that die with the call."""
+        known = {*self.key, *[tensor.data_ptr() for ref in self.structure if (tensor := ref()) is not None]}
+        tensors = [each for each in aliases if isinstance(each, Tensor) and each.numel()]
+        return all(tensor.data_ptr() in known for tensor in tensors)
+
+
+class Held:
+    """The graph of calls that differ in the addresses of their inputs and outputs alone.
+
+    Belongs to the temporaries that its launches use: one call at a time, on one stream.
+
+    Attributes:
+        fixed: what the calls have in common.
+
+    Args:
+        recorded: what one of the calls recorded.
+        patches: launch, and position among its arguments, of every address that differs.
+        fixed: see above.
+        scratch: memory that launches use.
+    """
+
+    def __init__(
+        self,
+        recorded: Sequence[Recorded],
+        patches: Sequence[tuple[int, int]],
+        fixed: Fixed,
+        scratch: Sequence[Tensor],
+    ) -> None:
+        self.fixed, self._scratch = fixed, scratch
+        present = [number for number, (_, grid, _) in enumerate(recorded) if grid]
+        self._graph = _Graph([recorded[number] for number in present])
+        of_launch: dict[int, list[tuple[int, int]]] = {}
+        for i, (number, word) in enumerate(patches):
+            of_launch.setdefault(number, []).append((word, i))
+        nodes = zip(present, self._graph.nodes, strict=True)
+        self._patches = [(node, of_launch[number]) for number, node in nodes if number in of_launch]
+
+    def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
+        """Launch with these addresses, in the order of the patches."""
+        for node, patches in self._patches:
+            differs = False
+            for word, i in patches:
+                if node.words[word] != addresses[i]:
+                    node.words[word] = addresses[i]
+                    differs = True
+            if differs:
+                self._graph.change(node)
+        self._graph.launch(ctypes.c_void_p(stream))
 
 
 def launch_all(recorded: list[Recorded], stream: int) -> None:

@@ -110,5 +110,8 @@ def runs_arguments(rowptr: str, col: str, runs: str) -> list[str]:
     return [f"{rowptr}.data_ptr()", f"{col}.data_ptr()", f"*{runs}.fields"]
 
 
+KEPT = (in_fours, in_order, destinations, runs_of)
+"""Functions whose results live as long as the tensors that they were made of."""
+
 RUNS_EXTRA = 4
 """Arguments that ``*runs.fields`` stands for, beyond one."""

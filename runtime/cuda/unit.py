@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from gnnc.runtime.cuda import build
-from gnnc.runtime.cuda.build import Machine, Resources
+from gnnc.runtime.cuda.build import Machine
 from gnnc.runtime.cuda.launch import Code, Launch
 
 BLOCK = 256
@@ -69,15 +69,15 @@ class Unit:
         """Compile for an architecture; needs no GPU."""
         return build.compile_source(self.source, self.names, architecture)
 
-    def build(self, device: int) -> dict[str, Resources]:
-        """Compile for a device and give every launcher its kernel; return what the kernels take."""
+    def build(self, device: int) -> Machine:
+        """Compile for a device and give every launcher its kernel."""
         if not self._launches:
-            return {}
+            return Machine(b"", {}, {})
         machine = self.compile(architecture_of(device))
         code = Code(machine.cubin, device)
         for launch in self._launches.values():
             launch.bind(code, machine.symbols[launch.name], device)
-        return machine.resources
+        return machine
 
 
 @cache

@@ -1,7 +1,7 @@
 """Programs compile for architectures that this machine need not have, and stay in registers."""
 
 import pytest
-import torch
+from cuda_cases import lowered
 from zoo import ZOO, build
 
 import gnnc
@@ -14,14 +14,6 @@ CALL = 16
 FIRST_BLACKWELL = 48
 """Bytes that NVRTC 13.0, which torch 2.11 brings, spills for sm_100 where 13.5 spills none."""
 MAIN = ("gcn", "sage-mean", "gin", "gat", "gatv2", "transformer")
-
-
-def lowered(name: str, precision: str, backend: str):
-    args, kwargs = ZOO[name].arguments(60, 400, 0)
-    compiled = gnnc.compile(build(name), precision, backend=backend)
-    with torch.no_grad(), pytest.raises(gnnc.BackendError, match="compiles for a device that is not here"):
-        compiled(*args, **kwargs)
-    return compiled
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int8"])

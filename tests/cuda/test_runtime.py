@@ -77,6 +77,67 @@ def test_weights_that_change_are_seen(model, cuda_graph):
     assert error(compiled(x, edge_index), model(x, edge_index)) < 0.01
 
 
+def held(compiled):
+    """The graphs that calls of one kind have left."""
+    arenas = compiled._last.executable._arenas._by_stream.values()
+    return [arena.held for idle in arenas for arena in idle if arena.held is not None]
+
+
+@torch.no_grad()
+def test_calls_that_differ_in_x_alone_change_nothing_but_addresses(model):
+    compiled, x, edge_index = compiled_and_inputs(model, True)
+    plain, _, _ = compiled_and_inputs(copy.deepcopy(model), False)
+    for i in range(8):
+        one = x * (i + 1)
+        assert torch.equal(compiled(one, edge_index), plain(one, edge_index))
+    (graph,) = held(compiled)
+    compiled(x, edge_index)
+    assert held(compiled) == [graph]
+
+
+@torch.no_grad()
+def test_what_such_calls_have_in_common_may_change(model):
+    compiled, x, edge_index = compiled_and_inputs(model, True)
+    other = torch.randint(60, (2, 333), device="cuda")
+
+    def check(*inputs):
+        plain = gnnc.compile(copy.deepcopy(model), "int8", cuda_graph=False)
+        for _ in range(4):
+            fresh = (inputs[0].clone(), *inputs[1:])
+            assert torch.equal(compiled(*fresh), plain(*fresh))
+        assert held(compiled)
+
+    check(x, edge_index)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    check(x, edge_index)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone() * 2
+    check(x, edge_index)
+    check(x, other)
+    check(x[:70].contiguous(), other)
+    check(x, edge_index)
+    edge_index[0, :50] = 7
+    check(x, edge_index)
+    for _ in range(3):  # in turns: graphs of two structures
+        assert torch.equal(compiled(x, edge_index), compiled(x.clone(), edge_index))
+        assert torch.equal(compiled(x, other), compiled(x.clone(), other))
+
+
+@torch.no_grad()
+def test_a_weight_that_is_turned_in_its_place_is_seen():
+    torch.manual_seed(0)
+    model = GCN(24, 24, 2, 24).eval().cuda()
+    compiled, x, edge_index = compiled_and_inputs(model, True, "fp16")
+    for _ in range(4):
+        compiled(x, edge_index)
+    assert held(compiled)
+    weight = model.convs[0].lin.weight
+    weight.data = weight.data.t()
+    for _ in range(4):
+        assert error(compiled(x, edge_index), model(x, edge_index)) < 0.01
+
+
 @torch.no_grad()
 @GRAPH
 def test_streams(model, cuda_graph):
