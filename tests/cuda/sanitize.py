@@ -4,9 +4,9 @@
     python tests/cuda/sanitize.py [--tools memcheck racecheck initcheck] [--only structure spmm]
 
 Each tensor is memory of its own (torch's caching allocator is off), so that a read past the end of one
-is an error and not its neighbour. memcheck and racecheck look at kernels of gnnc only. The tests fill what torch.empty
-returns with NaN, which initcheck takes for written: that such values are never used is what the tests
-themselves show.
+is an error and not its neighbour. memcheck and racecheck look at kernels of gnnc only. The tests fill
+what torch.empty returns with NaN, which initcheck takes for written: that such values are never used is
+what the tests themselves show.
 """
 
 import argparse
