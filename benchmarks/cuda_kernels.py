@@ -1,10 +1,12 @@
 """Times the sparse CUDA kernels beside cuSPARSE, as ratios and as fraction of the floor, in one run.
 
     python benchmarks/cuda_kernels.py [--graphs arxiv reddit products] [--widths 64 ...]
+    python benchmarks/cuda_kernels.py --spmm-widths --graphs products
 
 The floor of a kernel is the larger of its compulsory bytes (every input and output once) over the
 bandwidth of a device copy, and the time of a kernel that gathers the same rows through the same
-run table and does nothing with them; both are measured in this run. The peer is torch.sparse CSR
+run table and does nothing with them; both are measured in this run. (What its integer operations
+take at their issue rate is left out: with it a floor can only be higher.) The peer is torch.sparse CSR
 (cuSPARSE) in FP32, with 32-bit or 64-bit indices, whichever is faster.
 """
 
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,14 +26,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import measure
 import torch
-from cuda_launch import Module, address
-from cuda_sparse import ELEMENTS, Attention, Sddmm, Sparse, Spmm, rows16, sparse
+from cuda_launch import Module, address, compile_kernels
+from cuda_sparse import (
+    ELEMENTS,
+    SPMM_SOURCE,
+    Attention,
+    Sddmm,
+    Sparse,
+    Spmm,
+    SpmmConfig,
+    rows16,
+    sparse,
+)
 from graphs import SHAPES, generate
 from torch import Tensor
 
-from gnnc.runtime.cuda.runs import cut_for
+from gnnc.runtime.cuda.runs import Cut, cut_for
+from gnnc.runtime.cuda.tables import group_of
+from gnnc.runtime.cuda.unit import AS_COMPILED
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cuda-kernels.json"
+SPMM_RESULTS = RESULTS.with_name("cuda-spmm-widths.json")
+SPMM_WIDTHS = (16, 32, 47, 64, 128, 256, 602)
+SPMM_CONFIGS = (("f32", "none", "none"), ("f16", "none", "none"), ("i8", "none", "none"))
+SPMM_CONFIGS += (("f16", "real", "none"), ("i8", "real", "row"))
+SPMM_KINDS = ("fp32", "fp16", "int8", "fp16 edge weights", "int8 edge weights")
 GATHER = """
 #include "stream.cuh"
 namespace gnnc {
@@ -49,12 +69,14 @@ struct GatherBody {
     for (int i = 0; i < 4; ++i) seen ^= x[i].x ^ x[i].y ^ x[i].z ^ x[i].w;
   }
 };
+// As many as shared memory holds the entries of.
+__host__ __device__ constexpr int threads_for(int entries) { return entries > 16 ? 896 : 1024; }
 template <Element kElement, int kWidth>
-__global__ void __launch_bounds__(1024, 1)
+__global__ void __launch_bounds__(threads_for(entries_of<RowLayout<kElement, kWidth>>()), 1)
     gather_only(Runs runs, const char* x, int64_t stride, unsigned int* out) {
   using Layout = RowLayout<kElement, kWidth>;
   __shared__ int next;
-  __shared__ RunFeed<entries_of<Layout>()> feed[32];
+  __shared__ RunFeed<entries_of<Layout>()> feed[threads_for(entries_of<Layout>()) / 32];
   GatherBody<Layout> body;
   for_runs<Layout>(runs, x, static_cast<unsigned int>(stride), &next, feed[threadIdx.x / 32], body);
   if (body.seen == 0x12345678u) *out = 1;
@@ -127,21 +149,26 @@ def cusparse(rowptr: Tensor, col: Tensor, width: int, dot: bool) -> dict[str, fl
     return best
 
 
+def gather_name(element: str, width: int) -> str:
+    """Return the C++ name of the kernel that only gathers."""
+    return f"gnnc::gather_only<gnnc::Element::{element}, {width}>"
+
+
 class Floors:
     """Times below which no kernel on this graph can go."""
 
     def __init__(self, graph: Sparse) -> None:
         self.graph = graph
 
-    def gather(self, x: Tensor) -> float:
-        """Return the time of gathering the rows of x."""
-        config = f"gnnc::Element::{ELEMENTS[x.dtype]}, {x.shape[1]}"
-        name = f"gnnc::gather_only<{config}>"
+    def gather(self, x: Tensor, graph: Sparse | None = None) -> float:
+        """Return the time of gathering the rows of x, through the run table of ``graph``."""
+        graph = graph or self.graph
+        name = gather_name(ELEMENTS[x.dtype], x.shape[1])
         module = Module(GATHER, (name,))
         out = torch.zeros(1, dtype=torch.int32, device="cuda")
-        arguments = [*self.graph.values(), address(x), x.stride(0) * x.element_size(), address(out)]
-        blocks = self.graph.runs.blocks
-        return median_ms(lambda: module.launch(name, blocks, 1024, *arguments))
+        arguments = [*graph.values(), address(x), x.stride(0) * x.element_size(), address(out)]
+        blocks = graph.runs.blocks
+        return median_ms(lambda: module.launch(name, blocks, AS_COMPILED, *arguments))
 
     def copy(self, *tensors: Tensor | None) -> float:
         """Return the time of moving each tensor once."""
@@ -190,12 +217,17 @@ def kernels(graph: Sparse, xs: dict[str, Tensor], width: int) -> dict[str, tuple
     return calls
 
 
+def cut_graph(rowptr: Tensor, col: Tensor, group: int = 8) -> tuple[Sparse, Cut]:
+    """Return a CSR with its run table, and how it is cut."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    cut = cut_for(rowptr.numel() - 1, col.numel(), processors)._replace(group=group)
+    return sparse(rowptr, col, cut, processors), cut
+
+
 def run(name: str, widths: list[int]) -> dict[str, Any]:
     """Time everything on one graph."""
     rowptr, col = make_csr(name)
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    cut = cut_for(rowptr.numel() - 1, col.numel(), processors)
-    graph = sparse(rowptr, col, cut, processors)
+    graph, cut = cut_graph(rowptr, col)
     floors = Floors(graph)
     nodes = rowptr.numel() - 1
     result: dict[str, Any] = {
@@ -216,21 +248,71 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
             x = xs[next(kind for kind in xs if kind in label)]
             time = median_ms(call)
             floor = max(floors.copy(x, call.out, *read), gathers[next(kind for kind in xs if kind in label)])
-            rows[label] = {
-                "ms": round(time, 4),
-                "ratio": round(peer[of] / time, 2),
-                "of_floor": round(floor / time, 2),
-                "gather_ms": round(gathers[next(kind for kind in xs if kind in label)], 4),
-            }
+            gather = gathers[next(kind for kind in xs if kind in label)]
+            rows[label] = figures(time, peer[of], floor, gather)
         result[f"F={width}"] = {"cusparse_ms": {k: round(v, 4) for k, v in peer.items()}, "kernels": rows}
         show(name, width, peer, rows)
         del xs
     return result
 
 
+def figures(time: float, peer: float, floor: float, gather: float) -> dict[str, float]:
+    """Return what is kept of one kernel."""
+    return {
+        "ms": round(time, 4),
+        "ratio": round(peer / time, 2),
+        "of_floor": round(floor / time, 2),
+        "gather_ms": round(gather, 4),
+    }
+
+
+def compile_ahead() -> None:
+    """Compile the kernels of ``spmm_widths``, several at a time, into the cache on disk."""
+    jobs = []
+    for width in SPMM_WIDTHS:
+        for element in ("f32", "f16", "i8"):
+            jobs.append((GATHER, (gather_name(element, width),)))
+        for element, value, scale in SPMM_CONFIGS:
+            config = SpmmConfig(element, width, value=value, scale=scale)
+            jobs.append((SPMM_SOURCE, config.names()))
+    major, minor = torch.cuda.get_device_capability()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda job: compile_kernels(*job, f"sm_{major}{minor}"), jobs))
+
+
+def spmm_widths(name: str) -> dict[str, Any]:
+    """Time sums over neighbours at every width, in each precision."""
+    compile_ahead()
+    rowptr, col = make_csr(name)
+    nodes, edges = rowptr.numel() - 1, col.numel()
+    graphs = {group: cut_graph(rowptr, col, group)[0] for group in (8, 32)}
+    floors = Floors(graphs[8])
+    value, scale = torch.rand(edges, device="cuda"), torch.rand(nodes, device="cuda")
+    result: dict[str, Any] = {"nodes": nodes, "edges": edges}
+    for width in SPMM_WIDTHS:
+        peer, xs, rows = cusparse(rowptr, col, width, dot=False)["spmm"], features(nodes, width), {}
+        of = {kind: graphs[group_of(width * x.element_size())] for kind, x in xs.items()}
+        gathers = {kind: floors.gather(xs[kind], of[kind]) for kind in ("fp32", "fp16", "int8")}
+        for label in SPMM_KINDS:
+            kind, _, weights = label.partition(" ")
+            given = (value, scale if kind == "int8" else None) if weights else (None, None)
+            call = Spmm(of[kind], xs[kind], *given)
+            floor = max(floors.copy(xs[kind], call.out, *given), gathers[kind])
+            rows[f"spmm {label}"] = figures(median_ms(call), peer, floor, gathers[kind])
+            del call
+        for weights in ("", " edge weights"):
+            rows[f"spmm int8{weights}"]["of fp16"] = round(
+                rows[f"spmm int8{weights}"]["ms"] / rows[f"spmm fp16{weights}"]["ms"], 2
+            )
+        result[f"F={width}"] = {"cusparse_ms": round(peer, 4), "kernels": rows}
+        show(name, width, {"spmm": peer}, rows)
+        del xs
+    return result
+
+
 def show(name: str, width: int, peer: dict[str, float], rows: dict[str, Any]) -> None:
     """Print one table."""
-    print(f"\n{name} F={width}: cuSPARSE {peer['spmm']:.3f} ms, sampled_addmm {peer['sddmm']:.3f} ms")
+    print(f"\n{name} F={width}: " + ", ".join(f"cuSPARSE {what} {ms:.3f} ms" for what, ms in peer.items()))
     for label, row in rows.items():
         print(
             f"  {label:26s} {row['ms']:8.3f} ms  {row['ratio']:6.2f}x  {row['of_floor']:5.0%} of floor",
@@ -243,16 +325,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", nargs="+", default=["arxiv", "reddit", "products"], choices=list(SHAPES))
     parser.add_argument("--widths", nargs="+", type=int, default=[64])
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--spmm-widths", action="store_true", help="only SpMM, at every width of SPMM_WIDTHS")
+    parser.add_argument("--out", type=Path, help="JSON with the results")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="Sparse")
     torch.manual_seed(0)
     results: dict[str, Any] = {"machine": machine()}
     print(results["machine"])
     for name in args.graphs:
-        results[name] = run(name, args.widths)
+        results[name] = spmm_widths(name) if args.spmm_widths else run(name, args.widths)
         torch.cuda.empty_cache()
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
+    out = args.out or (SPMM_RESULTS if args.spmm_widths else RESULTS)
+    out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,13 +25,18 @@ class Module:
         self._code = Code(self._machine.cubin, self._device)
         self._launches: dict[tuple[str, int, int], Launch] = {}
 
-    def launch(self, name: str, grid: int, block: int, *values: int) -> None:
-        """Launch ``grid`` blocks on torch's stream with 8-byte arguments; nothing where grid is 0."""
-        key = name, block, len(values)
+    def launcher(self, name: str, block: int, count: int) -> Launch:
+        """Return what launches a kernel of ``count`` 8-byte arguments."""
+        key = name, block, count
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = Launch(name, len(values), block, 0)
+            launch = self._launches[key] = Launch(name, count, block, 0)
             launch.bind(self._code, self._machine.symbols[name], self._device)
+        return launch
+
+    def launch(self, name: str, grid: int, block: int, *values: int) -> None:
+        """Launch ``grid`` blocks on torch's stream with 8-byte arguments; nothing where grid is 0."""
+        launch = self.launcher(name, block, len(values))
         launch(grid, torch.cuda.current_stream().cuda_stream, *values)
 
 

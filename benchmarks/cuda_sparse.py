@@ -78,10 +78,13 @@ struct StoreBytes {  // what a requantizing epilogue with a static scale writes
 """
 
 
+SPMM_SOURCE = '#include "spmm.cuh"' + STORE_BYTES
+
+
 @cache
 def spmm_module(config: SpmmConfig, epilogue: str) -> Module:
     """Compile one configuration."""
-    return Module('#include "spmm.cuh"' + STORE_BYTES, config.names(epilogue))
+    return Module(SPMM_SOURCE, config.names(epilogue))
 
 
 def past(x: Tensor) -> float:

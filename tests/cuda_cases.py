@@ -21,6 +21,11 @@ def on_device(value: Any) -> Any:
     return pytree.tree_map(lambda v: v.cuda() if isinstance(v, torch.Tensor) else v, value)
 
 
+def on_host(value: Any) -> Any:
+    """The same nest of values with its tensors in the host's memory."""
+    return pytree.tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) else v, value)
+
+
 def lowered(name: str, precision: str, backend: str):
     """Return a zoo model, compiled for a device that need not be here."""
     args, kwargs = ZOO[name].arguments(60, 400, 0)

@@ -47,16 +47,16 @@ class Layers(nn.Module):
 
 
 @cache
-def compiled() -> tuple[nn.Module, Any]:
+def compiled(device: str = "cpu") -> tuple[nn.Module, Any]:
     """The model in float64, since eager FP32 loses digits on a hub of 20 000 edges, and compiled in FP32."""
     torch.manual_seed(0)
     model = Layers().eval()
-    return deepcopy(model).double(), gnnc.compile(model, "fp32", backend="cpu")
+    return deepcopy(model).double(), gnnc.compile(deepcopy(model).to(device), "fp32", backend=device)
 
 
-def model(d: Draw) -> None:
+def model(d: Draw, device: str = "cpu") -> None:
     """A compiled model equals eager, or refuses an index that is no node."""
-    eager, fast = compiled()
+    eager, fast = compiled(device)
     g = d.graph(d.one((1, 2, 7, 40, 300)))
     edge_index, x = torch.stack([g.src, g.dst]), d.floats(g.num_dst, 7)
     if g.num_edges and d.maybe():
@@ -64,11 +64,12 @@ def model(d: Draw) -> None:
         edge_index[at] = bad_index(d, g.num_dst, torch.int64)
     with torch.no_grad():
         if not g.num_edges or (0 <= int(edge_index.min()) and int(edge_index.max()) < g.num_dst):
-            got, want = fast(x, edge_index), eager(x.double(), edge_index)
+            got = fast(x.to(device), edge_index.to(device)).cpu()
+            want = eager(x.double(), edge_index)
             assert float((got - want).norm()) <= 1e-4 * float(want.norm()) + 1e-12
             return
         try:
-            fast(x, edge_index)
+            fast(x.to(device), edge_index.to(device))
         except GraphError:
             return
     raise AssertionError("an index out of range was taken")

@@ -25,9 +25,10 @@ class Layers(Builder):
         nodes: the number of nodes.
     """
 
-    def __init__(self, width: int, sizes: tuple[int, int] | None = None) -> None:
+    def __init__(self, width: int, sizes: tuple[int, int] | None = None, device: str = "cpu") -> None:
         """Start a graph of ``sizes`` nodes and edges, symbolic where they are not given."""
         super().__init__()
+        self.device = device
         self.n, self.e = sizes or (self.size("n", 5), self.size("e", 12))
         self.x = self.input("x", (self.n, width))
         self.rowptr = self.input("rowptr", (self.n + 1,), dtype=torch.int64, kind="structure")

@@ -20,6 +20,9 @@ aten = torch.ops.aten
 class Builder:
     """Adds nodes to a graph and gives each the ``val`` and ``layer`` that a captured one has."""
 
+    device = "cpu"
+    """Where the values of a program are to be; no such device is needed to build it."""
+
     def __init__(self, parent: "Builder | None" = None) -> None:
         self.graph = Graph()
         self.mode = parent.mode if parent else FakeTensorMode(shape_env=ShapeEnv())
@@ -43,7 +46,7 @@ class Builder:
         """Add a placeholder."""
         node = self.graph.placeholder(re.sub(r"\W", "_", f"in_{name}"))
         with self.mode:
-            node.meta["val"] = torch.empty(tuple(shape), dtype=dtype)
+            node.meta["val"] = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         node.meta |= {"source": Source(kind, name), "layer": ""}
         if kind == "constant":
             node.meta["value"] = torch.full(tuple(shape), 0.05, dtype=dtype)

@@ -63,8 +63,8 @@ recipes = st.builds(
 class Program:
     """Builds a graph from a recipe; ``values`` are the node tensors made so far."""
 
-    def __init__(self, recipe: Recipe, sizes: tuple[int, int]) -> None:
-        self.b = Layers(recipe.width, sizes=None if recipe.symbolic else sizes)
+    def __init__(self, recipe: Recipe, sizes: tuple[int, int], device: str = "cpu") -> None:
+        self.b = Layers(recipe.width, None if recipe.symbolic else sizes, device)
         self.values: list[Node] = [self.b.x]
         self.extra: list[Node] = []
         for number, (kind, which, option, other) in enumerate(recipe.steps):
@@ -191,7 +191,7 @@ def check(recipe: Recipe, sizes: tuple[int, int], precision: Precision, static: 
     info = BackendInfo(backend.name, backend.precisions, backend)
     options = {"precision": precision, "examples": values if static else None, "backend": info}
     quantized, _ = run_all(graph, (Assign(min_row_bytes=0), Quantize()), **options)
-    values = (*values, *_scales(quantized))
+    values = (*values, *scales(quantized))
     want = quantized(*values)
     fused, _ = run_all(quantized, (Cache(), Fuse()), **options)
     assert_equal_bits(fused(*values), want)
@@ -202,7 +202,8 @@ def check(recipe: Recipe, sizes: tuple[int, int], precision: Precision, static: 
     assert relative_error(got, want) < TOLERANCE[precision.name]
 
 
-def _scales(gm: GraphModule) -> list[Any]:
+def scales(gm: GraphModule) -> list[Any]:
+    """Static scales, which ``quantize`` appends to the arguments."""
     nodes = gm.graph.find_nodes(op="placeholder")
     return [n.meta["value"] for n in nodes if n.meta["source"].kind == "constant"]
 

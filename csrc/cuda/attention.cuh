@@ -79,12 +79,14 @@ struct Attention {
     if constexpr (Config::Constants::kSlope != 1.0f) v = v > 0.0f ? v : __fmul_rn(v, Config::Constants::kSlope);
     return __fmul_rn(v, 1.44269504f);
   }
-  __device__ static float inverse(float sum) {
-    return sum == 0.0f ? 0.0f : __fdiv_rn(1.0f, __fadd_rn(sum, Config::Constants::kEps));
+  // Of a row without edges 0; of one whose logits are all -inf NaN, as in the reference, where -inf - -inf is.
+  __device__ static float inverse(float sum, bool edges) {
+    if (sum == 0.0f) return edges ? __int_as_float(0x7fffffff) : 0.0f;
+    return __fdiv_rn(1.0f, __fadd_rn(sum, Config::Constants::kEps));
   }
 };
 
-// Below every finite logit, so that a difference from it is never NaN.
+// Below every logit that counts, so that a difference from it is never NaN: one below -2e38 is as good as -inf.
 constexpr float kNoLogit = -3.0e38f;
 
 __device__ inline float power_of_two(float v) {
@@ -181,12 +183,12 @@ struct AttentionBody {
         if (work.part >= 0) {
           stage(work.part);
         } else if (work.row() >= 0) {
-          emit(work.row());
+          emit(work);
         }
       }
       clear();
     } else {
-      hold(work.part >= 0 ? 1.0f : A::inverse(total));
+      hold(work.part >= 0 ? 1.0f : A::inverse(total, work.total() > 0));
       clear();
       if (pass + 1 < Layout::kPasses) return;
       __syncwarp();
@@ -226,10 +228,11 @@ struct AttentionBody {
     reinterpret_cast<float2*>(to + A::kColumns)[head] = make_float2(top, total);
   }
 
-  __device__ __forceinline__ void emit(int32_t row) const {
+  __device__ __forceinline__ void emit(const Work& work) const {
+    const int32_t row = work.row();
     typename A::Tile tile;
     static_assert(A::Tile::kPer == kColumns, "a thread keeps the columns that it gathers");
-    const float factor = A::inverse(total);
+    const float factor = A::inverse(total, work.total() > 0);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       if (tile.valid(i)) tile.v[i] = __fmul_rn(sums[i], factor);
@@ -331,7 +334,7 @@ __global__ void __launch_bounds__(256) attention_combine(const AttentionArgs a, 
     const int column = tile.column(i);
 #pragma unroll 1
     for (int other = 1; other < 8; ++other) tile.v[i] = __fadd_rn(tile.v[i], parts[other][column]);
-    tile.v[i] = __fmul_rn(tile.v[i], A::inverse(heads[column / A::kHeadWidth].y));
+    tile.v[i] = __fmul_rn(tile.v[i], A::inverse(heads[column / A::kHeadWidth].y, true));
   }
   epilogue(tile, split.row);
 }
@@ -357,7 +360,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_weights(const A
         if constexpr (Config::kAdditive)
           v = __fadd_rn(v, __ldg(a.a_dst + static_cast<int64_t>(entry.row) * kHeads + h));
         const float2 s = a.stats[static_cast<int64_t>(entry.row) * kHeads + h];
-        alpha[e] = __fmul_rn(power_of_two(A::logit(v) - s.x), A::inverse(s.y));
+        alpha[e] = __fmul_rn(power_of_two(A::logit(v) - s.x), A::inverse(s.y, true));
       }
     }
   }

@@ -1,12 +1,12 @@
 """The structure of a graph on the device: CSR by a radix sort, ids checked before anything reads by them."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from gnnc.errors import GraphError
-from gnnc.runtime.cuda.emitter import round_up
+from gnnc.runtime.cuda.radix import sort_edges
 from gnnc.runtime.structure_runner import StructureRunner
 
 
@@ -27,7 +27,7 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, T
     """Sort edges by destination; see ``gnnc.csr``.
 
     Everything is launched before the host looks at the check: one wait for a new graph. Sorting and
-    counting read no memory by the ids, so that ids out of range do no harm on the way.
+    searching read no memory by the ids, so that ids out of range do no harm on the way.
 
     Raises:
         GraphError: an id is out of range.
@@ -36,34 +36,28 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, T
         empty = torch.empty(0, dtype=torch.int64, device=src.device)
         rowptr = torch.zeros(num_dst + 1, dtype=torch.int64, device=src.device)
         return rowptr, empty.to(torch.int32), empty
-    limits = torch.stack((*src.aminmax(), *dst.aminmax())).to("cpu", non_blocking=True)
-    keys, perm = torch.sort(dst.to(torch.int32), stable=True)
+    done = sort_edges(dst, src, num_dst, num_src)
     rows = torch.arange(num_dst + 1, dtype=torch.int32, device=src.device)
-    rowptr = torch.searchsorted(keys, rows)
-    col = padded_columns(src.shape[0], src.device).copy_(src.index_select(0, perm))
-    torch.cuda.current_stream(src.device).synchronize()
-    low_src, high_src, low_dst, high_dst = limits.tolist()
-    _check("src", src, low_src, high_src, num_src, "source")
-    _check("dst", dst, low_dst, high_dst, num_dst, "destination")
-    return rowptr, col, perm
-
-
-def padded_columns(edges: int, device: torch.device) -> Tensor:
-    """Return an int32 tensor ``[edges]`` with memory up to a multiple of four, for reads of four."""
-    return torch.empty(round_up(edges, 4), dtype=torch.int32, device=device)[:edges]
+    rowptr = torch.searchsorted(done.keys, rows)
+    bad_dst, bad_src = done.out_of_range.tolist()
+    if bad_src:
+        _refuse("src", src, num_src, "source")
+    if bad_dst:
+        _refuse("dst", dst, num_dst, "destination")
+    return rowptr, done.col, done.perm
 
 
 def csr_transpose(rowptr: Tensor, col: Tensor, num_src: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the CSR by source; see ``gnnc.csr_transpose``."""
-    rows = torch.repeat_interleave(
-        torch.arange(rowptr.shape[0] - 1, device=rowptr.device), rowptr.diff(), output_size=col.shape[0]
-    )
-    return csr(rows, col, rowptr.shape[0] - 1, num_src)
+    return csr(destinations_of(rowptr, col.shape[0]), col, rowptr.shape[0] - 1, num_src)
 
 
-def _check(name: str, index: Tensor, low: int, high: int, bound: int, what: str) -> None:
-    if low >= 0 and high < bound:
-        return
+def destinations_of(rowptr: Tensor, edges: int) -> Tensor:
+    """Return the destination of every edge of a CSR, int32 ``[E]``."""
+    return torch.repeat_interleave(rowptr.diff().int(), output_size=edges)
+
+
+def _refuse(name: str, index: Tensor, bound: int, what: str) -> NoReturn:
     bad = int(((index < 0) | (index >= bound)).nonzero()[0, 0])
     raise GraphError(
         f"[gnnc.csr] {name}[{bad}] = {int(index[bad])} is not a {what} node: ids must be in "
@@ -71,9 +65,15 @@ def _check(name: str, index: Tensor, low: int, high: int, bound: int, what: str)
     )
 
 
-def _wait(results: Any) -> None:
+def _device_of(results: tuple[Any, ...]) -> torch.device | None:
+    return next((r.device for r in results if isinstance(r, Tensor) and r.is_cuda), None)
+
+
+def _wait(results: tuple[Any, ...]) -> None:
     """Later calls may read the results from other streams."""
-    torch.cuda.current_stream().synchronize()
+    device = _device_of(results)
+    if device is not None:
+        torch.cuda.current_stream(device).synchronize()
 
 
 class _Streams:
@@ -83,10 +83,10 @@ class _Streams:
         self._seen: set[int] = set()
 
     def __call__(self, results: tuple[Any, ...]) -> None:
-        device = next((r.device.index for r in results if isinstance(r, Tensor) and r.is_cuda), None)
+        device = _device_of(results)
         if device is None:
             return
-        self._seen.add(torch._C._cuda_getCurrentRawStream(device))
+        self._seen.add(torch._C._cuda_getCurrentRawStream(device.index))
         if len(self._seen) > 1 and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(device)
             for result in results:

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
+from gnnc.runtime.cuda.radix import padded_columns
 from gnnc.runtime.cuda.runs import Cut, build_runs, cut_for
-from gnnc.runtime.cuda.structure import padded_columns
+from gnnc.runtime.cuda.structure import destinations_of
 
 
 class RunTable:
@@ -86,8 +87,7 @@ def destinations(rowptr: Tensor, edges: int) -> Tensor:
     """Return the destination of every edge, int32; kept as long as the CSR."""
     rows = rowptr.__dict__.get("gnnc_destinations")
     if rows is None:
-        count = torch.arange(rowptr.shape[0] - 1, dtype=torch.int32, device=rowptr.device)
-        rows = torch.repeat_interleave(count, rowptr.diff(), output_size=edges)
+        rows = destinations_of(rowptr, edges)
         torch.cuda.current_stream(rowptr.device).synchronize()
         rowptr.gnnc_destinations = rows  # pyright: ignore[reportAttributeAccessIssue]
     return rows

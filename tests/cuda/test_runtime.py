@@ -1,7 +1,9 @@
 """How calls behave on a CUDA device: streams, threads, graphs, memory, bad input."""
 
 import copy
+import statistics
 import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from test_backends import MODELS, given
 from torch_geometric.nn.models import GCN
 
 import gnnc
+from gnnc.runtime.cuda.launch import Launch
 
 pytestmark = pytest.mark.cuda
 GRAPH = pytest.mark.parametrize("cuda_graph", [True, False, "auto"])
@@ -147,6 +150,51 @@ def test_streams(model, cuda_graph):
             got = [compiled(x + i, edge_index) for i in range(6)]
         stream.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@torch.no_grad()
+@GRAPH
+def test_a_new_graph_on_each_stream(model, cuda_graph):
+    """The CSR of a graph is made on the stream of its first call, and read on others."""
+    compiled, x, edge_index = compiled_and_inputs(model, cuda_graph)
+    plain, _, _ = compiled_and_inputs(copy.deepcopy(model), False)
+    graphs = [torch.randint(x.shape[0], (2, 300 + i), device="cuda") for i in range(6)]
+    expected = [plain(x, graph) for graph in graphs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.default_stream(), torch.cuda.ExternalStream(2)]
+    for first in range(3):
+        for turn in range(3):
+            with torch.cuda.stream(streams[(first + turn) % 3]):
+                for graph, want in list(zip(graphs, expected, strict=True))[2 * first : 2 * first + 2]:
+                    got = compiled(x, graph)
+                    streams[(first + turn) % 3].synchronize()
+                    assert torch.equal(got, want)
+
+
+@torch.no_grad()
+@GRAPH
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device, and this needs two")
+def test_the_device_of_the_tensors_is_respected(model, cuda_graph):
+    compiled, x, edge_index = compiled_and_inputs(model, cuda_graph)
+    expected = compiled(x, edge_index).cpu()
+    there, second = torch.device("cuda", 1), copy.deepcopy(model).to("cuda:1")
+    compiled = gnnc.compile(second, "int8", cuda_graph=cuda_graph)
+    found = []
+
+    def work():
+        with torch.no_grad():
+            for _ in range(4):
+                got = compiled(x.to(there), edge_index.to(there))
+                torch.cuda.synchronize(there)
+                found.append((got.device, got.cpu(), torch.cuda.current_device()))
+
+    work()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(found) == 8
+    assert all(device == there and current == 0 for device, _, current in found)
+    assert all(torch.equal(got, expected) for _, got, _ in found)
 
 
 @torch.no_grad()
@@ -317,5 +365,43 @@ def test_two_runs_give_equal_bits():
 @torch.no_grad()
 def test_profile_measures_kernels(model):
     compiled, x, edge_index = compiled_and_inputs(model)
-    assert "spmm" in compiled.profile(x, edge_index) or compiled._last.timings
-    assert all(seconds > 0 for seconds in compiled._last.timings.values())
+    assert "spmm" in compiled.profile(x, edge_index)
+    assert compiled._last.timings and all(seconds > 0 for seconds in compiled._last.timings.values())
+
+
+@torch.no_grad()
+def test_profile_leaves_out_what_the_host_does(model, monkeypatch):
+    compiled, x, edge_index = compiled_and_inputs(model)
+    compiled(x, edge_index)
+    launch, made = Launch.__call__, []
+
+    def slow(self, *args):
+        time.sleep(0.01)
+        made.append(self)
+        launch(self, *args)
+
+    monkeypatch.setattr(Launch, "__call__", slow)
+    compiled.profile(x, edge_index)
+    assert len(set(made)) > 3
+    # far more than the kernels take, far less than the host did, also where others use the device too
+    assert sum(compiled._last.timings.values()) < 0.003 * len(set(made))
+
+
+@torch.no_grad()
+def test_profiled_times_add_up_to_that_of_a_call():
+    torch.manual_seed(0)
+    model = GCN(64, 64, 2, 32).eval().cuda()
+    x, edge_index = on_device((torch.randn(200_000, 64), torch.randint(200_000, (2, 4_000_000))))
+    compiled = gnnc.compile(model, "int8", cuda_graph=False)
+    compiled.profile(x, edge_index)
+    whole = []
+    for _ in range(9):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(20_000_000)
+        begin.record()
+        compiled(x, edge_index)
+        end.record()
+        end.synchronize()
+        whole.append(begin.elapsed_time(end) / 1e3)
+    together = sum(compiled._last.timings.values())
+    assert 0.5 < together / statistics.median(whole) < 2

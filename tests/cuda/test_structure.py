@@ -1,0 +1,128 @@
+"""CSR and transpose on a CUDA device: as the reference, in little memory, whatever the ids are."""
+
+import pytest
+import torch
+from cuda_launch import ARCHITECTURES
+from torch import Tensor
+
+import gnnc
+from gnnc.ir.structure import csr_reference, csr_transpose_reference
+from gnnc.runtime.cuda import radix
+from gnnc.runtime.cuda.radix import Kernels, passes_for
+from gnnc.runtime.cuda.structure import csr, csr_transpose, destinations_of
+from gnnc.runtime.cuda.unit import Unit
+
+EDGES = (1, 31, 3071, 3072, 3073, 50_000)
+NODES = (1, 7, 256, 257, 65_536, 65_537, 2**24 + 3)
+WORKSPACE = 24
+"""Bytes an edge beside the result."""
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("ids", ["int64_t", "int32_t"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_kernel_spills(architecture: str, ids: str) -> None:
+    unit = Unit()
+    kernels = Kernels(unit, ids)
+    report = unit.compile(architecture).resources
+    assert len(report) == len(kernels.count) + len(kernels.scatter)
+    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+
+
+def test_passes() -> None:
+    assert [passes_for(n) for n in (0, 1, 2, 256, 257, 2**16, 2**16 + 1, 2**24 + 1)] == [
+        1,
+        1,
+        1,
+        1,
+        2,
+        2,
+        3,
+        4,
+    ]
+
+
+def edges(count: int, num_src: int, num_dst: int, skew: float = 2.5) -> tuple[Tensor, Tensor]:
+    """Sources, and destinations of which a few have many edges."""
+    dst = (torch.rand(count, dtype=torch.float64) ** skew * num_dst).long()
+    return torch.randint(num_src, (count,)), dst
+
+
+def assert_is_reference(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    for actual, wanted in zip(got, want, strict=True):
+        assert actual.dtype == wanted.dtype and torch.equal(actual.cpu(), wanted)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
+@pytest.mark.parametrize("count", EDGES)
+def test_csr_is_that_of_the_reference(count: int, dtype: torch.dtype) -> None:
+    """Edges of a row in the caller's order: the sort is stable."""
+    for nodes in NODES:
+        if nodes > torch.iinfo(dtype).max:
+            continue
+        src, dst = edges(count, 1000, nodes)
+        want = csr_reference(src, dst, 1000, nodes)
+        assert_is_reference(csr(src.to(dtype).cuda(), dst.to(dtype).cuda(), 1000, nodes), want)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("count", [0, 1, 5000])
+def test_the_transpose_is_that_of_the_reference(count: int) -> None:
+    for num_src, num_dst in ((1, 1), (300, 70_000), (70_000, 300)):
+        rowptr, col, _ = csr_reference(*edges(count, num_src, num_dst), num_src, num_dst)
+        want = csr_transpose_reference(rowptr, col, num_src)
+        assert_is_reference(csr_transpose(rowptr.cuda(), col.cuda(), num_src), want)
+        rows = torch.repeat_interleave(torch.arange(num_dst), rowptr.diff()).int()
+        assert_is_reference((destinations_of(rowptr.cuda(), count),), (rows,))
+
+
+@pytest.mark.cuda
+def test_strided_ids_and_other_streams() -> None:
+    src, dst = edges(20_000, 500, 900)
+    want = csr_reference(src, dst, 500, 900)
+    pairs = torch.stack([src, dst], 1).cuda()
+    assert_is_reference(csr(pairs[:, 0], pairs[:, 1], 500, 900), want)
+    assert_is_reference(csr(pairs[:, 0].int(), pairs[:, 1], 500, 900), want)
+    wide = pairs.t().contiguous()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert_is_reference(csr(wide[0], wide[1], 500, 900), want)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bad", [-1, -(2**40), 900, 2**31, 2**40])
+@pytest.mark.parametrize("row", ["src", "dst"])
+def test_an_id_out_of_range_is_named(row: str, bad: int) -> None:
+    src, dst = edges(20_000, 900, 900)
+    (src if row == "src" else dst)[12_345] = bad
+    with pytest.raises(gnnc.GraphError, match=rf"{row}\[12345\] = {bad} is not .* 0\.\.899"):
+        csr(src.cuda(), dst.cuda(), 900, 900)
+    torch.cuda.synchronize()
+
+
+def test_too_many_edges_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radix, "MOST_EDGES", 3)
+    ids = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(gnnc.BackendError, match="a graph of 4 edges"):
+        radix.sort_edges(ids, ids, 1, 1)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("nodes", [200, 60_000, 2_000_000])
+def test_the_workspace(nodes: int) -> None:
+    count = 16_000_000
+    dst = (torch.rand(count, device="cuda") ** 2 * nodes).long().clamp(max=nodes - 1)
+    src = torch.randint(nodes, (count,), device="cuda")
+    csr(src[:9], dst[:9], nodes, nodes)  # what torch keeps from a first use is no workspace
+    rowptr, col, perm = csr(src, dst, nodes, nodes)
+    del perm
+    for build in (lambda: csr(src, dst, nodes, nodes), lambda: csr_transpose(rowptr, col, nodes)):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = build()
+        kept = torch.cuda.memory_allocated() - before
+        assert kept >= sum(t.nbytes for t in result)
+        assert torch.cuda.max_memory_allocated() - before - kept <= WORKSPACE * count
+        del result
