@@ -25,7 +25,7 @@ from gnnc.runtime.executable import now
 _RUNS = 7
 _LOOP_S = 4e-3
 _MOST_CALLS = 20
-_WARM = 4
+_WARM = 5
 """Calls until a program that may be replayed as a graph is."""
 
 _known: dict[str, "Times"] = {}

@@ -2,8 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +41,6 @@ class CudaEmitter(Emitter):
     Attributes:
         unit: the kernels.
         launches: every launch, in order.
-        prepared: how many of them, at the beginning, depend on weights alone, and not on each other.
         watch: where kernels report NaN and infinity.
         is_launches: whether nothing but our own launches reads what our launches write.
     """
@@ -52,8 +49,6 @@ class CudaEmitter(Emitter):
         super().__init__(graph_module, check_finite=check_finite)
         self.unit = Unit()
         self.launches: list[LaunchText] = []
-        self.prepared = 0
-        self._prepared_lines = 0
         self.is_launches = True
         self._written: set[str] = set()
         self.watch = Watch(offline=offline)
@@ -92,28 +87,6 @@ class CudaEmitter(Emitter):
                 self._written.add(name)
             else:
                 self.is_launches = False
-
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Have a launch done before everything else, for it reads nothing but a weight.
-
-        Where what it reads is made in the course of the program, it stays in its place.
-        """
-        lines, launches, buffers = len(self.body), len(self.launches), len(self.buffers)
-        yield
-        moved = self.body[lines:]
-        between = {text.partition(" = ")[0] for text, _ in self.body[self._prepared_lines : lines]}
-        if any(not between.isdisjoint(_NAMES.findall(text)) for text, _ in moved):
-            return
-        for buffer in self.buffers[buffers:]:
-            buffer.first = -1
-        self.body[lines:] = []
-        self.body[self._prepared_lines : self._prepared_lines] = moved
-        self._prepared_lines += len(moved)
-        first = self.launches[launches:]
-        self.launches[launches:] = []
-        self.launches[self.prepared : self.prepared] = first
-        self.prepared += len(first)
 
     def matrix(self, node: Node, width: int | None = None) -> str:
         """As the common emitter's; rows of given tensors start where kernels can load 16 bytes."""

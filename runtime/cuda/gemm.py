@@ -254,15 +254,14 @@ def _pack(plan: gemm.Plan, node: Node, emitter: CudaEmitter, shape: Shape, toget
     columns = int(w.meta["val"].shape[1])
     strides = f"{columns}, 1" if plan.weights[0].is_kn else f"1, {columns}"
     config = f"gnnc::Product::{shape.product}, {sizes}, {strides}, {together}, {shape.pack_warps}"
-    with emitter.preparing():
-        text = emitter.matrix(w)
-        packed = emitter.scratch(1, shape.weight_bytes, torch.int8, flat=True)
-        scale = emitter.scratch(1, shape.out, torch.float32, flat=True)
-        emitter.launch(
-            f"gnnc::pack_weight<gnnc::PackConfig<{config}>>",
-            str(round_up(shape.out, 8) * shape.pack_warps // 8),
-            [f"{text}.data_ptr()", f"{packed}.data_ptr()", f"{scale}.data_ptr()"],
-        )
+    text = emitter.matrix(w)
+    packed = emitter.scratch(1, shape.weight_bytes, torch.int8, flat=True)
+    scale = emitter.scratch(1, shape.out, torch.float32, flat=True)
+    emitter.launch(
+        f"gnnc::pack_weight<gnnc::PackConfig<{config}>>",
+        str(round_up(shape.out, 8) * shape.pack_warps // 8),
+        [f"{text}.data_ptr()", f"{packed}.data_ptr()", f"{scale}.data_ptr()"],
+    )
     return packed, scale
 
 

@@ -21,7 +21,6 @@ from typing import Any
 from torch import Tensor
 
 from gnnc.runtime.cuda.launch import Launch, check, driver
-from gnnc.runtime.cuda.steady import Recording
 
 Recorded = tuple[Launch, int, bytes]
 """A launch, its number of blocks, its packed arguments."""
@@ -78,9 +77,9 @@ class _Node:
 
 
 class _Graph:
-    """Kernel nodes that can be launched: the first ``prepared`` side by side, then one after the other."""
+    """A chain of kernel nodes that can be launched."""
 
-    def __init__(self, recorded: Sequence[Recorded], prepared: int) -> None:
+    def __init__(self, recorded: Sequence[Recorded]) -> None:
         library = driver()
         self._graph, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
         check(library.cuGraphCreate(ctypes.byref(self._graph), 0), "create a graph")
@@ -88,12 +87,12 @@ class _Graph:
         for launch, grid, data in recorded:
             node = _Node(launch)
             node.give(grid, data)
-            before = self._before(len(self.nodes), prepared)
+            before = (ctypes.c_void_p * 1)(self.nodes[-1].handle) if self.nodes else None
             status = library.cuGraphAddKernelNode_v2(
                 ctypes.byref(node.handle),
                 self._graph,
-                (ctypes.c_void_p * len(before))(*[each.handle for each in before]),
-                ctypes.c_size_t(len(before)),
+                before,
+                ctypes.c_size_t(len(self.nodes) > 0),
                 node.reference,
             )
             check(status, f"put {launch.name} into a graph")
@@ -104,12 +103,6 @@ class _Graph:
         check(made, "make a graph ready")
         self._set = library.cuGraphExecKernelNodeSetParams_v2
         self._launch = library.cuGraphLaunch
-
-    def _before(self, number: int, prepared: int) -> list[_Node]:
-        """The nodes that a node waits for."""
-        if number < prepared:
-            return []
-        return self.nodes if number == prepared else self.nodes[-1:]
 
     def __call__(self, recorded: Sequence[Recorded], stream: ctypes.c_void_p) -> None:
         for node, (_, grid, data) in zip(self.nodes, recorded, strict=True):
@@ -134,14 +127,9 @@ class _Graph:
 
 
 class Replay:
-    """The graphs of one program, by the sequence of kernels that a call launches.
+    """The graphs of one program, by the sequence of kernels that a call launches."""
 
-    Args:
-        prepared: launches at the beginning that do not depend on each other; they are never left out.
-    """
-
-    def __init__(self, prepared: int) -> None:
-        self._prepared = prepared
+    def __init__(self) -> None:
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
         self._lock = threading.Lock()
 
@@ -157,7 +145,7 @@ class Replay:
             if graph is None:
                 if len(self._graphs) >= _LIMIT:
                     self._graphs.clear()
-                graph = self._graphs[key] = _Graph(recorded, self._prepared)
+                graph = self._graphs[key] = _Graph(recorded)
             graph(recorded, handle)
 
 
@@ -202,7 +190,7 @@ class Held:
 
     Args:
         recorded: what one of the calls recorded.
-        text: the program, which says what differs.
+        patches: launch, and position among its arguments, of every address that differs.
         fixed: see above.
         scratch: memory that launches use.
     """
@@ -210,15 +198,15 @@ class Held:
     def __init__(
         self,
         recorded: Sequence[Recorded],
-        text: Recording,
+        patches: Sequence[tuple[int, int]],
         fixed: Fixed,
         scratch: Sequence[Tensor],
     ) -> None:
         self.fixed, self._scratch = fixed, scratch
         present = [number for number, (_, grid, _) in enumerate(recorded) if grid]
-        self._graph = _Graph([recorded[number] for number in present], text.prepared)
+        self._graph = _Graph([recorded[number] for number in present])
         of_launch: dict[int, list[tuple[int, int]]] = {}
-        for i, (number, word) in enumerate(text.patches):
+        for i, (number, word) in enumerate(patches):
             of_launch.setdefault(number, []).append((word, i))
         nodes = zip(present, self._graph.nodes, strict=True)
         self._patches = [(node, of_launch[number]) for number, node in nodes if number in of_launch]

@@ -29,12 +29,10 @@ class Recording:
     Attributes:
         source: its text.
         patches: launch, and position among its arguments, of every address that a call brings.
-        prepared: launches at the beginning that do not depend on each other.
     """
 
     source: str
     patches: tuple[tuple[int, int], ...]
-    prepared: int
 
 
 @dataclass(slots=True)
@@ -102,8 +100,7 @@ def recording(emitter: CudaEmitter, results: list[str]) -> Recording:
     outputs = f"({_listed(results)})"
     body = ["recorded = []", *[emitter.recorded(text) for text, _ in emitter.body]]
     if parts is None:
-        source = program(emitter, [*body, "replay(recorded, arena, None)"], outputs)
-        return Recording(source, (), emitter.prepared)
+        return Recording(program(emitter, [*body, "replay(recorded, arena, None)"], outputs), ())
     fixed = f"({_listed(parts.key)}), ({_listed(parts.structure)})"
     memory = f"({_listed(parts.aliases)}), ({_listed(parts.scratch)})"
     early = [
@@ -118,7 +115,6 @@ def recording(emitter: CudaEmitter, results: list[str]) -> Recording:
     return Recording(
         program(emitter, [*early, *body, late], outputs),
         tuple((number, position) for number, position, _ in parts.patches),
-        emitter.prepared,
     )
 
 

@@ -64,16 +64,3 @@ def test_what_is_fixed_keeps_no_graph_alive() -> None:
     again = Fixed((), (rowptr,))
     del rowptr
     assert not fixed.is_of((), (torch.arange(5),)) and not fixed.is_like(again)
-
-
-@pytest.mark.parametrize("name", ["gcn", "gin", "gatv2"])
-def test_weights_are_prepared_before_everything_else(name: str) -> None:
-    recording = lowered(name, "int8", "cuda-offline:sm_90")._last.executable.recording
-    assert recording is not None and recording.prepared > 1
-    lines = [line.strip() for line in recording.source.splitlines()]
-    body = lines[lines.index("recorded = []") + 1 :]
-    launches = [i for i, line in enumerate(body) if ".record(" in line]
-    first = body[: launches[recording.prepared - 1] + 1]
-    written = [line.split(", ")[-2] for line in first if ".record(" in line]
-    assert len(set(written)) == recording.prepared, "each has memory of its own"
-    assert not any(name in line for line in first for name in ("rowptr", "x_", "in_fours", "take"))
