@@ -74,10 +74,11 @@ struct Attention {
     return column / kHeadWidth * kHeadStride + column % kHeadWidth;
   }
 
-  // Exponentials are powers of two: logits are kept times log2 e.
+  // Exponentials are powers of two: logits are kept times log2 e. Rounded to zero, a finite one stays finite: logits
+  // that are all the least float, as masks set them, are all alike.
   __device__ static float logit(float v) {
     if constexpr (Config::Constants::kSlope != 1.0f) v = v > 0.0f ? v : __fmul_rn(v, Config::Constants::kSlope);
-    return __fmul_rn(v, 1.44269504f);
+    return __fmul_rz(v, 1.44269504f);
   }
   // Of a row without edges 0; of one whose logits are all -inf NaN, as in the reference, where -inf - -inf is.
   __device__ static float inverse(float sum, bool edges) {
@@ -86,8 +87,8 @@ struct Attention {
   }
 };
 
-// Below every logit that counts, so that a difference from it is never NaN: one below -2e38 is as good as -inf.
-constexpr float kNoLogit = -3.0e38f;
+// Above no finite logit, and finite: a difference from it is never NaN.
+constexpr float kNoLogit = -3.402823466e38f;
 
 __device__ inline float power_of_two(float v) {
   float result;

@@ -144,27 +144,32 @@ def test_a_hub_of_a_million_edges_with_large_values(dtype: torch.dtype) -> None:
 class Masked(nn.Module):
     """Attention whose logits have a term of the caller's for each edge."""
 
-    def __init__(self) -> None:
+    def __init__(self, slope: float) -> None:
         super().__init__()
-        self.lin = nn.Linear(24, 32)
+        self.lin, self.slope = nn.Linear(24, 32), slope
 
     def forward(self, x: Tensor, edge_index: Tensor, term: Tensor) -> Tensor:
         """Return one row a node."""
         source, target = edge_index
         h = self.lin(x).relu()
-        logits = nn.functional.leaky_relu(h.sum(-1)[source] + h.mean(-1)[target] + term, 0.2)
+        logits = h.sum(-1)[source] + h.mean(-1)[target] + term
+        if self.slope != 1:
+            logits = nn.functional.leaky_relu(logits, self.slope)
         alpha = softmax(logits, target, num_nodes=x.shape[0])
         return torch.zeros_like(h).index_add(0, target, h[source] * alpha[:, None])
 
 
+MASKS = {"-inf": (-math.inf, 0.2), "-inf, no slope": (-math.inf, 1.0), "least": (torch.finfo().min, 1.0)}
+
+
 @torch.no_grad()
-def check_masked(device: str, precision: str) -> None:
-    model = Masked().eval()
+def check_masked(device: str, precision: str, mask: str) -> None:
+    value, slope = MASKS[mask]
+    model = Masked(slope).eval()
     x, edge_index, term = torch.randn(60, 24), torch.randint(50, (2, 400)), torch.randn(400)
-    masked = edge_index[1] % 3 == 0
-    term[masked], term[7] = -math.inf, -math.inf
+    term[edge_index[1] % 3 == 0], term[7] = value, value
     want = model(x, edge_index, term)
-    assert want.isnan().any() and (want[50:] == 0).all()
+    assert want.isnan().any() == math.isinf(value) and (want[50:] == 0).all()
     compiled = gnnc.compile(copy.deepcopy(model).to(device), precision)
     inputs = (x, edge_index, term)
     for given in (inputs, (x, edge_index, torch.zeros(400)), inputs):
@@ -172,11 +177,13 @@ def check_masked(device: str, precision: str) -> None:
         torch.testing.assert_close(got, model(*given), rtol=0.03, atol=0.03, equal_nan=True)
 
 
-def test_models_with_masked_rows_on_the_cpu() -> None:
-    check_masked("cpu", "fp32")
+@pytest.mark.parametrize("mask", MASKS)
+def test_models_with_masked_rows_on_the_cpu(mask: str) -> None:
+    check_masked("cpu", "fp32", mask)
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_models_with_masked_rows(precision: str) -> None:
-    check_masked("cuda", precision)
+def test_models_with_masked_rows(precision: str, mask: str) -> None:
+    check_masked("cuda", precision, mask)
