@@ -38,7 +38,7 @@ from torch_geometric.utils import subgraph
 
 import gnnc
 from gnnc.arguments import flatten_call
-from gnnc.calibration import let_launches_queue, rates_for
+from gnnc.calibration import rates_for
 from gnnc.passes.auto import Choice
 from gnnc.passes.choose import solve
 from gnnc.passes.study import Study, nominal_error
@@ -75,11 +75,6 @@ class Effort:
     def uniform(self) -> list[str]:
         """The precisions that everything is held against."""
         return sorted(get_backend(self.device).precisions, key=lambda name: (name != "fp32", name))
-
-    def before_profile(self) -> None:
-        """Let events on a GPU tell its own time."""
-        if self.device == "cuda":
-            let_launches_queue()
 
 
 def trained(name: str, data: dict[str, Any], model_name: str) -> nn.Module:
@@ -222,7 +217,6 @@ def kernels(model: nn.Module, x: Tensor, edge_index: Tensor, effort: Effort) -> 
         tensors = flatten_call(model, (x, edge_index), {}).tensors
         best: dict[str, float] = {}
         for _ in range(effort.profiles):
-            effort.before_profile()
             for timing in program.profiled(tensors)[1]:
                 best[timing.node] = min(best.get(timing.node, float("inf")), timing.seconds)
         for node, predicted in program.knowledge().predicted.items():

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import linprog
 from torch.fx import GraphModule
 
 from gnnc import cost, describe
@@ -159,7 +158,6 @@ class Device:
         graphs: sizes (nodes, edges) that the probes run on, the most telling first.
         largest_input: bytes of the largest x of a probe.
         facts: what rates belong to, beside the backend and its description.
-        before_run: called before a program is run and timed.
         alike: precision to the one that it is as fast as, which is measured in its place.
     """
 
@@ -167,7 +165,6 @@ class Device:
     graphs: Sequence[tuple[int, int]]
     largest_input: int
     facts: Callable[[], tuple[Any, ...]]
-    before_run: Callable[[], None] = lambda: None
     alike: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -203,17 +200,9 @@ def _cuda_facts() -> tuple[Any, ...]:
     return (digest.hexdigest(),)
 
 
-def let_launches_queue() -> None:
-    """Keep the GPU busy while the host launches, so that events are its own time and not the host's."""
-    torch.cuda._sleep(_CYCLES)
-
-
-_CYCLES = 20_000_000
-"""About ten milliseconds, in which the host writes a timed program and launches what is in it."""
-
 _CPU = Device("cpu", CPU_GRAPHS, 64 << 20, _cpu_facts)
 # Both 16-bit floats take the same instructions, and NVRTC takes half a second for each program.
-_CUDA = Device("cuda", CUDA_GRAPHS, 1 << 30, _cuda_facts, let_launches_queue, {"fp16": "bf16"})
+_CUDA = Device("cuda", CUDA_GRAPHS, 1 << 30, _cuda_facts, {"fp16": "bf16"})
 
 
 # Measuring
@@ -280,7 +269,7 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
             if time.perf_counter() - ready < 0.4 * seconds or graph is device.graphs[0]:
                 trials += _trials(variants, programs, graph, device)
         while trials and (time.perf_counter() - start < seconds or trials[0].runs < _LEAST_RUNS):
-            _run_fewest(trials, device)
+            _run_fewest(trials)
     samples = [s for t in trials for s in t.samples.values() if 0 < s.seconds < float("inf")]
     if not samples:
         raise BackendError(f"backend {backend.name!r} ran none of the kernels that are measured")
@@ -309,11 +298,10 @@ def _with_alike(
     return families
 
 
-def _run_fewest(trials: Sequence[_Trial], device: Device) -> None:
+def _run_fewest(trials: Sequence[_Trial]) -> None:
     """Run the trial that had the least time so far: short kernels need more runs to show their best."""
     trial = min(trials, key=lambda t: (t.runs >= _LEAST_RUNS, t.spent))
     start = time.perf_counter()
-    device.before_run()
     trial.run()
     trial.spent += time.perf_counter() - start
 
@@ -434,6 +422,8 @@ def _memory_steps(names: Sequence[str]) -> np.ndarray:
 
 def _least_absolute(matrix: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """Return x >= 0 with the least sum of |matrix @ x - 1| such that limits @ x <= 0."""
+    from scipy.optimize import linprog  # scipy takes most of a second to import
+
     rows, columns = matrix.shape
     slack = -np.eye(rows)
     # Terms differ by ten orders of magnitude, and the solver's tolerance is absolute.
@@ -446,4 +436,4 @@ def _least_absolute(matrix: np.ndarray, limits: np.ndarray) -> np.ndarray:
     return result.x[:columns]
 
 
-__all__ = ["Sample", "calibrate", "fit", "let_launches_queue", "rates_for", "stored_rates"]
+__all__ = ["Sample", "calibrate", "fit", "rates_for", "stored_rates"]

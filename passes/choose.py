@@ -9,11 +9,9 @@ subject to  sum_o x[i,o] = 1                       each op takes one option
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import lil_matrix
-from scipy.stats import rankdata
 
 from gnnc.passes.study import Study
 
@@ -67,6 +65,8 @@ def _solution(study: Study, chosen: tuple[int, ...], feasible: bool, binding: st
 
 
 def _program(study: Study, limits: np.ndarray) -> tuple[int, ...] | None:
+    from scipy.optimize import Bounds, milp  # scipy takes most of a second to import
+
     if not study.ops:
         return ()
     places = [(i, o) for i, op in enumerate(study.ops) for o in range(len(op.options))]
@@ -106,7 +106,10 @@ def _earliest(study: Study, chosen: tuple[int, ...], limits: np.ndarray) -> tupl
 
 def _constraints(
     study: Study, column: dict[tuple[int, int], int], shares: np.ndarray, width: int
-) -> list[LinearConstraint]:
+) -> list[Any]:
+    from scipy.optimize import LinearConstraint
+    from scipy.sparse import lil_matrix
+
     one = lil_matrix((len(study.ops), width))
     for (i, _), k in column.items():
         one[i, k] = 1.0
@@ -152,6 +155,8 @@ def _binding(study: Study, chosen: Sequence[int], limits: np.ndarray) -> str:
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Return Spearman's rank correlation, or None where one of the two does not vary."""
+    from scipy.stats import rankdata
+
     if len(first) < 2 or len(set(first)) < 2 or len(set(second)) < 2:
         return None
     ranks = np.corrcoef(rankdata(first), rankdata(second))

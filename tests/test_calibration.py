@@ -152,8 +152,9 @@ def test_what_is_as_fast_is_measured_once() -> None:
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
     graphs = ((500, 4000), (2000, 20000))
-    small = dataclasses.replace(calibration._CPU, graphs=graphs, before_run=lambda: runs.append(1))
-    monkeypatch.setattr(calibration, "_CPU", small)
+    monkeypatch.setattr(calibration, "_CPU", dataclasses.replace(calibration._CPU, graphs=graphs))
+    run = calibration._Trial.run
+    monkeypatch.setattr(calibration._Trial, "run", lambda trial: (runs.append(1), run(trial)))
     start = time.perf_counter()
     rates = calibrate(get_backend("cpu"), seconds=4)
     assert time.perf_counter() - start < 60, "ten seconds on a machine that does nothing else"
