@@ -135,15 +135,15 @@ def page(report: dict[str, Any], json: str, fronts: str) -> str:
     longest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found["longest_compile_s"].items())
     arxiv = ", ".join(f"{c['model']} {c['seconds']:.0f} s" for c in report["arxiv"])
     lines = [
-        f"{count} cases; held-out error at most 1.2 times the budget in "
-        f"{found['held_out_within_1.2_budget']}, at worst {found['worst_held_out_over_budget']:.2f} times",
+        f"{count} cases ({', '.join(found['longest_compile_s'])}); held-out error at most 1.2 times the budget "
+        f"in {found['held_out_within_1.2_budget']}, at worst {found['worst_held_out_over_budget']:.2f} times",
         "measured time at most 5% above that of the best uniform precision that keeps the budget in "
         f"{found['at_most_5_percent_slower']}, at worst {found['worst_ratio']:.2f} times; faster in "
         f"{found['faster']}, by 2% or more in {found['faster_by_2_percent']}, by 5% or more in "
         f"{found['faster_by_5_percent']}",
         *_on_the_whole_graph(report["results"], found),
-        f"predicted against measured kernel times on graphs of {LARGE:,} edges and more: median error "
-        f"{'-' if off is None else format(off, '.0%')} over {found['kernels']} kernels",
+        f"predicted against measured kernel times on graphs of {LARGE:,} edges and more: "
+        + ("not measured" if off is None else f"median error {off:.0%} over {found['kernels']} kernels"),
         f"compiling with auto takes at most {longest}; on the arxiv-shaped graph {arxiv or 'not measured'}",
         f"calibration took {format(calibration['measured_in'], '.1f') if calibration else '-'} s",
         f"error of a choice as measured over as predicted: {_spread_text(found['error_model'])}",
