@@ -134,9 +134,10 @@ def page(report: dict[str, Any], json: str, fronts: str) -> str:
     off = found["median_prediction_error"]
     longest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found["longest_compile_s"].items())
     arxiv = ", ".join(f"{c['model']} {c['seconds']:.0f} s" for c in report["arxiv"])
+    graphs = ", ".join(found["longest_compile_s"])
     lines = [
-        f"{count} cases ({', '.join(found['longest_compile_s'])}); held-out error at most 1.2 times the budget "
-        f"in {found['held_out_within_1.2_budget']}, at worst {found['worst_held_out_over_budget']:.2f} times",
+        f"{count} cases ({graphs}); held-out error at most 1.2 times the budget in "
+        f"{found['held_out_within_1.2_budget']}, at worst {found['worst_held_out_over_budget']:.2f} times",
         "measured time at most 5% above that of the best uniform precision that keeps the budget in "
         f"{found['at_most_5_percent_slower']}, at worst {found['worst_ratio']:.2f} times; faster in "
         f"{found['faster']}, by 2% or more in {found['faster_by_2_percent']}, by 5% or more in "
