@@ -30,14 +30,14 @@ struct Segment {
   const int32_t* col;
   int64_t count;
   int64_t base;   // added to col: the first row, or 0
-  int64_t ahead;  // prefetch distance; 0 near the end of col
+  int64_t ahead;  // prefetch distance; 0 near the end of col. Else col goes on so far behind the last edge, and 3 more
 };
 
 // `row_bytes`: of what an edge reads. The prefetched lines must still be there when their turn comes.
 GNNC_INLINE Segment segment(const Csr& csr, int64_t begin, int64_t end, int64_t row_bytes = 64) {
   if (csr.col == nullptr) return {kIdentity.index, end - begin, begin, 0};
   const int64_t ahead = row_bytes <= 64 ? kPrefetch : std::max<int64_t>(kPrefetch * 64 / row_bytes, 16);
-  return {csr.col + begin, end - begin, 0, end + ahead <= csr.num_edges ? ahead : 0};
+  return {csr.col + begin, end - begin, 0, end + ahead + 3 <= csr.num_edges ? ahead : 0};
 }
 
 // out[e] = values[col[e]]. One load at a time: a gather instruction is microcode on many processors, and slower.
