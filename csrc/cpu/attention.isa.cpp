@@ -73,8 +73,9 @@ void weigh_tile(const AttentionArgs& a, TileRow* rows, int64_t count) {
   if constexpr (H == 1) {
     const auto room = static_cast<size_t>(edges + kLanes);
     sources = {begin, src.get<float>(room), scale.get<float>(room)};
-    copy_of_edges(a.a_src, a.csr.col + begin, edges, sources.src);
-    if (a.x_scale != nullptr) copy_of_edges(a.x_scale, a.csr.col + begin, edges, sources.scale);
+    const int32_t* col = a.csr.col + begin;
+    const EdgeCopy of_src{a.a_src, sources.src}, of_scale{a.x_scale, sources.scale};
+    a.x_scale == nullptr ? copy_of_edges(col, edges, of_src) : copy_of_edges(col, edges, of_src, of_scale);
   }
   for (int64_t r = 0; r < count; ++r) weigh_bounded<H>(a, rows[r], sources);
 }
@@ -110,6 +111,13 @@ int64_t lay_out(const AttentionArgs& a, int64_t first, int64_t rows, int64_t str
   return count;
 }
 
+// The values of the destinations, two tiles ahead: one cache line a tile, among gathers that hide it from the hardware.
+void fetch_destinations(const AttentionArgs& a, int64_t first) {
+  if (a.kind != Logit::additive) return;
+  const float* ahead = a.a_dst + (first + 2 * kTileRows) * a.heads;
+  for (int64_t i = 0; i < kTileRows * a.heads; i += 16) __builtin_prefetch(ahead + i);
+}
+
 // Each step is done for all rows of a tile before the next: within one row they wait for each other.
 template <typename T>
 void attention_rows(const AttentionArgs& a, int64_t row_begin, int64_t row_end) {
@@ -122,6 +130,7 @@ void attention_rows(const AttentionArgs& a, int64_t row_begin, int64_t row_end) 
   for (int64_t first = row_begin; first < row_end; first += kTileRows) {
     const int64_t height = std::min(kTileRows, row_end - first);
     fetch(*a.program, first, static_cast<int>(height));
+    fetch_destinations(a, first);
     const int64_t count = lay_out(a, first, height, stride, tile, rows);
     const auto bounded = [&]<int H>() { weigh_tile<H>(a, rows, count); };
     if (count > 0 && (a.src_tops == nullptr || !with_heads(a.heads, bounded))) {
