@@ -308,7 +308,7 @@ GNNC_INLINE void few_steps_row(const uint8_t* a, const int32_t* w, const int32_t
 // Multiplies a block of rows that are mostly zeros (counts of words); false, and nothing done, where one is not.
 bool multiply_few_steps(const GemmArgs& g, const Block& b) {
   const int64_t few = steps_of(g) / kFewSteps;
-  if (few < 16) return false;
+  if (few < 32) return false;
   static thread_local Scratch scratch;
   const int64_t room = few + 32;
   auto* steps = scratch.get<int32_t>(static_cast<size_t>(kBlockRows * room));
