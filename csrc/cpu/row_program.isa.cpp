@@ -252,8 +252,8 @@ void quant_static(const Tile& t, const RowView& codes, const float* inverse, int
   if (count > 0) __atomic_fetch_add(saturated, count, __ATOMIC_RELAXED);
 }
 
-// For each row of a group the largest k in 0..7 with top * 2^k <= 127, and 2^k. The bits of a float that is not negative
-// count powers of two from bit 23 on; a NaN or an infinity gives 0.
+// For each row of a group the largest k in 0..7 with top * 2^k <= 127, and 2^k. The bits of a float that is not
+// negative count powers of two from bit 23 on; a NaN or an infinity gives 0.
 void shifts_of(const float* tops, uint8_t* shifts, int count, float* powers) {
   alignas(64) int32_t k[kGroup];
   for (int r = 0; r < kGroup; r += kLanes) {
