@@ -336,14 +336,14 @@ void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
   for (int64_t p = 0; p < panels_of(g); ++p) {
     const Panel panel = panel_of(g, p);
     const int64_t column = p * kPanelStrips * kLanes;
-    const int step = tile_rows(static_cast<int>(panel.strips));
-    for (int r = 0; r < b.rows; r += step) {
-      const Ahead ahead = ahead_of(g, p, row + r, step);
-      with_strips(panel.strips, [&](auto strips) {
+    with_strips(panel.strips, [&](auto strips) {
+      constexpr int kRows = tile_rows(strips);
+      for (int r = 0; r < b.rows; r += kRows) {
         gemm_code_tile<strips>(b.buffer + r * b.depth, b.depth, panel.data, steps_of(g), g.w_init + column,
-                               b.scales + r, g.w_scale + column, ahead, b.acc + r * b.ld + column, b.ld);
-      });
-    }
+                               b.scales + r, g.w_scale + column, ahead_of(g, p, row + r, kRows),
+                               b.acc + r * b.ld + column, b.ld);
+      }
+    });
   }
 }
 
