@@ -11,6 +11,9 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
+constexpr int64_t kTileFloats = 4096;  // half of L1
+constexpr int64_t kMaxTileRows = 32;   // long steps wait less for the first row of each
+
 // One row of a tile and its place in the buffers.
 struct TileRow {
   int64_t row, begin, end;
@@ -73,8 +76,9 @@ void weigh_tile(const AttentionArgs& a, TileRow* rows, int64_t count) {
   if constexpr (H == 1) {
     const auto room = static_cast<size_t>(edges + kLanes);
     sources = {begin, src.get<float>(room), scale.get<float>(room)};
-    copy_of_edges(a.a_src, a.csr.col + begin, edges, sources.src);
-    if (a.x_scale != nullptr) copy_of_edges(a.x_scale, a.csr.col + begin, edges, sources.scale);
+    const int32_t* col = a.csr.col + begin;
+    const EdgeCopy of_src{a.a_src, sources.src}, of_scale{a.x_scale, sources.scale};
+    a.x_scale == nullptr ? copy_of_edges(col, edges, of_src) : copy_of_edges(col, edges, of_src, of_scale);
   }
   for (int64_t r = 0; r < count; ++r) weigh_bounded<H>(a, rows[r], sources);
 }
@@ -110,18 +114,27 @@ int64_t lay_out(const AttentionArgs& a, int64_t first, int64_t rows, int64_t str
   return count;
 }
 
+// The values of the destinations, two tiles ahead: few cache lines, among gathers that hide them from the hardware.
+void fetch_destinations(const AttentionArgs& a, int64_t first, int64_t rows) {
+  if (a.kind != Logit::additive) return;
+  const float* ahead = a.a_dst + (first + 2 * rows) * a.heads;
+  for (int64_t i = 0; i < rows * a.heads; i += 16) __builtin_prefetch(ahead + i);
+}
+
 // Each step is done for all rows of a tile before the next: within one row they wait for each other.
 template <typename T>
 void attention_rows(const AttentionArgs& a, int64_t row_begin, int64_t row_end) {
   static thread_local Scratch tiles;
   const int64_t stride = (a.width + 63) / 64 * 64;
-  auto* tile = tiles.get<float>(static_cast<size_t>(kTileRows * stride));
+  const int64_t tile_rows = std::clamp<int64_t>(kTileFloats / std::max<int64_t>(stride, 1), 1, kMaxTileRows);
+  auto* tile = tiles.get<float>(static_cast<size_t>(tile_rows * stride));
   const Rows<T> x{static_cast<const T*>(a.x), a.x_stride, a.width};
   const SumKernel<T> sum = weighted_sum_kernel<T>(a.width, a.heads);
-  TileRow rows[kTileRows];
-  for (int64_t first = row_begin; first < row_end; first += kTileRows) {
-    const int64_t height = std::min(kTileRows, row_end - first);
+  TileRow rows[kMaxTileRows];
+  for (int64_t first = row_begin; first < row_end; first += tile_rows) {
+    const int64_t height = std::min(tile_rows, row_end - first);
     fetch(*a.program, first, static_cast<int>(height));
+    fetch_destinations(a, first, tile_rows);
     const int64_t count = lay_out(a, first, height, stride, tile, rows);
     const auto bounded = [&]<int H>() { weigh_tile<H>(a, rows, count); };
     if (count > 0 && (a.src_tops == nullptr || !with_heads(a.heads, bounded))) {

@@ -21,53 +21,54 @@ struct BoundedRow {
   float *weights, *inverse, *largest;
 };
 
-template <int H, bool Full>
+// kInside: all of the vector's edges may be read, those of the row or not.
+template <int H, bool kInside>
 GNNC_INLINE Floats bounded_vector(const AttentionArgs& a, const BoundedRow& row, Floats own, Floats bound,
                                   const int32_t* col, int64_t k, int64_t left, Floats& sum) {
   Floats l;
   if constexpr (H == 1) {
     l = load(row.src + k) + own;
   } else {
-    l = gather_heads<H, Full>(a.a_src, col + k, left) + own;
+    l = gather_heads<H, kInside>(a.a_src, col + k, left) + own;
   }
-  Floats e = exp_of_negative(larger(l, l * splat(a.slope)) - bound);
-  if constexpr (!Full) e = keep(e, Tail{static_cast<int>(left * H)});
+  const Tail lanes{static_cast<int>(std::min<int64_t>(left * H, kLanes))};
+  const Floats e = keep(exp_of_negative(larger(l, l * splat(a.slope)) - bound), lanes);
   sum += e;
   if (a.x_scale == nullptr) return e;
-  const Floats scale = H == 1 ? load(row.scale + k) : repeat_scales<H, Full>(a.x_scale, col + k, left);
-  if constexpr (Full) return e * scale;
-  return keep(e * scale, Tail{static_cast<int>(left * H)});
+  const Floats scale = H == 1 ? load(row.scale + k) : repeat_scales<H, kInside>(a.x_scale, col + k, left);
+  return keep(e * scale, lanes);
 }
 
-// False where the sum underflows or is not finite.
-template <int H>
-GNNC_INLINE bool bounded_softmax(const AttentionArgs& a, const Segment& s, const BoundedRow& row) {
+template <int H, bool kInside>
+GNNC_INLINE bool bounded_softmax_of(const AttentionArgs& a, const Segment& s, const BoundedRow& row) {
   constexpr int kEdges = kLanes / H;
   const Floats own = repeat_heads<H>(a.a_dst + row.row * H), top = own + load(a.src_tops);
   const Floats bound = larger(top, top * splat(a.slope));
   Floats sum{};
   Ints largest{};
-  int64_t k = 0;
-  const auto put = [&](Floats w) __attribute__((always_inline)) {
-    largest = gnnc::GNNC_ISA::larger(largest, magnitude(w));
-    store(row.weights + k * H, w);
-  };
-  for (; k + kEdges <= s.count; k += kEdges) {
-    if constexpr (H > 1) {
+  for (int64_t k = 0; k < s.count; k += kEdges) {
+    if constexpr (H > 1 && kInside) {
       const int32_t* next = s.col + k + s.ahead;
       each<kEdges>([&](auto u) __attribute__((always_inline)) {
         __builtin_prefetch(a.a_src + static_cast<int64_t>(next[u]) * H);
       });
     }
-    put(bounded_vector<H, true>(a, row, own, bound, s.col, k, kEdges, sum));
+    const Floats w = bounded_vector<H, kInside>(a, row, own, bound, s.col, k, s.count - k, sum);
+    largest = gnnc::GNNC_ISA::larger(largest, magnitude(w));
+    store(row.weights + k * H, w);
   }
-  if (k < s.count) put(bounded_vector<H, false>(a, row, own, bound, s.col, k, s.count - k, sum));
   sum = fold_heads<H>(sum, [](Floats x, Floats y) { return x + y; });
   if (any((sum > splat(kLeastSum)) == 0)) return false;
   store(row.inverse, splat(1.0f) / sum);
   const auto combine = [](Ints x, Ints y) { return gnnc::GNNC_ISA::larger(x, y); };
   store(row.largest, as_floats(fold_heads<H>(largest, combine)));
   return true;
+}
+
+// False where the sum underflows or is not finite.
+template <int H>
+GNNC_INLINE bool bounded_softmax(const AttentionArgs& a, const Segment& s, const BoundedRow& row) {
+  return s.ahead > 0 ? bounded_softmax_of<H, true>(a, s, row) : bounded_softmax_of<H, false>(a, s, row);
 }
 
 }  // namespace

@@ -38,33 +38,35 @@ GNNC_INLINE void order_columns(__m512 (&v)[4]) {
   v[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
 }
 
+// Four edges of a segment. Those past its end are any edges of the graph: their weights must be 0.
 struct Fours {
-  const int8_t *a, *b, *c, *d;
+  int64_t first;  // edge
+  int64_t left;   // edges of the segment from there on
+  int64_t source[4];
+  const int8_t* row[4];
 };
 
-template <typename Stride, typename Body>
+// kInside: col goes on behind the segment, so that four edges, and four ahead, may always be read.
+template <bool kInside, typename Stride, typename Body>
 GNNC_INLINE void for_fours_at(const Segment& s, const int8_t* base, Stride stride, int64_t bytes, const Body& body) {
   asm("" : "+r"(base));  // one register, not a sum that is made again for every row
-  const int32_t* next = s.col + s.ahead;
-  const int64_t last = s.count - 1, full = last / 4 * 4;
-  const auto row = [&](const int32_t* col, int64_t e) __attribute__((always_inline)) { return base + col[e] * stride; };
-  const auto four = [&](int64_t e, int64_t e1, int64_t e2, int64_t e3, int64_t edges) __attribute__((always_inline)) {
-    prefetch_row(row(next, e), bytes);
-    prefetch_row(row(next, e1), bytes);
-    prefetch_row(row(next, e2), bytes);
-    prefetch_row(row(next, e3), bytes);
-    body(e, Fours{row(s.col, e), row(s.col, e1), row(s.col, e2), row(s.col, e3)}, edges);
-  };
-  for (int64_t e = 0; e < full; e += 4) four(e, e + 1, e + 2, e + 3, 4);
-  const auto upto = [&](int64_t e) __attribute__((always_inline)) { return std::min(e, last); };
-  four(full, upto(full + 1), upto(full + 2), last, s.count - full);
+  for (int64_t e = 0; e < s.count; e += 4) {
+    Fours four{e, s.count - e, {}, {}};
+    each<4>([&](auto i) __attribute__((always_inline)) {
+      if constexpr (kInside) prefetch_row(base + s.col[e + i + s.ahead] * stride, bytes);
+      four.source[i] = s.col[kInside ? e + i : std::min<int64_t>(e + i, s.count - 1)];
+      four.row[i] = base + four.source[i] * stride;
+    });
+    body(four);
+  }
 }
 
-// body(first edge, four rows, edges): edges is 4 but for the last time, when rows past the last repeat that one.
+// body(four) for the edges of a segment and `bytes` of their rows.
 template <typename Body>
 GNNC_INLINE void for_fours(const Segment& s, const int8_t* base, int64_t stride, int64_t bytes, const Body& body) {
-  if (stride == 64) return for_fours_at(s, base, std::integral_constant<int64_t, 64>{}, bytes, body);
-  for_fours_at(s, base, stride, bytes, body);
+  if (s.ahead == 0) return for_fours_at<false>(s, base, stride, bytes, body);
+  if (stride == 64) return for_fours_at<true>(s, base, std::integral_constant<int64_t, 64>{}, bytes, body);
+  for_fours_at<true>(s, base, stride, bytes, body);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ struct Csr {
 };
 
 constexpr int64_t kChunkWork = 8192;  // rows + edges a chunk: 10 to 50 us, and long enough to prefetch within
-constexpr int64_t kTileRows = 8;      // rows that the row program sees at once
+constexpr int64_t kTileRows = 16;     // rows that the row program sees at once
 
 inline int64_t chunk_count(const Csr& csr) { return (csr.num_dst + csr.num_edges + kChunkWork - 1) / kChunkWork; }
 

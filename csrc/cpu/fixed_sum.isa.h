@@ -124,12 +124,12 @@ GNNC_INLINE void fixed_block(const Segment& s, const Rows<int8_t>& rows, int64_t
   __m512i high[NV][4]{}, low[NV][4]{}, heads[NV];
   each<NV>([&](auto v) __attribute__((always_inline)) { heads[v] = heads_of_lanes<H>(column + v * 64, head_width); });
   const int8_t* base = rows.data + s.base * rows.stride + column;
-  for_fours(s, base, rows.stride, NV * 64, [&](int64_t e, const Fours& row, int64_t) __attribute__((always_inline)) {
-    const int64_t word = e / 4 * H;
+  for_fours(s, base, rows.stride, NV * 64, [&](const Fours& four) __attribute__((always_inline)) {
+    const int64_t word = four.first / 4 * H;
     each<NV>([&](auto v) __attribute__((always_inline)) {
       const auto at = [&](const int8_t* p) __attribute__((always_inline)) { return _mm512_loadu_si512(p + v * 64); };
       __m512i x[4];
-      interleave(at(row.a), at(row.b), at(row.c), at(row.d), x);
+      interleave(at(four.row[0]), at(four.row[1]), at(four.row[2]), at(four.row[3]), x);
       const __m512i wh = words_of<H>(w.high + word, heads[v]), wl = words_of<H>(w.low + word, heads[v]);
       each<4>([&](auto i) __attribute__((always_inline)) {
         dot_bytes(high[v][i], wh, x[i]);

@@ -10,6 +10,8 @@
 
 #include "gemm_layout.isa.h"
 #include "gnnc/quantize.h"
+#include "heads.isa.h"
+#include "scratch.h"
 
 namespace gnnc::GNNC_ISA {
 namespace {
@@ -17,9 +19,28 @@ namespace {
 constexpr int64_t kFloatDepth = 2048;  // k of a pass over the rows of a block: half an L2 of weights
 constexpr int64_t kExactDepth = 1024;  // 127 * 127 * 1024 < 2^24: sums of products of codes are exact in floats
 
+constexpr int64_t kFewSteps = 4;  // rows of which fewer than one step in so many is not zero are multiplied singly
+
 constexpr int tile_rows(int strips) {
   if (!kVnni) return kLanes == 8 ? 3 : 2;
   return strips == 4 ? 6 : strips == 3 ? 8 : 12;
+}
+
+int64_t panels_of(const GemmArgs& g) { return (strips_of(g) + kPanelStrips - 1) / kPanelStrips; }
+
+// body(strips) with the number as a constant.
+template <typename Body>
+GNNC_INLINE void with_strips(int64_t strips, const Body& body) {
+  switch (strips) {
+    case 4:
+      return body(std::integral_constant<int, 4>{});
+    case 3:
+      return body(std::integral_constant<int, 3>{});
+    case 2:
+      return body(std::integral_constant<int, 2>{});
+    default:
+      return body(std::integral_constant<int, 1>{});
+  }
 }
 
 // Fetches a part of the rows of the next block in each step of a tile, so that reading x overlaps with products.
@@ -68,20 +89,6 @@ __attribute__((noinline)) void gemm_float_tile(const float* a, int64_t lda, cons
   float_tile<kRows, kStrips>(a, lda, w, depth, add, ahead, acc, ld, Sums<kRows, kStrips>{});
 }
 
-void float_tile_of(int64_t strips, const float* a, int64_t lda, const float* w, int64_t depth, bool add, Ahead ahead,
-                   float* acc, int64_t ld) {
-  switch (strips) {
-    case 4:
-      return gemm_float_tile<4>(a, lda, w, depth, add, ahead, acc, ld);
-    case 3:
-      return gemm_float_tile<3>(a, lda, w, depth, add, ahead, acc, ld);
-    case 2:
-      return gemm_float_tile<2>(a, lda, w, depth, add, ahead, acc, ld);
-    default:
-      return gemm_float_tile<1>(a, lda, w, depth, add, ahead, acc, ld);
-  }
-}
-
 // A block of rows while it is computed, in the thread's scratch.
 struct Block {
   float* acc;       // [kBlockRows, ld]
@@ -111,15 +118,16 @@ Block block_in(const GemmArgs& g, void* scratch, int rows) {
 
 void multiply_floats(const GemmArgs& g, const Block& b, int64_t row, const float* a, int64_t lda, int64_t from,
                      int64_t to, bool add) {
-  const int64_t panels = (strips_of(g) + kPanelStrips - 1) / kPanelStrips;
-  for (int64_t p = 0; p < panels; ++p) {
+  for (int64_t p = 0; p < panels_of(g); ++p) {
     const Panel panel = panel_of(g, p);
     const auto* w = reinterpret_cast<const float*>(panel.data) + from * panel.step();
     const int step = tile_rows(static_cast<int>(panel.strips));
     for (int r = 0; r < b.rows; r += step) {
       const Ahead ahead = ahead_of(g, from == 0 ? p : 1, row + r, step);
-      float_tile_of(panel.strips, a + r * lda + from, lda, w, to - from, add, ahead,
-                    b.acc + r * b.ld + p * kPanelStrips * kLanes, b.ld);
+      with_strips(panel.strips, [&](auto strips) {
+        gemm_float_tile<strips>(a + r * lda + from, lda, w, to - from, add, ahead,
+                                b.acc + r * b.ld + p * kPanelStrips * kLanes, b.ld);
+      });
     }
   }
 }
@@ -259,22 +267,83 @@ __attribute__((noinline)) void gemm_code_tile(const uint8_t* a, int64_t lda, con
   code_tile<kRows, kStrips>(a, lda, w, steps, init, row_scale, column_scale, ahead, acc, ld, Sums<kRows, kStrips>{});
 }
 
-void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
-  load_codes(g, b, row);
-  const int64_t panels = (strips_of(g) + kPanelStrips - 1) / kPanelStrips;
-  for (int64_t p = 0; p < panels; ++p) {
+// The steps of a row that have a code other than zero, as long as they are few; -1: they are not. Whole vectors are
+// written.
+int64_t find_few_steps(const uint8_t* codes, int64_t depth, int64_t few, int32_t* found) {
+  const __m512i zeros = _mm512_set1_epi8(-128);
+  __m512i step = _mm512_loadu_si512(kLaneNumbers.lane);
+  int64_t count = 0;
+  for (int64_t k = 0; k < depth; k += 64) {
+    const __mmask16 some = _mm512_cmpneq_epi32_mask(_mm512_loadu_si512(codes + k), zeros);
+    _mm512_storeu_si512(found + count, _mm512_maskz_compress_epi32(some, step));
+    step = _mm512_add_epi32(step, _mm512_set1_epi32(16));
+    count += __builtin_popcount(some);
+    if (count > few) return -1;
+  }
+  return count;
+}
+
+// One row of code_tile, of some steps only. Those left out would add 128 * w, as the others do: it is summed apart, in
+// place of starting at the sum for all.
+template <int kStrips>
+GNNC_INLINE void few_steps_row(const uint8_t* a, const int32_t* w, const int32_t* steps, int64_t count, float row_scale,
+                               const float* column_scale, float* acc) {
+  __m512i sums[kStrips] = {}, extra[kStrips] = {};
+  const __m512i zeros = _mm512_set1_epi8(-128);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t k = steps[i];
+    const __m512i value = _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(a + 4 * k));
+    each<kStrips>([&](auto j) __attribute__((always_inline)) {
+      const __m512i weights = _mm512_loadu_si512(w + (k * kStrips + j) * 16);
+      add_products(sums[j], value, weights);
+      add_products(extra[j], zeros, weights);
+    });
+  }
+  each<kStrips>([&](auto j) __attribute__((always_inline)) {
+    const auto sum = reinterpret_cast<Ints>(_mm512_sub_epi32(sums[j], extra[j]));
+    store(acc + j * 16, to_floats(sum) * splat(row_scale) * load(column_scale + j * 16));
+  });
+}
+
+// Multiplies a block of rows that are mostly zeros (counts of words); false, and nothing done, where one is not.
+bool multiply_few_steps(const GemmArgs& g, const Block& b) {
+  const int64_t few = steps_of(g) / kFewSteps;
+  if (few < 32) return false;
+  static thread_local Scratch scratch;
+  const int64_t room = few + 32;
+  auto* steps = scratch.get<int32_t>(static_cast<size_t>(kBlockRows * room));
+  int64_t counts[kBlockRows];
+  for (int r = 0; r < b.rows; ++r) {
+    counts[r] = find_few_steps(b.buffer + r * b.depth, b.depth, few, steps + r * room);
+    if (counts[r] < 0) return false;
+  }
+  for (int64_t p = 0; p < panels_of(g); ++p) {
     const Panel panel = panel_of(g, p);
     const int64_t column = p * kPanelStrips * kLanes;
-    const auto tile = panel.strips == 4   ? &gemm_code_tile<4>
-                      : panel.strips == 3 ? &gemm_code_tile<3>
-                      : panel.strips == 2 ? &gemm_code_tile<2>
-                                          : &gemm_code_tile<1>;
-    const int step = tile_rows(static_cast<int>(panel.strips));
-    for (int r = 0; r < b.rows; r += step) {
-      const Ahead ahead = ahead_of(g, p, row + r, step);
-      tile(b.buffer + r * b.depth, b.depth, panel.data, steps_of(g), g.w_init + column, b.scales + r,
-           g.w_scale + column, ahead, b.acc + r * b.ld + column, b.ld);
+    for (int r = 0; r < b.rows; ++r) {
+      with_strips(panel.strips, [&](auto strips) __attribute__((always_inline)) {
+        few_steps_row<strips>(b.buffer + r * b.depth, panel.data, steps + r * room, counts[r], b.scales[r],
+                              g.w_scale + column, b.acc + r * b.ld + column);
+      });
     }
+  }
+  return true;
+}
+
+void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
+  load_codes(g, b, row);
+  if (multiply_few_steps(g, b)) return;
+  for (int64_t p = 0; p < panels_of(g); ++p) {
+    const Panel panel = panel_of(g, p);
+    const int64_t column = p * kPanelStrips * kLanes;
+    with_strips(panel.strips, [&](auto strips) {
+      constexpr int kRows = tile_rows(strips);
+      for (int r = 0; r < b.rows; r += kRows) {
+        gemm_code_tile<strips>(b.buffer + r * b.depth, b.depth, panel.data, steps_of(g), g.w_init + column,
+                               b.scales + r, g.w_scale + column, ahead_of(g, p, row + r, kRows),
+                               b.acc + r * b.ld + column, b.ld);
+      }
+    });
   }
 }
 

@@ -34,6 +34,10 @@ GNNC_INLINE Ints lane_numbers() { return *reinterpret_cast<const Ints*>(kLaneNum
 template <int H>
 GNNC_INLINE Floats repeat_heads(const float* values) {
   if constexpr (H == 1) return splat(*values);
+#ifdef __AVX512F__
+  if constexpr (H == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(values));
+  if constexpr (H == 8) return _mm512_broadcast_f32x8(_mm256_loadu_ps(values));
+#endif
   return __builtin_shuffle(load(values, Tail{H}), lane_numbers() & (H - 1));
 }
 

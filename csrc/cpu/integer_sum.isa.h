@@ -21,22 +21,11 @@ inline int64_t padded(int64_t width) { return (width + 63) / 64 * 64; }
 struct IntSum {
   Csr csr;
   Rows<int8_t> rows;
-  const uint8_t* power;  // 2^(7 - shift) by edge, for pow2
+  const uint8_t* shift;  // by source, for pow2
   const int8_t* value;   // by edge, for signed8
   int32_t* sums;         // [padded width], scratch
   int64_t* totals;       // [width], scratch
 };
-
-// power[e] = 2^(7 - shift) of the source of every edge of a tile, kept apart from the rows that wait for it.
-inline void powers_of_edges(const Csr& csr, const uint8_t* shift, int64_t begin, int64_t end, uint8_t* power) {
-  const int64_t count = end - begin;
-  if (csr.col == nullptr) {
-    std::memcpy(power, shift + begin, static_cast<size_t>(count));
-  } else {
-    copy_of_edges(shift, csr.col + begin, count, power);
-  }
-  for (int64_t e = 0; e < count; ++e) power[e] = static_cast<uint8_t>(128 >> (power[e] & 7));
-}
 
 #ifdef __AVX512F__
 
@@ -54,16 +43,28 @@ struct Sums {
   __m512i part[4];
 };
 
-// The weights of the edges e .. e + edges as a word, 0 past the last.
+// The weights of a segment: shifts by source, or values by edge.
 template <IntWeight W>
-GNNC_INLINE __m512i weight_word(const uint8_t* weights, int64_t e, int64_t edges) {
-  if constexpr (W == IntWeight::none) return _mm512_set1_epi32(0x01010101 & (~uint32_t{0} >> (32 - 8 * edges)));
-  if (edges < 4) {
-    return _mm512_broadcastd_epi32(_mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << edges) - 1), weights + e));
+GNNC_INLINE const uint8_t* weights_of(const IntSum& a, const Segment& s, int64_t begin) {
+  if constexpr (W == IntWeight::pow2) return a.shift + s.base;
+  if constexpr (W == IntWeight::signed8) return reinterpret_cast<const uint8_t*>(a.value) + begin;
+  return nullptr;
+}
+
+// The weights of four edges as a word, 0 past the end of the segment.
+template <IntWeight W>
+GNNC_INLINE __m512i weight_word(const uint8_t* weights, const Fours& four) {
+  const uint32_t inside = _bzhi_u32(~0u, static_cast<uint32_t>(8 * std::min<int64_t>(four.left, 4)));
+  if constexpr (W == IntWeight::none) return _mm512_set1_epi32(static_cast<int>(0x01010101 & inside));
+  if constexpr (W == IntWeight::signed8) {
+    const auto lanes = static_cast<__mmask16>(_bzhi_u32(0xf, static_cast<uint32_t>(std::min<int64_t>(four.left, 4))));
+    return _mm512_broadcastd_epi32(_mm_maskz_loadu_epi8(lanes, weights + four.first));
   }
-  int32_t word;
-  std::memcpy(&word, weights + e, sizeof word);
-  return _mm512_set1_epi32(word);
+  uint32_t shifts = ~inside;  // a byte whose highest bit is set becomes 0
+  each<4>([&](auto i) __attribute__((always_inline)) { shifts |= uint32_t{weights[four.source[i]]} << (8 * i); });
+  const __m128i powers = _mm_set1_epi64x(0x0102040810204080);
+  const __m128i word = _mm_shuffle_epi8(powers, _mm_cvtsi32_si128(static_cast<int>(shifts)));
+  return _mm512_broadcastd_epi32(word);
 }
 
 template <IntWeight W>
@@ -75,12 +76,12 @@ GNNC_INLINE __m512i row_bytes(const int8_t* row) {
 template <IntWeight W, int NV>
 GNNC_INLINE void integer_block(const Segment& s, const int8_t* base, int64_t stride, const uint8_t* weights,
                                Sums (&acc)[NV]) {
-  for_fours(s, base, stride, NV * 64, [&](int64_t e, const Fours& row, int64_t edges) __attribute__((always_inline)) {
-    const __m512i w = weight_word<W>(weights, e, edges);
+  for_fours(s, base, stride, NV * 64, [&](const Fours& four) __attribute__((always_inline)) {
+    const __m512i w = weight_word<W>(weights, four);
     each<NV>([&](auto v) __attribute__((always_inline)) {
       const auto at = [&](const int8_t* p) __attribute__((always_inline)) { return row_bytes<W>(p + v * 64); };
       __m512i x[4];
-      interleave(at(row.a), at(row.b), at(row.c), at(row.d), x);
+      interleave(at(four.row[0]), at(four.row[1]), at(four.row[2]), at(four.row[3]), x);
       each<4>([&](auto i) __attribute__((always_inline)) {
         W == IntWeight::signed8 ? dot_bytes(acc[v].part[i], x[i], w) : dot_bytes(acc[v].part[i], w, x[i]);
       });
@@ -103,13 +104,6 @@ GNNC_INLINE void store_columns(const Sums& s, __m512i correction, float* out) {
   each<4>([&](auto i) __attribute__((always_inline)) { _mm512_storeu_ps(out + i * 16, v[i]); });
 }
 
-template <IntWeight W>
-GNNC_INLINE const uint8_t* weights_of(const IntSum& a, int64_t begin) {
-  if constexpr (W == IntWeight::pow2) return a.power + begin;
-  if constexpr (W == IntWeight::signed8) return reinterpret_cast<const uint8_t*>(a.value) + begin;
-  return nullptr;
-}
-
 // What comes out of every column too much: data goes in as unsigned q + 128 where weights are signed.
 template <IntWeight W>
 GNNC_INLINE int64_t correction_of(const IntSum& a, int64_t begin, int64_t count) {
@@ -127,7 +121,9 @@ GNNC_INLINE int64_t sum_vectors(const IntSum& a, const Segment& s, int64_t colum
 }
 
 template <IntWeight W, typename Finish>
-GNNC_INLINE void sum_segment(const IntSum& a, const Segment& s, const uint8_t* weights, const Finish& finish) {
+GNNC_INLINE void sum_segment(const IntSum& a, int64_t begin, int64_t end, const Finish& finish) {
+  const Segment s = segment(a.csr, begin, end);
+  const uint8_t* weights = weights_of<W>(a, s, begin);
   for (int64_t c = 0; c < a.rows.width;) {
     const int64_t vectors = (a.rows.width - c + 63) / 64;
     if (vectors >= 4) {
@@ -145,11 +141,10 @@ template <IntWeight W>
 int64_t sum_group(const IntSum& a, int64_t begin, int64_t end) {
   std::memset(a.sums, 0, static_cast<size_t>(padded(a.rows.width)) * sizeof(int32_t));
   for (int64_t e = begin; e < end; e += kSegment) {
-    sum_segment<W>(a, segment(a.csr, e, std::min(e + kSegment, end)), weights_of<W>(a, e),
-                   [&](int64_t c, const Sums& sums) __attribute__((always_inline)) {
-                     auto* to = reinterpret_cast<Sums*>(a.sums + c);
-                     for (int i = 0; i < 4; ++i) to->part[i] = _mm512_add_epi32(to->part[i], sums.part[i]);
-                   });
+    sum_segment<W>(a, e, std::min(e + kSegment, end), [&](int64_t c, const Sums& sums) __attribute__((always_inline)) {
+      auto* to = reinterpret_cast<Sums*>(a.sums + c);
+      for (int i = 0; i < 4; ++i) to->part[i] = _mm512_add_epi32(to->part[i], sums.part[i]);
+    });
   }
   return correction_of<W>(a, begin, end - begin);
 }
@@ -157,9 +152,9 @@ int64_t sum_group(const IntSum& a, int64_t begin, int64_t end) {
 template <IntWeight W>
 GNNC_INLINE void short_row(const IntSum& a, int64_t begin, int64_t end, float* out) {
   const __m512i correction = _mm512_set1_epi32(static_cast<int32_t>(correction_of<W>(a, begin, end - begin)));
-  sum_segment<W>(a, segment(a.csr, begin, end), weights_of<W>(a, begin),
-                 [&](int64_t c, const Sums& sums)
-                     __attribute__((always_inline)) { store_columns(sums, correction, out + c); });
+  sum_segment<W>(a, begin, end, [&](int64_t c, const Sums& sums) __attribute__((always_inline)) {
+    store_columns(sums, correction, out + c);
+  });
 }
 
 #else
@@ -173,7 +168,7 @@ int64_t sum_group(const IntSum& a, int64_t begin, int64_t end) {
     const int64_t source = a.csr.col == nullptr ? e : a.csr.col[e];
     const int8_t* row = a.rows.data + source * a.rows.stride;
     int16_t w = 1;
-    if (W == IntWeight::pow2) w = a.power[e];
+    if (W == IntWeight::pow2) w = static_cast<int16_t>(128 >> (a.shift[source] & 7));
     if (W == IntWeight::signed8) w = a.value[e];
     for (int64_t c = 0; c < a.rows.width; ++c) a.sums[c] += w * row[c];
   }

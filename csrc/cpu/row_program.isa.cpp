@@ -252,21 +252,15 @@ void quant_static(const Tile& t, const RowView& codes, const float* inverse, int
   if (count > 0) __atomic_fetch_add(saturated, count, __ATOMIC_RELAXED);
 }
 
-// For each row of a group the largest k in 0..7 with top * 2^k <= 127, and 2^k.
+// For each row of a group the largest k in 0..7 with top * 2^k <= 127, and 2^k. The bits of a float that is not
+// negative count powers of two from bit 23 on; a NaN or an infinity gives 0.
 void shifts_of(const float* tops, uint8_t* shifts, int count, float* powers) {
   alignas(64) int32_t k[kGroup];
   for (int r = 0; r < kGroup; r += kLanes) {
-    const Floats top = load(tops + r);
-    Ints shift{};
-    Floats power = splat(1.0f);
-    for (int i = 1; i <= 7; ++i) {
-      const Floats candidate = splat(static_cast<float>(1 << i));
-      const auto fits = top * candidate <= splat(127.0f);
-      shift -= fits;
-      power = fits ? candidate : power;
-    }
+    const Ints room = (splat(to_bits(127.0f)) - as_ints(load(tops + r))) >> 23;
+    const Ints shift = room > 7 ? splat(7) : larger(room, Ints{});
     std::memcpy(k + r, &shift, sizeof shift);
-    store(powers + r, power);
+    store(powers + r, as_floats((shift + 127) << 23));
   }
   for (int i = 0; i < count; ++i) shifts[i] = static_cast<uint8_t>(k[i]);
 }

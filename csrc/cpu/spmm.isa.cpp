@@ -16,7 +16,7 @@ namespace {
 // wait for them.
 void scaled_values(const SpmmArgs& a, int64_t begin, int64_t end, float* weights) {
   if (a.csr.col != nullptr && a.x_scale != nullptr && a.heads == 1) {
-    copy_of_edges(a.x_scale, a.csr.col + begin, end - begin, weights);
+    copy_of_edges(a.csr.col + begin, end - begin, EdgeCopy{a.x_scale, weights});
     for (int64_t e = begin; e < end && a.value != nullptr; ++e) weights[e - begin] *= a.value[e];
     return;
   }
@@ -63,20 +63,14 @@ GNNC_INLINE void for_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end,
 
 template <IntWeight W>
 void integer_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end) {
-  static thread_local Scratch sums, totals, powers;
+  static thread_local Scratch sums, totals;
   const auto width = static_cast<size_t>(padded(a.width));
   const Rows<int8_t> rows{static_cast<const int8_t*>(a.x), a.x_stride, a.width};
-  IntSum sum{a.csr, rows, nullptr, a.integer_value, sums.get<int32_t>(width), totals.get<int64_t>(width)};
-  const auto prepare = [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
-    if constexpr (W == IntWeight::pow2) {
-      auto* power = powers.get<uint8_t>(static_cast<size_t>(end - begin));
-      powers_of_edges(a.csr, a.shift, begin, end, power);
-      sum.power = power - begin;
-    }
-  };
-  for_rows(a, row_begin, row_end, prepare, [&](int64_t begin, int64_t end, float* out) __attribute__((always_inline)) {
-    integer_row<W>(sum, begin, end, out);
-  });
+  const IntSum sum{a.csr, rows, a.shift, a.integer_value, sums.get<int32_t>(width), totals.get<int64_t>(width)};
+  for_rows(
+      a, row_begin, row_end, [](int64_t, int64_t) {},
+      [&](int64_t begin, int64_t end, float* out)
+          __attribute__((always_inline)) { integer_row<W>(sum, begin, end, out); });
 }
 
 template <typename T>

@@ -85,6 +85,20 @@ def test_int8_of_bf16_rows(depth: int) -> None:
     assert torch.equal(run(x, w, INT8), integer_product(quantized(x.float(), scale[:, None]), scale, w))
 
 
+@pytest.mark.parametrize("depth", [511, 512, 1433])
+@pytest.mark.parametrize("width", [7, 40, 64, 100])
+@pytest.mark.parametrize("given", [False, True])
+def test_int8_of_rows_that_are_mostly_zeros(depth: int, width: int, given: bool) -> None:
+    x, w = torch.randn(100, depth) * (torch.rand(100, depth) < 0.02), torch.randn(width, depth)
+    x[3] = 0
+    x[60] = torch.randn(depth)  # its block is multiplied as a whole
+    scale = row_scale(x)
+    q = quantized(x, scale[:, None])
+    assert q.dtype == torch.int8
+    got = run(q, w, INT8, scale) if given else run(x, w, INT8)
+    assert torch.equal(got, integer_product(q, scale, w))
+
+
 @pytest.mark.parametrize("depth", WIDTHS)
 @pytest.mark.parametrize("single", [True, False])
 def test_int8_of_codes(depth: int, single: bool) -> None:
