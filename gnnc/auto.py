@@ -135,9 +135,7 @@ class _Search:
             plan = known.plan(solution.chosen)
             if any(plan.items() <= each.options.items() for each in seen):
                 break
-            self._choice = dataclasses.replace(
-                choice, study=known, solution=solution, plan=plan, log=choice.log
-            )
+            self._choice = dataclasses.replace(choice, study=known, solution=solution, plan=plan)
             found.append(self._try("auto", AUTO))
             choice.log.append(f"chosen again from measured times: error {found[-1]}, {found[-1].time_text}")
             if found[-1].worst > choice.budget:
@@ -160,7 +158,7 @@ class _Search:
             verb = "loosened" if wasteful else "tightened"
             choice.log.append(f"{verb} to {choice.limit_text}: the run before erred {found}")
             found = self._try("auto", AUTO)
-            if found.worst <= budget and (best is None or found.seconds < best.seconds):
+            if found.worst <= budget and (best is None or found.cost < best.cost):
                 best = found
         return best or self._give_up()
 
@@ -185,7 +183,7 @@ class _Search:
         if precision == AUTO:
             self._choice = context.choice
             # What later tries and corrections change must not change what this one says.
-            context.choice = dataclasses.replace(context.choice, log=context.choice.log)
+            context.choice = dataclasses.replace(context.choice)
         backend, examples, lowered = context.backend, context.examples, stages[-1][1]
         assert backend.rates is not None and examples is not None
         predicted = predicted_times(lowered, examples, backend.rates())
@@ -223,7 +221,7 @@ class _Search:
             choice.log.append(f"uniform {other.name}: error {other}, {verdict}")
         choice.log.append(f"taken: {best.name}, predicted {best.seconds * 1e3:.3f} ms{_took(best)}")
         if is_uniform:
-            choice.take_uniform(best.stages[0][1])
+            choice.take_uniform(best.stages[0][1], measured=best.times is not None)
             best.context.precision = AUTO
         best.context.choice = choice
 

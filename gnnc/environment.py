@@ -18,7 +18,7 @@ def dump_folder() -> Path | None:
 
 
 def cache_folder() -> Path | None:
-    """Return where measured rates and compiled kernels are kept; None (``GNNC_CACHE=off``): nowhere."""
+    """Return where rates, times and compiled kernels are kept; None (``GNNC_CACHE=off``): nowhere."""
     named = os.environ.get(CACHE, "")
     if named == "off":
         return None

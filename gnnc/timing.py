@@ -82,7 +82,12 @@ def _call_seconds(executable: Any, values: Sequence[Any]) -> float:
 
 def measure_on(device: torch.device) -> Callable[[Callable[[], object]], float]:
     """Return what measures the seconds of a call: on a GPU those of the device."""
-    return queued_seconds if device.type == "cuda" else elapsed
+
+    def on_device(call: Callable[[], object]) -> float:
+        with torch.cuda.device(device):
+            return queued_seconds(call)
+
+    return on_device if device.type == "cuda" else elapsed
 
 
 def elapsed(call: Callable[[], object]) -> float:
@@ -130,14 +135,25 @@ def _path(key: str) -> Path | None:
 
 def _load(key: str) -> Times | None:
     path = _path(key)
-    if path is None or not path.exists():
+    if path is None:
         return None
     try:
-        data = json.loads(path.read_text())
-        return Times(float(data["seconds"]), {str(k): float(v) for k, v in data["launches"].items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        text = path.read_text()
+    except OSError:
+        return None
+    try:
+        data = json.loads(text)
+        return Times(_seconds(data["seconds"]), {str(k): _seconds(v) for k, v in data["launches"].items()})
+    except (ValueError, KeyError, TypeError, AttributeError):
         warnings.warn(f"{path} is damaged: the program is timed again", stacklevel=2)
         return None
+
+
+def _seconds(value: Any) -> float:
+    seconds = float(value)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"{seconds} is no time")
+    return seconds
 
 
 def _store(key: str, times: Times) -> None:

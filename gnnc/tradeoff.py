@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gnnc.api import compile
+from gnnc.api import compile, device_of
 from gnnc.errors import InputError
 from gnnc.passes.sensitivity import relative_l2
 from gnnc.runtime.backend import get_backend
@@ -108,10 +108,7 @@ def pareto(
         wanted = _outputs(model(*inputs))
         _check_labels(labels, wanted)
         calls = {name: lambda call=call: call(*inputs) for name, call in compiled.items()}
-        device = next(
-            (t.device for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)), torch.device("cpu")
-        )
-        seconds = shortest(calls, measure=measure_on(device))
+        seconds = shortest(calls, measure=measure_on(_device(model, inputs)))
         points = []
         for name, call in compiled.items():
             got = _outputs(call(*inputs))
@@ -143,6 +140,12 @@ def check_suffix(path: str | Path) -> str:
     if suffix not in FORMATS:
         raise InputError(f"gnnc.pareto writes {' and '.join(FORMATS)} files, got {str(path)!r}")
     return suffix
+
+
+def _device(model: torch.nn.Module, inputs: Sequence[Any]) -> torch.device:
+    """The model's device: inputs may be objects, such as ``Data``, that hold their tensors."""
+    given = (leaf.device for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return device_of(model) or next(given, torch.device("cpu"))
 
 
 def _outputs(value: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import types
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice, repeat
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = (bool, int, float, str, types.NoneType)
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType)
 _COMMON = tuple(vars(nn.Module()))
-"""Attributes that every module begins with, and none replaces: its mode and its tables."""
+"""Attributes that every module begins with: its mode and its tables."""
+_TABLES = itemgetter("_modules", *_HOOKS)
+"""Those tables that may be replaced in a way that matters: hooks are often dropped by a new, empty one."""
 
 
 class Watch:
@@ -30,11 +32,10 @@ class Watch:
 
     def _look(self) -> None:
         """Remember what every table of the modules holds: attributes, children and hooks."""
-        attributes = [vars(module) for module in self._modules]
+        self._attributes = [vars(module) for module in self._modules]
         self._tables: list[Mapping[Any, Any]] = [
-            *attributes,
-            *(table["_modules"] for table in attributes),
-            *(table[name] for table in attributes for name in _HOOKS),
+            *self._attributes,
+            *chain.from_iterable(map(_TABLES, self._attributes)),
         ]
         self._sizes = [len(table) for table in self._tables]
         views = [(table.values(), _common(table)) for table in self._tables if table]
@@ -43,7 +44,8 @@ class Watch:
 
     def _read(self) -> Iterator[Any]:
         # By functions in C alone: this is done at every call.
-        return chain.from_iterable(map(islice, self._views, self._skipped, repeat(None)))
+        entries = map(islice, self._views, self._skipped, repeat(None))
+        return chain.from_iterable(chain(entries, map(_TABLES, self._attributes)))
 
     def has_changed(self) -> bool:
         """Whether a layer was replaced, a hook was added or removed, or a constant has another value."""

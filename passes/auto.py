@@ -116,15 +116,21 @@ class Choice:
         self.solution = solve(self.study, 0.0)
         self.plan = self.study.plan(self.solution.chosen)
 
-    def take_uniform(self, assigned: fx.GraphModule) -> None:
-        """Take the precisions that ``assign`` wrote into a graph instead."""
+    def take_uniform(self, assigned: fx.GraphModule, *, measured: bool = False) -> None:
+        """Take the precisions that ``assign`` wrote into a graph instead.
+
+        Args:
+            assigned: the graph.
+            measured: whether its time was measured, rather than predicted.
+        """
         options = {
             node.name: Option(node.meta["precision"], node.meta.get("granularity"))
             for node in assigned.graph.nodes
             if "precision" in node.meta
         }
         chosen = tuple(_closest(op, options[op.node.name]) for op in self.study.ops)
-        binding = "a uniform precision is predicted to be faster, once lowered, than what was put together"
+        known = "was measured" if measured else "is predicted"
+        binding = f"a uniform precision {known} to be faster, once lowered, than what was put together"
         self.solution = Solution(
             chosen, self.study.seconds(chosen), self.study.error(chosen)[: self.study.outputs], True, binding
         )

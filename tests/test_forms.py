@@ -1,6 +1,7 @@
 """The forms in which a graph is given, and models that change between calls."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -203,6 +204,17 @@ def test_a_hook_that_goes_is_seen():
     compiled = gnnc.compile(model, "fp32")
     assert_same(compiled, model, *graph())
     hook.remove()
+    assert_same(compiled, model, *graph())
+
+
+def test_tables_of_hooks_that_are_replaced_are_seen():
+    model = made(Net)
+    add_hook(model)
+    compiled = gnnc.compile(model, "fp32")
+    assert_same(compiled, model, *graph())
+    model.first._forward_hooks = OrderedDict()
+    assert_same(compiled, model, *graph())
+    add_hook(model)
     assert_same(compiled, model, *graph())
 
 

@@ -14,7 +14,8 @@ from gnnc.runtime.registry import Choice
 
 _LAUNCH = re.compile(r"(launch_\d+)\((.*?), stream, ")
 _NAMES = re.compile(r"\b[a-z]\w*")
-_OURS = re.compile(r"t\d+|out_\d+")
+_REGION = re.compile(r"t\d+")
+_ALLOCATIONS = ("take(", "empty(")
 _VIEW = re.compile(r"\w+\.view\([^()]*(\([^()]*\))*[^()]*\)")
 _SECTOR = 32  # bytes that global memory moves at least
 _VECTOR = 16  # bytes that a thread loads at most
@@ -81,8 +82,11 @@ class CudaEmitter(Emitter):
         name, _, value = text.partition(" = ")
         if self.is_launch(text) or not (name == text or value):
             return
+        if value.startswith(_ALLOCATIONS):
+            self._written.add(name)
+            return
         read = set(_NAMES.findall(value or text))
-        if any(_OURS.fullmatch(each) or each in self._written for each in read):
+        if any(_REGION.fullmatch(each) or each in self._written for each in read):
             if _VIEW.fullmatch(value):
                 self._written.add(name)
             else:

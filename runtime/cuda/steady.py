@@ -157,6 +157,8 @@ def _sort_line(parts: _Parts, emitter: CudaEmitter, text: str) -> bool:
         return False
     name, function, rest = match.groups()
     if function == "take" or parts.depends(function + rest):
+        if not set(parts.scratch).isdisjoint(_NAME.findall(function + rest)):
+            return False  # the memory that it is a view of would be another one in every call
         parts.fresh.add(name)
         parts.lines.append(text)
         return True

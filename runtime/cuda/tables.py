@@ -1,5 +1,8 @@
 """What kernels need of a CSR beside itself, made once and kept as long as the CSR lives."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,14 +42,13 @@ def runs_of(rowptr: Tensor, edges: int, group: int) -> RunTable:
         edges: E.
         group: rows that a warp should get at once, at least.
     """
-    tables = rowptr.__dict__.get("gnnc_runs")
-    if tables is None:
-        tables = rowptr.gnnc_runs = {}  # pyright: ignore[reportAttributeAccessIssue]
-    if group not in tables:
+
+    def build() -> RunTable:
         processors = torch.cuda.get_device_properties(rowptr.device).multi_processor_count
         cut = cut_for(rowptr.shape[0] - 1, edges, processors)._replace(group=group)
-        tables[group] = RunTable(rowptr, cut, processors)
-    return tables[group]
+        return RunTable(rowptr, cut, processors)
+
+    return _kept(rowptr, f"gnnc_runs_{group}", build)
 
 
 def group_of(row_bytes: int) -> int:
@@ -59,38 +61,44 @@ def in_fours(col: Tensor) -> Tensor:
 
     Those of ``gnnc.csr`` are; of others a copy is kept as long as the tensor.
     """
-    copy = col.__dict__.get("gnnc_fours", col)
-    if copy is not col:
-        return col if copy is None else copy
-    room = col.untyped_storage().nbytes() // col.itemsize - col.storage_offset()
-    if col.data_ptr() % 16 == 0 and room >= round_up(col.numel(), 4):
-        copy = None
-    else:
-        copy = padded_columns(col.numel(), col.device).copy_(col)
-        torch.cuda.current_stream(col.device).synchronize()
-    col.gnnc_fours = copy  # pyright: ignore[reportAttributeAccessIssue]
+
+    def build() -> Tensor | None:
+        room = col.untyped_storage().nbytes() // col.itemsize - col.storage_offset()
+        if col.data_ptr() % 16 == 0 and room >= round_up(col.numel(), 4):
+            return None
+        return _shared(padded_columns(col.numel(), col.device).copy_(col))
+
+    copy = _kept(col, "gnnc_fours", build)
     return col if copy is None else copy
 
 
 def in_order(rowptr: Tensor, edges: int) -> Tensor:
     """Return the columns of a segment reduction that reads its rows as they come."""
-    col = rowptr.__dict__.get("gnnc_order")
-    if col is None:
+
+    def build() -> Tensor:
         col = padded_columns(edges, rowptr.device)
         torch.arange(edges, out=col)
-        torch.cuda.current_stream(rowptr.device).synchronize()
-        rowptr.gnnc_order = col  # pyright: ignore[reportAttributeAccessIssue]
-    return col
+        return _shared(col)
+
+    return _kept(rowptr, "gnnc_order", build)
 
 
 def destinations(rowptr: Tensor, edges: int) -> Tensor:
     """Return the destination of every edge, int32; kept as long as the CSR."""
-    rows = rowptr.__dict__.get("gnnc_destinations")
-    if rows is None:
-        rows = destinations_of(rowptr, edges)
-        torch.cuda.current_stream(rowptr.device).synchronize()
-        rowptr.gnnc_destinations = rows  # pyright: ignore[reportAttributeAccessIssue]
-    return rows
+    return _kept(rowptr, "gnnc_destinations", lambda: _shared(destinations_of(rowptr, edges)))
+
+
+def _kept(tensor: Tensor, name: str, build: Callable[[], Any]) -> Any:
+    """Return what a tensor keeps under a name, built if it has none."""
+    table = vars(tensor)
+    # Of threads that build at once the first is heard: a graph may hold the addresses of what it built.
+    return table[name] if name in table else table.setdefault(name, build())
+
+
+def _shared(tensor: Tensor) -> Tensor:
+    """Return a new tensor, written: other streams may use it next."""
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor
 
 
 def write_columns(emitter: CudaEmitter, text: str) -> str:

@@ -2,6 +2,7 @@ import pytest
 import torch
 from kernel_graphs import GRAPHS
 
+from gnnc.runtime.cuda import tables
 from gnnc.runtime.cuda.runs import Cut, Runs, build_runs, chunk_of, cut_for
 from gnnc.runtime.cuda.tables import group_of
 
@@ -85,3 +86,19 @@ def test_rows_of_a_small_graph_are_the_work_of_all_warps() -> None:
 
 def test_narrow_rows_share_a_warp_with_more_others() -> None:
     assert [group_of(nbytes) for nbytes in (4, 32, 47, 64, 4096)] == [32, 32, 8, 8, 8]
+
+
+def test_what_a_graph_of_calls_points_to_is_not_replaced_by_a_slower_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rowptr, quick = torch.tensor([0, 2, 2, 3]), []
+
+    class Stream:
+        def synchronize(self) -> None:
+            if not quick:  # meanwhile another thread is through
+                quick.append(None)
+                quick[0] = tables.destinations(rowptr, 3)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    slow = tables.destinations(rowptr, 3)
+    assert slow.tolist() == [0, 0, 2] and slow is quick[0] is tables.destinations(rowptr, 3)

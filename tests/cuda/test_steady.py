@@ -5,7 +5,9 @@ import re
 import pytest
 import torch
 from cuda_cases import lowered
+from torch import Tensor, nn
 
+import gnnc
 from gnnc.runtime.cuda.replay import Fixed
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -45,6 +47,28 @@ def test_launches_and_arguments_of_the_patches_are_those_of_the_inputs() -> None
         # `*runs.fields` stands for five arguments.
         spread = [name for value in values for name in ([value] * 5 if value.startswith("*") else [value])]
         assert spread[position] == address
+
+
+class Positive(nn.Module):
+    """Works on the rows that begin with a positive number: how many there are is known in mid-program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x[x[:, 0] > 0]).relu()
+        return self.second(h[h[:, 0] > 0])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_torch_waits_for_launches_that_write_memory_of_a_late_size(precision: str) -> None:
+    """A recorded program launches at its end, when torch has read what it reads."""
+    compiled = gnnc.compile(Positive().eval(), precision, backend="cuda-offline:sm_90")
+    with torch.no_grad(), pytest.raises(gnnc.BackendError, match="compiles for a device that is not here"):
+        compiled(torch.randn(40, 16))
+    executable = compiled._last.executable
+    assert "= empty((" in executable.source and executable.recording is None
 
 
 def test_what_is_fixed_is_the_same_tensors_not_equal_ones() -> None:

@@ -1,5 +1,7 @@
 """A study corrected by the times that launches of tried programs took."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from zoo import build, random_graph
 
 import gnnc
 from gnnc import auto as auto_module
-from gnnc import describe, program
+from gnnc import describe, program, timing
 from gnnc.cost import launches
 from gnnc.passes.auto import Choice
 from gnnc.passes.options import Option
@@ -99,3 +101,42 @@ def test_processors_go_by_predictions() -> None:
     assert "measured" not in "".join(choice(auto()).log)
     with torch.no_grad():
         assert auto()(*INPUTS).isfinite().all()
+
+
+@pytest.mark.parametrize(("measured", "words"), [(True, "was measured"), (False, "is predicted")])
+def test_a_uniform_precision_is_said_to_be_what_it_was_found_to_be(measured: bool, words: str) -> None:
+    compiled = auto()
+    taken = choice(compiled)
+    taken.take_uniform(dict(compiled._captured().stages)["assign"], measured=measured)
+    assert f"a uniform precision {words} to be faster" in taken.solution.binding
+
+
+def test_times_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GNNC_CACHE", str(tmp_path))
+    assert timing._load("key") is None
+    timing._store("key", Times(1e-3, {"a": 2e-4}))
+    assert timing._load("key") == Times(1e-3, {"a": 2e-4})
+    monkeypatch.setenv("GNNC_CACHE", "off")
+    timing._store("other", Times(1e-3, {}))
+    assert timing._load("other") is None and len(list(tmp_path.rglob("*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"seconds": NaN, "launches": {}}', '{"seconds": 1, "launches": {"a": -1}}']
+)
+def test_damaged_times_are_measured_again(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GNNC_CACHE", str(tmp_path))
+    timing._store("key", Times(1e-3, {"a": math.pi}))
+    (tmp_path / "times" / "key.json").write_text(text)
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert timing._load("key") is None
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GNNC_CACHE", str(tmp_path / "file"))
+    assert timing._load("key") is None
+    with pytest.warns(UserWarning, match="times cannot be kept"):
+        timing._store("key", Times(1e-3, {}))
