@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gnnc.calibration import let_launches_queue
+from gnnc.calibration import cuda_facts, let_launches_queue
 from gnnc.environment import cache_folder
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.executable import now
@@ -124,7 +124,8 @@ def _launch_seconds(executable: Any, values: Sequence[Any]) -> dict[str, float]:
 
 def _key(executable: Any, values: Sequence[Any]) -> str:
     sizes = [(tuple(v.shape), v.stride(), str(v.dtype)) if isinstance(v, torch.Tensor) else v for v in values]
-    facts = (executable.fingerprint, torch.cuda.get_device_name(executable.device), sizes)
+    # The program does not say how its run tables are cut: the sources do.
+    facts = (*cuda_facts(), executable.fingerprint, torch.cuda.get_device_name(executable.device), sizes)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
 
 
