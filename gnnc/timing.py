@@ -3,7 +3,7 @@
 Between programs of a few microseconds a launch more or less decides, which no rate of bytes and
 operations predicts. A GPU tells its own time whatever the host does, so that its programs can be
 held against each other. What was measured is kept beside the rates (``gnnc.calibration``), by
-program and sizes: a choice that was made from it is made again.
+sources, program and sizes: a choice that was made from it is made again.
 """
 
 import hashlib
