@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -189,8 +190,9 @@ def _cpu_facts() -> tuple[Any, ...]:
     return library, _processor(), torch.get_num_threads()
 
 
-def _cuda_facts() -> tuple[Any, ...]:
-    """The sources of the kernels; the GPU and the compiler are in the backend's description."""
+@cache
+def cuda_facts() -> tuple[Any, ...]:
+    """What kernels and launches are made from; the GPU and the compiler are in the backend's description."""
     from gnnc.runtime.cuda import build
 
     sources = [*build.headers_folder().glob("*.cuh"), *Path(build.__file__).parent.glob("*.py")]
@@ -202,7 +204,7 @@ def _cuda_facts() -> tuple[Any, ...]:
 
 _CPU = Device("cpu", CPU_GRAPHS, 64 << 20, _cpu_facts)
 # Both 16-bit floats take the same instructions, and NVRTC takes half a second for each program.
-_CUDA = Device("cuda", CUDA_GRAPHS, 1 << 30, _cuda_facts, {"fp16": "bf16"})
+_CUDA = Device("cuda", CUDA_GRAPHS, 1 << 30, cuda_facts, {"fp16": "bf16"})
 
 
 # Measuring
@@ -436,4 +438,4 @@ def _least_absolute(matrix: np.ndarray, limits: np.ndarray) -> np.ndarray:
     return result.x[:columns]
 
 
-__all__ = ["Sample", "calibrate", "fit", "rates_for", "stored_rates"]
+__all__ = ["Sample", "calibrate", "cuda_facts", "fit", "rates_for", "stored_rates"]

@@ -3,7 +3,7 @@
 Between programs of a few microseconds a launch more or less decides, which no rate of bytes and
 operations predicts. A GPU tells its own time whatever the host does, so that its programs can be
 held against each other. What was measured is kept beside the rates (``gnnc.calibration``), by
-program and sizes: a choice that was made from it is made again.
+sources, program and sizes: a choice that was made from it is made again.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gnnc.calibration import cuda_facts
 from gnnc.environment import cache_folder
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.executable import now
@@ -124,7 +125,8 @@ def _launch_seconds(executable: Any, values: Sequence[Any]) -> dict[str, float]:
 
 def _key(executable: Any, values: Sequence[Any]) -> str:
     sizes = [(tuple(v.shape), v.stride(), str(v.dtype)) if isinstance(v, torch.Tensor) else v for v in values]
-    facts = (executable.fingerprint, torch.cuda.get_device_name(executable.device), sizes)
+    # The program does not say how its run tables are cut: the sources do.
+    facts = (*cuda_facts(), executable.fingerprint, torch.cuda.get_device_name(executable.device), sizes)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
 
 

@@ -223,12 +223,22 @@ class CudaExecutable(Executable):
                 graphs(recorded, arena.stream)
                 arena.hold(recorded, text.patches, fixed, *memory)
             except BackendError as error:
-                self._graph_wins = False
-                warnings.warn(f"gnnc launches kernels one by one from here on: {error}", stacklevel=2)
+                self._refuse_graphs(error)
                 launch_all(recorded, arena.stream)
 
-        self._globals |= {"replay": replay, "Fixed": Fixed}
+        def again(held: Held, addresses: tuple[int, ...], stream: int) -> None:
+            try:
+                held(addresses, stream)
+            except BackendError as error:
+                self._refuse_graphs(error)
+                held.one_by_one(addresses, stream)
+
+        self._globals |= {"replay": replay, "again": again, "Fixed": Fixed}
         return self.assemble(text.source)
+
+    def _refuse_graphs(self, error: BackendError) -> None:
+        self._graph_wins = False
+        warnings.warn(f"gnnc launches kernels one by one from here on: {error}", stacklevel=3)
 
     def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:
         """Run the program once and time every node on the device."""

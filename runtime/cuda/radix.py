@@ -72,7 +72,7 @@ def passes_for(bound: int) -> int:
 def sort_edges(ids: Tensor, others: Tensor, bound: int, others_bound: int) -> Sorted:
     """Sort edges by the ids of one end, stably, without waiting for the device.
 
-    Beside the result it takes 16 bytes an edge, and half a byte of counts. Nothing is read by the ids.
+    Beside the result it takes 16 bytes an edge, and less than one of counts. Nothing is read by the ids.
 
     Args:
         ids: integer ``[E]``, with any stride; E at least 1.

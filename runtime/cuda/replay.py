@@ -223,6 +223,14 @@ class Held:
                 self._graph.change(node)
         self._graph.launch(ctypes.c_void_p(stream))
 
+    def one_by_one(self, addresses: tuple[int, ...], stream: int) -> None:
+        """Make the launches without the graph, which takes nothing any more."""
+        for node, patches in self._patches:
+            for word, i in patches:
+                node.words[word] = addresses[i]
+        for node in self._graph.nodes:
+            node.launch(node.params.gridx, stream, *node.words)
+
 
 def launch_all(recorded: list[Recorded], stream: int) -> None:
     """Make recorded launches one by one."""

@@ -24,7 +24,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*) = (\w*)(.*)")
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A program that calls ``launch.record`` and, at its end, ``replay``.
+    """A program that calls ``launch.record`` and, at its end, ``replay``; or ``again`` with what is held.
 
     Attributes:
         source: its text.
@@ -108,7 +108,7 @@ def recording(emitter: CudaEmitter, results: list[str]) -> Recording:
         "held = arena.held",
         "if held is not None and held.fixed.is_of(*fixed):",
         *[f"    {line}" for line in parts.again],
-        f"    held(({_listed(text for _, _, text in parts.patches)}), arena.stream)",
+        f"    again(held, ({_listed(text for _, _, text in parts.patches)}), arena.stream)",
         f"    return {outputs}",
     ]
     late = f"replay(recorded, arena, Fixed(*fixed), {memory})"

@@ -1,6 +1,9 @@
 """What calls that replay run again, and what they leave out (``gnnc/runtime/cuda/steady.py``)."""
 
 import re
+import struct
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +11,10 @@ from cuda_cases import lowered
 from torch import Tensor, nn
 
 import gnnc
-from gnnc.runtime.cuda.replay import Fixed
+from gnnc.runtime.cuda import launch as launch_module
+from gnnc.runtime.cuda import replay as replay_module
+from gnnc.runtime.cuda.launch import Launch
+from gnnc.runtime.cuda.replay import Fixed, Held
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -27,7 +33,7 @@ def test_a_call_hands_over_what_is_made_of_its_input_and_its_output(name: str) -
     *lines, held, result = steady_lines(recording.source)
     assert sum("take(" in line for line in lines) == 1
     assert not any(word in " ".join(lines) for word in ("runs_of", "empty(", "record(", "bias", "weight"))
-    assert held.startswith("held((") and held.count("data_ptr()") == len(recording.patches)
+    assert held.startswith("again(held, (") and held.count("data_ptr()") == len(recording.patches)
     assert result.startswith("return (out_")
     names = set(re.findall(r"\b[a-z]+_\d+\b", " ".join(lines)))
     defined = set(re.findall(r"\b[a-z]\w*_\d+\b", recording.source.split("\n")[0]))
@@ -40,8 +46,8 @@ def test_launches_and_arguments_of_the_patches_are_those_of_the_inputs() -> None
     recording = lowered("gcn", "int8", "cuda-offline:sm_90")._last.executable.recording
     lines = [line.strip() for line in recording.source.splitlines()]
     launches = [line for line in lines if ".record(" in line]
-    held = next(line for line in lines if line.startswith("held(("))
-    addresses = held.partition("((")[2].partition("), arena")[0].strip(", ").split(", ")
+    held = next(line for line in lines if line.startswith("again(held, ("))
+    addresses = held.partition("held, (")[2].partition("), arena")[0].strip(", ").split(", ")
     for (launch, position), address in zip(recording.patches, addresses, strict=True):
         _, _, *values = launches[launch].partition(".record(")[2].removesuffix(")").split(", ")
         # `*runs.fields` stands for five arguments.
@@ -88,3 +94,35 @@ def test_what_is_fixed_keeps_no_graph_alive() -> None:
     again = Fixed((), (rowptr,))
     del rowptr
     assert not fixed.is_of((), (torch.arange(5),)) and not fixed.is_like(again)
+
+
+class Driver:
+    """A driver that does nothing, and fails where it is told to."""
+
+    def __init__(self) -> None:
+        self.fails: set[str] = set()
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_: int(name in self.fails)
+
+
+@pytest.mark.parametrize("refused", ["cuGraphExecKernelNodeSetParams_v2", "cuGraphLaunch"])
+def test_what_a_refused_graph_was_given_is_launched_all_the_same(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, made = Driver(), []
+
+    class Noted(Launch):
+        def __call__(self, grid: int, stream: int, *values: Any) -> None:
+            made.append((self.name, grid, stream, *values))
+
+    for module in (launch_module, replay_module):
+        monkeypatch.setattr(module, "driver", lambda: driver)
+    a, b = Noted("a", 2, 32, 0), Noted("b", 1, 32, 0)
+    recorded = [(a, 5, struct.pack("2q", 10, 11)), (b, 6, struct.pack("q", 12))]
+    driver.fails.add(refused)
+    held = Held(recorded, [(0, 1), (1, 0)], Fixed((), ()), ())
+    with pytest.raises(gnnc.BackendError, match="graph"):
+        held((21, 22), 7)
+    held.one_by_one((21, 22), 7)
+    assert made == [("a", 5, 7, 10, 21), ("b", 6, 7, 22)]

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,18 @@ def test_times_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setenv("GNNC_CACHE", "off")
     timing._store("other", Times(1e-3, {}))
     assert timing._load("other") is None and len(list(tmp_path.rglob("*.json"))) == 1
+
+
+def test_times_are_those_of_a_program_on_its_sizes_by_these_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(program: str, *values: Any) -> str:
+        return timing._key(SimpleNamespace(fingerprint=program, device=None), values)
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    x = torch.ones(4, 6)
+    keys = [key("a", x), key("b", x), key("a", x.half()), key("a", x[:, :3]), key("a", x, 2)]
+    assert key("a", x + 1) == keys[0] and len(set(keys)) == 5
+    monkeypatch.setattr(timing, "cuda_facts", lambda: ("other sources",))
+    assert key("a", x) not in keys
 
 
 @pytest.mark.parametrize(
