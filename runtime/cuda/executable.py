@@ -39,7 +39,7 @@ class CudaArena(Arena):
 
     Attributes:
         stream: handle of the stream whose kernels use them.
-        last: what the last call took beside its inputs.
+        last: what the last call took beside its inputs, if it was recorded.
         held: the graph of calls like it, once there were two.
     """
 
@@ -226,12 +226,13 @@ class CudaExecutable(Executable):
                 self._refuse_graphs(error)
                 launch_all(recorded, arena.stream)
 
-        def again(held: Held, addresses: tuple[int, ...], stream: int) -> None:
+        def again(arena: CudaArena, held: Held, addresses: tuple[int, ...]) -> None:
+            arena.last = None  # so that two structures in turns do not make a graph each time
             try:
-                held(addresses, stream)
+                held(addresses, arena.stream)
             except BackendError as error:
                 self._refuse_graphs(error)
-                held.one_by_one(addresses, stream)
+                held.one_by_one(addresses, arena.stream)
 
         self._globals |= {"replay": replay, "again": again, "Fixed": Fixed}
         return self.assemble(text.source)

@@ -108,7 +108,7 @@ def recording(emitter: CudaEmitter, results: list[str]) -> Recording:
         "held = arena.held",
         "if held is not None and held.fixed.is_of(*fixed):",
         *[f"    {line}" for line in parts.again],
-        f"    again(held, ({_listed(text for _, _, text in parts.patches)}), arena.stream)",
+        f"    again(arena, held, ({_listed(text for _, _, text in parts.patches)}))",
         f"    return {outputs}",
     ]
     late = f"replay(recorded, arena, Fixed(*fixed), {memory})"

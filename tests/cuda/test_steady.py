@@ -33,7 +33,7 @@ def test_a_call_hands_over_what_is_made_of_its_input_and_its_output(name: str) -
     *lines, held, result = steady_lines(recording.source)
     assert sum("take(" in line for line in lines) == 1
     assert not any(word in " ".join(lines) for word in ("runs_of", "empty(", "record(", "bias", "weight"))
-    assert held.startswith("again(held, (") and held.count("data_ptr()") == len(recording.patches)
+    assert held.startswith("again(arena, held, (") and held.count("data_ptr()") == len(recording.patches)
     assert result.startswith("return (out_")
     names = set(re.findall(r"\b[a-z]+_\d+\b", " ".join(lines)))
     defined = set(re.findall(r"\b[a-z]\w*_\d+\b", recording.source.split("\n")[0]))
@@ -46,8 +46,8 @@ def test_launches_and_arguments_of_the_patches_are_those_of_the_inputs() -> None
     recording = lowered("gcn", "int8", "cuda-offline:sm_90")._last.executable.recording
     lines = [line.strip() for line in recording.source.splitlines()]
     launches = [line for line in lines if ".record(" in line]
-    held = next(line for line in lines if line.startswith("again(held, ("))
-    addresses = held.partition("held, (")[2].partition("), arena")[0].strip(", ").split(", ")
+    held = next(line for line in lines if line.startswith("again(arena, held, ("))
+    addresses = (held.partition("held, (")[2].rstrip(", )") + ")").split(", ")
     for (launch, position), address in zip(recording.patches, addresses, strict=True):
         _, _, *values = launches[launch].partition(".record(")[2].removesuffix(")").split(", ")
         # `*runs.fields` stands for five arguments.
