@@ -43,6 +43,20 @@ def expected(
     return alpha, spmm_reference(g.rowptr, g.col, alpha, x, "sum", g.num_dst).flatten(1)
 
 
+def attention_on(
+    g: Graph, x: Tensor, heads: int, a_src: Tensor, a_dst: Tensor, edge: Tensor | None, scale: Tensor | None
+) -> Attention:
+    return Attention(
+        sparse(g.rowptr, g.col, Cut(32, 16), 5),
+        rows16(x) if heads == 1 else x.cuda(),
+        heads,
+        a_src.cuda(),
+        a_dst.cuda(),
+        None if edge is None else edge.cuda(),
+        None if scale is None else scale.cuda(),
+    )
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 @pytest.mark.parametrize(("heads", "each"), [(4, 16), (1, 40), (1, 7), (1, 602), (2, 64), (4, 7), (3, 47)])
@@ -59,15 +73,7 @@ def test_attention(heads: int, each: int, dtype: torch.dtype, large: float) -> N
         else:
             x = torch.randn(g.num_src, heads * each).to(dtype)
         for given in (None, edge):
-            call = Attention(
-                sparse(g.rowptr, g.col, Cut(32, 16), 5),
-                rows16(x) if heads == 1 else x.cuda(),
-                heads,
-                a_src.cuda(),
-                a_dst.cuda(),
-                None if given is None else given.cuda(),
-                None if scale is None else scale.cuda(),
-            )
+            call = attention_on(g, x, heads, a_src, a_dst, given, scale)
             first = call().clone()
             call.out.fill_(77.0)
             assert torch.equal(first, call())
@@ -110,15 +116,7 @@ def test_rows_that_are_masked_whole_are_as_in_the_reference(
         x = torch.randn(g.num_src, heads * each) * (40 if is_codes else 1)
         x = x.clamp(-127, 127).to(dtype)
         scale = torch.rand(g.num_src) / 40 if is_codes else None
-        call = Attention(
-            sparse(g.rowptr, g.col, Cut(32, 16), 5),
-            rows16(x) if heads == 1 else x.cuda(),
-            heads,
-            a_src.cuda(),
-            a_dst.cuda(),
-            edge.cuda(),
-            None if scale is None else scale.cuda(),
-        )
+        call = attention_on(g, x, heads, a_src, a_dst, edge, scale)
         whole = x.double() if scale is None else x.double() * scale.double()[:, None]
         alpha, want = expected(g, whole, heads, a_src, a_dst, edge)
         got = call().cpu().double()
