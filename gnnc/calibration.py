@@ -9,11 +9,8 @@ or the name of the GPU: other kernels or another machine are measured again.
 """
 
 import hashlib
-import json
-import os
 import platform
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +24,7 @@ import numpy as np
 import torch
 from torch.fx import GraphModule
 
-from gnnc import cost, describe
+from gnnc import cost, describe, measurements
 from gnnc.cost import Rates, Term
 from gnnc.environment import cache_folder
 from gnnc.errors import BackendError, UnsupportedError
@@ -101,38 +98,21 @@ def _path(key: str) -> Path | None:
 
 
 def _load(key: str) -> Rates | None:
-    path = _path(key)
-    if path is None:
-        return None
-    try:
-        text = path.read_text()
-    except OSError:
-        return None
-    try:
-        data = json.loads(text)
-        return Rates(data["families"], data["backend"], data["machine"], data["measured_in"])
-    except (ValueError, KeyError, TypeError):
-        warnings.warn(f"{path} is damaged: the machine is measured again", stacklevel=2)
-        return None
+    return measurements.load(_path(key), _parsed, "the machine is measured")
+
+
+def _parsed(data: Any) -> Rates:
+    return Rates(data["families"], data["backend"], data["machine"], data["measured_in"])
 
 
 def _store(key: str, rates: Rates) -> None:
-    path = _path(key)
-    if path is None:
-        return
     data = {
         "backend": rates.backend,
         "machine": rates.machine,
         "measured_in": round(rates.measured_in, 2),
         "families": {family: dict(table) for family, table in rates.families.items()},
     }
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(data, indent=1) + "\n")
-        part.replace(path)  # whoever reads meanwhile sees the old file or the new one
-    except OSError as error:
-        warnings.warn(f"rates cannot be kept, every process measures anew: {error}", stacklevel=2)
+    measurements.store(_path(key), data, "rates")
 
 
 def _key(backend: Backend) -> str:

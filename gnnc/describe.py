@@ -201,6 +201,11 @@ def layer_of(node: Node) -> str:
     return str(node.meta.get("layer") or "")
 
 
+def assigned_name(node: Node) -> str:
+    """Return the name that a primitive of an inlined graph had when precisions were assigned."""
+    return str(node.meta.get("assigned", node.meta["origin"]))
+
+
 def inline(gm: GraphModule) -> Graph:
     """Return a copy of the graph with every submodule's nodes in place of its call.
 

@@ -142,7 +142,7 @@ def _row(
     precisions = [p for p in map(describe.precision_in, named) if p is not None]
     narrowest = min(precisions, key=describe.bits_of, default=None)
     layers = [layer for layer in map(describe.layer_of, named) if layer]
-    origins = [str(node.meta.get("assigned", node.meta["origin"])) for node in anchors]
+    origins = [describe.assigned_name(node) for node in anchors]
     choice = next((choices[name] for name in origins if name in choices), None)
     return OpRow(
         op=" + ".join(dict.fromkeys(map(describe.op_name, named))),

@@ -7,9 +7,6 @@ sources, program and sizes: a choice that was made from it is made again.
 """
 
 import hashlib
-import json
-import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gnnc import measurements
 from gnnc.calibration import cuda_facts
 from gnnc.environment import cache_folder
 from gnnc.runtime.backend import Backend
@@ -136,19 +134,11 @@ def _path(key: str) -> Path | None:
 
 
 def _load(key: str) -> Times | None:
-    path = _path(key)
-    if path is None:
-        return None
-    try:
-        text = path.read_text()
-    except OSError:
-        return None
-    try:
-        data = json.loads(text)
-        return Times(_seconds(data["seconds"]), {str(k): _seconds(v) for k, v in data["launches"].items()})
-    except (ValueError, KeyError, TypeError, AttributeError):
-        warnings.warn(f"{path} is damaged: the program is timed again", stacklevel=2)
-        return None
+    return measurements.load(_path(key), _parsed, "the program is timed")
+
+
+def _parsed(data: Any) -> Times:
+    return Times(_seconds(data["seconds"]), {str(k): _seconds(v) for k, v in data["launches"].items()})
 
 
 def _seconds(value: Any) -> float:
@@ -159,13 +149,5 @@ def _seconds(value: Any) -> float:
 
 
 def _store(key: str, times: Times) -> None:
-    path = _path(key)
-    if path is None:
-        return
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"seconds": times.seconds, "launches": dict(times.launches)}) + "\n")
-        part.replace(path)
-    except OSError as error:
-        warnings.warn(f"times cannot be kept, every process measures anew: {error}", stacklevel=2)
+    data = {"seconds": times.seconds, "launches": dict(times.launches)}
+    measurements.store(_path(key), data, "times")

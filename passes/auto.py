@@ -9,7 +9,7 @@ from torch.fx import Node
 from gnnc.errors import UnsupportedError
 from gnnc.passes.base import Context
 from gnnc.passes.choose import Solution, rank_correlation, solve
-from gnnc.passes.options import Option
+from gnnc.passes.options import Option, assigned_options
 from gnnc.passes.study import GROWTH, OpChoices, Study, study
 
 MAX_TIGHTENINGS = 5
@@ -123,11 +123,7 @@ class Choice:
             assigned: the graph.
             measured: whether its time was measured, rather than predicted.
         """
-        options = {
-            node.name: Option(node.meta["precision"], node.meta.get("granularity"))
-            for node in assigned.graph.nodes
-            if "precision" in node.meta
-        }
+        options = assigned_options(assigned)
         chosen = tuple(_closest(op, options[op.node.name]) for op in self.study.ops)
         known = "was measured" if measured else "is predicted"
         binding = f"a uniform precision {known} to be faster, once lowered, than what was put together"

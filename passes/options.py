@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
@@ -78,3 +78,12 @@ def options_of(node: Node, ctx: Context) -> Sequence[Option]:
             continue
         found += [Option(precision, c.granularity) for c in ways if ctx.examples is not None or not c.static]
     return found
+
+
+def assigned_options(gm: GraphModule) -> dict[str, Option]:
+    """Return what ``assign`` wrote into a graph, by name of the primitive."""
+    return {
+        node.name: Option(node.meta["precision"], node.meta.get("granularity"))
+        for node in gm.graph.nodes
+        if "precision" in node.meta
+    }

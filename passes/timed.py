@@ -7,7 +7,7 @@ from statistics import fmean
 from torch.fx import GraphModule, Node
 
 from gnnc import cost, describe
-from gnnc.passes.options import Option
+from gnnc.passes.options import Option, assigned_options
 from gnnc.passes.study import OpChoices, Study
 
 
@@ -36,24 +36,19 @@ def observed(
         predicted: seconds of its launches, by node.
         took: the same as measured.
     """
-    options = {
-        node.name: Option(node.meta["precision"], node.meta.get("granularity"))
-        for node in assigned.graph.nodes
-        if "precision" in node.meta
-    }
     excess: dict[str, float] = {}
     for launch, name in _owners(cost.launches(describe.inline(lowered))):
         if launch.name in took:
             more = took[launch.name] - predicted.get(launch.name, 0.0)
             excess[name] = excess.get(name, 0.0) + more
-    return Observed(options, excess)
+    return Observed(assigned_options(assigned), excess)
 
 
 def _owners(launches: Sequence[cost.Launch]) -> Iterator[tuple[cost.Launch, str]]:
     """The primitive that each launch is there for: its last one, or that of a launch that reads it."""
     owner: dict[Node, str] = {}
     for launch in reversed(launches):
-        names = [str(node.meta.get("assigned", node.meta["origin"])) for node in launch.primitives]
+        names = [describe.assigned_name(node) for node in launch.primitives]
         names += [owner[user] for node in launch.nodes for user in node.users if user in owner]
         if names:
             name = names[len(launch.primitives) - 1] if launch.primitives else names[0]

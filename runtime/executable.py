@@ -62,9 +62,9 @@ class Executable:
         results = _emit(graph_module, emitter)
         self._prepare(emitter, results)
         plain = [*emitter.prelude(), *[text for text, _ in emitter.body]]
-        self.source = program(emitter, plain, f"({_listed(results)})")
+        self.source = program(emitter, plain, f"({listed(results)})")
         timed = [*emitter.prelude(), *_marked(emitter.body)]
-        self._timed_source = program(emitter, timed, f"({_listed(results)}), marks")
+        self._timed_source = program(emitter, timed, f"({listed(results)}), marks")
         self._timed: Callable[..., tuple[tuple[Any, ...], list[tuple[str, Any]]]] | None = None
         self.pool = pool or OutputPool()
         self._arenas = self._arena_pool(_layout(emitter))
@@ -189,19 +189,20 @@ def program(emitter: Emitter, body: Iterable[str], result: str) -> str:
     sizes = list(emitter.sizes.variables.items())
     lines = [f"def run({', '.join(inputs)}):"]
     lines += [f"    {name} = {text}" for name, text in sizes]
-    lines += [f"    arena = acquire(({_listed(name for name, _ in sizes)}))", "    try:"]
+    lines += [f"    arena = acquire(({listed(name for name, _ in sizes)}))", "    try:"]
     if emitter.region_texts:
         regions = ", ".join(f"t{i}" for i in range(len(emitter.region_texts)))
         lines.append(f"{_INDENT}{regions}, = arena.tensors")
     lines += [_INDENT + text for text in body]
     if emitter.checks:
         layers = emitter.bind(tuple(layer for _, layer in emitter.checks), "layers")
-        lines.append(f"{_INDENT}check_scales(({_listed(name for name, _ in emitter.checks)}), {layers})")
+        lines.append(f"{_INDENT}check_scales(({listed(name for name, _ in emitter.checks)}), {layers})")
     lines += [f"{_INDENT}return {result}", "    finally:", f"{_INDENT}release(arena)", ""]
     return "\n".join(lines)
 
 
-def _listed(texts: Iterable[str]) -> str:
+def listed(texts: Iterable[str]) -> str:
+    """Return the text of a tuple's elements."""
     return "".join(f"{text}, " for text in texts)
 
 

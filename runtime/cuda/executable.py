@@ -267,7 +267,7 @@ class CudaExecutable(Executable):
     def _prepare(self, emitter: Any, results: list[str]) -> None:
         machine = emitter.unit.build(self.device.index)
         self.resources, self._cubin = machine.resources, hashlib.sha256(machine.cubin).hexdigest()
-        self.recording = recording(emitter, results) if emitter.is_launches else None
+        self.recording = recording(emitter, results)
 
     def _arena_pool(self, layout: Layout) -> ArenaPool:
         return CudaArenaPool(layout, self.device)
@@ -332,7 +332,7 @@ class OfflineExecutable(Executable):
 
     def _prepare(self, emitter: Any, results: list[str]) -> None:
         self.unit = emitter.unit
-        self.recording = recording(emitter, results) if emitter.is_launches else None
+        self.recording = recording(emitter, results)
         if emitter.unit.names:
             self.machines = {name: emitter.unit.compile(name) for name in self._architectures}
 

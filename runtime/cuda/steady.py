@@ -7,7 +7,6 @@ launches) was worked out by an earlier call and stands in the graph that it left
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.fx import Node
 from gnnc.ir.source import source_of
 from gnnc.runtime.cuda.emitter import CudaEmitter, LaunchText
 from gnnc.runtime.cuda.tables import KEPT
-from gnnc.runtime.executable import program
+from gnnc.runtime.executable import listed, program
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*) = (\w*)(.*)")
@@ -89,26 +88,28 @@ class _Parts:
         return [text for text in order if text in needed]
 
 
-def recording(emitter: CudaEmitter, results: list[str]) -> Recording:
-    """Return the recording form of a program that is nothing but launches.
+def recording(emitter: CudaEmitter, results: list[str]) -> Recording | None:
+    """Return the recording form of a program; None where it is more than launches.
 
     Args:
         emitter: has written the program.
         results: texts of the outputs.
     """
+    if not emitter.is_launches:
+        return None
     parts = _split(emitter, results)
-    outputs = f"({_listed(results)})"
+    outputs = f"({listed(results)})"
     body = ["recorded = []", *[emitter.recorded(text) for text, _ in emitter.body]]
     if parts is None:
         return Recording(program(emitter, [*body, "replay(recorded, arena, None)"], outputs), ())
-    fixed = f"({_listed(parts.key)}), ({_listed(parts.structure)})"
-    memory = f"({_listed(parts.aliases)}), ({_listed(parts.scratch)})"
+    fixed = f"({listed(parts.key)}), ({listed(parts.structure)})"
+    memory = f"({listed(parts.aliases)}), ({listed(parts.scratch)})"
     early = [
         f"fixed = {fixed}",
         "held = arena.held",
         "if held is not None and held.fixed.is_of(*fixed):",
         *[f"    {line}" for line in parts.again],
-        f"    again(arena, held, ({_listed(text for _, _, text in parts.patches)}))",
+        f"    again(arena, held, ({listed(text for _, _, text in parts.patches)}))",
         f"    return {outputs}",
     ]
     late = f"replay(recorded, arena, Fixed(*fixed), {memory})"
@@ -116,10 +117,6 @@ def recording(emitter: CudaEmitter, results: list[str]) -> Recording:
         program(emitter, [*early, *body, late], outputs),
         tuple((number, position) for number, position, _ in parts.patches),
     )
-
-
-def _listed(texts: Iterable[str]) -> str:
-    return "".join(f"{text}, " for text in texts)
 
 
 def _split(emitter: CudaEmitter, results: list[str]) -> _Parts | None:
