@@ -73,7 +73,9 @@ class _Try:
         return f"{self.error:.2g}{beyond(self.error, self.grown)}"
 
 
-def run_auto(gm: GraphModule, pipeline: Sequence[Pass], context: Context) -> tuple[list[Stage], Context]:
+def run_auto(
+    gm: GraphModule, pipeline: Sequence[Pass], context: Context, *, check_finite: bool
+) -> tuple[list[Stage], Context]:
     """Run the passes with the precisions that are predicted fastest within the error budget.
 
     Without examples the choice is carried out as it is. With them, it is run, on the examples and with
@@ -83,6 +85,12 @@ def run_auto(gm: GraphModule, pipeline: Sequence[Pass], context: Context) -> tup
     those is predicted faster once lowered, it is taken. Where the backend's programs are timed, all of
     them are; the choice is made again from the times that launches of theirs took, and what took least
     is taken.
+
+    Args:
+        gm: the captured graph.
+        pipeline: the passes.
+        context: what they share.
+        check_finite: whether calls will look for values that are not finite: what is timed is what will run.
 
     Raises:
         UnsupportedError: the pipeline has no pass ``assign``.
@@ -97,7 +105,7 @@ def run_auto(gm: GraphModule, pipeline: Sequence[Pass], context: Context) -> tup
     start = before[-1][1] if before else gm
     if context.examples is None:
         return before + run_passes(start, pipeline[place:], context), context
-    search = _Search(start, pipeline[place:], context)
+    search = _Search(start, pipeline[place:], context, check_finite)
     best = search.run()
     return before + best.stages, best.context
 
@@ -105,7 +113,10 @@ def run_auto(gm: GraphModule, pipeline: Sequence[Pass], context: Context) -> tup
 class _Search:
     """The tries for one model."""
 
-    def __init__(self, start: GraphModule, pipeline: Sequence[Pass], context: Context) -> None:
+    def __init__(
+        self, start: GraphModule, pipeline: Sequence[Pass], context: Context, check_finite: bool
+    ) -> None:
+        self._check_finite = check_finite
         self._start = start
         self._pipeline = pipeline
         self._context = context
@@ -187,7 +198,9 @@ class _Search:
         backend, examples, lowered = context.backend, context.examples, stages[-1][1]
         assert backend.rates is not None and examples is not None
         predicted = predicted_times(lowered, examples, backend.rates())
-        run = lowered if backend.handle is None else backend.handle.executable(lowered, check_finite=False)
+        run = lowered
+        if backend.handle is not None:
+            run = backend.handle.executable(lowered, check_finite=self._check_finite)
         found = _Try(name, stages, context, sum(predicted.values()), *self._errors(lowered, run, context))
         if backend.timer is not None:
             found.times = backend.timer(run, examples)

@@ -228,7 +228,7 @@ def build_program(
 
 def _run_passes(gm: GraphModule, options: Options, context: Context) -> tuple[list[Stage], Context]:
     if options.precision == AUTO:
-        return run_auto(gm, options.pipeline, context)
+        return run_auto(gm, options.pipeline, context, check_finite=options.check_finite)
     return run_passes(gm, options.pipeline, context), context
 
 

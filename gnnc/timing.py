@@ -25,8 +25,8 @@ _LOOP_S = 4e-3
 _MOST_CALLS = 20
 _WAIT = 20_000_000
 """Cycles that the device waits while the host launches calls: about ten milliseconds."""
-_WARM = 5
-"""Calls until a program that may be replayed as a graph is."""
+_WARM = 12
+"""Calls until a program that may be replayed as a graph is, or will not be."""
 
 _known: dict[str, "Times"] = {}
 

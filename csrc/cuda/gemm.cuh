@@ -390,27 +390,54 @@ struct WarpSums {
       c[i / 4 / G::kTilesOnce][i / 4 % G::kTilesOnce][i % 4] = 0;
   }
 
+  // The weight of two steps for every tile that the warp holds.
+  struct Weight {
+    uint4 tile[G::kTilesOnce];
+
+    __device__ Weight(const uint4* weight, int first, int pair) {
+#pragma unroll
+      for (int t = 0; t < G::kTilesOnce; ++t) {
+        const int number = first + t < G::kTiles ? first + t : G::kTiles - 1;  // what is past the last is not stored
+        tile[t] = __ldg(weight + (number * G::K::kPairs + pair) * 32);
+      }
+    }
+  };
+
   // The products of kPairs pairs of steps, from the beginning of `chunk` on.
   template <int kPairs>
   __device__ void add(const uint4* weight, const char* rows, int first, int chunk) {
     const char* from = rows + (down + lane % 16) * G::kPitch + lane / 16 * 16;
     weight += chunk * (G::kChunk * G::kBytes / 64) * 32 + lane;
-#pragma unroll G::kUnroll
-    for (int pair = split; pair < kPairs; pair += Config::kSplit) {
-      uint32_t a[G::kTilesDown][2][4];
-#pragma unroll
-      for (int i = 0; i < G::kTilesDown * 2; ++i) {
-        load_rows(a[i / 2][i % 2], from + i / 2 * 16 * G::kPitch + pair * 64 + i % 2 * 32);
+    if constexpr (Config::kSplit > 1) {
+      // A warp has few pairs, and too few others stand by: it asks for the next weight before it waits for this one.
+      Weight next(weight, first, min(split, kPairs - 1));
+#pragma unroll 1
+      for (int pair = split; pair < kPairs; pair += Config::kSplit) {
+        const Weight now = next;
+        next = Weight(weight, first, min(pair + Config::kSplit, kPairs - 1));
+        multiply_pair(now, from, pair);
       }
+    } else {
+#pragma unroll G::kUnroll
+      for (int pair = split; pair < kPairs; pair += Config::kSplit) {
+        multiply_pair(Weight(weight, first, pair), from, pair);
+      }
+    }
+  }
+
+  __device__ void multiply_pair(const Weight& weight, const char* from, int pair) {
+    uint32_t a[G::kTilesDown][2][4];
 #pragma unroll
-      for (int t = 0; t < G::kTilesOnce; ++t) {
-        const int tile = first + t < G::kTiles ? first + t : G::kTiles - 1;  // what is past the last is not stored
-        const uint4 b = __ldg(weight + (tile * G::K::kPairs + pair) * 32);
+    for (int i = 0; i < G::kTilesDown * 2; ++i) {
+      load_rows(a[i / 2][i % 2], from + i / 2 * 16 * G::kPitch + pair * 64 + i % 2 * 32);
+    }
 #pragma unroll
-        for (int i = 0; i < G::kTilesDown; ++i) {
-          multiply(c[i][t], a[i][0], b.x, b.y, Config::kProduct);
-          multiply(c[i][t], a[i][1], b.z, b.w, Config::kProduct);
-        }
+    for (int t = 0; t < G::kTilesOnce; ++t) {
+      const uint4 b = weight.tile[t];
+#pragma unroll
+      for (int i = 0; i < G::kTilesDown; ++i) {
+        multiply(c[i][t], a[i][0], b.x, b.y, Config::kProduct);
+        multiply(c[i][t], a[i][1], b.z, b.w, Config::kProduct);
       }
     }
   }

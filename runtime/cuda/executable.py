@@ -22,8 +22,8 @@ from gnnc.runtime.pool import Arena, ArenaPool, Layout, OutputPool
 
 GRAPH_BELOW_MS = 0.3
 """Device time of a call below which launching kernels one by one would take longer than they do."""
-_REHEARSALS = 2
-"""Calls that make graphs, before one that only launches is timed."""
+_TRIALS = 5
+"""Calls that are timed before they are said to take longer: one that makes a graph does, or a busy host."""
 
 _WAIT = 2_000_000
 """Cycles that the device waits before a timed program: about a millisecond."""
@@ -152,7 +152,7 @@ class CudaExecutable(Executable):
         text = self.recording if cuda_graph is not False else None
         self._replayed = None if text is None else self._as_graph(text)
         self._graph_wins: bool | None = True if cuda_graph is True else None
-        self._rehearsals = _REHEARSALS
+        self._trials = 0
         self._trial: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
@@ -196,23 +196,31 @@ class CudaExecutable(Executable):
         return self._try(self._replayed, values)
 
     def _try(self, replayed: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Time one call without waiting for it; decide in the first call after it is over.
+        """Time calls without waiting for them, and decide by the least.
 
         As a graph: between launches one by one the device would wait for the host, and seem slow.
         """
         trial = self._trial
-        if self._rehearsals > 0:
-            self._rehearsals -= 1
-        elif trial is None:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            outputs = replayed(*values)
-            end.record()
-            self._trial = (begin, end)
-            return outputs
-        elif trial[1].query():
-            self._graph_wins = trial[0].elapsed_time(trial[1]) < GRAPH_BELOW_MS
-        return replayed(*values)
+        if trial is not None:
+            self._judge(*trial)
+            return replayed(*values)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        outputs = replayed(*values)
+        end.record()
+        self._trial = (begin, end)
+        return outputs
+
+    def _judge(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Decide from a timed call, if it is over."""
+        if not end.query():
+            return
+        self._trial = None
+        self._trials += 1
+        if begin.elapsed_time(end) < GRAPH_BELOW_MS:
+            self._graph_wins = True
+        elif self._trials >= _TRIALS:
+            self._graph_wins = False
 
     def _as_graph(self, text: Recording) -> Callable[..., tuple[Any, ...]]:
         """The program with its launches recorded, and made at its end."""

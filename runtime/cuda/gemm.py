@@ -143,7 +143,7 @@ def _long_tiles(shape: Shape) -> Iterator[Tile]:
     room = _MAX_SHARED if shape.size == 1 else _SHARED  # what is not scaled as a whole may come in chunks
     if not shape.is_codes and warps <= 8 and 16 * shape.row_bytes <= room:
         once = 2 if warps > 1 and 2 * -(-shape.runs // warps) <= 20 else 1
-        yield Tile(16, shape.places, warps, once, 1, _split(shape, 16), 256)
+        yield Tile(16, shape.places, warps, once, 1, _split(shape, 16), 256, 2)
     for rows in (32, 16):
         yield Tile(rows, 2048 if shape.is_codes else 512, 1, 2, 1, _split(shape, rows), 256)
 
