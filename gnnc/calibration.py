@@ -40,7 +40,7 @@ from gnnc.runtime.backend import Backend
 from gnnc.runtime.executable import Executable
 
 VERSION = 3
-SECONDS = 9.0
+SECONDS = 8.0
 """Budget of a calibration; it ends when every probe ran and the time is up, or at the latest then."""
 
 BACKENDS = ("cpu", "reference", "cuda")

@@ -1,11 +1,13 @@
 """The structure of a graph on the device: CSR by a radix sort, ids checked before anything reads by them."""
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from gnnc.errors import GraphError
+from gnnc.runtime.cuda.kept import tensors_kept
 from gnnc.runtime.cuda.radix import sort_edges
 from gnnc.runtime.structure_runner import StructureRunner
 
@@ -77,7 +79,7 @@ def _wait(results: tuple[Any, ...]) -> None:
 
 
 class _Streams:
-    """Tells torch's allocator where structures are used, once more than one stream uses them."""
+    """Tells torch's allocator where structures and their tables are used, once several streams use them."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -89,6 +91,13 @@ class _Streams:
         self._seen.add(torch._C._cuda_getCurrentRawStream(device.index))
         if len(self._seen) > 1 and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(device)
-            for result in results:
-                if isinstance(result, Tensor) and result.is_cuda:
-                    result.record_stream(stream)
+            for tensor in _memory_of(results):
+                tensor.record_stream(stream)
+
+
+def _memory_of(results: tuple[Any, ...]) -> Iterator[Tensor]:
+    """The tensors on a device, and what kernels of earlier calls made of them."""
+    for result in results:
+        if isinstance(result, Tensor) and result.is_cuda:
+            yield result
+            yield from tensors_kept(result)

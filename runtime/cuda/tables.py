@@ -1,12 +1,10 @@
 """What kernels need of a CSR beside itself, made once and kept as long as the CSR lives."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
+from gnnc.runtime.cuda.kept import kept
 from gnnc.runtime.cuda.radix import padded_columns
 from gnnc.runtime.cuda.runs import Cut, build_runs, cut_for
 from gnnc.runtime.cuda.structure import destinations_of
@@ -22,15 +20,16 @@ class RunTable:
         chunk: runs that a block takes at a time.
         slots: rows of the staging buffer.
         fields: of ``gnnc::Runs`` after ``rowptr`` and ``col``.
+        tensors: that the fields are addresses of.
     """
 
     def __init__(self, rowptr: Tensor, cut: Cut, multiprocessors: int) -> None:
         runs = build_runs(rowptr, cut, multiprocessors)
-        self._held = (runs.entry, runs.run, runs.split)
+        self.tensors = (runs.entry, runs.run, runs.split)
         self.count, self.chunk = runs.run.shape[0], runs.chunk
         self.blocks = min(-(-self.count // self.chunk), multiprocessors)
         self.splits, self.slots = runs.split.shape[0], runs.slots
-        self.fields = (*(tensor.data_ptr() for tensor in self._held), self.count, self.chunk)
+        self.fields = (*(tensor.data_ptr() for tensor in self.tensors), self.count, self.chunk)
         torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
 
 
@@ -48,7 +47,7 @@ def runs_of(rowptr: Tensor, edges: int, group: int) -> RunTable:
         cut = cut_for(rowptr.shape[0] - 1, edges, processors)._replace(group=group)
         return RunTable(rowptr, cut, processors)
 
-    return _kept(rowptr, f"gnnc_runs_{group}", build)
+    return kept(rowptr, f"runs_{group}", build)
 
 
 def group_of(row_bytes: int) -> int:
@@ -68,7 +67,7 @@ def in_fours(col: Tensor) -> Tensor:
             return None
         return _shared(padded_columns(col.numel(), col.device).copy_(col))
 
-    copy = _kept(col, "gnnc_fours", build)
+    copy = kept(col, "fours", build)
     return col if copy is None else copy
 
 
@@ -80,19 +79,12 @@ def in_order(rowptr: Tensor, edges: int) -> Tensor:
         torch.arange(edges, out=col)
         return _shared(col)
 
-    return _kept(rowptr, "gnnc_order", build)
+    return kept(rowptr, "order", build)
 
 
 def destinations(rowptr: Tensor, edges: int) -> Tensor:
     """Return the destination of every edge, int32; kept as long as the CSR."""
-    return _kept(rowptr, "gnnc_destinations", lambda: _shared(destinations_of(rowptr, edges)))
-
-
-def _kept(tensor: Tensor, name: str, build: Callable[[], Any]) -> Any:
-    """Return what a tensor keeps under a name, built if it has none."""
-    table = vars(tensor)
-    # Of threads that build at once the first is heard: a graph may hold the addresses of what it built.
-    return table[name] if name in table else table.setdefault(name, build())
+    return kept(rowptr, "destinations", lambda: _shared(destinations_of(rowptr, edges)))
 
 
 def _shared(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """``precision="auto"`` on a CUDA device: its rates, what they predict, and what is chosen by them."""
 
 import json
+import os
 import statistics
 import time
 from pathlib import Path
@@ -29,6 +30,11 @@ from gnnc.runtime.backend import get_backend
 
 NAMES = ("gcn", "gat", "gin", "sage-mean", "gcn-deep-residual")
 _measured: list[Rates] = []
+
+
+def _is_alone() -> bool:
+    """Whether no other tests take turns with this one on the processor and the device."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
 
 
 @pytest.fixture
@@ -74,8 +80,8 @@ def test_the_values_of_a_probe_are_on_the_device_and_the_same_each_time() -> Non
 
 
 @pytest.mark.cuda
-def test_this_gpu_is_measured_in_ten_seconds(rates: Rates) -> None:
-    assert rates.measured_in <= 10
+def test_this_gpu_is_measured(rates: Rates) -> None:
+    assert rates.measured_in <= (10 if _is_alone() else 30)
     assert torch.cuda.get_device_name() in rates.machine
     assert {"gemm", "spmm", "attention", "sddmm", "edge_softmax", ALONE} <= rates.families.keys()
     assert {f"dot.{p}" for p in ("fp32", "fp16", "bf16", "int8")} <= rates.families["gemm"].keys()

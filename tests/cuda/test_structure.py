@@ -1,5 +1,8 @@
 """CSR and transpose on a CUDA device: as the reference, in little memory, whatever the ids are."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from cuda_launch import ARCHITECTURES
@@ -8,8 +11,9 @@ from torch import Tensor
 import gnnc
 from gnnc.ir.structure import csr_reference, csr_transpose_reference
 from gnnc.runtime.cuda import radix
+from gnnc.runtime.cuda.kept import kept, tensors_kept
 from gnnc.runtime.cuda.radix import Kernels, passes_for
-from gnnc.runtime.cuda.structure import csr, csr_transpose, destinations_of
+from gnnc.runtime.cuda.structure import _Streams, csr, csr_transpose, destinations_of
 from gnnc.runtime.cuda.unit import Unit
 
 EDGES = (1, 31, 3071, 3072, 3073, 50_000)
@@ -126,3 +130,43 @@ def test_the_workspace(nodes: int) -> None:
         assert kept >= sum(t.nbytes for t in result)
         assert torch.cuda.max_memory_allocated() - before - kept <= WORKSPACE * count
         del result
+
+
+class OnDevice(Tensor):
+    """A tensor that says it is on a device, and on which streams its memory is used."""
+
+    is_cuda = True
+    device = torch.device("cuda:0")
+    streams: list[Any]
+
+    def record_stream(self, s: Any) -> None:
+        """Note a stream."""
+        self.streams = [*getattr(self, "streams", []), s]
+
+
+def on_device() -> OnDevice:
+    return torch.zeros(3).as_subclass(OnDevice)
+
+
+def test_memory_of_tables_is_told_to_streams_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    streams, rowptr, table, column = _Streams(), on_device(), on_device(), on_device()
+    streams((rowptr, 3))
+    kept(rowptr, "runs", lambda: SimpleNamespace(tensors=(table,)))
+    kept(rowptr, "order", lambda: column)
+    kept(rowptr, "nothing", lambda: None)
+    streams((rowptr, 3))
+    assert not any(hasattr(tensor, "streams") for tensor in (rowptr, table, column))
+    now[0] = 2
+    streams((rowptr, 3))
+    assert [tensor.streams for tensor in (rowptr, table, column)] == [[2], [2], [2]]
+
+
+def test_what_a_tensor_keeps_is_built_once() -> None:
+    tensor, built = torch.zeros(3), torch.ones(2)
+    assert kept(tensor, "ones", lambda: built) is built
+    assert kept(tensor, "ones", lambda: pytest.fail("built again")) is built
+    assert list(tensors_kept(tensor)) == [built]
