@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from gnnc import cost, describe
-from gnnc.errors import UnsupportedError
+from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir.graph import placeholders
 from gnnc.passes.auto import MAX_TIGHTENINGS, Choice, beyond
 from gnnc.passes.base import Context, Pass, Stage, run_passes
@@ -201,10 +201,14 @@ class _Search:
         run = lowered
         if backend.handle is not None:
             run = backend.handle.executable(lowered, check_finite=self._check_finite)
-        found = _Try(name, stages, context, sum(predicted.values()), *self._errors(lowered, run, context))
-        if backend.timer is not None:
-            found.times = backend.timer(run, examples)
-            found.observed = observed(stages[0][1], lowered, predicted, found.times.launches)
+        found = _Try(name, stages, context, sum(predicted.values()), error=0.0, grown=0.0)
+        try:
+            found.error, found.grown = self._errors(lowered, run, context)
+            if backend.timer is not None:
+                found.times = backend.timer(run, examples)
+                found.observed = observed(stages[0][1], lowered, predicted, found.times.launches)
+        except PrecisionError:  # past the range of a precision, as 65504 in fp16: another may hold it
+            found.error = found.grown = float("inf")
         return found
 
     def _errors(self, gm: GraphModule, run: Any, context: Context) -> tuple[float, float]:

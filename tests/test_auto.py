@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch_geometric.nn import GCNConv, SAGEConv
 from zoo import FEATURES, build, random_graph
 
 import gnnc
+from gnnc.auto import _Search
+from gnnc.describe import inline
 from gnnc.passes.auto import MAX_TIGHTENINGS, Choice
 from gnnc.passes.pipeline import PIPELINE
 from gnnc.passes.sensitivity import relative_l2
@@ -173,6 +176,23 @@ def test_a_wrong_prediction_is_corrected(monkeypatch: pytest.MonkeyPatch) -> Non
     compiled = auto(model, 0.003)
     assert error(compiled, model) <= 0.003
     assert "tightened to" in compiled.explain()
+
+
+def test_a_choice_whose_values_are_not_finite_is_over_every_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = _Search._errors
+
+    def bf16_overflows(self: _Search, gm: GraphModule, *rest: Any) -> tuple[float, float]:
+        if "bfloat16" in str(inline(gm)):
+            raise gnnc.PrecisionError("a scale is not finite")
+        return measure(self, gm, *rest)
+
+    monkeypatch.setattr(_Search, "_errors", bf16_overflows)
+    compiled = auto(build("gcn"), 0.5)
+    told = choice(compiled).log
+    assert any("uniform bf16: error inf, over budget" in line for line in told), told
+    assert any("uniform int8: error 0.0" in line for line in told), told
+    assert "bfloat16" not in str(inline(compiled._captured().stages[-1][1]))
+    assert error(compiled, build("gcn")) <= 0.5
 
 
 def test_without_examples_gain_stands_for_sensitivity() -> None:
