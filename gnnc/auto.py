@@ -201,15 +201,13 @@ class _Search:
         run = lowered
         if backend.handle is not None:
             run = backend.handle.executable(lowered, check_finite=self._check_finite)
-        found = _Try(name, stages, context, sum(predicted.values()), error=0.0, grown=0.0)
         try:
-            found.error, found.grown = self._errors(lowered, run, context)
-            if backend.timer is not None:
-                found.times = backend.timer(run, examples)
-                found.observed = observed(stages[0][1], lowered, predicted, found.times.launches)
+            errors = self._errors(lowered, run, context)
+            times = None if backend.timer is None else backend.timer(run, examples)
         except PrecisionError:  # past the range of a precision, as 65504 in fp16: another may hold it
-            found.error = found.grown = float("inf")
-        return found
+            errors, times = (float("inf"), float("inf")), None
+        seen = None if times is None else observed(stages[0][1], lowered, predicted, times.launches)
+        return _Try(name, stages, context, sum(predicted.values()), *errors, times, seen)
 
     def _errors(self, gm: GraphModule, run: Any, context: Context) -> tuple[float, float]:
         """Run the lowered program on the examples, and again with scales that are too small for them."""

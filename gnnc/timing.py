@@ -25,8 +25,6 @@ _LOOP_S = 4e-3
 _MOST_CALLS = 20
 _WAIT = 20_000_000
 """Cycles that the device waits while the host launches calls: about ten milliseconds."""
-_WARM = 12
-"""Calls until a program that may be replayed as a graph is, or will not be."""
 
 _known: dict[str, "Times"] = {}
 
@@ -73,7 +71,7 @@ def times_of(executable: Any, values: Sequence[Any]) -> Times:
 
 
 def _call_seconds(executable: Any, values: Sequence[Any]) -> float:
-    for _ in range(_WARM):
+    for _ in range(executable.SETTLES_AFTER):
         executable(*values)
         torch.cuda.synchronize()
     return min(queued_seconds(lambda: executable(*values)) for _ in range(_RUNS))

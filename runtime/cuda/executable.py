@@ -134,7 +134,10 @@ class CudaExecutable(Executable):
     Attributes:
         resources: what each kernel takes, by C++ name.
         recording: the program as calls that replay run it; None where it is not launches alone.
+        SETTLES_AFTER: calls, each waited for, until later ones all go the same way: as a graph, or not.
     """
+
+    SETTLES_AFTER = 1 + 2 * _TRIALS
 
     def __init__(
         self,

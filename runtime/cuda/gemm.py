@@ -137,7 +137,8 @@ def _short_tiles(shape: Shape) -> Iterator[Tile]:
 def _long_tiles(shape: Shape) -> Iterator[Tile]:
     """Rows whose columns warps share as they multiply, and, where one cannot hold them, as they load.
 
-    Few rows a block keep all SMs at work on a graph of a few thousand nodes, which such rows come with.
+    Few rows a block keep all SMs at work on a graph of a few thousand nodes, which such rows come with. Two
+    such blocks an SM leave registers for all of a row's loads beside those of the weight.
     """
     warps = _ceil_power(-(-shape.runs // _HELD))
     room = _MAX_SHARED if shape.size == 1 else _SHARED  # what is not scaled as a whole may come in chunks

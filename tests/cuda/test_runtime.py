@@ -12,6 +12,7 @@ from test_backends import MODELS, given
 from torch_geometric.nn.models import GCN
 
 import gnnc
+from gnnc.runtime.cuda.executable import CudaExecutable
 from gnnc.runtime.cuda.launch import Launch
 
 pytestmark = pytest.mark.cuda
@@ -55,7 +56,7 @@ def test_a_graph_is_replayed_and_computes_the_same(model):
 @torch.no_grad()
 def test_auto_replays_small_calls(model):
     compiled, x, edge_index = compiled_and_inputs(model)
-    for _ in range(12):
+    for _ in range(CudaExecutable.SETTLES_AFTER):
         compiled(x, edge_index)
         torch.cuda.synchronize()
     assert compiled._last.executable.replays
