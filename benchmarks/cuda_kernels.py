@@ -69,14 +69,14 @@ struct GatherBody {
     for (int i = 0; i < 4; ++i) seen ^= x[i].x ^ x[i].y ^ x[i].z ^ x[i].w;
   }
 };
-// As many as shared memory holds the entries of.
-__host__ __device__ constexpr int threads_for(int entries) { return entries > 16 ? 896 : 1024; }
 template <Element kElement, int kWidth>
-__global__ void __launch_bounds__(threads_for(entries_of<RowLayout<kElement, kWidth>>()), 1)
+constexpr int kGatherThreads = fitting({1024, 8}, pieces_of(kElement, kWidth), 0).threads;
+template <Element kElement, int kWidth>
+__global__ void __launch_bounds__((kGatherThreads<kElement, kWidth>), 1)
     gather_only(Runs runs, const char* x, int64_t stride, unsigned int* out) {
   using Layout = RowLayout<kElement, kWidth>;
   __shared__ int next;
-  __shared__ RunFeed<entries_of<Layout>()> feed[threads_for(entries_of<Layout>()) / 32];
+  __shared__ Feed<Layout> feed[kGatherThreads<kElement, kWidth> / 32];
   GatherBody<Layout> body;
   for_runs<Layout>(runs, x, static_cast<unsigned int>(stride), &next, feed[threadIdx.x / 32], body);
   if (body.seen == 0x12345678u) *out = 1;

@@ -32,9 +32,21 @@ struct AttentionArgs {
   void* staging;         // where rows are split
 };
 
+// Columns of a row of x from one head to the next.
+__host__ __device__ constexpr int head_stride(Element element, int width, int heads) {
+  const int piece = 16 / bytes_of(element);
+  return heads == 1 ? width : (width / heads + piece - 1) / piece * piece;
+}
+
+// Whether slots have rows of their own: one pass over the edges, and nothing between the heads.
+__host__ __device__ constexpr bool has_bundles(Element element, int width, int heads) {
+  return width * bytes_of(element) <= 512 && head_stride(element, width, heads) * heads == width;
+}
+
 __host__ __device__ constexpr Residency attention_residency(Element element, int width, int heads) {
-  const bool few = kArchitecture < 900 || element == Element::i8;
-  return fitting({few ? 512 : element == Element::f32 ? 768 : 640, 4}, 2 * width + 128 + 16 * heads);
+  const int held = has_bundles(element, width, heads) ? 6 : 2 * width + 128 + 16 * heads;
+  const bool few = kArchitecture < 900 || (element == Element::i8 && kArchitecture >= 1000);
+  return fitting({few ? 512 : 768, 4}, pieces_of(element, heads * head_stride(element, width, heads)), held);
 }
 
 // Constants has static constexpr floats kSlope (of the leaky ReLU; 1: none) and kEps (added to the sum).
@@ -56,13 +68,15 @@ template <class Config>
 struct Attention {
   static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads, kHeadWidth = kWidth / kHeads;
   static constexpr bool kScaled = Config::kElement == Element::i8;
-  static constexpr int kPiece = 16 / bytes_of(Config::kElement);
-  static constexpr int kHeadStride = kHeads == 1 ? kWidth : (kHeadWidth + kPiece - 1) / kPiece * kPiece;  // in x
+  static constexpr int kHeadStride = head_stride(Config::kElement, kWidth, kHeads);
   static constexpr int kStride = kHeads * kHeadStride;
   using Layout = RowLayout<Config::kElement, kStride>;
   // The row of a slot, in the columns that its threads gather; or the row of the warp.
-  static constexpr bool kBundle = Layout::kPasses == 1 && kHeadStride == kHeadWidth;
+  static constexpr bool kBundle = has_bundles(Config::kElement, kWidth, kHeads);
   using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4>;
+  // A row that all slots share, where they have more columns each than is worth storing at once.
+  static constexpr int kRun = spread_run<Layout>();
+  static constexpr bool kSpread = kBundle && kRun < Layout::kColumns;
   static_assert(kWidth % kHeads == 0, "heads divide the width");
   static_assert(Config::kAdditive || Config::kEdge, "logits are made from something");
   static constexpr int kColumns = (kStride + 3) / 4 * 4;
@@ -100,13 +114,14 @@ template <class Config, class Epilogue>
 struct AttentionBody {
   using A = Attention<Config>;
   using Layout = typename A::Layout;
-  static constexpr int kHeads = Config::kHeads, kColumns = Layout::kColumns;
+  static constexpr int kHeads = Config::kHeads, kColumns = Layout::kColumns, kPieces = Layout::kPieces;
 
   static constexpr bool kBundle = A::kBundle, kMasks = true;
   static constexpr int kStep = Config::kStep;
 
   struct Extra {
-    float source[4];  // a_src + edge, or edge
+    float source[4];  // a_src
+    float edge[4];
     float scale[4];
   };
 
@@ -139,12 +154,11 @@ struct AttentionBody {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool there = mask >> i & 1;
-      float v = 0.0f;
-      if constexpr (Config::kAdditive)
-        v = there ? __ldg(a.a_src + static_cast<int64_t>(source[i]) * kHeads + head) : 0.0f;
-      if constexpr (Config::kEdge) v = __fadd_rn(v, there ? __ldg(a.edge + (edge + i) * kHeads + head) : 0.0f);
-      e.source[i] = v;
-      if constexpr (A::kScaled) e.scale[i] = there ? __ldg(a.x_scale + source[i]) : 0.0f;
+      if constexpr (Config::kAdditive) {
+        e.source[i] = load_if(there, a.a_src + static_cast<int64_t>(source[i]) * kHeads + head, 0.0f);
+      }
+      if constexpr (Config::kEdge) e.edge[i] = load_if(there, a.edge + (edge + i) * kHeads + head, 0.0f);
+      if constexpr (A::kScaled) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
     }
   }
 
@@ -154,7 +168,7 @@ struct AttentionBody {
     float highest = top;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      logit[i] = A::logit(Config::kAdditive ? __fadd_rn(e.source[i], own) : e.source[i]);
+      logit[i] = A::logit(sum_of_terms(e, i));
       if (kMasked && !(mask >> i & 1)) logit[i] = -__int_as_float(0x7f800000);
       highest = fmaxf(highest, logit[i]);
     }
@@ -178,18 +192,25 @@ struct AttentionBody {
   }
 
   __device__ __forceinline__ void finish(const Work& work, int) {
-    if (work.shared) join();
+    if (work.shared) join_totals();
+    if constexpr (A::kSpread) {
+      if (work.shared) {
+        float own[A::kRun];
+        spread_slots<Layout>(sums, sum_of, own);
+        const float factor = __shfl_sync(0xffffffffu, inverse(work), Layout::lane() * A::kRun / kColumns % kPieces);
+        settle<RowTile<Config::kWidth, 32, A::kRun>>(own, Layout::lane() * A::kRun, factor, work);
+        clear();
+        return;
+      }
+    }
+    if (work.shared) join_slots<Layout>(sums, sum_of);
     if constexpr (kBundle) {
       if (!work.shared || Layout::slot() == 0) {
-        if (work.part >= 0) {
-          stage(work.part);
-        } else if (work.row() >= 0) {
-          emit(work);
-        }
+        settle<typename A::Tile>(sums, Layout::piece() * kColumns, inverse(work), work);
       }
       clear();
     } else {
-      hold(work.part >= 0 ? 1.0f : A::inverse(total, work.total() > 0));
+      hold(work.part >= 0 ? 1.0f : inverse(work));
       clear();
       if (pass + 1 < Layout::kPasses) return;
       __syncwarp();
@@ -203,43 +224,50 @@ struct AttentionBody {
   }
 
  private:
-  // Gives all slots the sums over all of them.
-  __device__ __forceinline__ void join() {
+  __device__ __forceinline__ float sum_of_terms(const Extra& e, int i) const {
+    if constexpr (!Config::kAdditive) return e.edge[i];
+    return __fadd_rn(Config::kEdge ? __fadd_rn(e.source[i], e.edge[i]) : e.source[i], own);
+  }
+
+  __device__ static float sum_of(float p, float q) { return __fadd_rn(p, q); }
+
+  // Gives all slots the maximum and the total over all of them, and their own sums that maximum.
+  __device__ __forceinline__ void join_totals() {
     float highest[1] = {top};
     join_slots<Layout>(highest, [](float p, float q) { return fmaxf(p, q); });
     const float by = power_of_two(top - highest[0]);
     top = highest[0];
     float sum[1] = {__fmul_rn(total, by)};
-    const auto add = [](float p, float q) { return __fadd_rn(p, q); };
-    join_slots<Layout>(sum, add);
+    join_slots<Layout>(sum, sum_of);
     total = sum[0];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) sums[c] = __fmul_rn(sums[c], by);
-    join_slots<Layout>(sums, add);
   }
+
+  __device__ __forceinline__ float inverse(const Work& work) const { return A::inverse(total, work.total() > 0); }
 
   __device__ float* staged(int32_t slot) const {
     return static_cast<float*>(a.staging) + static_cast<int64_t>(slot) * A::kStaged;
   }
 
-  // Threads of one head write the same.
-  __device__ __forceinline__ void stage(int32_t slot) const {
-    float* to = staged(slot);
-    store_piece<Layout, A::kColumns>(to, sums);
-    reinterpret_cast<float2*>(to + A::kColumns)[head] = make_float2(top, total);
-  }
-
-  __device__ __forceinline__ void emit(const Work& work) const {
+  // Ends a row, or a part of one, of which this thread has the columns from `first` on. Threads of one head write the
+  // same maximum and total.
+  template <class Tile, int kCount>
+  __device__ __forceinline__ void settle(const float (&v)[kCount], int first, float factor, const Work& work) const {
+    static_assert(Tile::kPer == kCount, "a thread keeps the columns that it has");
     const int32_t row = work.row();
-    typename A::Tile tile;
-    static_assert(A::Tile::kPer == kColumns, "a thread keeps the columns that it gathers");
-    const float factor = A::inverse(total, work.total() > 0);
+    if (work.part >= 0) {
+      store_columns<A::kColumns>(staged(work.part), first, v);
+      reinterpret_cast<float2*>(staged(work.part) + A::kColumns)[head] = make_float2(top, total);
+    } else if (row >= 0) {
+      if (a.stats != nullptr) a.stats[static_cast<int64_t>(row) * kHeads + head] = make_float2(top, total);
+      Tile tile;
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      if (tile.valid(i)) tile.v[i] = __fmul_rn(sums[i], factor);
+      for (int i = 0; i < kCount; ++i) {
+        if (tile.valid(i)) tile.v[i] = __fmul_rn(v[i], factor);
+      }
+      epilogue(tile, row);
     }
-    if (a.stats != nullptr) a.stats[static_cast<int64_t>(row) * kHeads + head] = make_float2(top, total);
-    epilogue(tile, row);
   }
 
   // Rows of several passes, or with something between their heads, wait in shared memory.
@@ -277,7 +305,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention(const Attention
   constexpr int kWarps = Config::kThreads / 32;
   constexpr bool kHeld = !Attention<Config>::kBundle;
   __shared__ int32_t next;
-  __shared__ RunFeed<entries_of<Layout>()> feed[Config::kThreads / 32];
+  __shared__ Feed<Layout> feed[Config::kThreads / 32];
   __shared__ __align__(16) float rows[kWarps][kHeld ? Layout::kPadded : 4];
   __shared__ float2 heads[kWarps][kHeld ? Config::kHeads : 1];
   const auto* x = static_cast<const char*>(a.x);
@@ -312,7 +340,7 @@ __global__ void __launch_bounds__(256) attention_combine(const AttentionArgs a, 
   }
   __syncthreads();
   Tile tile;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp = static_cast<int>(threadIdx.x / 32);
   for (int slot = warp; slot < split.parts; slot += 8) {
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {

@@ -42,8 +42,8 @@ struct Radix {
   static constexpr int kThreads = 256, kWarps = kThreads / 32, kItems = 12, kTile = kThreads * kItems, kDigits = 256;
   static_assert(kDigits == kThreads, "a thread looks after one digit");
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
+  __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
   __device__ static uint32_t before_me() { return (1u << lane()) - 1u; }
   __device__ static uint32_t digit(uint32_t key, int64_t shift) { return key >> shift & (kDigits - 1); }
 

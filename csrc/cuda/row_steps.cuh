@@ -342,8 +342,10 @@ __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled) {
   }
   // Past the last block of the tile.
   constexpr int kHeld = Tile::kPer / Tile::kRun * Tile::kBlock;
-  for (int column = kHeld + tile.lane * 4; column < kPadded; column += 4 * Tile::kLanes) {
-    *reinterpret_cast<Vector<int8_t, 4>*>(row + column) = Vector<int8_t, 4>{};
+  if constexpr (kHeld < kPadded) {
+    for (int column = kHeld + tile.lane * 4; column < kPadded; column += 4 * Tile::kLanes) {
+      *reinterpret_cast<Vector<int8_t, 4>*>(row + column) = Vector<int8_t, 4>{};
+    }
   }
 }
 

@@ -27,7 +27,7 @@ struct RowTile {
   float v[kPer];
   int lane;
 
-  __device__ RowTile() : lane(static_cast<int>(threadIdx.x) % kLanes) {
+  __device__ RowTile() : lane(static_cast<int>(threadIdx.x % kLanes)) {
 #pragma unroll
     for (int i = 0; i < kPer; ++i) v[i] = 0.0f;
   }

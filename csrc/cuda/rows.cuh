@@ -27,6 +27,10 @@ __host__ __device__ constexpr int pieces_at_once(int total) {
   return 8;
 }
 
+__host__ __device__ constexpr int pieces_of(Element element, int width) {
+  return pieces_at_once((width * bytes_of(element) + 15) / 16);
+}
+
 template <Element kElement_, int kWidth_>
 struct RowLayout {
   static constexpr Element kElement = kElement_;
@@ -40,7 +44,7 @@ struct RowLayout {
   static constexpr int kPadded = kPasses * kPassColumns;  // columns, with what is past the width
   static constexpr int kLastBits = (kWidth - (kTotal - 1) * kColumns) * 8 * bytes_of(kElement);  // of the last piece
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   __device__ static int piece() { return lane() % kPieces; }
   __device__ static int slot() { return lane() / kPieces; }
   // A piece with zeros past the width of the row; pieces behind the last one count as that one.
@@ -53,15 +57,45 @@ struct RowLayout {
   }
 };
 
-// What is read where there is no edge.
-__device__ const uint4 kZeros{0, 0, 0, 0};
-
 __device__ inline uint64_t offset_of(int32_t row, uint32_t stride) {
   return static_cast<uint64_t>(static_cast<uint32_t>(row)) * stride;
 }
 
-// 16 bytes of a row.
-__device__ inline uint4 gather(const char* from) { return __ldg(reinterpret_cast<const uint4*>(from)); }
+// Loads where `there`, without a branch or a look at the result: both would be waited for. The address may be any
+// elsewhere.
+__device__ __forceinline__ float load_if(bool there, const float* p, float otherwise) {
+  float v;
+  asm("{\n .reg .pred there;\n setp.ne.u32 there, %3, 0;\n mov.f32 %0, %2;\n @there ld.global.nc.f32 %0, [%1];\n}"
+      : "=f"(v)
+      : "l"(p), "f"(otherwise), "r"(static_cast<uint32_t>(there)));
+  return v;
+}
+__device__ __forceinline__ uint32_t load_if(bool there, const uint8_t* p, uint32_t otherwise) {
+  uint32_t v;
+  asm("{\n .reg .pred there;\n setp.ne.u32 there, %3, 0;\n mov.u32 %0, %2;\n @there ld.global.nc.u8 %0, [%1];\n}"
+      : "=r"(v)
+      : "l"(p), "r"(otherwise), "r"(static_cast<uint32_t>(there)));
+  return v;
+}
+// The same of something of an edge that is used once: it should not push gathered rows out of L1.
+__device__ __forceinline__ float load_once_if(bool there, const float* p, float otherwise) {
+  float v;
+  asm("{\n .reg .pred there;\n setp.ne.u32 there, %3, 0;\n mov.f32 %0, %2;\n"
+      " @there ld.global.nc.L1::evict_first.L2::256B.f32 %0, [%1];\n}"
+      : "=f"(v)
+      : "l"(p), "f"(otherwise), "r"(static_cast<uint32_t>(there)));
+  return v;
+}
+
+// 16 bytes of a row, zeros where it is not there.
+__device__ __forceinline__ uint4 gather_if(bool there, const char* from) {
+  uint4 v;
+  asm("{\n .reg .pred there;\n setp.ne.u32 there, %5, 0;\n mov.b32 %0, 0;\n mov.b32 %1, 0;\n mov.b32 %2, 0;\n"
+      " mov.b32 %3, 0;\n @there ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(from), "r"(static_cast<uint32_t>(there)));
+  return v;
+}
 
 __device__ inline uint32_t word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
 

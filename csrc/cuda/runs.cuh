@@ -125,7 +125,7 @@ struct RunFeed {
 
   // Call once before `advance`, with a queue that leaves out what is dealt.
   __device__ void begin(const Runs& runs, const RunQueue& queue) {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int warp = static_cast<int>(threadIdx.x / 32);
     for (int turn = 0; turn < kTurns; ++turn) fetch_run(queue.at(turn * warps() + warp), turn);
     settle();
     fetch_entries(runs, 0);
@@ -149,7 +149,7 @@ struct RunFeed {
  private:
   static constexpr int kLine = 32;  // columns in 128 bytes
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   __device__ static int warps() { return static_cast<int>(blockDim.x) / 32; }
 
   __device__ static void settle() {
@@ -181,27 +181,19 @@ struct RunFeed {
   }
 };
 
-// So many warps that rows of `words` words that each holds, and its runs, fit into the static shared memory of a block.
-__host__ __device__ constexpr Residency fitting(Residency r, int words) {
-  while (r.threads > 128 && r.threads / 32 * (words * 4 + static_cast<int>(sizeof(RunFeed<16>))) > 48 * 1024 - 64)
-    r.threads -= 128;
-  return r;
+// Entries that a run has at most, of rows that so many threads read.
+__host__ __device__ constexpr int entries_of(int pieces) { return 32 / pieces > 8 ? 32 : 16; }
+
+// Shared memory that a warp takes to find its work and the sources of its edges (stream.cuh).
+__host__ __device__ constexpr int feed_bytes(int pieces) {
+  const int fours = pieces > 4 ? pieces / 2 : 2;
+  return 3 * 16 * (1 + entries_of(pieces)) + 2 * 16 * fours * (32 / pieces);
 }
 
-// Reads something of an edge that is used once: it should not push gathered rows out of L1.
-template <class T>
-__device__ inline T load_once(const T* p) {
-  static_assert(sizeof(T) == 4, "an element is 4 bytes");
-  int32_t v;
-  asm("ld.global.nc.L1::evict_first.L2::256B.s32 %0, [%1];" : "=r"(v) : "l"(p));
-  return *reinterpret_cast<const T*>(&v);
-}
-__device__ inline int4 load_once(const int4* p) {
-  int4 v;
-  asm("ld.global.nc.L1::no_allocate.L2::128B.v4.s32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "l"(p));
-  return v;
+// So many warps that their feeds, and `words` words that each holds, fit into the static shared memory of a block.
+__host__ __device__ constexpr Residency fitting(Residency r, int pieces, int words) {
+  while (r.threads > 128 && r.threads / 32 * (words * 4 + feed_bytes(pieces)) > 48 * 1024 - 64) r.threads -= 128;
+  return r;
 }
 
 }  // namespace gnnc

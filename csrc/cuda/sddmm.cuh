@@ -30,8 +30,9 @@ struct SddmmArgs {
 };
 
 __host__ __device__ constexpr Residency sddmm_residency(Element element, int width, EdgeOp op, bool scaled) {
-  if (kArchitecture < 900 || op != EdgeOp::dot || width * bytes_of(element) > 512) return {512, 4};
-  return {scaled && element != Element::i8 ? 640 : 768, 8};
+  const bool few = kArchitecture < 900 || op != EdgeOp::dot || width * bytes_of(element) > 512;
+  const Residency r = few ? Residency{512, 4} : Residency{scaled && element != Element::i8 ? 640 : 768, 8};
+  return fitting(r, pieces_of(element, width), 0);
 }
 
 template <Element kElement_, int kWidth_, EdgeOp kOp_, int kHeads_ = 1, bool kScaled_ = false,
@@ -218,7 +219,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) sddmm(const SddmmArgs a) {
   using Layout = typename SddmmBody<Config>::Layout;
   __shared__ int32_t next;
-  __shared__ RunFeed<entries_of<Layout>()> feed[Config::kThreads / 32];
+  __shared__ Feed<Layout> feed[Config::kThreads / 32];
   SddmmBody<Config> body{a};
   for_runs<Layout>(a.runs, static_cast<const char*>(a.b), static_cast<uint32_t>(a.b_stride), &next,
                    feed[threadIdx.x / 32], body);

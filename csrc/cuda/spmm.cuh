@@ -45,7 +45,7 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
   const int row = width * bytes_of(element);
   if (heads > 1) return {512, 4};
   if (row > 512 || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
-  if (bytes) return weight == Weight::none && !extreme ? Residency{768, 8} : Residency{640, extreme ? 4 : 8};
+  if (bytes) return {768, weight == Weight::none && !extreme ? 8 : 4};
   const bool many = element != Element::f32 && (kArchitecture >= 1000 || weight != Weight::none);
   return {extreme || many ? 768 : 896, 8};
 }
@@ -53,7 +53,8 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
 __host__ __device__ constexpr Residency spmm_residency(Element element, int width, Reduce reduce, Weight weight,
                                                        int heads) {
   const Residency r = spmm_registers(element, width, reduce, weight, heads);
-  return width * bytes_of(element) <= 512 ? r : fitting(r, width + 128);
+  const int held = width * bytes_of(element) <= 512 ? 4 : width + 128;
+  return fitting(r, pieces_of(element, width), held);
 }
 
 // What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows.
@@ -98,6 +99,9 @@ struct Spmm {
   // The row of a slot, in the columns that its threads gather; or, of several passes, the row of the warp.
   static constexpr bool kBundle = Layout::kPasses == 1;
   using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4>;
+  // A row that all slots share, where they have more columns each than is worth storing at once.
+  static constexpr int kRun = spread_run<Layout>();
+  static constexpr bool kSpread = kBundle && kRun < Layout::kColumns;
   static constexpr int kWarps = Config::kThreads / 32;
   static constexpr int kHeld = kBundle ? 4 : Layout::kPadded;  // words of a row of several passes, of a warp
   static constexpr int kStaged = (kWidth + 3) / 4 * 4;         // words a slot
@@ -139,9 +143,9 @@ struct SpmmBody {
 
   struct Extra {
     float value[4];  // kValue::real, one head
-    float scale[4];  // of rows, or int8 weights as floats
-    uint32_t bytes;  // int8 weights, edge i in byte i
-    int64_t edge;    // the first of the four
+    float scale[4];    // of rows
+    uint32_t code[4];  // int8 weights, or shifts; of an edge that is not there the one that makes a weight of 0
+    int64_t edge;      // the first of the four
   };
 
   const SpmmArgs& a;
@@ -152,27 +156,19 @@ struct SpmmBody {
 
   __device__ __forceinline__ void begin(const Work&, int which) { pass = which; }
 
+  // What is loaded is not looked at before `add`: that would be to wait for it before the rows are gathered.
   __device__ __forceinline__ void load(Extra& e, int64_t first, const int32_t (&source)[4], uint32_t mask) {
     if constexpr (Config::kHeads > 1) e.edge = first;
-    if constexpr (kByteWeights) e.bytes = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool there = mask >> i & 1;
       if constexpr (Config::kValue == Value::real && Config::kHeads == 1) {
-        e.value[i] = there ? load_once(static_cast<const float*>(a.value) + first + i) : 0.0f;
+        e.value[i] = load_once_if(there, static_cast<const float*>(a.value) + first + i, 0.0f);
       }
-      if constexpr (kRow) e.scale[i] = there ? __ldg(a.x_scale + source[i]) : 0.0f;
-      uint32_t byte = 0;
-      if constexpr (kPower) byte = there ? 128u >> __ldg(a.shift + source[i]) : 0u;
+      if constexpr (kRow) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
+      if constexpr (kPower) e.code[i] = load_if(there, a.shift + source[i], 31u);
       if constexpr (Config::kValue == Value::integer) {
-        byte = there ? __ldg(static_cast<const uint8_t*>(a.value) + first + i) : 0u;
-      }
-      if constexpr (kByteWeights) {
-        e.bytes |= byte << (8 * i);
-      } else if constexpr (kPower) {
-        e.scale[i] = static_cast<float>(byte);
-      } else if constexpr (Config::kValue == Value::integer) {
-        e.scale[i] = static_cast<float>(static_cast<int8_t>(byte));
+        e.code[i] = load_if(there, static_cast<const uint8_t*>(a.value) + first + i, 0u);
       }
     }
   }
@@ -180,7 +176,7 @@ struct SpmmBody {
   template <bool kMasked>
   __device__ __forceinline__ void add(const uint4 (&data)[4], const Extra& e, uint32_t mask) {
     if constexpr (kByteWeights) {
-      sum.add(data, e.bytes);
+      sum.add(data, bytes_of(e));
     } else if constexpr (S::kBytes && S::kWeight == Weight::real) {
       float w[4];
 #pragma unroll
@@ -208,16 +204,20 @@ struct SpmmBody {
   }
 
   __device__ __forceinline__ void finish(const Work& work, int) {
+    const auto join = [](Word p, Word q) { return joined(p, q); };
     Word out[kColumns];
     sum.take(out);
-    if (work.shared) join_slots<Layout>(out, [](Word p, Word q) { return joined(p, q); });
+    if constexpr (S::kSpread) {
+      if (work.shared) {
+        Word own[S::kRun];
+        spread_slots<Layout>(out, join, own);
+        return settle<RowTile<Config::kWidth, 32, S::kRun>>(own, Layout::lane() * S::kRun, work);
+      }
+    }
+    if (work.shared) join_slots<Layout>(out, join);
     if constexpr (kBundle) {
       if (work.shared && Layout::slot() > 0) return;
-      if (work.part >= 0) {
-        store_piece<Layout, S::kStaged>(staged(work.part), out);
-      } else if (work.row() >= 0) {
-        emit(out, work);
-      }
+      settle<typename S::Tile>(out, Layout::piece() * kColumns, work);
     } else {
       hold(out);
       if (pass + 1 < Layout::kPasses) return;
@@ -240,14 +240,23 @@ struct SpmmBody {
     }
   }
 
+  // The int8 weight of an edge.
+  __device__ static uint32_t byte_of(const Extra& e, int i) { return kPower ? 128u >> e.code[i] : e.code[i]; }
+  __device__ static uint32_t bytes_of(const Extra& e) {
+    return byte_of(e, 0) | byte_of(e, 1) << 8 | byte_of(e, 2) << 16 | byte_of(e, 3) << 24;
+  }
+
   // Of an edge that is there, where all heads have the same; 0 of another, where weights are loaded.
   __device__ static float weight(const Extra& e, int i) {
     constexpr bool kValued = Config::kValue == Value::real && Config::kHeads == 1;
-    constexpr bool kScaled = Config::kScale != Scale::none || Config::kValue == Value::integer;
-    if constexpr (kValued && kScaled) return __fmul_rn(e.value[i], e.scale[i]);
-    if constexpr (kValued) return e.value[i];
-    if constexpr (kScaled) return e.scale[i];
-    return 1.0f;
+    const float value = kValued ? e.value[i] : 1.0f;
+    if constexpr (kRow) return kValued ? __fmul_rn(value, e.scale[i]) : e.scale[i];
+    if constexpr (kPower) {
+      const auto power = static_cast<float>(byte_of(e, i));
+      return kValued ? __fmul_rn(value, power) : power;
+    }
+    if constexpr (Config::kValue == Value::integer) return static_cast<float>(static_cast<int8_t>(e.code[i]));
+    return value;
   }
 
   __device__ __forceinline__ void add_weighted(const uint4& x, const Extra& e, int i, bool counts) {
@@ -278,18 +287,29 @@ struct SpmmBody {
     return static_cast<Word*>(a.staging) + static_cast<int64_t>(slot) * S::kStaged;
   }
 
-  __device__ __forceinline__ void emit(const Word (&out)[kColumns], const Work& work) const {
-    typename S::Tile tile;
-    static_assert(S::Tile::kPer == kColumns, "a thread keeps the columns that it gathers");
+  // Ends a row, or a part of one, of which this thread has the columns from `first` on.
+  template <class Tile, int kCount>
+  __device__ __forceinline__ void settle(const Word (&out)[kCount], int first, const Work& work) const {
+    if (work.part >= 0) {
+      store_columns<S::kStaged>(staged(work.part), first, out);
+    } else if (work.row() >= 0) {
+      emit<Tile>(out, work);
+    }
+  }
+
+  template <class Tile, int kCount>
+  __device__ __forceinline__ void emit(const Word (&out)[kCount], const Work& work) const {
+    Tile tile;
+    static_assert(Tile::kPer == kCount, "a thread keeps the columns that it has");
     const int32_t count = work.total();
     if (S::kExact && count <= kFew) {
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
+      for (int i = 0; i < kCount; ++i) {
         if (tile.valid(i)) tile.v[i] = result_of_few<Config>(static_cast<int32_t>(out[i]), count);
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
+      for (int i = 0; i < kCount; ++i) {
         if (tile.valid(i)) tile.v[i] = result_of<Config>(out[i], count);
       }
     }
@@ -320,7 +340,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
   using S = Spmm<Config>;
   using Layout = typename S::Layout;
   __shared__ int32_t next;
-  __shared__ RunFeed<entries_of<Layout>()> feed[Config::kThreads / 32];
+  __shared__ Feed<Layout> feed[Config::kThreads / 32];
   __shared__ __align__(16) typename S::Word rows[S::kWarps][S::kHeld];
   const auto* x = static_cast<const char*>(a.x);
   const auto stride = static_cast<uint32_t>(a.x_stride);
@@ -345,7 +365,7 @@ __global__ void __launch_bounds__(128, 2) spmm_combine(const SpmmArgs a, const E
   };
   __shared__ Total parts[kWarps][S::kStaged];
   const Split split = load_record(a.runs.split + blockIdx.x);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
   const auto* staging = static_cast<const Word*>(a.staging) + static_cast<int64_t>(split.slot) * S::kStaged;
   for (int column = lane; column < Config::kWidth; column += 32) {
     Total total = S::kExact ? Total{0} : static_cast<Total>(start_of<Config::kReduce>());

@@ -29,92 +29,121 @@ struct Work {
 
   const Entry* entry;  // in shared memory; null: none
 
-  __device__ int32_t row() const { return entry == nullptr ? -1 : entry->row; }
+  __device__ int32_t row() const { return entry == nullptr ? -1 : shared_entry().row; }
   // Edges, over all slots that share the row.
-  __device__ int32_t total() const { return entry == nullptr ? 0 : entry->count; }
+  __device__ int32_t total() const { return entry == nullptr ? 0 : shared_entry().count; }
+  __device__ const Entry& shared_entry() const {
+    __builtin_assume(__isShared(entry));
+    return *entry;
+  }
 };
 
-// The sources of a slot's edges.
+// The sources of the edges that a warp works on, on their way through shared memory: while a chunk of each slot's is
+// worked on, the next is copied, or the first one of what the warp does next. (Read ahead into registers they would be
+// waited for at once: the assembler moves them, and to move is to wait.)
 template <class Layout>
 struct Sources {
-  static constexpr int kChunk = 4 * Layout::kPieces;  // edges read at once, four a thread
+  static constexpr int kFours = Layout::kPieces > 4 ? Layout::kPieces / 2 : 2;
+  static constexpr int kChunk = 4 * kFours;  // edges of a slot
 
-  const int4* next;
-  int32_t left;
-  int4 now, soon;
+  int4 four[2][kFours][Layout::kSlots];
 
-  __device__ Sources(const int32_t* col, const Work& work)
-      : next(reinterpret_cast<const int4*>(col + work.first) + Layout::piece()), left(work.end - 4 * Layout::piece()) {
-    now = read();
-    soon = read();
+  // Starts to copy the chunk from edge `at` of the work on into a half.
+  __device__ __forceinline__ void fetch(const int32_t* col, const Work& work, int32_t at, int half) {
+#pragma unroll
+    for (int f = Layout::piece(); f < kFours; f += Layout::kPieces) {
+      const int32_t edge = at + 4 * f;
+      if (edge < work.end) start_copy(&four[half][f][Layout::slot()], read_as_fours(col + work.first + edge));
+    }
   }
 
-  // Of the step from edge `at` of the work on; steps come in order.
-  __device__ __forceinline__ void get(int32_t at, int32_t (&source)[4]) {
-    if (at % kChunk == 0 && at > 0) {
-      now = soon;
-      soon = read();
-    }
-    const int thread = at / 4 % Layout::kPieces;
-    source[0] = __shfl_sync(0xffffffffu, now.x, thread, Layout::kPieces);
-    source[1] = __shfl_sync(0xffffffffu, now.y, thread, Layout::kPieces);
-    source[2] = __shfl_sync(0xffffffffu, now.z, thread, Layout::kPieces);
-    source[3] = __shfl_sync(0xffffffffu, now.w, thread, Layout::kPieces);
+  // Of edges that are not there anything.
+  __device__ __forceinline__ int4 get(int half, int f) const {
+    const int4* from = &four[half][f][Layout::slot()];
+    __builtin_assume(__isShared(from));
+    return *from;
   }
 
  private:
-  __device__ __forceinline__ int4 read() {
-    const int4 four = left > 0 ? load_once(next) : make_int4(0, 0, 0, 0);
-    next += Layout::kPieces;
-    left -= kChunk;
-    return four;
-  }
+  __device__ static const int4* read_as_fours(const int32_t* p) { return reinterpret_cast<const int4*>(p); }
 };
 
+// What a warp has of shared memory to find its work and the sources.
+template <class Layout>
+struct Feed {
+  RunFeed<entries_of(Layout::kPieces)> runs;
+  Sources<Layout> sources;
+};
+
+// One step: kStep edges of each slot, from edge `at` of the work on, whose sources are in a half from four `f` on.
 template <class Layout, class Body>
-__device__ __forceinline__ void stream(const int32_t* col, const Work& work, const char* x, uint32_t x_stride, int pass,
-                                       Body& body) {
+__device__ __forceinline__ void take_step(const Sources<Layout>& sources, int half, int f, const Work& work, int32_t at,
+                                          const char* base, uint32_t x_stride, bool all, Body& body) {
+  constexpr int kFours = Body::kStep / 4;
+  const auto span = static_cast<uint32_t>(work.end - work.skip);
+  int32_t source[kFours][4];
+  typename Body::Extra extra[kFours];
+  uint32_t mask[kFours];
+#pragma unroll
+  for (int k = 0; k < kFours; ++k) {
+    const int4 four = sources.get(half, f + k);
+    source[k][0] = four.x, source[k][1] = four.y, source[k][2] = four.z, source[k][3] = four.w;
+    mask[k] = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool exists = static_cast<uint32_t>(at + 4 * k + i - work.skip) < span;
+      mask[k] |= exists ? 1u << i : 0u;
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kFours; ++k) body.load(extra[k], work.first + at + 4 * k, source[k], mask[k]);
+  // All gathers are started before the first is waited for: what hides their latency is their number.
+  uint4 data[kFours][4];
+#pragma unroll
+  for (int k = 0; k < kFours; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) data[k][i] = gather_if(mask[k] >> i & 1, base + offset_of(source[k][i], x_stride));
+  }
+#pragma unroll
+  for (int k = 0; k < kFours; ++k) {
+    if (all) {
+      body.template add<false>(data[k], extra[k], 15u);
+    } else {
+      body.template add<true>(data[k], extra[k], mask[k]);
+    }
+  }
+}
+
+// All edges of a piece of work, whose first chunk is on its way to `half`; next() is what follows.
+template <class Layout, class Body, class Next>
+__device__ __forceinline__ void stream(const int32_t* col, Sources<Layout>& sources, int& half, const Work& work,
+                                       const Next& next, const char* x, uint32_t x_stride, int pass, Body& body) {
+  static_assert(Sources<Layout>::kChunk % Body::kStep == 0, "chunks are whole steps");
   // Threads past the row's last piece read that one again: no test for each load.
   const char* base = x + min(pass * Layout::kPieces + Layout::piece(), Layout::kTotal - 1) * 16;
-  const char* zeros = reinterpret_cast<const char*>(&kZeros);
-  const auto span = static_cast<uint32_t>(work.end - work.skip);
   // A step that lies between these edges has all of its edges, in every slot.
   const auto most = static_cast<int32_t>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(work.end)));
   const auto least = static_cast<int32_t>(__reduce_min_sync(0xffffffffu, static_cast<uint32_t>(work.end)));
   const int32_t from = __any_sync(0xffffffffu, work.skip > 0) ? 4 : 0;
-  Sources<Layout> sources(col, work);
   body.begin(work, pass);
 
-  // All gathers of a step are started before the first is waited for: what hides their latency is their number.
-  constexpr int kFours = Body::kStep / 4;
+  int32_t at = 0;
 #pragma unroll 1
-  for (int32_t at = 0; at < most; at += Body::kStep) {
-    uint4 data[kFours][4];
-    typename Body::Extra extra[kFours];
-    uint32_t mask[kFours];
-    const bool all = !Body::kMasks || (at >= from && at + Body::kStep <= least);
-#pragma unroll
-    for (int f = 0; f < kFours; ++f) {
-      int32_t source[4];
-      sources.get(at + 4 * f, source);
-      mask[f] = 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool exists = static_cast<uint32_t>(at + 4 * f + i - work.skip) < span;
-        data[f][i] = gather(exists ? base + offset_of(source[i], x_stride) : zeros);
-        mask[f] |= exists ? 1u << i : 0u;
-      }
-      body.load(extra[f], work.first + at + 4 * f, source, mask[f]);
+  do {
+    wait_for_copies();
+    __syncwarp();  // and all threads have read the other half
+    if (at + Sources<Layout>::kChunk < most) {
+      sources.fetch(col, work, at + Sources<Layout>::kChunk, half ^ 1);
+    } else {
+      sources.fetch(col, next(), 0, half ^ 1);
     }
-#pragma unroll
-    for (int f = 0; f < kFours; ++f) {
-      if (all) {
-        body.template add<false>(data[f], extra[f], 15u);
-      } else {
-        body.template add<true>(data[f], extra[f], mask[f]);
-      }
+#pragma unroll 1
+    for (int f = 0; f < Sources<Layout>::kFours && at < most; f += Body::kStep / 4, at += Body::kStep) {
+      const bool all = !Body::kMasks || (at >= from && at + Body::kStep <= least);
+      take_step<Layout>(sources, half, f, work, at, base, x_stride, all, body);
     }
-  }
+    half ^= 1;
+  } while (at < most);
   body.finish(work, pass);
 }
 
@@ -138,39 +167,50 @@ __device__ __forceinline__ Work work_of(const Run& run, const Entry* entry, int3
   return work;
 }
 
-// Entries that a run of rows like these has at most.
-template <class Layout>
-__host__ __device__ constexpr int entries_of() {
-  return Layout::kSlots > 8 ? 32 : 16;
-}
-
 // All runs of this block, one at a time to a warp; `next` is shared by the block, `feed` by the warp.
 template <class Layout, class Body>
-__device__ inline void for_runs(const Runs& runs, const char* x, uint32_t x_stride, int32_t* next,
-                                RunFeed<entries_of<Layout>()>& feed, Body& body) {
-  RunQueue queue(runs, next, feed.dealt());
-  feed.begin(runs, queue);
+__device__ inline void for_runs(const Runs& runs, const char* x, uint32_t x_stride, int32_t* next, Feed<Layout>& feed,
+                                Body& body) {
+  static_assert(sizeof(Feed<Layout>) == feed_bytes(Layout::kPieces), "threads are as many as there is room for");
+  RunQueue queue(runs, next, feed.runs.dealt());
+  feed.runs.begin(runs, queue);
+  const auto is_shared = [](const Run& run) { return !Body::kBundle || run.count == 1; };
+  const auto first_of = [&](const Run& run, int turn) {
+    return work_of<Layout>(run, feed.runs.entry[turn], 0, is_shared(run));
+  };
+  int turn = 0, half = 0;
+  Run run = feed.runs.advance(runs, queue, turn);
+  feed.sources.fetch(runs.col, first_of(run, turn), 0, half);
 #pragma unroll 1
-  for (int turn = 0;; turn = feed.after(turn)) {
-    const Run run = feed.advance(runs, queue, turn);
-    if (run.count == 0) return;
-    const bool shared = !Body::kBundle || run.count == 1;
+  while (run.count > 0) {
+    const bool shared = is_shared(run);
+    const int step = shared ? 1 : Layout::kSlots;
 #pragma unroll 1
-    for (int32_t at = 0; at < run.count; at += shared ? 1 : Layout::kSlots) {
-      const Work work = work_of<Layout>(run, feed.entry[turn], at, shared);
+    for (int32_t at = 0; at < run.count; at += step) {
+      const Work work = work_of<Layout>(run, feed.runs.entry[turn], at, shared);
 #pragma unroll 1
-      for (int pass = 0; pass < Layout::kPasses; ++pass) stream<Layout>(runs.col, work, x, x_stride, pass, body);
+      for (int pass = 0; pass < Layout::kPasses; ++pass) {
+        const auto after = [&] {
+          if (pass + 1 < Layout::kPasses) return work;
+          if (at + step < run.count) return work_of<Layout>(run, feed.runs.entry[turn], at + step, shared);
+          const int then = feed.runs.after(turn);
+          return first_of(feed.runs.run[then], then);
+        };
+        stream<Layout>(runs.col, feed.sources, half, work, after, x, x_stride, pass, body);
+      }
     }
+    turn = feed.runs.after(turn);
+    run = feed.runs.advance(runs, queue, turn);
   }
 }
 
-// Stores the columns of this thread's piece, those below kColumns (a multiple of four) of a row on 16 bytes.
-template <class Layout, int kColumns, class T>
-__device__ __forceinline__ void store_piece(T* row, const T (&v)[Layout::kColumns]) {
+// Stores the columns from `first` on that are below kColumns (both multiples of four) of a row on 16 bytes.
+template <int kColumns, class T, int kCount>
+__device__ __forceinline__ void store_columns(T* row, int first, const T (&v)[kCount]) {
   static_assert(sizeof(T) == 4, "words");
 #pragma unroll
-  for (int c = 0; c < Layout::kColumns; c += 4) {
-    const int column = Layout::piece() * Layout::kColumns + c;
+  for (int c = 0; c < kCount; c += 4) {
+    const int column = first + c;
     if (column >= kColumns) continue;
     const T four[4] = {v[c], v[c + 1], v[c + 2], v[c + 3]};
     *reinterpret_cast<int4*>(row + column) = *reinterpret_cast<const int4*>(four);
@@ -183,7 +223,7 @@ __device__ __forceinline__ void copy_words(T* to, const T* from) {
   static_assert(sizeof(T) == 4, "words");
 #pragma unroll
   for (int first = 0; first < kWords; first += 128) {
-    const int at = first + static_cast<int>(threadIdx.x) % 32 * 4;
+    const int at = first + static_cast<int>(threadIdx.x % 32) * 4;
     if (at < kWords) *reinterpret_cast<int4*>(to + at) = *reinterpret_cast<const int4*>(from + at);
   }
 }
@@ -195,6 +235,51 @@ __device__ __forceinline__ void join_slots(T (&v)[kCount], const Combine& combin
   for (int apart = Layout::kPieces; apart < 32; apart *= 2) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) v[i] = combine(v[i], __shfl_xor_sync(0xffffffffu, v[i], apart));
+  }
+}
+
+// Columns that a thread has of a row that is spread over the warp, at least four.
+template <class Layout>
+__host__ __device__ constexpr int spread_run() {
+  return Layout::kColumns / Layout::kSlots > 4 ? Layout::kColumns / Layout::kSlots : 4;
+}
+
+// a or b without a branch, which threads of a warp would take one after the other.
+template <class T>
+__device__ __forceinline__ T chosen(bool first, T a, T b) {
+  static_assert(sizeof(T) == 4, "words");
+  uint32_t word;
+  asm("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n selp.b32 %0, %1, %2, p;\n}"
+      : "=r"(word)
+      : "r"(*reinterpret_cast<const uint32_t*>(&a)), "r"(*reinterpret_cast<const uint32_t*>(&b)),
+        "r"(static_cast<uint32_t>(first)));
+  return *reinterpret_cast<const T*>(&word);
+}
+
+// The same, but thread t gets columns t * kRun .. t * kRun + kRun - 1 of the row: at each step threads give away half
+// of what they have, until it is kRun columns, and in the end they change places. Past the row's pieces there is
+// anything.
+template <class Layout, int kRun, int kCount = Layout::kColumns, int kApart = Layout::kPieces, class T, class Combine>
+__device__ __forceinline__ void spread_slots(const T (&v)[kCount], const Combine& combine, T (&out)[kRun]) {
+  constexpr int kHalf = kCount > kRun ? kCount / 2 : kCount, kOwners = Layout::kColumns / kRun;
+  if constexpr (kApart < 32) {
+    const bool upper = kHalf < kCount && (Layout::lane() & kApart) != 0;
+    T half[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const T kept = chosen(upper, v[kCount - kHalf + i], v[i]), given = chosen(upper, v[i], v[kCount - kHalf + i]);
+      half[i] = combine(kept, __shfl_xor_sync(0xffffffffu, given, kApart));
+    }
+    spread_slots<Layout, kRun, kHalf, kApart * 2>(half, combine, out);
+  } else {
+    // Of a piece the first half went to slots with the first bit unset, and so on.
+    int from = Layout::lane() / kOwners % Layout::kPieces;
+#pragma unroll
+    for (int bit = kOwners / 2, apart = Layout::kPieces; bit > 0; bit /= 2, apart *= 2) {
+      if (Layout::lane() & bit) from += apart;
+    }
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) out[i] = kOwners == 1 ? v[i] : __shfl_sync(0xffffffffu, v[i], from);
   }
 }
 
