@@ -162,7 +162,7 @@ class Floors:
 
     def gather(self, x: Tensor, graph: Sparse | None = None) -> float:
         """Return the time of gathering the rows of x, through the run table of ``graph``."""
-        graph = graph or self.graph
+        graph = (graph or self.graph).gathering(x)
         name = gather_name(ELEMENTS[x.dtype], x.shape[1])
         module = Module(GATHER, (name,))
         out = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -236,7 +236,6 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
         "largest degree": int(rowptr.diff().max()),
         "cut": cut._asdict(),
         "runs": graph.runs.count,
-        "chunk": graph.runs.chunk,
         "split rows": graph.runs.splits,
     }
     for width in widths:

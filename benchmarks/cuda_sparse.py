@@ -1,13 +1,13 @@
 """Calls of the sparse kernel templates on torch tensors, for the kernels' tests and benchmark."""
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from cuda_launch import Module, address
 from torch import Tensor
 
-from gnnc.runtime.cuda.runs import Cut
+from gnnc.runtime.cuda.runs import Cut, Runs, build_runs
 from gnnc.runtime.cuda.tables import RunTable, in_fours
 from gnnc.runtime.cuda.unit import AS_COMPILED
 
@@ -16,16 +16,27 @@ ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", 
 
 @dataclass(frozen=True)
 class Sparse:
-    """A CSR on the GPU with its run table."""
+    """A CSR on the GPU with its run table, for rows of so many bytes."""
 
     rowptr: Tensor
     col: Tensor
-    runs: RunTable
+    cut: Runs
+    multiprocessors: int
+    row_bytes: int = 64
+
+    @cached_property
+    def runs(self) -> RunTable:
+        """What launches take of the table."""
+        return RunTable(self.cut, self.multiprocessors, self.row_bytes)
 
     @property
     def num_dst(self) -> int:
         """Number of rows."""
         return self.rowptr.numel() - 1
+
+    def gathering(self, x: Tensor) -> "Sparse":
+        """Return the same for the rows of x."""
+        return replace(self, row_bytes=x.shape[1] * x.element_size())
 
     def values(self) -> list[int]:
         """Return the fields of ``gnnc::Runs``."""
@@ -35,7 +46,7 @@ class Sparse:
 def sparse(rowptr: Tensor, col: Tensor, cut: Cut, multiprocessors: int) -> Sparse:
     """Put a CSR with its run table onto the GPU."""
     rowptr, col = rowptr.cuda(), in_fours(col.cuda())
-    return Sparse(rowptr, col, RunTable(rowptr, cut, multiprocessors))
+    return Sparse(rowptr, col, build_runs(rowptr, cut), multiprocessors)
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,7 @@ class Spmm:
         to_int8: bool = False,
         **tuning: int,
     ) -> None:
+        graph = graph.gathering(x)
         kind = "none" if value is None else "integer" if value.dtype == torch.int8 else "real"
         scale = "row" if x_scale is not None else "power" if shift is not None else "none"
         heads = 1 if value is None or value.dim() == 1 else value.shape[1]
@@ -207,6 +219,7 @@ class Attention:
         width = (x.shape[1] + 3) // 4 * 4
         self.out = torch.full((graph.num_dst, width), float("nan"), device="cuda")
         x = heads16(x, heads)
+        graph = graph.gathering(x)
         words = (x.shape[1] + 3) // 4 * 4 + (2 * heads + 3) // 4 * 4
         staging = torch.empty(graph.runs.slots, words, device="cuda")
         stats = torch.empty(graph.num_dst, heads, 2, device="cuda")
@@ -270,6 +283,7 @@ class Sddmm:
         b_scale: Tensor | None = None,
         **tuning: int,
     ) -> None:
+        graph = graph.gathering(b)
         config = SddmmConfig(ELEMENTS[b.dtype], b.shape[1], op, heads, a_scale is not None)
         self.config = replace(config, **tuning)
         self.module = sddmm_module(self.config)

@@ -46,7 +46,8 @@ __host__ __device__ constexpr bool has_bundles(Element element, int width, int h
 __host__ __device__ constexpr Residency attention_residency(Element element, int width, int heads) {
   const int held = has_bundles(element, width, heads) ? 6 : 2 * width + 128 + 16 * heads;
   const bool few = kArchitecture < 900 || (element == Element::i8 && kArchitecture >= 1000);
-  return fitting({few ? 512 : 768, 4}, pieces_of(element, heads * head_stride(element, width, heads)), held);
+  const Residency r = few ? Residency{512, 4} : element == Element::i8 ? Residency{768, 4} : Residency{640, 8};
+  return fitting(r, pieces_of(element, heads * head_stride(element, width, heads)), held);
 }
 
 // Constants has static constexpr floats kSlope (of the leaky ReLU; 1: none) and kEps (added to the sum).

@@ -18,6 +18,9 @@ __host__ __device__ constexpr int power_of_two_from(int n) {
   return power;
 }
 
+// The logarithm of a power of two.
+__host__ __device__ constexpr int bits_of(int power) { return power > 1 ? 1 + bits_of(power / 2) : 0; }
+
 // Pieces that a warp reads at once: whole rows, or so many that at most an eighth more is read than there is.
 __host__ __device__ constexpr int pieces_at_once(int total) {
   if (total <= 32) return power_of_two_from(total);
@@ -40,6 +43,7 @@ struct RowLayout {
   static constexpr int kPieces = pieces_at_once(kTotal);
   static constexpr int kPasses = (kTotal + kPieces - 1) / kPieces;
   static constexpr int kSlots = 32 / kPieces;
+  static constexpr int kSlotBits = bits_of(kSlots);
   static constexpr int kPassColumns = kPieces * kColumns;
   static constexpr int kPadded = kPasses * kPassColumns;  // columns, with what is past the width
   static constexpr int kLastBits = (kWidth - (kTotal - 1) * kColumns) * 8 * bytes_of(kElement);  // of the last piece

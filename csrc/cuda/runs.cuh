@@ -111,11 +111,11 @@ struct RunQueue {
   }
 };
 
-// The runs of a warp, with their entries, in shared memory: while one is worked on, the columns of the next are fetched
-// to L2, the entries of the one after, and the record of the third.
+// The runs of a warp, with their entries, in shared memory: while one is worked on, the entries of the next are fetched
+// and the record of the one after.
 template <int kEntries>
 struct RunFeed {
-  static constexpr int kTurns = 3;
+  static constexpr int kTurns = 2;
   Run run[kTurns];
   Entry entry[kTurns][kEntries];
 
@@ -129,22 +129,20 @@ struct RunFeed {
     for (int turn = 0; turn < kTurns; ++turn) fetch_run(queue.at(turn * warps() + warp), turn);
     settle();
     fetch_entries(runs, 0);
-    fetch_entries(runs, 1);
   }
 
-  // Makes run[turn] and entry[turn] ready, turn = 0, 1, 2, 0, ..; none (count 0) where there are no more.
+  // Returns a run whose entries are in entry[turn], turn = 0, 1, 0, ..; none (count 0) where there are no more. Those
+  // of the next are there once the copies that it starts are.
   __device__ Run advance(const Runs& runs, RunQueue& queue, int turn) {
     settle();
     const Run now = run[turn];
     __syncwarp();
     if (now.count == 0) return now;
-    prefetch_columns(runs, after(turn));
-    fetch_entries(runs, after(after(turn)));
+    prefetch_columns(runs, now, entry[turn]);
+    fetch_entries(runs, turn ^ 1);
     if (lane() == 0) fetch_run(queue.take_one(), turn);
     return now;
   }
-
-  __device__ static int after(int turn) { return turn == kTurns - 1 ? 0 : turn + 1; }
 
  private:
   static constexpr int kLine = 32;  // columns in 128 bytes
@@ -171,12 +169,10 @@ struct RunFeed {
     if (lane() < run[turn].count) start_copy(&entry[turn][lane()], runs.entry + run[turn].first + lane());
   }
 
-  // Of one entry all, of several the first line of each.
-  __device__ void prefetch_columns(const Runs& runs, int turn) {
-    const int32_t count = run[turn].count;
-    if (count == 0) return;
-    const Entry& which = entry[turn][count == 1 ? 0 : min(lane(), count - 1)];
-    const int32_t at = count == 1 ? lane() * kLine : 0;
+  // Of one entry all, of several the second line of each: the first is on its way.
+  __device__ static void prefetch_columns(const Runs& runs, const Run& now, const Entry* entries) {
+    const Entry& which = entries[now.count == 1 ? 0 : min(lane(), now.count - 1)];
+    const int32_t at = now.count == 1 ? lane() * kLine : kLine;
     if (at < which.count) asm volatile("prefetch.global.L2 [%0];" ::"l"(runs.col + which.first + at));
   }
 };
@@ -187,7 +183,7 @@ __host__ __device__ constexpr int entries_of(int pieces) { return 32 / pieces > 
 // Shared memory that a warp takes to find its work and the sources of its edges (stream.cuh).
 __host__ __device__ constexpr int feed_bytes(int pieces) {
   const int fours = pieces > 4 ? pieces / 2 : 2;
-  return 3 * 16 * (1 + entries_of(pieces)) + 2 * 16 * fours * (32 / pieces);
+  return 2 * 16 * (1 + entries_of(pieces)) + 2 * 16 * fours * (32 / pieces);
 }
 
 // So many warps that their feeds, and `words` words that each holds, fit into the static shared memory of a block.

@@ -88,7 +88,7 @@ struct SddmmBody {
     e.edge = edge;
     if constexpr (Config::kScaled) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) e.scale[i] = mask >> i & 1 ? __ldg(a.b_scale + source[i]) : 0.0f;
+      for (int i = 0; i < 4; ++i) e.scale[i] = load_if(mask >> i & 1, a.b_scale + source[i], 0.0f);
     }
   }
 

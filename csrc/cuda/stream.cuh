@@ -1,8 +1,7 @@
 #pragma once
 
 // Streams the edges of runs through warps. A slot of a warp (rows.cuh) has a row of its own, or, where a run is one
-// entry, an equal part of it; all slots take kStep edges a step, until the longest is through. The columns of the edges
-// are read ahead, four a thread of the slot, and shuffled to the threads that gather.
+// entry, every kSlots-th four of its edges; all slots take kStep edges a step, until the longest is through.
 //
 // A body has, all called by the whole warp:
 //   kBundle                            whether slots may have rows of their own; otherwise all share each row
@@ -19,13 +18,12 @@
 
 namespace gnnc {
 
-// What a slot does next. Edges count from a multiple of four, so that columns are read in fours.
+// What a slot does next: edges of one row.
 struct Work {
-  int64_t first;  // a multiple of four
-  int32_t skip;   // edges before the first that counts, 0 to 3
-  int32_t end;    // past the last
-  int32_t part;   // slot in the staging buffer, -1: a whole row
-  bool shared;    // all slots of the warp have this row
+  int64_t first;
+  int32_t count;
+  int32_t part;  // slot in the staging buffer, -1: a whole row
+  bool shared;   // all slots of the warp have this row
 
   const Entry* entry;  // in shared memory; null: none
 
@@ -38,22 +36,37 @@ struct Work {
   }
 };
 
+// The fours of edges that are a slot's own, of those of its row: all, or where slots share the row every kSlots-th.
+template <class Layout>
+struct Fours {
+  int32_t place;  // of the first, from the first edge of the row: col is read in fours, so it may be before that
+  int32_t apart;  // edges from one to the next
+  int32_t count;
+
+  __device__ explicit Fours(const Work& work) {
+    const int bits = work.shared ? 2 + Layout::kSlotBits : 2;
+    const auto before = static_cast<int32_t>(work.first % 4);
+    place = (work.shared ? 4 * Layout::slot() : 0) - before;
+    apart = 1 << bits;
+    count = (work.count + before + apart - 1) >> bits;
+  }
+};
+
 // The sources of the edges that a warp works on, on their way through shared memory: while a chunk of each slot's is
 // worked on, the next is copied, or the first one of what the warp does next. (Read ahead into registers they would be
 // waited for at once: the assembler moves them, and to move is to wait.)
 template <class Layout>
 struct Sources {
-  static constexpr int kFours = Layout::kPieces > 4 ? Layout::kPieces / 2 : 2;
-  static constexpr int kChunk = 4 * kFours;  // edges of a slot
+  static constexpr int kChunk = Layout::kPieces > 4 ? Layout::kPieces / 2 : 2;  // fours of a slot
 
-  int4 four[2][kFours][Layout::kSlots];
+  int4 four[2][kChunk][Layout::kSlots];
 
-  // Starts to copy the chunk from edge `at` of the work on into a half.
-  __device__ __forceinline__ void fetch(const int32_t* col, const Work& work, int32_t at, int half) {
+  // Starts to copy the chunk from a place in the row on into a half.
+  __device__ __forceinline__ void fetch(const int32_t* col, const Work& work, int32_t place, int32_t apart, int half) {
 #pragma unroll
-    for (int f = Layout::piece(); f < kFours; f += Layout::kPieces) {
-      const int32_t edge = at + 4 * f;
-      if (edge < work.end) start_copy(&four[half][f][Layout::slot()], read_as_fours(col + work.first + edge));
+    for (int f = Layout::piece(); f < kChunk; f += Layout::kPieces) {
+      const int32_t at = place + f * apart;
+      if (at < work.count) start_copy(&four[half][f][Layout::slot()], read_as_fours(col + work.first + at));
     }
   }
 
@@ -75,15 +88,16 @@ struct Feed {
   Sources<Layout> sources;
 };
 
-// One step: kStep edges of each slot, from edge `at` of the work on, whose sources are in a half from four `f` on.
+// One step: kStep edges of each slot, fours from a place in its row on, whose sources are in a half from `f` on.
 template <class Layout, class Body>
-__device__ __forceinline__ void take_step(const Sources<Layout>& sources, int half, int f, const Work& work, int32_t at,
-                                          const char* base, uint32_t x_stride, bool all, Body& body) {
+__device__ __forceinline__ void take_step(const Sources<Layout>& sources, int half, int f, const Work& work,
+                                          int32_t place, int32_t apart, const char* base, uint32_t x_stride,
+                                          Body& body) {
   constexpr int kFours = Body::kStep / 4;
-  const auto span = static_cast<uint32_t>(work.end - work.skip);
   int32_t source[kFours][4];
   typename Body::Extra extra[kFours];
   uint32_t mask[kFours];
+  bool all = true;
 #pragma unroll
   for (int k = 0; k < kFours; ++k) {
     const int4 four = sources.get(half, f + k);
@@ -91,12 +105,13 @@ __device__ __forceinline__ void take_step(const Sources<Layout>& sources, int ha
     mask[k] = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool exists = static_cast<uint32_t>(at + 4 * k + i - work.skip) < span;
+      const bool exists = static_cast<uint32_t>(place + k * apart + i) < static_cast<uint32_t>(work.count);
       mask[k] |= exists ? 1u << i : 0u;
     }
+    all = all && mask[k] == 15u;
   }
 #pragma unroll
-  for (int k = 0; k < kFours; ++k) body.load(extra[k], work.first + at + 4 * k, source[k], mask[k]);
+  for (int k = 0; k < kFours; ++k) body.load(extra[k], work.first + place + k * apart, source[k], mask[k]);
   // All gathers are started before the first is waited for: what hides their latency is their number.
   uint4 data[kFours][4];
 #pragma unroll
@@ -104,9 +119,10 @@ __device__ __forceinline__ void take_step(const Sources<Layout>& sources, int ha
 #pragma unroll
     for (int i = 0; i < 4; ++i) data[k][i] = gather_if(mask[k] >> i & 1, base + offset_of(source[k][i], x_stride));
   }
+  if constexpr (Body::kMasks) all = __all_sync(0xffffffffu, all);
 #pragma unroll
   for (int k = 0; k < kFours; ++k) {
-    if (all) {
+    if (!Body::kMasks || all) {
       body.template add<false>(data[k], extra[k], 15u);
     } else {
       body.template add<true>(data[k], extra[k], mask[k]);
@@ -118,32 +134,32 @@ __device__ __forceinline__ void take_step(const Sources<Layout>& sources, int ha
 template <class Layout, class Body, class Next>
 __device__ __forceinline__ void stream(const int32_t* col, Sources<Layout>& sources, int& half, const Work& work,
                                        const Next& next, const char* x, uint32_t x_stride, int pass, Body& body) {
-  static_assert(Sources<Layout>::kChunk % Body::kStep == 0, "chunks are whole steps");
+  constexpr int kFours = Body::kStep / 4, kChunk = Sources<Layout>::kChunk;
+  static_assert(kChunk % kFours == 0, "chunks are whole steps");
   // Threads past the row's last piece read that one again: no test for each load.
   const char* base = x + min(pass * Layout::kPieces + Layout::piece(), Layout::kTotal - 1) * 16;
-  // A step that lies between these edges has all of its edges, in every slot.
-  const auto most = static_cast<int32_t>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(work.end)));
-  const auto least = static_cast<int32_t>(__reduce_min_sync(0xffffffffu, static_cast<uint32_t>(work.end)));
-  const int32_t from = __any_sync(0xffffffffu, work.skip > 0) ? 4 : 0;
+  const Fours<Layout> fours(work);
+  int32_t place = fours.place;
+  auto left = static_cast<int32_t>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(fours.count)));
   body.begin(work, pass);
 
-  int32_t at = 0;
 #pragma unroll 1
   do {
     wait_for_copies();
     __syncwarp();  // and all threads have read the other half
-    if (at + Sources<Layout>::kChunk < most) {
-      sources.fetch(col, work, at + Sources<Layout>::kChunk, half ^ 1);
+    if (left > kChunk) {
+      sources.fetch(col, work, place + kChunk * fours.apart, fours.apart, half ^ 1);
     } else {
-      sources.fetch(col, next(), 0, half ^ 1);
+      const Work then = next();
+      const Fours<Layout> first(then);
+      sources.fetch(col, then, first.place, first.apart, half ^ 1);
     }
 #pragma unroll 1
-    for (int f = 0; f < Sources<Layout>::kFours && at < most; f += Body::kStep / 4, at += Body::kStep) {
-      const bool all = !Body::kMasks || (at >= from && at + Body::kStep <= least);
-      take_step<Layout>(sources, half, f, work, at, base, x_stride, all, body);
+    for (int f = 0; f < kChunk && left > 0; f += kFours, left -= kFours, place += kFours * fours.apart) {
+      take_step<Layout>(sources, half, f, work, place, fours.apart, base, x_stride, body);
     }
     half ^= 1;
-  } while (at < most);
+  } while (left > 0);
   body.finish(work, pass);
 }
 
@@ -151,19 +167,10 @@ __device__ __forceinline__ void stream(const int32_t* col, Sources<Layout>& sour
 template <class Layout>
 __device__ __forceinline__ Work work_of(const Run& run, const Entry* entry, int32_t at, bool shared) {
   const int32_t which = shared ? at : at + Layout::slot();
-  Work work{0, 0, 0, run.slot, shared, which < run.count ? entry + which : nullptr};
+  Work work{0, 0, run.slot, shared, which < run.count ? entry + which : nullptr};
   if (work.entry == nullptr || work.entry->count == 0) return work;
   work.first = work.entry->first;
-  work.skip = static_cast<int32_t>(work.first % 4);
-  work.first -= work.skip;
-  work.end = work.skip + work.entry->count;
-  if (shared && Layout::kSlots > 1) {
-    const int32_t share = ((work.end + Layout::kSlots - 1) / Layout::kSlots + 3) / 4 * 4;
-    const int32_t begin = min(share * Layout::slot(), work.end);
-    if (begin > 0) work.skip = 0;
-    work.first += begin;
-    work.end = min(share, work.end - begin);
-  }
+  work.count = work.entry->count;
   return work;
 }
 
@@ -180,7 +187,9 @@ __device__ inline void for_runs(const Runs& runs, const char* x, uint32_t x_stri
   };
   int turn = 0, half = 0;
   Run run = feed.runs.advance(runs, queue, turn);
-  feed.sources.fetch(runs.col, first_of(run, turn), 0, half);
+  const Work begin = first_of(run, turn);
+  const Fours<Layout> fours(begin);
+  feed.sources.fetch(runs.col, begin, fours.place, fours.apart, half);
 #pragma unroll 1
   while (run.count > 0) {
     const bool shared = is_shared(run);
@@ -193,13 +202,12 @@ __device__ inline void for_runs(const Runs& runs, const char* x, uint32_t x_stri
         const auto after = [&] {
           if (pass + 1 < Layout::kPasses) return work;
           if (at + step < run.count) return work_of<Layout>(run, feed.runs.entry[turn], at + step, shared);
-          const int then = feed.runs.after(turn);
-          return first_of(feed.runs.run[then], then);
+          return first_of(feed.runs.run[turn ^ 1], turn ^ 1);
         };
         stream<Layout>(runs.col, feed.sources, half, work, after, x, x_stride, pass, body);
       }
     }
-    turn = feed.runs.after(turn);
+    turn ^= 1;
     run = feed.runs.advance(runs, queue, turn);
   }
 }

@@ -7,8 +7,9 @@ from torch import Tensor
 
 _ROW_COST = 4
 """A row costs about as much as this many edges, beyond its own."""
-_MOST_CHUNK = 32
-"""Blocks work on neighbouring chunks at a time: larger ones would spread them over more than L2 holds."""
+_MOST_CHUNK, _MOST_WIDE_CHUNK = 32, 64
+"""Blocks work on neighbouring chunks at a time: larger ones would spread them over more than L2 holds. Rows of
+256 bytes and more get larger ones, whose sources are found in L1 more often."""
 _LEAST_SHORT = 8
 """A slot gathers the rows of so many edges at once."""
 _UNSPLIT = 256
@@ -43,14 +44,17 @@ class Runs(NamedTuple):
         run: int32 ``[runs, 4]``: first entry, entries, staging slot (-1: whole rows), 0.
         split: int32 ``[splits, 4]``: row, first slot and number of parts of every split row, 0.
         slots: rows that the staging buffer has.
-        chunk: runs that a block takes at a time.
     """
 
     entry: Tensor
     run: Tensor
     split: Tensor
     slots: int
-    chunk: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, as ``gnnc::Runs`` has them."""
+        return self.entry, self.run, self.split
 
 
 def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
@@ -79,18 +83,24 @@ def _power_of_two_from(number: int) -> int:
     return 1 << (max(number, 1) - 1).bit_length()
 
 
-def chunk_of(runs: int, multiprocessors: int) -> int:
-    """Return how many runs a block takes at a time: a power of two, 16 times for each block at least."""
-    return min(1 << max(runs // (16 * multiprocessors), 1).bit_length() - 1, _MOST_CHUNK)
+def chunk_of(runs: int, multiprocessors: int, row_bytes: int = 0) -> int:
+    """Return how many runs a block takes at a time: a power of two, 16 times for each block at least.
+
+    Args:
+        runs: of the graph.
+        multiprocessors: of the device.
+        row_bytes: of a row of x.
+    """
+    most = _MOST_WIDE_CHUNK if row_bytes >= 256 else _MOST_CHUNK
+    return min(1 << max(runs // (16 * multiprocessors), 1).bit_length() - 1, most)
 
 
-def build_runs(rowptr: Tensor, cut: Cut, multiprocessors: int) -> Runs:
+def build_runs(rowptr: Tensor, cut: Cut) -> Runs:
     """Cut the edges of a CSR into runs.
 
     Args:
         rowptr: int64 ``[num_dst + 1]``.
         cut: sizes; the entries of a run of short rows cost less than ``part`` edges, or are one group.
-        multiprocessors: of the device.
 
     Returns:
         The tables; a few synchronisations.
@@ -106,7 +116,6 @@ def build_runs(rowptr: Tensor, cut: Cut, multiprocessors: int) -> Runs:
         torch.cat([near.run, far.run])[order].int(),
         far.split.int(),
         int(far.split[:, 2].sum()),
-        chunk_of(order.numel(), multiprocessors),
     )
 
 

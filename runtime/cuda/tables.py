@@ -6,7 +6,7 @@ from torch import Tensor
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.kept import kept
 from gnnc.runtime.cuda.radix import padded_columns
-from gnnc.runtime.cuda.runs import Cut, build_runs, cut_for
+from gnnc.runtime.cuda.runs import Runs, build_runs, chunk_of, cut_for
 from gnnc.runtime.cuda.structure import destinations_of
 
 
@@ -21,33 +21,43 @@ class RunTable:
         slots: rows of the staging buffer.
         fields: of ``gnnc::Runs`` after ``rowptr`` and ``col``.
         tensors: that the fields are addresses of.
+
+    Args:
+        runs: the table, complete.
+        multiprocessors: of the device.
+        row_bytes: of the rows of x that are gathered.
     """
 
-    def __init__(self, rowptr: Tensor, cut: Cut, multiprocessors: int) -> None:
-        runs = build_runs(rowptr, cut, multiprocessors)
-        self.tensors = (runs.entry, runs.run, runs.split)
-        self.count, self.chunk = runs.run.shape[0], runs.chunk
+    def __init__(self, runs: Runs, multiprocessors: int, row_bytes: int) -> None:
+        self.tensors = runs.tensors
+        self.count = runs.run.shape[0]
+        self.chunk = chunk_of(self.count, multiprocessors, row_bytes)
         self.blocks = min(-(-self.count // self.chunk), multiprocessors)
         self.splits, self.slots = runs.split.shape[0], runs.slots
         self.fields = (*(tensor.data_ptr() for tensor in self.tensors), self.count, self.chunk)
-        torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
 
 
-def runs_of(rowptr: Tensor, edges: int, group: int) -> RunTable:
+def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
     """Return the run table of a CSR; it lives as long as the tensor, which the structure cache holds.
 
     Args:
         rowptr: int64 ``[rows + 1]``.
         edges: E.
-        group: rows that a warp should get at once, at least.
+        row_bytes: of the rows of x that are gathered.
     """
 
     def build() -> RunTable:
         processors = torch.cuda.get_device_properties(rowptr.device).multi_processor_count
-        cut = cut_for(rowptr.shape[0] - 1, edges, processors)._replace(group=group)
-        return RunTable(rowptr, cut, processors)
+        group = group_of(row_bytes)
 
-    return kept(rowptr, f"runs_{group}", build)
+        def cut() -> Runs:
+            runs = build_runs(rowptr, cut_for(rowptr.shape[0] - 1, edges, processors)._replace(group=group))
+            torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
+            return runs
+
+        return RunTable(kept(rowptr, f"runs_{group}", cut), processors, row_bytes)
+
+    return kept(rowptr, f"runs_of_{row_bytes}", build)
 
 
 def group_of(row_bytes: int) -> int:
@@ -101,7 +111,7 @@ def write_columns(emitter: CudaEmitter, text: str) -> str:
 def write_runs(emitter: CudaEmitter, rowptr: str, edges: str, row_bytes: int) -> str:
     """Write the run table for kernels that gather rows of so many bytes; return the variable's name."""
     return emitter.let(
-        "runs", f"{emitter.bind(runs_of, 'runs_of')}({rowptr}, {edges}, {group_of(row_bytes)})"
+        "runs", f"{emitter.bind(runs_of, 'runs_of')}({rowptr}, {edges}, {row_bytes})"
     )
 
 

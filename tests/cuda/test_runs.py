@@ -25,7 +25,7 @@ def entries_of(runs: Runs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("cut", CUTS)
 def test_runs_cover_every_edge_of_every_row_once(name: str, cut: Cut) -> None:
     g = GRAPHS[name]()
-    runs = build_runs(g.rowptr, cut, 7)
+    runs = build_runs(g.rowptr, cut)
     row, count, first = entries_of(runs)
     edges = torch.cat([torch.arange(a, a + n) for a, n in zip(first.tolist(), count.tolist(), strict=True)])
     assert torch.equal(edges.sort().values, torch.arange(g.num_edges))
@@ -51,7 +51,7 @@ def test_runs_cover_every_edge_of_every_row_once(name: str, cut: Cut) -> None:
 
 
 def test_rows_of_a_run_have_about_as_many_edges() -> None:
-    runs = build_runs(GRAPHS["chunks"]().rowptr, Cut(512, 128), 1)
+    runs = build_runs(GRAPHS["chunks"]().rowptr, Cut(512, 128))
     _, count, _ = entries_of(runs)
     groups = [count[a : a + n] for a, n, slot, _ in runs.run.tolist() if slot < 0 and n > 1]
     steps = sum(len(part) * int(part.max()) for each in groups for part in each.split(8))
@@ -60,9 +60,10 @@ def test_rows_of_a_run_have_about_as_many_edges() -> None:
 
 def test_blocks_take_turns_often_enough_to_end_together() -> None:
     for count in (0, 1, 15, 16 * 132, 100_000, 10**7):
-        chunk = chunk_of(count, 132)
-        assert chunk & (chunk - 1) == 0 and chunk <= 32
-        assert chunk == 1 or count >= 16 * 132 * chunk
+        for row_bytes, most in ((64, 32), (256, 64)):
+            chunk = chunk_of(count, 132, row_bytes)
+            assert chunk & (chunk - 1) == 0 and chunk <= most
+            assert chunk == 1 or count >= 16 * 132 * chunk
 
 
 def test_cuts_grow_with_the_graph_and_with_its_degrees() -> None:
@@ -78,7 +79,7 @@ def test_rows_of_a_small_graph_are_the_work_of_all_warps() -> None:
     degree = (torch.rand(19_717, generator=generator) ** -0.9).long().clamp(max=171) + 1
     rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
     cut = cut_for(len(degree), int(degree.sum()), 132)
-    runs = build_runs(rowptr, cut, 132)
+    runs = build_runs(rowptr, cut)
     assert cut.short == 16 and runs.slots == 0
     long = int((degree > 16).sum())
     assert runs.run.shape[0] == -(-(len(degree) - long) // 8) + long
