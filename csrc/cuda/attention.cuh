@@ -45,9 +45,9 @@ __host__ __device__ constexpr bool has_bundles(Element element, int width, int h
 
 __host__ __device__ constexpr Residency attention_residency(Element element, int width, int heads) {
   const int held = has_bundles(element, width, heads) ? 6 : 2 * width + 128 + 16 * heads;
-  const bool few = kArchitecture < 900 || (element == Element::i8 && kArchitecture >= 1000);
-  const Residency r = few ? Residency{512, 4} : element == Element::i8 ? Residency{768, 4} : Residency{640, 8};
-  return fitting(r, pieces_of(element, heads * head_stride(element, width, heads)), held);
+  const bool bytes = element == Element::i8;
+  const int threads = kArchitecture < 900 ? 512 : kArchitecture < 1000 ? (bytes ? 768 : 896) : bytes ? 512 : 640;
+  return fitting({threads, 4}, pieces_of(element, heads * head_stride(element, width, heads)), held);
 }
 
 // Constants has static constexpr floats kSlope (of the leaky ReLU; 1: none) and kEps (added to the sum).

@@ -29,15 +29,14 @@ struct SddmmArgs {
   float* out;
 };
 
-__host__ __device__ constexpr Residency sddmm_residency(Element element, int width, EdgeOp op, bool scaled) {
+__host__ __device__ constexpr Residency sddmm_residency(Element element, int width, EdgeOp op) {
   const bool few = kArchitecture < 900 || op != EdgeOp::dot || width * bytes_of(element) > 512;
-  const Residency r = few ? Residency{512, 4} : Residency{scaled && element != Element::i8 ? 640 : 768, 8};
-  return fitting(r, pieces_of(element, width), 0);
+  return fitting(few ? Residency{512, 4} : Residency{640, 8}, pieces_of(element, width), 0);
 }
 
 template <Element kElement_, int kWidth_, EdgeOp kOp_, int kHeads_ = 1, bool kScaled_ = false,
-          int kThreads_ = sddmm_residency(kElement_, kWidth_, kOp_, kScaled_).threads,
-          int kStep_ = sddmm_residency(kElement_, kWidth_, kOp_, kScaled_).step>
+          int kThreads_ = sddmm_residency(kElement_, kWidth_, kOp_).threads,
+          int kStep_ = sddmm_residency(kElement_, kWidth_, kOp_).step>
 struct SddmmConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;

@@ -45,9 +45,10 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
   const int row = width * bytes_of(element);
   if (heads > 1) return {512, 4};
   if (row > 512 || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
-  if (bytes) return {768, weight == Weight::none && !extreme ? 8 : 4};
-  const bool many = element != Element::f32 && (kArchitecture >= 1000 || weight != Weight::none);
-  return {extreme || many ? 768 : 896, 8};
+  if (bytes && weight == Weight::none && !extreme) return {768, 8};
+  if (bytes) return {weight == Weight::power8 && kArchitecture < 1000 ? 896 : 768, 4};
+  const bool plain = weight == Weight::none && !extreme && width * bytes_of(element) % 16 == 0;
+  return {plain && (element == Element::f32 || kArchitecture < 1000) ? 896 : 768, 8};
 }
 
 __host__ __device__ constexpr Residency spmm_residency(Element element, int width, Reduce reduce, Weight weight,
@@ -142,7 +143,7 @@ struct SpmmBody {
   static constexpr bool kMasks = !S::kAdds || Config::kHeads > 1;
 
   struct Extra {
-    float value[4];  // kValue::real, one head
+    float value[4];    // kValue::real, one head
     float scale[4];    // of rows
     uint32_t code[4];  // int8 weights, or shifts; of an edge that is not there the one that makes a weight of 0
     int64_t edge;      // the first of the four

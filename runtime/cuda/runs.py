@@ -8,8 +8,8 @@ from torch import Tensor
 _ROW_COST = 4
 """A row costs about as much as this many edges, beyond its own."""
 _MOST_CHUNK, _MOST_WIDE_CHUNK = 32, 64
-"""Blocks work on neighbouring chunks at a time: larger ones would spread them over more than L2 holds. Rows of
-256 bytes and more get larger ones, whose sources are found in L1 more often."""
+"""Blocks work on neighbouring chunks at a time: larger ones would spread them over more than L2 holds. Rows
+of 256 bytes and more get larger ones, whose sources are found in L1 more often."""
 _LEAST_SHORT = 8
 """A slot gathers the rows of so many edges at once."""
 _UNSPLIT = 256

@@ -110,9 +110,7 @@ def write_columns(emitter: CudaEmitter, text: str) -> str:
 
 def write_runs(emitter: CudaEmitter, rowptr: str, edges: str, row_bytes: int) -> str:
     """Write the run table for kernels that gather rows of so many bytes; return the variable's name."""
-    return emitter.let(
-        "runs", f"{emitter.bind(runs_of, 'runs_of')}({rowptr}, {edges}, {row_bytes})"
-    )
+    return emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({rowptr}, {edges}, {row_bytes})")
 
 
 def runs_arguments(rowptr: str, col: str, runs: str) -> list[str]:
