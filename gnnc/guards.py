@@ -47,12 +47,15 @@ class Guards:
     sizes_fit: Callable[[Sequence[torch.Tensor]], bool] = field(init=False, repr=False, compare=False)
     """Whether the sizes of tensors of the right ranks, dtypes and devices pass: what ``failure`` says in
     words, in a microsecond."""
+    are_met: Callable[[Sequence[Any]], bool] = field(init=False, repr=False, compare=False)
+    """Whether values are dense tensors, as many as there are inputs, of which ``failure`` says nothing."""
     _tests: tuple[tuple[Branch, Callable[..., bool]], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         answerable = [branch for branch in self.branches if branch.condition.free_symbols <= self.symbols]
         object.__setattr__(self, "_tests", tuple((branch, branch.test()) for branch in answerable))
-        object.__setattr__(self, "sizes_fit", _compiled(self))
+        for name, function in _compiled(self).items():
+            object.__setattr__(self, name, function)
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
@@ -122,13 +125,39 @@ def guards_of(program: ExportedProgram, call: Call, branches: Sequence[Branch] =
     return Guards(inputs, tuple(_narrowed(program)), tuple(branches))
 
 
-def _compiled(guards: Guards) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """``Guards.sizes_fit`` as straight-line Python."""
+def _compiled(guards: Guards) -> dict[str, Callable[[Sequence[Any]], bool]]:
+    """``Guards.sizes_fit`` and ``Guards.are_met`` as straight-line Python."""
+    tensors = [f"t{number}" for number in range(len(guards.inputs))]
+    unpack = [f"{', '.join(tensors)}, = tensors"] if tensors else []
+    sizes, test = _sizes_text(guards)
+    kinds = [f"type({name}) is Tensor and {name}.layout is strided" for name in tensors]
+    scope: dict[str, Any] = {"math": math, "Tensor": torch.Tensor, "strided": torch.strided}
+    for name, guard in zip(tensors, guards.inputs, strict=True):
+        scope |= {f"dtype_{name}": guard.dtype, f"device_{name}": guard.device}
+        kinds += [f"{name}.dtype is dtype_{name}", f"{name}.device == device_{name}"]
+        kinds += [f"{name}.ndim == {len(guard.shape)}"]
+    bodies = {
+        "sizes_fit": [*unpack, *sizes, f"return {test}"],
+        "are_met": [
+            f"if len(tensors) != {len(tensors)}: return False",
+            *unpack,
+            f"if not ({' and '.join(kinds) or 'True'}): return False",
+            *sizes,
+            f"return {test}",
+        ],
+    }
+    for name, lines in bodies.items():
+        exec(f"def {name}(tensors):\n" + "".join(f"    {line}\n" for line in lines), scope)
+    return {name: scope[name] for name in bodies}
+
+
+def _sizes_text(guards: Guards) -> tuple[list[str], str]:
+    """Statements that name the sizes of tensors ``t0``, ``t1``, ..., and the test of them."""
     lines, known, derived = [], dict[sympy.Symbol, str](), list[tuple[str, sympy.Expr]]()
     for number, guard in enumerate(guards.inputs):
         if guard.shape:
             names = [f"d{number}_{dim}" for dim in range(len(guard.shape))]
-            lines.append(f"    {', '.join(names)}, = tensors[{number}].shape")
+            lines.append(f"{', '.join(names)}, = t{number}.shape")
             for name, expected in zip(names, guard.shape, strict=True):
                 if isinstance(expected, sympy.Symbol) and expected not in known:
                     known[expected] = name
@@ -147,10 +176,7 @@ def _compiled(guards: Guards) -> Callable[[Sequence[torch.Tensor]], bool]:
         for branch in guards.branches
         if branch.condition.free_symbols <= guards.symbols
     ]
-    lines.append(f"    return {' and '.join(f'({test})' for test in tests) or 'True'}")
-    scope: dict[str, Any] = {"math": math}
-    exec("def sizes_fit(tensors):\n" + "\n".join(lines) + "\n", scope)
-    return scope["sizes_fit"]
+    return lines, " and ".join(f"({test})" for test in tests) or "True"
 
 
 def _shape(value: torch.Tensor) -> tuple[int | sympy.Expr, ...]:

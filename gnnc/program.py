@@ -385,14 +385,19 @@ class _Binder:
             self._learn_structure()
         arguments = [self._value(node) for node in placeholders(self._compute)]
         lines = self._fetch_weights() + lines
-        lines.append(f"outputs = execute({', '.join(arguments)})")
-        lines.append("return finish(outputs)" if finish else "return outputs")
+        outputs = f"execute({', '.join(arguments)})"
+        finisher = self._finisher() if finish else None
+        if finisher is not None:
+            outputs = f"finish({outputs})"
+        elif finish:
+            outputs += "[0]"
+        lines.append(f"return {outputs}")
         source = "def run(tensors):\n" + "".join(f"    {line}\n" for line in lines)
         scope = {
             **self._scope,
             "execute": execute,
             "structure": runner,
-            "finish": self._finisher(),
+            "finish": finisher,
             "check_bounds": self._bounds.check,
             "weight_error": weight_error,
             "clock": CLOCK,
@@ -466,11 +471,12 @@ class _Binder:
         ]
         return lines
 
-    def _finisher(self) -> Callable[[tuple[Any, ...]], Any]:
+    def _finisher(self) -> Callable[[tuple[Any, ...]], Any] | None:
+        """What makes the model's result of the outputs; None where it is the only one of them."""
         spec, names = self._captured.out_spec, self._captured.mutations
         count = len(self._compute.graph.output_node().args[0]) - len(names)  # type: ignore[arg-type]
         if not names and count == 1 and spec.is_leaf():
-            return _only
+            return None
         buffers = [_owner(self._model, Source("buffer", name)) for name in names]
 
         def finish(outputs: tuple[Any, ...]) -> Any:
@@ -479,10 +485,6 @@ class _Binder:
             return pytree.tree_unflatten(list(outputs[:count]), spec)
 
         return finish
-
-
-def _only(outputs: tuple[Any, ...]) -> Any:
-    return outputs[0]
 
 
 def weight_error(name: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:

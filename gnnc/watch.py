@@ -1,9 +1,10 @@
 """Whether a model is still what was traced: its modules, their hooks, and the constants they hold."""
 
+import ctypes
 import types
-from collections.abc import Iterator, Mapping
-from itertools import chain, islice, repeat
-from operator import is_, itemgetter
+from collections.abc import Iterable, Mapping
+from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,17 +13,22 @@ from torch import nn
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = (bool, int, float, str, types.NoneType)
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType)
-_COMMON = tuple(vars(nn.Module()))
-"""Attributes that every module begins with: its mode and its tables."""
+_NO_AUTOCAST = (None, None)
+_END = object()
+_HEAD = tuple.__basicsize__
+"""Bytes of a tuple before the addresses of its elements, in CPython."""
 _TABLES = itemgetter("_modules", *_HOOKS)
-"""Those tables that may be replaced in a way that matters: hooks are often dropped by a new, empty one."""
+"""The tables of a module that are looked into."""
 
 
 class Watch:
-    """Remembers a model's modules; a look costs a comparison of identities for each attribute.
+    """Remembers a model's modules; a look at them compares the identities of all that their tables hold.
 
-    Parameters and buffers are not looked at: they are read at each call. Nor are the modes: calls in
-    another mode have programs of their own.
+    Parameters and buffers are not looked at: they are read at each call.
+
+    Attributes:
+        modes: whether each module is in train mode. Not a change: calls in another mode have programs of
+            their own.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,24 +38,17 @@ class Watch:
 
     def _look(self) -> None:
         """Remember what every table of the modules holds: attributes, children and hooks."""
-        self._attributes = [vars(module) for module in self._modules]
-        self._tables: list[Mapping[Any, Any]] = [
-            *self._attributes,
-            *chain.from_iterable(map(_TABLES, self._attributes)),
-        ]
-        self._sizes = [len(table) for table in self._tables]
-        views = [(table.values(), _common(table)) for table in self._tables if table]
-        self._views, self._skipped = [view for view, _ in views], [skipped for _, skipped in views]
-        self._values = list(self._read())
-
-    def _read(self) -> Iterator[Any]:
-        # By functions in C alone: this is done at every call.
-        entries = map(islice, self._views, self._skipped, repeat(None))
-        return chain.from_iterable(chain(entries, map(_TABLES, self._attributes)))
+        attributes = [vars(module) for module in self._modules]
+        tables = [table for own in attributes for table in _TABLES(own)]
+        views: list[Iterable[Any]] = [own.values() for own in attributes]
+        for table in filter(None, tables):
+            views += [(_END,), table.values()]  # or what moves from one table to the next would not show
+        self.modes = tuple([module.training for module in self._modules])
+        self._seen = _Seen([table for table in tables if not table], views)
 
     def has_changed(self) -> bool:
         """Whether a layer was replaced, a hook was added or removed, or a constant has another value."""
-        if list(map(len, self._tables)) == self._sizes and all(map(is_, self._read(), self._values)):
+        if self._seen.is_now():
             return False
         if [_meaning(module) for module in self._modules] != self._meanings:
             return True
@@ -57,9 +56,38 @@ class Watch:
         return False
 
 
-def _common(table: Mapping[Any, Any]) -> int:
-    """How many entries need no look."""
-    return len(_COMMON) if tuple(islice(table, len(_COMMON))) == _COMMON else 0
+class _Seen:
+    """What a look found: which objects all tables held, by their addresses.
+
+    Comparing the addresses of all in one piece costs less than a nanosecond an object; ``==`` would ask the
+    objects, for which 1 is True.
+
+    Args:
+        empty: tables that hold nothing.
+        views: the values of the others, one behind the other.
+    """
+
+    def __init__(self, empty: list[Mapping[Any, Any]], views: list[Iterable[Any]]) -> None:
+        self._empty = empty
+        self._read = eval(_display(len(views)), {f"v{i}": view for i, view in enumerate(views)})
+        self._values = self._read()  # kept alive, so that nothing else gets an address of theirs
+        self._block = ctypes.c_char * (len(self._values) * ctypes.sizeof(ctypes.c_void_p))
+        self._addresses = self._block.from_address(id(self._values) + _HEAD).raw
+
+    def is_now(self) -> bool:
+        """Whether the tables hold the same objects now."""
+        if any(self._empty):
+            return False
+        values = self._read()
+        if len(values) != len(self._values):
+            return False
+        return self._block.from_address(id(values) + _HEAD).raw == self._addresses
+
+
+@cache
+def _display(count: int) -> types.CodeType:
+    """A function that puts so many iterables into one tuple: no other way of Python's is as quick."""
+    return compile(f"lambda: ({', '.join(f'*v{i}' for i in range(count))},)", "<gnnc watch>", "eval")
 
 
 def _meaning(module: nn.Module) -> Any:
@@ -81,6 +109,8 @@ def _constant(value: Any) -> Any:
 
 def autocast_mode() -> tuple[Any, ...]:
     """What autocast would do to a call now: the dtype by device, None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return _NO_AUTOCAST
     return tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         for device in ("cpu", "cuda")

@@ -138,9 +138,9 @@ class Executable:
             self._timed = _compile(self._timed_source, self._globals)
         return self._timed(*values)
 
-    def assemble(self, source: str) -> Callable[..., tuple[Any, ...]]:
-        """Return the function that a program's text defines."""
-        return _compile(source, self._globals)
+    def assemble(self, source: str, **others: Any) -> Callable[..., tuple[Any, ...]]:
+        """Return the function that a program's text defines, over the usual variables and others."""
+        return _compile(source, self._globals | others)
 
     @property
     def arena_bytes(self) -> int:

@@ -39,8 +39,18 @@ class _Anchor(weakref.ref):  # type: ignore[type-arg]
     key: Key
 
 
-@dataclass(slots=True)
-class _Entry:
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Entry:
+    """What was computed from some tensors.
+
+    Attributes:
+        anchors: those tensors, or the bases that they are views of.
+        copies: position and content of those that carry no version.
+        outputs: what was computed.
+        nbytes: bytes that it holds.
+        used: when it was last looked up.
+    """
+
     anchors: tuple[_Anchor, ...]
     copies: tuple[tuple[int, Tensor], ...]
     outputs: Any
@@ -71,13 +81,18 @@ def _identify(inputs: Sequence[Any]) -> tuple[Key, list[Tensor]]:
         anchor = value._base
         if anchor is None:
             anchor = value
-        try:
-            version = value._version
-        except RuntimeError:
-            version = None  # an inference tensor: its content is compared
-        parts.append((id(anchor), value.data_ptr(), version, value.shape, value.stride(), value.dtype))
+        parts.append((id(anchor), *state(value)))
         anchors.append(anchor)
     return tuple(parts), anchors
+
+
+def state(tensor: Tensor) -> tuple[Hashable, ...]:
+    """Return what tells a tensor from what it was before: its version, and where and how it lies."""
+    try:
+        version = tensor._version
+    except RuntimeError:
+        version = None  # an inference tensor: its content is compared
+    return tensor.data_ptr(), version, tensor.shape, tensor.stride(), tensor.dtype
 
 
 class StructureCache:
@@ -96,7 +111,7 @@ class StructureCache:
     def __init__(self, byte_budget: int = DEFAULT_BYTE_BUDGET, min_entries: int = 1) -> None:
         self.byte_budget = byte_budget
         self.min_entries = min_entries
-        self._entries: dict[Key, _Entry] = {}
+        self._entries: dict[Key, Entry] = {}
         self._nbytes = 0
         self._clock = count()
         self._lock = threading.Lock()
@@ -131,14 +146,24 @@ class StructureCache:
         Returns:
             The cached object itself on every hit; treat its tensors as read-only.
         """
+        return self.entry(key_inputs, build).outputs
+
+    def entry(self, key_inputs: Sequence[Tensor | int | str], build: Callable[[], Any]) -> Entry:
+        """As ``get``, with what the cache keeps around the outputs: it is alive while it is in the cache."""
         key, anchors = _identify(key_inputs)
         # No lock: an entry never changes once it is in the table, and one dict access is atomic.
         entry = self._entries.get(key)
         if entry is not None and entry.is_of(anchors):
             if not entry.copies or entry.has_content_of(key_inputs):
-                entry.used = next(self._clock)
-                return entry.outputs
-        return self._insert(key, self._make_entry(key, anchors, key_inputs, build))
+                self.touch(entry)
+                return entry
+        entry = self._make_entry(key, anchors, key_inputs, build)
+        self._insert(key, entry)
+        return entry
+
+    def touch(self, entry: Entry) -> None:
+        """Note that an entry is used now."""
+        entry.used = next(self._clock)
 
     def clear(self) -> None:
         """Forget every entry."""
@@ -148,7 +173,7 @@ class StructureCache:
 
     def _make_entry(
         self, key: Key, anchors: list[Tensor], inputs: Sequence[Any], build: Callable[[], Any]
-    ) -> _Entry:
+    ) -> Entry:
         if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self._make_entry(key, anchors, inputs, build)
@@ -163,7 +188,7 @@ class StructureCache:
         outputs = _detach_from(inputs, build())
         refs = tuple([self._watch(anchor, key) for anchor in anchors])
         held = (outputs,) if isinstance(outputs, Tensor) else outputs
-        return _Entry(refs, copies, outputs, _storage_bytes([*held, *(c for _, c in copies)]))
+        return Entry(refs, copies, outputs, _storage_bytes([*held, *(c for _, c in copies)]))
 
     def _watch(self, anchor: Tensor, key: Key) -> _Anchor:
         ref = _Anchor(anchor, self._on_freed)
@@ -178,7 +203,7 @@ class StructureCache:
             finally:
                 self._lock.release()
 
-    def _insert(self, key: Key, entry: _Entry) -> Any:
+    def _insert(self, key: Key, entry: Entry) -> None:
         with self._lock:
             self._drop_freed_locked()
             self._remove(key)
@@ -187,7 +212,6 @@ class StructureCache:
             self._nbytes += entry.nbytes
             while self._nbytes > self.byte_budget and len(self._entries) > self.min_entries:
                 self._remove(min(self._entries, key=lambda known: self._entries[known].used))
-        return entry.outputs
 
     def _remove(self, key: Key) -> None:
         entry = self._entries.pop(key, None)

@@ -1,15 +1,18 @@
 """Runs a structure graph, each part of it only when the inputs of that part have changed."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from gnnc.errors import GraphError
 from gnnc.ir.source import source_of
-from gnnc.runtime.structure_cache import DEFAULT_BYTE_BUDGET, StructureCache
+from gnnc.runtime.structure_cache import DEFAULT_BYTE_BUDGET, Entry, StructureCache, state
 
 Deps = frozenset[Node]
 _Check = tuple[tuple[int, ...], Callable[..., None]]  # the slots that it takes
@@ -57,7 +60,10 @@ class StructureRunner:
     """
 
     def __init__(self, structure: GraphModule, byte_budget: int = DEFAULT_BYTE_BUDGET) -> None:
-        self.groups, self._outputs = _split(structure)
+        self.groups, outputs = _split(structure)
+        self._pick = _picker(outputs)
+        self._keyed = tuple(sorted({slot for group in self.groups for slot in group.key}))
+        self._last: _Last | None = None
         self._before: dict[int, list[_Check]] = {}
         self._afterwards: dict[int, list[_Check]] = {}
         self.after_build: Callable[[Any], None] | None = None
@@ -66,14 +72,24 @@ class StructureRunner:
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Return the structure graph's outputs for the values of its placeholders."""
-        slots = list(values)
-        for number, group in enumerate(self.groups):
-            key = (number, *[slots[slot] for slot in group.key])
-            slots.extend(self.cache.get(key, lambda: self._build(number, slots)))  # noqa: B023
-        outputs = tuple([slots[slot] for slot in self._outputs])
+        last = self._last
+        slots = last.slots_for(values, self.cache) if last is not None else None
+        if slots is None:
+            slots = self._look_up(values)
+        outputs = self._pick(slots)
         if self.after_call is not None:
             self.after_call(outputs)
         return outputs
+
+    def _look_up(self, values: tuple[Any, ...]) -> list[Any]:
+        slots, entries = list(values), []
+        for number, group in enumerate(self.groups):
+            key = (number, *[slots[slot] for slot in group.key])
+            entry = self.cache.entry(key, lambda: self._build(number, slots))  # noqa: B023
+            entries.append(entry)
+            slots.extend(entry.outputs)
+        self._last = _Last.of(values, self._keyed, entries)
+        return slots
 
     def check_inputs(self, needs: tuple[int, ...], check: Callable[..., None], *, sorts: bool) -> bool:
         """Have ``check`` look at placeholders when the first part that depends on them is built.
@@ -108,7 +124,62 @@ class StructureRunner:
 
     def clear(self) -> None:
         """Forget every cached structure."""
+        self._last = None
         self.cache.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The last call: another with the same tensors, unchanged, finds its results without making keys.
+
+    Only refers to results weakly: it is the cache that keeps them, or drops them.
+
+    Attributes:
+        tensors: slot, the tensor, and what says that it is unchanged, see ``StructureCache``.
+        others: slot and value of every other thing that results depend on.
+        entries: the results, part by part.
+    """
+
+    tensors: tuple[tuple[int, weakref.ref[Tensor], tuple[Any, ...]], ...]
+    others: tuple[tuple[int, Any], ...]
+    entries: tuple[weakref.ref[Entry], ...]
+
+    @staticmethod
+    def of(values: tuple[Any, ...], keyed: tuple[int, ...], entries: list[Entry]) -> "_Last | None":
+        """Note a call; None where a tensor carries no version."""
+        if any(entry.copies for entry in entries):
+            return None
+        tensors = [slot for slot in keyed if isinstance(values[slot], Tensor)]
+        return _Last(
+            tuple([(slot, weakref.ref(values[slot]), state(values[slot])) for slot in tensors]),
+            tuple([(slot, values[slot]) for slot in keyed if slot not in tensors]),
+            tuple(map(weakref.ref, entries)),
+        )
+
+    def slots_for(self, values: tuple[Any, ...], cache: StructureCache) -> list[Any] | None:
+        """Return the slots of a call with these values, or None if it is another or results are gone."""
+        for slot, ref, seen in self.tensors:
+            value = values[slot]
+            if ref() is not value or state(value) != seen:
+                return None
+        for slot, other in self.others:
+            if values[slot] != other:
+                return None
+        slots = list(values)
+        for ref in self.entries:
+            entry = ref()
+            if entry is None:
+                return None
+            cache.touch(entry)
+            slots.extend(entry.outputs)
+        return slots
+
+
+def _picker(outputs: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return the function that takes some slots."""
+    if len(outputs) > 1:
+        return itemgetter(*outputs)
+    return lambda slots: tuple([slots[slot] for slot in outputs])
 
 
 def _call(group: Group, slots: list[Any]) -> tuple[Any, ...]:

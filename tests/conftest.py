@@ -119,6 +119,7 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for owner, names in (
         (torch, ("empty", "empty_like", "empty_strided")),
         (torch.Tensor, ("new_empty", "new_empty_strided")),
+        (torch._C._dynamo.guards, ("_empty_strided_cuda",)),
     ):
         for name in names:
             monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))

@@ -32,6 +32,7 @@ def driver() -> ctypes.CDLL:
         ctypes.c_void_p,
         ctypes.c_void_p,
     ]
+    library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return library
 
 

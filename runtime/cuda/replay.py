@@ -15,7 +15,8 @@ import ctypes
 import struct
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -104,20 +105,21 @@ class _Graph:
         self._set = library.cuGraphExecKernelNodeSetParams_v2
         self._launch = library.cuGraphLaunch
 
-    def __call__(self, recorded: Sequence[Recorded], stream: ctypes.c_void_p) -> None:
+    def __call__(self, recorded: Sequence[Recorded], stream: int) -> None:
         for node, (_, grid, data) in zip(self.nodes, recorded, strict=True):
             if node.last != (grid, data):
                 node.give(grid, data)
-                self.change(node)
+                check(self.changer(node)(), "change a graph")
         self.launch(stream)
 
-    def change(self, node: _Node) -> None:
-        """Let the next launch take what a node was given."""
-        check(self._set(self._executable, node.handle, node.reference), "change a graph")
+    def changer(self, node: _Node) -> Callable[[], int]:
+        """Return the driver's function that lets the next launch take what a node was given."""
+        return partial(self._set, self._executable, node.handle, node.reference)
 
-    def launch(self, stream: ctypes.c_void_p) -> None:
+    def launch(self, stream: int) -> None:
         """Launch all nodes, one after the other."""
-        check(self._launch(self._executable, stream), "launch a graph")
+        if status := self._launch(self._executable, stream):
+            check(status, "launch a graph")
 
     def __del__(self) -> None:
         if self._executable:
@@ -139,14 +141,13 @@ class Replay:
         if not recorded:
             return
         key = tuple([launch for launch, _, _ in recorded])
-        handle = ctypes.c_void_p(stream)
         with self._lock:
             graph = self._graphs.get(key)
             if graph is None:
                 if len(self._graphs) >= _LIMIT:
                     self._graphs.clear()
                 graph = self._graphs[key] = _Graph(recorded)
-            graph(recorded, handle)
+            graph(recorded, stream)
 
 
 class Fixed:
@@ -161,12 +162,6 @@ class Fixed:
         self.key = key
         # Weak: a structure that nobody else needs is not kept for the sake of speed.
         self.structure = tuple(map(weakref.ref, structure))
-
-    def is_of(self, key: tuple[Any, ...], structure: tuple[Tensor, ...]) -> bool:
-        """Whether another call takes the same."""
-        return self.key == key and all(
-            ref() is tensor for ref, tensor in zip(self.structure, structure, strict=True)
-        )
 
     def is_like(self, other: "Fixed") -> bool:
         """Whether both say the same of tensors that are alive."""
@@ -186,12 +181,13 @@ class Held:
     Belongs to the temporaries that its launches use: one call at a time, on one stream.
 
     Attributes:
-        fixed: what the calls have in common.
+        key: what calls have in common, see ``Fixed``; they compare it themselves.
+        structure: likewise.
 
     Args:
         recorded: what one of the calls recorded.
         patches: launch, and position among its arguments, of every address that differs.
-        fixed: see above.
+        fixed: what the calls have in common.
         scratch: memory that launches use.
     """
 
@@ -202,32 +198,36 @@ class Held:
         fixed: Fixed,
         scratch: Sequence[Tensor],
     ) -> None:
-        self.fixed, self._scratch = fixed, scratch
+        self.key, self.structure, self._scratch = fixed.key, fixed.structure, scratch
         present = [number for number, (_, grid, _) in enumerate(recorded) if grid]
         self._graph = _Graph([recorded[number] for number in present])
         of_launch: dict[int, list[tuple[int, int]]] = {}
         for i, (number, word) in enumerate(patches):
             of_launch.setdefault(number, []).append((word, i))
         nodes = zip(present, self._graph.nodes, strict=True)
-        self._patches = [(node, of_launch[number]) for number, node in nodes if number in of_launch]
+        self._patches = [
+            (node.words, of_launch[number], self._graph.changer(node))
+            for number, node in nodes
+            if number in of_launch
+        ]
 
     def __call__(self, addresses: tuple[int, ...], stream: int) -> None:
         """Launch with these addresses, in the order of the patches."""
-        for node, patches in self._patches:
+        for words, patches, change in self._patches:
             differs = False
             for word, i in patches:
-                if node.words[word] != addresses[i]:
-                    node.words[word] = addresses[i]
+                if words[word] != addresses[i]:
+                    words[word] = addresses[i]
                     differs = True
-            if differs:
-                self._graph.change(node)
-        self._graph.launch(ctypes.c_void_p(stream))
+            if differs and (status := change()):
+                check(status, "change a graph")
+        self._graph.launch(stream)
 
     def one_by_one(self, addresses: tuple[int, ...], stream: int) -> None:
         """Make the launches without the graph, which takes nothing any more."""
-        for node, patches in self._patches:
+        for words, patches, _ in self._patches:
             for word, i in patches:
-                node.words[word] = addresses[i]
+                words[word] = addresses[i]
         for node in self._graph.nodes:
             node.launch(node.params.gridx, stream, *node.words)
 

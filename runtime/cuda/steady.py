@@ -102,17 +102,18 @@ def recording(emitter: CudaEmitter, results: list[str]) -> Recording | None:
     body = ["recorded = []", *[emitter.recorded(text) for text, _ in emitter.body]]
     if parts is None:
         return Recording(program(emitter, [*body, "replay(recorded, arena, None)"], outputs), ())
-    fixed = f"({listed(parts.key)}), ({listed(parts.structure)})"
     memory = f"({listed(parts.aliases)}), ({listed(parts.scratch)})"
+    key = f"({listed(parts.key)})"
+    same = [f"held.structure[{i}]() is {name}" for i, name in enumerate(parts.structure)]
     early = [
-        f"fixed = {fixed}",
         "held = arena.held",
-        "if held is not None and held.fixed.is_of(*fixed):",
+        f"if {' and '.join(['held is not None', f'held.key == {key}', *same])}:",
         *[f"    {line}" for line in parts.again],
         f"    again(arena, held, ({listed(text for _, _, text in parts.patches)}))",
         f"    return {outputs}",
+        f"fixed = Fixed({key}, ({listed(parts.structure)}))",
     ]
-    late = f"replay(recorded, arena, Fixed(*fixed), {memory})"
+    late = f"replay(recorded, arena, fixed, {memory})"
     return Recording(
         program(emitter, [*early, *body, late], outputs),
         tuple((number, position) for number, position, _ in parts.patches),

@@ -82,17 +82,26 @@ class _Streams:
     """Tells torch's allocator where structures and their tables are used, once several streams use them."""
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
+        self._device: torch.device | None = None
+        self._only: int | None = None
+        self._several = False
 
     def __call__(self, results: tuple[Any, ...]) -> None:
-        device = _device_of(results)
-        if device is None:
+        if self._device is None:
+            self._device = _device_of(results)
+            if self._device is None:
+                return
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if stream == self._only and not self._several:
             return
-        self._seen.add(torch._C._cuda_getCurrentRawStream(device.index))
-        if len(self._seen) > 1 and not torch.cuda.is_current_stream_capturing():
-            stream = torch.cuda.current_stream(device)
+        if self._only is None:
+            self._only = stream
+            return
+        self._several = True
+        if not torch.cuda.is_current_stream_capturing():
+            current = torch.cuda.current_stream(self._device)
             for tensor in _memory_of(results):
-                tensor.record_stream(stream)
+                tensor.record_stream(current)
 
 
 def _memory_of(results: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import weakref
 
 import pytest
 import torch
@@ -147,3 +148,52 @@ def test_a_check_runs_when_the_part_that_depends_on_its_inputs_is_built():
         for _ in range(2):
             with pytest.raises(GraphError, match="edge_index is wrong"):
                 runner(edge_index, weight, size - 1)
+
+
+def test_the_same_tensors_again_make_no_keys(monkeypatch):
+    runner, values = StructureRunner(weighted_structure()), inputs()
+    expected = runner(*values)
+    monkeypatch.setattr(runner.cache, "entry", lambda *_: pytest.fail("looked up"))
+    assert all(a is b for a, b in zip(runner(*values)[:3], expected[:3], strict=True))
+
+
+def test_what_the_cache_has_dropped_is_built_again():
+    runner, (edge_index, weight, size) = StructureRunner(weighted_structure(), byte_budget=1), inputs()
+    calls, others = count_calls(runner), [torch.zeros(12) for _ in range(4)]
+    runner(edge_index, weight, size)
+    last = weakref.ref(runner(edge_index, weight, size)[2])
+    runner.clear()
+    assert last() is None
+    runner(edge_index, weight, size)
+    assert calls == [2, 2, 2]
+    for other in others:  # of a budget for the newest only
+        runner(edge_index, other, size)
+    assert len(runner.cache) == 3
+    runner(edge_index, weight, size)
+    assert calls == [2, 2, 7]
+
+
+def test_memory_behind_the_same_tensor_and_views_of_it_are_seen():
+    structure = weighted_structure()
+    runner, (edge_index, weight, size) = StructureRunner(structure), inputs()
+    part = edge_index[:, 2:]  # a view
+    for change in (
+        lambda: None,
+        lambda: edge_index[0].zero_(),
+        lambda: part.fill_(1),
+        lambda: setattr(part, "data", torch.full((2, 10), 2)),
+        lambda: part.resize_(2, 9),
+        lambda: setattr(weight, "data", torch.rand(12)),
+    ):
+        change()
+        used = weight[: part.shape[1]]
+        for _ in range(2):
+            assert_same(runner(part, used, size), structure(part, used, size))
+
+
+def test_the_last_call_keeps_no_tensor_alive():
+    runner, (edge_index, weight, size) = StructureRunner(weighted_structure()), inputs()
+    results = [weakref.ref(result) for result in runner(edge_index, weight, size)[:3]]
+    tensors = weakref.ref(edge_index), weakref.ref(weight)
+    del edge_index, weight
+    assert all(ref() is None for ref in (*results, *tensors))
