@@ -62,8 +62,8 @@ GNNC_INLINE void for_fours_at(const Segment& s, const int8_t* base, Stride strid
 }
 
 // body(four) for the edges of a segment and `bytes` of their rows.
-template <typename Body>
-GNNC_INLINE void for_fours(const Segment& s, const int8_t* base, int64_t stride, int64_t bytes, const Body& body) {
+template <typename Stride, typename Body>
+GNNC_INLINE void for_fours(const Segment& s, const int8_t* base, Stride stride, int64_t bytes, const Body& body) {
   if (s.ahead == 0) return for_fours_at<false>(s, base, stride, bytes, body);
   if (stride == 64) return for_fours_at<true>(s, base, std::integral_constant<int64_t, 64>{}, bytes, body);
   for_fours_at<true>(s, base, stride, bytes, body);

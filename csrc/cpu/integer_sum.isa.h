@@ -73,8 +73,8 @@ GNNC_INLINE __m512i row_bytes(const int8_t* row) {
   return W == IntWeight::signed8 ? _mm512_xor_si512(q, _mm512_set1_epi8(static_cast<char>(0x80))) : q;
 }
 
-template <IntWeight W, int NV>
-GNNC_INLINE void integer_block(const Segment& s, const int8_t* base, int64_t stride, const uint8_t* weights,
+template <IntWeight W, int NV, typename Stride>
+GNNC_INLINE void integer_block(const Segment& s, const int8_t* base, Stride stride, const uint8_t* weights,
                                Sums (&acc)[NV]) {
   for_fours(s, base, stride, NV * 64, [&](const Fours& four) __attribute__((always_inline)) {
     const __m512i w = weight_word<W>(weights, four);
@@ -124,6 +124,12 @@ template <IntWeight W, typename Finish>
 GNNC_INLINE void sum_segment(const IntSum& a, int64_t begin, int64_t end, const Finish& finish) {
   const Segment s = segment(a.csr, begin, end);
   const uint8_t* weights = weights_of<W>(a, s, begin);
+  if (a.rows.stride == 64) {  // one vector, and nothing to choose from row to row
+    Sums acc[1]{};
+    constexpr std::integral_constant<int64_t, 64> stride;
+    integer_block<W, 1>(s, a.rows.data + s.base * stride, stride, weights, acc);
+    return finish(0, acc[0]);
+  }
   for (int64_t c = 0; c < a.rows.width;) {
     const int64_t vectors = (a.rows.width - c + 63) / 64;
     if (vectors >= 4) {

@@ -252,18 +252,13 @@ void quant_static(const Tile& t, const RowView& codes, const float* inverse, int
   if (count > 0) __atomic_fetch_add(saturated, count, __ATOMIC_RELAXED);
 }
 
-// For each row of a group the largest k in 0..7 with top * 2^k <= 127, and 2^k. The bits of a float that is not
-// negative count powers of two from bit 23 on; a NaN or an infinity gives 0.
-void shifts_of(const float* tops, uint8_t* shifts, int count, float* powers) {
-  alignas(64) int32_t k[kGroup];
-  for (int r = 0; r < kGroup; r += kLanes) {
-    const Ints room = (splat(to_bits(127.0f)) - as_ints(load(tops + r))) >> 23;
-    const Ints shift = room > 7 ? splat(7) : larger(room, Ints{});
-    std::memcpy(k + r, &shift, sizeof shift);
-    store(powers + r, as_floats((shift + 127) << 23));
-  }
-  for (int i = 0; i < count; ++i) shifts[i] = static_cast<uint8_t>(k[i]);
+// The largest k in 0..7 with top * 2^k <= 127. The bits of a float that is not negative count powers of two from bit 23
+// on; a NaN or an infinity gives 0.
+GNNC_INLINE Ints shifts_of(Floats tops) {
+  const Ints room = (splat(to_bits(127.0f)) - as_ints(tops)) >> 23;
+  return room > 7 ? splat(7) : larger(room, Ints{});
 }
+GNNC_INLINE Floats powers_of(Ints shifts) { return as_floats((shifts + 127) << 23); }
 
 void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, const float* inverse) {
   alignas(64) float tops[kGroup], powers[kGroup];
@@ -278,7 +273,12 @@ void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, cons
       group.set(i, as_floats(top));
     }
     group.largest(tops);
-    shifts_of(tops, static_cast<uint8_t*>(shifts.data) + t.first + begin, count, powers);
+    for (int i = 0; i < count; i += kLanes) {
+      const Ints k = shifts_of(load(tops + i));
+      store(powers + i, powers_of(k));
+      auto* to = static_cast<uint8_t*>(shifts.data) + t.first + begin + i;
+      for (int j = 0; j < std::min(kLanes, count - i); ++j) to[j] = static_cast<uint8_t>(k[j]);
+    }
     for (int i = 0; i < count; ++i) {
       const float* row = t.row(begin + i);
       const Floats power = splat(powers[i]);
@@ -396,15 +396,39 @@ bool chains(RowOp op) {
   }
 }
 
+// The lanes of vector v of a block whose last vector has n.
+template <int kVectors>
+GNNC_INLINE Whole lanes_at(int, Whole n) {
+  return n;
+}
+template <int kVectors>
+GNNC_INLINE Tail lanes_at(int v, Tail n) {
+  return v + 1 < kVectors ? Tail{kLanes} : n;
+}
+
 template <int kRows, int kVectors>
 struct Block {
   Floats x[kRows][kVectors];
 
+  GNNC_INLINE void read(const float* at, int64_t ld) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) x[r][v] = load(at + r * ld + v * kLanes);
+    }
+  }
+  GNNC_INLINE void write(float* at, int64_t ld) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) store(at + r * ld + v * kLanes, x[r][v]);
+    }
+  }
   template <typename Function>
   GNNC_INLINE void each(const Function& f) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) x[r][v] = f(x[r][v]);
     }
   }
@@ -413,15 +437,15 @@ struct Block {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const Floats k = splat(value[r]);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) x[r][v] = f(x[r][v], k);
     }
   }
   template <typename N, typename Function>
   GNNC_INLINE void columns(const float* value, N n, const Function& f) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      const Floats k = load(value + v * kLanes, n);
+      const Floats k = load(value + v * kLanes, lanes_at<kVectors>(v, n));
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) x[r][v] = f(x[r][v], k);
     }
@@ -430,8 +454,10 @@ struct Block {
   GNNC_INLINE void elements(const T* value, int64_t stride, N n, const Function& f) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) x[r][v] = f(x[r][v], load(value + r * stride + v * kLanes, n));
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        x[r][v] = f(x[r][v], load(value + r * stride + v * kLanes, lanes_at<kVectors>(v, n)));
+      }
     }
   }
 };
@@ -488,17 +514,9 @@ template <int kRows, int kVectors, typename N>
 GNNC_INLINE void chain_block(const Tile& t, const RowInstruction* code, int64_t count, int64_t r, int64_t c, N n) {
   Block<kRows, kVectors> block;
   float* at = t.row(r) + c;
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) block.x[i][v] = load(at + i * t.ld + v * kLanes);
-  }
+  block.read(at, t.ld);
   for (int64_t i = 0; i < count; ++i) step(block, t, code[i], r, c, n);
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) store(at + i * t.ld + v * kLanes, block.x[i][v]);
-  }
+  block.write(at, t.ld);
 }
 
 template <int kRows>
@@ -515,6 +533,73 @@ void apply_chain(const Tile& t, const RowInstruction* code, int64_t count) {
   for (; r + kBlockRows <= t.rows; r += kBlockRows) chain_rows<kBlockRows>(t, code, count, r);
   for (; r < t.rows; ++r) chain_rows<1>(t, code, count, r);
 }
+
+#ifdef __AVX512F__
+// Rows of up to four vectors go from a chain to their codes without leaving the registers, four rows at a time.
+constexpr int kCodedRows = 4;
+
+// The largest lane of each row, as signed integers, repeated over the vector.
+GNNC_INLINE Floats largest_of_rows(const Floats (&rows)[kCodedRows]) {
+  const auto combine = [](__m512 a, __m512 b)
+                           __attribute__((always_inline)) { return as_floats(larger(as_ints(a), as_ints(b))); };
+  __m512 tops = fold_all(rows, combine);
+  tops = combine(tops, _mm512_shuffle_f32x4(tops, tops, 0x4e));
+  return combine(tops, _mm512_shuffle_f32x4(tops, tops, 0xb1));
+}
+
+template <Codes kCodes, int kVectors>
+GNNC_INLINE void store_block_codes(const Block<kCodedRows, kVectors>& block, Floats factors, int8_t* to,
+                                   int64_t stride) {
+  each<kCodedRows>([&](auto r) __attribute__((always_inline)) {
+    const Floats factor = _mm512_permute_ps(factors, 0x55 * r);
+    Floats v[4] = {};
+    each<kVectors>([&](auto i) __attribute__((always_inline)) { v[i] = block.x[r][i] * factor; });
+    _mm512_storeu_si512(to + r * stride, pack_codes<kCodes>(v[0], v[1], v[2], v[3]));
+  });
+}
+
+// quant_row or quant_pow2 of the rows r .. r + kCodedRows; n lanes of the last vector count.
+template <int kVectors>
+GNNC_INLINE void quantize_block(Block<kCodedRows, kVectors>& block, const Tile& t, const RowInstruction& in, int64_t r,
+                                Tail n) {
+  const bool pow2 = in.op == RowOp::quant_pow2;
+  if (pow2) block.columns(t.program.prepared + in.c, Whole{}, [](Floats x, Floats v) { return x * v; });
+  Floats rows[kCodedRows];
+  each<kCodedRows>([&](auto i) __attribute__((always_inline)) {
+    Ints top{};
+    each<kVectors>([&](auto v) __attribute__((always_inline)) {
+      if (v + 1 == kVectors) block.x[i][v] = keep(block.x[i][v], n);
+      top = larger(top, magnitude(block.x[i][v]));
+    });
+    rows[i] = as_floats(top);
+  });
+  const Floats tops = largest_of_rows(rows);
+  const RowView &codes = t.program.outs[in.a], &scales = t.program.outs[in.b];
+  auto* to = row_of<int8_t>(codes, t.first + r);
+  if (pow2) {
+    const Ints shifts = shifts_of(tops);
+    _mm_storeu_si32(static_cast<uint8_t*>(scales.data) + t.first + r, _mm512_cvtepi32_epi8((__m512i)shifts));
+    store_block_codes<Codes::held>(block, powers_of(shifts), to, codes.stride);
+  } else {
+    const Floats scale = scale_of(tops);
+    _mm_storeu_ps(static_cast<float*>(scales.data) + t.first + r, _mm512_castps512_ps128(scale));
+    store_block_codes<Codes::bounded>(block, inverse_of(scale), to, codes.stride);
+  }
+}
+
+// The chain code[0 .. count) and the quantization code[count], for whole groups of kCodedRows rows.
+template <int kVectors>
+__attribute__((noinline)) void chain_to_codes(const Tile& t, const RowInstruction* code, int64_t count, bool again) {
+  const Tail n{static_cast<int>(t.width) - (kVectors - 1) * kLanes};
+  for (int64_t r = 0; r < t.rows; r += kCodedRows) {
+    Block<kCodedRows, kVectors> block;
+    block.read(t.row(r), t.ld);
+    for (int64_t i = 0; i < count; ++i) step(block, t, code[i], r, 0, n);
+    if (again) block.write(t.row(r), t.ld);
+    quantize_block(block, t, code[count], r, n);
+  }
+}
+#endif
 
 // Comparisons are written so that a NaN stays one, as in torch.
 void apply_activation(const Tile& t, const RowInstruction& in) {
@@ -602,6 +687,36 @@ void apply_store(const Tile& t, const RowInstruction& in) {
   }
 }
 
+#ifdef __AVX512F__
+bool quantizes_in_registers(const Tile& t, int64_t at) {
+  if (at == t.program.length || t.width == 0 || t.width > 4 * kLanes) return false;
+  return t.program.code[at].op == RowOp::quant_row || t.program.code[at].op == RowOp::quant_pow2;
+}
+
+// A chain and the quantization behind it. The tile keeps its values if they are read again.
+void apply_chain_and_quantize(const Tile& t, const RowInstruction* code, int64_t count, bool again) {
+  const int rows = t.rows / kCodedRows * kCodedRows;
+  const Tile whole{t.program, t.acc, t.ld, t.first, rows, t.width};
+  const Tile rest{t.program, t.row(rows), t.ld, t.first + rows, t.rows - rows, t.width};
+  switch ((t.width + kLanes - 1) / kLanes) {
+    case 4:
+      chain_to_codes<4>(whole, code, count, again);
+      break;
+    case 3:
+      chain_to_codes<3>(whole, code, count, again);
+      break;
+    case 2:
+      chain_to_codes<2>(whole, code, count, again);
+      break;
+    default:
+      chain_to_codes<1>(whole, code, count, again);
+  }
+  if (rest.rows == 0) return;
+  apply_chain(rest, code, count);
+  apply_store(rest, code[count]);
+}
+#endif
+
 bool reads_matrix(RowOp op) {
   return op == RowOp::mul_full || op == RowOp::add_full || op == RowOp::div_full || op == RowOp::rsub_full ||
          op == RowOp::add_qrow;
@@ -626,6 +741,13 @@ void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows
     const RowInstruction& in = program.code[i];
     int64_t chain = 0;
     while (i + chain < program.length && chains(program.code[i + chain].op)) ++chain;
+#ifdef __AVX512F__
+    if (quantizes_in_registers(tile, i + chain)) {
+      apply_chain_and_quantize(tile, &in, chain, i + chain + 1 < program.length);
+      i += chain;
+      continue;
+    }
+#endif
     if (chain > 0) {
       apply_chain(tile, &in, chain);
       i += chain - 1;

@@ -326,6 +326,34 @@ def test_quant_pow2(width: int, per_column: bool) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("op", [Op.QUANT_ROW, Op.QUANT_POW2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chain_before_a_quantization(width: int, rows: int, op: Op, dtype: torch.dtype) -> None:
+    x, more = torch.randn(rows, width), torch.randn(rows, width).to(dtype)
+    factor, bias, base = torch.randn(rows), torch.randn(width), torch.rand(width) * 0.02 + 0.01
+    scale_type = torch.float32 if op == Op.QUANT_ROW else torch.uint8
+
+    def results(values: Tensor, chain: Callable[[Program], object]) -> list[Tensor]:
+        q, scale = padded(rows, width), torch.empty(rows, dtype=scale_type)
+        after, program = torch.empty(rows, width), Program()
+        chain(program)
+        unit = program.operand(base) if op == Op.QUANT_POW2 else 0
+        program.add(op, program.out(q), program.out(scale), unit)
+        map_rows(values, None, program.add(Op.STORE_F32, program.out(after)))
+        assert not padding(q).any()
+        return [q, scale, after]
+
+    def chain(program: Program) -> None:
+        program.add(Op.MUL_ROW, program.operand(factor)).add(Op.ADD_COL, program.operand(bias))
+        program.add(Op.ADD_FULL, program.operand(more)).add(Op.RELU)
+
+    apart = (x * factor[:, None] + bias + more.float()).relu()
+    for got, want in zip(results(x, chain), results(apart, lambda _: None), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_amax(width: int) -> None:
     x = torch.randn(1000, width)
     tensor, columns, program = torch.zeros(1), torch.zeros(width), Program()

@@ -6,8 +6,9 @@
 // vectors may be read and written; lanes past the width hold anything), 64-byte aligned. While the tile is in L1 it
 // calls `run`, which applies the instructions in order to that one accumulator and stores what they say.
 //
-// Traffic: the outputs and operands once; the tile stays in L1, one pass an instruction. Floor: two loads and one store
-// of 64 bytes a cycle.
+// Traffic: the outputs and operands once; the tile stays in L1, one pass an instruction, or a chain of cheap ones (with
+// AVX-512 and up to 64 columns, one for a chain and the quantization behind it). Floor: two loads and one store of 64
+// bytes a cycle.
 
 #include <cstdint>
 
