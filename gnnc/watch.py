@@ -1,10 +1,11 @@
 """Whether a model is still what was traced: its modules, their hooks, and the constants they hold."""
 
 import ctypes
+import sys
 import types
 from collections.abc import Iterable, Mapping
 from functools import cache
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ _CALLABLE = (types.FunctionType, types.BuiltinFunctionType)
 _NO_AUTOCAST = (None, None)
 _END = object()
 _HEAD = tuple.__basicsize__
-"""Bytes of a tuple before the addresses of its elements, in CPython."""
+"""Bytes of a tuple before the addresses of its elements, where ``_has_addresses``."""
 _TABLES = itemgetter("_modules", *_HOOKS)
 """The tables of a module that are looked into."""
 
@@ -56,11 +57,23 @@ class Watch:
         return False
 
 
+def _has_addresses() -> bool:
+    """Whether this Python keeps the addresses of a tuple's elements where CPython does."""
+    if sys.implementation.name != "cpython":
+        return False
+    probe = (object(), object())
+    found = (ctypes.c_void_p * len(probe)).from_address(id(probe) + _HEAD)
+    return list(found) == list(map(id, probe))
+
+
+_ADDRESSES = _has_addresses()
+
+
 class _Seen:
     """What a look found: which objects all tables held, by their addresses.
 
-    Comparing the addresses of all in one piece costs less than a nanosecond an object; ``==`` would ask the
-    objects, for which 1 is True.
+    CPython's tuples are arrays of addresses. Comparing those in one piece costs less than a nanosecond an
+    object, one by one 20; ``==`` would ask the objects, for which 1 is True.
 
     Args:
         empty: tables that hold nothing.
@@ -72,7 +85,7 @@ class _Seen:
         self._read = eval(_display(len(views)), {f"v{i}": view for i, view in enumerate(views)})
         self._values = self._read()  # kept alive, so that nothing else gets an address of theirs
         self._block = ctypes.c_char * (len(self._values) * ctypes.sizeof(ctypes.c_void_p))
-        self._addresses = self._block.from_address(id(self._values) + _HEAD).raw
+        self._addresses = self._block.from_address(id(self._values) + _HEAD).raw if _ADDRESSES else b""
 
     def is_now(self) -> bool:
         """Whether the tables hold the same objects now."""
@@ -81,6 +94,8 @@ class _Seen:
         values = self._read()
         if len(values) != len(self._values):
             return False
+        if not _ADDRESSES:
+            return all(map(is_, values, self._values))
         return self._block.from_address(id(values) + _HEAD).raw == self._addresses
 
 

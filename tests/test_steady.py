@@ -288,7 +288,9 @@ def test_a_change_while_other_threads_call_is_never_lost() -> None:
 # the watch
 
 
-def test_a_constant_of_another_type_is_a_change() -> None:
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_a_constant_of_another_type_is_a_change(in_one_piece: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gnnc.watch._ADDRESSES", in_one_piece)
     model = Net()
     watch = Watch(model)
     model.factor = 2
