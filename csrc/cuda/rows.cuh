@@ -53,9 +53,17 @@ struct RowLayout {
   __device__ static int slot() { return lane() / kPieces; }
   // A piece with zeros past the width of the row; pieces behind the last one count as that one.
   __device__ static uint4 within(const uint4& v, int piece) {
+    // Every word by a mask that the assembler cannot foresee: what it can make a choice, it makes as each row comes,
+    // before it asks for the next.
+    int past;  // 0 before the last piece
+    asm("max.s32 %0, %1, 0;" : "=r"(past) : "r"(piece - (kTotal - 2)));
     const auto kept = [&](uint32_t word, int j) {
       const int bits = kLastBits - 32 * j;
-      return piece < kTotal - 1 || bits >= 32 ? word : bits <= 0 ? 0u : word & ((1u << bits) - 1u);
+      uint32_t mask;
+      asm("shr.u32 %0, %1, %2;"
+          : "=r"(mask)
+          : "r"(~0u), "r"(bits >= 32 ? past >> 5 : past * (32 - (bits > 0 ? bits : 0))));
+      return word & mask;
     };
     return make_uint4(kept(v.x, 0), kept(v.y, 1), kept(v.z, 2), kept(v.w, 3));
   }
