@@ -1,0 +1,134 @@
+"""What the assembler makes of the gathers: no load of a step waits for one that was started before it.
+
+A warp has six scoreboards; a load names the one that it holds until its data is there, and whatever
+needs a value waits until all loads on that value's scoreboard are through. This reads the control bits
+of sm_90's machine code, which NVIDIA does not document: bits 110 to 112 of an instruction are its
+scoreboard, 116 to 121 those it waits for.
+"""
+
+import struct
+from typing import NamedTuple
+
+import pytest
+from cuda_sparse import SPMM_SOURCE, AttentionConfig, SddmmConfig, SpmmConfig
+
+from gnnc.runtime.cuda import build
+
+pytestmark = pytest.mark.usefixtures("compiler")
+
+LOAD, OF_16_BYTES = 0x981, 6
+APART = 60
+"""Instructions between two gathers of one step, at most."""
+
+
+class Instruction(NamedTuple):
+    """What matters of one.
+
+    Attributes:
+        gathers: whether it loads 16 bytes from memory into registers.
+        holds: the scoreboard of its result, None where it has none.
+        waits: scoreboards that must be free before it starts.
+    """
+
+    gathers: bool
+    holds: int | None
+    waits: frozenset[int]
+
+
+def instructions(code: bytes) -> list[Instruction]:
+    """Decode 16 bytes an instruction."""
+    found = []
+    for low, high in struct.iter_unpack("<QQ", code):
+        board, waits = high >> 46 & 7, high >> 52 & 63
+        gathers = low & 0xFFF == LOAD and high >> 9 & 7 == OF_16_BYTES
+        found.append(
+            Instruction(
+                gathers, board if board < 6 else None, frozenset(b for b in range(6) if waits >> b & 1)
+            )
+        )
+    return found
+
+
+def text_sections(elf: bytes) -> dict[str, bytes]:
+    """Return the machine code of each kernel of a cubin (64-bit ELF), by the name of its section."""
+    table, size, count, names = (
+        struct.unpack_from("<Q", elf, 40)[0],
+        *struct.unpack_from("<HHH", elf, 58),
+    )
+    headers = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * size) for i in range(count)]
+    strings = headers[names][4]
+    sections = {}
+    for name, _, _, _, offset, length, *_ in headers:
+        text = elf[strings + name : elf.index(b"\0", strings + name)].decode()
+        if text.startswith(".text."):
+            sections[text] = elf[offset : offset + length]
+    return sections
+
+
+def largest_step(code: list[Instruction]) -> list[int]:
+    """Return where the gathers are of which most lie close to each other."""
+    steps: list[list[int]] = [[]]
+    for place in (i for i, instruction in enumerate(code) if instruction.gathers):
+        if steps[-1] and place - steps[-1][-1] > APART:
+            steps.append([])
+        steps[-1].append(place)
+    return max(steps, key=len)
+
+
+def false_waits(code: list[Instruction], gathers: list[int]) -> list[int]:
+    """Return the places, from the first gather to the last, that wait for one of them."""
+    held: set[int | None] = set()
+    found = []
+    for place in range(gathers[0], gathers[-1] + 1):
+        if code[place].waits & held:
+            found.append(place)
+            held -= code[place].waits
+        if place in gathers:
+            held.add(code[place].holds)
+    return found
+
+
+def machine_code(source: str, name: str) -> list[Instruction]:
+    """Compile one kernel for sm_90."""
+    sections = text_sections(build.compile_source(source, (name,), "sm_90").cubin)
+    (code,) = sections.values()
+    return instructions(code)
+
+
+KERNELS = {
+    "int8": (8, SPMM_SOURCE, SpmmConfig("i8", 64).names("StoreBytes<64>")[0]),
+    "int8 powers": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="power").names()[0]),
+    "int8 row scales": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="row").names()[0]),
+    "int8 edge weights": (4, SPMM_SOURCE, SpmmConfig("i8", 64, value="real", scale="row").names()[0]),
+    "fp16": (8, SPMM_SOURCE, SpmmConfig("f16", 64).names()[0]),
+    "fp16, a last piece with 1 column": (8, SPMM_SOURCE, SpmmConfig("f16", 41).names()[0]),
+    "fp16, a last piece with 7 columns": (8, SPMM_SOURCE, SpmmConfig("f16", 47).names()[0]),
+    "fp16 edge weights": (8, SPMM_SOURCE, SpmmConfig("f16", 64, value="real").names()[0]),
+    "fp32": (8, SPMM_SOURCE, SpmmConfig("f32", 64).names()[0]),
+    "attention int8": (4, AttentionConfig.source(), AttentionConfig("i8", 64, 4, True, False).names()[0]),
+    "attention fp16": (4, AttentionConfig.source(), AttentionConfig("f16", 64, 4, True, False).names()[0]),
+    "sddmm int8": (8, '#include "sddmm.cuh"', SddmmConfig("i8", 64).name()),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gathers_of_a_step_are_started_before_one_is_waited_for(kernel: str) -> None:
+    step, source, name = KERNELS[kernel]
+    code = machine_code(source, name)
+    gathers = largest_step(code)
+    assert len(gathers) == step
+    assert not false_waits(code, gathers)
+
+
+def test_a_load_that_needs_the_one_before_is_a_wait() -> None:
+    source = """
+    __global__ void chase(const int4* __restrict__ next, int4* out) {
+      int4 at = __ldg(next + threadIdx.x);
+      at = __ldg(next + (at.x ^ at.y ^ at.z ^ at.w));
+      at = __ldg(next + (at.x ^ at.y ^ at.z ^ at.w));
+      out[threadIdx.x] = at;
+    }
+    """
+    code = machine_code(source, "chase")
+    gathers = largest_step(code)
+    assert len(gathers) == 3 and len(false_waits(code, gathers)) == 2
