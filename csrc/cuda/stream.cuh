@@ -9,7 +9,8 @@
 //   kStep                              edges a slot gathers at once, 4 or 8
 //   Extra                              what else is loaded an edge (weights, scales)
 //   begin(work, pass)                  before the edges of a row, for the columns of a pass
-//   load(extra, edge, source, mask)    starts the loads of this slot's edges edge .. edge + 3 that mask has bits for
+//   load(extra, edge, source, mask)    starts the loads of this slot's edges edge .. edge + 3 that mask has bits for,
+//                                      and looks at none of them: the rows are gathered after it
 //   add<kMasked>(x, extra, mask)       adds four edges; with kMasked only those whose bit of mask is set
 //   finish(work, pass)                 stores and clears the sums
 
