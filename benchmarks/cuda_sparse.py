@@ -20,14 +20,14 @@ class Sparse:
 
     rowptr: Tensor
     col: Tensor
-    cut: Runs
+    table: Runs
     multiprocessors: int
     row_bytes: int = 64
 
     @cached_property
     def runs(self) -> RunTable:
         """What launches take of the table."""
-        return RunTable(self.cut, self.multiprocessors, self.row_bytes)
+        return RunTable(self.table, self.multiprocessors, self.row_bytes)
 
     @property
     def num_dst(self) -> int:

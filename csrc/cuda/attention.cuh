@@ -40,7 +40,7 @@ __host__ __device__ constexpr int head_stride(Element element, int width, int he
 
 // Whether slots have rows of their own: one pass over the edges, and nothing between the heads.
 __host__ __device__ constexpr bool has_bundles(Element element, int width, int heads) {
-  return width * bytes_of(element) <= 512 && head_stride(element, width, heads) * heads == width;
+  return is_one_pass(element, width) && head_stride(element, width, heads) * heads == width;
 }
 
 __host__ __device__ constexpr Residency attention_residency(Element element, int width, int heads) {
@@ -169,7 +169,7 @@ struct AttentionBody {
     float highest = top;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      logit[i] = A::logit(sum_of_terms(e, i));
+      logit[i] = A::logit(raw_logit(e, i));
       if (kMasked && !(mask >> i & 1)) logit[i] = -__int_as_float(0x7f800000);
       highest = fmaxf(highest, logit[i]);
     }
@@ -225,7 +225,7 @@ struct AttentionBody {
   }
 
  private:
-  __device__ __forceinline__ float sum_of_terms(const Extra& e, int i) const {
+  __device__ __forceinline__ float raw_logit(const Extra& e, int i) const {
     if constexpr (!Config::kAdditive) return e.edge[i];
     return __fadd_rn(Config::kEdge ? __fadd_rn(e.source[i], e.edge[i]) : e.source[i], own);
   }

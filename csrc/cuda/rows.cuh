@@ -34,6 +34,9 @@ __host__ __device__ constexpr int pieces_of(Element element, int width) {
   return pieces_at_once((width * bytes_of(element) + 15) / 16);
 }
 
+// Whether a warp reads whole rows, in one pass over the edges.
+__host__ __device__ constexpr bool is_one_pass(Element element, int width) { return width * bytes_of(element) <= 512; }
+
 template <Element kElement_, int kWidth_>
 struct RowLayout {
   static constexpr Element kElement = kElement_;

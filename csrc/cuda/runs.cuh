@@ -180,10 +180,12 @@ struct RunFeed {
 // Entries that a run has at most, of rows that so many threads read.
 __host__ __device__ constexpr int entries_of(int pieces) { return 32 / pieces > 8 ? 32 : 16; }
 
-// Shared memory that a warp takes to find its work and the sources of its edges (stream.cuh).
+// Fours of sources that a slot is given at a time.
+__host__ __device__ constexpr int fours_of(int pieces) { return pieces > 4 ? pieces / 2 : 2; }
+
+// Shared memory that a warp takes to find its work and the sources of its edges (Feed in stream.cuh): of each two.
 __host__ __device__ constexpr int feed_bytes(int pieces) {
-  const int fours = pieces > 4 ? pieces / 2 : 2;
-  return 2 * 16 * (1 + entries_of(pieces)) + 2 * 16 * fours * (32 / pieces);
+  return 2 * 16 * (1 + entries_of(pieces) + fours_of(pieces) * (32 / pieces));
 }
 
 // So many warps that their feeds, and `words` words that each holds, fit into the static shared memory of a block.

@@ -30,7 +30,7 @@ struct SddmmArgs {
 };
 
 __host__ __device__ constexpr Residency sddmm_residency(Element element, int width, EdgeOp op) {
-  const bool few = kArchitecture < 900 || op != EdgeOp::dot || width * bytes_of(element) > 512;
+  const bool few = kArchitecture < 900 || op != EdgeOp::dot || !is_one_pass(element, width);
   return fitting(few ? Residency{512, 4} : Residency{640, 8}, pieces_of(element, width), 0);
 }
 

@@ -42,9 +42,8 @@ __host__ __device__ constexpr Weight weight_of(Value value, Scale scale) {
 __host__ __device__ constexpr Residency spmm_registers(Element element, int width, Reduce reduce, Weight weight,
                                                        int heads) {
   const bool bytes = element == Element::i8, extreme = reduce >= Reduce::max;
-  const int row = width * bytes_of(element);
   if (heads > 1) return {512, 4};
-  if (row > 512 || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
+  if (!is_one_pass(element, width) || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
   if (bytes && weight == Weight::none && !extreme) return {768, 8};
   if (bytes) return {weight == Weight::power8 && kArchitecture < 1000 ? 896 : 768, 4};
   const bool plain = weight == Weight::none && !extreme && width * bytes_of(element) % 16 == 0;
@@ -54,7 +53,7 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
 __host__ __device__ constexpr Residency spmm_residency(Element element, int width, Reduce reduce, Weight weight,
                                                        int heads) {
   const Residency r = spmm_registers(element, width, reduce, weight, heads);
-  const int held = width * bytes_of(element) <= 512 ? 4 : width + 128;
+  const int held = is_one_pass(element, width) ? 4 : width + 128;
   return fitting(r, pieces_of(element, width), held);
 }
 
@@ -177,7 +176,7 @@ struct SpmmBody {
   template <bool kMasked>
   __device__ __forceinline__ void add(const uint4 (&data)[4], const Extra& e, uint32_t mask) {
     if constexpr (kByteWeights) {
-      sum.add(data, bytes_of(e));
+      sum.add(data, packed_weights(e));
     } else if constexpr (S::kBytes && S::kWeight == Weight::real) {
       float w[4];
 #pragma unroll
@@ -243,7 +242,7 @@ struct SpmmBody {
 
   // The int8 weight of an edge.
   __device__ static uint32_t byte_of(const Extra& e, int i) { return kPower ? 128u >> e.code[i] : e.code[i]; }
-  __device__ static uint32_t bytes_of(const Extra& e) {
+  __device__ static uint32_t packed_weights(const Extra& e) {
     return byte_of(e, 0) | byte_of(e, 1) << 8 | byte_of(e, 2) << 16 | byte_of(e, 3) << 24;
   }
 

@@ -58,7 +58,7 @@ struct Fours {
 // waited for at once: the assembler moves them, and to move is to wait.)
 template <class Layout>
 struct Sources {
-  static constexpr int kChunk = Layout::kPieces > 4 ? Layout::kPieces / 2 : 2;  // fours of a slot
+  static constexpr int kChunk = fours_of(Layout::kPieces);
 
   int4 four[2][kChunk][Layout::kSlots];
 
@@ -69,6 +69,12 @@ struct Sources {
       const int32_t at = place + f * apart;
       if (at < work.count) start_copy(&four[half][f][Layout::slot()], read_as_fours(col + work.first + at));
     }
+  }
+
+  // The same of the first chunk.
+  __device__ __forceinline__ void start(const int32_t* col, const Work& work, int half) {
+    const Fours<Layout> fours(work);
+    fetch(col, work, fours.place, fours.apart, half);
   }
 
   // Of edges that are not there anything.
@@ -151,9 +157,7 @@ __device__ __forceinline__ void stream(const int32_t* col, Sources<Layout>& sour
     if (left > kChunk) {
       sources.fetch(col, work, place + kChunk * fours.apart, fours.apart, half ^ 1);
     } else {
-      const Work then = next();
-      const Fours<Layout> first(then);
-      sources.fetch(col, then, first.place, first.apart, half ^ 1);
+      sources.start(col, next(), half ^ 1);
     }
 #pragma unroll 1
     for (int f = 0; f < kChunk && left > 0; f += kFours, left -= kFours, place += kFours * fours.apart) {
@@ -188,9 +192,7 @@ __device__ inline void for_runs(const Runs& runs, const char* x, uint32_t x_stri
   };
   int turn = 0, half = 0;
   Run run = feed.runs.advance(runs, queue, turn);
-  const Work begin = first_of(run, turn);
-  const Fours<Layout> fours(begin);
-  feed.sources.fetch(runs.col, begin, fours.place, fours.apart, half);
+  feed.sources.start(runs.col, first_of(run, turn), half);
 #pragma unroll 1
   while (run.count > 0) {
     const bool shared = is_shared(run);
@@ -265,8 +267,8 @@ __device__ __forceinline__ T chosen(bool first, T a, T b) {
   return *reinterpret_cast<const T*>(&word);
 }
 
-// The same, but thread t gets columns t * kRun .. t * kRun + kRun - 1 of the row: at each step threads give away half
-// of what they have, until it is kRun columns, and in the end they change places. Past the row's pieces there is
+// As join_slots, but thread t gets columns t * kRun .. t * kRun + kRun - 1 of the row: at each step threads give away
+// half of what they have, until it is kRun columns, and in the end they change places. Past the row's pieces there is
 // anything.
 template <class Layout, int kRun, int kCount = Layout::kColumns, int kApart = Layout::kPieces, class T, class Combine>
 __device__ __forceinline__ void spread_slots(const T (&v)[kCount], const Combine& combine, T (&out)[kRun]) {

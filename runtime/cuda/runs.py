@@ -83,7 +83,7 @@ def _power_of_two_from(number: int) -> int:
     return 1 << (max(number, 1) - 1).bit_length()
 
 
-def chunk_of(runs: int, multiprocessors: int, row_bytes: int = 0) -> int:
+def chunk_of(runs: int, multiprocessors: int, row_bytes: int) -> int:
     """Return how many runs a block takes at a time: a power of two, 16 times for each block at least.
 
     Args:
