@@ -23,20 +23,20 @@ class Module:
         self._machine = build.compile_source(source, names, f"sm_{major}{minor}")
         self._device = torch.cuda.current_device()
         self._code = Code(self._machine.cubin, self._device)
-        self._launches: dict[tuple[str, int, int], Launch] = {}
+        self._launches: dict[tuple[str, int, int, int], Launch] = {}
 
-    def launcher(self, name: str, block: int, count: int) -> Launch:
-        """Return what launches a kernel of ``count`` 8-byte arguments."""
-        key = name, block, count
+    def launcher(self, name: str, block: int, count: int, shared: int = 0) -> Launch:
+        """Return what launches a kernel of ``count`` 8-byte arguments, with dynamic shared memory."""
+        key = name, block, count, shared
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = Launch(name, count, block, 0)
+            launch = self._launches[key] = Launch(name, count, block, shared)
             launch.bind(self._code, self._machine.symbols[name], self._device)
         return launch
 
-    def launch(self, name: str, grid: int, block: int, *values: int) -> None:
+    def launch(self, name: str, grid: int, block: int, *values: int, shared: int = 0) -> None:
         """Launch ``grid`` blocks on torch's stream with 8-byte arguments; nothing where grid is 0."""
-        launch = self.launcher(name, block, len(values))
+        launch = self.launcher(name, block, len(values), shared)
         launch(grid, torch.cuda.current_stream().cuda_stream, *values)
 
 

@@ -8,6 +8,7 @@ from cuda_launch import Module, address
 from torch import Tensor
 
 from gnnc.runtime.cuda.runs import Cut, Runs, build_runs
+from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, shared_bytes, window_rows
 from gnnc.runtime.cuda.tables import RunTable, in_fours
 from gnnc.runtime.cuda.unit import AS_COMPILED
 
@@ -22,7 +23,16 @@ class Sparse:
     col: Tensor
     table: Runs
     multiprocessors: int
+    cut: Cut
     row_bytes: int = 64
+
+    @cached_property
+    def staged(self) -> StagedRuns:
+        """The edges by stretch."""
+        window = window_rows(self.row_bytes)
+        runs = build_staged(self.rowptr, self.col, self.cut, self.multiprocessors, window, always=True)
+        assert runs is not None
+        return runs
 
     @cached_property
     def runs(self) -> RunTable:
@@ -46,7 +56,7 @@ class Sparse:
 def sparse(rowptr: Tensor, col: Tensor, cut: Cut, multiprocessors: int) -> Sparse:
     """Put a CSR with its run table onto the GPU."""
     rowptr, col = rowptr.cuda(), in_fours(col.cuda())
-    return Sparse(rowptr, col, build_runs(rowptr, cut), multiprocessors)
+    return Sparse(rowptr, col, build_runs(rowptr, cut), multiprocessors, cut)
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,11 @@ class SpmmConfig:
         given = f"{self.text()}, {epilogue}"
         return f"gnnc::spmm<{given}>", f"gnnc::spmm_combine<{given}>"
 
+    def staged_names(self, epilogue: str = "gnnc::StoreFloat") -> tuple[str, str]:
+        """Return the same of those that read near sources in shared memory."""
+        given = f"{self.text()}, {epilogue}"
+        return f"gnnc::spmm_staged<{given}>", f"gnnc::spmm_combine<{given}, gnnc::StagedRuns>"
+
 
 STORE_BYTES = """
 #include "row_steps.cuh"
@@ -93,9 +108,9 @@ SPMM_SOURCE = '#include "spmm.cuh"' + STORE_BYTES
 
 
 @cache
-def spmm_module(config: SpmmConfig, epilogue: str) -> Module:
+def spmm_module(names: tuple[str, ...]) -> Module:
     """Compile one configuration."""
-    return Module(SPMM_SOURCE, config.names(epilogue))
+    return Module(SPMM_SOURCE, names)
 
 
 def past(x: Tensor) -> float:
@@ -134,6 +149,7 @@ class Spmm:
         shift: Tensor | None = None,
         reduce: str = "sum",
         to_int8: bool = False,
+        staged: bool = False,
         **tuning: int,
     ) -> None:
         graph = graph.gathering(x)
@@ -143,21 +159,25 @@ class Spmm:
         config = SpmmConfig(ELEMENTS[x.dtype], x.shape[1], reduce, kind, scale, heads)
         self.config = replace(config, **tuning)
         width = (x.shape[1] + 3) // 4 * 4
-        self.epilogue = f"StoreBytes<{width}>" if to_int8 else "gnnc::StoreFloat"
-        self.module = spmm_module(self.config, self.epilogue)
+        epilogue = f"StoreBytes<{width}>" if to_int8 else "gnnc::StoreFloat"
+        self.names = (self.config.staged_names if staged else self.config.names)(epilogue)
+        self.module = spmm_module(self.names)
         self.out = torch.empty(graph.num_dst, width, device="cuda", dtype=torch.int8 if to_int8 else None)
         self.out.fill_(99)
-        staging = torch.empty(graph.runs.slots, width, device="cuda")
-        self.kept = (graph, x, value, x_scale, shift, staging)
+        table = StagedTable(graph.staged, x.shape[0]) if staged else graph.runs
+        self.shared = shared_bytes(x.shape[1] * x.element_size(), scale) if staged else 0
+        staging = torch.empty(table.slots, width, device="cuda")
+        self.kept = (graph, table, x, value, x_scale, shift, staging)
         tensors = (value, x_scale, shift, staging)
-        arguments = [*graph.values(), address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
+        given = [address(graph.rowptr), *table.fields] if staged else graph.values()
+        arguments = [*given, address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
         self.arguments = [*arguments, address(self.out), *([] if to_int8 else [width])]
-        self.grids = graph.runs.blocks, graph.runs.splits
+        self.grids = table.blocks, table.splits
 
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""
-        spmm, combine = self.config.names(self.epilogue)
-        self.module.launch(spmm, self.grids[0], AS_COMPILED, *self.arguments)
+        spmm, combine = self.names
+        self.module.launch(spmm, self.grids[0], AS_COMPILED, *self.arguments, shared=self.shared)
         self.module.launch(combine, self.grids[1], 128, *self.arguments)
         return self.out[:, : self.config.width]
 

@@ -90,6 +90,28 @@ struct RowTile {
   }
 };
 
+// Some columns of a row, from `first` on, for an epilogue whose steps look at each column alone.
+template <class Tile, int kWidth_>
+struct SliceTile {
+  static constexpr int kWidth = kWidth_, kLanes = Tile::kLanes, kRun = Tile::kRun, kPer = Tile::kPer, kBlock = kWidth_;
+
+  float v[kPer];
+  int lane;
+  int32_t first;
+
+  __device__ SliceTile(const Tile& tile, int32_t first_column) : lane(tile.lane), first(first_column) {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) v[i] = tile.v[i];
+  }
+
+  // Of what is past the slice: the width.
+  __device__ int column(int i) const {
+    const int within = i / kRun * Tile::kBlock + lane * kRun + i % kRun;
+    return within < Tile::kWidth ? first + within : kWidth;
+  }
+  __device__ bool valid(int i) const { return column(i) < kWidth; }
+};
+
 // The epilogue that only stores: out[row, :] as FP32 rows `stride` elements apart, a multiple of 4.
 struct StoreFloat {
   float* out;

@@ -33,10 +33,10 @@ struct alignas(16) Entry {
 };
 
 struct alignas(16) Run {
-  int32_t first;  // entry
-  int32_t count;  // entries; 0: no run
-  int32_t slot;   // in the staging buffer, of a part; -1: whole rows
-  int32_t unused;
+  int32_t first;    // entry
+  int32_t count;    // entries; 0: no run
+  int32_t slot;     // in the staging buffer, of a part; -1: whole rows
+  int32_t stretch;  // where its rows lie (staged.cuh)
 };
 
 struct alignas(16) Split {
@@ -71,6 +71,15 @@ __device__ inline void start_copy(T* to, const T* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
                "l"(from)
                : "memory");
+}
+// The same, or 16 bytes of zeros.
+template <class T>
+__device__ inline void start_copy_if(bool there, T* to, const T* from) {
+  static_assert(sizeof(T) == 16, "a record is 16 bytes");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+      "l"(from), "r"(there ? 16 : 0)
+      : "memory");
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -111,9 +120,19 @@ struct RunQueue {
   }
 };
 
+// Fetches the sources of a run's edges to L2: of one entry all, of several the second line of each, since the first is
+// on its way. By the whole warp.
+__device__ inline void prefetch_sources(const Runs& runs, const Run& now, const Entry* entries) {
+  constexpr int kLine = 32;  // columns in 128 bytes
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const Entry& which = entries[now.count == 1 ? 0 : min(lane, now.count - 1)];
+  const int32_t at = now.count == 1 ? lane * kLine : kLine;
+  if (at < which.count) asm volatile("prefetch.global.L2 [%0];" ::"l"(runs.col + which.first + at));
+}
+
 // The runs of a warp, with their entries, in shared memory: while one is worked on, the entries of the next are fetched
 // and the record of the one after.
-template <int kEntries>
+template <class Entry, int kEntries>
 struct RunFeed {
   static constexpr int kTurns = 2;
   Run run[kTurns];
@@ -124,7 +143,8 @@ struct RunFeed {
   __device__ static int dealt() { return kTurns * warps(); }
 
   // Call once before `advance`, with a queue that leaves out what is dealt.
-  __device__ void begin(const Runs& runs, const RunQueue& queue) {
+  template <class Runs, class Queue>
+  __device__ void begin(const Runs& runs, const Queue& queue) {
     const int warp = static_cast<int>(threadIdx.x / 32);
     for (int turn = 0; turn < kTurns; ++turn) fetch_run(queue.at(turn * warps() + warp), turn);
     settle();
@@ -133,20 +153,19 @@ struct RunFeed {
 
   // Returns a run whose entries are in entry[turn], turn = 0, 1, 0, ..; none (count 0) where there are no more. Those
   // of the next are there once the copies that it starts are.
-  __device__ Run advance(const Runs& runs, RunQueue& queue, int turn) {
+  template <class Runs, class Queue>
+  __device__ Run advance(const Runs& runs, Queue& queue, int turn) {
     settle();
     const Run now = run[turn];
     __syncwarp();
     if (now.count == 0) return now;
-    prefetch_columns(runs, now, entry[turn]);
+    prefetch_sources(runs, now, entry[turn]);
     fetch_entries(runs, turn ^ 1);
     if (lane() == 0) fetch_run(queue.take_one(), turn);
     return now;
   }
 
  private:
-  static constexpr int kLine = 32;  // columns in 128 bytes
-
   __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   __device__ static int warps() { return static_cast<int>(blockDim.x) / 32; }
 
@@ -165,15 +184,9 @@ struct RunFeed {
     }
   }
 
+  template <class Runs>
   __device__ void fetch_entries(const Runs& runs, int turn) {
     if (lane() < run[turn].count) start_copy(&entry[turn][lane()], runs.entry + run[turn].first + lane());
-  }
-
-  // Of one entry all, of several the second line of each: the first is on its way.
-  __device__ static void prefetch_columns(const Runs& runs, const Run& now, const Entry* entries) {
-    const Entry& which = entries[now.count == 1 ? 0 : min(lane(), now.count - 1)];
-    const int32_t at = now.count == 1 ? lane() * kLine : kLine;
-    if (at < which.count) asm volatile("prefetch.global.L2 [%0];" ::"l"(runs.col + which.first + at));
   }
 };
 

@@ -16,11 +16,13 @@
 #include "lane_reduce.cuh"
 #include "product_sum.cuh"
 #include "row_tile.cuh"
+#include "staged.cuh"
 #include "stream.cuh"
 
 namespace gnnc {
 
-struct SpmmArgs {
+template <class Runs>
+struct SpmmArgsOn {
   Runs runs;
   const void* x;
   int64_t x_stride;      // bytes, a multiple of 16, below 2^32
@@ -29,6 +31,8 @@ struct SpmmArgs {
   const uint8_t* shift;  // [num_src], where Config::kScale is power: row weight 2^(7 - shift)
   void* staging;         // where rows are split
 };
+using SpmmArgs = SpmmArgsOn<Runs>;
+using StagedSpmmArgs = SpmmArgsOn<StagedRuns>;
 
 enum class Value { none, real, integer };
 enum class Scale { none, row, power };
@@ -71,6 +75,7 @@ struct SpmmConfig {
   static constexpr int kHeads = kHeads_;
   static constexpr int kThreads = kThreads_;
   static constexpr int kStep = kStep_;
+  static constexpr int kRowWidth = kWidth;  // of which these are a slice
 };
 
 template <class Config>
@@ -103,8 +108,8 @@ struct Spmm {
   static constexpr int kRun = spread_run<Layout>();
   static constexpr bool kSpread = kBundle && kRun < Layout::kColumns;
   static constexpr int kWarps = Config::kThreads / 32;
-  static constexpr int kHeld = kBundle ? 4 : Layout::kPadded;  // words of a row of several passes, of a warp
-  static constexpr int kStaged = (kWidth + 3) / 4 * 4;         // words a slot
+  static constexpr int kHeld = kBundle ? 4 : Layout::kPadded;      // words of a row of several passes, of a warp
+  static constexpr int kStaged = (Config::kRowWidth + 3) / 4 * 4;  // words a slot
 };
 
 // The row as the epilogue takes it, from sums over `count` edges.
@@ -124,7 +129,7 @@ __device__ inline float result_of_few(int32_t sum, int32_t count) {
 constexpr int32_t kFew = (1 << 22) / (127 * 128);  // edges
 
 // What stream() needs: the weights of edges, and what becomes of the sums of a row.
-template <class Config, class Epilogue>
+template <class Config, class Epilogue, class Runs = Runs>
 struct SpmmBody {
   using S = Spmm<Config>;
   using Layout = typename S::Layout;
@@ -148,13 +153,17 @@ struct SpmmBody {
     int64_t edge;      // the first of the four
   };
 
-  const SpmmArgs& a;
+  const SpmmArgsOn<Runs>& a;
   const Epilogue& epilogue;
   Word* words;  // the warp's row, of several passes
   int pass;
   typename S::Sum sum;
+  int32_t first_column = 0;  // of the slice
 
-  __device__ __forceinline__ void begin(const Work&, int which) { pass = which; }
+  template <class Work>
+  __device__ __forceinline__ void begin(const Work&, int which) {
+    pass = which;
+  }
 
   // What is loaded is not looked at before `add`: that would be to wait for it before the rows are gathered.
   __device__ __forceinline__ void load(Extra& e, int64_t first, const int32_t (&source)[4], uint32_t mask) {
@@ -170,6 +179,16 @@ struct SpmmBody {
       if constexpr (Config::kValue == Value::integer) {
         e.code[i] = load_if(there, static_cast<const uint8_t*>(a.value) + first + i, 0u);
       }
+    }
+  }
+
+  template <class Window>
+  __device__ __forceinline__ void load_near(Extra& e, const uint32_t (&place)[4], const Window& window) {
+    static_assert(Config::kValue == Value::none, "weights of edges lie in the order of the CSR");
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kRow) e.scale[i] = window.template factor<float>(place[i]);
+      if constexpr (kPower) e.code[i] = window.template factor<uint8_t>(place[i]);
     }
   }
 
@@ -203,6 +222,7 @@ struct SpmmBody {
     }
   }
 
+  template <class Work>
   __device__ __forceinline__ void finish(const Work& work, int) {
     const auto join = [](Word p, Word q) { return joined(p, q); };
     Word out[kColumns];
@@ -284,20 +304,20 @@ struct SpmmBody {
   }
 
   __device__ Word* staged(int32_t slot) const {
-    return static_cast<Word*>(a.staging) + static_cast<int64_t>(slot) * S::kStaged;
+    return static_cast<Word*>(a.staging) + static_cast<int64_t>(slot) * S::kStaged + first_column;
   }
 
   // Ends a row, or a part of one, of which this thread has the columns from `first` on.
-  template <class Tile, int kCount>
+  template <class Tile, int kCount, class Work>
   __device__ __forceinline__ void settle(const Word (&out)[kCount], int first, const Work& work) const {
     if (work.part >= 0) {
-      store_columns<S::kStaged>(staged(work.part), first, out);
+      store_columns<(Config::kWidth + 3) / 4 * 4>(staged(work.part), first, out);
     } else if (work.row() >= 0) {
       emit<Tile>(out, work);
     }
   }
 
-  template <class Tile, int kCount>
+  template <class Tile, int kCount, class Work>
   __device__ __forceinline__ void emit(const Word (&out)[kCount], const Work& work) const {
     Tile tile;
     static_assert(Tile::kPer == kCount, "a thread keeps the columns that it has");
@@ -313,7 +333,12 @@ struct SpmmBody {
         if (tile.valid(i)) tile.v[i] = result_of<Config>(out[i], count);
       }
     }
-    epilogue(tile, work.row());
+    if constexpr (Config::kWidth == Config::kRowWidth) {
+      epilogue(tile, work.row());
+    } else {
+      SliceTile<Tile, Config::kRowWidth> slice(tile, first_column);
+      epilogue(slice, work.row());
+    }
   }
 
   // Rows of several passes wait in shared memory.
@@ -325,6 +350,7 @@ struct SpmmBody {
     for (int c = 0; c < kColumns; ++c) to[c] = out[c];
   }
 
+  template <class Work>
   __device__ __forceinline__ void emit_held(const Work& work) const {
     typename S::Tile tile;
 #pragma unroll
@@ -349,9 +375,60 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
   for_runs<Layout>(a.runs, x, stride, &next, feed[threadIdx.x / 32], body);
 }
 
-// Joins the parts of a split row, a block a row: each warp adds up every kWarps-th part, and the first warp the warps.
+__host__ __device__ constexpr Residency staged_residency(Element element, int width, Weight weight) {
+  const bool bytes = element == Element::i8;
+  const int step = bytes ? 4 : 8, row = width * bytes_of(element);
+  if (kArchitecture < 900 || row % 16 != 0 || weight == Weight::real) return {512, step};
+  if (weight == Weight::power8 && row > 128) return {512, step};
+  if (!bytes || weight == Weight::power8) return {kArchitecture < 1000 ? 640 : 512, step};
+  return {row <= 64 ? 768 : 640, step};
+}
+
+// How a row of x is cut into slices of which the window of a stretch holds many.
+template <class Config_>
+struct Staged {
+  static constexpr int kBytes = Config_::kWidth * bytes_of(Config_::kElement), kSliceBytes = kBytes <= 64 ? 64 : 128;
+  static constexpr int kSlices = kBytes <= 64 ? 1 : kBytes / kSliceBytes;
+  static_assert(kBytes > 32 && (kBytes <= 64 || kBytes % kSliceBytes == 0), "a row is whole slices");
+  static constexpr int kWidth = Config_::kWidth / kSlices;
+  static constexpr Residency kResidency =
+      staged_residency(Config_::kElement, Config_::kWidth, weight_of(Value::none, Config_::kScale));
+  static constexpr int kThreads = kResidency.threads;
+  struct Config : SpmmConfig<Config_::kElement, kWidth, Config_::kReduce, Value::none, Config_::kScale, 1, kThreads,
+                             kResidency.step> {
+    static constexpr int kRowWidth = Config_::kWidth;
+  };
+  using Layout = typename Spmm<Config>::Layout;
+  using Window = gnnc::Window<Layout, Config::kScale == Scale::row ? 4 : Config::kScale == Scale::power ? 1 : 0>;
+  static_assert(Spmm<Config>::kAdds && Config_::kValue == Value::none && Config_::kHeads == 1, "sums of rows");
+};
+
+// As spmm, with near sources from shared memory. Launch: runs.share of blocks of Staged<Config>::kThreads threads, with
+// Staged<Config>::Window::kBytes of dynamic shared memory; then spmm_combine. A row of several slices reaches the
+// epilogue slice by slice.
 template <class Config, class Epilogue>
-__global__ void __launch_bounds__(128, 2) spmm_combine(const SpmmArgs a, const Epilogue epilogue) {
+__global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
+    spmm_staged(const StagedSpmmArgs a, const Epilogue epilogue) {
+  using S = Staged<Config>;
+  extern __shared__ int4 memory[];
+  __shared__ int32_t next;
+  __shared__ StagedFeed<typename S::Layout, S::kResidency.step / 4> feed[S::kThreads / 32];
+  const auto stride = static_cast<uint32_t>(a.x_stride);
+  const void* factor = Config::kScale == Scale::row ? static_cast<const void*>(a.x_scale) : a.shift;
+  typename S::Window window(memory);
+  SpmmBody<typename S::Config, Epilogue, StagedRuns> body{a, epilogue, nullptr, 0, {}, 0};
+  body.sum.clear();
+#pragma unroll 1
+  for (int slice = 0; slice < S::kSlices; ++slice) {
+    const char* x = static_cast<const char*>(a.x) + slice * S::kSliceBytes;
+    body.first_column = slice * S::kWidth;
+    for_staged_runs<typename S::Layout>(a.runs, x, stride, factor, window, &next, feed[threadIdx.x / 32], body);
+  }
+}
+
+// Joins the parts of a split row, a block a row: each warp adds up every kWarps-th part, and the first warp the warps.
+template <class Config, class Epilogue, class Runs = Runs>
+__global__ void __launch_bounds__(128, 2) spmm_combine(const SpmmArgsOn<Runs> a, const Epilogue epilogue) {
   using S = Spmm<Config>;
   using Word = typename S::Word;
   using Total = typename Select<S::kExact, int64_t, float>::Type;

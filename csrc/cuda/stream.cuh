@@ -91,7 +91,7 @@ struct Sources {
 // What a warp has of shared memory to find its work and the sources.
 template <class Layout>
 struct Feed {
-  RunFeed<entries_of(Layout::kPieces)> runs;
+  RunFeed<Entry, entries_of(Layout::kPieces)> runs;
   Sources<Layout> sources;
 };
 
@@ -137,14 +137,20 @@ __device__ __forceinline__ void take_step(const Sources<Layout>& sources, int ha
   }
 }
 
+// Where this thread's piece of row 0 begins. Threads past the row's last piece read that one again: no test for each
+// load.
+template <class Layout>
+__device__ __forceinline__ const char* piece_of(const char* x, int pass) {
+  return x + min(pass * Layout::kPieces + Layout::piece(), Layout::kTotal - 1) * 16;
+}
+
 // All edges of a piece of work, whose first chunk is on its way to `half`; next() is what follows.
 template <class Layout, class Body, class Next>
 __device__ __forceinline__ void stream(const int32_t* col, Sources<Layout>& sources, int& half, const Work& work,
                                        const Next& next, const char* x, uint32_t x_stride, int pass, Body& body) {
   constexpr int kFours = Body::kStep / 4, kChunk = Sources<Layout>::kChunk;
   static_assert(kChunk % kFours == 0, "chunks are whole steps");
-  // Threads past the row's last piece read that one again: no test for each load.
-  const char* base = x + min(pass * Layout::kPieces + Layout::piece(), Layout::kTotal - 1) * 16;
+  const char* base = piece_of<Layout>(x, pass);
   const Fours<Layout> fours(work);
   int32_t place = fours.place;
   auto left = static_cast<int32_t>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(fours.count)));

@@ -1,6 +1,7 @@
 """Lowering of aggregations over edges and over segments."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,12 +9,23 @@ from torch.fx import Node
 
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, round_up
 from gnnc.runtime.cuda.epilogue import TYPES, write_epilogue
-from gnnc.runtime.cuda.tables import RUNS_EXTRA, in_order, runs_arguments, write_columns, write_runs
+from gnnc.runtime.cuda.staged import has_room, shared_bytes, slice_bytes, takes
+from gnnc.runtime.cuda.tables import (
+    RUNS_EXTRA,
+    STAGED_EXTRA,
+    in_order,
+    runs_arguments,
+    staged_arguments,
+    write_columns,
+    write_runs,
+    write_sums,
+)
 from gnnc.runtime.cuda.unit import AS_COMPILED
 from gnnc.runtime.emitter import shape_of
 from gnnc.runtime.epilogue import argument_of
 from gnnc.runtime.plans import spmm
 from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.row_program import Op
 
 ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
 _MAX_WIDTH = 4096
@@ -21,6 +33,19 @@ _MAX_EXACT_WIDTH = 760
 """Sums of a split row's parts are 64-bit in the shared memory of a block."""
 _PIECE = 16
 """Bytes that a thread gathers at once."""
+_SUMS = (spmm.REDUCTIONS["sum"], spmm.REDUCTIONS["mean"])
+_OF_WHOLE_ROWS = {
+    Op.ADD_QROW,
+    Op.LAYER_NORM,
+    Op.L2_NORMALIZE,
+    Op.SOFTMAX,
+    Op.LOG_SOFTMAX,
+    Op.HEAD_MEAN,
+    Op.WINDOW,
+    Op.QUANT_ROW,
+    Op.QUANT_POW2,
+    Op.ROW_DOT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +89,7 @@ class Spmm:
 
     @staticmethod
     def emit(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write two launches: every run, and the rows that are split."""
+        """Write two launches: every run, and the rows that are split; and the same of edges by stretch."""
         emitter.unit.include("spmm.cuh")
         rowptr = argument_of(node, plan.rowptr)
         edges, col = edges_and_columns(node, emitter, plan.rowptr, plan.col, plan.x)
@@ -74,27 +99,51 @@ class Spmm:
         x = gathered_rows(emitter, argument_of(node, plan.x), plan.width)
         scale = _vector(emitter, node, plan.x_scale)
         shift = _vector(emitter, node, plan.shift)
-        runs = write_runs(emitter, emitter.vector(rowptr), edges, x.nbytes)
+        staged = _is_staged(plan, node, x)
+        if staged:
+            sources = emitter.size(shape_of(argument_of(node, plan.x))[0])
+            runs = write_sums(emitter, emitter.vector(rowptr), col, sources, x.nbytes)
+        else:
+            runs = write_runs(emitter, emitter.vector(rowptr), edges, x.nbytes)
         epilogue, values = write_epilogue(plan.program, node, emitter, shape_of(rowptr)[0] - 1, plan.width)
         words = round_up(plan.width, 4)
         staging = emitter.let(
             "staging", f"empty(({runs}.slots * {words},), dtype={emitter.bind(torch.float32, 'dtype')})"
         )
-        arguments = [
-            *runs_arguments(emitter.vector(rowptr), col, runs),
-            f"{x.text}.data_ptr()",
-            str(x.stride),
-        ]
-        arguments += [value, scale, shift, f"{staging}.data_ptr()", *values]
-        emitter.unit.expect("SpmmArgs", len(arguments) - len(values) + RUNS_EXTRA)
-        config = _config(plan, node)
-        count = len(arguments) + RUNS_EXTRA
-        emitter.launch(
-            f"gnnc::spmm<{config}, {epilogue}>", f"{runs}.blocks", arguments, block=AS_COMPILED, count=count
-        )
-        emitter.launch(
-            f"gnnc::spmm_combine<{config}, {epilogue}>", f"{runs}.splits", arguments, block=128, count=count
-        )
+        rest = [f"{x.text}.data_ptr()", str(x.stride), value, scale, shift, f"{staging}.data_ptr()"]
+        names = f"{_config(plan, node)}, {epilogue}"
+        given = [*runs_arguments(emitter.vector(rowptr), col, runs), *rest]
+        count = len(given) + RUNS_EXTRA
+        emitter.unit.expect("SpmmArgs", count)
+        launch = partial(emitter.launch, values=[*given, *values], count=count + len(values))
+        launch(f"gnnc::spmm<{names}>", f"{runs}.blocks", block=AS_COMPILED)
+        launch(f"gnnc::spmm_combine<{names}>", f"{runs}.splits", block=128)
+        if not staged:
+            return
+        given = [*staged_arguments(emitter.vector(rowptr), runs), *rest]
+        count = len(given) + STAGED_EXTRA
+        emitter.unit.expect("StagedSpmmArgs", count)
+        shared = shared_bytes(x.nbytes, _scale(plan))
+        window = f"gnnc::Staged<{_config(plan, node)}>::Window::kBytes"
+        emitter.unit.require(f"{window} == {shared}", "the window has the bytes that a launch gives it")
+        launch = partial(emitter.launch, values=[*given, *values], count=count + len(values))
+        launch(f"gnnc::spmm_staged<{names}>", f"{runs}.staged_blocks", block=AS_COMPILED, shared=shared)
+        launch(f"gnnc::spmm_combine<{names}, gnnc::StagedRuns>", f"{runs}.staged_splits", block=128)
+
+
+def _is_staged(plan: spmm.Plan, node: Node, x: Rows) -> bool:
+    """Whether there is a kernel that reads near sources in shared memory (csrc/cuda/staged.cuh)."""
+    if plan.value is not None or plan.col is None or plan.reduce not in _SUMS or not has_room():
+        return False
+    if argument_of(node, plan.col).meta["val"].dtype != torch.int32:
+        return False  # a copy in every call, whose edges would be arranged anew
+    return takes(x.nbytes) and (x.nbytes <= slice_bytes(x.nbytes) or _is_by_column(plan))
+
+
+def _is_by_column(plan: spmm.Plan) -> bool:
+    """Whether no step of the row program looks at several columns, as where rows come in slices."""
+    ops = {Op(code) for code in plan.program.code[::4]}
+    return ops.isdisjoint(_OF_WHOLE_ROWS) and (Op.QUANT_STATIC not in ops or plan.width % 32 == 0)
 
 
 def _config(plan: spmm.Plan, node: Node) -> str:
@@ -104,11 +153,15 @@ def _config(plan: spmm.Plan, node: Node) -> str:
     if plan.value is not None:
         integer = argument_of(node, plan.value).meta["val"].dtype == torch.int8
         value = "integer" if integer else "real"
-    scale = "row" if plan.x_scale is not None else "power" if plan.shift is not None else "none"
     return (
         f"gnnc::SpmmConfig<gnnc::Element::{ELEMENTS[dtype]}, {plan.width}, gnnc::Reduce::{reduce}, "
-        f"gnnc::Value::{value}, gnnc::Scale::{scale}, {plan.heads}>"
+        f"gnnc::Value::{value}, gnnc::Scale::{_scale(plan)}, {plan.heads}>"
     )
+
+
+def _scale(plan: spmm.Plan) -> str:
+    """Return what comes with a row of x, as ``gnnc::Scale`` names it."""
+    return "row" if plan.x_scale is not None else "power" if plan.shift is not None else "none"
 
 
 def _vector(emitter: CudaEmitter, node: Node, index: int | None) -> str:

@@ -7,6 +7,7 @@ from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.kept import kept
 from gnnc.runtime.cuda.radix import padded_columns
 from gnnc.runtime.cuda.runs import Runs, build_runs, chunk_of, cut_for
+from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays, window_rows
 from gnnc.runtime.cuda.structure import destinations_of
 
 
@@ -58,6 +59,68 @@ def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
         return RunTable(kept(rowptr, f"runs_{group}", cut), processors, row_bytes)
 
     return kept(rowptr, f"runs_of_{row_bytes}", build)
+
+
+class SumTable:
+    """How sums over a CSR are launched: by one of two tables, and the other's launches have no blocks.
+
+    Attributes:
+        blocks, splits, fields: of the launches through ``gnnc::Runs``.
+        staged_blocks, staged_splits, staged_fields: of those through ``gnnc::StagedRuns``.
+        slots: rows of the staging buffer.
+        tensors: that the fields are addresses of.
+
+    Args:
+        table: the one that is used.
+    """
+
+    def __init__(self, table: RunTable | StagedTable) -> None:
+        self.slots, self.tensors = table.slots, table.tensors
+        self.blocks = self.splits = self.staged_blocks = self.staged_splits = 0
+        self.fields, self.staged_fields = (0,) * (RUNS_EXTRA + 1), (0,) * (STAGED_EXTRA + 1)
+        if isinstance(table, StagedTable):
+            self.staged_blocks, self.staged_splits, self.staged_fields = (
+                table.blocks,
+                table.splits,
+                table.fields,
+            )
+        else:
+            self.blocks, self.splits, self.fields = table.blocks, table.splits, table.fields
+
+
+def sums_of(rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> SumTable:
+    """Return how sums over a CSR's edges are launched; it lives as long as ``col``.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``.
+        col: int32 ``[E]``, of that CSR.
+        sources: rows of x.
+        row_bytes: of the rows of x that are gathered.
+    """
+
+    def build() -> SumTable:
+        staged = _staged_of(rowptr, col, row_bytes)
+        if staged is None:
+            return SumTable(runs_of(rowptr, col.shape[0], row_bytes))
+        return SumTable(StagedTable(staged, sources))
+
+    return kept(col, f"sums_{rowptr.data_ptr()}_{row_bytes}", build)
+
+
+def _staged_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> StagedRuns | None:
+    """Return the edges by stretch, where that pays for rows of so many bytes."""
+    rows, edges, window = rowptr.shape[0] - 1, col.shape[0], window_rows(row_bytes)
+    processors = torch.cuda.get_device_properties(rowptr.device).multi_processor_count
+    if not pays(edges, edges, rows, processors, row_bytes):
+        return None
+
+    def build() -> StagedRuns | None:
+        runs = build_staged(rowptr, col, cut_for(rows, edges, processors), processors, window)
+        torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
+        return runs
+
+    runs = kept(col, f"staged_{rowptr.data_ptr()}_{window}", build)
+    return runs if runs is not None and pays(runs.near, edges, rows, processors, row_bytes) else None
 
 
 def group_of(row_bytes: int) -> int:
@@ -113,13 +176,26 @@ def write_runs(emitter: CudaEmitter, rowptr: str, edges: str, row_bytes: int) ->
     return emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({rowptr}, {edges}, {row_bytes})")
 
 
+def write_sums(emitter: CudaEmitter, rowptr: str, col: str, sources: str, row_bytes: int) -> str:
+    """Write the tables for sums of rows of x of so many bytes; return the variable's name."""
+    return emitter.let("runs", f"{emitter.bind(sums_of, 'sums_of')}({rowptr}, {col}, {sources}, {row_bytes})")
+
+
 def runs_arguments(rowptr: str, col: str, runs: str) -> list[str]:
     """Return the texts of the arguments that make a ``gnnc::Runs``."""
     return [f"{rowptr}.data_ptr()", f"{col}.data_ptr()", f"*{runs}.fields"]
 
 
-KEPT = (in_fours, in_order, destinations, runs_of)
+def staged_arguments(rowptr: str, runs: str) -> list[str]:
+    """Return the texts of the arguments that make a ``gnnc::StagedRuns``."""
+    return [f"{rowptr}.data_ptr()", f"*{runs}.staged_fields"]
+
+
+KEPT = (in_fours, in_order, destinations, runs_of, sums_of)
 """Functions whose results live as long as the tensors that they were made of."""
 
 RUNS_EXTRA = 4
 """Arguments that ``*runs.fields`` stands for, beyond one."""
+
+STAGED_EXTRA = 6
+"""The same of ``*runs.staged_fields``."""

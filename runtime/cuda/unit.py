@@ -28,9 +28,11 @@ class Unit:
 
     def expect(self, struct: str, count: int) -> None:
         """Have the compiler check that a kernel's argument struct has so many eight-byte members."""
-        self._asserted[
-            f'static_assert(sizeof({struct}) == {8 * count}, "{struct} is given {count} values");'
-        ] = None
+        self.require(f"sizeof({struct}) == {8 * count}", f"{struct} is given {count} values")
+
+    def require(self, condition: str, message: str) -> None:
+        """Have the compiler check what the host assumes."""
+        self._asserted[f'static_assert({condition}, "{message}");'] = None
 
     def struct(self, kind: str, body: str) -> str:
         """Define a struct, once for each body; return its name."""

@@ -15,9 +15,11 @@ from zoo import ZOO, build, prepared
 from zoo_layers import LAYERS
 
 import gnnc
+from gnnc.runtime.cuda import staged, tables
 
 pytestmark = pytest.mark.cuda
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+_NEIGHBOURS = graphs.Shape(nodes=5000, edges=100_000, features=64, classes=47, skew=1.6)
 LIMIT = {"fp32": 1e-5, "fp16": 0.01, "bf16": 0.03, "int8": 0.06}
 """Relative error of the output against eager FP32."""
 
@@ -51,6 +53,22 @@ def test_static_scales(name: str) -> None:
     arguments = on_device(given())
     compiled = gnnc.compile(model.cuda(), "int8", example_inputs=arguments)
     assert error(compiled(*arguments), eager) < LIMIT["int8"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("name", ["gcn", "sage", "gin"])
+def test_edges_by_stretch_change_nothing(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pays on graphs of millions of edges only."""
+    torch.manual_seed(0)
+    model = models.MODELS[name](64, 47).eval().cuda()
+    x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBOURS, device="cuda")
+    plain = gnnc.compile(model, precision, example_inputs=(x, edge_index))(x, edge_index)
+    taken = []
+    monkeypatch.setattr(tables, "pays", lambda *_: taken.append(1) or True)
+    monkeypatch.setattr(staged, "pays", lambda *_: True)
+    again = gnnc.compile(model, precision, example_inputs=(x, edge_index))(x, edge_index.clone())
+    assert taken and error(again, plain) < LIMIT[precision] / 10
 
 
 def compare(model: torch.nn.Module, compiled: gnnc.CompiledModel, entry: Any, limit: float) -> None:

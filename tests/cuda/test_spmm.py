@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from cuda_launch import ARCHITECTURES, compile_kernels
@@ -8,6 +10,7 @@ from torch import Tensor
 from gnnc.ir.quantized import qspmm_reference
 from gnnc.ir.sparse import spmm_reference
 from gnnc.runtime.cuda.runs import Cut
+from gnnc.runtime.cuda.staged import takes
 
 WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
 FEW_WIDTHS = (7, 47, 64, 602)
@@ -24,6 +27,7 @@ KINDS = {
     "int8 real": SpmmConfig("i8", 0, value="real", scale="row"),
     "int8 max": SpmmConfig("i8", 0, "max"),
 }
+NBYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -36,6 +40,27 @@ def test_no_kernel_spills(architecture: str, kind: str) -> None:
     names = tuple(name for config in configs for name in config.names())
     report = compile_kernels('#include "spmm.cuh"', names, architecture)
     assert len(report) == len(names)
+    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+
+
+STAGED = {
+    "int8": SpmmConfig("i8", 0),
+    "int8 powers": SpmmConfig("i8", 0, "mean", scale="power"),
+    "int8 row scales": SpmmConfig("i8", 0, scale="row"),
+    "fp16": SpmmConfig("f16", 0),
+    "bf16 mean": SpmmConfig("bf16", 0, "mean"),
+    "fp32": SpmmConfig("f32", 0),
+}
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("kind", STAGED)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_staged_kernel_spills(architecture: str, kind: str) -> None:
+    widths = [w for w in (16, 24, 31, 33, 47, 64, 128, 256) if takes(w * NBYTES[STAGED[kind].element])]
+    names = tuple(name for w in widths for name in replace(STAGED[kind], width=w).staged_names())
+    report = compile_kernels('#include "spmm.cuh"', names, architecture)
+    assert len(report) == len(names) >= 4
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
 
 
@@ -149,6 +174,59 @@ def test_float_reductions(width: int, kind: str, reduce: str) -> None:
             call = Spmm(on_gpu(g), rows16(x), None if given is None else given.cuda(), reduce=reduce)
             want = spmm_reference(g.rowptr, g.col, given, x.float(), reduce, g.num_dst)
             assert torch.allclose(twice(call), want, rtol=1e-5, atol=1e-5)
+
+
+LARGER = {**GRAPHS, "stretches": lambda: random_graph(5000, 4500, 90_000)}
+"""With sources in windows that are not full, and destinations in several stretches."""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("width", [33, 47, 64, 128, 256])
+def test_staged_sums_of_integers_are_exact(width: int, reduce: str) -> None:
+    for make in LARGER.values():
+        g = make()
+        x, shift = codes(g.num_src, width), torch.randint(0, 8, (g.num_src,), dtype=torch.uint8)
+        for given in (None, shift):
+            moved = None if given is None else given.cuda()
+            got = twice(Spmm(on_gpu(g), rows16(x), shift=moved, reduce=reduce, staged=True))
+            want = qspmm_reference(g.rowptr, g.col, None, x, None, given, reduce, g.num_dst)
+            assert torch.equal(got, want)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", [33, 47, 64, 128])
+def test_staged_sums_with_row_scales(width: int) -> None:
+    for make in LARGER.values():
+        g = make()
+        x, scale = codes(g.num_src, width), torch.rand(g.num_src) * torch.logspace(-2, 2, g.num_src)
+        call = Spmm(on_gpu(g), rows16(x), x_scale=scale.cuda(), staged=True)
+        assert test_error(twice(call), g, None, x, scale) < 1e-4
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize(
+    ("kind", "width"), [("fp32", 9), ("fp32", 64), ("fp32", 128), ("fp16", 31), ("fp16", 64), ("bf16", 256)]
+)
+def test_staged_sums_of_floats(kind: str, width: int, reduce: str) -> None:
+    for make in LARGER.values():
+        g = make()
+        x = torch.randn(g.num_src, width).to(TORCH[kind])
+        got = twice(Spmm(on_gpu(g), rows16(x), reduce=reduce, staged=True))
+        want = spmm_reference(g.rowptr, g.col, None, x.double(), reduce, g.num_dst)
+        assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.cuda
+def test_a_staged_hub() -> None:
+    g, x = star(300_000, 3000), torch.full((3000, 64), 127, dtype=torch.int8)
+    got = twice(Spmm(on_gpu(g, 2048), rows16(x), staged=True))
+    assert torch.equal(got, qspmm_reference(g.rowptr, g.col, None, x, None, None, "sum", g.num_dst))
+    half = (100 + torch.rand(3000, 64)).half()
+    got = twice(Spmm(on_gpu(g, 1024), rows16(half), staged=True))
+    want = spmm_reference(g.rowptr, g.col, None, half.double(), "sum", g.num_dst)
+    assert torch.isfinite(got).all() and relative_error(got, want) < 1e-5
 
 
 @pytest.mark.cuda

@@ -19,6 +19,10 @@ from gnnc.runtime.cuda.replay import Fixed, Held
 pytestmark = pytest.mark.usefixtures("compiler")
 
 
+STANDS_FOR = {"fields": 5, "staged_fields": 7}
+"""Arguments of a table's ``*runs.fields``."""
+
+
 def steady_lines(source: str) -> list[str]:
     """The lines that a call like an earlier one runs."""
     lines = [line.strip() for line in source.splitlines()]
@@ -33,7 +37,8 @@ def test_a_call_hands_over_what_is_made_of_its_input_and_its_output(name: str) -
     assert recording is not None
     *lines, held, result = steady_lines(recording.source)
     assert sum("take(" in line for line in lines) == 1
-    assert not any(word in " ".join(lines) for word in ("runs_of", "empty(", "record(", "bias", "weight"))
+    elsewhere = ("runs_of", "sums_of", "empty(", "record(", "bias", "weight")
+    assert not any(word in " ".join(lines) for word in elsewhere)
     assert held.startswith("again(arena, held, (") and held.count("data_ptr()") == len(recording.patches)
     assert result.startswith("return (out_")
     names = set(re.findall(r"\b[a-z]+_\d+\b", " ".join(lines)))
@@ -51,8 +56,8 @@ def test_launches_and_arguments_of_the_patches_are_those_of_the_inputs() -> None
     addresses = (held.partition("held, (")[2].rstrip(", )") + ")").split(", ")
     for (launch, position), address in zip(recording.patches, addresses, strict=True):
         _, _, *values = launches[launch].partition(".record(")[2].removesuffix(")").split(", ")
-        # `*runs.fields` stands for five arguments.
-        spread = [name for value in values for name in ([value] * 5 if value.startswith("*") else [value])]
+        counts = [STANDS_FOR.get(value.partition(".")[2], 1) for value in values]
+        spread = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
         assert spread[position] == address
 
 

@@ -1,0 +1,361 @@
+#pragma once
+
+// Streams the edges of runs through warps, as stream.cuh does, on graphs most of whose edges join neighbours. A block
+// works on the rows of one stretch at a time, kStretch consecutive ids, and begins by copying the rows of x of the same
+// ids to shared memory, the window: sources of near edges are read there, at twice the rate of L1, and nothing of them
+// comes from L2 but the window. Far edges gather theirs from memory.
+//
+// The edges of an entry are words of 16 bytes (stage_edges.cuh): near ones first, eight a word, by their place in the
+// window, from 1 on, the last word filled up with place 0, a row of zeros; then far ones, four a word, by their row of
+// x.
+//
+// Rows of x are of one or a few slices of four pieces, at most 64 bytes: so much as the window holds. All blocks go
+// through the graph once for each slice.
+//
+// A body has, beside what stream.cuh asks for:
+//   load_near(extra, place, window)   the loads of four near edges, by their places in the window
+
+#include "stream.cuh"
+
+namespace gnnc {
+
+constexpr int kStretch = 2048;
+
+// Rows of so many bytes that a window holds, the first of its stretch.
+__host__ __device__ constexpr int window_rows(int row_bytes) { return row_bytes <= 64 ? kStretch : 1536; }
+
+// A row or a part of one.
+struct alignas(16) StagedEntry {
+  int32_t row;
+  int32_t near;   // edges
+  int32_t far;    // edges
+  int32_t first;  // word
+
+  __device__ int32_t near_words() const { return (near + 7) / 8; }
+  __device__ int32_t words() const { return near_words() + (far + 3) / 4; }
+};
+
+struct StagedRuns {
+  const int64_t* rowptr;  // [rows + 1]
+  const int4* word;       // [words]
+  const StagedEntry* entry;
+  const Run* run;        // [runs], by stretch
+  const Split* split;    // [splits], rows that have several parts
+  const int32_t* begin;  // [stretches + 1], the first run of each
+  const int32_t* share;  // [blocks + 1], the first run of each block of threads
+  int64_t sources;       // rows of x
+};
+
+// Fetches words to L2: of one entry all, of several the second line of each. By the whole warp.
+__device__ inline void prefetch_sources(const StagedRuns& runs, const Run& now, const StagedEntry* entries) {
+  constexpr int kLine = 8;  // words in 128 bytes
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const StagedEntry& which = entries[now.count == 1 ? 0 : min(lane, now.count - 1)];
+  const int32_t at = now.count == 1 ? lane * kLine : kLine;
+  if (at < which.words()) asm volatile("prefetch.global.L2 [%0];" ::"l"(runs.word + which.first + at));
+}
+
+// The rows of x of a stretch in the dynamic shared memory of a block, behind a row of zeros, and behind them what
+// belongs to a row: kFactor bytes, a scale (4) or a shift (1).
+template <class Layout, int kFactor>
+struct Window {
+  static_assert(Layout::kPasses == 1 && Layout::kPieces <= 8, "a row is a slice");
+  static constexpr int kRow = Layout::kTotal * 16, kRows = window_rows(kRow), kFactors = (kRows + 1) * kRow;
+  static constexpr int kBytes = kFactors + (kRows * kFactor + 15) / 16 * 16 + 16;
+
+  char* memory;
+  uint32_t piece;  // the address of this thread's piece of row 0
+
+  __device__ explicit Window(void* shared) : memory(static_cast<char*>(shared)) {
+    piece = static_cast<uint32_t>(__cvta_generic_to_shared(shared)) + min(Layout::piece(), Layout::kTotal - 1) * 16;
+    for (int i = static_cast<int>(threadIdx.x); i < kRow; i += static_cast<int>(blockDim.x)) memory[i] = 0;
+    if (threadIdx.x < kFactor) memory[kFactors + threadIdx.x] = 0;
+  }
+
+  // Starts to copy; the factors are there when it returns. By the whole block.
+  __device__ void fetch(const char* x, uint32_t x_stride, const void* factor, int64_t first, int64_t sources) {
+    const auto rows = static_cast<int>(min(sources - first, static_cast<int64_t>(kRows)));
+    for (int i = static_cast<int>(threadIdx.x); i < rows * Layout::kTotal; i += static_cast<int>(blockDim.x)) {
+      const int row = i / Layout::kTotal, piece = i % Layout::kTotal;
+      start_copy(
+          reinterpret_cast<int4*>(memory + (1 + row) * kRow + piece * 16),
+          reinterpret_cast<const int4*>(x + offset_of(static_cast<int32_t>(first) + row, x_stride) + piece * 16));
+    }
+    if constexpr (kFactor > 0) {
+      using T = typename Select<kFactor == 4, float, uint8_t>::Type;
+      const T* from = static_cast<const T*>(factor) + first;
+      for (int i = static_cast<int>(threadIdx.x); i < rows; i += static_cast<int>(blockDim.x)) {
+        reinterpret_cast<T*>(memory + kFactors)[1 + i] = from[i];
+      }
+    }
+  }
+
+  // This thread's piece of the row at a place; 0: of zeros. Volatile, so that all loads of a step start before the
+  // first sum.
+  __device__ __forceinline__ uint4 row(uint32_t place) const {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(piece + place * kRow));
+    return v;
+  }
+  template <class T>
+  __device__ __forceinline__ T factor(uint32_t place) const {
+    static_assert(sizeof(T) == kFactor, "that is what it holds");
+    const T* from = reinterpret_cast<const T*>(memory + kFactors) + place;
+    __builtin_assume(__isShared(from));
+    return *from;
+  }
+};
+
+// What a slot does next: the words of one entry.
+struct StagedWork {
+  int32_t first;  // word
+  int32_t near_words;
+  int32_t far;   // edges
+  int32_t part;  // slot in the staging buffer, -1: a whole row
+  bool shared;   // all slots of the warp have this entry
+
+  const StagedEntry* entry;  // in shared memory; null: none
+
+  __device__ int32_t row() const { return entry == nullptr ? -1 : shared_entry().row; }
+  __device__ int32_t total() const { return entry == nullptr ? 0 : shared_entry().near + shared_entry().far; }
+  __device__ const StagedEntry& shared_entry() const {
+    __builtin_assume(__isShared(entry));
+    return *entry;
+  }
+};
+
+// What this thread's slot does of a run, from entry `at` on.
+template <class Layout>
+__device__ __forceinline__ StagedWork staged_work_of(const Run& run, const StagedEntry* entry, int32_t at,
+                                                     bool shared) {
+  const int32_t which = shared ? at : at + Layout::slot();
+  StagedWork work{0, 0, 0, run.slot, shared, which < run.count ? entry + which : nullptr};
+  if (work.entry == nullptr) return work;
+  const StagedEntry& mine = work.shared_entry();
+  work.first = mine.first, work.near_words = mine.near_words(), work.far = mine.far;
+  return work;
+}
+
+// The words of an entry that are a slot's own: all, or where slots share it every kSlots-th of each kind.
+template <class Layout>
+struct OwnWords {
+  int32_t place;  // of the first, among those of its kind
+  int bits;       // from one to the next: 2^bits
+
+  __device__ explicit OwnWords(const StagedWork& work)
+      : place(work.shared ? Layout::slot() : 0), bits(work.shared ? Layout::kSlotBits : 0) {}
+
+  __device__ int32_t at(int32_t which) const { return place + (which << bits); }
+  // How many, in the warp at most, of so many words of the entry.
+  __device__ int32_t most(int32_t words) const {
+    const int32_t own = (words - place + (1 << bits) - 1) >> bits;
+    return static_cast<int32_t>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(max(own, 0))));
+  }
+};
+
+// The words that a warp works on, on their way through shared memory: kNear of near edges and kFar of far ones a slot,
+// about as many as there are of each. Where a slot has no more, its words are zeros.
+template <class Layout, int kFar_>
+struct Words {
+  static constexpr int kFar = kFar_, kNear = 2 * kFar;
+
+  int4 near[2][kNear][Layout::kSlots];
+  int4 far[2][kFar][Layout::kSlots];
+
+  // Starts to copy a chunk into a half.
+  __device__ __forceinline__ void fetch(const int4* word, const StagedWork& work, int32_t chunk, int half) {
+    const OwnWords<Layout> own(work);
+    const int4* from = word + work.first;
+    const int piece = Layout::piece(), slot = Layout::slot();
+    static_assert(kNear <= Layout::kPieces, "a thread copies a word of each kind at most");
+    const int32_t near_at = own.at(chunk * kNear + piece), far_at = own.at(chunk * kFar + piece);
+    if (kNear == Layout::kPieces || piece < kNear) {
+      start_copy_if(near_at < work.near_words, &near[half][piece][slot], from + near_at);
+    }
+    if (piece < kFar) {
+      start_copy_if(far_at * 4 < work.far, &far[half][piece][slot], from + work.near_words + far_at);
+    }
+  }
+
+  // The places of eight near edges, and the sources of four far ones.
+  __device__ __forceinline__ void places(int half, int which, uint32_t (&place)[8]) const {
+    const int4 word = get(&near[half][which][Layout::slot()]);
+    const int32_t pair[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const auto both = static_cast<uint32_t>(pair[i / 2]);
+      place[i] = i % 2 == 0 ? both & 0xffffu : both >> 16;
+    }
+  }
+  __device__ __forceinline__ void sources(int half, int which, int32_t (&source)[4]) const {
+    const int4 word = get(&far[half][which][Layout::slot()]);
+    source[0] = word.x, source[1] = word.y, source[2] = word.z, source[3] = word.w;
+  }
+
+ private:
+  __device__ static int4 get(const int4* from) {
+    __builtin_assume(__isShared(from));
+    return *from;
+  }
+};
+
+template <class Layout, int kFar>
+struct StagedFeed {
+  RunFeed<StagedEntry, entries_of(Layout::kPieces)> runs;
+  Words<Layout, kFar> words;
+};
+
+// Hands out runs, one at a time to a warp.
+struct StagedQueue {
+  const Run* run;
+  int32_t count;
+  int32_t* next;  // shared by the block
+
+  __device__ StagedQueue(const Run* first, int32_t runs, int32_t* shared, int32_t dealt)
+      : run(first), count(runs), next(shared) {
+    if (threadIdx.x == 0) *next = dealt;
+    __syncthreads();
+  }
+  __device__ const Run* at(int32_t index) const { return index < count ? run + index : nullptr; }
+  __device__ const Run* take_one() { return at(atomicAdd(next, 1)); }
+};
+
+// Four near edges of each slot, from `first` on of a word's eight.
+template <class Window, class Body>
+__device__ __forceinline__ void add_near(const uint32_t (&places)[8], int first, const Window& window, Body& body) {
+  typename Body::Extra extra;
+  uint4 data[4];
+  uint32_t place[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) place[i] = places[first + i];
+  body.load_near(extra, place, window);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) data[i] = window.row(place[i]);
+  body.template add<false>(data, extra, 15u);
+}
+
+// Far edges of each slot: a chunk of them, on their way while near ones are summed.
+template <class Layout, class Body>
+struct FarEdges {
+  static constexpr int kFours = Body::kStep / 4;
+  typename Body::Extra extra[kFours];
+  uint4 data[kFours][4];
+
+  __device__ __forceinline__ void load(const Words<Layout, kFours>& words, int half, int32_t chunk,
+                                       const StagedWork& work, const char* base, uint32_t x_stride, Body& body) {
+    const OwnWords<Layout> own(work);
+    int32_t source[kFours][4];
+    uint32_t mask[kFours];
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+      words.sources(half, k, source[k]);
+      const int32_t left = work.far - own.at(chunk * kFours + k) * 4;
+      mask[k] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mask[k] |= i < left ? 1u << i : 0u;
+    }
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) body.load(extra[k], 0, source[k], mask[k]);
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) data[k][i] = gather_if(mask[k] >> i & 1, base + offset_of(source[k][i], x_stride));
+    }
+  }
+
+  __device__ __forceinline__ void add(Body& body) const {
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) body.template add<false>(data[k], extra[k], 15u);
+  }
+};
+
+// All edges of a piece of work, whose first chunk is on its way to `half`; next() is what follows.
+template <class Layout, class Words, class Window, class Body, class Next>
+__device__ __forceinline__ void stream_staged(const int4* word, Words& words, int& half, const StagedWork& work,
+                                              const Next& next, const char* base, uint32_t x_stride,
+                                              const Window& window, Body& body) {
+  static_assert(!Body::kMasks, "rows that are not there add nothing");
+  constexpr int kNear = Words::kNear, kFar = Words::kFar;
+  const OwnWords<Layout> own(work);
+  int32_t left = own.most(work.near_words);
+  const int32_t chunks = max((left + kNear - 1) / kNear, (own.most((work.far + 3) / 4) + kFar - 1) / kFar);
+  body.begin(work, 0);
+  int32_t chunk = 0;
+#pragma unroll 1
+  do {
+    wait_for_copies();
+    __syncwarp();  // and all threads have read the other half
+    if (chunk + 1 < chunks) {
+      words.fetch(word, work, chunk + 1, half ^ 1);
+    } else {
+      words.fetch(word, next(), 0, half ^ 1);
+    }
+    FarEdges<Layout, Body> far;
+    far.load(words, half, chunk, work, base, x_stride, body);
+#pragma unroll 1
+    for (int f = 0; f < min(left, kNear); ++f) {
+      uint32_t places[8];
+      words.places(half, f, places);
+      add_near(places, 0, window, body);
+      add_near(places, 4, window, body);
+    }
+    far.add(body);
+    left -= kNear;
+    half ^= 1;
+  } while (++chunk < chunks);
+  body.finish(work, 0);
+}
+
+// The runs of this block that lie in a stretch, whose window is on its way.
+template <class Layout, class Feed, class Window, class Body>
+__device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue& queue, const char* x,
+                                            uint32_t x_stride, const Window& window, Feed& feed, Body& body) {
+  const char* base = piece_of<Layout>(x, 0);
+  const auto is_shared = [](const Run& run) { return run.count == 1; };
+  const auto first_of = [&](const Run& run, int turn) {
+    return staged_work_of<Layout>(run, feed.runs.entry[turn], 0, is_shared(run));
+  };
+  feed.runs.begin(runs, queue);
+  int turn = 0, half = 0;
+  Run run = feed.runs.advance(runs, queue, turn);
+  feed.words.fetch(runs.word, first_of(run, turn), 0, half);
+  __syncthreads();  // the window is there: each thread has waited for its copies
+#pragma unroll 1
+  while (run.count > 0) {
+    const bool shared = is_shared(run);
+    const int step = shared ? 1 : Layout::kSlots;
+#pragma unroll 1
+    for (int32_t at = 0; at < run.count; at += step) {
+      const auto after = [&] {
+        if (at + step < run.count) return staged_work_of<Layout>(run, feed.runs.entry[turn], at + step, shared);
+        return first_of(feed.runs.run[turn ^ 1], turn ^ 1);
+      };
+      const StagedWork work = staged_work_of<Layout>(run, feed.runs.entry[turn], at, shared);
+      stream_staged<Layout>(runs.word, feed.words, half, work, after, base, x_stride, window, body);
+    }
+    turn ^= 1;
+    run = feed.runs.advance(runs, queue, turn);
+  }
+}
+
+// All runs of this block, one at a time to a warp; `next` is shared by the block, `feed` by the warp.
+template <class Layout, class Feed, class Window, class Body>
+__device__ __forceinline__ void for_staged_runs(const StagedRuns& runs, const char* x, uint32_t x_stride,
+                                                const void* factor, Window& window, int32_t* next, Feed& feed,
+                                                Body& body) {
+  const int32_t last = runs.share[blockIdx.x + 1];
+  int32_t from = runs.share[blockIdx.x];
+#pragma unroll 1
+  while (from < last) {
+    const int32_t stretch = runs.run[from].stretch, past = min(last, runs.begin[stretch + 1]);
+    __syncthreads();  // all have read the window before
+    window.fetch(x, x_stride, factor, static_cast<int64_t>(stretch) * kStretch, runs.sources);
+    StagedQueue queue(runs.run + from, past - from, next, feed.runs.dealt());
+    for_stretch<Layout>(runs, queue, x, x_stride, window, feed, body);
+    from = past;
+  }
+}
+
+}  // namespace gnnc

@@ -1,0 +1,286 @@
+"""The run table of graphs most of whose edges join neighbours, and which those are (csrc/cuda/staged.cuh)."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnnc.runtime.cuda.emitter import BLOCK
+from gnnc.runtime.cuda.launch import Launch
+from gnnc.runtime.cuda.runs import Cut
+from gnnc.runtime.cuda.unit import Unit
+
+STRETCH = 2048
+"""Consecutive rows that a block of threads works on at a time."""
+MOST_SLICES = 4
+LEAST_SHARED = 227 * 1024
+"""Bytes of shared memory that a block of the device can have: a window and what warps hold."""
+_LEAST_NEAR = 0.5
+"""Of all edges. The window takes memory from L1, where far sources then are not found."""
+_LEAST_USES = 24
+"""Near edges for each row that is copied to a window: with fewer, that takes what it saves. Measured:
+docs/cuda-sparse-kernels.md."""
+_LEAST_USES_OF_128 = 100
+"""The same where rows have 128 bytes: gathered from memory they lose less."""
+_ROW_COST = 4
+"""A row costs about as much as this many edges, beyond its own."""
+_SIDE_BY_SIDE = 16
+"""Entries of a run: two for each slot of a warp."""
+_ARGUMENTS = 10
+_MOST_WORDS = 2**31 - 1
+
+
+class Entries(NamedTuple):
+    """Rows, and parts of rows, in the order of the CSR.
+
+    Attributes:
+        row: int32 ``[entries]``.
+        edges: int32 ``[entries]``.
+        first: int64 ``[entries]``, the first edge of each.
+        part: int64 ``[entries]``, the slot of the staging buffer of a part, -1 of a whole row.
+        split: int32 ``[splits, 4]``: row, first slot and number of parts of every split row, 0.
+    """
+
+    row: Tensor
+    edges: Tensor
+    first: Tensor
+    part: Tensor
+    split: Tensor
+
+
+class StagedRuns(NamedTuple):
+    """The tensors of ``gnnc::StagedRuns``, on the graph's device.
+
+    Attributes:
+        word: int32 ``[words, 4]``.
+        entry: int32 ``[entries, 4]``: row, near edges, far edges, first word.
+        run: int32 ``[runs, 4]``: first entry, entries, staging slot (-1: whole rows), stretch.
+        split: as in ``Entries``.
+        begin: int32 ``[stretches + 1]``, the first run of each.
+        share: int32 ``[blocks + 1]``, the first run of each block of threads.
+        place: int32 ``[entries]``, where those of ``Entries`` stand.
+        near: near edges of all.
+    """
+
+    word: Tensor
+    entry: Tensor
+    run: Tensor
+    split: Tensor
+    begin: Tensor
+    share: Tensor
+    place: Tensor
+    near: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those of ``gnnc::StagedRuns``."""
+        return self.word, self.entry, self.run, self.split, self.begin, self.share
+
+
+def cut_rows(rowptr: Tensor, cut: Cut) -> Entries:
+    """Cut rows of more than ``cut.part`` edges into equal parts."""
+    degree = rowptr.diff()
+    parts = -(-degree // cut.part)
+    size = -(-degree // parts.clamp(min=1))
+    parts = (-(-degree // size.clamp(min=1))).clamp(min=1)
+    count = int(parts.sum())
+    row = torch.repeat_interleave(parts, output_size=count)
+    offset = (torch.arange(count, device=rowptr.device) - (parts.cumsum(0) - parts)[row]) * size[row]
+    edges = torch.minimum(size[row], degree[row] - offset)
+    is_part = parts[row] > 1
+    slot = is_part.cumsum(0) - 1
+    several = (parts > 1).nonzero().squeeze(1)
+    first_slot = slot[(parts.cumsum(0) - parts)[several]]
+    split = torch.stack([several, first_slot, parts[several], 0 * several], 1)
+    return Entries(row.int(), edges.int(), rowptr[row] + offset, torch.where(is_part, slot, -1), split.int())
+
+
+def arrange(entries: Entries, near: Tensor, rows: int, short: int, blocks: int) -> StagedRuns:
+    """Make runs of entries, by stretch: long ones first, one a run, then short ones of about as many words.
+
+    Args:
+        entries: of the graph.
+        near: int32 ``[entries]``, how many edges of each are near ones.
+        rows: of the CSR.
+        short: rows with at most so many edges are worked on side by side.
+        blocks: blocks of threads.
+
+    Returns:
+        The table; its words are not written yet.
+    """
+    row, edges, near = entries.row.long(), entries.edges.long(), near.long()
+    near_words, far_words = -(-near // 8), -(-(edges - near) // 4)
+    stretch, is_short = row // STRETCH, (edges <= short) & (entries.part < 0)
+    cost = torch.where(is_short, near_words * (short + 1) + far_words, edges)
+    order = torch.argsort(((stretch * 2 + is_short) << 32) - cost, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=order.device)
+
+    words = (near_words + far_words)[order]
+    first = words.cumsum(0) - words
+    entry = torch.stack([row[order], near[order], (edges - near)[order], first], 1).int()
+    kind = (stretch * 2 + is_short)[order]
+    rank = torch.arange(order.numel(), device=order.device) - torch.searchsorted(kind, kind)
+    opens = (~is_short[order] | (rank % _SIDE_BY_SIDE == 0)).nonzero().squeeze(1)
+    count = torch.diff(opens, append=opens.new_tensor([order.numel()]))
+    where = stretch[order][opens]
+    run = torch.stack([opens, count, entries.part[order][opens], where], 1).int()
+
+    stretches = -(-rows // STRETCH)
+    begin = torch.searchsorted(where, torch.arange(stretches + 1, device=where.device))
+    spent = (edges[order] + _ROW_COST).cumsum(0)
+    ends = spent[opens + count - 1]
+    shares = torch.arange(blocks + 1, device=where.device) * (int(ends[-1]) if ends.numel() else 0) / blocks
+    share = torch.searchsorted(ends.double(), shares.double())
+    share[-1] = opens.numel()
+    word = torch.empty(int(words.sum()), 4, dtype=torch.int32, device=row.device)
+    return StagedRuns(word, entry, run, entries.split, begin.int(), share.int(), place.int(), int(near.sum()))
+
+
+class StagedTable:
+    """The table of one CSR as kernels take it.
+
+    Attributes:
+        blocks: of a launch, one a multiprocessor.
+        splits: rows that are split.
+        slots: rows of the staging buffer.
+        fields: of ``gnnc::StagedRuns`` after ``rowptr``.
+        tensors: that the fields are addresses of.
+
+    Args:
+        runs: the table, complete.
+        sources: rows of x.
+    """
+
+    def __init__(self, runs: StagedRuns, sources: int) -> None:
+        self.tensors = runs.tensors
+        self.blocks = runs.share.shape[0] - 1
+        self.splits = runs.split.shape[0]
+        self.slots = int(runs.split[:, 2].sum())
+        self.fields = (*(tensor.data_ptr() for tensor in self.tensors), sources)
+
+
+def shared_bytes(row_bytes: int, scale: str = "none") -> int:
+    """Return the bytes of a window: ``gnnc::Window::kBytes``.
+
+    Args:
+        row_bytes: of a row of x.
+        scale: ``none``, ``row`` or ``power``: what comes with a row.
+    """
+    factor = {"none": 0, "power": 1, "row": 4}[scale]
+    piece, rows = -(-min(row_bytes, slice_bytes(row_bytes)) // 16) * 16, window_rows(row_bytes)
+    return (rows + 1) * piece + -(-rows * factor // 16) * 16 + 16
+
+
+def takes(row_bytes: int) -> bool:
+    """Whether rows of so many bytes are whole slices: what ``gnnc::Staged`` asserts, and few."""
+    if row_bytes <= 64:
+        return row_bytes > 32
+    return row_bytes % slice_bytes(row_bytes) == 0 and row_bytes <= MOST_SLICES * slice_bytes(row_bytes)
+
+
+@cache
+def has_room() -> bool:
+    """Whether the current device has the shared memory; without a device, whether one may have it."""
+    if not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_properties().shared_memory_per_block_optin >= LEAST_SHARED
+
+
+def slice_bytes(row_bytes: int) -> int:
+    """Return the bytes of a row that the window holds at a time, at most: ``gnnc::Staged::kSliceBytes``."""
+    return 64 if row_bytes <= 64 else 128
+
+
+def window_rows(row_bytes: int) -> int:
+    """Return how many rows of x of a stretch the window holds, the first ones."""
+    return STRETCH if row_bytes <= 64 else 1536
+
+
+class Kernels:
+    """The kernels that look at every edge (csrc/cuda/stage_edges.cuh), on one device."""
+
+    def __init__(self, unit: Unit) -> None:
+        unit.include("stage_edges.cuh")
+        unit.expect("StageArgs", _ARGUMENTS)
+        self._count = unit.launch("gnnc::count_near", _ARGUMENTS)
+        self._write = unit.launch("gnnc::stage_edges", _ARGUMENTS)
+
+    def count(self, col: Tensor, entries: Entries, window: int) -> Tensor:
+        """Return int32 ``[entries]``: edges whose source lies in the window of their row's stretch."""
+        near = torch.empty_like(entries.edges)
+        self._launch(self._count, col, entries, entries.row, entries.edges, near, None, None, None, window)
+        return near
+
+    def write(self, col: Tensor, entries: Entries, runs: StagedRuns, window: int) -> None:
+        """Write the words."""
+        self._launch(self._write, col, entries, None, None, None, runs.place, runs.entry, runs.word, window)
+
+    @staticmethod
+    def _launch(
+        launch: Launch,
+        col: Tensor,
+        entries: Entries,
+        row: Tensor | None,
+        edges: Tensor | None,
+        near: Tensor | None,
+        place: Tensor | None,
+        entry: Tensor | None,
+        word: Tensor | None,
+        window: int,
+    ) -> None:
+        tensors = (col, entries.first, place, row, edges, near, entry, word)
+        count = entries.row.shape[0]
+        values = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(col.device.index)
+        launch(-(-count * 32 // BLOCK), stream, *values, count, window)
+
+
+@cache
+def kernels_on(device: int) -> Kernels:
+    """Return the kernels, compiled for a device."""
+    unit = Unit()
+    kernels = Kernels(unit)
+    unit.build(device)
+    return kernels
+
+
+def pays(near: int, edges: int, rows: int, blocks: int, row_bytes: int) -> bool:
+    """Whether so many near edges, of all, make up for filling the windows: one a stretch, and one a block."""
+    copied = (-(-rows // STRETCH) + blocks) * window_rows(row_bytes)
+    least = _LEAST_USES_OF_128 if 64 < row_bytes <= 128 else _LEAST_USES
+    return near >= _LEAST_NEAR * edges and near >= least * copied
+
+
+def build_staged(
+    rowptr: Tensor, col: Tensor, cut: Cut, blocks: int, window: int, *, always: bool = False
+) -> StagedRuns | None:
+    """Arrange the edges of a CSR by stretch.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``.
+        col: int32 ``[E]``.
+        cut: sizes.
+        blocks: blocks of threads that a launch has.
+        window: sources of a stretch that are near, the first ones.
+        always: also where it pays for no rows of x.
+
+    Returns:
+        The table, or None; a few synchronisations.
+    """
+    with torch.cuda.device(rowptr.device):
+        kernels = kernels_on(rowptr.device.index)
+        rows, entries = rowptr.shape[0] - 1, cut_rows(rowptr, cut)
+        near = kernels.count(col, entries, window)
+        pays_for_some = pays(int(near.sum()), col.shape[0], rows, blocks, 64 if window == STRETCH else 256)
+        if not (pays_for_some or always) or _words_of(entries, near) > _MOST_WORDS:
+            return None
+        runs = arrange(entries, near, rows, cut.short, blocks)
+        kernels.write(col, entries, runs, window)
+    return runs
+
+
+def _words_of(entries: Entries, near: Tensor) -> int:
+    near = near.long()
+    return int((-(-near // 8) - (near - entries.edges) // 4).sum())

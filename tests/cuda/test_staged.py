@@ -1,0 +1,143 @@
+"""Edges by stretch: the tables here, on any machine; what kernels make of them in test_spmm.py."""
+
+import pytest
+import torch
+from kernel_graphs import GRAPHS, Graph, random_graph
+
+from gnnc.runtime.cuda.runs import Cut
+from gnnc.runtime.cuda.staged import (
+    LEAST_SHARED,
+    STRETCH,
+    Entries,
+    StagedRuns,
+    StagedTable,
+    arrange,
+    build_staged,
+    cut_rows,
+    pays,
+    shared_bytes,
+    takes,
+)
+
+CUTS = (Cut(1, 1), Cut(32, 16), Cut(64, 64), Cut(512, 128))
+BLOCKS = 5
+FAMILIES = {**GRAPHS, "several stretches": lambda: random_graph(3 * STRETCH - 7, 2 * STRETCH + 9, 60_000)}
+
+
+def near_of(g: Graph, entries: Entries) -> torch.Tensor:
+    """What count_near counts."""
+    is_near = g.col.long() // STRETCH == g.dst() // STRETCH
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), is_near.cumsum(0)])
+    return (before[entries.first + entries.edges] - before[entries.first]).int()
+
+
+def table(g: Graph, cut: Cut) -> tuple[Entries, StagedRuns]:
+    entries = cut_rows(g.rowptr, cut)
+    return entries, arrange(entries, near_of(g, entries), g.num_dst, cut.short, BLOCKS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_edge_of_every_row_has_a_place_of_its_own(name: str, cut: Cut) -> None:
+    g = FAMILIES[name]()
+    entries, runs = table(g, cut)
+    place = runs.place.long()
+    assert torch.equal(place.sort().values, torch.arange(len(place)))
+    row, near, far, first = runs.entry.long().unbind(1)
+    assert torch.equal(row[place], entries.row.long())
+    assert torch.equal((near + far)[place], entries.edges.long())
+    edges = torch.cat(
+        [torch.arange(a, a + n) for a, n in zip(entries.first.tolist(), entries.edges.tolist(), strict=True)]
+    )
+    assert torch.equal(edges.sort().values, torch.arange(g.num_edges))
+    assert torch.equal(entries.row.long().unique(), torch.arange(g.num_dst))
+    words = (near + 7) // 8 + (far + 3) // 4
+    assert torch.equal(first, words.cumsum(0) - words) and runs.word.shape == (int(words.sum()), 4)
+    assert (entries.edges <= cut.part).all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_runs_are_entries_of_one_stretch_and_blocks_share_them(name: str, cut: Cut) -> None:
+    g = FAMILIES[name]()
+    entries, runs = table(g, cut)
+    first, count, slot, stretch = runs.run.long().unbind(1)
+    assert torch.equal(first, count.cumsum(0) - count) and int(count.sum()) == runs.entry.shape[0]
+    row, near, far, _ = runs.entry.long().unbind(1)
+    assert torch.equal(row // STRETCH, stretch.repeat_interleave(count))
+    assert (count <= 16).all()
+    long = near + far > cut.short
+    assert (count.repeat_interleave(count)[long] == 1).all()
+    assert torch.equal(slot[slot >= 0].sort().values, torch.arange(int(runs.split[:, 2].sum())))
+    for split, at, parts, _ in runs.split.tolist():
+        mine = (entries.row == split).nonzero().squeeze(1)
+        assert parts > 1 and torch.equal(entries.part[mine], torch.arange(at, at + parts))
+    stretches = -(-g.num_dst // STRETCH)
+    assert runs.begin.tolist() == [int((stretch < s).sum()) for s in range(stretches + 1)]
+    share = runs.share.long()
+    assert (
+        share[0] == 0 and share[-1] == len(count) and (share.diff() >= 0).all() and len(share) == BLOCKS + 1
+    )
+
+
+def test_blocks_get_about_the_same_work() -> None:
+    _, runs = table(random_graph(20_000, 20_000, 400_000), Cut(512, 128))
+    work = (runs.entry[:, 1] + runs.entry[:, 2] + 4).long()
+    first = [*runs.run[:, 0].tolist(), len(work)]
+    shares = [int(work[first[a] : first[b]].sum()) for a, b in zip(runs.share, runs.share[1:], strict=False)]
+    assert max(shares) < 1.05 * int(work.sum()) / BLOCKS
+
+
+def test_rows_of_a_run_take_about_as_many_steps() -> None:
+    g = random_graph(20_000, 20_000, 800_000)
+    _, runs = table(g, Cut(512, 128))
+    _, near, far, _ = runs.entry.long().unbind(1)
+    words = torch.stack([(near + 7) // 8, (far + 3) // 4])
+    taken = sum(int(words[:, a : a + n].amax(1).sum()) * n for a, n, _, _ in runs.run.tolist() if n <= 8)
+    assert taken < 1.1 * int(words.sum())
+
+
+def test_it_pays_where_most_edges_are_near_and_each_source_has_several() -> None:
+    products, reddit, arxiv = (2_449_029, 123_718_280), (232_965, 114_615_892), (169_343, 2_332_486)
+
+    def paying(nodes: int, edges: int, share: float) -> list[int]:
+        return [size for size in (64, 128, 256) if pays(int(share * edges), edges, nodes, 132, size)]
+
+    assert paying(*products, 0.8) == [64, 256] and paying(*reddit, 0.6) == [64, 128, 256]
+    assert paying(*reddit, 0.49) == [] and paying(*arxiv, 0.8) == [] and paying(2000, 200_000, 1.0) == []
+
+
+def test_windows_and_what_warps_hold_fit_into_shared_memory() -> None:
+    for row_bytes in (33, 47, 64, 128, 256, 512):
+        for scale in ("none", "power", "row"):
+            assert takes(row_bytes) and shared_bytes(row_bytes, scale) <= LEAST_SHARED - 26 * 1024
+    assert shared_bytes(64) == 2049 * 64 + 16 and shared_bytes(256, "row") == 1537 * 128 + 1536 * 4 + 16
+    assert not any(map(takes, (7, 32, 94, 192, 640)))
+
+
+def test_a_launch_has_a_block_for_each_share() -> None:
+    _, runs = table(GRAPHS["random"](), Cut(32, 16))
+    given = StagedTable(runs, 77)
+    assert (given.blocks, given.splits) == (BLOCKS, runs.split.shape[0])
+    assert given.slots == int(runs.split[:, 2].sum()) and given.fields[-1] == 77 and len(given.fields) == 7
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_words_hold_the_sources(name: str, cut: Cut) -> None:
+    g = FAMILIES[name]()
+    runs = build_staged(g.rowptr.cuda(), g.col.cuda(), cut, BLOCKS, STRETCH, always=True)
+    assert runs is not None
+    entries, want = table(g, cut)
+    assert torch.equal(runs.entry.cpu(), want.entry)
+    words, place = runs.word.cpu(), want.place.tolist()
+    for first, count, at in zip(entries.first.tolist(), entries.edges.tolist(), place, strict=True):
+        row, near, far, word = want.entry[at].tolist()
+        source = g.col[first : first + count].long()
+        is_near = source // STRETCH == row // STRETCH
+        half = -(-near // 8)
+        ids = words[word : word + half].flatten().view(torch.int16).long()
+        assert torch.equal(ids[:near], 1 + source[is_near] % STRETCH) and (ids[near:] == 0).all()
+        rest = words[word + half : word + half + -(-far // 4)].flatten().long()
+        assert torch.equal(rest[:far], source[~is_near])
