@@ -298,9 +298,42 @@ __device__ RowTile<Tile::kWidth / kHeads, Tile::kLanes, Tile::kRun> head_mean(co
 
 // Stores.
 
+// v[i] of thread t becomes v[t] of thread i, among four neighbouring threads of those in `members`.
+__device__ inline void change_over(float (&v)[4], uint32_t members) {
+#pragma unroll
+  for (int apart = 1; apart < 4; apart *= 2) {
+    const bool upper = (threadIdx.x & apart) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & apart) continue;
+      const float got = __shfl_xor_sync(members, upper ? v[i] : v[i + apart], apart);
+      if (upper) {
+        v[i] = got;
+      } else {
+        v[i + apart] = got;
+      }
+    }
+  }
+}
+
 template <int kStride, class T, class Tile>
 __device__ void store(const Tile& tile, T* row) {
-  store_row<kStride, T>(tile, row, [&](int i) { return from_float<T>(tile.v[i]); });
+  if constexpr (at_once<Tile, T>(kStride) == 1 && Tile::kLanes >= 4) {
+    // Threads store one element at a time, and four neighbours do so side by side.
+    const int first = tile.lane & ~3, own = tile.lane & 3;
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; i += 4) {
+      float v[4] = {tile.v[i], tile.v[i + 1], tile.v[i + 2], tile.v[i + 3]};
+      change_over(v, Tile::members());
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int column = Tile::column_of(first + k, i + own);
+        if (column < Tile::kWidth) row[column] = from_float<T>(v[k]);
+      }
+    }
+  } else {
+    store_row<kStride, T>(tile, row, [&](int i) { return from_float<T>(tile.v[i]); });
+  }
 }
 
 __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
@@ -390,12 +423,9 @@ __device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, co
     const float inverse = inverse_of(__ldg(base));
     each(scaled, [=](float x) { return __fmul_rn(x, inverse); });
   }
-  const float top = scaled.max_abs();
-  int shift = 0;
-#pragma unroll
-  for (int k = 1; k <= 7; ++k) {
-    if (__fmul_rn(top, static_cast<float>(1 << k)) <= 127.0f) shift = k;
-  }
+  // The exponent of 127 less that of the top, one less where its fraction is larger: a difference of their bits.
+  const int32_t left = __float_as_int(127.0f) - __float_as_int(scaled.max_abs());
+  const int shift = min(max(left >> 23, 0), 7);
   const float power = static_cast<float>(1 << shift);
   if (tile.lane == 0) *shift_out = static_cast<uint8_t>(shift);
   store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(scaled.v[i], power); });

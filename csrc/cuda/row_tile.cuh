@@ -33,8 +33,9 @@ struct RowTile {
   }
 
   // The column of v[i]. Runs, i = kRun k .. kRun k + kRun - 1, are neighbours, and the first is a multiple of kRun.
-  __device__ int column(int i) const { return i / kRun * kBlock + lane * kRun + i % kRun; }
+  __device__ int column(int i) const { return column_of(lane, i); }
   __device__ bool valid(int i) const { return column(i) < kWidth; }
+  __device__ static int column_of(int lane, int i) { return i / kRun * kBlock + lane * kRun + i % kRun; }
 
   // Bits of the threads of this group, for __shfl_*_sync and __syncwarp.
   __device__ static uint32_t members() {

@@ -378,10 +378,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
 __host__ __device__ constexpr Residency staged_residency(Element element, int width, Weight weight) {
   const bool bytes = element == Element::i8;
   const int step = bytes ? 4 : 8, row = width * bytes_of(element);
-  if (kArchitecture < 900 || row % 16 != 0 || weight == Weight::real) return {512, step};
+  if (kArchitecture < 900 || (!bytes && row <= 64) || weight == Weight::real) return {512, step};
   if (weight == Weight::power8 && row > 128) return {512, step};
   if (!bytes || weight == Weight::power8) return {kArchitecture < 1000 ? 640 : 512, step};
-  return {row <= 64 ? 768 : 640, step};
+  return {row <= 64 && row % 16 == 0 ? 768 : 640, step};
 }
 
 // How a row of x is cut into slices of which the window of a stretch holds many.

@@ -3,8 +3,10 @@
 // stage_edges: writes the words of staged.cuh: the edges of every entry, near ones by their place in the window of the
 // entry's stretch, then far ones. count_near counts the near ones first, from which the host makes the entries.
 //
-// A warp takes an entry, 32 edges at a time: each thread finds its edge's rank among the near ones, or the far ones, by
-// a vote, so that edges stay in order.
+// A warp takes an entry, 32 edges at a time: each thread finds its edge's rank among those of its kind by a vote. Near
+// edges are of two kinds: rows of 64 bytes at odd places of a window lie in one half of the banks of shared memory,
+// those at even places in the other, and two neighbouring slots of a warp read a row each at a time. So slots with odd
+// numbers get their odd places first, the others their even ones.
 //
 // Traffic, an edge: 4 B of col in, twice; 2 B (near) or 4 B (far) out. Floor: these bytes at copy bandwidth.
 //
@@ -23,6 +25,7 @@ struct StageArgs {
   int32_t* near;             // [entries], of count_near: out
   const StagedEntry* entry;  // [entries], of stage_edges
   int4* word;                // [words], of stage_edges: out
+  const int32_t* slot;       // [entries] by place, of stage_edges: 1 where an odd slot has it, 0 an even one, -1: all
   int64_t entries;
   int64_t window;  // rows that a window holds
 };
@@ -56,23 +59,51 @@ __global__ void __launch_bounds__(256) count_near(const StageArgs a) {
   if (warp.lane == 0) a.near[warp.entry] = near;
 }
 
+// Where near edges stand in an entry's words.
+struct NearOrder {
+  int32_t seen[2];   // at even places, and at odd ones
+  int32_t count[2];  // all of them
+  int32_t slot;      // as in StageArgs
+
+  __device__ int32_t at(bool is_odd, int32_t rank) const {
+    if (slot >= 0) return is_odd == (slot == 1) ? rank : count[slot] + rank;
+    const int32_t pairs = min(count[0], count[1]) / 8;  // of words, one of each
+    if (rank < 8 * pairs) return (rank / 8 * 2 + is_odd) * 8 + rank % 8;
+    return (is_odd ? count[0] : 8 * pairs) + rank;
+  }
+};
+
 __global__ void __launch_bounds__(256) stage_edges(const StageArgs a) {
   const EntryWarp warp;
   if (warp.entry >= a.entries) return;
-  const StagedEntry entry = a.entry[a.place[warp.entry]];
+  const int32_t at = a.place[warp.entry];
+  const StagedEntry entry = a.entry[at];
   auto* near = reinterpret_cast<uint16_t*>(a.word + entry.first);
   auto* far = reinterpret_cast<int32_t*>(a.word + entry.first + entry.near_words());
   const uint32_t before = (1u << warp.lane) - 1u;
+  NearOrder order{{0, 0}, {0, 0}, a.slot[at]};
+  warp.each(a, entry.row, entry.near + entry.far, [&](int32_t source, bool, uint32_t those) {
+    const uint32_t odd = __ballot_sync(0xffffffffu, those >> warp.lane & 1 && (1 + source % kStretch) % 2 == 1);
+    order.count[0] += __popc(those & ~odd);
+    order.count[1] += __popc(odd);
+  });
   warp.each(a, entry.row, entry.near + entry.far, [&](int32_t source, bool there, uint32_t those) {
     const bool is_near = those >> warp.lane & 1;
+    const int32_t place = 1 + source % kStretch;
     const uint32_t others = __ballot_sync(0xffffffffu, there && !is_near);
-    if (is_near) near[__popc(those & before)] = static_cast<uint16_t>(1 + source % kStretch);
+    const uint32_t odd = __ballot_sync(0xffffffffu, is_near && place % 2 == 1), even = those & ~odd;
+    if (is_near) {
+      const bool is_odd = place % 2 == 1;
+      const int32_t rank = order.seen[is_odd] + __popc((is_odd ? odd : even) & before);
+      near[order.at(is_odd, rank)] = static_cast<uint16_t>(place);
+    }
     if (there && !is_near) far[__popc(others & before)] = source;
-    near += __popc(those);
+    order.seen[0] += __popc(even);
+    order.seen[1] += __popc(odd);
     far += __popc(others);
   });
   const int32_t rest = entry.near_words() * 8 - entry.near;
-  if (warp.lane < rest) near[warp.lane] = 0;
+  if (warp.lane < rest) near[entry.near + warp.lane] = 0;
 }
 
 }  // namespace gnnc

@@ -60,7 +60,7 @@ __device__ inline void prefetch_sources(const StagedRuns& runs, const Run& now, 
 template <class Layout, int kFactor>
 struct Window {
   static_assert(Layout::kPasses == 1 && Layout::kPieces <= 8, "a row is a slice");
-  static constexpr int kRow = Layout::kTotal * 16, kRows = window_rows(kRow), kFactors = (kRows + 1) * kRow;
+  static constexpr int kRow = Layout::kPieces * 16, kRows = window_rows(kRow), kFactors = (kRows + 1) * kRow;
   static constexpr int kBytes = kFactors + (kRows * kFactor + 15) / 16 * 16 + 16;
 
   char* memory;

@@ -27,7 +27,9 @@ _ROW_COST = 4
 """A row costs about as much as this many edges, beyond its own."""
 _SIDE_BY_SIDE = 16
 """Entries of a run: two for each slot of a warp."""
-_ARGUMENTS = 10
+_POINTERS = ("place", "row", "edges", "near", "entry", "word", "slot")
+"""Members of ``gnnc::StageArgs`` between the first two and the last two."""
+_ARGUMENTS = len(_POINTERS) + 4
 _MOST_WORDS = 2**31 - 1
 
 
@@ -60,6 +62,7 @@ class StagedRuns(NamedTuple):
         begin: int32 ``[stretches + 1]``, the first run of each.
         share: int32 ``[blocks + 1]``, the first run of each block of threads.
         place: int32 ``[entries]``, where those of ``Entries`` stand.
+        slot: int32 ``[entries]``, 0 or 1: an even or odd slot of a warp has the entry; -1: all slots have.
         near: near edges of all.
     """
 
@@ -70,6 +73,7 @@ class StagedRuns(NamedTuple):
     begin: Tensor
     share: Tensor
     place: Tensor
+    slot: Tensor
     near: int
 
     @property
@@ -135,7 +139,10 @@ def arrange(entries: Entries, near: Tensor, rows: int, short: int, blocks: int) 
     share = torch.searchsorted(ends.double(), shares.double())
     share[-1] = opens.numel()
     word = torch.empty(int(words.sum()), 4, dtype=torch.int32, device=row.device)
-    return StagedRuns(word, entry, run, entries.split, begin.int(), share.int(), place.int(), int(near.sum()))
+    slot = torch.where(count > 1, opens, -1).repeat_interleave(count)
+    slot = torch.where(slot < 0, -1, (torch.arange(order.numel(), device=order.device) - slot) % 2).int()
+    tables = word, entry, run, entries.split, begin.int(), share.int(), place.int(), slot
+    return StagedRuns(*tables, int(near.sum()))
 
 
 class StagedTable:
@@ -169,8 +176,8 @@ def shared_bytes(row_bytes: int, scale: str = "none") -> int:
         scale: ``none``, ``row`` or ``power``: what comes with a row.
     """
     factor = {"none": 0, "power": 1, "row": 4}[scale]
-    piece, rows = -(-min(row_bytes, slice_bytes(row_bytes)) // 16) * 16, window_rows(row_bytes)
-    return (rows + 1) * piece + -(-rows * factor // 16) * 16 + 16
+    rows = window_rows(row_bytes)
+    return (rows + 1) * slice_bytes(row_bytes) + -(-rows * factor // 16) * 16 + 16
 
 
 def takes(row_bytes: int) -> bool:
@@ -210,29 +217,19 @@ class Kernels:
     def count(self, col: Tensor, entries: Entries, window: int) -> Tensor:
         """Return int32 ``[entries]``: edges whose source lies in the window of their row's stretch."""
         near = torch.empty_like(entries.edges)
-        self._launch(self._count, col, entries, entries.row, entries.edges, near, None, None, None, window)
+        self._launch(self._count, col, entries, window, row=entries.row, edges=entries.edges, near=near)
         return near
 
     def write(self, col: Tensor, entries: Entries, runs: StagedRuns, window: int) -> None:
         """Write the words."""
-        self._launch(self._write, col, entries, None, None, None, runs.place, runs.entry, runs.word, window)
+        given = {name: getattr(runs, name) for name in ("place", "entry", "word", "slot")}
+        self._launch(self._write, col, entries, window, **given)
 
     @staticmethod
-    def _launch(
-        launch: Launch,
-        col: Tensor,
-        entries: Entries,
-        row: Tensor | None,
-        edges: Tensor | None,
-        near: Tensor | None,
-        place: Tensor | None,
-        entry: Tensor | None,
-        word: Tensor | None,
-        window: int,
-    ) -> None:
-        tensors = (col, entries.first, place, row, edges, near, entry, word)
+    def _launch(launch: Launch, col: Tensor, entries: Entries, window: int, **given: Tensor) -> None:
+        values = [col.data_ptr(), entries.first.data_ptr()]
+        values += [given[name].data_ptr() if name in given else 0 for name in _POINTERS]
         count = entries.row.shape[0]
-        values = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         stream = torch._C._cuda_getCurrentRawStream(col.device.index)
         launch(-(-count * 32 // BLOCK), stream, *values, count, window)
 

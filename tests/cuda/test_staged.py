@@ -122,6 +122,16 @@ def test_a_launch_has_a_block_for_each_share() -> None:
     assert given.slots == int(runs.split[:, 2].sum()) and given.fields[-1] == 77 and len(given.fields) == 7
 
 
+def in_order(odd: torch.Tensor, slot: int) -> bool:
+    """Whether odd places come first in odd slots, even ones in even slots, both in turns where all share."""
+    if slot >= 0:
+        return torch.equal(odd, odd.sort(descending=slot == 1).values)
+    pairs = int(min(odd.sum(), (1 - odd).sum())) // 8
+    turns = torch.tensor([0, 1]).repeat(pairs).repeat_interleave(8)
+    rest = odd[16 * pairs :]
+    return torch.equal(odd[: 16 * pairs], turns) and torch.equal(rest, rest.sort().values)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("cut", CUTS)
@@ -138,6 +148,7 @@ def test_words_hold_the_sources(name: str, cut: Cut) -> None:
         is_near = source // STRETCH == row // STRETCH
         half = -(-near // 8)
         ids = words[word : word + half].flatten().view(torch.int16).long()
-        assert torch.equal(ids[:near], 1 + source[is_near] % STRETCH) and (ids[near:] == 0).all()
+        assert torch.equal(ids[:near].sort().values, (1 + source[is_near] % STRETCH).sort().values)
+        assert (ids[near:] == 0).all() and in_order(ids[:near] % 2, int(want.slot[at]))
         rest = words[word + half : word + half + -(-far // 4)].flatten().long()
         assert torch.equal(rest[:far], source[~is_near])
