@@ -150,6 +150,7 @@ struct SpmmBody {
     float value[4];    // kValue::real, one head
     float scale[4];    // of rows
     uint32_t code[4];  // int8 weights, or shifts; of an edge that is not there the one that makes a weight of 0
+    bool shifted;      // whether codes are shifts
     int64_t edge;      // the first of the four
   };
 
@@ -168,6 +169,7 @@ struct SpmmBody {
   // What is loaded is not looked at before `add`: that would be to wait for it before the rows are gathered.
   __device__ __forceinline__ void load(Extra& e, int64_t first, const int32_t (&source)[4], uint32_t mask) {
     if constexpr (Config::kHeads > 1) e.edge = first;
+    e.shifted = kPower;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool there = mask >> i & 1;
@@ -185,6 +187,7 @@ struct SpmmBody {
   template <class Window>
   __device__ __forceinline__ void load_near(Extra& e, const uint32_t (&place)[4], const Window& window) {
     static_assert(Config::kValue == Value::none, "weights of edges lie in the order of the CSR");
+    e.shifted = false;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (kRow) e.scale[i] = window.template factor<float>(place[i]);
@@ -261,7 +264,7 @@ struct SpmmBody {
   }
 
   // The int8 weight of an edge.
-  __device__ static uint32_t byte_of(const Extra& e, int i) { return kPower ? 128u >> e.code[i] : e.code[i]; }
+  __device__ static uint32_t byte_of(const Extra& e, int i) { return e.shifted ? 128u >> e.code[i] : e.code[i]; }
   __device__ static uint32_t packed_weights(const Extra& e) {
     return byte_of(e, 0) | byte_of(e, 1) << 8 | byte_of(e, 2) << 16 | byte_of(e, 3) << 24;
   }
@@ -411,7 +414,7 @@ __global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
     spmm_staged(const StagedSpmmArgs a, const Epilogue epilogue) {
   using S = Staged<Config>;
   extern __shared__ int4 memory[];
-  __shared__ int32_t next;
+  __shared__ StagedShare share;
   __shared__ StagedFeed<typename S::Layout, S::kResidency.step / 4> feed[S::kThreads / 32];
   const auto stride = static_cast<uint32_t>(a.x_stride);
   const void* factor = Config::kScale == Scale::row ? static_cast<const void*>(a.x_scale) : a.shift;
@@ -422,7 +425,7 @@ __global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
   for (int slice = 0; slice < S::kSlices; ++slice) {
     const char* x = static_cast<const char*>(a.x) + slice * S::kSliceBytes;
     body.first_column = slice * S::kWidth;
-    for_staged_runs<typename S::Layout>(a.runs, x, stride, factor, window, &next, feed[threadIdx.x / 32], body);
+    for_staged_runs<typename S::Layout>(a.runs, x, stride, factor, window, &share, feed[threadIdx.x / 32], body);
   }
 }
 

@@ -56,7 +56,7 @@ __device__ inline void prefetch_sources(const StagedRuns& runs, const Run& now, 
 }
 
 // The rows of x of a stretch in the dynamic shared memory of a block, behind a row of zeros, and behind them what
-// belongs to a row: kFactor bytes, a scale (4) or a shift (1).
+// belongs to a row: kFactor bytes, a scale (4) or the weight 2^(7 - shift) (1).
 template <class Layout, int kFactor>
 struct Window {
   static_assert(Layout::kPasses == 1 && Layout::kPieces <= 8, "a row is a slice");
@@ -85,10 +85,13 @@ struct Window {
       using T = typename Select<kFactor == 4, float, uint8_t>::Type;
       const T* from = static_cast<const T*>(factor) + first;
       for (int i = static_cast<int>(threadIdx.x); i < rows; i += static_cast<int>(blockDim.x)) {
-        reinterpret_cast<T*>(memory + kFactors)[1 + i] = from[i];
+        reinterpret_cast<T*>(memory + kFactors)[1 + i] = weight_of(from[i]);
       }
     }
   }
+
+  __device__ static float weight_of(float scale) { return scale; }
+  __device__ static uint8_t weight_of(uint8_t shift) { return static_cast<uint8_t>(128u >> shift); }
 
   // This thread's piece of the row at a place; 0: of zeros. Volatile, so that all loads of a step start before the
   // first sum.
@@ -110,17 +113,19 @@ struct Window {
 
 // What a slot does next: the words of one entry.
 struct StagedWork {
-  int32_t first;  // word
-  int32_t near_words;
-  int32_t far;   // edges
   int32_t part;  // slot in the staging buffer, -1: a whole row
   bool shared;   // all slots of the warp have this entry
 
-  const StagedEntry* entry;  // in shared memory; null: none
+  const StagedEntry* entry;  // in shared memory, where it is read each time: registers are few; null: none
 
-  __device__ int32_t row() const { return entry == nullptr ? -1 : shared_entry().row; }
-  __device__ int32_t total() const { return entry == nullptr ? 0 : shared_entry().near + shared_entry().far; }
-  __device__ const StagedEntry& shared_entry() const {
+  __device__ int32_t row() const { return entry == nullptr ? -1 : mine().row; }
+  __device__ int32_t total() const { return entry == nullptr ? 0 : mine().near + mine().far; }
+  __device__ int32_t first() const { return entry == nullptr ? 0 : mine().first; }
+  __device__ int32_t near_words() const { return entry == nullptr ? 0 : mine().near_words(); }
+  __device__ int32_t far() const { return entry == nullptr ? 0 : mine().far; }
+
+ private:
+  __device__ const StagedEntry& mine() const {
     __builtin_assume(__isShared(entry));
     return *entry;
   }
@@ -131,11 +136,7 @@ template <class Layout>
 __device__ __forceinline__ StagedWork staged_work_of(const Run& run, const StagedEntry* entry, int32_t at,
                                                      bool shared) {
   const int32_t which = shared ? at : at + Layout::slot();
-  StagedWork work{0, 0, 0, run.slot, shared, which < run.count ? entry + which : nullptr};
-  if (work.entry == nullptr) return work;
-  const StagedEntry& mine = work.shared_entry();
-  work.first = mine.first, work.near_words = mine.near_words(), work.far = mine.far;
-  return work;
+  return StagedWork{run.slot, shared, which < run.count ? entry + which : nullptr};
 }
 
 // The words of an entry that are a slot's own: all, or where slots share it every kSlots-th of each kind.
@@ -167,15 +168,15 @@ struct Words {
   // Starts to copy a chunk into a half.
   __device__ __forceinline__ void fetch(const int4* word, const StagedWork& work, int32_t chunk, int half) {
     const OwnWords<Layout> own(work);
-    const int4* from = word + work.first;
+    const int4* from = word + work.first();
     const int piece = Layout::piece(), slot = Layout::slot();
     static_assert(kNear <= Layout::kPieces, "a thread copies a word of each kind at most");
     const int32_t near_at = own.at(chunk * kNear + piece), far_at = own.at(chunk * kFar + piece);
     if (kNear == Layout::kPieces || piece < kNear) {
-      start_copy_if(near_at < work.near_words, &near[half][piece][slot], from + near_at);
+      start_copy_if(near_at < work.near_words(), &near[half][piece][slot], from + near_at);
     }
     if (piece < kFar) {
-      start_copy_if(far_at * 4 < work.far, &far[half][piece][slot], from + work.near_words + far_at);
+      start_copy_if(far_at * 4 < work.far(), &far[half][piece][slot], from + work.near_words() + far_at);
     }
   }
 
@@ -207,19 +208,28 @@ struct StagedFeed {
   Words<Layout, kFar> words;
 };
 
-// Hands out runs, one at a time to a warp.
+// The runs that a block works on at a time, of one stretch; in shared memory.
+struct StagedShare {
+  int32_t from, past;
+  int32_t next;  // from `from` on
+};
+
+// Hands them out, one at a time to a warp.
 struct StagedQueue {
   const Run* run;
-  int32_t count;
-  int32_t* next;  // shared by the block
+  StagedShare* share;
 
-  __device__ StagedQueue(const Run* first, int32_t runs, int32_t* shared, int32_t dealt)
-      : run(first), count(runs), next(shared) {
-    if (threadIdx.x == 0) *next = dealt;
-    __syncthreads();
+  __device__ const Run* at(int32_t index) const {
+    const int32_t place = mine().from + index;
+    return place < mine().past ? run + place : nullptr;
   }
-  __device__ const Run* at(int32_t index) const { return index < count ? run + index : nullptr; }
-  __device__ const Run* take_one() { return at(atomicAdd(next, 1)); }
+  __device__ const Run* take_one() { return at(atomicAdd(&share->next, 1)); }
+
+ private:
+  __device__ const StagedShare& mine() const {
+    __builtin_assume(__isShared(share));
+    return *share;
+  }
 };
 
 // Four near edges of each slot, from `first` on of a word's eight.
@@ -251,7 +261,7 @@ struct FarEdges {
 #pragma unroll
     for (int k = 0; k < kFours; ++k) {
       words.sources(half, k, source[k]);
-      const int32_t left = work.far - own.at(chunk * kFours + k) * 4;
+      const int32_t left = work.far() - own.at(chunk * kFours + k) * 4;
       mask[k] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) mask[k] |= i < left ? 1u << i : 0u;
@@ -279,8 +289,8 @@ __device__ __forceinline__ void stream_staged(const int4* word, Words& words, in
   static_assert(!Body::kMasks, "rows that are not there add nothing");
   constexpr int kNear = Words::kNear, kFar = Words::kFar;
   const OwnWords<Layout> own(work);
-  int32_t left = own.most(work.near_words);
-  const int32_t chunks = max((left + kNear - 1) / kNear, (own.most((work.far + 3) / 4) + kFar - 1) / kFar);
+  int32_t left = own.most(work.near_words());
+  const int32_t chunks = max((left + kNear - 1) / kNear, (own.most((work.far() + 3) / 4) + kFar - 1) / kFar);
   body.begin(work, 0);
   int32_t chunk = 0;
 #pragma unroll 1
@@ -340,21 +350,24 @@ __device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue&
   }
 }
 
-// All runs of this block, one at a time to a warp; `next` is shared by the block, `feed` by the warp.
+// All runs of this block, one at a time to a warp; `share` is the block's, `feed` the warp's.
 template <class Layout, class Feed, class Window, class Body>
 __device__ __forceinline__ void for_staged_runs(const StagedRuns& runs, const char* x, uint32_t x_stride,
-                                                const void* factor, Window& window, int32_t* next, Feed& feed,
+                                                const void* factor, Window& window, StagedShare* share, Feed& feed,
                                                 Body& body) {
-  const int32_t last = runs.share[blockIdx.x + 1];
+  StagedQueue queue{runs.run, share};
   int32_t from = runs.share[blockIdx.x];
 #pragma unroll 1
-  while (from < last) {
-    const int32_t stretch = runs.run[from].stretch, past = min(last, runs.begin[stretch + 1]);
-    __syncthreads();  // all have read the window before
+  while (from < runs.share[blockIdx.x + 1]) {
+    const int32_t stretch = runs.run[from].stretch;
+    __syncthreads();  // all have read the window and the share before
+    if (threadIdx.x == 0) {
+      *share = StagedShare{from, min(runs.share[blockIdx.x + 1], runs.begin[stretch + 1]), feed.runs.dealt()};
+    }
     window.fetch(x, x_stride, factor, static_cast<int64_t>(stretch) * kStretch, runs.sources);
-    StagedQueue queue(runs.run + from, past - from, next, feed.runs.dealt());
+    __syncthreads();
     for_stretch<Layout>(runs, queue, x, x_stride, window, feed, body);
-    from = past;
+    from = share->past;
   }
 }
 

@@ -14,6 +14,7 @@ from gnnc.runtime.emitter import shape_of
 from gnnc.runtime.epilogue import argument_of
 from gnnc.runtime.plans import gemm
 from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.row_program import Op
 
 _SHARED = 72 * 1024
 """Shared memory of a block, at most, where one of fewer rows would do: three blocks an SM."""
@@ -191,12 +192,24 @@ class Gemm:
         config = config_of(shape, tile, TYPES[x.meta["val"].dtype], stride)
         count = emitter.size(rows)
         emitter.launch(
-            f"gnnc::gemm<{config}, {lanes_for(shape.out)}, {epilogue}>",
+            f"gnnc::gemm<{config}, {_lanes(plan, tile, shape)}, {epilogue}>",
             blocks(count, tile.rows),
             [f"{text}.data_ptr()", x_scale, f"{weight}.data_ptr()", f"{scale}.data_ptr()", count, *values],
             block=tile.threads,
             shared=tile.shared(shape),
         )
+
+
+def _lanes(plan: gemm.Plan, tile: Tile, shape: Shape) -> int:
+    """Return how many threads end a row.
+
+    Of one that becomes codes so few that every thread has a row: all of them compute its scale. Others are
+    stored, and the more threads do it, the longer the stretch of memory that they write at a time.
+    """
+    most, ops = lanes_for(shape.out), {Op(code) for code in plan.program.code[::4]}
+    if ops.isdisjoint({Op.QUANT_ROW, Op.QUANT_STATIC, Op.QUANT_POW2}):
+        return most
+    return min(max(tile.threads // tile.rows, 4), most)
 
 
 @kernel("fused:gemm", "gnnc.gemm", backend="cuda", name="cublas", priority=5)

@@ -36,6 +36,14 @@ FAMILIES = {
         "spmm.py::test_float_sums[602-bf16-True]",
         "spmm.py::test_weights_a_head[3-7-dtype2]",
     ),
+    "staged": (
+        "staged.py::test_words_hold_the_sources[cut1-several stretches]",
+        "spmm.py::test_staged_sums_of_integers_are_exact[47-sum]",
+        "spmm.py::test_staged_sums_of_integers_are_exact[128-mean]",
+        "spmm.py::test_staged_sums_with_row_scales[64]",
+        "spmm.py::test_staged_sums_of_floats[fp16-64-sum]",
+        "spmm.py::test_staged_sums_of_floats[fp32-64-sum]",
+    ),
     "sddmm": (
         "sddmm.py::test_integer_dots_are_exact[47]",
         "sddmm.py::test_float_products[47-dtype1-dot]",
