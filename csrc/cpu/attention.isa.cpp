@@ -45,7 +45,8 @@ void softmax_row(const AttentionArgs& a, const TileRow& t) {
 }
 
 void weigh_row(const AttentionArgs& a, const TileRow& t) {
-  row_logits(a, segment(a.csr, t.begin, t.end), t.row, t.begin, t.weights);
+  const int64_t bytes = a.kind == Logit::dot ? a.heads * a.dot_width * static_cast<int64_t>(sizeof(float)) : 64;
+  row_logits(a, segment(a.csr, t.begin, t.end, bytes), t.row, t.begin, t.weights);
   softmax_row(a, t);
 }
 
@@ -76,9 +77,9 @@ void weigh_tile(const AttentionArgs& a, TileRow* rows, int64_t count) {
   if constexpr (H == 1) {
     const auto room = static_cast<size_t>(edges + kLanes);
     sources = {begin, src.get<float>(room), scale.get<float>(room)};
-    const int32_t* col = a.csr.col + begin;
+    const Segment s = segment(a.csr, begin, begin + edges);
     const EdgeCopy of_src{a.a_src, sources.src}, of_scale{a.x_scale, sources.scale};
-    a.x_scale == nullptr ? copy_of_edges(col, edges, of_src) : copy_of_edges(col, edges, of_src, of_scale);
+    a.x_scale == nullptr ? copy_of_edges(s, of_src) : copy_of_edges(s, of_src, of_scale);
   }
   for (int64_t r = 0; r < count; ++r) weigh_bounded<H>(a, rows[r], sources);
 }

@@ -50,7 +50,8 @@ GNNC_INLINE bool bounded_softmax_of(const AttentionArgs& a, const Segment& s, co
     if constexpr (H > 1 && kInside) {
       const int32_t* next = s.col + k + s.ahead;
       each<kEdges>([&](auto u) __attribute__((always_inline)) {
-        __builtin_prefetch(a.a_src + static_cast<int64_t>(next[u]) * H);
+        prefetch_far(a.a_src + static_cast<int64_t>(next[u]) * H);
+        if (a.x_scale != nullptr) prefetch_far(a.x_scale + next[u]);
       });
     }
     const Floats w = bounded_vector<H, kInside>(a, row, own, bound, s.col, k, s.count - k, sum);

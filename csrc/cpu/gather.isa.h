@@ -13,9 +13,9 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-constexpr int64_t kSegment = 512;  // edges whose weights are prepared at once (2 KB a head)
-constexpr int64_t kBehind = 7;     // edges past the end of a segment that may be read as if they were part of it
-constexpr int64_t kPrefetch = 96;  // cache lines ahead; 48 and 256 are a tenth slower
+constexpr int64_t kSegment = 512;   // edges whose weights are prepared at once (2 KB a head)
+constexpr int64_t kBehind = 7;      // edges past the end of a segment that may be read as if they were part of it
+constexpr int64_t kPrefetch = 384;  // cache lines ahead; 128 to 768 are alike
 
 // Row numbers 0..., for kernels that read the rows in order: they look like any other col.
 struct Identity {
@@ -34,10 +34,20 @@ struct Segment {
   int64_t ahead;  // prefetch distance; 0 near the end of col. Else col goes on so far behind the last edge + kBehind
 };
 
-// `row_bytes`: of what an edge reads. The prefetched lines must still be there when their turn comes.
+template <typename T>
+GNNC_INLINE void prefetch_row(const T* row, int64_t bytes) {
+  const char* p = reinterpret_cast<const char*>(row);
+  for (int64_t b = 0; b < bytes; b += 64) prefetch_far(p + b);
+}
+
+// Edges ahead, where one reads row_bytes: the lines must still be there when their turn comes.
+GNNC_INLINE int64_t edges_ahead(int64_t row_bytes) {
+  return row_bytes <= 64 ? kPrefetch : std::max<int64_t>(kPrefetch * 64 / row_bytes, 16);
+}
+
 GNNC_INLINE Segment segment(const Csr& csr, int64_t begin, int64_t end, int64_t row_bytes = 64) {
   if (csr.col == nullptr) return {kIdentity.index, end - begin, begin, 0};
-  const int64_t ahead = row_bytes <= 64 ? kPrefetch : std::max<int64_t>(kPrefetch * 64 / row_bytes, 16);
+  const int64_t ahead = edges_ahead(row_bytes);
   return {csr.col + begin, end - begin, 0, end + ahead + kBehind <= csr.num_edges ? ahead : 0};
 }
 
@@ -48,9 +58,10 @@ struct EdgeCopy {
   float* out;
 };
 template <typename... Copies>
-inline void copy_of_edges(const int32_t* col, int64_t count, const Copies&... copies) {
-  for (int64_t e = 0; e < count; ++e) {
-    const int64_t source = col[e];
+inline void copy_of_edges(const Segment& s, const Copies&... copies) {
+  for (int64_t e = 0; e < s.count; ++e) {
+    const int64_t source = s.col[e], next = s.col[e + s.ahead];
+    (prefetch_far(copies.values + next), ...);
     ((copies.out[e] = copies.values[source]), ...);
     asm("" ::: "memory");  // keeps the compiler from making it one
   }
@@ -91,12 +102,6 @@ GNNC_INLINE __m512 load16(const T* p) {
 template <typename T>
 GNNC_INLINE __m512 load16(const T* p, int64_t columns) {
   return load(p, Tail{static_cast<int>(columns)});
-}
-
-template <typename T>
-GNNC_INLINE void prefetch_row(const T* row, int64_t bytes) {
-  const char* p = reinterpret_cast<const char*>(row);
-  for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch(p + b, _MM_HINT_T0);
 }
 
 template <typename T, Weight W, int NV>

@@ -50,7 +50,7 @@ struct Ahead {
 
   template <int kLines>
   GNNC_INLINE void next() {
-    for (int i = 0; i < kLines; ++i) __builtin_prefetch(at + 64 * i);
+    for (int i = 0; i < kLines; ++i) prefetch_far(at + 64 * i);
     at += step;
   }
 };

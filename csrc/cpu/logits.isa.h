@@ -92,11 +92,11 @@ void additive_logits(const AttentionArgs& a, const Segment& s, int64_t row, int6
   for (; k + kEdges <= s.count; k += kEdges) {
     const int32_t* next = s.col + k + s.ahead;
 #pragma GCC unroll 16
-    for (int u = 0; u < kEdges; ++u) __builtin_prefetch(a.a_src + static_cast<int64_t>(next[u]) * H);
+    for (int u = 0; u < kEdges; ++u) prefetch_far(a.a_src + static_cast<int64_t>(next[u]) * H);
     additive_vector<H, true>(a, terms, s.col, k, kEdges, logits);
   }
   if (k == s.count) return;
-  for (int64_t u = k; u < s.count; ++u) __builtin_prefetch(a.a_src + static_cast<int64_t>(s.col[u + s.ahead]) * H);
+  for (int64_t u = k; u < s.count; ++u) prefetch_far(a.a_src + static_cast<int64_t>(s.col[u + s.ahead]) * H);
   additive_vector<H, false>(a, terms, s.col, k, s.count - k, logits);
 }
 
@@ -119,7 +119,7 @@ inline void dots(const AttentionArgs& a, const Segment& s, int64_t row, int64_t 
     const float* own = a.a_dst + row * stride;
     const float* other = a.a_src + s.col[k] * stride;
     const auto* next = reinterpret_cast<const char*>(a.a_src + s.col[k + s.ahead] * stride);
-    for (int64_t line = 0; line < std::min<int64_t>(stride * 4, 1024); line += 64) __builtin_prefetch(next + line);
+    for (int64_t line = 0; line < std::min<int64_t>(stride * 4, 1024); line += 64) prefetch_far(next + line);
     for (int64_t h = 0; h < a.heads; ++h) {
       float l = a.scale * dot(own + h * a.dot_width, other + h * a.dot_width, a.dot_width);
       if (a.edge != nullptr) l += a.edge[(begin + k) * a.heads + h];

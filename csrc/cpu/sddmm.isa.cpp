@@ -45,14 +45,13 @@ template <typename T, typename Edge>
 void for_edges(const SddmmArgs& args, int64_t row_begin, int64_t row_end, const Edge& edge) {
   const auto* a = static_cast<const T*>(args.a);
   const auto* b = static_cast<const T*>(args.b);
+  const int64_t row_bytes = args.width * static_cast<int64_t>(sizeof(T)), ahead = edges_ahead(row_bytes);
   for (int64_t i = row_begin; i < row_end; ++i) {
     const float a_scale = args.a_scale == nullptr ? 1.0f : args.a_scale[i];
     for (int64_t e = args.csr.rowptr[i]; e < args.csr.rowptr[i + 1]; ++e) {
       const int64_t j = args.csr.col[e];
-      const int64_t ahead = args.csr.col[std::min(e + kPrefetch, args.csr.num_edges - 1)];
-      const auto* next = reinterpret_cast<const char*>(b + ahead * args.b_stride);
-      const int64_t bytes = std::min<int64_t>(args.width * static_cast<int64_t>(sizeof(T)), 1024);
-      for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(next + line);
+      const int64_t later = args.csr.col[std::min(e + ahead, args.csr.num_edges - 1)];
+      prefetch_row(b + later * args.b_stride, std::min<int64_t>(row_bytes, 1024));
       edge(Pair<T>{a + i * args.a_stride, b + j * args.b_stride, a_scale,
                    args.b_scale == nullptr ? 1.0f : args.b_scale[j]},
            e);

@@ -16,7 +16,7 @@ namespace {
 // wait for them.
 void scaled_values(const SpmmArgs& a, int64_t begin, int64_t end, float* weights) {
   if (a.csr.col != nullptr && a.x_scale != nullptr && a.heads == 1) {
-    copy_of_edges(a.csr.col + begin, end - begin, EdgeCopy{a.x_scale, weights});
+    copy_of_edges(segment(a.csr, begin, end), EdgeCopy{a.x_scale, weights});
     for (int64_t e = begin; e < end && a.value != nullptr; ++e) weights[e - begin] *= a.value[e];
     return;
   }

@@ -27,6 +27,9 @@
 
 namespace gnnc::GNNC_ISA {
 
+// Asks for a cache line that is read later. Into L2, which has room for many more requests under way than L1.
+GNNC_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 // body(0) ... body(N - 1) with constants, so that arrays that they index stay in registers: g++ 12 puts those that a
 // loop indexes into memory before it unrolls the loop.
 template <int N, typename Body>
