@@ -176,20 +176,23 @@ void store_rows(const Tile& t, const RowView& out) {
 
 #ifdef __AVX512F__
 constexpr int64_t kStreamBytes = int64_t{16} << 20;  // an output of this size leaves the caches before it is read
-constexpr int64_t kStreamTile = 4096;                // floats
+constexpr int64_t kStreamTile = 4096;                // elements
 
 // Rows of a large output that touch each other are written a whole cache line at a time and past the caches, which
 // saves reading the lines first.
+template <typename T>
 bool streams(const Tile& t, const RowView& out) {
   const bool touch = out.stride == t.width && t.rows * t.width <= kStreamTile;
-  return touch && out.rows * out.stride * static_cast<int64_t>(sizeof(float)) >= kStreamBytes;
+  return touch && out.rows * out.stride * static_cast<int64_t>(sizeof(T)) >= kStreamBytes;
 }
 
+template <typename T>
 void stream_rows(const Tile& t, const RowView& out) {
-  alignas(64) float lines[kStreamTile + 3 * kLanes];
-  float* to = row_of<float>(out, t.first);
-  const auto before = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) / sizeof(float) % kLanes);
-  float* at = lines + before;
+  constexpr int64_t kLine = 64 / sizeof(T);
+  alignas(64) T lines[kStreamTile + 2 * kLine];
+  T* to = row_of<T>(out, t.first);
+  const auto before = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) / sizeof(T) % kLine);
+  T* at = lines + before;
   for (int r = 0; r < t.rows; ++r, at += t.width) {
     const float* row = t.row(r);
     for (int64_t c = 0; c < t.width; c += kLanes) store(at + c, load(row + c));
@@ -198,21 +201,24 @@ void stream_rows(const Tile& t, const RowView& out) {
   to -= before;
   int64_t i = 0;
   if (before > 0) {
-    const int64_t stop = std::min<int64_t>(end, kLanes);
+    const int64_t stop = std::min<int64_t>(end, kLine);
     std::copy(lines + before, lines + stop, to + before);
-    i = kLanes;
+    i = kLine;
   }
-  for (; i + kLanes <= end; i += kLanes) _mm512_stream_ps(to + i, load(lines + i));
-  if (i < end) store(to + i, load(lines + i), Tail{static_cast<int>(end - i)});
+  for (; i + kLine <= end; i += kLine) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_load_si512(lines + i));
+  }
+  if (i < end) std::copy(lines + i, lines + end, to + i);
   _mm_sfence();
 }
 #endif
 
-void store_floats(const Tile& t, const RowView& out) {
+template <typename T>
+void store_values(const Tile& t, const RowView& out) {
 #ifdef __AVX512F__
-  if (streams(t, out)) return stream_rows(t, out);
+  if (streams<T>(t, out)) return stream_rows<T>(t, out);
 #endif
-  store_rows<float>(t, out);
+  store_rows<T>(t, out);
 }
 
 void quant_row(const Tile& t, const RowView& codes, const RowView& scales) {
@@ -669,9 +675,9 @@ void apply_store(const Tile& t, const RowInstruction& in) {
   const auto out = [&](int32_t i) -> const RowView& { return p.outs[i]; };
   switch (in.op) {
     case RowOp::store_f32:
-      return store_floats(t, out(in.a));
+      return store_values<float>(t, out(in.a));
     case RowOp::store_bf16:
-      return store_rows<Bf16>(t, out(in.a));
+      return store_values<Bf16>(t, out(in.a));
     case RowOp::quant_row:
       return quant_row(t, out(in.a), out(in.b));
     case RowOp::quant_static: {

@@ -241,6 +241,17 @@ def test_stores(width: int, rows: int) -> None:
         assert torch.equal(single_, x) and torch.equal(half_, x.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [7, 64])
+def test_stores_past_the_caches(width: int, dtype: torch.dtype) -> None:
+    rows = 2**23 // width + 5  # at least 16 MiB
+    x, memory, program = torch.randn(rows, width), torch.zeros(rows * width + 2, dtype=dtype), Program()
+    out = memory[1:-1].view(rows, width)  # its lines are not those of the memory
+    op = Op.STORE_F32 if dtype == torch.float32 else Op.STORE_BF16
+    map_rows(x, None, program.add(op, program.out(out)))
+    assert torch.equal(out, x.to(dtype)) and memory[0] == memory[-1] == 0
+
+
 def test_bf16_rounds_to_even_and_keeps_what_is_not_finite() -> None:
     low = torch.arange(0x3F800000, 0x3F800000 + 0x40000, 0x1000, dtype=torch.int32).view(torch.float32)
     x = torch.cat([low, torch.tensor([float("inf"), -float("inf"), 3.4e38, 1e-40, -0.0])])[None]
