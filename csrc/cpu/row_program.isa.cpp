@@ -8,6 +8,7 @@
 #include "gnnc/quantize.h"
 #include "gnnc/simd.h"
 #include "gnnc/simd_math.h"
+#include "heads.isa.h"
 
 namespace gnnc::GNNC_ISA {
 namespace {
@@ -317,8 +318,28 @@ void amax(const Tile& t, const RowView& out) {
   if (single) raise_to(tops, largest(all));
 }
 
+#ifdef __AVX512F__
+// The dots of kGroup / H rows at a time, in registers. Rows past the last are that one again.
+template <int H>
+void dots_of_rows(const Tile& t, const float* att, float* out) {
+  const int64_t depth = t.width / H;
+  for (int r = 0; r < t.rows; r += kGroup / H) {
+    const float* rows[kGroup / H];
+    each<kGroup / H>([&](auto i) __attribute__((always_inline)) { rows[i] = t.row(std::min(r + i, t.rows - 1)); });
+    Floats dots[kGroup] = {};
+    for_columns(depth, [&](int64_t c, auto n) __attribute__((always_inline)) {
+      each<kGroup>([&](auto i) __attribute__((always_inline)) {
+        const int64_t at = i % H * depth + c;
+        dots[i] = fused(load(rows[i / H] + at, n), load(att + at, n), dots[i]);
+      });
+    });
+    const Floats sums = fold_all(dots, [](__m512 a, __m512 b) { return a + b; });
+    store(out + r * H, sums, Tail{std::min((t.rows - r) * H, kGroup)});
+  }
+}
+#endif
+
 GNNC_INLINE Floats products(const float* a, const float* b, int64_t count) {
-  if (count == kLanes) return load(a) * load(b);
   Floats total{};
   for_columns(count, [&](int64_t c, auto n) { total = fused(load(a + c, n), load(b + c, n), total); });
   return total;
@@ -326,6 +347,10 @@ GNNC_INLINE Floats products(const float* a, const float* b, int64_t count) {
 
 // Sums are combined for 16 pairs of row and head at once.
 void row_dot(const Tile& t, const RowView& att, const RowView& out, int64_t heads) {
+#ifdef __AVX512F__
+  const auto whole = [&]<int H>() { dots_of_rows<H>(t, floats(att), row_of<float>(out, t.first)); };
+  if (out.stride == heads && with_heads(heads, whole)) return;
+#endif
   const int64_t depth = t.width / heads;
   Group group;
   alignas(64) float sums[kGroup];
