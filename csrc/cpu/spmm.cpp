@@ -59,7 +59,7 @@ void spmm(Tensor rowptr, MaybeTensor col, MaybeTensor value, Tensor x, MaybeTens
   SpmmArgs a = check(rowptr, col, value, x, x_scale, shift, reduce, heads);
   a.program = &parse_program("spmm", {program, operands, consts, outs}, a.csr.num_dst, a.width);
   if (a.width == 0) return;
-  sparse::for_each_chunk(a.csr, sparse::kSerialWork,
+  sparse::for_each_chunk(a.csr, sparse::kSerialWork / 2,
                          [&](int64_t begin, int64_t end) { GNNC_DISPATCH(spmm, a, begin, end); });
 }
 
