@@ -382,7 +382,7 @@ __host__ __device__ constexpr Residency staged_residency(Element element, int wi
   const bool bytes = element == Element::i8;
   const int step = bytes ? 4 : 8, row = width * bytes_of(element);
   if (kArchitecture < 900 || (!bytes && row <= 64) || weight == Weight::real) return {512, step};
-  if (weight == Weight::power8 && row > 128) return {512, step};
+  if (row > 128 && (weight == Weight::power8 || kArchitecture >= 1000)) return {512, step};
   if (!bytes || weight == Weight::power8) return {kArchitecture < 1000 ? 640 : 512, step};
   return {row <= 64 && row % 16 == 0 ? 768 : 640, step};
 }
