@@ -28,6 +28,7 @@ from gnnc.arguments import Call, Leaf, call_forms, flatten_call, rebuild, signat
 from gnnc.blame import blame
 from gnnc.branches import at_least_two, between_sizes, watched
 from gnnc.errors import CaptureError
+from gnnc.functional import functional
 from gnnc.guards import Guards, guards_of
 from gnnc.ir.graph import fake_mode_of
 from gnnc.ir.source import Source
@@ -158,7 +159,7 @@ def _traced(entry: _Entry, call: Call, standins: Standins, strict: bool) -> tupl
             entry, standins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
         branches += between_sizes(getattr(fake_mode_of(program.graph_module), "shape_env", None))
-        program = program.run_decompositions({})
+        program = functional(program)
     guards = guards_of(program, call)
     if strict:
         branches += at_least_two(guards.symbols)
@@ -232,10 +233,8 @@ def _lifted(
         node.meta["layer"] = _layer(node)
     mutations = _arrange_outputs(program, model)
     _drop_unused_state(graph_module)
-    lifted = GraphModule(graph_module, graph_module.graph)
-    lifted.graph.set_codegen(CodeGen())
-    lifted.recompile()
-    return lifted, mutations
+    graph_module.graph.set_codegen(CodeGen())
+    return GraphModule(graph_module, graph_module.graph), mutations
 
 
 def _annotate_inputs(program: ExportedProgram, call: Call) -> None:

@@ -65,7 +65,7 @@ _VIEWS = (
     "aten.flatten.using_ints",
 )
 _DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
-_CASTS = ("aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device")
+_CASTS = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other")
 _FILLS = {
     "aten.zeros.default": 0,
     "aten.zeros_like.default": 0,
@@ -115,6 +115,7 @@ class _Normalizer:
             self.graph.erase_node(node)
             return
         _reshape_what_is_not_dense(node)
+        self._spell_out(node)
         self._refresh(node)
         _make_dims_positive(node)
         _broadcast_instead_of_expand(node)
@@ -161,6 +162,26 @@ class _Normalizer:
         new = self.emitter.call(aten.full.default, sizes, value, layer=node.meta["layer"], **options)
         return self._first_or_erase(new)
 
+    def _spell_out(self, node: Node) -> None:
+        """The shape that ``x.expand_as(y)`` takes from y, and what ``x.to(y)`` changes."""
+        if str(node.target) == "aten.expand_as.default":
+            node.target, node.args = aten.expand.default, (node.args[0], self._expanded_sizes(*node.args))
+        elif str(node.target) in _CASTS:
+            before, after = value_of(node_arg(node)), value_of(node)
+            kept = {"dtype": after.dtype, "device": after.device}
+            changed = {name: kind for name, kind in kept.items() if getattr(before, name) != kind}
+            node.target, node.args, node.kwargs = aten._to_copy.default, (node.args[0],), changed
+
+    def _expanded_sizes(self, small: Any, like: Any) -> list[Any]:
+        """Sizes of ``like``, read off ``small`` where it has them: messages vanish that nobody reads."""
+        new = len(shape_of(like)) - len(shape_of(small))
+        return [
+            self.sizes.of(small, dim - new)
+            if dim >= new and same_size(shape_of(small)[dim - new], size)
+            else self.sizes.of(like, dim)
+            for dim, size in enumerate(shape_of(like))
+        ]
+
     def _first_or_erase(self, new: Node) -> Node:
         first = self.numbered.setdefault(number(new.target, new.args, new.kwargs), new)
         if first is not new:
@@ -194,7 +215,7 @@ def _view(node: Node) -> Node | None:
 
 
 def _cast(node: Node) -> Node | None:
-    if str(node.target) not in _CASTS:
+    if str(node.target) != "aten._to_copy.default":
         return None
     before, after = value_of(node.args[0]), value_of(node)
     same = before.dtype == after.dtype and before.device == after.device

@@ -69,7 +69,7 @@ def test_every_node_knows_its_layer():
     nodes = capture(Net().eval(), graph(9, 20)).graph_module.graph.nodes
     layers = {str(node.target): node.meta["layer"] for node in nodes if node.op == "call_function"}
     assert layers["aten.linear.default"] == "conv2.lin"
-    assert layers["aten._native_batch_norm_legit_no_training.default"] == "norm"
+    assert layers["aten.batch_norm.default"] == "norm"
     assert layers["aten.relu.default"] == ""
 
 

@@ -143,3 +143,10 @@ def test_a_view_of_a_transposed_copy_becomes_a_reshape():
     assert "clone" not in targets(gm)
     assert "reshape" in targets(gm)
     assert relative_error(run(gm, model, (GRAPH[0],), {})[0], model(GRAPH[0])) == 0
+
+
+def test_an_expanded_index_does_not_read_its_size_off_the_messages():
+    model = formula(lambda x: x.new_zeros(4, 3).scatter_add_(0, x[:, :1].long().expand_as(x + 1), x + 1))
+    gm = normalized(model, GRAPH[0][:, :3].abs().clamp(max=3))
+    (messages,) = (node for node in gm.graph.nodes if str(node.target) == "aten.add.Tensor")
+    assert [str(user.target) for user in messages.users] == ["aten.scatter_add.default"]

@@ -1,0 +1,153 @@
+"""A traced program without writes into tensors.
+
+``run_decompositions`` finds out about writes by tracing the program twice more, which takes longer than
+the export did. What graph networks write into is nearly always a tensor that they have just made and
+that nobody else looks at, as in ``x.new_zeros(n).scatter_add_(...)``. Such a write becomes the op that
+returns its result, and every other call stays. A program with another write, or with a call that would
+mean something else below autograd, is traced again.
+"""
+
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node, map_arg
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+
+_OF_SIZES = ("_operator", "math", "torch")
+"""Modules of the functions that compute with sizes."""
+_KNOWN = (
+    aten.contiguous.default,
+    aten.expand_as.default,
+    aten.flatten.using_ints,
+    aten.reshape.default,
+    aten.to.device,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.other,
+)
+"""Composites that may return their argument, or a view of it, and that passes know."""
+_MODES = {aten.batch_norm.default: 5, aten.dropout.default: 2}
+"""Composites that passes know where the model is not in train mode, and the argument that says so."""
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """Return the program without writes: itself, changed, where no write needs another trace."""
+    rewrites = None if torch._C._is_any_autocast_enabled() else _rewrites(program.graph)
+    if rewrites is None:
+        return program.run_decompositions({})
+    for write, (op, value) in rewrites.items():
+        _rewrite(write, op, value)
+    return program
+
+
+def _rewrites(graph: Graph) -> dict[Node, tuple[OpOverload, torch.Tensor]] | None:
+    """For every write the op that does without, and its value; None where that would not do."""
+    found: dict[Node, tuple[OpOverload, torch.Tensor]] = {}
+    makers: dict[Node, Node] = {}  # of each tensor that is all of its memory: the call that made that
+    shared: set[Node] = set()  # calls whose memory is looked at through other tensors, too
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if not _stays(node):
+            return None
+        if node.target is aten.detach_.default:
+            found[node] = aten.detach.default, node.meta["val"]
+        if _is_write(node):
+            rewrite = _without_write(node)
+            maker = None if rewrite is None else makers.get(node.args[0])
+            if rewrite is None or maker is None or maker in shared:
+                return None
+            found[node], makers[node] = rewrite, maker
+        elif _may_alias(node):
+            shared.update(makers[argument] for argument in node.all_input_nodes if argument in makers)
+        else:
+            makers[node] = node
+    return found
+
+
+def _stays(node: Node) -> bool:
+    """Whether a call is what another trace would leave of it, writes aside, or what passes know as well."""
+    op = node.target
+    if not isinstance(op, OpOverload):
+        return getattr(op, "__module__", None) in _OF_SIZES
+    if op is aten.native_batch_norm.default:  # its schema hides that it writes
+        return False
+    if op in _MODES:
+        return node.args[_MODES[op]] is False
+    composite = op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+    return op in _KNOWN or not composite or not _says_alias(op)
+
+
+def _is_write(node: Node) -> bool:
+    """Whether a call changes values: ``detach_`` only what autograd knows of them."""
+    op = node.target
+    return isinstance(op, OpOverload) and op._schema.is_mutable and op is not aten.detach_.default
+
+
+def _says_alias(op: OpOverload) -> bool:
+    """Whether results of an op may be its arguments, or views of them, for some sizes."""
+    tagged = torch.Tag.maybe_aliasing_or_mutating in op.tags
+    return tagged or any(result.alias_info is not None for result in op._schema.returns)
+
+
+def _may_alias(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload) or _says_alias(node.target):
+        return True
+    taken = {place for argument in node.all_input_nodes for place in _storages(argument)}
+    return not taken.isdisjoint(_storages(node))
+
+
+def _storages(node: Node) -> list[int]:
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
+
+
+def _without_write(node: Node) -> tuple[OpOverload, torch.Tensor] | None:
+    """The op that returns what ``node`` writes, and its value; None if there is none of the same dtype."""
+    assert isinstance(node.target, OpOverload)
+    op = _returning(node.target)
+    written = node.meta.get("val")
+    if op is None or not isinstance(written, torch.Tensor) or not isinstance(node.args[0], Node):
+        return None
+    if _storages(node) != _storages(node.args[0]):  # then aliases cannot be told by storages either
+        return None
+    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    # Without the dispatcher, a decomposition in C++ would fix symbolic sizes to their examples.
+    with written.fake_mode, enable_python_dispatcher():  # pyright: ignore[reportAttributeAccessIssue]
+        value = op(*args, **kwargs)
+    return (op, value) if value.dtype == written.dtype else None
+
+
+def _returning(write: OpOverload) -> OpOverload | None:
+    """``aten::add`` for ``aten::add_``: of the same arguments, of which the first is what is written."""
+    namespace, name = write._schema.name.split("::")
+    parameters = write._schema.arguments
+    written = [parameter.name for parameter in parameters if parameter.alias_info is not None]
+    odd = {torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded}.intersection(write.tags)
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    if odd or packet is None or not name.endswith("_") or written != [parameters[0].name]:
+        return None
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    alike = [op for op in overloads if _signature(op) == _signature(write) and not op._schema.is_mutable]
+    return alike[0] if alike else None
+
+
+def _signature(op: OpOverload) -> list[tuple[str, str]]:
+    return [(parameter.name, str(parameter.type)) for parameter in op._schema.arguments]
+
+
+def _rewrite(write: Node, op: OpOverload, value: torch.Tensor) -> None:
+    """Call ``op`` instead, and let later readers of what was written read the result."""
+    with write.graph.inserting_before(write):
+        call = write.graph.call_function(op, write.args, write.kwargs)
+    call.meta = write.meta | {"val": value}
+    before: Any = write.args[0]
+    before.replace_all_uses_with(call, delete_user_cb=lambda user: write < user)
+    write.replace_all_uses_with(call)
+    write.graph.erase_node(write)
