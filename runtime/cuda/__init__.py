@@ -42,7 +42,7 @@ def load_compiler() -> str:
     Raises:
         BackendError: NVRTC, its Python interface or CUDA's headers are missing.
     """
-    build.compiler()
-    build.toolkit_headers()
     major, minor = build.compiler_version()
+    build.find_compiler()
+    build.toolkit_headers()
     return f"NVRTC {major}.{minor}"

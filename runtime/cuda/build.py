@@ -25,6 +25,7 @@ from gnnc.environment import cache_folder, cuda_home
 from gnnc.errors import BackendError
 
 INSTALL = "install gnnc[cuda] beside a CUDA build of torch"
+_NO_COMPILER = f"the package cuda-core is missing: {INSTALL}"
 _IMPORTING = threading.Lock()
 _OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": "-v"}
 _PACKAGE = Path(__file__).parents[2]  # gnnc/, seen from gnnc/runtime/cuda/
@@ -106,6 +107,18 @@ def compiler_version() -> tuple[int, int]:
     return major, minor
 
 
+def find_compiler() -> None:
+    """Check that there is a package through which to call NVRTC.
+
+    Its import takes a third of a second, which a process that finds its kernels on disk need not wait for.
+
+    Raises:
+        BackendError: it is not installed.
+    """
+    if importlib.util.find_spec("cuda.core") is None:
+        raise BackendError(_NO_COMPILER)
+
+
 @cache
 def compiler() -> Any:
     """Return the package through which NVRTC is called.
@@ -121,7 +134,7 @@ def compiler() -> Any:
                 continue
             if hasattr(module, "Program"):
                 return module
-    raise BackendError(f"the package cuda-core is missing: {INSTALL}")
+    raise BackendError(_NO_COMPILER)
 
 
 def compile_source(source: str, names: Iterable[str], architecture: str) -> Machine:

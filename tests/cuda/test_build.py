@@ -1,6 +1,8 @@
 """Compiling and its disk cache: no GPU is needed."""
 
 import stat
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,13 @@ from gnnc.runtime.cuda.unit import Unit
 pytestmark = pytest.mark.usefixtures("compiler")
 SOURCE = '#include "check.cuh"\n'
 NAMES = ("gnnc::check_finite",)
+IN_A_NEW_PROCESS = f"""
+import sys
+from gnnc.runtime import cuda
+cuda.load_compiler()
+cuda.build.compile_source({SOURCE!r}, {NAMES!r}, "sm_90")
+print("cuda.core" in sys.modules)
+"""
 
 
 @pytest.fixture
@@ -37,6 +46,14 @@ def test_code_is_compiled_once(folder, compilations):
     assert first.resources[NAMES[0]].spilled == 0
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [path.suffix for path in folder.iterdir()] == [".cubin"]
+
+
+def test_the_compiler_is_not_imported_for_code_on_disk(folder):
+    said = [
+        subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert [run.stdout.strip() for run in said] == ["True", "False"]
 
 
 def test_whatever_the_code_depends_on_is_in_the_key(folder, compilations, monkeypatch):
