@@ -5,7 +5,7 @@
 
 The floor of a kernel is the larger of its compulsory bytes (every input and output once) over the
 bandwidth of a device copy, and the time of a kernel that gathers the same rows through the same
-run table and does nothing with them; both are measured in this run. (What its integer operations
+table and does nothing with them; both are measured in this run. (What its integer operations
 take at their issue rate is left out: with it a floor can only be higher.) The peer is torch.sparse CSR
 (cuSPARSE) in FP32, with 32-bit or 64-bit indices, whichever is faster.
 """
@@ -42,6 +42,7 @@ from graphs import SHAPES, generate
 from torch import Tensor
 
 from gnnc.runtime.cuda.runs import Cut, cut_for
+from gnnc.runtime.cuda.staged import StagedTable, shared_bytes
 from gnnc.runtime.cuda.tables import group_of
 from gnnc.runtime.cuda.unit import AS_COMPILED
 
@@ -52,17 +53,21 @@ SPMM_CONFIGS = (("f32", "none", "none"), ("f16", "none", "none"), ("i8", "none",
 SPMM_CONFIGS += (("f16", "real", "none"), ("i8", "real", "row"))
 SPMM_KINDS = ("fp32", "fp16", "int8", "fp16 edge weights", "int8 edge weights")
 GATHER = """
-#include "stream.cuh"
+#include "spmm.cuh"
 namespace gnnc {
-template <class Layout_>
+template <class Layout_, int kStep_ = 8>
 struct GatherBody {
   using Layout = Layout_;
   static constexpr bool kBundle = true, kMasks = false;
-  static constexpr int kStep = 8;
+  static constexpr int kStep = kStep_;
   struct Extra {};
   unsigned int seen = 0;
+  template <class Work>
   __device__ void begin(const Work&, int) {}
   __device__ void load(Extra&, int64_t, const int (&)[4], unsigned int) {}
+  template <class Window>
+  __device__ void load_near(Extra&, const unsigned int (&)[4], const Window&) {}
+  template <class Work>
   __device__ void finish(const Work&, int) {}
   template <bool kMasked>
   __device__ void add(const uint4 (&x)[4], const Extra&, unsigned int) {
@@ -79,6 +84,25 @@ __global__ void __launch_bounds__((kGatherThreads<kElement, kWidth>), 1)
   __shared__ Feed<Layout> feed[kGatherThreads<kElement, kWidth> / 32];
   GatherBody<Layout> body;
   for_runs<Layout>(runs, x, static_cast<unsigned int>(stride), &next, feed[threadIdx.x / 32], body);
+  if (body.seen == 0x12345678u) *out = 1;
+}
+template <Element kElement, int kWidth>
+using StagedSum = Staged<SpmmConfig<kElement, kWidth, Reduce::sum>>;
+template <Element kElement, int kWidth>
+__global__ void __launch_bounds__((StagedSum<kElement, kWidth>::kThreads), 1)
+    gather_staged(StagedRuns runs, const char* x, int64_t stride, unsigned int* out) {
+  using S = StagedSum<kElement, kWidth>;
+  constexpr int kStep = S::kResidency.step;
+  extern __shared__ int4 memory[];
+  __shared__ StagedShare share;
+  __shared__ StagedFeed<typename S::Layout, kStep / 4> feed[S::kThreads / 32];
+  typename S::Window window(memory);
+  GatherBody<typename S::Layout, kStep> body;
+  for (int slice = 0; slice < S::kSlices; ++slice) {
+    const char* from = x + slice * S::kSliceBytes;
+    for_staged_runs<typename S::Layout>(runs, from, static_cast<unsigned int>(stride), nullptr,
+                                        window, &share, feed[threadIdx.x / 32], body);
+  }
   if (body.seen == 0x12345678u) *out = 1;
 }
 }
@@ -149,9 +173,9 @@ def cusparse(rowptr: Tensor, col: Tensor, width: int, dot: bool) -> dict[str, fl
     return best
 
 
-def gather_name(element: str, width: int) -> str:
-    """Return the C++ name of the kernel that only gathers."""
-    return f"gnnc::gather_only<gnnc::Element::{element}, {width}>"
+def gather_name(element: str, width: int, kind: str = "only") -> str:
+    """Return the C++ name of the kernel that only gathers, or the one that reads near rows in windows."""
+    return f"gnnc::gather_{kind}<gnnc::Element::{element}, {width}>"
 
 
 class Floors:
@@ -169,6 +193,17 @@ class Floors:
         arguments = [*graph.values(), address(x), x.stride(0) * x.element_size(), address(out)]
         blocks = graph.runs.blocks
         return median_ms(lambda: module.launch(name, blocks, AS_COMPILED, *arguments))
+
+    def staged_gather(self, x: Tensor, graph: Sparse | None = None) -> float:
+        """Return the same through the table of edges by stretch."""
+        graph = (graph or self.graph).gathering(x)
+        name = gather_name(ELEMENTS[x.dtype], x.shape[1], "staged")
+        module, table = Module(GATHER, (name,)), StagedTable(graph.staged, x.shape[0])
+        out = torch.zeros(1, dtype=torch.int32, device="cuda")
+        given = [address(graph.rowptr), *table.fields]
+        given += [address(x), x.stride(0) * x.element_size(), address(out)]
+        shared = shared_bytes(graph.row_bytes)
+        return median_ms(lambda: module.launch(name, table.blocks, AS_COMPILED, *given, shared=shared))
 
     def copy(self, *tensors: Tensor | None) -> float:
         """Return the time of moving each tensor once."""
@@ -246,8 +281,10 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
         for label, (of, call, read) in kernels(graph, xs, width).items():
             x = xs[next(kind for kind in xs if kind in label)]
             time = median_ms(call)
-            floor = max(floors.copy(x, call.out, *read), gathers[next(kind for kind in xs if kind in label)])
             gather = gathers[next(kind for kind in xs if kind in label)]
+            if getattr(call, "staged", False):
+                gather = floors.staged_gather(x)
+            floor = max(floors.copy(x, call.out, *read), gather)
             rows[label] = figures(time, peer[of], floor, gather)
         result[f"F={width}"] = {"cusparse_ms": {k: round(v, 4) for k, v in peer.items()}, "kernels": rows}
         show(name, width, peer, rows)
@@ -296,8 +333,9 @@ def spmm_widths(name: str) -> dict[str, Any]:
             kind, _, weights = label.partition(" ")
             given = (value, scale if kind == "int8" else None) if weights else (None, None)
             call = Spmm(of[kind], xs[kind], *given)
-            floor = max(floors.copy(xs[kind], call.out, *given), gathers[kind])
-            rows[f"spmm {label}"] = figures(median_ms(call), peer, floor, gathers[kind])
+            gather = floors.staged_gather(xs[kind], of[kind]) if call.staged else gathers[kind]
+            floor = max(floors.copy(xs[kind], call.out, *given), gather)
+            rows[f"spmm {label}"] = figures(median_ms(call), peer, floor, gather)
             del call
         for weights in ("", " edge weights"):
             rows[f"spmm int8{weights}"]["of fp16"] = round(

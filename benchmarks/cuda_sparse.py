@@ -8,7 +8,15 @@ from cuda_launch import Module, address
 from torch import Tensor
 
 from gnnc.runtime.cuda.runs import Cut, Runs, build_runs
-from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, shared_bytes, window_rows
+from gnnc.runtime.cuda.staged import (
+    StagedRuns,
+    StagedTable,
+    build_staged,
+    pays,
+    shared_bytes,
+    takes,
+    window_rows,
+)
 from gnnc.runtime.cuda.tables import RunTable, in_fours
 from gnnc.runtime.cuda.unit import AS_COMPILED
 
@@ -33,6 +41,13 @@ class Sparse:
         runs = build_staged(self.rowptr, self.col, self.cut, self.multiprocessors, window, always=True)
         assert runs is not None
         return runs
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether programs sum rows of so many bytes by stretch, where edges have no weights."""
+        edges, blocks = self.col.numel(), self.multiprocessors
+        given = edges, self.num_dst, blocks, self.row_bytes
+        return takes(self.row_bytes) and pays(edges, *given) and pays(self.staged.near, *given)
 
     @cached_property
     def runs(self) -> RunTable:
@@ -149,10 +164,13 @@ class Spmm:
         shift: Tensor | None = None,
         reduce: str = "sum",
         to_int8: bool = False,
-        staged: bool = False,
+        staged: bool | None = None,
         **tuning: int,
     ) -> None:
         graph = graph.gathering(x)
+        if staged is None:
+            staged = value is None and reduce in ("sum", "mean") and graph.is_staged
+        self.staged = staged
         kind = "none" if value is None else "integer" if value.dtype == torch.int8 else "real"
         scale = "row" if x_scale is not None else "power" if shift is not None else "none"
         heads = 1 if value is None or value.dim() == 1 else value.shape[1]
