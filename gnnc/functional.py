@@ -43,6 +43,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
         return program.run_decompositions({})
     for write, (op, value) in rewrites.items():
         _rewrite(write, op, value)
+    program.graph.eliminate_dead_code()
     return program
 
 
