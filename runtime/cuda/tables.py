@@ -104,7 +104,7 @@ def sums_of(rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> SumTab
             return SumTable(runs_of(rowptr, col.shape[0], row_bytes))
         return SumTable(StagedTable(staged, sources))
 
-    return kept(col, f"sums_{rowptr.data_ptr()}_{row_bytes}", build)
+    return kept(col, f"sums_{rowptr.data_ptr()}_{sources}_{row_bytes}", build)
 
 
 def _staged_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> StagedRuns | None:
