@@ -72,6 +72,17 @@ class RowProgram:
     scales: list[int] = field(default_factory=list)
     watched: bool = False
 
+    @property
+    def steps(self) -> list[tuple[Op, int, int, int]]:
+        """The instructions, one by one: opcode, a, b, c."""
+        code = self.code
+        return [(Op(code[i]), code[i + 1], code[i + 2], code[i + 3]) for i in range(0, len(code), 4)]
+
+    @property
+    def ops(self) -> set[Op]:
+        """The opcodes, each once."""
+        return {step[0] for step in self.steps}
+
     def add(self, name: str, a: int = -1, b: int = -1, c: int = -1) -> None:
         """Append an instruction."""
         self.code += [int(Op[name]), a, b, c]

@@ -107,7 +107,7 @@ struct SliceTile {
 
   // Of what is past the slice: the width.
   __device__ int column(int i) const {
-    const int within = i / kRun * Tile::kBlock + lane * kRun + i % kRun;
+    const int within = Tile::column_of(lane, i);
     return within < Tile::kWidth ? first + within : kWidth;
   }
   __device__ bool valid(int i) const { return column(i) < kWidth; }

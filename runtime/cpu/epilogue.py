@@ -54,8 +54,8 @@ def _out_text(out: Out, results: list[Node | None], emitter: Emitter, rows: Any,
 
 def _code(program: RowProgram, check_finite: bool) -> tuple[int, ...]:
     """The instructions, without those that only look for NaN and infinity where nobody asks."""
-    steps = [tuple(program.code[i : i + 4]) for i in range(0, len(program.code), 4)]
-    return tuple(n for step in steps if check_finite or step[0] != Op.AMAX for n in step)
+    kept = (step for step in program.steps if check_finite or step[0] != Op.AMAX)
+    return tuple(int(number) for step in kept for number in step)
 
 
 def check_scales(emitter: Emitter) -> None:

@@ -74,9 +74,8 @@ class Writer:
 
     def write(self) -> tuple[str, list[str]]:
         """Return the struct's name and the texts of its members' values."""
-        code = self.program.code
-        for i in range(0, len(code), 4):
-            self._instruction(Op(code[i]), *code[i + 1 : i + 4])
+        for step in self.program.steps:
+            self._instruction(*step)
         values = self.struct.values or ["0"]
         return self.emitter.unit.struct("Epilogue", self.struct.text), values
 

@@ -206,8 +206,8 @@ def _lanes(plan: gemm.Plan, tile: Tile, shape: Shape) -> int:
     Of one that becomes codes so few that every thread has a row: all of them compute its scale. Others are
     stored, and the more threads do it, the longer the stretch of memory that they write at a time.
     """
-    most, ops = lanes_for(shape.out), {Op(code) for code in plan.program.code[::4]}
-    if ops.isdisjoint({Op.QUANT_ROW, Op.QUANT_STATIC, Op.QUANT_POW2}):
+    most = lanes_for(shape.out)
+    if plan.program.ops.isdisjoint({Op.QUANT_ROW, Op.QUANT_STATIC, Op.QUANT_POW2}):
         return most
     return min(max(tile.threads // tile.rows, 4), most)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ROW_COST = 4
+ROW_COST = 4
 """A row costs about as much as this many edges, beyond its own."""
 _MOST_CHUNK, _MOST_WIDE_CHUNK = 32, 64
 """Blocks work on neighbouring chunks at a time: larger ones would spread them over more than L2 holds. Rows
@@ -134,8 +134,8 @@ def _short_runs(rowptr: Tensor, degree: Tensor, rows: Tensor, cut: Cut) -> _Part
     groups = -(-row.numel() // cut.group)
     padded = torch.nn.functional.pad(degree[row], (0, groups * cut.group - row.numel()))
     most = padded.view(groups, cut.group).amax(1) if groups else padded
-    cost = cut.group * (most + _ROW_COST)
-    most_cost = min(cut.part, cut.group * (cut.short + _ROW_COST))
+    cost = cut.group * (most + ROW_COST)
+    most_cost = min(cut.part, cut.group * (cut.short + ROW_COST))
     least = -(-most_cost * cut.group // max(cut.entries, cut.group))
     bucket = torch.div(cost.clamp(min=least).cumsum(0) - 1, most_cost, rounding_mode="floor")
     opens = torch.ones_like(bucket, dtype=torch.bool)

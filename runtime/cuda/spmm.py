@@ -111,7 +111,8 @@ class Spmm:
             "staging", f"empty(({runs}.slots * {words},), dtype={emitter.bind(torch.float32, 'dtype')})"
         )
         rest = [f"{x.text}.data_ptr()", str(x.stride), value, scale, shift, f"{staging}.data_ptr()"]
-        names = f"{_config(plan, node)}, {epilogue}"
+        config = _config(plan, node)
+        names = f"{config}, {epilogue}"
         given = [*runs_arguments(emitter.vector(rowptr), col, runs), *rest]
         count = len(given) + RUNS_EXTRA
         emitter.unit.expect("SpmmArgs", count)
@@ -124,7 +125,7 @@ class Spmm:
         count = len(given) + STAGED_EXTRA
         emitter.unit.expect("StagedSpmmArgs", count)
         shared = shared_bytes(x.nbytes, _scale(plan))
-        window = f"gnnc::Staged<{_config(plan, node)}>::Window::kBytes"
+        window = f"gnnc::Staged<{config}>::Window::kBytes"
         emitter.unit.require(f"{window} == {shared}", "the window has the bytes that a launch gives it")
         launch = partial(emitter.launch, values=[*given, *values], count=count + len(values))
         launch(f"gnnc::spmm_staged<{names}>", f"{runs}.staged_blocks", block=AS_COMPILED, shared=shared)
@@ -142,7 +143,7 @@ def _is_staged(plan: spmm.Plan, node: Node, x: Rows) -> bool:
 
 def _is_by_column(plan: spmm.Plan) -> bool:
     """Whether no step of the row program looks at several columns, as where rows come in slices."""
-    ops = {Op(code) for code in plan.program.code[::4]}
+    ops = plan.program.ops
     return ops.isdisjoint(_OF_WHOLE_ROWS) and (Op.QUANT_STATIC not in ops or plan.width % 32 == 0)
 
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from gnnc.runtime.cuda.emitter import BLOCK
 from gnnc.runtime.cuda.launch import Launch
-from gnnc.runtime.cuda.runs import Cut
+from gnnc.runtime.cuda.runs import ROW_COST, Cut
 from gnnc.runtime.cuda.unit import Unit
 
 STRETCH = 2048
 """Consecutive rows that a block of threads works on at a time."""
-MOST_SLICES = 4
+_MOST_SLICES = 4
 LEAST_SHARED = 227 * 1024
 """Bytes of shared memory that a block of the device can have: a window and what warps hold."""
 _LEAST_NEAR = 0.5
@@ -23,8 +23,6 @@ _LEAST_USES = 24
 docs/cuda-sparse-kernels.md."""
 _LEAST_USES_OF_128 = 100
 """The same where rows have 128 bytes: gathered from memory they lose less."""
-_ROW_COST = 4
-"""A row costs about as much as this many edges, beyond its own."""
 _SIDE_BY_SIDE = 16
 """Entries of a run: two for each slot of a warp."""
 _POINTERS = ("place", "row", "edges", "near", "entry", "word", "slot")
@@ -133,7 +131,7 @@ def arrange(entries: Entries, near: Tensor, rows: int, short: int, blocks: int) 
 
     stretches = -(-rows // STRETCH)
     begin = torch.searchsorted(where, torch.arange(stretches + 1, device=where.device))
-    spent = (edges[order] + _ROW_COST).cumsum(0)
+    spent = (edges[order] + ROW_COST).cumsum(0)
     ends = spent[opens + count - 1]
     shares = torch.arange(blocks + 1, device=where.device) * (int(ends[-1]) if ends.numel() else 0) / blocks
     share = torch.searchsorted(ends.double(), shares.double())
@@ -184,7 +182,7 @@ def takes(row_bytes: int) -> bool:
     """Whether rows of so many bytes are whole slices: what ``gnnc::Staged`` asserts, and few."""
     if row_bytes <= 64:
         return row_bytes > 32
-    return row_bytes % slice_bytes(row_bytes) == 0 and row_bytes <= MOST_SLICES * slice_bytes(row_bytes)
+    return row_bytes % slice_bytes(row_bytes) == 0 and row_bytes <= _MOST_SLICES * slice_bytes(row_bytes)
 
 
 @cache
