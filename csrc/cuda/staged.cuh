@@ -9,8 +9,8 @@
 // window, from 1 on, the last word filled up with place 0, a row of zeros; then far ones, four a word, by their row of
 // x.
 //
-// A window holds all rows of a stretch where they have at most 64 bytes, and the first 1536 in slices of 128 bytes where
-// they have more. All blocks go through the graph once for each slice.
+// A window holds all rows of a stretch where they have at most 64 bytes, and the first 1536 in slices of 128 bytes
+// where they have more. All blocks go through the graph once for each slice.
 //
 // A body has, beside what stream.cuh asks for:
 //   load_near(extra, place, window)   the loads of four near edges, by their places in the window
