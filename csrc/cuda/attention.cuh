@@ -11,10 +11,11 @@
 // Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 13
 // instructions for 4 columns of int8, an edge.
 //
-// Launch: attention as spmm; then attention_combine with one block of 256 threads for every row of runs.split.
+// Launch: attention as spmm; then attention_combine with a block of 128 threads for every row of runs.split.
 // staging: slots * Attention<Config>::kStaged words. attention_weights (launched as attention) writes alpha.
 
 #include "lane_reduce.cuh"
+#include "product_sum.cuh"
 #include "row_tile.cuh"
 #include "stream.cuh"
 
@@ -72,6 +73,8 @@ struct Attention {
   static constexpr int kHeadStride = head_stride(Config::kElement, kWidth, kHeads);
   static constexpr int kStride = kHeads * kHeadStride;
   using Layout = RowLayout<Config::kElement, kStride>;
+  using Sum =
+      typename Select<kScaled, ByteProducts<Layout, Weight::real>, LaneReduce<Layout, Reduce::sum>>::Type;
   // The row of a slot, in the columns that its threads gather; or the row of the warp.
   static constexpr bool kBundle = has_bundles(Config::kElement, kWidth, kHeads);
   using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4>;
@@ -105,12 +108,6 @@ struct Attention {
 // Above no finite logit, and finite: a difference from it is never NaN.
 constexpr float kNoLogit = -3.402823466e38f;
 
-__device__ inline float power_of_two(float v) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
-  return result;
-}
-
 template <class Config, class Epilogue>
 struct AttentionBody {
   using A = Attention<Config>;
@@ -133,14 +130,14 @@ struct AttentionBody {
   int pass;
   int head;   // of this thread's piece
   float own;  // a_dst of this row
-  float top, total;
-  float sums[kColumns];
+  float top;  // a whole number that no logit so far is above
+  float total;
+  typename A::Sum sum;
 
   __device__ __forceinline__ void clear() {
     top = kNoLogit;
     total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) sums[i] = 0.0f;
+    sum.clear();
   }
 
   __device__ __forceinline__ void begin(const Work& work, int which) {
@@ -173,27 +170,21 @@ struct AttentionBody {
       if (kMasked && !(mask >> i & 1)) logit[i] = -__int_as_float(0x7f800000);
       highest = fmaxf(highest, logit[i]);
     }
-    if (__any_sync(0xffffffffu, highest > top)) {
-      const float by = power_of_two(top - highest);
-      top = highest;
-      total = __fmul_rn(total, by);
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) sums[c] = __fmul_rn(sums[c], by);
-    }
+    if (__any_sync(0xffffffffu, highest > top)) raise(ceilf(highest));
+    float w[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float p = power_of_two(logit[i] - top);
       total = __fadd_rn(total, p);
-      const float w = A::kScaled ? __fmul_rn(p, e.scale[i]) : p;
-      float v[kColumns];
-      unpack<Config::kElement>(x[i], v);
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) sums[c] = fmaf(w, v[c], sums[c]);
+      w[i] = A::kScaled ? __fmul_rn(p, e.scale[i]) : p;
     }
+    sum.add(x, w);
   }
 
   __device__ __forceinline__ void finish(const Work& work, int) {
-    if (work.shared) join_totals();
+    float sums[kColumns];
+    sum.take(sums);
+    if (work.shared) join_totals(sums);
     if constexpr (A::kSpread) {
       if (work.shared) {
         float own[A::kRun];
@@ -211,7 +202,7 @@ struct AttentionBody {
       }
       clear();
     } else {
-      hold(work.part >= 0 ? 1.0f : inverse(work));
+      hold(sums, work.part >= 0 ? 1.0f : inverse(work));
       clear();
       if (pass + 1 < Layout::kPasses) return;
       __syncwarp();
@@ -232,8 +223,14 @@ struct AttentionBody {
 
   __device__ static float sum_of(float p, float q) { return __fadd_rn(p, q); }
 
+  __device__ __forceinline__ void raise(float to) {
+    total = __fmul_rn(total, power_of_two(top - to));
+    sum.lower(static_cast<int>(fminf(to - top, 1000.0f)));
+    top = to;
+  }
+
   // Gives all slots the maximum and the total over all of them, and their own sums that maximum.
-  __device__ __forceinline__ void join_totals() {
+  __device__ __forceinline__ void join_totals(float (&sums)[kColumns]) {
     float highest[1] = {top};
     join_slots<Layout>(highest, [](float p, float q) { return fmaxf(p, q); });
     const float by = power_of_two(top - highest[0]);
@@ -273,7 +270,7 @@ struct AttentionBody {
 
   // Rows of several passes, or with something between their heads, wait in shared memory.
 
-  __device__ __forceinline__ void hold(float factor) {
+  __device__ __forceinline__ void hold(const float (&sums)[kColumns], float factor) {
     if (Layout::slot() > 0) return;
     float* to = words + (pass * Layout::kPieces + Layout::piece()) * kColumns;
 #pragma unroll
@@ -316,55 +313,56 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention(const Attention
   for_runs<Layout>(a.runs, x, stride, &next, feed[threadIdx.x / 32], body);
 }
 
-// Joins the parts of one split row: all threads know the maxima of its parts, warps take parts in turn.
+// Of one column: what some edges have summed up to, with their statistics.
+struct ColumnPart {
+  float top = kNoLogit, total = 0.0f, sum = 0.0f;
+
+  __device__ void join(const ColumnPart& other) {
+    const float highest = fmaxf(top, other.top);
+    const float by = power_of_two(top - highest), of_other = power_of_two(other.top - highest);
+    total = fmaf(other.total, of_other, __fmul_rn(total, by));
+    sum = fmaf(other.sum, of_other, __fmul_rn(sum, by));
+    top = highest;
+  }
+};
+
+// Joins the parts of one split row: each warp every kWarps-th part, and the first warp the warps.
 template <class Config, class Epilogue>
-__global__ void __launch_bounds__(256) attention_combine(const AttentionArgs a, const Epilogue epilogue) {
+__global__ void __launch_bounds__(128) attention_combine(const AttentionArgs a, const Epilogue epilogue) {
   using A = Attention<Config>;
   using Tile = RowTile<Config::kWidth, 32>;
-  constexpr int kHeads = Config::kHeads, kPer = Tile::kPer;
-  __shared__ float parts[8][A::kColumns];
-  __shared__ float2 heads[kHeads];
-  const Split split = a.runs.split[blockIdx.x];
+  constexpr int kWarps = 4;
+  __shared__ ColumnPart parts[kWarps][A::kWidth];
+  const Split split = load_record(a.runs.split + blockIdx.x);
   const float* staging = static_cast<const float*>(a.staging) + static_cast<int64_t>(split.slot) * A::kStaged;
-  const auto stat = [&](int slot, int h) {
-    return reinterpret_cast<const float2*>(staging + static_cast<int64_t>(slot) * A::kStaged + A::kColumns)[h];
-  };
-  for (int h = static_cast<int>(threadIdx.x); h < kHeads; h += 256) {
-    float top = kNoLogit, total = 0.0f;
-    for (int slot = 0; slot < split.parts; ++slot) top = fmaxf(top, stat(slot, h).x);
-    for (int slot = 0; slot < split.parts; ++slot) {
-      const float2 s = stat(slot, h);
-      total = fmaf(s.y, power_of_two(s.x - top), total);
+  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll 2
+  for (int column = lane; column < A::kWidth; column += 32) {
+    const int head = column / A::kHeadWidth;
+    ColumnPart joined;
+#pragma unroll 4
+    for (int slot = warp; slot < split.parts; slot += kWarps) {
+      const float* part = staging + static_cast<int64_t>(slot) * A::kStaged;
+      const float2 stat = reinterpret_cast<const float2*>(part + A::kColumns)[head];
+      joined.join({stat.x, stat.y, part[A::place(column)]});
     }
-    heads[h] = make_float2(top, total);
-    if (a.stats != nullptr) a.stats[static_cast<int64_t>(split.row) * kHeads + h] = heads[h];
-  }
-  __syncthreads();
-  Tile tile;
-  const int warp = static_cast<int>(threadIdx.x / 32);
-  for (int slot = warp; slot < split.parts; slot += 8) {
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      if (!tile.valid(i)) continue;
-      const int head = tile.column(i) / A::kHeadWidth;
-      const float by = power_of_two(stat(slot, head).x - heads[head].x);
-      const int64_t at = static_cast<int64_t>(slot) * A::kStaged + A::place(tile.column(i));
-      tile.v[i] = fmaf(staging[at], by, tile.v[i]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    if (tile.valid(i)) parts[warp][tile.column(i)] = tile.v[i];
+    parts[warp][column] = joined;
   }
   __syncthreads();
   if (warp != 0) return;
+  Tile tile;
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) {
+  for (int i = 0; i < Tile::kPer; ++i) {
     if (!tile.valid(i)) continue;
     const int column = tile.column(i);
-#pragma unroll 1
-    for (int other = 1; other < 8; ++other) tile.v[i] = __fadd_rn(tile.v[i], parts[other][column]);
-    tile.v[i] = __fmul_rn(tile.v[i], A::inverse(heads[column / A::kHeadWidth].y, true));
+    ColumnPart joined = parts[0][column];
+#pragma unroll
+    for (int other = 1; other < kWarps; ++other) joined.join(parts[other][column]);
+    tile.v[i] = __fmul_rn(joined.sum, A::inverse(joined.total, true));
+    if (a.stats != nullptr && column % A::kHeadWidth == 0) {
+      const int64_t row = static_cast<int64_t>(split.row) * Config::kHeads;
+      a.stats[row + column / A::kHeadWidth] = make_float2(joined.top, joined.total);
+    }
   }
   epilogue(tile, split.row);
 }

@@ -18,6 +18,7 @@
 // Launch: pack_weight with blocks of 256 threads, Config::kWarps warps an output column (of kOut8); then gemm with one
 // block of Config::kThreads threads for every kRows rows and Gemm<Config>::kShared bytes of dynamic shared memory.
 
+#include "copies.cuh"
 #include "row_steps.cuh"
 
 namespace gnnc {
@@ -122,21 +123,20 @@ __device__ inline uint32_t two_halves(float a, float b, Product product) {
   return *reinterpret_cast<const uint32_t*>(&v);
 }
 
-// Codes of four values: rint(v * inverse), held to +-127, as bytes.
+// Codes of four values of which the largest is 127 / inverse, as bytes.
 __device__ inline uint32_t four_codes(float4 v, float inverse) {
-  const auto code = [=](float x) {
-    return static_cast<uint32_t>(static_cast<int>(step::code_of(__fmul_rn(x, inverse))));
-  };
+  const auto code = [=](float x) { return step::rounded(__fmul_rn(x, inverse)); };
   const uint32_t low = __byte_perm(code(v.x), code(v.y), 0x0040), high = __byte_perm(code(v.z), code(v.w), 0x0040);
   return __byte_perm(low, high, 0x5410);
 }
 
-// The largest of |v| and `top`, as bits: NaN counts as larger than infinity.
-__device__ inline uint32_t larger(uint32_t top, float4 v) {
-  const uint32_t mask = 0x7fffffffu;
-  const uint32_t a = max(__float_as_uint(v.x) & mask, __float_as_uint(v.y) & mask);
-  const uint32_t b = max(__float_as_uint(v.z) & mask, __float_as_uint(v.w) & mask);
-  return max(top, max(a, b));
+__device__ inline float larger_abs(float top, float4 v) {
+  return larger_abs(larger_abs(larger_abs(larger_abs(top, v.x), v.y), v.z), v.w);
+}
+
+// The largest of the warp's.
+__device__ inline float largest_of_warp(float top) {
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(top)));  // none is negative
 }
 
 // Loading numbers.
@@ -161,11 +161,12 @@ struct Load {
     float4 v[Config::kRowsOnce][kRuns];
 
     // The rows after the last are read as the last, and their results left.
-    __device__ void read(const GemmArgs& args, int64_t first, int chunk, int part, int lane) {
+    __device__ void read(const GemmArgs& args, int64_t begin, int place, int chunk, int part, int lane) {
+      const X* first = static_cast<const X*>(args.x) + begin * Config::kStride + chunk * G::kChunk;
+      const auto last = static_cast<int>(min(args.rows - begin, static_cast<int64_t>(Config::kRows))) - 1;
 #pragma unroll
       for (int r = 0; r < Config::kRowsOnce; ++r) {
-        const int64_t row = min(first + r * kTeams, args.rows - 1);
-        const X* from = static_cast<const X*>(args.x) + row * Config::kStride + chunk * G::kChunk;
+        const X* from = first + min(place + r * kTeams, last) * Config::kStride;
 #pragma unroll
         for (int i = 0; i < kRuns; ++i) v[r][i] = run(from, i, part, lane);
       }
@@ -189,11 +190,11 @@ struct Load {
     }
 
     // The largest of |v| of each row and `top`.
-    __device__ void tops(uint32_t (&top)[Config::kRowsOnce]) const {
+    __device__ void tops(float (&top)[Config::kRowsOnce]) const {
 #pragma unroll
       for (int r = 0; r < Config::kRowsOnce; ++r) {
 #pragma unroll
-        for (int i = 0; i < kRuns; ++i) top[r] = larger(top[r], v[r][i]);
+        for (int i = 0; i < kRuns; ++i) top[r] = larger_abs(top[r], v[r][i]);
       }
     }
 
@@ -220,19 +221,19 @@ struct Load {
       const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
       for (int place = warp; place < Config::kRows; place += kTurn) {
-        uint32_t top[Config::kRowsOnce] = {};
+        float top[Config::kRowsOnce] = {};
 #pragma unroll 1
         for (int chunk = 0; chunk < G::kChunks - 1; ++chunk) {
           Turn<false> turn;
-          turn.read(args, begin + place, chunk, 0, lane);
+          turn.read(args, begin, place, chunk, 0, lane);
           turn.tops(top);
         }
         Turn<true> turn;
-        turn.read(args, begin + place, G::kChunks - 1, 0, lane);
+        turn.read(args, begin, place, G::kChunks - 1, 0, lane);
         turn.tops(top);
 #pragma unroll
         for (int r = 0; r < Config::kRowsOnce; ++r) {
-          const float scale = step::scale_of(__uint_as_float(__reduce_max_sync(0xffffffffu, top[r])));
+          const float scale = step::scale_of(largest_of_warp(top[r]));
           if (lane == 0) scales[place + r * kTeams] = scale;
         }
       }
@@ -242,39 +243,35 @@ struct Load {
 
   template <bool kLast>
   __device__ static void chunk(const GemmArgs& args, int64_t begin, int chunk, char* rows, float* scales,
-                               uint32_t* tops) {
+                               float* tops) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int part = warp % Config::kRowWarps;
 #pragma unroll 1
     for (int place = warp / Config::kRowWarps; place < Config::kRows; place += kTurn) {
       Turn<kLast> turn;
-      turn.read(args, begin + place, chunk, part, lane);
-      float scale[Config::kRowsOnce] = {};
+      turn.read(args, begin, place, chunk, part, lane);
+      float inverse[Config::kRowsOnce] = {};
       if constexpr (kQuantizes && G::kChunks > 1) {
 #pragma unroll
-        for (int r = 0; r < Config::kRowsOnce; ++r) scale[r] = scales[place + r * kTeams];
+        for (int r = 0; r < Config::kRowsOnce; ++r) inverse[r] = step::inverse_of(scales[place + r * kTeams]);
       } else if constexpr (kQuantizes) {
-        measure(turn, scale, place, part, lane, tops);
-#pragma unroll
-        for (int r = 0; r < Config::kRowsOnce; ++r) {
-          if (part == 0 && lane == 0) scales[place + r * kTeams] = scale[r];
-        }
+        measure(turn, inverse, place, part, lane, scales, tops);
       }
 #pragma unroll
       for (int r = 0; r < Config::kRowsOnce; ++r) {
-        turn.put(r, rows + (place + r * kTeams) * G::kPitch, step::inverse_of(scale[r]), part, lane);
+        turn.put(r, rows + (place + r * kTeams) * G::kPitch, inverse[r], part, lane);
       }
     }
   }
 
-  // The scales of the rows of a turn, all in registers. Every warp of the block calls it together.
+  // The scales of the rows of a turn, all in registers, and their inverses. Every warp of the block calls it together.
   template <class T>
-  __device__ static void measure(const T& turn, float (&scale)[Config::kRowsOnce], int place, int part, int lane,
-                                 uint32_t* tops) {
-    uint32_t top[Config::kRowsOnce] = {};
+  __device__ static void measure(const T& turn, float (&inverse)[Config::kRowsOnce], int place, int part, int lane,
+                                 float* scales, float* tops) {
+    float top[Config::kRowsOnce] = {};
     turn.tops(top);
 #pragma unroll
-    for (int r = 0; r < Config::kRowsOnce; ++r) top[r] = __reduce_max_sync(0xffffffffu, top[r]);
+    for (int r = 0; r < Config::kRowsOnce; ++r) top[r] = largest_of_warp(top[r]);
     if constexpr (Config::kRowWarps > 1) {
 #pragma unroll
       for (int r = 0; r < Config::kRowsOnce; ++r) {
@@ -285,12 +282,18 @@ struct Load {
       for (int r = 0; r < Config::kRowsOnce; ++r) {
 #pragma unroll
         for (int i = 0; i < Config::kRowWarps; ++i) {
-          top[r] = max(top[r], tops[(place + r * kTeams) * Config::kRowWarps + i]);
+          top[r] = larger_abs(top[r], tops[(place + r * kTeams) * Config::kRowWarps + i]);
         }
       }
     }
+    // Each thread divides for one row.
+    float own = top[0];
 #pragma unroll
-    for (int r = 0; r < Config::kRowsOnce; ++r) scale[r] = step::scale_of(__uint_as_float(top[r]));
+    for (int r = 1; r < Config::kRowsOnce; ++r) own = lane == r ? top[r] : own;
+    const float scale = step::scale_of(own), own_inverse = step::inverse_of(scale);
+    if (part == 0 && lane < Config::kRowsOnce) scales[place + lane * kTeams] = scale;
+#pragma unroll
+    for (int r = 0; r < Config::kRowsOnce; ++r) inverse[r] = __shfl_sync(0xffffffffu, own_inverse, r);
   }
 };
 
@@ -308,7 +311,7 @@ struct Load<Config, int8_t> {
   }
 
   template <bool kLast>
-  __device__ static void chunk(const GemmArgs& args, int64_t begin, int chunk, char* rows, float*, uint32_t*) {
+  __device__ static void chunk(const GemmArgs& args, int64_t begin, int chunk, char* rows, float*, float*) {
     constexpr int kPieces = (kLast ? G::K::kPlaces - G::kLast : G::kChunk) / 16;
     constexpr int kAll = Config::kRows * kPieces;
 #pragma unroll 2
@@ -319,12 +322,10 @@ struct Load<Config, int8_t> {
       const int64_t row = min(begin + place, args.rows - 1);
       const int8_t* from = static_cast<const int8_t*>(args.x) + row * Config::kStride;
       const bool exists = column < Config::kInner;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                       static_cast<uint32_t>(__cvta_generic_to_shared(rows + place * G::kPitch + byte))),
-                   "l"(from + (exists ? column : 0)), "r"(exists ? 16 : 0)
-                   : "memory");
+      start_copy_if(exists, reinterpret_cast<int4*>(rows + place * G::kPitch + byte),
+                    reinterpret_cast<const int4*>(from + (exists ? column : 0)));
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_for_copies();
   }
 };
 
@@ -489,7 +490,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmAr
   extern __shared__ __align__(16) char shared[];
   Out* out = reinterpret_cast<Out*>(shared + G::kOutAt);
   float* scales = reinterpret_cast<float*>(shared + G::kScalesAt);
-  uint32_t* tops = reinterpret_cast<uint32_t*>(shared + G::kTopsAt);
+  float* tops = reinterpret_cast<float*>(shared + G::kTopsAt);
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * Config::kRows;
   const int across = threadIdx.x / 32 / (Config::kDown * Config::kSplit);
   int first = across * G::kTilesWarp;
@@ -590,7 +591,7 @@ struct Pack {
 template <class Config>
 __global__ void __launch_bounds__(256) pack_weight(PackArgs args) {
   using P = Pack<Config>;
-  __shared__ uint32_t tops[8];
+  __shared__ float tops[8];
   const int warp = threadIdx.x / 32, team = warp / Config::kWarps, thread = threadIdx.x % P::kThreads;
   const int output = blockIdx.x * (8 / Config::kWarps) + team;
   const bool exists = output < Config::kOut, is_packed = output < round_up(Config::kOut, 8);
@@ -600,16 +601,16 @@ __global__ void __launch_bounds__(256) pack_weight(PackArgs args) {
   for (int i = 0; i < P::kHeld; ++i) held[i] = P::read(from, exists, i * P::kThreads + thread);
   float inverse = 1.0f;
   if constexpr (P::kQuantizes) {
-    uint32_t top = 0;
+    float top = 0.0f;
 #pragma unroll
-    for (int i = 0; i < P::kHeld; ++i) top = larger(top, held[i]);
+    for (int i = 0; i < P::kHeld; ++i) top = larger_abs(top, held[i]);
 #pragma unroll 2
-    for (int i = P::kHeld; i < P::kTurns; ++i) top = larger(top, P::read(from, exists, i * P::kThreads + thread));
-    tops[warp] = __reduce_max_sync(0xffffffffu, top);
+    for (int i = P::kHeld; i < P::kTurns; ++i) top = larger_abs(top, P::read(from, exists, i * P::kThreads + thread));
+    tops[warp] = largest_of_warp(top);
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < Config::kWarps; ++i) top = max(top, tops[team * Config::kWarps + i]);
-    const float scale = step::scale_of(__uint_as_float(top));
+    for (int i = 0; i < Config::kWarps; ++i) top = larger_abs(top, tops[team * Config::kWarps + i]);
+    const float scale = step::scale_of(top);
     inverse = step::inverse_of(scale);
     if (thread == 0 && exists) args.scale[output] = scale;
   }

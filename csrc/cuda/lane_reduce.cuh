@@ -58,6 +58,12 @@ __device__ inline float combine(float a, float b) {
   return result;
 }
 
+__device__ inline float power_of_two(float v) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
+  return result;
+}
+
 template <class Layout, Reduce kReduce>
 struct LaneReduce {
   static constexpr int kColumns = Layout::kColumns;
@@ -92,6 +98,19 @@ struct LaneReduce {
         put(i, __fmul_rn(weight(i), v[i]), counts);
       }
     }
+  }
+
+  // Four edges of a weight each.
+  __device__ __forceinline__ void add(const uint4 (&x)[4], const float (&w)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) add(x[i], true, [&](int) { return w[i]; });
+  }
+
+  // All weights so far times 2^-times.
+  __device__ __forceinline__ void lower(int times) {
+    const float by = power_of_two(static_cast<float>(-times));
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) acc[i] = __fmul_rn(acc[i], by);
   }
 
   __device__ __forceinline__ void take(Word (&out)[kColumns]) {

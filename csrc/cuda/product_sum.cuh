@@ -5,10 +5,11 @@
 // ByteSum, exact: mma.m16n8k16 with two words of a thread as A, as they were loaded (eight groups of four threads, 16
 // columns of four threads), and a choice of columns as B, so that C has each thread's own columns.
 //
-// ByteProducts, exact or in fixed point: the words of four edges are turned by __byte_perm into words of one column,
-// and dp4a (weights of 8 bits) or dp2a (of 16) multiplies and adds four edges at once. Real weights are fixed-point
-// numbers of 15 bits with one unit a slot and row, 2^(e - 14), where 2^e is above every weight so far; when a larger
-// one comes the sums are shifted. The error of a weight is at most 2^-15 of that power of two.
+// ByteProducts, exact or in fixed point: the words of two edges become words of two columns by __byte_perm, and dp2a
+// multiplies and adds two edges at once. (dp4a takes four, but turning those takes as many instructions more, on a unit
+// that already has the most to do.) Real weights are fixed-point numbers of 15 bits with one unit a slot and row,
+// 2^(e - 14), where 2^e is above every weight so far; when a larger one comes the sums are shifted. The error of a
+// weight is at most 2^-15 of that power of two.
 //
 // HalfSum, FP32 sums: mma.m16n8k8 with two neighbouring words as A, as they were loaded, and the identity as B, so that
 // C has each thread's own columns. A value that is not finite makes seven others of the same 32 columns of that row not
@@ -67,30 +68,23 @@ struct ByteProducts {
   static constexpr int kLeast = 20;  // so that neither the unit nor its inverse leaves the normal numbers
   using Word = typename Select<kReal, float, int32_t>::Type;
 
-  int32_t sums[16];
+  int32_t sums[4][4];  // [word][column]
   int exponent;  // of real weights: every |weight| of the row so far < 2^(exponent - 127)
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) sums[i] = 0;
+    for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = 0;
     exponent = kLeast;
   }
 
-  // weights: edge i in byte i.
-  __device__ __forceinline__ void add(const uint4 (&x)[4], uint32_t weights) {
+  // weights: of 16 bits.
+  __device__ __forceinline__ void add(const uint4 (&x)[4], const uint32_t (&weights)[4]) {
+    const uint32_t low = __byte_perm(weights[0], weights[1], 0x5410);
+    const uint32_t high = __byte_perm(weights[2], weights[3], 0x5410);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      uint32_t columns[4];
-      turn(x, j, columns);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        int32_t& sum = sums[4 * j + k];
-        if constexpr (kWeight == Weight::power8) {
-          asm("dp4a.s32.u32 %0, %1, %2, %0;" : "+r"(sum) : "r"(columns[k]), "r"(weights));
-        } else {
-          asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(columns[k]), "r"(weights));
-        }
-      }
+      add_two(word_of(x[0], j), word_of(x[1], j), low, sums[j]);
+      add_two(word_of(x[2], j), word_of(x[3], j), high, sums[j]);
     }
   }
 
@@ -101,21 +95,17 @@ struct ByteProducts {
     const int needed = static_cast<int>(top >> 23) + 1;
     if (needed > exponent) raise(needed);
     const float inverse = __uint_as_float(static_cast<uint32_t>(max(268 - exponent, 1)) << 23);  // |w| of it <= 2^14
-    uint32_t fixed[4];
+    uint32_t fixed[4];  // in the last bits of a float that has no bits behind the point
 #pragma unroll
-    for (int i = 0; i < 4; ++i) fixed[i] = static_cast<uint32_t>(__float2int_rn(__fmul_rn(w[i], inverse)));
-    const uint32_t low = __byte_perm(fixed[0], fixed[1], 0x5410), high = __byte_perm(fixed[2], fixed[3], 0x5410);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t columns[4];
-      turn(x, j, columns);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        int32_t& sum = sums[4 * j + k];
-        asm("dp2a.lo.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(low), "r"(columns[k]));
-        asm("dp2a.hi.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(high), "r"(columns[k]));
-      }
-    }
+    for (int i = 0; i < 4; ++i) fixed[i] = __float_as_uint(fmaf(w[i], inverse, 12582912.0f));
+    add(x, fixed);
+  }
+
+  // All weights so far times 2^-times.
+  __device__ __forceinline__ void lower(int times) {
+    if (exponent > 255) return;
+    exponent -= times;
+    if (exponent < kLeast) raise(kLeast);
   }
 
   __device__ __forceinline__ void take(Word (&out)[16]) {
@@ -124,30 +114,28 @@ struct ByteProducts {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       if constexpr (kReal) {
-        out[i] = __fmul_rn(static_cast<float>(sums[i]), unit);
+        out[i] = __fmul_rn(static_cast<float>(sums[i / 4][i % 4]), unit);
       } else {
-        out[i] = sums[i];
+        out[i] = sums[i / 4][i % 4];
       }
     }
     clear();
   }
 
  private:
-  // columns[k] has column k of word j of all four edges.
-  __device__ static void turn(const uint4 (&x)[4], int j, uint32_t (&columns)[4]) {
-    const uint32_t a = word_of(x[0], j), b = word_of(x[1], j), c = word_of(x[2], j), d = word_of(x[3], j);
-    const uint32_t ab01 = __byte_perm(a, b, 0x5140), ab23 = __byte_perm(a, b, 0x7362);
-    const uint32_t cd01 = __byte_perm(c, d, 0x5140), cd23 = __byte_perm(c, d, 0x7362);
-    columns[0] = __byte_perm(ab01, cd01, 0x5410);
-    columns[1] = __byte_perm(ab01, cd01, 0x7632);
-    columns[2] = __byte_perm(ab23, cd23, 0x5410);
-    columns[3] = __byte_perm(ab23, cd23, 0x7632);
+  // Adds a word of two edges, whose weights are the halves of a word.
+  __device__ static void add_two(uint32_t a, uint32_t b, uint32_t weights, int32_t (&to)[4]) {
+    const uint32_t first = __byte_perm(a, b, 0x5140), second = __byte_perm(a, b, 0x7362);
+    asm("dp2a.lo.s32.s32 %0, %1, %2, %0;" : "+r"(to[0]) : "r"(weights), "r"(first));
+    asm("dp2a.hi.s32.s32 %0, %1, %2, %0;" : "+r"(to[1]) : "r"(weights), "r"(first));
+    asm("dp2a.lo.s32.s32 %0, %1, %2, %0;" : "+r"(to[2]) : "r"(weights), "r"(second));
+    asm("dp2a.hi.s32.s32 %0, %1, %2, %0;" : "+r"(to[3]) : "r"(weights), "r"(second));
   }
 
   __device__ __forceinline__ void raise(int needed) {
     const int by = min(needed - exponent, 31), half = 1 << (by - 1);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) sums[i] = (sums[i] + half) >> by;
+    for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = (sums[i / 4][i % 4] + half) >> by;
     exponent = needed;
   }
 };

@@ -144,7 +144,11 @@ struct SubtractFrom {
 
 template <class Tile>
 __device__ void relu(Tile& tile) {
-  each(tile, [](float x) { return x < 0.0f ? 0.0f : x; });
+  each(tile, [](float x) {
+    float result;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));
+    return result;
+  });
 }
 template <class Tile>
 __device__ void leaky_relu(Tile& tile, float slope) {
@@ -354,13 +358,13 @@ __device__ inline float scale_of(float amax) {
 }
 __device__ inline float inverse_of(float scale) { return scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f; }
 
-// Rounds to nearest even: past 2^23 a float has no fraction. Conversions run at a quarter of the rate.
-__device__ inline int8_t code_of(float x) {
-  return static_cast<int8_t>(__float_as_uint(__fadd_rn(fminf(fmaxf(x, -127.0f), 127.0f), 12582912.0f)));
-}
+// x to the nearest even integer, in the last bits: past 2^23 a float has no fraction. Conversions run at a quarter of the
+// rate.
+__device__ inline uint32_t rounded(float x) { return __float_as_uint(__fadd_rn(x, 12582912.0f)); }
+__device__ inline int8_t code_of(float x) { return static_cast<int8_t>(rounded(fminf(fmaxf(x, -127.0f), 127.0f))); }
 
-// Codes of rows kPadded (a multiple of 4) apart, which are zero past the width.
-template <int kPadded, class Tile, class F>
+// Codes of rows kPadded (a multiple of 4) apart, which are zero past the width; kWithin: of values within +-127.
+template <int kPadded, bool kWithin = false, class Tile, class F>
 __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled) {
   constexpr int kCount = at_once<Tile, int8_t>(kPadded);
   static_assert(kCount >= 4, "rows of codes are padded to a multiple of 4");
@@ -370,7 +374,10 @@ __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled) {
     if (column >= kPadded) continue;
     Vector<int8_t, kCount> codes;
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) codes.v[k] = tile.valid(i + k) ? code_of(scaled(i + k)) : int8_t{0};
+    for (int k = 0; k < kCount; ++k) {
+      const float x = tile.valid(i + k) ? scaled(i + k) : 0.0f;
+      codes.v[k] = kWithin ? static_cast<int8_t>(rounded(x)) : code_of(x);
+    }
     *reinterpret_cast<Vector<int8_t, kCount>*>(row + column) = codes;
   }
   // Past the last block of the tile.
@@ -387,7 +394,7 @@ __device__ float quant_row(const Tile& tile, int8_t* row, float* scale_out) {
   const float scale = scale_of(tile.max_abs());
   const float inverse = inverse_of(scale);
   if (tile.lane == 0) *scale_out = scale;
-  store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); });
+  store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); });
   return scale;
 }
 

@@ -16,6 +16,13 @@
 
 namespace gnnc {
 
+// The larger of `top` and |v|, NaN where one is that.
+__device__ inline float larger_abs(float top, float v) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(top), "f"(fabsf(v)));
+  return result;
+}
+
 template <int kWidth_, int kLanes_, int kRun_ = 4>
 struct RowTile {
   static constexpr int kWidth = kWidth_, kLanes = kLanes_, kRun = kRun_;
@@ -59,13 +66,10 @@ struct RowTile {
 
   // The largest |v| of the row. NaN counts as larger than infinity, so neither is lost.
   __device__ float max_abs() const {
-    uint32_t top = 0;
+    float top = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      const uint32_t bits = __float_as_uint(v[i]) & 0x7fffffffu;
-      if (valid(i) && bits > top) top = bits;
-    }
-    return __uint_as_float(across(top, [](uint32_t a, uint32_t b) { return a > b ? a : b; }));
+    for (int i = 0; i < kPer; ++i) top = larger_abs(top, valid(i) ? v[i] : 0.0f);
+    return across(top, [](float a, float b) { return larger_abs(a, b); });
   }
 
   // The largest f(v[i], i) of the row, `lowest` where f gives only NaN.

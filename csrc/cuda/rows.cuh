@@ -92,6 +92,13 @@ __device__ __forceinline__ uint32_t load_if(bool there, const uint8_t* p, uint32
       : "l"(p), "r"(otherwise), "r"(static_cast<uint32_t>(there)));
   return v;
 }
+__device__ __forceinline__ uint32_t load_if(bool there, const int8_t* p, uint32_t otherwise) {
+  uint32_t v;
+  asm("{\n .reg .pred there;\n setp.ne.u32 there, %3, 0;\n mov.u32 %0, %2;\n @there ld.global.nc.s8 %0, [%1];\n}"
+      : "=r"(v)
+      : "l"(p), "r"(otherwise), "r"(static_cast<uint32_t>(there)));
+  return v;
+}
 // The same of something of an edge that is used once: it should not push gathered rows out of L1.
 __device__ __forceinline__ float load_once_if(bool there, const float* p, float otherwise) {
   float v;

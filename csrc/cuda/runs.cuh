@@ -9,6 +9,7 @@
 // consecutive runs in turns, so that all work on neighbouring rows at a time, whose sources often are neighbours and
 // lie in L1 and L2; in a block, whichever warp is free takes the next run.
 
+#include "copies.cuh"
 #include "types.cuh"
 
 namespace gnnc {
@@ -63,25 +64,6 @@ __device__ inline T load_record(const T* p) {
   const int4 v = __ldg(reinterpret_cast<const int4*>(p));
   return *reinterpret_cast<const T*>(&v);
 }
-
-// Copies 16 bytes to shared memory without waiting for them.
-template <class T>
-__device__ inline void start_copy(T* to, const T* from) {
-  static_assert(sizeof(T) == 16, "a record is 16 bytes");
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from)
-               : "memory");
-}
-// The same, or 16 bytes of zeros.
-template <class T>
-__device__ inline void start_copy_if(bool there, T* to, const T* from) {
-  static_assert(sizeof(T) == 16, "a record is 16 bytes");
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-      "l"(from), "r"(there ? 16 : 0)
-      : "memory");
-}
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Hands out the runs of this block, one at a time to a warp.
 struct RunQueue {

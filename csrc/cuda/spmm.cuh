@@ -149,7 +149,7 @@ struct SpmmBody {
   struct Extra {
     float value[4];    // kValue::real, one head
     float scale[4];    // of rows
-    uint32_t code[4];  // int8 weights, or shifts; of an edge that is not there the one that makes a weight of 0
+    uint32_t code[4];  // int8 weights with their sign, or shifts; of an edge that is not there the one that makes a weight of 0
     bool shifted;      // whether codes are shifts
     int64_t edge;      // the first of the four
   };
@@ -179,7 +179,7 @@ struct SpmmBody {
       if constexpr (kRow) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
       if constexpr (kPower) e.code[i] = load_if(there, a.shift + source[i], 31u);
       if constexpr (Config::kValue == Value::integer) {
-        e.code[i] = load_if(there, static_cast<const uint8_t*>(a.value) + first + i, 0u);
+        e.code[i] = load_if(there, static_cast<const int8_t*>(a.value) + first + i, 0u);
       }
     }
   }
@@ -198,7 +198,10 @@ struct SpmmBody {
   template <bool kMasked>
   __device__ __forceinline__ void add(const uint4 (&data)[4], const Extra& e, uint32_t mask) {
     if constexpr (kByteWeights) {
-      sum.add(data, packed_weights(e));
+      uint32_t w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[i] = byte_of(e, i);
+      sum.add(data, w);
     } else if constexpr (S::kBytes && S::kWeight == Weight::real) {
       float w[4];
 #pragma unroll
@@ -265,9 +268,6 @@ struct SpmmBody {
 
   // The int8 weight of an edge.
   __device__ static uint32_t byte_of(const Extra& e, int i) { return e.shifted ? 128u >> e.code[i] : e.code[i]; }
-  __device__ static uint32_t packed_weights(const Extra& e) {
-    return byte_of(e, 0) | byte_of(e, 1) << 8 | byte_of(e, 2) << 16 | byte_of(e, 3) << 24;
-  }
 
   // Of an edge that is there, where all heads have the same; 0 of another, where weights are loaded.
   __device__ static float weight(const Extra& e, int i) {

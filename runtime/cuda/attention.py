@@ -69,7 +69,7 @@ class Attend:
         config = _config(plan, node, emitter, additive, edge is not None)
         for name, grid, block in (
             ("attention", "blocks", AS_COMPILED),
-            ("attention_combine", "splits", BLOCK),
+            ("attention_combine", "splits", AS_COMPILED),
         ):
             launch, total = f"gnnc::{name}<{config}, {epilogue}>", count + len(values)
             emitter.launch(launch, f"{runs}.{grid}", [*given, *values], block=block, count=total)

@@ -7,9 +7,12 @@ from torch import Tensor
 
 ROW_COST = 4
 """A row costs about as much as this many edges, beyond its own."""
-_MOST_CHUNK, _MOST_WIDE_CHUNK = 32, 64
-"""Blocks work on neighbouring chunks at a time: larger ones would spread them over more than L2 holds. Rows
-of 256 bytes and more get larger ones, whose sources are found in L1 more often."""
+_CHUNK, _WIDE_CHUNK = 32, 64
+"""Runs that a block of a large graph takes at a time. Blocks work on neighbouring chunks: larger ones would
+spread them over more than L2 holds. Rows of 256 bytes and more get larger ones, whose sources are found in L1
+more often."""
+_TURNS = 16
+"""Chunks for each block, at least: with fewer, what they cost differs too much between blocks."""
 _LEAST_SHORT = 8
 """A slot gathers the rows of so many edges at once."""
 _UNSPLIT = 256
@@ -83,16 +86,16 @@ def _power_of_two_from(number: int) -> int:
     return 1 << (max(number, 1) - 1).bit_length()
 
 
-def chunk_of(runs: int, multiprocessors: int, row_bytes: int) -> int:
-    """Return how many runs a block takes at a time: a power of two, 16 times for each block at least.
+def chunk_of(runs: int, multiprocessors: int, row_bytes: int) -> int | None:
+    """Return how many runs a block takes at a time; None where each should have one share of its own.
 
     Args:
         runs: of the graph.
         multiprocessors: of the device.
         row_bytes: of a row of x.
     """
-    most = _MOST_WIDE_CHUNK if row_bytes >= 256 else _MOST_CHUNK
-    return min(1 << max(runs // (16 * multiprocessors), 1).bit_length() - 1, most)
+    chunk = _WIDE_CHUNK if row_bytes >= 256 else _CHUNK
+    return chunk if runs >= _TURNS * multiprocessors * chunk else None
 
 
 def build_runs(rowptr: Tensor, cut: Cut) -> Runs:
@@ -117,6 +120,33 @@ def build_runs(rowptr: Tensor, cut: Cut) -> Runs:
         far.split.int(),
         int(far.split[:, 2].sum()),
     )
+
+
+def deal(runs: Runs, blocks: int) -> Tensor:
+    """Give every block of threads a share of neighbouring runs; all shares cost about the same.
+
+    The warps of a block take its runs in order, the costly ones first, so that they end together.
+
+    Args:
+        runs: of a graph.
+        blocks: of a launch, one at least.
+
+    Returns:
+        int32 ``[blocks * n, 4]`` like ``Runs.run``, ``n`` a power of two: each share ends with runs of no
+        entries, at which warps stop.
+    """
+    first, count = runs.run[:, 0].long(), runs.run[:, 1].long()
+    before = torch.nn.functional.pad((runs.entry[:, 1].long() + ROW_COST).cumsum(0), (1, 0))
+    cost = before[first + count] - before[first]
+    ends = cost.cumsum(0)
+    share = (ends - cost // 2) * blocks // ends[-1] if cost.numel() else cost
+    order = torch.argsort((share << 32) - cost, stable=True)
+    owner = share[order]
+    rank = torch.arange(order.numel(), device=order.device) - torch.searchsorted(owner, owner)
+    size = _power_of_two_from(int(rank.max()) + 1) if cost.numel() else 1
+    dealt = torch.zeros(blocks * size, 4, dtype=torch.int32, device=order.device)
+    dealt[owner * size + rank] = runs.run[order]
+    return dealt
 
 
 class _Part(NamedTuple):

@@ -6,7 +6,7 @@ from torch import Tensor
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.kept import kept
 from gnnc.runtime.cuda.radix import padded_columns
-from gnnc.runtime.cuda.runs import Runs, build_runs, chunk_of, cut_for
+from gnnc.runtime.cuda.runs import Runs, build_runs, chunk_of, cut_for, deal
 from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays, window_rows
 from gnnc.runtime.cuda.structure import destinations_of
 
@@ -17,7 +17,7 @@ class RunTable:
     Attributes:
         blocks: of a launch, one a multiprocessor.
         splits: rows that are split.
-        count: runs.
+        count: runs, with those that fill up shares.
         chunk: runs that a block takes at a time.
         slots: rows of the staging buffer.
         fields: of ``gnnc::Runs`` after ``rowptr`` and ``col``.
@@ -30,10 +30,13 @@ class RunTable:
     """
 
     def __init__(self, runs: Runs, multiprocessors: int, row_bytes: int) -> None:
+        chunk = chunk_of(runs.run.shape[0], multiprocessors, row_bytes)
+        self.blocks = min(runs.run.shape[0], multiprocessors)
+        if chunk is None:
+            runs = runs._replace(run=deal(runs, max(self.blocks, 1)))
+            chunk = runs.run.shape[0] // max(self.blocks, 1)
         self.tensors = runs.tensors
-        self.count = runs.run.shape[0]
-        self.chunk = chunk_of(self.count, multiprocessors, row_bytes)
-        self.blocks = min(-(-self.count // self.chunk), multiprocessors)
+        self.count, self.chunk = runs.run.shape[0], chunk
         self.splits, self.slots = runs.split.shape[0], runs.slots
         self.fields = (*(tensor.data_ptr() for tensor in self.tensors), self.count, self.chunk)
 

@@ -79,8 +79,9 @@ def test_attention(heads: int, each: int, dtype: torch.dtype, large: float) -> N
             assert torch.equal(first, call())
             whole = x.double() if scale is None else x.double() * scale.double()[:, None]
             alpha, want = expected(g, whole, heads, a_src, a_dst, given)
-            # logits near 300 * 4 have an FP32 error of 1e-4
-            assert relative_error(first.cpu(), want) < (2e-6 if large == 1 else 3e-4)
+            # logits near 300 * 4 have an FP32 error of 1e-4; weights of codes one of 2^-15
+            exact = 1e-4 if dtype == torch.int8 else 2e-6
+            assert relative_error(first.cpu(), want) < (exact if large == 1 else 3e-4)
             assert relative_error(call.alpha().cpu(), alpha) < (2e-6 if large == 1 else 3e-4)
 
 
@@ -120,7 +121,8 @@ def test_rows_that_are_masked_whole_are_as_in_the_reference(
         whole = x.double() if scale is None else x.double() * scale.double()[:, None]
         alpha, want = expected(g, whole, heads, a_src, a_dst, edge)
         got = call().cpu().double()
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=True)
+        atol = 4e-4 if is_codes else 1e-4
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=atol, equal_nan=True)
         torch.testing.assert_close(call.alpha().cpu().double(), alpha, rtol=1e-4, atol=1e-6, equal_nan=True)
         assert (got[degree == 0] == 0).all()
         assert got[:, :each].isnan().all(1).equal(masked & (degree > 0))

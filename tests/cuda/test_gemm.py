@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import gnnc
 from gnnc.runtime.cuda.build import compiler_version
 from gnnc.runtime.cuda.emitter import lanes_for, round_up
-from gnnc.runtime.cuda.gemm import Shape, config_of, tile_of
+from gnnc.runtime.cuda.gemm import Shape, Tile, config_of, tile_of
 
 OUT = (1, 7, 47, 64, 256)
 ROWS = (0, 1, 17, 1000)
@@ -65,34 +65,42 @@ def test_one_product_loads_and_scales_rows(inner: int, precision: str) -> None:
             assert torch.equal(got, compiled(x.cuda()))
 
 
-LONG = [
-    Shape(product, size, inner, out, is_codes)
-    for product, size, is_codes in (("i8", 1, False), ("i8", 1, True), ("f16", 2, False))
-    for inner in (602, 1433, 4714, 9001)
-    for out in (7, 64, 256)
-]
+def shapes(*inner: int) -> list[Shape]:
+    """Return products of every form of x."""
+    return [
+        Shape(product, size, each, out, is_codes)
+        for product, size, is_codes in (("i8", 1, False), ("i8", 1, True), ("f16", 2, False))
+        for each in inner
+        for out in (7, 64, 256)
+    ]
+
+
+SHORT, LONG = shapes(1, 64, 100, 128, 256), shapes(602, 1433, 4714, 9001)
+
+
+def config(shape: Shape, tile: Tile) -> str:
+    """Return the C++ name of a configuration, with rows as they lie in memory."""
+    stride = round_up(shape.inner, 32) if shape.is_codes else shape.inner
+    return config_of(shape, tile, "signed char" if shape.is_codes else "float", stride)
 
 
 def test_shared_memory_is_what_the_kernel_takes(compiler: None) -> None:
     source = '#include "gemm.cuh"\n'
-    for shape in LONG:
+    for shape in SHORT + LONG:
         tile = tile_of(shape)
         assert tile is not None
-        gemm = f"gnnc::Gemm<{config_of(shape, tile, 'float', shape.inner)}>"
-        source += f"static_assert({gemm}::kShared == {tile.shared(shape)});\n"
+        source += f"static_assert(gnnc::Gemm<{config(shape, tile)}>::kShared == {tile.shared(shape)});\n"
     compile_kernels(source, (), "sm_90")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_long_rows_stay_in_registers(architecture: str, compiler: None) -> None:
+def test_rows_under_way_stay_in_registers(architecture: str, compiler: None) -> None:
     names = []
-    for shape in LONG:
+    for shape in SHORT + LONG:
         tile = tile_of(shape)
-        if shape.out != 64 or tile is None:
-            continue
-        stride = round_up(shape.inner, 32) if shape.is_codes else shape.inner
-        config = config_of(shape, tile, "signed char" if shape.is_codes else "float", stride)
-        names.append(f"gnnc::gemm<{config}, {lanes_for(shape.out)}, gnnc::StoreFloat>")
+        assert tile is not None
+        if shape.out == 64 or shape in SHORT:
+            names.append(f"gnnc::gemm<{config(shape, tile)}, {lanes_for(shape.out)}, gnnc::StoreFloat>")
     taken = compile_kernels('#include "gemm.cuh"', tuple(names), architecture)
     assert len(taken) == len(names)
     # as in test_offline.py: NVRTC 13.0 spills for sm_100 where 13.5 spills nothing

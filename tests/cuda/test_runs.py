@@ -3,7 +3,7 @@ import torch
 from kernel_graphs import GRAPHS
 
 from gnnc.runtime.cuda import tables
-from gnnc.runtime.cuda.runs import Cut, Runs, build_runs, chunk_of, cut_for
+from gnnc.runtime.cuda.runs import ROW_COST, Cut, Runs, build_runs, chunk_of, cut_for, deal
 from gnnc.runtime.cuda.tables import group_of
 
 CUTS = (
@@ -58,12 +58,36 @@ def test_rows_of_a_run_have_about_as_many_edges() -> None:
     assert steps < 1.15 * sum(int(each.sum()) for each in groups)
 
 
-def test_blocks_take_turns_often_enough_to_end_together() -> None:
-    for count in (0, 1, 15, 16 * 132, 100_000, 10**7):
-        for row_bytes, most in ((64, 32), (256, 64)):
-            chunk = chunk_of(count, 132, row_bytes)
-            assert chunk & (chunk - 1) == 0 and chunk <= most
-            assert chunk == 1 or count >= 16 * 132 * chunk
+def test_blocks_of_a_large_graph_take_turns_often_enough_to_end_together() -> None:
+    for count in (0, 1, 15, 16 * 132, 16 * 132 * 32 - 1, 100_000, 10**7):
+        for row_bytes, size in ((64, 32), (256, 64)):
+            assert chunk_of(count, 132, row_bytes) == (size if count >= 16 * 132 * size else None)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("blocks", [1, 5, 132])
+def test_every_run_is_dealt_to_one_block(name: str, cut: Cut, blocks: int) -> None:
+    runs = build_runs(GRAPHS[name]().rowptr, cut)
+    dealt = deal(runs, blocks)
+    shares = dealt.view(blocks, -1, 4)
+    size = shares.shape[1]
+    assert size & (size - 1) == 0
+    empty = shares[:, :, 1] == 0
+    assert torch.equal(empty, empty.sort(dim=1).values), "a share ends with what is empty"
+    assert sorted(dealt[dealt[:, 1] > 0].tolist()) == sorted(runs.run.tolist())
+
+
+def test_shares_cost_the_same_and_begin_with_what_costs_most() -> None:
+    generator = torch.Generator().manual_seed(0)
+    degree = (torch.rand(40_000, generator=generator) ** -0.8).long().clamp(max=9_000)
+    rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
+    runs = build_runs(rowptr, cut_for(len(degree), int(degree.sum()), 20))
+    edges = torch.nn.functional.pad((runs.entry[:, 1].long() + ROW_COST).cumsum(0), (1, 0))
+    first, count = deal(runs, 20).view(20, -1, 4)[:, :, :2].long().unbind(-1)
+    cost = edges[first + count] - edges[first]
+    assert (cost.diff(dim=1) <= 0).all()
+    assert cost.sum(1).max() < 1.05 * cost.sum(1).double().mean()
 
 
 def test_cuts_grow_with_the_graph_and_with_its_degrees() -> None:

@@ -1,0 +1,31 @@
+#pragma once
+
+// Copies from global to shared memory that nobody waits for until wait_for_copies.
+
+#include "types.cuh"
+
+namespace gnnc {
+
+// Starts to copy 16 bytes.
+template <class T>
+__device__ inline void start_copy(T* to, const T* from) {
+  static_assert(sizeof(T) == 16, "a record is 16 bytes");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
+
+// Starts to copy 16 bytes, or to write 16 bytes of zeros.
+template <class T>
+__device__ inline void start_copy_if(bool there, T* to, const T* from) {
+  static_assert(sizeof(T) == 16, "a record is 16 bytes");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+      "l"(from), "r"(there ? 16 : 0)
+      : "memory");
+}
+
+// Waits for all that this thread has started.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace gnnc
