@@ -271,7 +271,7 @@ class Attention:
         """Run it; return the result, which the next call overwrites."""
         attention, combine, _ = self.config.names()
         self.module.launch(attention, self.grids[0], AS_COMPILED, *self.arguments)
-        self.module.launch(combine, self.grids[1], 128, *self.arguments)
+        self.module.launch(combine, self.grids[1], AS_COMPILED, *self.arguments)
         return self.out[:, : self.config.width]
 
     def alpha(self) -> Tensor:

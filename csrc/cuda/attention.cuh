@@ -11,7 +11,7 @@
 // Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 13
 // instructions for 4 columns of int8, an edge.
 //
-// Launch: attention as spmm; then attention_combine with a block of 128 threads for every row of runs.split.
+// Launch: attention as spmm; then attention_combine with a block for every row of runs.split.
 // staging: slots * Attention<Config>::kStaged words. attention_weights (launched as attention) writes alpha.
 
 #include "lane_reduce.cuh"
@@ -73,8 +73,7 @@ struct Attention {
   static constexpr int kHeadStride = head_stride(Config::kElement, kWidth, kHeads);
   static constexpr int kStride = kHeads * kHeadStride;
   using Layout = RowLayout<Config::kElement, kStride>;
-  using Sum =
-      typename Select<kScaled, ByteProducts<Layout, Weight::real>, LaneReduce<Layout, Reduce::sum>>::Type;
+  using Sum = typename Select<kScaled, ByteProducts<Layout, Weight::real>, LaneReduce<Layout, Reduce::sum>>::Type;
   // The row of a slot, in the columns that its threads gather; or the row of the warp.
   static constexpr bool kBundle = has_bundles(Config::kElement, kWidth, kHeads);
   using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4>;
@@ -328,10 +327,11 @@ struct ColumnPart {
 
 // Joins the parts of one split row: each warp every kWarps-th part, and the first warp the warps.
 template <class Config, class Epilogue>
-__global__ void __launch_bounds__(128) attention_combine(const AttentionArgs a, const Epilogue epilogue) {
+__global__ void __launch_bounds__(Config::kWidth <= 256 ? 256 : 128)
+    attention_combine(const AttentionArgs a, const Epilogue epilogue) {
   using A = Attention<Config>;
   using Tile = RowTile<Config::kWidth, 32>;
-  constexpr int kWarps = 4;
+  constexpr int kWarps = Config::kWidth <= 256 ? 8 : 4;
   __shared__ ColumnPart parts[kWarps][A::kWidth];
   const Split split = load_record(a.runs.split + blockIdx.x);
   const float* staging = static_cast<const float*>(a.staging) + static_cast<int64_t>(split.slot) * A::kStaged;

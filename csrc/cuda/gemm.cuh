@@ -242,8 +242,7 @@ struct Load {
   }
 
   template <bool kLast>
-  __device__ static void chunk(const GemmArgs& args, int64_t begin, int chunk, char* rows, float* scales,
-                               float* tops) {
+  __device__ static void chunk(const GemmArgs& args, int64_t begin, int chunk, char* rows, float* scales, float* tops) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int part = warp % Config::kRowWarps;
 #pragma unroll 1

@@ -69,7 +69,7 @@ struct ByteProducts {
   using Word = typename Select<kReal, float, int32_t>::Type;
 
   int32_t sums[4][4];  // [word][column]
-  int exponent;  // of real weights: every |weight| of the row so far < 2^(exponent - 127)
+  int exponent;        // of real weights: every |weight| of the row so far < 2^(exponent - 127)
 
   __device__ __forceinline__ void clear() {
 #pragma unroll

@@ -320,9 +320,73 @@ __device__ inline void change_over(float (&v)[4], uint32_t members) {
   }
 }
 
+// Whether threads can easily have every kLanes-th four of columns: they do, or four threads have 16 columns each.
+template <class Tile>
+__host__ __device__ constexpr bool has_fours() {
+  return Tile::kLanes >= 4 && (Tile::kRun == 4 || (Tile::kRun == 16 && Tile::kLanes == 4));
+}
+
+// Stores a row that begins anywhere, but for its ends in fours that lie on 16 bytes, neighbouring threads side by side:
+// each thread moves its columns by as many as there are before the first such four.
+template <class Tile>
+__device__ void store_anywhere(const Tile& tile, float* row) {
+  constexpr int kLanes = Tile::kLanes, kFours = Tile::kPer / 4;
+  float v[kFours][4];
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) v[i / 4][i % 4] = tile.v[i];
+  if constexpr (Tile::kRun == 16) {
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; i += 16) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        float turned[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) turned[j] = v[i / 4 + j][k];
+        change_over(turned, Tile::members());
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[i / 4 + j][k] = turned[j];
+      }
+    }
+  }
+  const int before = static_cast<int>(-(reinterpret_cast<uint64_t>(row) / 4) % 4);
+#pragma unroll
+  for (int j = 0; j < kFours; ++j) {
+    float w[7] = {v[j][0], v[j][1], v[j][2], v[j][3]};
+#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      const float given = tile.lane == 0 && j + 1 < kFours ? v[(j + 1) % kFours][k] : v[j][k];
+      w[4 + k] = __shfl_sync(Tile::members(), given, (tile.lane + 1) % kLanes, kLanes);
+    }
+#pragma unroll
+    for (int k = 0; k < 6; ++k) w[k] = before & 1 ? w[k + 1] : w[k];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) w[k] = before & 2 ? w[k + 2] : w[k];
+    const int column = (j * kLanes + tile.lane) * 4 + before;
+    if (column + 4 <= Tile::kWidth) {
+      *reinterpret_cast<float4*>(row + column) = make_float4(w[0], w[1], w[2], w[3]);
+    } else if ((j + 1) * kLanes * 4 + 3 > Tile::kWidth) {
+#pragma unroll
+      for (int k = 0; k < 3; ++k) {
+        if (column + k < Tile::kWidth) row[column + k] = w[k];
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    if (tile.lane == 0 && k < before) row[k] = v[0][k];
+  }
+}
+
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
 template <int kStride, class T, class Tile>
 __device__ void store(const Tile& tile, T* row) {
-  if constexpr (at_once<Tile, T>(kStride) == 1 && Tile::kLanes >= 4) {
+  if constexpr (at_once<Tile, T>(kStride) == 1 && kSame<T, float> && has_fours<Tile>()) {
+    store_anywhere(tile, row);
+  } else if constexpr (at_once<Tile, T>(kStride) == 1 && Tile::kLanes >= 4) {
     // Threads store one element at a time, and four neighbours do so side by side.
     const int first = tile.lane & ~3, own = tile.lane & 3;
 #pragma unroll
@@ -358,8 +422,8 @@ __device__ inline float scale_of(float amax) {
 }
 __device__ inline float inverse_of(float scale) { return scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f; }
 
-// x to the nearest even integer, in the last bits: past 2^23 a float has no fraction. Conversions run at a quarter of the
-// rate.
+// x to the nearest even integer, in the last bits: past 2^23 a float has no fraction. Conversions run at a quarter of
+// the rate.
 __device__ inline uint32_t rounded(float x) { return __float_as_uint(__fadd_rn(x, 12582912.0f)); }
 __device__ inline int8_t code_of(float x) { return static_cast<int8_t>(rounded(fminf(fmaxf(x, -127.0f), 127.0f))); }
 
@@ -433,9 +497,10 @@ __device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, co
   // The exponent of 127 less that of the top, one less where its fraction is larger: a difference of their bits.
   const int32_t left = __float_as_int(127.0f) - __float_as_int(scaled.max_abs());
   const int shift = min(max(left >> 23, 0), 7);
+  if (left < 0) each(scaled, [](float x) { return fminf(fmaxf(x, -127.0f), 127.0f); });
   const float power = static_cast<float>(1 << shift);
   if (tile.lane == 0) *shift_out = static_cast<uint8_t>(shift);
-  store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(scaled.v[i], power); });
+  store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(scaled.v[i], power); });
 }
 
 // out[h] = the dot product of the h-th of kHeads equal parts with the same part of `columns`.

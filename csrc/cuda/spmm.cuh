@@ -149,7 +149,8 @@ struct SpmmBody {
   struct Extra {
     float value[4];    // kValue::real, one head
     float scale[4];    // of rows
-    uint32_t code[4];  // int8 weights with their sign, or shifts; of an edge that is not there the one that makes a weight of 0
+    uint32_t code[4];  // int8 weights with their sign, or shifts; of an edge that is not there the one that makes a
+                       // weight of 0
     bool shifted;      // whether codes are shifts
     int64_t edge;      // the first of the four
   };

@@ -63,7 +63,7 @@ class Runs(NamedTuple):
 def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
     """Return how edges should be cut: so finely that every warp of the device gets several runs.
 
-    A multiprocessor holds about 32 warps; with six runs each, the last ones to finish cost little
+    A multiprocessor holds about 32 warps; with three runs each, the last ones to finish cost little
     (the analytical model of GNNAdvisor section 3.6, with the device's parallelism alone). The bounds are
     measured: docs/cuda-sparse-kernels.md. A graph that leaves warps idle has its rows shared by the slots
     of a warp early, and splits few of them: what counts there is the longest chain of loads.
@@ -78,7 +78,7 @@ def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
     short = min(by_degree, max(_power_of_two_from(edges // (2 * warps)), _LEAST_SHORT))
     if short < by_degree:
         return Cut(_UNSPLIT, short, entries=1)
-    part = _power_of_two_from(edges // (warps * 6))
+    part = _power_of_two_from(edges // (warps * 3))
     return Cut(min(max(part, 2 * short), 4 * short), short)
 
 

@@ -1,5 +1,6 @@
 import pytest
-from cuda_launch import ARCHITECTURES, compile_kernels
+import torch
+from cuda_launch import ARCHITECTURES, Module, address, compile_kernels
 
 SOURCE = """
 #include "row_tile.cuh"
@@ -21,4 +22,47 @@ def test_tiles_of_every_shape_stay_in_registers(architecture: str) -> None:
     names = tuple(f"halve<{width}, {lanes}>" for width, lanes in SHAPES)
     report = compile_kernels(SOURCE, names, architecture)
     assert len(report) == len(SHAPES)
+    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+
+
+STORES = """
+#include "row_steps.cuh"
+template <int kWidth, int kLanes, int kRun>
+__global__ void copy_rows(const float* x, float* out, int64_t rows) {
+  const int64_t row = (blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
+  if (row >= rows) return;
+  gnnc::RowTile<kWidth, kLanes, kRun> tile;
+  for (int i = 0; i < tile.kPer; ++i) tile.v[i] = tile.valid(i) ? x[row * kWidth + tile.column(i)] : 77.0f;
+  gnnc::step::store<kWidth>(tile, out + row * kWidth);
+}
+"""
+STORED = (
+    *((width, 4, 16) for width in (33, 41, 47, 50, 63, 67, 130)),
+    *((width, 16, 4) for width in (41, 47, 61, 65, 131)),
+    *((width, 32, 4) for width in (47, 127, 602, 1023)),
+    *((width, 8, 8) for width in (41, 47, 63)),
+)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("width", "lanes", "run"), STORED)
+def test_rows_that_begin_anywhere_are_stored_whole_and_nothing_else(width: int, lanes: int, run: int) -> None:
+    name = f"copy_rows<{width}, {lanes}, {run}>"
+    module = Module(STORES, (name,))
+    for rows, shift in ((1, 0), (37, 0), (37, 1), (256, 2), (256, 3)):
+        x = torch.randn(rows, width, device="cuda")
+        memory = torch.full((rows * width + 12,), 99.0, device="cuda")
+        out = memory[4 + shift : 4 + shift + rows * width]
+        module.launch(name, -(-rows * lanes // 128), 128, address(x), address(out), rows)
+        assert torch.equal(out.view(rows, width), x)
+        memory[4 + shift : 4 + shift + rows * width] = 99.0
+        assert (memory == 99.0).all()
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rows_that_begin_anywhere_stay_in_registers(architecture: str) -> None:
+    names = tuple(f"copy_rows<{width}, {lanes}, {run}>" for width, lanes, run in STORED)
+    report = compile_kernels(STORES, names, architecture)
+    assert len(report) == len(STORED)
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
