@@ -2,13 +2,13 @@
 
 // attention: out[i, h, :] = sum over the edges e of row i of alpha[e, h] * x[col[e], h, :], then the epilogue; alpha is
 // the softmax over the row of logit[e, h] = leaky_relu(a_src[col[e], h] + a_dst[i, h] + edge[e, h]), or of edge[e, h]
-// alone. One pass over the edges: each thread keeps a running maximum, the sum of exponentials and the weighted sum of
-// its own edges, and slots that share a row, and the parts of a split row, are joined by their maxima. Neither logits
-// nor alpha reach memory.
+// alone. One pass over the edges: each thread keeps a running bound of the logits, the sum of exponentials and the
+// weighted sum of its own edges, and slots that share a row, and the parts of a split row, are joined by their bounds.
+// Neither logits nor alpha reach memory. int8 rows are summed in fixed point (ByteProducts in product_sum.cuh).
 //
 // Layout: as spmm; a_src, a_dst fp32 [N, heads], edge fp32 [E, heads]. Of several heads of x, each begins on 16 bytes
 // (pack_rows.cuh), so that a piece lies in one. int8 rows have a scale each.
-// Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 13
+// Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 3
 // instructions for 4 columns of int8, an edge.
 //
 // Launch: attention as spmm; then attention_combine with a block for every row of runs.split.

@@ -59,7 +59,9 @@ def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
             torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
             return runs
 
-        return RunTable(kept(rowptr, f"runs_{group}", cut), processors, row_bytes)
+        table = RunTable(kept(rowptr, f"runs_{group}", cut), processors, row_bytes)
+        torch.cuda.current_stream(rowptr.device).synchronize()
+        return table
 
     return kept(rowptr, f"runs_of_{row_bytes}", build)
 
