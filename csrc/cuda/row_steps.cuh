@@ -320,10 +320,12 @@ __device__ inline void change_over(float (&v)[4], uint32_t members) {
   }
 }
 
-// Whether threads can easily have every kLanes-th four of columns: they do, or four threads have 16 columns each.
+// Whether threads can easily have every kLanes-th four of a whole row's columns: they do, or four threads have 16
+// columns each.
 template <class Tile>
 __host__ __device__ constexpr bool has_fours() {
-  return Tile::kLanes >= 4 && (Tile::kRun == 4 || (Tile::kRun == 16 && Tile::kLanes == 4));
+  const bool whole = Tile::kBlock == Tile::kRun * Tile::kLanes;
+  return whole && Tile::kLanes >= 4 && (Tile::kRun == 4 || (Tile::kRun == 16 && Tile::kLanes == 4));
 }
 
 // Stores a row that begins anywhere, but for its ends in fours that lie on 16 bytes, neighbouring threads side by side:
@@ -373,7 +375,7 @@ __device__ void store_anywhere(const Tile& tile, float* row) {
   }
 #pragma unroll
   for (int k = 0; k < 3; ++k) {
-    if (tile.lane == 0 && k < before) row[k] = v[0][k];
+    if (tile.lane == 0 && k < before && k < Tile::kWidth) row[k] = v[0][k];
   }
 }
 

@@ -39,7 +39,7 @@ __global__ void copy_rows(const float* x, float* out, int64_t rows) {
 STORED = (
     *((width, 4, 16) for width in (33, 41, 47, 50, 63, 67, 130)),
     *((width, 16, 4) for width in (41, 47, 61, 65, 131)),
-    *((width, 32, 4) for width in (47, 127, 602, 1023)),
+    *((width, 32, 4) for width in (1, 2, 3, 7, 47, 127, 602, 1023)),
     *((width, 8, 8) for width in (41, 47, 63)),
 )
 
