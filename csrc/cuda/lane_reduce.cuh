@@ -47,15 +47,15 @@ __device__ inline float start_of() {
 // A NaN wins over everything, as in torch.
 template <Reduce kReduce>
 __device__ inline float combine(float a, float b) {
-  float result;
   if constexpr (kReduce == Reduce::max) {
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return larger_or_nan(a, b);
   } else if constexpr (kReduce == Reduce::min) {
+    float result;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
   } else {
-    result = __fadd_rn(a, b);
+    return __fadd_rn(a, b);
   }
-  return result;
 }
 
 __device__ inline float power_of_two(float v) {

@@ -144,11 +144,7 @@ struct SubtractFrom {
 
 template <class Tile>
 __device__ void relu(Tile& tile) {
-  each(tile, [](float x) {
-    float result;
-    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));
-    return result;
-  });
+  each(tile, [](float x) { return larger_or_nan(x, 0.0f); });
 }
 template <class Tile>
 __device__ void leaky_relu(Tile& tile, float slope) {
@@ -379,14 +375,9 @@ __device__ void store_anywhere(const Tile& tile, float* row) {
   }
 }
 
-template <class A, class B>
-constexpr bool kSame = false;
-template <class A>
-constexpr bool kSame<A, A> = true;
-
 template <int kStride, class T, class Tile>
 __device__ void store(const Tile& tile, T* row) {
-  if constexpr (at_once<Tile, T>(kStride) == 1 && kSame<T, float> && has_fours<Tile>()) {
+  if constexpr (at_once<Tile, T>(kStride) == 1 && sizeof(T) == 4 && has_fours<Tile>()) {
     store_anywhere(tile, row);
   } else if constexpr (at_once<Tile, T>(kStride) == 1 && Tile::kLanes >= 4) {
     // Threads store one element at a time, and four neighbours do so side by side.

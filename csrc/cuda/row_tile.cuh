@@ -17,11 +17,7 @@
 namespace gnnc {
 
 // The larger of `top` and |v|, NaN where one is that.
-__device__ inline float larger_abs(float top, float v) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(top), "f"(fabsf(v)));
-  return result;
-}
+__device__ inline float larger_abs(float top, float v) { return larger_or_nan(top, fabsf(v)); }
 
 template <int kWidth_, int kLanes_, int kRun_ = 4>
 struct RowTile {

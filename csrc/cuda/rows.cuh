@@ -76,38 +76,22 @@ __device__ inline uint64_t offset_of(int32_t row, uint32_t stride) {
   return static_cast<uint64_t>(static_cast<uint32_t>(row)) * stride;
 }
 
-// Loads where `there`, without a branch or a look at the result: both would be waited for. The address may be any
-// elsewhere.
-__device__ __forceinline__ float load_if(bool there, const float* p, float otherwise) {
-  float v;
-  asm("{\n .reg .pred there;\n setp.ne.u32 there, %3, 0;\n mov.f32 %0, %2;\n @there ld.global.nc.f32 %0, [%1];\n}"
-      : "=f"(v)
-      : "l"(p), "f"(otherwise), "r"(static_cast<uint32_t>(there)));
-  return v;
-}
-__device__ __forceinline__ uint32_t load_if(bool there, const uint8_t* p, uint32_t otherwise) {
-  uint32_t v;
-  asm("{\n .reg .pred there;\n setp.ne.u32 there, %3, 0;\n mov.u32 %0, %2;\n @there ld.global.nc.u8 %0, [%1];\n}"
-      : "=r"(v)
-      : "l"(p), "r"(otherwise), "r"(static_cast<uint32_t>(there)));
-  return v;
-}
-__device__ __forceinline__ uint32_t load_if(bool there, const int8_t* p, uint32_t otherwise) {
-  uint32_t v;
-  asm("{\n .reg .pred there;\n setp.ne.u32 there, %3, 0;\n mov.u32 %0, %2;\n @there ld.global.nc.s8 %0, [%1];\n}"
-      : "=r"(v)
-      : "l"(p), "r"(otherwise), "r"(static_cast<uint32_t>(there)));
-  return v;
-}
+// Functions that load where `there`, without a branch or a look at the result: both would be waited for. The address
+// may be any elsewhere.
+#define GNNC_LOAD_IF(name, T, Value, constraint, move, load)                                                  \
+  __device__ __forceinline__ Value name(bool there, const T* p, Value otherwise) {                            \
+    Value v;                                                                                                  \
+    asm("{\n .reg .pred there;\n setp.ne.u32 there, %3, 0;\n " move " %0, %2;\n @there " load " %0, [%1];\n}" \
+        : "=" constraint(v)                                                                                   \
+        : "l"(p), constraint(otherwise), "r"(static_cast<uint32_t>(there)));                                  \
+    return v;                                                                                                 \
+  }
+GNNC_LOAD_IF(load_if, float, float, "f", "mov.f32", "ld.global.nc.f32")
+GNNC_LOAD_IF(load_if, uint8_t, uint32_t, "r", "mov.u32", "ld.global.nc.u8")
+GNNC_LOAD_IF(load_if, int8_t, uint32_t, "r", "mov.u32", "ld.global.nc.s8")
 // The same of something of an edge that is used once: it should not push gathered rows out of L1.
-__device__ __forceinline__ float load_once_if(bool there, const float* p, float otherwise) {
-  float v;
-  asm("{\n .reg .pred there;\n setp.ne.u32 there, %3, 0;\n mov.f32 %0, %2;\n"
-      " @there ld.global.nc.L1::evict_first.L2::256B.f32 %0, [%1];\n}"
-      : "=f"(v)
-      : "l"(p), "f"(otherwise), "r"(static_cast<uint32_t>(there)));
-  return v;
-}
+GNNC_LOAD_IF(load_once_if, float, float, "f", "mov.f32", "ld.global.nc.L1::evict_first.L2::256B.f32")
+#undef GNNC_LOAD_IF
 
 // 16 bytes of a row, zeros where it is not there.
 __device__ __forceinline__ uint4 gather_if(bool there, const char* from) {

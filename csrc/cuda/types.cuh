@@ -24,4 +24,11 @@ struct Select<false, A, B> {
   using Type = B;
 };
 
+// The larger of two, NaN where one is that, as in torch.
+__device__ inline float larger_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 }  // namespace gnnc

@@ -142,11 +142,16 @@ def deal(runs: Runs, blocks: int) -> Tensor:
     share = (ends - cost // 2) * blocks // ends[-1] if cost.numel() else cost
     order = torch.argsort((share << 32) - cost, stable=True)
     owner = share[order]
-    rank = torch.arange(order.numel(), device=order.device) - torch.searchsorted(owner, owner)
+    rank = places_within(owner)
     size = _power_of_two_from(int(rank.max()) + 1) if cost.numel() else 1
     dealt = torch.zeros(blocks * size, 4, dtype=torch.int32, device=order.device)
     dealt[owner * size + rank] = runs.run[order]
     return dealt
+
+
+def places_within(groups: Tensor) -> Tensor:
+    """Return the place of each element in its group, from 0 on; ``groups`` are sorted numbers, ``[n]``."""
+    return torch.arange(groups.numel(), device=groups.device) - torch.searchsorted(groups, groups)
 
 
 class _Part(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gnnc.runtime.cuda.emitter import BLOCK
 from gnnc.runtime.cuda.launch import Launch
-from gnnc.runtime.cuda.runs import ROW_COST, Cut
+from gnnc.runtime.cuda.runs import ROW_COST, Cut, places_within
 from gnnc.runtime.cuda.unit import Unit
 
 STRETCH = 2048
@@ -123,8 +123,7 @@ def arrange(entries: Entries, near: Tensor, rows: int, short: int, blocks: int) 
     first = words.cumsum(0) - words
     entry = torch.stack([row[order], near[order], (edges - near)[order], first], 1).int()
     kind = (stretch * 2 + is_short)[order]
-    rank = torch.arange(order.numel(), device=order.device) - torch.searchsorted(kind, kind)
-    opens = (~is_short[order] | (rank % _SIDE_BY_SIDE == 0)).nonzero().squeeze(1)
+    opens = (~is_short[order] | (places_within(kind) % _SIDE_BY_SIDE == 0)).nonzero().squeeze(1)
     count = torch.diff(opens, append=opens.new_tensor([order.numel()]))
     where = stretch[order][opens]
     run = torch.stack([opens, count, entries.part[order][opens], where], 1).int()
