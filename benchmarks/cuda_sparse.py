@@ -142,6 +142,14 @@ def rows16(x: Tensor) -> Tensor:
     return padded[:, : x.shape[1]]
 
 
+def weighted16(x: Tensor, shift: Tensor) -> Tensor:
+    """Return codes as ``rows16`` does, each row with its weight: ``gnnc::weight_place``."""
+    rows = rows16(x)
+    whole = rows.as_strided((x.shape[0], rows.stride(0)), (rows.stride(0), 1))
+    whole[:, x.shape[1] // 16 * 16 + 15] = (128 >> shift.int()).to(torch.uint8).view(torch.int8).to(rows.device)
+    return rows
+
+
 def heads16(x: Tensor, heads: int) -> Tensor:
     """Return x with heads that start at multiples of 16 bytes."""
     step, each = 16 // x.element_size(), x.shape[1] // heads
@@ -162,6 +170,7 @@ class Spmm:
         value: Tensor | None = None,
         x_scale: Tensor | None = None,
         shift: Tensor | None = None,
+        in_row: bool = False,
         reduce: str = "sum",
         to_int8: bool = False,
         staged: bool | None = None,
@@ -173,6 +182,7 @@ class Spmm:
         self.staged = staged
         kind = "none" if value is None else "integer" if value.dtype == torch.int8 else "real"
         scale = "row" if x_scale is not None else "power" if shift is not None else "none"
+        scale = "in_row" if in_row else scale
         heads = 1 if value is None or value.dim() == 1 else value.shape[1]
         config = SpmmConfig(ELEMENTS[x.dtype], x.shape[1], reduce, kind, scale, heads)
         self.config = replace(config, **tuning)

@@ -79,13 +79,12 @@ struct ByteProducts {
 
   // weights: of 16 bits.
   __device__ __forceinline__ void add(const uint4 (&x)[4], const uint32_t (&weights)[4]) {
-    const uint32_t low = __byte_perm(weights[0], weights[1], 0x5410);
-    const uint32_t high = __byte_perm(weights[2], weights[3], 0x5410);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      add_two(word_of(x[0], j), word_of(x[1], j), low, sums[j]);
-      add_two(word_of(x[2], j), word_of(x[3], j), high, sums[j]);
-    }
+    add(x, __byte_perm(weights[0], weights[1], 0x5410), __byte_perm(weights[2], weights[3], 0x5410));
+  }
+
+  // weights: of 8 bits, positive, of the four edges.
+  __device__ __forceinline__ void add(const uint4 (&x)[4], uint32_t weights) {
+    add(x, __byte_perm(weights, 0, 0x4140), __byte_perm(weights, 0, 0x4342));
   }
 
   __device__ __forceinline__ void add(const uint4 (&x)[4], const float (&w)[4]) {
@@ -123,6 +122,14 @@ struct ByteProducts {
   }
 
  private:
+  __device__ __forceinline__ void add(const uint4 (&x)[4], uint32_t first, uint32_t second) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      add_two(word_of(x[0], j), word_of(x[1], j), first, sums[j]);
+      add_two(word_of(x[2], j), word_of(x[3], j), second, sums[j]);
+    }
+  }
+
   // Adds a word of two edges, whose weights are the halves of a word.
   __device__ static void add_two(uint32_t a, uint32_t b, uint32_t weights, int32_t (&to)[4]) {
     const uint32_t first = __byte_perm(a, b, 0x5140), second = __byte_perm(a, b, 0x7362);

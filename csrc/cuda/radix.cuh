@@ -1,7 +1,7 @@
 #pragma once
 
 // radix: sorts the edges of a new graph by the node at one of their ends, stably, and brings the other end along. Least
-// digit first, eight bits a pass; a pass is radix_count, a running sum of the counts (by torch), and radix_scatter.
+// digit first, kBits bits a pass; a pass is radix_count, a running sum of the counts (by torch), and radix_scatter.
 //
 // A block takes a tile of consecutive edges. It counts each digit once for every warp, the threads with equal digits
 // together, so that an edge's place among those of its digit is known without atomics on data: equal bits in every
@@ -9,11 +9,16 @@
 //
 // Ids out of range raise a flag; digits of theirs are digits all the same, and nothing is read by them.
 //
-// Traffic, an edge: keys twice and places once in, keys and places out: 20 B a pass (24 B in the first, of int64 ids).
-// The last writes 8 B of perm and 4 B of col for the places, and gathers the other end. Floor: these bytes at copy
-// bandwidth, and the gather.
+// The other ends move with the edges: to gather them in the end would be a sector of memory each.
 //
-// Launch: blocks of 256 threads, one for every tile. counts, sums: 256 rows of as many columns as there are tiles.
+// Traffic, an edge: keys twice, places and other ends once in, all three out: 28 B a pass (36 B in the first, of int64
+// ids; 32 B in the last, whose places are perm). Floor: these bytes at copy bandwidth.
+//
+// Tiles are large, so that the edges of a digit are a stretch of memory: with 3072 edges a tile, passes took up to twice as
+// long.
+//
+// Launch: blocks of Radix::kThreads threads, one for every tile; radix_scatter with a RadixShared of dynamic shared
+// memory. counts, sums: a row of as many columns as there are tiles for each digit.
 
 #include "types.cuh"
 
@@ -28,19 +33,23 @@ struct RadixArgs {
   int64_t others_bound;
   const uint32_t* keys;   // [edges], of a later pass
   const int32_t* places;  // [edges], in the caller's order
+  const int32_t* ends;    // [edges], the other ends
   uint32_t* keys_out;     // [edges]
   int32_t* places_out;    // [edges], but for the last pass
+  int32_t* ends_out;      // [edges]
   int64_t* perm;          // [edges], of the last pass
-  int32_t* col;           // [edges], of the last pass: the other ends
-  int32_t* counts;        // [256, tiles]
-  const int32_t* sums;    // [256, tiles], running: with the count itself
+  int32_t* counts;        // [digits, tiles]
+  const int32_t* sums;    // [digits, tiles], running: with the count itself
   int32_t* out_of_range;  // [2]: whether an id is, and whether another end is
   int64_t edges, tiles, shift;
 };
 
+template <int kBits>
 struct Radix {
-  static constexpr int kThreads = 256, kWarps = kThreads / 32, kItems = 12, kTile = kThreads * kItems, kDigits = 256;
-  static_assert(kDigits == kThreads, "a thread looks after one digit");
+  static constexpr int kThreads = 512, kWarps = kThreads / 32, kItems = 16, kTile = kThreads * kItems;
+  static constexpr int kDigits = 1 << kBits;
+  static constexpr int kBlocks = kArchitecture == 900 ? 2 : 1;  // of a multiprocessor, at least: what registers allow
+  static_assert(kDigits <= kThreads, "thread d looks after digit d");
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
@@ -51,7 +60,7 @@ struct Radix {
   __device__ static uint32_t peers(uint32_t digit) {
     uint32_t same = 0xffffffffu;
 #pragma unroll
-    for (int bit = 0; bit < 8; ++bit) {
+    for (int bit = 0; bit < kBits; ++bit) {
       const bool set = digit >> bit & 1;
       const uint32_t those = __ballot_sync(0xffffffffu, set);
       same &= set ? those : ~those;
@@ -61,7 +70,8 @@ struct Radix {
 
   // A warp has neighbouring edges, and a thread each 32nd of them: the first, and how many edges there are from it on.
   __device__ static int64_t first_of_tile() { return static_cast<int64_t>(blockIdx.x) * kTile; }
-  __device__ static int64_t first_of_thread() { return first_of_tile() + warp() * 32 * kItems + lane(); }
+  __device__ static int place_of_thread() { return warp() * 32 * kItems + lane(); }
+  __device__ static int64_t first_of_thread() { return first_of_tile() + place_of_thread(); }
   __device__ static int32_t left_from(const RadixArgs& args, int64_t first) {
     const int64_t left = args.edges - first;
     return left < kTile ? static_cast<int32_t>(left) : kTile;
@@ -87,6 +97,19 @@ struct Radix {
     }
   }
 
+  // Where an edge stood, and its other end.
+  template <bool kFirst>
+  __device__ static int32_t place_of(const RadixArgs& args, int64_t edge) {
+    return kFirst ? static_cast<int32_t>(edge) : args.places[edge];
+  }
+  template <class Id, bool kFirst>
+  __device__ static int32_t end_of(const RadixArgs& args, int64_t edge) {
+    if constexpr (!kFirst) return args.ends[edge];
+    const Id id = static_cast<const Id*>(args.others)[edge * args.others_stride];
+    if (id < 0 || id >= args.others_bound) args.out_of_range[1] = 1;
+    return static_cast<int32_t>(id);
+  }
+
   // The sum of `value` over the threads before this one.
   __device__ static int32_t sum_before(int32_t value, int32_t (&totals)[kWarps]) {
     int32_t sum = value;
@@ -103,116 +126,127 @@ struct Radix {
   }
 };
 
-template <class Id, bool kFirst>
-__global__ void __launch_bounds__(Radix::kThreads) radix_count(const RadixArgs args) {
-  __shared__ int32_t counts[Radix::kDigits];
-  counts[threadIdx.x] = 0;
+template <class Id, int kBits, bool kFirst>
+__global__ void __launch_bounds__(Radix<kBits>::kThreads, 2) radix_count(const RadixArgs args) {
+  using R = Radix<kBits>;
+  __shared__ int32_t counts[R::kDigits];
+  const auto own = static_cast<int>(threadIdx.x);
+  if (own < R::kDigits) counts[own] = 0;
   __syncthreads();
-  const int64_t first = Radix::first_of_thread();
-  const int32_t left = Radix::left_from(args, first);
-  uint32_t keys[Radix::kItems];
-  Radix::load<Id, kFirst>(args, first, left, keys);
+  const int64_t first = R::first_of_thread();
+  const int32_t left = R::left_from(args, first);
+  uint32_t keys[R::kItems];
+  R::template load<Id, kFirst>(args, first, left, keys);
 #pragma unroll
-  for (int i = 0; i < Radix::kItems; ++i) {
+  for (int i = 0; i < R::kItems; ++i) {
     const bool exists = 32 * i < left;
-    const uint32_t digit = Radix::digit(keys[i], args.shift);
-    const uint32_t those = __ballot_sync(0xffffffffu, exists) & Radix::peers(digit);
-    if (exists && (those & Radix::before_me()) == 0) atomicAdd(counts + digit, __popc(those));
+    const uint32_t digit = R::digit(keys[i], args.shift);
+    const uint32_t those = __ballot_sync(0xffffffffu, exists) & R::peers(digit);
+    if (exists && (those & R::before_me()) == 0) atomicAdd(counts + digit, __popc(those));
   }
   __syncthreads();
-  args.counts[threadIdx.x * args.tiles + blockIdx.x] = counts[threadIdx.x];
+  if (own < R::kDigits) args.counts[own * args.tiles + blockIdx.x] = counts[own];
 }
 
-template <class Id, bool kFirst, bool kLast>
-__global__ void __launch_bounds__(Radix::kThreads, 3) radix_scatter(const RadixArgs args) {
-  constexpr int kItems = Radix::kItems, kTogether = 4;
-  __shared__ uint32_t tile_keys[Radix::kTile];
-  __shared__ int32_t tile_places[Radix::kTile];
-  __shared__ int32_t before[Radix::kWarps][Radix::kDigits];  // of a digit: in earlier warps, and of smaller ones
-  __shared__ int32_t to[Radix::kDigits];                     // from a place in the tile to one among all edges
-  __shared__ int32_t totals[Radix::kWarps];
-  const int thread = static_cast<int>(threadIdx.x), warp = Radix::warp();
+template <int kBits>
+struct RadixShared {
+  using R = Radix<kBits>;
+  uint32_t keys[R::kTile];                 // in order
+  int32_t values[R::kTile];                // places, then other ends, in order
+  uint16_t rank[R::kTile];                 // where in order an edge is
+  uint16_t before[R::kWarps][R::kDigits];  // edges of a digit in earlier warps, and of smaller ones
+  int32_t to[R::kDigits];                  // from a place in the tile to one among all edges
+  int32_t totals[R::kWarps];
+};
 
-  const int64_t first = Radix::first_of_thread();
-  const int32_t left = Radix::left_from(args, first);
+// Puts what belongs to the edges of a tile in order, for `store` to take it with its place in the tile. By the block.
+template <int kBits, class Get, class Store>
+__device__ __forceinline__ void move_edges(RadixShared<kBits>& shared, int32_t exist, const Get& get,
+                                           const Store& store) {
+  using R = Radix<kBits>;
+  const int mine = R::place_of_thread();
+#pragma unroll 8
+  for (int i = 0; i < R::kItems; ++i) {
+    const int at = mine + 32 * i;
+    if (at < exist) shared.values[shared.rank[at]] = get(R::first_of_tile() + at);
+  }
+  __syncthreads();
+#pragma unroll 4
+  for (int at = static_cast<int>(threadIdx.x); at < exist; at += R::kThreads) store(at, shared.values[at]);
+  __syncthreads();
+}
+
+template <class Id, int kBits, bool kFirst, bool kLast>
+__global__ void __launch_bounds__(Radix<kBits>::kThreads, Radix<kBits>::kBlocks) radix_scatter(const RadixArgs args) {
+  using R = Radix<kBits>;
+  constexpr int kItems = R::kItems;
+  extern __shared__ int4 memory[];
+  auto& shared = *reinterpret_cast<RadixShared<kBits>*>(memory);
+  const int warp = R::warp(), own = static_cast<int>(threadIdx.x);
+  const bool has_digit = own < R::kDigits;
+
+  const int64_t first = R::first_of_thread();
+  const int32_t left = R::left_from(args, first);
   uint32_t keys[kItems];
-  int32_t places[kItems], rank[kItems];
-  Radix::load<Id, kFirst>(args, first, left, keys);
+  int32_t rank[kItems];
+  R::template load<Id, kFirst>(args, first, left, keys);
+  const int64_t mine = own * args.tiles + blockIdx.x;
+  const int32_t start = has_digit && mine > 0 ? args.sums[mine - 1] : 0;
 #pragma unroll
-  for (int w = 0; w < Radix::kWarps; ++w) before[w][thread] = 0;
+  for (int w = 0; w < R::kWarps; ++w) {
+    if (has_digit) shared.before[w][own] = 0;
+  }
   __syncthreads();
 
   // Among those of its digit in this warp, then in the tile.
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const uint32_t digit = Radix::digit(keys[i], args.shift), those = Radix::peers(digit);
-    const int32_t sofar = before[warp][digit];
+    const uint32_t digit = R::digit(keys[i], args.shift), those = R::peers(digit);
+    const int32_t sofar = shared.before[warp][digit];
     __syncwarp();
-    rank[i] = sofar + __popc(those & Radix::before_me());
-    if ((those & Radix::before_me()) == 0) before[warp][digit] = sofar + __popc(those);
+    rank[i] = sofar + __popc(those & R::before_me());
+    if ((those & R::before_me()) == 0) shared.before[warp][digit] = static_cast<uint16_t>(sofar + __popc(those));
     __syncwarp();
   }
   __syncthreads();
-
-  // Thread d looks after digit d.
   int32_t total = 0;
 #pragma unroll
-  for (int w = 0; w < Radix::kWarps; ++w) {
-    const int32_t count = before[w][thread];
-    before[w][thread] = total;
+  for (int w = 0; w < R::kWarps; ++w) {
+    if (!has_digit) continue;
+    const int32_t count = shared.before[w][own];
+    shared.before[w][own] = static_cast<uint16_t>(total);
     total += count;
   }
-  const int32_t smaller = Radix::sum_before(total, totals);
+  const int32_t smaller = R::sum_before(total, shared.totals);
+  if (has_digit) {
 #pragma unroll
-  for (int w = 0; w < Radix::kWarps; ++w) before[w][thread] += smaller;
-  const int64_t mine = thread * args.tiles + blockIdx.x;
-  to[thread] = args.sums[mine] - args.counts[mine] - smaller;
+    for (int w = 0; w < R::kWarps; ++w) shared.before[w][own] += static_cast<uint16_t>(smaller);
+    shared.to[own] = start - smaller;
+  }
   __syncthreads();
-
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    rank[i] += before[warp][Radix::digit(keys[i], args.shift)];
-    tile_keys[rank[i]] = keys[i];
+    rank[i] += shared.before[warp][R::digit(keys[i], args.shift)];
+    shared.keys[rank[i]] = keys[i];
+    shared.rank[R::place_of_thread() + 32 * i] = static_cast<uint16_t>(rank[i]);
   }
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    places[i] = static_cast<int32_t>(first) + 32 * i;
-    if (!kFirst && 32 * i < left) places[i] = args.places[first + 32 * i];
-  }
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) tile_places[rank[i]] = places[i];
-  __syncthreads();
 
-  const int32_t exist = Radix::left_from(args, Radix::first_of_tile());
-#pragma unroll 1
-  for (int begin = thread; begin < exist; begin += kTogether * Radix::kThreads) {
-    int32_t place[kTogether], other[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int at = begin + i * Radix::kThreads;
-      if (at >= exist) continue;
-      place[i] = tile_places[at];
-      if constexpr (kLast) {
-        const Id id = __ldg(static_cast<const Id*>(args.others) + place[i] * args.others_stride);
-        if (id < 0 || id >= args.others_bound) args.out_of_range[1] = 1;
-        other[i] = static_cast<int32_t>(id);
-      }
+  const int32_t exist = R::left_from(args, R::first_of_tile());
+  const auto keep_place = [&](int at, int32_t place) {
+    const uint32_t key = shared.keys[at];
+    const int32_t out = shared.to[R::digit(key, args.shift)] + at;
+    args.keys_out[out] = key;
+    if constexpr (kLast) {
+      args.perm[out] = place;
+    } else {
+      args.places_out[out] = place;
     }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int at = begin + i * Radix::kThreads;
-      if (at >= exist) continue;
-      const uint32_t key = tile_keys[at];
-      const int64_t out = to[Radix::digit(key, args.shift)] + at;
-      args.keys_out[out] = key;
-      if constexpr (kLast) {
-        args.perm[out] = place[i];
-        args.col[out] = other[i];
-      } else {
-        args.places_out[out] = place[i];
-      }
-    }
-  }
+  };
+  const auto keep_end = [&](int at, int32_t end) {
+    args.ends_out[shared.to[R::digit(shared.keys[at], args.shift)] + at] = end;
+  };
+  move_edges<kBits>(shared, exist, [&](int64_t edge) { return R::template place_of<kFirst>(args, edge); }, keep_place);
+  move_edges<kBits>(shared, exist, [&](int64_t edge) { return R::template end_of<Id, kFirst>(args, edge); }, keep_end);
 }
 
 }  // namespace gnnc

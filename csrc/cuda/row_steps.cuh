@@ -420,9 +420,13 @@ __device__ inline float inverse_of(float scale) { return scale > 0.0f ? __fdiv_r
 __device__ inline uint32_t rounded(float x) { return __float_as_uint(__fadd_rn(x, 12582912.0f)); }
 __device__ inline int8_t code_of(float x) { return static_cast<int8_t>(rounded(fminf(fmaxf(x, -127.0f), 127.0f))); }
 
-// Codes of rows kPadded (a multiple of 4) apart, which are zero past the width; kWithin: of values within +-127.
-template <int kPadded, bool kWithin = false, class Tile, class F>
-__device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled) {
+struct NoCode {
+  __device__ int8_t operator()(int) const { return 0; }
+};
+
+// Codes of rows kPadded (a multiple of 4) apart; kWithin: of values within +-127; past: the codes past the width.
+template <int kPadded, bool kWithin = false, class Tile, class F, class Past = NoCode>
+__device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, const Past& past = {}) {
   constexpr int kCount = at_once<Tile, int8_t>(kPadded);
   static_assert(kCount >= 4, "rows of codes are padded to a multiple of 4");
 #pragma unroll
@@ -433,7 +437,8 @@ __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       const float x = tile.valid(i + k) ? scaled(i + k) : 0.0f;
-      codes.v[k] = kWithin ? static_cast<int8_t>(rounded(x)) : code_of(x);
+      const int8_t code = kWithin ? static_cast<int8_t>(rounded(x)) : code_of(x);
+      codes.v[k] = tile.valid(i + k) ? code : past(column + k);
     }
     *reinterpret_cast<Vector<int8_t, kCount>*>(row + column) = codes;
   }
@@ -441,7 +446,8 @@ __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled) {
   constexpr int kHeld = Tile::kPer / Tile::kRun * Tile::kBlock;
   if constexpr (kHeld < kPadded) {
     for (int column = kHeld + tile.lane * 4; column < kPadded; column += 4 * Tile::kLanes) {
-      *reinterpret_cast<Vector<int8_t, 4>*>(row + column) = Vector<int8_t, 4>{};
+      *reinterpret_cast<Vector<int8_t, 4>*>(row + column) = {past(column), past(column + 1), past(column + 2),
+                                                             past(column + 3)};
     }
   }
 }
@@ -476,7 +482,8 @@ __device__ void quant_static(const Tile& tile, int8_t* row, const float* base) {
   }
 }
 
-// The row's scale is base / 2^k with the largest k in 0..7 that nothing saturates at.
+// The row's scale is base / 2^k with the largest k in 0..7 that nothing saturates at. Where there is room, the row holds
+// its weight too (weight_place).
 template <int kPadded, bool kColumns, class Tile>
 __device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, const float* base) {
   Tile scaled = tile;
@@ -493,7 +500,10 @@ __device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, co
   if (left < 0) each(scaled, [](float x) { return fminf(fmaxf(x, -127.0f), 127.0f); });
   const float power = static_cast<float>(1 << shift);
   if (tile.lane == 0) *shift_out = static_cast<uint8_t>(shift);
-  store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(scaled.v[i], power); });
+  const auto weight = [=](int column) {
+    return static_cast<int8_t>(column == weight_place(Tile::kWidth) ? 128u >> shift : 0u);
+  };
+  store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(scaled.v[i], power); }, weight);
 }
 
 // out[h] = the dot product of the h-th of kHeads equal parts with the same part of `columns`.

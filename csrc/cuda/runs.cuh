@@ -20,12 +20,6 @@ struct Residency {
   int step;
 };
 
-#if defined(__CUDA_ARCH__)
-constexpr int kArchitecture = __CUDA_ARCH__;  // the same code takes more registers on some
-#else
-constexpr int kArchitecture = 0;
-#endif
-
 // A row or a part of one.
 struct alignas(16) Entry {
   int32_t row;

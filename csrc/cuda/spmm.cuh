@@ -35,12 +35,12 @@ using SpmmArgs = SpmmArgsOn<Runs>;
 using StagedSpmmArgs = SpmmArgsOn<StagedRuns>;
 
 enum class Value { none, real, integer };
-enum class Scale { none, row, power };
+enum class Scale { none, row, power, in_row };  // in_row: power, and each row holds its weight (weight_place)
 
 __host__ __device__ constexpr Weight weight_of(Value value, Scale scale) {
   if (value == Value::real || scale == Scale::row) return Weight::real;
   if (value == Value::integer) return Weight::signed8;
-  return scale == Scale::power ? Weight::power8 : Weight::none;
+  return scale == Scale::none ? Weight::none : Weight::power8;
 }
 
 __host__ __device__ constexpr Residency spmm_registers(Element element, int width, Reduce reduce, Weight weight,
@@ -92,6 +92,10 @@ struct Spmm {
   static_assert(kElement == Element::i8 || (Config::kValue != Value::integer && Config::kScale == Scale::none),
                 "integer values and scales of rows go with int8 rows");
   static_assert(Config::kValue != Value::integer || Config::kScale == Scale::none, "an int8 value takes no scale");
+  static_assert(Config::kScale != Scale::in_row ||
+                    (kExact && Config::kValue == Value::none && is_one_pass(kElement, kWidth) &&
+                     weight_place(kWidth) >= 0),
+                "the weight comes with the row, and is its only one");
   static_assert(kWidth % kHeads == 0, "heads divide the width");
 
   using Layout = RowLayout<kElement, kWidth>;
@@ -198,7 +202,9 @@ struct SpmmBody {
 
   template <bool kMasked>
   __device__ __forceinline__ void add(const uint4 (&data)[4], const Extra& e, uint32_t mask) {
-    if constexpr (kByteWeights) {
+    if constexpr (Config::kScale == Scale::in_row) {
+      sum.add(data, weights_of(data));
+    } else if constexpr (kByteWeights) {
       uint32_t w[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) w[i] = byte_of(e, i);
@@ -265,6 +271,12 @@ struct SpmmBody {
     } else {
       return combine<Config::kReduce>(p, q);
     }
+  }
+
+  // The weights that four rows hold, a byte each; 0 of a row of zeros.
+  __device__ static uint32_t weights_of(const uint4 (&x)[4]) {
+    const uint32_t low = __byte_perm(x[0].w, x[1].w, 0x0073), high = __byte_perm(x[2].w, x[3].w, 0x7300);
+    return __shfl_sync(0xffffffffu, __byte_perm(low, high, 0x7610), Layout::kTotal - 1, Layout::kPieces);
   }
 
   // The int8 weight of an edge.

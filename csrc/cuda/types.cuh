@@ -15,6 +15,12 @@ static_assert(sizeof(int64_t) == 8, "long is 64 bits wide wherever these kernels
 
 namespace gnnc {
 
+#if defined(__CUDA_ARCH__)
+constexpr int kArchitecture = __CUDA_ARCH__;  // the same code takes more registers on some
+#else
+constexpr int kArchitecture = 0;
+#endif
+
 template <bool kFirst, class A, class B>
 struct Select {
   using Type = A;
@@ -23,6 +29,10 @@ template <class A, class B>
 struct Select<false, A, B> {
   using Type = B;
 };
+
+// Where a row of codes of scale base / 2^shift has its weight 2^(7 - shift): the last byte of its last 16, where there is
+// one past the width. An SpMM then has the weight with the row. -1: it has no such byte.
+__host__ __device__ constexpr int weight_place(int width) { return width % 16 == 0 ? -1 : width / 16 * 16 + 15; }
 
 // The larger of two, NaN where one is that, as in torch.
 __device__ inline float larger_or_nan(float a, float b) {

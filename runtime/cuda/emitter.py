@@ -44,6 +44,7 @@ class CudaEmitter(Emitter):
         launches: every launch, in order.
         watch: where kernels report NaN and infinity.
         is_launches: whether nothing but our own launches reads what our launches write.
+        weighted: nodes whose rows of codes hold their weights, where there is room (``gnnc::weight_place``).
     """
 
     def __init__(self, graph_module: GraphModule, *, check_finite: bool, offline: bool) -> None:
@@ -51,6 +52,7 @@ class CudaEmitter(Emitter):
         self.unit = Unit()
         self.launches: list[LaunchText] = []
         self.is_launches = True
+        self.weighted: set[Node] = set()
         self._written: set[str] = set()
         self.watch = Watch(offline=offline)
 
@@ -110,6 +112,13 @@ class CudaEmitter(Emitter):
             return int(buffer.stride)
         is_codes = self._base(node).meta["val"].dtype == torch.int8
         return self.padded(width, torch.int8) if is_codes else width
+
+    def holds_weights(self, node: Node) -> bool:
+        """Whether each row of ``matrix(node)``, of codes, holds its weight (``gnnc::weight_place``)."""
+        base, width = self._base(node), width_of(node)
+        buffer = self._ours(base)
+        has_room = width % _VECTOR > 0 and buffer is not None and buffer.stride >= round_up(width, _VECTOR)
+        return has_room and base in self.weighted and width_of(base) == width
 
     def let(self, hint: str, text: str) -> str:
         """Return a new variable that holds the value of an expression."""

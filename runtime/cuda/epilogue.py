@@ -199,6 +199,9 @@ class Writer:
     def _quant_pow2(self, a: int, b: int, c: int) -> None:
         row, stride = self.out_row(a)
         shift = self.out(b)
+        result = self.program.outs[a].result
+        if result is not None and self.results[result] is not None:
+            self.emitter.weighted.add(self.results[result])
         columns, base = self._base(c)
         self.struct.step(f"step::quant_pow2<{stride}, {columns}>", row, f"{shift} + row", base)
 

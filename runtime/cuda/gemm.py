@@ -128,11 +128,11 @@ def tile_of(shape: Shape) -> Tile | None:
 
 
 def _short_tiles(shape: Shape) -> Iterator[Tile]:
-    """Rows of which a warp has several in flight; it then multiplies sixteen of them."""
+    """Rows of which a warp has several in flight; it then multiplies sixteen of them, or 32 where there are 64."""
     is_small = shape.row_bytes < 256
     for rows in (64, 32, 16) if shape.is_codes and is_small else (32, 16):
         once = min(rows // 4, 8, _floor_power(_HELD // shape.runs))
-        yield Tile(rows, shape.places, 1, once, rows // 16, 1, 128, 0 if is_small else 5)
+        yield Tile(rows, shape.places, 1, once, min(rows // 16, 2), 1, 128, 0 if is_small else 5)
 
 
 def _long_tiles(shape: Shape) -> Iterator[Tile]:

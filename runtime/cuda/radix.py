@@ -11,9 +11,11 @@ from gnnc.runtime.cuda.emitter import round_up
 from gnnc.runtime.cuda.launch import Launch
 from gnnc.runtime.cuda.unit import Unit
 
-_TILE = 3072
-_BITS = 8
-_ARGUMENTS = 18
+_TILE, _THREADS = 8192, 512
+_SHARED = 10 * _TILE + 64
+_BITS = (8, 9)
+"""Bits of a digit that there are kernels for. Nine save ids of 17 or 18 bits, and of 25 to 27, a pass."""
+_ARGUMENTS = 19
 _IDS = {torch.int64: "int64_t", torch.int32: "int32_t"}
 MOST_EDGES = 2**31 - 1
 
@@ -35,38 +37,45 @@ class Sorted(NamedTuple):
 
 
 class Kernels:
-    """The kernels for ids of one type on one device.
+    """The kernels for ids of one type, and digits of so many bits, on one device.
 
     Attributes:
         count: the launch that counts digits, by whether the pass is the first.
         scatter: the launch that moves edges, by whether the pass is the first, and the last.
     """
 
-    def __init__(self, unit: Unit, ids: str) -> None:
+    def __init__(self, unit: Unit, ids: str, bits: int) -> None:
         unit.include("radix.cuh")
         unit.expect("RadixArgs", _ARGUMENTS)
+        shared = _SHARED + (1 << bits) * (2 * _THREADS // 32 + 4)
+        unit.require(f"sizeof(RadixShared<{bits}>) == {shared}", "a launch gives the tile its shared memory")
         flags = ((False, "false"), (True, "true"))
         self.count: dict[bool, Launch] = {
-            first: unit.launch(f"gnnc::radix_count<{ids}, {text}>", _ARGUMENTS) for first, text in flags
+            first: unit.launch(f"gnnc::radix_count<{ids}, {bits}, {text}>", _ARGUMENTS, block=_THREADS)
+            for first, text in flags
         }
         self.scatter: dict[tuple[bool, bool], Launch] = {
-            (first, last): unit.launch(f"gnnc::radix_scatter<{ids}, {text}, {end}>", _ARGUMENTS)
+            (first, last): unit.launch(
+                f"gnnc::radix_scatter<{ids}, {bits}, {text}, {end}>", _ARGUMENTS, block=_THREADS, shared=shared
+            )
             for first, text in flags
             for last, end in flags
         }
 
 
 @cache
-def _kernels(device: int, ids: str) -> Kernels:
+def _kernels(device: int, ids: str, bits: int) -> Kernels:
     unit = Unit()
-    kernels = Kernels(unit, ids)
+    kernels = Kernels(unit, ids, bits)
     unit.build(device)
     return kernels
 
 
-def passes_for(bound: int) -> int:
-    """Return how many passes sort ids below ``bound``."""
-    return max(1, -(-max(bound - 1, 0).bit_length() // _BITS))
+def digits_for(bound: int) -> tuple[int, int]:
+    """Return how many passes sort ids below ``bound``, and the bits of their digits."""
+    bits = max(1, max(bound - 1, 0).bit_length())
+    passes = -(-bits // max(_BITS))
+    return passes, next(width for width in _BITS if passes * width >= bits)
 
 
 def sort_edges(ids: Tensor, others: Tensor, bound: int, others_bound: int) -> Sorted:
@@ -94,25 +103,31 @@ def sort_edges(ids: Tensor, others: Tensor, bound: int, others_bound: int) -> So
 
 def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int) -> Sorted:
     edges, device = ids.shape[0], ids.device
-    passes, tiles = passes_for(bound), -(-edges // _TILE)
+    (passes, bits), tiles = digits_for(bound), -(-edges // _TILE)
     perm = torch.empty(edges, dtype=torch.int64, device=device)
     col = padded_columns(edges, device)
     out_of_range = torch.zeros(2, dtype=torch.int32, device=device)
-    counts = torch.empty((1 << _BITS) * tiles, dtype=torch.int32, device=device)
-    keys = [torch.empty(edges, dtype=torch.int32, device=device) for _ in range(min(passes, 2))]
-    places = [torch.empty(edges, dtype=torch.int32, device=device) for _ in range(min(passes - 1, 2))]
-    kernels = _kernels(device.index, _IDS[ids.dtype])
+    between = 2 * edges if passes > 1 else 0
+    sizes = edges, between // 2, between, (1 << bits) * tiles
+    *keys, pairs, counts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    kernels = _kernels(device.index, _IDS[ids.dtype], bits)
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     given = [ids.data_ptr(), ids.stride(0), bound, others.data_ptr(), others.stride(0), others_bound]
-    found = [perm.data_ptr(), col.data_ptr(), counts.data_ptr()]
+    found = [perm.data_ptr(), counts.data_ptr()]
+    read = [0, 0, 0]
     for number in range(passes):
         first, last = number == 0, number == passes - 1
-        read = [0, 0] if first else [t[(number - 1) % 2].data_ptr() for t in (keys, places)]
-        written = [keys[number % 2].data_ptr(), 0 if last else places[number % 2].data_ptr()]
-        rest = [out_of_range.data_ptr(), edges, tiles, number * _BITS]
+        # Places and other ends, between two passes. The last one writes perm, so it reads memory of their own, and what
+        # the one before reads may lie where perm will.
+        places = (perm if (passes - number) % 2 else pairs).data_ptr()
+        written = [keys[number % 2].data_ptr(), places, places + 4 * edges]
+        if last:
+            written[1:] = [0, col.data_ptr()]
+        rest = [out_of_range.data_ptr(), edges, tiles, number * bits]
         kernels.count[first](tiles, stream, *given, *read, *written, *found, 0, *rest)
         sums = torch.cumsum(counts, 0, dtype=torch.int32)
         kernels.scatter[first, last](tiles, stream, *given, *read, *written, *found, sums.data_ptr(), *rest)
+        read = written
     return Sorted(keys[(passes - 1) % 2], perm, col, out_of_range)
 
 

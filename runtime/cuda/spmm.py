@@ -31,6 +31,8 @@ ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", 
 _MAX_WIDTH = 4096
 _MAX_EXACT_WIDTH = 760
 """Sums of a split row's parts are 64-bit in the shared memory of a block."""
+_ONE_PASS = 512
+"""Bytes of a row that a warp reads in one pass over the edges: ``gnnc::is_one_pass``."""
 _PIECE = 16
 """Bytes that a thread gathers at once."""
 _SUMS = (spmm.REDUCTIONS["sum"], spmm.REDUCTIONS["mean"])
@@ -99,6 +101,7 @@ class Spmm:
         x = gathered_rows(emitter, argument_of(node, plan.x), plan.width)
         scale = _vector(emitter, node, plan.x_scale)
         shift = _vector(emitter, node, plan.shift)
+        kind = _scale(plan, node, emitter)
         staged = _is_staged(plan, node, x)
         if staged:
             sources = emitter.size(shape_of(argument_of(node, plan.x))[0])
@@ -111,7 +114,7 @@ class Spmm:
             "staging", f"empty(({runs}.slots * {words},), dtype={emitter.bind(torch.float32, 'dtype')})"
         )
         rest = [f"{x.text}.data_ptr()", str(x.stride), value, scale, shift, f"{staging}.data_ptr()"]
-        config = _config(plan, node)
+        config = _config(plan, node, kind)
         names = f"{config}, {epilogue}"
         given = [*runs_arguments(emitter.vector(rowptr), col, runs), *rest]
         count = len(given) + RUNS_EXTRA
@@ -124,7 +127,7 @@ class Spmm:
         given = [*staged_arguments(emitter.vector(rowptr), runs), *rest]
         count = len(given) + STAGED_EXTRA
         emitter.unit.expect("StagedSpmmArgs", count)
-        shared = shared_bytes(x.nbytes, _scale(plan))
+        shared = shared_bytes(x.nbytes, kind)
         window = f"gnnc::Staged<{config}>::Window::kBytes"
         emitter.unit.require(f"{window} == {shared}", "the window has the bytes that a launch gives it")
         launch = partial(emitter.launch, values=[*given, *values], count=count + len(values))
@@ -147,7 +150,7 @@ def _is_by_column(plan: spmm.Plan) -> bool:
     return ops.isdisjoint(_OF_WHOLE_ROWS) and (Op.QUANT_STATIC not in ops or plan.width % 32 == 0)
 
 
-def _config(plan: spmm.Plan, node: Node) -> str:
+def _config(plan: spmm.Plan, node: Node, scale: str) -> str:
     dtype = argument_of(node, plan.x).meta["val"].dtype
     reduce = next(name for name, number in spmm.REDUCTIONS.items() if number == plan.reduce)
     value = "none"
@@ -156,13 +159,18 @@ def _config(plan: spmm.Plan, node: Node) -> str:
         value = "integer" if integer else "real"
     return (
         f"gnnc::SpmmConfig<gnnc::Element::{ELEMENTS[dtype]}, {plan.width}, gnnc::Reduce::{reduce}, "
-        f"gnnc::Value::{value}, gnnc::Scale::{_scale(plan)}, {plan.heads}>"
+        f"gnnc::Value::{value}, gnnc::Scale::{scale}, {plan.heads}>"
     )
 
 
-def _scale(plan: spmm.Plan) -> str:
+def _scale(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> str:
     """Return what comes with a row of x, as ``gnnc::Scale`` names it."""
-    return "row" if plan.x_scale is not None else "power" if plan.shift is not None else "none"
+    if plan.x_scale is not None:
+        return "row"
+    if plan.shift is None:
+        return "none"
+    is_plain = plan.value is None and plan.heads == 1 and plan.reduce in _SUMS and plan.width <= _ONE_PASS
+    return "in_row" if is_plain and emitter.holds_weights(argument_of(node, plan.x)) else "power"
 
 
 def _vector(emitter: CudaEmitter, node: Node, index: int | None) -> str:

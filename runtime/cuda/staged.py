@@ -170,9 +170,9 @@ def shared_bytes(row_bytes: int, scale: str = "none") -> int:
 
     Args:
         row_bytes: of a row of x.
-        scale: ``none``, ``row`` or ``power``: what comes with a row.
+        scale: what comes with a row, as ``gnnc::Scale`` names it.
     """
-    factor = {"none": 0, "power": 1, "row": 4}[scale]
+    factor = {"none": 0, "in_row": 0, "power": 1, "row": 4}[scale]
     rows = window_rows(row_bytes)
     return (rows + 1) * slice_bytes(row_bytes) + -(-rows * factor // 16) * 16 + 16
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_launch import ARCHITECTURES, compile_kernels
-from cuda_sparse import Sparse, Spmm, SpmmConfig, rows16, sparse
+from cuda_sparse import Sparse, Spmm, SpmmConfig, rows16, sparse, weighted16
 from kernel_graphs import GRAPHS, Graph, random_graph, relative_error, star
 from torch import Tensor
 
@@ -27,8 +27,14 @@ KINDS = {
     "int8 real": SpmmConfig("i8", 0, value="real", scale="row"),
     "int8 max": SpmmConfig("i8", 0, "max"),
 }
+IN_ROW = SpmmConfig("i8", 0, scale="in_row")
 NBYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def has_place(width: int) -> bool:
+    """Whether a row of codes has a byte for its weight, and is gathered at once."""
+    return width % 16 > 0 and width <= 512
 
 
 @pytest.mark.usefixtures("compiler")
@@ -37,6 +43,8 @@ TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def test_no_kernel_spills(architecture: str, kind: str) -> None:
     c = KINDS[kind]
     configs = [SpmmConfig(c.element, w, c.reduce, c.value, c.scale) for w in WIDTHS]
+    if kind == "int8 powers":
+        configs += [replace(IN_ROW, width=w) for w in WIDTHS if has_place(w)]
     names = tuple(name for config in configs for name in config.names())
     report = compile_kernels('#include "spmm.cuh"', names, architecture)
     assert len(report) == len(names)
@@ -58,7 +66,10 @@ STAGED = {
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_staged_kernel_spills(architecture: str, kind: str) -> None:
     widths = [w for w in (16, 31, 47, 64, 256) if takes(w * NBYTES[STAGED[kind].element])]
-    names = tuple(name for w in widths for name in replace(STAGED[kind], width=w).staged_names())
+    configs = [replace(STAGED[kind], width=w) for w in widths]
+    if kind == "int8 powers":
+        configs += [replace(IN_ROW, reduce="mean", width=w) for w in widths if has_place(w)]
+    names = tuple(name for config in configs for name in config.staged_names())
     report = compile_kernels('#include "spmm.cuh"', names, architecture)
     assert len(report) == len(names) >= 4
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
@@ -102,8 +113,10 @@ def test_integer_weights_are_exact(width: int) -> None:
         graph = on_gpu(g)
         got = twice(Spmm(graph, rows16(x), value=value.cuda()))
         assert torch.equal(got, qspmm_reference(g.rowptr, g.col, value, x, None, None, "sum", g.num_dst))
-        got = twice(Spmm(graph, rows16(x), shift=shift.cuda()))
-        assert torch.equal(got, qspmm_reference(g.rowptr, g.col, None, x, None, shift, "sum", g.num_dst))
+        want = qspmm_reference(g.rowptr, g.col, None, x, None, shift, "sum", g.num_dst)
+        assert torch.equal(twice(Spmm(graph, rows16(x), shift=shift.cuda())), want)
+        if has_place(width):
+            assert torch.equal(twice(Spmm(graph, weighted16(x, shift), in_row=True)), want)
 
 
 def test_error(got: Tensor, g: Graph, value: Tensor | None, x: Tensor, x_scale: Tensor | None) -> float:
@@ -191,6 +204,9 @@ def test_staged_sums_of_integers_are_exact(width: int, reduce: str) -> None:
             moved = None if given is None else given.cuda()
             got = twice(Spmm(on_gpu(g), rows16(x), shift=moved, reduce=reduce, staged=True))
             want = qspmm_reference(g.rowptr, g.col, None, x, None, given, reduce, g.num_dst)
+            assert torch.equal(got, want)
+        if has_place(width):
+            got = twice(Spmm(on_gpu(g), weighted16(x, shift), in_row=True, reduce=reduce, staged=True))
             assert torch.equal(got, want)
 
 

@@ -12,38 +12,44 @@ import gnnc
 from gnnc.ir.structure import csr_reference, csr_transpose_reference
 from gnnc.runtime.cuda import radix
 from gnnc.runtime.cuda.kept import kept, tensors_kept
-from gnnc.runtime.cuda.radix import Kernels, passes_for
+from gnnc.runtime.cuda.radix import Kernels, digits_for
 from gnnc.runtime.cuda.structure import _Streams, csr, csr_transpose, destinations_of
 from gnnc.runtime.cuda.unit import Unit
 
 EDGES = (1, 31, 3071, 3072, 3073, 50_000)
-NODES = (1, 7, 256, 257, 65_536, 65_537, 2**24 + 3)
+NODES = (1, 7, 256, 257, 513, 65_536, 65_537, 2**18 + 1, 2**24 + 3, 2**27 + 1)
 WORKSPACE = 24
 """Bytes an edge beside the result."""
 
 
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("bits", [8, 9])
 @pytest.mark.parametrize("ids", ["int64_t", "int32_t"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_no_kernel_spills(architecture: str, ids: str) -> None:
+def test_no_kernel_spills(architecture: str, ids: str, bits: int) -> None:
     unit = Unit()
-    kernels = Kernels(unit, ids)
+    kernels = Kernels(unit, ids, bits)
     report = unit.compile(architecture).resources
     assert len(report) == len(kernels.count) + len(kernels.scatter)
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
 
 
-def test_passes() -> None:
-    assert [passes_for(n) for n in (0, 1, 2, 256, 257, 2**16, 2**16 + 1, 2**24 + 1)] == [
-        1,
-        1,
-        1,
-        1,
-        2,
-        2,
-        3,
-        4,
-    ]
+def test_passes_and_the_bits_of_their_digits() -> None:
+    assert {n: digits_for(n) for n in (0, 1, 2, 2**8, 2**8 + 1, 2**9 + 1, 2**16, 2**16 + 1, 2**18, 2**18 + 1)} == {
+        0: (1, 8),
+        1: (1, 8),
+        2: (1, 8),
+        2**8: (1, 8),
+        2**8 + 1: (1, 9),
+        2**9 + 1: (2, 8),
+        2**16: (2, 8),
+        2**16 + 1: (2, 9),
+        2**18: (2, 9),
+        2**18 + 1: (3, 8),
+    }
+    for bits in range(1, 33):
+        passes, width = digits_for(2**bits)
+        assert passes * width >= bits > (passes - 1) * width
 
 
 def edges(count: int, num_src: int, num_dst: int, skew: float = 2.5) -> tuple[Tensor, Tensor]:
