@@ -95,7 +95,7 @@ __global__ void __launch_bounds__((StagedSum<kElement, kWidth>::kThreads), 1)
   constexpr int kStep = S::kResidency.step;
   extern __shared__ int4 memory[];
   __shared__ StagedShare share;
-  __shared__ StagedFeed<typename S::Layout, kStep / 4> feed[S::kThreads / 32];
+  __shared__ typename S::Feed feed[S::kThreads / 32];
   typename S::Window window(memory);
   GatherBody<typename S::Layout, kStep> body;
   for (int slice = 0; slice < S::kSlices; ++slice) {

@@ -416,7 +416,10 @@ struct Staged {
   };
   using Layout = typename Spmm<Config>::Layout;
   using Window = gnnc::Window<Layout, Config::kScale == Scale::row ? 4 : Config::kScale == Scale::power ? 1 : 0>;
+  using Feed = StagedFeed<Layout, kResidency.step / 4>;
   static_assert(Spmm<Config>::kAdds && Config_::kValue == Value::none && Config_::kHeads == 1, "sums of rows");
+  static_assert(Window::kBytes + kThreads / 32 * sizeof(Feed) + sizeof(StagedShare) <= 227 * 1024,
+                "a multiprocessor has so much shared memory");
 };
 
 // As spmm, with near sources from shared memory. Launch: runs.share of blocks of Staged<Config>::kThreads threads, with
@@ -428,7 +431,7 @@ __global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
   using S = Staged<Config>;
   extern __shared__ int4 memory[];
   __shared__ StagedShare share;
-  __shared__ StagedFeed<typename S::Layout, S::kResidency.step / 4> feed[S::kThreads / 32];
+  __shared__ typename S::Feed feed[S::kThreads / 32];
   const auto stride = static_cast<uint32_t>(a.x_stride);
   const void* factor = Config::kScale == Scale::row ? static_cast<const void*>(a.x_scale) : a.shift;
   typename S::Window window(memory);

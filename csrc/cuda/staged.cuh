@@ -9,7 +9,7 @@
 // window, from 1 on, the last word filled up with place 0, a row of zeros; then far ones, four a word, by their row of
 // x.
 //
-// A window holds all rows of a stretch where they have at most 64 bytes, and the first 1536 in slices of 128 bytes
+// A window holds all rows of a stretch where they have at most 64 bytes, and the first 1680 in slices of 128 bytes
 // where they have more. All blocks go through the graph once for each slice.
 //
 // A body has, beside what stream.cuh asks for:
@@ -22,7 +22,7 @@ namespace gnnc {
 constexpr int kStretch = 2048;
 
 // Rows of so many bytes that a window holds, the first of its stretch.
-__host__ __device__ constexpr int window_rows(int row_bytes) { return row_bytes <= 64 ? kStretch : 1536; }
+__host__ __device__ constexpr int window_rows(int row_bytes) { return row_bytes <= 64 ? kStretch : 1680; }
 
 // A row or a part of one.
 struct alignas(16) StagedEntry {
@@ -157,10 +157,11 @@ struct OwnWords {
 };
 
 // The words that a warp works on, on their way through shared memory: kNear of near edges and kFar of far ones a slot,
-// about as many as there are of each. Where a slot has no more, its words are zeros.
+// about as many as there are of each where a window holds all of a stretch, or most of it. Where a slot has no more, its
+// words are zeros.
 template <class Layout, int kFar_>
 struct Words {
-  static constexpr int kFar = kFar_, kNear = 2 * kFar;
+  static constexpr int kFar = kFar_, kNear = window_rows(Layout::kPieces * 16) == kStretch ? 2 * kFar : kFar;
 
   int4 near[2][kNear][Layout::kSlots];
   int4 far[2][kFar][Layout::kSlots];
@@ -204,7 +205,7 @@ struct Words {
 
 template <class Layout, int kFar>
 struct StagedFeed {
-  RunFeed<StagedEntry, entries_of(Layout::kPieces)> runs;
+  RunFeed<StagedEntry, 2 * Layout::kSlots> runs;
   Words<Layout, kFar> words;
 };
 

@@ -21,10 +21,6 @@ _LEAST_NEAR = 0.5
 _LEAST_USES = 24
 """Near edges for each row that is copied to a window: with fewer, that takes what it saves. Measured:
 docs/cuda-sparse-kernels.md."""
-_LEAST_USES_OF_128 = 100
-"""The same where rows have 128 bytes: gathered from memory they lose less."""
-_SIDE_BY_SIDE = 16
-"""Entries of a run: two for each slot of a warp."""
 _POINTERS = ("place", "row", "edges", "near", "entry", "word", "slot")
 """Members of ``gnnc::StageArgs`` between the first two and the last two."""
 _ARGUMENTS = len(_POINTERS) + 4
@@ -98,7 +94,7 @@ def cut_rows(rowptr: Tensor, cut: Cut) -> Entries:
     return Entries(row.int(), edges.int(), rowptr[row] + offset, torch.where(is_part, slot, -1), split.int())
 
 
-def arrange(entries: Entries, near: Tensor, rows: int, short: int, blocks: int) -> StagedRuns:
+def arrange(entries: Entries, near: Tensor, rows: int, short: int, blocks: int, together: int) -> StagedRuns:
     """Make runs of entries, by stretch: long ones first, one a run, then short ones of about as many words.
 
     Args:
@@ -107,6 +103,7 @@ def arrange(entries: Entries, near: Tensor, rows: int, short: int, blocks: int) 
         rows: of the CSR.
         short: rows with at most so many edges are worked on side by side.
         blocks: blocks of threads.
+        together: entries of a run.
 
     Returns:
         The table; its words are not written yet.
@@ -123,7 +120,7 @@ def arrange(entries: Entries, near: Tensor, rows: int, short: int, blocks: int) 
     first = words.cumsum(0) - words
     entry = torch.stack([row[order], near[order], (edges - near)[order], first], 1).int()
     kind = (stretch * 2 + is_short)[order]
-    opens = (~is_short[order] | (places_within(kind) % _SIDE_BY_SIDE == 0)).nonzero().squeeze(1)
+    opens = (~is_short[order] | (places_within(kind) % together == 0)).nonzero().squeeze(1)
     count = torch.diff(opens, append=opens.new_tensor([order.numel()]))
     where = stretch[order][opens]
     run = torch.stack([opens, count, entries.part[order][opens], where], 1).int()
@@ -199,7 +196,12 @@ def slice_bytes(row_bytes: int) -> int:
 
 def window_rows(row_bytes: int) -> int:
     """Return how many rows of x of a stretch the window holds, the first ones."""
-    return STRETCH if row_bytes <= 64 else 1536
+    return STRETCH if row_bytes <= 64 else 1680
+
+
+def entries_of(window: int) -> int:
+    """Return the entries of a run, two for each slot of a warp, where so many rows of x are in a window."""
+    return 16 if window == STRETCH else 8
 
 
 class Kernels:
@@ -243,8 +245,7 @@ def kernels_on(device: int) -> Kernels:
 def pays(near: int, edges: int, rows: int, blocks: int, row_bytes: int) -> bool:
     """Whether so many near edges, of all, make up for filling the windows: one a stretch, and one a block."""
     copied = (-(-rows // STRETCH) + blocks) * window_rows(row_bytes)
-    least = _LEAST_USES_OF_128 if 64 < row_bytes <= 128 else _LEAST_USES
-    return near >= _LEAST_NEAR * edges and near >= least * copied
+    return near >= _LEAST_NEAR * edges and near >= _LEAST_USES * copied
 
 
 def build_staged(
@@ -270,7 +271,7 @@ def build_staged(
         pays_for_some = pays(int(near.sum()), col.shape[0], rows, blocks, 64 if window == STRETCH else 256)
         if not (pays_for_some or always) or _words_of(entries, near) > _MOST_WORDS:
             return None
-        runs = arrange(entries, near, rows, cut.short, blocks)
+        runs = arrange(entries, near, rows, cut.short, blocks, entries_of(window))
         kernels.write(col, entries, runs, window)
     return runs
 

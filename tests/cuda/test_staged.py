@@ -33,7 +33,7 @@ def near_of(g: Graph, entries: Entries) -> torch.Tensor:
 
 def table(g: Graph, cut: Cut) -> tuple[Entries, StagedRuns]:
     entries = cut_rows(g.rowptr, cut)
-    return entries, arrange(entries, near_of(g, entries), g.num_dst, cut.short, BLOCKS)
+    return entries, arrange(entries, near_of(g, entries), g.num_dst, cut.short, BLOCKS, 16)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -103,15 +103,15 @@ def test_it_pays_where_most_edges_are_near_and_each_source_has_several() -> None
     def paying(nodes: int, edges: int, share: float) -> list[int]:
         return [size for size in (64, 128, 256) if pays(int(share * edges), edges, nodes, 132, size)]
 
-    assert paying(*products, 0.8) == [64, 256] and paying(*reddit, 0.6) == [64, 128, 256]
+    assert paying(*products, 0.6) == paying(*reddit, 0.6) == [64, 128, 256]
     assert paying(*reddit, 0.49) == [] and paying(*arxiv, 0.8) == [] and paying(2000, 200_000, 1.0) == []
 
 
 def test_windows_and_what_warps_hold_fit_into_shared_memory() -> None:
     for row_bytes in (33, 47, 64, 128, 256, 512):
         for scale in ("none", "power", "row"):
-            assert takes(row_bytes) and shared_bytes(row_bytes, scale) <= LEAST_SHARED - 26 * 1024
-    assert shared_bytes(64) == 2049 * 64 + 16 and shared_bytes(256, "row") == 1537 * 128 + 1536 * 4 + 16
+            assert takes(row_bytes) and shared_bytes(row_bytes, scale) <= LEAST_SHARED - 8 * 1024
+    assert shared_bytes(64) == 2049 * 64 + 16 and shared_bytes(256, "row") == 1681 * 128 + 1680 * 4 + 16
     assert not any(map(takes, (7, 32, 94, 192, 640)))
 
 
