@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {
     "structure": (
-        "structure.py::test_csr_is_that_of_the_reference[3073-dtype0]",
+        "structure.py::test_csr_is_that_of_the_reference[8193-dtype0]",
         "structure.py::test_csr_is_that_of_the_reference[50000-dtype1]",
         "structure.py::test_the_transpose_is_that_of_the_reference",
         "structure.py::test_an_id_out_of_range_is_named[src-1099511627776]",

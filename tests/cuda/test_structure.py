@@ -16,7 +16,7 @@ from gnnc.runtime.cuda.radix import Kernels, digits_for
 from gnnc.runtime.cuda.structure import _Streams, csr, csr_transpose, destinations_of
 from gnnc.runtime.cuda.unit import Unit
 
-EDGES = (1, 31, 3071, 3072, 3073, 50_000)
+EDGES = (1, 31, 8191, 8192, 8193, 50_000)
 NODES = (1, 7, 256, 257, 513, 65_536, 65_537, 2**18 + 1, 2**24 + 3, 2**27 + 1)
 WORKSPACE = 24
 """Bytes an edge beside the result."""
