@@ -146,7 +146,8 @@ def weighted16(x: Tensor, shift: Tensor) -> Tensor:
     """Return codes as ``rows16`` does, each row with its weight: ``gnnc::weight_place``."""
     rows = rows16(x)
     whole = rows.as_strided((x.shape[0], rows.stride(0)), (rows.stride(0), 1))
-    whole[:, x.shape[1] // 16 * 16 + 15] = (128 >> shift.int()).to(torch.uint8).view(torch.int8).to(rows.device)
+    weight = (128 >> shift.int()).to(torch.uint8).view(torch.int8)
+    whole[:, x.shape[1] // 16 * 16 + 15] = weight.to(rows.device)
     return rows
 
 

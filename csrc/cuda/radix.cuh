@@ -14,8 +14,8 @@
 // Traffic, an edge: keys twice, places and other ends once in, all three out: 28 B a pass (36 B in the first, of int64
 // ids; 32 B in the last, whose places are perm). Floor: these bytes at copy bandwidth.
 //
-// Tiles are large, so that the edges of a digit are a stretch of memory: with 3072 edges a tile, passes took up to twice as
-// long.
+// Tiles are large, so that the edges of a digit are a stretch of memory: with 3072 edges a tile, passes took up to
+// twice as long.
 //
 // Launch: blocks of Radix::kThreads threads, one for every tile; radix_scatter with a RadixShared of dynamic shared
 // memory. counts, sums: a row of as many columns as there are tiles for each digit.

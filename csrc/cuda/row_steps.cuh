@@ -482,8 +482,8 @@ __device__ void quant_static(const Tile& tile, int8_t* row, const float* base) {
   }
 }
 
-// The row's scale is base / 2^k with the largest k in 0..7 that nothing saturates at. Where there is room, the row holds
-// its weight too (weight_place).
+// The row's scale is base / 2^k with the largest k in 0..7 that nothing saturates at. Where there is room, the row
+// holds its weight too (weight_place).
 template <int kPadded, bool kColumns, class Tile>
 __device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, const float* base) {
   Tile scaled = tile;

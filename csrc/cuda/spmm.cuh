@@ -92,9 +92,8 @@ struct Spmm {
   static_assert(kElement == Element::i8 || (Config::kValue != Value::integer && Config::kScale == Scale::none),
                 "integer values and scales of rows go with int8 rows");
   static_assert(Config::kValue != Value::integer || Config::kScale == Scale::none, "an int8 value takes no scale");
-  static_assert(Config::kScale != Scale::in_row ||
-                    (kExact && Config::kValue == Value::none && is_one_pass(kElement, kWidth) &&
-                     weight_place(kWidth) >= 0),
+  static_assert(Config::kScale != Scale::in_row || (kExact && Config::kValue == Value::none &&
+                                                    is_one_pass(kElement, kWidth) && weight_place(kWidth) >= 0),
                 "the weight comes with the row, and is its only one");
   static_assert(kWidth % kHeads == 0, "heads divide the width");
 

@@ -157,8 +157,8 @@ struct OwnWords {
 };
 
 // The words that a warp works on, on their way through shared memory: kNear of near edges and kFar of far ones a slot,
-// about as many as there are of each where a window holds all of a stretch, or most of it. Where a slot has no more, its
-// words are zeros.
+// about as many as there are of each where a window holds all of a stretch, or most of it. Where a slot has no more,
+// its words are zeros.
 template <class Layout, int kFar_>
 struct Words {
   static constexpr int kFar = kFar_, kNear = window_rows(Layout::kPieces * 16) == kStretch ? 2 * kFar : kFar;

@@ -30,8 +30,8 @@ struct Select<false, A, B> {
   using Type = B;
 };
 
-// Where a row of codes of scale base / 2^shift has its weight 2^(7 - shift): the last byte of its last 16, where there is
-// one past the width. An SpMM then has the weight with the row. -1: it has no such byte.
+// Where a row of codes of scale base / 2^shift has its weight 2^(7 - shift): the last byte of its last 16, where there
+// is one past the width. An SpMM then has the weight with the row. -1: it has no such byte.
 __host__ __device__ constexpr int weight_place(int width) { return width % 16 == 0 ? -1 : width / 16 * 16 + 15; }
 
 // The larger of two, NaN where one is that, as in torch.

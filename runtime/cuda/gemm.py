@@ -128,7 +128,7 @@ def tile_of(shape: Shape) -> Tile | None:
 
 
 def _short_tiles(shape: Shape) -> Iterator[Tile]:
-    """Rows of which a warp has several in flight; it then multiplies sixteen of them, or 32 where there are 64."""
+    """Rows of which a warp has several in flight; it then multiplies sixteen of them, 32 of a block of 64."""
     is_small = shape.row_bytes < 256
     for rows in (64, 32, 16) if shape.is_codes and is_small else (32, 16):
         once = min(rows // 4, 8, _floor_power(_HELD // shape.runs))

@@ -1,6 +1,6 @@
 """Sorts the edges of a new graph on the device: the launches of ``csrc/cuda/radix.cuh``."""
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from gnnc.runtime.cuda.unit import Unit
 _TILE, _THREADS = 8192, 512
 _SHARED = 10 * _TILE + 64
 _BITS = (8, 9)
-"""Bits of a digit that there are kernels for. Nine save ids of 17 or 18 bits, and of 25 to 27, a pass."""
+"""Bits of a digit that there are kernels for. Nine save ids of 9, 17, 18 or 25 to 27 bits a pass."""
 _ARGUMENTS = 19
 _IDS = {torch.int64: "int64_t", torch.int32: "int32_t"}
 MOST_EDGES = 2**31 - 1
@@ -50,14 +50,13 @@ class Kernels:
         shared = _SHARED + (1 << bits) * (2 * _THREADS // 32 + 4)
         unit.require(f"sizeof(RadixShared<{bits}>) == {shared}", "a launch gives the tile its shared memory")
         flags = ((False, "false"), (True, "true"))
+        count = partial(unit.launch, count=_ARGUMENTS, block=_THREADS)
         self.count: dict[bool, Launch] = {
-            first: unit.launch(f"gnnc::radix_count<{ids}, {bits}, {text}>", _ARGUMENTS, block=_THREADS)
-            for first, text in flags
+            first: count(f"gnnc::radix_count<{ids}, {bits}, {text}>") for first, text in flags
         }
+        scatter = partial(count, shared=shared)
         self.scatter: dict[tuple[bool, bool], Launch] = {
-            (first, last): unit.launch(
-                f"gnnc::radix_scatter<{ids}, {bits}, {text}, {end}>", _ARGUMENTS, block=_THREADS, shared=shared
-            )
+            (first, last): scatter(f"gnnc::radix_scatter<{ids}, {bits}, {text}, {end}>")
             for first, text in flags
             for last, end in flags
         }
@@ -117,8 +116,8 @@ def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int) -> Sorted:
     read = [0, 0, 0]
     for number in range(passes):
         first, last = number == 0, number == passes - 1
-        # Places and other ends, between two passes. The last one writes perm, so it reads memory of their own, and what
-        # the one before reads may lie where perm will.
+        # Places and other ends, between two passes. The last one writes perm, so it reads memory of their
+        # own, and what the one before reads may lie where perm will.
         places = (perm if (passes - number) % 2 else pairs).data_ptr()
         written = [keys[number % 2].data_ptr(), places, places + 4 * edges]
         if last:

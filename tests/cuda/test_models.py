@@ -64,6 +64,7 @@ def test_edges_by_stretch_change_nothing(name: str, precision: str, monkeypatch:
     model = models.MODELS[name](64, 47).eval().cuda()
     x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBOURS, device="cuda")
     plain = gnnc.compile(model, precision, example_inputs=(x, edge_index))(x, edge_index)
+    assert error(plain, model(x, edge_index)) < LIMIT[precision]
     taken = []
     monkeypatch.setattr(tables, "pays", lambda *_: taken.append(1) or True)
     monkeypatch.setattr(staged, "pays", lambda *_: True)

@@ -1,6 +1,8 @@
 """Programs compile for architectures that this machine need not have, and stay in registers."""
 
+import models
 import pytest
+import torch
 from cuda_cases import lowered
 from zoo import ZOO, build
 
@@ -33,6 +35,25 @@ def test_every_architecture(name: str, precision: str) -> None:
 def test_the_zoo(name: str) -> None:
     compiled = lowered(name, "int8", "cuda-offline:sm_90")
     assert "cuda-offline:sm_90" in str(compiled)
+
+
+@pytest.mark.parametrize("name", ["gcn", "sage"])
+def test_rows_of_codes_bring_their_weight_where_there_is_room(name: str) -> None:
+    """47 columns leave a byte of the last sixteen, 64 do not."""
+    torch.manual_seed(0)
+    x, edge_index = torch.randn(300, 64), torch.randint(300, (2, 2000))
+    compiled = gnnc.compile(
+        models.MODELS[name](64, 47).eval(),
+        "int8",
+        example_inputs=(x, edge_index),
+        backend="cuda-offline:sm_90",
+    )
+    with torch.no_grad(), pytest.raises(gnnc.BackendError, match="not here"):
+        compiled(x, edge_index)
+    kernels = compiled._last.executable.unit.names
+    sums = [kernel for kernel in kernels if kernel.startswith("gnnc::spmm<")]
+    assert [kernel.partition("Scale::")[2][:6] for kernel in sums if "i8, 64," in kernel] == ["power,"]
+    assert [kernel.partition("Scale::")[2][:6] for kernel in sums if "i8, 47," in kernel] == ["in_row"]
 
 
 def test_an_unknown_architecture_is_no_backend() -> None:
