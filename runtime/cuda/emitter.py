@@ -150,7 +150,9 @@ class CudaEmitter(Emitter):
 
     def watched(self, node: Node) -> list[str]:
         """Return the two arguments that make a ``step::Watch`` for a node."""
-        return [str(self.watch.address), str(self.watch.add(node.meta.get("layer", "")))]
+        # By name: the text of a program says nothing of where memory lies, or no program would be known again.
+        address = self.bind(self.watch.address, "watch")
+        return [address, str(self.watch.add(node.meta.get("layer", "")))]
 
     def check_values(self, node: Node, name: str) -> None:
         """Look for NaN and infinity in a tensor without waiting for the result."""

@@ -9,6 +9,7 @@ from zoo import ZOO, build
 import gnnc
 from gnnc.runtime.backend import OFFLINE
 from gnnc.runtime.cuda.build import compiler_version
+from gnnc.runtime.cuda.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("compiler")
 CALL = 16
@@ -54,6 +55,23 @@ def test_rows_of_codes_bring_their_weight_where_there_is_room(name: str) -> None
     sums = [kernel for kernel in kernels if kernel.startswith("gnnc::spmm<")]
     assert [kernel.partition("Scale::")[2][:6] for kernel in sums if "i8, 64," in kernel] == ["power,"]
     assert [kernel.partition("Scale::")[2][:6] for kernel in sums if "i8, 47," in kernel] == ["in_row"]
+
+
+@pytest.mark.parametrize("name", ["gcn", "gat"])
+def test_the_text_of_a_program_says_nothing_of_where_memory_lies(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a program took is remembered by it (``gnnc.timing``)."""
+    addresses = iter((4096, 8192))
+
+    def somewhere(self: Watch, *, offline: bool) -> None:
+        begin(self, offline=offline)
+        self.address = next(addresses)
+
+    begin = Watch.__init__
+    monkeypatch.setattr(Watch, "__init__", somewhere)
+    first, second = (lowered(name, "int8", "cuda-offline:sm_90")._last.executable for _ in range(2))
+    assert first.source == second.source and next(addresses, None) is None
 
 
 def test_an_unknown_architecture_is_no_backend() -> None:
