@@ -150,7 +150,7 @@ class CudaEmitter(Emitter):
 
     def watched(self, node: Node) -> list[str]:
         """Return the two arguments that make a ``step::Watch`` for a node."""
-        # By name: the text of a program says nothing of where memory lies, or no program would be known again.
+        # By name: if the text of a program said where memory lies, no program would be known again.
         address = self.bind(self.watch.address, "watch")
         return [address, str(self.watch.add(node.meta.get("layer", "")))]
 
