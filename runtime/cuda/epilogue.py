@@ -130,11 +130,16 @@ class Writer:
         self._declare(number)
         return f"o{number} + row * {self._strides[~number]}", self._strides[~number]
 
+    def _result(self, number: int) -> Node | None:
+        """The node that an output is the value of; None where nothing reads it but this kernel."""
+        index = self.program.outs[number].result
+        return None if index is None else self.results[index]
+
     def _declare(self, number: int) -> None:
         if ~number in self._strides:
             return
         out = self.program.outs[number]
-        result = None if out.result is None else self.results[out.result]
+        result = self._result(number)
         width = 1 if out.form == "vector" else self.struct.width
         if result is None:
             text = self.emitter.scratch(self.rows, width, out.dtype, flat=out.form == "vector")
@@ -199,9 +204,9 @@ class Writer:
     def _quant_pow2(self, a: int, b: int, c: int) -> None:
         row, stride = self.out_row(a)
         shift = self.out(b)
-        result = self.program.outs[a].result
-        if result is not None and self.results[result] is not None:
-            self.emitter.weighted.add(self.results[result])
+        result = self._result(a)
+        if result is not None:
+            self.emitter.weighted.add(result)
         columns, base = self._base(c)
         self.struct.step(f"step::quant_pow2<{stride}, {columns}>", row, f"{shift} + row", base)
 

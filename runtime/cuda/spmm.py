@@ -9,7 +9,14 @@ from torch.fx import Node
 
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, round_up
 from gnnc.runtime.cuda.epilogue import TYPES, write_epilogue
-from gnnc.runtime.cuda.staged import has_room, shared_bytes, slice_bytes, takes
+from gnnc.runtime.cuda.staged import (
+    entries_of,
+    has_room,
+    shared_bytes,
+    slice_bytes,
+    takes,
+    window_rows,
+)
 from gnnc.runtime.cuda.tables import (
     RUNS_EXTRA,
     STAGED_EXTRA,
@@ -128,8 +135,14 @@ class Spmm:
         count = len(given) + STAGED_EXTRA
         emitter.unit.expect("StagedSpmmArgs", count)
         shared = shared_bytes(x.nbytes, kind)
-        window = f"gnnc::Staged<{config}>::Window::kBytes"
-        emitter.unit.require(f"{window} == {shared}", "the window has the bytes that a launch gives it")
+        family = f"gnnc::Staged<{config}>"
+        emitter.unit.require(
+            f"{family}::Window::kBytes == {shared}", "the window has the bytes that a launch gives it"
+        )
+        together = entries_of(window_rows(x.nbytes))
+        emitter.unit.require(
+            f"2 * {family}::Layout::kSlots == {together}", "a warp has room for the entries of a run"
+        )
         launch = partial(emitter.launch, values=[*given, *values], count=count + len(values))
         launch(f"gnnc::spmm_staged<{names}>", f"{runs}.staged_blocks", block=AS_COMPILED, shared=shared)
         launch(f"gnnc::spmm_combine<{names}, gnnc::StagedRuns>", f"{runs}.staged_splits", block=128)

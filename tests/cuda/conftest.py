@@ -20,7 +20,7 @@ def compiler() -> None:
     try:
         cuda.load_compiler()
     except gnnc.BackendError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"CUDA programs cannot be compiled here: {error}")
 
 
 @pytest.fixture(autouse=True)
