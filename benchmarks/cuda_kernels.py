@@ -239,7 +239,8 @@ def kernels(graph: Sparse, xs: dict[str, Tensor], width: int) -> dict[str, tuple
     int8 = xs["int8"]
     calls["spmm int8 row scales"] = ("spmm", Spmm(graph, int8, x_scale=ones), (ones,))
     calls["spmm int8 powers"] = ("spmm", Spmm(graph, int8, shift=shift), (shift,))
-    calls["spmm int8 to int8"] = ("spmm", Spmm(graph, int8, to_int8=True), ())
+    calls["spmm int8 to int8"] = ("spmm", Spmm(graph, int8, to=torch.int8), ())
+    calls["spmm fp16 to fp16"] = ("spmm", Spmm(graph, xs["fp16"], to=torch.float16), ())
     for reduce in ("max",):
         calls[f"spmm fp16 {reduce}"] = ("spmm", Spmm(graph, xs["fp16"], reduce=reduce), ())
         calls[f"spmm int8 {reduce}"] = ("spmm", Spmm(graph, int8, reduce=reduce), ())

@@ -105,8 +105,17 @@ class SpmmConfig:
         return f"gnnc::spmm_staged<{given}>", f"gnnc::spmm_combine<{given}, gnnc::StagedRuns>"
 
 
-STORE_BYTES = """
+STORES = """
 #include "row_steps.cuh"
+template <int kStride>
+struct StoreHalves {  // what goes before an op in fp16
+  __half* out;
+  template <class Tile>
+  __device__ void operator()(const Tile& tile, int64_t row) const {
+    const auto rounded = [&](int i) { return gnnc::step::from_float<__half>(tile.v[i]); };
+    gnnc::step::store_row<kStride>(tile, out + row * kStride, rounded);
+  }
+};
 template <int kStride>
 struct StoreBytes {  // what a requantizing epilogue with a static scale writes
   signed char* out;
@@ -119,7 +128,8 @@ struct StoreBytes {  // what a requantizing epilogue with a static scale writes
 """
 
 
-SPMM_SOURCE = '#include "spmm.cuh"' + STORE_BYTES
+SPMM_SOURCE = '#include "spmm.cuh"' + STORES
+EPILOGUES = {torch.float16: "StoreHalves<{width}>", torch.int8: "StoreBytes<{width}>"}
 
 
 @cache
@@ -173,7 +183,7 @@ class Spmm:
         shift: Tensor | None = None,
         in_row: bool = False,
         reduce: str = "sum",
-        to_int8: bool = False,
+        to: torch.dtype = torch.float32,
         staged: bool | None = None,
         **tuning: int,
     ) -> None:
@@ -188,10 +198,10 @@ class Spmm:
         config = SpmmConfig(ELEMENTS[x.dtype], x.shape[1], reduce, kind, scale, heads)
         self.config = replace(config, **tuning)
         width = (x.shape[1] + 3) // 4 * 4
-        epilogue = f"StoreBytes<{width}>" if to_int8 else "gnnc::StoreFloat"
+        epilogue = EPILOGUES.get(to, "gnnc::StoreFloat").format(width=width)
         self.names = (self.config.staged_names if staged else self.config.names)(epilogue)
         self.module = spmm_module(self.names)
-        self.out = torch.empty(graph.num_dst, width, device="cuda", dtype=torch.int8 if to_int8 else None)
+        self.out = torch.empty(graph.num_dst, width, device="cuda", dtype=to)
         self.out.fill_(99)
         table = StagedTable(graph.staged, x.shape[0]) if staged else graph.runs
         self.shared = shared_bytes(x.shape[1] * x.element_size(), scale) if staged else 0
@@ -200,14 +210,14 @@ class Spmm:
         tensors = (value, x_scale, shift, staging)
         given = [address(graph.rowptr), *table.fields] if staged else graph.values()
         arguments = [*given, address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
-        self.arguments = [*arguments, address(self.out), *([] if to_int8 else [width])]
+        self.arguments = [*arguments, address(self.out), *([] if to in EPILOGUES else [width])]
         self.grids = table.blocks, table.splits
 
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""
         spmm, combine = self.names
         self.module.launch(spmm, self.grids[0], AS_COMPILED, *self.arguments, shared=self.shared)
-        self.module.launch(combine, self.grids[1], 128, *self.arguments)
+        self.module.launch(combine, self.grids[1], AS_COMPILED, *self.arguments)
         return self.out[:, : self.config.width]
 
 

@@ -298,6 +298,7 @@ struct AttentionBody {
 
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Config::kThreads, 1) attention(const AttentionArgs a, const Epilogue epilogue) {
+  begin_kernel();
   using Layout = typename Attention<Config>::Layout;
   constexpr int kWarps = Config::kThreads / 32;
   constexpr bool kHeld = !Attention<Config>::kBundle;
@@ -325,13 +326,20 @@ struct ColumnPart {
   }
 };
 
+// Warps that join the parts of a split row: many, since a part is a wait for memory.
+template <class Config>
+constexpr int kJoiningWarps = Config::kWidth <= 128   ? 16
+                              : Config::kWidth <= 256 ? 8
+                                                      : 4;
+
 // Joins the parts of one split row: each warp every kWarps-th part, and the first warp the warps.
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Config::kWidth <= 256 ? 256 : 128)
     attention_combine(const AttentionArgs a, const Epilogue epilogue) {
+  begin_kernel();
   using A = Attention<Config>;
   using Tile = RowTile<Config::kWidth, 32>;
-  constexpr int kWarps = Config::kWidth <= 256 ? 8 : 4;
+  constexpr int kWarps = Config::kWidth <= 256 ? 8 : 4, kTogether = 4;
   __shared__ ColumnPart parts[kWarps][A::kWidth];
   const Split split = load_record(a.runs.split + blockIdx.x);
   const float* staging = static_cast<const float*>(a.staging) + static_cast<int64_t>(split.slot) * A::kStaged;
@@ -340,11 +348,17 @@ __global__ void __launch_bounds__(Config::kWidth <= 256 ? 256 : 128)
   for (int column = lane; column < A::kWidth; column += 32) {
     const int head = column / A::kHeadWidth;
     ColumnPart joined;
-#pragma unroll 4
-    for (int slot = warp; slot < split.parts; slot += kWarps) {
-      const float* part = staging + static_cast<int64_t>(slot) * A::kStaged;
-      const float2 stat = reinterpret_cast<const float2*>(part + A::kColumns)[head];
-      joined.join({stat.x, stat.y, part[A::place(column)]});
+    for (int first = warp; first < split.parts; first += kWarps * kTogether) {
+      ColumnPart part[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (first + i * kWarps >= split.parts) continue;
+        const float* from = staging + static_cast<int64_t>(first + i * kWarps) * A::kStaged;
+        const float2 stat = reinterpret_cast<const float2*>(from + A::kColumns)[head];
+        part[i] = {stat.x, stat.y, from[A::place(column)]};
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) joined.join(part[i]);
     }
     parts[warp][column] = joined;
   }
@@ -370,6 +384,7 @@ __global__ void __launch_bounds__(Config::kWidth <= 256 ? 256 : 128)
 // alpha[e, h] from the statistics that attention wrote, a warp a run.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) attention_weights(const AttentionArgs a, float* alpha) {
+  begin_kernel();
   using A = Attention<Config>;
   constexpr int kHeads = Config::kHeads;
   __shared__ int32_t next;

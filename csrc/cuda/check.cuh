@@ -13,6 +13,7 @@ struct CheckArgs {
 };
 
 __global__ void check_finite(CheckArgs args) {
+  begin_kernel();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
   bool fine = true;

@@ -24,6 +24,7 @@ struct EdgeMapArgs {
 
 template <int kWidth, class Body>
 __global__ void __launch_bounds__(256) edge_map(EdgeMapArgs args, Body body) {
+  begin_kernel();
   const int64_t index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   const int64_t edge = index / kWidth;
   if (edge >= args.edges) return;
@@ -60,6 +61,7 @@ __device__ inline float join_end(float total, int64_t count) {
 
 template <int kWidth, int kStride, int kLanes, Join kJoin, class Body>
 __global__ void __launch_bounds__(256) message(MessageArgs args, Body body) {
+  begin_kernel();
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (256 / kLanes) + threadIdx.x / kLanes;
   if (index >= args.count) return;
   const Run run = load_record(args.runs.run + index);
@@ -81,6 +83,7 @@ __global__ void __launch_bounds__(256) message(MessageArgs args, Body body) {
 
 template <int kWidth, int kStride, Join kJoin>
 __global__ void __launch_bounds__(256) message_combine(MessageArgs args) {
+  begin_kernel();
   const Split split = load_record(args.runs.split + blockIdx.x);
   const int64_t count = args.runs.rowptr[split.row + 1] - args.runs.rowptr[split.row];
   for (int column = threadIdx.x; column < kWidth; column += 256) {

@@ -483,6 +483,7 @@ __device__ void read_sums(Tile& tile, const Out* row) {
 
 template <class Config, int kLanes, class Epilogue>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmArgs args, Epilogue epilogue) {
+  begin_kernel();
   using G = Gemm<Config>;
   using From = Load<Config>;
   using Out = typename WarpSums<Config>::Out;
@@ -589,6 +590,7 @@ struct Pack {
 
 template <class Config>
 __global__ void __launch_bounds__(256) pack_weight(PackArgs args) {
+  begin_kernel();
   using P = Pack<Config>;
   __shared__ float tops[8];
   const int warp = threadIdx.x / 32, team = warp / Config::kWarps, thread = threadIdx.x % P::kThreads;

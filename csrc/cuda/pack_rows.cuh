@@ -29,6 +29,7 @@ struct PackRowsConfig {
 
 template <class Config>
 __global__ void __launch_bounds__(256) pack_rows(PackRowsArgs args) {
+  begin_kernel();
   using T = typename Config::Type;
   constexpr int kColumns = 16 / static_cast<int>(sizeof(T)), kPieces = Config::kTo / kColumns;
   static_assert(Config::kTo % kColumns == 0, "rows of the copy start on 16 bytes");

@@ -40,7 +40,7 @@ struct RadixArgs {
   int64_t* perm;          // [edges], of the last pass
   int32_t* counts;        // [digits, tiles]
   const int32_t* sums;    // [digits, tiles], running: with the count itself
-  int32_t* out_of_range;  // [2]: whether an id is, and whether another end is
+  int32_t* out_of_range;  // [2], on the host: whether an id is, and whether another end is
   int64_t edges, tiles, shift;
 };
 
@@ -128,6 +128,7 @@ struct Radix {
 
 template <class Id, int kBits, bool kFirst>
 __global__ void __launch_bounds__(Radix<kBits>::kThreads, 2) radix_count(const RadixArgs args) {
+  begin_kernel();
   using R = Radix<kBits>;
   __shared__ int32_t counts[R::kDigits];
   const auto own = static_cast<int>(threadIdx.x);
@@ -178,6 +179,7 @@ __device__ __forceinline__ void move_edges(RadixShared<kBits>& shared, int32_t e
 
 template <class Id, int kBits, bool kFirst, bool kLast>
 __global__ void __launch_bounds__(Radix<kBits>::kThreads, Radix<kBits>::kBlocks) radix_scatter(const RadixArgs args) {
+  begin_kernel();
   using R = Radix<kBits>;
   constexpr int kItems = R::kItems;
   extern __shared__ int4 memory[];

@@ -25,6 +25,7 @@ struct RowmapConfig {
 
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(256) rowmap(RowmapArgs args, Epilogue epilogue) {
+  begin_kernel();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (256 / Config::kLanes) + threadIdx.x / Config::kLanes;
   if (row >= args.rows) return;
   RowTile<Config::kWidth, Config::kLanes> tile;

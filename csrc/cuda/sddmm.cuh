@@ -216,6 +216,7 @@ struct SddmmBody {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) sddmm(const SddmmArgs a) {
+  begin_kernel();
   using Layout = typename SddmmBody<Config>::Layout;
   __shared__ int32_t next;
   __shared__ Feed<Layout> feed[Config::kThreads / 32];

@@ -7,9 +7,8 @@
 // (product_sum.cuh), all else in FP32 (lane_reduce.cuh). Traffic: 4 B of col (+ 4 B a weight) and a row of x an edge,
 // the epilogue's outputs a row, 8 B a column and slot of a row that is split. Floor: the gather from L1 and L2.
 //
-// Launch: spmm with one block of Config::kThreads threads a multiprocessor; then spmm_combine with a block of 128
-// threads for every row of runs.split. No dynamic shared memory. staging: slots * Spmm<Config>::kStaged words of 4
-// bytes.
+// Launch: spmm with one block of Config::kThreads threads a multiprocessor; then spmm_combine with a block for every
+// row of runs.split. No dynamic shared memory. staging: slots * Spmm<Config>::kStaged words of 4 bytes.
 //
 // Exact: int8 sums without real weights are integers, rounded to FP32 once (a mean is divided in FP32 after that).
 
@@ -43,20 +42,22 @@ __host__ __device__ constexpr Weight weight_of(Value value, Scale scale) {
   return scale == Scale::none ? Weight::none : Weight::power8;
 }
 
-__host__ __device__ constexpr Residency spmm_registers(Element element, int width, Reduce reduce, Weight weight,
-                                                       int heads) {
+__host__ __device__ constexpr Residency spmm_registers(Element element, int width, Reduce reduce, Value value,
+                                                       Scale scale, int heads) {
+  const Weight weight = weight_of(value, scale);
   const bool bytes = element == Element::i8, extreme = reduce >= Reduce::max;
   if (heads > 1) return {512, 4};
   if (!is_one_pass(element, width) || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
   if (bytes && weight == Weight::none && !extreme) return {768, 8};
+  if (bytes && value == Value::real && !extreme) return {640, 8};
   if (bytes) return {weight == Weight::power8 && kArchitecture < 1000 ? 896 : 768, 4};
   const bool plain = weight == Weight::none && !extreme && width * bytes_of(element) % 16 == 0;
   return {plain && (element == Element::f32 || kArchitecture < 1000) ? 896 : 768, 8};
 }
 
-__host__ __device__ constexpr Residency spmm_residency(Element element, int width, Reduce reduce, Weight weight,
-                                                       int heads) {
-  const Residency r = spmm_registers(element, width, reduce, weight, heads);
+__host__ __device__ constexpr Residency spmm_residency(Element element, int width, Reduce reduce, Value value,
+                                                       Scale scale, int heads) {
+  const Residency r = spmm_registers(element, width, reduce, value, scale, heads);
   const int held = is_one_pass(element, width) ? 4 : width + 128;
   return fitting(r, pieces_of(element, width), held);
 }
@@ -64,8 +65,8 @@ __host__ __device__ constexpr Residency spmm_residency(Element element, int widt
 // What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows.
 template <Element kElement_, int kWidth_, Reduce kReduce_, Value kValue_ = Value::none, Scale kScale_ = Scale::none,
           int kHeads_ = 1,
-          int kThreads_ = spmm_residency(kElement_, kWidth_, kReduce_, weight_of(kValue_, kScale_), kHeads_).threads,
-          int kStep_ = spmm_residency(kElement_, kWidth_, kReduce_, weight_of(kValue_, kScale_), kHeads_).step>
+          int kThreads_ = spmm_residency(kElement_, kWidth_, kReduce_, kValue_, kScale_, kHeads_).threads,
+          int kStep_ = spmm_residency(kElement_, kWidth_, kReduce_, kValue_, kScale_, kHeads_).step>
 struct SpmmConfig {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
@@ -146,12 +147,16 @@ struct SpmmBody {
 
   static constexpr bool kBundle = S::kBundle;
   static constexpr int kStep = Config::kStep;
+  static constexpr bool kValued = Config::kValue == Value::real && Config::kHeads == 1;
+  // Where an edge has a value and a scale, each of four neighbouring threads loads those of one edge and gives their
+  // product to the others: there are no registers for eight of each.
+  static constexpr bool kTurns = S::kBytes && kValued && kRow && Layout::kPieces >= 4;
   // Zeros add nothing, but they are not below every maximum; and weights a head are read late.
   static constexpr bool kMasks = !S::kAdds || Config::kHeads > 1;
 
   struct Extra {
-    float value[4];    // kValue::real, one head
-    float scale[4];    // of rows
+    float value[4];    // kValued; with kTurns only the first
+    float scale[4];    // of rows; with kTurns only the first
     uint32_t code[4];  // int8 weights with their sign, or shifts; of an edge that is not there the one that makes a
                        // weight of 0
     bool shifted;      // whether codes are shifts
@@ -174,13 +179,19 @@ struct SpmmBody {
   __device__ __forceinline__ void load(Extra& e, int64_t first, const int32_t (&source)[4], uint32_t mask) {
     if constexpr (Config::kHeads > 1) e.edge = first;
     e.shifted = kPower;
+    const auto value_if = [&](int i) {
+      return load_once_if(mask >> i & 1, static_cast<const float*>(a.value) + first + i, 0.0f);
+    };
+    if constexpr (kTurns) {
+      const int i = Layout::piece() % 4;
+      e.value[0] = value_if(i);
+      e.scale[0] = load_if(mask >> i & 1, a.x_scale + one_of(source, i), 0.0f);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool there = mask >> i & 1;
-      if constexpr (Config::kValue == Value::real && Config::kHeads == 1) {
-        e.value[i] = load_once_if(there, static_cast<const float*>(a.value) + first + i, 0.0f);
-      }
-      if constexpr (kRow) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
+      if constexpr (kValued && !kTurns) e.value[i] = value_if(i);
+      if constexpr (kRow && !kTurns) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
       if constexpr (kPower) e.code[i] = load_if(there, a.shift + source[i], 31u);
       if constexpr (Config::kValue == Value::integer) {
         e.code[i] = load_if(there, static_cast<const int8_t*>(a.value) + first + i, 0u);
@@ -281,9 +292,15 @@ struct SpmmBody {
   // The int8 weight of an edge.
   __device__ static uint32_t byte_of(const Extra& e, int i) { return e.shifted ? 128u >> e.code[i] : e.code[i]; }
 
+  // Element i without an array in memory.
+  __device__ static int32_t one_of(const int32_t (&v)[4], int i) {
+    const int32_t low = i % 2 == 0 ? v[0] : v[1], high = i % 2 == 0 ? v[2] : v[3];
+    return i < 2 ? low : high;
+  }
+
   // Of an edge that is there, where all heads have the same; 0 of another, where weights are loaded.
   __device__ static float weight(const Extra& e, int i) {
-    constexpr bool kValued = Config::kValue == Value::real && Config::kHeads == 1;
+    if constexpr (kTurns) return __shfl_sync(0xffffffffu, __fmul_rn(e.value[0], e.scale[0]), i, 4);
     const float value = kValued ? e.value[i] : 1.0f;
     if constexpr (kRow) return kValued ? __fmul_rn(value, e.scale[i]) : e.scale[i];
     if constexpr (kPower) {
@@ -378,6 +395,7 @@ struct SpmmBody {
 
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, const Epilogue epilogue) {
+  begin_kernel();
   using S = Spmm<Config>;
   using Layout = typename S::Layout;
   __shared__ int32_t next;
@@ -393,9 +411,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
 __host__ __device__ constexpr Residency staged_residency(Element element, int width, Weight weight) {
   const bool bytes = element == Element::i8;
   const int step = bytes ? 4 : 8, row = width * bytes_of(element);
-  if (kArchitecture < 900 || (!bytes && row <= 64) || weight == Weight::real) return {512, step};
+  if (kArchitecture < 900 || (!bytes && row <= 64)) return {512, step};
   if (row > 128 && (weight == Weight::power8 || kArchitecture >= 1000)) return {512, step};
-  if (!bytes || weight == Weight::power8) return {kArchitecture < 1000 ? 640 : 512, step};
+  if (row > 64 && weight == Weight::real) return {512, step};
+  if (!bytes || weight >= Weight::power8) return {kArchitecture < 1000 ? 640 : 512, step};
   return {row <= 64 && row % 16 == 0 ? 768 : 640, step};
 }
 
@@ -427,6 +446,7 @@ struct Staged {
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
     spmm_staged(const StagedSpmmArgs a, const Epilogue epilogue) {
+  begin_kernel();
   using S = Staged<Config>;
   extern __shared__ int4 memory[];
   __shared__ StagedShare share;
@@ -447,10 +467,12 @@ __global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
 // Joins the parts of a split row, a block a row: each warp adds up every kWarps-th part, and the first warp the warps.
 template <class Config, class Epilogue, class Runs = Runs>
 __global__ void __launch_bounds__(128, 2) spmm_combine(const SpmmArgsOn<Runs> a, const Epilogue epilogue) {
+  begin_kernel();
   using S = Spmm<Config>;
   using Word = typename S::Word;
   using Total = typename Select<S::kExact, int64_t, float>::Type;
-  constexpr int kWarps = 4;
+  constexpr int kWarps = 4, kTogether = 8;
+  const Total nothing = S::kExact ? Total{0} : static_cast<Total>(start_of<Config::kReduce>());
   const auto join = [](Total p, Total q) {
     if constexpr (S::kExact) {
       return p + q;
@@ -460,20 +482,27 @@ __global__ void __launch_bounds__(128, 2) spmm_combine(const SpmmArgsOn<Runs> a,
   };
   __shared__ Total parts[kWarps][S::kStaged];
   const Split split = load_record(a.runs.split + blockIdx.x);
+  const int64_t count = a.runs.rowptr[split.row + 1] - a.runs.rowptr[split.row];
   const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
   const auto* staging = static_cast<const Word*>(a.staging) + static_cast<int64_t>(split.slot) * S::kStaged;
+#pragma unroll 2
   for (int column = lane; column < Config::kWidth; column += 32) {
-    Total total = S::kExact ? Total{0} : static_cast<Total>(start_of<Config::kReduce>());
-#pragma unroll 4
-    for (int part = warp; part < split.parts; part += kWarps) {
-      total = join(total, staging[static_cast<int64_t>(part) * S::kStaged + column]);
+    Total total = nothing;
+    for (int first = warp; first < split.parts; first += kWarps * kTogether) {
+      Total part[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int at = first + i * kWarps;
+        part[i] = at < split.parts ? staging[static_cast<int64_t>(at) * S::kStaged + column] : nothing;
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) total = join(total, part[i]);
     }
     parts[warp][column] = total;
   }
   __syncthreads();
   if (warp != 0) return;
   RowTile<Config::kWidth, 32> tile;
-  const int64_t count = a.runs.rowptr[split.row + 1] - a.runs.rowptr[split.row];
 #pragma unroll
   for (int i = 0; i < tile.kPer; ++i) {
     if (!tile.valid(i)) continue;

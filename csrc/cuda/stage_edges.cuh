@@ -52,6 +52,7 @@ struct EntryWarp {
 };
 
 __global__ void __launch_bounds__(256) count_near(const StageArgs a) {
+  begin_kernel();
   const EntryWarp warp;
   if (warp.entry >= a.entries) return;
   int32_t near = 0;
@@ -74,6 +75,7 @@ struct NearOrder {
 };
 
 __global__ void __launch_bounds__(256) stage_edges(const StageArgs a) {
+  begin_kernel();
   const EntryWarp warp;
   if (warp.entry >= a.entries) return;
   const int32_t at = a.place[warp.entry];

@@ -21,6 +21,15 @@ constexpr int kArchitecture = __CUDA_ARCH__;  // the same code takes more regist
 constexpr int kArchitecture = 0;
 #endif
 
+// The first statement of every kernel: waits until what its graph runs before it is done. In a graph a kernel is
+// launched as soon as the one before has no block left, and not after its memory has settled (replay.py); elsewhere
+// there is nothing to wait for.
+__device__ __forceinline__ void begin_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 template <bool kFirst, class A, class B>
 struct Select {
   using Type = A;

@@ -12,6 +12,8 @@ _END, _POINTER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 _MAX_THREADS = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEFAULT_SHARED = 48 * 1024
+_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+_WAITING, _KNOWS_WAITING = 9, 12030  # compute capability and driver from which kernels can wait themselves
 
 
 @cache
@@ -57,6 +59,15 @@ def enter_device(index: int) -> None:
     check(library.cuDeviceGet(ctypes.byref(device), index), f"find device {index}")
     check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "open the device")
     check(library.cuCtxSetCurrent(context), "enter the device")
+
+
+@cache
+def kernels_wait(device: int) -> bool:
+    """Whether kernels of a graph wait for those before them themselves (``gnnc::begin_kernel``)."""
+    version, major = ctypes.c_int(), ctypes.c_int()
+    check(driver().cuDriverGetVersion(ctypes.byref(version)), "tell its version")
+    check(driver().cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device), "describe the device")
+    return major.value >= _WAITING and version.value >= _KNOWS_WAITING
 
 
 class Code:
@@ -119,10 +130,12 @@ class Launch:
         block: threads a block; 0 until it is bound where that is the kernel's launch bound, which may
             depend on the architecture.
         shared: bytes of dynamic shared memory.
+        waits: whether, in a graph, the kernel waits for the one before it itself; known once it is bound.
     """
 
     def __init__(self, name: str, count: int, block: int, shared: int) -> None:
         self.name, self.count, self.block, self.shared = name, count, block, shared
+        self.waits = False
         form = struct.Struct(f"{count}q")
         self._pack, self._packed = form.pack_into, form.pack
         self._slot = _Slot(8 * count)
@@ -135,6 +148,7 @@ class Launch:
         self._code = code  # keeps the code loaded
         handle = code.kernel(symbol, self.shared, device)
         self._handle = handle.value
+        self.waits = kernels_wait(device)
         self.block = self.block or code.threads(handle, device)
         self._launch = driver().cuLaunchKernel
 

@@ -27,13 +27,21 @@ class Sorted(NamedTuple):
         keys: int32 ``[E]``, the ids by which they are sorted.
         perm: int64 ``[E]``, where each was.
         col: int32 ``[E]``, the other end of each, with memory up to a multiple of four.
-        out_of_range: int32 ``[2]``, not 0 where an id, or another end, is out of range.
+        flags: int32 ``[2]``, pinned on the host: not 0 where an id, or another end, is out of range.
+        checked: from when on they say so.
     """
 
     keys: Tensor
     perm: Tensor
     col: Tensor
-    out_of_range: Tensor
+    flags: Tensor
+    checked: torch.cuda.Event
+
+    def out_of_range(self) -> tuple[bool, bool]:
+        """Return whether an id, and another end, is out of range; waits for the first pass alone."""
+        self.checked.synchronize()
+        bad_id, bad_end = self.flags.tolist()
+        return bool(bad_id), bool(bad_end)
 
 
 class Kernels:
@@ -105,7 +113,7 @@ def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int) -> Sorted:
     (passes, bits), tiles = digits_for(bound), -(-edges // _TILE)
     perm = torch.empty(edges, dtype=torch.int64, device=device)
     col = padded_columns(edges, device)
-    out_of_range = torch.zeros(2, dtype=torch.int32, device=device)
+    flags, checked = torch.zeros(2, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
     between = 2 * edges if passes > 1 else 0
     sizes = edges, between // 2, between, (1 << bits) * tiles
     *keys, pairs, counts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
@@ -122,12 +130,14 @@ def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int) -> Sorted:
         written = [keys[number % 2].data_ptr(), places, places + 4 * edges]
         if last:
             written[1:] = [0, col.data_ptr()]
-        rest = [out_of_range.data_ptr(), edges, tiles, number * bits]
+        rest = [flags.data_ptr(), edges, tiles, number * bits]
         kernels.count[first](tiles, stream, *given, *read, *written, *found, 0, *rest)
         sums = torch.cumsum(counts, 0, dtype=torch.int32)
         kernels.scatter[first, last](tiles, stream, *given, *read, *written, *found, sums.data_ptr(), *rest)
         read = written
-    return Sorted(keys[(passes - 1) % 2], perm, col, out_of_range)
+        if first:
+            checked.record()
+    return Sorted(keys[(passes - 1) % 2], perm, col, flags, checked)
 
 
 def padded_columns(edges: int, device: torch.device) -> Tensor:

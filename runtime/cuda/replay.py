@@ -5,7 +5,8 @@ and its packed arguments instead of going to the driver. They become the nodes o
 a later call changes the nodes whose arguments differ (a fresh x, a fresh output) and launches the
 graph. So outputs are never written twice, nothing is copied, and arguments may live anywhere. A
 change does not touch launches that are under way, and the driver runs launches of one graph in order,
-so that streams and threads may share it.
+so that streams and threads may share it. A node is launched before the memory of the one before it has
+settled, and waits for that itself (``gnnc::begin_kernel``), where device and driver know how.
 
 Two calls that differ in nothing but their inputs leave a graph of their own, in the memory that they
 ran in: further such calls do not record, they put the addresses that differ into it.
@@ -42,6 +43,17 @@ class _NodeParams(ctypes.Structure):
         ("kern", ctypes.c_void_p),
         ("context", ctypes.c_void_p),
     ]
+
+
+class _EdgeData(ctypes.Structure):
+    """CUgraphEdgeData."""
+
+    _fields_ = [(name, ctypes.c_ubyte) for name in ("from_port", "to_port", "type")]
+    _fields_ += [("reserved", ctypes.c_ubyte * 5)]
+
+
+_PROGRAMMATIC = _EdgeData(from_port=1, type=1)
+"""From CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC: the kernel behind the edge waits, and not its launch."""
 
 
 class _Node:
@@ -88,15 +100,12 @@ class _Graph:
         for launch, grid, data in recorded:
             node = _Node(launch)
             node.give(grid, data)
-            before = (ctypes.c_void_p * 1)(self.nodes[-1].handle) if self.nodes else None
             status = library.cuGraphAddKernelNode_v2(
-                ctypes.byref(node.handle),
-                self._graph,
-                before,
-                ctypes.c_size_t(len(self.nodes) > 0),
-                node.reference,
+                ctypes.byref(node.handle), self._graph, None, ctypes.c_size_t(0), node.reference
             )
             check(status, f"put {launch.name} into a graph")
+            if self.nodes:
+                self._follow(self.nodes[-1], node)
             self.nodes.append(node)
         made = library.cuGraphInstantiateWithFlags(
             ctypes.byref(self._executable), self._graph, ctypes.c_ulonglong(0)
@@ -104,6 +113,16 @@ class _Graph:
         check(made, "make a graph ready")
         self._set = library.cuGraphExecKernelNodeSetParams_v2
         self._launch = library.cuGraphLaunch
+
+    def _follow(self, first: _Node, second: _Node) -> None:
+        """Have a node run after another."""
+        ends = self._graph, ctypes.byref(first.handle), ctypes.byref(second.handle)
+        one = ctypes.c_size_t(1)
+        if second.launch.waits:
+            status = driver().cuGraphAddDependencies_v2(*ends, ctypes.byref(_PROGRAMMATIC), one)
+        else:
+            status = driver().cuGraphAddDependencies(*ends, one)
+        check(status, f"put {second.launch.name} behind {first.launch.name} in a graph")
 
     def __call__(self, recorded: Sequence[Recorded], stream: int) -> None:
         for node, (_, grid, data) in zip(self.nodes, recorded, strict=True):

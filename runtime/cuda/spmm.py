@@ -128,7 +128,7 @@ class Spmm:
         emitter.unit.expect("SpmmArgs", count)
         launch = partial(emitter.launch, values=[*given, *values], count=count + len(values))
         launch(f"gnnc::spmm<{names}>", f"{runs}.blocks", block=AS_COMPILED)
-        launch(f"gnnc::spmm_combine<{names}>", f"{runs}.splits", block=128)
+        launch(f"gnnc::spmm_combine<{names}>", f"{runs}.splits", block=AS_COMPILED)
         if not staged:
             return
         given = [*staged_arguments(emitter.vector(rowptr), runs), *rest]
@@ -145,12 +145,14 @@ class Spmm:
         )
         launch = partial(emitter.launch, values=[*given, *values], count=count + len(values))
         launch(f"gnnc::spmm_staged<{names}>", f"{runs}.staged_blocks", block=AS_COMPILED, shared=shared)
-        launch(f"gnnc::spmm_combine<{names}, gnnc::StagedRuns>", f"{runs}.staged_splits", block=128)
+        launch(f"gnnc::spmm_combine<{names}, gnnc::StagedRuns>", f"{runs}.staged_splits", block=AS_COMPILED)
 
 
 def _is_staged(plan: spmm.Plan, node: Node, x: Rows) -> bool:
     """Whether there is a kernel that reads near sources in shared memory (csrc/cuda/staged.cuh)."""
-    if plan.value is not None or plan.col is None or plan.reduce not in _SUMS or not has_room():
+    if plan.value is not None or plan.col is None or plan.reduce not in _SUMS:
+        return False
+    if not has_room(argument_of(node, plan.x).meta["val"].device):
         return False
     if argument_of(node, plan.col).meta["val"].dtype != torch.int32:
         return False  # a copy in every call, whose edges would be arranged anew

@@ -182,11 +182,11 @@ def takes(row_bytes: int) -> bool:
 
 
 @cache
-def has_room() -> bool:
-    """Whether the current device has the shared memory; without a device, whether one may have it."""
-    if not torch.cuda.is_available():
+def has_room(device: torch.device) -> bool:
+    """Whether a device has the shared memory; for code compiled without one, whether one may have it."""
+    if device.type != "cuda":
         return True
-    return torch.cuda.get_device_properties().shared_memory_per_block_optin >= LEAST_SHARED
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= LEAST_SHARED
 
 
 def slice_bytes(row_bytes: int) -> int:

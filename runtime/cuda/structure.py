@@ -28,8 +28,8 @@ def use_kernels(runner: StructureRunner) -> None:
 def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort edges by destination; see ``gnnc.csr``.
 
-    Everything is launched before the host looks at the check: one wait for a new graph. Sorting and
-    searching read no memory by the ids, so that ids out of range do no harm on the way.
+    Everything is launched before the host looks at the check, and it waits for the sort's first pass
+    alone. Sorting and searching read no memory by the ids, so that ids out of range do no harm.
 
     Raises:
         GraphError: an id is out of range.
@@ -41,7 +41,7 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, T
     done = sort_edges(dst, src, num_dst, num_src)
     rows = torch.arange(num_dst + 1, dtype=torch.int32, device=src.device)
     rowptr = torch.searchsorted(done.keys, rows)
-    bad_dst, bad_src = done.out_of_range.tolist()
+    bad_dst, bad_src = done.out_of_range()
     if bad_src:
         _refuse("src", src, num_src, "source")
     if bad_dst:

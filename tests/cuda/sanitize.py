@@ -30,6 +30,7 @@ FAMILIES = {
         "spmm.py::test_integer_reductions_are_exact[47-sum]",
         "spmm.py::test_integer_reductions_are_exact[602-max]",
         "spmm.py::test_integer_weights_are_exact[47]",
+        "spmm.py::test_integer_rows_with_real_weights[47]",
         "spmm.py::test_integer_rows_with_real_weights[602]",
         "spmm.py::test_float_sums[7-fp32-False]",
         "spmm.py::test_float_sums[47-fp16-False]",

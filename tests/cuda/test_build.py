@@ -1,5 +1,6 @@
 """Compiling and its disk cache: no GPU is needed."""
 
+import re
 import stat
 import subprocess
 import sys
@@ -46,6 +47,15 @@ def test_code_is_compiled_once(folder, compilations):
     assert first.resources[NAMES[0]].spilled == 0
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [path.suffix for path in folder.iterdir()] == [".cubin"]
+
+
+def test_every_kernel_first_waits_for_the_one_before_it():
+    """In a graph it is launched earlier (``gnnc.runtime.cuda.replay``)."""
+    texts = [path.read_text() for path in build.headers_folder().glob("*.cuh")]
+    kernels = [body for text in texts for body in re.split(r"__global__ void", text)[1:]]
+    first = [re.search(r"\) \{\s+(.*)", body) for body in kernels]
+    assert len(kernels) > 15
+    assert [match[1] for match in first if match] == ["begin_kernel();"] * len(kernels)
 
 
 def test_the_compiler_is_not_imported_for_code_on_disk(folder):

@@ -154,6 +154,8 @@ def test_integer_rows_with_real_weights(width: int) -> None:
         graph = on_gpu(g)
         call = Spmm(graph, rows16(x), value=value.cuda(), x_scale=scale.cuda())
         assert test_error(twice(call), g, value, x, scale) < 1e-4
+        call = Spmm(graph, rows16(x), value=value.cuda())
+        assert test_error(twice(call), g, value, x, None) < 1e-4
         call = Spmm(graph, rows16(x), x_scale=scale.cuda())
         assert test_error(twice(call), g, None, x, scale) < 1e-4
 
