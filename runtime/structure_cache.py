@@ -17,7 +17,7 @@ that is not an inference tensor. After such a write the caller must ``clear()``.
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -47,7 +47,7 @@ class Entry:
         anchors: those tensors, or the bases that they are views of.
         copies: position and content of those that carry no version.
         outputs: what was computed.
-        nbytes: bytes that it holds.
+        nbytes: bytes that it held when they were last counted.
         used: when it was last looked up.
     """
 
@@ -103,15 +103,26 @@ class StructureCache:
     does not rebuild at every call), and at ``clear()``. User tensors are never kept alive: an
     output that shares memory with an input is copied.
 
+    What a backend makes of outputs while it uses them counts too. That comes after an entry is
+    made, so the newest entries are counted again whenever another one joins them.
+
     Args:
         byte_budget: bytes of outputs (and content copies) to keep.
         min_entries: newest entries that the budget never drops.
+        made_of: returns the tensors that live with an output, made of it later; None: there are none.
     """
 
-    def __init__(self, byte_budget: int = DEFAULT_BYTE_BUDGET, min_entries: int = 1) -> None:
+    def __init__(
+        self,
+        byte_budget: int = DEFAULT_BYTE_BUDGET,
+        min_entries: int = 1,
+        made_of: Callable[[Tensor], Iterable[Tensor]] | None = None,
+    ) -> None:
         self.byte_budget = byte_budget
         self.min_entries = min_entries
+        self.made_of = made_of
         self._entries: dict[Key, Entry] = {}
+        self._newest: deque[Key] = deque(maxlen=2 * min_entries)
         self._nbytes = 0
         self._clock = count()
         self._lock = threading.Lock()
@@ -121,7 +132,7 @@ class StructureCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles of a compiled model start empty: entries are valid here and now only.
-        return type(self), (self.byte_budget, self.min_entries)
+        return type(self), (self.byte_budget, self.min_entries, self.made_of)
 
     def __len__(self) -> int:
         self._drop_freed()
@@ -130,8 +141,11 @@ class StructureCache:
     @property
     def nbytes(self) -> int:
         """Bytes held by the cached values."""
-        self._drop_freed()
-        return self._nbytes
+        with self._lock:
+            self._drop_freed_locked()
+            for entry in self._entries.values():
+                self._count(entry)
+            return self._nbytes
 
     def get(self, key_inputs: Sequence[Tensor | int | str], build: Callable[[], Any]) -> Any:
         """Return ``build()``, or what it returned when the inputs were last seen unchanged.
@@ -169,6 +183,7 @@ class StructureCache:
         """Forget every entry."""
         with self._lock:
             self._entries.clear()
+            self._newest.clear()
             self._nbytes = 0
 
     def _make_entry(
@@ -187,8 +202,7 @@ class StructureCache:
         )
         outputs = _detach_from(inputs, build())
         refs = tuple([self._watch(anchor, key) for anchor in anchors])
-        held = (outputs,) if isinstance(outputs, Tensor) else outputs
-        return Entry(refs, copies, outputs, _storage_bytes([*held, *(c for _, c in copies)]))
+        return Entry(refs, copies, outputs, 0)
 
     def _watch(self, anchor: Tensor, key: Key) -> _Anchor:
         ref = _Anchor(anchor, self._on_freed)
@@ -209,9 +223,20 @@ class StructureCache:
             self._remove(key)
             entry.used = next(self._clock)
             self._entries[key] = entry
-            self._nbytes += entry.nbytes
+            self._newest.append(key)
+            for newest in filter(None, map(self._entries.get, self._newest)):
+                self._count(newest)
             while self._nbytes > self.byte_budget and len(self._entries) > self.min_entries:
                 self._remove(min(self._entries, key=lambda known: self._entries[known].used))
+
+    def _count(self, entry: Entry) -> None:
+        outputs = (entry.outputs,) if isinstance(entry.outputs, Tensor) else entry.outputs
+        tensors = [each for each in outputs if isinstance(each, Tensor)]
+        if self.made_of is not None:
+            tensors += [each for tensor in tensors for each in self.made_of(tensor)]
+        nbytes = _storage_bytes([*tensors, *[copy for _, copy in entry.copies]])
+        self._nbytes += nbytes - entry.nbytes
+        entry.nbytes = nbytes
 
     def _remove(self, key: Key) -> None:
         entry = self._entries.pop(key, None)
@@ -242,6 +267,6 @@ def _detach_from(inputs: Sequence[Any], outputs: Any) -> Any:
     return own(outputs) if isinstance(outputs, Tensor) else tuple([own(value) for value in outputs])
 
 
-def _storage_bytes(values: Sequence[Any]) -> int:
-    storages = [v.untyped_storage() for v in values if isinstance(v, Tensor)]
+def _storage_bytes(tensors: Sequence[Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -13,7 +13,7 @@ from gnnc.runtime.structure_runner import StructureRunner
 
 
 def use_kernels(runner: StructureRunner) -> None:
-    """Let every part of a structure program sort on the device, and make its results safe to share."""
+    """Let a structure program sort on the device, count its tables, and make its results safe to share."""
     for group in runner.groups:
         for node in group.module.graph.nodes:
             if node.target is torch.ops.gnnc.csr.default:
@@ -21,6 +21,7 @@ def use_kernels(runner: StructureRunner) -> None:
             elif node.target is torch.ops.gnnc.csr_transpose.default:
                 node.target = csr_transpose
         group.module.recompile()
+    runner.cache.made_of = tensors_kept
     runner.after_build = _wait
     runner.after_call = _Streams()
 

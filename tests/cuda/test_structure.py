@@ -6,15 +6,17 @@ from typing import Any
 import pytest
 import torch
 from cuda_launch import ARCHITECTURES
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 
 import gnnc
 from gnnc.ir.structure import csr_reference, csr_transpose_reference
 from gnnc.runtime.cuda import radix
 from gnnc.runtime.cuda.kept import kept, tensors_kept
 from gnnc.runtime.cuda.radix import Kernels, digits_for
-from gnnc.runtime.cuda.structure import _Streams, csr, csr_transpose, destinations_of
+from gnnc.runtime.cuda.structure import _Streams, csr, csr_transpose, destinations_of, use_kernels
 from gnnc.runtime.cuda.unit import Unit
+from gnnc.runtime.structure_runner import StructureRunner
 
 EDGES = (1, 31, 8191, 8192, 8193, 50_000)
 NODES = (1, 7, 256, 257, 513, 65_536, 65_537, 2**18 + 1, 2**24 + 3, 2**27 + 1)
@@ -167,3 +169,14 @@ def test_what_a_tensor_keeps_is_built_once() -> None:
     assert kept(tensor, "ones", lambda: built) is built
     assert kept(tensor, "ones", lambda: pytest.fail("built again")) is built
     assert list(tensors_kept(tensor)) == [built]
+
+
+def test_tables_count_among_the_bytes_of_a_structure() -> None:
+    empty = GraphModule(nn.Module(), Graph())
+    empty.graph.output(())
+    runner = StructureRunner(empty)
+    use_kernels(runner)
+    edge_index = torch.zeros(2, 5)
+    (rowptr,) = runner.cache.get((edge_index,), lambda: (torch.zeros(6),))
+    kept(rowptr, "runs", lambda: SimpleNamespace(tensors=(torch.zeros(10),)))
+    assert runner.cache.nbytes == 4 * (6 + 10)
