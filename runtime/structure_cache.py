@@ -223,9 +223,9 @@ class StructureCache:
             self._remove(key)
             entry.used = next(self._clock)
             self._entries[key] = entry
-            self._newest.append(key)
-            for newest in filter(None, map(self._entries.get, self._newest)):
+            for newest in filter(None, map(self._entries.get, {key, *self._newest})):
                 self._count(newest)
+            self._newest.append(key)
             while self._nbytes > self.byte_budget and len(self._entries) > self.min_entries:
                 self._remove(min(self._entries, key=lambda known: self._entries[known].used))
 

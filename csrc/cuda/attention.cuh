@@ -326,12 +326,6 @@ struct ColumnPart {
   }
 };
 
-// Warps that join the parts of a split row: many, since a part is a wait for memory.
-template <class Config>
-constexpr int kJoiningWarps = Config::kWidth <= 128   ? 16
-                              : Config::kWidth <= 256 ? 8
-                                                      : 4;
-
 // Joins the parts of one split row: each warp every kWarps-th part, and the first warp the warps.
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Config::kWidth <= 256 ? 256 : 128)

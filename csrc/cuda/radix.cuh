@@ -40,7 +40,7 @@ struct RadixArgs {
   int64_t* perm;          // [edges], of the last pass
   int32_t* counts;        // [digits, tiles]
   const int32_t* sums;    // [digits, tiles], running: with the count itself
-  int32_t* out_of_range;  // [2], on the host: whether an id is, and whether another end is
+  int32_t* out_of_range;  // [2]: whether an id is, and whether another end is
   int64_t edges, tiles, shift;
 };
 

@@ -414,7 +414,7 @@ __host__ __device__ constexpr Residency staged_residency(Element element, int wi
   if (kArchitecture < 900 || (!bytes && row <= 64)) return {512, step};
   if (row > 128 && (weight == Weight::power8 || kArchitecture >= 1000)) return {512, step};
   if (row > 64 && weight == Weight::real) return {512, step};
-  if (!bytes || weight >= Weight::power8) return {kArchitecture < 1000 ? 640 : 512, step};
+  if (!bytes || weight != Weight::none) return {kArchitecture < 1000 ? 640 : 512, step};
   return {row <= 64 && row % 16 == 0 ? 768 : 640, step};
 }
 
@@ -464,14 +464,16 @@ __global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
   }
 }
 
+constexpr int kCombineThreads = 128;
+
 // Joins the parts of a split row, a block a row: each warp adds up every kWarps-th part, and the first warp the warps.
 template <class Config, class Epilogue, class Runs = Runs>
-__global__ void __launch_bounds__(128, 2) spmm_combine(const SpmmArgsOn<Runs> a, const Epilogue epilogue) {
+__global__ void __launch_bounds__(kCombineThreads, 2) spmm_combine(const SpmmArgsOn<Runs> a, const Epilogue epilogue) {
   begin_kernel();
   using S = Spmm<Config>;
   using Word = typename S::Word;
   using Total = typename Select<S::kExact, int64_t, float>::Type;
-  constexpr int kWarps = 4, kTogether = 8;
+  constexpr int kWarps = kCombineThreads / 32, kTogether = 8;
   const Total nothing = S::kExact ? Total{0} : static_cast<Total>(start_of<Config::kReduce>());
   const auto join = [](Total p, Total q) {
     if constexpr (S::kExact) {

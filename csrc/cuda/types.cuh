@@ -23,7 +23,8 @@ constexpr int kArchitecture = 0;
 
 // The first statement of every kernel: waits until what its graph runs before it is done. In a graph a kernel is
 // launched as soon as the one before has no block left, and not after its memory has settled (replay.py); elsewhere
-// there is nothing to wait for.
+// there is nothing to wait for. No load may move before it, though the compiler takes most for loads of constants:
+// machine_code.py looks, and a kernel that has one is launched in order.
 __device__ __forceinline__ void begin_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

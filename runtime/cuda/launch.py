@@ -7,13 +7,13 @@ from functools import cache
 from typing import Any
 
 from gnnc.errors import BackendError
+from gnnc.runtime.cuda.machine_code import waiting_kernels
 
 _END, _POINTER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 _MAX_THREADS = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEFAULT_SHARED = 48 * 1024
-_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-_WAITING, _KNOWS_WAITING = 9, 12030  # compute capability and driver from which kernels can wait themselves
+_LEAVES_WAITING = 12030  # driver from which edges of a graph leave the waiting to kernels
 
 
 @cache
@@ -62,12 +62,11 @@ def enter_device(index: int) -> None:
 
 
 @cache
-def kernels_wait(device: int) -> bool:
-    """Whether kernels of a graph wait for those before them themselves (``gnnc::begin_kernel``)."""
-    version, major = ctypes.c_int(), ctypes.c_int()
+def leaves_waiting() -> bool:
+    """Whether the edges of a graph can leave the waiting to kernels."""
+    version = ctypes.c_int()
     check(driver().cuDriverGetVersion(ctypes.byref(version)), "tell its version")
-    check(driver().cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device), "describe the device")
-    return major.value >= _WAITING and version.value >= _KNOWS_WAITING
+    return version.value >= _LEAVES_WAITING
 
 
 class Code:
@@ -77,6 +76,7 @@ class Code:
         enter_device(device)
         self._library = ctypes.c_void_p()
         self._cubin = cubin  # the driver may read it later
+        self._waiting = waiting_kernels(cubin) if leaves_waiting() else frozenset()
         check(
             driver().cuLibraryLoadData(ctypes.byref(self._library), cubin, None, None, 0, None, None, 0),
             "load the kernels",
@@ -92,6 +92,10 @@ class Code:
             allowed = library.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, shared, handle, device)
             check(allowed, f"give {symbol} {shared} bytes of shared memory")
         return handle
+
+    def waits(self, symbol: str) -> bool:
+        """Whether a kernel of a graph may be left to wait for the one before it (``gnnc::begin_kernel``)."""
+        return symbol in self._waiting
 
     @staticmethod
     def threads(handle: ctypes.c_void_p, device: int) -> int:
@@ -148,7 +152,7 @@ class Launch:
         self._code = code  # keeps the code loaded
         handle = code.kernel(symbol, self.shared, device)
         self._handle = handle.value
-        self.waits = kernels_wait(device)
+        self.waits = code.waits(symbol)
         self.block = self.block or code.threads(handle, device)
         self._launch = driver().cuLaunchKernel
 

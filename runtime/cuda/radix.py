@@ -27,7 +27,7 @@ class Sorted(NamedTuple):
         keys: int32 ``[E]``, the ids by which they are sorted.
         perm: int64 ``[E]``, where each was.
         col: int32 ``[E]``, the other end of each, with memory up to a multiple of four.
-        flags: int32 ``[2]``, pinned on the host: not 0 where an id, or another end, is out of range.
+        flags: int32 ``[2]``, on the host: not 0 where an id, or another end, is out of range.
         checked: from when on they say so.
     """
 
@@ -113,7 +113,8 @@ def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int) -> Sorted:
     (passes, bits), tiles = digits_for(bound), -(-edges // _TILE)
     perm = torch.empty(edges, dtype=torch.int64, device=device)
     col = padded_columns(edges, device)
-    flags, checked = torch.zeros(2, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
+    out_of_range = torch.zeros(2, dtype=torch.int32, device=device)
+    flags, checked = torch.empty(2, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
     between = 2 * edges if passes > 1 else 0
     sizes = edges, between // 2, between, (1 << bits) * tiles
     *keys, pairs, counts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
@@ -130,12 +131,13 @@ def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int) -> Sorted:
         written = [keys[number % 2].data_ptr(), places, places + 4 * edges]
         if last:
             written[1:] = [0, col.data_ptr()]
-        rest = [flags.data_ptr(), edges, tiles, number * bits]
+        rest = [out_of_range.data_ptr(), edges, tiles, number * bits]
         kernels.count[first](tiles, stream, *given, *read, *written, *found, 0, *rest)
         sums = torch.cumsum(counts, 0, dtype=torch.int32)
         kernels.scatter[first, last](tiles, stream, *given, *read, *written, *found, sums.data_ptr(), *rest)
         read = written
         if first:
+            flags.copy_(out_of_range, non_blocking=True)
             checked.record()
     return Sorted(keys[(passes - 1) % 2], perm, col, flags, checked)
 

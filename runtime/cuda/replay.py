@@ -6,7 +6,7 @@ a later call changes the nodes whose arguments differ (a fresh x, a fresh output
 graph. So outputs are never written twice, nothing is copied, and arguments may live anywhere. A
 change does not touch launches that are under way, and the driver runs launches of one graph in order,
 so that streams and threads may share it. A node is launched before the memory of the one before it has
-settled, and waits for that itself (``gnnc::begin_kernel``), where device and driver know how.
+settled, and waits for that itself (``gnnc::begin_kernel``), where its code is found to do so.
 
 Two calls that differ in nothing but their inputs leave a graph of their own, in the memory that they
 ran in: further such calls do not record, they put the addresses that differ into it.

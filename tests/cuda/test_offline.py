@@ -9,6 +9,7 @@ from zoo import ZOO, build
 import gnnc
 from gnnc.runtime.backend import OFFLINE
 from gnnc.runtime.cuda.build import compiler_version
+from gnnc.runtime.cuda.machine_code import waiting_kernels
 from gnnc.runtime.cuda.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -29,6 +30,8 @@ def test_every_architecture(name: str, precision: str) -> None:
         allowed = FIRST_BLACKWELL if architecture == "sm_100" and compiler_version() < (13, 5) else CALL
         for kernel, taken in machine.resources.items():
             assert taken.spilled <= allowed and taken.stack <= CALL, (kernel, taken)
+        waiting = frozenset() if architecture == "sm_80" else frozenset(machine.symbols.values())
+        assert waiting_kernels(machine.cubin) == waiting
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 from cuda_sparse import SPMM_SOURCE, AttentionConfig, SddmmConfig, SpmmConfig
 
 from gnnc.runtime.cuda import build
+from gnnc.runtime.cuda.machine_code import kernels
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -49,22 +50,6 @@ def instructions(code: bytes) -> list[Instruction]:
     return found
 
 
-def text_sections(elf: bytes) -> dict[str, bytes]:
-    """Return the machine code of each kernel of a cubin (64-bit ELF), by the name of its section."""
-    table, size, count, names = (
-        struct.unpack_from("<Q", elf, 40)[0],
-        *struct.unpack_from("<HHH", elf, 58),
-    )
-    headers = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * size) for i in range(count)]
-    strings = headers[names][4]
-    sections = {}
-    for name, _, _, _, offset, length, *_ in headers:
-        text = elf[strings + name : elf.index(b"\0", strings + name)].decode()
-        if text.startswith(".text."):
-            sections[text] = elf[offset : offset + length]
-    return sections
-
-
 def largest_step(code: list[Instruction]) -> list[int]:
     """Return where the gathers are of which most lie close to each other."""
     steps: list[list[int]] = [[]]
@@ -90,8 +75,7 @@ def false_waits(code: list[Instruction], gathers: list[int]) -> list[int]:
 
 def machine_code(source: str, name: str) -> list[Instruction]:
     """Compile one kernel for sm_90."""
-    sections = text_sections(build.compile_source(source, (name,), "sm_90").cubin)
-    (code,) = sections.values()
+    (code,) = kernels(build.compile_source(source, (name,), "sm_90").cubin).values()
     return instructions(code)
 
 

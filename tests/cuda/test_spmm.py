@@ -25,6 +25,7 @@ KINDS = {
     "int8 weights": SpmmConfig("i8", 0, value="integer"),
     "int8 powers": SpmmConfig("i8", 0, scale="power"),
     "int8 real": SpmmConfig("i8", 0, value="real", scale="row"),
+    "int8 real, one scale": SpmmConfig("i8", 0, value="real"),
     "int8 max": SpmmConfig("i8", 0, "max"),
 }
 IN_ROW = SpmmConfig("i8", 0, scale="in_row")

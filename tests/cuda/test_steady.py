@@ -14,7 +14,7 @@ import gnnc
 from gnnc.runtime.cuda import launch as launch_module
 from gnnc.runtime.cuda import replay as replay_module
 from gnnc.runtime.cuda.launch import Launch
-from gnnc.runtime.cuda.replay import Fixed, Held
+from gnnc.runtime.cuda.replay import Fixed, Held, _Graph
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -102,13 +102,41 @@ def test_what_is_fixed_keeps_no_graph_alive() -> None:
 
 
 class Driver:
-    """A driver that does nothing, and fails where it is told to."""
+    """A driver that does nothing but note what it was asked, and fails where it is told to."""
 
     def __init__(self) -> None:
         self.fails: set[str] = set()
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        return lambda *_: int(name in self.fails)
+        def answer(*values: Any) -> int:
+            self.asked.append((name, values))
+            return int(name in self.fails)
+
+        return answer
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_node_waits_for_the_one_before_it_or_is_launched_after_it(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, launches = Driver(), [Launch(name, 1, 32, 0) for name in ("a", "b")]
+    for module in (launch_module, replay_module):
+        monkeypatch.setattr(module, "driver", lambda: driver)
+    launches[1].waits = waits
+    graph = _Graph([(launch, 5, struct.pack("q", 10)) for launch in launches])
+    ((name, values),) = [each for each in driver.asked if each[0].startswith("cuGraphAddDep")]
+    first, second = (node.handle for node in graph.nodes)
+    assert values[1]._obj is first and values[2]._obj is second
+    if waits:
+        assert name == "cuGraphAddDependencies_v2" and bytes(values[3]._obj) == bytes(
+            [1, 0, 1, 0, 0, 0, 0, 0]
+        )
+    else:
+        assert name == "cuGraphAddDependencies" and len(values) == 4
+    driver.fails.add(name)
+    with pytest.raises(gnnc.BackendError, match="put b behind a"):
+        _Graph([(launch, 5, struct.pack("q", 10)) for launch in launches])
 
 
 @pytest.mark.parametrize("refused", ["cuGraphExecKernelNodeSetParams_v2", "cuGraphLaunch"])
