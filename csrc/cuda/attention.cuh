@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(Config::kWidth <= 256 ? 256 : 128)
   begin_kernel();
   using A = Attention<Config>;
   using Tile = RowTile<Config::kWidth, 32>;
-  constexpr int kWarps = Config::kWidth <= 256 ? 8 : 4, kTogether = 4;
+  constexpr int kWarps = Config::kWidth <= 256 ? 8 : 4;
   __shared__ ColumnPart parts[kWarps][A::kWidth];
   const Split split = load_record(a.runs.split + blockIdx.x);
   const float* staging = static_cast<const float*>(a.staging) + static_cast<int64_t>(split.slot) * A::kStaged;
@@ -342,18 +342,12 @@ __global__ void __launch_bounds__(Config::kWidth <= 256 ? 256 : 128)
   for (int column = lane; column < A::kWidth; column += 32) {
     const int head = column / A::kHeadWidth;
     ColumnPart joined;
-    for (int first = warp; first < split.parts; first += kWarps * kTogether) {
-      ColumnPart part[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        if (first + i * kWarps >= split.parts) continue;
-        const float* from = staging + static_cast<int64_t>(first + i * kWarps) * A::kStaged;
-        const float2 stat = reinterpret_cast<const float2*>(from + A::kColumns)[head];
-        part[i] = {stat.x, stat.y, from[A::place(column)]};
-      }
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) joined.join(part[i]);
-    }
+    const auto load = [&](int slot) {
+      const float* part = staging + static_cast<int64_t>(slot) * A::kStaged;
+      const float2 stat = reinterpret_cast<const float2*>(part + A::kColumns)[head];
+      return ColumnPart{stat.x, stat.y, part[A::place(column)]};
+    };
+    join_parts<kWarps, 4>(split.parts, warp, ColumnPart{}, load, [&](const ColumnPart& part) { joined.join(part); });
     parts[warp][column] = joined;
   }
   __syncthreads();

@@ -41,6 +41,23 @@ struct alignas(16) Split {
   int32_t unused;
 };
 
+// join(part) for every kWarps-th part of a split row from `warp` on, in order: load(slot), kTogether at a time, since
+// each is a wait for memory, and past the last one `nothing`.
+template <int kWarps, int kTogether, class Part, class Load, class Join>
+__device__ __forceinline__ void join_parts(int32_t parts, int warp, const Part& nothing, const Load& load,
+                                           const Join& join) {
+  for (int first = warp; first < parts; first += kWarps * kTogether) {
+    Part part[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int slot = first + i * kWarps;
+      part[i] = slot < parts ? load(slot) : nothing;
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) join(part[i]);
+  }
+}
+
 struct Runs {
   const int64_t* rowptr;  // [rows + 1]
   const int32_t* col;     // [E], readable up to a multiple of four, on 16 bytes

@@ -473,7 +473,7 @@ __global__ void __launch_bounds__(kCombineThreads, 2) spmm_combine(const SpmmArg
   using S = Spmm<Config>;
   using Word = typename S::Word;
   using Total = typename Select<S::kExact, int64_t, float>::Type;
-  constexpr int kWarps = kCombineThreads / 32, kTogether = 8;
+  constexpr int kWarps = kCombineThreads / 32;
   const Total nothing = S::kExact ? Total{0} : static_cast<Total>(start_of<Config::kReduce>());
   const auto join = [](Total p, Total q) {
     if constexpr (S::kExact) {
@@ -490,16 +490,8 @@ __global__ void __launch_bounds__(kCombineThreads, 2) spmm_combine(const SpmmArg
 #pragma unroll 2
   for (int column = lane; column < Config::kWidth; column += 32) {
     Total total = nothing;
-    for (int first = warp; first < split.parts; first += kWarps * kTogether) {
-      Total part[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int at = first + i * kWarps;
-        part[i] = at < split.parts ? staging[static_cast<int64_t>(at) * S::kStaged + column] : nothing;
-      }
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) total = join(total, part[i]);
-    }
+    const auto load = [&](int slot) -> Total { return staging[static_cast<int64_t>(slot) * S::kStaged + column]; };
+    join_parts<kWarps, 8>(split.parts, warp, nothing, load, [&](Total part) { total = join(total, part); });
     parts[warp][column] = total;
   }
   __syncthreads();
