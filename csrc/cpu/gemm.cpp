@@ -16,6 +16,7 @@ using torch::stable::Tensor;
 
 constexpr int64_t kMaxIntegerDepth = 133144;  // 127 * 127 * it < 2^31
 constexpr int64_t kSliceWork = 8 << 20;       // products; about 30 us in int8
+constexpr int64_t kShares = 4;                // a thread takes at least so many slices, or has much less than others
 constexpr int64_t kSerialWork = 4 << 20;      // below this, waking a thread costs more than it brings
 constexpr int64_t kSerialWeights = 64 << 10;
 
@@ -91,7 +92,8 @@ void compute(const GemmArgs& g) {
   const int64_t block = GNNC_DISPATCH(gemm_block_rows, g);
   const int64_t work =
       g.depth * (g.width + 48) + 16 * g.width + 1;  // of a row: quantizing it and its epilogue count too
-  const int64_t slice = std::max<int64_t>(1, kSliceWork / work / block) * block;
+  const int64_t share = g.rows / (kShares * static_cast<int64_t>(torch::stable::get_num_threads()));
+  const int64_t slice = std::max<int64_t>(1, std::min(kSliceWork / work, share) / block) * block;
   parallel_slices(g.rows, slice, kSerialWork / work, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
     auto* memory = scratch.get<char>(static_cast<size_t>(GNNC_DISPATCH(gemm_scratch_bytes, g)));

@@ -7,10 +7,10 @@
 // Layout: x [M, K] with rows x_stride elements apart. w is packed once per call into panels of up to 4 vectors of
 // columns, one behind the other: for each k (int8 with VNNI: each 4 k) the values of the panel's columns. The int8 path
 // quantizes a block of rows into a buffer in L1 (u8 = q xor 0x80; -128 * colsum(w) starts the sums), multiplies it with
-// every panel, and hands complete FP32 rows to the row program: q, sums and accumulators never leave the cache. A block
-// whose rows are mostly zeros (counts of words) is multiplied a row at a time, by the steps that have something.
-// Traffic: x once (4 M K bytes in FP32), w 4 O K bytes read and packed, then from L1 or L2 once per tile of rows; the
-// outputs of the program once. Floor: the larger of that and 2 x 64 products of bytes (16 of floats) a cycle and core.
+// every panel, and hands complete FP32 rows to the row program: q, sums and accumulators never leave the cache. Rows
+// that are mostly zeros (counts of words) are multiplied one at a time, by what is not (gemm_zeros.isa.h). Traffic: x
+// once (4 M K bytes in FP32), w 4 O K bytes read and packed, then from L1 or L2 once per tile of rows; the outputs of
+// the program once. Floor: the larger of that and 2 x 64 products of bytes (16 of floats) a cycle and core.
 
 #include <cstdint>
 

@@ -6,11 +6,12 @@
 
 #include "gemm.h"
 
+#include <type_traits>
 #include <utility>
 
 #include "gemm_layout.isa.h"
+#include "gemm_zeros.isa.h"
 #include "gnnc/quantize.h"
-#include "heads.isa.h"
 #include "scratch.h"
 
 namespace gnnc::GNNC_ISA {
@@ -18,8 +19,6 @@ namespace {
 
 constexpr int64_t kFloatDepth = 2048;  // k of a pass over the rows of a block: half an L2 of weights
 constexpr int64_t kExactDepth = 1024;  // 127 * 127 * 1024 < 2^24: sums of products of codes are exact in floats
-
-constexpr int64_t kFewSteps = 4;  // rows of which fewer than one step in so many is not zero are multiplied singly
 
 constexpr int tile_rows(int strips) {
   if (!kVnni) return kLanes == 8 ? 3 : 2;
@@ -233,11 +232,6 @@ void load_codes(const GemmArgs& g, const Block& b, int64_t row) {
 
 #ifdef __AVX512F__
 
-// The intrinsic makes g++ 12 copy every sum before it adds, and spill the copies.
-GNNC_INLINE void add_products(__m512i& sum, __m512i codes, __m512i weights) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(weights));
-}
-
 // acc = float(init + a * w) * row scale * column scale.
 template <int kRows, int kStrips, int... I>
 GNNC_INLINE void code_tile(const uint8_t* a, int64_t lda, const int32_t* w, int64_t steps, const int32_t* init,
@@ -267,72 +261,65 @@ __attribute__((noinline)) void gemm_code_tile(const uint8_t* a, int64_t lda, con
   code_tile<kRows, kStrips>(a, lda, w, steps, init, row_scale, column_scale, ahead, acc, ld, Sums<kRows, kStrips>{});
 }
 
-// The steps of a row that have a code other than zero, as long as they are few; -1: they are not. Whole vectors are
-// written.
-int64_t find_few_steps(const uint8_t* codes, int64_t depth, int64_t few, int32_t* found) {
-  const __m512i zeros = _mm512_set1_epi8(-128);
-  __m512i step = _mm512_loadu_si512(kLaneNumbers.lane);
-  int64_t count = 0;
-  for (int64_t k = 0; k < depth; k += 64) {
-    const __mmask16 some = _mm512_cmpneq_epi32_mask(_mm512_loadu_si512(codes + k), zeros);
-    _mm512_storeu_si512(found + count, _mm512_maskz_compress_epi32(some, step));
-    step = _mm512_add_epi32(step, _mm512_set1_epi32(16));
-    count += __builtin_popcount(some);
-    if (count > few) return -1;
-  }
-  return count;
-}
-
-// One row of code_tile, of some steps only. Those left out would add 128 * w, as the others do: it is summed apart, in
-// place of starting at the sum for all.
-template <int kStrips>
-GNNC_INLINE void few_steps_row(const uint8_t* a, const int32_t* w, const int32_t* steps, int64_t count, float row_scale,
-                               const float* column_scale, float* acc) {
-  __m512i sums[kStrips] = {}, extra[kStrips] = {};
-  const __m512i zeros = _mm512_set1_epi8(-128);
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t k = steps[i];
-    const __m512i value = _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(a + 4 * k));
-    each<kStrips>([&](auto j) __attribute__((always_inline)) {
-      const __m512i weights = _mm512_loadu_si512(w + (k * kStrips + j) * 16);
-      add_products(sums[j], value, weights);
-      add_products(extra[j], zeros, weights);
-    });
-  }
-  each<kStrips>([&](auto j) __attribute__((always_inline)) {
-    const auto sum = reinterpret_cast<Ints>(_mm512_sub_epi32(sums[j], extra[j]));
-    store(acc + j * 16, to_floats(sum) * splat(row_scale) * load(column_scale + j * 16));
-  });
-}
-
-// Multiplies a block of rows that are mostly zeros (counts of words); false, and nothing done, where one is not.
-bool multiply_few_steps(const GemmArgs& g, const Block& b) {
-  const int64_t few = steps_of(g) / kFewSteps;
-  if (few < 32) return false;
+// Room for what is not zero in a row, and for what is written past it.
+NonZeros room_for_non_zeros(int64_t depth) {
   static thread_local Scratch scratch;
-  const int64_t room = few + 32;
-  auto* steps = scratch.get<int32_t>(static_cast<size_t>(kBlockRows * room));
-  int64_t counts[kBlockRows];
-  for (int r = 0; r < b.rows; ++r) {
-    counts[r] = find_few_steps(b.buffer + r * b.depth, b.depth, few, steps + r * room);
-    if (counts[r] < 0) return false;
+  const int64_t room = depth + kLanes;
+  auto* columns = scratch.get<int32_t>(static_cast<size_t>(2 * room));
+  return {columns, reinterpret_cast<float*>(columns + room), 0, 0};
+}
+
+// The scale that a row is quantized by, and its inverse.
+template <typename T>
+GNNC_INLINE std::pair<float, float> scale_of_row(const GemmArgs& g, const NonZeros& found, int64_t row) {
+  if (g.x_scale != nullptr) {
+    const float given = g.x_scale[g.x_scale_is_single ? 0 : row];
+    return {given, std::is_same_v<T, int8_t> ? 1.0f : inverse_of(given)};
   }
-  for (int64_t p = 0; p < panels_of(g); ++p) {
-    const Panel panel = panel_of(g, p);
-    const int64_t column = p * kPanelStrips * kLanes;
-    for (int r = 0; r < b.rows; ++r) {
-      with_strips(panel.strips, [&](auto strips) __attribute__((always_inline)) {
-        few_steps_row<strips>(b.buffer + r * b.depth, panel.data, steps + r * room, counts[r], b.scales[r],
-                              g.w_scale + column, b.acc + r * b.ld + column);
+  const float scale = scale_of(from_bits(largest(row_magnitude(found.value, found.count))));
+  return {scale, inverse_of(scale)};
+}
+
+// Multiplies a block of rows that are mostly zeros; false where they are not. A row may have more than its part, but
+// the first not by much, so that other matrices lose the look at one row of a block.
+template <typename T>
+bool multiply_few(const GemmArgs& g, const Block& b, int64_t row) {
+  NonZeros found = room_for_non_zeros(g.depth);
+  int64_t total = 0;
+  for (int r = 0; r < b.rows; ++r) {
+    const T* x = rows_at<T>(g, row + r);
+    found.count = find_non_zeros(x, g.depth, found.column);
+    total += found.count;
+    if (total > (r + 2) * (g.depth / kFew)) return false;
+    for (int64_t i = 0; i < found.count; ++i) found.value[i] = value_of(x[found.column[i]]);
+    const auto [scale, inverse] = scale_of_row<T>(g, found, row + r);
+    quantize_non_zeros<std::is_same_v<T, int8_t> ? Codes::bounded : Codes::held>(found, inverse);
+    for (int64_t p = 0; p < panels_of(g); ++p) {
+      const Panel panel = panel_of(g, p);
+      const int64_t column = p * kPanelStrips * kLanes;
+      with_strips(panel.strips, [&](auto strips) {
+        multiply_non_zeros<strips>(found, panel.data, scale, g.w_scale + column, b.acc + r * b.ld + column);
       });
     }
   }
   return true;
 }
 
+bool multiply_few(const GemmArgs& g, const Block& b, int64_t row) {
+  if (g.depth < kZerosDepth) return false;
+  switch (g.x_type) {
+    case Scalar::i8:
+      return multiply_few<int8_t>(g, b, row);
+    case Scalar::f32:
+      return multiply_few<float>(g, b, row);
+    default:
+      return multiply_few<Bf16>(g, b, row);
+  }
+}
+
 void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
+  if (multiply_few(g, b, row)) return;
   load_codes(g, b, row);
-  if (multiply_few_steps(g, b)) return;
   for (int64_t p = 0; p < panels_of(g); ++p) {
     const Panel panel = panel_of(g, p);
     const int64_t column = p * kPanelStrips * kLanes;

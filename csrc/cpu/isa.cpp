@@ -16,7 +16,8 @@ bool runs(Isa isa) {
   if (isa == Isa::avx512) {
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
+           __builtin_cpu_supports("bmi");
   }
 #endif
   return isa == Isa::generic;
@@ -29,8 +30,8 @@ Isa choose() {
     if (name.empty() ? runs(isa) : name == isa_name(isa) && runs(isa)) return isa;
     if (name != isa_name(isa)) continue;
     throw std::runtime_error("GNNC_ISA is " + name +
-                             ", which this CPU or build lacks (avx512 needs F, BW, DQ, VL, VNNI and VBMI; avx2 needs "
-                             "FMA and BMI2); set it to generic, or unset it");
+                             ", which this CPU or build lacks (avx512 needs F, BW, DQ, VL, VNNI, VBMI and BMI; avx2 "
+                             "needs FMA and BMI2); set it to generic, or unset it");
   }
   throw std::runtime_error("GNNC_ISA is '" + name + "'; set it to generic, avx2 or avx512, or unset it");
 }

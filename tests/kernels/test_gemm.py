@@ -1,5 +1,7 @@
 """gemm against PyTorch: integers bit for bit, floats by relative error against float64."""
 
+import math
+
 import pytest
 import torch
 from row_programs import (
@@ -85,18 +87,42 @@ def test_int8_of_bf16_rows(depth: int) -> None:
     assert torch.equal(run(x, w, INT8), integer_product(quantized(x.float(), scale[:, None]), scale, w))
 
 
-@pytest.mark.parametrize("depth", [511, 512, 1433])
-@pytest.mark.parametrize("width", [7, 40, 64, 100])
-@pytest.mark.parametrize("given", [False, True])
-def test_int8_of_rows_that_are_mostly_zeros(depth: int, width: int, given: bool) -> None:
-    x, w = torch.randn(100, depth) * (torch.rand(100, depth) < 0.02), torch.randn(width, depth)
+def mostly_zeros(depth: int) -> Tensor:
+    x = torch.randn(100, depth) * (torch.rand(100, depth) < 0.02)
     x[3] = 0
     x[60] = torch.randn(depth)  # its block is multiplied as a whole
-    scale = row_scale(x)
-    q = quantized(x, scale[:, None])
+    x[80] = torch.randn(depth) * (torch.rand(depth) < 0.3)  # one row that is not, in a block that is
+    return x
+
+
+@pytest.mark.parametrize("depth", [511, 512, 1433])
+@pytest.mark.parametrize("width", [7, 40, 64, 100])
+@pytest.mark.parametrize("kind", ["codes", "float32", "bfloat16", "one scale"])
+def test_int8_of_rows_that_are_mostly_zeros(depth: int, width: int, kind: str) -> None:
+    x, w = mostly_zeros(depth), torch.randn(width, depth)
+    x = x.bfloat16() if kind == "bfloat16" else x
+    scale = torch.tensor([0.02]).expand(100) if kind == "one scale" else row_scale(x.float())
+    q = quantized(x.float(), scale[:, None])
     assert q.dtype == torch.int8
-    got = run(q, w, INT8, scale) if given else run(x, w, INT8)
+    if kind == "codes":
+        got = run(q, w, INT8, scale)
+    else:
+        got = run(x, w, INT8, scale[:1] if kind == "one scale" else None)
     assert torch.equal(got, integer_product(q, scale, w))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0, 1e-42, 3e38])
+@pytest.mark.parametrize("scale", [None, torch.tensor([0.02])])
+def test_what_a_row_of_zeros_holds_counts_as_in_any_row(value: float, scale: Tensor | None) -> None:
+    x, w = torch.randn(24, 600) * (torch.rand(24, 600) < 0.02), torch.randn(40, 600)
+    x[5, ::60] = value
+    whole = x.clone()
+    whole[12:] = torch.randn(12, 600)
+    few, all_of = run(x, w, INT8, scale)[:12], run(whole, w, INT8, scale)[:12]
+    if scale is None and not math.isfinite(value):
+        assert not few[5].isfinite().any() and not all_of[5].isfinite().any()
+        few[5] = all_of[5] = 0
+    assert bits(few) == bits(all_of)
 
 
 @pytest.mark.parametrize("depth", WIDTHS)
