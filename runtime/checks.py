@@ -17,15 +17,19 @@ def not_finite(layer: str, when: str = "") -> PrecisionError:
     )
 
 
-def check_scales(largest: tuple[Tensor, ...], layers: tuple[str, ...]) -> None:
-    """Raise unless the largest value of every scale is finite.
+def check_scales(scales: tuple[Tensor, ...], layers: tuple[str, ...]) -> None:
+    """Raise unless every value of every scale is finite.
+
+    Args:
+        scales: float32, contiguous, on the CPU, of any size.
+        layers: the name of each one's layer.
 
     Raises:
         PrecisionError: a scale is NaN or infinite; names the layer.
     """
-    for value, layer in zip(largest, layers, strict=True):
-        if not isfinite(value):
-            raise not_finite(layer)
+    first = torch.ops.gnnc_cpu.first_not_finite(scales)
+    if first >= 0:
+        raise not_finite(layers[first])
 
 
 def check_finite(layer: str, values: Tensor) -> None:
@@ -34,5 +38,5 @@ def check_finite(layer: str, values: Tensor) -> None:
     Raises:
         PrecisionError: names the layer.
     """
-    if values.numel():
-        check_scales((torch.amax(values.abs()),), (layer,))
+    if values.numel() and not isfinite(torch.amax(values.abs())):
+        raise not_finite(layer)

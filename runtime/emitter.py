@@ -178,7 +178,7 @@ class Emitter:
         return value.matrix[width]
 
     def vector(self, node: Node) -> str:
-        """Return an expression for the value as a dense 1-D tensor."""
+        """Return an expression for the value as a dense tensor of one dimension or none."""
         node = self._base(node)
         value = self._value(node)
         self._touch(value)
@@ -199,7 +199,7 @@ class Emitter:
         if buffer is not None and buffer.stride == buffer.shape[1]:
             return self._region(buffer, (buffer.shape[0] * buffer.shape[1],), (1,))
         text = self.exact(node)
-        flat = len(shape_of(node)) == 1
+        flat = len(shape_of(node)) <= 1
         # A column of a wider matrix reshapes to a strided vector.
         return self._assign("v", f"{text}.contiguous()" if flat else f"{text}.reshape(-1).contiguous()")
 
@@ -268,10 +268,11 @@ class Emitter:
         self.line(f"{check}({name})")
 
     def check_scale(self, node: Node, name: str) -> None:
-        """Have the program refuse to return if a value of the scale ``name`` is not finite."""
-        if self.check_finite:
-            largest = self._assign("check", f"{name}.max() if {name}.numel() else 0.0")
-            self.checks.append((largest, node.meta.get("layer", "")))
+        """Have the program refuse to return if the scale ``name``, which it writes, is not finite."""
+        if not self.check_finite:
+            return
+        self._keep(name)
+        self.checks.append((name, node.meta.get("layer", "")))
 
     def flag(self) -> str:
         """Return one float that a kernel raises to the largest magnitude it meets; checked at the end."""
@@ -307,7 +308,7 @@ class Emitter:
 
     def _touch(self, value: Value) -> None:
         for buffer in self._buffers_of(value):
-            buffer.last = self._step
+            buffer.last = max(buffer.last, self._step)
 
     def _base(self, node: Node) -> Node:
         """Step back through views: they keep the order of the elements, hence the rows."""
@@ -403,6 +404,11 @@ class Emitter:
             buffer.regions[key] = len(self.region_texts)
             self.region_texts.append((buffer, sizes, strides))
         return f"t{buffer.regions[key]}"
+
+    def _keep(self, text: str) -> None:
+        """Let nothing else have the memory of a region, if ``text`` is one."""
+        if text.startswith("t") and text[1:].isdecimal():
+            self.region_texts[int(text[1:])][0].last = _FOREVER
 
 
 def padded_codes(codes: torch.Tensor, stride: int) -> torch.Tensor:

@@ -34,6 +34,7 @@ def _samples() -> dict[str, list[tuple[Any, ...]]]:
         "csr": [(*edges, *sorted_edges)],
         "csr_ordered": [(*edges, torch.tensor([0, *[3] * 7, EDGES]), None, *sorted_edges[1:])],
         "degree": [(g.rowptr, torch.zeros(ROWS))],
+        "first_not_finite": [([scale, torch.zeros(0)],)],
         "gemm": [
             (x, None, [torch.randn(4, WIDTH)], [0], 0, *program(width=4)),
             (q, scale, [torch.randn(4, WIDTH)], [0], 1, *program(width=4)),
