@@ -86,12 +86,12 @@ GNNC_INLINE void quantize_non_zeros(NonZeros& found, float inverse) {
 }
 
 // acc = float(code * w) * row scale * column scale for the columns of a panel. The bytes of weights are made unsigned
-// by adding 128, which adds 128 times the sum of the row's codes.
+// by adding 128, which adds 128 times the sum of the row's codes; what is past 32 bits on the way comes back.
 template <int kStrips>
 GNNC_INLINE void multiply_non_zeros(const NonZeros& found, const int32_t* w, float row_scale, const float* column_scale,
                                     float* acc) {
   __m512i sums[kStrips];
-  const __m512i flip = _mm512_set1_epi8(-128), start = _mm512_set1_epi32(-128 * found.sum);
+  const __m512i flip = _mm512_set1_epi8(-128), start = _mm512_slli_epi32(_mm512_set1_epi32(-found.sum), 7);
   each<kStrips>([&](auto j) __attribute__((always_inline)) { sums[j] = start; });
   for (int64_t i = 0; i < found.count; ++i) {
     const __m512i code = _mm512_castps_si512(_mm512_set1_ps(found.value[i]));

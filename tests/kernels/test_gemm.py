@@ -111,6 +111,16 @@ def test_int8_of_rows_that_are_mostly_zeros(depth: int, width: int, kind: str) -
     assert torch.equal(got, integer_product(q, scale, w))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_row_among_rows_of_zeros_may_be_of_largest_codes(sign: int) -> None:
+    q = torch.zeros(24, 133_120, dtype=torch.int8)
+    q[20] = 127
+    got = run(q, torch.full((3, 133_120), 127.0 * sign), INT8, torch.ones(24))
+    want = torch.zeros(24, 3)
+    want[20] = 127.0 * 127 * sign * 133_120
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0, 1e-42, 3e38])
 @pytest.mark.parametrize("scale", [None, torch.tensor([0.02])])
 def test_what_a_row_of_zeros_holds_counts_as_in_any_row(value: float, scale: Tensor | None) -> None:
