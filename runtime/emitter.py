@@ -98,6 +98,7 @@ class Emitter:
         self.region_texts: list[tuple[Buffer, str, str]] = []
         self._values: dict[Node, Value] = {}
         self._names: dict[int, str] = {}
+        self._buffer_under: dict[str, Buffer] = {}
         self._count = 0
         self._step = 0
         self._node: Node | None = None
@@ -271,7 +272,8 @@ class Emitter:
         """Have the program refuse to return if the scale ``name``, which it writes, is not finite."""
         if not self.check_finite:
             return
-        self._keep(name)
+        if name in self._buffer_under:
+            self._buffer_under[name].last = _FOREVER
         self.checks.append((name, node.meta.get("layer", "")))
 
     def flag(self) -> str:
@@ -403,12 +405,9 @@ class Emitter:
         if key not in buffer.regions:
             buffer.regions[key] = len(self.region_texts)
             self.region_texts.append((buffer, sizes, strides))
-        return f"t{buffer.regions[key]}"
-
-    def _keep(self, text: str) -> None:
-        """Let nothing else have the memory of a region, if ``text`` is one."""
-        if text.startswith("t") and text[1:].isdecimal():
-            self.region_texts[int(text[1:])][0].last = _FOREVER
+        text = f"t{buffer.regions[key]}"
+        self._buffer_under[text] = buffer
+        return text
 
 
 def padded_codes(codes: torch.Tensor, stride: int) -> torch.Tensor:
