@@ -281,16 +281,17 @@ GNNC_INLINE std::pair<float, float> scale_of_row(const GemmArgs& g, const NonZer
 }
 
 // Multiplies a block of rows that are mostly zeros; false where they are not. A row may have more than its part, but
-// the first not by much, so that other matrices lose the look at one row of a block.
+// the first not by much, so that other matrices lose the look at a quarter of a row of each block.
 template <typename T>
 bool multiply_few(const GemmArgs& g, const Block& b, int64_t row) {
   NonZeros found = room_for_non_zeros(g.depth);
-  int64_t total = 0;
+  int64_t left = g.depth / kFew;
   for (int r = 0; r < b.rows; ++r) {
     const T* x = rows_at<T>(g, row + r);
-    found.count = find_non_zeros(x, g.depth, found.column);
-    total += found.count;
-    if (total > (r + 2) * (g.depth / kFew)) return false;
+    left += g.depth / kFew;
+    found.count = find_non_zeros(x, g.depth, left, found.column);
+    if (found.count > left) return false;
+    left -= found.count;
     for (int64_t i = 0; i < found.count; ++i) found.value[i] = value_of(x[found.column[i]]);
     const auto [scale, inverse] = scale_of_row<T>(g, found, row + r);
     quantize_non_zeros<std::is_same_v<T, int8_t> ? Codes::bounded : Codes::held>(found, inverse);

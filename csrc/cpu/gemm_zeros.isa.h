@@ -46,10 +46,11 @@ GNNC_INLINE float value_of(float v) { return v; }
 GNNC_INLINE float value_of(Bf16 v) { return from_bits(static_cast<int32_t>(v.bits) << 16); }
 GNNC_INLINE float value_of(int8_t v) { return static_cast<float>(v); }
 
-// Writes the columns of a row that are not zero, and returns how many there are. What follows in memory is on its way
-// meanwhile, so that it is read while the rest of the work on this row is done, too.
+// Writes the columns of a row that are not zero, and returns how many there are, or once there are more than `most`, a
+// number above that. What follows in memory is on its way meanwhile, so that it is read while the rest of the work on
+// this row is done, too.
 template <typename T>
-GNNC_INLINE int64_t find_non_zeros(const T* x, int64_t width, int32_t* column) {
+GNNC_INLINE int64_t find_non_zeros(const T* x, int64_t width, int64_t most, int32_t* column) {
   int64_t count = 0, c = 0;
   for (; c + 64 <= width; c += 64) {
     uint64_t bits = 0;
@@ -59,6 +60,7 @@ GNNC_INLINE int64_t find_non_zeros(const T* x, int64_t width, int32_t* column) {
       bits |= static_cast<uint64_t>(non_zeros(load(x + c + 16 * i))) << 16 * i;
     });
     count += write_bits(bits, static_cast<int32_t>(c), column + count);
+    if (count > most) return count;
   }
   for_columns(width - c, [&](int64_t i, auto n) {
     count += write_bits(non_zeros(load(x + c + i, n)), static_cast<int32_t>(c + i), column + count);
