@@ -58,13 +58,13 @@ namespace gnnc {
 template <class Layout_, int kStep_ = 8>
 struct GatherBody {
   using Layout = Layout_;
-  static constexpr bool kBundle = true, kMasks = false;
+  static constexpr bool kBundle = true, kMasks = false, kWhole = false, kValued = false;
   static constexpr int kStep = kStep_;
   struct Extra {};
   unsigned int seen = 0;
   template <class Work>
   __device__ void begin(const Work&, int) {}
-  __device__ void load(Extra&, int64_t, const int (&)[4], unsigned int) {}
+  __device__ void load(Extra&, const Four&, const int (&)[4], unsigned int) {}
   template <class Window>
   __device__ void load_near(Extra&, const unsigned int (&)[4], const Window&) {}
   template <class Work>
@@ -81,9 +81,9 @@ __global__ void __launch_bounds__((kGatherThreads<kElement, kWidth>), 1)
     gather_only(Runs runs, const char* x, int64_t stride, unsigned int* out) {
   using Layout = RowLayout<kElement, kWidth>;
   __shared__ int next;
-  __shared__ Feed<Layout> feed[kGatherThreads<kElement, kWidth> / 32];
+  __shared__ Feed<Layout, GatherBody<Layout>> feed[kGatherThreads<kElement, kWidth> / 32];
   GatherBody<Layout> body;
-  for_runs<Layout>(runs, x, static_cast<unsigned int>(stride), &next, feed[threadIdx.x / 32], body);
+  for_runs<Layout>(runs, nullptr, x, static_cast<unsigned int>(stride), &next, feed[threadIdx.x / 32], body);
   if (body.seen == 0x12345678u) *out = 1;
 }
 template <Element kElement, int kWidth>
@@ -322,7 +322,7 @@ def spmm_widths(name: str) -> dict[str, Any]:
     compile_ahead()
     rowptr, col = make_csr(name)
     nodes, edges = rowptr.numel() - 1, col.numel()
-    graphs = {group: cut_graph(rowptr, col, group)[0] for group in (8, 32)}
+    graphs = {group: cut_graph(rowptr, col, group)[0] for group in (8, 16, 32)}
     floors = Floors(graphs[8])
     value, scale = torch.rand(edges, device="cuda"), torch.rand(nodes, device="cuda")
     result: dict[str, Any] = {"nodes": nodes, "edges": edges}

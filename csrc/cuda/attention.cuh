@@ -113,7 +113,7 @@ struct AttentionBody {
   using Layout = typename A::Layout;
   static constexpr int kHeads = Config::kHeads, kColumns = Layout::kColumns, kPieces = Layout::kPieces;
 
-  static constexpr bool kBundle = A::kBundle, kMasks = true;
+  static constexpr bool kBundle = A::kBundle, kMasks = true, kWhole = false, kValued = false;
   static constexpr int kStep = Config::kStep;
 
   struct Extra {
@@ -127,9 +127,10 @@ struct AttentionBody {
   float* words;   // the warp's row, where slots have none of their own
   float2* heads;  // the warp's maxima and sums
   int pass;
-  int head;   // of this thread's piece
-  float own;  // a_dst of this row
-  float top;  // a whole number that no logit so far is above
+  int head;           // of this thread's piece
+  const char* parts;  // of row 0 and that head, in a_src
+  float own;          // a_dst of this row
+  float top;          // a whole number that no logit so far is above
   float total;
   typename A::Sum sum;
 
@@ -144,17 +145,19 @@ struct AttentionBody {
     head = min((pass * Layout::kPieces + Layout::piece()) * kColumns / A::kHeadStride, kHeads - 1);
     if constexpr (Config::kAdditive) {
       own = work.row() < 0 ? 0.0f : __ldg(a.a_dst + static_cast<int64_t>(work.row()) * kHeads + head);
+      parts = opaque(reinterpret_cast<const char*>(a.a_src + head));
     }
   }
 
-  __device__ __forceinline__ void load(Extra& e, int64_t edge, const int32_t (&source)[4], uint32_t mask) const {
+  __device__ __forceinline__ void load(Extra& e, const Four& four, const int32_t (&source)[4], uint32_t mask) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool there = mask >> i & 1;
       if constexpr (Config::kAdditive) {
-        e.source[i] = load_if(there, a.a_src + static_cast<int64_t>(source[i]) * kHeads + head, 0.0f);
+        const char* part = row_at(parts, source[i], kHeads * sizeof(float));
+        e.source[i] = load_if(there, reinterpret_cast<const float*>(part), 0.0f);
       }
-      if constexpr (Config::kEdge) e.edge[i] = load_if(there, a.edge + (edge + i) * kHeads + head, 0.0f);
+      if constexpr (Config::kEdge) e.edge[i] = load_if(there, a.edge + (four.edge + i) * kHeads + head, 0.0f);
       if constexpr (A::kScaled) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
     }
   }
@@ -303,14 +306,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention(const Attention
   constexpr int kWarps = Config::kThreads / 32;
   constexpr bool kHeld = !Attention<Config>::kBundle;
   __shared__ int32_t next;
-  __shared__ Feed<Layout> feed[Config::kThreads / 32];
+  using Body = AttentionBody<Config, Epilogue>;
+  __shared__ Feed<Layout, Body> feed[Config::kThreads / 32];
   __shared__ __align__(16) float rows[kWarps][kHeld ? Layout::kPadded : 4];
   __shared__ float2 heads[kWarps][kHeld ? Config::kHeads : 1];
   const auto* x = static_cast<const char*>(a.x);
   const auto stride = static_cast<uint32_t>(a.x_stride);
-  AttentionBody<Config, Epilogue> body{a, epilogue, rows[threadIdx.x / 32], heads[threadIdx.x / 32]};
+  Body body{a, epilogue, rows[threadIdx.x / 32], heads[threadIdx.x / 32]};
   body.clear();
-  for_runs<Layout>(a.runs, x, stride, &next, feed[threadIdx.x / 32], body);
+  for_runs<Layout>(a.runs, nullptr, x, stride, &next, feed[threadIdx.x / 32], body);
 }
 
 // Of one column: what some edges have summed up to, with their statistics.

@@ -69,12 +69,12 @@ struct ByteProducts {
   using Word = typename Select<kReal, float, int32_t>::Type;
 
   int32_t sums[4][4];  // [word][column]
-  int exponent;        // of real weights: every |weight| of the row so far < 2^(exponent - 127)
+  uint32_t bound;      // of real weights: a power of two above every |weight| of the row so far, as a float's bits
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = 0;
-    exponent = kLeast;
+    set_bound(kLeast);
   }
 
   // weights: of 16 bits.
@@ -88,12 +88,13 @@ struct ByteProducts {
   }
 
   __device__ __forceinline__ void add(const uint4 (&x)[4], const float (&w)[4]) {
-    uint32_t top = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) top = max(top, __float_as_uint(w[i]) & 0x7fffffffu);
-    const int needed = static_cast<int>(top >> 23) + 1;
-    if (needed > exponent) raise(needed);
-    const float inverse = __uint_as_float(static_cast<uint32_t>(max(268 - exponent, 1)) << 23);  // |w| of it <= 2^14
+    const uint32_t top = __float_as_uint(largest(largest(w[0], w[1]), largest(w[2], w[3])));
+    if (top >= bound) {
+      const int needed = static_cast<int>(top >> 23) + 1;
+      halve(needed - exponent());
+      set_bound(needed);
+    }
+    const float inverse = __uint_as_float((268u << 23) - bound);  // |w| of it <= 2^14
     uint32_t fixed[4];  // in the last bits of a float that has no bits behind the point
 #pragma unroll
     for (int i = 0; i < 4; ++i) fixed[i] = __float_as_uint(fmaf(w[i], inverse, 12582912.0f));
@@ -102,14 +103,15 @@ struct ByteProducts {
 
   // All weights so far times 2^-times.
   __device__ __forceinline__ void lower(int times) {
-    if (exponent > 255) return;
-    exponent -= times;
-    if (exponent < kLeast) raise(kLeast);
+    if (exponent() > 255) return;
+    const int lowered = exponent() - times;
+    if (lowered < kLeast) halve(kLeast - lowered);
+    set_bound(max(lowered, kLeast));
   }
 
   __device__ __forceinline__ void take(Word (&out)[16]) {
     // NaN once a weight was not finite.
-    const float unit = __uint_as_float(exponent > 255 ? 0x7fffffffu : (static_cast<uint32_t>(exponent) - 14u) << 23);
+    const float unit = __uint_as_float(bound >> 31 ? 0x7fffffffu : bound - (14u << 23));
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       if constexpr (kReal) {
@@ -139,11 +141,22 @@ struct ByteProducts {
     asm("dp2a.hi.s32.s32 %0, %1, %2, %0;" : "+r"(to[3]) : "r"(weights), "r"(second));
   }
 
-  __device__ __forceinline__ void raise(int needed) {
-    const int by = min(needed - exponent, 31), half = 1 << (by - 1);
+  // The larger magnitude, NaN if one is.
+  __device__ static float largest(float a, float b) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return most;
+  }
+
+  // Every |weight| of the row so far < 2^(exponent() - 127).
+  __device__ __forceinline__ int exponent() const { return static_cast<int>(bound >> 23); }
+  __device__ __forceinline__ void set_bound(int exponent) { bound = static_cast<uint32_t>(exponent) << 23; }
+
+  // Halves the sums so many times, once at least.
+  __device__ __forceinline__ void halve(int times) {
+    const int by = min(times, 31), half = 1 << (by - 1);
 #pragma unroll
     for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = (sums[i / 4][i % 4] + half) >> by;
-    exponent = needed;
   }
 };
 

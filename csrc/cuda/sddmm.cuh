@@ -61,7 +61,7 @@ struct SddmmBody {
                                 (kShare & (kShare - 1)) == 0),
                 "a head is a power of two of 16-byte pieces");
 
-  static constexpr bool kBundle = true, kMasks = true;
+  static constexpr bool kBundle = true, kMasks = true, kWhole = true, kValued = false;
   static constexpr int kStep = Config::kStep;
 
   struct Extra {
@@ -83,8 +83,8 @@ struct SddmmBody {
     if constexpr (Config::kScaled) own_scale = __ldg(a.a_scale + work.row());
   }
 
-  __device__ __forceinline__ void load(Extra& e, int64_t edge, const int32_t (&source)[4], uint32_t mask) const {
-    e.edge = edge;
+  __device__ __forceinline__ void load(Extra& e, const Four& four, const int32_t (&source)[4], uint32_t mask) const {
+    e.edge = four.edge;
     if constexpr (Config::kScaled) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) e.scale[i] = load_if(mask >> i & 1, a.b_scale + source[i], 0.0f);
@@ -219,9 +219,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) sddmm(const SddmmArgs a) 
   begin_kernel();
   using Layout = typename SddmmBody<Config>::Layout;
   __shared__ int32_t next;
-  __shared__ Feed<Layout> feed[Config::kThreads / 32];
+  __shared__ Feed<Layout, SddmmBody<Config>> feed[Config::kThreads / 32];
   SddmmBody<Config> body{a};
-  for_runs<Layout>(a.runs, static_cast<const char*>(a.b), static_cast<uint32_t>(a.b_stride), &next,
+  for_runs<Layout>(a.runs, nullptr, static_cast<const char*>(a.b), static_cast<uint32_t>(a.b_stride), &next,
                    feed[threadIdx.x / 32], body);
 }
 

@@ -25,7 +25,7 @@ struct SpmmArgsOn {
   Runs runs;
   const void* x;
   int64_t x_stride;      // bytes, a multiple of 16, below 2^32
-  const void* value;     // [E] or [E, heads] float, or [E] int8; null where Config::kValue is none
+  const void* value;     // [E] float on 16 bytes, [E, heads] float, or [E] int8; null where Config::kValue is none
   const float* x_scale;  // [num_src], where Config::kScale is row
   const uint8_t* shift;  // [num_src], where Config::kScale is power: row weight 2^(7 - shift)
   void* staging;         // where rows are split
@@ -59,7 +59,7 @@ __host__ __device__ constexpr Residency spmm_residency(Element element, int widt
                                                        Scale scale, int heads) {
   const Residency r = spmm_registers(element, width, reduce, value, scale, heads);
   const int held = is_one_pass(element, width) ? 4 : width + 128;
-  return fitting(r, pieces_of(element, width), held);
+  return fitting(r, pieces_of(element, width), held, value == Value::real && heads == 1);
 }
 
 // What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows.
@@ -153,6 +153,7 @@ struct SpmmBody {
   static constexpr bool kTurns = S::kBytes && kValued && kRow && Layout::kPieces >= 4;
   // Zeros add nothing, but they are not below every maximum; and weights a head are read late.
   static constexpr bool kMasks = !S::kAdds || Config::kHeads > 1;
+  static constexpr bool kWhole = kMasks;
 
   struct Extra {
     float value[4];    // kValued; with kTurns only the first
@@ -176,25 +177,22 @@ struct SpmmBody {
   }
 
   // What is loaded is not looked at before `add`: that would be to wait for it before the rows are gathered.
-  __device__ __forceinline__ void load(Extra& e, int64_t first, const int32_t (&source)[4], uint32_t mask) {
-    if constexpr (Config::kHeads > 1) e.edge = first;
+  __device__ __forceinline__ void load(Extra& e, const Four& four, const int32_t (&source)[4], uint32_t mask) {
+    if constexpr (Config::kHeads > 1) e.edge = four.edge;
     e.shifted = kPower;
-    const auto value_if = [&](int i) {
-      return load_once_if(mask >> i & 1, static_cast<const float*>(a.value) + first + i, 0.0f);
-    };
     if constexpr (kTurns) {
       const int i = Layout::piece() % 4;
-      e.value[0] = value_if(i);
+      e.value[0] = one_of(four.value, i);
       e.scale[0] = load_if(mask >> i & 1, a.x_scale + one_of(source, i), 0.0f);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool there = mask >> i & 1;
-      if constexpr (kValued && !kTurns) e.value[i] = value_if(i);
+      if constexpr (kValued && !kTurns) e.value[i] = four.value[i];
       if constexpr (kRow && !kTurns) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
       if constexpr (kPower) e.code[i] = load_if(there, a.shift + source[i], 31u);
       if constexpr (Config::kValue == Value::integer) {
-        e.code[i] = load_if(there, static_cast<const int8_t*>(a.value) + first + i, 0u);
+        e.code[i] = load_if(there, static_cast<const int8_t*>(a.value) + four.edge + i, 0u);
       }
     }
   }
@@ -293,8 +291,9 @@ struct SpmmBody {
   __device__ static uint32_t byte_of(const Extra& e, int i) { return e.shifted ? 128u >> e.code[i] : e.code[i]; }
 
   // Element i without an array in memory.
-  __device__ static int32_t one_of(const int32_t (&v)[4], int i) {
-    const int32_t low = i % 2 == 0 ? v[0] : v[1], high = i % 2 == 0 ? v[2] : v[3];
+  template <class T>
+  __device__ static T one_of(const T (&v)[4], int i) {
+    const T low = i % 2 == 0 ? v[0] : v[1], high = i % 2 == 0 ? v[2] : v[3];
     return i < 2 ? low : high;
   }
 
@@ -399,18 +398,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
   using S = Spmm<Config>;
   using Layout = typename S::Layout;
   __shared__ int32_t next;
-  __shared__ Feed<Layout> feed[Config::kThreads / 32];
+  using Body = SpmmBody<Config, Epilogue>;
+  __shared__ Feed<Layout, Body> feed[Config::kThreads / 32];
   __shared__ __align__(16) typename S::Word rows[S::kWarps][S::kHeld];
   const auto* x = static_cast<const char*>(a.x);
   const auto stride = static_cast<uint32_t>(a.x_stride);
-  SpmmBody<Config, Epilogue> body{a, epilogue, rows[threadIdx.x / 32], 0, {}};
+  Body body{a, epilogue, rows[threadIdx.x / 32], 0, {}};
   body.sum.clear();
-  for_runs<Layout>(a.runs, x, stride, &next, feed[threadIdx.x / 32], body);
+  for_runs<Layout>(a.runs, static_cast<const float*>(a.value), x, stride, &next, feed[threadIdx.x / 32], body);
 }
 
-__host__ __device__ constexpr Residency staged_residency(Element element, int width, Weight weight) {
+__host__ __device__ constexpr Residency staged_registers(Element element, int width, Weight weight) {
   const bool bytes = element == Element::i8;
-  const int step = bytes ? 4 : 8, row = width * bytes_of(element);
+  const int row = width * bytes_of(element), step = bytes || row <= 32 ? 4 : 8;
   if (kArchitecture < 900 || (!bytes && row <= 64)) return {512, step};
   if (row > 128 && (weight == Weight::power8 || kArchitecture >= 1000)) return {512, step};
   if (row > 64 && weight == Weight::real) return {512, step};
@@ -418,12 +418,17 @@ __host__ __device__ constexpr Residency staged_residency(Element element, int wi
   return {row <= 64 && row % 16 == 0 ? 768 : 640, step};
 }
 
+__host__ __device__ constexpr Residency staged_residency(Element element, int width, Weight weight) {
+  const int row = width * bytes_of(element);
+  return fitting_staged(staged_registers(element, width, weight), row > 128 ? 8 : pieces_of(element, width));
+}
+
 // How a row of x is cut into slices of which the window of a stretch holds many.
 template <class Config_>
 struct Staged {
   static constexpr int kBytes = Config_::kWidth * bytes_of(Config_::kElement), kSliceBytes = kBytes <= 64 ? 64 : 128;
   static constexpr int kSlices = kBytes <= 64 ? 1 : kBytes / kSliceBytes;
-  static_assert(kBytes > 32 && (kBytes <= 64 || kBytes % kSliceBytes == 0), "a row is whole slices");
+  static_assert(kBytes <= 64 || kBytes % kSliceBytes == 0, "a row is whole slices");
   static constexpr int kWidth = Config_::kWidth / kSlices;
   static constexpr Residency kResidency =
       staged_residency(Config_::kElement, Config_::kWidth, weight_of(Value::none, Config_::kScale));
@@ -435,6 +440,7 @@ struct Staged {
   using Layout = typename Spmm<Config>::Layout;
   using Window = gnnc::Window<Layout, Config::kScale == Scale::row ? 4 : Config::kScale == Scale::power ? 1 : 0>;
   using Feed = StagedFeed<Layout, kResidency.step / 4>;
+  static constexpr int kEntries = entries_within(Window::kRows);
   static_assert(Spmm<Config>::kAdds && Config_::kValue == Value::none && Config_::kHeads == 1, "sums of rows");
   static_assert(Window::kBytes + kThreads / 32 * sizeof(Feed) + sizeof(StagedShare) <= 227 * 1024,
                 "a multiprocessor has so much shared memory");

@@ -24,6 +24,9 @@ constexpr int kStretch = 2048;
 // Rows of so many bytes that a window holds, the first of its stretch.
 __host__ __device__ constexpr int window_rows(int row_bytes) { return row_bytes <= 64 ? kStretch : 1680; }
 
+// Entries of a run, at most, where a window holds so many rows.
+__host__ __device__ constexpr int entries_within(int window) { return window == kStretch ? 16 : 8; }
+
 // A row or a part of one.
 struct alignas(16) StagedEntry {
   int32_t row;
@@ -31,8 +34,10 @@ struct alignas(16) StagedEntry {
   int32_t far;    // edges
   int32_t first;  // word
 
-  __device__ int32_t near_words() const { return (near + 7) / 8; }
-  __device__ int32_t words() const { return near_words() + (far + 3) / 4; }
+  // Unsigned numbers are halved in one instruction, signed ones in three.
+  __device__ int32_t near_words() const { return static_cast<int32_t>((static_cast<uint32_t>(near) + 7) / 8); }
+  __device__ int32_t far_words() const { return static_cast<int32_t>((static_cast<uint32_t>(far) + 3) / 4); }
+  __device__ int32_t words() const { return near_words() + far_words(); }
 };
 
 struct StagedRuns {
@@ -77,9 +82,8 @@ struct Window {
     const auto rows = static_cast<int>(min(sources - first, static_cast<int64_t>(kRows)));
     for (int i = static_cast<int>(threadIdx.x); i < rows * Layout::kTotal; i += static_cast<int>(blockDim.x)) {
       const int row = i / Layout::kTotal, piece = i % Layout::kTotal;
-      start_copy(
-          reinterpret_cast<int4*>(memory + (1 + row) * kRow + piece * 16),
-          reinterpret_cast<const int4*>(x + offset_of(static_cast<int32_t>(first) + row, x_stride) + piece * 16));
+      start_copy(reinterpret_cast<int4*>(memory + (1 + row) * kRow + piece * 16),
+                 reinterpret_cast<const int4*>(row_at(x, static_cast<int32_t>(first) + row, x_stride) + piece * 16));
     }
     if constexpr (kFactor > 0) {
       using T = typename Select<kFactor == 4, float, uint8_t>::Type;
@@ -116,27 +120,29 @@ struct StagedWork {
   int32_t part;  // slot in the staging buffer, -1: a whole row
   bool shared;   // all slots of the warp have this entry
 
-  const StagedEntry* entry;  // in shared memory, where it is read each time: registers are few; null: none
+  const StagedEntry* entries;  // of the run, in shared memory, where they are read each time: registers are few
+  int32_t which;               // of them; -1: none
 
-  __device__ int32_t row() const { return entry == nullptr ? -1 : mine().row; }
-  __device__ int32_t total() const { return entry == nullptr ? 0 : mine().near + mine().far; }
-  __device__ int32_t first() const { return entry == nullptr ? 0 : mine().first; }
-  __device__ int32_t near_words() const { return entry == nullptr ? 0 : mine().near_words(); }
-  __device__ int32_t far() const { return entry == nullptr ? 0 : mine().far; }
+  __device__ int32_t row() const { return which < 0 ? -1 : entry().row; }
+  __device__ int32_t total() const { return which < 0 ? 0 : entry().near + entry().far; }
+  __device__ int32_t first() const { return which < 0 ? 0 : entry().first; }
+  __device__ int32_t near_words() const { return which < 0 ? 0 : entry().near_words(); }
+  __device__ int32_t far_words() const { return which < 0 ? 0 : entry().far_words(); }
+  __device__ int32_t far() const { return which < 0 ? 0 : entry().far; }
 
  private:
-  __device__ const StagedEntry& mine() const {
-    __builtin_assume(__isShared(entry));
-    return *entry;
+  __device__ const StagedEntry& entry() const {
+    __builtin_assume(__isShared(entries));
+    return entries[which];
   }
 };
 
 // What this thread's slot does of a run, from entry `at` on.
 template <class Layout>
-__device__ __forceinline__ StagedWork staged_work_of(const Run& run, const StagedEntry* entry, int32_t at,
+__device__ __forceinline__ StagedWork staged_work_of(const Run& run, const StagedEntry* entries, int32_t at,
                                                      bool shared) {
   const int32_t which = shared ? at : at + Layout::slot();
-  return StagedWork{run.slot, shared, which < run.count ? entry + which : nullptr};
+  return StagedWork{run.slot, shared, entries, which < run.count ? which : -1};
 }
 
 // The words of an entry that are a slot's own: all, or where slots share it every kSlots-th of each kind.
@@ -156,35 +162,36 @@ struct OwnWords {
   }
 };
 
-// The words that a warp works on, on their way through shared memory: kNear of near edges and kFar of far ones a slot,
-// about as many as there are of each where a window holds all of a stretch, or most of it. Where a slot has no more,
-// its words are zeros.
+// Words of near edges that a slot is given at a time, beside `far` words of far ones: about as many as there are of
+// each where a window holds all of a stretch, or most of it.
+__host__ __device__ constexpr int near_words(int pieces, int far) {
+  return pieces > 1 && window_rows(pieces * 16) == kStretch ? 2 * far : far;
+}
+
+// The words that a warp works on, on their way through shared memory. Where a slot has no more, its words are zeros.
 template <class Layout, int kFar_>
 struct Words {
-  static constexpr int kFar = kFar_, kNear = window_rows(Layout::kPieces * 16) == kStretch ? 2 * kFar : kFar;
+  static constexpr int kFar = kFar_, kNear = near_words(Layout::kPieces, kFar), kBoth = kNear + kFar;
 
-  int4 near[2][kNear][Layout::kSlots];
-  int4 far[2][kFar][Layout::kSlots];
+  int4 word[2][kBoth][Layout::kSlots];  // near ones first
 
   // Starts to copy a chunk into a half.
-  __device__ __forceinline__ void fetch(const int4* word, const StagedWork& work, int32_t chunk, int half) {
+  __device__ __forceinline__ void fetch(const int4* words, const StagedWork& work, int32_t chunk, int half) {
     const OwnWords<Layout> own(work);
-    const int4* from = word + work.first();
-    const int piece = Layout::piece(), slot = Layout::slot();
-    static_assert(kNear <= Layout::kPieces, "a thread copies a word of each kind at most");
-    const int32_t near_at = own.at(chunk * kNear + piece), far_at = own.at(chunk * kFar + piece);
-    if (kNear == Layout::kPieces || piece < kNear) {
-      start_copy_if(near_at < work.near_words(), &near[half][piece][slot], from + near_at);
-    }
-    if (piece < kFar) {
-      start_copy_if(far_at * 4 < work.far(), &far[half][piece][slot], from + work.near_words() + far_at);
+    const int32_t first = work.first(), near_words = work.near_words(), far_words = work.far_words();
+#pragma unroll
+    for (int w = Layout::piece(); w < kBoth; w += Layout::kPieces) {
+      const bool is_near = w < kNear;
+      const int32_t at = own.at(is_near ? chunk * kNear + w : chunk * kFar + w - kNear);
+      const int32_t from = is_near ? first + at : first + near_words + at;
+      start_copy_if(at < (is_near ? near_words : far_words), &word[half][w][Layout::slot()], words + from);
     }
   }
 
   // The places of eight near edges, and the sources of four far ones.
   __device__ __forceinline__ void places(int half, int which, uint32_t (&place)[8]) const {
-    const int4 word = get(&near[half][which][Layout::slot()]);
-    const int32_t pair[4] = {word.x, word.y, word.z, word.w};
+    const int4 pairs = get(&word[half][which][Layout::slot()]);
+    const int32_t pair[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const auto both = static_cast<uint32_t>(pair[i / 2]);
@@ -192,8 +199,8 @@ struct Words {
     }
   }
   __device__ __forceinline__ void sources(int half, int which, int32_t (&source)[4]) const {
-    const int4 word = get(&far[half][which][Layout::slot()]);
-    source[0] = word.x, source[1] = word.y, source[2] = word.z, source[3] = word.w;
+    const int4 four = get(&word[half][kNear + which][Layout::slot()]);
+    source[0] = four.x, source[1] = four.y, source[2] = four.z, source[3] = four.w;
   }
 
  private:
@@ -205,9 +212,17 @@ struct Words {
 
 template <class Layout, int kFar>
 struct StagedFeed {
-  RunFeed<StagedEntry, 2 * Layout::kSlots> runs;
+  RunFeed<StagedEntry, entries_within(window_rows(Layout::kPieces * 16))> runs;
   Words<Layout, kFar> words;
 };
+
+// So many warps that their feeds fit into the static shared memory of a block, beside one word of it.
+__host__ __device__ constexpr Residency fitting_staged(Residency r, int pieces) {
+  const int far = r.step / 4, words = 2 * (near_words(pieces, far) + far) * (32 / pieces);
+  const int warp = 16 * (2 * (1 + entries_within(window_rows(pieces * 16))) + words);
+  while (r.threads > 128 && r.threads / 32 * warp > 48 * 1024 - 64) r.threads -= 128;
+  return r;
+}
 
 // The runs that a block works on at a time, of one stretch; in shared memory.
 struct StagedShare {
@@ -268,11 +283,11 @@ struct FarEdges {
       for (int i = 0; i < 4; ++i) mask[k] |= i < left ? 1u << i : 0u;
     }
 #pragma unroll
-    for (int k = 0; k < kFours; ++k) body.load(extra[k], 0, source[k], mask[k]);
+    for (int k = 0; k < kFours; ++k) body.load(extra[k], Four{}, source[k], mask[k]);
 #pragma unroll
     for (int k = 0; k < kFours; ++k) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) data[k][i] = gather_if(mask[k] >> i & 1, base + offset_of(source[k][i], x_stride));
+      for (int i = 0; i < 4; ++i) data[k][i] = gather_if(mask[k] >> i & 1, row_at(base, source[k][i], x_stride));
     }
   }
 
@@ -291,7 +306,7 @@ __device__ __forceinline__ void stream_staged(const int4* word, Words& words, in
   constexpr int kNear = Words::kNear, kFar = Words::kFar;
   const OwnWords<Layout> own(work);
   int32_t left = own.most(work.near_words());
-  const int32_t chunks = max((left + kNear - 1) / kNear, (own.most((work.far() + 3) / 4) + kFar - 1) / kFar);
+  const int32_t chunks = max((left + kNear - 1) / kNear, (own.most(work.far_words()) + kFar - 1) / kFar);
   body.begin(work, 0);
   int32_t chunk = 0;
 #pragma unroll 1

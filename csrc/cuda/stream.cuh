@@ -6,11 +6,13 @@
 // A body has, all called by the whole warp:
 //   kBundle                            whether slots may have rows of their own; otherwise all share each row
 //   kMasks                             whether add has to know which edges there are; the others' rows are zeros
+//   kWhole                             whether steps whose edges are all there are worth code of their own
 //   kStep                              edges a slot gathers at once, 4 or 8
+//   kValued                            whether every edge has a float of its own
 //   Extra                              what else is loaded an edge (weights, scales)
 //   begin(work, pass)                  before the edges of a row, for the columns of a pass
-//   load(extra, edge, source, mask)    starts the loads of this slot's edges edge .. edge + 3 that mask has bits for,
-//                                      and looks at none of them: the rows are gathered after it
+//   load(extra, four, source, mask)    starts the loads of this slot's four edges that mask has bits for, and looks at
+//                                      none of them: the rows are gathered after it
 //   add<kMasked>(x, extra, mask)       adds four edges; with kMasked only those whose bit of mask is set
 //   finish(work, pass)                 stores and clears the sums
 
@@ -26,14 +28,15 @@ struct Work {
   int32_t part;  // slot in the staging buffer, -1: a whole row
   bool shared;   // all slots of the warp have this row
 
-  const Entry* entry;  // in shared memory; null: none
+  const Entry* entries;  // of the run, in shared memory
+  int32_t which;         // of them; -1: none
 
-  __device__ int32_t row() const { return entry == nullptr ? -1 : shared_entry().row; }
+  __device__ int32_t row() const { return which < 0 ? -1 : entry().row; }
   // Edges, over all slots that share the row.
-  __device__ int32_t total() const { return entry == nullptr ? 0 : shared_entry().count; }
-  __device__ const Entry& shared_entry() const {
-    __builtin_assume(__isShared(entry));
-    return *entry;
+  __device__ int32_t total() const { return which < 0 ? 0 : entry().count; }
+  __device__ const Entry& entry() const {
+    __builtin_assume(__isShared(entries));
+    return entries[which];
   }
 };
 
@@ -46,110 +49,165 @@ struct Fours {
 
   __device__ explicit Fours(const Work& work) {
     const int bits = work.shared ? 2 + Layout::kSlotBits : 2;
-    const auto before = static_cast<int32_t>(work.first % 4);
+    const auto before = static_cast<int32_t>(static_cast<uint32_t>(work.first) % 4);
     place = (work.shared ? 4 * Layout::slot() : 0) - before;
     apart = 1 << bits;
     count = (work.count + before + apart - 1) >> bits;
   }
 };
 
-// The sources of the edges that a warp works on, on their way through shared memory: while a chunk of each slot's is
-// worked on, the next is copied, or the first one of what the warp does next. (Read ahead into registers they would be
-// waited for at once: the assembler moves them, and to move is to wait.)
-template <class Layout>
-struct Sources {
-  static constexpr int kChunk = fours_of(Layout::kPieces);
+// What edges are read from.
+struct EdgeArrays {
+  const int32_t* col;  // readable up to a multiple of four, on 16 bytes
+  const float* value;  // [E], on 16 bytes; of bodies with kValued
+};
 
-  int4 four[2][kChunk][Layout::kSlots];
+// Four edges of a slot, some of which may not be there.
+struct Four {
+  int64_t edge;    // the first
+  float value[4];  // of bodies with kValued; 0 of an edge that is not there
+};
+
+// The sources of the edges that a warp works on, and their values, on their way through shared memory: while a chunk of
+// each slot's is worked on, the next is copied, or the first one of what the warp does next. (Read ahead into registers
+// they would be waited for at once: the assembler moves them, and to move is to wait. And a value that each slot loads
+// by itself is a line of L1, as its row is.)
+template <class Layout, int kStep, bool kValued>
+struct Sources {
+  static constexpr int kChunk = fours_of(Layout::kPieces), kHalves = halves_of(Layout::kPieces, kStep);
+  static_assert(kChunk * 4 % kStep == 0, "chunks are whole steps");
+
+  int4 four[kValued ? 2 : 1][kHalves][kChunk][Layout::kSlots];
 
   // Starts to copy the chunk from a place in the row on into a half.
-  __device__ __forceinline__ void fetch(const int32_t* col, const Work& work, int32_t place, int32_t apart, int half) {
+  __device__ __forceinline__ void fetch(const EdgeArrays& edges, const Work& work, int32_t place, int32_t apart,
+                                        int half) {
 #pragma unroll
     for (int f = Layout::piece(); f < kChunk; f += Layout::kPieces) {
       const int32_t at = place + f * apart;
-      if (at < work.count) start_copy(&four[half][f][Layout::slot()], read_as_fours(col + work.first + at));
+      if (at >= work.count) continue;
+      start_copy(&four[0][half][f][Layout::slot()], reinterpret_cast<const int4*>(edges.col + work.first + at));
+      if constexpr (kValued) {
+        start_copy_floats(work.count - at, reinterpret_cast<float*>(&four[1][half][f][Layout::slot()]),
+                          edges.value + work.first + at);
+      }
     }
   }
 
   // The same of the first chunk.
-  __device__ __forceinline__ void start(const int32_t* col, const Work& work, int half) {
+  __device__ __forceinline__ void start(const EdgeArrays& edges, const Work& work, int half) {
     const Fours<Layout> fours(work);
-    fetch(col, work, fours.place, fours.apart, half);
+    fetch(edges, work, fours.place, fours.apart, half);
   }
 
   // Of edges that are not there anything.
   __device__ __forceinline__ int4 get(int half, int f) const {
-    const int4* from = &four[half][f][Layout::slot()];
+    const int4* from = &four[0][half][f][Layout::slot()];
     __builtin_assume(__isShared(from));
     return *from;
   }
+  __device__ __forceinline__ float4 values(int half, int f) const {
+    const auto* from = reinterpret_cast<const float4*>(&four[kValued ? 1 : 0][half][f][Layout::slot()]);
+    __builtin_assume(__isShared(from));
+    return *from;
+  }
+};
+
+// What a warp has of shared memory to find its work and what its edges are.
+template <class Layout, class Body>
+struct Feed {
+  using Edges = Sources<Layout, Body::kStep, Body::kValued>;
+  RunFeed<Entry, entries_of(Layout::kPieces)> runs;
+  Edges edges;
+};
+
+// One step: kStep edges of each slot.
+template <class Layout, class Body>
+struct Step {
+  static constexpr int kFours = Body::kStep / 4;
+  int32_t source[kFours][4];
+  uint32_t mask[kFours];
+  Four four[kFours];
+  bool whole;  // all edges are there; of bodies with kMasks
+
+  // Reads fours from a place in the row on, which are in a half from `f` on.
+  template <class Edges>
+  __device__ __forceinline__ void read(const Edges& edges, int half, int f, const Work& work, int32_t place,
+                                       int32_t apart) {
+    whole = Body::kMasks;
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+      const int32_t at = place + k * apart;
+      whole = whole && at >= 0 && work.count - at >= 4;
+      const int4 from = edges.get(half, f + k);
+      source[k][0] = from.x, source[k][1] = from.y, source[k][2] = from.z, source[k][3] = from.w;
+      mask[k] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool exists = static_cast<uint32_t>(at + i) < static_cast<uint32_t>(work.count);
+        mask[k] |= exists ? 1u << i : 0u;
+      }
+      four[k].edge = work.first + at;
+      if constexpr (Body::kValued) {
+        const float4 value = edges.values(half, f + k);
+        const float given[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[k].value[i] = there<false>(k, i) ? given[i] : 0.0f;
+      }
+    }
+  }
+
+  // Gathers their rows, and what else belongs to them, and adds them.
+  __device__ __forceinline__ void take(const char* base, uint32_t x_stride, Body& body) const {
+    if constexpr (Body::kWhole) {
+      if (__all_sync(0xffffffffu, whole)) return take_those<true>(base, x_stride, body);
+    }
+    take_those<false>(base, x_stride, body);
+  }
 
  private:
-  __device__ static const int4* read_as_fours(const int32_t* p) { return reinterpret_cast<const int4*>(p); }
-};
-
-// What a warp has of shared memory to find its work and the sources.
-template <class Layout>
-struct Feed {
-  RunFeed<Entry, entries_of(Layout::kPieces)> runs;
-  Sources<Layout> sources;
-};
-
-// One step: kStep edges of each slot, fours from a place in its row on, whose sources are in a half from `f` on.
-template <class Layout, class Body>
-__device__ __forceinline__ void take_step(const Sources<Layout>& sources, int half, int f, const Work& work,
-                                          int32_t place, int32_t apart, const char* base, uint32_t x_stride,
-                                          Body& body) {
-  constexpr int kFours = Body::kStep / 4;
-  int32_t source[kFours][4];
-  typename Body::Extra extra[kFours];
-  uint32_t mask[kFours];
-  bool all = true;
+  template <bool kAll>
+  __device__ __forceinline__ void take_those(const char* base, uint32_t x_stride, Body& body) const {
+    typename Body::Extra extra[kFours];
+    uint4 data[kFours][4];
 #pragma unroll
-  for (int k = 0; k < kFours; ++k) {
-    const int4 four = sources.get(half, f + k);
-    source[k][0] = four.x, source[k][1] = four.y, source[k][2] = four.z, source[k][3] = four.w;
-    mask[k] = 0;
+    for (int k = 0; k < kFours; ++k) body.load(extra[k], four[k], source[k], kAll ? 15u : mask[k]);
+    // All gathers are started before the first is waited for: what hides their latency is their number.
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const bool exists = static_cast<uint32_t>(place + k * apart + i) < static_cast<uint32_t>(work.count);
-      mask[k] |= exists ? 1u << i : 0u;
+    for (int k = 0; k < kFours; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) data[k][i] = gather_if(there<kAll>(k, i), row_at(base, source[k][i], x_stride));
     }
-    all = all && mask[k] == 15u;
-  }
+    bool all = kAll || !Body::kMasks;
+    if constexpr (Body::kMasks && !Body::kWhole) all = __all_sync(0xffffffffu, whole);
 #pragma unroll
-  for (int k = 0; k < kFours; ++k) body.load(extra[k], work.first + place + k * apart, source[k], mask[k]);
-  // All gathers are started before the first is waited for: what hides their latency is their number.
-  uint4 data[kFours][4];
-#pragma unroll
-  for (int k = 0; k < kFours; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) data[k][i] = gather_if(mask[k] >> i & 1, base + offset_of(source[k][i], x_stride));
-  }
-  if constexpr (Body::kMasks) all = __all_sync(0xffffffffu, all);
-#pragma unroll
-  for (int k = 0; k < kFours; ++k) {
-    if (!Body::kMasks || all) {
-      body.template add<false>(data[k], extra[k], 15u);
-    } else {
-      body.template add<true>(data[k], extra[k], mask[k]);
+    for (int k = 0; k < kFours; ++k) {
+      if (all) {
+        body.template add<false>(data[k], extra[k], 15u);
+      } else {
+        body.template add<true>(data[k], extra[k], mask[k]);
+      }
     }
   }
-}
+
+  template <bool kAll>
+  __device__ __forceinline__ bool there(int k, int i) const {
+    return kAll || mask[k] >> i & 1;
+  }
+};
 
 // Where this thread's piece of row 0 begins. Threads past the row's last piece read that one again: no test for each
 // load.
 template <class Layout>
 __device__ __forceinline__ const char* piece_of(const char* x, int pass) {
-  return x + min(pass * Layout::kPieces + Layout::piece(), Layout::kTotal - 1) * 16;
+  return opaque(x + min(pass * Layout::kPieces + Layout::piece(), Layout::kTotal - 1) * 16);
 }
 
 // All edges of a piece of work, whose first chunk is on its way to `half`; next() is what follows.
-template <class Layout, class Body, class Next>
-__device__ __forceinline__ void stream(const int32_t* col, Sources<Layout>& sources, int& half, const Work& work,
+template <class Layout, class Edges, class Body, class Next>
+__device__ __forceinline__ void stream(const EdgeArrays& arrays, Edges& edges, int& half, const Work& work,
                                        const Next& next, const char* x, uint32_t x_stride, int pass, Body& body) {
-  constexpr int kFours = Body::kStep / 4, kChunk = Sources<Layout>::kChunk;
-  static_assert(kChunk % kFours == 0, "chunks are whole steps");
+  constexpr int kFours = Body::kStep / 4, kChunk = Edges::kChunk, kHalves = Edges::kHalves;
   const char* base = piece_of<Layout>(x, pass);
   const Fours<Layout> fours(work);
   int32_t place = fours.place;
@@ -160,36 +218,45 @@ __device__ __forceinline__ void stream(const int32_t* col, Sources<Layout>& sour
   do {
     wait_for_copies();
     __syncwarp();  // and all threads have read the other half
+    Step<Layout, Body> step;
+    if constexpr (kHalves == 1) {
+      step.read(edges, half, 0, work, place, fours.apart);
+      __syncwarp();  // all threads have read the only half
+    }
     if (left > kChunk) {
-      sources.fetch(col, work, place + kChunk * fours.apart, fours.apart, half ^ 1);
+      edges.fetch(arrays, work, place + kChunk * fours.apart, fours.apart, half ^ (kHalves - 1));
     } else {
-      sources.start(col, next(), half ^ 1);
+      edges.start(arrays, next(), half ^ (kHalves - 1));
     }
 #pragma unroll 1
     for (int f = 0; f < kChunk && left > 0; f += kFours, left -= kFours, place += kFours * fours.apart) {
-      take_step<Layout>(sources, half, f, work, place, fours.apart, base, x_stride, body);
+      if constexpr (kHalves > 1) step.read(edges, half, f, work, place, fours.apart);
+      step.take(base, x_stride, body);
     }
-    half ^= 1;
+    half ^= kHalves - 1;
   } while (left > 0);
   body.finish(work, pass);
 }
 
 // What this thread's slot does of a run, from entry `at` on.
 template <class Layout>
-__device__ __forceinline__ Work work_of(const Run& run, const Entry* entry, int32_t at, bool shared) {
+__device__ __forceinline__ Work work_of(const Run& run, const Entry* entries, int32_t at, bool shared) {
   const int32_t which = shared ? at : at + Layout::slot();
-  Work work{0, 0, run.slot, shared, which < run.count ? entry + which : nullptr};
-  if (work.entry == nullptr || work.entry->count == 0) return work;
-  work.first = work.entry->first;
-  work.count = work.entry->count;
+  Work work{0, 0, run.slot, shared, entries, which < run.count ? which : -1};
+  if (work.which < 0 || work.entry().count == 0) return work;
+  work.first = work.entry().first;
+  work.count = work.entry().count;
   return work;
 }
 
-// All runs of this block, one at a time to a warp; `next` is shared by the block, `feed` by the warp.
+// All runs of this block, one at a time to a warp; `next` is shared by the block, `feed` by the warp. value: of edges,
+// where the body takes it.
 template <class Layout, class Body>
-__device__ inline void for_runs(const Runs& runs, const char* x, uint32_t x_stride, int32_t* next, Feed<Layout>& feed,
-                                Body& body) {
-  static_assert(sizeof(Feed<Layout>) == feed_bytes(Layout::kPieces), "threads are as many as there is room for");
+__device__ inline void for_runs(const Runs& runs, const float* value, const char* x, uint32_t x_stride, int32_t* next,
+                                Feed<Layout, Body>& feed, Body& body) {
+  static_assert(sizeof(Feed<Layout, Body>) == feed_bytes(Layout::kPieces, Body::kStep, Body::kValued),
+                "threads are as many as there is room for");
+  const EdgeArrays arrays{runs.col, value};
   RunQueue queue(runs, next, feed.runs.dealt());
   feed.runs.begin(runs, queue);
   const auto is_shared = [](const Run& run) { return !Body::kBundle || run.count == 1; };
@@ -198,7 +265,7 @@ __device__ inline void for_runs(const Runs& runs, const char* x, uint32_t x_stri
   };
   int turn = 0, half = 0;
   Run run = feed.runs.advance(runs, queue, turn);
-  feed.sources.start(runs.col, first_of(run, turn), half);
+  feed.edges.start(arrays, first_of(run, turn), half);
 #pragma unroll 1
   while (run.count > 0) {
     const bool shared = is_shared(run);
@@ -213,7 +280,7 @@ __device__ inline void for_runs(const Runs& runs, const char* x, uint32_t x_stri
           if (at + step < run.count) return work_of<Layout>(run, feed.runs.entry[turn], at + step, shared);
           return first_of(feed.runs.run[turn ^ 1], turn ^ 1);
         };
-        stream<Layout>(runs.col, feed.sources, half, work, after, x, x_stride, pass, body);
+        stream<Layout>(arrays, feed.edges, half, work, after, x, x_stride, pass, body);
       }
     }
     turn ^= 1;

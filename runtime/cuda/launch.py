@@ -12,7 +12,6 @@ from gnnc.runtime.cuda.machine_code import waiting_kernels
 _END, _POINTER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 _MAX_THREADS = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_DEFAULT_SHARED = 48 * 1024
 _LEAVES_WAITING = 12030  # driver from which edges of a graph leave the waiting to kernels
 
 
@@ -88,7 +87,7 @@ class Code:
         library = driver()
         found = library.cuLibraryGetKernel(ctypes.byref(handle), self._library, symbol.encode())
         check(found, f"find {symbol}")
-        if shared > _DEFAULT_SHARED:
+        if shared > 0:  # 48 kB of both kinds need no leave, but those of the other kind are not known here
             allowed = library.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, shared, handle, device)
             check(allowed, f"give {symbol} {shared} bytes of shared memory")
         return handle

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, round_up
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, aligned, blocks, round_up
 from gnnc.runtime.cuda.epilogue import TYPES, write_epilogue
 from gnnc.runtime.cuda.staged import (
     entries_of,
@@ -104,7 +104,9 @@ class Spmm:
         edges, col = edges_and_columns(node, emitter, plan.rowptr, plan.col, plan.x)
         value = "0"
         if plan.value is not None:
-            value = f"{value_text(emitter, node, plan.value, plan.heads)}.data_ptr()"
+            given = value_text(emitter, node, plan.value, plan.heads)
+            on_16_bytes = emitter.let("value", f"{emitter.bind(aligned, 'aligned')}({given})")
+            value = f"{on_16_bytes}.data_ptr()"
         x = gathered_rows(emitter, argument_of(node, plan.x), plan.width)
         scale = _vector(emitter, node, plan.x_scale)
         shift = _vector(emitter, node, plan.shift)
@@ -140,9 +142,7 @@ class Spmm:
             f"{family}::Window::kBytes == {shared}", "the window has the bytes that a launch gives it"
         )
         together = entries_of(window_rows(x.nbytes))
-        emitter.unit.require(
-            f"2 * {family}::Layout::kSlots == {together}", "a warp has room for the entries of a run"
-        )
+        emitter.unit.require(f"{family}::kEntries == {together}", "a warp has room for the entries of a run")
         launch = partial(emitter.launch, values=[*given, *values], count=count + len(values))
         launch(f"gnnc::spmm_staged<{names}>", f"{runs}.staged_blocks", block=AS_COMPILED, shared=shared)
         launch(f"gnnc::spmm_combine<{names}, gnnc::StagedRuns>", f"{runs}.staged_splits", block=AS_COMPILED)

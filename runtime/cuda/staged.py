@@ -177,7 +177,7 @@ def shared_bytes(row_bytes: int, scale: str = "none") -> int:
 def takes(row_bytes: int) -> bool:
     """Whether rows of so many bytes are whole slices: what ``gnnc::Staged`` asserts, and few."""
     if row_bytes <= 64:
-        return row_bytes > 32
+        return True
     return row_bytes % slice_bytes(row_bytes) == 0 and row_bytes <= _MOST_SLICES * slice_bytes(row_bytes)
 
 
@@ -190,8 +190,8 @@ def has_room(device: torch.device) -> bool:
 
 
 def slice_bytes(row_bytes: int) -> int:
-    """Return the bytes of a row that the window holds at a time, at most: ``gnnc::Staged::kSliceBytes``."""
-    return 64 if row_bytes <= 64 else 128
+    """Return the bytes that a window has for a row, or for a slice of one: ``gnnc::Window::kRow``."""
+    return max(16, 1 << (row_bytes - 1).bit_length()) if row_bytes <= 64 else 128
 
 
 def window_rows(row_bytes: int) -> int:
@@ -200,7 +200,7 @@ def window_rows(row_bytes: int) -> int:
 
 
 def entries_of(window: int) -> int:
-    """Return the entries of a run, two for each slot of a warp, where so many rows of x are in a window."""
+    """Return the entries of a run, at most, where so many rows of x are in a window: ``entries_within``."""
     return 16 if window == STRETCH else 8
 
 

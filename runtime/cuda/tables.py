@@ -130,7 +130,7 @@ def _staged_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> StagedRuns | None
 
 def group_of(row_bytes: int) -> int:
     """Return how many rows of x of so many bytes a warp works on side by side (rows.cuh), or a multiple."""
-    return 32 if row_bytes <= 32 else 8
+    return 32 if row_bytes <= 16 else 16 if row_bytes <= 32 else 8
 
 
 def in_fours(col: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def test_rows_of_a_small_graph_are_the_work_of_all_warps() -> None:
 
 
 def test_narrow_rows_share_a_warp_with_more_others() -> None:
-    assert [group_of(nbytes) for nbytes in (4, 32, 47, 64, 4096)] == [32, 32, 8, 8, 8]
+    assert [group_of(nbytes) for nbytes in (4, 16, 32, 47, 64, 4096)] == [32, 32, 16, 8, 8, 8]
 
 
 def test_what_a_graph_of_calls_points_to_is_not_replaced_by_a_slower_thread(

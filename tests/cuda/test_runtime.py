@@ -9,6 +9,7 @@ import pytest
 import torch
 from cuda_cases import error, on_device
 from test_backends import MODELS, given
+from torch_geometric.nn import GraphConv
 from torch_geometric.nn.models import GCN
 
 import gnnc
@@ -335,6 +336,18 @@ def test_misaligned_and_strided_inputs(model):
     for form in (shifted, wide, transposed):
         assert torch.equal(compiled(form, edge_index), expected)
     assert torch.equal(compiled(x, edge_index.int()), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_misaligned_edge_weights(precision):
+    torch.manual_seed(0)
+    compiled = gnnc.compile(GraphConv(24, 16).eval().cuda(), precision)
+    x, edge_index = on_device(given(300, 2001))
+    weight = torch.rand(2002, device="cuda")[1:]
+    expected = compiled(x, edge_index, weight.clone())
+    for _ in range(3):
+        assert torch.equal(compiled(x, edge_index, weight), expected)
 
 
 @torch.no_grad()

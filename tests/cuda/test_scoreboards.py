@@ -18,7 +18,7 @@ from gnnc.runtime.cuda.machine_code import kernels
 pytestmark = pytest.mark.usefixtures("compiler")
 
 LOAD, OF_16_BYTES = 0x981, 6
-APART = 60
+APART = 40
 """Instructions between two gathers of one step, at most."""
 
 

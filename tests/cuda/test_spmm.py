@@ -66,7 +66,7 @@ STAGED = {
 @pytest.mark.parametrize("kind", STAGED)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_staged_kernel_spills(architecture: str, kind: str) -> None:
-    widths = [w for w in (16, 31, 47, 64, 256) if takes(w * NBYTES[STAGED[kind].element])]
+    widths = [w for w in (4, 7, 16, 31, 47, 64, 256) if takes(w * NBYTES[STAGED[kind].element])]
     configs = [replace(STAGED[kind], width=w) for w in widths]
     if kind == "int8 powers":
         configs += [replace(IN_ROW, reduce="mean", width=w) for w in widths if has_place(w)]
@@ -198,7 +198,7 @@ LARGER = {**GRAPHS, "stretches": lambda: random_graph(5000, 4500, 90_000)}
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
-@pytest.mark.parametrize("width", [33, 47, 64, 128, 256])
+@pytest.mark.parametrize("width", [7, 16, 32, 33, 47, 64, 128, 256])
 def test_staged_sums_of_integers_are_exact(width: int, reduce: str) -> None:
     for make in LARGER.values():
         g = make()
@@ -214,7 +214,7 @@ def test_staged_sums_of_integers_are_exact(width: int, reduce: str) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("width", [33, 47, 64, 128])
+@pytest.mark.parametrize("width", [16, 31, 33, 47, 64, 128])
 def test_staged_sums_with_row_scales(width: int) -> None:
     for make in LARGER.values():
         g = make()
@@ -226,7 +226,11 @@ def test_staged_sums_with_row_scales(width: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize(
-    ("kind", "width"), [("fp32", 9), ("fp32", 64), ("fp32", 128), ("fp16", 31), ("fp16", 64), ("bf16", 256)]
+    ("kind", "width"),
+    [
+        *[("fp32", 3), ("fp32", 8), ("fp32", 9), ("fp32", 64), ("fp32", 128)],
+        *[("fp16", 7), ("fp16", 16), ("fp16", 31), ("fp16", 64), ("bf16", 13), ("bf16", 256)],
+    ],
 )
 def test_staged_sums_of_floats(kind: str, width: int, reduce: str) -> None:
     for make in LARGER.values():

@@ -107,9 +107,10 @@ def test_it_pays_where_most_edges_are_near_and_each_source_has_several() -> None
 
 
 def test_rows_of_few_whole_slices_have_windows() -> None:
-    assert all(map(takes, (33, 47, 64, 128, 256, 512)))
+    assert all(map(takes, (4, 7, 16, 32, 33, 47, 64, 128, 256, 512)))
     assert shared_bytes(64) == 2049 * 64 + 16 and shared_bytes(256, "row") == 1681 * 128 + 1680 * 4 + 16
-    assert not any(map(takes, (7, 32, 94, 192, 640)))
+    assert [shared_bytes(size) // 2049 for size in (4, 16, 17, 32, 33)] == [16, 16, 32, 32, 64]
+    assert not any(map(takes, (94, 192, 640)))
 
 
 def test_a_launch_has_a_block_for_each_share() -> None:
