@@ -186,21 +186,26 @@ struct RunFeed {
 // Entries that a run has at most, of rows that so many threads read.
 __host__ __device__ constexpr int entries_of(int pieces) { return 32 / pieces > 8 ? 32 : 16; }
 
-// Fours of sources that a slot is given at a time.
-__host__ __device__ constexpr int fours_of(int pieces) { return pieces > 4 ? pieces / 2 : 2; }
+// Fours of edges that a slot is given at a time; with values, of rows of several passes, half as many: such rows take
+// most of the memory.
+__host__ __device__ constexpr int fours_of(int pieces, bool valued = false, bool one_pass = true) {
+  const int fours = pieces > 4 ? pieces / 2 : 2;
+  return valued && !one_pass && fours > 2 ? fours / 2 : fours;
+}
 
 // Halves that these are read from in turns. A chunk of one step is in registers before the next is copied.
-__host__ __device__ constexpr int halves_of(int pieces, int step) { return fours_of(pieces) * 4 > step ? 2 : 1; }
+__host__ __device__ constexpr int halves_of(int fours, int step) { return fours * 4 > step ? 2 : 1; }
 
 // Shared memory that a warp takes to find its work and what its edges are (Feed in stream.cuh).
-__host__ __device__ constexpr int feed_bytes(int pieces, int step, bool valued) {
-  const int fours = fours_of(pieces) * (32 / pieces) * halves_of(pieces, step);
-  return 16 * (2 * (1 + entries_of(pieces)) + fours * (valued ? 2 : 1));
+__host__ __device__ constexpr int feed_bytes(int pieces, int fours, int step, bool valued) {
+  const int words = fours * (32 / pieces) * halves_of(fours, step);
+  return 16 * (2 * (1 + entries_of(pieces)) + words * (valued ? 2 : 1));
 }
 
 // So many warps that their feeds, and `words` words that each holds, fit into the static shared memory of a block.
-__host__ __device__ constexpr Residency fitting(Residency r, int pieces, int words, bool valued = false) {
-  const int warp = words * 4 + feed_bytes(pieces, r.step, valued);
+__host__ __device__ constexpr Residency fitting(Residency r, int pieces, int words, bool valued = false,
+                                                bool one_pass = true) {
+  const int warp = words * 4 + feed_bytes(pieces, fours_of(pieces, valued, one_pass), r.step, valued);
   while (r.threads > 128 && r.threads / 32 * warp > 48 * 1024 - 64) r.threads -= 128;
   return r;
 }

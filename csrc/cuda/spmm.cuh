@@ -49,7 +49,7 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
   if (heads > 1) return {512, 4};
   if (!is_one_pass(element, width) || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
   if (bytes && weight == Weight::none && !extreme) return {768, 8};
-  if (bytes && value == Value::real && !extreme) return {640, 8};
+  if (bytes && value == Value::real && !extreme) return {kArchitecture < 1000 || scale != Scale::row ? 640 : 512, 8};
   if (bytes) return {weight == Weight::power8 && kArchitecture < 1000 ? 896 : 768, 4};
   const bool plain = weight == Weight::none && !extreme && width * bytes_of(element) % 16 == 0;
   return {plain && (element == Element::f32 || kArchitecture < 1000) ? 896 : 768, 8};
@@ -58,8 +58,8 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
 __host__ __device__ constexpr Residency spmm_residency(Element element, int width, Reduce reduce, Value value,
                                                        Scale scale, int heads) {
   const Residency r = spmm_registers(element, width, reduce, value, scale, heads);
-  const int held = is_one_pass(element, width) ? 4 : width + 128;
-  return fitting(r, pieces_of(element, width), held, value == Value::real && heads == 1);
+  const bool one_pass = is_one_pass(element, width), valued = value == Value::real && heads == 1;
+  return fitting(r, pieces_of(element, width), one_pass ? 4 : width + 128, valued, one_pass);
 }
 
 // What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows.

@@ -74,7 +74,8 @@ struct Four {
 // by itself is a line of L1, as its row is.)
 template <class Layout, int kStep, bool kValued>
 struct Sources {
-  static constexpr int kChunk = fours_of(Layout::kPieces), kHalves = halves_of(Layout::kPieces, kStep);
+  static constexpr int kChunk = fours_of(Layout::kPieces, kValued, Layout::kPasses == 1);
+  static constexpr int kHalves = halves_of(kChunk, kStep);
   static_assert(kChunk * 4 % kStep == 0, "chunks are whole steps");
 
   int4 four[kValued ? 2 : 1][kHalves][kChunk][Layout::kSlots];
@@ -254,7 +255,8 @@ __device__ __forceinline__ Work work_of(const Run& run, const Entry* entries, in
 template <class Layout, class Body>
 __device__ inline void for_runs(const Runs& runs, const float* value, const char* x, uint32_t x_stride, int32_t* next,
                                 Feed<Layout, Body>& feed, Body& body) {
-  static_assert(sizeof(Feed<Layout, Body>) == feed_bytes(Layout::kPieces, Body::kStep, Body::kValued),
+  constexpr int kFours = Feed<Layout, Body>::Edges::kChunk;
+  static_assert(sizeof(Feed<Layout, Body>) == feed_bytes(Layout::kPieces, kFours, Body::kStep, Body::kValued),
                 "threads are as many as there is room for");
   const EdgeArrays arrays{runs.col, value};
   RunQueue queue(runs, next, feed.runs.dealt());
