@@ -322,8 +322,9 @@ def spmm_widths(name: str) -> dict[str, Any]:
     compile_ahead()
     rowptr, col = make_csr(name)
     nodes, edges = rowptr.numel() - 1, col.numel()
-    graphs = {group: cut_graph(rowptr, col, group)[0] for group in (8, 16, 32)}
-    floors = Floors(graphs[8])
+    groups = {group_of(width * size) for width in SPMM_WIDTHS for size in (1, 2, 4)}
+    graphs = {group: cut_graph(rowptr, col, group)[0] for group in groups}
+    floors = Floors(graphs[min(groups)])
     value, scale = torch.rand(edges, device="cuda"), torch.rand(nodes, device="cuda")
     result: dict[str, Any] = {"nodes": nodes, "edges": edges}
     for width in SPMM_WIDTHS:

@@ -202,12 +202,16 @@ __host__ __device__ constexpr int feed_bytes(int pieces, int fours, int step, bo
   return 16 * (2 * (1 + entries_of(pieces)) + words * (valued ? 2 : 1));
 }
 
-// So many warps that their feeds, and `words` words that each holds, fit into the static shared memory of a block.
+// So many warps that what they hold fits into the static shared memory of a block, beside what the block does.
+__host__ __device__ constexpr Residency fitting_warps(Residency r, int bytes_a_warp) {
+  while (r.threads > 128 && r.threads / 32 * bytes_a_warp > 48 * 1024 - 64) r.threads -= 128;
+  return r;
+}
+
+// The same where a warp holds a feed and `words` words.
 __host__ __device__ constexpr Residency fitting(Residency r, int pieces, int words, bool valued = false,
                                                 bool one_pass = true) {
-  const int warp = words * 4 + feed_bytes(pieces, fours_of(pieces, valued, one_pass), r.step, valued);
-  while (r.threads > 128 && r.threads / 32 * warp > 48 * 1024 - 64) r.threads -= 128;
-  return r;
+  return fitting_warps(r, words * 4 + feed_bytes(pieces, fours_of(pieces, valued, one_pass), r.step, valued));
 }
 
 }  // namespace gnnc

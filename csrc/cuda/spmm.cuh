@@ -36,6 +36,9 @@ using StagedSpmmArgs = SpmmArgsOn<StagedRuns>;
 enum class Value { none, real, integer };
 enum class Scale { none, row, power, in_row };  // in_row: power, and each row holds its weight (weight_place)
 
+// Whether every edge has a float of its own, which all columns share.
+__host__ __device__ constexpr bool is_valued(Value value, int heads) { return value == Value::real && heads == 1; }
+
 __host__ __device__ constexpr Weight weight_of(Value value, Scale scale) {
   if (value == Value::real || scale == Scale::row) return Weight::real;
   if (value == Value::integer) return Weight::signed8;
@@ -58,8 +61,8 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
 __host__ __device__ constexpr Residency spmm_residency(Element element, int width, Reduce reduce, Value value,
                                                        Scale scale, int heads) {
   const Residency r = spmm_registers(element, width, reduce, value, scale, heads);
-  const bool one_pass = is_one_pass(element, width), valued = value == Value::real && heads == 1;
-  return fitting(r, pieces_of(element, width), one_pass ? 4 : width + 128, valued, one_pass);
+  const bool one_pass = is_one_pass(element, width);
+  return fitting(r, pieces_of(element, width), one_pass ? 4 : width + 128, is_valued(value, heads), one_pass);
 }
 
 // What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows.
@@ -147,7 +150,7 @@ struct SpmmBody {
 
   static constexpr bool kBundle = S::kBundle;
   static constexpr int kStep = Config::kStep;
-  static constexpr bool kValued = Config::kValue == Value::real && Config::kHeads == 1;
+  static constexpr bool kValued = is_valued(Config::kValue, Config::kHeads);
   // Where an edge has a value and a scale, each of four neighbouring threads loads those of one edge and gives their
   // product to the others: there are no registers for eight of each.
   static constexpr bool kTurns = S::kBytes && kValued && kRow && Layout::kPieces >= 4;
@@ -420,7 +423,8 @@ __host__ __device__ constexpr Residency staged_registers(Element element, int wi
 
 __host__ __device__ constexpr Residency staged_residency(Element element, int width, Weight weight) {
   const int row = width * bytes_of(element);
-  return fitting_staged(staged_registers(element, width, weight), row > 128 ? 8 : pieces_of(element, width));
+  const Residency r = staged_registers(element, width, weight);
+  return fitting_warps(r, staged_feed_bytes(row > 128 ? 8 : pieces_of(element, width), r.step / 4));
 }
 
 // How a row of x is cut into slices of which the window of a stretch holds many.
@@ -441,6 +445,8 @@ struct Staged {
   using Window = gnnc::Window<Layout, Config::kScale == Scale::row ? 4 : Config::kScale == Scale::power ? 1 : 0>;
   using Feed = StagedFeed<Layout, kResidency.step / 4>;
   static constexpr int kEntries = entries_within(Window::kRows);
+  static_assert(sizeof(Feed) == staged_feed_bytes(Layout::kPieces, kResidency.step / 4),
+                "threads are as many as there is room for");
   static_assert(Spmm<Config>::kAdds && Config_::kValue == Value::none && Config_::kHeads == 1, "sums of rows");
   static_assert(Window::kBytes + kThreads / 32 * sizeof(Feed) + sizeof(StagedShare) <= 227 * 1024,
                 "a multiprocessor has so much shared memory");

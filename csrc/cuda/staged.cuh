@@ -164,14 +164,14 @@ struct OwnWords {
 
 // Words of near edges that a slot is given at a time, beside `far` words of far ones: about as many as there are of
 // each where a window holds all of a stretch, or most of it.
-__host__ __device__ constexpr int near_words(int pieces, int far) {
+__host__ __device__ constexpr int near_beside(int pieces, int far) {
   return pieces > 1 && window_rows(pieces * 16) == kStretch ? 2 * far : far;
 }
 
 // The words that a warp works on, on their way through shared memory. Where a slot has no more, its words are zeros.
 template <class Layout, int kFar_>
 struct Words {
-  static constexpr int kFar = kFar_, kNear = near_words(Layout::kPieces, kFar), kBoth = kNear + kFar;
+  static constexpr int kFar = kFar_, kNear = near_beside(Layout::kPieces, kFar), kBoth = kNear + kFar;
 
   int4 word[2][kBoth][Layout::kSlots];  // near ones first
 
@@ -216,12 +216,10 @@ struct StagedFeed {
   Words<Layout, kFar> words;
 };
 
-// So many warps that their feeds fit into the static shared memory of a block, beside one word of it.
-__host__ __device__ constexpr Residency fitting_staged(Residency r, int pieces) {
-  const int far = r.step / 4, words = 2 * (near_words(pieces, far) + far) * (32 / pieces);
-  const int warp = 16 * (2 * (1 + entries_within(window_rows(pieces * 16))) + words);
-  while (r.threads > 128 && r.threads / 32 * warp > 48 * 1024 - 64) r.threads -= 128;
-  return r;
+// Its size.
+__host__ __device__ constexpr int staged_feed_bytes(int pieces, int far) {
+  const int words = 2 * (near_beside(pieces, far) + far) * (32 / pieces);
+  return 16 * (2 * (1 + entries_within(window_rows(pieces * 16))) + words);
 }
 
 // The runs that a block works on at a time, of one stretch; in shared memory.

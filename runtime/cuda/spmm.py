@@ -104,9 +104,7 @@ class Spmm:
         edges, col = edges_and_columns(node, emitter, plan.rowptr, plan.col, plan.x)
         value = "0"
         if plan.value is not None:
-            given = value_text(emitter, node, plan.value, plan.heads)
-            on_16_bytes = emitter.let("value", f"{emitter.bind(aligned, 'aligned')}({given})")
-            value = f"{on_16_bytes}.data_ptr()"
+            value = f"{value_text(emitter, node, plan.value, plan.heads)}.data_ptr()"
         x = gathered_rows(emitter, argument_of(node, plan.x), plan.width)
         scale = _vector(emitter, node, plan.x_scale)
         shift = _vector(emitter, node, plan.shift)
@@ -234,6 +232,7 @@ def packed_width(width: int, heads: int, dtype: torch.dtype) -> int:
 
 
 def value_text(emitter: CudaEmitter, node: Node, index: int, heads: int) -> str:
-    """Return edge values, ``[E]`` or ``[E, heads]``, dense."""
+    """Return edge values, ``[E]`` on 16 bytes or ``[E, heads]``, dense."""
     value: Any = argument_of(node, index)
-    return emitter.vector(value) if value.meta["val"].dim() == 1 else emitter.dense(value, heads)
+    text = emitter.vector(value) if value.meta["val"].dim() == 1 else emitter.dense(value, heads)
+    return text if heads > 1 else emitter.let("value", f"{emitter.bind(aligned, 'aligned')}({text})")
