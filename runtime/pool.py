@@ -1,9 +1,11 @@
 """Memory of a call: outputs that the caller keeps, and temporaries that no caller ever sees."""
 
+import mmap
 import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from math import prod
 from typing import NamedTuple
 
@@ -14,6 +16,8 @@ from torch import Tensor
 from gnnc.errors import GnncError
 
 ALIGNMENT = 64
+HUGE_PAGE = 2 * 1024 * 1024
+"""Buffers from this size on ask for pages of this size: gathers miss the TLB less (decision 015)."""
 SMALL_OUTPUT = 128 * 1024
 """Below this many bytes the allocator hands back warm memory by itself."""
 
@@ -28,15 +32,24 @@ _NUMPY = {
 
 
 def _aligned(nbytes: int) -> np.ndarray:
+    huge = nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
+    alignment = HUGE_PAGE if huge else ALIGNMENT
     try:
-        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    except MemoryError:
+        raw = _mapped(nbytes + alignment) if huge else np.empty(nbytes + alignment, np.uint8)
+    except (MemoryError, OverflowError, OSError):
         raise GnncError(
             f"this call needs {nbytes / 2**30:.1f} GiB at once, more than the machine has left: see if an "
             "id of a graph (batch) is too large, or run the model on parts of the graph"
         ) from None
-    start = -raw.ctypes.data % ALIGNMENT
+    start = -raw.ctypes.data % alignment
     return raw[start : start + nbytes]
+
+
+def _mapped(nbytes: int) -> np.ndarray:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages serves small ones
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _size_class(nbytes: int) -> int:

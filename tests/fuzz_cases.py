@@ -340,8 +340,10 @@ def attention(d: Draw) -> None:
     alpha = unwritten(g.num_edges, heads) if d.maybe(0.3) else None
     out = unwritten(g.num_dst, heads * each)
     numbers = (0.3, 0.2, 1e-16, heads)
+    bounds = kind == ADDITIVE and edge is None and alpha is None and 16 % heads == 0 and d.maybe(0.8)
+    factors = unwritten(g.num_src, 4 if heads == 1 else 2 * heads) if bounds else None
     kernels().attention(
-        g.rowptr, g.col, x, scale, kind, *ends, edge, *numbers, alpha, STORE, [], [], [out]
+        g.rowptr, g.col, x, scale, kind, *ends, edge, *numbers, alpha, factors, STORE, [], [], [out]
     )  # fmt: skip
     weight = gnnc.edge_softmax(g.rowptr, _logits(g, kind, heads, ends, edge), 1e-16)
     spread = max((float(t.abs().max()) for t in (*ends, edge) if t is not None and t.numel()), default=1.0)

@@ -52,9 +52,9 @@ AttentionArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& x, co
 
 constexpr int64_t kTopValues = 65536;  // values of a_src that a thread looks through at once, a multiple of kTops
 
-// Whether a row may use a bound in place of its maximum (bounded_softmax.isa.h): eps must not count.
+// Whether rows may use a bound in place of their maximum (bounded_softmax.isa.h): eps must not count.
 bool bounds_logits(const AttentionArgs& a) {
-  const bool whole = a.heads <= 16 && kTops % a.heads == 0;
+  const bool whole = a.heads <= kTops && kTops % a.heads == 0;
   const bool plain = a.kind == Logit::additive && a.edge == nullptr && a.alpha_out == nullptr;
   return plain && whole && a.eps <= 1e-9f && a.slope >= 0.0f && a.slope <= 1.0f;
 }
@@ -85,7 +85,7 @@ void find_source_tops(const AttentionArgs& a, int64_t rows, float (&tops)[kTops]
 
 void attention(Tensor rowptr, Tensor col, Tensor x, MaybeTensor x_scale, int64_t kind, MaybeTensor a_src,
                MaybeTensor a_dst, MaybeTensor edge, double scale, double slope, double eps, int64_t heads,
-               MaybeTensor alpha_out, std::vector<int64_t> program, std::vector<Tensor> operands,
+               MaybeTensor alpha_out, MaybeTensor factors, std::vector<int64_t> program, std::vector<Tensor> operands,
                std::vector<double> consts, std::vector<Tensor> outs) {
   AttentionArgs a = check(rowptr, col, x, x_scale, kind, a_src, a_dst, edge, heads);
   a.scale = static_cast<float>(scale);
@@ -93,9 +93,16 @@ void attention(Tensor rowptr, Tensor col, Tensor x, MaybeTensor x_scale, int64_t
   a.eps = static_cast<float>(eps);
   a.alpha_out = sparse::flat<float>(alpha_out, ScalarType::Float, a.csr.num_edges * heads, "attention", "alpha_out");
   float tops[kTops];
-  if (bounds_logits(a)) {
-    find_source_tops(a, x.size(0), tops);
+  if (factors.has_value()) {
+    STD_TORCH_CHECK(bounds_logits(a),
+                    "attention: factors belong to leaky_relu(a_dst + a_src) of a slope of 0 to 1 and 1, 2, 4, 8 or 16 "
+                    "heads, with an eps of at most 1e-9 and without alpha_out");
+    const int64_t rows = x.size(0), slice = kTopValues / heads;
+    a.factors = sparse::flat<float>(factors, ScalarType::Float, rows * factors_of(heads), "attention", "factors");
+    find_source_tops(a, rows, tops);
     a.src_tops = tops;
+    parallel_slices(rows, slice, slice,
+                    [&](int64_t begin, int64_t end) { GNNC_DISPATCH(source_factors, a, begin, end); });
   }
   a.program = &parse_program("attention", {program, operands, consts, outs}, a.csr.num_dst, a.width);
   sparse::for_each_chunk(a.csr, sparse::kSerialWork / 4,
@@ -108,8 +115,8 @@ void attention(Tensor rowptr, Tensor col, Tensor x, MaybeTensor x_scale, int64_t
 STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
   m.def(
       "attention(Tensor rowptr, Tensor col, Tensor x, Tensor? x_scale, int kind, Tensor? a_src, Tensor? a_dst, "
-      "Tensor? edge, float scale, float slope, float eps, int heads, Tensor(b!)? alpha_out, " GNNC_PROGRAM_SCHEMA
-      ") -> ()");
+      "Tensor? edge, float scale, float slope, float eps, int heads, Tensor(b!)? alpha_out, "
+      "Tensor(c!)? factors, " GNNC_PROGRAM_SCHEMA ") -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("attention", TORCH_BOX(&gnnc::attention)); }

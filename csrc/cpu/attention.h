@@ -5,9 +5,9 @@
 // a buffer of the thread, and neither they nor alpha reach memory unless alpha_out asks for it.
 //
 // Layout: a_src and a_dst fp32 [N, heads] (additive) or [N, heads * D] (dot); edge fp32 [E, heads]; x [num_src, F], F =
-// heads * D, fp32, bf16, or int8 whose row scale is folded into alpha. Traffic: 4 B of col, one row of a_src (4 heads B
-// for additive) and one of x an edge. Floor at 4 x 16 int8: 12 float instructions of 64 bytes for x and about 8 for the
-// logits and their exponentials an edge.
+// heads * D, fp32, bf16, or int8 whose row scale is folded into alpha. Traffic: 4 B of col, one row of x and one of
+// a_src an edge (4 heads B for additive; with a table of factors 8 heads B, and no exponential). Floor at 4 x 16 int8
+// for four edges: 12 vector instructions for their weights and 22 for the sum.
 
 #include <cstdint>
 
@@ -36,12 +36,18 @@ struct AttentionArgs {
   float eps;
   int64_t heads;
   float* alpha_out;       // [E, heads], or null
-  const float* src_tops;  // the largest a_src of each head, repeated to kTops; null: rows find their own maximum
+  float* factors;         // [num_src, factors_of(heads)], of bounded_softmax.isa.h; null: rows find their own maximum
+  const float* src_tops;  // the largest a_src of each head, repeated to kTops, where there are factors
   const RowProgram* program;
 };
 
 constexpr int kTops = 16;
 
+// Floats that a source has in the table of factors.
+constexpr int64_t factors_of(int64_t heads) { return heads == 1 ? 4 : 2 * heads; }
+
+// Writes the table for the sources begin ... end - 1, where begin * heads is a multiple of kTops.
+GNNC_EACH_ISA(void source_factors(const AttentionArgs& args, int64_t begin, int64_t end);)
 GNNC_EACH_ISA(void attention(const AttentionArgs& args, int64_t row_begin, int64_t row_end);)
 
 }  // namespace gnnc

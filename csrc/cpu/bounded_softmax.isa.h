@@ -1,11 +1,21 @@
 #pragma once
 
-// The weights of a row's edges where logits are leaky_relu(a_dst + a_src): in one loop, without the row's maximum.
+// The weights of a row's edges where logits are leaky_relu(a_dst + a_src): no maximum of the row, no exponential an
+// edge.
 //
-// A softmax does not change where all its logits lose the same number. leaky_relu(a_dst + the largest a_src of the
-// graph) is above every logit of the row and known beforehand: logits, exponentials, their sum and the largest weight
-// come out of one loop. Where that bound is so far above a row that its sum underflows, the row takes the other way.
+// A softmax does not change where all its logits lose the same number. bound = leaky_relu(a_dst + top), top the largest
+// a_src of the graph, is above every logit of the row and known beforehand. And since exp grows and leaky_relu(l) is
+// the larger of l and slope l, with t = a_dst + top,
+//
+//   exp(leaky_relu(a_dst + a_src) - bound) = max(exp(a_src - top) exp(t - bound),
+//                                                exp(slope (a_src - top)) exp(slope t - bound)):
+//
+// two factors of the source, which a table holds, times two of the destination. All are at most 1. Where the bound is
+// so far above a row that its sum underflows, the row takes the other way.
 
+#include <array>
+
+#include "fixed_sum.isa.h"
 #include "logits.isa.h"
 
 namespace gnnc::GNNC_ISA {
@@ -13,63 +23,223 @@ namespace {
 
 constexpr float kLeastSum = 1e-20f;  // terms that underflowed are below 1e-18 of it
 
-// For one row: weights[edge][head], 1 / sum and the largest weight of every head as whole vectors. With one head the
-// values of the sources are copied for a tile of rows first; src and scale are those of the row's first edge.
+// Lanes of two vectors side by side, for __builtin_shuffle.
+using LaneTable = std::array<int32_t, kLanes>;
+template <typename Function>
+constexpr LaneTable lanes_by(const Function& f) {
+  LaneTable lanes{};
+  for (int i = 0; i < kLanes; ++i) lanes[i] = f(i);
+  return lanes;
+}
+GNNC_INLINE Ints as_lanes(const LaneTable& t) {
+  Ints v;
+  std::memcpy(&v, t.data(), sizeof v);
+  return v;
+}
+
+// Two vectors of [row][H] become [row][both][H], and back.
+template <int H, int kHalf>
+constexpr LaneTable kPaired = lanes_by([](int i) {
+  const int at = i + kHalf * kLanes;
+  return at / (2 * H) * H + at % H + (at / H % 2) * kLanes;
+});
+template <int H, int kWhich>
+constexpr LaneTable kUnpaired = lanes_by([](int i) { return i / H * 2 * H + kWhich * H + i % H; });
+
+template <int H>
+GNNC_INLINE void store_pairs(float* out, Floats a, Floats b) {
+  store(out, __builtin_shuffle(a, b, as_lanes(kPaired<H, 0>)));
+  store(out + kLanes, __builtin_shuffle(a, b, as_lanes(kPaired<H, 1>)));
+}
+
+// The factors of the destinations first ... first + rows - 1: [row][both][H], and room for two vectors.
+template <int H>
+GNNC_INLINE void destination_factors(const AttentionArgs& a, int64_t first, int64_t rows, float* out) {
+  const Floats tops = load(a.src_tops), slope = splat(a.slope);
+  for_columns(rows * H, [&](int64_t i, auto lanes) {
+    const Floats t = load(a.a_dst + first * H + i, lanes) + tops, low = t * slope;
+    const Floats bound = larger(t, low);
+    store_pairs<H>(out + 2 * i, exp_of_negative(t - bound), exp_of_negative(low - bound));
+  });
+}
+
+// Factors of sources as [both][H], or with one head as quadruples that hold the scale of the row too.
+template <int H>
+constexpr int64_t kRecord = factors_of(H);
+
+// One row: weights[edge][head], and vectors of [some edges][head] that its sum and largest weight are folded from.
 struct BoundedRow {
-  int64_t row;
-  const float *src, *scale;
-  float *weights, *inverse, *largest;
+  const float* own;      // the factors of the destination
+  const float* records;  // one head: those of the row's edges, copied
+  float *weights, *sum, *largest;
 };
 
-// kInside: all of the vector's edges may be read, those of the row or not.
+// The exponentials of the edges of one vector. kInside: all may be read, those of the row or not.
 template <int H, bool kInside>
-GNNC_INLINE Floats bounded_vector(const AttentionArgs& a, const BoundedRow& row, Floats own, Floats bound,
-                                  const int32_t* col, int64_t k, int64_t left, Floats& sum) {
-  Floats l;
-  if constexpr (H == 1) {
-    l = load(row.src + k) + own;
+GNNC_INLINE Floats exponentials(const AttentionArgs& a, const float* own, const int32_t* col, int64_t left) {
+  if constexpr (H == kLanes) {
+    const float* record = a.factors + *col * 2 * H;
+    return larger(load(record) * load(own), load(record + H) * load(own + H));
   } else {
-    l = gather_heads<H, kInside>(a.a_src, col + k, left) + own;
+    constexpr int kHalf = kLanes / (2 * H);
+    const Floats both = repeat_heads<2 * H>(own);
+    const Floats low = gather_heads<2 * H, kInside>(a.factors, col, left) * both;
+    // Past the last edge, that one again: its lanes are not kept.
+    const bool more = kInside || left > kHalf;
+    const int32_t* next = col + (more ? kHalf : 0);
+    const Floats high = gather_heads<2 * H, kInside>(a.factors, next, more ? left - kHalf : left) * both;
+    return larger(__builtin_shuffle(low, high, as_lanes(kUnpaired<H, 0>)),
+                  __builtin_shuffle(low, high, as_lanes(kUnpaired<H, 1>)));
   }
-  const Tail lanes{static_cast<int>(std::min<int64_t>(left * H, kLanes))};
-  const Floats e = keep(exp_of_negative(larger(l, l * splat(a.slope)) - bound), lanes);
-  sum += e;
-  if (a.x_scale == nullptr) return e;
-  const Floats scale = H == 1 ? load(row.scale + k) : repeat_scales<H, kInside>(a.x_scale, col + k, left);
-  return keep(e * scale, lanes);
 }
 
-template <int H, bool kInside>
-GNNC_INLINE bool bounded_softmax_of(const AttentionArgs& a, const Segment& s, const BoundedRow& row) {
+// One head: the records of edges side by side, one load at a time (see copy_of_edges).
+inline void copy_records(const AttentionArgs& a, const Segment& s, float* out) {
+  constexpr int64_t kSize = kRecord<1>;
+  for (int64_t e = 0; e < s.count; ++e) {
+    prefetch_far(a.factors + s.col[e + s.ahead] * kSize);
+    std::memcpy(out + e * kSize, a.factors + s.col[e] * kSize, kSize * sizeof(float));
+  }
+}
+
+// One head: quadruples [factor, factor, scale, -] of kLanes edges.
+struct Quadruples {
+  static constexpr int kHalf = kLanes / 2;
+  static constexpr LaneTable kFactors = lanes_by([](int i) { return i % kHalf * 4 + i / kHalf; });
+  static constexpr LaneTable kScales = lanes_by([](int i) { return i % kHalf * 4 + 2; });
+  static constexpr LaneTable kLow = lanes_by([](int i) { return i % kHalf + i / kHalf * kLanes; });
+  static constexpr LaneTable kHigh = lanes_by([](int i) { return kHalf + i % kHalf + i / kHalf * kLanes; });
+
+  Floats v[4];
+
+  GNNC_INLINE explicit Quadruples(const float* p) {
+    each<4>([&](auto i) __attribute__((always_inline)) { v[i] = load(p + i * kLanes); });
+  }
+  GNNC_INLINE Floats exponentials(Floats high, Floats low) const {
+    const Floats a = __builtin_shuffle(v[0], v[1], as_lanes(kFactors));
+    const Floats b = __builtin_shuffle(v[2], v[3], as_lanes(kFactors));
+    return larger(__builtin_shuffle(a, b, as_lanes(kLow)) * high, __builtin_shuffle(a, b, as_lanes(kHigh)) * low);
+  }
+  GNNC_INLINE Floats scales() const {
+    const Floats a = __builtin_shuffle(v[0], v[1], as_lanes(kScales));
+    const Floats b = __builtin_shuffle(v[2], v[3], as_lanes(kScales));
+    return __builtin_shuffle(a, b, as_lanes(kLow));
+  }
+};
+
+// The weights of a segment, and what they add to the vectors of the row. kScaled: x has a scale a row.
+template <int H, bool kInside, bool kScaled>
+GNNC_INLINE void bounded_edges(const AttentionArgs& a, const Segment& s, const BoundedRow& row, bool first) {
   constexpr int kEdges = kLanes / H;
-  const Floats own = repeat_heads<H>(a.a_dst + row.row * H), top = own + load(a.src_tops);
-  const Floats bound = larger(top, top * splat(a.slope));
   Floats sum{};
   Ints largest{};
-  for (int64_t k = 0; k < s.count; k += kEdges) {
-    if constexpr (H > 1 && kInside) {
-      const int32_t* next = s.col + k + s.ahead;
-      each<kEdges>([&](auto u) __attribute__((always_inline)) {
-        prefetch_far(a.a_src + static_cast<int64_t>(next[u]) * H);
-        if (a.x_scale != nullptr) prefetch_far(a.x_scale + next[u]);
-      });
+  const auto step = [&](int64_t k, auto lanes) __attribute__((always_inline)) {
+    const int64_t left = s.count - k;
+    const int32_t* col = s.col + k;
+    Floats e, scale;
+    if constexpr (H == 1) {
+      const Quadruples quads(row.records + k * 4);
+      e = quads.exponentials(splat(row.own[0]), splat(row.own[1]));
+      if constexpr (kScaled) scale = quads.scales();
+    } else {
+      if constexpr (kInside) {
+        each<kEdges>([&](auto u) __attribute__((always_inline)) {
+          const int64_t next = col[s.ahead + u];
+          prefetch_row(a.factors + next * kRecord<H>, kRecord<H> * static_cast<int64_t>(sizeof(float)));
+          if (kScaled) prefetch_far(a.x_scale + next);
+        });
+      }
+      e = exponentials<H, kInside>(a, row.own, col, left);
+      if constexpr (kScaled) scale = repeat_scales<H, kInside>(a.x_scale, col, left);
     }
-    const Floats w = bounded_vector<H, kInside>(a, row, own, bound, s.col, k, s.count - k, sum);
-    largest = gnnc::GNNC_ISA::larger(largest, magnitude(w));
-    store(row.weights + k * H, w);
+    e = keep(e, lanes);
+    sum += e;
+    if constexpr (kScaled) e = keep(e * scale, lanes);
+    largest = gnnc::GNNC_ISA::larger(largest, magnitude(e));
+    store(row.weights + k * H, e);
+  };
+  int64_t k = 0;
+  for (; k + kEdges < s.count; k += kEdges) step(k, Whole{});
+  step(k, Tail{static_cast<int>((s.count - k) * H)});
+  if (!first) {
+    sum += load(row.sum);
+    largest = gnnc::GNNC_ISA::larger(largest, as_ints(load(row.largest)));
   }
-  sum = fold_heads<H>(sum, [](Floats x, Floats y) { return x + y; });
-  if (any((sum > splat(kLeastSum)) == 0)) return false;
-  store(row.inverse, splat(1.0f) / sum);
-  const auto combine = [](Ints x, Ints y) { return gnnc::GNNC_ISA::larger(x, y); };
-  store(row.largest, as_floats(fold_heads<H>(largest, combine)));
-  return true;
+  store(row.sum, sum);
+  store(row.largest, as_floats(largest));
 }
 
-// False where the sum underflows or is not finite.
+// Vectors of [some edges][H] of as many rows as there are edges in one become one vector [row][H].
+template <int H, typename Vector, size_t kCount, typename Combine>
+GNNC_INLINE Vector fold_rows(const std::array<Vector, kCount>& v, const Combine& combine) {
+  if constexpr (kCount == 1) {
+    return v[0];
+  } else {
+    std::array<Vector, kCount / 2> half;
+    each<kCount / 2>([&](auto i) __attribute__((always_inline)) {
+      half[i] = combine(__builtin_shuffle(v[2 * i], v[2 * i + 1], as_lanes(kUnpaired<H, 0>)),
+                        __builtin_shuffle(v[2 * i], v[2 * i + 1], as_lanes(kUnpaired<H, 1>)));
+    });
+    return fold_rows<H>(half, combine);
+  }
+}
+
+// The table, for sources begin ... end - 1.
 template <int H>
-GNNC_INLINE bool bounded_softmax(const AttentionArgs& a, const Segment& s, const BoundedRow& row) {
-  return s.ahead > 0 ? bounded_softmax_of<H, true>(a, s, row) : bounded_softmax_of<H, false>(a, s, row);
+GNNC_INLINE void source_factors_of(const AttentionArgs& a, int64_t begin, int64_t end) {
+  const Floats tops = load(a.src_tops), slope = splat(a.slope);
+  const auto records = [&](int64_t i, auto lanes, float* out) __attribute__((always_inline)) {
+    const Floats t = load(a.a_src + i, lanes) - tops;
+    const Floats high = exp_of_negative(t), low = exp_of_negative(t * slope);
+    if constexpr (H > 1) return store_pairs<H>(out, high, low);
+    const Floats scale = a.x_scale == nullptr ? Floats{} : load(a.x_scale + i, lanes);
+    alignas(64) float factors[2 * kLanes], scales[2 * kLanes];
+    store_pairs<1>(factors, high, low);
+    store_pairs<1>(scales, scale, scale);
+    each<2>([&](auto half) __attribute__((always_inline)) {
+      store_pairs<2>(out + half * 2 * kLanes, load(factors + half * kLanes), load(scales + half * kLanes));
+    });
+  };
+  constexpr int64_t kSize = kRecord<H> / H;  // floats of the table for one of a_src
+  float* out = a.factors + begin * kRecord<H>;
+  for_columns((end - begin) * H, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
+    if constexpr (std::is_same_v<decltype(lanes), Whole>) {
+      records(begin * H + i, lanes, out + i * kSize);
+    } else {
+      alignas(64) float last[kSize * kLanes];
+      records(begin * H + i, lanes, last);
+      std::copy_n(last, lanes.lanes * kSize, out + i * kSize);
+    }
+  });
+}
+
+// What the sums of bounded rows are multiplied by, [row][H] each: 1 / sum; and where weights become integers, their
+// steps a unit, and a unit over the sum.
+struct RowFactors {
+  float *inverse, *steps, *unit;
+};
+
+// From the vectors of kLanes / H rows. Lanes of the result are -1 where a row must take the other way: its sum
+// underflows or is not finite, or its weights are too small for integers.
+template <int H>
+GNNC_INLINE Ints finish_rows(const float* sums, const float* tops, const RowFactors& out) {
+  constexpr int kRows = kLanes / H;
+  std::array<Floats, kRows> v;
+  std::array<Ints, kRows> bits;
+  each<kRows>([&](auto i) __attribute__((always_inline)) {
+    v[i] = load(sums + i * kLanes);
+    bits[i] = as_ints(load(tops + i * kLanes));
+  });
+  const Floats sum = fold_rows<H>(v, [](Floats x, Floats y) { return x + y; });
+  const Floats top = as_floats(fold_rows<H>(bits, [](Ints x, Ints y) { return gnnc::GNNC_ISA::larger(x, y); }));
+  const Floats inverse = splat(1.0f) / sum;
+  const Ints none = top == Floats{};
+  store(out.inverse, inverse);
+  store(out.steps, none ? Floats{} : splat(kSteps) / top);
+  store(out.unit, top * splat(1.0f / kSteps) * inverse);
+  const Ints fine = (sum > splat(kLeastSum)) & (sum < splat(std::numeric_limits<float>::infinity())) &
+                    (none | (top >= splat(kLeastTop))) & (top < splat(std::numeric_limits<float>::infinity()));
+  return ~fine;
 }
 
 }  // namespace

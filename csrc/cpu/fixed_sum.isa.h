@@ -2,10 +2,11 @@
 
 // Sums of gathered int8 rows with a float weight an edge and head, in integer arithmetic.
 //
-// The weights of a segment become 16-bit integers, in proportion to the largest of their head: one errs by at most
-// 2^-17 of that. Each is split into two bytes. Four rows are interleaved, so that a word holds one column of four
-// edges, and vpdpbusd multiplies it by a word of four weights: an edge of 64 columns takes 1 load, 2 shuffles and 2
-// multiply-adds, where conversion to float takes 12 instructions. 255 * 127 * kSegment < 2^24: a sum is exact as a
+// Weights become 16-bit integers on the way, in proportion to the largest of their head and segment (or row): one errs
+// by at most 2^-17 of that. Four rows are interleaved, so that a word holds one column of four edges; a word of the low
+// bytes of four weights and one of the high bytes are shuffled to the columns of their head, and vpdpbusd multiplies
+// and adds. Four edges of 64 columns take 4 loads, 8 + 2 shuffles, 8 multiply-adds and 3 instructions for their
+// weights, where conversion of the rows to float takes 12 an edge. 255 * 127 * kSegment < 2^24: a sum is exact as a
 // float.
 
 #include "byte_dot.isa.h"
@@ -14,34 +15,15 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
+constexpr float kLeastTop = 1e-30f;  // the largest weight of a head must be this, for its reciprocal to be a float
+constexpr float kSteps = 65535.0f;   // an integer weight of the largest
+
 #ifdef __AVX512F__
 
-constexpr int kFixedHeads = 8;
-constexpr float kLeastUnit = 1e-30f;  // the largest weight of a head must be this, for its reciprocal to be a float
-
-// The weights of a segment: for every four edges and each head a word of four high bytes and one of four low bytes.
-struct FixedWeights {
-  alignas(64) uint32_t high[kSegment / 4 * kFixedHeads + 16];
-  alignas(64) uint32_t low[kSegment / 4 * kFixedHeads + 16];
-  __m512 unit;  // a head a lane, repeated: what 1 stands for
+// A head a lane, repeated: integer steps a unit of weight, and what a step of the sum stands for.
+struct FixedScale {
+  __m512 steps, unit;
 };
-
-// Which byte of a vector of weights [edge][head], 32 bits each, comes where: words of four edges, a head after the
-// other, low bytes first, then as many high bytes.
-template <int H>
-struct WordOrder {
-  alignas(64) uint8_t byte[64] = {};
-  constexpr WordOrder() {
-    constexpr int kBytes = H == 8 ? 32 : 16;
-    for (int i = 0; i < kBytes; ++i) {
-      const int group = i / (4 * H), head = i / 4 % H, edge = i % 4;
-      byte[i] = static_cast<uint8_t>(((group * 4 + edge) * H + head) * 4);
-      byte[kBytes + i] = static_cast<uint8_t>(byte[i] + 1);
-    }
-  }
-};
-template <int H>
-constexpr WordOrder<H> kWordOrder;
 
 GNNC_INLINE __m512 weights_at(const float* w, int64_t left) {
   return left >= 16 ? _mm512_loadu_ps(w) : _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << left) - 1), w);
@@ -63,74 +45,87 @@ GNNC_INLINE __m512i largest_weights(const float* w, int64_t count) {
 
 // False where a weight is negative, NaN or infinite, or where all weights of a head are tiny.
 template <int H>
-GNNC_INLINE bool fix_weights(const Weights& weights, int64_t count, FixedWeights& out) {
-  const float* w = weights.data;
-  const int64_t flat = count * H;
-  const __m512i bits = weights.largest != nullptr ? _mm512_loadu_si512(weights.largest) : largest_weights<H>(w, count);
-  const __m512 top = _mm512_castsi512_ps(bits), full = _mm512_set1_ps(65535.0f);
-  const __mmask16 some = _mm512_cmpneq_epi32_mask(bits, _mm512_setzero_si512());
-  const __m512i least = _mm512_set1_epi32(to_bits(kLeastUnit)), infinity = _mm512_set1_epi32(0x7f800000);
-  if ((_mm512_mask_cmplt_epu32_mask(some, bits, least) | _mm512_cmpge_epu32_mask(bits, infinity)) != 0) return false;
-  const __m512 factor = _mm512_maskz_div_ps(some, full, top);
-  out.unit = top * _mm512_set1_ps(1.0f / 65535.0f);
-  if (weights.factor != nullptr) out.unit *= repeat_heads<H>(weights.factor);
-  const auto fixed = [&](int64_t i) __attribute__((always_inline)) {
-    return _mm512_cvtps_epi32(weights_at(w + i, flat - i) * factor);
-  };
-  if constexpr (H == 1) {
-    for (int64_t i = 0; i < flat; i += 16) {
-      const __m512i v = fixed(i);
-      _mm_store_si128(reinterpret_cast<__m128i*>(out.low + i / 4), _mm512_cvtepi32_epi8(v));
-      _mm_store_si128(reinterpret_cast<__m128i*>(out.high + i / 4), _mm512_cvtepi32_epi8(_mm512_srli_epi32(v, 8)));
-    }
-  } else if constexpr (H == 8) {
-    const __m512i order = _mm512_load_si512(kWordOrder<H>.byte);
-    for (int64_t i = 0; i < flat; i += 32) {
-      const __m512i second = flat - i > 16 ? fixed(i + 16) : _mm512_setzero_si512();
-      const __m512i bytes = _mm512_permutex2var_epi8(fixed(i), order, second);
-      _mm256_store_si256(reinterpret_cast<__m256i*>(out.low + i / 4), _mm512_castsi512_si256(bytes));
-      _mm256_store_si256(reinterpret_cast<__m256i*>(out.high + i / 4), _mm512_extracti64x4_epi64(bytes, 1));
-    }
-  } else {
-    const __m512i order = _mm512_load_si512(kWordOrder<H>.byte);
-    for (int64_t i = 0; i < flat; i += 16) {
-      const __m512i bytes = _mm512_permutexvar_epi8(order, fixed(i));
-      _mm_store_si128(reinterpret_cast<__m128i*>(out.low + i / 4), _mm512_castsi512_si128(bytes));
-      _mm_store_si128(reinterpret_cast<__m128i*>(out.high + i / 4), _mm512_extracti32x4_epi32(bytes, 1));
-    }
+GNNC_INLINE bool fixed_scale(const Weights& weights, int64_t count, FixedScale& out) {
+  if (weights.steps != nullptr) {
+    out = {repeat_heads<H>(weights.steps), repeat_heads<H>(weights.unit)};
+    return true;
   }
+  const __m512i bits = largest_weights<H>(weights.data, count);
+  const __m512 top = _mm512_castsi512_ps(bits);
+  const __mmask16 some = _mm512_cmpneq_epi32_mask(bits, _mm512_setzero_si512());
+  const __m512i least = _mm512_set1_epi32(to_bits(kLeastTop)), infinity = _mm512_set1_epi32(0x7f800000);
+  if ((_mm512_mask_cmplt_epu32_mask(some, bits, least) | _mm512_cmpge_epu32_mask(bits, infinity)) != 0) return false;
+  out = {_mm512_maskz_div_ps(some, _mm512_set1_ps(kSteps), top), top * _mm512_set1_ps(1.0f / kSteps)};
+  if (weights.factor != nullptr) out.unit *= repeat_heads<H>(weights.factor);
   return true;
 }
 
+// The weights of four edges, [edge][H], as integers; those past the last edge are 0.
+template <int H>
+struct FixedWeights {
+  __m512i first, second;  // the second with eight heads only
+
+  GNNC_INLINE FixedWeights(const float* w, int64_t left, __m512 steps) {
+    first = _mm512_cvtps_epi32(read(w, left * H) * steps);
+    if constexpr (H == 8) second = _mm512_cvtps_epi32(read(w + 16, std::max<int64_t>(left * H - 16, 0)) * steps);
+  }
+
+  static GNNC_INLINE __m512 read(const float* w, int64_t left) {
+    if (left < std::min(4 * H, 16)) return weights_at(w, left);
+    if constexpr (H == 1) return _mm512_castps128_ps512(_mm_loadu_ps(w));
+    if constexpr (H == 2) return _mm512_castps256_ps512(_mm256_loadu_ps(w));
+    return _mm512_loadu_ps(w);
+  }
+
+  GNNC_INLINE __m512i bytes(__m512i which) const {
+    if constexpr (H == 8) return _mm512_permutex2var_epi8(first, which, second);
+    return _mm512_permutexvar_epi8(which, first);
+  }
+};
+
 // The heads of the four times 16 columns from `column` on, one a lane of four words.
 template <int H>
-GNNC_INLINE __m512i heads_of_lanes(int64_t column, int64_t head_width) {
+GNNC_INLINE __m512i heads_of_lanes(int64_t column, float heads_a_block) {
   if constexpr (H == 1) return _mm512_setzero_si512();
   const __m512i lane = _mm512_srli_epi32(_mm512_loadu_si512(kLaneNumbers.lane), 2);
   const __m512 block = _mm512_cvtepi32_ps(_mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int>(column / 16))));
-  const __m512 blocks = _mm512_set1_ps(static_cast<float>(head_width / 16));
-  return _mm512_cvttps_epi32(_mm512_div_ps(_mm512_add_ps(block, _mm512_set1_ps(0.5f)), blocks));
+  return _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_add_ps(block, _mm512_set1_ps(0.5f)), _mm512_set1_ps(heads_a_block)));
 }
 
+// Where the low bytes of the weights of four edges are, for lanes that belong to these heads.
 template <int H>
-GNNC_INLINE __m512i words_of(const uint32_t* words, __m512i heads) {
-  if constexpr (H == 1) return _mm512_set1_epi32(static_cast<int>(*words));
-  return _mm512_permutexvar_epi32(heads, _mm512_loadu_si512(words));
+GNNC_INLINE __m512i low_bytes(__m512i heads) {
+  constexpr int kEdges = 4 * H * (1 << 8 | 2 << 16 | 3 << 24);
+  return _mm512_add_epi32(_mm512_mullo_epi32(heads, _mm512_set1_epi32(0x04040404)), _mm512_set1_epi32(kEdges));
 }
+
+// NV times 64 columns: their heads, and where the bytes of their weights are.
+template <int H, int NV>
+struct FixedColumns {
+  __m512i heads[NV], low[NV], high[NV];
+
+  GNNC_INLINE FixedColumns(int64_t column, float heads_a_block) {
+    each<NV>([&](auto v) __attribute__((always_inline)) {
+      heads[v] = heads_of_lanes<H>(column + v * 64, heads_a_block);
+      low[v] = low_bytes<H>(heads[v]);
+      high[v] = _mm512_add_epi32(low[v], _mm512_set1_epi32(0x01010101));
+    });
+  }
+};
 
 template <int H, int NV>
-GNNC_INLINE void fixed_block(const Segment& s, const Rows<int8_t>& rows, int64_t column, const FixedWeights& w,
-                             int64_t head_width, bool first, float* out) {
-  __m512i high[NV][4]{}, low[NV][4]{}, heads[NV];
-  each<NV>([&](auto v) __attribute__((always_inline)) { heads[v] = heads_of_lanes<H>(column + v * 64, head_width); });
+GNNC_INLINE void fixed_block(const Segment& s, const Rows<int8_t>& rows, int64_t column,
+                             const FixedColumns<H, NV>& columns, const float* weights, const FixedScale& scale,
+                             bool first, float* out) {
+  __m512i high[NV][4]{}, low[NV][4]{};
   const int8_t* base = rows.data + s.base * rows.stride + column;
   for_fours(s, base, rows.stride, NV * 64, [&](const Fours& four) __attribute__((always_inline)) {
-    const int64_t word = four.first / 4 * H;
+    const FixedWeights<H> w(weights + four.first * H, four.left, scale.steps);
     each<NV>([&](auto v) __attribute__((always_inline)) {
       const auto at = [&](const int8_t* p) __attribute__((always_inline)) { return _mm512_loadu_si512(p + v * 64); };
       __m512i x[4];
       interleave(at(four.row[0]), at(four.row[1]), at(four.row[2]), at(four.row[3]), x);
-      const __m512i wh = words_of<H>(w.high + word, heads[v]), wl = words_of<H>(w.low + word, heads[v]);
+      const __m512i wh = w.bytes(columns.high[v]), wl = w.bytes(columns.low[v]);
       each<4>([&](auto i) __attribute__((always_inline)) {
         dot_bytes(high[v][i], wh, x[i]);
         dot_bytes(low[v][i], wl, x[i]);
@@ -138,7 +133,7 @@ GNNC_INLINE void fixed_block(const Segment& s, const Rows<int8_t>& rows, int64_t
     });
   });
   each<NV>([&](auto v) __attribute__((always_inline)) {
-    const __m512 unit = _mm512_permutexvar_ps(heads[v], w.unit);
+    const __m512 unit = _mm512_permutexvar_ps(columns.heads[v], scale.unit);
     __m512 sum[4];
     each<4>([&](auto i) __attribute__((always_inline)) {
       const __m512 tail = _mm512_cvtepi32_ps(low[v][i]);
@@ -154,13 +149,17 @@ GNNC_INLINE void fixed_block(const Segment& s, const Rows<int8_t>& rows, int64_t
 
 template <int H>
 void fixed_sum(const Segment& s, const Rows<int8_t>& rows, const Weights& weights, bool first, float* out) {
-  FixedWeights fixed;
-  if (!fix_weights<H>(weights, s.count, fixed)) {
+  FixedScale scale;
+  if (!fixed_scale<H>(weights, s.count, scale)) {
     return sum_kernel<int8_t>(rows.width, weights.heads, true)(s, rows, weights, first, out);
   }
+  const auto block = [&](int64_t c, auto vectors) __attribute__((always_inline)) {
+    const FixedColumns<H, vectors> columns(c, weights.heads_a_block);
+    fixed_block(s, rows, c, columns, weights.data, scale, first, out);
+  };
   int64_t c = 0;
-  for (; rows.width - c > 64; c += 128) fixed_block<H, 2>(s, rows, c, fixed, weights.head_width, first, out);
-  if (c < rows.width) fixed_block<H, 1>(s, rows, c, fixed, weights.head_width, first, out);
+  for (; rows.width - c > 64; c += 128) block(c, std::integral_constant<int, 2>{});
+  if (c < rows.width) block(c, std::integral_constant<int, 1>{});
 }
 
 #endif

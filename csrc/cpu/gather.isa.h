@@ -84,10 +84,18 @@ enum class Weight { none, edge, head, vector };
 struct Weights {
   const float* data;  // [count, heads], or null
   int64_t heads;
-  int64_t head_width;              // columns a head
-  const float* factor = nullptr;   // [heads], of the sums; or null: 1
-  const float* largest = nullptr;  // the largest of each head, as a vector that repeats them, where it is known
+  int64_t head_width;             // columns a head
+  float heads_a_block;            // of 16 columns
+  const float* factor = nullptr;  // [heads], of the sums; or null: 1
+  const float* steps = nullptr;   // [heads] of fixed_sum, where they are known: integer steps a unit of weight,
+  const float* unit = nullptr;    // and what one stands for, times factor
 };
+
+// Those of rows of `width` columns, without the weights themselves.
+inline Weights weights_of(int64_t width, int64_t heads) {
+  const int64_t head_width = width / heads;
+  return {nullptr, heads, head_width, 16.0f / static_cast<float>(head_width)};
+}
 
 // out[0 .. width) = or += the sum over a segment; out has room for whole vectors.
 template <typename T>

@@ -420,6 +420,7 @@ bool chains(RowOp op) {
     case RowOp::add_tensor:
     case RowOp::relu:
     case RowOp::leaky_relu:
+    case RowOp::elu:
     case RowOp::batch_norm:
       return true;
     default:
@@ -533,6 +534,8 @@ GNNC_INLINE void step(Block<kRows, kVectors>& block, const Tile& t, const RowIns
       return block.each([zero = splat(0.0f)](Floats x) { return larger(zero, x); });
     case RowOp::leaky_relu:
       return block.each([k = constant(), zero = splat(0.0f)](Floats x) { return x > zero ? x : x * k; });
+    case RowOp::elu:
+      return block.each([k = t.program.consts[in.b]](Floats x) { return elu(x, k); });
     default: {  // batch_norm
       const float* factor = t.program.prepared + in.c + c;
       block.columns(factor, Whole{}, multiply);
@@ -634,12 +637,10 @@ __attribute__((noinline)) void chain_to_codes(const Tile& t, const RowInstructio
 
 // Comparisons are written so that a NaN stays one, as in torch.
 void apply_activation(const Tile& t, const RowInstruction& in) {
-  const bool has_constant = in.op == RowOp::elu || in.op == RowOp::clamp_min || in.op == RowOp::clamp_max;
+  const bool has_constant = in.op == RowOp::clamp_min || in.op == RowOp::clamp_max;
   const float constant = has_constant ? t.program.consts[in.b] : 0.0f;
   const Floats k = splat(constant), one = splat(1.0f);
   switch (in.op) {
-    case RowOp::elu:
-      return map_values(t, [&](Floats x) { return elu(x, constant); });
     case RowOp::sigmoid:
       return map_values(t, [](Floats x) { return sigmoid(x); });
     case RowOp::tanh:

@@ -79,6 +79,7 @@ void weighted_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end, SumKer
   const Rows<T> rows{static_cast<const T*>(a.x), a.x_stride, a.width};
   const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(T));
   const float* weights = a.value;  // of edge 0
+  const Weights shape = weights_of(a.width, a.heads);
   const auto prepare = [&](int64_t begin, int64_t end) {
     if (a.x_scale == nullptr && a.shift == nullptr) return;
     auto* buffer = scratch.get<float>(static_cast<size_t>((end - begin) * a.heads));
@@ -88,8 +89,9 @@ void weighted_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end, SumKer
   for_rows(a, row_begin, row_end, prepare, [&](int64_t begin, int64_t end, float* out) {
     for (int64_t e = begin; e < end; e += kSegment) {
       const Segment s = segment(a.csr, e, std::min(e + kSegment, end), row_bytes);
-      const float* own = weights == nullptr ? nullptr : weights + e * a.heads;
-      kernel(s, rows, Weights{own, a.heads, a.width / a.heads}, e == begin, out);
+      Weights own = shape;
+      if (weights != nullptr) own.data = weights + e * a.heads;
+      kernel(s, rows, own, e == begin, out);
     }
   });
 }

@@ -9,6 +9,12 @@ from gnnc.runtime.epilogue import argument_of
 from gnnc.runtime.plans import attention
 from gnnc.runtime.registry import kernel
 
+_HEADS = (1, 2, 4, 8, 16)
+"""Numbers of heads that repeat within a vector of any instruction set."""
+
+_LARGEST_EPS = 1e-9
+"""Of a sum whose largest term is 1, an eps of this size is lost: a bound may stand for the maximum."""
+
 
 @kernel("fused:attention", backend="cpu", name="attention", priority=10)
 class Attend:
@@ -29,12 +35,12 @@ class Attend:
         x = emitter.matrix(argument_of(node, plan.x), plan.width)
         scale = "None" if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
         ends = f"{dense(plan.a_src)}, {dense(plan.a_dst)}, {dense(plan.edge, plan.heads)}"
-        alpha = _alpha(plan, node, emitter)
+        alpha, factors = _alpha(plan, node, emitter), _factors(plan, node, emitter)
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu.attention.default, "attention")
         emitter.line(
             f"{op}({emitter.vector(rowptr)}, {col}, {x}, {scale}, {plan.kind}, {ends}, {plan.scale!r}, "
-            f"{plan.slope!r}, {plan.eps!r}, {plan.heads}, {alpha}, {program})"
+            f"{plan.slope!r}, {plan.eps!r}, {plan.heads}, {alpha}, {factors}, {program})"
         )
         epilogue.check_scales(emitter)
 
@@ -42,3 +48,12 @@ class Attend:
 def _alpha(plan: attention.Plan, node: Node, emitter: Emitter) -> str:
     result = None if plan.alpha is None else emitter.outputs(node)[plan.alpha]
     return "None" if result is None else emitter.allocate(result, dense=True)
+
+
+def _factors(plan: attention.Plan, node: Node, emitter: Emitter) -> str:
+    """Memory for the factors of the sources, where a bound may stand for the maximum of a row."""
+    additive = plan.kind == attention.ADDITIVE and plan.edge is None and plan.alpha is None
+    if not additive or plan.heads not in _HEADS or plan.eps > _LARGEST_EPS or not 0 <= plan.slope <= 1:
+        return "None"
+    rows = shape_of(argument_of(node, plan.x))[0]
+    return emitter.scratch(rows, 4 if plan.heads == 1 else 2 * plan.heads, torch.float32, flat=True)

@@ -11,7 +11,8 @@ from gnnc.runtime import epilogue
 from gnnc.runtime.epilogue import Inner, Refusal, RowProgram, planned
 from gnnc.runtime.plans.spmm import heads_of
 
-_KINDS = {"add": 0, "dot": 1, "logits": 2}
+ADDITIVE = 0
+_KINDS = {"add": ADDITIVE, "dot": 1, "logits": 2}
 
 
 @dataclass(frozen=True, slots=True)

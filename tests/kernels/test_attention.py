@@ -39,17 +39,23 @@ class Case:
         self.scale, self.slope = 0.3, 0.2
         self.error = FIXED_ERROR if dtype == torch.int8 else ERROR
 
-    def call(self, alpha: Tensor | None) -> Tensor:
+    def factors(self) -> Tensor | None:
+        """Memory for the factors of the sources, where rows may find their weights without a maximum."""
+        if self.kind != ADDITIVE or self.edge is not None or self.heads not in (1, 2, 4, 8, 16):
+            return None
+        return torch.full((self.g.num_src, 4 if self.heads == 1 else 2 * self.heads), float("nan"))
+
+    def call(self, alpha: Tensor | None, factors: Tensor | None = None) -> Tensor:
         g = self.g
         out = torch.full((g.num_dst, self.x.shape[1]), float("nan"))
         operands = (self.x, self.x_scale, self.kind, self.a_src, self.a_dst, self.edge)
         numbers = (self.scale, self.slope, EPS, self.heads)
-        ops().attention(g.rowptr, g.col, *operands, *numbers, alpha, STORE_F32, [], [], [out])
+        ops().attention(g.rowptr, g.col, *operands, *numbers, alpha, factors, STORE_F32, [], [], [out])
         return out
 
     def run(self) -> tuple[Tensor, Tensor]:
         alpha = torch.full((self.g.num_edges, self.heads), float("nan"))
-        out = same_at_any_thread_count(lambda: self.call(None))
+        out = same_at_any_thread_count(lambda: self.call(None, self.factors()))
         assert relative_error(self.call(alpha), out.double()) < self.error
         return out, alpha
 
@@ -105,8 +111,41 @@ def test_widths(heads: int, head_width: int, kind: int) -> None:
 
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("num_edges", [15, 16, 17, 512, 513, 300_000])
-def test_hub(heads: int, num_edges: int) -> None:
-    Case(star(num_edges), ADDITIVE, heads, 16, torch.int8, edge=False).check()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_hub(heads: int, num_edges: int, dtype: torch.dtype) -> None:
+    Case(star(num_edges), ADDITIVE, heads, 16, dtype, edge=False).check()
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_one_heavy_edge_of_a_hub_does_not_hide_the_light_ones(heads: int) -> None:
+    case = Case(star(100_000, 100_000), ADDITIVE, heads, 16, torch.int8, edge=False)
+    assert case.a_src is not None and case.x_scale is not None
+    case.a_src.zero_()
+    case.x_scale.fill_(1.0)
+    case.a_src[case.g.col[0]] = 12.0  # the others: 6e-6 of it, less than half a step of 16 bits
+    want, size, _ = case.reference()
+    error = relative_error(case.call(None, case.factors()), want, size)
+    assert error < 2e-4  # those of its own segment are lost
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
+def test_bounded_rows_at_any_slope(heads: int, slope: float) -> None:
+    case = Case(random_graph(300, 200, 9000), ADDITIVE, heads, 16, torch.float32, edge=False)
+    case.slope = slope
+    case.check()
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_rows_without_weight(heads: int) -> None:
+    case = Case(random_graph(90, 80, 1500), ADDITIVE, heads, 16, torch.int8, edge=False)
+    assert case.x_scale is not None
+    case.x_scale.zero_()
+    assert not case.call(None, case.factors()).any()
+    case.x_scale.fill_(1e-36)  # too small for integers
+    out = case.call(None, case.factors())
+    want, size, _ = case.reference()
+    assert relative_error(out, want, size) < 1e-5
 
 
 @pytest.mark.parametrize("width", [1, 7, 47, 100, 602])
@@ -138,7 +177,7 @@ def test_a_source_that_is_not_finite_shows_in_the_rows_that_read_it(heads: int, 
     case = Case(random_graph(90, 80, 300), ADDITIVE, heads, 16, torch.int8, edge=False)
     assert case.a_src is not None
     case.a_src[7] = value
-    out = case.call(None)
+    out = case.call(None, case.factors())
     reads = torch.zeros(case.g.num_dst, dtype=torch.bool)
     reads[case.g.dst()[case.g.col == 7]] = True
     assert out[reads].isnan().all() and reads.any()
@@ -159,3 +198,16 @@ def test_refusals() -> None:
     case.edge = None
     with pytest.raises(RuntimeError, match="kind 2 needs edge"):
         case.run()
+
+
+def test_factors_are_refused_where_a_row_needs_its_maximum() -> None:
+    g = random_graph(9, 8, 20)
+    case = Case(g, ADDITIVE, 4, 16, torch.int8, edge=False)
+    with pytest.raises(RuntimeError, match=f"factors must have {8 * g.num_src} elements"):
+        case.call(None, torch.zeros(g.num_src, 4))
+    for bad in ("alpha", "slope", "heads"):
+        case = Case(g, ADDITIVE, 3 if bad == "heads" else 4, 16, torch.int8, edge=False)
+        case.slope = 2.0 if bad == "slope" else 0.2
+        alpha = torch.zeros(g.num_edges, 4) if bad == "alpha" else None
+        with pytest.raises(RuntimeError, match="factors belong to leaky_relu"):
+            case.call(alpha, torch.zeros(g.num_src, 8))

@@ -29,6 +29,7 @@ def _samples() -> dict[str, list[tuple[Any, ...]]]:
         torch.zeros(EDGES).long(),
     )
     numbers, per_edge = (1.0, 0.2, 1e-16, 1), torch.zeros(EDGES, 1)
+    factors = torch.zeros(ROWS, 4)
     return {
         "isa": [()],
         "csr": [(*edges, *sorted_edges)],
@@ -51,8 +52,8 @@ def _samples() -> dict[str, list[tuple[Any, ...]]]:
             (torch.tensor([0, 2]), *torch.randn(2, 2, 3), torch.zeros(3, 3), torch.zeros(1, 3)),
         ],
         "attention": [
-            (g.rowptr, g.col, x, None, 0, *ends, None, *numbers, per_edge, *program()),
-            (g.rowptr, g.col, q, scale, 0, *ends, None, *numbers, None, *program()),
+            (g.rowptr, g.col, x, None, 0, *ends, None, *numbers, per_edge, None, *program()),
+            (g.rowptr, g.col, q, scale, 0, *ends, None, *numbers, None, factors, *program()),
         ],
     }
 

@@ -6,7 +6,9 @@ import threading
 import pytest
 import torch
 
-from gnnc.runtime.pool import ALIGNMENT, SMALL_OUTPUT, ArenaPool, OutputPool, Region
+from gnnc.errors import GnncError
+from gnnc.runtime import pool as pool_module
+from gnnc.runtime.pool import ALIGNMENT, HUGE_PAGE, SMALL_OUTPUT, ArenaPool, OutputPool, Region
 
 BIG = (512, 128)
 
@@ -45,6 +47,27 @@ def test_rows_are_aligned_and_every_dtype_is_served():
         tensor = pool.take((1024, 256), dtype)
         assert tensor.dtype == dtype and tensor.shape == (1024, 256)
         assert tensor.data_ptr() % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_large_buffers_start_at_a_huge_page_where_the_system_has_them(monkeypatch, supported):
+    if not supported:
+        monkeypatch.delattr(pool_module.mmap, "MADV_HUGEPAGE", raising=False)
+    elif not hasattr(pool_module.mmap, "MADV_HUGEPAGE"):
+        pytest.skip("this system has no MADV_HUGEPAGE")
+    pool = OutputPool()
+    tensor = pool.take((HUGE_PAGE // 4, 2), torch.float32)
+    assert tensor.data_ptr() % (HUGE_PAGE if supported else ALIGNMENT) == 0
+    tensor.fill_(3)
+    view = tensor[-1]
+    del tensor
+    gc.collect()
+    assert (view == 3).all()
+
+
+def test_more_memory_than_there_is_gets_our_error():
+    with pytest.raises(GnncError, match="GiB at once"):
+        OutputPool().take((1 << 56,), torch.int8)
 
 
 def test_small_and_empty_outputs_do_not_use_the_pool():
