@@ -12,7 +12,7 @@ namespace gnnc::GNNC_ISA {
 namespace {
 
 constexpr int64_t kTileFloats = 4096;  // half of L1
-constexpr int64_t kMaxTileRows = 32;   // long steps wait less for the first row of each
+constexpr int64_t kMaxTileRows = 64;   // long steps wait less for the first row of each
 
 // A row of a tile that has edges.
 struct TileRow {
@@ -30,7 +30,7 @@ struct Tile {
   int64_t stride;
   TileRow rows[kMaxTileRows];
   int64_t count;
-  uint32_t bounded;    // a bit a row: weighed by bounded_softmax.isa.h
+  uint64_t bounded;    // a bit a row: weighed by bounded_softmax.isa.h
   RowFactors factors;  // of those, [count, heads]
   float* inverse;      // of the others, 1 / (sum + eps) of each head and room for a vector, a row after the other
   int64_t inverse_ld;
@@ -114,11 +114,11 @@ void weigh_tile(const AttentionArgs& a, Tile& t) {
     const RowFactors to{t.factors.inverse + r * H, t.factors.steps + r * H, t.factors.unit + r * H};
     const Ints slow = finish_rows<H>(partial.sums + r * kLanes, partial.tops + r * kLanes, to);
     const int64_t some = std::min(kRows, t.count - r);
-    t.bounded |= ((1u << some) - 1) << r;
+    t.bounded |= ((uint64_t{1} << some) - 1) << r;
     if (!any(slow & (lane_numbers() < splat(static_cast<int32_t>(some * H))))) continue;
     for (int64_t i = r; i < r + some; ++i) {
       if (!any(slow & (lane_numbers() / H == splat(static_cast<int32_t>(i - r))))) continue;
-      t.bounded &= ~(1u << i);
+      t.bounded &= ~(uint64_t{1} << i);
       weigh_row(a, t, i);
     }
   }

@@ -45,7 +45,7 @@ GNNC_INLINE Floats expm1_of_negative(Floats x) {
                             8.333462019e-03f, 1.398576321e-03f, 1.987700395e-04f};
   const Floats bounded = larger(splat(-104.0f), x);
   const Floats n = nearest(bounded * splat(1.44269504f));
-  const Floats r = (bounded - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
+  const Floats r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), bounded));
   const Floats power = scale_by_power(splat(1.0f), n);
   return fused(fused(polynomial(r, kFit), r * r, r), power, power - splat(1.0f));
 }
