@@ -417,8 +417,11 @@ __host__ __device__ constexpr Residency staged_registers(Element element, int wi
   if (kArchitecture < 900 || (!bytes && row <= 64)) return {512, step};
   if (row > 128 && (weight == Weight::power8 || kArchitecture >= 1000)) return {512, step};
   if (row > 64 && weight == Weight::real) return {512, step};
-  if (!bytes || weight != Weight::none) return {kArchitecture < 1000 ? 640 : 512, step};
-  return {row <= 64 && row % 16 == 0 ? 768 : 640, step};
+  const bool few = row <= 64 && row % 16 == 0;
+  if (bytes && weight == Weight::none) return {few ? 768 : 640, step};
+  if (kArchitecture >= 1000) return {512, step};
+  if (element == Element::f32) return {896, 4};
+  return {few && weight == Weight::power8 ? 768 : 640, step};
 }
 
 __host__ __device__ constexpr Residency staged_residency(Element element, int width, Weight weight) {

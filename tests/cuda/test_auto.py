@@ -98,7 +98,7 @@ def test_this_gpu_is_measured(rates: Rates) -> None:
 def test_the_budget_holds_on_the_examples_and_beyond(name: str, budget: float, rates: Rates) -> None:
     start = time.perf_counter()
     compiled, model = auto(name, budget)
-    assert time.perf_counter() - start < 30
+    assert time.perf_counter() - start < (30 if _is_alone() else 60)
     for limit, seed in ((budget, 0), (1.2 * budget, 7)):
         inputs = on_device(random_graph(200, 1500, seed=seed))
         assert error(compiled(*inputs), model(*inputs)) <= limit

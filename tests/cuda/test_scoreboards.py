@@ -101,7 +101,7 @@ KERNELS = {
     "int8 powers, staged": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="power").staged_names()[0]),
     "int8 row scales, staged": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="row").staged_names()[0]),
     "fp16, staged": (8, SPMM_SOURCE, SpmmConfig("f16", 64).staged_names()[0]),
-    "fp32, staged": (8, SPMM_SOURCE, SpmmConfig("f32", 64).staged_names()[0]),
+    "fp32, staged": (4, SPMM_SOURCE, SpmmConfig("f32", 64).staged_names()[0]),
     "attention int8": (4, AttentionConfig.source(), AttentionConfig("i8", 64, 4, True, False).names()[0]),
     "attention fp16": (4, AttentionConfig.source(), AttentionConfig("f16", 64, 4, True, False).names()[0]),
     "sddmm int8": (8, '#include "sddmm.cuh"', SddmmConfig("i8", 64).name()),
