@@ -85,6 +85,9 @@ def _check_backend(owner: str, device: torch.device | None, backend: str) -> Non
 
 
 def _check_dtype(owner: str, name: str, tensor: Tensor) -> None:
+    if tensor.is_complex():
+        parts = "a compiled model takes float32; pass real and imaginary parts"
+        raise InputError(f"[{owner}] {name} has dtype {tensor.dtype}: {parts}")
     if tensor.is_floating_point() and tensor.dtype != torch.float32:
         raise InputError(
             f"[{owner}] {name} has dtype {tensor.dtype}: a compiled model takes float32 and lowers the "

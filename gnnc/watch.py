@@ -13,7 +13,9 @@ from torch import nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = (bool, int, float, str, types.NoneType)
-_CALLABLE = (types.FunctionType, types.BuiltinFunctionType)
+_IDENTICAL = (types.FunctionType, types.BuiltinFunctionType, torch.Tensor)
+_APART = frozenset(("training", "_parameters", "_buffers", "_modules"))
+"""Attributes of a module that are no constants: read at each call, or looked into as tables."""
 _NO_AUTOCAST = (None, None)
 _END = object()
 _HEAD = tuple.__basicsize__
@@ -107,19 +109,21 @@ def _display(count: int) -> types.CodeType:
 
 def _meaning(module: nn.Module) -> Any:
     attributes = vars(module)
-    constants = {name: _constant(value) for name, value in attributes.items() if name != "training"}
+    constants = {name: _constant(value) for name, value in attributes.items() if name not in _APART}
     children = [(name, id(child)) for name, child in attributes["_modules"].items()]
     hooks = [key for name in _HOOKS for key in attributes[name]]
     return constants, children, hooks
 
 
 def _constant(value: Any) -> Any:
-    """Plain values as they are, functions by identity; everything else is not compared."""
-    if isinstance(value, tuple):
+    """Plain values as they are, functions and tensors by identity; everything else is not compared."""
+    if isinstance(value, (tuple, list)):
         return tuple(map(_constant, value))
+    if type(value) is dict:
+        return tuple((key, _constant(item)) for key, item in value.items())
     if isinstance(value, _PLAIN):
         return type(value), value
-    return id(value) if isinstance(value, _CALLABLE) else None
+    return id(value) if isinstance(value, _IDENTICAL) else None
 
 
 def autocast_mode() -> tuple[Any, ...]:

@@ -97,6 +97,8 @@ class Sizes:
         if not isinstance(size, torch.SymInt):
             return int(size)
         expression = size.node.expr
+        if expression.is_number:  # a number among the arguments has settled it
+            return int(expression)
         if expression not in self.known:
             return self.add(self._size(*self.inputs.get(expression, (tensor, dim))))
         return self.known[expression]

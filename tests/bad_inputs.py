@@ -57,7 +57,11 @@ EDGES: Spoils = {
     "one-dimensional": lambda e: e[0],
     "empty and one-dimensional": lambda e: e.new_empty(0),
 }
-FEATURES: Spoils = {"half": lambda x: x.half(), "double": lambda x: x.double()}
+FEATURES: Spoils = {
+    "half": lambda x: x.half(),
+    "double": lambda x: x.double(),
+    "complex": lambda x: x.to(torch.complex64),
+}
 ROWS: Spoils = {"no rows, but edges": lambda x: x[:0], "too few rows": lambda x: x[:1]}
 TYPES: Spoils = {
     "too large": lambda i: _set(i, 1, _FAR),

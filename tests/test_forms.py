@@ -128,6 +128,23 @@ def test_bipartite_pairs():
     assert captures(compiled) == 1
 
 
+@pytest.mark.parametrize("kind", [pyg.SAGEConv, pyg.GraphConv, pyg.GATConv])
+def test_bipartite_pairs_with_their_sizes(kind):
+    torch.manual_seed(0)
+    model = kind((WIDTH, WIDTH), 8, **({"add_self_loops": False} if kind is pyg.GATConv else {})).eval()
+    compiled = gnnc.compile(model, "fp32")
+    for sources, targets in ((50, 20), (6, 3), (7, 7)):
+        edge_index = torch.stack([torch.randint(sources, (60,)), torch.randint(targets, (60,))])
+        pair = torch.randn(sources, WIDTH), torch.randn(targets, WIDTH)
+        with torch.no_grad():
+            got, expected = (call(pair, edge_index, size=(sources, targets)) for call in (compiled, model))
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+            if targets < sources:
+                edge_index[1, 4] = targets
+                with pytest.raises(gnnc.GraphError, match=r"edge_index\[1, 4\]"):
+                    compiled(pair, edge_index, size=(sources, targets))
+
+
 class Attention(nn.Module):
     """Gives the edges back that a layer made, its weights on them, and scores of the caller's edges."""
 
@@ -181,6 +198,27 @@ def add_pre_hook(model: Net) -> None:
 
 def change_constant(model: Net) -> None:
     model.factor = 5
+
+
+class Holds(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensor, self.numbers, self.named = torch.tensor(2.0), [3.0], {"scale": 0.5}
+
+    def forward(self, x, edge_index):
+        return super().forward(x, edge_index) * self.tensor * self.numbers[0] * self.named["scale"]
+
+
+def test_another_tensor_list_or_dict_of_a_module_is_seen():
+    model = made(Holds)
+    compiled = gnnc.compile(model, "fp32")
+    assert_same(compiled, model, *graph())
+    for name, value in (("tensor", torch.tensor(-1.0)), ("numbers", [7.0]), ("named", {"scale": 4.0})):
+        setattr(model, name, value)
+        assert_same(compiled, model, *graph())
+    model.numbers = [7.0]
+    assert_same(compiled, model, *graph())
+    assert captures(compiled) == 4
 
 
 def freeze(model: Net) -> None:

@@ -337,7 +337,17 @@ def test_modes_are_a_new_object_when_one_has_changed() -> None:
 
 def test_values_that_cannot_be_compared_are_no_trouble() -> None:
     model = Net()
+    model.table = torch.ones(3).numpy()
+    watch = Watch(model)
+    model.table = torch.zeros(3).numpy()
+    assert not watch.has_changed()
+
+
+def test_tensors_are_known_by_identity() -> None:
+    model = Net()
     model.table = torch.ones(3)
     watch = Watch(model)
-    model.table = torch.zeros(3)
+    model.table.zero_()
     assert not watch.has_changed()
+    model.table = torch.zeros(3)
+    assert watch.has_changed()
