@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -328,6 +329,46 @@ def test_refusal_of_writes_into_arguments():
 def test_refusal_of_lazy_parameters():
     with pytest.raises(CaptureError, match="'lin.weight' has no shape yet.*call the model once"):
         capture(GCNConv(-1, 4), graph(5, 9))
+
+
+class Holds(nn.Module):
+    """Two layers that ``held`` holds in some way."""
+
+    def __init__(self, held: Callable[[list[nn.Module]], Any]) -> None:
+        super().__init__()
+        self.held = held([GCNConv(7, 5), GCNConv(5, 2)])
+        self.shift: Tensor | float = 0.0
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for layer in self.held["layers"] if isinstance(self.held, dict) else self.held:
+            x = layer(x, edge_index)
+        return x + self.shift
+
+
+@pytest.mark.parametrize(
+    ("held", "path"),
+    [
+        (list, "held[0].lin.weight"),
+        (tuple, "held[0].lin.weight"),
+        (lambda layers: {"layers": layers}, "held['layers'][0].lin.weight"),
+    ],
+)
+def test_refusal_of_weights_that_are_not_registered(held: Any, path: str):
+    with pytest.raises(CaptureError, match=rf"{re.escape(path)}.* that parameters\(\) does not list"):
+        capture(Holds(held), graph(5, 9))
+
+
+def test_refusal_of_a_tensor_that_needs_gradients_and_is_no_parameter():
+    model = Holds(nn.ModuleList)
+    model.shift = torch.ones(2, requires_grad=True)
+    with pytest.raises(CaptureError, match="'shift' is a weight .*: keep .* as nn.Parameter"):
+        capture(model, graph(5, 9))
+
+
+def test_lists_may_hold_registered_layers_and_layers_that_are_not_called():
+    model = Holds(nn.ModuleList)
+    vars(model).update(layers=list(model.held), teacher=[GCNConv(7, 2)], names=["a"])
+    assert set(sources(capture(model, graph(5, 9))).values()) == {"parameter", "input"}
 
 
 def test_refusal_of_missing_arguments():

@@ -6,8 +6,8 @@
 //
 // Layout: a_src and a_dst fp32 [N, heads] (additive) or [N, heads * D] (dot); edge fp32 [E, heads]; x [num_src, F], F =
 // heads * D, fp32, bf16, or int8 whose row scale is folded into alpha. Traffic: 4 B of col, one row of x and one of
-// a_src an edge (4 heads B for additive; with a table of factors 8 heads B, and no exponential). Floor at 4 x 16 int8
-// for four edges: 12 vector instructions for their weights and 22 for the sum.
+// a_src an edge (4 heads B for additive; with a table of factors 8 heads B, 16 B with one head, and no exponential).
+// Floor at 4 x 16 int8 for four edges: 12 vector instructions for their weights and 22 for the sum.
 
 #include <cstdint>
 

@@ -64,9 +64,11 @@ void weigh_row(const AttentionArgs& a, const Tile& t, int64_t r) {
   softmax_row(a, row, t.inverse + r * t.inverse_ld);
 }
 
-// The sums and largest weights of the rows of a tile, a vector a row, and with one head the records of all edges.
+// What a tile's rows are weighed with, and their sums and largest weights so far.
 struct Partial {
-  float *own, *sums, *tops, *records;
+  float* own;          // the factors of its destinations
+  float *sums, *tops;  // a vector a row
+  float* records;      // with one head those of all edges
 };
 
 template <int H>
@@ -112,7 +114,7 @@ void weigh_tile(const AttentionArgs& a, Tile& t) {
   weigh_bounded_rows<H, kScaled>(a, t, partial);
   for (int64_t r = 0; r < t.count; r += kRows) {
     const RowFactors to{t.factors.inverse + r * H, t.factors.steps + r * H, t.factors.unit + r * H};
-    const Ints slow = finish_rows<H>(partial.sums + r * kLanes, partial.tops + r * kLanes, to);
+    const Ints slow = finish_rows<H, kScaled>(partial.sums + r * kLanes, partial.tops + r * kLanes, to);
     const int64_t some = std::min(kRows, t.count - r);
     t.bounded |= ((uint64_t{1} << some) - 1) << r;
     if (!any(slow & (lane_numbers() < splat(static_cast<int32_t>(some * H))))) continue;
@@ -198,6 +200,7 @@ void sum_narrow_rows(const AttentionArgs& a, const Tile& t, const Sum<int8_t>& s
 
 template <typename T>
 void sum_rows(const AttentionArgs& a, const Tile& t, const Sum<T>& sum) {
+  if (a.width == 0) return;  // no memory for a block of columns
 #ifdef __AVX512F__
   if constexpr (std::is_same_v<T, int8_t>) {
     if (a.width <= 64 && sum.kernel == fixed_sum<1>) return sum_narrow_rows<1>(a, t, sum);

@@ -71,14 +71,15 @@ constexpr int64_t kRecord = factors_of(H);
 struct BoundedRow {
   const float* own;      // the factors of the destination
   const float* records;  // one head: those of the row's edges, copied
-  float *weights, *sum, *largest;
+  float *weights, *sum;
+  float* largest;  // its bits as unsigned numbers: a sign, an infinity or a NaN is more than all
 };
 
 // The exponentials of the edges of one vector. kInside: all may be read, those of the row or not.
 template <int H, bool kInside>
 GNNC_INLINE Floats exponentials(const AttentionArgs& a, const float* own, const int32_t* col, int64_t left) {
   if constexpr (H == kLanes) {
-    const float* record = a.factors + *col * 2 * H;
+    const float* record = a.factors + static_cast<int64_t>(*col) * 2 * H;
     return larger(load(record) * load(own), load(record + H) * load(own + H));
   } else {
     constexpr int kHalf = kLanes / (2 * H);
@@ -154,8 +155,10 @@ GNNC_INLINE void bounded_edges(const AttentionArgs& a, const Segment& s, const B
     }
     e = keep(e, lanes);
     sum += e;
-    if constexpr (kScaled) e = keep(e * scale, lanes);
-    largest = gnnc::GNNC_ISA::larger(largest, magnitude(e));
+    if constexpr (kScaled) {
+      e = keep(e * scale, lanes);
+      largest = larger_bits(largest, as_ints(e));
+    }
     store(row.weights + k * H, e);
   };
   int64_t k = 0;
@@ -163,10 +166,10 @@ GNNC_INLINE void bounded_edges(const AttentionArgs& a, const Segment& s, const B
   step(k, Tail{static_cast<int>((s.count - k) * H)});
   if (!first) {
     sum += load(row.sum);
-    largest = gnnc::GNNC_ISA::larger(largest, as_ints(load(row.largest)));
+    if constexpr (kScaled) largest = larger_bits(largest, as_ints(load(row.largest)));
   }
   store(row.sum, sum);
-  store(row.largest, as_floats(largest));
+  if constexpr (kScaled) store(row.largest, as_floats(largest));
 }
 
 // Vectors of [some edges][H] of as many rows as there are edges in one become one vector [row][H].
@@ -213,32 +216,35 @@ GNNC_INLINE void source_factors_of(const AttentionArgs& a, int64_t begin, int64_
   });
 }
 
-// What the sums of bounded rows are multiplied by, [row][H] each: 1 / sum; and where weights become integers, their
-// steps a unit, and a unit over the sum.
+// What the sums of bounded rows are multiplied by, [row][H] each: 1 / sum; and where x has a scale a row, integer steps
+// a unit of weight, and what a step of the sum stands for.
 struct RowFactors {
   float *inverse, *steps, *unit;
 };
 
-// From the vectors of kLanes / H rows. Lanes of the result are -1 where a row must take the other way: its sum
-// underflows or is not finite, or its weights are too small for integers.
-template <int H>
+// The vectors of kLanes / H rows as one, [row][H].
+template <int H, typename Combine>
+GNNC_INLINE Floats fold_tile_rows(const float* vectors, const Combine& combine) {
+  std::array<Floats, kLanes / H> v;
+  each<kLanes / H>([&](auto i) __attribute__((always_inline)) { v[i] = load(vectors + i * kLanes); });
+  return fold_rows<H>(v, combine);
+}
+
+// Lanes of the result are -1 where a row must take the other way: its sum underflows or is NaN, or its largest weight
+// is too small for integers, or no weight at all.
+template <int H, bool kScaled>
 GNNC_INLINE Ints finish_rows(const float* sums, const float* tops, const RowFactors& out) {
-  constexpr int kRows = kLanes / H;
-  std::array<Floats, kRows> v;
-  std::array<Ints, kRows> bits;
-  each<kRows>([&](auto i) __attribute__((always_inline)) {
-    v[i] = load(sums + i * kLanes);
-    bits[i] = as_ints(load(tops + i * kLanes));
-  });
-  const Floats sum = fold_rows<H>(v, [](Floats x, Floats y) { return x + y; });
-  const Floats top = as_floats(fold_rows<H>(bits, [](Ints x, Ints y) { return gnnc::GNNC_ISA::larger(x, y); }));
+  const Floats sum = fold_tile_rows<H>(sums, [](Floats x, Floats y) { return x + y; });
   const Floats inverse = splat(1.0f) / sum;
-  const Ints none = top == Floats{};
   store(out.inverse, inverse);
-  store(out.steps, none ? Floats{} : splat(kSteps) / top);
-  store(out.unit, top * splat(1.0f / kSteps) * inverse);
-  const Ints fine = (sum > splat(kLeastSum)) & (sum < splat(std::numeric_limits<float>::infinity())) &
-                    (none | (top >= splat(kLeastTop))) & (top < splat(std::numeric_limits<float>::infinity()));
+  Ints fine = sum > splat(kLeastSum);
+  if constexpr (kScaled) {
+    const auto larger = [](Floats x, Floats y) { return as_floats(larger_bits(as_ints(x), as_ints(y))); };
+    const Floats top = fold_tile_rows<H>(tops, larger);
+    store(out.steps, splat(kSteps) / top);
+    store(out.unit, top * splat(1.0f / kSteps) * inverse);
+    fine &= (top >= splat(kLeastTop)) & (top < splat(std::numeric_limits<float>::infinity()));
+  }
   return ~fine;
 }
 

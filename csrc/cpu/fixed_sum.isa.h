@@ -38,9 +38,7 @@ GNNC_INLINE __m512i largest_weights(const float* w, int64_t count) {
   for (int64_t i = 0; i < flat; i += 16) {
     bits = _mm512_max_epu32(bits, _mm512_castps_si512(weights_at(w + i, flat - i)));
   }
-  const auto larger = [](Ints a, Ints b)
-                          __attribute__((always_inline)) { return (Ints)_mm512_max_epu32((__m512i)a, (__m512i)b); };
-  return (__m512i)fold_heads<H>((Ints)bits, larger);
+  return (__m512i)fold_heads<H>((Ints)bits, larger_bits);
 }
 
 // False where a weight is negative, NaN or infinite, or where all weights of a head are tiny.

@@ -16,6 +16,8 @@ from kernel_graphs import (
 )
 from torch import Tensor
 
+from gnnc.runtime.cpu import library
+
 ADDITIVE, DOT, EDGE = range(3)
 EPS = 1e-16
 ERROR = 2e-6
@@ -36,7 +38,7 @@ class Case:
         self.a_src = None if kind == EDGE else torch.randn(g.num_src, each)
         self.a_dst = None if kind == EDGE else torch.randn(g.num_dst, each)
         self.edge = torch.randn(g.num_edges, heads) if edge or kind == EDGE else None
-        self.scale, self.slope = 0.3, 0.2
+        self.scale, self.slope, self.eps = 0.3, 0.2, EPS
         self.error = FIXED_ERROR if dtype == torch.int8 else ERROR
 
     def factors(self) -> Tensor | None:
@@ -49,7 +51,7 @@ class Case:
         g = self.g
         out = torch.full((g.num_dst, self.x.shape[1]), float("nan"))
         operands = (self.x, self.x_scale, self.kind, self.a_src, self.a_dst, self.edge)
-        numbers = (self.scale, self.slope, EPS, self.heads)
+        numbers = (self.scale, self.slope, self.eps, self.heads)
         ops().attention(g.rowptr, g.col, *operands, *numbers, alpha, factors, STORE_F32, [], [], [out])
         return out
 
@@ -77,7 +79,7 @@ class Case:
         top = torch.full((g.num_dst, self.heads), -torch.inf, dtype=torch.float64)
         top.scatter_reduce_(0, g.dst()[:, None].expand_as(logits), logits, "amax")
         exp = (logits - top[g.dst()]).exp()
-        alpha = exp / (segment_sum(g, exp) + EPS)[g.dst()]
+        alpha = exp / (segment_sum(g, exp) + self.eps)[g.dst()]
         rows = self.x.double()
         if self.x_scale is not None:
             rows = rows * self.x_scale.double()[:, None]
@@ -148,6 +150,39 @@ def test_rows_without_weight(heads: int) -> None:
     assert relative_error(out, want, size) < 1e-5
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_rows_whose_weights_underflow_below_the_bound(heads: int) -> None:
+    case = Case(random_graph(90, 80, 1500), ADDITIVE, heads, 16, torch.int8, edge=False)
+    assert case.x_scale is not None and case.a_src is not None
+    case.x_scale.fill_(1e-36)
+    case.a_src[7] = (
+        40.0  # a term of the others is 4e-18: enough for their sum, not for a product with the scale
+    )
+    out = case.call(None, case.factors())
+    want, size, _ = case.reference()
+    assert relative_error(out, want, size) < 1e-5 and (out.abs().amax(1) > 1e-37).all()
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_scales_may_be_negative(heads: int) -> None:
+    case = Case(random_graph(90, 80, 1500), ADDITIVE, heads, 16, torch.int8, edge=False)
+    assert case.x_scale is not None
+    case.x_scale *= torch.where(torch.rand(case.g.num_src) < 0.3, -1.0, 1.0)
+    case.check()
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("kind", [ADDITIVE, DOT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_no_columns(heads: int, kind: int, dtype: torch.dtype) -> None:
+    case = Case(random_graph(90, 80, 1500), kind, heads, 16, dtype, edge=False)
+    *_, want = case.reference()
+    case.x = case.x[:, :0]
+    out, alpha = case.run()
+    assert out.shape == (80, 0)
+    assert relative_error(alpha, want) < ERROR
+
+
 @pytest.mark.parametrize("width", [1, 7, 47, 100, 602])
 def test_one_head_of_any_width(width: int) -> None:
     Case(random_graph(90, 80, 1500), ADDITIVE, 1, width, torch.int8, edge=False).check()
@@ -164,11 +199,33 @@ def test_large_logits() -> None:
 
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_rows_far_below_the_largest_source(heads: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("above", [60.0, 80.0, 87.0, 95.0, 500.0])  # exponentials from small to 0
+def test_rows_far_below_the_largest_source(heads: int, dtype: torch.dtype, above: float) -> None:
     case = Case(random_graph(90, 80, 1500), ADDITIVE, heads, 16, dtype, edge=False)
     assert case.a_src is not None
-    case.a_src[7] = 500.0
+    case.a_src[7] = above
     case.check()
+
+
+@pytest.mark.parametrize("num_values", [16, 592, 160_000])  # the last: two slices of a thread and a part
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
+def test_the_factors_of_the_sources(heads: int, num_values: int) -> None:
+    if heads > {"avx512": 16, "avx2": 8}.get(library.load(), 4):
+        pytest.skip("more heads than the lanes of a vector: rows find their maximum")
+    case = Case(random_graph(num_values // heads, 3, 20), ADDITIVE, heads, 16, torch.int8, edge=False)
+    assert case.a_src is not None and case.x_scale is not None
+
+    def table() -> Tensor:
+        factors = case.factors()
+        assert factors is not None
+        case.call(None, factors)
+        return factors[:, : max(2 * heads, 3)]
+
+    got = same_at_any_thread_count(table)
+    below = (case.a_src - case.a_src.amax(0)).double()
+    want = torch.stack([below.exp(), (case.slope * below).exp()], 1)  # [source][both][head]
+    assert relative_error(got[:, : 2 * heads], want.flatten(1)) < ERROR
+    assert heads > 1 or torch.equal(got[:, 2], case.x_scale)
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -205,9 +262,11 @@ def test_factors_are_refused_where_a_row_needs_its_maximum() -> None:
     case = Case(g, ADDITIVE, 4, 16, torch.int8, edge=False)
     with pytest.raises(RuntimeError, match=f"factors must have {8 * g.num_src} elements"):
         case.call(None, torch.zeros(g.num_src, 4))
-    for bad in ("alpha", "slope", "heads"):
-        case = Case(g, ADDITIVE, 3 if bad == "heads" else 4, 16, torch.int8, edge=False)
+    for bad in ("alpha", "slope", "eps", "heads", "edge", "kind"):
+        kind, heads = DOT if bad == "kind" else ADDITIVE, 3 if bad == "heads" else 4
+        case = Case(g, kind, heads, 16, torch.int8, edge=bad == "edge")
         case.slope = 2.0 if bad == "slope" else 0.2
+        case.eps = 1e-6 if bad == "eps" else EPS
         alpha = torch.zeros(g.num_edges, 4) if bad == "alpha" else None
         with pytest.raises(RuntimeError, match="factors belong to leaky_relu"):
             case.call(alpha, torch.zeros(g.num_src, 8))

@@ -340,10 +340,14 @@ def test_quant_pow2(width: int, per_column: bool) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("op", [Op.QUANT_ROW, Op.QUANT_POW2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chain_before_a_quantization(width: int, rows: int, op: Op, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "elu"])
+def test_a_chain_before_a_quantization(
+    width: int, rows: int, op: Op, dtype: torch.dtype, activation: str
+) -> None:
     x, more = torch.randn(rows, width), torch.randn(rows, width).to(dtype)
     factor, bias, base = torch.randn(rows), torch.randn(width), torch.rand(width) * 0.02 + 0.01
     scale_type = torch.float32 if op == Op.QUANT_ROW else torch.uint8
+    last, constant = ACTIVATIONS[activation][:2]
 
     def results(values: Tensor, chain: Callable[[Program], object]) -> list[Tensor]:
         q, scale = padded(rows, width), torch.empty(rows, dtype=scale_type)
@@ -357,9 +361,10 @@ def test_a_chain_before_a_quantization(width: int, rows: int, op: Op, dtype: tor
 
     def chain(program: Program) -> None:
         program.add(Op.MUL_ROW, program.operand(factor)).add(Op.ADD_COL, program.operand(bias))
-        program.add(Op.ADD_FULL, program.operand(more)).add(Op.RELU)
+        program.add(Op.ADD_FULL, program.operand(more)).add(last, 0, program.const(constant or 0.0))
 
-    apart = (x * factor[:, None] + bias + more.float()).relu()
+    apart, single = x * factor[:, None] + bias + more.float(), Program()
+    apart = apply(apart, last, 0, single.const(constant or 0.0), single)
     for got, want in zip(results(x, chain), results(apart, lambda _: None), strict=True):
         assert torch.equal(got, want)
 

@@ -124,6 +124,7 @@ GNNC_INLINE Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 GNNC_INLINE Floats square_root(Floats v) { return _mm512_sqrt_ps(v); }
 GNNC_INLINE Floats nearest(Floats v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 GNNC_INLINE Ints larger(Ints a, Ints b) { return reinterpret_cast<Ints>(_mm512_max_epi32((__m512i)a, (__m512i)b)); }
+GNNC_INLINE Ints larger_bits(Ints a, Ints b) { return (Ints)_mm512_max_epu32((__m512i)a, (__m512i)b); }
 GNNC_INLINE float sum(Floats v) { return _mm512_reduce_add_ps(v); }
 GNNC_INLINE float largest(Floats v) { return _mm512_reduce_max_ps(v); }
 GNNC_INLINE int32_t largest(Ints v) { return _mm512_reduce_max_epi32((__m512i)v); }
@@ -189,6 +190,7 @@ GNNC_INLINE Floats fused(Floats a, Floats b, Floats c) {
 GNNC_INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 GNNC_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 GNNC_INLINE Ints larger(Ints a, Ints b) { return a > b ? a : b; }
+GNNC_INLINE Ints larger_bits(Ints a, Ints b) { return reinterpret_cast<Words>(a) > reinterpret_cast<Words>(b) ? a : b; }
 GNNC_INLINE Floats square_root(Floats v) {
   for (int i = 0; i < kLanes; ++i) v[i] = std::sqrt(v[i]);
   return v;

@@ -34,7 +34,7 @@ GNNC_INLINE Floats exp(Floats x) {
   const Floats bounded = larger(smaller(x, splat(89.0f)), splat(-104.0f));
   const Floats n = nearest(bounded * splat(1.44269504f));
   // ln 2 in two parts, the first with few enough bits that n * it is exact
-  const Floats r = (bounded - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
+  const Floats r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), bounded));
   const Floats y = fused(polynomial(r, kFit), r * r, r) + splat(1.0f);
   return scale_by_power(y, n) + (x == x ? splat(0.0f) : x);
 }
