@@ -36,6 +36,7 @@ from gnnc.pyg import exportable
 from gnnc.sparse import SparseMode, operand
 from gnnc.standins import Standins, candidates
 from gnnc.tracing import CLOCK
+from gnnc.unregistered import refuse_unregistered
 
 _KINDS = {
     InputKind.PARAMETER: "parameter",
@@ -223,46 +224,12 @@ def _refuse_lazy(model: torch.nn.Module) -> None:
             )
 
 
-def _refuse_unregistered(program: ExportedProgram, model: torch.nn.Module) -> None:
-    """Refuse weights that would be constants: gradients, ``.data =`` and ``.to()`` would be lost on them."""
-    apart: dict[int, str] = {}
-    for name, constant in program.constants.items():
-        if not isinstance(constant, torch.Tensor) or constant.layout is not torch.strided:
-            continue
-        apart = apart or dict(_unregistered(model))
-        path = name.removeprefix(_PREFIX) if constant.requires_grad else apart.get(_address(constant))
-        if path is not None:
-            raise CaptureError(
-                f"[{type(model).__name__}] {path!r} is a weight that parameters() does not list, so no "
-                "optimizer, state_dict() or .to() reaches it: keep modules in an nn.ModuleList or "
-                "nn.ModuleDict, and tensors that need gradients as nn.Parameter or in an nn.ParameterList"
-            )
-
-
-def _unregistered(model: torch.nn.Module) -> Iterator[tuple[int, str]]:
-    """Where the weights are that lists, tuples and dicts of ``model`` hold, and their paths."""
-    for path, module in model.named_modules():
-        for name, held in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            for keys, value in pytree.tree_flatten_with_path(held)[0]:
-                where = f"{path}.{name}{pytree.keystr(keys)}".removeprefix(".")
-                if isinstance(value, torch.nn.Parameter):
-                    yield _address(value), where
-                elif isinstance(value, torch.nn.Module):
-                    yield from ((_address(w), f"{where}.{own}") for own, w in value.named_parameters())
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _lifted(
     program: ExportedProgram, model: torch.nn.Module, call: Call
 ) -> tuple[GraphModule, tuple[str, ...]]:
     """The program's graph with sources on its placeholders, user outputs before mutations."""
     graph_module = program.graph_module
-    _refuse_unregistered(program, model)
+    refuse_unregistered(model, program.constants, _PREFIX)
     _annotate_inputs(program, call)
     for node in graph_module.graph.nodes:
         node.meta["layer"] = _layer(node)
