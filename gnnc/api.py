@@ -20,12 +20,22 @@ from gnnc.bandwidth import copy_bandwidth
 from gnnc.containers import opened
 from gnnc.cost import floor_times
 from gnnc.errors import CaptureError, GnncError, InputError, PrecisionError, UnsupportedError
+from gnnc.options import (
+    backend_name,
+    budget,
+    built,
+    check_precision,
+    checks_scales,
+    overrides_of,
+    passes_of,
+    refuse_unbuilt,
+)
 from gnnc.passes.base import Pass
 from gnnc.passes.pipeline import PIPELINE
 from gnnc.passes.plan import Plan
-from gnnc.precision import AUTO, Precision
+from gnnc.precision import Precision
 from gnnc.program import Options, Program, build_program, find
-from gnnc.runtime.backend import Backend, get_backend
+from gnnc.runtime.backend import get_backend
 from gnnc.runtime.pool import OutputPool
 from gnnc.signature import describe_arguments, is_graph_name, missing_arguments, validate
 from gnnc.steady import Steady, steady
@@ -87,7 +97,7 @@ def compile(  # noqa: A001  the name is the public contract
             f"gnnc.compile takes a torch.nn.Module, got {type(model).__name__}; wrap a function in a module "
             "whose forward calls it"
         )
-    _refuse_unbuilt(qat, cuda_graph)
+    refuse_unbuilt(qat, cuda_graph)
     if isinstance(model, CompiledModel):
         model = model.model
     if example_inputs is not None and not isinstance(example_inputs, tuple | list):
@@ -96,18 +106,18 @@ def compile(  # noqa: A001  the name is the public contract
             "for one argument write (x,)"
         )
     options = Options(
-        precision=_built(Precision.parse(precision)),
-        overrides={glob: _built(Precision.parse(p)) for glob, p in dict(overrides or {}).items()},
-        error_budget=_budget(error_budget),
-        backend=get_backend(backend, device_of(model)),
+        precision=built(Precision.parse(precision)),
+        overrides=overrides_of(overrides),
+        error_budget=budget(error_budget),
+        backend=get_backend(backend_name(backend), device_of(model)),
         requested=backend,
-        check_finite=_checks_scales(check_finite),
+        check_finite=checks_scales(check_finite),
         cuda_graph=cuda_graph,
-        pipeline=tuple(pipeline),
+        pipeline=passes_of(pipeline),
         plan=None if plan is None else Plan.load(plan),
     )
     for wanted in (options.precision, *options.overrides.values()):
-        _check_precision(wanted, options.backend)
+        check_precision(wanted, options.backend)
     compiled = CompiledModel(model, options, example_inputs)
     compiled.check_overrides()
     if example_inputs is not None:
@@ -160,6 +170,8 @@ class CompiledModel(torch.nn.Module):
             CaptureError: the model cannot be traced.
             PrecisionError: a scale is not finite.
         """
+        if torch.compiler.is_exporting():  # within a model that is being captured
+            return self.model(*args, **kwargs)
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
         self._notice_changes()
@@ -531,46 +543,6 @@ def _dump(compiled: CompiledModel, program: Program) -> None:
     debug.dump(type(compiled.model).__name__, program.stages, program.structure)
 
 
-def _built(precision: Precision) -> Precision:
-    if precision.name not in ("fp32", "fp16", "bf16", "int8", "auto"):
-        raise UnsupportedError(
-            f"precision {precision.name!r} is known but not built in this version: use fp32, fp16 (on CUDA), "
-            "bf16, int8 or auto"
-        )
-    return precision
-
-
-def _check_precision(precision: Precision, backend: Backend) -> None:
-    if precision == AUTO or precision.name in backend.precisions:
-        return
-    only = "; it has kernels on CUDA only" if precision.name == "fp16" else ""
-    raise UnsupportedError(
-        f"precision {precision.name!r} is not built for backend {backend.name!r}{only}: move the model "
-        f"and its inputs with .cuda(), or use one of {', '.join(sorted(backend.precisions))}"
-    )
-
-
 def device_of(model: torch.nn.Module) -> torch.device | None:
     """Return the device of a model's first parameter or buffer, or None where it has none."""
     return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
-
-
-def _refuse_unbuilt(qat: bool, cuda_graph: Any) -> None:
-    if qat:
-        raise UnsupportedError(
-            "qat=True is not built in this version: train the original model, then compile it"
-        )
-    if cuda_graph not in ("auto", True, False):
-        raise GnncError(f"cuda_graph must be 'auto', True or False, got {cuda_graph!r}")
-
-
-def _budget(value: float) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
-        raise GnncError(f"error_budget must be a number between 0 and 1, got {value!r}")
-    return float(value)
-
-
-def _checks_scales(value: str | None) -> bool:
-    if value not in ("scale", "off", None):
-        raise GnncError(f"check_finite must be 'scale', 'off' or None, got {value!r}")
-    return value == "scale"

@@ -49,15 +49,19 @@ class _Check:
         limit: the limit, or the position of the tensor and the dimension that say it.
         bounds: what ``raise`` found.
         whole: whether they bound all of the tensor.
+        is_pointer: it is the offsets of a compressed matrix, and the limit its number of entries.
     """
 
     ids: int
     limit: int | tuple[int, int]
     bounds: tuple[IndexBound, ...]
     whole: bool
+    is_pointer: bool
 
     def refuse(self, ids: Tensor, limit: int) -> None:
         """Refuse ids that are out of range; all rows are looked at together first."""
+        if self.is_pointer:
+            return _check_pointer(ids, self.bounds[0].input, limit)
         if self.whole and _within(ids, limit):
             return
         for bound in self.bounds:
@@ -123,16 +127,16 @@ class Bounds:
 
 def _by_limit(guards: Sequence[InputGuard], bounds: Sequence[IndexBound]) -> tuple[_Check, ...]:
     position = {guard.name: i for i, guard in enumerate(guards)}
-    found: dict[tuple[int, int | tuple[int, int]], list[IndexBound]] = {}
+    found: dict[tuple[int, int | tuple[int, int], bool], list[IndexBound]] = {}
     for bound in bounds:
         if bound.input in position and bound.bound is not None:
             limit = (
                 bound.bound if isinstance(bound.bound, int) else (position[bound.bound[0]], bound.bound[1])
             )
-            found.setdefault((position[bound.input], limit), []).append(bound)
+            found.setdefault((position[bound.input], limit, bound.is_pointer), []).append(bound)
     return tuple(
-        _Check(ids, limit, tuple(alike), _is_whole(guards[ids], alike))
-        for (ids, limit), alike in found.items()
+        _Check(ids, limit, tuple(alike), _is_whole(guards[ids], alike), is_pointer)
+        for (ids, limit, is_pointer), alike in found.items()
     )
 
 
@@ -169,6 +173,21 @@ def _within(ids: Tensor, limit: int) -> bool:
         return True
     low, high = ids.aminmax()
     return int(low) >= 0 and int(high) < limit
+
+
+def _check_pointer(pointer: Tensor, name: str, entries: int) -> None:
+    steps = torch.cat([pointer, pointer.new_tensor([entries])]).diff(prepend=pointer.new_zeros(1))
+    wrong = steps < 0
+    wrong[0], wrong[-1] = steps[0] != 0, steps[-1] != 0
+    if not bool(wrong.any()):
+        return
+    place = min(int(wrong.nonzero()[0]), pointer.numel() - 1)
+    before = f" after {int(pointer[place - 1])}" if place else ""
+    raise GraphError(
+        f"{name}[{place}] = {int(pointer[place])}{before} is no offset of a matrix with {entries} entries: "
+        f"offsets begin with 0, never fall and end with {entries}; "
+        "torch.sparse.check_sparse_tensor_invariants.enable() finds where such a matrix is made"
+    )
 
 
 def _check_one(ids: Tensor, bound: IndexBound, limit: int) -> None:

@@ -23,7 +23,7 @@ from gnnc.ir.source import Source, source_of
 from gnnc.passes.auto import Choice
 from gnnc.passes.auto import report as choice_report
 from gnnc.passes.base import BackendInfo, Context, Pass, Stage, run_passes
-from gnnc.passes.bounds import IndexBound
+from gnnc.passes.bounds import IndexBound, index_bounds
 from gnnc.passes.plan import Plan
 from gnnc.passes.study import OpChoices
 from gnnc.precision import AUTO, Precision
@@ -177,6 +177,9 @@ def build_program(
     start = time.perf_counter()
     captured = capture_call(model, args, kwargs)
     _check_weights(captured)
+    if use_examples:
+        bounds = Bounds(captured.guards.inputs, index_bounds(captured.graph_module))
+        bounds.check(captured.call.tensors)
     traced = time.perf_counter()
     context = Context(
         precision=options.precision,
@@ -454,7 +457,7 @@ class _Binder:
         shape = self._bind(f"shape_{variable}", torch.Size(node.meta["val"].shape))
         self._weights.append((variable, f"{dictionary}.get({name!r})", f"{variable}.shape != {shape}"))
         self._scope[f"dtype_{variable}"] = node.meta["val"].dtype
-        self._scope[f"name_{variable}"] = source.name
+        self._scope[f"name_{variable}"] = f"{source.kind} {source.name!r}"
         return variable
 
     def _fetch_weights(self) -> list[str]:
@@ -490,19 +493,23 @@ class _Binder:
 def weight_error(name: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
     """Refuse a parameter or buffer that is no longer what was compiled.
 
+    Args:
+        name: its kind and path.
+        value: what there is now.
+        shape: what it had when compiled.
+        dtype: likewise.
+
     Raises:
         UnsupportedError: its dtype is not the compiled one.
         InputError: it is missing or has another shape.
     """
     if value is not None and value.dtype != dtype:
         raise UnsupportedError(
-            f"parameter {name!r} is {value.dtype} now, it was {dtype} when compiled: a compiled model keeps "
+            f"{name} is {value.dtype} now, it was {dtype} when compiled: a compiled model keeps "
             "float32 weights and lowers the precision itself; move it back with .float()"
         )
     now = "missing" if value is None else f"of shape {tuple(value.shape)}"
-    raise InputError(
-        f"parameter {name!r} is {now}, it had shape {tuple(shape)} when compiled: compile the model again"
-    )
+    raise InputError(f"{name} is {now}, it had shape {tuple(shape)} when compiled: compile the model again")
 
 
 def find(programs: Sequence[Program], call: Call) -> tuple[Program | None, str | None]:

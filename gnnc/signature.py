@@ -85,6 +85,8 @@ def _check_backend(owner: str, device: torch.device | None, backend: str) -> Non
 
 
 def _check_dtype(owner: str, name: str, tensor: Tensor) -> None:
+    if tensor.is_quantized:
+        raise InputError(f"[{owner}] {name} is a quantized tensor: pass {name}.dequantize()")
     if tensor.is_complex():
         parts = "a compiled model takes float32; pass real and imaginary parts"
         raise InputError(f"[{owner}] {name} has dtype {tensor.dtype}: {parts}")

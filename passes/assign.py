@@ -1,8 +1,8 @@
 """Assign: a precision for every primitive, and the reason wherever one stays FP32.
 
-Sources, strongest first: what must be FP32 (softmax and its logits, ops without an integer form),
-what the user set for the layer (``overrides``, then ``plan``), and the precision of the whole model,
-unless the op is too narrow to gain from it. For ``auto`` that last one is chosen op by op.
+Sources, strongest first: what must be FP32 (softmax and its logits, the statistics of norms, ops without
+an integer form), what the user set for the layer (``overrides``, then ``plan``), and the precision of the
+whole model, unless the op is too narrow to gain from it. For ``auto`` that last one is chosen op by op.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,6 +20,7 @@ from gnnc.ir.op import op_of
 from gnnc.passes.auto import Choice
 from gnnc.passes.base import Context
 from gnnc.passes.options import FULL, LOW_OPERANDS, Option, options_of
+from gnnc.passes.statistics import statistics
 from gnnc.precision import AUTO, Precision
 
 _STRUCTURE = frozenset({"csr", "csr_transpose", "degree", "edge_dst"})
@@ -48,28 +49,28 @@ class Assign:
         for precision in (ctx.precision, *ctx.overrides.values()):
             _check_supported(precision, ctx)
         named = _named(primitives, ctx)
-        logits = _softmax_logits(gm.graph)
+        fixed = _fixed(gm.graph)
         if ctx.precision == AUTO and ctx.choice is None:
-            ctx.choice = Choice.make(gm, ctx, self._allowed(primitives, logits, named, ctx))
+            ctx.choice = Choice.make(gm, ctx, self._allowed(primitives, fixed, named, ctx))
         for node in primitives:
             option = _option(node, named, ctx)
             chosen = node in named or ctx.precision == AUTO
-            reason = None if option == FULL else self._stays_fp32(node, logits, option.precision, chosen)
+            reason = None if option == FULL else self._stays_fp32(node, fixed, option.precision, chosen)
             kept = option if reason is None else FULL
             node.meta["precision"], node.meta["granularity"] = kept.precision, kept.granularity
             if reason is not None:
                 ctx.note(node, f"stays FP32: {reason}")
             elif option == FULL and ctx.precision == AUTO and node not in named:
-                ctx.note(node, f"stays FP32: {self._why_full(node, logits)}")
+                ctx.note(node, f"stays FP32: {self._why_full(node, fixed)}")
         return gm
 
     def _allowed(
-        self, primitives: list[Node], logits: set[Node], named: dict[Node, Option], ctx: Context
+        self, primitives: list[Node], fixed: dict[Node, str], named: dict[Node, Option], ctx: Context
     ) -> dict[Node, Sequence[Option]]:
         """The options that ``auto`` may choose from for each primitive."""
         allowed: dict[Node, Sequence[Option]] = {}
         for node in primitives:
-            if self._must_be_fp32(node, logits) is not None:
+            if self._must_be_fp32(node, fixed) is not None:
                 continue
             known = options_of(node, ctx)
             wanted = named.get(node)
@@ -79,24 +80,24 @@ class Assign:
             allowed[node] = known or [FULL]
         return allowed
 
-    def _why_full(self, node: Node, logits: set[Node]) -> str:
-        return self._must_be_fp32(node, logits) or "auto chose it, see the precision choice"
+    def _why_full(self, node: Node, fixed: dict[Node, str]) -> str:
+        return self._must_be_fp32(node, fixed) or "auto chose it, see the precision choice"
 
-    def _stays_fp32(self, node: Node, logits: set[Node], wanted: Precision, chosen: bool) -> str | None:
-        reason = self._must_be_fp32(node, logits)
+    def _stays_fp32(self, node: Node, fixed: dict[Node, str], wanted: Precision, chosen: bool) -> str | None:
+        reason = self._must_be_fp32(node, fixed)
         if reason is not None or chosen or not wanted.is_integer:
             return reason
         op = op_of(node)
         assert op is not None
         return self._too_narrow(node, op.name)
 
-    def _must_be_fp32(self, node: Node, logits: set[Node]) -> str | None:
+    def _must_be_fp32(self, node: Node, fixed: dict[Node, str]) -> str | None:
         op = op_of(node)
         assert op is not None
         if op.name == "edge_softmax":
             return "edge softmax is computed in FP32"
-        if node in logits:
-            return "its result is the logits of an edge softmax"
+        if node in fixed:
+            return fixed[node]
         if op.name not in LOW_OPERANDS or (op.name == "sddmm" and node.args[4] != "dot"):
             return f"{op.name} has no low-precision form"
         return None
@@ -171,6 +172,12 @@ def _check_supported(precision: Precision, ctx: Context) -> None:
         raise UnsupportedError(
             f"[gnnc.assign] backend {ctx.backend.name!r} has no {precision.name} kernels yet; it has {have}"
         )
+
+
+def _fixed(graph: fx.Graph) -> dict[Node, str]:
+    """The ops that stay FP32 for what their results are there for, and what that is."""
+    logits = dict.fromkeys(_softmax_logits(graph), "its result is the logits of an edge softmax")
+    return logits | dict.fromkeys(statistics(graph), "its result is the statistics of a norm of its operand")
 
 
 def _softmax_logits(graph: fx.Graph) -> set[Node]:

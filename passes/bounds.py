@@ -1,7 +1,7 @@
 """What the integer inputs index into: the bound that each must stay under."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -44,12 +44,15 @@ class IndexBound:
         row: which row of the input (``edge_index[0]``), or None for all of it.
         bound: an int, or (input name, dimension) whose size it is.
         text: the bound as a size expression, where it is neither.
+        is_pointer: the input is the offsets of a compressed matrix instead, [rows + 1]: from 0, never
+            falling, to ``bound``, the number of entries.
     """
 
     input: str
     row: int | None
     bound: int | tuple[str, int] | None
     text: str = ""
+    is_pointer: bool = False
 
 
 def index_bounds(gm: fx.GraphModule, uses: Iterable[tuple[Node, Any]] = ()) -> list[IndexBound]:
@@ -64,6 +67,9 @@ def index_bounds(gm: fx.GraphModule, uses: Iterable[tuple[Node, Any]] = ()) -> l
     for index, size in chain(uses, *(_uses(node) for node in gm.graph.nodes)):
         for name, row in _origins(index, None):
             found[_bound(name, row, size, sizes)] = None
+    for node in gm.graph.nodes:
+        for name in _pointers(node):
+            found[replace(_bound(name, None, node.kwargs["output_size"], sizes), is_pointer=True)] = None
     return list(found)
 
 
@@ -81,6 +87,17 @@ def _uses(node: Node) -> Iterator[tuple[Node, Any]]:
     gather = as_gather(node) if node.op == "call_function" else None
     if gather is not None:
         yield gather.index, shape_of(gather.table)[0]
+
+
+def _pointers(node: Node) -> list[str]:
+    """The inputs whose differences ``node`` repeats rows by; with wrong ones it would write out of bounds."""
+    if str(node.target) != "aten.repeat_interleave.Tensor" or node.kwargs.get("output_size") is None:
+        return []
+    counts: Any = node.args[0]
+    if op_name(counts) != "sub.Tensor":
+        return []
+    ends = [inputs_of(end) for end in counts.args[:2] if isinstance(end, Node)]
+    return ends[0] if len(ends) == 2 and ends[0] == ends[1] else []
 
 
 def _origins(node: Node, row: int | None) -> Iterator[tuple[str, int | None]]:

@@ -10,6 +10,9 @@ Inference tensors carry no version. For them the entry keeps a copy of the conte
 compares the whole of it (``torch.equal``). A checksum would have to read as many bytes and could
 collide; comparing is exact and, measured on 4.7 million int64, faster (4 ms against 7 ms).
 
+A fused optimizer step leaves versions as they are; so floating tensors count as other ones after any
+step of any optimizer.
+
 What cannot be seen: writes that go around PyTorch, through numpy, DLPack or ``.data``, into a tensor
 that is not an inference tensor. After such a write the caller must ``clear()``.
 """
@@ -24,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 DEFAULT_BYTE_BUDGET = 4 << 30
 """Bytes that cached structures of living graphs may hold before the oldest are dropped."""
@@ -86,13 +90,26 @@ def _identify(inputs: Sequence[Any]) -> tuple[Key, list[Tensor]]:
     return tuple(parts), anchors
 
 
+_steps = 0
+"""Steps that optimizers of this process have taken."""
+
+
+def _count_step(*_: Any) -> None:
+    global _steps  # noqa: PLW0603 - torch has one such hook for all optimizers
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
 def state(tensor: Tensor) -> tuple[Hashable, ...]:
     """Return what tells a tensor from what it was before: its version, and where and how it lies."""
     try:
         version = tensor._version
     except RuntimeError:
         version = None  # an inference tensor: its content is compared
-    return tensor.data_ptr(), version, tensor.shape, tensor.stride(), tensor.dtype
+    steps = _steps if tensor.is_floating_point() else 0
+    return tensor.data_ptr(), version, steps, tensor.shape, tensor.stride(), tensor.dtype
 
 
 class StructureCache:

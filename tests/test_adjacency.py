@@ -121,3 +121,75 @@ def test_parts_of_a_matrix_that_is_not_coalesced_are_refused():
 
     with pytest.raises(gnnc.CaptureError, match=r"not coalesced: call coalesce\(\)"):
         gnnc.compile(Asks(), "fp32")(torch.rand(9), torch.randint(9, (2, 9)))
+
+
+class Product(nn.Module):
+    """A linear layer before an adjacency, as torch.sparse multiplies it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, 8)
+
+    def forward(self, x, adjacency):
+        return adjacency @ self.lin(x)
+
+
+class OwnProduct(Product):
+    """Makes the adjacency of its parts."""
+
+    def forward(self, x, adjacency):
+        pointer, column, value = adjacency
+        size = (x.shape[0], x.shape[0])
+        return super().forward(x, torch.sparse_csr_tensor(pointer, column, value, size))
+
+
+def parts(adjacency: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if adjacency.layout == torch.sparse_csc:
+        return adjacency.ccol_indices(), adjacency.row_indices(), adjacency.values()
+    return adjacency.crow_indices(), adjacency.col_indices(), adjacency.values()
+
+
+BAD_POINTERS = {
+    "far in the middle": ((5, 10**6), r"\[6\] = \d+ after 1000000 "),
+    "far at the end": ((-1, 10**6), r"\[50\] = 1000000 "),
+    "short of the end": ((-1, 270), r"\[50\] = 270 "),
+    "begins late": ((0, 3), r"\[0\] = 3 is"),
+    "negative": ((5, -5), r"\[5\] = -5 after "),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", BAD_POINTERS)
+@pytest.mark.parametrize("layout", ["csr", "csc"])
+def test_offsets_that_would_lead_out_of_the_matrix_are_refused(layout, how):
+    (place, value), message = BAD_POINTERS[how]
+    good, x = LAYOUTS[layout](matrix(50, 50, 290, 0)), torch.randn(50, WIDTH)
+    pointer, plain, values = parts(good)
+    wrong = pointer.clone()
+    wrong[place] = value
+    make = torch.sparse_csr_tensor if layout == "csr" else torch.sparse_csc_tensor
+    bad, compiled = make(wrong, plain, values, (50, 50), check_invariants=False), gnnc.compile(Product())
+    for call in (compiled, gnnc.compile(Product())):  # after a good call, and as the first
+        if call is compiled:
+            call(x, good)
+        with pytest.raises(gnnc.GraphError, match=message):
+            call(x, bad)
+    with pytest.raises(gnnc.GraphError, match=message):
+        gnnc.compile(Product(), example_inputs=(x, bad))
+    pointer[place] = value  # in place
+    with pytest.raises(gnnc.GraphError, match=message):
+        compiled(x, good)
+    compiled(x, LAYOUTS[layout](matrix(50, 50, 290, 1)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_offsets_of_a_matrix_made_in_forward_are_checked(dtype):
+    adjacency, x, compiled = matrix(50, 50, 290, 0).to_sparse_csr(), torch.randn(50, WIDTH), None
+    pointer, column, value = parts(adjacency)
+    given = pointer.to(dtype), column.to(dtype), value
+    compiled = gnnc.compile(OwnProduct())
+    compiled(x, given)
+    given[0][5] = 10**6
+    with pytest.raises(gnnc.GraphError, match=r"\[6\] = \d+ after 1000000 is no offset"):
+        compiled(x, given)

@@ -263,6 +263,14 @@ def test_before_capture_it_prints(model):
         ({"precision": "fp16", "backend": "cpu"}, gnnc.UnsupportedError, "on CUDA only"),
         ({"overrides": {"conv9*": "fp32"}}, gnnc.PrecisionError, "matches no module"),
         ({"overrides": {"conv": "int4"}}, gnnc.UnsupportedError, "int4"),
+        ({"overrides": {"conv": "auto"}}, gnnc.UnsupportedError, "auto chooses for a whole model"),
+        ({"overrides": ["conv"]}, gnnc.GnncError, "must be a dict .*, got list"),
+        ({"overrides": {0: "fp32"}}, gnnc.GnncError, "path of a module.*, got 0"),
+        ({"backend": None}, gnnc.BackendError, "must be one of .*, got None"),
+        ({"pipeline": None}, gnnc.GnncError, "None is no pass"),
+        ({"pipeline": ("raise",)}, gnnc.GnncError, "'raise' is no pass: a pass has a name"),
+        ({"pipeline": PIPELINE[:-1]}, gnnc.GnncError, "no pass is named lower"),
+        ({"pipeline": PIPELINE[1:]}, gnnc.GnncError, "no pass is named normalize"),
         ({"qat": True}, gnnc.UnsupportedError, "qat"),
         ({"plan": "no such file"}, gnnc.PrecisionError, "plan 'no such file' cannot be read"),
         ({"backend": "tpu"}, gnnc.BackendError, "choose one of"),
@@ -294,6 +302,29 @@ def test_overrides_change_the_layers_they_name():
         if "gemm" in str(node.target)
     }
     assert assigned == {"convs.0.lin": "fp32", "convs.1.lin": "int8"}
+
+
+class Around(nn.Module):
+    """A model of which a part may be compiled already."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.lin = part, nn.Linear(CLASSES, 2)
+
+    def forward(self, x, edge_index):
+        return self.lin(self.part(x, edge_index))
+
+
+@torch.no_grad()
+def test_a_part_that_is_compiled_already_is_compiled_with_the_whole():
+    whole = Around(gnnc.compile(GCN(WIDTH, 32, 2, CLASSES).eval(), backend="reference"))
+    compiled = gnnc.compile(whole, "fp32", backend="reference")
+    plain = Around(whole.part.model)
+    plain.lin = whole.lin
+    torch.testing.assert_close(compiled(*graph()), plain(*graph()))
+    layers = {node.meta["layer"] for node in compiled.graph_module.graph.nodes if node.meta.get("layer")}
+    assert {"part.convs.0.lin", "part.convs.1.lin", "lin"} <= layers
+    assert sorted(compiled.state_dict()) == sorted(plain.state_dict())
 
 
 @torch.no_grad()

@@ -69,6 +69,21 @@ def test_optimizer_steps_are_seen(pair, name):
         assert not torch.allclose(compiled(*given()), before)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("given_as", [lambda weight: weight, torch.Tensor.detach])
+def test_optimizer_steps_on_an_argument_are_seen(name, given_as):
+    torch.manual_seed(0)
+    model = GCN(WIDTH, 32, 2, CLASSES).eval()
+    compiled, weight = gnnc.compile(model, "fp32"), torch.nn.Parameter(torch.rand(90) + 0.5)
+    optimizer = OPTIMIZERS[name]([weight])
+    for _ in range(3):
+        with torch.no_grad():
+            expected = model(*given(), weight)
+            torch.testing.assert_close(compiled(*given(), given_as(weight)), expected, rtol=1e-4, atol=1e-5)
+        weight.grad = -torch.rand_like(weight)
+        optimizer.step()
+
+
 def multiply_data(model):
     for parameter in model.parameters():
         parameter.data.mul_(-0.5)

@@ -54,6 +54,19 @@ def test_edit_in_place_is_seen():
     assert build.calls == 2 and out[0, 0] == 14
 
 
+def test_a_step_of_any_optimizer_makes_floats_other_ones_and_leaves_ids():
+    cache, edge_index, weight = StructureCache(), edges(), torch.rand(8)
+    build, weigh = Counter(edge_index), Counter(weight)
+    learned = torch.nn.Parameter(torch.zeros(1))
+    learned.grad = torch.ones(1)
+    for calls in (1, 2):
+        for _ in range(2):
+            cache.get((edge_index,), build)
+            cache.get((weight,), weigh)
+        assert (build.calls, weigh.calls) == (1, calls)
+        torch.optim.SGD([learned], lr=0.1).step()
+
+
 def test_edit_through_a_view_is_seen():
     cache, edge_index = StructureCache(), edges()
     build = Counter(edge_index)

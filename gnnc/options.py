@@ -1,0 +1,98 @@
+"""The options of ``gnnc.compile``, checked: what is wrong with one is said before anything is captured."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gnnc.errors import BackendError, GnncError, UnsupportedError
+from gnnc.passes.base import Pass
+from gnnc.precision import AUTO, Precision
+from gnnc.runtime.backend import NAMES, Backend
+
+
+def built(precision: Precision) -> Precision:
+    """Return the precision; UnsupportedError where this version has no kernels for it."""
+    if precision.name not in ("fp32", "fp16", "bf16", "int8", "auto"):
+        raise UnsupportedError(
+            f"precision {precision.name!r} is known but not built in this version: use fp32, fp16 (on CUDA), "
+            "bf16, int8 or auto"
+        )
+    return precision
+
+
+def overrides_of(overrides: Any) -> dict[str, Precision]:
+    """Return the precisions by glob; GnncError where a key or the whole is of another kind."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise GnncError(
+            f"overrides must be a dict from module path to precision, got {type(overrides).__name__}; "
+            "write {'conv1': 'fp32'}"
+        )
+    precisions: dict[str, Precision] = {}
+    for glob, name in (overrides or {}).items():
+        if not isinstance(glob, str):
+            raise GnncError(f"overrides: a key is the path of a module, or a glob of paths, got {glob!r}")
+        precisions[glob] = built(Precision.parse(name))
+        if precisions[glob] == AUTO:
+            raise UnsupportedError(
+                f"overrides: {glob!r}: auto chooses for a whole model: use precision='auto', and overrides "
+                "for the layers that are to have a fixed precision"
+            )
+    return precisions
+
+
+def check_precision(precision: Precision, backend: Backend) -> None:
+    """Refuse a precision that the backend has no kernels for."""
+    if precision == AUTO or precision.name in backend.precisions:
+        return
+    only = "; it has kernels on CUDA only" if precision.name == "fp16" else ""
+    raise UnsupportedError(
+        f"precision {precision.name!r} is not built for backend {backend.name!r}{only}: move the model "
+        f"and its inputs with .cuda(), or use one of {', '.join(sorted(backend.precisions))}"
+    )
+
+
+def backend_name(backend: Any) -> str:
+    """Return the name of a backend; BackendError where it is no text."""
+    if not isinstance(backend, str):
+        raise BackendError(f"backend must be one of {', '.join(NAMES)}, got {backend!r}")
+    return backend
+
+
+def passes_of(pipeline: Any) -> tuple[Pass, ...]:
+    """Return the passes; GnncError where one is none, or one is lacking that nothing runs without."""
+    passes = tuple(pipeline) if isinstance(pipeline, Iterable) else (pipeline,)
+    for each in passes:
+        if not (callable(getattr(each, "run", None)) and hasattr(each, "name")):
+            raise GnncError(
+                f"pipeline: {each!r} is no pass: a pass has a name and run(gm, ctx); see docs/add-a-pass.md"
+            )
+    lacking = {"normalize", "lower"} - {each.name for each in passes}
+    if lacking:
+        raise GnncError(
+            f"pipeline: no pass is named {' or '.join(sorted(lacking))}, and nothing runs without it: take "
+            "gnnc.passes.PIPELINE and add to it or leave out others; gnnc.passes.run_pass runs a single one"
+        )
+    return passes
+
+
+def refuse_unbuilt(qat: bool, cuda_graph: Any) -> None:
+    """Refuse options of later versions, and values that mean nothing."""
+    if qat:
+        raise UnsupportedError(
+            "qat=True is not built in this version: train the original model, then compile it"
+        )
+    if cuda_graph not in ("auto", True, False):
+        raise GnncError(f"cuda_graph must be 'auto', True or False, got {cuda_graph!r}")
+
+
+def budget(value: float) -> float:
+    """Return the error budget; GnncError where it is no number between 0 and 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1:
+        raise GnncError(f"error_budget must be a number between 0 and 1, got {value!r}")
+    return float(value)
+
+
+def checks_scales(value: str | None) -> bool:
+    """Return whether scales are checked; GnncError where the option means nothing."""
+    if value not in ("scale", "off", None):
+        raise GnncError(f"check_finite must be 'scale', 'off' or None, got {value!r}")
+    return value == "scale"
