@@ -21,7 +21,6 @@ from gnnc.containers import opened
 from gnnc.cost import floor_times
 from gnnc.errors import CaptureError, GnncError, InputError, PrecisionError, UnsupportedError
 from gnnc.options import (
-    backend_name,
     budget,
     built,
     check_precision,
@@ -109,7 +108,7 @@ def compile(  # noqa: A001  the name is the public contract
         precision=built(Precision.parse(precision)),
         overrides=overrides_of(overrides),
         error_budget=budget(error_budget),
-        backend=get_backend(backend_name(backend), device_of(model)),
+        backend=get_backend(backend, device_of(model)),
         requested=backend,
         check_finite=checks_scales(check_finite),
         cuda_graph=cuda_graph,
@@ -117,7 +116,7 @@ def compile(  # noqa: A001  the name is the public contract
         plan=None if plan is None else Plan.load(plan),
     )
     for wanted in (options.precision, *options.overrides.values()):
-        check_precision(wanted, options.backend)
+        check_precision(wanted, options.backend.name, options.backend.precisions)
     compiled = CompiledModel(model, options, example_inputs)
     compiled.check_overrides()
     if example_inputs is not None:

@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gnnc.errors import BackendError, GnncError, UnsupportedError
+from gnnc.errors import GnncError, UnsupportedError
 from gnnc.passes.base import Pass
 from gnnc.precision import AUTO, Precision
-from gnnc.runtime.backend import NAMES, Backend
 
 
 def built(precision: Precision) -> Precision:
@@ -39,22 +38,15 @@ def overrides_of(overrides: Any) -> dict[str, Precision]:
     return precisions
 
 
-def check_precision(precision: Precision, backend: Backend) -> None:
+def check_precision(precision: Precision, backend: str, known: Iterable[str]) -> None:
     """Refuse a precision that the backend has no kernels for."""
-    if precision == AUTO or precision.name in backend.precisions:
+    if precision == AUTO or precision.name in known:
         return
     only = "; it has kernels on CUDA only" if precision.name == "fp16" else ""
     raise UnsupportedError(
-        f"precision {precision.name!r} is not built for backend {backend.name!r}{only}: move the model "
-        f"and its inputs with .cuda(), or use one of {', '.join(sorted(backend.precisions))}"
+        f"precision {precision.name!r} is not built for backend {backend!r}{only}: move the model "
+        f"and its inputs with .cuda(), or use one of {', '.join(sorted(known))}"
     )
-
-
-def backend_name(backend: Any) -> str:
-    """Return the name of a backend; BackendError where it is no text."""
-    if not isinstance(backend, str):
-        raise BackendError(f"backend must be one of {', '.join(NAMES)}, got {backend!r}")
-    return backend
 
 
 def passes_of(pipeline: Any) -> tuple[Pass, ...]:

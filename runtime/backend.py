@@ -83,7 +83,7 @@ def get_backend(name: str, device: torch.device | None = None) -> Backend:
     Raises:
         BackendError: there is none of this name, or it cannot run here.
     """
-    base, _, architecture = name.partition(":")
+    base, _, architecture = name.partition(":") if isinstance(name, str) else ("", "", "")
     if base not in NAMES or (architecture and base != "cuda-offline"):
         raise BackendError(f"unknown backend {name!r}; choose one of {', '.join(map(repr, NAMES))}")
     if base == "auto":

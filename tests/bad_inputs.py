@@ -61,7 +61,6 @@ FEATURES: Spoils = {
     "half": lambda x: x.half(),
     "double": lambda x: x.double(),
     "complex": lambda x: x.to(torch.complex64),
-    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
 }
 ROWS: Spoils = {"no rows, but edges": lambda x: x[:0], "too few rows": lambda x: x[:1]}
 TYPES: Spoils = {
