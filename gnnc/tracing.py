@@ -45,10 +45,14 @@ class Clock:
 
     def settle(self) -> bool:
         """Wait for the end of a trace; return whether the reader traces itself, and may read on."""
-        if self._tracer == threading.get_ident():
+        if self.traces_here():
             return True
         with LOCK:
             return False
+
+    def traces_here(self) -> bool:
+        """Whether it is the caller's own thread that traces."""
+        return self._tracer == threading.get_ident()
 
 
 CLOCK = Clock()
