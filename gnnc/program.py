@@ -177,9 +177,8 @@ def build_program(
     start = time.perf_counter()
     captured = capture_call(model, args, kwargs)
     _check_weights(captured)
-    if use_examples:
-        bounds = Bounds(captured.guards.inputs, index_bounds(captured.graph_module))
-        bounds.check(captured.call.tensors)
+    if use_examples:  # passes run the graph on them, before the program's own bounds are known
+        Bounds(captured.guards.inputs, index_bounds(captured.graph_module)).check(captured.call.tensors)
     traced = time.perf_counter()
     context = Context(
         precision=options.precision,

@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from gnnc.errors import CaptureError
-
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+from gnnc.watch import NO_CONSTANTS
 
 
 def refuse_unregistered(model: nn.Module, constants: Mapping[str, Any], prefix: str) -> None:
@@ -43,7 +42,7 @@ def _held_apart(model: nn.Module) -> Iterator[tuple[int, str]]:
     """Where the weights are that attributes, lists, tuples and dicts of modules hold, and their paths."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name in _REGISTERED:
+            if name in NO_CONSTANTS:
                 continue
             for keys, leaf in pytree.tree_flatten_with_path(value)[0]:
                 where = f"{path}.{name}{pytree.keystr(keys)}".removeprefix(".")

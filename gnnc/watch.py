@@ -14,7 +14,7 @@ from torch import nn
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = (bool, int, float, str, types.NoneType)
 _IDENTICAL = (types.FunctionType, types.BuiltinFunctionType, torch.Tensor)
-_APART = frozenset(("training", "_parameters", "_buffers", "_modules"))
+NO_CONSTANTS = frozenset(("training", "_parameters", "_buffers", "_modules"))
 """Attributes of a module that are no constants: read at each call, or looked into as tables."""
 _NO_AUTOCAST = (None, None)
 _END = object()
@@ -109,7 +109,7 @@ def _display(count: int) -> types.CodeType:
 
 def _meaning(module: nn.Module) -> Any:
     attributes = vars(module)
-    constants = {name: _constant(value) for name, value in attributes.items() if name not in _APART}
+    constants = {name: _constant(value) for name, value in attributes.items() if name not in NO_CONSTANTS}
     children = [(name, id(child)) for name, child in attributes["_modules"].items()]
     hooks = [key for name in _HOOKS for key in attributes[name]]
     return constants, children, hooks

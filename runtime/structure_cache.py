@@ -95,7 +95,7 @@ _steps = 0
 
 
 def _count_step(*_: Any) -> None:
-    global _steps  # noqa: PLW0603 - torch has one such hook for all optimizers
+    global _steps
     _steps += 1
 
 

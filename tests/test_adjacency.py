@@ -185,7 +185,7 @@ def test_offsets_that_would_lead_out_of_the_matrix_are_refused(layout, how):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_offsets_of_a_matrix_made_in_forward_are_checked(dtype):
-    adjacency, x, compiled = matrix(50, 50, 290, 0).to_sparse_csr(), torch.randn(50, WIDTH), None
+    adjacency, x = matrix(50, 50, 290, 0).to_sparse_csr(), torch.randn(50, WIDTH)
     pointer, column, value = parts(adjacency)
     given = pointer.to(dtype), column.to(dtype), value
     compiled = gnnc.compile(OwnProduct())

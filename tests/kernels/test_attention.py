@@ -155,9 +155,8 @@ def test_rows_whose_weights_underflow_below_the_bound(heads: int) -> None:
     case = Case(random_graph(90, 80, 1500), ADDITIVE, heads, 16, torch.int8, edge=False)
     assert case.x_scale is not None and case.a_src is not None
     case.x_scale.fill_(1e-36)
-    case.a_src[7] = (
-        40.0  # a term of the others is 4e-18: enough for their sum, not for a product with the scale
-    )
+    # a term of the others is 4e-18: enough for their sum, not for a product with the scale
+    case.a_src[7] = 40.0
     out = case.call(None, case.factors())
     want, size, _ = case.reference()
     assert relative_error(out, want, size) < 1e-5 and (out.abs().amax(1) > 1e-37).all()
