@@ -42,7 +42,7 @@ from graphs import SHAPES, generate
 from torch import Tensor
 
 from gnnc.runtime.cuda.runs import Cut, cut_for
-from gnnc.runtime.cuda.staged import StagedTable, shared_bytes
+from gnnc.runtime.cuda.staged import StagedTable, shared_bytes, staged_cut_for
 from gnnc.runtime.cuda.tables import group_of
 from gnnc.runtime.cuda.unit import AS_COMPILED
 
@@ -69,6 +69,7 @@ struct GatherBody {
   __device__ void load_near(Extra&, const unsigned int (&)[4], const Window&) {}
   template <class Work>
   __device__ void finish(const Work&, int) {}
+  __device__ void end_run(const Run&) {}
   template <bool kMasked>
   __device__ void add(const uint4 (&x)[4], const Extra&, unsigned int) {
     for (int i = 0; i < 4; ++i) seen ^= x[i].x ^ x[i].y ^ x[i].z ^ x[i].w;
@@ -256,8 +257,9 @@ def kernels(graph: Sparse, xs: dict[str, Tensor], width: int) -> dict[str, tuple
 def cut_graph(rowptr: Tensor, col: Tensor, group: int = 8) -> tuple[Sparse, Cut]:
     """Return a CSR with its run table, and how it is cut."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    cut = cut_for(rowptr.numel() - 1, col.numel(), processors)._replace(group=group)
-    return sparse(rowptr, col, cut, processors), cut
+    size = rowptr.numel() - 1, col.numel()
+    cut = cut_for(*size, processors)._replace(group=group)
+    return sparse(rowptr, col, cut, processors, staged_cut_for(*size)), cut
 
 
 def run(name: str, widths: list[int]) -> dict[str, Any]:
@@ -271,8 +273,9 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
         "edges": col.numel(),
         "largest degree": int(rowptr.diff().max()),
         "cut": cut._asdict(),
+        "cut by stretch": graph.staged_cut._asdict(),
         "runs": graph.runs.count,
-        "split rows": graph.runs.splits,
+        "split rows": graph.table.split[:, 0].unique().numel(),
     }
     for width in widths:
         peer = cusparse(rowptr, col, width, dot=width == 64)
@@ -311,7 +314,7 @@ def compile_ahead() -> None:
             jobs.append((GATHER, (gather_name(element, width),)))
         for element, value, scale in SPMM_CONFIGS:
             config = SpmmConfig(element, width, value=value, scale=scale)
-            jobs.append((SPMM_SOURCE, config.names()))
+            jobs.append((SPMM_SOURCE, (config.name(),)))
     major, minor = torch.cuda.get_device_capability()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda job: compile_kernels(*job, f"sm_{major}{minor}"), jobs))

@@ -31,14 +31,14 @@ class Sparse:
     col: Tensor
     table: Runs
     multiprocessors: int
-    cut: Cut
+    staged_cut: Cut
     row_bytes: int = 64
 
     @cached_property
     def staged(self) -> StagedRuns:
         """The edges by stretch."""
         window = window_rows(self.row_bytes)
-        runs = build_staged(self.rowptr, self.col, self.cut, self.multiprocessors, window, always=True)
+        runs = build_staged(self.rowptr, self.col, self.staged_cut, self.multiprocessors, window, always=True)
         assert runs is not None
         return runs
 
@@ -68,10 +68,12 @@ class Sparse:
         return [address(self.rowptr), address(self.col), *self.runs.fields]
 
 
-def sparse(rowptr: Tensor, col: Tensor, cut: Cut, multiprocessors: int) -> Sparse:
-    """Put a CSR with its run table onto the GPU."""
+def sparse(
+    rowptr: Tensor, col: Tensor, cut: Cut, multiprocessors: int, staged_cut: Cut | None = None
+) -> Sparse:
+    """Put a CSR with its run table onto the GPU; by stretch it is cut alike if nothing else is given."""
     rowptr, col = rowptr.cuda(), in_fours(col.cuda())
-    return Sparse(rowptr, col, build_runs(rowptr, cut), multiprocessors, cut)
+    return Sparse(rowptr, col, build_runs(rowptr, cut), multiprocessors, staged_cut or cut)
 
 
 @dataclass(frozen=True)
@@ -94,15 +96,9 @@ class SpmmConfig:
         tuning = f", {self.threads}, {self.step}" if self.threads else ""
         return f"gnnc::SpmmConfig<{types}{tuning}>"
 
-    def names(self, epilogue: str = "gnnc::StoreFloat") -> tuple[str, str]:
-        """Return the names of the kernel and of the one that joins split rows."""
-        given = f"{self.text()}, {epilogue}"
-        return f"gnnc::spmm<{given}>", f"gnnc::spmm_combine<{given}>"
-
-    def staged_names(self, epilogue: str = "gnnc::StoreFloat") -> tuple[str, str]:
-        """Return the same of those that read near sources in shared memory."""
-        given = f"{self.text()}, {epilogue}"
-        return f"gnnc::spmm_staged<{given}>", f"gnnc::spmm_combine<{given}, gnnc::StagedRuns>"
+    def name(self, epilogue: str = "gnnc::StoreFloat", *, staged: bool = False) -> str:
+        """Return the name of the kernel, or of the one that reads near sources in shared memory."""
+        return f"gnnc::spmm{'_staged' if staged else ''}<{self.text()}, {epilogue}>"
 
 
 STORES = """
@@ -133,9 +129,9 @@ EPILOGUES = {torch.float16: "StoreHalves<{width}>", torch.int8: "StoreBytes<{wid
 
 
 @cache
-def spmm_module(names: tuple[str, ...]) -> Module:
+def spmm_module(name: str) -> Module:
     """Compile one configuration."""
-    return Module(SPMM_SOURCE, names)
+    return Module(SPMM_SOURCE, (name,))
 
 
 def past(x: Tensor) -> float:
@@ -171,6 +167,12 @@ def heads16(x: Tensor, heads: int) -> Tensor:
     return padded.flatten(1)
 
 
+def staging_for(slots: int, words: int) -> tuple[Tensor, Tensor]:
+    """Return memory for parts of rows, and the counters of those that have arrived."""
+    memory = torch.empty(slots, words, device="cuda")
+    return memory, torch.zeros(slots, dtype=torch.int32, device="cuda")
+
+
 class Spmm:
     """One aggregation, ready to run again and again."""
 
@@ -199,25 +201,23 @@ class Spmm:
         self.config = replace(config, **tuning)
         width = (x.shape[1] + 3) // 4 * 4
         epilogue = EPILOGUES.get(to, "gnnc::StoreFloat").format(width=width)
-        self.names = (self.config.staged_names if staged else self.config.names)(epilogue)
-        self.module = spmm_module(self.names)
+        self.name = self.config.name(epilogue, staged=staged)
+        self.module = spmm_module(self.name)
         self.out = torch.empty(graph.num_dst, width, device="cuda", dtype=to)
         self.out.fill_(99)
         table = StagedTable(graph.staged, x.shape[0]) if staged else graph.runs
         self.shared = shared_bytes(x.shape[1] * x.element_size(), scale) if staged else 0
-        staging = torch.empty(table.slots, width, device="cuda")
+        staging, self.arrived = staging_for(table.slots, 2 * width)
         self.kept = (graph, table, x, value, x_scale, shift, staging)
-        tensors = (value, x_scale, shift, staging)
+        tensors = (value, x_scale, shift, staging, self.arrived)
         given = [address(graph.rowptr), *table.fields] if staged else graph.values()
         arguments = [*given, address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
         self.arguments = [*arguments, address(self.out), *([] if to in EPILOGUES else [width])]
-        self.grids = table.blocks, table.splits
+        self.grid = table.blocks
 
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""
-        spmm, combine = self.names
-        self.module.launch(spmm, self.grids[0], AS_COMPILED, *self.arguments, shared=self.shared)
-        self.module.launch(combine, self.grids[1], AS_COMPILED, *self.arguments)
+        self.module.launch(self.name, self.grid, AS_COMPILED, *self.arguments, shared=self.shared)
         return self.out[:, : self.config.width]
 
 
@@ -239,11 +239,9 @@ class AttentionConfig:
         flags += f", {self.threads}, {self.step}" if self.threads else ""
         return f"gnnc::AttentionConfig<gnnc::Element::{self.element}, {self.width}, {self.heads}, {flags}>"
 
-    def names(self) -> tuple[str, str, str]:
-        """Return the names of the kernel, of the one that joins split rows, and of the one for alpha."""
-        given = f"{self.text()}, gnnc::StoreFloat"
-        kernels = f"gnnc::attention<{given}>", f"gnnc::attention_combine<{given}>"
-        return *kernels, f"gnnc::attention_weights<{self.text()}>"
+    def names(self) -> tuple[str, str]:
+        """Return the names of the kernel and of the one for alpha."""
+        return f"gnnc::attention<{self.text()}, gnnc::StoreFloat>", f"gnnc::attention_weights<{self.text()}>"
 
     @staticmethod
     def source(slope: float = 0.2, eps: float = 1e-16) -> str:
@@ -280,26 +278,23 @@ class Attention:
         x = heads16(x, heads)
         graph = graph.gathering(x)
         words = (x.shape[1] + 3) // 4 * 4 + (2 * heads + 3) // 4 * 4
-        staging = torch.empty(graph.runs.slots, words, device="cuda")
+        staging, self.arrived = staging_for(graph.runs.slots, words)
         stats = torch.empty(graph.num_dst, heads, 2, device="cuda")
         self.kept = (graph, x, heads, a_src, a_dst, edge, x_scale, staging, stats)
-        tensors = (x_scale, a_src, a_dst, edge, stats, staging)
+        tensors = (x_scale, a_src, a_dst, edge, stats, staging, self.arrived)
         self.given = [*graph.values(), address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
         self.arguments = [*self.given, address(self.out), width]
-        self.grids = graph.runs.blocks, graph.runs.splits
+        self.grid = graph.runs.blocks
 
     def __call__(self) -> Tensor:
         """Run it; return the result, which the next call overwrites."""
-        attention, combine, _ = self.config.names()
-        self.module.launch(attention, self.grids[0], AS_COMPILED, *self.arguments)
-        self.module.launch(combine, self.grids[1], AS_COMPILED, *self.arguments)
+        self.module.launch(self.config.names()[0], self.grid, AS_COMPILED, *self.arguments)
         return self.out[:, : self.config.width]
 
     def alpha(self) -> Tensor:
         """Return the attention weights, after a run."""
         out = torch.full((self.kept[0].col.numel(), self.config.heads), float("nan"), device="cuda")
-        name = self.config.names()[2]
-        self.module.launch(name, self.grids[0], AS_COMPILED, *self.given, address(out))
+        self.module.launch(self.config.names()[1], self.grid, AS_COMPILED, *self.given, address(out))
         return out
 
 

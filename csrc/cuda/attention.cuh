@@ -11,12 +11,13 @@
 // Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 3
 // instructions for 4 columns of int8, an edge.
 //
-// Launch: attention as spmm; then attention_combine with a block for every row of runs.split.
-// staging: slots * Attention<Config>::kStaged words. attention_weights (launched as attention) writes alpha.
+// Launch: attention as spmm. staging: slots * Attention<Config>::kStaged words. attention_weights (launched as
+// attention) writes alpha.
 
 #include "lane_reduce.cuh"
 #include "product_sum.cuh"
 #include "row_tile.cuh"
+#include "split_rows.cuh"
 #include "stream.cuh"
 
 namespace gnnc {
@@ -30,7 +31,7 @@ struct AttentionArgs {
   const float* a_dst;    // [rows, heads], where Config::kAdditive
   const float* edge;     // [E, heads], where Config::kEdge
   float2* stats;         // [rows, heads]: maximum (times log2 e) and sum of exponentials; or null
-  void* staging;         // where rows are split
+  Staging staging;       // where rows are split
 };
 
 // Columns of a row of x from one head to the next.
@@ -106,6 +107,20 @@ struct Attention {
 
 // Above no finite logit, and finite: a difference from it is never NaN.
 constexpr float kNoLogit = -3.402823466e38f;
+
+// Of four columns of a head: what some edges have summed up to, with their maximum and total.
+struct PartOfHead {
+  float2 stat = {kNoLogit, 0.0f};
+  StagedColumns<float> sum = {{0.0f, 0.0f, 0.0f, 0.0f}};
+
+  __device__ __forceinline__ void join(const PartOfHead& other) {
+    const float highest = fmaxf(stat.x, other.stat.x);
+    const float by = power_of_two(stat.x - highest), of_other = power_of_two(other.stat.x - highest);
+    stat = make_float2(highest, fmaf(other.stat.y, of_other, __fmul_rn(stat.y, by)));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum.v[c] = fmaf(other.sum.v[c], of_other, __fmul_rn(sum.v[c], by));
+  }
+};
 
 template <class Config, class Epilogue>
 struct AttentionBody {
@@ -217,6 +232,14 @@ struct AttentionBody {
     }
   }
 
+  __device__ __forceinline__ void end_run(const Run& run) {
+    if (run.slot < 0) return;
+    const auto join = [&](const Split& split, int32_t slot, int32_t apart, int32_t count, bool whole) {
+      join_parts(split, slot, apart, count, whole);
+    };
+    end_part<32, 1>(a.runs.split, a.staging, run.slot, join);
+  }
+
  private:
   __device__ __forceinline__ float raw_logit(const Extra& e, int i) const {
     if constexpr (!Config::kAdditive) return e.edge[i];
@@ -247,7 +270,13 @@ struct AttentionBody {
   __device__ __forceinline__ float inverse(const Work& work) const { return A::inverse(total, work.total() > 0); }
 
   __device__ float* staged(int32_t slot) const {
-    return static_cast<float*>(a.staging) + static_cast<int64_t>(slot) * A::kStaged;
+    return static_cast<float*>(a.staging.memory) + static_cast<int64_t>(slot) * A::kStaged;
+  }
+
+  // Behind the sums of a slot: the maximum and the total of each head.
+  __device__ static float2* stats_of(float* slot) { return reinterpret_cast<float2*>(slot + A::kColumns); }
+  __device__ static const float2* stats_of(const float* slot) {
+    return reinterpret_cast<const float2*>(slot + A::kColumns);
   }
 
   // Ends a row, or a part of one, of which this thread has the columns from `first` on. Threads of one head write the
@@ -257,8 +286,8 @@ struct AttentionBody {
     static_assert(Tile::kPer == kCount, "a thread keeps the columns that it has");
     const int32_t row = work.row();
     if (work.part >= 0) {
-      store_columns<A::kColumns>(staged(work.part), first, v);
-      reinterpret_cast<float2*>(staged(work.part) + A::kColumns)[head] = make_float2(top, total);
+      store_staged<A::kColumns>(staged(work.part), first, v);
+      stats_of(staged(work.part))[head] = make_float2(top, total);
     } else if (row >= 0) {
       if (a.stats != nullptr) a.stats[static_cast<int64_t>(row) * kHeads + head] = make_float2(top, total);
       Tile tile;
@@ -282,8 +311,8 @@ struct AttentionBody {
 
   __device__ __forceinline__ void stage_held(int32_t slot) const {
     float* to = staged(slot);
-    copy_words<A::kColumns>(to, words);
-    for (int h = Layout::lane(); h < kHeads; h += 32) reinterpret_cast<float2*>(to + A::kColumns)[h] = heads[h];
+    store_held<A::kColumns>(to, words);
+    for (int h = Layout::lane(); h < kHeads; h += 32) stats_of(to)[h] = heads[h];
   }
 
   __device__ __forceinline__ void emit_held(int32_t row) const {
@@ -296,6 +325,64 @@ struct AttentionBody {
       for (int h = Layout::lane(); h < kHeads; h += 32) a.stats[static_cast<int64_t>(row) * kHeads + h] = heads[h];
     }
     epilogue(tile, row);
+  }
+
+  // See end_part. Threads of one head work out the same maximum and total.
+  __device__ __forceinline__ void join_parts(const Split& split, int32_t slot, int32_t apart, int32_t count,
+                                             bool whole) {
+    RowTile<Config::kWidth, 32> tile;
+    constexpr int kUnrolled = kBundle ? tile.kPer / 4 : 1;
+#pragma unroll kUnrolled
+    for (int first = 0; first < A::kColumns; first += 128) {
+      const int column = first + Layout::lane() * 4, of = column / A::kHeadStride;
+      if (column >= A::kColumns) continue;
+      PartOfHead total;
+      const auto load = [&](int32_t which) {
+        const float* part = staged(slot + which * apart);
+        return PartOfHead{__ldcg(stats_of(part) + of), load_staged(part + column)};
+      };
+      each_part<4>(count, PartOfHead{}, load, [&](const PartOfHead& part) { total.join(part); });
+      if (!whole) {
+        store_staged<A::kColumns>(staged(slot), column, total.sum.v);
+        continue;
+      }
+      const float factor = A::inverse(total.stat.y, true);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float result = __fmul_rn(total.sum.v[c], factor);
+        if constexpr (kBundle) {
+          if (tile.valid(first / 32 + c)) tile.v[first / 32 + c] = result;
+        } else {
+          words[column + c] = result;
+        }
+      }
+    }
+    __syncwarp();  // all have read the statistics of the first part
+    join_stats(split.row, slot, apart, count, whole);
+    if (!whole) return;
+    if constexpr (kBundle) {
+      epilogue(tile, split.row);
+    } else {
+      __syncwarp();
+      emit_held(split.row);
+      __syncwarp();
+    }
+  }
+
+  // The same of the maxima and totals, a head a thread.
+  __device__ __forceinline__ void join_stats(int32_t row, int32_t slot, int32_t apart, int32_t count,
+                                             bool whole) const {
+    float2* to = whole ? heads : stats_of(staged(slot));
+    if (kBundle && whole) {
+      if (a.stats == nullptr) return;
+      to = a.stats + static_cast<int64_t>(row) * kHeads;
+    }
+    for (int h = Layout::lane(); h < kHeads; h += 32) {
+      PartOfHead total;
+      const auto load = [&](int32_t which) { return PartOfHead{__ldcg(stats_of(staged(slot + which * apart)) + h)}; };
+      each_part<4>(count, PartOfHead{}, load, [&](const PartOfHead& part) { total.join(part); });
+      to[h] = total.stat;
+    }
   }
 };
 
@@ -315,62 +402,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention(const Attention
   Body body{a, epilogue, rows[threadIdx.x / 32], heads[threadIdx.x / 32]};
   body.clear();
   for_runs<Layout>(a.runs, nullptr, x, stride, &next, feed[threadIdx.x / 32], body);
-}
-
-// Of one column: what some edges have summed up to, with their statistics.
-struct ColumnPart {
-  float top = kNoLogit, total = 0.0f, sum = 0.0f;
-
-  __device__ void join(const ColumnPart& other) {
-    const float highest = fmaxf(top, other.top);
-    const float by = power_of_two(top - highest), of_other = power_of_two(other.top - highest);
-    total = fmaf(other.total, of_other, __fmul_rn(total, by));
-    sum = fmaf(other.sum, of_other, __fmul_rn(sum, by));
-    top = highest;
-  }
-};
-
-// Joins the parts of one split row: each warp every kWarps-th part, and the first warp the warps.
-template <class Config, class Epilogue>
-__global__ void __launch_bounds__(Config::kWidth <= 256 ? 256 : 128)
-    attention_combine(const AttentionArgs a, const Epilogue epilogue) {
-  begin_kernel();
-  using A = Attention<Config>;
-  using Tile = RowTile<Config::kWidth, 32>;
-  constexpr int kWarps = Config::kWidth <= 256 ? 8 : 4;
-  __shared__ ColumnPart parts[kWarps][A::kWidth];
-  const Split split = load_record(a.runs.split + blockIdx.x);
-  const float* staging = static_cast<const float*>(a.staging) + static_cast<int64_t>(split.slot) * A::kStaged;
-  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
-#pragma unroll 2
-  for (int column = lane; column < A::kWidth; column += 32) {
-    const int head = column / A::kHeadWidth;
-    ColumnPart joined;
-    const auto load = [&](int slot) {
-      const float* part = staging + static_cast<int64_t>(slot) * A::kStaged;
-      const float2 stat = reinterpret_cast<const float2*>(part + A::kColumns)[head];
-      return ColumnPart{stat.x, stat.y, part[A::place(column)]};
-    };
-    join_parts<kWarps, 4>(split.parts, warp, ColumnPart{}, load, [&](const ColumnPart& part) { joined.join(part); });
-    parts[warp][column] = joined;
-  }
-  __syncthreads();
-  if (warp != 0) return;
-  Tile tile;
-#pragma unroll
-  for (int i = 0; i < Tile::kPer; ++i) {
-    if (!tile.valid(i)) continue;
-    const int column = tile.column(i);
-    ColumnPart joined = parts[0][column];
-#pragma unroll
-    for (int other = 1; other < kWarps; ++other) joined.join(parts[other][column]);
-    tile.v[i] = __fmul_rn(joined.sum, A::inverse(joined.total, true));
-    if (a.stats != nullptr && column % A::kHeadWidth == 0) {
-      const int64_t row = static_cast<int64_t>(split.row) * Config::kHeads;
-      a.stats[row + column / A::kHeadWidth] = make_float2(joined.top, joined.total);
-    }
-  }
-  epilogue(tile, split.row);
 }
 
 // alpha[e, h] from the statistics that attention wrote, a warp a run.

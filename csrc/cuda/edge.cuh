@@ -7,11 +7,11 @@
 // Traffic: what the body reads an edge (neighbouring columns share sectors), the result once.
 //
 // Launch: edge_map with a thread for every element of the result, blocks of 256. message with a group of kLanes threads
-// for every run of the run table (runs.cuh), blocks of 256; then message_combine with a block of 256 for every row that
-// is split. staging: slots * kWidth floats.
+// for every run of the run table (runs.cuh), blocks of 256. staging: slots * kWidth floats.
 
 #include "row_steps.cuh"
 #include "runs.cuh"
+#include "split_rows.cuh"
 
 namespace gnnc {
 
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(256) edge_map(EdgeMapArgs args, Body body) {
 
 struct MessageArgs {
   Runs runs;
-  float* staging;
+  Staging staging;
   float* out;
   int64_t count;  // of runs
 };
@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(256) message(MessageArgs args, Body body) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (256 / kLanes) + threadIdx.x / kLanes;
   if (index >= args.count) return;
   const Run run = load_record(args.runs.run + index);
+  auto* const staging = static_cast<float*>(args.staging.memory);
   for (int32_t which = 0; which < run.count; ++which) {
     const Entry entry = load_record(args.runs.entry + run.first + which);
     for (int column = threadIdx.x % kLanes; column < kWidth; column += kLanes) {
@@ -73,26 +74,30 @@ __global__ void __launch_bounds__(256) message(MessageArgs args, Body body) {
         total = join<kJoin>(total, body(entry.row, args.runs.col[edge], edge, column));
       }
       if (run.slot >= 0) {
-        args.staging[static_cast<int64_t>(run.slot) * kWidth + column] = total;
+        staging[static_cast<int64_t>(run.slot) * kWidth + column] = total;
       } else {
         args.out[static_cast<int64_t>(entry.row) * kStride + column] = join_end<kJoin>(total, entry.count);
       }
     }
   }
-}
-
-template <int kWidth, int kStride, Join kJoin>
-__global__ void __launch_bounds__(256) message_combine(MessageArgs args) {
-  begin_kernel();
-  const Split split = load_record(args.runs.split + blockIdx.x);
-  const int64_t count = args.runs.rowptr[split.row + 1] - args.runs.rowptr[split.row];
-  for (int column = threadIdx.x; column < kWidth; column += 256) {
-    float total = join_start<kJoin>();
-    for (int64_t slot = split.slot; slot < split.slot + split.parts; ++slot) {
-      total = join<kJoin>(total, args.staging[slot * kWidth + column]);
-    }
-    args.out[static_cast<int64_t>(split.row) * kStride + column] = join_end<kJoin>(total, count);
-  }
+  if (run.slot < 0) return;
+  end_part<kLanes, 1>(
+      args.runs.split, args.staging, run.slot,
+      [&](const Split& split, int32_t slot, int32_t apart, int32_t count, bool whole) {
+        const int64_t edges = args.runs.rowptr[split.row + 1] - args.runs.rowptr[split.row];
+        for (int column = threadIdx.x % kLanes; column < kWidth; column += kLanes) {
+          const auto load = [&](int32_t which) {
+            return __ldcg(staging + static_cast<int64_t>(slot + which * apart) * kWidth + column);
+          };
+          float total = join_start<kJoin>();
+          each_part<8>(count, join_start<kJoin>(), load, [&](float part) { total = join<kJoin>(total, part); });
+          if (whole) {
+            args.out[static_cast<int64_t>(split.row) * kStride + column] = join_end<kJoin>(total, edges);
+          } else {
+            staging[static_cast<int64_t>(slot) * kWidth + column] = total;
+          }
+        }
+      });
 }
 
 }  // namespace gnnc

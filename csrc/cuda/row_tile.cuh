@@ -40,14 +40,7 @@ struct RowTile {
   __device__ bool valid(int i) const { return column(i) < kWidth; }
   __device__ static int column_of(int lane, int i) { return i / kRun * kBlock + lane * kRun + i % kRun; }
 
-  // Bits of the threads of this group, for __shfl_*_sync and __syncwarp.
-  __device__ static uint32_t members() {
-    if constexpr (kLanes == 32) {
-      return 0xffffffffu;
-    } else {
-      return ((1u << kLanes) - 1u) << (threadIdx.x % 32 / kLanes * kLanes);
-    }
-  }
+  __device__ static uint32_t members() { return group_members<kLanes>(); }
 
   // combine(combine(a, b), c)... over the values that the threads of the group hold, in one fixed order. Every thread
   // gets the result; combine must be commutative, or the threads would not agree.

@@ -4,8 +4,8 @@
 //
 // A run is up to 16 or 32 entries, rows with few edges that are worked on side by side, or one entry: a row with many
 // edges, or a part of one. Entries of one run have about as many edges, since short rows are sorted by that within a
-// window of neighbouring rows. Parts go to a staging buffer, one slot each, and are combined in order afterwards: no
-// atomics on data, equal bits in every call. A multiprocessor is given one large block. Blocks take chunks of
+// window of neighbouring rows. Parts go to a staging buffer, one slot each, and are joined in order (split_rows.cuh):
+// no atomics on data, equal bits in every call. A multiprocessor is given one large block. Blocks take chunks of
 // consecutive runs in turns, so that all work on neighbouring rows at a time, whose sources often are neighbours and
 // lie in L1 and L2; in a block, whichever warp is free takes the next run.
 
@@ -34,6 +34,7 @@ struct alignas(16) Run {
   int32_t stretch;  // where its rows lie (staged.cuh)
 };
 
+// A row that has several parts.
 struct alignas(16) Split {
   int32_t row;
   int32_t slot;   // of the first part
@@ -41,29 +42,12 @@ struct alignas(16) Split {
   int32_t unused;
 };
 
-// join(part) for every kWarps-th part of a split row from `warp` on, in order: load(slot), kTogether at a time, since
-// each is a wait for memory, and past the last one `nothing`.
-template <int kWarps, int kTogether, class Part, class Load, class Join>
-__device__ __forceinline__ void join_parts(int32_t parts, int warp, const Part& nothing, const Load& load,
-                                           const Join& join) {
-  for (int first = warp; first < parts; first += kWarps * kTogether) {
-    Part part[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int slot = first + i * kWarps;
-      part[i] = slot < parts ? load(slot) : nothing;
-    }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) join(part[i]);
-  }
-}
-
 struct Runs {
   const int64_t* rowptr;  // [rows + 1]
   const int32_t* col;     // [E], readable up to a multiple of four, on 16 bytes
   const Entry* entry;     // [entries]
   const Run* run;         // [runs]
-  const Split* split;     // [splits], rows that have several parts
+  const Split* split;     // [slots], the row of each part
   int64_t count;          // runs
   int64_t chunk;          // runs, a power of two
 };

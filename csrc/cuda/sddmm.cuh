@@ -104,6 +104,7 @@ struct SddmmBody {
   }
 
   __device__ __forceinline__ void finish(const Work&, int) const {}
+  __device__ __forceinline__ void end_run(const Run&) const {}
 
  private:
   __device__ uint4 row_of(int32_t row) const {

@@ -7,14 +7,15 @@
 // (product_sum.cuh), all else in FP32 (lane_reduce.cuh). Traffic: 4 B of col (+ 4 B a weight) and a row of x an edge,
 // the epilogue's outputs a row, 8 B a column and slot of a row that is split. Floor: the gather from L1 and L2.
 //
-// Launch: spmm with one block of Config::kThreads threads a multiprocessor; then spmm_combine with a block for every
-// row of runs.split. No dynamic shared memory. staging: slots * Spmm<Config>::kStaged words of 4 bytes.
+// Launch: spmm with one block of Config::kThreads threads a multiprocessor, no dynamic shared memory. staging: slots *
+// Spmm<Config>::kStagedBytes.
 //
 // Exact: int8 sums without real weights are integers, rounded to FP32 once (a mean is divided in FP32 after that).
 
 #include "lane_reduce.cuh"
 #include "product_sum.cuh"
 #include "row_tile.cuh"
+#include "split_rows.cuh"
 #include "staged.cuh"
 #include "stream.cuh"
 
@@ -28,7 +29,7 @@ struct SpmmArgsOn {
   const void* value;     // [E] float on 16 bytes, [E, heads] float, or [E] int8; null where Config::kValue is none
   const float* x_scale;  // [num_src], where Config::kScale is row
   const uint8_t* shift;  // [num_src], where Config::kScale is power: row weight 2^(7 - shift)
-  void* staging;         // where rows are split
+  Staging staging;       // where rows are split
 };
 using SpmmArgs = SpmmArgsOn<Runs>;
 using StagedSpmmArgs = SpmmArgsOn<StagedRuns>;
@@ -115,8 +116,10 @@ struct Spmm {
   static constexpr int kRun = spread_run<Layout>();
   static constexpr bool kSpread = kBundle && kRun < Layout::kColumns;
   static constexpr int kWarps = Config::kThreads / 32;
-  static constexpr int kHeld = kBundle ? 4 : Layout::kPadded;      // words of a row of several passes, of a warp
-  static constexpr int kStaged = (Config::kRowWidth + 3) / 4 * 4;  // words a slot
+  static constexpr int kHeld = kBundle ? 4 : Layout::kPadded;  // words of a row of several passes, of a warp
+  // What a slot of the staging buffer holds of each column.
+  using Total = typename Select<kExact, int64_t, float>::Type;
+  static constexpr int kStaged = (Config::kRowWidth + 3) / 4 * 4, kStagedBytes = kStaged * sizeof(Total);
 };
 
 // The row as the epilogue takes it, from sums over `count` edges.
@@ -141,6 +144,7 @@ struct SpmmBody {
   using S = Spmm<Config>;
   using Layout = typename S::Layout;
   using Word = typename S::Word;
+  using Total = typename S::Total;
   static constexpr bool kPower = Config::kScale == Scale::power, kRow = Config::kScale == Scale::row;
   static constexpr bool kByteWeights = S::kExact && S::kWeight != Weight::none;
   static constexpr bool kSingly = S::kWeight == Weight::none && (S::kBytes || S::kHalves);
@@ -156,7 +160,7 @@ struct SpmmBody {
   static constexpr bool kTurns = S::kBytes && kValued && kRow && Layout::kPieces >= 4;
   // Zeros add nothing, but they are not below every maximum; and weights a head are read late.
   static constexpr bool kMasks = !S::kAdds || Config::kHeads > 1;
-  static constexpr bool kWhole = kMasks;
+  static constexpr bool kWhole = kMasks || (S::kBytes && kValued && kRow);
 
   struct Extra {
     float value[4];    // kValued; with kTurns only the first
@@ -267,16 +271,25 @@ struct SpmmBody {
       if (pass + 1 < Layout::kPasses) return;
       __syncwarp();
       if (work.part >= 0) {
-        copy_words<S::kStaged>(staged(work.part), words);
+        store_held<S::kStaged>(staged(work.part), words);
       } else {
-        emit_held(work);
+        emit_held(work.row(), [&](Word v) { return result_of<Config>(v, work.total()); });
       }
       __syncwarp();
     }
   }
 
+  __device__ __forceinline__ void end_run(const Run& run) const {
+    if (run.slot < 0) return;
+    const auto join = [&](const Split& split, int32_t slot, int32_t apart, int32_t count, bool whole) {
+      join_parts(split, slot, apart, count, whole);
+    };
+    end_part<32, Config::kRowWidth / Config::kWidth>(a.runs.split, a.staging, run.slot, join);
+  }
+
  private:
-  __device__ static Word joined(Word p, Word q) {
+  template <class T>
+  __device__ static T joined(T p, T q) {
     if constexpr (S::kExact) {
       return p + q;
     } else {
@@ -337,15 +350,15 @@ struct SpmmBody {
     }
   }
 
-  __device__ Word* staged(int32_t slot) const {
-    return static_cast<Word*>(a.staging) + static_cast<int64_t>(slot) * S::kStaged + first_column;
+  __device__ Total* staged(int32_t slot) const {
+    return static_cast<Total*>(a.staging.memory) + static_cast<int64_t>(slot) * S::kStaged + first_column;
   }
 
   // Ends a row, or a part of one, of which this thread has the columns from `first` on.
   template <class Tile, int kCount, class Work>
   __device__ __forceinline__ void settle(const Word (&out)[kCount], int first, const Work& work) const {
     if (work.part >= 0) {
-      store_columns<(Config::kWidth + 3) / 4 * 4>(staged(work.part), first, out);
+      store_staged<(Config::kWidth + 3) / 4 * 4>(staged(work.part), first, out);
     } else if (work.row() >= 0) {
       emit<Tile>(out, work);
     }
@@ -384,14 +397,56 @@ struct SpmmBody {
     for (int c = 0; c < kColumns; ++c) to[c] = out[c];
   }
 
-  template <class Work>
-  __device__ __forceinline__ void emit_held(const Work& work) const {
+  template <class Result>
+  __device__ __forceinline__ void emit_held(int32_t row, const Result& result) const {
     typename S::Tile tile;
 #pragma unroll
     for (int i = 0; i < S::Tile::kPer; ++i) {
-      if (tile.valid(i)) tile.v[i] = result_of<Config>(words[tile.column(i)], work.total());
+      if (tile.valid(i)) tile.v[i] = result(words[tile.column(i)]);
     }
-    epilogue(tile, work.row());
+    epilogue(tile, row);
+  }
+
+  // See end_part.
+  __device__ __forceinline__ void join_parts(const Split& split, int32_t slot, int32_t apart, int32_t count,
+                                             bool whole) const {
+    const int64_t edges = whole ? a.runs.rowptr[split.row + 1] - a.runs.rowptr[split.row] : 0;
+    const Total start = S::kExact ? Total{0} : static_cast<Total>(start_of<Config::kReduce>());
+    const StagedColumns<Total> nothing{{start, start, start, start}};
+    Total* to = static_cast<Total*>(a.staging.memory) + static_cast<int64_t>(slot) * S::kStaged;
+    RowTile<Config::kRowWidth, 32> tile;
+    constexpr int kUnrolled = kBundle ? tile.kPer / 4 : 1;
+#pragma unroll kUnrolled
+    for (int i = 0; i < tile.kPer; i += 4) {
+      const int column = tile.column(i);
+      if (column >= S::kStaged) continue;
+      StagedColumns<Total> total = nothing;
+      const auto load = [&](int32_t which) {
+        return load_staged(to + static_cast<int64_t>(which) * apart * S::kStaged + column);
+      };
+      each_part<32 / sizeof(Total)>(count, nothing, load, [&](const StagedColumns<Total>& part) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) total.v[c] = joined(total.v[c], part.v[c]);
+      });
+      if (!whole) store_staged<S::kStaged>(to, column, total.v);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float result = result_of<Config>(total.v[c], edges);
+        if constexpr (kBundle) {
+          if (tile.valid(i + c)) tile.v[i + c] = result;
+        } else {
+          reinterpret_cast<float*>(words)[column + c] = result;
+        }
+      }
+    }
+    if (!whole) return;
+    if constexpr (kBundle) {
+      epilogue(tile, split.row);
+    } else {
+      __syncwarp();
+      emit_held(split.row, [](Word v) { return *reinterpret_cast<const float*>(&v); });
+      __syncwarp();
+    }
   }
 };
 
@@ -456,8 +511,8 @@ struct Staged {
 };
 
 // As spmm, with near sources from shared memory. Launch: runs.share of blocks of Staged<Config>::kThreads threads, with
-// Staged<Config>::Window::kBytes of dynamic shared memory; then spmm_combine. A row of several slices reaches the
-// epilogue slice by slice.
+// Staged<Config>::Window::kBytes of dynamic shared memory. A row of several slices reaches the epilogue slice by slice,
+// unless it is split.
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
     spmm_staged(const StagedSpmmArgs a, const Epilogue epilogue) {
@@ -477,50 +532,6 @@ __global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
     body.first_column = slice * S::kWidth;
     for_staged_runs<typename S::Layout>(a.runs, x, stride, factor, window, &share, feed[threadIdx.x / 32], body);
   }
-}
-
-constexpr int kCombineThreads = 128;
-
-// Joins the parts of a split row, a block a row: each warp adds up every kWarps-th part, and the first warp the warps.
-template <class Config, class Epilogue, class Runs = Runs>
-__global__ void __launch_bounds__(kCombineThreads, 2) spmm_combine(const SpmmArgsOn<Runs> a, const Epilogue epilogue) {
-  begin_kernel();
-  using S = Spmm<Config>;
-  using Word = typename S::Word;
-  using Total = typename Select<S::kExact, int64_t, float>::Type;
-  constexpr int kWarps = kCombineThreads / 32;
-  const Total nothing = S::kExact ? Total{0} : static_cast<Total>(start_of<Config::kReduce>());
-  const auto join = [](Total p, Total q) {
-    if constexpr (S::kExact) {
-      return p + q;
-    } else {
-      return combine<Config::kReduce>(p, q);
-    }
-  };
-  __shared__ Total parts[kWarps][S::kStaged];
-  const Split split = load_record(a.runs.split + blockIdx.x);
-  const int64_t count = a.runs.rowptr[split.row + 1] - a.runs.rowptr[split.row];
-  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
-  const auto* staging = static_cast<const Word*>(a.staging) + static_cast<int64_t>(split.slot) * S::kStaged;
-#pragma unroll 2
-  for (int column = lane; column < Config::kWidth; column += 32) {
-    Total total = nothing;
-    const auto load = [&](int slot) -> Total { return staging[static_cast<int64_t>(slot) * S::kStaged + column]; };
-    join_parts<kWarps, 8>(split.parts, warp, nothing, load, [&](Total part) { total = join(total, part); });
-    parts[warp][column] = total;
-  }
-  __syncthreads();
-  if (warp != 0) return;
-  RowTile<Config::kWidth, 32> tile;
-#pragma unroll
-  for (int i = 0; i < tile.kPer; ++i) {
-    if (!tile.valid(i)) continue;
-    Total total = parts[0][tile.column(i)];
-#pragma unroll
-    for (int other = 1; other < kWarps; ++other) total = join(total, parts[other][tile.column(i)]);
-    tile.v[i] = result_of<Config>(total, count);
-  }
-  epilogue(tile, split.row);
 }
 
 }  // namespace gnnc

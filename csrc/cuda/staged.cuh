@@ -45,7 +45,7 @@ struct StagedRuns {
   const int4* word;       // [words]
   const StagedEntry* entry;
   const Run* run;        // [runs], by stretch
-  const Split* split;    // [splits], rows that have several parts
+  const Split* split;    // [slots], the row of each part
   const int32_t* begin;  // [stretches + 1], the first run of each
   const int32_t* share;  // [blocks + 1], the first run of each block of threads
   int64_t sources;       // rows of x
@@ -359,6 +359,7 @@ __device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue&
       const StagedWork work = staged_work_of<Layout>(run, feed.runs.entry[turn], at, shared);
       stream_staged<Layout>(runs.word, feed.words, half, work, after, base, x_stride, window, body);
     }
+    body.end_run(run);
     turn ^= 1;
     run = feed.runs.advance(runs, queue, turn);
   }

@@ -12,9 +12,10 @@
 //   Extra                              what else is loaded an edge (weights, scales)
 //   begin(work, pass)                  before the edges of a row, for the columns of a pass
 //   load(extra, four, source, mask)    starts the loads of this slot's four edges that mask has bits for, and looks at
-//                                      none of them: the rows are gathered after it
+//                                      none of them: the rows are gathered after it; values of others are 0
 //   add<kMasked>(x, extra, mask)       adds four edges; with kMasked only those whose bit of mask is set
 //   finish(work, pass)                 stores and clears the sums
+//   end_run(run)                       when a run is through
 
 #include "rows.cuh"
 #include "runs.cuh"
@@ -65,7 +66,7 @@ struct EdgeArrays {
 // Four edges of a slot, some of which may not be there.
 struct Four {
   int64_t edge;    // the first
-  float value[4];  // of bodies with kValued; 0 of an edge that is not there
+  float value[4];  // of bodies with kValued
 };
 
 // The sources of the edges that a warp works on, and their values, on their way through shared memory: while a chunk of
@@ -129,13 +130,13 @@ struct Step {
   int32_t source[kFours][4];
   uint32_t mask[kFours];
   Four four[kFours];
-  bool whole;  // all edges are there; of bodies with kMasks
+  bool whole;  // all edges are there; of bodies with kMasks or kWhole
 
   // Reads fours from a place in the row on, which are in a half from `f` on.
   template <class Edges>
   __device__ __forceinline__ void read(const Edges& edges, int half, int f, const Work& work, int32_t place,
                                        int32_t apart) {
-    whole = Body::kMasks;
+    whole = Body::kMasks || Body::kWhole;
 #pragma unroll
     for (int k = 0; k < kFours; ++k) {
       const int32_t at = place + k * apart;
@@ -151,9 +152,8 @@ struct Step {
       four[k].edge = work.first + at;
       if constexpr (Body::kValued) {
         const float4 value = edges.values(half, f + k);
-        const float given[4] = {value.x, value.y, value.z, value.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) four[k].value[i] = there<false>(k, i) ? given[i] : 0.0f;
+        four[k].value[0] = value.x, four[k].value[1] = value.y;
+        four[k].value[2] = value.z, four[k].value[3] = value.w;
       }
     }
   }
@@ -172,7 +172,14 @@ struct Step {
     typename Body::Extra extra[kFours];
     uint4 data[kFours][4];
 #pragma unroll
-    for (int k = 0; k < kFours; ++k) body.load(extra[k], four[k], source[k], kAll ? 15u : mask[k]);
+    for (int k = 0; k < kFours; ++k) {
+      Four those = four[k];
+      if constexpr (Body::kValued) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) those.value[i] = there<kAll>(k, i) ? those.value[i] : 0.0f;
+      }
+      body.load(extra[k], those, source[k], kAll ? 15u : mask[k]);
+    }
     // All gathers are started before the first is waited for: what hides their latency is their number.
 #pragma unroll
     for (int k = 0; k < kFours; ++k) {
@@ -285,32 +292,9 @@ __device__ inline void for_runs(const Runs& runs, const float* value, const char
         stream<Layout>(arrays, feed.edges, half, work, after, x, x_stride, pass, body);
       }
     }
+    body.end_run(run);
     turn ^= 1;
     run = feed.runs.advance(runs, queue, turn);
-  }
-}
-
-// Stores the columns from `first` on that are below kColumns (both multiples of four) of a row on 16 bytes.
-template <int kColumns, class T, int kCount>
-__device__ __forceinline__ void store_columns(T* row, int first, const T (&v)[kCount]) {
-  static_assert(sizeof(T) == 4, "words");
-#pragma unroll
-  for (int c = 0; c < kCount; c += 4) {
-    const int column = first + c;
-    if (column >= kColumns) continue;
-    const T four[4] = {v[c], v[c + 1], v[c + 2], v[c + 3]};
-    *reinterpret_cast<int4*>(row + column) = *reinterpret_cast<const int4*>(four);
-  }
-}
-
-// Copies kWords words (a multiple of four) on 16 bytes, the whole warp.
-template <int kWords, class T>
-__device__ __forceinline__ void copy_words(T* to, const T* from) {
-  static_assert(sizeof(T) == 4, "words");
-#pragma unroll
-  for (int first = 0; first < kWords; first += 128) {
-    const int at = first + static_cast<int>(threadIdx.x % 32) * 4;
-    if (at < kWords) *reinterpret_cast<int4*>(to + at) = *reinterpret_cast<const int4*>(from + at);
   }
 }
 

@@ -40,6 +40,16 @@ struct Select<false, A, B> {
   using Type = B;
 };
 
+// Bits of this thread's group of kLanes neighbouring threads (a power of two), for __shfl_*_sync and __syncwarp.
+template <int kLanes>
+__device__ __forceinline__ uint32_t group_members() {
+  if constexpr (kLanes == 32) {
+    return 0xffffffffu;
+  } else {
+    return ((1u << kLanes) - 1u) << (threadIdx.x % 32 / kLanes * kLanes);
+  }
+}
+
 // Where a row of codes of scale base / 2^shift has its weight 2^(7 - shift): the last byte of its last 16, where there
 // is one past the width. An SpMM then has the weight with the row. -1: it has no such byte.
 __host__ __device__ constexpr int weight_place(int width) { return width % 16 == 0 ? -1 : width / 16 * 16 + 15; }

@@ -7,7 +7,14 @@ from gnnc.runtime.cuda.body import write_body
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, round_up
 from gnnc.runtime.cuda.epilogue import literal, truth, write_epilogue
 from gnnc.runtime.cuda.spmm import ELEMENTS, gathered_rows, packed_width
-from gnnc.runtime.cuda.tables import RUNS_EXTRA, destinations, runs_arguments, write_columns, write_runs
+from gnnc.runtime.cuda.tables import (
+    RUNS_EXTRA,
+    destinations,
+    runs_arguments,
+    write_columns,
+    write_runs,
+    write_staging,
+)
 from gnnc.runtime.cuda.unit import AS_COMPILED
 from gnnc.runtime.emitter import shape_of
 from gnnc.runtime.epilogue import argument_of
@@ -37,7 +44,7 @@ class Attend:
 
     @staticmethod
     def emit(plan: attention.Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launches: logits of dot products, every run, split rows, weights where they are read."""
+        """Write the launches: logits of dot products, the sums, weights where they are read."""
         emitter.unit.include("attention.cuh")
         rowptr = argument_of(node, plan.rowptr)
         rows = shape_of(rowptr)[0] - 1
@@ -60,19 +67,14 @@ class Attend:
             stats = f"{emitter.scratch(rows, 2 * plan.heads, torch.float32, flat=True)}.data_ptr()"
         epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width)
         words = round_up(x.columns, 4) + round_up(2 * plan.heads, 4)
-        kind = emitter.bind(torch.float32, "dtype")
-        staging = emitter.let("staging", f"empty(({runs}.slots * {words},), dtype={kind})")
         given = [*runs_arguments(pointer, col, runs), f"{x.text}.data_ptr()", str(x.stride), scale, *ends]
-        given += ["0" if edge is None else f"{edge}.data_ptr()", stats, f"{staging}.data_ptr()"]
+        given += ["0" if edge is None else f"{edge}.data_ptr()", stats]
+        given += write_staging(emitter, runs, words)
         count = len(given) + RUNS_EXTRA
         emitter.unit.expect("AttentionArgs", count)
         config = _config(plan, node, emitter, additive, edge is not None)
-        for name, grid, block in (
-            ("attention", "blocks", AS_COMPILED),
-            ("attention_combine", "splits", AS_COMPILED),
-        ):
-            launch, total = f"gnnc::{name}<{config}, {epilogue}>", count + len(values)
-            emitter.launch(launch, f"{runs}.{grid}", [*given, *values], block=block, count=total)
+        launch, total = f"gnnc::attention<{config}, {epilogue}>", count + len(values)
+        emitter.launch(launch, f"{runs}.blocks", [*given, *values], block=AS_COMPILED, count=total)
         if weights is not None:
             launch = f"gnnc::attention_weights<{config}>"
             values = [*given, f"{weights}.data_ptr()"]

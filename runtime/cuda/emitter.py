@@ -15,7 +15,7 @@ from gnnc.runtime.registry import Choice
 _LAUNCH = re.compile(r"(launch_\d+)\((.*?), stream, ")
 _NAMES = re.compile(r"\b[a-z]\w*")
 _REGION = re.compile(r"t\d+")
-_ALLOCATIONS = ("take(", "empty(")
+_ALLOCATIONS = ("take(", "empty(", "counters(")
 _VIEW = re.compile(r"\w+\.view\([^()]*(\([^()]*\))*[^()]*\)")
 _SECTOR = 32  # bytes that global memory moves at least
 _VECTOR = 16  # bytes that a thread loads at most

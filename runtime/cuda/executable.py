@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from gnnc.errors import BackendError
 from gnnc.runtime.cuda.build import Machine, Resources
-from gnnc.runtime.cuda.emitter import CudaEmitter
+from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.launch import enter_device
 from gnnc.runtime.cuda.replay import Fixed, Held, Recorded, Replay, launch_all
 from gnnc.runtime.cuda.steady import Recording, recording
@@ -50,6 +50,13 @@ class CudaArena(Arena):
         self.last: Fixed | None = None
         self.held: Held | None = None
         self._device = device
+        self._counters: torch.Tensor | None = None
+
+    def counters(self, count: int) -> torch.Tensor:
+        """Return so many numbers that are 0 before and after every kernel (csrc/cuda/split_rows.cuh)."""
+        if self._counters is None or self._counters.numel() < count:
+            self._counters = torch.zeros(round_up(count, 64), dtype=torch.int32, device=self._device)
+        return self._counters
 
     def resize(self, sizes: tuple[int, ...], layout: Layout) -> None:
         """Lay the temporaries out for these sizes; buffers only grow."""
@@ -299,7 +306,8 @@ class CudaExecutable(Executable):
         def take(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
             return new(shape, (shape[1], 1), dtype)
 
-        return {"take": take, "empty": partial(torch.empty, device=self.device)}
+        empty = partial(torch.empty, device=self.device)
+        return {"take": take, "empty": empty, "counters": CudaArena.counters}
 
     @staticmethod
     def _clock() -> Any:

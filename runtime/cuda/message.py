@@ -9,7 +9,7 @@ from torch.fx import Node
 from gnnc.ir.nodes import as_node
 from gnnc.runtime.cuda.body import write_body
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks
-from gnnc.runtime.cuda.tables import RUNS_EXTRA, destinations, runs_arguments, write_runs
+from gnnc.runtime.cuda.tables import RUNS_EXTRA, destinations, runs_arguments, write_runs, write_staging
 from gnnc.runtime.epilogue import Refusal, fixed_width, planned
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.registry import Decline, kernel
@@ -61,7 +61,7 @@ class EdgeBody:
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launches."""
+        """Write the launch."""
         _emit(plan, node, emitter)
 
 
@@ -131,14 +131,12 @@ def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
         emitter.launch(f"gnnc::edge_map<{functor.width}, {body}>", f"({grid})", values)
         return
     runs = write_runs(emitter, emitter.vector(rowptr), edges, 4 * functor.width)
-    staging = emitter.let(
-        "staging", f"empty(({runs}.slots * {functor.width},), dtype={emitter.bind(torch.float32, 'dtype')})"
-    )
     out = emitter.allocate(node, dense=True)
     stride = emitter.row_stride(node)
     lanes = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= functor.width or lanes == 32)
     values = runs_arguments(emitter.vector(rowptr), columns, runs)
-    values += [f"{staging}.data_ptr()", f"{out}.data_ptr()", f"{runs}.count"]
+    values += write_staging(emitter, runs, functor.width)
+    values += [f"{out}.data_ptr()", f"{runs}.count"]
     emitter.unit.expect("MessageArgs", len(values) + RUNS_EXTRA)
     join = f"gnnc::Join::{plan.reduce}"
     emitter.launch(
@@ -146,10 +144,4 @@ def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
         blocks(f"{runs}.count", BLOCK // lanes),
         [*values, *pointers],
         count=len(values) + len(pointers) + RUNS_EXTRA,
-    )
-    emitter.launch(
-        f"gnnc::message_combine<{functor.width}, {stride}, {join}>",
-        f"{runs}.splits",
-        values,
-        count=len(values) + RUNS_EXTRA,
     )

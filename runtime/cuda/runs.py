@@ -13,10 +13,10 @@ spread them over more than L2 holds. Rows of 256 bytes and more get larger ones,
 more often."""
 _TURNS = 16
 """Chunks for each block, at least: with fewer, what they cost differs too much between blocks."""
-_LEAST_SHORT = 8
-"""A slot gathers the rows of so many edges at once."""
+_LEAST_SHORT, _MOST_SHORT = 8, 256
+"""A slot gathers the rows of so many edges at once; a run of rows with more is too much for one warp."""
 _UNSPLIT = 256
-"""Edges of a row that is not split on a small graph: combining parts is a launch more."""
+"""Edges of a row that is not split on a small graph: to join parts is to wait for memory once more."""
 _SHARES = 32
 """Parts of rows have a multiple of this many edges, so that the slots of a warp get whole steps."""
 
@@ -45,14 +45,12 @@ class Runs(NamedTuple):
     Attributes:
         entry: int32 ``[entries, 4]``: row, edges, and the first of them as int64.
         run: int32 ``[runs, 4]``: first entry, entries, staging slot (-1: whole rows), 0.
-        split: int32 ``[splits, 4]``: row, first slot and number of parts of every split row, 0.
-        slots: rows that the staging buffer has.
+        split: int32 ``[slots, 4]``: row, first slot and number of parts, 0, of the row of each part.
     """
 
     entry: Tensor
     run: Tensor
     split: Tensor
-    slots: int
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -74,12 +72,18 @@ def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
         multiprocessors: of the device.
     """
     warps = multiprocessors * 32
-    by_degree = min(max(_power_of_two_from(2 * edges // max(rows, 1)), 64), 256)
+    few = few_edges(rows, edges)
+    by_degree = min(few, _MOST_SHORT)
     short = min(by_degree, max(_power_of_two_from(edges // (2 * warps)), _LEAST_SHORT))
     if short < by_degree:
         return Cut(_UNSPLIT, short, entries=1)
     part = _power_of_two_from(edges // (warps * 3))
-    return Cut(min(max(part, 2 * short), 4 * short), short)
+    return Cut(min(max(part, 2 * short), 4 * few), short)
+
+
+def few_edges(rows: int, edges: int) -> int:
+    """Return what is few edges for a row of a CSR: twice the mean, as a power of two from 64 to 512."""
+    return min(max(_power_of_two_from(2 * edges // max(rows, 1)), 64), 512)
 
 
 def _power_of_two_from(number: int) -> int:
@@ -118,7 +122,6 @@ def build_runs(rowptr: Tensor, cut: Cut) -> Runs:
         torch.cat([near.entry, far.entry]),
         torch.cat([near.run, far.run])[order].int(),
         far.split.int(),
-        int(far.split[:, 2].sum()),
     )
 
 
@@ -133,7 +136,7 @@ def deal(runs: Runs, blocks: int) -> Tensor:
 
     Returns:
         int32 ``[blocks * n, 4]`` like ``Runs.run``, ``n`` a power of two: each share ends with runs of no
-        entries, at which warps stop.
+        entries, at which warps stop; they are no parts.
     """
     first, count = runs.run[:, 0].long(), runs.run[:, 1].long()
     before = torch.nn.functional.pad((runs.entry[:, 1].long() + ROW_COST).cumsum(0), (1, 0))
@@ -145,6 +148,7 @@ def deal(runs: Runs, blocks: int) -> Tensor:
     rank = places_within(owner)
     size = _power_of_two_from(int(rank.max()) + 1) if cost.numel() else 1
     dealt = torch.zeros(blocks * size, 4, dtype=torch.int32, device=order.device)
+    dealt[:, 2] = -1
     dealt[owner * size + rank] = runs.run[order]
     return dealt
 
@@ -158,7 +162,7 @@ class _Part(NamedTuple):
     entry: Tensor  # int32 [entries, 4]
     run: Tensor  # int64 [runs, 4]
     anchor: Tensor  # int64 [runs], a row near which the run works
-    split: Tensor  # int64 [splits, 4]
+    split: Tensor  # int64 [slots, 4]
 
 
 def _short_runs(rowptr: Tensor, degree: Tensor, rows: Tensor, cut: Cut) -> _Part:
@@ -198,7 +202,7 @@ def _long_runs(rowptr: Tensor, degree: Tensor, rows: Tensor, cut: Cut, entries: 
     entry = _entries(rows[which], edges, rowptr[rows[which]] + offset)
     ones = torch.ones_like(index)
     run = torch.stack([entries + index, ones, torch.where(is_part, slot, -1), 0 * ones], 1)
-    split = torch.stack([rows, slot[first], parts, 0 * parts], 1)[parts > 1]
+    split = torch.stack([rows, slot[first], parts, 0 * parts], 1)[which[is_part]]
     return _Part(entry, run, rows[which], split)
 
 

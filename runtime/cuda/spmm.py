@@ -1,7 +1,6 @@
 """Lowering of aggregations over edges and over segments."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from gnnc.runtime.cuda.tables import (
     staged_arguments,
     write_columns,
     write_runs,
+    write_staging,
     write_sums,
 )
 from gnnc.runtime.cuda.unit import AS_COMPILED
@@ -36,8 +36,6 @@ from gnnc.runtime.row_program import Op
 
 ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
 _MAX_WIDTH = 4096
-_MAX_EXACT_WIDTH = 760
-"""Sums of a split row's parts are 64-bit in the shared memory of a block."""
 _ONE_PASS = 512
 """Bytes of a row that a warp reads in one pass over the edges: ``gnnc::is_one_pass``."""
 _PIECE = 16
@@ -88,17 +86,14 @@ class Spmm:
             return plan
         if plan.width > _MAX_WIDTH:
             return Decline(f"a row of {plan.width} columns does not fit into a warp's registers")
-        x = argument_of(node, plan.x).meta["val"]
         value = None if plan.value is None else argument_of(node, plan.value).meta["val"]
-        if x.dtype == torch.int8 and plan.x_scale is None and plan.width > _MAX_EXACT_WIDTH:
-            return Decline(f"integer sums of {plan.width} columns exceed shared memory")
         if value is not None and value.dtype == torch.int8 and plan.heads > 1:
             return Decline("no int8 values a head")
         return plan
 
     @staticmethod
     def emit(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write two launches: every run, and the rows that are split; and the same of edges by stretch."""
+        """Write the launch, and that of edges by stretch where rows can be windows."""
         emitter.unit.include("spmm.cuh")
         rowptr = argument_of(node, plan.rowptr)
         edges, col = edges_and_columns(node, emitter, plan.rowptr, plan.col, plan.x)
@@ -116,19 +111,17 @@ class Spmm:
         else:
             runs = write_runs(emitter, emitter.vector(rowptr), edges, x.nbytes)
         epilogue, values = write_epilogue(plan.program, node, emitter, shape_of(rowptr)[0] - 1, plan.width)
-        words = round_up(plan.width, 4)
-        staging = emitter.let(
-            "staging", f"empty(({runs}.slots * {words},), dtype={emitter.bind(torch.float32, 'dtype')})"
-        )
-        rest = [f"{x.text}.data_ptr()", str(x.stride), value, scale, shift, f"{staging}.data_ptr()"]
         config = _config(plan, node, kind)
+        words = round_up(plan.width, 4) * (2 if _is_exact(plan, node) else 1)
+        emitter.unit.require(f"Spmm<{config}>::kStagedBytes == {4 * words}", "parts of rows have room")
+        rest = [f"{x.text}.data_ptr()", str(x.stride), value, scale, shift]
+        rest += write_staging(emitter, runs, words)
         names = f"{config}, {epilogue}"
         given = [*runs_arguments(emitter.vector(rowptr), col, runs), *rest]
         count = len(given) + RUNS_EXTRA
         emitter.unit.expect("SpmmArgs", count)
-        launch = partial(emitter.launch, values=[*given, *values], count=count + len(values))
-        launch(f"gnnc::spmm<{names}>", f"{runs}.blocks", block=AS_COMPILED)
-        launch(f"gnnc::spmm_combine<{names}>", f"{runs}.splits", block=AS_COMPILED)
+        name, given, count = f"gnnc::spmm<{names}>", [*given, *values], count + len(values)
+        emitter.launch(name, f"{runs}.blocks", given, block=AS_COMPILED, count=count)
         if not staged:
             return
         given = [*staged_arguments(emitter.vector(rowptr), runs), *rest]
@@ -141,9 +134,8 @@ class Spmm:
         )
         together = entries_of(window_rows(x.nbytes))
         emitter.unit.require(f"{family}::kEntries == {together}", "a warp has room for the entries of a run")
-        launch = partial(emitter.launch, values=[*given, *values], count=count + len(values))
-        launch(f"gnnc::spmm_staged<{names}>", f"{runs}.staged_blocks", block=AS_COMPILED, shared=shared)
-        launch(f"gnnc::spmm_combine<{names}, gnnc::StagedRuns>", f"{runs}.staged_splits", block=AS_COMPILED)
+        name, given, count = f"gnnc::spmm_staged<{names}>", [*given, *values], count + len(values)
+        emitter.launch(name, f"{runs}.staged_blocks", given, block=AS_COMPILED, count=count, shared=shared)
 
 
 def _is_staged(plan: spmm.Plan, node: Node, x: Rows) -> bool:
@@ -174,6 +166,13 @@ def _config(plan: spmm.Plan, node: Node, scale: str) -> str:
         f"gnnc::SpmmConfig<gnnc::Element::{ELEMENTS[dtype]}, {plan.width}, gnnc::Reduce::{reduce}, "
         f"gnnc::Value::{value}, gnnc::Scale::{scale}, {plan.heads}>"
     )
+
+
+def _is_exact(plan: spmm.Plan, node: Node) -> bool:
+    """Whether sums are integers: ``gnnc::Spmm::kExact``."""
+    value = None if plan.value is None else argument_of(node, plan.value).meta["val"].dtype
+    is_sum = plan.reduce in _SUMS and argument_of(node, plan.x).meta["val"].dtype == torch.int8
+    return is_sum and plan.heads == 1 and plan.x_scale is None and value in (None, torch.int8)
 
 
 def _scale(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> str:

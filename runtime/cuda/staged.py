@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gnnc.runtime.cuda.emitter import BLOCK
 from gnnc.runtime.cuda.launch import Launch
-from gnnc.runtime.cuda.runs import ROW_COST, Cut, places_within
+from gnnc.runtime.cuda.runs import ROW_COST, Cut, few_edges, places_within
 from gnnc.runtime.cuda.unit import Unit
 
 STRETCH = 2048
@@ -27,6 +27,10 @@ _ARGUMENTS = len(_POINTERS) + 4
 _MOST_WORDS = 2**31 - 1
 
 
+_MOST_PART = 1024
+"""Edges of a part of a row."""
+
+
 class Entries(NamedTuple):
     """Rows, and parts of rows, in the order of the CSR.
 
@@ -35,7 +39,7 @@ class Entries(NamedTuple):
         edges: int32 ``[entries]``.
         first: int64 ``[entries]``, the first edge of each.
         part: int64 ``[entries]``, the slot of the staging buffer of a part, -1 of a whole row.
-        split: int32 ``[splits, 4]``: row, first slot and number of parts of every split row, 0.
+        split: int32 ``[slots, 4]``: row, first slot and number of parts, 0, of the row of each part.
     """
 
     row: Tensor
@@ -76,6 +80,20 @@ class StagedRuns(NamedTuple):
         return self.word, self.entry, self.run, self.split, self.begin, self.share
 
 
+def staged_cut_for(rows: int, edges: int) -> Cut:
+    """Return how the edges of a large graph are cut by stretch.
+
+    Rows of more edges than elsewhere are worked on side by side. The bounds are measured:
+    docs/cuda-sparse-kernels.md.
+
+    Args:
+        rows: of the CSR.
+        edges: E of the graph.
+    """
+    few = few_edges(rows, edges)
+    return Cut(min(4 * few, _MOST_PART), few)
+
+
 def cut_rows(rowptr: Tensor, cut: Cut) -> Entries:
     """Cut rows of more than ``cut.part`` edges into equal parts."""
     degree = rowptr.diff()
@@ -88,9 +106,8 @@ def cut_rows(rowptr: Tensor, cut: Cut) -> Entries:
     edges = torch.minimum(size[row], degree[row] - offset)
     is_part = parts[row] > 1
     slot = is_part.cumsum(0) - 1
-    several = (parts > 1).nonzero().squeeze(1)
-    first_slot = slot[(parts.cumsum(0) - parts)[several]]
-    split = torch.stack([several, first_slot, parts[several], 0 * several], 1)
+    of = row[is_part]
+    split = torch.stack([of, slot[(parts.cumsum(0) - parts)[of]], parts[of], 0 * of], 1)
     return Entries(row.int(), edges.int(), rowptr[row] + offset, torch.where(is_part, slot, -1), split.int())
 
 
@@ -144,7 +161,6 @@ class StagedTable:
 
     Attributes:
         blocks: of a launch, one a multiprocessor.
-        splits: rows that are split.
         slots: rows of the staging buffer.
         fields: of ``gnnc::StagedRuns`` after ``rowptr``.
         tensors: that the fields are addresses of.
@@ -157,8 +173,7 @@ class StagedTable:
     def __init__(self, runs: StagedRuns, sources: int) -> None:
         self.tensors = runs.tensors
         self.blocks = runs.share.shape[0] - 1
-        self.splits = runs.split.shape[0]
-        self.slots = int(runs.split[:, 2].sum())
+        self.slots = runs.split.shape[0]
         self.fields = (*(tensor.data_ptr() for tensor in self.tensors), sources)
 
 

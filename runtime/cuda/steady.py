@@ -161,7 +161,7 @@ def _sort_line(parts: _Parts, emitter: CudaEmitter, text: str) -> bool:
         parts.lines.append(text)
         return True
     parts.fixed[name] = text
-    if function == "empty":
+    if function in ("empty", "counters"):
         parts.scratch.append(name)
     elif any(emitter.constants.get(function) is kept for kept in KEPT):
         parts.kept.append(name)

@@ -7,7 +7,7 @@ from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.kept import kept
 from gnnc.runtime.cuda.radix import padded_columns
 from gnnc.runtime.cuda.runs import Runs, build_runs, chunk_of, cut_for, deal
-from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays, window_rows
+from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays, staged_cut_for, window_rows
 from gnnc.runtime.cuda.structure import destinations_of
 
 
@@ -16,7 +16,6 @@ class RunTable:
 
     Attributes:
         blocks: of a launch, one a multiprocessor.
-        splits: rows that are split.
         count: runs, with those that fill up shares.
         chunk: runs that a block takes at a time.
         slots: rows of the staging buffer.
@@ -37,7 +36,7 @@ class RunTable:
             chunk = runs.run.shape[0] // max(self.blocks, 1)
         self.tensors = runs.tensors
         self.count, self.chunk = runs.run.shape[0], chunk
-        self.splits, self.slots = runs.split.shape[0], runs.slots
+        self.slots = runs.split.shape[0]
         self.fields = (*(tensor.data_ptr() for tensor in self.tensors), self.count, self.chunk)
 
 
@@ -67,11 +66,11 @@ def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
 
 
 class SumTable:
-    """How sums over a CSR are launched: by one of two tables, and the other's launches have no blocks.
+    """How sums over a CSR are launched: by one of two tables, and the other's launch has no blocks.
 
     Attributes:
-        blocks, splits, fields: of the launches through ``gnnc::Runs``.
-        staged_blocks, staged_splits, staged_fields: of those through ``gnnc::StagedRuns``.
+        blocks, fields: of the launch through ``gnnc::Runs``.
+        staged_blocks, staged_fields: of the one through ``gnnc::StagedRuns``.
         slots: rows of the staging buffer.
         tensors: that the fields are addresses of.
 
@@ -81,16 +80,12 @@ class SumTable:
 
     def __init__(self, table: RunTable | StagedTable) -> None:
         self.slots, self.tensors = table.slots, table.tensors
-        self.blocks = self.splits = self.staged_blocks = self.staged_splits = 0
+        self.blocks = self.staged_blocks = 0
         self.fields, self.staged_fields = (0,) * (RUNS_EXTRA + 1), (0,) * (STAGED_EXTRA + 1)
         if isinstance(table, StagedTable):
-            self.staged_blocks, self.staged_splits, self.staged_fields = (
-                table.blocks,
-                table.splits,
-                table.fields,
-            )
+            self.staged_blocks, self.staged_fields = table.blocks, table.fields
         else:
-            self.blocks, self.splits, self.fields = table.blocks, table.splits, table.fields
+            self.blocks, self.fields = table.blocks, table.fields
 
 
 def sums_of(rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> SumTable:
@@ -120,7 +115,7 @@ def _staged_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> StagedRuns | None
         return None
 
     def build() -> StagedRuns | None:
-        runs = build_staged(rowptr, col, cut_for(rows, edges, processors), processors, window)
+        runs = build_staged(rowptr, col, staged_cut_for(rows, edges), processors, window)
         torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
         return runs
 
@@ -184,6 +179,14 @@ def write_runs(emitter: CudaEmitter, rowptr: str, edges: str, row_bytes: int) ->
 def write_sums(emitter: CudaEmitter, rowptr: str, col: str, sources: str, row_bytes: int) -> str:
     """Write the tables for sums of rows of x of so many bytes; return the variable's name."""
     return emitter.let("runs", f"{emitter.bind(sums_of, 'sums_of')}({rowptr}, {col}, {sources}, {row_bytes})")
+
+
+def write_staging(emitter: CudaEmitter, runs: str, words: int) -> list[str]:
+    """Write where parts of rows of so many words wait; return the texts of a ``gnnc::Staging``."""
+    kind = emitter.bind(torch.float32, "dtype")
+    memory = emitter.let("staging", f"empty(({runs}.slots * {words},), dtype={kind})")
+    arrived = emitter.let("arrived", f"counters(arena, {runs}.slots)")
+    return [f"{memory}.data_ptr()", f"{arrived}.data_ptr()"]
 
 
 def runs_arguments(rowptr: str, col: str, runs: str) -> list[str]:

@@ -29,7 +29,7 @@ CONFIGS = (
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, config: AttentionConfig) -> None:
     report = compile_kernels(config.source(), config.names(), architecture)
-    assert len(report) == 3
+    assert len(report) == 2
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
 
 

@@ -4,6 +4,7 @@ from kernel_graphs import GRAPHS
 
 from gnnc.runtime.cuda import tables
 from gnnc.runtime.cuda.runs import ROW_COST, Cut, Runs, build_runs, chunk_of, cut_for, deal
+from gnnc.runtime.cuda.staged import staged_cut_for
 from gnnc.runtime.cuda.tables import group_of
 
 CUTS = (
@@ -38,16 +39,16 @@ def test_runs_cover_every_edge_of_every_row_once(name: str, cut: Cut) -> None:
     assert ((entries > 0) & (entries <= max(cut.entries, cut.group))).all() and (
         entries[slot >= 0] == 1
     ).all()
-    assert torch.equal(slot[slot >= 0].sort().values, torch.arange(runs.slots))
+    assert torch.equal(slot[slot >= 0].sort().values, torch.arange(runs.split.shape[0]))
     assert (count <= max(cut.short, -(-cut.part // 32) * 32)).all()
 
     parts = dict(zip(slot.tolist(), begin.tolist(), strict=True))
-    for split, at, number, _ in runs.split.tolist():
+    for of, (split, at, number, _) in enumerate(runs.split.tolist()):
+        assert at <= of < at + number
         mine = torch.tensor([parts[at + i] for i in range(number)])
         assert number > 1 and (row[mine] == split).all()
         assert torch.equal(first[mine][1:], (first + count)[mine][:-1])
         assert count[mine].sum() == g.rowptr[split + 1] - g.rowptr[split]
-    assert runs.split[:, 2].sum() == runs.slots
 
 
 def test_rows_of_a_run_have_about_as_many_edges() -> None:
@@ -75,6 +76,7 @@ def test_every_run_is_dealt_to_one_block(name: str, cut: Cut, blocks: int) -> No
     assert size & (size - 1) == 0
     empty = shares[:, :, 1] == 0
     assert torch.equal(empty, empty.sort(dim=1).values), "a share ends with what is empty"
+    assert (shares[empty][:, 2] == -1).all(), "and is no part of a row"
     assert sorted(dealt[dealt[:, 1] > 0].tolist()) == sorted(runs.run.tolist())
 
 
@@ -93,8 +95,9 @@ def test_shares_cost_the_same_and_begin_with_what_costs_most() -> None:
 def test_cuts_grow_with_the_graph_and_with_its_degrees() -> None:
     sizes = ((2_700, 10_000), (169_000, 2_300_000), (2_400_000, 124_000_000), (230_000, 115_000_000))
     cuts = [cut_for(rows, edges, 132)[:2] for rows, edges in sizes]
-    assert cuts == [(256, 8), (256, 64), (512, 128), (1024, 256)]
-    assert cut_for(1, 2**40, 132)[:2] == (1024, 256) and cut_for(0, 0, 132)[:2] == (256, 8)
+    assert cuts == [(256, 8), (256, 64), (512, 128), (2048, 256)]
+    assert cut_for(1, 2**40, 132)[:2] == (2048, 256) and cut_for(0, 0, 132)[:2] == (256, 8)
+    assert [staged_cut_for(rows, edges)[:2] for rows, edges in sizes[2:]] == [(512, 128), (1024, 512)]
 
 
 def test_rows_of_a_small_graph_are_the_work_of_all_warps() -> None:
@@ -104,7 +107,7 @@ def test_rows_of_a_small_graph_are_the_work_of_all_warps() -> None:
     rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
     cut = cut_for(len(degree), int(degree.sum()), 132)
     runs = build_runs(rowptr, cut)
-    assert cut.short == 16 and runs.slots == 0
+    assert cut.short == 16 and runs.split.numel() == 0
     long = int((degree > 16).sum())
     assert runs.run.shape[0] == -(-(len(degree) - long) // 8) + long
 

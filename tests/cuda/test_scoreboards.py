@@ -18,7 +18,7 @@ from gnnc.runtime.cuda.machine_code import kernels
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
-LOAD, OF_16_BYTES = 0x981, 6
+LOAD, OF_16_BYTES, PAST_L1 = 0x981, 6, 3
 APART = 40
 """Instructions between two gathers of one step, at most."""
 
@@ -27,7 +27,7 @@ class Instruction(NamedTuple):
     """What matters of one.
 
     Attributes:
-        gathers: whether it loads 16 bytes from memory into registers.
+        gathers: whether it loads 16 bytes from memory into registers, and not past L1 (parts of rows).
         holds: the scoreboard of its result, None where it has none.
         waits: scoreboards that must be free before it starts.
     """
@@ -42,7 +42,7 @@ def instructions(code: bytes) -> list[Instruction]:
     found = []
     for low, high in struct.iter_unpack("<QQ", code):
         board, waits = high >> 46 & 7, high >> 52 & 63
-        gathers = low & 0xFFF == LOAD and high >> 9 & 7 == OF_16_BYTES
+        gathers = low & 0xFFF == LOAD and high >> 9 & 7 == OF_16_BYTES and high >> 13 & 3 != PAST_L1
         found.append(
             Instruction(
                 gathers, board if board < 6 else None, frozenset(b for b in range(6) if waits >> b & 1)
@@ -87,21 +87,21 @@ def machine_code(source: str, name: str) -> list[Instruction]:
 
 
 KERNELS = {
-    "int8": (8, SPMM_SOURCE, SpmmConfig("i8", 64).names("StoreBytes<64>")[0]),
-    "int8 powers": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="power").names()[0]),
-    "int8 row scales": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="row").names()[0]),
-    "int8 edge weights": (8, SPMM_SOURCE, SpmmConfig("i8", 64, value="real", scale="row").names()[0]),
-    "int8 edge weights, one scale": (8, SPMM_SOURCE, SpmmConfig("i8", 64, value="real").names()[0]),
-    "fp16": (8, SPMM_SOURCE, SpmmConfig("f16", 64).names()[0]),
-    "fp16, a last piece with 1 column": (8, SPMM_SOURCE, SpmmConfig("f16", 41).names()[0]),
-    "fp16, a last piece with 7 columns": (8, SPMM_SOURCE, SpmmConfig("f16", 47).names()[0]),
-    "fp16 edge weights": (8, SPMM_SOURCE, SpmmConfig("f16", 64, value="real").names()[0]),
-    "fp32": (8, SPMM_SOURCE, SpmmConfig("f32", 64).names()[0]),
-    "int8, staged": (4, SPMM_SOURCE, SpmmConfig("i8", 64).staged_names("StoreBytes<64>")[0]),
-    "int8 powers, staged": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="power").staged_names()[0]),
-    "int8 row scales, staged": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="row").staged_names()[0]),
-    "fp16, staged": (8, SPMM_SOURCE, SpmmConfig("f16", 64).staged_names()[0]),
-    "fp32, staged": (4, SPMM_SOURCE, SpmmConfig("f32", 64).staged_names()[0]),
+    "int8": (8, SPMM_SOURCE, SpmmConfig("i8", 64).name("StoreBytes<64>")),
+    "int8 powers": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="power").name()),
+    "int8 row scales": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="row").name()),
+    "int8 edge weights": (8, SPMM_SOURCE, SpmmConfig("i8", 64, value="real", scale="row").name()),
+    "int8 edge weights, one scale": (8, SPMM_SOURCE, SpmmConfig("i8", 64, value="real").name()),
+    "fp16": (8, SPMM_SOURCE, SpmmConfig("f16", 64).name()),
+    "fp16, a last piece with 1 column": (8, SPMM_SOURCE, SpmmConfig("f16", 41).name()),
+    "fp16, a last piece with 7 columns": (8, SPMM_SOURCE, SpmmConfig("f16", 47).name()),
+    "fp16 edge weights": (8, SPMM_SOURCE, SpmmConfig("f16", 64, value="real").name()),
+    "fp32": (8, SPMM_SOURCE, SpmmConfig("f32", 64).name()),
+    "int8, staged": (4, SPMM_SOURCE, SpmmConfig("i8", 64).name("StoreBytes<64>", staged=True)),
+    "int8 powers, staged": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="power").name(staged=True)),
+    "int8 row scales, staged": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="row").name(staged=True)),
+    "fp16, staged": (8, SPMM_SOURCE, SpmmConfig("f16", 64).name(staged=True)),
+    "fp32, staged": (4, SPMM_SOURCE, SpmmConfig("f32", 64).name(staged=True)),
     "attention int8": (4, AttentionConfig.source(), AttentionConfig("i8", 64, 4, True, False).names()[0]),
     "attention fp16": (4, AttentionConfig.source(), AttentionConfig("f16", 64, 4, True, False).names()[0]),
     "sddmm int8": (8, '#include "sddmm.cuh"', SddmmConfig("i8", 64).name()),

@@ -67,8 +67,9 @@ def test_runs_are_entries_of_one_stretch_and_blocks_share_them(name: str, cut: C
     assert (count <= 16).all()
     long = near + far > cut.short
     assert (count.repeat_interleave(count)[long] == 1).all()
-    assert torch.equal(slot[slot >= 0].sort().values, torch.arange(int(runs.split[:, 2].sum())))
-    for split, at, parts, _ in runs.split.tolist():
+    assert torch.equal(slot[slot >= 0].sort().values, torch.arange(runs.split.shape[0]))
+    for of, (split, at, parts, _) in enumerate(runs.split.tolist()):
+        assert at <= of < at + parts
         mine = (entries.row == split).nonzero().squeeze(1)
         assert parts > 1 and torch.equal(entries.part[mine], torch.arange(at, at + parts))
     stretches = -(-g.num_dst // STRETCH)
@@ -116,8 +117,8 @@ def test_rows_of_few_whole_slices_have_windows() -> None:
 def test_a_launch_has_a_block_for_each_share() -> None:
     _, runs = table(GRAPHS["random"](), Cut(32, 16))
     given = StagedTable(runs, 77)
-    assert (given.blocks, given.splits) == (BLOCKS, runs.split.shape[0])
-    assert given.slots == int(runs.split[:, 2].sum()) and given.fields[-1] == 77 and len(given.fields) == 7
+    assert (given.blocks, given.slots) == (BLOCKS, runs.split.shape[0]) and runs.split.numel()
+    assert given.fields[-1] == 77 and len(given.fields) == 7
 
 
 def in_order(odd: torch.Tensor, slot: int) -> bool:
