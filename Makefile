@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install --no-build-isolation
 # as a module, wherever it is installed
 CLANG_FORMAT := $(BIN)/python -c 'import clang_format; clang_format.clang_format()'
-CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
 .PHONY: demo test asan lint format docs dev build clean distclean
 .DELETE_ON_ERROR:

@@ -22,6 +22,7 @@ GOLDEN = TESTS / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts under tests/golden")
+    parser.addoption("--emulate", action="store_true", help="run kernels' tests that need a GPU on the CPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,26 +1,56 @@
+import shutil
+from collections.abc import Iterator
+from functools import cache
+
 import pytest
 import torch
+from cuda_families import FAMILIES, nodes_of
 
 import gnnc
 from gnnc.runtime import cuda
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a device are skipped, by name, where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    """Tests that need a device run on the emulator where there is none, or are skipped, by name."""
     if torch.cuda.is_available():
         return
+    emulated = {test for family in FAMILIES for test in nodes_of(family)}
+    everything = config.getoption("--emulate")
     for item in items:
-        if item.get_closest_marker("cuda"):
+        if not item.get_closest_marker("cuda"):
+            continue
+        if everything or item.nodeid in emulated:
+            item.fixturenames.insert(0, "emulator")
+        else:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@cache
+def why_no_compiler() -> str | None:
+    """Say why programs for CUDA cannot be compiled, which needs no device."""
+    try:
+        cuda.load_compiler()
+    except gnnc.BackendError as error:
+        return f"CUDA programs cannot be compiled here: {error}"
+    return None
 
 
 @pytest.fixture
 def compiler() -> None:
-    """Skip where programs for CUDA cannot be compiled, which needs no device."""
-    try:
-        cuda.load_compiler()
-    except gnnc.BackendError as error:
-        pytest.skip(f"CUDA programs cannot be compiled here: {error}")
+    """Skip where programs for CUDA cannot be compiled."""
+    if reason := why_no_compiler():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def emulator(compiler: None) -> Iterator[None]:
+    """The emulated device."""
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator of CUDA kernels needs g++")
+    from emulator import emulated
+
+    with emulated():
+        yield
 
 
 @pytest.fixture(autouse=True)

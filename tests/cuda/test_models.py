@@ -62,7 +62,7 @@ def test_edges_by_stretch_change_nothing(name: str, precision: str, monkeypatch:
     """What pays on graphs of millions of edges only."""
     torch.manual_seed(0)
     model = models.MODELS[name](64, 47).eval().cuda()
-    x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBOURS, device="cuda")
+    x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBOURS).cuda()
     plain = gnnc.compile(model, precision, example_inputs=(x, edge_index))(x, edge_index)
     assert error(plain, model(x, edge_index)) < LIMIT[precision]
     taken = []

@@ -1,7 +1,7 @@
 """Runs tests of every kernel family under NVIDIA's compute-sanitizer; needs a CUDA device.
 
     pip install nvidia-cuda-sanitizer-api
-    python tests/cuda/sanitize.py [--tools memcheck racecheck initcheck] [--only structure spmm]
+    python tests/sanitize.py [--tools memcheck racecheck initcheck] [--only structure spmm]
 
 Each tensor is memory of its own (torch's caching allocator is off), so that a read past the end of one
 is an error and not its neighbour. memcheck and racecheck look at kernels of gnnc only. The tests fill
@@ -18,66 +18,11 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = {
-    "structure": (
-        "structure.py::test_csr_is_that_of_the_reference[8193-dtype0]",
-        "structure.py::test_csr_is_that_of_the_reference[50000-dtype1]",
-        "structure.py::test_the_transpose_is_that_of_the_reference",
-        "structure.py::test_an_id_out_of_range_is_named[src-1099511627776]",
-    ),
-    "spmm": (
-        "spmm.py::test_integer_reductions_are_exact[47-sum]",
-        "spmm.py::test_integer_reductions_are_exact[602-max]",
-        "spmm.py::test_integer_weights_are_exact[47]",
-        "spmm.py::test_integer_rows_with_real_weights[7]",
-        "spmm.py::test_integer_rows_with_real_weights[47]",
-        "spmm.py::test_integer_rows_with_real_weights[602]",
-        "spmm.py::test_float_sums[7-fp32-False]",
-        "spmm.py::test_float_sums[47-fp16-False]",
-        "spmm.py::test_float_sums[602-bf16-True]",
-        "spmm.py::test_weights_a_head[3-7-dtype2]",
-    ),
-    "staged": (
-        "staged.py::test_words_hold_the_sources[cut1-several stretches]",
-        "spmm.py::test_staged_sums_of_integers_are_exact[16-sum]",
-        "spmm.py::test_staged_sums_of_integers_are_exact[47-sum]",
-        "spmm.py::test_staged_sums_of_integers_are_exact[128-mean]",
-        "spmm.py::test_staged_sums_with_row_scales[64]",
-        "spmm.py::test_staged_sums_of_floats[fp16-64-sum]",
-        "spmm.py::test_staged_sums_of_floats[fp32-64-sum]",
-    ),
-    "sddmm": (
-        "sddmm.py::test_integer_dots_are_exact[47]",
-        "sddmm.py::test_float_products[47-dtype1-dot]",
-        "sddmm.py::test_float_products[602-dtype0-add]",
-        "sddmm.py::test_dots_a_head[4-16-dtype2]",
-    ),
-    "attention": (
-        "attention.py::test_attention[1.0-4-16-dtype2]",
-        "attention.py::test_attention[1.0-3-47-dtype1]",
-        "attention.py::test_attention[1.0-1-602-dtype0]",
-    ),
-    "gemm": (
-        "gemm.py::test_products_equal_the_reference[47-int8]",
-        "gemm.py::test_products_equal_the_reference[602-fp16]",
-        "gemm.py::test_products_equal_the_reference[1433-bf16]",
-    ),
-    "models": (
-        "models.py::test_cuda_computes_what_eager_and_the_reference_compute[GCN-int8]",
-        "models.py::test_cuda_computes_what_eager_and_the_reference_compute[GAT-int8]",
-        "models.py::test_cuda_computes_what_eager_and_the_reference_compute[GATv2-fp32]",
-        "models.py::test_cuda_computes_what_eager_and_the_reference_compute[GraphSAGE max-fp16]",
-    ),
-}
-"""Tests by kernel family: odd widths, rows of several passes, split rows, epilogues, bodies."""
+from cuda_families import FAMILIES, nodes_of
+
+ROOT = Path(__file__).resolve().parents[1]
 FOUND = 77
 """What the sanitizer exits with where it found something."""
-
-
-def tests_of(family: str) -> list[str]:
-    """Return the node ids of a family's tests."""
-    return [f"tests/cuda/test_{name}" for name in FAMILIES[family]]
 
 
 def sanitizer() -> str | None:
@@ -118,7 +63,7 @@ def main() -> int:
     for tool in args.tools:
         for family in args.only:
             start = time.monotonic()
-            status, text = run(args.sanitizer, tool, tests_of(family))
+            status, text = run(args.sanitizer, tool, nodes_of(family))
             seconds = time.monotonic() - start
             print(f"{tool} {family}: exit {status}, {seconds:.0f} s: {summary(text)}", flush=True)
             if status:

@@ -1,0 +1,66 @@
+"""Tests of every family of CUDA kernels, few, and of what is hard: for sanitizer and emulator."""
+
+FAMILIES = {
+    "structure": (
+        "structure.py::test_csr_is_that_of_the_reference[8193-dtype0]",
+        "structure.py::test_the_transpose_is_that_of_the_reference[5000]",
+        "structure.py::test_an_id_out_of_range_is_named[src-1099511627776]",
+    ),
+    "spmm": (
+        "spmm.py::test_integer_reductions_are_exact[47-sum]",
+        "spmm.py::test_integer_reductions_are_exact[602-max]",
+        "spmm.py::test_integer_weights_are_exact[47]",
+        "spmm.py::test_integer_rows_with_real_weights[7]",
+        "spmm.py::test_integer_rows_with_real_weights[47]",
+        "spmm.py::test_integer_rows_with_real_weights[602]",
+        "spmm.py::test_float_sums[7-fp32-False]",
+        "spmm.py::test_float_sums[47-fp16-False]",
+        "spmm.py::test_float_sums[602-bf16-True]",
+        "spmm.py::test_weights_a_head[3-7-dtype2]",
+    ),
+    "staged": (
+        "staged.py::test_words_hold_the_sources[cut1-several stretches]",
+        "spmm.py::test_staged_sums_of_integers_are_exact[47-sum]",
+        "spmm.py::test_staged_sums_of_integers_are_exact[128-mean]",
+        "spmm.py::test_staged_sums_with_row_scales[64]",
+        "spmm.py::test_staged_sums_of_floats[fp16-64-sum]",
+        "spmm.py::test_staged_sums_of_floats[fp32-64-sum]",
+    ),
+    "split rows": (
+        "split_rows.py::test_integers[7-False]",
+        "split_rows.py::test_integers[128-True]",
+        "split_rows.py::test_integers_of_several_passes_are_64_bits_wide[602]",
+        "split_rows.py::test_floats[dtype2-64-max]",
+        "split_rows.py::test_attention[4-16]",
+        "split_rows.py::test_attention[2-301]",
+        "split_rows.py::test_messages[5-8-mean]",
+    ),
+    "sddmm": (
+        "sddmm.py::test_integer_dots_are_exact[47]",
+        "sddmm.py::test_float_products[47-dtype1-dot]",
+        "sddmm.py::test_float_products[602-dtype0-add]",
+        "sddmm.py::test_dots_a_head[4-16-dtype2]",
+    ),
+    "attention": (
+        "attention.py::test_attention[1.0-4-16-dtype2]",
+        "attention.py::test_attention[1.0-3-47-dtype1]",
+        "attention.py::test_attention[1.0-1-602-dtype0]",
+    ),
+    "gemm": (
+        "gemm.py::test_products_equal_the_reference[47-int8]",
+        "gemm.py::test_products_equal_the_reference[602-fp16]",
+        "gemm.py::test_products_equal_the_reference[1433-bf16]",
+    ),
+    "models": (
+        "models.py::test_cuda_computes_what_eager_and_the_reference_compute[GCN-int8]",
+        "models.py::test_cuda_computes_what_eager_and_the_reference_compute[GAT-int8]",
+        "models.py::test_cuda_computes_what_eager_and_the_reference_compute[GATv2-fp32]",
+        "models.py::test_cuda_computes_what_eager_and_the_reference_compute[GraphSAGE max-fp16]",
+    ),
+}
+"""Tests by kernel family: odd widths, rows of several passes, split rows, epilogues, bodies."""
+
+
+def nodes_of(family: str) -> list[str]:
+    """Return the node ids of a family's tests."""
+    return [f"tests/cuda/test_{name}" for name in FAMILIES[family]]
