@@ -50,8 +50,9 @@ RESULTS = Path(__file__).resolve().parent / "results" / "cuda-kernels.json"
 SPMM_RESULTS = RESULTS.with_name("cuda-spmm-widths.json")
 SPMM_WIDTHS = (16, 32, 47, 64, 128, 256, 602)
 SPMM_CONFIGS = (("f32", "none", "none"), ("f16", "none", "none"), ("i8", "none", "none"))
-SPMM_CONFIGS += (("f16", "real", "none"), ("i8", "real", "row"))
-SPMM_KINDS = ("fp32", "fp16", "int8", "fp16 edge weights", "int8 edge weights")
+SPMM_CONFIGS += (("f16", "real", "none"), ("i8", "real", "row"), ("i8", "real", "none"))
+ONE_SCALE = "int8 edge weights, one scale"
+SPMM_KINDS = ("fp32", "fp16", "int8", "fp16 edge weights", "int8 edge weights", ONE_SCALE)
 GATHER = """
 #include "spmm.cuh"
 namespace gnnc {
@@ -238,6 +239,7 @@ def kernels(graph: Sparse, xs: dict[str, Tensor], width: int) -> dict[str, tuple
         scale = ones if kind == "int8" else None
         calls[f"spmm {kind} edge weights"] = ("spmm", Spmm(graph, x, value, scale), (value, scale))
     int8 = xs["int8"]
+    calls[f"spmm {ONE_SCALE}"] = ("spmm", Spmm(graph, int8, value), (value,))
     calls["spmm int8 row scales"] = ("spmm", Spmm(graph, int8, x_scale=ones), (ones,))
     calls["spmm int8 powers"] = ("spmm", Spmm(graph, int8, shift=shift), (shift,))
     calls["spmm int8 to int8"] = ("spmm", Spmm(graph, int8, to=torch.int8), ())
@@ -336,16 +338,16 @@ def spmm_widths(name: str) -> dict[str, Any]:
         gathers = {kind: floors.gather(xs[kind], of[kind]) for kind in ("fp32", "fp16", "int8")}
         for label in SPMM_KINDS:
             kind, _, weights = label.partition(" ")
-            given = (value, scale if kind == "int8" else None) if weights else (None, None)
+            of_rows = scale if kind == "int8" and label != ONE_SCALE else None
+            given = (value, of_rows) if weights else (None, None)
             call = Spmm(of[kind], xs[kind], *given)
             gather = floors.staged_gather(xs[kind], of[kind]) if call.staged else gathers[kind]
             floor = max(floors.copy(xs[kind], call.out, *given), gather)
             rows[f"spmm {label}"] = figures(median_ms(call), peer, floor, gather)
             del call
-        for weights in ("", " edge weights"):
-            rows[f"spmm int8{weights}"]["of fp16"] = round(
-                rows[f"spmm int8{weights}"]["ms"] / rows[f"spmm fp16{weights}"]["ms"], 2
-            )
+        for label in ("int8", "int8 edge weights", ONE_SCALE):
+            fp16 = rows[f"spmm {label.partition(',')[0].replace('int8', 'fp16')}"]["ms"]
+            rows[f"spmm {label}"]["of fp16"] = round(rows[f"spmm {label}"]["ms"] / fp16, 2)
         result[f"F={width}"] = {"cusparse_ms": round(peer, 4), "kernels": rows}
         show(name, width, {"spmm": peer}, rows)
         del xs
