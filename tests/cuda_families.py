@@ -58,6 +58,9 @@ FAMILIES = {
 }
 """Tests by kernel family: odd widths, rows of several passes, split rows, epilogues, bodies."""
 
+EMULATED = ("split rows", "sddmm", "attention", "models")
+"""Families whose tests run on the emulator in every run of the suite without a GPU: what takes a minute."""
+
 
 def nodes_of(family: str) -> list[str]:
     """Return the node ids of a family's tests."""

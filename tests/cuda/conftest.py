@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from cuda_families import FAMILIES, nodes_of
+from cuda_families import EMULATED, nodes_of
 
 import gnnc
 from gnnc.runtime import cuda
@@ -14,7 +14,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
     """Tests that need a device run on the emulator where there is none, or are skipped, by name."""
     if torch.cuda.is_available():
         return
-    emulated = {test for family in FAMILIES for test in nodes_of(family)}
+    emulated = {test for family in EMULATED for test in nodes_of(family)}
     everything = config.getoption("--emulate")
     for item in items:
         if not item.get_closest_marker("cuda"):
