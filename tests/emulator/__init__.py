@@ -23,9 +23,9 @@ from gnnc.runtime import backend, cuda
 from gnnc.runtime.cuda import build, executable, launch, replay, unit
 from gnnc.runtime.cuda.build import Machine
 
-__all__ = ["MULTIPROCESSORS", "Driver", "EmulatorError", "emulated"]
+__all__ = ["Driver", "EmulatorError", "emulated"]
 
-MULTIPROCESSORS = 7
+_MULTIPROCESSORS = 7
 _IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
@@ -67,7 +67,7 @@ class _Graph(replay._Graph):
 
 def _replaced(driver: Driver) -> Iterator[tuple[Any, str, Any]]:
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None, wait_event=lambda event: None)
-    limits = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=227 * 1024)
+    limits = SimpleNamespace(multi_processor_count=_MULTIPROCESSORS, shared_memory_per_block_optin=227 * 1024)
     yield from ((module, "driver", lambda: driver) for module in (launch, replay))
     yield replay, "_Graph", _Graph
     yield launch, "leaves_waiting", lambda: False

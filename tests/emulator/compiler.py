@@ -58,8 +58,8 @@ def ptx_of(source: str, names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     folders = [build.headers_folder(), build.toolkit_headers()]
     major, minor = CAPABILITY
     options = [
-        "--std=c++17",
-        "--fmad=false",
+        f"--std={build._OPTIONS['std']}",
+        f"--fmad={str(build._OPTIONS['fma']).lower()}",
         f"--gpu-architecture=compute_{major}{minor}",
         *(f"-I{f}" for f in folders),
     ]

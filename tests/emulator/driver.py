@@ -47,15 +47,9 @@ class _Library:
 
 
 class Driver:
-    """What ``gnnc.runtime.cuda.launch`` calls of the CUDA driver, by the same names.
-
-    Attributes:
-        launches: how many kernels were launched.
-        graphs: how many graphs were.
-    """
+    """What ``gnnc.runtime.cuda`` calls of the CUDA driver, by the same names."""
 
     def __init__(self) -> None:
-        self.launches = self.graphs = 0
         self._graphs: list[list[_Node]] = []
         self._seeds = itertools.count(1)
         self._libraries: list[_Library] = []
@@ -90,7 +84,6 @@ class Driver:
 
     def _run(self, kernel: int, grid: int, block: int, shared: int, arguments: bytes) -> int:
         function, _ = self._kernels[kernel - 1]
-        self.launches += 1
         tensors = memory_of_tensors()
         error = function(arguments, grid, block, shared, next(self._seeds), tensors, len(tensors) // 2)
         if error is not None:
@@ -121,7 +114,6 @@ class Driver:
     def cuGraphLaunch(self, executable: Any, stream: int) -> int:  # noqa: N802
         for each in self._graphs[executable.value - 1]:
             self._run(*each)
-        self.graphs += 1
         return 0
 
 

@@ -32,24 +32,10 @@ constexpr int kWarp = 32;
 
 // Bits of registers.
 
-template <int kBytes>
-struct Bits;
-template <>
-struct Bits<1> {
-  using Type = uint8_t;
-};
-template <>
-struct Bits<2> {
-  using Type = uint16_t;
-};
-template <>
-struct Bits<4> {
-  using Type = uint32_t;
-};
-template <>
-struct Bits<8> {
-  using Type = uint64_t;
-};
+template <size_t kBytes>
+using Bits =
+    std::conditional_t<kBytes == 1, uint8_t,
+                       std::conditional_t<kBytes == 2, uint16_t, std::conditional_t<kBytes == 4, uint32_t, uint64_t>>>;
 
 // The low bits of a register as a T.
 template <class T, class R>
@@ -58,9 +44,9 @@ inline T as(R from) {
   if constexpr (std::is_same_v<T, bool> || std::is_same_v<R, bool>) {
     return static_cast<T>(from);
   } else {
-    typename Bits<sizeof(R)>::Type all;
+    Bits<sizeof(R)> all;
     std::memcpy(&all, &from, sizeof(all));
-    const auto low = static_cast<typename Bits<sizeof(T)>::Type>(all);
+    const auto low = static_cast<Bits<sizeof(T)>>(all);
     T to;
     std::memcpy(&to, &low, sizeof(to));
     return to;
@@ -87,7 +73,6 @@ struct bfloat_t {
   uint16_t bits;
 };
 
-inline float wide(float v) { return v; }
 inline float wide(bfloat_t v) { return as<float>(static_cast<uint32_t>(v.bits) << 16); }
 inline float wide(half_t v) {
   const uint32_t sign = (v.bits & 0x8000u) << 16, rest = v.bits & 0x7fffu;
@@ -97,10 +82,6 @@ inline float wide(half_t v) {
 
 template <class T>
 inline T narrow(float v);
-template <>
-inline float narrow<float>(float v) {
-  return v;
-}
 template <>
 inline bfloat_t narrow<bfloat_t>(float v) {
   const auto bits = as<uint32_t>(v);
@@ -704,10 +685,10 @@ inline std::string launch(Kernel kernel, const char* parameters, int blocks, int
   constexpr int kBeside = 8;
   Grid grid{kernel, parameters, blocks, threads, tensors, tensor_count};
   grid.seed = seed * 2654435761u + 88172645463325252u;
-  running() = &grid;
   const size_t bytes = static_cast<size_t>(std::min(blocks, kBeside)) * threads * kStack;
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) return "there is no memory for the stacks of threads";
+  running() = &grid;
   std::unique_ptr<Block> place[kBeside];
   volatile int next = 0;
   bool some = true;
