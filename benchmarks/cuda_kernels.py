@@ -29,13 +29,15 @@ import torch
 from cuda_launch import Module, address, compile_kernels
 from cuda_sparse import (
     ELEMENTS,
+    NBYTES,
     SPMM_SOURCE,
     Attention,
     Sddmm,
     Sparse,
     Spmm,
     SpmmConfig,
-    rows16,
+    form_of,
+    rows_of_programs,
     sparse,
 )
 from graphs import SHAPES, generate
@@ -77,15 +79,24 @@ struct GatherBody {
   }
 };
 template <Element kElement, int kWidth>
-constexpr int kGatherThreads = fitting({1024, 8}, pieces_of(kElement, kWidth), 0).threads;
+struct GatherOnly {
+  using Slices = gnnc::Slices<kElement, kWidth, kSliceBytes>;
+  using Layout = RowLayout<kElement, (Slices::kCount > 1 ? Slices::kWidth : kWidth)>;
+  static constexpr int kThreads = fitting({1024, 8}, Layout::kPieces, 0).threads;
+};
 template <Element kElement, int kWidth>
-__global__ void __launch_bounds__((kGatherThreads<kElement, kWidth>), 1)
+__global__ void __launch_bounds__((GatherOnly<kElement, kWidth>::kThreads), 1)
     gather_only(Runs runs, const char* x, int64_t stride, unsigned int* out) {
-  using Layout = RowLayout<kElement, kWidth>;
+  using G = GatherOnly<kElement, kWidth>;
+  using Layout = typename G::Layout;
   __shared__ int next;
-  __shared__ Feed<Layout, GatherBody<Layout>> feed[kGatherThreads<kElement, kWidth> / 32];
+  __shared__ Feed<Layout, GatherBody<Layout>> feed[G::kThreads / 32];
   GatherBody<Layout> body;
-  for_runs<Layout>(runs, nullptr, x, static_cast<unsigned int>(stride), &next, feed[threadIdx.x / 32], body);
+  for (int slice = 0; slice < G::Slices::kCount; ++slice) {
+    __syncthreads();
+    const Gathered rows = G::Slices::of(x, stride, slice);
+    for_runs<Layout>(runs, nullptr, rows, &next, feed[threadIdx.x / 32], body);
+  }
   if (body.seen == 0x12345678u) *out = 1;
 }
 template <Element kElement, int kWidth>
@@ -100,10 +111,9 @@ __global__ void __launch_bounds__((StagedSum<kElement, kWidth>::kThreads), 1)
   __shared__ typename S::Feed feed[S::kThreads / 32];
   typename S::Window window(memory);
   GatherBody<typename S::Layout, kStep> body;
-  for (int slice = 0; slice < S::kSlices; ++slice) {
-    const char* from = x + slice * S::kSliceBytes;
-    for_staged_runs<typename S::Layout>(runs, from, static_cast<unsigned int>(stride), nullptr,
-                                        window, &share, feed[threadIdx.x / 32], body);
+  for (int slice = 0; slice < S::Slices::kCount; ++slice) {
+    const Gathered rows = S::Slices::of(x, stride, slice);
+    for_staged_runs<typename S::Layout>(runs, rows, nullptr, window, &share, feed[threadIdx.x / 32], body);
   }
   if (body.seen == 0x12345678u) *out = 1;
 }
@@ -221,10 +231,10 @@ def features(nodes: int, width: int) -> dict[str, Tensor]:
     """Return x in every element type."""
     x = torch.randn(nodes, width, device="cuda")
     return {
-        "fp32": rows16(x),
-        "fp16": rows16(x.half()),
-        "bf16": rows16(x.bfloat16()),
-        "int8": rows16((x * 30).round().clamp(-127, 127).to(torch.int8)),
+        "fp32": rows_of_programs(x),
+        "fp16": rows_of_programs(x.half()),
+        "bf16": rows_of_programs(x.bfloat16()),
+        "int8": rows_of_programs((x * 30).round().clamp(-127, 127).to(torch.int8)),
     }
 
 
@@ -313,10 +323,11 @@ def compile_ahead() -> None:
     jobs = []
     for width in SPMM_WIDTHS:
         for element in ("f32", "f16", "i8"):
-            jobs.append((GATHER, (gather_name(element, width),)))
+            jobs += [(GATHER, (gather_name(element, width, kind),)) for kind in ("only", "staged")]
         for element, value, scale in SPMM_CONFIGS:
             config = SpmmConfig(element, width, value=value, scale=scale)
-            jobs.append((SPMM_SOURCE, (config.name(),)))
+            forms = [form_of(width * NBYTES[element]), *(["spmm_staged"] if value == "none" else [])]
+            jobs += [(SPMM_SOURCE, (config.name(form=form),)) for form in forms]
     major, minor = torch.cuda.get_device_capability()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda job: compile_kernels(*job, f"sm_{major}{minor}"), jobs))

@@ -7,6 +7,7 @@ import torch
 from cuda_launch import Module, address
 from torch import Tensor
 
+from gnnc.runtime.cuda.emitter import SLICE, CudaEmitter
 from gnnc.runtime.cuda.runs import Cut, Runs, build_runs
 from gnnc.runtime.cuda.staged import (
     StagedRuns,
@@ -14,13 +15,14 @@ from gnnc.runtime.cuda.staged import (
     build_staged,
     pays,
     shared_bytes,
-    takes,
+    slices_of,
     window_rows,
 )
 from gnnc.runtime.cuda.tables import RunTable, in_fours
 from gnnc.runtime.cuda.unit import AS_COMPILED
 
 ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
+NBYTES = {name: dtype.itemsize for dtype, name in ELEMENTS.items()}
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Sparse:
         """Whether programs sum rows of so many bytes by stretch, where edges have no weights."""
         edges, blocks = self.col.numel(), self.multiprocessors
         given = edges, self.num_dst, blocks, self.row_bytes
-        return takes(self.row_bytes) and pays(edges, *given) and pays(self.staged.near, *given)
+        return pays(edges, *given) and pays(self.staged.near, *given)
 
     @cached_property
     def runs(self) -> RunTable:
@@ -76,6 +78,43 @@ def sparse(
     return Sparse(rowptr, col, build_runs(rowptr, cut), multiprocessors, staged_cut or cut)
 
 
+STORES = """
+#include "row_steps.cuh"
+template <int kStride>
+struct StoreHalves {  // what goes before an op in fp16
+  __half* out;
+  template <class Tile>
+  __device__ void operator()(const Tile& tile, int64_t row) const {
+    const auto rounded = [&](int i) { return gnnc::step::from_float<__half>(tile.v[i]); };
+    gnnc::step::store_row<kStride>(tile, out + row * kStride, rounded);
+  }
+};
+template <int kStride>
+struct StoreFloats {
+  float* out;
+  template <class Tile>
+  __device__ void operator()(const Tile& tile, int64_t row) const {
+    gnnc::step::store<kStride>(tile, out + row * kStride);
+  }
+};
+template <int kStride>
+struct StoreBytes {  // what a requantizing epilogue with a static scale writes
+  signed char* out;
+  template <class Tile>
+  __device__ void operator()(const Tile& tile, int64_t row) const {
+    const auto scaled = [&](int i) { return __fmul_rn(tile.v[i], 0.01f); };
+    gnnc::step::store_codes<kStride>(tile, out + row * kStride, scaled);
+  }
+};
+"""
+EPILOGUES = {torch.float32: "StoreFloats", torch.float16: "StoreHalves", torch.int8: "StoreBytes"}
+
+
+def epilogue_of(dtype: torch.dtype, width: int) -> str:
+    """Return the name of the one that stores rows of a multiple of four elements."""
+    return f"{EPILOGUES[dtype]}<{(width + 3) // 4 * 4}>"
+
+
 @dataclass(frozen=True)
 class SpmmConfig:
     """Mirrors ``gnnc::SpmmConfig``; ``threads`` 0: the default."""
@@ -96,36 +135,18 @@ class SpmmConfig:
         tuning = f", {self.threads}, {self.step}" if self.threads else ""
         return f"gnnc::SpmmConfig<{types}{tuning}>"
 
-    def name(self, epilogue: str = "gnnc::StoreFloat", *, staged: bool = False) -> str:
-        """Return the name of the kernel, or of the one that reads near sources in shared memory."""
-        return f"gnnc::spmm{'_staged' if staged else ''}<{self.text()}, {epilogue}>"
-
-
-STORES = """
-#include "row_steps.cuh"
-template <int kStride>
-struct StoreHalves {  // what goes before an op in fp16
-  __half* out;
-  template <class Tile>
-  __device__ void operator()(const Tile& tile, int64_t row) const {
-    const auto rounded = [&](int i) { return gnnc::step::from_float<__half>(tile.v[i]); };
-    gnnc::step::store_row<kStride>(tile, out + row * kStride, rounded);
-  }
-};
-template <int kStride>
-struct StoreBytes {  // what a requantizing epilogue with a static scale writes
-  signed char* out;
-  template <class Tile>
-  __device__ void operator()(const Tile& tile, int64_t row) const {
-    const auto scaled = [&](int i) { return __fmul_rn(tile.v[i], 0.01f); };
-    gnnc::step::store_codes<kStride>(tile, out + row * kStride, scaled);
-  }
-};
-"""
+    def name(self, epilogue: str = "", form: str = "spmm") -> str:
+        """Return the name of the kernel: ``spmm``, ``spmm_sliced`` or ``spmm_staged``."""
+        epilogue = epilogue or epilogue_of(torch.float32, self.width)
+        return f"gnnc::{form}<{self.text()}, {epilogue}>"
 
 
 SPMM_SOURCE = '#include "spmm.cuh"' + STORES
-EPILOGUES = {torch.float16: "StoreHalves<{width}>", torch.int8: "StoreBytes<{width}>"}
+
+
+def form_of(row_bytes: int) -> str:
+    """Return the kernel that programs take for rows of so many bytes that are not summed by stretch."""
+    return "spmm_sliced" if row_bytes > SLICE else "spmm"
 
 
 @cache
@@ -137,6 +158,13 @@ def spmm_module(name: str) -> Module:
 def past(x: Tensor) -> float:
     """Return what stands past the width of rows: nothing may come of it."""
     return float("nan") if x.is_floating_point() else 77
+
+
+def rows_of_programs(x: Tensor) -> Tensor:
+    """Return x with rows as far from one another as programs put them."""
+    padded = torch.empty(x.shape[0], CudaEmitter.padded(x.shape[1], x.dtype), dtype=x.dtype, device="cuda")
+    padded[:, : x.shape[1]] = x
+    return padded[:, : x.shape[1]]
 
 
 def rows16(x: Tensor) -> Tensor:
@@ -167,14 +195,14 @@ def heads16(x: Tensor, heads: int) -> Tensor:
     return padded.flatten(1)
 
 
-def staging_for(slots: int, words: int) -> tuple[Tensor, Tensor]:
+def staging_for(slots: int, words: int, slices: int = 1) -> tuple[Tensor, Tensor]:
     """Return memory for parts of rows, and the counters of those that have arrived."""
     memory = torch.empty(slots, words, device="cuda")
-    return memory, torch.zeros(slots, dtype=torch.int32, device="cuda")
+    return memory, torch.zeros(slots * slices, dtype=torch.int32, device="cuda")
 
 
 class Spmm:
-    """One aggregation, ready to run again and again."""
+    """One aggregation, ready to run again and again; without a form, by the kernel that programs take."""
 
     def __init__(
         self,
@@ -186,13 +214,10 @@ class Spmm:
         in_row: bool = False,
         reduce: str = "sum",
         to: torch.dtype = torch.float32,
-        staged: bool | None = None,
+        form: str | None = None,
         **tuning: int,
     ) -> None:
         graph = graph.gathering(x)
-        if staged is None:
-            staged = value is None and reduce in ("sum", "mean") and graph.is_staged
-        self.staged = staged
         kind = "none" if value is None else "integer" if value.dtype == torch.int8 else "real"
         scale = "row" if x_scale is not None else "power" if shift is not None else "none"
         scale = "in_row" if in_row else scale
@@ -200,19 +225,23 @@ class Spmm:
         config = SpmmConfig(ELEMENTS[x.dtype], x.shape[1], reduce, kind, scale, heads)
         self.config = replace(config, **tuning)
         width = (x.shape[1] + 3) // 4 * 4
-        epilogue = EPILOGUES.get(to, "gnnc::StoreFloat").format(width=width)
-        self.name = self.config.name(epilogue, staged=staged)
+        if form is None:
+            form = form_of(graph.row_bytes) if heads == 1 else "spmm"
+            if value is None and reduce in ("sum", "mean") and graph.is_staged:
+                form = "spmm_staged"
+        self.staged = staged = form == "spmm_staged"
+        self.name = self.config.name(epilogue_of(to, x.shape[1]), form)
         self.module = spmm_module(self.name)
         self.out = torch.empty(graph.num_dst, width, device="cuda", dtype=to)
         self.out.fill_(99)
         table = StagedTable(graph.staged, x.shape[0]) if staged else graph.runs
-        self.shared = shared_bytes(x.shape[1] * x.element_size(), scale) if staged else 0
-        staging, self.arrived = staging_for(table.slots, 2 * width)
+        self.shared = shared_bytes(graph.row_bytes, scale) if staged else 0
+        staging, self.arrived = staging_for(table.slots, 2 * width, slices_of(graph.row_bytes))
         self.kept = (graph, table, x, value, x_scale, shift, staging)
         tensors = (value, x_scale, shift, staging, self.arrived)
         given = [address(graph.rowptr), *table.fields] if staged else graph.values()
         arguments = [*given, address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
-        self.arguments = [*arguments, address(self.out), *([] if to in EPILOGUES else [width])]
+        self.arguments = [*arguments, address(self.out)]
         self.grid = table.blocks
 
     def __call__(self) -> Tensor:
@@ -241,13 +270,14 @@ class AttentionConfig:
 
     def names(self) -> tuple[str, str]:
         """Return the names of the kernel and of the one for alpha."""
-        return f"gnnc::attention<{self.text()}, gnnc::StoreFloat>", f"gnnc::attention_weights<{self.text()}>"
+        stores = epilogue_of(torch.float32, self.width)
+        return f"gnnc::attention<{self.text()}, {stores}>", f"gnnc::attention_weights<{self.text()}>"
 
     @staticmethod
     def source(slope: float = 0.2, eps: float = 1e-16) -> str:
         """Return a translation unit."""
         constants = f"static constexpr float kSlope = {slope}f, kEps = {eps}f;"
-        return f'#include "attention.cuh"\nstruct Constants {{ {constants} }};\n'
+        return f'#include "attention.cuh"{STORES}struct Constants {{ {constants} }};\n'
 
 
 @cache
@@ -283,7 +313,7 @@ class Attention:
         self.kept = (graph, x, heads, a_src, a_dst, edge, x_scale, staging, stats)
         tensors = (x_scale, a_src, a_dst, edge, stats, staging, self.arrived)
         self.given = [*graph.values(), address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
-        self.arguments = [*self.given, address(self.out), width]
+        self.arguments = [*self.given, address(self.out)]
         self.grid = graph.runs.blocks
 
     def __call__(self) -> Tensor:

@@ -29,9 +29,10 @@ FAMILIES = {
         "spmm.py::test_staged_sums_of_floats[fp32-64-sum]",
     ),
     "split rows": (
-        "split_rows.py::test_integers[7-False]",
-        "split_rows.py::test_integers[128-True]",
+        "split_rows.py::test_integers[7-spmm]",
+        "split_rows.py::test_integers[128-spmm_staged]",
         "split_rows.py::test_integers_of_several_passes_are_64_bits_wide[602]",
+        "split_rows.py::test_parts_are_joined_slice_by_slice[dtype0-65-spmm_sliced]",
         "split_rows.py::test_floats[dtype2-64-max]",
         "split_rows.py::test_attention[4-16]",
         "split_rows.py::test_attention[2-301]",

@@ -237,7 +237,7 @@ struct AttentionBody {
     const auto join = [&](const Split& split, int32_t slot, int32_t apart, int32_t count, bool whole) {
       join_parts(split, slot, apart, count, whole);
     };
-    end_part<32, 1>(a.runs.split, a.staging, run.slot, join);
+    end_part<32>(a.runs.split, a.staging, run.slot, join);
   }
 
  private:
@@ -286,7 +286,7 @@ struct AttentionBody {
     static_assert(Tile::kPer == kCount, "a thread keeps the columns that it has");
     const int32_t row = work.row();
     if (work.part >= 0) {
-      store_staged<A::kColumns>(staged(work.part), first, v);
+      store_staged(staged(work.part), first, A::kColumns, v);
       stats_of(staged(work.part))[head] = make_float2(top, total);
     } else if (row >= 0) {
       if (a.stats != nullptr) a.stats[static_cast<int64_t>(row) * kHeads + head] = make_float2(top, total);
@@ -343,7 +343,7 @@ struct AttentionBody {
       };
       each_part<4>(count, PartOfHead{}, load, [&](const PartOfHead& part) { total.join(part); });
       if (!whole) {
-        store_staged<A::kColumns>(staged(slot), column, total.sum.v);
+        store_staged(staged(slot), column, A::kColumns, total.sum.v);
         continue;
       }
       const float factor = A::inverse(total.stat.y, true);
@@ -397,11 +397,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention(const Attention
   __shared__ Feed<Layout, Body> feed[Config::kThreads / 32];
   __shared__ __align__(16) float rows[kWarps][kHeld ? Layout::kPadded : 4];
   __shared__ float2 heads[kWarps][kHeld ? Config::kHeads : 1];
-  const auto* x = static_cast<const char*>(a.x);
-  const auto stride = static_cast<uint32_t>(a.x_stride);
   Body body{a, epilogue, rows[threadIdx.x / 32], heads[threadIdx.x / 32]};
   body.clear();
-  for_runs<Layout>(a.runs, nullptr, x, stride, &next, feed[threadIdx.x / 32], body);
+  const Gathered x = whole_rows<Layout>(a.x, a.x_stride);
+  for_runs<Layout>(a.runs, nullptr, x, &next, feed[threadIdx.x / 32], body);
 }
 
 // alpha[e, h] from the statistics that attention wrote, a warp a run.

@@ -81,23 +81,23 @@ __global__ void __launch_bounds__(256) message(MessageArgs args, Body body) {
     }
   }
   if (run.slot < 0) return;
-  end_part<kLanes, 1>(
-      args.runs.split, args.staging, run.slot,
-      [&](const Split& split, int32_t slot, int32_t apart, int32_t count, bool whole) {
-        const int64_t edges = args.runs.rowptr[split.row + 1] - args.runs.rowptr[split.row];
-        for (int column = threadIdx.x % kLanes; column < kWidth; column += kLanes) {
-          const auto load = [&](int32_t which) {
-            return __ldcg(staging + static_cast<int64_t>(slot + which * apart) * kWidth + column);
-          };
-          float total = join_start<kJoin>();
-          each_part<8>(count, join_start<kJoin>(), load, [&](float part) { total = join<kJoin>(total, part); });
-          if (whole) {
-            args.out[static_cast<int64_t>(split.row) * kStride + column] = join_end<kJoin>(total, edges);
-          } else {
-            staging[static_cast<int64_t>(slot) * kWidth + column] = total;
-          }
-        }
-      });
+  end_part<kLanes>(args.runs.split, args.staging, run.slot,
+                   [&](const Split& split, int32_t slot, int32_t apart, int32_t count, bool whole) {
+                     const int64_t edges = args.runs.rowptr[split.row + 1] - args.runs.rowptr[split.row];
+                     for (int column = threadIdx.x % kLanes; column < kWidth; column += kLanes) {
+                       const auto load = [&](int32_t which) {
+                         return __ldcg(staging + static_cast<int64_t>(slot + which * apart) * kWidth + column);
+                       };
+                       float total = join_start<kJoin>();
+                       each_part<8>(count, join_start<kJoin>(), load,
+                                    [&](float part) { total = join<kJoin>(total, part); });
+                       if (whole) {
+                         args.out[static_cast<int64_t>(split.row) * kStride + column] = join_end<kJoin>(total, edges);
+                       } else {
+                         staging[static_cast<int64_t>(slot) * kWidth + column] = total;
+                       }
+                     }
+                   });
 }
 
 }  // namespace gnnc

@@ -179,9 +179,9 @@ struct Load {
 #pragma unroll
       for (int k = 0; k < 4; k += Config::kTogether) {
         const int column = whole ? run * 128 + k * 32 + lane * Config::kTogether : O::column(run, lane, k);
-        step::Vector<X, Config::kTogether> read = {};
+        Vector<X, Config::kTogether> read = {};
         if (whole || (lane < O::threads(run) && column < kColumns)) {
-          read = *reinterpret_cast<const step::Vector<X, Config::kTogether>*>(from + column);
+          read = *reinterpret_cast<const Vector<X, Config::kTogether>*>(from + column);
         }
 #pragma unroll
         for (int n = 0; n < Config::kTogether; ++n) v[k + n] = step::as_float(read.v[n]);
@@ -443,7 +443,7 @@ struct WarpSums {
   }
 
   __device__ void store(Out* out, int first) const {
-    using Two = step::Vector<Out, 2>;
+    using Two = Vector<Out, 2>;
     const auto word = [](Word x) { return static_cast<Out>(x); };
 #pragma unroll
     for (int i = 0; i < G::kTilesDown; ++i) {
@@ -462,7 +462,7 @@ struct WarpSums {
 template <class Config, class Tile, class Out>
 __device__ void read_sums(Tile& tile, const Out* row) {
   using G = Gemm<Config>;
-  using Four = step::Vector<Out, 4>;
+  using Four = Vector<Out, 4>;
 #pragma unroll
   for (int i = 0; i < Tile::kPer; i += 4) {
     const int column = tile.column(i);

@@ -48,11 +48,6 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-template <class T, int kCount>
-struct alignas(kCount * sizeof(T)) Vector {
-  T v[kCount];
-};
-
 // How many neighbouring columns of T a thread moves at once: what it holds, in at most 16 bytes, where rows `stride`
 // elements apart keep that aligned; 1 where they do not.
 template <class Tile, class T>
@@ -83,23 +78,88 @@ __device__ void with_row(const Tile& tile, const T* row, const F& f) {
   }
 }
 
+// v[i] of thread t becomes v[t] of thread i, among four neighbouring threads of those in `members`.
+__device__ inline void change_over(float (&v)[4], uint32_t members) {
+#pragma unroll
+  for (int apart = 1; apart < 4; apart *= 2) {
+    const bool upper = (threadIdx.x & apart) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & apart) continue;
+      const float got = __shfl_xor_sync(members, upper ? v[i] : v[i + apart], apart);
+      if (upper) {
+        v[i] = got;
+      } else {
+        v[i + apart] = got;
+      }
+    }
+  }
+}
+
+// Whether threads can easily have every kLanes-th four of a whole row's columns: they do, or four threads have 16
+// columns each.
+template <class Tile>
+__host__ __device__ constexpr bool has_fours() {
+  const bool whole = Tile::kBlock == Tile::kRun * Tile::kLanes;
+  return whole && Tile::kLanes >= 4 && (Tile::kRun == 4 || (Tile::kRun == 16 && Tile::kLanes == 4));
+}
+
+// The row in fours of columns, where has_fours: v[j] of thread t is the four at 4 (kLanes j + t). f(i): column i of a
+// thread's own, as the tile has them.
+template <class Tile, class F>
+__device__ void fours_of(const F& f, float (&v)[Tile::kPer / 4][4]) {
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) v[i / 4][i % 4] = f(i);
+  if constexpr (Tile::kRun == 16) {
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; i += 16) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        float turned[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) turned[j] = v[i / 4 + j][k];
+        change_over(turned, Tile::members());
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[i / 4 + j][k] = turned[j];
+      }
+    }
+  }
+}
+
+// What a thread has of a row, from column i on, as one store.
+template <class T, int kCount, class F>
+__device__ Vector<T, kCount> vector_of(int i, const F& f) {
+  Vector<T, kCount> vector;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) vector.v[k] = f(i + k);
+  return vector;
+}
+
 template <int kStride, class T, class Tile, class F>
 __device__ void store_row(const Tile& tile, T* row, const F& f) {
   constexpr int kCount = at_once<Tile, T>(kStride);
-#pragma unroll
-  for (int i = 0; i < Tile::kPer; i += kCount) {
-    const int column = tile.column(i);
+  constexpr bool kEnds = Tile::kWidth % kCount != 0;  // within one of those
+  const auto put = [&](int column, const Vector<T, kCount>& vector) {
     if (column + kCount <= Tile::kWidth) {
-      Vector<T, kCount> written;
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) written.v[k] = f(i + k);
-      *reinterpret_cast<Vector<T, kCount>*>(row + column) = written;
-    } else {
+      store_together<kEnds>(row + column, vector);
+    } else if constexpr (kEnds) {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        if (tile.valid(i + k)) row[column + k] = f(i + k);
+        if (column + k < Tile::kWidth) row[column + k] = vector.v[k];
       }
     }
+  };
+  if constexpr (kCount == 4 && sizeof(T) == 4 && Tile::kRun == 16 && has_fours<Tile>()) {
+    // Four threads store 64 bytes at a time, where each of them would 16 of every 64.
+    float v[Tile::kPer / 4][4];
+    fours_of<Tile>(f, v);
+#pragma unroll
+    for (int j = 0; j < Tile::kPer / 4; ++j) {
+      put((j * Tile::kLanes + tile.lane) * 4, Vector<T, kCount>{{v[j][0], v[j][1], v[j][2], v[j][3]}});
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; i += kCount) put(tile.column(i), vector_of<T, kCount>(i, f));
   }
 }
 
@@ -298,54 +358,13 @@ __device__ RowTile<Tile::kWidth / kHeads, Tile::kLanes, Tile::kRun> head_mean(co
 
 // Stores.
 
-// v[i] of thread t becomes v[t] of thread i, among four neighbouring threads of those in `members`.
-__device__ inline void change_over(float (&v)[4], uint32_t members) {
-#pragma unroll
-  for (int apart = 1; apart < 4; apart *= 2) {
-    const bool upper = (threadIdx.x & apart) != 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & apart) continue;
-      const float got = __shfl_xor_sync(members, upper ? v[i] : v[i + apart], apart);
-      if (upper) {
-        v[i] = got;
-      } else {
-        v[i + apart] = got;
-      }
-    }
-  }
-}
-
-// Whether threads can easily have every kLanes-th four of a whole row's columns: they do, or four threads have 16
-// columns each.
-template <class Tile>
-__host__ __device__ constexpr bool has_fours() {
-  const bool whole = Tile::kBlock == Tile::kRun * Tile::kLanes;
-  return whole && Tile::kLanes >= 4 && (Tile::kRun == 4 || (Tile::kRun == 16 && Tile::kLanes == 4));
-}
-
 // Stores a row that begins anywhere, but for its ends in fours that lie on 16 bytes, neighbouring threads side by side:
 // each thread moves its columns by as many as there are before the first such four.
 template <class Tile>
 __device__ void store_anywhere(const Tile& tile, float* row) {
   constexpr int kLanes = Tile::kLanes, kFours = Tile::kPer / 4;
   float v[kFours][4];
-#pragma unroll
-  for (int i = 0; i < Tile::kPer; ++i) v[i / 4][i % 4] = tile.v[i];
-  if constexpr (Tile::kRun == 16) {
-#pragma unroll
-    for (int i = 0; i < Tile::kPer; i += 16) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        float turned[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) turned[j] = v[i / 4 + j][k];
-        change_over(turned, Tile::members());
-#pragma unroll
-        for (int j = 0; j < 4; ++j) v[i / 4 + j][k] = turned[j];
-      }
-    }
-  }
+  fours_of<Tile>([&](int i) { return tile.v[i]; }, v);
   const int before = static_cast<int>(-(reinterpret_cast<uint64_t>(row) / 4) % 4);
 #pragma unroll
   for (int j = 0; j < kFours; ++j) {
@@ -361,7 +380,7 @@ __device__ void store_anywhere(const Tile& tile, float* row) {
     for (int k = 0; k < 4; ++k) w[k] = before & 2 ? w[k + 2] : w[k];
     const int column = (j * kLanes + tile.lane) * 4 + before;
     if (column + 4 <= Tile::kWidth) {
-      *reinterpret_cast<float4*>(row + column) = make_float4(w[0], w[1], w[2], w[3]);
+      store_together<true>(row + column, Vector<float, 4>{{w[0], w[1], w[2], w[3]}});
     } else if ((j + 1) * kLanes * 4 + 3 > Tile::kWidth) {
 #pragma unroll
       for (int k = 0; k < 3; ++k) {
@@ -381,14 +400,16 @@ __device__ void store(const Tile& tile, T* row) {
     store_anywhere(tile, row);
   } else if constexpr (at_once<Tile, T>(kStride) == 1 && Tile::kLanes >= 4) {
     // Threads store one element at a time, and four neighbours do so side by side.
-    const int first = tile.lane & ~3, own = tile.lane & 3;
+    const int first = tile.lane & ~3;
+    int own = tile.lane & 3;
 #pragma unroll
     for (int i = 0; i < Tile::kPer; i += 4) {
+      asm volatile("" : "+r"(own));  // addresses are worked out one after the other: they would take too many registers
       float v[4] = {tile.v[i], tile.v[i + 1], tile.v[i + 2], tile.v[i + 3]};
       change_over(v, Tile::members());
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int column = Tile::column_of(first + k, i + own);
+        const int column = tile.column_of(first + k, i + own);
         if (column < Tile::kWidth) row[column] = from_float<T>(v[k]);
       }
     }
@@ -443,9 +464,8 @@ __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, cons
     *reinterpret_cast<Vector<int8_t, kCount>*>(row + column) = codes;
   }
   // Past the last block of the tile.
-  constexpr int kHeld = Tile::kPer / Tile::kRun * Tile::kBlock;
-  if constexpr (kHeld < kPadded) {
-    for (int column = kHeld + tile.lane * 4; column < kPadded; column += 4 * Tile::kLanes) {
+  if constexpr (Tile::kHeld < kPadded) {
+    for (int column = Tile::kHeld + tile.lane * 4; column < kPadded; column += 4 * Tile::kLanes) {
       *reinterpret_cast<Vector<int8_t, 4>*>(row + column) = {past(column), past(column + 1), past(column + 2),
                                                              past(column + 3)};
     }

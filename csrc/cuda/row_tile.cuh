@@ -24,6 +24,7 @@ struct RowTile {
   static constexpr int kWidth = kWidth_, kLanes = kLanes_, kRun = kRun_;
   static constexpr int kBlock = kRun * kLanes;
   static constexpr int kPer = (kWidth + kBlock - 1) / kBlock * kRun;
+  static constexpr int kHeld = kPer / kRun * kBlock;  // columns, with what is past the width
   static_assert(kLanes >= 1 && kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "a group is 1, 2, 4, 8, 16 or 32 threads");
   static_assert(kRun % 4 == 0, "epilogues load and store four columns at least");
 
@@ -84,49 +85,32 @@ struct RowTile {
   }
 };
 
-// Some columns of a row, from `first` on, for an epilogue whose steps look at each column alone.
+// A slice of a row of kWidth columns, Tile::kWidth of them or what is left, from `first` on, for an epilogue whose
+// steps look at each column alone.
 template <class Tile, int kWidth_>
 struct SliceTile {
-  static constexpr int kWidth = kWidth_, kLanes = Tile::kLanes, kRun = Tile::kRun, kPer = Tile::kPer, kBlock = kWidth_;
+  static constexpr int kWidth = kWidth_, kLanes = Tile::kLanes, kRun = Tile::kRun, kPer = Tile::kPer;
+  static constexpr int kBlock = 0;  // it has no whole blocks
+  static constexpr int kHeld = (kWidth + Tile::kWidth - 1) / Tile::kWidth * Tile::kWidth;
 
   float v[kPer];
   int lane;
   int32_t first;
 
   __device__ SliceTile(const Tile& tile, int32_t first_column) : lane(tile.lane), first(first_column) {
+    asm volatile("" : "+r"(first));  // or where columns go is worked out before all edges, and kept
 #pragma unroll
     for (int i = 0; i < kPer; ++i) v[i] = tile.v[i];
   }
 
-  // Of what is past the slice: the width.
-  __device__ int column(int i) const {
-    const int within = Tile::column_of(lane, i);
-    return within < Tile::kWidth ? first + within : kWidth;
+  // Past the slice far behind every row.
+  __device__ int column_of(int of, int i) const {
+    const int within = Tile::column_of(of, i);
+    return within < Tile::kWidth ? first + within : 1 << 30;
   }
+  __device__ int column(int i) const { return column_of(lane, i); }
   __device__ bool valid(int i) const { return column(i) < kWidth; }
-};
-
-// The epilogue that only stores: out[row, :] as FP32 rows `stride` elements apart, a multiple of 4.
-struct StoreFloat {
-  float* out;
-  int64_t stride;
-
-  template <class Tile>
-  __device__ void operator()(const Tile& tile, int64_t row) const {
-    float* to = out + row * stride;
-#pragma unroll
-    for (int i = 0; i < Tile::kPer; i += 4) {
-      const int column = tile.column(i);
-      if (column + 4 <= Tile::kWidth) {
-        *reinterpret_cast<float4*>(to + column) = make_float4(tile.v[i], tile.v[i + 1], tile.v[i + 2], tile.v[i + 3]);
-      } else {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          if (tile.valid(i + k)) to[column + k] = tile.v[i + k];
-        }
-      }
-    }
-  }
+  __device__ static uint32_t members() { return Tile::members(); }
 };
 
 }  // namespace gnnc

@@ -2,7 +2,8 @@
 
 // How a warp reads gathered rows of x: in pieces of 16 bytes. Thread (slot, piece) reads one piece of a row,
 // neighbouring threads neighbouring pieces, so that eight threads touch as few cache lines as there are; each slot has
-// edges of its own. Rows wider than what a warp reads at once take several passes over the edges.
+// edges of its own. Rows wider than what a warp reads at once take several passes over the edges, or are cut into
+// slices of columns, of which each is a matrix of its own.
 
 #include "types.cuh"
 
@@ -69,6 +70,31 @@ struct RowLayout {
       return word & mask;
     };
     return make_uint4(kept(v.x, 0), kept(v.y, 1), kept(v.z, 2), kept(v.w, 3));
+  }
+};
+
+// The rows that edges gather: a matrix, or a slice of its columns.
+struct Gathered {
+  const char* first;  // of row 0
+  uint32_t stride;    // bytes from one row to the next
+  int pieces;         // of a row
+};
+
+template <class Layout>
+__device__ __forceinline__ Gathered whole_rows(const void* x, int64_t stride) {
+  return Gathered{static_cast<const char*>(x), static_cast<uint32_t>(stride), Layout::kTotal};
+}
+
+// Slices of kBytes, a power of two, of which the last may have less.
+template <Element kElement, int kRowWidth, int kBytes>
+struct Slices {
+  static constexpr int kWidth = kBytes / bytes_of(kElement), kCount = (kRowWidth + kWidth - 1) / kWidth;
+
+  __device__ static Gathered of(const void* x, int64_t stride, int slice) {
+    constexpr int kPieces = kBytes / 16, kTotal = RowLayout<kElement, kRowWidth>::kTotal;
+    const int left = kTotal - slice * kPieces;
+    const int pieces = kCount == 1 ? kTotal : kTotal % kPieces == 0 ? kPieces : min(kPieces, left);
+    return Gathered{static_cast<const char*>(x) + slice * kBytes, static_cast<uint32_t>(stride), pieces};
   }
 };
 

@@ -222,8 +222,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) sddmm(const SddmmArgs a) 
   __shared__ int32_t next;
   __shared__ Feed<Layout, SddmmBody<Config>> feed[Config::kThreads / 32];
   SddmmBody<Config> body{a};
-  for_runs<Layout>(a.runs, nullptr, static_cast<const char*>(a.b), static_cast<uint32_t>(a.b_stride), &next,
-                   feed[threadIdx.x / 32], body);
+  const Gathered b = whole_rows<Layout>(a.b, a.b_stride);
+  for_runs<Layout>(a.runs, nullptr, b, &next, feed[threadIdx.x / 32], body);
 }
 
 }  // namespace gnnc

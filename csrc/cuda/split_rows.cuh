@@ -5,7 +5,8 @@
 // hub of a million edges is no one's work alone, and every sum is made in the same order in every call.
 //
 // Parts, and sums of them, wait in a staging buffer, one slot each; a sum takes the slot of its first part. Who is last
-// is counted in `arrived`: a number a slot, 0 before and after every kernel.
+// is counted in `arrived`: a number a slot, 0 before and after every kernel; of rows in slices one for each slice,
+// since their parts are joined slice by slice.
 
 #include "runs.cuh"
 
@@ -15,7 +16,7 @@ constexpr int kJoined = 16;
 
 struct Staging {
   void* memory;      // a row for every slot
-  int32_t* arrived;  // [slots]
+  int32_t* arrived;  // [slots, slices]
 };
 
 // Counts one of so many that are to come; whether it is the last. What this group has stored before is there for
@@ -39,11 +40,12 @@ __device__ __forceinline__ bool is_last(int32_t* arrived, int32_t expected) {
   return true;
 }
 
-// Call when a group of kLanes threads has stored a part, with its slot; kTimes: how often that happens to each part.
+// Call when a group of kLanes threads has stored a part, or a slice of one, with its slot.
 // join(split, slot, apart, count, whole) adds up `count` parts, from a slot on, `apart` from one to the next, in order,
 // and stores that as the first of them or, if it is whole, as the row.
-template <int kLanes, int kTimes, class Join>
-__device__ __forceinline__ void end_part(const Split* splits, const Staging& staging, int32_t slot, const Join& join) {
+template <int kLanes, int kSlices = 1, class Join>
+__device__ __forceinline__ void end_part(const Split* splits, const Staging& staging, int32_t slot, const Join& join,
+                                         int slice = 0) {
   const Split split = load_record(splits + slot);
   int32_t part = slot - split.slot;
 #pragma unroll 1
@@ -51,10 +53,10 @@ __device__ __forceinline__ void end_part(const Split* splits, const Staging& sta
     const int32_t group = apart * kJoined;
     part -= part % group;
     const int32_t count = min(kJoined, (split.parts - part + apart - 1) / apart);
-    const int32_t expected = level == 0 ? count * kTimes : count;
     const int32_t first = split.slot + part;
     // Sums of a level are kJoined slots or more apart, so that each level can count in a slot of its own.
-    if (expected > 1 && !is_last<kLanes>(staging.arrived + first + level, expected)) return;
+    int32_t* arrived = staging.arrived + static_cast<int64_t>(first + level) * kSlices + slice;
+    if (count > 1 && !is_last<kLanes>(arrived, count)) return;
     const bool whole = group >= split.parts;
     if (count > 1) join(split, first, apart, count, whole);
     if (whole) return;
@@ -92,13 +94,13 @@ __device__ __forceinline__ StagedColumns<T> load_staged(const T* from) {
   return columns;
 }
 
-// Stores the columns from `first` on that are below kColumns (both multiples of four) of a slot.
-template <int kColumns, class T, class Word, int kCount>
-__device__ __forceinline__ void store_staged(T* slot, int first, const Word (&v)[kCount]) {
+// Stores the columns from `first` on that are below `past` (both multiples of four) of a slot.
+template <class T, class Word, int kCount>
+__device__ __forceinline__ void store_staged(T* slot, int first, int past, const Word (&v)[kCount]) {
 #pragma unroll
   for (int c = 0; c < kCount; c += 4) {
     const int column = first + c;
-    if (column >= kColumns) continue;
+    if (column >= past) continue;
     const StagedColumns<T> four{
         {static_cast<T>(v[c]), static_cast<T>(v[c + 1]), static_cast<T>(v[c + 2]), static_cast<T>(v[c + 3])}};
     *reinterpret_cast<StagedColumns<T>*>(slot + column) = four;
@@ -113,7 +115,7 @@ __device__ __forceinline__ void store_held(T* slot, const Word* words) {
     const int column = first + static_cast<int>(threadIdx.x % 32) * 4;
     if (column >= kColumns) continue;
     const Word four[4] = {words[column], words[column + 1], words[column + 2], words[column + 3]};
-    store_staged<kColumns>(slot, column, four);
+    store_staged(slot, column, kColumns, four);
   }
 }
 

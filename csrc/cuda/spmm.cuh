@@ -7,8 +7,9 @@
 // (product_sum.cuh), all else in FP32 (lane_reduce.cuh). Traffic: 4 B of col (+ 4 B a weight) and a row of x an edge,
 // the epilogue's outputs a row, 8 B a column and slot of a row that is split. Floor: the gather from L1 and L2.
 //
-// Launch: spmm with one block of Config::kThreads threads a multiprocessor, no dynamic shared memory. staging: slots *
-// Spmm<Config>::kStagedBytes.
+// Launch: spmm, or spmm_sliced for rows of more than kSliceBytes whose epilogue looks at each column alone, with one
+// block of as many threads as they are compiled for a multiprocessor, no dynamic shared memory; spmm_staged as it says.
+// staging: slots * Spmm<Config>::kStagedBytes.
 //
 // Exact: int8 sums without real weights are integers, rounded to FP32 once (a mean is divided in FP32 after that).
 
@@ -80,7 +81,7 @@ struct SpmmConfig {
   static constexpr int kHeads = kHeads_;
   static constexpr int kThreads = kThreads_;
   static constexpr int kStep = kStep_;
-  static constexpr int kRowWidth = kWidth;  // of which these are a slice
+  static constexpr int kRowWidth = kWidth, kSlices = 1;  // of which these columns are one
 };
 
 template <class Config>
@@ -243,8 +244,9 @@ struct SpmmBody {
 
   // What is past the width may be NaN, which a product with zeros would spread.
   __device__ __forceinline__ void add_one(const uint4& x) {
-    if constexpr (kSingly && S::kHalves && Config::kWidth % Layout::kColumns != 0) {
-      sum.add_one(Layout::within(x, pass * Layout::kPieces + Layout::piece()));
+    if constexpr (kSingly && S::kHalves && Config::kRowWidth % Layout::kColumns != 0) {
+      const int piece = first_column / kColumns + pass * Layout::kPieces + Layout::piece();
+      sum.add_one(RowLayout<S::kElement, Config::kRowWidth>::within(x, piece));
     } else if constexpr (kSingly) {
       sum.add_one(x);
     }
@@ -284,7 +286,7 @@ struct SpmmBody {
     const auto join = [&](const Split& split, int32_t slot, int32_t apart, int32_t count, bool whole) {
       join_parts(split, slot, apart, count, whole);
     };
-    end_part<32, Config::kRowWidth / Config::kWidth>(a.runs.split, a.staging, run.slot, join);
+    end_part<32, Config::kSlices>(a.runs.split, a.staging, run.slot, join, first_column / Config::kWidth);
   }
 
  private:
@@ -353,12 +355,17 @@ struct SpmmBody {
   __device__ Total* staged(int32_t slot) const {
     return static_cast<Total*>(a.staging.memory) + static_cast<int64_t>(slot) * S::kStaged + first_column;
   }
+  // Columns that a slot has from there on.
+  __device__ int32_t staged_columns() const {
+    constexpr int kColumns = (Config::kWidth + 3) / 4 * 4;
+    return Config::kSlices == 1 ? kColumns : min(kColumns, S::kStaged - first_column);
+  }
 
   // Ends a row, or a part of one, of which this thread has the columns from `first` on.
   template <class Tile, int kCount, class Work>
   __device__ __forceinline__ void settle(const Word (&out)[kCount], int first, const Work& work) const {
     if (work.part >= 0) {
-      store_staged<(Config::kWidth + 3) / 4 * 4>(staged(work.part), first, out);
+      store_staged(staged(work.part), first, staged_columns(), out);
     } else if (work.row() >= 0) {
       emit<Tile>(out, work);
     }
@@ -380,11 +387,16 @@ struct SpmmBody {
         if (tile.valid(i)) tile.v[i] = result_of<Config>(out[i], count);
       }
     }
-    if constexpr (Config::kWidth == Config::kRowWidth) {
-      epilogue(tile, work.row());
+    end_row(tile, work.row());
+  }
+
+  template <class Tile>
+  __device__ __forceinline__ void end_row(Tile& tile, int32_t row) const {
+    if constexpr (Config::kSlices == 1) {
+      epilogue(tile, row);
     } else {
       SliceTile<Tile, Config::kRowWidth> slice(tile, first_column);
-      epilogue(slice, work.row());
+      epilogue(slice, row);
     }
   }
 
@@ -413,13 +425,13 @@ struct SpmmBody {
     const int64_t edges = whole ? a.runs.rowptr[split.row + 1] - a.runs.rowptr[split.row] : 0;
     const Total start = S::kExact ? Total{0} : static_cast<Total>(start_of<Config::kReduce>());
     const StagedColumns<Total> nothing{{start, start, start, start}};
-    Total* to = static_cast<Total*>(a.staging.memory) + static_cast<int64_t>(slot) * S::kStaged;
-    RowTile<Config::kRowWidth, 32> tile;
+    Total* to = staged(slot);
+    RowTile<Config::kWidth, 32> tile;
     constexpr int kUnrolled = kBundle ? tile.kPer / 4 : 1;
 #pragma unroll kUnrolled
     for (int i = 0; i < tile.kPer; i += 4) {
       const int column = tile.column(i);
-      if (column >= S::kStaged) continue;
+      if (column >= staged_columns()) continue;
       StagedColumns<Total> total = nothing;
       const auto load = [&](int32_t which) {
         return load_staged(to + static_cast<int64_t>(which) * apart * S::kStaged + column);
@@ -428,7 +440,7 @@ struct SpmmBody {
 #pragma unroll
         for (int c = 0; c < 4; ++c) total.v[c] = joined(total.v[c], part.v[c]);
       });
-      if (!whole) store_staged<S::kStaged>(to, column, total.v);
+      if (!whole) store_staged(to, column, staged_columns(), total.v);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const float result = result_of<Config>(total.v[c], edges);
@@ -441,7 +453,7 @@ struct SpmmBody {
     }
     if (!whole) return;
     if constexpr (kBundle) {
-      epilogue(tile, split.row);
+      end_row(tile, split.row);
     } else {
       __syncwarp();
       emit_held(split.row, [](Word v) { return *reinterpret_cast<const float*>(&v); });
@@ -459,11 +471,51 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
   using Body = SpmmBody<Config, Epilogue>;
   __shared__ Feed<Layout, Body> feed[Config::kThreads / 32];
   __shared__ __align__(16) typename S::Word rows[S::kWarps][S::kHeld];
-  const auto* x = static_cast<const char*>(a.x);
-  const auto stride = static_cast<uint32_t>(a.x_stride);
   Body body{a, epilogue, rows[threadIdx.x / 32], 0, {}};
   body.sum.clear();
-  for_runs<Layout>(a.runs, static_cast<const float*>(a.value), x, stride, &next, feed[threadIdx.x / 32], body);
+  const Gathered x = whole_rows<Layout>(a.x, a.x_stride);
+  for_runs<Layout>(a.runs, static_cast<const float*>(a.value), x, &next, feed[threadIdx.x / 32], body);
+}
+
+// Bytes of a row that spmm_sliced gathers at a time. What all blocks work on then is in L2 though rows are wide, and
+// each warp still reads whole lines.
+constexpr int kSliceBytes = 256;
+
+template <class Config_>
+struct Sliced {
+  using Slices = gnnc::Slices<Config_::kElement, Config_::kWidth, kSliceBytes>;
+  using Whole = SpmmConfig<Config_::kElement, Slices::kWidth, Config_::kReduce, Config_::kValue, Config_::kScale>;
+  // Which slice it is takes registers too.
+  static constexpr bool kMany =
+      Config_::kElement == Element::i8 && Whole::kThreads > (kArchitecture < 1000 ? 512 : 384);
+  static constexpr int kThreads = Whole::kThreads - (kMany ? 128 : 0);
+  struct Config : SpmmConfig<Config_::kElement, Slices::kWidth, Config_::kReduce, Config_::kValue, Config_::kScale, 1,
+                             kThreads, Whole::kStep> {
+    static constexpr int kRowWidth = Config_::kWidth, kSlices = Slices::kCount;
+  };
+  static_assert(Config_::kHeads == 1 && Config_::kScale != Scale::in_row, "all columns have the same weight");
+  static_assert(Config_::kWidth > Slices::kWidth, "there are several");
+};
+
+// As spmm, slice by slice: all blocks go through the graph once for each.
+template <class Config, class Epilogue>
+__global__ void __launch_bounds__(Sliced<Config>::Config::kThreads, 1)
+    spmm_sliced(const SpmmArgs a, const Epilogue epilogue) {
+  begin_kernel();
+  using S = Sliced<Config>;
+  using Layout = typename Spmm<typename S::Config>::Layout;
+  using Body = SpmmBody<typename S::Config, Epilogue>;
+  __shared__ int32_t next;
+  __shared__ Feed<Layout, Body> feed[S::Config::kThreads / 32];
+  Body body{a, epilogue, nullptr, 0, {}, 0};
+  body.sum.clear();
+#pragma unroll 1
+  for (int slice = 0; slice < S::Slices::kCount; ++slice) {
+    const Gathered x = S::Slices::of(a.x, a.x_stride, slice);
+    body.first_column = slice * S::Slices::kWidth;
+    __syncthreads();  // all have taken their last run of the slice before
+    for_runs<Layout>(a.runs, static_cast<const float*>(a.value), x, &next, feed[threadIdx.x / 32], body);
+  }
 }
 
 __host__ __device__ constexpr Residency staged_registers(Element element, int width, Weight weight) {
@@ -488,16 +540,14 @@ __host__ __device__ constexpr Residency staged_residency(Element element, int wi
 // How a row of x is cut into slices of which the window of a stretch holds many.
 template <class Config_>
 struct Staged {
-  static constexpr int kBytes = Config_::kWidth * bytes_of(Config_::kElement), kSliceBytes = kBytes <= 64 ? 64 : 128;
-  static constexpr int kSlices = kBytes <= 64 ? 1 : kBytes / kSliceBytes;
-  static_assert(kBytes <= 64 || kBytes % kSliceBytes == 0, "a row is whole slices");
-  static constexpr int kWidth = Config_::kWidth / kSlices;
+  using Slices = gnnc::Slices<Config_::kElement, Config_::kWidth, 128>;
+  static constexpr int kWidth = Slices::kCount == 1 ? Config_::kWidth : Slices::kWidth;
   static constexpr Residency kResidency =
       staged_residency(Config_::kElement, Config_::kWidth, weight_of(Value::none, Config_::kScale));
   static constexpr int kThreads = kResidency.threads;
   struct Config : SpmmConfig<Config_::kElement, kWidth, Config_::kReduce, Value::none, Config_::kScale, 1, kThreads,
                              kResidency.step> {
-    static constexpr int kRowWidth = Config_::kWidth;
+    static constexpr int kRowWidth = Config_::kWidth, kSlices = Slices::kCount;
   };
   using Layout = typename Spmm<Config>::Layout;
   using Window = gnnc::Window<Layout, Config::kScale == Scale::row ? 4 : Config::kScale == Scale::power ? 1 : 0>;
@@ -506,13 +556,13 @@ struct Staged {
   static_assert(sizeof(Feed) == staged_feed_bytes(Layout::kPieces, kResidency.step / 4),
                 "threads are as many as there is room for");
   static_assert(Spmm<Config>::kAdds && Config_::kValue == Value::none && Config_::kHeads == 1, "sums of rows");
+  static_assert(Config_::kScale != Scale::in_row || Slices::kCount == 1, "a row's weight is in its last slice");
   static_assert(Window::kBytes + kThreads / 32 * sizeof(Feed) + sizeof(StagedShare) <= 227 * 1024,
                 "a multiprocessor has so much shared memory");
 };
 
 // As spmm, with near sources from shared memory. Launch: runs.share of blocks of Staged<Config>::kThreads threads, with
-// Staged<Config>::Window::kBytes of dynamic shared memory. A row of several slices reaches the epilogue slice by slice,
-// unless it is split.
+// Staged<Config>::Window::kBytes of dynamic shared memory. A row of several slices reaches the epilogue slice by slice.
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
     spmm_staged(const StagedSpmmArgs a, const Epilogue epilogue) {
@@ -521,16 +571,15 @@ __global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
   extern __shared__ int4 memory[];
   __shared__ StagedShare share;
   __shared__ typename S::Feed feed[S::kThreads / 32];
-  const auto stride = static_cast<uint32_t>(a.x_stride);
   const void* factor = Config::kScale == Scale::row ? static_cast<const void*>(a.x_scale) : a.shift;
   typename S::Window window(memory);
   SpmmBody<typename S::Config, Epilogue, StagedRuns> body{a, epilogue, nullptr, 0, {}, 0};
   body.sum.clear();
 #pragma unroll 1
-  for (int slice = 0; slice < S::kSlices; ++slice) {
-    const char* x = static_cast<const char*>(a.x) + slice * S::kSliceBytes;
+  for (int slice = 0; slice < S::Slices::kCount; ++slice) {
+    const Gathered x = S::Slices::of(a.x, a.x_stride, slice);
     body.first_column = slice * S::kWidth;
-    for_staged_runs<typename S::Layout>(a.runs, x, stride, factor, window, &share, feed[threadIdx.x / 32], body);
+    for_staged_runs<typename S::Layout>(a.runs, x, factor, window, &share, feed[threadIdx.x / 32], body);
   }
 }
 

@@ -69,25 +69,26 @@ struct Window {
   static constexpr int kBytes = kFactors + (kRows * kFactor + 15) / 16 * 16 + 16;
 
   char* memory;
-  uint32_t piece;  // the address of this thread's piece of row 0
+  uint32_t piece;  // the address of this thread's piece of row 0, of what was fetched last
 
   __device__ explicit Window(void* shared) : memory(static_cast<char*>(shared)) {
-    piece = static_cast<uint32_t>(__cvta_generic_to_shared(shared)) + min(Layout::piece(), Layout::kTotal - 1) * 16;
     for (int i = static_cast<int>(threadIdx.x); i < kRow; i += static_cast<int>(blockDim.x)) memory[i] = 0;
     if (threadIdx.x < kFactor) memory[kFactors + threadIdx.x] = 0;
   }
 
   // Starts to copy; the factors are there when it returns. By the whole block.
-  __device__ void fetch(const char* x, uint32_t x_stride, const void* factor, int64_t first, int64_t sources) {
-    const auto rows = static_cast<int>(min(sources - first, static_cast<int64_t>(kRows)));
+  __device__ void fetch(const Gathered& x, const void* factor, int64_t source, int64_t sources) {
+    const auto rows = static_cast<int>(min(sources - source, static_cast<int64_t>(kRows)));
+    piece = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + min(Layout::piece(), x.pieces - 1) * 16;
     for (int i = static_cast<int>(threadIdx.x); i < rows * Layout::kTotal; i += static_cast<int>(blockDim.x)) {
-      const int row = i / Layout::kTotal, piece = i % Layout::kTotal;
-      start_copy(reinterpret_cast<int4*>(memory + (1 + row) * kRow + piece * 16),
-                 reinterpret_cast<const int4*>(row_at(x, static_cast<int32_t>(first) + row, x_stride) + piece * 16));
+      const int row = i / Layout::kTotal, at = i % Layout::kTotal;
+      if (at >= x.pieces) continue;
+      const char* from = row_at(x.first, static_cast<int32_t>(source) + row, x.stride) + at * 16;
+      start_copy(reinterpret_cast<int4*>(memory + (1 + row) * kRow + at * 16), reinterpret_cast<const int4*>(from));
     }
     if constexpr (kFactor > 0) {
       using T = typename Select<kFactor == 4, float, uint8_t>::Type;
-      const T* from = static_cast<const T*>(factor) + first;
+      const T* from = static_cast<const T*>(factor) + source;
       for (int i = static_cast<int>(threadIdx.x); i < rows; i += static_cast<int>(blockDim.x)) {
         reinterpret_cast<T*>(memory + kFactors)[1 + i] = weight_of(from[i]);
       }
@@ -334,8 +335,8 @@ __device__ __forceinline__ void stream_staged(const int4* word, Words& words, in
 
 // The runs of this block that lie in a stretch, whose window is on its way.
 template <class Layout, class Feed, class Window, class Body>
-__device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue& queue, const char* x,
-                                            uint32_t x_stride, const Window& window, Feed& feed, Body& body) {
+__device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue& queue, const Gathered& x,
+                                            const Window& window, Feed& feed, Body& body) {
   const char* base = piece_of<Layout>(x, 0);
   const auto is_shared = [](const Run& run) { return run.count == 1; };
   const auto first_of = [&](const Run& run, int turn) {
@@ -357,7 +358,7 @@ __device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue&
         return first_of(feed.runs.run[turn ^ 1], turn ^ 1);
       };
       const StagedWork work = staged_work_of<Layout>(run, feed.runs.entry[turn], at, shared);
-      stream_staged<Layout>(runs.word, feed.words, half, work, after, base, x_stride, window, body);
+      stream_staged<Layout>(runs.word, feed.words, half, work, after, base, x.stride, window, body);
     }
     body.end_run(run);
     turn ^= 1;
@@ -367,9 +368,8 @@ __device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue&
 
 // All runs of this block, one at a time to a warp; `share` is the block's, `feed` the warp's.
 template <class Layout, class Feed, class Window, class Body>
-__device__ __forceinline__ void for_staged_runs(const StagedRuns& runs, const char* x, uint32_t x_stride,
-                                                const void* factor, Window& window, StagedShare* share, Feed& feed,
-                                                Body& body) {
+__device__ __forceinline__ void for_staged_runs(const StagedRuns& runs, const Gathered& x, const void* factor,
+                                                Window& window, StagedShare* share, Feed& feed, Body& body) {
   StagedQueue queue{runs.run, share};
   int32_t from = runs.share[blockIdx.x];
 #pragma unroll 1
@@ -379,9 +379,9 @@ __device__ __forceinline__ void for_staged_runs(const StagedRuns& runs, const ch
     if (threadIdx.x == 0) {
       *share = StagedShare{from, min(runs.share[blockIdx.x + 1], runs.begin[stretch + 1]), feed.runs.dealt()};
     }
-    window.fetch(x, x_stride, factor, static_cast<int64_t>(stretch) * kStretch, runs.sources);
+    window.fetch(x, factor, static_cast<int64_t>(stretch) * kStretch, runs.sources);
     __syncthreads();
-    for_stretch<Layout>(runs, queue, x, x_stride, window, feed, body);
+    for_stretch<Layout>(runs, queue, x, window, feed, body);
     from = share->past;
   }
 }

@@ -207,14 +207,14 @@ struct Step {
 // Where this thread's piece of row 0 begins. Threads past the row's last piece read that one again: no test for each
 // load.
 template <class Layout>
-__device__ __forceinline__ const char* piece_of(const char* x, int pass) {
-  return opaque(x + min(pass * Layout::kPieces + Layout::piece(), Layout::kTotal - 1) * 16);
+__device__ __forceinline__ const char* piece_of(const Gathered& x, int pass) {
+  return opaque(x.first + min(pass * Layout::kPieces + Layout::piece(), x.pieces - 1) * 16);
 }
 
 // All edges of a piece of work, whose first chunk is on its way to `half`; next() is what follows.
 template <class Layout, class Edges, class Body, class Next>
 __device__ __forceinline__ void stream(const EdgeArrays& arrays, Edges& edges, int& half, const Work& work,
-                                       const Next& next, const char* x, uint32_t x_stride, int pass, Body& body) {
+                                       const Next& next, const Gathered& x, int pass, Body& body) {
   constexpr int kFours = Body::kStep / 4, kChunk = Edges::kChunk, kHalves = Edges::kHalves;
   const char* base = piece_of<Layout>(x, pass);
   const Fours<Layout> fours(work);
@@ -239,7 +239,7 @@ __device__ __forceinline__ void stream(const EdgeArrays& arrays, Edges& edges, i
 #pragma unroll 1
     for (int f = 0; f < kChunk && left > 0; f += kFours, left -= kFours, place += kFours * fours.apart) {
       if constexpr (kHalves > 1) step.read(edges, half, f, work, place, fours.apart);
-      step.take(base, x_stride, body);
+      step.take(base, x.stride, body);
     }
     half ^= kHalves - 1;
   } while (left > 0);
@@ -260,7 +260,7 @@ __device__ __forceinline__ Work work_of(const Run& run, const Entry* entries, in
 // All runs of this block, one at a time to a warp; `next` is shared by the block, `feed` by the warp. value: of edges,
 // where the body takes it.
 template <class Layout, class Body>
-__device__ inline void for_runs(const Runs& runs, const float* value, const char* x, uint32_t x_stride, int32_t* next,
+__device__ inline void for_runs(const Runs& runs, const float* value, const Gathered& x, int32_t* next,
                                 Feed<Layout, Body>& feed, Body& body) {
   constexpr int kFours = Feed<Layout, Body>::Edges::kChunk;
   static_assert(sizeof(Feed<Layout, Body>) == feed_bytes(Layout::kPieces, kFours, Body::kStep, Body::kValued),
@@ -289,7 +289,7 @@ __device__ inline void for_runs(const Runs& runs, const float* value, const char
           if (at + step < run.count) return work_of<Layout>(run, feed.runs.entry[turn], at + step, shared);
           return first_of(feed.runs.run[turn ^ 1], turn ^ 1);
         };
-        stream<Layout>(arrays, feed.edges, half, work, after, x, x_stride, pass, body);
+        stream<Layout>(arrays, feed.edges, half, work, after, x, pass, body);
       }
     }
     body.end_run(run);

@@ -50,6 +50,33 @@ __device__ __forceinline__ uint32_t group_members() {
   }
 }
 
+template <class T, int kCount>
+struct alignas(kCount * sizeof(T)) Vector {
+  T v[kCount];
+};
+
+// Stores 4, 8 or 16 bytes at once. kBeside: where the row may end there are stores of single elements beside it, which
+// the compiler would merge it with, element by element.
+template <bool kBeside, class T, int kCount>
+__device__ __forceinline__ void store_together(T* to, const Vector<T, kCount>& vector) {
+  if constexpr (!kBeside) {
+    *reinterpret_cast<Vector<T, kCount>*>(to) = vector;
+    return;
+  }
+  constexpr int kWords = sizeof(vector) / 4;
+  static_assert(sizeof(vector) % 4 == 0, "of words");
+  const auto* w = reinterpret_cast<const uint32_t*>(&vector);
+  if constexpr (kWords == 1) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(w[0]) : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(w[0]), "r"(w[1]) : "memory");
+  } else {
+    static_assert(kWords == 4, "at most 16 bytes");
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
+  }
+}
+
 // Where a row of codes of scale base / 2^shift has its weight 2^(7 - shift): the last byte of its last 16, where there
 // is one past the width. An SpMM then has the weight with the row. -1: it has no such byte.
 __host__ __device__ constexpr int weight_place(int width) { return width % 16 == 0 ? -1 : width / 16 * 16 + 15; }

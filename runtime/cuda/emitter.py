@@ -19,6 +19,9 @@ _ALLOCATIONS = ("take(", "empty(", "counters(")
 _VIEW = re.compile(r"\w+\.view\([^()]*(\([^()]*\))*[^()]*\)")
 _SECTOR = 32  # bytes that global memory moves at least
 _VECTOR = 16  # bytes that a thread loads at most
+_LINE = 128  # bytes that L1 looks up at once
+SLICE = 256
+"""Bytes of a row that a warp sums at a time where rows are wide: ``gnnc::kSliceBytes``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +61,12 @@ class CudaEmitter(Emitter):
 
     @staticmethod
     def padded(width: int, dtype: torch.dtype) -> int:
-        """Rows start on a sector; rows of half a sector or less on 16 bytes."""
+        """Rows that come in slices start on a line, others on a sector, and short ones on 16 bytes."""
         if dtype.itemsize > 4:
             return width
         nbytes = width * dtype.itemsize
-        return round_up(nbytes, _VECTOR if nbytes <= _VECTOR else _SECTOR) // dtype.itemsize
+        start = _VECTOR if nbytes <= _VECTOR else _SECTOR if nbytes <= SLICE else _LINE
+        return round_up(nbytes, start) // dtype.itemsize
 
     def prelude(self) -> list[str]:
         """The stream that everything of a call runs on."""

@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, aligned, blocks, round_up
+from gnnc.runtime.cuda.emitter import BLOCK, SLICE, CudaEmitter, aligned, blocks, round_up
 from gnnc.runtime.cuda.epilogue import TYPES, write_epilogue
 from gnnc.runtime.cuda.staged import (
     entries_of,
     has_room,
     shared_bytes,
-    slice_bytes,
-    takes,
+    slices_of,
     window_rows,
 )
 from gnnc.runtime.cuda.tables import (
@@ -36,8 +35,6 @@ from gnnc.runtime.row_program import Op
 
 ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
 _MAX_WIDTH = 4096
-_ONE_PASS = 512
-"""Bytes of a row that a warp reads in one pass over the edges: ``gnnc::is_one_pass``."""
 _PIECE = 16
 """Bytes that a thread gathers at once."""
 _SUMS = (spmm.REDUCTIONS["sum"], spmm.REDUCTIONS["mean"])
@@ -93,7 +90,7 @@ class Spmm:
 
     @staticmethod
     def emit(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch, and that of edges by stretch where rows can be windows."""
+        """Write the launch, whole rows or slices, and that of edges by stretch where rows can be windows."""
         emitter.unit.include("spmm.cuh")
         rowptr = argument_of(node, plan.rowptr)
         edges, col = edges_and_columns(node, emitter, plan.rowptr, plan.col, plan.x)
@@ -104,7 +101,8 @@ class Spmm:
         scale = _vector(emitter, node, plan.x_scale)
         shift = _vector(emitter, node, plan.shift)
         kind = _scale(plan, node, emitter)
-        staged = _is_staged(plan, node, x)
+        sliced = plan.heads == 1 and _is_by_column(plan)
+        staged = (sliced or slices_of(x.nbytes) == 1) and _is_staged(plan, node)
         if staged:
             sources = emitter.size(shape_of(argument_of(node, plan.x))[0])
             runs = write_sums(emitter, emitter.vector(rowptr), col, sources, x.nbytes)
@@ -115,12 +113,14 @@ class Spmm:
         words = round_up(plan.width, 4) * (2 if _is_exact(plan, node) else 1)
         emitter.unit.require(f"Spmm<{config}>::kStagedBytes == {4 * words}", "parts of rows have room")
         rest = [f"{x.text}.data_ptr()", str(x.stride), value, scale, shift]
-        rest += write_staging(emitter, runs, words)
+        rest += write_staging(emitter, runs, words, slices_of(x.nbytes) if sliced else 1)
         names = f"{config}, {epilogue}"
         given = [*runs_arguments(emitter.vector(rowptr), col, runs), *rest]
         count = len(given) + RUNS_EXTRA
         emitter.unit.expect("SpmmArgs", count)
-        name, given, count = f"gnnc::spmm<{names}>", [*given, *values], count + len(values)
+        form = "spmm_sliced" if sliced and x.nbytes > SLICE else "spmm"
+        emitter.unit.require(f"gnnc::kSliceBytes == {SLICE}", "rows of more bytes have slices")
+        name, given, count = f"gnnc::{form}<{names}>", [*given, *values], count + len(values)
         emitter.launch(name, f"{runs}.blocks", given, block=AS_COMPILED, count=count)
         if not staged:
             return
@@ -138,21 +138,19 @@ class Spmm:
         emitter.launch(name, f"{runs}.staged_blocks", given, block=AS_COMPILED, count=count, shared=shared)
 
 
-def _is_staged(plan: spmm.Plan, node: Node, x: Rows) -> bool:
+def _is_staged(plan: spmm.Plan, node: Node) -> bool:
     """Whether there is a kernel that reads near sources in shared memory (csrc/cuda/staged.cuh)."""
     if plan.value is not None or plan.col is None or plan.reduce not in _SUMS:
         return False
     if not has_room(argument_of(node, plan.x).meta["val"].device):
         return False
-    if argument_of(node, plan.col).meta["val"].dtype != torch.int32:
-        return False  # a copy in every call, whose edges would be arranged anew
-    return takes(x.nbytes) and (x.nbytes <= slice_bytes(x.nbytes) or _is_by_column(plan))
+    # Of other columns there is a copy in every call, whose edges would be arranged anew.
+    return argument_of(node, plan.col).meta["val"].dtype == torch.int32
 
 
 def _is_by_column(plan: spmm.Plan) -> bool:
     """Whether no step of the row program looks at several columns, as where rows come in slices."""
-    ops = plan.program.ops
-    return ops.isdisjoint(_OF_WHOLE_ROWS) and (Op.QUANT_STATIC not in ops or plan.width % 32 == 0)
+    return plan.program.ops.isdisjoint(_OF_WHOLE_ROWS)
 
 
 def _config(plan: spmm.Plan, node: Node, scale: str) -> str:
@@ -181,7 +179,8 @@ def _scale(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> str:
         return "row"
     if plan.shift is None:
         return "none"
-    is_plain = plan.value is None and plan.heads == 1 and plan.reduce in _SUMS and plan.width <= _ONE_PASS
+    is_plain = plan.value is None and plan.heads == 1 and plan.reduce in _SUMS
+    is_plain = is_plain and slices_of(plan.width) == 1
     return "in_row" if is_plain and emitter.holds_weights(argument_of(node, plan.x)) else "power"
 
 

@@ -13,7 +13,6 @@ from gnnc.runtime.cuda.unit import Unit
 
 STRETCH = 2048
 """Consecutive rows that a block of threads works on at a time."""
-_MOST_SLICES = 4
 LEAST_SHARED = 227 * 1024
 """Bytes of shared memory that a block of the device can have: a window and what warps hold."""
 _LEAST_NEAR = 0.5
@@ -189,13 +188,6 @@ def shared_bytes(row_bytes: int, scale: str = "none") -> int:
     return (rows + 1) * slice_bytes(row_bytes) + -(-rows * factor // 16) * 16 + 16
 
 
-def takes(row_bytes: int) -> bool:
-    """Whether rows of so many bytes are whole slices: what ``gnnc::Staged`` asserts, and few."""
-    if row_bytes <= 64:
-        return True
-    return row_bytes % slice_bytes(row_bytes) == 0 and row_bytes <= _MOST_SLICES * slice_bytes(row_bytes)
-
-
 @cache
 def has_room(device: torch.device) -> bool:
     """Whether a device has the shared memory; for code compiled without one, whether one may have it."""
@@ -207,6 +199,11 @@ def has_room(device: torch.device) -> bool:
 def slice_bytes(row_bytes: int) -> int:
     """Return the bytes that a window has for a row, or for a slice of one: ``gnnc::Window::kRow``."""
     return max(16, 1 << (row_bytes - 1).bit_length()) if row_bytes <= 64 else 128
+
+
+def slices_of(row_bytes: int) -> int:
+    """Return how many slices a row of so many bytes has."""
+    return -(-row_bytes // slice_bytes(row_bytes))
 
 
 def window_rows(row_bytes: int) -> int:

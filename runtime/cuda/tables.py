@@ -181,11 +181,14 @@ def write_sums(emitter: CudaEmitter, rowptr: str, col: str, sources: str, row_by
     return emitter.let("runs", f"{emitter.bind(sums_of, 'sums_of')}({rowptr}, {col}, {sources}, {row_bytes})")
 
 
-def write_staging(emitter: CudaEmitter, runs: str, words: int) -> list[str]:
-    """Write where parts of rows of so many words wait; return the texts of a ``gnnc::Staging``."""
+def write_staging(emitter: CudaEmitter, runs: str, words: int, slices: int = 1) -> list[str]:
+    """Write where parts of rows of so many words wait; return the texts of a ``gnnc::Staging``.
+
+    ``slices``: into which a row may be cut.
+    """
     kind = emitter.bind(torch.float32, "dtype")
     memory = emitter.let("staging", f"empty(({runs}.slots * {words},), dtype={kind})")
-    arrived = emitter.let("arrived", f"counters(arena, {runs}.slots)")
+    arrived = emitter.let("arrived", f"counters(arena, {runs}.slots * {slices})")
     return [f"{memory}.data_ptr()", f"{arrived}.data_ptr()"]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cuda_cases import error
 from cuda_launch import ARCHITECTURES, compile_kernels
+from cuda_sparse import STORES, epilogue_of
 from torch import Tensor, nn
 
 import gnnc
@@ -100,8 +101,9 @@ def test_rows_under_way_stay_in_registers(architecture: str, compiler: None) -> 
         tile = tile_of(shape)
         assert tile is not None
         if shape.out == 64 or shape in SHORT:
-            names.append(f"gnnc::gemm<{config(shape, tile)}, {lanes_for(shape.out)}, gnnc::StoreFloat>")
-    taken = compile_kernels('#include "gemm.cuh"', tuple(names), architecture)
+            stores = epilogue_of(torch.float32, shape.out)
+            names.append(f"gnnc::gemm<{config(shape, tile)}, {lanes_for(shape.out)}, {stores}>")
+    taken = compile_kernels('#include "gemm.cuh"' + STORES, tuple(names), architecture)
     assert len(taken) == len(names)
     # as in test_offline.py: NVRTC 13.0 spills for sm_100 where 13.5 spills nothing
     allowed = 48 if architecture == "sm_100" and compiler_version() < (13, 5) else 0

@@ -44,11 +44,11 @@ def again_and_again(call: Spmm | Attention) -> Tensor:
     return first.cpu()
 
 
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("form", ["spmm", "spmm_staged"])
 @pytest.mark.parametrize("width", [7, 64, 128, 512])
-def test_integers(hubs: Graph, width: int, staged: bool) -> None:
+def test_integers(hubs: Graph, width: int, form: str) -> None:
     x = torch.randint(-127, 128, (900, width), dtype=torch.int8)
-    got = again_and_again(Spmm(on_gpu(hubs), rows16(x), staged=staged))
+    got = again_and_again(Spmm(on_gpu(hubs), rows16(x), form=form))
     want = qspmm_reference(hubs.rowptr, hubs.col, None, x, None, None, "sum", hubs.num_dst)
     assert torch.equal(got, want)
 
@@ -59,24 +59,26 @@ def test_integers_of_several_passes_are_64_bits_wide(width: int) -> None:
     hub = Graph(torch.tensor([0, edges]), torch.zeros(edges, dtype=torch.int32), 1, 1)
     x = torch.full((1, width), -127, dtype=torch.int8)
     value = torch.full((edges,), 127, dtype=torch.int8)
-    got = again_and_again(Spmm(on_gpu(hub), rows16(x), value=value.cuda()))
     want = qspmm_reference(hub.rowptr, hub.col, value, x, None, None, "sum", 1)
-    assert torch.equal(got, want) and want.min() < -(2**31)
+    for form in ("spmm", "spmm_sliced"):
+        got = again_and_again(Spmm(on_gpu(hub), rows16(x), value=value.cuda(), form=form))
+        assert torch.equal(got, want) and want.min() < -(2**31)
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 41), (torch.float32, 602), (torch.float16, 64)])
 def test_floats(hubs: Graph, dtype: torch.dtype, width: int, reduce: str) -> None:
     x = torch.randn(900, width).to(dtype)
-    got = again_and_again(Spmm(on_gpu(hubs), rows16(x), reduce=reduce))
+    got = again_and_again(Spmm(on_gpu(hubs), rows16(x), reduce=reduce, form="spmm"))
     want = spmm_reference(hubs.rowptr, hubs.col, None, x.double(), reduce, hubs.num_dst)
     assert relative_error(got, want) < 1e-5
 
 
-@pytest.mark.parametrize("width", [32, 64, 128])
-def test_every_slice_of_a_part_is_waited_for(hubs: Graph, width: int) -> None:
-    x = torch.randn(900, width)
-    got = again_and_again(Spmm(on_gpu(hubs), rows16(x), staged=True))
+@pytest.mark.parametrize("form", ["spmm_sliced", "spmm_staged"])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 65), (torch.float32, 128), (torch.half, 602)])
+def test_parts_are_joined_slice_by_slice(hubs: Graph, dtype: torch.dtype, width: int, form: str) -> None:
+    x = torch.randn(900, width).to(dtype)
+    got = again_and_again(Spmm(on_gpu(hubs), rows16(x), form=form))
     want = spmm_reference(hubs.rowptr, hubs.col, None, x.double(), "sum", hubs.num_dst)
     assert relative_error(got, want) < 1e-5
 

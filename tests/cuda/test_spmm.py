@@ -3,14 +3,13 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_launch import ARCHITECTURES, compile_kernels
-from cuda_sparse import Sparse, Spmm, SpmmConfig, rows16, sparse, weighted16
+from cuda_sparse import NBYTES, SPMM_SOURCE, Sparse, Spmm, SpmmConfig, form_of, rows16, sparse, weighted16
 from kernel_graphs import GRAPHS, Graph, random_graph, relative_error, star
 from torch import Tensor
 
 from gnnc.ir.quantized import qspmm_reference
 from gnnc.ir.sparse import spmm_reference
 from gnnc.runtime.cuda.runs import Cut
-from gnnc.runtime.cuda.staged import takes
 
 WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
 FEW_WIDTHS = (7, 47, 64, 602)
@@ -29,13 +28,17 @@ KINDS = {
     "int8 max": SpmmConfig("i8", 0, "max"),
 }
 IN_ROW = SpmmConfig("i8", 0, scale="in_row")
-NBYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def has_place(width: int) -> bool:
     """Whether a row of codes has a byte for its weight, and is gathered at once."""
-    return width % 16 > 0 and width <= 512
+    return width % 16 > 0 and width <= 128
+
+
+def forms_of(row_bytes: int) -> list[str]:
+    """Kernels that sum rows of so many bytes: as a whole, and in slices where there are several."""
+    return sorted({"spmm", form_of(row_bytes)})
 
 
 @pytest.mark.usefixtures("compiler")
@@ -46,8 +49,9 @@ def test_no_kernel_spills(architecture: str, kind: str) -> None:
     configs = [SpmmConfig(c.element, w, c.reduce, c.value, c.scale) for w in WIDTHS]
     if kind == "int8 powers":
         configs += [replace(IN_ROW, width=w) for w in WIDTHS if has_place(w)]
-    names = tuple(config.name() for config in configs)
-    report = compile_kernels('#include "spmm.cuh"', names, architecture)
+    names = tuple(c.name(form=form) for c in configs for form in forms_of(c.width * NBYTES[c.element]))
+    names += (configs[WIDTHS.index(602)].name("StoreFloats<602>", "spmm_sliced"),)
+    report = compile_kernels(SPMM_SOURCE, names, architecture)
     assert len(report) == len(names)
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
 
@@ -66,13 +70,14 @@ STAGED = {
 @pytest.mark.parametrize("kind", STAGED)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_staged_kernel_spills(architecture: str, kind: str) -> None:
-    widths = [w for w in (4, 7, 16, 31, 47, 64, 256) if takes(w * NBYTES[STAGED[kind].element])]
+    widths = (4, 7, 16, 31, 47, 64, 256, 602)
     configs = [replace(STAGED[kind], width=w) for w in widths]
     if kind == "int8 powers":
         configs += [replace(IN_ROW, reduce="mean", width=w) for w in widths if has_place(w)]
-    names = tuple(config.name(staged=True) for config in configs)
-    report = compile_kernels('#include "spmm.cuh"', names, architecture)
-    assert len(report) == len(names) >= 2
+    names = tuple(config.name(form="spmm_staged") for config in configs)
+    names += (replace(STAGED[kind], width=602).name("StoreFloats<602>", "spmm_staged"),)
+    report = compile_kernels(SPMM_SOURCE, names, architecture)
+    assert len(report) == len(names)
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
 
 
@@ -99,9 +104,9 @@ def test_integer_reductions_are_exact(width: int, reduce: str) -> None:
     for make in GRAPHS.values():
         g = make()
         x = codes(g.num_src, width)
-        got = twice(Spmm(on_gpu(g), rows16(x), reduce=reduce))
         want = qspmm_reference(g.rowptr, g.col, None, x, None, None, reduce, g.num_dst)
-        assert torch.equal(got, want)
+        for form in forms_of(width):
+            assert torch.equal(twice(Spmm(on_gpu(g), rows16(x), reduce=reduce, form=form)), want)
 
 
 @pytest.mark.cuda
@@ -112,10 +117,12 @@ def test_integer_weights_are_exact(width: int) -> None:
         x, value = codes(g.num_src, width), codes(g.num_edges, 1).squeeze(1)
         shift = torch.randint(0, 8, (g.num_src,), dtype=torch.uint8)
         graph = on_gpu(g)
-        got = twice(Spmm(graph, rows16(x), value=value.cuda()))
-        assert torch.equal(got, qspmm_reference(g.rowptr, g.col, value, x, None, None, "sum", g.num_dst))
+        want = qspmm_reference(g.rowptr, g.col, value, x, None, None, "sum", g.num_dst)
+        for form in forms_of(width):
+            assert torch.equal(twice(Spmm(graph, rows16(x), value=value.cuda(), form=form)), want)
         want = qspmm_reference(g.rowptr, g.col, None, x, None, shift, "sum", g.num_dst)
-        assert torch.equal(twice(Spmm(graph, rows16(x), shift=shift.cuda())), want)
+        for form in forms_of(width):
+            assert torch.equal(twice(Spmm(graph, rows16(x), shift=shift.cuda(), form=form)), want)
         if has_place(width):
             assert torch.equal(twice(Spmm(graph, weighted16(x, shift), in_row=True)), want)
 
@@ -141,8 +148,9 @@ def test_float_sums(width: int, kind: str, weighted: bool) -> None:
         g = make()
         x = torch.randn(g.num_src, width).to(TORCH[kind])
         value = torch.randn(g.num_edges) * torch.logspace(-6, 3, g.num_edges) if weighted else None
-        call = Spmm(on_gpu(g), rows16(x), value=None if value is None else value.cuda())
-        assert test_error(twice(call), g, value, x, None) < (1e-5 if kind == "bf16" else 1e-6)
+        for form in forms_of(width * x.element_size()):
+            call = Spmm(on_gpu(g), rows16(x), value=None if value is None else value.cuda(), form=form)
+            assert test_error(twice(call), g, value, x, None) < (1e-5 if kind == "bf16" else 1e-6)
 
 
 @pytest.mark.cuda
@@ -153,12 +161,13 @@ def test_integer_rows_with_real_weights(width: int) -> None:
         x, value = codes(g.num_src, width), torch.randn(g.num_edges)
         scale = torch.rand(g.num_src) * torch.logspace(-2, 2, g.num_src)
         graph = on_gpu(g)
-        call = Spmm(graph, rows16(x), value=value.cuda(), x_scale=scale.cuda())
-        assert test_error(twice(call), g, value, x, scale) < 1e-4
-        call = Spmm(graph, rows16(x), value=value.cuda())
-        assert test_error(twice(call), g, value, x, None) < 1e-4
-        call = Spmm(graph, rows16(x), x_scale=scale.cuda())
-        assert test_error(twice(call), g, None, x, scale) < 1e-4
+        for form in forms_of(width):
+            call = Spmm(graph, rows16(x), value=value.cuda(), x_scale=scale.cuda(), form=form)
+            assert test_error(twice(call), g, value, x, scale) < 1e-4
+            call = Spmm(graph, rows16(x), value=value.cuda(), form=form)
+            assert test_error(twice(call), g, value, x, None) < 1e-4
+            call = Spmm(graph, rows16(x), x_scale=scale.cuda(), form=form)
+            assert test_error(twice(call), g, None, x, scale) < 1e-4
 
 
 @pytest.mark.cuda
@@ -187,9 +196,11 @@ def test_float_reductions(width: int, kind: str, reduce: str) -> None:
         g = make()
         x, value = torch.randn(g.num_src, width).to(TORCH[kind]), torch.randn(g.num_edges)
         for given in (None, value):
-            call = Spmm(on_gpu(g), rows16(x), None if given is None else given.cuda(), reduce=reduce)
             want = spmm_reference(g.rowptr, g.col, given, x.float(), reduce, g.num_dst)
-            assert torch.allclose(twice(call), want, rtol=1e-5, atol=1e-5)
+            for form in forms_of(width * x.element_size()):
+                moved = None if given is None else given.cuda()
+                call = Spmm(on_gpu(g), rows16(x), moved, reduce=reduce, form=form)
+                assert torch.allclose(twice(call), want, rtol=1e-5, atol=1e-5)
 
 
 LARGER = {**GRAPHS, "stretches": lambda: random_graph(5000, 4500, 90_000)}
@@ -198,28 +209,28 @@ LARGER = {**GRAPHS, "stretches": lambda: random_graph(5000, 4500, 90_000)}
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
-@pytest.mark.parametrize("width", [7, 16, 32, 33, 47, 64, 128, 256])
+@pytest.mark.parametrize("width", [7, 16, 32, 33, 47, 64, 100, 128, 256, 602])
 def test_staged_sums_of_integers_are_exact(width: int, reduce: str) -> None:
     for make in LARGER.values():
         g = make()
         x, shift = codes(g.num_src, width), torch.randint(0, 8, (g.num_src,), dtype=torch.uint8)
         for given in (None, shift):
             moved = None if given is None else given.cuda()
-            got = twice(Spmm(on_gpu(g), rows16(x), shift=moved, reduce=reduce, staged=True))
+            got = twice(Spmm(on_gpu(g), rows16(x), shift=moved, reduce=reduce, form="spmm_staged"))
             want = qspmm_reference(g.rowptr, g.col, None, x, None, given, reduce, g.num_dst)
             assert torch.equal(got, want)
         if has_place(width):
-            got = twice(Spmm(on_gpu(g), weighted16(x, shift), in_row=True, reduce=reduce, staged=True))
+            got = twice(Spmm(on_gpu(g), weighted16(x, shift), in_row=True, reduce=reduce, form="spmm_staged"))
             assert torch.equal(got, want)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("width", [16, 31, 33, 47, 64, 128])
+@pytest.mark.parametrize("width", [16, 31, 33, 47, 64, 128, 602])
 def test_staged_sums_with_row_scales(width: int) -> None:
     for make in LARGER.values():
         g = make()
         x, scale = codes(g.num_src, width), torch.rand(g.num_src) * torch.logspace(-2, 2, g.num_src)
-        call = Spmm(on_gpu(g), rows16(x), x_scale=scale.cuda(), staged=True)
+        call = Spmm(on_gpu(g), rows16(x), x_scale=scale.cuda(), form="spmm_staged")
         assert test_error(twice(call), g, None, x, scale) < 1e-4
 
 
@@ -228,15 +239,16 @@ def test_staged_sums_with_row_scales(width: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "width"),
     [
-        *[("fp32", 3), ("fp32", 8), ("fp32", 9), ("fp32", 64), ("fp32", 128)],
-        *[("fp16", 7), ("fp16", 16), ("fp16", 31), ("fp16", 64), ("bf16", 13), ("bf16", 256)],
+        *[("fp32", 3), ("fp32", 8), ("fp32", 9), ("fp32", 17), ("fp32", 64), ("fp32", 128), ("fp32", 602)],
+        *[("fp16", 7), ("fp16", 16), ("fp16", 31), ("fp16", 47), ("fp16", 64), ("fp16", 602)],
+        *[("bf16", 13), ("bf16", 65), ("bf16", 256)],
     ],
 )
 def test_staged_sums_of_floats(kind: str, width: int, reduce: str) -> None:
     for make in LARGER.values():
         g = make()
         x = torch.randn(g.num_src, width).to(TORCH[kind])
-        got = twice(Spmm(on_gpu(g), rows16(x), reduce=reduce, staged=True))
+        got = twice(Spmm(on_gpu(g), rows16(x), reduce=reduce, form="spmm_staged"))
         want = spmm_reference(g.rowptr, g.col, None, x.double(), reduce, g.num_dst)
         assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-4)
 
@@ -244,10 +256,10 @@ def test_staged_sums_of_floats(kind: str, width: int, reduce: str) -> None:
 @pytest.mark.cuda
 def test_a_staged_hub() -> None:
     g, x = star(300_000, 3000), torch.full((3000, 64), 127, dtype=torch.int8)
-    got = twice(Spmm(on_gpu(g, 2048), rows16(x), staged=True))
+    got = twice(Spmm(on_gpu(g, 2048), rows16(x), form="spmm_staged"))
     assert torch.equal(got, qspmm_reference(g.rowptr, g.col, None, x, None, None, "sum", g.num_dst))
     half = (100 + torch.rand(3000, 64)).half()
-    got = twice(Spmm(on_gpu(g, 1024), rows16(half), staged=True))
+    got = twice(Spmm(on_gpu(g, 1024), rows16(half), form="spmm_staged"))
     want = spmm_reference(g.rowptr, g.col, None, half.double(), "sum", g.num_dst)
     assert torch.isfinite(got).all() and relative_error(got, want) < 1e-5
 

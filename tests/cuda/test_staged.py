@@ -15,7 +15,7 @@ from gnnc.runtime.cuda.staged import (
     cut_rows,
     pays,
     shared_bytes,
-    takes,
+    slices_of,
 )
 
 CUTS = (Cut(1, 1), Cut(32, 16), Cut(64, 64), Cut(512, 128))
@@ -107,11 +107,12 @@ def test_it_pays_where_most_edges_are_near_and_each_source_has_several() -> None
     assert paying(*reddit, 0.49) == [] and paying(*arxiv, 0.8) == [] and paying(2000, 200_000, 1.0) == []
 
 
-def test_rows_of_few_whole_slices_have_windows() -> None:
-    assert all(map(takes, (4, 7, 16, 32, 33, 47, 64, 128, 256, 512)))
+def test_a_window_holds_a_slice_of_each_row() -> None:
+    assert [slices_of(size) for size in (4, 16, 33, 64, 65, 94, 128)] == [1] * 7
+    assert [slices_of(size) for size in (129, 256, 257, 2408)] == [2, 2, 3, 19]
     assert shared_bytes(64) == 2049 * 64 + 16 and shared_bytes(256, "row") == 1681 * 128 + 1680 * 4 + 16
     assert [shared_bytes(size) // 2049 for size in (4, 16, 17, 32, 33)] == [16, 16, 32, 32, 64]
-    assert not any(map(takes, (94, 192, 640)))
+    assert shared_bytes(94) == shared_bytes(2408) == 1681 * 128 + 16
 
 
 def test_a_launch_has_a_block_for_each_share() -> None:
