@@ -141,7 +141,11 @@ __device__ void store_row(const Tile& tile, T* row, const F& f) {
   constexpr bool kEnds = Tile::kWidth % kCount != 0;  // within one of those
   const auto put = [&](int column, const Vector<T, kCount>& vector) {
     if (column + kCount <= Tile::kWidth) {
-      store_together<kEnds>(row + column, vector);
+      if constexpr (kEnds && !Tile::kWhole) {
+        store_together(row + column, vector);
+      } else {
+        *reinterpret_cast<Vector<T, kCount>*>(row + column) = vector;
+      }
     } else if constexpr (kEnds) {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
@@ -380,7 +384,7 @@ __device__ void store_anywhere(const Tile& tile, float* row) {
     for (int k = 0; k < 4; ++k) w[k] = before & 2 ? w[k + 2] : w[k];
     const int column = (j * kLanes + tile.lane) * 4 + before;
     if (column + 4 <= Tile::kWidth) {
-      store_together<true>(row + column, Vector<float, 4>{{w[0], w[1], w[2], w[3]}});
+      *reinterpret_cast<float4*>(row + column) = make_float4(w[0], w[1], w[2], w[3]);
     } else if ((j + 1) * kLanes * 4 + 3 > Tile::kWidth) {
 #pragma unroll
       for (int k = 0; k < 3; ++k) {

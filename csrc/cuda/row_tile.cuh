@@ -25,6 +25,7 @@ struct RowTile {
   static constexpr int kBlock = kRun * kLanes;
   static constexpr int kPer = (kWidth + kBlock - 1) / kBlock * kRun;
   static constexpr int kHeld = kPer / kRun * kBlock;  // columns, with what is past the width
+  static constexpr bool kWhole = true;
   static_assert(kLanes >= 1 && kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "a group is 1, 2, 4, 8, 16 or 32 threads");
   static_assert(kRun % 4 == 0, "epilogues load and store four columns at least");
 
@@ -92,6 +93,7 @@ struct SliceTile {
   static constexpr int kWidth = kWidth_, kLanes = Tile::kLanes, kRun = Tile::kRun, kPer = Tile::kPer;
   static constexpr int kBlock = 0;  // it has no whole blocks
   static constexpr int kHeld = (kWidth + Tile::kWidth - 1) / Tile::kWidth * Tile::kWidth;
+  static constexpr bool kWhole = false;
 
   float v[kPer];
   int lane;

@@ -55,14 +55,10 @@ struct alignas(kCount * sizeof(T)) Vector {
   T v[kCount];
 };
 
-// Stores 4, 8 or 16 bytes at once. kBeside: where the row may end there are stores of single elements beside it, which
-// the compiler would merge it with, element by element.
-template <bool kBeside, class T, int kCount>
+// Stores 4, 8 or 16 bytes at once, also where the compiler would merge such a store, element by element, with those of
+// single elements beside it.
+template <class T, int kCount>
 __device__ __forceinline__ void store_together(T* to, const Vector<T, kCount>& vector) {
-  if constexpr (!kBeside) {
-    *reinterpret_cast<Vector<T, kCount>*>(to) = vector;
-    return;
-  }
   constexpr int kWords = sizeof(vector) / 4;
   static_assert(sizeof(vector) % 4 == 0, "of words");
   const auto* w = reinterpret_cast<const uint32_t*>(&vector);

@@ -61,12 +61,14 @@ class CudaEmitter(Emitter):
 
     @staticmethod
     def padded(width: int, dtype: torch.dtype) -> int:
-        """Rows that come in slices start on a line, others on a sector, and short ones on 16 bytes."""
+        """Rows start on a line where that adds half at most, or on a sector; short ones on 16 bytes."""
         if dtype.itemsize > 4:
             return width
         nbytes = width * dtype.itemsize
-        start = _VECTOR if nbytes <= _VECTOR else _SECTOR if nbytes <= SLICE else _LINE
-        return round_up(nbytes, start) // dtype.itemsize
+        lines = round_up(nbytes, _LINE)
+        if 2 * lines <= 3 * nbytes:
+            return lines // dtype.itemsize
+        return round_up(nbytes, _VECTOR if nbytes <= _VECTOR else _SECTOR) // dtype.itemsize
 
     def prelude(self) -> list[str]:
         """The stream that everything of a call runs on."""
