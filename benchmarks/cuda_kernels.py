@@ -45,7 +45,6 @@ from torch import Tensor
 
 from gnnc.runtime.cuda.runs import Cut, cut_for
 from gnnc.runtime.cuda.staged import StagedTable, shared_bytes, staged_cut_for
-from gnnc.runtime.cuda.tables import group_of
 from gnnc.runtime.cuda.unit import AS_COMPILED
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cuda-kernels.json"
@@ -196,9 +195,9 @@ class Floors:
     def __init__(self, graph: Sparse) -> None:
         self.graph = graph
 
-    def gather(self, x: Tensor, graph: Sparse | None = None) -> float:
-        """Return the time of gathering the rows of x, through the run table of ``graph``."""
-        graph = (graph or self.graph).gathering(x)
+    def gather(self, x: Tensor) -> float:
+        """Return the time of gathering the rows of x, through the run table."""
+        graph = self.graph.gathering(x)
         name = gather_name(ELEMENTS[x.dtype], x.shape[1])
         module = Module(GATHER, (name,))
         out = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -206,9 +205,9 @@ class Floors:
         blocks = graph.runs.blocks
         return median_ms(lambda: module.launch(name, blocks, AS_COMPILED, *arguments))
 
-    def staged_gather(self, x: Tensor, graph: Sparse | None = None) -> float:
+    def staged_gather(self, x: Tensor) -> float:
         """Return the same through the table of edges by stretch."""
-        graph = (graph or self.graph).gathering(x)
+        graph = self.graph.gathering(x)
         name = gather_name(ELEMENTS[x.dtype], x.shape[1], "staged")
         module, table = Module(GATHER, (name,)), StagedTable(graph.staged, x.shape[0])
         out = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -266,11 +265,11 @@ def kernels(graph: Sparse, xs: dict[str, Tensor], width: int) -> dict[str, tuple
     return calls
 
 
-def cut_graph(rowptr: Tensor, col: Tensor, group: int = 8) -> tuple[Sparse, Cut]:
+def cut_graph(rowptr: Tensor, col: Tensor) -> tuple[Sparse, Cut]:
     """Return a CSR with its run table, and how it is cut."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     size = rowptr.numel() - 1, col.numel()
-    cut = cut_for(*size, processors)._replace(group=group)
+    cut = cut_for(*size, processors)
     return sparse(rowptr, col, cut, processors, staged_cut_for(*size)), cut
 
 
@@ -338,21 +337,19 @@ def spmm_widths(name: str) -> dict[str, Any]:
     compile_ahead()
     rowptr, col = make_csr(name)
     nodes, edges = rowptr.numel() - 1, col.numel()
-    groups = {group_of(width * size) for width in SPMM_WIDTHS for size in (1, 2, 4)}
-    graphs = {group: cut_graph(rowptr, col, group)[0] for group in groups}
-    floors = Floors(graphs[min(groups)])
+    graph, _ = cut_graph(rowptr, col)
+    floors = Floors(graph)
     value, scale = torch.rand(edges, device="cuda"), torch.rand(nodes, device="cuda")
     result: dict[str, Any] = {"nodes": nodes, "edges": edges}
     for width in SPMM_WIDTHS:
         peer, xs, rows = cusparse(rowptr, col, width, dot=False)["spmm"], features(nodes, width), {}
-        of = {kind: graphs[group_of(width * x.element_size())] for kind, x in xs.items()}
-        gathers = {kind: floors.gather(xs[kind], of[kind]) for kind in ("fp32", "fp16", "int8")}
+        gathers = {kind: floors.gather(xs[kind]) for kind in ("fp32", "fp16", "int8")}
         for label in SPMM_KINDS:
             kind, _, weights = label.partition(" ")
             of_rows = scale if kind == "int8" and label != ONE_SCALE else None
             given = (value, of_rows) if weights else (None, None)
-            call = Spmm(of[kind], xs[kind], *given)
-            gather = floors.staged_gather(xs[kind], of[kind]) if call.staged else gathers[kind]
+            call = Spmm(graph, xs[kind], *given)
+            gather = floors.staged_gather(xs[kind]) if call.staged else gathers[kind]
             floor = max(floors.copy(xs[kind], call.out, *given), gather)
             rows[f"spmm {label}"] = figures(median_ms(call), peer, floor, gather)
             del call

@@ -94,7 +94,7 @@ struct StoreFloats {
   float* out;
   template <class Tile>
   __device__ void operator()(const Tile& tile, int64_t row) const {
-    gnnc::step::store<kStride>(tile, out + row * kStride);
+    gnnc::step::store<kStride, true>(tile, out + row * kStride);
   }
 };
 template <int kStride>

@@ -15,6 +15,7 @@ FAMILIES = {
         "spmm.py::test_integer_rows_with_real_weights[47]",
         "spmm.py::test_integer_rows_with_real_weights[602]",
         "spmm.py::test_float_sums[7-fp32-False]",
+        "spmm.py::test_float_sums[16-fp16-True]",
         "spmm.py::test_float_sums[47-fp16-False]",
         "spmm.py::test_float_sums[602-bf16-True]",
         "spmm.py::test_weights_a_head[3-7-dtype2]",
@@ -46,6 +47,7 @@ FAMILIES = {
     ),
     "attention": (
         "attention.py::test_attention[1.0-4-16-dtype2]",
+        "attention.py::test_attention[1.0-1-7-dtype2]",
         "attention.py::test_attention[1.0-3-47-dtype1]",
         "attention.py::test_attention[1.0-1-602-dtype0]",
     ),

@@ -79,8 +79,7 @@ struct Attention {
   static constexpr bool kBundle = has_bundles(Config::kElement, kWidth, kHeads);
   using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4>;
   // A row that all slots share, where they have more columns each than is worth storing at once.
-  static constexpr int kRun = spread_run<Layout>();
-  static constexpr bool kSpread = kBundle && kRun < Layout::kColumns;
+  static constexpr bool kSpread = kBundle && spread_run<Layout>() < Layout::kColumns;
   static_assert(kWidth % kHeads == 0, "heads divide the width");
   static_assert(Config::kAdditive || Config::kEdge, "logits are made from something");
   static constexpr int kColumns = (kStride + 3) / 4 * 4;
@@ -201,17 +200,13 @@ struct AttentionBody {
   __device__ __forceinline__ void finish(const Work& work, int) {
     float sums[kColumns];
     sum.take(sums);
-    if (work.shared) join_totals(sums);
-    if constexpr (A::kSpread) {
-      if (work.shared) {
-        float own[A::kRun];
-        spread_slots<Layout>(sums, sum_of, own);
-        const float factor = __shfl_sync(0xffffffffu, inverse(work), Layout::lane() * A::kRun / kColumns % kPieces);
-        settle<RowTile<Config::kWidth, 32, A::kRun>>(own, Layout::lane() * A::kRun, factor, work);
-        clear();
-        return;
-      }
+    if constexpr (kBundle && Layout::kTeam > 1) {
+      if (!work.shared) return finish_spread<Layout::kTeam>(sums, work);
     }
+    if constexpr (A::kSpread) {
+      if (work.shared) return finish_spread<Layout::kSlots>(sums, work);
+    }
+    if (work.shared) join_totals<Layout::kSlots>(sums);
     if (work.shared) join_slots<Layout>(sums, sum_of);
     if constexpr (kBundle) {
       if (!work.shared || Layout::slot() == 0) {
@@ -254,14 +249,28 @@ struct AttentionBody {
     top = to;
   }
 
-  // Gives all slots the maximum and the total over all of them, and their own sums that maximum.
+  // Ends a row, or a part of one, that so many slots share, over all of their threads.
+  template <int kSlots>
+  __device__ __forceinline__ void finish_spread(float (&sums)[kColumns], const Work& work) {
+    constexpr int kThreads = kPieces * kSlots, kRun = spread_run<Layout, kSlots>();
+    join_totals<kSlots>(sums);
+    float own[kRun];
+    spread_slots<Layout, kSlots, kRun>(sums, sum_of, own);
+    const int first = Layout::lane() % kThreads * kRun;
+    const float factor = __shfl_sync(0xffffffffu, inverse(work), first / kColumns % kPieces, kThreads);
+    settle<RowTile<Config::kWidth, kThreads, kRun>>(own, first, factor, work);
+    clear();
+  }
+
+  // Gives so many neighbouring slots the maximum and the total over all of them, and their own sums that maximum.
+  template <int kSlots>
   __device__ __forceinline__ void join_totals(float (&sums)[kColumns]) {
     float highest[1] = {top};
-    join_slots<Layout>(highest, [](float p, float q) { return fmaxf(p, q); });
+    join_slots<Layout, kSlots>(highest, [](float p, float q) { return fmaxf(p, q); });
     const float by = power_of_two(top - highest[0]);
     top = highest[0];
     float sum[1] = {__fmul_rn(total, by)};
-    join_slots<Layout>(sum, sum_of);
+    join_slots<Layout, kSlots>(sum, sum_of);
     total = sum[0];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) sums[c] = __fmul_rn(sums[c], by);

@@ -6,13 +6,16 @@
 
 namespace gnnc {
 
-// Starts to copy 16 bytes.
-template <class T>
+// Starts to copy 16 bytes, past L1 or through it.
+template <bool kThroughL1 = false, class T>
 __device__ inline void start_copy(T* to, const T* from) {
   static_assert(sizeof(T) == 16, "a record is 16 bytes");
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from)
-               : "memory");
+  const auto where = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  if constexpr (kThroughL1) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(where), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(where), "l"(from) : "memory");
+  }
 }
 
 // Starts to copy 16 bytes, or to write 16 bytes of zeros.
@@ -27,8 +30,9 @@ __device__ inline void start_copy_if(bool there, T* to, const T* from) {
 
 // Starts to copy `count` floats, at most four, that lie on 16 bytes. (A copy of 16 bytes with a size that is less reads
 // no more than that, but compute-sanitizer says it does.)
+template <bool kThroughL1 = false>
 __device__ inline void start_copy_floats(int count, float* to, const float* from) {
-  if (count >= 4) return start_copy(reinterpret_cast<int4*>(to), reinterpret_cast<const int4*>(from));
+  if (count >= 4) return start_copy<kThroughL1>(reinterpret_cast<int4*>(to), reinterpret_cast<const int4*>(from));
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     asm volatile(

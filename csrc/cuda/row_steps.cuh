@@ -135,13 +135,24 @@ __device__ Vector<T, kCount> vector_of(int i, const F& f) {
   return vector;
 }
 
-template <int kStride, class T, class Tile, class F>
+// Whether four neighbouring threads turn over the 16 columns of each, so that they store 64 bytes at a time, where each
+// of them would 16 of every 64.
+template <class Tile>
+__host__ __device__ constexpr bool turns() {
+  return Tile::kRun == 16 && Tile::kPer == 16 && (Tile::kLanes == 4 || (Tile::kLanes > 4 && Tile::kSpare));
+}
+
+// kStreams: nothing gathers the rows.
+template <int kStride, bool kStreams = false, class T, class Tile, class F>
 __device__ void store_row(const Tile& tile, T* row, const F& f) {
   constexpr int kCount = at_once<Tile, T>(kStride);
   constexpr bool kEnds = Tile::kWidth % kCount != 0;  // within one of those
+  constexpr bool kMoves = kEnds && Tile::kWhole;      // the compiler may move a store, which is worth more there
   const auto put = [&](int column, const Vector<T, kCount>& vector) {
     if (column + kCount <= Tile::kWidth) {
-      if constexpr (kEnds && !Tile::kWhole) {
+      if constexpr (kStreams && sizeof(vector) == 16 && !kMoves) {
+        store_streaming(row + column, vector);
+      } else if constexpr (kEnds && !kMoves) {
         store_together(row + column, vector);
       } else {
         *reinterpret_cast<Vector<T, kCount>*>(row + column) = vector;
@@ -153,13 +164,13 @@ __device__ void store_row(const Tile& tile, T* row, const F& f) {
       }
     }
   };
-  if constexpr (kCount == 4 && sizeof(T) == 4 && Tile::kRun == 16 && has_fours<Tile>()) {
-    // Four threads store 64 bytes at a time, where each of them would 16 of every 64.
-    float v[Tile::kPer / 4][4];
+  if constexpr (kCount == 4 && sizeof(T) == 4 && turns<Tile>()) {
+    float v[4][4];
     fours_of<Tile>(f, v);
 #pragma unroll
-    for (int j = 0; j < Tile::kPer / 4; ++j) {
-      put((j * Tile::kLanes + tile.lane) * 4, Vector<T, kCount>{{v[j][0], v[j][1], v[j][2], v[j][3]}});
+    for (int j = 0; j < 4; ++j) {
+      const int column = tile.column_of((tile.lane & ~3) + j, (tile.lane & 3) * 4);
+      put(column, Vector<T, kCount>{{v[j][0], v[j][1], v[j][2], v[j][3]}});
     }
   } else {
 #pragma unroll
@@ -364,7 +375,7 @@ __device__ RowTile<Tile::kWidth / kHeads, Tile::kLanes, Tile::kRun> head_mean(co
 
 // Stores a row that begins anywhere, but for its ends in fours that lie on 16 bytes, neighbouring threads side by side:
 // each thread moves its columns by as many as there are before the first such four.
-template <class Tile>
+template <bool kStreams, class Tile>
 __device__ void store_anywhere(const Tile& tile, float* row) {
   constexpr int kLanes = Tile::kLanes, kFours = Tile::kPer / 4;
   float v[kFours][4];
@@ -384,7 +395,12 @@ __device__ void store_anywhere(const Tile& tile, float* row) {
     for (int k = 0; k < 4; ++k) w[k] = before & 2 ? w[k + 2] : w[k];
     const int column = (j * kLanes + tile.lane) * 4 + before;
     if (column + 4 <= Tile::kWidth) {
-      *reinterpret_cast<float4*>(row + column) = make_float4(w[0], w[1], w[2], w[3]);
+      const Vector<float, 4> four{{w[0], w[1], w[2], w[3]}};
+      if constexpr (kStreams) {
+        store_streaming(row + column, four);
+      } else {
+        *reinterpret_cast<Vector<float, 4>*>(row + column) = four;
+      }
     } else if ((j + 1) * kLanes * 4 + 3 > Tile::kWidth) {
 #pragma unroll
       for (int k = 0; k < 3; ++k) {
@@ -398,10 +414,11 @@ __device__ void store_anywhere(const Tile& tile, float* row) {
   }
 }
 
-template <int kStride, class T, class Tile>
+// kStreams: nothing gathers the rows.
+template <int kStride, bool kStreams = false, class T, class Tile>
 __device__ void store(const Tile& tile, T* row) {
   if constexpr (at_once<Tile, T>(kStride) == 1 && sizeof(T) == 4 && has_fours<Tile>()) {
-    store_anywhere(tile, row);
+    store_anywhere<kStreams>(tile, row);
   } else if constexpr (at_once<Tile, T>(kStride) == 1 && Tile::kLanes >= 4) {
     // Threads store one element at a time, and four neighbours do so side by side.
     const int first = tile.lane & ~3;
@@ -418,7 +435,7 @@ __device__ void store(const Tile& tile, T* row) {
       }
     }
   } else {
-    store_row<kStride, T>(tile, row, [&](int i) { return from_float<T>(tile.v[i]); });
+    store_row<kStride, kStreams>(tile, row, [&](int i) { return from_float<T>(tile.v[i]); });
   }
 }
 

@@ -19,9 +19,11 @@ namespace gnnc {
 // The larger of `top` and |v|, NaN where one is that.
 __device__ inline float larger_abs(float top, float v) { return larger_or_nan(top, fabsf(v)); }
 
-template <int kWidth_, int kLanes_, int kRun_ = 4>
+// kSpare: the kernel has registers to spare for what makes stores fewer.
+template <int kWidth_, int kLanes_, int kRun_ = 4, bool kSpare_ = false>
 struct RowTile {
   static constexpr int kWidth = kWidth_, kLanes = kLanes_, kRun = kRun_;
+  static constexpr bool kSpare = kSpare_;
   static constexpr int kBlock = kRun * kLanes;
   static constexpr int kPer = (kWidth + kBlock - 1) / kBlock * kRun;
   static constexpr int kHeld = kPer / kRun * kBlock;  // columns, with what is past the width
@@ -93,7 +95,7 @@ struct SliceTile {
   static constexpr int kWidth = kWidth_, kLanes = Tile::kLanes, kRun = Tile::kRun, kPer = Tile::kPer;
   static constexpr int kBlock = 0;  // it has no whole blocks
   static constexpr int kHeld = (kWidth + Tile::kWidth - 1) / Tile::kWidth * Tile::kWidth;
-  static constexpr bool kWhole = false;
+  static constexpr bool kWhole = false, kSpare = Tile::kSpare;
 
   float v[kPer];
   int lane;

@@ -48,6 +48,10 @@ struct RowLayout {
   static constexpr int kPasses = (kTotal + kPieces - 1) / kPieces;
   static constexpr int kSlots = 32 / kPieces;
   static constexpr int kSlotBits = bits_of(kSlots);
+  // Neighbouring slots that share a row where all slots do not, so that it has four threads at least: they ask for 64
+  // bytes of its sources at once, and store as much at once.
+  static constexpr int kTeam = kPieces < 4 ? 4 / kPieces : 1;
+  static constexpr int kTeams = kSlots / kTeam;
   static constexpr int kPassColumns = kPieces * kColumns;
   static constexpr int kPadded = kPasses * kPassColumns;  // columns, with what is past the width
   static constexpr int kLastBits = (kWidth - (kTotal - 1) * kColumns) * 8 * bytes_of(kElement);  // of the last piece
@@ -55,6 +59,10 @@ struct RowLayout {
   __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   __device__ static int piece() { return lane() % kPieces; }
   __device__ static int slot() { return lane() / kPieces; }
+  __device__ static int team() { return slot() / kTeam; }
+  // Which of the slots that share a row this is, and how many do, as a power of two: all of the warp or a team.
+  __device__ static int sharer(bool all) { return all ? slot() : slot() % kTeam; }
+  __device__ static int sharer_bits(bool all) { return all ? kSlotBits : bits_of(kTeam); }
   // A piece with zeros past the width of the row; pieces behind the last one count as that one.
   __device__ static uint4 within(const uint4& v, int piece) {
     // Every word by a mask that the assembler cannot foresee: what it can make a choice, it makes as each row comes,

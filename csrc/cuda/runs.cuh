@@ -2,7 +2,7 @@
 
 // The unit of work of the sparse kernels: a run of rows (GNNAdvisor's neighbour group).
 //
-// A run is up to 16 or 32 entries, rows with few edges that are worked on side by side, or one entry: a row with many
+// A run is up to 16 entries, rows with few edges that are worked on side by side, or one entry: a row with many
 // edges, or a part of one. Entries of one run have about as many edges, since short rows are sorted by that within a
 // window of neighbouring rows. Parts go to a staging buffer, one slot each, and are joined in order (split_rows.cuh):
 // no atomics on data, equal bits in every call. A multiprocessor is given one large block. Blocks take chunks of
@@ -167,14 +167,15 @@ struct RunFeed {
   }
 };
 
-// Entries that a run has at most, of rows that so many threads read.
-__host__ __device__ constexpr int entries_of(int pieces) { return 32 / pieces > 8 ? 32 : 16; }
+constexpr int kEntries = 16;  // of a run at most
 
-// Fours of edges that a slot is given at a time; with values, of rows of several passes, half as many: such rows take
-// most of the memory.
-__host__ __device__ constexpr int fours_of(int pieces, bool valued = false, bool one_pass = true) {
-  const int fours = pieces > 4 ? pieces / 2 : 2;
-  return valued && !one_pass && fours > 2 ? fours / 2 : fours;
+// Fours of edges that a slot is given at a time: so many that the threads of a row ask for 64 bytes at once. (L2
+// answers so many requests a second, however few bytes they are for.) With values, for which there is less room, half
+// as many where four threads read a row, and where it takes several passes.
+__host__ __device__ constexpr int fours_of(int pieces, int step, bool valued, bool one_pass = true) {
+  if (pieces < 4) return pieces == 1 ? step / 4 : 2;
+  const int fours = pieces == 4 ? 4 : pieces / 2;
+  return valued && fours > 2 && (pieces == 4 || !one_pass) ? fours / 2 : fours;
 }
 
 // Halves that these are read from in turns. A chunk of one step is in registers before the next is copied.
@@ -183,7 +184,7 @@ __host__ __device__ constexpr int halves_of(int fours, int step) { return fours 
 // Shared memory that a warp takes to find its work and what its edges are (Feed in stream.cuh).
 __host__ __device__ constexpr int feed_bytes(int pieces, int fours, int step, bool valued) {
   const int words = fours * (32 / pieces) * halves_of(fours, step);
-  return 16 * (2 * (1 + entries_of(pieces)) + words * (valued ? 2 : 1));
+  return 16 * (2 * (1 + kEntries) + words * (valued ? 2 : 1));
 }
 
 // So many warps that what they hold fits into the static shared memory of a block, beside what the block does.
@@ -195,7 +196,7 @@ __host__ __device__ constexpr Residency fitting_warps(Residency r, int bytes_a_w
 // The same where a warp holds a feed and `words` words.
 __host__ __device__ constexpr Residency fitting(Residency r, int pieces, int words, bool valued = false,
                                                 bool one_pass = true) {
-  return fitting_warps(r, words * 4 + feed_bytes(pieces, fours_of(pieces, valued, one_pass), r.step, valued));
+  return fitting_warps(r, words * 4 + feed_bytes(pieces, fours_of(pieces, r.step, valued, one_pass), r.step, valued));
 }
 
 }  // namespace gnnc

@@ -53,7 +53,7 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
   const bool bytes = element == Element::i8, extreme = reduce >= Reduce::max;
   if (heads > 1) return {512, 4};
   if (!is_one_pass(element, width) || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
-  if (bytes && weight == Weight::none && !extreme) return {768, 8};
+  if (bytes && weight == Weight::none && !extreme) return {pieces_of(element, width) == 1 ? 896 : 768, 8};
   if (bytes && value == Value::real && !extreme) return {kArchitecture < 1000 || scale != Scale::row ? 640 : 512, 8};
   if (bytes) return {weight == Weight::power8 && kArchitecture < 1000 ? 896 : 768, 4};
   const bool plain = weight == Weight::none && !extreme && width * bytes_of(element) % 16 == 0;
@@ -62,7 +62,8 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
 
 __host__ __device__ constexpr Residency spmm_residency(Element element, int width, Reduce reduce, Value value,
                                                        Scale scale, int heads) {
-  const Residency r = spmm_registers(element, width, reduce, value, scale, heads);
+  Residency r = spmm_registers(element, width, reduce, value, scale, heads);
+  if (pieces_of(element, width) == 1) r.step = 4;  // a team of four takes sixteen
   const bool one_pass = is_one_pass(element, width);
   return fitting(r, pieces_of(element, width), one_pass ? 4 : width + 128, is_valued(value, heads), one_pass);
 }
@@ -112,10 +113,9 @@ struct Spmm {
 
   // The row of a slot, in the columns that its threads gather; or, of several passes, the row of the warp.
   static constexpr bool kBundle = Layout::kPasses == 1;
-  using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4>;
+  using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4, kWeight == Weight::none>;
   // A row that all slots share, where they have more columns each than is worth storing at once.
-  static constexpr int kRun = spread_run<Layout>();
-  static constexpr bool kSpread = kBundle && kRun < Layout::kColumns;
+  static constexpr bool kSpread = kBundle && spread_run<Layout>() < Layout::kColumns;
   static constexpr int kWarps = Config::kThreads / 32;
   static constexpr int kHeld = kBundle ? 4 : Layout::kPadded;  // words of a row of several passes, of a warp
   // What a slot of the staging buffer holds of each column.
@@ -258,11 +258,10 @@ struct SpmmBody {
     Word out[kColumns];
     sum.take(out);
     if constexpr (S::kSpread) {
-      if (work.shared) {
-        Word own[S::kRun];
-        spread_slots<Layout>(out, join, own);
-        return settle<RowTile<Config::kWidth, 32, S::kRun>>(own, Layout::lane() * S::kRun, work);
-      }
+      if (work.shared) return finish_spread<Layout::kSlots>(out, join, work);
+    }
+    if constexpr (kBundle && Layout::kTeam > 1) {
+      if (!work.shared) return finish_spread<Layout::kTeam>(out, join, work);
     }
     if (work.shared) join_slots<Layout>(out, join);
     if constexpr (kBundle) {
@@ -297,6 +296,15 @@ struct SpmmBody {
     } else {
       return combine<Config::kReduce>(p, q);
     }
+  }
+
+  // Ends a row, or a part of one, that so many slots share, over all of their threads.
+  template <int kSlots, class Join, class Work>
+  __device__ __forceinline__ void finish_spread(const Word (&out)[kColumns], const Join& join, const Work& work) const {
+    constexpr int kThreads = Layout::kPieces * kSlots, kRun = spread_run<Layout, kSlots>();
+    Word own[kRun];
+    spread_slots<Layout, kSlots, kRun>(out, join, own);
+    settle<RowTile<Config::kWidth, kThreads, kRun>>(own, Layout::lane() % kThreads * kRun, work);
   }
 
   // The weights that four rows hold, a byte each; 0 of a row of zeros.

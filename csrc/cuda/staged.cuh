@@ -142,18 +142,18 @@ struct StagedWork {
 template <class Layout>
 __device__ __forceinline__ StagedWork staged_work_of(const Run& run, const StagedEntry* entries, int32_t at,
                                                      bool shared) {
-  const int32_t which = shared ? at : at + Layout::slot();
+  const int32_t which = shared ? at : at + Layout::team();
   return StagedWork{run.slot, shared, entries, which < run.count ? which : -1};
 }
 
-// The words of an entry that are a slot's own: all, or where slots share it every kSlots-th of each kind.
+// The words of an entry that are a slot's own: every n-th of each kind, where n slots share it.
 template <class Layout>
 struct OwnWords {
   int32_t place;  // of the first, among those of its kind
   int bits;       // from one to the next: 2^bits
 
   __device__ explicit OwnWords(const StagedWork& work)
-      : place(work.shared ? Layout::slot() : 0), bits(work.shared ? Layout::kSlotBits : 0) {}
+      : place(Layout::sharer(work.shared)), bits(Layout::sharer_bits(work.shared)) {}
 
   __device__ int32_t at(int32_t which) const { return place + (which << bits); }
   // How many, in the warp at most, of so many words of the entry.
@@ -350,7 +350,7 @@ __device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue&
 #pragma unroll 1
   while (run.count > 0) {
     const bool shared = is_shared(run);
-    const int step = shared ? 1 : Layout::kSlots;
+    const int step = shared ? 1 : Layout::kTeams;
 #pragma unroll 1
     for (int32_t at = 0; at < run.count; at += step) {
       const auto after = [&] {

@@ -1,7 +1,8 @@
 #pragma once
 
-// Streams the edges of runs through warps. A slot of a warp (rows.cuh) has a row of its own, or, where a run is one
-// entry, every kSlots-th four of its edges; all slots take kStep edges a step, until the longest is through.
+// Streams the edges of runs through warps. A slot of a warp (rows.cuh), or a team of them, has a row of its own, or,
+// where a run is one entry, all share its row; slots that share a row take its edges by fours in turns. All slots take
+// kStep edges a step, until the longest is through.
 //
 // A body has, all called by the whole warp:
 //   kBundle                            whether slots may have rows of their own; otherwise all share each row
@@ -41,7 +42,7 @@ struct Work {
   }
 };
 
-// The fours of edges that are a slot's own, of those of its row: all, or where slots share the row every kSlots-th.
+// The fours of edges that are a slot's own, of those of its row: every n-th, where n slots share the row.
 template <class Layout>
 struct Fours {
   int32_t place;  // of the first, from the first edge of the row: col is read in fours, so it may be before that
@@ -49,9 +50,9 @@ struct Fours {
   int32_t count;
 
   __device__ explicit Fours(const Work& work) {
-    const int bits = work.shared ? 2 + Layout::kSlotBits : 2;
+    const int bits = 2 + Layout::sharer_bits(work.shared);
     const auto before = static_cast<int32_t>(static_cast<uint32_t>(work.first) % 4);
-    place = (work.shared ? 4 * Layout::slot() : 0) - before;
+    place = 4 * Layout::sharer(work.shared) - before;
     apart = 1 << bits;
     count = (work.count + before + apart - 1) >> bits;
   }
@@ -75,9 +76,11 @@ struct Four {
 // by itself is a line of L1, as its row is.)
 template <class Layout, int kStep, bool kValued>
 struct Sources {
-  static constexpr int kChunk = fours_of(Layout::kPieces, kValued, Layout::kPasses == 1);
+  static constexpr int kChunk = fours_of(Layout::kPieces, kStep, kValued, Layout::kPasses == 1);
   static constexpr int kHalves = halves_of(kChunk, kStep);
   static_assert(kChunk * 4 % kStep == 0, "chunks are whole steps");
+  // Past L1 each 16 bytes are a request to L2, which has most to do where rows are short.
+  static constexpr bool kThroughL1 = Layout::kPieces < 4;
 
   int4 four[kValued ? 2 : 1][kHalves][kChunk][Layout::kSlots];
 
@@ -88,10 +91,11 @@ struct Sources {
     for (int f = Layout::piece(); f < kChunk; f += Layout::kPieces) {
       const int32_t at = place + f * apart;
       if (at >= work.count) continue;
-      start_copy(&four[0][half][f][Layout::slot()], reinterpret_cast<const int4*>(edges.col + work.first + at));
+      const auto* from = reinterpret_cast<const int4*>(edges.col + work.first + at);
+      start_copy<kThroughL1>(&four[0][half][f][Layout::slot()], from);
       if constexpr (kValued) {
-        start_copy_floats(work.count - at, reinterpret_cast<float*>(&four[1][half][f][Layout::slot()]),
-                          edges.value + work.first + at);
+        auto* to = reinterpret_cast<float*>(&four[1][half][f][Layout::slot()]);
+        start_copy_floats<kThroughL1>(work.count - at, to, edges.value + work.first + at);
       }
     }
   }
@@ -119,7 +123,7 @@ struct Sources {
 template <class Layout, class Body>
 struct Feed {
   using Edges = Sources<Layout, Body::kStep, Body::kValued>;
-  RunFeed<Entry, entries_of(Layout::kPieces)> runs;
+  RunFeed<Entry, kEntries> runs;
   Edges edges;
 };
 
@@ -249,7 +253,7 @@ __device__ __forceinline__ void stream(const EdgeArrays& arrays, Edges& edges, i
 // What this thread's slot does of a run, from entry `at` on.
 template <class Layout>
 __device__ __forceinline__ Work work_of(const Run& run, const Entry* entries, int32_t at, bool shared) {
-  const int32_t which = shared ? at : at + Layout::slot();
+  const int32_t which = shared ? at : at + Layout::team();
   Work work{0, 0, run.slot, shared, entries, which < run.count ? which : -1};
   if (work.which < 0 || work.entry().count == 0) return work;
   work.first = work.entry().first;
@@ -278,7 +282,7 @@ __device__ inline void for_runs(const Runs& runs, const float* value, const Gath
 #pragma unroll 1
   while (run.count > 0) {
     const bool shared = is_shared(run);
-    const int step = shared ? 1 : Layout::kSlots;
+    const int step = shared ? 1 : Layout::kTeams;
 #pragma unroll 1
     for (int32_t at = 0; at < run.count; at += step) {
       const Work work = work_of<Layout>(run, feed.runs.entry[turn], at, shared);
@@ -298,20 +302,20 @@ __device__ inline void for_runs(const Runs& runs, const float* value, const Gath
   }
 }
 
-// combine(combine(a, b), c).. over the slots of the warp, for each piece; every slot gets the result.
-template <class Layout, int kCount, class T, class Combine>
+// combine(combine(a, b), c).. over so many neighbouring slots, for each piece; every slot gets the result.
+template <class Layout, int kSlots = Layout::kSlots, int kCount, class T, class Combine>
 __device__ __forceinline__ void join_slots(T (&v)[kCount], const Combine& combine) {
 #pragma unroll
-  for (int apart = Layout::kPieces; apart < 32; apart *= 2) {
+  for (int apart = Layout::kPieces; apart < Layout::kPieces * kSlots; apart *= 2) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) v[i] = combine(v[i], __shfl_xor_sync(0xffffffffu, v[i], apart));
   }
 }
 
-// Columns that a thread has of a row that is spread over the warp, at least four.
-template <class Layout>
+// Columns that a thread has of a row that is spread over so many slots, at least four.
+template <class Layout, int kSlots = Layout::kSlots>
 __host__ __device__ constexpr int spread_run() {
-  return Layout::kColumns / Layout::kSlots > 4 ? Layout::kColumns / Layout::kSlots : 4;
+  return Layout::kColumns / kSlots > 4 ? Layout::kColumns / kSlots : 4;
 }
 
 // a or b without a branch, which threads of a warp would take one after the other.
@@ -326,30 +330,37 @@ __device__ __forceinline__ T chosen(bool first, T a, T b) {
   return *reinterpret_cast<const T*>(&word);
 }
 
-// As join_slots, but thread t gets columns t * kRun .. t * kRun + kRun - 1 of the row: at each step threads give away
-// half of what they have, until it is kRun columns, and in the end they change places. Past the row's pieces there is
-// anything.
-template <class Layout, int kRun, int kCount = Layout::kColumns, int kApart = Layout::kPieces, class T, class Combine>
+// As join_slots, but thread t of those slots gets columns t * kRun .. t * kRun + kRun - 1 of the row: at each step
+// threads give away half of what they have, until it is kRun columns, and in the end they change places. Past the row's
+// pieces there is anything.
+template <class Layout, int kSlots, int kRun, int kCount = Layout::kColumns, int kApart = Layout::kPieces, class T,
+          class Combine>
 __device__ __forceinline__ void spread_slots(const T (&v)[kCount], const Combine& combine, T (&out)[kRun]) {
   constexpr int kHalf = kCount > kRun ? kCount / 2 : kCount, kOwners = Layout::kColumns / kRun;
-  if constexpr (kApart < 32) {
-    const bool upper = kHalf < kCount && (Layout::lane() & kApart) != 0;
+  constexpr int kThreads = Layout::kPieces * kSlots;
+  // Threads of one piece that all give away halves do so to the farthest first, and are in place.
+  constexpr bool kInPlace = Layout::kPieces == 1 && kOwners == kSlots;
+  if constexpr (kApart < kThreads) {
+    constexpr int kOther = kInPlace ? kThreads / 2 / kApart : kApart;
+    const bool upper = kHalf < kCount && (Layout::lane() & kOther) != 0;
     T half[kHalf];
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
       const T kept = chosen(upper, v[kCount - kHalf + i], v[i]), given = chosen(upper, v[i], v[kCount - kHalf + i]);
-      half[i] = combine(kept, __shfl_xor_sync(0xffffffffu, given, kApart));
+      half[i] = combine(kept, __shfl_xor_sync(0xffffffffu, given, kOther));
     }
-    spread_slots<Layout, kRun, kHalf, kApart * 2>(half, combine, out);
+    spread_slots<Layout, kSlots, kRun, kHalf, kApart * 2>(half, combine, out);
   } else {
     // Of a piece the first half went to slots with the first bit unset, and so on.
-    int from = Layout::lane() / kOwners % Layout::kPieces;
+    int from = Layout::lane() % kThreads / kOwners % Layout::kPieces;
 #pragma unroll
     for (int bit = kOwners / 2, apart = Layout::kPieces; bit > 0; bit /= 2, apart *= 2) {
       if (Layout::lane() & bit) from += apart;
     }
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) out[i] = kOwners == 1 ? v[i] : __shfl_sync(0xffffffffu, v[i], from);
+    for (int i = 0; i < kRun; ++i) {
+      out[i] = kOwners == 1 || kInPlace ? v[i] : __shfl_sync(0xffffffffu, v[i], from, kThreads);
+    }
   }
 }
 

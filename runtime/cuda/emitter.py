@@ -19,6 +19,7 @@ _ALLOCATIONS = ("take(", "empty(", "counters(")
 _VIEW = re.compile(r"\w+\.view\([^()]*(\([^()]*\))*[^()]*\)")
 _SECTOR = 32  # bytes that global memory moves at least
 _VECTOR = 16  # bytes that a thread loads at most
+_IN_ORDER = {"gemm", "cublas", "rowmap"}  # kernels that read each row of x once, one after the other
 _LINE = 128  # bytes that L1 looks up at once
 SLICE = 256
 """Bytes of a row that a warp sums at a time where rows are wide: ``gnnc::kSliceBytes``."""
@@ -125,6 +126,17 @@ class CudaEmitter(Emitter):
         buffer = self._ours(base)
         has_room = width % _VECTOR > 0 and buffer is not None and buffer.stride >= round_up(width, _VECTOR)
         return has_room and base in self.weighted and width_of(base) == width
+
+    def is_read_in_order(self, node: Node) -> bool:
+        """Whether no kernel gathers the rows of a value: then it may be the first to leave L2."""
+
+        def reads_in_order(user: Node) -> bool:
+            choice = user.meta.get("choice")
+            if not isinstance(choice, Choice):
+                return user.op == "output" or self.is_read_in_order(user)
+            return choice.kernel is not None and choice.kernel.name in _IN_ORDER
+
+        return all(reads_in_order(user) for user in node.users)
 
     def let(self, hint: str, text: str) -> str:
         """Return a new variable that holds the value of an expression."""

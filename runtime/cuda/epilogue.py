@@ -185,7 +185,9 @@ class Writer:
     def _store(self, a: int, b: int, c: int) -> None:
         row, stride = self.out_row(a)
         kind = TYPES[self.program.outs[a].dtype]
-        self.struct.step(f"step::store<{stride}, {kind}>", row)
+        result = self._result(a)
+        streams = kind == "float" and result is not None and self.emitter.is_read_in_order(result)
+        self.struct.step(f"step::store<{stride}, {truth(streams)}, {kind}>", row)
 
     def _quant_row(self, a: int, b: int, c: int) -> None:
         row, stride = self.out_row(a)

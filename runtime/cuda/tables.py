@@ -6,7 +6,7 @@ from torch import Tensor
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.kept import kept
 from gnnc.runtime.cuda.radix import padded_columns
-from gnnc.runtime.cuda.runs import Runs, build_runs, chunk_of, cut_for, deal
+from gnnc.runtime.cuda.runs import ENTRIES, Runs, build_runs, chunk_of, cut_for, deal
 from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays, staged_cut_for, window_rows
 from gnnc.runtime.cuda.structure import destinations_of
 
@@ -51,14 +51,13 @@ def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
 
     def build() -> RunTable:
         processors = torch.cuda.get_device_properties(rowptr.device).multi_processor_count
-        group = group_of(row_bytes)
 
         def cut() -> Runs:
-            runs = build_runs(rowptr, cut_for(rowptr.shape[0] - 1, edges, processors)._replace(group=group))
+            runs = build_runs(rowptr, cut_for(rowptr.shape[0] - 1, edges, processors))
             torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
             return runs
 
-        table = RunTable(kept(rowptr, f"runs_{group}", cut), processors, row_bytes)
+        table = RunTable(kept(rowptr, "runs", cut), processors, row_bytes)
         torch.cuda.current_stream(rowptr.device).synchronize()
         return table
 
@@ -123,11 +122,6 @@ def _staged_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> StagedRuns | None
     return runs if runs is not None and pays(runs.near, edges, rows, processors, row_bytes) else None
 
 
-def group_of(row_bytes: int) -> int:
-    """Return how many rows of x of so many bytes a warp works on side by side (rows.cuh), or a multiple."""
-    return 32 if row_bytes <= 16 else 16 if row_bytes <= 32 else 8
-
-
 def in_fours(col: Tensor) -> Tensor:
     """Return columns that kernels may read four at a time: on 16 bytes, and up to a multiple of four.
 
@@ -173,6 +167,7 @@ def write_columns(emitter: CudaEmitter, text: str) -> str:
 
 def write_runs(emitter: CudaEmitter, rowptr: str, edges: str, row_bytes: int) -> str:
     """Write the run table for kernels that gather rows of so many bytes; return the variable's name."""
+    emitter.unit.require(f"gnnc::kEntries == {ENTRIES}", "a warp has room for the entries of a run")
     return emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({rowptr}, {edges}, {row_bytes})")
 
 

@@ -1,9 +1,12 @@
 """Programs compile for architectures that this machine need not have, and stay in registers."""
 
+import re
+
 import models
 import pytest
 import torch
 from cuda_cases import lowered
+from torch_geometric.nn import SimpleConv
 from zoo import ZOO, build
 
 import gnnc
@@ -58,6 +61,30 @@ def test_rows_of_codes_bring_their_weight_where_there_is_room(name: str) -> None
     sums = [kernel for kernel in kernels if kernel.startswith("gnnc::spmm<")]
     assert [kernel.partition("Scale::")[2][:6] for kernel in sums if "i8, 64," in kernel] == ["power,"]
     assert [kernel.partition("Scale::")[2][:6] for kernel in sums if "i8, 47," in kernel] == ["in_row"]
+
+
+class Twice(torch.nn.Module):
+    """A sum over neighbours of such sums, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = SimpleConv()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        """Sum, sum, multiply."""
+        return self.layer(self.sum(self.sum(x, edge_index).relu(), edge_index).relu())
+
+
+def test_only_rows_that_nothing_gathers_are_the_first_to_leave_l2() -> None:
+    compiled = gnnc.compile(Twice().eval(), "fp32", backend="cuda-offline:sm_90")
+    with torch.no_grad(), pytest.raises(gnnc.BackendError, match="not here"):
+        compiled(torch.randn(300, 64), torch.randint(300, (2, 2000)))
+    executable = compiled._last.executable
+    store = r"struct (Epilogue\d+) {.*?store<64, (true|false), float>"
+    stores = re.findall(store, executable.unit.source, re.S)
+    sums = [name for name in executable.unit.names if name.startswith("gnnc::spmm<")]
+    assert [dict(stores)[re.findall(r"Epilogue\d+", name)[0]] for name in sums] == ["false", "true"]
 
 
 @pytest.mark.parametrize("name", ["gcn", "gat"])

@@ -5,12 +5,11 @@ from kernel_graphs import GRAPHS
 from gnnc.runtime.cuda import tables
 from gnnc.runtime.cuda.runs import ROW_COST, Cut, Runs, build_runs, chunk_of, cut_for, deal
 from gnnc.runtime.cuda.staged import staged_cut_for
-from gnnc.runtime.cuda.tables import group_of
 
 CUTS = (
     Cut(1, 1, 1, 1),
     Cut(64, 16),
-    Cut(64, 64, 8, 32),
+    Cut(64, 64, 8, 16),
     Cut(512, 128),
     Cut(5000, 5000),
     Cut(256, 8, entries=1),
@@ -110,10 +109,6 @@ def test_rows_of_a_small_graph_are_the_work_of_all_warps() -> None:
     assert cut.short == 16 and runs.split.numel() == 0
     long = int((degree > 16).sum())
     assert runs.run.shape[0] == -(-(len(degree) - long) // 8) + long
-
-
-def test_narrow_rows_share_a_warp_with_more_others() -> None:
-    assert [group_of(nbytes) for nbytes in (4, 16, 32, 47, 64, 4096)] == [32, 32, 16, 8, 8, 8]
 
 
 def test_what_a_graph_of_calls_points_to_is_not_replaced_by_a_slower_thread(

@@ -12,7 +12,7 @@ from gnnc.ir.sparse import spmm_reference
 from gnnc.runtime.cuda.runs import Cut
 
 WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
-FEW_WIDTHS = (7, 47, 64, 602)
+FEW_WIDTHS = (7, 16, 47, 64, 602)
 KINDS = {
     "fp32": SpmmConfig("f32", 0),
     "fp32 weights": SpmmConfig("f32", 0, value="real"),

@@ -320,7 +320,7 @@ def _ld_(modifiers: list[str], given: list[str], names: Names) -> str:
 
 
 def _st_(modifiers: list[str], given: list[str], names: Names) -> str:
-    _only(modifiers[:-1], *_SCOPES, *_SPACES, "volatile", "cg", "wb", "v2", "v4")
+    _only(modifiers[:-1], *_SCOPES, *_SPACES, "volatile", "cg", "cs", "wb", "v2", "v4")
     c, pointer = _kind(modifiers), names.pointer(given[0], _space(modifiers))
     if not given[1].startswith("{"):
         return f"store<{c}>(t, {pointer}, {names.value(given[1], c)});"
