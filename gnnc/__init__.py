@@ -22,6 +22,8 @@ from gnnc.errors import (
 from gnnc.precision import Precision
 from gnnc.tradeoff import Pareto, pareto
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BackendError",
     "CaptureError",
@@ -34,6 +36,7 @@ __all__ = [
     "PrecisionError",
     "UnsupportedError",
     "VerifyError",
+    "__version__",
     "compile",
     "dynamo",
     "ir",

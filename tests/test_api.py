@@ -1,6 +1,7 @@
 """``gnnc.compile`` and ``CompiledModel``: the contract of the public API, on the reference backend."""
 
 import copy
+import importlib.metadata
 import inspect
 import json
 import pickle
@@ -374,3 +375,7 @@ def test_a_call_waits_while_another_thread_captures(model):
         wrong += not torch.equal(compiled(*given), expected)
     other.join()
     assert not wrong
+
+
+def test_the_version_is_that_of_the_package():
+    assert gnnc.__version__ == importlib.metadata.version("gnnc")
