@@ -96,33 +96,16 @@ __device__ inline void change_over(float (&v)[4], uint32_t members) {
   }
 }
 
-// Whether threads can easily have every kLanes-th four of a whole row's columns: they do, or four threads have 16
-// columns each.
-template <class Tile>
-__host__ __device__ constexpr bool has_fours() {
-  const bool whole = Tile::kBlock == Tile::kRun * Tile::kLanes;
-  return whole && Tile::kLanes >= 4 && (Tile::kRun == 4 || (Tile::kRun == 16 && Tile::kLanes == 4));
-}
-
-// The row in fours of columns, where has_fours: v[j] of thread t is the four at 4 (kLanes j + t). f(i): column i of a
-// thread's own, as the tile has them.
-template <class Tile, class F>
-__device__ void fours_of(const F& f, float (&v)[Tile::kPer / 4][4]) {
+// Four j of thread i becomes four i of thread j, among four neighbouring threads of those in `members`.
+__device__ __forceinline__ void turn_over(float (*fours)[4], uint32_t members) {
 #pragma unroll
-  for (int i = 0; i < Tile::kPer; ++i) v[i / 4][i % 4] = f(i);
-  if constexpr (Tile::kRun == 16) {
+  for (int k = 0; k < 4; ++k) {
+    float turned[4];
 #pragma unroll
-    for (int i = 0; i < Tile::kPer; i += 16) {
+    for (int j = 0; j < 4; ++j) turned[j] = fours[j][k];
+    change_over(turned, members);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        float turned[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) turned[j] = v[i / 4 + j][k];
-        change_over(turned, Tile::members());
-#pragma unroll
-        for (int j = 0; j < 4; ++j) v[i / 4 + j][k] = turned[j];
-      }
-    }
+    for (int j = 0; j < 4; ++j) fours[j][k] = turned[j];
   }
 }
 
@@ -139,7 +122,7 @@ __device__ Vector<T, kCount> vector_of(int i, const F& f) {
 // of them would 16 of every 64.
 template <class Tile>
 __host__ __device__ constexpr bool turns() {
-  return Tile::kRun == 16 && Tile::kPer == 16 && (Tile::kLanes == 4 || (Tile::kLanes > 4 && Tile::kSpare));
+  return Tile::kRun == 16 && (Tile::kLanes == 4 || (Tile::kLanes > 4 && Tile::kSpare));
 }
 
 // kStreams: nothing gathers the rows.
@@ -147,15 +130,12 @@ template <int kStride, bool kStreams = false, class T, class Tile, class F>
 __device__ void store_row(const Tile& tile, T* row, const F& f) {
   constexpr int kCount = at_once<Tile, T>(kStride);
   constexpr bool kEnds = Tile::kWidth % kCount != 0;  // within one of those
-  constexpr bool kMoves = kEnds && Tile::kWhole;      // the compiler may move a store, which is worth more there
   const auto put = [&](int column, const Vector<T, kCount>& vector) {
     if (column + kCount <= Tile::kWidth) {
-      if constexpr (kStreams && sizeof(vector) == 16 && !kMoves) {
-        store_streaming(row + column, vector);
-      } else if constexpr (kEnds && !kMoves) {
-        store_together(row + column, vector);
+      if constexpr (kEnds && !Tile::kWhole) {
+        store_together<kStreams>(row + column, vector);
       } else {
-        *reinterpret_cast<Vector<T, kCount>*>(row + column) = vector;
+        store_vector<kStreams && !kEnds>(row + column, vector);  // one that the compiler may move is worth more
       }
     } else if constexpr (kEnds) {
 #pragma unroll
@@ -165,12 +145,17 @@ __device__ void store_row(const Tile& tile, T* row, const F& f) {
     }
   };
   if constexpr (kCount == 4 && sizeof(T) == 4 && turns<Tile>()) {
-    float v[4][4];
-    fours_of<Tile>(f, v);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int column = tile.column_of((tile.lane & ~3) + j, (tile.lane & 3) * 4);
-      put(column, Vector<T, kCount>{{v[j][0], v[j][1], v[j][2], v[j][3]}});
+    for (int i = 0; i < Tile::kPer; i += 16) {
+      float fours[4][4];
+#pragma unroll
+      for (int k = 0; k < 16; ++k) fours[k / 4][k % 4] = f(i + k);
+      turn_over(fours, Tile::members());
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int column = tile.column_of((tile.lane & ~3) + j, i + (tile.lane & 3) * 4);
+        put(column, Vector<T, kCount>{{fours[j][0], fours[j][1], fours[j][2], fours[j][3]}});
+      }
     }
   } else {
 #pragma unroll
@@ -373,13 +358,26 @@ __device__ RowTile<Tile::kWidth / kHeads, Tile::kLanes, Tile::kRun> head_mean(co
 
 // Stores.
 
+// Whether threads can easily have every kLanes-th four of a whole row's columns: they do, or four threads have 16
+// columns each.
+template <class Tile>
+__host__ __device__ constexpr bool has_fours() {
+  const bool whole = Tile::kBlock == Tile::kRun * Tile::kLanes;
+  return whole && Tile::kLanes >= 4 && (Tile::kRun == 4 || (Tile::kRun == 16 && Tile::kLanes == 4));
+}
+
 // Stores a row that begins anywhere, but for its ends in fours that lie on 16 bytes, neighbouring threads side by side:
 // each thread moves its columns by as many as there are before the first such four.
 template <bool kStreams, class Tile>
 __device__ void store_anywhere(const Tile& tile, float* row) {
   constexpr int kLanes = Tile::kLanes, kFours = Tile::kPer / 4;
   float v[kFours][4];
-  fours_of<Tile>([&](int i) { return tile.v[i]; }, v);
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) v[i / 4][i % 4] = tile.v[i];
+  if constexpr (Tile::kRun == 16) {
+#pragma unroll
+    for (int i = 0; i < kFours; i += 4) turn_over(v + i, Tile::members());
+  }
   const int before = static_cast<int>(-(reinterpret_cast<uint64_t>(row) / 4) % 4);
 #pragma unroll
   for (int j = 0; j < kFours; ++j) {
@@ -395,12 +393,7 @@ __device__ void store_anywhere(const Tile& tile, float* row) {
     for (int k = 0; k < 4; ++k) w[k] = before & 2 ? w[k + 2] : w[k];
     const int column = (j * kLanes + tile.lane) * 4 + before;
     if (column + 4 <= Tile::kWidth) {
-      const Vector<float, 4> four{{w[0], w[1], w[2], w[3]}};
-      if constexpr (kStreams) {
-        store_streaming(row + column, four);
-      } else {
-        *reinterpret_cast<Vector<float, 4>*>(row + column) = four;
-      }
+      store_vector<kStreams>(row + column, Vector<float, 4>{{w[0], w[1], w[2], w[3]}});
     } else if ((j + 1) * kLanes * 4 + 3 > Tile::kWidth) {
 #pragma unroll
       for (int k = 0; k < 3; ++k) {

@@ -167,7 +167,7 @@ struct RunFeed {
   }
 };
 
-constexpr int kEntries = 16;  // of a run at most
+constexpr int kMostEntries = 16;  // of a run
 
 // Fours of edges that a slot is given at a time: so many that the threads of a row ask for 64 bytes at once. (L2
 // answers so many requests a second, however few bytes they are for.) With values, for which there is less room, half
@@ -184,7 +184,7 @@ __host__ __device__ constexpr int halves_of(int fours, int step) { return fours 
 // Shared memory that a warp takes to find its work and what its edges are (Feed in stream.cuh).
 __host__ __device__ constexpr int feed_bytes(int pieces, int fours, int step, bool valued) {
   const int words = fours * (32 / pieces) * halves_of(fours, step);
-  return 16 * (2 * (1 + kEntries) + words * (valued ? 2 : 1));
+  return 16 * (2 * (1 + kMostEntries) + words * (valued ? 2 : 1));
 }
 
 // So many warps that what they hold fits into the static shared memory of a block, beside what the block does.

@@ -123,7 +123,7 @@ struct Sources {
 template <class Layout, class Body>
 struct Feed {
   using Edges = Sources<Layout, Body::kStep, Body::kValued>;
-  RunFeed<Entry, kEntries> runs;
+  RunFeed<Entry, kMostEntries> runs;
   Edges edges;
 };
 

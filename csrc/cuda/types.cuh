@@ -55,14 +55,26 @@ struct alignas(kCount * sizeof(T)) Vector {
   T v[kCount];
 };
 
-// Stores 4, 8 or 16 bytes at once, also where the compiler would merge such a store, element by element, with those of
-// single elements beside it.
-template <class T, int kCount>
+// Stores 4, 8 or 16 bytes at once. kStreams: nothing gathers them, and lines of 16 bytes are the first to leave L2.
+template <bool kStreams, class T, int kCount>
+__device__ __forceinline__ void store_vector(T* to, const Vector<T, kCount>& vector) {
+  if constexpr (kStreams && sizeof(vector) == 16) {
+    __stcs(reinterpret_cast<float4*>(to), *reinterpret_cast<const float4*>(&vector));
+  } else {
+    *reinterpret_cast<Vector<T, kCount>*>(to) = vector;
+  }
+}
+
+// The same, also where the compiler would merge such a store, element by element, with those of single elements beside
+// it.
+template <bool kStreams, class T, int kCount>
 __device__ __forceinline__ void store_together(T* to, const Vector<T, kCount>& vector) {
   constexpr int kWords = sizeof(vector) / 4;
   static_assert(sizeof(vector) % 4 == 0, "of words");
   const auto* w = reinterpret_cast<const uint32_t*>(&vector);
-  if constexpr (kWords == 1) {
+  if constexpr (kStreams && kWords == 4) {
+    store_vector<true>(to, vector);
+  } else if constexpr (kWords == 1) {
     asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(w[0]) : "memory");
   } else if constexpr (kWords == 2) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(w[0]), "r"(w[1]) : "memory");
@@ -71,13 +83,6 @@ __device__ __forceinline__ void store_together(T* to, const Vector<T, kCount>& v
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
                  : "memory");
   }
-}
-
-// Stores 16 bytes that nothing gathers: their line is the first to leave L2.
-template <class T, int kCount>
-__device__ __forceinline__ void store_streaming(T* to, const Vector<T, kCount>& vector) {
-  static_assert(sizeof(vector) == 16, "16 bytes");
-  __stcs(reinterpret_cast<float4*>(to), *reinterpret_cast<const float4*>(&vector));
 }
 
 // Where a row of codes of scale base / 2^shift has its weight 2^(7 - shift): the last byte of its last 16, where there

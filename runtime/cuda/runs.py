@@ -17,8 +17,8 @@ _LEAST_SHORT, _MOST_SHORT = 8, 256
 """A slot gathers the rows of so many edges at once; a run of rows with more is too much for one warp."""
 _UNSPLIT = 256
 """Edges of a row that is not split on a small graph: to join parts is to wait for memory once more."""
-ENTRIES = 16
-"""Rows of a run, at most: ``gnnc::kEntries``."""
+MOST_ENTRIES = 16
+"""Rows of a run, at most: ``gnnc::kMostEntries``."""
 _SHARES = 32
 """Parts of rows have a multiple of this many edges, so that the slots of a warp get whole steps."""
 
@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     short: int
     window: int = 256
     group: int = 8
-    entries: int = ENTRIES
+    entries: int = MOST_ENTRIES
 
 
 class Runs(NamedTuple):

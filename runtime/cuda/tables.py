@@ -6,7 +6,7 @@ from torch import Tensor
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.kept import kept
 from gnnc.runtime.cuda.radix import padded_columns
-from gnnc.runtime.cuda.runs import ENTRIES, Runs, build_runs, chunk_of, cut_for, deal
+from gnnc.runtime.cuda.runs import MOST_ENTRIES, Runs, build_runs, chunk_of, cut_for, deal
 from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays, staged_cut_for, window_rows
 from gnnc.runtime.cuda.structure import destinations_of
 
@@ -167,7 +167,7 @@ def write_columns(emitter: CudaEmitter, text: str) -> str:
 
 def write_runs(emitter: CudaEmitter, rowptr: str, edges: str, row_bytes: int) -> str:
     """Write the run table for kernels that gather rows of so many bytes; return the variable's name."""
-    emitter.unit.require(f"gnnc::kEntries == {ENTRIES}", "a warp has room for the entries of a run")
+    emitter.unit.require(f"gnnc::kMostEntries == {MOST_ENTRIES}", "a warp has room for the entries of a run")
     return emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({rowptr}, {edges}, {row_bytes})")
 
 
