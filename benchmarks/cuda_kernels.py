@@ -4,10 +4,10 @@
     python benchmarks/cuda_kernels.py --spmm-widths --graphs products
 
 The floor of a kernel is the larger of its compulsory bytes (every input and output once) over the
-bandwidth of a device copy, and the time of a kernel that gathers the same rows through the same
-table and does nothing with them; both are measured in this run. (What its integer operations
-take at their issue rate is left out: with it a floor can only be higher.) The peer is torch.sparse CSR
-(cuSPARSE) in FP32, with 32-bit or 64-bit indices, whichever is faster.
+bandwidth of a device copy, and the time of a kernel that gathers the same rows, and the scale of each
+where it has one, through the same table and does nothing with them; both are measured in this run.
+(What its integer operations take at their issue rate is left out: with it a floor can only be higher.)
+The peer is torch.sparse CSR (cuSPARSE) in FP32, with 32-bit or 64-bit indices, whichever is faster.
 """
 
 import argparse
@@ -57,40 +57,57 @@ SPMM_KINDS = ("fp32", "fp16", "int8", "fp16 edge weights", "int8 edge weights", 
 GATHER = """
 #include "spmm.cuh"
 namespace gnnc {
-template <class Layout_, int kStep_ = 8>
+template <class Layout_, bool kScaled, int kStep_ = 8>
 struct GatherBody {
   using Layout = Layout_;
   static constexpr bool kBundle = true, kMasks = false, kWhole = false, kValued = false;
   static constexpr int kStep = kStep_;
-  struct Extra {};
+  struct Extra {
+    float scale[4];
+  };
+  const float* scales;
   unsigned int seen = 0;
   template <class Work>
   __device__ void begin(const Work&, int) {}
-  __device__ void load(Extra&, const Four&, const int (&)[4], unsigned int) {}
+  // Where four threads read a row, each loads the scale of one edge.
+  __device__ void load(Extra& e, const Four&, const int (&source)[4], unsigned int mask) {
+    const int own = Layout::piece() % 4;
+    for (int i = 0; i < 4 && kScaled; ++i) {
+      e.scale[i] = load_if((mask >> i & 1) && (Layout::kPieces < 4 || i == own), scales + source[i], 0.0f);
+    }
+  }
   template <class Window>
-  __device__ void load_near(Extra&, const unsigned int (&)[4], const Window&) {}
+  __device__ void load_near(Extra& e, const unsigned int (&place)[4], const Window& window) {
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kScaled) e.scale[i] = window.template factor<float>(place[i]);
+    }
+  }
   template <class Work>
   __device__ void finish(const Work&, int) {}
   __device__ void end_run(const Run&) {}
   template <bool kMasked>
-  __device__ void add(const uint4 (&x)[4], const Extra&, unsigned int) {
-    for (int i = 0; i < 4; ++i) seen ^= x[i].x ^ x[i].y ^ x[i].z ^ x[i].w;
+  __device__ void add(const uint4 (&x)[4], const Extra& e, unsigned int) {
+    for (int i = 0; i < 4; ++i) {
+      seen ^= x[i].x ^ x[i].y ^ x[i].z ^ x[i].w;
+      if (kScaled) seen ^= __float_as_uint(e.scale[i]);
+    }
   }
 };
-template <Element kElement, int kWidth>
+template <Element kElement, int kWidth, bool kScaled>
 struct GatherOnly {
   using Slices = gnnc::Slices<kElement, kWidth, kSliceBytes>;
   using Layout = RowLayout<kElement, (Slices::kCount > 1 ? Slices::kWidth : kWidth)>;
-  static constexpr int kThreads = fitting({1024, 8}, Layout::kPieces, 0).threads;
+  using Body = GatherBody<Layout, kScaled>;
+  static constexpr int kThreads = fitting({kScaled ? 768 : 1024, 8}, Layout::kPieces, 0).threads;
 };
-template <Element kElement, int kWidth>
-__global__ void __launch_bounds__((GatherOnly<kElement, kWidth>::kThreads), 1)
-    gather_only(Runs runs, const char* x, int64_t stride, unsigned int* out) {
-  using G = GatherOnly<kElement, kWidth>;
+template <Element kElement, int kWidth, bool kScaled>
+__global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled>::kThreads), 1)
+    gather_only(Runs runs, const char* x, int64_t stride, const float* scales, unsigned int* out) {
+  using G = GatherOnly<kElement, kWidth, kScaled>;
   using Layout = typename G::Layout;
   __shared__ int next;
-  __shared__ Feed<Layout, GatherBody<Layout>> feed[G::kThreads / 32];
-  GatherBody<Layout> body;
+  __shared__ Feed<Layout, typename G::Body> feed[G::kThreads / 32];
+  typename G::Body body{scales};
   for (int slice = 0; slice < G::Slices::kCount; ++slice) {
     __syncthreads();
     const Gathered rows = G::Slices::of(x, stride, slice);
@@ -98,21 +115,22 @@ __global__ void __launch_bounds__((GatherOnly<kElement, kWidth>::kThreads), 1)
   }
   if (body.seen == 0x12345678u) *out = 1;
 }
-template <Element kElement, int kWidth>
-using StagedSum = Staged<SpmmConfig<kElement, kWidth, Reduce::sum>>;
-template <Element kElement, int kWidth>
-__global__ void __launch_bounds__((StagedSum<kElement, kWidth>::kThreads), 1)
-    gather_staged(StagedRuns runs, const char* x, int64_t stride, unsigned int* out) {
-  using S = StagedSum<kElement, kWidth>;
+template <Element kElement, int kWidth, bool kScaled>
+using StagedSum =
+    Staged<SpmmConfig<kElement, kWidth, Reduce::sum, Value::none, kScaled ? Scale::row : Scale::none>>;
+template <Element kElement, int kWidth, bool kScaled>
+__global__ void __launch_bounds__((StagedSum<kElement, kWidth, kScaled>::kThreads), 1)
+    gather_staged(StagedRuns runs, const char* x, int64_t stride, const float* scales, unsigned int* out) {
+  using S = StagedSum<kElement, kWidth, kScaled>;
   constexpr int kStep = S::kResidency.step;
   extern __shared__ int4 memory[];
   __shared__ StagedShare share;
   __shared__ typename S::Feed feed[S::kThreads / 32];
   typename S::Window window(memory);
-  GatherBody<typename S::Layout, kStep> body;
+  GatherBody<typename S::Layout, kScaled, kStep> body{scales};
   for (int slice = 0; slice < S::Slices::kCount; ++slice) {
     const Gathered rows = S::Slices::of(x, stride, slice);
-    for_staged_runs<typename S::Layout>(runs, rows, nullptr, window, &share, feed[threadIdx.x / 32], body);
+    for_staged_runs<typename S::Layout>(runs, rows, scales, window, &share, feed[threadIdx.x / 32], body);
   }
   if (body.seen == 0x12345678u) *out = 1;
 }
@@ -184,9 +202,9 @@ def cusparse(rowptr: Tensor, col: Tensor, width: int, dot: bool) -> dict[str, fl
     return best
 
 
-def gather_name(element: str, width: int, kind: str = "only") -> str:
-    """Return the C++ name of the kernel that only gathers, or the one that reads near rows in windows."""
-    return f"gnnc::gather_{kind}<gnnc::Element::{element}, {width}>"
+def gather_name(element: str, width: int, kind: str, scaled: bool) -> str:
+    """Return the C++ name of the kernel that only gathers, or (``staged``) reads near rows in windows."""
+    return f"gnnc::gather_{kind}<gnnc::Element::{element}, {width}, {str(scaled).lower()}>"
 
 
 class Floors:
@@ -194,26 +212,22 @@ class Floors:
 
     def __init__(self, graph: Sparse) -> None:
         self.graph = graph
+        self._gathers: dict[str, float] = {}
 
-    def gather(self, x: Tensor) -> float:
-        """Return the time of gathering the rows of x, through the run table."""
-        graph = self.graph.gathering(x)
-        name = gather_name(ELEMENTS[x.dtype], x.shape[1])
-        module = Module(GATHER, (name,))
-        out = torch.zeros(1, dtype=torch.int32, device="cuda")
-        arguments = [*graph.values(), address(x), x.stride(0) * x.element_size(), address(out)]
-        blocks = graph.runs.blocks
-        return median_ms(lambda: module.launch(name, blocks, AS_COMPILED, *arguments))
+    def gather(self, x: Tensor, scale: Tensor | None, *, staged: bool) -> float:
+        """Return the time of gathering the rows of x, and their scales, through the table that sums take."""
+        name = gather_name(ELEMENTS[x.dtype], x.shape[1], "staged" if staged else "only", scale is not None)
+        if name not in self._gathers:
+            self._gathers[name] = self._time(name, x, scale, staged)
+        return self._gathers[name]
 
-    def staged_gather(self, x: Tensor) -> float:
-        """Return the same through the table of edges by stretch."""
-        graph = self.graph.gathering(x)
-        name = gather_name(ELEMENTS[x.dtype], x.shape[1], "staged")
-        module, table = Module(GATHER, (name,)), StagedTable(graph.staged, x.shape[0])
+    def _time(self, name: str, x: Tensor, scale: Tensor | None, staged: bool) -> float:
+        graph, module = self.graph.gathering(x), Module(GATHER, (name,))
         out = torch.zeros(1, dtype=torch.int32, device="cuda")
-        given = [address(graph.rowptr), *table.fields]
-        given += [address(x), x.stride(0) * x.element_size(), address(out)]
-        shared = shared_bytes(graph.row_bytes)
+        table = StagedTable(graph.staged, x.shape[0]) if staged else graph.runs
+        given = [address(graph.rowptr), *table.fields] if staged else graph.values()
+        given += [address(x), x.stride(0) * x.element_size(), address(scale), address(out)]
+        shared = shared_bytes(graph.row_bytes, "none" if scale is None else "row") if staged else 0
         return median_ms(lambda: module.launch(name, table.blocks, AS_COMPILED, *given, shared=shared))
 
     def copy(self, *tensors: Tensor | None) -> float:
@@ -291,15 +305,13 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
     for width in widths:
         peer = cusparse(rowptr, col, width, dot=width == 64)
         xs = features(nodes, width)
-        gathers = {kind: floors.gather(x) for kind, x in xs.items()}
         rows = {}
         for label, (of, call, read) in kernels(graph, xs, width).items():
             x = xs[next(kind for kind in xs if kind in label)]
             time = median_ms(call)
-            gather = gathers[next(kind for kind in xs if kind in label)]
-            if getattr(call, "staged", False):
-                gather = floors.staged_gather(x)
-            floor = max(floors.copy(x, call.out, *read), gather)
+            staged = isinstance(call, Spmm) and call.staged
+            gather = floors.gather(x, call.x_scale if isinstance(call, Spmm) else None, staged=staged)
+            floor = max(floors.copy(x, call(), *read), gather)
             rows[label] = figures(time, peer[of], floor, gather)
         result[f"F={width}"] = {"cusparse_ms": {k: round(v, 4) for k, v in peer.items()}, "kernels": rows}
         show(name, width, peer, rows)
@@ -322,7 +334,8 @@ def compile_ahead() -> None:
     jobs = []
     for width in SPMM_WIDTHS:
         for element in ("f32", "f16", "i8"):
-            jobs += [(GATHER, (gather_name(element, width, kind),)) for kind in ("only", "staged")]
+            jobs += [(GATHER, (gather_name(element, width, kind, False),)) for kind in ("only", "staged")]
+        jobs.append((GATHER, (gather_name("i8", width, "only", True),)))
         for element, value, scale in SPMM_CONFIGS:
             config = SpmmConfig(element, width, value=value, scale=scale)
             forms = [form_of(width * NBYTES[element]), *(["spmm_staged"] if value == "none" else [])]
@@ -343,14 +356,13 @@ def spmm_widths(name: str) -> dict[str, Any]:
     result: dict[str, Any] = {"nodes": nodes, "edges": edges}
     for width in SPMM_WIDTHS:
         peer, xs, rows = cusparse(rowptr, col, width, dot=False)["spmm"], features(nodes, width), {}
-        gathers = {kind: floors.gather(xs[kind]) for kind in ("fp32", "fp16", "int8")}
         for label in SPMM_KINDS:
             kind, _, weights = label.partition(" ")
             of_rows = scale if kind == "int8" and label != ONE_SCALE else None
             given = (value, of_rows) if weights else (None, None)
             call = Spmm(graph, xs[kind], *given)
-            gather = floors.staged_gather(xs[kind]) if call.staged else gathers[kind]
-            floor = max(floors.copy(xs[kind], call.out, *given), gather)
+            gather = floors.gather(xs[kind], of_rows if weights else None, staged=call.staged)
+            floor = max(floors.copy(xs[kind], call(), *given), gather)
             rows[f"spmm {label}"] = figures(median_ms(call), peer, floor, gather)
             del call
         for label in ("int8", "int8 edge weights", ONE_SCALE):

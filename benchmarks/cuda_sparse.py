@@ -7,7 +7,7 @@ import torch
 from cuda_launch import Module, address
 from torch import Tensor
 
-from gnnc.runtime.cuda.emitter import SLICE, CudaEmitter
+from gnnc.runtime.cuda.emitter import SLICE, CudaEmitter, round_up
 from gnnc.runtime.cuda.runs import Cut, Runs, build_runs
 from gnnc.runtime.cuda.staged import (
     StagedRuns,
@@ -111,8 +111,8 @@ EPILOGUES = {torch.float32: "StoreFloats", torch.float16: "StoreHalves", torch.i
 
 
 def epilogue_of(dtype: torch.dtype, width: int) -> str:
-    """Return the name of the one that stores rows of a multiple of four elements."""
-    return f"{EPILOGUES[dtype]}<{(width + 3) // 4 * 4}>"
+    """Return the name of the one that stores rows as far apart as programs put what no kernel gathers."""
+    return f"{EPILOGUES[dtype]}<{CudaEmitter.padded(width, dtype, gathered=False)}>"
 
 
 @dataclass(frozen=True)
@@ -224,19 +224,20 @@ class Spmm:
         heads = 1 if value is None or value.dim() == 1 else value.shape[1]
         config = SpmmConfig(ELEMENTS[x.dtype], x.shape[1], reduce, kind, scale, heads)
         self.config = replace(config, **tuning)
-        width = (x.shape[1] + 3) // 4 * 4
         if form is None:
             form = form_of(graph.row_bytes) if heads == 1 else "spmm"
             if value is None and reduce in ("sum", "mean") and graph.is_staged:
                 form = "spmm_staged"
         self.staged = staged = form == "spmm_staged"
+        self.x_scale = x_scale
         self.name = self.config.name(epilogue_of(to, x.shape[1]), form)
         self.module = spmm_module(self.name)
-        self.out = torch.empty(graph.num_dst, width, device="cuda", dtype=to)
-        self.out.fill_(99)
+        stride = CudaEmitter.padded(x.shape[1], to, gathered=False)
+        self.out = torch.full((graph.num_dst, stride), 99, device="cuda", dtype=to)
         table = StagedTable(graph.staged, x.shape[0]) if staged else graph.runs
         self.shared = shared_bytes(graph.row_bytes, scale) if staged else 0
-        staging, self.arrived = staging_for(table.slots, 2 * width, slices_of(graph.row_bytes))
+        words = 2 * round_up(x.shape[1], 4)
+        staging, self.arrived = staging_for(table.slots, words, slices_of(graph.row_bytes))
         self.kept = (graph, table, x, value, x_scale, shift, staging)
         tensors = (value, x_scale, shift, staging, self.arrived)
         given = [address(graph.rowptr), *table.fields] if staged else graph.values()
@@ -303,11 +304,11 @@ class Attention:
         config = AttentionConfig(ELEMENTS[x.dtype], x.shape[1], heads, a_src is not None, edge is not None)
         self.config = replace(config, **tuning)
         self.module = attention_module(self.config)
-        width = (x.shape[1] + 3) // 4 * 4
-        self.out = torch.full((graph.num_dst, width), float("nan"), device="cuda")
+        stride = CudaEmitter.padded(x.shape[1], torch.float32, gathered=False)
+        self.out = torch.full((graph.num_dst, stride), float("nan"), device="cuda")
         x = heads16(x, heads)
         graph = graph.gathering(x)
-        words = (x.shape[1] + 3) // 4 * 4 + (2 * heads + 3) // 4 * 4
+        words = round_up(x.shape[1], 4) + round_up(2 * heads, 4)
         staging, self.arrived = staging_for(graph.runs.slots, words)
         stats = torch.empty(graph.num_dst, heads, 2, device="cuda")
         self.kept = (graph, x, heads, a_src, a_dst, edge, x_scale, staging, stats)

@@ -233,6 +233,10 @@ class Emitter:
 
     # Memory
 
+    def stride_for(self, node: Node, width: int) -> int:
+        """Return the elements from one row of a value of ours to the next."""
+        return self.padded(width, node.meta["val"].dtype)
+
     def allocate(self, node: Node, *, dense: bool = False) -> str:
         """Return the matrix that a kernel writes for ``node``; padded rows unless the caller keeps it."""
         shape, width = shape_of(node), width_of(node)
@@ -240,7 +244,7 @@ class Emitter:
         dtype = node.meta["val"].dtype
         if node in self._escaping:
             return self._output(node, dtype, rows, width)
-        stride = width if dense or len(shape) < 2 else self.padded(width, dtype)
+        stride = width if dense or len(shape) < 2 else self.stride_for(node, width)
         buffer = self._buffer((rows, width), stride, dtype)
         if buffer is None:
             return self._late(node, rows, width, dtype)

@@ -77,7 +77,7 @@ struct Attention {
   using Sum = typename Select<kScaled, ByteProducts<Layout, Weight::real>, LaneReduce<Layout, Reduce::sum>>::Type;
   // The row of a slot, in the columns that its threads gather; or the row of the warp.
   static constexpr bool kBundle = has_bundles(Config::kElement, kWidth, kHeads);
-  using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4>;
+  using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4, true>;
   // A row that all slots share, where they have more columns each than is worth storing at once.
   static constexpr bool kSpread = kBundle && spread_run<Layout>() < Layout::kColumns;
   static_assert(kWidth % kHeads == 0, "heads divide the width");
@@ -158,7 +158,7 @@ struct AttentionBody {
     pass = which;
     head = min((pass * Layout::kPieces + Layout::piece()) * kColumns / A::kHeadStride, kHeads - 1);
     if constexpr (Config::kAdditive) {
-      own = work.row() < 0 ? 0.0f : __ldg(a.a_dst + static_cast<int64_t>(work.row()) * kHeads + head);
+      own = __ldg(a.a_dst + static_cast<int64_t>(work.row()) * kHeads + head);
       parts = opaque(reinterpret_cast<const char*>(a.a_src + head));
     }
   }
@@ -209,9 +209,7 @@ struct AttentionBody {
     if (work.shared) join_totals<Layout::kSlots>(sums);
     if (work.shared) join_slots<Layout>(sums, sum_of);
     if constexpr (kBundle) {
-      if (!work.shared || Layout::slot() == 0) {
-        settle<typename A::Tile>(sums, Layout::piece() * kColumns, inverse(work), work);
-      }
+      settle<typename A::Tile>(sums, Layout::piece() * kColumns, inverse(work), work);
       clear();
     } else {
       hold(sums, work.part >= 0 ? 1.0f : inverse(work));
@@ -258,7 +256,7 @@ struct AttentionBody {
     spread_slots<Layout, kSlots, kRun>(sums, sum_of, own);
     const int first = Layout::lane() % kThreads * kRun;
     const float factor = __shfl_sync(0xffffffffu, inverse(work), first / kColumns % kPieces, kThreads);
-    settle<RowTile<Config::kWidth, kThreads, kRun>>(own, first, factor, work);
+    settle<RowTile<Config::kWidth, kThreads, kRun, true>>(own, first, factor, work);
     clear();
   }
 
@@ -297,7 +295,7 @@ struct AttentionBody {
     if (work.part >= 0) {
       store_staged(staged(work.part), first, A::kColumns, v);
       stats_of(staged(work.part))[head] = make_float2(top, total);
-    } else if (row >= 0) {
+    } else {
       if (a.stats != nullptr) a.stats[static_cast<int64_t>(row) * kHeads + head] = make_float2(top, total);
       Tile tile;
 #pragma unroll

@@ -28,10 +28,10 @@ __device__ inline void start_copy_if(bool there, T* to, const T* from) {
       : "memory");
 }
 
-// Starts to copy `count` floats, at most four, that lie on 16 bytes. (A copy of 16 bytes with a size that is less reads
-// no more than that, but compute-sanitizer says it does.)
+// Starts to copy four floats that lie on 16 bytes, or all `count` that there are. (A copy of 16 bytes with a size that
+// is less reads no more than that, but compute-sanitizer says it does.)
 template <bool kThroughL1 = false>
-__device__ inline void start_copy_floats(int count, float* to, const float* from) {
+__device__ inline void start_copy_floats(int64_t count, float* to, const float* from) {
   if (count >= 4) return start_copy<kThroughL1>(reinterpret_cast<int4*>(to), reinterpret_cast<const int4*>(from));
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {

@@ -69,12 +69,13 @@ struct ByteProducts {
   using Word = typename Select<kReal, float, int32_t>::Type;
 
   int32_t sums[4][4];  // [word][column]
-  uint32_t bound;      // of real weights: a power of two above every |weight| of the row so far, as a float's bits
+  uint32_t bound;      // of real weights: a power of two above every |weight| of the row so far, as a float's bits; 0:
+                       // there was none
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = 0;
-    set_bound(kLeast);
+    bound = 0;
   }
 
   // weights: of 16 bits.
@@ -90,8 +91,8 @@ struct ByteProducts {
   __device__ __forceinline__ void add(const uint4 (&x)[4], const float (&w)[4]) {
     const uint32_t top = __float_as_uint(largest(largest(w[0], w[1]), largest(w[2], w[3])));
     if (top >= bound) {
-      const int needed = static_cast<int>(top >> 23) + 1;
-      halve(needed - exponent());
+      const int needed = max(static_cast<int>(top >> 23) + 1, kLeast);
+      if (bound > 0) halve(needed - exponent());
       set_bound(needed);
     }
     const float inverse = __uint_as_float((268u << 23) - bound);  // |w| of it <= 2^14
@@ -103,7 +104,7 @@ struct ByteProducts {
 
   // All weights so far times 2^-times.
   __device__ __forceinline__ void lower(int times) {
-    if (exponent() > 255) return;
+    if (bound == 0 || exponent() > 255) return;
     const int lowered = exponent() - times;
     if (lowered < kLeast) halve(kLeast - lowered);
     set_bound(max(lowered, kLeast));
@@ -111,7 +112,8 @@ struct ByteProducts {
 
   __device__ __forceinline__ void take(Word (&out)[16]) {
     // NaN once a weight was not finite.
-    const float unit = __uint_as_float(bound >> 31 ? 0x7fffffffu : bound - (14u << 23));
+    const uint32_t least = max(bound, static_cast<uint32_t>(kLeast) << 23);
+    const float unit = __uint_as_float(bound >> 31 ? 0x7fffffffu : least - (14u << 23));
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       if constexpr (kReal) {

@@ -119,32 +119,38 @@ __device__ Vector<T, kCount> vector_of(int i, const F& f) {
 }
 
 // Whether four neighbouring threads turn over the 16 columns of each, so that they store 64 bytes at a time, where each
-// of them would 16 of every 64.
+// of them would 16 of every 64. (Two that so store whole sectors, of 16 columns each or 8, are no faster.)
 template <class Tile>
 __host__ __device__ constexpr bool turns() {
-  return Tile::kRun == 16 && (Tile::kLanes == 4 || (Tile::kLanes > 4 && Tile::kSpare));
+  return Tile::kRun == 16 && Tile::kLanes >= 4;
 }
 
-// kStreams: nothing gathers the rows.
+// Of a row that ends within a vector, all of that is stored where rows are so far apart. kStreams: nothing gathers the
+// rows.
 template <int kStride, bool kStreams = false, class T, class Tile, class F>
 __device__ void store_row(const Tile& tile, T* row, const F& f) {
-  constexpr int kCount = at_once<Tile, T>(kStride);
-  constexpr bool kEnds = Tile::kWidth % kCount != 0;  // within one of those
-  const auto put = [&](int column, const Vector<T, kCount>& vector) {
-    if (column + kCount <= Tile::kWidth) {
+  constexpr int kCount = at_once<Tile, T>(kStride), kWhole = (Tile::kWidth + kCount - 1) / kCount * kCount;
+  constexpr bool kEnds = kWhole != Tile::kWidth && kStride < kWhole;     // within a vector
+  constexpr bool kAll = !kEnds && Tile::kFull && Tile::kHeld <= kWhole;  // of what threads hold is stored
+  constexpr bool kTurns = kCount == 4 && sizeof(T) == 4 && turns<Tile>();
+  const int own = kTurns ? tile.lane % 4 : 0;
+  const int first = tile.column_of(tile.lane - own, kCount * own);
+  T* const from = row + first;  // all stores are so many bytes from there: one address
+  const auto put = [&](int offset, const Vector<T, kCount>& vector) {
+    if (kAll || first + offset + kCount <= (kEnds ? Tile::kWidth : kWhole)) {
       if constexpr (kEnds && !Tile::kWhole) {
-        store_together<kStreams>(row + column, vector);
+        store_together<kStreams>(from + offset, vector);
       } else {
-        store_vector<kStreams && !kEnds>(row + column, vector);  // one that the compiler may move is worth more
+        store_vector<kStreams && !kEnds>(from + offset, vector);  // one that the compiler may move is worth more
       }
     } else if constexpr (kEnds) {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        if (column + k < Tile::kWidth) row[column + k] = vector.v[k];
+        if (first + offset + k < Tile::kWidth) from[offset + k] = vector.v[k];
       }
     }
   };
-  if constexpr (kCount == 4 && sizeof(T) == 4 && turns<Tile>()) {
+  if constexpr (kTurns) {
 #pragma unroll
     for (int i = 0; i < Tile::kPer; i += 16) {
       float fours[4][4];
@@ -153,13 +159,12 @@ __device__ void store_row(const Tile& tile, T* row, const F& f) {
       turn_over(fours, Tile::members());
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int column = tile.column_of((tile.lane & ~3) + j, i + (tile.lane & 3) * 4);
-        put(column, Vector<T, kCount>{{fours[j][0], fours[j][1], fours[j][2], fours[j][3]}});
+        put(Tile::offset_of(j, i), Vector<T, kCount>{{fours[j][0], fours[j][1], fours[j][2], fours[j][3]}});
       }
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < Tile::kPer; i += kCount) put(tile.column(i), vector_of<T, kCount>(i, f));
+    for (int i = 0; i < Tile::kPer; i += kCount) put(Tile::offset_of(0, i), vector_of<T, kCount>(i, f));
   }
 }
 
@@ -331,8 +336,8 @@ __device__ void log_softmax(Tile& tile) {
 
 // The mean over kHeads equal parts of a row, as a row of its own. Each thread asks the others for the columns it needs.
 template <int kHeads, class Tile>
-__device__ RowTile<Tile::kWidth / kHeads, Tile::kLanes, Tile::kRun> head_mean(const Tile& tile) {
-  using Out = RowTile<Tile::kWidth / kHeads, Tile::kLanes, Tile::kRun>;
+__device__ auto head_mean(const Tile& tile) {
+  using Out = RowTile<Tile::kWidth / kHeads, Tile::kLanes, Tile::kRun, Tile::kTogether>;
   constexpr int kDepth = Out::kWidth;
   Out out;
 #pragma unroll

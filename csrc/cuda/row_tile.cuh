@@ -19,15 +19,17 @@ namespace gnnc {
 // The larger of `top` and |v|, NaN where one is that.
 __device__ inline float larger_abs(float top, float v) { return larger_or_nan(top, fabsf(v)); }
 
-// kSpare: the kernel has registers to spare for what makes stores fewer.
-template <int kWidth_, int kLanes_, int kRun_ = 4, bool kSpare_ = false>
+// kTogether: all groups of a warp have a row, so that the whole warp shuffles at once. (Where fewer threads do, which
+// those are is worked out each time.)
+template <int kWidth_, int kLanes_, int kRun_ = 4, bool kTogether_ = false>
 struct RowTile {
   static constexpr int kWidth = kWidth_, kLanes = kLanes_, kRun = kRun_;
-  static constexpr bool kSpare = kSpare_;
+  static constexpr bool kTogether = kTogether_;
   static constexpr int kBlock = kRun * kLanes;
   static constexpr int kPer = (kWidth + kBlock - 1) / kBlock * kRun;
   static constexpr int kHeld = kPer / kRun * kBlock;  // columns, with what is past the width
   static constexpr bool kWhole = true;
+  static constexpr bool kFull = true;  // no thread has columns from kHeld on
   static_assert(kLanes >= 1 && kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "a group is 1, 2, 4, 8, 16 or 32 threads");
   static_assert(kRun % 4 == 0, "epilogues load and store four columns at least");
 
@@ -42,9 +44,10 @@ struct RowTile {
   // The column of v[i]. Runs, i = kRun k .. kRun k + kRun - 1, are neighbours, and the first is a multiple of kRun.
   __device__ int column(int i) const { return column_of(lane, i); }
   __device__ bool valid(int i) const { return column(i) < kWidth; }
-  __device__ static int column_of(int lane, int i) { return i / kRun * kBlock + lane * kRun + i % kRun; }
+  __device__ static constexpr int offset_of(int lane, int i) { return i / kRun * kBlock + lane * kRun + i % kRun; }
+  __device__ static int column_of(int lane, int i) { return offset_of(lane, i); }
 
-  __device__ static uint32_t members() { return group_members<kLanes>(); }
+  __device__ static uint32_t members() { return group_members<kTogether ? 32 : kLanes>(); }
 
   // combine(combine(a, b), c)... over the values that the threads of the group hold, in one fixed order. Every thread
   // gets the result; combine must be commutative, or the threads would not agree.
@@ -95,7 +98,8 @@ struct SliceTile {
   static constexpr int kWidth = kWidth_, kLanes = Tile::kLanes, kRun = Tile::kRun, kPer = Tile::kPer;
   static constexpr int kBlock = 0;  // it has no whole blocks
   static constexpr int kHeld = (kWidth + Tile::kWidth - 1) / Tile::kWidth * Tile::kWidth;
-  static constexpr bool kWhole = false, kSpare = Tile::kSpare;
+  static constexpr bool kWhole = false;
+  static constexpr bool kFull = Tile::kHeld == Tile::kWidth;
 
   float v[kPer];
   int lane;
@@ -107,10 +111,11 @@ struct SliceTile {
     for (int i = 0; i < kPer; ++i) v[i] = tile.v[i];
   }
 
+  __device__ static constexpr int offset_of(int of, int i) { return Tile::offset_of(of, i); }
   // Past the slice far behind every row.
   __device__ int column_of(int of, int i) const {
-    const int within = Tile::column_of(of, i);
-    return within < Tile::kWidth ? first + within : 1 << 30;
+    const int within = offset_of(of, i);
+    return kFull || within < Tile::kWidth ? first + within : 1 << 30;
   }
   __device__ int column(int i) const { return column_of(lane, i); }
   __device__ bool valid(int i) const { return column(i) < kWidth; }

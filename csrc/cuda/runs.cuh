@@ -50,6 +50,7 @@ struct Runs {
   const Split* split;     // [slots], the row of each part
   int64_t count;          // runs
   int64_t chunk;          // runs, a power of two
+  int64_t edges;          // E
 };
 
 // Reads 16 bytes.
@@ -163,7 +164,11 @@ struct RunFeed {
 
   template <class Runs>
   __device__ void fetch_entries(const Runs& runs, int turn) {
-    if (lane() < run[turn].count) start_copy(&entry[turn][lane()], runs.entry + run[turn].first + lane());
+    if (lane() < run[turn].count) {
+      start_copy(&entry[turn][lane()], runs.entry + run[turn].first + lane());
+    } else if (lane() == 0) {
+      entry[turn][0] = Entry{};  // no run has an entry without edges
+    }
   }
 };
 

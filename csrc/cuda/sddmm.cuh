@@ -76,9 +76,6 @@ struct SddmmBody {
 
   __device__ __forceinline__ void begin(const Work& work, int which) {
     pass = which;
-    own = make_uint4(0, 0, 0, 0);
-    own_scale = 0.0f;
-    if (work.row() < 0) return;
     own = row_of(work.row());
     if constexpr (Config::kScaled) own_scale = __ldg(a.a_scale + work.row());
   }

@@ -113,7 +113,7 @@ struct Spmm {
 
   // The row of a slot, in the columns that its threads gather; or, of several passes, the row of the warp.
   static constexpr bool kBundle = Layout::kPasses == 1;
-  using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4, kWeight == Weight::none>;
+  using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4, true>;
   // A row that all slots share, where they have more columns each than is worth storing at once.
   static constexpr bool kSpread = kBundle && spread_run<Layout>() < Layout::kColumns;
   static constexpr int kWarps = Config::kThreads / 32;
@@ -126,8 +126,9 @@ struct Spmm {
 // The row as the epilogue takes it, from sums over `count` edges.
 template <class Config, class T>
 __device__ inline float result_of(T sum, int64_t count) {
-  if (count == 0) return 0.0f;
   const float v = static_cast<float>(sum);
+  if constexpr (Config::kReduce == Reduce::sum) return v;
+  if (count == 0) return 0.0f;
   return Config::kReduce == Reduce::mean ? __fdiv_rn(v, static_cast<float>(count)) : v;
 }
 
@@ -265,7 +266,6 @@ struct SpmmBody {
     }
     if (work.shared) join_slots<Layout>(out, join);
     if constexpr (kBundle) {
-      if (work.shared && Layout::slot() > 0) return;
       settle<typename S::Tile>(out, Layout::piece() * kColumns, work);
     } else {
       hold(out);
@@ -304,7 +304,7 @@ struct SpmmBody {
     constexpr int kThreads = Layout::kPieces * kSlots, kRun = spread_run<Layout, kSlots>();
     Word own[kRun];
     spread_slots<Layout, kSlots, kRun>(out, join, own);
-    settle<RowTile<Config::kWidth, kThreads, kRun>>(own, Layout::lane() % kThreads * kRun, work);
+    settle<RowTile<Config::kWidth, kThreads, kRun, true>>(own, Layout::lane() % kThreads * kRun, work);
   }
 
   // The weights that four rows hold, a byte each; 0 of a row of zeros.
@@ -374,7 +374,7 @@ struct SpmmBody {
   __device__ __forceinline__ void settle(const Word (&out)[kCount], int first, const Work& work) const {
     if (work.part >= 0) {
       store_staged(staged(work.part), first, staged_columns(), out);
-    } else if (work.row() >= 0) {
+    } else {
       emit<Tile>(out, work);
     }
   }
@@ -489,14 +489,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
 // each warp still reads whole lines.
 constexpr int kSliceBytes = 256;
 
+// Which slice it is takes registers too. scaled: edges have weights, and rows scales.
+__host__ __device__ constexpr int most_threads_of_slices(Element element, bool scaled) {
+  if (element == Element::f32) return 896;
+  if (element != Element::i8) return 768;
+  return scaled ? 512 : 640;
+}
+
 template <class Config_>
 struct Sliced {
   using Slices = gnnc::Slices<Config_::kElement, Config_::kWidth, kSliceBytes>;
   using Whole = SpmmConfig<Config_::kElement, Slices::kWidth, Config_::kReduce, Config_::kValue, Config_::kScale>;
-  // Which slice it is takes registers too.
-  static constexpr bool kMany =
-      Config_::kElement == Element::i8 && Whole::kThreads > (kArchitecture < 1000 ? 512 : 384);
-  static constexpr int kThreads = Whole::kThreads - (kMany ? 128 : 0);
+  static constexpr bool kScaled = Config_::kValue == Value::real && Config_::kScale == Scale::row;
+  static constexpr int kMost = most_threads_of_slices(Config_::kElement, kScaled);
+  static constexpr int kThreads = Whole::kThreads < kMost ? Whole::kThreads : kMost;
   struct Config : SpmmConfig<Config_::kElement, Slices::kWidth, Config_::kReduce, Config_::kValue, Config_::kScale, 1,
                              kThreads, Whole::kStep> {
     static constexpr int kRowWidth = Config_::kWidth, kSlices = Slices::kCount;

@@ -121,29 +121,19 @@ struct StagedWork {
   int32_t part;  // slot in the staging buffer, -1: a whole row
   bool shared;   // all slots of the warp have this entry
 
-  const StagedEntry* entries;  // of the run, in shared memory, where they are read each time: registers are few
-  int32_t which;               // of them; -1: none
+  uint32_t at;  // where that is in shared memory, from where it is read each time: registers are few
 
-  __device__ int32_t row() const { return which < 0 ? -1 : entry().row; }
-  __device__ int32_t total() const { return which < 0 ? 0 : entry().near + entry().far; }
-  __device__ int32_t first() const { return which < 0 ? 0 : entry().first; }
-  __device__ int32_t near_words() const { return which < 0 ? 0 : entry().near_words(); }
-  __device__ int32_t far_words() const { return which < 0 ? 0 : entry().far_words(); }
-  __device__ int32_t far() const { return which < 0 ? 0 : entry().far; }
-
- private:
-  __device__ const StagedEntry& entry() const {
-    __builtin_assume(__isShared(entries));
-    return entries[which];
-  }
+  __device__ int32_t row() const { return entry().row; }
+  __device__ int32_t total() const { return entry().near + entry().far; }
+  __device__ const StagedEntry& entry() const { return *static_cast<const StagedEntry*>(__cvta_shared_to_generic(at)); }
 };
 
 // What this thread's slot does of a run, from entry `at` on.
 template <class Layout>
 __device__ __forceinline__ StagedWork staged_work_of(const Run& run, const StagedEntry* entries, int32_t at,
                                                      bool shared) {
-  const int32_t which = shared ? at : at + Layout::team();
-  return StagedWork{run.slot, shared, entries, which < run.count ? which : -1};
+  const StagedEntry* entry = entries + entry_of<Layout>(run, at, shared);
+  return StagedWork{run.slot, shared, static_cast<uint32_t>(__cvta_generic_to_shared(entry))};
 }
 
 // The words of an entry that are a slot's own: every n-th of each kind, where n slots share it.
@@ -179,7 +169,8 @@ struct Words {
   // Starts to copy a chunk into a half.
   __device__ __forceinline__ void fetch(const int4* words, const StagedWork& work, int32_t chunk, int half) {
     const OwnWords<Layout> own(work);
-    const int32_t first = work.first(), near_words = work.near_words(), far_words = work.far_words();
+    const StagedEntry entry = work.entry();
+    const int32_t first = entry.first, near_words = entry.near_words(), far_words = entry.far_words();
 #pragma unroll
     for (int w = Layout::piece(); w < kBoth; w += Layout::kPieces) {
       const bool is_near = w < kNear;
@@ -276,7 +267,7 @@ struct FarEdges {
 #pragma unroll
     for (int k = 0; k < kFours; ++k) {
       words.sources(half, k, source[k]);
-      const int32_t left = work.far() - own.at(chunk * kFours + k) * 4;
+      const int32_t left = work.entry().far - own.at(chunk * kFours + k) * 4;
       mask[k] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) mask[k] |= i < left ? 1u << i : 0u;
@@ -304,8 +295,8 @@ __device__ __forceinline__ void stream_staged(const int4* word, Words& words, in
   static_assert(!Body::kMasks, "rows that are not there add nothing");
   constexpr int kNear = Words::kNear, kFar = Words::kFar;
   const OwnWords<Layout> own(work);
-  int32_t left = own.most(work.near_words());
-  const int32_t chunks = max((left + kNear - 1) / kNear, (own.most(work.far_words()) + kFar - 1) / kFar);
+  int32_t left = own.most(work.entry().near_words());
+  const int32_t chunks = max((left + kNear - 1) / kNear, (own.most(work.entry().far_words()) + kFar - 1) / kFar);
   body.begin(work, 0);
   int32_t chunk = 0;
 #pragma unroll 1

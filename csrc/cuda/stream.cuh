@@ -2,7 +2,8 @@
 
 // Streams the edges of runs through warps. A slot of a warp (rows.cuh), or a team of them, has a row of its own, or,
 // where a run is one entry, all share its row; slots that share a row take its edges by fours in turns. All slots take
-// kStep edges a step, until the longest is through.
+// kStep edges a step, until the longest is through. Slots for which a run has no row do its last one once more, with
+// the same loads and stores as those whose row it is, so that whatever a warp does, it does as a whole.
 //
 // A body has, all called by the whole warp:
 //   kBundle                            whether slots may have rows of their own; otherwise all share each row
@@ -30,16 +31,12 @@ struct Work {
   int32_t part;  // slot in the staging buffer, -1: a whole row
   bool shared;   // all slots of the warp have this row
 
-  const Entry* entries;  // of the run, in shared memory
-  int32_t which;         // of them; -1: none
+  uint32_t at;  // where its entry is in shared memory
 
-  __device__ int32_t row() const { return which < 0 ? -1 : entry().row; }
+  __device__ int32_t row() const { return entry().row; }
   // Edges, over all slots that share the row.
-  __device__ int32_t total() const { return which < 0 ? 0 : entry().count; }
-  __device__ const Entry& entry() const {
-    __builtin_assume(__isShared(entries));
-    return entries[which];
-  }
+  __device__ int32_t total() const { return entry().count; }
+  __device__ const Entry& entry() const { return *static_cast<const Entry*>(__cvta_shared_to_generic(at)); }
 };
 
 // The fours of edges that are a slot's own, of those of its row: every n-th, where n slots share the row.
@@ -62,6 +59,7 @@ struct Fours {
 struct EdgeArrays {
   const int32_t* col;  // readable up to a multiple of four, on 16 bytes
   const float* value;  // [E], on 16 bytes; of bodies with kValued
+  int64_t edges;       // E
 };
 
 // Four edges of a slot, some of which may not be there.
@@ -95,7 +93,8 @@ struct Sources {
       start_copy<kThroughL1>(&four[0][half][f][Layout::slot()], from);
       if constexpr (kValued) {
         auto* to = reinterpret_cast<float*>(&four[1][half][f][Layout::slot()]);
-        start_copy_floats<kThroughL1>(work.count - at, to, edges.value + work.first + at);
+        const int64_t first = work.first + at;
+        start_copy_floats<kThroughL1>(edges.edges - first, to, edges.value + first);
       }
     }
   }
@@ -250,12 +249,18 @@ __device__ __forceinline__ void stream(const EdgeArrays& arrays, Edges& edges, i
   body.finish(work, pass);
 }
 
+// Which of a run's entries, from `at` on, is this thread's slot's.
+template <class Layout>
+__device__ __forceinline__ int32_t entry_of(const Run& run, int32_t at, bool shared) {
+  return shared ? at : min(at + Layout::team(), max(run.count, 1) - 1);
+}
+
 // What this thread's slot does of a run, from entry `at` on.
 template <class Layout>
 __device__ __forceinline__ Work work_of(const Run& run, const Entry* entries, int32_t at, bool shared) {
-  const int32_t which = shared ? at : at + Layout::team();
-  Work work{0, 0, run.slot, shared, entries, which < run.count ? which : -1};
-  if (work.which < 0 || work.entry().count == 0) return work;
+  const Entry* entry = entries + entry_of<Layout>(run, at, shared);
+  Work work{0, 0, run.slot, shared, static_cast<uint32_t>(__cvta_generic_to_shared(entry))};
+  if (work.entry().count == 0) return work;
   work.first = work.entry().first;
   work.count = work.entry().count;
   return work;
@@ -269,7 +274,7 @@ __device__ inline void for_runs(const Runs& runs, const float* value, const Gath
   constexpr int kFours = Feed<Layout, Body>::Edges::kChunk;
   static_assert(sizeof(Feed<Layout, Body>) == feed_bytes(Layout::kPieces, kFours, Body::kStep, Body::kValued),
                 "threads are as many as there is room for");
-  const EdgeArrays arrays{runs.col, value};
+  const EdgeArrays arrays{runs.col, value, runs.edges};
   RunQueue queue(runs, next, feed.runs.dealt());
   feed.runs.begin(runs, queue);
   const auto is_shared = [](const Run& run) { return !Body::kBundle || run.count == 1; };

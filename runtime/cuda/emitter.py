@@ -61,15 +61,19 @@ class CudaEmitter(Emitter):
         self.watch = Watch(offline=offline)
 
     @staticmethod
-    def padded(width: int, dtype: torch.dtype) -> int:
-        """Rows start on a line where that adds half at most, or on a sector; short ones on 16 bytes."""
+    def padded(width: int, dtype: torch.dtype, *, gathered: bool = True) -> int:
+        """Rows start on a sector, gathered ones on a line if that adds half at most; short on 16 bytes."""
         if dtype.itemsize > 4:
             return width
         nbytes = width * dtype.itemsize
         lines = round_up(nbytes, _LINE)
-        if 2 * lines <= 3 * nbytes:
+        if gathered and 2 * lines <= 3 * nbytes:
             return lines // dtype.itemsize
         return round_up(nbytes, _VECTOR if nbytes <= _VECTOR else _SECTOR) // dtype.itemsize
+
+    def stride_for(self, node: Node, width: int) -> int:
+        """Return the elements from one row of a value of ours to the next, by who reads it."""
+        return self.padded(width, node.meta["val"].dtype, gathered=not self.is_read_in_order(node))
 
     def prelude(self) -> list[str]:
         """The stream that everything of a call runs on."""

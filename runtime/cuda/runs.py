@@ -48,15 +48,17 @@ class Runs(NamedTuple):
         entry: int32 ``[entries, 4]``: row, edges, and the first of them as int64.
         run: int32 ``[runs, 4]``: first entry, entries, staging slot (-1: whole rows), 0.
         split: int32 ``[slots, 4]``: row, first slot and number of parts, 0, of the row of each part.
+        edges: of all.
     """
 
     entry: Tensor
     run: Tensor
     split: Tensor
+    edges: int
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, as ``gnnc::Runs`` has them."""
+        """Those of ``gnnc::Runs``."""
         return self.entry, self.run, self.split
 
 
@@ -124,6 +126,7 @@ def build_runs(rowptr: Tensor, cut: Cut) -> Runs:
         torch.cat([near.entry, far.entry]),
         torch.cat([near.run, far.run])[order].int(),
         far.split.int(),
+        int(degree.sum()),
     )
 
 

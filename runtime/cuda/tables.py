@@ -37,7 +37,7 @@ class RunTable:
         self.tensors = runs.tensors
         self.count, self.chunk = runs.run.shape[0], chunk
         self.slots = runs.split.shape[0]
-        self.fields = (*(tensor.data_ptr() for tensor in self.tensors), self.count, self.chunk)
+        self.fields = (*(tensor.data_ptr() for tensor in self.tensors), self.count, self.chunk, runs.edges)
 
 
 def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
@@ -200,7 +200,7 @@ def staged_arguments(rowptr: str, runs: str) -> list[str]:
 KEPT = (in_fours, in_order, destinations, runs_of, sums_of)
 """Functions whose results live as long as the tensors that they were made of."""
 
-RUNS_EXTRA = 4
+RUNS_EXTRA = 5
 """Arguments that ``*runs.fields`` stands for, beyond one."""
 
 STAGED_EXTRA = 6

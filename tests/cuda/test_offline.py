@@ -66,25 +66,29 @@ def test_rows_of_codes_bring_their_weight_where_there_is_room(name: str) -> None
 class Twice(torch.nn.Module):
     """A sum over neighbours of such sums, and a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.sum = SimpleConv()
-        self.layer = torch.nn.Linear(64, 64)
+        self.layer = torch.nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
         """Sum, sum, multiply."""
         return self.layer(self.sum(self.sum(x, edge_index).relu(), edge_index).relu())
 
 
-def test_only_rows_that_nothing_gathers_are_the_first_to_leave_l2() -> None:
-    compiled = gnnc.compile(Twice().eval(), "fp32", backend="cuda-offline:sm_90")
+@pytest.mark.parametrize(("width", "gathered", "others"), [(64, 64, 64), (47, 64, 48)])
+def test_rows_that_nothing_gathers_leave_l2_first_and_begin_on_no_line(
+    width: int, gathered: int, others: int
+) -> None:
+    compiled = gnnc.compile(Twice(width).eval(), "fp32", backend="cuda-offline:sm_90")
     with torch.no_grad(), pytest.raises(gnnc.BackendError, match="not here"):
-        compiled(torch.randn(300, 64), torch.randint(300, (2, 2000)))
+        compiled(torch.randn(300, width), torch.randint(300, (2, 2000)))
     executable = compiled._last.executable
-    store = r"struct (Epilogue\d+) {.*?store<64, (true|false), float>"
-    stores = re.findall(store, executable.unit.source, re.S)
+    store = r"struct (Epilogue\d+) {.*?store<(\d+, (?:true|false)), float>"
+    stores = dict(re.findall(store, executable.unit.source, re.S))
     sums = [name for name in executable.unit.names if name.startswith("gnnc::spmm<")]
-    assert [dict(stores)[re.findall(r"Epilogue\d+", name)[0]] for name in sums] == ["false", "true"]
+    found = [stores[re.findall(r"Epilogue\d+", name)[0]] for name in sums]
+    assert found == [f"{gathered}, false", f"{others}, true"]
 
 
 @pytest.mark.parametrize("name", ["gcn", "gat"])

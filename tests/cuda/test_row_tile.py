@@ -29,13 +29,13 @@ def test_tiles_of_every_shape_stay_in_registers(architecture: str) -> None:
 
 STORES = """
 #include "row_steps.cuh"
-template <int kWidth, int kLanes, int kRun>
+template <int kWidth, int kLanes, int kRun, int kStride = kWidth>
 __global__ void copy_rows(const float* x, float* out, int64_t rows) {
   const int64_t row = (blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
   if (row >= rows) return;
   gnnc::RowTile<kWidth, kLanes, kRun> tile;
   for (int i = 0; i < tile.kPer; ++i) tile.v[i] = tile.valid(i) ? x[row * kWidth + tile.column(i)] : 77.0f;
-  gnnc::step::store<kWidth>(tile, out + row * kWidth);
+  gnnc::step::store<kStride>(tile, out + row * kStride);
 }
 """
 ALIGNED = ((64, 4, 16), (48, 4, 16), (52, 4, 16), (128, 4, 16), (128, 8, 16), (64, 8, 8), (64, 16, 4))
@@ -73,6 +73,20 @@ def test_rows_that_begin_on_16_bytes_are_stored_whole(width: int, lanes: int, ru
     module.launch(name, -(-37 * lanes // 128), 128, address(x), address(out), 37)
     assert torch.equal(out.view(37, width), x)
     assert (memory[:4] == 99.0).all() and (memory[-4:] == 99.0).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("width", "lanes", "run"), [(47, 4, 16), (47, 8, 8), (47, 16, 4), (602, 32, 4), (126, 8, 16)]
+)
+def test_a_row_fills_its_last_four_columns_and_none_behind(width: int, lanes: int, run: int) -> None:
+    whole = -(-width // 4) * 4
+    name = f"copy_rows<{width}, {lanes}, {run}, {whole + 4}>"
+    module, x = Module(STORES, (name,)), torch.randn(37, width, device="cuda")
+    out = torch.full((37, whole + 4), 99.0, device="cuda")
+    module.launch(name, -(-37 * lanes // 128), 128, address(x), address(out), 37)
+    assert torch.equal(out[:, :width], x)
+    assert (out[:, width:whole] != 99.0).all() and (out[:, whole:] == 99.0).all()
 
 
 @pytest.mark.usefixtures("compiler")

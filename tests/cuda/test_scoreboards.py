@@ -102,6 +102,8 @@ KERNELS = {
     "int8 row scales, staged": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="row").name(form="spmm_staged")),
     "fp16, staged": (8, SPMM_SOURCE, SpmmConfig("f16", 64).name(form="spmm_staged")),
     "fp32, staged": (4, SPMM_SOURCE, SpmmConfig("f32", 64).name(form="spmm_staged")),
+    "int8, slices": (8, SPMM_SOURCE, SpmmConfig("i8", 602).name(form="spmm_sliced")),
+    "int8 weights, slices": (8, SPMM_SOURCE, SpmmConfig("i8", 602, value="real").name(form="spmm_sliced")),
     "attention int8": (4, AttentionConfig.source(), AttentionConfig("i8", 64, 4, True, False).names()[0]),
     "attention fp16": (4, AttentionConfig.source(), AttentionConfig("f16", 64, 4, True, False).names()[0]),
     "sddmm int8": (8, '#include "sddmm.cuh"', SddmmConfig("i8", 64).name()),

@@ -171,6 +171,19 @@ def test_integer_rows_with_real_weights(width: int) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("width", [16, 64])
+def test_the_first_weights_of_a_row_may_be_of_any_size(width: int) -> None:
+    """The unit of a row's sums follows its largest weight: nothing of the first ones is taken for more."""
+    g = GRAPHS["random"]()
+    x = codes(g.num_src, width)
+    sizes = torch.tensor([0.0, 1e-42, 1e-36, 1e-33, 1e-20, 1.0])
+    for which in (sizes[torch.randint(6, (g.num_edges,))], sizes[:5][torch.arange(g.num_edges) % 5]):
+        value = which * (1 + torch.rand(g.num_edges))
+        got = twice(Spmm(on_gpu(g), rows16(x), value=value.cuda(), form="spmm"))
+        assert test_error(got, g, value, x, None) < 1e-4
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 @pytest.mark.parametrize(("heads", "each"), [(4, 16), (3, 7), (8, 8), (2, 301)])
 def test_weights_a_head(heads: int, each: int, dtype: torch.dtype) -> None:

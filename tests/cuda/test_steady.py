@@ -19,7 +19,7 @@ from gnnc.runtime.cuda.replay import Fixed, Held, _Graph
 pytestmark = pytest.mark.usefixtures("compiler")
 
 
-STANDS_FOR = {"fields": 5, "staged_fields": 7}
+STANDS_FOR = {"fields": 6, "staged_fields": 7}
 """Arguments of a table's ``*runs.fields``."""
 
 
