@@ -6,13 +6,14 @@ scale below the least normal FP32 number counts as 0, so that ``inv`` is always 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gnnc.ir.op import Cost, ErrorInput, Op, check, define, nbytes, numel, size_expr
-from gnnc.ir.sparse import REDUCTIONS, check_reduce, expand_value, reduce_edges
+from gnnc.ir.sparse import REDUCTIONS, check_reduce, expand_value, reduce_messages
 from gnnc.ir.structure import edge_rows, random_csr
 
 GRANULARITIES = ("tensor", "row", "column")
@@ -329,19 +330,22 @@ def qspmm_reference(
         float32 ``[num_dst, ...]``.
     """
     _check_qspmm(value, x_scale, shift, reduce)
-    codes = x.index_select(0, col)
-    rows = edge_rows(rowptr, col.numel())
-    if x_scale is not None:
-        weight = x_scale.index_select(0, col)
+
+    def scaled(those: slice, scale: Tensor) -> Tensor:
+        codes, weight = x.index_select(0, col[those]), scale.index_select(0, col[those])
         if value is not None:
-            weight = expand_value(weight, value) * value
-        return reduce_edges(codes.float() * expand_value(weight, codes), rows, num_dst, reduce)
-    exact = codes.double()
-    if shift is not None:
-        exact = exact * expand_value(torch.exp2(MAX_SHIFT - shift[col].double()), exact)
-    if value is not None:
-        exact = exact * expand_value(value.double(), exact)
-    return reduce_edges(exact, rows, num_dst, reduce).float()
+            weight = expand_value(weight, value) * value[those]
+        return codes.float() * expand_value(weight, codes)
+
+    def exact(those: slice) -> Tensor:
+        sources = col[those]
+        codes = x.index_select(0, sources).double()
+        if shift is not None:
+            codes = codes * expand_value(torch.exp2(MAX_SHIFT - shift[sources].double()), codes)
+        return codes if value is None else codes * expand_value(value[those].double(), codes)
+
+    messages = exact if x_scale is None else partial(scaled, scale=x_scale)
+    return reduce_messages(messages, rowptr, x, col.numel(), num_dst, reduce).float()
 
 
 def _check_qspmm(value: Tensor | None, x_scale: Tensor | None, shift: Tensor | None, reduce: str) -> None:

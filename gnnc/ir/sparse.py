@@ -4,7 +4,8 @@ Edge tensors are in CSR order. ``num_dst`` is an argument, never ``rowptr.shape[
 ``torch.export`` keeps plain dynamic dimensions; sources and destinations may be different sets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from gnnc.ir.structure import edge_rows, random_csr
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 EDGE_OPS = ("dot", "add", "sub", "mul", "copy_src", "copy_dst")
+MOST_ELEMENTS = 2**27
+"""Elements of messages that the references make at once."""
 
 
 def expand_value(value: Tensor, like: Tensor) -> Tensor:
@@ -44,6 +47,36 @@ def reduce_edges(messages: Tensor, rows: Tensor, num_dst: int, reduce: str) -> T
         return out / expand_value(count, out)
     index = expand_value(rows, messages).expand_as(messages)
     return out.scatter_reduce(0, index, messages, f"a{reduce}", include_self=False)
+
+
+def reduce_messages(
+    messages: Callable[[slice], Tensor], rowptr: Tensor, x: Tensor, edges: int, num_dst: int, reduce: str
+) -> Tensor:
+    """As ``reduce_edges``, of so many messages at a time as memory easily holds; the bits are the same.
+
+    Args:
+        messages: those of a slice of the edges, each like a row of ``x``.
+        rowptr: int64 ``[num_dst + 1]``.
+        x: ``[num_src, ...]``.
+        edges: E.
+        num_dst: number of rows of the result.
+        reduce: one of ``REDUCTIONS``.
+    """
+    rows, width = edge_rows(rowptr, edges), x[:1].numel()
+    if edges * width <= MOST_ELEMENTS:
+        return reduce_edges(messages(slice(0, edges)), rows, num_dst, reduce)
+    done = []
+    for first, past in _blocks_of_rows(rowptr, edges, MOST_ELEMENTS // width + 1):
+        those = slice(int(rowptr[first]), int(rowptr[past]))
+        done.append(reduce_edges(messages(those), rows[those] - first, past - first, reduce))
+    return torch.cat(done)
+
+
+def _blocks_of_rows(rowptr: Tensor, edges: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cut a CSR into blocks of whole rows, each of about ``size`` edges and the rest of its last row."""
+    ends = torch.searchsorted(rowptr, torch.arange(size, edges, size, device=rowptr.device), right=True)
+    bounds = [0, *ends.unique().tolist(), rowptr.numel() - 1]
+    return ((first, past) for first, past in pairwise(bounds) if first < past)
 
 
 def softmax_of_edges(logits: Tensor, rows: Tensor, num_dst: int, eps: float) -> Tensor:
@@ -76,11 +109,13 @@ def spmm_reference(
         ``[num_dst, ...]``, at least FP32; a row without edges is 0.
     """
     check_reduce("spmm", reduce)
-    dtype = accumulate_dtype(x.dtype)
-    messages = x.to(dtype).index_select(0, col)
-    if value is not None:
-        messages = messages * expand_value(value.to(dtype), messages)
-    return reduce_edges(messages, edge_rows(rowptr, col.numel()), num_dst, reduce)
+    wide = x.to(accumulate_dtype(x.dtype))
+
+    def messages(those: slice) -> Tensor:
+        rows = wide.index_select(0, col[those])
+        return rows if value is None else rows * expand_value(value[those].to(rows.dtype), rows)
+
+    return reduce_messages(messages, rowptr, x, col.numel(), num_dst, reduce)
 
 
 def _spmm_fake(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gnnc.errors import VerifyError
-from gnnc.ir import QType, body_inputs, body_text, parse_body
+from gnnc.ir import QType, body_inputs, body_text, parse_body, sparse
 from gnnc.ir.structure import random_csr
 
 GNNC = torch.ops.gnnc
@@ -33,6 +33,39 @@ def test_edge_softmax_sums_to_one_on_rows_with_edges() -> None:
     total = GNNC.segment_reduce(rowptr, None, alpha, "sum", 6)
     expected = (GNNC.degree(rowptr) > 0).float()[:, None].expand(6, 2)
     torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+def test_sums_of_some_messages_at_a_time_have_the_same_bits(
+    reduce: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rowptr = torch.tensor([0, 0, 3, 3, 40, 41, 60, 60, 64, 64])
+    col, value = torch.randint(5, (64,), dtype=torch.int32), torch.randn(64)
+    x, codes = torch.randn(5, 2, 3), torch.randint(-127, 128, (5, 6), dtype=torch.int8)
+    scale, shift = torch.rand(5), torch.randint(8, (5,), dtype=torch.uint8)
+
+    def results() -> list[torch.Tensor]:
+        return [
+            GNNC.spmm(rowptr, col, None, x, reduce, 9),
+            GNNC.spmm(rowptr, col, value[:, None].expand(-1, 2), x, reduce, 9),
+            GNNC.qspmm(rowptr, col, value, codes, scale, None, reduce, 9),
+            GNNC.qspmm(rowptr, col, None, codes, None, shift, reduce, 9),
+            GNNC.qspmm(rowptr, col, None, codes, None, None, reduce, 9),
+        ]
+
+    at_once = results()
+    sizes: list[int] = []
+
+    def note(messages: torch.Tensor, *rest: object) -> torch.Tensor:
+        sizes.append(messages.shape[0])
+        return reduce_edges(messages, *rest)
+
+    reduce_edges = sparse.reduce_edges
+    monkeypatch.setattr(sparse, "reduce_edges", note)
+    monkeypatch.setattr(sparse, "MOST_ELEMENTS", 30)
+    for some, all_of_them in zip(results(), at_once, strict=True):
+        assert torch.equal(some, all_of_them)
+    assert sizes == [40, 20, 4, 0] * 5
 
 
 def test_quantize_dequantize_errs_by_half_a_step() -> None:
