@@ -129,15 +129,15 @@ __host__ __device__ constexpr bool turns() {
 // rows.
 template <int kStride, bool kStreams = false, class T, class Tile, class F>
 __device__ void store_row(const Tile& tile, T* row, const F& f) {
-  constexpr int kCount = at_once<Tile, T>(kStride), kWhole = (Tile::kWidth + kCount - 1) / kCount * kCount;
-  constexpr bool kEnds = kWhole != Tile::kWidth && kStride < kWhole;     // within a vector
-  constexpr bool kAll = !kEnds && Tile::kFull && Tile::kHeld <= kWhole;  // of what threads hold is stored
+  constexpr int kCount = at_once<Tile, T>(kStride), kRounded = (Tile::kWidth + kCount - 1) / kCount * kCount;
+  constexpr bool kEnds = kRounded != Tile::kWidth && kStride < kRounded;   // within a vector
+  constexpr bool kAll = !kEnds && Tile::kFull && Tile::kHeld <= kRounded;  // of what threads hold is stored
   constexpr bool kTurns = kCount == 4 && sizeof(T) == 4 && turns<Tile>();
   const int own = kTurns ? tile.lane % 4 : 0;
   const int first = tile.column_of(tile.lane - own, kCount * own);
   T* const from = row + first;  // all stores are so many bytes from there: one address
   const auto put = [&](int offset, const Vector<T, kCount>& vector) {
-    if (kAll || first + offset + kCount <= (kEnds ? Tile::kWidth : kWhole)) {
+    if (kAll || first + offset + kCount <= (kEnds ? Tile::kWidth : kRounded)) {
       if constexpr (kEnds && !Tile::kWhole) {
         store_together<kStreams>(from + offset, vector);
       } else {

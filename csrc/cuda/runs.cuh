@@ -167,7 +167,7 @@ struct RunFeed {
     if (lane() < run[turn].count) {
       start_copy(&entry[turn][lane()], runs.entry + run[turn].first + lane());
     } else if (lane() == 0) {
-      entry[turn][0] = Entry{};  // no run has an entry without edges
+      entry[turn][0] = Entry{};  // where there is no run, an entry without edges
     }
   }
 };
