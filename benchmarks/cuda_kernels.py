@@ -95,7 +95,8 @@ struct GatherBody {
 };
 template <Element kElement, int kWidth, bool kScaled>
 struct GatherOnly {
-  using Slices = gnnc::Slices<kElement, kWidth, kSliceBytes>;
+  static constexpr bool kSliced = kWidth * bytes_of(kElement) > kMostWhole;
+  using Slices = gnnc::Slices<kElement, kWidth, kSliced ? slice_bytes(kElement) : kMostWhole>;
   using Layout = RowLayout<kElement, (Slices::kCount > 1 ? Slices::kWidth : kWidth)>;
   using Body = GatherBody<Layout, kScaled>;
   static constexpr int kThreads = fitting({kScaled ? 768 : 1024, 8}, Layout::kPieces, 0).threads;

@@ -7,7 +7,7 @@ import torch
 from cuda_launch import Module, address
 from torch import Tensor
 
-from gnnc.runtime.cuda.emitter import SLICE, CudaEmitter, round_up
+from gnnc.runtime.cuda.emitter import MOST_WHOLE, CudaEmitter, round_up
 from gnnc.runtime.cuda.runs import Cut, Runs, build_runs
 from gnnc.runtime.cuda.staged import (
     StagedRuns,
@@ -146,7 +146,7 @@ SPMM_SOURCE = '#include "spmm.cuh"' + STORES
 
 def form_of(row_bytes: int) -> str:
     """Return the kernel that programs take for rows of so many bytes that are not summed by stretch."""
-    return "spmm_sliced" if row_bytes > SLICE else "spmm"
+    return "spmm_sliced" if row_bytes > MOST_WHOLE else "spmm"
 
 
 @cache

@@ -105,8 +105,8 @@ struct SliceTile {
   int lane;
   int32_t first;
 
-  __device__ SliceTile(const Tile& tile, int32_t first_column) : lane(tile.lane), first(first_column) {
-    asm volatile("" : "+r"(first));  // or where columns go is worked out before all edges, and kept
+  // Opaque, or where columns go is worked out before all edges, and kept.
+  __device__ SliceTile(const Tile& tile, int32_t first_column) : lane(opaque(tile.lane)), first(opaque(first_column)) {
 #pragma unroll
     for (int i = 0; i < kPer; ++i) v[i] = tile.v[i];
   }

@@ -106,14 +106,6 @@ struct Slices {
   }
 };
 
-// A pointer of which the compiler does not know what it is made of: it would add that up anew for each row, in three
-// instructions, where it adds a row to a register in one.
-template <class T>
-__device__ __forceinline__ T* opaque(T* p) {
-  asm volatile("" : "+l"(p));
-  return p;
-}
-
 // The row so many from the first, `stride` bytes each. (Written in C++, the product costs an addition of nothing more.)
 __device__ __forceinline__ const char* row_at(const char* first, int32_t row, uint32_t stride) {
   uint64_t bytes;

@@ -145,7 +145,7 @@ struct RunFeed {
 
  private:
   __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
-  __device__ static int warps() { return static_cast<int>(blockDim.x) / 32; }
+  __device__ static int warps() { return static_cast<int>(blockDim.x / 32); }
 
   __device__ static void settle() {
     wait_for_copies();

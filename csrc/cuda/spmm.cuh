@@ -7,9 +7,9 @@
 // (product_sum.cuh), all else in FP32 (lane_reduce.cuh). Traffic: 4 B of col (+ 4 B a weight) and a row of x an edge,
 // the epilogue's outputs a row, 8 B a column and slot of a row that is split. Floor: the gather from L1 and L2.
 //
-// Launch: spmm, or spmm_sliced for rows of more than kSliceBytes whose epilogue looks at each column alone, with one
-// block of as many threads as they are compiled for a multiprocessor, no dynamic shared memory; spmm_staged as it says.
-// staging: slots * Spmm<Config>::kStagedBytes.
+// Launch: spmm, or spmm_sliced for rows of more than kMostWhole bytes whose epilogue looks at each column alone, with
+// one block of as many threads as they are compiled for a multiprocessor, no dynamic shared memory; spmm_staged as it
+// says. staging: slots * Spmm<Config>::kStagedBytes.
 //
 // Exact: int8 sums without real weights are integers, rounded to FP32 once (a mean is divided in FP32 after that).
 
@@ -360,13 +360,16 @@ struct SpmmBody {
     }
   }
 
+  // Where it is needed: the compiler would keep what it makes of it in registers for all rows.
+  __device__ int32_t start() const { return Config::kSlices == 1 ? 0 : opaque(first_column); }
+
   __device__ Total* staged(int32_t slot) const {
-    return static_cast<Total*>(a.staging.memory) + static_cast<int64_t>(slot) * S::kStaged + first_column;
+    return static_cast<Total*>(a.staging.memory) + static_cast<int64_t>(slot) * S::kStaged + start();
   }
   // Columns that a slot has from there on.
   __device__ int32_t staged_columns() const {
     constexpr int kColumns = (Config::kWidth + 3) / 4 * 4;
-    return Config::kSlices == 1 ? kColumns : min(kColumns, S::kStaged - first_column);
+    return Config::kSlices == 1 ? kColumns : min(kColumns, S::kStaged - start());
   }
 
   // Ends a row, or a part of one, of which this thread has the columns from `first` on.
@@ -485,23 +488,24 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
   for_runs<Layout>(a.runs, static_cast<const float*>(a.value), x, &next, feed[threadIdx.x / 32], body);
 }
 
+// Rows of more bytes are summed in slices where they can be.
+constexpr int kMostWhole = 256;
+
 // Bytes of a row that spmm_sliced gathers at a time. What all blocks work on then is in L2 though rows are wide, and
 // each warp still reads whole lines.
-constexpr int kSliceBytes = 256;
+__host__ __device__ constexpr int slice_bytes(Element element) { return element == Element::i8 ? 128 : 256; }
 
-// Which slice it is takes registers too. scaled: edges have weights, and rows scales.
-__host__ __device__ constexpr int most_threads_of_slices(Element element, bool scaled) {
+// Which slice it is takes registers too.
+__host__ __device__ constexpr int most_threads_of_slices(Element element, int step) {
   if (element == Element::f32) return 896;
-  if (element != Element::i8) return 768;
-  return scaled ? 512 : 640;
+  return element == Element::i8 && step == 8 ? 640 : 768;
 }
 
 template <class Config_>
 struct Sliced {
-  using Slices = gnnc::Slices<Config_::kElement, Config_::kWidth, kSliceBytes>;
+  using Slices = gnnc::Slices<Config_::kElement, Config_::kWidth, slice_bytes(Config_::kElement)>;
   using Whole = SpmmConfig<Config_::kElement, Slices::kWidth, Config_::kReduce, Config_::kValue, Config_::kScale>;
-  static constexpr bool kScaled = Config_::kValue == Value::real && Config_::kScale == Scale::row;
-  static constexpr int kMost = most_threads_of_slices(Config_::kElement, kScaled);
+  static constexpr int kMost = most_threads_of_slices(Config_::kElement, Whole::kStep);
   static constexpr int kThreads = Whole::kThreads < kMost ? Whole::kThreads : kMost;
   struct Config : SpmmConfig<Config_::kElement, Slices::kWidth, Config_::kReduce, Config_::kValue, Config_::kScale, 1,
                              kThreads, Whole::kStep> {
@@ -532,16 +536,22 @@ __global__ void __launch_bounds__(Sliced<Config>::Config::kThreads, 1)
   }
 }
 
+// Rows of more than 64 bytes, of which a step is four.
+__host__ __device__ constexpr int staged_threads_of_slices(Element element, int row, Weight weight) {
+  if (kArchitecture < 900 || weight == Weight::real) return 512;
+  if (element != Element::i8) return element == Element::f32 && kArchitecture >= 1000 ? 640 : 768;
+  if (row <= 128 && weight == Weight::none) return 768;
+  return kArchitecture >= 1000 ? 512 : 640;
+}
+
 __host__ __device__ constexpr Residency staged_registers(Element element, int width, Weight weight) {
   const bool bytes = element == Element::i8;
   const int row = width * bytes_of(element), step = bytes || row <= 32 ? 4 : 8;
-  if (kArchitecture < 900 || (!bytes && row <= 64)) return {512, step};
-  if (row > 128 && (weight == Weight::power8 || kArchitecture >= 1000)) return {512, step};
-  if (row > 64 && weight == Weight::real) return {512, step};
-  const bool few = row <= 64 && row % 16 == 0;
-  if (bytes && weight == Weight::none) return {few ? 768 : 640, step};
+  if (row > 64) return {staged_threads_of_slices(element, row, weight), 4};
+  if (kArchitecture < 900 || !bytes) return {512, step};
+  const bool few = row % 16 == 0;
+  if (weight == Weight::none) return {few ? 768 : 640, step};
   if (kArchitecture >= 1000) return {512, step};
-  if (element == Element::f32) return {896, 4};
   return {few && weight == Weight::power8 ? 768 : 640, step};
 }
 

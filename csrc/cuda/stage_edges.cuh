@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(256) stage_edges(const StageArgs a) {
     order.seen[1] += __popc(odd);
     far += __popc(others);
   });
-  const int32_t rest = entry.near_words() * 8 - entry.near;
-  if (warp.lane < rest) near[entry.near + warp.lane] = 0;
+  if (warp.lane < entry.near_words() * 8 - entry.near) near[entry.near + warp.lane] = 0;
+  if (warp.lane < entry.far_words() * 4 - entry.far) far[warp.lane] = 0;
 }
 
 }  // namespace gnnc

@@ -7,10 +7,14 @@
 //
 // The edges of an entry are words of 16 bytes (stage_edges.cuh): near ones first, eight a word, by their place in the
 // window, from 1 on, the last word filled up with place 0, a row of zeros; then far ones, four a word, by their row of
-// x.
+// x, the last word filled up with row 0, which nobody adds.
 //
-// A window holds all rows of a stretch where they have at most 64 bytes, and the first 1680 in slices of 128 bytes
+// A window holds all rows of a stretch where they have at most 64 bytes, and the first 1660 in slices of 128 bytes
 // where they have more. All blocks go through the graph once for each slice.
+//
+// A warp takes the words of its edges in chunks of one step or more, the next chunk while it works on one. Where a
+// chunk has several steps, the far rows of all but the first are fetched to L2 when the chunk begins: more rows are on
+// their way from DRAM than registers could hold.
 //
 // A body has, beside what stream.cuh asks for:
 //   load_near(extra, place, window)   the loads of four near edges, by their places in the window
@@ -22,7 +26,10 @@ namespace gnnc {
 constexpr int kStretch = 2048;
 
 // Rows of so many bytes that a window holds, the first of its stretch.
-__host__ __device__ constexpr int window_rows(int row_bytes) { return row_bytes <= 64 ? kStretch : 1680; }
+__host__ __device__ constexpr int window_rows(int row_bytes) { return row_bytes <= 64 ? kStretch : 1660; }
+
+// Steps of a chunk. Narrow rows are found in L2 as they are.
+__host__ __device__ constexpr int steps_of_chunk(int row_bytes) { return row_bytes <= 64 ? 1 : 2; }
 
 // Entries of a run, at most, where a window holds so many rows.
 __host__ __device__ constexpr int entries_within(int window) { return window == kStretch ? 16 : 8; }
@@ -153,16 +160,18 @@ struct OwnWords {
   }
 };
 
-// Words of near edges that a slot is given at a time, beside `far` words of far ones: about as many as there are of
-// each where a window holds all of a stretch, or most of it.
+// Words of near edges that a slot is given a step, beside `far` words of far ones: about as many as there are of each
+// where a window holds all of a stretch, or most of it.
 __host__ __device__ constexpr int near_beside(int pieces, int far) {
   return pieces > 1 && window_rows(pieces * 16) == kStretch ? 2 * far : far;
 }
 
 // The words that a warp works on, on their way through shared memory. Where a slot has no more, its words are zeros.
-template <class Layout, int kFar_>
+template <class Layout, int kFarOfStep>
 struct Words {
-  static constexpr int kFar = kFar_, kNear = near_beside(Layout::kPieces, kFar), kBoth = kNear + kFar;
+  static constexpr int kNearOfStep = near_beside(Layout::kPieces, kFarOfStep);
+  static constexpr int kSteps = steps_of_chunk(Layout::kPieces * 16);
+  static constexpr int kNear = kSteps * kNearOfStep, kFar = kSteps * kFarOfStep, kBoth = kNear + kFar;
 
   int4 word[2][kBoth][Layout::kSlots];  // near ones first
 
@@ -177,6 +186,17 @@ struct Words {
       const int32_t at = own.at(is_near ? chunk * kNear + w : chunk * kFar + w - kNear);
       const int32_t from = is_near ? first + at : first + near_words + at;
       start_copy_if(at < (is_near ? near_words : far_words), &word[half][w][Layout::slot()], words + from);
+    }
+  }
+
+  // Fetches the far rows of all steps but the first to L2. By the whole warp, one row a thread.
+  __device__ __forceinline__ void prefetch_rows(int half, const Gathered& x) const {
+    constexpr int kRows = (kFar - kFarOfStep) * Layout::kSlots * 4;
+    const auto* source = reinterpret_cast<const int32_t*>(word[half][kNear + kFarOfStep]);
+    __builtin_assume(__isShared(source));
+    for (int i = Layout::lane(); i < kRows; i += 32) {
+      if (source[i] <= 0) continue;  // where a slot has no edge there is a 0, too
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(row_at(x.first, source[i], x.stride)));
     }
   }
 
@@ -202,15 +222,15 @@ struct Words {
   }
 };
 
-template <class Layout, int kFar>
+template <class Layout, int kFarOfStep>
 struct StagedFeed {
   RunFeed<StagedEntry, entries_within(window_rows(Layout::kPieces * 16))> runs;
-  Words<Layout, kFar> words;
+  Words<Layout, kFarOfStep> words;
 };
 
 // Its size.
 __host__ __device__ constexpr int staged_feed_bytes(int pieces, int far) {
-  const int words = 2 * (near_beside(pieces, far) + far) * (32 / pieces);
+  const int words = 2 * steps_of_chunk(pieces * 16) * (near_beside(pieces, far) + far) * (32 / pieces);
   return 16 * (2 * (1 + entries_within(window_rows(pieces * 16))) + words);
 }
 
@@ -252,22 +272,22 @@ __device__ __forceinline__ void add_near(const uint32_t (&places)[8], int first,
   body.template add<false>(data, extra, 15u);
 }
 
-// Far edges of each slot: a chunk of them, on their way while near ones are summed.
+// Far edges of each slot: a step of them, on their way while near ones are summed.
 template <class Layout, class Body>
 struct FarEdges {
   static constexpr int kFours = Body::kStep / 4;
   typename Body::Extra extra[kFours];
   uint4 data[kFours][4];
 
-  __device__ __forceinline__ void load(const Words<Layout, kFours>& words, int half, int32_t chunk,
+  __device__ __forceinline__ void load(const Words<Layout, kFours>& words, int half, int32_t step,
                                        const StagedWork& work, const char* base, uint32_t x_stride, Body& body) {
     const OwnWords<Layout> own(work);
     int32_t source[kFours][4];
     uint32_t mask[kFours];
 #pragma unroll
     for (int k = 0; k < kFours; ++k) {
-      words.sources(half, k, source[k]);
-      const int32_t left = work.entry().far - own.at(chunk * kFours + k) * 4;
+      words.sources(half, step % words.kSteps * kFours + k, source[k]);
+      const int32_t left = work.entry().far - own.at(step * kFours + k) * 4;
       mask[k] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) mask[k] |= i < left ? 1u << i : 0u;
@@ -290,37 +310,40 @@ struct FarEdges {
 // All edges of a piece of work, whose first chunk is on its way to `half`; next() is what follows.
 template <class Layout, class Words, class Window, class Body, class Next>
 __device__ __forceinline__ void stream_staged(const int4* word, Words& words, int& half, const StagedWork& work,
-                                              const Next& next, const char* base, uint32_t x_stride,
+                                              const Next& next, const Gathered& x, const char* base,
                                               const Window& window, Body& body) {
   static_assert(!Body::kMasks, "rows that are not there add nothing");
-  constexpr int kNear = Words::kNear, kFar = Words::kFar;
+  constexpr int kSteps = Words::kSteps, kNear = Words::kNearOfStep, kFar = Words::kFar / kSteps;
   const OwnWords<Layout> own(work);
   int32_t left = own.most(work.entry().near_words());
-  const int32_t chunks = max((left + kNear - 1) / kNear, (own.most(work.entry().far_words()) + kFar - 1) / kFar);
+  const int32_t steps = max((left + kNear - 1) / kNear, (own.most(work.entry().far_words()) + kFar - 1) / kFar);
   body.begin(work, 0);
-  int32_t chunk = 0;
+  int32_t step = 0;
 #pragma unroll 1
   do {
-    wait_for_copies();
-    __syncwarp();  // and all threads have read the other half
-    if (chunk + 1 < chunks) {
-      words.fetch(word, work, chunk + 1, half ^ 1);
-    } else {
-      words.fetch(word, next(), 0, half ^ 1);
+    if (step % kSteps == 0) {
+      wait_for_copies();
+      __syncwarp();  // and all threads have read the other half
+      half ^= 1;
+      if (step + kSteps < steps) {
+        words.fetch(word, work, step / kSteps + 1, half);
+      } else {
+        words.fetch(word, next(), 0, half);
+      }
+      if constexpr (kSteps > 1) words.prefetch_rows(half ^ 1, x);
     }
     FarEdges<Layout, Body> far;
-    far.load(words, half, chunk, work, base, x_stride, body);
+    far.load(words, half ^ 1, step, work, base, x.stride, body);
 #pragma unroll 1
     for (int f = 0; f < min(left, kNear); ++f) {
       uint32_t places[8];
-      words.places(half, f, places);
+      words.places(half ^ 1, step % kSteps * kNear + f, places);
       add_near(places, 0, window, body);
       add_near(places, 4, window, body);
     }
     far.add(body);
     left -= kNear;
-    half ^= 1;
-  } while (++chunk < chunks);
+  } while (++step < steps);
   body.finish(work, 0);
 }
 
@@ -349,10 +372,10 @@ __device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue&
         return first_of(feed.runs.run[turn ^ 1], turn ^ 1);
       };
       const StagedWork work = staged_work_of<Layout>(run, feed.runs.entry[turn], at, shared);
-      stream_staged<Layout>(runs.word, feed.words, half, work, after, base, x.stride, window, body);
+      stream_staged<Layout>(runs.word, feed.words, half, work, after, x, base, window, body);
     }
     body.end_run(run);
-    turn ^= 1;
+    turn = opaque(turn ^ 1);  // or both would have a register each
     run = feed.runs.advance(runs, queue, turn);
   }
 }

@@ -302,7 +302,7 @@ __device__ inline void for_runs(const Runs& runs, const float* value, const Gath
       }
     }
     body.end_run(run);
-    turn ^= 1;
+    turn = opaque(turn ^ 1);  // or both would have a register each
     run = feed.runs.advance(runs, queue, turn);
   }
 }

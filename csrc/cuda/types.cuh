@@ -96,4 +96,18 @@ __device__ inline float larger_or_nan(float a, float b) {
   return result;
 }
 
+// A pointer of which the compiler does not know what it is made of: it would add that up anew for each row, in three
+// instructions, where it adds a row to a register in one.
+template <class T>
+__device__ __forceinline__ T* opaque(T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
+// A number of which the compiler does not know that it was the same before.
+__device__ __forceinline__ int32_t opaque(int32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 }  // namespace gnnc

@@ -21,8 +21,8 @@ _SECTOR = 32  # bytes that global memory moves at least
 _VECTOR = 16  # bytes that a thread loads at most
 _LINE = 128  # bytes that L1 looks up at once
 _IN_ORDER = {"gemm", "cublas", "rowmap"}  # kernels that read each row of x once, one after the other
-SLICE = 256
-"""Bytes of a row that a warp sums at a time where rows are wide: ``gnnc::kSliceBytes``."""
+MOST_WHOLE = 256
+"""Bytes of a row, at most, that a warp sums at a time where it could in slices: ``gnnc::kMostWhole``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.runtime.cuda.emitter import BLOCK, SLICE, CudaEmitter, aligned, blocks, round_up
+from gnnc.runtime.cuda.emitter import BLOCK, MOST_WHOLE, CudaEmitter, aligned, blocks, round_up
 from gnnc.runtime.cuda.epilogue import TYPES, write_epilogue
 from gnnc.runtime.cuda.staged import (
     entries_of,
@@ -118,8 +118,8 @@ class Spmm:
         given = [*runs_arguments(emitter.vector(rowptr), col, runs), *rest]
         count = len(given) + RUNS_EXTRA
         emitter.unit.expect("SpmmArgs", count)
-        form = "spmm_sliced" if sliced and x.nbytes > SLICE else "spmm"
-        emitter.unit.require(f"gnnc::kSliceBytes == {SLICE}", "rows of more bytes have slices")
+        form = "spmm_sliced" if sliced and x.nbytes > MOST_WHOLE else "spmm"
+        emitter.unit.require(f"gnnc::kMostWhole == {MOST_WHOLE}", "rows of more bytes have slices")
         name, given, count = f"gnnc::{form}<{names}>", [*given, *values], count + len(values)
         emitter.launch(name, f"{runs}.blocks", given, block=AS_COMPILED, count=count)
         if not staged:

@@ -208,7 +208,7 @@ def slices_of(row_bytes: int) -> int:
 
 def window_rows(row_bytes: int) -> int:
     """Return how many rows of x of a stretch the window holds, the first ones."""
-    return STRETCH if row_bytes <= 64 else 1680
+    return STRETCH if row_bytes <= 64 else 1660
 
 
 def entries_of(window: int) -> int:

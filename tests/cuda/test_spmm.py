@@ -70,7 +70,7 @@ STAGED = {
 @pytest.mark.parametrize("kind", STAGED)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_staged_kernel_spills(architecture: str, kind: str) -> None:
-    widths = (4, 7, 16, 31, 47, 64, 256, 602)
+    widths = (4, 7, 16, 31, 47, 64, 128, 256, 602)
     configs = [replace(STAGED[kind], width=w) for w in widths]
     if kind == "int8 powers":
         configs += [replace(IN_ROW, reduce="mean", width=w) for w in widths if has_place(w)]
