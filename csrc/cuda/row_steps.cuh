@@ -423,7 +423,7 @@ __device__ void store(const Tile& tile, T* row) {
     int own = tile.lane & 3;
 #pragma unroll
     for (int i = 0; i < Tile::kPer; i += 4) {
-      asm volatile("" : "+r"(own));  // addresses are worked out one after the other: they would take too many registers
+      own = opaque(own);  // addresses are worked out one after the other: they would take too many registers
       float v[4] = {tile.v[i], tile.v[i + 1], tile.v[i + 2], tile.v[i + 3]};
       change_over(v, Tile::members());
 #pragma unroll

@@ -369,7 +369,7 @@ struct SpmmBody {
   // Columns that a slot has from there on.
   __device__ int32_t staged_columns() const {
     constexpr int kColumns = (Config::kWidth + 3) / 4 * 4;
-    return Config::kSlices == 1 ? kColumns : min(kColumns, S::kStaged - start());
+    return min(kColumns, S::kStaged - start());
   }
 
   // Ends a row, or a part of one, of which this thread has the columns from `first` on.

@@ -167,9 +167,9 @@ __host__ __device__ constexpr int near_beside(int pieces, int far) {
 }
 
 // The words that a warp works on, on their way through shared memory. Where a slot has no more, its words are zeros.
-template <class Layout, int kFarOfStep>
+template <class Layout, int kFarOfStep_>
 struct Words {
-  static constexpr int kNearOfStep = near_beside(Layout::kPieces, kFarOfStep);
+  static constexpr int kFarOfStep = kFarOfStep_, kNearOfStep = near_beside(Layout::kPieces, kFarOfStep);
   static constexpr int kSteps = steps_of_chunk(Layout::kPieces * 16);
   static constexpr int kNear = kSteps * kNearOfStep, kFar = kSteps * kFarOfStep, kBoth = kNear + kFar;
 
@@ -313,7 +313,7 @@ __device__ __forceinline__ void stream_staged(const int4* word, Words& words, in
                                               const Next& next, const Gathered& x, const char* base,
                                               const Window& window, Body& body) {
   static_assert(!Body::kMasks, "rows that are not there add nothing");
-  constexpr int kSteps = Words::kSteps, kNear = Words::kNearOfStep, kFar = Words::kFar / kSteps;
+  constexpr int kSteps = Words::kSteps, kNear = Words::kNearOfStep, kFar = Words::kFarOfStep;
   const OwnWords<Layout> own(work);
   int32_t left = own.most(work.entry().near_words());
   const int32_t steps = max((left + kNear - 1) / kNear, (own.most(work.entry().far_words()) + kFar - 1) / kFar);
