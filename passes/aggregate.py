@@ -143,7 +143,8 @@ def _softmax_and_value(regions: Regions, node: Node, order: Order) -> tuple[Soft
         softmax = regions.softmaxes.get(weight)  # type: ignore[arg-type]
         if softmax is None or not isinstance(value, Node):
             continue
-        own = regions.order(softmax.total.index, regions.sizes.of(softmax.total.base, 0))
+        total = softmax.total
+        own = regions.order(total.index, regions.sizes.of(total.base, 0), total.node)
         same = holds_tensor(value) and same_shape(shape_of(value), shape_of(softmax.logits))
         if own is order and same and 1.0 + softmax.eps == 1.0:
             return softmax, value

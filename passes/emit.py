@@ -45,6 +45,21 @@ class Emitter:
             self.made[key] = node
         return node
 
+    def bring_before(self, reader: Node, *nodes: Node) -> bool:
+        """Move ``nodes`` and what they are made of before ``reader``; False where they are made of it."""
+        late: set[Node] = set()
+        pending = [node for node in nodes if not node < reader]
+        while pending:
+            node = pending.pop()
+            if node is reader:
+                return False
+            if node not in late:
+                late.add(node)
+                pending += [arg for arg in node.all_input_nodes if not arg < reader]
+        for node in sorted(late):
+            reader.prepend(node)
+        return True
+
     def infer(self, node: Node) -> Any:
         """The value of ``node`` as far as shape and dtype go, from those of its inputs."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])

@@ -75,7 +75,7 @@ def _plan(gm: fx.GraphModule, regions: Regions) -> None:
         if softmax is not None:
             regions.softmaxes[node] = softmax
     for scatter in _scatters(gm):
-        order = regions.order(scatter.index, regions.sizes.of(scatter.base, 0))
+        order = regions.order(scatter.index, regions.sizes.of(scatter.base, 0), scatter.node)
         for index, size in regions.gathers(scatter.source).items():
             if index is not scatter.index:
                 order.sources.setdefault(index, size)
@@ -140,7 +140,7 @@ def _inside_softmaxes(regions: Regions) -> set[Node]:
 
 
 def _replace_scatter(scatter: Scatter, regions: Regions) -> None:
-    order = regions.order(scatter.index, regions.sizes.of(scatter.base, 0))
+    order = regions.order(scatter.index, regions.sizes.of(scatter.base, 0), scatter.node)
     rows = aggregate(regions, scatter.source, order, scatter.reduce, scatter.node)
     result = _with_base(scatter, rows, order, regions)
     scatter.node.replace_all_uses_with(result)
@@ -206,7 +206,7 @@ def _order_for(node: Node, regions: Regions) -> Order | None:
         dst = (known or sorted(indices, key=_is_second_row))[-1]
         num_dst = indices[dst]
     is_new = (dst, num_dst) not in regions.orders
-    order = regions.order(dst, num_dst)
+    order = regions.order(dst, num_dst, node)
     if is_new:
         order.on_nodes = False
     for index, size in indices.items():

@@ -60,6 +60,7 @@ class Order:
     Attributes:
         dst: the index ``[E]``.
         num_dst: number of destinations.
+        reader: the first node of the graph that is made from values in this order.
         sources: number of source nodes of each source index that is used with it.
         on_nodes: whether to compute on nodes what depends on one end only. Not so where edges
             are likely few: a decoder that scores some pairs.
@@ -67,6 +68,7 @@ class Order:
 
     dst: Node
     num_dst: Node | int
+    reader: Node
     sources: dict[Node, Node | int] = field(default_factory=dict)
     on_nodes: bool = True
     csrs: dict[Node, Csr] = field(default_factory=dict)
@@ -150,22 +152,27 @@ class Regions:
 
     # structure
 
-    def order(self, dst: Node, num_dst: Node | int) -> Order:
-        """The order of the edges by ``dst``, for ``num_dst`` rows."""
-        key = (dst, num_dst)
-        if key not in self.orders:
-            self.orders[key] = Order(dst, num_dst)
-        return self.orders[key]
+    def order(self, dst: Node, num_dst: Node | int, reader: Node) -> Order:
+        """The order of the edges by ``dst``, for ``num_dst`` rows, of which ``reader`` is made."""
+        order = self.orders.setdefault((dst, num_dst), Order(dst, num_dst, reader))
+        order.reader = min(order.reader, reader)
+        return order
 
     def csr(self, order: Order, src: Node | None = None) -> Csr:
-        """The CSR of ``order`` from ``src``; from any source where none is asked for."""
+        """The CSR of ``order`` from ``src``; if none is asked for, from one that its readers can wait for."""
         if src is None:
-            src = next(iter(order.csrs), None) or next(iter(order.sources), order.dst)
+            known = (*order.csrs, *order.sources)
+            src = next((s for s in known if self._comes_before_readers(s, order)), order.dst)
         if src not in order.csrs:
             num_src = order.sources.get(src, order.num_dst)
             made = self._structure(gnnc.csr.default, src, order.dst, num_src, order.num_dst)
             order.csrs[src] = Csr(*(self._structure(operator.getitem, made, k) for k in range(3)))
         return order.csrs[src]
+
+    def _comes_before_readers(self, src: Node, order: Order) -> bool:
+        """Whether a source stands before whatever is made from an order, maybe after it was moved there."""
+        size = order.sources.get(src, order.num_dst)
+        return self.emitter.bring_before(order.reader, src, *([size] if isinstance(size, Node) else []))
 
     def inverse(self, order: Order) -> Node:
         """The permutation ``[E]`` from CSR order back to the caller's."""
@@ -301,7 +308,8 @@ class Regions:
 
     def _softmax_in(self, found: Softmax, order: Order) -> Node:
         """A softmax in ``order``, which may sort the edges by another end than the softmax sums over."""
-        own = self.order(found.total.index, self.sizes.of(found.total.base, 0))
+        total = found.total
+        own = self.order(total.index, self.sizes.of(total.base, 0), total.node)
         if own is order:
             return self._softmax(found, order)
         layer = found.node.meta["layer"]

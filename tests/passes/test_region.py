@@ -1,0 +1,89 @@
+"""Regions: edges have one order, whenever a model reads which edges there are."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from traced import count, eager, relative_error, trace
+
+N, F = 9, 20
+
+
+class Spelled(nn.Module):
+    """A model that is a function, which reads the edges itself."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.function(x, edge_index)
+
+
+def graph(nodes: int = N, edges: int = 40) -> tuple[Tensor, Tensor]:
+    return torch.randn(nodes, F), torch.randint(nodes, (2, edges))
+
+
+def summed(rows: Tensor, index: Tensor, nodes: int) -> Tensor:
+    return rows.new_zeros(nodes, *rows.shape[1:]).index_add(0, index, rows)
+
+
+def degrees_first(x: Tensor, edge_index: Tensor) -> Tensor:
+    dst = edge_index[1]
+    degree = summed(torch.ones(dst.shape[0]), dst, x.shape[0]) + 1
+    src = edge_index[0]
+    return summed(x[src] / degree[src][:, None], dst, x.shape[0])
+
+
+def total_of_values_first(x: Tensor, edge_index: Tensor) -> Tensor:
+    dst = edge_index[1]
+    total = summed(x[: dst.shape[0], 0].exp().expand(dst.shape[0]), dst, x.shape[0]).clamp(min=1)
+    src = edge_index[0]
+    return summed(x[src], dst, x.shape[0]) / total[:, None]
+
+
+def sources_are_made_of_degrees(x: Tensor, edge_index: Tensor) -> Tensor:
+    dst = edge_index[1]
+    degree = summed(torch.ones(dst.shape[0]), dst, x.shape[0])
+    largest = degree.argmax().expand(dst.shape[0])
+    return summed(x[torch.minimum(largest, edge_index[0])], dst, x.shape[0]) / (degree + 1)[:, None]
+
+
+def sources_of_two_kinds(x: Tensor, edge_index: Tensor) -> Tensor:
+    dst = edge_index[1]
+    degree = summed(torch.ones(dst.shape[0]), dst, x.shape[0]) + 1
+    reverse = edge_index[0].flip(0)
+    first = summed(x[reverse], dst, x.shape[0]) / degree[:, None]
+    src = edge_index[0]
+    return first + summed(x[src] * x[dst].mean(), dst, x.shape[0])
+
+
+def softmax_before_the_sources(x: Tensor, edge_index: Tensor) -> Tensor:
+    dst = edge_index[1]
+    weight = x[dst].mean(-1).exp()
+    weight = weight / summed(weight, dst, x.shape[0])[dst]
+    src = edge_index[0]
+    return summed(x[src] * weight[:, None], dst, x.shape[0])
+
+
+@pytest.mark.parametrize(
+    ("function", "orders"),
+    [
+        (degrees_first, 1),
+        (total_of_values_first, 1),
+        (sources_are_made_of_degrees, 2),
+        (sources_of_two_kinds, 2),
+        (softmax_before_the_sources, 1),
+    ],
+)
+def test_indices_may_be_read_in_any_order(function: Callable[..., Tensor], orders: int) -> None:
+    model = Spelled(function)
+    sizes = [(41, 40), (60, 7)] if function is total_of_values_first else [(N, 40), (31, 120), (7, 0)]
+    traced = trace(model, *graph(*sizes[0]))
+    traced.raised.graph.lint()
+    assert count(traced.raised, "csr") == orders
+    for nodes, edges in sizes:
+        args = graph(nodes, edges)
+        (got,), (want,) = traced.run(traced.raised, *args), eager(model, *args)
+        assert relative_error(got, want) < 1e-5
