@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -43,6 +43,7 @@ from cuda_sparse import (
 from graphs import SHAPES, generate
 from torch import Tensor
 
+from gnnc.narrow import CUDA
 from gnnc.runtime.cuda.runs import Cut, cut_for
 from gnnc.runtime.cuda.staged import StagedTable, shared_bytes, staged_cut_for
 from gnnc.runtime.cuda.unit import AS_COMPILED
@@ -50,10 +51,7 @@ from gnnc.runtime.cuda.unit import AS_COMPILED
 RESULTS = Path(__file__).resolve().parent / "results" / "cuda-kernels.json"
 SPMM_RESULTS = RESULTS.with_name("cuda-spmm-widths.json")
 SPMM_WIDTHS = (16, 32, 47, 64, 128, 256, 602)
-SPMM_CONFIGS = (("f32", "none", "none"), ("f16", "none", "none"), ("i8", "none", "none"))
-SPMM_CONFIGS += (("f16", "real", "none"), ("i8", "real", "row"), ("i8", "real", "none"))
 ONE_SCALE = "int8 edge weights, one scale"
-SPMM_KINDS = ("fp32", "fp16", "int8", "fp16 edge weights", "int8 edge weights", ONE_SCALE)
 GATHER = """
 #include "spmm.cuh"
 namespace gnnc {
@@ -137,6 +135,54 @@ __global__ void __launch_bounds__((StagedSum<kElement, kWidth, kScaled>::kThread
 }
 }
 """
+
+
+class Kind(NamedTuple):
+    """A sum that is timed at every width.
+
+    Attributes:
+        label: of its row.
+        element: fp32, fp16, bf16 or int8.
+        weights: whether edges have a value each.
+        scales: whether rows have a scale each.
+        chosen: whether it takes what programs of int8 take where their rows are so wide: int8, or bf16.
+    """
+
+    label: str
+    element: str
+    weights: bool = False
+    scales: bool = False
+    chosen: bool = False
+
+    @property
+    def peer(self) -> str:
+        """The label of the same in fp16."""
+        return "fp16 edge weights" if self.weights else "fp16"
+
+    def at(self, width: int) -> "Kind":
+        """Return what is run."""
+        if not self.chosen or CUDA.pays("row", "sum", width, width):
+            return self
+        return self._replace(element="bf16", scales=False)
+
+    def config(self, width: int) -> SpmmConfig:
+        """Return the kernel's."""
+        value, scale = "real" if self.weights else "none", "row" if self.scales else "none"
+        element = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "i8"}[self.element]
+        return SpmmConfig(element, width, value=value, scale=scale)
+
+
+SPMM_KINDS = (
+    Kind("fp32", "fp32"),
+    Kind("fp16", "fp16"),
+    Kind("int8", "int8"),
+    Kind("int8 row scales", "int8", scales=True),
+    Kind("int8 program, row scales", "int8", scales=True, chosen=True),
+    Kind("fp16 edge weights", "fp16", weights=True),
+    Kind("int8 edge weights", "int8", weights=True, scales=True),
+    Kind("int8 program, edge weights", "int8", weights=True, scales=True, chosen=True),
+    Kind(ONE_SCALE, "int8", weights=True),
+)
 
 
 def median_ms(call: Callable[[], Any], repeats: int = 7, inner: int = 3) -> float:
@@ -334,12 +380,12 @@ def compile_ahead() -> None:
     """Compile the kernels of ``spmm_widths``, several at a time, into the cache on disk."""
     jobs = []
     for width in SPMM_WIDTHS:
-        for element in ("f32", "f16", "i8"):
-            jobs += [(GATHER, (gather_name(element, width, kind, False),)) for kind in ("only", "staged")]
-        jobs.append((GATHER, (gather_name("i8", width, "only", True),)))
-        for element, value, scale in SPMM_CONFIGS:
-            config = SpmmConfig(element, width, value=value, scale=scale)
-            forms = [form_of(width * NBYTES[element]), *(["spmm_staged"] if value == "none" else [])]
+        for config in dict.fromkeys(kind.at(width).config(width) for kind in SPMM_KINDS):
+            plain = config.value == "none"
+            gathers = ("only", "staged") if plain else ("only",)
+            scaled = config.scale == "row"
+            jobs += [(GATHER, (gather_name(config.element, width, kind, scaled),)) for kind in gathers]
+            forms = [form_of(width * NBYTES[config.element]), *(["spmm_staged"] if plain else [])]
             jobs += [(SPMM_SOURCE, (config.name(form=form),)) for form in forms]
     major, minor = torch.cuda.get_device_capability()
     with ThreadPoolExecutor(8) as pool:
@@ -357,18 +403,15 @@ def spmm_widths(name: str) -> dict[str, Any]:
     result: dict[str, Any] = {"nodes": nodes, "edges": edges}
     for width in SPMM_WIDTHS:
         peer, xs, rows = cusparse(rowptr, col, width, dot=False)["spmm"], features(nodes, width), {}
-        for label in SPMM_KINDS:
-            kind, _, weights = label.partition(" ")
-            of_rows = scale if kind == "int8" and label != ONE_SCALE else None
-            given = (value, of_rows) if weights else (None, None)
-            call = Spmm(graph, xs[kind], *given)
-            gather = floors.gather(xs[kind], of_rows if weights else None, staged=call.staged)
-            floor = max(floors.copy(xs[kind], call(), *given), gather)
-            rows[f"spmm {label}"] = figures(median_ms(call), peer, floor, gather)
+        for kind in (kind.at(width) for kind in SPMM_KINDS):
+            x, given = xs[kind.element], (value if kind.weights else None, scale if kind.scales else None)
+            call = Spmm(graph, x, *given)
+            gather = floors.gather(x, given[1], staged=call.staged)
+            floor = max(floors.copy(x, call(), *given), gather)
+            row = rows[f"spmm {kind.label}"] = figures(median_ms(call), peer, floor, gather)
+            if kind.label.startswith("int8"):
+                row["of fp16"] = round(row["ms"] / rows[f"spmm {kind.peer}"]["ms"], 2)
             del call
-        for label in ("int8", "int8 edge weights", ONE_SCALE):
-            fp16 = rows[f"spmm {label.partition(',')[0].replace('int8', 'fp16')}"]["ms"]
-            rows[f"spmm {label}"]["of fp16"] = round(rows[f"spmm {label}"]["ms"] / fp16, 2)
         result[f"F={width}"] = {"cusparse_ms": round(peer, 4), "kernels": rows}
         show(name, width, {"spmm": peer}, rows)
         del xs

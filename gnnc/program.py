@@ -192,6 +192,7 @@ def build_program(
             options.backend.edge_products,
             partial(rates_for, options.backend),
             timer_of(options.backend),
+            options.backend.narrow,
         ),
         error_budget=options.error_budget,
         plan=options.plan,

@@ -15,11 +15,10 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.errors import PrecisionError, UnsupportedError
-from gnnc.ir.nodes import shape_of
 from gnnc.ir.op import op_of
 from gnnc.passes.auto import Choice
 from gnnc.passes.base import Context
-from gnnc.passes.options import FULL, LOW_OPERANDS, Option, options_of
+from gnnc.passes.options import CHOSEN, FULL, LOW_OPERANDS, Option, options_of, width_of
 from gnnc.passes.statistics import statistics
 from gnnc.precision import AUTO, Precision
 
@@ -29,16 +28,16 @@ _EDGE_OPS = frozenset({"sddmm", "edge_map"})
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Set ``node.meta["precision"]`` on every primitive.
+    """Set ``node.meta["precision"]`` on every primitive, and whether it was chosen for that one alone.
 
     Attributes:
-        min_row_bytes: an aggregation stays FP32 where a row of FP32 fits in this many bytes: an
-            int8 row is padded to a whole cache line, so nothing would be saved.
+        min_row_bytes: an aggregation or edge product stays FP32 where a row of FP32 fits in this many
+            bytes: an int8 row is padded to as many, so nothing would be saved. None: as the backend says.
         min_inner_width: a GEMM stays FP32 below this inner width: one integer dot instruction
             takes four products.
     """
 
-    min_row_bytes: int = 64
+    min_row_bytes: int | None = None
     min_inner_width: int = 4
     name: ClassVar[str] = "assign"
 
@@ -55,9 +54,10 @@ class Assign:
         for node in primitives:
             option = _option(node, named, ctx)
             chosen = node in named or ctx.precision == AUTO
-            reason = None if option == FULL else self._stays_fp32(node, fixed, option.precision, chosen)
+            reason = None if option == FULL else self._stays_fp32(node, fixed, option.precision, chosen, ctx)
             kept = option if reason is None else FULL
             node.meta["precision"], node.meta["granularity"] = kept.precision, kept.granularity
+            node.meta[CHOSEN] = chosen
             if reason is not None:
                 ctx.note(node, f"stays FP32: {reason}")
             elif option == FULL and ctx.precision == AUTO and node not in named:
@@ -83,13 +83,15 @@ class Assign:
     def _why_full(self, node: Node, fixed: dict[Node, str]) -> str:
         return self._must_be_fp32(node, fixed) or "auto chose it, see the precision choice"
 
-    def _stays_fp32(self, node: Node, fixed: dict[Node, str], wanted: Precision, chosen: bool) -> str | None:
+    def _stays_fp32(
+        self, node: Node, fixed: dict[Node, str], wanted: Precision, chosen: bool, ctx: Context
+    ) -> str | None:
         reason = self._must_be_fp32(node, fixed)
         if reason is not None or chosen or not wanted.is_integer:
             return reason
         op = op_of(node)
         assert op is not None
-        return self._too_narrow(node, op.name)
+        return self._too_narrow(node, op.name, ctx)
 
     def _must_be_fp32(self, node: Node, fixed: dict[Node, str]) -> str | None:
         op = op_of(node)
@@ -102,17 +104,18 @@ class Assign:
             return f"{op.name} has no low-precision form"
         return None
 
-    def _too_narrow(self, node: Node, name: str) -> str | None:
-        width = _width(node.args[LOW_OPERANDS[name][0]])
+    def _too_narrow(self, node: Node, name: str, ctx: Context) -> str | None:
+        width = width_of(node.args[LOW_OPERANDS[name][0]])
         if width is None:
             return None
         if name == "gemm":
             if width >= self.min_inner_width:
                 return None
             return f"an inner width of {width} is less than one integer dot instruction takes"
-        if width * 4 > self.min_row_bytes:
+        most = ctx.backend.narrow.fp32_bytes if self.min_row_bytes is None else self.min_row_bytes
+        if width * 4 > most:
             return None
-        return f"a row of {width} FP32 values fits in the cache line that a padded int8 row takes"
+        return f"a row of {width} FP32 values fits in the {most} bytes that a padded int8 row takes"
 
 
 def is_primitive(node: Node) -> bool:
@@ -193,15 +196,3 @@ def _softmax_logits(graph: fx.Graph) -> set[Node]:
         if op_of(node) is None:
             pending += node.all_input_nodes
     return {node for node in found if (op := op_of(node)) and op.name in _EDGE_OPS}
-
-
-def _width(node: object) -> int | None:
-    shape = shape_of(node) if isinstance(node, Node) else None
-    if shape is None:
-        return None
-    width = 1
-    for size in shape[1:]:
-        if not isinstance(size, int):
-            return None
-        width *= size
-    return width

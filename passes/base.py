@@ -11,6 +11,7 @@ from torch import fx
 from gnnc.cost import Rates
 from gnnc.ir.graph import clone, infer_meta
 from gnnc.ir.verify import verify
+from gnnc.narrow import NarrowRows
 from gnnc.precision import INT8, Precision
 
 
@@ -29,6 +30,7 @@ class BackendInfo:
         rates: gives its speed on this machine, measured now if need be; for ``auto``.
         timer: times an executable on its arguments (``gnnc.timing``); None where ``auto`` goes by
             predictions alone.
+        narrow: which rows it gains nothing from gathering in int8.
     """
 
     name: str = "reference"
@@ -39,6 +41,7 @@ class BackendInfo:
     edge_products: bool = True
     rates: Callable[[], Rates] | None = None
     timer: Callable[[Any, Sequence[Any]], Any] | None = None
+    narrow: NarrowRows = NarrowRows()
 
 
 @dataclass(frozen=True, slots=True)

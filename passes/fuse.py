@@ -44,7 +44,7 @@ class Fuse:
 
     Attributes:
         min_map_ops: a chain without an anchor becomes a kernel of its own from this many ops on
-            (a single one is as good in ATen), or when it quantizes.
+            (a single one is as good in ATen), or when it quantizes, or makes rows that edges gather.
     """
 
     min_map_ops: int = 2
@@ -227,8 +227,14 @@ def _tidy(partition: Partition) -> None:
         for node in sorted(group.nodes, reverse=True):
             if _is_spare_view(group, node):
                 partition.remove(group, node)
-        if len(group.nodes) < 2 and not any(str(n.target) == _QUANTIZE for n in group.nodes):
+        pays_alone = any(str(n.target) == _QUANTIZE or _is_gathered(n) for n in group.nodes)
+        if len(group.nodes) < 2 and not pays_alone:
             partition.dissolve(group)
+
+
+def _is_gathered(node: Node) -> bool:
+    """Whether edges gather the rows that a cast makes: ours begin where gathers want them to."""
+    return str(node.target) == _CAST and any(ANCHORS.get(str(user.target)) == "spmm" for user in node.users)
 
 
 def _is_spare_view(group: Group, node: Node) -> bool:

@@ -1,10 +1,12 @@
 """What each primitive can be computed in: a precision of the backend, and a granularity of its scales."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
+from gnnc.ir.nodes import shape_of
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
 from gnnc.passes.observe import CANDIDATES, Candidate
@@ -14,6 +16,9 @@ LOW_OPERANDS = {"gemm": (0, 1), "spmm": (3,), "segment_reduce": (2,), "sddmm": (
 """Ops with a low-precision form, and the positions of the operands that are narrowed."""
 
 AGGREGATIONS = ("spmm", "segment_reduce")
+
+CHOSEN = "chosen"
+"""Key in the meta of primitives: whether their precision is their own, not the whole model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,14 @@ def granularities(node: Node, precision: Precision) -> list[Candidate]:
     weighted = op.name == "spmm" and node.args[2] is not None
     reduce = node.args[4 if op.name == "spmm" else 3]
     return [c for c in CANDIDATES if reduce in c.reduces and not (c.exact and weighted)]
+
+
+def width_of(node: object) -> int | None:
+    """Return the columns of a feature tensor's rows, those of all heads; None where they are not fixed."""
+    shape = shape_of(node) if isinstance(node, Node) else None
+    if shape is None or not all(isinstance(size, int) for size in shape[1:]):
+        return None
+    return math.prod(shape[1:])
 
 
 def options_of(node: Node, ctx: Context) -> Sequence[Option]:

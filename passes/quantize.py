@@ -3,8 +3,8 @@
 A GEMM's activations get a scale a row (one pass over a row that is in cache anyway) and its weight a
 scale an output channel. An aggregation adds rows, and integers add only under one scale: with
 examples it takes a power-of-two fraction of one static scale for each row, without them a scale
-a row, folded into the edge's weight and summed in floats. What a kernel only hands to the next to
-be added travels in bf16.
+a row, folded into the edge's weight and summed in floats. Rows too narrow to gain from that take bf16
+(``widen``), and what a kernel only hands to the next to be added travels in it too (``carry``).
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from gnnc.passes.base import Context
 from gnnc.passes.carry import carry_in_bf16
 from gnnc.passes.observe import Candidate, Observation, choose, observe
 from gnnc.passes.options import granularities
+from gnnc.passes.widen import widen
 from gnnc.precision import FP32, Precision
 
 STATIC_SCALE = "static_scale"
@@ -51,6 +52,7 @@ class Quantize:
         seen = _observe(gm, low, ctx)
         known = len(placeholders(gm))
         for node in low:
+            widen(node, ctx, _candidates(node), seen.get(node), self.max_error)
             emit = _Emitter(gm, node, ctx, seen.get(node), self.max_error)
             rules = _INTEGER if emit.precision.is_integer else _HALF
             result = rules[_op(node).name](emit)

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from gnnc.errors import BackendError
 from gnnc.ir.nodes import is_view
+from gnnc.narrow import CUDA, NarrowRows
 from gnnc.runtime import registry
 from gnnc.runtime.executable import Executable
 from gnnc.runtime.structure_runner import StructureRunner
@@ -39,6 +40,7 @@ class Backend:
         joint_messages: whether one kernel reduces several values of a body, one in several ways, or one by
             the softmax of another.
         edge_products: whether a body computes products of edge features with a weight.
+        narrow: which rows it gains nothing from gathering in int8.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Backend:
     joint_products: bool = True
     joint_messages: bool = True
     edge_products: bool = True
+    narrow: NarrowRows = NarrowRows()
 
     def __reduce__(self) -> tuple[Callable[[str], "Backend"], tuple[str]]:
         return get_backend, (self.name,)
@@ -143,6 +146,7 @@ def _cuda() -> Backend:
         joint_products=False,
         joint_messages=False,
         edge_products=False,
+        narrow=CUDA,
         description=f"CUDA kernels, {cuda.load()}",
     )
 
@@ -164,5 +168,6 @@ def _cuda_offline(name: str, architectures: tuple[str, ...]) -> Backend:
         joint_products=False,
         joint_messages=False,
         edge_products=False,
+        narrow=CUDA,
         description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",
     )

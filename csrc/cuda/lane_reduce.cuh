@@ -1,8 +1,9 @@
 #pragma once
 
 // Sums and extrema of gathered rows in FP32, each thread over the columns of its own 16 bytes: for FP32 rows, for
-// real weights of halves, and for max and min. int8 becomes FP32 by byte permutation (2^23 + code + 128, less 2^23 +
-// 128), which is exact and cheaper than a conversion.
+// real weights of halves, and for max and min; extremes of elements of at most two bytes without weights as they are.
+// int8 becomes FP32 by byte permutation (2^23 + code + 128, less 2^23 + 128), which is exact and cheaper than a
+// conversion.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -125,6 +126,70 @@ struct LaneReduce {
       acc[i] = __fadd_rn(acc[i], v);
     } else {
       acc[i] = combine<kReduce>(acc[i], counts ? v : start_of<kReduce>());
+    }
+  }
+};
+
+// The largest or smallest element of each column, where it has two bytes or one: exact, two columns at once. Codes
+// become halves of a word, 1024 + 128 + code, by byte permutation. Without edges it is infinite, as in FP32.
+template <class Layout, Reduce kReduce>
+struct PairExtremes {
+  static_assert(Layout::kElement != Element::f32, "pairs of columns share a word");
+  static constexpr bool kBytes = Layout::kElement == Element::i8, kBrain = Layout::kElement == Element::bf16;
+  static constexpr bool kMax = kReduce == Reduce::max;
+  static constexpr uint32_t kInfinity = kBrain ? 0x7f807f80u : 0x7c007c00u, kSigns = kMax ? 0x80008000u : 0u;
+  static constexpr int kPairs = Layout::kColumns / 2;
+  using Word = float;
+
+  uint32_t best[kPairs];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) best[i] = kInfinity | kSigns;
+  }
+
+  // One edge; where it does not count, nothing is worse.
+  __device__ __forceinline__ void add(const uint4& x, bool counts) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (kBytes) {
+        const uint32_t offset = word_of(x, j) ^ 0x80808080u;
+        const uint32_t code = kMax ? offset & (counts ? ~0u : 0u) : offset | (counts ? 0u : ~0u);
+        put(best[2 * j], __byte_perm(code, 0x64u, 0x4140));
+        put(best[2 * j + 1], __byte_perm(code, 0x64u, 0x4342));
+      } else {
+        put(best[j], counts ? word_of(x, j) : kInfinity | kSigns);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void take(Word (&out)[Layout::kColumns]) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      if constexpr (kBrain) {
+        out[2 * i] = __uint_as_float(best[i] << 16);
+        out[2 * i + 1] = __uint_as_float(best[i] & 0xffff0000u);
+      } else {
+        const __half2 pair = *reinterpret_cast<const __half2*>(&best[i]);
+        const float offset = kBytes ? 1152.0f : 0.0f;
+        out[2 * i] = __fsub_rn(__low2float(pair), offset);
+        out[2 * i + 1] = __fsub_rn(__high2float(pair), offset);
+      }
+    }
+    clear();
+  }
+
+ private:
+  // A NaN wins over everything, as in torch.
+  __device__ __forceinline__ static void put(uint32_t& to, uint32_t pair) {
+    if constexpr (kMax && kBrain) {
+      asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(to) : "r"(pair));
+    } else if constexpr (kMax) {
+      asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(to) : "r"(pair));
+    } else if constexpr (kBrain) {
+      asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(to) : "r"(pair));
+    } else {
+      asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(to) : "r"(pair));
     }
   }
 };

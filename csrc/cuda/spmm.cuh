@@ -4,8 +4,9 @@
 //
 // Layout: x fp32, fp16, bf16 or int8, rows 16-byte aligned, read in pieces of 16 bytes (what is past the width is read
 // but never used); col int32. Sums of int8, fp16 and bf16 without a weight a head run on the tensor cores
-// (product_sum.cuh), all else in FP32 (lane_reduce.cuh). Traffic: 4 B of col (+ 4 B a weight) and a row of x an edge,
-// the epilogue's outputs a row, 8 B a column and slot of a row that is split. Floor: the gather from L1 and L2.
+// (product_sum.cuh), extremes of them without weights are those of pairs of elements (PairExtremes in lane_reduce.cuh),
+// all else is FP32 (LaneReduce). Traffic: 4 B of col (+ 4 B a weight) and a row of x an edge, the epilogue's outputs a
+// row, 8 B a column and slot of a row that is split. Floor: the gather from L1 and L2.
 //
 // Launch: spmm, or spmm_sliced for rows of more than kMostWhole bytes whose epilogue looks at each column alone, with
 // one block of as many threads as they are compiled for a multiprocessor, no dynamic shared memory; spmm_staged as it
@@ -47,10 +48,16 @@ __host__ __device__ constexpr Weight weight_of(Value value, Scale scale) {
   return scale == Scale::none ? Weight::none : Weight::power8;
 }
 
+// Whether elements are compared as they are, two at a time: nothing is multiplied with them.
+__host__ __device__ constexpr bool is_extreme_of_pairs(Element element, Reduce reduce, Weight weight, int heads) {
+  return element != Element::f32 && reduce >= Reduce::max && weight == Weight::none && heads == 1;
+}
+
 __host__ __device__ constexpr Residency spmm_registers(Element element, int width, Reduce reduce, Value value,
                                                        Scale scale, int heads) {
   const Weight weight = weight_of(value, scale);
-  const bool bytes = element == Element::i8, extreme = reduce >= Reduce::max;
+  const bool bytes = element == Element::i8;
+  const bool extreme = reduce >= Reduce::max && !is_extreme_of_pairs(element, reduce, weight, heads);
   if (heads > 1) return {512, 4};
   if (!is_one_pass(element, width) || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
   if (bytes && weight == Weight::none && !extreme) return {pieces_of(element, width) == 1 ? 896 : 768, 8};
@@ -107,7 +114,8 @@ struct Spmm {
   using Layout = RowLayout<kElement, kWidth>;
   using Bytes = typename Select<kWeight == Weight::none, ByteSum<Layout>, ByteProducts<Layout, kWeight>>::Type;
   using Halves = HalfSum<Layout>;
-  using Lanes = LaneReduce<Layout, Config::kReduce>;
+  using Lanes = typename Select<is_extreme_of_pairs(kElement, Config::kReduce, kWeight, kHeads),
+                                PairExtremes<Layout, Config::kReduce>, LaneReduce<Layout, Config::kReduce>>::Type;
   using Sum = typename Select<kBytes, Bytes, typename Select<kHalves, Halves, Lanes>::Type>::Type;
   using Word = typename Sum::Word;
 

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from gnnc.ir.nodes import is_view
 from gnnc.runtime.cuda.unit import BLOCK, Unit
 from gnnc.runtime.cuda.watch import Watch
 from gnnc.runtime.emitter import Emitter, width_of
+from gnnc.runtime.epilogue import argument_of
+from gnnc.runtime.plans.spmm import Plan
 from gnnc.runtime.registry import Choice
 
 _LAUNCH = re.compile(r"(launch_\d+)\((.*?), stream, ")
@@ -61,19 +64,24 @@ class CudaEmitter(Emitter):
         self.watch = Watch(offline=offline)
 
     @staticmethod
-    def padded(width: int, dtype: torch.dtype, *, gathered: bool = True) -> int:
-        """Rows start on a sector, gathered ones on a line if that adds half at most; short on 16 bytes."""
+    def padded(width: int, dtype: torch.dtype, *, gathered: bool = True, by_stretch: bool = False) -> int:
+        """Rows start on a sector, gathered ones on a line if that adds half at most, short ones on 16 bytes.
+
+        Rows that a kernel may sum by stretch start on a line however much that adds, if they have more than
+        half of one: it reads its windows line by line, and far rows from DRAM (docs/decisions/022).
+        """
         if dtype.itemsize > 4:
             return width
         nbytes = width * dtype.itemsize
         lines = round_up(nbytes, _LINE)
-        if gathered and 2 * lines <= 3 * nbytes:
+        if gathered and (2 * lines <= 3 * nbytes or (by_stretch and 2 * nbytes > _LINE)):
             return lines // dtype.itemsize
         return round_up(nbytes, _VECTOR if nbytes <= _VECTOR else _SECTOR) // dtype.itemsize
 
     def stride_for(self, node: Node, width: int) -> int:
         """Return the elements from one row of a value of ours to the next, by who reads it."""
-        return self.padded(width, node.meta["val"].dtype, gathered=not self.is_read_in_order(node))
+        dtype, gathered = node.meta["val"].dtype, not self.is_read_in_order(node)
+        return self.padded(width, dtype, gathered=gathered, by_stretch=self.is_summed_by_stretch(node))
 
     def prelude(self) -> list[str]:
         """The stream that everything of a call runs on."""
@@ -141,6 +149,18 @@ class CudaEmitter(Emitter):
             return choice.kernel is not None and choice.kernel.name in _IN_ORDER
 
         return all(reads_in_order(user) for user in node.users)
+
+    def is_summed_by_stretch(self, node: Node) -> bool:
+        """Whether a kernel may sum rows of a value by stretch (``csrc/cuda/staged.cuh``)."""
+
+        def sums(user: Node) -> bool:
+            choice = user.meta.get("choice")
+            if not isinstance(choice, Choice):
+                return is_view(user) and self.is_summed_by_stretch(user)
+            plan = choice.plan
+            return isinstance(plan, Plan) and plan.is_plain_sum and argument_of(user, plan.x) is node
+
+        return any(sums(user) for user in node.users)
 
     def let(self, hint: str, text: str) -> str:
         """Return a new variable that holds the value of an expression."""

@@ -37,7 +37,6 @@ ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", 
 _MAX_WIDTH = 4096
 _PIECE = 16
 """Bytes that a thread gathers at once."""
-_SUMS = (spmm.REDUCTIONS["sum"], spmm.REDUCTIONS["mean"])
 _OF_WHOLE_ROWS = {
     Op.ADD_QROW,
     Op.LAYER_NORM,
@@ -97,7 +96,7 @@ class Spmm:
         value = "0"
         if plan.value is not None:
             value = f"{value_text(emitter, node, plan.value, plan.heads)}.data_ptr()"
-        x = gathered_rows(emitter, argument_of(node, plan.x), plan.width)
+        x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, by_stretch=plan.is_plain_sum)
         scale = _vector(emitter, node, plan.x_scale)
         shift = _vector(emitter, node, plan.shift)
         kind = _scale(plan, node, emitter)
@@ -140,8 +139,9 @@ class Spmm:
 
 def _is_staged(plan: spmm.Plan, node: Node) -> bool:
     """Whether there is a kernel that reads near sources in shared memory (csrc/cuda/staged.cuh)."""
-    if plan.value is not None or plan.col is None or plan.reduce not in _SUMS:
+    if not plan.is_plain_sum:
         return False
+    assert plan.col is not None
     if not has_room(argument_of(node, plan.x).meta["val"].device):
         return False
     # Of other columns there is a copy in every call, whose edges would be arranged anew.
@@ -169,7 +169,7 @@ def _config(plan: spmm.Plan, node: Node, scale: str) -> str:
 def _is_exact(plan: spmm.Plan, node: Node) -> bool:
     """Whether sums are integers: ``gnnc::Spmm::kExact``."""
     value = None if plan.value is None else argument_of(node, plan.value).meta["val"].dtype
-    is_sum = plan.reduce in _SUMS and argument_of(node, plan.x).meta["val"].dtype == torch.int8
+    is_sum = plan.is_sum and argument_of(node, plan.x).meta["val"].dtype == torch.int8
     return is_sum and plan.heads == 1 and plan.x_scale is None and value in (None, torch.int8)
 
 
@@ -179,7 +179,7 @@ def _scale(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> str:
         return "row"
     if plan.shift is None:
         return "none"
-    is_plain = plan.value is None and plan.heads == 1 and plan.reduce in _SUMS
+    is_plain = plan.value is None and plan.heads == 1 and plan.is_sum
     is_plain = is_plain and slices_of(plan.width) == 1
     return "in_row" if is_plain and emitter.holds_weights(argument_of(node, plan.x)) else "power"
 
@@ -204,7 +204,9 @@ def edges_and_columns(
     return f"{text}.shape[0]", text
 
 
-def gathered_rows(emitter: CudaEmitter, x: Node, width: int, heads: int = 1) -> Rows:
+def gathered_rows(
+    emitter: CudaEmitter, x: Node, width: int, heads: int = 1, *, by_stretch: bool = False
+) -> Rows:
     """Return rows whose heads start on 16 bytes: as they are, or a copy (``csrc/cuda/pack_rows.cuh``)."""
     dtype = x.meta["val"].dtype
     text, stride = emitter.matrix(x, width), emitter.row_stride(x, width)
@@ -212,7 +214,7 @@ def gathered_rows(emitter: CudaEmitter, x: Node, width: int, heads: int = 1) -> 
     if stride * dtype.itemsize % _PIECE == 0 and columns == width:
         return Rows(text, stride * dtype.itemsize, columns, columns * dtype.itemsize)
     emitter.unit.include("pack_rows.cuh")
-    to = emitter.padded(columns, dtype)
+    to = emitter.padded(columns, dtype, by_stretch=by_stretch)
     rows = shape_of(x)[0]
     copy = emitter.scratch(rows, to, dtype, flat=True)
     heads_of_row = f"{heads}, {width // heads}, {columns // heads}"

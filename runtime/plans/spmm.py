@@ -36,6 +36,16 @@ class Plan:
     width: int
     program: RowProgram
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether rows are added, not compared."""
+        return self.reduce in (REDUCTIONS["sum"], REDUCTIONS["mean"])
+
+    @property
+    def is_plain_sum(self) -> bool:
+        """Whether rows are added as the edges name them, without values of edges."""
+        return self.is_sum and self.value is None and self.col is not None
+
 
 @planned
 def plan(node: Node) -> Plan:

@@ -12,6 +12,7 @@ from zoo import ZOO, build
 import gnnc
 from gnnc.runtime.backend import OFFLINE
 from gnnc.runtime.cuda.build import compiler_version
+from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.machine_code import waiting_kernels
 from gnnc.runtime.cuda.watch import Watch
 
@@ -76,7 +77,7 @@ class Twice(torch.nn.Module):
         return self.layer(self.sum(self.sum(x, edge_index).relu(), edge_index).relu())
 
 
-@pytest.mark.parametrize(("width", "gathered", "others"), [(64, 64, 64), (47, 64, 48)])
+@pytest.mark.parametrize(("width", "gathered", "others"), [(64, 64, 64), (47, 64, 48), (40, 64, 40)])
 def test_rows_that_nothing_gathers_leave_l2_first_and_begin_on_no_line(
     width: int, gathered: int, others: int
 ) -> None:
@@ -89,6 +90,50 @@ def test_rows_that_nothing_gathers_leave_l2_first_and_begin_on_no_line(
     sums = [name for name in executable.unit.names if name.startswith("gnnc::spmm<")]
     found = [stores[re.findall(r"Epilogue\d+", name)[0]] for name in sums]
     assert found == [f"{gathered}, false", f"{others}, true"]
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "plain", "by_stretch"),
+    [
+        (32, torch.bfloat16, 32, 32),  # half a line
+        (33, torch.bfloat16, 48, 64),
+        (43, torch.bfloat16, 64, 64),
+        (40, torch.float32, 40, 64),
+        (65, torch.int8, 96, 128),
+        (130, torch.int8, 160, 256),
+        (40, torch.float64, 40, 40),
+    ],
+)
+def test_rows_that_may_be_summed_by_stretch_begin_on_a_line(
+    width: int, dtype: torch.dtype, plain: int, by_stretch: int
+) -> None:
+    assert CudaEmitter.padded(width, dtype) == plain
+    assert CudaEmitter.padded(width, dtype, by_stretch=True) == by_stretch
+
+
+class Weighted(torch.nn.Module):
+    """A product, and a sum over neighbours: with values of edges, or without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.sum = torch.nn.Linear(16, 40), SimpleConv()
+
+    def forward(
+        self, x: torch.Tensor, edge_index: torch.Tensor, edge_weight: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Multiply, sum."""
+        return self.sum(self.layer(x), edge_index, edge_weight)
+
+
+@pytest.mark.parametrize(("weight", "stride"), [(None, 256), (torch.rand(2000), 160)])
+def test_only_sums_without_values_go_by_stretch(weight: torch.Tensor | None, stride: int) -> None:
+    compiled = gnnc.compile(Weighted().eval(), "fp32", backend="cuda-offline:sm_90")
+    with torch.no_grad(), pytest.raises(gnnc.BackendError, match="not here"):
+        compiled(torch.randn(300, 16), torch.randint(300, (2, 2000)), weight)
+    lines = compiled._last.executable.source.splitlines()
+    sums = [line for line in lines if "launch" in line and "runs_" in line]
+    assert len(sums) == (2 if weight is None else 1)
+    assert all(f".data_ptr(), {stride}, " in line for line in sums)
 
 
 @pytest.mark.parametrize("name", ["gcn", "gat"])

@@ -26,6 +26,9 @@ KINDS = {
     "int8 real": SpmmConfig("i8", 0, value="real", scale="row"),
     "int8 real, one scale": SpmmConfig("i8", 0, value="real"),
     "int8 max": SpmmConfig("i8", 0, "max"),
+    "int8 min, row scales": SpmmConfig("i8", 0, "min", scale="row"),
+    "fp16 min": SpmmConfig("f16", 0, "min"),
+    "bf16 max": SpmmConfig("bf16", 0, "max"),
 }
 IN_ROW = SpmmConfig("i8", 0, scale="in_row")
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -310,6 +313,19 @@ def test_values_that_are_not_finite_show_in_their_rows_only(dtype: torch.dtype) 
     bad = ~want.isfinite()
     assert bad.any() and not got[bad].isfinite().any()
     assert got[~bad.any(1)].isfinite().all() and got[:, 32:].isfinite().all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_extremes_that_are_not_finite_show_where_they_are(dtype: torch.dtype, reduce: str) -> None:
+    g = random_graph(50, 40, 900)
+    x = torch.randn(50, 47)
+    x[::7, 5], x[1::7, 6], x[3, 17] = float("inf"), -float("inf"), float("nan")
+    got = twice(Spmm(on_gpu(g), rows16(x.to(dtype)), reduce=reduce))
+    want = spmm_reference(g.rowptr, g.col, None, x.to(dtype).float(), reduce, g.num_dst)
+    assert want.isnan().any() and want.isinf().any()
+    assert torch.equal(got.nan_to_num(12345.0), want.nan_to_num(12345.0))
 
 
 @pytest.mark.cuda

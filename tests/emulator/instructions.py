@@ -162,12 +162,18 @@ def _rcp_(modifiers: list[str], given: list[str], names: Names) -> str:
 
 
 def _min_(modifiers: list[str], given: list[str], names: Names) -> str:
-    function = "smaller_or_nan" if "NaN" in modifiers else "smaller"
-    return _plain(modifiers, given, names, f"{function}({{0}}, {{1}})", "NaN")
+    return _extreme(modifiers, given, names, "smaller")
 
 
 def _max_(modifiers: list[str], given: list[str], names: Names) -> str:
-    function = "larger_or_nan" if "NaN" in modifiers else "larger"
+    return _extreme(modifiers, given, names, "larger")
+
+
+def _extreme(modifiers: list[str], given: list[str], names: Names, function: str) -> str:
+    function = f"{function}_or_nan" if "NaN" in modifiers else function
+    if modifiers[-1] in ("f16x2", "bf16x2", "f16", "bf16"):
+        kinds = [m for m in modifiers if m != "NaN"]
+        return _halves(kinds, given, names, f"{function}(wide({{0}}), wide({{1}}))")
     return _plain(modifiers, given, names, f"{function}({{0}}, {{1}})", "NaN")
 
 
