@@ -212,16 +212,16 @@ class _Search:
     def _errors(self, gm: GraphModule, run: Any, context: Context) -> tuple[float, float]:
         """Run the lowered program on the examples, and again with scales that are too small for them."""
         assert context.examples is not None
-        error = self._error(run(*context.examples), context)
+        error = self._error(run(*context.examples))
         shrunken = _with_smaller_scales(gm, context.examples)
-        return error, error if shrunken is None else self._error(run(*shrunken), context)
+        return error, error if shrunken is None else self._error(run(*shrunken))
 
-    def _error(self, outputs: Sequence[Any], context: Context) -> float:
-        wanted = self._wanted(context)
+    def _error(self, outputs: Sequence[Any]) -> float:
+        wanted = self._wanted()
         got = [value for value in outputs if isinstance(value, Tensor) and value.is_floating_point()]
         return max((relative_l2(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
 
-    def _wanted(self, context: Context) -> list[Tensor]:
+    def _wanted(self) -> list[Tensor]:
         choice: Choice = self._choice
         assert choice.study.bench is not None
         return choice.study.bench.outputs

@@ -70,7 +70,6 @@ class Captured:
         guards: what later flat tensors must look like.
         out_spec: rebuilds the model's result from the flat user outputs.
         mutations: names of the buffers that the model overwrites (batch norm in train mode).
-        training: whether the model was in train mode.
     """
 
     graph_module: GraphModule
@@ -78,12 +77,6 @@ class Captured:
     guards: Guards
     out_spec: pytree.TreeSpec
     mutations: tuple[str, ...]
-    training: bool
-
-    @property
-    def example_values(self) -> tuple[torch.Tensor, ...]:
-        """The flat input tensors of the traced call."""
-        return self.call.tensors
 
 
 def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Captured:
@@ -103,7 +96,6 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         guards=guards,
         out_spec=program.call_spec.out_spec,
         mutations=mutations,
-        training=model.training,
     )
 
 

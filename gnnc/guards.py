@@ -111,7 +111,7 @@ class Guards:
         return None
 
 
-def guards_of(program: ExportedProgram, call: Call, branches: Sequence[Branch] = ()) -> Guards:
+def guards_of(program: ExportedProgram, call: Call) -> Guards:
     """Read the guards off the placeholders that tracing left."""
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     specs = program.graph_signature.input_specs
@@ -122,7 +122,7 @@ def guards_of(program: ExportedProgram, call: Call, branches: Sequence[Branch] =
         InputGuard(name, tensor.dtype, tensor.device, _shape(node.meta["val"]))
         for name, tensor, node in zip(call.names, call.tensors, placeholders, strict=True)
     )
-    return Guards(inputs, tuple(_narrowed(program)), tuple(branches))
+    return Guards(inputs, tuple(_narrowed(program)))
 
 
 def _compiled(guards: Guards) -> dict[str, Callable[[Sequence[Any]], bool]]:

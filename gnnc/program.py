@@ -152,6 +152,21 @@ def _chosen(choice: Choice, op: OpChoices, number: int) -> Chosen:
     )
 
 
+def _told_of(backend: Backend) -> BackendInfo:
+    """What passes may know of a backend."""
+    return BackendInfo(
+        name=backend.name,
+        precisions=backend.precisions,
+        handle=backend,
+        joint_products=backend.joint_products,
+        joint_messages=backend.joint_messages,
+        edge_products=backend.edge_products,
+        rates=partial(rates_for, backend),
+        timer=timer_of(backend),
+        narrow=backend.narrow,
+    )
+
+
 def build_program(
     model: torch.nn.Module,
     args: Sequence[Any],
@@ -183,17 +198,7 @@ def build_program(
     context = Context(
         precision=options.precision,
         overrides=dict(options.overrides),
-        backend=BackendInfo(
-            options.backend.name,
-            options.backend.precisions,
-            options.backend,
-            options.backend.joint_products,
-            options.backend.joint_messages,
-            options.backend.edge_products,
-            partial(rates_for, options.backend),
-            timer_of(options.backend),
-            options.backend.narrow,
-        ),
+        backend=_told_of(options.backend),
         error_budget=options.error_budget,
         plan=options.plan,
         examples=example_values(model, captured) if use_examples else None,

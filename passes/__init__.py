@@ -1,4 +1,4 @@
-"""Transformations of the graph, one pass a file."""
+"""Transformations of the graph: one pass a file, and the files that a pass is made of."""
 
 if not __name__.startswith("gnnc."):
     raise ImportError("import gnnc.passes: passes alone is a folder of gnnc, not a package")

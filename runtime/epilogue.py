@@ -201,10 +201,10 @@ def _translate(inner: Inner, op: RowOp, program: RowProgram) -> None:
         if op.role == "store":
             _store(inner, op, step, program)
         else:
-            _chain_step(inner, op, step, program)
+            _chain_step(inner, step, program)
 
 
-def _chain_step(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
+def _chain_step(inner: Inner, step: Step, program: RowProgram) -> None:
     name = step.kind.upper()
     program.watched = False
     if name not in Op.__members__:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from gnnc.runtime.checks import check_scales
 from gnnc.runtime.emitter import Buffer, Emitter
-from gnnc.runtime.pool import Arena, ArenaPool, Layout, OutputPool, Region
+from gnnc.runtime.pool import ArenaPool, Layout, OutputPool, Region
 from gnnc.runtime.registry import Choice
 
 _INDENT = "        "
@@ -248,6 +248,3 @@ def _assign_slots(buffers: list[Buffer]) -> None:
         else:
             buffer.slot = len(slots)
             slots.append((buffer.last, size))
-
-
-__all__ = ["Arena", "Executable", "Timing", "check_scales"]

@@ -226,7 +226,7 @@ def _partition(graph: Graph, deps: dict[Node, Deps]) -> list[list[Node]]:
         if node.op not in ("placeholder", "output") and deps[node]:
             members.setdefault(deps[node], []).append(node)
     for key in sorted(members, key=len):
-        host = _only_consumer(key, members, deps)
+        host = _only_consumer(key, members)
         if host is not None and not _is_expensive(members[key]):
             members[host] += members.pop(key)
     position = {node: index for index, node in enumerate(graph.nodes)}
@@ -234,7 +234,7 @@ def _partition(graph: Graph, deps: dict[Node, Deps]) -> list[list[Node]]:
     return sorted(groups, key=lambda nodes: max(len(deps[node]) for node in nodes))
 
 
-def _only_consumer(key: Deps, members: dict[Deps, list[Node]], deps: dict[Node, Deps]) -> Deps | None:
+def _only_consumer(key: Deps, members: dict[Deps, list[Node]]) -> Deps | None:
     home = {node: group for group, nodes in members.items() for node in nodes}
     consumers = {home.get(user, frozenset()) for node in members[key] for user in node.users}
     consumers.discard(key)

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -11,6 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from gnnc.passes import PIPELINE
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"gnnc": ROOT / "gnnc", "gnnc.passes": ROOT / "passes", "gnnc.runtime": ROOT / "runtime"}
@@ -122,3 +125,11 @@ def test_no_file_is_long(folder: str) -> None:
         for path in python_files(ROOT / folder)
     }
     assert not {name: lines for name, lines in lengths.items() if lines > LONGEST_FILE}
+
+
+def test_the_docs_say_which_pass_a_file_belongs_to() -> None:
+    text = (ROOT / "docs" / "how-it-works.md").read_text().partition("## Where it is")[2]
+    files = {path.stem for path in (ROOT / "passes").glob("*.py")} - {"__init__", "pipeline"}
+    assert files <= set(re.findall(r"`([a-z_]+)`", text))
+    rows = re.findall(r"^\| `([a-z_]+)` \|", text, re.M)
+    assert [f"gnnc.passes.{row}" for row in rows] == [type(step).__module__ for step in PIPELINE]

@@ -71,14 +71,6 @@ def symbolic_shape(node: fx.Node) -> tuple[Any, ...]:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
-def hint(size: Any, default: int = 1) -> int:
-    """Return a concrete value of a size: itself, or the traced example's value of a symbol."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    value = size.node.hint
-    return default if value is None else int(value)
-
-
 def node_arg(node: fx.Node, position: int = 0) -> fx.Node:
     """Return an argument that must be a node."""
     found = node.args[position]
