@@ -79,7 +79,19 @@ _FILLS = {
 }
 _VALUE_POSITION = {"aten.new_full.default": 2}
 _DIM_NAMES = ("dim", "dims", "dim0", "dim1")
-_ONE_MORE = ("aten.unsqueeze.default", "aten.stack.default")
+_DIMS_OF_INPUT = frozenset(
+    f"aten.{name}"
+    for name in (
+        "all amax amin any argmax argmin argsort chunk cummax cummin cumprod cumsum flip gather glu "
+        "index_add index_copy index_fill index_reduce index_select linalg_vector_norm log_softmax "
+        "_log_softmax logcumsumexp logsumexp max mean median min mode narrow norm permute prod "
+        "repeat_interleave roll scatter scatter_add scatter_reduce select select_scatter slice "
+        "slice_scatter softmax _softmax sort split split_with_sizes squeeze std std_mean sum sym_size "
+        "tensor_split topk transpose unbind unsafe_split unsafe_split_with_sizes var var_mean"
+    ).split()
+)
+_DIMS_OF_RESULT = frozenset(("aten.cat", "aten.stack", "aten.unsqueeze"))
+"""Their operands may have fewer dimensions: ``cat`` skips an empty vector before matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,13 +315,13 @@ def _unbacked(node: Node) -> set[Any]:
 
 
 def _make_dims_positive(node: Node) -> None:
-    """Count every ``dim`` argument from the front."""
-    schema = getattr(node.target, "_schema", None)
-    ranked = _ranked_input(node)
-    if schema is None or ranked is None:
+    """Count the ``dim`` arguments of the ops that the tables name from the front."""
+    ranked = _ranked_by_dims(node)
+    if ranked is None or not holds_tensor(ranked):
         return
-    rank = len(shape_of(ranked)) + (str(node.target) in _ONE_MORE)
-    for position, parameter in enumerate(schema.arguments):
+    assert isinstance(node.target, torch._ops.OpOverload)
+    rank = len(shape_of(ranked))
+    for position, parameter in enumerate(node.target._schema.arguments):
         if parameter.name not in _DIM_NAMES:
             continue
         if position < len(node.args):
@@ -318,12 +330,12 @@ def _make_dims_positive(node: Node) -> None:
             node.update_kwarg(parameter.name, _positive(node.kwargs[parameter.name], rank))
 
 
-def _ranked_input(node: Node) -> Node | None:
-    """The tensor that ``dim`` counts the dimensions of: the first argument, or its first item."""
-    first = node.args[0] if node.args else None
-    if isinstance(first, list | tuple):
-        first = first[0] if first else None
-    return first if holds_tensor(first) else None
+def _ranked_by_dims(node: Node) -> Any:
+    """The node whose dimensions ``dim`` counts; None of ops that count otherwise, or that we do not know."""
+    name = str(node.target).rpartition(".")[0]
+    if name in _DIMS_OF_RESULT:
+        return node
+    return node.args[0] if name in _DIMS_OF_INPUT else None
 
 
 def _positive(dim: Any, rank: int) -> Any:

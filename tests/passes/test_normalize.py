@@ -98,6 +98,21 @@ def test_dims_count_from_the_front():
     assert dims == {"aten.softmax.int": 1, "aten.sum.dim_IntList": [0], "aten.unsqueeze.default": 1}
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: nn.functional.cosine_similarity(x[0], x, dim=-1),
+        lambda x: torch.diag_embed(x, 0, -3, -2),
+        lambda x: torch.cat([x.new_zeros(0), x, x], -1),
+    ],
+    ids=["broadcast operands", "more dimensions in the result", "no dimensions in the first operand"],
+)
+def test_dims_that_do_not_count_the_first_operands_dimensions(function):
+    x = torch.randn(6, 6)
+    gm = normalized(formula(function), x)
+    assert relative_error(run(gm, formula(function), (x,), {})[0], function(x)) < 1e-6
+
+
 def test_fills_become_full():
     gm = normalized(
         formula(lambda x: torch.zeros_like(x) + x.new_full((x.shape[0], 1), 3.0)), torch.randn(5, 6)

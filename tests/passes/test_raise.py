@@ -310,6 +310,13 @@ def test_refusals_say_why(reason: str):
     assert any(reason in note.text for note in traced.context.notes), traced.context.notes
 
 
+def test_a_similarity_of_messages_with_one_row_stays():
+    def function(x: Tensor, m: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+        return zeros(x).index_add(0, dst, m * nn.functional.cosine_similarity(x[0], m, dim=-1)[:, None])
+
+    assert_equals_eager(trace(formula(function), *graph()), *graph(31, 120))
+
+
 # structure
 
 
