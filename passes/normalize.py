@@ -1,11 +1,10 @@
 """Normalize: one spelling for each thing, so that raising sees regions and not noise.
 
-Asserts, copies, no-op views and casts, expansions that broadcasting does anyway, and dropout in
-eval mode go. Every constant fill becomes
-``aten.full``. Dimensions become non-negative. Equal computations become one node, and each
-symbolic size has one node. Where two masks that are equal merge, the sizes of what they select
-(``u0``, ``u1``) merge too: later shapes are inferred again, or layer 2 would see another graph
-than layer 1.
+Asserts, copies, no-op views, permutations and casts, expansions that broadcasting does anyway, and
+dropout in eval mode go. Every constant fill becomes ``aten.full``. Dimensions become non-negative.
+Equal computations become one node, and each symbolic size has one node. Where two masks that are
+equal merge, the sizes of what they select (``u0``, ``u1``) merge too: later shapes are inferred
+again, or layer 2 would see another graph than layer 1.
 """
 
 import operator
@@ -226,6 +225,17 @@ def _view(node: Node) -> Node | None:
     return node.args[0] if same_shape(shape_of(node), shape_of(node.args[0])) else None
 
 
+def _permutation(node: Node) -> Node | None:
+    """A permutation that leaves every dimension where it is."""
+    if str(node.target) == "aten.permute.default":
+        moves = list(node.args[1]) != sorted(node.args[1])
+    elif str(node.target) == "aten.transpose.int":
+        moves = node.args[1] != node.args[2]
+    else:
+        return None
+    return None if moves else node_arg(node)
+
+
 def _cast(node: Node) -> Node | None:
     if str(node.target) != "aten._to_copy.default":
         return None
@@ -260,7 +270,7 @@ def _times_one(node: Node) -> Node | None:
     return None
 
 
-_RULES: tuple[Callable[[Node], Any], ...] = (_copy, _view, _cast, _dropout, _times_one)
+_RULES: tuple[Callable[[Node], Any], ...] = (_copy, _view, _permutation, _cast, _dropout, _times_one)
 
 
 def _is_plain_full(node: Node) -> bool:

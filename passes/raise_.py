@@ -269,8 +269,16 @@ def _product_parts(node: Node) -> tuple[Node, Node, Node | None, bool] | None:
 
 
 def _transposed_parts(x: Node, weight: Node, bias: Node | None) -> tuple[Any, ...]:
+    return (x, weight.args[0], bias, False) if _is_transposed(weight) else (x, weight, bias, True)
+
+
+def _is_transposed(weight: Node) -> bool:
+    """Whether a matrix is another one with its two dimensions swapped."""
     name = op_name(weight)
-    swaps = name == "t.default" or (
-        name in ("transpose.int", "permute.default") and len(shape_of(weight)) == 2
-    )
-    return (x, weight.args[0], bias, False) if swaps else (x, weight, bias, True)
+    if name == "t.default":
+        return True
+    if len(shape_of(weight)) != 2:
+        return False
+    if name == "permute.default":
+        return [dim % 2 for dim in weight.args[1]] == [1, 0]
+    return name == "transpose.int" and {dim % 2 for dim in weight.args[1:3]} == {0, 1}

@@ -83,6 +83,7 @@ def test_merged_masks_have_one_unbacked_size(gcn):
         (lambda x: x.exp() * x.exp(), ["exp", "mul"]),
         (lambda x: x.softmax(-1) + x.sum(-2), ["softmax", "sum", "add"]),
         (lambda x: x / x.sum(1, keepdim=True).expand_as(x), ["sum", "div"]),
+        (lambda x: x.permute(0, -1) + x.transpose(1, -1).neg(), ["neg", "add"]),
     ],
 )
 def test_what_is_left(function, left):

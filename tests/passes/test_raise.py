@@ -248,6 +248,42 @@ def test_attention_with_edge_features(conv: type[nn.Module]):
         assert_equals_eager(traced, *graph(nodes, edges), torch.randn(edges, 5))
 
 
+# products
+
+WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "permute(0, 1)": lambda w: w.permute(0, 1),
+    "permute(-2, -1)": lambda w: w.permute(-2, -1),
+    "transpose(0, 0)": lambda w: w.transpose(0, 0),
+    "transpose(1, -1)": lambda w: w.transpose(1, -1),
+    "swapaxes(1, 1)": lambda w: w.swapaxes(1, 1),
+    "movedim(0, 0)": lambda w: w.movedim(0, 0),
+    "permute(1, 0)": lambda w: w.permute(1, 0),
+    "permute(-1, -2)": lambda w: w.permute(-1, -2),
+    "transpose(1, 0)": lambda w: w.transpose(1, 0),
+    "transpose(-1, 0)": lambda w: w.transpose(-1, 0),
+    "t": lambda w: w.t(),
+    "T": lambda w: w.T,
+    "mT": lambda w: w.mT,
+}
+
+
+class Product(nn.Module):
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view, self.weight = view, nn.Parameter(torch.randn(F, F))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return zeros(x).index_add(0, edge_index[1], (x @ self.view(self.weight))[edge_index[0]])
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_spellings_of_a_weight_become_one_gemm(name: str):
+    traced = trace(Product(WEIGHTS[name]), *graph())
+    (gemm,) = calls(traced.raised, "gemm")
+    assert gemm.args[1].op == "placeholder"
+    assert_equals_eager(traced, *graph(31, 120))
+
+
 # edge outputs
 
 
