@@ -1,5 +1,6 @@
 """The softmax over the edges of each destination, in the spellings that models use for it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,13 +40,16 @@ def as_softmax(node: Node) -> Softmax | None:
     if not holds_tensor(weight) or not holds_tensor(gathered) or not _is_exp(weight):
         return None
     found = _denominator(gathered)
-    if found is None or found[0].source is not weight:
+    if found is None or found.total.source is not weight:
         return None
-    total, eps = found
+    total, eps = found.total, found.eps
     shifted = node_arg(weight)
     logits = _without_max(shifted, total)
     if logits is None and eps != 0.0:
         return None  # with eps and no maximum, small logits do not normalize to one
+    least = 0.0 if logits is None else 1.0  # the exponential of the largest logit is 1
+    if found.bound > least + min(eps, 0.0):
+        return None
     return _of_rank(Softmax(node, logits if logits is not None else shifted, total, eps))
 
 
@@ -59,27 +63,39 @@ def _of_rank(found: Softmax) -> Softmax | None:
     return found if narrow else None
 
 
-def _denominator(node: Node) -> tuple[Scatter, float] | None:
-    """``(sum + eps)[index]`` or ``sum[index] + eps``: the summing scatter and eps."""
-    node, outer = _without_eps(node)
+@dataclass(frozen=True)
+class _Denominator:
+    """``(total + eps).clamp(min=bound)``, in either order."""
+
+    total: Scatter
+    eps: float
+    bound: float
+
+
+def _denominator(node: Node) -> _Denominator | None:
+    """Read ``(sum + eps)[index]`` or ``sum[index] + eps``, with or without a bound."""
+    node, outer_eps, outer_bound = _without_eps(node)
     gather = as_gather(node)
     if gather is None:
         return None
-    table, inner = _without_eps(gather.table)
+    table, inner_eps, inner_bound = _without_eps(gather.table)
     total = as_scatter(table)
     if not isinstance(total, Scatter) or total.reduce != "sum" or total.index is not gather.index:
         return None
     zero = op_name(total.base) == "full.default" and total.base.args[1] == 0
-    return (total, outer + inner) if zero else None
+    return _Denominator(total, outer_eps + inner_eps, max(outer_bound, inner_bound)) if zero else None
 
 
-def _without_eps(node: Node) -> tuple[Node, float]:
-    if op_name(node) in ("add.Tensor", "add.Scalar") and isinstance(node.args[1], int | float):
-        if argument(node, 2, "alpha", 1) == 1:
-            return node.args[0], float(node.args[1])
-    if op_name(node) in ("clamp.default", "clamp_min.default") and len(node.args) == 2:
-        return node.args[0], float(node.args[1])
-    return node, 0.0
+def _without_eps(node: Node) -> tuple[Node, float, float]:
+    """What a number is added to, or what is not to be less than one; the first number, and the second."""
+    name = op_name(node)
+    if len(node.args) != 2 or not isinstance(node.args[1], int | float):
+        return node, 0.0, -math.inf
+    if name in ("add.Tensor", "add.Scalar") and node.kwargs.get("alpha", 1) == 1:
+        return node_arg(node), float(node.args[1]), -math.inf
+    if name in ("clamp.default", "clamp_min.default"):
+        return node_arg(node), 0.0, float(node.args[1])
+    return node, 0.0, -math.inf
 
 
 def _without_max(node: Node, total: Scatter) -> Node | None:

@@ -191,6 +191,51 @@ def test_spellings_of_a_softmax_become_edge_softmax(form: str):
     assert_equals_eager(traced, *graph(31, 120))
 
 
+TOPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "own": lambda logits, top, dst: top[dst],
+    "one": lambda logits, top, dst: logits.max(),
+    "none": lambda logits, top, dst: torch.zeros_like(logits),
+}
+BOUNDS: dict[str, tuple[str, Callable[[Tensor], Tensor], bool]] = {
+    "of 1e-12": ("own", lambda total: total.clamp(min=1e-12), True),
+    "of 0.01": ("own", lambda total: total.clamp(min=0.01), True),
+    "of 1": ("own", lambda total: total.clamp(min=1.0), True),
+    "clamp_min": ("own", lambda total: total.clamp_min(0.5), True),
+    "above one": ("own", lambda total: total.clamp(min=1.5), False),
+    "above a lowered sum": ("own", lambda total: (total + -0.5).clamp(min=1.0), False),
+    "on both sides": ("own", lambda total: total.clamp(0.5, 1.5), False),
+    "by a size": ("own", lambda total: total.clamp(min=total.shape[0]), False),
+    "of 0.9 with one maximum": ("one", lambda total: total.clamp(min=0.9), False),
+    "of 0 with one maximum": ("one", lambda total: total.clamp(min=0), True),
+    "of 5 without a maximum": ("none", lambda total: total.clamp(min=5.0), False),
+}
+
+
+def softmax_formula(
+    shift: Callable[[Tensor, Tensor, Tensor], Tensor], bound: Callable[[Tensor], Tensor], lower: float = 0.0
+) -> Formula:
+    """Attention whose logits lose ``shift``, and whose sums go through ``bound``."""
+
+    def function(x: Tensor, m: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+        logits = (m * x[dst]).mean(-1) - lower
+        top = low(x[:, 0]).scatter_reduce(0, dst, logits, "amax")
+        weight = (logits - shift(logits, top, dst)).exp()
+        total = torch.zeros(x.shape[0]).index_add(0, dst, weight)
+        return zeros(x).index_add(0, dst, m * (weight / bound(total)[dst])[:, None])
+
+    return formula(function)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_bound_of_the_sum_adds_nothing_to_it(name: str):
+    top, bound, is_softmax = BOUNDS[name]
+    traced = trace(softmax_formula(TOPS[top], bound), *graph())
+    assert count(traced.raised, "edge_softmax") == is_softmax
+    sizes = [(31, 120), *SIZES] if top == "own" else [(31, 120)]  # no maximum of no logits
+    for nodes, edges in sizes:
+        assert_equals_eager(traced, *graph(nodes, edges))
+
+
 def test_exponentials_with_eps_and_no_maximum_are_no_softmax():
     def function(x: Tensor, m: Tensor, src: Tensor, dst: Tensor) -> Tensor:
         weight = (m * x[dst]).mean(-1).exp()
