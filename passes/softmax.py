@@ -1,7 +1,6 @@
 """The softmax over the edges of each destination, in the spellings that models use for it."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,6 @@ from gnnc.passes.emit import argument, holds_tensor, same_size, shape_of
 from gnnc.passes.rowwise import Scatter, as_gather, as_scatter, op_name
 
 _VERY_LOW = -1e30
-_FIXUPS = ("masked_fill.Scalar", "nan_to_num.default", "clamp.default", "clamp_min.default")
 
 
 @dataclass(frozen=True)
@@ -44,13 +42,13 @@ def as_softmax(node: Node) -> Softmax | None:
         return None
     total, eps = found.total, found.eps
     shifted = node_arg(weight)
-    logits = _without_max(shifted, total)
-    if logits is None and eps != 0.0:
-        return None  # with eps and no maximum, small logits do not normalize to one
-    least = 0.0 if logits is None else 1.0  # the exponential of the largest logit is 1
+    logits, is_exact = _without_max(shifted, total) or (shifted, False)
+    if not is_exact and eps != 0.0:
+        return None  # with eps and not the maximum, small logits do not normalize to one
+    least = 1.0 if is_exact else 0.0  # the exponential of the largest logit is 1
     if found.bound > least + min(eps, 0.0):
         return None
-    return _of_rank(Softmax(node, logits if logits is not None else shifted, total, eps))
+    return _of_rank(Softmax(node, logits, total, eps))
 
 
 def _is_exp(node: Node) -> bool:
@@ -98,32 +96,66 @@ def _without_eps(node: Node) -> tuple[Node, float, float]:
     return node, 0.0, -math.inf
 
 
-def _without_max(node: Node, total: Scatter) -> Node | None:
-    """``l`` of ``l - max(l)[index]``."""
+def _without_max(node: Node, total: Scatter) -> tuple[Node, bool] | None:
+    """``l`` of ``l - max(l)[index]``, and whether that is the maximum in all rows with edges."""
     if op_name(node) != "sub.Tensor" or argument(node, 2, "alpha", 1) != 1:
         return None
     logits, gathered = node.args[:2]
     gather = as_gather(gathered) if holds_tensor(gathered) else None
     if gather is None or gather.index is not total.index:
         return None
-    top = as_scatter(_without_fixups(gather.table))
+    maximum, is_exact = _without_fixups(gather.table)
+    top = as_scatter(maximum)
     if not isinstance(top, Scatter) or top.reduce != "max" or top.index is not total.index:
         return None
     neutral = not top.include_base or _is_very_low(top.base)
-    return logits if neutral and top.source is logits else None
+    return (logits, is_exact) if neutral and top.source is logits else None
 
 
-def _without_fixups(node: Node) -> Node:
-    """Skip what replaces the maximum of rows without edges: nobody reads those rows."""
-    while op_name(node) in (*_FIXUPS, "where.self", "where.ScalarOther"):
-        parts: Sequence[Any] = node.args[1:] if op_name(node).startswith("where") else node.args[:1]
-        scatters: list[Node] = [part for part in parts if isinstance(part, Node) and holds_tensor(part)]
-        scatters = [part for part in scatters if part.op == "call_function"]
-        scatters = [part for part in scatters if op_name(part) != "full.default"]
-        if len(scatters) != 1 or (op_name(node) == "clamp.default" and len(node.args) > 2):
-            return node
-        node = scatters[0]
-    return node
+def _without_fixups(node: Node) -> tuple[Node, bool]:
+    """Skip what replaces maxima; whether it does so only in rows without edges, which nobody reads."""
+    is_exact = True
+    while (found := _fixed_up(node)) is not None:
+        node, is_exact = found[0], is_exact and found[1]
+    return node, is_exact
+
+
+def _fixed_up(node: Node) -> tuple[Node, bool] | None:
+    """What ``node`` replaces values of, and whether they are all infinite."""
+    name = op_name(node)
+    if name == "nan_to_num.default":
+        return node_arg(node), True
+    if name in ("clamp.default", "clamp_min.default"):
+        return (node_arg(node), False) if len(node.args) == 2 else None
+    if name == "masked_fill.Scalar":
+        return node_arg(node), _says_infinite(node.args[1], node_arg(node))
+    if name not in ("where.self", "where.ScalarOther", "where.ScalarSelf"):
+        return None
+    condition, chosen, other = node.args
+    computed = [part for part in (chosen, other) if _is_computed(part)]
+    if len(computed) != 1:
+        return None
+    (kept,) = computed
+    return kept, (_says_finite if kept is chosen else _says_infinite)(condition, kept)
+
+
+def _is_computed(part: Any) -> bool:
+    return holds_tensor(part) and part.op == "call_function" and op_name(part) != "full.default"
+
+
+def _says_infinite(mask: Any, top: Node) -> bool:
+    """Whether a mask is of infinite maxima: those of rows without edges, if all is well."""
+    if op_name(mask) in ("isinf.default", "isneginf.default"):
+        return mask.args[0] is top
+    return op_name(mask) == "eq.Scalar" and mask.args == (top, -math.inf)
+
+
+def _says_finite(mask: Any, top: Node) -> bool:
+    if op_name(mask) in ("bitwise_not.default", "logical_not.default"):
+        return _says_infinite(mask.args[0], top)
+    if op_name(mask) == "isfinite.default":
+        return mask.args[0] is top
+    return op_name(mask) in ("ne.Scalar", "gt.Scalar") and mask.args == (top, -math.inf)
 
 
 def _is_very_low(node: Node) -> bool:

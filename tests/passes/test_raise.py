@@ -236,6 +236,37 @@ def test_a_bound_of_the_sum_adds_nothing_to_it(name: str):
         assert_equals_eager(traced, *graph(nodes, edges))
 
 
+FIXUPS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "nan_to_num": (lambda top: top.nan_to_num(neginf=0), True),
+    "where isinf": (lambda top: torch.where(top.isinf(), torch.zeros_like(top), top), True),
+    "where isinf, a number": (lambda top: torch.where(top.isinf(), 0.0, top), True),
+    "where isfinite": (lambda top: torch.where(top.isfinite(), top, 0.0), True),
+    "where not isinf": (lambda top: torch.where(~top.isinf(), top, 0.0), True),
+    "where more than -inf": (lambda top: torch.where(top > -torch.inf, top, 0.0), True),
+    "masked_fill isneginf": (lambda top: top.masked_fill(top.isneginf(), 0), True),
+    "masked_fill == -inf": (lambda top: top.masked_fill(top == -torch.inf, 0), True),
+    "clamp": (lambda top: top.clamp(min=0), False),
+    "clamp_min": (lambda top: top.clamp_min(0), False),
+    "where negative": (lambda top: torch.where(top > 0, top, torch.zeros_like(top)), False),
+    "where isinf, the wrong way": (lambda top: torch.where(top.isinf(), top, torch.zeros_like(top)), False),
+    "masked_fill negative": (lambda top: top.masked_fill(top < 0, 0), False),
+    "masked_fill not isinf": (lambda top: top.masked_fill(~top.isinf(), 0), False),
+    "clamp after nan_to_num": (lambda top: top.nan_to_num().clamp(min=0), False),
+}
+
+
+@pytest.mark.parametrize("name", FIXUPS)
+@pytest.mark.parametrize("end", ["eps", "bound", "neither"])
+def test_maxima_of_rows_with_edges_may_change_only_without_eps(name: str, end: str):
+    fixup, is_exact = FIXUPS[name]
+    ends = {"eps": lambda t: t + 1e-3, "bound": lambda t: t.clamp(min=0.5), "neither": lambda t: t}
+    model = softmax_formula(lambda logits, top, dst: fixup(top)[dst], ends[end], lower=12.0)
+    traced = trace(model, *graph())
+    assert count(traced.raised, "edge_softmax") == (is_exact or end == "neither")
+    for nodes, edges in [(31, 120), *SIZES]:
+        assert_equals_eager(traced, *graph(nodes, edges))
+
+
 def test_exponentials_with_eps_and_no_maximum_are_no_softmax():
     def function(x: Tensor, m: Tensor, src: Tensor, dst: Tensor) -> Tensor:
         weight = (m * x[dst]).mean(-1).exp()
