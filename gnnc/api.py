@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import re
 import statistics
 import threading
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,10 @@ from gnnc.watch import Watch, autocast_mode
 
 _REMEMBERED_FORMS = 256
 _PROFILE_RUNS = 5
+_INTEGERS_MEET = re.compile(
+    r"have the same dtype, but got.*\b(?:long|int|short|char|byte|bool)\b", re.IGNORECASE
+)
+"""What torch says of a product of integers and floats."""
 
 
 def compile(  # noqa: A001  the name is the public contract
@@ -236,7 +241,7 @@ class CompiledModel(torch.nn.Module):
 
     def _dtype_error(self, call: Call, error: RuntimeError) -> RuntimeError:
         """What to raise for an error of a run: a trace does not see that integers meet float weights."""
-        if "dtype" not in str(error):
+        if not _INTEGERS_MEET.search(str(error)):
             return error
         whole = [
             name

@@ -28,7 +28,13 @@ from gnnc.passes.emit import (
 NARROW = 16
 """Edge values of at most this many columns are worth storing for every edge."""
 
-_RESHAPES = ("view", "reshape", "_unsafe_view", "expand", "flatten")
+_RESHAPES = (
+    "view.default",
+    "reshape.default",
+    "_unsafe_view.default",
+    "expand.default",
+    "flatten.using_ints",
+)
 _REDUCTIONS = {
     "sum.dim_IntList": 1,
     "mean.dim": 1,
@@ -77,8 +83,7 @@ def row_inputs(node: Node) -> tuple[Node, ...] | None:
     name = op_name(node)
     if not name:
         return None
-    overload = name.partition(".")[0]
-    if overload in _RESHAPES:
+    if name in _RESHAPES:
         return _kept_rows(node)
     for table, rule in _RULES:
         if name in table:

@@ -19,6 +19,8 @@ from gnnc.runtime.checks import check_finite
 from gnnc.runtime.sizes import Sizes, expression, typical
 
 _FOREVER = 1 << 60
+_DENSE_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+"""Memory of ours has padded rows, which these refuse to take as they are."""
 _ROW_BYTES = {torch.int8: 64, torch.uint8: 64, torch.bfloat16: 16, torch.float16: 16, torch.float32: 16}
 
 
@@ -352,7 +354,7 @@ class Emitter:
     def _view(self, node: Node) -> str:
         source = self.exact(_first(node))
         rest = ", ".join(self.argument(arg) for arg in node.args[1:])
-        target = torch.ops.aten.reshape.default if "view" in str(node.target) else node.target
+        target = torch.ops.aten.reshape.default if node.target in _DENSE_VIEWS else node.target
         return self._assign("v", f"{self.bind(target, 'view')}({source}, {rest})")
 
     def _matrix_form(self, node: Node, value: Value, width: int) -> str:

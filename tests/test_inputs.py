@@ -192,3 +192,30 @@ def test_the_check_of_scales_can_be_turned_off(model):
     x, edge_index, batch = good()
     x[3, 2] = float("inf")
     compiled(x, edge_index, batch)
+
+
+class Looks(nn.Module):
+    """A product in a given dtype, and values of it by number."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.dtype = dtype
+
+    def forward(self, x, ids):
+        return (x @ self.weight.to(self.dtype))[ids]
+
+
+@torch.no_grad()
+def test_integers_where_the_model_has_floats_are_named():
+    compiled = gnnc.compile(Looks().eval(), "fp32")
+    with pytest.raises(gnnc.InputError, match=r"x, ids holds integers .* pass x\.float\(\)"):
+        compiled(X.long(), torch.arange(3))
+
+
+@torch.no_grad()
+def test_integers_are_not_blamed_for_other_dtypes():
+    compiled = gnnc.compile(Looks(torch.float64).eval(), "fp32")
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        compiled(X, torch.arange(3))
+    assert not isinstance(caught.value, gnnc.InputError)

@@ -10,7 +10,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 _UNTAGGED = frozenset(("aten::leaky_relu", "aten::hardswish", "aten::_prelu_kernel"))
 """Pointwise ops that torch does not tag as such, some of them before version 2.13 only."""
 
-_VIEWS = frozenset(("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "alias", "detach"))
+_aten = torch.ops.aten
+_VIEWS = frozenset(
+    {
+        _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.unsqueeze.default,
+        _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.flatten.using_ints,
+        _aten.alias.default, _aten.detach.default,
+    }
+)  # fmt: skip
 
 
 def shape_of(node: Node) -> tuple[Any, ...] | None:
@@ -45,13 +52,7 @@ def is_pointwise(node: Node) -> bool:
 
 def is_view(node: Node) -> bool:
     """Whether a node only gives a tensor another shape."""
-    target = node.target
-    return (
-        node.op == "call_function"
-        and isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "aten"
-        and target._schema.name.removeprefix("aten::") in _VIEWS
-    )
+    return node.op == "call_function" and node.target in _VIEWS
 
 
 def argument(node: Node, index: int, name: str, default: Any) -> Any:

@@ -429,6 +429,16 @@ def test_a_similarity_of_messages_with_one_row_stays():
     assert_equals_eager(trace(formula(function), *graph()), *graph(31, 120))
 
 
+def test_bits_of_messages_are_no_reshape():
+    def function(x: Tensor, m: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+        powers = (m.view(torch.int32) & 0x7F800000).view(torch.float32)
+        return zeros(x).index_add(0, dst, powers * x[dst])
+
+    traced = trace(formula(function), *graph())
+    for nodes, edges in [(31, 120), *SIZES]:
+        assert_equals_eager(traced, *graph(nodes, edges))
+
+
 # structure
 
 

@@ -189,6 +189,23 @@ def test_a_result_that_is_a_view_of_a_temporary_is_the_callers(backend):
 
 
 @BACKENDS
+def test_the_bits_of_a_temporary_are_the_callers(backend):
+    b = Builder()
+    x = b.input(torch.randn(9, WIDTH), "x")
+    w = b.input(torch.randn(6, WIDTH), "w", "parameter", rows=False)
+    bits = b.call(aten.view.dtype, b.call(ops.gemm.default, x, w), torch.int32)
+    run = Executable(b.build(bits, backend=backend))
+    values = [torch.randn(30000, WIDTH), b.values[1]]
+    (kept,) = run(*values)
+    copy = kept.clone()
+    product = values[0] @ values[1].t()
+    torch.testing.assert_close(copy.view(torch.float32), product, rtol=1e-4, atol=1e-4)
+    for _ in range(3):
+        run(torch.randn(30000, WIDTH), b.values[1])
+    assert torch.equal(kept, copy)
+
+
+@BACKENDS
 def test_results_may_be_inputs_constants_and_repeated(backend):
     b = Builder()
     x = b.input(torch.randn(9, WIDTH), "x")
