@@ -273,6 +273,8 @@ def index_vector(expanded: Any, dim: int) -> Node | None:
     node = expanded
     while isinstance(node, Node) and len(shape_of(node)) > 1:
         if op_name(node) in ("expand.default", "repeat.default"):
+            if len(shape_of(node.args[0])) < len(shape_of(node)):
+                return None  # a new dimension comes first: the index varies along another one
             node = node.args[0]
             continue
         if op_name(node) not in ("view.default", "reshape.default", "unsqueeze.default"):

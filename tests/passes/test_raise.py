@@ -429,6 +429,29 @@ def test_a_similarity_of_messages_with_one_row_stays():
     assert_equals_eager(trace(formula(function), *graph()), *graph(31, 120))
 
 
+SPREADS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "expand": lambda index, n: index.expand(n, n),
+    "expand twice": lambda index, n: index.expand(1, n).expand(n, n),
+    "repeat": lambda index, n: index.repeat(n, 1),
+}
+
+
+@pytest.mark.parametrize("name", SPREADS)
+@pytest.mark.parametrize("reads", [True, False])
+def test_an_index_of_the_columns_is_not_one_of_the_rows(name: str, reads: bool):
+    class Square(nn.Module):
+        def forward(self, x: Tensor, index: Tensor) -> Tensor:
+            n, rows = x.shape[0], x[index]
+            spread = SPREADS[name](index, n)
+            if reads:
+                return zeros(x).index_add(0, index, x.gather(0, spread) * 2.0 + rows)
+            return zeros(x).scatter_add(0, spread, x * rows)
+
+    args = torch.randn(F, F), torch.randint(F, (F,))
+    traced = trace(Square(), *args)
+    assert_equals_eager(traced, *args)
+
+
 def test_bits_of_messages_are_no_reshape():
     def function(x: Tensor, m: Tensor, src: Tensor, dst: Tensor) -> Tensor:
         powers = (m.view(torch.int32) & 0x7F800000).view(torch.float32)
