@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from gnnc.passes.bodies import BodyBuilder
 from gnnc.passes.emit import holds_tensor, same_shape, same_size, shape_of
-from gnnc.passes.factors import Factor, factors_of, squeezed
+from gnnc.passes.factors import Factor, factors_of, of_one_rank, squeezed
 from gnnc.passes.region import Csr, Order, Regions
 from gnnc.passes.rowwise import is_narrow, op_name, rows_of
 from gnnc.passes.softmax import Softmax
@@ -109,7 +109,7 @@ def _split(
         return None
     ((index, table),) = tables.items()
     flat = [part for factor in narrow for part in squeezed(factor, rank, regions)]
-    return index, table, flat, constants
+    return index, table, of_one_rank(flat, regions), constants
 
 
 def _wide_end(regions: Regions, factor: Factor, node: Node, order: Order) -> tuple[Node, Node] | None:

@@ -1,6 +1,6 @@
 """Products of edge values, flattened: ``alpha.unsqueeze(-1) * x_j`` is ``[alpha, x_j]``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +75,20 @@ def squeezed(factor: Factor, rank: int, regions: "Regions") -> list[Factor]:
         for dim in range(len(shape_of(value)) - 1, len(wanted) - 1, -1):
             inner = _squeeze(inner, dim, regions)
     return factors_of(inner, regions, factor.inverted)
+
+
+def of_one_rank(factors: list[Factor], regions: "Regions") -> list[Factor]:
+    """Squeezed factors, ``[E]`` or ``[E, H]``: where there are both, vectors become columns."""
+    ranks = {len(shape_of(factor.value)) for factor in factors}
+    if len(ranks) < 2:
+        return factors
+    columns = []
+    for factor in factors:
+        value = factor.value
+        if len(shape_of(value)) == 1:
+            value = regions.emitter.call(aten.unsqueeze.default, value, 1, layer=value.meta["layer"])
+        columns.append(replace(factor, value=value))
+    return columns
 
 
 def _before_reshapes(node: Node, wanted: tuple[Any, ...]) -> Node | None:

@@ -119,6 +119,9 @@ def _problem_of_sizes(call: Call) -> str | None:
         )
     if call.op in _SPARSE and _differ(call.rows("value"), edges):
         return f"has {call.rows('value')} edge values for {edges} edges; give each edge one, in CSR order"
+    value, x = call.tensor("value"), call.tensor("x")
+    if value is not None and x is not None and value.dim() == 2 and _differ(value.shape[1], x.shape[1]):
+        return f"has {value.shape[1]} values an edge for {x.shape[1]} heads of x; give each head one, or all"
     for name in ("x_scale", "shift"):
         if _differ(call.rows(name), call.rows("x")):
             return (

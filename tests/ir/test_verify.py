@@ -194,6 +194,11 @@ def too_few_edge_values(g: Graph) -> fx.Node:
     return g.spmm(value=g.scale)
 
 
+def values_for_other_heads(g: Graph) -> fx.Node:
+    heads = g.input("heads", (5, 2, 4))
+    return g.spmm(value=g.input("alpha", (12, 3)), x=heads)
+
+
 def too_few_row_scales(g: Graph) -> fx.Node:
     args = (g.rowptr, g.col, None, g.codes, g.input("four", (4,)), None, "sum", 5)
     return g.raw(gnnc.qspmm.default, *args)
@@ -305,6 +310,7 @@ BROKEN: dict[Breaker, str] = {
     too_many_bits: r"has bits 99; use one of 1..16",
     rows_that_rowptr_lacks: r"makes 7 rows, but rowptr has 6 entries; num_dst is one less",
     too_few_edge_values: r"has 5 edge values for 12 edges; give each edge one",
+    values_for_other_heads: r"has 3 values an edge for 2 heads of x; give each head one, or all",
     too_few_row_scales: r"has 4 entries of x_scale for 5 rows of x; give each row one",
     two_kinds_of_row_scale: r"has both x_scale and shift; .*leave one out",
     inner_widths_differ: r"multiplies rows of 8 with a weight for 4; see whether w_is_kn is right",

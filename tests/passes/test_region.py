@@ -1,10 +1,13 @@
-"""Regions: edges have one order, whenever a model reads which edges there are."""
+"""Regions: one order of the edges, whenever a model reads which there are, and factors of one rank."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch_geometric.nn import HypergraphConv
+from torch_geometric.utils import softmax
 from traced import count, eager, relative_error, trace
 
 N, F = 9, 20
@@ -87,3 +90,39 @@ def test_indices_may_be_read_in_any_order(function: Callable[..., Tensor], order
         args = graph(nodes, edges)
         (got,), (want,) = traced.run(traced.raised, *args), eager(model, *args)
         assert relative_error(got, want) < 1e-5
+
+
+# factors of other ranks than the attention's
+
+
+def heads_by_norm(x: Tensor, edge_index: Tensor, heads: int) -> Tensor:
+    """Attention of several heads times a weight of the edge, and times one of its destination."""
+    src, dst = edge_index
+    h = x.view(-1, heads, F // heads)
+    weight = softmax(h[src].mean(-1) + h[dst].amax(-1), dst, num_nodes=x.shape[0])
+    degree = summed(torch.ones(dst.shape[0]), dst, x.shape[0])
+    parity = ((src + dst) % 3).float() + 0.5
+    message = weight.unsqueeze(-1) * (parity.view(-1, 1, 1) * h[src])
+    return summed(message / degree[dst].view(-1, 1, 1), dst, x.shape[0]).mean(1)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_weights_of_edges_multiply_those_of_heads(heads: int) -> None:
+    model = Spelled(partial(heads_by_norm, heads=heads))
+    traced = trace(model, *graph())
+    (spmm,) = (n for n in traced.raised.graph.nodes if str(n.target) == "gnnc.spmm.default")
+    assert tuple(spmm.args[2].meta["val"].shape[1:]) == (heads,)
+    for nodes, edges in [(N, 40), (31, 120), (7, 0)]:
+        args = graph(nodes, edges)
+        (got,), (want,) = traced.run(traced.raised, *args), eager(model, *args)
+        assert relative_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_attention_on_a_hypergraph(heads: int) -> None:
+    conv = HypergraphConv(F, 8, use_attention=True, heads=heads, concat=False)
+    x, members = torch.randn(N, F), torch.stack([torch.arange(N), torch.arange(N) % N])
+    given = x, members, None, torch.randn(N, F)
+    traced = trace(conv, *given)
+    (got,), (want,) = traced.run(traced.raised, *given), eager(conv, *given)
+    assert relative_error(got, want) < 1e-5
