@@ -38,6 +38,7 @@ from gnnc.program import Options, Program, build_program, find
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.pool import OutputPool
 from gnnc.signature import describe_arguments, is_graph_name, missing_arguments, validate
+from gnnc.sparse import forget_components
 from gnnc.steady import Steady, steady
 from gnnc.tracing import CLOCK, LOCK
 from gnnc.watch import Watch, autocast_mode
@@ -455,6 +456,7 @@ class CompiledModel(torch.nn.Module):
         for program in self._all_programs():
             program.clear()
         self._pool.clear()
+        forget_components()
 
     def save_plan(self, path: str | Path) -> None:
         """Write the chosen precisions as JSON: ``{"layers": {layer: {op: precision}}}``.

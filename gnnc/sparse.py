@@ -11,7 +11,8 @@ Emitting ``gnnc.spmm`` over the caller's ``crow_indices`` would save a sort but 
 indices reach the kernels; as edges they pass through ``gnnc.csr``, which validates and copies.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from gnnc.runtime.structure_cache import state
 
 _COMPRESSED = {
     torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, ("crow", "col")),
@@ -30,7 +33,24 @@ _TRANSPOSED_FORM = {
     torch.sparse_coo: torch.sparse_coo,
 }
 _LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo)
-_COMPONENTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A matrix that was taken apart.
+
+    Attributes:
+        parts: its ``components``.
+        seen: what told it from what it was before.
+        copies: what its tensors held, where no version tells of writes into them.
+    """
+
+    parts: dict[str, torch.Tensor]
+    seen: tuple[Hashable, ...]
+    copies: tuple[torch.Tensor, ...]
+
+
+_KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def is_sparse(value: Any) -> bool:
@@ -43,14 +63,24 @@ def components(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
 
     CSR: crow [rows + 1], col [E], values [E], columns [columns, 0]; CSC: ccol, row, values,
     rows [rows, 0]; COO: indices [2, E], values [E], shape [rows, columns, 0]. The empty tensors
-    carry a size. The same objects are returned for the same matrix, so that a cache keyed by
-    the identity of its inputs knows them again.
+    carry a size. Each is the same object for as long as it holds for the matrix, so that a cache
+    keyed by the identity of its inputs knows it again.
     """
-    known = _COMPONENTS.get(matrix)
-    if known is None:
-        known = _take_apart(matrix)
-        _COMPONENTS[matrix] = known
-    return known
+    known = _KNOWN.get(matrix)
+    sources, seen = _look(matrix)
+    if known is not None and known.seen == seen and all(map(torch.equal, known.copies, sources)):
+        return known.parts
+    copies = _copies(matrix, sources)
+    parts = _take_apart(matrix)
+    if known is not None:
+        parts = _kept(known.parts, parts)
+    _KNOWN[matrix] = _Known(parts, seen, copies)
+    return parts
+
+
+def forget_components() -> None:
+    """Take every matrix apart anew: for writes that nothing shows."""
+    _KNOWN.clear()
 
 
 def operand(
@@ -167,6 +197,27 @@ class SparseMode(TorchFunctionMode):
         if constructor is not None:
             return constructor(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _look(matrix: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[Hashable, ...]]:
+    """The tensors that a matrix holds, and what tells them from what they were before."""
+    if matrix.layout == torch.sparse_coo:
+        sources = matrix._indices(), matrix._values()
+        return sources, (matrix.is_coalesced(), *map(state, sources))
+    pointer, plain, _ = _COMPRESSED[matrix.layout]
+    sources = pointer(matrix), plain(matrix), matrix.values()
+    return sources, tuple(map(state, sources))
+
+
+def _copies(matrix: torch.Tensor, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Only the parts of a matrix that is not coalesced are copies; others show what is written."""
+    raw = matrix.layout == torch.sparse_coo and not matrix.is_coalesced()
+    return tuple(source.clone() for source in sources) if raw and matrix.is_inference() else ()
+
+
+def _kept(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The new parts, but the old objects for those that lie where they lay."""
+    return {name: old[name] if state(old[name]) == state(part) else part for name, part in new.items()}
 
 
 def _take_apart(matrix: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import gnnc
+from gnnc.sparse import components
 
 WIDTH = 12
 SIZES = [(50, 300), (31, 90), (7, 0)]
@@ -193,3 +194,79 @@ def test_offsets_of_a_matrix_made_in_forward_are_checked(dtype):
     given[0][5] = 10**6
     with pytest.raises(gnnc.GraphError, match=r"\[6\] = \d+ after 1000000 is no offset"):
         compiled(x, given)
+
+
+def values_of(adjacency: Tensor) -> Tensor:
+    return adjacency._values() if adjacency.layout == torch.sparse_coo else adjacency.values()
+
+
+def repeated(adjacency: Tensor) -> Tensor:
+    """The same edges twice, in a COO matrix that is not coalesced."""
+    indices, values = adjacency.indices().repeat(1, 2), adjacency.values().repeat(2)
+    return torch.sparse_coo_tensor(indices, values, adjacency.shape)
+
+
+IN_PLACE: dict[str, Callable[[Tensor], object]] = {
+    "multiplied": lambda adjacency: adjacency.mul_(2),
+    "values multiplied": lambda adjacency: values_of(adjacency).mul_(3),
+    "copied into": lambda adjacency: adjacency.copy_(adjacency * -0.5),
+    "zeroed": lambda adjacency: adjacency.zero_(),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "repeated"])
+def test_an_adjacency_edited_in_place_is_seen(layout, mode):
+    compiled, x = gnnc.compile(Product(), "fp32"), torch.randn(50, WIDTH)
+    with mode():
+        for edit in IN_PLACE.values():
+            adjacency = {**LAYOUTS, "repeated": repeated}[layout](matrix(50, 50, 290, 0))
+            assert_equal(compiled, x, adjacency)
+            edit(adjacency)
+            assert_equal(compiled, x, adjacency)
+            assert_equal(compiled, x, adjacency)
+    assert "\n  2. " not in compiled.explain()
+
+
+@torch.no_grad()
+def test_other_edges_put_into_an_adjacency_are_seen():
+    compiled, x = gnnc.compile(Product(), "fp32"), torch.randn(50, WIDTH)
+    for layout in ("csr", "coo"):
+        adjacency, other = (LAYOUTS[layout](matrix(50, 50, count, 0)) for count in (290, 90))
+        assert_equal(compiled, x, adjacency)
+        adjacency.resize_as_sparse_(other).copy_(other)
+        assert_equal(compiled, x, adjacency)
+    adjacency = matrix(50, 50, 290, 0)
+    assert_equal(compiled, x, adjacency)
+    adjacency.add_(matrix(50, 50, 90, 1))
+    assert_equal(compiled, x, adjacency)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", [*LAYOUTS, "repeated"])
+def test_writes_around_torch_are_seen_once_the_cache_is_cleared(layout):
+    compiled, x = gnnc.compile(Product(), "fp32"), torch.randn(50, WIDTH)
+    adjacency = {**LAYOUTS, "repeated": repeated}[layout](matrix(50, 50, 290, 0))
+    assert_equal(compiled, x, adjacency)
+    values_of(adjacency).numpy()[:] *= 3
+    compiled.clear_cache()
+    assert_equal(compiled, x, adjacency)
+
+
+def test_an_adjacency_that_stays_as_it_is_is_taken_apart_once():
+    for layout in LAYOUTS:
+        adjacency = LAYOUTS[layout](repeated(matrix(50, 50, 290, 0)))
+        first, again = components(adjacency), components(adjacency)
+        assert all(first[name] is again[name] for name in first)
+
+
+@pytest.mark.parametrize("layout", ["csr", "csc"])
+def test_parts_that_an_edit_leaves_alone_stay_the_same_objects(layout):
+    """So that what was made of them, as the order of the edges, is found again."""
+    adjacency = LAYOUTS[layout](matrix(50, 50, 290, 0))
+    before = components(adjacency)
+    adjacency.mul_(2)
+    after = components(adjacency)
+    assert all(before[name] is after[name] for name in before.keys() - {"values"})
+    assert torch.equal(after["values"], adjacency.values())
