@@ -14,6 +14,7 @@ indices reach the kernels; as edges they pass through ``gnnc.csr``, which valida
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ class SparseOperand(torch.Tensor):
     ) -> Any:
         handler = _HANDLERS.get(func)
         if handler is not None:
-            return handler(*args, **(kwargs or {}))
+            return _handled(handler, func, args, kwargs or {})
         if func in _PLAIN:
             return super().__torch_function__(func, types, args, kwargs or {})
         raise NotImplementedError(_refusal(func))
@@ -195,7 +196,8 @@ class SparseMode(TorchFunctionMode):
     ) -> Any:
         constructor = _CONSTRUCTORS.get(func)
         if constructor is not None:
-            return constructor(*args, **(kwargs or {}))
+            told = {name: value for name, value in (kwargs or {}).items() if name not in _NO_VALUE}
+            return _handled(constructor, func, args, told)
         return func(*args, **(kwargs or {}))
 
 
@@ -244,8 +246,23 @@ def _expanded(pointer: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     return torch.repeat_interleave(counts, output_size=plain.shape[0])
 
 
-def _refusal(func: Callable[..., Any]) -> str:
+def _handled(
+    handler: Callable[..., Any], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``func`` by its ``handler``; NotImplementedError for arguments that the handler does not take."""
+    taken = signature(handler)
+    try:
+        taken.bind(*args, **kwargs)
+    except TypeError:
+        unknown = [name for name in kwargs if name not in taken.parameters]
+        raise NotImplementedError(_refusal(func, unknown)) from None
+    return handler(*args, **kwargs)
+
+
+def _refusal(func: Callable[..., Any], keywords: Sequence[str] = ()) -> str:
     name = getattr(func, "__name__", str(func))
+    if keywords:
+        name += f"({', '.join(f'{keyword}=' for keyword in keywords)})"
     return (
         f"{name} of a torch.sparse tensor cannot be captured; pass edge_index (and edge weights) "
         "instead of the sparse adjacency, or do this step before the model"
@@ -269,7 +286,7 @@ def _product(matrix: Any, dense: Any, reduce: str = "sum") -> torch.Tensor:
     return out.index_reduce(0, matrix.dst, message, name, include_self=False)
 
 
-def _sum_product(matrix: Any, dense: Any, **_: Any) -> torch.Tensor:
+def _sum_product(matrix: Any, dense: Any) -> torch.Tensor:
     return _product(matrix, dense)
 
 
@@ -292,7 +309,7 @@ def _merged(matrix: SparseOperand) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return (second, first, value) if by_column else (first, second, value)
 
 
-def _transposed(matrix: SparseOperand, *_: Any) -> SparseOperand:
+def _transposed(matrix: SparseOperand) -> SparseOperand:
     form = _TRANSPOSED_FORM[matrix.form]
     coo = form == torch.sparse_coo
     return SparseOperand(
@@ -306,18 +323,28 @@ def _transposed(matrix: SparseOperand, *_: Any) -> SparseOperand:
     )
 
 
-def _same(matrix: SparseOperand, *_: Any, **__: Any) -> SparseOperand:
+def _swapped(matrix: SparseOperand, dim0: int, dim1: int) -> SparseOperand:
+    return matrix if dim0 % 2 == dim1 % 2 else _transposed(matrix)
+
+
+def _same(matrix: SparseOperand) -> SparseOperand:
     return matrix
 
 
-def _converted(form: torch.layout, matrix: SparseOperand, *_: Any, **__: Any) -> SparseOperand:
+def _converted(form: torch.layout, matrix: SparseOperand) -> SparseOperand:
     """The matrix in another layout, and a COO matrix coalesced: what is read from it is sorted then."""
     ordered = matrix.ordered and (form == torch.sparse_csc) == (matrix.form == torch.sparse_csc)
     return SparseOperand(matrix.dst, matrix.src, matrix.value, matrix.sizes, form, ordered)
 
 
-def _to_sparse(matrix: SparseOperand, *args: Any, layout: Any = None, **_: Any) -> SparseOperand:
-    if args or layout not in _LAYOUTS:
+def _marked_coalesced(matrix: SparseOperand, coalesced: bool) -> SparseOperand:
+    if not coalesced:
+        raise NotImplementedError(_refusal(torch.Tensor._coalesced_))
+    return _converted(torch.sparse_coo, matrix)
+
+
+def _to_sparse(matrix: SparseOperand, *, layout: Any = None) -> SparseOperand:
+    if layout not in _LAYOUTS:
         raise NotImplementedError(_refusal(torch.Tensor.to_sparse))
     return _converted(layout, matrix)
 
@@ -386,12 +413,30 @@ def _scale(matrix: Any, factor: Any) -> SparseOperand:
     return _with_value(matrix, matrix.value * factor)
 
 
-def _row_sum(matrix: SparseOperand, dim: Any = None, **_: Any) -> torch.Tensor:
-    dims = dim if isinstance(dim, int) else (dim[0] if dim and len(dim) == 1 else None)
-    if dims is None:
+def _sum(matrix: SparseOperand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
+    if dtype is None and not matrix.value.is_floating_point():
+        dtype = torch.int64
+    summed = _sparse_sum(matrix, dim, dtype=dtype)
+    return summed.unsqueeze(_only(dim)) if keepdim else summed
+
+
+def _sparse_sum(matrix: SparseOperand, dim: Any = None, *, dtype: Any = None) -> torch.Tensor:
+    over_columns = _only(dim) == 1
+    index, size = (matrix.dst, matrix.sizes[0]) if over_columns else (matrix.src, matrix.sizes[1])
+    value = _as_dtype(matrix.value, dtype)
+    return value.new_zeros(size).index_add(0, index, value)
+
+
+def _only(dim: Any) -> int:
+    """The one dimension of two, 0 or 1, that a sum is over."""
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    if len(dims) != 1 or dims[0] not in (-2, -1, 0, 1):
         raise NotImplementedError(_refusal(torch.sum))
-    index, size = (matrix.dst, matrix.sizes[0]) if dims % 2 == 1 else (matrix.src, matrix.sizes[1])
-    return matrix.value.new_zeros(size).index_add(0, index, matrix.value)
+    return dims[0] % 2
+
+
+def _as_dtype(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return value if dtype in (None, value.dtype) else value.to(dtype)
 
 
 def _getter(prop: Any) -> Any:
@@ -405,13 +450,14 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     T.__rmatmul__: _reversed_product,
     **dict.fromkeys((torch.addmm, torch.sparse.addmm, torch.addmv), _add_product),
     **dict.fromkeys((torch.t, T.t, _getter(T.T), _getter(T.mT)), _transposed),
-    **dict.fromkeys((torch.transpose, T.transpose), _transposed),
-    **dict.fromkeys((T.coalesce, T._coalesced_, T.to_sparse_coo), partial(_converted, torch.sparse_coo)),
+    **dict.fromkeys((torch.transpose, T.transpose), _swapped),
+    **dict.fromkeys((T.coalesce, T.to_sparse_coo), partial(_converted, torch.sparse_coo)),
+    T._coalesced_: _marked_coalesced,
     T.to_sparse_csr: partial(_converted, torch.sparse_csr),
     T.to_sparse_csc: partial(_converted, torch.sparse_csc),
     T.to_sparse: _to_sparse,
     **dict.fromkeys((T.contiguous, T.detach), _same),
-    **dict.fromkeys((torch.clone, T.clone), lambda matrix, **_: _with_value(matrix, matrix.value.clone())),
+    **dict.fromkeys((torch.clone, T.clone), lambda matrix: _with_value(matrix, matrix.value.clone())),
     T.values: _coalesced_only(_values),
     T._values: _values,
     T.indices: _coalesced_only(_indices),
@@ -426,7 +472,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     T.float: _cast(torch.float32),
     T.double: _cast(torch.float64),
     **dict.fromkeys((torch.mul, T.mul, T.__mul__, T.__rmul__), _scale),
-    **dict.fromkeys((torch.sum, T.sum, torch.sparse.sum), _row_sum),
+    **dict.fromkeys((torch.sum, T.sum), _sum),
+    torch._sparse_sum: _sparse_sum,  # pyright: ignore[reportPrivateImportUsage]
     _getter(T.layout): lambda matrix: matrix.form,
     _getter(T.is_sparse): lambda matrix: matrix.form == torch.sparse_coo,
     _getter(T.is_sparse_csr): lambda matrix: matrix.form == torch.sparse_csr,
@@ -440,22 +487,48 @@ _PLAIN = {
 }
 
 
-def _csr(crow_indices: Any, col_indices: Any, values: Any, size: Any = None, **_: Any) -> SparseOperand:
-    _require_size(size)
+_NO_VALUE = {"check_invariants", "pin_memory", "requires_grad"}
+"""Keywords of constructors that change no value: inference needs no gradients, and indices are checked."""
+
+
+def _csr(
+    crow_indices: Any,
+    col_indices: Any,
+    values: Any,
+    size: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+) -> SparseOperand:
+    values = _placed(values, size, dtype, device)
     dst = _expanded(crow_indices, col_indices)
     return SparseOperand(dst, col_indices, values, tuple(size), torch.sparse_csr)
 
 
-def _csc(ccol_indices: Any, row_indices: Any, values: Any, size: Any = None, **_: Any) -> SparseOperand:
-    _require_size(size)
+def _csc(
+    ccol_indices: Any,
+    row_indices: Any,
+    values: Any,
+    size: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+) -> SparseOperand:
+    values = _placed(values, size, dtype, device)
     src = _expanded(ccol_indices, row_indices)
     return SparseOperand(row_indices, src, values, tuple(size), torch.sparse_csc)
 
 
 def _coo(
-    indices: Any, values: Any, size: Any = None, *, is_coalesced: bool | None = None, **_: Any
+    indices: Any,
+    values: Any,
+    size: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    is_coalesced: bool | None = None,
 ) -> SparseOperand:
-    _require_size(size)
+    values = _placed(values, size, dtype, device)
     ordered = bool(is_coalesced)
     return SparseOperand(indices[0], indices[1], values, tuple(size), torch.sparse_coo, ordered, not ordered)
 
@@ -466,26 +539,34 @@ def _compressed(
     values: Any,
     size: Any = None,
     *,
-    layout: Any,
-    **_: Any,
+    layout: Any = None,
+    dtype: Any = None,
+    device: Any = None,
 ) -> SparseOperand:
-    make = {torch.sparse_csr: _csr, torch.sparse_csc: _csc}[layout]
-    return make(compressed_indices, plain_indices, values, size)
+    make = {torch.sparse_csr: _csr, torch.sparse_csc: _csc}.get(layout)
+    if make is None:
+        raise NotImplementedError(_refusal(torch.sparse_compressed_tensor, ["layout"]))
+    return make(compressed_indices, plain_indices, values, size, dtype=dtype, device=device)
 
 
-def _compressed_indices(index: torch.Tensor, size: Any, *, out_int32: bool = False, **_: Any) -> torch.Tensor:
+def _compressed_indices(index: torch.Tensor, size: Any, *, out_int32: bool = False) -> torch.Tensor:
     """Row ids [E], ascending, as offsets [size + 1]: torch's own function takes no symbolic size."""
     counts = index.new_zeros(size).index_add(0, index, torch.ones_like(index))
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return offsets.to(torch.int32) if out_int32 else offsets
 
 
-def _require_size(size: Any) -> None:
+def _placed(values: torch.Tensor, size: Any, dtype: Any, device: Any) -> torch.Tensor:
+    """The values that a constructor keeps; NotImplementedError where it has no size or moves them."""
     if size is None:
         raise NotImplementedError(
             "a torch.sparse constructor without size= cannot be captured: its size would be read "
             "from the values; pass size=(num_nodes, num_nodes)"
         )
+    wanted = values.device if device is None else torch.device(device)
+    if wanted.type != values.device.type or wanted.index not in (None, values.device.index):
+        raise NotImplementedError(_refusal(torch.sparse_coo_tensor, ["device"]))
+    return _as_dtype(values, dtype)
 
 
 _CONSTRUCTORS: dict[Any, Callable[..., Any]] = {

@@ -270,3 +270,98 @@ def test_parts_that_an_edit_leaves_alone_stay_the_same_objects(layout):
     after = components(adjacency)
     assert all(before[name] is after[name] for name in before.keys() - {"values"})
     assert torch.equal(after["values"], adjacency.values())
+
+
+class Does(nn.Module):
+    """One step on an adjacency."""
+
+    def __init__(self, step: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, adjacency):
+        result = self.step(adjacency)
+        return result if result.layout == torch.strided else result.to_dense()
+
+
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda a: torch.sum(a, 1, True),
+    "columns by keyword": lambda a: a.sum(dim=(-1,), keepdim=True),
+    "rows": lambda a: torch.sum(a, dim=0, keepdim=True),
+    "rows from the end": lambda a: a.sum(-2, keepdim=True),
+    "wider": lambda a: a.sum(dim=1, keepdim=True, dtype=torch.float64),
+}
+COO_SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "no keepdim": lambda a: a.sum(dim=1),
+    "no keepdim, wider": lambda a: torch.sum(a, 0, dtype=torch.float64),
+    "of torch.sparse": lambda a: torch.sparse.sum(a, 1),
+    "of torch.sparse, wider": lambda a: torch.sparse.sum(a, (0,), torch.float64),
+}
+SUM_CASES = [
+    *((layout, name, values) for layout in ("csr", "coo") for name in SUMS for values in ("float", "int")),
+    *(("coo", name, values) for name in COO_SUMS for values in ("float", "int")),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("layout", "name", "values"), SUM_CASES)
+def test_sums_have_the_shape_and_dtype_of_eager(layout, name, values):
+    model = Does({**SUMS, **COO_SUMS}[name])
+    adjacency = matrix(50, 31, 290, 0)
+    if values == "int":
+        whole = (adjacency.values() * 9).short()
+        adjacency = torch.sparse_coo_tensor(adjacency.indices(), whole, (50, 31)).coalesce()
+    adjacency = LAYOUTS[layout](adjacency)
+    torch.testing.assert_close(gnnc.compile(model, "fp32")(adjacency), model(adjacency))
+
+
+class Makes(nn.Module):
+    """Makes an adjacency, by the constructors that take more than its parts."""
+
+    def forward(self, edge_index, weight):
+        given = {"size": (9, 9), "device": edge_index.device, "requires_grad": False}
+        wide = torch.sparse_coo_tensor(edge_index, weight, dtype=torch.float64, **given)
+        plain = torch.sparse_coo_tensor(edge_index, weight, check_invariants=False, **given).coalesce()
+        csr = plain.to_sparse_csr()
+        pointer, column, value = csr.crow_indices(), csr.col_indices(), csr.values()
+        again = torch.sparse_csr_tensor(pointer, column, value, dtype=torch.float64, **given)
+        wider = torch.sparse_compressed_tensor(
+            pointer, column, value, layout=torch.sparse_csr, dtype=torch.float64, **given
+        )
+        dense = torch.ones(9, 3, dtype=torch.float64)
+        return wide @ dense, again @ dense, wider @ dense
+
+
+@torch.no_grad()
+def test_an_adjacency_is_made_with_the_dtype_that_is_asked_for():
+    edge_index = torch.randint(9, (2, 40), generator=torch.Generator().manual_seed(0))
+    model, weight = Makes(), torch.rand(40)
+    torch.testing.assert_close(gnnc.compile(model, "fp32")(edge_index, weight), model(edge_index, weight))
+
+
+@torch.no_grad()
+def test_only_other_dimensions_are_transposed():
+    adjacency, x = matrix(50, 50, 290, 0).to_sparse_csr(), torch.randn(50, WIDTH)
+    for dims, expected in (((0, 1), adjacency.mT), ((-1, 1), adjacency), ((1, -2), adjacency.mT)):
+        model = Does(lambda a, dims=dims: torch.transpose(a, *dims) @ x)
+        torch.testing.assert_close(gnnc.compile(model, "fp32")(adjacency), expected @ x)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "out": (lambda a: torch.mm(a, torch.ones(50, 2), out=torch.empty(50, 2)), r"mm\(out=\)"),
+    "dense_dim": (lambda a: a.to_sparse_csr(dense_dim=0), r"to_sparse_csr\(dense_dim=\)"),
+    "memory_format": (lambda a: a.clone(memory_format=torch.preserve_format), r"clone\(memory_format=\)"),
+    "whole": (lambda a: a.sum(dtype=torch.float64), "sum"),
+    "both dimensions": (lambda a: a.sum(dim=(0, 1), keepdim=True), "sum"),
+    "no such dimension": (lambda a: a.sum(dim=2), "sum"),
+    "not coalesced": (lambda a: a._coalesced_(False), "_coalesced_"),
+    "blocks": (lambda a: a.to_sparse(layout=torch.sparse_csr, blocksize=(2, 2)), r"to_sparse\(blocksize=\)"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_without_a_meaning_here_are_refused(name):
+    step, match = REFUSED[name]
+    with pytest.raises(gnnc.CaptureError, match=rf"{match} of a torch\.sparse tensor cannot be captured"):
+        gnnc.compile(Does(step), "fp32")(matrix(50, 50, 290, 0))
