@@ -6,7 +6,7 @@ becomes the tensors that it is made of. What is not a tensor is a constant of th
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,11 @@ class Leaf:
             return (self.name,)
         return tuple(f"{self.name}.{part}" for part in self.parts)
 
+    @property
+    def key(self) -> Hashable:
+        """Equal for two leaves that a program cannot tell apart: 1, 1.0 and True are three constants."""
+        return self.name, self.kind, _typed(self.value), self.parts
+
 
 @dataclass(frozen=True)
 class Call:
@@ -68,9 +73,9 @@ class Call:
         return tuple(name for leaf in self.leaves for name in leaf.tensor_names)
 
     @property
-    def key(self) -> tuple[pytree.TreeSpec, tuple[Leaf, ...]]:
-        """Equal for two calls whose structure and constants are equal."""
-        return self.spec, self.leaves
+    def key(self) -> tuple[pytree.TreeSpec, tuple[Hashable, ...]]:
+        """Equal for two calls whose structure and constants are equal, the constants' types too."""
+        return self.spec, tuple(leaf.key for leaf in self.leaves)
 
 
 def flatten_call(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -156,6 +161,15 @@ def _leaf(name: str, value: Any) -> tuple[Leaf, tuple[torch.Tensor, ...]]:
         return Leaf(name, "tensor"), (plain(value),)
     parts = components(value)
     return Leaf(name, "sparse", value.layout, tuple(parts)), tuple(parts.values())
+
+
+def _typed(value: Any) -> Hashable:
+    """``value``, equal only to values of the same type; what a tuple or frozenset holds likewise."""
+    if isinstance(value, tuple):
+        return type(value), tuple(map(_typed, value))
+    if isinstance(value, frozenset):
+        return type(value), frozenset(map(_typed, value))
+    return type(value), value
 
 
 def _check_constant(name: str, value: Any) -> None:

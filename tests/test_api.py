@@ -83,6 +83,35 @@ def test_keywords_and_optional_arguments(model, compiled):
     assert (weighted - reference).norm() <= 0.03 * reference.norm()
 
 
+class Factor(nn.Module):
+    """Gives back constants of the call, in places of its own."""
+
+    def forward(self, x, factor):
+        while isinstance(factor, list | tuple | dict | frozenset):
+            (factor,) = factor.values() if isinstance(factor, dict) else factor
+        return torch.full((x.shape[0],), factor), x.long() * factor
+
+
+WRAPPED = {
+    "bare": lambda value: value,
+    "in a tuple": lambda value: (value,),
+    "in a dict of lists": lambda value: {"a": [value]},
+    "in a set": lambda value: frozenset([value]),
+    "in a set of tuples": lambda value: frozenset([(value,)]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", WRAPPED)
+def test_equal_constants_of_other_types_have_programs_of_their_own(place):
+    compiled, x = gnnc.compile(Factor(), "fp32", backend="reference"), graph()[0]
+    for _ in range(2):
+        for value in (1, 1.0, True, 2, 2.0):
+            argument = WRAPPED[place](value)
+            torch.testing.assert_close(compiled(x, argument), compiled.model(x, argument))
+    assert len(compiled._captures) == 5
+
+
 def test_it_is_a_module_that_shares_everything_with_the_model(model, compiled):
     assert isinstance(compiled, nn.Module) and isinstance(compiled, gnnc.CompiledModel)
     assert list(compiled.state_dict()) == list(model.state_dict())
