@@ -20,7 +20,7 @@ from gnnc.arguments import Call, flatten_call
 from gnnc.bandwidth import copy_bandwidth
 from gnnc.containers import opened
 from gnnc.cost import floor_times
-from gnnc.errors import CaptureError, GnncError, InputError, PrecisionError, UnsupportedError
+from gnnc.errors import CaptureError, GnncError, GraphError, InputError, PrecisionError, UnsupportedError
 from gnnc.options import (
     budget,
     built,
@@ -74,7 +74,8 @@ def compile(  # noqa: A001  the name is the public contract
             ``error_budget``; the other known names raise UnsupportedError.
         example_inputs: a tuple of representative arguments. The model is then captured at once and
             scales are taken from them (static); without it capture waits for the first call and
-            scales are taken at each call (dynamic).
+            scales are taken at each call (dynamic). They are kept: a copy, or a model that has changed,
+            is captured with them again.
         overrides: module-path glob to precision, for layers that differ.
         error_budget: relative L2 error of the output on ``example_inputs`` that ``auto`` may spend.
             Without them nothing can be measured: it weighs ops by their receptive-field gain.
@@ -208,7 +209,8 @@ class CompiledModel(torch.nn.Module):
                 self._steady = None
                 self._all_modules = tuple(self.model.modules())
                 self._watch = Watch(self.model)
-                self._reason = "a layer, a hook or a constant of the model has changed"
+                if self._captures:
+                    self._reason = "a layer, a hook or a constant of the model has changed"
 
     def _form(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
@@ -272,11 +274,39 @@ class CompiledModel(torch.nn.Module):
         if program is not None:
             return program
         with self._lock:
+            if key not in self._programs:
+                self._try_examples(key)
             program, failure = find(self._programs.get(key, ()), call)
             if program is None:
                 program = self._capture(call, args, kwargs, failure, examples=False)
                 self._programs.setdefault(key, []).append(program)
         return program
+
+    def _try_examples(self, key: Any) -> None:
+        """Capture with ``example_inputs``, where the model is now, if they are a call of this key."""
+        if self._example_inputs is None or any(autocast_mode()):  # examples run in FP32 alone
+            return
+        try:
+            with LOCK:
+                device = device_of(self.model)
+            args = _moved(opened(self._example_inputs), device)
+            call = self._flattened(args)
+            if self._structural_key(call) == key:
+                self._capture_static(key, call, args)
+        except (CaptureError, GraphError, InputError) as error:
+            # The model has changed since: the call may run all the same.
+            self._reason = f"example_inputs do not run any more: {error}"
+
+    def _flattened(self, args: tuple[Any, ...]) -> Call:
+        with LOCK:
+            call = flatten_call(self.model, args, {})
+            device = device_of(self.model)
+        validate(type(self.model).__name__, call, device, self.options.requested)
+        return call
+
+    def _capture_static(self, key: Any, call: Call, args: tuple[Any, ...]) -> None:
+        program = self._capture(call, args, {}, None, examples=True)
+        self._programs.setdefault(key, []).append(program)
 
     def _structural_key(self, call: Call) -> Any:
         modes = tuple(module.training for module in self._all_modules)
@@ -296,10 +326,10 @@ class CompiledModel(torch.nn.Module):
             program = build_program(self.model, args, kwargs, options, self._pool, use_examples=examples)
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
-        again = self._reason or failure or "another structure of arguments, constants or mode"
-        self._reason = None
+        again = failure or "another structure of arguments, constants or mode"
         first = "example_inputs" if examples else "the first call"
-        self._captures.append(again if self._captures else first)
+        self._captures.append(self._reason or (again if self._captures else first))
+        self._reason = None
         self._last = program
         _dump(self, program)
         return program
@@ -492,14 +522,11 @@ class CompiledModel(torch.nn.Module):
                 raise PrecisionError(f"overrides: {glob!r} matches no module; this model has {known}")
 
     def capture_examples(self) -> None:
-        """Capture with ``example_inputs``."""
+        """Capture with ``example_inputs``; InputError where they are not on the model's device."""
         args = opened(self._example_inputs or ())
-        call = flatten_call(self.model, args, {})
-        validate(type(self.model).__name__, call, device_of(self.model), self.options.requested)
+        call = self._flattened(args)
         with self._lock:
-            key = self._structural_key(call)
-            program = self._capture(call, args, {}, None, examples=True)
-            self._programs.setdefault(key, []).append(program)
+            self._capture_static(self._structural_key(call), call, args)
 
     def _forget(self) -> None:
         self._all_modules = tuple(self.model.modules())
@@ -547,6 +574,13 @@ class CompiledModel(torch.nn.Module):
 
 def _dump(compiled: CompiledModel, program: Program) -> None:
     debug.dump(type(compiled.model).__name__, program.stages, program.structure)
+
+
+def _moved(args: tuple[Any, ...], device: torch.device | None) -> tuple[Any, ...]:
+    """The arguments with their tensors on ``device``; None: where they are."""
+    if device is None:
+        return args
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), args)
 
 
 def device_of(model: torch.nn.Module) -> torch.device | None:

@@ -3,9 +3,12 @@
 import copy
 import importlib.metadata
 import inspect
+import io
 import json
 import pickle
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import networkx
 import pytest
@@ -198,6 +201,116 @@ def test_static_scales_come_from_example_inputs(model):
     with torch.no_grad():
         expected = model(x, edge_index)
         assert (compiled(x, edge_index) - expected).norm() <= 0.03 * expected.norm()
+
+
+def scales_of(compiled: gnnc.CompiledModel) -> list[str]:
+    """What ``explain()`` says of scales, a line an op."""
+    return sorted(line for line in compiled.explain().splitlines() if "scales" in line)
+
+
+def stored(value: object) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def hooked(compiled: gnnc.CompiledModel) -> gnnc.CompiledModel:
+    compiled.model.register_forward_hook(lambda *_: None)
+    return compiled
+
+
+AGAIN: dict[str, Callable[[gnnc.CompiledModel], gnnc.CompiledModel]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda compiled: pickle.loads(pickle.dumps(compiled)),
+    "torch.save": stored,
+    "copy of a copy": lambda compiled: copy.deepcopy(copy.deepcopy(compiled)),
+    "hook": hooked,
+}
+
+
+@pytest.fixture
+def static():
+    """A model with static scales, and a call of it on a smaller graph than its examples."""
+    torch.manual_seed(0)
+    model = GCN(64, 64, 2, 64).eval()
+    x, edge_index = torch.randn(50, 64), torch.randint(50, (2, 300))
+    return gnnc.compile(model, "int8", example_inputs=(x, edge_index)), (x[:40], edge_index % 40)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", AGAIN)
+def test_static_scales_stay_in_copies_and_after_changes(static, how):
+    compiled, given = static
+    expected, scales = compiled(*given), scales_of(compiled)
+    again = AGAIN[how](compiled)
+    with torch.inference_mode():
+        actual = again(*given)
+    assert torch.equal(again(*given), actual)
+    assert scales_of(again) == scales and any("on the examples" in line for line in scales)
+    assert torch.equal(actual, expected)
+
+
+@torch.no_grad()
+def test_a_copy_takes_its_scales_with_the_weights_that_it_has(static):
+    compiled, given = static
+    copied = copy.deepcopy(compiled)
+    for parameter in copied.parameters():
+        parameter.mul_(20)
+    expected = copied.model(*given)
+    assert (copied(*given) - expected).norm() <= 0.05 * expected.norm()
+
+
+@torch.no_grad()
+def test_calls_of_another_structure_than_the_examples_take_their_own_scales(static):
+    compiled, (x, edge_index) = static
+    weight = torch.rand(edge_index.shape[1])
+    copied = copy.deepcopy(compiled)
+    assert torch.equal(copied(x, edge_index, weight), compiled(x, edge_index, weight))
+    assert scales_of(copied) == scales_of(compiled)
+    assert torch.equal(copied(x, edge_index), compiled(x, edge_index))
+    assert any("on the examples" in line for line in scales_of(copied))
+
+
+@torch.no_grad()
+def test_examples_that_do_not_run_any_more_are_done_without(static):
+    compiled, (x, edge_index) = static
+    compiled.model.convs[0] = GCNConv(WIDTH, 64)
+    expected = compiled.model(x[:, :WIDTH], edge_index)
+    actual = compiled(x[:, :WIDTH], edge_index)
+    assert (actual - expected).norm() <= 0.05 * expected.norm()
+    assert "example_inputs do not run any more" in compiled.explain().split("Captures")[1]
+
+
+@torch.no_grad()
+def test_under_autocast_scales_are_taken_at_each_call(static):
+    compiled, given = static
+    for each in (compiled, copy.deepcopy(compiled)):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, actual = compiled.model(*given), each(*given)
+        assert (actual - expected).norm() <= 0.05 * expected.norm()
+        each(*given)
+    assert any("on the examples" in line for line in scales_of(each))
+
+
+@torch.no_grad()
+def test_auto_measures_in_a_copy_too(static):
+    given = static[1]
+    compiled = gnnc.compile(static[0].model, "auto", example_inputs=given, backend="cpu")
+    copied = copy.deepcopy(compiled)
+    copied(*given)
+    assert "no example_inputs" not in copied.explain()
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_static_scales_stay_when_the_model_moves(static):
+    compiled, given = static
+    scales = scales_of(compiled)
+    compiled.cuda()(*[tensor.cuda() for tensor in given])
+    assert len(scales_of(compiled)) == len(scales) and any(
+        "on the examples" in line for line in scales_of(compiled)
+    )
 
 
 def test_structure_of_outputs_is_kept():
