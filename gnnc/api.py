@@ -425,23 +425,26 @@ class CompiledModel(torch.nn.Module):
 
     @property
     def graph_module(self) -> GraphModule:
-        """The lowered graph that runs at every call."""
+        """The lowered graph that runs at every call; GnncError where nothing is captured yet."""
         return self._captured().graph_module
 
     @property
     def structure_graph_module(self) -> GraphModule | None:
-        """The graph that runs once per distinct graph, or None where nothing depends on it alone."""
+        """The graph that runs once per distinct graph, or None where nothing depends on it alone.
+
+        Raises GnncError where nothing is captured yet.
+        """
         return self._captured().structure
 
     @property
     def backward_graph_module(self) -> GraphModule | None:
-        """The backward graph: None, this version compiles inference only."""
+        """None: this version compiles inference only; GnncError where nothing is captured yet."""
         self._captured()
         return None
 
     @property
     def stages(self) -> tuple[tuple[str, GraphModule], ...]:
-        """(pass name, graph after it), the captured graph first; each of them runs."""
+        """(pass name, graph after it, each runs), captured first; GnncError where nothing is captured yet."""
         return self._captured().stages
 
     def __str__(self) -> str:
@@ -454,11 +457,17 @@ class CompiledModel(torch.nn.Module):
         return str(self)
 
     def summary(self) -> str:
-        """Return a table of every op: layer, bits, error, bytes, flops, times."""
+        """Return a table of every op: layer, bits, error, bytes, flops, times.
+
+        Raises GnncError where nothing is captured yet.
+        """
         return report.summary_text(self._report())
 
     def explain(self) -> str:
-        """Return what stayed FP32 or ATen and why, which kernels declined, and re-captures."""
+        """Return what stayed FP32 or ATen and why, which kernels declined, and re-captures.
+
+        Raises GnncError where nothing is captured yet.
+        """
         return report.explain_text(self._report())
 
     def profile(self, *args: Any, **kwargs: Any) -> str:
@@ -491,20 +500,20 @@ class CompiledModel(torch.nn.Module):
     def save_plan(self, path: str | Path) -> None:
         """Write the chosen precisions as JSON: ``{"layers": {layer: {op: precision}}}``.
 
-        ``gnnc.compile(model, plan=path)`` reads it back.
+        ``gnnc.compile(model, plan=path)`` reads it back. Raises GnncError where nothing is captured yet.
         """
         program = self._captured()
         assigned = next((gm for name, gm in program.stages if name == "assign"), program.graph_module)
         Path(path).write_text(Plan.of(assigned).to_json())
 
     def to_networkx(self) -> Any:
-        """Return the lowered graph as a ``networkx.DiGraph``."""
+        """Return the lowered graph as a ``networkx.DiGraph``; GnncError where nothing is captured yet."""
         from gnnc import drawing  # matplotlib takes half a second to import
 
         return drawing.to_networkx(self.graph_module, self.structure_graph_module)
 
     def draw(self, path: str | Path) -> None:
-        """Draw the lowered graph to an SVG or PNG file."""
+        """Draw the lowered graph to an SVG or PNG file; GnncError where nothing is captured yet."""
         from gnnc import drawing
 
         drawing.draw(path, self.graph_module, self.structure_graph_module)
