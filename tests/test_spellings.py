@@ -16,6 +16,7 @@ def graph(seed: int, nodes: int, edges: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(nodes - 2, (2, edges), generator=generator)
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("seed", range(40))
 def test_spellings_equal_eager(seed: int) -> None:
     model = spelled(seed)
