@@ -32,6 +32,11 @@ class Factor:
     inverted: bool
     rows: Any
 
+    @property
+    def on_edges(self) -> bool:
+        """Whether the value has a row for every edge: others are numbers and parameters."""
+        return isinstance(self.value, Node) and same_size(rows_of(self.value), self.rows)
+
 
 def factors_of(node: Node, regions: "Regions", inverted: bool = False) -> list[Factor]:
     """The factors of ``node`` as far as it is a product of edge values."""
@@ -79,16 +84,15 @@ def squeezed(factor: Factor, rank: int, regions: "Regions") -> list[Factor]:
 
 def of_one_rank(factors: list[Factor], regions: "Regions") -> list[Factor]:
     """Squeezed factors, ``[E]`` or ``[E, H]``: where there are both, vectors become columns."""
-    ranks = {len(shape_of(factor.value)) for factor in factors}
-    if len(ranks) < 2:
+    vectors = [factor for factor in factors if factor.on_edges and len(shape_of(factor.value)) == 1]
+    if len(vectors) == sum(factor.on_edges for factor in factors):
         return factors
-    columns = []
-    for factor in factors:
-        value = factor.value
-        if len(shape_of(value)) == 1:
-            value = regions.emitter.call(aten.unsqueeze.default, value, 1, layer=value.meta["layer"])
-        columns.append(replace(factor, value=value))
-    return columns
+    return [_column(factor, regions) if factor in vectors else factor for factor in factors]
+
+
+def _column(factor: Factor, regions: "Regions") -> Factor:
+    layer = factor.value.meta["layer"]
+    return replace(factor, value=regions.emitter.call(aten.unsqueeze.default, factor.value, 1, layer=layer))
 
 
 def _before_reshapes(node: Node, wanted: tuple[Any, ...]) -> Node | None:

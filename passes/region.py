@@ -35,7 +35,7 @@ from gnnc.passes.emit import (
     shape_of,
 )
 from gnnc.passes.factors import Factor, factors_of
-from gnnc.passes.rowwise import Gather, as_gather, is_narrow, op_name, row_inputs, rows_of
+from gnnc.passes.rowwise import Gather, as_gather, is_narrow, op_name, row_inputs
 from gnnc.passes.softmax import Softmax
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
@@ -398,7 +398,7 @@ class Regions:
         value = self._product_of_ends(ends, order, layer)
         for factor in rest:
             operand = factor.value
-            if isinstance(operand, Node) and _is_edge(operand, factor):
+            if factor.on_edges:
                 operand = self.emit(operand, order)
             value = self._combined(value, operand, factor.inverted, layer)
         return value
@@ -481,7 +481,3 @@ def _has_sizes(node: Node) -> bool:
 
 def _same_columns(a: Node, b: Node) -> bool:
     return same_shape(shape_of(a)[1:], shape_of(b)[1:])
-
-
-def _is_edge(value: Node, factor: Factor) -> bool:
-    return same_size(rows_of(value), factor.rows)

@@ -62,6 +62,13 @@ def sources_of_two_kinds(x: Tensor, edge_index: Tensor) -> Tensor:
     return first + summed(x[src] * x[dst].mean(), dst, x.shape[0])
 
 
+def scaled_on_both_ends(x: Tensor, edge_index: Tensor) -> Tensor:
+    src, dst = edge_index
+    degree = summed(torch.ones(dst.shape[0]), dst, x.shape[0]) + 1
+    weight = 2 * degree[src].pow(-0.5) * degree[dst].sqrt()
+    return summed(x[src] * weight[:, None], dst, x.shape[0])
+
+
 def softmax_before_the_sources(x: Tensor, edge_index: Tensor) -> Tensor:
     dst = edge_index[1]
     weight = x[dst].mean(-1).exp()
@@ -78,6 +85,7 @@ def softmax_before_the_sources(x: Tensor, edge_index: Tensor) -> Tensor:
         (sources_are_made_of_degrees, 2),
         (sources_of_two_kinds, 2),
         (softmax_before_the_sources, 1),
+        (scaled_on_both_ends, 1),
     ],
 )
 def test_indices_may_be_read_in_any_order(function: Callable[..., Tensor], orders: int) -> None:
