@@ -524,10 +524,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmAr
     }
     epilogue(tile, begin + place);
   };
+  // two rows at once would need the registers of both
+  constexpr int kTurns = divide_up(Config::kRows, kGroups);
   const int group = threadIdx.x / kLanes;
   if (begin + Config::kRows <= args.rows) {
-#pragma unroll 4
-    for (int place = group; place < Config::kRows; place += kGroups) finish(place);
+#pragma unroll kTurns> 2 ? 4 : 1
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int place = group + turn * kGroups;
+      if (Config::kRows % kGroups == 0 || place < Config::kRows) finish(place);
+    }
   } else {
 #pragma unroll 1
     for (int place = group; place < Config::kRows && begin + place < args.rows; place += kGroups) finish(place);
