@@ -51,6 +51,7 @@ FAMILIES = {
         "attention.py::test_attention[1.0-3-47-dtype1]",
         "attention.py::test_attention[1.0-1-602-dtype0]",
     ),
+    "norm columns": ("norm_columns.py::test_batch_norm[True-47]",),
     "gemm": (
         "gemm.py::test_products_equal_the_reference[47-int8]",
         "gemm.py::test_products_equal_the_reference[602-fp16]",

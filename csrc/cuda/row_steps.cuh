@@ -287,19 +287,6 @@ __device__ void clamp_max(Tile& tile, float high) {
 // Norms. `weight` and `bias` may be null.
 
 template <class Tile>
-__device__ void batch_norm(Tile& tile, const float* mean, const float* var, const float* weight, const float* bias,
-                           float eps) {
-#pragma unroll
-  for (int i = 0; i < Tile::kPer; ++i) {
-    if (!tile.valid(i)) continue;
-    const int c = tile.column(i);
-    const float factor =
-        __fdiv_rn(weight == nullptr ? 1.0f : __ldg(weight + c), __fsqrt_rn(__fadd_rn(__ldg(var + c), eps)));
-    const float offset = __fsub_rn(bias == nullptr ? 0.0f : __ldg(bias + c), __fmul_rn(__ldg(mean + c), factor));
-    tile.v[i] = __fadd_rn(__fmul_rn(tile.v[i], factor), offset);
-  }
-}
-template <class Tile>
 __device__ void layer_norm(Tile& tile, const float* weight, const float* bias, float eps) {
   constexpr float count = static_cast<float>(Tile::kWidth);
   const float mean = tile.sum([](float x, int) { return x; }) / count;

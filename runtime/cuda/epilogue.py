@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.runtime.cuda.emitter import CudaEmitter, pointer
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, pointer
 from gnnc.runtime.epilogue import RowProgram, argument_of
 from gnnc.runtime.row_program import Op
 
@@ -170,8 +170,22 @@ class Writer:
         self.struct.step(f"step::with_full<{stride}>", row, function)
 
     def _batch_norm(self, a: int, b: int, c: int) -> None:
-        operands = [self.operand(a + i) for i in range(4)]
-        self.struct.step("step::batch_norm", *operands, self._const(b))
+        """Multiply and add, by numbers of which a launch before makes one a column."""
+        emitter, width = self.emitter, self.struct.width
+        emitter.unit.include("norm_columns.cuh")
+        config = emitter.unit.struct("Norm", f"  static constexpr float kEps = {self._const(b)};\n")
+        columns = [emitter.scratch(1, width, torch.float32, flat=True) for _ in range(2)]
+        values = [*(self._vector(a + i) for i in range(4)), *map(pointer, columns), str(width)]
+        emitter.launch(f"gnnc::norm_columns<{config}>", blocks(str(width), BLOCK), values)
+        for column, function in zip(columns, ("Multiply", "Add"), strict=True):
+            name = f"n{len(self.struct.fields)}"
+            self.struct.member(f"const float* {name}", pointer(column))
+            self.struct.step("step::with_columns", name, f"step::{function}{{}}")
+
+    def _vector(self, number: int) -> str:
+        """Return the text of a vector's address, 0 where there is none."""
+        index = self.program.operands[number].index
+        return "0" if index is None else pointer(self.emitter.vector(argument_of(self.node, index)))
 
     def _layer_norm(self, a: int, b: int, c: int) -> None:
         self.struct.step("step::layer_norm", self.operand(a), self.operand(a + 1), self._const(b))
