@@ -1,6 +1,7 @@
 """Node ids are checked before anything reads with them, once for each distinct graph."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -141,8 +142,8 @@ def _by_limit(guards: Sequence[InputGuard], bounds: Sequence[IndexBound]) -> tup
 
 
 def _is_whole(guard: InputGuard, bounds: Sequence[IndexBound]) -> bool:
-    rows = {bound.row for bound in bounds}
-    return None in rows or guard.shape[0] == len(rows)
+    rows = Counter(bound.dim for bound in bounds)
+    return any(bound.row is None for bound in bounds) or any(guard.shape[dim] == n for dim, n in rows.items())
 
 
 def _is_sorted_alone(ids: Node, limit: Node, bounds: Sequence[IndexBound]) -> bool:
@@ -191,11 +192,11 @@ def _check_pointer(pointer: Tensor, name: str, entries: int) -> None:
 
 
 def _check_one(ids: Tensor, bound: IndexBound, limit: int) -> None:
-    part = ids if bound.row is None else ids[bound.row]
+    part = ids if bound.row is None else ids.select(bound.dim, bound.row)
     if _within(part, limit):
         return
     first = ((part < 0) | (part >= limit)).nonzero()[0].tolist()
-    place = first if bound.row is None else [bound.row, *first]
+    place = first if bound.row is None else [*first[: bound.dim], bound.row, *first[bound.dim :]]
     raise GraphError(
         f"{bound.input}[{', '.join(map(str, place))}] = {int(part[tuple(first)])} is not a node: ids must be "
         f"in 0..{limit - 1} ({limit} nodes); check it against the number of rows of x"

@@ -15,8 +15,8 @@ from torch.fx import Node
 from gnnc.ir.nodes import as_node
 from gnnc.ir.op import Cost, size_expr
 from gnnc.passes.base import Context
-from gnnc.passes.bounds import inputs_of
 from gnnc.passes.emit import drop_dead, is_of_model, same_size, shape_of
+from gnnc.passes.origins import Origins
 from gnnc.passes.region import Regions
 from gnnc.passes.rowwise import Gather, as_gather, op_name
 from gnnc.passes.typical import EDGES_PER_NODE, FLOAT_BYTES, Typical
@@ -93,7 +93,7 @@ def _weights(node: Node, rank: int) -> Gather | None:
     if lookup is None or len(shape_of(lookup.table)) != rank or not is_of_model(lookup.table):
         return None
     fixed = all(isinstance(size, int) for size in shape_of(lookup.table))
-    return lookup if fixed and inputs_of(lookup.index) else None
+    return lookup if fixed and Origins(node.graph).of(lookup.index) else None
 
 
 def _lift(found: Typed, regions: Regions, gm: fx.GraphModule, ctx: Context) -> list[IndexUse]:
