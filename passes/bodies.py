@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from gnnc.ir import body_text
 from gnnc.ir.graph import node_arg
-from gnnc.passes.emit import argument, holds_tensor, is_random, shape_of
+from gnnc.passes.emit import argument, holds_tensor, shape_of
 from gnnc.passes.rowwise import NARROW, as_gather, is_narrow, op_name, row_inputs
 
 if TYPE_CHECKING:
@@ -106,9 +106,11 @@ class BodyBuilder:
         return self._operand("e", rows)
 
     def _is_stored(self, node: Node) -> bool:
-        if node in self.regions.softmaxes or is_random(node):
-            return True
-        return self._is_cheap(node) or self.regions.is_emitted(node, self.order)
+        return (
+            node in self.regions.softmaxes
+            or self._is_cheap(node)
+            or self.regions.is_emitted(node, self.order)
+        )
 
     def _is_cheap(self, node: Node) -> bool:
         """Whether a value takes far less room than what the body computes from it."""

@@ -29,7 +29,6 @@ from gnnc.passes.emit import (
     argument,
     holds_tensor,
     is_of_model,
-    is_random,
     same_shape,
     same_size,
     shape_of,
@@ -218,7 +217,7 @@ class Regions:
         if gather is not None:
             return gather.table
         inputs = row_inputs(node)
-        if not inputs or is_random(node):
+        if not inputs:
             return None
         tables = {arg: self.node_form(arg, index) for arg in inputs}
         if any(table is None for table in tables.values()):

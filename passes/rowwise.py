@@ -1,7 +1,8 @@
 """Which ops work on the rows of an edge tensor one by one, and how edges are read and written.
 
 A row of a tensor is its slice along dimension 0. An op is *row-wise* in an argument if row r of
-the result depends on row r of that argument and on no other row of it.
+the result depends on row r of that argument and on no other row of it. Dropout is not: which row
+draws which random numbers is told by the caller's order, and no kernel draws any.
 """
 
 import math
@@ -18,7 +19,6 @@ from gnnc.ir.nodes import is_pointwise
 from gnnc.passes.emit import (
     argument,
     holds_tensor,
-    is_random,
     same_shape,
     same_size,
     shape_of,
@@ -88,8 +88,6 @@ def row_inputs(node: Node) -> tuple[Node, ...] | None:
     for table, rule in _RULES:
         if name in table:
             return rule(node, name)
-    if is_random(node) and name.startswith(("dropout", "native_dropout")):
-        return (node.args[0],)
     return _pointwise(node) if is_pointwise(node) else None
 
 
