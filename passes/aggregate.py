@@ -50,7 +50,7 @@ def _degree(regions: Regions, ones: Node, csr: Csr) -> Node:
     columns = shape_of(ones)[1:]
     if not columns:
         return degree
-    degree = regions.emitter.call(aten.view.default, degree, [-1, *([1] * len(columns))])
+    degree = regions.emitter.call(aten.reshape.default, degree, [-1, *([1] * len(columns))])
     return regions.emitter.call(aten.expand.default, degree, [-1, *columns])
 
 
@@ -78,7 +78,7 @@ def _aggregate_rows(regions: Regions, node: Node, order: Order, reduce: str) -> 
 def _spmm(regions: Regions, index: Node, value: Node | None, table: Node, reduce: str, order: Order) -> Node:
     csr = regions.csr(order, index)
     if value is not None and len(shape_of(value)) == 2 and len(shape_of(table)) < 3:
-        value = regions.emitter.call(aten.view.default, value, [-1])
+        value = regions.emitter.call(aten.reshape.default, value, [-1])
     return regions.emitter.call(gnnc.spmm.default, csr.rowptr, csr.col, value, table, reduce, order.num_dst)
 
 

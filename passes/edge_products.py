@@ -159,7 +159,7 @@ def fold(node: Node, emitter: Emitter) -> Folded | None:
         return None
     constants = [arg for arg in scaled.all_input_nodes if is_of_model(arg)]
     wide = [arg for arg in scaled.all_input_nodes if not is_of_model(arg)]
-    if len(constants) != 1 or len(wide) != 1 or op_name(wide[0]) != "view.default":
+    if len(constants) != 1 or len(wide) != 1 or op_name(wide[0]) != "reshape.default":
         return None
     product = as_node(wide[0].args[0])
     heads, columns = shape_of(scaled)[1:]
@@ -175,9 +175,9 @@ def fold(node: Node, emitter: Emitter) -> Folded | None:
 
     def summed(operand: Any, rest: list[int]) -> Node:
         by_head = emitter.call(
-            aten.view.default, operand, [heads, columns, *rest], layer=product.meta["layer"]
+            aten.reshape.default, operand, [heads, columns, *rest], layer=product.meta["layer"]
         )
-        factor = emitter.call(aten.view.default, constants[0], [heads, columns, *([1] * len(rest))])
+        factor = emitter.call(aten.reshape.default, constants[0], [heads, columns, *([1] * len(rest))])
         scaled = emitter.call(aten.mul.Tensor, by_head, factor, layer=product.meta["layer"])
         return emitter.call(aten.sum.dim_IntList, scaled, [1], layer=product.meta["layer"])
 

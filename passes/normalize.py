@@ -1,7 +1,8 @@
 """Normalize: one spelling for each thing, so that raising sees regions and not noise.
 
 Asserts, copies, no-op views, permutations and casts, expansions that broadcasting does anyway, and
-dropout in eval mode go. Every constant fill becomes ``aten.full``. Dimensions become non-negative.
+dropout in eval mode go. Every constant fill becomes ``aten.full``, every view a ``reshape``. Dimensions
+become non-negative.
 Equal computations become one node, and each symbolic size has one node. Where two masks that are
 equal merge, the sizes of what they select (``u0``, ``u1``) merge too: later shapes are inferred
 again, or layer 2 would see another graph than layer 1.
@@ -52,10 +53,9 @@ _COPIES = (
     "aten.detach_copy.default",
     "aten.alias_copy.default",
 )
+_DENSE_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _VIEWS = (
-    "aten.view.default",
     "aten.reshape.default",
-    "aten._unsafe_view.default",
     "aten.expand.default",
     "aten.squeeze.dim",
     "aten.squeeze.dims",
@@ -125,7 +125,6 @@ class _Normalizer:
         if str(node.target) in _ASSERTS:
             self.graph.erase_node(node)
             return
-        _reshape_what_is_not_dense(node)
         self._spell_out(node)
         self._refresh(node)
         _make_dims_positive(node)
@@ -174,9 +173,14 @@ class _Normalizer:
         return self._first_or_erase(new)
 
     def _spell_out(self, node: Node) -> None:
-        """The shape that ``x.expand_as(y)`` takes from y, and what ``x.to(y)`` changes."""
+        """What ``x.expand_as(y)`` and ``x.to(y)`` take from y; a view as a reshape.
+
+        A view asks for strides, which change where a copy goes or rows are read later.
+        """
         if str(node.target) == "aten.expand_as.default":
             node.target, node.args = aten.expand.default, (node.args[0], self._expanded_sizes(*node.args))
+        elif str(node.target) in _DENSE_VIEWS:
+            node.target = aten.reshape.default
         elif str(node.target) in _CASTS:
             before, after = value_of(node_arg(node)), value_of(node)
             kept = {"dtype": after.dtype, "device": after.device}
@@ -292,23 +296,6 @@ def _broadcast_instead_of_expand(node: Node) -> None:
         for arg in expanded:
             if shape_of(arg.args[0]):  # a scalar would take part in type promotion differently
                 node.replace_input_with(arg, arg.args[0])
-
-
-def _reshape_what_is_not_dense(node: Node) -> None:
-    """A ``view`` of a transposed tensor whose copy is gone is a ``reshape``, which copies if it must."""
-    if str(node.target) not in ("aten.view.default", "aten._unsafe_view.default"):
-        return
-    if not _is_dense(value_of(node_arg(node))):
-        node.target = aten.reshape.default
-
-
-def _is_dense(value: torch.Tensor) -> bool:
-    expected: Any = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if not same_size(size, 1) and not same_size(stride, expected):
-            return False
-        expected = expected * size
-    return True
 
 
 def _unbacked(node: Node) -> set[Any]:

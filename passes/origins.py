@@ -183,7 +183,7 @@ def _constant(index: Node) -> Tensor | None:
     return index.meta["value"].cpu() if source is not None and source.kind == "constant" else None
 
 
-def _traced_sizes(graph: fx.Graph) -> dict[sympy.Expr, sympy.Integer]:
+def _traced_sizes(graph: fx.Graph) -> dict[sympy.Basic, sympy.Integer]:
     """What the symbols in the inputs' sizes were in the trace."""
     sizes = [
         size for node in graph.find_nodes(op="placeholder") if holds_tensor(node) for size in shape_of(node)

@@ -157,7 +157,7 @@ def _with_base(scatter: Scatter, rows: Node, order: Order, regions: Regions) -> 
         return rows
     degree = call(gnnc.degree.default, regions.csr(order).rowptr)
     columns = [1] * (len(shape_of(rows)) - 1)
-    degree = call(aten.view.default, degree, [-1, *columns]) if columns else degree
+    degree = call(aten.reshape.default, degree, [-1, *columns]) if columns else degree
     empty = call(aten.eq.Scalar, degree, 0)
     if scatter.include_base and scatter.reduce == "mean":
         total = call(aten.add.Tensor, base, call(aten.mul.Tensor, rows, degree), layer=layer)

@@ -190,7 +190,7 @@ class Separation:
         if not holds_tensor(vector) or not _one_a_row(vector) or not _is_float(vector):
             return None
         if len(shape_of(vector)) > 1:
-            vector = self.emit.call(_aten.view.default, vector, [-1])
+            vector = self.emit.call(_aten.reshape.default, vector, [-1])
         return Factors(dst=(vector,)) if side == "dst" else Factors(src=(vector,))
 
     def _of_power(self, node: Node, order: Order) -> Factors | None:

@@ -136,16 +136,16 @@ def _all_products(regions: Regions, table: Node, weight: Node, layer: str) -> No
 
     if len(shape_of(weight)) == 3:
         relations, inner, outer = shape_of(weight)
-        x = call(aten.view.default, table, [-1, inner])
+        x = call(aten.reshape.default, table, [-1, inner])
         side_by_side = call(aten.permute.default, weight, [1, 0, 2])
         side_by_side = call(aten.reshape.default, side_by_side, [inner, relations * outer])
-        return call(aten.view.default, call(aten.mm.default, x, side_by_side), [-1, outer])
+        return call(aten.reshape.default, call(aten.mm.default, x, side_by_side), [-1, outer])
     relations, blocks, inner, outer = shape_of(weight)
-    x = call(aten.permute.default, call(aten.view.default, table, [-1, blocks, inner]), [1, 0, 2])
+    x = call(aten.permute.default, call(aten.reshape.default, table, [-1, blocks, inner]), [1, 0, 2])
     side_by_side = call(aten.permute.default, weight, [1, 2, 0, 3])
     side_by_side = call(aten.reshape.default, side_by_side, [blocks, inner, relations * outer])
     products = call(
-        aten.view.default, call(aten.bmm.default, x, side_by_side), [blocks, -1, relations, outer]
+        aten.reshape.default, call(aten.bmm.default, x, side_by_side), [blocks, -1, relations, outer]
     )
     return call(
         aten.reshape.default, call(aten.permute.default, products, [1, 2, 0, 3]), [-1, blocks * outer]

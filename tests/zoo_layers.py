@@ -255,6 +255,12 @@ def _mlp(a: int, b: int) -> nn.Module:
     return nn.Sequential(nn.Linear(a, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, b))
 
 
+def _attention_of_aggregators() -> nn.Module:
+    sizes = {"in_channels": HIDDEN, "out_channels": HIDDEN, "num_heads": 2}
+    several = pyg.MultiAggregation(["mean", "max", "std"], mode="attn", mode_kwargs=sizes)
+    return pyg.SAGEConv(HIDDEN, HIDDEN, aggr=several)
+
+
 def _layer(make: Callable[[], nn.Module], width: int = HIDDEN) -> Callable[[], nn.Module]:
     return lambda: Between(make(), width)
 
@@ -304,6 +310,7 @@ LAYERS: dict[str, Entry] = {
     "sage-min": Entry(_layer(lambda: pyg.SAGEConv(HIDDEN, HIDDEN, aggr="min"))),
     "sage-std": Entry(_layer(lambda: pyg.SAGEConv(HIDDEN, HIDDEN, aggr="std"))),
     "sage-three": Entry(_layer(lambda: pyg.SAGEConv(HIDDEN, HIDDEN, aggr=["mean", "max", "sum"]))),
+    "sage-attention-of-aggregators": Entry(_layer(_attention_of_aggregators)),
     "sage-softmax": Entry(_layer(lambda: pyg.SAGEConv(HIDDEN, HIDDEN, aggr="softmax"))),
     "sage-powermean": Entry(_layer(lambda: pyg.SAGEConv(HIDDEN, HIDDEN, aggr="powermean"))),
     "sage-project": Entry(_layer(lambda: pyg.SAGEConv(HIDDEN, HIDDEN, project=True, normalize=True))),

@@ -126,6 +126,20 @@ def test_weights_of_edges_multiply_those_of_heads(heads: int) -> None:
         assert relative_error(got, want) < 1e-5
 
 
+def test_rows_of_a_transposed_copy() -> None:
+    """What edges view is dense, the nodes' rows that are viewed instead are not."""
+
+    def function(x: Tensor, edge_index: Tensor) -> Tensor:
+        src, dst = edge_index
+        h = x.view(-1, 4, F // 4).transpose(1, 2).contiguous()
+        return summed(h[src].view(-1, F) * x[dst], dst, x.shape[0])
+
+    model, args = Spelled(function), graph()
+    traced = trace(model, *args)
+    (got,), (want,) = traced.run(traced.raised, *args), eager(model, *args)
+    assert relative_error(got, want) < 1e-5
+
+
 @pytest.mark.parametrize("heads", [1, 2])
 def test_attention_on_a_hypergraph(heads: int) -> None:
     conv = HypergraphConv(F, 8, use_attention=True, heads=heads, concat=False)
