@@ -210,7 +210,7 @@ class CompiledModel(torch.nn.Module):
                 self._all_modules = tuple(self.model.modules())
                 self._watch = Watch(self.model)
                 if self._captures:
-                    self._reason = "a layer, a hook or a constant of the model has changed"
+                    self._reason = "a layer, a hook, a constant, or which weights are one tensor has changed"
 
     def _form(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]

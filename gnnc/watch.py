@@ -1,4 +1,4 @@
-"""Whether a model is still what was traced: its modules, their hooks, and the constants they hold."""
+"""Whether a model is still what was traced: its modules, their hooks, their constants, and shared weights."""
 
 import ctypes
 import sys
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_WEIGHTS = ("_parameters", "_buffers")
 _PLAIN = (bool, int, float, str, types.NoneType)
 _IDENTICAL = (types.FunctionType, types.BuiltinFunctionType, torch.Tensor)
 NO_CONSTANTS = frozenset(("training", "_parameters", "_buffers", "_modules"))
@@ -20,14 +21,15 @@ _NO_AUTOCAST = (None, None)
 _END = object()
 _HEAD = tuple.__basicsize__
 """Bytes of a tuple before the addresses of its elements, where ``_has_addresses``."""
-_TABLES = itemgetter("_modules", *_HOOKS)
+_TABLES = itemgetter("_modules", *_WEIGHTS, *_HOOKS)
 """The tables of a module that are looked into."""
 
 
 class Watch:
     """Remembers a model's modules; a look at them compares the identities of all that their tables hold.
 
-    Parameters and buffers are not looked at: they are read at each call.
+    Of parameters and buffers it matters only which of them are one tensor, for which a trace has one input:
+    what they hold is read at each call.
 
     Attributes:
         modes: whether each module is in train mode. Not a change: calls in another mode have programs of
@@ -36,11 +38,11 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = tuple(model.modules())
-        self._meanings = [_meaning(module) for module in self._modules]
+        self._meaning = _meaning(self._modules)
         self._look()
 
     def _look(self) -> None:
-        """Remember what every table of the modules holds: attributes, children and hooks."""
+        """Remember what every table of the modules holds: attributes, children, weights and hooks."""
         attributes = [vars(module) for module in self._modules]
         tables = [table for own in attributes for table in _TABLES(own)]
         views: list[Iterable[Any]] = [own.values() for own in attributes]
@@ -50,10 +52,10 @@ class Watch:
         self._seen = _Seen([table for table in tables if not table], views)
 
     def has_changed(self) -> bool:
-        """Whether a layer was replaced, a hook was added or removed, or a constant has another value."""
+        """Whether layers, hooks, values of constants, or which weights are one tensor, are others now."""
         if self._seen.is_now():
             return False
-        if [_meaning(module) for module in self._modules] != self._meanings:
+        if _meaning(self._modules) != self._meaning:
             return True
         self._look()
         return False
@@ -107,7 +109,21 @@ def _display(count: int) -> types.CodeType:
     return compile(f"lambda: ({', '.join(f'*v{i}' for i in range(count))},)", "<gnnc watch>", "eval")
 
 
-def _meaning(module: nn.Module) -> Any:
+def _meaning(modules: Iterable[nn.Module]) -> Any:
+    return [_meaning_of(module) for module in modules], _sharing(modules)
+
+
+def _sharing(modules: Iterable[nn.Module]) -> list[int]:
+    """Of each parameter and buffer, in which place its tensor comes first."""
+    tables = [vars(module)[name] for module in modules for name in _WEIGHTS]
+    weights = [weight for table in tables for weight in table.values()]
+    first: dict[int, int] = {}
+    return [
+        -1 if weight is None else first.setdefault(id(weight), place) for place, weight in enumerate(weights)
+    ]
+
+
+def _meaning_of(module: nn.Module) -> Any:
     attributes = vars(module)
     constants = {name: _constant(value) for name, value in attributes.items() if name not in NO_CONSTANTS}
     children = [(name, id(child)) for name, child in attributes["_modules"].items()]

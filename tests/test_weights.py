@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch_geometric.nn import GCNConv
 from torch_geometric.nn.models import GCN
 
 import gnnc
@@ -179,6 +180,66 @@ def test_weights_of_another_shape_are_refused(pair):
     with torch.no_grad(), pytest.raises(gnnc.InputError, match="compile the model again"):
         compiled(*given())
     model.convs[1].bias.data = kept
+    assert_follows(model, compiled)
+
+
+class Twins(torch.nn.Module):
+    """Two layers of one shape, so that weights of one fit the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = GCNConv(WIDTH, WIDTH), GCNConv(WIDTH, WIDTH)
+        self.a_norm, self.b_norm = torch.nn.BatchNorm1d(WIDTH), torch.nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x, edge_index):
+        x = self.a_norm(self.a(x, edge_index)).relu()
+        return self.b_norm(self.b(x, edge_index))
+
+
+def tie_weights(model):
+    model.b.lin.weight = model.a.lin.weight
+
+
+def untie_weights(model):
+    model.b.lin.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+
+def tie_statistics(model):
+    model.b_norm.running_mean = model.a_norm.running_mean
+
+
+def untie_statistics(model):
+    model.b_norm.running_mean = torch.randn(WIDTH)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(("tie", "untie"), [(tie_weights, untie_weights), (tie_statistics, untie_statistics)])
+@torch.no_grad()
+def test_weights_that_become_one_tensor_or_two_are_seen(tie, untie, train):
+    torch.manual_seed(0)
+    model = Twins().train(train)
+    compiled = gnnc.compile(model, "fp32")
+    for change in (lambda _: None, tie, untie, tie):
+        change(model)
+        eager = copy.deepcopy(model)
+        torch.testing.assert_close(compiled(*given()), eager(*given()), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_parameter_in_the_place_of_another_needs_no_capture():
+    model = new_model()
+    compiled = gnnc.compile(model, "fp32", example_inputs=given())
+    replace_parameter(model)
+    assert_follows(model, compiled)
+    assert "  2. " not in compiled.explain().rpartition("Captures")[2]
+
+
+@torch.no_grad()
+def test_a_bias_that_is_taken_away_is_seen():
+    model = new_model()
+    compiled = gnnc.compile(model, "fp32", example_inputs=given())
+    model.convs[1].bias = None
     assert_follows(model, compiled)
 
 
