@@ -1,6 +1,7 @@
 """Whose line a failed capture is about, and what its author can do."""
 
 import linecache
+import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ _WAYS_OUT = (
         "compile the part of the model that does not need this, or replace this step",
     ),
 )
+_TRANSFORM = re.compile(r"\bvmap\b|functorch|fake tensor in the exported program")
+"""What torch says where it cannot trace ``torch.vmap`` and such."""
 _WAYS_AROUND = {
     "assert_sorted_index": "this aggregation (lstm, gru, or one that sorts) runs over padded sequences of "
     "neighbours; use mean, max, sum, softmax, std or median, or compile the layers around it",
@@ -71,6 +74,8 @@ def _way_out(error: BaseException) -> str:
     for _, _, function in reversed(_foreign_frames(error)):
         if function in _WAYS_AROUND:
             return _WAYS_AROUND[function]
+    if _TRANSFORM.search(str(error)):
+        return "write this step on whole tensors, without torch.vmap and torch.func"
     for kinds, advice in _WAYS_OUT:
         if isinstance(error, kinds):
             return advice

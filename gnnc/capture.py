@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from gnnc.arguments import Call, Leaf, call_forms, flatten_call, rebuild, signature_of
 from gnnc.blame import blame
 from gnnc.branches import at_least_two, between_sizes, watched
+from gnnc.effects import call_alone, run_alone, undone
 from gnnc.errors import CaptureError
 from gnnc.functional import functional
 from gnnc.guards import Guards, guards_of
@@ -87,7 +88,10 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     """
     call = flatten_call(model, args, kwargs or {})
     _refuse_lazy(model)
-    with CLOCK.tracing(), _undisturbed(model), exportable(model):
+    constants = [leaf.value for leaf in call.leaves if leaf.kind == "constant"]
+    random_state = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+    plain = torch.inference_mode(False)  # within it, tensors do not count the writes into them
+    with CLOCK.tracing(), random_state, undone(model, constants), exportable(model), plain, torch.no_grad():
         program, guards = _export(model, call)
     graph_module, mutations = _lifted(program, model, call)
     return Captured(
@@ -111,7 +115,9 @@ class _Entry(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         args, kwargs = rebuild(self.leaves, self.spec, self.forms, tensors, _operand)
-        return self.model(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():  # which would trace what looks for effects, too
+            return self.model(*args, **kwargs)
+        return call_alone(self.model, args, kwargs)
 
 
 def _operand(leaf: Leaf, parts: Sequence[torch.Tensor]) -> Any:
@@ -133,6 +139,8 @@ def _export(model: torch.nn.Module, call: Call) -> tuple[ExportedProgram, Guards
         for strict, standins in itertools.product((False, True), group):
             try:
                 program, guards = _traced(entry, call, standins, strict)
+            except CaptureError:
+                raise
             except Exception as error:  # torch.export raises every kind of exception
                 first_error = first_error or error
                 continue
@@ -147,7 +155,10 @@ def _traced(entry: _Entry, call: Call, standins: Standins, strict: bool) -> tupl
     hint = Dim.DYNAMIC(min=2, max=_MAX_SIZE) if standins.symbolic else Dim.AUTO
     dims = tuple({dim: hint for dim in dynamic} for dynamic in standins.dynamic)
     mode = contextlib.nullcontext() if strict else SparseMode()
-    with watched() as branches, mode, torch.no_grad(), _quiet():
+    if strict and standins.symbolic:
+        with _quiet():
+            run_alone(entry, standins.tensors)
+    with watched() as branches, mode, _quiet():
         program = torch.export.export(
             entry, standins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
@@ -173,38 +184,6 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Restore every attribute of every module, and the random state, on the way out.
-
-    Other threads look at the modules meanwhile: no attribute goes and comes back.
-    """
-    modules = list(model.modules())
-    state = [dict(vars(module)) for module in modules]
-    inner = [
-        {key: dict(table) for key, table in attributes.items() if type(table) is dict} for attributes in state
-    ]
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            for module, attributes, tables in zip(modules, state, inner, strict=True):
-                _restore(vars(module), attributes)
-                for key, table in tables.items():
-                    _restore(vars(module)[key], table)
-
-
-def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
-    if list(table) == list(before):
-        table.update(before)
-        return
-    for key in table.keys() - before.keys():
-        del table[key]
-    for key, value in before.items():  # in the old order, too
-        table.pop(key, None)
-        table[key] = value
 
 
 def _refuse_lazy(model: torch.nn.Module) -> None:

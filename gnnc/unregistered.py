@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from gnnc.errors import CaptureError
@@ -20,13 +21,18 @@ def refuse_unregistered(model: nn.Module, constants: Mapping[str, Any], prefix: 
         prefix: path of the model in the module that was traced.
 
     Raises:
-        CaptureError: names the weight.
+        CaptureError: names the weight; or a constant is a stand-in, whose value nobody knows.
     """
     tensors = [
         (name, value)
         for name, value in constants.items()
         if isinstance(value, torch.Tensor) and value.layout is torch.strided
     ]
+    if any(isinstance(value, FakeTensor) for _, value in tensors):
+        raise CaptureError(
+            f"[{type(model).__name__}] torch.export takes a tensor that is made within torch.vmap or another "
+            "function of torch.func for a constant: make it before, or write the step without torch.vmap"
+        )
     held = dict(_held_apart(model)) if tensors else {}
     for name, value in tensors:
         path = name.removeprefix(prefix) if value.requires_grad else held.get(_address(value))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _WEIGHTS = ("_parameters", "_buffers")
 _PLAIN = (bool, int, float, str, types.NoneType)
 _IDENTICAL = (types.FunctionType, types.BuiltinFunctionType, torch.Tensor)
@@ -21,7 +21,7 @@ _NO_AUTOCAST = (None, None)
 _END = object()
 _HEAD = tuple.__basicsize__
 """Bytes of a tuple before the addresses of its elements, where ``_has_addresses``."""
-_TABLES = itemgetter("_modules", *_WEIGHTS, *_HOOKS)
+_TABLES = itemgetter("_modules", *_WEIGHTS, *HOOKS)
 """The tables of a module that are looked into."""
 
 
@@ -127,7 +127,7 @@ def _meaning_of(module: nn.Module) -> Any:
     attributes = vars(module)
     constants = {name: _constant(value) for name, value in attributes.items() if name not in NO_CONSTANTS}
     children = [(name, id(child)) for name, child in attributes["_modules"].items()]
-    hooks = [key for name in _HOOKS for key in attributes[name]]
+    hooks = [key for name in HOOKS for key in attributes[name]]
     return constants, children, hooks
 
 
