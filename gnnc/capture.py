@@ -71,6 +71,7 @@ class Captured:
         guards: what later flat tensors must look like.
         out_spec: rebuilds the model's result from the flat user outputs.
         mutations: names of the buffers that the model overwrites (batch norm in train mode).
+        unwritten: what forward sets in graphs, dicts and lists that it is given; compiled calls do not.
     """
 
     graph_module: GraphModule
@@ -78,6 +79,7 @@ class Captured:
     guards: Guards
     out_spec: pytree.TreeSpec
     mutations: tuple[str, ...]
+    unwritten: tuple[str, ...] = ()
 
 
 def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Captured:
@@ -92,7 +94,8 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     random_state = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
     plain = torch.inference_mode(False)  # within it, tensors do not count the writes into them
     with CLOCK.tracing(), random_state, undone(model, constants), exportable(model), plain, torch.no_grad():
-        program, guards = _export(model, call)
+        entry = _Entry(model, call)
+        program, guards = _export(entry, call)
     graph_module, mutations = _lifted(program, model, call)
     return Captured(
         graph_module=graph_module,
@@ -100,6 +103,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         guards=guards,
         out_spec=program.call_spec.out_spec,
         mutations=mutations,
+        unwritten=tuple(sorted(entry.unwritten)),
     )
 
 
@@ -112,25 +116,26 @@ class _Entry(torch.nn.Module):
         self.leaves, self.spec = call.leaves, call.spec
         self.forms = call_forms(signature_of(model))
         self.training = model.training
+        self.unwritten: set[str] = set()
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         args, kwargs = rebuild(self.leaves, self.spec, self.forms, tensors, _operand)
         if torch.compiler.is_dynamo_compiling():  # which would trace what looks for effects, too
             return self.model(*args, **kwargs)
-        return call_alone(self.model, args, kwargs)
+        return call_alone(self.model, args, kwargs, self.unwritten)
 
 
 def _operand(leaf: Leaf, parts: Sequence[torch.Tensor]) -> Any:
     return operand(leaf.value, parts)
 
 
-def _export(model: torch.nn.Module, call: Call) -> tuple[ExportedProgram, Guards]:
+def _export(entry: _Entry, call: Call) -> tuple[ExportedProgram, Guards]:
     """Try every reading of the sizes, non-strict (fast) before strict; exact sizes come last.
 
     A model that asks about sizes may go another way for this call than for the stand-ins: then
     the exact sizes are traced.
     """
-    entry = _Entry(model, call)
+    model = entry.model
     readings = list(candidates(call, getattr(model, "fixed_sizes", ())))
     symbolic = [standins for standins in readings if standins.symbolic]
     exact = [standins for standins in readings if not standins.symbolic]

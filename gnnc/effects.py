@@ -1,4 +1,4 @@
-"""What a forward does besides returning its result: compiled calls would not do it, so it is refused.
+"""What a forward does besides returning its result: compiled calls would not do it, so it is refused or told.
 
 A trace runs forward once, on stand-ins. What that run leaves in the model or in an argument is taken out
 again; only what it writes into a registered buffer in place is part of the program.
@@ -8,7 +8,6 @@ import contextlib
 import copy
 import inspect
 import itertools
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -82,29 +81,35 @@ def _restore(container: Any, before: Any) -> None:
 # What compiled calls would not do
 
 
-def call_alone(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_alone(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unwritten: set[str]) -> Any:
     """Return ``model(*args, **kwargs)``; refuse what it sets, and results that hide tensors.
+
+    Args:
+        model: the model.
+        args: positional arguments of its forward.
+        kwargs: keyword arguments.
+        unwritten: receives what forward sets in graphs, dicts and lists that it is given. Those are
+            the trace's own: the caller's stay as they are, which no result depends on.
 
     Raises:
         CaptureError: names the attribute, the argument, the hook or the result.
     """
     arguments = signature_of(model).bind(*args, **kwargs).arguments
-    held, given = _attributes(model), _given(arguments)
+    held, objects, given = _attributes(model), _objects(arguments), _entries(arguments)
     with _hooks_checked(model):
         result = model(*args, **kwargs)
-    path = _differing(held, _attributes(model))
-    if path is not None:
+    for path in _differing(held, _attributes(model)):
         raise CaptureError(
             f"[{type(model).__name__}] forward sets {path}, which compiled calls would not do: return the "
             "value, or copy it into a registered buffer (buffer.copy_(value))"
         )
-    path = _differing(given, _given(arguments))
-    if path is not None:
-        name = re.split(r"\W", path, maxsplit=1)[0]
+    for path in _differing(objects, _objects(arguments)):
+        name = path.partition(".")[0]
         raise CaptureError(
             f"[{type(model).__name__}] forward sets {path}, which compiled calls would not do to the "
             f"caller's {name}: let forward work on a copy ({name} = copy.copy({name}))"
         )
+    unwritten.update(_differing(given, _entries(arguments)))
     _check_result(model, result)
     return result
 
@@ -150,14 +155,15 @@ def _is_of_torch(hook: Callable[..., Any]) -> bool:
     return str(getattr(hook, "__module__", None)).startswith(_LIBRARIES)
 
 
-def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What arguments hold, by path; of those that are objects, what their attributes hold."""
-    attributes = {
-        f"{name}.{key}": value
-        for name, argument in arguments.items()
-        for key, value in getattr(argument, "__dict__", {}).items()
-    }
-    return _entries(arguments) | _entries(attributes)
+def _objects(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the attributes of arguments hold, by path."""
+    return _entries(
+        {
+            f"{name}.{key}": value
+            for name, argument in arguments.items()
+            for key, value in getattr(argument, "__dict__", {}).items()
+        }
+    )
 
 
 def _entries(held: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,12 +175,11 @@ def _entries(held: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """The first path at which there is something else, something new, or nothing any more."""
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """The paths at which there is something else, something new, or nothing any more."""
     for path in {**before, **after}:
         if path not in before or path not in after or not _is_same(before[path], after[path]):
-            return path
-    return None
+            yield path
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -202,7 +202,10 @@ def build_program(
         error_budget=options.error_budget,
         plan=options.plan,
         examples=example_values(model, captured) if use_examples else None,
+        current_pass="capture",
     )
+    for path in captured.unwritten:
+        context.note(None, f"forward sets {path}; compiled calls leave the caller's as it is")
     with torch.no_grad():
         stages = [("capture", captured.graph_module)]
         later, context = _run_passes(captured.graph_module, options, context)
