@@ -168,7 +168,7 @@ def _parts(node: Node, read: Tensor) -> list[Part]:
     if not read.any():
         return []
     fixed = [dim for dim, size in enumerate(shape_of(node)) if isinstance(size, int)]
-    rows = {dim: read.movedim(dim, 0).flatten(1).any(1) for dim in fixed}
+    rows = {dim: read.unsqueeze(-1).movedim(dim, 0).flatten(1).any(1) for dim in fixed}
     dim = min(fixed, key=lambda dim: float(rows[dim].float().mean()), default=None)
     if dim is None or rows[dim].all():
         return [Part(source.name)]

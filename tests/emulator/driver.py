@@ -121,12 +121,18 @@ def memory_of_tensors() -> Any:
     """Return where the memory of each tensor begins and where it ends, by the first of them."""
     ranges = set()
     for each in gc.get_objects():
-        if type(each) in _TENSORS and each.layout is torch.strided and each.device.type == "cpu":
+        if type(each) in _TENSORS and _has_memory(each):
             storage = each.untyped_storage()
             if storage.nbytes():
                 ranges.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     flat = [number for pair in sorted(ranges) for number in pair]
     return (ctypes.c_uint64 * len(flat))(*flat)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is in the host's memory: those that vmap wraps have none of their own."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not is_wrapped and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
 def _arguments(extra: int) -> bytes:
