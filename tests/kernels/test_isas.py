@@ -12,7 +12,6 @@ from gnnc.runtime.cpu import library
 HERE = Path(__file__).parent
 DENSE = ("test_gemm.py", "test_map.py", "test_row_program.py")
 SPARSE = ("test_spmm.py", "test_attention.py", "test_sddmm.py", "test_edge_softmax.py", "test_softmax_sum.py")
-FILES = DENSE + SPARSE
 
 # Prints digests of codes, scales and sums that must not depend on the instruction set.
 DIGESTS = """
@@ -56,12 +55,12 @@ def slower() -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("files", [DENSE, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("isa", ISAS[:-1])
-def test_slower(file: str, isa: str) -> None:
+def test_slower(files: tuple[str, ...], isa: str) -> None:
     if isa not in slower():
         pytest.skip(f"{isa} is what every test uses here, or this CPU lacks it")
-    result = run(isa, "-m", "pytest", "-q", "-x", str(HERE / file))
+    result = run(isa, "-m", "pytest", "-q", "-x", *(str(HERE / file) for file in files))
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
 
 
