@@ -139,7 +139,7 @@ def _export(entry: _Entry, call: Call) -> tuple[ExportedProgram, Guards]:
     readings = list(candidates(call, getattr(model, "fixed_sizes", ())))
     symbolic = [standins for standins in readings if standins.symbolic]
     exact = [standins for standins in readings if not standins.symbolic]
-    first_error: Exception | None = None
+    errors: dict[bool, Exception] = {}  # the first by whether sizes were symbolic
     for group in (symbolic, exact):
         for strict, standins in itertools.product((False, True), group):
             try:
@@ -147,13 +147,15 @@ def _export(entry: _Entry, call: Call) -> tuple[ExportedProgram, Guards]:
             except CaptureError:
                 raise
             except Exception as error:  # torch.export raises every kind of exception
-                first_error = first_error or error
+                errors.setdefault(standins.symbolic, error)
                 continue
             if guards.serves([tensor.shape for tensor in call.tensors]):
                 return program, guards
             break  # another reading would ask the same about sizes
     sparse = [leaf.value for leaf in call.leaves if leaf.kind == "sparse"]
-    raise CaptureError(blame(model, first_error or RuntimeError(_NO_WAY), sparse)) from first_error
+    # what a wrong reading of the sizes fails for is not what the model cannot do
+    error = errors.get(False) or errors.get(True) or RuntimeError(_NO_WAY)
+    raise CaptureError(blame(model, error, sparse)) from error
 
 
 def _traced(entry: _Entry, call: Call, standins: Standins, strict: bool) -> tuple[ExportedProgram, Guards]:

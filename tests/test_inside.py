@@ -233,3 +233,16 @@ def test_refusal_names_the_line_and_the_way_out(kind):
     place = rf"\[{kind.__name__}\] cannot be captured at test_inside\.py:\d+ in forward: `.*# this line`"
     with pytest.raises(gnnc.CaptureError, match=f"{place}.*Way out: .*{REFUSED[kind]}"):
         compiled(*graph(60, 400))
+
+
+class PadsSums(Net):
+    def forward(self, x, edge_index, kind):
+        x = x.index_add(0, edge_index[1], x[edge_index[0]] * kind[:, None])
+        return to_dense_batch(x, torch.zeros(x.shape[0], dtype=torch.long))[0]  # this line
+
+
+@torch.no_grad()
+def test_what_a_wrong_reading_of_the_sizes_fails_for_is_not_blamed():
+    x, edge_index = graph(60, 400)
+    with pytest.raises(gnnc.CaptureError, match="`.*# this line`.*give to_dense_batch its batch_size"):
+        gnnc.compile(PadsSums().eval(), "fp32")(x, edge_index, torch.arange(400) % 5)
