@@ -100,6 +100,31 @@ def test_attributes_that_are_set_back_are_none_of_anyone() -> None:
     torch.testing.assert_close(compiled(X, EDGES, BATCH), net(X, EDGES, BATCH))
 
 
+class Named(GCNConv):
+    """A layer of PyG's, cache and all, and something of the user's."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__(WIDTH, WIDTH, cached=True)
+        self.keeps = keeps
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out = super().forward(x, edge_index)
+        if self.keeps:
+            self.last = out
+        return out
+
+
+@torch.no_grad()
+def test_layers_that_extend_those_of_pyg_may_fill_their_caches() -> None:
+    layer = Named(keeps=False)
+    compiled = gnnc.compile(layer, "fp32")
+    result = compiled(X, EDGES)
+    assert layer._cached_edge_index is None
+    torch.testing.assert_close(result, layer(X, EDGES), rtol=1e-4, atol=1e-5)
+    with pytest.raises(gnnc.CaptureError, match=r"forward sets self\.last,"):
+        gnnc.compile(Named(keeps=True), "fp32")(X, EDGES)
+
+
 # arguments
 
 
