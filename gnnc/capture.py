@@ -79,7 +79,7 @@ class Captured:
     guards: Guards
     out_spec: pytree.TreeSpec
     mutations: tuple[str, ...]
-    unwritten: tuple[str, ...] = ()
+    unwritten: tuple[str, ...]
 
 
 def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Captured:

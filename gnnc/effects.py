@@ -117,8 +117,7 @@ def call_alone(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
 def run_alone(entry: nn.Module, tensors: Sequence[Tensor]) -> None:
     """Run ``entry``, which is to use ``call_alone``, for its refusals: Dynamo does not come by them.
 
-    Any other error is of these values, and says nothing of a trace. Weights are copies, since a run writes
-    into buffers.
+    Weights are copies, since a run writes into buffers.
     """
     weights = itertools.chain(entry.named_parameters(), entry.named_buffers())
     copies = {name: weight.detach().clone() for name, weight in weights}
@@ -126,7 +125,7 @@ def run_alone(entry: nn.Module, tensors: Sequence[Tensor]) -> None:
         torch.func.functional_call(entry, copies, tuple(tensors))
     except CaptureError:
         raise
-    except Exception:
+    except Exception:  # any other error is of these values: the trace that follows says what it fails for
         return
 
 

@@ -23,7 +23,7 @@ from gnnc.passes.rowwise import op_name
 
 _MOVES = frozenset(
     (
-        "select.int slice.Tensor view.default reshape.default _unsafe_view.default flatten.using_ints "
+        "select.int slice.Tensor reshape.default flatten.using_ints "
         "unsqueeze.default squeeze.dim squeeze.dims squeeze.default expand.default repeat.default "
         "transpose.int permute.default t.default flip.default roll.default unbind.int chunk.default "
         "split.Tensor split_with_sizes.default"

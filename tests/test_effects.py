@@ -128,31 +128,25 @@ def test_layers_that_extend_those_of_pyg_may_fill_their_caches() -> None:
 # arguments
 
 
-class OnData(nn.Module):
+class WithLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = GCNConv(WIDTH, WIDTH)
 
+
+class OnData(WithLayer):
     def forward(self, data: Any) -> Tensor:
         data.x = self.conv(data.x, data.edge_index)
         return data.x.relu()
 
 
-class OnDict(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = GCNConv(WIDTH, WIDTH)
-
+class OnDict(WithLayer):
     def forward(self, tables: dict[str, Tensor], edge_index: Tensor) -> Tensor:
         tables["paper"] = self.conv(tables["paper"], edge_index)
         return tables["paper"].relu()
 
 
-class OnObject(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = GCNConv(WIDTH, WIDTH)
-
+class OnObject(WithLayer):
     def forward(self, held: Any, x: Tensor, edge_index: Tensor) -> Tensor:
         held.h = self.conv(x, edge_index)
         return held.h.relu()

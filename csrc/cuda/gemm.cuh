@@ -524,11 +524,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmAr
     }
     epilogue(tile, begin + place);
   };
-  // two rows at once would need the registers of both
   constexpr int kTurns = divide_up(Config::kRows, kGroups);
+  constexpr int kUnroll = kTurns > 2 ? 4 : 1;  // of two rows, both at once would need the registers of both
   const int group = threadIdx.x / kLanes;
   if (begin + Config::kRows <= args.rows) {
-#pragma unroll kTurns> 2 ? 4 : 1
+#pragma unroll kUnroll
     for (int turn = 0; turn < kTurns; ++turn) {
       const int place = group + turn * kGroups;
       if (Config::kRows % kGroups == 0 || place < Config::kRows) finish(place);

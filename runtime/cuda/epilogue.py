@@ -107,11 +107,11 @@ class Writer:
             source = argument_of(self.node, operand.index)
             kind = TYPES[source.meta["val"].dtype]
             if operand.form == "matrix":
-                text = self.emitter.matrix(source)
+                address = pointer(self.emitter.matrix(source))
                 self._strides[number] = self.emitter.row_stride(source)
             else:
-                text = self.emitter.vector(source)
-            self.struct.member(f"const {kind}* a{number}", pointer(text))
+                address = self._vector(number)
+            self.struct.member(f"const {kind}* a{number}", address)
         return f"a{number}"
 
     def row_of(self, number: int) -> tuple[str, int]:
