@@ -7,6 +7,8 @@ The floor of a kernel is the larger of its compulsory bytes (every input and out
 bandwidth of a device copy, and the time of a kernel that gathers the same rows, and the scale of each
 where it has one, through the same table and does nothing with them; both are measured in this run.
 (What its integer operations take at their issue rate is left out: with it a floor can only be higher.)
+Beside the floor of a sum at every width stands the time of that gather with stores of as many bytes as
+the sum's results: no sum through this table can be faster, since loads and stores share what L2 moves.
 The peer is torch.sparse CSR (cuSPARSE) in FP32, with 32-bit or 64-bit indices, whichever is faster.
 """
 
@@ -44,6 +46,7 @@ from graphs import SHAPES, generate
 from torch import Tensor
 
 from gnnc.narrow import CUDA
+from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.runs import Cut, cut_for
 from gnnc.runtime.cuda.staged import StagedTable, shared_bytes, staged_cut_for
 from gnnc.runtime.cuda.unit import AS_COMPILED
@@ -55,7 +58,7 @@ ONE_SCALE = "int8 edge weights, one scale"
 GATHER = """
 #include "spmm.cuh"
 namespace gnnc {
-template <class Layout_, bool kScaled, int kStep_ = 8>
+template <class Layout_, bool kScaled, int kStep_ = 8, bool kStores = false>
 struct GatherBody {
   using Layout = Layout_;
   static constexpr bool kBundle = true, kMasks = false, kWhole = false, kValued = false;
@@ -64,6 +67,8 @@ struct GatherBody {
     float scale[4];
   };
   const float* scales;
+  float* result = nullptr;  // of the slice
+  int64_t stride = 0, columns = 0;
   unsigned int seen = 0;
   template <class Work>
   __device__ void begin(const Work&, int) {}
@@ -80,8 +85,19 @@ struct GatherBody {
       if constexpr (kScaled) e.scale[i] = window.template factor<float>(place[i]);
     }
   }
+  // Where kStores, something for every column of the row, neighbouring threads side by side.
   template <class Work>
-  __device__ void finish(const Work&, int) {}
+  __device__ void finish(const Work& work, int) {
+    if constexpr (kStores) {
+      const float some = __uint_as_float(seen);
+#pragma unroll
+      for (int i = 0; i < Layout::kColumns / 4; ++i) {
+        const int column = (i * Layout::kPieces + Layout::piece()) * 4;
+        if (column >= columns) continue;
+        store_vector<true>(result + work.row() * stride + column, Vector<float, 4>{{some, some, some, some}});
+      }
+    }
+  }
   __device__ void end_run(const Run&) {}
   template <bool kMasked>
   __device__ void add(const uint4 (&x)[4], const Extra& e, unsigned int) {
@@ -99,20 +115,35 @@ struct GatherOnly {
   using Body = GatherBody<Layout, kScaled>;
   static constexpr int kThreads = fitting({kScaled ? 768 : 1024, 8}, Layout::kPieces, 0).threads;
 };
-template <Element kElement, int kWidth, bool kScaled>
-__global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled>::kThreads), 1)
-    gather_only(Runs runs, const char* x, int64_t stride, const float* scales, unsigned int* out) {
+template <Element kElement, int kWidth, bool kScaled, bool kStores>
+__device__ void gather_runs(const Runs& runs, const char* x, int64_t stride, const float* scales,
+                            unsigned int* out, float* result, int64_t result_stride) {
   using G = GatherOnly<kElement, kWidth, kScaled>;
   using Layout = typename G::Layout;
+  using Body = GatherBody<Layout, kScaled, G::Body::kStep, kStores>;
   __shared__ int next;
-  __shared__ Feed<Layout, typename G::Body> feed[G::kThreads / 32];
-  typename G::Body body{scales};
+  __shared__ Feed<Layout, Body> feed[G::kThreads / 32];
+  Body body{scales};
   for (int slice = 0; slice < G::Slices::kCount; ++slice) {
     __syncthreads();
     const Gathered rows = G::Slices::of(x, stride, slice);
+    body.result = result + slice * G::Slices::kWidth;
+    body.stride = result_stride;
+    body.columns = min(result_stride - slice * G::Slices::kWidth, static_cast<int64_t>(Layout::kPassColumns));
     for_runs<Layout>(runs, nullptr, rows, &next, feed[threadIdx.x / 32], body);
   }
   if (body.seen == 0x12345678u) *out = 1;
+}
+template <Element kElement, int kWidth, bool kScaled>
+__global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled>::kThreads), 1)
+    gather_only(Runs runs, const char* x, int64_t stride, const float* scales, unsigned int* out) {
+  gather_runs<kElement, kWidth, kScaled, false>(runs, x, stride, scales, out, nullptr, 0);
+}
+template <Element kElement, int kWidth, bool kScaled>
+__global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled>::kThreads), 1)
+    gather_stored(Runs runs, const char* x, int64_t stride, const float* scales, unsigned int* out,
+                  float* result, int64_t result_stride) {
+  gather_runs<kElement, kWidth, kScaled, true>(runs, x, stride, scales, out, result, result_stride);
 }
 template <Element kElement, int kWidth, bool kScaled>
 using StagedSum =
@@ -250,7 +281,7 @@ def cusparse(rowptr: Tensor, col: Tensor, width: int, dot: bool) -> dict[str, fl
 
 
 def gather_name(element: str, width: int, kind: str, scaled: bool) -> str:
-    """Return the C++ name of the kernel that only gathers, or (``staged``) reads near rows in windows."""
+    """Return the C++ name of the kernel that only gathers, or stores too, or takes windows: ``staged``."""
     return f"gnnc::gather_{kind}<gnnc::Element::{element}, {width}, {str(scaled).lower()}>"
 
 
@@ -268,12 +299,21 @@ class Floors:
             self._gathers[name] = self._time(name, x, scale, staged)
         return self._gathers[name]
 
-    def _time(self, name: str, x: Tensor, scale: Tensor | None, staged: bool) -> float:
+    def stored(self, x: Tensor, scale: Tensor | None) -> float:
+        """Return the time of gathering them and storing as many bytes as sums of them have in FP32."""
+        name = gather_name(ELEMENTS[x.dtype], x.shape[1], "stored", scale is not None)
+        stride = CudaEmitter.padded(x.shape[1], torch.float32, gathered=False)
+        return self._time(name, x, scale, False, torch.empty(self.graph.num_dst, stride, device="cuda"))
+
+    def _time(
+        self, name: str, x: Tensor, scale: Tensor | None, staged: bool, result: Tensor | None = None
+    ) -> float:
         graph, module = self.graph.gathering(x), Module(GATHER, (name,))
         out = torch.zeros(1, dtype=torch.int32, device="cuda")
         table = StagedTable(graph.staged, x.shape[0]) if staged else graph.runs
         given = [address(graph.rowptr), *table.fields] if staged else graph.values()
         given += [address(x), x.stride(0) * x.element_size(), address(scale), address(out)]
+        given += [] if result is None else [address(result), result.stride(0)]
         shared = shared_bytes(graph.row_bytes, "none" if scale is None else "row") if staged else 0
         return median_ms(lambda: module.launch(name, table.blocks, AS_COMPILED, *given, shared=shared))
 
@@ -382,7 +422,7 @@ def compile_ahead() -> None:
     for width in SPMM_WIDTHS:
         for config in dict.fromkeys(kind.at(width).config(width) for kind in SPMM_KINDS):
             plain = config.value == "none"
-            gathers = ("only", "staged") if plain else ("only",)
+            gathers = ("only", "stored", "staged") if plain else ("only", "stored")
             scaled = config.scale == "row"
             jobs += [(GATHER, (gather_name(config.element, width, kind, scaled),)) for kind in gathers]
             forms = [form_of(width * NBYTES[config.element]), *(["spmm_staged"] if plain else [])]
@@ -409,6 +449,9 @@ def spmm_widths(name: str) -> dict[str, Any]:
             gather = floors.gather(x, given[1], staged=call.staged)
             floor = max(floors.copy(x, call(), *given), gather)
             row = rows[f"spmm {kind.label}"] = figures(median_ms(call), peer, floor, gather)
+            if not call.staged:
+                stored = floors.stored(x, given[1])
+                row |= {"stored_ms": round(stored, 4), "of_stored": round(stored / row["ms"], 2)}
             if kind.label.startswith("int8"):
                 row["of fp16"] = round(row["ms"] / rows[f"spmm {kind.peer}"]["ms"], 2)
             del call
@@ -423,7 +466,8 @@ def show(name: str, width: int, peer: dict[str, float], rows: dict[str, Any]) ->
     print(f"\n{name} F={width}: " + ", ".join(f"cuSPARSE {what} {ms:.3f} ms" for what, ms in peer.items()))
     for label, row in rows.items():
         print(
-            f"  {label:26s} {row['ms']:8.3f} ms  {row['ratio']:6.2f}x  {row['of_floor']:5.0%} of floor",
+            f"  {label:26s} {row['ms']:8.3f} ms  {row['ratio']:6.2f}x  {row['of_floor']:5.0%} of floor"
+            + (f", {row['of_stored']:.0%} with stores" if "of_stored" in row else ""),
             flush=True,
         )
 

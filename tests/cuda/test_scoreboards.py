@@ -90,6 +90,7 @@ KERNELS = {
     "int8": (8, SPMM_SOURCE, SpmmConfig("i8", 64).name("StoreBytes<64>")),
     "int8 powers": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="power").name()),
     "int8 row scales": (4, SPMM_SOURCE, SpmmConfig("i8", 64, scale="row").name()),
+    "int8 row scales, whole lines": (8, SPMM_SOURCE, SpmmConfig("i8", 128, scale="row").name()),
     "int8 edge weights": (8, SPMM_SOURCE, SpmmConfig("i8", 64, value="real", scale="row").name()),
     "int8 edge weights, one scale": (8, SPMM_SOURCE, SpmmConfig("i8", 64, value="real").name()),
     "fp16": (8, SPMM_SOURCE, SpmmConfig("f16", 64).name()),
@@ -104,7 +105,7 @@ KERNELS = {
     "fp32, staged": (4, SPMM_SOURCE, SpmmConfig("f32", 64).name(form="spmm_staged")),
     "int8, slices": (8, SPMM_SOURCE, SpmmConfig("i8", 602).name(form="spmm_sliced")),
     "int8 weights, slices": (8, SPMM_SOURCE, SpmmConfig("i8", 602, value="real").name(form="spmm_sliced")),
-    "int8 row scales, slices": (4, SPMM_SOURCE, SpmmConfig("i8", 602, scale="row").name(form="spmm_sliced")),
+    "int8 row scales, slices": (8, SPMM_SOURCE, SpmmConfig("i8", 602, scale="row").name(form="spmm_sliced")),
     "int8 weights and row scales, slices": (
         8,
         SPMM_SOURCE,
