@@ -21,6 +21,7 @@ from gnnc.bandwidth import copy_bandwidth
 from gnnc.containers import opened
 from gnnc.cost import floor_times
 from gnnc.errors import CaptureError, GnncError, GraphError, InputError, PrecisionError, UnsupportedError
+from gnnc.garbage import uncollected
 from gnnc.options import (
     budget,
     built,
@@ -323,7 +324,8 @@ class CompiledModel(torch.nn.Module):
     ) -> Program:
         try:
             options = self._options_for(call)
-            program = build_program(self.model, args, kwargs, options, self._pool, use_examples=examples)
+            with uncollected(unless=examples):  # programs that are tried on them hold memory
+                program = build_program(self.model, args, kwargs, options, self._pool, use_examples=examples)
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
         again = failure or "another structure of arguments, constants or mode"
