@@ -158,7 +158,7 @@ def test_float_sums(width: int, kind: str, weighted: bool) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("width", FEW_WIDTHS)
+@pytest.mark.parametrize("width", [*FEW_WIDTHS, 128])
 def test_integer_rows_with_real_weights(width: int) -> None:
     for make in GRAPHS.values():
         g = make()
