@@ -516,8 +516,8 @@ template <class Config_>
 struct Sliced {
   using Slices = gnnc::Slices<Config_::kElement, Config_::kWidth, slice_bytes(Config_::kElement)>;
   using Whole = SpmmConfig<Config_::kElement, Slices::kWidth, Config_::kReduce, Config_::kValue, Config_::kScale>;
-  static constexpr int kMost = most_threads_of_slices(
-      Config_::kElement, Whole::kStep, weight_of(Config_::kValue, Config_::kScale));
+  static constexpr int kMost =
+      most_threads_of_slices(Config_::kElement, Whole::kStep, weight_of(Config_::kValue, Config_::kScale));
   static constexpr int kThreads = Whole::kThreads < kMost ? Whole::kThreads : kMost;
   struct Config : SpmmConfig<Config_::kElement, Slices::kWidth, Config_::kReduce, Config_::kValue, Config_::kScale, 1,
                              kThreads, Whole::kStep> {
