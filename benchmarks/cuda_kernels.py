@@ -8,7 +8,7 @@ bandwidth of a device copy, and the time of a kernel that gathers the same rows,
 where it has one, through the same table and does nothing with them; both are measured in this run.
 (What its integer operations take at their issue rate is left out: with it a floor can only be higher.)
 Beside the floor of a sum at every width stands the time of that gather with stores of as many bytes as
-the sum's results: no sum through this table can be faster, since loads and stores share what L2 moves.
+the sum's results: loads and stores share what L2 moves, so the floor alone is out of a wide sum's reach.
 The peer is torch.sparse CSR (cuSPARSE) in FP32, with 32-bit or 64-bit indices, whichever is faster.
 """
 
