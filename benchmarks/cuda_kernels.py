@@ -112,15 +112,17 @@ struct GatherOnly {
   static constexpr bool kSliced = kWidth * bytes_of(kElement) > kMostWhole;
   using Slices = gnnc::Slices<kElement, kWidth, kSliced ? slice_bytes(kElement) : kMostWhole>;
   using Layout = RowLayout<kElement, (Slices::kCount > 1 ? Slices::kWidth : kWidth)>;
-  using Body = GatherBody<Layout, kScaled>;
+  template <bool kStores>
+  using Body = GatherBody<Layout, kScaled, 8, kStores>;
   static constexpr int kThreads = fitting({kScaled ? 768 : 1024, 8}, Layout::kPieces, 0).threads;
 };
 template <Element kElement, int kWidth, bool kScaled, bool kStores>
-__device__ void gather_runs(const Runs& runs, const char* x, int64_t stride, const float* scales,
-                            unsigned int* out, float* result, int64_t result_stride) {
+__global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled>::kThreads), 1)
+    gather_only(Runs runs, const char* x, int64_t stride, const float* scales, unsigned int* out,
+                float* result, int64_t result_stride) {
   using G = GatherOnly<kElement, kWidth, kScaled>;
   using Layout = typename G::Layout;
-  using Body = GatherBody<Layout, kScaled, G::Body::kStep, kStores>;
+  using Body = typename G::template Body<kStores>;
   __shared__ int next;
   __shared__ Feed<Layout, Body> feed[G::kThreads / 32];
   Body body{scales};
@@ -133,17 +135,6 @@ __device__ void gather_runs(const Runs& runs, const char* x, int64_t stride, con
     for_runs<Layout>(runs, nullptr, rows, &next, feed[threadIdx.x / 32], body);
   }
   if (body.seen == 0x12345678u) *out = 1;
-}
-template <Element kElement, int kWidth, bool kScaled>
-__global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled>::kThreads), 1)
-    gather_only(Runs runs, const char* x, int64_t stride, const float* scales, unsigned int* out) {
-  gather_runs<kElement, kWidth, kScaled, false>(runs, x, stride, scales, out, nullptr, 0);
-}
-template <Element kElement, int kWidth, bool kScaled>
-__global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled>::kThreads), 1)
-    gather_stored(Runs runs, const char* x, int64_t stride, const float* scales, unsigned int* out,
-                  float* result, int64_t result_stride) {
-  gather_runs<kElement, kWidth, kScaled, true>(runs, x, stride, scales, out, result, result_stride);
 }
 template <Element kElement, int kWidth, bool kScaled>
 using StagedSum =
@@ -281,8 +272,14 @@ def cusparse(rowptr: Tensor, col: Tensor, width: int, dot: bool) -> dict[str, fl
 
 
 def gather_name(element: str, width: int, kind: str, scaled: bool) -> str:
-    """Return the C++ name of the kernel that only gathers, or stores too, or takes windows: ``staged``."""
-    return f"gnnc::gather_{kind}<gnnc::Element::{element}, {width}, {str(scaled).lower()}>"
+    """Return the C++ name of the kernel that gathers.
+
+    ``kind``: ``only`` that, ``stored`` something for each row too, or near rows in windows, ``staged``.
+    """
+    given = f"gnnc::Element::{element}, {width}, {str(scaled).lower()}"
+    if kind == "staged":
+        return f"gnnc::gather_staged<{given}>"
+    return f"gnnc::gather_only<{given}, {str(kind == 'stored').lower()}>"
 
 
 class Floors:
@@ -292,28 +289,25 @@ class Floors:
         self.graph = graph
         self._gathers: dict[str, float] = {}
 
-    def gather(self, x: Tensor, scale: Tensor | None, *, staged: bool) -> float:
-        """Return the time of gathering the rows of x, and their scales, through the table that sums take."""
-        name = gather_name(ELEMENTS[x.dtype], x.shape[1], "staged" if staged else "only", scale is not None)
+    def gather(self, x: Tensor, scale: Tensor | None, kind: str) -> float:
+        """Return the time of gathering the rows of x, and their scales, through the table that sums take.
+
+        ``kind``: as of ``gather_name``; ``stored`` are as many bytes as sums of the rows have in FP32.
+        """
+        name = gather_name(ELEMENTS[x.dtype], x.shape[1], kind, scale is not None)
         if name not in self._gathers:
-            self._gathers[name] = self._time(name, x, scale, staged)
+            self._gathers[name] = self._time(name, kind, x, scale)
         return self._gathers[name]
 
-    def stored(self, x: Tensor, scale: Tensor | None) -> float:
-        """Return the time of gathering them and storing as many bytes as sums of them have in FP32."""
-        name = gather_name(ELEMENTS[x.dtype], x.shape[1], "stored", scale is not None)
-        stride = CudaEmitter.padded(x.shape[1], torch.float32, gathered=False)
-        return self._time(name, x, scale, False, torch.empty(self.graph.num_dst, stride, device="cuda"))
-
-    def _time(
-        self, name: str, x: Tensor, scale: Tensor | None, staged: bool, result: Tensor | None = None
-    ) -> float:
+    def _time(self, name: str, kind: str, x: Tensor, scale: Tensor | None) -> float:
         graph, module = self.graph.gathering(x), Module(GATHER, (name,))
-        out = torch.zeros(1, dtype=torch.int32, device="cuda")
+        out, staged = torch.zeros(1, dtype=torch.int32, device="cuda"), kind == "staged"
         table = StagedTable(graph.staged, x.shape[0]) if staged else graph.runs
         given = [address(graph.rowptr), *table.fields] if staged else graph.values()
         given += [address(x), x.stride(0) * x.element_size(), address(scale), address(out)]
-        given += [] if result is None else [address(result), result.stride(0)]
+        stride = CudaEmitter.padded(x.shape[1], torch.float32, gathered=False)
+        result = torch.empty(graph.num_dst, stride, device="cuda") if kind == "stored" else None
+        given += [] if staged else [address(result), stride]
         shared = shared_bytes(graph.row_bytes, "none" if scale is None else "row") if staged else 0
         return median_ms(lambda: module.launch(name, table.blocks, AS_COMPILED, *given, shared=shared))
 
@@ -396,8 +390,8 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
         for label, (of, call, read) in kernels(graph, xs, width).items():
             x = xs[next(kind for kind in xs if kind in label)]
             time = median_ms(call)
-            staged = isinstance(call, Spmm) and call.staged
-            gather = floors.gather(x, call.x_scale if isinstance(call, Spmm) else None, staged=staged)
+            kind = "staged" if isinstance(call, Spmm) and call.staged else "only"
+            gather = floors.gather(x, call.x_scale if isinstance(call, Spmm) else None, kind)
             floor = max(floors.copy(x, call(), *read), gather)
             rows[label] = figures(time, peer[of], floor, gather)
         result[f"F={width}"] = {"cusparse_ms": {k: round(v, 4) for k, v in peer.items()}, "kernels": rows}
@@ -446,11 +440,11 @@ def spmm_widths(name: str) -> dict[str, Any]:
         for kind in (kind.at(width) for kind in SPMM_KINDS):
             x, given = xs[kind.element], (value if kind.weights else None, scale if kind.scales else None)
             call = Spmm(graph, x, *given)
-            gather = floors.gather(x, given[1], staged=call.staged)
+            gather = floors.gather(x, given[1], "staged" if call.staged else "only")
             floor = max(floors.copy(x, call(), *given), gather)
             row = rows[f"spmm {kind.label}"] = figures(median_ms(call), peer, floor, gather)
             if not call.staged:
-                stored = floors.stored(x, given[1])
+                stored = floors.gather(x, given[1], "stored")
                 row |= {"stored_ms": round(stored, 4), "of_stored": round(stored / row["ms"], 2)}
             if kind.label.startswith("int8"):
                 row["of fp16"] = round(row["ms"] / rows[f"spmm {kind.peer}"]["ms"], 2)

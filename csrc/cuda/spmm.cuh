@@ -62,8 +62,8 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
   if (!is_one_pass(element, width) || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
   if (bytes && weight == Weight::none && !extreme) return {pieces_of(element, width) == 1 ? 896 : 768, 8};
   if (bytes && value == Value::real && !extreme) return {kArchitecture < 1000 || scale != Scale::row ? 640 : 512, 8};
-  const bool scaled = bytes && weight == Weight::real && !extreme;
-  if (scaled && pieces_of(element, width) >= 8 && kArchitecture < 1000) return {768, 8};
+  const bool lines = pieces_of(element, width) >= 8;  // rows of more than half a line
+  if (scale == Scale::row && lines && !extreme && kArchitecture < 1000) return {768, 8};
   if (bytes) return {weight == Weight::power8 && kArchitecture < 1000 ? 896 : 768, 4};
   const bool plain = weight == Weight::none && !extreme && width * bytes_of(element) % 16 == 0;
   return {plain && (element == Element::f32 || kArchitecture < 1000) ? 896 : 768, 8};
@@ -508,16 +508,15 @@ __host__ __device__ constexpr int slice_bytes(Element element) { return element 
 // Which slice it is takes registers too.
 __host__ __device__ constexpr int most_threads_of_slices(Element element, int step, Weight weight) {
   if (element == Element::f32) return 896;
-  const bool many = weight == Weight::none && kArchitecture < 1000;
-  return element == Element::i8 && step == 8 && !many ? 640 : 768;
+  if (element != Element::i8 || step == 4) return 768;
+  return weight == Weight::none && kArchitecture < 1000 ? 768 : 640;
 }
 
 template <class Config_>
 struct Sliced {
   using Slices = gnnc::Slices<Config_::kElement, Config_::kWidth, slice_bytes(Config_::kElement)>;
   using Whole = SpmmConfig<Config_::kElement, Slices::kWidth, Config_::kReduce, Config_::kValue, Config_::kScale>;
-  static constexpr int kMost =
-      most_threads_of_slices(Config_::kElement, Whole::kStep, weight_of(Config_::kValue, Config_::kScale));
+  static constexpr int kMost = most_threads_of_slices(Config_::kElement, Whole::kStep, Spmm<Whole>::kWeight);
   static constexpr int kThreads = Whole::kThreads < kMost ? Whole::kThreads : kMost;
   struct Config : SpmmConfig<Config_::kElement, Slices::kWidth, Config_::kReduce, Config_::kValue, Config_::kScale, 1,
                              kThreads, Whole::kStep> {
