@@ -4,11 +4,13 @@
     python benchmarks/cuda_kernels.py --spmm-widths --graphs products
 
 The floor of a kernel is the larger of its compulsory bytes (every input and output once) over the
-bandwidth of a device copy, and the time of a kernel that gathers the same rows, and the scale of each
-where it has one, through the same table and does nothing with them; both are measured in this run.
+bandwidth of a device copy, and the time of a kernel that gathers the same rows, the scale of each where
+it has one and the weight of each edge where that has one, through the same table and does nothing with
+them; both are measured in this run.
 (What its integer operations take at their issue rate is left out: with it a floor can only be higher.)
-Beside the floor of a sum at every width stands the time of that gather with stores of as many bytes as
-the sum's results: loads and stores share what L2 moves, so the floor alone is out of a wide sum's reach.
+Beside the floor of a sum in FP32 at every width stands the time of that gather with stores of as many
+bytes as the sum's results: loads and stores share what L2 moves, so the floor alone is out of a wide
+sum's reach.
 The peer is torch.sparse CSR (cuSPARSE) in FP32, with 32-bit or 64-bit indices, whichever is faster.
 """
 
@@ -38,6 +40,7 @@ from cuda_sparse import (
     Sparse,
     Spmm,
     SpmmConfig,
+    epilogue_of,
     form_of,
     rows_of_programs,
     sparse,
@@ -47,6 +50,7 @@ from torch import Tensor
 
 from gnnc.narrow import CUDA
 from gnnc.runtime.cuda.emitter import CudaEmitter
+from gnnc.runtime.cuda.epilogue import truth
 from gnnc.runtime.cuda.runs import Cut, cut_for
 from gnnc.runtime.cuda.staged import StagedTable, shared_bytes, staged_cut_for
 from gnnc.runtime.cuda.unit import AS_COMPILED
@@ -55,16 +59,22 @@ RESULTS = Path(__file__).resolve().parent / "results" / "cuda-kernels.json"
 SPMM_RESULTS = RESULTS.with_name("cuda-spmm-widths.json")
 SPMM_WIDTHS = (16, 32, 47, 64, 128, 256, 602)
 ONE_SCALE = "int8 edge weights, one scale"
+LEAST_MS, MOST_CALLS = 1.0, 50
+"""That calls are timed for together, and how many at most."""
+BLOCKS = (768, 1024)
+"""Threads of the kernels that only gather: which is faster depends on the row."""
 GATHER = """
 #include "spmm.cuh"
 namespace gnnc {
-template <class Layout_, bool kScaled, int kStep_ = 8, bool kStores = false>
+template <class Layout_, bool kScaled, bool kValued_, int kStep_ = 8, bool kStores = false>
 struct GatherBody {
   using Layout = Layout_;
-  static constexpr bool kBundle = true, kMasks = false, kWhole = false, kValued = false;
+  static constexpr bool kBundle = true, kMasks = false, kWhole = false, kOwns = false;
+  static constexpr bool kValued = kValued_;
   static constexpr int kStep = kStep_;
   struct Extra {
     float scale[4];
+    float value[4];
   };
   const float* scales;
   float* result = nullptr;  // of the slice
@@ -73,8 +83,9 @@ struct GatherBody {
   template <class Work>
   __device__ void begin(const Work&, int) {}
   // Where four threads read a row, each loads the scale of one edge.
-  __device__ void load(Extra& e, const Four&, const int (&source)[4], unsigned int mask) {
+  __device__ void load(Extra& e, const Four& four, const int (&source)[4], unsigned int mask) {
     const int own = Layout::piece() % 4;
+    for (int i = 0; i < 4 && kValued; ++i) e.value[i] = four.value[i];
     for (int i = 0; i < 4 && kScaled; ++i) {
       e.scale[i] = load_if((mask >> i & 1) && (Layout::kPieces < 4 || i == own), scales + source[i], 0.0f);
     }
@@ -99,40 +110,44 @@ struct GatherBody {
     }
   }
   __device__ void end_run(const Run&) {}
+  template <int kFours, class Own>
+  __device__ void weigh(Extra (&)[kFours], const Own&) {}
+
   template <bool kMasked>
   __device__ void add(const uint4 (&x)[4], const Extra& e, unsigned int) {
     for (int i = 0; i < 4; ++i) {
       seen ^= x[i].x ^ x[i].y ^ x[i].z ^ x[i].w;
       if (kScaled) seen ^= __float_as_uint(e.scale[i]);
+      if (kValued) seen ^= __float_as_uint(e.value[i]);
     }
   }
 };
-template <Element kElement, int kWidth, bool kScaled>
+template <Element kElement, int kWidth, bool kScaled, bool kValued, int kMost>
 struct GatherOnly {
   static constexpr bool kSliced = kWidth * bytes_of(kElement) > kMostWhole;
   using Slices = gnnc::Slices<kElement, kWidth, kSliced ? slice_bytes(kElement) : kMostWhole>;
   using Layout = RowLayout<kElement, (Slices::kCount > 1 ? Slices::kWidth : kWidth)>;
   template <bool kStores>
-  using Body = GatherBody<Layout, kScaled, 8, kStores>;
-  static constexpr int kThreads = fitting({kScaled ? 768 : 1024, 8}, Layout::kPieces, 0).threads;
+  using Body = GatherBody<Layout, kScaled, kValued, 8, kStores>;
+  static constexpr int kThreads = fitting({kMost, 8}, Layout::kPieces, 0, kValued).threads;
 };
-template <Element kElement, int kWidth, bool kScaled, bool kStores>
-__global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled>::kThreads), 1)
-    gather_only(Runs runs, const char* x, int64_t stride, const float* scales, unsigned int* out,
-                float* result, int64_t result_stride) {
-  using G = GatherOnly<kElement, kWidth, kScaled>;
+template <Element kElement, int kWidth, bool kScaled, bool kValued, int kMost, bool kStores>
+__global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled, kValued, kMost>::kThreads), 1)
+    gather_only(Runs runs, const char* x, int64_t stride, const float* scales, const float* values,
+                unsigned int* out, float* result, int64_t result_stride) {
+  using G = GatherOnly<kElement, kWidth, kScaled, kValued, kMost>;
   using Layout = typename G::Layout;
   using Body = typename G::template Body<kStores>;
-  __shared__ int next;
+  __shared__ int next[G::Slices::kCount];
   __shared__ Feed<Layout, Body> feed[G::kThreads / 32];
+  open_queues(next, feed[0].runs.dealt());
   Body body{scales};
   for (int slice = 0; slice < G::Slices::kCount; ++slice) {
-    __syncthreads();
     const Gathered rows = G::Slices::of(x, stride, slice);
     body.result = result + slice * G::Slices::kWidth;
     body.stride = result_stride;
     body.columns = min(result_stride - slice * G::Slices::kWidth, static_cast<int64_t>(Layout::kPassColumns));
-    for_runs<Layout>(runs, nullptr, rows, &next, feed[threadIdx.x / 32], body);
+    for_runs<Layout>(runs, values, rows, next + slice, feed[threadIdx.x / 32], body);
   }
   if (body.seen == 0x12345678u) *out = 1;
 }
@@ -148,7 +163,7 @@ __global__ void __launch_bounds__((StagedSum<kElement, kWidth, kScaled>::kThread
   __shared__ StagedShare share;
   __shared__ typename S::Feed feed[S::kThreads / 32];
   typename S::Window window(memory);
-  GatherBody<typename S::Layout, kScaled, kStep> body{scales};
+  GatherBody<typename S::Layout, kScaled, false, kStep> body{scales};
   for (int slice = 0; slice < S::Slices::kCount; ++slice) {
     const Gathered rows = S::Slices::of(x, stride, slice);
     for_staged_runs<typename S::Layout>(runs, rows, scales, window, &share, feed[threadIdx.x / 32], body);
@@ -157,6 +172,9 @@ __global__ void __launch_bounds__((StagedSum<kElement, kWidth, kScaled>::kThread
 }
 }
 """
+
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class Kind(NamedTuple):
@@ -168,6 +186,7 @@ class Kind(NamedTuple):
         weights: whether edges have a value each.
         scales: whether rows have a scale each.
         chosen: whether it takes what programs of int8 take where their rows are so wide: int8, or bf16.
+        to: what the results are.
     """
 
     label: str
@@ -175,11 +194,12 @@ class Kind(NamedTuple):
     weights: bool = False
     scales: bool = False
     chosen: bool = False
+    to: str = "fp32"
 
     @property
     def peer(self) -> str:
         """The label of the same in fp16."""
-        return "fp16 edge weights" if self.weights else "fp16"
+        return "fp16" + (" edge weights" if self.weights else "") + ("" if self.to == "fp32" else " to fp16")
 
     def at(self, width: int) -> "Kind":
         """Return what is run."""
@@ -190,8 +210,7 @@ class Kind(NamedTuple):
     def config(self, width: int) -> SpmmConfig:
         """Return the kernel's."""
         value, scale = "real" if self.weights else "none", "row" if self.scales else "none"
-        element = {"fp32": "f32", "fp16": "f16", "bf16": "bf16", "int8": "i8"}[self.element]
-        return SpmmConfig(element, width, value=value, scale=scale)
+        return SpmmConfig(ELEMENTS[DTYPES[self.element]], width, value=value, scale=scale)
 
 
 SPMM_KINDS = (
@@ -204,23 +223,34 @@ SPMM_KINDS = (
     Kind("int8 edge weights", "int8", weights=True, scales=True),
     Kind("int8 program, edge weights", "int8", weights=True, scales=True, chosen=True),
     Kind(ONE_SCALE, "int8", weights=True),
+    Kind("fp16 to fp16", "fp16", to="fp16"),
+    Kind("int8 to int8", "int8", to="int8"),
+    Kind("int8 row scales to int8", "int8", scales=True, to="int8"),
+    Kind("fp16 edge weights to fp16", "fp16", weights=True, to="fp16"),
+    Kind("int8 edge weights to int8", "int8", weights=True, scales=True, to="int8"),
+    Kind(f"{ONE_SCALE} to int8", "int8", weights=True, to="int8"),
 )
 
 
-def median_ms(call: Callable[[], Any], repeats: int = 7, inner: int = 3) -> float:
-    """Return the median over ``repeats`` of the mean of ``inner`` calls, by device events."""
-    for _ in range(3):
+def median_ms(call: Callable[[], Any], repeats: int = 7) -> float:
+    """Return the median over ``repeats`` of the mean of several calls, by device events.
+
+    They are so many that the first one's way to the device, some microseconds, is a hundredth of them.
+    """
+    mean_ms(call, 2)
+    inner = min(max(round(LEAST_MS / mean_ms(call, 1)), 1), MOST_CALLS)
+    return statistics.median(mean_ms(call, inner) for _ in range(repeats))
+
+
+def mean_ms(call: Callable[[], Any], count: int) -> float:
+    """Return the time of one of so many calls."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
         call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(inner):
-            call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / inner)
-    return statistics.median(times)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / count
 
 
 @cache
@@ -264,22 +294,23 @@ def cusparse(rowptr: Tensor, col: Tensor, width: int, dot: bool) -> dict[str, fl
     best = {"spmm": float("inf"), "sddmm": float("inf")}
     for kind in (torch.int32, torch.int64):
         adjacency = torch.sparse_csr_tensor(rowptr.to(kind), col.to(kind), ones, (nodes, nodes))
-        best["spmm"] = min(best["spmm"], median_ms(lambda a=adjacency: a @ x, 5, 1))
+        best["spmm"] = min(best["spmm"], median_ms(lambda a=adjacency: a @ x, 5))
         if dot:
-            time = median_ms(lambda a=adjacency: torch.sparse.sampled_addmm(a, x, x.t(), beta=0.0), 3, 1)
+            time = median_ms(lambda a=adjacency: torch.sparse.sampled_addmm(a, x, x.t(), beta=0.0), 3)
             best["sddmm"] = min(best["sddmm"], time)
     return best
 
 
-def gather_name(element: str, width: int, kind: str, scaled: bool) -> str:
-    """Return the C++ name of the kernel that gathers.
+def gather_names(element: str, width: int, kind: str, scaled: bool, valued: bool) -> tuple[str, ...]:
+    """Return the C++ names of the kernels that gather, of which the fastest counts.
 
     ``kind``: ``only`` that, ``stored`` something for each row too, or near rows in windows, ``staged``.
     """
-    given = f"gnnc::Element::{element}, {width}, {str(scaled).lower()}"
+    given = f"gnnc::Element::{element}, {width}, {truth(scaled)}"
     if kind == "staged":
-        return f"gnnc::gather_staged<{given}>"
-    return f"gnnc::gather_only<{given}, {str(kind == 'stored').lower()}>"
+        return (f"gnnc::gather_staged<{given}>",)
+    stores = truth(kind == "stored")
+    return tuple(f"gnnc::gather_only<{given}, {truth(valued)}, {threads}, {stores}>" for threads in BLOCKS)
 
 
 class Floors:
@@ -289,22 +320,24 @@ class Floors:
         self.graph = graph
         self._gathers: dict[str, float] = {}
 
-    def gather(self, x: Tensor, scale: Tensor | None, kind: str) -> float:
-        """Return the time of gathering the rows of x, and their scales, through the table that sums take.
+    def gather(self, x: Tensor, scale: Tensor | None, value: Tensor | None, kind: str) -> float:
+        """Return the time of gathering the rows of x, with scales and weights, through the table of sums.
 
         ``kind``: as of ``gather_name``; ``stored`` are as many bytes as sums of the rows have in FP32.
         """
-        name = gather_name(ELEMENTS[x.dtype], x.shape[1], kind, scale is not None)
-        if name not in self._gathers:
-            self._gathers[name] = self._time(name, kind, x, scale)
-        return self._gathers[name]
+        names = gather_names(ELEMENTS[x.dtype], x.shape[1], kind, scale is not None, value is not None)
+        for name in names:
+            if name not in self._gathers:
+                self._gathers[name] = self._time(name, kind, x, scale, value)
+        return min(self._gathers[name] for name in names)
 
-    def _time(self, name: str, kind: str, x: Tensor, scale: Tensor | None) -> float:
+    def _time(self, name: str, kind: str, x: Tensor, scale: Tensor | None, value: Tensor | None) -> float:
         graph, module = self.graph.gathering(x), Module(GATHER, (name,))
         out, staged = torch.zeros(1, dtype=torch.int32, device="cuda"), kind == "staged"
         table = StagedTable(graph.staged, x.shape[0]) if staged else graph.runs
         given = [address(graph.rowptr), *table.fields] if staged else graph.values()
-        given += [address(x), x.stride(0) * x.element_size(), address(scale), address(out)]
+        given += [address(x), x.stride(0) * x.element_size(), address(scale)]
+        given += [address(out)] if staged else [address(value), address(out)]
         stride = CudaEmitter.padded(x.shape[1], torch.float32, gathered=False)
         result = torch.empty(graph.num_dst, stride, device="cuda") if kind == "stored" else None
         given += [] if staged else [address(result), stride]
@@ -391,7 +424,8 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
             x = xs[next(kind for kind in xs if kind in label)]
             time = median_ms(call)
             kind = "staged" if isinstance(call, Spmm) and call.staged else "only"
-            gather = floors.gather(x, call.x_scale if isinstance(call, Spmm) else None, kind)
+            given = (call.x_scale, call.value) if isinstance(call, Spmm) else (None, None)
+            gather = floors.gather(x, *given, kind)
             floor = max(floors.copy(x, call(), *read), gather)
             rows[label] = figures(time, peer[of], floor, gather)
         result[f"F={width}"] = {"cusparse_ms": {k: round(v, 4) for k, v in peer.items()}, "kernels": rows}
@@ -417,12 +451,15 @@ def compile_ahead() -> None:
         for config in dict.fromkeys(kind.at(width).config(width) for kind in SPMM_KINDS):
             plain = config.value == "none"
             gathers = ("only", "stored", "staged") if plain else ("only", "stored")
-            scaled = config.scale == "row"
-            jobs += [(GATHER, (gather_name(config.element, width, kind, scaled),)) for kind in gathers]
+            given = config.scale == "row", not plain
+            names = (gather_names(config.element, width, kind, *given) for kind in gathers)
+            jobs += [(GATHER, (name,)) for several in names for name in several]
             forms = [form_of(width * NBYTES[config.element]), *(["spmm_staged"] if plain else [])]
-            jobs += [(SPMM_SOURCE, (config.name(form=form),)) for form in forms]
+            of = {kind.to for kind in SPMM_KINDS if kind.at(width).config(width) == config}
+            ends = [epilogue_of(DTYPES[to], width) for to in sorted(of)]
+            jobs += [(SPMM_SOURCE, (config.name(end, form),)) for form in forms for end in ends]
     major, minor = torch.cuda.get_device_capability()
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda job: compile_kernels(*job, f"sm_{major}{minor}"), jobs))
 
 
@@ -439,12 +476,12 @@ def spmm_widths(name: str) -> dict[str, Any]:
         peer, xs, rows = cusparse(rowptr, col, width, dot=False)["spmm"], features(nodes, width), {}
         for kind in (kind.at(width) for kind in SPMM_KINDS):
             x, given = xs[kind.element], (value if kind.weights else None, scale if kind.scales else None)
-            call = Spmm(graph, x, *given)
-            gather = floors.gather(x, given[1], "staged" if call.staged else "only")
+            call = Spmm(graph, x, *given, to=DTYPES[kind.to])
+            gather = floors.gather(x, given[1], given[0], "staged" if call.staged else "only")
             floor = max(floors.copy(x, call(), *given), gather)
             row = rows[f"spmm {kind.label}"] = figures(median_ms(call), peer, floor, gather)
-            if not call.staged:
-                stored = floors.gather(x, given[1], "stored")
+            if not call.staged and kind.to == "fp32":
+                stored = floors.gather(x, given[1], given[0], "stored")
                 row |= {"stored_ms": round(stored, 4), "of_stored": round(stored / row["ms"], 2)}
             if kind.label.startswith("int8"):
                 row["of fp16"] = round(row["ms"] / rows[f"spmm {kind.peer}"]["ms"], 2)
@@ -460,7 +497,7 @@ def show(name: str, width: int, peer: dict[str, float], rows: dict[str, Any]) ->
     print(f"\n{name} F={width}: " + ", ".join(f"cuSPARSE {what} {ms:.3f} ms" for what, ms in peer.items()))
     for label, row in rows.items():
         print(
-            f"  {label:26s} {row['ms']:8.3f} ms  {row['ratio']:6.2f}x  {row['of_floor']:5.0%} of floor"
+            f"  {label:42s} {row['ms']:8.3f} ms  {row['ratio']:6.2f}x  {row['of_floor']:5.0%} of floor"
             + (f", {row['of_stored']:.0%} with stores" if "of_stored" in row else ""),
             flush=True,
         )

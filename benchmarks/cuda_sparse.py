@@ -229,7 +229,7 @@ class Spmm:
             if value is None and reduce in ("sum", "mean") and graph.is_staged:
                 form = "spmm_staged"
         self.staged = staged = form == "spmm_staged"
-        self.x_scale = x_scale
+        self.x_scale, self.value = x_scale, value
         self.name = self.config.name(epilogue_of(to, x.shape[1]), form)
         self.module = spmm_module(self.name)
         stride = CudaEmitter.padded(x.shape[1], to, gathered=False)

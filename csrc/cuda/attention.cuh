@@ -127,7 +127,7 @@ struct AttentionBody {
   using Layout = typename A::Layout;
   static constexpr int kHeads = Config::kHeads, kColumns = Layout::kColumns, kPieces = Layout::kPieces;
 
-  static constexpr bool kBundle = A::kBundle, kMasks = true, kWhole = false, kValued = false;
+  static constexpr bool kBundle = A::kBundle, kMasks = true, kWhole = false, kValued = false, kOwns = false;
   static constexpr int kStep = Config::kStep;
 
   struct Extra {
@@ -175,6 +175,9 @@ struct AttentionBody {
       if constexpr (A::kScaled) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
     }
   }
+
+  template <int kFours, class Own>
+  __device__ void weigh(Extra (&)[kFours], const Own&) {}
 
   template <bool kMasked>
   __device__ __forceinline__ void add(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
@@ -399,7 +402,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention(const Attention
   using Layout = typename Attention<Config>::Layout;
   constexpr int kWarps = Config::kThreads / 32;
   constexpr bool kHeld = !Attention<Config>::kBundle;
-  __shared__ int32_t next;
+  __shared__ int32_t next[1];
   using Body = AttentionBody<Config, Epilogue>;
   __shared__ Feed<Layout, Body> feed[Config::kThreads / 32];
   __shared__ __align__(16) float rows[kWarps][kHeld ? Layout::kPadded : 4];
@@ -407,7 +410,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention(const Attention
   Body body{a, epilogue, rows[threadIdx.x / 32], heads[threadIdx.x / 32]};
   body.clear();
   const Gathered x = whole_rows<Layout>(a.x, a.x_stride);
-  for_runs<Layout>(a.runs, nullptr, x, &next, feed[threadIdx.x / 32], body);
+  open_queues(next, feed[0].runs.dealt());
+  for_runs<Layout>(a.runs, nullptr, x, next, feed[threadIdx.x / 32], body);
 }
 
 // alpha[e, h] from the statistics that attention wrote, a warp a run.
@@ -416,8 +420,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention_weights(const A
   begin_kernel();
   using A = Attention<Config>;
   constexpr int kHeads = Config::kHeads;
-  __shared__ int32_t next;
-  RunQueue queue(a.runs, &next);
+  __shared__ int32_t next[1];
+  open_queues(next);
+  RunQueue queue(a.runs, next);
   for (Run run = queue.take(); run.count > 0; run = queue.take()) {
     for (int32_t which = 0; which < run.count; ++which) {
       const Entry entry = load_record(a.runs.entry + run.first + which);

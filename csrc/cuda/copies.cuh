@@ -18,6 +18,14 @@ __device__ inline void start_copy(T* to, const T* from) {
   }
 }
 
+// Starts to copy a word, through L1, as words are.
+template <class T>
+__device__ inline void start_copy_word(T* to, const T* from) {
+  static_assert(sizeof(T) == 4, "words");
+  const auto where = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(where), "l"(from) : "memory");
+}
+
 // Starts to copy 16 bytes, or to write 16 bytes of zeros.
 template <class T>
 __device__ inline void start_copy_if(bool there, T* to, const T* from) {
@@ -28,18 +36,12 @@ __device__ inline void start_copy_if(bool there, T* to, const T* from) {
       : "memory");
 }
 
-// Starts to copy four floats that lie on 16 bytes, or all `count` that there are. (A copy of 16 bytes with a size that
-// is less reads no more than that, but compute-sanitizer says it does.)
-template <bool kThroughL1 = false>
+// Starts to copy four floats that lie on 16 bytes, or all `count` that there are, through L1. (A copy of 16 bytes with
+// a size that is less reads no more than that, but compute-sanitizer says it does.)
 __device__ inline void start_copy_floats(int64_t count, float* to, const float* from) {
-  if (count >= 4) return start_copy<kThroughL1>(reinterpret_cast<int4*>(to), reinterpret_cast<const int4*>(from));
+  if (count >= 4) return start_copy<true>(reinterpret_cast<int4*>(to), reinterpret_cast<const int4*>(from));
 #pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    asm volatile(
-        "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to + i))),
-        "l"(from + i)
-        : "memory");
-  }
+  for (int i = 0; i < count; ++i) start_copy_word(to + i, from + i);
 }
 
 // Waits for all that this thread has started.

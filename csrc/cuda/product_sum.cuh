@@ -89,17 +89,51 @@ struct ByteProducts {
   }
 
   __device__ __forceinline__ void add(const uint4 (&x)[4], const float (&w)[4]) {
-    const uint32_t top = __float_as_uint(largest(largest(w[0], w[1]), largest(w[2], w[3])));
+    const float weights[1][4] = {{w[0], w[1], w[2], w[3]}};
+    uint32_t pairs[1][2];
+    fix(weights, pairs);
+    add_fixed(x, pairs[0]);
+  }
+
+  // The larger magnitude, NaN if one is.
+  __device__ static float largest(float a, float b) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return most;
+  }
+
+  // Chooses the unit so that weights up to `most` fit; returns what makes an integer of a weight.
+  __device__ __forceinline__ float admit(float most) {
+    const uint32_t top = __float_as_uint(most);
     if (top >= bound) {
       const int needed = max(static_cast<int>(top >> 23) + 1, kLeast);
       if (bound > 0) halve(needed - exponent());
       set_bound(needed);
     }
-    const float inverse = __uint_as_float((268u << 23) - bound);  // |w| of it <= 2^14
-    uint32_t fixed[4];  // in the last bits of a float that has no bits behind the point
+    return __uint_as_float((268u << 23) - bound);  // |w| of it <= 2^14
+  }
+  // The integer, in the last 16 bits: of a float that has no bits behind the point.
+  __device__ static uint32_t fixed(float w, float factor) { return __float_as_uint(fmaf(w, factor, 12582912.0f)); }
+
+  // Makes integers of real weights, two a word.
+  template <int kFours>
+  __device__ __forceinline__ void fix(const float (&w)[kFours][4], uint32_t (&pairs)[kFours][2]) {
+    float most = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) fixed[i] = __float_as_uint(fmaf(w[i], inverse, 12582912.0f));
-    add(x, fixed);
+    for (int k = 0; k < kFours; ++k) {
+      most = largest(most, largest(largest(w[k][0], w[k][1]), largest(w[k][2], w[k][3])));
+    }
+    const float factor = admit(most);
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        pairs[k][i] = __byte_perm(fixed(w[k][2 * i], factor), fixed(w[k][2 * i + 1], factor), 0x5410);
+      }
+    }
+  }
+  __device__ __forceinline__ void add_fixed(const uint4 (&x)[4], const uint32_t (&pairs)[2]) {
+    add(x, pairs[0], pairs[1]);
   }
 
   // All weights so far times 2^-times.
@@ -141,13 +175,6 @@ struct ByteProducts {
     asm("dp2a.hi.s32.s32 %0, %1, %2, %0;" : "+r"(to[1]) : "r"(weights), "r"(first));
     asm("dp2a.lo.s32.s32 %0, %1, %2, %0;" : "+r"(to[2]) : "r"(weights), "r"(second));
     asm("dp2a.hi.s32.s32 %0, %1, %2, %0;" : "+r"(to[3]) : "r"(weights), "r"(second));
-  }
-
-  // The larger magnitude, NaN if one is.
-  __device__ static float largest(float a, float b) {
-    float most;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(fabsf(a)), "f"(fabsf(b)));
-    return most;
   }
 
   // Every |weight| of the row so far < 2^(exponent() - 127).

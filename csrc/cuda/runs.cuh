@@ -43,6 +43,7 @@ struct alignas(16) Split {
 };
 
 struct Runs {
+  static constexpr bool kStaged = false;
   const int64_t* rowptr;  // [rows + 1]
   const int32_t* col;     // [E], readable up to a multiple of four, on 16 bytes
   const Entry* entry;     // [entries]
@@ -61,18 +62,27 @@ __device__ inline T load_record(const T* p) {
   return *reinterpret_cast<const T*>(&v);
 }
 
+// Has the queues of this block begin, each behind the runs that are dealt: those its warps take by `at`. By the whole
+// block.
+template <int kQueues>
+__device__ inline void open_queues(int32_t (&next)[kQueues], int32_t dealt = 0) {
+  constexpr int kThreads = 128;  // that every block has
+#pragma unroll 1
+  for (int first = 0; first < (kQueues > kThreads ? kQueues : 1); first += kThreads) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < kThreads && i < kQueues) next[i] = dealt;
+  }
+  __syncthreads();
+}
+
 // Hands out the runs of this block, one at a time to a warp.
 struct RunQueue {
   const Run* run;
   int32_t count, chunk;
-  int32_t* next;  // shared by the block
+  int32_t* next;  // shared by the block, open
 
-  // dealt: runs of the block that its warps take by `at`.
-  __device__ RunQueue(const Runs& runs, int32_t* shared, int32_t dealt = 0)
-      : run(runs.run), count(static_cast<int32_t>(runs.count)), chunk(static_cast<int32_t>(runs.chunk)), next(shared) {
-    if (threadIdx.x == 0) *next = dealt;
-    __syncthreads();
-  }
+  __device__ RunQueue(const Runs& runs, int32_t* next)
+      : run(runs.run), count(static_cast<int32_t>(runs.count)), chunk(static_cast<int32_t>(runs.chunk)), next(next) {}
 
   // A run of this block, null past the last.
   __device__ const Run* at(int32_t index) const {

@@ -61,7 +61,7 @@ struct SddmmBody {
                                 (kShare & (kShare - 1)) == 0),
                 "a head is a power of two of 16-byte pieces");
 
-  static constexpr bool kBundle = true, kMasks = true, kWhole = true, kValued = false;
+  static constexpr bool kBundle = true, kMasks = true, kWhole = true, kValued = false, kOwns = false;
   static constexpr int kStep = Config::kStep;
 
   struct Extra {
@@ -87,6 +87,9 @@ struct SddmmBody {
       for (int i = 0; i < 4; ++i) e.scale[i] = load_if(mask >> i & 1, a.b_scale + source[i], 0.0f);
     }
   }
+
+  template <int kFours, class Own>
+  __device__ void weigh(Extra (&)[kFours], const Own&) {}
 
   template <bool kMasked>
   __device__ __forceinline__ void add(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
@@ -216,11 +219,12 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) sddmm(const SddmmArgs a) {
   begin_kernel();
   using Layout = typename SddmmBody<Config>::Layout;
-  __shared__ int32_t next;
+  __shared__ int32_t next[1];
   __shared__ Feed<Layout, SddmmBody<Config>> feed[Config::kThreads / 32];
   SddmmBody<Config> body{a};
   const Gathered b = whole_rows<Layout>(a.b, a.b_stride);
-  for_runs<Layout>(a.runs, nullptr, b, &next, feed[threadIdx.x / 32], body);
+  open_queues(next, feed[0].runs.dealt());
+  for_runs<Layout>(a.runs, nullptr, b, next, feed[threadIdx.x / 32], body);
 }
 
 }  // namespace gnnc

@@ -60,12 +60,15 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
   const bool extreme = reduce >= Reduce::max && !is_extreme_of_pairs(element, reduce, weight, heads);
   if (heads > 1) return {512, 4};
   if (!is_one_pass(element, width) || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
-  if (bytes && weight == Weight::none && !extreme) return {pieces_of(element, width) == 1 ? 896 : 768, 8};
-  if (bytes && value == Value::real && !extreme) return {kArchitecture < 1000 || scale != Scale::row ? 640 : 512, 8};
-  const bool lines = pieces_of(element, width) >= 8;  // rows of more than half a line
-  if (scale == Scale::row && lines && !extreme && kArchitecture < 1000) return {768, 8};
+  const int pieces = pieces_of(element, width);
+  if (bytes && weight == Weight::none && !extreme) return {pieces == 1 ? 896 : 768, 8};
+  if (bytes && value == Value::real && !extreme) {
+    if (kArchitecture >= 1000) return {scale != Scale::row ? 640 : 512, 8};
+    return {pieces >= 8 || scale != Scale::row ? 768 : 640, 8};
+  }
+  if (scale == Scale::row && pieces >= 4 && !extreme && kArchitecture < 1000) return {768, 8};
   if (bytes) return {weight == Weight::power8 && kArchitecture < 1000 ? 896 : 768, 4};
-  const bool plain = weight == Weight::none && !extreme && width * bytes_of(element) % 16 == 0;
+  const bool plain = weight == Weight::none && !extreme && pieces <= 16 && width * bytes_of(element) % 16 == 0;
   return {plain && (element == Element::f32 || kArchitecture < 1000) ? 896 : 768, 8};
 }
 
@@ -167,19 +170,26 @@ struct SpmmBody {
   static constexpr bool kBundle = S::kBundle;
   static constexpr int kStep = Config::kStep;
   static constexpr bool kValued = is_valued(Config::kValue, Config::kHeads);
-  // Where an edge has a value and a scale, each of four neighbouring threads loads those of one edge and gives their
-  // product to the others: there are no registers for eight of each.
-  static constexpr bool kTurns = S::kBytes && kValued && kRow && Layout::kPieces >= 4;
+  static constexpr bool kFixes = S::kBytes && S::kWeight == Weight::real;  // weights are made integers
+  // A thread loads what belongs to one or two edges of a step, makes integers of it and gives them to its neighbours:
+  // there are no registers for a value and a scale of eight.
+  static constexpr bool kOwns =
+      kFixes && (Config::kScale == Scale::none || kRow) && Layout::kPieces >= 4 && !Runs::kStaged;
   // Zeros add nothing, but they are not below every maximum; and weights a head are read late.
   static constexpr bool kMasks = !S::kAdds || Config::kHeads > 1;
-  static constexpr bool kWhole = kMasks || (S::kBytes && kValued && kRow);
+  // Where there are no registers to spare, zeros for rows that are not there have a gather wait for others.
+  static constexpr bool kRagged = S::kHalves && Config::kRowWidth % kColumns != 0;  // the last piece is not whole
+  static constexpr bool kTight =
+      kSingly && !Runs::kStaged && (kRagged || Config::kSlices > 1) && (S::kBytes || kArchitecture < 1000);
+  static constexpr bool kWhole = kMasks || kOwns || (kFixes && kValued && kRow) || kTight;
 
   struct Extra {
-    float value[4];    // kValued; with kTurns only the first
-    float scale[4];    // of rows; with kTurns only the first
+    float value[4];    // kValued, not kOwns
+    float scale[4];    // of rows, not kOwns
     uint32_t code[4];  // int8 weights with their sign, or shifts; of an edge that is not there the one that makes a
                        // weight of 0
     bool shifted;      // whether codes are shifts
+    uint32_t pair[2];  // kFixes: weights of two edges
     int64_t edge;      // the first of the four
   };
 
@@ -199,16 +209,11 @@ struct SpmmBody {
   __device__ __forceinline__ void load(Extra& e, const Four& four, const int32_t (&source)[4], uint32_t mask) {
     if constexpr (Config::kHeads > 1) e.edge = four.edge;
     e.shifted = kPower;
-    if constexpr (kTurns) {
-      const int i = Layout::piece() % 4;
-      e.value[0] = one_of(four.value, i);
-      e.scale[0] = load_if(mask >> i & 1, a.x_scale + one_of(source, i), 0.0f);
-    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool there = mask >> i & 1;
-      if constexpr (kValued && !kTurns) e.value[i] = four.value[i];
-      if constexpr (kRow && !kTurns) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
+      if constexpr (kValued && !kOwns) e.value[i] = four.value[i];
+      if constexpr (kRow && !kOwns) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
       if constexpr (kPower) e.code[i] = load_if(there, a.shift + source[i], 31u);
       if constexpr (Config::kValue == Value::integer) {
         e.code[i] = load_if(there, static_cast<const int8_t*>(a.value) + four.edge + i, 0u);
@@ -227,19 +232,54 @@ struct SpmmBody {
     }
   }
 
+  template <class Own>
+  __device__ __forceinline__ void load_own(Own& own) const {
+#pragma unroll
+    for (int j = 0; j < Own::kCount; ++j) {
+      if constexpr (kRow) own.scale[j] = load_if(own.there[j], a.x_scale + own.source[j], 0.0f);
+    }
+  }
+
+  template <int kFours, class Own>
+  __device__ __forceinline__ void weigh(Extra (&extra)[kFours], const Own& own) {
+    uint32_t pairs[kFours][2];
+    if constexpr (kOwns) {
+      float made[Own::kCount], most = 0.0f;
+#pragma unroll
+      for (int j = 0; j < Own::kCount; ++j) {
+        made[j] = weight_of_own(own, j);
+        most = S::Sum::largest(most, made[j]);
+      }
+      const float factor = sum.admit(own.across(most, [](float p, float q) { return S::Sum::largest(p, q); }));
+      uint32_t fixed[Own::kCount];
+#pragma unroll
+      for (int j = 0; j < Own::kCount; ++j) fixed[j] = sum.fixed(made[j], factor);
+      own.pair_up(fixed, pairs);
+    } else if constexpr (kFixes) {
+      float w[kFours][4];
+#pragma unroll
+      for (int k = 0; k < kFours; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w[k][i] = weight(extra[k], i);
+      }
+      sum.fix(w, pairs);
+    }
+    if constexpr (kFixes) {
+#pragma unroll
+      for (int k = 0; k < kFours; ++k) extra[k].pair[0] = pairs[k][0], extra[k].pair[1] = pairs[k][1];
+    }
+  }
+
   template <bool kMasked>
   __device__ __forceinline__ void add(const uint4 (&data)[4], const Extra& e, uint32_t mask) {
-    if constexpr (Config::kScale == Scale::in_row) {
+    if constexpr (kFixes) {
+      sum.add_fixed(data, e.pair);
+    } else if constexpr (Config::kScale == Scale::in_row) {
       sum.add(data, weights_of(data));
     } else if constexpr (kByteWeights) {
       uint32_t w[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) w[i] = byte_of(e, i);
-      sum.add(data, w);
-    } else if constexpr (S::kBytes && S::kWeight == Weight::real) {
-      float w[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) w[i] = weight(e, i);
       sum.add(data, w);
     } else {
 #pragma unroll
@@ -255,7 +295,7 @@ struct SpmmBody {
 
   // What is past the width may be NaN, which a product with zeros would spread.
   __device__ __forceinline__ void add_one(const uint4& x) {
-    if constexpr (kSingly && S::kHalves && Config::kRowWidth % Layout::kColumns != 0) {
+    if constexpr (kSingly && kRagged) {
       const int piece = first_column / kColumns + pass * Layout::kPieces + Layout::piece();
       sum.add_one(RowLayout<S::kElement, Config::kRowWidth>::within(x, piece));
     } else if constexpr (kSingly) {
@@ -326,16 +366,16 @@ struct SpmmBody {
   // The int8 weight of an edge.
   __device__ static uint32_t byte_of(const Extra& e, int i) { return e.shifted ? 128u >> e.code[i] : e.code[i]; }
 
-  // Element i without an array in memory.
-  template <class T>
-  __device__ static T one_of(const T (&v)[4], int i) {
-    const T low = i % 2 == 0 ? v[0] : v[1], high = i % 2 == 0 ? v[2] : v[3];
-    return i < 2 ? low : high;
+  // 0 of an edge that is not there.
+  template <class Own>
+  __device__ static float weight_of_own(const Own& own, int j) {
+    if constexpr (!kValued) return own.scale[j];
+    if constexpr (!kRow) return own.there[j] ? own.value[j] : 0.0f;
+    return own.there[j] ? __fmul_rn(own.value[j], own.scale[j]) : 0.0f;
   }
 
   // Of an edge that is there, where all heads have the same; 0 of another, where weights are loaded.
   __device__ static float weight(const Extra& e, int i) {
-    if constexpr (kTurns) return __shfl_sync(0xffffffffu, __fmul_rn(e.value[0], e.scale[0]), i, 4);
     const float value = kValued ? e.value[i] : 1.0f;
     if constexpr (kRow) return kValued ? __fmul_rn(value, e.scale[i]) : e.scale[i];
     if constexpr (kPower) {
@@ -488,14 +528,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
   begin_kernel();
   using S = Spmm<Config>;
   using Layout = typename S::Layout;
-  __shared__ int32_t next;
+  __shared__ int32_t next[1];
   using Body = SpmmBody<Config, Epilogue>;
   __shared__ Feed<Layout, Body> feed[Config::kThreads / 32];
   __shared__ __align__(16) typename S::Word rows[S::kWarps][S::kHeld];
   Body body{a, epilogue, rows[threadIdx.x / 32], 0, {}};
   body.sum.clear();
   const Gathered x = whole_rows<Layout>(a.x, a.x_stride);
-  for_runs<Layout>(a.runs, static_cast<const float*>(a.value), x, &next, feed[threadIdx.x / 32], body);
+  open_queues(next, feed[0].runs.dealt());
+  for_runs<Layout>(a.runs, static_cast<const float*>(a.value), x, next, feed[threadIdx.x / 32], body);
 }
 
 // Rows of more bytes are summed in slices where they can be.
@@ -506,17 +547,15 @@ constexpr int kMostWhole = 256;
 __host__ __device__ constexpr int slice_bytes(Element element) { return element == Element::i8 ? 128 : 256; }
 
 // Which slice it is takes registers too.
-__host__ __device__ constexpr int most_threads_of_slices(Element element, int step, Weight weight) {
-  if (element == Element::f32) return 896;
-  if (element != Element::i8 || step == 4) return 768;
-  return weight == Weight::none && kArchitecture < 1000 ? 768 : 640;
+__host__ __device__ constexpr int most_threads_of_slices(Element element, int step) {
+  return element != Element::i8 || step == 4 || kArchitecture < 1000 ? 768 : 640;
 }
 
 template <class Config_>
 struct Sliced {
   using Slices = gnnc::Slices<Config_::kElement, Config_::kWidth, slice_bytes(Config_::kElement)>;
   using Whole = SpmmConfig<Config_::kElement, Slices::kWidth, Config_::kReduce, Config_::kValue, Config_::kScale>;
-  static constexpr int kMost = most_threads_of_slices(Config_::kElement, Whole::kStep, Spmm<Whole>::kWeight);
+  static constexpr int kMost = most_threads_of_slices(Config_::kElement, Whole::kStep);
   static constexpr int kThreads = Whole::kThreads < kMost ? Whole::kThreads : kMost;
   struct Config : SpmmConfig<Config_::kElement, Slices::kWidth, Config_::kReduce, Config_::kValue, Config_::kScale, 1,
                              kThreads, Whole::kStep> {
@@ -534,16 +573,16 @@ __global__ void __launch_bounds__(Sliced<Config>::Config::kThreads, 1)
   using S = Sliced<Config>;
   using Layout = typename Spmm<typename S::Config>::Layout;
   using Body = SpmmBody<typename S::Config, Epilogue>;
-  __shared__ int32_t next;
+  __shared__ int32_t next[S::Slices::kCount];  // of each slice its own: no warp waits for the others between two
   __shared__ Feed<Layout, Body> feed[S::Config::kThreads / 32];
+  open_queues(next, feed[0].runs.dealt());
   Body body{a, epilogue, nullptr, 0, {}, 0};
   body.sum.clear();
 #pragma unroll 1
   for (int slice = 0; slice < S::Slices::kCount; ++slice) {
     const Gathered x = S::Slices::of(a.x, a.x_stride, slice);
     body.first_column = slice * S::Slices::kWidth;
-    __syncthreads();  // all have taken their last run of the slice before
-    for_runs<Layout>(a.runs, static_cast<const float*>(a.value), x, &next, feed[threadIdx.x / 32], body);
+    for_runs<Layout>(a.runs, static_cast<const float*>(a.value), x, next + slice, feed[threadIdx.x / 32], body);
   }
 }
 

@@ -114,6 +114,14 @@ def test_integer_reductions_are_exact(width: int, reduce: str) -> None:
 
 
 @pytest.mark.cuda
+def test_a_row_may_have_more_slices_than_threads_open_queues() -> None:
+    g, width = random_graph(6, 5, 30), 130 * 128 - 7
+    x = codes(g.num_src, width)
+    want = qspmm_reference(g.rowptr, g.col, None, x, None, None, "sum", g.num_dst)
+    assert torch.equal(twice(Spmm(on_gpu(g), rows16(x), form="spmm_sliced")), want)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("width", FEW_WIDTHS)
 def test_integer_weights_are_exact(width: int) -> None:
     for make in GRAPHS.values():
@@ -330,13 +338,13 @@ def test_extremes_that_are_not_finite_show_where_they_are(dtype: torch.dtype, re
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
-def test_a_weight_that_is_not_finite_shows(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype, scaled", [(torch.float16, False), (torch.int8, False), (torch.int8, True)])
+def test_a_weight_that_is_not_finite_shows(dtype: torch.dtype, scaled: bool) -> None:
     g = random_graph(50, 40, 900)
     value = torch.rand(900)
     value[100] = float("nan")
     x = torch.randint(1, 9, (50, 64)).to(dtype)
-    scale = torch.ones(50).cuda() if dtype == torch.int8 else None
+    scale = torch.ones(50).cuda() if scaled else None
     got = twice(Spmm(on_gpu(g), rows16(x), value=value.cuda(), x_scale=scale))
     hit = int(g.dst()[100])
     assert got[hit].isnan().all() and got[:hit].isfinite().all() and got[hit + 1 :].isfinite().all()
