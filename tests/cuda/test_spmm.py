@@ -183,6 +183,18 @@ def test_integer_rows_with_real_weights(width: int) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("width", [47, 128])
+def test_real_weights_in_steps_of_four(width: int, scaled: bool) -> None:
+    """As devices before sm_90 take them."""
+    g = random_graph(60, 50, 900)
+    x, value, scale = codes(60, width), torch.randn(900), torch.rand(60) if scaled else None
+    scales = None if scale is None else scale.cuda()
+    call = Spmm(on_gpu(g), rows16(x), value.cuda(), scales, form="spmm", threads=512, step=4)
+    assert test_error(twice(call), g, value, x, scale) < 1e-4
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("width", [16, 64])
 def test_the_first_weights_of_a_row_may_be_of_any_size(width: int) -> None:
     """The unit of a row's sums follows its largest weight: nothing of the first ones is taken for more."""
