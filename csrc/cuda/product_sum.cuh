@@ -9,7 +9,8 @@
 // multiplies and adds two edges at once. (dp4a takes four, but turning those takes as many instructions more, on a unit
 // that already has the most to do.) Real weights are fixed-point numbers of 15 bits with one unit a slot and row,
 // 2^(e - 14), where 2^e is above every weight so far; when a larger one comes the sums are shifted. The error of a
-// weight is at most 2^-15 of that power of two.
+// weight is at most 2^-15 of that power of two. Of rows that take a whole warp it is twice that: a slot has all edges
+// of a part, for which 32 bits are one too few.
 //
 // HalfSum, FP32 sums: mma.m16n8k8 with two neighbouring words as A, as they were loaded, and the identity as B, so that
 // C has each thread's own columns. A value that is not finite makes seven others of the same 32 columns of that row not
@@ -19,6 +20,7 @@
 #include <cuda_fp16.h>
 
 #include "rows.cuh"
+#include "runs.cuh"
 
 namespace gnnc {
 
@@ -65,6 +67,8 @@ enum class Weight { none, signed8, power8, real };
 template <class Layout, Weight kWeight>
 struct ByteProducts {
   static constexpr bool kReal = kWeight == Weight::real;
+  static constexpr int kBits = Layout::kSlots > 1 ? 14 : 13;  // so that no sum of a slot's edges leaves 32 bits
+  static_assert(kMostPart / Layout::kSlots * 127 <= 0x7fffffff >> kBits, "at most so much is added up");
   static constexpr int kLeast = 20;  // so that neither the unit nor its inverse leaves the normal numbers
   using Word = typename Select<kReal, float, int32_t>::Type;
 
@@ -110,7 +114,7 @@ struct ByteProducts {
       if (bound > 0) halve(needed - exponent());
       set_bound(needed);
     }
-    return __uint_as_float((268u << 23) - bound);  // |w| of it <= 2^14
+    return __uint_as_float(((254u + kBits) << 23) - bound);  // |w| of it <= 2^kBits
   }
   // The integer, in the last 16 bits: of a float that has no bits behind the point.
   __device__ static uint32_t fixed(float w, float factor) { return __float_as_uint(fmaf(w, factor, 12582912.0f)); }
@@ -147,7 +151,7 @@ struct ByteProducts {
   __device__ __forceinline__ void take(Word (&out)[16]) {
     // NaN once a weight was not finite.
     const uint32_t least = max(bound, static_cast<uint32_t>(kLeast) << 23);
-    const float unit = __uint_as_float(bound >> 31 ? 0x7fffffffu : least - (14u << 23));
+    const float unit = __uint_as_float(bound >> 31 ? 0x7fffffffu : least - (static_cast<uint32_t>(kBits) << 23));
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       if constexpr (kReal) {

@@ -183,6 +183,7 @@ struct RunFeed {
 };
 
 constexpr int kMostEntries = 16;  // of a run
+constexpr int kMostPart = 2048;   // edges of one entry
 
 // Fours of edges that a slot is given at a time: so many that the threads of a row ask for 64 bytes at once. (L2
 // answers so many requests a second, however few bytes they are for.) With values, for which there is less room, half

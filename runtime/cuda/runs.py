@@ -19,6 +19,8 @@ _UNSPLIT = 256
 """Edges of a row that is not split on a small graph: to join parts is to wait for memory once more."""
 MOST_ENTRIES = 16
 """Rows of a run, at most: ``gnnc::kMostEntries``."""
+MOST_PART = 2048
+"""Edges of an entry, at most: ``gnnc::kMostPart``."""
 _SHARES = 32
 """Parts of rows have a multiple of this many edges, so that the slots of a warp get whole steps."""
 
@@ -82,7 +84,7 @@ def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
     if short < by_degree:
         return Cut(_UNSPLIT, short, entries=1)
     part = _power_of_two_from(edges // (warps * 3))
-    return Cut(min(max(part, 2 * short), 4 * few), short)
+    return Cut(min(max(part, 2 * short), 4 * few, MOST_PART), short)
 
 
 def few_edges(rows: int, edges: int) -> int:

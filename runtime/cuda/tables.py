@@ -6,7 +6,7 @@ from torch import Tensor
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.kept import kept
 from gnnc.runtime.cuda.radix import padded_columns
-from gnnc.runtime.cuda.runs import MOST_ENTRIES, Runs, build_runs, chunk_of, cut_for, deal
+from gnnc.runtime.cuda.runs import MOST_ENTRIES, MOST_PART, Runs, build_runs, chunk_of, cut_for, deal
 from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays, staged_cut_for, window_rows
 from gnnc.runtime.cuda.structure import destinations_of
 
@@ -168,11 +168,13 @@ def write_columns(emitter: CudaEmitter, text: str) -> str:
 def write_runs(emitter: CudaEmitter, rowptr: str, edges: str, row_bytes: int) -> str:
     """Write the run table for kernels that gather rows of so many bytes; return the variable's name."""
     emitter.unit.require(f"gnnc::kMostEntries == {MOST_ENTRIES}", "a warp has room for the entries of a run")
+    emitter.unit.require(*_IN_RANGE)
     return emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({rowptr}, {edges}, {row_bytes})")
 
 
 def write_sums(emitter: CudaEmitter, rowptr: str, col: str, sources: str, row_bytes: int) -> str:
     """Write the tables for sums of rows of x of so many bytes; return the variable's name."""
+    emitter.unit.require(*_IN_RANGE)
     return emitter.let("runs", f"{emitter.bind(sums_of, 'sums_of')}({rowptr}, {col}, {sources}, {row_bytes})")
 
 
@@ -196,6 +198,8 @@ def staged_arguments(rowptr: str, runs: str) -> list[str]:
     """Return the texts of the arguments that make a ``gnnc::StagedRuns``."""
     return [f"{rowptr}.data_ptr()", f"*{runs}.staged_fields"]
 
+
+_IN_RANGE = f"gnnc::kMostPart == {MOST_PART}", "sums of so many edges are in range"
 
 KEPT = (in_fours, in_order, destinations, runs_of, sums_of)
 """Functions whose results live as long as the tensors that they were made of."""

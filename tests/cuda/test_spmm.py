@@ -183,6 +183,18 @@ def test_integer_rows_with_real_weights(width: int) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("width", [256, 512, 640])
+def test_real_weights_of_a_long_part_stay_in_range(width: int) -> None:
+    """Rows of 257 columns and more take a whole warp: one slot has all edges of a part."""
+    edges = 2048
+    g = random_graph(3, 1, edges)
+    x, value = torch.full((3, width), 127, dtype=torch.int8), torch.full((edges,), 0.999)
+    got = twice(Spmm(on_gpu(g, part=edges), rows16(x), value.cuda(), form="spmm"))
+    want = torch.full((1, width), 0.999 * 127 * edges)
+    assert relative_error(got, want) < 1e-4
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("width", [47, 128])
 def test_real_weights_in_steps_of_four(width: int, scaled: bool) -> None:
