@@ -110,9 +110,6 @@ struct GatherBody {
     }
   }
   __device__ void end_run(const Run&) {}
-  template <int kFours, class Own>
-  __device__ void weigh(Extra (&)[kFours], const Own&) {}
-
   template <bool kMasked>
   __device__ void add(const uint4 (&x)[4], const Extra& e, unsigned int) {
     for (int i = 0; i < 4; ++i) {

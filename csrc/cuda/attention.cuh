@@ -176,9 +176,6 @@ struct AttentionBody {
     }
   }
 
-  template <int kFours, class Own>
-  __device__ void weigh(Extra (&)[kFours], const Own&) {}
-
   template <bool kMasked>
   __device__ __forceinline__ void add(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
     float logit[4];

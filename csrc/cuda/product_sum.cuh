@@ -93,10 +93,16 @@ struct ByteProducts {
   }
 
   __device__ __forceinline__ void add(const uint4 (&x)[4], const float (&w)[4]) {
-    const float weights[1][4] = {{w[0], w[1], w[2], w[3]}};
-    uint32_t pairs[1][2];
-    fix(weights, pairs);
-    add_fixed(x, pairs[0]);
+    const float factor = admit(largest(largest(w[0], w[1]), largest(w[2], w[3])));
+    uint32_t weights[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weights[i] = fixed(w[i], factor);
+    add(x, weights);
+  }
+
+  // Weights that are `fixed` already, two a word.
+  __device__ __forceinline__ void add_fixed(const uint4 (&x)[4], const uint32_t (&pairs)[2]) {
+    add(x, pairs[0], pairs[1]);
   }
 
   // The larger magnitude, NaN if one is.
@@ -116,29 +122,9 @@ struct ByteProducts {
     }
     return __uint_as_float(((254u + kBits) << 23) - bound);  // |w| of it <= 2^kBits
   }
+
   // The integer, in the last 16 bits: of a float that has no bits behind the point.
   __device__ static uint32_t fixed(float w, float factor) { return __float_as_uint(fmaf(w, factor, 12582912.0f)); }
-
-  // Makes integers of real weights, two a word.
-  template <int kFours>
-  __device__ __forceinline__ void fix(const float (&w)[kFours][4], uint32_t (&pairs)[kFours][2]) {
-    float most = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kFours; ++k) {
-      most = largest(most, largest(largest(w[k][0], w[k][1]), largest(w[k][2], w[k][3])));
-    }
-    const float factor = admit(most);
-#pragma unroll
-    for (int k = 0; k < kFours; ++k) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        pairs[k][i] = __byte_perm(fixed(w[k][2 * i], factor), fixed(w[k][2 * i + 1], factor), 0x5410);
-      }
-    }
-  }
-  __device__ __forceinline__ void add_fixed(const uint4 (&x)[4], const uint32_t (&pairs)[2]) {
-    add(x, pairs[0], pairs[1]);
-  }
 
   // All weights so far times 2^-times.
   __device__ __forceinline__ void lower(int times) {

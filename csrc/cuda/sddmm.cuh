@@ -88,9 +88,6 @@ struct SddmmBody {
     }
   }
 
-  template <int kFours, class Own>
-  __device__ void weigh(Extra (&)[kFours], const Own&) {}
-
   template <bool kMasked>
   __device__ __forceinline__ void add(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
     if constexpr (kDot) {

@@ -189,7 +189,7 @@ struct SpmmBody {
     uint32_t code[4];  // int8 weights with their sign, or shifts; of an edge that is not there the one that makes a
                        // weight of 0
     bool shifted;      // whether codes are shifts
-    uint32_t pair[2];  // kFixes: weights of two edges
+    uint32_t pair[2];  // kOwns: weights of two edges
     int64_t edge;      // the first of the four
   };
 
@@ -242,38 +242,30 @@ struct SpmmBody {
 
   template <int kFours, class Own>
   __device__ __forceinline__ void weigh(Extra (&extra)[kFours], const Own& own) {
-    uint32_t pairs[kFours][2];
-    if constexpr (kOwns) {
-      float made[Own::kCount], most = 0.0f;
+    float made[Own::kCount], most = 0.0f;
 #pragma unroll
-      for (int j = 0; j < Own::kCount; ++j) {
-        made[j] = weight_of_own(own, j);
-        most = S::Sum::largest(most, made[j]);
-      }
-      const float factor = sum.admit(own.across(most, [](float p, float q) { return S::Sum::largest(p, q); }));
-      uint32_t fixed[Own::kCount];
-#pragma unroll
-      for (int j = 0; j < Own::kCount; ++j) fixed[j] = sum.fixed(made[j], factor);
-      own.pair_up(fixed, pairs);
-    } else if constexpr (kFixes) {
-      float w[kFours][4];
-#pragma unroll
-      for (int k = 0; k < kFours; ++k) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) w[k][i] = weight(extra[k], i);
-      }
-      sum.fix(w, pairs);
+    for (int j = 0; j < Own::kCount; ++j) {
+      made[j] = weight_of_own(own, j);
+      most = S::Sum::largest(most, made[j]);
     }
-    if constexpr (kFixes) {
+    const float factor = sum.admit(own.across(most, [](float p, float q) { return S::Sum::largest(p, q); }));
+    uint32_t fixed[Own::kCount], pairs[kFours][2];
 #pragma unroll
-      for (int k = 0; k < kFours; ++k) extra[k].pair[0] = pairs[k][0], extra[k].pair[1] = pairs[k][1];
-    }
+    for (int j = 0; j < Own::kCount; ++j) fixed[j] = sum.fixed(made[j], factor);
+    own.pair_up(fixed, pairs);
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) extra[k].pair[0] = pairs[k][0], extra[k].pair[1] = pairs[k][1];
   }
 
   template <bool kMasked>
   __device__ __forceinline__ void add(const uint4 (&data)[4], const Extra& e, uint32_t mask) {
-    if constexpr (kFixes) {
+    if constexpr (kOwns) {
       sum.add_fixed(data, e.pair);
+    } else if constexpr (kFixes) {
+      float w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[i] = weight(e, i);
+      sum.add(data, w);
     } else if constexpr (Config::kScale == Scale::in_row) {
       sum.add(data, weights_of(data));
     } else if constexpr (kByteWeights) {

@@ -262,16 +262,15 @@ struct StagedQueue {
 // Four near edges of each slot, from `first` on of a word's eight.
 template <class Window, class Body>
 __device__ __forceinline__ void add_near(const uint32_t (&places)[8], int first, const Window& window, Body& body) {
-  typename Body::Extra extra[1];
+  typename Body::Extra extra;
   uint4 data[4];
   uint32_t place[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) place[i] = places[first + i];
-  body.load_near(extra[0], place, window);
+  body.load_near(extra, place, window);
 #pragma unroll
   for (int i = 0; i < 4; ++i) data[i] = window.row(place[i]);
-  body.weigh(extra, OwnEdges<typename Body::Layout, 4>{});
-  body.template add<false>(data, extra[0], 15u);
+  body.template add<false>(data, extra, 15u);
 }
 
 // Far edges of each slot: a step of them, on their way while near ones are summed.
@@ -303,8 +302,7 @@ struct FarEdges {
     }
   }
 
-  __device__ __forceinline__ void add(Body& body) {
-    body.weigh(extra, OwnEdges<Layout, 4 * kFours>{});
+  __device__ __forceinline__ void add(Body& body) const {
 #pragma unroll
     for (int k = 0; k < kFours; ++k) body.template add<false>(data[k], extra[k], 15u);
   }

@@ -17,7 +17,7 @@
 //   load(extra, four, source, mask)    starts the loads of this slot's four edges that mask has bits for, and looks at
 //                                      none of them: the rows are gathered after it; values of others are 0
 //   load_own(own)                      of bodies with kOwns: starts the loads of this thread's own edges of a step
-//   weigh(extra, own)                  what can be done before the rows are there, of all fours of a step
+//   weigh(extra, own)                  of them, too: what can be done before the rows are there, of all fours of a step
 //   add<kMasked>(x, extra, mask)       adds four edges; with kMasked only those whose bit of mask is set
 //   finish(work, pass)                 stores and clears the sums
 //   end_run(run)                       when a run is through
@@ -295,7 +295,7 @@ struct Step {
 #pragma unroll
       for (int i = 0; i < 4; ++i) data[k][i] = gather_if(there<kAll>(k, i), row_at(base, source[k][i], x_stride));
     }
-    body.weigh(extra, those);
+    if constexpr (Body::kOwns) body.weigh(extra, those);
     bool all = kAll || !Body::kMasks;
     if constexpr (Body::kMasks && !Body::kWhole) all = __all_sync(0xffffffffu, whole);
 #pragma unroll
