@@ -12,9 +12,10 @@ import torch
 from fixed_rates import FIXED
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from gnnc import calibration
+from gnnc import calibration, environment
 from gnnc.cost import Rates
 from gnnc.runtime.backend import get_backend
+from gnnc.runtime.cuda import build
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
@@ -23,6 +24,7 @@ GOLDEN = TESTS / "golden"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts under tests/golden")
     parser.addoption("--emulate", action="store_true", help="run kernels' tests that need a GPU on the CPU")
+    parser.addoption("--kernels", type=Path, help="the folder of compiled CUDA kernels; else one of this run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,11 +79,30 @@ def cora() -> dict[str, torch.Tensor | int]:
     return graphs.load("cora")
 
 
+@pytest.fixture(scope="session")
+def compiled_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what tests compile for CUDA: all of this run, in whichever process."""
+    if named := request.config.getoption("--kernels"):
+        return named
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
+
+
 @pytest.fixture(autouse=True)
-def no_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What was measured on this machine before is neither read nor replaced."""
-    monkeypatch.setenv("GNNC_CACHE", str(tmp_path / "gnnc-cache"))
+def no_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled_kernels: Path) -> None:
+    """What was measured or compiled on this machine before is neither read nor replaced.
+
+    Rates are each test's own. Kernels are those of all tests, but where a test names a cache.
+    """
+    own = tmp_path / "gnnc-cache"
+    monkeypatch.setenv(environment.CACHE, str(own))
     monkeypatch.setattr(calibration, "_known", {})
+
+    def folder() -> Path | None:
+        named = environment.cache_folder()
+        return compiled_kernels if named == own else named
+
+    monkeypatch.setattr(build, "cache_folder", folder)
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 """Runs tests of every kernel family under NVIDIA's compute-sanitizer; needs a CUDA device.
 
     pip install nvidia-cuda-sanitizer-api
-    python tests/sanitize.py [--tools memcheck racecheck initcheck] [--only structure spmm]
+    python tests/sanitize.py [--tools memcheck racecheck initcheck] [--only structure spmm] [--jobs 4]
 
-Each tensor is memory of its own (torch's caching allocator is off), so that a read past the end of one
-is an error and not its neighbour. memcheck and racecheck look at kernels of gnnc only. The tests fill
-what torch.empty returns with NaN, which initcheck takes for written: that such values are never used is
-what the tests themselves show.
+The tests run once without a tool, many at a time, and leave their compiled kernels to the runs under a
+tool, of which there are as many at a time as --jobs says. Each tensor is memory of its own (torch's
+caching allocator is off), so that a read past the end of one is an error and not its neighbour. memcheck
+and racecheck look at kernels of gnnc only. The tests fill what torch.empty returns with NaN, which
+initcheck takes for written: that such values are never used is what the tests themselves show.
 """
 
 import argparse
@@ -15,9 +16,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from cuda_families import FAMILIES, nodes_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,20 +38,29 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or next(iter(brought), None)
 
 
-def run(program: str, tool: str, tests: list[str]) -> tuple[int, str]:
+def pytest_of(tests: list[str], kernels: Path, *arguments: str) -> list[str]:
+    """Return the command that runs tests, with a folder for compiled kernels."""
+    return [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "--kernels", str(kernels), *arguments, *tests]
+
+
+def run(program: str, tool: str, tests: list[str], kernels: Path) -> tuple[int, str]:
     """Run tests under a tool; return the exit status and what was written."""
     command = [program, "--tool", tool, "--error-exitcode", str(FOUND)]
     if tool != "initcheck":  # which has to see what torch's kernels write
         command += ["--kernel-name", "kernel_substring=gnnc"]
-    command += [sys.executable, "-m", "pytest", "-q", "-m", "cuda", *tests]
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return text_of(command + pytest_of(tests, kernels), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+
+def text_of(command: list[str], **environment: str) -> tuple[int, str]:
+    """Run a command; return the exit status and what was written."""
+    given = os.environ | environment
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
 def summary(text: str) -> str:
     """Return the lines that say how it went."""
-    wanted = ("SUMMARY", " passed", " failed")
+    wanted = ("SUMMARY", " passed", " failed", " skipped")
     return "; ".join(line.strip() for line in text.splitlines() if any(word in line for word in wanted))
 
 
@@ -55,21 +69,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck", "initcheck"])
     parser.add_argument("--only", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--jobs", type=int, default=1, help="how many runs under a tool at a time")
     parser.add_argument("--sanitizer", default=sanitizer(), help="the program, if it is not found by itself")
     args = parser.parse_args()
     if args.sanitizer is None:
         parser.error("there is no compute-sanitizer: pip install nvidia-cuda-sanitizer-api")
-    worst = 0
-    for tool in args.tools:
-        for family in args.only:
-            start = time.monotonic()
-            status, text = run(args.sanitizer, tool, nodes_of(family))
-            seconds = time.monotonic() - start
-            print(f"{tool} {family}: exit {status}, {seconds:.0f} s: {summary(text)}", flush=True)
-            if status:
-                print(text[-6000:])
-            worst = max(worst, status)
-    return worst
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device: the tests would all be skipped")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        kernels = Path(folder)
+        tests = [test for family in args.only for test in nodes_of(family)]
+        alone = pytest_of(tests, kernels, "--numprocesses", "auto")
+        worst = report("no tool", lambda: text_of(alone))
+
+        def check(pair: tuple[str, str]) -> int:
+            tool, family = pair
+            return report(f"{tool} {family}", lambda: run(args.sanitizer, tool, nodes_of(family), kernels))
+
+        pairs = [(tool, family) for tool in args.tools for family in args.only]
+        return max([worst, *pool.map(check, pairs)])
+
+
+def report(title: str, call: Callable[[], tuple[int, str]]) -> int:
+    """Print how something went; return its exit status."""
+    start = time.monotonic()
+    status, text = call()
+    failure = f"\n{text[-6000:]}" if status else ""
+    print(f"{title}: exit {status}, {time.monotonic() - start:.0f} s: {summary(text)}{failure}", flush=True)
+    return status
 
 
 if __name__ == "__main__":
