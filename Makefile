@@ -16,9 +16,10 @@ CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh
 demo: build
 	$(BIN)/python examples/demo.py
 
-# ARGS goes to pytest: make test ARGS='tests/passes -x'
+# ARGS goes to pytest: make test ARGS='tests/passes -x'. There is a process for each core, so each has one thread, but in
+# kernels' tests, which ask for more; and threads that wait leave the core to others.
 test: build
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 # The kernels with AddressSanitizer, on random graphs; ARGS='--seed 0 --count 10000' for more, GNNC_ISA for another
 # instruction set. Python itself knows nothing of the sanitizer, so its libraries come first.
