@@ -362,7 +362,7 @@ def _shapes(
 
     try:
         Record(module).run(*(stand_in(name) for name in names))
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise Refusal(f"the body's shapes cannot be told: {str(error).splitlines()[0]}") from None
     return found
 

@@ -10,6 +10,8 @@ from gnnc.runtime.cuda.runs import MOST_ENTRIES, MOST_PART, Runs, build_runs, ch
 from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays, staged_cut_for, window_rows
 from gnnc.runtime.cuda.structure import destinations_of
 
+_IN_RANGE = f"gnnc::kMostPart == {MOST_PART}", "sums of so many edges are in range"
+
 
 class RunTable:
     """The run table of one CSR on its device, as kernels take it.
@@ -198,8 +200,6 @@ def staged_arguments(rowptr: str, runs: str) -> list[str]:
     """Return the texts of the arguments that make a ``gnnc::StagedRuns``."""
     return [f"{rowptr}.data_ptr()", f"*{runs}.staged_fields"]
 
-
-_IN_RANGE = f"gnnc::kMostPart == {MOST_PART}", "sums of so many edges are in range"
 
 KEPT = (in_fours, in_order, destinations, runs_of, sums_of)
 """Functions whose results live as long as the tensors that they were made of."""

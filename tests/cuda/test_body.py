@@ -72,7 +72,7 @@ ROWS, SOURCES, EDGES = 6, 7, 11
 def library(tmp_path_factory):
     compiler = shutil.which("g++")
     if compiler is None:
-        pytest.skip("no g++")
+        pytest.skip("g++ compiles the bodies, and there is none")
     folder = tmp_path_factory.mktemp("bodies")
     parts = [SHIM]
     for name, (text, shapes) in BODIES.items():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from kernel_graphs import threads
 from row_programs import (
     ROWS,
     WIDTHS,
@@ -237,15 +238,11 @@ def test_each_of_several_results_gets_scales_of_its_own() -> None:
 def test_same_bits_at_any_thread_count(mode: int, shape: tuple[int, int, int]) -> None:
     rows, depth, width = shape
     x, w = torch.randn(rows, depth), torch.randn(width, depth)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
+    results = []
+    for count in (1, 2, 4):
+        with threads(count):
             results.append(bits(run(x, w, mode)))
-        assert results[0] == results[1] == results[2]
-    finally:
-        torch.set_num_threads(before)
+    assert results[0] == results[1] == results[2]
 
 
 def test_a_weight_edited_in_place_is_seen() -> None:

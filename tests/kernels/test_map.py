@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernel_graphs import threads
 from row_programs import (
     ROWS,
     WIDTHS,
@@ -44,11 +45,9 @@ def test_wide_rows() -> None:
 
 def test_same_bits_at_any_thread_count() -> None:
     x = torch.randn(50_000, 47)
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
+    for threads_given in (1, 2, 4):
+        with threads(threads_given):
             program, q, scale = Program(), padded(50_000, 47), torch.empty(50_000)
             amax, columns, count = torch.zeros(1), torch.zeros(47), torch.zeros(1, dtype=torch.int64)
             program.add(Op.AMAX, program.out(amax)).add(Op.AMAX, program.out(columns))
@@ -57,8 +56,6 @@ def test_same_bits_at_any_thread_count() -> None:
             program.add(Op.QUANT_STATIC, fixed, program.operand(torch.tensor([0.01])), program.out(count))
             map_rows(x, None, program)
             results.append(bits(*program.outs))
-    finally:
-        torch.set_num_threads(before)
     assert results[0] == results[1] == results[2]
     assert amax.item() == x.abs().max()
     assert torch.equal(columns, x.abs().amax(0))
