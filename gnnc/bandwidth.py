@@ -20,7 +20,8 @@ def copy_bandwidth(device: torch.device) -> float:
     """
     source = torch.ones(_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = [_copy(source, target) for _ in range(_REPEATS + 1)][1:]
+    with torch.cuda.device_of(source):  # whose stream events are recorded on
+        seconds = [_copy(source, target) for _ in range(_REPEATS + 1)][1:]
     return 2 * _BYTES / statistics.median(seconds)
 
 

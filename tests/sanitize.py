@@ -1,7 +1,7 @@
 """Runs tests of every kernel family under NVIDIA's compute-sanitizer; needs a CUDA device.
 
     pip install nvidia-cuda-sanitizer-api
-    python tests/sanitize.py [--tools memcheck racecheck initcheck] [--only structure spmm] [--jobs 4]
+    python tests/sanitize.py [--tools racecheck memcheck initcheck] [--only structure spmm] [--jobs 4]
 
 The tests run once without a tool, many at a time, and leave their compiled kernels to the runs under a
 tool, of which there are as many at a time as --jobs says. Each tensor is memory of its own (torch's
@@ -67,7 +67,7 @@ def summary(text: str) -> str:
 def main() -> int:
     """Run what the command line asks for; return 0 where nothing was found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tools", nargs="+", default=["memcheck", "racecheck", "initcheck"])
+    parser.add_argument("--tools", nargs="+", default=["racecheck", "memcheck", "initcheck"])
     parser.add_argument("--only", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--jobs", type=int, default=1, help="how many runs under a tool at a time")
     parser.add_argument("--sanitizer", default=sanitizer(), help="the program, if it is not found by itself")

@@ -3,6 +3,8 @@
 import ctypes
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -52,12 +54,30 @@ def check(status: int, what: str) -> None:
 
 
 def enter_device(index: int) -> None:
-    """Make the primary context of a device, which torch uses, current in this thread."""
+    """Make the context of a device current in this thread."""
+    check(driver().cuCtxSetCurrent(_context_of(index)), "enter the device")
+
+
+@contextmanager
+def on_device(index: int) -> Iterator[None]:
+    """Have the context of a device current inside, and afterwards what was before.
+
+    Unlike ``torch.cuda.device`` it also serves a thread that has no context yet.
+    """
+    check(driver().cuCtxPushCurrent_v2(_context_of(index)), "enter the device")
+    try:
+        yield
+    finally:
+        check(driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())), "leave the device")
+
+
+def _context_of(index: int) -> ctypes.c_void_p:
+    """Return the primary context of a device, which torch uses."""
     library, device, context = driver(), ctypes.c_int(), ctypes.c_void_p()
     check(library.cuInit(0), "start")
     check(library.cuDeviceGet(ctypes.byref(device), index), f"find device {index}")
     check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "open the device")
-    check(library.cuCtxSetCurrent(context), "enter the device")
+    return context
 
 
 @cache
@@ -72,14 +92,14 @@ class Code:
     """Loaded machine code of one translation unit, valid on every device of its architecture."""
 
     def __init__(self, cubin: bytes, device: int) -> None:
-        enter_device(device)
         self._library = ctypes.c_void_p()
         self._cubin = cubin  # the driver may read it later
         self._waiting = waiting_kernels(cubin) if leaves_waiting() else frozenset()
-        check(
-            driver().cuLibraryLoadData(ctypes.byref(self._library), cubin, None, None, 0, None, None, 0),
-            "load the kernels",
-        )
+        with on_device(device):
+            check(
+                driver().cuLibraryLoadData(ctypes.byref(self._library), cubin, None, None, 0, None, None, 0),
+                "load the kernels",
+            )
 
     def kernel(self, symbol: str, shared: int, device: int) -> ctypes.c_void_p:
         """Return a kernel's handle, allowed ``shared`` bytes of dynamic shared memory."""

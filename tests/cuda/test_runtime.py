@@ -174,32 +174,6 @@ def test_a_new_graph_on_each_stream(model, cuda_graph):
 
 
 @torch.no_grad()
-@GRAPH
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device, and this needs two")
-def test_the_device_of_the_tensors_is_respected(model, cuda_graph):
-    compiled, x, edge_index = compiled_and_inputs(model, cuda_graph)
-    expected = compiled(x, edge_index).cpu()
-    there, second = torch.device("cuda", 1), copy.deepcopy(model).to("cuda:1")
-    compiled = gnnc.compile(second, "int8", cuda_graph=cuda_graph)
-    found = []
-
-    def work():
-        with torch.no_grad():
-            for _ in range(4):
-                got = compiled(x.to(there), edge_index.to(there))
-                torch.cuda.synchronize(there)
-                found.append((got.device, got.cpu(), torch.cuda.current_device()))
-
-    work()
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert len(found) == 8
-    assert all(device == there and current == 0 for device, _, current in found)
-    assert all(torch.equal(got, expected) for _, got, _ in found)
-
-
-@torch.no_grad()
 def test_a_stream_waits_for_nobody_else(model):
     """A call runs on the current stream: it is ordered behind what that stream holds."""
     compiled, x, edge_index = compiled_and_inputs(model, False)

@@ -157,3 +157,20 @@ def test_what_a_refused_graph_was_given_is_launched_all_the_same(
         held((21, 22), 7)
     held.one_by_one((21, 22), 7)
     assert made == [("a", 5, 7, 10, 21), ("b", 6, 7, 22)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_loading_kernels_leaves_the_current_device_what_it_was(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(launch_module, "driver", lambda: driver)
+    monkeypatch.setattr(launch_module, "leaves_waiting", lambda: False)
+    if fails:
+        driver.fails.add("cuLibraryLoadData")
+        with pytest.raises(gnnc.BackendError, match="load the kernels"):
+            launch_module.Code(b"", 1)
+    else:
+        launch_module.Code(b"", 1)
+    names = [name for name, _ in driver.asked if name.startswith(("cuCtx", "cuLibraryLoad"))]
+    assert names == ["cuCtxPushCurrent_v2", "cuLibraryLoadData", "cuCtxPopCurrent_v2"]

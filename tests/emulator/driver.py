@@ -14,6 +14,8 @@ _DONE_AT_ONCE = (
     "cuDeviceGet",
     "cuDevicePrimaryCtxRetain",
     "cuCtxSetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
     "cuGraphAddDependencies",
 )
 _Node = tuple[int, int, int, int, bytes]

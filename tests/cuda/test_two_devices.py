@@ -1,0 +1,183 @@
+"""A model on a CUDA device that is not the current one runs there, and the current one stays what it was."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import graphs
+import models
+import pytest
+import torch
+from cuda_cases import error
+from test_backends import MODELS, given
+from torch.utils import _pytree as pytree
+
+import gnnc
+from gnnc.bandwidth import copy_bandwidth
+from gnnc.runtime.cuda import staged, tables
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device, and this needs two"),
+]
+THERE = torch.device("cuda", 1)
+ALIKE = {"fp32": 1e-5, "int8": 0.01}
+"""Relative error between devices, whose torch may add in another order."""
+
+
+@pytest.fixture(autouse=True)
+def current_device() -> Iterator[None]:
+    """The first device is the current one, before and after."""
+    torch.cuda.set_device(0)
+    yield
+    after = torch.cuda.current_device()
+    torch.cuda.set_device(0)
+    assert after == 0
+
+
+def at(device: int | torch.device, *values: Any) -> Any:
+    """Return copies on a device, of tensors and modules."""
+    moved = pytree.tree_map(lambda v: copy.deepcopy(v).to(device), values)
+    return moved if len(values) > 1 else moved[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ALIKE)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_device_computes_the_same(name: str, precision: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    outputs = []
+    for device in (0, 1):
+        compiled = gnnc.compile(at(device, model), precision)
+        outputs += [compiled(*at(device, *given())) for _ in range(3)]
+        assert torch.cuda.current_device() == 0
+    torch.cuda.synchronize(THERE)
+    assert [out.device.index for out in outputs] == [0, 0, 0, 1, 1, 1]
+    assert all(error(out, outputs[0]) < ALIKE[precision] for out in outputs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cuda_graph", [True, False, "auto"])
+def test_threads_and_streams_of_the_other_device(cuda_graph: bool | str) -> None:
+    torch.manual_seed(0)
+    model, x, edge_index = at(0, MODELS["GCN"]().eval(), *given())
+    inputs = [x + i for i in range(4)]
+    expected = [gnnc.compile(model, "int8", cuda_graph=cuda_graph)(one, edge_index).cpu() for one in inputs]
+    compiled = gnnc.compile(at(THERE, model), "int8", cuda_graph=cuda_graph)
+    inputs, edge_index = at(THERE, inputs, edge_index)
+    torch.cuda.synchronize(THERE)
+    found: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    def call() -> None:
+        for one, want in zip(inputs, expected, strict=True):
+            got = compiled(one, edge_index)
+            torch.cuda.synchronize(THERE)
+            found.append((got, want, torch.cuda.current_device()))
+
+    def work() -> None:
+        with torch.no_grad():
+            call()
+
+    def work_on_a_stream() -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(THERE)):
+            call()
+
+    for target in (work, work_on_a_stream):
+        target()
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    assert [current for _, _, current in found] == [0] * 8 + [1] * 8  # a stream brings its device
+    assert all(got.device == THERE and torch.equal(got.cpu(), want) for got, want, _ in found)
+
+
+@torch.no_grad()
+def test_the_first_device_while_the_other_is_current() -> None:
+    torch.manual_seed(0)
+    model, x, edge_index = at(0, MODELS["GAT"]().eval(), *given())
+    expected = gnnc.compile(copy.deepcopy(model), "int8")(x, edge_index)
+    with torch.cuda.device(1):
+        compiled = gnnc.compile(model, "int8")
+        outputs = [compiled(x, edge_index.clone()) for _ in range(4)]
+        assert torch.cuda.current_device() == 1
+    assert all(torch.equal(out, expected) for out in outputs)
+
+
+@torch.no_grad()
+def test_devices_in_turns() -> None:
+    torch.manual_seed(0)
+    model, x, edge_index = at(0, MODELS["GraphSAGE"]().eval(), *given())
+    sides = [(gnnc.compile(at(d, model), "fp32"), *at(d, x, edge_index)) for d in (0, 1)]
+    for turn in range(12):
+        here, there = (compiled(x + turn, edge_index) for compiled, x, edge_index in sides)
+        assert error(there, here) < 1e-5
+
+
+@torch.no_grad()
+def test_a_compiled_model_moves_from_device_to_device() -> None:
+    torch.manual_seed(0)
+    model, x, edge_index = at(0, MODELS["GCN"]().eval(), *given())
+    compiled = gnnc.compile(model, "int8")
+    expected = compiled(x, edge_index).cpu()
+    for device in (1, 0, 1):
+        model.to(device)
+        got = compiled(*at(device, x, edge_index))
+        assert got.device.index == device and error(got, expected) < ALIKE["int8"]
+
+
+def test_arguments_on_the_other_device() -> None:
+    model, x, edge_index = at(THERE, MODELS["GCN"]().eval(), *given())
+    compiled = gnnc.compile(model, "int8")
+    with pytest.raises(gnnc.InputError, match="x is on cuda:0, but the model is on cuda:1"):
+        compiled(x.to(0), edge_index)
+    with pytest.raises(gnnc.InputError, match="edge_index is on cuda:0"):
+        compiled(x, edge_index.to(0))
+
+
+@torch.no_grad()
+def test_an_id_out_of_range() -> None:
+    model, x, edge_index = at(THERE, MODELS["GCN"]().eval(), *given())
+    compiled = gnnc.compile(model, "int8")
+    expected = compiled(x, edge_index)
+    bad = edge_index.clone()
+    bad[0, 7] = x.shape[0]
+    with pytest.raises(gnnc.GnncError, match=r"\[7\] = 90 is not a source"):
+        compiled(x, bad)
+    assert torch.equal(compiled(x, edge_index), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ALIKE)
+def test_edges_by_stretch(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with more shared memory than devices give unasked."""
+    monkeypatch.setattr(tables, "pays", lambda *_: True)
+    monkeypatch.setattr(staged, "pays", lambda *_: True)
+    torch.manual_seed(0)
+    shape = graphs.Shape(nodes=5000, edges=100_000, features=64, classes=47, skew=1.6)
+    given = models.MODELS["gcn"](64, 47).eval(), torch.randn(5000, 64), graphs.generate(shape)
+    here, there = (
+        gnnc.compile(model, precision)(x, edge_index)
+        for model, x, edge_index in (at(d, *given) for d in (0, 1))
+    )
+    assert error(there, here) < ALIKE[precision]
+
+
+@torch.no_grad()
+def test_what_is_measured_is_measured_there() -> None:
+    model, x, edge_index = at(THERE, MODELS["GAT"]().eval(), *given())
+    compiled = gnnc.compile(model, "int8")
+    assert "of floor" in compiled.profile(x, edge_index)
+    assert all(timing > 0 for timing in compiled._last.timings.values())
+    here, there = (copy_bandwidth(torch.device("cuda", d)) for d in (0, 1))
+    assert 0.5 < there / here < 2
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_auto_chooses_for_the_other_device() -> None:
+    torch.manual_seed(0)
+    model, x, edge_index = at(THERE, MODELS["GCN"]().eval(), *given())
+    got = gnnc.compile(model, "auto", example_inputs=(x, edge_index))(x, edge_index)
+    assert got.device == THERE and error(got, model(x, edge_index)) < 0.02
