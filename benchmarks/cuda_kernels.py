@@ -4,13 +4,14 @@
     python benchmarks/cuda_kernels.py --spmm-widths --graphs products
 
 The floor of a kernel is the larger of its compulsory bytes (every input and output once) over the
-bandwidth of a device copy, and the time of a kernel that gathers the same rows, the scale of each where
-it has one and the weight of each edge where that has one, through the same table and does nothing with
-them; both are measured in this run.
+bandwidth of a device copy, and the time of gathering the same rows, the scale of each where it has one and
+the weight of each edge where that has one, and doing nothing with them; both are measured in this run.
+The gather is the fastest of several: through the same table as the sum, and edge by edge as the CSR has
+them, as if there were no rows to end (``gather_edges``).
 (What its integer operations take at their issue rate is left out: with it a floor can only be higher.)
-Beside the floor of a sum in FP32 at every width stands the time of that gather with stores of as many
-bytes as the sum's results: loads and stores share what L2 moves, so the floor alone is out of a wide
-sum's reach.
+Beside the floor of a sum in FP32 at every width stands the time of a gather through the table with stores
+of as many bytes as the sum's results: loads and stores share what L2 moves, so the floor alone is out of a
+wide sum's reach.
 The peer is torch.sparse CSR (cuSPARSE) in FP32, with 32-bit or 64-bit indices, whichever is faster.
 """
 
@@ -147,6 +148,49 @@ __global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled, kValued
     for_runs<Layout>(runs, values, rows, next + slice, feed[threadIdx.x / 32], body);
   }
   if (body.seen == 0x12345678u) *out = 1;
+}
+// Each warp has neighbouring edges: a share of them where kShares, else it takes turns with all others. The
+// last edges, fewer than a step, are left out.
+template <Element kElement, int kWidth, bool kScaled, bool kValued, bool kShares>
+__global__ void __launch_bounds__(1024, 1)
+    gather_edges(const int* col, int64_t edges, const char* x, int64_t stride, const float* scales,
+                 const float* values, unsigned int* out) {
+  using Slices = gnnc::Slices<kElement, kWidth, 128>;
+  using Layout = RowLayout<kElement, (Slices::kCount > 1 ? Slices::kWidth : kWidth)>;
+  static_assert(Layout::kPasses == 1, "a slice is gathered at once");
+  constexpr int kLanes = Layout::kPieces, kEach = 8, kEdges = Layout::kSlots * kEach;
+  constexpr int kOwn = kLanes < kEach ? kEach / kLanes : 1;  // edges whose scale and weight a thread loads
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / 32, steps = edges / kEdges;
+  const int64_t begin = kShares ? steps * warp / warps : warp, by = kShares ? 1 : warps;
+  const int64_t end = kShares ? steps * (warp + 1) / warps : steps;
+  unsigned int seen = 0;
+  for (int slice = 0; slice < Slices::kCount; ++slice) {
+    const Gathered rows = Slices::of(x, stride, slice);
+    const bool there = Layout::piece() < rows.pieces;
+    const char* first = rows.first + Layout::piece() * 16;
+    for (int64_t step = begin; step < end; step += by) {
+      const int64_t edge = step * kEdges + Layout::slot() * kEach;
+      int source[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; i += 4) {
+        const int4 four = __ldg(reinterpret_cast<const int4*>(col + edge + i));
+        source[i] = four.x, source[i + 1] = four.y, source[i + 2] = four.z, source[i + 3] = four.w;
+      }
+      uint4 v[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) v[i] = gather_if(there, row_at(first, source[i], rows.stride));
+#pragma unroll
+      for (int i = 0; i < kOwn && Layout::piece() < kEach; ++i) {
+        const int64_t own = edge + i * kLanes + Layout::piece();
+        if (kScaled) seen ^= __float_as_uint(__ldg(scales + __ldg(col + own)));
+        if (kValued) seen ^= __float_as_uint(__ldg(values + own));
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) seen ^= v[i].x ^ v[i].y ^ v[i].z ^ v[i].w;
+    }
+  }
+  if (seen == 0x12345678u) *out = 1;
 }
 template <Element kElement, int kWidth, bool kScaled>
 using StagedSum =
@@ -301,13 +345,16 @@ def cusparse(rowptr: Tensor, col: Tensor, width: int, dot: bool) -> dict[str, fl
 def gather_names(element: str, width: int, kind: str, scaled: bool, valued: bool) -> tuple[str, ...]:
     """Return the C++ names of the kernels that gather, of which the fastest counts.
 
-    ``kind``: ``only`` that, ``stored`` something for each row too, or near rows in windows, ``staged``.
+    ``kind``: ``only`` that, with near rows in windows too, ``staged``, or through the table with something
+    ``stored`` for each row.
     """
     given = f"gnnc::Element::{element}, {width}, {truth(scaled)}"
-    if kind == "staged":
-        return (f"gnnc::gather_staged<{given}>",)
-    stores = truth(kind == "stored")
-    return tuple(f"gnnc::gather_only<{given}, {truth(valued)}, {threads}, {stores}>" for threads in BLOCKS)
+    weighted, stores = f"{given}, {truth(valued)}", truth(kind == "stored")
+    names = tuple(f"gnnc::gather_only<{weighted}, {threads}, {stores}>" for threads in BLOCKS)
+    if kind == "stored":
+        return names
+    names += tuple(f"gnnc::gather_edges<{weighted}, {shares}>" for shares in ("true", "false"))
+    return (*names, f"gnnc::gather_staged<{given}>") if kind == "staged" else names
 
 
 class Floors:
@@ -318,28 +365,33 @@ class Floors:
         self._gathers: dict[str, float] = {}
 
     def gather(self, x: Tensor, scale: Tensor | None, value: Tensor | None, kind: str) -> float:
-        """Return the time of gathering the rows of x, with scales and weights, through the table of sums.
+        """Return the time of gathering the rows of x, with scales and weights.
 
-        ``kind``: as of ``gather_name``; ``stored`` are as many bytes as sums of the rows have in FP32.
+        ``kind``: as of ``gather_names``; ``stored`` are as many bytes as sums of the rows have in FP32.
         """
         names = gather_names(ELEMENTS[x.dtype], x.shape[1], kind, scale is not None, value is not None)
         for name in names:
             if name not in self._gathers:
-                self._gathers[name] = self._time(name, kind, x, scale, value)
+                self._gathers[name] = self._time(name, x, scale, value)
         return min(self._gathers[name] for name in names)
 
-    def _time(self, name: str, kind: str, x: Tensor, scale: Tensor | None, value: Tensor | None) -> float:
+    def _time(self, name: str, x: Tensor, scale: Tensor | None, value: Tensor | None) -> float:
         graph, module = self.graph.gathering(x), Module(GATHER, (name,))
-        out, staged = torch.zeros(1, dtype=torch.int32, device="cuda"), kind == "staged"
-        table = StagedTable(graph.staged, x.shape[0]) if staged else graph.runs
-        given = [address(graph.rowptr), *table.fields] if staged else graph.values()
-        given += [address(x), x.stride(0) * x.element_size(), address(scale)]
-        given += [address(out)] if staged else [address(value), address(out)]
-        stride = CudaEmitter.padded(x.shape[1], torch.float32, gathered=False)
-        result = torch.empty(graph.num_dst, stride, device="cuda") if kind == "stored" else None
-        given += [] if staged else [address(result), stride]
-        shared = shared_bytes(graph.row_bytes, "none" if scale is None else "row") if staged else 0
-        return median_ms(lambda: module.launch(name, table.blocks, AS_COMPILED, *given, shared=shared))
+        out = torch.zeros(1, dtype=torch.int32, device="cuda")
+        rows = [address(x), x.stride(0) * x.element_size(), address(scale)]
+        blocks, shared = graph.multiprocessors, 0
+        if "gather_edges" in name:
+            given = [address(graph.col), graph.col.numel(), *rows, address(value), address(out)]
+        elif "gather_staged" in name:
+            table = StagedTable(graph.staged, x.shape[0])
+            given = [address(graph.rowptr), *table.fields, *rows, address(out)]
+            blocks, shared = table.blocks, shared_bytes(graph.row_bytes, "none" if scale is None else "row")
+        else:
+            stride = CudaEmitter.padded(x.shape[1], torch.float32, gathered=False)
+            result = torch.empty(graph.num_dst, stride, device="cuda") if "true>" in name else None
+            given = [*graph.values(), *rows, address(value), address(out), address(result), stride]
+            blocks = graph.runs.blocks
+        return median_ms(lambda: module.launch(name, blocks, AS_COMPILED, *given, shared=shared))
 
     def copy(self, *tensors: Tensor | None) -> float:
         """Return the time of moving each tensor once."""
