@@ -23,6 +23,7 @@ from gnnc.ir.source import Source, source_of
 from gnnc.passes.auto import Choice
 from gnnc.passes.auto import report as choice_report
 from gnnc.passes.base import BackendInfo, Context, Pass, Stage, run_passes
+from gnnc.passes.boundary import drop_structure, whole_examples
 from gnnc.passes.bounds import IndexBound, index_bounds
 from gnnc.passes.plan import Plan
 from gnnc.passes.study import OpChoices
@@ -122,6 +123,10 @@ class Program:
         """Remarks of the passes."""
         return self.context.notes
 
+    def examples(self) -> tuple[Any, ...] | None:
+        """Return the arguments of the lowered graph on the example inputs; the structure is computed anew."""
+        return whole_examples(self.graph_module, self.context)
+
     def knowledge(self) -> Knowledge:
         """Return what ``summary()`` and ``explain()`` tell beside the graph itself."""
         rates = stored_rates(self.backend)
@@ -220,6 +225,7 @@ def build_program(
         bounds = Bounds(captured.guards.inputs, found)
         if runner is not None and context.structure is not None:
             bounds.leave_to(runner, context.structure)
+    drop_structure(stages[-1][1], context)
     binder = _Binder(model, captured, stages[-1][1], context.structure, bounds)
     program = Program(
         captured=dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=())),
@@ -465,6 +471,7 @@ class _Binder:
         shape = self._bind(f"shape_{variable}", torch.Size(node.meta["val"].shape))
         self._weights.append((variable, f"{dictionary}.get({name!r})", f"{variable}.shape != {shape}"))
         self._scope[f"dtype_{variable}"] = node.meta["val"].dtype
+        self._scope[f"device_{variable}"] = node.meta["val"].device
         self._scope[f"name_{variable}"] = f"{source.kind} {source.name!r}"
         return variable
 
@@ -476,8 +483,10 @@ class _Binder:
         lines += [f"    {variable} = {text}" for variable, text, _ in self._weights]
         lines.append("    if (ticks == clock.ticks and not ticks & 1) or clock.settle(): break")
         lines += [
-            f"if {variable} is None or {differs} or {variable}.dtype is not dtype_{variable}:"
-            f" weight_error(name_{variable}, {variable}, shape_{variable}, dtype_{variable})"
+            f"if {variable} is None or {differs} or {variable}.dtype is not dtype_{variable}"
+            f" or {variable}.device != device_{variable}:"
+            f" weight_error(name_{variable}, {variable}, shape_{variable}, dtype_{variable},"
+            f" device_{variable})"
             for variable, _, differs in self._weights
         ]
         return lines
@@ -498,7 +507,9 @@ class _Binder:
         return finish
 
 
-def weight_error(name: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
+def weight_error(
+    name: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> None:
     """Refuse a parameter or buffer that is no longer what was compiled.
 
     Args:
@@ -506,15 +517,21 @@ def weight_error(name: str, value: Tensor | None, shape: torch.Size, dtype: torc
         value: what there is now.
         shape: what it had when compiled.
         dtype: likewise.
+        device: likewise, and where the inputs are.
 
     Raises:
         UnsupportedError: its dtype is not the compiled one.
-        InputError: it is missing or has another shape.
+        InputError: it is missing, has another shape or is elsewhere.
     """
     if value is not None and value.dtype != dtype:
         raise UnsupportedError(
             f"{name} is {value.dtype} now, it was {dtype} when compiled: a compiled model keeps "
             "float32 weights and lowers the precision itself; move it back with .float()"
+        )
+    if value is not None and value.shape == shape and value.device != device:
+        raise InputError(
+            f"the inputs are on {device}, but {name} is on {value.device}: pass x.to({str(value.device)!r}) "
+            f"and so on, or move the model back with .to({str(device)!r})"
         )
     now = "missing" if value is None else f"of shape {tuple(value.shape)}"
     raise InputError(f"{name} is {now}, it had shape {tuple(shape)} when compiled: compile the model again")

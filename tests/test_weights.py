@@ -248,3 +248,21 @@ def test_double_weights_cannot_be_compiled():
     compiled = gnnc.compile(model, "int8", backend="reference")
     with torch.no_grad(), pytest.raises(gnnc.GnncError, match="float"):
         compiled(*given())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("calls", [1, 4])
+def test_a_model_that_moves_away_from_its_inputs_is_refused(calls: int) -> None:
+    model = new_model()
+    compiled = gnnc.compile(model, "int8", backend="cpu")
+    for _ in range(calls):
+        compiled(*given())
+    arguments = given()
+    expected = compiled(*arguments)
+    weights = model.state_dict()
+    model.to("meta")
+    for _ in range(2):
+        with pytest.raises(gnnc.InputError, match="is on meta"):
+            compiled(*arguments)
+    model.load_state_dict(weights, assign=True)
+    assert torch.equal(compiled(*arguments), expected)

@@ -49,3 +49,19 @@ def test_an_edge_list_that_turns_bad_in_place_is_seen() -> None:
         compiled()(x, edge_index, batch)
     edge_index[1, 5] = kept
     assert error(compiled()(x, edge_index, batch), expected) < 1e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("calls", [1, 4, 20])
+def test_a_model_that_moves_away_from_its_inputs_is_refused(calls: int) -> None:
+    model = Classifier().eval().cuda()
+    program = gnnc.compile(model, "int8", cuda_graph=True)
+    arguments = on_device(good())
+    for _ in range(calls):
+        expected = program(*arguments)
+    model.cpu()
+    with pytest.raises(gnnc.InputError, match="is on cpu|model is on cpu"):
+        program(*arguments)
+    model.cuda()
+    assert error(program(*arguments), expected) < 1e-6
+    torch.cuda.synchronize()
