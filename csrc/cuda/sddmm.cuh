@@ -8,8 +8,7 @@
 // out once. Floor: the gather, or 4 E F bytes written where out is as wide as the rows.
 //
 // Launch: one block of Config::kThreads threads a multiprocessor. With several heads a head must be a
-// power of two of 16-byte pieces, and a row at most 32 pieces; columns between the width and the next piece must hold
-// zeros.
+// power of two of 16-byte pieces, zeros past its columns, and a row at most 32 pieces.
 
 #include "lane_reduce.cuh"
 #include "stream.cuh"
@@ -159,6 +158,7 @@ struct SddmmBody {
     }
     if (Layout::lane() % kShare >= 4) return;
     const int head = kHeads == 1 ? 0 : Layout::piece() / kShare;
+    if (head >= kHeads) return;  // threads past the row
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i < count && mask >> (first + i) & 1) write(v[i], e, first + i, head);

@@ -14,6 +14,8 @@ from gnnc.runtime.epilogue import Refusal, fixed_width, planned
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.registry import Decline, kernel
 
+_EXACT = 2**24 // 127**2
+"""Products of two codes whose sum FP32 holds, whatever they are."""
 _SDDMM = {
     "dot": "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [-1]); return t1",
     "add": "t0 = aten.add.Tensor(i0, j0); return t0",
@@ -65,22 +67,24 @@ class EdgeBody:
         _emit(plan, node, emitter)
 
 
-@kernel("gnnc.sddmm", backend="cuda", name="edge_sddmm", priority=5)
+@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="edge_sddmm", priority=5)
 class EdgeSddmm:
     """The products and sums of the rows at an edge's ends, as bodies."""
 
     @staticmethod
     def plan(node: Node) -> Plan | Decline:
-        """Take float operands of one shape a row."""
+        """Take operands of one shape a row, and codes while FP32 holds the sums of their products."""
         given = sddmm.plan(node)
         if isinstance(given, Decline):
             return given
         _, _, a, b, op = node.args
         body = _SDDMM[str(op)]
         operands = [(name, value) for name, value in (("i0", a), ("j0", b)) if name in body]
-        dtypes = {as_node(value).meta["val"].dtype for _, value in operands}
-        if torch.int8 in dtypes or as_node(operands[0][1]).meta["val"].dim() == 1 and op == "dot":
-            return Decline("integer operands, or rows of one value")
+        first = as_node(operands[0][1]).meta["val"]
+        if op == "dot" and first.dim() == 1:
+            return Decline("rows of one value")
+        if first.dtype == torch.int8 and first.shape[-1] > _EXACT:
+            return Decline(f"sums of {first.shape[-1]} products of codes are not exact in float32")
         if op == "dot" and node.meta["val"].dim() != as_node(a).meta["val"].dim() - 1:
             return Decline("the dot product is not over the last dimension")
         positions = tuple((name, node.all_input_nodes.index(as_node(value))) for name, value in operands)

@@ -1,10 +1,11 @@
 """Lowering of ops that make one value, or one row, for each edge."""
 
+import torch
 from torch.fx import Node
 
 from gnnc.ir.nodes import as_node
 from gnnc.runtime.cuda.emitter import CudaEmitter
-from gnnc.runtime.cuda.spmm import ELEMENTS, gathered_rows
+from gnnc.runtime.cuda.spmm import ELEMENTS, gathered_rows, packed_width
 from gnnc.runtime.cuda.tables import RUNS_EXTRA, runs_arguments, write_columns, write_runs
 from gnnc.runtime.cuda.unit import AS_COMPILED
 from gnnc.runtime.plans import sddmm
@@ -21,17 +22,15 @@ class Sddmm:
 
     @staticmethod
     def plan(node: Node) -> sddmm.Plan | Decline:
-        """Take dot products of whole pieces of 16 bytes, and any other op on rows of more than one value."""
+        """Take rows of more than one value, of whose heads a warp dots all at once."""
         plan = sddmm.plan(node)
         if isinstance(plan, Decline):
             return plan
         width = plan.a_width or plan.b_width
-        size = as_node(node.args[2] if node.args[2] is not None else node.args[3]).meta["val"].dtype.itemsize
         if width == 1 or width > _MAX_WIDTH:
             return Decline(f"rows of {width} columns")
-        if _OPS[plan.op] == "dot":
-            return _dot(plan, width * size)
-        return plan
+        given = as_node(node.args[2] if node.args[2] is not None else node.args[3])
+        return _fitting(plan, width, given.meta["val"].dtype)
 
     @staticmethod
     def emit(plan: sddmm.Plan, node: Node, emitter: CudaEmitter) -> None:
@@ -39,8 +38,7 @@ class Sddmm:
         emitter.unit.include("sddmm.cuh")
         rowptr, col, a, b, _ = node.args
         first, second = as_node(a if a is not None else b), as_node(b if b is not None else a)
-        width = plan.a_width or plan.b_width
-        rows = [gathered_rows(emitter, value, width) for value in (first, second)]
+        rows = [gathered_rows(emitter, v, plan.a_width or plan.b_width, plan.heads) for v in (first, second)]
         pointer = emitter.vector(as_node(rowptr))
         columns = write_columns(emitter, emitter.vector(as_node(col)))
         runs = write_runs(emitter, pointer, f"{columns}.shape[0]", rows[1].nbytes)
@@ -51,16 +49,17 @@ class Sddmm:
         values += ["0", "0", f"{out}.data_ptr()"]
         emitter.unit.expect("SddmmArgs", len(values) + RUNS_EXTRA)
         element = ELEMENTS[first.meta["val"].dtype]
-        config = f"gnnc::SddmmConfig<gnnc::Element::{element}, {width}, gnnc::EdgeOp::{_OPS[plan.op]}, "
+        config = (
+            f"gnnc::SddmmConfig<gnnc::Element::{element}, {rows[0].columns}, gnnc::EdgeOp::{_OPS[plan.op]}, "
+        )
         config += f"{plan.heads}>"
         count = len(values) + RUNS_EXTRA
         emitter.launch(f"gnnc::sddmm<{config}>", f"{runs}.blocks", values, block=AS_COMPILED, count=count)
 
 
-def _dot(plan: sddmm.Plan, nbytes: int) -> sddmm.Plan | Decline:
-    pieces, rest = divmod(nbytes, _PIECE * plan.heads)
-    if rest:
-        return Decline("a head is no multiple of 16 bytes")
-    if plan.heads > 1 and (pieces & (pieces - 1) or pieces * plan.heads > 32):
+def _fitting(plan: sddmm.Plan, width: int, dtype: torch.dtype) -> sddmm.Plan | Decline:
+    pieces = packed_width(width, plan.heads, dtype) * dtype.itemsize // _PIECE
+    each = pieces // plan.heads
+    if plan.heads > 1 and (each & (each - 1) or pieces > 32):
         return Decline("a head is not a power of two of 16-byte pieces of a warp")
     return plan

@@ -1,9 +1,13 @@
 import pytest
 import torch
+from cuda_cases import error, on_device
 from cuda_launch import ARCHITECTURES, compile_kernels
 from cuda_sparse import Sddmm, SddmmConfig, rows16, sparse
 from kernel_graphs import GRAPHS, relative_error
+from test_backends import given
+from torch_geometric.nn import SAGEConv
 
+import gnnc
 from gnnc.ir.quantized import qsddmm_reference
 from gnnc.ir.sparse import sddmm_reference
 from gnnc.runtime.cuda.runs import Cut
@@ -59,7 +63,7 @@ def test_float_products(width: int, dtype: torch.dtype, op: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
-@pytest.mark.parametrize(("heads", "each"), [(4, 16), (2, 32), (8, 16)])
+@pytest.mark.parametrize(("heads", "each"), [(4, 16), (2, 32), (8, 16), (3, 16), (5, 16), (6, 16)])
 def test_dots_a_head(heads: int, each: int, dtype: torch.dtype) -> None:
     g = GRAPHS["random"]()
     shape = heads * each
@@ -67,3 +71,31 @@ def test_dots_a_head(heads: int, each: int, dtype: torch.dtype) -> None:
     got = Sddmm(sparse(g.rowptr, g.col, Cut(32, 16), 5), rows16(a), rows16(b), heads=heads)().cpu()
     views = (t.double().view(-1, heads, each) for t in (a, b))
     assert torch.equal(got.double(), sddmm_reference(g.rowptr, g.col, *views, "dot"))
+
+
+class Scores(torch.nn.Module):
+    """Dot products of heads, as of rows that a layer made."""
+
+    def __init__(self, heads: int, each: int) -> None:
+        super().__init__()
+        self.shape = (-1, heads, each) if heads > 1 else (-1, each)
+        self.first = SAGEConv(24, heads * each)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        h = self.first(x, edge_index).view(self.shape)
+        return (h[edge_index[0]] * h[edge_index[1]]).sum(-1)
+
+
+@pytest.mark.cuda
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize(("heads", "each"), [(1, 47), (3, 20), (2, 24), (12, 64)])
+def test_programs_keep_no_row_for_an_edge(heads: int, each: int, precision: str) -> None:
+    torch.manual_seed(0)
+    model = Scores(heads, each).eval()
+    eager = model(*given())
+    compiled = gnnc.compile(model.cuda(), precision)
+    got = compiled(*on_device(given()))
+    taken = [name for node, name in compiled._last.executable.kernels if "sddmm" in node]
+    assert taken and set(taken) <= {"sddmm", "edge_sddmm"}
+    assert error(got, eager) < {"fp32": 1e-5, "fp16": 0.01, "int8": 0.05}[precision]
