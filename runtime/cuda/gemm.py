@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Node
+from torch.nn.functional import pad
 
+from gnnc.ir.nodes import as_node
 from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, lanes_for, round_up
 from gnnc.runtime.cuda.epilogue import TYPES, write_epilogue
 from gnnc.runtime.cuda.rowmap import launch_rowmap
@@ -21,6 +24,8 @@ _SHARED = 72 * 1024
 _MAX_SHARED = 99 * 1024
 """What every architecture since sm_80 can give a block."""
 _MAX_WIDTH = 4096
+_MOST_PRODUCTS = 2**31 // 128**2
+"""Of two codes, whose sum 32 bits hold whatever they are."""
 _PRODUCTS = {gemm.INT8: ("i8", 1), gemm.FP16: ("f16", 2), gemm.BF16: ("bf16", 2)}
 _RUN = 128
 """Columns that a warp loads together: four a thread."""
@@ -239,6 +244,41 @@ class Cublas:
         stride = emitter.padded(plan.width, torch.float32)
         emitter.line(f"{emitter.bind(torch.mm, 'mm')}({text}, {weight}, out={out})")
         launch_rowmap(emitter, node, out, "float", stride, rows, plan.width, plan.program)
+
+
+@kernel("gnnc.qgemm", backend="cuda", name="cublaslt", priority=5)
+class CublasInt8:
+    """``aten._int_mm``, which calls cuBLASLt, for codes of rows too wide for a block of ours."""
+
+    @staticmethod
+    def plan(node: Node) -> Decline | None:
+        """Take matrices of codes whose sums 32 bits hold."""
+        x, w = (as_node(arg).meta["val"] for arg in node.args[:2])
+        if x.dim() != 2 or x.shape[1] > _MOST_PRODUCTS:
+            return Decline(f"x has the shape {tuple(x.shape)}")
+        return None if w.dtype == x.dtype == torch.int8 else Decline(f"x is {x.dtype}")
+
+    @staticmethod
+    def emit(plan: None, node: Node, emitter: CudaEmitter) -> None:
+        """Write the product."""
+        x, w = (emitter.exact(as_node(arg)) for arg in node.args[:2])
+        name = emitter.fresh("v")
+        emitter.line(f"{name} = {emitter.bind(product_of_codes, 'product_of_codes')}({x}, {w})")
+        emitter.define(node, name)
+
+
+def product_of_codes(x: Tensor, w: Tensor) -> Tensor:
+    """Return ``x @ w.T`` of int8 ``[N, K]`` and ``[O, K]``, exact, rounded once to float32 ``[N, O]``.
+
+    cuBLASLt takes multiples of eight, and more than sixteen rows.
+    """
+    (rows, inner), out = x.shape, w.shape[0]
+    across, below, more = -inner % 8, max(17 - rows, 0), -out % 8
+    if across or below:
+        x = pad(x, (0, across, 0, below))
+    if across or more:
+        w = pad(w, (0, across, 0, more))
+    return torch.ops.aten._int_mm(x.contiguous(), w.contiguous().t())[:rows, :out].float()
 
 
 def _single(node: Node) -> gemm.Plan | Decline:

@@ -10,9 +10,10 @@ from cuda_sparse import STORES, epilogue_of
 from torch import Tensor, nn
 
 import gnnc
+from gnnc.ir.dense import qgemm_reference
 from gnnc.runtime.cuda.build import compiler_version
 from gnnc.runtime.cuda.emitter import lanes_for, round_up
-from gnnc.runtime.cuda.gemm import Shape, Tile, config_of, tile_of
+from gnnc.runtime.cuda.gemm import Shape, Tile, config_of, product_of_codes, tile_of
 
 OUT = (1, 7, 47, 64, 256)
 ROWS = (0, 1, 17, 1000)
@@ -123,3 +124,34 @@ def test_no_element_is_left_out() -> None:
         x[torch.arange(333), torch.arange(333) % 64] = 1.0
         for i, got in enumerate(compiled(x)):
             assert torch.equal(got, torch.full_like(got, 1.0 if i < len(OUT) else 2.0)), (precision, i)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "out"), [(0, 8, 8), (1, 7, 3), (16, 64, 47), (17, 64, 64), (100, 9, 1433)]
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_products_by_cublaslt_are_exact(device: str, rows: int, inner: int, out: int) -> None:
+    x, w = (torch.randint(-128, 128, (n, inner), dtype=torch.int8) for n in (rows, out))
+    strided = torch.zeros(rows, inner + 9, dtype=torch.int8)[:, 2 : inner + 2].copy_(x)
+    for each in (x, strided):
+        got = product_of_codes(each.to(device), w.to(device))
+        assert got.dtype == torch.float32 and torch.equal(got.cpu(), qgemm_reference(x, w))
+
+
+@pytest.mark.cuda
+@torch.no_grad()
+@pytest.mark.parametrize("static", [False, True])
+def test_what_no_block_holds_is_multiplied_by_cublaslt(static: bool) -> None:
+    """Neither in FP64, as the reference does, nor in FP32."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(24, 2048), nn.ReLU(), nn.Linear(2048, 40)).eval(), torch.randn(70, 24)
+    examples = (x,) if static else None
+    want = gnnc.compile(model, "int8", backend="reference", example_inputs=examples)(x)
+    compiled = gnnc.compile(
+        copy.deepcopy(model).cuda(), "int8", backend="cuda", example_inputs=(x.cuda(),) if static else None
+    )
+    assert error(compiled(x.cuda()), want) < 1e-3 and error(want, model(x)) < 0.05
+    kernels = dict(compiled._last.executable.kernels)
+    assert "cublaslt" in kernels.values()
+    assert not any(kernel == "reference" for node, kernel in kernels.items() if "gemm" in node)
+    assert "sixteen rows of 2048 columns exceed shared memory" in compiled.explain()
