@@ -565,7 +565,7 @@ class CompiledModel(torch.nn.Module):
             compute=program.graph_module,
             notes=program.notes,
             captures=self._captures,
-            values=program.context.examples,
+            values=program.examples(),
             measured=program.timings,
             floors=program.floors,
             predicted=knowledge.predicted,

@@ -64,7 +64,6 @@ class Context:
         backend: the target.
         examples: values of the placeholders of the captured graph, in order, or None.
         structure: the structure graph, once ``hoist`` has split it off.
-        structure_examples: outputs of the structure graph on the examples, once known.
         error_budget: relative L2 error allowed on the output, for ``auto``.
         plan: precisions by layer that the user gave, or None.
         choice: what ``auto`` weighed and chose; made by ``assign`` where it is not given.
@@ -77,7 +76,6 @@ class Context:
     backend: BackendInfo = field(default_factory=BackendInfo)
     examples: tuple[Any, ...] | None = None
     structure: fx.GraphModule | None = None
-    structure_examples: tuple[Any, ...] | None = None
     error_budget: float = 0.02
     plan: Any = None
     choice: Any = None

@@ -114,12 +114,42 @@ def refresh_examples(
     ctx: Context,
 ) -> None:
     """Run the structure graph on its examples; give ``ctx.examples`` the compute graph's values."""
+    found = _structure_values(structure)
+    known = {**named, **found}
+    ctx.examples = tuple(known[source_of(node)] for node in placeholders(compute))
+
+
+def drop_structure(compute: fx.GraphModule, ctx: Context) -> None:
+    """Keep but the shapes of the structure's values in ``ctx.examples``: they are as large as the graph."""
+    if ctx.examples is None:
+        return
+    pairs = zip(placeholders(compute), ctx.examples, strict=True)
+    ctx.examples = tuple(_shape_of(value) if _is_structure(node) else value for node, value in pairs)
+
+
+def whole_examples(compute: fx.GraphModule, ctx: Context) -> tuple[Any, ...] | None:
+    """Return ``ctx.examples`` with the structure's values, computed anew."""
+    if ctx.examples is None or ctx.structure is None:
+        return ctx.examples
+    found = _structure_values(ctx.structure)
+    pairs = zip(placeholders(compute), ctx.examples, strict=True)
+    return tuple(found[source_of(node)] if _is_structure(node) else value for node, value in pairs)
+
+
+def _structure_values(structure: fx.GraphModule) -> dict[Source | None, Any]:
     with torch.no_grad():
         outputs = structure(*structure.meta["examples"])
     names = [node.name for node in structure.graph.output_node().args[0]]  # type: ignore[union-attr]
-    known = {**named, **{Source("structure", n): v for n, v in zip(names, outputs, strict=True)}}
-    ctx.structure_examples = tuple(outputs)
-    ctx.examples = tuple(known[source_of(node)] for node in placeholders(compute))
+    return {Source("structure", n): v for n, v in zip(names, outputs, strict=True)}
+
+
+def _is_structure(node: Node) -> bool:
+    source = source_of(node)
+    return source is not None and source.kind == "structure"
+
+
+def _shape_of(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
 def _example(node: Node, named: dict[Source | None, Any]) -> Any:

@@ -52,6 +52,7 @@ class CudaEmitter(Emitter):
         watch: where kernels report NaN and infinity.
         is_launches: whether nothing but our own launches reads what our launches write.
         weighted: nodes whose rows of codes hold their weights, where there is room (``gnnc::weight_place``).
+        by_stretch: columns, and the sums over them that may go through a table by stretch.
     """
 
     def __init__(self, graph_module: GraphModule, *, check_finite: bool, offline: bool) -> None:
@@ -60,6 +61,7 @@ class CudaEmitter(Emitter):
         self.launches: list[LaunchText] = []
         self.is_launches = True
         self.weighted: set[Node] = set()
+        self.by_stretch: dict[Node, set[Node]] = {}
         self._written: set[str] = set()
         self.watch = Watch(offline=offline)
 

@@ -18,6 +18,7 @@ from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.launch import enter_device
 from gnnc.runtime.cuda.replay import Fixed, Held, Recorded, Replay, launch_all
 from gnnc.runtime.cuda.steady import Recording, recording
+from gnnc.runtime.cuda.tables import write_give_back
 from gnnc.runtime.executable import Executable, Timing
 from gnnc.runtime.pool import Arena, ArenaPool, Layout, OutputPool
 
@@ -175,13 +176,15 @@ class CudaExecutable(Executable):
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Run the program; returns the flat outputs."""
         self._watch.check()
+        before = torch._C._cuda_exchangeDevice(self._index)
         if not hasattr(_THREAD, "entered"):
-            enter_device(torch.cuda.current_device())  # a new thread has no context of the driver yet
+            enter_device(self._index)  # a new thread has no context of the driver yet
             _THREAD.entered = True
-        if torch._C._cuda_getDevice() != self._index:
-            with torch.cuda.device(self.device):
-                return self._call(values)
-        return self._call(values)
+        try:
+            return self._call(values)
+        finally:
+            if before != self._index:
+                torch._C._cuda_maybeExchangeDevice(before)
 
     @property
     def fingerprint(self) -> str:
@@ -291,6 +294,7 @@ class CudaExecutable(Executable):
         return emitter
 
     def _prepare(self, emitter: Any, results: list[str]) -> None:
+        write_give_back(emitter)
         machine = emitter.unit.build(self.device.index)
         self.resources, self._cubin = machine.resources, hashlib.sha256(machine.cubin).hexdigest()
         self.recording = recording(emitter, results)

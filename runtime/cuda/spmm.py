@@ -103,6 +103,8 @@ class Spmm:
         sliced = plan.heads == 1 and _is_by_column(plan)
         staged = (sliced or slices_of(x.nbytes) == 1) and _is_staged(plan, node)
         if staged:
+            assert plan.col is not None
+            emitter.by_stretch.setdefault(argument_of(node, plan.col), set()).add(node)
             sources = emitter.size(shape_of(argument_of(node, plan.x))[0])
             runs = write_sums(emitter, emitter.vector(rowptr), col, sources, x.nbytes)
         else:

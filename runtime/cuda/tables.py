@@ -1,8 +1,14 @@
 """What kernels need of a CSR beside itself, made once and kept as long as the CSR lives."""
 
+import threading
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+from torch.fx import Node
 
+from gnnc.ir.graph import placeholders
+from gnnc.ir.source import source_of
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.kept import kept
 from gnnc.runtime.cuda.radix import padded_columns
@@ -10,6 +16,8 @@ from gnnc.runtime.cuda.runs import MOST_ENTRIES, MOST_PART, Runs, build_runs, ch
 from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays, staged_cut_for, window_rows
 from gnnc.runtime.cuda.structure import destinations_of
 
+_READING = threading.RLock()
+"""Held by who reads columns to make something of them, and by who gives them back."""
 _IN_RANGE = f"gnnc::kMostPart == {MOST_PART}", "sums of so many edges are in range"
 
 
@@ -100,7 +108,8 @@ def sums_of(rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> SumTab
     """
 
     def build() -> SumTable:
-        staged = _staged_of(rowptr, col, row_bytes)
+        with _READING:
+            staged = _staged_of(rowptr, col, row_bytes)
         if staged is None:
             return SumTable(runs_of(rowptr, col.shape[0], row_bytes))
         return SumTable(StagedTable(staged, sources))
@@ -134,10 +143,29 @@ def in_fours(col: Tensor) -> Tensor:
         room = col.untyped_storage().nbytes() // col.itemsize - col.storage_offset()
         if col.data_ptr() % 16 == 0 and room >= round_up(col.numel(), 4):
             return None
-        return _shared(padded_columns(col.numel(), col.device).copy_(col))
+        with _READING:
+            return _shared(padded_columns(col.numel(), col.device).copy_(col))
 
     copy = kept(col, "fours", build)
     return col if copy is None else copy
+
+
+def give_back(col: Tensor, others: Iterable[Tensor]) -> None:
+    """Free the memory of columns, if all sums over their edges go through tables by stretch, which hold them.
+
+    Args:
+        col: int32 ``[E]``, which nothing but such sums reads.
+        others: what else there is of the graph; memory that one of them shares stays.
+    """
+    memory = col.untyped_storage()
+    if memory.nbytes() == 0 or any(other.untyped_storage()._cdata == memory._cdata for other in others):
+        return
+    copy = in_fours(col)
+    tables = [value for value in vars(copy).values() if isinstance(value, SumTable)]
+    if tables and all(table.staged_blocks for table in tables):
+        with _READING:
+            for columns in (col, copy):
+                columns.untyped_storage().resize_(0)
 
 
 def in_order(rowptr: Tensor, edges: int) -> Tensor:
@@ -178,6 +206,25 @@ def write_sums(emitter: CudaEmitter, rowptr: str, col: str, sources: str, row_by
     """Write the tables for sums of rows of x of so many bytes; return the variable's name."""
     emitter.unit.require(*_IN_RANGE)
     return emitter.let("runs", f"{emitter.bind(sums_of, 'sums_of')}({rowptr}, {col}, {sources}, {row_bytes})")
+
+
+def write_give_back(emitter: CudaEmitter) -> None:
+    """Write the line that frees the columns of a graph once nothing reads them: see ``give_back``."""
+    nodes = emitter.graph_module.graph.nodes
+    structure = [node for node in placeholders(emitter.graph_module) if _is_structure(node)]
+    for col, sums in emitter.by_stretch.items():
+        if col in structure and set(col.users) == sums:
+            emitter.enter(len(nodes), next(node for node in reversed(nodes) if node in sums))
+            others = "".join(f"{emitter.exact(node)}, " for node in structure if node is not col)
+            emitter.let(
+                "nothing", f"{emitter.bind(give_back, 'give_back')}({emitter.exact(col)}, ({others}))"
+            )
+
+
+def _is_structure(node: Node) -> bool:
+    source = source_of(node)
+    is_tensor = isinstance(node.meta.get("val"), Tensor)
+    return source is not None and source.kind == "structure" and is_tensor
 
 
 def write_staging(emitter: CudaEmitter, runs: str, words: int, slices: int = 1) -> list[str]:

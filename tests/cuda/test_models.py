@@ -1,6 +1,7 @@
 """Whole models on a CUDA device: as eager, as the reference, and as the CPU kernels compute them."""
 
 import copy
+import threading
 from typing import Any
 
 import graphs
@@ -11,6 +12,7 @@ from bad_inputs import assert_refused
 from cuda_cases import error, on_device, on_host
 from test_backends import MODELS, given
 from test_zoo import SIZES, assert_close, eager
+from torch_geometric.nn import SAGEConv
 from zoo import ZOO, build, prepared
 from zoo_layers import LAYERS
 
@@ -70,6 +72,81 @@ def test_edges_by_stretch_change_nothing(name: str, precision: str, monkeypatch:
     monkeypatch.setattr(staged, "pays", lambda *_: True)
     again = gnnc.compile(model, precision, example_inputs=(x, edge_index))(x, edge_index.clone())
     assert taken and error(again, plain) < LIMIT[precision] / 10
+
+
+def columns_of(compiled: gnnc.CompiledModel) -> list[torch.Tensor]:
+    """The source ids of every CSR that a model's last program keeps."""
+    entries = compiled._last.runner.cache._entries.values()
+    tensors = [value for entry in entries for value in entry.outputs if isinstance(value, torch.Tensor)]
+    return [value for value in tensors if value.dtype == torch.int32 and value.numel() >= _NEIGHBOURS.edges]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("model", "frees"),
+    [
+        (models.MODELS["sage"], True),
+        (lambda *widths: Mixed(*widths), False),
+    ],
+)
+def test_source_ids_are_kept_for_who_reads_them(
+    model: Any, frees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Edges by stretch hold the ids: four bytes an edge less, and every later call as the first."""
+    torch.manual_seed(0)
+    model = model(64, 47).eval().cuda()
+    x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBOURS).cuda()
+    plain = gnnc.compile(model, "int8")
+    expected = plain(x, edge_index)
+    assert columns_of(plain) and all(col.untyped_storage().nbytes() for col in columns_of(plain))
+    monkeypatch.setattr(tables, "pays", lambda *_: True)
+    monkeypatch.setattr(staged, "pays", lambda *_: True)
+    compiled = gnnc.compile(model, "int8")
+    first = compiled(x, edge_index)
+    assert all((col.untyped_storage().nbytes() == 0) == frees for col in columns_of(compiled))
+    assert error(first, expected) < 1e-3
+    for turn in range(4):  # as they are, and as a graph
+        assert torch.equal(compiled(x, edge_index if turn < 3 else edge_index.clone()), first)
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the emulator is one thread's")
+def test_threads_meet_a_graph_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "pays", lambda *_: True)
+    monkeypatch.setattr(staged, "pays", lambda *_: True)
+    torch.manual_seed(0)
+    x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBOURS).cuda()
+    compiled = gnnc.compile(models.MODELS["sage"](64, 47).eval().cuda(), "int8")
+    first = compiled(x, edge_index)
+    for _ in range(5):
+        new, found = edge_index.clone(), []
+        threads = [threading.Thread(target=call, args=(compiled, x, new, found)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.cuda.synchronize()
+        assert len(found) == 4 and all(torch.equal(each, first) for each in found)
+
+
+def call(
+    compiled: gnnc.CompiledModel, x: torch.Tensor, edge_index: torch.Tensor, found: list[torch.Tensor]
+) -> None:
+    """Call a model on a stream of this thread."""
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        found.append(compiled(x, edge_index))
+        torch.cuda.current_stream().synchronize()
+
+
+class Mixed(torch.nn.Module):
+    """A sum, and a maximum, which reads the source ids."""
+
+    def __init__(self, inner: int, out: int) -> None:
+        super().__init__()
+        self.sum, self.max = SAGEConv(inner, out), SAGEConv(inner, out, aggr="max")
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.sum(x, edge_index) + self.max(x, edge_index)
 
 
 def compare(model: torch.nn.Module, compiled: gnnc.CompiledModel, entry: Any, limit: float) -> None:

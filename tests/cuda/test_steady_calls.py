@@ -69,7 +69,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     patches = [
         (torch._C, "_cuda_getCurrentRawStream", lambda index: found.stream),
-        (torch._C, "_cuda_getDevice", lambda: 0),
+        (torch._C, "_cuda_exchangeDevice", lambda index: index),
         (torch.cuda, "is_current_stream_capturing", lambda: found.capturing),
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "current_stream", lambda *_: SimpleNamespace(synchronize=lambda: None)),

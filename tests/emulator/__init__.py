@@ -91,7 +91,7 @@ def _replaced(driver: Driver) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "Event", _Event
     yield torch.cuda, "_sleep", lambda cycles: None
     yield torch.cuda, "is_current_stream_capturing", lambda: False
-    yield torch._C, "_cuda_getDevice", lambda: None
+    yield torch._C, "_cuda_exchangeDevice", lambda index: index
     yield torch.cuda, "get_device_capability", lambda device=None: compiler.CAPABILITY
     yield torch.cuda, "get_device_properties", lambda device=None: limits
     yield torch.cuda, "current_device", lambda: 0

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import gnnc
-from gnnc.ir.source import Source
+from gnnc.ir.graph import placeholders
+from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context, run_pass
+from gnnc.passes.boundary import drop_structure, whole_examples
 from gnnc.passes.hoist import Hoist
 from gnnc.printing import format_graph
 from gnnc.runtime.structure_runner import StructureRunner
@@ -211,7 +213,20 @@ def test_examples_become_those_of_the_compute_graph():
     values = arguments(gm, NODES, edge_list())
     compute, structure, ctx = hoisted(gm, examples=values)
     torch.testing.assert_close(compute(*ctx.examples), gm(*values))
-    assert len(ctx.structure_examples) == len(structure.graph.output_node().args[0])
+
+
+def test_the_structure_of_the_examples_can_be_dropped_and_made_anew():
+    gm = raised.gcn()
+    values = arguments(gm, NODES, edge_list())
+    compute, _, ctx = hoisted(gm, examples=values)
+    whole = ctx.examples
+    drop_structure(compute, ctx)
+    shapes = [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in whole]
+    assert [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in ctx.examples] == shapes
+    kinds = [source_of(node).kind for node in placeholders(compute)]
+    dropped = [v.is_meta for v in ctx.examples if isinstance(v, torch.Tensor)]
+    assert dropped == [kind == "structure" for kind in kinds] and any(dropped)
+    torch.testing.assert_close(whole_examples(compute, ctx), whole)
 
 
 def test_is_idempotent():
