@@ -211,9 +211,11 @@ def _marked(body: list[tuple[str, Node | None]]) -> Iterator[str]:
     for node, lines in groupby(body, lambda line: line[1]):
         name, layer = (node.name, node.meta.get("layer", "")) if node else ("", "")
         yield f"enter_range({f'{layer} {name}'.strip()!r})"
-        yield from (text for text, _ in lines)
-        yield f"marks.append(({name!r}, clock()))"
-        yield "leave_range()"
+        yield "try:"
+        yield from (f"    {text}" for text, _ in lines)
+        yield f"    marks.append(({name!r}, clock()))"
+        yield "finally:"
+        yield "    leave_range()"
 
 
 def _compile(source: str, variables: dict[str, Any]) -> Callable[..., Any]:

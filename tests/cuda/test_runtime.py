@@ -13,7 +13,7 @@ from torch_geometric.nn import GraphConv
 from torch_geometric.nn.models import GCN
 
 import gnnc
-from gnnc.runtime.cuda.executable import CudaExecutable
+from gnnc.runtime.cuda.executable import CudaArena, CudaArenaPool, CudaExecutable
 from gnnc.runtime.cuda.launch import Launch
 
 pytestmark = pytest.mark.cuda
@@ -213,6 +213,69 @@ def test_two_threads_with_streams_of_their_own(model, cuda_graph):
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the emulator is one thread's and has one stream")
+@GRAPH
+def test_two_threads_on_the_stream_of_their_own_that_has_one_handle(model, cuda_graph, monkeypatch):
+    """What one thread launches waits in its stream, while the other's call finds the arena given back."""
+    compiled, _, _ = compiled_and_inputs(model, cuda_graph)
+    edge_index = torch.randint(2000, (2, 20_000), device="cuda")
+    inputs = [torch.randn(2000, 24, device="cuda") * (i + 1) for i in range(4)]
+    expected = [compiled(one, edge_index) for one in inputs]
+    launch = Launch.__call__
+    torch.cuda.synchronize()
+
+    def late(self, *args):
+        torch.cuda._sleep(1_000_000)
+        launch(self, *args)
+
+    monkeypatch.setattr(Launch, "__call__", late)
+    got: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    begin = threading.Barrier(2)
+
+    def work(number: int) -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.ExternalStream(2)):
+            begin.wait()
+            for turn in range(40):
+                got[number].append(compiled(inputs[2 * number + turn % 2], edge_index))
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in got]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, outputs in got.items():
+        wanted = [expected[2 * number + turn % 2] for turn in range(40)]
+        assert all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True))
+
+
+def test_arenas_of_the_stream_of_each_thread_are_that_threads(monkeypatch):
+    """Both threads run at once, so that neither takes the other's number."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 2, raising=False)
+    pool = CudaArenaPool(lambda *sizes: (), torch.empty(0, device="cuda").device)
+    used: list[list[CudaArena]] = [[], []]
+    turns = [threading.Event(), threading.Event()]
+    turns[0].set()
+
+    def work(number: int) -> None:
+        for _ in range(3):
+            turns[number].wait(10)
+            turns[number].clear()
+            used[number].append(pool.acquire_idle(()))
+            pool.release(used[number][-1])
+            turns[1 - number].set()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = ({id(arena) for arena in arenas} for arenas in used)
+    assert len(used[0]) == len(used[1]) == 3
+    assert len(first) == len(second) == 1 and first != second
 
 
 @torch.no_grad()
