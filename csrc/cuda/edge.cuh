@@ -2,9 +2,12 @@
 
 // edge_map and message: a small body, written by the lowering, at every edge; kept, or reduced over the edges of a row.
 //
-// Layout: operands are dense rows of FP32 (or a 16-bit type); a body is a functor that gives one column of one edge's
-// value: float operator()(int64_t row, int64_t source, int64_t edge, int column) const.
-// Traffic: what the body reads an edge (neighbouring columns share sectors), the result once.
+// Layout: operands are dense rows of FP32 (or a 16-bit type); the result is FP32, of edges in CSR order. A body is a
+// functor that gives one column of one edge's value:
+// float operator()(int64_t row, int64_t source, int64_t edge, int column) const.
+// Traffic: what the body reads an edge (neighbouring columns share sectors), and 4 B of col; edge_map 4 B of rows and
+// 4 kWidth B of result an edge, message 4 kWidth B of result a row and 8 kWidth B a part of a row that is split.
+// Floor: these bytes at copy bandwidth, or, where the body reads rows of the sources, the gather of them.
 //
 // Launch: edge_map with a thread for every element of the result, blocks of 256. message with a group of kLanes threads
 // for every run of the run table (runs.cuh), blocks of 256. staging: slots * kWidth floats.

@@ -3,7 +3,8 @@
 // norm_columns: what batch norm, its statistics given, multiplies every column by and adds to it. The kernels that
 // make the rows then have two numbers a column to read, and neither a root nor a division to compute a row.
 //
-// Traffic: four vectors of `columns` FP32 numbers, two of them written. Weight and bias may be null.
+// Layout: vectors of `columns` FP32 numbers; weight and bias may be null, and are 1 and 0 then.
+// Traffic: 16 B a column in (8 B without weight and bias), 8 B out. Floor: a launch; a thousand columns are 24 kB.
 //
 // Launch: blocks of 256 threads, a thread a column.
 

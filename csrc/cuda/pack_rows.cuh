@@ -3,8 +3,8 @@
 // pack_rows: copies rows of x to where the sparse kernels can gather them: each of its heads begins on 16 bytes, what
 // is between them is zeros.
 //
-// Layout: x any type, rows Config::kFrom elements apart. Traffic: x once, the copy once. Floor: these bytes at copy
-// bandwidth.
+// Layout: x any type, rows Config::kFrom elements apart; rows of the copy kTo elements apart, on 16 bytes.
+// Traffic: kHeads * kHeadWidth elements a row in, kTo out. Floor: these bytes at copy bandwidth.
 //
 // Launch: blocks of 256 threads, a thread for every 16 bytes of the copy.
 

@@ -2,8 +2,9 @@
 
 // rowmap: the rows of one tensor, through an epilogue. A group of Config::kLanes threads takes one row.
 //
-// Layout: x fp32, fp16 or bf16, rows Config::kStride elements apart.
-// Traffic: x once, and what the epilogue reads and writes. Floor: these bytes at copy bandwidth.
+// Layout: x fp32, fp16 or bf16, rows Config::kStride elements apart; in registers a row lies as row_tile.cuh says, what
+// the epilogue reads and writes lies as its steps have it (row_steps.cuh).
+// Traffic: x once, and what the epilogue reads and writes, once. Floor: these bytes at copy bandwidth.
 //
 // Launch: blocks of 256 threads; one for every 256 / kLanes rows.
 

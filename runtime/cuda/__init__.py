@@ -13,10 +13,10 @@ def load() -> str:
     """Check once that CUDA kernels can be compiled and run here; return a description.
 
     Raises:
-        BackendError: this torch has no CUDA, there is no device or driver, or no NVRTC.
+        BackendError: this torch has no CUDA, there is no device or driver, or no NVRTC of its
+            version.
     """
-    version = torch.version.cuda
-    if version is None:
+    if torch.version.cuda is None:
         raise BackendError(
             "backend 'cuda' needs a CUDA build of torch, and this one is for the CPU: "
             "use backend='cpu' (or 'auto')"
@@ -25,13 +25,10 @@ def load() -> str:
         raise BackendError(
             "backend 'cuda' finds no CUDA device or driver on this machine: use backend='cpu' (or 'auto')"
         )
+    found, major = build.compiler_version()[0], build.torch_major()
+    if found != major:
+        raise build.missing(f"NVRTC is of CUDA {found} and torch of CUDA {major}")
     compiler = load_compiler()
-    major = int(version.split(".")[0])
-    if build.compiler_version()[0] != major:
-        raise BackendError(
-            f"NVRTC is of CUDA {build.compiler_version()[0]} and torch of CUDA {major}: install "
-            f"nvidia-cuda-nvrtc of CUDA {major}"
-        )
     return f"{torch.cuda.get_device_name()}, {compiler}"
 
 

@@ -6,6 +6,7 @@ their place and renamed, so that a reader sees a whole file or none; the folder 
 (mode 0700), because what lies in it will run.
 """
 
+import ctypes
 import hashlib
 import importlib
 import importlib.util
@@ -16,19 +17,24 @@ import re
 import tempfile
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gnnc.environment import cache_folder, cuda_home
 from gnnc.errors import BackendError
 
-INSTALL = "install gnnc[cuda] beside a CUDA build of torch"
-_NO_COMPILER = f"the package cuda-core is missing: {INSTALL}"
+EXTRAS = {12: "gnnc[cuda12]", 13: "gnnc[cuda]"}
+"""What brings NVRTC, its interface and the headers, by major version of CUDA."""
+_NEWEST = max(EXTRAS)
 _IMPORTING = threading.Lock()
 _OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": "-v"}
 _PACKAGE = Path(__file__).parents[2]  # gnnc/, seen from gnnc/runtime/cuda/
+_HEADERS_VERSION = re.compile(r"#define CUDART_VERSION +(\d+)")
 _REPORT = re.compile(
     r"properties for (?P<name>\w+)\s+(?:ptxas[ .]+)?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes "
     r"spill stores, (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
@@ -72,22 +78,53 @@ def headers_folder() -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / "csrc" / "cuda"
 
 
+def missing(what: str, major: int | None = None) -> BackendError:
+    """Return the error of a machine that cannot compile kernels: what is amiss, and what helps.
+
+    Args:
+        what: the first half of the sentence.
+        major: of the CUDA to install; torch's where not given, the newest where torch has none.
+    """
+    major = major or torch_major() or _NEWEST
+    package = EXTRAS.get(major, f"cuda-core and the cuda-bindings, NVRTC and headers of CUDA {major}")
+    return BackendError(f"{what}: install {package}, or move the model to the CPU and use backend='cpu'")
+
+
+def torch_major() -> int | None:
+    """Return the major version of the CUDA that torch was built for; None for a build without."""
+    version = torch.version.cuda
+    return int(version.split(".")[0]) if version else None
+
+
 @cache
 def toolkit_headers() -> Path:
-    """Return the folder that holds ``cuda_fp16.h``.
+    """Return the folder that holds ``cuda_fp16.h``, of NVRTC's CUDA.
 
     Raises:
         BackendError: no package or toolkit provides it.
     """
-    found = importlib.util.find_spec("nvidia")
-    roots = [Path(root) for root in (found.submodule_search_locations or ())] if found else []
-    candidates = [path for root in roots for path in sorted(root.glob("cu*/include"), reverse=True)]
-    candidates += [root / "cuda_runtime" / "include" for root in roots]
+    major = compiler_version()[0]
+    candidates = [root / f"cu{major}" / "include" for root in _package_roots()]
+    candidates += [root / "cuda_runtime" / "include" for root in _package_roots()]  # wheels of CUDA 12
     candidates += [cuda_home() / "include"]
     for folder in candidates:
-        if (folder / "cuda_fp16.h").exists():
+        if (folder / "cuda_fp16.h").exists() and _headers_major(folder) == major:
             return folder
-    raise BackendError(f"cuda_fp16.h is missing (package nvidia-cuda-runtime): {INSTALL}")
+    raise missing(f"the headers of CUDA {major}, cuda_fp16.h among them, are missing", major)
+
+
+def _package_roots() -> list[Path]:
+    """Return the folders that NVIDIA's packages share."""
+    found = importlib.util.find_spec("nvidia")
+    return [Path(root) for root in (found.submodule_search_locations or ())] if found else []
+
+
+def _headers_major(folder: Path) -> int | None:
+    try:
+        found = _HEADERS_VERSION.search((folder / "cuda_runtime_api.h").read_text(errors="replace"))
+    except OSError:
+        return None
+    return int(found[1]) // 1000 if found else None
 
 
 @cache
@@ -99,12 +136,27 @@ def compiler_version() -> tuple[int, int]:
     """
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    except ImportError as error:
+        raise missing("the package cuda-bindings, which calls the CUDA compiler NVRTC, is missing") from error
+    _load_nvrtc()
+    try:
         result, major, minor = nvrtc.nvrtcVersion()
-    except (ImportError, OSError, RuntimeError) as error:
-        raise BackendError(f"the CUDA compiler NVRTC cannot be used ({error}): {INSTALL}") from None
+    except (OSError, RuntimeError) as error:  # which name every folder looked in
+        raise missing("the CUDA compiler NVRTC is missing or does not load") from error
     if int(result):
-        raise BackendError(f"the CUDA compiler NVRTC cannot be used ({result}): {INSTALL}")
+        raise missing(f"the CUDA compiler NVRTC does not tell its version ({result})")
     return major, minor
+
+
+def _load_nvrtc() -> None:
+    """Load the NVRTC of torch's CUDA: cuda-bindings take what is loaded, and else the newest installed."""
+    major = torch_major()
+    folders = [root / name / "lib" for root in _package_roots() for name in (f"cu{major}", "cuda_nvrtc")]
+    for file in (folder / f"libnvrtc.so.{major}" for folder in folders):
+        if file.exists():
+            with suppress(OSError):  # cuda-bindings say why
+                ctypes.CDLL(str(file))
+            return
 
 
 def find_compiler() -> None:
@@ -115,8 +167,16 @@ def find_compiler() -> None:
     Raises:
         BackendError: it is not installed.
     """
-    if importlib.util.find_spec("cuda.core") is None:
-        raise BackendError(_NO_COMPILER)
+    try:
+        found = importlib.util.find_spec("cuda.core")
+    except ImportError:  # there is no package cuda either
+        found = None
+    if found is None:
+        raise _no_core()
+
+
+def _no_core() -> BackendError:
+    return missing("the package cuda-core, which calls the CUDA compiler NVRTC, is missing")
 
 
 @cache
@@ -134,7 +194,7 @@ def compiler() -> Any:
                 continue
             if hasattr(module, "Program"):
                 return module
-    raise BackendError(_NO_COMPILER)
+    raise _no_core()
 
 
 def compile_source(source: str, names: Iterable[str], architecture: str) -> Machine:
@@ -146,7 +206,8 @@ def compile_source(source: str, names: Iterable[str], architecture: str) -> Mach
         architecture: such as ``sm_90``.
 
     Raises:
-        BackendError: there is no compiler, or it refuses the source (a bug of gnnc).
+        BackendError: there is no compiler, it is older than the architecture, or it refuses the source (a
+            bug of gnnc).
     """
     wanted = tuple(names)
     file = _cache_file(source, wanted, architecture)
@@ -160,6 +221,7 @@ def compile_source(source: str, names: Iterable[str], architecture: str) -> Mach
 
 def _compile(source: str, names: tuple[str, ...], architecture: str) -> Machine:
     core = compiler()
+    _check_architecture(architecture)
     folders = [str(headers_folder()), str(toolkit_headers())]
     options = core.ProgramOptions(arch=architecture, include_path=folders, **_OPTIONS)
     log = io.StringIO()
@@ -179,6 +241,19 @@ def _compile(source: str, names: tuple[str, ...], architecture: str) -> Machine:
         cubin=bytes(code.code),
         symbols=symbols,
         resources={name: found[symbol] for name, symbol in symbols.items() if symbol in found},
+    )
+
+
+def _check_architecture(architecture: str) -> None:
+    """Raise BackendError where NVRTC is older than the architecture."""
+    result, known = importlib.import_module("cuda.bindings.nvrtc").nvrtcGetSupportedArchs()
+    number = int(re.sub(r"\D", "", architecture))
+    if int(result) or number in known:
+        return
+    version = ".".join(map(str, compiler_version()))
+    raise BackendError(
+        f"NVRTC {version} does not compile for {architecture}: install a newer one, or move the model to the "
+        "CPU and use backend='cpu'"
     )
 
 

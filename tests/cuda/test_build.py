@@ -4,11 +4,17 @@ import re
 import stat
 import subprocess
 import sys
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gnnc
+from gnnc.runtime import cuda
 from gnnc.runtime.cuda import build
 from gnnc.runtime.cuda.unit import Unit
 
@@ -74,7 +80,9 @@ def test_whatever_the_code_depends_on_is_in_the_key(folder, compilations, monkey
     build.compile_source(SOURCE, NAMES, "sm_90")
     monkeypatch.setattr(build, "compiler_version", lambda: (13, 99))
     build.compile_source(SOURCE, NAMES, "sm_90")
-    assert len(compilations) == 5
+    monkeypatch.setitem(build._OPTIONS, "fma", True)
+    build.compile_source(SOURCE, NAMES, "sm_90")
+    assert len(compilations) == len(list(folder.iterdir())) == 6
 
 
 def test_a_damaged_file_is_compiled_again(folder, compilations):
@@ -96,6 +104,42 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(folder, compilations):
     build.compile_source(SOURCE, NAMES, "sm_90")
     build.compile_source(SOURCE, NAMES, "sm_90")
     assert len(compilations) == 2 and not list(folder.iterdir())
+
+
+def test_nothing_is_read_from_a_folder_that_others_can_write_to(folder, compilations):
+    build.compile_source(SOURCE, NAMES, "sm_90")
+    folder.chmod(0o777)
+    build.compile_source(SOURCE, NAMES, "sm_90")
+    folder.chmod(0o700)
+    build.compile_source(SOURCE, NAMES, "sm_90")
+    assert len(compilations) == 2
+
+
+def test_processes_that_store_the_same_code_leave_one_whole_file(folder, compilations):
+    processes = [subprocess.Popen([sys.executable, "-c", IN_A_NEW_PROCESS]) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert [path.suffix for path in folder.iterdir()] == [".cubin"]
+    build.compile_source(SOURCE, NAMES, "sm_90")
+    assert not compilations
+
+
+def test_threads_that_store_the_same_file_leave_a_whole_one(folder):
+    machines = [build.Machine(bytes([i]) * 2 ** (12 + i), {"f": f"f{i}"}, {}) for i in range(8)]
+    file, together = folder / "code.cubin", Barrier(len(machines))
+    build._store(file, machines[0])
+
+    def store_and_load(machine):
+        together.wait()
+        found = []
+        for _ in range(20):
+            build._store(file, machine)
+            found.append(build._load(file))
+        return found
+
+    with ThreadPoolExecutor(len(machines)) as pool:
+        found = [each for several in pool.map(store_and_load, machines) for each in several]
+    assert all(each in machines for each in found)
+    assert list(folder.iterdir()) == [file]
 
 
 def test_the_cache_can_be_off(monkeypatch, compilations):
@@ -124,3 +168,124 @@ def test_without_a_device_one_sentence_says_so():
     with pytest.raises(gnnc.BackendError, match=r"(CUDA build of torch|no CUDA device).*use backend='cpu'"):
         gnnc.compile(torch.nn.Linear(2, 2), backend="cuda")
     assert gnnc.compile(torch.nn.Linear(2, 2)).options.backend.name == "cpu"
+
+
+# Machines that lack something
+
+
+@pytest.fixture
+def unchecked():
+    """Nothing has been looked for yet, and nothing that a test finds is remembered."""
+    remembered = (cuda.load, cuda.load_compiler, build.compiler_version, build.toolkit_headers)
+    for function in remembered:
+        function.cache_clear()
+    yield
+    for function in remembered:
+        function.cache_clear()
+
+
+def refusal(function):
+    """Return why ``function`` refuses, which is one line."""
+    with pytest.raises(gnnc.BackendError) as caught:
+        function()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def helps(extra):
+    """What every such refusal ends with."""
+    return f": install gnnc[{extra}], or move the model to the CPU and use backend='cpu'"
+
+
+def finds_no_library():
+    raise RuntimeError("Failure finding libnvrtc.so\n  in this folder\n  in that folder\n")
+
+
+@pytest.mark.parametrize(("version", "extra"), [(None, "cuda"), ("12.6", "cuda12"), ("13.0", "cuda")])
+def test_without_nvrtc_one_sentence_says_what_to_install(version, extra, unchecked, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(build, "_package_roots", list)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", SimpleNamespace(nvrtcVersion=finds_no_library))
+    said = "the CUDA compiler NVRTC is missing or does not load"
+    assert refusal(cuda.load_compiler) == said + helps(extra)
+    assert refusal(lambda: gnnc.compile(torch.nn.Linear(2, 2), backend="cuda-offline")) == said + helps(extra)
+    assert gnnc.compile(torch.nn.Linear(2, 2), backend="cpu").options.backend.name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("cuda.bindings.nvrtc", "cuda-bindings"), ("cuda.core", "cuda-core")]
+)
+def test_without_a_package_one_sentence_says_what_to_install(module, package, unchecked, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setitem(sys.modules, module, None)
+    said = f"the package {package}, which calls the CUDA compiler NVRTC, is missing"
+    assert refusal(cuda.load_compiler) == said + helps("cuda")
+
+
+@pytest.mark.parametrize(("major", "extra"), [(12, "cuda12"), (13, "cuda")])
+def test_without_headers_one_sentence_says_what_to_install(major, extra, unchecked, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "_package_roots", list)
+    monkeypatch.setattr(build, "compiler_version", lambda: (major, 0))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    said = f"the headers of CUDA {major}, cuda_fp16.h among them, are missing"
+    assert refusal(cuda.load_compiler) == said + helps(extra)
+
+
+@pytest.mark.parametrize(
+    ("version", "found", "extra"), [("12.8", (13, 0), "cuda12"), ("13.0", (12, 9), "cuda")]
+)
+def test_nvrtc_of_another_cuda_is_refused(version, found, extra, unchecked, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(build, "compiler_version", lambda: found)
+    said = f"NVRTC is of CUDA {found[0]} and torch of CUDA {version[:2]}"
+    assert refusal(cuda.load) == said + helps(extra)
+
+
+def test_a_cuda_that_no_extra_is_for_is_named(monkeypatch):
+    assert "NVRTC and headers of CUDA 14, or" in str(build.missing("something is amiss", 14))
+
+
+def test_the_extras_that_errors_name_exist():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    extras = tomllib.loads(project)["project"]["optional-dependencies"]
+    assert set(build.EXTRAS.values()) <= {f"gnnc[{name}]" for name in extras}
+
+
+def test_an_architecture_newer_than_the_compiler_is_no_bug_of_ours():
+    assert "does not compile for sm_999: install a newer" in refusal(lambda: build._compile("", (), "sm_999"))
+
+
+# Packages of several CUDAs
+
+
+@pytest.fixture
+def both(tmp_path, monkeypatch):
+    """The folders of packages of CUDA 12 and of CUDA 13, as they lie side by side."""
+    for include, version in (("cuda_runtime/include", 12080), ("cu13/include", 13000)):
+        (tmp_path / include).mkdir(parents=True)
+        (tmp_path / include / "cuda_fp16.h").touch()
+        (tmp_path / include / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
+    for lib, major in (("cuda_nvrtc/lib", 12), ("cu13/lib", 13)):
+        (tmp_path / lib).mkdir(parents=True)
+        (tmp_path / lib / f"libnvrtc.so.{major}").touch()
+    monkeypatch.setattr(build, "_package_roots", lambda: [tmp_path])
+    return tmp_path
+
+
+@pytest.mark.parametrize(("version", "folder"), [((12, 8), "cuda_runtime"), ((13, 0), "cu13")])
+def test_headers_are_of_the_compilers_cuda(version, folder, both, unchecked, monkeypatch):
+    monkeypatch.setattr(build, "compiler_version", lambda: version)
+    assert build.toolkit_headers() == both / folder / "include"
+
+
+@pytest.mark.parametrize(
+    ("version", "file"),
+    [("12.6", "cuda_nvrtc/lib/libnvrtc.so.12"), ("13.0", "cu13/lib/libnvrtc.so.13"), (None, None)],
+)
+def test_the_compiler_is_of_torchs_cuda(version, file, both, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(build.ctypes, "CDLL", loaded.append)
+    build._load_nvrtc()
+    assert loaded == ([str(both / file)] if file else [])
