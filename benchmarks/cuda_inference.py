@@ -11,6 +11,7 @@ the calls that are timed, with all that stays between calls (the graph's structu
 
 import argparse
 import copy
+import gc
 import json
 import statistics
 import sys
@@ -113,6 +114,7 @@ def row(case: str, name: str, model: nn.Module, x: Tensor, edge_index: Tensor) -
     result: dict[str, Any] = {"graph": graph, "model": model_name, "name": name}
     try:
         inputs = [x, *(x.clone() for _ in range(2))]
+        gc.collect()  # what contenders before this one left
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
@@ -183,7 +185,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         ratios = [f"{peers[peer] / r['ms']['median']:.1f}x" if peer in peers else "-" for peer in PEERS]
         lines.append(
             [r["graph"], r["model"], r["name"], f"{r['ms']['median']:.3f}", f"{r['ms']['min']:.3f}", *ratios]
-            + [f"{r['peak_gb']:.2f}", f"{r['first_gb']:.2f}", f"{r['first_s']:.1f}"]
+            + [f"{r[key]:.2f}" if key in r else "-" for key in ("peak_gb", "first_gb")]
+            + [f"{r['first_s']:.1f}"]
         )
     headers = ["graph", "model", "contender", "ms", "min", *(f"vs {p}" for p in PEERS)]
     headers += ["peak GB", "first call, GB", "first call, s"]

@@ -1,9 +1,7 @@
-"""What ``profile`` says of a CUDA device, what its profiler hears meanwhile, and what launching costs."""
+"""What ``profile`` says of a CUDA device, and what its profiler hears meanwhile."""
 
 from typing import Any
 
-import os
-import cuda_host
 import pytest
 import torch
 from cuda_cases import on_device
@@ -16,8 +14,6 @@ from gnnc.runtime.cuda.executable import CudaExecutable
 from gnnc.runtime.cuda.launch import Launch
 
 pytestmark = pytest.mark.cuda
-LAUNCH_US = 5.0
-"""What the host may take for a launch."""
 
 
 def compiled_and_inputs(name: str = "GCN", **options: Any) -> tuple[gnnc.CompiledModel, tuple[Any, ...]]:
@@ -115,13 +111,3 @@ def test_auto_replays_what_takes_less_than_the_limit_alone(
     program = compiled._last.executable
     assert isinstance(program, CudaExecutable) and program.replays == (below > 0)
     assert (not made) == (below > 0)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="what a launch costs is the driver's")
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other tests take turns with this one")
-def test_a_launch_costs_the_host_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of many rounds: others may take turns with this process."""
-    once = cuda_host.host_us
-    monkeypatch.setattr(cuda_host, "host_us", lambda call: min(once(call, rounds=1) for _ in range(30)))
-    took = cuda_host.launching()
-    assert len(took) == len(cuda_host.COUNTS) and max(took.values()) <= LAUNCH_US, took
