@@ -14,7 +14,7 @@ from gnnc.runtime.epilogue import Refusal, fixed_width, planned
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.registry import Decline, kernel
 
-_EXACT = 2**24 // 127**2
+_EXACT = 2**24 // 128**2
 """Products of two codes whose sum FP32 holds, whatever they are."""
 _SDDMM = {
     "dot": "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [-1]); return t1",

@@ -17,7 +17,11 @@ from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays
 from gnnc.runtime.cuda.structure import destinations_of
 
 _READING = threading.RLock()
-"""Held by who reads columns to make something of them, and by who gives them back."""
+"""Held by who reads columns to make something of them, and by who gives them back.
+
+Whoever holds it looks whether another thread has made that thing already (``kept``): the columns may be
+gone since.
+"""
 _IN_RANGE = f"gnnc::kMostPart == {MOST_PART}", "sums of so many edges are in range"
 
 
@@ -109,7 +113,7 @@ def sums_of(rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> SumTab
 
     def build() -> SumTable:
         with _READING:
-            staged = _staged_of(rowptr, col, row_bytes)
+            staged = _staged_of(rowptr, col, row_bytes)  # kept, too
         if staged is None:
             return SumTable(runs_of(rowptr, col.shape[0], row_bytes))
         return SumTable(StagedTable(staged, sources))
@@ -144,10 +148,17 @@ def in_fours(col: Tensor) -> Tensor:
         if col.data_ptr() % 16 == 0 and room >= round_up(col.numel(), 4):
             return None
         with _READING:
-            return _shared(padded_columns(col.numel(), col.device).copy_(col))
+            return kept(col, "copy", lambda: _copied(col))
 
     copy = kept(col, "fours", build)
     return col if copy is None else copy
+
+
+def _copied(col: Tensor) -> Tensor | None:
+    """Return a copy of columns; None where another thread has given them back: nobody reads them any more."""
+    if col.numel() and not col.untyped_storage().nbytes():
+        return None
+    return _shared(padded_columns(col.numel(), col.device).copy_(col))
 
 
 def give_back(col: Tensor, others: Iterable[Tensor]) -> None:

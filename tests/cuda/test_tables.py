@@ -1,0 +1,65 @@
+"""What is made of a CSR's columns, and when their memory is given back."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gnnc.runtime.cuda import tables
+from gnnc.runtime.cuda.tables import SumTable, give_back, in_fours
+
+
+@pytest.fixture(autouse=True)
+def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+
+
+def table(*, staged: bool) -> SumTable:
+    made = object.__new__(SumTable)
+    made.staged_blocks, made.blocks = (3, 0) if staged else (0, 3)
+    return made
+
+
+def columns() -> torch.Tensor:
+    """Nine of them, of which kernels read a copy that ends on a multiple of four."""
+    return torch.arange(9, dtype=torch.int32)
+
+
+def nbytes(*tensors: torch.Tensor) -> list[int]:
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize(("staged", "frees"), [([True, True], True), ([True, False], False), ([], False)])
+def test_columns_are_freed_where_all_their_tables_are_by_stretch(staged: list[bool], frees: bool) -> None:
+    col = columns()
+    copy = in_fours(col)
+    assert copy is in_fours(col) and nbytes(copy) == [48] and torch.equal(copy, col)
+    for number, each in enumerate(staged):
+        vars(copy)[f"gnnc_sums_{number}"] = table(staged=each)
+    give_back(col, [torch.ones(2)])
+    assert nbytes(col, copy) == ([0, 0] if frees else [36, 48])
+    give_back(col, [torch.ones(2)])
+    assert in_fours(col) is copy and col.shape == (9,)
+
+
+def test_memory_that_others_share_stays() -> None:
+    col = columns()
+    vars(in_fours(col))["gnnc_sums"] = table(staged=True)
+    give_back(col, [col[2:]])
+    assert nbytes(col) == [36]
+
+
+def test_who_comes_late_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that found no copy yet, while another one made it, used it and gave the columns back."""
+    col = columns()
+
+    class Late:
+        def __enter__(self) -> None:
+            col.untyped_storage().resize_(0)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(tables, "_READING", Late())
+    assert in_fours(col) is col
