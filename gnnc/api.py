@@ -463,7 +463,7 @@ class CompiledModel(torch.nn.Module):
 
         Raises GnncError where nothing is captured yet.
         """
-        return report.summary_text(self._report())
+        return report.summary_text(self._report(), self._captured().examples())
 
     def explain(self) -> str:
         """Return what stayed FP32 or ATen and why, which kernels declined, and re-captures.
@@ -565,7 +565,6 @@ class CompiledModel(torch.nn.Module):
             compute=program.graph_module,
             notes=program.notes,
             captures=self._captures,
-            values=program.examples(),
             measured=program.timings,
             floors=program.floors,
             predicted=knowledge.predicted,

@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from gnnc.environment import DUMP, dump_folder
 from gnnc.errors import InputError
-from gnnc.ir.source import source_of
+from gnnc.ir.source import is_structure
 from gnnc.printing import format_graph, format_program
 
 
@@ -56,8 +56,7 @@ def _file_name(text: str) -> str:
 
 
 def _stage_text(gm: GraphModule, structure: GraphModule | None) -> str:
-    sources = [source_of(node) for node in gm.graph.find_nodes(op="placeholder")]
-    if any(source is not None and source.kind == "structure" for source in sources):
+    if any(map(is_structure, gm.graph.nodes)):
         return format_program(structure, gm)
     return format_graph(gm)
 

@@ -53,7 +53,6 @@ class ProgramReport:
         compute: the lowered compute graph.
         notes: remarks of the passes, in order.
         captures: why each capture was made, in order; the first is the first call.
-        values: arguments of ``compute`` on the example inputs, in placeholder order, or None.
         predicted: seconds of each node of ``compute``, from the cost model.
         measured: seconds of each node of ``compute``, from ``profile()``.
         floors: seconds that its compulsory bytes take at copy bandwidth, likewise.
@@ -69,7 +68,6 @@ class ProgramReport:
     compute: GraphModule
     notes: Sequence[Remark] = ()
     captures: Sequence[str] = ()
-    values: Sequence[Any] | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
     floors: Mapping[str, float] = field(default_factory=dict)
@@ -105,11 +103,14 @@ def program_text(report: ProgramReport) -> str:
     return format_program(report.structure, report.compute, header_lines(report))
 
 
-def summary_text(report: ProgramReport) -> str:
-    """Return the text of ``compiled.summary()``."""
+def summary_text(report: ProgramReport, values: Sequence[Any] | None = None) -> str:
+    """Return the text of ``compiled.summary()``.
+
+    ``values``: arguments of the compute graph on the example inputs, in placeholder order, or None.
+    """
     rows = summary_rows(
         report.compute,
-        values=report.values,
+        values=values,
         predicted=report.predicted,
         measured=report.measured,
         floors=report.floors,

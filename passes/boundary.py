@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.op import size_expr
-from gnnc.ir.source import Source, source_of
+from gnnc.ir.source import Source, is_structure, source_of
 from gnnc.passes.base import Context
 
 _TYPICAL_EDGES = 4096
@@ -124,7 +124,7 @@ def drop_structure(compute: fx.GraphModule, ctx: Context) -> None:
     if ctx.examples is None:
         return
     pairs = zip(placeholders(compute), ctx.examples, strict=True)
-    ctx.examples = tuple(_shape_of(value) if _is_structure(node) else value for node, value in pairs)
+    ctx.examples = tuple(_shape_of(value) if is_structure(node) else value for node, value in pairs)
 
 
 def whole_examples(compute: fx.GraphModule, ctx: Context) -> tuple[Any, ...] | None:
@@ -133,7 +133,7 @@ def whole_examples(compute: fx.GraphModule, ctx: Context) -> tuple[Any, ...] | N
         return ctx.examples
     found = _structure_values(ctx.structure)
     pairs = zip(placeholders(compute), ctx.examples, strict=True)
-    return tuple(found[source_of(node)] if _is_structure(node) else value for node, value in pairs)
+    return tuple(found[source_of(node)] if is_structure(node) else value for node, value in pairs)
 
 
 def _structure_values(structure: fx.GraphModule) -> dict[Source | None, Any]:
@@ -141,11 +141,6 @@ def _structure_values(structure: fx.GraphModule) -> dict[Source | None, Any]:
         outputs = structure(*structure.meta["examples"])
     names = [node.name for node in structure.graph.output_node().args[0]]  # type: ignore[union-attr]
     return {Source("structure", n): v for n, v in zip(names, outputs, strict=True)}
-
-
-def _is_structure(node: Node) -> bool:
-    source = source_of(node)
-    return source is not None and source.kind == "structure"
 
 
 def _shape_of(value: Any) -> Any:

@@ -69,7 +69,7 @@ def test_dynamic_scales(golden: Callable[[str], None]) -> None:
 def test_printed_compute_part_computes_what_the_graph_does(name: str) -> None:
     compiled = static(name)
     gm = compiled.graph_module
-    values = compiled._report().values
+    values = compiled._captured().examples()
     assert values is not None
     names = namespace(gm)
     exec(graph_source(gm), names)

@@ -33,3 +33,9 @@ def is_weight(node: torch.fx.Node) -> bool:
     """Whether ``node`` is a parameter or buffer of the model."""
     source = source_of(node)
     return source is not None and source.kind in ("parameter", "buffer")
+
+
+def is_structure(node: torch.fx.Node) -> bool:
+    """Whether ``node`` is an output of the structure graph."""
+    source = source_of(node)
+    return source is not None and source.kind == "structure"

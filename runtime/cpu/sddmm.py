@@ -21,7 +21,7 @@ class Sddmm:
         rowptr, col, a, b, _ = node.args
         first = a if a is not None else b
         second = b if b is not None else a
-        width = plan.a_width or plan.b_width
+        width = plan.width
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu.sddmm.default, "sddmm")
         emitter.line(

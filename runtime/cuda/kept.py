@@ -1,10 +1,13 @@
 """What is made of a tensor once, and lives as long as the tensor."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
+BUILDING = threading.RLock()
+"""Held by who builds something of a tensor, and by who frees what nobody builds from any more."""
 _PREFIX = "gnnc_"
 
 
@@ -17,8 +20,10 @@ def kept(tensor: Tensor, name: str, build: Callable[[], Any]) -> Any:
         build: returns a tensor, None, or an object whose ``tensors`` are those that it holds.
     """
     table, key = vars(tensor), _PREFIX + name
-    # Of threads that build at once the first is heard: a graph may hold the addresses of what it built.
-    return table[key] if key in table else table.setdefault(key, build())
+    if key in table:
+        return table[key]
+    with BUILDING:  # the first thread builds for all: a graph may hold the addresses of what it built
+        return table[key] if key in table else table.setdefault(key, build())
 
 
 def tensors_kept(tensor: Tensor) -> Iterator[Tensor]:

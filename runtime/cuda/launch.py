@@ -14,6 +14,8 @@ from gnnc.runtime.cuda.machine_code import waiting_kernels
 _END, _POINTER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 _MAX_THREADS = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+LAUNCH_ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+"""Types of the arguments of cuLaunchKernel."""
 _LEAVES_WAITING = 12030  # driver from which edges of a graph leave the waiting to kernels
 
 
@@ -28,13 +30,7 @@ def driver() -> ctypes.CDLL:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise BackendError(f"there is no CUDA driver on this machine ({error})") from None
-    library.cuLaunchKernel.argtypes = [
-        ctypes.c_void_p,
-        *[ctypes.c_uint] * 7,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-    ]
+    library.cuLaunchKernel.argtypes = LAUNCH_ARGUMENTS
     library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return library
 

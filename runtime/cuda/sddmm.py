@@ -26,11 +26,10 @@ class Sddmm:
         plan = sddmm.plan(node)
         if isinstance(plan, Decline):
             return plan
-        width = plan.a_width or plan.b_width
-        if width == 1 or width > _MAX_WIDTH:
-            return Decline(f"rows of {width} columns")
+        if plan.width == 1 or plan.width > _MAX_WIDTH:
+            return Decline(f"rows of {plan.width} columns")
         given = as_node(node.args[2] if node.args[2] is not None else node.args[3])
-        return _fitting(plan, width, given.meta["val"].dtype)
+        return _fitting(plan, given.meta["val"].dtype)
 
     @staticmethod
     def emit(plan: sddmm.Plan, node: Node, emitter: CudaEmitter) -> None:
@@ -38,7 +37,8 @@ class Sddmm:
         emitter.unit.include("sddmm.cuh")
         rowptr, col, a, b, _ = node.args
         first, second = as_node(a if a is not None else b), as_node(b if b is not None else a)
-        rows = [gathered_rows(emitter, v, plan.a_width or plan.b_width, plan.heads) for v in (first, second)]
+        rows = [gathered_rows(emitter, value, plan.width, plan.heads) for value in (first, second)]
+        width = rows[0].columns
         pointer = emitter.vector(as_node(rowptr))
         columns = write_columns(emitter, emitter.vector(as_node(col)))
         runs = write_runs(emitter, pointer, f"{columns}.shape[0]", rows[1].nbytes)
@@ -49,16 +49,14 @@ class Sddmm:
         values += ["0", "0", f"{out}.data_ptr()"]
         emitter.unit.expect("SddmmArgs", len(values) + RUNS_EXTRA)
         element = ELEMENTS[first.meta["val"].dtype]
-        config = (
-            f"gnnc::SddmmConfig<gnnc::Element::{element}, {rows[0].columns}, gnnc::EdgeOp::{_OPS[plan.op]}, "
-        )
+        config = f"gnnc::SddmmConfig<gnnc::Element::{element}, {width}, gnnc::EdgeOp::{_OPS[plan.op]}, "
         config += f"{plan.heads}>"
         count = len(values) + RUNS_EXTRA
         emitter.launch(f"gnnc::sddmm<{config}>", f"{runs}.blocks", values, block=AS_COMPILED, count=count)
 
 
-def _fitting(plan: sddmm.Plan, width: int, dtype: torch.dtype) -> sddmm.Plan | Decline:
-    pieces = packed_width(width, plan.heads, dtype) * dtype.itemsize // _PIECE
+def _fitting(plan: sddmm.Plan, dtype: torch.dtype) -> sddmm.Plan | Decline:
+    pieces = packed_width(plan.width, plan.heads, dtype) * dtype.itemsize // _PIECE
     each = pieces // plan.heads
     if plan.heads > 1 and (each & (each - 1) or pieces > 32):
         return Decline("a head is not a power of two of 16-byte pieces of a warp")

@@ -1,28 +1,18 @@
 """What kernels need of a CSR beside itself, made once and kept as long as the CSR lives."""
 
-import threading
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from gnnc.ir.graph import placeholders
-from gnnc.ir.source import source_of
+from gnnc.ir.source import is_structure
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
-from gnnc.runtime.cuda.kept import kept
+from gnnc.runtime.cuda.kept import BUILDING, kept
 from gnnc.runtime.cuda.radix import padded_columns
 from gnnc.runtime.cuda.runs import MOST_ENTRIES, MOST_PART, Runs, build_runs, chunk_of, cut_for, deal
 from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays, staged_cut_for, window_rows
 from gnnc.runtime.cuda.structure import destinations_of
-
-_READING = threading.RLock()
-"""Held by who reads columns to make something of them, and by who gives them back.
-
-Whoever holds it looks whether another thread has made that thing already (``kept``): the columns may be
-gone since.
-"""
-_IN_RANGE = f"gnnc::kMostPart == {MOST_PART}", "sums of so many edges are in range"
 
 
 class RunTable:
@@ -112,8 +102,7 @@ def sums_of(rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> SumTab
     """
 
     def build() -> SumTable:
-        with _READING:
-            staged = _staged_of(rowptr, col, row_bytes)  # kept, too
+        staged = _staged_of(rowptr, col, row_bytes)
         if staged is None:
             return SumTable(runs_of(rowptr, col.shape[0], row_bytes))
         return SumTable(StagedTable(staged, sources))
@@ -147,18 +136,10 @@ def in_fours(col: Tensor) -> Tensor:
         room = col.untyped_storage().nbytes() // col.itemsize - col.storage_offset()
         if col.data_ptr() % 16 == 0 and room >= round_up(col.numel(), 4):
             return None
-        with _READING:
-            return kept(col, "copy", lambda: _copied(col))
+        return _shared(padded_columns(col.numel(), col.device).copy_(col))
 
     copy = kept(col, "fours", build)
     return col if copy is None else copy
-
-
-def _copied(col: Tensor) -> Tensor | None:
-    """Return a copy of columns; None where another thread has given them back: nobody reads them any more."""
-    if col.numel() and not col.untyped_storage().nbytes():
-        return None
-    return _shared(padded_columns(col.numel(), col.device).copy_(col))
 
 
 def give_back(col: Tensor, others: Iterable[Tensor]) -> None:
@@ -174,7 +155,7 @@ def give_back(col: Tensor, others: Iterable[Tensor]) -> None:
     copy = in_fours(col)
     tables = [value for value in vars(copy).values() if isinstance(value, SumTable)]
     if tables and all(table.staged_blocks for table in tables):
-        with _READING:
+        with BUILDING:
             for columns in (col, copy):
                 columns.untyped_storage().resize_(0)
 
@@ -222,7 +203,8 @@ def write_sums(emitter: CudaEmitter, rowptr: str, col: str, sources: str, row_by
 def write_give_back(emitter: CudaEmitter) -> None:
     """Write the line that frees the columns of a graph once nothing reads them: see ``give_back``."""
     nodes = emitter.graph_module.graph.nodes
-    structure = [node for node in placeholders(emitter.graph_module) if _is_structure(node)]
+    inputs = placeholders(emitter.graph_module)
+    structure = [node for node in inputs if is_structure(node) and isinstance(node.meta.get("val"), Tensor)]
     for col, sums in emitter.by_stretch.items():
         if col in structure and set(col.users) == sums:
             emitter.enter(len(nodes), next(node for node in reversed(nodes) if node in sums))
@@ -230,12 +212,6 @@ def write_give_back(emitter: CudaEmitter) -> None:
             emitter.let(
                 "nothing", f"{emitter.bind(give_back, 'give_back')}({emitter.exact(col)}, ({others}))"
             )
-
-
-def _is_structure(node: Node) -> bool:
-    source = source_of(node)
-    is_tensor = isinstance(node.meta.get("val"), Tensor)
-    return source is not None and source.kind == "structure" and is_tensor
 
 
 def write_staging(emitter: CudaEmitter, runs: str, words: int, slices: int = 1) -> list[str]:
@@ -258,6 +234,8 @@ def staged_arguments(rowptr: str, runs: str) -> list[str]:
     """Return the texts of the arguments that make a ``gnnc::StagedRuns``."""
     return [f"{rowptr}.data_ptr()", f"*{runs}.staged_fields"]
 
+
+_IN_RANGE = f"gnnc::kMostPart == {MOST_PART}", "sums of so many edges are in range"
 
 KEPT = (in_fours, in_order, destinations, runs_of, sums_of)
 """Functions whose results live as long as the tensors that they were made of."""

@@ -28,6 +28,11 @@ class Plan:
     a_width: int
     b_width: int
 
+    @property
+    def width(self) -> int:
+        """Of the rows that there are."""
+        return self.a_width or self.b_width
+
 
 @planned
 def plan(node: Node) -> Plan:

@@ -74,6 +74,17 @@ def test_edges_by_stretch_change_nothing(name: str, precision: str, monkeypatch:
     assert taken and error(again, plain) < LIMIT[precision] / 10
 
 
+class Mixed(torch.nn.Module):
+    """A sum, and a maximum, which reads the source ids."""
+
+    def __init__(self, inner: int, out: int) -> None:
+        super().__init__()
+        self.sum, self.max = SAGEConv(inner, out), SAGEConv(inner, out, aggr="max")
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.sum(x, edge_index) + self.max(x, edge_index)
+
+
 def columns_of(compiled: gnnc.CompiledModel) -> list[torch.Tensor]:
     """The source ids of every CSR that a model's last program keeps."""
     entries = compiled._last.runner.cache._entries.values()
@@ -82,13 +93,7 @@ def columns_of(compiled: gnnc.CompiledModel) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("model", "frees"),
-    [
-        (models.MODELS["sage"], True),
-        (lambda *widths: Mixed(*widths), False),
-    ],
-)
+@pytest.mark.parametrize(("model", "frees"), [(models.MODELS["sage"], True), (Mixed, False)])
 def test_source_ids_are_kept_for_who_reads_them(
     model: Any, frees: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,17 +141,6 @@ def call(
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
         found.append(compiled(x, edge_index))
         torch.cuda.current_stream().synchronize()
-
-
-class Mixed(torch.nn.Module):
-    """A sum, and a maximum, which reads the source ids."""
-
-    def __init__(self, inner: int, out: int) -> None:
-        super().__init__()
-        self.sum, self.max = SAGEConv(inner, out), SAGEConv(inner, out, aggr="max")
-
-    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
-        return self.sum(x, edge_index) + self.max(x, edge_index)
 
 
 def compare(model: torch.nn.Module, compiled: gnnc.CompiledModel, entry: Any, limit: float) -> None:

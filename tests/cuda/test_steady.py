@@ -182,13 +182,7 @@ def test_loading_kernels_leaves_the_current_device_what_it_was(
 def test_python_takes_less_than_five_microseconds_for_a_launch(count: int) -> None:
     """Beside the driver, in whose place is a function that does nothing and takes what it is given."""
     launch, takes = Launch("a", count, 32, 0), ctypes.CDLL(None).sched_yield
-    takes.argtypes = [
-        ctypes.c_void_p,
-        *[ctypes.c_uint] * 7,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-    ]
+    takes.argtypes = launch_module.LAUNCH_ARGUMENTS
     launch._launch, launch._handle = takes, 1
     values, times = tuple(range(count)), []
     for _ in range(200):  # the least: others may take turns with this process
