@@ -7,6 +7,7 @@ adjacency precomputed. Calls take one of several x tensors in turn, never the on
 a time is that of a loop of calls, from CUDA events, divided by their number. Memory is the peak above the
 caller's tensors (the model, x and edge_index): of the first call, which compiles and sorts the graph, and of
 the calls that are timed, with all that stays between calls (the graph's structure, temporaries, a result).
+With ``--tune`` our models are timed once more, with the cuts that ``tune`` measures to be fastest.
 """
 
 import argparse
@@ -108,8 +109,10 @@ def loop_ms(call: Call, inputs: list[Tensor]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def row(case: str, name: str, model: nn.Module, x: Tensor, edge_index: Tensor) -> dict[str, Any]:
-    """Measure one contender on one model and graph."""
+def row(
+    case: str, name: str, model: nn.Module, x: Tensor, edge_index: Tensor, *, tune: bool
+) -> dict[str, Any]:
+    """Measure one contender on one model and graph; ``tune``: also with cuts that are measured."""
     model_name, graph = case.split(":")
     result: dict[str, Any] = {"graph": graph, "model": model_name, "name": name}
     try:
@@ -129,6 +132,8 @@ def row(case: str, name: str, model: nn.Module, x: Tensor, edge_index: Tensor) -
         result["norm"] = float(got.double().norm())
         if ours is not None:
             result |= _ours(ours, x, edge_index)
+        if ours is not None and tune:
+            result |= _tuned(ours, call, inputs, edge_index)
     except torch.cuda.OutOfMemoryError:
         result["error"] = "out of memory"
     return result
@@ -143,12 +148,20 @@ def _ours(ours: Any, x: Tensor, edge_index: Tensor) -> dict[str, Any]:
     }
 
 
+def _tuned(ours: Any, call: Call, inputs: list[Tensor], edge_index: Tensor) -> dict[str, Any]:
+    start = time.perf_counter()
+    ours.tune(inputs[0], edge_index)
+    seconds = time.perf_counter() - start
+    return {"tune_s": seconds, "cuts": list(map(str, ours._last.tuned)), "tuned_ms": loop_ms(call, inputs)}
+
+
 def main() -> None:
     """Run the benchmark that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out")
     parser.add_argument("--seconds", type=float, default=540, help="start nothing new after so long")
+    parser.add_argument("--tune", action="store_true", help="also with cuts of the graph that are measured")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -159,7 +172,7 @@ def main() -> None:
         for name in CASES[case]:
             if name in args.skip or time.perf_counter() - begin > args.seconds:
                 continue
-            rows.append(row(case, name, *given))
+            rows.append(row(case, name, *given, tune=args.tune))
             torch.cuda.empty_cache()
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             if args.out:
@@ -176,6 +189,7 @@ def _write(path: Path, header: dict[str, Any], rows: list[dict[str, Any]]) -> No
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as text, each time with its ratio to the peers of the same model."""
     lines = []
+    tuned = ["tuned, ms"] if any("tuned_ms" in r for r in rows) else []
     for r in rows:
         if "ms" not in r:
             lines.append([r["graph"], r["model"], r["name"], r["error"]])
@@ -187,9 +201,10 @@ def table(rows: list[dict[str, Any]]) -> str:
             [r["graph"], r["model"], r["name"], f"{r['ms']['median']:.3f}", f"{r['ms']['min']:.3f}", *ratios]
             + [f"{r[key]:.2f}" if key in r else "-" for key in ("peak_gb", "first_gb")]
             + [f"{r['first_s']:.1f}"]
+            + [f"{r['tuned_ms']['median']:.3f}" if "tuned_ms" in r else "-" for _ in tuned]
         )
     headers = ["graph", "model", "contender", "ms", "min", *(f"vs {p}" for p in PEERS)]
-    headers += ["peak GB", "first call, GB", "first call, s"]
+    headers += ["peak GB", "first call, GB", "first call, s", *tuned]
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 

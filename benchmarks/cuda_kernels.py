@@ -9,9 +9,8 @@ the weight of each edge where that has one, and doing nothing with them; both ar
 The gather is the fastest of several: through the same table as the sum, and edge by edge as the CSR has
 them, as if there were no rows to end (``gather_edges``).
 (What its integer operations take at their issue rate is left out: with it a floor can only be higher.)
-Beside the floor of a sum in FP32 at every width stands the time of a gather through the table with stores
-of as many bytes as the sum's results: loads and stores share what L2 moves, so the floor alone is out of a
-wide sum's reach.
+Beside the floor of a sum at every width stands the time of the fastest gather with stores of as many bytes as
+the sum's results: loads and stores share what L2 moves, so the floor alone is out of a wide sum's reach.
 The peer is torch.sparse CSR (cuSPARSE) in FP32, with 32-bit or 64-bit indices, whichever is faster.
 """
 
@@ -150,11 +149,11 @@ __global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled, kValued
   if (body.seen == 0x12345678u) *out = 1;
 }
 // Each warp has neighbouring edges: a share of them where kShares, else it takes turns with all others. The
-// last edges, fewer than a step, are left out.
-template <Element kElement, int kWidth, bool kScaled, bool kValued, bool kShares>
+// last edges, fewer than a step, are left out. Where kStores, each step writes its share of so many pieces.
+template <Element kElement, int kWidth, bool kScaled, bool kValued, bool kShares, bool kStores>
 __global__ void __launch_bounds__(1024, 1)
     gather_edges(const int* col, int64_t edges, const char* x, int64_t stride, const float* scales,
-                 const float* values, unsigned int* out) {
+                 const float* values, unsigned int* out, uint4* result, int64_t pieces) {
   using Slices = gnnc::Slices<kElement, kWidth, 128>;
   using Layout = RowLayout<kElement, (Slices::kCount > 1 ? Slices::kWidth : kWidth)>;
   static_assert(Layout::kPasses == 1, "a slice is gathered at once");
@@ -188,6 +187,13 @@ __global__ void __launch_bounds__(1024, 1)
       }
 #pragma unroll
       for (int i = 0; i < kEach; ++i) seen ^= v[i].x ^ v[i].y ^ v[i].z ^ v[i].w;
+      if constexpr (kStores) {
+        const int64_t turn = slice * steps + step, turns = Slices::kCount * steps;
+        const int64_t past = pieces * (turn + 1) / turns;
+        for (int64_t piece = pieces * turn / turns + threadIdx.x % 32; piece < past; piece += 32) {
+          result[piece] = make_uint4(seen, seen, seen, seen);
+        }
+      }
     }
   }
   if (seen == 0x12345678u) *out = 1;
@@ -345,15 +351,13 @@ def cusparse(rowptr: Tensor, col: Tensor, width: int, dot: bool) -> dict[str, fl
 def gather_names(element: str, width: int, kind: str, scaled: bool, valued: bool) -> tuple[str, ...]:
     """Return the C++ names of the kernels that gather, of which the fastest counts.
 
-    ``kind``: ``only`` that, with near rows in windows too, ``staged``, or through the table with something
-    ``stored`` for each row.
+    ``kind``: ``only`` that, with near rows in windows too, ``staged``, or with something ``stored``: through
+    the table FP32 for each row.
     """
     given = f"gnnc::Element::{element}, {width}, {truth(scaled)}"
     weighted, stores = f"{given}, {truth(valued)}", truth(kind == "stored")
     names = tuple(f"gnnc::gather_only<{weighted}, {threads}, {stores}>" for threads in BLOCKS)
-    if kind == "stored":
-        return names
-    names += tuple(f"gnnc::gather_edges<{weighted}, {shares}>" for shares in ("true", "false"))
+    names += tuple(f"gnnc::gather_edges<{weighted}, {shares}, {stores}>" for shares in ("true", "false"))
     return (*names, f"gnnc::gather_staged<{given}>") if kind == "staged" else names
 
 
@@ -362,26 +366,33 @@ class Floors:
 
     def __init__(self, graph: Sparse) -> None:
         self.graph = graph
-        self._gathers: dict[str, float] = {}
+        self._gathers: dict[tuple[str, int], float] = {}
 
-    def gather(self, x: Tensor, scale: Tensor | None, value: Tensor | None, kind: str) -> float:
+    def gather(
+        self, x: Tensor, scale: Tensor | None, value: Tensor | None, kind: str, result: Tensor | None = None
+    ) -> float:
         """Return the time of gathering the rows of x, with scales and weights.
 
-        ``kind``: as of ``gather_names``; ``stored`` are as many bytes as sums of the rows have in FP32.
+        ``kind``: as of ``gather_names``; ``stored`` are as many bytes as ``result`` has.
         """
         names = gather_names(ELEMENTS[x.dtype], x.shape[1], kind, scale is not None, value is not None)
+        if result is not None and result.dtype != torch.float32:
+            names = tuple(name for name in names if "gather_edges" in name)
+        size = 0 if result is None else result.numel() * result.element_size()
         for name in names:
-            if name not in self._gathers:
-                self._gathers[name] = self._time(name, x, scale, value)
-        return min(self._gathers[name] for name in names)
+            if (name, size) not in self._gathers:
+                self._gathers[name, size] = self._time(name, x, scale, value, size)
+        return min(self._gathers[name, size] for name in names)
 
-    def _time(self, name: str, x: Tensor, scale: Tensor | None, value: Tensor | None) -> float:
+    def _time(self, name: str, x: Tensor, scale: Tensor | None, value: Tensor | None, size: int) -> float:
         graph, module = self.graph.gathering(x), Module(GATHER, (name,))
         out = torch.zeros(1, dtype=torch.int32, device="cuda")
         rows = [address(x), x.stride(0) * x.element_size(), address(scale)]
         blocks, shared = graph.multiprocessors, 0
         if "gather_edges" in name:
+            result = torch.empty(size // 16 + 1, 4, dtype=torch.int32, device="cuda")
             given = [address(graph.col), graph.col.numel(), *rows, address(value), address(out)]
+            given += [address(result), size // 16]
         elif "gather_staged" in name:
             table = StagedTable(graph.staged, x.shape[0])
             given = [address(graph.rowptr), *table.fields, *rows, address(out)]
@@ -434,6 +445,10 @@ def kernels(graph: Sparse, xs: dict[str, Tensor], width: int) -> dict[str, tuple
         calls[f"spmm fp16 {reduce}"] = ("spmm", Spmm(graph, xs["fp16"], reduce=reduce), ())
         calls[f"spmm int8 {reduce}"] = ("spmm", Spmm(graph, int8, reduce=reduce), ())
     if width == 64:
+        weights = torch.rand(edges, 4, device="cuda")
+        for kind, scale in (("fp16", None), ("int8", ones)):
+            call = Spmm(graph, xs[kind], weights, scale)
+            calls[f"spmm {kind} edge weights a head"] = ("spmm", call, (weights, scale))
         a = torch.randn(nodes, 4, device="cuda")
         for kind, x in xs.items():
             calls[f"sddmm {kind} dot"] = ("sddmm", Sddmm(graph, x, x), ())
@@ -529,8 +544,8 @@ def spmm_widths(name: str) -> dict[str, Any]:
             gather = floors.gather(x, given[1], given[0], "staged" if call.staged else "only")
             floor = max(floors.copy(x, call(), *given), gather)
             row = rows[f"spmm {kind.label}"] = figures(median_ms(call), peer, floor, gather)
-            if not call.staged and kind.to == "fp32":
-                stored = floors.gather(x, given[1], given[0], "stored")
+            if not call.staged:
+                stored = floors.gather(x, given[1], given[0], "stored", call())
                 row |= {"stored_ms": round(stored, 4), "of_stored": round(stored / row["ms"], 2)}
             if kind.label.startswith("int8"):
                 row["of fp16"] = round(row["ms"] / rows[f"spmm {kind.peer}"]["ms"], 2)

@@ -217,22 +217,25 @@ class Spmm:
         form: str | None = None,
         **tuning: int,
     ) -> None:
+        width, is_sum = x.shape[1], reduce in ("sum", "mean")
+        heads = 1 if value is None or value.dim() == 1 else value.shape[1]
+        if x.dtype == torch.int8 and is_sum:
+            x = heads16(x, heads)
         graph = graph.gathering(x)
         kind = "none" if value is None else "integer" if value.dtype == torch.int8 else "real"
         scale = "row" if x_scale is not None else "power" if shift is not None else "none"
         scale = "in_row" if in_row else scale
-        heads = 1 if value is None or value.dim() == 1 else value.shape[1]
-        config = SpmmConfig(ELEMENTS[x.dtype], x.shape[1], reduce, kind, scale, heads)
+        config = SpmmConfig(ELEMENTS[x.dtype], width, reduce, kind, scale, heads)
         self.config = replace(config, **tuning)
         if form is None:
             form = form_of(graph.row_bytes) if heads == 1 else "spmm"
-            if value is None and reduce in ("sum", "mean") and graph.is_staged:
+            if value is None and is_sum and graph.is_staged:
                 form = "spmm_staged"
         self.staged = staged = form == "spmm_staged"
         self.x_scale, self.value = x_scale, value
-        self.name = self.config.name(epilogue_of(to, x.shape[1]), form)
+        self.name = self.config.name(epilogue_of(to, width), form)
         self.module = spmm_module(self.name)
-        stride = CudaEmitter.padded(x.shape[1], to, gathered=False)
+        stride = CudaEmitter.padded(width, to, gathered=False)
         self.out = torch.full((graph.num_dst, stride), 99, device="cuda", dtype=to)
         table = StagedTable(graph.staged, x.shape[0]) if staged else graph.runs
         self.shared = shared_bytes(graph.row_bytes, scale) if staged else 0

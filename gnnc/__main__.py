@@ -1,4 +1,7 @@
-"""``python -m gnnc``: versions, what this machine can run, and how fast; ``--measure`` measures it again."""
+"""``python -m gnnc``: versions, what this machine can run, and how fast; ``--measure`` measures it again.
+
+Of several GPUs it is the first; ``CUDA_VISIBLE_DEVICES`` names another.
+"""
 
 import argparse
 import platform

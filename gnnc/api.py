@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import inspect
 import re
-import statistics
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,10 +16,8 @@ from torch.utils import _pytree as pytree
 
 from gnnc import debug, report
 from gnnc.arguments import Call, flatten_call
-from gnnc.bandwidth import copy_bandwidth
 from gnnc.containers import opened
-from gnnc.cost import floor_times
-from gnnc.errors import CaptureError, GnncError, GraphError, InputError, PrecisionError, UnsupportedError
+from gnnc.errors import CaptureError, GnncError, GraphError, InputError, UnsupportedError
 from gnnc.garbage import uncollected
 from gnnc.options import (
     budget,
@@ -30,11 +27,13 @@ from gnnc.options import (
     overrides_of,
     passes_of,
     refuse_unbuilt,
+    refuse_unmatched,
 )
 from gnnc.passes.base import Pass
 from gnnc.passes.pipeline import PIPELINE
 from gnnc.passes.plan import Plan
 from gnnc.precision import Precision
+from gnnc.profiling import profile
 from gnnc.program import Options, Program, build_program, find
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.pool import OutputPool
@@ -42,10 +41,10 @@ from gnnc.signature import describe_arguments, is_graph_name, missing_arguments,
 from gnnc.sparse import forget_components
 from gnnc.steady import Steady, steady
 from gnnc.tracing import CLOCK, LOCK
+from gnnc.tuning import tune
 from gnnc.watch import Watch, autocast_mode
 
 _REMEMBERED_FORMS = 256
-_PROFILE_RUNS = 5
 _INTEGERS_MEET = re.compile(
     r"have the same dtype, but got.*\b(?:long|int|short|char|byte|bool)\b", re.IGNORECASE
 )
@@ -230,10 +229,7 @@ class CompiledModel(torch.nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], form: Any, tensors: list[Tensor]
     ) -> Any:
         args, kwargs = opened((args, kwargs))
-        with LOCK:
-            call = flatten_call(self.model, args, kwargs)
-            device = device_of(self.model)
-        validate(type(self.model).__name__, call, device, self.options.requested)
+        call = self._flattened(args, kwargs)
         program = self._program_for(call, args, kwargs)
         try:
             result = program.run(call.tensors)
@@ -291,16 +287,16 @@ class CompiledModel(torch.nn.Module):
             with LOCK:
                 device = device_of(self.model)
             args = _moved(opened(self._example_inputs), device)
-            call = self._flattened(args)
+            call = self._flattened(args, {})
             if self._structural_key(call) == key:
                 self._capture_static(key, call, args)
         except (CaptureError, GraphError, InputError) as error:
             # The model has changed since: the call may run all the same.
             self._reason = f"example_inputs do not run any more: {error}"
 
-    def _flattened(self, args: tuple[Any, ...]) -> Call:
+    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         with LOCK:
-            call = flatten_call(self.model, args, {})
+            call = flatten_call(self.model, args, kwargs)
             device = device_of(self.model)
         validate(type(self.model).__name__, call, device, self.options.requested)
         return call
@@ -333,15 +329,13 @@ class CompiledModel(torch.nn.Module):
         self._captures.append(self._reason or (again if self._captures else first))
         self._reason = None
         self._last = program
-        _dump(self, program)
+        debug.dump(type(self.model).__name__, program.stages, program.structure)
         return program
 
     def _options_for(self, call: Call) -> Options:
         """The options, with the backend of the device that the model is on now."""
         device = device_of(self.model) or next((t.device for t in call.tensors), None)
-        if self.options.requested != "auto":
-            return self.options
-        return dataclasses.replace(self.options, backend=get_backend("auto", device))
+        return dataclasses.replace(self.options, backend=get_backend(self.options.requested, device))
 
     def _explain_arguments(self, call: Call, failure: str | None, error: CaptureError) -> NoReturn:
         """Blame the arguments where they, not the model, are why tracing failed."""
@@ -478,22 +472,27 @@ class CompiledModel(torch.nn.Module):
         "of floor" is the part of a time that the op's compulsory bytes (each operand and result once)
         need at the device's copy bandwidth; above 1 where they come from a cache.
         """
-        self(*args, **kwargs)
-        call = flatten_call(self.model, args, kwargs)
-        program = self._program_for(call, args, kwargs)
-        runs = [program.profiled(call.tensors)[1] for _ in range(_PROFILE_RUNS)]
-        program.timings = {
-            timing.node: statistics.median(run[i].seconds for run in runs) for i, timing in enumerate(runs[0])
-        }
-        device = next((v.device for v in call.tensors), torch.device("cpu"))
-        program.floors = floor_times(
-            program.graph_module, program.executable.profiled, copy_bandwidth(device)
-        )
-        self._last = program
+        profile(*self._called(args, kwargs))
         return self.summary()
 
+    def tune(self, *args: Any, **kwargs: Any) -> str:
+        """Measure how CUDA kernels should cut the graph of these inputs; return ``explain()``, which says it.
+
+        Where another cut is faster than the cost model's, calls take it for as long as the structure of the
+        graph is cached: until the graph is freed or changed, or ``clear_cache()``. Floats may then be added
+        up in another order. CUDA graphs of your own are to be captured afterwards.
+
+        Raises:
+            UnsupportedError: the backend is not CUDA, or a CUDA graph of your own has captured a call; and
+                what a call raises.
+        """
+        program, tensors = self._called(args, kwargs)
+        with self._lock:  # one at a time: another would disturb what this one measures
+            tune(type(self.model).__name__, program, tensors)
+        return self.explain()
+
     def clear_cache(self) -> None:
-        """Drop cached structures, idle output memory and temporaries; programs stay compiled."""
+        """Drop cached structures with measured cuts, idle memory and temporaries; programs stay compiled."""
         for program in self._all_programs():
             program.clear()
         self._pool.clear()
@@ -524,20 +523,22 @@ class CompiledModel(torch.nn.Module):
 
     def check_overrides(self) -> None:
         """Refuse globs that match no module, before anything is traced."""
-        from fnmatch import fnmatchcase
-
-        names = [name for name, _ in self.model.named_modules()]
-        for glob in self.options.overrides:
-            if not any(fnmatchcase(name, glob) for name in names):
-                known = ", ".join(repr(name) for name in names[1:9])
-                raise PrecisionError(f"overrides: {glob!r} matches no module; this model has {known}")
+        refuse_unmatched(self.options.overrides, self.model)
 
     def capture_examples(self) -> None:
         """Capture with ``example_inputs``; InputError where they are not on the model's device."""
         args = opened(self._example_inputs or ())
-        call = self._flattened(args)
+        call = self._flattened(args, {})
         with self._lock:
             self._capture_static(self._structural_key(call), call, args)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, tuple[Tensor, ...]]:
+        """Make a call; return its program and tensors."""
+        self(*args, **kwargs)
+        args, kwargs = opened((args, kwargs))
+        call = self._flattened(args, kwargs)
+        self._last = self._program_for(call, args, kwargs)
+        return self._last, call.tensors
 
     def _forget(self) -> None:
         self._all_modules = tuple(self.model.modules())
@@ -571,6 +572,7 @@ class CompiledModel(torch.nn.Module):
             gains=knowledge.gains,
             choices=knowledge.choices,
             chosen=knowledge.chosen,
+            cuts=None if program.tuned is None else list(map(str, program.tuned)),
         )
 
     def _captured(self) -> Program:
@@ -580,10 +582,6 @@ class CompiledModel(torch.nn.Module):
                 "pass example_inputs to gnnc.compile"
             )
         return self._last
-
-
-def _dump(compiled: CompiledModel, program: Program) -> None:
-    debug.dump(type(compiled.model).__name__, program.stages, program.structure)
 
 
 def _moved(args: tuple[Any, ...], device: torch.device | None) -> tuple[Any, ...]:

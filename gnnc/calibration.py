@@ -5,11 +5,12 @@ where tensors are, how large graphs must be to tell something, how a program is 
 
 The rates are kept in the user's cache folder (``GNNC_CACHE``, else ``$XDG_CACHE_HOME/gnnc``, else
 ``~/.cache/gnnc``) under a key of the backend, its kernels, and the processor with its number of threads
-or the name of the GPU: other kernels or another machine are measured again.
+or the name of the GPU that the model is on: other kernels or another machine are measured again.
 """
 
 import hashlib
 import platform
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from gnnc.passes.fuse import Fuse
 from gnnc.passes.lower import Lower
 from gnnc.passes.options import FULL, Option, options_of
 from gnnc.passes.quantize import Quantize
-from gnnc.probes import PROBES, Probe, values_of
+from gnnc.probes import CPU, PROBES, Probe, values_of
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.executable import Executable
 
@@ -57,13 +58,17 @@ _STEP = 2.0
 """How much more a byte may cost at the next of ``cost.KNOTS``."""
 
 _known: dict[str, Rates] = {}
+_MEASURING = threading.Lock()
+"""Held by who measures: who needs the same rates waits for them, and others would take turns with it."""
 
 
 def rates_for(backend: Backend, *, again: bool = False) -> Rates:
     """Return the rates of a backend on this machine, measured now if they never were.
 
+    Threads that need the same rates at once measure them once.
+
     Args:
-        backend: the kernels.
+        backend: the kernels, and the GPU that they are for.
         again: measure now in any case, as after a first time on a machine that was busy.
 
     Raises:
@@ -76,9 +81,13 @@ def rates_for(backend: Backend, *, again: bool = False) -> Rates:
             f"needs: use backend {' or '.join(map(repr, BACKENDS))}, or name a precision"
         )
     found = None if again else stored_rates(backend)
-    if found is None:
-        found = _known[_key(backend)] = calibrate(backend)
-        _store(_key(backend), found)
+    if found is not None:
+        return found
+    with _MEASURING:
+        found = None if again else stored_rates(backend)  # another thread may have measured meanwhile
+        if found is None:
+            found = _known[_key(backend)] = calibrate(backend)
+            _store(_key(backend), found)
     return found
 
 
@@ -135,33 +144,32 @@ class Device:
     """How the kernels of a backend are timed.
 
     Attributes:
-        name: of a torch device.
         graphs: sizes (nodes, edges) that the probes run on, the most telling first.
         largest_input: bytes of the largest x of a probe.
         facts: what rates belong to, beside the backend and its description.
         alike: precision to the one that it is as fast as, which is measured in its place.
     """
 
-    name: str
     graphs: Sequence[tuple[int, int]]
     largest_input: int
     facts: Callable[[], tuple[Any, ...]]
     alike: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def torch_device(self) -> torch.device:
-        """The device that tensors are made on."""
-        return torch.device(self.name)
 
-    def describe(self, backend: Backend) -> str:
-        """Return what rates belong to, for people."""
-        if self.name == "cuda":
-            return backend.description  # which names the GPU
-        return f"{_processor()}, {torch.get_num_threads()} threads, {backend.description}"
+def _machine(backend: Backend) -> str:
+    """Return what rates belong to, for people."""
+    if backend.device is not None:
+        return backend.description  # which names the GPU
+    return f"{_processor()}, {torch.get_num_threads()} threads, {backend.description}"
 
 
 def _device_of(backend: Backend) -> Device:
     return _CUDA if backend.name == "cuda" else _CPU
+
+
+def _where(backend: Backend) -> torch.device:
+    """Return the device that tensors are made on."""
+    return backend.device or CPU
 
 
 def _cpu_facts() -> tuple[Any, ...]:
@@ -182,9 +190,9 @@ def cuda_facts() -> tuple[Any, ...]:
     return (digest.hexdigest(),)
 
 
-_CPU = Device("cpu", CPU_GRAPHS, 64 << 20, _cpu_facts)
+_CPU = Device(CPU_GRAPHS, 64 << 20, _cpu_facts)
 # Both 16-bit floats take the same instructions, and NVRTC takes half a second for each program.
-_CUDA = Device("cuda", CUDA_GRAPHS, 1 << 30, cuda_facts, {"fp16": "bf16"})
+_CUDA = Device(CUDA_GRAPHS, 1 << 30, cuda_facts, {"fp16": "bf16"})
 
 
 # Measuring
@@ -234,10 +242,10 @@ class _Variant:
 
 
 def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
-    """Measure this machine.
+    """Measure this machine; the current device stays what it is.
 
     Args:
-        backend: the kernels to time.
+        backend: the kernels to time, on the GPU that they are for.
         seconds: how long to go on; more runs make the shortest times surer.
     """
     start = time.perf_counter()
@@ -249,14 +257,14 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
         trials: list[_Trial] = []
         for graph in device.graphs:
             if time.perf_counter() - ready < 0.4 * seconds or graph is device.graphs[0]:
-                trials += _trials(variants, programs, graph, device)
+                trials += _trials(variants, programs, graph, device, _where(backend))
         while trials and (time.perf_counter() - start < seconds or trials[0].runs < _LEAST_RUNS):
             _run_fewest(trials)
     samples = [s for t in trials for s in t.samples.values() if 0 < s.seconds < float("inf")]
     if not samples:
         raise BackendError(f"backend {backend.name!r} ran none of the kernels that are measured")
     families = _with_alike(fit(samples), device.alike)
-    return Rates(families, backend.name, device.describe(backend), time.perf_counter() - start)
+    return Rates(families, backend.name, _machine(backend), time.perf_counter() - start)
 
 
 def _programs(variants: Sequence[_Variant], backend: Backend) -> list[Executable]:
@@ -293,7 +301,7 @@ def _variants(probe: Probe, backend: Backend, device: Device) -> Iterator[_Varia
     precisions = backend.precisions - device.alike.keys()
     info = BackendInfo(backend.name, precisions, backend, backend.joint_products)
     for option in _options(probe, info):
-        graph_module, examples = probe.build(device.torch_device)
+        graph_module, examples = probe.build(_where(backend))
         context = Context(precision=option.precision, backend=info, examples=examples)
         _assign(graph_module, option, context)
         stages = run_passes(graph_module, (Quantize(), Cache(), Fuse(), Lower()), context)
@@ -328,7 +336,11 @@ def _assign(graph_module: GraphModule, option: Option, context: Context) -> None
 
 
 def _trials(
-    variants: Sequence[_Variant], programs: Sequence[Executable], graph: tuple[int, int], device: Device
+    variants: Sequence[_Variant],
+    programs: Sequence[Executable],
+    graph: tuple[int, int],
+    device: Device,
+    where: torch.device,
 ) -> Iterator[_Trial]:
     known: dict[str, tuple[Any, ...]] = {}
     for variant, executable in zip(variants, programs, strict=True):
@@ -336,7 +348,7 @@ def _trials(
         if graph[0] * probe.width * 4 > device.largest_input:
             continue
         if probe.name not in known:
-            known[probe.name] = values_of(probe, *graph, device.torch_device)
+            known[probe.name] = values_of(probe, *graph, where)
         given = (*known[probe.name], *variant.scales)
         sizes = cost.sizes_of(placeholders(variant.graph_module), given)
         value = lambda expr, sizes=sizes: float(cost.evaluate(expr, sizes) or 0)  # noqa: E731

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from gnnc import describe
 from gnnc.ir.op import nbytes, numel, op_of, size_expr
 
-FAMILIES = ("gemm", "spmm", "attention", "sddmm", "map")
+FAMILIES = ("gemm", "spmm", "attention", "map")
 ALONE = "aten"
 """The family of what runs by itself, and of whatever was not measured."""
 

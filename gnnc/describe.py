@@ -49,7 +49,7 @@ COUNTED = {
 """The ops that "quantized k of n" counts, and the kind each belongs to."""
 
 _NOT_FEATURES = frozenset(
-    ("rowptr", "col", "perm", "scale", "x_scale", "base", "shift", "src", "dst", "bias")
+    ("rowptr", "col", "perm", "scale", "x_scale", "a_scale", "b_scale", "base", "shift", "src", "dst", "bias")
 )
 
 
@@ -59,7 +59,7 @@ class Block:
 
     Attributes:
         name: the submodule's name in the graph module.
-        kind: ``gemm``, ``spmm``, ``attention``, ``sddmm``, ``map`` or ``graph``.
+        kind: ``gemm``, ``spmm``, ``attention``, ``map`` or ``graph``.
         kernel: the kernel that runs it, once lowered.
         node: the name of the node that calls it.
     """

@@ -24,7 +24,7 @@ _NUMBERED = {
     "edge_softmax": "alpha",
     "qgemm": "acc",
     "qspmm": "acc",
-    "qsddmm": "acc",
+    "qsddmm": "e",
 }
 _PLAIN = {"degree": "deg", "edge_dst": "dst"}
 _DERIVED = {"scale": "scale", "quantize": "q", "row_shift": "shift", "pack": "planes"}

@@ -1,9 +1,12 @@
 """The options of ``gnnc.compile``, checked: what is wrong with one is said before anything is captured."""
 
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
-from gnnc.errors import GnncError, UnsupportedError
+from torch.nn import Module
+
+from gnnc.errors import GnncError, PrecisionError, UnsupportedError
 from gnnc.passes.base import Pass
 from gnnc.precision import AUTO, Precision
 
@@ -36,6 +39,19 @@ def overrides_of(overrides: Any) -> dict[str, Precision]:
                 "for the layers that are to have a fixed precision"
             )
     return precisions
+
+
+def refuse_unmatched(overrides: Iterable[str], model: Module) -> None:
+    """Refuse globs that match no module.
+
+    Raises:
+        PrecisionError: with the paths that there are.
+    """
+    names = [name for name, _ in model.named_modules()]
+    for glob in overrides:
+        if not any(fnmatchcase(name, glob) for name in names):
+            known = ", ".join(repr(name) for name in names[1:9])
+            raise PrecisionError(f"overrides: {glob!r} matches no module; this model has {known}")
 
 
 def check_precision(precision: Precision, backend: str, known: Iterable[str]) -> None:

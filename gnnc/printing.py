@@ -43,7 +43,7 @@ _INFIX: dict[Any, str] = {
     torch.ops.aten.mul.Tensor: "*",
     torch.ops.aten.div.Tensor: "/",
 }
-_KINDS = ("gemm", "spmm", "sddmm", "attention", "map", "graph")
+_KINDS = ("gemm", "spmm", "attention", "map", "graph")
 
 
 def format_graph(gm: GraphModule, *, name: str = "forward", notes: Mapping[str, str] | None = None) -> str:

@@ -94,8 +94,11 @@ class Program:
         structure: the structure graph, or None.
         executable: the lowered compute graph.
         run: takes the flat tensors of a call, returns the model's result.
+        bind: takes what runs the lowered graph and what computes the structure, returns what ``run`` is, but
+            that its result is that of the former.
         timings: measured seconds by node name, from ``profile``.
         floors: seconds that the compulsory bytes of each node take at copy bandwidth, likewise.
+        tuned: what ``tune`` measured of cuts of the graph, to be printed; None: nothing was.
         seconds: how long compiling took, by phase.
     """
 
@@ -108,9 +111,11 @@ class Program:
     runner: StructureRunner | None
     bounds: Bounds
     run: Callable[[Sequence[Tensor]], Any]
+    bind: Callable[..., Callable[[Sequence[Tensor]], Any]]
     profiled: Callable[[Sequence[Tensor]], list[Any]]
     timings: dict[str, float] = field(default_factory=dict)
     floors: dict[str, float] = field(default_factory=dict)
+    tuned: Sequence[Any] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -141,7 +146,8 @@ class Program:
         return Knowledge(predicted, gains, choices, choice_report(choice))
 
     def clear(self) -> None:
-        """Drop cached structures and kept memory."""
+        """Drop cached structures, cuts that were measured for them, and kept memory."""
+        self.tuned = None
         self.executable.clear()
         self.bounds.clear()
         if self.runner is not None:
@@ -163,11 +169,13 @@ def _told_of(backend: Backend) -> BackendInfo:
         name=backend.name,
         precisions=backend.precisions,
         handle=backend,
+        structure=backend.structure_program,
         joint_products=backend.joint_products,
         joint_messages=backend.joint_messages,
         edge_products=backend.edge_products,
         rates=partial(rates_for, backend),
         timer=timer_of(backend),
+        tensor_scales=backend.tensor_scales,
         narrow=backend.narrow,
     )
 
@@ -226,9 +234,11 @@ def build_program(
         if runner is not None and context.structure is not None:
             bounds.leave_to(runner, context.structure)
     drop_structure(stages[-1][1], context)
+    captured = dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=()))
     binder = _Binder(model, captured, stages[-1][1], context.structure, bounds)
+    bind = partial(binder.compile, finish=False)
     program = Program(
-        captured=dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=())),
+        captured=captured,
         backend=options.backend,
         stages=tuple(stages),
         context=context,
@@ -236,8 +246,9 @@ def build_program(
         executable=executable,
         runner=runner,
         bounds=bounds,
-        run=binder.compile(executable, runner),
-        profiled=binder.compile(executable.profile, runner, finish=False),
+        run=executable.whole(binder.compile(executable, runner)),
+        bind=bind,
+        profiled=executable.whole(bind(executable.profile, runner)),
     )
     program.seconds = {"capture": traced - start, "compile": time.perf_counter() - traced}
     return program
@@ -254,9 +265,7 @@ def _structure_runner(
 ) -> StructureRunner | None:
     if structure is None:
         return None
-    runner = StructureRunner(backend.prepare_structure(compute, structure))
-    backend.use_kernels(runner)
-    return runner
+    return backend.structure_program(backend.prepare_structure(compute, structure))
 
 
 def _index_bounds(stages: Sequence[Stage]) -> Sequence[IndexBound]:
@@ -389,7 +398,7 @@ class _Binder:
         self._learn_inputs()
 
     def compile(
-        self, execute: Callable[..., Any], runner: StructureRunner | None, *, finish: bool = True
+        self, execute: Callable[..., Any], runner: Callable[..., Any] | None, *, finish: bool = True
     ) -> Callable[[Sequence[Tensor]], Any]:
         """Return ``run(tensors)``."""
         self._weights = []

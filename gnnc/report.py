@@ -59,6 +59,7 @@ class ProgramReport:
         gains: receptive-field gain of each primitive, by its name before it was quantized.
         choices: what ``auto`` knows of each primitive, by the same name.
         chosen: what ``auto`` says of its choice, a line each.
+        cuts: what ``tune()`` measured last, a line for each table of that graph; None: nothing was measured.
     """
 
     model: str
@@ -74,6 +75,7 @@ class ProgramReport:
     gains: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, Chosen] = field(default_factory=dict)
     chosen: Sequence[str] = ()
+    cuts: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +137,10 @@ def explain_text(report: ProgramReport) -> str:
     told = {*declined, *(n for n in report.notes if n.text.startswith(_STAYS))}
     others = [f"{n.pass_name}: {_note_line(n)}" for n in report.notes if n not in told]
     choice = {"Precision choice": list(report.chosen)} if report.chosen else {}
+    cuts = {} if report.cuts is None else {"Cuts of the graph, measured": report.cuts}
     sections = {
         **choice,
+        **cuts,
         "Stayed FP32": stayed_fp32(report, graph),
         "Stayed ATen": stayed_aten(report, graph),
         "Kernels that declined": [_note_line(note) for note in declined],

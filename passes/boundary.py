@@ -114,8 +114,7 @@ def refresh_examples(
     ctx: Context,
 ) -> None:
     """Run the structure graph on its examples; give ``ctx.examples`` the compute graph's values."""
-    found = _structure_values(structure)
-    known = {**named, **found}
+    known = {**named, **_structure_values(structure, ctx)}
     ctx.examples = tuple(known[source_of(node)] for node in placeholders(compute))
 
 
@@ -131,14 +130,15 @@ def whole_examples(compute: fx.GraphModule, ctx: Context) -> tuple[Any, ...] | N
     """Return ``ctx.examples`` with the structure's values, computed anew."""
     if ctx.examples is None or ctx.structure is None:
         return ctx.examples
-    found = _structure_values(ctx.structure)
+    found = _structure_values(ctx.structure, ctx)
     pairs = zip(placeholders(compute), ctx.examples, strict=True)
     return tuple(found[source_of(node)] if is_structure(node) else value for node, value in pairs)
 
 
-def _structure_values(structure: fx.GraphModule) -> dict[Source | None, Any]:
+def _structure_values(structure: fx.GraphModule, ctx: Context) -> dict[Source | None, Any]:
+    run = structure if ctx.backend.structure is None else ctx.backend.structure(structure)
     with torch.no_grad():
-        outputs = structure(*structure.meta["examples"])
+        outputs = run(*structure.meta["examples"])
     names = [node.name for node in structure.graph.output_node().args[0]]  # type: ignore[union-attr]
     return {Source("structure", n): v for n, v in zip(names, outputs, strict=True)}
 

@@ -31,7 +31,7 @@ def carry_in_bf16(graph: fx.Graph, low: frozenset[Node], ctx: Context) -> None:
     position = {node: i for i, node in enumerate(graph.nodes)}
     casts: dict[Node, Node] = {}
     for node in [node for node in graph.nodes if str(node.target) == _ADD]:
-        sides = [(producer, side) for side in _sides(node) if (producer := _producer(side, low))]
+        sides = [(maker, side) for side in _sides(node) if (maker := producer(side, low))]
         if len(sides) < 2 or sides[0][0] is sides[1][0]:
             continue
         carried = min(sides, key=lambda pair: position[pair[0]])[1]
@@ -60,7 +60,7 @@ def _is_wide(shape: tuple[object, ...]) -> bool:
     return len(shape) > 1 and width >= MIN_WIDTH
 
 
-def _producer(node: Node, low: frozenset[Node]) -> Node | None:
+def producer(node: Node, low: frozenset[Node]) -> Node | None:
     """The low-precision primitive whose epilogue makes ``node``."""
     while node not in low:
         rows = [arg for arg in node.all_input_nodes if (op := classify(node, arg)) and op.role != "store"]

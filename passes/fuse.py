@@ -18,9 +18,9 @@ from torch.fx import Node
 
 from gnnc.ir.attention import match_attention
 from gnnc.ir.nodes import shape_of
-from gnnc.ir.row_local import RowOp, classify, linearize
+from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
 from gnnc.ir.source import is_weight
-from gnnc.passes.base import Context
+from gnnc.passes.base import BackendInfo, Context
 from gnnc.passes.grouping import Group, Partition, contract
 
 ANCHORS = {
@@ -33,7 +33,6 @@ ANCHORS = {
 """Ops that make whole rows, by the kernel family that computes them."""
 
 _GEMMS = ("gnnc.gemm.default", "gnnc.qgemm.default")
-_QSDDMM = "gnnc.qsddmm.default"
 _QUANTIZE = "gnnc.quantize.default"
 _CAST = "aten._to_copy.default"
 
@@ -56,7 +55,7 @@ class Fuse:
         _own_weights(gm.graph)
         partition = Partition()
         for node in gm.graph.nodes:
-            _anchor(partition, node, ctx.backend.joint_products)
+            _anchor(partition, node, ctx.backend)
         for node in gm.graph.nodes:
             self._map(partition, node)
         _tidy(partition)
@@ -65,7 +64,8 @@ class Fuse:
 
     def _map(self, partition: Partition, source: Node) -> None:
         """Group row-local ops that read ``source`` and have no producer to ride on."""
-        if not _has_rows(source) or partition.group_of(source) or is_weight(source):
+        taken = partition.group_of(source) and not _is_half(source)
+        if not _has_rows(source) or taken or is_weight(source):
             return
         group = partition.start("map", source)
         program = linearize(source, _admission(partition, group))
@@ -79,19 +79,25 @@ def _has_rows(node: Node) -> bool:
     return len(shape_of(node) or ()) in (2, 3)
 
 
+def _is_half(node: Node) -> bool:
+    """Whether a producer's epilogue may have written it for others to go on from."""
+    return str(node.target) == _CAST and node.kwargs.get("dtype") in (torch.bfloat16, torch.float16)
+
+
 def _width_of(node: Node) -> Any:
     """Elements a row: a kernel over rows of one element is no better than a flat one."""
     return math.prod((shape_of(node) or ())[1:])
 
 
-def _anchor(partition: Partition, node: Node, joint: bool) -> None:
+def _anchor(partition: Partition, node: Node, backend: BackendInfo) -> None:
     if attention := match_attention(node):
         _grow(partition, "attention", node, attention.covers)
-    elif str(node.target) == _QSDDMM:
-        _grow(partition, "sddmm", node, _scaled_dots(node), epilogue=False)
     elif partition.group_of(node) is None and (kind := ANCHORS.get(str(node.target))):
-        siblings = _siblings(node) if joint and kind == "gemm" else []
-        _grow(partition, kind, node, (node,), siblings=siblings)
+        if kind == "gemm":
+            siblings = _siblings(node) if backend.joint_products else []
+            _grow_gemm(partition, node, siblings, tensor_scales=backend.tensor_scales)
+        else:
+            _grow(partition, kind, node, (node,))
 
 
 def _siblings(gemm: Node) -> list[Node]:
@@ -107,56 +113,42 @@ def _siblings(gemm: Node) -> list[Node]:
     return found
 
 
-def _grow(
-    partition: Partition,
-    kind: str,
-    anchor: Node,
-    nodes: tuple[Node, ...],
-    *,
-    epilogue: bool = True,
-    siblings: Sequence[Node] = (),
-) -> None:
+def _grow(partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...]) -> None:
     group = partition.start(kind, anchor)
-    if not partition.add(group, nodes):
+    if partition.add(group, nodes):
+        linearize(anchor, _admission(partition, group))
+    else:
         partition.dissolve(group)
-        return
-    if kind == "gemm":
-        _grow_gemm(partition, group, siblings)
-    elif epilogue:
-        linearize(anchor, _admission(partition, group))
 
 
-def _grow_gemm(partition: Partition, group: Group, siblings: Sequence[Node]) -> None:
+def _grow_gemm(partition: Partition, gemm: Node, siblings: Sequence[Node], *, tensor_scales: bool) -> None:
     """All products of one matrix read it once; then each goes its own way."""
-    anchors = [group.anchor]
-    anchors += [node for node in siblings if partition.add(group, (node,))]
+    group = partition.start("gemm", gemm)
+    anchors = [node for node in (gemm, *siblings) if partition.add(group, (node,))]
     for anchor in anchors:
-        linearize(anchor, _admission(partition, group))
+        linearize(anchor, _admission(partition, group, tensor_scales=tensor_scales))
     for operand in dict.fromkeys(arg for anchor in anchors for arg in anchor.args[:2]):
         _load(partition, group, operand)
 
 
-def _admission(partition: Partition, group: Group) -> Callable[[RowOp], bool]:
-    """A row op may join if its operands come from outside and its nodes are free."""
+def _admission(partition: Partition, group: Group, *, tensor_scales: bool = False) -> Callable[[RowOp], bool]:
+    """A row op may join if its operands come from outside and its nodes are free.
+
+    ``tensor_scales``: whether the kernel finds the scale of its whole result, one.
+    """
 
     def admit(op: RowOp) -> bool:
+        if op.kind == SCALE_TENSOR and not (tensor_scales and _has_no_scale(group)):
+            return False
         known = any(operand in group.nodes for operand in op.operands)
         return not known and partition.add(group, op.covers)
 
     return admit
 
 
-def _scaled_dots(dots: Node) -> tuple[Node, ...]:
-    """An integer SDDMM and the product with both ends' scales, as ``quantize`` writes them."""
-    for product in dots.users:
-        if str(product.target) != "aten.mul.Tensor" or product.args[0] is not dots:
-            continue
-        covers, scales = (product,), product.args[1]
-        if isinstance(scales, Node) and str(scales.target) == "aten.unsqueeze.default":
-            covers, scales = (scales, product), scales.args[0]
-        if isinstance(scales, Node) and str(scales.target) == "gnnc.sddmm.default":
-            return (dots, scales, *covers)
-    return (dots,)
+def _has_no_scale(group: Group) -> bool:
+    scale = torch.ops.gnnc.scale.default
+    return not any(node.target is scale and node.args[1] == "tensor" for node in group.nodes)
 
 
 def _load(partition: Partition, group: Group, operand: object) -> None:
@@ -171,7 +163,7 @@ def _load(partition: Partition, group: Group, operand: object) -> None:
 def _load_chain(operand: Node) -> tuple[Node, ...]:
     """The quantization or cast that makes ``operand``, back to a value in floating point."""
     target = str(operand.target)
-    if target == _CAST and operand.kwargs.get("dtype") in (torch.bfloat16, torch.float16):
+    if _is_half(operand):
         return (operand,)
     if target != _QUANTIZE:
         return (operand,) if _is_transposed_weight(operand) else ()

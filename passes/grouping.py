@@ -16,7 +16,7 @@ class Group:
     """Nodes that one kernel will compute.
 
     Attributes:
-        kind: the kernel family: ``gemm``, ``spmm``, ``attention``, ``sddmm`` or ``map``.
+        kind: the kernel family: ``gemm``, ``spmm``, ``attention`` or ``map``.
         anchor: the node that gives the group its layer and precision.
     """
 

@@ -9,23 +9,24 @@ a row, folded into the edge's weight and summed in floats. Rows too narrow to ga
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.errors import PrecisionError
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.nodes import argument, shape_of
 from gnnc.ir.op import Op, op_of
 from gnnc.ir.quantized import MAX_SHIFT, qmax_of
 from gnnc.ir.source import Source
 from gnnc.passes.base import Context
-from gnnc.passes.carry import carry_in_bf16
+from gnnc.passes.carry import carry_in_bf16, producer
 from gnnc.passes.observe import Candidate, Observation, choose, observe
-from gnnc.passes.options import granularities
+from gnnc.passes.options import granularities, width_of
 from gnnc.passes.widen import widen
-from gnnc.precision import FP32, Precision
+from gnnc.precision import Precision
 
 STATIC_SCALE = "static_scale"
 """Key in the meta of the placeholders of scales that the examples gave."""
@@ -38,11 +39,20 @@ class Quantize:
     Attributes:
         max_error: mean relative error of a row up to which the cheapest granularity is taken.
         carry: whether a result that a later kernel only adds travels in bf16.
+        dynamic: where no examples gave a scale, whether each ``row`` of an aggregation's input takes its
+            own, or fractions of one for the whole ``tensor``, which the product before finds and one more
+            pass applies. ``precision="auto"`` weighs scales a row alone.
     """
 
     max_error: float = 0.015
     carry: bool = True
+    dynamic: Literal["row", "tensor"] = "row"
     name: ClassVar[str] = "quantize"
+
+    def __post_init__(self) -> None:
+        """Refuse a granularity that there is not."""
+        if self.dynamic not in ("row", "tensor"):
+            raise PrecisionError(f"Quantize: dynamic must be 'row' or 'tensor', got {self.dynamic!r}")
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return the graph with every op whose precision is below FP32 rewritten."""
@@ -50,10 +60,11 @@ class Quantize:
         if self.carry:
             carry_in_bf16(gm.graph, frozenset(low), ctx)
         seen = _observe(gm, low, ctx)
+        scaled = self._scaled_by_products(low, ctx)
         known = len(placeholders(gm))
         for node in low:
             widen(node, ctx, _candidates(node), seen.get(node), self.max_error)
-            emit = _Emitter(gm, node, ctx, seen.get(node), self.max_error)
+            emit = _Emitter(gm, node, ctx, seen.get(node), self.max_error, node in scaled)
             rules = _INTEGER if emit.precision.is_integer else _HALF
             result = rules[_op(node).name](emit)
             if result is not None:
@@ -62,6 +73,31 @@ class Quantize:
             scales = (node.meta["value"] for node in placeholders(gm)[known:])
             ctx.examples = (*ctx.examples, *scales)
         return gm
+
+    def _scaled_by_products(self, low: list[Node], ctx: Context) -> frozenset[Node]:
+        """The aggregations whose input's scale the kernel finds that makes it."""
+        if self.dynamic == "row" or ctx.examples is not None or not ctx.backend.tensor_scales:
+            return frozenset()
+        first: dict[Node, Node] = {}  # a product finds one scale, of one of the values that it makes
+        found = set()
+        for node in filter(_takes_fractions, low):
+            maker, rows = producer(_aggregated(node), frozenset(low)), _aggregated(node)
+            if maker is not None and _is_codes_product(maker) and first.setdefault(maker, rows) is rows:
+                found.add(node)
+        return frozenset(found)
+
+
+def _takes_fractions(node: Node) -> bool:
+    """Whether an aggregation may add rows that have fractions of one scale, whatever the scale is."""
+    fits = any(c.granularity == "row_pow2" for c in _candidates(node))
+    of_8 = node.meta["precision"].activation_bits == 8
+    return fits and of_8 and len(shape_of(_aggregated(node)) or ()) == 2
+
+
+def _is_codes_product(node: Node) -> bool:
+    """Whether a primitive becomes a product of codes."""
+    is_product = _op(node).name == "gemm" and node.meta["precision"].is_integer
+    return is_product and width_of(node.args[0]) is not None
 
 
 def _is_low(node: Node) -> bool:
@@ -109,6 +145,7 @@ class _Emitter:
     ctx: Context
     seen: Observation | None
     max_error: float
+    is_scaled: bool  # by the kernel that makes its input
 
     @property
     def precision(self) -> Precision:
@@ -205,6 +242,8 @@ def _segment_reduce(emit: _Emitter) -> Node | None:
 
 def _aggregate(emit: _Emitter, rowptr: Any, col: Any, value: Any, x: Any, reduce: Any, num_dst: Any) -> Node:
     candidates = _candidates(emit.node)
+    if emit.is_scaled:
+        return _sum_of_fractions(emit, rowptr, col, x, num_dst)
     chosen, why = choose(candidates, emit.seen, emit.max_error)
     emit.note(why)
     if chosen.granularity == "row":
@@ -218,6 +257,18 @@ def _aggregate(emit: _Emitter, rowptr: Any, col: Any, value: Any, x: Any, reduce
     total = emit.op("qspmm", rowptr, col, value, codes, None, shift, reduce, num_dst)
     exponent = () if shift is None else (-MAX_SHIFT,)
     return emit.op("dequantize", total, base, "tensor", *exponent)
+
+
+def _sum_of_fractions(emit: _Emitter, rowptr: Any, col: Any, x: Node, num_dst: Any) -> Node:
+    """The product writes bf16 and finds the scale; one more pass quantizes: fp16 would overflow at 65504."""
+    emit.note("row_pow2 scales, fractions of one that is taken of the whole tensor at each call")
+    base = emit.op("scale", x, "tensor")
+    narrow = emit.aten("_to_copy", x, dtype=torch.bfloat16)
+    rows = emit.aten("_to_copy", narrow, dtype=torch.float32)
+    shift = emit.op("row_shift", rows, base)
+    codes = emit.op("quantize", rows, base, "tensor", shift)
+    total = emit.op("qspmm", rowptr, col, None, codes, None, shift, "sum", num_dst)
+    return emit.op("dequantize", total, base, "tensor", -MAX_SHIFT)
 
 
 def _static_scale(emit: _Emitter, headroom: float) -> Node:
@@ -237,12 +288,7 @@ def _sddmm(emit: _Emitter) -> Node:
     bits = emit.precision.activation_bits
     a_codes, a_scale = emit.per_row(a, bits)
     b_codes, b_scale = emit.per_row(b, bits)
-    dots = emit.op("qsddmm", rowptr, col, a_codes, b_codes, op)
-    scales = emit.op("sddmm", rowptr, col, a_scale, b_scale, "mul")
-    scales.meta["precision"] = FP32
-    if len(shape_of(emit.node) or ()) == 2:
-        scales = emit.aten("unsqueeze", scales, -1)
-    return emit.aten("mul.Tensor", dots, scales)
+    return emit.op("qsddmm", rowptr, col, a_codes, b_codes, op, a_scale, b_scale)
 
 
 _INTEGER: dict[str, Callable[[_Emitter], Node | None]] = {

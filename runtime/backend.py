@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -35,11 +36,13 @@ class Backend:
         prepare_structure: adapts a structure graph to a lowered compute graph.
         use_kernels: swaps the backend's kernels into a structure program.
         executable: makes a program of a lowered graph.
-        description: one line for people, such as the instruction set.
+        description: one line for people, such as the instruction set, or the name of the GPU.
+        device: the GPU that its programs are for; None where there need not be one.
         joint_products: whether one kernel multiplies a matrix with several weights.
         joint_messages: whether one kernel reduces several values of a body, one in several ways, or one by
             the softmax of another.
         edge_products: whether a body computes products of edge features with a weight.
+        tensor_scales: whether a product's kernel finds the scale of its whole result on the way.
         narrow: which rows it gains nothing from gathering in int8.
     """
 
@@ -50,13 +53,21 @@ class Backend:
     use_kernels: Callable[[StructureRunner], None]
     executable: Callable[..., Executable] = Executable
     description: str = ""
+    device: torch.device | None = None
     joint_products: bool = True
     joint_messages: bool = True
     edge_products: bool = True
+    tensor_scales: bool = False
     narrow: NarrowRows = NarrowRows()
 
-    def __reduce__(self) -> tuple[Callable[[str], "Backend"], tuple[str]]:
-        return get_backend, (self.name,)
+    def __reduce__(self) -> tuple[Callable[..., "Backend"], tuple[Any, ...]]:
+        return get_backend, (self.name, self.device)
+
+    def structure_program(self, structure: GraphModule) -> StructureRunner:
+        """Return a program of a structure graph that runs the backend's kernels."""
+        runner = StructureRunner(structure)
+        self.use_kernels(runner)
+        return runner
 
     def needs_launch(self, node: Node) -> bool:
         """Whether a node computes: views, picked results and arithmetic on sizes come for free."""
@@ -81,7 +92,8 @@ def get_backend(name: str, device: torch.device | None = None) -> Backend:
 
     Args:
         name: one of ``NAMES``.
-        device: where the model is; ``auto`` takes the backend of that device.
+        device: where the model is; ``auto`` takes the backend of that device, and ``cuda`` is for that GPU,
+            or for the current one where the model is on none of this machine.
 
     Raises:
         BackendError: there is none of this name, or it cannot run here.
@@ -90,10 +102,12 @@ def get_backend(name: str, device: torch.device | None = None) -> Backend:
     if base not in NAMES or (architecture and base != "cuda-offline"):
         raise BackendError(f"unknown backend {name!r}; choose one of {', '.join(map(repr, NAMES))}")
     if base == "auto":
-        return _cuda() if device is not None and device.type == "cuda" else _cpu()
+        base = "cuda" if device is not None and device.type == "cuda" else "cpu"
+    if base == "cuda":
+        return _cuda(device)
     if base == "cuda-offline":
         return _cuda_offline(name, (architecture,) if architecture else OFFLINE)
-    return {"reference": _reference, "cuda": _cuda, "cpu": _cpu}[base]()
+    return {"reference": _reference, "cpu": _cpu}[base]()
 
 
 def _reference() -> Backend:
@@ -128,7 +142,7 @@ def _cpu() -> Backend:
 _CUDA_PRECISIONS = frozenset({"fp32", "fp16", "bf16", "int8"})
 
 
-def _cuda() -> Backend:
+def _cuda(device: torch.device | None) -> Backend:
     import gnnc.runtime.reference  # noqa: F401  runs what the kernels leave, as torch's CUDA ops
     from gnnc.runtime import cuda
     from gnnc.runtime.columns import narrow_columns
@@ -136,6 +150,8 @@ def _cuda() -> Backend:
     from gnnc.runtime.cuda.executable import CudaExecutable
     from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
 
+    compiler = cuda.load()  # says what is missing before anything asks for a GPU
+    gpu = _gpu(device)
     return Backend(
         name="cuda",
         precisions=_CUDA_PRECISIONS,
@@ -146,9 +162,18 @@ def _cuda() -> Backend:
         joint_products=False,
         joint_messages=False,
         edge_products=False,
+        tensor_scales=True,
         narrow=CUDA,
-        description=f"CUDA kernels, {cuda.load()}",
+        description=f"CUDA kernels, {torch.cuda.get_device_name(gpu)}, {compiler}",
+        device=gpu,
     )
+
+
+def _gpu(device: torch.device | None) -> torch.device:
+    """Return a GPU with its number: the current one where the device is none of this machine's."""
+    if device is None or device.type != "cuda" or device.index not in range(torch.cuda.device_count()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _cuda_offline(name: str, architectures: tuple[str, ...]) -> Backend:
@@ -168,6 +193,7 @@ def _cuda_offline(name: str, architectures: tuple[str, ...]) -> Backend:
         joint_products=False,
         joint_messages=False,
         edge_products=False,
+        tensor_scales=True,
         narrow=CUDA,
         description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",
     )

@@ -51,6 +51,11 @@ class Buffer:
         rows = typical(self.shape[0]) if self.shape else 1
         return rows * self.stride * self.dtype.itemsize
 
+    @property
+    def has_fixed_size(self) -> bool:
+        """Whether it is as large on every graph."""
+        return not self.shape or bool(expression(self.shape[0]).is_number)
+
 
 @dataclass(slots=True)
 class Value:

@@ -46,7 +46,8 @@ class Out:
 
     Attributes:
         result: which result of the submodule it is; None: only the kernel needs it.
-        form: ``matrix``, ``dense`` (no padding), ``vector`` (one element a row) or ``flag`` (one float).
+        form: ``matrix``, ``dense`` (no padding), ``vector`` (one element a row), ``scalar`` (one of all
+            rows) or ``flag`` (one float that only the kernel needs).
         dtype: element type.
     """
 
@@ -256,6 +257,10 @@ def _store(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
             shift = program.out(inner.results.get(op.covers[0]), "vector", torch.uint8)
             base = _operand(inner, step.operands[0], "vector", program)
             program.add("QUANT_POW2", codes, shift, base)
+        case "scale_tensor":
+            if result is None:
+                raise Refusal("a scale of all rows is read before it is whole")
+            program.add("SCALE_TENSOR", program.out(result, "scalar", torch.float32))
         case "row_dot":
             attention = _operand(inner, step.operands[0], "vector", program)
             dots = program.out(result, "dense", torch.float32)

@@ -1,11 +1,12 @@
 """A lowered graph as straight-line Python over kernel launchers."""
 
+import copy
 import linecache
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.fx import GraphModule, Node
@@ -89,6 +90,10 @@ class Executable:
 
     # What another device does in its own way
 
+    def whole(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return what runs a whole call, of which the program is a part, as this device needs it."""
+        return run
+
     def _emitter(self, graph_module: GraphModule, check_finite: bool) -> Emitter:
         return Emitter(graph_module, check_finite=check_finite)
 
@@ -141,6 +146,19 @@ class Executable:
     def assemble(self, source: str, **others: Any) -> Callable[..., tuple[Any, ...]]:
         """Return the function that a program's text defines, over the usual variables and others."""
         return _compile(source, self._globals | others)
+
+    def calling(self, stand_ins: Mapping[Callable[..., Any], Callable[..., Any]], **others: Any) -> Self:
+        """Return this program, for ``profile`` alone, with some of the functions that it calls replaced.
+
+        Args:
+            stand_ins: what is called in the place of each.
+            **others: the same by the names of variables.
+        """
+        for old, new in stand_ins.items():
+            others |= {name: new for name, value in self._globals.items() if value is old}
+        twin = copy.copy(self)
+        twin._timed = self.assemble(self._timed_source, **others)
+        return twin
 
     @property
     def arena_bytes(self) -> int:
@@ -239,14 +257,22 @@ def _layout(emitter: Emitter) -> Callable[..., tuple[Region, ...]]:
 
 
 def _assign_slots(buffers: list[Buffer]) -> None:
-    """Share memory between buffers whose lives do not meet: best fit, in order of birth."""
-    slots: list[tuple[int, int]] = []
+    """Share memory between buffers whose lives do not meet, in order of birth.
+
+    Each takes the memory that grows least for it, of those the smallest. What is as large on every graph
+    shares with its like: on a larger graph it would grow by all of another buffer.
+    """
+    slots: list[tuple[int, int, bool]] = []
     for buffer in sorted(buffers, key=lambda b: b.first):
-        size = buffer.typical_bytes
-        free = [(abs(held - size), i) for i, (end, held) in enumerate(slots) if end < buffer.first]
+        size, fixed = buffer.typical_bytes, buffer.has_fixed_size
+        free = [
+            (max(size - held, 0), held, i)
+            for i, (end, held, of_fixed) in enumerate(slots)
+            if end < buffer.first and of_fixed == fixed
+        ]
         if free:
-            _, buffer.slot = min(free)
-            slots[buffer.slot] = (buffer.last, max(slots[buffer.slot][1], size))
+            _, held, buffer.slot = min(free)
+            slots[buffer.slot] = (buffer.last, max(held, size), fixed)
         else:
             buffer.slot = len(slots)
-            slots.append((buffer.last, size))
+            slots.append((buffer.last, size, fixed))

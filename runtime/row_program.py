@@ -58,3 +58,4 @@ class Op(IntEnum):
     QUANT_POW2 = 64
     AMAX = 65
     ROW_DOT = 66
+    SCALE_TENSOR = 68

@@ -22,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -192,6 +193,24 @@ class StructureCache:
         self._insert(key, entry)
         return entry
 
+    def rebuild(
+        self, key_inputs: Sequence[Tensor | int | str], build: Callable[[], Any]
+    ) -> tuple[Entry, Callable[[], None]]:
+        """Drop what is cached of some inputs, and build it anew, for the caller alone at first.
+
+        Args:
+            key_inputs: as of ``get``.
+            build: likewise.
+
+        Returns:
+            What was built, and what puts it into the cache, in the place of what others built meanwhile.
+        """
+        key, anchors = _identify(key_inputs)
+        with self._lock:
+            self._remove(key)
+        entry = self._make_entry(key, anchors, key_inputs, build)
+        return entry, partial(self._insert, key, entry)
+
     def touch(self, entry: Entry) -> None:
         """Note that an entry is used now."""
         entry.used = next(self._clock)
@@ -222,7 +241,13 @@ class StructureCache:
         return Entry(refs, copies, outputs, 0)
 
     def _watch(self, anchor: Tensor, key: Key) -> _Anchor:
-        ref = _Anchor(anchor, self._on_freed)
+        owner = weakref.WeakMethod(self._on_freed)  # a cache that is dropped waits for no collector
+
+        def on_freed(ref: Any) -> None:
+            if (call := owner()) is not None:
+                call(ref)
+
+        ref = _Anchor(anchor, on_freed)
         ref.key = key
         return ref
 

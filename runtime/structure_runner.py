@@ -81,15 +81,41 @@ class StructureRunner:
             self.after_call(outputs)
         return outputs
 
+    def rebuild(self, *values: Any) -> tuple[tuple[Any, ...], Callable[[], None]]:
+        """Drop what is cached of these values, and compute it anew, for the caller alone at first.
+
+        Returns:
+            The structure graph's outputs, in tensors of their own; and what lets calls have them.
+        """
+        puts: list[Callable[[], None]] = []
+
+        def rebuilt(key: tuple[Any, ...], build: Callable[[], Any]) -> Entry:
+            entry, put = self.cache.rebuild(key, build)
+            puts.append(put)
+            return entry
+
+        def share() -> None:
+            for put in puts:
+                put()
+
+        slots, _ = self._compute(values, rebuilt)
+        return self._pick(slots), share
+
     def _look_up(self, values: tuple[Any, ...]) -> list[Any]:
+        slots, entries = self._compute(values, self.cache.entry)
+        self._last = _Last.of(values, self._keyed, entries)
+        return slots
+
+    def _compute(
+        self, values: tuple[Any, ...], entry_of: Callable[..., Entry]
+    ) -> tuple[list[Any], list[Entry]]:
+        """Return all slots and the entries of the parts; ``entry_of`` takes a key and what builds."""
         slots, entries = list(values), []
         for number, group in enumerate(self.groups):
             key = (number, *[slots[slot] for slot in group.key])
-            entry = self.cache.entry(key, lambda: self._build(number, slots))  # noqa: B023
-            entries.append(entry)
-            slots.extend(entry.outputs)
-        self._last = _Last.of(values, self._keyed, entries)
-        return slots
+            entries.append(entry_of(key, lambda: self._build(number, slots)))  # noqa: B023
+            slots.extend(entries[-1].outputs)
+        return slots, entries
 
     def check_inputs(self, needs: tuple[int, ...], check: Callable[..., None], *, sorts: bool) -> bool:
         """Have ``check`` look at placeholders when the first part that depends on them is built.

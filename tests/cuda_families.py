@@ -18,7 +18,9 @@ FAMILIES = {
         "spmm.py::test_float_sums[16-fp16-True]",
         "spmm.py::test_float_sums[47-fp16-False]",
         "spmm.py::test_float_sums[602-bf16-True]",
-        "spmm.py::test_weights_a_head[3-7-dtype2]",
+        "spmm.py::test_integer_rows_with_weights_a_head[4-16-sum-True]",
+        "spmm.py::test_integer_rows_with_weights_a_head[3-7-mean-True]",
+        "spmm.py::test_weights_a_head[3-7-dtype1]",
     ),
     "staged": (
         "staged.py::test_words_hold_the_sources[cut1-several stretches]",
@@ -35,6 +37,7 @@ FAMILIES = {
         "split_rows.py::test_integers_of_several_passes_are_64_bits_wide[602]",
         "split_rows.py::test_parts_are_joined_slice_by_slice[dtype0-65-spmm_sliced]",
         "split_rows.py::test_floats[dtype2-64-max]",
+        "split_rows.py::test_integers_with_weights_a_head[4-16]",
         "split_rows.py::test_attention[4-16]",
         "split_rows.py::test_attention[2-301]",
         "split_rows.py::test_messages[5-8-mean]",
@@ -57,6 +60,12 @@ FAMILIES = {
         "gemm.py::test_products_equal_the_reference[602-fp16]",
         "gemm.py::test_products_equal_the_reference[1433-bf16]",
     ),
+    "tuning": (
+        "tuning.py::test_integers_are_added_up_to_the_same_bits[128]",
+        "tuning.py::test_graphs_of_launches_do_not_go_on_with_freed_tables",
+        "tuning.py::test_a_graph_whose_columns_were_given_back_is_cut_anew[True]",
+        "tuning.py::test_bad_arguments_are_refused_as_by_a_call",
+    ),
     "models": (
         "models.py::test_cuda_computes_what_eager_and_the_reference_compute[GCN-int8]",
         "models.py::test_cuda_computes_what_eager_and_the_reference_compute[GAT-int8]",
@@ -66,7 +75,7 @@ FAMILIES = {
 }
 """Tests by kernel family: odd widths, rows of several passes, split rows, epilogues, bodies."""
 
-EMULATED = ("split rows", "sddmm", "attention", "models")
+EMULATED = ("split rows", "sddmm", "attention", "tuning", "models")
 """Families whose tests run on the emulator in every run of the suite without a GPU: what takes a minute."""
 
 

@@ -366,6 +366,19 @@ def test_profile_measures_every_launch(compiled):
     assert compiled._last.timings and all(t >= 0 for t in compiled._last.timings.values())
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_only_cuda_kernels_cut_a_graph(model, backend):
+    compiled = gnnc.compile(model, backend=backend)
+    with torch.no_grad():
+        with pytest.raises(gnnc.UnsupportedError, match=rf"{backend}.*call it as it is, or .* with \.cuda"):
+            compiled.tune(*graph())
+        with pytest.raises(gnnc.GraphError):
+            compiled.tune(graph()[0], graph()[1].float())
+    with pytest.raises(gnnc.UnsupportedError, match="gradients"):
+        compiled.tune(*graph())
+    assert "measured" not in compiled.explain()
+
+
 def test_clear_cache_keeps_the_program(compiled):
     with torch.no_grad():
         expected = compiled(*graph())

@@ -202,3 +202,21 @@ def test_memory_is_flat_over_mini_batches():
     assert compiled._last is program and len(held) == 1
     compiled.clear_cache()
     assert program.executable.arena_bytes == 0 and len(program.runner.cache) == 0
+
+
+class Halves(nn.Module):
+    """Row-local ops that begin with rows of 16 bits."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x.to(self.dtype).float()) * 2
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_16_bits(dtype, backend):
+    model, x = Halves(dtype), given()[0]
+    assert torch.equal(gnnc.compile(model, "fp32", backend=backend)(x), model(x))

@@ -3,20 +3,25 @@
 import dataclasses
 import itertools
 import json
+import pickle
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import gnnc
-from gnnc import calibration
+from gnnc import api, calibration
 from gnnc.calibration import Sample, calibrate, fit, rates_for, stored_rates
 from gnnc.cost import ALONE, KNOTS, Rates, Term
 from gnnc.environment import cache_folder
-from gnnc.probes import PROBES
-from gnnc.runtime.backend import get_backend
+from gnnc.probes import CPU, PROBES, Probe
+from gnnc.runtime import cuda
+from gnnc.runtime.backend import Backend, get_backend
 
 
 def samples(rates: dict[str, float], amounts: list[dict[str, float]]) -> list[Sample]:
@@ -123,6 +128,119 @@ def test_the_key_of_a_gpu_goes_by_its_name_and_not_by_threads(monkeypatch: pytes
     first, other = key("NVIDIA H200"), key("NVIDIA A100")
     monkeypatch.setattr("torch.get_num_threads", lambda: 77)
     assert first == key("NVIDIA H200") != other
+
+
+GPUS = tuple(torch.device("cuda", index) for index in range(3))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of this machine's GPUs, of which the first is the current one."""
+    names = ["NVIDIA A100", "NVIDIA H200", "NVIDIA H200"]
+    monkeypatch.setattr(cuda, "load", lambda: "NVRTC 13.0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[torch.device(device).index])
+    return names
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_rates_are_filed_under_the_gpu_that_the_model_is_on(name: str, gpus: list[str]) -> None:
+    first, other, like_other = (get_backend(name, gpu) for gpu in GPUS)
+    assert first.description == "CUDA kernels, NVIDIA A100, NVRTC 13.0"
+    assert other.description == calibration._machine(other) == "CUDA kernels, NVIDIA H200, NVRTC 13.0"
+    assert calibration._key(first) != calibration._key(other) == calibration._key(like_other)
+    assert [backend.device for backend in (first, other, like_other)] == list(GPUS)
+
+
+@pytest.mark.parametrize("device", [None, CPU, torch.device("cuda"), torch.device("cuda", 7)])
+def test_a_model_on_none_of_the_gpus_is_for_the_current_one(
+    device: torch.device | None, gpus: list[str]
+) -> None:
+    assert get_backend("cuda", device) == get_backend("cuda", GPUS[0])
+
+
+def test_a_pickled_backend_is_for_the_same_gpu_or_the_current_one_of_a_machine_without_it(
+    gpus: list[str],
+) -> None:
+    kept = pickle.dumps(get_backend("cuda", GPUS[1]))
+    assert pickle.loads(kept) == get_backend("cuda", GPUS[1]) != get_backend("cuda", GPUS[0])
+    del gpus[1:]
+    assert pickle.loads(kept) == get_backend("cuda", GPUS[0])
+
+
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_a_model_that_moves_is_compiled_for_the_gpu_that_it_is_on(
+    backend: str, gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Backend] = []
+
+    class Made(Exception):
+        """The program's options are known."""
+
+    def build(model: Any, args: Any, kwargs: Any, options: Any, *rest: Any, **more: Any) -> None:
+        made.append(options.backend)
+        raise Made
+
+    monkeypatch.setattr(api, "build_program", build)
+    monkeypatch.setattr(api, "validate", lambda *given: None)
+    monkeypatch.setattr(api, "device_of", lambda model: GPUS[1])
+    compiled = gnnc.compile(torch.nn.Linear(2, 2), backend=backend)
+    assert compiled.options.backend.device == GPUS[1]
+    for gpu in (GPUS[1], GPUS[0]):
+        monkeypatch.setattr(api, "device_of", lambda model, gpu=gpu: gpu)
+        with torch.no_grad(), pytest.raises(Made):
+            compiled(torch.ones(1, 2))
+    assert [each.device for each in made] == [GPUS[1], GPUS[0]]
+
+
+def test_a_gpu_is_measured_by_tensors_on_it(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another backend's kernels here, on the CPU."""
+    places: list[torch.device] = []
+    build, values_of = Probe.build, calibration.values_of
+
+    def built(probe: Probe, device: torch.device = CPU) -> Any:
+        places.append(device)
+        return build(probe)
+
+    def values(probe: Probe, nodes: int, edges: int, device: torch.device) -> Any:
+        places.append(device)
+        return values_of(probe, nodes, edges)
+
+    monkeypatch.setattr(Probe, "build", built)
+    monkeypatch.setattr(calibration, "values_of", values)
+    monkeypatch.setattr(calibration, "_CPU", dataclasses.replace(calibration._CPU, graphs=((50, 200),)))
+    monkeypatch.setattr(calibration, "_LEAST_RUNS", 1)
+    monkeypatch.setattr(calibration, "PROBES", PROBES[:1])
+    gpu = get_backend("cuda", GPUS[1])
+    backend = dataclasses.replace(
+        get_backend("reference"), device=gpu.device, description=gpu.description, precisions={"fp32"}
+    )
+    assert calibrate(backend, seconds=0).machine == "CUDA kernels, NVIDIA H200, NVRTC 13.0"
+    assert set(places) == {CPU, GPUS[1]}  # which options there are is asked of a graph on the CPU
+    assert places.count(GPUS[1]) == 2
+
+
+def test_threads_that_need_the_same_rates_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    begun = threading.Event()
+    made = Rates({ALONE: {"launch": 1.0}})
+
+    def measure(backend: Backend) -> Rates:
+        runs.append(threading.get_ident())
+        begun.set()
+        time.sleep(0.3)  # the other thread asks meanwhile
+        return made
+
+    monkeypatch.setattr(calibration, "calibrate", measure)
+    backend, found = get_backend("reference"), []
+    threads = [threading.Thread(target=lambda: found.append(rates_for(backend))) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert found == [made, made] and len(runs) == 1
 
 
 def test_a_backend_that_cannot_run_is_not_measured() -> None:

@@ -186,6 +186,12 @@ def test_explain(golden: Callable[[str], None]) -> None:
     golden(explain_text(report(hand_graphs.attention_layer(), notes=NOTES, captures=captures)))
 
 
+@pytest.mark.parametrize(("cuts", "lines"), [(["one", "two"], "  one\n  two"), ([], "  none")])
+def test_explain_says_which_cuts_were_measured(cuts: list[str], lines: str) -> None:
+    text = explain_text(report(hand_graphs.attention_layer(), cuts=cuts))
+    assert f"\n\nCuts of the graph, measured\n{lines}\n\nStayed FP32\n" in text
+
+
 def test_fp32_program_gives_the_request_as_the_reason() -> None:
     lines = header_lines(report(hand_graphs.float_layer(), precision="fp32"))
     assert lines[0] == "quantized 0 of 2 ops (gemm 0/1, spmm 0/1), 0 of 1 weights"

@@ -34,12 +34,6 @@ struct AttentionArgs {
   Staging staging;       // where rows are split
 };
 
-// Columns of a row of x from one head to the next.
-__host__ __device__ constexpr int head_stride(Element element, int width, int heads) {
-  const int piece = 16 / bytes_of(element);
-  return heads == 1 ? width : (width / heads + piece - 1) / piece * piece;
-}
-
 // Whether slots have rows of their own: one pass over the edges, and nothing between the heads.
 __host__ __device__ constexpr bool has_bundles(Element element, int width, int heads) {
   return is_one_pass(element, width) && head_stride(element, width, heads) * heads == width;
@@ -84,12 +78,6 @@ struct Attention {
   static_assert(Config::kAdditive || Config::kEdge, "logits are made from something");
   static constexpr int kColumns = (kStride + 3) / 4 * 4;
   static constexpr int kStaged = kColumns + (2 * kHeads + 3) / 4 * 4;  // words a slot: sums, then (maximum, sum) a head
-
-  // Where a row of x has a column of the result.
-  __device__ static int place(int column) {
-    if constexpr (kHeadStride == kHeadWidth) return column;
-    return column / kHeadWidth * kHeadStride + column % kHeadWidth;
-  }
 
   // Exponentials are powers of two: logits are kept times log2 e. Rounded to zero, a finite one stays finite: logits
   // that are all the least float, as masks set them, are all alike.
@@ -326,7 +314,7 @@ struct AttentionBody {
     typename A::Tile tile;
 #pragma unroll
     for (int i = 0; i < A::Tile::kPer; ++i) {
-      if (tile.valid(i)) tile.v[i] = words[A::place(tile.column(i))];
+      if (tile.valid(i)) tile.v[i] = words[place_of<A::kHeadWidth, A::kHeadStride>(tile.column(i))];
     }
     if (a.stats != nullptr) {
       for (int h = Layout::lane(); h < kHeads; h += 32) a.stats[static_cast<int64_t>(row) * kHeads + h] = heads[h];

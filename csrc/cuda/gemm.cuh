@@ -545,6 +545,7 @@ struct PackArgs {
   const float* weight;
   uint4* packed;
   float* scale;  // [kOut], int8 only
+  float* zero;   // set to 0 for the product's epilogue (step::scale_tensor), or null
 };
 
 // kInnerStride and kOutStride: elements of the weight from one place of a row of x, and from one output, to the next;
@@ -598,6 +599,7 @@ __global__ void __launch_bounds__(256) pack_weight(PackArgs args) {
   begin_kernel();
   using P = Pack<Config>;
   __shared__ float tops[8];
+  if (args.zero != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *args.zero = 0.0f;
   const int warp = threadIdx.x / 32, team = warp / Config::kWarps, thread = threadIdx.x % P::kThreads;
   const int output = blockIdx.x * (8 / Config::kWarps) + team;
   const bool exists = output < Config::kOut, is_packed = output < round_up(Config::kOut, 8);

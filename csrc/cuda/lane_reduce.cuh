@@ -2,8 +2,8 @@
 
 // Sums and extrema of gathered rows in FP32, each thread over the columns of its own 16 bytes: for FP32 rows, for
 // real weights of halves, and for max and min; extremes of elements of at most two bytes without weights as they are.
-// int8 becomes FP32 by byte permutation (2^23 + code + 128, less 2^23 + 128), which is exact and cheaper than a
-// conversion.
+// int8, of which there are no sums here (product_sum.cuh), becomes FP32 by byte permutation (2^23 + code + 128, less
+// 2^23 + 128), which is exact and cheaper than a conversion.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -69,6 +69,7 @@ template <class Layout, Reduce kReduce>
 struct LaneReduce {
   static constexpr int kColumns = Layout::kColumns;
   static constexpr bool kAdds = kReduce == Reduce::sum || kReduce == Reduce::mean;
+  static_assert(!kAdds || Layout::kElement != Element::i8, "codes are added up as they are");
   using Word = float;
 
   float acc[kColumns];

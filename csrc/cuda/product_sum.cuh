@@ -10,7 +10,8 @@
 // that already has the most to do.) Real weights are fixed-point numbers of 15 bits with one unit a slot and row,
 // 2^(e - 14), where 2^e is above every weight so far; when a larger one comes the sums are shifted. The error of a
 // weight is at most 2^-15 of that power of two. Of rows that take a whole warp it is twice that: a slot has all edges
-// of a part, for which 32 bits are one too few.
+// of a part, for which 32 bits are one too few. Weights may be a head's (of attention, of sums): a thread's columns are
+// of one head, and it has a unit of its own.
 //
 // HalfSum, FP32 sums: mma.m16n8k8 with two neighbouring words as A, as they were loaded, and the identity as B, so that
 // C has each thread's own columns. A value that is not finite makes seven others of the same 32 columns of that row not

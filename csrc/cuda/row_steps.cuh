@@ -487,6 +487,16 @@ __device__ float quant_row(const Tile& tile, int8_t* row, float* scale_out) {
   return scale;
 }
 
+// Raises the scale of all rows, 0 before the first. Floats that are not negative compare as their bits do, and NaN is
+// above all. What L1 holds of it may be an older, smaller one: then it is raised for nothing.
+template <class Tile>
+__device__ void scale_tensor(const Tile& tile, float* scale) {
+  const int bits = __float_as_int(scale_of(tile.max_abs())) & 0x7fffffff;
+  if (tile.lane == 0 && bits > __ldca(reinterpret_cast<const int*>(scale))) {
+    atomicMax(reinterpret_cast<int*>(scale), bits);
+  }
+}
+
 template <class Tile>
 __device__ void watch_scale(const Tile& tile, float scale, const Watch& watch) {
   if (tile.lane == 0 && !is_finite(scale)) watch.raise();

@@ -38,6 +38,26 @@ __host__ __device__ constexpr int pieces_of(Element element, int width) {
 // Whether a warp reads whole rows, in one pass over the edges.
 __host__ __device__ constexpr bool is_one_pass(Element element, int width) { return width * bytes_of(element) <= 512; }
 
+// Columns of all passes, with what is past the width.
+__host__ __device__ constexpr int padded_width(Element element, int width) {
+  const int at_once = pieces_of(element, width) * 16 / bytes_of(element);
+  return (width + at_once - 1) / at_once * at_once;
+}
+
+// Columns from one head to the next, where each of several begins on 16 bytes (pack_rows.cuh), so that a piece lies in
+// one.
+__host__ __device__ constexpr int head_stride(Element element, int width, int heads) {
+  const int piece = 16 / bytes_of(element);
+  return heads == 1 ? width : (width / heads + piece - 1) / piece * piece;
+}
+
+// Where such a row has a column of the result.
+template <int kHeadWidth, int kHeadStride>
+__device__ __forceinline__ int place_of(int column) {
+  if constexpr (kHeadStride == kHeadWidth) return column;
+  return column / kHeadWidth * kHeadStride + column % kHeadWidth;
+}
+
 template <Element kElement_, int kWidth_>
 struct RowLayout {
   static constexpr Element kElement = kElement_;

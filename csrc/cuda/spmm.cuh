@@ -3,10 +3,11 @@
 // spmm: out[i, :] = reduce over the edges e of row i of weight(e) * x[col[e], :], then the epilogue.
 //
 // Layout: x fp32, fp16, bf16 or int8, rows 16-byte aligned, read in pieces of 16 bytes (what is past the width is read
-// but never used); col int32. Sums of int8, fp16 and bf16 without a weight a head run on the tensor cores
-// (product_sum.cuh), extremes of them without weights are those of pairs of elements (PairExtremes in lane_reduce.cuh),
-// all else is FP32 (LaneReduce). Traffic: 4 B of col (+ 4 B a weight) and a row of x an edge, the epilogue's outputs a
-// row, 8 B a column and slot of a row that is split. Floor: the gather from L1 and L2.
+// but never used); col int32. Sums of int8, and of fp16 and bf16 without weights, are those of product_sum.cuh,
+// extremes of all three without weights those of pairs of elements (PairExtremes in lane_reduce.cuh), all else is FP32
+// (LaneReduce). Where sums of int8 have a weight a head, each head of x begins on 16 bytes (pack_rows.cuh), so that a
+// piece lies in one. Traffic: 4 B of col (+ 4 B a weight) and a row of x an edge, the epilogue's outputs a row, 8 B a
+// column and slot of a row that is split. Floor: the gather from L1 and L2.
 //
 // Launch: spmm, or spmm_sliced for rows of more than kMostWhole bytes whose epilogue looks at each column alone, with
 // one block of as many threads as they are compiled for a multiprocessor, no dynamic shared memory; spmm_staged as it
@@ -53,12 +54,20 @@ __host__ __device__ constexpr bool is_extreme_of_pairs(Element element, Reduce r
   return element != Element::f32 && reduce >= Reduce::max && weight == Weight::none && heads == 1;
 }
 
+__host__ __device__ constexpr bool is_sum_of_codes(Element element, Reduce reduce) {
+  return element == Element::i8 && reduce <= Reduce::mean;
+}
+
+// Columns of a row of x from one head to the next: what is made FP32 may have several in a piece.
+__host__ __device__ constexpr int spmm_head_stride(Element element, int width, Reduce reduce, int heads) {
+  return is_sum_of_codes(element, reduce) ? head_stride(element, width, heads) : width / heads;
+}
+
 __host__ __device__ constexpr Residency spmm_registers(Element element, int width, Reduce reduce, Value value,
-                                                       Scale scale, int heads) {
+                                                       Scale scale) {
   const Weight weight = weight_of(value, scale);
   const bool bytes = element == Element::i8;
-  const bool extreme = reduce >= Reduce::max && !is_extreme_of_pairs(element, reduce, weight, heads);
-  if (heads > 1) return {512, 4};
+  const bool extreme = reduce >= Reduce::max && !is_extreme_of_pairs(element, reduce, weight, 1);
   if (!is_one_pass(element, width) || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
   const int pieces = pieces_of(element, width);
   if (bytes && weight == Weight::none && !extreme) return {pieces == 1 ? 896 : 768, 8};
@@ -72,12 +81,23 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
   return {plain && (element == Element::f32 || kArchitecture < 1000) ? 896 : 768, 8};
 }
 
+// The same of weights a head, where a row of x has so many columns.
+__host__ __device__ constexpr Residency spmm_registers_by_head(Element element, int width, int gathered,
+                                                               Reduce reduce) {
+  if (kArchitecture < 900 || !is_sum_of_codes(element, reduce) || !is_one_pass(element, gathered)) return {512, 4};
+  return {kArchitecture < 1000 && gathered == width ? 640 : 512, 8};
+}
+
 __host__ __device__ constexpr Residency spmm_residency(Element element, int width, Reduce reduce, Value value,
                                                        Scale scale, int heads) {
-  Residency r = spmm_registers(element, width, reduce, value, scale, heads);
-  if (pieces_of(element, width) == 1) r.step = 4;  // a team of four takes sixteen
-  const bool one_pass = is_one_pass(element, width);
-  return fitting(r, pieces_of(element, width), one_pass ? 4 : width + 128, is_valued(value, heads), one_pass);
+  const int gathered = heads * spmm_head_stride(element, width, reduce, heads);
+  Residency r = heads > 1 ? spmm_registers_by_head(element, width, gathered, reduce)
+                          : spmm_registers(element, width, reduce, value, scale);
+  const int pieces = pieces_of(element, gathered);
+  if (pieces == 1) r.step = 4;  // a team of four takes sixteen
+  const bool one_pass = is_one_pass(element, gathered);
+  const int held = one_pass && gathered == width ? 4 : padded_width(element, gathered);
+  return fitting(r, pieces, held, is_valued(value, heads), one_pass);
 }
 
 // What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows.
@@ -103,10 +123,14 @@ struct Spmm {
   static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads;
   static constexpr bool kAdds = Config::kReduce == Reduce::sum || Config::kReduce == Reduce::mean;
   static constexpr Weight kWeight = weight_of(Config::kValue, Config::kScale);
-  static constexpr bool kBytes = kElement == Element::i8 && kAdds && kHeads == 1;
+  static constexpr bool kBytes = is_sum_of_codes(kElement, Config::kReduce);
+  static constexpr int kHeadWidth = kWidth / kHeads;
+  static constexpr int kHeadStride = spmm_head_stride(kElement, kWidth, Config::kReduce, kHeads);
+  static constexpr int kStride = kHeads * kHeadStride;  // columns of a row of x
+  using Layout = RowLayout<kElement, kStride>;
   // Four threads share a row of the matrix product, and what is not finite.
   static constexpr bool kHalves = (kElement == Element::f16 || kElement == Element::bf16) && kAdds &&
-                                  kWeight == Weight::none && RowLayout<kElement, kWidth>::kPieces >= 4;
+                                  kWeight == Weight::none && Layout::kPieces >= 4;
   static constexpr bool kExact = kBytes && kWeight != Weight::real;
   static_assert(kElement == Element::i8 || (Config::kValue != Value::integer && Config::kScale == Scale::none),
                 "integer values and scales of rows go with int8 rows");
@@ -115,8 +139,8 @@ struct Spmm {
                                                     is_one_pass(kElement, kWidth) && weight_place(kWidth) >= 0),
                 "the weight comes with the row, and is its only one");
   static_assert(kWidth % kHeads == 0, "heads divide the width");
+  static_assert(kHeads == 1 || Config::kValue == Value::real, "weights a head are floats");
 
-  using Layout = RowLayout<kElement, kWidth>;
   using Bytes = typename Select<kWeight == Weight::none, ByteSum<Layout>, ByteProducts<Layout, kWeight>>::Type;
   using Halves = HalfSum<Layout>;
   using Lanes = typename Select<is_extreme_of_pairs(kElement, Config::kReduce, kWeight, kHeads),
@@ -124,16 +148,18 @@ struct Spmm {
   using Sum = typename Select<kBytes, Bytes, typename Select<kHalves, Halves, Lanes>::Type>::Type;
   using Word = typename Sum::Word;
 
-  // The row of a slot, in the columns that its threads gather; or, of several passes, the row of the warp.
-  static constexpr bool kBundle = Layout::kPasses == 1;
+  // The row of a slot, in the columns that its threads gather; or, of several passes or with something between its
+  // heads, the row of the warp.
+  static constexpr bool kBundle = Layout::kPasses == 1 && kStride == kWidth;
   using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4, true>;
   // A row that all slots share, where they have more columns each than is worth storing at once.
   static constexpr bool kSpread = kBundle && spread_run<Layout>() < Layout::kColumns;
   static constexpr int kWarps = Config::kThreads / 32;
-  static constexpr int kHeld = kBundle ? 4 : Layout::kPadded;  // words of a row of several passes, of a warp
+  static constexpr int kHeld = kBundle ? 4 : Layout::kPadded;  // words of the row of a warp
   // What a slot of the staging buffer holds of each column.
   using Total = typename Select<kExact, int64_t, float>::Type;
-  static constexpr int kStaged = (Config::kRowWidth + 3) / 4 * 4, kStagedBytes = kStaged * sizeof(Total);
+  static constexpr int kStaged = ((kHeads == 1 ? Config::kRowWidth : kStride) + 3) / 4 * 4;
+  static constexpr int kStagedBytes = kStaged * sizeof(Total);
 };
 
 // The row as the epilogue takes it, from sums over `count` edges.
@@ -163,20 +189,20 @@ struct SpmmBody {
   static constexpr bool kPower = Config::kScale == Scale::power, kRow = Config::kScale == Scale::row;
   static constexpr bool kByteWeights = S::kExact && S::kWeight != Weight::none;
   static constexpr bool kSingly = S::kWeight == Weight::none && (S::kBytes || S::kHalves);
-  static constexpr int kHeadWidth = Config::kWidth / Config::kHeads;
-  static constexpr bool kOne = kHeadWidth % Layout::kColumns == 0;  // one head a piece
+  static constexpr bool kOne = S::kHeadWidth % Layout::kColumns == 0;  // one head a piece
   static constexpr int kColumns = Layout::kColumns;
 
   static constexpr bool kBundle = S::kBundle;
   static constexpr int kStep = Config::kStep;
   static constexpr bool kValued = is_valued(Config::kValue, Config::kHeads);
   static constexpr bool kFixes = S::kBytes && S::kWeight == Weight::real;  // weights are made integers
+  static constexpr bool kByHead = kFixes && Config::kHeads > 1;            // each thread those of its head
   // A thread loads what belongs to one or two edges of a step, makes integers of it and gives them to its neighbours:
   // there are no registers for a value and a scale of eight.
   static constexpr bool kOwns =
-      kFixes && (Config::kScale == Scale::none || kRow) && Layout::kPieces >= 4 && !Runs::kStaged;
-  // Zeros add nothing, but they are not below every maximum; and weights a head are read late.
-  static constexpr bool kMasks = !S::kAdds || Config::kHeads > 1;
+      kFixes && !kByHead && (Config::kScale == Scale::none || kRow) && Layout::kPieces >= 4 && !Runs::kStaged;
+  // Zeros add nothing, but they are not below every maximum; and floats are given weights a head late.
+  static constexpr bool kMasks = !S::kAdds || (Config::kHeads > 1 && !kByHead);
   // Where there are no registers to spare, zeros for rows that are not there have a gather wait for others.
   static constexpr bool kRagged = S::kHalves && Config::kRowWidth % kColumns != 0;  // the last piece is not whole
   static constexpr bool kTight =
@@ -184,7 +210,7 @@ struct SpmmBody {
   static constexpr bool kWhole = kMasks || kOwns || (kFixes && kValued && kRow) || kTight;
 
   struct Extra {
-    float value[4];    // kValued, not kOwns
+    float value[4];    // kValued, not kOwns; or kByHead
     float scale[4];    // of rows, not kOwns
     uint32_t code[4];  // int8 weights with their sign, or shifts; of an edge that is not there the one that makes a
                        // weight of 0
@@ -195,24 +221,30 @@ struct SpmmBody {
 
   const SpmmArgsOn<Runs>& a;
   const Epilogue& epilogue;
-  Word* words;  // the warp's row, of several passes
+  Word* words;  // the warp's row, where slots have none of their own
   int pass;
   typename S::Sum sum;
-  int32_t first_column = 0;  // of the slice
+  int32_t first_column = 0;       // of the slice
+  const float* values = nullptr;  // kByHead: of the first edge, for the head of this thread's piece
 
   template <class Work>
   __device__ __forceinline__ void begin(const Work&, int which) {
     pass = which;
+    if constexpr (kByHead) {
+      const int head = min(first_of_piece() / S::kHeadStride, Config::kHeads - 1);
+      values = opaque(static_cast<const float*>(a.value) + head);
+    }
   }
 
   // What is loaded is not looked at before `add`: that would be to wait for it before the rows are gathered.
   __device__ __forceinline__ void load(Extra& e, const Four& four, const int32_t (&source)[4], uint32_t mask) {
-    if constexpr (Config::kHeads > 1) e.edge = four.edge;
+    if constexpr (Config::kHeads > 1 && !kByHead) e.edge = four.edge;
     e.shifted = kPower;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool there = mask >> i & 1;
       if constexpr (kValued && !kOwns) e.value[i] = four.value[i];
+      if constexpr (kByHead) e.value[i] = load_if(there, values + (four.edge + i) * Config::kHeads, 0.0f);
       if constexpr (kRow && !kOwns) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
       if constexpr (kPower) e.code[i] = load_if(there, a.shift + source[i], 31u);
       if constexpr (Config::kValue == Value::integer) {
@@ -366,13 +398,14 @@ struct SpmmBody {
     return own.there[j] ? __fmul_rn(own.value[j], own.scale[j]) : 0.0f;
   }
 
-  // Of an edge that is there, where all heads have the same; 0 of another, where weights are loaded.
+  // Of an edge that is there, of all heads or of the thread's; 0 of another, where weights are loaded.
   __device__ static float weight(const Extra& e, int i) {
-    const float value = kValued ? e.value[i] : 1.0f;
-    if constexpr (kRow) return kValued ? __fmul_rn(value, e.scale[i]) : e.scale[i];
+    constexpr bool kGiven = kValued || kByHead;
+    const float value = kGiven ? e.value[i] : 1.0f;
+    if constexpr (kRow) return kGiven ? __fmul_rn(value, e.scale[i]) : e.scale[i];
     if constexpr (kPower) {
       const auto power = static_cast<float>(byte_of(e, i));
-      return kValued ? __fmul_rn(value, power) : power;
+      return kGiven ? __fmul_rn(value, power) : power;
     }
     if constexpr (Config::kValue == Value::integer) return static_cast<float>(static_cast<int8_t>(e.code[i]));
     return value;
@@ -388,9 +421,9 @@ struct SpmmBody {
       if (!counts) return;
       const float scale = weight(e, i);
       const float* value = static_cast<const float*>(a.value) + (e.edge + i) * Config::kHeads;
-      const int column = (pass * Layout::kPieces + Layout::piece()) * Layout::kColumns;
+      const int column = first_of_piece();
       const auto of = [&](int c) {
-        const int head = (column + c) / kHeadWidth;
+        const int head = (column + c) / S::kHeadWidth;
         return head < Config::kHeads ? __fmul_rn(__ldg(value + head), scale) : 0.0f;
       };
       if constexpr (kOne) {
@@ -402,6 +435,9 @@ struct SpmmBody {
     }
   }
 
+  // The first column of this thread's piece.
+  __device__ int first_of_piece() const { return (pass * Layout::kPieces + Layout::piece()) * kColumns; }
+
   // Where it is needed: the compiler would keep what it makes of it in registers for all rows.
   __device__ int32_t start() const { return Config::kSlices == 1 ? 0 : opaque(first_column); }
 
@@ -410,7 +446,7 @@ struct SpmmBody {
   }
   // Columns that a slot has from there on.
   __device__ int32_t staged_columns() const {
-    constexpr int kColumns = (Config::kWidth + 3) / 4 * 4;
+    constexpr int kColumns = (S::kStride + 3) / 4 * 4;
     return min(kColumns, S::kStaged - start());
   }
 
@@ -453,7 +489,7 @@ struct SpmmBody {
     }
   }
 
-  // Rows of several passes wait in shared memory.
+  // Rows of several passes, or with something between their heads, wait in shared memory.
 
   __device__ __forceinline__ void hold(const Word (&out)[kColumns]) const {
     if (Layout::slot() > 0) return;
@@ -467,7 +503,7 @@ struct SpmmBody {
     typename S::Tile tile;
 #pragma unroll
     for (int i = 0; i < S::Tile::kPer; ++i) {
-      if (tile.valid(i)) tile.v[i] = result(words[tile.column(i)]);
+      if (tile.valid(i)) tile.v[i] = result(words[place_of<S::kHeadWidth, S::kHeadStride>(tile.column(i))]);
     }
     epilogue(tile, row);
   }
@@ -479,7 +515,7 @@ struct SpmmBody {
     const Total start = S::kExact ? Total{0} : static_cast<Total>(start_of<Config::kReduce>());
     const StagedColumns<Total> nothing{{start, start, start, start}};
     Total* to = staged(slot);
-    RowTile<Config::kWidth, 32> tile;
+    RowTile<S::kStride, 32> tile;
     constexpr int kUnrolled = kBundle ? tile.kPer / 4 : 1;
 #pragma unroll kUnrolled
     for (int i = 0; i < tile.kPer; i += 4) {

@@ -158,10 +158,21 @@ def _to_copy(node: Node, acc: Accumulator) -> RowOp | None:
     return RowOp(node, (), "view", (node,)) if dtype is torch.float32 else None
 
 
+def _scale(node: Node, acc: Accumulator) -> RowOp | None:
+    """The scale of the whole tensor: every row raises it."""
+    granularity, bits = argument(node, 1, "granularity", None), argument(node, 2, "bits", 8)
+    if node.args[0] not in acc or granularity != "tensor" or bits != 8:
+        return None
+    return RowOp(node, (Step(SCALE_TENSOR),), "store", (node,))
+
+
+SCALE_TENSOR = "scale_tensor"
+"""Kind of the step that raises a scale by a row; only some kernels have it."""
 _HALF_STORES = {torch.bfloat16: "store_bf16", torch.float16: "store_fp16"}
 
 _PATTERNS: dict[str, Callable[[Node, Accumulator], RowOp | None]] = {
     "gnnc.quantize.default": _quantize,
+    "gnnc.scale.default": _scale,
     "aten._to_copy.default": _to_copy,
     "aten.sum.dim_IntList": _row_dot,
     "aten.mean.dim": _head_mean,
@@ -183,12 +194,22 @@ _VIEWS = frozenset(
 def classify(node: Node, acc: Accumulator | Node) -> RowOp | None:
     """Say what ``node`` does to the accumulator, or None where it is not row-local to it."""
     acc = acc if isinstance(acc, Accumulator) else Accumulator({acc: None})
-    if node.op != "call_function" or not is_float(acc.value) or not _has_fixed_columns(acc.value):
+    if node.op != "call_function" or not _has_fixed_columns(acc.value):
         return None
+    if not is_float(acc.value):
+        return _widened(node, acc)
     pattern = _PATTERNS.get(str(node.target))
     if pattern and _reads_nodes(node) and (matched := pattern(node, acc)):
         return matched
     return _classify_single(node, acc)
+
+
+def _widened(node: Node, acc: Accumulator) -> RowOp | None:
+    """Rows of 16 bits as they are loaded."""
+    halves = node.target is torch.ops.aten._to_copy.default and is_float(acc.value, *_HALF_STORES)
+    if not halves or node.args[0] not in acc or node.kwargs.get("dtype") is not torch.float32:
+        return None
+    return RowOp(node, (), "chain", (node,))
 
 
 def _has_fixed_columns(node: Node) -> bool:

@@ -27,6 +27,8 @@ _DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "perm": (torch.int64,),
     "scale": (torch.float32,),
     "x_scale": (torch.float32,),
+    "a_scale": (torch.float32,),
+    "b_scale": (torch.float32,),
     "base": (torch.float32,),
     "shift": (torch.uint8,),
 }
@@ -122,10 +124,11 @@ def _problem_of_sizes(call: Call) -> str | None:
     value, x = call.tensor("value"), call.tensor("x")
     if value is not None and x is not None and value.dim() == 2 and _differ(value.shape[1], x.shape[1]):
         return f"has {value.shape[1]} values an edge for {x.shape[1]} heads of x; give each head one, or all"
-    for name in ("x_scale", "shift"):
-        if _differ(call.rows(name), call.rows("x")):
+    for name, rows in (("x_scale", "x"), ("shift", "x"), ("a_scale", "a"), ("b_scale", "b")):
+        if _differ(call.rows(name), call.rows(rows)):
             return (
-                f"has {call.rows(name)} entries of {name} for {call.rows('x')} rows of x; give each row one"
+                f"has {call.rows(name)} entries of {name} for {call.rows(rows)} rows of {rows}; "
+                "give each row one"
             )
     return None
 
@@ -145,6 +148,8 @@ def _problem_of_widths(call: Call) -> str | None:
 def _problem_of_scales(call: Call) -> str | None:
     if call.given.get("x_scale") is not None and call.given.get("shift") is not None:
         return "has both x_scale and shift; rows are scaled one way: leave one out"
+    if (call.given.get("a_scale") is None) != (call.given.get("b_scale") is None):
+        return "has a scale for the rows of one end only; give both a_scale and b_scale, or neither"
     if call.op not in ("quantize", "dequantize"):
         return None
     scale, values = call.tensor("scale"), call.tensor("x" if call.op == "quantize" else "q")

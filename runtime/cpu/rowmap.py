@@ -7,14 +7,20 @@ from gnnc.runtime.cpu import epilogue
 from gnnc.runtime.emitter import Emitter, shape_of
 from gnnc.runtime.epilogue import argument_of
 from gnnc.runtime.plans import rowmap
-from gnnc.runtime.registry import kernel
+from gnnc.runtime.registry import Decline, kernel
 
 
 @kernel("fused:map", backend="cpu", name="map", priority=10)
 class Map:
     """``gnnc_cpu.map``: a row program over the rows of one tensor."""
 
-    plan = staticmethod(rowmap.plan)
+    @staticmethod
+    def plan(node: Node) -> rowmap.Plan | Decline:
+        """Take rows of every type but fp16, which the CPU's kernels do not read."""
+        plan = rowmap.plan(node)
+        if not isinstance(plan, Decline) and argument_of(node, plan.x).meta["val"].dtype == torch.float16:
+            return Decline("rows in fp16")
+        return plan
 
     @staticmethod
     def emit(plan: rowmap.Plan, node: Node, emitter: Emitter) -> None:

@@ -18,16 +18,17 @@ class Sddmm:
     @staticmethod
     def emit(plan: sddmm.Plan, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
-        rowptr, col, a, b, _ = node.args
+        rowptr, col, a, b, _, *scales = node.args
         first = a if a is not None else b
         second = b if b is not None else a
         width = plan.width
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu.sddmm.default, "sddmm")
+        factors = [emitter.vector(as_node(scale)) for scale in scales] if plan.is_scaled else ["None", "None"]
         emitter.line(
             f"{op}({emitter.vector(as_node(rowptr))}, {emitter.vector(as_node(col))}, "
             f"{emitter.matrix(as_node(first), width)}, {emitter.matrix(as_node(second), width)}, "
-            f"None, None, {plan.op}, {plan.heads}, {out})"
+            f"{', '.join(factors)}, {plan.op}, {plan.heads}, {out})"
         )
 
 

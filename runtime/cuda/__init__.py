@@ -10,7 +10,7 @@ from gnnc.runtime.cuda import build
 
 @cache
 def load() -> str:
-    """Check once that CUDA kernels can be compiled and run here; return a description.
+    """Check once that CUDA kernels can be compiled and run here; return a description of the compiler.
 
     Raises:
         BackendError: this torch has no CUDA, there is no device or driver, or no NVRTC of its
@@ -28,8 +28,7 @@ def load() -> str:
     found, major = build.compiler_version()[0], build.torch_major()
     if found != major:
         raise build.missing(f"NVRTC is of CUDA {found} and torch of CUDA {major}")
-    compiler = load_compiler()
-    return f"{torch.cuda.get_device_name()}, {compiler}"
+    return load_compiler()
 
 
 @cache

@@ -236,6 +236,6 @@ def pointer(text: str) -> str:
     return "0" if text == "None" else f"{text}.data_ptr()"
 
 
-def lanes_for(width: int, most: int = 32) -> int:
-    """Return how many threads share a row: each holds runs of four columns."""
-    return min(most, 1 << max(0, math.ceil(math.log2(max(1, math.ceil(width / 4))))))
+def lanes_for(width: int, columns: int = 4) -> int:
+    """Return how many threads share a row, so that each has so many columns, in runs of four."""
+    return min(32, 1 << max(0, math.ceil(math.log2(max(1, math.ceil(width / columns))))))

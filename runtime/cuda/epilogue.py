@@ -241,6 +241,10 @@ class Writer:
         self.struct.member(f"step::Watch {name}", *self.emitter.watched(self.node))
         return name
 
+    def _scale_tensor(self, a: int, b: int, c: int) -> None:
+        """Raise the scale; who launches the kernel has set it to zero (``scales_of``)."""
+        self.struct.step("step::scale_tensor", self.out(a))
+
     def _row_dot(self, a: int, b: int, c: int) -> None:
         columns = self.operand(a)
         row, _ = self.out_row(b)
@@ -258,6 +262,7 @@ _SPECIAL: dict[Op, Callable[[Writer, int, int, int], None]] = {
     Op.QUANT_STATIC: Writer._quant_static,
     Op.QUANT_POW2: Writer._quant_pow2,
     Op.AMAX: Writer._amax,
+    Op.SCALE_TENSOR: Writer._scale_tensor,
     Op.ROW_DOT: Writer._row_dot,
 }
 _FORMS: dict[str, Callable[[Writer, str, int, int], None]] = {
@@ -287,6 +292,13 @@ def write_epilogue(
     return Writer(program, node, emitter, rows, width).write()
 
 
+def scales_of(program: RowProgram, node: Node, emitter: CudaEmitter) -> list[str]:
+    """Return the texts of the scales of whole tensors that a row program raises, once it is written."""
+    results = [out.result for out in program.outs if out.form == "scalar"]
+    nodes = [emitter.outputs(node)[index] for index in results if index is not None]
+    return [emitter.vector(each) for each in nodes if each is not None]
+
+
 def literal(value: float) -> str:
     """Return a float constant as C++ text, exact."""
     single = float(torch.tensor(value, dtype=torch.float32))
@@ -306,4 +318,4 @@ def width_of_value(value: torch.Tensor) -> int:
     return int(value.shape[-1])
 
 
-__all__ = ["TYPES", "literal", "truth", "write_epilogue"]
+__all__ = ["TYPES", "literal", "scales_of", "truth", "write_epilogue"]

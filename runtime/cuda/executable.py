@@ -5,7 +5,6 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -13,12 +12,16 @@ from torch._C._dynamo import guards
 from torch.fx import GraphModule
 
 from gnnc.errors import BackendError
+from gnnc.ir.graph import placeholders
+from gnnc.ir.source import is_structure
 from gnnc.runtime.cuda.build import Machine, Resources
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.launch import enter_device
 from gnnc.runtime.cuda.replay import Fixed, Held, Recorded, Replay, launch_all
 from gnnc.runtime.cuda.steady import Recording, recording
+from gnnc.runtime.cuda.streams import PER_THREAD, on_own_stream
 from gnnc.runtime.cuda.tables import write_give_back
+from gnnc.runtime.cuda.tuning import Tuned, tune
 from gnnc.runtime.executable import Executable, Timing
 from gnnc.runtime.pool import Arena, ArenaPool, Layout, OutputPool
 
@@ -32,8 +35,6 @@ _WAIT = 2_000_000
 _LONGEST_WAIT = 256 * _WAIT
 
 _THREAD = threading.local()
-_PER_THREAD_STREAM = 2
-"""Handle of the stream that is another one in each thread."""
 
 
 class CudaArena(Arena):
@@ -41,13 +42,14 @@ class CudaArena(Arena):
 
     Attributes:
         stream: handle of the stream whose kernels use them.
+        captured: whether they are part of a CUDA graph of the caller's.
         last: what the last call took beside its inputs, if it was recorded.
         held: the graph of calls like it, once there were two.
     """
 
-    def __init__(self, device: torch.device, stream: int, key: Any) -> None:
+    def __init__(self, device: torch.device, stream: int, *, captured: bool) -> None:
         super().__init__()
-        self.stream, self.key = stream, key
+        self.stream, self.captured = stream, captured
         self.last: Fixed | None = None
         self.held: Held | None = None
         self._device = device
@@ -98,30 +100,35 @@ class CudaArena(Arena):
 class CudaArenaPool(ArenaPool):
     """Arenas by stream: kernels of one stream run in order, so that they may share memory.
 
+    A handle says which stream it is: calls on the one handle that does not run elsewhere, see ``streams``.
     While a CUDA graph is being captured, the arena is part of that graph and nobody else's.
+
+    Attributes:
+        was_captured: whether there was such a graph since ``clear``.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         super().__init__(layout)
         self._device, self._index = device, device.index
-        self._by_stream: dict[Any, list[CudaArena]] = {}
+        self._by_stream: dict[int, list[CudaArena]] = {}
+        self.was_captured = False
 
     def acquire(self, sizes: tuple[int, ...]) -> Arena:
         """Return an arena laid out for these sizes, for the caller alone until released."""
         if not torch.cuda.is_current_stream_capturing():
             return self.acquire_idle(sizes)
-        arena = CudaArena(self._device, torch._C._cuda_getCurrentRawStream(self._index), None)
+        self.was_captured = True
+        arena = CudaArena(self._device, torch._C._cuda_getCurrentRawStream(self._index), captured=True)
         arena.resize(sizes, self._layout)
         return arena
 
     def acquire_idle(self, sizes: tuple[int, ...]) -> CudaArena:
         """As ``acquire``, where it is known that no CUDA graph is being captured."""
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        key = (stream, get_ident()) if stream == _PER_THREAD_STREAM else stream
         try:
-            arena = self._by_stream[key].pop()
+            arena = self._by_stream[stream].pop()
         except (KeyError, IndexError):
-            arena = CudaArena(self._device, stream, key)
+            arena = CudaArena(self._device, stream, captured=False)
         if arena.sizes != sizes:
             arena.resize(sizes, self._layout)
         return arena
@@ -129,12 +136,13 @@ class CudaArenaPool(ArenaPool):
     def release(self, arena: Arena) -> None:
         """Give an arena back."""
         assert isinstance(arena, CudaArena)
-        if arena.key is not None:
-            self._by_stream.setdefault(arena.key, []).append(arena)
+        if not arena.captured:
+            self._by_stream.setdefault(arena.stream, []).append(arena)
 
     def clear(self) -> None:
         """Drop the idle arenas."""
         self._by_stream.clear()
+        self.was_captured = False
 
     @property
     def idle_bytes(self) -> int:
@@ -181,6 +189,8 @@ class CudaExecutable(Executable):
             enter_device(self._index)  # a new thread has no context of the driver yet
             _THREAD.entered = True
         try:
+            if torch._C._cuda_getCurrentRawStream(self._index) == PER_THREAD:
+                return on_own_stream(self.device, self._call, values)
             return self._call(values)
         finally:
             if before != self._index:
@@ -195,6 +205,12 @@ class CudaExecutable(Executable):
     def replays(self) -> bool:
         """Whether calls launch a CUDA graph: known after a few calls, where that was left open."""
         return self._replayed is not None and self._graph_wins is True
+
+    @property
+    def was_captured(self) -> bool:
+        """Whether a CUDA graph of the caller's has captured calls since ``clear``: it holds addresses."""
+        assert isinstance(self._arenas, CudaArenaPool)
+        return self._arenas.was_captured
 
     def _call(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         replayed = self._replayed
@@ -273,7 +289,19 @@ class CudaExecutable(Executable):
     def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:
         """Run the program once and time every node on the device."""
         with torch.cuda.device(self.device):
+            if torch._C._cuda_getCurrentRawStream(self._index) == PER_THREAD:
+                return on_own_stream(self.device, super().profile, *values)
             return super().profile(*values)
+
+    def tune(self, *values: Any) -> list[Tuned]:
+        """Cut the graph of these values as is measured to be fastest, see ``tuning``.
+
+        Args:
+            *values: as of a call; the structure among them is one that nobody else has yet.
+        """
+        structure = [values[place] for place in self._structure if isinstance(values[place], torch.Tensor)]
+        with torch.cuda.device(self.device):
+            return tune(self, values, structure)
 
     def _run_timed(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[tuple[str, Any]]]:
         """Let the device wait until the host has launched everything, so that no time is the host's."""
@@ -288,6 +316,16 @@ class CudaExecutable(Executable):
 
     # What another device does in its own way
 
+    def whole(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """As the base class says: what comes before and after the program takes memory of a stream, too."""
+
+        def call(tensors: Any) -> Any:
+            if torch._C._cuda_getCurrentRawStream(self._index) == PER_THREAD:
+                return on_own_stream(self.device, run, tensors)
+            return run(tensors)
+
+        return call
+
     def _emitter(self, graph_module: GraphModule, check_finite: bool) -> CudaEmitter:
         emitter = CudaEmitter(graph_module, check_finite=check_finite, offline=False)
         self._watch = emitter.watch
@@ -295,6 +333,8 @@ class CudaExecutable(Executable):
 
     def _prepare(self, emitter: Any, results: list[str]) -> None:
         write_give_back(emitter)
+        inputs = placeholders(emitter.graph_module)
+        self._structure = [place for place, node in enumerate(inputs) if is_structure(node)]
         machine = emitter.unit.build(self.device.index)
         self.resources, self._cubin = machine.resources, hashlib.sha256(machine.cubin).hexdigest()
         self.recording = recording(emitter, results)

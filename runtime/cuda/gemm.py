@@ -10,8 +10,8 @@ from torch.fx import Node
 from torch.nn.functional import pad
 
 from gnnc.ir.nodes import as_node
-from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, lanes_for, round_up
-from gnnc.runtime.cuda.epilogue import TYPES, write_epilogue
+from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, lanes_for, pointer, round_up
+from gnnc.runtime.cuda.epilogue import TYPES, scales_of, write_epilogue
 from gnnc.runtime.cuda.rowmap import launch_rowmap
 from gnnc.runtime.emitter import shape_of
 from gnnc.runtime.epilogue import argument_of
@@ -174,6 +174,8 @@ class Gemm:
         if plan.mode == gemm.FLOAT:
             return Decline("float32 products are left to cuBLAS, which keeps them exact")
         shape = shape_of_plan(plan, node)
+        if [out.form for out in plan.program.outs].count("scalar") > 1:
+            return Decline("it finds two scales of all rows, and the launch before sets one to zero")
         if plan.width > _MAX_WIDTH or tile_of(shape) is None:
             return Decline(f"sixteen rows of {shape.out} columns exceed shared memory")
         return plan
@@ -189,11 +191,11 @@ class Gemm:
         rows = shape_of(x)[0]
         text, stride = emitter.matrix(x), emitter.row_stride(x)
         together = shape.together(stride)
-        weight, scale = _pack(plan, node, emitter, shape, together)
         x_scale = "0"
         if plan.x_scale is not None:
             x_scale = f"{emitter.vector(argument_of(node, plan.x_scale))}.data_ptr()"
         epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width)
+        weight, scale = _pack(plan, node, emitter, shape, together)
         config = config_of(shape, tile, TYPES[x.meta["val"].dtype], stride)
         count = emitter.size(rows)
         emitter.launch(
@@ -229,6 +231,8 @@ class Cublas:
             return plan
         if plan.mode != gemm.FLOAT:
             return Decline("only float32 products")
+        if Op.SCALE_TENSOR in plan.program.ops:
+            return Decline("a scale of all rows is found by no kernel of its own")
         return plan if plan.width <= _MAX_WIDTH else Decline(f"rows of {plan.width} columns")
 
     @staticmethod
@@ -309,12 +313,13 @@ def _pack(plan: gemm.Plan, node: Node, emitter: CudaEmitter, shape: Shape, toget
     strides = f"{columns}, 1" if plan.weights[0].is_kn else f"1, {columns}"
     config = f"gnnc::Product::{shape.product}, {sizes}, {strides}, {together}, {shape.pack_warps}"
     text = emitter.matrix(w)
+    zero = next(iter(scales_of(plan.program, node, emitter)), "None")
     packed = emitter.scratch(1, shape.weight_bytes, torch.int8, flat=True)
     scale = emitter.scratch(1, shape.out, torch.float32, flat=True)
     emitter.launch(
         f"gnnc::pack_weight<gnnc::PackConfig<{config}>>",
         str(round_up(shape.out, 8) * shape.pack_warps // 8),
-        [f"{text}.data_ptr()", f"{packed}.data_ptr()", f"{scale}.data_ptr()"],
+        [*(f"{name}.data_ptr()" for name in (text, packed, scale)), pointer(zero)],
     )
     return packed, scale
 

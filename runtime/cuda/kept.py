@@ -1,7 +1,7 @@
 """What is made of a tensor once, and lives as long as the tensor."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +24,24 @@ def kept(tensor: Tensor, name: str, build: Callable[[], Any]) -> Any:
         return table[key]
     with BUILDING:  # the first thread builds for all: a graph may hold the addresses of what it built
         return table[key] if key in table else table.setdefault(key, build())
+
+
+def keep(tensor: Tensor, name: str, value: Any) -> None:
+    """Have a tensor that nobody else has yet keep a value, in the place of what it kept under that name."""
+    vars(tensor)[_PREFIX + name] = value
+
+
+def drop_all_but(tensor: Tensor, needed: Collection[int]) -> None:
+    """Have a tensor that nobody else has yet drop the objects whose tensors are not needed.
+
+    Args:
+        tensor: keeps what is dropped; tensors that it keeps stay.
+        needed: ``id`` of every tensor that is.
+    """
+    for key, value in list(vars(tensor).items()):
+        if key.startswith(_PREFIX) and not isinstance(value, Tensor | None):
+            if not any(id(each) in needed for each in value.tensors):
+                del vars(tensor)[key]
 
 
 def tensors_kept(tensor: Tensor) -> Iterator[Tensor]:

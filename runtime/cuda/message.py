@@ -24,6 +24,14 @@ _SDDMM = {
     "copy_src": "return j0",
     "copy_dst": "return i0",
 }
+_SCALED_DOT = (
+    "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [-1]); t2 = aten.mul.Tensor(t1, i1); "
+    "t3 = aten.mul.Tensor(t2, j1); return t3",
+    "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [-1]); t2 = aten.unsqueeze.default(i1, -1); "
+    "t3 = aten.mul.Tensor(t1, t2); t4 = aten.unsqueeze.default(j1, -1); t5 = aten.mul.Tensor(t3, t4); "
+    "return t5",
+)
+"""Of rows with scales, ``i1`` and ``j1``: one number an edge, or one a head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +85,19 @@ class EdgeSddmm:
         given = sddmm.plan(node)
         if isinstance(given, Decline):
             return given
-        _, _, a, b, op = node.args
-        body = _SDDMM[str(op)]
-        operands = [(name, value) for name, value in (("i0", a), ("j0", b)) if name in body]
+        _, _, a, b, op, *scales = node.args
+        dims = node.meta["val"].dim()
+        if given.is_scaled and dims > len(_SCALED_DOT):
+            return Decline(f"dot products of {dims - 1} dimensions an edge")
+        body = _SCALED_DOT[dims - 1] if given.is_scaled else _SDDMM[str(op)]
+        named = zip(("i0", "j0", "i1", "j1"), (a, b, *scales), strict=False)
+        operands = [(name, value) for name, value in named if name in body]
         first = as_node(operands[0][1]).meta["val"]
         if op == "dot" and first.dim() == 1:
             return Decline("rows of one value")
         if first.dtype == torch.int8 and first.shape[-1] > _EXACT:
             return Decline(f"sums of {first.shape[-1]} products of codes are not exact in float32")
-        if op == "dot" and node.meta["val"].dim() != as_node(a).meta["val"].dim() - 1:
+        if op == "dot" and dims != as_node(a).meta["val"].dim() - 1:
             return Decline("the dot product is not over the last dimension")
         positions = tuple((name, node.all_input_nodes.index(as_node(value))) for name, value in operands)
         return Plan(body, None, positions)

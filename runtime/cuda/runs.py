@@ -21,6 +21,8 @@ MOST_ENTRIES = 16
 """Rows of a run, at most: ``gnnc::kMostEntries``."""
 MOST_PART = 2048
 """Edges of an entry, at most: ``gnnc::kMostPart``."""
+_MOST_OF_A_SLOT = MOST_PART // 2
+"""Edges that a slot adds up, at most: sums in fixed point have 32 bits (csrc/cuda/product_sum.cuh)."""
 _SHARES = 32
 """Parts of rows have a multiple of this many edges, so that the slots of a warp get whole steps."""
 
@@ -34,6 +36,8 @@ class Cut(NamedTuple):
         window: short rows are sorted by their edges within so many neighbours.
         group: so many of them make a run at least.
         entries: and so many at most, where a group is fewer.
+        chunk: runs that a block takes at a time, 0: each has one share; None: as ``chunk_of`` says.
+        by_stretch: whether edges are arranged by stretch (``staged.py``), and not as runs.
     """
 
     part: int
@@ -41,6 +45,13 @@ class Cut(NamedTuple):
     window: int = 256
     group: int = 8
     entries: int = MOST_ENTRIES
+    chunk: int | None = None
+    by_stretch: bool = False
+
+    def __str__(self) -> str:
+        """What tells it from others of one graph."""
+        turns = f", {self.chunk} at a time" if self.chunk else ""
+        return f"{'stretches' if self.by_stretch else 'runs'}, part {self.part}, short {self.short}{turns}"
 
 
 class Runs(NamedTuple):
@@ -85,6 +96,24 @@ def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
         return Cut(_UNSPLIT, short, entries=1)
     part = _power_of_two_from(edges // (warps * 3))
     return Cut(min(max(part, 2 * short), 4 * few, MOST_PART), short)
+
+
+def candidates(model: Cut, other: Cut | None = None) -> list[Cut]:
+    """Return the cuts of a graph that are worth a measurement: the model's and up to seven like it.
+
+    Args:
+        model: what the model says, with its chunk; comes first.
+        other: what it says of stretches where it chose runs, or the reverse; None: there is one way alone.
+    """
+    part, short, chunk = model.part, model.short, model.chunk
+    sizes = ((part // 2, short), (2 * part, short), (part, short // 2), (part, 2 * short))
+    varied = [model._replace(part=p, short=s) for p, s in sizes if _is_useful(p, s)]
+    turns = [model._replace(chunk=size) for size in (chunk // 2, 2 * chunk)] if chunk else []
+    return [model, *varied, *turns, *([] if other is None else [other])]
+
+
+def _is_useful(part: int, short: int) -> bool:
+    return _LEAST_SHORT <= short <= min(part, _MOST_OF_A_SLOT) and part <= MOST_PART
 
 
 def few_edges(rows: int, edges: int) -> int:

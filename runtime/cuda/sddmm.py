@@ -5,6 +5,7 @@ from torch.fx import Node
 
 from gnnc.ir.nodes import as_node
 from gnnc.runtime.cuda.emitter import CudaEmitter
+from gnnc.runtime.cuda.epilogue import truth
 from gnnc.runtime.cuda.spmm import ELEMENTS, gathered_rows, packed_width
 from gnnc.runtime.cuda.tables import RUNS_EXTRA, runs_arguments, write_columns, write_runs
 from gnnc.runtime.cuda.unit import AS_COMPILED
@@ -35,7 +36,7 @@ class Sddmm:
     def emit(plan: sddmm.Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the launch."""
         emitter.unit.include("sddmm.cuh")
-        rowptr, col, a, b, _ = node.args
+        rowptr, col, a, b, _, *scales = node.args
         first, second = as_node(a if a is not None else b), as_node(b if b is not None else a)
         rows = [gathered_rows(emitter, value, plan.width, plan.heads) for value in (first, second)]
         width = rows[0].columns
@@ -46,11 +47,12 @@ class Sddmm:
         values = runs_arguments(pointer, columns, runs)
         for row in rows:
             values += [f"{row.text}.data_ptr()", str(row.stride)]
-        values += ["0", "0", f"{out}.data_ptr()"]
+        factors = [f"{emitter.vector(as_node(scale))}.data_ptr()" for scale in scales if plan.is_scaled]
+        values += [*(factors or ["0", "0"]), f"{out}.data_ptr()"]
         emitter.unit.expect("SddmmArgs", len(values) + RUNS_EXTRA)
         element = ELEMENTS[first.meta["val"].dtype]
         config = f"gnnc::SddmmConfig<gnnc::Element::{element}, {width}, gnnc::EdgeOp::{_OPS[plan.op]}, "
-        config += f"{plan.heads}>"
+        config += f"{plan.heads}, {truth(plan.is_scaled)}>"
         count = len(values) + RUNS_EXTRA
         emitter.launch(f"gnnc::sddmm<{config}>", f"{runs}.blocks", values, block=AS_COMPILED, count=count)
 

@@ -35,6 +35,8 @@ from gnnc.runtime.row_program import Op
 
 ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
 _MAX_WIDTH = 4096
+_MOST_HELD = 2560
+"""Columns of a row in FP32 that four warps have room for in the shared memory of a block."""
 _PIECE = 16
 """Bytes that a thread gathers at once."""
 _OF_WHOLE_ROWS = {
@@ -85,6 +87,10 @@ class Spmm:
         value = None if plan.value is None else argument_of(node, plan.value).meta["val"]
         if value is not None and value.dtype == torch.int8 and plan.heads > 1:
             return Decline("no int8 values a head")
+        dtype = argument_of(node, plan.x).meta["val"].dtype
+        columns = packed_width(plan.width, _heads_apart(plan, node), dtype)
+        if columns > _MOST_HELD and not _is_by_column(plan):
+            return Decline(f"a row of {columns} columns does not fit into a warp's shared memory")
         return plan
 
     @staticmethod
@@ -96,11 +102,12 @@ class Spmm:
         value = "0"
         if plan.value is not None:
             value = f"{value_text(emitter, node, plan.value, plan.heads)}.data_ptr()"
-        x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, by_stretch=plan.is_plain_sum)
+        heads = _heads_apart(plan, node)
+        x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, heads, by_stretch=plan.is_plain_sum)
         scale = _vector(emitter, node, plan.x_scale)
         shift = _vector(emitter, node, plan.shift)
         kind = _scale(plan, node, emitter)
-        sliced = plan.heads == 1 and _is_by_column(plan)
+        sliced = _is_by_column(plan)
         staged = (sliced or slices_of(x.nbytes) == 1) and _is_staged(plan, node)
         if staged:
             assert plan.col is not None
@@ -111,7 +118,7 @@ class Spmm:
             runs = write_runs(emitter, emitter.vector(rowptr), edges, x.nbytes)
         epilogue, values = write_epilogue(plan.program, node, emitter, shape_of(rowptr)[0] - 1, plan.width)
         config = _config(plan, node, kind)
-        words = round_up(plan.width, 4) * (2 if _is_exact(plan, node) else 1)
+        words = round_up(x.columns, 4) * (2 if _is_exact(plan, node) else 1)
         emitter.unit.require(f"Spmm<{config}>::kStagedBytes == {4 * words}", "parts of rows have room")
         rest = [f"{x.text}.data_ptr()", str(x.stride), value, scale, shift]
         rest += write_staging(emitter, runs, words, slices_of(x.nbytes) if sliced else 1)
@@ -151,8 +158,14 @@ def _is_staged(plan: spmm.Plan, node: Node) -> bool:
 
 
 def _is_by_column(plan: spmm.Plan) -> bool:
-    """Whether no step of the row program looks at several columns, as where rows come in slices."""
-    return plan.program.ops.isdisjoint(_OF_WHOLE_ROWS)
+    """Whether all columns are alike, as where rows come in slices: no step looks at several of them."""
+    return plan.heads == 1 and plan.program.ops.isdisjoint(_OF_WHOLE_ROWS)
+
+
+def _heads_apart(plan: spmm.Plan, node: Node) -> int:
+    """Return the heads of a row of x that each start on 16 bytes: those of codes that are added up."""
+    is_codes = argument_of(node, plan.x).meta["val"].dtype == torch.int8
+    return plan.heads if is_codes and plan.is_sum else 1
 
 
 def _config(plan: spmm.Plan, node: Node, scale: str) -> str:

@@ -90,7 +90,7 @@ def staged_cut_for(rows: int, edges: int) -> Cut:
         edges: E of the graph.
     """
     few = few_edges(rows, edges)
-    return Cut(min(4 * few, _MOST_PART), few)
+    return Cut(min(4 * few, _MOST_PART), few, by_stretch=True)
 
 
 def cut_rows(rowptr: Tensor, cut: Cut) -> Entries:

@@ -30,12 +30,14 @@ class RunTable:
         runs: the table, complete.
         multiprocessors: of the device.
         row_bytes: of the rows of x that are gathered.
+        chunk: see ``Cut``.
     """
 
-    def __init__(self, runs: Runs, multiprocessors: int, row_bytes: int) -> None:
-        chunk = chunk_of(runs.run.shape[0], multiprocessors, row_bytes)
-        self.blocks = min(runs.run.shape[0], multiprocessors)
+    def __init__(self, runs: Runs, multiprocessors: int, row_bytes: int, chunk: int | None = None) -> None:
         if chunk is None:
+            chunk = chunk_of(runs.run.shape[0], multiprocessors, row_bytes)
+        self.blocks = min(runs.run.shape[0], multiprocessors)
+        if not chunk:
             runs = runs._replace(run=deal(runs, max(self.blocks, 1)))
             chunk = runs.run.shape[0] // max(self.blocks, 1)
         self.tensors = runs.tensors
@@ -54,18 +56,37 @@ def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
     """
 
     def build() -> RunTable:
-        processors = torch.cuda.get_device_properties(rowptr.device).multi_processor_count
-
-        def cut() -> Runs:
-            runs = build_runs(rowptr, cut_for(rowptr.shape[0] - 1, edges, processors))
-            torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
-            return runs
-
-        table = RunTable(kept(rowptr, "runs", cut), processors, row_bytes)
+        table = RunTable(model_runs(rowptr, edges), multiprocessors_of(rowptr), row_bytes)
         torch.cuda.current_stream(rowptr.device).synchronize()
         return table
 
-    return kept(rowptr, f"runs_of_{row_bytes}", build)
+    return kept(rowptr, runs_name(row_bytes), build)
+
+
+def runs_name(row_bytes: int) -> str:
+    """Return what ``rowptr`` keeps the table of ``runs_of`` under."""
+    return f"runs_of_{row_bytes}"
+
+
+def model_runs(rowptr: Tensor, edges: int) -> Runs:
+    """Return the runs of a CSR as the model cuts them, for rows of any size; they live as long as the tensor.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``.
+        edges: E.
+    """
+
+    def build() -> Runs:
+        runs = build_runs(rowptr, cut_for(rowptr.shape[0] - 1, edges, multiprocessors_of(rowptr)))
+        torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
+        return runs
+
+    return kept(rowptr, "runs", build)
+
+
+def multiprocessors_of(tensor: Tensor) -> int:
+    """Return how many the device of a tensor has."""
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 class SumTable:
@@ -107,13 +128,18 @@ def sums_of(rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> SumTab
             return SumTable(runs_of(rowptr, col.shape[0], row_bytes))
         return SumTable(StagedTable(staged, sources))
 
-    return kept(col, f"sums_{rowptr.data_ptr()}_{sources}_{row_bytes}", build)
+    return kept(col, sums_name(rowptr, sources, row_bytes), build)
+
+
+def sums_name(rowptr: Tensor, sources: int, row_bytes: int) -> str:
+    """Return what ``col`` keeps the table of ``sums_of`` under."""
+    return f"sums_{rowptr.data_ptr()}_{sources}_{row_bytes}"
 
 
 def _staged_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> StagedRuns | None:
     """Return the edges by stretch, where that pays for rows of so many bytes."""
     rows, edges, window = rowptr.shape[0] - 1, col.shape[0], window_rows(row_bytes)
-    processors = torch.cuda.get_device_properties(rowptr.device).multi_processor_count
+    processors = multiprocessors_of(rowptr)
     if not pays(edges, edges, rows, processors, row_bytes):
         return None
 

@@ -21,12 +21,14 @@ class Plan:
         op: number of the operation.
         heads: dot products a row.
         a_width, b_width: widths of the operands' rows.
+        is_scaled: whether both ends' rows have scales, the node's last two arguments.
     """
 
     op: int
     heads: int
     a_width: int
     b_width: int
+    is_scaled: bool = False
 
     @property
     def width(self) -> int:
@@ -37,7 +39,7 @@ class Plan:
 @planned
 def plan(node: Node) -> Plan:
     """Read the widths; refuse operands that the kernel does not read."""
-    _, _, a, b, op = node.args
+    _, _, a, b, op, *scales = node.args
     operands = [value for value in (a, b) if isinstance(value, Node)]
     dtypes = {value.meta["val"].dtype for value in operands}
     if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, torch.int8} or len(dtypes) != 1:
@@ -47,7 +49,8 @@ def plan(node: Node) -> Plan:
     widths = [0 if v is None else epilogue.fixed_width(v) for v in (a, b)]
     if all(value is not None for value in (a, b)) and widths[0] != widths[1]:
         raise Refusal(f"operands of widths {widths[0]} and {widths[1]} would have to be broadcast")
-    return Plan(_OPS[op], _heads(node, op), *widths)
+    is_scaled = any(scale is not None for scale in scales)
+    return Plan(_OPS[op], _heads(node, op), *widths, is_scaled=is_scaled)
 
 
 @planned

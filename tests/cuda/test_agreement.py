@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import on_device
-from test_backends import MODELS, given
+from test_backends import MODELS, WIDTH, given
 from torch import Tensor
 from torch.fx import Node
+from torch_geometric.nn.models import GCN, GraphSAGE
 
 import gnnc
 from gnnc.narrow import CUDA
+from gnnc.passes.quantize import Quantize
 from gnnc.runtime import backend
 from gnnc.runtime.executable import Executable
 
@@ -26,6 +28,11 @@ pytestmark = pytest.mark.cuda
 EQUAL = 0.999
 """The part of a model's codes that is equal, by the definition of agreement; the others are off by one."""
 Keep = Callable[[str, Tensor], None]
+WIDE = {
+    "GCN": lambda: GCN(WIDTH, 64, 2, 47),
+    "GraphSAGE": lambda: GraphSAGE(WIDTH, 64, 2, 47),
+}
+"""Models with rows that CUDA gathers as codes without examples."""
 
 
 def holds_codes(node: Node) -> bool:
@@ -72,21 +79,30 @@ def looked_at(kept: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_cpu", "_cuda", "_reference"):
         made = getattr(backend, name)
 
-        def changed(made: Callable[[], backend.Backend] = made) -> backend.Backend:
-            given = made()
-            return replace(given, narrow=CUDA, executable=looking(given.executable, keep))
+        def changed(*device: Any, made: Callable[..., backend.Backend] = made) -> backend.Backend:
+            given = made(*device)
+            alike = {
+                "narrow": CUDA,
+                "tensor_scales": given.name != "cpu",
+                "joint_products": given.name == "cpu",
+            }
+            return replace(given, **alike, executable=looking(given.executable, keep))
 
         monkeypatch.setattr(backend, name, changed)
 
 
-def run(name: str, backend: str, *, static: bool) -> None:
+def run(name: str, backend: str, *, static: bool = False, of_tensors: bool = False) -> None:
     """Call a model that is compiled for a backend."""
+    passes = gnnc.passes.PIPELINE
+    if of_tensors:
+        passes = tuple(replace(p, dynamic="tensor") if isinstance(p, Quantize) else p for p in passes)
     torch.manual_seed(0)
-    model, arguments = MODELS[name]().eval(), given()
+    model, arguments = (WIDE if of_tensors else MODELS)[name]().eval(), given()
     if backend == "cuda":
         model, arguments = model.cuda(), on_device(arguments)
     examples = arguments if static else None
-    gnnc.compile(model, "int8", backend=backend, example_inputs=examples, cuda_graph=False)(*arguments)
+    options: dict[str, Any] = {"example_inputs": examples, "pipeline": passes, "cuda_graph": False}
+    gnnc.compile(model, "int8", backend=backend, **options)(*arguments)
 
 
 def assert_agree(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -111,3 +127,14 @@ def test_codes_of_whole_models(name: str, static: bool, looked_at: None, kept: d
         kept.clear()
         run(name, other, static=static)
         assert_agree(got, kept)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WIDE)
+def test_codes_by_scales_of_whole_tensors(name: str, looked_at: None, kept: dict[str, Tensor]) -> None:
+    run(name, "cuda", of_tensors=True)
+    got = dict(kept)
+    assert any(values.dtype == torch.uint8 for values in got.values())
+    kept.clear()
+    run(name, "reference", of_tensors=True)
+    assert_agree(got, kept)

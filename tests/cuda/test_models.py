@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from dataclasses import replace
 from typing import Any
 
 import graphs
@@ -13,6 +14,7 @@ from cuda_cases import error, on_device, on_host
 from test_backends import MODELS, given
 from test_zoo import SIZES, assert_close, eager
 from torch_geometric.nn import SAGEConv
+from torch_geometric.nn.models import GCN
 from zoo import ZOO, build, prepared
 from zoo_layers import LAYERS
 
@@ -186,6 +188,24 @@ def test_the_four_models_run_on_kernels_of_our_own(name: str) -> None:
         if node.meta.get("kernel") == "reference" and node.meta["val"].dim() > 1
     ]
     assert not fallbacks, compiled.explain()
+
+
+@torch.no_grad()
+def test_a_scale_of_a_whole_tensor_is_that_of_its_call() -> None:
+    torch.manual_seed(0)
+    passes = [replace(p, dynamic="tensor") if p.name == "quantize" else p for p in gnnc.passes.PIPELINE]
+    model, (x, edge_index) = GCN(24, 64, 2, 47).eval().cuda(), on_device(given())
+    compiled = gnnc.compile(model, "int8", pipeline=passes)
+    large = compiled(x * 100.0, edge_index)
+    assert ', "tensor")  ' in str(compiled)  # a scale of a tensor, in its text
+    for given_x in (x, x, x * 0.0):
+        fresh = gnnc.compile(model, "int8", pipeline=passes)
+        assert torch.equal(compiled(given_x, edge_index), fresh(given_x, edge_index))
+    assert not torch.equal(large, compiled(x, edge_index))
+    with pytest.raises(gnnc.PrecisionError, match="conv"):
+        for _ in range(3):  # said by a later call
+            compiled(x * float("nan"), edge_index)
+            torch.cuda.synchronize()
 
 
 @torch.no_grad()

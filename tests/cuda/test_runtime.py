@@ -13,8 +13,9 @@ from torch_geometric.nn import GraphConv
 from torch_geometric.nn.models import GCN
 
 import gnnc
-from gnnc.runtime.cuda.executable import CudaArena, CudaArenaPool, CudaExecutable
+from gnnc.runtime.cuda.executable import CudaExecutable
 from gnnc.runtime.cuda.launch import Launch
+from gnnc.runtime.cuda.replay import _Graph
 
 pytestmark = pytest.mark.cuda
 GRAPH = pytest.mark.parametrize("cuda_graph", [True, False, "auto"])
@@ -252,30 +253,75 @@ def test_two_threads_on_the_stream_of_their_own_that_has_one_handle(model, cuda_
         assert all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True))
 
 
-def test_arenas_of_the_stream_of_each_thread_are_that_threads(monkeypatch):
-    """Both threads run at once, so that neither takes the other's number."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 2, raising=False)
-    pool = CudaArenaPool(lambda *sizes: (), torch.empty(0, device="cuda").device)
-    used: list[list[CudaArena]] = [[], []]
-    turns = [threading.Event(), threading.Event()]
-    turns[0].set()
+@torch.no_grad()
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the emulator is one thread's and has one stream")
+@GRAPH
+def test_what_a_call_gives_back_is_not_another_threads_while_kernels_run(model, cuda_graph, monkeypatch):
+    """The first thread's kernels wait behind its call; its copy of x, which begins on 4 bytes, is free."""
+    compiled, x, edge_index = compiled_and_inputs(model, cuda_graph)
+    inputs = [torch.empty(x.numel() + 1, device="cuda")[1:].view_as(x).copy_(x + i) for i in range(2)]
+    expected = [compiled(one, edge_index) for one in inputs]
+    launch, launch_graph = Launch.__call__, _Graph.launch
+    called, over = threading.Event(), threading.Event()
+    got: list[torch.Tensor] = []
+    torch.cuda.synchronize()
 
-    def work(number: int) -> None:
-        for _ in range(3):
-            turns[number].wait(10)
-            turns[number].clear()
-            used[number].append(pool.acquire_idle(()))
-            pool.release(used[number][-1])
-            turns[1 - number].set()
+    def sleep():
+        if threading.current_thread() is first:
+            torch.cuda._sleep(100_000_000)
 
+    monkeypatch.setattr(Launch, "__call__", lambda self, *args: (sleep(), launch(self, *args)))
+    monkeypatch.setattr(_Graph, "launch", lambda self, stream: (sleep(), launch_graph(self, stream)))
+
+    def work():
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.ExternalStream(2)):
+            got.append(compiled(inputs[0], edge_index))
+            called.set()
+            over.wait(60)
+            torch.cuda.current_stream().synchronize()
+
+    first = threading.Thread(target=work)
+    first.start()
+    called.wait(60)
+    stream = torch.cuda.ExternalStream(2)
+    with torch.cuda.stream(stream):
+        got += [compiled(inputs[1], edge_index)]
+    stream.synchronize()
+    over.set()
+    first.join()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the emulator is one thread's and has one stream")
+def test_rows_wait_for_their_parts_in_memory_of_the_thread(model, monkeypatch):
+    """Each thread's kernels may still run when the next one calls: nobody waits for them."""
+    compiled, x, _ = compiled_and_inputs(model, False)
+    hub = torch.stack([torch.arange(50_000, device="cuda") % 90, torch.zeros(50_000, device="cuda").long()])
+    expected = compiled(x, hub)
+    memory = compiled._last.executable._run.__globals__
+    empty, used = memory["empty"], [[], []]
+    torch.cuda.synchronize()
+
+    def work(number):
+        def noted(*shape, **options):
+            tensor = empty(*shape, **options)
+            used[number].append(tensor.data_ptr())
+            return tensor
+
+        memory["empty"] = noted
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.ExternalStream(2)):
+            torch.cuda._sleep(100_000_000)
+            got.append(compiled(x, hub))
+
+    got: list[torch.Tensor] = []
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
-    for thread in threads:
         thread.join()
-    first, second = ({id(arena) for arena in arenas} for arenas in used)
-    assert len(used[0]) == len(used[1]) == 3
-    assert len(first) == len(second) == 1 and first != second
+    torch.cuda.synchronize()
+    assert used[0] and set(used[0]).isdisjoint(used[1])
+    assert all(torch.equal(each, expected) for each in got)
 
 
 @torch.no_grad()

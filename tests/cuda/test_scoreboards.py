@@ -101,6 +101,22 @@ KERNELS = {
     "int8 row scales, half a line": (4, SPMM_SOURCE, SpmmConfig("i8", 32, scale="row").name()),
     "int8 edge weights": (8, SPMM_SOURCE, SpmmConfig("i8", 64, value="real", scale="row").name()),
     "int8 edge weights, one scale": (8, SPMM_SOURCE, SpmmConfig("i8", 64, value="real").name()),
+    "int8 weights a head": (
+        8,
+        SPMM_SOURCE,
+        SpmmConfig("i8", 64, value="real", scale="row", heads=4).name(),
+    ),
+    "int8 weights a head, one scale": (8, SPMM_SOURCE, SpmmConfig("i8", 64, value="real", heads=4).name()),
+    "int8 weights a head, whole lines": (
+        8,
+        SPMM_SOURCE,
+        SpmmConfig("i8", 128, value="real", scale="row", heads=8).name(),
+    ),
+    "int8 weights a head, with gaps": (
+        8,
+        SPMM_SOURCE,
+        SpmmConfig("i8", 21, value="real", scale="row", heads=3).name(),
+    ),
     "fp16": (8, SPMM_SOURCE, SpmmConfig("f16", 64).name()),
     "fp16, a last piece with 1 column": (8, SPMM_SOURCE, SpmmConfig("f16", 41).name()),
     "fp16, a last piece with 7 columns": (8, SPMM_SOURCE, SpmmConfig("f16", 47).name()),

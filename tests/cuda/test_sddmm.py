@@ -21,6 +21,7 @@ WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
 def test_no_kernel_spills(architecture: str, element: str) -> None:
     configs = [SddmmConfig(element, width) for width in (16, 47, 64, 602)]
     configs += [SddmmConfig(element, 64, heads=4, scaled=True)]
+    configs += [SddmmConfig(element, width, scaled=True) for width in (16, 47, 602) if element == "i8"]
     configs += [] if element == "i8" else [SddmmConfig(element, 64, "add")]
     names = tuple(config.name() for config in configs)
     report = compile_kernels('#include "sddmm.cuh"', names, architecture)
@@ -98,4 +99,6 @@ def test_programs_keep_no_row_for_an_edge(heads: int, each: int, precision: str)
     got = compiled(*on_device(given()))
     taken = [name for node, name in compiled._last.executable.kernels if "sddmm" in node]
     assert taken and set(taken) <= {"sddmm", "edge_sddmm"}
+    if precision == "int8":  # the scales of both ends too
+        assert len(taken) == 1 and not any("mul" in node for node, _ in compiled._last.executable.kernels)
     assert error(got, eager) < {"fp32": 1e-5, "fp16": 0.01, "int8": 0.05}[precision]

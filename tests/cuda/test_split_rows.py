@@ -83,6 +83,17 @@ def test_parts_are_joined_slice_by_slice(hubs: Graph, dtype: torch.dtype, width:
     assert relative_error(got, want) < 1e-5
 
 
+@pytest.mark.parametrize(("heads", "each"), [(4, 16), (2, 48), (2, 301), (3, 7)])
+def test_integers_with_weights_a_head(hubs: Graph, heads: int, each: int) -> None:
+    x = torch.randint(-127, 128, (900, heads * each), dtype=torch.int8)
+    value = torch.rand(hubs.num_edges, heads)
+    got = again_and_again(Spmm(on_gpu(hubs), rows16(x), value=value.cuda()))
+    weight, per_head = value.double(), x.double().view(900, heads, each)
+    want = spmm_reference(hubs.rowptr, hubs.col, weight, per_head, "sum", hubs.num_dst)
+    size = spmm_reference(hubs.rowptr, hubs.col, weight, per_head.abs(), "sum", hubs.num_dst)
+    assert relative_error(got, want.flatten(1), size.flatten(1)) < 1e-5
+
+
 @pytest.mark.parametrize(("heads", "each"), [(4, 16), (1, 40), (2, 301), (3, 7)])
 def test_attention(hubs: Graph, heads: int, each: int) -> None:
     x, a_src = torch.randn(900, heads * each), torch.randn(900, heads) * 20

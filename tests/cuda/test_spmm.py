@@ -1,12 +1,15 @@
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
+from cuda_cases import error, on_device
 from cuda_launch import ARCHITECTURES, compile_kernels
 from cuda_sparse import NBYTES, SPMM_SOURCE, Sparse, Spmm, SpmmConfig, form_of, rows16, sparse, weighted16
 from kernel_graphs import GRAPHS, Graph, random_graph, relative_error, star
-from torch import Tensor
+from torch import Tensor, nn
 
+import gnnc
 from gnnc.ir.quantized import qspmm_reference
 from gnnc.ir.sparse import spmm_reference
 from gnnc.runtime.cuda.runs import Cut
@@ -58,6 +61,22 @@ def test_no_kernel_spills(architecture: str, kind: str) -> None:
     names += (configs[BUILT_WIDTHS.index(602)].name("StoreFloats<602>", "spmm_sliced"),)
     report = compile_kernels(SPMM_SOURCE, names, architecture)
     assert len(report) == len(names)
+    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+
+
+HEADS = ((4, 16), (8, 8), (3, 7), (2, 48), (2, 301))
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_sum_of_codes_with_weights_a_head_spills(architecture: str) -> None:
+    configs = [
+        SpmmConfig("i8", heads * each, reduce, "real", scale, heads)
+        for heads, each in (*HEADS, (2, 16), (12, 64), (16, 24))
+        for reduce, scale in (("sum", "row"), ("mean", "row"), ("sum", "none"))
+    ]
+    report = compile_kernels(SPMM_SOURCE, tuple(config.name() for config in configs), architecture)
+    assert len(report) == len(configs)
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
 
 
@@ -139,12 +158,19 @@ def test_integer_weights_are_exact(width: int) -> None:
             assert torch.equal(twice(Spmm(graph, weighted16(x, shift), in_row=True)), want)
 
 
-def test_error(got: Tensor, g: Graph, value: Tensor | None, x: Tensor, x_scale: Tensor | None) -> float:
-    """RMS error over the RMS of the sums of magnitudes, in float64."""
+def test_error(
+    got: Tensor,
+    g: Graph,
+    value: Tensor | None,
+    x: Tensor,
+    x_scale: Tensor | None,
+    reduce: str = "sum",
+) -> float:
+    """RMS error over the RMS of the sums (or means) of magnitudes, in float64."""
     x = x.double() if x_scale is None else x.double() * x_scale.double().view(-1, *[1] * (x.dim() - 1))
     value = None if value is None else value.double()
-    want = spmm_reference(g.rowptr, g.col, value, x, "sum", g.num_dst)
-    size = spmm_reference(g.rowptr, g.col, None if value is None else value.abs(), x.abs(), "sum", g.num_dst)
+    want = spmm_reference(g.rowptr, g.col, value, x, reduce, g.num_dst)
+    size = spmm_reference(g.rowptr, g.col, None if value is None else value.abs(), x.abs(), reduce, g.num_dst)
     return relative_error(got, want.flatten(1), size.flatten(1))
 
 
@@ -183,12 +209,13 @@ def test_integer_rows_with_real_weights(width: int) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("width", [256, 512, 640])
-def test_real_weights_of_a_long_part_stay_in_range(width: int) -> None:
+@pytest.mark.parametrize(("width", "heads"), [(256, 1), (512, 1), (640, 1), (512, 2), (280, 8)])
+def test_real_weights_of_a_long_part_stay_in_range(width: int, heads: int) -> None:
     """Rows of 257 columns and more take a whole warp: one slot has all edges of a part."""
     edges = 2048
     g = random_graph(3, 1, edges)
-    x, value = torch.full((3, width), 127, dtype=torch.int8), torch.full((edges,), 0.999)
+    x = torch.full((3, width), 127, dtype=torch.int8)
+    value = torch.full((edges, heads) if heads > 1 else (edges,), 0.999)
     got = twice(Spmm(on_gpu(g, part=edges), rows16(x), value.cuda(), form="spmm"))
     want = torch.full((1, width), 0.999 * 127 * edges)
     assert relative_error(got, want) < 1e-4
@@ -219,21 +246,49 @@ def test_the_first_weights_of_a_row_may_be_of_any_size(width: int) -> None:
         assert test_error(got, g, value, x, None) < 1e-4
 
 
+def error_of_a_head(
+    got: Tensor, g: Graph, value: Tensor, x: Tensor, x_scale: Tensor | None, reduce: str = "sum"
+) -> float:
+    """The largest, over the heads, of their errors."""
+    heads = value.shape[1]
+    got, x = got.view(len(got), heads, -1), x.view(len(x), heads, -1)
+    each = (test_error(got[:, h], g, value[:, h], x[:, h], x_scale, reduce) for h in range(heads))
+    return max(each)
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("heads", "each"), [(4, 16), (3, 7), (8, 8), (2, 301)])
 def test_weights_a_head(heads: int, each: int, dtype: torch.dtype) -> None:
     g = GRAPHS["random"]()
-    x = (
-        codes(g.num_src, heads * each)
-        if dtype == torch.int8
-        else torch.randn(g.num_src, heads * each).to(dtype)
-    )
-    value = torch.randn(g.num_edges, heads)
-    scale = torch.rand(g.num_src) if dtype == torch.int8 else None
-    given = None if scale is None else scale.cuda()
-    got = twice(Spmm(on_gpu(g), rows16(x), value=value.cuda(), x_scale=given))
-    assert test_error(got, g, value, x.view(-1, heads, each), scale) < 1e-6
+    x, value = torch.randn(g.num_src, heads * each).to(dtype), torch.randn(g.num_edges, heads)
+    got = twice(Spmm(on_gpu(g), rows16(x), value=value.cuda()))
+    assert error_of_a_head(got, g, value, x, None) < 1e-6
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("reduce", "scaled"), [("sum", True), ("sum", False), ("mean", True)])
+@pytest.mark.parametrize(("heads", "each"), HEADS)
+def test_integer_rows_with_weights_a_head(heads: int, each: int, reduce: str, scaled: bool) -> None:
+    """Each head has units of its own: that of small weights errs by no more of them than any other."""
+    for make in GRAPHS.values():
+        g = make()
+        x = codes(g.num_src, heads * each)
+        value = torch.randn(g.num_edges, heads) * torch.logspace(-6, 3, heads)
+        scale = torch.rand(g.num_src) * torch.logspace(-2, 2, g.num_src) if scaled else None
+        given = None if scale is None else scale.cuda()
+        call = Spmm(on_gpu(g), rows16(x), value=value.cuda(), x_scale=given, reduce=reduce)
+        assert error_of_a_head(twice(call), g, value, x, scale, reduce) < 1e-4
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_extremes_of_integer_rows_with_weights_a_head(reduce: str) -> None:
+    g = GRAPHS["random"]()
+    x, value = codes(g.num_src, 21), torch.randn(g.num_edges, 3)
+    got = twice(Spmm(on_gpu(g), rows16(x), value=value.cuda(), reduce=reduce))
+    want = spmm_reference(g.rowptr, g.col, value, x.float().view(-1, 3, 7), reduce, g.num_dst)
+    assert torch.allclose(got, want.flatten(1), rtol=1e-6)
 
 
 @pytest.mark.cuda
@@ -372,3 +427,59 @@ def test_a_weight_that_is_not_finite_shows(dtype: torch.dtype, scaled: bool) -> 
     got = twice(Spmm(on_gpu(g), rows16(x), value=value.cuda(), x_scale=scale))
     hit = int(g.dst()[100])
     assert got[hit].isnan().all() and got[:hit].isfinite().all() and got[hit + 1 :].isfinite().all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("heads", "each"), [(4, 16), (3, 7)])
+def test_a_weight_that_is_not_finite_shows_in_its_head(heads: int, each: int, bad: float) -> None:
+    g = random_graph(50, 40, 900)
+    value = torch.rand(900, heads)
+    value[100, 1] = bad
+    x = torch.randint(1, 9, (50, heads * each)).to(torch.int8)
+    got = twice(Spmm(on_gpu(g), rows16(x), value=value.cuda())).view(-1, heads, each)
+    hit = torch.zeros_like(got, dtype=torch.bool)
+    hit[g.dst()[100], 1] = True
+    assert got[hit].isnan().all() and got[~hit].isfinite().all()
+
+
+class WeighedHeads(nn.Module):
+    """A sum over neighbors with a weight an edge and head."""
+
+    def __init__(self, heads: int, each: int) -> None:
+        super().__init__()
+        self.shape, self.lin = (-1, heads, each), nn.Linear(24, heads * each)
+
+    def forward(self, x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
+        """Return one row a node."""
+        h = self.lin(x).view(self.shape)
+        messages = h[edge_index[0]] * weight[:, :, None]
+        return torch.zeros_like(h).index_add(0, edge_index[1], messages).flatten(1)
+
+
+def given(heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(60, 24), torch.randint(50, (2, 400)), torch.randn(400, heads)
+
+
+@pytest.mark.cuda
+@torch.no_grad()
+@pytest.mark.parametrize(("heads", "each"), [(4, 16), (3, 12)])
+def test_programs_with_weights_a_head(heads: int, each: int) -> None:
+    """Rows whose heads do not begin on 16 bytes are copied to where they do."""
+    model, args = WeighedHeads(heads, each).eval(), given(heads)
+    compiled = gnnc.compile(copy.deepcopy(model).cuda(), "int8")
+    got = compiled(*on_device(args))
+    assert "qspmm" in str(compiled) and "spmm" in [name for _, name in compiled._last.executable.kernels]
+    assert error(got, model(*args)) < 0.03
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_rows_that_do_not_fit_into_shared_memory_are_left_to_others(precision: str) -> None:
+    """Where heads have weights of their own a warp holds a row of 4 * 640 columns, and none of more."""
+    for each, fits in ((640, True), (648, False)):
+        compiled = gnnc.compile(WeighedHeads(4, each).eval(), precision, backend="cuda-offline:sm_90")
+        with pytest.raises(gnnc.BackendError, match="not here"):
+            compiled(*given(4))
+        assert ("spmm" in [name for _, name in compiled._last.executable.kernels]) == fits

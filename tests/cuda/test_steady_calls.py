@@ -6,6 +6,7 @@ Calls go their whole way, on tensors of the host and with a driver that does not
 import ctypes
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,6 +281,50 @@ def test_each_stream_has_memory_and_a_graph_of_its_own(settled: Settled) -> None
     settled.settle()
     settled.device.stream = 0
     assert not isinstance(settled.way(), str)
+
+
+def test_a_call_on_the_stream_of_each_thread_runs_as_a_whole_on_another(
+    settled: Settled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its graph is made there, too."""
+    entered: list[int] = []
+    made: list[int] = []
+    looked_up = structure._Streams.__call__
+
+    def elsewhere(device: torch.device, call: Any, *values: Any) -> Any:
+        entered.append(settled.device.stream)
+        settled.device.stream = 9
+        try:
+            return call(*values)
+        finally:
+            settled.device.stream = 2
+
+    def look_up(self: Any, results: tuple[Any, ...]) -> None:
+        made.append(settled.device.stream)
+        looked_up(self, results)
+
+    monkeypatch.setattr(executable, "on_own_stream", elsewhere)
+    monkeypatch.setattr(structure._Streams, "__call__", look_up)
+    settled.device.stream = 2
+    settled.edge_index = given(3)[1]
+    assert settled.way() == "recorded"
+    settled.settle()
+    settled.device.stream = 0
+    arenas = settled.program.executable._arenas._by_stream
+    assert entered == [2] * 5 and set(made) == {9}
+    assert arenas[9] and 2 not in arenas
+
+
+def test_a_program_that_is_run_by_itself_runs_there_too(
+    settled: Settled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = settled.program.executable
+    monkeypatch.setattr(executable, "on_own_stream", lambda device, call, *values: (device, values))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    settled.device.stream = 2
+    assert program(1, 2) == (program.device, ((1, 2),))
+    assert program.profile(1, 2) == (program.device, (1, 2))
+    settled.device.stream = 0
 
 
 def test_a_thread_on_the_stream_of_another_takes_turns_with_it(settled: Settled) -> None:

@@ -18,7 +18,10 @@ from test_backends import MODELS, given
 from torch.utils import _pytree as pytree
 
 import gnnc
+from gnnc import calibration
 from gnnc.bandwidth import copy_bandwidth
+from gnnc.calibration import stored_rates
+from gnnc.runtime.backend import get_backend
 from gnnc.runtime.cuda import staged, tables
 
 pytestmark = [
@@ -100,6 +103,23 @@ def test_threads_and_streams_of_the_other_device(cuda_graph: bool | str) -> None
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("cuda_graph", [True, False, "auto"])
+def test_the_stream_of_each_thread_of_the_other_device(cuda_graph: bool | str) -> None:
+    torch.manual_seed(0)
+    model, x, edge_index = at(THERE, MODELS["GCN"]().eval(), *given())
+    compiled = gnnc.compile(model, "int8", cuda_graph=cuda_graph)
+    inputs = [x + i for i in range(4)]
+    expected = [compiled(one, edge_index) for one in inputs]
+    torch.cuda.synchronize(THERE)
+    stream = torch.cuda.ExternalStream(2, device=THERE)
+    with torch.cuda.stream(stream), torch.cuda.device(0):
+        got = [compiled(one, edge_index) for one in inputs]
+        assert torch.cuda.current_device() == 0 and torch.cuda.current_stream(THERE) == stream
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@torch.no_grad()
 def test_the_first_device_while_the_other_is_current() -> None:
     torch.manual_seed(0)
     model, x, edge_index = at(0, MODELS["GAT"]().eval(), *given())
@@ -167,12 +187,14 @@ def test_two_devices_at_once() -> None:
 
 
 ALONE = """
-import torch, gnnc
+import sys, torch, gnnc
 from test_backends import MODELS, given
+precision = sys.argv[1]
 model = MODELS["GCN"]().eval().to("cuda:1")
 arguments = [value.to("cuda:1") for value in given()]
 with torch.no_grad():
-    compiled = gnnc.compile(model, "int8", cuda_graph=True)
+    examples = arguments if precision == "auto" else None
+    compiled = gnnc.compile(model, precision, cuda_graph=True, example_inputs=examples)
     for _ in range(4):
         compiled(*arguments)
 torch.cuda.synchronize("cuda:1")
@@ -180,11 +202,11 @@ assert not torch._C._cuda_hasPrimaryContext(0), "the first device is taken, too"
 """
 
 
-def test_the_other_device_alone_is_taken() -> None:
-    """Half a gigabyte of every device that a process opens is gone."""
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ALONE], cwd=FOLDER, check=True, env=os.environ | PATHS
-    )
+@pytest.mark.parametrize("precision", ["int8", pytest.param("auto", marks=pytest.mark.slow)])
+def test_the_other_device_alone_is_taken(precision: str) -> None:
+    """Half a gigabyte of every device that a process opens is gone. For auto the other one is measured."""
+    command = [sys.executable, "-W", "ignore", "-c", ALONE, precision]
+    subprocess.run(command, cwd=FOLDER, check=True, env=os.environ | PATHS)
 
 
 @torch.no_grad()
@@ -237,8 +259,24 @@ def test_what_is_measured_is_measured_there() -> None:
 
 @torch.no_grad()
 @pytest.mark.slow
-def test_auto_chooses_for_the_other_device() -> None:
+def test_auto_chooses_for_the_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two GPUs that are alike, too, so they have names of their own here."""
+    name = torch.cuda.get_device_name
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda device=None: f"{name(device)} at {torch.device(device)}"
+    )
     torch.manual_seed(0)
     model, x, edge_index = at(THERE, MODELS["GCN"]().eval(), *given())
-    got = gnnc.compile(model, "auto", example_inputs=(x, edge_index))(x, edge_index)
+    before = torch.cuda.memory_allocated(0)
+    torch.cuda.reset_peak_memory_stats(0)
+    compiled = gnnc.compile(model, "auto", example_inputs=(x, edge_index))
+    got = compiled(x, edge_index)
+    assert torch.cuda.max_memory_allocated(0) == before
     assert got.device == THERE and error(got, model(x, edge_index)) < 0.02
+    backend, current = compiled._last.backend, get_backend("cuda")
+    assert backend.device == THERE and "at cuda:1," in backend.description
+    assert "at cuda:0," in current.description
+    assert list(calibration._known) == [calibration._key(backend)] != [calibration._key(current)]
+    rates = stored_rates(backend)
+    assert rates is not None and rates.machine == backend.description
+    assert stored_rates(current) is None

@@ -92,6 +92,7 @@ def _replaced(driver: Driver) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "_sleep", lambda cycles: None
     yield torch.cuda, "is_current_stream_capturing", lambda: False
     yield torch._C, "_cuda_exchangeDevice", lambda index: index
+    yield torch.cuda, "get_device_name", lambda device=None: "emulator"
     yield torch.cuda, "get_device_capability", lambda device=None: compiler.CAPABILITY
     yield torch.cuda, "get_device_properties", lambda device=None: limits
     yield torch.cuda, "current_device", lambda: 0
@@ -134,6 +135,8 @@ class _OnTheCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.device:
+            return _here(func(*args, **(kwargs or {})))
         args, kwargs = tuple(map(_here, args)), {name: _here(value) for name, value in (kwargs or {}).items()}
         kwargs.pop("pin_memory", None)
         if func == _IS_CUDA:

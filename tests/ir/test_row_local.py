@@ -81,6 +81,21 @@ def test_what_a_row_program_cannot_do_is_refused(b):
         assert classify(node, Accumulator({b.x: None, heads: None})) is None, reason
 
 
+def test_a_scale_of_the_whole_tensor_is_a_store(b):
+    scale = b.call(gnnc.scale, b.x, "tensor")
+    assert (classify(scale, b.x).kind, classify(scale, b.x).role) == ("scale_tensor", "store")
+    assert classify(b.call(gnnc.scale, b.x, "tensor", 4), b.x) is None
+
+
+def test_rows_of_16_bits_are_widened_first(b):
+    narrow = b.input("h", (b.n, 24), dtype=torch.bfloat16)
+    wide = b.graph.call_function(aten._to_copy.default, (narrow,), {"dtype": torch.float32})
+    wide.meta = dict(b.x.meta)
+    relu = b.relu(wide)
+    assert [(op.kind, op.role) for op in linearize(narrow)] == [("view", "chain"), ("relu", "chain")]
+    assert classify(relu, narrow) is None
+
+
 def test_a_result_wider_than_the_accumulator_is_refused(b):
     node = b.call(aten.add.Tensor, b.norm, b.x)
     assert classify(node, b.norm) is None

@@ -208,6 +208,14 @@ def two_kinds_of_row_scale(g: Graph) -> fx.Node:
     return g.raw(gnnc.qspmm.default, g.rowptr, g.col, None, g.codes, g.scale, g.shift, "sum", 5)
 
 
+def too_few_scales_of_destinations(g: Graph) -> fx.Node:
+    return g.raw(gnnc.qsddmm.default, g.rowptr, g.col, g.codes, g.codes, "dot", g.input("few", (4,)), g.scale)
+
+
+def scales_of_one_end(g: Graph) -> fx.Node:
+    return g.raw(gnnc.qsddmm.default, g.rowptr, g.col, g.codes, g.codes, "dot", g.scale)
+
+
 def inner_widths_differ(g: Graph) -> fx.Node:
     return g.raw(gnnc.gemm.default, g.x, g.w, None, True)
 
@@ -313,6 +321,8 @@ BROKEN: dict[Breaker, str] = {
     values_for_other_heads: r"has 3 values an edge for 2 heads of x; give each head one, or all",
     too_few_row_scales: r"has 4 entries of x_scale for 5 rows of x; give each row one",
     two_kinds_of_row_scale: r"has both x_scale and shift; .*leave one out",
+    too_few_scales_of_destinations: r"has 4 entries of a_scale for 5 rows of a; give each row one",
+    scales_of_one_end: r"has a scale for the rows of one end only; give both a_scale and b_scale, or neither",
     inner_widths_differ: r"multiplies rows of 8 with a weight for 4; see whether w_is_kn is right",
     scale_of_another_granularity: r"scale of 1 dimensions, but granularity 'tensor'; they must agree",
     a_scale_a_row_for_columns: r"has 5 scales for 8 columns; give each column one",

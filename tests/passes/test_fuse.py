@@ -396,9 +396,44 @@ def test_logits_that_are_asked_for_are_computed_before():
 
 def test_an_integer_dot_product_keeps_its_scales():
     gm, _ = fused(one(lambda b: [_dots(b)]))
-    assert kinds(gm) == ["map", "sddmm"]
-    assert leftovers(gm) == []
+    assert kinds(gm) == ["map"]
+    assert leftovers(gm) == ["qsddmm.default"]
     assert_same_bits(lambda: one(lambda b: [_dots(b)]))
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_the_scale_of_a_whole_product_is_found_where_the_kernel_can(finds):
+    backend = BackendInfo("cuda", frozenset({"fp32", "int8"}), tensor_scales=finds, joint_products=False)
+
+    def build(b):
+        h = b.linear(b.x, 16)
+        return [b.spmm(h), b.call(gnnc.scale, h, "tensor")]
+
+    gm, _ = run_all(one(build), (*BEFORE, Fuse()), precision=INT8, backend=backend)
+    assert ("scale.default" in leftovers(gm)) != finds
+    product = dict(groups(gm))["gemm"]
+    assert any(n.args[1:] == ("tensor",) for n in product.graph.nodes) == finds
+
+
+def test_rows_go_on_from_the_16_bits_that_a_product_wrote():
+    backend = BackendInfo("cuda", frozenset({"fp32", "int8"}), tensor_scales=True)
+    passes = (Assign(min_row_bytes=0), Quantize(dynamic="tensor"), Cache(), Fuse())
+    gm, _ = run_all(one(lambda b: [b.spmm(b.linear(b.x, 16))]), passes, precision=INT8, backend=backend)
+    assert kinds(gm) == ["gemm", "map", "spmm"]
+    assert leftovers(gm) == []
+    (product, rows) = (inner for _, inner in groups(gm)[:2])
+    stored = [str(n.meta["val"].dtype) for n in product.graph.output_node().args[0]]
+    assert sorted(stored) == ["torch.bfloat16", "torch.float32"]
+    assert targets(rows) == ["_to_copy.default", "row_shift.default", "quantize.default"]
+
+
+def test_a_scale_of_a_tensor_stays_out_of_what_cannot_find_it():
+    def build(b):
+        h = b.relu(b.relu(b.x))
+        return [h, b.call(gnnc.scale, h, "tensor")]
+
+    gm, _ = run_all(one(build), (Fuse(),), backend=BackendInfo("cuda", tensor_scales=True))
+    assert "scale.default" in leftovers(gm)
 
 
 def test_groups_say_where_they_come_from():

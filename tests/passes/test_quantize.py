@@ -15,6 +15,7 @@ from gnn_graphs import (
 
 from gnnc.errors import PrecisionError
 from gnnc.passes.assign import Assign
+from gnnc.passes.base import BackendInfo
 from gnnc.passes.observe import CANDIDATES, Observation, choose, observe, row_error, spmm_sum
 from gnnc.passes.options import Option
 from gnnc.passes.plan import Plan
@@ -190,8 +191,65 @@ def test_a_dot_product_takes_both_ends_scales(heads):
         return b.call(gnnc.sddmm, b.rowptr, b.col, x, x, "dot")
 
     gm, _ = quantized(one(build))
-    assert primitives(gm)[-3 if heads is None else -4 :][0] == "qsddmm.default" or heads
+    dots = gm.graph.output_node().args[0][0]
+    assert str(dots.target) == "gnnc.qsddmm.default"
+    assert [str(scale.target) for scale in dots.args[5:]] == ["gnnc.scale.default"] * 2
     assert error(gm, one(build)) < 0.02
+
+
+FINDS_SCALES = BackendInfo("cuda", frozenset({"fp32", "int8"}), tensor_scales=True)
+OF_TENSOR = (Assign(min_row_bytes=0), Quantize(dynamic="tensor"))
+
+
+def product_and_sum(b, *, value=None, reduce="sum"):
+    return b.spmm(b.linear(b.x, 16), None if value is None else b.edge_input(value), reduce)
+
+
+def test_rows_take_fractions_of_the_scale_that_a_product_finds():
+    gm, ctx = run_all(one(product_and_sum), OF_TENSOR, backend=FINDS_SCALES)
+    total = node(gm, "qspmm")
+    codes, x_scale, shift = total.args[3:6]
+    rows, base, granularity = codes.args[:3]
+    assert (x_scale, granularity, str(shift.target)) == (None, "tensor", "gnnc.row_shift.default")
+    assert base.args[1] == "tensor" and base.args[0] is rows.args[0].args[0]
+    assert rows.args[0].meta["val"].dtype is torch.bfloat16
+    assert error(gm, one(product_and_sum)) < 0.02
+    assert "fractions of one that is taken of the whole tensor at each call" in ctx.notes[-1].text
+
+
+@pytest.mark.parametrize("why", ["kernel", "examples", "weights", "extreme", "input"])
+def test_rows_keep_their_own_scales(why):
+    build = {
+        "weights": lambda b: product_and_sum(b, value="edge_weight"),
+        "extreme": lambda b: product_and_sum(b, reduce="max"),
+        "input": lambda b: b.spmm(b.x),
+    }.get(why, product_and_sum)
+    gm = one(build)
+    options = {} if why == "kernel" else {"backend": FINDS_SCALES}
+    gm, _ = run_all(gm, OF_TENSOR, examples=arguments(gm) if why == "examples" else None, **options)
+    assert not any("bfloat16" in str(n.kwargs) for n in gm.graph.nodes)
+    assert (node(gm, "qspmm").args[4] is None) == (why == "examples")
+
+
+def test_a_product_finds_the_scale_of_one_value():
+    def build(b):
+        h = b.linear(b.x, 16)
+        return [b.spmm(h), b.spmm(b.relu(h)), b.spmm(h)]
+
+    gm, _ = run_all(one(build), OF_TENSOR, backend=FINDS_SCALES)
+    sums = [n.args[4] is None for n in gm.graph.nodes if str(n.target) == "gnnc.qspmm.default"]
+    assert sums == [True, False, True]
+
+
+def test_a_dynamic_scale_is_of_a_row_or_of_the_tensor():
+    with pytest.raises(PrecisionError, match="dynamic must be 'row' or 'tensor', got 'rows'"):
+        Quantize(dynamic="rows")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_keep_their_meaning_with_scales_of_tensors(name):
+    gm, _ = run_all(MODELS[name](), OF_TENSOR, backend=FINDS_SCALES)
+    assert error(gm, MODELS[name]()) < 0.03
 
 
 @pytest.mark.parametrize("static", [False, True])

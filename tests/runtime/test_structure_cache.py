@@ -107,6 +107,17 @@ def test_freed_tensor_takes_its_entry_along():
     assert len(cache) == 0 and cache.nbytes == 0
 
 
+def test_a_dropped_cache_frees_what_it_holds():
+    cache, edge_index = StructureCache(), edges()
+    held = weakref.ref(cache.get((edge_index,), Counter(edge_index))[0])
+    gc.disable()
+    try:
+        del cache
+        assert held() is None
+    finally:
+        gc.enable()
+
+
 def test_reused_address_is_not_mistaken_for_the_old_graph():
     cache = StructureCache()
     for step in range(200):
@@ -217,6 +228,20 @@ def test_clear_forgets():
     assert cache.nbytes == 0
     cache.get((edge_index,), build)
     assert build.calls == 2
+
+
+def test_what_is_rebuilt_is_the_callers_alone_until_it_is_put():
+    cache, edge_index = StructureCache(), edges(64)
+    first, again, other = (Counter(edge_index) for _ in range(3))
+    (old,) = cache.get((edge_index,), first)
+    old = weakref.ref(old)
+    entry, put = cache.rebuild((edge_index,), again)
+    assert again.calls == 1 and old() is None and len(cache) == 0
+    (others,) = cache.get((edge_index,), other)
+    assert other.calls == 1 and others is not entry.outputs[0]
+    put()
+    assert cache.get((edge_index,), first)[0] is entry.outputs[0]
+    assert (first.calls, len(cache), cache.nbytes) == (1, 1, 2 * 64 * 8)
 
 
 def test_an_error_while_building_leaves_the_cache_usable():

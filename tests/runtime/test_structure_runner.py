@@ -99,6 +99,21 @@ def test_another_size_reruns():
     assert_same(runner(edge_index, weight, size + 2), structure(edge_index, weight, size + 2))
 
 
+def test_a_structure_that_is_rebuilt_is_seen_once_it_is_shared():
+    structure, values = weighted_structure(), inputs()
+    runner = StructureRunner(structure)
+    calls, before = count_calls(runner), runner(*values)
+    outputs, share = runner.rebuild(*values)
+    assert_same(outputs, structure(*values))
+    assert calls == [2] * len(calls) and outputs[0] is not before[0]
+    meanwhile = runner(*values)
+    assert calls == [3] * len(calls) and meanwhile[0] is not outputs[0]
+    share()
+    for _ in range(2):
+        assert all(a is b for a, b in zip(runner(*values)[:3], outputs[:3], strict=True))
+    assert calls == [3] * len(calls) and len(runner.cache) == len(calls)
+
+
 def test_fresh_graphs_leave_nothing_behind():
     runner = StructureRunner(weighted_structure())
     for step in range(50):

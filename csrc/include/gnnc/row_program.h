@@ -66,7 +66,8 @@ enum class RowOp : int32_t {
   quant_pow2 = 64,
   amax = 65,
   row_dot = 66,
-  store_fp16 = 67,  // on CUDA only: the CPU's kernels know no such instruction
+  store_fp16 = 67,    // on CUDA only: the CPU's kernels know no such instructions
+  scale_tensor = 68,  // on CUDA only
 };
 
 // `window` turns to the columns a .. a + b of what the kernel made (a a multiple of 16): a gemm with several weights
