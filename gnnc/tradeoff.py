@@ -98,7 +98,8 @@ def pareto(
     """
     if path is not None:
         check_suffix(path)
-    names = sorted(get_backend(backend).precisions, key=lambda name: (name != "fp32", name))
+    device = _device(model, inputs)
+    names = sorted(get_backend(backend, device).precisions, key=lambda name: (name != "fp32", name))
     compiled = {name: compile(model, name, example_inputs=inputs, backend=backend) for name in names}
     for budget in sorted(budgets, reverse=True):
         compiled[f"auto {budget:g}"] = compile(
@@ -108,7 +109,7 @@ def pareto(
         wanted = _outputs(model(*inputs))
         _check_labels(labels, wanted)
         calls = {name: lambda call=call: call(*inputs) for name, call in compiled.items()}
-        seconds = shortest(calls, measure=measure_on(_device(model, inputs)))
+        seconds = shortest(calls, measure=measure_on(device))
         points = []
         for name, call in compiled.items():
             got = _outputs(call(*inputs))

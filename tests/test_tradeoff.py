@@ -8,6 +8,8 @@ import torch
 from zoo import build, random_graph
 
 import gnnc
+from gnnc import tradeoff
+from gnnc.runtime.backend import Backend, get_backend
 from gnnc.tradeoff import shortest
 
 pytestmark = pytest.mark.usefixtures("rates")
@@ -62,3 +64,15 @@ def test_shortest_takes_turns_and_leaves_out_the_first_round() -> None:
     best = shortest(two, rounds=2, measure=measure)
     assert calls == ["a", "b"] * 3
     assert best == {"a": 5.0, "b": 8.0}
+
+
+def test_the_precisions_are_those_of_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def known(name: str, device: torch.device) -> Backend:
+        asked.append((name, device))
+        return get_backend("cpu")
+
+    monkeypatch.setattr(tradeoff, "get_backend", known)
+    gnnc.pareto(build("gcn"), *INPUTS, budgets=())
+    assert asked == [("auto", torch.device("cpu"))]
