@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_geometric.nn import GCNConv
 from torch_geometric.nn.models import GCN
 
 import gnnc
+from gnnc.program import elsewhere
 
 WIDTH, CLASSES, NUM_NODES = 16, 4, 25
 
@@ -266,3 +268,12 @@ def test_a_model_that_moves_away_from_its_inputs_is_refused(calls: int) -> None:
             compiled(*arguments)
     model.load_state_dict(weights, assign=True)
     assert torch.equal(compiled(*arguments), expected)
+
+
+@pytest.mark.parametrize("there", ["cpu", "meta", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize("here", ["cpu", "cuda:0", "cuda"])
+def test_the_text_of_a_call_tells_devices_apart(here, there):
+    device = torch.device(here)
+    with FakeTensorMode():
+        names = {"w": torch.empty(2, device=there), "device_w": device}
+        assert eval(elsewhere("w", device), names) == (names["w"].device != device)
