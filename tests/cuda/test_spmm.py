@@ -73,7 +73,7 @@ def test_no_sum_of_codes_with_weights_a_head_spills(architecture: str) -> None:
     configs = [
         SpmmConfig("i8", heads * each, reduce, "real", scale, heads)
         for heads, each in (*HEADS, (2, 16), (12, 64), (16, 24))
-        for reduce, scale in (("sum", "row"), ("mean", "row"), ("sum", "none"))
+        for reduce, scale in (("mean", "row"), ("sum", "none"))
     ]
     report = compile_kernels(SPMM_SOURCE, tuple(config.name() for config in configs), architecture)
     assert len(report) == len(configs)
