@@ -299,7 +299,7 @@ def _run_fewest(trials: Sequence[_Trial]) -> None:
 def _variants(probe: Probe, backend: Backend, device: Device) -> Iterator[_Variant]:
     """The probe lowered in every option that its ops have."""
     precisions = backend.precisions - device.alike.keys()
-    info = BackendInfo(backend.name, precisions, backend, backend.joint_products)
+    info = BackendInfo(backend.name, precisions, backend, joint_products=backend.joint_products)
     for option in _options(probe, info):
         graph_module, examples = probe.build(_where(backend))
         context = Context(precision=option.precision, backend=info, examples=examples)

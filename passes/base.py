@@ -27,19 +27,18 @@ class BackendInfo:
             the softmax of another.
         edge_products: whether a body computes products of edge features with a weight.
         handle: the backend object that ``lower`` calls; opaque to every other pass.
-        structure: makes a program of a structure graph with the backend's kernels; None: the graph runs as
-            it is.
         rates: gives its speed on this machine, measured now if need be; for ``auto``.
         timer: times an executable on its arguments (``gnnc.timing``); None where ``auto`` goes by
             predictions alone.
         tensor_scales: whether a product's kernel finds the scale of its whole result on the way.
         narrow: which rows it gains nothing from gathering in int8.
+        structure: makes a program of a structure graph with the backend's kernels; None: the graph runs as
+            it is.
     """
 
     name: str = "reference"
     precisions: frozenset[str] = frozenset({"fp32", "bf16", "int8"})
     handle: Any = None
-    structure: Callable[[fx.GraphModule], Callable[..., tuple[Any, ...]]] | None = None
     joint_products: bool = True
     joint_messages: bool = True
     edge_products: bool = True
@@ -47,6 +46,7 @@ class BackendInfo:
     timer: Callable[[Any, Sequence[Any]], Any] | None = None
     tensor_scales: bool = False
     narrow: NarrowRows = NarrowRows()
+    structure: Callable[[fx.GraphModule], Callable[..., tuple[Any, ...]]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
