@@ -81,7 +81,8 @@ class Quantize:
         first: dict[Node, Node] = {}  # a product finds one scale, of one of the values that it makes
         found = set()
         for node in filter(_takes_fractions, low):
-            maker, rows = producer(_aggregated(node), frozenset(low)), _aggregated(node)
+            rows = _aggregated(node)
+            maker = producer(rows, frozenset(low))
             if maker is not None and _is_codes_product(maker) and first.setdefault(maker, rows) is rows:
                 found.add(node)
         return frozenset(found)
@@ -241,17 +242,19 @@ def _segment_reduce(emit: _Emitter) -> Node | None:
 
 
 def _aggregate(emit: _Emitter, rowptr: Any, col: Any, value: Any, x: Any, reduce: Any, num_dst: Any) -> Node:
-    candidates = _candidates(emit.node)
-    if emit.is_scaled:
-        return _sum_of_fractions(emit, rowptr, col, x, num_dst)
-    chosen, why = choose(candidates, emit.seen, emit.max_error)
-    emit.note(why)
-    if chosen.granularity == "row":
-        codes, scale = emit.per_row(x, emit.precision.activation_bits)
-        return emit.op("qspmm", rowptr, col, value, codes, scale, None, reduce, num_dst)
-    base = _static_scale(emit, chosen.headroom)
-    shift = _row_shift(emit, x, base) if chosen.granularity == "row_pow2" else None
     bits = emit.precision.activation_bits
+    if emit.is_scaled:
+        base, x = _found_scale(emit, x)
+        granularity = "row_pow2"
+    else:
+        chosen, why = choose(_candidates(emit.node), emit.seen, emit.max_error)
+        emit.note(why)
+        granularity = chosen.granularity
+        if granularity == "row":
+            codes, scale = emit.per_row(x, bits)
+            return emit.op("qspmm", rowptr, col, value, codes, scale, None, reduce, num_dst)
+        base = _static_scale(emit, chosen.headroom)
+    shift = _row_shift(emit, x, base) if granularity == "row_pow2" else None
     options = (shift, *_unless_8(bits)) if shift is not None else _unless_8(bits, None)
     codes = emit.op("quantize", x, base, "tensor", *options)
     total = emit.op("qspmm", rowptr, col, value, codes, None, shift, reduce, num_dst)
@@ -259,16 +262,12 @@ def _aggregate(emit: _Emitter, rowptr: Any, col: Any, value: Any, x: Any, reduce
     return emit.op("dequantize", total, base, "tensor", *exponent)
 
 
-def _sum_of_fractions(emit: _Emitter, rowptr: Any, col: Any, x: Node, num_dst: Any) -> Node:
-    """The product writes bf16 and finds the scale; one more pass quantizes: fp16 would overflow at 65504."""
+def _found_scale(emit: _Emitter, x: Node) -> tuple[Node, Node]:
+    """The scale that the product before finds, and the rows that it writes, bf16: fp16 ends at 65504."""
     emit.note("row_pow2 scales, fractions of one that is taken of the whole tensor at each call")
     base = emit.op("scale", x, "tensor")
     narrow = emit.aten("_to_copy", x, dtype=torch.bfloat16)
-    rows = emit.aten("_to_copy", narrow, dtype=torch.float32)
-    shift = emit.op("row_shift", rows, base)
-    codes = emit.op("quantize", rows, base, "tensor", shift)
-    total = emit.op("qspmm", rowptr, col, None, codes, None, shift, "sum", num_dst)
-    return emit.op("dequantize", total, base, "tensor", -MAX_SHIFT)
+    return base, emit.aten("_to_copy", narrow, dtype=torch.float32)
 
 
 def _static_scale(emit: _Emitter, headroom: float) -> Node:
@@ -278,7 +277,8 @@ def _static_scale(emit: _Emitter, headroom: float) -> Node:
 
 
 def _row_shift(emit: _Emitter, x: Node, base: Node) -> Node:
-    rows = x if len(shape_of(x) or ()) == 2 else emit.aten("flatten.using_ints", x, 1)
+    is_flat = len(shape_of(_aggregated(emit.node)) or ()) == 2
+    rows = x if is_flat else emit.aten("flatten.using_ints", x, 1)
     return emit.op("row_shift", rows, base, *_unless_8(emit.precision.activation_bits))
 
 

@@ -84,6 +84,11 @@ class RowProgram:
         """The opcodes, each once."""
         return {step[0] for step in self.steps}
 
+    @property
+    def makes_codes(self) -> bool:
+        """Whether it stores rows of codes."""
+        return not self.ops.isdisjoint({Op.QUANT_ROW, Op.QUANT_STATIC, Op.QUANT_POW2})
+
     def add(self, name: str, a: int = -1, b: int = -1, c: int = -1) -> None:
         """Append an instruction."""
         self.code += [int(Op[name]), a, b, c]

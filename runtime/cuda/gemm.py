@@ -214,7 +214,7 @@ def _lanes(plan: gemm.Plan, tile: Tile, shape: Shape) -> int:
     stored, and the more threads do it, the longer the stretch of memory that they write at a time.
     """
     most = lanes_for(shape.out)
-    if plan.program.ops.isdisjoint({Op.QUANT_ROW, Op.QUANT_STATIC, Op.QUANT_POW2}):
+    if not plan.program.makes_codes:
         return most
     return min(max(tile.threads // tile.rows, 4), most)
 

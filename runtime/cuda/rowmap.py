@@ -8,7 +8,6 @@ from gnnc.runtime.emitter import shape_of
 from gnnc.runtime.epilogue import RowProgram, argument_of
 from gnnc.runtime.plans import rowmap
 from gnnc.runtime.registry import kernel
-from gnnc.runtime.row_program import Op
 
 
 @kernel("fused:map", backend="cuda", name="rowmap", priority=10)
@@ -38,8 +37,7 @@ def launch_rowmap(
 ) -> None:
     """Write a launch that runs a row program over the rows of ``x``, C++ type ``kind``."""
     emitter.unit.include("rowmap.cuh")
-    makes_codes = not program.ops.isdisjoint({Op.QUANT_ROW, Op.QUANT_STATIC, Op.QUANT_POW2})
-    lanes = lanes_for(width, columns=16 if makes_codes else 4)
+    lanes = lanes_for(width, columns=16 if program.makes_codes else 4)
     epilogue, values = write_epilogue(program, node, emitter, rows, width)
     count = emitter.size(rows)
     emitter.launch(
