@@ -75,7 +75,8 @@ def sparse(
 ) -> Sparse:
     """Put a CSR with its run table onto the GPU; by stretch it is cut alike if nothing else is given."""
     rowptr, col = rowptr.cuda(), in_fours(col.cuda())
-    return Sparse(rowptr, col, build_runs(rowptr, cut), multiprocessors, staged_cut or cut)
+    runs = build_runs(rowptr, col.numel(), cut, multiprocessors)
+    return Sparse(rowptr, col, runs, multiprocessors, staged_cut or cut)
 
 
 STORES = """

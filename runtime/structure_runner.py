@@ -52,6 +52,7 @@ class StructureRunner:
     Attributes:
         after_build: called with the results of a part when they are new.
         after_call: called with the outputs of each call.
+        finds: slots of ids and of their limit which a part looks at by itself before it reads by them.
 
     Args:
         structure: a graph whose placeholders are of the kinds input, size or constant, and whose
@@ -68,6 +69,7 @@ class StructureRunner:
         self._afterwards: dict[int, list[_Check]] = {}
         self.after_build: Callable[[Any], None] | None = None
         self.after_call: Callable[[tuple[Any, ...]], None] | None = None
+        self.finds: set[tuple[int, ...]] = set()
         self.cache = StructureCache(byte_budget, min_entries=max(len(self.groups), 1))
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
@@ -131,7 +133,7 @@ class StructureRunner:
         number = next((n for n, group in enumerate(self.groups) if needs[0] in group.key), None)
         if number is None or not set(needs) <= set(self.groups[number].key):
             return False
-        checks = self._afterwards if sorts else self._before
+        checks = self._afterwards if sorts or needs in self.finds else self._before
         checks.setdefault(number, []).append((needs, check))
         return True
 

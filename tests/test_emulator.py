@@ -172,13 +172,13 @@ def test_floats_of_16_bits() -> None:
 
 def test_integers() -> None:
     body = """
-    const unsigned a = in[threadIdx.x], b = in[64 + threadIdx.x]; int* to = out + threadIdx.x * 9;
+    const unsigned a = in[threadIdx.x], b = in[64 + threadIdx.x]; int* to = out + threadIdx.x * 10;
     asm("prmt.b32 %0, %1, %2, 0x7a41;" : "=r"(to[0]) : "r"(a), "r"(b));
     to[1] = __dp4a((int)a, (int)b, 5); to[2] = __dp2a_hi((int)a, (int)b, 5); to[3] = __popc(a);
     to[4] = __clz(a >> 9); to[5] = __brev(a); to[6] = (int)a >> 5; to[7] = __mulhi((int)a, (int)b);
-    to[8] = (int)a / ((int)b >> 20 | 1);
+    to[8] = (int)a / ((int)b >> 20 | 1); to[9] = __ffs(a & b & 0xff);
     """
-    given, out = torch.randint(-(2**31), 2**31, (128,), dtype=torch.int32), ints(576)
+    given, out = torch.randint(-(2**31), 2**31, (128,), dtype=torch.int32), ints(640)
     kernel(body, "int* out, const unsigned* in")(out, given)
 
     def signed(v: int, bits: int) -> int:
@@ -197,7 +197,9 @@ def test_integers() -> None:
         quotient = abs(low) // abs(high >> 20 | 1) * (1 if (low < 0) == (high < 0) else -1)
         bits = [a.bit_count(), 32 - (a >> 9).bit_length(), int(f"{a:032b}"[::-1], 2)]
         want = [perm, dot, two, *bits, low >> 5, low * high >> 32, quotient]
-        assert [int(v) & 0xFFFFFFFF for v in out[9 * i : 9 * i + 9]] == [v & 0xFFFFFFFF for v in want]
+        some = a & b & 0xFF
+        want.append((some & -some).bit_length())
+        assert [int(v) & 0xFFFFFFFF for v in out[10 * i : 10 * i + 10]] == [v & 0xFFFFFFFF for v in want]
 
 
 def test_rules_of_rounding() -> None:

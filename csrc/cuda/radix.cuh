@@ -9,6 +9,8 @@
 //
 // Ids out of range raise a flag; digits of theirs are digits all the same, and nothing is read by them.
 //
+// kLoops: every node gets one edge to itself. Those that it has come last, by the id ids_bound.
+//
 // The other ends move with the edges: to gather them in the end would be a sector of memory each.
 //
 // Traffic, an edge: keys twice, places and other ends once in, all three out: 28 B a pass (36 B in the first, of int64
@@ -20,6 +22,7 @@
 // Launch: blocks of Radix::kThreads threads, one for every tile; radix_scatter with a RadixShared of dynamic shared
 // memory. counts, sums: a row of as many columns as there are tiles for each digit.
 
+#include "block_sums.cuh"
 #include "types.cuh"
 
 namespace gnnc {
@@ -42,6 +45,7 @@ struct RadixArgs {
   const int32_t* sums;    // [digits, tiles], running: with the count itself
   int32_t* out_of_range;  // [2]: whether an id is, and whether another end is
   int64_t edges, tiles, shift;
+  int64_t given;  // edges that ids and others have; of kLoops those behind are from a node to itself, one for each
 };
 
 template <int kBits>
@@ -78,7 +82,7 @@ struct Radix {
   }
 
   // Their keys. What is past the last edge has all bits set, and comes last.
-  template <class Id, bool kFirst>
+  template <class Id, bool kFirst, bool kLoops>
   __device__ static void load(const RadixArgs& args, int64_t first, int32_t left, uint32_t (&keys)[kItems]) {
     const Id* id = static_cast<const Id*>(args.ids) + first * args.ids_stride;
     const uint32_t* key = args.keys + first;
@@ -88,9 +92,17 @@ struct Radix {
       keys[i] = 0xffffffffu;
       if (32 * i >= left) continue;
       if constexpr (kFirst) {
+        const int64_t edge = first + 32 * i;
+        if (kLoops && edge >= args.given) {
+          keys[i] = static_cast<uint32_t>(edge - args.given);
+          continue;
+        }
         const Id v = __ldg(id + i * step);
         if (v < 0 || v >= args.ids_bound) args.out_of_range[0] = 1;
         keys[i] = static_cast<uint32_t>(v);
+        if (kLoops && v == __ldg(static_cast<const Id*>(args.others) + edge * args.others_stride)) {
+          keys[i] = static_cast<uint32_t>(args.ids_bound);
+        }
       } else {
         keys[i] = __ldg(key + 32 * i);
       }
@@ -102,31 +114,17 @@ struct Radix {
   __device__ static int32_t place_of(const RadixArgs& args, int64_t edge) {
     return kFirst ? static_cast<int32_t>(edge) : args.places[edge];
   }
-  template <class Id, bool kFirst>
+  template <class Id, bool kFirst, bool kLoops>
   __device__ static int32_t end_of(const RadixArgs& args, int64_t edge) {
     if constexpr (!kFirst) return args.ends[edge];
+    if (kLoops && edge >= args.given) return static_cast<int32_t>(edge - args.given);
     const Id id = static_cast<const Id*>(args.others)[edge * args.others_stride];
     if (id < 0 || id >= args.others_bound) args.out_of_range[1] = 1;
     return static_cast<int32_t>(id);
   }
-
-  // The sum of `value` over the threads before this one.
-  __device__ static int32_t sum_before(int32_t value, int32_t (&totals)[kWarps]) {
-    int32_t sum = value;
-#pragma unroll
-    for (int apart = 1; apart < 32; apart *= 2) {
-      const int32_t other = __shfl_up_sync(0xffffffffu, sum, apart);
-      if (lane() >= apart) sum += other;
-    }
-    if (lane() == 31) totals[warp()] = sum;
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += w < warp() ? totals[w] : 0;
-    return sum - value;
-  }
 };
 
-template <class Id, int kBits, bool kFirst>
+template <class Id, int kBits, bool kFirst, bool kLoops>
 __global__ void __launch_bounds__(Radix<kBits>::kThreads, 2) radix_count(const RadixArgs args) {
   begin_kernel();
   using R = Radix<kBits>;
@@ -137,7 +135,7 @@ __global__ void __launch_bounds__(Radix<kBits>::kThreads, 2) radix_count(const R
   const int64_t first = R::first_of_thread();
   const int32_t left = R::left_from(args, first);
   uint32_t keys[R::kItems];
-  R::template load<Id, kFirst>(args, first, left, keys);
+  R::template load<Id, kFirst, kLoops>(args, first, left, keys);
 #pragma unroll
   for (int i = 0; i < R::kItems; ++i) {
     const bool exists = 32 * i < left;
@@ -157,7 +155,7 @@ struct RadixShared {
   uint16_t rank[R::kTile];                 // where in order an edge is
   uint16_t before[R::kWarps][R::kDigits];  // edges of a digit in earlier warps, and of smaller ones
   int32_t to[R::kDigits];                  // from a place in the tile to one among all edges
-  int32_t totals[R::kWarps];
+  BlockSums<R::kWarps> sums;
 };
 
 // Puts what belongs to the edges of a tile in order, for `store` to take it with its place in the tile. By the block.
@@ -166,7 +164,7 @@ __device__ __forceinline__ void move_edges(RadixShared<kBits>& shared, int32_t e
                                            const Store& store) {
   using R = Radix<kBits>;
   const int mine = R::place_of_thread();
-#pragma unroll 8
+#pragma unroll 4
   for (int i = 0; i < R::kItems; ++i) {
     const int at = mine + 32 * i;
     if (at < exist) shared.values[shared.rank[at]] = get(R::first_of_tile() + at);
@@ -177,7 +175,7 @@ __device__ __forceinline__ void move_edges(RadixShared<kBits>& shared, int32_t e
   __syncthreads();
 }
 
-template <class Id, int kBits, bool kFirst, bool kLast>
+template <class Id, int kBits, bool kFirst, bool kLast, bool kLoops>
 __global__ void __launch_bounds__(Radix<kBits>::kThreads, Radix<kBits>::kBlocks) radix_scatter(const RadixArgs args) {
   begin_kernel();
   using R = Radix<kBits>;
@@ -191,9 +189,7 @@ __global__ void __launch_bounds__(Radix<kBits>::kThreads, Radix<kBits>::kBlocks)
   const int32_t left = R::left_from(args, first);
   uint32_t keys[kItems];
   int32_t rank[kItems];
-  R::template load<Id, kFirst>(args, first, left, keys);
-  const int64_t mine = own * args.tiles + blockIdx.x;
-  const int32_t start = has_digit && mine > 0 ? args.sums[mine - 1] : 0;
+  R::template load<Id, kFirst, kLoops>(args, first, left, keys);
 #pragma unroll
   for (int w = 0; w < R::kWarps; ++w) {
     if (has_digit) shared.before[w][own] = 0;
@@ -219,11 +215,13 @@ __global__ void __launch_bounds__(Radix<kBits>::kThreads, Radix<kBits>::kBlocks)
     shared.before[w][own] = static_cast<uint16_t>(total);
     total += count;
   }
-  const int32_t smaller = R::sum_before(total, shared.totals);
+  int32_t all = 0;
+  const int32_t smaller = sum_before(total, shared.sums, all);
   if (has_digit) {
 #pragma unroll
     for (int w = 0; w < R::kWarps; ++w) shared.before[w][own] += static_cast<uint16_t>(smaller);
-    shared.to[own] = start - smaller;
+    const int64_t mine = own * args.tiles + blockIdx.x;
+    shared.to[own] = (mine > 0 ? args.sums[mine - 1] : 0) - smaller;
   }
   __syncthreads();
 #pragma unroll
@@ -248,7 +246,8 @@ __global__ void __launch_bounds__(Radix<kBits>::kThreads, Radix<kBits>::kBlocks)
     args.ends_out[shared.to[R::digit(shared.keys[at], args.shift)] + at] = end;
   };
   move_edges<kBits>(shared, exist, [&](int64_t edge) { return R::template place_of<kFirst>(args, edge); }, keep_place);
-  move_edges<kBits>(shared, exist, [&](int64_t edge) { return R::template end_of<Id, kFirst>(args, edge); }, keep_end);
+  move_edges<kBits>(
+      shared, exist, [&](int64_t edge) { return R::template end_of<Id, kFirst, kLoops>(args, edge); }, keep_end);
 }
 
 }  // namespace gnnc

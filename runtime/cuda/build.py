@@ -33,6 +33,8 @@ EXTRAS = {12: "gnnc[cuda12]", 13: "gnnc[cuda]"}
 _NEWEST = max(EXTRAS)
 _IMPORTING = threading.Lock()
 _OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": "-v"}
+_CACHES = 12, 9
+"""NVRTC from which on it keeps code by itself, and gives it again without the assembler's report."""
 _PACKAGE = Path(__file__).parents[2]  # gnnc/, seen from gnnc/runtime/cuda/
 _HEADERS_VERSION = re.compile(r"#define CUDART_VERSION +(\d+)")
 _REPORT = re.compile(
@@ -223,7 +225,12 @@ def _compile(source: str, names: tuple[str, ...], architecture: str) -> Machine:
     core = compiler()
     _check_architecture(architecture)
     folders = [str(headers_folder()), str(toolkit_headers())]
-    options = core.ProgramOptions(arch=architecture, include_path=folders, **_OPTIONS)
+    options = core.ProgramOptions(
+        arch=architecture,
+        include_path=folders,
+        no_cache=True if compiler_version() >= _CACHES else None,
+        **_OPTIONS,
+    )
     log = io.StringIO()
     try:
         code = core.Program(source, "c++", options).compile("cubin", name_expressions=names, logs=log)

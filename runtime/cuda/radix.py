@@ -15,7 +15,7 @@ _TILE, _THREADS = 8192, 512
 _SHARED = 10 * _TILE + 64
 _BITS = (8, 9)
 """Bits of a digit that there are kernels for. Nine save ids of 9, 17, 18 or 25 to 27 bits a pass."""
-_ARGUMENTS = 19
+_ARGUMENTS = 20
 _IDS = {torch.int64: "int64_t", torch.int32: "int32_t"}
 MOST_EDGES = 2**31 - 1
 
@@ -27,21 +27,11 @@ class Sorted(NamedTuple):
         keys: int32 ``[E]``, the ids by which they are sorted.
         perm: int64 ``[E]``, where each was.
         col: int32 ``[E]``, the other end of each, with memory up to a multiple of four.
-        flags: int32 ``[2]``, on the host: not 0 where an id, or another end, is out of range.
-        checked: from when on they say so.
     """
 
     keys: Tensor
     perm: Tensor
     col: Tensor
-    flags: Tensor
-    checked: torch.cuda.Event
-
-    def out_of_range(self) -> tuple[bool, bool]:
-        """Return whether an id, and another end, is out of range; waits for the first pass alone."""
-        self.checked.synchronize()
-        bad_id, bad_end = self.flags.tolist()
-        return bool(bad_id), bool(bad_end)
 
 
 class Kernels:
@@ -50,30 +40,38 @@ class Kernels:
     Attributes:
         count: the launch that counts digits, by whether the pass is the first.
         scatter: the launch that moves edges, by whether the pass is the first, and the last.
+
+    Args:
+        unit: compiles them.
+        ids: their C++ type.
+        bits: of a digit.
+        loops: whether every node gets an edge to itself.
     """
 
-    def __init__(self, unit: Unit, ids: str, bits: int) -> None:
+    def __init__(self, unit: Unit, ids: str, bits: int, loops: bool) -> None:
         unit.include("radix.cuh")
         unit.expect("RadixArgs", _ARGUMENTS)
         shared = _SHARED + (1 << bits) * (2 * _THREADS // 32 + 4)
         unit.require(f"sizeof(RadixShared<{bits}>) == {shared}", "a launch gives the tile its shared memory")
-        flags = ((False, "false"), (True, "true"))
         count = partial(unit.launch, count=_ARGUMENTS, block=_THREADS)
-        self.count: dict[bool, Launch] = {
-            first: count(f"gnnc::radix_count<{ids}, {bits}, {text}>") for first, text in flags
-        }
         scatter = partial(count, shared=shared)
-        self.scatter: dict[tuple[bool, bool], Launch] = {
-            (first, last): scatter(f"gnnc::radix_scatter<{ids}, {bits}, {text}, {end}>")
-            for first, text in flags
-            for last, end in flags
-        }
+        self.count: dict[bool, Launch] = {}
+        self.scatter: dict[tuple[bool, bool], Launch] = {}
+        for first in (False, True):
+            pass_, adds = f"{ids}, {bits}, {_text(first)}", _text(first and loops)
+            self.count[first] = count(f"gnnc::radix_count<{pass_}, {adds}>")
+            for last in (False, True):
+                self.scatter[first, last] = scatter(f"gnnc::radix_scatter<{pass_}, {_text(last)}, {adds}>")
+
+
+def _text(flag: bool) -> str:
+    return "true" if flag else "false"
 
 
 @cache
-def _kernels(device: int, ids: str, bits: int) -> Kernels:
+def _kernels(device: int, ids: str, bits: int, loops: bool) -> Kernels:
     unit = Unit()
-    kernels = Kernels(unit, ids, bits)
+    kernels = Kernels(unit, ids, bits, loops)
     unit.build(device)
     return kernels
 
@@ -85,40 +83,45 @@ def digits_for(bound: int) -> tuple[int, int]:
     return passes, next(width for width in _BITS if passes * width >= bits)
 
 
-def sort_edges(ids: Tensor, others: Tensor, bound: int, others_bound: int) -> Sorted:
+def sort_edges(
+    ids: Tensor, others: Tensor, bound: int, others_bound: int, out_of_range: Tensor, *, loops: bool = False
+) -> Sorted:
     """Sort edges by the ids of one end, stably, without waiting for the device.
 
     Beside the result it takes 16 bytes an edge, and less than one of counts. Nothing is read by the ids.
 
     Args:
-        ids: integer ``[E]``, with any stride; E at least 1.
+        ids: integer ``[E]``, with any stride; E at least 1 where there are no loops.
         others: the other ends, integer ``[E]``.
         bound: ids are below it.
         others_bound: other ends are below it.
+        out_of_range: int32 ``[2]``, zeros: gets another number where an id, or another end, is out of range.
+        loops: every node gets one edge to itself, behind the others, in the place of those that it has:
+            these come last, with the id ``bound``. Results are of ``E + bound`` edges.
 
     Raises:
         BackendError: there are more edges than places of 32 bits.
     """
-    edges, device = ids.shape[0], ids.device
+    edges, device = ids.shape[0] + (bound if loops else 0), ids.device
     if edges > MOST_EDGES:
         raise BackendError(f"a graph of {edges} edges: backend 'cuda' sorts at most {MOST_EDGES}")
     if ids.dtype not in _IDS or others.dtype != ids.dtype:
         ids, others = ids.long(), others.long()
     with torch.cuda.device(device):
-        return _sort(ids, others, bound, others_bound)
+        return _sort(ids, others, bound, others_bound, out_of_range, edges)
 
 
-def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int) -> Sorted:
-    edges, device = ids.shape[0], ids.device
-    (passes, bits), tiles = digits_for(bound), -(-edges // _TILE)
+def _sort(
+    ids: Tensor, others: Tensor, bound: int, others_bound: int, out_of_range: Tensor, edges: int
+) -> Sorted:
+    device, loops = ids.device, edges > ids.shape[0]
+    (passes, bits), tiles = digits_for(bound + loops), -(-edges // _TILE)
     perm = torch.empty(edges, dtype=torch.int64, device=device)
     col = padded_columns(edges, device)
-    out_of_range = torch.zeros(2, dtype=torch.int32, device=device)
-    flags, checked = torch.empty(2, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
     between = 2 * edges if passes > 1 else 0
     sizes = edges, between // 2, between, (1 << bits) * tiles
     *keys, pairs, counts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    kernels = _kernels(device.index, _IDS[ids.dtype], bits)
+    kernels = _kernels(device.index, _IDS[ids.dtype], bits, loops)
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     given = [ids.data_ptr(), ids.stride(0), bound, others.data_ptr(), others.stride(0), others_bound]
     found = [perm.data_ptr(), counts.data_ptr()]
@@ -131,15 +134,13 @@ def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int) -> Sorted:
         written = [keys[number % 2].data_ptr(), places, places + 4 * edges]
         if last:
             written[1:] = [0, col.data_ptr()]
-        rest = [out_of_range.data_ptr(), edges, tiles, number * bits]
+        rest = [out_of_range.data_ptr(), edges, tiles, number * bits, ids.shape[0]]
         kernels.count[first](tiles, stream, *given, *read, *written, *found, 0, *rest)
         sums = torch.cumsum(counts, 0, dtype=torch.int32)
-        kernels.scatter[first, last](tiles, stream, *given, *read, *written, *found, sums.data_ptr(), *rest)
+        scatter = kernels.scatter[first, last]
+        scatter(tiles, stream, *given, *read, *written, *found, sums.data_ptr(), *rest)
         read = written
-        if first:
-            flags.copy_(out_of_range, non_blocking=True)
-            checked.record()
-    return Sorted(keys[(passes - 1) % 2], perm, col, flags, checked)
+    return Sorted(keys[(passes - 1) % 2], perm, col)
 
 
 def padded_columns(edges: int, device: torch.device) -> Tensor:

@@ -1,9 +1,16 @@
 """The run table of a graph: how the sparse kernels cut its edges into units of work (csrc/cuda/runs.cuh)."""
 
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gnnc.runtime.cuda.facts import Facts
+from gnnc.runtime.cuda.kept import kept
+from gnnc.runtime.cuda.launch import Launch
+from gnnc.runtime.cuda.unit import Unit
 
 ROW_COST = 4
 """A row costs about as much as this many edges, beyond its own."""
@@ -23,8 +30,17 @@ MOST_PART = 2048
 """Edges of an entry, at most: ``gnnc::kMostPart``."""
 _MOST_OF_A_SLOT = MOST_PART // 2
 """Edges that a slot adds up, at most: sums in fixed point have 32 bits (csrc/cuda/product_sum.cuh)."""
-_SHARES = 32
-"""Parts of rows have a multiple of this many edges, so that the slots of a warp get whole steps."""
+RUNS = "runs"
+"""What ``rowptr`` keeps its table under."""
+_WINDOW, _GROUP = 256, 8
+"""Rows that are cut together, and those of few edges that make a run at least."""
+_FIELDS = (
+    *("rowptr", "refused", "counts", "sums", "entry", "run", "split"),
+    *("cost", "ends", "begin", "sizes", "dealt"),
+    *("rows", "windows", "part", "few", "run_cost", "least_cost", "shares", "share"),
+)
+"""Members of ``gnnc::CutArgs``."""
+_NO_RUN = [0, 0, -1, 0]
 
 
 class Cut(NamedTuple):
@@ -33,17 +49,13 @@ class Cut(NamedTuple):
     Attributes:
         part: rows with more edges are split into parts of about as many.
         short: rows with at most so many edges are worked on side by side.
-        window: short rows are sorted by their edges within so many neighbours.
-        group: so many of them make a run at least.
-        entries: and so many at most, where a group is fewer.
+        entries: short rows of a run, at most, where a group of eight is fewer.
         chunk: runs that a block takes at a time, 0: each has one share; None: as ``chunk_of`` says.
         by_stretch: whether edges are arranged by stretch (``staged.py``), and not as runs.
     """
 
     part: int
     short: int
-    window: int = 256
-    group: int = 8
     entries: int = MOST_ENTRIES
     chunk: int | None = None
     by_stretch: bool = False
@@ -62,12 +74,18 @@ class Runs(NamedTuple):
         run: int32 ``[runs, 4]``: first entry, entries, staging slot (-1: whole rows), 0.
         split: int32 ``[slots, 4]``: row, first slot and number of parts, 0, of the row of each part.
         edges: of all.
+        dealt: int32 ``[shares * n, 4]`` like ``run``, ``n`` a power of two: a share of neighbouring runs for
+            each block of threads, or for each run where those are fewer. All cost about the same; the warps
+            of a block take its runs in order, the costly ones first, so that they end together. A share
+            ends with runs of no entries, at which warps stop; they are no parts. None where there are so
+            many runs that blocks take turns.
     """
 
     entry: Tensor
     run: Tensor
     split: Tensor
     edges: int
+    dealt: Tensor | None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -137,110 +155,141 @@ def chunk_of(runs: int, multiprocessors: int, row_bytes: int) -> int | None:
     return chunk if runs >= _TURNS * multiprocessors * chunk else None
 
 
-def build_runs(rowptr: Tensor, cut: Cut) -> Runs:
+class Kernels:
+    """The kernels that make run tables (csrc/cuda/cut_rows.cuh), on one device."""
+
+    def __init__(self, unit: Unit) -> None:
+        unit.include("cut_rows.cuh")
+        unit.expect("CutArgs", len(_FIELDS))
+        unit.require(f"kRowCost == {ROW_COST} && kWindow == {_WINDOW}", "blocks cut windows of so many rows")
+        unit.require(f"kGroup == {_GROUP}", "what a run has room for is counted in groups")
+        names = ("count_runs", "write_runs", "share_runs", "deal_runs")
+        self.count, self.write, self.share, self.deal = (
+            unit.launch(f"gnnc::{name}", len(_FIELDS), block=_WINDOW) for name in names
+        )
+
+
+@cache
+def _kernels(device: int) -> Kernels:
+    unit = Unit()
+    kernels = Kernels(unit)
+    unit.build(device)
+    return kernels
+
+
+class Draft:
+    """A run table in the making: launched, in memory for the most that it can be, and no one has waited.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``, on the current device.
+        edges: E, or more.
+        cut: sizes.
+        shares: blocks of threads that runs may be dealt to.
+        sizes: int32 ``[4]``, gets what ``finish`` asks for.
+        refused: an int32; where it is not 0, rowptr may be anything, and there will be no table.
+    """
+
+    def __init__(
+        self, rowptr: Tensor, edges: int, cut: Cut, shares: int, sizes: Tensor, refused: Tensor | None = None
+    ) -> None:
+        rows, windows = rowptr.shape[0] - 1, -(-(rowptr.shape[0] - 1) // _WINDOW)
+        parts = min(rows, edges // (cut.short + 1)) + edges // cut.part
+        count = min(rows, -(-rows // _GROUP) + windows) + parts
+        new = partial(torch.empty, dtype=torch.int32, device=rowptr.device)
+        self._entry, self._split = new(rows + edges // cut.part, 4), new(2 * edges // cut.part, 4)
+        self._run, self._cost, self._begin = new(count, 4), new(count), new(shares + 1)
+        self._shares, self._cut = shares, cut
+        run_cost = min(cut.part, _GROUP * (cut.short + ROW_COST))
+        self._values = {
+            "rowptr": rowptr.data_ptr(),
+            "refused": 0 if refused is None else refused.data_ptr(),
+            "entry": self._entry.data_ptr(),
+            "run": self._run.data_ptr(),
+            "split": self._split.data_ptr(),
+            "cost": self._cost.data_ptr(),
+            "begin": self._begin.data_ptr(),
+            "sizes": sizes.data_ptr(),
+            "rows": rows,
+            "windows": windows,
+            "part": cut.part,
+            "few": cut.short,
+            "run_cost": run_cost,
+            "least_cost": -(-run_cost * _GROUP // max(cut.entries, _GROUP)),
+            "shares": shares,
+        }
+        self._kernels = _kernels(rowptr.device.index)
+        if windows:
+            self._launch(windows, new(3, windows))
+
+    def _launch(self, windows: int, counts: Tensor) -> None:
+        kernels = self._kernels
+        self._run_kernel(kernels.count, windows, counts=counts)
+        sums = torch.cumsum(counts, 1, dtype=torch.int32)
+        self._run_kernel(kernels.write, windows, sums=sums)
+        self._run_kernel(kernels.share, 1, sums=sums, ends=torch.cumsum(self._cost, 0))
+
+    def _run_kernel(self, launch: Launch, blocks: int, share: int = 0, **given: Tensor) -> None:
+        values = self._values | {name: tensor.data_ptr() for name, tensor in given.items()} | {"share": share}
+        stream = torch._C._cuda_getCurrentRawStream(self._run.device.index)
+        launch(blocks, stream, *[values.get(name, 0) for name in _FIELDS])
+
+    def finish(self, sizes: Sequence[int], edges: int) -> Runs:
+        """Return the table.
+
+        Args:
+            sizes: entries, runs, slots, and runs of the longest share.
+            edges: E.
+        """
+        entries, count, slots, most = sizes
+        dealt, takes_turns = None, count >= _TURNS * self._shares * _WIDE_CHUNK
+        if self._cut.chunk == 0 or self._cut.chunk is None and not takes_turns:
+            dealt = self._deal(min(count, self._shares), _power_of_two_from(most))
+        return Runs(self._entry[:entries], self._run[:count], self._split[:slots], edges, dealt)
+
+    def _deal(self, shares: int, share: int) -> Tensor:
+        if shares == 0:
+            return self._begin.new_tensor([_NO_RUN])
+        dealt = self._run.new_empty(shares * share, 4)
+        self._run_kernel(self._kernels.deal, shares, share, dealt=dealt)
+        return dealt
+
+
+def build_runs(rowptr: Tensor, edges: int, cut: Cut, shares: int) -> Runs:
     """Cut the edges of a CSR into runs.
 
     Args:
-        rowptr: int64 ``[num_dst + 1]``.
+        rowptr: int64 ``[rows + 1]``.
+        edges: E.
         cut: sizes; the entries of a run of short rows cost less than ``part`` edges, or are one group.
+        shares: blocks of threads of a launch, one at least.
 
     Returns:
-        The tables; a few synchronisations.
+        The table; one synchronisation.
     """
-    degree = rowptr.diff()
-    is_short = degree <= cut.short
-    short, long = is_short.nonzero().squeeze(1), (~is_short).nonzero().squeeze(1)
-    near = _short_runs(rowptr, degree, short, cut)
-    far = _long_runs(rowptr, degree[long], long, cut, near.entry.shape[0])
-    order = torch.argsort(torch.cat([near.anchor, far.anchor]), stable=True)
-    return Runs(
-        torch.cat([near.entry, far.entry]),
-        torch.cat([near.run, far.run])[order].int(),
-        far.split.int(),
-        int(degree.sum()),
-    )
+    with torch.cuda.device(rowptr.device):
+        facts = Facts(4, rowptr.device)
+        draft = Draft(rowptr, edges, cut, shares, facts.tensor)
+        facts.send()
+        return draft.finish(facts.wait(), edges)
 
 
-def deal(runs: Runs, blocks: int) -> Tensor:
-    """Give every block of threads a share of neighbouring runs; all shares cost about the same.
-
-    The warps of a block take its runs in order, the costly ones first, so that they end together.
+def model_runs(rowptr: Tensor, edges: int) -> Runs:
+    """Return the runs of a CSR as the model cuts them, for rows of any size; they live as long as the tensor.
 
     Args:
-        runs: of a graph.
-        blocks: of a launch, one at least.
-
-    Returns:
-        int32 ``[blocks * n, 4]`` like ``Runs.run``, ``n`` a power of two: each share ends with runs of no
-        entries, at which warps stop; they are no parts.
+        rowptr: int64 ``[rows + 1]``.
+        edges: E.
     """
-    first, count = runs.run[:, 0].long(), runs.run[:, 1].long()
-    before = torch.nn.functional.pad((runs.entry[:, 1].long() + ROW_COST).cumsum(0), (1, 0))
-    cost = before[first + count] - before[first]
-    ends = cost.cumsum(0)
-    share = (ends - cost // 2) * blocks // ends[-1] if cost.numel() else cost
-    order = torch.argsort((share << 32) - cost, stable=True)
-    owner = share[order]
-    rank = places_within(owner)
-    size = _power_of_two_from(int(rank.max()) + 1) if cost.numel() else 1
-    dealt = torch.zeros(blocks * size, 4, dtype=torch.int32, device=order.device)
-    dealt[:, 2] = -1
-    dealt[owner * size + rank] = runs.run[order]
-    return dealt
+
+    def build() -> Runs:
+        shares = multiprocessors_of(rowptr)
+        runs = build_runs(rowptr, edges, cut_for(rowptr.shape[0] - 1, edges, shares), shares)
+        torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
+        return runs
+
+    return kept(rowptr, RUNS, build)
 
 
-def places_within(groups: Tensor) -> Tensor:
-    """Return the place of each element in its group, from 0 on; ``groups`` are sorted numbers, ``[n]``."""
-    return torch.arange(groups.numel(), device=groups.device) - torch.searchsorted(groups, groups)
-
-
-class _Part(NamedTuple):
-    entry: Tensor  # int32 [entries, 4]
-    run: Tensor  # int64 [runs, 4]
-    anchor: Tensor  # int64 [runs], a row near which the run works
-    split: Tensor  # int64 [slots, 4]
-
-
-def _short_runs(rowptr: Tensor, degree: Tensor, rows: Tensor, cut: Cut) -> _Part:
-    """Sort rows by edges within windows, up and down in turn, and take neighbours together."""
-    window, edges = rows // cut.window, degree[rows]
-    key = window * (cut.short + 1) + torch.where(window % 2 == 0, edges, cut.short - edges)
-    row = rows[torch.argsort(key, stable=True)]
-    groups = -(-row.numel() // cut.group)
-    padded = torch.nn.functional.pad(degree[row], (0, groups * cut.group - row.numel()))
-    most = padded.view(groups, cut.group).amax(1) if groups else padded
-    cost = cut.group * (most + ROW_COST)
-    most_cost = min(cut.part, cut.group * (cut.short + ROW_COST))
-    least = -(-most_cost * cut.group // max(cut.entries, cut.group))
-    bucket = torch.div(cost.clamp(min=least).cumsum(0) - 1, most_cost, rounding_mode="floor")
-    opens = torch.ones_like(bucket, dtype=torch.bool)
-    opens[1:] = bucket.diff() > 0
-    first = opens.nonzero().squeeze(1)
-    past = torch.cat([first[1:], first.new_full((min(groups, 1),), groups)])
-    begin, end = first * cut.group, (past * cut.group).clamp(max=row.numel())
-    run = torch.stack([begin, end - begin, torch.full_like(begin, -1), torch.zeros_like(begin)], 1)
-    return _Part(_entries(row, degree[row], rowptr[row]), run, rows[begin], run[:0])
-
-
-def _long_runs(rowptr: Tensor, degree: Tensor, rows: Tensor, cut: Cut, entries: int) -> _Part:
-    """Make every row a run, or equal parts of it."""
-    parts = -(-degree // cut.part)
-    size = -(-degree // (parts * _SHARES)) * _SHARES
-    parts = -(-degree // size)
-    count = int(parts.sum())
-    which = torch.repeat_interleave(parts, output_size=count)
-    first = parts.cumsum(0) - parts
-    index = torch.arange(count, device=rowptr.device)
-    offset = (index - first[which]) * size[which]
-    edges = torch.minimum(size[which], degree[which] - offset)
-    is_part = parts[which] > 1
-    slot = is_part.cumsum(0) - 1
-    entry = _entries(rows[which], edges, rowptr[rows[which]] + offset)
-    ones = torch.ones_like(index)
-    run = torch.stack([entries + index, ones, torch.where(is_part, slot, -1), 0 * ones], 1)
-    split = torch.stack([rows, slot[first], parts, 0 * parts], 1)[which[is_part]]
-    return _Part(entry, run, rows[which], split)
-
-
-def _entries(row: Tensor, edges: Tensor, first: Tensor) -> Tensor:
-    return torch.cat([torch.stack([row, edges], 1).int(), first.view(-1, 1).view(torch.int32)], 1)
+def multiprocessors_of(tensor: Tensor) -> int:
+    """Return how many the device of a tensor has."""
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count

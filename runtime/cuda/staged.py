@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gnnc.runtime.cuda.emitter import BLOCK
 from gnnc.runtime.cuda.launch import Launch
-from gnnc.runtime.cuda.runs import ROW_COST, Cut, few_edges, places_within
+from gnnc.runtime.cuda.runs import ROW_COST, Cut, few_edges
 from gnnc.runtime.cuda.unit import Unit
 
 STRETCH = 2048
@@ -46,6 +46,13 @@ class Entries(NamedTuple):
     first: Tensor
     part: Tensor
     split: Tensor
+
+
+class Size(NamedTuple):
+    """How many near edges there are, and words of all edges."""
+
+    near: int
+    words: int
 
 
 class StagedRuns(NamedTuple):
@@ -110,7 +117,21 @@ def cut_rows(rowptr: Tensor, cut: Cut) -> Entries:
     return Entries(row.int(), edges.int(), rowptr[row] + offset, torch.where(is_part, slot, -1), split.int())
 
 
-def arrange(entries: Entries, near: Tensor, rows: int, short: int, blocks: int, together: int) -> StagedRuns:
+def size_of(entries: Entries, near: Tensor) -> Size:
+    """Return the size of a table.
+
+    Args:
+        entries: of the graph.
+        near: int32 ``[entries]``, how many edges of each are near ones.
+    """
+    near = near.long()
+    words = -(-near // 8) - (near - entries.edges) // 4
+    return Size(*torch.stack([near.sum(), words.sum()]).tolist())
+
+
+def arrange(
+    entries: Entries, near: Tensor, rows: int, short: int, blocks: int, together: int, size: Size
+) -> StagedRuns:
     """Make runs of entries, by stretch: long ones first, one a run, then short ones of about as many words.
 
     Args:
@@ -120,6 +141,7 @@ def arrange(entries: Entries, near: Tensor, rows: int, short: int, blocks: int, 
         short: rows with at most so many edges are worked on side by side.
         blocks: blocks of threads.
         together: entries of a run.
+        size: what ``size_of`` says.
 
     Returns:
         The table; its words are not written yet.
@@ -137,7 +159,7 @@ def arrange(entries: Entries, near: Tensor, rows: int, short: int, blocks: int, 
     entry = torch.stack([row[order], near[order], (edges - near)[order], first], 1).int()
     kind = (stretch * 2 + is_short)[order]
     opens = (~is_short[order] | (places_within(kind) % together == 0)).nonzero().squeeze(1)
-    count = torch.diff(opens, append=opens.new_tensor([order.numel()]))
+    count = torch.diff(opens, append=opens.new_full((1,), order.numel()))
     where = stretch[order][opens]
     run = torch.stack([opens, count, entries.part[order][opens], where], 1).int()
 
@@ -145,14 +167,19 @@ def arrange(entries: Entries, near: Tensor, rows: int, short: int, blocks: int, 
     begin = torch.searchsorted(where, torch.arange(stretches + 1, device=where.device))
     spent = (edges[order] + ROW_COST).cumsum(0)
     ends = spent[opens + count - 1]
-    shares = torch.arange(blocks + 1, device=where.device) * (int(ends[-1]) if ends.numel() else 0) / blocks
+    shares = torch.arange(blocks + 1, device=where.device) * ends[-1:].sum() / blocks
     share = torch.searchsorted(ends.double(), shares.double())
     share[-1] = opens.numel()
-    word = torch.empty(int(words.sum()), 4, dtype=torch.int32, device=row.device)
+    word = torch.empty(size.words, 4, dtype=torch.int32, device=row.device)
     slot = torch.where(count > 1, opens, -1).repeat_interleave(count)
     slot = torch.where(slot < 0, -1, (torch.arange(order.numel(), device=order.device) - slot) % 2).int()
     tables = word, entry, run, entries.split, begin.int(), share.int(), place.int(), slot
-    return StagedRuns(*tables, int(near.sum()))
+    return StagedRuns(*tables, size.near)
+
+
+def places_within(groups: Tensor) -> Tensor:
+    """Return the place of each element in its group, from 0 on; ``groups`` are sorted numbers, ``[n]``."""
+    return torch.arange(groups.numel(), device=groups.device) - torch.searchsorted(groups, groups)
 
 
 class StagedTable:
@@ -260,6 +287,11 @@ def pays(near: int, edges: int, rows: int, blocks: int, row_bytes: int) -> bool:
     return near >= _LEAST_NEAR * edges and near >= _LEAST_USES * copied
 
 
+def may_pay(rows: int, edges: int, blocks: int) -> bool:
+    """Whether a graph is so large that it may pay, if all edges are near ones, for rows of some size."""
+    return any(pays(edges, edges, rows, blocks, row_bytes) for row_bytes in (64, 256))
+
+
 def build_staged(
     rowptr: Tensor, col: Tensor, cut: Cut, blocks: int, window: int, *, always: bool = False
 ) -> StagedRuns | None:
@@ -280,14 +312,10 @@ def build_staged(
         kernels = kernels_on(rowptr.device.index)
         rows, entries = rowptr.shape[0] - 1, cut_rows(rowptr, cut)
         near = kernels.count(col, entries, window)
-        pays_for_some = pays(int(near.sum()), col.shape[0], rows, blocks, 64 if window == STRETCH else 256)
-        if not (pays_for_some or always) or _words_of(entries, near) > _MOST_WORDS:
+        size = size_of(entries, near)
+        pays_for_some = pays(size.near, col.shape[0], rows, blocks, 64 if window == STRETCH else 256)
+        if not (pays_for_some or always) or size.words > _MOST_WORDS:
             return None
-        runs = arrange(entries, near, rows, cut.short, blocks, entries_of(window))
+        runs = arrange(entries, near, rows, cut.short, blocks, entries_of(window), size)
         kernels.write(col, entries, runs, window)
     return runs
-
-
-def _words_of(entries: Entries, near: Tensor) -> int:
-    near = near.long()
-    return int((-(-near // 8) - (near - entries.edges) // 4).sum())

@@ -7,14 +7,21 @@ import torch
 from torch import Tensor
 
 from gnnc.errors import GraphError
-from gnnc.runtime.cuda.kept import tensors_kept
+from gnnc.ir.graph import placeholders
+from gnnc.runtime.cuda.facts import Facts
+from gnnc.runtime.cuda.kept import keep, tensors_kept
 from gnnc.runtime.cuda.radix import sort_edges
-from gnnc.runtime.structure_runner import StructureRunner
+from gnnc.runtime.cuda.runs import RUNS, Draft, cut_for, multiprocessors_of
+from gnnc.runtime.cuda.self_loops import SelfLoops, self_loops
+from gnnc.runtime.cuda.staged import may_pay
+from gnnc.runtime.structure_runner import Group, StructureRunner
 
 
 def use_kernels(runner: StructureRunner) -> None:
     """Let a structure program sort on the device, count its tables, and make its results safe to share."""
     for group in runner.groups:
+        for loops in self_loops(group.module.graph):
+            _take_loops(runner, group, loops)
         for node in group.module.graph.nodes:
             if node.target is torch.ops.gnnc.csr.default:
                 node.target = csr
@@ -22,15 +29,25 @@ def use_kernels(runner: StructureRunner) -> None:
                 node.target = csr_transpose
         group.module.recompile()
     runner.cache.made_of = tensors_kept
-    runner.after_build = _wait
-    runner.after_call = _Streams()
+    streams = _Streams()
+    runner.after_build, runner.after_call = streams.built, streams
+
+
+def _take_loops(runner: StructureRunner, group: Group, loops: SelfLoops) -> None:
+    """Let the sort give a graph its self loops, and find ids out of range if nothing else reads them."""
+    ends = loops.replace(csr_with_loops)
+    slots = dict(zip(placeholders(group.module), group.operands, strict=True))
+    ids, limit = slots.get(loops.edge_index), slots.get(loops.nodes)
+    if ids is not None and limit is not None and set(loops.edge_index.users) == set(ends):
+        runner.finds.add((ids, limit))
 
 
 def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort edges by destination; see ``gnnc.csr``.
 
-    Everything is launched before the host looks at the check, and it waits for the sort's first pass
-    alone. Sorting and searching read no memory by the ids, so that ids out of range do no harm.
+    The host waits once, for everything that it has to know of a graph: whether ids are out of range, and how
+    large the run table is, which is kept with ``rowptr``. Sorting and searching read no memory by the ids,
+    so that ids out of range do no harm.
 
     Raises:
         GraphError: an id is out of range.
@@ -39,15 +56,56 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, T
         empty = torch.empty(0, dtype=torch.int64, device=src.device)
         rowptr = torch.zeros(num_dst + 1, dtype=torch.int64, device=src.device)
         return rowptr, empty.to(torch.int32), empty
-    done = sort_edges(dst, src, num_dst, num_src)
-    rows = torch.arange(num_dst + 1, dtype=torch.int32, device=src.device)
-    rowptr = torch.searchsorted(done.keys, rows)
-    bad_dst, bad_src = done.out_of_range()
-    if bad_src:
-        _refuse("src", src, num_src, "source")
-    if bad_dst:
-        _refuse("dst", dst, num_dst, "destination")
-    return rowptr, done.col, done.perm
+    return _sorted(src, dst, num_src, num_dst)
+
+
+def csr_with_loops(src: Tensor, dst: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+    """Return the CSR of a graph whose nodes get one edge to themselves, in the place of those that they have.
+
+    As ``gnnc.csr`` of the other edges and, behind them, of the new ones; see there.
+
+    Returns:
+        ``rowptr`` int64 ``[nodes + 1]`` and ``col`` int32.
+
+    Raises:
+        GraphError: an id is out of range.
+    """
+    if src.shape[0] + nodes == 0:
+        return csr(src, dst, nodes, nodes)[:2]
+    return _sorted(src, dst, nodes, nodes, loops=True)[:2]
+
+
+def _sorted(
+    src: Tensor, dst: Tensor, num_src: int, num_dst: int, *, loops: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    device, edges = src.device, src.shape[0]
+    with torch.cuda.device(device):
+        facts = Facts(7, device)
+        out_of_range, sizes, count = facts.tensor.split([2, 4, 1])
+        done = sort_edges(dst, src, num_dst, num_src, out_of_range, loops=loops)
+        rows = torch.arange(num_dst + 1, dtype=torch.int32, device=device)
+        rowptr = torch.searchsorted(done.keys, rows)
+        draft = _draft(rowptr, edges + loops * num_dst, sizes, out_of_range)
+        if loops:
+            count.copy_(rowptr[-1:])
+        facts.send()
+        bad_dst, bad_src, *found, left = facts.wait()
+        if bad_src:
+            _refuse("src", src, num_src, "source")
+        if bad_dst:
+            _refuse("dst", dst, num_dst, "destination")
+        edges = left if loops else edges
+        if draft is not None:
+            keep(rowptr, RUNS, draft.finish(found, edges))
+    return rowptr, done.col[:edges], done.perm[:edges]
+
+
+def _draft(rowptr: Tensor, edges: int, sizes: Tensor, refused: Tensor) -> Draft | None:
+    """Begin with the run table, unless the graph is one whose sums may not need it."""
+    rows, shares = rowptr.shape[0] - 1, multiprocessors_of(rowptr)
+    if may_pay(rows, edges, shares):
+        return None
+    return Draft(rowptr, edges, cut_for(rows, edges, shares), shares, sizes, refused)
 
 
 def csr_transpose(rowptr: Tensor, col: Tensor, num_src: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,20 +130,25 @@ def _device_of(results: tuple[Any, ...]) -> torch.device | None:
     return next((r.device for r in results if isinstance(r, Tensor) and r.is_cuda), None)
 
 
-def _wait(results: tuple[Any, ...]) -> None:
-    """Later calls may read the results from other streams."""
-    device = _device_of(results)
-    if device is not None:
-        torch.cuda.current_stream(device).synchronize()
-
-
 class _Streams:
-    """Tells torch's allocator where structures and their tables are used, once several streams use them."""
+    """Has streams wait for what another one built, and tells torch's allocator where it is used."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
         self._only: int | None = None
         self._several = False
+        self._built: dict[int, torch.cuda.Event] = {}
+
+    def built(self, results: tuple[Any, ...]) -> None:
+        """Note that structures are new, before any call finds them: all of them are there after this."""
+        device = _device_of(results)
+        if device is not None:
+            stream = torch.cuda.current_stream(device)
+            event = torch.cuda.Event()
+            event.record(stream)
+            self._built[stream.cuda_stream] = event
+            if self._only is None:
+                self._only = stream.cuda_stream
 
     def __call__(self, results: tuple[Any, ...]) -> None:
         if self._device is None:
@@ -101,6 +164,9 @@ class _Streams:
         self._several = True
         if not torch.cuda.is_current_stream_capturing():
             current = torch.cuda.current_stream(self._device)
+            for builder, event in list(self._built.items()):
+                if builder != stream:
+                    current.wait_event(event)
             for tensor in _memory_of(results):
                 tensor.record_stream(current)
 

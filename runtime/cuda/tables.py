@@ -10,7 +10,7 @@ from gnnc.ir.source import is_structure
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.kept import BUILDING, kept
 from gnnc.runtime.cuda.radix import padded_columns
-from gnnc.runtime.cuda.runs import MOST_ENTRIES, MOST_PART, Runs, build_runs, chunk_of, cut_for, deal
+from gnnc.runtime.cuda.runs import MOST_ENTRIES, MOST_PART, Runs, chunk_of, model_runs, multiprocessors_of
 from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays, staged_cut_for, window_rows
 from gnnc.runtime.cuda.structure import destinations_of
 
@@ -38,7 +38,8 @@ class RunTable:
             chunk = chunk_of(runs.run.shape[0], multiprocessors, row_bytes)
         self.blocks = min(runs.run.shape[0], multiprocessors)
         if not chunk:
-            runs = runs._replace(run=deal(runs, max(self.blocks, 1)))
+            assert runs.dealt is not None
+            runs = runs._replace(run=runs.dealt)
             chunk = runs.run.shape[0] // max(self.blocks, 1)
         self.tensors = runs.tensors
         self.count, self.chunk = runs.run.shape[0], chunk
@@ -54,39 +55,16 @@ def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
         edges: E.
         row_bytes: of the rows of x that are gathered.
     """
-
-    def build() -> RunTable:
-        table = RunTable(model_runs(rowptr, edges), multiprocessors_of(rowptr), row_bytes)
-        torch.cuda.current_stream(rowptr.device).synchronize()
-        return table
-
-    return kept(rowptr, runs_name(row_bytes), build)
+    return kept(
+        rowptr,
+        runs_name(row_bytes),
+        lambda: RunTable(model_runs(rowptr, edges), multiprocessors_of(rowptr), row_bytes),
+    )
 
 
 def runs_name(row_bytes: int) -> str:
     """Return what ``rowptr`` keeps the table of ``runs_of`` under."""
     return f"runs_of_{row_bytes}"
-
-
-def model_runs(rowptr: Tensor, edges: int) -> Runs:
-    """Return the runs of a CSR as the model cuts them, for rows of any size; they live as long as the tensor.
-
-    Args:
-        rowptr: int64 ``[rows + 1]``.
-        edges: E.
-    """
-
-    def build() -> Runs:
-        runs = build_runs(rowptr, cut_for(rowptr.shape[0] - 1, edges, multiprocessors_of(rowptr)))
-        torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
-        return runs
-
-    return kept(rowptr, "runs", build)
-
-
-def multiprocessors_of(tensor: Tensor) -> int:
-    """Return how many the device of a tensor has."""
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 class SumTable:

@@ -16,14 +16,20 @@ import torch
 from torch import Tensor
 
 from gnnc.runtime.cuda.kept import drop_all_but, keep, tensors_kept
-from gnnc.runtime.cuda.runs import Cut, build_runs, candidates, chunk_of, cut_for
+from gnnc.runtime.cuda.runs import (
+    Cut,
+    build_runs,
+    candidates,
+    chunk_of,
+    cut_for,
+    model_runs,
+    multiprocessors_of,
+)
 from gnnc.runtime.cuda.staged import StagedTable, build_staged, pays, staged_cut_for, window_rows
 from gnnc.runtime.cuda.tables import (
     RunTable,
     SumTable,
     give_back,
-    model_runs,
-    multiprocessors_of,
     runs_name,
     runs_of,
     sums_name,
@@ -134,7 +140,8 @@ class Wanted:
         """Return the table by another cut; None where its words have no room."""
         processors = multiprocessors_of(self._rowptr)
         if not cut.by_stretch:
-            table = RunTable(build_runs(self._rowptr, cut), processors, self.row_bytes, cut.chunk)
+            runs = build_runs(self._rowptr, self._edges, cut, processors)
+            table = RunTable(runs, processors, self.row_bytes, cut.chunk)
             return table if self._col is None else SumTable(table)
         assert self._col is not None
         window = window_rows(self.row_bytes)

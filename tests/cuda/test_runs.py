@@ -1,31 +1,128 @@
 import pytest
 import torch
+from cuda_launch import ARCHITECTURES
 from kernel_graphs import GRAPHS
+from torch import Tensor
 
 from gnnc.runtime.cuda import tables
-from gnnc.runtime.cuda.runs import ROW_COST, Cut, Runs, build_runs, chunk_of, cut_for, deal
+from gnnc.runtime.cuda.runs import ROW_COST, Cut, Draft, Kernels, Runs, build_runs, chunk_of, cut_for
 from gnnc.runtime.cuda.staged import staged_cut_for
+from gnnc.runtime.cuda.unit import Unit
 
-CUTS = (
-    Cut(1, 1, 1, 1),
-    Cut(64, 16),
-    Cut(64, 64, 8, 16),
-    Cut(512, 128),
-    Cut(5000, 5000),
-    Cut(256, 8, entries=1),
-)
+CUTS = (Cut(8, 1), Cut(64, 16), Cut(64, 64), Cut(512, 128), Cut(5000, 5000), Cut(256, 8, entries=1))
+WINDOW, GROUP = 256, 8
 
 
-def entries_of(runs: Runs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def reference(rowptr: Tensor, cut: Cut, shares: int) -> Runs:
+    """The run table, row by row."""
+    degree, first = rowptr.diff().tolist(), rowptr.tolist()
+    entry: list[list[int]] = []
+    run: list[list[int]] = []
+    split: list[list[int]] = []
+    cost: list[int] = []
+    for window in range(0, len(degree), WINDOW):
+        rows = range(window, min(window + WINDOW, len(degree)))
+        short = sorted((row for row in rows if degree[row] <= cut.short), key=lambda row: -degree[row])
+        for of in short_runs([degree[row] for row in short], cut):
+            run.append([len(entry) + of.start, len(of), -1, 0])
+            cost.append(sum(degree[short[i]] + ROW_COST for i in of))
+        entry += [[row, degree[row], first[row]] for row in short]
+        for row in rows:
+            if degree[row] <= cut.short:
+                continue
+            size = -(-degree[row] // (-(-degree[row] // cut.part) * 32)) * 32
+            offsets = range(0, degree[row], size)
+            slot = len(split)
+            for number, offset in enumerate(offsets):
+                run.append([len(entry), 1, slot + number if len(offsets) > 1 else -1, 0])
+                entry.append([row, min(size, degree[row] - offset), first[row] + offset])
+                cost.append(entry[-1][1] + ROW_COST)
+            if len(offsets) > 1:
+                split += [[row, slot, len(offsets), 0]] * len(offsets)
+    table = [[row, edges, begin & 0xFFFFFFFF, begin >> 32] for row, edges, begin in entry]
+    tensors = [torch.tensor(rows, dtype=torch.int64).view(-1, 4).int() for rows in (table, run, split)]
+    dealt = torch.tensor(deal(run, cost, shares), dtype=torch.int32)
+    return Runs(*tensors, sum(degree), dealt)
+
+
+def short_runs(degree: list[int], cut: Cut) -> list[range]:
+    """Rows of each run: groups of eight, of which a run takes as many as cost about so much."""
+    most = min(cut.part, GROUP * (cut.short + ROW_COST))
+    least = -(-most * GROUP // max(cut.entries, GROUP))
+    spent, begins = 0, list[tuple[int, int]]()
+    for begin in range(0, len(degree), GROUP):
+        spent += max(GROUP * (degree[begin] + ROW_COST), least)
+        begins.append(((spent - 1) // most, begin))
+    opens = [begin for at, (turn, begin) in enumerate(begins) if at == 0 or begins[at - 1][0] != turn]
+    ends = [*opens[1:], len(degree)][: len(opens)]
+    return [range(begin, end) for begin, end in zip(opens, ends, strict=True)]
+
+
+def deal(run: list[list[int]], cost: list[int], shares: int) -> list[list[int]]:
+    """Runs by share, those that cost most first, up to a power of two."""
+    shares = max(min(len(run), shares), 1)
+    dealt: list[list[int]] = [[] for _ in range(shares)]
+    ends = 0
+    for number, spent in enumerate(cost):
+        ends += spent
+        dealt[(ends - spent // 2) * shares // sum(cost)].append(number)
+    size = 1 << (max(map(len, dealt)) - 1).bit_length() if run else 1
+    filled = [[run[i] for i in sorted(share, key=lambda i: -cost[i])] for share in dealt]
+    return [each for share in filled for each in share + [[0, 0, -1, 0]] * (size - len(share))]
+
+
+def entries_of(runs: Runs) -> tuple[Tensor, Tensor, Tensor]:
     row, count = runs.entry[:, :2].long().unbind(1)
     return row, count, runs.entry[:, 2:].contiguous().view(torch.int64).squeeze(1)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_tables_are_those_of_the_reference(name: str, cut: Cut) -> None:
+    g = GRAPHS[name]()
+    for shares in (1, 5, 132):
+        want = reference(g.rowptr, cut, shares)
+        got = build_runs(g.rowptr.cuda(), g.num_edges, cut._replace(chunk=0), shares)
+        for actual, wanted in zip(got, want, strict=True):
+            assert torch.equal(actual.cpu(), wanted) if isinstance(wanted, Tensor) else actual == wanted
+
+
+@pytest.mark.cuda
+def test_blocks_that_take_turns_are_dealt_nothing() -> None:
+    rowptr = torch.arange(16 * 64 * 8 + 1).cuda()  # 16 turns of 64 runs of 8 rows
+    edges = rowptr.numel() - 1
+    assert build_runs(rowptr, edges, Cut(64, 1), 1).dealt is None
+    assert build_runs(rowptr, edges, Cut(64, 1, chunk=32), 1).dealt is None
+    assert build_runs(rowptr, edges, Cut(64, 1, chunk=0), 1).dealt is not None
+    assert build_runs(rowptr[:-8], edges - 8, Cut(64, 1), 1).dealt is not None
+
+
+@pytest.mark.cuda
+def test_nothing_is_written_by_offsets_that_may_be_anything() -> None:
+    """Those of a graph with ids out of range, before the host knows of them."""
+    rowptr = torch.tensor([0, 5, 2**31 - 1, -7, 2**40, 3]).cuda()
+    sizes, refused = torch.zeros(4, dtype=torch.int32).cuda(), torch.ones(1, dtype=torch.int32).cuda()
+    draft = Draft(rowptr, 5, Cut(64, 16), 132, sizes, refused)
+    torch.cuda.synchronize()
+    assert draft.finish([0, 0, 0, 0], 5).run.numel() == 0 and sizes.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_kernel_spills(architecture: str) -> None:
+    unit = Unit()
+    Kernels(unit)
+    report = unit.compile(architecture).resources
+    assert len(report) == 4
+    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_runs_cover_every_edge_of_every_row_once(name: str, cut: Cut) -> None:
     g = GRAPHS[name]()
-    runs = build_runs(g.rowptr, cut)
+    runs = reference(g.rowptr, cut, 132)
     row, count, first = entries_of(runs)
     edges = torch.cat([torch.arange(a, a + n) for a, n in zip(first.tolist(), count.tolist(), strict=True)])
     assert torch.equal(edges.sort().values, torch.arange(g.num_edges))
@@ -35,9 +132,7 @@ def test_runs_cover_every_edge_of_every_row_once(name: str, cut: Cut) -> None:
     begin, entries, slot, _ = runs.run.long().unbind(1)
     used = torch.cat([torch.arange(a, a + n) for a, n in zip(begin.tolist(), entries.tolist(), strict=True)])
     assert torch.equal(used.sort().values, torch.arange(len(row)))
-    assert ((entries > 0) & (entries <= max(cut.entries, cut.group))).all() and (
-        entries[slot >= 0] == 1
-    ).all()
+    assert ((entries > 0) & (entries <= max(cut.entries, GROUP))).all() and (entries[slot >= 0] == 1).all()
     assert torch.equal(slot[slot >= 0].sort().values, torch.arange(runs.split.shape[0]))
     assert (count <= max(cut.short, -(-cut.part // 32) * 32)).all()
 
@@ -51,7 +146,7 @@ def test_runs_cover_every_edge_of_every_row_once(name: str, cut: Cut) -> None:
 
 
 def test_rows_of_a_run_have_about_as_many_edges() -> None:
-    runs = build_runs(GRAPHS["chunks"]().rowptr, Cut(512, 128))
+    runs = reference(GRAPHS["chunks"]().rowptr, Cut(512, 128), 132)
     _, count, _ = entries_of(runs)
     groups = [count[a : a + n] for a, n, slot, _ in runs.run.tolist() if slot < 0 and n > 1]
     steps = sum(len(part) * int(part.max()) for each in groups for part in each.split(8))
@@ -68,9 +163,10 @@ def test_blocks_of_a_large_graph_take_turns_often_enough_to_end_together() -> No
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("blocks", [1, 5, 132])
 def test_every_run_is_dealt_to_one_block(name: str, cut: Cut, blocks: int) -> None:
-    runs = build_runs(GRAPHS[name]().rowptr, cut)
-    dealt = deal(runs, blocks)
-    shares = dealt.view(blocks, -1, 4)
+    runs = reference(GRAPHS[name]().rowptr, cut, blocks)
+    dealt = runs.dealt
+    assert dealt is not None
+    shares = dealt.view(max(min(blocks, runs.run.shape[0]), 1), -1, 4)
     size = shares.shape[1]
     assert size & (size - 1) == 0
     empty = shares[:, :, 1] == 0
@@ -83,9 +179,10 @@ def test_shares_cost_the_same_and_begin_with_what_costs_most() -> None:
     generator = torch.Generator().manual_seed(0)
     degree = (torch.rand(40_000, generator=generator) ** -0.8).long().clamp(max=9_000)
     rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
-    runs = build_runs(rowptr, cut_for(len(degree), int(degree.sum()), 20))
+    runs = reference(rowptr, cut_for(len(degree), int(degree.sum()), 20), 20)
+    assert runs.dealt is not None
     edges = torch.nn.functional.pad((runs.entry[:, 1].long() + ROW_COST).cumsum(0), (1, 0))
-    first, count = deal(runs, 20).view(20, -1, 4)[:, :, :2].long().unbind(-1)
+    first, count = runs.dealt.view(20, -1, 4)[:, :, :2].long().unbind(-1)
     cost = edges[first + count] - edges[first]
     assert (cost.diff(dim=1) <= 0).all()
     assert cost.sum(1).max() < 1.05 * cost.sum(1).double().mean()
@@ -105,10 +202,10 @@ def test_rows_of_a_small_graph_are_the_work_of_all_warps() -> None:
     degree = (torch.rand(19_717, generator=generator) ** -0.9).long().clamp(max=171) + 1
     rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
     cut = cut_for(len(degree), int(degree.sum()), 132)
-    runs = build_runs(rowptr, cut)
+    runs = reference(rowptr, cut, 132)
     assert cut.short == 16 and runs.split.numel() == 0
-    long = int((degree > 16).sum())
-    assert runs.run.shape[0] == -(-(len(degree) - long) // 8) + long
+    short = [int((window <= 16).sum()) for window in degree.split(WINDOW)]
+    assert runs.run.shape[0] == sum(-(-count // 8) for count in short) + len(degree) - sum(short)
 
 
 def test_what_a_graph_of_calls_points_to_is_not_replaced_by_a_slower_thread(

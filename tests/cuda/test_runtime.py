@@ -313,11 +313,16 @@ def test_rows_wait_for_their_parts_in_memory_of_the_thread(model, monkeypatch):
         with torch.no_grad(), torch.cuda.stream(torch.cuda.ExternalStream(2)):
             torch.cuda._sleep(100_000_000)
             got.append(compiled(x, hub))
+        called[number].set()
+        called[1].wait(60)  # a thread that ends leaves its number, and with it its stream, to the next
 
     got: list[torch.Tensor] = []
+    called = [threading.Event() for _ in range(2)]
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
+    for thread, done in zip(threads, called, strict=True):
         thread.start()
+        assert done.wait(60)
+    for thread in threads:
         thread.join()
     torch.cuda.synchronize()
     assert used[0] and set(used[0]).isdisjoint(used[1])

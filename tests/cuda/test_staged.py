@@ -15,6 +15,7 @@ from gnnc.runtime.cuda.staged import (
     cut_rows,
     pays,
     shared_bytes,
+    size_of,
     slices_of,
 )
 
@@ -32,7 +33,8 @@ def near_of(g: Graph, entries: Entries) -> torch.Tensor:
 
 def table(g: Graph, cut: Cut) -> tuple[Entries, StagedRuns]:
     entries = cut_rows(g.rowptr, cut)
-    return entries, arrange(entries, near_of(g, entries), g.num_dst, cut.short, BLOCKS, 16)
+    near = near_of(g, entries)
+    return entries, arrange(entries, near, g.num_dst, cut.short, BLOCKS, 16, size_of(entries, near))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -68,10 +70,11 @@ def test_runs_are_entries_of_one_stretch_and_blocks_share_them(name: str, cut: C
     long = near + far > cut.short
     assert (count.repeat_interleave(count)[long] == 1).all()
     assert torch.equal(slot[slot >= 0].sort().values, torch.arange(runs.split.shape[0]))
-    for of, (split, at, parts, _) in enumerate(runs.split.tolist()):
-        assert at <= of < at + parts
-        mine = (entries.row == split).nonzero().squeeze(1)
-        assert parts > 1 and torch.equal(entries.part[mine], torch.arange(at, at + parts))
+    split, at, parts, _ = runs.split.long().unbind(1)
+    of = torch.arange(len(split))
+    assert ((at <= of) & (of < at + parts) & (parts > 1)).all()
+    assert torch.equal(entries.part[entries.part >= 0], of) and torch.equal(entries.row[entries.part >= 0], split)
+    assert torch.equal(split.unique_consecutive(return_counts=True)[1].repeat_interleave(parts[at == of]), parts)
     stretches = -(-g.num_dst // STRETCH)
     assert runs.begin.tolist() == [int((stretch < s).sum()) for s in range(stretches + 1)]
     share = runs.share.long()

@@ -1,7 +1,7 @@
 """CSR and transpose on a CUDA device: as the reference, in little memory, whatever the ids are."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +14,14 @@ from gnnc.ir.structure import csr_reference, csr_transpose_reference
 from gnnc.runtime.cuda import radix
 from gnnc.runtime.cuda.kept import kept, tensors_kept
 from gnnc.runtime.cuda.radix import Kernels, digits_for
-from gnnc.runtime.cuda.structure import _Streams, csr, csr_transpose, destinations_of, use_kernels
+from gnnc.runtime.cuda.structure import (
+    _Streams,
+    csr,
+    csr_transpose,
+    csr_with_loops,
+    destinations_of,
+    use_kernels,
+)
 from gnnc.runtime.cuda.unit import Unit
 from gnnc.runtime.structure_runner import StructureRunner
 
@@ -25,14 +32,15 @@ WORKSPACE = 24
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("bits", [8, 9])
-@pytest.mark.parametrize("ids", ["int64_t", "int32_t"])
+@pytest.mark.parametrize(
+    ("ids", "bits", "loops"), [("int64_t", 8, False), ("int64_t", 9, True), ("int32_t", 9, True)]
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_no_kernel_spills(architecture: str, ids: str, bits: int) -> None:
+def test_no_kernel_spills(architecture: str, ids: str, bits: int, loops: bool) -> None:
     unit = Unit()
-    kernels = Kernels(unit, ids, bits)
+    kernels = Kernels(unit, ids, bits, loops)
     report = unit.compile(architecture).resources
-    assert len(report) == len(kernels.count) + len(kernels.scatter)
+    assert len(report) == len(kernels.count) + len(kernels.scatter) == 6
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
 
 
@@ -67,6 +75,33 @@ def test_csr_is_that_of_the_reference(count: int, dtype: torch.dtype) -> None:
         src, dst = edges(count, 1000, nodes)
         want = csr_reference(src, dst, 1000, nodes)
         assert_is_reference(csr(src.to(dtype).cuda(), dst.to(dtype).cuda(), 1000, nodes), want)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("count", [0, 1, 5000])
+def test_every_node_gets_one_edge_to_itself(count: int, dtype: torch.dtype) -> None:
+    """Behind its others, in the place of those that it has."""
+    for nodes in (1, 7, 256, 65_536):
+        src, dst = edges(count, nodes, nodes)
+        src[::3] = dst[::3]
+        keep, loop = src != dst, torch.arange(nodes)
+        want = csr_reference(torch.cat([src[keep], loop]), torch.cat([dst[keep], loop]), nodes, nodes)
+        got = csr_with_loops(src.to(dtype).cuda(), dst.to(dtype).cuda(), nodes)
+        assert_is_reference(got, want[:2])
+        assert count == 0 or got[0].gnnc_runs.edges == got[1].shape[0]
+    nothing = torch.empty(0, dtype=dtype).cuda()
+    assert_is_reference(csr_with_loops(nothing, nothing, 0), (torch.zeros(1).long(), torch.zeros(0).int()))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("src", "dst"), [(900, 3), (3, -1), (-1, -1), (2**40, 2**40)])
+def test_an_id_out_of_range_is_found_among_self_loops(src: int, dst: int) -> None:
+    sources, destinations = edges(20_000, 900, 900)
+    sources[12_345], destinations[12_345] = src, dst
+    with pytest.raises(gnnc.GraphError, match=r"\[12345\] = .* 0\.\.899"):
+        csr_with_loops(sources.cuda(), destinations.cuda(), 900)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.cuda
@@ -106,9 +141,11 @@ def test_an_id_out_of_range_is_named(row: str, bad: int) -> None:
 
 def test_too_many_edges_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radix, "MOST_EDGES", 3)
-    ids = torch.zeros(4, dtype=torch.int64)
+    ids, found = torch.zeros(4, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(gnnc.BackendError, match="a graph of 4 edges"):
-        radix.sort_edges(ids, ids, 1, 1)
+        radix.sort_edges(ids, ids, 1, 1, found)
+    with pytest.raises(gnnc.BackendError, match="a graph of 5 edges"):
+        radix.sort_edges(ids[:3], ids[:3], 2, 2, found, loops=True)
 
 
 @pytest.mark.cuda
@@ -151,8 +188,10 @@ def test_memory_of_tables_is_told_to_streams_that_use_it(monkeypatch: pytest.Mon
     now = [1]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now[0], raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(now[0]))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     streams, rowptr, table, column = _Streams(), on_device(), on_device(), on_device()
+    streams.built((rowptr, 3))
     streams((rowptr, 3))
     kept(rowptr, "runs", lambda: SimpleNamespace(tensors=(table,)))
     kept(rowptr, "order", lambda: column)
@@ -162,6 +201,50 @@ def test_memory_of_tables_is_told_to_streams_that_use_it(monkeypatch: pytest.Mon
     now[0] = 2
     streams((rowptr, 3))
     assert [tensor.streams for tensor in (rowptr, table, column)] == [[2], [2], [2]]
+
+
+class Stream:
+    """A stream that notes what it waits for, equal to its handle."""
+
+    waits: ClassVar[list[tuple[int, Any]]] = []
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
+
+    def __eq__(self, other: object) -> bool:
+        return self.cuda_stream == other
+
+    def wait_event(self, event: Any) -> None:
+        """Note it."""
+        self.waits.append((self.cuda_stream, event.of))
+
+
+class Event:
+    """Knows the stream that it was recorded on."""
+
+    def record(self, stream: Stream) -> None:
+        """Note the stream."""
+        self.of = stream.cuda_stream
+
+
+def test_a_stream_waits_for_what_another_one_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its call ends before that of the builder."""
+    now, built = [1], torch.zeros(3).as_subclass(OnDevice)
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(now[0]))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Stream, "waits", [])
+    streams = _Streams()
+    streams.built((built,))
+    now[0] = 2
+    streams((built,))
+    assert Stream.waits == [(2, 1)]
+    streams.built((built,))
+    now[0] = 1
+    streams((built,))
+    assert Stream.waits == [(2, 1), (1, 2)]
 
 
 def test_what_a_tensor_keeps_is_built_once() -> None:

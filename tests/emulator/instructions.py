@@ -205,6 +205,13 @@ def _bfi_(modifiers: list[str], given: list[str], names: Names) -> str:
     return names.put(given[0], f"inserted_bits<{c}>({values})")
 
 
+def _bfind_(modifiers: list[str], given: list[str], names: Names) -> str:
+    """The leading zeros, with all bits set where there is no other."""
+    _only(modifiers, "shiftamt", "u32")
+    value = names.value(given[1], "uint32_t")
+    return names.put(given[0], f"{value} == 0 ? 0xffffffffu : leading_zeros({value})")
+
+
 def _popc_(modifiers: list[str], given: list[str], names: Names) -> str:
     count = f"__builtin_popcountll({names.value(given[1], _kind(modifiers))})"
     return names.put(given[0], f"static_cast<uint32_t>({count})")

@@ -1,0 +1,134 @@
+"""Which graphs get their self loops in the sort itself."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch_geometric.nn import GAT, GCN, GIN
+
+import gnnc
+from gnnc.ir.structure import csr_reference
+from gnnc.runtime.cuda.self_loops import self_loops
+from gnnc.runtime.cuda.structure import csr_with_loops, use_kernels
+from gnnc.runtime.structure_runner import StructureRunner
+
+
+def structure_of(model: nn.Module, *, weights: bool = False) -> GraphModule:
+    x, edge_index = torch.randn(9, 4), torch.randint(0, 9, (2, 20))
+    given = {"edge_weight": torch.rand(20)} if weights else {}
+    compiled = gnnc.compile(model.eval(), precision="fp32", backend="reference")
+    with torch.no_grad():
+        compiled(x, edge_index, **given)
+    structure = compiled.structure_graph_module
+    assert structure is not None
+    return structure
+
+
+@pytest.mark.parametrize("model", [GCN, GAT])
+def test_convolutions_that_ask_for_self_loops(model: Callable[..., nn.Module]) -> None:
+    structure = structure_of(model(4, 4, 2))
+    (found,) = self_loops(structure.graph)
+    assert found.edge_index.op == "placeholder" and found.rows == (0, 1)
+    runner = StructureRunner(structure)
+    use_kernels(runner)
+    (sort,) = (n for group in runner.groups for n in group.module.graph.nodes if n.target is csr_with_loops)
+    others = {str(n.target) for group in runner.groups for n in group.module.graph.nodes}
+    assert not others & {"aten.index.Tensor", "aten.cat.default", "aten.arange.start", "gnnc.csr.default"}
+    names = [node.name for node in structure.graph.find_nodes(op="placeholder")]
+    assert runner.finds == {(names.index("edge_index"), names.index(str(sort.args[2])))}
+
+
+@pytest.mark.parametrize(("model", "weights"), [(GIN, False), (GCN, True)])
+def test_others_are_left_alone(model: Callable[..., nn.Module], weights: bool) -> None:
+    """Those of GIN have no loops; with weights, the position of every edge is asked for."""
+    structure = structure_of(model(4, 4, 2), weights=weights)
+    assert not list(self_loops(structure.graph))
+    runner = StructureRunner(structure)
+    use_kernels(runner)
+    assert not runner.finds
+
+
+ATEN = torch.ops.aten
+
+
+def node(structure: GraphModule, target: Any) -> Node:
+    return structure.graph.find_nodes(op="call_function", target=target)[0]
+
+
+def swap(target: Any, **places: Any) -> Callable[[GraphModule], None]:
+    """Return what gives a node of ``target`` other arguments: ``a1`` is the second, "0" is the first one."""
+
+    def change(structure: GraphModule) -> None:
+        each = node(structure, target)
+        for place, value in places.items():
+            each.update_arg(int(place[1:]), each.args[int(value)] if isinstance(value, str) else value)
+
+    return change
+
+
+def ask_for_positions(structure: GraphModule) -> None:
+    sort = node(structure, torch.ops.gnnc.csr.default)
+    with structure.graph.inserting_after(sort):
+        structure.graph.call_function(operator.getitem, (sort, 2))
+
+
+def keep_loops(structure: GraphModule) -> None:
+    node(structure, ATEN.ne.Tensor).target = ATEN.eq.Tensor
+
+
+CHANGES: dict[str, Callable[[GraphModule], None]] = {
+    "positions are asked for": ask_for_positions,
+    "another number of sources": swap(torch.ops.gnnc.csr.default, a2=5),
+    "both ends are sources": swap(torch.ops.gnnc.csr.default, a1="0"),
+    "loops are what is left": keep_loops,
+    "one end alone is compared": swap(ATEN.ne.Tensor, a1="0"),
+    "loops of some nodes": swap(ATEN.arange.start, a0=1),
+    "loops of other nodes": swap(ATEN.arange.start, a1=5),
+    "two loops a node": swap(ATEN.repeat.default, a1=[2, 2]),
+    "edges above each other": swap(ATEN.cat.default, a1=0),
+}
+
+
+def test_the_sort_takes_the_edges_as_they_are() -> None:
+    structure = structure_of(GCN(4, 4, 2))
+    (found,) = self_loops(structure.graph)
+    found.replace(_csr_with_loops)
+    structure.recompile()
+    assert not structure.graph.find_nodes(op="call_function", target=ATEN.cat.default)
+    rowptr, col, _ = structure(torch.tensor([[0, 1, 2, 2], [0, 2, 2, 1]]), 3)
+    assert rowptr.tolist() == [0, 1, 3, 5] and col.tolist() == [0, 2, 1, 1, 2]
+
+
+def _csr_with_loops(src: Tensor, dst: Tensor, nodes: int) -> tuple[Tensor, ...]:
+    keep, loops = src != dst, torch.arange(nodes)
+    return csr_reference(torch.cat([src[keep], loops]), torch.cat([dst[keep], loops]), nodes, nodes)[:2]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_looks_alike_is_left_alone(change: str) -> None:
+    structure = structure_of(GCN(4, 4, 2))
+    assert len(list(self_loops(structure.graph))) == 1
+    CHANGES[change](structure)
+    assert not list(self_loops(structure.graph))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("model", [GCN, GAT])
+@pytest.mark.parametrize("bad", [(0, 90), (90, 90), (-1, -1)])
+@torch.no_grad()
+def test_ids_out_of_range_are_named_as_the_caller_knows_them(
+    model: Callable[..., nn.Module], bad: tuple[int, int]
+) -> None:
+    x, edge_index = torch.randn(90, 8).cuda(), torch.randint(0, 90, (2, 400)).cuda()
+    compiled = gnnc.compile(model(8, 8, 2).cuda().eval(), precision="fp32")
+    want = compiled(x, edge_index)
+    wrong = edge_index.clone()
+    wrong[:, 7] = torch.tensor(bad)
+    row = 0 if not 0 <= bad[0] < 90 else 1
+    with pytest.raises(gnnc.GraphError, match=rf"edge_index\[{row}, 7\] = {bad[row]} .*0\.\.89"):
+        compiled(x, wrong)
+    assert torch.equal(compiled(x, edge_index.clone()), want)
