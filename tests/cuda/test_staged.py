@@ -73,8 +73,10 @@ def test_runs_are_entries_of_one_stretch_and_blocks_share_them(name: str, cut: C
     split, at, parts, _ = runs.split.long().unbind(1)
     of = torch.arange(len(split))
     assert ((at <= of) & (of < at + parts) & (parts > 1)).all()
-    assert torch.equal(entries.part[entries.part >= 0], of) and torch.equal(entries.row[entries.part >= 0], split)
-    assert torch.equal(split.unique_consecutive(return_counts=True)[1].repeat_interleave(parts[at == of]), parts)
+    is_part = entries.part >= 0
+    assert torch.equal(entries.part[is_part], of) and torch.equal(entries.row[is_part], split.int())
+    _, number = split.unique_consecutive(return_counts=True)
+    assert torch.equal(number.repeat_interleave(number), parts)
     stretches = -(-g.num_dst // STRETCH)
     assert runs.begin.tolist() == [int((stretch < s).sum()) for s in range(stretches + 1)]
     share = runs.share.long()
