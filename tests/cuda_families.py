@@ -7,6 +7,13 @@ FAMILIES = {
         "structure.py::test_the_transpose_is_that_of_the_reference[5000]",
         "structure.py::test_an_id_out_of_range_is_named[src-1099511627776]",
     ),
+    "new graphs": (
+        "runs.py::test_tables_are_those_of_the_reference[cut1-random]",
+        "runs.py::test_tables_are_those_of_the_reference[cut2-chunks]",
+        "runs.py::test_tables_are_those_of_the_reference[cut5-star]",
+        "runs.py::test_nothing_is_written_by_offsets_that_may_be_anything",
+        "structure.py::test_every_node_gets_one_edge_to_itself[5000-dtype0]",
+    ),
     "spmm": (
         "spmm.py::test_integer_reductions_are_exact[47-sum]",
         "spmm.py::test_integer_reductions_are_exact[602-max]",
@@ -75,10 +82,30 @@ FAMILIES = {
 }
 """Tests by kernel family: odd widths, rows of several passes, split rows, epilogues, bodies."""
 
-EMULATED = ("split rows", "sddmm", "attention", "tuning", "models")
-"""Families whose tests run on the emulator in every run of the suite without a GPU: what takes a minute."""
+EMULATED = ("new graphs", "split rows", "sddmm", "attention", "tuning", "models")
+"""Families whose tests run on the emulator in every run of the suite without a GPU, but for those of ``LONG``."""
+LONG = frozenset(
+    {
+        "split_rows.py::test_integers_of_several_passes_are_64_bits_wide[602]",
+        "attention.py::test_attention[1.0-3-47-dtype1]",
+        "attention.py::test_attention[1.0-1-602-dtype0]",
+        "tuning.py::test_integers_are_added_up_to_the_same_bits[128]",
+        "tuning.py::test_graphs_of_launches_do_not_go_on_with_freed_tables",
+        "models.py::test_cuda_computes_what_eager_and_the_reference_compute[GATv2-fp32]",
+    }
+)
+"""Tests that take the emulator half a minute each; ``--emulate`` runs them."""
+
+
+def emulated() -> set[str]:
+    """Return the node ids of the tests that run on the emulator in every run without a GPU."""
+    return {_node(name) for family in EMULATED for name in FAMILIES[family] if name not in LONG}
 
 
 def nodes_of(family: str) -> list[str]:
     """Return the node ids of a family's tests."""
-    return [f"tests/cuda/test_{name}" for name in FAMILIES[family]]
+    return [_node(name) for name in FAMILIES[family]]
+
+
+def _node(name: str) -> str:
+    return f"tests/cuda/test_{name}"

@@ -45,7 +45,6 @@ class Attend:
     @staticmethod
     def emit(plan: attention.Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the launches: logits of dot products, the sums, weights where they are read."""
-        emitter.unit.include("attention.cuh")
         rowptr = argument_of(node, plan.rowptr)
         rows = shape_of(rowptr)[0] - 1
         pointer = emitter.vector(rowptr)
@@ -105,7 +104,6 @@ def _edge_term(plan: attention.Plan, node: Node, emitter: CudaEmitter, rowptr: s
     edge = None if plan.edge is None else _dense(emitter, node, plan.edge, plan.heads)
     if plan.kind != _DOT:
         return edge
-    emitter.unit.include("edge.cuh")
     assert plan.a_src is not None and plan.a_dst is not None
     ends = {"i0": argument_of(node, plan.a_dst), "j0": argument_of(node, plan.a_src)}
     operands = {name: value.meta["val"] for name, value in ends.items()}

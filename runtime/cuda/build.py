@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -72,6 +72,15 @@ class Machine:
     cubin: bytes
     symbols: dict[str, str]
     resources: dict[str, Resources]
+
+
+def resources_of(machines: Mapping[str, Machine]) -> dict[str, Resources]:
+    """Return what each kernel takes, where the assembler said so.
+
+    Args:
+        machines: the code of each, by C++ name.
+    """
+    return {name: code.resources[name] for name, code in machines.items() if name in code.resources}
 
 
 def headers_folder() -> Path:

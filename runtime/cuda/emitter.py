@@ -44,7 +44,7 @@ class LaunchText:
 
 
 class CudaEmitter(Emitter):
-    """An emitter that knows the program's translation unit.
+    """An emitter that knows the program's kernels.
 
     Attributes:
         unit: the kernels.
@@ -200,7 +200,6 @@ class CudaEmitter(Emitter):
 
     def check_values(self, node: Node, name: str) -> None:
         """Look for NaN and infinity in a tensor without waiting for the result."""
-        self.unit.include("check.cuh")
         values = self._assign("values", f"{name}.float().contiguous()")
         count = f"{values}.numel()"
         self.launch(

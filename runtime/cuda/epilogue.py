@@ -172,7 +172,6 @@ class Writer:
     def _batch_norm(self, a: int, b: int, c: int) -> None:
         """Multiply and add, by numbers of which a launch before makes one a column."""
         emitter, width = self.emitter, self.struct.width
-        emitter.unit.include("norm_columns.cuh")
         config = emitter.unit.struct("Norm", f"  static constexpr float kEps = {self._const(b)};\n")
         columns = [emitter.scratch(1, width, torch.float32, flat=True) for _ in range(2)]
         values = [*(self._vector(a + i) for i in range(4)), *map(pointer, columns), str(width)]

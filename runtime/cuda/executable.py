@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from gnnc.errors import BackendError
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import is_structure
-from gnnc.runtime.cuda.build import Machine, Resources
+from gnnc.runtime.cuda.build import Machine, Resources, resources_of
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.launch import enter_device
 from gnnc.runtime.cuda.replay import Fixed, Held, Recorded, Replay, launch_all
@@ -335,8 +335,10 @@ class CudaExecutable(Executable):
         write_give_back(emitter)
         inputs = placeholders(emitter.graph_module)
         self._structure = [place for place, node in enumerate(inputs) if is_structure(node)]
-        machine = emitter.unit.build(self.device.index)
-        self.resources, self._cubin = machine.resources, hashlib.sha256(machine.cubin).hexdigest()
+        machines = emitter.unit.build(self.device.index)
+        self.resources = resources_of(machines)
+        code = b"".join(hashlib.sha256(machine.cubin).digest() for machine in machines.values())
+        self._cubin = hashlib.sha256(code).hexdigest()
         self.recording = recording(emitter, results)
 
     def _arena_pool(self, layout: Layout) -> ArenaPool:
@@ -372,7 +374,7 @@ class OfflineExecutable(Executable):
     """A program compiled for architectures that this machine need not have; it cannot run.
 
     Attributes:
-        machines: the compiled code by architecture.
+        machines: the compiled code by architecture, and by the C++ name of a kernel in it.
         recording: the program as calls that replay run it; None where it is not launches alone.
     """
 
@@ -386,7 +388,7 @@ class OfflineExecutable(Executable):
         architectures: tuple[str, ...],
     ) -> None:
         self._architectures = architectures
-        self.machines: dict[str, Machine] = {}
+        self.machines: dict[str, dict[str, Machine]] = {}
         super().__init__(graph_module, pool, check_finite=check_finite)
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:

@@ -183,7 +183,6 @@ class Gemm:
     @staticmethod
     def emit(plan: gemm.Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write two launches: the weight's and the product's."""
-        emitter.unit.include("gemm.cuh")
         shape = shape_of_plan(plan, node)
         tile = tile_of(shape)
         assert tile is not None, "plan() has looked"

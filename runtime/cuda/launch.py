@@ -85,7 +85,7 @@ def leaves_waiting() -> bool:
 
 
 class Code:
-    """Loaded machine code of one translation unit, valid on every device of its architecture."""
+    """Loaded machine code of one compilation, valid on every device of its architecture."""
 
     def __init__(self, cubin: bytes, device: int) -> None:
         self._library = ctypes.c_void_p()

@@ -123,7 +123,6 @@ def _functor(plan: Plan, node: Node, strides: dict[str, int]) -> Any:
 
 
 def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
-    emitter.unit.include("edge.cuh")
     rowptr, col = (as_node(arg) for arg in node.args[:2])
     texts, strides = {}, {}
     for name, index in plan.operands:

@@ -49,7 +49,6 @@ class Kernels:
     """
 
     def __init__(self, unit: Unit, ids: str, bits: int, loops: bool) -> None:
-        unit.include("radix.cuh")
         unit.expect("RadixArgs", _ARGUMENTS)
         shared = _SHARED + (1 << bits) * (2 * _THREADS // 32 + 4)
         unit.require(f"sizeof(RadixShared<{bits}>) == {shared}", "a launch gives the tile its shared memory")

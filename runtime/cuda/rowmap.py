@@ -36,7 +36,6 @@ def launch_rowmap(
     program: RowProgram,
 ) -> None:
     """Write a launch that runs a row program over the rows of ``x``, C++ type ``kind``."""
-    emitter.unit.include("rowmap.cuh")
     lanes = lanes_for(width, columns=16 if program.makes_codes else 4)
     epilogue, values = write_epilogue(program, node, emitter, rows, width)
     count = emitter.size(rows)

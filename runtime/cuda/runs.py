@@ -159,7 +159,6 @@ class Kernels:
     """The kernels that make run tables (csrc/cuda/cut_rows.cuh), on one device."""
 
     def __init__(self, unit: Unit) -> None:
-        unit.include("cut_rows.cuh")
         unit.expect("CutArgs", len(_FIELDS))
         unit.require(f"kRowCost == {ROW_COST} && kWindow == {_WINDOW}", "blocks cut windows of so many rows")
         unit.require(f"kGroup == {_GROUP}", "what a run has room for is counted in groups")

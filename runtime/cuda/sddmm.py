@@ -35,7 +35,6 @@ class Sddmm:
     @staticmethod
     def emit(plan: sddmm.Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the launch."""
-        emitter.unit.include("sddmm.cuh")
         rowptr, col, a, b, _, *scales = node.args
         first, second = as_node(a if a is not None else b), as_node(b if b is not None else a)
         rows = [gathered_rows(emitter, value, plan.width, plan.heads) for value in (first, second)]

@@ -96,7 +96,6 @@ class Spmm:
     @staticmethod
     def emit(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the launch, whole rows or slices, and that of edges by stretch where rows can be windows."""
-        emitter.unit.include("spmm.cuh")
         rowptr = argument_of(node, plan.rowptr)
         edges, col = edges_and_columns(node, emitter, plan.rowptr, plan.col, plan.x)
         value = "0"
@@ -228,7 +227,6 @@ def gathered_rows(
     columns = packed_width(width, heads, dtype)
     if stride * dtype.itemsize % _PIECE == 0 and columns == width:
         return Rows(text, stride * dtype.itemsize, columns, columns * dtype.itemsize)
-    emitter.unit.include("pack_rows.cuh")
     to = emitter.padded(columns, dtype, by_stretch=by_stretch)
     rows = shape_of(x)[0]
     copy = emitter.scratch(rows, to, dtype, flat=True)

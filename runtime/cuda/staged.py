@@ -247,7 +247,6 @@ class Kernels:
     """The kernels that look at every edge (csrc/cuda/stage_edges.cuh), on one device."""
 
     def __init__(self, unit: Unit) -> None:
-        unit.include("stage_edges.cuh")
         unit.expect("StageArgs", _ARGUMENTS)
         self._count = unit.launch("gnnc::count_near", _ARGUMENTS)
         self._write = unit.launch("gnnc::stage_edges", _ARGUMENTS)

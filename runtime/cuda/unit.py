@@ -1,7 +1,11 @@
-"""A translation unit: every kernel of one program, compiled together."""
+"""The kernels of one program, compiled side by side."""
 
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
 from gnnc.runtime.cuda import build
 from gnnc.runtime.cuda.build import Machine
@@ -11,20 +15,22 @@ BLOCK = 256
 """Threads of a block, where a kernel family says nothing else."""
 AS_COMPILED = 0
 """Instead of a number of threads: the kernel's launch bound."""
+_KERNEL = re.compile(r"__global__ void\s+(?:__launch_bounds__[^;{]*?\)\s+)?(\w+)\((?:const )?\w+Args ")
+_WORD = re.compile(r"\w+")
+_STEPS = "row_steps.cuh"  # of which structs are made
 
 
 class Unit:
-    """Collects structs and instances of kernel templates; ``build`` compiles them all at once."""
+    """Collects structs and instances of kernel templates; ``build`` compiles them.
+
+    Each instance is compiled by itself, from a text that says nothing of the others: threads share the work,
+    and programs share on disk what they have in common.
+    """
 
     def __init__(self) -> None:
-        self._headers: dict[str, None] = {"row_steps.cuh": None}
         self._structs: dict[str, str] = {}
         self._asserted: dict[str, None] = {}
-        self._launches: dict[tuple[Any, ...], Launch] = {}
-
-    def include(self, header: str) -> None:
-        """Include a header of ``csrc/cuda``."""
-        self._headers[header] = None
+        self._launches: dict[tuple[object, ...], Launch] = {}
 
     def expect(self, struct: str, count: int) -> None:
         """Have the compiler check that a kernel's argument struct has so many eight-byte members."""
@@ -35,16 +41,16 @@ class Unit:
         self._asserted[f'static_assert({condition}, "{message}");'] = None
 
     def struct(self, kind: str, body: str) -> str:
-        """Define a struct, once for each body; return its name."""
-        if body not in self._structs:
-            self._structs[body] = f"{kind}{len(self._structs)}"
-        return self._structs[body]
+        """Define a struct, once for each body; return its name, the same in every program."""
+        name = f"{kind}_{hashlib.sha256(body.encode()).hexdigest()[:12]}"
+        self._structs[name] = body
+        return name
 
     def launch(self, kernel: str, count: int, *, block: int = BLOCK, shared: int = 0) -> Launch:
-        """Return the launcher of an instance, such as ``gnnc::spmm<Config0, Epilogue1>``.
+        """Return the launcher of an instance, such as ``gnnc::spmm<Config, Epilogue>``.
 
         Args:
-            kernel: C++ name with template arguments.
+            kernel: C++ name with template arguments, of a kernel of ``csrc/cuda``.
             count: number of its eight-byte arguments.
             block: threads a block, or ``AS_COMPILED``.
             shared: bytes of dynamic shared memory.
@@ -60,26 +66,71 @@ class Unit:
         return tuple(dict.fromkeys(launch.name for launch in self._launches.values()))
 
     @property
-    def source(self) -> str:
-        """The CUDA C++ text."""
-        lines = [f'#include "{header}"' for header in self._headers]
-        lines += ["", "using namespace gnnc;", ""]
-        lines += [f"struct {name} {{\n{body}}};\n" for body, name in self._structs.items()]
-        return "\n".join([*lines, *self._asserted, ""])
+    def sources(self) -> list[tuple[str, tuple[str, ...]]]:
+        """CUDA C++ texts, each with the C++ names of the kernels that are wanted of it."""
+        parts: dict[str, list[str]] = {}
+        for name in self.names:  # a header brings all of its kernels that are no templates
+            parts.setdefault(name if "<" in name else _header_of(name), []).append(name)
+        checks = "".join(f"{line}\n" for line in self._asserted)
+        if len(parts) == 1:
+            return [(self._text(self.names, checks), self.names)]
+        found = [(self._text(names), tuple(names)) for names in parts.values()]
+        return [*found, (self._text(self.names, checks), ())] if checks else found
 
-    def compile(self, architecture: str) -> Machine:
-        """Compile for an architecture; needs no GPU."""
-        return build.compile_source(self.source, self.names, architecture)
+    def _text(self, names: Iterable[str], checks: str = "") -> str:
+        """Return a text that instances need, and of which the checks hold."""
+        headers = dict.fromkeys([_STEPS, *map(_header_of, names)])
+        needed: dict[str, str] = {}
+        for text in (*names, checks):
+            self._need(text, needed)
+        structs = [f"struct {name} {{\n{body}}};\n" for name, body in needed.items()]
+        includes = [f'#include "{header}"' for header in headers]
+        return "\n".join([*includes, "", "using namespace gnnc;", "", *structs, checks])
 
-    def build(self, device: int) -> Machine:
-        """Compile for a device and give every launcher its kernel."""
+    def _need(self, text: str, needed: dict[str, str]) -> None:
+        """Add the structs that a text names, each behind those that it is made of."""
+        for name in _WORD.findall(text):
+            if name in self._structs and name not in needed:
+                self._need(self._structs[name], needed)
+                needed[name] = self._structs[name]
+
+    def compile(self, architecture: str) -> dict[str, Machine]:
+        """Compile for an architecture; needs no GPU.
+
+        Returns:
+            The machine code that each kernel is in, by C++ name.
+        """
         if not self._launches:
-            return Machine(b"", {}, {})
-        machine = self.compile(architecture_of(device))
-        code = Code(machine.cubin, device)
+            return {}
+        sources = self.sources
+
+        def compiled(source: tuple[str, tuple[str, ...]]) -> Machine:
+            return build.compile_source(*source, architecture)
+
+        with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
+            machines = zip(sources, pool.map(compiled, sources), strict=True)
+            return {name: machine for (_, names), machine in machines for name in names}
+
+    def build(self, device: int) -> dict[str, Machine]:
+        """Compile for a device and give every launcher its kernel; return the code, as ``compile`` does."""
+        machines = self.compile(architecture_of(device))
+        codes = {id(machine): Code(machine.cubin, device) for machine in machines.values()}
         for launch in self._launches.values():
-            launch.bind(code, machine.symbols[launch.name], device)
-        return machine
+            machine = machines[launch.name]
+            launch.bind(codes[id(machine)], machine.symbols[launch.name], device)
+        return machines
+
+
+@cache
+def _headers() -> dict[str, str]:
+    """Return the header of each kernel."""
+    files = sorted(build.headers_folder().glob("*.cuh"))
+    return {name: file.name for file in files for name in _KERNEL.findall(file.read_text())}
+
+
+def _header_of(kernel: str) -> str:
+    """Return the header of the kernel that a C++ name is an instance of."""
+    return _headers()[kernel.partition("<")[0].removeprefix("gnnc::")]
 
 
 @cache

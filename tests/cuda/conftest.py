@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from cuda_families import EMULATED, nodes_of
+from cuda_families import emulated
 
 import gnnc
 from gnnc.runtime import cuda
@@ -14,12 +14,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
     """Tests that need a device run on the emulator where there is none, or are skipped, by name."""
     if torch.cuda.is_available():
         return
-    emulated = {test for family in EMULATED for test in nodes_of(family)}
+    of_every_run = emulated()
     everything = config.getoption("--emulate")
     for item in items:
         if not item.get_closest_marker("cuda"):
             continue
-        if everything or item.nodeid in emulated:
+        if everything or item.nodeid in of_every_run:
             item.fixturenames.insert(0, "emulator")
         else:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

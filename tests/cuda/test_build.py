@@ -155,12 +155,53 @@ def test_a_source_that_does_not_compile_shows_what_the_compiler_said(folder):
         build.compile_source("nonsense", ("f",), "sm_90")
 
 
+def kernel(unit, *structs):
+    return unit.launch(f"gnnc::rowmap<{', '.join(structs)}>", 3)
+
+
 def test_a_unit_defines_equal_structs_once():
     unit = Unit()
     assert unit.struct("Epilogue", "  int a;\n") == unit.struct("Epilogue", "  int a;\n")
-    assert unit.launch("k", 3) is unit.launch("k", 3)
-    assert unit.launch("k", 3) is not unit.launch("k", 4)
-    assert unit.names == ("k",) and unit.source.count("struct Epilogue0") == 1
+    assert unit.struct("Epilogue", "  int a;\n") != unit.struct("Epilogue", "  int b;\n")
+    assert kernel(unit, "A") is kernel(unit, "A")
+    assert unit.launch("gnnc::rowmap<A>", 3) is not unit.launch("gnnc::rowmap<A>", 4)
+    assert unit.names == ("gnnc::rowmap<A>",)
+
+
+def test_a_kernel_is_compiled_from_what_it_is_made_of():
+    """So that another program with this kernel finds it on disk."""
+    one, other = Unit(), Unit()
+    for unit in (one, other):
+        inner = unit.struct("Inner", "  int a;\n")
+        outer = unit.struct("Outer", f"  {inner} of;\n")
+        if unit is other:
+            kernel(unit, unit.struct("Epilogue", "  float c;\n"))
+            unit.launch("gnnc::check_finite", 4)
+        kernel(unit, outer)
+    (alone,) = one.sources
+    text, names = alone
+    assert alone in other.sources and names == one.names == (f"gnnc::rowmap<{outer}>",)
+    assert text.index(f"struct {inner}") < text.index(f"struct {outer}") and "check" not in text
+    assert [len(names) for _, names in other.sources] == [1, 1, 1]
+    assert '#include "check.cuh"' in other.sources[1][0]
+
+
+def test_kernels_of_a_header_that_are_no_templates_are_compiled_at_once():
+    unit = Unit()
+    unit.launch("gnnc::count_near", 11)
+    unit.launch("gnnc::stage_edges", 11)
+    unit.require("true", "yes")
+    ((_, names),) = unit.sources
+    assert names == unit.names
+
+
+def test_what_the_host_assumes_is_checked_beside_several_kernels(folder):
+    unit = Unit()
+    unit.launch("gnnc::check_finite", 4)
+    unit.launch("gnnc::count_near", 11)
+    unit.require("sizeof(CheckArgs) == 1", "so it says")
+    with pytest.raises(gnnc.BackendError, match="so it says"):
+        unit.compile("sm_90")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

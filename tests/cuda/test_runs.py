@@ -5,6 +5,7 @@ from kernel_graphs import GRAPHS
 from torch import Tensor
 
 from gnnc.runtime.cuda import tables
+from gnnc.runtime.cuda.build import resources_of
 from gnnc.runtime.cuda.runs import ROW_COST, Cut, Draft, Kernels, Runs, build_runs, chunk_of, cut_for
 from gnnc.runtime.cuda.staged import staged_cut_for
 from gnnc.runtime.cuda.unit import Unit
@@ -113,7 +114,7 @@ def test_nothing_is_written_by_offsets_that_may_be_anything() -> None:
 def test_no_kernel_spills(architecture: str) -> None:
     unit = Unit()
     Kernels(unit)
-    report = unit.compile(architecture).resources
+    report = resources_of(unit.compile(architecture))
     assert len(report) == 4
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
 

@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule
 import gnnc
 from gnnc.ir.structure import csr_reference, csr_transpose_reference
 from gnnc.runtime.cuda import radix
+from gnnc.runtime.cuda.build import resources_of
 from gnnc.runtime.cuda.kept import kept, tensors_kept
 from gnnc.runtime.cuda.radix import Kernels, digits_for
 from gnnc.runtime.cuda.structure import (
@@ -39,7 +40,7 @@ WORKSPACE = 24
 def test_no_kernel_spills(architecture: str, ids: str, bits: int, loops: bool) -> None:
     unit = Unit()
     kernels = Kernels(unit, ids, bits, loops)
-    report = unit.compile(architecture).resources
+    report = resources_of(unit.compile(architecture))
     assert len(report) == len(kernels.count) + len(kernels.scatter) == 6
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
 
