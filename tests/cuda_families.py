@@ -83,7 +83,7 @@ FAMILIES = {
 """Tests by kernel family: odd widths, rows of several passes, split rows, epilogues, bodies."""
 
 EMULATED = ("new graphs", "split rows", "sddmm", "attention", "tuning", "models")
-"""Families whose tests run on the emulator in every run of the suite without a GPU, but for those of ``LONG``."""
+"""Families whose tests run on the emulator in every run of the suite without a GPU, but those of ``LONG``."""
 LONG = frozenset(
     {
         "split_rows.py::test_integers_of_several_passes_are_64_bits_wide[602]",
