@@ -50,6 +50,7 @@ class StructureRunner:
     Values live in slots: first the graph's placeholders in order, then the groups' results.
 
     Attributes:
+        before_build: called with what a part is made of, before it is built.
         after_build: called with the results of a part when they are new.
         after_call: called with the outputs of each call.
         finds: slots of ids and of their limit which a part looks at by itself before it reads by them.
@@ -67,6 +68,7 @@ class StructureRunner:
         self._last: _Last | None = None
         self._before: dict[int, list[_Check]] = {}
         self._afterwards: dict[int, list[_Check]] = {}
+        self.before_build: Callable[[Sequence[Any]], None] | None = None
         self.after_build: Callable[[Any], None] | None = None
         self.after_call: Callable[[tuple[Any, ...]], None] | None = None
         self.finds: set[tuple[int, ...]] = set()
@@ -138,6 +140,8 @@ class StructureRunner:
         return True
 
     def _build(self, number: int, slots: list[Any]) -> tuple[Any, ...]:
+        if self.before_build is not None:
+            self.before_build([slots[slot] for slot in self.groups[number].operands])
         for needs, check in self._before.get(number, ()):
             check(*[slots[slot] for slot in needs])
         try:

@@ -13,8 +13,8 @@
 // Sizes stay on the device until the host needs them, together with whether ids are out of range: then rowptr may be
 // anything, and nothing is written by it.
 //
-// Traffic: 8 B a row, twice; 16 B out for each entry, run and slot, 12 B more for a run's cost and its sum. Floor:
-// these bytes at copy bandwidth.
+// Traffic: 8 B a row, twice; 16 B out for each entry, run and slot, 12 B more for a run's cost and its sum; where runs
+// are dealt, 20 B in and 16 B out for each. Floor: these bytes at copy bandwidth.
 //
 // Launch: blocks of kWindow threads: one a window, one for share_runs, one for each share.
 
@@ -31,7 +31,7 @@ constexpr int kEdgesOnce =
 
 struct CutArgs {
   const int64_t* rowptr;   // [rows + 1]
-  const int32_t* refused;  // an id out of range: not 0; may be null
+  const int32_t* refused;  // a destination out of range: not 0; may be null
   int32_t* counts;         // [3, windows], of count_runs: entries, runs and slots that a window makes
   const int32_t* sums;     // [3, windows], running: with the count itself
   Entry* entry;

@@ -14,7 +14,7 @@
 // The other ends move with the edges: to gather them in the end would be a sector of memory each.
 //
 // Traffic, an edge: keys twice, places and other ends once in, all three out: 28 B a pass (36 B in the first, of int64
-// ids; 32 B in the last, whose places are perm). Floor: these bytes at copy bandwidth.
+// ids, 16 B more where loops are looked for; 32 B in the last, whose places are perm). Floor: these bytes at copy bandwidth.
 //
 // Tiles are large, so that the edges of a digit are a stretch of memory: with 3072 edges a tile, passes took up to
 // twice as long.
@@ -28,10 +28,10 @@
 namespace gnnc {
 
 struct RadixArgs {
-  const void* ids;  // Id [edges], ids_stride apart: keys of the first pass
+  const void* ids;  // Id [given], ids_stride apart: keys of the first pass
   int64_t ids_stride;
   int64_t ids_bound;
-  const void* others;  // Id [edges], others_stride apart: the other ends
+  const void* others;  // Id [given], others_stride apart: the other ends
   int64_t others_stride;
   int64_t others_bound;
   const uint32_t* keys;   // [edges], of a later pass

@@ -234,12 +234,7 @@ def _compile(source: str, names: tuple[str, ...], architecture: str) -> Machine:
     core = compiler()
     _check_architecture(architecture)
     folders = [str(headers_folder()), str(toolkit_headers())]
-    options = core.ProgramOptions(
-        arch=architecture,
-        include_path=folders,
-        no_cache=True if compiler_version() >= _CACHES else None,
-        **_OPTIONS,
-    )
+    options = core.ProgramOptions(arch=architecture, include_path=folders, **_OPTIONS, **_no_cache(core))
     log = io.StringIO()
     try:
         code = core.Program(source, "c++", options).compile("cubin", name_expressions=names, logs=log)
@@ -258,6 +253,12 @@ def _compile(source: str, names: tuple[str, ...], architecture: str) -> Machine:
         symbols=symbols,
         resources={name: found[symbol] for name, symbol in symbols.items() if symbol in found},
     )
+
+
+def _no_cache(core: Any) -> dict[str, bool]:
+    """Return the option that has NVRTC compile, where it and its interface know one."""
+    known = "no_cache" in core.ProgramOptions.__dataclass_fields__
+    return {"no_cache": True} if known and compiler_version() >= _CACHES else {}
 
 
 def _check_architecture(architecture: str) -> None:

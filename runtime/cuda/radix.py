@@ -1,6 +1,6 @@
 """Sorts the edges of a new graph on the device: the launches of ``csrc/cuda/radix.cuh``."""
 
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from gnnc.errors import BackendError
 from gnnc.runtime.cuda.emitter import round_up
 from gnnc.runtime.cuda.launch import Launch
-from gnnc.runtime.cuda.unit import Unit
+from gnnc.runtime.cuda.unit import Unit, compiled_once
 
 _TILE, _THREADS = 8192, 512
 _SHARED = 10 * _TILE + 64
@@ -67,7 +67,7 @@ def _text(flag: bool) -> str:
     return "true" if flag else "false"
 
 
-@cache
+@compiled_once
 def _kernels(device: int, ids: str, bits: int, loops: bool) -> Kernels:
     unit = Unit()
     kernels = Kernels(unit, ids, bits, loops)
@@ -103,7 +103,8 @@ def sort_edges(
     """
     edges, device = ids.shape[0] + (bound if loops else 0), ids.device
     if edges > MOST_EDGES:
-        raise BackendError(f"a graph of {edges} edges: backend 'cuda' sorts at most {MOST_EDGES}")
+        own = f", {bound} of them from a node to itself" if loops else ""
+        raise BackendError(f"a graph of {edges} edges{own}: backend 'cuda' sorts at most {MOST_EDGES}")
     if ids.dtype not in _IDS or others.dtype != ids.dtype:
         ids, others = ids.long(), others.long()
     with torch.cuda.device(device):

@@ -1,7 +1,7 @@
 """The run table of a graph: how the sparse kernels cut its edges into units of work (csrc/cuda/runs.cuh)."""
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from gnnc.runtime.cuda.facts import Facts
 from gnnc.runtime.cuda.kept import kept
 from gnnc.runtime.cuda.launch import Launch
-from gnnc.runtime.cuda.unit import Unit
+from gnnc.runtime.cuda.unit import Unit, compiled_once
 
 ROW_COST = 4
 """A row costs about as much as this many edges, beyond its own."""
@@ -28,6 +28,8 @@ MOST_ENTRIES = 16
 """Rows of a run, at most: ``gnnc::kMostEntries``."""
 MOST_PART = 2048
 """Edges of an entry, at most: ``gnnc::kMostPart``."""
+_MOST_OF_A_SHARE = 4096
+"""Runs of a share that are put in order, which takes their square; more are of rows without edges."""
 _MOST_OF_A_SLOT = MOST_PART // 2
 """Edges that a slot adds up, at most: sums in fixed point have 32 bits (csrc/cuda/product_sum.cuh)."""
 RUNS = "runs"
@@ -74,17 +76,19 @@ class Runs(NamedTuple):
         run: int32 ``[runs, 4]``: first entry, entries, staging slot (-1: whole rows), 0.
         split: int32 ``[slots, 4]``: row, first slot and number of parts, 0, of the row of each part.
         edges: of all.
+        cut: how they were cut.
         dealt: int32 ``[shares * n, 4]`` like ``run``, ``n`` a power of two: a share of neighbouring runs for
             each block of threads, or for each run where those are fewer. All cost about the same; the warps
             of a block take its runs in order, the costly ones first, so that they end together. A share
-            ends with runs of no entries, at which warps stop; they are no parts. None where there are so
-            many runs that blocks take turns.
+            ends with runs of no entries, at which warps stop; they are no parts. None where blocks take
+            turns: there are many runs, or many cost so little that one share has thousands.
     """
 
     entry: Tensor
     run: Tensor
     split: Tensor
     edges: int
+    cut: Cut
     dealt: Tensor | None
 
     @property
@@ -143,16 +147,17 @@ def _power_of_two_from(number: int) -> int:
     return 1 << (max(number, 1) - 1).bit_length()
 
 
-def chunk_of(runs: int, multiprocessors: int, row_bytes: int) -> int | None:
-    """Return how many runs a block takes at a time; None where each should have one share of its own.
+def chunk_of(runs: int, multiprocessors: int, row_bytes: int, *, dealt: bool = True) -> int:
+    """Return how many runs a block takes at a time; 0 where each should have one share of its own.
 
     Args:
         runs: of the graph.
         multiprocessors: of the device.
         row_bytes: of a row of x.
+        dealt: whether there are shares.
     """
     chunk = _WIDE_CHUNK if row_bytes >= 256 else _CHUNK
-    return chunk if runs >= _TURNS * multiprocessors * chunk else None
+    return chunk if runs >= _TURNS * multiprocessors * chunk or not dealt else 0
 
 
 class Kernels:
@@ -168,7 +173,7 @@ class Kernels:
         )
 
 
-@cache
+@compiled_once
 def _kernels(device: int) -> Kernels:
     unit = Unit()
     kernels = Kernels(unit)
@@ -240,10 +245,12 @@ class Draft:
             edges: E.
         """
         entries, count, slots, most = sizes
-        dealt, takes_turns = None, count >= _TURNS * self._shares * _WIDE_CHUNK
-        if self._cut.chunk == 0 or self._cut.chunk is None and not takes_turns:
+        dealt, cut = None, self._cut
+        takes_turns = count >= _TURNS * self._shares * _WIDE_CHUNK or most > _MOST_OF_A_SHARE
+        if cut.chunk == 0 or cut.chunk is None and not takes_turns:
             dealt = self._deal(min(count, self._shares), _power_of_two_from(most))
-        return Runs(self._entry[:entries], self._run[:count], self._split[:slots], edges, dealt)
+        run, split = _fitted(self._run, count), _fitted(self._split, slots)
+        return Runs(self._entry[:entries], run, split, edges, cut, dealt)
 
     def _deal(self, shares: int, share: int) -> Tensor:
         if shares == 0:
@@ -251,6 +258,11 @@ class Draft:
         dealt = self._run.new_empty(shares * share, 4)
         self._run_kernel(self._kernels.deal, shares, share, dealt=dealt)
         return dealt
+
+
+def _fitted(tensor: Tensor, rows: int) -> Tensor:
+    """Return the first rows, copied where they are less than half of a tensor that would live as long."""
+    return tensor[:rows] if 2 * rows >= tensor.shape[0] else tensor[:rows].clone()
 
 
 def build_runs(rowptr: Tensor, edges: int, cut: Cut, shares: int) -> Runs:

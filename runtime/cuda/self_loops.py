@@ -57,7 +57,7 @@ def self_loops(graph: Graph) -> Iterator[SelfLoops]:
 def _match(sort: Node) -> SelfLoops | None:
     src, dst, nodes, num_dst = sort.args
     (edges, src_row), (other, dst_row) = _row_of(src), _row_of(dst)
-    is_asked = nodes is num_dst and edges is not None and edges is other and {src_row, dst_row} == {0, 1}
+    is_asked = _same(nodes, num_dst) and edges is not None and edges is other and {src_row, dst_row} == {0, 1}
     if not is_asked or any(user.target is not getitem or user.args[1] == 2 for user in sort.users):
         return None
     together, dim = _arguments(edges, _ATEN.cat.default, 2) or ((), 0)
@@ -91,4 +91,9 @@ def _is_loops(value: Any, nodes: Any) -> bool:
     row, times = _arguments(value, _ATEN.repeat.default, 2) or (None, ())
     ids, shape = _arguments(row, _ATEN.reshape.default, 2) or (None, ())
     begin, end = _arguments(ids, _ATEN.arange.start, 2) or (0, None)
-    return list(times) == [2, 1] and list(shape) == [1, -1] and begin == 0 and end is nodes
+    return list(times) == [2, 1] and list(shape) == [1, -1] and begin == 0 and _same(end, nodes)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two sizes are one: a node, or equal numbers."""
+    return one is other if isinstance(one, Node) or isinstance(other, Node) else one == other

@@ -9,7 +9,7 @@ from torch import Tensor
 from gnnc.runtime.cuda.emitter import BLOCK
 from gnnc.runtime.cuda.launch import Launch
 from gnnc.runtime.cuda.runs import ROW_COST, Cut, few_edges
-from gnnc.runtime.cuda.unit import Unit
+from gnnc.runtime.cuda.unit import Unit, compiled_once
 
 STRETCH = 2048
 """Consecutive rows that a block of threads works on at a time."""
@@ -271,7 +271,7 @@ class Kernels:
         launch(-(-count * 32 // BLOCK), stream, *values, count, window)
 
 
-@cache
+@compiled_once
 def kernels_on(device: int) -> Kernels:
     """Return the kernels, compiled for a device."""
     unit = Unit()

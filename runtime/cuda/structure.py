@@ -1,12 +1,12 @@
 """The structure of a graph on the device: CSR by a radix sort, ids checked before anything reads by them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from gnnc.errors import GraphError
+from gnnc.errors import BackendError, GraphError
 from gnnc.ir.graph import placeholders
 from gnnc.runtime.cuda.facts import Facts
 from gnnc.runtime.cuda.kept import keep, tensors_kept
@@ -15,6 +15,9 @@ from gnnc.runtime.cuda.runs import RUNS, Draft, cut_for, multiprocessors_of
 from gnnc.runtime.cuda.self_loops import SelfLoops, self_loops
 from gnnc.runtime.cuda.staged import may_pay
 from gnnc.runtime.structure_runner import Group, StructureRunner
+
+_MADE = "_made"
+"""What a tensor keeps the stream under that built it, and the event after which it is there."""
 
 
 def use_kernels(runner: StructureRunner) -> None:
@@ -30,7 +33,7 @@ def use_kernels(runner: StructureRunner) -> None:
         group.module.recompile()
     runner.cache.made_of = tensors_kept
     streams = _Streams()
-    runner.after_build, runner.after_call = streams.built, streams
+    runner.before_build, runner.after_build, runner.after_call = streams.before_build, streams.built, streams
 
 
 def _take_loops(runner: StructureRunner, group: Group, loops: SelfLoops) -> None:
@@ -85,7 +88,8 @@ def _sorted(
         done = sort_edges(dst, src, num_dst, num_src, out_of_range, loops=loops)
         rows = torch.arange(num_dst + 1, dtype=torch.int32, device=device)
         rowptr = torch.searchsorted(done.keys, rows)
-        draft = _draft(rowptr, edges + loops * num_dst, sizes, out_of_range)
+        # A bad source leaves rowptr what it should be; a bad destination may leave anything.
+        draft = _draft(rowptr, edges + loops * num_dst, sizes, out_of_range[:1])
         if loops:
             count.copy_(rowptr[-1:])
         facts.send()
@@ -126,54 +130,80 @@ def _refuse(name: str, index: Tensor, bound: int, what: str) -> NoReturn:
     )
 
 
-def _device_of(results: tuple[Any, ...]) -> torch.device | None:
-    return next((r.device for r in results if isinstance(r, Tensor) and r.is_cuda), None)
+def _device_of(values: Sequence[Any]) -> torch.device | None:
+    return next((tensor.device for tensor in _on_device(values)), None)
 
 
 class _Streams:
-    """Has streams wait for what another one built, and tells torch's allocator where it is used."""
+    """Has streams wait for what another one built, and tells torch's allocator where that is used.
+
+    What is built keeps the event after which it is there. While one stream alone builds and calls, nothing is
+    looked at.
+    """
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
         self._only: int | None = None
         self._several = False
-        self._built: dict[int, torch.cuda.Event] = {}
 
-    def built(self, results: tuple[Any, ...]) -> None:
-        """Note that structures are new, before any call finds them: all of them are there after this."""
+    def before_build(self, operands: Sequence[Any]) -> None:
+        """Make what a part is made of fit for this stream.
+
+        Raises:
+            BackendError: a CUDA graph is being captured, which would only note what is to be built.
+        """
+        if _device_of(operands) is not None and torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                "a graph or edge weights that no call has seen, while a CUDA graph is being captured: "
+                "call the model with these very tensors once before the capture"
+            )
+        self(operands)
+
+    def built(self, results: Sequence[Any]) -> None:
+        """Note when results are there, before any call finds them."""
         device = _device_of(results)
-        if device is not None:
-            stream = torch.cuda.current_stream(device)
-            event = torch.cuda.Event()
-            event.record(stream)
-            self._built[stream.cuda_stream] = event
-            if self._only is None:
-                self._only = stream.cuda_stream
+        if device is None:
+            return
+        stream = torch.cuda.current_stream(device)
+        handle, event = stream.cuda_stream, torch.cuda.Event()
+        event.record(stream)
+        for tensor in _on_device(results):
+            vars(tensor)[_MADE] = handle, event
+        if self._only is None:
+            self._only = handle
+        elif handle != self._only:
+            self._several = True
 
-    def __call__(self, results: tuple[Any, ...]) -> None:
+    def __call__(self, values: Sequence[Any]) -> None:
+        """Make the results of builds fit for the current stream."""
         if self._device is None:
-            self._device = _device_of(results)
+            self._device = _device_of(values)
             if self._device is None:
                 return
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if stream == self._only and not self._several:
+        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if handle == self._only and not self._several:
             return
         if self._only is None:
-            self._only = stream
+            self._only = handle
             return
         self._several = True
-        if not torch.cuda.is_current_stream_capturing():
-            current = torch.cuda.current_stream(self._device)
-            for builder, event in list(self._built.items()):
-                if builder != stream:
-                    current.wait_event(event)
-            for tensor in _memory_of(results):
-                tensor.record_stream(current)
+        if torch.cuda.is_current_stream_capturing():
+            return
+        current = torch.cuda.current_stream(self._device)
+        for tensor in _on_device(values):
+            builder, event = vars(tensor).get(_MADE, (handle, None))
+            if builder != handle:
+                current.wait_event(event)
+        for tensor in _memory_of(values):
+            tensor.record_stream(current)
 
 
-def _memory_of(results: tuple[Any, ...]) -> Iterator[Tensor]:
+def _on_device(values: Sequence[Any]) -> Iterator[Tensor]:
+    yield from (value for value in values if isinstance(value, Tensor) and value.is_cuda)
+
+
+def _memory_of(values: Sequence[Any]) -> Iterator[Tensor]:
     """The tensors on a device, and what kernels of earlier calls made of them."""
-    for result in results:
-        if isinstance(result, Tensor) and result.is_cuda:
-            yield result
-            yield from tensors_kept(result)
+    for value in _on_device(values):
+        yield value
+        yield from tensors_kept(value)

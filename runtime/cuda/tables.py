@@ -35,7 +35,8 @@ class RunTable:
 
     def __init__(self, runs: Runs, multiprocessors: int, row_bytes: int, chunk: int | None = None) -> None:
         if chunk is None:
-            chunk = chunk_of(runs.run.shape[0], multiprocessors, row_bytes)
+            is_dealt = runs.dealt is not None
+            chunk = chunk_of(runs.run.shape[0], multiprocessors, row_bytes, dealt=is_dealt)
         self.blocks = min(runs.run.shape[0], multiprocessors)
         if not chunk:
             assert runs.dealt is not None

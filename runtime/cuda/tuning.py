@@ -131,8 +131,9 @@ class Wanted:
         table = self.model()
         if isinstance(table, SumTable) and table.staged_blocks:
             return candidates(stretches, runs)
-        count = model_runs(self._rowptr, self._edges).run.shape[0]
-        runs = runs._replace(chunk=chunk_of(count, processors, self.row_bytes) or 0)
+        model = model_runs(self._rowptr, self._edges)
+        count, dealt = model.run.shape[0], model.dealt is not None
+        runs = model.cut._replace(chunk=chunk_of(count, processors, self.row_bytes, dealt=dealt))
         may_pay = self._col is not None and pays(self._edges, self._edges, rows, processors, self.row_bytes)
         return candidates(runs, stretches if may_pay else None)
 

@@ -3,13 +3,17 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 from gnnc.runtime.cuda import build
 from gnnc.runtime.cuda.build import Machine
 from gnnc.runtime.cuda.launch import Code, Launch
+
+Result = TypeVar("Result")
 
 BLOCK = 256
 """Threads of a block, where a kernel family says nothing else."""
@@ -107,7 +111,7 @@ class Unit:
         def compiled(source: tuple[str, tuple[str, ...]]) -> Machine:
             return build.compile_source(*source, architecture)
 
-        with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(len(sources), len(os.sched_getaffinity(0)))) as pool:
             machines = zip(sources, pool.map(compiled, sources), strict=True)
             return {name: machine for (_, names), machine in machines for name in names}
 
@@ -131,6 +135,21 @@ def _headers() -> dict[str, str]:
 def _header_of(kernel: str) -> str:
     """Return the header of the kernel that a C++ name is an instance of."""
     return _headers()[kernel.partition("<")[0].removeprefix("gnnc::")]
+
+
+def compiled_once(build: Callable[..., Result]) -> Callable[..., Result]:
+    """Have a function that compiles kernels run once for equal arguments, also where threads ask together.
+
+    Kernels of a thread that is late would go, and be unloaded, while the device still runs them.
+    """
+    lock, results = threading.Lock(), cache(build)
+
+    @wraps(build)
+    def once(*given: Any) -> Result:
+        with lock:
+            return results(*given)
+
+    return once
 
 
 @cache

@@ -6,8 +6,19 @@ from torch import Tensor
 
 from gnnc.runtime.cuda import tables
 from gnnc.runtime.cuda.build import resources_of
-from gnnc.runtime.cuda.runs import ROW_COST, Cut, Draft, Kernels, Runs, build_runs, chunk_of, cut_for
+from gnnc.runtime.cuda.runs import (
+    ROW_COST,
+    Cut,
+    Draft,
+    Kernels,
+    Runs,
+    build_runs,
+    chunk_of,
+    cut_for,
+    multiprocessors_of,
+)
 from gnnc.runtime.cuda.staged import staged_cut_for
+from gnnc.runtime.cuda.structure import csr, csr_with_loops
 from gnnc.runtime.cuda.unit import Unit
 
 CUTS = (Cut(8, 1), Cut(64, 16), Cut(64, 64), Cut(512, 128), Cut(5000, 5000), Cut(256, 8, entries=1))
@@ -43,7 +54,7 @@ def reference(rowptr: Tensor, cut: Cut, shares: int) -> Runs:
     table = [[row, edges, begin & 0xFFFFFFFF, begin >> 32] for row, edges, begin in entry]
     tensors = [torch.tensor(rows, dtype=torch.int64).view(-1, 4).int() for rows in (table, run, split)]
     dealt = torch.tensor(deal(run, cost, shares), dtype=torch.int32)
-    return Runs(*tensors, sum(degree), dealt)
+    return Runs(*tensors, sum(degree), cut, dealt)
 
 
 def short_runs(degree: list[int], cut: Cut) -> list[range]:
@@ -81,12 +92,59 @@ def entries_of(runs: Runs) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_tables_are_those_of_the_reference(name: str, cut: Cut) -> None:
-    g = GRAPHS[name]()
+    rowptr, cut = GRAPHS[name]().rowptr, cut._replace(chunk=0)
     for shares in (1, 5, 132):
-        want = reference(g.rowptr, cut, shares)
-        got = build_runs(g.rowptr.cuda(), g.num_edges, cut._replace(chunk=0), shares)
-        for actual, wanted in zip(got, want, strict=True):
-            assert torch.equal(actual.cpu(), wanted) if isinstance(wanted, Tensor) else actual == wanted
+        assert_is(build_runs(rowptr.cuda(), int(rowptr[-1]), cut, shares), reference(rowptr, cut, shares))
+
+
+def assert_is(got: Runs, want: Runs) -> None:
+    for actual, wanted in zip(got, want, strict=True):
+        assert torch.equal(actual.cpu(), wanted) if isinstance(wanted, Tensor) else actual == wanted
+
+
+def offsets(degree: list[int]) -> Tensor:
+    return torch.tensor([0, *degree]).cumsum(0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("cut", CUTS)
+def test_tables_at_the_bounds_of_cuts(cut: Cut) -> None:
+    """Whole windows and parts of one, of rows with as many edges as need one entry, or part, more."""
+    sizes = (cut.short, cut.short + 1, cut.part, cut.part + 1, 2 * cut.part + 1)
+    for count in (1, 255, 256, 257, 512):
+        for size in sizes:
+            rowptr = offsets([size] * count)
+            draft = build_runs(rowptr.cuda(), int(rowptr[-1]), cut._replace(chunk=0), 7)
+            assert_is(draft, reference(rowptr, cut._replace(chunk=0), 7))
+    mixed = [sizes[i * i % 5] * (i % 3 > 0) for i in range(300)]
+    rowptr, cut = offsets(mixed), cut._replace(chunk=0)
+    assert_is(build_runs(rowptr.cuda(), int(rowptr[-1]), cut, 7), reference(rowptr, cut, 7))
+
+
+@pytest.mark.cuda
+def test_no_rows_are_no_runs() -> None:
+    runs = build_runs(torch.zeros(1, dtype=torch.int64).cuda(), 0, Cut(64, 16), 7)
+    assert runs.run.numel() == runs.entry.numel() == 0
+    assert runs.dealt is not None and runs.dealt.tolist() == [[0, 0, -1, 0]]
+
+
+@pytest.mark.cuda
+def test_blocks_take_turns_where_a_share_has_thousands_of_runs() -> None:
+    """Those of rows without edges, beside a row with many."""
+    rowptr = offsets([*[0] * 40_000, 20_000_000])
+    assert build_runs(rowptr.cuda(), 20_000_000, Cut(256, 1, entries=1), 132).dealt is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_new_graph_keeps_its_table(loops: bool) -> None:
+    g = GRAPHS["loops"]()
+    src, dst, nodes = g.col.long().cuda(), g.dst().cuda(), max(g.num_src, g.num_dst)
+    rowptr, *_ = csr_with_loops(src, dst, nodes) if loops else csr(src, dst, nodes, nodes)
+    shares = multiprocessors_of(rowptr)
+    kept, before = vars(rowptr)["gnnc_runs"], g.num_edges + (nodes if loops else 0)
+    want = reference(rowptr.cpu(), cut_for(nodes, before, shares), shares)
+    assert_is(kept, want)
 
 
 @pytest.mark.cuda
@@ -157,7 +215,8 @@ def test_rows_of_a_run_have_about_as_many_edges() -> None:
 def test_blocks_of_a_large_graph_take_turns_often_enough_to_end_together() -> None:
     for count in (0, 1, 15, 16 * 132, 16 * 132 * 32 - 1, 100_000, 10**7):
         for row_bytes, size in ((64, 32), (256, 64)):
-            assert chunk_of(count, 132, row_bytes) == (size if count >= 16 * 132 * size else None)
+            assert chunk_of(count, 132, row_bytes) == (size if count >= 16 * 132 * size else 0)
+            assert chunk_of(count, 132, row_bytes, dealt=False) == size
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -21,7 +21,7 @@ from gnnc.runtime import backend, reference
 from gnnc.runtime.columns import narrow_columns
 from gnnc.runtime.cuda import executable, launch, lowering, replay, structure, tables, unit
 from gnnc.runtime.cuda.executable import CudaExecutable
-from gnnc.runtime.cuda.runs import Runs
+from gnnc.runtime.cuda.runs import Cut, Runs
 
 NODES, WIDTH = 40, 16
 
@@ -108,7 +108,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Device:
 def one_run(edges: int) -> Runs:
     """A run table, of which nothing is read."""
     entry, split = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(0, 4, dtype=torch.int32)
-    return Runs(entry, entry.clone(), split, edges, entry.clone())
+    return Runs(entry, entry.clone(), split, edges, Cut(64, 16), entry.clone())
 
 
 def given(seed: int = 0, nodes: int = NODES) -> tuple[Tensor, Tensor]:

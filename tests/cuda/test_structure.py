@@ -1,5 +1,6 @@
 """CSR and transpose on a CUDA device: as the reference, in little memory, whatever the ids are."""
 
+import operator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -228,24 +229,76 @@ class Event:
         self.of = stream.cuda_stream
 
 
-def test_a_stream_waits_for_what_another_one_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its call ends before that of the builder."""
-    now, built = [1], torch.zeros(3).as_subclass(OnDevice)
-
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The handle of the current stream, and whether it is being captured."""
+    now = [1, 0]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now[0], raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(now[1]))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(now[0]))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Stream, "waits", [])
-    streams = _Streams()
-    streams.built((built,))
-    now[0] = 2
-    streams((built,))
-    assert Stream.waits == [(2, 1)]
-    streams.built((built,))
-    now[0] = 1
-    streams((built,))
+    return now
+
+
+def test_a_stream_waits_for_what_another_one_built(current: list[int]) -> None:
+    """Also where its call ends before that of the builder, and only for what it uses."""
+    streams, one, other = _Streams(), on_device(), on_device()
+    streams.built((one,))
+    current[0] = 2
+    streams((one,))
+    assert Stream.waits == [(2, 1)] and one.streams == [2]
+    streams.built((other,))
+    streams((other,))
+    assert Stream.waits == [(2, 1)], "not for itself"
+    current[0] = 1
+    streams((one,))
+    assert Stream.waits == [(2, 1)], "nor for what it does not use"
+    streams((one, other))
     assert Stream.waits == [(2, 1), (1, 2)]
+
+
+def test_the_first_builder_waits_for_the_second_before_that_one_has_called(current: list[int]) -> None:
+    streams, one, other = _Streams(), on_device(), on_device()
+    streams.built((one,))
+    streams((one,))
+    current[0] = 2
+    streams.built((other,))
+    current[0] = 1
+    streams((other,))
+    assert Stream.waits == [(1, 2)] and other.streams == [1]
+
+
+def two_parts() -> StructureRunner:
+    """A runner of the order of edges, and of weights in it: the first part is no result."""
+    graph, aten = Graph(), torch.ops.aten
+    edges, weight = graph.placeholder("edges"), graph.placeholder("weight")
+    ends = [graph.call_function(aten.select.int, (edges, 0, row)) for row in range(2)]
+    sort = graph.call_function(torch.ops.gnnc.csr.default, (*ends, 3, 3))
+    order = graph.call_function(operator.getitem, (sort, 2))
+    graph.output((graph.call_function(aten.index.Tensor, (weight, [order])),))
+    return StructureRunner(GraphModule(nn.Module(), graph))
+
+
+def test_a_part_waits_for_the_part_that_it_is_made_of() -> None:
+    runner = two_parts()
+    seen: list[tuple[str, int]] = []
+    runner.before_build = lambda operands: seen.append(("before", len(operands)))
+    runner.after_build = lambda results: seen.append(("after", len(results)))
+    edges, weight = torch.tensor([[0, 1, 2], [2, 0, 1]]), torch.tensor([1.0, 2, 3])
+    assert runner(edges, weight)[0].tolist() == [2, 3, 1]
+    runner(edges, weight.clone())
+    one, other = [("before", 1), ("after", 1)], [("before", 2), ("after", 1)]
+    assert seen == [*one, *other, *other], "the first part is as it was"
+
+
+def test_nothing_is_built_while_a_graph_is_captured(current: list[int]) -> None:
+    streams, built = _Streams(), on_device()
+    streams.before_build((built,))
+    current[1] = 1
+    streams.before_build((3, torch.zeros(2)))
+    with pytest.raises(gnnc.BackendError, match="once before the capture"):
+        streams.before_build((built,))
 
 
 def test_what_a_tensor_keeps_is_built_once() -> None:
