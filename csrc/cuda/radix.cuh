@@ -14,7 +14,8 @@
 // The other ends move with the edges: to gather them in the end would be a sector of memory each.
 //
 // Traffic, an edge: keys twice, places and other ends once in, all three out: 28 B a pass (36 B in the first, of int64
-// ids, 16 B more where loops are looked for; 32 B in the last, whose places are perm). Floor: these bytes at copy bandwidth.
+// ids, 16 B more where loops are looked for; 32 B in the last, whose places are perm). Floor: these bytes at copy
+// bandwidth.
 //
 // Tiles are large, so that the edges of a digit are a stretch of memory: with 3072 edges a tile, passes took up to
 // twice as long.
