@@ -191,19 +191,14 @@ class _Streams:
             return
         current = torch.cuda.current_stream(self._device)
         for tensor in _on_device(values):
-            builder, event = vars(tensor).get(_MADE, (handle, None))
+            if _MADE not in vars(tensor):
+                continue  # the caller's own
+            builder, event = vars(tensor)[_MADE]
             if builder != handle:
                 current.wait_event(event)
-        for tensor in _memory_of(values):
-            tensor.record_stream(current)
+            for memory in (tensor, *tensors_kept(tensor)):
+                memory.record_stream(current)
 
 
 def _on_device(values: Sequence[Any]) -> Iterator[Tensor]:
     yield from (value for value in values if isinstance(value, Tensor) and value.is_cuda)
-
-
-def _memory_of(values: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors on a device, and what kernels of earlier calls made of them."""
-    for value in _on_device(values):
-        yield value
-        yield from tensors_kept(value)

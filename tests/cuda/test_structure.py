@@ -258,6 +258,14 @@ def test_a_stream_waits_for_what_another_one_built(current: list[int]) -> None:
     assert Stream.waits == [(2, 1), (1, 2)]
 
 
+def test_the_callers_tensors_are_left_alone(current: list[int]) -> None:
+    streams, built, given = _Streams(), on_device(), on_device()
+    streams.built((built,))
+    current[0] = 2
+    streams.before_build((given, built))
+    assert built.streams == [2] and not hasattr(given, "streams")
+
+
 def test_the_first_builder_waits_for_the_second_before_that_one_has_called(current: list[int]) -> None:
     streams, one, other = _Streams(), on_device(), on_device()
     streams.built((one,))
