@@ -23,11 +23,10 @@
 
 namespace gnnc {
 
-constexpr int kWindow = 256;  // rows, and threads
-constexpr int kGroup = 8;     // rows
-constexpr int kRowCost = 4;   // a row costs about as much as so many edges, beyond its own
-constexpr int kEdgesOnce =
-    32;  // parts of rows have a multiple of so many edges, for slots of a warp to get whole steps
+constexpr int kWindow = 256;    // rows, and threads
+constexpr int kGroup = 8;       // rows
+constexpr int kRowCost = 4;     // a row costs about as much as so many edges, beyond its own
+constexpr int kEdgesOnce = 32;  // edges of a part are a multiple of it, so that slots of a warp get whole steps
 
 struct CutArgs {
   const int64_t* rowptr;   // [rows + 1]
@@ -115,12 +114,7 @@ struct CutWindow {
     static_assert(kWindow == 32 * kGroup, "a warp has a thread a group");
     const bool exists = lane * kGroup < few;
     const int64_t cost = exists ? kGroup * (shared.degree[lane * kGroup] + kRowCost) : 0;
-    auto spent = static_cast<int32_t>(max(cost, args.least_cost));
-#pragma unroll
-    for (int apart = 1; apart < 32; apart *= 2) {
-      const int32_t other = __shfl_up_sync(0xffffffffu, spent, apart);
-      if (lane >= apart) spent += other;
-    }
+    const int32_t spent = sum_in_warp(static_cast<int32_t>(max(cost, args.least_cost)));
     const auto run = (spent - 1) / static_cast<int32_t>(args.run_cost);
     const int32_t before = __shfl_up_sync(0xffffffffu, run, 1);
     const uint32_t those = __ballot_sync(0xffffffffu, exists && (lane == 0 || run != before));

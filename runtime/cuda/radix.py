@@ -9,7 +9,7 @@ from torch import Tensor
 from gnnc.errors import BackendError
 from gnnc.runtime.cuda.emitter import round_up
 from gnnc.runtime.cuda.launch import Launch
-from gnnc.runtime.cuda.unit import Unit, compiled_once
+from gnnc.runtime.cuda.unit import Unit, kernels_on
 
 _TILE, _THREADS = 8192, 512
 _SHARED = 10 * _TILE + 64
@@ -67,14 +67,6 @@ def _text(flag: bool) -> str:
     return "true" if flag else "false"
 
 
-@compiled_once
-def _kernels(device: int, ids: str, bits: int, loops: bool) -> Kernels:
-    unit = Unit()
-    kernels = Kernels(unit, ids, bits, loops)
-    unit.build(device)
-    return kernels
-
-
 def digits_for(bound: int) -> tuple[int, int]:
     """Return how many passes sort ids below ``bound``, and the bits of their digits."""
     bits = max(1, max(bound - 1, 0).bit_length())
@@ -90,7 +82,7 @@ def sort_edges(
     Beside the result it takes 16 bytes an edge, and less than one of counts. Nothing is read by the ids.
 
     Args:
-        ids: integer ``[E]``, with any stride; E at least 1 where there are no loops.
+        ids: integer ``[E]``, with any stride, on the current device; E at least 1 where there are no loops.
         others: the other ends, integer ``[E]``.
         bound: ids are below it.
         others_bound: other ends are below it.
@@ -101,14 +93,13 @@ def sort_edges(
     Raises:
         BackendError: there are more edges than places of 32 bits.
     """
-    edges, device = ids.shape[0] + (bound if loops else 0), ids.device
+    edges = ids.shape[0] + (bound if loops else 0)
     if edges > MOST_EDGES:
         own = f", {bound} of them from a node to itself" if loops else ""
         raise BackendError(f"a graph of {edges} edges{own}: backend 'cuda' sorts at most {MOST_EDGES}")
     if ids.dtype not in _IDS or others.dtype != ids.dtype:
         ids, others = ids.long(), others.long()
-    with torch.cuda.device(device):
-        return _sort(ids, others, bound, others_bound, out_of_range, edges)
+    return _sort(ids, others, bound, others_bound, out_of_range, edges)
 
 
 def _sort(
@@ -121,7 +112,7 @@ def _sort(
     between = 2 * edges if passes > 1 else 0
     sizes = edges, between // 2, between, (1 << bits) * tiles
     *keys, pairs, counts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    kernels = _kernels(device.index, _IDS[ids.dtype], bits, loops)
+    kernels = kernels_on(device.index, Kernels, _IDS[ids.dtype], bits, loops)
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     given = [ids.data_ptr(), ids.stride(0), bound, others.data_ptr(), others.stride(0), others_bound]
     found = [perm.data_ptr(), counts.data_ptr()]

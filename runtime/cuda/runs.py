@@ -10,7 +10,7 @@ from torch import Tensor
 from gnnc.runtime.cuda.facts import Facts
 from gnnc.runtime.cuda.kept import kept
 from gnnc.runtime.cuda.launch import Launch
-from gnnc.runtime.cuda.unit import Unit, compiled_once
+from gnnc.runtime.cuda.unit import Unit, kernels_on
 
 ROW_COST = 4
 """A row costs about as much as this many edges, beyond its own."""
@@ -173,14 +173,6 @@ class Kernels:
         )
 
 
-@compiled_once
-def _kernels(device: int) -> Kernels:
-    unit = Unit()
-    kernels = Kernels(unit)
-    unit.build(device)
-    return kernels
-
-
 class Draft:
     """A run table in the making: launched, in memory for the most that it can be, and no one has waited.
 
@@ -221,7 +213,7 @@ class Draft:
             "least_cost": -(-run_cost * _GROUP // max(cut.entries, _GROUP)),
             "shares": shares,
         }
-        self._kernels = _kernels(rowptr.device.index)
+        self._kernels = kernels_on(rowptr.device.index, Kernels)
         if windows:
             self._launch(windows, new(3, windows))
 

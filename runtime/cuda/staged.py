@@ -9,7 +9,7 @@ from torch import Tensor
 from gnnc.runtime.cuda.emitter import BLOCK
 from gnnc.runtime.cuda.launch import Launch
 from gnnc.runtime.cuda.runs import ROW_COST, Cut, few_edges
-from gnnc.runtime.cuda.unit import Unit, compiled_once
+from gnnc.runtime.cuda.unit import Unit, kernels_on
 
 STRETCH = 2048
 """Consecutive rows that a block of threads works on at a time."""
@@ -271,15 +271,6 @@ class Kernels:
         launch(-(-count * 32 // BLOCK), stream, *values, count, window)
 
 
-@compiled_once
-def kernels_on(device: int) -> Kernels:
-    """Return the kernels, compiled for a device."""
-    unit = Unit()
-    kernels = Kernels(unit)
-    unit.build(device)
-    return kernels
-
-
 def pays(near: int, edges: int, rows: int, blocks: int, row_bytes: int) -> bool:
     """Whether so many near edges, of all, make up for filling the windows: one a stretch, and one a block."""
     copied = (-(-rows // STRETCH) + blocks) * window_rows(row_bytes)
@@ -308,7 +299,7 @@ def build_staged(
         The table, or None; a few synchronisations.
     """
     with torch.cuda.device(rowptr.device):
-        kernels = kernels_on(rowptr.device.index)
+        kernels = kernels_on(rowptr.device.index, Kernels)
         rows, entries = rowptr.shape[0] - 1, cut_rows(rowptr, cut)
         near = kernels.count(col, entries, window)
         size = size_of(entries, near)

@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, wraps
+from functools import cache
 from typing import Any, TypeVar
 
 from gnnc.runtime.cuda import build
@@ -21,6 +21,8 @@ AS_COMPILED = 0
 """Instead of a number of threads: the kernel's launch bound."""
 _KERNEL = re.compile(r"__global__ void\s+(?:__launch_bounds__[^;{]*?\)\s+)?(\w+)\((?:const )?\w+Args ")
 _WORD = re.compile(r"\w+")
+_KERNELS: dict[tuple[Any, ...], Any] = {}
+_COMPILING = threading.Lock()
 _STEPS = "row_steps.cuh"  # of which structs are made
 
 
@@ -137,19 +139,20 @@ def _header_of(kernel: str) -> str:
     return _headers()[kernel.partition("<")[0].removeprefix("gnnc::")]
 
 
-def compiled_once(build: Callable[..., Result]) -> Callable[..., Result]:
-    """Have a function that compiles kernels run once for equal arguments, also where threads ask together.
+def kernels_on(device: int, make: Callable[..., Result], *given: Any) -> Result:
+    """Return ``make(unit, *given)`` with the kernels of the unit compiled for a device: once for all threads.
 
-    Kernels of a thread that is late would go, and be unloaded, while the device still runs them.
+    Those of a thread that is late would go, and be unloaded, while the device still runs them.
     """
-    lock, results = threading.Lock(), cache(build)
-
-    @wraps(build)
-    def once(*given: Any) -> Result:
-        with lock:
-            return results(*given)
-
-    return once
+    key = device, make, *given
+    if key not in _KERNELS:
+        with _COMPILING:
+            if key not in _KERNELS:
+                unit = Unit()
+                kernels = make(unit, *given)
+                unit.build(device)
+                _KERNELS[key] = kernels
+    return _KERNELS[key]
 
 
 @cache
