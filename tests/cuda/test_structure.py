@@ -34,9 +34,9 @@ WORKSPACE = 24
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(
-    ("ids", "bits", "loops"), [("int64_t", 8, False), ("int64_t", 9, True), ("int32_t", 9, True)]
-)
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("bits", [8, 9])
+@pytest.mark.parametrize("ids", ["int64_t", "int32_t"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, ids: str, bits: int, loops: bool) -> None:
     unit = Unit()
@@ -186,25 +186,6 @@ def on_device() -> OnDevice:
     return torch.zeros(3).as_subclass(OnDevice)
 
 
-def test_memory_of_tables_is_told_to_streams_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1]
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now[0], raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(now[0]))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    streams, rowptr, table, column = _Streams(), on_device(), on_device(), on_device()
-    streams.built((rowptr, 3))
-    streams((rowptr, 3))
-    kept(rowptr, "runs", lambda: SimpleNamespace(tensors=(table,)))
-    kept(rowptr, "order", lambda: column)
-    kept(rowptr, "nothing", lambda: None)
-    streams((rowptr, 3))
-    assert not any(hasattr(tensor, "streams") for tensor in (rowptr, table, column))
-    now[0] = 2
-    streams((rowptr, 3))
-    assert [tensor.streams for tensor in (rowptr, table, column)] == [[2], [2], [2]]
-
-
 class Stream:
     """A stream that notes what it waits for, equal to its handle."""
 
@@ -239,6 +220,20 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Stream, "waits", [])
     return now
+
+
+def test_memory_of_tables_is_told_to_streams_that_use_it(current: list[int]) -> None:
+    streams, rowptr, table, column = _Streams(), on_device(), on_device(), on_device()
+    streams.built((rowptr, 3))
+    streams((rowptr, 3))
+    kept(rowptr, "runs", lambda: SimpleNamespace(tensors=(table,)))
+    kept(rowptr, "order", lambda: column)
+    kept(rowptr, "nothing", lambda: None)
+    streams((rowptr, 3))
+    assert not any(hasattr(tensor, "streams") for tensor in (rowptr, table, column))
+    current[0] = 2
+    streams((rowptr, 3))
+    assert [tensor.streams for tensor in (rowptr, table, column)] == [[2], [2], [2]]
 
 
 def test_a_stream_waits_for_what_another_one_built(current: list[int]) -> None:
