@@ -97,7 +97,7 @@ def row(name: str, kind: str, precision: str, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         graph = edge_index.clone()
         new.append(wall_ms(lambda: compiled(x, graph)))  # noqa: B023
-        if name != "reddit":
+        if name != "reddit":  # whose messages have no room
             eager.append(wall_ms(lambda: model(x, graph)))  # noqa: B023
     known = [wall_ms(lambda: compiled(x, edge_index)) for _ in range(repeats)]
     graph = edge_index.clone()
