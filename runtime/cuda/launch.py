@@ -3,7 +3,7 @@
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -14,8 +14,6 @@ from gnnc.runtime.cuda.machine_code import waiting_kernels
 _END, _POINTER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 _MAX_THREADS = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-LAUNCH_ARGUMENTS = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
-"""Types of the arguments of cuLaunchKernel."""
 _LEAVES_WAITING = 12030  # driver from which edges of a graph leave the waiting to kernels
 
 
@@ -30,7 +28,6 @@ def driver() -> ctypes.CDLL:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise BackendError(f"there is no CUDA driver on this machine ({error})") from None
-    library.cuLaunchKernel.argtypes = LAUNCH_ARGUMENTS
     library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return library
 
@@ -125,16 +122,41 @@ class Code:
             driver().cuLibraryUnload(self._library)
 
 
-class _Slot(threading.local):
-    """Where a thread packs the arguments of its launches of one kernel."""
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.buffer = ctypes.create_string_buffer(nbytes)
-        self.size = ctypes.c_size_t(nbytes)
-        self.extra = (ctypes.c_void_p * 5)(
-            _POINTER, ctypes.addressof(self.buffer), _SIZE, ctypes.addressof(self.size), _END
+    _fields_ = [
+        *[(f"{what}{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"],
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class _Slot(threading.local):
+    """What a thread gives the driver with its launches of one kernel.
+
+    The arguments and, right behind them, the number of blocks are packed together; most launches change no more.
+    ctypes hands such objects over as they are, where it would convert numbers one by one.
+    """
+
+    def __init__(self, count: int, block: int, shared: int) -> None:
+        nbytes = 8 * count
+        self.buffer = ctypes.create_string_buffer(nbytes + ctypes.sizeof(LaunchConfig))
+        self._config = LaunchConfig.from_buffer(self.buffer, nbytes)
+        self._config.gridy = self._config.gridz = self._config.blocky = self._config.blockz = 1
+        self._config.blockx, self._config.shared = block, shared
+        self._size = ctypes.c_size_t(nbytes)
+        self._extra = (ctypes.c_void_p * 5)(
+            _POINTER, ctypes.addressof(self.buffer), _SIZE, ctypes.addressof(self._size), _END
         )
-        self.address = ctypes.addressof(self.extra)
+        self.config, self.extra = ctypes.byref(self._config), ctypes.byref(self._extra)
+        self.stream = 0
+
+    def enter(self, stream: int) -> None:
+        """Launch there from now on."""
+        self._config.stream = self.stream = stream
 
 
 class Launch:
@@ -155,38 +177,39 @@ class Launch:
     def __init__(self, name: str, count: int, block: int, shared: int) -> None:
         self.name, self.count, self.block, self.shared = name, count, block, shared
         self.waits = False
-        form = struct.Struct(f"{count}q")
-        self._pack, self._packed = form.pack_into, form.pack
-        self._slot = _Slot(8 * count)
+        self._pack, self._packed = struct.Struct(f"{count}qI").pack_into, struct.Struct(f"{count}q").pack
+        self._slot: Any = None
         self._code: Code | None = None
-        self._handle: Any = None
+        self._handle = ctypes.c_void_p()
         self._launch: Any = None
 
     def bind(self, code: Code, symbol: str, device: int) -> None:
         """Give it the compiled kernel."""
         self._code = code  # keeps the code loaded
         handle = code.kernel(symbol, self.shared, device)
-        self._handle = handle.value
         self.waits = code.waits(symbol)
-        self.block = self.block or code.threads(handle, device)
-        self._launch = driver().cuLaunchKernel
+        self.take(handle, self.block or code.threads(handle, device), driver().cuLaunchKernelEx)
+
+    def take(self, handle: ctypes.c_void_p, block: int, launch: Callable[..., int]) -> None:
+        """Have ``launch``, which is cuLaunchKernelEx, launch a kernel in blocks of so many threads."""
+        self._handle, self.block, self._launch = handle, block, launch
+        self._slot = _Slot(self.count, block, self.shared)
 
     def __call__(self, grid: int, stream: int, *values: int) -> None:
         """Launch ``grid`` blocks; none where it is 0."""
         if grid == 0:
             return
         slot = self._slot
-        self._pack(slot.buffer, 0, *values)
-        status = self._launch(
-            self._handle, grid, 1, 1, self.block, 1, 1, self.shared, stream, None, slot.address
-        )
-        if status:
+        self._pack(slot.buffer, 0, *values, grid)
+        if slot.stream != stream:
+            slot.enter(stream)
+        if status := self._launch(slot.config, self._handle, None, slot.extra):
             check(status, f"launch {self.name} with {grid} blocks")
 
     @property
-    def handle(self) -> Any:
+    def handle(self) -> int | None:
         """The compiled kernel, as the driver knows it."""
-        return self._handle
+        return self._handle.value
 
     def record(self, grid: int, recorded: list[Any], *values: int) -> None:
         """Note a launch, to be made with the others of its program; one of no blocks is none."""

@@ -40,7 +40,7 @@ class Device:
         self.stream, self.capturing = 0, False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "cuLaunchKernel":
+        if name == "cuLaunchKernelEx":
             self.made += ["launched"] if self.made[-1:] != ["launched"] else []
         return lambda *_: 0
 
@@ -57,8 +57,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     def build(self: Any, device: int) -> Any:
         for each in self._launches.values():
-            each.block, each._handle = each.block or 32, 1
-            each._launch = lambda *_: found.cuLaunchKernel()
+            each.take(ctypes.c_void_p(1), each.block or 32, lambda *_: found.cuLaunchKernelEx())
         return {}
 
     def again(self: Any, addresses: tuple[int, ...], stream: int) -> None:

@@ -80,9 +80,9 @@ class Driver:
         value._obj.value = self._kernels[kernel.value - 1][1]
         return 0
 
-    def cuLaunchKernel(self, kernel: int, grid: int, *rest: Any) -> int:  # noqa: N802
-        _, _, block, _, _, shared, _, _, extra = rest
-        return self._run(kernel, grid, block, shared, _arguments(extra))
+    def cuLaunchKernelEx(self, config: Any, kernel: Any, _: None, extra: Any) -> int:  # noqa: N802
+        given = config._obj
+        return self._run(kernel.value, given.gridx, given.blockx, given.shared, _arguments(extra._obj))
 
     def _run(self, kernel: int, grid: int, block: int, shared: int, arguments: bytes) -> int:
         function, _ = self._kernels[kernel - 1]
@@ -137,12 +137,12 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return not is_wrapped and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
-def _arguments(extra: int) -> bytes:
+def _arguments(extra: Any) -> bytes:
     """Return what CU_LAUNCH_PARAM_BUFFER_POINTER and _SIZE say."""
-    _, buffer, _, size, _ = (ctypes.c_void_p * 5).from_address(extra)
+    _, buffer, _, size, _ = extra
     return ctypes.string_at(buffer, ctypes.c_size_t.from_address(size).value)
 
 
 def _launch_of(given: Any) -> _Node:
     """Return what a CUDA_KERNEL_NODE_PARAMS says."""
-    return given.kern, given.gridx, given.blockx, given.shared, _arguments(given.extra)
+    return given.kern, given.gridx, given.blockx, given.shared, _arguments((ctypes.c_void_p * 5).from_address(given.extra))
