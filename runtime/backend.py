@@ -145,7 +145,6 @@ _CUDA_PRECISIONS = frozenset({"fp32", "fp16", "bf16", "int8"})
 def _cuda(device: torch.device | None) -> Backend:
     import gnnc.runtime.reference  # noqa: F401  runs what the kernels leave, as torch's CUDA ops
     from gnnc.runtime import cuda
-    from gnnc.runtime.columns import narrow_columns
     from gnnc.runtime.cuda import structure
     from gnnc.runtime.cuda.executable import CudaExecutable
     from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
@@ -156,7 +155,7 @@ def _cuda(device: torch.device | None) -> Backend:
         name="cuda",
         precisions=_CUDA_PRECISIONS,
         chain=("cuda", "reference"),
-        prepare_structure=narrow_columns,
+        prepare_structure=structure.prepare,
         use_kernels=structure.use_kernels,
         executable=CudaExecutable,
         joint_products=False,

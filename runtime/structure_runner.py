@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ Deps = frozenset[Node]
 _Check = tuple[tuple[int, ...], Callable[..., None]]  # the slots that it takes
 
 _EXPENSIVE = frozenset({"csr", "csr_transpose"})
+"""Ops whose results are never computed anew with those of another part; nor are those of a backend's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +247,12 @@ def _output_nodes(graph: Graph) -> Sequence[Any]:
 
 
 def _is_expensive(nodes: list[Node]) -> bool:
-    return any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target.__name__.split(".")[0] in _EXPENSIVE
-        for node in nodes
-    )
+    return any(isinstance(node.target, FunctionType) or _op_name(node) in _EXPENSIVE for node in nodes)
+
+
+def _op_name(node: Node) -> str | None:
+    target = node.target
+    return target.__name__.split(".")[0] if isinstance(target, torch._ops.OpOverload) else None
 
 
 def _partition(graph: Graph, deps: dict[Node, Deps]) -> list[list[Node]]:

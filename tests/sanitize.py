@@ -83,11 +83,11 @@ def main() -> int:
         statuses = [report("no tool", lambda: text_of(alone))]
 
         def check(pair: tuple[str, str]) -> int:
-            tool, family = pair
-            return report(f"{tool} {family}", lambda: run(args.sanitizer, tool, nodes_of(family), kernels))
+            tool, test = pair
+            name = test.rpartition("/")[2]
+            return report(f"{tool} {name}", lambda: run(args.sanitizer, tool, [test], kernels))
 
-        pairs = [(tool, family) for tool in args.tools for family in args.only]
-        statuses += pool.map(check, pairs)
+        statuses += pool.map(check, [(tool, test) for tool in args.tools for test in tests])
     return int(any(statuses))  # one that a signal ended is below 0
 
 

@@ -2,33 +2,134 @@
 
 import threading
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from gnnc.errors import BackendError
 
 BUILDING = threading.RLock()
 """Held by who builds something of a tensor, and by who frees what nobody builds from any more."""
 _PREFIX = "gnnc_"
 
 
+class _Launch(NamedTuple):
+    """When something is in memory: after an event on a stream of a device."""
+
+    device: torch.device
+    stream: int
+    event: torch.cuda.Event
+
+
+class _Made(NamedTuple):
+    """What a tensor keeps.
+
+    Attributes:
+        value: the thing.
+        launch: the last launch that it, or what it is made of, waits for; None: it is there as the tensor is.
+    """
+
+    value: Any
+    launch: _Launch | None = None
+
+
+_NOTHING = _Made(None)
+
+
+class _Noted(threading.local):
+    """The last launch of what a thread is building, or found that it is made of."""
+
+    launch: _Launch | None = None
+
+
+_noted = _Noted()
+
+
 def kept(tensor: Tensor, name: str, build: Callable[[], Any]) -> Any:
-    """Return what a tensor keeps under a name, built if it has none.
+    """Return what a tensor keeps under a name, built if it has none; it is there for the current stream.
 
     Args:
         tensor: owns it; not one of the caller's.
         name: one for each thing that can be made of it.
-        build: returns a tensor, None, or an object whose ``tensors`` are those that it holds.
+        build: returns a tensor, None, or an object whose ``tensors`` are those that it holds. What it
+            launches itself, it launches inside ``launching``.
     """
     table, key = vars(tensor), _PREFIX + name
-    if key in table:
-        return table[key]
-    with BUILDING:  # the first thread builds for all: a graph may hold the addresses of what it built
-        return table[key] if key in table else table.setdefault(key, build())
+    made = table.get(key)
+    if made is None:
+        with BUILDING:  # the first thread builds for all: a graph may hold the addresses of what it built
+            made = table.get(key)
+            if made is None:
+                made = table.setdefault(key, _build(build))
+    if made.launch is not None:
+        _noted.launch = made.launch
+        _wait_for(made)
+    return made.value
+
+
+def _build(build: Callable[[], Any]) -> _Made:
+    outer, _noted.launch = _noted.launch, None
+    try:
+        return _Made(build(), _noted.launch)
+    finally:
+        _noted.launch = outer
+
+
+def _wait_for(made: _Made) -> None:
+    assert made.launch is not None
+    device, stream, event = made.launch
+    if torch._C._cuda_getCurrentRawStream(device.index) == stream:
+        return
+    if torch.cuda.is_current_stream_capturing():
+        return  # a capture follows a call, and a synchronisation of the caller's
+    current = torch.cuda.current_stream(device)
+    current.wait_event(event)
+    for memory in _tensors_of(made.value):
+        memory.record_stream(current)
+
+
+@contextmanager
+def launching(device: torch.device) -> Iterator[None]:
+    """Launch what is built of a tensor, which other streams may use next, without waiting for it.
+
+    Raises:
+        BackendError: see ``refuse_in_capture``.
+    """
+    refuse_in_capture()
+    yield
+    stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
+    event.record(stream)
+    _noted.launch = _Launch(device, stream.cuda_stream, event)
+
+
+def refuse_in_capture() -> None:
+    """Refuse to launch what builds something, while a CUDA graph is being captured: it would only be noted.
+
+    Raises:
+        BackendError: it is.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise BackendError(
+            "a graph or edge weights that no call has seen, while a CUDA graph is being captured: "
+            "call the model with these very tensors once before the capture"
+        )
 
 
 def keep(tensor: Tensor, name: str, value: Any) -> None:
     """Have a tensor that nobody else has yet keep a value, in the place of what it kept under that name."""
-    vars(tensor)[_PREFIX + name] = value
+    vars(tensor)[_PREFIX + name] = _Made(value)
+
+
+def found(tensor: Tensor, name: str) -> Any:
+    """Return what a tensor keeps under a name, or None."""
+    return vars(tensor).get(_PREFIX + name, _NOTHING).value
+
+
+def drop(tensor: Tensor, name: str) -> Any:
+    """Have a tensor drop what it keeps under a name; return that, or None."""
+    return vars(tensor).pop(_PREFIX + name, _NOTHING).value
 
 
 def drop_all_but(tensor: Tensor, needed: Collection[int]) -> None:
@@ -38,14 +139,28 @@ def drop_all_but(tensor: Tensor, needed: Collection[int]) -> None:
         tensor: keeps what is dropped; tensors that it keeps stay.
         needed: ``id`` of every tensor that is.
     """
-    for key, value in list(vars(tensor).items()):
-        if key.startswith(_PREFIX) and not isinstance(value, Tensor | None):
-            if not any(id(each) in needed for each in value.tensors):
+    for key, made in _all_made(tensor):
+        if not isinstance(made.value, Tensor | None):
+            if not any(id(each) in needed for each in made.value.tensors):
                 del vars(tensor)[key]
+
+
+def values_kept(tensor: Tensor) -> Iterator[Any]:
+    """Yield what a tensor keeps."""
+    return (made.value for _, made in _all_made(tensor))
 
 
 def tensors_kept(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that a tensor keeps."""
-    for name, value in list(vars(tensor).items()):
-        if name.startswith(_PREFIX) and value is not None:
-            yield from (value,) if isinstance(value, Tensor) else value.tensors
+    for value in values_kept(tensor):
+        yield from _tensors_of(value)
+
+
+def _all_made(tensor: Tensor) -> list[tuple[str, _Made]]:
+    return [(key, value) for key, value in list(vars(tensor).items()) if key.startswith(_PREFIX)]
+
+
+def _tensors_of(value: Any) -> tuple[Tensor, ...]:
+    if isinstance(value, Tensor):
+        return (value,)
+    return () if value is None else value.tensors

@@ -137,8 +137,8 @@ class LaunchConfig(ctypes.Structure):
 class _Slot(threading.local):
     """What a thread gives the driver with its launches of one kernel.
 
-    The arguments and, right behind them, the number of blocks are packed together; most launches change no more.
-    ctypes hands such objects over as they are, where it would convert numbers one by one.
+    The arguments and, right behind them, the number of blocks are packed together; most launches change no
+    more. ctypes hands such objects over as they are, where it would convert numbers one by one.
     """
 
     def __init__(self, count: int, block: int, shared: int) -> None:

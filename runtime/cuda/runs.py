@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gnnc.runtime.cuda.facts import Facts
-from gnnc.runtime.cuda.kept import kept
+from gnnc.runtime.cuda.kept import drop, kept, launching
 from gnnc.runtime.cuda.launch import Launch
 from gnnc.runtime.cuda.unit import Unit, kernels_on
 
@@ -32,8 +32,8 @@ _MOST_OF_A_SHARE = 4096
 """Runs of a share that are put in order, which takes their square; more are of rows without edges."""
 _MOST_OF_A_SLOT = MOST_PART // 2
 """Edges that a slot adds up, at most: sums in fixed point have 32 bits (csrc/cuda/product_sum.cuh)."""
-RUNS = "runs"
-"""What ``rowptr`` keeps its table under."""
+RUNS, BEGUN = "runs", "begun"
+"""What ``rowptr`` keeps its table under, and one that is begun with, which may not be needed."""
 _WINDOW, _GROUP = 256, 8
 """Rows that are cut together, and those of few edges that make a run at least."""
 _FIELDS = (
@@ -229,6 +229,11 @@ class Draft:
         stream = torch._C._cuda_getCurrentRawStream(self._run.device.index)
         launch(blocks, stream, *[values.get(name, 0) for name in _FIELDS])
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that it holds."""
+        return self._entry, self._run, self._split, self._cost, self._begin
+
     def finish(self, sizes: Sequence[int], edges: int) -> Runs:
         """Return the table.
 
@@ -276,6 +281,29 @@ def build_runs(rowptr: Tensor, edges: int, cut: Cut, shares: int) -> Runs:
         return draft.finish(facts.wait(), edges)
 
 
+class Begun(NamedTuple):
+    """A run table whose sizes are known.
+
+    Attributes:
+        draft: what was launched.
+        sizes: what ``Draft.finish`` asks for.
+        edges: E.
+    """
+
+    draft: Draft
+    sizes: Sequence[int]
+    edges: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that it holds."""
+        return self.draft.tensors
+
+    def finish(self) -> Runs:
+        """Return the table; waits for nothing."""
+        return self.draft.finish(self.sizes, self.edges)
+
+
 def model_runs(rowptr: Tensor, edges: int) -> Runs:
     """Return the runs of a CSR as the model cuts them, for rows of any size; they live as long as the tensor.
 
@@ -285,10 +313,12 @@ def model_runs(rowptr: Tensor, edges: int) -> Runs:
     """
 
     def build() -> Runs:
-        shares = multiprocessors_of(rowptr)
-        runs = build_runs(rowptr, edges, cut_for(rowptr.shape[0] - 1, edges, shares), shares)
-        torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
-        return runs
+        with launching(rowptr.device), torch.cuda.device(rowptr.device):
+            begun = drop(rowptr, BEGUN)
+            if begun is not None:
+                return begun.finish()
+            shares = multiprocessors_of(rowptr)
+            return build_runs(rowptr, edges, cut_for(rowptr.shape[0] - 1, edges, shares), shares)
 
     return kept(rowptr, RUNS, build)
 

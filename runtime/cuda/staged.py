@@ -1,5 +1,6 @@
 """The run table of graphs most of whose edges join neighbours, and which those are (csrc/cuda/staged.cuh)."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ docs/cuda-sparse-kernels.md."""
 _POINTERS = ("place", "row", "edges", "near", "entry", "word", "slot")
 """Members of ``gnnc::StageArgs`` between the first two and the last two."""
 _ARGUMENTS = len(_POINTERS) + 4
+_NEAR_ARGUMENTS = 5  # of count_entries, too
+_NEAR_BLOCKS = 1024
 _MOST_WORDS = 2**31 - 1
 
 
@@ -48,11 +51,52 @@ class Entries(NamedTuple):
     split: Tensor
 
 
-class Size(NamedTuple):
-    """How many near edges there are, and words of all edges."""
+class Sizes(NamedTuple):
+    """What the host has to know of a graph to arrange it.
 
-    near: int
-    words: int
+    Attributes:
+        entries: rows, and parts of rows.
+        slots: parts of rows.
+        runs: for both windows, of rows of x of at most 64 bytes and of more.
+        near: near edges, for both.
+        edges: of all.
+        cut: how they are cut.
+    """
+
+    entries: int
+    slots: int
+    runs: tuple[int, int]
+    near: tuple[int, int]
+    edges: int
+    cut: Cut
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], edges: int, cut: Cut) -> "Sizes":
+        """Return what the device found: entries, slots, runs and near edges, those for both windows."""
+        entries, slots, narrow, wide, *near = numbers
+        return cls(entries, slots, (narrow, wide), (near[0], near[1]), edges, cut)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """None: they are numbers."""
+        return ()
+
+    def near_for(self, window: int) -> int:
+        """Near edges, with so many rows of x in a window."""
+        return self.near[window != STRETCH]
+
+    def runs_for(self, window: int) -> int:
+        """Runs, with so many rows of x in a window."""
+        return self.runs[window != STRETCH]
+
+    def words_for(self, window: int) -> int:
+        """Words, at most: entries end with a word that is not full, of each kind."""
+        near = self.near_for(window)
+        return near // 8 + (self.edges - near) // 4 + 2 * self.entries
+
+
+NUMBERS = 6
+"""Of which sizes are made."""
 
 
 class StagedRuns(NamedTuple):
@@ -86,6 +130,11 @@ class StagedRuns(NamedTuple):
         return self.word, self.entry, self.run, self.split, self.begin, self.share
 
 
+def sizes_name(rowptr: Tensor) -> str:
+    """Return what the columns of a CSR keep its sizes under."""
+    return f"sizes_{rowptr.data_ptr()}"
+
+
 def staged_cut_for(rows: int, edges: int) -> Cut:
     """Return how the edges of a large graph are cut by stretch.
 
@@ -100,37 +149,35 @@ def staged_cut_for(rows: int, edges: int) -> Cut:
     return Cut(min(4 * few, _MOST_PART), few, by_stretch=True)
 
 
-def cut_rows(rowptr: Tensor, cut: Cut) -> Entries:
-    """Cut rows of more than ``cut.part`` edges into equal parts."""
+def _parts_of(rowptr: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
+    """Return edges of each row, of its parts but the last, and their number: 1 of a row that is whole."""
     degree = rowptr.diff()
     parts = -(-degree // cut.part)
     size = -(-degree // parts.clamp(min=1))
-    parts = (-(-degree // size.clamp(min=1))).clamp(min=1)
-    count = int(parts.sum())
-    row = torch.repeat_interleave(parts, output_size=count)
-    offset = (torch.arange(count, device=rowptr.device) - (parts.cumsum(0) - parts)[row]) * size[row]
+    return degree, size, (-(-degree // size.clamp(min=1))).clamp(min=1)
+
+
+def cut_rows(rowptr: Tensor, cut: Cut, sizes: Sizes) -> Entries:
+    """Cut rows of more than ``cut.part`` edges into equal parts."""
+    degree, size, parts = _parts_of(rowptr, cut)
+    row = torch.repeat_interleave(parts, output_size=sizes.entries)
+    place = torch.arange(sizes.entries, device=rowptr.device)
+    offset = (place - (parts.cumsum(0) - parts)[row]) * size[row]
     edges = torch.minimum(size[row], degree[row] - offset)
     is_part = parts[row] > 1
     slot = is_part.cumsum(0) - 1
-    of = row[is_part]
+    of = row[_places(is_part, sizes.slots)]
     split = torch.stack([of, slot[(parts.cumsum(0) - parts)[of]], parts[of], 0 * of], 1)
     return Entries(row.int(), edges.int(), rowptr[row] + offset, torch.where(is_part, slot, -1), split.int())
 
 
-def size_of(entries: Entries, near: Tensor) -> Size:
-    """Return the size of a table.
-
-    Args:
-        entries: of the graph.
-        near: int32 ``[entries]``, how many edges of each are near ones.
-    """
-    near = near.long()
-    words = -(-near // 8) - (near - entries.edges) // 4
-    return Size(*torch.stack([near.sum(), words.sum()]).tolist())
+def _places(mask: Tensor, count: int) -> Tensor:
+    """Return where a mask holds, int64 ``[count]``, without waiting for how often it does."""
+    return torch.nonzero_static(mask, size=count).squeeze(1)
 
 
 def arrange(
-    entries: Entries, near: Tensor, rows: int, short: int, blocks: int, together: int, size: Size
+    entries: Entries, near: Tensor, rows: int, short: int, blocks: int, window: int, sizes: Sizes
 ) -> StagedRuns:
     """Make runs of entries, by stretch: long ones first, one a run, then short ones of about as many words.
 
@@ -140,8 +187,8 @@ def arrange(
         rows: of the CSR.
         short: rows with at most so many edges are worked on side by side.
         blocks: blocks of threads.
-        together: entries of a run.
-        size: what ``size_of`` says.
+        window: sources of a stretch that are near, the first ones.
+        sizes: of the graph, cut like this.
 
     Returns:
         The table; its words are not written yet.
@@ -151,14 +198,16 @@ def arrange(
     stretch, is_short = row // STRETCH, (edges <= short) & (entries.part < 0)
     cost = torch.where(is_short, near_words * (short + 1) + far_words, edges)
     order = torch.argsort(((stretch * 2 + is_short) << 32) - cost, stable=True)
+    ascending = torch.arange(order.numel(), device=order.device)
     place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel(), device=order.device)
+    place[order] = ascending
 
     words = (near_words + far_words)[order]
     first = words.cumsum(0) - words
     entry = torch.stack([row[order], near[order], (edges - near)[order], first], 1).int()
     kind = (stretch * 2 + is_short)[order]
-    opens = (~is_short[order] | (places_within(kind) % together == 0)).nonzero().squeeze(1)
+    starts = ~is_short[order] | (places_within(kind) % entries_of(window) == 0)
+    opens = _places(starts, sizes.runs_for(window))
     count = torch.diff(opens, append=opens.new_full((1,), order.numel()))
     where = stretch[order][opens]
     run = torch.stack([opens, count, entries.part[order][opens], where], 1).int()
@@ -169,12 +218,12 @@ def arrange(
     ends = spent[opens + count - 1]
     shares = torch.arange(blocks + 1, device=where.device) * ends[-1:].sum() / blocks
     share = torch.searchsorted(ends.double(), shares.double())
-    share[-1] = opens.numel()
-    word = torch.empty(size.words, 4, dtype=torch.int32, device=row.device)
-    slot = torch.where(count > 1, opens, -1).repeat_interleave(count)
-    slot = torch.where(slot < 0, -1, (torch.arange(order.numel(), device=order.device) - slot) % 2).int()
+    share[-1:].fill_(opens.numel())
+    word = torch.empty(sizes.words_for(window), 4, dtype=torch.int32, device=row.device)
+    slot = torch.where(count > 1, opens, -1).repeat_interleave(count, output_size=order.numel())
+    slot = torch.where(slot < 0, -1, (ascending - slot) % 2).int()
     tables = word, entry, run, entries.split, begin.int(), share.int(), place.int(), slot
-    return StagedRuns(*tables, size.near)
+    return StagedRuns(*tables, sizes.near_for(window))
 
 
 def places_within(groups: Tensor) -> Tensor:
@@ -238,6 +287,10 @@ def window_rows(row_bytes: int) -> int:
     return STRETCH if row_bytes <= 64 else 1660
 
 
+WINDOWS = window_rows(64), window_rows(65)
+"""Of both sizes."""
+
+
 def entries_of(window: int) -> int:
     """Return the entries of a run, at most, where so many rows of x are in a window: ``entries_within``."""
     return 16 if window == STRETCH else 8
@@ -248,8 +301,21 @@ class Kernels:
 
     def __init__(self, unit: Unit) -> None:
         unit.expect("StageArgs", _ARGUMENTS)
+        unit.expect("NearArgs", _NEAR_ARGUMENTS)
+        unit.require(f"window_rows(64) == {WINDOWS[0]} && window_rows(65) == {WINDOWS[1]}", "there are two")
+        unit.expect("EntriesArgs", _NEAR_ARGUMENTS)
+        self._near = unit.launch("gnnc::near_edges", _NEAR_ARGUMENTS)
+        self._entries = unit.launch("gnnc::count_entries", _NEAR_ARGUMENTS)
         self._count = unit.launch("gnnc::count_near", _ARGUMENTS)
         self._write = unit.launch("gnnc::stage_edges", _ARGUMENTS)
+
+    def find(self, rowptr: Tensor, row: Tensor, col: Tensor, cut: Cut, found: Tensor) -> None:
+        """Find the numbers of sizes; see ``find_sizes``."""
+        stream = torch._C._cuda_getCurrentRawStream(col.device.index)
+        edges, rows, counts = col.shape[0], rowptr.shape[0] - 1, found.data_ptr()
+        self._entries(-(-rows // STRETCH), stream, rowptr.data_ptr(), counts, rows, cut.part, cut.short)
+        near, blocks = counts + 4 * found.itemsize, min(-(-edges // BLOCK), _NEAR_BLOCKS)
+        self._near(blocks, stream, row.data_ptr(), col.data_ptr(), near, edges, rows)
 
     def count(self, col: Tensor, entries: Entries, window: int) -> Tensor:
         """Return int32 ``[entries]``: edges whose source lies in the window of their row's stretch."""
@@ -282,30 +348,59 @@ def may_pay(rows: int, edges: int, blocks: int) -> bool:
     return any(pays(edges, edges, rows, blocks, row_bytes) for row_bytes in (64, 256))
 
 
+def find_sizes(rowptr: Tensor, row: Tensor, col: Tensor, cut: Cut, found: Tensor) -> None:
+    """Have the device find the numbers of a graph's sizes; reads nothing by ids, and waits for nothing.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``, on the current device.
+        row: int32 ``[E]``, the row of every edge in order; those that are ``rows`` are no edges.
+        col: int32 ``[E]``.
+        cut: sizes of parts and short rows.
+        found: int32 ``[NUMBERS]``, zeros: gets them.
+    """
+    kernels_on(col.device.index, Kernels).find(rowptr, row, col, cut, found)
+
+
+def _sizes_of(rowptr: Tensor, col: Tensor, cut: Cut) -> Sizes:
+    """Return the sizes of a graph; waits for the device."""
+    found = torch.zeros(NUMBERS, dtype=torch.int32, device=col.device)
+    row = torch.repeat_interleave(rowptr.diff().int(), output_size=col.shape[0])
+    find_sizes(rowptr, row, col, cut, found)
+    return Sizes.of(found.tolist(), col.shape[0], cut)
+
+
 def build_staged(
-    rowptr: Tensor, col: Tensor, cut: Cut, blocks: int, window: int, *, always: bool = False
+    rowptr: Tensor,
+    col: Tensor,
+    cut: Cut,
+    blocks: int,
+    window: int,
+    sizes: Sizes | None = None,
+    *,
+    always: bool = False,
 ) -> StagedRuns | None:
     """Arrange the edges of a CSR by stretch.
 
     Args:
         rowptr: int64 ``[rows + 1]``.
         col: int32 ``[E]``.
-        cut: sizes.
+        cut: sizes of parts and short rows.
         blocks: blocks of threads that a launch has.
         window: sources of a stretch that are near, the first ones.
+        sizes: of the graph with that cut; None: the host waits for the device to find them.
         always: also where it pays for no rows of x.
 
     Returns:
-        The table, or None; a few synchronisations.
+        The table, or None.
     """
     with torch.cuda.device(rowptr.device):
-        kernels = kernels_on(rowptr.device.index, Kernels)
-        rows, entries = rowptr.shape[0] - 1, cut_rows(rowptr, cut)
-        near = kernels.count(col, entries, window)
-        size = size_of(entries, near)
-        pays_for_some = pays(size.near, col.shape[0], rows, blocks, 64 if window == STRETCH else 256)
-        if not (pays_for_some or always) or size.words > _MOST_WORDS:
+        rows, sizes = rowptr.shape[0] - 1, sizes or _sizes_of(rowptr, col, cut)
+        row_bytes = 64 if window == STRETCH else 256
+        pays_for_some = pays(sizes.near_for(window), sizes.edges, rows, blocks, row_bytes)
+        if not (pays_for_some or always) or sizes.words_for(window) > _MOST_WORDS:
             return None
-        runs = arrange(entries, near, rows, cut.short, blocks, entries_of(window), size)
+        kernels, entries = kernels_on(rowptr.device.index, Kernels), cut_rows(rowptr, cut, sizes)
+        near = kernels.count(col, entries, window)
+        runs = arrange(entries, near, rows, cut.short, blocks, window, sizes)
         kernels.write(col, entries, runs, window)
     return runs

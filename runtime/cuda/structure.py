@@ -5,26 +5,34 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
-from gnnc.errors import BackendError, GraphError
+from gnnc.errors import GraphError
 from gnnc.ir.graph import placeholders
+from gnnc.runtime.columns import narrow_columns
 from gnnc.runtime.cuda.facts import Facts
-from gnnc.runtime.cuda.kept import keep, tensors_kept
-from gnnc.runtime.cuda.radix import sort_edges
-from gnnc.runtime.cuda.runs import RUNS, Draft, cut_for, multiprocessors_of
-from gnnc.runtime.cuda.self_loops import SelfLoops, self_loops
-from gnnc.runtime.cuda.staged import may_pay
+from gnnc.runtime.cuda.kept import keep, refuse_in_capture, tensors_kept
+from gnnc.runtime.cuda.radix import Sorted, sort_edges
+from gnnc.runtime.cuda.runs import BEGUN, RUNS, Begun, Draft, cut_for, multiprocessors_of
+from gnnc.runtime.cuda.self_loops import take_loops
+from gnnc.runtime.cuda.staged import NUMBERS as STAGED_NUMBERS
+from gnnc.runtime.cuda.staged import Sizes, find_sizes, may_pay, sizes_name, staged_cut_for
 from gnnc.runtime.structure_runner import Group, StructureRunner
 
 _MADE = "_made"
 """What a tensor keeps the stream under that built it, and the event after which it is there."""
 
 
+def prepare(compute: GraphModule, structure: GraphModule) -> GraphModule:
+    """Return a structure graph whose sorts give a graph its self loops, with columns as kernels read them."""
+    return take_loops(narrow_columns(compute, structure), csr_with_loops)
+
+
 def use_kernels(runner: StructureRunner) -> None:
     """Let a structure program sort on the device, count its tables, and make its results safe to share."""
     for group in runner.groups:
-        for loops in self_loops(group.module.graph):
-            _take_loops(runner, group, loops)
+        for sort in group.module.graph.find_nodes(op="call_function", target=csr_with_loops):
+            _note_ids(runner, group, sort)
         for node in group.module.graph.nodes:
             if node.target is torch.ops.gnnc.csr.default:
                 node.target = csr
@@ -36,12 +44,13 @@ def use_kernels(runner: StructureRunner) -> None:
     runner.before_build, runner.after_build, runner.after_call = streams.before_build, streams.built, streams
 
 
-def _take_loops(runner: StructureRunner, group: Group, loops: SelfLoops) -> None:
-    """Let the sort give a graph its self loops, and find ids out of range if nothing else reads them."""
-    ends = loops.replace(csr_with_loops)
+def _note_ids(runner: StructureRunner, group: Group, sort: Node) -> None:
+    """Have a sort find ids out of range, if nothing else of its part reads them; other parts come later."""
+    ends, nodes = sort.all_input_nodes[:2], sort.args[2]
     slots = dict(zip(placeholders(group.module), group.operands, strict=True))
-    ids, limit = slots.get(loops.edge_index), slots.get(loops.nodes)
-    if ids is not None and limit is not None and set(loops.edge_index.users) == set(ends):
+    (edge_index,) = {end.all_input_nodes[0] for end in ends}
+    ids, limit = slots.get(edge_index), slots.get(nodes)
+    if ids is not None and limit is not None and set(edge_index.users) == set(ends):
         runner.finds.add((ids, limit))
 
 
@@ -59,62 +68,89 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, T
         empty = torch.empty(0, dtype=torch.int64, device=src.device)
         rowptr = torch.zeros(num_dst + 1, dtype=torch.int64, device=src.device)
         return rowptr, empty.to(torch.int32), empty
-    return _sorted(src, dst, num_src, num_dst)
+    return sorted_edges(src, dst, num_src, num_dst)
 
 
-def csr_with_loops(src: Tensor, dst: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+def csr_with_loops(src: Tensor, dst: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the CSR of a graph whose nodes get one edge to themselves, in the place of those that they have.
 
     As ``gnnc.csr`` of the other edges and, behind them, of the new ones; see there.
 
     Returns:
-        ``rowptr`` int64 ``[nodes + 1]`` and ``col`` int32.
+        ``rowptr`` int64 ``[nodes + 1]``, ``col`` int32 and ``perm`` int64: the place of every edge among all
+        E that were given and, behind them, the new ones.
 
     Raises:
         GraphError: an id is out of range.
     """
     if src.shape[0] + nodes == 0:
-        return csr(src, dst, nodes, nodes)[:2]
-    return _sorted(src, dst, nodes, nodes, loops=True)[:2]
+        return csr(src, dst, nodes, nodes)
+    return sorted_edges(src, dst, nodes, nodes, loops=True)
 
 
-def _sorted(
-    src: Tensor, dst: Tensor, num_src: int, num_dst: int, *, loops: bool = False
+def sorted_edges(
+    src: Tensor, dst: Tensor, num_src: int, num_dst: int, *, loops: bool = False, cuts: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the CSR by destination of one edge at least; see ``csr`` and ``csr_with_loops``.
+
+    ``cuts``: say with ``rowptr`` and the columns how the sparse kernels cut the edges.
+    """
     device, edges = src.device, src.shape[0]
     with torch.cuda.device(device):
-        facts = Facts(7, device)
-        out_of_range, sizes, count = facts.tensor.split([2, 4, 1])
+        facts = Facts(3 + _Tables.NUMBERS, device)
+        out_of_range, count, sizes = facts.tensor.split([2, 1, _Tables.NUMBERS])
         done = sort_edges(dst, src, num_dst, num_src, out_of_range, loops=loops)
         rows = torch.arange(num_dst + 1, dtype=torch.int32, device=device)
         rowptr = torch.searchsorted(done.keys, rows)
         # A bad source leaves rowptr what it should be; a bad destination may leave anything.
-        draft = _draft(rowptr, edges + loops * num_dst, sizes, out_of_range[:1])
+        tables = _Tables(rowptr, done, sizes, out_of_range[:1]) if cuts else None
         if loops:
             count.copy_(rowptr[-1:])
         facts.send()
-        bad_dst, bad_src, *found, left = facts.wait()
+        bad_dst, bad_src, left, *found = facts.wait()
         if bad_src:
             _refuse("src", src, num_src, "source")
         if bad_dst:
             _refuse("dst", dst, num_dst, "destination")
-        edges = left if loops else edges
-        if draft is not None:
-            keep(rowptr, RUNS, draft.finish(found, edges))
-    return rowptr, done.col[:edges], done.perm[:edges]
+        col = done.col[: left if loops else edges]
+        if tables is not None:
+            tables.finish(col, found)
+    return rowptr, col, done.perm[: col.shape[0]]
 
 
-def _draft(rowptr: Tensor, edges: int, sizes: Tensor, refused: Tensor) -> Draft | None:
-    """Begin with the run table, unless the graph is one whose sums may not need it."""
-    rows, shares = rowptr.shape[0] - 1, multiprocessors_of(rowptr)
-    if may_pay(rows, edges, shares):
-        return None
-    return Draft(rowptr, edges, cut_for(rows, edges, shares), shares, sizes, refused)
+class _Tables:
+    """How the edges of a new graph are cut: begun behind its sort, finished once the host knows their sizes.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``, on the current device.
+        done: the sort.
+        sizes: int32 ``[NUMBERS]``, zeros: gets what ``finish`` asks for.
+        refused: an int32; where it is not 0, rowptr may be anything.
+    """
+
+    NUMBERS = 4 + STAGED_NUMBERS
+
+    def __init__(self, rowptr: Tensor, done: Sorted, sizes: Tensor, refused: Tensor) -> None:
+        rows, edges, shares = rowptr.shape[0] - 1, done.col.shape[0], multiprocessors_of(rowptr)
+        self._rowptr, self._staged = rowptr, None
+        self._draft = Draft(rowptr, edges, cut_for(rows, edges, shares), shares, sizes[:4], refused)
+        if may_pay(rows, edges, shares):
+            self._staged = staged_cut_for(rows, edges)
+            find_sizes(rowptr, done.keys, done.col, self._staged, sizes[4:])
+
+    def finish(self, col: Tensor, sizes: Sequence[int]) -> None:
+        """Have rowptr and columns keep the run table, or what one is made of where sums may not need it."""
+        edges, sizes, others = col.shape[0], sizes[:4], sizes[4:]
+        if self._staged is None:
+            keep(self._rowptr, RUNS, self._draft.finish(sizes, edges))
+            return
+        keep(self._rowptr, BEGUN, Begun(self._draft, sizes, edges))
+        keep(col, sizes_name(self._rowptr), Sizes.of(others, edges, self._staged))
 
 
 def csr_transpose(rowptr: Tensor, col: Tensor, num_src: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the CSR by source; see ``gnnc.csr_transpose``."""
-    return csr(destinations_of(rowptr, col.shape[0]), col, rowptr.shape[0] - 1, num_src)
+    """Return the CSR by source; see ``gnnc.csr_transpose``. It has no run table until it is asked for one."""
+    return sorted_edges(destinations_of(rowptr, col.shape[0]), col, rowptr.shape[0] - 1, num_src, cuts=False)
 
 
 def destinations_of(rowptr: Tensor, edges: int) -> Tensor:
@@ -150,13 +186,10 @@ class _Streams:
         """Make what a part is made of fit for this stream.
 
         Raises:
-            BackendError: a CUDA graph is being captured, which would only note what is to be built.
+            BackendError: see ``refuse_in_capture``.
         """
-        if _device_of(operands) is not None and torch.cuda.is_current_stream_capturing():
-            raise BackendError(
-                "a graph or edge weights that no call has seen, while a CUDA graph is being captured: "
-                "call the model with these very tensors once before the capture"
-            )
+        if _device_of(operands) is not None:
+            refuse_in_capture()
         self(operands)
 
     def built(self, results: Sequence[Any]) -> None:

@@ -1,6 +1,6 @@
 """What kernels need of a CSR beside itself, made once and kept as long as the CSR lives."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,10 +8,27 @@ from torch import Tensor
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import is_structure
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
-from gnnc.runtime.cuda.kept import BUILDING, kept
+from gnnc.runtime.cuda.kept import BUILDING, drop, found, kept, launching, values_kept
 from gnnc.runtime.cuda.radix import padded_columns
-from gnnc.runtime.cuda.runs import MOST_ENTRIES, MOST_PART, Runs, chunk_of, model_runs, multiprocessors_of
-from gnnc.runtime.cuda.staged import StagedRuns, StagedTable, build_staged, pays, staged_cut_for, window_rows
+from gnnc.runtime.cuda.runs import (
+    BEGUN,
+    MOST_ENTRIES,
+    MOST_PART,
+    Cut,
+    Runs,
+    chunk_of,
+    model_runs,
+    multiprocessors_of,
+)
+from gnnc.runtime.cuda.staged import (
+    StagedRuns,
+    StagedTable,
+    build_staged,
+    pays,
+    sizes_name,
+    staged_cut_for,
+    window_rows,
+)
 from gnnc.runtime.cuda.structure import destinations_of
 
 
@@ -123,12 +140,18 @@ def _staged_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> StagedRuns | None
         return None
 
     def build() -> StagedRuns | None:
-        runs = build_staged(rowptr, col, staged_cut_for(rows, edges), processors, window)
-        torch.cuda.current_stream(rowptr.device).synchronize()  # other streams may use the table next
-        return runs
+        sizes = found(col, sizes_name(rowptr))
+        with launching(rowptr.device):
+            return build_staged(rowptr, col, staged_cut_of(rowptr, col), processors, window, sizes)
 
     runs = kept(col, f"staged_{rowptr.data_ptr()}_{window}", build)
     return runs if runs is not None and pays(runs.near, edges, rows, processors, row_bytes) else None
+
+
+def staged_cut_of(rowptr: Tensor, col: Tensor) -> Cut:
+    """Return how the model cuts the edges of a CSR by stretch: as they were counted, where they were."""
+    sizes = found(col, sizes_name(rowptr))
+    return staged_cut_for(rowptr.shape[0] - 1, col.shape[0]) if sizes is None else sizes.cut
 
 
 def in_fours(col: Tensor) -> Tensor:
@@ -141,14 +164,17 @@ def in_fours(col: Tensor) -> Tensor:
         room = col.untyped_storage().nbytes() // col.itemsize - col.storage_offset()
         if col.data_ptr() % 16 == 0 and room >= round_up(col.numel(), 4):
             return None
-        return _shared(padded_columns(col.numel(), col.device).copy_(col))
+        with launching(col.device):
+            return padded_columns(col.numel(), col.device).copy_(col)
 
     copy = kept(col, "fours", build)
     return col if copy is None else copy
 
 
-def give_back(col: Tensor, others: Iterable[Tensor]) -> None:
+def give_back(col: Tensor, others: Sequence[Tensor]) -> None:
     """Free the memory of columns, if all sums over their edges go through tables by stretch, which hold them.
+
+    With it goes what was begun of a run table, which those sums do not need.
 
     Args:
         col: int32 ``[E]``, which nothing but such sums reads.
@@ -158,33 +184,34 @@ def give_back(col: Tensor, others: Iterable[Tensor]) -> None:
     if memory.nbytes() == 0 or any(other.untyped_storage()._cdata == memory._cdata for other in others):
         return
     copy = in_fours(col)
-    tables = [value for value in vars(copy).values() if isinstance(value, SumTable)]
+    tables = [value for value in values_kept(copy) if isinstance(value, SumTable)]
     if tables and all(table.staged_blocks for table in tables):
         with BUILDING:
             for columns in (col, copy):
                 columns.untyped_storage().resize_(0)
+            for other in others:
+                drop(other, BEGUN)
 
 
 def in_order(rowptr: Tensor, edges: int) -> Tensor:
     """Return the columns of a segment reduction that reads its rows as they come."""
 
     def build() -> Tensor:
-        col = padded_columns(edges, rowptr.device)
-        torch.arange(edges, out=col)
-        return _shared(col)
+        with launching(rowptr.device):
+            col = padded_columns(edges, rowptr.device)
+            return torch.arange(edges, out=col)
 
     return kept(rowptr, "order", build)
 
 
 def destinations(rowptr: Tensor, edges: int) -> Tensor:
     """Return the destination of every edge, int32; kept as long as the CSR."""
-    return kept(rowptr, "destinations", lambda: _shared(destinations_of(rowptr, edges)))
 
+    def build() -> Tensor:
+        with launching(rowptr.device):
+            return destinations_of(rowptr, edges)
 
-def _shared(tensor: Tensor) -> Tensor:
-    """Return a new tensor, written: other streams may use it next."""
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return tensor
+    return kept(rowptr, "destinations", build)
 
 
 def write_columns(emitter: CudaEmitter, text: str) -> str:

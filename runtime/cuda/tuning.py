@@ -25,13 +25,14 @@ from gnnc.runtime.cuda.runs import (
     model_runs,
     multiprocessors_of,
 )
-from gnnc.runtime.cuda.staged import StagedTable, build_staged, pays, staged_cut_for, window_rows
+from gnnc.runtime.cuda.staged import StagedTable, build_staged, pays, window_rows
 from gnnc.runtime.cuda.tables import (
     RunTable,
     SumTable,
     give_back,
     runs_name,
     runs_of,
+    staged_cut_of,
     sums_name,
     sums_of,
 )
@@ -127,15 +128,15 @@ class Wanted:
     def cuts(self) -> list[Cut]:
         """Return the cuts to measure, the model's first."""
         rows, processors = self._rowptr.shape[0] - 1, multiprocessors_of(self._rowptr)
-        runs, stretches = cut_for(rows, self._edges, processors), staged_cut_for(rows, self._edges)
         table = self.model()
-        if isinstance(table, SumTable) and table.staged_blocks:
-            return candidates(stretches, runs)
+        if self._col is not None and isinstance(table, SumTable) and table.staged_blocks:
+            return candidates(staged_cut_of(self._rowptr, self._col), cut_for(rows, self._edges, processors))
         model = model_runs(self._rowptr, self._edges)
         count, dealt = model.run.shape[0], model.dealt is not None
         runs = model.cut._replace(chunk=chunk_of(count, processors, self.row_bytes, dealt=dealt))
-        may_pay = self._col is not None and pays(self._edges, self._edges, rows, processors, self.row_bytes)
-        return candidates(runs, stretches if may_pay else None)
+        if self._col is None or not pays(self._edges, self._edges, rows, processors, self.row_bytes):
+            return candidates(runs)
+        return candidates(runs, staged_cut_of(self._rowptr, self._col))
 
     def build(self, cut: Cut) -> Table | None:
         """Return the table by another cut; None where its words have no room."""

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from cuda_launch import ARCHITECTURES
@@ -6,8 +8,10 @@ from torch import Tensor
 
 from gnnc.runtime.cuda import tables
 from gnnc.runtime.cuda.build import resources_of
+from gnnc.runtime.cuda.kept import found
 from gnnc.runtime.cuda.runs import (
     ROW_COST,
+    RUNS,
     Cut,
     Draft,
     Kernels,
@@ -142,7 +146,7 @@ def test_a_new_graph_keeps_its_table(loops: bool) -> None:
     src, dst, nodes = g.col.long().cuda(), g.dst().cuda(), max(g.num_src, g.num_dst)
     rowptr, *_ = csr_with_loops(src, dst, nodes) if loops else csr(src, dst, nodes, nodes)
     shares = multiprocessors_of(rowptr)
-    kept, before = vars(rowptr)["gnnc_runs"], g.num_edges + (nodes if loops else 0)
+    kept, before = found(rowptr, RUNS), g.num_edges + (nodes if loops else 0)
     want = reference(rowptr.cpu(), cut_for(nodes, before, shares), shares)
     assert_is(kept, want)
 
@@ -273,12 +277,15 @@ def test_what_a_graph_of_calls_points_to_is_not_replaced_by_a_slower_thread(
 ) -> None:
     rowptr, quick = torch.tensor([0, 2, 2, 3]), []
 
-    class Stream:
-        def synchronize(self) -> None:
+    class Event:
+        def record(self, stream: object) -> None:
             if not quick:  # meanwhile another thread is through
                 quick.append(None)
                 quick[0] = tables.destinations(rowptr, 3)
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     slow = tables.destinations(rowptr, 3)
     assert slow.tolist() == [0, 0, 2] and slow is quick[0] is tables.destinations(rowptr, 3)

@@ -10,10 +10,12 @@ import torch
 from cuda_cases import error, on_device
 from test_backends import MODELS, given
 from torch_geometric.nn import GraphConv
-from torch_geometric.nn.models import GCN
+from torch_geometric.nn.models import GAT, GCN, GIN, GraphSAGE
 
 import gnnc
+from gnnc.runtime.cuda import staged
 from gnnc.runtime.cuda.executable import CudaExecutable
+from gnnc.runtime.cuda.facts import Facts
 from gnnc.runtime.cuda.launch import Launch
 from gnnc.runtime.cuda.replay import _Graph
 
@@ -360,6 +362,40 @@ def test_a_call_on_a_known_graph_waits_for_nothing(model):
         compiled(x + 1, edge_index)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("by_stretch", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "weights"), [(GCN, False), (GCN, True), (GraphSAGE, False), (GIN, False), (GAT, False)]
+)
+def test_a_call_on_a_new_graph_waits_once(kind, weights, by_stretch, monkeypatch):
+    """For what the device finds in it, sizes and ids out of range."""
+    if by_stretch:
+        monkeypatch.setattr(staged, "_LEAST_USES", 0)
+        monkeypatch.setattr(staged, "_LEAST_NEAR", 0)
+    torch.manual_seed(0)
+    compiled, x, edge_index = compiled_and_inputs(kind(24, 64, 2, 7).eval().cuda(), "auto", "fp16")
+    given = {"edge_weight": torch.rand(edge_index.shape[1], device="cuda")} if weights else {}
+    waits, wait = [], Facts.wait
+
+    def counted(facts):
+        waits.append(facts)
+        return wait(facts)
+
+    monkeypatch.setattr(Facts, "wait", counted)
+    for _ in range(3):
+        expected = compiled(x, edge_index, **given)
+    edge_index, given = edge_index.clone(), {name: weight.clone() for name, weight in given.items()}
+    torch.cuda.synchronize()
+    waits.clear()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = compiled(x, edge_index, **given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 1 and error(result, expected) < 1e-3
 
 
 @torch.no_grad()

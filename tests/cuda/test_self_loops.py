@@ -12,7 +12,7 @@ from torch_geometric.nn import GAT, GCN, GIN
 
 import gnnc
 from gnnc.ir.structure import csr_reference
-from gnnc.runtime.cuda.self_loops import self_loops
+from gnnc.runtime.cuda.self_loops import self_loops, take_loops, values_of_loops
 from gnnc.runtime.cuda.structure import csr_with_loops, use_kernels
 from gnnc.runtime.structure_runner import StructureRunner
 
@@ -32,8 +32,8 @@ def structure_of(model: nn.Module, *, weights: bool = False) -> GraphModule:
 def test_convolutions_that_ask_for_self_loops(model: Callable[..., nn.Module]) -> None:
     structure = structure_of(model(4, 4, 2))
     (found,) = self_loops(structure.graph)
-    assert found.edge_index.op == "placeholder" and found.rows == (0, 1)
-    runner = StructureRunner(structure)
+    assert found.edge_index.op == "placeholder" and found.rows == (0, 1) and found.values == ()
+    runner = StructureRunner(take_loops(structure, csr_with_loops))
     use_kernels(runner)
     (sort,) = (n for group in runner.groups for n in group.module.graph.nodes if n.target is csr_with_loops)
     others = {str(n.target) for group in runner.groups for n in group.module.graph.nodes}
@@ -42,14 +42,56 @@ def test_convolutions_that_ask_for_self_loops(model: Callable[..., nn.Module]) -
     assert runner.finds == {(names.index("edge_index"), names.index(str(sort.args[2])))}
 
 
-@pytest.mark.parametrize(("model", "weights"), [(GIN, False), (GCN, True)])
-def test_others_are_left_alone(model: Callable[..., nn.Module], weights: bool) -> None:
-    """Those of GIN have no loops; with weights, the position of every edge is asked for."""
-    structure = structure_of(model(4, 4, 2), weights=weights)
-    assert not list(self_loops(structure.graph))
+def test_those_of_gin_have_no_loops() -> None:
+    structure = structure_of(GIN(4, 4, 2))
+    assert not list(self_loops(structure.graph)) and take_loops(structure, csr_with_loops) is structure
     runner = StructureRunner(structure)
     use_kernels(runner)
     assert not runner.finds
+
+
+def test_weights_come_with_the_loops() -> None:
+    """Those of loops that the caller's graph has stay; nothing is made of a list of edges."""
+    structure = structure_of(GCN(4, 4, 2), weights=True)
+    (found,) = self_loops(structure.graph)
+    assert len(found.values) == 1
+    taken = take_loops(structure, _csr_with_loops)
+    assert {ATEN.index.Tensor, ATEN.index_put.default} <= {n.target for n in structure.graph.nodes}
+    assert not {ATEN.index.Tensor, ATEN.index_put.default} & {n.target for n in taken.graph.nodes}
+    edge_index, weight = torch.tensor([[0, 1, 2, 2], [0, 2, 2, 1]]), torch.tensor([2.0, 3, 4, 5])
+    got, want = (gm(edge_index, weight, 4) for gm in (taken, structure))
+    assert [each.tolist() for each in got] == [each.tolist() for each in want]
+    assert want[2].tolist() == [2, 5, 1, 3, 4, 1]  # of a loop, 2 -> 1, a new loop, 1 -> 2, a loop, a new loop
+    runner = StructureRunner(take_loops(structure, csr_with_loops))
+    use_kernels(runner)
+    names = [node.name for node in structure.graph.find_nodes(op="placeholder")]
+    assert runner.finds == {(names.index("edge_index"), len(names) - 1)}
+    first, second = runner.groups
+    assert set(first.key) < set(second.key), "new weights do not sort the graph again"
+
+
+def test_values_of_loops_that_are_made_otherwise_stay() -> None:
+    structure = structure_of(GCN(4, 4, 2), weights=True)
+    put = node(structure, ATEN.index_put.default)
+    put.args = (*put.args, True)  # adds up what loops of one node have
+    structure.recompile()
+    taken = take_loops(structure, _csr_with_loops)
+    assert ATEN.index_put.default in {n.target for n in taken.graph.nodes}
+    edge_index, weight = torch.tensor([[0, 1, 2, 2], [0, 2, 2, 1]]), torch.tensor([2.0, 3, 4, 5])
+    got, want = (gm(edge_index, weight, 4) for gm in (taken, structure))
+    assert [each.tolist() for each in got] == [each.tolist() for each in want]
+
+
+@pytest.mark.parametrize("width", [(), (3,)])
+def test_values_of_loops_are_those_of_the_reference(width: tuple[int, ...]) -> None:
+    src, dst = torch.randint(0, 50, (2, 400))
+    loop = torch.randperm(400)[:20]
+    src[loop] = dst[loop] = torch.arange(20)  # a node has one loop at most: with more, any of them counts
+    dst[(src == dst) & ~torch.isin(torch.arange(400), loop)] += 1
+    start, values = torch.rand(51, *width), torch.rand(400, *width)
+    is_loop = src == dst
+    want = start.index_put([src[is_loop]], values[is_loop])
+    assert torch.equal(values_of_loops(start, torch.stack([src, dst]), values), want)
 
 
 ATEN = torch.ops.aten
@@ -76,12 +118,21 @@ def ask_for_positions(structure: GraphModule) -> None:
         structure.graph.call_function(operator.getitem, (sort, 2))
 
 
+def read_by_others(structure: GraphModule) -> None:
+    """As where positions of edges are a result."""
+    ask_for_positions(structure)
+    output = structure.graph.output_node()
+    positions = structure.graph.find_nodes(op="call_function", target=operator.getitem)[0]
+    assert positions.args[1] == 2
+    output.args = ((*output.args[0], positions),)
+
+
 def keep_loops(structure: GraphModule) -> None:
     node(structure, ATEN.ne.Tensor).target = ATEN.eq.Tensor
 
 
 CHANGES: dict[str, Callable[[GraphModule], None]] = {
-    "positions are asked for": ask_for_positions,
+    "positions are a result": read_by_others,
     "another number of sources": swap(torch.ops.gnnc.csr.default, a2=5),
     "both ends are sources": swap(torch.ops.gnnc.csr.default, a1="0"),
     "loops are what is left": keep_loops,
@@ -105,7 +156,30 @@ def test_the_sort_takes_the_edges_as_they_are() -> None:
 
 def _csr_with_loops(src: Tensor, dst: Tensor, nodes: int) -> tuple[Tensor, ...]:
     keep, loops = src != dst, torch.arange(nodes)
-    return csr_reference(torch.cat([src[keep], loops]), torch.cat([dst[keep], loops]), nodes, nodes)[:2]
+    ends = torch.cat([src[keep], loops]), torch.cat([dst[keep], loops])
+    rowptr, col, perm = csr_reference(*ends, nodes, nodes)
+    return rowptr, col, torch.cat([keep.nonzero().squeeze(1), len(src) + loops])[perm]
+
+
+WEIGHTED: dict[str, Callable[[GraphModule], None]] = {
+    "weights of other edges": lambda structure: _swap_weights(structure),
+    "weights are a result": lambda structure: _return(structure, ATEN.cat.default),
+    "weights are read otherwise": swap(ATEN.index_select.default, a1=1),
+    "positions of something else": swap(torch.ops.gnnc.segment_reduce.default, a2="1"),
+}
+
+
+def _swap_weights(structure: GraphModule) -> None:
+    """Have weights of self loops where those of the others stand."""
+    (both,) = (n for n in structure.graph.nodes if n.target is ATEN.cat.default and len(n.args) == 1)
+    (others, loops), loop_weights = both.args[0], both.args[0][1].args[2]
+    assert others is not loop_weights
+    both.args = ([loop_weights, loops],)
+
+
+def _return(structure: GraphModule, target: Any) -> None:
+    output = structure.graph.output_node()
+    output.args = ((*output.args[0], node(structure, target)),)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -114,6 +188,14 @@ def test_what_looks_alike_is_left_alone(change: str) -> None:
     assert len(list(self_loops(structure.graph))) == 1
     CHANGES[change](structure)
     assert not list(self_loops(structure.graph))
+
+
+@pytest.mark.parametrize("change", WEIGHTED)
+def test_weights_that_look_alike_are_left_alone(change: str) -> None:
+    structure = structure_of(GCN(4, 4, 2), weights=True)
+    WEIGHTED[change](structure)
+    taken = take_loops(structure, _csr_with_loops)
+    assert torch.ops.gnnc.csr.default in {n.target for n in taken.graph.nodes}
 
 
 @pytest.mark.cuda

@@ -45,6 +45,19 @@ class Device:
         return lambda *_: 0
 
 
+class Stream(SimpleNamespace):
+    """A stream on which everything is done at once."""
+
+    def __init__(self, handle: int) -> None:
+        super().__init__(cuda_stream=handle)
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nor for that."""
+
+
 @pytest.fixture(scope="module")
 def device() -> Iterator[Device]:
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -73,7 +86,8 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Device:
         (torch._C, "_cuda_exchangeDevice", lambda index: index),
         (torch.cuda, "is_current_stream_capturing", lambda: found.capturing),
         (torch.cuda, "current_device", lambda: 0),
-        (torch.cuda, "current_stream", lambda *_: SimpleNamespace(synchronize=lambda: None)),
+        (torch.cuda, "current_stream", lambda *_: Stream(found.stream)),
+        (torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None)),
         (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4)),
         (torch._C._dynamo.guards, "_empty_strided_cuda", torch._C._dynamo.guards._empty_strided_cpu),
         (executable, "device_of", lambda graph_module: here),

@@ -14,8 +14,9 @@ import gnnc
 from gnnc.ir.structure import csr_reference, csr_transpose_reference
 from gnnc.runtime.cuda import radix
 from gnnc.runtime.cuda.build import resources_of
-from gnnc.runtime.cuda.kept import kept, tensors_kept
+from gnnc.runtime.cuda.kept import found, kept, launching, tensors_kept
 from gnnc.runtime.cuda.radix import Kernels, digits_for
+from gnnc.runtime.cuda.runs import RUNS
 from gnnc.runtime.cuda.structure import (
     _Streams,
     csr,
@@ -89,11 +90,13 @@ def test_every_node_gets_one_edge_to_itself(count: int, dtype: torch.dtype) -> N
         src[::3] = dst[::3]
         keep, loop = src != dst, torch.arange(nodes)
         want = csr_reference(torch.cat([src[keep], loop]), torch.cat([dst[keep], loop]), nodes, nodes)
+        places = torch.cat([keep.nonzero().squeeze(1), count + loop])[want[2]]
         got = csr_with_loops(src.to(dtype).cuda(), dst.to(dtype).cuda(), nodes)
-        assert_is_reference(got, want[:2])
-        assert count == 0 or got[0].gnnc_runs.edges == got[1].shape[0]
+        assert_is_reference(got, (*want[:2], places))
+        assert count == 0 or found(got[0], RUNS).edges == got[1].shape[0]
     nothing = torch.empty(0, dtype=dtype).cuda()
-    assert_is_reference(csr_with_loops(nothing, nothing, 0), (torch.zeros(1).long(), torch.zeros(0).int()))
+    rowptr, *rest = csr_with_loops(nothing, nothing, 0)
+    assert rowptr.tolist() == [0] and [each.numel() for each in rest] == [0, 0]
 
 
 @pytest.mark.cuda
@@ -302,6 +305,58 @@ def test_nothing_is_built_while_a_graph_is_captured(current: list[int]) -> None:
     streams.before_build((3, torch.zeros(2)))
     with pytest.raises(gnnc.BackendError, match="once before the capture"):
         streams.before_build((built,))
+
+
+DEVICE = torch.device("cuda", 0)
+
+
+def launched() -> OnDevice:
+    """Something that a kernel writes."""
+    with launching(DEVICE):
+        return on_device()
+
+
+def test_another_stream_waits_for_what_a_call_made_of_a_tensor(current: list[int]) -> None:
+    """And for what is made of that in turn; each that it finds."""
+    rowptr, col = on_device(), on_device()
+    made = kept(rowptr, "runs", launched)
+    whole = SimpleNamespace(tensors=(on_device(),))
+    kept(col, "sums", lambda: kept(rowptr, "runs", launched) is made and whole)
+    kept(col, "nothing", lambda: None)
+    assert Stream.waits == []
+    current[0] = 2
+    assert kept(col, "nothing", launched) is None and Stream.waits == []
+    assert kept(col, "sums", launched) is whole and Stream.waits == [(2, 1)]
+    assert whole.tensors[0].streams == [2] and not hasattr(made, "streams")
+    assert kept(rowptr, "runs", launched) is made and made.streams == [2] and len(Stream.waits) == 2
+    current[1] = 1  # a capture comes after a call that waited
+    kept(rowptr, "runs", launched)
+    assert len(Stream.waits) == 2
+
+
+def test_nothing_is_launched_for_a_tensor_while_a_graph_is_captured(current: list[int]) -> None:
+    rowptr = on_device()
+    current[1] = 1
+    with pytest.raises(gnnc.BackendError, match="once before the capture"):
+        kept(rowptr, "runs", launched)
+    current[1] = 0
+    assert kept(rowptr, "runs", launched) is found(rowptr, "runs") is not None
+
+
+def test_what_failed_to_build_is_built_again(current: list[int]) -> None:
+    """And what was launched for it is not waited for by what is built next."""
+
+    def fails() -> None:
+        launched()
+        raise ValueError
+
+    rowptr = on_device()
+    with pytest.raises(ValueError):
+        kept(rowptr, "runs", fails)
+    kept(rowptr, "runs", lambda: rowptr)
+    current[0] = 2
+    kept(rowptr, "runs", launched)
+    assert Stream.waits == []
 
 
 def test_what_a_tensor_keeps_is_built_once() -> None:

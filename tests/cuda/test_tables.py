@@ -6,13 +6,18 @@ import pytest
 import torch
 
 from gnnc.runtime.cuda import kept
+from gnnc.runtime.cuda.kept import found, keep
+from gnnc.runtime.cuda.runs import BEGUN
 from gnnc.runtime.cuda.tables import SumTable, give_back, in_fours
 
 
 @pytest.fixture(autouse=True)
 def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = SimpleNamespace(synchronize=lambda: None)
+    stream, event = SimpleNamespace(cuda_stream=0), SimpleNamespace(record=lambda stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
 
 
 def table(*, staged: bool) -> SumTable:
@@ -36,16 +41,19 @@ def test_columns_are_freed_where_all_their_tables_are_by_stretch(staged: list[bo
     copy = in_fours(col)
     assert copy is in_fours(col) and nbytes(copy) == [48] and torch.equal(copy, col)
     for number, each in enumerate(staged):
-        vars(copy)[f"gnnc_sums_{number}"] = table(staged=each)
-    give_back(col, [torch.ones(2)])
+        keep(copy, f"sums_{number}", table(staged=each))
+    rowptr = torch.ones(2)
+    keep(rowptr, BEGUN, "half a run table")
+    give_back(col, [rowptr])
     assert nbytes(col, copy) == ([0, 0] if frees else [36, 48])
+    assert (found(rowptr, BEGUN) is None) == frees
     give_back(col, [torch.ones(2)])
     assert in_fours(col) is copy and col.shape == (9,)
 
 
 def test_memory_that_others_share_stays() -> None:
     col = columns()
-    vars(in_fours(col))["gnnc_sums"] = table(staged=True)
+    keep(in_fours(col), "sums", table(staged=True))
     give_back(col, [col[2:]])
     assert nbytes(col) == [36]
 
@@ -58,7 +66,7 @@ def test_who_comes_late_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         def __enter__(self) -> None:
             kept.BUILDING = lock
             made.append(in_fours(col))
-            vars(made[0])["gnnc_sums"] = table(staged=True)
+            keep(made[0], "sums", table(staged=True))
             give_back(col, [])
 
         def __exit__(self, *_: object) -> None:

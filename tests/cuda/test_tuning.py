@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gnnc
 from gnnc.runtime.cuda import replay, staged, tuning
-from gnnc.runtime.cuda.kept import drop_all_but, keep, kept, tensors_kept
+from gnnc.runtime.cuda.kept import drop_all_but, keep, kept, tensors_kept, values_kept
 from gnnc.runtime.cuda.launch import Launch
 from gnnc.runtime.cuda.runs import MOST_PART, Cut, candidates, cut_for
 from gnnc.runtime.cuda.staged import staged_cut_for
@@ -172,7 +172,7 @@ def structure(compiled: gnnc.CompiledModel) -> list[Tensor]:
 
 def tables_of(compiled: gnnc.CompiledModel) -> list[Any]:
     """The tables that calls take: those of sums, where a model has sums alone."""
-    found = [value for tensor in structure(compiled) for value in vars(tensor).values()]
+    found = [value for tensor in structure(compiled) for value in values_kept(tensor)]
     sums = [value for value in found if isinstance(value, SumTable)]
     return sums or [value for value in found if isinstance(value, RunTable)]
 

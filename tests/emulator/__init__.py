@@ -20,7 +20,7 @@ from emulator import compiler
 from emulator.driver import Driver, EmulatorError
 from gnnc import api, signature
 from gnnc.runtime import backend, cuda
-from gnnc.runtime.cuda import build, executable, launch, replay, unit
+from gnnc.runtime.cuda import build, executable, facts, launch, replay, unit
 from gnnc.runtime.cuda.build import Machine
 
 __all__ = ["Driver", "EmulatorError", "emulated"]
@@ -68,7 +68,7 @@ class _Graph(replay._Graph):
 def _replaced(driver: Driver) -> Iterator[tuple[Any, str, Any]]:
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None, wait_event=lambda event: None)
     limits = SimpleNamespace(multi_processor_count=_MULTIPROCESSORS, shared_memory_per_block_optin=227 * 1024)
-    yield from ((module, "driver", lambda: driver) for module in (launch, replay))
+    yield from ((module, "driver", lambda: driver) for module in (facts, launch, replay))
     yield replay, "_Graph", _Graph
     yield launch, "leaves_waiting", lambda: False
     yield from ((module, "Code", _Code) for module in (launch, unit, cuda_launch))

@@ -80,6 +80,10 @@ class Driver:
         value._obj.value = self._kernels[kernel.value - 1][1]
         return 0
 
+    def cuMemcpyDtoHAsync_v2(self, host: Any, device: Any, nbytes: Any, stream: Any) -> int:  # noqa: N802
+        ctypes.memmove(host, device, nbytes.value)
+        return 0
+
     def cuLaunchKernelEx(self, config: Any, kernel: Any, _: None, extra: Any) -> int:  # noqa: N802
         given = config._obj
         return self._run(kernel.value, given.gridx, given.blockx, given.shared, _arguments(extra._obj))
@@ -145,4 +149,5 @@ def _arguments(extra: Any) -> bytes:
 
 def _launch_of(given: Any) -> _Node:
     """Return what a CUDA_KERNEL_NODE_PARAMS says."""
-    return given.kern, given.gridx, given.blockx, given.shared, _arguments((ctypes.c_void_p * 5).from_address(given.extra))
+    extra = (ctypes.c_void_p * 5).from_address(given.extra)
+    return given.kern, given.gridx, given.blockx, given.shared, _arguments(extra)
