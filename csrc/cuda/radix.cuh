@@ -1,7 +1,8 @@
 #pragma once
 
 // radix: sorts the edges of a new graph by the node at one of their ends, stably, and brings the other end along. Least
-// digit first, kBits bits a pass; a pass is radix_count, a running sum of the counts (by torch), and radix_scatter.
+// digit first, kBits bits a pass; a pass is radix_count, radix_sums of the counts, and radix_scatter. radix_rowptr
+// finds where rows begin.
 //
 // A block takes a tile of consecutive edges. It counts each digit once for every warp, the threads with equal digits
 // together, so that an edge's place among those of its digit is known without atomics on data: equal bits in every
@@ -21,7 +22,7 @@
 // twice as long.
 //
 // Launch: blocks of Radix::kThreads threads, one for every tile; radix_scatter with a RadixShared of dynamic shared
-// memory. counts, sums: a row of as many columns as there are tiles for each digit.
+// memory. radix_sums: blocks of 256 threads, one for every digit. radix_rowptr: a thread a row, and one more.
 
 #include "block_sums.cuh"
 #include "types.cuh"
@@ -42,8 +43,8 @@ struct RadixArgs {
   int32_t* places_out;    // [edges], but for the last pass
   int32_t* ends_out;      // [edges]
   int64_t* perm;          // [edges], of the last pass
-  int32_t* counts;        // [digits, tiles]
-  const int32_t* sums;    // [digits, tiles], running: with the count itself
+  int32_t* counts;        // [digits, tiles]; after radix_sums: of the tiles before
+  int32_t* totals;        // [digits], of radix_sums
   int32_t* out_of_range;  // [2]: whether an id is, and whether another end is
   int64_t edges, tiles, shift;
   int64_t given;  // edges that ids and others have; of kLoops those behind are from a node to itself, one for each
@@ -148,6 +149,54 @@ __global__ void __launch_bounds__(Radix<kBits>::kThreads, 2) radix_count(const R
   if (own < R::kDigits) args.counts[own * args.tiles + blockIdx.x] = counts[own];
 }
 
+__global__ void __launch_bounds__(256) radix_sums(const RadixArgs args) {
+  begin_kernel();
+  constexpr int kItems = 8;  // neighbours, of a thread
+  __shared__ BlockSums<8> sums;
+  int32_t* counts = args.counts + blockIdx.x * args.tiles;
+  int32_t before = 0;
+  for (int64_t from = 0; from < args.tiles; from += 256 * kItems) {
+    const int64_t first = from + threadIdx.x * kItems;
+    int32_t count[kItems], own = 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) count[i] = first + i < args.tiles ? counts[first + i] : 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) own += count[i];
+    int32_t all = 0;
+    int32_t sum = before + sum_before(own, sums, all);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (first + i < args.tiles) counts[first + i] = sum;
+      sum += count[i];
+    }
+    before += all;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) args.totals[blockIdx.x] = before;
+}
+
+struct RowptrArgs {
+  const uint32_t* keys;  // [edges], in order
+  int64_t* rowptr;       // [rows + 1]
+  int32_t* kept;         // out: edges of all rows
+  int64_t edges, rows;
+};
+
+__global__ void __launch_bounds__(256) radix_rowptr(const RowptrArgs args) {
+  begin_kernel();
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (row > args.rows) return;
+  int64_t first = 0, left = args.edges;  // the first edge of this row, or of a later one, is among so many, or behind
+  while (left > 0) {
+    const int64_t half = left / 2;
+    const bool is_before = static_cast<int64_t>(__ldg(args.keys + first + half)) < row;
+    first = is_before ? first + half + 1 : first;
+    left = is_before ? left - half - 1 : half;
+  }
+  args.rowptr[row] = first;
+  if (row == args.rows) *args.kept = static_cast<int32_t>(first);
+}
+
 template <int kBits>
 struct RadixShared {
   using R = Radix<kBits>;
@@ -156,7 +205,7 @@ struct RadixShared {
   uint16_t rank[R::kTile];                 // where in order an edge is
   uint16_t before[R::kWarps][R::kDigits];  // edges of a digit in earlier warps, and of smaller ones
   int32_t to[R::kDigits];                  // from a place in the tile to one among all edges
-  BlockSums<R::kWarps> sums;
+  BlockSums<R::kWarps> sums[2];
 };
 
 // Puts what belongs to the edges of a tile in order, for `store` to take it with its place in the tile. By the block.
@@ -217,12 +266,12 @@ __global__ void __launch_bounds__(Radix<kBits>::kThreads, Radix<kBits>::kBlocks)
     total += count;
   }
   int32_t all = 0;
-  const int32_t smaller = sum_before(total, shared.sums, all);
+  const int32_t smaller = sum_before(total, shared.sums[0], all);
+  const int32_t of_smaller = sum_before(has_digit ? args.totals[own] : 0, shared.sums[1], all);
   if (has_digit) {
 #pragma unroll
     for (int w = 0; w < R::kWarps; ++w) shared.before[w][own] += static_cast<uint16_t>(smaller);
-    const int64_t mine = own * args.tiles + blockIdx.x;
-    shared.to[own] = (mine > 0 ? args.sums[mine - 1] : 0) - smaller;
+    shared.to[own] = of_smaller + args.counts[own * args.tiles + blockIdx.x] - smaller;
   }
   __syncthreads();
 #pragma unroll

@@ -129,15 +129,15 @@ __global__ void __launch_bounds__(256) count_near(const StageArgs a) {
 
 // Where near edges stand in an entry's words.
 struct NearOrder {
-  int32_t seen[2];   // at even places, and at odd ones
-  int32_t count[2];  // all of them
-  int32_t slot;      // as in StageArgs
+  int32_t even_seen, odd_seen;  // at even places, and at odd ones
+  int32_t even, odd;            // all of them
+  int32_t slot;                 // as in StageArgs
 
   __device__ int32_t at(bool is_odd, int32_t rank) const {
-    if (slot >= 0) return is_odd == (slot == 1) ? rank : count[slot] + rank;
-    const int32_t pairs = min(count[0], count[1]) / 8;  // of words, one of each
+    if (slot >= 0) return is_odd == (slot == 1) ? rank : (is_odd ? even : odd) + rank;
+    const int32_t pairs = min(even, odd) / 8;  // of words, one of each
     if (rank < 8 * pairs) return (rank / 8 * 2 + is_odd) * 8 + rank % 8;
-    return (is_odd ? count[0] : 8 * pairs) + rank;
+    return (is_odd ? even : 8 * pairs) + rank;
   }
 };
 
@@ -150,11 +150,11 @@ __global__ void __launch_bounds__(256) stage_edges(const StageArgs a) {
   auto* near = reinterpret_cast<uint16_t*>(a.word + entry.first);
   auto* far = reinterpret_cast<int32_t*>(a.word + entry.first + entry.near_words());
   const uint32_t before = (1u << warp.lane) - 1u;
-  NearOrder order{{0, 0}, {0, 0}, a.slot[at]};
+  NearOrder order{0, 0, 0, 0, a.slot[at]};
   warp.each(a, entry.row, entry.near + entry.far, [&](int32_t source, bool, uint32_t those) {
     const uint32_t odd = __ballot_sync(0xffffffffu, those >> warp.lane & 1 && (1 + source % kStretch) % 2 == 1);
-    order.count[0] += __popc(those & ~odd);
-    order.count[1] += __popc(odd);
+    order.even += __popc(those & ~odd);
+    order.odd += __popc(odd);
   });
   warp.each(a, entry.row, entry.near + entry.far, [&](int32_t source, bool there, uint32_t those) {
     const bool is_near = those >> warp.lane & 1;
@@ -163,12 +163,12 @@ __global__ void __launch_bounds__(256) stage_edges(const StageArgs a) {
     const uint32_t odd = __ballot_sync(0xffffffffu, is_near && place % 2 == 1), even = those & ~odd;
     if (is_near) {
       const bool is_odd = place % 2 == 1;
-      const int32_t rank = order.seen[is_odd] + __popc((is_odd ? odd : even) & before);
+      const int32_t rank = is_odd ? order.odd_seen + __popc(odd & before) : order.even_seen + __popc(even & before);
       near[order.at(is_odd, rank)] = static_cast<uint16_t>(place);
     }
     if (there && !is_near) far[__popc(others & before)] = source;
-    order.seen[0] += __popc(even);
-    order.seen[1] += __popc(odd);
+    order.even_seen += __popc(even);
+    order.odd_seen += __popc(odd);
     far += __popc(others);
   });
   if (warp.lane < entry.near_words() * 8 - entry.near) near[entry.near + warp.lane] = 0;

@@ -9,13 +9,13 @@ from torch import Tensor
 from gnnc.errors import BackendError
 from gnnc.runtime.cuda.emitter import round_up
 from gnnc.runtime.cuda.launch import Launch
-from gnnc.runtime.cuda.unit import Unit, kernels_on
+from gnnc.runtime.cuda.unit import BLOCK, Unit, kernels_on
 
 _TILE, _THREADS = 8192, 512
-_SHARED = 10 * _TILE + 64
+_SHARED = 10 * _TILE + 128
 _BITS = (8, 9)
 """Bits of a digit that there are kernels for. Nine save ids of 9, 17, 18 or 25 to 27 bits a pass."""
-_ARGUMENTS = 20
+_ARGUMENTS, _ROWPTR_ARGUMENTS = 20, 5
 _IDS = {torch.int64: "int64_t", torch.int32: "int32_t"}
 MOST_EDGES = 2**31 - 1
 
@@ -25,11 +25,13 @@ class Sorted(NamedTuple):
 
     Attributes:
         keys: int32 ``[E]``, the ids by which they are sorted.
+        rowptr: int64 ``[bound + 1]``, where each id begins.
         perm: int64 ``[E]``, where each was.
         col: int32 ``[E]``, the other end of each, with memory up to a multiple of four.
     """
 
     keys: Tensor
+    rowptr: Tensor
     perm: Tensor
     col: Tensor
 
@@ -39,7 +41,9 @@ class Kernels:
 
     Attributes:
         count: the launch that counts digits, by whether the pass is the first.
-        scatter: the launch that moves edges, by whether the pass is the first, and the last.
+        sums: the one that adds the counts up.
+        scatter: the one that moves edges, by whether the pass is the first, and the last.
+        rowptr: the one that finds where ids begin.
 
     Args:
         unit: compiles them.
@@ -50,10 +54,13 @@ class Kernels:
 
     def __init__(self, unit: Unit, ids: str, bits: int, loops: bool) -> None:
         unit.expect("RadixArgs", _ARGUMENTS)
+        unit.expect("RowptrArgs", _ROWPTR_ARGUMENTS)
         shared = _SHARED + (1 << bits) * (2 * _THREADS // 32 + 4)
         unit.require(f"sizeof(RadixShared<{bits}>) == {shared}", "a launch gives the tile its shared memory")
         count = partial(unit.launch, count=_ARGUMENTS, block=_THREADS)
         scatter = partial(count, shared=shared)
+        self.sums = unit.launch("gnnc::radix_sums", _ARGUMENTS)
+        self.rowptr = unit.launch("gnnc::radix_rowptr", _ROWPTR_ARGUMENTS)
         self.count: dict[bool, Launch] = {}
         self.scatter: dict[tuple[bool, bool], Launch] = {}
         for first in (False, True):
@@ -75,18 +82,20 @@ def digits_for(bound: int) -> tuple[int, int]:
 
 
 def sort_edges(
-    ids: Tensor, others: Tensor, bound: int, others_bound: int, out_of_range: Tensor, *, loops: bool = False
+    ids: Tensor, others: Tensor, bound: int, others_bound: int, found: Tensor, *, loops: bool = False
 ) -> Sorted:
     """Sort edges by the ids of one end, stably, without waiting for the device.
 
     Beside the result it takes 16 bytes an edge, and less than one of counts. Nothing is read by the ids.
+    Where an id is out of range, rowptr may be anything.
 
     Args:
         ids: integer ``[E]``, with any stride, on the current device; E at least 1 where there are no loops.
         others: the other ends, integer ``[E]``.
         bound: ids are below it.
         others_bound: other ends are below it.
-        out_of_range: int32 ``[2]``, zeros: gets another number where an id, or another end, is out of range.
+        found: int32, zeros: the first two numbers get others where an id, or another end, is out of range;
+            the third becomes the number of edges whose ids are below the bound.
         loops: every node gets one edge to itself, behind the others, in the place of those that it has:
             these come last, with the id ``bound``. Results are of ``E + bound`` edges.
 
@@ -99,39 +108,44 @@ def sort_edges(
         raise BackendError(f"a graph of {edges} edges{own}: backend 'cuda' sorts at most {MOST_EDGES}")
     if ids.dtype not in _IDS or others.dtype != ids.dtype:
         ids, others = ids.long(), others.long()
-    return _sort(ids, others, bound, others_bound, out_of_range, edges)
+    return _sort(ids, others, bound, others_bound, found, edges)
 
 
-def _sort(
-    ids: Tensor, others: Tensor, bound: int, others_bound: int, out_of_range: Tensor, edges: int
-) -> Sorted:
+def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int, found: Tensor, edges: int) -> Sorted:
     device, loops = ids.device, edges > ids.shape[0]
     (passes, bits), tiles = digits_for(bound + loops), -(-edges // _TILE)
+    digits, between = 1 << bits, 2 * edges if passes > 1 else 0
+    rowptr = torch.empty(bound + 1, dtype=torch.int64, device=device)
     perm = torch.empty(edges, dtype=torch.int64, device=device)
     col = padded_columns(edges, device)
-    between = 2 * edges if passes > 1 else 0
-    sizes = edges, between // 2, between, (1 << bits) * tiles
-    *keys, pairs, counts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    # Behind each other: keys of both kinds of passes, places with other ends, counts, totals.
+    size = edges + between // 2 + between + digits * tiles + digits
+    memory = torch.empty(size, dtype=torch.int32, device=device)
+    keys = memory.data_ptr(), memory.data_ptr() + 4 * edges
+    pairs = keys[1] + 2 * between
+    counts = pairs + 4 * between
     kernels = kernels_on(device.index, Kernels, _IDS[ids.dtype], bits, loops)
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     given = [ids.data_ptr(), ids.stride(0), bound, others.data_ptr(), others.stride(0), others_bound]
-    found = [perm.data_ptr(), counts.data_ptr()]
+    made = [perm.data_ptr(), counts, counts + 4 * digits * tiles, found.data_ptr(), edges, tiles]
     read = [0, 0, 0]
     for number in range(passes):
         first, last = number == 0, number == passes - 1
         # Places and other ends, between two passes. The last one writes perm, so it reads memory of their
         # own, and what the one before reads may lie where perm will.
-        places = (perm if (passes - number) % 2 else pairs).data_ptr()
-        written = [keys[number % 2].data_ptr(), places, places + 4 * edges]
+        places = perm.data_ptr() if (passes - number) % 2 else pairs
+        written = [keys[number % 2], places, places + 4 * edges]
         if last:
             written[1:] = [0, col.data_ptr()]
-        rest = [out_of_range.data_ptr(), edges, tiles, number * bits, ids.shape[0]]
-        kernels.count[first](tiles, stream, *given, *read, *written, *found, 0, *rest)
-        sums = torch.cumsum(counts, 0, dtype=torch.int32)
-        scatter = kernels.scatter[first, last]
-        scatter(tiles, stream, *given, *read, *written, *found, sums.data_ptr(), *rest)
+        values = [*given, *read, *written, *made, number * bits, ids.shape[0]]
+        kernels.count[first](tiles, stream, *values)
+        kernels.sums(digits, stream, *values)
+        kernels.scatter[first, last](tiles, stream, *values)
         read = written
-    return Sorted(keys[(passes - 1) % 2], perm, col)
+    kept = found.data_ptr() + 2 * found.itemsize
+    kernels.rowptr(bound // BLOCK + 1, stream, read[0], rowptr.data_ptr(), kept, edges, bound)
+    begin = (passes - 1) % 2 * edges
+    return Sorted(memory[begin : begin + edges], rowptr, perm, col)
 
 
 def padded_columns(edges: int, device: torch.device) -> Tensor:

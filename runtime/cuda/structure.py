@@ -95,42 +95,37 @@ def sorted_edges(
 
     ``cuts``: say with ``rowptr`` and the columns how the sparse kernels cut the edges.
     """
-    device, edges = src.device, src.shape[0]
+    device = src.device
     with torch.cuda.device(device):
         facts = Facts(3 + _Tables.NUMBERS, device)
-        out_of_range, count, sizes = facts.tensor.split([2, 1, _Tables.NUMBERS])
-        done = sort_edges(dst, src, num_dst, num_src, out_of_range, loops=loops)
-        rows = torch.arange(num_dst + 1, dtype=torch.int32, device=device)
-        rowptr = torch.searchsorted(done.keys, rows)
+        done = sort_edges(dst, src, num_dst, num_src, facts.tensor, loops=loops)
         # A bad source leaves rowptr what it should be; a bad destination may leave anything.
-        tables = _Tables(rowptr, done, sizes, out_of_range[:1]) if cuts else None
-        if loops:
-            count.copy_(rowptr[-1:])
+        tables = _Tables(done, facts.tensor[3:], facts.tensor[:1]) if cuts else None
         facts.send()
-        bad_dst, bad_src, left, *found = facts.wait()
+        bad_dst, bad_src, kept, *sizes = facts.wait()
         if bad_src:
             _refuse("src", src, num_src, "source")
         if bad_dst:
             _refuse("dst", dst, num_dst, "destination")
-        col = done.col[: left if loops else edges]
+        col, perm = (done.col[:kept], done.perm[:kept]) if loops else (done.col, done.perm)
         if tables is not None:
-            tables.finish(col, found)
-    return rowptr, col, done.perm[: col.shape[0]]
+            tables.finish(col, sizes)
+    return done.rowptr, col, perm
 
 
 class _Tables:
     """How the edges of a new graph are cut: begun behind its sort, finished once the host knows their sizes.
 
     Args:
-        rowptr: int64 ``[rows + 1]``, on the current device.
-        done: the sort.
+        done: the sort, on the current device.
         sizes: int32 ``[NUMBERS]``, zeros: gets what ``finish`` asks for.
-        refused: an int32; where it is not 0, rowptr may be anything.
+        refused: an int32; where it is not 0, the sort's rowptr may be anything.
     """
 
     NUMBERS = 4 + STAGED_NUMBERS
 
-    def __init__(self, rowptr: Tensor, done: Sorted, sizes: Tensor, refused: Tensor) -> None:
+    def __init__(self, done: Sorted, sizes: Tensor, refused: Tensor) -> None:
+        rowptr = done.rowptr
         rows, edges, shares = rowptr.shape[0] - 1, done.col.shape[0], multiprocessors_of(rowptr)
         self._rowptr, self._staged = rowptr, None
         self._draft = Draft(rowptr, edges, cut_for(rows, edges, shares), shares, sizes[:4], refused)
