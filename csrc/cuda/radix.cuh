@@ -2,7 +2,7 @@
 
 // radix: sorts the edges of a new graph by the node at one of their ends, stably, and brings the other end along. Least
 // digit first, kBits bits a pass; a pass is radix_count, radix_sums of the counts, and radix_scatter. radix_rowptr
-// finds where rows begin.
+// finds where rows begin, and radix_rows the row of every edge from that.
 //
 // A block takes a tile of consecutive edges. It counts each digit once for every warp, the threads with equal digits
 // together, so that an edge's place among those of its digit is known without atomics on data: equal bits in every
@@ -23,6 +23,7 @@
 //
 // Launch: blocks of Radix::kThreads threads, one for every tile; radix_scatter with a RadixShared of dynamic shared
 // memory. radix_sums: blocks of 256 threads, one for every digit. radix_rowptr: a thread a row, and one more.
+// radix_rows: a block of 256 threads for as many rows.
 
 #include "block_sums.cuh"
 #include "types.cuh"
@@ -151,23 +152,32 @@ __global__ void __launch_bounds__(Radix<kBits>::kThreads, 2) radix_count(const R
 
 __global__ void __launch_bounds__(256) radix_sums(const RadixArgs args) {
   begin_kernel();
-  constexpr int kItems = 8;  // neighbours, of a thread
-  __shared__ BlockSums<8> sums;
+  constexpr int kThreads = 256, kItems = 7;  // neighbours, of a thread; odd, so that they lie in other banks
+  constexpr int kChunk = kThreads * kItems;
+  __shared__ BlockSums<kThreads / 32> sums;
+  __shared__ int32_t chunk[kChunk];
   int32_t* counts = args.counts + blockIdx.x * args.tiles;
+  const auto own = static_cast<int>(threadIdx.x);
   int32_t before = 0;
-  for (int64_t from = 0; from < args.tiles; from += 256 * kItems) {
-    const int64_t first = from + threadIdx.x * kItems;
-    int32_t count[kItems], own = 0;
+  for (int64_t from = 0; from < args.tiles; from += kChunk) {
+    const auto left = static_cast<int>(min(args.tiles - from, static_cast<int64_t>(kChunk)));
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) count[i] = first + i < args.tiles ? counts[first + i] : 0;
+    for (int i = own; i < kChunk; i += kThreads) chunk[i] = i < left ? counts[from + i] : 0;
+    __syncthreads();
+    int32_t count = 0, all = 0;
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) own += count[i];
-    int32_t all = 0;
-    int32_t sum = before + sum_before(own, sums, all);
+    for (int i = 0; i < kItems; ++i) count += chunk[own * kItems + i];
+    int32_t sum = before + sum_before(count, sums, all);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      if (first + i < args.tiles) counts[first + i] = sum;
-      sum += count[i];
+      const int32_t next = sum + chunk[own * kItems + i];
+      chunk[own * kItems + i] = sum;
+      sum = next;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = own; i < kChunk; i += kThreads) {
+      if (i < left) counts[from + i] = chunk[i];
     }
     before += all;
     __syncthreads();
@@ -195,6 +205,28 @@ __global__ void __launch_bounds__(256) radix_rowptr(const RowptrArgs args) {
   }
   args.rowptr[row] = first;
   if (row == args.rows) *args.kept = static_cast<int32_t>(first);
+}
+
+struct RowsArgs {
+  const int64_t* rowptr;  // [rows + 1]
+  int32_t* row;           // [edges]
+  int64_t rows;
+};
+
+__global__ void __launch_bounds__(256) radix_rows(const RowsArgs args) {
+  begin_kernel();
+  constexpr int kThreads = 256;
+  __shared__ int64_t begin[kThreads + 1];
+  const auto own = static_cast<int>(threadIdx.x);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads;
+  for (int i = own; i <= kThreads; i += kThreads) begin[i] = args.rowptr[min(first + i, args.rows)];
+  __syncthreads();
+  for (int64_t edge = begin[0] + own; edge < begin[kThreads]; edge += kThreads) {
+    int row = 0;  // the last one that begins at this edge, or before
+#pragma unroll
+    for (int step = kThreads / 2; step > 0; step /= 2) row += begin[row + step] <= edge ? step : 0;
+    args.row[edge] = static_cast<int32_t>(first + row);
+  }
 }
 
 template <int kBits>

@@ -148,6 +148,30 @@ def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int, found: Ten
     return Sorted(memory[begin : begin + edges], rowptr, perm, col)
 
 
+class RowsKernel:
+    """The kernel that finds the row of every edge, on one device."""
+
+    def __init__(self, unit: Unit) -> None:
+        unit.expect("RowsArgs", 3)
+        self.launch = unit.launch("gnnc::radix_rows", 3)
+
+
+def rows_of(rowptr: Tensor, edges: int) -> Tensor:
+    """Return the row of every edge of a CSR, int32 ``[E]``.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``.
+        edges: E.
+    """
+    row = torch.empty(edges, dtype=torch.int32, device=rowptr.device)
+    rows, index = rowptr.shape[0] - 1, rowptr.device.index
+    with torch.cuda.device(rowptr.device):
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        launch = kernels_on(index, RowsKernel).launch
+        launch(-(-rows // BLOCK), stream, rowptr.data_ptr(), row.data_ptr(), rows)
+    return row
+
+
 def padded_columns(edges: int, device: torch.device) -> Tensor:
     """Return an int32 tensor ``[edges]`` with memory up to a multiple of four, for reads of four."""
     return torch.empty(round_up(edges, 4), dtype=torch.int32, device=device)[:edges]

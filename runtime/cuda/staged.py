@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gnnc.runtime.cuda.emitter import BLOCK
 from gnnc.runtime.cuda.launch import Launch
+from gnnc.runtime.cuda.radix import rows_of
 from gnnc.runtime.cuda.runs import ROW_COST, Cut, few_edges
 from gnnc.runtime.cuda.unit import Unit, kernels_on
 
@@ -364,8 +365,7 @@ def find_sizes(rowptr: Tensor, row: Tensor, col: Tensor, cut: Cut, found: Tensor
 def _sizes_of(rowptr: Tensor, col: Tensor, cut: Cut) -> Sizes:
     """Return the sizes of a graph; waits for the device."""
     found = torch.zeros(NUMBERS, dtype=torch.int32, device=col.device)
-    row = torch.repeat_interleave(rowptr.diff().int(), output_size=col.shape[0])
-    find_sizes(rowptr, row, col, cut, found)
+    find_sizes(rowptr, rows_of(rowptr, col.shape[0]), col, cut, found)
     return Sizes.of(found.tolist(), col.shape[0], cut)
 
 

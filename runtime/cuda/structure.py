@@ -12,7 +12,7 @@ from gnnc.ir.graph import placeholders
 from gnnc.runtime.columns import narrow_columns
 from gnnc.runtime.cuda.facts import Facts
 from gnnc.runtime.cuda.kept import keep, refuse_in_capture, tensors_kept
-from gnnc.runtime.cuda.radix import Sorted, sort_edges
+from gnnc.runtime.cuda.radix import Sorted, rows_of, sort_edges
 from gnnc.runtime.cuda.runs import BEGUN, RUNS, Begun, Draft, cut_for, multiprocessors_of
 from gnnc.runtime.cuda.self_loops import take_loops
 from gnnc.runtime.cuda.staged import NUMBERS as STAGED_NUMBERS
@@ -34,10 +34,7 @@ def use_kernels(runner: StructureRunner) -> None:
         for sort in group.module.graph.find_nodes(op="call_function", target=csr_with_loops):
             _note_ids(runner, group, sort)
         for node in group.module.graph.nodes:
-            if node.target is torch.ops.gnnc.csr.default:
-                node.target = csr
-            elif node.target is torch.ops.gnnc.csr_transpose.default:
-                node.target = csr_transpose
+            node.target = _IN_PLACE_OF.get(node.target, node.target)
         group.module.recompile()
     runner.cache.made_of = tensors_kept
     streams = _Streams()
@@ -145,12 +142,21 @@ class _Tables:
 
 def csr_transpose(rowptr: Tensor, col: Tensor, num_src: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the CSR by source; see ``gnnc.csr_transpose``. It has no run table until it is asked for one."""
-    return sorted_edges(destinations_of(rowptr, col.shape[0]), col, rowptr.shape[0] - 1, num_src, cuts=False)
+    if col.shape[0] == 0:
+        return csr(col, col, rowptr.shape[0] - 1, num_src)
+    return sorted_edges(rows_of(rowptr, col.shape[0]), col, rowptr.shape[0] - 1, num_src, cuts=False)
 
 
-def destinations_of(rowptr: Tensor, edges: int) -> Tensor:
-    """Return the destination of every edge of a CSR, int32 ``[E]``."""
-    return torch.repeat_interleave(rowptr.diff().int(), output_size=edges)
+def degree(rowptr: Tensor) -> Tensor:
+    """Return the number of edges of every row; see ``gnnc.degree``. The host's time is what it takes."""
+    return (rowptr[1:] - rowptr[:-1]).float()
+
+
+_IN_PLACE_OF = {
+    torch.ops.gnnc.csr.default: csr,
+    torch.ops.gnnc.csr_transpose.default: csr_transpose,
+    torch.ops.gnnc.degree.default: degree,
+}
 
 
 def _refuse(name: str, index: Tensor, bound: int, what: str) -> NoReturn:

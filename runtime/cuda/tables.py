@@ -9,7 +9,7 @@ from gnnc.ir.graph import placeholders
 from gnnc.ir.source import is_structure
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
 from gnnc.runtime.cuda.kept import BUILDING, drop, found, kept, launching, values_kept
-from gnnc.runtime.cuda.radix import padded_columns
+from gnnc.runtime.cuda.radix import padded_columns, rows_of
 from gnnc.runtime.cuda.runs import (
     BEGUN,
     MOST_ENTRIES,
@@ -29,7 +29,6 @@ from gnnc.runtime.cuda.staged import (
     staged_cut_for,
     window_rows,
 )
-from gnnc.runtime.cuda.structure import destinations_of
 
 
 class RunTable:
@@ -209,7 +208,7 @@ def destinations(rowptr: Tensor, edges: int) -> Tensor:
 
     def build() -> Tensor:
         with launching(rowptr.device):
-            return destinations_of(rowptr, edges)
+            return rows_of(rowptr, edges)
 
     return kept(rowptr, "destinations", build)
 

@@ -281,11 +281,11 @@ def test_what_a_graph_of_calls_points_to_is_not_replaced_by_a_slower_thread(
         def record(self, stream: object) -> None:
             if not quick:  # meanwhile another thread is through
                 quick.append(None)
-                quick[0] = tables.destinations(rowptr, 3)
+                quick[0] = tables.in_order(rowptr, 3)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    slow = tables.destinations(rowptr, 3)
-    assert slow.tolist() == [0, 0, 2] and slow is quick[0] is tables.destinations(rowptr, 3)
+    slow = tables.in_order(rowptr, 3)
+    assert slow.tolist() == [0, 1, 2] and slow is quick[0] is tables.in_order(rowptr, 3)

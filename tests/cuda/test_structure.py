@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 import gnnc
-from gnnc.ir.structure import csr_reference, csr_transpose_reference
+from gnnc.ir.structure import csr_reference, csr_transpose_reference, degree_reference
 from gnnc.runtime.cuda import radix
 from gnnc.runtime.cuda.build import resources_of
 from gnnc.runtime.cuda.kept import found, kept, launching, tensors_kept
-from gnnc.runtime.cuda.radix import Kernels, digits_for
+from gnnc.runtime.cuda.radix import Kernels, RowsKernel, digits_for, rows_of
 from gnnc.runtime.cuda.runs import RUNS
 from gnnc.runtime.cuda.structure import (
     _Streams,
     csr,
     csr_transpose,
     csr_with_loops,
-    destinations_of,
+    degree,
     use_kernels,
 )
 from gnnc.runtime.cuda.unit import Unit
@@ -45,6 +45,15 @@ def test_no_kernel_spills(architecture: str, ids: str, bits: int, loops: bool) -
     report = resources_of(unit.compile(architecture))
     assert len(report) == len(kernels.count) + len(kernels.scatter) + 2 == 8
     assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_kernel_for_rows_does_not_spill(architecture: str) -> None:
+    unit = Unit()
+    RowsKernel(unit)
+    (report,) = resources_of(unit.compile(architecture)).values()
+    assert not report.spilled and not report.stack
 
 
 def test_passes_and_the_bits_of_their_digits() -> None:
@@ -117,7 +126,13 @@ def test_the_transpose_is_that_of_the_reference(count: int) -> None:
         want = csr_transpose_reference(rowptr, col, num_src)
         assert_is_reference(csr_transpose(rowptr.cuda(), col.cuda(), num_src), want)
         rows = torch.repeat_interleave(torch.arange(num_dst), rowptr.diff()).int()
-        assert_is_reference((destinations_of(rowptr.cuda(), count),), (rows,))
+        assert_is_reference((rows_of(rowptr.cuda(), count),), (rows,))
+
+
+def test_degrees_are_those_of_the_reference() -> None:
+    for rowptr in (torch.tensor([0, 2, 2, 7]), torch.tensor([0])):
+        assert torch.equal(degree(rowptr), degree_reference(rowptr))
+        assert degree(rowptr).dtype is degree_reference(rowptr).dtype
 
 
 @pytest.mark.cuda
