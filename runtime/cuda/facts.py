@@ -59,7 +59,7 @@ class Facts:
         """Copy them behind the kernels that find them."""
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         nbytes = ctypes.c_size_t(self.tensor.nbytes)
-        # torch's own copy notes when the pinned memory may be used again, for five times the host's time.
+        # torch's own copy would also note until when the pinned memory must not be used for something else.
         status = driver().cuMemcpyDtoHAsync_v2(
             self._letter.address, ctypes.c_void_p(self.tensor.data_ptr()), nbytes, ctypes.c_void_p(stream)
         )
