@@ -1,7 +1,7 @@
 """What is made of a tensor once, and lives as long as the tensor."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -28,20 +28,20 @@ class _Made(NamedTuple):
 
     Attributes:
         value: the thing.
-        launch: the last launch that it, or what it is made of, waits for; None: it is there as the tensor is.
+        launches: those that it, or what it is made of, waits for; none: it is there when the tensor is.
     """
 
     value: Any
-    launch: _Launch | None = None
+    launches: tuple[_Launch, ...] = ()
 
 
 _NOTHING = _Made(None)
 
 
 class _Noted(threading.local):
-    """The last launch of what a thread is building, or found that it is made of."""
+    """The launches of what a thread is building, and of what that is made of; None: it builds nothing."""
 
-    launch: _Launch | None = None
+    launches: list[_Launch] | None = None
 
 
 _noted = _Noted()
@@ -63,31 +63,36 @@ def kept(tensor: Tensor, name: str, build: Callable[[], Any]) -> Any:
             made = table.get(key)
             if made is None:
                 made = table.setdefault(key, _build(build))
-    if made.launch is not None:
-        _noted.launch = made.launch
+    if made.launches:
+        _note(made.launches)
         _wait_for(made)
     return made.value
 
 
 def _build(build: Callable[[], Any]) -> _Made:
-    outer, _noted.launch = _noted.launch, None
+    outer, _noted.launches = _noted.launches, []
     try:
-        return _Made(build(), _noted.launch)
+        value = build()
+        return _Made(value, tuple(_noted.launches))
     finally:
-        _noted.launch = outer
+        _noted.launches = outer
+
+
+def _note(launches: Iterable[_Launch]) -> None:
+    if _noted.launches is not None:
+        _noted.launches += launches
 
 
 def _wait_for(made: _Made) -> None:
-    assert made.launch is not None
-    device, stream, event = made.launch
-    if torch._C._cuda_getCurrentRawStream(device.index) == stream:
-        return
-    if torch.cuda.is_current_stream_capturing():
-        return  # a capture follows a call, and a synchronisation of the caller's
-    current = torch.cuda.current_stream(device)
-    current.wait_event(event)
-    for memory in _tensors_of(made.value):
-        memory.record_stream(current)
+    for device, stream, event in made.launches:
+        if torch._C._cuda_getCurrentRawStream(device.index) == stream:
+            continue
+        if torch.cuda.is_current_stream_capturing():
+            return  # a capture follows a call, and a synchronisation of the caller's
+        current = torch.cuda.current_stream(device)
+        current.wait_event(event)
+        for memory in _tensors_of(made.value):
+            memory.record_stream(current)
 
 
 @contextmanager
@@ -101,7 +106,7 @@ def launching(device: torch.device) -> Iterator[None]:
     yield
     stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
     event.record(stream)
-    _noted.launch = _Launch(device, stream.cuda_stream, event)
+    _note([_Launch(device, stream.cuda_stream, event)])
 
 
 def refuse_in_capture() -> None:

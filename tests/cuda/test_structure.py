@@ -349,6 +349,17 @@ def test_another_stream_waits_for_what_a_call_made_of_a_tensor(current: list[int
     assert len(Stream.waits) == 2
 
 
+def test_a_third_stream_waits_for_all_that_something_is_made_of(current: list[int]) -> None:
+    rowptr, col = on_device(), on_device()
+    kept(rowptr, "runs", launched)
+    current[0] = 2
+    kept(col, "sums", lambda: (launched(), kept(rowptr, "runs", launched)) and None)
+    assert set(Stream.waits) == {(2, 1)}
+    current[0] = 3
+    kept(col, "sums", launched)
+    assert set(Stream.waits) == {(2, 1), (3, 2), (3, 1)}
+
+
 def test_nothing_is_launched_for_a_tensor_while_a_graph_is_captured(current: list[int]) -> None:
     rowptr = on_device()
     current[1] = 1
