@@ -319,9 +319,11 @@ class CompiledModel(torch.nn.Module):
         examples: bool,
     ) -> Program:
         try:
-            options = self._options_for(call)
+            options, known = self._options_for(call), self._programs.get(self._structural_key(call), ())
             with uncollected(unless=examples):  # programs that are tried on them hold memory
-                program = build_program(self.model, args, kwargs, options, self._pool, use_examples=examples)
+                program = build_program(
+                    self.model, args, kwargs, options, self._pool, use_examples=examples, known=known
+                )
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
         again = failure or "another structure of arguments, constants or mode"

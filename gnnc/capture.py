@@ -12,7 +12,7 @@ import itertools
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,8 @@ _NOISY = (
     "torch._guards",
     "torch._subclasses",
 )
+_Reading = tuple[bool, bool, tuple[torch.Size, ...]]
+"""How a call was traced: strictly, with symbolic sizes, and with stand-ins of these shapes."""
 _NO_WAY = "what the model does depends on sizes in a way that tracing does not reproduce"
 
 
@@ -72,6 +74,7 @@ class Captured:
         out_spec: rebuilds the model's result from the flat user outputs.
         mutations: names of the buffers that the model overwrites (batch norm in train mode).
         unwritten: what forward sets in graphs, dicts and lists that it is given; compiled calls do not.
+        reading: how it was traced.
     """
 
     graph_module: GraphModule
@@ -80,13 +83,22 @@ class Captured:
     out_spec: pytree.TreeSpec
     mutations: tuple[str, ...]
     unwritten: tuple[str, ...]
+    reading: _Reading
 
 
-def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Captured:
+def capture(
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    known: Sequence[Captured] = (),
+) -> Captured:
     """Trace ``model(*args, **kwargs)`` in its present mode into an ATen graph.
 
     The model, its buffers, its gradients and the random state are as before afterwards.
     Raises CaptureError, which names the line of the model that cannot be traced.
+
+    ``known`` holds captures of the unchanged model for such calls, none of which serves this one: the model
+    asks about sizes. What they were traced with is not tried again.
     """
     call = flatten_call(model, args, kwargs or {})
     _refuse_lazy(model)
@@ -95,7 +107,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     plain = torch.inference_mode(False)  # within it, tensors do not count the writes into them
     with CLOCK.tracing(), random_state, undone(model, constants), exportable(model), plain, torch.no_grad():
         entry = _Entry(model, call)
-        program, guards = _export(entry, call)
+        program, guards, reading = _export(entry, call, {each.reading for each in known})
     graph_module, mutations = _lifted(program, model, call)
     return Captured(
         graph_module=graph_module,
@@ -104,6 +116,7 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         out_spec=program.call_spec.out_spec,
         mutations=mutations,
         unwritten=tuple(sorted(entry.unwritten)),
+        reading=reading,
     )
 
 
@@ -129,7 +142,9 @@ def _operand(leaf: Leaf, parts: Sequence[torch.Tensor]) -> Any:
     return operand(leaf.value, parts)
 
 
-def _export(entry: _Entry, call: Call) -> tuple[ExportedProgram, Guards]:
+def _export(
+    entry: _Entry, call: Call, known: Collection[_Reading]
+) -> tuple[ExportedProgram, Guards, _Reading]:
     """Try every reading of the sizes, non-strict (fast) before strict; exact sizes come last.
 
     A model that asks about sizes may go another way for this call than for the stand-ins: then
@@ -142,6 +157,9 @@ def _export(entry: _Entry, call: Call) -> tuple[ExportedProgram, Guards]:
     errors: dict[bool, Exception] = {}  # the first by whether sizes were symbolic
     for group in (symbolic, exact):
         for strict, standins in itertools.product((False, True), group):
+            reading = strict, standins.symbolic, tuple(tensor.shape for tensor in standins.tensors)
+            if standins.symbolic and reading in known:
+                break  # would be traced as before, and does not serve this call
             try:
                 program, guards = _traced(entry, call, standins, strict)
             except CaptureError:
@@ -150,7 +168,7 @@ def _export(entry: _Entry, call: Call) -> tuple[ExportedProgram, Guards]:
                 errors.setdefault(standins.symbolic, error)
                 continue
             if guards.serves([tensor.shape for tensor in call.tensors]):
-                return program, guards
+                return program, guards, reading
             break  # another reading would ask the same about sizes
     sparse = [leaf.value for leaf in call.leaves if leaf.kind == "sparse"]
     # what a wrong reading of the sizes fails for is not what the model cannot do

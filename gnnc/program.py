@@ -188,6 +188,7 @@ def build_program(
     pool: OutputPool,
     *,
     use_examples: bool,
+    known: Sequence[Program] = (),
 ) -> Program:
     """Capture a call and compile it.
 
@@ -198,12 +199,13 @@ def build_program(
         options: what was asked of ``gnnc.compile``.
         pool: memory for outputs.
         use_examples: the arguments are representative: take static scales from them.
+        known: programs of such calls, none of which serves this one.
 
     Raises:
         GnncError: the model cannot be traced, or a request cannot be served.
     """
     start = time.perf_counter()
-    captured = capture_call(model, args, kwargs)
+    captured = capture_call(model, args, kwargs, [each.captured for each in known])
     _check_weights(captured)
     if use_examples:  # passes run the graph on them, before the program's own bounds are known
         Bounds(captured.guards.inputs, index_bounds(captured.graph_module)).check(captured.call.tensors)
@@ -272,10 +274,12 @@ def _index_bounds(stages: Sequence[Stage]) -> Sequence[IndexBound]:
     return next((gm.meta["index_bounds"] for _, gm in stages if "index_bounds" in gm.meta), ())
 
 
-def capture_call(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
-    """Trace a call; node ids may be int32."""
+def capture_call(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], known: Sequence[Captured] = ()
+) -> Captured:
+    """Trace a call, see ``capture``; node ids may be int32."""
     wide_args, wide_kwargs = pytree.tree_map(_widen, (tuple(args), dict(kwargs)))
-    captured = capture(model, wide_args, wide_kwargs)
+    captured = capture(model, wide_args, wide_kwargs, known)
     narrow = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if not any(t.dtype == torch.int32 for t in narrow):
         return captured

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch_geometric.nn import GCNConv
 
+import gnnc
 from gnnc.capture import capture
 from gnnc.guards import Guards
 
@@ -48,3 +49,31 @@ def test_both_agree(guards):
     answers = [guards.sizes_fit(tensors) for tensors in calls]
     assert answers == [guards.failure(tensors) is None for tensors in calls]
     assert set(answers) == {True, False}
+
+
+class AsksForEdges(nn.Module):
+    """Goes another way without edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(4, 4)
+
+    def forward(self, x, edge_index):
+        return x * 2 if edge_index.shape[1] == 0 else self.conv(x, edge_index)
+
+
+def test_what_is_known_is_not_traced_again(monkeypatch):
+    shapes, export = [], torch.export.export
+
+    def counted(entry, tensors, **options):
+        shapes.append(tuple(tensors[0].shape))
+        return export(entry, tensors, **options)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    compiled = gnnc.compile(AsksForEdges().eval(), precision="fp32")
+    with torch.no_grad():
+        for nodes, edges in ((60, 400), (9, 0), (8, 0), (50, 300)):
+            given = call(nodes, edges)[:2]
+            assert torch.allclose(compiled(*given), compiled.model(*given))
+    stand_in, exact = shapes
+    assert stand_in[0] not in (60, 9) and exact == (9, 4)
