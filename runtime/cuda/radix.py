@@ -160,9 +160,10 @@ def rows_of(rowptr: Tensor, edges: int) -> Tensor:
     """Return the row of every edge of a CSR, int32 ``[E]``.
 
     Args:
-        rowptr: int64 ``[rows + 1]``.
+        rowptr: integer ``[rows + 1]``.
         edges: E.
     """
+    rowptr = rowptr.long().contiguous()
     row = torch.empty(edges, dtype=torch.int32, device=rowptr.device)
     rows, index = rowptr.shape[0] - 1, rowptr.device.index
     with torch.cuda.device(rowptr.device):

@@ -93,8 +93,9 @@ class Runs(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of ``gnnc::Runs``."""
-        return self.entry, self.run, self.split
+        """Those that it holds."""
+        own = self.entry, self.run, self.split
+        return own if self.dealt is None else (*own, self.dealt)
 
 
 def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:

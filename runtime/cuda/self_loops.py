@@ -75,11 +75,13 @@ def values_of_loops(start: Tensor, edge_index: Tensor, values: Tensor) -> Tensor
 
     Args:
         start: ``[N, ...]``.
-        edge_index: int64 ``[2, E]``, in range.
+        edge_index: int64 ``[2, E]``; an id out of range does no harm, the sort says which it is.
         values: ``[E, ...]``.
     """
     nodes, (src, dst) = start.shape[0], edge_index
-    places = src + (src != dst) * nodes
+    if nodes == 0:
+        return start
+    places = src.clamp(0, nodes - 1) + (src != dst) * nodes
     return torch.cat([start, start]).index_put_((places,), values)[:nodes]
 
 

@@ -25,7 +25,8 @@ docs/cuda-sparse-kernels.md."""
 _POINTERS = ("place", "row", "edges", "near", "entry", "word", "slot")
 """Members of ``gnnc::StageArgs`` between the first two and the last two."""
 _ARGUMENTS = len(_POINTERS) + 4
-_NEAR_ARGUMENTS = 5  # of count_entries, too
+_FOUND = 5
+"""Members of ``gnnc::NearArgs``, and of ``gnnc::EntriesArgs``."""
 _NEAR_BLOCKS = 1024
 _MOST_WORDS = 2**31 - 1
 
@@ -110,8 +111,9 @@ class StagedRuns(NamedTuple):
         split: as in ``Entries``.
         begin: int32 ``[stretches + 1]``, the first run of each.
         share: int32 ``[blocks + 1]``, the first run of each block of threads.
-        place: int32 ``[entries]``, where those of ``Entries`` stand.
-        slot: int32 ``[entries]``, 0 or 1: an even or odd slot of a warp has the entry; -1: all slots have.
+        place: int32 ``[entries]``, where those of ``Entries`` stand; None once words are written.
+        slot: int32 ``[entries]``, 0 or 1: an even or odd slot of a warp has the entry; -1: all slots have;
+            None likewise.
         near: near edges of all.
     """
 
@@ -121,8 +123,8 @@ class StagedRuns(NamedTuple):
     split: Tensor
     begin: Tensor
     share: Tensor
-    place: Tensor
-    slot: Tensor
+    place: Tensor | None
+    slot: Tensor | None
     near: int
 
     @property
@@ -298,15 +300,15 @@ def entries_of(window: int) -> int:
 
 
 class Kernels:
-    """The kernels that look at every edge (csrc/cuda/stage_edges.cuh), on one device."""
+    """The kernels that look at every edge and row (csrc/cuda/stage_edges.cuh), on one device."""
 
     def __init__(self, unit: Unit) -> None:
         unit.expect("StageArgs", _ARGUMENTS)
-        unit.expect("NearArgs", _NEAR_ARGUMENTS)
+        unit.expect("NearArgs", _FOUND)
         unit.require(f"window_rows(64) == {WINDOWS[0]} && window_rows(65) == {WINDOWS[1]}", "there are two")
-        unit.expect("EntriesArgs", _NEAR_ARGUMENTS)
-        self._near = unit.launch("gnnc::near_edges", _NEAR_ARGUMENTS)
-        self._entries = unit.launch("gnnc::count_entries", _NEAR_ARGUMENTS)
+        unit.expect("EntriesArgs", _FOUND)
+        self._near = unit.launch("gnnc::near_edges", _FOUND)
+        self._entries = unit.launch("gnnc::count_entries", _FOUND)
         self._count = unit.launch("gnnc::count_near", _ARGUMENTS)
         self._write = unit.launch("gnnc::stage_edges", _ARGUMENTS)
 
@@ -403,4 +405,4 @@ def build_staged(
         near = kernels.count(col, entries, window)
         runs = arrange(entries, near, rows, cut.short, blocks, window, sizes)
         kernels.write(col, entries, runs, window)
-    return runs
+    return runs._replace(place=None, slot=None)

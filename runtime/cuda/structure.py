@@ -44,6 +44,8 @@ def use_kernels(runner: StructureRunner) -> None:
 def _note_ids(runner: StructureRunner, group: Group, sort: Node) -> None:
     """Have a sort find ids out of range, if nothing else of its part reads them; other parts come later."""
     ends, nodes = sort.all_input_nodes[:2], sort.args[2]
+    if any(end.op == "placeholder" for end in ends):
+        return  # another part selects them, and may do more with the ids
     slots = dict(zip(placeholders(group.module), group.operands, strict=True))
     (edge_index,) = {end.all_input_nodes[0] for end in ends}
     ids, limit = slots.get(edge_index), slots.get(nodes)
@@ -55,8 +57,8 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, T
     """Sort edges by destination; see ``gnnc.csr``.
 
     The host waits once, for everything that it has to know of a graph: whether ids are out of range, and how
-    large the run table is, which is kept with ``rowptr``. Sorting and searching read no memory by the ids,
-    so that ids out of range do no harm.
+    large its tables are; what is known of these is kept with ``rowptr`` and the columns. Sorting and
+    searching read no memory by the ids, so that ids out of range do no harm.
 
     Raises:
         GraphError: an id is out of range.
@@ -148,7 +150,7 @@ def csr_transpose(rowptr: Tensor, col: Tensor, num_src: int) -> tuple[Tensor, Te
 
 
 def degree(rowptr: Tensor) -> Tensor:
-    """Return the number of edges of every row; see ``gnnc.degree``. The host's time is what it takes."""
+    """Return the number of edges of every row, as ``gnnc.degree`` but without torch's dispatcher."""
     return (rowptr[1:] - rowptr[:-1]).float()
 
 

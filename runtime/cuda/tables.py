@@ -29,6 +29,7 @@ from gnnc.runtime.cuda.staged import (
     staged_cut_for,
     window_rows,
 )
+from gnnc.runtime.executable import listed
 
 
 class RunTable:
@@ -58,7 +59,7 @@ class RunTable:
             assert runs.dealt is not None
             runs = runs._replace(run=runs.dealt)
             chunk = runs.run.shape[0] // max(self.blocks, 1)
-        self.tensors = runs.tensors
+        self.tensors = runs.entry, runs.run, runs.split
         self.count, self.chunk = runs.run.shape[0], chunk
         self.slots = runs.split.shape[0]
         self.fields = (*(tensor.data_ptr() for tensor in self.tensors), self.count, self.chunk, runs.edges)
@@ -170,14 +171,15 @@ def in_fours(col: Tensor) -> Tensor:
     return col if copy is None else copy
 
 
-def give_back(col: Tensor, others: Sequence[Tensor]) -> None:
+def give_back(col: Tensor, others: Sequence[Tensor], rows: Sequence[Tensor] = ()) -> None:
     """Free the memory of columns, if all sums over their edges go through tables by stretch, which hold them.
 
-    With it goes what was begun of a run table, which those sums do not need.
+    With it goes what was begun of a run table that nobody else asks for.
 
     Args:
         col: int32 ``[E]``, which nothing but such sums reads.
         others: what else there is of the graph; memory that one of them shares stays.
+        rows: tensors that nothing but such sums reads, the graph's ``rowptr`` among them.
     """
     memory = col.untyped_storage()
     if memory.nbytes() == 0 or any(other.untyped_storage()._cdata == memory._cdata for other in others):
@@ -188,8 +190,8 @@ def give_back(col: Tensor, others: Sequence[Tensor]) -> None:
         with BUILDING:
             for columns in (col, copy):
                 columns.untyped_storage().resize_(0)
-            for other in others:
-                drop(other, BEGUN)
+            for rowptr in rows:
+                drop(rowptr, BEGUN)
 
 
 def in_order(rowptr: Tensor, edges: int) -> Tensor:
@@ -239,10 +241,11 @@ def write_give_back(emitter: CudaEmitter) -> None:
     for col, sums in emitter.by_stretch.items():
         if col in structure and set(col.users) == sums:
             emitter.enter(len(nodes), next(node for node in reversed(nodes) if node in sums))
-            others = "".join(f"{emitter.exact(node)}, " for node in structure if node is not col)
-            emitter.let(
-                "nothing", f"{emitter.bind(give_back, 'give_back')}({emitter.exact(col)}, ({others}))"
-            )
+            others = [node for node in structure if node is not col]
+            rows = [node for node in others if set(node.users) <= sums]
+            lists = [f"({listed(map(emitter.exact, nodes))})" for nodes in (others, rows)]
+            called = emitter.bind(give_back, "give_back")
+            emitter.let("nothing", f"{called}({emitter.exact(col)}, {', '.join(lists)})")
 
 
 def write_staging(emitter: CudaEmitter, runs: str, words: int, slices: int = 1) -> list[str]:

@@ -22,7 +22,7 @@ class Watch:
         if not offline:
             import torch
 
-            self._pinned = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+            self._pinned = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
             self._word = self._pinned.numpy()
             self.address = self._pinned.data_ptr()
 

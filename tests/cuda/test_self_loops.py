@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch_geometric.nn import GAT, GCN, GIN
+from torch_geometric.nn import GAT, GCN, GIN, GCNConv, global_mean_pool
 
 import gnnc
 from gnnc.ir.structure import csr_reference
@@ -80,6 +80,50 @@ def test_values_of_loops_that_are_made_otherwise_stay() -> None:
     edge_index, weight = torch.tensor([[0, 1, 2, 2], [0, 2, 2, 1]]), torch.tensor([2.0, 3, 4, 5])
     got, want = (gm(edge_index, weight, 4) for gm in (taken, structure))
     assert [each.tolist() for each in got] == [each.tolist() for each in want]
+
+
+class Coarse(nn.Module):
+    """Layers on two poolings over one list of edges: how many nodes there are, data says."""
+
+    def __init__(self, *, weights: bool) -> None:
+        super().__init__()
+        self.one, self.other, self.weights = GCNConv(4, 4), GCNConv(4, 4), weights
+
+    def forward(self, x: Tensor, edge_index: Tensor, cluster: Tensor, another: Tensor) -> Tensor:
+        weight = (edge_index[0] + 2 * edge_index[1]).float() + 1 if self.weights else None
+        one = self.one(global_mean_pool(x, cluster), edge_index, weight)
+        return one.sum(0) + self.other(global_mean_pool(x, another), edge_index).sum(0)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_edges_that_several_sorts_share(weights: bool) -> None:
+    """Where ids are selected by another part than the sort's, and weights are of the same part."""
+    cluster = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 3])
+    another = torch.tensor([0, 1, 1, 2, 2, 3, 3, 3, 3])
+    edge_index = torch.tensor([[0, 1, 2, 2, 3], [0, 2, 2, 1, 0]])
+    compiled = gnnc.compile(Coarse(weights=weights).eval(), precision="fp32", backend="reference")
+    x = torch.randn(9, 4)
+    with torch.no_grad():
+        compiled(x, edge_index, cluster, another)
+    structure = compiled.structure_graph_module
+    assert structure is not None
+    runner = StructureRunner(take_loops(structure, csr_with_loops))
+    use_kernels(runner)
+    sorts = [n for group in runner.groups for n in group.module.graph.nodes if n.target is csr_with_loops]
+    assert len(sorts) == 2 and not runner.finds
+    reference = take_loops(structure, _csr_with_loops)
+    tensors = {"x": x, "edge_index": edge_index, "cluster": cluster, "another": another}
+    given = [tensors[each.name] for each in structure.graph.find_nodes(op="placeholder")]
+    for got, want in zip(reference(*given), structure(*given), strict=True):
+        assert torch.equal(got, want) if isinstance(want, Tensor) else got == want
+
+
+@pytest.mark.parametrize("bad", [-1, -(2**40), 5, 2**40])
+def test_ids_out_of_range_do_no_harm_to_values_of_loops(bad: int) -> None:
+    edge_index = torch.tensor([[0, bad, bad, 3], [1, 2, bad, 3]])
+    values = values_of_loops(torch.ones(5), edge_index, torch.tensor([2.0, 3, 4, 5]))
+    assert values[3] == 5 and values.shape == (5,)
+    assert values_of_loops(torch.ones(0), edge_index, torch.rand(4)).shape == (0,)
 
 
 @pytest.mark.parametrize("width", [(), (3,)])

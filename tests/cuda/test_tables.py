@@ -43,10 +43,12 @@ def test_columns_are_freed_where_all_their_tables_are_by_stretch(staged: list[bo
     for number, each in enumerate(staged):
         keep(copy, f"sums_{number}", table(staged=each))
     rowptr = torch.ones(2)
-    keep(rowptr, BEGUN, "half a run table")
-    give_back(col, [rowptr])
+    other = torch.ones(2)
+    for rows in (rowptr, other):
+        keep(rows, BEGUN, "half a run table")
+    give_back(col, [rowptr, other], [rowptr])
     assert nbytes(col, copy) == ([0, 0] if frees else [36, 48])
-    assert (found(rowptr, BEGUN) is None) == frees
+    assert (found(rowptr, BEGUN) is None) == frees and found(other, BEGUN) is not None
     give_back(col, [torch.ones(2)])
     assert in_fours(col) is copy and col.shape == (9,)
 
