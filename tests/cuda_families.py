@@ -13,6 +13,7 @@ FAMILIES = {
         "runs.py::test_tables_are_those_of_the_reference[cut5-star]",
         "runs.py::test_nothing_is_written_by_offsets_that_may_be_anything",
         "structure.py::test_every_node_gets_one_edge_to_itself[5000-dtype0]",
+        "structure.py::test_rows_of_offsets_of_any_type_and_stride[700]",
         "staged.py::test_sizes_of_a_new_graph_are_those_of_the_reference[several stretches]",
     ),
     "spmm": (

@@ -129,6 +129,18 @@ def test_the_transpose_is_that_of_the_reference(count: int) -> None:
         assert_is_reference((rows_of(rowptr.cuda(), count),), (rows,))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [0, 1, 255, 256, 700])
+def test_rows_of_offsets_of_any_type_and_stride(rows: int) -> None:
+    """Rows without edges among them, at the end, and all of them."""
+    for most in (0, 1, 40):
+        degree = torch.randint(most + 1, (rows,)) * (torch.rand(rows) < 0.7)
+        rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)]).cuda()
+        want = torch.repeat_interleave(torch.arange(rows), degree).int()
+        for each in (rowptr, rowptr.int(), torch.stack([rowptr, rowptr], 1)[:, 0]):
+            assert_is_reference((rows_of(each, len(want)),), (want,))
+
+
 def test_degrees_are_those_of_the_reference() -> None:
     for rowptr in (torch.tensor([0, 2, 2, 7]), torch.tensor([0])):
         assert torch.equal(degree(rowptr), degree_reference(rowptr))
