@@ -275,8 +275,7 @@ class CompiledModel(torch.nn.Module):
                 self._try_examples(key)
             program, failure = find(self._programs.get(key, ()), call)
             if program is None:
-                program = self._capture(call, args, kwargs, failure, examples=False)
-                self._programs.setdefault(key, []).append(program)
+                program = self._capture(key, call, args, kwargs, failure, examples=False)
         return program
 
     def _try_examples(self, key: Any) -> None:
@@ -302,8 +301,7 @@ class CompiledModel(torch.nn.Module):
         return call
 
     def _capture_static(self, key: Any, call: Call, args: tuple[Any, ...]) -> None:
-        program = self._capture(call, args, {}, None, examples=True)
-        self._programs.setdefault(key, []).append(program)
+        self._capture(key, call, args, {}, None, examples=True)
 
     def _structural_key(self, call: Call) -> Any:
         modes = tuple(module.training for module in self._all_modules)
@@ -311,6 +309,7 @@ class CompiledModel(torch.nn.Module):
 
     def _capture(
         self,
+        key: Any,
         call: Call,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -319,7 +318,7 @@ class CompiledModel(torch.nn.Module):
         examples: bool,
     ) -> Program:
         try:
-            options, known = self._options_for(call), self._programs.get(self._structural_key(call), ())
+            options, known = self._options_for(call), self._programs.get(key, ())
             with uncollected(unless=examples):  # programs that are tried on them hold memory
                 program = build_program(
                     self.model, args, kwargs, options, self._pool, use_examples=examples, known=known
@@ -332,6 +331,7 @@ class CompiledModel(torch.nn.Module):
         self._reason = None
         self._last = program
         debug.dump(type(self.model).__name__, program.stages, program.structure)
+        self._programs.setdefault(key, []).append(program)
         return program
 
     def _options_for(self, call: Call) -> Options:
