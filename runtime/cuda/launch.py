@@ -122,6 +122,12 @@ class Code:
             driver().cuLibraryUnload(self._library)
 
 
+def packed_arguments(buffer: ctypes.Array[ctypes.c_char], nbytes: ctypes.c_size_t) -> ctypes.Array[Any]:
+    """Return what tells the driver where the arguments of a kernel are packed; refers to both by address."""
+    values = _POINTER, ctypes.addressof(buffer), _SIZE, ctypes.addressof(nbytes), _END
+    return (ctypes.c_void_p * len(values))(*values)
+
+
 class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
@@ -148,9 +154,7 @@ class _Slot(threading.local):
         self._config.gridy = self._config.gridz = self._config.blocky = self._config.blockz = 1
         self._config.blockx, self._config.shared = block, shared
         self._size = ctypes.c_size_t(nbytes)
-        self._extra = (ctypes.c_void_p * 5)(
-            _POINTER, ctypes.addressof(self.buffer), _SIZE, ctypes.addressof(self._size), _END
-        )
+        self._extra = packed_arguments(self.buffer, self._size)
         self.config, self.extra = ctypes.byref(self._config), ctypes.byref(self._extra)
         self.stream = 0
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gnnc.runtime.cuda.launch import Launch, check, driver
+from gnnc.runtime.cuda.launch import Launch, check, driver, packed_arguments
 
 Recorded = tuple[Launch, int, bytes]
 """A launch, its number of blocks, its packed arguments."""
@@ -64,9 +64,7 @@ class _Node:
         self.buffer = ctypes.create_string_buffer(8 * launch.count)
         self.words = (ctypes.c_longlong * launch.count).from_buffer(self.buffer)
         self.size = ctypes.c_size_t(8 * launch.count)
-        self.extra = (ctypes.c_void_p * 5)(
-            1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0
-        )
+        self.extra = packed_arguments(self.buffer, self.size)
         self.params = _NodeParams(
             kern=launch.handle,
             gridx=1,
