@@ -1,5 +1,6 @@
 """What the CUDA tests share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ from torch.utils import _pytree as pytree
 from zoo import ZOO, build
 
 import gnnc
+from gnnc.runtime.cuda.build import Resources, resources_of
+from gnnc.runtime.cuda.unit import Unit
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -33,3 +36,19 @@ def lowered(name: str, precision: str, backend: str):
     with torch.no_grad(), pytest.raises(gnnc.BackendError, match="compiles for a device that is not here"):
         compiled(*args, **kwargs)
     return compiled
+
+
+def assert_no_spills(report: dict[str, Resources]) -> None:
+    """No kernel spills registers, or has local memory: none here declares any."""
+    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+
+
+def compiled_without_spills(
+    architecture: str, make: Callable[..., Any], *given: Any
+) -> tuple[Any, list[str]]:
+    """Compile what ``make(unit, *given)`` asks for; return that, and the names of its kernels."""
+    unit = Unit()
+    made = make(unit, *given)
+    report = resources_of(unit.compile(architecture))
+    assert_no_spills(report)
+    return made, list(report)

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from cuda_cases import on_device
+from cuda_cases import assert_no_spills, on_device
 from cuda_launch import ARCHITECTURES, compile_kernels
 from cuda_sparse import Attention, AttentionConfig, rows16, sparse
 from kernel_graphs import GRAPHS, Graph, relative_error, star
@@ -30,7 +30,7 @@ CONFIGS = (
 def test_no_kernel_spills(architecture: str, config: AttentionConfig) -> None:
     report = compile_kernels(config.source(), config.names(), architecture)
     assert len(report) == 2
-    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+    assert_no_spills(report)
 
 
 def expected(

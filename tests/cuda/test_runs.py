@@ -2,12 +2,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cuda_cases import compiled_without_spills
 from cuda_launch import ARCHITECTURES
 from kernel_graphs import GRAPHS
 from torch import Tensor
 
 from gnnc.runtime.cuda import tables
-from gnnc.runtime.cuda.build import resources_of
 from gnnc.runtime.cuda.kept import found
 from gnnc.runtime.cuda.runs import (
     ROW_COST,
@@ -23,7 +23,6 @@ from gnnc.runtime.cuda.runs import (
 )
 from gnnc.runtime.cuda.staged import staged_cut_for
 from gnnc.runtime.cuda.structure import csr, csr_with_loops
-from gnnc.runtime.cuda.unit import Unit
 
 CUTS = (Cut(8, 1), Cut(64, 16), Cut(64, 64), Cut(512, 128), Cut(5000, 5000), Cut(256, 8, entries=1))
 WINDOW, GROUP = 256, 8
@@ -174,11 +173,8 @@ def test_nothing_is_written_by_offsets_that_may_be_anything() -> None:
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str) -> None:
-    unit = Unit()
-    Kernels(unit)
-    report = resources_of(unit.compile(architecture))
-    assert len(report) == 4
-    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+    _, names = compiled_without_spills(architecture, Kernels)
+    assert len(names) == 4
 
 
 @pytest.mark.parametrize("name", GRAPHS)

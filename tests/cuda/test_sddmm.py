@@ -1,6 +1,6 @@
 import pytest
 import torch
-from cuda_cases import error, on_device
+from cuda_cases import assert_no_spills, error, on_device
 from cuda_launch import ARCHITECTURES, compile_kernels
 from cuda_sparse import Sddmm, SddmmConfig, rows16, sparse
 from kernel_graphs import GRAPHS, relative_error
@@ -26,7 +26,7 @@ def test_no_kernel_spills(architecture: str, element: str) -> None:
     names = tuple(config.name() for config in configs)
     report = compile_kernels('#include "sddmm.cuh"', names, architecture)
     assert len(report) == len(names)
-    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+    assert_no_spills(report)
 
 
 @pytest.mark.cuda

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_cases import error, on_device
+from cuda_cases import assert_no_spills, error, on_device
 from cuda_launch import ARCHITECTURES, compile_kernels
 from cuda_sparse import NBYTES, SPMM_SOURCE, Sparse, Spmm, SpmmConfig, form_of, rows16, sparse, weighted16
 from kernel_graphs import GRAPHS, Graph, random_graph, relative_error, star
@@ -61,7 +61,7 @@ def test_no_kernel_spills(architecture: str, kind: str) -> None:
     names += (configs[BUILT_WIDTHS.index(602)].name("StoreFloats<602>", "spmm_sliced"),)
     report = compile_kernels(SPMM_SOURCE, names, architecture)
     assert len(report) == len(names)
-    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+    assert_no_spills(report)
 
 
 HEADS = ((4, 16), (8, 8), (3, 7), (2, 48), (2, 301))
@@ -77,7 +77,7 @@ def test_no_sum_of_codes_with_weights_a_head_spills(architecture: str) -> None:
     ]
     report = compile_kernels(SPMM_SOURCE, tuple(config.name() for config in configs), architecture)
     assert len(report) == len(configs)
-    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+    assert_no_spills(report)
 
 
 STAGED = {
@@ -101,7 +101,7 @@ def test_no_staged_kernel_spills(architecture: str, kind: str) -> None:
     names += (replace(STAGED[kind], width=602).name("StoreFloats<602>", "spmm_staged"),)
     report = compile_kernels(SPMM_SOURCE, names, architecture)
     assert len(report) == len(names)
-    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+    assert_no_spills(report)
 
 
 def on_gpu(g: Graph, part: int = 32, blocks: int = 5) -> Sparse:

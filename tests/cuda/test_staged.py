@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from cuda_cases import compiled_without_spills
 from cuda_launch import ARCHITECTURES
 from kernel_graphs import GRAPHS, Graph, random_graph
 
-from gnnc.runtime.cuda.build import resources_of
 from gnnc.runtime.cuda.runs import Cut
 from gnnc.runtime.cuda.staged import (
     NUMBERS,
@@ -25,7 +25,6 @@ from gnnc.runtime.cuda.staged import (
     shared_bytes,
     slices_of,
 )
-from gnnc.runtime.cuda.unit import Unit
 
 CUTS = (Cut(1, 1), Cut(32, 16), Cut(64, 64), Cut(512, 128))
 BLOCKS = 5
@@ -164,11 +163,8 @@ def test_a_launch_has_a_block_for_each_share() -> None:
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str) -> None:
-    unit = Unit()
-    Kernels(unit)
-    report = resources_of(unit.compile(architecture))
-    assert len(report) == 4
-    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+    _, names = compiled_without_spills(architecture, Kernels)
+    assert len(names) == 4
 
 
 def in_order(odd: torch.Tensor, slot: int) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from cuda_cases import compiled_without_spills
 from cuda_launch import ARCHITECTURES
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
@@ -13,7 +14,6 @@ from torch.fx import Graph, GraphModule
 import gnnc
 from gnnc.ir.structure import csr_reference, csr_transpose_reference, degree_reference
 from gnnc.runtime.cuda import radix
-from gnnc.runtime.cuda.build import resources_of
 from gnnc.runtime.cuda.kept import found, kept, launching, tensors_kept
 from gnnc.runtime.cuda.radix import Kernels, RowsKernel, digits_for, rows_of
 from gnnc.runtime.cuda.runs import RUNS
@@ -25,7 +25,6 @@ from gnnc.runtime.cuda.structure import (
     degree,
     use_kernels,
 )
-from gnnc.runtime.cuda.unit import Unit
 from gnnc.runtime.structure_runner import StructureRunner
 
 EDGES = (1, 31, 8191, 8192, 8193, 50_000)
@@ -40,20 +39,15 @@ WORKSPACE = 24
 @pytest.mark.parametrize("ids", ["int64_t", "int32_t"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, ids: str, bits: int, loops: bool) -> None:
-    unit = Unit()
-    kernels = Kernels(unit, ids, bits, loops)
-    report = resources_of(unit.compile(architecture))
-    assert len(report) == len(kernels.count) + len(kernels.scatter) + 2 == 8
-    assert not {name: kernel for name, kernel in report.items() if kernel.spilled or kernel.stack}
+    kernels, names = compiled_without_spills(architecture, Kernels, ids, bits, loops)
+    assert len(names) == len(kernels.count) + len(kernels.scatter) + 2 == 8
 
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_kernel_for_rows_does_not_spill(architecture: str) -> None:
-    unit = Unit()
-    RowsKernel(unit)
-    (report,) = resources_of(unit.compile(architecture)).values()
-    assert not report.spilled and not report.stack
+    _, names = compiled_without_spills(architecture, RowsKernel)
+    assert len(names) == 1
 
 
 def test_passes_and_the_bits_of_their_digits() -> None:
