@@ -15,6 +15,7 @@ from gnnc.runtime.cuda.staged import (
     build_staged,
     pays,
     shared_bytes,
+    sizes_of,
     slices_of,
     window_rows,
 )
@@ -40,7 +41,8 @@ class Sparse:
     def staged(self) -> StagedRuns:
         """The edges by stretch."""
         window = window_rows(self.row_bytes)
-        runs = build_staged(self.rowptr, self.col, self.staged_cut, self.multiprocessors, window, always=True)
+        sizes = sizes_of(self.rowptr, self.col, self.staged_cut)
+        runs = build_staged(self.rowptr, self.col, sizes, self.multiprocessors, window, always=True)
         assert runs is not None
         return runs
 

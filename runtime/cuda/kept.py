@@ -15,12 +15,34 @@ BUILDING = threading.RLock()
 _PREFIX = "gnnc_"
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """When something is in memory: after an event on a stream of a device."""
 
     device: torch.device
     stream: int
     event: torch.cuda.Event
+
+    @classmethod
+    def now(cls, device: torch.device) -> "Launch":
+        """Return when all that the current stream of a device was given so far is done."""
+        stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
+        event.record(stream)
+        return cls(device, stream.cuda_stream, event)
+
+    def wait(self, memory: Iterable[Tensor]) -> None:
+        """Have the current stream wait, if another one launched it, and torch's allocator know of its use.
+
+        Args:
+            memory: what the stream will read.
+        """
+        if torch._C._cuda_getCurrentRawStream(self.device.index) == self.stream:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return  # a capture follows a call, and a synchronisation of the caller's
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(self.event)
+        for tensor in memory:
+            tensor.record_stream(current)
 
 
 class _Made(NamedTuple):
@@ -32,7 +54,14 @@ class _Made(NamedTuple):
     """
 
     value: Any
-    launches: tuple[_Launch, ...] = ()
+    launches: tuple[Launch, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that the value is, or holds."""
+        if isinstance(self.value, Tensor):
+            return (self.value,)
+        return () if self.value is None else self.value.tensors
 
 
 _NOTHING = _Made(None)
@@ -41,7 +70,7 @@ _NOTHING = _Made(None)
 class _Noted(threading.local):
     """The launches of what a thread is building, and of what that is made of; None: it builds nothing."""
 
-    launches: list[_Launch] | None = None
+    launches: list[Launch] | None = None
 
 
 _noted = _Noted()
@@ -65,7 +94,8 @@ def kept(tensor: Tensor, name: str, build: Callable[[], Any]) -> Any:
                 made = table.setdefault(key, _build(build))
     if made.launches:
         _note(made.launches)
-        _wait_for(made)
+        for launch in made.launches:
+            launch.wait(made.tensors)
     return made.value
 
 
@@ -78,21 +108,9 @@ def _build(build: Callable[[], Any]) -> _Made:
         _noted.launches = outer
 
 
-def _note(launches: Iterable[_Launch]) -> None:
+def _note(launches: Iterable[Launch]) -> None:
     if _noted.launches is not None:
         _noted.launches += launches
-
-
-def _wait_for(made: _Made) -> None:
-    for device, stream, event in made.launches:
-        if torch._C._cuda_getCurrentRawStream(device.index) == stream:
-            continue
-        if torch.cuda.is_current_stream_capturing():
-            return  # a capture follows a call, and a synchronisation of the caller's
-        current = torch.cuda.current_stream(device)
-        current.wait_event(event)
-        for memory in _tensors_of(made.value):
-            memory.record_stream(current)
 
 
 @contextmanager
@@ -104,9 +122,7 @@ def launching(device: torch.device) -> Iterator[None]:
     """
     refuse_in_capture()
     yield
-    stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
-    event.record(stream)
-    _note([_Launch(device, stream.cuda_stream, event)])
+    _note([Launch.now(device)])
 
 
 def refuse_in_capture() -> None:
@@ -156,16 +172,12 @@ def values_kept(tensor: Tensor) -> Iterator[Any]:
 
 
 def tensors_kept(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that a tensor keeps."""
-    for value in values_kept(tensor):
-        yield from _tensors_of(value)
+    """Yield the tensors that a tensor keeps, and those that they keep."""
+    for _, made in _all_made(tensor):
+        for each in made.tensors:
+            yield each
+            yield from tensors_kept(each)
 
 
 def _all_made(tensor: Tensor) -> list[tuple[str, _Made]]:
     return [(key, value) for key, value in list(vars(tensor).items()) if key.startswith(_PREFIX)]
-
-
-def _tensors_of(value: Any) -> tuple[Tensor, ...]:
-    if isinstance(value, Tensor):
-        return (value,)
-    return () if value is None else value.tensors

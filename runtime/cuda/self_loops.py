@@ -16,8 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from gnnc.ir.graph import clone
 
 _ATEN = torch.ops.aten
-
-
+_GNNC = torch.ops.gnnc
 _NOT = (_ATEN.bitwise_not.default, _ATEN.logical_not.default)
 
 
@@ -43,10 +42,12 @@ class SelfLoops:
     def replace(self, target: Callable[..., Any]) -> None:
         """Have ``target`` sort the edges as they are; it takes both their ends, and the number of nodes.
 
-        Positions that it returns are of all E edges, and behind them of the new ones.
+        Positions that it returns are of all E edges, and behind them of the new ones. Sums over the edges
+        that are no loops, which the caller has by another sort, are taken by this one.
         """
-        graph = self.sort.graph
-        with graph.inserting_before(self.sort):
+        graph, sums = self.sort.graph, list(self._sums_without_loops())
+        replaced = {self.sort, *[each.sort for each in sums]}
+        with graph.inserting_before(next(node for node in graph.nodes if node in replaced)):
             ends = [graph.call_function(_ATEN.select.int, (self.edge_index, 0, row)) for row in self.rows]
             sort = graph.call_function(target, (*ends, self.nodes))
         for values in self.values:
@@ -55,7 +56,19 @@ class SelfLoops:
             with graph.inserting_before(values):
                 values.update_arg(0, [kept.args[0], self._without_filter(graph, new)])
         self.sort.replace_all_uses_with(sort)
+        for each in sums:
+            each.replace(sort)
         graph.eliminate_dead_code()
+
+    def _sums_without_loops(self) -> Iterator["Sums"]:
+        """Yield what is summed up over the edges to each node that are no loops."""
+        for sort in self.sort.graph.find_nodes(op="call_function", target=_GNNC.csr.default):
+            _, dst, _, num_dst = sort.args
+            edges, row = _row_of(dst)
+            if _without_loops(edges) is self.edge_index and (row, num_dst) == (self.rows[1], self.nodes):
+                sums = _sums_of(sort, self.edge_index)
+                if sums is not None:
+                    yield sums
 
     def _without_filter(self, graph: Graph, new: Node) -> Node:
         """Return values of the new loops, made without a list of the old ones where that is how they are."""
@@ -65,6 +78,46 @@ class SelfLoops:
         if value is None or _row_of(id_)[0] is not self.edge_index:
             return new
         return graph.call_function(values_of_loops, (start, self.edge_index, value))
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """A sort of edges without self loops, of which sums and degrees are taken and nothing else.
+
+    Attributes:
+        sort: the node of ``gnnc.csr``.
+        degrees: nodes of ``gnnc.degree``.
+        sums: nodes of ``gnnc.segment_reduce``, and the values of edges that each adds up without loops's.
+    """
+
+    sort: Node
+    degrees: tuple[Node, ...]
+    sums: tuple[tuple[Node, Node], ...]
+
+    def replace(self, sort: Node) -> None:
+        """Take them of a sort that gives every node a loop, which is no degree and adds nothing to a sum."""
+        graph = sort.graph
+        with graph.inserting_after(sort):
+            rowptr, perm = (graph.call_function(getitem, (sort, part)) for part in (0, 2))
+        for degree in self.degrees:
+            with graph.inserting_before(degree):
+                with_loop = graph.call_function(_GNNC.degree.default, (rowptr,))
+                degree.replace_all_uses_with(graph.call_function(_ATEN.sub.Tensor, (with_loop, 1)))
+        for each, values in self.sums:
+            each.target, each.args = sums_without_loops, (rowptr, perm, values)
+
+
+def sums_without_loops(rowptr: Tensor, perm: Tensor, values: Tensor) -> Tensor:
+    """Return the sums of edges' values to each node, of a graph where every node has a loop without a value.
+
+    Args:
+        rowptr: int64 ``[N + 1]``.
+        perm: int64 ``[M]``, places of edges; those from E on are of loops.
+        values: ``[E, ...]``.
+    """
+    nodes = rowptr.shape[0] - 1
+    padded = torch.cat([values, values.new_zeros(nodes, *values.shape[1:])])
+    return torch.ops.gnnc.segment_reduce(rowptr, perm, padded, "sum", nodes)
 
 
 def values_of_loops(start: Tensor, edge_index: Tensor, values: Tensor) -> Tensor:
@@ -97,7 +150,7 @@ def take_loops(structure: GraphModule, target: Callable[..., Any]) -> GraphModul
 
 def self_loops(graph: Graph) -> Iterator[SelfLoops]:
     """Yield those of a graph; each may be replaced before the next."""
-    for sort in graph.find_nodes(op="call_function", target=torch.ops.gnnc.csr.default):
+    for sort in graph.find_nodes(op="call_function", target=_GNNC.csr.default):
         found = _match(sort)
         if found is not None:
             yield found
@@ -111,11 +164,42 @@ def _match(sort: Node) -> SelfLoops | None:
     together, dim = _arguments(edges, _ATEN.cat.default, 2) or ((), 0)
     if len(together) != 2 or dim not in (1, -1) or not _is_loops(together[1], nodes):
         return None
-    edge_index, index = _arguments(together[0], _ATEN.index.Tensor, 2) or (None, ())
-    if len(index) != 2 or index[0] is not None or not _is_no_loop(index[1], edge_index):
+    edge_index = _without_loops(together[0])
+    if edge_index is None:
         return None
     values = _read_by_position(sort, edge_index)
     return None if values is None else SelfLoops(sort, edge_index, (src_row, dst_row), nodes, values)
+
+
+def _without_loops(edges: Any) -> Node | None:
+    """Return the edges of which a node takes those that are no loops."""
+    edge_index, index = _arguments(edges, _ATEN.index.Tensor, 2) or (None, ())
+    if len(index) != 2 or index[0] is not None or not _is_no_loop(index[1], edge_index):
+        return None
+    return edge_index
+
+
+def _sums_of(sort: Node, edge_index: Node) -> Sums | None:
+    """Return what a sort of edges without loops is for; None where that is not only sums and degrees."""
+    users = {user for part in sort.users for user in part.users}
+    degrees = [user for user in users if _parts(_arguments(user, _GNNC.degree.default, 1)) == [(sort, 0)]]
+    sums = [(user, value) for user in users if (value := _summed(user, sort, edge_index)) is not None]
+    if any(part.target is not getitem for part in sort.users) or len(degrees) + len(sums) < len(users):
+        return None
+    return Sums(sort, tuple(degrees), tuple(sums))
+
+
+def _summed(node: Node, sort: Node, edge_index: Node) -> Node | None:
+    """Return the values that a node adds up without those of loops, in the order of a sort."""
+    *csr, values, reduce, _ = _arguments(node, _GNNC.segment_reduce.default, 5) or (None,) * 5
+    if reduce != "sum" or _parts(csr) != [(sort, 0), (sort, 2)]:
+        return None
+    return _filtered(values, edge_index, loops=False)
+
+
+def _parts(values: Sequence[Any] | None) -> list[Any]:
+    """Return the node and the place in its result of each of several values."""
+    return [_arguments(each, getitem, 2) for each in values or ()]
 
 
 def _read_by_position(sort: Node, edge_index: Any) -> tuple[Node, ...] | None:
@@ -134,7 +218,7 @@ def _values_read(reader: Node, positions: Sequence[Node]) -> Any:
     if reader.target is _ATEN.index_select.default:
         values, dim, order = reader.args
         return values if dim == 0 and order in positions else None
-    if reader.target is torch.ops.gnnc.segment_reduce.default:
+    if reader.target is _GNNC.segment_reduce.default:
         _, order, values, *_ = reader.args
         return values if order in positions else None
     return None

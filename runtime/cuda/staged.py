@@ -160,9 +160,9 @@ def _parts_of(rowptr: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
     return degree, size, (-(-degree // size.clamp(min=1))).clamp(min=1)
 
 
-def cut_rows(rowptr: Tensor, cut: Cut, sizes: Sizes) -> Entries:
-    """Cut rows of more than ``cut.part`` edges into equal parts."""
-    degree, size, parts = _parts_of(rowptr, cut)
+def cut_rows(rowptr: Tensor, sizes: Sizes) -> Entries:
+    """Cut rows of more than ``sizes.cut.part`` edges into equal parts."""
+    degree, size, parts = _parts_of(rowptr, sizes.cut)
     row = torch.repeat_interleave(parts, output_size=sizes.entries)
     place = torch.arange(sizes.entries, device=rowptr.device)
     offset = (place - (parts.cumsum(0) - parts)[row]) * size[row]
@@ -179,16 +179,13 @@ def _places(mask: Tensor, count: int) -> Tensor:
     return torch.nonzero_static(mask, size=count).squeeze(1)
 
 
-def arrange(
-    entries: Entries, near: Tensor, rows: int, short: int, blocks: int, window: int, sizes: Sizes
-) -> StagedRuns:
+def arrange(entries: Entries, near: Tensor, rows: int, blocks: int, window: int, sizes: Sizes) -> StagedRuns:
     """Make runs of entries, by stretch: long ones first, one a run, then short ones of about as many words.
 
     Args:
         entries: of the graph.
         near: int32 ``[entries]``, how many edges of each are near ones.
         rows: of the CSR.
-        short: rows with at most so many edges are worked on side by side.
         blocks: blocks of threads.
         window: sources of a stretch that are near, the first ones.
         sizes: of the graph, cut like this.
@@ -196,7 +193,7 @@ def arrange(
     Returns:
         The table; its words are not written yet.
     """
-    row, edges, near = entries.row.long(), entries.edges.long(), near.long()
+    row, edges, near, short = entries.row.long(), entries.edges.long(), near.long(), sizes.cut.short
     near_words, far_words = -(-near // 8), -(-(edges - near) // 4)
     stretch, is_short = row // STRETCH, (edges <= short) & (entries.part < 0)
     cost = torch.where(is_short, near_words * (short + 1) + far_words, edges)
@@ -364,45 +361,37 @@ def find_sizes(rowptr: Tensor, row: Tensor, col: Tensor, cut: Cut, found: Tensor
     kernels_on(col.device.index, Kernels).find(rowptr, row, col, cut, found)
 
 
-def _sizes_of(rowptr: Tensor, col: Tensor, cut: Cut) -> Sizes:
-    """Return the sizes of a graph; waits for the device."""
-    found = torch.zeros(NUMBERS, dtype=torch.int32, device=col.device)
-    find_sizes(rowptr, rows_of(rowptr, col.shape[0]), col, cut, found)
+def sizes_of(rowptr: Tensor, col: Tensor, cut: Cut) -> Sizes:
+    """Return the sizes of a graph whose edges are cut like this; waits for the device."""
+    with torch.cuda.device(col.device):
+        found = torch.zeros(NUMBERS, dtype=torch.int32, device=col.device)
+        find_sizes(rowptr, rows_of(rowptr, col.shape[0]), col, cut, found)
     return Sizes.of(found.tolist(), col.shape[0], cut)
 
 
 def build_staged(
-    rowptr: Tensor,
-    col: Tensor,
-    cut: Cut,
-    blocks: int,
-    window: int,
-    sizes: Sizes | None = None,
-    *,
-    always: bool = False,
+    rowptr: Tensor, col: Tensor, sizes: Sizes, blocks: int, window: int, *, always: bool = False
 ) -> StagedRuns | None:
     """Arrange the edges of a CSR by stretch.
 
     Args:
         rowptr: int64 ``[rows + 1]``.
         col: int32 ``[E]``.
-        cut: sizes of parts and short rows.
+        sizes: of the graph, with how it is to be cut.
         blocks: blocks of threads that a launch has.
         window: sources of a stretch that are near, the first ones.
-        sizes: of the graph with that cut; None: the host waits for the device to find them.
         always: also where it pays for no rows of x.
 
     Returns:
         The table, or None.
     """
+    rows, row_bytes = rowptr.shape[0] - 1, 64 if window == STRETCH else 256
+    pays_for_some = pays(sizes.near_for(window), sizes.edges, rows, blocks, row_bytes)
+    if not (pays_for_some or always) or sizes.words_for(window) > _MOST_WORDS:
+        return None
     with torch.cuda.device(rowptr.device):
-        rows, sizes = rowptr.shape[0] - 1, sizes or _sizes_of(rowptr, col, cut)
-        row_bytes = 64 if window == STRETCH else 256
-        pays_for_some = pays(sizes.near_for(window), sizes.edges, rows, blocks, row_bytes)
-        if not (pays_for_some or always) or sizes.words_for(window) > _MOST_WORDS:
-            return None
-        kernels, entries = kernels_on(rowptr.device.index, Kernels), cut_rows(rowptr, cut, sizes)
+        kernels, entries = kernels_on(rowptr.device.index, Kernels), cut_rows(rowptr, sizes)
         near = kernels.count(col, entries, window)
-        runs = arrange(entries, near, rows, cut.short, blocks, window, sizes)
+        runs = arrange(entries, near, rows, blocks, window, sizes)
         kernels.write(col, entries, runs, window)
     return runs._replace(place=None, slot=None)

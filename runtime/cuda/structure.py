@@ -1,6 +1,7 @@
 """The structure of a graph on the device: CSR by a radix sort, ids checked before anything reads by them."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +12,7 @@ from gnnc.errors import GraphError
 from gnnc.ir.graph import placeholders
 from gnnc.runtime.columns import narrow_columns
 from gnnc.runtime.cuda.facts import Facts
-from gnnc.runtime.cuda.kept import keep, refuse_in_capture, tensors_kept
+from gnnc.runtime.cuda.kept import Launch, keep, refuse_in_capture, tensors_kept
 from gnnc.runtime.cuda.radix import Sorted, rows_of, sort_edges
 from gnnc.runtime.cuda.runs import BEGUN, RUNS, Begun, Draft, cut_for, multiprocessors_of
 from gnnc.runtime.cuda.self_loops import take_loops
@@ -20,7 +21,7 @@ from gnnc.runtime.cuda.staged import Sizes, find_sizes, may_pay, sizes_name, sta
 from gnnc.runtime.structure_runner import Group, StructureRunner
 
 _MADE = "_made"
-"""What a tensor keeps the stream under that built it, and the event after which it is there."""
+"""What a tensor keeps its launch under."""
 
 
 def prepare(compute: GraphModule, structure: GraphModule) -> GraphModule:
@@ -200,14 +201,12 @@ class _Streams:
         device = _device_of(results)
         if device is None:
             return
-        stream = torch.cuda.current_stream(device)
-        handle, event = stream.cuda_stream, torch.cuda.Event()
-        event.record(stream)
+        launch = Launch.now(device)
         for tensor in _on_device(results):
-            vars(tensor)[_MADE] = handle, event
+            vars(tensor)[_MADE] = launch
         if self._only is None:
-            self._only = handle
-        elif handle != self._only:
+            self._only = launch.stream
+        elif launch.stream != self._only:
             self._several = True
 
     def __call__(self, values: Sequence[Any]) -> None:
@@ -223,17 +222,10 @@ class _Streams:
             self._only = handle
             return
         self._several = True
-        if torch.cuda.is_current_stream_capturing():
-            return
-        current = torch.cuda.current_stream(self._device)
         for tensor in _on_device(values):
-            if _MADE not in vars(tensor):
-                continue  # the caller's own
-            builder, event = vars(tensor)[_MADE]
-            if builder != handle:
-                current.wait_event(event)
-            for memory in (tensor, *tensors_kept(tensor)):
-                memory.record_stream(current)
+            launch = vars(tensor).get(_MADE)
+            if launch is not None:  # else it is the caller's own
+                launch.wait(chain([tensor], tensors_kept(tensor)))
 
 
 def _on_device(values: Sequence[Any]) -> Iterator[Tensor]:

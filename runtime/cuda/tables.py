@@ -26,6 +26,7 @@ from gnnc.runtime.cuda.staged import (
     build_staged,
     pays,
     sizes_name,
+    sizes_of,
     staged_cut_for,
     window_rows,
 )
@@ -140,9 +141,9 @@ def _staged_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> StagedRuns | None
         return None
 
     def build() -> StagedRuns | None:
-        sizes = found(col, sizes_name(rowptr))
         with launching(rowptr.device):
-            return build_staged(rowptr, col, staged_cut_of(rowptr, col), processors, window, sizes)
+            sizes = found(col, sizes_name(rowptr)) or sizes_of(rowptr, col, staged_cut_of(rowptr, col))
+            return build_staged(rowptr, col, sizes, processors, window)
 
     runs = kept(col, f"staged_{rowptr.data_ptr()}_{window}", build)
     return runs if runs is not None and pays(runs.near, edges, rows, processors, row_bytes) else None

@@ -25,7 +25,7 @@ from gnnc.runtime.cuda.runs import (
     model_runs,
     multiprocessors_of,
 )
-from gnnc.runtime.cuda.staged import StagedTable, build_staged, pays, window_rows
+from gnnc.runtime.cuda.staged import StagedTable, build_staged, pays, sizes_of, window_rows
 from gnnc.runtime.cuda.tables import (
     RunTable,
     SumTable,
@@ -147,7 +147,8 @@ class Wanted:
             return table if self._col is None else SumTable(table)
         assert self._col is not None
         window = window_rows(self.row_bytes)
-        runs = build_staged(self._rowptr, self._col, cut, processors, window, always=True)
+        sizes = sizes_of(self._rowptr, self._col, cut)
+        runs = build_staged(self._rowptr, self._col, sizes, processors, window, always=True)
         return None if runs is None else SumTable(StagedTable(runs, self._sources))
 
 

@@ -4,6 +4,7 @@ import copy
 import statistics
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -368,16 +369,25 @@ def test_a_call_on_a_known_graph_waits_for_nothing(model):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("by_stretch", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "weights"), [(GCN, False), (GCN, True), (GraphSAGE, False), (GIN, False), (GAT, False)]
+    ("kind", "of_edges"),
+    [
+        (GCN, {}),
+        (GCN, {"edge_weight": ()}),
+        (GraphSAGE, {}),
+        (GIN, {}),
+        (GAT, {}),
+        (partial(GAT, edge_dim=3), {"edge_attr": (3,)}),
+    ],
 )
-def test_a_call_on_a_new_graph_waits_once(kind, weights, by_stretch, monkeypatch):
+def test_a_call_on_a_new_graph_waits_once(kind, of_edges, by_stretch, monkeypatch):
     """For what the device finds in it, sizes and ids out of range."""
     if by_stretch:
         monkeypatch.setattr(staged, "_LEAST_USES", 0)
         monkeypatch.setattr(staged, "_LEAST_NEAR", 0)
     torch.manual_seed(0)
     compiled, x, edge_index = compiled_and_inputs(kind(24, 64, 2, 7).eval().cuda(), "auto", "fp16")
-    given = {"edge_weight": torch.rand(edge_index.shape[1], device="cuda")} if weights else {}
+    edges = edge_index.shape[1]
+    given = {name: torch.rand(edges, *width, device="cuda") for name, width in of_edges.items()}
     waits, wait = [], Facts.wait
 
     def counted(facts):
@@ -387,7 +397,7 @@ def test_a_call_on_a_new_graph_waits_once(kind, weights, by_stretch, monkeypatch
     monkeypatch.setattr(Facts, "wait", counted)
     for _ in range(3):
         expected = compiled(x, edge_index, **given)
-    edge_index, given = edge_index.clone(), {name: weight.clone() for name, weight in given.items()}
+    edge_index, given = edge_index.clone(), {name: each.clone() for name, each in given.items()}
     torch.cuda.synchronize()
     waits.clear()
     torch.cuda.set_sync_debug_mode("error")

@@ -70,6 +70,77 @@ def test_weights_come_with_the_loops() -> None:
     assert set(first.key) < set(second.key), "new weights do not sort the graph again"
 
 
+def structure_of_means() -> GraphModule:
+    """That of GAT with features of edges: loops get the mean of those of the edges to their node."""
+    x, edge_index, features = torch.randn(9, 4), torch.randint(0, 9, (2, 20)), torch.randn(20, 3)
+    model = GAT(4, 4, 2, edge_dim=3).eval()
+    compiled = gnnc.compile(model, precision="fp32", backend="reference")
+    with torch.no_grad():
+        compiled(x, edge_index, edge_attr=features)
+    structure = compiled.structure_graph_module
+    assert structure is not None
+    return structure
+
+
+def test_means_of_edges_are_taken_by_the_sort_that_adds_loops() -> None:
+    """No list of the edges that are no loops is made, and nothing else is sorted."""
+    structure = structure_of_means()
+    assert len(structure.graph.find_nodes(op="call_function", target=torch.ops.gnnc.csr.default)) == 2
+    taken = take_loops(structure, _csr_with_loops)
+    assert ATEN.index.Tensor in {n.target for n in structure.graph.nodes}
+    assert not {ATEN.index.Tensor, torch.ops.gnnc.csr.default} & {n.target for n in taken.graph.nodes}
+    edge_index = torch.tensor([[0, 1, 2, 2, 0], [0, 2, 2, 1, 2]])
+    features = torch.randn(5, 3)
+    for got, want in zip(taken(edge_index, features, 4), structure(edge_index, features, 4), strict=True):
+        assert torch.equal(got, want)
+    runner = StructureRunner(take_loops(structure, csr_with_loops))
+    use_kernels(runner)
+    names = [node.name for node in structure.graph.find_nodes(op="placeholder")]
+    assert runner.finds == {(names.index("edge_index"), len(names) - 1)}
+    first, second = runner.groups
+    assert set(first.key) < set(second.key), "new features do not sort the graph again"
+
+
+def _return_part(structure: GraphModule, part: int) -> None:
+    """Have a part of the sort without loops be a result."""
+    sort = node(structure, torch.ops.gnnc.csr.default)
+    with structure.graph.inserting_after(sort):
+        returned = structure.graph.call_function(operator.getitem, (sort, part))
+    output = structure.graph.output_node()
+    output.args = ((*output.args[0], returned),)
+
+
+SUMS: dict[str, Callable[[GraphModule], None]] = {
+    "rows are a result": lambda structure: _return_part(structure, 0),
+    "columns are a result": lambda structure: _return_part(structure, 1),
+    "largest ones": lambda structure: _update(structure, torch.ops.gnnc.segment_reduce.default, 3, "max"),
+    "of another order": lambda structure: _update(structure, torch.ops.gnnc.segment_reduce.default, 1, None),
+    "by the other end": lambda structure: _sort_by_source(structure),
+}
+
+
+def _update(structure: GraphModule, target: Any, place: int, value: Any) -> None:
+    node(structure, target).update_arg(place, value)
+
+
+def _sort_by_source(structure: GraphModule) -> None:
+    (end,) = set(node(structure, torch.ops.gnnc.csr.default).args[:2])
+    end.update_arg(2, 0)
+
+
+@pytest.mark.parametrize("change", SUMS)
+def test_sums_that_look_alike_are_left_alone(change: str) -> None:
+    """The sort that adds loops is found all the same, and what it gives stays the same."""
+    structure = structure_of_means()
+    SUMS[change](structure)
+    structure.recompile()
+    taken = take_loops(structure, _csr_with_loops)
+    assert len(taken.graph.find_nodes(op="call_function", target=torch.ops.gnnc.csr.default)) == 1
+    edge_index, features = torch.tensor([[0, 1, 2, 2, 0], [0, 2, 2, 1, 2]]), torch.randn(5, 3)
+    for got, want in zip(taken(edge_index, features, 4), structure(edge_index, features, 4), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_values_of_loops_that_are_made_otherwise_stay() -> None:
     structure = structure_of(GCN(4, 4, 2), weights=True)
     put = node(structure, ATEN.index_put.default)

@@ -23,6 +23,7 @@ from gnnc.runtime.cuda.staged import (
     find_sizes,
     pays,
     shared_bytes,
+    sizes_of,
     slices_of,
 )
 
@@ -56,17 +57,17 @@ def count_entries(rowptr: torch.Tensor, cut: Cut) -> list[int]:
     return [entries, slots, *[long + sum(-(-n // entries_of(window)) for n in short) for window in WINDOWS]]
 
 
-def sizes_of(g: Graph, cut: Cut) -> Sizes:
+def reference_sizes(g: Graph, cut: Cut) -> Sizes:
     """What the device finds, with windows that hold whole stretches."""
     near = int((g.col.long() // STRETCH == g.dst() // STRETCH).sum())
     return Sizes.of([*count_entries(g.rowptr, cut), near, near], g.num_edges, cut)
 
 
 def table(g: Graph, cut: Cut) -> tuple[Entries, StagedRuns]:
-    sizes = sizes_of(g, cut)
-    entries = cut_rows(g.rowptr, cut, sizes)
+    sizes = reference_sizes(g, cut)
+    entries = cut_rows(g.rowptr, sizes)
     near = near_of(g, entries)
-    return entries, arrange(entries, near, g.num_dst, cut.short, BLOCKS, STRETCH, sizes)
+    return entries, arrange(entries, near, g.num_dst, BLOCKS, STRETCH, sizes)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -180,11 +181,11 @@ def in_order(odd: torch.Tensor, slot: int) -> bool:
 @pytest.mark.parametrize("cut", CUTS)
 def test_runs_of_narrow_rows_have_twice_as_many_entries(cut: Cut) -> None:
     g = FAMILIES["several stretches"]()
-    sizes = sizes_of(g, cut)
-    entries = cut_rows(g.rowptr, cut, sizes)
+    sizes = reference_sizes(g, cut)
+    entries = cut_rows(g.rowptr, sizes)
     for window, together in zip(WINDOWS, (16, 8), strict=True):
         near = near_of(g, entries)
-        runs = arrange(entries, near, g.num_dst, cut.short, BLOCKS, window, sizes)
+        runs = arrange(entries, near, g.num_dst, BLOCKS, window, sizes)
         count = runs.run[:, 1].long()
         assert int(count.sum()) == sizes.entries and int(count.max()) <= together
         assert count.numel() == sizes.runs_for(window)
@@ -210,7 +211,8 @@ def test_sizes_of_a_new_graph_are_those_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("cut", CUTS)
 def test_words_hold_the_sources(name: str, cut: Cut) -> None:
     g = FAMILIES[name]()
-    runs = build_staged(g.rowptr.cuda(), g.col.cuda(), cut, BLOCKS, STRETCH, always=True)
+    rowptr, col = g.rowptr.cuda(), g.col.cuda()
+    runs = build_staged(rowptr, col, sizes_of(rowptr, col, cut), BLOCKS, STRETCH, always=True)
     assert runs is not None
     entries, want = table(g, cut)
     assert torch.equal(runs.entry.cpu(), want.entry)

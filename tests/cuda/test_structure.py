@@ -398,6 +398,13 @@ def test_what_a_tensor_keeps_is_built_once() -> None:
     assert list(tensors_kept(tensor)) == [built]
 
 
+def test_what_is_kept_by_what_a_tensor_keeps_is_its_own_too() -> None:
+    """As tables of padded columns, which the columns keep."""
+    tensor, copy, table = torch.zeros(3), torch.zeros(4), torch.ones(2)
+    kept(kept(tensor, "copy", lambda: copy), "table", lambda: table)
+    assert {id(each) for each in tensors_kept(tensor)} == {id(copy), id(table)}
+
+
 def test_tables_count_among_the_bytes_of_a_structure() -> None:
     empty = GraphModule(nn.Module(), Graph())
     empty.graph.output(())
