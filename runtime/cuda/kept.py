@@ -15,7 +15,7 @@ BUILDING = threading.RLock()
 _PREFIX = "gnnc_"
 
 
-class Launch(NamedTuple):
+class Ready(NamedTuple):
     """When something is in memory: after an event on a stream of a device."""
 
     device: torch.device
@@ -23,7 +23,7 @@ class Launch(NamedTuple):
     event: torch.cuda.Event
 
     @classmethod
-    def now(cls, device: torch.device) -> "Launch":
+    def now(cls, device: torch.device) -> "Ready":
         """Return when all that the current stream of a device was given so far is done."""
         stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
         event.record(stream)
@@ -50,11 +50,11 @@ class _Made(NamedTuple):
 
     Attributes:
         value: the thing.
-        launches: those that it, or what it is made of, waits for; none: it is there when the tensor is.
+        ready: when it, and all that it is made of, is in memory; none: it is when the tensor is.
     """
 
     value: Any
-    launches: tuple[Launch, ...] = ()
+    ready: tuple[Ready, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -68,9 +68,9 @@ _NOTHING = _Made(None)
 
 
 class _Noted(threading.local):
-    """The launches of what a thread is building, and of what that is made of; None: it builds nothing."""
+    """When what a thread is building, and what that is made of, is in memory; None: it builds nothing."""
 
-    launches: list[Launch] | None = None
+    ready: list[Ready] | None = None
 
 
 _noted = _Noted()
@@ -92,25 +92,25 @@ def kept(tensor: Tensor, name: str, build: Callable[[], Any]) -> Any:
             made = table.get(key)
             if made is None:
                 made = table.setdefault(key, _build(build))
-    if made.launches:
-        _note(made.launches)
-        for launch in made.launches:
-            launch.wait(made.tensors)
+    if made.ready:
+        _note(made.ready)
+        for each in made.ready:
+            each.wait(made.tensors)
     return made.value
 
 
 def _build(build: Callable[[], Any]) -> _Made:
-    outer, _noted.launches = _noted.launches, []
+    outer, _noted.ready = _noted.ready, []
     try:
         value = build()
-        return _Made(value, tuple(_noted.launches))
+        return _Made(value, tuple(_noted.ready))
     finally:
-        _noted.launches = outer
+        _noted.ready = outer
 
 
-def _note(launches: Iterable[Launch]) -> None:
-    if _noted.launches is not None:
-        _noted.launches += launches
+def _note(ready: Iterable[Ready]) -> None:
+    if _noted.ready is not None:
+        _noted.ready += ready
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def launching(device: torch.device) -> Iterator[None]:
     """
     refuse_in_capture()
     yield
-    _note([Launch.now(device)])
+    _note([Ready.now(device)])
 
 
 def refuse_in_capture() -> None:

@@ -28,16 +28,18 @@ class SelfLoops:
         sort: the node of ``gnnc.csr``.
         edge_index: the node of the edges, integer ``[2, E]``.
         rows: which row of it are the sources, and which the destinations.
+        mask: the node of which edges are no self loops.
         nodes: how many nodes there are.
         values: nodes of ``cat([values without those of self loops, those of the new ones])``, the only ones
-            that are read by the positions of sorted edges.
+            that are read by the positions of sorted edges; None where those are read otherwise too.
     """
 
     sort: Node
     edge_index: Node
     rows: tuple[int, int]
+    mask: Node
     nodes: Any
-    values: tuple[Node, ...]
+    values: tuple[Node, ...] | None
 
     def replace(self, target: Callable[..., Any]) -> None:
         """Have ``target`` sort the edges as they are; it takes both their ends, and the number of nodes.
@@ -47,18 +49,42 @@ class SelfLoops:
         """
         graph, sums = self.sort.graph, list(self._sums_without_loops())
         replaced = {self.sort, *[each.sort for each in sums]}
-        with graph.inserting_before(next(node for node in graph.nodes if node in replaced)):
-            ends = [graph.call_function(_ATEN.select.int, (self.edge_index, 0, row)) for row in self.rows]
+        first = next(node for node in graph.nodes if node in replaced)
+        with graph.inserting_before(first if self.values is not None else self.mask):
+            ends = [next(end for end in self.mask.args if _row_of(end)[1] == row) for row in self.rows]
             sort = graph.call_function(target, (*ends, self.nodes))
-        for values in self.values:
-            together: Any = values.args[0]
-            kept, new = together
-            with graph.inserting_before(values):
-                values.update_arg(0, [kept.args[0], self._without_filter(graph, new)])
-        self.sort.replace_all_uses_with(sort)
         for each in sums:
             each.replace(sort)
+        if self.values is None:
+            self._make_lists(graph, sort)
+        else:
+            self._drop_lists(graph, self.values)
+        self.sort.replace_all_uses_with(sort)
         graph.eliminate_dead_code()
+
+    def _drop_lists(self, graph: Graph, values: Sequence[Node]) -> None:
+        """Have values be those of all edges, for they are read in the order of the sort alone."""
+        for each in values:
+            together: Any = each.args[0]
+            kept, new = together
+            with graph.inserting_before(each):
+                each.update_arg(0, [kept.args[0], self._without_filter(graph, new)])
+
+    def _make_lists(self, graph: Graph, sort: Node) -> None:
+        """Make lists without loops, as long as the sort says, and give positions in such lists."""
+        with graph.inserting_before(self.mask.next):
+            col, perm = (graph.call_function(getitem, (sort, part)) for part in (1, 2))
+            places = graph.call_function(places_without_loops, (self.mask, col, self.nodes))
+            positions = graph.call_function(positions_without_loops, (self.mask, perm, self.nodes))
+        for filtered in list(self.mask.users):
+            values = _filtered(filtered, self.edge_index, loops=False)
+            if values is not None:
+                with graph.inserting_before(filtered):
+                    taken = graph.call_function(_ATEN.index_select.default, (values, 0, places))
+                filtered.replace_all_uses_with(taken)
+        for part in list(self.sort.users):
+            if part.args[1] == 2:
+                part.replace_all_uses_with(positions)
 
     def _sums_without_loops(self) -> Iterator["Sums"]:
         """Yield what is summed up over the edges to each node that are no loops."""
@@ -120,6 +146,29 @@ def sums_without_loops(rowptr: Tensor, perm: Tensor, values: Tensor) -> Tensor:
     return torch.ops.gnnc.segment_reduce(rowptr, perm, padded, "sum", nodes)
 
 
+def places_without_loops(mask: Tensor, col: Tensor, nodes: int) -> Tensor:
+    """Return the places of the edges that are no loops, int64 ``[M]``, in order; the host knows how many.
+
+    Args:
+        mask: bool ``[E]``, which those are.
+        col: ``[M + N]``, the columns of the graph in which every node has a loop.
+        nodes: N.
+    """
+    return torch.nonzero_static(mask, size=col.shape[0] - nodes).squeeze(1)
+
+
+def positions_without_loops(mask: Tensor, perm: Tensor, nodes: int) -> Tensor:
+    """Return where sorted edges stand in a list without loops, and behind it the new ones: int64 ``[M + N]``.
+
+    Args:
+        mask: bool ``[E]``, which edges are no loops.
+        perm: int64 ``[M + N]``, where they stand among all E edges and, behind those, the new loops.
+        nodes: N.
+    """
+    loops = torch.arange(perm.shape[0] - nodes, perm.shape[0], device=perm.device)
+    return torch.cat([mask.cumsum(0) - 1, loops]).index_select(0, perm)
+
+
 def values_of_loops(start: Tensor, edge_index: Tensor, values: Tensor) -> Tensor:
     """Return the values of a graph's self loops by node, ``start`` where it has none.
 
@@ -165,10 +214,13 @@ def _match(sort: Node) -> SelfLoops | None:
     if len(together) != 2 or dim not in (1, -1) or not _is_loops(together[1], nodes):
         return None
     edge_index = _without_loops(together[0])
-    if edge_index is None:
+    if edge_index is None or any(user.target is not getitem for user in sort.users):
         return None
+    _, mask = together[0].args[1]
     values = _read_by_position(sort, edge_index)
-    return None if values is None else SelfLoops(sort, edge_index, (src_row, dst_row), nodes, values)
+    if values is None and isinstance(nodes, Node) and nodes.op != "placeholder":
+        return None  # to sort before lists are made, the number of nodes has to be there
+    return SelfLoops(sort, edge_index, (src_row, dst_row), mask, nodes, values)
 
 
 def _without_loops(edges: Any) -> Node | None:
@@ -204,8 +256,6 @@ def _parts(values: Sequence[Any] | None) -> list[Any]:
 
 def _read_by_position(sort: Node, edge_index: Any) -> tuple[Node, ...] | None:
     """Return what is read by the positions of sorted edges; None where not only values of edges and loops."""
-    if any(user.target is not getitem for user in sort.users):
-        return None
     positions = [user for user in sort.users if user.args[1] == 2]
     readers = {reader for each in positions for reader in each.users}
     values = list(dict.fromkeys(_values_read(reader, positions) for reader in readers))

@@ -12,7 +12,7 @@ from gnnc.errors import GraphError
 from gnnc.ir.graph import placeholders
 from gnnc.runtime.columns import narrow_columns
 from gnnc.runtime.cuda.facts import Facts
-from gnnc.runtime.cuda.kept import Launch, keep, refuse_in_capture, tensors_kept
+from gnnc.runtime.cuda.kept import Ready, keep, refuse_in_capture, tensors_kept
 from gnnc.runtime.cuda.radix import Sorted, rows_of, sort_edges
 from gnnc.runtime.cuda.runs import BEGUN, RUNS, Begun, Draft, cut_for, multiprocessors_of
 from gnnc.runtime.cuda.self_loops import take_loops
@@ -21,7 +21,7 @@ from gnnc.runtime.cuda.staged import Sizes, find_sizes, may_pay, sizes_name, sta
 from gnnc.runtime.structure_runner import Group, StructureRunner
 
 _MADE = "_made"
-"""What a tensor keeps its launch under."""
+"""What a tensor keeps under when it is in memory."""
 
 
 def prepare(compute: GraphModule, structure: GraphModule) -> GraphModule:
@@ -201,12 +201,12 @@ class _Streams:
         device = _device_of(results)
         if device is None:
             return
-        launch = Launch.now(device)
+        ready = Ready.now(device)
         for tensor in _on_device(results):
-            vars(tensor)[_MADE] = launch
+            vars(tensor)[_MADE] = ready
         if self._only is None:
-            self._only = launch.stream
-        elif launch.stream != self._only:
+            self._only = ready.stream
+        elif ready.stream != self._only:
             self._several = True
 
     def __call__(self, values: Sequence[Any]) -> None:
@@ -223,9 +223,9 @@ class _Streams:
             return
         self._several = True
         for tensor in _on_device(values):
-            launch = vars(tensor).get(_MADE)
-            if launch is not None:  # else it is the caller's own
-                launch.wait(chain([tensor], tensors_kept(tensor)))
+            ready = vars(tensor).get(_MADE)
+            if ready is not None:  # else it is the caller's own
+                ready.wait(chain([tensor], tensors_kept(tensor)))
 
 
 def _on_device(values: Sequence[Any]) -> Iterator[Tensor]:

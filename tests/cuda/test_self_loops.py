@@ -12,7 +12,13 @@ from torch_geometric.nn import GAT, GCN, GIN, GCNConv, global_mean_pool
 
 import gnnc
 from gnnc.ir.structure import csr_reference
-from gnnc.runtime.cuda.self_loops import self_loops, take_loops, values_of_loops
+from gnnc.runtime.cuda.self_loops import (
+    places_without_loops,
+    positions_without_loops,
+    self_loops,
+    take_loops,
+    values_of_loops,
+)
 from gnnc.runtime.cuda.structure import csr_with_loops, use_kernels
 from gnnc.runtime.structure_runner import StructureRunner
 
@@ -101,9 +107,9 @@ def test_means_of_edges_are_taken_by_the_sort_that_adds_loops() -> None:
     assert set(first.key) < set(second.key), "new features do not sort the graph again"
 
 
-def _return_part(structure: GraphModule, part: int) -> None:
-    """Have a part of the sort without loops be a result."""
-    sort = node(structure, torch.ops.gnnc.csr.default)
+def _return_part(structure: GraphModule, part: int, number: int = 0) -> None:
+    """Have a part of a sort be a result; the first one, where there are two, sorts edges without loops."""
+    sort = structure.graph.find_nodes(op="call_function", target=torch.ops.gnnc.csr.default)[number]
     with structure.graph.inserting_after(sort):
         returned = structure.graph.call_function(operator.getitem, (sort, part))
     output = structure.graph.output_node()
@@ -227,27 +233,11 @@ def swap(target: Any, **places: Any) -> Callable[[GraphModule], None]:
     return change
 
 
-def ask_for_positions(structure: GraphModule) -> None:
-    sort = node(structure, torch.ops.gnnc.csr.default)
-    with structure.graph.inserting_after(sort):
-        structure.graph.call_function(operator.getitem, (sort, 2))
-
-
-def read_by_others(structure: GraphModule) -> None:
-    """As where positions of edges are a result."""
-    ask_for_positions(structure)
-    output = structure.graph.output_node()
-    positions = structure.graph.find_nodes(op="call_function", target=operator.getitem)[0]
-    assert positions.args[1] == 2
-    output.args = ((*output.args[0], positions),)
-
-
 def keep_loops(structure: GraphModule) -> None:
     node(structure, ATEN.ne.Tensor).target = ATEN.eq.Tensor
 
 
 CHANGES: dict[str, Callable[[GraphModule], None]] = {
-    "positions are a result": read_by_others,
     "another number of sources": swap(torch.ops.gnnc.csr.default, a2=5),
     "both ends are sources": swap(torch.ops.gnnc.csr.default, a1="0"),
     "loops are what is left": keep_loops,
@@ -279,7 +269,6 @@ def _csr_with_loops(src: Tensor, dst: Tensor, nodes: int) -> tuple[Tensor, ...]:
 WEIGHTED: dict[str, Callable[[GraphModule], None]] = {
     "weights of other edges": lambda structure: _swap_weights(structure),
     "weights are a result": lambda structure: _return(structure, ATEN.cat.default),
-    "weights are read otherwise": swap(ATEN.index_select.default, a1=1),
     "positions of something else": swap(torch.ops.gnnc.segment_reduce.default, a2="1"),
 }
 
@@ -306,11 +295,66 @@ def test_what_looks_alike_is_left_alone(change: str) -> None:
 
 
 @pytest.mark.parametrize("change", WEIGHTED)
-def test_weights_that_look_alike_are_left_alone(change: str) -> None:
+def test_weights_that_are_not_only_read_in_order_are_lists_without_loops(change: str) -> None:
+    """The sort adds the loops all the same, and says how long the lists are."""
     structure = structure_of(GCN(4, 4, 2), weights=True)
     WEIGHTED[change](structure)
+    structure.recompile()
+    (found,) = self_loops(structure.graph)
+    assert found.values is None
+    check_lists(structure, torch.rand(4))
+
+
+def test_columns_of_weights_are_not_read_in_the_order_of_edges() -> None:
+    structure = structure_of(GCN(4, 4, 2), weights=True)
+    swap(ATEN.index_select.default, a1=1)(structure)
+    (found,) = self_loops(structure.graph)
+    assert found.values is None
+
+
+def test_positions_that_are_a_result_are_those_in_lists_without_loops() -> None:
+    """As where a product of edge features is computed in the order of the caller's edges."""
+    structure = structure_of_means()
+    _return_part(structure, 2, number=1)
+    structure.recompile()
+    assert places_without_loops in {n.target for n in take_loops(structure, _csr_with_loops).graph.nodes}
+    check_lists(structure, torch.rand(4, 3))
+
+
+def test_positions_of_edges_without_values() -> None:
+    structure = structure_of(GCN(4, 4, 2))
+    _return_part(structure, 2)
+    structure.recompile()
+    check_lists(structure)
+
+
+def test_lists_are_not_made_before_the_number_of_nodes_is_known() -> None:
+    structure = structure_of(GCN(4, 4, 2))
+    _return_part(structure, 2)
+    sort = node(structure, torch.ops.gnnc.csr.default)
+    nodes = sort.args[2]
+    with structure.graph.inserting_before(sort):
+        known = structure.graph.call_function(operator.add, (nodes, 0))
+    sort.args = (*sort.args[:2], known, known)
+    node(structure, ATEN.arange.start).update_arg(1, known)
+    assert not list(self_loops(structure.graph))
+
+
+def check_lists(structure: GraphModule, *values: Tensor) -> None:
     taken = take_loops(structure, _csr_with_loops)
-    assert torch.ops.gnnc.csr.default in {n.target for n in taken.graph.nodes}
+    targets = {n.target for n in taken.graph.nodes}
+    assert {_csr_with_loops, positions_without_loops} <= targets
+    assert torch.ops.gnnc.csr.default not in targets
+    for edge_index in (
+        torch.tensor([[0, 1, 2, 2], [0, 2, 2, 1]]),
+        torch.tensor([[1, 1, 2, 0], [1, 1, 2, 0]]),
+    ):
+        for got, want in zip(taken(edge_index, *values, 4), structure(edge_index, *values, 4), strict=True):
+            assert torch.equal(got, want)
+    runner = StructureRunner(take_loops(structure, csr_with_loops))
+    use_kernels(runner)
+    names = [node.name for node in structure.graph.find_nodes(op="placeholder")]
+    assert runner.finds == {(names.index("edge_index"), len(names) - 1)}
 
 
 @pytest.mark.cuda
