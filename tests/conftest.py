@@ -25,11 +25,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts under tests/golden")
     parser.addoption("--emulate", action="store_true", help="run kernels' tests that need a GPU on the CPU")
     parser.addoption("--kernels", type=Path, help="the folder of compiled CUDA kernels; else one of this run")
+    parser.addoption("--torch-cuda", help="the CUDA that torch is taken to be built for, such as 12.6")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--update-golden") and os.environ.get("CI"):
         raise pytest.UsageError("--update-golden is refused where CI is set: a person reads them first")
+    if named := config.getoption("--torch-cuda"):
+        torch.version.cuda = named
 
 
 def _golden_path(node: pytest.Item, part: str) -> Path:

@@ -113,7 +113,7 @@ class Sums:
     Attributes:
         sort: the node of ``gnnc.csr``.
         degrees: nodes of ``gnnc.degree``.
-        sums: nodes of ``gnnc.segment_reduce``, and the values of edges that each adds up without loops's.
+        sums: nodes of ``gnnc.segment_reduce``, and of which edges' values each adds up those of no loop.
     """
 
     sort: Node
@@ -208,7 +208,7 @@ def self_loops(graph: Graph) -> Iterator[SelfLoops]:
 def _match(sort: Node) -> SelfLoops | None:
     src, dst, nodes, num_dst = sort.args
     (edges, src_row), (other, dst_row) = _row_of(src), _row_of(dst)
-    if not _same(nodes, num_dst) or edges is None or edges is not other or {src_row, dst_row} != {0, 1}:
+    if nodes != num_dst or edges is None or edges is not other or {src_row, dst_row} != {0, 1}:
         return None
     together, dim = _arguments(edges, _ATEN.cat.default, 2) or ((), 0)
     if len(together) != 2 or dim not in (1, -1) or not _is_loops(together[1], nodes):
@@ -314,9 +314,4 @@ def _is_loops(value: Any, nodes: Any) -> bool:
     row, times = _arguments(value, _ATEN.repeat.default, 2) or (None, ())
     ids, shape = _arguments(row, _ATEN.reshape.default, 2) or (None, ())
     begin, end = _arguments(ids, _ATEN.arange.start, 2) or (0, None)
-    return list(times) == [2, 1] and list(shape) == [1, -1] and begin == 0 and _same(end, nodes)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two sizes are one: a node, or equal numbers."""
-    return one is other if isinstance(one, Node) or isinstance(other, Node) else one == other
+    return list(times) == [2, 1] and list(shape) == [1, -1] and begin == 0 and end == nodes
