@@ -56,12 +56,12 @@ class _Made(NamedTuple):
     value: Any
     ready: tuple[Ready, ...] = ()
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Those that the value is, or holds."""
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield those that the value is, or holds."""
         if isinstance(self.value, Tensor):
-            return (self.value,)
-        return () if self.value is None else self.value.tensors
+            yield self.value
+        elif self.value is not None:
+            yield from self.value.tensors
 
 
 _NOTHING = _Made(None)
@@ -95,7 +95,7 @@ def kept(tensor: Tensor, name: str, build: Callable[[], Any]) -> Any:
     if made.ready:
         _note(made.ready)
         for each in made.ready:
-            each.wait(made.tensors)
+            each.wait(made.tensors())
     return made.value
 
 
@@ -174,7 +174,7 @@ def values_kept(tensor: Tensor) -> Iterator[Any]:
 def tensors_kept(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that a tensor keeps, and those that they keep."""
     for _, made in _all_made(tensor):
-        for each in made.tensors:
+        for each in made.tensors():
             yield each
             yield from tensors_kept(each)
 

@@ -53,57 +53,58 @@ class SelfLoops:
         with graph.inserting_before(first if self.values is not None else self.mask):
             ends = [next(end for end in self.mask.args if _row_of(end)[1] == row) for row in self.rows]
             sort = graph.call_function(target, (*ends, self.nodes))
-        for each in sums:
-            each.replace(sort)
+        with graph.inserting_after(sort):
+            rowptr, col, perm = (graph.call_function(getitem, (sort, part)) for part in range(3))
+        for put in graph.find_nodes(op="call_function", target=_ATEN.index_put.default):
+            self._take_values_of_loops(put)
         if self.values is None:
-            self._make_lists(graph, sort)
+            perm = self._make_lists(col, perm)
         else:
-            self._drop_lists(graph, self.values)
+            self._drop_lists(self.values)
+        for each in sums:
+            each.replace(rowptr, perm, in_lists=self.values is None)
         self.sort.replace_all_uses_with(sort)
         graph.eliminate_dead_code()
-
-    def _drop_lists(self, graph: Graph, values: Sequence[Node]) -> None:
-        """Have values be those of all edges, for they are read in the order of the sort alone."""
-        for each in values:
-            together: Any = each.args[0]
-            kept, new = together
-            with graph.inserting_before(each):
-                each.update_arg(0, [kept.args[0], self._without_filter(graph, new)])
-
-    def _make_lists(self, graph: Graph, sort: Node) -> None:
-        """Make lists without loops, as long as the sort says, and give positions in such lists."""
-        with graph.inserting_before(self.mask.next):
-            col, perm = (graph.call_function(getitem, (sort, part)) for part in (1, 2))
-            places = graph.call_function(places_without_loops, (self.mask, col, self.nodes))
-            positions = graph.call_function(positions_without_loops, (self.mask, perm, self.nodes))
-        for filtered in list(self.mask.users):
-            values = _filtered(filtered, self.edge_index, loops=False)
-            if values is not None:
-                with graph.inserting_before(filtered):
-                    taken = graph.call_function(_ATEN.index_select.default, (values, 0, places))
-                filtered.replace_all_uses_with(taken)
-        for part in list(self.sort.users):
-            if part.args[1] == 2:
-                part.replace_all_uses_with(positions)
 
     def _sums_without_loops(self) -> Iterator["Sums"]:
         """Yield what is summed up over the edges to each node that are no loops."""
         for sort in self.sort.graph.find_nodes(op="call_function", target=_GNNC.csr.default):
             _, dst, _, num_dst = sort.args
             edges, row = _row_of(dst)
-            if _without_loops(edges) is self.edge_index and (row, num_dst) == (self.rows[1], self.nodes):
+            edge_index, mask = _without_loops(edges)
+            if (edge_index, mask, row, num_dst) == (self.edge_index, self.mask, self.rows[1], self.nodes):
                 sums = _sums_of(sort, self.edge_index)
                 if sums is not None:
                     yield sums
 
-    def _without_filter(self, graph: Graph, new: Node) -> Node:
-        """Return values of the new loops, made without a list of the old ones where that is how they are."""
-        start, ids, values = _arguments(new, _ATEN.index_put.default, 3) or (None, (), None)
+    def _take_values_of_loops(self, put: Node) -> None:
+        """Have a node take values that loops have without a list of the loops, if that is what it does."""
+        start, ids, values = _arguments(put, _ATEN.index_put.default, 3) or (None, (), None)
         id_ = _filtered(ids[0], self.edge_index) if len(ids) == 1 else None
         value = _filtered(values, self.edge_index)
-        if value is None or _row_of(id_)[0] is not self.edge_index:
-            return new
-        return graph.call_function(values_of_loops, (start, self.edge_index, value))
+        if value is not None and _row_of(id_)[0] is self.edge_index:
+            put.target, put.args = values_of_loops, (start, self.edge_index, value)
+
+    def _drop_lists(self, values: Sequence[Node]) -> None:
+        """Have values be those of all edges, for they are read in the order of the sort alone."""
+        for each in values:
+            together: Any = each.args[0]
+            kept, new = together
+            each.update_arg(0, [kept.args[0], new])
+
+    def _make_lists(self, col: Node, perm: Node) -> Node:
+        """Make lists without loops, as long as the sort says; return positions in such lists."""
+        graph = self.sort.graph
+        with graph.inserting_after(self.mask):
+            positions = graph.call_function(positions_without_loops, (self.mask, perm, self.nodes))
+        for each in list(self.mask.users):
+            values = _filtered(each, self.edge_index, loops=False)
+            if values is not None:
+                each.target, each.args = without_loops, (values, self.mask, col, self.nodes)
+        for part in list(self.sort.users):
+            if part.args[1] == 2:
+                part.replace_all_uses_with(positions)
+        return positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +121,23 @@ class Sums:
     degrees: tuple[Node, ...]
     sums: tuple[tuple[Node, Node], ...]
 
-    def replace(self, sort: Node) -> None:
-        """Take them of a sort that gives every node a loop, which is no degree and adds nothing to a sum."""
-        graph = sort.graph
-        with graph.inserting_after(sort):
-            rowptr, perm = (graph.call_function(getitem, (sort, part)) for part in (0, 2))
-        for degree in self.degrees:
-            with graph.inserting_before(degree):
-                with_loop = graph.call_function(_GNNC.degree.default, (rowptr,))
-                degree.replace_all_uses_with(graph.call_function(_ATEN.sub.Tensor, (with_loop, 1)))
+    def replace(self, rowptr: Node, perm: Node, *, in_lists: bool) -> None:
+        """Take them of a sort that gives every node a loop, which is no degree and adds nothing to a sum.
+
+        Args:
+            rowptr: of that sort.
+            perm: its positions among all edges, or in lists without loops.
+            in_lists: which of both.
+        """
+        for each in self.degrees:
+            each.target, each.args = degree_without_loops, (rowptr,)
         for each, values in self.sums:
-            each.target, each.args = sums_without_loops, (rowptr, perm, values)
+            each.target, each.args = sums_without_loops, (rowptr, perm, each.args[2] if in_lists else values)
+
+
+def degree_without_loops(rowptr: Tensor) -> Tensor:
+    """Return the number of edges of every row but one, float32 ``[N]``."""
+    return (rowptr.diff() - 1).float()
 
 
 def sums_without_loops(rowptr: Tensor, perm: Tensor, values: Tensor) -> Tensor:
@@ -138,23 +145,25 @@ def sums_without_loops(rowptr: Tensor, perm: Tensor, values: Tensor) -> Tensor:
 
     Args:
         rowptr: int64 ``[N + 1]``.
-        perm: int64 ``[M]``, places of edges; those from E on are of loops.
-        values: ``[E, ...]``.
+        perm: int64 ``[M]``, places of edges among the values; those from E on are of loops.
+        values: ``[E, ...]``, of edges.
     """
     nodes = rowptr.shape[0] - 1
     padded = torch.cat([values, values.new_zeros(nodes, *values.shape[1:])])
     return torch.ops.gnnc.segment_reduce(rowptr, perm, padded, "sum", nodes)
 
 
-def places_without_loops(mask: Tensor, col: Tensor, nodes: int) -> Tensor:
-    """Return the places of the edges that are no loops, int64 ``[M]``, in order; the host knows how many.
+def without_loops(values: Tensor, mask: Tensor, col: Tensor, nodes: int) -> Tensor:
+    """Return ``values[mask]``, ``[M, ...]``; the host knows how many.
 
     Args:
-        mask: bool ``[E]``, which those are.
+        values: of edges, ``[E, ...]``.
+        mask: bool ``[E]``, which edges are no loops.
         col: ``[M + N]``, the columns of the graph in which every node has a loop.
         nodes: N.
     """
-    return torch.nonzero_static(mask, size=col.shape[0] - nodes).squeeze(1)
+    places = torch.nonzero_static(mask, size=col.shape[0] - nodes).squeeze(1)
+    return values.index_select(0, places)
 
 
 def positions_without_loops(mask: Tensor, perm: Tensor, nodes: int) -> Tensor:
@@ -213,27 +222,26 @@ def _match(sort: Node) -> SelfLoops | None:
     together, dim = _arguments(edges, _ATEN.cat.default, 2) or ((), 0)
     if len(together) != 2 or dim not in (1, -1) or not _is_loops(together[1], nodes):
         return None
-    edge_index = _without_loops(together[0])
-    if edge_index is None or any(user.target is not getitem for user in sort.users):
+    edge_index, mask = _without_loops(together[0])
+    if edge_index is None or mask is None or any(user.target is not getitem for user in sort.users):
         return None
-    _, mask = together[0].args[1]
     values = _read_by_position(sort, edge_index)
     if values is None and isinstance(nodes, Node) and nodes.op != "placeholder":
         return None  # to sort before lists are made, the number of nodes has to be there
     return SelfLoops(sort, edge_index, (src_row, dst_row), mask, nodes, values)
 
 
-def _without_loops(edges: Any) -> Node | None:
-    """Return the edges of which a node takes those that are no loops."""
+def _without_loops(edges: Any) -> tuple[Node | None, Node | None]:
+    """Return the edges of which a node takes those that are no loops, and the node of which those are."""
     edge_index, index = _arguments(edges, _ATEN.index.Tensor, 2) or (None, ())
     if len(index) != 2 or index[0] is not None or not _is_no_loop(index[1], edge_index):
-        return None
-    return edge_index
+        return None, None
+    return edge_index, index[1]
 
 
 def _sums_of(sort: Node, edge_index: Node) -> Sums | None:
     """Return what a sort of edges without loops is for; None where that is not only sums and degrees."""
-    users = {user for part in sort.users for user in part.users}
+    users = dict.fromkeys(user for part in sort.users for user in part.users)
     degrees = [user for user in users if _parts(_arguments(user, _GNNC.degree.default, 1)) == [(sort, 0)]]
     sums = [(user, value) for user in users if (value := _summed(user, sort, edge_index)) is not None]
     if any(part.target is not getitem for part in sort.users) or len(degrees) + len(sums) < len(users):
@@ -285,6 +293,9 @@ def _is_of_edges_and_loops(value: Any, edge_index: Any) -> bool:
 
 def _filtered(value: Any, edge_index: Any, *, loops: bool = True) -> Node | None:
     """Return the tensor of which a node takes the elements of self loops, or of all other edges."""
+    if not loops and isinstance(value, Node) and value.target is without_loops:
+        values, mask, *_ = value.args
+        return values if _is_no_loop(mask, edge_index) else None
     tensor, index = _arguments(value, _ATEN.index.Tensor, 2) or (None, ())
     mask = index[0] if len(index) == 1 else None
     if loops:

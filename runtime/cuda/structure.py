@@ -20,6 +20,7 @@ from gnnc.runtime.cuda.staged import NUMBERS as STAGED_NUMBERS
 from gnnc.runtime.cuda.staged import Sizes, find_sizes, may_pay, sizes_name, staged_cut_for
 from gnnc.runtime.structure_runner import Group, StructureRunner
 
+_ATEN = torch.ops.aten
 _MADE = "_made"
 """What a tensor keeps under when it is in memory."""
 
@@ -47,11 +48,18 @@ def _note_ids(runner: StructureRunner, group: Group, sort: Node) -> None:
     ends, nodes = sort.all_input_nodes[:2], sort.args[2]
     if any(end.op == "placeholder" for end in ends):
         return  # another part selects them, and may do more with the ids
+    if not all(_reads_nothing_by_ids(user) for end in ends for user in end.users):
+        return
     slots = dict(zip(placeholders(group.module), group.operands, strict=True))
     (edge_index,) = {end.all_input_nodes[0] for end in ends}
     ids, limit = slots.get(edge_index), slots.get(nodes)
     if ids is not None and limit is not None and set(edge_index.users) == set(ends):
         runner.finds.add((ids, limit))
+
+
+def _reads_nothing_by_ids(node: Node) -> bool:
+    """Whether what reads ids does no harm by those that are out of range; other parts come later."""
+    return node.op == "output" or node.target in (csr_with_loops, torch.ops.gnnc.csr.default, _ATEN.ne.Tensor)
 
 
 def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:

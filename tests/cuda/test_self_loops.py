@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch_geometric.nn import GAT, GCN, GIN, GCNConv, global_mean_pool
+from torch_geometric.nn import GAT, GCN, GIN, GATConv, GCNConv, global_mean_pool
+from torch_geometric.utils import degree
 
 import gnnc
 from gnnc.ir.structure import csr_reference
 from gnnc.runtime.cuda.self_loops import (
-    places_without_loops,
     positions_without_loops,
     self_loops,
     take_loops,
     values_of_loops,
+    without_loops,
 )
 from gnnc.runtime.cuda.structure import csr_with_loops, use_kernels
 from gnnc.runtime.structure_runner import StructureRunner
@@ -216,6 +217,7 @@ def test_values_of_loops_are_those_of_the_reference(width: tuple[int, ...]) -> N
 
 
 ATEN = torch.ops.aten
+FLOWS = ("source_to_target", "target_to_source")
 
 
 def node(structure: GraphModule, target: Any) -> Node:
@@ -317,8 +319,90 @@ def test_positions_that_are_a_result_are_those_in_lists_without_loops() -> None:
     structure = structure_of_means()
     _return_part(structure, 2, number=1)
     structure.recompile()
-    assert places_without_loops in {n.target for n in take_loops(structure, _csr_with_loops).graph.nodes}
+    assert without_loops in {n.target for n in take_loops(structure, _csr_with_loops).graph.nodes}
     check_lists(structure, torch.rand(4, 3))
+
+
+def test_a_list_of_edges_by_another_mask_is_not_taken_for_the_sorts() -> None:
+    """That stands before the sort, which has to come before its own mask."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = GCNConv(4, 4)
+            self.register_buffer("table", torch.rand(9))
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            others = edge_index[:, edge_index[1] != edge_index[0]]
+            counts = degree(others[1], x.shape[0])
+            return self.conv(x, edge_index, self.table[edge_index[0]]) * counts[:, None]
+
+    check_model(Model())
+
+
+class Gathers(nn.Module):
+    """Reads something by ids before anything sorts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GATConv(4, 4, edge_dim=1)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(x, edge_index, torch.arange(x.shape[0], device=x.device)[edge_index[0]] / 10)
+
+
+def test_ids_by_which_others_read_are_looked_at_before() -> None:
+    structure = check_model(Gathers())
+    runner = StructureRunner(take_loops(structure, csr_with_loops))
+    use_kernels(runner)
+    assert not runner.finds
+
+
+class BothWays(nn.Module):
+    """Two sorts share a list of features."""
+
+    def __init__(self, first: str, then: str) -> None:
+        super().__init__()
+        self.one, self.other = (GATConv(4, 4, edge_dim=3, flow=flow) for flow in (first, then))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        features = torch.stack([edge_index[0] * 3 % 7, edge_index[1] % 5, edge_index[0]], 1).float()
+        return self.other(self.one(x, edge_index, features), edge_index, features)
+
+
+@pytest.mark.parametrize("flows", [FLOWS, FLOWS[::-1]])
+def test_features_that_sorts_of_both_directions_share(flows: tuple[str, str]) -> None:
+    """Means are of edges to a node, whichever way messages go: the sort by destination has them."""
+    structure = check_model(BothWays(*flows))
+    taken = take_loops(structure, _csr_with_loops)
+    assert not {ATEN.index.Tensor, torch.ops.gnnc.csr.default} & {n.target for n in taken.graph.nodes}
+
+
+def test_lists_of_weights_wait_for_no_list_of_loops() -> None:
+    structure = structure_of(GCN(4, 4, 2), weights=True)
+    _return_part(structure, 2)
+    structure.recompile()
+    taken = take_loops(structure, _csr_with_loops)
+    assert not {ATEN.index.Tensor, ATEN.index_put.default} & {n.target for n in taken.graph.nodes}
+    edge_index, weight = torch.tensor([[0, 1, 2, 2], [0, 2, 2, 1]]), torch.tensor([2.0, 3, 4, 5])
+    for got, want in zip(taken(edge_index, weight, 4), structure(edge_index, weight, 4), strict=True):
+        assert torch.equal(got, want)
+
+
+def check_model(model: nn.Module) -> GraphModule:
+    """Check that loops are found in a model's structure, and leave it what it is; return that."""
+    x, edge_index = torch.randn(9, 4), torch.randint(0, 9, (2, 30))
+    compiled = gnnc.compile(model.eval(), precision="fp32", backend="reference")
+    with torch.no_grad():
+        compiled(x, edge_index)
+    structure = compiled.structure_graph_module
+    assert structure is not None and list(self_loops(structure.graph))
+    taken = take_loops(structure, _csr_with_loops)
+    tensors = {"x": x, "edge_index": edge_index}
+    given = [tensors.get(each.name, 9) for each in structure.graph.find_nodes(op="placeholder")]
+    for got, want in zip(taken(*given), structure(*given), strict=True):
+        torch.testing.assert_close(got, want)
+    return structure
 
 
 def test_positions_of_edges_without_values() -> None:
