@@ -24,15 +24,43 @@ from gnnc.runtime.cuda.structure import csr_with_loops, use_kernels
 from gnnc.runtime.structure_runner import StructureRunner
 
 
-def structure_of(model: nn.Module, *, weights: bool = False) -> GraphModule:
-    x, edge_index = torch.randn(9, 4), torch.randint(0, 9, (2, 20))
-    given = {"edge_weight": torch.rand(20)} if weights else {}
+def structure_of(model: nn.Module, *others: Tensor, **of_edges: Tensor) -> GraphModule:
+    """Return the structure graph of a model that is called with nodes, edges and what is given."""
     compiled = gnnc.compile(model.eval(), precision="fp32", backend="reference")
     with torch.no_grad():
-        compiled(x, edge_index, **given)
+        compiled(torch.randn(9, 4), torch.randint(0, 4, (2, 20)), *others, **of_edges)
     structure = compiled.structure_graph_module
     assert structure is not None
     return structure
+
+
+def weighted_structure() -> GraphModule:
+    return structure_of(GCN(4, 4, 2), edge_weight=torch.rand(20))
+
+
+def structure_of_means() -> GraphModule:
+    """That of GAT with features of edges: loops get the mean of those of the edges to their node."""
+    return structure_of(GAT(4, 4, 2, edge_dim=3), edge_attr=torch.randn(20, 3))
+
+
+def runner_of(structure: GraphModule) -> StructureRunner:
+    """Return what runs a structure graph whose sorts are kernels."""
+    runner = StructureRunner(take_loops(structure, csr_with_loops))
+    use_kernels(runner)
+    return runner
+
+
+def assert_the_sort_finds_ids(structure: GraphModule, runner: StructureRunner) -> None:
+    names = [node.name for node in structure.graph.find_nodes(op="placeholder")]
+    assert runner.finds == {(names.index("edge_index"), len(names) - 1)}
+
+
+def taken_as(structure: GraphModule, *given: Any) -> GraphModule:
+    """Return a structure graph whose sorts add loops; it gives what the graph itself does, to the bit."""
+    taken = take_loops(structure, _csr_with_loops)
+    for got, want in zip(taken(*given), structure(*given), strict=True):
+        assert torch.equal(got, want) if isinstance(want, Tensor) else got == want
+    return taken
 
 
 @pytest.mark.parametrize("model", [GCN, GAT])
@@ -40,8 +68,7 @@ def test_convolutions_that_ask_for_self_loops(model: Callable[..., nn.Module]) -
     structure = structure_of(model(4, 4, 2))
     (found,) = self_loops(structure.graph)
     assert found.edge_index.op == "placeholder" and found.rows == (0, 1) and found.values == ()
-    runner = StructureRunner(take_loops(structure, csr_with_loops))
-    use_kernels(runner)
+    runner = runner_of(structure)
     (sort,) = (n for group in runner.groups for n in group.module.graph.nodes if n.target is csr_with_loops)
     others = {str(n.target) for group in runner.groups for n in group.module.graph.nodes}
     assert not others & {"aten.index.Tensor", "aten.cat.default", "aten.arange.start", "gnnc.csr.default"}
@@ -59,51 +86,29 @@ def test_those_of_gin_have_no_loops() -> None:
 
 def test_weights_come_with_the_loops() -> None:
     """Those of loops that the caller's graph has stay; nothing is made of a list of edges."""
-    structure = structure_of(GCN(4, 4, 2), weights=True)
+    structure = weighted_structure()
     (found,) = self_loops(structure.graph)
     assert len(found.values) == 1
-    taken = take_loops(structure, _csr_with_loops)
     assert {ATEN.index.Tensor, ATEN.index_put.default} <= {n.target for n in structure.graph.nodes}
+    taken = taken_as(structure, *WEIGHTED_EDGES, 4)
     assert not {ATEN.index.Tensor, ATEN.index_put.default} & {n.target for n in taken.graph.nodes}
-    edge_index, weight = torch.tensor([[0, 1, 2, 2], [0, 2, 2, 1]]), torch.tensor([2.0, 3, 4, 5])
-    got, want = (gm(edge_index, weight, 4) for gm in (taken, structure))
-    assert [each.tolist() for each in got] == [each.tolist() for each in want]
+    want = structure(*WEIGHTED_EDGES, 4)
     assert want[2].tolist() == [2, 5, 1, 3, 4, 1]  # of a loop, 2 -> 1, a new loop, 1 -> 2, a loop, a new loop
-    runner = StructureRunner(take_loops(structure, csr_with_loops))
-    use_kernels(runner)
-    names = [node.name for node in structure.graph.find_nodes(op="placeholder")]
-    assert runner.finds == {(names.index("edge_index"), len(names) - 1)}
+    runner = runner_of(structure)
+    assert_the_sort_finds_ids(structure, runner)
     first, second = runner.groups
     assert set(first.key) < set(second.key), "new weights do not sort the graph again"
-
-
-def structure_of_means() -> GraphModule:
-    """That of GAT with features of edges: loops get the mean of those of the edges to their node."""
-    x, edge_index, features = torch.randn(9, 4), torch.randint(0, 9, (2, 20)), torch.randn(20, 3)
-    model = GAT(4, 4, 2, edge_dim=3).eval()
-    compiled = gnnc.compile(model, precision="fp32", backend="reference")
-    with torch.no_grad():
-        compiled(x, edge_index, edge_attr=features)
-    structure = compiled.structure_graph_module
-    assert structure is not None
-    return structure
 
 
 def test_means_of_edges_are_taken_by_the_sort_that_adds_loops() -> None:
     """No list of the edges that are no loops is made, and nothing else is sorted."""
     structure = structure_of_means()
     assert len(structure.graph.find_nodes(op="call_function", target=torch.ops.gnnc.csr.default)) == 2
-    taken = take_loops(structure, _csr_with_loops)
     assert ATEN.index.Tensor in {n.target for n in structure.graph.nodes}
+    taken = taken_as(structure, torch.tensor([[0, 1, 2, 2, 0], [0, 2, 2, 1, 2]]), torch.randn(5, 3), 4)
     assert not {ATEN.index.Tensor, torch.ops.gnnc.csr.default} & {n.target for n in taken.graph.nodes}
-    edge_index = torch.tensor([[0, 1, 2, 2, 0], [0, 2, 2, 1, 2]])
-    features = torch.randn(5, 3)
-    for got, want in zip(taken(edge_index, features, 4), structure(edge_index, features, 4), strict=True):
-        assert torch.equal(got, want)
-    runner = StructureRunner(take_loops(structure, csr_with_loops))
-    use_kernels(runner)
-    names = [node.name for node in structure.graph.find_nodes(op="placeholder")]
-    assert runner.finds == {(names.index("edge_index"), len(names) - 1)}
+    runner = runner_of(structure)
+    assert_the_sort_finds_ids(structure, runner)
     first, second = runner.groups
     assert set(first.key) < set(second.key), "new features do not sort the graph again"
 
@@ -141,23 +146,17 @@ def test_sums_that_look_alike_are_left_alone(change: str) -> None:
     structure = structure_of_means()
     SUMS[change](structure)
     structure.recompile()
-    taken = take_loops(structure, _csr_with_loops)
+    taken = taken_as(structure, torch.tensor([[0, 1, 2, 2, 0], [0, 2, 2, 1, 2]]), torch.randn(5, 3), 4)
     assert len(taken.graph.find_nodes(op="call_function", target=torch.ops.gnnc.csr.default)) == 1
-    edge_index, features = torch.tensor([[0, 1, 2, 2, 0], [0, 2, 2, 1, 2]]), torch.randn(5, 3)
-    for got, want in zip(taken(edge_index, features, 4), structure(edge_index, features, 4), strict=True):
-        assert torch.equal(got, want)
 
 
 def test_values_of_loops_that_are_made_otherwise_stay() -> None:
-    structure = structure_of(GCN(4, 4, 2), weights=True)
+    structure = weighted_structure()
     put = node(structure, ATEN.index_put.default)
     put.args = (*put.args, True)  # adds up what loops of one node have
     structure.recompile()
-    taken = take_loops(structure, _csr_with_loops)
+    taken = taken_as(structure, *WEIGHTED_EDGES, 4)
     assert ATEN.index_put.default in {n.target for n in taken.graph.nodes}
-    edge_index, weight = torch.tensor([[0, 1, 2, 2], [0, 2, 2, 1]]), torch.tensor([2.0, 3, 4, 5])
-    got, want = (gm(edge_index, weight, 4) for gm in (taken, structure))
-    assert [each.tolist() for each in got] == [each.tolist() for each in want]
 
 
 class Coarse(nn.Module):
@@ -179,21 +178,12 @@ def test_edges_that_several_sorts_share(weights: bool) -> None:
     cluster = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 3])
     another = torch.tensor([0, 1, 1, 2, 2, 3, 3, 3, 3])
     edge_index = torch.tensor([[0, 1, 2, 2, 3], [0, 2, 2, 1, 0]])
-    compiled = gnnc.compile(Coarse(weights=weights).eval(), precision="fp32", backend="reference")
-    x = torch.randn(9, 4)
-    with torch.no_grad():
-        compiled(x, edge_index, cluster, another)
-    structure = compiled.structure_graph_module
-    assert structure is not None
-    runner = StructureRunner(take_loops(structure, csr_with_loops))
-    use_kernels(runner)
+    structure = structure_of(Coarse(weights=weights), cluster, another)
+    runner = runner_of(structure)
     sorts = [n for group in runner.groups for n in group.module.graph.nodes if n.target is csr_with_loops]
     assert len(sorts) == 2 and not runner.finds
-    reference = take_loops(structure, _csr_with_loops)
-    tensors = {"x": x, "edge_index": edge_index, "cluster": cluster, "another": another}
-    given = [tensors[each.name] for each in structure.graph.find_nodes(op="placeholder")]
-    for got, want in zip(reference(*given), structure(*given), strict=True):
-        assert torch.equal(got, want) if isinstance(want, Tensor) else got == want
+    tensors = {"x": torch.randn(9, 4), "edge_index": edge_index, "cluster": cluster, "another": another}
+    taken_as(structure, *[tensors[each.name] for each in structure.graph.find_nodes(op="placeholder")])
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**40), 5, 2**40])
@@ -217,6 +207,7 @@ def test_values_of_loops_are_those_of_the_reference(width: tuple[int, ...]) -> N
 
 
 ATEN = torch.ops.aten
+WEIGHTED_EDGES = torch.tensor([[0, 1, 2, 2], [0, 2, 2, 1]]), torch.tensor([2.0, 3, 4, 5])
 FLOWS = ("source_to_target", "target_to_source")
 
 
@@ -299,7 +290,7 @@ def test_what_looks_alike_is_left_alone(change: str) -> None:
 @pytest.mark.parametrize("change", WEIGHTED)
 def test_weights_that_are_not_only_read_in_order_are_lists_without_loops(change: str) -> None:
     """The sort adds the loops all the same, and says how long the lists are."""
-    structure = structure_of(GCN(4, 4, 2), weights=True)
+    structure = weighted_structure()
     WEIGHTED[change](structure)
     structure.recompile()
     (found,) = self_loops(structure.graph)
@@ -308,7 +299,7 @@ def test_weights_that_are_not_only_read_in_order_are_lists_without_loops(change:
 
 
 def test_columns_of_weights_are_not_read_in_the_order_of_edges() -> None:
-    structure = structure_of(GCN(4, 4, 2), weights=True)
+    structure = weighted_structure()
     swap(ATEN.index_select.default, a1=1)(structure)
     (found,) = self_loops(structure.graph)
     assert found.values is None
@@ -319,8 +310,8 @@ def test_positions_that_are_a_result_are_those_in_lists_without_loops() -> None:
     structure = structure_of_means()
     _return_part(structure, 2, number=1)
     structure.recompile()
-    assert without_loops in {n.target for n in take_loops(structure, _csr_with_loops).graph.nodes}
-    check_lists(structure, torch.rand(4, 3))
+    taken = check_lists(structure, torch.rand(4, 3))
+    assert without_loops in {n.target for n in taken.graph.nodes}
 
 
 def test_a_list_of_edges_by_another_mask_is_not_taken_for_the_sorts() -> None:
@@ -352,10 +343,8 @@ class Gathers(nn.Module):
 
 
 def test_ids_by_which_others_read_are_looked_at_before() -> None:
-    structure = check_model(Gathers())
-    runner = StructureRunner(take_loops(structure, csr_with_loops))
-    use_kernels(runner)
-    assert not runner.finds
+    structure, _ = check_model(Gathers())
+    assert not runner_of(structure).finds
 
 
 class BothWays(nn.Module):
@@ -373,36 +362,25 @@ class BothWays(nn.Module):
 @pytest.mark.parametrize("flows", [FLOWS, FLOWS[::-1]])
 def test_features_that_sorts_of_both_directions_share(flows: tuple[str, str]) -> None:
     """Means are of edges to a node, whichever way messages go: the sort by destination has them."""
-    structure = check_model(BothWays(*flows))
-    taken = take_loops(structure, _csr_with_loops)
+    _, taken = check_model(BothWays(*flows))
     assert not {ATEN.index.Tensor, torch.ops.gnnc.csr.default} & {n.target for n in taken.graph.nodes}
 
 
 def test_lists_of_weights_wait_for_no_list_of_loops() -> None:
-    structure = structure_of(GCN(4, 4, 2), weights=True)
+    structure = weighted_structure()
     _return_part(structure, 2)
     structure.recompile()
-    taken = take_loops(structure, _csr_with_loops)
+    taken = taken_as(structure, *WEIGHTED_EDGES, 4)
     assert not {ATEN.index.Tensor, ATEN.index_put.default} & {n.target for n in taken.graph.nodes}
-    edge_index, weight = torch.tensor([[0, 1, 2, 2], [0, 2, 2, 1]]), torch.tensor([2.0, 3, 4, 5])
-    for got, want in zip(taken(edge_index, weight, 4), structure(edge_index, weight, 4), strict=True):
-        assert torch.equal(got, want)
 
 
-def check_model(model: nn.Module) -> GraphModule:
-    """Check that loops are found in a model's structure, and leave it what it is; return that."""
-    x, edge_index = torch.randn(9, 4), torch.randint(0, 9, (2, 30))
-    compiled = gnnc.compile(model.eval(), precision="fp32", backend="reference")
-    with torch.no_grad():
-        compiled(x, edge_index)
-    structure = compiled.structure_graph_module
-    assert structure is not None and list(self_loops(structure.graph))
-    taken = take_loops(structure, _csr_with_loops)
-    tensors = {"x": x, "edge_index": edge_index}
+def check_model(model: nn.Module) -> tuple[GraphModule, GraphModule]:
+    """Check that loops are found in a structure and leave it what it is; return it, and as it is taken."""
+    structure = structure_of(model)
+    assert list(self_loops(structure.graph))
+    tensors = {"x": torch.randn(9, 4), "edge_index": torch.randint(0, 9, (2, 30))}
     given = [tensors.get(each.name, 9) for each in structure.graph.find_nodes(op="placeholder")]
-    for got, want in zip(taken(*given), structure(*given), strict=True):
-        torch.testing.assert_close(got, want)
-    return structure
+    return structure, taken_as(structure, *given)
 
 
 def test_positions_of_edges_without_values() -> None:
@@ -424,21 +402,15 @@ def test_lists_are_not_made_before_the_number_of_nodes_is_known() -> None:
     assert not list(self_loops(structure.graph))
 
 
-def check_lists(structure: GraphModule, *values: Tensor) -> None:
-    taken = take_loops(structure, _csr_with_loops)
+def check_lists(structure: GraphModule, *values: Tensor) -> GraphModule:
+    """Check that sorts add loops and positions are those in lists; return the graph that does so."""
+    taken = taken_as(structure, torch.tensor([[0, 1, 2, 2], [0, 2, 2, 1]]), *values, 4)
+    taken_as(structure, torch.tensor([[1, 1, 2, 0], [1, 1, 2, 0]]), *values, 4)
     targets = {n.target for n in taken.graph.nodes}
     assert {_csr_with_loops, positions_without_loops} <= targets
     assert torch.ops.gnnc.csr.default not in targets
-    for edge_index in (
-        torch.tensor([[0, 1, 2, 2], [0, 2, 2, 1]]),
-        torch.tensor([[1, 1, 2, 0], [1, 1, 2, 0]]),
-    ):
-        for got, want in zip(taken(edge_index, *values, 4), structure(edge_index, *values, 4), strict=True):
-            assert torch.equal(got, want)
-    runner = StructureRunner(take_loops(structure, csr_with_loops))
-    use_kernels(runner)
-    names = [node.name for node in structure.graph.find_nodes(op="placeholder")]
-    assert runner.finds == {(names.index("edge_index"), len(names) - 1)}
+    assert_the_sort_finds_ids(structure, runner_of(structure))
+    return taken
 
 
 @pytest.mark.cuda
