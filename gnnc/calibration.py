@@ -9,12 +9,13 @@ or the name of the GPU that the model is on: other kernels or another machine ar
 """
 
 import hashlib
+import importlib
 import platform
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -54,6 +55,7 @@ CUDA_GRAPHS = ((170_000, 2_400_000), (20_000, 100_000), (1_000_000, 12_000_000))
 """The same for a GPU, which needs more work to be busy."""
 
 _LEAST_RUNS = 3
+_SOLVER = "scipy.optimize"
 _STEP = 2.0
 """How much more a byte may cost at the next of ``cost.KNOTS``."""
 
@@ -251,8 +253,7 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
     start = time.perf_counter()
     device = _device_of(backend)
     with torch.no_grad():
-        variants = [variant for probe in PROBES for variant in _variants(probe, backend, device)]
-        programs = _programs(variants, backend)
+        variants, programs = _programs(backend, device)
         ready = time.perf_counter()
         trials: list[_Trial] = []
         for graph in device.graphs:
@@ -267,14 +268,23 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
     return Rates(families, backend.name, _machine(backend), time.perf_counter() - start)
 
 
-def _programs(variants: Sequence[_Variant], backend: Backend) -> list[Executable]:
-    """Compile side by side: the compiler of CUDA takes a second or two for each program."""
+def _programs(backend: Backend, device: Device) -> tuple[list[_Variant], list[Executable]]:
+    """Lower every probe in every option; each is compiled while the next are lowered.
+
+    CUDA's compiler takes a second for each program and lets threads read the sources one after the other.
+    """
 
     def compile_one(variant: _Variant) -> Executable:
         return backend.executable(variant.graph_module, check_finite=False, cuda_graph=False)
 
+    variants: list[_Variant] = []
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(compile_one, variants))
+        coming: list[Future[Executable]] = []
+        for variant in (variant for probe in PROBES for variant in _variants(probe, backend, device)):
+            variants.append(variant)
+            coming.append(pool.submit(compile_one, variant))
+        importlib.import_module(_SOLVER)  # most of a second, which the fit would wait for
+        return variants, [program.result() for program in coming]
 
 
 def _with_alike(
@@ -416,8 +426,7 @@ def _memory_steps(names: Sequence[str]) -> np.ndarray:
 
 def _least_absolute(matrix: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """Return x >= 0 with the least sum of |matrix @ x - 1| such that limits @ x <= 0."""
-    from scipy.optimize import linprog  # scipy takes most of a second to import
-
+    linprog = importlib.import_module(_SOLVER).linprog
     rows, columns = matrix.shape
     slack = -np.eye(rows)
     # Terms differ by ten orders of magnitude, and the solver's tolerance is absolute.

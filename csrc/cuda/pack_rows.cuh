@@ -8,6 +8,9 @@
 //
 // Launch: blocks of 256 threads, a thread for every 16 bytes of the copy.
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include "types.cuh"
 
 namespace gnnc {

@@ -70,14 +70,14 @@ class Attend:
         given += ["0" if edge is None else f"{edge}.data_ptr()", stats]
         given += write_staging(emitter, runs, words)
         count = len(given) + RUNS_EXTRA
-        emitter.unit.expect("AttentionArgs", count)
         config = _config(plan, node, emitter, additive, edge is not None)
-        launch, total = f"gnnc::attention<{config}, {epilogue}>", count + len(values)
-        emitter.launch(launch, f"{runs}.blocks", [*given, *values], block=AS_COMPILED, count=total)
+        kernel, total = f"gnnc::attention<{config}, {epilogue}>", count + len(values)
+        emitter.unit.expect(kernel, "AttentionArgs", count)
+        emitter.launch(kernel, f"{runs}.blocks", [*given, *values], block=AS_COMPILED, count=total)
         if weights is not None:
-            launch = f"gnnc::attention_weights<{config}>"
+            kernel = f"gnnc::attention_weights<{config}>"
             values = [*given, f"{weights}.data_ptr()"]
-            emitter.launch(launch, f"{runs}.blocks", values, block=AS_COMPILED, count=count + 1)
+            emitter.launch(kernel, f"{runs}.blocks", values, block=AS_COMPILED, count=count + 1)
 
 
 def _config(plan: attention.Plan, node: Node, emitter: CudaEmitter, additive: bool, edge: bool) -> str:

@@ -32,7 +32,7 @@ EXTRAS = {12: "gnnc[cuda12]", 13: "gnnc[cuda]"}
 """What brings NVRTC, its interface and the headers, by major version of CUDA."""
 _NEWEST = max(EXTRAS)
 _IMPORTING = threading.Lock()
-_OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": "-v"}
+_OPTIONS = {"std": "c++17", "fma": False, "minimal": True, "ptxas_options": "-v"}
 _CACHES = 12, 9
 """NVRTC from which on it keeps code by itself, and gives it again without the assembler's report."""
 _PACKAGE = Path(__file__).parents[2]  # gnnc/, seen from gnnc/runtime/cuda/

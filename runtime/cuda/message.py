@@ -152,10 +152,10 @@ def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
     values = runs_arguments(emitter.vector(rowptr), columns, runs)
     values += write_staging(emitter, runs, functor.width)
     values += [f"{out}.data_ptr()", f"{runs}.count"]
-    emitter.unit.expect("MessageArgs", len(values) + RUNS_EXTRA)
-    join = f"gnnc::Join::{plan.reduce}"
+    kernel = f"gnnc::message<{functor.width}, {stride}, {lanes}, gnnc::Join::{plan.reduce}, {body}>"
+    emitter.unit.expect(kernel, "MessageArgs", len(values) + RUNS_EXTRA)
     emitter.launch(
-        f"gnnc::message<{functor.width}, {stride}, {lanes}, {join}, {body}>",
+        kernel,
         blocks(f"{runs}.count", BLOCK // lanes),
         [*values, *pointers],
         count=len(values) + len(pointers) + RUNS_EXTRA,

@@ -53,14 +53,15 @@ class Kernels:
     """
 
     def __init__(self, unit: Unit, ids: str, bits: int, loops: bool) -> None:
-        unit.expect("RadixArgs", _ARGUMENTS)
-        unit.expect("RowptrArgs", _ROWPTR_ARGUMENTS)
         shared = _SHARED + (1 << bits) * (2 * _THREADS // 32 + 4)
-        unit.require(f"sizeof(RadixShared<{bits}>) == {shared}", "a launch gives the tile its shared memory")
         count = partial(unit.launch, count=_ARGUMENTS, block=_THREADS)
         scatter = partial(count, shared=shared)
         self.sums = unit.launch("gnnc::radix_sums", _ARGUMENTS)
         self.rowptr = unit.launch("gnnc::radix_rowptr", _ROWPTR_ARGUMENTS)
+        kernel = self.sums.name
+        unit.expect(kernel, "RadixArgs", _ARGUMENTS)
+        unit.expect(kernel, "RowptrArgs", _ROWPTR_ARGUMENTS)
+        unit.require(kernel, f"sizeof(RadixShared<{bits}>) == {shared}", "a launch gives the tile its memory")
         self.count: dict[bool, Launch] = {}
         self.scatter: dict[tuple[bool, bool], Launch] = {}
         for first in (False, True):
@@ -152,8 +153,8 @@ class RowsKernel:
     """The kernel that finds the row of every edge, on one device."""
 
     def __init__(self, unit: Unit) -> None:
-        unit.expect("RowsArgs", 3)
         self.launch = unit.launch("gnnc::radix_rows", 3)
+        unit.expect(self.launch.name, "RowsArgs", 3)
 
 
 def rows_of(rowptr: Tensor, edges: int) -> Tensor:

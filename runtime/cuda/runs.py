@@ -165,13 +165,16 @@ class Kernels:
     """The kernels that make run tables (csrc/cuda/cut_rows.cuh), on one device."""
 
     def __init__(self, unit: Unit) -> None:
-        unit.expect("CutArgs", len(_FIELDS))
-        unit.require(f"kRowCost == {ROW_COST} && kWindow == {_WINDOW}", "blocks cut windows of so many rows")
-        unit.require(f"kGroup == {_GROUP}", "what a run has room for is counted in groups")
         names = ("count_runs", "write_runs", "share_runs", "deal_runs")
         self.count, self.write, self.share, self.deal = (
             unit.launch(f"gnnc::{name}", len(_FIELDS), block=_WINDOW) for name in names
         )
+        kernel = self.write.name
+        unit.expect(kernel, "CutArgs", len(_FIELDS))
+        unit.require(kernel, f"kRowCost == {ROW_COST} && kWindow == {_WINDOW}", "windows have so many rows")
+        unit.require(kernel, f"kGroup == {_GROUP}", "what a run has room for is counted in groups")
+        unit.require(kernel, f"kMostEntries == {MOST_ENTRIES}", "a warp has room for the entries of a run")
+        unit.require(kernel, f"kMostPart == {MOST_PART}", "sums of so many edges are in range")
 
 
 class Draft:

@@ -48,12 +48,12 @@ class Sddmm:
             values += [f"{row.text}.data_ptr()", str(row.stride)]
         factors = [f"{emitter.vector(as_node(scale))}.data_ptr()" for scale in scales if plan.is_scaled]
         values += [*(factors or ["0", "0"]), f"{out}.data_ptr()"]
-        emitter.unit.expect("SddmmArgs", len(values) + RUNS_EXTRA)
         element = ELEMENTS[first.meta["val"].dtype]
         config = f"gnnc::SddmmConfig<gnnc::Element::{element}, {width}, gnnc::EdgeOp::{_OPS[plan.op]}, "
         config += f"{plan.heads}, {truth(plan.is_scaled)}>"
-        count = len(values) + RUNS_EXTRA
-        emitter.launch(f"gnnc::sddmm<{config}>", f"{runs}.blocks", values, block=AS_COMPILED, count=count)
+        kernel, count = f"gnnc::sddmm<{config}>", len(values) + RUNS_EXTRA
+        emitter.unit.expect(kernel, "SddmmArgs", count)
+        emitter.launch(kernel, f"{runs}.blocks", values, block=AS_COMPILED, count=count)
 
 
 def _fitting(plan: sddmm.Plan, dtype: torch.dtype) -> sddmm.Plan | Decline:

@@ -118,31 +118,30 @@ class Spmm:
         epilogue, values = write_epilogue(plan.program, node, emitter, shape_of(rowptr)[0] - 1, plan.width)
         config = _config(plan, node, kind)
         words = round_up(x.columns, 4) * (2 if _is_exact(plan, node) else 1)
-        emitter.unit.require(f"Spmm<{config}>::kStagedBytes == {4 * words}", "parts of rows have room")
         rest = [f"{x.text}.data_ptr()", str(x.stride), value, scale, shift]
         rest += write_staging(emitter, runs, words, slices_of(x.nbytes) if sliced else 1)
         names = f"{config}, {epilogue}"
         given = [*runs_arguments(emitter.vector(rowptr), col, runs), *rest]
         count = len(given) + RUNS_EXTRA
-        emitter.unit.expect("SpmmArgs", count)
         form = "spmm_sliced" if sliced and x.nbytes > MOST_WHOLE else "spmm"
-        emitter.unit.require(f"gnnc::kMostWhole == {MOST_WHOLE}", "rows of more bytes have slices")
-        name, given, count = f"gnnc::{form}<{names}>", [*given, *values], count + len(values)
-        emitter.launch(name, f"{runs}.blocks", given, block=AS_COMPILED, count=count)
+        kernel = f"gnnc::{form}<{names}>"
+        unit = emitter.unit
+        unit.expect(kernel, "SpmmArgs", count)
+        unit.require(kernel, f"Spmm<{config}>::kStagedBytes == {4 * words}", "parts of rows have room")
+        unit.require(kernel, f"gnnc::kMostWhole == {MOST_WHOLE}", "rows of more bytes have slices")
+        given, count = [*given, *values], count + len(values)
+        emitter.launch(kernel, f"{runs}.blocks", given, block=AS_COMPILED, count=count)
         if not staged:
             return
         given = [*staged_arguments(emitter.vector(rowptr), runs), *rest]
         count = len(given) + STAGED_EXTRA
-        emitter.unit.expect("StagedSpmmArgs", count)
-        shared = shared_bytes(x.nbytes, kind)
-        family = f"gnnc::Staged<{config}>"
-        emitter.unit.require(
-            f"{family}::Window::kBytes == {shared}", "the window has the bytes that a launch gives it"
-        )
-        together = entries_of(window_rows(x.nbytes))
-        emitter.unit.require(f"{family}::kEntries == {together}", "a warp has room for the entries of a run")
-        name, given, count = f"gnnc::spmm_staged<{names}>", [*given, *values], count + len(values)
-        emitter.launch(name, f"{runs}.staged_blocks", given, block=AS_COMPILED, count=count, shared=shared)
+        kernel, family = f"gnnc::spmm_staged<{names}>", f"gnnc::Staged<{config}>"
+        shared, together = shared_bytes(x.nbytes, kind), entries_of(window_rows(x.nbytes))
+        unit.expect(kernel, "StagedSpmmArgs", count)
+        unit.require(kernel, f"{family}::Window::kBytes == {shared}", "a launch gives the window its bytes")
+        unit.require(kernel, f"{family}::kEntries == {together}", "a warp has room for the entries of a run")
+        given, count = [*given, *values], count + len(values)
+        emitter.launch(kernel, f"{runs}.staged_blocks", given, block=AS_COMPILED, count=count, shared=shared)
 
 
 def _is_staged(plan: spmm.Plan, node: Node) -> bool:

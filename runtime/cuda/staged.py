@@ -300,14 +300,15 @@ class Kernels:
     """The kernels that look at every edge and row (csrc/cuda/stage_edges.cuh), on one device."""
 
     def __init__(self, unit: Unit) -> None:
-        unit.expect("StageArgs", _ARGUMENTS)
-        unit.expect("NearArgs", _FOUND)
-        unit.require(f"window_rows(64) == {WINDOWS[0]} && window_rows(65) == {WINDOWS[1]}", "there are two")
-        unit.expect("EntriesArgs", _FOUND)
         self._near = unit.launch("gnnc::near_edges", _FOUND)
         self._entries = unit.launch("gnnc::count_entries", _FOUND)
         self._count = unit.launch("gnnc::count_near", _ARGUMENTS)
         self._write = unit.launch("gnnc::stage_edges", _ARGUMENTS)
+        kernel, (small, large) = self._write.name, WINDOWS
+        unit.expect(kernel, "StageArgs", _ARGUMENTS)
+        unit.expect(kernel, "NearArgs", _FOUND)
+        unit.expect(kernel, "EntriesArgs", _FOUND)
+        unit.require(kernel, f"window_rows(64) == {small} && window_rows(65) == {large}", "there are two")
 
     def find(self, rowptr: Tensor, row: Tensor, col: Tensor, cut: Cut, found: Tensor) -> None:
         """Find the numbers of sizes; see ``find_sizes``."""

@@ -12,8 +12,6 @@ from gnnc.runtime.cuda.kept import BUILDING, drop, found, kept, launching, value
 from gnnc.runtime.cuda.radix import padded_columns, rows_of
 from gnnc.runtime.cuda.runs import (
     BEGUN,
-    MOST_ENTRIES,
-    MOST_PART,
     Cut,
     Runs,
     chunk_of,
@@ -223,14 +221,11 @@ def write_columns(emitter: CudaEmitter, text: str) -> str:
 
 def write_runs(emitter: CudaEmitter, rowptr: str, edges: str, row_bytes: int) -> str:
     """Write the run table for kernels that gather rows of so many bytes; return the variable's name."""
-    emitter.unit.require(f"gnnc::kMostEntries == {MOST_ENTRIES}", "a warp has room for the entries of a run")
-    emitter.unit.require(*_IN_RANGE)
     return emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({rowptr}, {edges}, {row_bytes})")
 
 
 def write_sums(emitter: CudaEmitter, rowptr: str, col: str, sources: str, row_bytes: int) -> str:
     """Write the tables for sums of rows of x of so many bytes; return the variable's name."""
-    emitter.unit.require(*_IN_RANGE)
     return emitter.let("runs", f"{emitter.bind(sums_of, 'sums_of')}({rowptr}, {col}, {sources}, {row_bytes})")
 
 
@@ -269,8 +264,6 @@ def staged_arguments(rowptr: str, runs: str) -> list[str]:
     """Return the texts of the arguments that make a ``gnnc::StagedRuns``."""
     return [f"{rowptr}.data_ptr()", f"*{runs}.staged_fields"]
 
-
-_IN_RANGE = f"gnnc::kMostPart == {MOST_PART}", "sums of so many edges are in range"
 
 KEPT = (in_fours, in_order, destinations, runs_of, sums_of)
 """Functions whose results live as long as the tensors that they were made of."""

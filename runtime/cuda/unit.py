@@ -35,16 +35,16 @@ class Unit:
 
     def __init__(self) -> None:
         self._structs: dict[str, str] = {}
-        self._asserted: dict[str, None] = {}
+        self._asserted: dict[str, dict[str, None]] = {}
         self._launches: dict[tuple[object, ...], Launch] = {}
 
-    def expect(self, struct: str, count: int) -> None:
+    def expect(self, kernel: str, struct: str, count: int) -> None:
         """Have the compiler check that a kernel's argument struct has so many eight-byte members."""
-        self.require(f"sizeof({struct}) == {8 * count}", f"{struct} is given {count} values")
+        self.require(kernel, f"sizeof({struct}) == {8 * count}", f"{struct} is given {count} values")
 
-    def require(self, condition: str, message: str) -> None:
-        """Have the compiler check what the host assumes."""
-        self._asserted[f'static_assert({condition}, "{message}");'] = None
+    def require(self, kernel: str, condition: str, message: str) -> None:
+        """Have the compiler check, where it compiles a kernel, what the host assumes of it."""
+        self._asserted.setdefault(kernel, {})[f'static_assert({condition}, "{message}");\n'] = None
 
     def struct(self, kind: str, body: str) -> str:
         """Define a struct, once for each body; return its name, the same in every program."""
@@ -74,21 +74,19 @@ class Unit:
     @property
     def sources(self) -> list[tuple[str, tuple[str, ...]]]:
         """CUDA C++ texts, each with the C++ names of the kernels that are wanted of it."""
+        assert self._asserted.keys() <= {*self.names}, "what is checked is compiled"
         parts: dict[str, list[str]] = {}
         for name in self.names:  # a header brings all of its kernels that are no templates
             parts.setdefault(name if "<" in name else _header_of(name), []).append(name)
-        checks = "".join(f"{line}\n" for line in self._asserted)
-        if len(parts) == 1:
-            return [(self._text(self.names, checks), self.names)]
-        found = [(self._text(names), tuple(names)) for names in parts.values()]
-        return [*found, (self._text(self.names, checks), ())] if checks else found
+        return [(self._text(names), tuple(names)) for names in parts.values()]
 
-    def _text(self, names: Iterable[str], checks: str = "") -> str:
-        """Return a text that instances need, and of which the checks hold."""
-        headers = dict.fromkeys([_STEPS, *map(_header_of, names)])
+    def _text(self, names: Iterable[str]) -> str:
+        """Return the text that instances need, with what is checked of them."""
+        checks = "".join(check for name in names for check in self._asserted.get(name, ()))
         needed: dict[str, str] = {}
         for text in (*names, checks):
             self._need(text, needed)
+        headers = dict.fromkeys([*([_STEPS] if needed else []), *map(_header_of, names)])
         structs = [f"struct {name} {{\n{body}}};\n" for name, body in needed.items()]
         includes = [f'#include "{header}"' for header in headers]
         return "\n".join([*includes, "", "using namespace gnnc;", "", *structs, checks])

@@ -190,16 +190,17 @@ def test_kernels_of_a_header_that_are_no_templates_are_compiled_at_once():
     unit = Unit()
     unit.launch("gnnc::count_near", 11)
     unit.launch("gnnc::stage_edges", 11)
-    unit.require("true", "yes")
+    unit.require("gnnc::stage_edges", "true", "yes")
     ((_, names),) = unit.sources
     assert names == unit.names
 
 
-def test_what_the_host_assumes_is_checked_beside_several_kernels(folder):
+def test_what_the_host_assumes_of_a_kernel_is_checked_where_it_is_compiled(folder):
     unit = Unit()
     unit.launch("gnnc::check_finite", 4)
     unit.launch("gnnc::count_near", 11)
-    unit.require("sizeof(CheckArgs) == 1", "so it says")
+    unit.require("gnnc::check_finite", "sizeof(CheckArgs) == 1", "so it says")
+    assert ["so it says" in text for text, _ in unit.sources] == [True, False]
     with pytest.raises(gnnc.BackendError, match="so it says"):
         unit.compile("sm_90")
 
