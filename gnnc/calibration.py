@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -55,7 +55,6 @@ CUDA_GRAPHS = ((170_000, 2_400_000), (20_000, 100_000), (1_000_000, 12_000_000))
 """The same for a GPU, which needs more work to be busy."""
 
 _LEAST_RUNS = 3
-_SOLVER = "scipy.optimize"
 _STEP = 2.0
 """How much more a byte may cost at the next of ``cost.KNOTS``."""
 
@@ -253,12 +252,12 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
     start = time.perf_counter()
     device = _device_of(backend)
     with torch.no_grad():
-        variants, programs = _programs(backend, device)
+        programs = _programs(backend, device)
         ready = time.perf_counter()
         trials: list[_Trial] = []
         for graph in device.graphs:
             if time.perf_counter() - ready < 0.4 * seconds or graph is device.graphs[0]:
-                trials += _trials(variants, programs, graph, device, _where(backend))
+                trials += _trials(programs, graph, device, _where(backend))
         while trials and (time.perf_counter() - start < seconds or trials[0].runs < _LEAST_RUNS):
             _run_fewest(trials)
     samples = [s for t in trials for s in t.samples.values() if 0 < s.seconds < float("inf")]
@@ -268,7 +267,7 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
     return Rates(families, backend.name, _machine(backend), time.perf_counter() - start)
 
 
-def _programs(backend: Backend, device: Device) -> tuple[list[_Variant], list[Executable]]:
+def _programs(backend: Backend, device: Device) -> list[tuple[_Variant, Executable]]:
     """Lower every probe in every option; each is compiled while the next are lowered.
 
     CUDA's compiler takes a second for each program and lets threads read the sources one after the other.
@@ -277,14 +276,11 @@ def _programs(backend: Backend, device: Device) -> tuple[list[_Variant], list[Ex
     def compile_one(variant: _Variant) -> Executable:
         return backend.executable(variant.graph_module, check_finite=False, cuda_graph=False)
 
-    variants: list[_Variant] = []
     with ThreadPoolExecutor() as pool:
-        coming: list[Future[Executable]] = []
-        for variant in (variant for probe in PROBES for variant in _variants(probe, backend, device)):
-            variants.append(variant)
-            coming.append(pool.submit(compile_one, variant))
-        importlib.import_module(_SOLVER)  # most of a second, which the fit would wait for
-        return variants, [program.result() for program in coming]
+        variants = (variant for probe in PROBES for variant in _variants(probe, backend, device))
+        coming = [(variant, pool.submit(compile_one, variant)) for variant in variants]
+        importlib.import_module("scipy.optimize")  # most of a second, which the fit would wait for
+        return [(variant, program.result()) for variant, program in coming]
 
 
 def _with_alike(
@@ -346,14 +342,13 @@ def _assign(graph_module: GraphModule, option: Option, context: Context) -> None
 
 
 def _trials(
-    variants: Sequence[_Variant],
-    programs: Sequence[Executable],
+    programs: Sequence[tuple[_Variant, Executable]],
     graph: tuple[int, int],
     device: Device,
     where: torch.device,
 ) -> Iterator[_Trial]:
     known: dict[str, tuple[Any, ...]] = {}
-    for variant, executable in zip(variants, programs, strict=True):
+    for variant, executable in programs:
         probe = variant.probe
         if graph[0] * probe.width * 4 > device.largest_input:
             continue
@@ -426,7 +421,8 @@ def _memory_steps(names: Sequence[str]) -> np.ndarray:
 
 def _least_absolute(matrix: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """Return x >= 0 with the least sum of |matrix @ x - 1| such that limits @ x <= 0."""
-    linprog = importlib.import_module(_SOLVER).linprog
+    from scipy.optimize import linprog  # scipy takes most of a second to import
+
     rows, columns = matrix.shape
     slack = -np.eye(rows)
     # Terms differ by ten orders of magnitude, and the solver's tolerance is absolute.

@@ -8,7 +8,7 @@
 //
 // Launch: blocks of 256 threads, a thread for every 16 bytes of the copy.
 
-#include <cuda_bf16.h>
+#include <cuda_bf16.h>  // Config::T may be a type of either
 #include <cuda_fp16.h>
 
 #include "types.cuh"

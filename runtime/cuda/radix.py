@@ -54,21 +54,22 @@ class Kernels:
 
     def __init__(self, unit: Unit, ids: str, bits: int, loops: bool) -> None:
         shared = _SHARED + (1 << bits) * (2 * _THREADS // 32 + 4)
+        fits = f"sizeof(RadixShared<{bits}>) == {shared}"
         count = partial(unit.launch, count=_ARGUMENTS, block=_THREADS)
         scatter = partial(count, shared=shared)
         self.sums = unit.launch("gnnc::radix_sums", _ARGUMENTS)
         self.rowptr = unit.launch("gnnc::radix_rowptr", _ROWPTR_ARGUMENTS)
-        kernel = self.sums.name
-        unit.expect(kernel, "RadixArgs", _ARGUMENTS)
-        unit.expect(kernel, "RowptrArgs", _ROWPTR_ARGUMENTS)
-        unit.require(kernel, f"sizeof(RadixShared<{bits}>) == {shared}", "a launch gives the tile its memory")
+        unit.expect(self.sums.name, "RadixArgs", _ARGUMENTS)
+        unit.expect(self.rowptr.name, "RowptrArgs", _ROWPTR_ARGUMENTS)
         self.count: dict[bool, Launch] = {}
         self.scatter: dict[tuple[bool, bool], Launch] = {}
         for first in (False, True):
             pass_, adds = f"{ids}, {bits}, {_text(first)}", _text(first and loops)
             self.count[first] = count(f"gnnc::radix_count<{pass_}, {adds}>")
             for last in (False, True):
-                self.scatter[first, last] = scatter(f"gnnc::radix_scatter<{pass_}, {_text(last)}, {adds}>")
+                kernel = f"gnnc::radix_scatter<{pass_}, {_text(last)}, {adds}>"
+                unit.require(kernel, fits, "a launch gives the tile its shared memory")
+                self.scatter[first, last] = scatter(kernel)
 
 
 def _text(flag: bool) -> str:

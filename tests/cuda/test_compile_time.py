@@ -19,7 +19,7 @@ def seconds(times: dict[str, Any]) -> float:
 def test_first_with_an_empty_cache_then_with_the_filled_one(case: str, tmp_path: Path) -> None:
     cold = in_a_new_process(case, tmp_path)
     files = sorted((tmp_path / "cuda").glob("*.cubin"))
-    warm = min((in_a_new_process(case, tmp_path) for _ in range(2)), key=seconds)  # others may share the host
+    warm = in_a_new_process(case, tmp_path)
     assert files and sorted((tmp_path / "cuda").glob("*.cubin")) == files
     assert cold["kernels"] == warm["kernels"] > 3
     assert seconds(cold) <= COLD, cold
