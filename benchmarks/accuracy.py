@@ -13,15 +13,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import graphs
-import measure
-import models
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch_geometric.utils import degree
 
 import gnnc
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import graphs
+import measure
+import models
 
 DATASETS = ("cora", "pubmed", "amazon_computers", "coauthor_cs")
 EPOCHS = 100

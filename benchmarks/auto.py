@@ -27,24 +27,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import cuda_kernels
-import graphs
-import measure
-import models
 import torch
-from auto_report import BUDGETS, LARGE, STRATEGIES, conclusions, page, plot, table
 from torch import Tensor, nn
 from torch_geometric.utils import subgraph
 
 import gnnc
-from gnnc.arguments import flatten_call
-from gnnc.calibration import rates_for
-from gnnc.passes.auto import Choice
-from gnnc.passes.choose import solve
-from gnnc.passes.study import Study, nominal_error
+from gnnc.calibrate.calibration import rates_for
+from gnnc.calibrate.timing import measure_on
+from gnnc.capture.arguments import flatten_call
+from gnnc.pareto import shortest
+from gnnc.passes.search.choice import Choice
+from gnnc.passes.search.solver import solve
+from gnnc.passes.search.study import Study, nominal_error
 from gnnc.runtime.backend import get_backend
-from gnnc.timing import measure_on
-from gnnc.tradeoff import shortest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import cuda_kernels
+import graphs
+import measure
+import models
+from auto_report import BUDGETS, LARGE, STRATEGIES, conclusions, page, plot, table
 
 GRAPHS = ("cora", "pubmed", "amazon_computers", "facebook_pages")
 MODELS = {**models.MODELS, "residual": models.residual_gcn}

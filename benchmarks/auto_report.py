@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from gnnc.figures import save
+from gnnc.report.figure_style import save
 
 BUDGETS = (0.005, 0.02, 0.05)
 HELD_OUT = 1.2

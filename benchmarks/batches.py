@@ -18,16 +18,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import graphs
-import measure
-import models
 import torch
-from sampling import Sampler
 from tabulate import tabulate
 from torch import Tensor
 
 import gnnc
-from gnnc.runtime.executable import now
+from gnnc.runtime.program.executable import now
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import graphs
+import measure
+import models
+from sampling import Sampler
 
 FAN_OUT = (10, 10)
 WARMUP = 5

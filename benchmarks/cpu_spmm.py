@@ -13,18 +13,22 @@ import dataclasses
 import itertools
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
-from graphs import SHAPES, generate
 from tabulate import tabulate
 
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.cpu.structure import csr
-from gnnc.runtime.row_program import Op
+from gnnc.runtime.row_program.opcodes import Op
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import measure
+from graphs import SHAPES, generate
 
 STORE = (Op.STORE_F32, 0, 0, 0)
 SUM = 0

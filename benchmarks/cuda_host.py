@@ -10,9 +10,7 @@ device is awake. ``seconds`` is the time from the first call's arguments to a pr
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cuda_launch import Module
 from tabulate import tabulate
 
-FEATURES, CLASSES = 128, 40
-NODES, EDGES = 2_708, 10_556
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from compile_process import in_a_new_process, problem
+from cuda_launch import Module
+
 SOURCE = """
 template <int kCount>
 struct Values {
@@ -35,54 +35,6 @@ template <int kCount>
 __global__ void nothing(Values<kCount> values) {}
 """
 COUNTS = (4, 16, 32)
-
-
-def problem(name: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """Return a benchmark model and the arguments of a small graph, on the device."""
-    import models
-
-    torch.manual_seed(0)
-    x = torch.randn(NODES, FEATURES, device="cuda")
-    edge_index = torch.randint(NODES, (2, EDGES), device="cuda")
-    return models.MODELS[name](FEATURES, CLASSES).eval().cuda(), x, edge_index
-
-
-@torch.no_grad()
-def compile_once(case: str) -> dict[str, Any]:
-    """Compile ``model:precision`` in this process; return its times."""
-    import gnnc
-
-    name, precision = case.split(":")
-    model, *arguments = problem(name)
-    torch.cuda.synchronize()
-    begin, worked = time.perf_counter(), time.process_time()
-    compiled = gnnc.compile(model, precision)
-    compiled(*arguments)
-    torch.cuda.synchronize()
-    program = compiled._last
-    return {
-        "seconds": sum(program.seconds.values()),
-        **program.seconds,
-        "first call": time.perf_counter() - begin,
-        "cpu seconds": time.process_time() - worked,
-        "kernels": len(program.executable.resources),
-    }
-
-
-def in_a_new_process(case: str, cache: Path) -> dict[str, Any]:
-    """Compile a case in a process that finds compiled kernels in ``cache``.
-
-    Raises:
-        RuntimeError: it failed; holds what it wrote.
-    """
-    here = Path(__file__).resolve()
-    command = [sys.executable, str(here), "--compile", case]
-    paths = [str(here.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"GNNC_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{case}: {done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def compiling(case: str, again: int = 2) -> list[dict[str, Any]]:
@@ -145,12 +97,8 @@ def main() -> None:
     """Run the benchmark that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", default=["gcn:int8", "gat:int8"], help="model:precision")
-    parser.add_argument("--compile", metavar="CASE", help="only compile this case here, and print its times")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.compile:
-        print(json.dumps(compile_once(args.compile)))
-        return
     compiled = [row for case in args.cases for row in compiling(case)]
     print(tabulate(compiled, headers="keys", floatfmt=".2f"))
     called = [row for case in args.cases for row in calling(case)]

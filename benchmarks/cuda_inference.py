@@ -21,16 +21,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import cuda_kernels
-import graphs
-import models
 import torch
-from inference import Call, two_products
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import gnnc
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import cuda_kernels
+import graphs
+import models
+from inference import Call, two_products
 
 PEERS = ("eager", "torch.compile", "cusparse csr")
 OURS = ("gnnc fp32", "gnnc fp16", "gnnc int8", "gnnc int8 static")

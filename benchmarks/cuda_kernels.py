@@ -26,10 +26,19 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+from torch import Tensor
+
+from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
+from gnnc.runtime.cuda.emitter import CudaEmitter
+from gnnc.runtime.cuda.formats.run_table import Cut, cut_for
+from gnnc.runtime.cuda.formats.window_table import StagedTable, shared_bytes, staged_cut_for
+from gnnc.runtime.cuda.kernels.epilogue import truth
+from gnnc.target import CUDA
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("", "tests/support")]
 
 import measure
-import torch
 from cuda_launch import Module, address, compile_kernels
 from cuda_sparse import (
     ELEMENTS,
@@ -46,14 +55,6 @@ from cuda_sparse import (
     sparse,
 )
 from graphs import SHAPES, generate
-from torch import Tensor
-
-from gnnc.narrow import CUDA
-from gnnc.runtime.cuda.emitter import CudaEmitter
-from gnnc.runtime.cuda.epilogue import truth
-from gnnc.runtime.cuda.runs import Cut, cut_for
-from gnnc.runtime.cuda.staged import StagedTable, shared_bytes, staged_cut_for
-from gnnc.runtime.cuda.unit import AS_COMPILED
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cuda-kernels.json"
 SPMM_RESULTS = RESULTS.with_name("cuda-spmm-widths.json")
@@ -64,7 +65,7 @@ LEAST_MS, MOST_CALLS = 1.0, 50
 BLOCKS = (768, 1024)
 """Threads of the kernels that only gather: which is faster depends on the row."""
 GATHER = """
-#include "spmm.cuh"
+#include "sparse/spmm.cuh"
 namespace gnnc {
 template <class Layout_, bool kScaled, bool kValued_, int kStep_ = 8, bool kStores = false>
 struct GatherBody {

@@ -9,6 +9,7 @@ those that torch warns of (``torch.cuda.set_sync_debug_mode``), and events and s
 import argparse
 import json
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -16,14 +17,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import cuda_kernels
 import torch
-from graphs import SHAPES, generate
-from models import MODELS
 from tabulate import tabulate
 from torch import Tensor
 
 import gnnc
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import cuda_kernels
+from graphs import SHAPES, generate
+from models import MODELS
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cuda-new-graphs.json"
 BATCH = 10_000, 60_000, 128, 40

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from gnnc.figures import INK, MUTED, save, tidy
+from gnnc.report.figure_style import INK, MUTED, save, tidy
 
 _PEER, _GNNC = "#9a6700", "#0550ae"
 _COLUMNS = 4

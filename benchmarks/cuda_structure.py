@@ -9,17 +9,21 @@ transpose. Memory is the peak above the caller's tensors and what is kept, in by
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cuda_kernels
 import torch
-from cuda_kernels import median_ms
-from graphs import SHAPES, generate
 from tabulate import tabulate
 
-from gnnc.runtime.cuda.structure import csr, csr_transpose, sorted_edges
+from gnnc.runtime.cuda.formats.csr import csr, csr_transpose, sorted_edges
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import cuda_kernels
+from cuda_kernels import median_ms
+from graphs import SHAPES, generate
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cuda-structure.json"
 

@@ -17,15 +17,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import graphs
-import measure
-import models
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import gnnc
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import graphs
+import measure
+import models
 
 Call = Callable[[Tensor], Tensor]
 PEERS = ("eager", "torch.compile", "sparse csr")

@@ -16,12 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import graphs
-import inference
-import measure
-import models
 import torch
-from inference import Call
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -29,7 +24,15 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch_geometric.utils import to_torch_csr_tensor
 
-from gnnc.figures import MUTED, save, tidy
+from gnnc.report.figure_style import MUTED, save, tidy
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import graphs
+import inference
+import measure
+import models
+from inference import Call
 
 GRAPHS = {
     "cora": "Cora",

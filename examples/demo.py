@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import gnnc
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 import graphs
 import measure

@@ -15,7 +15,7 @@ from torch import Tensor
 import gnnc
 from gnnc import plotting
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 import graphs
 import models

@@ -8,7 +8,6 @@ from torch._dynamo import register_backend as _register_backend
 
 from gnnc import dynamo, ir, passes, runtime
 from gnnc.api import CompiledModel, compile
-from gnnc.bits import suggest_bits
 from gnnc.errors import (
     BackendError,
     CaptureError,
@@ -19,8 +18,9 @@ from gnnc.errors import (
     UnsupportedError,
     VerifyError,
 )
+from gnnc.pareto import Pareto, pareto
 from gnnc.precision import Precision
-from gnnc.tradeoff import Pareto, pareto
+from gnnc.suggest_bits import suggest_bits
 
 __version__ = "0.1.0"
 

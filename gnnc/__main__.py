@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from tabulate import tabulate
 
-from gnnc.calibration import BACKENDS, rates_for
-from gnnc.cost import KNOTS
+from gnnc.calibrate.calibration import BACKENDS, rates_for
+from gnnc.cost.model import KNOTS
 from gnnc.errors import BackendError
 from gnnc.runtime.backend import NAMES, get_backend
 

@@ -14,12 +14,17 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from gnnc import debug, report
-from gnnc.arguments import Call, flatten_call
-from gnnc.containers import opened
-from gnnc.errors import CaptureError, GnncError, GraphError, InputError, UnsupportedError
-from gnnc.garbage import uncollected
-from gnnc.options import (
+from gnnc.capture.arguments import Call, flatten_call
+from gnnc.capture.model_snapshot import Watch, autocast_mode
+from gnnc.capture.pyg_data import opened
+from gnnc.capture.sparse_operand import forget_components
+from gnnc.capture.trace_lock import CLOCK, LOCK
+from gnnc.capture.validate import describe_arguments, is_graph_name, missing_arguments, validate
+from gnnc.compiler import dump
+from gnnc.compiler.fast_path import Steady, steady
+from gnnc.compiler.garbage import uncollected
+from gnnc.compiler.measure import tune
+from gnnc.compiler.options import (
     budget,
     built,
     check_precision,
@@ -29,20 +34,16 @@ from gnnc.options import (
     refuse_unbuilt,
     refuse_unmatched,
 )
+from gnnc.compiler.profiling import profile
+from gnnc.compiler.program import Options, Program, build_program, find
+from gnnc.errors import CaptureError, GnncError, GraphError, InputError, UnsupportedError
 from gnnc.passes.base import Pass
 from gnnc.passes.pipeline import PIPELINE
-from gnnc.passes.plan import Plan
+from gnnc.passes.quantization.saved_plan import Plan
 from gnnc.precision import Precision
-from gnnc.profiling import profile
-from gnnc.program import Options, Program, build_program, find
+from gnnc.report import text
 from gnnc.runtime.backend import get_backend
-from gnnc.runtime.pool import OutputPool
-from gnnc.signature import describe_arguments, is_graph_name, missing_arguments, validate
-from gnnc.sparse import forget_components
-from gnnc.steady import Steady, steady
-from gnnc.tracing import CLOCK, LOCK
-from gnnc.tuning import tune
-from gnnc.watch import Watch, autocast_mode
+from gnnc.runtime.program.memory import OutputPool
 
 _REMEMBERED_FORMS = 256
 _INTEGERS_MEET = re.compile(
@@ -330,7 +331,7 @@ class CompiledModel(torch.nn.Module):
         self._captures.append(self._reason or (again if self._captures else first))
         self._reason = None
         self._last = program
-        debug.dump(type(self.model).__name__, program.stages, program.structure)
+        dump.dump(type(self.model).__name__, program.stages, program.structure)
         self._programs.setdefault(key, []).append(program)
         return program
 
@@ -449,7 +450,7 @@ class CompiledModel(torch.nn.Module):
         if self._last is None:
             name = type(self.model).__name__
             return f"CompiledModel({name}, not captured yet: call it once or pass example_inputs)"
-        return report.program_text(self._report())
+        return text.program_text(self._report())
 
     def __repr__(self) -> str:
         return str(self)
@@ -459,14 +460,14 @@ class CompiledModel(torch.nn.Module):
 
         Raises GnncError where nothing is captured yet.
         """
-        return report.summary_text(self._report(), self._captured().examples())
+        return text.summary_text(self._report(), self._captured().examples())
 
     def explain(self) -> str:
         """Return what stayed FP32 or ATen and why, which kernels declined, and re-captures.
 
         Raises GnncError where nothing is captured yet.
         """
-        return report.explain_text(self._report())
+        return text.explain_text(self._report())
 
     def profile(self, *args: Any, **kwargs: Any) -> str:
         """Run the model a few times, measure every op, and return ``summary()`` with the times.
@@ -511,13 +512,13 @@ class CompiledModel(torch.nn.Module):
 
     def to_networkx(self) -> Any:
         """Return the lowered graph as a ``networkx.DiGraph``; GnncError where nothing is captured yet."""
-        from gnnc import drawing  # matplotlib takes half a second to import
+        from gnnc.report import drawing  # matplotlib takes half a second to import
 
         return drawing.to_networkx(self.graph_module, self.structure_graph_module)
 
     def draw(self, path: str | Path) -> None:
         """Draw the lowered graph to an SVG or PNG file; GnncError where nothing is captured yet."""
-        from gnnc import drawing
+        from gnnc.report import drawing
 
         drawing.draw(path, self.graph_module, self.structure_graph_module)
 
@@ -557,10 +558,10 @@ class CompiledModel(torch.nn.Module):
     def _all_programs(self) -> list[Program]:
         return [program for programs in self._programs.values() for program in programs]
 
-    def _report(self) -> report.ProgramReport:
+    def _report(self) -> text.ProgramReport:
         program = self._captured()
         knowledge = program.knowledge()
-        return report.ProgramReport(
+        return text.ProgramReport(
             model=type(self.model).__name__,
             precision=str(self.options.precision),
             backend=program.backend.name,

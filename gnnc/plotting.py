@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from gnnc.figures import MUTED, save, tidy
-from gnnc.tradeoff import Pareto, Point, check_suffix
+from gnnc.pareto import Pareto, Point, check_suffix
+from gnnc.report.figure_style import MUTED, save, tidy
 
 _UNIFORM, _AUTO = "#9a6700", "#0550ae"
 _NAME = (80.0, 13.0)

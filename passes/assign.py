@@ -16,10 +16,10 @@ from torch.fx import Node
 
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir.op import op_of
-from gnnc.passes.auto import Choice
 from gnnc.passes.base import Context
-from gnnc.passes.options import CHOSEN, FULL, LOW_OPERANDS, Option, options_of, width_of
-from gnnc.passes.statistics import statistics
+from gnnc.passes.quantization.norm_statistics import statistics
+from gnnc.passes.quantization.number_formats import CHOSEN, FULL, LOW_OPERANDS, Option, options_of, width_of
+from gnnc.passes.search.choice import Choice
 from gnnc.precision import AUTO, Precision
 
 _STRUCTURE = frozenset({"csr", "csr_transpose", "degree", "edge_dst"})

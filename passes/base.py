@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import fx
 
-from gnnc.cost import Rates
+from gnnc.cost.model import Rates
 from gnnc.ir.graph import clone, infer_meta
 from gnnc.ir.verify import verify
-from gnnc.narrow import NarrowRows
 from gnnc.precision import INT8, Precision
+from gnnc.target import NarrowRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class BackendInfo:
         edge_products: whether a body computes products of edge features with a weight.
         handle: the backend object that ``lower`` calls; opaque to every other pass.
         rates: gives its speed on this machine, measured now if need be; for ``auto``.
-        timer: times an executable on its arguments (``gnnc.timing``); None where ``auto`` goes by
+        timer: times an executable on its arguments (``gnnc.calibrate.timing``); None where ``auto`` goes by
             predictions alone.
         tensor_scales: whether a product's kernel finds the scale of its whole result on the way.
         narrow: which rows it gains nothing from gathering in int8.

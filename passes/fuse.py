@@ -21,7 +21,7 @@ from gnnc.ir.nodes import shape_of
 from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
 from gnnc.ir.source import is_weight
 from gnnc.passes.base import BackendInfo, Context
-from gnnc.passes.grouping import Group, Partition, contract
+from gnnc.passes.rewrite.grouping import Group, Partition, contract
 
 ANCHORS = {
     "gnnc.gemm.default": "gemm",

@@ -19,8 +19,8 @@ from gnnc.ir.op import op_of
 from gnnc.ir.source import Source, source_of
 from gnnc.ir.verify import verify
 from gnnc.passes.base import Context, is_tensor
-from gnnc.passes.boundary import Boundary, run_structure
-from gnnc.passes.graph_inputs import structural_inputs
+from gnnc.passes.edges.graph_inputs import structural_inputs
+from gnnc.passes.rewrite.boundary import Boundary, run_structure
 
 _aten = torch.ops.aten
 

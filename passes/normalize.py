@@ -20,7 +20,7 @@ from torch.fx import Node
 from gnnc.ir.graph import node_arg
 from gnnc.ir.nodes import is_pointwise
 from gnnc.passes.base import Context
-from gnnc.passes.emit import (
+from gnnc.passes.rewrite.emit import (
     Emitter,
     Sizes,
     argument,

@@ -22,10 +22,10 @@ from gnnc.ir.op import Op, op_of
 from gnnc.ir.quantized import MAX_SHIFT, qmax_of
 from gnnc.ir.source import Source
 from gnnc.passes.base import Context
-from gnnc.passes.carry import carry_in_bf16, producer
-from gnnc.passes.observe import Candidate, Observation, choose, observe
-from gnnc.passes.options import granularities, width_of
-from gnnc.passes.widen import widen
+from gnnc.passes.quantization.bf16_narrow_rows import widen
+from gnnc.passes.quantization.bf16_partials import carry_in_bf16, producer
+from gnnc.passes.quantization.number_formats import granularities, width_of
+from gnnc.passes.quantization.observe import Candidate, Observation, choose, observe
 from gnnc.precision import Precision
 
 STATIC_SCALE = "static_scale"

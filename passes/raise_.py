@@ -1,7 +1,7 @@
 """Raise: gathers, scatters and edge softmaxes become primitives over a CSR.
 
 From every scatter the pass slices back, through ops that work edge by edge, to the gathers: that
-is the scatter's *region* (``gnnc.passes.region``). What a region of known form computes becomes
+is the scatter's *region* (``gnnc.passes.edges.region``). What a region of known form computes becomes
 ``spmm``, ``sddmm``, ``edge_softmax`` or ``segment_reduce``; any other becomes the body of a
 ``message`` or ``edge_map``, and messages that read the same rows become one. Values per edge that
 leave the graph go back to the caller's order. Products with a weight become ``gemm``. What fits
@@ -17,18 +17,18 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.passes.aggregate import aggregate
 from gnnc.passes.base import Context
-from gnnc.passes.bounds import index_bounds
-from gnnc.passes.edge_products import EdgeProducts
-from gnnc.passes.emit import argument, holds_tensor, is_of_model, shape_of, value_of
-from gnnc.passes.graph_inputs import structural_inputs
-from gnnc.passes.joint_messages import join_messages
-from gnnc.passes.region import Order, Regions
-from gnnc.passes.rowwise import Scatter, as_scatter, op_name, row_inputs
-from gnnc.passes.softmax import as_softmax
-from gnnc.passes.split_products import split_products
-from gnnc.passes.typed_products import lift_typed_products
+from gnnc.passes.edges.aggregate import aggregate
+from gnnc.passes.edges.edge_products import EdgeProducts
+from gnnc.passes.edges.graph_inputs import structural_inputs
+from gnnc.passes.edges.index_bounds import index_bounds
+from gnnc.passes.edges.joint_messages import join_messages
+from gnnc.passes.edges.region import Order, Regions
+from gnnc.passes.edges.rowwise import Scatter, as_scatter, op_name, row_inputs
+from gnnc.passes.edges.softmax import as_softmax
+from gnnc.passes.edges.split_products import split_products
+from gnnc.passes.edges.typed_products import lift_typed_products
+from gnnc.passes.rewrite.emit import argument, holds_tensor, is_of_model, shape_of, value_of
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 

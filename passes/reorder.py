@@ -12,14 +12,14 @@ from torch.fx import Node
 
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
-from gnnc.passes.edge_lift import lift_from_edges
-from gnnc.passes.emit import Emitter, same_size, shape_of
-from gnnc.passes.finite import zero_unless_destination, zero_unless_source
-from gnnc.passes.linear_order import LinearOrder
-from gnnc.passes.row_scale import row_scale
-from gnnc.passes.separable import Factors, Separation
-from gnnc.passes.structure_edit import StructureEdit
-from gnnc.passes.typical import EDGES_PER_NODE, Typical
+from gnnc.passes.reordering.edge_lift import lift_from_edges
+from gnnc.passes.reordering.finite_where_read import zero_unless_destination, zero_unless_source
+from gnnc.passes.reordering.linear_order import LinearOrder
+from gnnc.passes.reordering.row_scale import row_scale
+from gnnc.passes.reordering.separable import Factors, Separation
+from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, Typical
+from gnnc.passes.rewrite.emit import Emitter, same_size, shape_of
+from gnnc.passes.rewrite.structure_edit import StructureEdit
 
 _aten = torch.ops.aten
 _ops = torch.ops.gnnc

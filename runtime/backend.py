@@ -11,10 +11,10 @@ from torch.fx import GraphModule, Node
 
 from gnnc.errors import BackendError
 from gnnc.ir.nodes import is_view
-from gnnc.narrow import CUDA, NarrowRows
 from gnnc.runtime import registry
-from gnnc.runtime.executable import Executable
-from gnnc.runtime.structure_runner import StructureRunner
+from gnnc.runtime.program.executable import Executable
+from gnnc.runtime.structure.runner import StructureRunner
+from gnnc.target import CUDA, NarrowRows
 
 NAMES = ("auto", "cpu", "reference", "cuda", "cuda-offline")
 OFFLINE = ("sm_80", "sm_90", "sm_100")
@@ -125,9 +125,9 @@ def _reference() -> Backend:
 
 def _cpu() -> Backend:
     import gnnc.runtime.reference  # noqa: F401  runs what the C++ kernels leave
-    from gnnc.runtime.columns import narrow_columns
     from gnnc.runtime.cpu import library, structure
     from gnnc.runtime.cpu.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
+    from gnnc.runtime.structure.int32_columns import narrow_columns
 
     return Backend(
         name="cpu",
@@ -145,8 +145,8 @@ _CUDA_PRECISIONS = frozenset({"fp32", "fp16", "bf16", "int8"})
 def _cuda(device: torch.device | None) -> Backend:
     import gnnc.runtime.reference  # noqa: F401  runs what the kernels leave, as torch's CUDA ops
     from gnnc.runtime import cuda
-    from gnnc.runtime.cuda import structure
     from gnnc.runtime.cuda.executable import CudaExecutable
+    from gnnc.runtime.cuda.formats import csr
     from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
 
     compiler = cuda.load()  # says what is missing before anything asks for a GPU
@@ -155,8 +155,8 @@ def _cuda(device: torch.device | None) -> Backend:
         name="cuda",
         precisions=_CUDA_PRECISIONS,
         chain=("cuda", "reference"),
-        prepare_structure=structure.prepare,
-        use_kernels=structure.use_kernels,
+        prepare_structure=csr.prepare,
+        use_kernels=csr.use_kernels,
         executable=CudaExecutable,
         joint_products=False,
         joint_messages=False,
@@ -178,9 +178,9 @@ def _gpu(device: torch.device | None) -> torch.device:
 def _cuda_offline(name: str, architectures: tuple[str, ...]) -> Backend:
     import gnnc.runtime.reference  # noqa: F401
     from gnnc.runtime import cuda
-    from gnnc.runtime.columns import narrow_columns
     from gnnc.runtime.cuda.executable import OfflineExecutable
     from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401
+    from gnnc.runtime.structure.int32_columns import narrow_columns
 
     return Backend(
         name=name,

@@ -12,10 +12,11 @@ import torch
 from fixed_rates import FIXED
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from gnnc import calibration, environment
-from gnnc.cost import Rates
+from gnnc import environment
+from gnnc.calibrate import calibration
+from gnnc.cost.model import Rates
 from gnnc.runtime.backend import get_backend
-from gnnc.runtime.cuda import build
+from gnnc.runtime.cuda.driver import nvrtc
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
@@ -105,7 +106,7 @@ def no_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled_kernels: 
         named = environment.cache_folder()
         return compiled_kernels if named == own else named
 
-    monkeypatch.setattr(build, "cache_folder", folder)
+    monkeypatch.setattr(nvrtc, "cache_folder", folder)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from fuzz_cases import CASES, Case, Draw, bad_index
 from kernel_graphs import threads
-from test_random_programs import SIZES, WIDTHS, Recipe, check
+from random_programs import SIZES, WIDTHS, Recipe, check
 from torch import nn
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 

@@ -4,10 +4,10 @@ import torch
 from torch.fx import Node
 
 from gnnc.runtime.cpu import epilogue
-from gnnc.runtime.emitter import Emitter, shape_of
-from gnnc.runtime.epilogue import argument_of
 from gnnc.runtime.plans import attention
+from gnnc.runtime.program.emitter import Emitter, shape_of
 from gnnc.runtime.registry import kernel
+from gnnc.runtime.row_program.build import argument_of
 
 _HEADS = (1, 2, 4, 8, 16)
 """Numbers of heads that repeat within a vector of AVX-512; narrower ones leave memory for more unused."""

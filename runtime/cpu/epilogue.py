@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.runtime.emitter import Emitter
-from gnnc.runtime.epilogue import Operand, Out, RowProgram, argument_of
-from gnnc.runtime.row_program import Op
+from gnnc.runtime.program.emitter import Emitter
+from gnnc.runtime.row_program.build import Operand, Out, RowProgram, argument_of
+from gnnc.runtime.row_program.opcodes import Op
 
 _ABSENT = torch.empty(0)
 

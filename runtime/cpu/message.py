@@ -12,12 +12,12 @@ from torch.fx import Node
 
 from gnnc.ir.body import evaluate_body, widest_value
 from gnnc.ir.message import pair_values
-from gnnc.runtime import epilogue
-from gnnc.runtime.emitter import Emitter
-from gnnc.runtime.epilogue import Refusal, planned
 from gnnc.runtime.plans.spmm import REDUCTIONS
+from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.registry import kernel
-from gnnc.runtime.row_program import Op
+from gnnc.runtime.row_program import build
+from gnnc.runtime.row_program.build import Refusal, planned
+from gnnc.runtime.row_program.opcodes import Op
 
 BLOCK_VALUES = 1 << 17
 """Elements of the widest value in a block: half a megabyte of floats."""
@@ -62,7 +62,7 @@ class EdgeBlocks:
             for place, operand in enumerate(group)
         }
         for value in (node, *operands.values()):
-            epilogue.fixed_width(value)
+            build.fixed_width(value)
         names = tuple(str(node.args[3]).split(",")) if "message" in str(node.target) else ()
         width = widest_value(str(node.args[2]), operands)
         return Plan(str(node.args[2]), names, max(BLOCK_VALUES // width, _MIN_EDGES))

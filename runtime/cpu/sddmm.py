@@ -4,8 +4,8 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.nodes import as_node
-from gnnc.runtime.emitter import Emitter
 from gnnc.runtime.plans import sddmm
+from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.registry import kernel
 
 

@@ -4,10 +4,10 @@ import torch
 from torch.fx import Node
 
 from gnnc.runtime.cpu import epilogue
-from gnnc.runtime.emitter import Emitter, shape_of
-from gnnc.runtime.epilogue import argument_of
 from gnnc.runtime.plans import spmm
+from gnnc.runtime.program.emitter import Emitter, shape_of
 from gnnc.runtime.registry import kernel
+from gnnc.runtime.row_program.build import argument_of
 
 
 @kernel(

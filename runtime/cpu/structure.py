@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from gnnc.edge_index import Order, cached_order
+from gnnc.capture.edge_index import Order, cached_order
 from gnnc.errors import GraphError
-from gnnc.runtime.structure_runner import StructureRunner
+from gnnc.runtime.structure.runner import StructureRunner
 
 Csr = tuple[Tensor, Tensor, Tensor]
 

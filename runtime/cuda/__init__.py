@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from gnnc.errors import BackendError
-from gnnc.runtime.cuda import build
+from gnnc.runtime.cuda.driver import nvrtc
 
 
 @cache
@@ -25,9 +25,9 @@ def load() -> str:
         raise BackendError(
             "backend 'cuda' finds no CUDA device or driver on this machine: use backend='cpu' (or 'auto')"
         )
-    found, major = build.compiler_version()[0], build.torch_major()
+    found, major = nvrtc.compiler_version()[0], nvrtc.torch_major()
     if found != major:
-        raise build.missing(f"NVRTC is of CUDA {found} and torch of CUDA {major}")
+        raise nvrtc.missing(f"NVRTC is of CUDA {found} and torch of CUDA {major}")
     return load_compiler()
 
 
@@ -38,7 +38,7 @@ def load_compiler() -> str:
     Raises:
         BackendError: NVRTC, its Python interface or CUDA's headers are missing.
     """
-    major, minor = build.compiler_version()
-    build.find_compiler()
-    build.toolkit_headers()
+    major, minor = nvrtc.compiler_version()
+    nvrtc.find_compiler()
+    nvrtc.toolkit_headers()
     return f"NVRTC {major}.{minor}"

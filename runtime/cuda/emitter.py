@@ -8,12 +8,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gnnc.ir.nodes import is_view
-from gnnc.runtime.cuda.unit import BLOCK, Unit
-from gnnc.runtime.cuda.watch import Watch
-from gnnc.runtime.emitter import Emitter, width_of
-from gnnc.runtime.epilogue import argument_of
+from gnnc.runtime.cuda.driver.kernel_set import BLOCK, Unit
+from gnnc.runtime.cuda.driver.nan_flag import Watch
 from gnnc.runtime.plans.spmm import Plan
+from gnnc.runtime.program.emitter import Emitter, width_of
 from gnnc.runtime.registry import Choice
+from gnnc.runtime.row_program.build import argument_of
 
 _LAUNCH = re.compile(r"(launch_\d+)\((.*?), stream, ")
 _NAMES = re.compile(r"\b[a-z]\w*")
@@ -153,7 +153,7 @@ class CudaEmitter(Emitter):
         return all(reads_in_order(user) for user in node.users)
 
     def is_summed_by_stretch(self, node: Node) -> bool:
-        """Whether a kernel may sum rows of a value by stretch (``csrc/cuda/staged.cuh``)."""
+        """Whether a kernel may sum rows of a value by stretch (``csrc/cuda/sparse/staged.cuh``)."""
 
         def sums(user: Node) -> bool:
             choice = user.meta.get("choice")

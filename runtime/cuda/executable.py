@@ -14,16 +14,16 @@ from torch.fx import GraphModule
 from gnnc.errors import BackendError
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import is_structure
-from gnnc.runtime.cuda.build import Machine, Resources, resources_of
+from gnnc.runtime.cuda.driver.launch import enter_device
+from gnnc.runtime.cuda.driver.nvrtc import Machine, Resources, resources_of
+from gnnc.runtime.cuda.driver.thread_streams import PER_THREAD, on_own_stream
 from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
-from gnnc.runtime.cuda.launch import enter_device
-from gnnc.runtime.cuda.replay import Fixed, Held, Recorded, Replay, launch_all
-from gnnc.runtime.cuda.steady import Recording, recording
-from gnnc.runtime.cuda.streams import PER_THREAD, on_own_stream
-from gnnc.runtime.cuda.tables import write_give_back
-from gnnc.runtime.cuda.tuning import Tuned, tune
-from gnnc.runtime.executable import Executable, Timing
-from gnnc.runtime.pool import Arena, ArenaPool, Layout, OutputPool
+from gnnc.runtime.cuda.formats.tables import write_give_back
+from gnnc.runtime.cuda.formats.tune import Tuned, tune
+from gnnc.runtime.cuda.graphs.cuda_graph import Fixed, Held, Recorded, Replay, launch_all
+from gnnc.runtime.cuda.graphs.recording import Recording, recording
+from gnnc.runtime.program.executable import Executable, Timing
+from gnnc.runtime.program.memory import Arena, ArenaPool, Layout, OutputPool
 
 GRAPH_BELOW_MS = 0.3
 """Device time of a call below which launching kernels one by one would take longer than they do."""
@@ -56,7 +56,7 @@ class CudaArena(Arena):
         self._counters: torch.Tensor | None = None
 
     def counters(self, count: int) -> torch.Tensor:
-        """Return so many numbers that are 0 before and after every kernel (csrc/cuda/split_rows.cuh)."""
+        """Return ``count`` integers, 0 before and after every kernel (csrc/cuda/sparse/split_rows.cuh)."""
         if self._counters is None or self._counters.numel() < count:
             self._counters = torch.zeros(round_up(count, 64), dtype=torch.int32, device=self._device)
         return self._counters

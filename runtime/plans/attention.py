@@ -7,9 +7,9 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.attention import Attention, match_attention
-from gnnc.runtime import epilogue
-from gnnc.runtime.epilogue import Inner, Refusal, RowProgram, planned
 from gnnc.runtime.plans.spmm import heads_of
+from gnnc.runtime.row_program import build
+from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
 
 ADDITIVE = 0
 _KINDS = {"add": ADDITIVE, "dot": 1, "logits": 2}
@@ -61,7 +61,7 @@ def plan(node: Node) -> Plan:
 def _plan(inner: Inner, anchor: Node, found: Attention) -> Plan:
     rowptr, col, _, x = anchor.args[:4]
     x_scale = anchor.args[4] if str(anchor.target) == "gnnc.qspmm.default" else None
-    width = epilogue.fixed_width(anchor)
+    width = build.fixed_width(anchor)
     heads = heads_of(found.softmax)
     _check(found, x, width, heads)
     return Plan(
@@ -87,7 +87,7 @@ def _program(inner: Inner, anchor: Node, found: Attention) -> RowProgram:
     """The row program; the attention weights are a result that the kernel itself writes."""
     others = {node: index for node, index in inner.results.items() if node is not found.softmax}
     inner.results, results = others, inner.results
-    program = epilogue.build(inner, epilogue.read_chain(inner, anchor), set(found.covers))
+    program = build.build(inner, build.read_chain(inner, anchor), set(found.covers))
     inner.results = results
     return program
 

@@ -7,8 +7,8 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.row_local import RowOp, argument
-from gnnc.runtime import epilogue
-from gnnc.runtime.epilogue import Inner, Refusal, RowProgram, planned
+from gnnc.runtime.row_program import build
+from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
 
 FLOAT, INT8, BF16, FP16 = 0, 1, 3, 4
 _HALVES = {torch.bfloat16: BF16, torch.float16: FP16}
@@ -54,7 +54,7 @@ class Plan:
     @property
     def width(self) -> int:
         """Columns of all results, each starting at a multiple of `epilogue.WINDOW_ALIGNMENT`."""
-        return epilogue.columns_of([weight.width for weight in self.weights])
+        return build.columns_of([weight.width for weight in self.weights])
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ def plan(node: Node) -> Plan:
         raise Refusal("the products are not of one matrix, loaded in one way")
     widths = [product.weight.width for product in products]
     covered = {node for product in products for node in product.covered}
-    program = epilogue.build_windows(inner, widths, [product.chain for product in products], covered)
+    program = build.build_windows(inner, widths, [product.chain for product in products], covered)
     if products[0].bias is not None:
         _put_first(program, "ADD_COL", products[0].bias)
     x, x_scale, mode = products[0].load
@@ -107,8 +107,8 @@ def _plan_float(inner: Inner, anchor: Node) -> _Product:
         raise Refusal("the bias is inside a product that is fused")
     return _Product(
         load=(inner.operand(x, "x"), None, _HALVES.get(w_dtype, FLOAT)),
-        weight=Weight(inner.operand(w, "the weight"), w_is_kn, epilogue.fixed_width(anchor)),
-        chain=epilogue.read_chain(inner, anchor),
+        weight=Weight(inner.operand(w, "the weight"), w_is_kn, build.fixed_width(anchor)),
+        chain=build.read_chain(inner, anchor),
         covered=covered,
         bias=None if bias is None else inner.operand(bias, "bias"),
     )
@@ -164,12 +164,12 @@ def _plan_int8(inner: Inner, anchor: Node) -> _Product:
     covered = {anchor}
     load = _activations(inner, anchor.args[0], covered)
     w, w_scale, w_is_kn = _weight(inner, anchor.args[1], covered)
-    chain = epilogue.read_chain(inner, anchor)
+    chain = build.read_chain(inner, anchor)
     scale = _take_scales(chain, load, w_scale, covered)
     x_scale = inner.operand(scale, "the scale of x") if load.scale is None else None
     return _Product(
         load=(inner.operand(load.value, "x"), x_scale, INT8),
-        weight=Weight(inner.operand(w, "the weight"), w_is_kn, epilogue.fixed_width(anchor)),
+        weight=Weight(inner.operand(w, "the weight"), w_is_kn, build.fixed_width(anchor)),
         chain=chain[2:],
         covered=covered,
     )

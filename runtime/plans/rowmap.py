@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from gnnc.runtime import epilogue
-from gnnc.runtime.epilogue import Inner, Refusal, RowProgram, planned
+from gnnc.runtime.row_program import build
+from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ def plan(node: Node) -> Plan:
         if start.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16):
             continue
         try:
-            width = epilogue.fixed_width(start)
-            program = epilogue.build(inner, epilogue.read_chain(inner, start), ())
+            width = build.fixed_width(start)
+            program = build.build(inner, build.read_chain(inner, start), ())
             return Plan(index, width, program)
         except Refusal as refusal:
             reasons.append(f"from {start.name}: {refusal}")

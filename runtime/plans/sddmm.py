@@ -7,8 +7,8 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.nodes import as_node
-from gnnc.runtime import epilogue
-from gnnc.runtime.epilogue import Refusal, planned
+from gnnc.runtime.row_program import build
+from gnnc.runtime.row_program.build import Refusal, planned
 
 _OPS = {"dot": 0, "add": 1, "sub": 2, "mul": 3, "copy_src": 4, "copy_dst": 5}
 
@@ -46,7 +46,7 @@ def plan(node: Node) -> Plan:
         raise Refusal(f"the operands are {', '.join(map(str, dtypes))}")
     if torch.int8 in dtypes and op != "dot":
         raise Refusal(f"no integer {op}")
-    widths = [0 if v is None else epilogue.fixed_width(v) for v in (a, b)]
+    widths = [0 if v is None else build.fixed_width(v) for v in (a, b)]
     if all(value is not None for value in (a, b)) and widths[0] != widths[1]:
         raise Refusal(f"operands of widths {widths[0]} and {widths[1]} would have to be broadcast")
     is_scaled = any(scale is not None for scale in scales)
@@ -58,9 +58,9 @@ def softmax_plan(node: Node) -> float:
     """Return eps; refuse logits that are not float32."""
     if as_node(node.args[1]).meta["val"].dtype != torch.float32:
         raise Refusal("the logits are not float32")
-    epilogue.fixed_width(node.args[1])
+    build.fixed_width(node.args[1])
     return float(node.args[2]) if len(node.args) > 2 else 1e-16  # type: ignore[arg-type]
 
 
 def _heads(node: Node, op: Any) -> int:
-    return epilogue.fixed_width(node) if op == "dot" else 1
+    return build.fixed_width(node) if op == "dot" else 1

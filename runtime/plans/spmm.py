@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.runtime import epilogue
-from gnnc.runtime.epilogue import Inner, Refusal, RowProgram, planned
+from gnnc.runtime.row_program import build
+from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
 
 REDUCTIONS = {"sum": 0, "mean": 1, "max": 2, "min": 3}
 _TARGETS = ("gnnc.spmm.default", "gnnc.qspmm.default", "gnnc.segment_reduce.default")
@@ -63,8 +63,8 @@ def plan(node: Node) -> Plan:
         shift=inner.optional(shift, "the shift of x"),
         reduce=REDUCTIONS[reduce],
         heads=heads_of(value),
-        width=epilogue.fixed_width(anchor),
-        program=epilogue.build(inner, epilogue.read_chain(inner, anchor), {anchor}),
+        width=build.fixed_width(anchor),
+        program=build.build(inner, build.read_chain(inner, anchor), {anchor}),
     )
 
 
@@ -72,7 +72,7 @@ def heads_of(value: Any) -> int:
     """Return the number of heads that edge values have."""
     if value is None or value.meta["val"].dim() == 1:
         return 1
-    return epilogue.fixed_width(value)
+    return build.fixed_width(value)
 
 
 def _arguments(anchor: Node) -> tuple[Any, ...]:
@@ -90,6 +90,6 @@ def _arguments(anchor: Node) -> tuple[Any, ...]:
 def _check(x: Node, value: Any) -> None:
     if x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.int8):
         raise Refusal(f"x is {x.meta['val'].dtype}")
-    epilogue.fixed_width(x)
+    build.fixed_width(x)
     if value is not None and value.meta["val"].dtype not in (torch.float32, torch.int8):
         raise Refusal(f"the edge values are {value.meta['val'].dtype}")

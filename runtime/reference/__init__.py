@@ -5,8 +5,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Interpreter, Node
 
-from gnnc.runtime.checks import check_finite
-from gnnc.runtime.emitter import Emitter, may_alias
+from gnnc.runtime.program.checks import check_finite
+from gnnc.runtime.program.emitter import Emitter, may_alias
 from gnnc.runtime.registry import kernel
 
 _SCALE = "gnnc.scale.default"

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from backend_models import MODELS, WIDTH, given
 from cuda_cases import on_device
-from test_backends import MODELS, WIDTH, given
 from torch import Tensor
 from torch.fx import Node
 from torch_geometric.nn.models import GCN, GraphSAGE
 
 import gnnc
-from gnnc.narrow import CUDA
 from gnnc.passes.quantize import Quantize
 from gnnc.runtime import backend
-from gnnc.runtime.executable import Executable
+from gnnc.runtime.program.executable import Executable
+from gnnc.target import CUDA
 
 pytestmark = pytest.mark.cuda
 EQUAL = 0.999

@@ -11,21 +11,23 @@ import models
 import pytest
 import torch
 from cuda_cases import error, on_device
-from test_auto import Outliers
+from outliers import Outliers
 from zoo import build, random_graph
 
 import gnnc
-from gnnc import calibration, cost, describe
 from gnnc.__main__ import describe_speed
-from gnnc.arguments import flatten_call
-from gnnc.cost import ALONE, Rates
+from gnnc.calibrate import calibration
+from gnnc.calibrate.probes import PROBES, Probe, Writer, values_of
+from gnnc.capture.arguments import flatten_call
+from gnnc.cost import model as cost_model
+from gnnc.cost.model import ALONE, Rates
+from gnnc.ir import describe
 from gnnc.passes.base import BackendInfo, Context, run_passes
 from gnnc.passes.cache import Cache
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.lower import Lower
-from gnnc.passes.options import Option
+from gnnc.passes.quantization.number_formats import Option
 from gnnc.passes.quantize import Quantize
-from gnnc.probes import PROBES, Probe, Writer, values_of
 from gnnc.runtime.backend import get_backend
 
 NAMES = ("gcn", "gat", "gin", "sage-mean", "gcn-deep-residual")
@@ -66,7 +68,7 @@ def test_the_families_of_a_probe_have_kernels(probe: Probe, option: str, compile
     calibration._assign(graph_module, Option.parse(option), context)
     lowered = run_passes(graph_module, (Quantize(), Cache(), Fuse(), Lower()), context)[-1][1]
     nodes = {node.name: node for node in lowered.graph.nodes}
-    timed = [la for la in cost.launches(describe.inline(lowered)) if la.family in cost.FAMILIES]
+    timed = [la for la in cost_model.launches(describe.inline(lowered)) if la.family in cost_model.FAMILIES]
     assert {launch.family for launch in timed} >= {"gemm", "spmm"}
     assert {nodes[launch.name].meta["choice"].kernel.backend for launch in timed} == {"cuda"}
 

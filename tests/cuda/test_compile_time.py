@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_host import in_a_new_process
+from compile_process import in_a_new_process
 
 COLD, WARM = 8.0, 2.0
 

@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 import torch
+from bad_arguments import BAD, GOOD, NUM_NODES, Classifier, good
 from cuda_cases import error, on_device
-from test_inputs import BAD, GOOD, NUM_NODES, Classifier, good
 
 import gnnc
 

@@ -9,17 +9,17 @@ import graphs
 import models
 import pytest
 import torch
+from backend_models import MODELS, given
 from bad_inputs import assert_refused
+from compare import SIZES, assert_close, eager
 from cuda_cases import error, on_device, on_host
-from test_backends import MODELS, given
-from test_zoo import SIZES, assert_close, eager
 from torch_geometric.nn import SAGEConv
 from torch_geometric.nn.models import GCN
 from zoo import ZOO, build, prepared
 from zoo_layers import LAYERS
 
 import gnnc
-from gnnc.runtime.cuda import staged, tables
+from gnnc.runtime.cuda.formats import tables, window_table
 
 pytestmark = pytest.mark.cuda
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
@@ -71,7 +71,7 @@ def test_edges_by_stretch_change_nothing(name: str, precision: str, monkeypatch:
     assert error(plain, model(x, edge_index)) < LIMIT[precision]
     taken = []
     monkeypatch.setattr(tables, "pays", lambda *_: taken.append(1) or True)
-    monkeypatch.setattr(staged, "pays", lambda *_: True)
+    monkeypatch.setattr(window_table, "pays", lambda *_: True)
     again = gnnc.compile(model, precision, example_inputs=(x, edge_index))(x, edge_index.clone())
     assert taken and error(again, plain) < LIMIT[precision] / 10
 
@@ -107,7 +107,7 @@ def test_source_ids_are_kept_for_who_reads_them(
     expected = plain(x, edge_index)
     assert columns_of(plain) and all(col.untyped_storage().nbytes() for col in columns_of(plain))
     monkeypatch.setattr(tables, "pays", lambda *_: True)
-    monkeypatch.setattr(staged, "pays", lambda *_: True)
+    monkeypatch.setattr(window_table, "pays", lambda *_: True)
     compiled = gnnc.compile(model, "int8")
     first = compiled(x, edge_index)
     assert all((col.untyped_storage().nbytes() == 0) == frees for col in columns_of(compiled))
@@ -120,7 +120,7 @@ def test_source_ids_are_kept_for_who_reads_them(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the emulator is one thread's")
 def test_threads_meet_a_graph_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "pays", lambda *_: True)
-    monkeypatch.setattr(staged, "pays", lambda *_: True)
+    monkeypatch.setattr(window_table, "pays", lambda *_: True)
     torch.manual_seed(0)
     x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBOURS).cuda()
     compiled = gnnc.compile(models.MODELS["sage"](64, 47).eval().cuda(), "int8")

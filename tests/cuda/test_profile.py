@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from backend_models import MODELS, given
 from cuda_cases import on_device
-from test_backends import MODELS, given
 
 import gnnc
 from gnnc.errors import BackendError
 from gnnc.runtime.cuda import executable
+from gnnc.runtime.cuda.driver.launch import Launch
 from gnnc.runtime.cuda.executable import CudaExecutable
-from gnnc.runtime.cuda.launch import Launch
 
 pytestmark = pytest.mark.cuda
 

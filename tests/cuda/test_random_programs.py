@@ -11,7 +11,7 @@ import pytest
 import torch
 from cuda_cases import on_device
 from gnn_graphs import arguments, relative_error, run_all
-from test_random_programs import WIDTHS, Program, Recipe, scales
+from random_programs import WIDTHS, Program, Recipe, scales
 from torch.fx import GraphModule
 
 from gnnc.passes.assign import Assign
@@ -22,7 +22,7 @@ from gnnc.passes.lower import Lower
 from gnnc.passes.quantize import Quantize
 from gnnc.precision import Precision
 from gnnc.runtime.backend import get_backend
-from gnnc.runtime.executable import Executable
+from gnnc.runtime.program.executable import Executable
 
 SIZES = ((23, 90), (1, 0), (7, 0), (1, 3), (5, 12), (2, 700), (400, 3000))
 TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 1e-2, "int8": 3e-2}

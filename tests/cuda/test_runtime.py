@@ -8,17 +8,17 @@ from functools import partial
 
 import pytest
 import torch
+from backend_models import MODELS, given
 from cuda_cases import error, on_device
-from test_backends import MODELS, given
 from torch_geometric.nn import GraphConv
 from torch_geometric.nn.models import GAT, GCN, GIN, GraphSAGE
 
 import gnnc
-from gnnc.runtime.cuda import staged
+from gnnc.runtime.cuda.driver.launch import Launch
+from gnnc.runtime.cuda.driver.readback import Facts
 from gnnc.runtime.cuda.executable import CudaExecutable
-from gnnc.runtime.cuda.facts import Facts
-from gnnc.runtime.cuda.launch import Launch
-from gnnc.runtime.cuda.replay import _Graph
+from gnnc.runtime.cuda.formats import window_table
+from gnnc.runtime.cuda.graphs.cuda_graph import _Graph
 
 pytestmark = pytest.mark.cuda
 GRAPH = pytest.mark.parametrize("cuda_graph", [True, False, "auto"])
@@ -382,8 +382,8 @@ def test_a_call_on_a_known_graph_waits_for_nothing(model):
 def test_a_call_on_a_new_graph_waits_once(kind, of_edges, by_stretch, monkeypatch):
     """For what the device finds in it, sizes and ids out of range."""
     if by_stretch:
-        monkeypatch.setattr(staged, "_LEAST_USES", 0)
-        monkeypatch.setattr(staged, "_LEAST_NEAR", 0)
+        monkeypatch.setattr(window_table, "_LEAST_USES", 0)
+        monkeypatch.setattr(window_table, "_LEAST_NEAR", 0)
     torch.manual_seed(0)
     compiled, x, edge_index = compiled_and_inputs(kind(24, 64, 2, 7).eval().cuda(), "auto", "fp16")
     edges = edge_index.shape[1]

@@ -13,16 +13,16 @@ import graphs
 import models
 import pytest
 import torch
+from backend_models import MODELS, given
 from cuda_cases import error
-from test_backends import MODELS, given
 from torch.utils import _pytree as pytree
 
 import gnnc
-from gnnc import calibration
-from gnnc.bandwidth import copy_bandwidth
-from gnnc.calibration import stored_rates
+from gnnc.calibrate import calibration
+from gnnc.calibrate.bandwidth import copy_bandwidth
+from gnnc.calibrate.calibration import stored_rates
 from gnnc.runtime.backend import get_backend
-from gnnc.runtime.cuda import staged, tables
+from gnnc.runtime.cuda.formats import tables, window_table
 
 pytestmark = [
     pytest.mark.cuda,
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 THERE = torch.device("cuda", 1)
 FOLDER = Path(__file__).resolve().parents[1]
-PATHS = {"PYTHONPATH": os.pathsep.join(map(str, (FOLDER, FOLDER.parent / "benchmarks", FOLDER.parent)))}
+PATHS = {"PYTHONPATH": os.pathsep.join(map(str, (FOLDER / "support", FOLDER, FOLDER.parent)))}
 ALIKE = {"fp32": 1e-5, "int8": 0.01}
 """Relative error between devices, whose torch may add in another order."""
 
@@ -188,7 +188,7 @@ def test_two_devices_at_once() -> None:
 
 ALONE = """
 import sys, torch, gnnc
-from test_backends import MODELS, given
+from backend_models import MODELS, given
 precision = sys.argv[1]
 model = MODELS["GCN"]().eval().to("cuda:1")
 arguments = [value.to("cuda:1") for value in given()]
@@ -236,7 +236,7 @@ def test_an_id_out_of_range() -> None:
 def test_edges_by_stretch(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks with more shared memory than devices give unasked."""
     monkeypatch.setattr(tables, "pays", lambda *_: True)
-    monkeypatch.setattr(staged, "pays", lambda *_: True)
+    monkeypatch.setattr(window_table, "pays", lambda *_: True)
     torch.manual_seed(0)
     shape = graphs.Shape(nodes=5000, edges=100_000, features=64, classes=47, skew=1.6)
     given = models.MODELS["gcn"](64, 47).eval(), torch.randn(5000, 64), graphs.generate(shape)

@@ -18,10 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 from emulator import compiler
 from emulator.driver import Driver, EmulatorError
-from gnnc import api, signature
+from gnnc import api
+from gnnc.capture import validate
 from gnnc.runtime import backend, cuda
-from gnnc.runtime.cuda import build, executable, facts, launch, replay, unit
-from gnnc.runtime.cuda.build import Machine
+from gnnc.runtime.cuda import executable
+from gnnc.runtime.cuda.driver import kernel_set, launch, nvrtc, readback
+from gnnc.runtime.cuda.driver.nvrtc import Machine
+from gnnc.runtime.cuda.graphs import cuda_graph
 
 __all__ = ["Driver", "EmulatorError", "emulated"]
 
@@ -58,7 +61,7 @@ class _Code(launch.Code):
         """Do nothing."""
 
 
-class _Graph(replay._Graph):
+class _Graph(cuda_graph._Graph):
     """The same of a graph of launches."""
 
     def __del__(self) -> None:
@@ -68,20 +71,20 @@ class _Graph(replay._Graph):
 def _replaced(driver: Driver) -> Iterator[tuple[Any, str, Any]]:
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None, wait_event=lambda event: None)
     limits = SimpleNamespace(multi_processor_count=_MULTIPROCESSORS, shared_memory_per_block_optin=227 * 1024)
-    yield from ((module, "driver", lambda: driver) for module in (facts, launch, replay))
-    yield replay, "_Graph", _Graph
+    yield from ((module, "driver", lambda: driver) for module in (readback, launch, cuda_graph))
+    yield cuda_graph, "_Graph", _Graph
     yield launch, "leaves_waiting", lambda: False
-    yield from ((module, "Code", _Code) for module in (launch, unit, cuda_launch))
-    yield build, "_compile", compiler.compile_source
-    yield build, "compile_source", _named(build.compile_source)
-    yield unit, "architecture_of", lambda device: "sm_{}{}".format(*compiler.CAPABILITY)
+    yield from ((module, "Code", _Code) for module in (launch, kernel_set, cuda_launch))
+    yield nvrtc, "_compile", compiler.compile_source
+    yield nvrtc, "compile_source", _named(nvrtc.compile_source)
+    yield kernel_set, "architecture_of", lambda device: "sm_{}{}".format(*compiler.CAPABILITY)
     yield cuda, "load", lambda: "emulated"
     yield (
         api,
         "get_backend",
         lambda name, device=None: backend.get_backend("cuda" if name == "auto" else name),
     )
-    yield signature, "_check_backend", lambda *given: None
+    yield validate, "_check_backend", lambda *given: None
     yield executable, "device_of", lambda graph: torch.device("cpu")
     yield (
         guards,

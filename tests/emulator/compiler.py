@@ -11,8 +11,8 @@ from cuda.bindings import nvrtc
 
 from emulator.ptx import Kernel, translate
 from gnnc.errors import BackendError
-from gnnc.runtime.cuda import build
-from gnnc.runtime.cuda.build import Machine
+from gnnc.runtime.cuda.driver import nvrtc as compiler
+from gnnc.runtime.cuda.driver.nvrtc import Machine
 
 CAPABILITY = (9, 0)
 """Of the device that is emulated."""
@@ -55,11 +55,11 @@ def ptx_of(source: str, names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     program = _done(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
     for name in names:
         _done(nvrtc.nvrtcAddNameExpression(program, name.encode()))
-    folders = [build.headers_folder(), build.toolkit_headers()]
+    folders = [compiler.headers_folder(), compiler.toolkit_headers()]
     major, minor = CAPABILITY
     options = [
-        f"--std={build._OPTIONS['std']}",
-        f"--fmad={str(build._OPTIONS['fma']).lower()}",
+        f"--std={compiler._OPTIONS['std']}",
+        f"--fmad={str(compiler._OPTIONS['fma']).lower()}",
         f"--gpu-architecture=compute_{major}{minor}",
         *(f"-I{f}" for f in folders),
     ]

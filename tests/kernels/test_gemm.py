@@ -22,7 +22,7 @@ from row_programs import (
 )
 from torch import Tensor
 
-from gnnc.runtime.row_program import Op
+from gnnc.runtime.row_program.opcodes import Op
 
 FLOAT, INT8, BF16 = 0, 1, 3
 FLOAT_ERROR = 1e-6

@@ -32,7 +32,7 @@ for rows, depth, width in [(1000, 128, 64), (77, 1433, 7), (50, 47, 602), (3, 81
 
 
 def run(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(HERE.parent), *sys.path])
+    paths = os.pathsep.join([str(HERE.parent / "support"), *sys.path])
     environment = os.environ | {"GNNC_ISA": isa, "PYTHONPATH": paths}
     return subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False

@@ -17,7 +17,7 @@ from row_programs import (
     strided,
 )
 
-from gnnc.runtime.row_program import Op
+from gnnc.runtime.row_program.opcodes import Op
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -11,7 +11,7 @@ from torch import Tensor
 from gnnc.ir.message import MESSAGE_REDUCTIONS
 from gnnc.ir.sparse import REDUCTIONS
 from gnnc.runtime.cpu.message import Plan, run_blocks
-from gnnc.runtime.row_program import Op
+from gnnc.runtime.row_program.opcodes import Op
 
 gnnc = torch.ops.gnnc
 aten = torch.ops.aten

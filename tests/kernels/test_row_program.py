@@ -22,7 +22,7 @@ from row_programs import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from gnnc.runtime.row_program import Op
+from gnnc.runtime.row_program.opcodes import Op
 
 FLOAT_ERROR = 1e-6
 WORST_ERROR = 2e-6  # of a single value

@@ -14,10 +14,10 @@ import gnnc
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context, run_pass
-from gnnc.passes.boundary import drop_structure, whole_examples
 from gnnc.passes.hoist import Hoist
-from gnnc.printing import format_graph
-from gnnc.runtime.structure_runner import StructureRunner
+from gnnc.passes.rewrite.boundary import drop_structure, whole_examples
+from gnnc.report.printing import format_graph
+from gnnc.runtime.structure.runner import StructureRunner
 
 ops = torch.ops.gnnc
 MODELS: dict[str, Callable[[], GraphModule]] = {

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GCNConv
 from traced import eager, relative_error, run, targets
 
-from gnnc.capture import capture
+from gnnc.capture.export import capture
 from gnnc.passes.base import run_pass
 from gnnc.passes.normalize import Normalize
-from gnnc.printing import format_graph
+from gnnc.report.printing import format_graph
 
 
 def normalized(model: nn.Module, *args: Tensor):

@@ -16,9 +16,9 @@ from gnn_graphs import (
 from gnnc.errors import PrecisionError
 from gnnc.passes.assign import Assign
 from gnnc.passes.base import BackendInfo
-from gnnc.passes.observe import CANDIDATES, Observation, choose, observe, row_error, spmm_sum
-from gnnc.passes.options import Option
-from gnnc.passes.plan import Plan
+from gnnc.passes.quantization.number_formats import Option
+from gnnc.passes.quantization.observe import CANDIDATES, Observation, choose, observe, row_error, spmm_sum
+from gnnc.passes.quantization.saved_plan import Plan
 from gnnc.passes.quantize import Quantize
 from gnnc.precision import BF16, FP32, INT8
 

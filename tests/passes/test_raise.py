@@ -14,10 +14,10 @@ from zoo import ZOO, build
 from gnnc.errors import GraphError
 from gnnc.ir import parse_body
 from gnnc.passes.base import Context, run_pass
-from gnnc.passes.bounds import IndexBound
+from gnnc.passes.edges.index_bounds import IndexBound
 from gnnc.passes.hoist import Hoist
 from gnnc.passes.raise_ import Raise
-from gnnc.printing import format_graph
+from gnnc.report.printing import format_graph
 
 MOVES_ROWS = ("scatter", "index", "gather", "embedding", "repeat_interleave")
 SIZES = [(31, 120), (1, 0), (7, 0), (1, 1)]

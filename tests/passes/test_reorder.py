@@ -16,7 +16,7 @@ from gnnc.ir.op import op_of
 from gnnc.passes.base import Context, run_pass
 from gnnc.passes.hoist import Hoist
 from gnnc.passes.reorder import Reorder
-from gnnc.printing import format_graph
+from gnnc.report.printing import format_graph
 
 ops = torch.ops.gnnc
 WIDE, NARROW = 16, 4

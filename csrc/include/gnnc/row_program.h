@@ -16,7 +16,7 @@
 
 namespace gnnc {
 
-// Mirrored in runtime/row_program.py, and a test compares the two.
+// Mirrored in runtime/row_program/opcodes.py, and a test compares the two.
 enum class RowOp : int32_t {
   mul_row = 1,
   add_row = 2,

@@ -1,0 +1,41 @@
+#pragma once
+
+// Sums over the threads of a warp, and of a block.
+
+#include "common/types.cuh"
+
+namespace gnnc {
+
+// The sum of `value` over the threads of this warp up to this one. By the whole warp.
+__device__ __forceinline__ int32_t sum_in_warp(int32_t value) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+  for (int apart = 1; apart < 32; apart *= 2) {
+    const int32_t other = __shfl_up_sync(0xffffffffu, value, apart);
+    if (lane >= apart) value += other;
+  }
+  return value;
+}
+
+template <int kWarps>
+struct BlockSums {
+  int32_t warp[kWarps];  // the sum of each
+};
+
+// The sum of `value` over the threads before this one, and of all. By the whole block; `sums` is no other's.
+template <int kWarps>
+__device__ __forceinline__ int32_t sum_before(int32_t value, BlockSums<kWarps>& sums, int32_t& all) {
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  int32_t sum = sum_in_warp(value);
+  if (lane == 31) sums.warp[warp] = sum;
+  __syncthreads();
+  all = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    sum += w < warp ? sums.warp[w] : 0;
+    all += sums.warp[w];
+  }
+  return sum - value;
+}
+
+}  // namespace gnnc

@@ -1,0 +1,29 @@
+#pragma once
+
+// check_finite: looks for NaN and infinity among values that a kernel is given, and notes one (step::Watch).
+//
+// Layout: FP32, one after the other. Traffic: 4 B a value in, nothing out while all is well. Floor: these bytes at copy
+// bandwidth.
+//
+// Launch: blocks of 256 threads, at most 1024 of them; a thread takes values in turns of the grid.
+
+#include "common/row_steps.cuh"
+
+namespace gnnc {
+
+struct CheckArgs {
+  const float* values;
+  int64_t count;
+  step::Watch watch;
+};
+
+__global__ void check_finite(CheckArgs args) {
+  begin_kernel();
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  bool fine = true;
+  for (int64_t i = first; i < args.count; i += threads) fine = fine && step::is_finite(args.values[i]);
+  if (!fine) args.watch.raise();
+}
+
+}  // namespace gnnc

@@ -1,0 +1,558 @@
+#pragma once
+
+// The steps of a row program (csrc/include/gnnc/row_program.h) on a row that lies in registers. An epilogue is a list
+// of calls of these; runtime/cuda/kernels/epilogue.py writes it.
+//
+// Values that become codes are made by the same sequence of FP32 operations as the reference makes them by: nothing is
+// contracted (the sources are compiled without it), q = rint(x * inv), inv = 1 / scale computed once.
+//
+// Traffic: operands and results once; the row never leaves the registers.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "common/row_tile.cuh"
+
+namespace gnnc::step {
+
+// What went wrong, for the host to read at leisure: memory of the host that the device can write. Nothing is written
+// while all is well.
+struct Watch {
+  int64_t* flag;
+  int64_t number;  // what the host knows this place by, from 1 on
+
+  __device__ void raise() const { *reinterpret_cast<volatile int64_t*>(flag) = number; }
+};
+
+__device__ inline float as_float(float x) { return x; }
+__device__ inline float as_float(__half x) { return __half2float(x); }
+__device__ inline float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float as_float(int8_t x) { return static_cast<float>(x); }
+
+// A NaN stays one.
+__device__ inline float larger(float a, float b) { return a > b || a != a ? a : b; }
+__device__ inline float smaller(float a, float b) { return a < b || a != a ? a : b; }
+
+template <class T>
+__device__ T from_float(float x);
+template <>
+__device__ inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ inline __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// How many neighbouring columns of T a thread moves at once: what it holds, in at most 16 bytes, where rows `stride`
+// elements apart keep that aligned; 1 where they do not.
+template <class Tile, class T>
+__host__ __device__ constexpr int at_once(int stride) {
+  for (int count = Tile::kRun; count >= 4; count /= 2) {
+    if (count * static_cast<int>(sizeof(T)) <= 16 && stride % count == 0) return count;
+  }
+  return 1;
+}
+
+// Loads and stores rows of T that are kStride elements apart.
+template <int kStride, class Tile, class T, class F>
+__device__ void with_row(const Tile& tile, const T* row, const F& f) {
+  constexpr int kCount = at_once<Tile, T>(kStride);
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; i += kCount) {
+    const int column = tile.column(i);
+    if (column + kCount <= Tile::kWidth) {
+      const auto read = *reinterpret_cast<const Vector<T, kCount>*>(row + column);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) f(i + k, as_float(read.v[k]));
+    } else {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        if (tile.valid(i + k)) f(i + k, as_float(row[column + k]));
+      }
+    }
+  }
+}
+
+// v[i] of thread t becomes v[t] of thread i, among four neighbouring threads of those in `members`.
+__device__ inline void change_over(float (&v)[4], uint32_t members) {
+#pragma unroll
+  for (int apart = 1; apart < 4; apart *= 2) {
+    const bool upper = (threadIdx.x & apart) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & apart) continue;
+      const float got = __shfl_xor_sync(members, upper ? v[i] : v[i + apart], apart);
+      if (upper) {
+        v[i] = got;
+      } else {
+        v[i + apart] = got;
+      }
+    }
+  }
+}
+
+// Four j of thread i becomes four i of thread j, among four neighbouring threads of those in `members`.
+__device__ __forceinline__ void turn_over(float (*fours)[4], uint32_t members) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    float turned[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) turned[j] = fours[j][k];
+    change_over(turned, members);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) fours[j][k] = turned[j];
+  }
+}
+
+// What a thread has of a row, from column i on, as one store.
+template <class T, int kCount, class F>
+__device__ Vector<T, kCount> vector_of(int i, const F& f) {
+  Vector<T, kCount> vector;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) vector.v[k] = f(i + k);
+  return vector;
+}
+
+// Whether four neighbouring threads turn over the 16 columns of each, so that they store 64 bytes at a time, where each
+// of them would 16 of every 64. (Two that so store whole sectors, of 16 columns each or 8, are no faster.)
+template <class Tile>
+__host__ __device__ constexpr bool turns() {
+  return Tile::kRun == 16 && Tile::kLanes >= 4;
+}
+
+// Of a row that ends within a vector, all of that is stored where rows are so far apart. kStreams: nothing gathers the
+// rows.
+template <int kStride, bool kStreams = false, class T, class Tile, class F>
+__device__ void store_row(const Tile& tile, T* row, const F& f) {
+  constexpr int kCount = at_once<Tile, T>(kStride), kRounded = (Tile::kWidth + kCount - 1) / kCount * kCount;
+  constexpr bool kEnds = kRounded != Tile::kWidth && kStride < kRounded;   // within a vector
+  constexpr bool kAll = !kEnds && Tile::kFull && Tile::kHeld <= kRounded;  // of what threads hold is stored
+  constexpr bool kTurns = kCount == 4 && sizeof(T) == 4 && turns<Tile>();
+  const int own = kTurns ? tile.lane % 4 : 0;
+  const int first = tile.column_of(tile.lane - own, kCount * own);
+  T* const from = row + first;  // all stores are so many bytes from there: one address
+  const auto put = [&](int offset, const Vector<T, kCount>& vector) {
+    if (kAll || first + offset + kCount <= (kEnds ? Tile::kWidth : kRounded)) {
+      if constexpr (kEnds && !Tile::kWhole) {
+        store_together<kStreams>(from + offset, vector);
+      } else {
+        store_vector<kStreams && !kEnds>(from + offset, vector);  // one that the compiler may move is worth more
+      }
+    } else if constexpr (kEnds) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        if (first + offset + k < Tile::kWidth) from[offset + k] = vector.v[k];
+      }
+    }
+  };
+  if constexpr (kTurns) {
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; i += 16) {
+      float fours[4][4];
+#pragma unroll
+      for (int k = 0; k < 16; ++k) fours[k / 4][k % 4] = f(i + k);
+      turn_over(fours, Tile::members());
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        put(Tile::offset_of(j, i), Vector<T, kCount>{{fours[j][0], fours[j][1], fours[j][2], fours[j][3]}});
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; i += kCount) put(Tile::offset_of(0, i), vector_of<T, kCount>(i, f));
+  }
+}
+
+template <class Tile, class F>
+__device__ void each(Tile& tile, const F& f) {
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) tile.v[i] = f(tile.v[i]);
+}
+
+// The row with another value: one of the row, one of each column, one of each element.
+
+template <class Tile, class F>
+__device__ void with_scalar(Tile& tile, float value, const F& f) {
+  each(tile, [&](float x) { return f(x, value); });
+}
+template <class Tile, class F>
+__device__ void with_columns(Tile& tile, const float* values, const F& f) {
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) {
+    if (tile.valid(i)) tile.v[i] = f(tile.v[i], __ldg(values + tile.column(i)));
+  }
+}
+template <int kStride, class Tile, class T, class F>
+__device__ void with_full(Tile& tile, const T* row, const F& f) {
+  with_row<kStride>(tile, row, [&](int i, float value) { tile.v[i] = f(tile.v[i], value); });
+}
+
+struct Add {
+  __device__ float operator()(float x, float v) const { return __fadd_rn(x, v); }
+};
+struct Multiply {
+  __device__ float operator()(float x, float v) const { return __fmul_rn(x, v); }
+};
+struct Divide {
+  __device__ float operator()(float x, float v) const { return __fdiv_rn(x, v); }
+};
+struct SubtractFrom {
+  __device__ float operator()(float x, float v) const { return __fsub_rn(v, x); }
+};
+
+// Activations. Comparisons are written so that a NaN stays one, as in torch.
+
+template <class Tile>
+__device__ void relu(Tile& tile) {
+  each(tile, [](float x) { return larger_or_nan(x, 0.0f); });
+}
+template <class Tile>
+__device__ void leaky_relu(Tile& tile, float slope) {
+  each(tile, [=](float x) { return x > 0.0f ? x : __fmul_rn(x, slope); });
+}
+template <class Tile>
+__device__ void elu(Tile& tile, float alpha) {
+  each(tile, [=](float x) { return x > 0.0f ? x : alpha * expm1f(x); });
+}
+template <class Tile>
+__device__ void sigmoid(Tile& tile) {
+  each(tile, [](float x) { return 1.0f / (1.0f + expf(-x)); });
+}
+template <class Tile>
+__device__ void tanh(Tile& tile) {
+  each(tile, [](float x) { return tanhf(x); });
+}
+template <class Tile>
+__device__ void gelu(Tile& tile) {
+  each(tile, [](float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); });
+}
+template <class Tile>
+__device__ void gelu_tanh(Tile& tile) {
+  each(tile, [](float x) { return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x))); });
+}
+template <class Tile>
+__device__ void silu(Tile& tile) {
+  each(tile, [](float x) { return x / (1.0f + expf(-x)); });
+}
+template <class Tile>
+__device__ void exp(Tile& tile) {
+  each(tile, [](float x) { return expf(x); });
+}
+template <class Tile>
+__device__ void log(Tile& tile) {
+  each(tile, [](float x) { return logf(x); });
+}
+template <class Tile>
+__device__ void softplus(Tile& tile) {
+  each(tile, [](float x) { return x > 20.0f ? x : log1pf(expf(x)); });
+}
+template <class Tile>
+__device__ void neg(Tile& tile) {
+  each(tile, [](float x) { return -x; });
+}
+template <class Tile>
+__device__ void abs(Tile& tile) {
+  each(tile, [](float x) { return fabsf(x); });
+}
+template <class Tile>
+__device__ void square(Tile& tile) {
+  each(tile, [](float x) { return __fmul_rn(x, x); });
+}
+template <class Tile>
+__device__ void sqrt(Tile& tile) {
+  each(tile, [](float x) { return __fsqrt_rn(x); });
+}
+template <class Tile>
+__device__ void rsqrt(Tile& tile) {
+  each(tile, [](float x) { return __fdiv_rn(1.0f, __fsqrt_rn(x)); });
+}
+template <class Tile>
+__device__ void recip(Tile& tile) {
+  each(tile, [](float x) { return __fdiv_rn(1.0f, x); });
+}
+template <class Tile>
+__device__ void clamp_min(Tile& tile, float low) {
+  each(tile, [=](float x) { return x < low ? low : x; });
+}
+template <class Tile>
+__device__ void clamp_max(Tile& tile, float high) {
+  each(tile, [=](float x) { return x > high ? high : x; });
+}
+
+// Norms. `weight` and `bias` may be null.
+
+template <class Tile>
+__device__ void layer_norm(Tile& tile, const float* weight, const float* bias, float eps) {
+  constexpr float count = static_cast<float>(Tile::kWidth);
+  const float mean = tile.sum([](float x, int) { return x; }) / count;
+  const float var = tile.sum([=](float x, int) { return (x - mean) * (x - mean); }) / count;
+  const float factor = 1.0f / sqrtf(var + eps);
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) {
+    if (!tile.valid(i)) continue;
+    float x = (tile.v[i] - mean) * factor;
+    if (weight != nullptr) x *= __ldg(weight + tile.column(i));
+    if (bias != nullptr) x += __ldg(bias + tile.column(i));
+    tile.v[i] = x;
+  }
+}
+template <class Tile>
+__device__ void l2_normalize(Tile& tile, float eps) {
+  const float norm = sqrtf(tile.sum([](float x, int) { return x * x; }));
+  const float factor = 1.0f / (norm < eps ? eps : norm);
+  each(tile, [=](float x) { return x * factor; });
+}
+template <class Tile>
+__device__ void softmax(Tile& tile) {
+  const float top = tile.max([](float x, int) { return x; });
+  each(tile, [=](float x) { return expf(x - top); });
+  const float share = 1.0f / tile.sum([](float x, int) { return x; });
+  each(tile, [=](float x) { return x * share; });
+}
+template <class Tile>
+__device__ void log_softmax(Tile& tile) {
+  const float top = tile.max([](float x, int) { return x; });
+  const float rest = logf(tile.sum([=](float x, int) { return expf(x - top); }));
+  each(tile, [=](float x) { return (x - top) - rest; });
+}
+
+// The mean over kHeads equal parts of a row, as a row of its own. Each thread asks the others for the columns it needs.
+template <int kHeads, class Tile>
+__device__ auto head_mean(const Tile& tile) {
+  using Out = RowTile<Tile::kWidth / kHeads, Tile::kLanes, Tile::kRun, Tile::kTogether>;
+  constexpr int kDepth = Out::kWidth;
+  Out out;
+#pragma unroll
+  for (int i = 0; i < Out::kPer; ++i) {
+    const int to = out.valid(i) ? out.column(i) : 0;
+    float total = 0.0f;
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      const int from = h * kDepth + to;
+      const int thread = from % Tile::kBlock / Tile::kRun;
+      const int place = from / Tile::kBlock * Tile::kRun + from % Tile::kRun;
+#pragma unroll
+      for (int r = 0; r < Tile::kPer; ++r) {
+        if (kDepth % Tile::kRun == 0 && r % Tile::kRun != i % Tile::kRun) continue;
+        const float value = __shfl_sync(Tile::members(), tile.v[r], thread, Tile::kLanes);
+        if (r == place) total = __fadd_rn(total, value);
+      }
+    }
+    out.v[i] = __fdiv_rn(total, static_cast<float>(kHeads));
+  }
+  return out;
+}
+
+// Stores.
+
+// Whether threads can easily have every kLanes-th four of a whole row's columns: they do, or four threads have 16
+// columns each.
+template <class Tile>
+__host__ __device__ constexpr bool has_fours() {
+  const bool whole = Tile::kBlock == Tile::kRun * Tile::kLanes;
+  return whole && Tile::kLanes >= 4 && (Tile::kRun == 4 || (Tile::kRun == 16 && Tile::kLanes == 4));
+}
+
+// Stores a row that begins anywhere, but for its ends in fours that lie on 16 bytes, neighbouring threads side by side:
+// each thread moves its columns by as many as there are before the first such four.
+template <bool kStreams, class Tile>
+__device__ void store_anywhere(const Tile& tile, float* row) {
+  constexpr int kLanes = Tile::kLanes, kFours = Tile::kPer / 4;
+  float v[kFours][4];
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) v[i / 4][i % 4] = tile.v[i];
+  if constexpr (Tile::kRun == 16) {
+#pragma unroll
+    for (int i = 0; i < kFours; i += 4) turn_over(v + i, Tile::members());
+  }
+  const int before = static_cast<int>(-(reinterpret_cast<uint64_t>(row) / 4) % 4);
+#pragma unroll
+  for (int j = 0; j < kFours; ++j) {
+    float w[7] = {v[j][0], v[j][1], v[j][2], v[j][3]};
+#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      const float given = tile.lane == 0 && j + 1 < kFours ? v[(j + 1) % kFours][k] : v[j][k];
+      w[4 + k] = __shfl_sync(Tile::members(), given, (tile.lane + 1) % kLanes, kLanes);
+    }
+#pragma unroll
+    for (int k = 0; k < 6; ++k) w[k] = before & 1 ? w[k + 1] : w[k];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) w[k] = before & 2 ? w[k + 2] : w[k];
+    const int column = (j * kLanes + tile.lane) * 4 + before;
+    if (column + 4 <= Tile::kWidth) {
+      store_vector<kStreams>(row + column, Vector<float, 4>{{w[0], w[1], w[2], w[3]}});
+    } else if ((j + 1) * kLanes * 4 + 3 > Tile::kWidth) {
+#pragma unroll
+      for (int k = 0; k < 3; ++k) {
+        if (column + k < Tile::kWidth) row[column + k] = w[k];
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < 3; ++k) {
+    if (tile.lane == 0 && k < before && k < Tile::kWidth) row[k] = v[0][k];
+  }
+}
+
+// kStreams: nothing gathers the rows.
+template <int kStride, bool kStreams = false, class T, class Tile>
+__device__ void store(const Tile& tile, T* row) {
+  if constexpr (at_once<Tile, T>(kStride) == 1 && sizeof(T) == 4 && has_fours<Tile>()) {
+    store_anywhere<kStreams>(tile, row);
+  } else if constexpr (at_once<Tile, T>(kStride) == 1 && Tile::kLanes >= 4) {
+    // Threads store one element at a time, and four neighbours do so side by side.
+    const int first = tile.lane & ~3;
+    int own = tile.lane & 3;
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; i += 4) {
+      own = opaque(own);  // addresses are worked out one after the other: they would take too many registers
+      float v[4] = {tile.v[i], tile.v[i + 1], tile.v[i + 2], tile.v[i + 3]};
+      change_over(v, Tile::members());
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int column = tile.column_of(first + k, i + own);
+        if (column < Tile::kWidth) row[column] = from_float<T>(v[k]);
+      }
+    }
+  } else {
+    store_row<kStride, kStreams>(tile, row, [&](int i) { return from_float<T>(tile.v[i]); });
+  }
+}
+
+__device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
+
+// Looks for NaN and infinity in the row as it is now.
+template <class Tile>
+__device__ void watch(const Tile& tile, const Watch& watch) {
+  bool fine = true;
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) fine = fine && (!tile.valid(i) || is_finite(tile.v[i]));
+  if (!fine) watch.raise();
+}
+
+// amax / 127, 0 where that is below the least normal float, so that its inverse is finite.
+__device__ inline float scale_of(float amax) {
+  const float scale = __fdiv_rn(amax, 127.0f);
+  return scale < 1.17549435e-38f ? 0.0f : scale;
+}
+__device__ inline float inverse_of(float scale) { return scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f; }
+
+// x to the nearest even integer, in the last bits: past 2^23 a float has no fraction. Conversions run at a quarter of
+// the rate.
+__device__ inline uint32_t rounded(float x) { return __float_as_uint(__fadd_rn(x, 12582912.0f)); }
+__device__ inline int8_t code_of(float x) { return static_cast<int8_t>(rounded(fminf(fmaxf(x, -127.0f), 127.0f))); }
+
+struct NoCode {
+  __device__ int8_t operator()(int) const { return 0; }
+};
+
+// Codes of rows kPadded (a multiple of 4) apart; kWithin: of values within +-127; past: the codes past the width.
+template <int kPadded, bool kWithin = false, class Tile, class F, class Past = NoCode>
+__device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, const Past& past = {}) {
+  constexpr int kCount = at_once<Tile, int8_t>(kPadded);
+  static_assert(kCount >= 4, "rows of codes are padded to a multiple of 4");
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; i += kCount) {
+    const int column = tile.column(i);
+    if (column >= kPadded) continue;
+    Vector<int8_t, kCount> codes;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const float x = tile.valid(i + k) ? scaled(i + k) : 0.0f;
+      const int8_t code = kWithin ? static_cast<int8_t>(rounded(x)) : code_of(x);
+      codes.v[k] = tile.valid(i + k) ? code : past(column + k);
+    }
+    *reinterpret_cast<Vector<int8_t, kCount>*>(row + column) = codes;
+  }
+  // Past the last block of the tile.
+  if constexpr (Tile::kHeld < kPadded) {
+    for (int column = Tile::kHeld + tile.lane * 4; column < kPadded; column += 4 * Tile::kLanes) {
+      *reinterpret_cast<Vector<int8_t, 4>*>(row + column) = {past(column), past(column + 1), past(column + 2),
+                                                             past(column + 3)};
+    }
+  }
+}
+
+template <int kPadded, class Tile>
+__device__ float quant_row(const Tile& tile, int8_t* row, float* scale_out) {
+  const float scale = scale_of(tile.max_abs());
+  const float inverse = inverse_of(scale);
+  if (tile.lane == 0) *scale_out = scale;
+  store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); });
+  return scale;
+}
+
+// Raises the scale of all rows, 0 before the first. Floats that are not negative compare as their bits do, and NaN is
+// above all. What L1 holds of it may be an older, smaller one: then it is raised for nothing.
+template <class Tile>
+__device__ void scale_tensor(const Tile& tile, float* scale) {
+  const int bits = __float_as_int(scale_of(tile.max_abs())) & 0x7fffffff;
+  if (tile.lane == 0 && bits > __ldca(reinterpret_cast<const int*>(scale))) {
+    atomicMax(reinterpret_cast<int*>(scale), bits);
+  }
+}
+
+template <class Tile>
+__device__ void watch_scale(const Tile& tile, float scale, const Watch& watch) {
+  if (tile.lane == 0 && !is_finite(scale)) watch.raise();
+}
+
+// The inverse of a given scale: one, or one for each column.
+template <bool kColumns, class Tile>
+__device__ float inverse_at(const Tile& tile, const float* base, int i) {
+  return inverse_of(__ldg(base + (kColumns && tile.valid(i) ? tile.column(i) : 0)));
+}
+
+template <int kPadded, bool kColumns, class Tile>
+__device__ void quant_static(const Tile& tile, int8_t* row, const float* base) {
+  if constexpr (kColumns) {
+    store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse_at<true>(tile, base, i)); });
+  } else {
+    const float inverse = inverse_of(__ldg(base));
+    store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); });
+  }
+}
+
+// The row's scale is base / 2^k with the largest k in 0..7 that nothing saturates at. Where there is room, the row
+// holds its weight too (weight_place).
+template <int kPadded, bool kColumns, class Tile>
+__device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, const float* base) {
+  Tile scaled = tile;
+  if constexpr (kColumns) {
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; ++i) scaled.v[i] = __fmul_rn(tile.v[i], inverse_at<true>(tile, base, i));
+  } else {
+    const float inverse = inverse_of(__ldg(base));
+    each(scaled, [=](float x) { return __fmul_rn(x, inverse); });
+  }
+  // The exponent of 127 less that of the top, one less where its fraction is larger: a difference of their bits.
+  const int32_t left = __float_as_int(127.0f) - __float_as_int(scaled.max_abs());
+  const int shift = min(max(left >> 23, 0), 7);
+  if (left < 0) each(scaled, [](float x) { return fminf(fmaxf(x, -127.0f), 127.0f); });
+  const float power = static_cast<float>(1 << shift);
+  if (tile.lane == 0) *shift_out = static_cast<uint8_t>(shift);
+  const auto weight = [=](int column) {
+    return static_cast<int8_t>(column == weight_place(Tile::kWidth) ? 128u >> shift : 0u);
+  };
+  store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(scaled.v[i], power); }, weight);
+}
+
+// out[h] = the dot product of the h-th of kHeads equal parts with the same part of `columns`.
+template <int kHeads, class Tile>
+__device__ void row_dot(const Tile& tile, const float* columns, float* out) {
+  constexpr int kDepth = Tile::kWidth / kHeads;
+  Tile product = tile;
+  with_columns(product, columns, [](float x, float v) { return x * v; });
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    const float total = product.sum([&](float x, int i) { return product.column(i) / kDepth == h ? x : 0.0f; });
+    if (tile.lane == h % Tile::kLanes) out[h] = total;
+  }
+}
+
+}  // namespace gnnc::step

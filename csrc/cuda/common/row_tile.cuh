@@ -1,0 +1,125 @@
+#pragma once
+
+// One complete row of a kernel's result, in FP32, in the registers of a group of threads: what epilogues work on.
+//
+// A group is kLanes neighbouring threads of one warp (a power of two). Thread `lane` holds the columns
+// lane * kRun .. lane * kRun + kRun - 1 of every block of kRun * kLanes columns. With runs of four a group stores whole
+// blocks at a time: 16 bytes a thread in FP32, 8 in half precision, 4 in int8. Columns past the width hold zeros until
+// an epilogue writes to them; reductions never read them.
+//
+// An epilogue is a functor that a kernel takes by value as its last argument:
+//   struct Epilogue { ...; template <class Tile> __device__ void operator()(Tile& tile, int64_t row) const; };
+// All threads of a group call it together, once for each row, also for rows without edges. The groups of a warp may
+// call it at different times: it must not synchronise more than its group (`members`).
+
+#include "common/types.cuh"
+
+namespace gnnc {
+
+// The larger of `top` and |v|, NaN where one is that.
+__device__ inline float larger_abs(float top, float v) { return larger_or_nan(top, fabsf(v)); }
+
+// kTogether: all groups of a warp have a row, so that the whole warp shuffles at once. (Where fewer threads do, which
+// those are is worked out each time.)
+template <int kWidth_, int kLanes_, int kRun_ = 4, bool kTogether_ = false>
+struct RowTile {
+  static constexpr int kWidth = kWidth_, kLanes = kLanes_, kRun = kRun_;
+  static constexpr bool kTogether = kTogether_;
+  static constexpr int kBlock = kRun * kLanes;
+  static constexpr int kPer = (kWidth + kBlock - 1) / kBlock * kRun;
+  static constexpr int kHeld = kPer / kRun * kBlock;  // columns, with what is past the width
+  static constexpr bool kWhole = true;
+  static constexpr bool kFull = true;  // no thread has columns from kHeld on
+  static_assert(kLanes >= 1 && kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "a group is 1, 2, 4, 8, 16 or 32 threads");
+  static_assert(kRun % 4 == 0, "epilogues load and store four columns at least");
+
+  float v[kPer];
+  int lane;
+
+  __device__ RowTile() : lane(static_cast<int>(threadIdx.x % kLanes)) {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) v[i] = 0.0f;
+  }
+
+  // The column of v[i]. Runs, i = kRun k .. kRun k + kRun - 1, are neighbours, and the first is a multiple of kRun.
+  __device__ int column(int i) const { return column_of(lane, i); }
+  __device__ bool valid(int i) const { return column(i) < kWidth; }
+  __device__ static constexpr int offset_of(int lane, int i) { return i / kRun * kBlock + lane * kRun + i % kRun; }
+  __device__ static int column_of(int lane, int i) { return offset_of(lane, i); }
+
+  __device__ static uint32_t members() { return group_members<kTogether ? 32 : kLanes>(); }
+
+  // combine(combine(a, b), c)... over the values that the threads of the group hold, in one fixed order. Every thread
+  // gets the result; combine must be commutative, or the threads would not agree.
+  template <class T, class Combine>
+  __device__ static T across(T value, const Combine& combine) {
+#pragma unroll
+    for (int apart = kLanes / 2; apart > 0; apart /= 2) {
+      value = combine(value, __shfl_xor_sync(members(), value, apart, kLanes));
+    }
+    return value;
+  }
+
+  // The largest |v| of the row. NaN counts as larger than infinity, so neither is lost.
+  __device__ float max_abs() const {
+    float top = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) top = larger_abs(top, valid(i) ? v[i] : 0.0f);
+    return across(top, [](float a, float b) { return larger_abs(a, b); });
+  }
+
+  // The largest f(v[i], i) of the row, `lowest` where f gives only NaN.
+  template <class F>
+  __device__ float max(const F& f, float lowest = -__int_as_float(0x7f800000)) const {
+    float top = lowest;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (valid(i)) top = fmaxf(top, f(v[i], i));
+    }
+    return across(top, [](float a, float b) { return fmaxf(a, b); });
+  }
+
+  // The sum of f(v[i], i) over the row.
+  template <class F>
+  __device__ float sum(const F& f) const {
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      if (valid(i)) total = __fadd_rn(total, f(v[i], i));
+    }
+    return across(total, [](float a, float b) { return __fadd_rn(a, b); });
+  }
+};
+
+// A slice of a row of kWidth columns, Tile::kWidth of them or what is left, from `first` on, for an epilogue whose
+// steps look at each column alone.
+template <class Tile, int kWidth_>
+struct SliceTile {
+  static constexpr int kWidth = kWidth_, kLanes = Tile::kLanes, kRun = Tile::kRun, kPer = Tile::kPer;
+  static constexpr int kBlock = 0;  // it has no whole blocks
+  static constexpr int kHeld = (kWidth + Tile::kWidth - 1) / Tile::kWidth * Tile::kWidth;
+  static constexpr bool kWhole = false;
+  static constexpr bool kFull = Tile::kHeld == Tile::kWidth;
+
+  float v[kPer];
+  int lane;
+  int32_t first;
+
+  // Opaque, or where columns go is worked out before all edges, and kept.
+  __device__ SliceTile(const Tile& tile, int32_t first_column) : lane(opaque(tile.lane)), first(opaque(first_column)) {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) v[i] = tile.v[i];
+  }
+
+  __device__ static constexpr int offset_of(int of, int i) { return Tile::offset_of(of, i); }
+  // Past the slice far behind every row.
+  __device__ int column_of(int of, int i) const {
+    const int within = offset_of(of, i);
+    return kFull || within < Tile::kWidth ? first + within : 1 << 30;
+  }
+  __device__ int column(int i) const { return column_of(lane, i); }
+  __device__ bool valid(int i) const { return column(i) < kWidth; }
+  __device__ static uint32_t members() { return Tile::members(); }
+};
+
+}  // namespace gnnc

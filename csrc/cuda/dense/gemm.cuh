@@ -1,0 +1,635 @@
+#pragma once
+
+// gemm: x @ w^T for tall and narrow x, then the epilogue on whole rows. x is quantized or rounded while it is loaded,
+// so that it is read once, as it is.
+//
+// A block takes Config::kRows rows of x, Config::kChunk columns at a time. Its warps bring them into shared memory as
+// int8 (each row with its own scale, or codes as they are), fp16 or bf16; the products run on the tensor cores
+// (mma.sync, sums in int32 or FP32) against a weight that pack_weight has laid out as the threads hold it. Warps share
+// the rows, the columns of the result and, where rows are long, the columns of x: such partial sums, like all results,
+// pass through shared memory into row tiles, which add them up in a fixed order.
+//
+// A row that gets its own scale stays in the registers of kRowWarps warps until its maximum is known, in one chunk.
+// Where that is too long, its maximum is taken first, and the chunks come from L2.
+//
+// Traffic: x once, the epilogue's outputs; the weight once a block from L2, as much again as x where a block has 16
+// rows, kOut is 64 and x is FP32 multiplied as int8. Floor: x, weight and outputs once at copy bandwidth.
+//
+// Launch: pack_weight with blocks of 256 threads, Config::kWarps warps an output column (of kOut8); then gemm with one
+// block of Config::kThreads threads for every kRows rows and Gemm<Config>::kShared bytes of dynamic shared memory.
+
+#include "common/copies.cuh"
+#include "common/row_steps.cuh"
+
+namespace gnnc {
+
+enum class Product { i8, f16, bf16 };
+
+__host__ __device__ constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+__host__ __device__ constexpr int divide_up(int n, int by) { return (n + by - 1) / by; }
+
+// X: the type of x in memory, int8_t where it is given as codes with their scales; kInner, kOut: widths of x and of the
+// result; kStride: elements from one row of x to the next; kTogether: neighbouring columns that a thread loads at once.
+//
+// kRows: rows of a block; kChunk: columns in shared memory at a time, a multiple of 128, or all; kRowWarps: warps that
+// load a row; kRowsOnce: rows that they have under way; kDown, kSplit: how many warps share the rows and kChunk, the
+// others share kOut; kBlocks: blocks that a multiprocessor's registers shall hold, 0: as the compiler thinks.
+template <Product kProduct_, class X_, int kInner_, int64_t kStride_, int kOut_, int kTogether_, int kRows_,
+          int kChunk_, int kRowWarps_, int kRowsOnce_, int kDown_, int kSplit_, int kThreads_, int kBlocks_>
+struct GemmConfig {
+  static constexpr Product kProduct = kProduct_;
+  using X = X_;
+  static constexpr int kInner = kInner_, kOut = kOut_, kTogether = kTogether_, kRows = kRows_, kChunk = kChunk_;
+  static constexpr int kRowWarps = kRowWarps_, kRowsOnce = kRowsOnce_, kDown = kDown_, kSplit = kSplit_;
+  static constexpr int kThreads = kThreads_, kBlocks = kBlocks_;
+  static constexpr int64_t kStride = kStride_;
+};
+
+struct GemmArgs {
+  const void* x;
+  const float* x_scale;  // [rows], where x is given as codes
+  const uint4* weight;   // as pack_weight lays it out
+  const float* w_scale;  // [kOut], int8 only
+  int64_t rows;
+};
+
+template <Product kProduct>
+struct Codes {
+  static constexpr int kBytes = kProduct == Product::i8 ? 1 : 2;
+};
+
+// One step of the tensor cores takes 32 bytes of a row: 32 int8 or 16 numbers of 16 bits. A thread loads the weight of
+// two steps at once: a pair.
+template <int kInner, int kBytes>
+struct Inner {
+  static constexpr int kRowBytes = round_up(kInner * kBytes, 64);
+  static constexpr int kPairs = kRowBytes / 64;
+  static constexpr int kPlaces = kRowBytes / kBytes;
+};
+
+// Places of columns in a row in shared memory and of the packed weight. A warp loads runs of 128 columns (the last has
+// fewer threads), kTogether neighbours a thread at a time, as rows that begin anywhere are best read. The four of a
+// thread then lie side by side: the sum over the columns is the same in any order.
+template <int kPlaces, int kTogether>
+struct Order {
+  __device__ static constexpr int threads(int run) {
+    return kPlaces - run * 128 < 128 ? (kPlaces - run * 128) / 4 : 32;
+  }
+  // Of the four at place run * 128 + thread * 4.
+  __device__ static constexpr int column(int run, int thread, int element) {
+    return run * 128 + element / kTogether * kTogether * threads(run) + thread * kTogether + element % kTogether;
+  }
+};
+
+template <class Config>
+struct Gemm {
+  static constexpr int kBytes = Codes<Config::kProduct>::kBytes;
+  using K = Inner<Config::kInner, kBytes>;
+  static constexpr int kChunk = Config::kChunk < K::kPlaces ? Config::kChunk : K::kPlaces;
+  static constexpr int kChunks = divide_up(K::kPlaces, kChunk);
+  static constexpr int kLast = (kChunks - 1) * kChunk;  // where the last chunk begins
+  static constexpr int kPitch = kChunk * kBytes + 16;   // so that eight rows lie in different banks
+  static constexpr int kOut8 = round_up(Config::kOut, 8);
+  static constexpr int kOutPitch = kOut8 + 4;
+  static constexpr int kWarps = Config::kThreads / 32;
+  static constexpr int kAcross = kWarps / (Config::kDown * Config::kSplit);
+  static constexpr int kTilesDown = Config::kRows / 16 / Config::kDown;  // tiles of sixteen rows of one warp
+  static constexpr int kTiles = kOut8 / 8;                               // columns of tiles
+  static constexpr int kTilesWarp = divide_up(kTiles, kAcross);          // of one warp
+  static constexpr int kMostOnce = kTilesDown > 1 || kChunks > 1 ? 16 / kTilesDown : 8;
+  static constexpr int kTilesOnce = kTilesWarp < kMostOnce ? kTilesWarp : kMostOnce;  // that it holds in registers
+  static constexpr bool kInPlace = kTilesWarp == kTilesOnce;  // may results take the place of the rows?
+  // Pairs whose weight is loaded at once: eight tiles of it are enough.
+  static constexpr int kUnroll = kTilesDown * kTilesOnce >= 8 || Config::kSplit > 1 ? 1 : 2;
+  static constexpr int kRowsBytes = Config::kRows * kPitch;
+  static constexpr int kPart = Config::kRows * kOutPitch;  // words of one part of the sums
+  static constexpr int kOutBytes = Config::kSplit * kPart * 4;
+  static constexpr int kOutAt = kInPlace ? 0 : kRowsBytes;
+  static constexpr int kScalesAt = kOutAt + kOutBytes > kRowsBytes ? kOutAt + kOutBytes : kRowsBytes;
+  static constexpr int kTopsAt = kScalesAt + Config::kRows * 4;
+  static constexpr int kShared = kTopsAt + Config::kRows * Config::kRowWarps * 4;
+  static_assert(Config::kRows % (16 * Config::kDown) == 0 && kWarps % (Config::kDown * Config::kSplit) == 0,
+                "warps cover the rows, sixteen each");
+  static_assert(kChunk == K::kPlaces || kChunk % 128 == 0, "chunks are whole runs");
+  static_assert(kChunks == 1 || kInPlace, "registers hold the sums of all chunks");
+};
+
+__device__ inline uint32_t two_halves(float a, float b, Product product) {
+  if (product == Product::f16) {
+    const __half2 v = __floats2half2_rn(a, b);
+    return *reinterpret_cast<const uint32_t*>(&v);
+  }
+  const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+// Codes of four values of which the largest is 127 / inverse, as bytes.
+__device__ inline uint32_t four_codes(float4 v, float inverse) {
+  const auto code = [=](float x) { return step::rounded(__fmul_rn(x, inverse)); };
+  const uint32_t low = __byte_perm(code(v.x), code(v.y), 0x0040), high = __byte_perm(code(v.z), code(v.w), 0x0040);
+  return __byte_perm(low, high, 0x5410);
+}
+
+__device__ inline float larger_abs(float top, float4 v) {
+  return larger_abs(larger_abs(larger_abs(larger_abs(top, v.x), v.y), v.z), v.w);
+}
+
+// The largest of the warp's.
+__device__ inline float largest_of_warp(float top) {
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(top)));  // none is negative
+}
+
+// Loading numbers.
+
+template <class Config, class X = typename Config::X>
+struct Load {
+  using G = Gemm<Config>;
+  static constexpr bool kQuantizes = Config::kProduct == Product::i8;
+  static constexpr int kTeams = G::kWarps / Config::kRowWarps;
+  static constexpr int kTurn = kTeams * Config::kRowsOnce;  // rows under way in a block
+  static_assert(Config::kStride % Config::kTogether == 0 && Config::kInner % Config::kTogether == 0,
+                "loads are aligned");
+  static_assert(Config::kRows % kTurn == 0, "every turn has all of its rows");
+  static_assert(G::kChunks == 1 || Config::kRowWarps == 1, "a row of several chunks is a warp's");
+
+  // What a warp loads of the rows of one turn, in one chunk.
+  template <bool kLast>
+  struct Turn {
+    static constexpr int kColumns = kLast ? Config::kInner - G::kLast : G::kChunk;
+    using O = Order<kLast ? G::K::kPlaces - G::kLast : G::kChunk, Config::kTogether>;
+    static constexpr int kRuns = divide_up(kColumns, 128 * Config::kRowWarps);
+    float4 v[Config::kRowsOnce][kRuns];
+
+    // The rows after the last are read as the last, and their results left.
+    __device__ void read(const GemmArgs& args, int64_t begin, int place, int chunk, int part, int lane) {
+      const X* first = static_cast<const X*>(args.x) + begin * Config::kStride + chunk * G::kChunk;
+      const auto last = static_cast<int>(min(args.rows - begin, static_cast<int64_t>(Config::kRows))) - 1;
+#pragma unroll
+      for (int r = 0; r < Config::kRowsOnce; ++r) {
+        const X* from = first + min(place + r * kTeams, last) * Config::kStride;
+#pragma unroll
+        for (int i = 0; i < kRuns; ++i) v[r][i] = run(from, i, part, lane);
+      }
+    }
+
+    __device__ static float4 run(const X* from, int i, int part, int lane) {
+      const bool whole = (i + 1) * Config::kRowWarps * 128 <= kColumns;
+      const int run = i * Config::kRowWarps + part;
+      float v[4];
+#pragma unroll
+      for (int k = 0; k < 4; k += Config::kTogether) {
+        const int column = whole ? run * 128 + k * 32 + lane * Config::kTogether : O::column(run, lane, k);
+        Vector<X, Config::kTogether> read = {};
+        if (whole || (lane < O::threads(run) && column < kColumns)) {
+          read = *reinterpret_cast<const Vector<X, Config::kTogether>*>(from + column);
+        }
+#pragma unroll
+        for (int n = 0; n < Config::kTogether; ++n) v[k + n] = step::as_float(read.v[n]);
+      }
+      return make_float4(v[0], v[1], v[2], v[3]);
+    }
+
+    // The largest of |v| of each row and `top`.
+    __device__ void tops(float (&top)[Config::kRowsOnce]) const {
+#pragma unroll
+      for (int r = 0; r < Config::kRowsOnce; ++r) {
+#pragma unroll
+        for (int i = 0; i < kRuns; ++i) top[r] = larger_abs(top[r], v[r][i]);
+      }
+    }
+
+    __device__ void put(int r, char* row, float inverse, int part, int lane) const {
+#pragma unroll
+      for (int i = 0; i < kRuns; ++i) {
+        const int run = i * Config::kRowWarps + part;
+        if (lane >= O::threads(run)) continue;
+        const float4 x = v[r][i];
+        char* to = row + (run * 128 + lane * 4) * G::kBytes;
+        if constexpr (kQuantizes) {
+          *reinterpret_cast<uint32_t*>(to) = four_codes(x, inverse);
+        } else {
+          *reinterpret_cast<uint2*>(to) =
+              make_uint2(two_halves(x.x, x.y, Config::kProduct), two_halves(x.z, x.w, Config::kProduct));
+        }
+      }
+    }
+  };
+
+  // The scales of rows of several chunks, which are then read again.
+  __device__ static void scales(const GemmArgs& args, int64_t begin, float* scales) {
+    if constexpr (kQuantizes && G::kChunks > 1) {
+      const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+      for (int place = warp; place < Config::kRows; place += kTurn) {
+        float top[Config::kRowsOnce] = {};
+#pragma unroll 1
+        for (int chunk = 0; chunk < G::kChunks - 1; ++chunk) {
+          Turn<false> turn;
+          turn.read(args, begin, place, chunk, 0, lane);
+          turn.tops(top);
+        }
+        Turn<true> turn;
+        turn.read(args, begin, place, G::kChunks - 1, 0, lane);
+        turn.tops(top);
+#pragma unroll
+        for (int r = 0; r < Config::kRowsOnce; ++r) {
+          const float scale = step::scale_of(largest_of_warp(top[r]));
+          if (lane == 0) scales[place + r * kTeams] = scale;
+        }
+      }
+      __syncthreads();
+    }
+  }
+
+  template <bool kLast>
+  __device__ static void chunk(const GemmArgs& args, int64_t begin, int chunk, char* rows, float* scales, float* tops) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int part = warp % Config::kRowWarps;
+#pragma unroll 1
+    for (int place = warp / Config::kRowWarps; place < Config::kRows; place += kTurn) {
+      Turn<kLast> turn;
+      turn.read(args, begin, place, chunk, part, lane);
+      float inverse[Config::kRowsOnce] = {};
+      if constexpr (kQuantizes && G::kChunks > 1) {
+#pragma unroll
+        for (int r = 0; r < Config::kRowsOnce; ++r) inverse[r] = step::inverse_of(scales[place + r * kTeams]);
+      } else if constexpr (kQuantizes) {
+        measure(turn, inverse, place, part, lane, scales, tops);
+      }
+#pragma unroll
+      for (int r = 0; r < Config::kRowsOnce; ++r) {
+        turn.put(r, rows + (place + r * kTeams) * G::kPitch, inverse[r], part, lane);
+      }
+    }
+  }
+
+  // The scales of the rows of a turn, all in registers, and their inverses. Every warp of the block calls it together.
+  template <class T>
+  __device__ static void measure(const T& turn, float (&inverse)[Config::kRowsOnce], int place, int part, int lane,
+                                 float* scales, float* tops) {
+    float top[Config::kRowsOnce] = {};
+    turn.tops(top);
+#pragma unroll
+    for (int r = 0; r < Config::kRowsOnce; ++r) top[r] = largest_of_warp(top[r]);
+    if constexpr (Config::kRowWarps > 1) {
+#pragma unroll
+      for (int r = 0; r < Config::kRowsOnce; ++r) {
+        if (lane == 0) tops[(place + r * kTeams) * Config::kRowWarps + part] = top[r];
+      }
+      __syncthreads();
+#pragma unroll
+      for (int r = 0; r < Config::kRowsOnce; ++r) {
+#pragma unroll
+        for (int i = 0; i < Config::kRowWarps; ++i) {
+          top[r] = larger_abs(top[r], tops[(place + r * kTeams) * Config::kRowWarps + i]);
+        }
+      }
+    }
+    // Each thread divides for one row.
+    float own = top[0];
+#pragma unroll
+    for (int r = 1; r < Config::kRowsOnce; ++r) own = lane == r ? top[r] : own;
+    const float scale = step::scale_of(own), own_inverse = step::inverse_of(scale);
+    if (part == 0 && lane < Config::kRowsOnce) scales[place + lane * kTeams] = scale;
+#pragma unroll
+    for (int r = 0; r < Config::kRowsOnce; ++r) inverse[r] = __shfl_sync(0xffffffffu, own_inverse, r);
+  }
+};
+
+// Loading codes, as they are. What is past the width counts as zero, for the weight is zero there.
+
+template <class Config>
+struct Load<Config, int8_t> {
+  using G = Gemm<Config>;
+  static_assert(Config::kStride % 16 == 0, "rows of codes start on 16 bytes");
+
+  __device__ static void scales(const GemmArgs& args, int64_t begin, float* scales) {
+    for (int place = threadIdx.x; place < Config::kRows; place += Config::kThreads) {
+      scales[place] = __ldg(args.x_scale + min(begin + place, args.rows - 1));
+    }
+  }
+
+  template <bool kLast>
+  __device__ static void chunk(const GemmArgs& args, int64_t begin, int chunk, char* rows, float*, float*) {
+    constexpr int kPieces = (kLast ? G::K::kPlaces - G::kLast : G::kChunk) / 16;
+    constexpr int kAll = Config::kRows * kPieces;
+#pragma unroll 2
+    for (int i = 0; i < divide_up(kAll, Config::kThreads); ++i) {
+      const int index = i * Config::kThreads + threadIdx.x;
+      if (kAll % Config::kThreads != 0 && index >= kAll) break;
+      const int place = index / kPieces, byte = index % kPieces * 16, column = chunk * G::kChunk + byte;
+      const int64_t row = min(begin + place, args.rows - 1);
+      const int8_t* from = static_cast<const int8_t*>(args.x) + row * Config::kStride;
+      const bool exists = column < Config::kInner;
+      start_copy_if(exists, reinterpret_cast<int4*>(rows + place * G::kPitch + byte),
+                    reinterpret_cast<const int4*>(from + (exists ? column : 0)));
+    }
+    wait_for_copies();
+  }
+};
+
+// Multiplying: sixteen rows by eight columns a step.
+
+template <Product kProduct>
+struct Sums {
+  using Word = float;
+};
+template <>
+struct Sums<Product::i8> {
+  using Word = int32_t;
+};
+
+__device__ inline void multiply(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Product) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Product product) {
+  if (product == Product::f16) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+__device__ inline void load_rows(uint32_t (&a)[4], const char* shared) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address));
+}
+
+// The sums of a warp: tiles of sixteen rows by tiles of eight columns, from tile `first` on.
+template <class Config>
+struct WarpSums {
+  using G = Gemm<Config>;
+  using Word = typename Sums<Config::kProduct>::Word;
+  // What is stored: parts as they are, whole sums in FP32.
+  using Out = typename Sums<(Config::kSplit > 1 ? Config::kProduct : Product::f16)>::Word;
+  Word c[G::kTilesDown][G::kTilesOnce][4];
+  int lane, down, split;
+
+  __device__ WarpSums() : lane(threadIdx.x % 32) {
+    const int warp = threadIdx.x / 32;
+    down = warp % Config::kDown * G::kTilesDown * 16;
+    split = warp / Config::kDown % Config::kSplit;
+  }
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < G::kTilesDown * G::kTilesOnce * 4; ++i)
+      c[i / 4 / G::kTilesOnce][i / 4 % G::kTilesOnce][i % 4] = 0;
+  }
+
+  // The weight of two steps for every tile that the warp holds.
+  struct Weight {
+    uint4 tile[G::kTilesOnce];
+
+    __device__ Weight(const uint4* weight, int first, int pair) {
+#pragma unroll
+      for (int t = 0; t < G::kTilesOnce; ++t) {
+        const int number = first + t < G::kTiles ? first + t : G::kTiles - 1;  // what is past the last is not stored
+        tile[t] = __ldg(weight + (number * G::K::kPairs + pair) * 32);
+      }
+    }
+  };
+
+  // The products of kPairs pairs of steps, from the beginning of `chunk` on.
+  template <int kPairs>
+  __device__ void add(const uint4* weight, const char* rows, int first, int chunk) {
+    const char* from = rows + (down + lane % 16) * G::kPitch + lane / 16 * 16;
+    weight += chunk * (G::kChunk * G::kBytes / 64) * 32 + lane;
+    if constexpr (Config::kSplit > 1) {
+      // A warp has few pairs, and too few others stand by: it asks for the next weight before it waits for this one.
+      Weight next(weight, first, min(split, kPairs - 1));
+#pragma unroll 1
+      for (int pair = split; pair < kPairs; pair += Config::kSplit) {
+        const Weight now = next;
+        next = Weight(weight, first, min(pair + Config::kSplit, kPairs - 1));
+        multiply_pair(now, from, pair);
+      }
+    } else {
+#pragma unroll G::kUnroll
+      for (int pair = split; pair < kPairs; pair += Config::kSplit) {
+        multiply_pair(Weight(weight, first, pair), from, pair);
+      }
+    }
+  }
+
+  __device__ void multiply_pair(const Weight& weight, const char* from, int pair) {
+    uint32_t a[G::kTilesDown][2][4];
+#pragma unroll
+    for (int i = 0; i < G::kTilesDown * 2; ++i) {
+      load_rows(a[i / 2][i % 2], from + i / 2 * 16 * G::kPitch + pair * 64 + i % 2 * 32);
+    }
+#pragma unroll
+    for (int t = 0; t < G::kTilesOnce; ++t) {
+      const uint4 b = weight.tile[t];
+#pragma unroll
+      for (int i = 0; i < G::kTilesDown; ++i) {
+        multiply(c[i][t], a[i][0], b.x, b.y, Config::kProduct);
+        multiply(c[i][t], a[i][1], b.z, b.w, Config::kProduct);
+      }
+    }
+  }
+
+  __device__ void store(Out* out, int first) const {
+    using Two = Vector<Out, 2>;
+    const auto word = [](Word x) { return static_cast<Out>(x); };
+#pragma unroll
+    for (int i = 0; i < G::kTilesDown; ++i) {
+      Out* row = out + split * G::kPart + (down + i * 16 + lane / 4) * G::kOutPitch + lane % 4 * 2;
+#pragma unroll
+      for (int t = 0; t < G::kTilesOnce; ++t) {
+        if (first + t >= G::kTiles) continue;
+        *reinterpret_cast<Two*>(row + (first + t) * 8) = {word(c[i][t][0]), word(c[i][t][1])};
+        *reinterpret_cast<Two*>(row + (first + t) * 8 + 8 * G::kOutPitch) = {word(c[i][t][2]), word(c[i][t][3])};
+      }
+    }
+  }
+};
+
+// Adds up the parts of a row.
+template <class Config, class Tile, class Out>
+__device__ void read_sums(Tile& tile, const Out* row) {
+  using G = Gemm<Config>;
+  using Four = Vector<Out, 4>;
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; i += 4) {
+    const int column = tile.column(i);
+    if (column >= Config::kOut) continue;
+    Four sum = *reinterpret_cast<const Four*>(row + column);
+#pragma unroll
+    for (int part = 1; part < Config::kSplit; ++part) {
+      const Four other = *reinterpret_cast<const Four*>(row + part * G::kPart + column);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sum.v[k] += other.v[k];
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (tile.valid(i + k)) tile.v[i + k] = static_cast<float>(sum.v[k]);
+    }
+  }
+}
+
+template <class Config, int kLanes, class Epilogue>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmArgs args, Epilogue epilogue) {
+  begin_kernel();
+  using G = Gemm<Config>;
+  using From = Load<Config>;
+  using Out = typename WarpSums<Config>::Out;
+  extern __shared__ __align__(16) char shared[];
+  Out* out = reinterpret_cast<Out*>(shared + G::kOutAt);
+  float* scales = reinterpret_cast<float*>(shared + G::kScalesAt);
+  float* tops = reinterpret_cast<float*>(shared + G::kTopsAt);
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * Config::kRows;
+  const int across = threadIdx.x / 32 / (Config::kDown * Config::kSplit);
+  int first = across * G::kTilesWarp;
+  From::scales(args, begin, scales);
+  WarpSums<Config> sums;
+  sums.clear();
+#pragma unroll 1
+  for (int chunk = 0; chunk < G::kChunks - 1; ++chunk) {
+    From::template chunk<false>(args, begin, chunk, shared, scales, tops);
+    __syncthreads();
+    sums.template add<G::kChunk * G::kBytes / 64>(args.weight, shared, first, chunk);
+    __syncthreads();
+  }
+  From::template chunk<true>(args, begin, G::kChunks - 1, shared, scales, tops);
+  __syncthreads();
+  for (const int end = first + G::kTilesWarp; first < end; first += G::kTilesOnce) {
+    sums.template add<G::K::kPairs - G::kLast * G::kBytes / 64>(args.weight, shared, first, G::kChunks - 1);
+    if constexpr (G::kInPlace) __syncthreads();
+    sums.store(out, first);
+    sums.clear();
+  }
+  __syncthreads();
+  constexpr int kGroups = Config::kThreads / kLanes;
+  static_assert(Config::kRows % kGroups == 0 || kGroups % Config::kRows == 0, "groups share the rows evenly");
+  const auto finish = [&](int place) {
+    RowTile<Config::kOut, kLanes> tile;
+    read_sums<Config>(tile, out + place * G::kOutPitch);
+    if constexpr (Config::kProduct == Product::i8) {
+      step::with_scalar(tile, scales[place], step::Multiply{});
+      step::with_columns(tile, args.w_scale, step::Multiply{});
+    }
+    epilogue(tile, begin + place);
+  };
+  constexpr int kTurns = divide_up(Config::kRows, kGroups);
+  constexpr int kUnroll = kTurns > 2 ? 4 : 1;  // of two rows, both at once would need the registers of both
+  const int group = threadIdx.x / kLanes;
+  if (begin + Config::kRows <= args.rows) {
+#pragma unroll kUnroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int place = group + turn * kGroups;
+      if (Config::kRows % kGroups == 0 || place < Config::kRows) finish(place);
+    }
+  } else {
+#pragma unroll 1
+    for (int place = group; place < Config::kRows && begin + place < args.rows; place += kGroups) finish(place);
+  }
+}
+
+// The weight as the threads of a warp hold it, its columns filled up with zeros to eight, its rows to whole pairs.
+
+struct PackArgs {
+  const float* weight;
+  uint4* packed;
+  float* scale;  // [kOut], int8 only
+  float* zero;   // set to 0 for the product's epilogue (step::scale_tensor), or null
+};
+
+// kInnerStride and kOutStride: elements of the weight from one place of a row of x, and from one output, to the next;
+// kTogether: as GemmConfig's; kWarps: warps an output, of the eight of a block.
+template <Product kProduct_, int kInner_, int kOut_, int kInnerStride_, int kOutStride_, int kTogether_, int kWarps_>
+struct PackConfig {
+  static constexpr Product kProduct = kProduct_;
+  static constexpr int kInner = kInner_, kOut = kOut_, kInnerStride = kInnerStride_, kOutStride = kOutStride_;
+  static constexpr int kTogether = kTogether_, kWarps = kWarps_;
+};
+
+template <class Config>
+struct Pack {
+  static constexpr bool kQuantizes = Config::kProduct == Product::i8;
+  using K = Inner<Config::kInner, Codes<Config::kProduct>::kBytes>;
+  using O = Order<K::kPlaces, Config::kTogether>;
+  static constexpr int kThreads = Config::kWarps * 32;
+  static constexpr int kTurns = divide_up(K::kPlaces / 4, kThreads);
+  static constexpr int kHeld = kTurns < 6 ? kTurns : 6;  // fours that a thread keeps; the others it reads twice
+
+  // The four columns at place 4 * four.
+  __device__ static float4 read(const float* from, bool exists, int four) {
+    float v[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int column = O::column(four / 32, four % 32, k);
+      const bool there = exists && four < K::kPlaces / 4 && column < Config::kInner;
+      v[k] = there ? __ldg(from + static_cast<int64_t>(column) * Config::kInnerStride) : 0.0f;
+    }
+    return make_float4(v[0], v[1], v[2], v[3]);
+  }
+
+  __device__ static void put(uint4* packed, int output, int four, float4 v, float inverse) {
+    if (four >= K::kPlaces / 4) return;
+    const auto word = [&](int number) -> uint32_t& {
+      const int step = number / 8, half = number % 8 / 4, thread = output % 8 * 4 + number % 4;
+      uint4* pair = packed + (output / 8 * K::kPairs + step / 2) * 32 + thread;
+      return reinterpret_cast<uint32_t*>(pair)[step % 2 * 2 + half];
+    };
+    if constexpr (kQuantizes) {
+      word(four) = four_codes(v, inverse);
+    } else {
+      word(four * 2) = two_halves(v.x, v.y, Config::kProduct);
+      word(four * 2 + 1) = two_halves(v.z, v.w, Config::kProduct);
+    }
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(256) pack_weight(PackArgs args) {
+  begin_kernel();
+  using P = Pack<Config>;
+  __shared__ float tops[8];
+  if (args.zero != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *args.zero = 0.0f;
+  const int warp = threadIdx.x / 32, team = warp / Config::kWarps, thread = threadIdx.x % P::kThreads;
+  const int output = blockIdx.x * (8 / Config::kWarps) + team;
+  const bool exists = output < Config::kOut, is_packed = output < round_up(Config::kOut, 8);
+  const float* from = args.weight + static_cast<int64_t>(output) * Config::kOutStride;
+  float4 held[P::kHeld];
+#pragma unroll
+  for (int i = 0; i < P::kHeld; ++i) held[i] = P::read(from, exists, i * P::kThreads + thread);
+  float inverse = 1.0f;
+  if constexpr (P::kQuantizes) {
+    float top = 0.0f;
+#pragma unroll
+    for (int i = 0; i < P::kHeld; ++i) top = larger_abs(top, held[i]);
+#pragma unroll 2
+    for (int i = P::kHeld; i < P::kTurns; ++i) top = larger_abs(top, P::read(from, exists, i * P::kThreads + thread));
+    tops[warp] = largest_of_warp(top);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Config::kWarps; ++i) top = larger_abs(top, tops[team * Config::kWarps + i]);
+    const float scale = step::scale_of(top);
+    inverse = step::inverse_of(scale);
+    if (thread == 0 && exists) args.scale[output] = scale;
+  }
+  if (!is_packed) return;
+#pragma unroll
+  for (int i = 0; i < P::kHeld; ++i) P::put(args.packed, output, i * P::kThreads + thread, held[i], inverse);
+#pragma unroll 2
+  for (int i = P::kHeld; i < P::kTurns; ++i) {
+    const int four = i * P::kThreads + thread;
+    P::put(args.packed, output, four, P::read(from, exists, four), inverse);
+  }
+}
+
+}  // namespace gnnc

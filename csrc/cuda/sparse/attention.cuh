@@ -1,0 +1,431 @@
+#pragma once
+
+// attention: out[i, h, :] = sum over the edges e of row i of alpha[e, h] * x[col[e], h, :], then the epilogue; alpha is
+// the softmax over the row of logit[e, h] = leaky_relu(a_src[col[e], h] + a_dst[i, h] + edge[e, h]), or of edge[e, h]
+// alone. One pass over the edges: each thread keeps a running bound of the logits, the sum of exponentials and the
+// weighted sum of its own edges, and slots that share a row, and the parts of a split row, are joined by their bounds.
+// Neither logits nor alpha reach memory. int8 rows are summed in fixed point (ByteProducts in product_sum.cuh).
+//
+// Layout: as spmm; a_src, a_dst fp32 [N, heads], edge fp32 [E, heads]. Of several heads of x, each begins on 16 bytes
+// (pack_rows.cuh), so that a piece lies in one. int8 rows have a scale each.
+// Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 3
+// instructions for 4 columns of int8, an edge.
+//
+// Launch: attention as spmm. staging: slots * Attention<Config>::kStaged words. attention_weights (launched as
+// attention) writes alpha.
+
+#include "sparse/lane_reduce.cuh"
+#include "sparse/product_sum.cuh"
+#include "common/row_tile.cuh"
+#include "sparse/split_rows.cuh"
+#include "sparse/stream.cuh"
+
+namespace gnnc {
+
+struct AttentionArgs {
+  Runs runs;
+  const void* x;
+  int64_t x_stride;      // bytes, a multiple of 16, below 2^32
+  const float* x_scale;  // [num_src], of int8 rows
+  const float* a_src;    // [num_src, heads], where Config::kAdditive
+  const float* a_dst;    // [rows, heads], where Config::kAdditive
+  const float* edge;     // [E, heads], where Config::kEdge
+  float2* stats;         // [rows, heads]: maximum (times log2 e) and sum of exponentials; or null
+  Staging staging;       // where rows are split
+};
+
+// Whether slots have rows of their own: one pass over the edges, and nothing between the heads.
+__host__ __device__ constexpr bool has_bundles(Element element, int width, int heads) {
+  return is_one_pass(element, width) && head_stride(element, width, heads) * heads == width;
+}
+
+__host__ __device__ constexpr Residency attention_residency(Element element, int width, int heads) {
+  const int held = has_bundles(element, width, heads) ? 6 : 2 * width + 128 + 16 * heads;
+  const bool bytes = element == Element::i8;
+  const int threads = kArchitecture < 900 ? 512 : kArchitecture < 1000 ? (bytes ? 768 : 896) : bytes ? 512 : 640;
+  return fitting({threads, 4}, pieces_of(element, heads * head_stride(element, width, heads)), held);
+}
+
+// Constants has static constexpr floats kSlope (of the leaky ReLU; 1: none) and kEps (added to the sum).
+template <Element kElement_, int kWidth_, int kHeads_, bool kAdditive_, bool kEdge_, class Constants_,
+          int kThreads_ = attention_residency(kElement_, kWidth_, kHeads_).threads,
+          int kStep_ = attention_residency(kElement_, kWidth_, kHeads_).step>
+struct AttentionConfig {
+  static constexpr Element kElement = kElement_;
+  static constexpr int kWidth = kWidth_;
+  static constexpr int kHeads = kHeads_;
+  static constexpr bool kAdditive = kAdditive_;
+  static constexpr bool kEdge = kEdge_;
+  using Constants = Constants_;
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kStep = kStep_;
+};
+
+template <class Config>
+struct Attention {
+  static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads, kHeadWidth = kWidth / kHeads;
+  static constexpr bool kScaled = Config::kElement == Element::i8;
+  static constexpr int kHeadStride = head_stride(Config::kElement, kWidth, kHeads);
+  static constexpr int kStride = kHeads * kHeadStride;
+  using Layout = RowLayout<Config::kElement, kStride>;
+  using Sum = typename Select<kScaled, ByteProducts<Layout, Weight::real>, LaneReduce<Layout, Reduce::sum>>::Type;
+  // The row of a slot, in the columns that its threads gather; or the row of the warp.
+  static constexpr bool kBundle = has_bundles(Config::kElement, kWidth, kHeads);
+  using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4, true>;
+  // A row that all slots share, where they have more columns each than is worth storing at once.
+  static constexpr bool kSpread = kBundle && spread_run<Layout>() < Layout::kColumns;
+  static_assert(kWidth % kHeads == 0, "heads divide the width");
+  static_assert(Config::kAdditive || Config::kEdge, "logits are made from something");
+  static constexpr int kColumns = (kStride + 3) / 4 * 4;
+  static constexpr int kStaged = kColumns + (2 * kHeads + 3) / 4 * 4;  // words a slot: sums, then (maximum, sum) a head
+
+  // Exponentials are powers of two: logits are kept times log2 e. Rounded to zero, a finite one stays finite: logits
+  // that are all the least float, as masks set them, are all alike.
+  __device__ static float logit(float v) {
+    if constexpr (Config::Constants::kSlope != 1.0f) v = v > 0.0f ? v : __fmul_rn(v, Config::Constants::kSlope);
+    return __fmul_rz(v, 1.44269504f);
+  }
+  // Of a row without edges 0; of one whose logits are all -inf NaN, as in the reference, where -inf - -inf is.
+  __device__ static float inverse(float sum, bool edges) {
+    if (sum == 0.0f) return edges ? __int_as_float(0x7fffffff) : 0.0f;
+    return __fdiv_rn(1.0f, __fadd_rn(sum, Config::Constants::kEps));
+  }
+};
+
+// Above no finite logit, and finite: a difference from it is never NaN.
+constexpr float kNoLogit = -3.402823466e38f;
+
+// Of four columns of a head: what some edges have summed up to, with their maximum and total.
+struct PartOfHead {
+  float2 stat = {kNoLogit, 0.0f};
+  StagedColumns<float> sum = {{0.0f, 0.0f, 0.0f, 0.0f}};
+
+  __device__ __forceinline__ void join(const PartOfHead& other) {
+    const float highest = fmaxf(stat.x, other.stat.x);
+    const float by = power_of_two(stat.x - highest), of_other = power_of_two(other.stat.x - highest);
+    stat = make_float2(highest, fmaf(other.stat.y, of_other, __fmul_rn(stat.y, by)));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum.v[c] = fmaf(other.sum.v[c], of_other, __fmul_rn(sum.v[c], by));
+  }
+};
+
+template <class Config, class Epilogue>
+struct AttentionBody {
+  using A = Attention<Config>;
+  using Layout = typename A::Layout;
+  static constexpr int kHeads = Config::kHeads, kColumns = Layout::kColumns, kPieces = Layout::kPieces;
+
+  static constexpr bool kBundle = A::kBundle, kMasks = true, kWhole = false, kValued = false, kOwns = false;
+  static constexpr int kStep = Config::kStep;
+
+  struct Extra {
+    float source[4];  // a_src
+    float edge[4];
+    float scale[4];
+  };
+
+  const AttentionArgs& a;
+  const Epilogue& epilogue;
+  float* words;   // the warp's row, where slots have none of their own
+  float2* heads;  // the warp's maxima and sums
+  int pass;
+  int head;           // of this thread's piece
+  const char* parts;  // of row 0 and that head, in a_src
+  float own;          // a_dst of this row
+  float top;          // a whole number that no logit so far is above
+  float total;
+  typename A::Sum sum;
+
+  __device__ __forceinline__ void clear() {
+    top = kNoLogit;
+    total = 0.0f;
+    sum.clear();
+  }
+
+  __device__ __forceinline__ void begin(const Work& work, int which) {
+    pass = which;
+    head = min((pass * Layout::kPieces + Layout::piece()) * kColumns / A::kHeadStride, kHeads - 1);
+    if constexpr (Config::kAdditive) {
+      own = __ldg(a.a_dst + static_cast<int64_t>(work.row()) * kHeads + head);
+      parts = opaque(reinterpret_cast<const char*>(a.a_src + head));
+    }
+  }
+
+  __device__ __forceinline__ void load(Extra& e, const Four& four, const int32_t (&source)[4], uint32_t mask) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool there = mask >> i & 1;
+      if constexpr (Config::kAdditive) {
+        const char* part = row_at(parts, source[i], kHeads * sizeof(float));
+        e.source[i] = load_if(there, reinterpret_cast<const float*>(part), 0.0f);
+      }
+      if constexpr (Config::kEdge) e.edge[i] = load_if(there, a.edge + (four.edge + i) * kHeads + head, 0.0f);
+      if constexpr (A::kScaled) e.scale[i] = load_if(there, a.x_scale + source[i], 0.0f);
+    }
+  }
+
+  template <bool kMasked>
+  __device__ __forceinline__ void add(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
+    float logit[4];
+    float highest = top;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      logit[i] = A::logit(raw_logit(e, i));
+      if (kMasked && !(mask >> i & 1)) logit[i] = -__int_as_float(0x7f800000);
+      highest = fmaxf(highest, logit[i]);
+    }
+    if (__any_sync(0xffffffffu, highest > top)) raise(ceilf(highest));
+    float w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float p = power_of_two(logit[i] - top);
+      total = __fadd_rn(total, p);
+      w[i] = A::kScaled ? __fmul_rn(p, e.scale[i]) : p;
+    }
+    sum.add(x, w);
+  }
+
+  __device__ __forceinline__ void finish(const Work& work, int) {
+    float sums[kColumns];
+    sum.take(sums);
+    if constexpr (kBundle && Layout::kTeam > 1) {
+      if (!work.shared) return finish_spread<Layout::kTeam>(sums, work);
+    }
+    if constexpr (A::kSpread) {
+      if (work.shared) return finish_spread<Layout::kSlots>(sums, work);
+    }
+    if (work.shared) join_totals<Layout::kSlots>(sums);
+    if (work.shared) join_slots<Layout>(sums, sum_of);
+    if constexpr (kBundle) {
+      settle<typename A::Tile>(sums, Layout::piece() * kColumns, inverse(work), work);
+      clear();
+    } else {
+      hold(sums, work.part >= 0 ? 1.0f : inverse(work));
+      clear();
+      if (pass + 1 < Layout::kPasses) return;
+      __syncwarp();
+      if (work.part >= 0) {
+        stage_held(work.part);
+      } else {
+        emit_held(work.row());
+      }
+      __syncwarp();
+    }
+  }
+
+  __device__ __forceinline__ void end_run(const Run& run) {
+    if (run.slot < 0) return;
+    const auto join = [&](const Split& split, int32_t slot, int32_t apart, int32_t count, bool whole) {
+      join_parts(split, slot, apart, count, whole);
+    };
+    end_part<32>(a.runs.split, a.staging, run.slot, join);
+  }
+
+ private:
+  __device__ __forceinline__ float raw_logit(const Extra& e, int i) const {
+    if constexpr (!Config::kAdditive) return e.edge[i];
+    return __fadd_rn(Config::kEdge ? __fadd_rn(e.source[i], e.edge[i]) : e.source[i], own);
+  }
+
+  __device__ static float sum_of(float p, float q) { return __fadd_rn(p, q); }
+
+  __device__ __forceinline__ void raise(float to) {
+    total = __fmul_rn(total, power_of_two(top - to));
+    sum.lower(static_cast<int>(fminf(to - top, 1000.0f)));
+    top = to;
+  }
+
+  // Ends a row, or a part of one, that so many slots share, over all of their threads.
+  template <int kSlots>
+  __device__ __forceinline__ void finish_spread(float (&sums)[kColumns], const Work& work) {
+    constexpr int kThreads = kPieces * kSlots, kRun = spread_run<Layout, kSlots>();
+    join_totals<kSlots>(sums);
+    float own[kRun];
+    spread_slots<Layout, kSlots, kRun>(sums, sum_of, own);
+    const int first = Layout::lane() % kThreads * kRun;
+    const float factor = __shfl_sync(0xffffffffu, inverse(work), first / kColumns % kPieces, kThreads);
+    settle<RowTile<Config::kWidth, kThreads, kRun, true>>(own, first, factor, work);
+    clear();
+  }
+
+  // Gives so many neighbouring slots the maximum and the total over all of them, and their own sums that maximum.
+  template <int kSlots>
+  __device__ __forceinline__ void join_totals(float (&sums)[kColumns]) {
+    float highest[1] = {top};
+    join_slots<Layout, kSlots>(highest, [](float p, float q) { return fmaxf(p, q); });
+    const float by = power_of_two(top - highest[0]);
+    top = highest[0];
+    float sum[1] = {__fmul_rn(total, by)};
+    join_slots<Layout, kSlots>(sum, sum_of);
+    total = sum[0];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) sums[c] = __fmul_rn(sums[c], by);
+  }
+
+  __device__ __forceinline__ float inverse(const Work& work) const { return A::inverse(total, work.total() > 0); }
+
+  __device__ float* staged(int32_t slot) const {
+    return static_cast<float*>(a.staging.memory) + static_cast<int64_t>(slot) * A::kStaged;
+  }
+
+  // Behind the sums of a slot: the maximum and the total of each head.
+  __device__ static float2* stats_of(float* slot) { return reinterpret_cast<float2*>(slot + A::kColumns); }
+  __device__ static const float2* stats_of(const float* slot) {
+    return reinterpret_cast<const float2*>(slot + A::kColumns);
+  }
+
+  // Ends a row, or a part of one, of which this thread has the columns from `first` on. Threads of one head write the
+  // same maximum and total.
+  template <class Tile, int kCount>
+  __device__ __forceinline__ void settle(const float (&v)[kCount], int first, float factor, const Work& work) const {
+    static_assert(Tile::kPer == kCount, "a thread keeps the columns that it has");
+    const int32_t row = work.row();
+    if (work.part >= 0) {
+      store_staged(staged(work.part), first, A::kColumns, v);
+      stats_of(staged(work.part))[head] = make_float2(top, total);
+    } else {
+      if (a.stats != nullptr) a.stats[static_cast<int64_t>(row) * kHeads + head] = make_float2(top, total);
+      Tile tile;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (tile.valid(i)) tile.v[i] = __fmul_rn(v[i], factor);
+      }
+      epilogue(tile, row);
+    }
+  }
+
+  // Rows of several passes, or with something between their heads, wait in shared memory.
+
+  __device__ __forceinline__ void hold(const float (&sums)[kColumns], float factor) {
+    if (Layout::slot() > 0) return;
+    float* to = words + (pass * Layout::kPieces + Layout::piece()) * kColumns;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) to[c] = __fmul_rn(sums[c], factor);
+    heads[head] = make_float2(top, total);
+  }
+
+  __device__ __forceinline__ void stage_held(int32_t slot) const {
+    float* to = staged(slot);
+    store_held<A::kColumns>(to, words);
+    for (int h = Layout::lane(); h < kHeads; h += 32) stats_of(to)[h] = heads[h];
+  }
+
+  __device__ __forceinline__ void emit_held(int32_t row) const {
+    typename A::Tile tile;
+#pragma unroll
+    for (int i = 0; i < A::Tile::kPer; ++i) {
+      if (tile.valid(i)) tile.v[i] = words[place_of<A::kHeadWidth, A::kHeadStride>(tile.column(i))];
+    }
+    if (a.stats != nullptr) {
+      for (int h = Layout::lane(); h < kHeads; h += 32) a.stats[static_cast<int64_t>(row) * kHeads + h] = heads[h];
+    }
+    epilogue(tile, row);
+  }
+
+  // See end_part. Threads of one head work out the same maximum and total.
+  __device__ __forceinline__ void join_parts(const Split& split, int32_t slot, int32_t apart, int32_t count,
+                                             bool whole) {
+    RowTile<Config::kWidth, 32> tile;
+    constexpr int kUnrolled = kBundle ? tile.kPer / 4 : 1;
+#pragma unroll kUnrolled
+    for (int first = 0; first < A::kColumns; first += 128) {
+      const int column = first + Layout::lane() * 4, of = column / A::kHeadStride;
+      if (column >= A::kColumns) continue;
+      PartOfHead total;
+      const auto load = [&](int32_t which) {
+        const float* part = staged(slot + which * apart);
+        return PartOfHead{__ldcg(stats_of(part) + of), load_staged(part + column)};
+      };
+      each_part<4>(count, PartOfHead{}, load, [&](const PartOfHead& part) { total.join(part); });
+      if (!whole) {
+        store_staged(staged(slot), column, A::kColumns, total.sum.v);
+        continue;
+      }
+      const float factor = A::inverse(total.stat.y, true);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float result = __fmul_rn(total.sum.v[c], factor);
+        if constexpr (kBundle) {
+          if (tile.valid(first / 32 + c)) tile.v[first / 32 + c] = result;
+        } else {
+          words[column + c] = result;
+        }
+      }
+    }
+    __syncwarp();  // all have read the statistics of the first part
+    join_stats(split.row, slot, apart, count, whole);
+    if (!whole) return;
+    if constexpr (kBundle) {
+      epilogue(tile, split.row);
+    } else {
+      __syncwarp();
+      emit_held(split.row);
+      __syncwarp();
+    }
+  }
+
+  // The same of the maxima and totals, a head a thread.
+  __device__ __forceinline__ void join_stats(int32_t row, int32_t slot, int32_t apart, int32_t count,
+                                             bool whole) const {
+    float2* to = whole ? heads : stats_of(staged(slot));
+    if (kBundle && whole) {
+      if (a.stats == nullptr) return;
+      to = a.stats + static_cast<int64_t>(row) * kHeads;
+    }
+    for (int h = Layout::lane(); h < kHeads; h += 32) {
+      PartOfHead total;
+      const auto load = [&](int32_t which) { return PartOfHead{__ldcg(stats_of(staged(slot + which * apart)) + h)}; };
+      each_part<4>(count, PartOfHead{}, load, [&](const PartOfHead& part) { total.join(part); });
+      to[h] = total.stat;
+    }
+  }
+};
+
+template <class Config, class Epilogue>
+__global__ void __launch_bounds__(Config::kThreads, 1) attention(const AttentionArgs a, const Epilogue epilogue) {
+  begin_kernel();
+  using Layout = typename Attention<Config>::Layout;
+  constexpr int kWarps = Config::kThreads / 32;
+  constexpr bool kHeld = !Attention<Config>::kBundle;
+  __shared__ int32_t next[1];
+  using Body = AttentionBody<Config, Epilogue>;
+  __shared__ Feed<Layout, Body> feed[Config::kThreads / 32];
+  __shared__ __align__(16) float rows[kWarps][kHeld ? Layout::kPadded : 4];
+  __shared__ float2 heads[kWarps][kHeld ? Config::kHeads : 1];
+  Body body{a, epilogue, rows[threadIdx.x / 32], heads[threadIdx.x / 32]};
+  body.clear();
+  const Gathered x = whole_rows<Layout>(a.x, a.x_stride);
+  open_queues(next, feed[0].runs.dealt());
+  for_runs<Layout>(a.runs, nullptr, x, next, feed[threadIdx.x / 32], body);
+}
+
+// alpha[e, h] from the statistics that attention wrote, a warp a run.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1) attention_weights(const AttentionArgs a, float* alpha) {
+  begin_kernel();
+  using A = Attention<Config>;
+  constexpr int kHeads = Config::kHeads;
+  __shared__ int32_t next[1];
+  open_queues(next);
+  RunQueue queue(a.runs, next);
+  for (Run run = queue.take(); run.count > 0; run = queue.take()) {
+    for (int32_t which = 0; which < run.count; ++which) {
+      const Entry entry = load_record(a.runs.entry + run.first + which);
+      const int64_t end = (entry.first + entry.count) * kHeads;
+      for (int64_t e = entry.first * kHeads + threadIdx.x % 32; e < end; e += 32) {
+        const int h = static_cast<int>(e % kHeads);
+        float v = 0.0f;
+        if constexpr (Config::kAdditive) {
+          v = __ldg(a.a_src + static_cast<int64_t>(a.runs.col[e / kHeads]) * kHeads + h);
+        }
+        if constexpr (Config::kEdge) v = __fadd_rn(v, __ldg(a.edge + e));
+        if constexpr (Config::kAdditive)
+          v = __fadd_rn(v, __ldg(a.a_dst + static_cast<int64_t>(entry.row) * kHeads + h));
+        const float2 s = a.stats[static_cast<int64_t>(entry.row) * kHeads + h];
+        alpha[e] = __fmul_rn(power_of_two(A::logit(v) - s.x), A::inverse(s.y, true));
+      }
+    }
+  }
+}
+
+}  // namespace gnnc

@@ -1,0 +1,220 @@
+#pragma once
+
+// Sums of gathered rows that never convert a value on its own.
+//
+// ByteSum, exact: mma.m16n8k16 with two words of a thread as A, as they were loaded (eight groups of four threads, 16
+// columns of four threads), and a choice of columns as B, so that C has each thread's own columns.
+//
+// ByteProducts, exact or in fixed point: the words of two edges become words of two columns by __byte_perm, and dp2a
+// multiplies and adds two edges at once. (dp4a takes four, but turning those takes as many instructions more, on a unit
+// that already has the most to do.) Real weights are fixed-point numbers of 15 bits with one unit a slot and row,
+// 2^(e - 14), where 2^e is above every weight so far; when a larger one comes the sums are shifted. The error of a
+// weight is at most 2^-15 of that power of two. Of rows that take a whole warp it is twice that: a slot has all edges
+// of a part, for which 32 bits are one too few. Weights may be a head's (of attention, of sums): a thread's columns are
+// of one head, and it has a unit of its own.
+//
+// HalfSum, FP32 sums: mma.m16n8k8 with two neighbouring words as A, as they were loaded, and the identity as B, so that
+// C has each thread's own columns. A value that is not finite makes seven others of the same 32 columns of that row not
+// finite.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "sparse/rows.cuh"
+#include "sparse/runs.cuh"
+
+namespace gnnc {
+
+template <class Layout>
+struct ByteSum {
+  using Word = int32_t;
+  int32_t c[2][2][4];  // [pair of words][pair of columns]: two columns of the first word, and of the second
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) c[i / 8][i / 4 % 2][i % 4] = 0;
+  }
+
+  // Of the 16 columns of four threads' words, the eight that pair `half` of each thread is.
+  __device__ static uint32_t chosen(int half) {
+    const int lane = Layout::lane(), to = lane / 4;
+    return to / 2 == lane % 4 ? 1u << (8 * (2 * half + to % 2)) : 0u;
+  }
+
+  __device__ __forceinline__ void add_one(const uint4& x) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t b = chosen(half);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        int32_t (&to)[4] = c[j][half];
+        asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+            : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+            : "r"(word_of(x, 2 * j)), "r"(word_of(x, 2 * j + 1)), "r"(b));
+      }
+    }
+  }
+
+  // The sums of this thread's columns.
+  __device__ __forceinline__ void take(Word (&out)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) out[i] = c[i / 8][i / 2 % 2][i / 4 % 2 * 2 + i % 2];
+    clear();
+  }
+};
+
+enum class Weight { none, signed8, power8, real };
+
+template <class Layout, Weight kWeight>
+struct ByteProducts {
+  static constexpr bool kReal = kWeight == Weight::real;
+  static constexpr int kBits = Layout::kSlots > 1 ? 14 : 13;  // so that no sum of a slot's edges leaves 32 bits
+  static_assert(kMostPart / Layout::kSlots * 127 <= 0x7fffffff >> kBits, "at most so much is added up");
+  static constexpr int kLeast = 20;  // so that neither the unit nor its inverse leaves the normal numbers
+  using Word = typename Select<kReal, float, int32_t>::Type;
+
+  int32_t sums[4][4];  // [word][column]
+  uint32_t bound;      // of real weights: a power of two above every |weight| of the row so far, as a float's bits; 0:
+                       // there was none
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = 0;
+    bound = 0;
+  }
+
+  // weights: of 16 bits.
+  __device__ __forceinline__ void add(const uint4 (&x)[4], const uint32_t (&weights)[4]) {
+    add(x, __byte_perm(weights[0], weights[1], 0x5410), __byte_perm(weights[2], weights[3], 0x5410));
+  }
+
+  // weights: of 8 bits, positive, of the four edges.
+  __device__ __forceinline__ void add(const uint4 (&x)[4], uint32_t weights) {
+    add(x, __byte_perm(weights, 0, 0x4140), __byte_perm(weights, 0, 0x4342));
+  }
+
+  __device__ __forceinline__ void add(const uint4 (&x)[4], const float (&w)[4]) {
+    const float factor = admit(largest(largest(w[0], w[1]), largest(w[2], w[3])));
+    uint32_t weights[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weights[i] = fixed(w[i], factor);
+    add(x, weights);
+  }
+
+  // Weights that are `fixed` already, two a word.
+  __device__ __forceinline__ void add_fixed(const uint4 (&x)[4], const uint32_t (&pairs)[2]) {
+    add(x, pairs[0], pairs[1]);
+  }
+
+  // The larger magnitude, NaN if one is.
+  __device__ static float largest(float a, float b) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return most;
+  }
+
+  // Chooses the unit so that weights up to `most` fit; returns what makes an integer of a weight.
+  __device__ __forceinline__ float admit(float most) {
+    const uint32_t top = __float_as_uint(most);
+    if (top >= bound) {
+      const int needed = max(static_cast<int>(top >> 23) + 1, kLeast);
+      if (bound > 0) halve(needed - exponent());
+      set_bound(needed);
+    }
+    return __uint_as_float(((254u + kBits) << 23) - bound);  // |w| of it <= 2^kBits
+  }
+
+  // The integer, in the last 16 bits: of a float that has no bits behind the point.
+  __device__ static uint32_t fixed(float w, float factor) { return __float_as_uint(fmaf(w, factor, 12582912.0f)); }
+
+  // All weights so far times 2^-times.
+  __device__ __forceinline__ void lower(int times) {
+    if (bound == 0 || exponent() > 255) return;
+    const int lowered = exponent() - times;
+    if (lowered < kLeast) halve(kLeast - lowered);
+    set_bound(max(lowered, kLeast));
+  }
+
+  __device__ __forceinline__ void take(Word (&out)[16]) {
+    // NaN once a weight was not finite.
+    const uint32_t least = max(bound, static_cast<uint32_t>(kLeast) << 23);
+    const float unit = __uint_as_float(bound >> 31 ? 0x7fffffffu : least - (static_cast<uint32_t>(kBits) << 23));
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if constexpr (kReal) {
+        out[i] = __fmul_rn(static_cast<float>(sums[i / 4][i % 4]), unit);
+      } else {
+        out[i] = sums[i / 4][i % 4];
+      }
+    }
+    clear();
+  }
+
+ private:
+  __device__ __forceinline__ void add(const uint4 (&x)[4], uint32_t first, uint32_t second) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      add_two(word_of(x[0], j), word_of(x[1], j), first, sums[j]);
+      add_two(word_of(x[2], j), word_of(x[3], j), second, sums[j]);
+    }
+  }
+
+  // Adds a word of two edges, whose weights are the halves of a word.
+  __device__ static void add_two(uint32_t a, uint32_t b, uint32_t weights, int32_t (&to)[4]) {
+    const uint32_t first = __byte_perm(a, b, 0x5140), second = __byte_perm(a, b, 0x7362);
+    asm("dp2a.lo.s32.s32 %0, %1, %2, %0;" : "+r"(to[0]) : "r"(weights), "r"(first));
+    asm("dp2a.hi.s32.s32 %0, %1, %2, %0;" : "+r"(to[1]) : "r"(weights), "r"(first));
+    asm("dp2a.lo.s32.s32 %0, %1, %2, %0;" : "+r"(to[2]) : "r"(weights), "r"(second));
+    asm("dp2a.hi.s32.s32 %0, %1, %2, %0;" : "+r"(to[3]) : "r"(weights), "r"(second));
+  }
+
+  // Every |weight| of the row so far < 2^(exponent() - 127).
+  __device__ __forceinline__ int exponent() const { return static_cast<int>(bound >> 23); }
+  __device__ __forceinline__ void set_bound(int exponent) { bound = static_cast<uint32_t>(exponent) << 23; }
+
+  // Halves the sums so many times, once at least.
+  __device__ __forceinline__ void halve(int times) {
+    const int by = min(times, 31), half = 1 << (by - 1);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = (sums[i / 4][i % 4] + half) >> by;
+  }
+};
+
+template <class Layout>
+struct HalfSum {
+  static constexpr bool kBrain = Layout::kElement == Element::bf16;
+  using Word = float;
+
+  float c[2][4];  // columns 4 j .. 4 j + 3 of this thread's piece
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) c[i / 4][i % 4] = 0.0f;
+  }
+
+  __device__ __forceinline__ void add_one(const uint4& x) {
+    const int lane = Layout::lane(), column = lane / 4;
+    const uint32_t one = kBrain ? 0x3f80u : 0x3c00u;
+    const uint32_t identity = column / 2 == lane % 4 ? one << (16 * (column % 2)) : 0;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if constexpr (kBrain) {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+            : "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
+            : "r"(word_of(x, 2 * j)), "r"(word_of(x, 2 * j + 1)), "r"(identity));
+      } else {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+            : "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
+            : "r"(word_of(x, 2 * j)), "r"(word_of(x, 2 * j + 1)), "r"(identity));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void take(Word (&out)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out[i] = c[i / 4][i % 4];
+    clear();
+  }
+};
+
+}  // namespace gnnc

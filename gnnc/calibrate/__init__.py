@@ -1,0 +1,1 @@
+"""Calibration: measures the rates of this machine that the cost model predicts with."""

@@ -1,0 +1,5 @@
+"""Capture: a call of a model becomes a functional torch.fx graph of ATen calls."""
+
+from gnnc.capture.export import Captured, capture
+
+__all__ = ["Captured", "capture"]

@@ -1,0 +1,188 @@
+"""The arguments of a call, flattened the same way at capture and at every later call.
+
+``f(x, edge_index)``, ``f(x, edge_index=edge_index)`` and ``f(x, edge_index, None)`` flatten alike:
+the signature's defaults are filled in, then every tuple, list and dict is opened. A sparse tensor
+becomes the tensors that it is made of. What is not a tensor is a constant of the capture.
+"""
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from gnnc.capture.edge_index import plain
+from gnnc.capture.pyg_data import closed, opened
+from gnnc.capture.sparse_operand import components, is_sparse
+from gnnc.errors import InputError
+
+Signature = inspect.Signature
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of the arguments: a dense tensor, a sparse tensor, or a constant.
+
+    Attributes:
+        name: path of the leaf as a reader writes it: ``x``, ``data[0]``, ``x_dict['paper']``.
+        kind: ``tensor``, ``sparse`` or ``constant``.
+        value: the constant; the layout of a sparse tensor; None for a tensor.
+        parts: names of the tensors that a sparse tensor is made of, in their order.
+    """
+
+    name: str
+    kind: str
+    value: Any = None
+    parts: tuple[str, ...] = ()
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of the flat tensors that this leaf takes: none, one, or one a part."""
+        if self.kind == "constant":
+            return ()
+        if self.kind == "tensor":
+            return (self.name,)
+        return tuple(f"{self.name}.{part}" for part in self.parts)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for two leaves that a program cannot tell apart: 1, 1.0 and True are three constants."""
+        return self.name, self.kind, _typed(self.value), self.parts
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, flattened.
+
+    Attributes:
+        tensors: every tensor, in the order of the captured graph's inputs.
+        leaves: what each leaf of ``spec`` is.
+        spec: rebuilds ``{argument name: value}`` from the leaves.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    leaves: tuple[Leaf, ...]
+    spec: pytree.TreeSpec
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of every flat tensor."""
+        return tuple(name for leaf in self.leaves for name in leaf.tensor_names)
+
+    @property
+    def key(self) -> tuple[pytree.TreeSpec, tuple[Hashable, ...]]:
+        """Equal for two calls whose structure and constants are equal, the constants' types too."""
+        return self.spec, tuple(leaf.key for leaf in self.leaves)
+
+
+def flatten_call(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Flatten the arguments of ``model(*args, **kwargs)``; InputError where they do not bind."""
+    signature = signature_of(model)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        message = (
+            f"[{type(model).__name__}] {error}: the model is called as {type(model).__name__}{signature}"
+        )
+        raise InputError(message) from None
+    bound.apply_defaults()
+    paths, spec = pytree.tree_flatten_with_path(opened(dict(bound.arguments)))
+    tensors: list[torch.Tensor] = []
+    leaves = []
+    for path, value in paths:
+        leaf, parts = _leaf(_path_text(path), value)
+        leaves.append(leaf)
+        tensors.extend(parts)
+    return Call(tuple(tensors), tuple(leaves), spec)
+
+
+def signature_of(model: torch.nn.Module) -> Signature:
+    """The signature of the model's forward, cached on nothing: it can be replaced at any time."""
+    return inspect.signature(model.forward)
+
+
+def call_forms(signature: Signature) -> list[tuple[str, str]]:
+    """How each argument is passed: (name, ``one`` | ``many`` | ``key`` | ``keys``)."""
+    forms = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind in _POSITIONAL:
+            forms.append((name, "one"))
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            forms.append((name, "many"))
+        elif parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            forms.append((name, "key"))
+        else:
+            forms.append((name, "keys"))
+    return forms
+
+
+def rebuild(
+    leaves: Sequence[Leaf],
+    spec: pytree.TreeSpec,
+    forms: Sequence[tuple[str, str]],
+    tensors: Sequence[torch.Tensor],
+    make_sparse: Callable[[Leaf, Sequence[torch.Tensor]], Any],
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the (args, kwargs) that ``flatten_call`` flattened to ``tensors``."""
+    values, position = [], 0
+    for leaf in leaves:
+        count = len(leaf.parts) if leaf.kind == "sparse" else int(leaf.kind == "tensor")
+        parts = tensors[position : position + count]
+        position += count
+        if leaf.kind == "constant":
+            values.append(leaf.value)
+        elif leaf.kind == "tensor":
+            values.append(parts[0])
+        else:
+            values.append(make_sparse(leaf, parts))
+    arguments = closed(pytree.tree_unflatten(values, spec))
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, form in forms:
+        if form == "one":
+            args.append(arguments[name])
+        elif form == "many":
+            args.extend(arguments[name])
+        elif form == "key":
+            kwargs[name] = arguments[name]
+        else:
+            kwargs.update(arguments[name])
+    return args, kwargs
+
+
+def _leaf(name: str, value: Any) -> tuple[Leaf, tuple[torch.Tensor, ...]]:
+    if not isinstance(value, torch.Tensor):
+        _check_constant(name, value)
+        return Leaf(name, "constant", value), ()
+    if not is_sparse(value):
+        return Leaf(name, "tensor"), (plain(value),)
+    parts = components(value)
+    return Leaf(name, "sparse", value.layout, tuple(parts)), tuple(parts.values())
+
+
+def _typed(value: Any) -> Hashable:
+    """``value``, equal only to values of the same type; what a tuple or frozenset holds likewise."""
+    if isinstance(value, tuple):
+        return type(value), tuple(map(_typed, value))
+    if isinstance(value, frozenset):
+        return type(value), frozenset(map(_typed, value))
+    return type(value), value
+
+
+def _check_constant(name: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise InputError(
+            f"argument {name} is a {type(value).__name__}, which gnnc cannot look into: pass its tensors, "
+            "alone or in tuples, lists and dicts"
+        ) from None
+
+
+def _path_text(path: Sequence[Any]) -> str:
+    """``x``, ``data[0]``: the first key is the argument's name, the others index into it."""
+    head, *rest = path
+    return str(head.key) + "".join(str(key) for key in rest)

@@ -1,0 +1,306 @@
+"""Capture: a call of a model becomes a lifted, functional ATen graph with symbolic sizes.
+
+``torch.export`` traces the model. It never sees the caller's tensors but stand-ins of its own
+sizes, because the first call may have no edges, one node, or as many nodes as features, and a
+trace would take such a coincidence for a rule.
+"""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import logging
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from gnnc.capture.arguments import Call, Leaf, call_forms, flatten_call, rebuild, signature_of
+from gnnc.capture.diagnose import blame
+from gnnc.capture.functionalize import functional
+from gnnc.capture.guards import Guards, guards_of
+from gnnc.capture.pyg_patches import exportable
+from gnnc.capture.side_effects import call_alone, run_alone, undone
+from gnnc.capture.size_guards import at_least_two, between_sizes, watched
+from gnnc.capture.sparse_operand import SparseMode, operand
+from gnnc.capture.stand_ins import Standins, candidates
+from gnnc.capture.trace_lock import CLOCK
+from gnnc.capture.unregistered_weights import refuse_unregistered
+from gnnc.errors import CaptureError
+from gnnc.ir.graph import fake_mode_of
+from gnnc.ir.source import Source
+
+_KINDS = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
+_PREFIX = "model."
+_MAX_SIZE = 2**40
+_NOISY = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export",
+    "torch._export",
+    "torch._dynamo",
+    "torch._guards",
+    "torch._subclasses",
+)
+_Reading = tuple[bool, bool, tuple[torch.Size, ...]]
+"""How a call was traced: strictly, with symbolic sizes, and with stand-ins of these shapes."""
+_NO_WAY = "what the model does depends on sizes in a way that tracing does not reproduce"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured call.
+
+    Attributes:
+        graph_module: the graph; its placeholders carry ``meta["source"]``. Outputs: the flat
+            user outputs (a constant output such as None stays a constant), then one tensor for
+            each name in ``mutations``.
+        call: the flattened arguments of the traced call; ``call.names`` are the names of the
+            flat input tensors, ``call.key`` tells calls apart that need another capture.
+        guards: what later flat tensors must look like.
+        out_spec: rebuilds the model's result from the flat user outputs.
+        mutations: names of the buffers that the model overwrites (batch norm in train mode).
+        unwritten: what forward sets in graphs, dicts and lists that it is given; compiled calls do not.
+        reading: how it was traced.
+    """
+
+    graph_module: GraphModule
+    call: Call
+    guards: Guards
+    out_spec: pytree.TreeSpec
+    mutations: tuple[str, ...]
+    unwritten: tuple[str, ...]
+    reading: _Reading
+
+
+def capture(
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    known: Sequence[Captured] = (),
+) -> Captured:
+    """Trace ``model(*args, **kwargs)`` in its present mode into an ATen graph.
+
+    The model, its buffers, its gradients and the random state are as before afterwards.
+    Raises CaptureError, which names the line of the model that cannot be traced.
+
+    ``known`` holds captures of the unchanged model for such calls, none of which serves this one: the model
+    asks about sizes. What they were traced with is not tried again.
+    """
+    call = flatten_call(model, args, kwargs or {})
+    _refuse_lazy(model)
+    constants = [leaf.value for leaf in call.leaves if leaf.kind == "constant"]
+    random_state = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+    plain = torch.inference_mode(False)  # within it, tensors do not count the writes into them
+    with CLOCK.tracing(), random_state, undone(model, constants), exportable(model), plain, torch.no_grad():
+        entry = _Entry(model, call)
+        program, guards, reading = _export(entry, call, {each.reading for each in known})
+    graph_module, mutations = _lifted(program, model, call)
+    return Captured(
+        graph_module=graph_module,
+        call=call,
+        guards=guards,
+        out_spec=program.call_spec.out_spec,
+        mutations=mutations,
+        unwritten=tuple(sorted(entry.unwritten)),
+        reading=reading,
+    )
+
+
+class _Entry(torch.nn.Module):
+    """The model behind flat tensor arguments, the constants of the call filled in."""
+
+    def __init__(self, model: torch.nn.Module, call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self.leaves, self.spec = call.leaves, call.spec
+        self.forms = call_forms(signature_of(model))
+        self.training = model.training
+        self.unwritten: set[str] = set()
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        args, kwargs = rebuild(self.leaves, self.spec, self.forms, tensors, _operand)
+        if torch.compiler.is_dynamo_compiling():  # which would trace what looks for effects, too
+            return self.model(*args, **kwargs)
+        return call_alone(self.model, args, kwargs, self.unwritten)
+
+
+def _operand(leaf: Leaf, parts: Sequence[torch.Tensor]) -> Any:
+    return operand(leaf.value, parts)
+
+
+def _export(
+    entry: _Entry, call: Call, known: Collection[_Reading]
+) -> tuple[ExportedProgram, Guards, _Reading]:
+    """Try every reading of the sizes, non-strict (fast) before strict; exact sizes come last.
+
+    A model that asks about sizes may go another way for this call than for the stand-ins: then
+    the exact sizes are traced.
+    """
+    model = entry.model
+    readings = list(candidates(call, getattr(model, "fixed_sizes", ())))
+    symbolic = [standins for standins in readings if standins.symbolic]
+    exact = [standins for standins in readings if not standins.symbolic]
+    errors: dict[bool, Exception] = {}  # the first by whether sizes were symbolic
+    for group in (symbolic, exact):
+        for strict, standins in itertools.product((False, True), group):
+            reading = strict, standins.symbolic, tuple(tensor.shape for tensor in standins.tensors)
+            if standins.symbolic and reading in known:
+                break  # would be traced as before, and does not serve this call
+            try:
+                program, guards = _traced(entry, call, standins, strict)
+            except CaptureError:
+                raise
+            except Exception as error:  # torch.export raises every kind of exception
+                errors.setdefault(standins.symbolic, error)
+                continue
+            if guards.serves([tensor.shape for tensor in call.tensors]):
+                return program, guards, reading
+            break  # another reading would ask the same about sizes
+    sparse = [leaf.value for leaf in call.leaves if leaf.kind == "sparse"]
+    # what a wrong reading of the sizes fails for is not what the model cannot do
+    error = errors.get(False) or errors.get(True) or RuntimeError(_NO_WAY)
+    raise CaptureError(blame(model, error, sparse)) from error
+
+
+def _traced(entry: _Entry, call: Call, standins: Standins, strict: bool) -> tuple[ExportedProgram, Guards]:
+    hint = Dim.DYNAMIC(min=2, max=_MAX_SIZE) if standins.symbolic else Dim.AUTO
+    dims = tuple({dim: hint for dim in dynamic} for dynamic in standins.dynamic)
+    mode = contextlib.nullcontext() if strict else SparseMode()
+    if strict and standins.symbolic:
+        with _quiet():
+            run_alone(entry, standins.tensors)
+    with watched() as branches, mode, _quiet():
+        program = torch.export.export(
+            entry, standins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
+        )
+        branches += between_sizes(getattr(fake_mode_of(program.graph_module), "shape_env", None))
+        program = functional(program)
+    guards = guards_of(program, call)
+    if strict:
+        branches += at_least_two(guards.symbols)
+    return program, dataclasses.replace(guards, branches=tuple(branches))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Swallow what torch.export prints about an attempt that fails: the error says it better."""
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _refuse_lazy(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise CaptureError(
+                f"[{type(model).__name__}] parameter {name!r} has no shape yet (lazy "
+                "initialisation): call the model once before compiling it"
+            )
+
+
+def _lifted(
+    program: ExportedProgram, model: torch.nn.Module, call: Call
+) -> tuple[GraphModule, tuple[str, ...]]:
+    """The program's graph with sources on its placeholders, user outputs before mutations."""
+    graph_module = program.graph_module
+    refuse_unregistered(model, program.constants, _PREFIX)
+    _annotate_inputs(program, call)
+    for node in graph_module.graph.nodes:
+        node.meta["layer"] = _layer(node)
+    mutations = _arrange_outputs(program, model)
+    _drop_unused_state(graph_module)
+    graph_module.graph.set_codegen(CodeGen())
+    return GraphModule(graph_module, graph_module.graph), mutations
+
+
+def _annotate_inputs(program: ExportedProgram, call: Call) -> None:
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    names = iter(call.names)
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        kind = _KINDS.get(spec.kind)
+        if kind is None:
+            raise CaptureError(
+                f"the model holds {spec.target!r}, a {spec.kind.name.lower()}, which is no tensor: "
+                "make it a parameter, a buffer or an argument"
+            )
+        if kind == "input":
+            node.meta["source"] = Source("input", next(names))
+            continue
+        target = str(spec.target).removeprefix(_PREFIX)
+        node.meta["source"] = Source(kind, target)
+        if kind == "constant":
+            node.meta["value"] = program.constants[spec.target]
+    for node in placeholders:
+        _rename(node, node.meta["source"].name)
+
+
+def _rename(node: Node, path: str) -> None:
+    """Name a placeholder after its source: ``conv1.lin.weight`` is ``conv1_lin_weight``."""
+    node._rename(re.sub(r"\W+", "_", path).strip("_") or "value")
+    node.target = node.name
+
+
+def _arrange_outputs(program: ExportedProgram, model: torch.nn.Module) -> tuple[str, ...]:
+    output = program.graph.output_node()
+    user: list[Any] = []
+    mutated: list[Any] = []
+    names: list[str] = []
+    for value, spec in zip(output.args[0], program.graph_signature.output_specs, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            user.append(value)
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            mutated.append(value)
+            names.append(str(spec.target).removeprefix(_PREFIX))
+        else:
+            name = _input_name(program, str(spec.target))
+            raise CaptureError(
+                f"[{type(model).__name__}] the model writes into its argument {name!r} in place: "
+                f"let it work on a clone ({name} = {name}.clone())"
+            )
+    output.args = (tuple(user + mutated),)
+    return tuple(names)
+
+
+def _input_name(program: ExportedProgram, placeholder: str) -> str:
+    """The argument's path of an input as the exported program calls it."""
+    inputs = program.graph_signature.user_inputs
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    position = list(inputs).index(placeholder) - len(inputs)
+    return nodes[position].meta["source"].name
+
+
+def _layer(node: Node) -> str:
+    """Path of the module whose forward made ``node``; "" at the root."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    if path.startswith("_empty_nn_module_stack") or path == "model":
+        return ""
+    return path.removeprefix(_PREFIX)
+
+
+def _drop_unused_state(graph_module: GraphModule) -> None:
+    for node in list(graph_module.graph.nodes):
+        if node.op == "placeholder" and not node.users and node.meta["source"].kind != "input":
+            graph_module.graph.erase_node(node)

@@ -1,0 +1,82 @@
+"""PyG in the form that torch.export can trace: no packed kernels, no caches, no loops over values."""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnc.capture.sparse_operand import unique_keys
+
+_ABSENT = "absent"
+"""Told from None, which asks for a pair as the result."""
+
+
+@contextlib.contextmanager
+def exportable(model: torch.nn.Module) -> Iterator[None]:
+    """Trace PyG layers by what they compute, not by how their own kernels go about it.
+
+    A layer with ``cached=True`` would bake the first graph in; the structure graph is cached
+    by gnnc instead. ``HeteroLinear`` sorts rows by type and loops over the values of a pointer.
+    To be used where all attributes of the modules are restored afterwards.
+    """
+    import torch_geometric.backend as backend  # a second of imports that capture alone needs
+    from torch_geometric.nn import HeteroLinear
+    from torch_geometric.utils import sparse
+
+    for module in model.modules():
+        if getattr(module, "cached", False) is True:
+            module.cached = False
+        for name in [name for name in vars(module) if name.startswith("_cached_")]:
+            vars(module)[name] = None
+        if type(module) is HeteroLinear:
+            vars(module)["forward"] = partial(_hetero_linear, module)
+    before = backend.use_segment_matmul
+    backend.use_segment_matmul = False
+    pyg_coalesce, sparse.coalesce = sparse.coalesce, coalesce  # what a torch.sparse adjacency goes through
+    try:
+        yield
+    finally:
+        backend.use_segment_matmul = before
+        sparse.coalesce = pyg_coalesce
+
+
+def coalesce(
+    edge_index: Tensor,
+    edge_attr: Any = _ABSENT,
+    num_nodes: int | None = None,
+    reduce: str = "sum",
+    is_sorted: bool = False,
+    sort_by_row: bool = True,
+) -> Any:
+    """Sort edges and merge duplicates, as PyG's function does, whatever their values are."""
+    from torch_geometric.utils import scatter
+    from torch_geometric.utils.num_nodes import maybe_num_nodes
+
+    count = maybe_num_nodes(edge_index, num_nodes)
+    first, second = (0, 1) if sort_by_row else (1, 0)
+    keys, place = unique_keys(edge_index[first] * count + edge_index[second])
+    ends = keys // count, keys % count
+    merged = torch.stack([ends[first], ends[second]])
+    if isinstance(edge_attr, str):
+        return merged
+    if isinstance(edge_attr, Tensor):
+        return merged, scatter(edge_attr, place, 0, keys.shape[0], reduce)
+    if edge_attr is None:
+        return merged, None
+    return merged, [scatter(attr, place, 0, keys.shape[0], reduce) for attr in edge_attr]
+
+
+def _hetero_linear(layer: torch.nn.Module, x: Tensor, type_vec: Tensor) -> Tensor:
+    """``x [N, F] @ weight[type_vec] + bias[type_vec]``, ``[N, O]``: by type."""
+    weight, bias = layer.weight, layer.bias
+    assert isinstance(weight, Tensor)
+    out: Tensor | None = None
+    for kind in range(weight.shape[0]):
+        mine = torch.where((type_vec == kind).unsqueeze(1), x, 0.0)
+        term = mine @ weight[kind]
+        out = term if out is None else out + term
+    assert out is not None
+    return out if bias is None else out + bias[type_vec]  # pyright: ignore[reportIndexIssue]

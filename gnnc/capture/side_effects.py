@@ -1,0 +1,234 @@
+"""What a forward does besides returning its result: compiled calls would not do it, so it is refused or told.
+
+A trace runs forward once, on stand-ins. What that run leaves in the model or in an argument is taken out
+again; only what it writes into a registered buffer in place is part of the program.
+"""
+
+import contextlib
+import copy
+import inspect
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gnnc.capture.arguments import signature_of
+from gnnc.capture.model_snapshot import HOOKS, NO_CONSTANTS
+from gnnc.capture.pyg_data import Container, opened
+from gnnc.errors import CaptureError
+
+_LIBRARIES = ("torch.", "torch_geometric.")
+_CONTAINERS = (dict, OrderedDict, list)
+_PLAIN = (bool, int, float, str, Container)
+_RESULTS = (Tensor, int, float, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+# What a trace leaves behind
+
+
+@contextlib.contextmanager
+def undone(model: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
+    """Restore what a trace sets, on the way out: attributes of modules, arguments and hooks, lists and dicts.
+
+    Other threads look at the modules meanwhile: no attribute goes and comes back.
+    """
+    kept: dict[int, tuple[Any, Any]] = {}
+    hooks = [hook for _, table in _hook_tables(model) for hook in table.values()]
+    for owner in (*model.modules(), *arguments, *itertools.chain.from_iterable(map(_in_reach, hooks))):
+        _keep(owner if type(owner) in _CONTAINERS else getattr(owner, "__dict__", None), kept)
+    try:
+        yield
+    finally:
+        for container, before in kept.values():
+            _restore(container, before)
+
+
+def _in_reach(hook: Callable[..., Any]) -> Iterator[Any]:
+    """What a hook may store tensors in: its object, and lists and dicts that its code names."""
+    yield from (hook, getattr(hook, "__self__", None))
+    if inspect.isroutine(hook) and not inspect.isbuiltin(hook):
+        names = inspect.getclosurevars(hook)
+        variables = (*names.nonlocals.values(), *names.globals.values())
+        yield from (value for value in variables if type(value) in _CONTAINERS)
+
+
+def _keep(container: Any, kept: dict[int, tuple[Any, Any]]) -> None:
+    if type(container) not in _CONTAINERS or id(container) in kept:
+        return
+    kept[id(container)] = container, copy.copy(container)
+    for value in container.values() if isinstance(container, dict) else container:
+        _keep(value, kept)
+
+
+def _restore(container: Any, before: Any) -> None:
+    if isinstance(container, list):
+        container[:] = before
+        return
+    if list(container) == list(before):
+        container.update(before)
+        return
+    for key in container.keys() - before.keys():
+        del container[key]
+    for key, value in before.items():  # in the old order, too
+        container.pop(key, None)
+        container[key] = value
+
+
+# What compiled calls would not do
+
+
+def call_alone(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unwritten: set[str]) -> Any:
+    """Return ``model(*args, **kwargs)``; refuse what it sets, and results that hide tensors.
+
+    Args:
+        model: the model.
+        args: positional arguments of its forward.
+        kwargs: keyword arguments.
+        unwritten: receives what forward sets in graphs, dicts and lists that it is given. Those are
+            the trace's own: the caller's stay as they are, which no result depends on.
+
+    Raises:
+        CaptureError: names the attribute, the argument, the hook or the result.
+    """
+    arguments = signature_of(model).bind(*args, **kwargs).arguments
+    held, objects, given = _attributes(model), _objects(arguments), _entries(arguments)
+    with _hooks_checked(model):
+        result = model(*args, **kwargs)
+    for path in _differing(held, _attributes(model)):
+        raise CaptureError(
+            f"[{type(model).__name__}] forward sets {path}, which compiled calls would not do: return the "
+            "value, or copy it into a registered buffer (buffer.copy_(value))"
+        )
+    for path in _differing(objects, _objects(arguments)):
+        name = path.partition(".")[0]
+        raise CaptureError(
+            f"[{type(model).__name__}] forward sets {path}, which compiled calls would not do to the "
+            f"caller's {name}: let forward work on a copy ({name} = copy.copy({name}))"
+        )
+    unwritten.update(_differing(given, _entries(arguments)))
+    _check_result(model, result)
+    return result
+
+
+def run_alone(entry: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Run ``entry``, which is to use ``call_alone``, for its refusals: Dynamo does not come by them.
+
+    Weights are copies, since a run writes into buffers.
+    """
+    weights = itertools.chain(entry.named_parameters(), entry.named_buffers())
+    copies = {name: weight.detach().clone() for name, weight in weights}
+    try:
+        torch.func.functional_call(entry, copies, tuple(tensors))
+    except CaptureError:
+        raise
+    except Exception:  # any other error is of these values: the trace that follows says what it fails for
+        return
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """What buffers and attributes of modules hold, by path.
+
+    Other attributes of torch's and PyG's layers are caches and switches, which forward may set.
+    """
+    found = {}
+    for path, module in model.named_modules(prefix="self"):
+        held = dict(module._buffers)
+        if not type(module).__module__.startswith(_LIBRARIES):
+            others = NO_CONSTANTS | _made_by_hooks(module)
+            held |= {name: value for name, value in vars(module).items() if name not in others}
+        found |= {f"{path}.{entry}": value for entry, value in _entries(held).items()}
+    return found
+
+
+def _made_by_hooks(module: nn.Module) -> set[str]:
+    """The weights that hooks of torch (pruning, weight norm) make of parameters before each call."""
+    hooks = filter(_is_of_torch, module._forward_pre_hooks.values())
+    return {getattr(hook, "_tensor_name", None) or getattr(hook, "name", "") for hook in hooks}
+
+
+def _is_of_torch(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", None)).startswith(_LIBRARIES)
+
+
+def _objects(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the attributes of arguments hold, by path."""
+    return _entries(
+        {
+            f"{name}.{key}": value
+            for name, argument in arguments.items()
+            for key, value in getattr(argument, "__dict__", {}).items()
+        }
+    )
+
+
+def _entries(held: Mapping[str, Any]) -> dict[str, Any]:
+    """What named values hold, by path: lists, dicts and PyG's graphs are opened."""
+    found = {}
+    for name, value in held.items():
+        for path, leaf in pytree.tree_flatten_with_path(opened(value))[0]:
+            found[f"{name}{pytree.keystr(path)}"] = leaf
+    return found
+
+
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """The paths at which there is something else, something new, or nothing any more."""
+    for path in {**before, **after}:
+        if path not in before or path not in after or not _is_same(before[path], after[path]):
+            yield path
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+
+
+def _check_result(model: nn.Module, result: Any) -> None:
+    for path, leaf in pytree.tree_flatten_with_path(result)[0]:
+        if not isinstance(leaf, _RESULTS):
+            place = f" in result{pytree.keystr(path)}" if path else ""
+            raise CaptureError(
+                f"[{type(model).__name__}] forward returns a {type(leaf).__name__}{place}, which gnnc cannot "
+                "look into: return its tensors, alone or in tuples, lists and dicts"
+            )
+
+
+@contextlib.contextmanager
+def _hooks_checked(model: nn.Module) -> Iterator[None]:
+    """Refuse hooks that neither return nor write a tensor: what they do is not part of the result."""
+    with contextlib.ExitStack() as stack:
+        for path, table in _hook_tables(model):
+            stack.callback(_restore, table, copy.copy(table))
+            own = {key: hook for key, hook in table.items() if not _is_of_torch(hook)}
+            table.update({key: _checked(hook, path, model) for key, hook in own.items()})
+        yield
+
+
+def _hook_tables(model: nn.Module) -> list[tuple[str, dict[int, Callable[..., Any]]]]:
+    """The tables that hold hooks, and the paths of their modules."""
+    modules = list(model.named_modules(prefix="self"))
+    tables = [(path, vars(module)[name]) for path, module in modules for name in HOOKS]
+    return [(path, table) for path, table in tables if table]
+
+
+def _checked(hook: Callable[..., Any], path: str, model: nn.Module) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = _versions(args)
+        result = hook(*args, **kwargs)
+        if result is None and _versions(args) == before:
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            raise CaptureError(
+                f"[{type(model).__name__}] the hook {name} of {path} returns nothing, so that compiled calls "
+                "would not run it: remove it (handle.remove()), or let forward return what it looks at"
+            )
+        return result
+
+    return run
+
+
+def _versions(arguments: Any) -> list[int]:
+    """How often the tensors among the arguments of a hook were written into."""
+    leaves = pytree.tree_leaves(arguments)
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

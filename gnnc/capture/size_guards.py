@@ -1,0 +1,171 @@
+"""What a model's own code asked about sizes while it was traced, and what it was told.
+
+Tracing assumes sizes of at least 2, so ``if edge_index.numel() == 0`` is answered without leaving a trace:
+a program for large graphs would then serve an empty one, wrongly. So the questions are noted here and
+become guards: a call that would have been answered otherwise is captured for itself.
+"""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+_TORCH = str(Path(torch.__file__).parent)
+_GNNC = str(Path(__file__).parents[1])
+_OPERATORS = str(Path(torch.__file__))
+"""Where ``SymInt`` turns ``if n:`` into ``if n != 0:``."""
+_DYNAMO = str(Path(_TORCH) / "_dynamo" / "utils.py")
+"""Where Dynamo runs an operator that it met in the model."""
+_COMPARISONS: dict[str, Callable[..., Any]] = {
+    "__eq__": sympy.Eq,
+    "__ne__": sympy.Ne,
+    "__lt__": sympy.Lt,
+    "__le__": sympy.Le,
+    "__gt__": sympy.Gt,
+    "__ge__": sympy.Ge,
+}
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A question about sizes and its answer.
+
+    Attributes:
+        condition: over the symbols of the sizes.
+        answer: what the model was told.
+        where: file and line that asked.
+    """
+
+    condition: sympy.Basic
+    answer: bool
+    where: str
+
+    def test(self) -> Callable[[Mapping[sympy.Symbol, int]], bool]:
+        """Return the function that says whether graphs of given sizes would be answered alike."""
+        symbols = sorted(self.condition.free_symbols, key=str)
+        text = PythonPrinter().doprint(self.condition)
+        ask = eval(f"lambda {', '.join(map(str, symbols))}: bool({text})")
+        return lambda sizes: ask(*(sizes[symbol] for symbol in symbols)) == self.answer
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Branch]]:
+    """Collect the questions that code outside torch asks in this thread; complete after the block."""
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    branches: list[Branch] = []
+    notes = _Notes(threading.get_ident())
+    originals = {name: getattr(torch.SymInt, name) for name in _COMPARISONS}
+    decide, decide_in_dynamo = torch.SymBool.__bool__, SymNodeVariable.evaluate_expr
+    for name, compare in originals.items():
+        setattr(torch.SymInt, name, notes.comparison(compare, _COMPARISONS[name]))
+    torch.SymBool.__bool__ = notes.decision(decide)  # type: ignore[method-assign]
+    SymNodeVariable.evaluate_expr = notes.dynamo(decide_in_dynamo)  # type: ignore[method-assign]
+    try:
+        yield branches
+    finally:
+        torch.SymBool.__bool__ = decide  # type: ignore[method-assign]
+        SymNodeVariable.evaluate_expr = decide_in_dynamo  # type: ignore[method-assign]
+        for name, compare in originals.items():
+            setattr(torch.SymInt, name, compare)
+        branches.extend(notes.found)
+
+
+def at_least_two(symbols: Iterable[sympy.Symbol]) -> list[Branch]:
+    """What Dynamo takes for granted without a question that could be noted."""
+    return [
+        Branch(sympy.Ge(symbol, 2, evaluate=False), True, "a step traced for two rows or more")
+        for symbol in symbols
+    ]
+
+
+def between_sizes(env: Any) -> list[Branch]:
+    """What torch itself took for granted about sizes of different arguments, as ``x[:n]`` does about ``n``.
+
+    What it took for granted about one size is in the ranges of the program.
+    """
+    return [
+        Branch(guard.expr, True, "a step that compares sizes of its arguments")
+        for guard in getattr(env, "guards", ())
+        if len(guard.expr.free_symbols) > 1
+    ]
+
+
+class _Notes:
+    """The questions so far, each once."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self.found: dict[Branch, None] = {}
+
+    def comparison(self, original: Callable[..., Any], relation: Callable[..., Any]) -> Callable[..., Any]:
+        """Note comparisons that tracing answers at once, because every size is positive."""
+
+        def compare(this: Any, other: Any) -> Any:
+            result = original(this, other)
+            answer = _known(result)
+            if answer is not None:
+                sides = _expression(this), _expression(other)
+                if sides[0] != sides[1]:
+                    self._note(relation(*sides, evaluate=False), answer, _asker(sys._getframe(1)))
+            return result
+
+        return compare
+
+    def decision(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        """Note every other condition where it is decided."""
+
+        def decide(this: Any) -> bool:
+            answer = original(this)
+            self._note(this.node.expr, answer, _asker(sys._getframe(1)))
+            return answer
+
+        return decide
+
+    def dynamo(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note every condition that Dynamo decides for the model."""
+
+        def decide(this: Any, *args: Any) -> Any:
+            answer = original(this, *args)
+            if isinstance(answer, bool) and isinstance(this.sym_num, torch.SymBool):
+                self._note(this.sym_num.node.expr, answer, sys._getframe(0))
+            return answer
+
+        return decide
+
+    def _note(self, condition: Any, answer: bool, frame: FrameType | None) -> None:
+        if frame is None or threading.get_ident() != self.thread or not condition.free_symbols:
+            return
+        where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.found.setdefault(Branch(condition, bool(answer), where))
+
+
+def _known(result: Any) -> bool | None:
+    """The answer of a comparison that is settled already."""
+    if isinstance(result, bool):
+        return result
+    expression = result.node.expr if isinstance(result, torch.SymBool) else None
+    return bool(expression) if expression in (sympy.true, sympy.false) else None
+
+
+def _expression(value: Any) -> Any:
+    return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
+
+
+def _asker(frame: FrameType | None) -> FrameType | None:
+    """The frame of the model's code that asked; None where torch itself did."""
+    while frame is not None and frame.f_code.co_filename == _OPERATORS:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    name = frame.f_code.co_filename
+    ours = name == _DYNAMO or "torch_geometric" in name or not name.startswith((_TORCH, _GNNC, "<"))
+    return frame if ours else None

@@ -1,0 +1,578 @@
+"""torch.sparse adjacencies inside a captured model.
+
+``torch.export`` cannot trace a sparse tensor. What works: the flat inputs of the graph are the
+dense tensors that the adjacency is made of, and during tracing a ``SparseOperand`` stands in its
+place, a strided tensor without data that says it is sparse and turns every product with a dense
+matrix into gather, multiply and scatter. Raising then sees the same edges as it sees in a
+hand-written model. An adjacency that the model builds itself (``torch.sparse_csr_tensor(...)``)
+becomes such an operand through ``SparseMode``, which intercepts the constructors.
+
+Emitting ``gnnc.spmm`` over the caller's ``crow_indices`` would save a sort but let unchecked
+indices reach the kernels; as edges they pass through ``gnnc.csr``, which validates and copies.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gnnc.runtime.structure.cache import state
+
+_COMPRESSED = {
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, ("crow", "col")),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, ("ccol", "row")),
+}
+_TRANSPOSED_FORM = {
+    torch.sparse_csr: torch.sparse_csc,
+    torch.sparse_csc: torch.sparse_csr,
+    torch.sparse_coo: torch.sparse_coo,
+}
+_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo)
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A matrix that was taken apart.
+
+    Attributes:
+        parts: its ``components``.
+        seen: what told it from what it was before.
+        copies: what its tensors held, where no version tells of writes into them.
+    """
+
+    parts: dict[str, torch.Tensor]
+    seen: tuple[Hashable, ...]
+    copies: tuple[torch.Tensor, ...]
+
+
+_KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether ``value`` is a CSR, CSC or COO tensor of torch.sparse."""
+    return isinstance(value, torch.Tensor) and value.layout in _LAYOUTS
+
+
+def components(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The dense tensors that stand for ``matrix`` [rows, columns] in a captured graph.
+
+    CSR: crow [rows + 1], col [E], values [E], columns [columns, 0]; CSC: ccol, row, values,
+    rows [rows, 0]; COO: indices [2, E], values [E], shape [rows, columns, 0]. The empty tensors
+    carry a size. Each is the same object for as long as it holds for the matrix, so that a cache
+    keyed by the identity of its inputs knows it again.
+    """
+    known = _KNOWN.get(matrix)
+    sources, seen = _look(matrix)
+    if known is not None and known.seen == seen and all(map(torch.equal, known.copies, sources)):
+        return known.parts
+    copies = _copies(matrix, sources)
+    parts = _take_apart(matrix)
+    if known is not None:
+        parts = _kept(known.parts, parts)
+    _KNOWN[matrix] = _Known(parts, seen, copies)
+    return parts
+
+
+def forget_components() -> None:
+    """Take every matrix apart anew: for writes that nothing shows."""
+    _KNOWN.clear()
+
+
+def operand(
+    layout: torch.layout, parts: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
+) -> "SparseOperand":
+    """Build the stand-in for a matrix of ``layout`` from its ``components``, in their order."""
+    tensors = tuple(parts.values()) if isinstance(parts, Mapping) else tuple(parts)
+    if layout == torch.sparse_coo:
+        indices, values, shape = tensors
+        return _coo(indices, values, (shape.shape[0], shape.shape[1]), is_coalesced=True)
+    pointer, plain, values, other = tensors
+    sizes = (pointer.shape[0] - 1, other.shape[0])
+    if layout == torch.sparse_csr:
+        return _csr(pointer, plain, values, sizes)
+    return _csc(pointer, plain, values, sizes[::-1])
+
+
+class SparseOperand(torch.Tensor):
+    """A sparse [rows, columns] matrix during tracing: edge e adds ``value[e]`` at (dst, src).
+
+    ``dst``, ``src`` and ``value`` are traced [E] tensors. Every use that is not a product with a
+    dense matrix, a transpose, a conversion or a question about the matrix raises
+    ``NotImplementedError``.
+
+    Attributes:
+        dst: row of each edge.
+        src: column of each edge.
+        value: value of each edge.
+        sizes: rows and columns.
+        form: the layout that the model sees.
+        ordered: whether the edges lie in the order of ``form`` (COO: by rows), each place once. Products
+            need no order, so the edges are sorted only where the model reads them: ``entries``.
+        raw: whether the model sees a COO matrix that is not coalesced.
+    """
+
+    dst: torch.Tensor
+    src: torch.Tensor
+    value: torch.Tensor
+    sizes: tuple[Any, Any]
+    form: torch.layout
+    ordered: bool
+    raw: bool
+
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        value: torch.Tensor,
+        sizes: tuple[Any, Any],
+        form: torch.layout,
+        ordered: bool = True,
+        raw: bool = False,
+    ) -> "SparseOperand":
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, sizes, dtype=value.dtype, device=value.device, requires_grad=False
+        )
+        self.dst, self.src, self.value, self.sizes = dst, src, value, sizes
+        self.form, self.ordered, self.raw = form, ordered, raw
+        return self
+
+    def entries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, columns and values [E] in the order of ``form``, each place once."""
+        if not self.ordered:
+            self.dst, self.src, self.value = _merged(self)
+            self.ordered = True
+        return self.dst, self.src, self.value
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return _handled(handler, func, args, kwargs or {})
+        if func in _PLAIN:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise NotImplementedError(_refusal(func))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        raise NotImplementedError(_refusal(func))
+
+
+def unique_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct values of ``keys`` [E], ascending, and where each key is among them [E]."""
+    distinct, place = torch.unique(keys, return_inverse=True)
+    if statically_known_true(keys.shape[0] >= 1):
+        torch._check(distinct.shape[0] >= 1)  # for layers that ask whether there are edges
+    return distinct, place
+
+
+class SparseMode(TorchFunctionMode):
+    """While active, the constructors of torch.sparse return ``SparseOperand``, and their helpers trace."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        constructor = _CONSTRUCTORS.get(func)
+        if constructor is not None:
+            told = {name: value for name, value in (kwargs or {}).items() if name not in _NO_VALUE}
+            return _handled(constructor, func, args, told)
+        return func(*args, **(kwargs or {}))
+
+
+def _look(matrix: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[Hashable, ...]]:
+    """The tensors that a matrix holds, and what tells them from what they were before."""
+    if matrix.layout == torch.sparse_coo:
+        sources = matrix._indices(), matrix._values()
+        return sources, (matrix.is_coalesced(), *map(state, sources))
+    pointer, plain, _ = _COMPRESSED[matrix.layout]
+    sources = pointer(matrix), plain(matrix), matrix.values()
+    return sources, tuple(map(state, sources))
+
+
+def _copies(matrix: torch.Tensor, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Only the parts of a matrix that is not coalesced are copies; others show what is written."""
+    raw = matrix.layout == torch.sparse_coo and not matrix.is_coalesced()
+    return tuple(source.clone() for source in sources) if raw and matrix.is_inference() else ()
+
+
+def _kept(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The new parts, but the old objects for those that lie where they lay."""
+    return {name: old[name] if state(old[name]) == state(part) else part for name, part in new.items()}
+
+
+def _take_apart(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows, columns = matrix.shape
+    with torch.no_grad():
+        if matrix.layout == torch.sparse_coo:
+            matrix = matrix.coalesce()
+            shape = matrix.values().new_empty((rows, columns, 0))
+            return {"indices": matrix.indices(), "values": matrix.values(), "shape": shape}
+        pointer, plain, names = _COMPRESSED[matrix.layout]
+        csr = matrix.layout == torch.sparse_csr
+        other = matrix.values().new_empty((columns if csr else rows, 0))
+        return {
+            names[0]: pointer(matrix),
+            names[1]: plain(matrix),
+            "values": matrix.values(),
+            "columns" if csr else "rows": other,
+        }
+
+
+def _expanded(pointer: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """[rows + 1] offsets to the row of every edge [E]."""
+    counts = pointer[1:] - pointer[:-1]
+    return torch.repeat_interleave(counts, output_size=plain.shape[0])
+
+
+def _handled(
+    handler: Callable[..., Any], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """``func`` by its ``handler``; NotImplementedError for arguments that the handler does not take."""
+    taken = signature(handler)
+    try:
+        taken.bind(*args, **kwargs)
+    except TypeError:
+        unknown = [name for name in kwargs if name not in taken.parameters]
+        raise NotImplementedError(_refusal(func, unknown)) from None
+    return handler(*args, **kwargs)
+
+
+def _refusal(func: Callable[..., Any], keywords: Sequence[str] = ()) -> str:
+    name = getattr(func, "__name__", str(func))
+    if keywords:
+        name += f"({', '.join(f'{keyword}=' for keyword in keywords)})"
+    return (
+        f"{name} of a torch.sparse tensor cannot be captured; pass edge_index (and edge weights) "
+        "instead of the sparse adjacency, or do this step before the model"
+    )
+
+
+def _product(matrix: Any, dense: Any, reduce: str = "sum") -> torch.Tensor:
+    """``matrix @ dense`` as gather, multiply, scatter: [rows, F] or [rows]."""
+    if not isinstance(matrix, SparseOperand):
+        return _product(_transposed(dense), matrix.mT, reduce).mT
+    if isinstance(dense, SparseOperand):
+        raise NotImplementedError(_refusal(torch.sparse.mm))
+    torch._check(matrix.sizes[1] == dense.shape[0])
+    gathered = dense.index_select(0, matrix.src)
+    weight = matrix.value if dense.dim() == 1 else matrix.value.view(-1, 1)
+    message = gathered * weight
+    out = message.new_zeros((matrix.sizes[0], *message.shape[1:]))
+    if reduce in ("sum", "add"):
+        return out.index_add(0, matrix.dst, message)
+    name = {"mean": "mean", "max": "amax", "amax": "amax", "min": "amin", "amin": "amin"}[reduce]
+    return out.index_reduce(0, matrix.dst, message, name, include_self=False)
+
+
+def _sum_product(matrix: Any, dense: Any) -> torch.Tensor:
+    return _product(matrix, dense)
+
+
+def _reversed_product(dense: Any, matrix: Any) -> torch.Tensor:
+    return _product(matrix, dense)
+
+
+def _add_product(bias: Any, matrix: Any, dense: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return beta * bias + alpha * _product(matrix, dense)
+
+
+def _merged(matrix: SparseOperand) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The edges sorted in the order of the form, the values of equal places added."""
+    by_column = matrix.form == torch.sparse_csc
+    first, second = (matrix.src, matrix.dst) if by_column else (matrix.dst, matrix.src)
+    width = matrix.sizes[0] if by_column else matrix.sizes[1]
+    keys, place = unique_keys(first * width + second)
+    value = matrix.value.new_zeros((keys.shape[0], *matrix.value.shape[1:])).index_add(0, place, matrix.value)
+    first, second = keys // width, keys % width
+    return (second, first, value) if by_column else (first, second, value)
+
+
+def _transposed(matrix: SparseOperand) -> SparseOperand:
+    form = _TRANSPOSED_FORM[matrix.form]
+    coo = form == torch.sparse_coo
+    return SparseOperand(
+        matrix.src,
+        matrix.dst,
+        matrix.value,
+        matrix.sizes[::-1],
+        form,
+        matrix.ordered and not coo,
+        coo,
+    )
+
+
+def _swapped(matrix: SparseOperand, dim0: int, dim1: int) -> SparseOperand:
+    return matrix if dim0 % 2 == dim1 % 2 else _transposed(matrix)
+
+
+def _same(matrix: SparseOperand) -> SparseOperand:
+    return matrix
+
+
+def _converted(form: torch.layout, matrix: SparseOperand) -> SparseOperand:
+    """The matrix in another layout, and a COO matrix coalesced: what is read from it is sorted then."""
+    ordered = matrix.ordered and (form == torch.sparse_csc) == (matrix.form == torch.sparse_csc)
+    return SparseOperand(matrix.dst, matrix.src, matrix.value, matrix.sizes, form, ordered)
+
+
+def _marked_coalesced(matrix: SparseOperand, coalesced: bool) -> SparseOperand:
+    if not coalesced:
+        raise NotImplementedError(_refusal(torch.Tensor._coalesced_))
+    return _converted(torch.sparse_coo, matrix)
+
+
+def _to_sparse(matrix: SparseOperand, *, layout: Any = None) -> SparseOperand:
+    if layout not in _LAYOUTS:
+        raise NotImplementedError(_refusal(torch.Tensor.to_sparse))
+    return _converted(layout, matrix)
+
+
+def _indices(matrix: SparseOperand) -> torch.Tensor:
+    _require_form(torch.sparse_coo, matrix)
+    return torch.stack(list((matrix.dst, matrix.src) if matrix.raw else matrix.entries()[:2]))
+
+
+def _values(matrix: SparseOperand) -> torch.Tensor:
+    return matrix.value if matrix.raw else matrix.entries()[2]
+
+
+def _coalesced_only(read: Callable[[SparseOperand], torch.Tensor]) -> Callable[[SparseOperand], torch.Tensor]:
+    def checked(matrix: SparseOperand) -> torch.Tensor:
+        if matrix.raw:
+            raise NotImplementedError("the matrix is not coalesced: call coalesce() on it first")
+        return read(matrix)
+
+    return checked
+
+
+def _pointer(form: torch.layout, matrix: SparseOperand) -> torch.Tensor:
+    _require_form(form, matrix)
+    dst, src, _ = matrix.entries()
+    csr = form == torch.sparse_csr
+    return _compressed_indices(*((dst, matrix.sizes[0]) if csr else (src, matrix.sizes[1])))
+
+
+def _plain(form: torch.layout, matrix: SparseOperand) -> torch.Tensor:
+    _require_form(form, matrix)
+    dst, src, _ = matrix.entries()
+    return src if form == torch.sparse_csr else dst
+
+
+def _require_form(form: torch.layout, matrix: SparseOperand) -> None:
+    if matrix.form != form:
+        raise NotImplementedError(_refusal(torch.Tensor.to_sparse))
+
+
+def _with_value(matrix: SparseOperand, value: torch.Tensor) -> SparseOperand:
+    return SparseOperand(
+        matrix.dst,
+        matrix.src,
+        value,
+        matrix.sizes,
+        matrix.form,
+        matrix.ordered,
+        matrix.raw,
+    )
+
+
+def _to(matrix: SparseOperand, *args: Any, **kwargs: Any) -> SparseOperand:
+    return _with_value(matrix, matrix.value.to(*args, **kwargs))
+
+
+def _cast(dtype: torch.dtype) -> Callable[[SparseOperand], SparseOperand]:
+    return lambda matrix: _to(matrix, dtype)
+
+
+def _scale(matrix: Any, factor: Any) -> SparseOperand:
+    if not isinstance(matrix, SparseOperand):
+        matrix, factor = factor, matrix
+    if isinstance(factor, torch.Tensor) and factor.dim() > 0:
+        raise NotImplementedError(_refusal(torch.mul))
+    return _with_value(matrix, matrix.value * factor)
+
+
+def _sum(matrix: SparseOperand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
+    if dtype is None and not matrix.value.is_floating_point():
+        dtype = torch.int64
+    summed = _sparse_sum(matrix, dim, dtype=dtype)
+    return summed.unsqueeze(_only(dim)) if keepdim else summed
+
+
+def _sparse_sum(matrix: SparseOperand, dim: Any = None, *, dtype: Any = None) -> torch.Tensor:
+    over_columns = _only(dim) == 1
+    index, size = (matrix.dst, matrix.sizes[0]) if over_columns else (matrix.src, matrix.sizes[1])
+    value = _as_dtype(matrix.value, dtype)
+    return value.new_zeros(size).index_add(0, index, value)
+
+
+def _only(dim: Any) -> int:
+    """The one dimension of two, 0 or 1, that a sum is over."""
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    if len(dims) != 1 or dims[0] not in (-2, -1, 0, 1):
+        raise NotImplementedError(_refusal(torch.sum))
+    return dims[0] % 2
+
+
+def _as_dtype(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return value if dtype in (None, value.dtype) else value.to(dtype)
+
+
+def _getter(prop: Any) -> Any:
+    return prop.__get__
+
+
+T = torch.Tensor
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.mm, T.mm, torch.sparse.mm, torch.matmul, T.matmul), _product),
+    **dict.fromkeys((torch.mv, T.mv, T.__matmul__, torch.smm, T.smm), _sum_product),
+    T.__rmatmul__: _reversed_product,
+    **dict.fromkeys((torch.addmm, torch.sparse.addmm, torch.addmv), _add_product),
+    **dict.fromkeys((torch.t, T.t, _getter(T.T), _getter(T.mT)), _transposed),
+    **dict.fromkeys((torch.transpose, T.transpose), _swapped),
+    **dict.fromkeys((T.coalesce, T.to_sparse_coo), partial(_converted, torch.sparse_coo)),
+    T._coalesced_: _marked_coalesced,
+    T.to_sparse_csr: partial(_converted, torch.sparse_csr),
+    T.to_sparse_csc: partial(_converted, torch.sparse_csc),
+    T.to_sparse: _to_sparse,
+    **dict.fromkeys((T.contiguous, T.detach), _same),
+    **dict.fromkeys((torch.clone, T.clone), lambda matrix: _with_value(matrix, matrix.value.clone())),
+    T.values: _coalesced_only(_values),
+    T._values: _values,
+    T.indices: _coalesced_only(_indices),
+    T._indices: _indices,
+    T.crow_indices: partial(_pointer, torch.sparse_csr),
+    T.col_indices: partial(_plain, torch.sparse_csr),
+    T.ccol_indices: partial(_pointer, torch.sparse_csc),
+    T.row_indices: partial(_plain, torch.sparse_csc),
+    T._nnz: lambda matrix: _values(matrix).shape[0],
+    T.is_coalesced: lambda matrix: not matrix.raw,
+    **dict.fromkeys((T.to, T.type), _to),
+    T.float: _cast(torch.float32),
+    T.double: _cast(torch.float64),
+    **dict.fromkeys((torch.mul, T.mul, T.__mul__, T.__rmul__), _scale),
+    **dict.fromkeys((torch.sum, T.sum), _sum),
+    torch._sparse_sum: _sparse_sum,  # pyright: ignore[reportPrivateImportUsage]
+    _getter(T.layout): lambda matrix: matrix.form,
+    _getter(T.is_sparse): lambda matrix: matrix.form == torch.sparse_coo,
+    _getter(T.is_sparse_csr): lambda matrix: matrix.form == torch.sparse_csr,
+}
+_PLAIN = {
+    T.size,
+    T.dim,
+    T.is_floating_point,
+    T.element_size,
+    *(_getter(prop) for prop in (T.shape, T.dtype, T.device, T.ndim, T.requires_grad, T.is_cuda, T.grad_fn)),
+}
+
+
+_NO_VALUE = {"check_invariants", "pin_memory", "requires_grad"}
+"""Keywords of constructors that change no value: inference needs no gradients, and indices are checked."""
+
+
+def _csr(
+    crow_indices: Any,
+    col_indices: Any,
+    values: Any,
+    size: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+) -> SparseOperand:
+    values = _placed(values, size, dtype, device)
+    dst = _expanded(crow_indices, col_indices)
+    return SparseOperand(dst, col_indices, values, tuple(size), torch.sparse_csr)
+
+
+def _csc(
+    ccol_indices: Any,
+    row_indices: Any,
+    values: Any,
+    size: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+) -> SparseOperand:
+    values = _placed(values, size, dtype, device)
+    src = _expanded(ccol_indices, row_indices)
+    return SparseOperand(row_indices, src, values, tuple(size), torch.sparse_csc)
+
+
+def _coo(
+    indices: Any,
+    values: Any,
+    size: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    is_coalesced: bool | None = None,
+) -> SparseOperand:
+    values = _placed(values, size, dtype, device)
+    ordered = bool(is_coalesced)
+    return SparseOperand(indices[0], indices[1], values, tuple(size), torch.sparse_coo, ordered, not ordered)
+
+
+def _compressed(
+    compressed_indices: Any,
+    plain_indices: Any,
+    values: Any,
+    size: Any = None,
+    *,
+    layout: Any = None,
+    dtype: Any = None,
+    device: Any = None,
+) -> SparseOperand:
+    make = {torch.sparse_csr: _csr, torch.sparse_csc: _csc}.get(layout)
+    if make is None:
+        raise NotImplementedError(_refusal(torch.sparse_compressed_tensor, ["layout"]))
+    return make(compressed_indices, plain_indices, values, size, dtype=dtype, device=device)
+
+
+def _compressed_indices(index: torch.Tensor, size: Any, *, out_int32: bool = False) -> torch.Tensor:
+    """Row ids [E], ascending, as offsets [size + 1]: torch's own function takes no symbolic size."""
+    counts = index.new_zeros(size).index_add(0, index, torch.ones_like(index))
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return offsets.to(torch.int32) if out_int32 else offsets
+
+
+def _placed(values: torch.Tensor, size: Any, dtype: Any, device: Any) -> torch.Tensor:
+    """The values that a constructor keeps; NotImplementedError where it has no size or moves them."""
+    if size is None:
+        raise NotImplementedError(
+            "a torch.sparse constructor without size= cannot be captured: its size would be read "
+            "from the values; pass size=(num_nodes, num_nodes)"
+        )
+    wanted = values.device if device is None else torch.device(device)
+    if wanted.type != values.device.type or wanted.index not in (None, values.device.index):
+        raise NotImplementedError(_refusal(torch.sparse_coo_tensor, ["device"]))
+    return _as_dtype(values, dtype)
+
+
+_CONSTRUCTORS: dict[Any, Callable[..., Any]] = {
+    torch._convert_indices_from_coo_to_csr: _compressed_indices,  # pyright: ignore[reportPrivateImportUsage]
+    torch.sparse_csr_tensor: _csr,
+    torch.sparse_csc_tensor: _csc,
+    torch.sparse_coo_tensor: _coo,
+    torch.sparse_compressed_tensor: _compressed,
+}

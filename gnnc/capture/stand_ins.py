@@ -1,0 +1,143 @@
+"""Stand-in inputs for tracing: the dtypes and widths of a call, sizes of our own.
+
+Which sizes are one size (the nodes of ``x`` and of ``batch``) cannot be read off the example when
+sizes coincide: 7 nodes with 7 edges, or a graph with one node and one edge. ``candidates`` gives
+the readings to try, the likeliest first; a wrong one does not trace.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from gnnc.capture.arguments import Call
+
+_FIRST_NODE_SIZE = 37
+_FIRST_EDGE_SIZE = 149
+_POINTERS = ("crow", "ccol")
+_EDGE_PARTS = ("col", "row", "values", "indices")
+
+
+@dataclass(frozen=True)
+class Standins:
+    """Inputs to trace with.
+
+    Attributes:
+        tensors: one for each flat tensor of the call.
+        dynamic: the dimensions of each tensor that may differ between calls.
+        symbolic: whether every one of them must stay symbolic, or may become fixed.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    dynamic: tuple[tuple[int, ...], ...]
+    symbolic: bool
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """A dimension of a flat tensor that may vary; ``offset`` is 1 for CSR pointers (N + 1)."""
+
+    tensor: int
+    dim: int
+    size: int
+    offset: int
+    edges: bool
+    family: str
+
+
+def candidates(call: Call, fixed: Collection[tuple[str, int]] = ()) -> Iterator[Standins]:
+    """The readings of the call's sizes: by role and name, by size alone, exactly as they are.
+
+    ``fixed`` lists the (tensor, dimension) pairs that are one number for good.
+    """
+    extents = [extent for extent in _extents(call) if (call.names[extent.tensor], extent.dim) not in fixed]
+    seen = set()
+    for key in (_by_role, _by_kind, _by_size):
+        groups = tuple(tuple(key(extent) == key(other) for other in extents) for extent in extents)
+        if groups not in seen:
+            seen.add(groups)
+            yield _resized(call, extents, key)
+    yield _exact(call, extents)
+
+
+def _by_role(extent: _Extent) -> tuple[Any, ...]:
+    return extent.edges, extent.family, extent.size
+
+
+def _by_kind(extent: _Extent) -> tuple[Any, ...]:
+    return extent.edges, extent.size
+
+
+def _by_size(extent: _Extent) -> tuple[Any, ...]:
+    return (extent.size,)
+
+
+def _extents(call: Call) -> list[_Extent]:
+    owners: dict[int, str] = {}
+    parts = {f"{leaf.name}.{part}": part for leaf in call.leaves for part in leaf.parts}
+    extents = []
+    for i, (name, tensor) in enumerate(zip(call.names, call.tensors, strict=True)):
+        owner = owners.setdefault(id(tensor), name)
+        part = parts.get(name, "")
+        for dim in _varying(tensor, part):
+            offset = int(part in _POINTERS)
+            edges = part in _EDGE_PARTS if part else _is_edge_index(tensor) or "edge" in name
+            size = tensor.shape[dim] - offset
+            extents.append(_Extent(i, dim, size, offset, edges, _family(owner)))
+    return extents
+
+
+def _varying(tensor: torch.Tensor, part: str) -> tuple[int, ...]:
+    """The leading dimension, or the last of an edge_index; both sizes of a matrix's shape."""
+    if tensor.dim() == 0:
+        return ()
+    if part == "shape":
+        return (0, 1)
+    return (1,) if _is_edge_index(tensor) else (0,)
+
+
+def _is_edge_index(tensor: torch.Tensor) -> bool:
+    whole = not tensor.is_floating_point() and tensor.dtype != torch.bool
+    return whole and tensor.dim() == 2 and tensor.shape[0] == 2
+
+
+def _family(name: str) -> str:
+    """``'paper'`` of ``x_dict['paper']``, ``0`` of ``x[0]``, nothing of ``x``."""
+    keys = re.findall(r"\[(.+?)\](?=\[|\.|$)", name)
+    return keys[-1] if keys else ""
+
+
+def _resized(call: Call, extents: list[_Extent], key: Callable[[_Extent], tuple[Any, ...]]) -> Standins:
+    sizes: dict[tuple[Any, ...], int] = {}
+    node, edge = _FIRST_NODE_SIZE, _FIRST_EDGE_SIZE
+    for extent in extents:
+        if key(extent) in sizes:
+            continue
+        sizes[key(extent)] = edge if extent.edges else node
+        if extent.edges:
+            edge = sympy.nextprime(edge)
+        else:
+            node = sympy.nextprime(node)
+    shapes = [list(tensor.shape) for tensor in call.tensors]
+    for extent in extents:
+        shapes[extent.tensor][extent.dim] = sizes[key(extent)] + extent.offset
+    tensors = tuple(
+        torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+        for shape, tensor in zip(shapes, call.tensors, strict=True)
+    )
+    return Standins(tensors, _dynamic(call, extents), symbolic=True)
+
+
+def _exact(call: Call, extents: list[_Extent]) -> Standins:
+    tensors = tuple(tensor.detach().contiguous() for tensor in call.tensors)
+    return Standins(tensors, _dynamic(call, extents), symbolic=False)
+
+
+def _dynamic(call: Call, extents: list[_Extent]) -> tuple[tuple[int, ...], ...]:
+    dims: list[list[int]] = [[] for _ in call.tensors]
+    for extent in extents:
+        dims[extent.tensor].append(extent.dim)
+    return tuple(map(tuple, dims))

@@ -1,0 +1,139 @@
+"""What the arguments of a call must be, checked before anything is traced or read."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnnc.capture.arguments import Call
+from gnnc.capture.edge_index import plain
+from gnnc.errors import GraphError, InputError
+
+_EDGE_INDEX = re.compile(
+    r"(^|[._\['])(edge_index|edge_label_index|adj_t?)($|[._\]'\d])|_edge_index$|edge_index_"
+)
+_BATCH = re.compile(r"(^|[._])batch($|[._\]])")
+_INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+def is_graph_name(name: str) -> bool:
+    """Whether an argument is by its name an edge list or a batch vector."""
+    return bool(_EDGE_INDEX.search(name) or _BATCH.search(name))
+
+
+def validate(owner: str, call: Call, device: torch.device | None = None, backend: str = "auto") -> None:
+    """Refuse what no compiled model can take.
+
+    Args:
+        owner: the model's class name, for messages.
+        call: the flattened arguments.
+        device: where the model is; None: it has no parameters.
+        backend: name of the backend that was asked for.
+
+    Raises:
+        GraphError: an edge list or batch vector has the wrong dtype or shape.
+        InputError: a floating argument is not float32, or an argument is on another device than the
+            model, or on one that the backend does not run on.
+    """
+    device = device or next((tensor.device for tensor in call.tensors), None)
+    sparse = {name for leaf in call.leaves if leaf.kind == "sparse" for name in leaf.tensor_names}
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if name not in sparse:
+            _check_graph(owner, name, tensor)
+        _check_dtype(owner, name, tensor)
+        if tensor.device != device:
+            raise InputError(
+                f"[{owner}] {name} is on {tensor.device}, but the model is on {device}: pass "
+                f"{name}.to({str(device)!r})"
+            )
+    _check_backend(owner, device, backend)
+
+
+def _check_graph(owner: str, name: str, tensor: Tensor) -> None:
+    is_edges, is_batch = bool(_EDGE_INDEX.search(name)), bool(_BATCH.search(name))
+    if not (is_edges or is_batch):
+        return
+    if tensor.dtype not in _INDEX_DTYPES:
+        raise GraphError(
+            f"[{owner}] {name} has dtype {tensor.dtype}: node ids must be int64 or int32; "
+            f"convert it with {name}.long()"
+        )
+    if is_edges and (tensor.dim() != 2 or tensor.shape[0] != 2):
+        raise GraphError(
+            f"[{owner}] {name} has shape {tuple(tensor.shape)}: an edge list is [2, number of edges], "
+            "sources in row 0 and destinations in row 1"
+        )
+    if is_batch and tensor.dim() != 1:
+        raise GraphError(f"[{owner}] {name} has shape {tuple(tensor.shape)}: expected [number of nodes]")
+
+
+def _check_backend(owner: str, device: torch.device | None, backend: str) -> None:
+    if device is None:
+        return
+    if backend.startswith("cuda") and backend != "cuda-offline":
+        fits = device.type == ("cpu" if ":" in backend else "cuda")
+    else:
+        fits = backend in ("auto", "reference") or device.type == "cpu"
+    if not fits:
+        way = ".cuda()" if backend == "cuda" else ".cpu()"
+        raise InputError(
+            f"[{owner}] the model and its inputs are on {device}, where backend {backend!r} does not run: "
+            f"move both with {way}, or use backend='auto'"
+        )
+
+
+def _check_dtype(owner: str, name: str, tensor: Tensor) -> None:
+    if tensor.is_quantized:
+        raise InputError(f"[{owner}] {name} is a quantized tensor: pass {name}.dequantize()")
+    if tensor.is_complex():
+        parts = "a compiled model takes float32; pass real and imaginary parts"
+        raise InputError(f"[{owner}] {name} has dtype {tensor.dtype}: {parts}")
+    if tensor.is_floating_point() and tensor.dtype != torch.float32:
+        raise InputError(
+            f"[{owner}] {name} has dtype {tensor.dtype}: a compiled model takes float32 and lowers the "
+            f"precision itself; pass {name}.float()"
+        )
+
+
+def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Tensor]) -> bool:
+    """Describe arguments as cheaply as can be, for a call that is like an earlier one.
+
+    Args:
+        values: arguments: dense tensors, plain constants, and tuples and lists of them.
+        parts: takes what programs are told apart by, sizes excepted: structure, constants, ranks, dtypes
+            and devices.
+        tensors: takes the tensors, in order.
+
+    Returns:
+        Whether all of them are of these kinds.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                return False
+            if type(value) is not Tensor:
+                value = plain(value)
+            parts.append(value.device)
+            parts.append(value.ndim)
+            parts.append(value.dtype)
+            tensors.append(value)
+        elif value is None or type(value) in (bool, int, float, str):
+            parts.append((type(value), value))
+        elif type(value) in (tuple, list):
+            parts.append((type(value), len(value)))
+            if not describe_arguments(value, parts, tensors):
+                return False
+        else:
+            return False
+    return True
+
+
+def missing_arguments(call: Call, required: Sequence[str]) -> list[str]:
+    """Return the required arguments that were given as None."""
+    return [
+        leaf.name
+        for leaf in call.leaves
+        if leaf.name in required and leaf.kind == "constant" and leaf.value is None
+    ]

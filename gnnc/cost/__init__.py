@@ -1,0 +1,1 @@
+"""The cost model, the receptive-field metric and the quantization-error metrics."""

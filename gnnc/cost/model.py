@@ -1,0 +1,381 @@
+"""What a kernel launch has to do, as sympy expressions of the sizes, and the time that takes.
+
+The *work* of a launch is a list of terms: the launch itself, rows, edges, bytes that stream in and
+out, bytes that edges gather from a table of some size, multiplications, elementwise steps. A machine's
+*rates* are the seconds that a unit of each term takes, by kernel family and precision; they are
+measured once a machine by ``gnnc.calibrate.calibration``.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from gnnc.ir import describe
+from gnnc.ir.op import nbytes, numel, op_of, size_expr
+
+FAMILIES = ("gemm", "spmm", "attention", "map")
+ALONE = "aten"
+"""The family of what runs by itself, and of whatever was not measured."""
+
+LINE = 64
+"""Bytes of a cache line: what an edge fetches is a whole number of them."""
+
+KNOTS = (2.0**18, 2.0**21, 2.0**24, 2.0**27)
+"""Sizes in bytes at which the cost of a byte is measured; between them it follows the logarithm."""
+
+ONE = sympy.Integer(1)
+_AGGREGATES = ("spmm", "segment_reduce", "message")
+_EDGE_OPS = frozenset((*_AGGREGATES, "sddmm", "edge_softmax", "edge_map"))
+_QUANTIZING = frozenset(("quantize", "scale", "row_shift"))
+_TRANSCENDENTAL = frozenset(
+    "elu exp sigmoid tanh gelu silu log softplus _softmax _log_softmax softmax log_softmax".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A part of a launch's work.
+
+    Attributes:
+        name: what is done, such as ``gather.int8.row``.
+        amount: how often, or how many bytes.
+        held: bytes of the memory that is touched, which decide the cache that they come from; None
+            where that does not matter.
+    """
+
+    name: str
+    amount: Any
+    held: Any = None
+
+    def at(self, value: Any) -> "Term":
+        """Return the term with numbers for expressions; ``value`` maps one to the other."""
+        return Term(self.name, value(self.amount), None if self.held is None else value(self.held))
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds for a unit of each term.
+
+    Attributes:
+        families: family to term (with ``@k`` for knot k where it depends on memory) to seconds.
+        backend: name of the backend that was measured.
+        machine: what the rates belong to, for people.
+        measured_in: seconds that measuring took.
+    """
+
+    families: Mapping[str, Mapping[str, float]]
+    backend: str = ""
+    machine: str = ""
+    measured_in: float = 0.0
+
+    def seconds(self, family: str, terms: Iterable[Term]) -> float:
+        """Return the predicted time of a launch; its terms hold numbers.
+
+        A term that the family was not measured with counts as it does for ops that run alone.
+        """
+        table = self.families.get(family, {})
+        rest = self.families.get(ALONE, {})
+        total = 0.0
+        for term in terms:
+            for name, amount in parts(term):
+                rate = _rate(table, name)
+                total += amount * ((_rate(rest, name) or 0.0) if rate is None else rate)
+        return total
+
+
+def _rate(table: Mapping[str, float], name: str) -> float | None:
+    """The rate of a term; of the nearest knot where its own was not measured."""
+    if name in table:
+        return table[name]
+    base, _, knot = name.partition("@")
+    near = [(abs(int(knot) - k), f"{base}@{k}") for k in range(len(KNOTS)) if f"{base}@{k}" in table]
+    return table[min(near)[1]] if knot and near else None
+
+
+def parts(term: Term) -> list[tuple[str, float]]:
+    """Split a term over the two knots around the memory that it touches."""
+    if term.held is None:
+        return [(term.name, float(term.amount))]
+    logs = [math.log(knot) for knot in KNOTS]
+    place = min(max(math.log(max(float(term.held), 1.0)), logs[0]), logs[-1])
+    above = next(k for k, log in enumerate(logs) if place <= log)
+    if above == 0 or place == logs[above]:
+        return [(f"{term.name}@{above}", float(term.amount))]
+    share = (place - logs[above - 1]) / (logs[above] - logs[above - 1])
+    amounts = (1 - share, share)
+    return [(f"{term.name}@{above - 1 + i}", float(term.amount) * s) for i, s in enumerate(amounts)]
+
+
+@dataclass(slots=True)
+class Launch:
+    """Nodes of an inlined graph that one kernel runs.
+
+    Attributes:
+        name: the node of the lowered graph that launches it.
+        nodes: what it computes, in order.
+    """
+
+    name: str
+    nodes: list[Node] = field(default_factory=list)
+
+    @property
+    def computes(self) -> bool:
+        """Whether it does more than pick, size or view values."""
+        return any(not describe.is_free(node) for node in self.nodes)
+
+    @property
+    def primitives(self) -> list[Node]:
+        """The nodes that compute something of the model."""
+        return [
+            node
+            for node in self.nodes
+            if describe.is_gnnc(node) and describe.op_name(node) not in describe.PRECISION_OPS
+        ]
+
+    @property
+    def family(self) -> str:
+        """The kernel family."""
+        block = self.nodes[0].meta["block"]
+        if block is not None and block.kind in FAMILIES:
+            return block.kind
+        return family_of(self.primitives[-1]) if self.primitives else ALONE
+
+
+def family_of(node: Node) -> str:
+    """Return the family of the kernel that runs a primitive by itself."""
+    name = kind_of(node)
+    return "spmm" if name == "segment_reduce" else name
+
+
+def kind_of(node: Node) -> str:
+    """Return the name of a primitive without the mark of its integer form."""
+    name = describe.op_name(node)
+    return name[1:] if name in ("qgemm", "qspmm", "qsddmm") else name
+
+
+def launches(graph: Graph) -> list[Launch]:
+    """Return the launches of an inlined graph that compute something, in order."""
+    found: dict[str, Launch] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        block = node.meta["block"]
+        name = block.node if block else node.meta["origin"]
+        found.setdefault(name, Launch(name)).nodes.append(node)
+    return [launch for launch in found.values() if launch.computes]
+
+
+def traffic(launch: Launch) -> sympy.Expr:
+    """Bytes: each tensor that enters or leaves once; a sparse op reads a row again for every edge."""
+    if len(launch.nodes) == 1 and (cost := _cost(launch.nodes[0])):
+        return cost.bytes
+    return compulsory(launch) + sum(map(_gathered, launch.primitives), start=sympy.Integer(0))
+
+
+def compulsory(launch: Launch) -> sympy.Expr:
+    """Bytes of each tensor that enters or leaves, once: less cannot move."""
+    return sum(map(held, (*_reads(launch), *_stores(launch))), start=sympy.Integer(0))
+
+
+def floor_times(compute: GraphModule, values: Sequence[Any], bandwidth: float) -> dict[str, float]:
+    """Return the time of each launch's compulsory bytes in seconds, by node name.
+
+    Args:
+        compute: the lowered compute graph.
+        values: arguments in placeholder order, for their sizes.
+        bandwidth: bytes per second of a copy.
+    """
+    graph = describe.inline(compute)
+    sizes = sizes_of(graph.find_nodes(op="placeholder"), values)
+    found = {launch.name: evaluate(compulsory(launch), sizes) for launch in launches(graph)}
+    return {name: count / bandwidth for name, count in found.items() if count is not None}
+
+
+def flops(launch: Launch) -> sympy.Expr:
+    """Multiplications and additions; an elementwise op computes once an element of its result."""
+    total = sympy.Integer(0)
+    for node in launch.nodes:
+        if cost := _cost(node):
+            total += cost.flops
+        elif not describe.is_free(node):
+            total += elements(node)
+    return total
+
+
+def work(launch: Launch) -> list[Term]:
+    """Return what a launch does, in expressions of the sizes."""
+    terms = [Term("launch", ONE)]
+    tables: set[Node] = set()
+    for node in launch.primitives:
+        terms += op_terms(node, mode_of(node))
+        tables.update(tables_of(node))
+    terms += [Term("read", held(n), held(n)) for n in _reads(launch) if n not in tables]
+    for node in _stores(launch):
+        size = padded(node, _element_size(node))
+        terms.append(Term("write", size, size))
+    steps = (n for n in launch.nodes if n not in launch.primitives and not describe.is_free(n))
+    return terms + [Term(_step_name(node), elements(node)) for node in steps]
+
+
+def op_terms(node: Node, mode: str, element_size: int | None = None) -> list[Term]:
+    """Return what a primitive does beyond streaming its operands and its result.
+
+    Args:
+        node: the primitive, in FP32 or in its integer form.
+        mode: precision of its operands, and how an integer aggregation adds, as ``mode_of`` says.
+        element_size: bytes of an element that it gathers, where that is not what the graph says.
+    """
+    name = kind_of(node)
+    if name == "gemm":
+        inner = node.args[0].meta["val"].shape[-1]  # type: ignore[union-attr]
+        return [Term(f"dot.{mode}", elements(node) * size_expr(inner))]
+    if name not in _EDGE_OPS:
+        return [Term("step", elements(node))]
+    edges = _edges(node)
+    terms = [Term(f"edge.{mode}", edges)]
+    if name in _AGGREGATES:
+        terms.append(Term("row", size_expr(node.meta["val"].shape[0])))
+    if name == "edge_softmax":
+        return [Term("exp", elements(node))]
+    if name in ("message", "edge_map"):
+        terms.append(Term("body", edges * _per_row(node)))
+    for operand in tables_of(node):
+        size = element_size or _element_size(operand)
+        lines = sympy.ceiling(_per_row(operand) * size / LINE) * LINE
+        terms.append(Term(f"gather.{mode}", edges * lines, padded(operand, size)))
+    return terms
+
+
+def mode_of(node: Node) -> str:
+    """Return the precision of a primitive's operands, and how an integer aggregation adds."""
+    precision = describe.precision_in(node) or "fp32"
+    if describe.op_name(node) != "qspmm":
+        return precision
+    named = describe.arguments(node)
+    if named["x_scale"] is not None:
+        return f"{precision}.row"
+    return f"{precision}.tensor" if named["shift"] is None else f"{precision}.row_pow2"
+
+
+def tables_of(node: Node) -> list[Node]:
+    """Return the operands that a primitive gathers rows of."""
+    name = kind_of(node)
+    if name not in _EDGE_OPS or name == "edge_softmax":
+        return []
+    named = describe.arguments(node)
+    if name in ("spmm", "segment_reduce"):
+        found = [named["x"]]
+    elif name == "sddmm":
+        found = [named["a"], named["b"]]
+    else:
+        found = [*named["src"], *named["dst"]]
+    return [operand for operand in found if isinstance(operand, Node)]
+
+
+def elements(node: Node) -> sympy.Expr:
+    """Return the number of elements of a node's tensor."""
+    value = node.meta.get("val")
+    return numel(value) if isinstance(value, torch.Tensor) else sympy.Integer(0)
+
+
+def padded(node: Node, element_size: int) -> sympy.Expr:
+    """Return the bytes of a tensor whose rows begin on 16 bytes, in elements of a given size."""
+    shape = node.meta["val"].shape
+    if len(shape) < 2:
+        return elements(node) * element_size
+    return size_expr(shape[0]) * sympy.ceiling(_per_row(node) * element_size / 16) * 16
+
+
+def held(node: Node) -> sympy.Expr:
+    """Return the bytes of a node's value."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return nbytes(*(item for item in values if isinstance(item, torch.Tensor)))
+
+
+def _element_size(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _step_name(node: Node) -> str:
+    name = describe.op_name(node)
+    if name in _QUANTIZING:
+        return "quantize"
+    return "exp" if name in _TRANSCENDENTAL else "step"
+
+
+def _edges(node: Node) -> sympy.Expr:
+    named = describe.arguments(node)
+    for name in ("col", "perm", "logits"):
+        if isinstance(value := named.get(name), Node):
+            return size_expr(value.meta["val"].shape[0])
+    return size_expr(node.meta["val"].shape[0])
+
+
+def _per_row(node: Node) -> sympy.Expr:
+    result = ONE
+    for size in node.meta["val"].shape[1:]:
+        result *= size_expr(size)
+    return result
+
+
+def _reads(launch: Launch) -> Sequence[Node]:
+    inside = set(launch.nodes)
+    return list(dict.fromkeys(n for node in launch.nodes for n in node.all_input_nodes if n not in inside))
+
+
+def _stores(launch: Launch) -> Sequence[Node]:
+    inside = set(launch.nodes)
+    stored = (n for n in launch.nodes if any(user not in inside for user in n.users))
+    return [n for n in stored if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def _cost(node: Node) -> Any:
+    op = op_of(node)
+    if op is None:
+        return None
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return op.cost(*args, **kwargs)
+
+
+def _gathered(node: Node) -> sympy.Expr:
+    """Bytes of a sparse op beyond reading its operands and writing its result once."""
+    once = sum((held(n) for n in (*node.all_input_nodes, node)), start=sympy.Integer(0))
+    return sympy.Max(0, _cost(node).bytes - once)
+
+
+def sizes_of(inputs: Sequence[Node], values: Sequence[Any] | None) -> dict[sympy.Symbol, int]:
+    """Return what each size symbol is: from the arguments, else from the captured example."""
+    sizes: dict[sympy.Symbol, int] = {}
+    for node in inputs:
+        for size in _symbolic(node.meta.get("val")):
+            if size.node.hint is not None and isinstance(size.node.expr, sympy.Symbol):
+                sizes[size.node.expr] = int(size.node.hint)
+    for node, value in zip(inputs, values or (), strict=False):
+        for size, actual in zip(_all_sizes(node.meta.get("val")), _all_sizes(value), strict=False):
+            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                sizes[size.node.expr] = int(actual)
+    return sizes
+
+
+def _all_sizes(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return (value,) if isinstance(value, int | torch.SymInt) else ()
+
+
+def _symbolic(value: Any) -> list[torch.SymInt]:
+    return [size for size in _all_sizes(value) if isinstance(size, torch.SymInt)]
+
+
+def evaluate(expr: Any, sizes: Mapping[sympy.Symbol, int]) -> int | None:
+    """Return the value of an expression, or None where a size is not known."""
+    result = sympy.sympify(expr).subs(dict(sizes))
+    return int(result) if result.is_number else None

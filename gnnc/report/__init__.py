@@ -1,0 +1,1 @@
+"""Printed programs, summaries, explanations and drawings of a compiled model."""

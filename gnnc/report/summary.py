@@ -1,0 +1,220 @@
+"""The table of ``compiled.summary()``: one row a kernel launch, with what it moves and how it errs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from tabulate import tabulate
+from torch.fx import GraphModule, Node
+
+from gnnc.cost.model import Launch, evaluate, flops, launches, sizes_of, traffic
+from gnnc.cost.quantization_error import TensorError, quantization_errors, quantize_key
+from gnnc.ir import describe
+
+HEADERS = (
+    "op",
+    "layer",
+    "bits",
+    "precision",
+    "sensitivity",
+    "error (eq. 4)",
+    "SQNR dB",
+    "clipped",
+    "RF gain",
+    "bytes",
+    "flops",
+    "predicted ms",
+    "measured ms",
+    "of floor",
+    "next best",
+)
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRow:
+    """One launch. None stands for "not measured" and prints as ``-``.
+
+    Attributes:
+        op: the primitives that it computes, or the ATen op.
+        layer: path of the module that it came from.
+        bits: bits of its narrowest operand.
+        precision: the option that ``auto`` chose, such as ``int8 row_pow2``, or that of its operands.
+        sensitivity: relative L2 error of the model's output if this op alone has this precision.
+        error: Tango's relative quantization error (equation 4) of its worst quantized operand.
+        sqnr: signal-to-quantization-noise ratio of that operand in decibels, the least.
+        clipped: elements of its operands that a static scale clipped.
+        gain: receptive-field gain.
+        bytes: memory traffic: operands and results once each, plus rows gathered over edges.
+        flops: multiplications and additions.
+        predicted: seconds, from the cost model.
+        measured: seconds, from ``profile()``.
+        floor: seconds that its compulsory bytes take at copy bandwidth, from ``profile()``.
+        alternative: the next best option, what it would add to the time, and its sensitivity.
+    """
+
+    op: str
+    layer: str
+    bits: int | None = None
+    precision: str | None = None
+    sensitivity: float | None = None
+    error: float | None = None
+    sqnr: float | None = None
+    clipped: int | None = None
+    gain: float | None = None
+    bytes: int | None = None
+    flops: int | None = None
+    predicted: float | None = None
+    measured: float | None = None
+    floor: float | None = None
+    alternative: tuple[str, float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What ``auto`` knows of one primitive.
+
+    Attributes:
+        precision: the option that it took.
+        sensitivity: the error of the output that it makes alone.
+        alternative: as in ``OpRow``.
+    """
+
+    precision: str
+    sensitivity: float | None = None
+    alternative: tuple[str, float, float] | None = None
+
+
+def summary_rows(
+    compute: GraphModule,
+    *,
+    values: Sequence[Any] | None = None,
+    predicted: Mapping[str, float] | None = None,
+    measured: Mapping[str, float] | None = None,
+    floors: Mapping[str, float] | None = None,
+    gains: Mapping[str, float] | None = None,
+    choices: Mapping[str, Chosen] | None = None,
+) -> list[OpRow]:
+    """Return a row for every launch of the compute graph, in order.
+
+    Args:
+        compute: the lowered (or any quantized) compute graph.
+        values: arguments in placeholder order: quantization errors are measured on them, and sizes
+            taken from them. Without, errors stay unknown and sizes are those of the capture.
+        predicted: seconds by node name.
+        measured: seconds by node name.
+        floors: seconds by node name.
+        gains: receptive-field gain by name of the primitive before it was quantized.
+        choices: what ``auto`` knows, by the same name.
+    """
+    graph = describe.inline(compute)
+    errors = quantization_errors(compute, values) if values is not None else {}
+    sizes = sizes_of(graph.find_nodes(op="placeholder"), values)
+    groups = launches(graph)
+    tables = (predicted or {}, measured or {}, floors or {}, gains or {}, choices or {})
+    return [_row(group, errors, sizes, *tables) for group in groups]
+
+
+def summary_table(rows: Sequence[OpRow]) -> str:
+    """Return the rows as text, with a line of totals."""
+    table = [_cells(row) for row in rows]
+    if rows:
+        table.append(_cells(_total(rows)))
+    align = ("left", "left", *["right"] * (len(HEADERS) - 2))
+    return tabulate(table, HEADERS, tablefmt="simple", colalign=align, disable_numparse=True)
+
+
+def _row(
+    launch: Launch,
+    errors: Mapping[str, TensorError],
+    sizes: Mapping[sympy.Symbol, int],
+    predicted: Mapping[str, float],
+    measured: Mapping[str, float],
+    floors: Mapping[str, float],
+    gains: Mapping[str, float],
+    choices: Mapping[str, Chosen],
+) -> OpRow:
+    anchors = launch.primitives
+    named = anchors or [n for n in launch.nodes if not describe.is_free(n)]
+    found = [errors[key] for key in _quantized_operands(anchors) if key in errors]
+    precisions = [p for p in map(describe.precision_in, named) if p is not None]
+    narrowest = min(precisions, key=describe.bits_of, default=None)
+    layers = [layer for layer in map(describe.layer_of, named) if layer]
+    origins = [describe.assigned_name(node) for node in anchors]
+    choice = next((choices[name] for name in origins if name in choices), None)
+    return OpRow(
+        op=" + ".join(dict.fromkeys(map(describe.op_name, named))),
+        layer=layers[0] if layers else "",
+        bits=None if narrowest is None else describe.bits_of(narrowest),
+        precision=narrowest if choice is None else choice.precision,
+        sensitivity=None if choice is None else choice.sensitivity,
+        error=max((e.relative for e in found), default=None),
+        sqnr=min((e.sqnr for e in found), default=None),
+        clipped=sum(e.clipped for e in found) if found else None,
+        gain=next((gains[name] for name in origins if name in gains), None),
+        bytes=evaluate(traffic(launch), sizes),
+        flops=evaluate(flops(launch), sizes),
+        predicted=predicted.get(launch.name),
+        measured=measured.get(launch.name),
+        floor=floors.get(launch.name),
+        alternative=None if choice is None else choice.alternative,
+    )
+
+
+def _quantized_operands(anchors: Sequence[Node]) -> list[str]:
+    made = [describe.producer(operand) for node in anchors for operand in describe.operands(node)]
+    found = [n for n in made if describe.is_gnnc(n) and describe.op_name(n) == "quantize"]
+    return list(dict.fromkeys(quantize_key(node) for node in found))
+
+
+def _total(rows: Sequence[OpRow]) -> OpRow:
+    def total(name: str) -> Any:
+        known = [getattr(row, name) for row in rows]
+        return None if any(value is None for value in known) else sum(known)
+
+    names = ("bytes", "flops", "predicted", "measured", "floor")
+    return OpRow(op="total", layer="", **{name: total(name) for name in names})
+
+
+def _cells(row: OpRow) -> tuple[str, ...]:
+    return (
+        row.op,
+        row.layer,
+        UNKNOWN if row.bits is None else str(row.bits),
+        row.precision or UNKNOWN,
+        _number(row.sensitivity, 1, ".2g"),
+        _number(row.error, 1, ".4f"),
+        "exact" if row.sqnr == math.inf else _number(row.sqnr, 1, ".1f"),
+        UNKNOWN if row.clipped is None else str(row.clipped),
+        _number(row.gain, 1, ".2f"),
+        _scaled(row.bytes),
+        _scaled(row.flops),
+        _number(row.predicted, 1e3, ",.3f"),
+        _number(row.measured, 1e3, ",.3f"),
+        _fraction(row.floor, row.measured),
+        _alternative(row.alternative),
+    )
+
+
+def _fraction(floor: float | None, measured: float | None) -> str:
+    return UNKNOWN if floor is None or not measured else format(floor / measured, ".2f")
+
+
+def _alternative(value: tuple[str, float, float] | None) -> str:
+    if value is None:
+        return UNKNOWN
+    name, seconds, error = value
+    return f"{name}: {seconds * 1e3:+.3f} ms, {error:.2g}"
+
+
+def _number(value: float | None, factor: float, form: str) -> str:
+    return UNKNOWN if value is None else format(value * factor, form)
+
+
+def _scaled(value: int | None) -> str:
+    if value is None or value < 1000:
+        return UNKNOWN if value is None else str(value)
+    power = min((len(str(value)) - 1) // 3, 4)
+    return f"{value / 1000**power:.3g} {'kMGT'[power - 1]}"

@@ -1,0 +1,246 @@
+"""What a compiled model says about itself: the header of ``str()``, ``explain()``, ``summary()``."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch.fx import Graph, GraphModule, Node
+
+from gnnc.ir import describe
+from gnnc.ir.source import is_weight
+from gnnc.report.printing import format_program
+from gnnc.report.summary import Chosen, summary_rows, summary_table
+
+_STRUCTURE_OPS = frozenset(("csr", "csr_transpose", "degree", "edge_dst"))
+_STAYS = "stays FP32: "
+
+
+class Remark(Protocol):
+    """What a pass noted: ``gnnc.passes.base.Note`` has this form."""
+
+    @property
+    def pass_name(self) -> str:
+        """Name of the pass."""
+        ...
+
+    @property
+    def node(self) -> str:
+        """Name of the node, or empty."""
+        ...
+
+    @property
+    def layer(self) -> str:
+        """Module path, or empty."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """The remark."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramReport:
+    """Everything that the texts about one compiled program are made from.
+
+    Attributes:
+        model: class name of the model.
+        precision: the precision asked for.
+        backend: name of the backend.
+        structure: the structure graph, or None where nothing is hoisted.
+        compute: the lowered compute graph.
+        notes: remarks of the passes, in order.
+        captures: why each capture was made, in order; the first is the first call.
+        predicted: seconds of each node of ``compute``, from the cost model.
+        measured: seconds of each node of ``compute``, from ``profile()``.
+        floors: seconds that its compulsory bytes take at copy bandwidth, likewise.
+        gains: receptive-field gain of each primitive, by its name before it was quantized.
+        choices: what ``auto`` knows of each primitive, by the same name.
+        chosen: what ``auto`` says of its choice, a line each.
+        cuts: what ``tune()`` measured last, a line for each table of that graph; None: nothing was measured.
+    """
+
+    model: str
+    precision: str
+    backend: str
+    structure: GraphModule | None
+    compute: GraphModule
+    notes: Sequence[Remark] = ()
+    captures: Sequence[str] = ()
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
+    floors: Mapping[str, float] = field(default_factory=dict)
+    gains: Mapping[str, float] = field(default_factory=dict)
+    choices: Mapping[str, Chosen] = field(default_factory=dict)
+    chosen: Sequence[str] = ()
+    cuts: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """How much of a program runs on integers.
+
+    Attributes:
+        ops: kind of op to (how many are quantized, how many there are).
+        weights: (how many weights of GEMMs are quantized, how many there are).
+        halved: how many of the ops run in a 16-bit float, by its name.
+    """
+
+    ops: dict[str, tuple[int, int]]
+    weights: tuple[int, int]
+    halved: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        done, total = (sum(counts[i] for counts in self.ops.values()) for i in range(2))
+        kinds = ", ".join(f"{kind} {k}/{n}" for kind, (k, n) in self.ops.items())
+        ops = f"quantized {done} of {total} ops" + (f" ({kinds})" if kinds else "")
+        halved = "".join(f", {n} ops in {name}" for name, n in self.halved.items())
+        return f"{ops}, {self.weights[0]} of {self.weights[1]} weights{halved}"
+
+
+def program_text(report: ProgramReport) -> str:
+    """Return the text of ``str(compiled)``."""
+    return format_program(report.structure, report.compute, header_lines(report))
+
+
+def summary_text(report: ProgramReport, values: Sequence[Any] | None = None) -> str:
+    """Return the text of ``compiled.summary()``.
+
+    ``values``: arguments of the compute graph on the example inputs, in placeholder order, or None.
+    """
+    rows = summary_rows(
+        report.compute,
+        values=values,
+        predicted=report.predicted,
+        measured=report.measured,
+        floors=report.floors,
+        gains=report.gains,
+        choices=report.choices,
+    )
+    return summary_table(rows)
+
+
+def header_lines(report: ProgramReport) -> list[str]:
+    """Return "quantized k of n", what was compiled, and a line for each op that stayed FP32."""
+    graph = describe.inline(report.compute)
+    title = f"{report.model}, {report.precision} on backend {report.backend}"
+    stayed = stayed_fp32(report, graph)
+    return [str(count_quantized(graph)), title, *(f"stayed FP32: {line}" for line in stayed)]
+
+
+def explain_text(report: ProgramReport) -> str:
+    """Return the text of ``compiled.explain()``: what is not low precision or not ours, and why."""
+    graph = describe.inline(report.compute)
+    declined = [n for n in report.notes if n.pass_name == "lower"]
+    told = {*declined, *(n for n in report.notes if n.text.startswith(_STAYS))}
+    others = [f"{n.pass_name}: {_note_line(n)}" for n in report.notes if n not in told]
+    choice = {"Precision choice": list(report.chosen)} if report.chosen else {}
+    cuts = {} if report.cuts is None else {"Cuts of the graph, measured": report.cuts}
+    sections = {
+        **choice,
+        **cuts,
+        "Stayed FP32": stayed_fp32(report, graph),
+        "Stayed ATen": stayed_aten(report, graph),
+        "Kernels that declined": [_note_line(note) for note in declined],
+        "Decisions of the passes": others,
+        "Captures": [f"{i}. {reason}" for i, reason in enumerate(report.captures, 1)],
+    }
+    head = [f"{report.model}, {report.precision} on backend {report.backend}"]
+    head.append(str(count_quantized(graph)))
+    return "\n".join(head) + "".join(_section(*section) for section in sections.items())
+
+
+def _section(title: str, lines: Sequence[str]) -> str:
+    shown = [f"  {line}" for line in _collapse(lines)] or ["  none"]
+    return "\n\n" + "\n".join([title, *shown])
+
+
+def _collapse(lines: Sequence[str]) -> list[str]:
+    return [f"{line} (×{n})" if n > 1 else line for line, n in Counter(lines).items()]
+
+
+def _note_line(note: Remark) -> str:
+    # Numbered node names mean nothing to the reader of a printed program; the op does.
+    op = re.sub(r"(_default)?(_\d+)?$", "", note.node)
+    where = " ".join(part for part in (note.layer, op) if part)
+    return f"{where}: {note.text}" if where else note.text
+
+
+def count_quantized(graph: Graph) -> Quantized:
+    """Count the GEMM, SpMM, SDDMM, segment and message ops of an inlined graph, and the weights."""
+    ops = dict.fromkeys(describe.COUNTED.values(), (0, 0))
+    weights: dict[Node, bool] = {}
+    halved: dict[str, int] = {}
+    for node in graph.nodes:
+        kind = describe.COUNTED.get(describe.op_name(node)) if describe.is_gnnc(node) else None
+        if kind is None:
+            continue
+        quantized = describe.is_quantized(node)
+        if (precision := describe.precision_in(node)) in ("bf16", "fp16"):
+            halved[precision] = halved.get(precision, 0) + 1
+        done, total = ops[kind]
+        ops[kind] = (done + quantized, total + 1)
+        if kind == "gemm":
+            for weight in _weights_of(node.args[1]):
+                weights[weight] = weights.get(weight, True) and quantized
+    ops = {kind: counts for kind, counts in ops.items() if counts[1]}
+    return Quantized(ops, (sum(weights.values()), len(weights)), halved)
+
+
+def _weights_of(operand: Any) -> list[Node]:
+    """Return the matrices among the parameters that a weight operand is computed from."""
+    found: dict[Node, None] = {}
+    pending, seen = [operand], set()
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, Node) or node in seen:
+            continue
+        seen.add(node)
+        if is_weight(node) and node.meta["val"].dim() > 1:
+            found[node] = None
+        pending += node.all_input_nodes
+    return list(found)
+
+
+def stayed_fp32(report: ProgramReport, graph: Graph) -> list[str]:
+    """Return a line for each primitive on features that computes in FP32, with the reason."""
+    lines: list[str] = []
+    for node in graph.nodes:
+        name = describe.op_name(node)
+        if not describe.is_gnnc(node) or name in describe.PRECISION_OPS | _STRUCTURE_OPS:
+            continue
+        if describe.precision_in(node) == "fp32":
+            lines.append(f"{_where(node)}: {_reason_fp32(report, node)}")
+    return _collapse(lines)
+
+
+def _where(node: Node) -> str:
+    layer, name = describe.layer_of(node), describe.op_name(node)
+    return f"{layer} {name}" if layer else name
+
+
+def _reason_fp32(report: ProgramReport, node: Node) -> str:
+    notes = [note for note in report.notes if note.text.startswith(_STAYS)]
+    same_node = [note for note in notes if note.node == node.meta["origin"]]
+    for note in same_node:
+        return note.text.removeprefix(_STAYS)
+    return "fp32 was asked for" if report.precision == "fp32" else "no reason was recorded"
+
+
+def stayed_aten(report: ProgramReport, graph: Graph) -> list[str]:
+    """Return a line for each ATen op that runs by itself, outside primitives and fused kernels."""
+    lines: list[str] = []
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method", "call_module"):
+            continue
+        if node.meta["block"] or describe.is_gnnc(node) or describe.is_free(node):
+            continue
+        lines.append(f"{_where(node)}: {_reason_aten(report, node)}")
+    return lines
+
+
+def _reason_aten(report: ProgramReport, node: Node) -> str:
+    texts = [note.text for note in report.notes if note.node == node.meta["origin"]]
+    return "; ".join(dict.fromkeys(texts)) or "runs by itself, in its own precision"

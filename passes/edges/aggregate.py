@@ -1,0 +1,192 @@
+"""Reductions of edge values to the nodes: the scatter at the end of a region.
+
+A plain or weighted sum of gathered rows is an ``spmm``; rows that come from no gather, or are few
+columns wide, go through ``segment_reduce``; anything else is the body of a ``message``. There a sum of
+values times their own edge softmax, column by column, is one reduction, which stores no weight.
+"""
+
+import torch
+from torch.fx import Node
+
+from gnnc.passes.edges.bodies import BodyBuilder
+from gnnc.passes.edges.factors import Factor, factors_of, of_one_rank, squeezed
+from gnnc.passes.edges.region import Csr, Order, Regions
+from gnnc.passes.edges.rowwise import is_narrow, op_name, rows_of
+from gnnc.passes.edges.softmax import Softmax
+from gnnc.passes.rewrite.emit import holds_tensor, same_shape, same_size, shape_of
+
+aten, gnnc = torch.ops.aten, torch.ops.gnnc
+
+
+def aggregate(regions: Regions, node: Node, order: Order, reduce: str, like: Node) -> Node:
+    """Reduce the edge value ``node`` at each destination; an empty row gives 0."""
+    made = (
+        _aggregate_leaf(regions, node, order, reduce)
+        or _aggregate_rows(regions, node, order, reduce)
+        or _aggregate_softmax(regions, node, order, reduce)
+        or _aggregate_narrow(regions, node, order, reduce)
+        or _message(regions, node, order, reduce)
+    )
+    made.meta["layer"] = made.meta["layer"] or like.meta["layer"].removesuffix(".aggr_module")
+    return regions.cast(made, like)
+
+
+def _aggregate_leaf(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
+    if regions.indices(node):
+        return None
+    csr = regions.csr(order)
+    if op_name(node) == "full.default" and reduce == "sum":
+        return _degree(regions, node, csr)
+    return regions.emitter.call(
+        gnnc.segment_reduce.default, csr.rowptr, csr.perm, node, reduce, order.num_dst
+    )
+
+
+def _degree(regions: Regions, ones: Node, csr: Csr) -> Node:
+    """The sum of equal rows: the degree, times their value."""
+    degree = regions.emitter.call(gnnc.degree.default, csr.rowptr)
+    if ones.args[1] != 1:
+        degree = regions.times(degree, ones.args[1], "")
+    columns = shape_of(ones)[1:]
+    if not columns:
+        return degree
+    degree = regions.emitter.call(aten.reshape.default, degree, [-1, *([1] * len(columns))])
+    return regions.emitter.call(aten.expand.default, degree, [-1, *columns])
+
+
+def _aggregate_rows(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
+    """``sum_j value_ij x_j`` as an spmm."""
+    one_end = regions.on_nodes(node, order)
+    if one_end is not None:
+        index, table = one_end
+        return None if index is order.dst else _spmm(regions, index, None, table, reduce, order)
+    factors = factors_of(node, regions)
+    split = _split(regions, node, factors, order)
+    if split is None:
+        return None
+    index, table, narrow, constants = split
+    layer = node.meta["layer"]
+    value = regions.product(narrow, order, layer) if narrow else None
+    for constant in constants:
+        target = aten.div.Tensor if constant.inverted else aten.mul.Tensor
+        table = regions.emitter.call(target, table, constant.value, layer=layer)
+    if not same_shape(shape_of(table)[1:], shape_of(node)[1:]):
+        return None
+    return _spmm(regions, index, value, table, reduce, order)
+
+
+def _spmm(regions: Regions, index: Node, value: Node | None, table: Node, reduce: str, order: Order) -> Node:
+    csr = regions.csr(order, index)
+    if value is not None and len(shape_of(value)) == 2 and len(shape_of(table)) < 3:
+        value = regions.emitter.call(aten.reshape.default, value, [-1])
+    return regions.emitter.call(gnnc.spmm.default, csr.rowptr, csr.col, value, table, reduce, order.num_dst)
+
+
+def _split(
+    regions: Regions, node: Node, factors: list[Factor], order: Order
+) -> tuple[Node, Node, list[Factor], list[Factor]] | None:
+    """(source index, its table, narrow factors, constant factors) of a product of rows."""
+    rank = len(shape_of(node))
+    tables: dict[Node, Node] = {}
+    narrow: list[Factor] = []
+    constants: list[Factor] = []
+    for factor in factors:
+        value = factor.value
+        if not isinstance(value, Node) or not _has_rows(value, node):
+            constants.append(factor)
+            continue
+        table = _wide_end(regions, factor, node, order)
+        if table is not None:
+            index, rows = table
+            tables[index] = (
+                regions.times(tables[index], rows, node.meta["layer"]) if index in tables else rows
+            )
+            continue
+        if rank > 1 and not same_size(shape_of(value)[-1], 1):
+            return None
+        narrow.append(factor)
+    if len(tables) != 1:
+        return None
+    ((index, table),) = tables.items()
+    flat = [part for factor in narrow for part in squeezed(factor, rank, regions)]
+    return index, table, of_one_rank(flat, regions), constants
+
+
+def _wide_end(regions: Regions, factor: Factor, node: Node, order: Order) -> tuple[Node, Node] | None:
+    """(index, table) of a factor that is read from the sources in full width."""
+    if factor.inverted or not same_shape(shape_of(factor.value), shape_of(node)):
+        return None
+    found = regions.on_nodes(factor.value, order)
+    return None if found is None or found[0] is order.dst else found
+
+
+def _aggregate_softmax(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
+    """``sum_e softmax(l)_e v_e`` of logits and values of one shape, with more than one column."""
+    pair = _softmax_and_value(regions, node, order) if reduce == "sum" else None
+    if pair is None:
+        return None
+    softmax, value = pair
+    if not regions.joint:
+        columns = " x ".join(map(str, shape_of(node)[1:]))
+        regions.on_edges[softmax.node] = f"stores logits and weights of {columns} columns for every edge"
+        return None
+    body = regions.body(node, order, (softmax.logits, value))
+    return None if body is None else _reduced_body(regions, body, order, "softmax")
+
+
+def _softmax_and_value(regions: Regions, node: Node, order: Order) -> tuple[Softmax, Node] | None:
+    """The two factors of ``node``, where one is an edge softmax over its own destinations."""
+    if op_name(node) != "mul.Tensor" or _is_vector(node):
+        return None
+    left, right = node.args[:2]
+    for weight, value in ((left, right), (right, left)):
+        softmax = regions.softmaxes.get(weight)  # type: ignore[arg-type]
+        if softmax is None or not isinstance(value, Node):
+            continue
+        total = softmax.total
+        own = regions.order(total.index, regions.sizes.of(total.base, 0), total.node)
+        same = holds_tensor(value) and same_shape(shape_of(value), shape_of(softmax.logits))
+        if own is order and same and 1.0 + softmax.eps == 1.0:
+            return softmax, value
+    return None
+
+
+def _is_vector(node: Node) -> bool:
+    """Whether a value is one number an edge."""
+    return all(same_size(size, 1) for size in shape_of(node)[1:])
+
+
+def _aggregate_narrow(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
+    """Values that are stored for every edge anyway: few columns, or read by others too."""
+    if not is_narrow(node) or not regions.all_narrow(node):
+        return None
+    if not _is_vector(node) and len(node.users) < 2 and not regions.is_emitted(node, order):
+        return None
+    return _stored(regions, node, order, reduce)
+
+
+def _stored(regions: Regions, node: Node, order: Order, reduce: str) -> Node:
+    """Compute the value of every edge, then reduce it."""
+    value = regions.emit(node, order)
+    rowptr = regions.csr(order).rowptr
+    return regions.emitter.call(gnnc.segment_reduce.default, rowptr, None, value, reduce, order.num_dst)
+
+
+def _message(regions: Regions, node: Node, order: Order, reduce: str) -> Node:
+    body = regions.body(node, order)
+    if body is None:
+        return _stored(regions, node, order, reduce)
+    return _reduced_body(regions, body, order, reduce)
+
+
+def _reduced_body(regions: Regions, body: BodyBuilder, order: Order, reduce: str) -> Node:
+    csr = regions.csr(order, body.source)
+    return regions.emitter.call(
+        gnnc.message.default, csr.rowptr, csr.col, body.text, reduce, *body.operands, order.num_dst
+    )
+
+
+def _has_rows(value: Node, node: Node) -> bool:
+    rows = rows_of(value)
+    same_rank = len(shape_of(value)) == len(shape_of(node))
+    return same_rank and rows is not None and same_size(rows, rows_of(node))

@@ -1,0 +1,159 @@
+"""Bodies: the part of an edge value that runs per edge, as the text of a small graph."""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir import body_text
+from gnnc.ir.graph import node_arg
+from gnnc.passes.edges.rowwise import NARROW, as_gather, is_narrow, op_name, row_inputs
+from gnnc.passes.rewrite.emit import argument, holds_tensor, shape_of
+
+if TYPE_CHECKING:
+    from gnnc.passes.edges.region import Order, Regions
+
+aten = torch.ops.aten
+
+_KINDS = "ijec"
+_PLACES = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
+_SPLITS = ("split.Tensor", "split_with_sizes.default", "chunk.default", "unbind.int")
+
+
+class UnfitError(Exception):
+    """An edge value computes something that a body cannot hold; the message says what."""
+
+
+class BodyBuilder:
+    """Builds the body of ``root``, or of several ``values`` that ``root`` is made of.
+
+    It reaches back from the root to rows of the two ends, to edge tensors, to rows of a weight that a
+    type chooses, and to values that are cheap to store for every edge, such as attention weights.
+
+    Attributes:
+        source: the source index that the ``j`` operands are read by, or None.
+        text: the body.
+        operands: the operands by destination, by source, by edge, and the constants.
+    """
+
+    def __init__(
+        self, regions: "Regions", order: "Order", root: Node, values: Sequence[Node] | None = None
+    ) -> None:
+        self.regions, self.order, self.root = regions, order, root
+        self.source = self._choose_source()
+        self.graph = fx.Graph()
+        self.operands: tuple[list[Node], ...] = ([], [], [], [])
+        self._names: dict[tuple[str, Node], Node] = {}
+        self._built: dict[Node, Node] = {}
+        self.graph.output(self._visit(root) if values is None else [self._visit(value) for value in values])
+        self.text = body_text(self.graph)
+
+    def _choose_source(self) -> Node | None:
+        """The index of the widest rows that are not read by destination."""
+        gathers = self.regions.gathers(self.root)
+        others = [index for index in gathers if index is not self.order.dst]
+        for index in others:
+            self.order.sources.setdefault(index, gathers[index])
+        looked_up = self.regions.looked_up(self.root)
+        others = [index for index in others if index not in looked_up] or others
+        known = [index for index in others if index in self.order.csrs]
+        return next(iter(known or others), None)
+
+    def _visit(self, node: Node) -> Node:
+        if node not in self._built:
+            self._built[node] = self._build(node)
+        return self._built[node]
+
+    def _build(self, node: Node) -> Node:
+        regions, order = self.regions, self.order
+        if not regions.indices(node):
+            return self._leaf(node)
+        one_end = regions.on_nodes(node, order)
+        if one_end is not None:
+            return self._end(*one_end, node)
+        if as_gather(node) is not None or (node is not self.root and self._is_stored(node)):
+            return self._operand("e", regions.emit(node, order))
+        return self._call(node)
+
+    def _leaf(self, node: Node) -> Node:
+        if self.regions.is_inside(node) and (node is self.root or not is_narrow(node)):
+            return self._call(node)
+        if op_name(node) != "full.default":
+            return self._operand("e", self.regions.emit(node, self.order))
+        value = node.meta["val"]
+        constant = self.regions.emitter.call(
+            aten.full.default,
+            [1] * value.dim(),
+            node.args[1],
+            dtype=value.dtype,
+            device=value.device,
+        )
+        return self._operand("c", constant)
+
+    def _end(self, index: Node, table: Node, node: Node) -> Node:
+        if index is self.order.dst:
+            return self._operand("i", table)
+        if index is self.source:
+            return self._operand("j", table)
+        if self.regions.is_lookup(table) and math.prod(shape_of(table)[1:]) > NARROW:
+            place = self._operand("e", self.regions.emit(index, self.order))
+            return self.graph.call_function(aten.index_select.default, (self._operand("c", table), 0, place))
+        rows = self.regions.read(index, table, self.order, node.meta["layer"])
+        return self._operand("e", rows)
+
+    def _is_stored(self, node: Node) -> bool:
+        return (
+            node in self.regions.softmaxes
+            or self._is_cheap(node)
+            or self.regions.is_emitted(node, self.order)
+        )
+
+    def _is_cheap(self, node: Node) -> bool:
+        """Whether a value takes far less room than what the body computes from it."""
+        return is_narrow(node) and math.prod(shape_of(node)[1:]) < math.prod(shape_of(self.root)[1:])
+
+    def _call(self, node: Node) -> Node:
+        if node.target is operator.getitem:
+            return self._part(node)
+        rows = set(row_inputs(node) or ())
+
+        def mapped(arg: Node) -> Any:
+            if not holds_tensor(arg):
+                raise UnfitError(f"{node.target} of a size or a tuple")
+            return self._visit(arg) if arg in rows else self._operand("c", arg)
+
+        args, kwargs = fx.map_arg((self.regions.free_rows(node, node.args), node.kwargs), mapped)
+        kwargs = {key: value for key, value in kwargs.items() if key not in _PLACES}
+        return self.graph.call_function(node.target, args, kwargs)
+
+    def _part(self, node: Node) -> Node:
+        """One part of a split, as a slice: a body has no tuples."""
+        whole, position = node_arg(node), cast(int, node.args[1])
+        if op_name(whole) not in _SPLITS:
+            raise UnfitError(f"{whole.target} returns several tensors")
+        x = self._visit(node_arg(whole))
+        if op_name(whole) == "unbind.int":
+            return self.graph.call_function(aten.select.int, (x, whole.args[1], position))
+        dim = argument(whole, 2, "dim", 0)
+        widths = [part.shape[dim] for part in whole.meta["val"]]
+        start = sum(widths[:position])
+        return self.graph.call_function(aten.slice.Tensor, (x, dim, start, start + widths[position]))
+
+    def _operand(self, kind: str, node: Node) -> Node:
+        key = (kind, node)
+        if key not in self._names:
+            group = self.operands[_KINDS.index(kind)]
+            self._names[key] = self._placeholder(f"{kind}{len(group)}")
+            group.append(node)
+        return self._names[key]
+
+    def _placeholder(self, name: str) -> Node:
+        first = next(iter(self.graph.nodes), None)
+        if first is None or first.op == "root":
+            return self.graph.placeholder(name)
+        with self.graph.inserting_before(first):
+            return self.graph.placeholder(name)

@@ -1,0 +1,186 @@
+"""Values that a layer computes from edge features: in the body that reads them, or stored for every edge.
+
+``lin(edge_attr)`` is as wide as the messages, and much wider than ``edge_attr``. Where a body reads
+it, the body can compute it, edge by edge, from the few columns of ``edge_attr``. Several bodies that
+read it compute it several times: by their cost it is stored instead.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.nodes import as_node
+from gnnc.ir.source import is_weight
+from gnnc.passes.edges.rowwise import as_scatter, is_narrow, op_name, row_inputs
+from gnnc.passes.rewrite.assumed_sizes import FLOAT_BYTES, FLOPS_A_BYTE
+from gnnc.passes.rewrite.emit import Emitter, argument, holds_tensor, is_of_model, shape_of
+
+aten = torch.ops.aten
+
+_PRODUCTS = ("linear.default", "mm.default", "matmul.default", "addmm.default", "bmm.default")
+_STORED_PASSES = 3
+"""Stored, a value is written by the product, and read and written by the sort into CSR order."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether bodies compute an edge value, and why."""
+
+    inside: bool
+    reason: str
+
+
+class EdgeProducts:
+    """Decides which values of edges alone are computed in the bodies that read them.
+
+    It looks at the graph as it is when this object is made: before anything is raised.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._learned: dict[Node, bool] = {}
+        self._readers: dict[Node, frozenset[Node] | None] = {}
+        self._verdicts: dict[Node, Verdict] = {}
+        for node in gm.graph.nodes:
+            self._learned[node] = is_weight(node) or any(self._learned[arg] for arg in node.all_input_nodes)
+        for node in reversed(gm.graph.nodes):
+            self._readers[node] = self._find_readers(node)
+
+    def verdict(self, node: Node) -> Verdict | None:
+        """What is decided about an edge value; None of one that no weight takes part in."""
+        if node not in self._verdicts and self._may_be_inside(node):
+            self._verdicts[node] = self._judge(node)
+        return self._verdicts.get(node)
+
+    def products(self, node: Node) -> list[Node]:
+        """The products that an edge value is computed by."""
+        return [step for step in self._cone(node)[0] if op_name(step) in _PRODUCTS]
+
+    def has_wide_steps(self, node: Node) -> bool:
+        """Whether few columns are computed by way of many: the body of an ``edge_map`` saves those."""
+        if not self._may_be_inside(node):
+            return False
+        return any(not is_narrow(step) for step in self._cone(node)[0] if step is not node)
+
+    def _may_be_inside(self, node: Node) -> bool:
+        fixed = holds_tensor(node) and all(isinstance(size, int) for size in shape_of(node)[1:])
+        return fixed and self._learned.get(node, False) and bool(row_inputs(node))
+
+    def _find_readers(self, node: Node) -> frozenset[Node] | None:
+        """The scatters and the narrow values that are computed from ``node``, row by row.
+
+        None where something reads it otherwise: a value that is stored whatever a body does.
+        """
+        found: set[Node] = set()
+        for user in node.users:
+            scatter = as_scatter(user)
+            if scatter is not None and not isinstance(scatter, str) and scatter.source is node:
+                found.add(scatter.index)  # the reductions of one message are one body
+            elif node not in (row_inputs(user) or ()):
+                return None
+            elif is_narrow(user):
+                found.add(user)
+            elif (further := self._readers[user]) is None:
+                return None
+            else:
+                found |= further
+        return frozenset(found)
+
+    def _cone(self, node: Node) -> tuple[list[Node], list[Node]]:
+        """What ``node`` is computed by, row by row, back to values without weights: (steps, these values)."""
+        steps: list[Node] = []
+        sources: list[Node] = []
+        pending = [node]
+        while pending:
+            current = pending.pop()
+            if current in steps or current in sources:
+                continue
+            inside = self._may_be_inside(current)
+            (steps if inside else sources).append(current)
+            pending += row_inputs(current) or () if inside else ()
+        return steps, sources
+
+    def _judge(self, node: Node) -> Verdict:
+        readers = frozenset([node]) if is_narrow(node) else self._readers[node]
+        if readers is None:
+            return Verdict(False, "stored for every edge: it is read other than by messages")
+        steps, sources = self._cone(node)
+        flops = sum(map(_flops, steps))
+        width, read = _width(node), sum(map(_width, sources))
+        stored = FLOAT_BYTES * (width * (_STORED_PASSES + len(readers)) + read)
+        inside = len(readers) * FLOAT_BYTES * read + (len(readers) - 1) * flops / FLOPS_A_BYTE
+        if inside <= stored:
+            return Verdict(True, "computed inside the body that reads it, stored for no edge")
+        reason = (
+            f"{len(readers)} bodies that compute it cost {inside:.0f} bytes an edge, to store it {stored:.0f}"
+        )
+        return Verdict(False, f"stored for every edge: {reason}")
+
+
+def _width(node: Node) -> int:
+    return math.prod(size for size in shape_of(node)[1:] if isinstance(size, int))
+
+
+def _flops(node: Node) -> int:
+    """Multiplications and additions for a row."""
+    if op_name(node) not in _PRODUCTS:
+        return _width(node)
+    x = node.args[1 if op_name(node) == "addmm.default" else 0]
+    assert isinstance(x, Node)
+    return 2 * int(shape_of(x)[-1]) * _width(node)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """``linear(x, weight, bias)`` that has the few columns of a sum over a wide product.
+
+    Attributes:
+        x: the rows.
+        weight: ``[H, K]``.
+        bias: ``[H]`` or None.
+        product: the product whose columns nothing holds any more.
+    """
+
+    x: Node
+    weight: Node
+    bias: Node | None
+    product: Node
+
+
+def fold(node: Node, emitter: Emitter) -> Folded | None:
+    """Read ``(lin(x).view(-1, H, C) * a).sum(-1)`` as a product of ``x`` with H columns, or None."""
+    if op_name(node) != "sum.dim_IntList" or list(node.args[1]) != [2] or argument(node, 2, "keepdim", False):  # type: ignore[arg-type]
+        return None
+    scaled = as_node(node.args[0])
+    if op_name(scaled) != "mul.Tensor":
+        return None
+    constants = [arg for arg in scaled.all_input_nodes if is_of_model(arg)]
+    wide = [arg for arg in scaled.all_input_nodes if not is_of_model(arg)]
+    if len(constants) != 1 or len(wide) != 1 or op_name(wide[0]) != "reshape.default":
+        return None
+    product = as_node(wide[0].args[0])
+    heads, columns = shape_of(scaled)[1:]
+    fits = tuple(shape_of(constants[0])) == (1, heads, columns) and len(shape_of(product)) == 2
+    alone = all(len(step.users) == 1 for step in (product, wide[0], scaled))
+    if (
+        op_name(product) != "linear.default"
+        or not fits
+        or not alone
+        or not is_of_model(as_node(product.args[1]))
+    ):
+        return None
+
+    def summed(operand: Any, rest: list[int]) -> Node:
+        by_head = emitter.call(
+            aten.reshape.default, operand, [heads, columns, *rest], layer=product.meta["layer"]
+        )
+        factor = emitter.call(aten.reshape.default, constants[0], [heads, columns, *([1] * len(rest))])
+        scaled = emitter.call(aten.mul.Tensor, by_head, factor, layer=product.meta["layer"])
+        return emitter.call(aten.sum.dim_IntList, scaled, [1], layer=product.meta["layer"])
+
+    x, weight, bias = as_node(product.args[0]), as_node(product.args[1]), argument(product, 2, "bias")
+    narrow = summed(weight, [int(shape_of(weight)[1])])
+    return Folded(x, narrow, None if bias is None else summed(bias, []), product)

@@ -1,0 +1,131 @@
+"""Several reductions of one message in one pass over the edges.
+
+``message`` ops over one CSR that read the same rows become one op, whose body computes what they
+share once and returns what each reduction takes: the aggregators of PNA, or a softmax aggregation
+beside a mean.
+"""
+
+from os.path import commonprefix
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir import body_text, parse_body
+from gnnc.passes.base import Context
+from gnnc.passes.rewrite.emit import Emitter, number, same_shape, shape_of
+
+aten, gnnc = torch.ops.aten, torch.ops.gnnc
+
+_KINDS = "ijec"
+_LISTS = slice(4, 8)
+"""Where ``message`` has its operands: by destination, by source, by edge, constants."""
+
+
+def join_messages(gm: fx.GraphModule, emitter: Emitter, ctx: Context) -> None:
+    """Join the messages of ``gm`` that read the same rows, in place."""
+    position = {node: number for number, node in enumerate(gm.graph.nodes)}
+    groups: list[list[Node]] = []
+    for node in gm.graph.nodes:
+        if node.target is not gnnc.message.default:
+            continue
+        alike = [group for group in groups if _are_alike(node, group[0])]
+        free = [group for group in alike if _in_one_place([*group, node], position)]
+        if alike and not free:
+            ctx.note(node, "a pass of its own over the edges: it needs the result of one that it could join")
+        if free:
+            free[0].append(node)
+        else:
+            groups.append([node])
+    for group in groups:
+        if len(group) > 1:
+            _join(gm.graph, group, emitter)
+
+
+def _are_alike(node: Node, first: Node) -> bool:
+    same_edges = node.args[:2] == first.args[:2] and node.args[8] == first.args[8]
+    same_value = same_shape(shape_of(node), shape_of(first)) and (
+        node.meta["val"].dtype == first.meta["val"].dtype
+    )
+    return same_edges and same_value and not set(_rows(node)).isdisjoint(_rows(first))
+
+
+def _in_one_place(group: list[Node], position: dict[Node, int]) -> bool:
+    """Whether every operand stands before the first use of a result: none depends on another."""
+    operands = {arg for member in group for arg in member.all_input_nodes}
+    users = {user for member in group for user in member.users}
+    return operands.isdisjoint(group) and max(map(position.get, operands)) < min(map(position.get, users))  # type: ignore[type-var]
+
+
+def _rows(message: Node) -> list[Node]:
+    """The operands that a message reads rows of."""
+    return [operand for group in message.args[4:7] for operand in group]  # type: ignore[union-attr]
+
+
+def _join(graph: fx.Graph, group: list[Node], emitter: Emitter) -> None:
+    joint = JointBody()
+    results = [value for node in group for value in joint.add(str(node.args[2]), node.args[_LISTS])]
+    reduce = ",".join(str(node.args[3]) for node in group)
+    first = group[0]
+    made = emitter.call(
+        gnnc.message.default,
+        *first.args[:2],
+        joint.text(results),
+        reduce,
+        *joint.operands,
+        first.args[8],
+        layer=_common(group),
+    )
+    for place, node in enumerate(group):
+        part = emitter.call(aten.select.int, made, 1, place, layer=node.meta["layer"])
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)
+
+
+def _common(group: list[Node]) -> str:
+    """The layer that all of the messages are in."""
+    return ".".join(commonprefix([str(node.meta["layer"]).split(".") for node in group]))  # type: ignore[type-var]
+
+
+class JointBody:
+    """Bodies side by side: what two of them compute alike stands there once.
+
+    Attributes:
+        operands: the operands by destination, by source, by edge, and the constants.
+    """
+
+    def __init__(self) -> None:
+        self.operands: tuple[list[Node], ...] = ([], [], [], [])
+        self._graph = fx.Graph()
+        self._known: dict[Any, Node] = {}
+
+    def add(self, text: str, operands: tuple[Any, ...]) -> list[Node]:
+        """Add a body with its operands; return its values."""
+        copies: dict[Node, Node] = {}
+        for node in parse_body(text).graph.nodes:
+            if node.op == "placeholder":
+                kind = _KINDS.index(str(node.target)[0])
+                copies[node] = self._operand(kind, operands[kind][int(str(node.target)[1:])])
+            elif node.op == "call_function":
+                copies[node] = self._call(node, copies)
+        found: Any = parse_body(text).graph.output_node().args[0]
+        return [copies[value] for value in (found if isinstance(found, list | tuple) else [found])]
+
+    def _operand(self, kind: int, operand: Node) -> Node:
+        if (kind, operand) not in self._known:
+            self._known[kind, operand] = self._graph.placeholder(f"{_KINDS[kind]}{len(self.operands[kind])}")
+            self.operands[kind].append(operand)
+        return self._known[kind, operand]
+
+    def _call(self, node: Node, copies: dict[Node, Node]) -> Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        key = number(node.target, args, kwargs)
+        if key not in self._known:
+            self._known[key] = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        return self._known[key]
+
+    def text(self, results: list[Node]) -> str:
+        """The text of the body that returns ``results``."""
+        self._graph.output(results)
+        return body_text(self._graph)

@@ -1,0 +1,195 @@
+"""Origins: which parts of the integer inputs the values of an index come from.
+
+Between an input and an index stand ops that move values and compute none: ``edge_index.flip(0)[1]``,
+``cat([edge_index, loops], 1)[0]``. They are run on labels, one for each element of the inputs, at the
+sizes of the trace: the labels that arrive tell what was read, whatever the ops.
+"""
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+
+from gnnc.ir.graph import node_arg
+from gnnc.ir.op import size_expr
+from gnnc.ir.source import source_of
+from gnnc.passes.edges.rowwise import op_name
+from gnnc.passes.rewrite.emit import holds_tensor, shape_of, value_of
+
+_MOVES = frozenset(
+    (
+        "select.int slice.Tensor reshape.default flatten.using_ints "
+        "unsqueeze.default squeeze.dim squeeze.dims squeeze.default expand.default repeat.default "
+        "transpose.int permute.default t.default flip.default roll.default unbind.int chunk.default "
+        "split.Tensor split_with_sizes.default"
+    ).split()
+)
+_COPIES = frozenset(
+    ("_to_copy.default to.dtype clone.default detach.default alias.default lift_fresh_copy.default").split()
+)
+_COMPUTED = -1
+"""The label of a value that no input holds."""
+
+
+class _UnknownError(Exception):
+    """Values are computed, or moved to places that only a call can tell."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an integer input.
+
+    Attributes:
+        input: name of the input.
+        row: a position along ``dim``, or None for all of the input.
+        dim: a dimension of fixed size.
+    """
+
+    input: str
+    row: int | None = None
+    dim: int = 0
+
+
+class Origins:
+    """The origins of the indices of one graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._sizes = _traced_sizes(graph)
+        self._labels: dict[Node, Any] = {}
+        self._inputs: dict[Node, Tensor] = {}
+
+    def of(self, index: Node) -> list[Part]:
+        """The parts of inputs whose values ``index`` passes on; none for an index that is computed."""
+        try:
+            labels = self._labels_of(index)
+        except _UnknownError:
+            return []
+        return [part for node, own in self._inputs.items() for part in _parts(node, torch.isin(own, labels))]
+
+    def _labels_of(self, node: Node) -> Any:
+        """Labels in the place of the values of ``node``; a tuple of tensors where it is one."""
+        if node not in self._labels:
+            self._labels[node] = self._find(node)
+        return self._labels[node]
+
+    def _find(self, node: Node) -> Any:
+        name = op_name(node)
+        if node.op == "placeholder":
+            return self._numbered(node)
+        if node.target is operator.getitem:
+            return self._labels_of(node_arg(node))[node.args[1]]
+        if name in _COPIES:
+            return self._labels_of(node_arg(node))
+        if name in ("cat.default", "stack.default"):
+            return self._joined(node)
+        if name in ("index.Tensor", "index_select.default"):
+            return self._taken(node)
+        if name in _MOVES:
+            return self._moved(node, self._labels_of(node_arg(node)), node.args[1:])
+        raise _UnknownError
+
+    def _numbered(self, node: Node) -> Tensor:
+        source = source_of(node)
+        if source is None or source.kind != "input" or value_of(node).is_floating_point():
+            raise _UnknownError
+        first = sum(known.numel() for known in self._inputs.values())
+        shape = self._shape(node)
+        self._inputs[node] = torch.arange(first, first + math.prod(shape)).view(shape)
+        return self._inputs[node]
+
+    def _joined(self, node: Node) -> Any:
+        parts: Any = node.args[0]
+        return self._moved(node, [self._labels_or_computed(part) for part in parts], node.args[1:])
+
+    def _labels_or_computed(self, node: Node) -> Tensor:
+        """Labels where ``node`` passes on values of inputs; elsewhere they say that it does not."""
+        try:
+            return self._labels_of(node)
+        except _UnknownError:
+            return torch.full(self._shape(node), _COMPUTED)
+
+    def _taken(self, node: Node) -> Any:
+        table = node_arg(node)
+        labels = self._labels_of(table)
+        if op_name(node) == "index_select.default":
+            dim, index = node.args[1:]
+            return self._moved(node, labels, (dim, self._places(index, table, dim)))
+        indices: Any = node.args[1]
+        places = [None if i is None else self._places(i, table, dim) for dim, i in enumerate(indices)]
+        return self._moved(node, labels, (places,))
+
+    def _places(self, index: Node, table: Node, dim: Any) -> Tensor:
+        """What ``index`` takes along a dimension, as far as labels go.
+
+        A constant says it. A mask may drop self loops, which leaves all that counts; any other may be there
+        to drop ids that are no nodes. Where the size is not fixed, one entry stands for any others.
+        """
+        constant = _constant(index)
+        if constant is not None:
+            return constant
+        is_mask = value_of(index).dtype == torch.bool
+        if is_mask and self._drops_self_loops(index):
+            return torch.arange(self._labels_of(table).shape[dim])
+        if is_mask or isinstance(shape_of(table)[dim], int):
+            raise _UnknownError
+        return torch.zeros(self._shape(index), dtype=torch.int64)
+
+    def _drops_self_loops(self, mask: Node) -> bool:
+        """``src != dst``."""
+        compares = op_name(mask) in ("ne.Tensor", "eq.Tensor") and value_of(mask).dim() == 1
+        return compares and all(self.of(side) for side in mask.all_input_nodes)
+
+    def _moved(self, node: Node, values: Any, operands: Any) -> Any:
+        """The op of ``node`` on labels. Sizes that only a call can tell are what they are for labels."""
+        assert callable(node.target)
+        moved = node.target(values, *fx.map_arg(operands, lambda arg: self._size(arg.meta["val"])))
+        if holds_tensor(node):
+            for size, found in zip(shape_of(node), moved.shape, strict=True):
+                self._sizes.setdefault(size_expr(size), sympy.Integer(found))
+        return moved
+
+    def _shape(self, node: Node) -> list[int]:
+        return [self._size(size) for size in shape_of(node)]
+
+    def _size(self, size: Any) -> int:
+        expr, one = size_expr(size), sympy.Integer(1)
+        return int(expr.xreplace({symbol: self._sizes.get(symbol, one) for symbol in expr.free_symbols}))
+
+
+def _parts(node: Node, read: Tensor) -> list[Part]:
+    """Where an input is read: at the fewest positions along one dimension of fixed size."""
+    source = source_of(node)
+    assert source is not None
+    if not read.any():
+        return []
+    fixed = [dim for dim, size in enumerate(shape_of(node)) if isinstance(size, int)]
+    rows = {dim: read.unsqueeze(-1).movedim(dim, 0).flatten(1).any(1) for dim in fixed}
+    dim = min(fixed, key=lambda dim: float(rows[dim].float().mean()), default=None)
+    if dim is None or rows[dim].all():
+        return [Part(source.name)]
+    return [Part(source.name, row, dim) for row in rows[dim].nonzero().flatten().tolist()]
+
+
+def _constant(index: Node) -> Tensor | None:
+    """The values of an index that is written in the model."""
+    while op_name(index) in _COPIES:
+        index = node_arg(index)
+    source = source_of(index)
+    return index.meta["value"].cpu() if source is not None and source.kind == "constant" else None
+
+
+def _traced_sizes(graph: fx.Graph) -> dict[sympy.Basic, sympy.Integer]:
+    """What the symbols in the inputs' sizes were in the trace."""
+    sizes = [
+        size for node in graph.find_nodes(op="placeholder") if holds_tensor(node) for size in shape_of(node)
+    ]
+    return {
+        size.node.expr: sympy.Integer(size.node.hint)
+        for size in sizes
+        if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol)
+    }

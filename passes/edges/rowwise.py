@@ -1,0 +1,386 @@
+"""Which ops work on the rows of an edge tensor one by one, and how edges are read and written.
+
+A row of a tensor is its slice along dimension 0. An op is *row-wise* in an argument if row r of
+the result depends on row r of that argument and on no other row of it. Dropout is not: which row
+draws which random numbers is told by the caller's order, and no kernel draws any.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gnnc.ir.graph import node_arg
+from gnnc.ir.nodes import is_pointwise
+from gnnc.passes.rewrite.emit import argument, holds_tensor, same_shape, same_size, shape_of, value_of
+
+NARROW = 16
+"""Edge values of at most this many columns are worth storing for every edge."""
+
+_RESHAPES = (
+    "view.default",
+    "reshape.default",
+    "_unsafe_view.default",
+    "expand.default",
+    "flatten.using_ints",
+)
+_REDUCTIONS = {
+    "sum.dim_IntList": 1,
+    "mean.dim": 1,
+    "amax.default": 1,
+    "amin.default": 1,
+    "prod.dim_int": 1,
+    "any.dim": 1,
+    "all.dim": 1,
+    "norm.ScalarOpt_dim": 2,
+    "linalg_vector_norm.default": 2,
+    "logsumexp.default": 1,
+    "softmax.int": 1,
+    "_softmax.default": 1,
+    "log_softmax.int": 1,
+    "_log_softmax.default": 1,
+    "cumsum.default": 1,
+    "argmax.default": 1,
+    "var.correction": 1,
+}
+_DIM_OPS = {
+    "unsqueeze.default": 1,
+    "squeeze.dim": 1,
+    "squeeze.dims": 1,
+    "select.int": 1,
+    "slice.Tensor": 1,
+    "index_select.default": 1,
+    "split.Tensor": 2,
+    "split_with_sizes.default": 2,
+    "chunk.default": 2,
+    "unbind.int": 1,
+}
+_CASTS = ("_to_copy.default", "to.dtype", "clone.default", "detach.default", "alias.default")
+_PRODUCTS = ("linear.default", "mm.default", "matmul.default")
+
+
+def row_inputs(node: Node) -> tuple[Node, ...] | None:
+    """The arguments that ``node`` is row-wise in, each with a row for every row of the result.
+
+    None where the op is not known to be row-wise. An argument of the node that is not returned is
+    one that every row of the result may read whole: a weight, a scalar, a broadcast constant.
+    """
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        return (node.args[0],) if row_inputs(node.args[0]) is not None else None
+    name = op_name(node)
+    if not name:
+        return None
+    if name in _RESHAPES:
+        return _kept_rows(node)
+    for table, rule in _RULES:
+        if name in table:
+            return rule(node, name)
+    return _pointwise(node) if is_pointwise(node) else None
+
+
+def op_name(node: Node) -> str:
+    """``add.Tensor`` of ``aten.add.Tensor``; "" for anything that is not an ATen op."""
+    text = str(node.target)
+    return text.removeprefix("aten.") if text.startswith("aten.") else ""
+
+
+def is_narrow(node: Node) -> bool:
+    """Whether a value is small enough to be stored for every edge: ``[E]``, ``[E, H]``."""
+    if not holds_tensor(node):
+        return False
+    sizes = shape_of(node)[1:]
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    return math.prod(sizes) <= NARROW and (len(sizes) < 2 or sizes[-1] == 1)
+
+
+def rows_of(node: Node) -> Any:
+    """The number of rows of a tensor node, or of the first tensor of a tuple; None of a scalar."""
+    value: Any = node.meta.get("val")
+    if isinstance(value, list | tuple):
+        value = value[0] if value else None
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return None
+    return value.shape[0]
+
+
+def _has_rows_of(arg: Any, node: Node) -> bool:
+    """Whether ``arg`` has a row for each row of ``node``, and is not broadcast over them."""
+    return holds_tensor(arg) and rows_of(arg) is not None and same_size(rows_of(arg), rows_of(node))
+
+
+def _pointwise(node: Node) -> tuple[Node, ...] | None:
+    if not holds_tensor(node) or rows_of(node) is None:
+        return None
+    rank = len(shape_of(node))
+    tensors = [arg for arg in node.all_input_nodes if holds_tensor(arg)]
+    return tuple(arg for arg in tensors if len(shape_of(arg)) == rank and _has_rows_of(arg, node))
+
+
+def _kept_rows(node: Node) -> tuple[Node, ...] | None:
+    """A reshape that leaves dimension 0 alone and has fixed sizes behind it."""
+    source = node.args[0]
+    if not _has_rows_of(source, node) or len(shape_of(node)) == 0:
+        return None
+    return (source,) if all(isinstance(size, int) for size in shape_of(node)[1:]) else None
+
+
+def _along_dims(table: dict[str, int]) -> Callable[[Node, str], tuple[Node, ...] | None]:
+    def rule(node: Node, name: str) -> tuple[Node, ...] | None:
+        dims = argument(node, table[name], "dim", 0)
+        dims = dims if isinstance(dims, list | tuple) else [dims]
+        touches_rows = not dims or any(dim is None or dim == 0 for dim in dims)
+        return None if touches_rows else (node.args[0],)
+
+    return rule
+
+
+def _joined(node: Node, name: str) -> tuple[Node, ...] | None:
+    parts = node.args[0]
+    return tuple(parts) if argument(node, 1, "dim", 0) != 0 else None
+
+
+def _permuted(node: Node, name: str) -> tuple[Node, ...] | None:
+    fixed = 0 not in node.args[1:3] if name == "transpose.int" else node.args[1][0] == 0
+    return (node.args[0],) if fixed else None
+
+
+def _product(node: Node, name: str) -> tuple[Node, ...] | None:
+    x, weight = node.args[:2]
+    if len(shape_of(weight)) == 2:
+        return (x,) if len(shape_of(x)) >= 2 else None
+    batched = len(shape_of(x)) == len(shape_of(weight)) and len(shape_of(x)) >= 3
+    return tuple(arg for arg in (x, weight) if _has_rows_of(arg, node)) if batched else None
+
+
+def _affine_product(node: Node, name: str) -> tuple[Node, ...] | None:
+    bias, x, _ = node.args[:3]
+    return (x,) if len(shape_of(bias)) == 1 else None
+
+
+def _batched(node: Node, name: str) -> tuple[Node, ...]:
+    return tuple(node.args[:2])
+
+
+def _repeated(node: Node, name: str) -> tuple[Node, ...] | None:
+    source, repeats = node.args[:2]
+    keeps_rows = len(repeats) == len(shape_of(source)) and repeats[0] == 1
+    return (source,) if keeps_rows else None
+
+
+def _layer_norm(node: Node, name: str) -> tuple[Node, ...] | None:
+    x, normalized = node.args[:2]
+    return (x,) if len(normalized) < len(shape_of(x)) else None
+
+
+def _cast(node: Node, name: str) -> tuple[Node, ...]:
+    return (node.args[0],)
+
+
+_RULES: tuple[tuple[Any, Callable[[Node, str], tuple[Node, ...] | None]], ...] = (
+    (_CASTS, _cast),
+    (_REDUCTIONS, _along_dims(_REDUCTIONS)),
+    (_DIM_OPS, _along_dims(_DIM_OPS)),
+    (("cat.default", "stack.default"), _joined),
+    (("permute.default", "transpose.int"), _permuted),
+    (("repeat.default",), _repeated),
+    (_PRODUCTS, _product),
+    (("addmm.default",), _affine_product),
+    (("bmm.default",), _batched),
+    (("layer_norm.default", "native_layer_norm.default"), _layer_norm),
+    (("_prelu_kernel.default", "prelu.default", "log_sigmoid.default"), _cast),
+)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """``table[index]``: rows ``[T, ...]`` read by an index ``[E]``."""
+
+    table: Node
+    index: Node
+
+
+def as_gather(node: Node) -> Gather | None:
+    """Read ``node`` as a gather of rows of a floating-point table, or None."""
+    name = op_name(node)
+    if name not in _GATHERS or not holds_tensor(node):
+        return None
+    found = _GATHERS[name](node)
+    if found is None or not holds_tensor(found.table) or not holds_tensor(found.index):
+        return None
+    if _is_permutation(found.index):
+        return None
+    index = value_of(found.index)
+    whole = index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
+    return found if whole and value_of(found.table).is_floating_point() else None
+
+
+def _is_permutation(index: Node) -> bool:
+    """Whether ``index`` is the order of a CSR or its inverse: raising put it there."""
+    if index.target is operator.getitem:
+        return str(node_arg(index).target) == "gnnc.csr.default"
+    return op_name(index) == "argsort.default" and _is_permutation(node_arg(index))
+
+
+def _index_select(node: Node) -> Gather | None:
+    table, dim, index = node.args[:3]
+    return Gather(table, index) if dim == 0 else None
+
+
+def _index(node: Node) -> Gather | None:
+    table, indices = node.args[:2]
+    used = [index for index in indices if index is not None]
+    return Gather(table, used[0]) if len(used) == 1 and indices[0] is not None else None
+
+
+def _embedding(node: Node) -> Gather | None:
+    return Gather(node.args[0], node.args[1])
+
+
+def _gather(node: Node) -> Gather | None:
+    table, dim, expanded = node.args[:3]
+    index = index_vector(expanded, dim)
+    if dim != 0 or index is None or shape_of(node)[1:] != shape_of(table)[1:]:
+        return None
+    return Gather(table, index)
+
+
+_GATHERS: dict[str, Callable[[Node], Gather | None]] = {
+    "index_select.default": _index_select,
+    "index.Tensor": _index,
+    "embedding.default": _embedding,
+    "gather.default": _gather,
+}
+
+
+def index_vector(expanded: Any, dim: int) -> Node | None:
+    """The ``[E]`` index that ``expanded`` repeats along every dimension but ``dim``, or None."""
+    node = expanded
+    while isinstance(node, Node) and len(shape_of(node)) > 1:
+        if op_name(node) in ("expand.default", "repeat.default"):
+            if len(shape_of(node.args[0])) < len(shape_of(node)):
+                return None  # a new dimension comes first: the index varies along another one
+            node = node.args[0]
+            continue
+        if op_name(node) not in ("view.default", "reshape.default", "unsqueeze.default"):
+            return None
+        others = [size for i, size in enumerate(shape_of(node)) if i != dim]
+        if not all(same_size(size, 1) for size in others):
+            return None
+        node = node.args[0]
+    same_length = isinstance(node, Node) and same_size(rows_of(node), shape_of(expanded)[dim])
+    return node if same_length else None
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """``base`` with rows ``source [E, ...]`` reduced into it by ``index [E]``.
+
+    Attributes:
+        node: the scatter.
+        base: the tensor written into, ``[num_dst, ...]``.
+        index: destination of every row.
+        source: the rows.
+        reduce: ``sum``, ``mean``, ``max`` or ``min``.
+        include_base: whether the base's rows take part in the reduction.
+    """
+
+    node: Node
+    base: Node
+    index: Node
+    source: Node
+    reduce: str
+    include_base: bool
+
+
+def as_scatter(node: Node) -> Scatter | str | None:
+    """Read ``node`` as a scatter of rows; a reason where it scatters otherwise; None for others."""
+    name = op_name(node)
+    if name not in _SCATTERS:
+        return None
+    found = _SCATTERS[name](node)
+    if isinstance(found, str):
+        return found
+    if not value_of(found.source).is_floating_point():
+        return "integers are not summed by a kernel"
+    rows = same_size(rows_of(found.source), rows_of(found.index))
+    trailing = same_shape(shape_of(found.source)[1:], shape_of(found.base)[1:])
+    return found if rows and trailing else "source, index and base do not agree in shape"
+
+
+_REDUCE_NAMES = {
+    "sum": "sum",
+    "add": "sum",
+    "mean": "mean",
+    "amax": "max",
+    "amin": "min",
+}
+
+
+def _expanded_scatter(node: Node, reduce: str, include_base: bool) -> Scatter | str:
+    base, dim, expanded, source = node.args[:4]
+    if reduce not in _REDUCE_NAMES:
+        return f"reduction {reduce!r} has no primitive"
+    if not holds_tensor(source):
+        return "scatters a number"
+    index = index_vector(expanded, dim)
+    if dim != 0 or index is None:
+        return f"scatters along dimension {dim} by an index that varies along others"
+    if not same_shape(shape_of(expanded), shape_of(source)):
+        return "reads only part of its source"
+    return Scatter(node, base, index, source, _REDUCE_NAMES[reduce], include_base)
+
+
+def _scatter_add(node: Node) -> Scatter | str:
+    return _expanded_scatter(node, "sum", True)
+
+
+def _scatter_named(node: Node) -> Scatter | str:
+    return _expanded_scatter(node, argument(node, 4, "reduce"), True)
+
+
+def _scatter_reduce(node: Node) -> Scatter | str:
+    include = argument(node, 5, "include_self", True)
+    return _expanded_scatter(node, argument(node, 4, "reduce"), include)
+
+
+def _index_add(node: Node) -> Scatter | str:
+    base, dim, index, source = node.args[:4]
+    if dim != 0 or argument(node, 4, "alpha", 1) != 1 or len(shape_of(index)) != 1:
+        return "adds along another dimension than 0, or with a factor"
+    return Scatter(node, base, index, source, "sum", True)
+
+
+def _index_reduce(node: Node) -> Scatter | str:
+    base, dim, index, source, reduce = node.args[:5]
+    if dim != 0 or reduce not in _REDUCE_NAMES:
+        return f"reduces ({reduce}) along dimension {dim}"
+    include = argument(node, 5, "include_self", True)
+    return Scatter(node, base, index, source, _REDUCE_NAMES[reduce], include)
+
+
+def _index_put(node: Node) -> Scatter | str:
+    base, indices, source = node.args[:3]
+    if argument(node, 3, "accumulate", False) is not True:
+        return "overwrites rows: which write wins is not defined"
+    if len(indices) != 1 or len(shape_of(indices[0])) != 1:
+        return "is indexed along several dimensions"
+    if value_of(indices[0]).dtype == torch.bool:
+        return "is indexed by a mask"
+    return Scatter(node, base, indices[0], source, "sum", True)
+
+
+_SCATTERS: dict[str, Callable[[Node], Scatter | str]] = {
+    "scatter_add.default": _scatter_add,
+    "scatter.reduce": _scatter_named,
+    "scatter_reduce.two": _scatter_reduce,
+    "index_add.default": _index_add,
+    "index_reduce.default": _index_reduce,
+    "index_put.default": _index_put,
+}

@@ -1,0 +1,159 @@
+"""Linear layers on what an edge reads from its ends: a layer on the nodes for each end.
+
+``linear(cat([x_i, x_j - x_i, e]), W)`` is ``linear(x, W1 - W2)[i] + linear(x, W2)[j] + linear(e, W3)``:
+the first two are computed once a node and not once an edge.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.nodes import as_node
+from gnnc.ir.op import size_expr
+from gnnc.passes.base import Context
+from gnnc.passes.edges.region import Regions
+from gnnc.passes.edges.rowwise import op_name
+from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, FLOAT_BYTES, FLOPS_A_BYTE, Typical
+from gnnc.passes.rewrite.emit import argument, drop_dead, is_of_model, same_shape, shape_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Part:
+    """Columns ``start .. stop`` of a layer's input: ``+ value`` or ``- value`` for each of ``values``."""
+
+    node: Node
+    values: tuple[tuple[Node, bool], ...]
+    start: int
+    stop: int
+
+
+def split_products(gm: fx.GraphModule, ctx: Context) -> None:
+    """Split the linear layers on edges of ``gm``, in place, where that costs less."""
+    regions = Regions(gm, None)
+    for node in list(gm.graph.nodes):
+        if op_name(node) == "linear.default" and regions.indices(node) and is_of_model(as_node(node.args[1])):
+            _split(node, regions, gm, ctx)
+    drop_dead(gm)
+
+
+def _split(node: Node, regions: Regions, gm: fx.GraphModule, ctx: Context) -> None:
+    parts = _parts(as_node(node.args[0]), regions)
+    if len(parts) == 1 and len(parts[0].values) == 1:
+        return
+    lifted = [part for part in parts if _is_worth(part, node, regions, gm, ctx)]
+    if not lifted:
+        return
+    made = _Split(node, regions)
+    for part in lifted:
+        for value, is_added in part.values:
+            made.add(value, part, is_added)
+    node.replace_all_uses_with(made.total([part for part in parts if part not in lifted]))
+    ctx.note(node, f"{len(made.weights)} of its products are computed on the nodes that the edges read")
+
+
+class _Split:
+    """The products that a layer is split into.
+
+    Attributes:
+        weights: the weight that each value is multiplied by.
+    """
+
+    def __init__(self, node: Node, regions: Regions) -> None:
+        self.node, self.emitter = node, regions.emitter
+        self.weights: dict[Node, Node] = {}
+
+    def add(self, value: Node, part: Part, is_added: bool) -> None:
+        """Multiply a value by the weight of a part, or by its negative."""
+        weight, known = self._columns(part), self.weights.get(value)
+        if known is None:
+            self.weights[value] = weight if is_added else self._call(aten.neg.default, weight)
+        else:
+            target = aten.add.Tensor if is_added else aten.sub.Tensor
+            self.weights[value] = self._call(target, known, weight)
+
+    def total(self, rest: list[Part]) -> Node:
+        """The sum of the products, with those of ``rest`` in one."""
+        terms = list(self.weights.items())
+        if rest:
+            x, weight = [part.node for part in rest], [self._columns(part) for part in rest]
+            last = len(shape_of(x[0])) - 1
+            joined = len(rest) > 1
+            terms.append(
+                (
+                    self._call(aten.cat.default, x, last) if joined else x[0],
+                    self._call(aten.cat.default, weight, 1) if joined else weight[0],
+                )
+            )
+        bias = argument(self.node, 2, "bias")
+        total: Node | None = None
+        for value, weight in terms:
+            product = self._call(aten.linear.default, value, weight, bias if total is None else None)
+            total = product if total is None else self._call(aten.add.Tensor, total, product)
+        assert total is not None
+        return total
+
+    def _columns(self, part: Part) -> Node:
+        return self._call(aten.slice.Tensor, self.node.args[1], 1, part.start, part.stop)
+
+    def _call(self, target: Any, *args: Any) -> Node:
+        return self.emitter.call(target, *args, layer=self.node.meta["layer"])
+
+
+def _parts(x: Node, regions: Regions) -> list[Part]:
+    """What stands side by side in ``x``."""
+    parts, start = [], 0
+    for part in _side_by_side(x, regions):
+        stop = start + int(shape_of(part)[-1])
+        whole = _table(part, regions) is not None
+        parts.append(Part(part, ((part, True),) if whole else _summands(part), start, stop))
+        start = stop
+    return parts
+
+
+def _side_by_side(x: Node, regions: Regions) -> list[Node]:
+    last = len(shape_of(x)) - 1
+    if op_name(x) == "cat.default" and argument(x, 1, "dim", 0) == last:
+        return [as_node(part) for part in x.args[0]]  # type: ignore[union-attr]
+    if op_name(x) != "select.int":
+        return [x]
+    whole, dim, place = x.args
+    inner = _side_by_side(as_node(whole), regions)
+    if len(inner) == 1 or dim in (0, last + 1):
+        return [x]
+    return [regions.emitter.call(aten.select.int, part, dim, place, layer=x.meta["layer"]) for part in inner]
+
+
+def _summands(part: Node) -> tuple[tuple[Node, bool], ...]:
+    if op_name(part) not in ("add.Tensor", "sub.Tensor") or argument(part, 2, "alpha", 1) != 1:
+        return ((part, True),)
+    left, right = part.args[:2]
+    if not isinstance(left, Node) or not isinstance(right, Node) or not same_shape(
+        shape_of(left), shape_of(right)
+    ):  # fmt: skip
+        return ((part, True),)
+    return (left, True), (right, op_name(part) == "add.Tensor")
+
+
+def _is_worth(part: Part, node: Node, regions: Regions, gm: fx.GraphModule, ctx: Context) -> bool:
+    """Whether products on the nodes save more than reading their wider rows costs."""
+    tables = [_table(value, regions) for value, _ in part.values]
+    if any(table is None for table in tables):
+        return False
+    edges = size_expr(shape_of(node)[0])
+    rows = [size_expr(shape_of(as_node(table))[0]) for table in tables]
+    symbols = edges.free_symbols - set().union(*(row.free_symbols for row in rows))
+    typical = Typical(gm, ctx.examples, EDGES_PER_NODE, symbols)
+    nodes = sum(map(typical.value, rows)) / max(typical.value(edges), 1.0)
+    columns, width = part.stop - part.start, int(shape_of(node)[-1])
+    saved = (1 - nodes) * 2 * columns * width / FLOPS_A_BYTE
+    return saved > FLOAT_BYTES * len(tables) * (width - columns)
+
+
+def _table(value: Node, regions: Regions) -> Node | None:
+    indices = regions.indices(value)
+    return regions.node_form(value, *indices) if len(indices) == 1 else None

@@ -1,0 +1,170 @@
+"""Products with a weight that the edge's type chooses: ``x[src] @ weight[type]``, as relational layers have.
+
+Gathered, ``weight[type]`` is a matrix for every edge. All rows are multiplied by all weights instead,
+on the nodes: ``(x @ weight_r)[src * R + type]`` reads a row of N x R.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.nodes import as_node
+from gnnc.ir.op import Cost, size_expr
+from gnnc.passes.base import Context
+from gnnc.passes.edges.origins import Origins
+from gnnc.passes.edges.region import Regions
+from gnnc.passes.edges.rowwise import Gather, as_gather, op_name
+from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, FLOAT_BYTES, Typical
+from gnnc.passes.rewrite.emit import drop_dead, is_of_model, same_size, shape_of
+
+aten = torch.ops.aten
+
+_PRODUCTS = ("bmm.default", "matmul.default")
+_RESHAPES = ("view.default", "reshape.default", "_unsafe_view.default")
+
+IndexUse = tuple[Node, Any]
+"""An index, and the size that its values must stay under."""
+
+
+@dataclass(frozen=True)
+class Typed:
+    """``x[src] @ weight[type]`` of each edge.
+
+    Attributes:
+        node: the node that holds the products, with a row for each edge.
+        x: what is multiplied, a value of edges that depends on one index.
+        lookup: the weights ``[R, K, O]``, or ``[R, B, K, O]`` for blocks of a diagonal, and the types.
+    """
+
+    node: Node
+    x: Node
+    lookup: Gather
+
+
+def lift_typed_products(gm: fx.GraphModule, ctx: Context) -> list[IndexUse]:
+    """Move the products of ``gm`` to the nodes, where that costs less; return how indices are used."""
+    regions = Regions(gm, None)
+    uses: list[IndexUse] = []
+    for node in list(gm.graph.nodes):
+        found = _match(node)
+        if found is not None:
+            uses += _lift(found, regions, gm, ctx)
+    drop_dead(gm)
+    return uses
+
+
+def _match(node: Node) -> Typed | None:
+    if op_name(node) in _RESHAPES:
+        return _match_blocks(node)
+    if op_name(node) not in _PRODUCTS or len(shape_of(node)) != 3:
+        return None
+    x, weight = map(as_node, node.args[:2])
+    lookup = _weights(weight, 3)
+    if lookup is None or not same_size(shape_of(node)[1], 1) or len(shape_of(x)) != 3:
+        return None
+    return Typed(node, x, lookup)
+
+
+def _match_blocks(node: Node) -> Typed | None:
+    """``[E, B * O]`` of products ``[E * B, 1, K] @ [E * B, K, O]``."""
+    product = as_node(node.args[0])
+    if op_name(product) not in _PRODUCTS or len(shape_of(product)) != 3 or len(shape_of(node)) != 2:
+        return None
+    x, weight = map(as_node, product.args[:2])
+    if op_name(x) not in _RESHAPES or op_name(weight) not in _RESHAPES or len(shape_of(weight)) != 3:
+        return None
+    rows = as_node(x.args[0])
+    lookup = _weights(as_node(weight.args[0]), 4)
+    if lookup is None:
+        return None
+    _, blocks, inner, outer = shape_of(lookup.table)
+    of_blocks = tuple(shape_of(weight)[1:]) == (inner, outer) and same_size(shape_of(x)[1], 1)
+    widths = (shape_of(rows)[1:], shape_of(node)[1:]) == ((blocks * inner,), (blocks * outer,))
+    return Typed(node, rows, lookup) if of_blocks and widths else None
+
+
+def _weights(node: Node, rank: int) -> Gather | None:
+    """The lookup of a weight by an integer input, which can be checked to be in range."""
+    lookup = as_gather(node)
+    if lookup is None or len(shape_of(lookup.table)) != rank or not is_of_model(lookup.table):
+        return None
+    fixed = all(isinstance(size, int) for size in shape_of(lookup.table))
+    return lookup if fixed and Origins(node.graph).of(lookup.index) else None
+
+
+def _lift(found: Typed, regions: Regions, gm: fx.GraphModule, ctx: Context) -> list[IndexUse]:
+    ends = regions.indices(found.x)
+    table = regions.node_form(found.x, *ends) if len(ends) == 1 else None
+    if table is None:
+        ctx.note(found.node, "a weight for every edge is gathered: its factor does not come from one node")
+        return []
+    (index,) = ends
+    if not _is_worth(found, table, gm, ctx):
+        return []
+    call, layer = regions.emitter.call, found.node.meta["layer"]
+    weight, types = found.lookup.table, found.lookup.index
+    products = _all_products(regions, table, weight, layer)
+    count = regions.sizes.of(table, 0)
+    relations = int(shape_of(weight)[0])
+    if isinstance(count, Node):
+        regions.sizes.add(call(operator.mul, count, relations))
+    place = call(aten.add.Tensor, call(aten.mul.Tensor, index, relations), types)
+    rows = call(aten.index_select.default, products, 0, place, layer=layer)
+    for reader in [user for user in found.node.users if _drops_dim(user, found.node)]:
+        reader.replace_all_uses_with(rows)
+    if len(shape_of(found.node)) == 3:
+        rows = call(aten.unsqueeze.default, rows, 1, layer=layer)
+    found.node.replace_all_uses_with(rows)
+    ctx.note(found.node, f"products with the weights of {relations} types are computed on the nodes")
+    return [(index, shape_of(table)[0]), (types, relations)]
+
+
+def _drops_dim(reader: Node, product: Node) -> bool:
+    """Whether ``reader`` makes ``[E, O]`` of products ``[E, 1, O]``."""
+    return len(shape_of(product)) == 3 and op_name(reader) == "squeeze.dim" and reader.args[1] in (1, -2)
+
+
+def _all_products(regions: Regions, table: Node, weight: Node, layer: str) -> Node:
+    """``[N * R, O]``: each row of the table by each weight."""
+
+    def call(target: Any, *args: Any) -> Node:
+        return regions.emitter.call(target, *args, layer=layer)
+
+    if len(shape_of(weight)) == 3:
+        relations, inner, outer = shape_of(weight)
+        x = call(aten.reshape.default, table, [-1, inner])
+        side_by_side = call(aten.permute.default, weight, [1, 0, 2])
+        side_by_side = call(aten.reshape.default, side_by_side, [inner, relations * outer])
+        return call(aten.reshape.default, call(aten.mm.default, x, side_by_side), [-1, outer])
+    relations, blocks, inner, outer = shape_of(weight)
+    x = call(aten.permute.default, call(aten.reshape.default, table, [-1, blocks, inner]), [1, 0, 2])
+    side_by_side = call(aten.permute.default, weight, [1, 2, 0, 3])
+    side_by_side = call(aten.reshape.default, side_by_side, [blocks, inner, relations * outer])
+    products = call(
+        aten.reshape.default, call(aten.bmm.default, x, side_by_side), [blocks, -1, relations, outer]
+    )
+    return call(
+        aten.reshape.default, call(aten.permute.default, products, [1, 2, 0, 3]), [-1, blocks * outer]
+    )
+
+
+def _is_worth(found: Typed, table: Node, gm: fx.GraphModule, ctx: Context) -> bool:
+    """Whether all products on the nodes cost less than a weight for every edge."""
+    edges, nodes = (size_expr(shape_of(node)[0]) for node in (found.lookup.index, table))
+    relations, *rest = (int(size) for size in shape_of(found.lookup.table))
+    inner, outer = rest[-2], rest[-1] * (rest[0] if len(rest) == 3 else 1)
+    typical = Typical(gm, ctx.examples, EDGES_PER_NODE, edges.free_symbols - nodes.free_symbols)
+    flops = 2 * inner * outer
+    on_nodes = Cost(FLOAT_BYTES * outer * (2 * nodes * relations + edges), nodes * relations * flops)
+    on_edges = Cost(FLOAT_BYTES * edges * inner * (2 * outer + 1), edges * flops)
+    if typical.time(on_nodes) <= typical.time(on_edges):
+        return True
+    numbers = (
+        f"{typical.value(nodes) * relations:.0f} products on the nodes, {typical.value(edges):.0f} edges"
+    )
+    ctx.note(found.node, f"a weight for every edge of a block is gathered: {numbers}")
+    return False

@@ -1,0 +1,102 @@
+"""What each primitive can be computed in: a precision of the backend, and a granularity of its scales."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from gnnc.ir.nodes import shape_of
+from gnnc.ir.op import op_of
+from gnnc.passes.base import Context
+from gnnc.passes.quantization.observe import CANDIDATES, Candidate
+from gnnc.precision import FP32, Precision
+
+LOW_OPERANDS = {"gemm": (0, 1), "spmm": (3,), "segment_reduce": (2,), "sddmm": (2, 3)}
+"""Ops with a low-precision form, and the positions of the operands that are narrowed."""
+
+AGGREGATIONS = ("spmm", "segment_reduce")
+
+CHOSEN = "chosen"
+"""Key in the meta of primitives: whether their precision is their own, not the whole model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to compute a primitive.
+
+    Attributes:
+        precision: of its operands.
+        granularity: which rows of an aggregation's input share a scale; None where the precision
+            leaves no choice.
+    """
+
+    precision: Precision
+    granularity: str | None = None
+
+    def __str__(self) -> str:
+        return self.precision.name if self.granularity is None else f"{self.precision} {self.granularity}"
+
+    @staticmethod
+    def parse(text: str) -> "Option":
+        """Return the option that ``str`` wrote.
+
+        Raises:
+            PrecisionError: the first word is not a precision.
+        """
+        name, _, granularity = text.partition(" ")
+        return Option(Precision.parse(name), granularity or None)
+
+
+FULL = Option(FP32)
+
+
+def has_low_form(node: Node) -> bool:
+    """Whether a primitive can compute below FP32 at all."""
+    op = op_of(node)
+    if op is None or op.name not in LOW_OPERANDS:
+        return False
+    if op.name == "segment_reduce":
+        return node.args[1] is not None
+    return op.name != "sddmm" or node.args[4] == "dot"
+
+
+def granularities(node: Node, precision: Precision) -> list[Candidate]:
+    """The ways in which an aggregation's input can be quantized; none for another op."""
+    op = op_of(node)
+    if op is None or op.name not in AGGREGATIONS or not precision.is_integer or not has_low_form(node):
+        return []
+    weighted = op.name == "spmm" and node.args[2] is not None
+    reduce = node.args[4 if op.name == "spmm" else 3]
+    return [c for c in CANDIDATES if reduce in c.reduces and not (c.exact and weighted)]
+
+
+def width_of(node: object) -> int | None:
+    """Return the columns of a feature tensor's rows, those of all heads; None where they are not fixed."""
+    shape = shape_of(node) if isinstance(node, Node) else None
+    if shape is None or not all(isinstance(size, int) for size in shape[1:]):
+        return None
+    return math.prod(shape[1:])
+
+
+def options_of(node: Node, ctx: Context) -> Sequence[Option]:
+    """Every way in which the backend can compute ``node``, FP32 first, in a fixed order."""
+    found = [FULL]
+    if not has_low_form(node):
+        return found
+    for precision in map(Precision.parse, sorted(ctx.backend.precisions - {"fp32"})):
+        ways = granularities(node, precision)
+        if not ways:
+            found.append(Option(precision))
+            continue
+        found += [Option(precision, c.granularity) for c in ways if ctx.examples is not None or not c.static]
+    return found
+
+
+def assigned_options(gm: GraphModule) -> dict[str, Option]:
+    """Return what ``assign`` wrote into a graph, by name of the primitive."""
+    return {
+        node.name: Option(node.meta["precision"], node.meta.get("granularity"))
+        for node in gm.graph.nodes
+        if "precision" in node.meta
+    }

@@ -1,0 +1,121 @@
+"""Work on edges that is work on nodes in disguise: ``f(x[src])`` is ``f(x)[src]``."""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.op import op_of, size_expr
+from gnnc.passes.base import Context
+from gnnc.passes.rewrite.assumed_sizes import Typical
+from gnnc.passes.rewrite.emit import Emitter, holds_tensor, shape_of
+
+_aten = torch.ops.aten
+_ops = torch.ops.gnnc
+_UNARY = frozenset(
+    {
+        _aten.relu.default, _aten.leaky_relu.default, _aten.elu.default, _aten.sigmoid.default,
+        _aten.tanh.default, _aten.gelu.default, _aten.silu.default, _aten.exp.default,
+        _aten.neg.default, _aten.abs.default, _aten.sqrt.default, _aten.rsqrt.default,
+        _aten.reciprocal.default, _aten.pow.Tensor_Scalar, _aten._to_copy.default,
+    }
+)  # fmt: skip
+
+
+def lift_from_edges(gm: fx.GraphModule, typical: Typical, ctx: Context) -> None:
+    """Move elementwise ops and linear layers from gathered rows to the nodes they come from."""
+    emit = Emitter(gm)
+    for node in list(gm.graph.nodes):
+        if node.target in _UNARY:
+            _lift_unary(node, emit, typical, ctx)
+        elif _is(node, "gemm"):
+            _lift_gemm(node, emit, typical, ctx)
+    gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+
+
+def _lift_unary(node: Node, emit: Emitter, typical: Typical, ctx: Context) -> None:
+    source = _gathered(node.args[0])
+    if source is None or not _is_worth(node, node.args[0], source, typical, ctx):
+        return
+    done = emit.call(node.target, source, *node.args[1:], layer=_layer(node), **node.kwargs)
+    node.replace_all_uses_with(_gather_again(emit, node.args[0], done))
+    ctx.note(node, "moved from the edges to the nodes they read")
+
+
+def _lift_gemm(node: Node, emit: Emitter, typical: Typical, ctx: Context) -> None:
+    parts = _concatenated(node.args[0])
+    if not any(_gathered(part) is not None for part in parts):
+        return
+    if node.args[3:] == (True,) or not _all_worth(node, parts, typical, ctx):
+        return
+    total: Node | None = None
+    start = 0
+    for part in parts:
+        width = int(size_expr(shape_of(part)[-1]))
+        weight = node.args[1]
+        if len(parts) > 1:
+            weight = emit.call(_aten.slice.Tensor, weight, 1, start, start + width, layer=_layer(node))
+        start += width
+        term = _transformed(emit, part, weight, _layer(node))
+        total = term if total is None else emit.call(_aten.add.Tensor, total, term, layer=_layer(node))
+    bias = node.args[2] if len(node.args) > 2 else None
+    if bias is not None:
+        total = emit.call(_aten.add.Tensor, total, bias, layer=_layer(node))
+    assert total is not None
+    node.replace_all_uses_with(total)
+    ctx.note(node, "linear layer moved from the edges to the nodes they read")
+
+
+def _transformed(emit: Emitter, part: Node, weight: Any, layer: str) -> Node:
+    source = _gathered(part)
+    if source is None:
+        return emit.call(_ops.gemm.default, part, weight, None, False, layer=layer)
+    done = emit.call(_ops.gemm.default, source, weight, None, False, layer=layer)
+    return _gather_again(emit, part, done)
+
+
+def _gathered(node: Any) -> Node | None:
+    """Return the node tensor whose rows ``node`` takes at every edge."""
+    if not holds_tensor(node) or not _is(node, "sddmm"):
+        return None
+    a, b, kind = node.args[2:5]
+    return {"copy_src": b, "copy_dst": a}.get(kind)
+
+
+def _gather_again(emit: Emitter, gather: Any, x: Node) -> Node:
+    rowptr, col, _, _, kind = gather.args
+    a, b = (None, x) if kind == "copy_src" else (x, None)
+    return emit.call(_ops.sddmm.default, rowptr, col, a, b, kind, layer=_layer(gather))
+
+
+def _concatenated(node: Any) -> list[Node]:
+    """Return the parts of a concatenation of columns, or the tensor itself."""
+    if not holds_tensor(node) or len(shape_of(node)) != 2:
+        return []
+    if node.target is not _aten.cat.default or len(node.users) > 1:
+        return [node]
+    dim = node.args[1] if len(node.args) > 1 else 0
+    return list(node.args[0]) if dim in (1, -1) else []
+
+
+def _all_worth(node: Node, parts: list[Node], typical: Typical, ctx: Context) -> bool:
+    gathered = [(part, source) for part in parts if (source := _gathered(part)) is not None]
+    return all(_is_worth(node, part, source, typical, ctx) for part, source in gathered)
+
+
+def _is_worth(node: Node, edges: Any, source: Node, typical: Typical, ctx: Context) -> bool:
+    rows, nodes = (typical.value(size_expr(shape_of(t)[0])) for t in (edges, source))
+    if rows <= nodes:
+        ctx.note(node, f"stays on the edges: {rows:.0f} edges, {nodes:.0f} nodes")
+        return False
+    return True
+
+
+def _is(node: Node, name: str) -> bool:
+    op = op_of(node)
+    return op is not None and op.name == name
+
+
+def _layer(node: Any) -> str:
+    return node.meta.get("layer", "")

@@ -1,0 +1,85 @@
+"""Changes to the structure graph from the compute side: new results, and none that nobody reads."""
+
+from typing import Any
+
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.graph import clone, infer_meta, placeholders
+from gnnc.ir.source import Source, source_of
+from gnnc.ir.verify import verify
+from gnnc.passes.base import Context
+from gnnc.passes.rewrite.boundary import Boundary, refresh_examples
+from gnnc.passes.rewrite.emit import Emitter
+
+
+class StructureEdit:
+    """A private copy of ``ctx.structure`` that a pass over ``compute`` extends.
+
+    Attributes:
+        emit: inserts nodes into the structure graph.
+    """
+
+    def __init__(self, compute: fx.GraphModule, structure: fx.GraphModule) -> None:
+        self.compute = compute
+        self.structure = clone(structure)
+        self.structure.meta["examples"] = structure.meta.get("examples")
+        self.emit = Emitter(self.structure)
+        self._outputs: dict[str, Node] = {node.name: node for node in self._results()}
+        self._taken = {
+            source.name: node
+            for node in placeholders(compute)
+            if (source := source_of(node)) is not None and source.kind == "structure"
+        }
+
+    def _results(self) -> tuple[Any, ...]:
+        return self.structure.graph.output_node().args[0]  # type: ignore[return-value]
+
+    def producer(self, placeholder: Any) -> Node | None:
+        """Return the structure node whose value a placeholder of the compute graph takes."""
+        source = source_of(placeholder) if isinstance(placeholder, Node) else None
+        if source is None or source.kind != "structure":
+            return None
+        return self._outputs[source.name]
+
+    def take(self, node: Node, name: str) -> Node:
+        """Return the compute graph's placeholder for the value of a structure node."""
+        known = self._taken.get(node.name)
+        if known is not None and self._outputs[node.name] is node:
+            return known
+        node._rename(name)
+        self._outputs[node.name] = node
+        with self.compute.graph.inserting_after(placeholders(self.compute)[-1]):
+            placeholder = self.compute.graph.placeholder(node.name)
+        placeholder.meta = {
+            "source": Source("structure", node.name),
+            "val": Boundary(self.compute, [node]).value(node),
+            "layer": node.meta.get("layer", ""),
+        }
+        self._taken[node.name] = placeholder
+        return placeholder
+
+    def commit(self, stage: str, ctx: Context) -> None:
+        """Drop results that the compute graph no longer reads, and make the copy ``ctx.structure``."""
+        graph = self.compute.graph
+        # Placeholders that were added stand last and have no example yet.
+        known = dict(zip(map(source_of, placeholders(self.compute)), ctx.examples or (), strict=False))
+        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        for name, node in list(self._taken.items()):
+            if not node.users:
+                graph.erase_node(node)
+                del self._taken[name]
+        names = {node: name for name, node in self._taken.items()}
+        kept = [self._outputs[names[node]] for node in placeholders(self.compute) if node in names]
+        self.structure.graph.output_node().args = (tuple(kept),)
+        self._finish(stage)
+        self.compute.meta["structure"] = ctx.structure = self.structure
+        if ctx.examples is not None:
+            refresh_examples(self.compute, self.structure, known, ctx)
+
+    def _finish(self, stage: str) -> None:
+        graph = self.structure.graph
+        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        infer_meta(self.structure)
+        self.structure.recompile()
+        verify(self.structure, f"{stage} (structure)")

@@ -1,0 +1,1 @@
+"""The search of `precision="auto"`: sensitivities, costs and the exact choice of options."""

@@ -1,0 +1,1 @@
+"""The CUDA driver layer: NVRTC compilation, launches, streams and readbacks."""

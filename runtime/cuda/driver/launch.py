@@ -1,0 +1,220 @@
+"""Launches compiled kernels: on torch's current stream, for a few microseconds of Python each."""
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from gnnc.errors import BackendError
+from gnnc.runtime.cuda.driver.cubin import waiting_kernels
+
+_END, _POINTER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
+_MAX_THREADS = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_LEAVES_WAITING = 12030  # driver from which edges of a graph leave the waiting to kernels
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    """Return the CUDA driver's library.
+
+    Raises:
+        BackendError: there is none.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BackendError(f"there is no CUDA driver on this machine ({error})") from None
+    library.cuGraphLaunch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return library
+
+
+def check(status: int, what: str) -> None:
+    """Raise unless a call of the driver succeeded.
+
+    Raises:
+        BackendError: with the driver's words.
+    """
+    if status == 0:
+        return
+    text = ctypes.c_char_p()
+    driver().cuGetErrorString(status, ctypes.byref(text))
+    words = text.value.decode() if text.value else f"error {status}"
+    raise BackendError(f"the CUDA driver could not {what}: {words}")
+
+
+def enter_device(index: int) -> None:
+    """Make the context of a device current in this thread."""
+    check(driver().cuCtxSetCurrent(_context_of(index)), "enter the device")
+
+
+@contextmanager
+def on_device(index: int) -> Iterator[None]:
+    """Have the context of a device current inside, and afterwards what was before.
+
+    Unlike ``torch.cuda.device`` it also serves a thread that has no context yet.
+    """
+    check(driver().cuCtxPushCurrent_v2(_context_of(index)), "enter the device")
+    try:
+        yield
+    finally:
+        check(driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())), "leave the device")
+
+
+def _context_of(index: int) -> ctypes.c_void_p:
+    """Return the primary context of a device, which torch uses."""
+    library, device, context = driver(), ctypes.c_int(), ctypes.c_void_p()
+    check(library.cuInit(0), "start")
+    check(library.cuDeviceGet(ctypes.byref(device), index), f"find device {index}")
+    check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "open the device")
+    return context
+
+
+@cache
+def leaves_waiting() -> bool:
+    """Whether the edges of a graph can leave the waiting to kernels."""
+    version = ctypes.c_int()
+    check(driver().cuDriverGetVersion(ctypes.byref(version)), "tell its version")
+    return version.value >= _LEAVES_WAITING
+
+
+class Code:
+    """Loaded machine code of one compilation, valid on every device of its architecture."""
+
+    def __init__(self, cubin: bytes, device: int) -> None:
+        self._library = ctypes.c_void_p()
+        self._cubin = cubin  # the driver may read it later
+        self._waiting = waiting_kernels(cubin) if leaves_waiting() else frozenset()
+        with on_device(device):
+            check(
+                driver().cuLibraryLoadData(ctypes.byref(self._library), cubin, None, None, 0, None, None, 0),
+                "load the kernels",
+            )
+
+    def kernel(self, symbol: str, shared: int, device: int) -> ctypes.c_void_p:
+        """Return a kernel's handle, allowed ``shared`` bytes of dynamic shared memory."""
+        handle = ctypes.c_void_p()
+        library = driver()
+        found = library.cuLibraryGetKernel(ctypes.byref(handle), self._library, symbol.encode())
+        check(found, f"find {symbol}")
+        if shared > 0:  # 48 kB of both kinds need no leave, but those of the other kind are not known here
+            allowed = library.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, shared, handle, device)
+            check(allowed, f"give {symbol} {shared} bytes of shared memory")
+        return handle
+
+    def waits(self, symbol: str) -> bool:
+        """Whether a kernel of a graph may be left to wait for the one before it (``gnnc::begin_kernel``)."""
+        return symbol in self._waiting
+
+    @staticmethod
+    def threads(handle: ctypes.c_void_p, device: int) -> int:
+        """Return the largest block that a kernel was compiled for: its launch bound."""
+        count = ctypes.c_int()
+        asked = driver().cuKernelGetAttribute(ctypes.byref(count), _MAX_THREADS, handle, device)
+        check(asked, "read the launch bound of a kernel")
+        return count.value
+
+    def __del__(self) -> None:
+        if self._library:
+            driver().cuLibraryUnload(self._library)
+
+
+def packed_arguments(buffer: ctypes.Array[ctypes.c_char], nbytes: ctypes.c_size_t) -> ctypes.Array[Any]:
+    """Return what tells the driver where the arguments of a kernel are packed; refers to both by address."""
+    values = _POINTER, ctypes.addressof(buffer), _SIZE, ctypes.addressof(nbytes), _END
+    return (ctypes.c_void_p * len(values))(*values)
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *[(f"{what}{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"],
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class _Slot(threading.local):
+    """What a thread gives the driver with its launches of one kernel.
+
+    The arguments and, right behind them, the number of blocks are packed together; most launches change no
+    more. ctypes hands such objects over as they are, where it would convert numbers one by one.
+    """
+
+    def __init__(self, count: int, block: int, shared: int) -> None:
+        nbytes = 8 * count
+        self.buffer = ctypes.create_string_buffer(nbytes + ctypes.sizeof(LaunchConfig))
+        self._config = LaunchConfig.from_buffer(self.buffer, nbytes)
+        self._config.gridy = self._config.gridz = self._config.blocky = self._config.blockz = 1
+        self._config.blockx, self._config.shared = block, shared
+        self._size = ctypes.c_size_t(nbytes)
+        self._extra = packed_arguments(self.buffer, self._size)
+        self.config, self.extra = ctypes.byref(self._config), ctypes.byref(self._extra)
+        self.stream = 0
+
+    def enter(self, stream: int) -> None:
+        """Launch there from now on."""
+        self._config.stream = self.stream = stream
+
+
+class Launch:
+    """One kernel with its block size; calling it launches.
+
+    Every argument of a kernel is eight bytes: structs of pointers and 64-bit integers, one behind
+    the other as the driver expects them.
+
+    Attributes:
+        name: the kernel's C++ name.
+        count: number of its arguments.
+        block: threads a block; 0 until it is bound where that is the kernel's launch bound, which may
+            depend on the architecture.
+        shared: bytes of dynamic shared memory.
+        waits: whether, in a graph, the kernel waits for the one before it itself; known once it is bound.
+    """
+
+    def __init__(self, name: str, count: int, block: int, shared: int) -> None:
+        self.name, self.count, self.block, self.shared = name, count, block, shared
+        self.waits = False
+        self._pack, self._packed = struct.Struct(f"{count}qI").pack_into, struct.Struct(f"{count}q").pack
+        self._slot: Any = None
+        self._code: Code | None = None
+        self._handle = ctypes.c_void_p()
+        self._launch: Any = None
+
+    def bind(self, code: Code, symbol: str, device: int) -> None:
+        """Give it the compiled kernel."""
+        self._code = code  # keeps the code loaded
+        handle = code.kernel(symbol, self.shared, device)
+        self.waits = code.waits(symbol)
+        self.take(handle, self.block or code.threads(handle, device), driver().cuLaunchKernelEx)
+
+    def take(self, handle: ctypes.c_void_p, block: int, launch: Callable[..., int]) -> None:
+        """Have ``launch``, which is cuLaunchKernelEx, launch a kernel in blocks of so many threads."""
+        self._handle, self.block, self._launch = handle, block, launch
+        self._slot = _Slot(self.count, block, self.shared)
+
+    def __call__(self, grid: int, stream: int, *values: int) -> None:
+        """Launch ``grid`` blocks; none where it is 0."""
+        if grid == 0:
+            return
+        slot = self._slot
+        self._pack(slot.buffer, 0, *values, grid)
+        if slot.stream != stream:
+            slot.enter(stream)
+        if status := self._launch(slot.config, self._handle, None, slot.extra):
+            check(status, f"launch {self.name} with {grid} blocks")
+
+    @property
+    def handle(self) -> int | None:
+        """The compiled kernel, as the driver knows it."""
+        return self._handle.value
+
+    def record(self, grid: int, recorded: list[Any], *values: int) -> None:
+        """Note a launch, to be made with the others of its program; one of no blocks is none."""
+        recorded.append((self, grid, self._packed(*values)))

@@ -1,0 +1,1 @@
+"""Sparse formats on CUDA: CSR, run tables and window tables, and the caches that hold them."""

@@ -1,0 +1,240 @@
+"""The structure of a graph on the device: CSR by a radix sort, ids checked before anything reads by them."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from gnnc.errors import GraphError
+from gnnc.ir.graph import placeholders
+from gnnc.runtime.cuda.driver.readback import Facts
+from gnnc.runtime.cuda.formats.run_table import BEGUN, RUNS, Begun, Draft, cut_for, multiprocessors_of
+from gnnc.runtime.cuda.formats.self_loops import take_loops
+from gnnc.runtime.cuda.formats.sort import Sorted, rows_of, sort_edges
+from gnnc.runtime.cuda.formats.tensor_cache import Ready, keep, refuse_in_capture, tensors_kept
+from gnnc.runtime.cuda.formats.window_table import NUMBERS as STAGED_NUMBERS
+from gnnc.runtime.cuda.formats.window_table import Sizes, find_sizes, may_pay, sizes_name, staged_cut_for
+from gnnc.runtime.structure.int32_columns import narrow_columns
+from gnnc.runtime.structure.runner import Group, StructureRunner
+
+_ATEN = torch.ops.aten
+_MADE = "_made"
+"""What a tensor keeps under when it is in memory."""
+
+
+def prepare(compute: GraphModule, structure: GraphModule) -> GraphModule:
+    """Return a structure graph whose sorts give a graph its self loops, with columns as kernels read them."""
+    return take_loops(narrow_columns(compute, structure), csr_with_loops)
+
+
+def use_kernels(runner: StructureRunner) -> None:
+    """Let a structure program sort on the device, count its tables, and make its results safe to share."""
+    for group in runner.groups:
+        for sort in group.module.graph.find_nodes(op="call_function", target=csr_with_loops):
+            _note_ids(runner, group, sort)
+        for node in group.module.graph.nodes:
+            node.target = _IN_PLACE_OF.get(node.target, node.target)
+        group.module.recompile()
+    runner.cache.made_of = tensors_kept
+    streams = _Streams()
+    runner.before_build, runner.after_build, runner.after_call = streams.before_build, streams.built, streams
+
+
+def _note_ids(runner: StructureRunner, group: Group, sort: Node) -> None:
+    """Have a sort find ids out of range, if nothing else of its part reads them; other parts come later."""
+    ends, nodes = sort.all_input_nodes[:2], sort.args[2]
+    if any(end.op == "placeholder" for end in ends):
+        return  # another part selects them, and may do more with the ids
+    if not all(_reads_nothing_by_ids(user) for end in ends for user in end.users):
+        return
+    slots = dict(zip(placeholders(group.module), group.operands, strict=True))
+    (edge_index,) = {end.all_input_nodes[0] for end in ends}
+    ids, limit = slots.get(edge_index), slots.get(nodes)
+    if ids is not None and limit is not None and set(edge_index.users) == set(ends):
+        runner.finds.add((ids, limit))
+
+
+def _reads_nothing_by_ids(node: Node) -> bool:
+    """Whether what reads ids does no harm by those that are out of range; other parts come later."""
+    return node.op == "output" or node.target in (csr_with_loops, torch.ops.gnnc.csr.default, _ATEN.ne.Tensor)
+
+
+def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort edges by destination; see ``gnnc.csr``.
+
+    The host waits once, for everything that it has to know of a graph: whether ids are out of range, and how
+    large its tables are; what is known of these is kept with ``rowptr`` and the columns. Sorting and
+    searching read no memory by the ids, so that ids out of range do no harm.
+
+    Raises:
+        GraphError: an id is out of range.
+    """
+    if src.shape[0] == 0:
+        empty = torch.empty(0, dtype=torch.int64, device=src.device)
+        rowptr = torch.zeros(num_dst + 1, dtype=torch.int64, device=src.device)
+        return rowptr, empty.to(torch.int32), empty
+    return sorted_edges(src, dst, num_src, num_dst)
+
+
+def csr_with_loops(src: Tensor, dst: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the CSR of a graph whose nodes get one edge to themselves, in the place of those that they have.
+
+    As ``gnnc.csr`` of the other edges and, behind them, of the new ones; see there.
+
+    Returns:
+        ``rowptr`` int64 ``[nodes + 1]``, ``col`` int32 and ``perm`` int64: the place of every edge among all
+        E that were given and, behind them, the new ones.
+
+    Raises:
+        GraphError: an id is out of range.
+    """
+    if src.shape[0] + nodes == 0:
+        return csr(src, dst, nodes, nodes)
+    return sorted_edges(src, dst, nodes, nodes, loops=True)
+
+
+def sorted_edges(
+    src: Tensor, dst: Tensor, num_src: int, num_dst: int, *, loops: bool = False, cuts: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the CSR by destination of one edge at least; see ``csr`` and ``csr_with_loops``.
+
+    ``cuts``: say with ``rowptr`` and the columns how the sparse kernels cut the edges.
+    """
+    device = src.device
+    with torch.cuda.device(device):
+        facts = Facts(3 + _Tables.NUMBERS, device)
+        done = sort_edges(dst, src, num_dst, num_src, facts.tensor, loops=loops)
+        # A bad source leaves rowptr what it should be; a bad destination may leave anything.
+        tables = _Tables(done, facts.tensor[3:], facts.tensor[:1]) if cuts else None
+        facts.send()
+        bad_dst, bad_src, kept, *sizes = facts.wait()
+        if bad_src:
+            _refuse("src", src, num_src, "source")
+        if bad_dst:
+            _refuse("dst", dst, num_dst, "destination")
+        col, perm = (done.col[:kept], done.perm[:kept]) if loops else (done.col, done.perm)
+        if tables is not None:
+            tables.finish(col, sizes)
+    return done.rowptr, col, perm
+
+
+class _Tables:
+    """How the edges of a new graph are cut: begun behind its sort, finished once the host knows their sizes.
+
+    Args:
+        done: the sort, on the current device.
+        sizes: int32 ``[NUMBERS]``, zeros: gets what ``finish`` asks for.
+        refused: an int32; where it is not 0, the sort's rowptr may be anything.
+    """
+
+    NUMBERS = 4 + STAGED_NUMBERS
+
+    def __init__(self, done: Sorted, sizes: Tensor, refused: Tensor) -> None:
+        rowptr = done.rowptr
+        rows, edges, shares = rowptr.shape[0] - 1, done.col.shape[0], multiprocessors_of(rowptr)
+        self._rowptr, self._staged = rowptr, None
+        self._draft = Draft(rowptr, edges, cut_for(rows, edges, shares), shares, sizes[:4], refused)
+        if may_pay(rows, edges, shares):
+            self._staged = staged_cut_for(rows, edges)
+            find_sizes(rowptr, done.keys, done.col, self._staged, sizes[4:])
+
+    def finish(self, col: Tensor, sizes: Sequence[int]) -> None:
+        """Have rowptr and columns keep the run table, or what one is made of where sums may not need it."""
+        edges, sizes, others = col.shape[0], sizes[:4], sizes[4:]
+        if self._staged is None:
+            keep(self._rowptr, RUNS, self._draft.finish(sizes, edges))
+            return
+        keep(self._rowptr, BEGUN, Begun(self._draft, sizes, edges))
+        keep(col, sizes_name(self._rowptr), Sizes.of(others, edges, self._staged))
+
+
+def csr_transpose(rowptr: Tensor, col: Tensor, num_src: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the CSR by source; see ``gnnc.csr_transpose``. It has no run table until it is asked for one."""
+    if col.shape[0] == 0:
+        return csr(col, col, rowptr.shape[0] - 1, num_src)
+    return sorted_edges(rows_of(rowptr, col.shape[0]), col, rowptr.shape[0] - 1, num_src, cuts=False)
+
+
+def degree(rowptr: Tensor) -> Tensor:
+    """Return the number of edges of every row, as ``gnnc.degree`` but without torch's dispatcher."""
+    return (rowptr[1:] - rowptr[:-1]).float()
+
+
+_IN_PLACE_OF = {
+    torch.ops.gnnc.csr.default: csr,
+    torch.ops.gnnc.csr_transpose.default: csr_transpose,
+    torch.ops.gnnc.degree.default: degree,
+}
+
+
+def _refuse(name: str, index: Tensor, bound: int, what: str) -> NoReturn:
+    bad = int(((index < 0) | (index >= bound)).nonzero()[0, 0])
+    raise GraphError(
+        f"[gnnc.csr] {name}[{bad}] = {int(index[bad])} is not a {what} node: ids must be in "
+        f"0..{bound - 1} ({bound} nodes); check edge_index against the number of rows of x"
+    )
+
+
+def _device_of(values: Sequence[Any]) -> torch.device | None:
+    return next((tensor.device for tensor in _on_device(values)), None)
+
+
+class _Streams:
+    """Has streams wait for what another one built, and tells torch's allocator where that is used.
+
+    What is built keeps the event after which it is there. While one stream alone builds and calls, nothing is
+    looked at.
+    """
+
+    def __init__(self) -> None:
+        self._device: torch.device | None = None
+        self._only: int | None = None
+        self._several = False
+
+    def before_build(self, operands: Sequence[Any]) -> None:
+        """Make what a part is made of fit for this stream.
+
+        Raises:
+            BackendError: see ``refuse_in_capture``.
+        """
+        if _device_of(operands) is not None:
+            refuse_in_capture()
+        self(operands)
+
+    def built(self, results: Sequence[Any]) -> None:
+        """Note when results are there, before any call finds them."""
+        device = _device_of(results)
+        if device is None:
+            return
+        ready = Ready.now(device)
+        for tensor in _on_device(results):
+            vars(tensor)[_MADE] = ready
+        if self._only is None:
+            self._only = ready.stream
+        elif ready.stream != self._only:
+            self._several = True
+
+    def __call__(self, values: Sequence[Any]) -> None:
+        """Make the results of builds fit for the current stream."""
+        if self._device is None:
+            self._device = _device_of(values)
+            if self._device is None:
+                return
+        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if handle == self._only and not self._several:
+            return
+        if self._only is None:
+            self._only = handle
+            return
+        self._several = True
+        for tensor in _on_device(values):
+            ready = vars(tensor).get(_MADE)
+            if ready is not None:  # else it is the caller's own
+                ready.wait(chain([tensor], tensors_kept(tensor)))
+
+
+def _on_device(values: Sequence[Any]) -> Iterator[Tensor]:
+    yield from (value for value in values if isinstance(value, Tensor) and value.is_cuda)

@@ -1,0 +1,335 @@
+"""The run table of a graph: how sparse kernels cut its edges into units of work.
+
+Kernels read it in ``csrc/cuda/sparse/runs.cuh``.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnnc.runtime.cuda.driver.kernel_set import Unit, kernels_on
+from gnnc.runtime.cuda.driver.launch import Launch
+from gnnc.runtime.cuda.driver.readback import Facts
+from gnnc.runtime.cuda.formats.tensor_cache import drop, kept, launching
+
+ROW_COST = 4
+"""A row costs about as much as this many edges, beyond its own."""
+_CHUNK, _WIDE_CHUNK = 32, 64
+"""Runs that a block of a large graph takes at a time. Blocks work on neighbouring chunks: larger ones would
+spread them over more than L2 holds. Rows of 256 bytes and more get larger ones, whose sources are found in L1
+more often."""
+_TURNS = 16
+"""Chunks for each block, at least: with fewer, what they cost differs too much between blocks."""
+_LEAST_SHORT, _MOST_SHORT = 8, 256
+"""A slot gathers the rows of so many edges at once; a run of rows with more is too much for one warp."""
+_UNSPLIT = 256
+"""Edges of a row that is not split on a small graph: to join parts is to wait for memory once more."""
+MOST_ENTRIES = 16
+"""Rows of a run, at most: ``gnnc::kMostEntries``."""
+MOST_PART = 2048
+"""Edges of an entry, at most: ``gnnc::kMostPart``."""
+_MOST_OF_A_SHARE = 4096
+"""Runs of a share that are put in order, which takes their square; more are of rows without edges."""
+_MOST_OF_A_SLOT = MOST_PART // 2
+"""Edges that a slot adds up, at most: sums in fixed point have 32 bits (csrc/cuda/sparse/product_sum.cuh)."""
+RUNS, BEGUN = "runs", "begun"
+"""What ``rowptr`` keeps its table under, and one that is begun with, which may not be needed."""
+_WINDOW, _GROUP = 256, 8
+"""Rows that are cut together, and those of few edges that make a run at least."""
+_FIELDS = (
+    *("rowptr", "refused", "counts", "sums", "entry", "run", "split"),
+    *("cost", "ends", "begin", "sizes", "dealt"),
+    *("rows", "windows", "part", "few", "run_cost", "least_cost", "shares", "share"),
+)
+"""Members of ``gnnc::CutArgs``."""
+_NO_RUN = [0, 0, -1, 0]
+
+
+class Cut(NamedTuple):
+    """How finely edges are cut.
+
+    Attributes:
+        part: rows with more edges are split into parts of about as many.
+        short: rows with at most so many edges are worked on side by side.
+        entries: short rows of a run, at most, where a group of eight is fewer.
+        chunk: runs that a block takes at a time, 0: each has one share; None: as ``chunk_of`` says.
+        by_stretch: whether edges are arranged by stretch (``staged.py``), and not as runs.
+    """
+
+    part: int
+    short: int
+    entries: int = MOST_ENTRIES
+    chunk: int | None = None
+    by_stretch: bool = False
+
+    def __str__(self) -> str:
+        """What tells it from others of one graph."""
+        turns = f", {self.chunk} at a time" if self.chunk else ""
+        return f"{'stretches' if self.by_stretch else 'runs'}, part {self.part}, short {self.short}{turns}"
+
+
+class Runs(NamedTuple):
+    """The tensors of ``gnnc::Runs``, on the graph's device.
+
+    Attributes:
+        entry: int32 ``[entries, 4]``: row, edges, and the first of them as int64.
+        run: int32 ``[runs, 4]``: first entry, entries, staging slot (-1: whole rows), 0.
+        split: int32 ``[slots, 4]``: row, first slot and number of parts, 0, of the row of each part.
+        edges: of all.
+        cut: how they were cut.
+        dealt: int32 ``[shares * n, 4]`` like ``run``, ``n`` a power of two: a share of neighbouring runs for
+            each block of threads, or for each run where those are fewer. All cost about the same; the warps
+            of a block take its runs in order, the costly ones first, so that they end together. A share
+            ends with runs of no entries, at which warps stop; they are no parts. None where blocks take
+            turns: there are many runs, or many cost so little that one share has thousands.
+    """
+
+    entry: Tensor
+    run: Tensor
+    split: Tensor
+    edges: int
+    cut: Cut
+    dealt: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that it holds."""
+        own = self.entry, self.run, self.split
+        return own if self.dealt is None else (*own, self.dealt)
+
+
+def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
+    """Return how edges should be cut: so finely that every warp of the device gets several runs.
+
+    A multiprocessor holds about 32 warps; with three runs each, the last ones to finish cost little
+    (the analytical model of GNNAdvisor section 3.6, with the device's parallelism alone). The bounds are
+    measured: docs/cuda-sparse-kernels.md. A graph that leaves warps idle has its rows shared by the slots
+    of a warp early, and splits few of them: what counts there is the longest chain of loads.
+
+    Args:
+        rows: of the CSR.
+        edges: E of the graph.
+        multiprocessors: of the device.
+    """
+    warps = multiprocessors * 32
+    few = few_edges(rows, edges)
+    by_degree = min(few, _MOST_SHORT)
+    short = min(by_degree, max(_power_of_two_from(edges // (2 * warps)), _LEAST_SHORT))
+    if short < by_degree:
+        return Cut(_UNSPLIT, short, entries=1)
+    part = _power_of_two_from(edges // (warps * 3))
+    return Cut(min(max(part, 2 * short), 4 * few, MOST_PART), short)
+
+
+def candidates(model: Cut, other: Cut | None = None) -> list[Cut]:
+    """Return the cuts of a graph that are worth a measurement: the model's and up to seven like it.
+
+    Args:
+        model: what the model says, with its chunk; comes first.
+        other: what it says of stretches where it chose runs, or the reverse; None: there is one way alone.
+    """
+    part, short, chunk = model.part, model.short, model.chunk
+    sizes = ((part // 2, short), (2 * part, short), (part, short // 2), (part, 2 * short))
+    varied = [model._replace(part=p, short=s) for p, s in sizes if _is_useful(p, s)]
+    turns = [model._replace(chunk=size) for size in (chunk // 2, 2 * chunk)] if chunk else []
+    return [model, *varied, *turns, *([] if other is None else [other])]
+
+
+def _is_useful(part: int, short: int) -> bool:
+    return _LEAST_SHORT <= short <= min(part, _MOST_OF_A_SLOT) and part <= MOST_PART
+
+
+def few_edges(rows: int, edges: int) -> int:
+    """Return what is few edges for a row of a CSR: twice the mean, as a power of two from 64 to 512."""
+    return min(max(_power_of_two_from(2 * edges // max(rows, 1)), 64), 512)
+
+
+def _power_of_two_from(number: int) -> int:
+    return 1 << (max(number, 1) - 1).bit_length()
+
+
+def chunk_of(runs: int, multiprocessors: int, row_bytes: int, *, dealt: bool = True) -> int:
+    """Return how many runs a block takes at a time; 0 where each should have one share of its own.
+
+    Args:
+        runs: of the graph.
+        multiprocessors: of the device.
+        row_bytes: of a row of x.
+        dealt: whether there are shares.
+    """
+    chunk = _WIDE_CHUNK if row_bytes >= 256 else _CHUNK
+    return chunk if runs >= _TURNS * multiprocessors * chunk or not dealt else 0
+
+
+class Kernels:
+    """The kernels that make run tables (csrc/cuda/structure/cut_rows.cuh), on one device."""
+
+    def __init__(self, unit: Unit) -> None:
+        names = ("count_runs", "write_runs", "share_runs", "deal_runs")
+        self.count, self.write, self.share, self.deal = (
+            unit.launch(f"gnnc::{name}", len(_FIELDS), block=_WINDOW) for name in names
+        )
+        kernel = self.write.name
+        unit.expect(kernel, "CutArgs", len(_FIELDS))
+        unit.require(kernel, f"kRowCost == {ROW_COST} && kWindow == {_WINDOW}", "windows have so many rows")
+        unit.require(kernel, f"kGroup == {_GROUP}", "what a run has room for is counted in groups")
+        unit.require(kernel, f"kMostEntries == {MOST_ENTRIES}", "a warp has room for the entries of a run")
+        unit.require(kernel, f"kMostPart == {MOST_PART}", "sums of so many edges are in range")
+
+
+class Draft:
+    """A run table in the making: launched, in memory for the most that it can be, and no one has waited.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``, on the current device.
+        edges: E, or more.
+        cut: sizes.
+        shares: blocks of threads that runs may be dealt to.
+        sizes: int32 ``[4]``, gets what ``finish`` asks for.
+        refused: an int32; where it is not 0, rowptr may be anything, and there will be no table.
+    """
+
+    def __init__(
+        self, rowptr: Tensor, edges: int, cut: Cut, shares: int, sizes: Tensor, refused: Tensor | None = None
+    ) -> None:
+        rows, windows = rowptr.shape[0] - 1, -(-(rowptr.shape[0] - 1) // _WINDOW)
+        parts = min(rows, edges // (cut.short + 1)) + edges // cut.part
+        count = min(rows, -(-rows // _GROUP) + windows) + parts
+        new = partial(torch.empty, dtype=torch.int32, device=rowptr.device)
+        self._entry, self._split = new(rows + edges // cut.part, 4), new(2 * edges // cut.part, 4)
+        self._run, self._cost, self._begin = new(count, 4), new(count), new(shares + 1)
+        self._shares, self._cut = shares, cut
+        run_cost = min(cut.part, _GROUP * (cut.short + ROW_COST))
+        self._values = {
+            "rowptr": rowptr.data_ptr(),
+            "refused": 0 if refused is None else refused.data_ptr(),
+            "entry": self._entry.data_ptr(),
+            "run": self._run.data_ptr(),
+            "split": self._split.data_ptr(),
+            "cost": self._cost.data_ptr(),
+            "begin": self._begin.data_ptr(),
+            "sizes": sizes.data_ptr(),
+            "rows": rows,
+            "windows": windows,
+            "part": cut.part,
+            "few": cut.short,
+            "run_cost": run_cost,
+            "least_cost": -(-run_cost * _GROUP // max(cut.entries, _GROUP)),
+            "shares": shares,
+        }
+        self._kernels = kernels_on(rowptr.device.index, Kernels)
+        if windows:
+            self._launch(windows, new(3, windows))
+
+    def _launch(self, windows: int, counts: Tensor) -> None:
+        kernels = self._kernels
+        self._run_kernel(kernels.count, windows, counts=counts)
+        sums = torch.cumsum(counts, 1, dtype=torch.int32)
+        self._run_kernel(kernels.write, windows, sums=sums)
+        self._run_kernel(kernels.share, 1, sums=sums, ends=torch.cumsum(self._cost, 0))
+
+    def _run_kernel(self, launch: Launch, blocks: int, share: int = 0, **given: Tensor) -> None:
+        values = self._values | {name: tensor.data_ptr() for name, tensor in given.items()} | {"share": share}
+        stream = torch._C._cuda_getCurrentRawStream(self._run.device.index)
+        launch(blocks, stream, *[values.get(name, 0) for name in _FIELDS])
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that it holds."""
+        return self._entry, self._run, self._split, self._cost, self._begin
+
+    def finish(self, sizes: Sequence[int], edges: int) -> Runs:
+        """Return the table.
+
+        Args:
+            sizes: entries, runs, slots, and runs of the longest share.
+            edges: E.
+        """
+        entries, count, slots, most = sizes
+        dealt, cut = None, self._cut
+        takes_turns = count >= _TURNS * self._shares * _WIDE_CHUNK or most > _MOST_OF_A_SHARE
+        if cut.chunk == 0 or cut.chunk is None and not takes_turns:
+            dealt = self._deal(min(count, self._shares), _power_of_two_from(most))
+        run, split = _fitted(self._run, count), _fitted(self._split, slots)
+        return Runs(self._entry[:entries], run, split, edges, cut, dealt)
+
+    def _deal(self, shares: int, share: int) -> Tensor:
+        if shares == 0:
+            return self._begin.new_tensor([_NO_RUN])
+        dealt = self._run.new_empty(shares * share, 4)
+        self._run_kernel(self._kernels.deal, shares, share, dealt=dealt)
+        return dealt
+
+
+def _fitted(tensor: Tensor, rows: int) -> Tensor:
+    """Return the first rows, copied where they are less than half of a tensor that would live as long."""
+    return tensor[:rows] if 2 * rows >= tensor.shape[0] else tensor[:rows].clone()
+
+
+def build_runs(rowptr: Tensor, edges: int, cut: Cut, shares: int) -> Runs:
+    """Cut the edges of a CSR into runs.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``.
+        edges: E.
+        cut: sizes; the entries of a run of short rows cost less than ``part`` edges, or are one group.
+        shares: blocks of threads of a launch, one at least.
+
+    Returns:
+        The table; one synchronisation.
+    """
+    with torch.cuda.device(rowptr.device):
+        facts = Facts(4, rowptr.device)
+        draft = Draft(rowptr, edges, cut, shares, facts.tensor)
+        facts.send()
+        return draft.finish(facts.wait(), edges)
+
+
+class Begun(NamedTuple):
+    """A run table whose sizes are known.
+
+    Attributes:
+        draft: what was launched.
+        sizes: what ``Draft.finish`` asks for.
+        edges: E.
+    """
+
+    draft: Draft
+    sizes: Sequence[int]
+    edges: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that it holds."""
+        return self.draft.tensors
+
+    def finish(self) -> Runs:
+        """Return the table; waits for nothing."""
+        return self.draft.finish(self.sizes, self.edges)
+
+
+def model_runs(rowptr: Tensor, edges: int) -> Runs:
+    """Return the runs of a CSR as the model cuts them, for rows of any size; they live as long as the tensor.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``.
+        edges: E.
+    """
+
+    def build() -> Runs:
+        with launching(rowptr.device), torch.cuda.device(rowptr.device):
+            begun = drop(rowptr, BEGUN)
+            if begun is not None:
+                return begun.finish()
+            shares = multiprocessors_of(rowptr)
+            return build_runs(rowptr, edges, cut_for(rowptr.shape[0] - 1, edges, shares), shares)
+
+    return kept(rowptr, RUNS, build)
+
+
+def multiprocessors_of(tensor: Tensor) -> int:
+    """Return how many the device of a tensor has."""
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count

@@ -1,0 +1,180 @@
+"""Sorts the edges of a new graph on the device: the launches of ``csrc/cuda/structure/radix.cuh``."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnnc.errors import BackendError
+from gnnc.runtime.cuda.driver.kernel_set import BLOCK, Unit, kernels_on
+from gnnc.runtime.cuda.driver.launch import Launch
+from gnnc.runtime.cuda.emitter import round_up
+
+_TILE, _THREADS = 8192, 512
+_SHARED = 10 * _TILE + 128
+_BITS = (8, 9)
+"""Bits of a digit that there are kernels for. Nine save ids of 9, 17, 18 or 25 to 27 bits a pass."""
+_ARGUMENTS, _ROWPTR_ARGUMENTS = 20, 5
+_IDS = {torch.int64: "int64_t", torch.int32: "int32_t"}
+MOST_EDGES = 2**31 - 1
+
+
+class Sorted(NamedTuple):
+    """Edges in order.
+
+    Attributes:
+        keys: int32 ``[E]``, the ids by which they are sorted.
+        rowptr: int64 ``[bound + 1]``, where each id begins.
+        perm: int64 ``[E]``, where each was.
+        col: int32 ``[E]``, the other end of each, with memory up to a multiple of four.
+    """
+
+    keys: Tensor
+    rowptr: Tensor
+    perm: Tensor
+    col: Tensor
+
+
+class Kernels:
+    """The kernels for ids of one type, and digits of so many bits, on one device.
+
+    Attributes:
+        count: the launch that counts digits, by whether the pass is the first.
+        sums: the one that adds the counts up.
+        scatter: the one that moves edges, by whether the pass is the first, and the last.
+        rowptr: the one that finds where ids begin.
+
+    Args:
+        unit: compiles them.
+        ids: their C++ type.
+        bits: of a digit.
+        loops: whether every node gets an edge to itself.
+    """
+
+    def __init__(self, unit: Unit, ids: str, bits: int, loops: bool) -> None:
+        shared = _SHARED + (1 << bits) * (2 * _THREADS // 32 + 4)
+        fits = f"sizeof(RadixShared<{bits}>) == {shared}"
+        count = partial(unit.launch, count=_ARGUMENTS, block=_THREADS)
+        scatter = partial(count, shared=shared)
+        self.sums = unit.launch("gnnc::radix_sums", _ARGUMENTS)
+        self.rowptr = unit.launch("gnnc::radix_rowptr", _ROWPTR_ARGUMENTS)
+        unit.expect(self.sums.name, "RadixArgs", _ARGUMENTS)
+        unit.expect(self.rowptr.name, "RowptrArgs", _ROWPTR_ARGUMENTS)
+        self.count: dict[bool, Launch] = {}
+        self.scatter: dict[tuple[bool, bool], Launch] = {}
+        for first in (False, True):
+            pass_, adds = f"{ids}, {bits}, {_text(first)}", _text(first and loops)
+            self.count[first] = count(f"gnnc::radix_count<{pass_}, {adds}>")
+            for last in (False, True):
+                kernel = f"gnnc::radix_scatter<{pass_}, {_text(last)}, {adds}>"
+                unit.require(kernel, fits, "a launch gives the tile its shared memory")
+                self.scatter[first, last] = scatter(kernel)
+
+
+def _text(flag: bool) -> str:
+    return "true" if flag else "false"
+
+
+def digits_for(bound: int) -> tuple[int, int]:
+    """Return how many passes sort ids below ``bound``, and the bits of their digits."""
+    bits = max(1, max(bound - 1, 0).bit_length())
+    passes = -(-bits // max(_BITS))
+    return passes, next(width for width in _BITS if passes * width >= bits)
+
+
+def sort_edges(
+    ids: Tensor, others: Tensor, bound: int, others_bound: int, found: Tensor, *, loops: bool = False
+) -> Sorted:
+    """Sort edges by the ids of one end, stably, without waiting for the device.
+
+    Beside the result it takes 16 bytes an edge, and less than one of counts. Nothing is read by the ids.
+    Where an id is out of range, rowptr may be anything.
+
+    Args:
+        ids: integer ``[E]``, with any stride, on the current device; E at least 1 where there are no loops.
+        others: the other ends, integer ``[E]``.
+        bound: ids are below it.
+        others_bound: other ends are below it.
+        found: int32, zeros: the first two numbers get others where an id, or another end, is out of range;
+            the third becomes the number of edges whose ids are below the bound.
+        loops: every node gets one edge to itself, behind the others, in the place of those that it has:
+            these come last, with the id ``bound``. Results are of ``E + bound`` edges.
+
+    Raises:
+        BackendError: there are more edges than places of 32 bits.
+    """
+    edges = ids.shape[0] + (bound if loops else 0)
+    if edges > MOST_EDGES:
+        own = f", {bound} of them from a node to itself" if loops else ""
+        raise BackendError(f"a graph of {edges} edges{own}: backend 'cuda' sorts at most {MOST_EDGES}")
+    if ids.dtype not in _IDS or others.dtype != ids.dtype:
+        ids, others = ids.long(), others.long()
+    return _sort(ids, others, bound, others_bound, found, edges)
+
+
+def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int, found: Tensor, edges: int) -> Sorted:
+    device, loops = ids.device, edges > ids.shape[0]
+    (passes, bits), tiles = digits_for(bound + loops), -(-edges // _TILE)
+    digits, between = 1 << bits, 2 * edges if passes > 1 else 0
+    rowptr = torch.empty(bound + 1, dtype=torch.int64, device=device)
+    perm = torch.empty(edges, dtype=torch.int64, device=device)
+    col = padded_columns(edges, device)
+    # Behind each other: keys of both kinds of passes, places with other ends, counts, totals.
+    size = edges + between // 2 + between + digits * tiles + digits
+    memory = torch.empty(size, dtype=torch.int32, device=device)
+    keys = memory.data_ptr(), memory.data_ptr() + 4 * edges
+    pairs = keys[1] + 2 * between
+    counts = pairs + 4 * between
+    kernels = kernels_on(device.index, Kernels, _IDS[ids.dtype], bits, loops)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    given = [ids.data_ptr(), ids.stride(0), bound, others.data_ptr(), others.stride(0), others_bound]
+    made = [perm.data_ptr(), counts, counts + 4 * digits * tiles, found.data_ptr(), edges, tiles]
+    read = [0, 0, 0]
+    for number in range(passes):
+        first, last = number == 0, number == passes - 1
+        # Places and other ends, between two passes. The last one writes perm, so it reads memory of their
+        # own, and what the one before reads may lie where perm will.
+        places = perm.data_ptr() if (passes - number) % 2 else pairs
+        written = [keys[number % 2], places, places + 4 * edges]
+        if last:
+            written[1:] = [0, col.data_ptr()]
+        values = [*given, *read, *written, *made, number * bits, ids.shape[0]]
+        kernels.count[first](tiles, stream, *values)
+        kernels.sums(digits, stream, *values)
+        kernels.scatter[first, last](tiles, stream, *values)
+        read = written
+    kept = found.data_ptr() + 2 * found.itemsize
+    kernels.rowptr(bound // BLOCK + 1, stream, read[0], rowptr.data_ptr(), kept, edges, bound)
+    begin = (passes - 1) % 2 * edges
+    return Sorted(memory[begin : begin + edges], rowptr, perm, col)
+
+
+class RowsKernel:
+    """The kernel that finds the row of every edge, on one device."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.launch = unit.launch("gnnc::radix_rows", 3)
+        unit.expect(self.launch.name, "RowsArgs", 3)
+
+
+def rows_of(rowptr: Tensor, edges: int) -> Tensor:
+    """Return the row of every edge of a CSR, int32 ``[E]``.
+
+    Args:
+        rowptr: integer ``[rows + 1]``.
+        edges: E.
+    """
+    rowptr = rowptr.long().contiguous()
+    row = torch.empty(edges, dtype=torch.int32, device=rowptr.device)
+    rows, index = rowptr.shape[0] - 1, rowptr.device.index
+    with torch.cuda.device(rowptr.device):
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        launch = kernels_on(index, RowsKernel).launch
+        launch(-(-rows // BLOCK), stream, rowptr.data_ptr(), row.data_ptr(), rows)
+    return row
+
+
+def padded_columns(edges: int, device: torch.device) -> Tensor:
+    """Return an int32 tensor ``[edges]`` with memory up to a multiple of four, for reads of four."""
+    return torch.empty(round_up(edges, 4), dtype=torch.int32, device=device)[:edges]

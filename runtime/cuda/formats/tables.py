@@ -1,0 +1,268 @@
+"""What kernels need of a CSR beside itself, made once and kept as long as the CSR lives."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gnnc.ir.graph import placeholders
+from gnnc.ir.source import is_structure
+from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
+from gnnc.runtime.cuda.formats.run_table import BEGUN, Cut, Runs, chunk_of, model_runs, multiprocessors_of
+from gnnc.runtime.cuda.formats.sort import padded_columns, rows_of
+from gnnc.runtime.cuda.formats.tensor_cache import BUILDING, drop, found, kept, launching, values_kept
+from gnnc.runtime.cuda.formats.window_table import (
+    StagedRuns,
+    StagedTable,
+    build_staged,
+    pays,
+    sizes_name,
+    sizes_of,
+    staged_cut_for,
+    window_rows,
+)
+from gnnc.runtime.program.executable import listed
+
+
+class RunTable:
+    """The run table of one CSR on its device, as kernels take it.
+
+    Attributes:
+        blocks: of a launch, one a multiprocessor.
+        count: runs, with those that fill up shares.
+        chunk: runs that a block takes at a time.
+        slots: rows of the staging buffer.
+        fields: of ``gnnc::Runs`` after ``rowptr`` and ``col``.
+        tensors: that the fields are addresses of.
+
+    Args:
+        runs: the table, complete.
+        multiprocessors: of the device.
+        row_bytes: of the rows of x that are gathered.
+        chunk: see ``Cut``.
+    """
+
+    def __init__(self, runs: Runs, multiprocessors: int, row_bytes: int, chunk: int | None = None) -> None:
+        if chunk is None:
+            is_dealt = runs.dealt is not None
+            chunk = chunk_of(runs.run.shape[0], multiprocessors, row_bytes, dealt=is_dealt)
+        self.blocks = min(runs.run.shape[0], multiprocessors)
+        if not chunk:
+            assert runs.dealt is not None
+            runs = runs._replace(run=runs.dealt)
+            chunk = runs.run.shape[0] // max(self.blocks, 1)
+        self.tensors = runs.entry, runs.run, runs.split
+        self.count, self.chunk = runs.run.shape[0], chunk
+        self.slots = runs.split.shape[0]
+        self.fields = (*(tensor.data_ptr() for tensor in self.tensors), self.count, self.chunk, runs.edges)
+
+
+def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
+    """Return the run table of a CSR; it lives as long as the tensor, which the structure cache holds.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``.
+        edges: E.
+        row_bytes: of the rows of x that are gathered.
+    """
+    return kept(
+        rowptr,
+        runs_name(row_bytes),
+        lambda: RunTable(model_runs(rowptr, edges), multiprocessors_of(rowptr), row_bytes),
+    )
+
+
+def runs_name(row_bytes: int) -> str:
+    """Return what ``rowptr`` keeps the table of ``runs_of`` under."""
+    return f"runs_of_{row_bytes}"
+
+
+class SumTable:
+    """How sums over a CSR are launched: by one of two tables, and the other's launch has no blocks.
+
+    Attributes:
+        blocks, fields: of the launch through ``gnnc::Runs``.
+        staged_blocks, staged_fields: of the one through ``gnnc::StagedRuns``.
+        slots: rows of the staging buffer.
+        tensors: that the fields are addresses of.
+
+    Args:
+        table: the one that is used.
+    """
+
+    def __init__(self, table: RunTable | StagedTable) -> None:
+        self.slots, self.tensors = table.slots, table.tensors
+        self.blocks = self.staged_blocks = 0
+        self.fields, self.staged_fields = (0,) * (RUNS_EXTRA + 1), (0,) * (STAGED_EXTRA + 1)
+        if isinstance(table, StagedTable):
+            self.staged_blocks, self.staged_fields = table.blocks, table.fields
+        else:
+            self.blocks, self.fields = table.blocks, table.fields
+
+
+def sums_of(rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> SumTable:
+    """Return how sums over a CSR's edges are launched; it lives as long as ``col``.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``.
+        col: int32 ``[E]``, of that CSR.
+        sources: rows of x.
+        row_bytes: of the rows of x that are gathered.
+    """
+
+    def build() -> SumTable:
+        staged = _staged_of(rowptr, col, row_bytes)
+        if staged is None:
+            return SumTable(runs_of(rowptr, col.shape[0], row_bytes))
+        return SumTable(StagedTable(staged, sources))
+
+    return kept(col, sums_name(rowptr, sources, row_bytes), build)
+
+
+def sums_name(rowptr: Tensor, sources: int, row_bytes: int) -> str:
+    """Return what ``col`` keeps the table of ``sums_of`` under."""
+    return f"sums_{rowptr.data_ptr()}_{sources}_{row_bytes}"
+
+
+def _staged_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> StagedRuns | None:
+    """Return the edges by stretch, where that pays for rows of so many bytes."""
+    rows, edges, window = rowptr.shape[0] - 1, col.shape[0], window_rows(row_bytes)
+    processors = multiprocessors_of(rowptr)
+    if not pays(edges, edges, rows, processors, row_bytes):
+        return None
+
+    def build() -> StagedRuns | None:
+        with launching(rowptr.device):
+            sizes = found(col, sizes_name(rowptr)) or sizes_of(rowptr, col, staged_cut_of(rowptr, col))
+            return build_staged(rowptr, col, sizes, processors, window)
+
+    runs = kept(col, f"staged_{rowptr.data_ptr()}_{window}", build)
+    return runs if runs is not None and pays(runs.near, edges, rows, processors, row_bytes) else None
+
+
+def staged_cut_of(rowptr: Tensor, col: Tensor) -> Cut:
+    """Return how the model cuts the edges of a CSR by stretch: as they were counted, where they were."""
+    sizes = found(col, sizes_name(rowptr))
+    return staged_cut_for(rowptr.shape[0] - 1, col.shape[0]) if sizes is None else sizes.cut
+
+
+def in_fours(col: Tensor) -> Tensor:
+    """Return columns that kernels may read four at a time: on 16 bytes, and up to a multiple of four.
+
+    Those of ``gnnc.csr`` are; of others a copy is kept as long as the tensor.
+    """
+
+    def build() -> Tensor | None:
+        room = col.untyped_storage().nbytes() // col.itemsize - col.storage_offset()
+        if col.data_ptr() % 16 == 0 and room >= round_up(col.numel(), 4):
+            return None
+        with launching(col.device):
+            return padded_columns(col.numel(), col.device).copy_(col)
+
+    copy = kept(col, "fours", build)
+    return col if copy is None else copy
+
+
+def give_back(col: Tensor, others: Sequence[Tensor], rows: Sequence[Tensor] = ()) -> None:
+    """Free the memory of columns, if all sums over their edges go through tables by stretch, which hold them.
+
+    With it goes what was begun of a run table that nobody else asks for.
+
+    Args:
+        col: int32 ``[E]``, which nothing but such sums reads.
+        others: what else there is of the graph; memory that one of them shares stays.
+        rows: tensors that nothing but such sums reads, the graph's ``rowptr`` among them.
+    """
+    memory = col.untyped_storage()
+    if memory.nbytes() == 0 or any(other.untyped_storage()._cdata == memory._cdata for other in others):
+        return
+    copy = in_fours(col)
+    tables = [value for value in values_kept(copy) if isinstance(value, SumTable)]
+    if tables and all(table.staged_blocks for table in tables):
+        with BUILDING:
+            for columns in (col, copy):
+                columns.untyped_storage().resize_(0)
+            for rowptr in rows:
+                drop(rowptr, BEGUN)
+
+
+def in_order(rowptr: Tensor, edges: int) -> Tensor:
+    """Return the columns of a segment reduction that reads its rows as they come."""
+
+    def build() -> Tensor:
+        with launching(rowptr.device):
+            col = padded_columns(edges, rowptr.device)
+            return torch.arange(edges, out=col)
+
+    return kept(rowptr, "order", build)
+
+
+def destinations(rowptr: Tensor, edges: int) -> Tensor:
+    """Return the destination of every edge, int32; kept as long as the CSR."""
+
+    def build() -> Tensor:
+        with launching(rowptr.device):
+            return rows_of(rowptr, edges)
+
+    return kept(rowptr, "destinations", build)
+
+
+def write_columns(emitter: CudaEmitter, text: str) -> str:
+    """Write what makes columns fit for kernels that read them in fours; return the variable's name."""
+    return emitter.let("col", f"{emitter.bind(in_fours, 'in_fours')}({text})")
+
+
+def write_runs(emitter: CudaEmitter, rowptr: str, edges: str, row_bytes: int) -> str:
+    """Write the run table for kernels that gather rows of so many bytes; return the variable's name."""
+    return emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({rowptr}, {edges}, {row_bytes})")
+
+
+def write_sums(emitter: CudaEmitter, rowptr: str, col: str, sources: str, row_bytes: int) -> str:
+    """Write the tables for sums of rows of x of so many bytes; return the variable's name."""
+    return emitter.let("runs", f"{emitter.bind(sums_of, 'sums_of')}({rowptr}, {col}, {sources}, {row_bytes})")
+
+
+def write_give_back(emitter: CudaEmitter) -> None:
+    """Write the line that frees the columns of a graph once nothing reads them: see ``give_back``."""
+    nodes = emitter.graph_module.graph.nodes
+    inputs = placeholders(emitter.graph_module)
+    structure = [node for node in inputs if is_structure(node) and isinstance(node.meta.get("val"), Tensor)]
+    for col, sums in emitter.by_stretch.items():
+        if col in structure and set(col.users) == sums:
+            emitter.enter(len(nodes), next(node for node in reversed(nodes) if node in sums))
+            others = [node for node in structure if node is not col]
+            rows = [node for node in others if set(node.users) <= sums]
+            lists = [f"({listed(map(emitter.exact, nodes))})" for nodes in (others, rows)]
+            called = emitter.bind(give_back, "give_back")
+            emitter.let("nothing", f"{called}({emitter.exact(col)}, {', '.join(lists)})")
+
+
+def write_staging(emitter: CudaEmitter, runs: str, words: int, slices: int = 1) -> list[str]:
+    """Write where parts of rows of so many words wait; return the texts of a ``gnnc::Staging``.
+
+    ``slices``: into which a row may be cut.
+    """
+    kind = emitter.bind(torch.float32, "dtype")
+    memory = emitter.let("staging", f"empty(({runs}.slots * {words},), dtype={kind})")
+    arrived = emitter.let("arrived", f"counters(arena, {runs}.slots * {slices})")
+    return [f"{memory}.data_ptr()", f"{arrived}.data_ptr()"]
+
+
+def runs_arguments(rowptr: str, col: str, runs: str) -> list[str]:
+    """Return the texts of the arguments that make a ``gnnc::Runs``."""
+    return [f"{rowptr}.data_ptr()", f"{col}.data_ptr()", f"*{runs}.fields"]
+
+
+def staged_arguments(rowptr: str, runs: str) -> list[str]:
+    """Return the texts of the arguments that make a ``gnnc::StagedRuns``."""
+    return [f"{rowptr}.data_ptr()", f"*{runs}.staged_fields"]
+
+
+KEPT = (in_fours, in_order, destinations, runs_of, sums_of)
+"""Functions whose results live as long as the tensors that they were made of."""
+
+RUNS_EXTRA = 5
+"""Arguments that ``*runs.fields`` stands for, beyond one."""
+
+STAGED_EXTRA = 6
+"""The same of ``*runs.staged_fields``."""

@@ -1,0 +1,257 @@
+"""How the edges of one graph are cut, by measurement where that is faster than what the model says (runs.py).
+
+For each table that launches of a program take of a CSR, candidates are measured in turns with the model's
+table, in the program itself: by the device's time of those launches. What is fastest stays in the place of
+the model's table, and so lives as long as the CSR.
+
+The CSR is one that nobody else has yet (``StructureRunner.rebuild``). Whoever holds addresses of tables, as
+graphs of launches do and calls under way, goes by the tensors that those tables live with; later calls find
+other tensors. So no table is taken from anybody, and no lock is needed.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnnc.runtime.cuda.formats.run_table import (
+    Cut,
+    build_runs,
+    candidates,
+    chunk_of,
+    cut_for,
+    model_runs,
+    multiprocessors_of,
+)
+from gnnc.runtime.cuda.formats.tables import (
+    RunTable,
+    SumTable,
+    give_back,
+    runs_name,
+    runs_of,
+    staged_cut_of,
+    sums_name,
+    sums_of,
+)
+from gnnc.runtime.cuda.formats.tensor_cache import drop_all_but, keep, tensors_kept
+from gnnc.runtime.cuda.formats.window_table import StagedTable, build_staged, pays, sizes_of, window_rows
+from gnnc.runtime.program.executable import Executable
+
+ROUNDS = 5
+"""Times that each candidate is measured, in turns with the model's."""
+_MARGIN, _TICK = 0.02, 0.5e-6
+"""What a candidate must save: of the model's time, and in seconds, which events tell no better."""
+
+Table = RunTable | SumTable
+
+
+def choose(seconds: Sequence[float]) -> int:
+    """Return which of several cuts is taken: the fastest, or the first where that may be noise.
+
+    Args:
+        seconds: of each, the model's first.
+    """
+    best = min(range(len(seconds)), key=seconds.__getitem__)
+    saves = seconds[0] - seconds[best]
+    return best if saves > max(_MARGIN * seconds[0], _TICK) else 0
+
+
+class Tuned(NamedTuple):
+    """What was measured for one table.
+
+    Attributes:
+        launches: layer and node of the launches that take it.
+        row_bytes: of the rows of x that they gather.
+        cuts: the model's, and those that were measured beside it.
+        seconds: of these launches in one call, by cut.
+    """
+
+    launches: tuple[str, ...]
+    row_bytes: int
+    cuts: tuple[Cut, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def cut(self) -> Cut:
+        """The one that is used."""
+        return self.cuts[choose(self.seconds)]
+
+    def __str__(self) -> str:
+        """Say the model's cut and the fastest other one, both times, and which is used."""
+        best = min(range(1, len(self.cuts)), key=self.seconds.__getitem__)
+        model, other = (f"{self.cuts[i]}: {1e3 * self.seconds[i]:.4f} ms" for i in (0, best))
+        used = "measured" if choose(self.seconds) else "model's"
+        where = f"{', '.join(self.launches)}, rows of {self.row_bytes} bytes"
+        others = f"fastest of {len(self.cuts) - 1} others {other}"
+        return f"{where}: model {model}; {others}; the {used} cut is used"
+
+
+class Wanted:
+    """A table that launches ask for, by ``runs_of`` or ``sums_of``.
+
+    Attributes:
+        owner: the tensor that keeps it.
+        name: what that keeps it under.
+        key: tells it from others.
+        launches: layer and node of the launches that take it, in order.
+
+    Args:
+        rowptr: int64 ``[rows + 1]``.
+        edges: E.
+        row_bytes: of the rows of x that are gathered.
+        col: int32 ``[E]`` of sums, which may go by stretch; None: others.
+        sources: rows of x of sums.
+    """
+
+    def __init__(
+        self, rowptr: Tensor, edges: int, row_bytes: int, col: Tensor | None = None, sources: int = 0
+    ) -> None:
+        self._rowptr, self._edges, self.row_bytes, self._col = rowptr, edges, row_bytes, col
+        self._sources = sources
+        self.owner = rowptr if col is None else col
+        self.name = runs_name(row_bytes) if col is None else sums_name(rowptr, sources, row_bytes)
+        self.key = id(self.owner), self.name
+        self.launches: dict[str, None] = {}
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those of the CSR that it is made of."""
+        return (self._rowptr,) if self._col is None else (self._rowptr, self._col)
+
+    def model(self) -> Table:
+        """Return the table as the model has it."""
+        if self._col is None:
+            return runs_of(self._rowptr, self._edges, self.row_bytes)
+        return sums_of(self._rowptr, self._col, self._sources, self.row_bytes)
+
+    def cuts(self) -> list[Cut]:
+        """Return the cuts to measure, the model's first."""
+        rows, processors = self._rowptr.shape[0] - 1, multiprocessors_of(self._rowptr)
+        table = self.model()
+        if self._col is not None and isinstance(table, SumTable) and table.staged_blocks:
+            return candidates(staged_cut_of(self._rowptr, self._col), cut_for(rows, self._edges, processors))
+        model = model_runs(self._rowptr, self._edges)
+        count, dealt = model.run.shape[0], model.dealt is not None
+        runs = model.cut._replace(chunk=chunk_of(count, processors, self.row_bytes, dealt=dealt))
+        if self._col is None or not pays(self._edges, self._edges, rows, processors, self.row_bytes):
+            return candidates(runs)
+        return candidates(runs, staged_cut_of(self._rowptr, self._col))
+
+    def build(self, cut: Cut) -> Table | None:
+        """Return the table by another cut; None where its words have no room."""
+        processors = multiprocessors_of(self._rowptr)
+        if not cut.by_stretch:
+            runs = build_runs(self._rowptr, self._edges, cut, processors)
+            table = RunTable(runs, processors, self.row_bytes, cut.chunk)
+            return table if self._col is None else SumTable(table)
+        assert self._col is not None
+        window = window_rows(self.row_bytes)
+        sizes = sizes_of(self._rowptr, self._col, cut)
+        runs = build_staged(self._rowptr, self._col, sizes, processors, window, always=True)
+        return None if runs is None else SumTable(StagedTable(runs, self._sources))
+
+
+class Trials:
+    """Runs of a program that take tables of our choice.
+
+    Attributes:
+        wanted: what the launches of the program ask for.
+        chosen: tables that they get in the place of the model's, by key.
+
+    Args:
+        executable: the program.
+        values: its arguments.
+    """
+
+    def __init__(self, executable: Executable, values: Sequence[Any]) -> None:
+        self.wanted: dict[Any, Wanted] = {}
+        self.chosen: dict[Any, Table] = {}
+        self._tried: dict[Any, Table] = {}
+        self._values, self._launch = values, ""
+        self._notes = True
+        stand_ins = {runs_of: self._runs_of, sums_of: self._sums_of, give_back: _leave}
+        self._program = executable.calling(stand_ins, enter_range=self._enter, leave_range=_leave)
+        self._program.profile(*values)  # makes the model's tables: its times are of no use
+        self._notes = False
+
+    def table(self, wanted: Wanted) -> Table:
+        """Return the table that launches get."""
+        return self._tried.get(wanted.key) or self.chosen.get(wanted.key) or wanted.model()
+
+    def seconds(self, wanted: Wanted, table: Table) -> float:
+        """Return the time of the launches that ask for a table, with this one."""
+        self._tried = {wanted.key: table}
+        _, timings = self._program.profile(*self._values)
+        self._tried = {}
+        nodes = {launch.rpartition(" ")[2] for launch in wanted.launches}
+        return sum(timing.seconds for timing in timings if timing.node in nodes)
+
+    def _enter(self, launch: str) -> None:
+        self._launch = launch
+
+    def _runs_of(self, rowptr: Tensor, edges: int, row_bytes: int) -> Table:
+        return self._asked(Wanted(rowptr, edges, row_bytes))
+
+    def _sums_of(self, rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> Table:
+        return self._asked(Wanted(rowptr, col.shape[0], row_bytes, col, sources))
+
+    def _asked(self, wanted: Wanted) -> Table:
+        if self._notes:  # later on as well, a program may make a CSR of its own in each run
+            self.wanted.setdefault(wanted.key, wanted).launches[self._launch] = None
+        return self.table(wanted)
+
+
+def tune(executable: Executable, values: Sequence[Any], structure: Iterable[Tensor]) -> list[Tuned]:
+    """Have the tensors of a graph's structure keep the tables that are measured to be fastest.
+
+    Args:
+        executable: the program, of a CUDA device that is the current one.
+        values: its arguments.
+        structure: those of them that are the graph's structure, which nobody else has yet.
+
+    Returns:
+        What was measured, for each table of those tensors.
+    """
+    trials = Trials(executable, values)
+    lasting = {id(each) for tensor in structure for each in (tensor, *tensors_kept(tensor))}
+    wanted = [each for each in trials.wanted.values() if all(id(t) in lasting for t in each.tensors)]
+    tuned = [_tune(trials, each) for each in wanted]
+    _keep(trials, wanted)
+    return tuned
+
+
+def _tune(trials: Trials, wanted: Wanted) -> Tuned:
+    """Measure the candidates of one table, and have further trials take the one that is chosen."""
+    cuts = wanted.cuts()
+    pairs = [_race(trials, wanted, cut) for cut in cuts[1:]]
+    seconds = (min(model for model, _ in pairs), *[other for _, other in pairs])
+    chosen = choose(seconds)
+    table = wanted.build(cuts[chosen]) if chosen else None
+    if table is not None:
+        trials.chosen[wanted.key] = table
+    return Tuned(tuple(wanted.launches), wanted.row_bytes, tuple(cuts), seconds)
+
+
+def _race(trials: Trials, wanted: Wanted, cut: Cut) -> tuple[float, float]:
+    """Return the least times with the model's table and with that of a cut, which is freed again."""
+    model, other = wanted.model(), wanted.build(cut)
+    if other is None:
+        return float("inf"), float("inf")
+    turns = [(trials.seconds(wanted, model), trials.seconds(wanted, other)) for _ in range(ROUNDS)]
+    return min(model for model, _ in turns), min(other for _, other in turns)
+
+
+def _keep(trials: Trials, wanted: Sequence[Wanted]) -> None:
+    """Keep the tables, and free what none of them is made of."""
+    tables = [trials.table(each) for each in wanted]
+    for each, table in zip(wanted, tables, strict=True):
+        keep(each.owner, each.name, table)
+    needed = {id(tensor) for table in tables for tensor in table.tensors}
+    for tensor in (tensor for each in wanted for tensor in each.tensors):
+        drop_all_but(tensor, needed)
+    torch.cuda.current_stream().synchronize()  # other streams may use the tables next
+
+
+def _leave(*_: Any) -> None:
+    """Do nothing: columns are still read, and ranges are noted where they begin."""

@@ -1,0 +1,1 @@
+"""CUDA graphs: recording a program's launches and replaying them."""

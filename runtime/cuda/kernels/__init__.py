@@ -1,0 +1,1 @@
+"""Lowerings of ops to CUDA kernels, one file a kernel family."""

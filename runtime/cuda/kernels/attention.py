@@ -1,0 +1,131 @@
+"""Lowering of attention: logits, softmax and weighted sum in one pass over the edges."""
+
+import torch
+from torch.fx import Node
+
+from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, round_up
+from gnnc.runtime.cuda.formats.tables import (
+    RUNS_EXTRA,
+    destinations,
+    runs_arguments,
+    write_columns,
+    write_runs,
+    write_staging,
+)
+from gnnc.runtime.cuda.kernels.edge_body import write_body
+from gnnc.runtime.cuda.kernels.epilogue import literal, truth, write_epilogue
+from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, gathered_rows, packed_width
+from gnnc.runtime.plans import attention
+from gnnc.runtime.program.emitter import shape_of
+from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.row_program.build import argument_of
+
+_ADD, _DOT = 0, 1
+_MAX_WIDTH = 1024
+
+
+@kernel("fused:attention", backend="cuda", name="attention", priority=10)
+class Attend:
+    """``csrc/cuda/sparse/attention.cuh``: neither logits nor weights reach memory, but of dot products."""
+
+    @staticmethod
+    def plan(node: Node) -> attention.Plan | Decline:
+        """Take rows that fit into the registers of a warp."""
+        plan = attention.plan(node)
+        if isinstance(plan, Decline):
+            return plan
+        dtype = argument_of(node, plan.x).meta["val"].dtype
+        if packed_width(plan.width, plan.heads, dtype) > _MAX_WIDTH:
+            return Decline(f"rows of {plan.width} columns in {plan.heads} heads")
+        if plan.kind == _DOT and len(argument_of(node, plan.a_src or 0).meta["val"].shape) < 2:
+            return Decline("dot products of single values")
+        return plan
+
+    @staticmethod
+    def emit(plan: attention.Plan, node: Node, emitter: CudaEmitter) -> None:
+        """Write the launches: logits of dot products, the sums, weights where they are read."""
+        rowptr = argument_of(node, plan.rowptr)
+        rows = shape_of(rowptr)[0] - 1
+        pointer = emitter.vector(rowptr)
+        col = write_columns(emitter, emitter.vector(argument_of(node, plan.col)))
+        x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, plan.heads)
+        scale = "0"
+        if plan.x_scale is not None:
+            scale = f"{emitter.vector(argument_of(node, plan.x_scale))}.data_ptr()"
+        additive = plan.kind == _ADD
+        ends = ["0", "0"]
+        if additive:
+            ends = [f"{_dense(emitter, node, i, plan.heads)}.data_ptr()" for i in (plan.a_src, plan.a_dst)]
+        edge = _edge_term(plan, node, emitter, pointer, col)
+        runs = write_runs(emitter, pointer, f"{col}.shape[0]", x.nbytes)
+        alpha = None if plan.alpha is None else emitter.outputs(node)[plan.alpha]
+        weights = None if alpha is None else emitter.allocate(alpha, dense=True)
+        stats = "0"
+        if weights is not None:
+            stats = f"{emitter.scratch(rows, 2 * plan.heads, torch.float32, flat=True)}.data_ptr()"
+        epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width)
+        words = round_up(x.columns, 4) + round_up(2 * plan.heads, 4)
+        given = [*runs_arguments(pointer, col, runs), f"{x.text}.data_ptr()", str(x.stride), scale, *ends]
+        given += ["0" if edge is None else f"{edge}.data_ptr()", stats]
+        given += write_staging(emitter, runs, words)
+        count = len(given) + RUNS_EXTRA
+        config = _config(plan, node, emitter, additive, edge is not None)
+        kernel, total = f"gnnc::attention<{config}, {epilogue}>", count + len(values)
+        emitter.unit.expect(kernel, "AttentionArgs", count)
+        emitter.launch(kernel, f"{runs}.blocks", [*given, *values], block=AS_COMPILED, count=total)
+        if weights is not None:
+            kernel = f"gnnc::attention_weights<{config}>"
+            values = [*given, f"{weights}.data_ptr()"]
+            emitter.launch(kernel, f"{runs}.blocks", values, block=AS_COMPILED, count=count + 1)
+
+
+def _config(plan: attention.Plan, node: Node, emitter: CudaEmitter, additive: bool, edge: bool) -> str:
+    dtype = argument_of(node, plan.x).meta["val"].dtype
+    slope = plan.slope if additive else 1.0
+    constants = emitter.unit.struct(
+        "Constants",
+        f"  static constexpr float kSlope = {literal(slope)};\n"
+        f"  static constexpr float kEps = {literal(plan.eps)};\n",
+    )
+    return (
+        f"gnnc::AttentionConfig<gnnc::Element::{ELEMENTS[dtype]}, {plan.width}, {plan.heads}, "
+        f"{truth(additive)}, {truth(edge)}, {constants}>"
+    )
+
+
+def _dense(emitter: CudaEmitter, node: Node, index: int | None, width: int) -> str:
+    assert index is not None
+    return emitter.dense(argument_of(node, index), width)
+
+
+def _edge_term(plan: attention.Plan, node: Node, emitter: CudaEmitter, rowptr: str, col: str) -> str | None:
+    """Return what is added to an edge's logits; for dot products these are all of them."""
+    edge = None if plan.edge is None else _dense(emitter, node, plan.edge, plan.heads)
+    if plan.kind != _DOT:
+        return edge
+    assert plan.a_src is not None and plan.a_dst is not None
+    ends = {"i0": argument_of(node, plan.a_dst), "j0": argument_of(node, plan.a_src)}
+    operands = {name: value.meta["val"] for name, value in ends.items()}
+    strides = {name: emitter.row_stride(value) for name, value in ends.items()}
+    texts = {name: emitter.matrix(value) for name, value in ends.items()}
+    body = "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [-1]); "
+    body += f"t2 = aten.mul.Tensor(t1, {float(plan.scale)!r}); "
+    if edge is None:
+        body += "return t2"
+    else:
+        assert plan.edge is not None
+        operands["e0"] = argument_of(node, plan.edge).meta["val"]
+        strides["e0"], texts["e0"] = plan.heads, edge
+        body += "t3 = aten.add.Tensor(t2, e0); return t3"
+    functor = write_body(body, operands, strides)
+    name = emitter.unit.struct("Body", functor.text)
+    kept = emitter.bind(destinations, "destinations")
+    rows = emitter.let("rows", f"{kept}({rowptr}, {col}.shape[0])")
+    kind = emitter.bind(torch.float32, "dtype")
+    logits = emitter.let("logits", f"empty(({col}.shape[0] * {plan.heads},), dtype={kind})")
+    values = [f"{rows}.data_ptr()", f"{col}.data_ptr()", f"{logits}.data_ptr()", f"{col}.shape[0]"]
+    values += [f"{texts[operand]}.data_ptr()" for operand in functor.operands]
+    grid = blocks(f"{col}.shape[0] * {functor.width}", BLOCK)
+    emitter.launch(f"gnnc::edge_map<{functor.width}, {name}>", f"({grid})", values)
+    return logits

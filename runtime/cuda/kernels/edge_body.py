@@ -1,0 +1,413 @@
+"""Writes the body of a ``message`` or ``edge_map`` as CUDA C++: one column of one edge's value.
+
+Every op of a body is a function from the place of an element to its value. The writer walks back from
+the place that is asked for: elementwise ops become expressions, shape ops arithmetic on indices, sums
+and means loops. Nothing is stored but scalars.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gnnc.ir.body import body_inputs, parse_body
+from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal
+from gnnc.runtime.row_program.build import Refusal
+
+_EDGES = 1009
+"""Stands for the number of edges while shapes are inferred: a prime that no width has."""
+
+Place = tuple[str, ...]
+"""An index for each dimension of a value; the edge's own is ``"edge"``."""
+
+_UNARY = {
+    "relu": "({0} < 0.0f ? 0.0f : {0})",
+    "sigmoid": "(1.0f / (1.0f + expf(-{0})))",
+    "tanh": "tanhf({0})",
+    "exp": "expf({0})",
+    "log": "logf({0})",
+    "neg": "(-{0})",
+    "abs": "fabsf({0})",
+    "sqrt": "sqrtf({0})",
+    "rsqrt": "(1.0f / sqrtf({0}))",
+    "reciprocal": "(1.0f / {0})",
+    "square": "({0} * {0})",
+    "silu": "({0} / (1.0f + expf(-{0})))",
+    "sin": "sinf({0})",
+    "cos": "cosf({0})",
+    "floor": "floorf({0})",
+    "sign": "(({0} > 0.0f) - ({0} < 0.0f))",
+    "logical_not": "({0} == 0.0f ? 1.0f : 0.0f)",
+    "clone": "{0}",
+    "alias": "{0}",
+    "detach": "{0}",
+}
+_BINARY = {
+    "add": "({0} + {1})",
+    "sub": "({0} - {1})",
+    "rsub": "({1} - {0})",
+    "mul": "({0} * {1})",
+    "div": "({0} / {1})",
+    "maximum": "step::larger({0}, {1})",
+    "minimum": "step::smaller({0}, {1})",
+    "eq": "({0} == {1} ? 1.0f : 0.0f)",
+    "ne": "({0} != {1} ? 1.0f : 0.0f)",
+    "gt": "({0} > {1} ? 1.0f : 0.0f)",
+    "ge": "({0} >= {1} ? 1.0f : 0.0f)",
+    "lt": "({0} < {1} ? 1.0f : 0.0f)",
+    "le": "({0} <= {1} ? 1.0f : 0.0f)",
+    "pow": "powf({0}, {1})",
+    "clamp_min": "step::larger({0}, {1})",
+    "clamp_max": "step::smaller({0}, {1})",
+    "logical_and": "({0} != 0.0f && {1} != 0.0f ? 1.0f : 0.0f)",
+    "logical_or": "({0} != 0.0f || {1} != 0.0f ? 1.0f : 0.0f)",
+}
+_POWERS = {2.0: "({0} * {0})", 0.5: "sqrtf({0})", -0.5: "(1.0f / sqrtf({0}))", -1.0: "(1.0f / {0})"}
+_RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten")
+
+
+@dataclass(slots=True)
+class Scope:
+    """Statements of one block, and the names of values that they have made."""
+
+    outer: "Scope | None" = None
+    lines: list[str] = field(default_factory=list)
+    known: dict[tuple[Node, Place], str] = field(default_factory=dict)
+
+    def find(self, key: tuple[Node, Place]) -> str | None:
+        """Return the name of a value that is visible here."""
+        return self.known.get(key) or (self.outer.find(key) if self.outer else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Functor:
+    """A body as a struct.
+
+    Attributes:
+        text: members and call operator.
+        operands: names of the operands that the members point to, in order.
+        width: columns of an edge's value.
+    """
+
+    text: str
+    operands: tuple[str, ...]
+    width: int
+
+
+def write_body(text: str, operands: dict[str, torch.Tensor], strides: dict[str, int]) -> Functor:
+    """Return a body as a functor.
+
+    Args:
+        text: the body.
+        operands: meta of each operand, by name (``i0``, ``j0``, ``e0``, ``c0``): shapes and dtypes.
+        strides: elements from one row to the next, of operands other than constants.
+
+    Raises:
+        Refusal: it holds an op, or an operand, that no thread can compute by itself.
+    """
+    return _Writer(text, operands, strides).write()
+
+
+class _Writer:
+    def __init__(self, text: str, operands: dict[str, torch.Tensor], strides: dict[str, int]) -> None:
+        self.module = parse_body(text)
+        self.names = body_inputs(text)
+        self.operands, self.strides = operands, strides
+        self.count = 0
+        self.shapes = _shapes(self.module, self.names, operands)
+
+    def write(self) -> Functor:
+        for name in self.names:
+            if self.operands[name].dtype not in TYPES:
+                raise Refusal(f"an operand of the body is {self.operands[name].dtype}")
+        result: Any = self.module.graph.output_node().args[0]
+        shape = self.shapes[result]
+        if not shape or shape[0] != _EDGES:
+            raise Refusal("the body's value has no edge dimension in front")
+        scope = Scope()
+        value = self.value(result, ("edge", *_places("column", shape[1:])), scope)
+        lines = [f"  const {TYPES[self.operands[name].dtype]}* {name};" for name in self.names] or [
+            "  int64_t nothing;"
+        ]
+        lines.append(
+            "  __device__ float operator()(int64_t row, int64_t source, int64_t edge, int column) const {"
+        )
+        lines += [f"    {line}" for line in [*scope.lines, f"return {value};"]]
+        return Functor("\n".join([*lines, "  }", ""]), self.names, prod(shape[1:]))
+
+    def value(self, node: Any, place: Place, scope: Scope) -> str:
+        """Return the name of an element's value, computed in ``scope`` where it is not known yet."""
+        if not isinstance(node, Node):
+            return _number(node)
+        known = scope.find((node, place))
+        if known is not None:
+            return known
+        text = self._text(node, place, scope)
+        self.count += 1
+        name = f"v{self.count}"
+        scope.lines.append(f"const float {name} = {text};")
+        scope.known[(node, place)] = name
+        return name
+
+    def _text(self, node: Node, place: Place, scope: Scope) -> str:
+        if node.op == "placeholder":
+            return self._load(str(node.target), place)
+        target = str(node.target)
+        name = target.removeprefix("aten.").partition(".")[0]
+        if not target.startswith("aten."):
+            raise Refusal(f"the body calls {target}")
+        if name in _RESHAPES:
+            return self.value(node.args[0], self._reshaped(node, place), scope)
+        special = _SPECIAL.get(name)
+        if special is not None:
+            return special(self, node, place, scope)
+        if name in _UNARY:
+            return _UNARY[name].format(self._operand(node, 0, place, scope))
+        if name in _BINARY:
+            return self._binary(name, node, place, scope)
+        raise Refusal(f"the body calls {target}")
+
+    def _load(self, name: str, place: Place) -> str:
+        shape = self.operands[name].shape
+        if name[0] == "c":
+            return f"step::as_float({name}[{_flat(place, tuple(map(int, shape)))}])"
+        row = {"i": "row", "j": "source", "e": "edge"}[name[0]]
+        inner = _flat(place[1:], tuple(int(size) for size in shape[1:]))
+        return f"step::as_float({name}[{row} * {self.strides[name]} + {inner}])"
+
+    def _operand(self, node: Node, index: int, place: Place, scope: Scope) -> str:
+        value = node.args[index]
+        if not isinstance(value, Node):
+            return _number(value)
+        return self.value(value, _broadcast(place, self.shapes[value]), scope)
+
+    def _binary(self, name: str, node: Node, place: Place, scope: Scope) -> str:
+        left, right = (self._operand(node, i, place, scope) for i in (0, 1))
+        alpha = node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)
+        if "rounding_mode" in node.kwargs:
+            raise Refusal("the body divides and rounds")
+        if name in ("add", "sub") and alpha != 1:
+            right = f"({_number(alpha)} * {right})"
+        if name == "rsub" and alpha != 1:
+            left = f"({_number(alpha)} * {left})"
+        if name == "pow" and node.args[1] in _POWERS:
+            return _POWERS[float(node.args[1])].format(left)
+        return _BINARY[name].format(left, right)
+
+    def _reshaped(self, node: Node, place: Place) -> Place:
+        source = self.shapes[node.args[0]]
+        return _between(place, self.shapes[node], source)
+
+    def _leaky_relu(self, node: Node, place: Place, scope: Scope) -> str:
+        slope = node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01)
+        x = self._operand(node, 0, place, scope)
+        return f"({x} > 0.0f ? {x} : {x} * {_number(slope)})"
+
+    def _elu(self, node: Node, place: Place, scope: Scope) -> str:
+        if any(extra != 1 for extra in node.args[2:]):
+            raise Refusal("the body scales an elu")
+        alpha = _number(node.args[1] if len(node.args) > 1 else 1.0)
+        x = self._operand(node, 0, place, scope)
+        return f"({x} > 0.0f ? {x} : {alpha} * expm1f({x}))"
+
+    def _gelu(self, node: Node, place: Place, scope: Scope) -> str:
+        if node.kwargs.get("approximate", "none") != "none":
+            raise Refusal("the body approximates a gelu")
+        x = self._operand(node, 0, place, scope)
+        return f"(0.5f * {x} * (1.0f + erff({x} * 0.70710678118654752f)))"
+
+    def _softplus(self, node: Node, place: Place, scope: Scope) -> str:
+        if len(node.args) > 1 or node.kwargs:
+            raise Refusal("the body has a softplus with options")
+        x = self._operand(node, 0, place, scope)
+        return f"({x} > 20.0f ? {x} : log1pf(expf({x})))"
+
+    def _clamp(self, node: Node, place: Place, scope: Scope) -> str:
+        x = self._operand(node, 0, place, scope)
+        low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
+        high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
+        if low is not None:
+            x = f"step::larger({x}, {_number(low)})"
+        return x if high is None else f"step::smaller({x}, {_number(high)})"
+
+    def _where(self, node: Node, place: Place, scope: Scope) -> str:
+        mask, yes, no = (self._operand(node, i, place, scope) for i in range(3))
+        return f"({mask} != 0.0f ? {yes} : {no})"
+
+    def _masked_fill(self, node: Node, place: Place, scope: Scope) -> str:
+        x, mask, fill = (self._operand(node, i, place, scope) for i in range(3))
+        return f"({mask} != 0.0f ? {fill} : {x})"
+
+    def _convert(self, node: Node, place: Place, scope: Scope) -> str:
+        if node.kwargs.get("dtype", torch.float32) != torch.float32:
+            raise Refusal(f"the body converts to {node.kwargs['dtype']}")
+        return self._operand(node, 0, place, scope)
+
+    def _expand(self, node: Node, place: Place, scope: Scope) -> str:
+        return self._operand(node, 0, place, scope)
+
+    def _full_like(self, node: Node, place: Place, scope: Scope) -> str:
+        return _number(node.args[1])
+
+    def _select(self, node: Node, place: Place, scope: Scope) -> str:
+        source, dim, index = node.args
+        shape = self.shapes[source]
+        dim, index = int(dim) % len(shape), int(index)
+        at = index + shape[dim] if index < 0 else index
+        if dim == 0:
+            raise Refusal("the body selects edges")
+        return self.value(source, (*place[:dim], str(at), *place[dim:]), scope)
+
+    def _slice(self, node: Node, place: Place, scope: Scope) -> str:
+        source = node.args[0]
+        shape = self.shapes[source]
+        dim = int(node.args[1] if len(node.args) > 1 else 0) % len(shape)
+        start = node.args[2] if len(node.args) > 2 else 0
+        step = int(node.args[4]) if len(node.args) > 4 else 1
+        start = 0 if start is None else int(start)
+        if dim == 0:
+            raise Refusal("the body slices edges")
+        start = max(0, start + shape[dim] if start < 0 else start)
+        return self.value(
+            source, (*place[:dim], f"({start} + {step} * {place[dim]})", *place[dim + 1 :]), scope
+        )
+
+    def _cat(self, node: Node, place: Place, scope: Scope) -> str:
+        parts: Any = node.args[0]
+        rank = len(self.shapes[node])
+        dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank
+        if dim == 0:
+            raise Refusal("the body concatenates edges")
+        self.count += 1
+        name, start, opened = f"v{self.count}", 0, []
+        scope.lines.append(f"float {name};")
+        for part in parts:
+            size = self.shapes[part][dim]
+            inner = Scope(scope)
+            at = (*place[:dim], f"({place[dim]} - {start})", *place[dim + 1 :])
+            value = self.value(part, at, inner)
+            opened.append((f"{place[dim]} < {start + size}", [*inner.lines, f"{name} = {value};"]))
+            start += size
+        for number, (condition, lines) in enumerate(opened):
+            last = number == len(opened) - 1
+            head = "{" if last and number else f"if ({condition}) {{"
+            scope.lines.append(("else " if number else "") + head + " " + " ".join(lines) + " }")
+        return name
+
+    def _sum(self, node: Node, place: Place, scope: Scope) -> str:
+        source: Any = node.args[0]
+        shape = self.shapes[source]
+        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+        if dims is None or not isinstance(dims, list | tuple) or not dims:
+            raise Refusal("the body reduces over everything")
+        reduced = sorted(int(dim) % len(shape) for dim in dims)
+        if 0 in reduced:
+            raise Refusal("the body reduces over edges")
+        rest = [index for dim, index in enumerate(place) if not keep or dim not in reduced]
+        self.count += 1
+        total = f"v{self.count}"
+        loops = {dim: f"k{self.count}_{dim}" for dim in reduced}
+        kept = iter(rest)
+        at = tuple(loops[dim] if dim in loops else next(kept) for dim in range(len(shape)))
+        inner = Scope(scope)
+        value = self.value(source, at, inner)
+        scope.lines.append(f"float {total} = 0.0f;")
+        heads = [f"for (int {name} = 0; {name} < {shape[dim]}; ++{name}) {{" for dim, name in loops.items()]
+        lines = [*heads, *inner.lines, f"{total} += {value};", *("}" for _ in loops)]
+        scope.lines.append(" ".join(lines))
+        if "mean" in str(node.target):
+            return f"({total} / {prod(shape[dim] for dim in reduced)}.0f)"
+        return total
+
+
+_SPECIAL: dict[str, Callable[[_Writer, Node, Place, Scope], str]] = {
+    "leaky_relu": _Writer._leaky_relu,
+    "elu": _Writer._elu,
+    "gelu": _Writer._gelu,
+    "softplus": _Writer._softplus,
+    "clamp": _Writer._clamp,
+    "where": _Writer._where,
+    "masked_fill": _Writer._masked_fill,
+    "_to_copy": _Writer._convert,
+    "expand": _Writer._expand,
+    "full_like": _Writer._full_like,
+    "select": _Writer._select,
+    "slice": _Writer._slice,
+    "cat": _Writer._cat,
+    "sum": _Writer._sum,
+    "mean": _Writer._sum,
+}
+
+
+def _shapes(
+    module: Any, names: tuple[str, ...], operands: dict[str, torch.Tensor]
+) -> dict[Any, tuple[int, ...]]:
+    """Run the body on tensors without memory; return the shape of every node."""
+    found: dict[Any, tuple[int, ...]] = {}
+
+    class Record(torch.fx.Interpreter):
+        def run_node(self, n: Node) -> Any:
+            result = super().run_node(n)
+            if isinstance(result, torch.Tensor):
+                found[n] = tuple(int(size) for size in result.shape)
+            return result
+
+    def stand_in(name: str) -> torch.Tensor:
+        sizes = [int(size) for size in operands[name].shape[0 if name[0] == "c" else 1 :]]
+        return torch.empty(sizes if name[0] == "c" else [_EDGES, *sizes], device="meta")
+
+    try:
+        Record(module).run(*(stand_in(name) for name in names))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise Refusal(f"the body's shapes cannot be told: {str(error).splitlines()[0]}") from None
+    return found
+
+
+def _places(name: str, shape: tuple[int, ...]) -> Place:
+    """The index of each dimension that a flat index stands for."""
+    places, rest = [], prod(shape)
+    for size in shape:
+        rest //= size
+        outer = name if rest == 1 else f"({name} / {rest})"
+        places.append("0" if size == 1 else outer if len(places) == 0 else f"({outer} % {size})")
+    return tuple(places)
+
+
+def _flat(place: Place, shape: tuple[int, ...]) -> str:
+    """The flat index of a place."""
+    terms, rest = [], prod(shape)
+    for index, size in zip(place, shape, strict=True):
+        rest //= size
+        if size != 1 and index != "0":
+            terms.append(index if rest == 1 else f"{index} * {rest}")
+    return " + ".join(terms) or "0"
+
+
+def _between(place: Place, shape: tuple[int, ...], source: tuple[int, ...]) -> Place:
+    """The place in ``source`` of the same element of another shape; the edge dimension stays in front."""
+    edges = bool(shape) and shape[0] == _EDGES
+    if edges != (bool(source) and source[0] == _EDGES):
+        raise Refusal("the body folds the edge dimension into another")
+    if not edges:
+        return _places(f"({_flat(place, shape)})", source)
+    if source[1:] == shape[1:]:
+        return place
+    return (place[0], *_places(f"({_flat(place[1:], shape[1:])})", source[1:]))
+
+
+def _broadcast(place: Place, shape: tuple[int, ...]) -> Place:
+    """The place of an operand that is broadcast to the place of the result."""
+    last = place[len(place) - len(shape) :]
+    return tuple("0" if size == 1 else index for index, size in zip(last, shape, strict=True))
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, bool):
+        return "1.0f" if value else "0.0f"
+    if isinstance(value, int | float):
+        return f"({literal(float(value))})"
+    raise Refusal(f"the body holds {value!r}")

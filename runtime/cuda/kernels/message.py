@@ -1,0 +1,168 @@
+"""Lowering of general messages and edge ops: their bodies become CUDA C++."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gnnc.ir.nodes import as_node
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks
+from gnnc.runtime.cuda.formats.tables import (
+    RUNS_EXTRA,
+    destinations,
+    runs_arguments,
+    write_runs,
+    write_staging,
+)
+from gnnc.runtime.cuda.kernels.edge_body import write_body
+from gnnc.runtime.plans import sddmm
+from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.row_program.build import Refusal, fixed_width, planned
+
+_EXACT = 2**24 // 128**2
+"""Products of two codes whose sum FP32 holds, whatever they are."""
+_SDDMM = {
+    "dot": "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [-1]); return t1",
+    "add": "t0 = aten.add.Tensor(i0, j0); return t0",
+    "sub": "t0 = aten.sub.Tensor(i0, j0); return t0",
+    "mul": "t0 = aten.mul.Tensor(i0, j0); return t0",
+    "copy_src": "return j0",
+    "copy_dst": "return i0",
+}
+_SCALED_DOT = (
+    "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [-1]); t2 = aten.mul.Tensor(t1, i1); "
+    "t3 = aten.mul.Tensor(t2, j1); return t3",
+    "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [-1]); t2 = aten.unsqueeze.default(i1, -1); "
+    "t3 = aten.mul.Tensor(t1, t2); t4 = aten.unsqueeze.default(j1, -1); t5 = aten.mul.Tensor(t3, t4); "
+    "return t5",
+)
+"""Of rows with scales, ``i1`` and ``j1``: one number an edge, or one a head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What does not change between calls.
+
+    Attributes:
+        body: text of the body.
+        reduce: name of the reduction; None keeps a value for each edge.
+        operands: name in the body of each operand, and where it is among ``all_input_nodes``.
+    """
+
+    body: str
+    reduce: str | None
+    operands: tuple[tuple[str, int], ...]
+
+
+@kernel("gnnc.edge_map", "gnnc.message", backend="cuda", name="edge_body", priority=10)
+class EdgeBody:
+    """``csrc/cuda/sparse/edge.cuh``: a thread computes a column of the body; no E x F matrix is written."""
+
+    @staticmethod
+    @planned
+    def plan(node: Node) -> Plan:
+        """Take bodies whose elements a thread can compute by itself."""
+        if node.meta["val"].dtype != torch.float32:
+            raise Refusal(f"the result is {node.meta['val'].dtype}")
+        reduce = node.args[3] if "message" in str(node.target) else None
+        assert reduce is None or isinstance(reduce, str)
+        operands = _operands(node)
+        for value in operands.values():
+            fixed_width(value)
+        positions = tuple((name, node.all_input_nodes.index(value)) for name, value in operands.items())
+        plan = Plan(str(node.args[2]), reduce, positions)
+        _functor(plan, node, {name: 1 for name in operands})
+        return plan
+
+    @staticmethod
+    def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
+        """Write the launch."""
+        _emit(plan, node, emitter)
+
+
+@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="edge_sddmm", priority=5)
+class EdgeSddmm:
+    """The products and sums of the rows at an edge's ends, as bodies."""
+
+    @staticmethod
+    def plan(node: Node) -> Plan | Decline:
+        """Take operands of one shape a row, and codes while FP32 holds the sums of their products."""
+        given = sddmm.plan(node)
+        if isinstance(given, Decline):
+            return given
+        _, _, a, b, op, *scales = node.args
+        dims = node.meta["val"].dim()
+        if given.is_scaled and dims > len(_SCALED_DOT):
+            return Decline(f"dot products of {dims - 1} dimensions an edge")
+        body = _SCALED_DOT[dims - 1] if given.is_scaled else _SDDMM[str(op)]
+        named = zip(("i0", "j0", "i1", "j1"), (a, b, *scales), strict=False)
+        operands = [(name, value) for name, value in named if name in body]
+        first = as_node(operands[0][1]).meta["val"]
+        if op == "dot" and first.dim() == 1:
+            return Decline("rows of one value")
+        if first.dtype == torch.int8 and first.shape[-1] > _EXACT:
+            return Decline(f"sums of {first.shape[-1]} products of codes are not exact in float32")
+        if op == "dot" and dims != as_node(a).meta["val"].dim() - 1:
+            return Decline("the dot product is not over the last dimension")
+        positions = tuple((name, node.all_input_nodes.index(as_node(value))) for name, value in operands)
+        return Plan(body, None, positions)
+
+    @staticmethod
+    def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
+        """Write the launch."""
+        _emit(plan, node, emitter)
+
+
+def _operands(node: Node) -> dict[str, Node]:
+    lists: list[Any] = [arg for arg in node.args if isinstance(arg, list | tuple)]
+    return {
+        f"{kind}{number}": as_node(value)
+        for kind, group in zip("ijec", lists, strict=True)
+        for number, value in enumerate(group)
+    }
+
+
+def _functor(plan: Plan, node: Node, strides: dict[str, int]) -> Any:
+    values = {name: node.all_input_nodes[index].meta["val"] for name, index in plan.operands}
+    return write_body(plan.body, values, strides)
+
+
+def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
+    rowptr, col = (as_node(arg) for arg in node.args[:2])
+    texts, strides = {}, {}
+    for name, index in plan.operands:
+        value = node.all_input_nodes[index]
+        if name[0] == "c":
+            texts[name], strides[name] = emitter.vector(value), 1
+        else:
+            texts[name], strides[name] = emitter.matrix(value), emitter.row_stride(value)
+    functor = _functor(plan, node, strides)
+    body = emitter.unit.struct("Body", functor.text)
+    pointers = [f"{texts[name]}.data_ptr()" for name in functor.operands] or ["0"]
+    columns = emitter.vector(col)
+    edges = f"{columns}.shape[0]"
+    if plan.reduce is None:
+        rows = emitter.let(
+            "rows", f"{emitter.bind(destinations, 'destinations')}({emitter.vector(rowptr)}, {edges})"
+        )
+        out = emitter.allocate(node, dense=True)
+        values = [f"{rows}.data_ptr()", f"{columns}.data_ptr()", f"{out}.data_ptr()", edges, *pointers]
+        grid = blocks(f"{edges} * {functor.width}", BLOCK)
+        emitter.launch(f"gnnc::edge_map<{functor.width}, {body}>", f"({grid})", values)
+        return
+    runs = write_runs(emitter, emitter.vector(rowptr), edges, 4 * functor.width)
+    out = emitter.allocate(node, dense=True)
+    stride = emitter.row_stride(node)
+    lanes = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= functor.width or lanes == 32)
+    values = runs_arguments(emitter.vector(rowptr), columns, runs)
+    values += write_staging(emitter, runs, functor.width)
+    values += [f"{out}.data_ptr()", f"{runs}.count"]
+    kernel = f"gnnc::message<{functor.width}, {stride}, {lanes}, gnnc::Join::{plan.reduce}, {body}>"
+    emitter.unit.expect(kernel, "MessageArgs", len(values) + RUNS_EXTRA)
+    emitter.launch(
+        kernel,
+        blocks(f"{runs}.count", BLOCK // lanes),
+        [*values, *pointers],
+        count=len(values) + len(pointers) + RUNS_EXTRA,
+    )

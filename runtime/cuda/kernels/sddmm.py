@@ -1,0 +1,64 @@
+"""Lowering of ops that make one value, or one row, for each edge."""
+
+import torch
+from torch.fx import Node
+
+from gnnc.ir.nodes import as_node
+from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
+from gnnc.runtime.cuda.emitter import CudaEmitter
+from gnnc.runtime.cuda.formats.tables import RUNS_EXTRA, runs_arguments, write_columns, write_runs
+from gnnc.runtime.cuda.kernels.epilogue import truth
+from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, gathered_rows, packed_width
+from gnnc.runtime.plans import sddmm
+from gnnc.runtime.registry import Decline, kernel
+
+_OPS = ("dot", "add", "sub", "mul", "copy_src", "copy_dst")
+_PIECE = 16
+_MAX_WIDTH = 1024
+
+
+@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="sddmm", priority=10)
+class Sddmm:
+    """``csrc/cuda/sparse/sddmm.cuh``: dot, sum, difference, product or copy of the rows at an edge's ends."""
+
+    @staticmethod
+    def plan(node: Node) -> sddmm.Plan | Decline:
+        """Take rows of more than one value, of whose heads a warp dots all at once."""
+        plan = sddmm.plan(node)
+        if isinstance(plan, Decline):
+            return plan
+        if plan.width == 1 or plan.width > _MAX_WIDTH:
+            return Decline(f"rows of {plan.width} columns")
+        given = as_node(node.args[2] if node.args[2] is not None else node.args[3])
+        return _fitting(plan, given.meta["val"].dtype)
+
+    @staticmethod
+    def emit(plan: sddmm.Plan, node: Node, emitter: CudaEmitter) -> None:
+        """Write the launch."""
+        rowptr, col, a, b, _, *scales = node.args
+        first, second = as_node(a if a is not None else b), as_node(b if b is not None else a)
+        rows = [gathered_rows(emitter, value, plan.width, plan.heads) for value in (first, second)]
+        width = rows[0].columns
+        pointer = emitter.vector(as_node(rowptr))
+        columns = write_columns(emitter, emitter.vector(as_node(col)))
+        runs = write_runs(emitter, pointer, f"{columns}.shape[0]", rows[1].nbytes)
+        out = emitter.allocate(node, dense=True)
+        values = runs_arguments(pointer, columns, runs)
+        for row in rows:
+            values += [f"{row.text}.data_ptr()", str(row.stride)]
+        factors = [f"{emitter.vector(as_node(scale))}.data_ptr()" for scale in scales if plan.is_scaled]
+        values += [*(factors or ["0", "0"]), f"{out}.data_ptr()"]
+        element = ELEMENTS[first.meta["val"].dtype]
+        config = f"gnnc::SddmmConfig<gnnc::Element::{element}, {width}, gnnc::EdgeOp::{_OPS[plan.op]}, "
+        config += f"{plan.heads}, {truth(plan.is_scaled)}>"
+        kernel, count = f"gnnc::sddmm<{config}>", len(values) + RUNS_EXTRA
+        emitter.unit.expect(kernel, "SddmmArgs", count)
+        emitter.launch(kernel, f"{runs}.blocks", values, block=AS_COMPILED, count=count)
+
+
+def _fitting(plan: sddmm.Plan, dtype: torch.dtype) -> sddmm.Plan | Decline:
+    pieces = packed_width(plan.width, plan.heads, dtype) * dtype.itemsize // _PIECE
+    each = pieces // plan.heads
+    if plan.heads > 1 and (each & (each - 1) or pieces > 32):
+        return Decline("a head is not a power of two of 16-byte pieces of a warp")
+    return plan

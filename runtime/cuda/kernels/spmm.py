@@ -1,0 +1,244 @@
+"""Lowering of aggregations over edges and over segments."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
+from gnnc.runtime.cuda.emitter import BLOCK, MOST_WHOLE, CudaEmitter, aligned, blocks, round_up
+from gnnc.runtime.cuda.formats.tables import (
+    RUNS_EXTRA,
+    STAGED_EXTRA,
+    in_order,
+    runs_arguments,
+    staged_arguments,
+    write_columns,
+    write_runs,
+    write_staging,
+    write_sums,
+)
+from gnnc.runtime.cuda.formats.window_table import entries_of, has_room, shared_bytes, slices_of, window_rows
+from gnnc.runtime.cuda.kernels.epilogue import TYPES, write_epilogue
+from gnnc.runtime.plans import spmm
+from gnnc.runtime.program.emitter import shape_of
+from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.row_program.build import argument_of
+from gnnc.runtime.row_program.opcodes import Op
+
+ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
+_MAX_WIDTH = 4096
+_MOST_HELD = 2560
+"""Columns of a row in FP32 that four warps have room for in the shared memory of a block."""
+_PIECE = 16
+"""Bytes that a thread gathers at once."""
+_OF_WHOLE_ROWS = {
+    Op.ADD_QROW,
+    Op.LAYER_NORM,
+    Op.L2_NORMALIZE,
+    Op.SOFTMAX,
+    Op.LOG_SOFTMAX,
+    Op.HEAD_MEAN,
+    Op.WINDOW,
+    Op.QUANT_ROW,
+    Op.QUANT_POW2,
+    Op.ROW_DOT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How a launch names the rows that edges gather.
+
+    Attributes:
+        text: the tensor.
+        stride: bytes from one row to the next, a multiple of 16.
+        columns: of a row, with what lies between its heads.
+        nbytes: of such a row.
+    """
+
+    text: str
+    stride: int
+    columns: int
+    nbytes: int
+
+
+@kernel(
+    "fused:spmm", "gnnc.spmm", "gnnc.qspmm", "gnnc.segment_reduce", backend="cuda", name="spmm", priority=10
+)
+class Spmm:
+    """``csrc/cuda/sparse/spmm.cuh``: sum, mean, max or min over each row's edges, without atomics."""
+
+    @staticmethod
+    def plan(node: Node) -> spmm.Plan | Decline:
+        """Take every form whose rows fit into the registers of a warp."""
+        plan = spmm.plan(node)
+        if isinstance(plan, Decline):
+            return plan
+        if plan.width > _MAX_WIDTH:
+            return Decline(f"a row of {plan.width} columns does not fit into a warp's registers")
+        value = None if plan.value is None else argument_of(node, plan.value).meta["val"]
+        if value is not None and value.dtype == torch.int8 and plan.heads > 1:
+            return Decline("no int8 values a head")
+        dtype = argument_of(node, plan.x).meta["val"].dtype
+        columns = packed_width(plan.width, _heads_apart(plan, node), dtype)
+        if columns > _MOST_HELD and not _is_by_column(plan):
+            return Decline(f"a row of {columns} columns does not fit into a warp's shared memory")
+        return plan
+
+    @staticmethod
+    def emit(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> None:
+        """Write the launch, whole rows or slices, and that of edges by stretch where rows can be windows."""
+        rowptr = argument_of(node, plan.rowptr)
+        edges, col = edges_and_columns(node, emitter, plan.rowptr, plan.col, plan.x)
+        value = "0"
+        if plan.value is not None:
+            value = f"{value_text(emitter, node, plan.value, plan.heads)}.data_ptr()"
+        heads = _heads_apart(plan, node)
+        x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, heads, by_stretch=plan.is_plain_sum)
+        scale = _vector(emitter, node, plan.x_scale)
+        shift = _vector(emitter, node, plan.shift)
+        kind = _scale(plan, node, emitter)
+        sliced = _is_by_column(plan)
+        staged = (sliced or slices_of(x.nbytes) == 1) and _is_staged(plan, node)
+        if staged:
+            assert plan.col is not None
+            emitter.by_stretch.setdefault(argument_of(node, plan.col), set()).add(node)
+            sources = emitter.size(shape_of(argument_of(node, plan.x))[0])
+            runs = write_sums(emitter, emitter.vector(rowptr), col, sources, x.nbytes)
+        else:
+            runs = write_runs(emitter, emitter.vector(rowptr), edges, x.nbytes)
+        epilogue, values = write_epilogue(plan.program, node, emitter, shape_of(rowptr)[0] - 1, plan.width)
+        config = _config(plan, node, kind)
+        words = round_up(x.columns, 4) * (2 if _is_exact(plan, node) else 1)
+        rest = [f"{x.text}.data_ptr()", str(x.stride), value, scale, shift]
+        rest += write_staging(emitter, runs, words, slices_of(x.nbytes) if sliced else 1)
+        names = f"{config}, {epilogue}"
+        given = [*runs_arguments(emitter.vector(rowptr), col, runs), *rest]
+        count = len(given) + RUNS_EXTRA
+        form = "spmm_sliced" if sliced and x.nbytes > MOST_WHOLE else "spmm"
+        kernel = f"gnnc::{form}<{names}>"
+        unit = emitter.unit
+        unit.expect(kernel, "SpmmArgs", count)
+        unit.require(kernel, f"Spmm<{config}>::kStagedBytes == {4 * words}", "parts of rows have room")
+        unit.require(kernel, f"gnnc::kMostWhole == {MOST_WHOLE}", "rows of more bytes have slices")
+        given, count = [*given, *values], count + len(values)
+        emitter.launch(kernel, f"{runs}.blocks", given, block=AS_COMPILED, count=count)
+        if not staged:
+            return
+        given = [*staged_arguments(emitter.vector(rowptr), runs), *rest]
+        count = len(given) + STAGED_EXTRA
+        kernel, family = f"gnnc::spmm_staged<{names}>", f"gnnc::Staged<{config}>"
+        shared, together = shared_bytes(x.nbytes, kind), entries_of(window_rows(x.nbytes))
+        unit.expect(kernel, "StagedSpmmArgs", count)
+        unit.require(kernel, f"{family}::Window::kBytes == {shared}", "a launch gives the window its bytes")
+        unit.require(kernel, f"{family}::kEntries == {together}", "a warp has room for the entries of a run")
+        given, count = [*given, *values], count + len(values)
+        emitter.launch(kernel, f"{runs}.staged_blocks", given, block=AS_COMPILED, count=count, shared=shared)
+
+
+def _is_staged(plan: spmm.Plan, node: Node) -> bool:
+    """Whether there is a kernel that reads near sources in shared memory (csrc/cuda/sparse/staged.cuh)."""
+    if not plan.is_plain_sum:
+        return False
+    assert plan.col is not None
+    if not has_room(argument_of(node, plan.x).meta["val"].device):
+        return False
+    # Of other columns there is a copy in every call, whose edges would be arranged anew.
+    return argument_of(node, plan.col).meta["val"].dtype == torch.int32
+
+
+def _is_by_column(plan: spmm.Plan) -> bool:
+    """Whether all columns are alike, as where rows come in slices: no step looks at several of them."""
+    return plan.heads == 1 and plan.program.ops.isdisjoint(_OF_WHOLE_ROWS)
+
+
+def _heads_apart(plan: spmm.Plan, node: Node) -> int:
+    """Return the heads of a row of x that each start on 16 bytes: those of codes that are added up."""
+    is_codes = argument_of(node, plan.x).meta["val"].dtype == torch.int8
+    return plan.heads if is_codes and plan.is_sum else 1
+
+
+def _config(plan: spmm.Plan, node: Node, scale: str) -> str:
+    dtype = argument_of(node, plan.x).meta["val"].dtype
+    reduce = next(name for name, number in spmm.REDUCTIONS.items() if number == plan.reduce)
+    value = "none"
+    if plan.value is not None:
+        integer = argument_of(node, plan.value).meta["val"].dtype == torch.int8
+        value = "integer" if integer else "real"
+    return (
+        f"gnnc::SpmmConfig<gnnc::Element::{ELEMENTS[dtype]}, {plan.width}, gnnc::Reduce::{reduce}, "
+        f"gnnc::Value::{value}, gnnc::Scale::{scale}, {plan.heads}>"
+    )
+
+
+def _is_exact(plan: spmm.Plan, node: Node) -> bool:
+    """Whether sums are integers: ``gnnc::Spmm::kExact``."""
+    value = None if plan.value is None else argument_of(node, plan.value).meta["val"].dtype
+    is_sum = plan.is_sum and argument_of(node, plan.x).meta["val"].dtype == torch.int8
+    return is_sum and plan.heads == 1 and plan.x_scale is None and value in (None, torch.int8)
+
+
+def _scale(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> str:
+    """Return what comes with a row of x, as ``gnnc::Scale`` names it."""
+    if plan.x_scale is not None:
+        return "row"
+    if plan.shift is None:
+        return "none"
+    is_plain = plan.value is None and plan.heads == 1 and plan.is_sum
+    is_plain = is_plain and slices_of(plan.width) == 1
+    return "in_row" if is_plain and emitter.holds_weights(argument_of(node, plan.x)) else "power"
+
+
+def _vector(emitter: CudaEmitter, node: Node, index: int | None) -> str:
+    return "0" if index is None else f"{emitter.vector(argument_of(node, index))}.data_ptr()"
+
+
+def edges_and_columns(
+    node: Node, emitter: CudaEmitter, rowptr: int, col: int | None, x: int
+) -> tuple[str, str]:
+    """Return the texts of the number of edges and of ``col`` as int32."""
+    if col is None:
+        edges = emitter.size(shape_of(argument_of(node, x))[0])
+        given = emitter.vector(argument_of(node, rowptr))
+        return edges, emitter.let("col", f"{emitter.bind(in_order, 'in_order')}({given}, {edges})")
+    source = argument_of(node, col)
+    text = emitter.vector(source)
+    if source.meta["val"].dtype != torch.int32:
+        text = emitter.let("col", f"{text}.int()")
+    text = write_columns(emitter, text)
+    return f"{text}.shape[0]", text
+
+
+def gathered_rows(
+    emitter: CudaEmitter, x: Node, width: int, heads: int = 1, *, by_stretch: bool = False
+) -> Rows:
+    """Return rows whose heads start on 16 bytes, a copy if need be (``csrc/cuda/sparse/pack_rows.cuh``)."""
+    dtype = x.meta["val"].dtype
+    text, stride = emitter.matrix(x, width), emitter.row_stride(x, width)
+    columns = packed_width(width, heads, dtype)
+    if stride * dtype.itemsize % _PIECE == 0 and columns == width:
+        return Rows(text, stride * dtype.itemsize, columns, columns * dtype.itemsize)
+    to = emitter.padded(columns, dtype, by_stretch=by_stretch)
+    rows = shape_of(x)[0]
+    copy = emitter.scratch(rows, to, dtype, flat=True)
+    heads_of_row = f"{heads}, {width // heads}, {columns // heads}"
+    config = f"gnnc::PackRowsConfig<{TYPES[dtype]}, {heads_of_row}, {stride}, {to}>"
+    count = emitter.size(rows)
+    grid = blocks(f"({count} * {to * dtype.itemsize // _PIECE})", BLOCK)
+    values = [f"{text}.data_ptr()", f"{copy}.data_ptr()", count]
+    emitter.launch(f"gnnc::pack_rows<{config}>", f"({grid})", values)
+    return Rows(copy, to * dtype.itemsize, columns, columns * dtype.itemsize)
+
+
+def packed_width(width: int, heads: int, dtype: torch.dtype) -> int:
+    """Return the columns of a row whose heads, where there are several, each start on 16 bytes."""
+    return width if heads == 1 else heads * round_up(width // heads, _PIECE // dtype.itemsize)
+
+
+def value_text(emitter: CudaEmitter, node: Node, index: int, heads: int) -> str:
+    """Return edge values, ``[E]`` on 16 bytes or ``[E, heads]``, dense."""
+    value: Any = argument_of(node, index)
+    text = emitter.vector(value) if value.meta["val"].dim() == 1 else emitter.dense(value, heads)
+    return text if heads > 1 else emitter.let("value", f"{emitter.bind(aligned, 'aligned')}({text})")

@@ -1,0 +1,312 @@
+"""From the row-local ops behind an anchor to the row program that its kernel runs on each row.
+
+A plan refers to values by number (the operand of the fused submodule, the result of it), never by
+node: it stays valid for every copy of the graph.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from gnnc.ir.row_local import RowOp, Step, linearize
+from gnnc.runtime.program.emitter import expression
+from gnnc.runtime.registry import Decline
+from gnnc.runtime.row_program.opcodes import Op
+
+WINDOW_ALIGNMENT = 16
+"""Columns between the starts of results that one kernel makes side by side: its multiple."""
+
+_FORMS = {"full": "matrix", "row": "vector", "col": "vector", "tensor": "vector"}
+
+
+class Refusal(Exception):
+    """Raised inside ``plan`` functions; becomes a Decline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that the program reads: operand ``index`` of the submodule, or nothing.
+
+    Attributes:
+        index: position among the call's arguments; None: absent.
+        form: ``matrix`` or ``vector``.
+    """
+
+    index: int | None
+    form: str
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """A tensor that the program writes.
+
+    Attributes:
+        result: which result of the submodule it is; None: only the kernel needs it.
+        form: ``matrix``, ``dense`` (no padding), ``vector`` (one element a row), ``scalar`` (one of all
+            rows) or ``flag`` (one float that only the kernel needs).
+        dtype: element type.
+    """
+
+    result: int | None
+    form: str
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class RowProgram:
+    """A row program and what its numbers refer to.
+
+    Attributes:
+        code, operands, consts, outs: as in the kernels' last four arguments.
+        scales: outs that are row scales, to be checked for NaN and infinity.
+        watched: whether such a check sees the accumulator as it is now.
+    """
+
+    code: list[int] = field(default_factory=list)
+    operands: list[Operand] = field(default_factory=list)
+    consts: list[float] = field(default_factory=list)
+    outs: list[Out] = field(default_factory=list)
+    scales: list[int] = field(default_factory=list)
+    watched: bool = False
+
+    @property
+    def steps(self) -> list[tuple[Op, int, int, int]]:
+        """The instructions, one by one: opcode, a, b, c."""
+        code = self.code
+        return [(Op(code[i]), code[i + 1], code[i + 2], code[i + 3]) for i in range(0, len(code), 4)]
+
+    @property
+    def ops(self) -> set[Op]:
+        """The opcodes, each once."""
+        return {step[0] for step in self.steps}
+
+    @property
+    def makes_codes(self) -> bool:
+        """Whether it stores rows of codes."""
+        return not self.ops.isdisjoint({Op.QUANT_ROW, Op.QUANT_STATIC, Op.QUANT_POW2})
+
+    def add(self, name: str, a: int = -1, b: int = -1, c: int = -1) -> None:
+        """Append an instruction."""
+        self.code += [int(Op[name]), a, b, c]
+
+    def const(self, value: float) -> int:
+        """Return the number of a constant."""
+        self.consts.append(float(value))
+        return len(self.consts) - 1
+
+    def operand(self, index: int | None, form: str) -> int:
+        """Return the number of an operand."""
+        self.operands.append(Operand(index, form))
+        return len(self.operands) - 1
+
+    def out(self, result: int | None, form: str, dtype: torch.dtype) -> int:
+        """Return the number of an output."""
+        self.outs.append(Out(result, form, dtype))
+        return len(self.outs) - 1
+
+
+class Inner:
+    """The graph of a fused submodule, or a single node seen as one, by numbers."""
+
+    def __init__(self, node: Node) -> None:
+        self.nodes: list[Node] = [node]
+        operands: list[Node] = node.all_input_nodes
+        results: Any = node
+        if node.op == "call_module":
+            owner = node.graph.owning_module
+            assert owner is not None
+            module = owner.get_submodule(str(node.target))
+            assert isinstance(module, GraphModule)
+            self.nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
+            operands = list(module.graph.find_nodes(op="placeholder"))
+            results = module.graph.output_node().args[0]
+        self.operands: dict[Node, int] = {n: i for i, n in enumerate(operands)}
+        listed = [results] if isinstance(results, Node) else results
+        self.results: dict[Node, int] = {n: i for i, n in enumerate(listed)}
+
+    def operand(self, node: Any, what: str) -> int:
+        """Return the number of an operand that ``node`` must be."""
+        if node not in self.operands:
+            raise Refusal(f"{what} is computed inside the fused graph, not given to it")
+        return self.operands[node]
+
+    def optional(self, node: Any, what: str) -> int | None:
+        """Return the number of an operand, or None for an absent one."""
+        return None if node is None else self.operand(node, what)
+
+    def some(self, *targets: str) -> list[Node]:
+        """Return the nodes with one of these targets, at least one."""
+        found = [node for node in self.nodes if str(node.target) in targets]
+        if not found:
+            raise Refusal(f"holds no {' or '.join(targets)}")
+        return found
+
+    def only(self, *targets: str) -> Node:
+        """Return the one node with one of these targets."""
+        found = self.some(*targets)
+        if len(found) != 1:
+            raise Refusal(f"holds {len(found)} of {', '.join(targets)}, not one")
+        return found[0]
+
+
+def read_chain(inner: Inner, start: Node) -> list[RowOp]:
+    """Return the row-local ops behind ``start``, in the order a kernel runs them."""
+    inside = set(inner.nodes)
+    return linearize(start, lambda op: set(op.covers) <= inside, inner.results.keys())
+
+
+def build(inner: Inner, chain: Iterable[RowOp], covered: Collection[Node]) -> RowProgram:
+    """Translate a chain; refuse unless it accounts for every node and every result.
+
+    Args:
+        inner: the fused graph.
+        chain: the row-local ops that are left after the kernel's own part.
+        covered: the nodes of the kernel's own part.
+    """
+    return build_windows(inner, [0], [chain], covered)
+
+
+def columns_of(widths: Sequence[int]) -> int:
+    """Columns of results side by side, each starting at a multiple of ``WINDOW_ALIGNMENT``."""
+    starts = [-(-width // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for width in widths[:-1]]
+    return sum(starts) + widths[-1]
+
+
+def build_windows(
+    inner: Inner, widths: Sequence[int], chains: Sequence[Iterable[RowOp]], covered: Collection[Node]
+) -> RowProgram:
+    """Translate a chain for each of several results that lie side by side; as ``build`` for a single one."""
+    program = RowProgram()
+    seen = set(covered)
+    for i, chain in enumerate(chains):
+        if len(chains) > 1:
+            first = columns_of([*widths[:i], 0])
+            program.add("WINDOW", first, widths[i])
+            program.watched = False
+        for op in chain:
+            seen.update(op.covers)
+            _translate(inner, op, program)
+    if len(chains) > 1 and any(out.result is None and out.form == "matrix" for out in program.outs):
+        raise Refusal("one of several results is stored for nobody")
+    missing: list[Node] = [node for node in inner.nodes if node not in seen]
+    if missing:
+        raise Refusal(f"{missing[0].name} ({missing[0].target}) has no place in a row program")
+    written = {out.result for out in program.outs}
+    for node, index in inner.results.items():
+        if index not in written:
+            raise Refusal(f"result {node} is nothing that a row program stores")
+    return program
+
+
+def _translate(inner: Inner, op: RowOp, program: RowProgram) -> None:
+    for step in op.steps:
+        if op.role == "store":
+            _store(inner, op, step, program)
+        else:
+            _chain_step(inner, step, program)
+
+
+def _chain_step(inner: Inner, step: Step, program: RowProgram) -> None:
+    name = step.kind.upper()
+    program.watched = False
+    if name not in Op.__members__:
+        raise Refusal(f"the row program has no {step.kind}")
+    if name == "HEAD_MEAN":
+        program.add(name, b=int(step.consts[0]))
+        return
+    if not step.operands:
+        program.add(name, b=program.const(step.consts[0]) if step.consts else -1)
+        return
+    form = _FORMS.get(step.kind.rpartition("_")[2], "vector")
+    numbers = [_operand(inner, node, form, program) for node in step.operands]
+    program.add(name, numbers[0], program.const(step.consts[0]) if step.consts else -1)
+
+
+def _operand(inner: Inner, node: Node | None, form: str, program: RowProgram) -> int:
+    if node is None:
+        return program.operand(None, form)
+    dtype = node.meta["val"].dtype
+    allowed = (torch.float32, torch.bfloat16, torch.float16) if form == "matrix" else (torch.float32,)
+    if dtype not in allowed:
+        raise Refusal(f"operand {node.name} is {dtype}")
+    return program.operand(inner.operand(node, f"operand {node.name}"), form)
+
+
+def _store(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
+    result = inner.results.get(op.root)
+    match step.kind:
+        case "store_f32":
+            program.add("STORE_F32", program.out(result, "matrix", torch.float32))
+        case "store_bf16":
+            program.add("STORE_BF16", program.out(result, "matrix", torch.bfloat16))
+        case "store_fp16":
+            program.add("STORE_FP16", program.out(result, "matrix", torch.float16))
+        case "quant_row":
+            codes = program.out(result, "matrix", torch.int8)
+            scale = program.out(inner.results.get(op.covers[0]), "vector", torch.float32)
+            program.scales.append(scale)
+            program.watched = True
+            program.add("QUANT_ROW", codes, scale)
+        case "quant_static":
+            _watch(program)
+            codes = program.out(result, "matrix", torch.int8)
+            base = _operand(inner, step.operands[0], "vector", program)
+            program.add("QUANT_STATIC", codes, base)
+        case "quant_pow2":
+            _watch(program)
+            codes = program.out(result, "matrix", torch.int8)
+            shift = program.out(inner.results.get(op.covers[0]), "vector", torch.uint8)
+            base = _operand(inner, step.operands[0], "vector", program)
+            program.add("QUANT_POW2", codes, shift, base)
+        case "scale_tensor":
+            if result is None:
+                raise Refusal("a scale of all rows is read before it is whole")
+            program.add("SCALE_TENSOR", program.out(result, "scalar", torch.float32))
+        case "row_dot":
+            attention = _operand(inner, step.operands[0], "vector", program)
+            dots = program.out(result, "dense", torch.float32)
+            program.add("ROW_DOT", attention, dots, int(step.consts[0]))
+        case _:
+            raise Refusal(f"the row program has no store {step.kind}")
+
+
+def _watch(program: RowProgram) -> None:
+    """Saturation hides NaN and infinity; the largest magnitude tells."""
+    if not program.watched:
+        program.add("AMAX", program.out(None, "flag", torch.float32))
+        program.watched = True
+
+
+def argument_of(node: Node, index: int) -> Node:
+    """Return operand ``index`` of a fused call, or of a single node."""
+    value = node.args[index] if node.op == "call_module" else node.all_input_nodes[index]
+    assert isinstance(value, Node)
+    return value
+
+
+def fixed_width(value: Any) -> int:
+    """Return the width of a tensor's rows; refuse a symbolic one."""
+    tensor = value.meta["val"] if isinstance(value, Node) else value
+    assert isinstance(tensor, Tensor)
+    width = 1
+    for size in tensor.shape[1:]:
+        if not expression(size).is_number:
+            raise Refusal(f"the width {size} is not fixed")
+        width *= int(expression(size))
+    return width
+
+
+def planned(function: Any) -> Any:
+    """Turn a function that raises Refusal into one that returns Decline."""
+
+    def plan(node: Node) -> Any:
+        try:
+            return function(node)
+        except Refusal as refusal:
+            return Decline(str(refusal))
+
+    return plan

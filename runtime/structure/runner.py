@@ -1,0 +1,340 @@
+"""Runs a structure graph, each part of it only when the inputs of that part have changed."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from gnnc.errors import GraphError
+from gnnc.ir.source import source_of
+from gnnc.runtime.structure.cache import DEFAULT_BYTE_BUDGET, Entry, StructureCache, state
+
+Deps = frozenset[Node]
+_Check = tuple[tuple[int, ...], Callable[..., None]]  # the slots that it takes
+
+_EXPENSIVE = frozenset({"csr", "csr_transpose"})
+"""Ops whose results are never computed anew with those of another part; nor are those of a backend's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A part of the structure graph whose nodes depend on the same tensors.
+
+    Attributes:
+        module: computes the part; takes the values in ``operands``, returns a tuple.
+        operands: slots (see ``StructureRunner``) of the module's arguments.
+        key: slots of the inputs and sizes that the part depends on, directly or not.
+    """
+
+    module: GraphModule
+    operands: tuple[int, ...]
+    key: tuple[int, ...]
+
+
+class StructureRunner:
+    """Calls a structure graph with caching, one cache entry a *group* and distinct graph.
+
+    A node's dependency set is the set of tensor inputs that reach it. Nodes with one set form a
+    group, keyed by those tensors and by the plain sizes the group uses; groups run in order of
+    set inclusion, the later ones on the (cached) results of the earlier. So with an ``edge_index``
+    that stays and an ``edge_weight`` that is new at every call, sorting and degree counting
+    (set ``{edge_index}``) run once, and only the normalisation (set ``{edge_index, edge_weight}``)
+    runs again. A group whose results only one other group needs, and which holds nothing
+    expensive, is computed inside that group. Nodes that depend on sizes alone are computed in
+    every group that uses them: they cost less than a look-up.
+
+    Values live in slots: first the graph's placeholders in order, then the groups' results.
+
+    Attributes:
+        before_build: called with what a part is made of, before it is built.
+        after_build: called with the results of a part when they are new.
+        after_call: called with the outputs of each call.
+        finds: slots of ids and of their limit which a part looks at by itself before it reads by them.
+
+    Args:
+        structure: a graph whose placeholders are of the kinds input, size or constant, and whose
+            output is a flat tuple.
+        byte_budget: see ``StructureCache``.
+    """
+
+    def __init__(self, structure: GraphModule, byte_budget: int = DEFAULT_BYTE_BUDGET) -> None:
+        self.groups, outputs = _split(structure)
+        self._pick = _picker(outputs)
+        self._keyed = tuple(sorted({slot for group in self.groups for slot in group.key}))
+        self._last: _Last | None = None
+        self._before: dict[int, list[_Check]] = {}
+        self._afterwards: dict[int, list[_Check]] = {}
+        self.before_build: Callable[[Sequence[Any]], None] | None = None
+        self.after_build: Callable[[Any], None] | None = None
+        self.after_call: Callable[[tuple[Any, ...]], None] | None = None
+        self.finds: set[tuple[int, ...]] = set()
+        self.cache = StructureCache(byte_budget, min_entries=max(len(self.groups), 1))
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        """Return the structure graph's outputs for the values of its placeholders."""
+        last = self._last
+        slots = last.slots_for(values, self.cache) if last is not None else None
+        if slots is None:
+            slots = self._look_up(values)
+        outputs = self._pick(slots)
+        if self.after_call is not None:
+            self.after_call(outputs)
+        return outputs
+
+    def rebuild(self, *values: Any) -> tuple[tuple[Any, ...], Callable[[], None]]:
+        """Drop what is cached of these values, and compute it anew, for the caller alone at first.
+
+        Returns:
+            The structure graph's outputs, in tensors of their own; and what lets calls have them.
+        """
+        puts: list[Callable[[], None]] = []
+
+        def rebuilt(key: tuple[Any, ...], build: Callable[[], Any]) -> Entry:
+            entry, put = self.cache.rebuild(key, build)
+            puts.append(put)
+            return entry
+
+        def share() -> None:
+            for put in puts:
+                put()
+
+        slots, _ = self._compute(values, rebuilt)
+        return self._pick(slots), share
+
+    def _look_up(self, values: tuple[Any, ...]) -> list[Any]:
+        slots, entries = self._compute(values, self.cache.entry)
+        self._last = _Last.of(values, self._keyed, entries)
+        return slots
+
+    def _compute(
+        self, values: tuple[Any, ...], entry_of: Callable[..., Entry]
+    ) -> tuple[list[Any], list[Entry]]:
+        """Return all slots and the entries of the parts; ``entry_of`` takes a key and what builds."""
+        slots, entries = list(values), []
+        for number, group in enumerate(self.groups):
+            key = (number, *[slots[slot] for slot in group.key])
+            entries.append(entry_of(key, lambda: self._build(number, slots)))  # noqa: B023
+            slots.extend(entries[-1].outputs)
+        return slots, entries
+
+    def check_inputs(self, needs: tuple[int, ...], check: Callable[..., None], *, sorts: bool) -> bool:
+        """Have ``check`` look at placeholders when the first part that depends on them is built.
+
+        Args:
+            needs: slots of the placeholders that it takes.
+            check: raises a GraphError where the part must not be built.
+            sorts: the part finds the same by itself: ``check`` is there to say it in the caller's terms.
+
+        Returns:
+            Whether there is such a part, and it is built again whenever one of them changes.
+        """
+        number = next((n for n, group in enumerate(self.groups) if needs[0] in group.key), None)
+        if number is None or not set(needs) <= set(self.groups[number].key):
+            return False
+        checks = self._afterwards if sorts or needs in self.finds else self._before
+        checks.setdefault(number, []).append((needs, check))
+        return True
+
+    def _build(self, number: int, slots: list[Any]) -> tuple[Any, ...]:
+        if self.before_build is not None:
+            self.before_build([slots[slot] for slot in self.groups[number].operands])
+        for needs, check in self._before.get(number, ()):
+            check(*[slots[slot] for slot in needs])
+        try:
+            results = _call(self.groups[number], slots)
+        except GraphError:
+            for needs, check in self._afterwards.get(number, ()):
+                check(*[slots[slot] for slot in needs])
+            raise
+        if self.after_build is not None:
+            self.after_build(results)
+        return results
+
+    def clear(self) -> None:
+        """Forget every cached structure."""
+        self._last = None
+        self.cache.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The last call: another with the same tensors, unchanged, finds its results without making keys.
+
+    Only refers to results weakly: it is the cache that keeps them, or drops them.
+
+    Attributes:
+        tensors: slot, the tensor, and what says that it is unchanged, see ``StructureCache``.
+        others: slot and value of every other thing that results depend on.
+        entries: the results, part by part.
+    """
+
+    tensors: tuple[tuple[int, weakref.ref[Tensor], tuple[Any, ...]], ...]
+    others: tuple[tuple[int, Any], ...]
+    entries: tuple[weakref.ref[Entry], ...]
+
+    @staticmethod
+    def of(values: tuple[Any, ...], keyed: tuple[int, ...], entries: list[Entry]) -> "_Last | None":
+        """Note a call; None where a tensor carries no version."""
+        if any(entry.copies for entry in entries):
+            return None
+        tensors = [slot for slot in keyed if isinstance(values[slot], Tensor)]
+        return _Last(
+            tuple([(slot, weakref.ref(values[slot]), state(values[slot])) for slot in tensors]),
+            tuple([(slot, values[slot]) for slot in keyed if slot not in tensors]),
+            tuple(map(weakref.ref, entries)),
+        )
+
+    def slots_for(self, values: tuple[Any, ...], cache: StructureCache) -> list[Any] | None:
+        """Return the slots of a call with these values, or None if it is another or results are gone."""
+        for slot, ref, seen in self.tensors:
+            value = values[slot]
+            if ref() is not value or state(value) != seen:
+                return None
+        for slot, other in self.others:
+            if values[slot] != other:
+                return None
+        slots = list(values)
+        for ref in self.entries:
+            entry = ref()
+            if entry is None:
+                return None
+            cache.touch(entry)
+            slots.extend(entry.outputs)
+        return slots
+
+
+def _picker(outputs: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return the function that takes some slots."""
+    if len(outputs) > 1:
+        return itemgetter(*outputs)
+    return lambda slots: tuple([slots[slot] for slot in outputs])
+
+
+def _call(group: Group, slots: list[Any]) -> tuple[Any, ...]:
+    return group.module(*[slots[slot] for slot in group.operands])
+
+
+def _is_keyed(node: Node) -> bool:
+    source = source_of(node)
+    return source is None or source.kind != "constant"
+
+
+def _is_size(node: Node) -> bool:
+    source = source_of(node)
+    return source is not None and source.kind == "size"
+
+
+def _dependencies(graph: Graph) -> tuple[dict[Node, Deps], dict[Node, Deps]]:
+    """Return for every node the tensor inputs, and the plain sizes, that reach it."""
+    tensors: dict[Node, Deps] = {}
+    sizes: dict[Node, Deps] = {}
+    for node in graph.nodes:
+        tensors[node] = frozenset().union(*(tensors[arg] for arg in node.all_input_nodes))
+        sizes[node] = frozenset().union(*(sizes[arg] for arg in node.all_input_nodes))
+        if node.op == "placeholder" and _is_keyed(node):
+            (sizes if _is_size(node) else tensors)[node] = frozenset({node})
+    return tensors, sizes
+
+
+def _output_nodes(graph: Graph) -> Sequence[Any]:
+    return graph.output_node().args[0]  # type: ignore[return-value]
+
+
+def _is_expensive(nodes: list[Node]) -> bool:
+    return any(isinstance(node.target, FunctionType) or _op_name(node) in _EXPENSIVE for node in nodes)
+
+
+def _op_name(node: Node) -> str | None:
+    target = node.target
+    return target.__name__.split(".")[0] if isinstance(target, torch._ops.OpOverload) else None
+
+
+def _partition(graph: Graph, deps: dict[Node, Deps]) -> list[list[Node]]:
+    """Return the groups' nodes, in an order in which they can run."""
+    members: dict[Deps, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and deps[node]:
+            members.setdefault(deps[node], []).append(node)
+    for key in sorted(members, key=len):
+        host = _only_consumer(key, members)
+        if host is not None and not _is_expensive(members[key]):
+            members[host] += members.pop(key)
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    groups = [sorted(nodes, key=position.__getitem__) for nodes in members.values()]
+    return sorted(groups, key=lambda nodes: max(len(deps[node]) for node in nodes))
+
+
+def _only_consumer(key: Deps, members: dict[Deps, list[Node]]) -> Deps | None:
+    home = {node: group for group, nodes in members.items() for node in nodes}
+    consumers = {home.get(user, frozenset()) for node in members[key] for user in node.users}
+    consumers.discard(key)
+    if len(consumers) != 1:
+        return None
+    (host,) = consumers
+    return host or None
+
+
+def _split(structure: GraphModule) -> tuple[tuple[Group, ...], tuple[int, ...]]:
+    graph = structure.graph
+    tensors, sizes = _dependencies(graph)
+    slots = {node: slot for slot, node in enumerate(graph.find_nodes(op="placeholder"))}
+    count, groups = len(slots), []
+    parts = _partition(graph, tensors)
+    loose = [n for n in _output_nodes(graph) if n.op != "placeholder" and not tensors[n]]
+    for nodes in [*([loose] if loose else []), *parts]:
+        results = _results(nodes)
+        module, operands = _extract(structure, nodes, results, tensors)
+        keys = frozenset().union(*(tensors[n] | sizes[n] for n in nodes))
+        groups.append(
+            Group(
+                module,
+                tuple(slots[node] for node in operands),
+                tuple(sorted(slots[node] for node in keys)),
+            )
+        )
+        for node in results:
+            slots[node] = count
+            count += 1
+    return tuple(groups), tuple(slots[node] for node in _output_nodes(graph))
+
+
+def _results(nodes: list[Node]) -> list[Node]:
+    """Return the nodes whose values someone outside the group needs."""
+    inside = set(nodes)
+    return [node for node in nodes if any(user not in inside for user in node.users)]
+
+
+def _extract(
+    structure: GraphModule, nodes: list[Node], results: list[Node], deps: dict[Node, Deps]
+) -> tuple[GraphModule, list[Node]]:
+    """Return a module that computes ``results``, and the outer nodes that are its arguments."""
+    computed = _with_sizes(nodes, deps)
+    operands = [
+        node
+        for node in structure.graph.nodes
+        if node not in computed and any(user in computed for user in node.users)
+    ]
+    graph = Graph()
+    copies = {node: graph.placeholder(node.name) for node in operands}
+    for node in structure.graph.nodes:
+        if node in computed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return GraphModule(structure, graph), operands
+
+
+def _with_sizes(nodes: list[Node], deps: dict[Node, Deps]) -> set[Node]:
+    """Return ``nodes`` and every node that they need and that depends on sizes alone."""
+    computed, pending = set(nodes), list(nodes)
+    while pending:
+        for arg in pending.pop().all_input_nodes:
+            if arg.op != "placeholder" and not deps[arg] and arg not in computed:
+                computed.add(arg)
+                pending.append(arg)
+    return computed

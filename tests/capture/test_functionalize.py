@@ -1,0 +1,214 @@
+"""Programs without writes: which need no other trace, and that every one computes what the model does."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from traced import eager, relative_error, run, trace
+from zoo import ZOO, prepared
+
+from gnnc.capture.export import Captured, capture
+
+
+class Lambda(nn.Module):
+    def __init__(self, function: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> object:
+        return self.function(x)
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[ExportedProgram]:
+    """The programs that were traced again."""
+    again: list[ExportedProgram] = []
+    original = ExportedProgram.run_decompositions
+
+    def counted(program: ExportedProgram, table: dict) -> ExportedProgram:
+        again.append(program)
+        return original(program, table)
+
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", counted)
+    return again
+
+
+def assert_functional(captured: Captured) -> None:
+    for node in captured.graph_module.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            assert not node.target._schema.is_mutable
+
+
+def assert_as_eager(function: Callable[[Tensor], object]) -> None:
+    model = Lambda(function).eval()
+    traced = trace(model, torch.randn(7, 3))
+    assert_functional(traced.captured)
+    for rows in (7, 2, 11):
+        x = torch.randn(rows, 3)
+        expected = eager(model, x)
+        for graph in (traced.captured.graph_module, traced.normalized):
+            results = run(graph, model, (x,), {})
+            assert len(results) == len(expected)
+            assert max(map(relative_error, results, expected)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["gcn", "gcn-edge-weight", "gat", "sage-mean", "gin", "batch-norm"])
+def test_graph_networks_are_traced_once(name: str, traces: list[ExportedProgram]) -> None:
+    args, kwargs = ZOO[name].arguments(20, 50, 0)
+    assert_functional(capture(prepared(ZOO[name]), args, kwargs))
+    assert not traces
+
+
+def twice(x: Tensor) -> object:
+    y = x + 1
+    before = y * 1
+    z = y.add_(1).mul_(3)
+    after = y * 1
+    y.sub_(x)
+    return before, after, y, z, y.relu_()
+
+
+def viewed_afterwards(x: Tensor) -> object:
+    y = x.new_zeros(x.shape[0], 3).scatter_add_(0, torch.zeros_like(x, dtype=torch.long), x)
+    return y.view(-1), y.t()
+
+
+def constants(x: Tensor) -> object:
+    y = x.clone()
+    y[x > 0] = 0.5
+    return y, x * torch.tensor([1.0, 2.0, 3.0])
+
+
+def casts(x: Tensor) -> object:
+    return (x > 0).float() * x.double().to(x.dtype), x.long(), x.to(x.device), (x > 0).to(x) * 2
+
+
+def expanded(x: Tensor) -> object:
+    return x[:, :1].expand_as(x), torch.zeros(3).expand_as(x) * x, nn.functional.dropout(x, training=False)
+
+
+PLAIN = [twice, viewed_afterwards, constants, casts, expanded]
+
+
+@pytest.mark.parametrize("function", PLAIN, ids=lambda function: function.__name__)
+def test_plain_writes(function: Callable[[Tensor], object], traces: list[ExportedProgram]) -> None:
+    assert_as_eager(function)
+    assert not traces
+
+
+def into_a_view(x: Tensor) -> object:
+    y = x + 1
+    y[0].mul_(2)
+    return y
+
+
+def into_a_slice(x: Tensor) -> object:
+    y = x + 1
+    y[:, 0] = 1.0
+    return y
+
+
+def viewed_before(x: Tensor) -> object:
+    y = x + 1
+    flat, same = y.reshape(-1), y.t()
+    y.mul_(2)
+    return flat, same
+
+
+def view_of_a_view(x: Tensor) -> object:
+    y = x + 1
+    row = y.t()[0]
+    y.mul_(2)
+    return row
+
+
+def returned_as_it_is(x: Tensor) -> object:
+    y = x + 1
+    z = nn.functional.dropout(y, training=False)
+    z.mul_(2)
+    return y, z
+
+
+def seen_by_a_composite(x: Tensor) -> object:
+    y, z = x + 1, x + 2
+    seen, same = torch.einsum("ij->ji", y), z.type_as(x)
+    y.mul_(2)
+    z.mul_(2)
+    return seen, same
+
+
+def one_of_several(x: Tensor) -> object:
+    y = x + 1
+    left, right = y.split(1, 1)[:2]
+    left.mul_(2)
+    return y, right
+
+
+def several_at_once(x: Tensor) -> object:
+    y, z = x + 1, x + 2
+    torch._foreach_add_([y, z], 1)  # pyright: ignore[reportPrivateImportUsage]
+    return y, z
+
+
+def into_an_operand(x: Tensor) -> object:
+    y = x + 1
+    return torch.add(x, 2, out=y), y
+
+
+def keeps_its_type(x: Tensor) -> object:
+    count = torch.zeros(x.shape, dtype=torch.int32)
+    count.add_((x > 0).long())
+    return count
+
+
+def with_gradients(x: Tensor) -> object:
+    with torch.enable_grad():
+        y = x * 2
+    return y.detach() + 1
+
+
+OTHER = [
+    into_a_view,
+    into_a_slice,
+    viewed_before,
+    view_of_a_view,
+    one_of_several,
+    several_at_once,
+    into_an_operand,
+    keeps_its_type,
+    with_gradients,
+]
+
+
+@pytest.mark.parametrize("function", OTHER, ids=lambda function: function.__name__)
+def test_what_needs_another_trace(
+    function: Callable[[Tensor], object], traces: list[ExportedProgram]
+) -> None:
+    assert_as_eager(function)
+    assert traces
+
+
+@pytest.mark.parametrize("function", [returned_as_it_is, seen_by_a_composite])
+def test_views_of_which_no_schema_tells(
+    function: Callable[[Tensor], object], traces: list[ExportedProgram]
+) -> None:
+    capture(Lambda(function).eval(), (torch.randn(7, 3),))
+    assert traces
+
+
+def test_autocast_is_below_the_first_trace(traces: list[ExportedProgram]) -> None:
+    model, x = nn.Linear(3, 2).eval(), torch.randn(5, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        captured = capture(model, (x,))
+        expected = eager(model, x)
+    assert traces
+    results = run(captured.graph_module, model, (x,), {})
+    assert results[0].dtype == torch.bfloat16 and torch.equal(results[0], expected[0])
+
+
+def test_dropout_and_batch_norm_in_train_mode(traces: list[ExportedProgram]) -> None:
+    captured = capture(nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5)).train(), (torch.randn(5, 3),))
+    assert traces and captured.mutations
+    assert_functional(captured)

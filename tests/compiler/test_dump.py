@@ -1,0 +1,65 @@
+"""GNNC_DUMP writes numbered stages; python -m gnnc says what this machine runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hand_graphs
+import pytest
+
+from gnnc import environment
+from gnnc.compiler import dump
+from gnnc.errors import InputError
+
+STAGES = [("raise", hand_graphs.float_layer()), ("fuse", hand_graphs.fused_layer())]
+
+
+def test_nothing_is_written_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(dump.DUMP, raising=False)
+    assert dump.dump("GCN", STAGES) is None
+
+
+def test_stages_are_numbered_python_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(dump.DUMP, str(tmp_path / "new"))
+    folder = dump.dump("GCN", STAGES, hand_graphs.structure())
+    assert folder == tmp_path / "new" / "000_GCN"
+    assert sorted(path.name for path in folder.iterdir()) == ["00_raise.py", "01_fuse.py"]
+    for path in folder.iterdir():
+        compile(path.read_text(encoding="utf-8"), path.name, "exec")
+    assert "def structure(" in (folder / "01_fuse.py").read_text(encoding="utf-8")
+
+
+def test_each_compilation_has_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(dump.DUMP, str(tmp_path))
+    folders = [dump.dump(name, STAGES[:1]) for name in ("GCN", "GCN", "GAT")]
+    assert [f.name for f in folders if f] == ["000_GCN", "001_GCN", "002_GAT"]
+
+
+def test_a_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    monkeypatch.setenv(dump.DUMP, str(path))
+    with pytest.raises(InputError, match="GNNC_DUMP must name a folder"):
+        dump.dump("GCN", STAGES)
+
+
+def test_every_variable_is_documented_and_read_in_one_place() -> None:
+    root = Path(__file__).parents[2]
+    readers = [
+        path.relative_to(root).as_posix()
+        for folder in ("gnnc", "passes", "runtime")
+        for path in (root / folder).rglob("*.py")
+        if re.search(r"os\.environ|getenv", path.read_text(encoding="utf-8"))
+    ]
+    assert readers == ["gnnc/environment.py"]
+    table = (root / "docs" / "env.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in table for name in (*environment.VARIABLES, "GNNC_ISA"))
+
+
+def test_python_m_gnnc() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gnnc"], capture_output=True, text=True, check=True, timeout=120
+    )
+    for word in ("gnnc", "torch", "reference", "int8", "cpu", "cuda"):
+        assert word in done.stdout

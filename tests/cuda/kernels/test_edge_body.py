@@ -1,0 +1,134 @@
+"""Bodies as C++ compute what the bodies compute: the text is compiled for the CPU, so no GPU is needed."""
+
+import ctypes
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from gnnc.ir.body import evaluate_body
+from gnnc.runtime.cuda.kernels.edge_body import write_body
+from gnnc.runtime.row_program.build import Refusal
+
+BODIES = {
+    "gatv2": (
+        "t0 = aten.add.Tensor(i0, j0); t1 = aten.leaky_relu.default(t0, 0.2); "
+        "t2 = aten.mul.Tensor(t1, c0); t3 = aten.sum.dim_IntList(t2, [-1]); return t3",
+        {"i0": (2, 3), "j0": (2, 3), "c0": (1, 2, 3)},
+    ),
+    "gine": (
+        "t0 = aten.add.Tensor(j0, e0); t1 = aten.relu.default(t0); return t1",
+        {"j0": (5,), "e0": (5,)},
+    ),
+    "gated": (
+        "t0 = aten.add.Tensor(i0, j0); t1 = aten.sigmoid.default(t0); "
+        "t2 = aten.mul.Tensor(t1, j1); return t2",
+        {"i0": (4,), "j0": (4,), "j1": (4,)},
+    ),
+    "joined": (
+        "t0 = aten.sub.Tensor(j0, i0); t1 = aten.cat.default([i0, t0, e0], -1); "
+        "t2 = aten.tanh.default(t1); return t2",
+        {"i0": (3,), "j0": (3,), "e0": (2,)},
+    ),
+    "reshaped": (
+        "t0 = aten.view.default(j0, [-1, 2, 3]); t1 = aten.unsqueeze.default(e0, -1); "
+        "t2 = aten.mul.Tensor(t0, t1); t3 = aten.mean.dim(t2, [1]); return t3",
+        {"j0": (6,), "e0": (2,)},
+    ),
+    "gaussian": (
+        "t0 = aten.unsqueeze.default(e0, 1); t1 = aten.sub.Tensor(t0, c0); "
+        "t2 = aten.pow.Tensor_Scalar(t1, 2); "
+        "t3 = aten.div.Tensor(t2, c1); t4 = aten.sum.dim_IntList(t3, [-1]); t5 = aten.mul.Tensor(t4, -0.5); "
+        "t6 = aten.exp.default(t5); return t6",
+        {"e0": (2,), "c0": (1, 4, 2), "c1": (1, 4, 2)},
+    ),
+    "softplus": (
+        "t0 = aten.softplus.default(j0); t1 = aten.clamp.default(t0, 0.1, 1.5); "
+        "t2 = aten.select.int(t1, 1, -1); t3 = aten.unsqueeze.default(t2, 1); "
+        "t4 = aten.slice.Tensor(t1, 1, 1, 3); t5 = aten.mul.Tensor(t3, t4); return t5",
+        {"j0": (4,)},
+    ),
+    "masked": (
+        "t0 = aten.gt.Tensor(i0, j0); t1 = aten.where.self(t0, i0, j0); t2 = aten.neg.default(t1); "
+        "t3 = aten.add.Tensor(t2, j0, alpha=2); return t3",
+        {"i0": (3,), "j0": (3,)},
+    ),
+}
+SHIM = """
+#include <cmath>
+#include <cstdint>
+#define __device__
+namespace step {
+inline float as_float(float x) { return x; }
+inline float larger(float a, float b) { return a > b || a != a ? a : b; }
+inline float smaller(float a, float b) { return a < b || a != a ? a : b; }
+}
+"""
+ROWS, SOURCES, EDGES = 6, 7, 11
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ compiles the bodies, and there is none")
+    folder = tmp_path_factory.mktemp("bodies")
+    parts = [SHIM]
+    for name, (text, shapes) in BODIES.items():
+        functor = write_body(text, {n: meta(n, s) for n, s in shapes.items()}, strides(shapes))
+        parts.append(f"struct {name}_body {{\n{functor.text}}};")
+        pointers = ", ".join(f"const float* {n}" for n in functor.operands)
+        parts.append(
+            f'extern "C" void {name}(const int* rows, const int* col, float* out, {pointers}) {{\n'
+            f"  const {name}_body body{{{', '.join(functor.operands)}}};\n"
+            f"  for (int e = 0; e < {EDGES}; ++e)\n"
+            f"    for (int c = 0; c < {functor.width}; ++c)\n"
+            f"      out[e * {functor.width} + c] = body(rows[e], col[e], e, c);\n}}"
+        )
+    (folder / "bodies.cpp").write_text("\n".join(parts))
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", "bodies.so", "bodies.cpp"]
+    subprocess.run(command, cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "bodies.so"))
+
+
+def meta(name, shape):
+    return torch.empty(shape if name[0] == "c" else (1, *shape), device="meta")
+
+
+def strides(shapes):
+    return {name: int(torch.Size(shape).numel()) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_as_text_computes_what_the_body_computes(library, name):
+    text, shapes = BODIES[name]
+    counts = {"i": (ROWS,), "j": (SOURCES,), "e": (EDGES,), "c": ()}
+    values = {n: torch.randn(*counts[n[0]], *shape) for n, shape in shapes.items()}
+    rows = torch.randint(ROWS, (EDGES,), dtype=torch.int32)
+    col = torch.randint(SOURCES, (EDGES,), dtype=torch.int32)
+    gathered = {"i": rows, "j": col}
+    groups = [
+        [values[n][gathered[kind]] if kind in gathered else values[n] for n in sorted(values) if n[0] == kind]
+        for kind in "ijec"
+    ]
+    wanted = evaluate_body(text, *groups)
+    functor = write_body(text, {n: meta(n, s) for n, s in shapes.items()}, strides(shapes))
+    out = torch.full((EDGES, functor.width), torch.nan)
+    tensors = [rows, col, out, *(values[n] for n in functor.operands)]
+    getattr(library, name)(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors))
+    torch.testing.assert_close(out, wanted.reshape(EDGES, -1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("t0 = aten.mm.default(j0, c0); return t0", "calls aten.mm"),
+        ("t0 = aten.sum.dim_IntList(j0, [0]); return t0", "over edges|edge dimension"),
+        ("t0 = aten.cumsum.default(j0, 1); return t0", "calls aten.cumsum"),
+    ],
+)
+def test_what_a_thread_cannot_compute_by_itself_is_refused(text, reason):
+    shapes = {"j0": (3,), "c0": (3, 2)}
+    with pytest.raises(Refusal, match=reason):
+        write_body(text, {n: meta(n, s) for n, s in shapes.items()}, strides(shapes))

@@ -1,0 +1,103 @@
+"""The first linear layer of a message is computed on the nodes that the edges read."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from traced import eager, relative_error, run
+
+from gnnc.capture.export import capture
+from gnnc.ir import parse_body
+from gnnc.passes.base import BackendInfo, Context, run_pass
+from gnnc.passes.normalize import Normalize
+from gnnc.passes.raise_ import Raise
+
+WIDTH, FEATURES = 20, 4
+SIZES = [(11, 50), (5, 0), (1, 1), (1, 0)]
+DEGREES = torch.tensor([0, 3, 5])
+
+
+def graph(nodes: int = 11, edges: int = 50) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(nodes)
+    x = torch.randn(nodes, WIDTH, generator=generator)
+    edge_index = torch.randint(nodes, (2, edges), generator=generator)
+    return x, edge_index, torch.randn(edges, FEATURES, generator=generator)
+
+
+def raised(model: nn.Module, *args: Tensor, **options: Any) -> tuple[torch.fx.GraphModule, Context]:
+    context = Context(backend=BackendInfo(**options))
+    normalized = run_pass(Normalize(), capture(model, args, {}).graph_module, context)
+    return run_pass(Raise(), normalized, context), context
+
+
+def widths_in_bodies(gm: torch.fx.GraphModule) -> list[int]:
+    """Columns that each product in a body multiplies."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.gnnc.message.default:
+            for call in parse_body(node.args[2]).graph.nodes:
+                if "linear" in str(call.target):
+                    weight = node.args[7][int(call.args[1].target[1:])]
+                    found.append(weight.meta["val"].shape[1])
+    return found
+
+
+LAYERS = {
+    "edge": (lambda: pyg.EdgeConv(pyg.MLP([2 * WIDTH, 16, 8], norm=None)), False, [16]),
+    "pna": (lambda: pyg.PNAConv(WIDTH, 16, ["mean", "max", "std"], ["identity"], DEGREES), False, []),
+    "towers": (
+        lambda: pyg.PNAConv(WIDTH, 16, ["mean", "max"], ["identity"], DEGREES, towers=2),
+        False,
+        [],
+    ),
+    "cg": (lambda: pyg.CGConv(WIDTH, dim=FEATURES), True, [FEATURES, FEATURES]),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_only_edge_features_and_later_layers_are_multiplied_for_each_edge(name: str):
+    torch.manual_seed(0)
+    make, has_features, widths = LAYERS[name]
+    model = make().eval()
+    gm, context = raised(model, *graph()[: 2 + has_features])
+    assert widths_in_bodies(gm) == widths
+    assert any("computed on the nodes that the edges read" in note.text for note in context.notes)
+    for sizes in SIZES:
+        args = graph(*sizes)[: 2 + has_features]
+        assert relative_error(run(gm, model, args, {})[0], eager(model, *args)[0]) < 1e-5
+
+
+class Formula(nn.Module):
+    def __init__(self, columns: int, width: int, function) -> None:
+        super().__init__()
+        self.lin, self.function = nn.Linear(columns, width), function
+
+    def forward(self, x: Tensor, edge_index: Tensor, *rest: Tensor) -> Tensor:
+        message = self.lin(self.function(x[edge_index[0]], x[edge_index[1]])).relu()
+        return x.new_zeros(x.shape[0], message.shape[1]).index_add(0, edge_index[1], message)
+
+
+@pytest.mark.parametrize(
+    ("columns", "width", "function"),
+    [
+        (WIDTH, WIDTH, lambda source, target: (source * target).relu()),  # not linear in either end
+        (2, 64, lambda source, target: source[:, :2] - target[:, :2]),  # rows would grow from 2 to 64 columns
+    ],
+)
+def test_what_gains_nothing_stays_in_the_body(columns: int, width: int, function):
+    model = Formula(columns, width, function).eval()
+    gm, context = raised(model, *graph()[:2])
+    assert widths_in_bodies(gm) == [columns]
+    assert context.notes == []
+    assert relative_error(run(gm, model, graph()[:2], {})[0], eager(model, *graph()[:2])[0]) < 1e-5
+
+
+def test_parts_of_both_kinds_are_told_apart():
+    model = Formula(3 * WIDTH, 24, lambda s, t: torch.cat([s, (s * t).tanh(), t - s], -1)).eval()
+    gm, _ = raised(model, *graph()[:2])
+    assert widths_in_bodies(gm) == [WIDTH]
+    assert relative_error(run(gm, model, graph()[:2], {})[0], eager(model, *graph()[:2])[0]) < 1e-5
+    apart, _ = raised(model, *graph()[:2], edge_products=False)
+    assert widths_in_bodies(apart) == [3 * WIDTH]

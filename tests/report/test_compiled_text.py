@@ -1,0 +1,139 @@
+"""What real compiled models say about themselves; goldens are of the reference backend."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from torch_geometric.nn import models
+
+import gnnc
+from gnnc.report.printing import graph_source, namespace
+
+MODELS = {"GCN": {}, "GraphSAGE": {}, "GIN": {}, "GAT": {"heads": 4}}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(120, 50, generator=generator)
+    return x, torch.randint(0, 120, (2, 700), generator=generator)
+
+
+def build(name: str, **options: Any) -> gnnc.CompiledModel:
+    torch.manual_seed(2)
+    model = getattr(models, name)(50, 64, 2, 7, **MODELS[name]).eval()
+    return gnnc.compile(model, **{"backend": "reference", **options})
+
+
+@cache
+def static(name: str) -> gnnc.CompiledModel:
+    return build(name, example_inputs=inputs())
+
+
+@each_model
+def test_str(name: str, golden: Callable[[str], None]) -> None:
+    golden(str(static(name)))
+
+
+@each_model
+def test_cpu_differs_from_reference_in_names_of_kernels_alone(name: str) -> None:
+    text = str(build(name, backend="cpu", example_inputs=inputs()))
+    unnamed = [re.sub(r"backend \w+|one kernel \(\w+\)", "", t) for t in (text, str(static(name)))]
+    assert unnamed[0] == unnamed[1]
+    assert "one kernel (spmm)" in text or "one kernel (attention)" in text
+
+
+@each_model
+def test_explain(name: str, golden: Callable[[str], None]) -> None:
+    golden(re.sub(r"\d+\.\d+%", "_%", static(name).explain()))
+
+
+@each_model
+def test_text_is_deterministic(name: str) -> None:
+    assert str(build(name, example_inputs=inputs())) == str(static(name))
+
+
+def test_dynamic_scales(golden: Callable[[str], None]) -> None:
+    compiled = build("GCN")
+    with torch.no_grad():
+        compiled(*inputs())
+    golden(str(compiled))
+
+
+@each_model
+def test_printed_compute_part_computes_what_the_graph_does(name: str) -> None:
+    compiled = static(name)
+    gm = compiled.graph_module
+    values = compiled._captured().examples()
+    assert values is not None
+    names = namespace(gm)
+    exec(graph_source(gm), names)
+    with torch.no_grad():
+        torch.testing.assert_close(names["forward"](*values), gm(*values), rtol=0, atol=0)
+
+
+@each_model
+def test_every_stage_prints_as_python(name: str) -> None:
+    for stage, gm in static(name).stages:
+        compile(graph_source(gm), stage, "exec")
+
+
+@each_model
+def test_summary_measures_every_quantized_op(name: str) -> None:
+    lines = static(name).summary().splitlines()
+    quantized = [line for line in lines if "qgemm" in line or "qspmm" in line]
+    assert len(quantized) >= 3
+    for line in quantized:
+        bits, precision, _, error, sqnr, clipped = line.split("convs.")[1].split()[1:7]
+        assert (
+            (bits, precision) == ("8", "int8")
+            and 0 < float(error) < 0.1
+            and float(sqnr) > 30
+            and int(clipped) >= 0
+        )
+
+
+def test_bf16_is_counted_apart() -> None:
+    compiled = build("GCN", precision="bf16", example_inputs=inputs())
+    first = str(compiled).splitlines()[0]
+    assert re.fullmatch(r"quantized 0 of 4 ops \(.*\), 0 of 2 weights, \d ops in bf16", first)
+
+
+def test_networkx_and_drawing(tmp_path: Path) -> None:
+    compiled = static("GAT")
+    graph = compiled.to_networkx()
+    assert nx.is_directed_acyclic_graph(graph)
+    assert {"qgemm", "qspmm", "edge_softmax"} <= {op for _, op in graph.nodes(data="op")}
+    compiled.draw(tmp_path / "gat.svg")
+    assert "edge_softmax" in (tmp_path / "gat.svg").read_text(encoding="utf-8")
+
+
+def test_profile_fills_the_measured_column() -> None:
+    compiled = build("GCN")
+    with torch.no_grad():
+        text = compiled.profile(*inputs())
+    assert all("-" not in line.split()[-3:-1] for line in text.splitlines()[2:])
+
+
+def test_recaptures_are_told() -> None:
+    compiled = build("GCN")
+    x, edge_index = inputs()
+    with torch.no_grad():
+        compiled(x, edge_index)
+        compiled(x, edge_index, torch.ones(edge_index.shape[1]))
+    captures = compiled.explain().split("Captures\n")[1].splitlines()
+    assert captures[0] == "  1. the first call"
+    assert len(captures) == 2
+
+
+def test_dump_of_a_compilation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GNNC_DUMP", str(tmp_path))
+    compiled = build("GCN", example_inputs=inputs())
+    files = sorted(path.name for path in (tmp_path / "000_GCN").iterdir())
+    assert len(files) == len(compiled.stages)
+    assert files[-1].endswith("_lower.py")

@@ -1,0 +1,167 @@
+"""Output memory is reused, and never while anybody can still see it."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from gnnc.errors import GnncError
+from gnnc.runtime.program import memory as pool_module
+from gnnc.runtime.program.memory import ALIGNMENT, HUGE_PAGE, SMALL_OUTPUT, ArenaPool, OutputPool, Region
+
+BIG = (512, 128)
+
+
+def test_memory_comes_back_when_the_tensor_is_gone():
+    pool = OutputPool()
+    first = pool.take(BIG, torch.float32)
+    address = first.data_ptr()
+    del first
+    gc.collect()
+    assert pool.take(BIG, torch.float32).data_ptr() == address
+
+
+HOLDERS = {
+    "tensor": lambda tensor: tensor,
+    "view": lambda tensor: tensor[3:5, ::2],
+    "numpy": lambda tensor: tensor.numpy(),
+    "detached": lambda tensor: tensor.detach(),
+    "list": lambda tensor: list(tensor.unbind())[0],
+}
+
+
+@pytest.mark.parametrize("keep", HOLDERS)
+def test_memory_stays_while_something_sees_it(keep):
+    pool = OutputPool()
+    held = HOLDERS[keep](pool.take(BIG, torch.float32).fill_(7))
+    gc.collect()
+    for _ in range(4):
+        pool.take(BIG, torch.float32).fill_(0)
+    assert (torch.as_tensor(held) == 7).all()
+
+
+def test_rows_are_aligned_and_every_dtype_is_served():
+    pool = OutputPool()
+    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.int64):
+        tensor = pool.take((1024, 256), dtype)
+        assert tensor.dtype == dtype and tensor.shape == (1024, 256)
+        assert tensor.data_ptr() % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_large_buffers_start_at_a_huge_page_where_the_system_has_them(monkeypatch, supported):
+    if not supported:
+        monkeypatch.delattr(pool_module.mmap, "MADV_HUGEPAGE", raising=False)
+    elif not hasattr(pool_module.mmap, "MADV_HUGEPAGE"):
+        pytest.skip("this system has no MADV_HUGEPAGE")
+    pool = OutputPool()
+    tensor = pool.take((HUGE_PAGE // 4, 2), torch.float32)
+    assert tensor.data_ptr() % (HUGE_PAGE if supported else ALIGNMENT) == 0
+    tensor.fill_(3)
+    view = tensor[-1]
+    del tensor
+    gc.collect()
+    assert (view == 3).all()
+
+
+def test_more_memory_than_there_is_gets_our_error():
+    with pytest.raises(GnncError, match="GiB at once"):
+        OutputPool().take((1 << 56,), torch.int8)
+
+
+def test_small_and_empty_outputs_do_not_use_the_pool():
+    pool = OutputPool()
+    assert pool.take((0, 7), torch.float32).shape == (0, 7)
+    assert pool.take((3, 7), torch.float32).nbytes < SMALL_OUTPUT
+    gc.collect()
+    assert pool.idle_bytes == 0
+
+
+def test_idle_memory_is_bounded_and_the_longest_idle_goes_first():
+    size = 512 * 128 * 4
+    pool = OutputPool(limit=3 * size)
+    tensors = [pool.take(BIG, torch.float32) for _ in range(8)]
+    del tensors[:]
+    assert pool.idle_bytes <= 3 * size
+
+
+def test_clear_drops_idle_memory_and_what_comes_back_later():
+    pool = OutputPool()
+    held = pool.take(BIG, torch.float32)
+    pool.clear()
+    del held
+    gc.collect()
+    assert pool.idle_bytes == 0
+
+
+def test_outputs_work_under_inference_mode_and_outside():
+    pool = OutputPool()
+    with torch.inference_mode():
+        inside = pool.take(BIG, torch.float32).fill_(1)
+    del inside
+    outside = pool.take(BIG, torch.float32)
+    outside.fill_(2).requires_grad_()
+    assert (outside == 2).all()
+
+
+def test_threads_never_share_a_buffer():
+    pool, errors = OutputPool(), []
+
+    def work(mark: int) -> None:
+        for _ in range(50):
+            tensor = pool.take(BIG, torch.float32).fill_(mark)
+            if not bool((tensor == mark).all()):
+                errors.append(mark)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def layout(rows: int) -> tuple[Region, ...]:
+    return (
+        Region(0, torch.float32, (rows, 5), (8, 1)),
+        Region(1, torch.int8, (rows, 5), (64, 1)),
+        Region(0, torch.float32, (rows,), (1,)),
+    )
+
+
+def test_arena_is_laid_out_for_the_sizes_of_the_call():
+    arenas = ArenaPool(layout)
+    arena = arenas.acquire((10,))
+    padded, codes, flat = arena.tensors
+    assert padded.stride() == (8, 1) and codes.stride() == (64, 1)
+    assert padded.data_ptr() == flat.data_ptr() != codes.data_ptr()
+    assert codes.data_ptr() % ALIGNMENT == 0
+    arenas.release(arena)
+    assert arenas.acquire((10,)) is arena
+    assert arena.tensors[0] is padded
+
+
+def test_two_calls_at_once_have_arenas_of_their_own():
+    arenas = ArenaPool(layout)
+    first, second = arenas.acquire((10,)), arenas.acquire((10,))
+    assert first.tensors[0].data_ptr() != second.tensors[0].data_ptr()
+
+
+def test_memory_is_flat_over_many_sizes():
+    arenas = ArenaPool(layout)
+    seen = set()
+    for rows in [1000, *range(1, 1000, 37), 0]:
+        arena = arenas.acquire((rows,))
+        arenas.release(arena)
+        seen.add(arenas.idle_bytes)
+    assert len(seen) == 1
+    arenas.clear()
+    assert arenas.idle_bytes == 0
+
+
+def test_arena_made_in_inference_mode_serves_calls_outside():
+    arenas = ArenaPool(layout)
+    with torch.inference_mode():
+        arenas.release(arenas.acquire((10,)))
+    arenas.acquire((10,)).tensors[0].zero_()

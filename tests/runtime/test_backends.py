@@ -1,0 +1,132 @@
+"""The CPU kernels compute what the reference computes, in every precision, on every kind of model."""
+
+import pytest
+import torch
+from backend_models import MODELS, given
+from torch import nn
+
+import gnnc
+from gnnc.runtime import registry
+from gnnc.runtime.backend import get_backend
+from gnnc.runtime.registry import Decline
+
+PRECISIONS = ("fp32", "bf16", "int8")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    return MODELS[request.param]().eval()
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-9))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_cpu_equals_reference(model, precision):
+    arguments = given()
+    eager = model(*arguments)
+    results = {}
+    for backend in ("cpu", "reference"):
+        compiled = gnnc.compile(model, precision, backend=backend)
+        results[backend] = compiled(*arguments)
+    assert relative(results["reference"], eager) < {"fp32": 1e-5, "bf16": 0.02, "int8": 0.05}[precision]
+    assert (
+        relative(results["cpu"], results["reference"])
+        < {"fp32": 1e-5, "bf16": 0.005, "int8": 0.01}[precision]
+    )
+
+
+@torch.no_grad()
+def test_static_scales_on_the_cpu(model):
+    arguments = given()
+    compiled = gnnc.compile(model, "int8", backend="cpu", example_inputs=arguments)
+    assert relative(compiled(*arguments), model(*arguments)) < 0.05
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN", "GAT"])
+def test_the_four_models_run_on_kernels_of_our_own(name):
+    torch.manual_seed(0)
+    compiled = gnnc.compile(MODELS[name]().eval(), "int8", backend="cpu")
+    compiled(*given())
+    fallbacks = [
+        node
+        for node in compiled.graph_module.graph.nodes
+        if node.meta.get("kernel") == "reference" and node.meta["val"].dim() > 1
+    ]
+    assert not fallbacks, compiled.explain()
+
+
+class Declines:
+    """A kernel that is asked first and takes nothing."""
+
+    @staticmethod
+    def plan(node):
+        return Decline("it is Sunday")
+
+    @staticmethod
+    def emit(plan, node, emitter):
+        raise AssertionError("a kernel that declined was chosen")
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    get_backend("cpu")
+    copied = {name: list(entries) for name, entries in registry._KERNELS.items()}
+    monkeypatch.setattr(registry, "_KERNELS", copied)
+    return copied
+
+
+@torch.no_grad()
+def test_explain_names_the_kernels_that_declined(kernels):
+    registry.kernel("fused:gemm", backend="cpu", name="picky", priority=99)(Declines)
+    compiled = gnnc.compile(MODELS["GCN"]().eval(), "int8", backend="cpu")
+    compiled(*given())
+    assert "kernel picky declined: it is Sunday" in compiled.explain()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("absent", ["gemm", "spmm", "attention", "map"])
+def test_without_a_kernel_its_submodules_are_taken_apart(kernels, absent):
+    kernels["cpu"] = [entry for entry in kernels["cpu"] if entry.name != absent]
+    torch.manual_seed(0)
+    model = MODELS["GAT" if absent == "attention" else "GCN"]().eval()
+    compiled = gnnc.compile(model, "int8", backend="cpu", example_inputs=given())
+    assert relative(compiled(*given()), model(*given())) < 0.05
+    if absent != "map":
+        assert "taken apart, no kernel runs it as a whole" in compiled.explain()
+
+
+@torch.no_grad()
+def test_memory_is_flat_over_mini_batches():
+    torch.manual_seed(0)
+    compiled = gnnc.compile(MODELS["GAT"]().eval(), "int8", backend="cpu")
+    compiled(*given(300, 2000))
+    program, held = compiled._last, set()
+    for i in range(40):
+        compiled(*given(100 + i % 7, 400 + i))
+        held.add((program.executable.arena_bytes, len(program.runner.cache) <= 3))
+    assert compiled._last is program and len(held) == 1
+    compiled.clear_cache()
+    assert program.executable.arena_bytes == 0 and len(program.runner.cache) == 0
+
+
+class Halves(nn.Module):
+    """Row-local ops that begin with rows of 16 bits."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x.to(self.dtype).float()) * 2
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_16_bits(dtype, backend):
+    model, x = Halves(dtype), given()[0]
+    assert torch.equal(gnnc.compile(model, "fp32", backend=backend)(x), model(x))

@@ -1,0 +1,115 @@
+"""Tests of every family of CUDA kernels, few, and of what is hard: for sanitizer and emulator."""
+
+FAMILIES = {
+    "structure": (
+        "formats/test_csr.py::test_csr_is_that_of_the_reference[7-8192-dtype2]",
+        "formats/test_csr.py::test_csr_is_that_of_the_reference[65537-8193-dtype0]",
+        "formats/test_csr.py::test_csr_is_that_of_the_reference[513-50000-dtype1]",
+        "formats/test_csr.py::test_the_transpose_is_that_of_the_reference[5000]",
+        "formats/test_csr.py::test_an_id_out_of_range_is_named[src-1099511627776]",
+    ),
+    "new graphs": (
+        "formats/test_run_table.py::test_tables_are_those_of_the_reference[cut1-random]",
+        "formats/test_run_table.py::test_tables_are_those_of_the_reference[cut2-chunks]",
+        "formats/test_run_table.py::test_tables_are_those_of_the_reference[cut5-star]",
+        "formats/test_run_table.py::test_nothing_is_written_by_offsets_that_may_be_anything",
+        "formats/test_csr.py::test_every_node_gets_one_edge_to_itself[5000-dtype0]",
+        "formats/test_csr.py::test_rows_of_offsets_of_any_type_and_stride[700]",
+        "formats/test_window_table.py::test_sizes_of_a_new_graph_are_those_of_the_reference"
+        "[several stretches]",
+    ),
+    "spmm": (
+        "kernels/test_spmm.py::test_integer_reductions_are_exact[47-sum]",
+        "kernels/test_spmm.py::test_integer_reductions_are_exact[602-max]",
+        "kernels/test_spmm.py::test_integer_weights_are_exact[47]",
+        "kernels/test_spmm.py::test_integer_rows_with_real_weights[7]",
+        "kernels/test_spmm.py::test_integer_rows_with_real_weights[47]",
+        "kernels/test_spmm.py::test_integer_rows_with_real_weights[602]",
+        "kernels/test_spmm.py::test_float_sums[7-fp32-False]",
+        "kernels/test_spmm.py::test_float_sums[16-fp16-True]",
+        "kernels/test_spmm.py::test_float_sums[47-fp16-False]",
+        "kernels/test_spmm.py::test_float_sums[602-bf16-True]",
+        "kernels/test_spmm.py::test_integer_rows_with_weights_a_head[4-16-sum-True]",
+        "kernels/test_spmm.py::test_integer_rows_with_weights_a_head[3-7-mean-True]",
+        "kernels/test_spmm.py::test_weights_a_head[3-7-dtype1]",
+    ),
+    "staged": (
+        "formats/test_window_table.py::test_words_hold_the_sources[cut1-several stretches]",
+        "kernels/test_spmm.py::test_staged_sums_of_integers_are_exact[16-sum]",
+        "kernels/test_spmm.py::test_staged_sums_of_integers_are_exact[47-sum]",
+        "kernels/test_spmm.py::test_staged_sums_of_integers_are_exact[128-mean]",
+        "kernels/test_spmm.py::test_staged_sums_with_row_scales[64]",
+        "kernels/test_spmm.py::test_staged_sums_of_floats[fp16-64-sum]",
+        "kernels/test_spmm.py::test_staged_sums_of_floats[fp32-64-sum]",
+    ),
+    "split rows": (
+        "kernels/test_split_rows.py::test_integers[7-spmm]",
+        "kernels/test_split_rows.py::test_integers[128-spmm_staged]",
+        "kernels/test_split_rows.py::test_integers_of_several_passes_are_64_bits_wide[602]",
+        "kernels/test_split_rows.py::test_parts_are_joined_slice_by_slice[dtype0-65-spmm_sliced]",
+        "kernels/test_split_rows.py::test_floats[dtype2-64-max]",
+        "kernels/test_split_rows.py::test_integers_with_weights_a_head[4-16]",
+        "kernels/test_split_rows.py::test_attention[4-16]",
+        "kernels/test_split_rows.py::test_attention[2-301]",
+        "kernels/test_split_rows.py::test_messages[5-8-mean]",
+    ),
+    "sddmm": (
+        "kernels/test_sddmm.py::test_integer_dots_are_exact[47]",
+        "kernels/test_sddmm.py::test_float_products[47-dtype1-dot]",
+        "kernels/test_sddmm.py::test_float_products[602-dtype0-add]",
+        "kernels/test_sddmm.py::test_dots_a_head[4-16-dtype2]",
+    ),
+    "attention": (
+        "kernels/test_attention.py::test_attention[1.0-4-16-dtype2]",
+        "kernels/test_attention.py::test_attention[1.0-1-7-dtype2]",
+        "kernels/test_attention.py::test_attention[1.0-3-47-dtype1]",
+        "kernels/test_attention.py::test_attention[1.0-1-602-dtype0]",
+    ),
+    "norm columns": ("kernels/test_norm_columns.py::test_batch_norm[True-47]",),
+    "gemm": (
+        "kernels/test_gemm.py::test_products_equal_the_reference[47-int8]",
+        "kernels/test_gemm.py::test_products_equal_the_reference[602-fp16]",
+        "kernels/test_gemm.py::test_products_equal_the_reference[1433-bf16]",
+    ),
+    "tuning": (
+        "formats/test_tune.py::test_integers_are_added_up_to_the_same_bits[128]",
+        "formats/test_tune.py::test_graphs_of_launches_do_not_go_on_with_freed_tables",
+        "formats/test_tune.py::test_a_graph_whose_columns_were_given_back_is_cut_anew[True]",
+        "formats/test_tune.py::test_bad_arguments_are_refused_as_by_a_call",
+    ),
+    "models": (
+        "test_models.py::test_cuda_computes_what_eager_and_the_reference_compute[GCN-int8]",
+        "test_models.py::test_cuda_computes_what_eager_and_the_reference_compute[GAT-int8]",
+        "test_models.py::test_cuda_computes_what_eager_and_the_reference_compute[GATv2-fp32]",
+        "test_models.py::test_cuda_computes_what_eager_and_the_reference_compute[GraphSAGE max-fp16]",
+    ),
+}
+"""Tests by kernel family: odd widths, rows of several passes, split rows, epilogues, bodies."""
+
+EMULATED = ("new graphs", "split rows", "sddmm", "attention", "tuning", "models")
+"""Families whose tests run on the emulator in every run of the suite without a GPU, but those of ``LONG``."""
+LONG = frozenset(
+    {
+        "kernels/test_split_rows.py::test_integers_of_several_passes_are_64_bits_wide[602]",
+        "kernels/test_attention.py::test_attention[1.0-3-47-dtype1]",
+        "kernels/test_attention.py::test_attention[1.0-1-602-dtype0]",
+        "formats/test_tune.py::test_integers_are_added_up_to_the_same_bits[128]",
+        "formats/test_tune.py::test_graphs_of_launches_do_not_go_on_with_freed_tables",
+        "test_models.py::test_cuda_computes_what_eager_and_the_reference_compute[GATv2-fp32]",
+    }
+)
+"""Tests that take the emulator half a minute each; ``--emulate`` runs them."""
+
+
+def emulated() -> set[str]:
+    """Return the node ids of the tests that run on the emulator in every run without a GPU."""
+    return {_node(name) for family in EMULATED for name in FAMILIES[family] if name not in LONG}
+
+
+def nodes_of(family: str) -> list[str]:
+    """Return the node ids of a family's tests."""
+    return [_node(name) for name in FAMILIES[family]]
+
+
+def _node(name: str) -> str:
+    return f"tests/cuda/{name}"
