@@ -36,7 +36,7 @@ from gnnc.runtime.cuda.formats.window_table import StagedTable, shared_bytes, st
 from gnnc.runtime.cuda.kernels.epilogue import truth
 from gnnc.target import CUDA
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("", "tests/support")]
+sys.path.extend(str(Path(__file__).resolve().parents[1] / part) for part in ("", "tests/support"))
 
 import measure
 from cuda_launch import Module, address, compile_kernels
