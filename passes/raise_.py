@@ -23,7 +23,8 @@ from gnnc.passes.edges.edge_products import EdgeProducts
 from gnnc.passes.edges.graph_inputs import structural_inputs
 from gnnc.passes.edges.index_bounds import index_bounds
 from gnnc.passes.edges.joint_messages import join_messages
-from gnnc.passes.edges.region import Order, Regions
+from gnnc.passes.edges.orders import Order
+from gnnc.passes.edges.region import Regions
 from gnnc.passes.edges.rowwise import Scatter, as_scatter, op_name, row_inputs
 from gnnc.passes.edges.softmax import as_softmax
 from gnnc.passes.edges.split_products import split_products
@@ -76,7 +77,7 @@ def _plan(gm: fx.GraphModule, regions: Regions) -> None:
             regions.softmaxes[node] = softmax
     for scatter in _scatters(gm):
         order = regions.order(scatter.index, regions.sizes.of(scatter.base, 0), scatter.node)
-        for index, size in regions.gathers(scatter.source).items():
+        for index, size in regions.table_sizes(scatter.source).items():
             if index is not scatter.index:
                 order.sources.setdefault(index, size)
 
@@ -104,7 +105,7 @@ def _raise_scatters(gm: fx.GraphModule, regions: Regions, wanted: Callable[[Node
 def _note_leftovers(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
     for node, reason in regions.unfit.items():
         ctx.note(node, f"runs on tensors of all edges: {reason}")
-    for node, reason in regions.on_edges.items():
+    for node, reason in regions.edge_notes.items():
         ctx.note(node, reason)
     structural = _structural(gm)
     for node in gm.graph.nodes:
@@ -195,7 +196,7 @@ def _raise_edge_outputs(
 
 def _order_for(node: Node, regions: Regions) -> Order | None:
     """The order to compute an edge value in; None for a lookup by a single index."""
-    indices = regions.gathers(node)
+    indices = regions.table_sizes(node)
     if node in regions.softmaxes:
         total = regions.softmaxes[node].total
         dst, num_dst = total.index, regions.sizes.of(total.base, 0)
@@ -208,7 +209,7 @@ def _order_for(node: Node, regions: Regions) -> Order | None:
     is_new = (dst, num_dst) not in regions.orders
     order = regions.order(dst, num_dst, node)
     if is_new:
-        order.on_nodes = False
+        order.prefers_nodes = False
     for index, size in indices.items():
         if index is not dst:
             order.sources.setdefault(index, size)

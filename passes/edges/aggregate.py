@@ -5,13 +5,16 @@ columns wide, go through ``segment_reduce``; anything else is the body of a ``me
 values times their own edge softmax, column by column, is one reduction, which stores no weight.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import Node
 
 from gnnc.passes.edges.bodies import BodyBuilder
 from gnnc.passes.edges.factors import Factor, factors_of, of_one_rank, squeezed
-from gnnc.passes.edges.region import Csr, Order, Regions
-from gnnc.passes.edges.rowwise import is_narrow, op_name, rows_of
+from gnnc.passes.edges.orders import Csr, Order
+from gnnc.passes.edges.region import Regions
+from gnnc.passes.edges.rowwise import Gather, is_narrow, op_name, rows_of
 from gnnc.passes.edges.softmax import Softmax
 from gnnc.passes.rewrite.emit import holds_tensor, same_shape, same_size, shape_of
 
@@ -56,36 +59,48 @@ def _degree(regions: Regions, ones: Node, csr: Csr) -> Node:
 
 def _aggregate_rows(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
     """``sum_j value_ij x_j`` as an spmm."""
-    one_end = regions.on_nodes(node, order)
-    if one_end is not None:
-        index, table = one_end
-        return None if index is order.dst else _spmm(regions, index, None, table, reduce, order)
+    gather = regions.gather_form(node, order)
+    if gather is not None:
+        return None if gather.index is order.dst else _spmm(regions, gather, None, reduce, order)
     factors = factors_of(node, regions)
     split = _split(regions, node, factors, order)
     if split is None:
         return None
-    index, table, narrow, constants = split
     layer = node.meta["layer"]
-    value = regions.product(narrow, order, layer) if narrow else None
-    for constant in constants:
+    value = regions.product(split.narrow, order, layer) if split.narrow else None
+    table = split.gather.table
+    for constant in split.constants:
         target = aten.div.Tensor if constant.inverted else aten.mul.Tensor
         table = regions.emitter.call(target, table, constant.value, layer=layer)
     if not same_shape(shape_of(table)[1:], shape_of(node)[1:]):
         return None
-    return _spmm(regions, index, value, table, reduce, order)
+    return _spmm(regions, Gather(table, split.gather.index), value, reduce, order)
 
 
-def _spmm(regions: Regions, index: Node, value: Node | None, table: Node, reduce: str, order: Order) -> Node:
-    csr = regions.csr(order, index)
+def _spmm(regions: Regions, gather: Gather, value: Node | None, reduce: str, order: Order) -> Node:
+    csr, table = regions.csr(order, gather.index), gather.table
     if value is not None and len(shape_of(value)) == 2 and len(shape_of(table)) < 3:
         value = regions.emitter.call(aten.reshape.default, value, [-1])
     return regions.emitter.call(gnnc.spmm.default, csr.rowptr, csr.col, value, table, reduce, order.num_dst)
 
 
-def _split(
-    regions: Regions, node: Node, factors: list[Factor], order: Order
-) -> tuple[Node, Node, list[Factor], list[Factor]] | None:
-    """(source index, its table, narrow factors, constant factors) of a product of rows."""
+@dataclass(frozen=True)
+class _ProductOfRows:
+    """A product of gathered rows with weights of the edges.
+
+    Attributes:
+        gather: the rows, read by source.
+        narrow: factors of one rank with a number for every edge, or one a head.
+        constants: factors that are the same for all edges.
+    """
+
+    gather: Gather
+    narrow: list[Factor]
+    constants: list[Factor]
+
+
+def _split(regions: Regions, node: Node, factors: list[Factor], order: Order) -> _ProductOfRows | None:
+    """Return ``factors``, whose product is ``node``, by kind; None unless one index reads all wide rows."""
     rank = len(shape_of(node))
     tables: dict[Node, Node] = {}
     narrow: list[Factor] = []
@@ -95,11 +110,11 @@ def _split(
         if not isinstance(value, Node) or not _has_rows(value, node):
             constants.append(factor)
             continue
-        table = _wide_end(regions, factor, node, order)
-        if table is not None:
-            index, rows = table
-            tables[index] = (
-                regions.times(tables[index], rows, node.meta["layer"]) if index in tables else rows
+        wide = _wide_end(regions, factor, node, order)
+        if wide is not None:
+            table = tables.get(wide.index)
+            tables[wide.index] = (
+                wide.table if table is None else regions.times(table, wide.table, node.meta["layer"])
             )
             continue
         if rank > 1 and not same_size(shape_of(value)[-1], 1):
@@ -109,15 +124,15 @@ def _split(
         return None
     ((index, table),) = tables.items()
     flat = [part for factor in narrow for part in squeezed(factor, rank, regions)]
-    return index, table, of_one_rank(flat, regions), constants
+    return _ProductOfRows(Gather(table, index), of_one_rank(flat, regions), constants)
 
 
-def _wide_end(regions: Regions, factor: Factor, node: Node, order: Order) -> tuple[Node, Node] | None:
-    """(index, table) of a factor that is read from the sources in full width."""
+def _wide_end(regions: Regions, factor: Factor, node: Node, order: Order) -> Gather | None:
+    """Return the gather of a factor that is read from the sources in full width, or None."""
     if factor.inverted or not same_shape(shape_of(factor.value), shape_of(node)):
         return None
-    found = regions.on_nodes(factor.value, order)
-    return None if found is None or found[0] is order.dst else found
+    gather = regions.gather_form(factor.value, order)
+    return None if gather is None or gather.index is order.dst else gather
 
 
 def _aggregate_softmax(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
@@ -128,7 +143,7 @@ def _aggregate_softmax(regions: Regions, node: Node, order: Order, reduce: str) 
     softmax, value = pair
     if not regions.joint:
         columns = " x ".join(map(str, shape_of(node)[1:]))
-        regions.on_edges[softmax.node] = f"stores logits and weights of {columns} columns for every edge"
+        regions.edge_notes[softmax.node] = f"stores logits and weights of {columns} columns for every edge"
         return None
     body = regions.body(node, order, (softmax.logits, value))
     return None if body is None else _reduced_body(regions, body, order, "softmax")
@@ -143,10 +158,9 @@ def _softmax_and_value(regions: Regions, node: Node, order: Order) -> tuple[Soft
         softmax = regions.softmaxes.get(weight)  # type: ignore[arg-type]
         if softmax is None or not isinstance(value, Node):
             continue
-        total = softmax.total
-        own = regions.order(total.index, regions.sizes.of(total.base, 0), total.node)
+        sum_order = regions.order_of(softmax)
         same = holds_tensor(value) and same_shape(shape_of(value), shape_of(softmax.logits))
-        if own is order and same and 1.0 + softmax.eps == 1.0:
+        if sum_order is order and same and 1.0 + softmax.eps == 1.0:
             return softmax, value
     return None
 
@@ -160,7 +174,7 @@ def _aggregate_narrow(regions: Regions, node: Node, order: Order, reduce: str) -
     """Values that are stored for every edge anyway: few columns, or read by others too."""
     if not is_narrow(node) or not regions.all_narrow(node):
         return None
-    if not _is_vector(node) and len(node.users) < 2 and not regions.is_emitted(node, order):
+    if not _is_vector(node) and len(node.users) < 2 and node not in order.values:
         return None
     return _stored(regions, node, order, reduce)
 

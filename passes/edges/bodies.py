@@ -1,9 +1,9 @@
-"""Bodies: the part of an edge value that runs per edge, as the text of a small graph."""
+"""Bodies of ``message`` and ``edge_map``: the part of an edge value that runs per edge."""
 
 import math
 import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -11,11 +11,10 @@ from torch.fx import Node
 
 from gnnc.ir import body_text
 from gnnc.ir.graph import node_arg
-from gnnc.passes.edges.rowwise import NARROW, as_gather, is_narrow, op_name, row_inputs
+from gnnc.passes.edges.node_tables import NodeTables, free_rows
+from gnnc.passes.edges.orders import Order
+from gnnc.passes.edges.rowwise import NARROW, Gather, as_gather, is_narrow, op_name, row_inputs
 from gnnc.passes.rewrite.emit import argument, holds_tensor, shape_of
-
-if TYPE_CHECKING:
-    from gnnc.passes.edges.region import Order, Regions
 
 aten = torch.ops.aten
 
@@ -29,21 +28,30 @@ class UnfitError(Exception):
 
 
 class BodyBuilder:
-    """Builds the body of ``root``, or of several ``values`` that ``root`` is made of.
+    """Builder of the body that computes ``root``, or several ``values`` that ``root`` combines.
 
     It reaches back from the root to rows of the two ends, to edge tensors, to rows of a weight that a
     type chooses, and to values that are cheap to store for every edge, such as attention weights.
 
     Attributes:
+        tables: the gathers that edge values depend on.
+        order: the order of the edges that the body runs in.
+        emit: computes an edge value in an order, outside the body.
+        root: the edge value.
         source: the source index that the ``j`` operands are read by, or None.
         text: the body.
         operands: the operands by destination, by source, by edge, and the constants.
     """
 
     def __init__(
-        self, regions: "Regions", order: "Order", root: Node, values: Sequence[Node] | None = None
+        self,
+        tables: NodeTables,
+        order: Order,
+        emit: Callable[[Node, Order], Node],
+        root: Node,
+        values: Sequence[Node] | None = None,
     ) -> None:
-        self.regions, self.order, self.root = regions, order, root
+        self.tables, self.order, self.emit, self.root = tables, order, emit, root
         self.source = self._choose_source()
         self.graph = fx.Graph()
         self.operands: tuple[list[Node], ...] = ([], [], [], [])
@@ -53,15 +61,18 @@ class BodyBuilder:
         self.text = body_text(self.graph)
 
     def _choose_source(self) -> Node | None:
-        """The index of the widest rows that are not read by destination."""
-        gathers = self.regions.gathers(self.root)
-        others = [index for index in gathers if index is not self.order.dst]
-        for index in others:
-            self.order.sources.setdefault(index, gathers[index])
-        looked_up = self.regions.looked_up(self.root)
-        others = [index for index in others if index not in looked_up] or others
-        known = [index for index in others if index in self.order.csrs]
-        return next(iter(known or others), None)
+        """Return the first index of the root other than the destinations: one of a known CSR if there is one.
+
+        Indices of nothing but lookups in weights come last.
+        """
+        sizes = self.tables.table_sizes(self.root)
+        sources = [index for index in sizes if index is not self.order.dst]
+        for index in sources:
+            self.order.sources.setdefault(index, sizes[index])
+        lookups = self.tables.lookup_indices(self.root)
+        sources = [index for index in sources if index not in lookups] or sources
+        known = [index for index in sources if index in self.order.csrs]
+        return next(iter(known or sources), None)
 
     def _visit(self, node: Node) -> Node:
         if node not in self._built:
@@ -69,23 +80,22 @@ class BodyBuilder:
         return self._built[node]
 
     def _build(self, node: Node) -> Node:
-        regions, order = self.regions, self.order
-        if not regions.indices(node):
+        if not self.tables.indices(node):
             return self._leaf(node)
-        one_end = regions.on_nodes(node, order)
-        if one_end is not None:
-            return self._end(*one_end, node)
+        gather = self.tables.gather_form(node, self.order)
+        if gather is not None:
+            return self._end(gather, node.meta["layer"])
         if as_gather(node) is not None or (node is not self.root and self._is_stored(node)):
-            return self._operand("e", regions.emit(node, order))
+            return self._emitted(node)
         return self._call(node)
 
     def _leaf(self, node: Node) -> Node:
-        if self.regions.is_inside(node) and (node is self.root or not is_narrow(node)):
+        if self.tables.is_inside(node) and (node is self.root or not is_narrow(node)):
             return self._call(node)
         if op_name(node) != "full.default":
-            return self._operand("e", self.regions.emit(node, self.order))
+            return self._emitted(node)
         value = node.meta["val"]
-        constant = self.regions.emitter.call(
+        constant = self.tables.emitter.call(
             aten.full.default,
             [1] * value.dim(),
             node.args[1],
@@ -94,26 +104,26 @@ class BodyBuilder:
         )
         return self._operand("c", constant)
 
-    def _end(self, index: Node, table: Node, node: Node) -> Node:
-        if index is self.order.dst:
+    def _emitted(self, node: Node) -> Node:
+        return self._operand("e", self.emit(node, self.order))
+
+    def _end(self, gather: Gather, layer: str) -> Node:
+        """Return the operand for the rows of a table that one end of the edge reads."""
+        table = gather.table
+        if gather.index is self.order.dst:
             return self._operand("i", table)
-        if index is self.source:
+        if gather.index is self.source:
             return self._operand("j", table)
-        if self.regions.is_lookup(table) and math.prod(shape_of(table)[1:]) > NARROW:
-            place = self._operand("e", self.regions.emit(index, self.order))
-            return self.graph.call_function(aten.index_select.default, (self._operand("c", table), 0, place))
-        rows = self.regions.read(index, table, self.order, node.meta["layer"])
-        return self._operand("e", rows)
+        if self.tables.is_lookup(table) and math.prod(shape_of(table)[1:]) > NARROW:
+            rows = self._emitted(gather.index)
+            return self.graph.call_function(aten.index_select.default, (self._operand("c", table), 0, rows))
+        return self._operand("e", self.tables.read(gather, self.order, layer))
 
     def _is_stored(self, node: Node) -> bool:
-        return (
-            node in self.regions.softmaxes
-            or self._is_cheap(node)
-            or self.regions.is_emitted(node, self.order)
-        )
+        return node in self.tables.softmaxes or self._is_cheap(node) or node in self.order.values
 
     def _is_cheap(self, node: Node) -> bool:
-        """Whether a value takes far less room than what the body computes from it."""
+        """Return whether a value takes far less room than what the body computes from it."""
         return is_narrow(node) and math.prod(shape_of(node)[1:]) < math.prod(shape_of(self.root)[1:])
 
     def _call(self, node: Node) -> Node:
@@ -126,12 +136,12 @@ class BodyBuilder:
                 raise UnfitError(f"{node.target} of a size or a tuple")
             return self._visit(arg) if arg in rows else self._operand("c", arg)
 
-        args, kwargs = fx.map_arg((self.regions.free_rows(node, node.args), node.kwargs), mapped)
+        args, kwargs = fx.map_arg((free_rows(node, node.args), node.kwargs), mapped)
         kwargs = {key: value for key, value in kwargs.items() if key not in _PLACES}
         return self.graph.call_function(node.target, args, kwargs)
 
     def _part(self, node: Node) -> Node:
-        """One part of a split, as a slice: a body has no tuples."""
+        """Return one part of a split, as a slice: a body has no tuples."""
         whole, position = node_arg(node), cast(int, node.args[1])
         if op_name(whole) not in _SPLITS:
             raise UnfitError(f"{whole.target} returns several tensors")

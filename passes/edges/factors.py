@@ -1,17 +1,15 @@
 """Products of edge values, flattened: ``alpha.unsqueeze(-1) * x_j`` is ``[alpha, x_j]``."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from gnnc.ir.graph import node_arg
+from gnnc.passes.edges.orders import EdgeOrders
 from gnnc.passes.edges.rowwise import op_name, row_inputs, rows_of
 from gnnc.passes.rewrite.emit import holds_tensor, same_shape, same_size, shape_of
-
-if TYPE_CHECKING:
-    from gnnc.passes.edges.region import Regions
 
 aten = torch.ops.aten
 
@@ -38,19 +36,19 @@ class Factor:
         return isinstance(self.value, Node) and same_size(rows_of(self.value), self.rows)
 
 
-def factors_of(node: Node, regions: "Regions", inverted: bool = False) -> list[Factor]:
+def factors_of(node: Node, orders: EdgeOrders, inverted: bool = False) -> list[Factor]:
     """The factors of ``node`` as far as it is a product of edge values."""
     leaf = [Factor(node, inverted, rows_of(node))]
     name = op_name(node)
-    if name not in ("mul.Tensor", "div.Tensor") or node in regions.softmaxes:
+    if name not in ("mul.Tensor", "div.Tensor") or node in orders.softmaxes:
         return leaf
-    if not regions.indices(node):
+    if not orders.indices(node):
         return leaf
     result: list[Factor] = []
     for position, arg in enumerate(node.args[:2]):
         flipped = inverted != (name == "div.Tensor" and position == 1)
         if isinstance(arg, Node) and holds_tensor(arg) and row_inputs_of(node, arg):
-            result += factors_of(arg, regions, flipped)
+            result += factors_of(arg, orders, flipped)
         else:
             result.append(Factor(arg, flipped, rows_of(node)))
     return result
@@ -61,14 +59,14 @@ def row_inputs_of(node: Node, arg: Node) -> bool:
     return arg in (row_inputs(node) or ())
 
 
-def squeezed(factor: Factor, rank: int, regions: "Regions") -> list[Factor]:
+def squeezed(factor: Factor, rank: int, orders: EdgeOrders) -> list[Factor]:
     """The factors of a ``[E, ..., 1]`` factor of a rank-``rank`` product, without that column.
 
     A vector stays one; of ``[E, 1, 1]`` both columns go, but for a value that is made as ``[E, 1]``.
     """
     value = factor.value
     if rank == 1:
-        return factors_of(value, regions, factor.inverted)
+        return factors_of(value, orders, factor.inverted)
     heads = shape_of(value)[:-1]
     single = len(heads) == 2 and same_size(heads[1], 1)
     wanted = heads[:1] if single else heads
@@ -78,21 +76,21 @@ def squeezed(factor: Factor, rank: int, regions: "Regions") -> list[Factor]:
     if inner is None:
         inner = value
         for dim in range(len(shape_of(value)) - 1, len(wanted) - 1, -1):
-            inner = _squeeze(inner, dim, regions)
-    return factors_of(inner, regions, factor.inverted)
+            inner = _squeeze(inner, dim, orders)
+    return factors_of(inner, orders, factor.inverted)
 
 
-def of_one_rank(factors: list[Factor], regions: "Regions") -> list[Factor]:
+def of_one_rank(factors: list[Factor], orders: EdgeOrders) -> list[Factor]:
     """Squeezed factors, ``[E]`` or ``[E, H]``: where there are both, vectors become columns."""
     vectors = [factor for factor in factors if factor.on_edges and len(shape_of(factor.value)) == 1]
     if len(vectors) == sum(factor.on_edges for factor in factors):
         return factors
-    return [_column(factor, regions) if factor in vectors else factor for factor in factors]
+    return [_column(factor, orders) if factor in vectors else factor for factor in factors]
 
 
-def _column(factor: Factor, regions: "Regions") -> Factor:
+def _column(factor: Factor, orders: EdgeOrders) -> Factor:
     layer = factor.value.meta["layer"]
-    return replace(factor, value=regions.emitter.call(aten.unsqueeze.default, factor.value, 1, layer=layer))
+    return replace(factor, value=orders.emitter.call(aten.unsqueeze.default, factor.value, 1, layer=layer))
 
 
 def _before_reshapes(node: Node, wanted: tuple[Any, ...]) -> Node | None:
@@ -103,5 +101,5 @@ def _before_reshapes(node: Node, wanted: tuple[Any, ...]) -> Node | None:
     return node
 
 
-def _squeeze(node: Node, dim: int, regions: "Regions") -> Node:
-    return regions.emitter.call(aten.squeeze.dim, node, dim, layer=node.meta["layer"])
+def _squeeze(node: Node, dim: int, orders: EdgeOrders) -> Node:
+    return orders.emitter.call(aten.squeeze.dim, node, dim, layer=node.meta["layer"])

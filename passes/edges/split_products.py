@@ -14,7 +14,7 @@ from torch.fx import Node
 from gnnc.ir.nodes import as_node
 from gnnc.ir.op import size_expr
 from gnnc.passes.base import Context
-from gnnc.passes.edges.region import Regions
+from gnnc.passes.edges.node_tables import NodeTables
 from gnnc.passes.edges.rowwise import op_name
 from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, FLOAT_BYTES, FLOPS_A_BYTE, Typical
 from gnnc.passes.rewrite.emit import argument, drop_dead, is_of_model, same_shape, shape_of
@@ -34,21 +34,21 @@ class Part:
 
 def split_products(gm: fx.GraphModule, ctx: Context) -> None:
     """Split the linear layers on edges of ``gm``, in place, where that costs less."""
-    regions = Regions(gm, None)
+    tables = NodeTables(gm)
     for node in list(gm.graph.nodes):
-        if op_name(node) == "linear.default" and regions.indices(node) and is_of_model(as_node(node.args[1])):
-            _split(node, regions, gm, ctx)
+        if op_name(node) == "linear.default" and tables.indices(node) and is_of_model(as_node(node.args[1])):
+            _split(node, tables, gm, ctx)
     drop_dead(gm)
 
 
-def _split(node: Node, regions: Regions, gm: fx.GraphModule, ctx: Context) -> None:
-    parts = _parts(as_node(node.args[0]), regions)
+def _split(node: Node, tables: NodeTables, gm: fx.GraphModule, ctx: Context) -> None:
+    parts = _parts(as_node(node.args[0]), tables)
     if len(parts) == 1 and len(parts[0].values) == 1:
         return
-    lifted = [part for part in parts if _is_worth(part, node, regions, gm, ctx)]
+    lifted = [part for part in parts if _is_worth(part, node, tables, gm, ctx)]
     if not lifted:
         return
-    made = _Split(node, regions)
+    made = _Split(node, tables)
     for part in lifted:
         for value, is_added in part.values:
             made.add(value, part, is_added)
@@ -63,8 +63,8 @@ class _Split:
         weights: the weight that each value is multiplied by.
     """
 
-    def __init__(self, node: Node, regions: Regions) -> None:
-        self.node, self.emitter = node, regions.emitter
+    def __init__(self, node: Node, tables: NodeTables) -> None:
+        self.node, self.emitter = node, tables.emitter
         self.weights: dict[Node, Node] = {}
 
     def add(self, value: Node, part: Part, is_added: bool) -> None:
@@ -104,28 +104,28 @@ class _Split:
         return self.emitter.call(target, *args, layer=self.node.meta["layer"])
 
 
-def _parts(x: Node, regions: Regions) -> list[Part]:
+def _parts(x: Node, tables: NodeTables) -> list[Part]:
     """What stands side by side in ``x``."""
     parts, start = [], 0
-    for part in _side_by_side(x, regions):
+    for part in _side_by_side(x, tables):
         stop = start + int(shape_of(part)[-1])
-        whole = _table(part, regions) is not None
+        whole = _table(part, tables) is not None
         parts.append(Part(part, ((part, True),) if whole else _summands(part), start, stop))
         start = stop
     return parts
 
 
-def _side_by_side(x: Node, regions: Regions) -> list[Node]:
+def _side_by_side(x: Node, tables: NodeTables) -> list[Node]:
     last = len(shape_of(x)) - 1
     if op_name(x) == "cat.default" and argument(x, 1, "dim", 0) == last:
         return [as_node(part) for part in x.args[0]]  # type: ignore[union-attr]
     if op_name(x) != "select.int":
         return [x]
     whole, dim, place = x.args
-    inner = _side_by_side(as_node(whole), regions)
+    inner = _side_by_side(as_node(whole), tables)
     if len(inner) == 1 or dim in (0, last + 1):
         return [x]
-    return [regions.emitter.call(aten.select.int, part, dim, place, layer=x.meta["layer"]) for part in inner]
+    return [tables.emitter.call(aten.select.int, part, dim, place, layer=x.meta["layer"]) for part in inner]
 
 
 def _summands(part: Node) -> tuple[tuple[Node, bool], ...]:
@@ -139,21 +139,21 @@ def _summands(part: Node) -> tuple[tuple[Node, bool], ...]:
     return (left, True), (right, op_name(part) == "add.Tensor")
 
 
-def _is_worth(part: Part, node: Node, regions: Regions, gm: fx.GraphModule, ctx: Context) -> bool:
+def _is_worth(part: Part, node: Node, tables: NodeTables, gm: fx.GraphModule, ctx: Context) -> bool:
     """Whether products on the nodes save more than reading their wider rows costs."""
-    tables = [_table(value, regions) for value, _ in part.values]
-    if any(table is None for table in tables):
+    lifted = [_table(value, tables) for value, _ in part.values]
+    if any(table is None for table in lifted):
         return False
     edges = size_expr(shape_of(node)[0])
-    rows = [size_expr(shape_of(as_node(table))[0]) for table in tables]
+    rows = [size_expr(shape_of(as_node(table))[0]) for table in lifted]
     symbols = edges.free_symbols - set().union(*(row.free_symbols for row in rows))
     typical = Typical(gm, ctx.examples, EDGES_PER_NODE, symbols)
     nodes = sum(map(typical.value, rows)) / max(typical.value(edges), 1.0)
     columns, width = part.stop - part.start, int(shape_of(node)[-1])
     saved = (1 - nodes) * 2 * columns * width / FLOPS_A_BYTE
-    return saved > FLOAT_BYTES * len(tables) * (width - columns)
+    return saved > FLOAT_BYTES * len(lifted) * (width - columns)
 
 
-def _table(value: Node, regions: Regions) -> Node | None:
-    indices = regions.indices(value)
-    return regions.node_form(value, *indices) if len(indices) == 1 else None
+def _table(value: Node, tables: NodeTables) -> Node | None:
+    indices = tables.indices(value)
+    return tables.table(value, *indices) if len(indices) == 1 else None

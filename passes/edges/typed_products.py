@@ -15,8 +15,8 @@ from torch.fx import Node
 from gnnc.ir.nodes import as_node
 from gnnc.ir.op import Cost, size_expr
 from gnnc.passes.base import Context
+from gnnc.passes.edges.node_tables import NodeTables
 from gnnc.passes.edges.origins import Origins
-from gnnc.passes.edges.region import Regions
 from gnnc.passes.edges.rowwise import Gather, as_gather, op_name
 from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, FLOAT_BYTES, Typical
 from gnnc.passes.rewrite.emit import drop_dead, is_of_model, same_size, shape_of
@@ -47,12 +47,12 @@ class Typed:
 
 def lift_typed_products(gm: fx.GraphModule, ctx: Context) -> list[IndexUse]:
     """Move the products of ``gm`` to the nodes, where that costs less; return how indices are used."""
-    regions = Regions(gm, None)
+    tables = NodeTables(gm)
     uses: list[IndexUse] = []
     for node in list(gm.graph.nodes):
         found = _match(node)
         if found is not None:
-            uses += _lift(found, regions, gm, ctx)
+            uses += _lift(found, tables, gm, ctx)
     drop_dead(gm)
     return uses
 
@@ -96,22 +96,22 @@ def _weights(node: Node, rank: int) -> Gather | None:
     return lookup if fixed and Origins(node.graph).of(lookup.index) else None
 
 
-def _lift(found: Typed, regions: Regions, gm: fx.GraphModule, ctx: Context) -> list[IndexUse]:
-    ends = regions.indices(found.x)
-    table = regions.node_form(found.x, *ends) if len(ends) == 1 else None
+def _lift(found: Typed, tables: NodeTables, gm: fx.GraphModule, ctx: Context) -> list[IndexUse]:
+    ends = tables.indices(found.x)
+    table = tables.table(found.x, *ends) if len(ends) == 1 else None
     if table is None:
         ctx.note(found.node, "a weight for every edge is gathered: its factor does not come from one node")
         return []
     (index,) = ends
     if not _is_worth(found, table, gm, ctx):
         return []
-    call, layer = regions.emitter.call, found.node.meta["layer"]
+    call, layer = tables.emitter.call, found.node.meta["layer"]
     weight, types = found.lookup.table, found.lookup.index
-    products = _all_products(regions, table, weight, layer)
-    count = regions.sizes.of(table, 0)
+    products = _all_products(tables, table, weight, layer)
+    count = tables.sizes.of(table, 0)
     relations = int(shape_of(weight)[0])
     if isinstance(count, Node):
-        regions.sizes.add(call(operator.mul, count, relations))
+        tables.sizes.add(call(operator.mul, count, relations))
     place = call(aten.add.Tensor, call(aten.mul.Tensor, index, relations), types)
     rows = call(aten.index_select.default, products, 0, place, layer=layer)
     for reader in [user for user in found.node.users if _drops_dim(user, found.node)]:
@@ -128,11 +128,11 @@ def _drops_dim(reader: Node, product: Node) -> bool:
     return len(shape_of(product)) == 3 and op_name(reader) == "squeeze.dim" and reader.args[1] in (1, -2)
 
 
-def _all_products(regions: Regions, table: Node, weight: Node, layer: str) -> Node:
+def _all_products(tables: NodeTables, table: Node, weight: Node, layer: str) -> Node:
     """``[N * R, O]``: each row of the table by each weight."""
 
     def call(target: Any, *args: Any) -> Node:
-        return regions.emitter.call(target, *args, layer=layer)
+        return tables.emitter.call(target, *args, layer=layer)
 
     if len(shape_of(weight)) == 3:
         relations, inner, outer = shape_of(weight)
