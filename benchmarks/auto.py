@@ -77,7 +77,7 @@ class Effort:
     @property
     def uniform(self) -> list[str]:
         """The precisions that everything is held against."""
-        return sorted(get_backend(self.device).precisions, key=lambda name: (name != "fp32", name))
+        return sorted(get_backend(self.device).target.precisions, key=lambda name: (name != "fp32", name))
 
 
 def trained(name: str, data: dict[str, Any], model_name: str) -> nn.Module:

@@ -34,7 +34,7 @@ from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.formats.run_table import Cut, cut_for
 from gnnc.runtime.cuda.formats.window_table import StagedTable, shared_bytes, staged_cut_for
 from gnnc.runtime.cuda.kernels.epilogue import truth
-from gnnc.target import CUDA
+from gnnc.target import CUDA_NARROW_ROWS
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / part) for part in ("", "tests/support"))
 
@@ -251,7 +251,7 @@ class Kind(NamedTuple):
 
     def at(self, width: int) -> "Kind":
         """Return what is run."""
-        if not self.chosen or CUDA.pays("row", "sum", width, width):
+        if not self.chosen or CUDA_NARROW_ROWS.pays("row", "sum", width, width):
             return self
         return self._replace(element="bf16", scales=False)
 

@@ -77,7 +77,7 @@ def _backend_row(name: str) -> tuple[str, str, str]:
         backend = get_backend(name)
     except BackendError as error:
         return name, "-", f"not available: {error}"
-    return name, ", ".join(sorted(backend.precisions)), backend.description
+    return name, ", ".join(sorted(backend.target.precisions)), backend.description
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def compile(  # noqa: A001  the name is the public contract
         plan=None if plan is None else Plan.load(plan),
     )
     for wanted in (options.precision, *options.overrides.values()):
-        check_precision(wanted, options.backend.name, options.backend.precisions)
+        check_precision(wanted, options.backend.target)
     compiled = CompiledModel(model, options, example_inputs)
     compiled.check_overrides()
     if example_inputs is not None:

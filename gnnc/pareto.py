@@ -99,7 +99,7 @@ def pareto(
     if path is not None:
         check_suffix(path)
     device = _device(model, inputs)
-    names = sorted(get_backend(backend, device).precisions, key=lambda name: (name != "fp32", name))
+    names = sorted(get_backend(backend, device).target.precisions, key=lambda name: (name != "fp32", name))
     compiled = {name: compile(model, name, example_inputs=inputs, backend=backend) for name in names}
     for budget in sorted(budgets, reverse=True):
         compiled[f"auto {budget:g}"] = compile(

@@ -1,47 +1,147 @@
-"""Which rows are too narrow for 8 bits on a backend: gathering codes takes as long as wider elements do."""
+"""The target of a compilation: the facts and services of a backend that passes may use."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from torch.fx import GraphModule, Node
+
+from gnnc.cost.model import Rates
 
 
 @dataclass(frozen=True, slots=True)
 class NarrowRows:
-    """Widths up to which int8 does not pay where edges gather rows.
+    """Row widths up to which int8 does not pay where edges gather rows.
 
-    A gather costs a request for every sector or line, however little of it is read, and a scale of a
-    row is one request more. So FP32 stays where it takes no more of them than codes do, and bf16, whose
-    error is at most half of that of 8 bits with a scale a row, stands in where it takes no more.
+    A gather costs one request for every sector or line, however little of it is read, and one more for a
+    scale of the row. FP32 therefore stays where it takes no more requests than int8 does, and bf16, whose
+    error is at most half of that of 8 bits with one scale a row, is used where it takes no more.
 
     Attributes:
-        fp32_bytes: of an FP32 row: up to so many, aggregations and edge products stay FP32.
-        codes: columns up to which codes take as long as bf16 whatever their scale; of one head, where
-            edges have values a head.
-        scaled: columns up to which codes do that are not all under one scale.
-        extremes_scaled: whether codes pay, at some width, for an extremum of rows that are not under one
-            scale.
-        dot: columns up to which codes do for a dot product of both ends, each with its scale.
+        fp32_bytes: bytes of an FP32 row up to which aggregations and edge products stay FP32.
+        columns: columns up to which int8 rows take as long as bf16 rows whatever their scales are; columns
+            of one head, where edges have one value a head.
+        scaled_columns: columns up to which int8 rows do that do not share one scale.
+        scaled_extremes: whether int8 pays, at some width, for a maximum or minimum of rows that do not share
+            one scale.
+        dot_columns: columns up to which int8 rows do for a dot product of both ends, each with its scale.
     """
 
     fp32_bytes: int = 64
-    codes: int = 0
-    scaled: int = 0
-    extremes_scaled: bool = True
-    dot: int = 0
+    columns: int = 0
+    scaled_columns: int = 0
+    scaled_extremes: bool = True
+    dot_columns: int = 0
 
     def pays(self, granularity: str, reduce: str, columns: int, head: int) -> bool:
-        """Whether int8 makes an aggregation faster than bf16.
+        """Return whether int8 makes an aggregation faster than bf16.
 
         Args:
             granularity: ``tensor``, ``row_pow2`` or ``row``.
             reduce: ``sum``, ``mean``, ``max`` or ``min``.
-            columns: of a row.
+            columns: number of columns of a row.
             head: columns of one head, or of a row where edges have one value or none.
         """
-        if head <= self.codes:
+        if head <= self.columns:
             return False
         if granularity == "tensor":
             return True
-        return columns > self.scaled and (self.extremes_scaled or reduce in ("sum", "mean"))
+        return columns > self.scaled_columns and (self.scaled_extremes or reduce in ("sum", "mean"))
 
 
-CUDA = NarrowRows(fp32_bytes=16, codes=8, scaled=32, extremes_scaled=False, dot=16)
+CUDA_NARROW_ROWS = NarrowRows(
+    fp32_bytes=16, columns=8, scaled_columns=32, scaled_extremes=False, dot_columns=16
+)
 """Rows begin on 16 bytes, and a sector is 32: measured on an H200 (docs/decisions/022)."""
+
+
+class ChosenKernel(Protocol):
+    """A registered kernel, as passes see it."""
+
+    @property
+    def name(self) -> str:
+        """Name that printed programs show."""
+        ...
+
+
+class KernelChoice(Protocol):
+    """The outcome of asking the kernels of a backend for one node."""
+
+    @property
+    def kernel(self) -> ChosenKernel | None:
+        """The kernel that takes the node, or None if all declined."""
+        ...
+
+    @property
+    def declined(self) -> Sequence[tuple[str, str]]:
+        """(kernel name, reason) of those asked before it."""
+        ...
+
+
+class Lowering(Protocol):
+    """The kernel selection and code generation of a backend."""
+
+    def needs_launch(self, node: Node) -> bool:
+        """Return whether a node computes something, unlike a view or arithmetic on sizes."""
+        ...
+
+    def choose(self, node: Node) -> KernelChoice:
+        """Return the kernel for a node; its ``kernel`` is None where every candidate declined."""
+        ...
+
+    def refuse(self, node: Node, declined: Sequence[tuple[str, str]]) -> NoReturn:
+        """Raise BackendError: no kernel takes the node, with every candidate's reason."""
+        ...
+
+    @property
+    def executable(self) -> Callable[..., Callable[..., Any]]:
+        """The class (or function) that makes a callable program of a lowered graph."""
+        ...
+
+    def structure_program(self, structure: GraphModule) -> Callable[..., tuple[Any, ...]]:
+        """Return a program of a structure graph that runs the backend's kernels."""
+        ...
+
+
+class MeasuredTimes(Protocol):
+    """The times of a program on a device."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one call."""
+        ...
+
+    @property
+    def launches(self) -> Mapping[str, float]:
+        """Seconds of each launch, by node name."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """All that passes may know of a backend: facts, and the services that need its runtime.
+
+    Attributes:
+        name: name of the backend, as given to ``gnnc.compile``.
+        precisions: names of the precisions that it has kernels for.
+        joint_products: whether one kernel multiplies a matrix with several weights.
+        joint_messages: whether one kernel reduces several values of a body, one in several ways, or one by
+            the softmax of another.
+        edge_products: whether a body computes products of edge features with a weight.
+        tensor_scales: whether the kernel of a product computes the one scale of its result on the way.
+        narrow_rows: row widths up to which int8 does not pay where edges gather rows.
+        lowering: selects kernels and generates code; None: graphs stay as they are and run in PyTorch.
+        rates: returns the rates of this machine, measured now if need be, for ``auto``; None: not measured.
+        timer: times an executable on its arguments; None where ``auto`` goes by predictions alone.
+    """
+
+    name: str = "reference"
+    precisions: frozenset[str] = frozenset({"fp32", "bf16", "int8"})
+    joint_products: bool = True
+    joint_messages: bool = True
+    edge_products: bool = True
+    tensor_scales: bool = False
+    narrow_rows: NarrowRows = NarrowRows()
+    lowering: Lowering | None = None
+    rates: Callable[[], Rates] | None = None
+    timer: Callable[[Any, Sequence[Any]], MeasuredTimes] | None = None

@@ -3,7 +3,7 @@
 if not __name__.startswith("gnnc."):
     raise ImportError("import gnnc.passes: passes alone is a folder of gnnc, not a package")
 
-from gnnc.passes.base import BackendInfo, Context, Note, Pass, run_pass, run_passes
+from gnnc.passes.base import Context, Note, Pass, run_pass, run_passes
 from gnnc.passes.pipeline import PIPELINE
 
-__all__ = ["PIPELINE", "BackendInfo", "Context", "Note", "Pass", "run_pass", "run_passes"]
+__all__ = ["PIPELINE", "Context", "Note", "Pass", "run_pass", "run_passes"]

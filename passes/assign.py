@@ -112,7 +112,7 @@ class Assign:
             if width >= self.min_inner_width:
                 return None
             return f"an inner width of {width} is less than one integer dot instruction takes"
-        most = ctx.backend.narrow.fp32_bytes if self.min_row_bytes is None else self.min_row_bytes
+        most = ctx.target.narrow_rows.fp32_bytes if self.min_row_bytes is None else self.min_row_bytes
         if width * 4 > most:
             return None
         return f"a row of {width} FP32 values fits in the {most} bytes that a padded int8 row takes"
@@ -170,10 +170,10 @@ def _is_named(layer: str, glob: str) -> bool:
 
 
 def _check_supported(precision: Precision, ctx: Context) -> None:
-    if precision != AUTO and precision.name not in ctx.backend.precisions:
-        have = ", ".join(sorted(ctx.backend.precisions))
+    if precision != AUTO and precision.name not in ctx.target.precisions:
+        have = ", ".join(sorted(ctx.target.precisions))
         raise UnsupportedError(
-            f"[gnnc.assign] backend {ctx.backend.name!r} has no {precision.name} kernels yet; it has {have}"
+            f"[gnnc.assign] backend {ctx.target.name!r} has no {precision.name} kernels yet; it has {have}"
         )
 
 

@@ -1,52 +1,17 @@
 """What a pass is, what it may know, and the runner that checks it."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import fx
 
-from gnnc.cost.model import Rates
 from gnnc.ir.graph import clone, infer_meta
 from gnnc.ir.verify import verify
 from gnnc.precision import INT8, Precision
-from gnnc.target import NarrowRows
-
-
-@dataclass(frozen=True, slots=True)
-class BackendInfo:
-    """What passes may know of a backend.
-
-    Attributes:
-        name: ``cpu``, ``cuda`` or ``reference``.
-        precisions: names of the precisions it has kernels for.
-        joint_products: whether one kernel multiplies a matrix with several weights.
-        joint_messages: whether one kernel reduces several values of a body, one in several ways, or one by
-            the softmax of another.
-        edge_products: whether a body computes products of edge features with a weight.
-        handle: the backend object that ``lower`` calls; opaque to every other pass.
-        rates: gives its speed on this machine, measured now if need be; for ``auto``.
-        timer: times an executable on its arguments (``gnnc.calibrate.timing``); None where ``auto`` goes by
-            predictions alone.
-        tensor_scales: whether a product's kernel finds the scale of its whole result on the way.
-        narrow: which rows it gains nothing from gathering in int8.
-        structure: makes a program of a structure graph with the backend's kernels; None: the graph runs as
-            it is.
-    """
-
-    name: str = "reference"
-    precisions: frozenset[str] = frozenset({"fp32", "bf16", "int8"})
-    handle: Any = None
-    joint_products: bool = True
-    joint_messages: bool = True
-    edge_products: bool = True
-    rates: Callable[[], Rates] | None = None
-    timer: Callable[[Any, Sequence[Any]], Any] | None = None
-    tensor_scales: bool = False
-    narrow: NarrowRows = NarrowRows()
-    structure: Callable[[fx.GraphModule], Callable[..., tuple[Any, ...]]] | None = None
+from gnnc.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +31,7 @@ class Context:
     Attributes:
         precision: the precision asked for.
         overrides: module-path glob to precision.
-        backend: the target.
+        target: what passes may know of the backend.
         examples: values of the placeholders of the captured graph, in order, or None.
         structure: the structure graph, once ``hoist`` has split it off.
         error_budget: relative L2 error allowed on the output, for ``auto``.
@@ -78,7 +43,7 @@ class Context:
 
     precision: Precision = INT8
     overrides: dict[str, Precision] = field(default_factory=dict)
-    backend: BackendInfo = field(default_factory=BackendInfo)
+    target: Target = field(default_factory=Target)
     examples: tuple[Any, ...] | None = None
     structure: fx.GraphModule | None = None
     error_budget: float = 0.02

@@ -20,8 +20,9 @@ from gnnc.ir.attention import match_attention
 from gnnc.ir.nodes import shape_of
 from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
 from gnnc.ir.source import is_weight
-from gnnc.passes.base import BackendInfo, Context
+from gnnc.passes.base import Context
 from gnnc.passes.rewrite.grouping import Group, Partition, contract
+from gnnc.target import Target
 
 ANCHORS = {
     "gnnc.gemm.default": "gemm",
@@ -55,7 +56,7 @@ class Fuse:
         _own_weights(gm.graph)
         partition = Partition()
         for node in gm.graph.nodes:
-            _anchor(partition, node, ctx.backend)
+            _anchor(partition, node, ctx.target)
         for node in gm.graph.nodes:
             self._map(partition, node)
         _tidy(partition)
@@ -89,13 +90,13 @@ def _width_of(node: Node) -> Any:
     return math.prod((shape_of(node) or ())[1:])
 
 
-def _anchor(partition: Partition, node: Node, backend: BackendInfo) -> None:
+def _anchor(partition: Partition, node: Node, target: Target) -> None:
     if attention := match_attention(node):
         _grow(partition, "attention", node, attention.covers)
     elif partition.group_of(node) is None and (kind := ANCHORS.get(str(node.target))):
         if kind == "gemm":
-            siblings = _siblings(node) if backend.joint_products else []
-            _grow_gemm(partition, node, siblings, tensor_scales=backend.tensor_scales)
+            siblings = _siblings(node) if target.joint_products else []
+            _grow_gemm(partition, node, siblings, tensor_scales=target.tensor_scales)
         else:
             _grow(partition, kind, node, (node,))
 

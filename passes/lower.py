@@ -7,6 +7,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.passes.base import Context
+from gnnc.target import ChosenKernel, KernelChoice, Lowering
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,33 +22,35 @@ class Lower:
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` with a kernel chosen for every node that computes something."""
-        if ctx.backend.handle is None:
+        lowering = ctx.target.lowering
+        if lowering is None:
             ctx.note(None, "not lowered: the pipeline runs without a backend")
             return gm
-        backend = ctx.backend.handle
         for node in list(gm.graph.nodes):
             if node.op == "call_module":
-                self._lower_fused(gm, node, ctx)
+                _lower_fused(gm, node, lowering, ctx)
         for node in gm.graph.nodes:
-            if "choice" not in node.meta and backend.needs_launch(node):
-                _record(node, backend.choose(node), ctx)
+            if "choice" not in node.meta and lowering.needs_launch(node):
+                choice = lowering.choose(node)
+                if choice.kernel is None:
+                    lowering.refuse(node, choice.declined)
+                _record(node, choice, choice.kernel, ctx)
         return gm
 
-    def _lower_fused(self, gm: fx.GraphModule, node: Node, ctx: Context) -> None:
-        choice = ctx.backend.handle.choose(node)
-        if choice.kernel is not None:
-            _record(node, choice, ctx)
-            return
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined)
-        ctx.note(node, f"taken apart, no kernel runs it as a whole ({reasons})")
-        inline(gm, node)
+
+def _lower_fused(gm: fx.GraphModule, node: Node, lowering: Lowering, ctx: Context) -> None:
+    choice = lowering.choose(node)
+    if choice.kernel is not None:
+        _record(node, choice, choice.kernel, ctx)
+        return
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined)
+    ctx.note(node, f"taken apart, no kernel runs it as a whole ({reasons})")
+    inline(gm, node)
 
 
-def _record(node: Node, choice: Any, ctx: Context) -> None:
+def _record(node: Node, choice: KernelChoice, kernel: ChosenKernel, ctx: Context) -> None:
     node.meta["choice"] = choice
-    if choice.kernel is None:
-        ctx.backend.handle.require(node, choice)
-    node.meta["kernel"] = choice.kernel.name
+    node.meta["kernel"] = kernel.name
     for name, reason in choice.declined:
         ctx.note(node, f"kernel {name} declined: {reason}")
 

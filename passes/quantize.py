@@ -76,7 +76,7 @@ class Quantize:
 
     def _scaled_by_products(self, low: list[Node], ctx: Context) -> frozenset[Node]:
         """The aggregations whose input's scale the kernel finds that makes it."""
-        if self.dynamic == "row" or ctx.examples is not None or not ctx.backend.tensor_scales:
+        if self.dynamic == "row" or ctx.examples is not None or not ctx.target.tensor_scales:
             return frozenset()
         first: dict[Node, Node] = {}  # a product finds one scale, of one of the values that it makes
         found = set()

@@ -50,10 +50,10 @@ class Raise:
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` raised."""
         uses = lift_typed_products(gm, ctx)
-        if ctx.backend.edge_products:
+        if ctx.target.edge_products:
             split_products(gm, ctx)
-        products = EdgeProducts(gm) if ctx.backend.edge_products else None
-        regions = Regions(gm, products, joint=ctx.backend.joint_messages)
+        products = EdgeProducts(gm) if ctx.target.edge_products else None
+        regions = Regions(gm, products, joint=ctx.target.joint_messages)
         _plan(gm, regions)
         inside = _inside_softmaxes(regions)
         _raise_scatters(gm, regions, lambda node: node not in inside)
@@ -62,7 +62,7 @@ class Raise:
         _raise_edge_outputs(gm, regions, ctx, lambda node: True)
         _raise_products(gm, regions, ctx)
         gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-        if ctx.backend.joint_messages:
+        if ctx.target.joint_messages:
             join_messages(gm, regions.emitter, ctx)
         _note_leftovers(gm, regions, ctx)
         gm.meta["index_bounds"] = index_bounds(gm, uses)

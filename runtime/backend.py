@@ -1,10 +1,10 @@
 """Backends by name, and what the rest of the compiler asks of them."""
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import GraphModule, Node
@@ -14,7 +14,7 @@ from gnnc.ir.nodes import is_view
 from gnnc.runtime import registry
 from gnnc.runtime.program.executable import Executable
 from gnnc.runtime.structure.runner import StructureRunner
-from gnnc.target import CUDA, NarrowRows
+from gnnc.target import CUDA_NARROW_ROWS, Target
 
 NAMES = ("auto", "cpu", "reference", "cuda", "cuda-offline")
 OFFLINE = ("sm_80", "sm_90", "sm_100")
@@ -30,35 +30,27 @@ class Backend:
     """A set of kernels that can be asked for.
 
     Attributes:
-        name: as given to ``gnnc.compile``.
-        precisions: names of the precisions that it has kernels for.
+        target: the facts of it that passes may know; its ``lowering``, ``rates`` and ``timer`` are not set.
         chain: registry names to ask, in order; the last one takes whatever is left.
         prepare_structure: adapts a structure graph to a lowered compute graph.
         use_kernels: swaps the backend's kernels into a structure program.
         executable: makes a program of a lowered graph.
         description: one line for people, such as the instruction set, or the name of the GPU.
         device: the GPU that its programs are for; None where there need not be one.
-        joint_products: whether one kernel multiplies a matrix with several weights.
-        joint_messages: whether one kernel reduces several values of a body, one in several ways, or one by
-            the softmax of another.
-        edge_products: whether a body computes products of edge features with a weight.
-        tensor_scales: whether a product's kernel finds the scale of its whole result on the way.
-        narrow: which rows it gains nothing from gathering in int8.
     """
 
-    name: str
-    precisions: frozenset[str]
+    target: Target
     chain: tuple[str, ...]
     prepare_structure: Callable[[GraphModule, GraphModule], GraphModule]
     use_kernels: Callable[[StructureRunner], None]
     executable: Callable[..., Executable] = Executable
     description: str = ""
     device: torch.device | None = None
-    joint_products: bool = True
-    joint_messages: bool = True
-    edge_products: bool = True
-    tensor_scales: bool = False
-    narrow: NarrowRows = NarrowRows()
+
+    @property
+    def name(self) -> str:
+        """Name of the backend, as given to ``gnnc.compile``."""
+        return self.target.name
 
     def __reduce__(self) -> tuple[Callable[..., "Backend"], tuple[Any, ...]]:
         return get_backend, (self.name, self.device)
@@ -82,9 +74,9 @@ class Backend:
         takes_fused = self.chain if self.chain[0] == "reference" else self.chain[:1]
         return registry.choose(node, takes_fused if node.op == "call_module" else self.chain)
 
-    def require(self, node: Node, choice: registry.Choice) -> registry.Kernel:
-        """Return the chosen kernel, or raise BackendError with every candidate's reason."""
-        return registry.require(node, choice, self.name)
+    def refuse(self, node: Node, declined: Sequence[tuple[str, str]]) -> NoReturn:
+        """Raise BackendError: no kernel takes the node, with every candidate's reason."""
+        registry.refuse(node, declined, self.name)
 
 
 def get_backend(name: str, device: torch.device | None = None) -> Backend:
@@ -114,8 +106,7 @@ def _reference() -> Backend:
     import gnnc.runtime.reference  # noqa: F401  registers its kernel
 
     return Backend(
-        name="reference",
-        precisions=frozenset({"fp32", "fp16", "bf16", "int8"}),
+        target=Target("reference", frozenset({"fp32", "fp16", "bf16", "int8"})),
         chain=("reference",),
         prepare_structure=lambda compute, structure: structure,
         use_kernels=lambda runner: None,
@@ -130,8 +121,7 @@ def _cpu() -> Backend:
     from gnnc.runtime.structure.int32_columns import narrow_columns
 
     return Backend(
-        name="cpu",
-        precisions=frozenset({"fp32", "bf16", "int8"}),
+        target=Target("cpu", frozenset({"fp32", "bf16", "int8"})),
         chain=("cpu", "reference"),
         prepare_structure=narrow_columns,
         use_kernels=structure.use_kernels,
@@ -139,7 +129,15 @@ def _cpu() -> Backend:
     )
 
 
-_CUDA_PRECISIONS = frozenset({"fp32", "fp16", "bf16", "int8"})
+_CUDA_TARGET = Target(
+    name="cuda",
+    precisions=frozenset({"fp32", "fp16", "bf16", "int8"}),
+    joint_products=False,
+    joint_messages=False,
+    edge_products=False,
+    tensor_scales=True,
+    narrow_rows=CUDA_NARROW_ROWS,
+)
 
 
 def _cuda(device: torch.device | None) -> Backend:
@@ -152,17 +150,11 @@ def _cuda(device: torch.device | None) -> Backend:
     compiler = cuda.load()  # says what is missing before anything asks for a GPU
     gpu = _gpu(device)
     return Backend(
-        name="cuda",
-        precisions=_CUDA_PRECISIONS,
+        target=_CUDA_TARGET,
         chain=("cuda", "reference"),
         prepare_structure=csr.prepare,
         use_kernels=csr.use_kernels,
         executable=CudaExecutable,
-        joint_products=False,
-        joint_messages=False,
-        edge_products=False,
-        tensor_scales=True,
-        narrow=CUDA,
         description=f"CUDA kernels, {torch.cuda.get_device_name(gpu)}, {compiler}",
         device=gpu,
     )
@@ -183,16 +175,10 @@ def _cuda_offline(name: str, architectures: tuple[str, ...]) -> Backend:
     from gnnc.runtime.structure.int32_columns import narrow_columns
 
     return Backend(
-        name=name,
-        precisions=_CUDA_PRECISIONS,
+        target=replace(_CUDA_TARGET, name=name),
         chain=("cuda", "reference"),
         prepare_structure=narrow_columns,
         use_kernels=lambda runner: None,
         executable=partial(OfflineExecutable, architectures=architectures),
-        joint_products=False,
-        joint_messages=False,
-        edge_products=False,
-        tensor_scales=True,
-        narrow=CUDA,
         description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",
     )

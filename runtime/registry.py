@@ -1,8 +1,8 @@
 """Which kernel runs a node: candidates register here, the choice is made once, at compile time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from torch._ops import OpOverload
 from torch.fx import Node
@@ -132,15 +132,9 @@ def choose(node: Node, backends: Iterable[str]) -> Choice:
     return Choice(None, None, tuple(declined))
 
 
-def require(node: Node, choice: Choice, backend: str) -> Kernel:
-    """Return the chosen kernel.
-
-    Raises:
-        BackendError: every candidate declined; the message lists them and why.
-    """
-    if choice.kernel is not None:
-        return choice.kernel
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined) or "none is registered"
+def refuse(node: Node, declined: Sequence[tuple[str, str]], backend: str) -> NoReturn:
+    """Raise BackendError for a node that every kernel declined; the message lists them and why."""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in declined) or "none is registered"
     layer = node.meta.get("layer") or "the model"
     raise BackendError(
         f"backend {backend!r} has no kernel for {node.name} ({kind_of(node)}) in {layer}: {reasons}"

@@ -34,7 +34,7 @@ from gnnc.environment import cache_folder
 from gnnc.errors import BackendError, UnsupportedError
 from gnnc.ir import describe
 from gnnc.ir.graph import placeholders
-from gnnc.passes.base import BackendInfo, Context, run_passes
+from gnnc.passes.base import Context, run_passes
 from gnnc.passes.cache import Cache
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.lower import Lower
@@ -42,6 +42,7 @@ from gnnc.passes.quantization.number_formats import FULL, Option, options_of
 from gnnc.passes.quantize import Quantize
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.program.executable import Executable
+from gnnc.target import Target
 
 VERSION = 3
 SECONDS = 8.0
@@ -308,20 +309,21 @@ def _run_fewest(trials: Sequence[_Trial]) -> None:
 
 def _variants(probe: Probe, backend: Backend, device: Device) -> Iterator[_Variant]:
     """The probe lowered in every option that its ops have."""
-    precisions = backend.precisions - device.alike.keys()
-    info = BackendInfo(backend.name, precisions, backend, joint_products=backend.joint_products)
-    for option in _options(probe, info):
+    precisions = backend.target.precisions - device.alike.keys()
+    facts = backend.target
+    target = Target(facts.name, precisions, joint_products=facts.joint_products, lowering=backend)
+    for option in _options(probe, target):
         graph_module, examples = probe.build(_where(backend))
-        context = Context(precision=option.precision, backend=info, examples=examples)
+        context = Context(precision=option.precision, target=target, examples=examples)
         _assign(graph_module, option, context)
         stages = run_passes(graph_module, (Quantize(), Cache(), Fuse(), Lower()), context)
         assert context.examples is not None
         yield _Variant(probe, stages[-1][1], context.examples[len(examples) :])
 
 
-def _options(probe: Probe, info: BackendInfo) -> list[Option]:
+def _options(probe: Probe, target: Target) -> list[Option]:
     graph_module, examples = probe.build()
-    context = Context(backend=info, examples=examples)
+    context = Context(target=target, examples=examples)
     found = dict.fromkeys(o for node in graph_module.graph.nodes for o in options_of(node, context))
     precisions = dict.fromkeys(o.precision for o in found)
     return [

@@ -155,7 +155,7 @@ class _Search:
         return found
 
     def _uniform_names(self) -> list[str]:
-        return sorted(self._context.backend.precisions)
+        return sorted(self._context.target.precisions)
 
     def _within_budget(self, found: _Try) -> _Try:
         """Correct the choice by what running it shows."""
@@ -196,15 +196,15 @@ class _Search:
             self._choice = context.choice
             # What later tries and corrections change must not change what this one says.
             context.choice = dataclasses.replace(context.choice)
-        backend, examples, lowered = context.backend, context.examples, stages[-1][1]
-        assert backend.rates is not None and examples is not None
-        predicted = predicted_times(lowered, examples, backend.rates())
+        target, examples, lowered = context.target, context.examples, stages[-1][1]
+        assert target.rates is not None and examples is not None
+        predicted = predicted_times(lowered, examples, target.rates())
         run = lowered
-        if backend.handle is not None:
-            run = backend.handle.executable(lowered, check_finite=self._check_finite)
+        if target.lowering is not None:
+            run = target.lowering.executable(lowered, check_finite=self._check_finite)
         try:
             errors = self._errors(lowered, run, context)
-            times = None if backend.timer is None else backend.timer(run, examples)
+            times = None if target.timer is None else target.timer(run, examples)
         except PrecisionError:  # past the range of a precision, as 65504 in fp16: another may hold it
             errors, times = (float("inf"), float("inf")), None
         seen = None if times is None else observed(stages[0][1], lowered, predicted, times.launches)

@@ -9,6 +9,7 @@ from torch.nn import Module
 from gnnc.errors import GnncError, PrecisionError, UnsupportedError
 from gnnc.passes.base import Pass
 from gnnc.precision import AUTO, Precision
+from gnnc.target import Target
 
 
 def built(precision: Precision) -> Precision:
@@ -54,14 +55,14 @@ def refuse_unmatched(overrides: Iterable[str], model: Module) -> None:
             raise PrecisionError(f"overrides: {glob!r} matches no module; this model has {known}")
 
 
-def check_precision(precision: Precision, backend: str, known: Iterable[str]) -> None:
+def check_precision(precision: Precision, target: Target) -> None:
     """Refuse a precision that the backend has no kernels for."""
-    if precision == AUTO or precision.name in known:
+    if precision == AUTO or precision.name in target.precisions:
         return
     only = "; it has kernels on CUDA only" if precision.name == "fp16" else ""
     raise UnsupportedError(
-        f"precision {precision.name!r} is not built for backend {backend!r}{only}: move the model "
-        f"and its inputs with .cuda(), or use one of {', '.join(sorted(known))}"
+        f"precision {precision.name!r} is not built for backend {target.name!r}{only}: move the model "
+        f"and its inputs with .cuda(), or use one of {', '.join(sorted(target.precisions))}"
     )
 
 

@@ -22,7 +22,7 @@ from gnnc.compiler.index_checks import Bounds, bounds_by_type
 from gnnc.errors import CaptureError, InputError, UnsupportedError, VerifyError
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.source import Source, source_of
-from gnnc.passes.base import BackendInfo, Context, Pass, Stage, run_passes
+from gnnc.passes.base import Context, Pass, Stage, run_passes
 from gnnc.passes.edges.index_bounds import IndexBound, index_bounds
 from gnnc.passes.quantization.saved_plan import Plan
 from gnnc.passes.rewrite.boundary import drop_structure, whole_examples
@@ -36,6 +36,7 @@ from gnnc.runtime.program.executable import Executable
 from gnnc.runtime.program.memory import OutputPool
 from gnnc.runtime.program.sizes import Sizes
 from gnnc.runtime.structure.runner import StructureRunner
+from gnnc.target import Target
 
 
 @dataclass(frozen=True)
@@ -163,23 +164,6 @@ def _chosen(choice: Choice, op: OpChoices, number: int) -> Chosen:
     )
 
 
-def _told_of(backend: Backend) -> BackendInfo:
-    """What passes may know of a backend."""
-    return BackendInfo(
-        name=backend.name,
-        precisions=backend.precisions,
-        handle=backend,
-        structure=backend.structure_program,
-        joint_products=backend.joint_products,
-        joint_messages=backend.joint_messages,
-        edge_products=backend.edge_products,
-        rates=partial(rates_for, backend),
-        timer=timer_of(backend),
-        tensor_scales=backend.tensor_scales,
-        narrow=backend.narrow,
-    )
-
-
 def build_program(
     model: torch.nn.Module,
     args: Sequence[Any],
@@ -213,7 +197,7 @@ def build_program(
     context = Context(
         precision=options.precision,
         overrides=dict(options.overrides),
-        backend=_told_of(options.backend),
+        target=_target(options.backend),
         error_budget=options.error_budget,
         plan=options.plan,
         examples=example_values(model, captured) if use_examples else None,
@@ -254,6 +238,13 @@ def build_program(
     )
     program.seconds = {"capture": traced - start, "compile": time.perf_counter() - traced}
     return program
+
+
+def _target(backend: Backend) -> Target:
+    """Return the backend's target with the services that only the driver can give."""
+    return dataclasses.replace(
+        backend.target, lowering=backend, rates=partial(rates_for, backend), timer=timer_of(backend)
+    )
 
 
 def _run_passes(gm: GraphModule, options: Options, context: Context) -> tuple[list[Stage], Context]:

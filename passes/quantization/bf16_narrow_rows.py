@@ -30,10 +30,10 @@ def widen(
         limit: mean relative error of a row up to which a granularity is good enough.
     """
     asked = node.meta["precision"]
-    if node.meta.get(CHOSEN, True) or not asked.is_integer or BF16.name not in ctx.backend.precisions:
+    if node.meta.get(CHOSEN, True) or not asked.is_integer or BF16.name not in ctx.target.precisions:
         return
     ways = ["row"] if _name(node) == "sddmm" else [c.granularity for c in candidates]
-    paying = [way for way in ways if _pays(node, way, ctx.backend.narrow)]
+    paying = [way for way in ways if _pays(node, way, ctx.target.narrow_rows)]
     if len(paying) == len(ways):
         return
     good = [way for way in paying if seen is not None and seen.errors[way] <= limit]
@@ -45,14 +45,14 @@ def widen(
     ctx.note(node, f"bf16, not {asked}: {asked} makes gathering rows of {columns} columns no faster here")
 
 
-def _pays(node: Node, granularity: str, narrow: NarrowRows) -> bool:
+def _pays(node: Node, granularity: str, narrow_rows: NarrowRows) -> bool:
     columns = _columns(node)
     if columns is None:
         return True
     head = columns // _heads(node)
     if _name(node) == "sddmm":
-        return columns > narrow.dot and head > narrow.codes
-    return narrow.pays(granularity, _reduce(node), columns, head)
+        return columns > narrow_rows.dot_columns and head > narrow_rows.columns
+    return narrow_rows.pays(granularity, _reduce(node), columns, head)
 
 
 def _name(node: Node) -> str:

@@ -84,7 +84,7 @@ def options_of(node: Node, ctx: Context) -> Sequence[Option]:
     found = [FULL]
     if not has_low_form(node):
         return found
-    for precision in map(Precision.parse, sorted(ctx.backend.precisions - {"fp32"})):
+    for precision in map(Precision.parse, sorted(ctx.target.precisions - {"fp32"})):
         ways = granularities(node, precision)
         if not ways:
             found.append(Option(precision))

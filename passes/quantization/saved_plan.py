@@ -124,10 +124,10 @@ def _match(
 
 
 def _check(layer: str, name: str, node: Node, option: Option, ctx: Context) -> None:
-    if option.precision.name not in ctx.backend.precisions:
-        have = ", ".join(sorted(ctx.backend.precisions))
+    if option.precision.name not in ctx.target.precisions:
+        have = ", ".join(sorted(ctx.target.precisions))
         raise UnsupportedError(
-            f"[gnnc.assign] plan: backend {ctx.backend.name!r} has no {option.precision.name} kernels yet; "
+            f"[gnnc.assign] plan: backend {ctx.target.name!r} has no {option.precision.name} kernels yet; "
             f"it has {have}"
         )
     known = options_of(node, ctx)

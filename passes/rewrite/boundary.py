@@ -136,7 +136,8 @@ def whole_examples(compute: fx.GraphModule, ctx: Context) -> tuple[Any, ...] | N
 
 
 def _structure_values(structure: fx.GraphModule, ctx: Context) -> dict[Source | None, Any]:
-    run = structure if ctx.backend.structure is None else ctx.backend.structure(structure)
+    lowering = ctx.target.lowering
+    run = structure if lowering is None else lowering.structure_program(structure)
     with torch.no_grad():
         outputs = run(*structure.meta["examples"])
     names = [node.name for node in structure.graph.output_node().args[0]]  # type: ignore[union-attr]

@@ -51,12 +51,12 @@ class Choice:
         Raises:
             UnsupportedError: the backend cannot be measured.
         """
-        if ctx.backend.rates is None:
+        if ctx.target.rates is None:
             raise UnsupportedError(
-                f"[gnnc.assign] precision='auto' weighs measured times, and backend {ctx.backend.name!r} "
+                f"[gnnc.assign] precision='auto' weighs measured times, and backend {ctx.target.name!r} "
                 "was given without rates: compile with gnnc.compile, or name a precision"
             )
-        known = study(gm, ctx, allowed, ctx.backend.rates())
+        known = study(gm, ctx, allowed, ctx.target.rates())
         budget = ctx.error_budget
         solution = solve(known, budget)
         return Choice(known, budget, solution, known.plan(solution.chosen), budget, budget)

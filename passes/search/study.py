@@ -146,7 +146,7 @@ def study(gm: fx.GraphModule, ctx: Context, allowed: Mapping[Node, Sequence[Opti
     bench = None if ctx.examples is None else Bench(gm, ctx.examples)
     gains = _gains(gm, bench)
     free = {node: tuple(options) for node, options in allowed.items() if tuple(options) != (FULL,)}
-    price = _Prices(typical, rates, ctx.backend.joint_products)
+    price = _Prices(typical, rates, ctx.target.joint_products)
     errors = _measured(bench, free) if bench is not None else _nominal(free, gains)
     ops = tuple(
         OpChoices(node, options, errors[node], tuple(price.op(node, o) for o in options), gains.get(node))

@@ -23,6 +23,7 @@ from gnnc.cost.model import ALONE, KNOTS, Rates, Term
 from gnnc.environment import cache_folder
 from gnnc.runtime import cuda
 from gnnc.runtime.backend import Backend, get_backend
+from gnnc.target import Target
 
 
 def samples(rates: dict[str, float], amounts: list[dict[str, float]]) -> list[Sample]:
@@ -124,7 +125,9 @@ def test_the_key_tells_backends_and_threads_apart(monkeypatch: pytest.MonkeyPatc
 def test_the_key_of_a_gpu_goes_by_its_name_and_not_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def key(gpu: str) -> str:
         backend = get_backend("reference")
-        return calibration._key(dataclasses.replace(backend, name="cuda", description=f"{gpu}, NVRTC 13.0"))
+        return calibration._key(
+            dataclasses.replace(backend, target=Target("cuda"), description=f"{gpu}, NVRTC 13.0")
+        )
 
     first, other = key("NVIDIA H200"), key("NVIDIA A100")
     monkeypatch.setattr("torch.get_num_threads", lambda: 77)
@@ -245,7 +248,7 @@ def test_threads_that_need_the_same_rates_measure_once(monkeypatch: pytest.Monke
 
 
 def test_a_backend_that_cannot_run_is_not_measured() -> None:
-    offline = dataclasses.replace(get_backend("reference"), name="cuda-offline")
+    offline = dataclasses.replace(get_backend("reference"), target=Target("cuda-offline"))
     assert stored_rates(offline) is None
     with pytest.raises(gnnc.UnsupportedError, match="backend 'cuda-offline' is not measured in this version"):
         rates_for(offline)

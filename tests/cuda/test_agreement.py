@@ -22,7 +22,7 @@ import gnnc
 from gnnc.passes.quantize import Quantize
 from gnnc.runtime import backend
 from gnnc.runtime.program.executable import Executable
-from gnnc.target import CUDA
+from gnnc.target import CUDA_NARROW_ROWS
 
 pytestmark = pytest.mark.cuda
 EQUAL = 0.999
@@ -82,11 +82,12 @@ def looked_at(kept: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
         def changed(*device: Any, made: Callable[..., backend.Backend] = made) -> backend.Backend:
             given = made(*device)
             alike = {
-                "narrow": CUDA,
+                "narrow_rows": CUDA_NARROW_ROWS,
                 "tensor_scales": given.name != "cpu",
                 "joint_products": given.name == "cpu",
             }
-            return replace(given, **alike, executable=looking(given.executable, keep))
+            target = replace(given.target, **alike)
+            return replace(given, target=target, executable=looking(given.executable, keep))
 
         monkeypatch.setattr(backend, name, changed)
 

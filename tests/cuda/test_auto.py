@@ -22,13 +22,14 @@ from gnnc.capture.arguments import flatten_call
 from gnnc.cost import model as cost_model
 from gnnc.cost.model import ALONE, Rates
 from gnnc.ir import describe
-from gnnc.passes.base import BackendInfo, Context, run_passes
+from gnnc.passes.base import Context, run_passes
 from gnnc.passes.cache import Cache
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.lower import Lower
 from gnnc.passes.quantization.number_formats import Option
 from gnnc.passes.quantize import Quantize
 from gnnc.runtime.backend import get_backend
+from gnnc.target import Target
 
 NAMES = ("gcn", "gat", "gin", "sage-mean", "gcn-deep-residual")
 _measured: list[Rates] = []
@@ -60,11 +61,12 @@ def auto(name: str, budget: float) -> tuple[gnnc.CompiledModel, torch.nn.Module]
 def test_the_families_of_a_probe_have_kernels(probe: Probe, option: str, compiler: None) -> None:
     """Needs no device: what is measured in them is kernels of ours, or cuBLAS."""
     backend = get_backend("cuda-offline:sm_90")
-    info = BackendInfo(backend.name, backend.precisions, backend, backend.joint_products)
+    facts = backend.target
+    target = Target(facts.name, facts.precisions, joint_products=facts.joint_products, lowering=backend)
     writer = Writer(probe, torch.device("cuda"))
     graph_module = writer.finish(probe.body(writer))
     assert {n.meta["val"].device.type for n in graph_module.graph.find_nodes(op="placeholder")} == {"cuda"}
-    context = Context(precision=Option.parse(option).precision, backend=info)
+    context = Context(precision=Option.parse(option).precision, target=target)
     calibration._assign(graph_module, Option.parse(option), context)
     lowered = run_passes(graph_module, (Quantize(), Cache(), Fuse(), Lower()), context)[-1][1]
     nodes = {node.name: node for node in lowered.graph.nodes}

@@ -15,7 +15,6 @@ from random_programs import WIDTHS, Program, Recipe, scales
 from torch.fx import GraphModule
 
 from gnnc.passes.assign import Assign
-from gnnc.passes.base import BackendInfo
 from gnnc.passes.cache import Cache
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.lower import Lower
@@ -23,6 +22,7 @@ from gnnc.passes.quantize import Quantize
 from gnnc.precision import Precision
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.program.executable import Executable
+from gnnc.target import Target
 
 SIZES = ((23, 90), (1, 0), (7, 0), (1, 3), (5, 12), (2, 700), (400, 3000))
 TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 1e-2, "int8": 3e-2}
@@ -38,10 +38,15 @@ def recipe_of(seed: int) -> Recipe:
 
 def options_of(precision: str, name: str) -> dict[str, Any]:
     backend = get_backend(name)
-    info = BackendInfo(
-        backend.name, backend.precisions, backend, backend.joint_products, backend.joint_messages
+    facts = backend.target
+    target = Target(
+        facts.name,
+        facts.precisions,
+        joint_products=facts.joint_products,
+        joint_messages=facts.joint_messages,
+        lowering=backend,
     )
-    return {"precision": Precision.parse(precision), "backend": info}
+    return {"precision": Precision.parse(precision), "target": target}
 
 
 def quantized(recipe: Recipe, device: str, examples: tuple[Any, ...] | None, **options: Any) -> GraphModule:

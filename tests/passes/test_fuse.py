@@ -16,11 +16,11 @@ from gnn_graphs import (
 from gnnc.ir.attention import match_attention
 from gnnc.ir.row_local import linearize
 from gnnc.passes.assign import Assign
-from gnnc.passes.base import BackendInfo
 from gnnc.passes.cache import Cache
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.quantize import Quantize
 from gnnc.precision import BF16, FP32, INT8
+from gnnc.target import Target
 
 gnnc = torch.ops.gnnc
 aten = torch.ops.aten
@@ -161,8 +161,8 @@ def test_a_product_of_the_same_matrix_stays_behind_what_stands_between():
 
 
 def test_a_backend_without_joint_products_gets_a_kernel_for_each():
-    backend = BackendInfo(joint_products=False)
-    gm, _ = fused(one(lambda b: [b.linear(b.x, 24, name="a"), b.linear(b.x, 20, name="b")]), backend=backend)
+    target = Target(joint_products=False)
+    gm, _ = fused(one(lambda b: [b.linear(b.x, 24, name="a"), b.linear(b.x, 20, name="b")]), target=target)
     assert kinds(gm) == ["map", "gemm", "gemm"]
 
 
@@ -403,22 +403,22 @@ def test_an_integer_dot_product_keeps_its_scales():
 
 @pytest.mark.parametrize("finds", [True, False])
 def test_the_scale_of_a_whole_product_is_found_where_the_kernel_can(finds):
-    backend = BackendInfo("cuda", frozenset({"fp32", "int8"}), tensor_scales=finds, joint_products=False)
+    target = Target("cuda", frozenset({"fp32", "int8"}), tensor_scales=finds, joint_products=False)
 
     def build(b):
         h = b.linear(b.x, 16)
         return [b.spmm(h), b.call(gnnc.scale, h, "tensor")]
 
-    gm, _ = run_all(one(build), (*BEFORE, Fuse()), precision=INT8, backend=backend)
+    gm, _ = run_all(one(build), (*BEFORE, Fuse()), precision=INT8, target=target)
     assert ("scale.default" in leftovers(gm)) != finds
     product = dict(groups(gm))["gemm"]
     assert any(n.args[1:] == ("tensor",) for n in product.graph.nodes) == finds
 
 
 def test_rows_go_on_from_the_16_bits_that_a_product_wrote():
-    backend = BackendInfo("cuda", frozenset({"fp32", "int8"}), tensor_scales=True)
+    target = Target("cuda", frozenset({"fp32", "int8"}), tensor_scales=True)
     passes = (Assign(min_row_bytes=0), Quantize(dynamic="tensor"), Cache(), Fuse())
-    gm, _ = run_all(one(lambda b: [b.spmm(b.linear(b.x, 16))]), passes, precision=INT8, backend=backend)
+    gm, _ = run_all(one(lambda b: [b.spmm(b.linear(b.x, 16))]), passes, precision=INT8, target=target)
     assert kinds(gm) == ["gemm", "map", "spmm"]
     assert leftovers(gm) == []
     (product, rows) = (inner for _, inner in groups(gm)[:2])
@@ -432,7 +432,7 @@ def test_a_scale_of_a_tensor_stays_out_of_what_cannot_find_it():
         h = b.relu(b.relu(b.x))
         return [h, b.call(gnnc.scale, h, "tensor")]
 
-    gm, _ = run_all(one(build), (Fuse(),), backend=BackendInfo("cuda", tensor_scales=True))
+    gm, _ = run_all(one(build), (Fuse(),), target=Target("cuda", tensor_scales=True))
     assert "scale.default" in leftovers(gm)
 
 

@@ -15,12 +15,12 @@ from gnn_graphs import (
 
 from gnnc.errors import PrecisionError
 from gnnc.passes.assign import Assign
-from gnnc.passes.base import BackendInfo
 from gnnc.passes.quantization.number_formats import Option
 from gnnc.passes.quantization.observe import CANDIDATES, Observation, choose, observe, row_error, spmm_sum
 from gnnc.passes.quantization.saved_plan import Plan
 from gnnc.passes.quantize import Quantize
 from gnnc.precision import BF16, FP32, INT8
+from gnnc.target import Target
 
 gnnc = torch.ops.gnnc
 aten = torch.ops.aten
@@ -197,7 +197,7 @@ def test_a_dot_product_takes_both_ends_scales(heads):
     assert error(gm, one(build)) < 0.02
 
 
-FINDS_SCALES = BackendInfo("cuda", frozenset({"fp32", "int8"}), tensor_scales=True)
+FINDS_SCALES = Target("cuda", frozenset({"fp32", "int8"}), tensor_scales=True)
 OF_TENSOR = (Assign(min_row_bytes=0), Quantize(dynamic="tensor"))
 
 
@@ -206,7 +206,7 @@ def product_and_sum(b, *, value=None, reduce="sum"):
 
 
 def test_rows_take_fractions_of_the_scale_that_a_product_finds():
-    gm, ctx = run_all(one(product_and_sum), OF_TENSOR, backend=FINDS_SCALES)
+    gm, ctx = run_all(one(product_and_sum), OF_TENSOR, target=FINDS_SCALES)
     total = node(gm, "qspmm")
     codes, x_scale, shift = total.args[3:6]
     rows, base, granularity = codes.args[:3]
@@ -225,7 +225,7 @@ def test_rows_keep_their_own_scales(why):
         "input": lambda b: b.spmm(b.x),
     }.get(why, product_and_sum)
     gm = one(build)
-    options = {} if why == "kernel" else {"backend": FINDS_SCALES}
+    options = {} if why == "kernel" else {"target": FINDS_SCALES}
     gm, _ = run_all(gm, OF_TENSOR, examples=arguments(gm) if why == "examples" else None, **options)
     assert not any("bfloat16" in str(n.kwargs) for n in gm.graph.nodes)
     assert (node(gm, "qspmm").args[4] is None) == (why == "examples")
@@ -236,7 +236,7 @@ def test_a_product_finds_the_scale_of_one_value():
         h = b.linear(b.x, 16)
         return [b.spmm(h), b.spmm(b.relu(h)), b.spmm(h)]
 
-    gm, _ = run_all(one(build), OF_TENSOR, backend=FINDS_SCALES)
+    gm, _ = run_all(one(build), OF_TENSOR, target=FINDS_SCALES)
     sums = [n.args[4] is None for n in gm.graph.nodes if str(n.target) == "gnnc.qspmm.default"]
     assert sums == [True, False, True]
 
@@ -248,7 +248,7 @@ def test_a_dynamic_scale_is_of_a_row_or_of_the_tensor():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_keep_their_meaning_with_scales_of_tensors(name):
-    gm, _ = run_all(MODELS[name](), OF_TENSOR, backend=FINDS_SCALES)
+    gm, _ = run_all(MODELS[name](), OF_TENSOR, target=FINDS_SCALES)
     assert error(gm, MODELS[name]()) < 0.03
 
 

@@ -6,7 +6,7 @@ from torch.fx import Graph
 
 from gnnc.errors import BackendError
 from gnnc.runtime import registry
-from gnnc.runtime.registry import Decline, choose, kernel, kind_of, require
+from gnnc.runtime.registry import Decline, choose, kernel, kind_of, refuse
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_when_all_decline_the_error_says_why(scratch):
     add_kernel("picky", 9, Decline("x is too wide"), "aten.relu")
     asked = node()
     with pytest.raises(BackendError, match=r"no kernel for .*aten\.relu.*picky: x is too wide"):
-        require(asked, choose(asked, ["test"]), "test")
+        refuse(asked, choose(asked, ["test"]).declined, "test")
 
 
 def test_names_are_unique_in_a_backend(scratch):

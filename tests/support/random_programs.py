@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.fx import GraphModule, Node
 
 from gnnc.passes.assign import Assign
-from gnnc.passes.base import BackendInfo, Context
+from gnnc.passes.base import Context
 from gnnc.passes.cache import Cache
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.lower import Lower
@@ -18,6 +18,7 @@ from gnnc.passes.quantize import Quantize
 from gnnc.precision import Precision
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.program.executable import Executable
+from gnnc.target import Target
 
 gnnc = torch.ops.gnnc
 
@@ -178,8 +179,8 @@ def check(recipe: Recipe, sizes: tuple[int, int], precision: Precision, static: 
     graph = Program(recipe, sizes).graph
     values = arguments(graph, *sizes)
     backend = get_backend(BACKEND)
-    info = BackendInfo(backend.name, backend.precisions, backend)
-    options = {"precision": precision, "examples": values if static else None, "backend": info}
+    target = Target(backend.name, backend.target.precisions, lowering=backend)
+    options = {"precision": precision, "examples": values if static else None, "target": target}
     quantized, _ = run_all(graph, (Assign(min_row_bytes=0), Quantize()), **options)
     values = (*values, *scales(quantized))
     want = quantized(*values)

@@ -7,6 +7,7 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from gnnc.runtime.cuda.formats import csr, tables
 from gnnc.runtime.cuda.formats.run_table import Cut, Runs
 from gnnc.runtime.cuda.graphs import cuda_graph
 from gnnc.runtime.structure.int32_columns import narrow_columns
+from gnnc.target import NarrowRows
 
 NODES, WIDTH = 40, 16
 
@@ -107,15 +109,11 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Device:
         monkeypatch.setattr(owner, name, value, raising=False)
     assert lowering.KERNEL_FILES and reference  # they registered their kernels
     stand_in = backend.Backend(
-        name="cuda",
-        precisions=backend._CUDA_PRECISIONS,
+        target=replace(backend._CUDA_TARGET, tensor_scales=False, narrow_rows=NarrowRows()),
         chain=("cuda", "reference"),
         prepare_structure=narrow_columns,
         use_kernels=lambda runner: setattr(runner, "after_call", csr._Streams()),
         executable=CudaExecutable,
-        joint_products=False,
-        joint_messages=False,
-        edge_products=False,
     )
     monkeypatch.setattr(backend, "_cpu", lambda: stand_in)
     return found

@@ -11,9 +11,10 @@ from traced import edge_widths, relative_error
 import gnnc
 from gnnc.capture.export import capture
 from gnnc.ir.body import widest_value
-from gnnc.passes.base import BackendInfo, Context, run_pass
+from gnnc.passes.base import Context, run_pass
 from gnnc.passes.normalize import Normalize
 from gnnc.passes.raise_ import Raise
+from gnnc.target import Target
 
 WIDTH, FEATURES = 40, 3
 DEGREES = torch.tensor([0, 3, 5])
@@ -47,7 +48,7 @@ LAYERS = {
 def raised(
     model: nn.Module, args: tuple[Tensor, ...], **options: Any
 ) -> tuple[torch.fx.GraphModule, Context]:
-    context = Context(backend=BackendInfo(**options))
+    context = Context(target=Target(**options))
     normalized = run_pass(Normalize(), capture(model, args, {}).graph_module, context)
     return run_pass(Raise(), normalized, context), context
 

@@ -8,9 +8,10 @@ from traced import Formula, count, eager, relative_error, run
 
 from gnnc.capture.export import capture
 from gnnc.ir import parse_body
-from gnnc.passes.base import BackendInfo, Context, run_pass
+from gnnc.passes.base import Context, run_pass
 from gnnc.passes.normalize import Normalize
 from gnnc.passes.raise_ import Raise
+from gnnc.target import Target
 
 WIDTH = 6
 
@@ -28,7 +29,7 @@ def pna(**kwargs) -> PNAConv:
 
 
 def raised(model: nn.Module, *args: Tensor, joint: bool = True) -> tuple[torch.fx.GraphModule, Context]:
-    context = Context(backend=BackendInfo(joint_messages=joint))
+    context = Context(target=Target(joint_messages=joint))
     normalized = run_pass(Normalize(), capture(model, args, {}).graph_module, context)
     return run_pass(Raise(), normalized, context), context
 

@@ -14,9 +14,10 @@ from traced import Formula, count, eager, edge_widths, run
 
 import gnnc
 from gnnc.capture.export import capture
-from gnnc.passes.base import BackendInfo, Context, run_pass
+from gnnc.passes.base import Context, run_pass
 from gnnc.passes.normalize import Normalize
 from gnnc.passes.raise_ import Raise
+from gnnc.target import Target
 
 WIDTH = 20
 
@@ -48,7 +49,7 @@ def stages(model: nn.Module, *args: Tensor, joint: bool = True) -> tuple[torch.f
 
 
 def _stages(model: nn.Module, args: tuple[Tensor, ...], joint: bool) -> tuple[tuple, Context]:
-    context = Context(backend=BackendInfo(joint_messages=joint))
+    context = Context(target=Target(joint_messages=joint))
     normalized = run_pass(Normalize(), capture(model, args, {}).graph_module, context)
     return (normalized, run_pass(Raise(), normalized, context)), context
 

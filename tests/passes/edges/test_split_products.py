@@ -10,9 +10,10 @@ from traced import eager, relative_error, run
 
 from gnnc.capture.export import capture
 from gnnc.ir import parse_body
-from gnnc.passes.base import BackendInfo, Context, run_pass
+from gnnc.passes.base import Context, run_pass
 from gnnc.passes.normalize import Normalize
 from gnnc.passes.raise_ import Raise
+from gnnc.target import Target
 
 WIDTH, FEATURES = 20, 4
 SIZES = [(11, 50), (5, 0), (1, 1), (1, 0)]
@@ -27,7 +28,7 @@ def graph(nodes: int = 11, edges: int = 50) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def raised(model: nn.Module, *args: Tensor, **options: Any) -> tuple[torch.fx.GraphModule, Context]:
-    context = Context(backend=BackendInfo(**options))
+    context = Context(target=Target(**options))
     normalized = run_pass(Normalize(), capture(model, args, {}).graph_module, context)
     return run_pass(Raise(), normalized, context), context
 

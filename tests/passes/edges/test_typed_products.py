@@ -11,9 +11,10 @@ from traced import count, eager, edge_widths, relative_error, run
 import gnnc
 from gnnc.capture.export import capture
 from gnnc.errors import GraphError
-from gnnc.passes.base import BackendInfo, Context, run_pass
+from gnnc.passes.base import Context, run_pass
 from gnnc.passes.normalize import Normalize
 from gnnc.passes.raise_ import Raise
+from gnnc.target import Target
 
 WIDTH, TYPES = 20, 5
 SIZES = [(11, 50), (5, 0), (1, 1), (1, 0)]
@@ -27,7 +28,7 @@ def graph(nodes: int = 11, edges: int = 50) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def raised(model: nn.Module, *args: Tensor, **options: Any) -> tuple[torch.fx.GraphModule, Context]:
-    context = Context(backend=BackendInfo(**options))
+    context = Context(target=Target(**options))
     normalized = run_pass(Normalize(), capture(model, args, {}).graph_module, context)
     return run_pass(Raise(), normalized, context), context
 

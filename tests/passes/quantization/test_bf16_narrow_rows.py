@@ -5,14 +5,13 @@ import torch
 from gnn_graphs import MODELS, Layers, arguments, relative_error, run_all, targets
 
 from gnnc.passes.assign import Assign
-from gnnc.passes.base import BackendInfo
 from gnnc.passes.quantize import Quantize
 from gnnc.precision import BF16, INT8, Precision
-from gnnc.target import CUDA, NarrowRows
+from gnnc.target import CUDA_NARROW_ROWS, NarrowRows, Target
 
 gnnc = torch.ops.gnnc
 aten = torch.ops.aten
-ON_CUDA = BackendInfo("cuda", frozenset({"fp32", "fp16", "bf16", "int8"}), narrow=CUDA)
+ON_CUDA = Target("cuda", frozenset({"fp32", "fp16", "bf16", "int8"}), narrow_rows=CUDA_NARROW_ROWS)
 
 
 def aggregation(width, *, weights=None, reduce="sum"):
@@ -32,10 +31,10 @@ def dot(width, heads=1):
     return b.finish(b.call(gnnc.sddmm, b.rowptr, b.col, x, x, "dot"))
 
 
-def widened(gm, *, static=False, backend=ON_CUDA, **options):
+def widened(gm, *, static=False, target=ON_CUDA, **options):
     """What the gathered rows are, and the notes."""
     examples = arguments(gm) if static else None
-    gm, ctx = run_all(gm, (Assign(), Quantize()), backend=backend, examples=examples, **options)
+    gm, ctx = run_all(gm, (Assign(), Quantize()), target=target, examples=examples, **options)
     return rows_of(gm), [note.text for note in ctx.notes]
 
 
@@ -83,7 +82,7 @@ def test_one_scale_that_does_not_fit_the_examples_is_not_taken():
     spread = list(arguments(gm))
     x = next(i for i, v in enumerate(spread) if v.shape == (30, 16))
     spread[x] = spread[x] * torch.logspace(-4, 2, 30)[:, None]
-    got, _ = run_all(gm, (Assign(), Quantize()), backend=ON_CUDA, examples=tuple(spread))
+    got, _ = run_all(gm, (Assign(), Quantize()), target=ON_CUDA, examples=tuple(spread))
     assert rows_of(got) == "bfloat16"
 
 
@@ -116,17 +115,17 @@ def test_other_precisions_have_no_rule():
 
 
 def test_a_backend_says_what_is_narrow():
-    assert widened(aggregation(17), backend=BackendInfo())[0] == "int8 row"
-    assert widened(aggregation(16), backend=BackendInfo())[0] == "float32"
-    without = BackendInfo("other", frozenset({"fp32", "int8"}), narrow=CUDA)
-    assert widened(aggregation(16), backend=without)[0] == "int8 row"
-    wide = BackendInfo("other", narrow=NarrowRows(fp32_bytes=0, scaled=100))
-    assert widened(aggregation(100), backend=wide)[0] == "bfloat16"
+    assert widened(aggregation(17), target=Target())[0] == "int8 row"
+    assert widened(aggregation(16), target=Target())[0] == "float32"
+    without = Target("other", frozenset({"fp32", "int8"}), narrow_rows=CUDA_NARROW_ROWS)
+    assert widened(aggregation(16), target=without)[0] == "int8 row"
+    wide = Target("other", narrow_rows=NarrowRows(fp32_bytes=0, scaled_columns=100))
+    assert widened(aggregation(100), target=wide)[0] == "bfloat16"
 
 
 def test_products_are_left_alone():
     b = Layers(8)
-    gm, _ = run_all(b.finish(b.linear(b.x, 4)), (Assign(), Quantize()), backend=ON_CUDA)
+    gm, _ = run_all(b.finish(b.linear(b.x, 4)), (Assign(), Quantize()), target=ON_CUDA)
     assert "qgemm.default" in targets(gm)
 
 
@@ -135,8 +134,8 @@ def test_no_model_gets_worse_by_it(name):
     gm = MODELS[name]()
     want = gm(*arguments(gm))
     errors = {}
-    for backend in (BackendInfo(narrow=NarrowRows(fp32_bytes=0)), ON_CUDA):
-        low, _ = run_all(gm, (Assign(), Quantize()), backend=backend)
-        errors[backend.name] = relative_error(low(*arguments(low)), want)
+    for target in (Target(narrow_rows=NarrowRows(fp32_bytes=0)), ON_CUDA):
+        low, _ = run_all(gm, (Assign(), Quantize()), target=target)
+        errors[target.name] = relative_error(low(*arguments(low)), want)
     # The products' own rounding is most of it, and adds up by chance.
     assert errors["cuda"] <= 1.2 * errors["reference"] < 0.05

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 import gnnc
 from gnnc.ir.graph import infer_meta
 from gnnc.ir.source import Source
-from gnnc.passes.base import BackendInfo, Context, run_pass
+from gnnc.passes.base import Context, run_pass
 from gnnc.passes.lower import Lower
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.program.emitter import Buffer
@@ -50,7 +51,7 @@ class Builder:
     def build(self, *outputs: Node, backend: str = "reference") -> GraphModule:
         self.graph.output(outputs)
         chosen = get_backend(backend)
-        context = Context(backend=BackendInfo(backend, chosen.precisions, chosen))
+        context = Context(target=replace(chosen.target, lowering=chosen))
         gm = GraphModule(torch.nn.Module(), self.graph)
         infer_meta(gm)
         return run_pass(Lower(), gm, context)
