@@ -1,0 +1,179 @@
+#pragma once
+
+// Row-program instructions that quantize the rows of a tile, and the column maxima that dynamic scales need.
+
+#include <algorithm>
+#include <cstring>
+
+#include "gnnc/quantize.h"
+#include "row_chain.isa.h"
+#include "row_tile.isa.h"
+
+namespace gnnc::GNNC_ISA {
+namespace {
+
+void quant_row(const Tile& t, const RowView& codes, const RowView& scales) {
+  alignas(64) float scale[kGroup], inverse[kGroup];
+  for (int begin = 0; begin < t.rows; begin += kGroup) {
+    const int count = std::min(kGroup, t.rows - begin);
+    row_scales(t.row(begin), t.ld, count, t.width, scale, inverse);
+    std::memcpy(static_cast<float*>(scales.data) + t.first + begin, scale, static_cast<size_t>(count) * sizeof(float));
+    for (int i = 0; i < count; ++i) {
+      const float* row = t.row(begin + i);
+      const Floats factor = splat(inverse[i]);
+      const auto value = [&](int64_t c, auto) { return load(row + c) * factor; };
+      store_codes<Codes::bounded>(t.width, value, 0, row_of<int8_t>(codes, t.first + begin + i));
+    }
+  }
+}
+
+// Values that rint takes beyond +-127.
+int64_t count_saturated(const float* row, const float* inverse, int64_t width) {
+  const Floats limit = splat(127.5f);
+  Ints total{};
+  for_columns(width,
+              [&](int64_t c, auto n) { total -= (absolute(keep(load(row + c) * load(inverse + c), n)) >= limit); });
+  int64_t count = 0;
+  for (int i = 0; i < kLanes; ++i) count += total[i];
+  return count;
+}
+
+void quant_static(const Tile& t, const RowView& codes, const float* inverse, int64_t* saturated) {
+  int64_t count = 0;
+  for (int r = 0; r < t.rows; ++r) {
+    const float* row = t.row(r);
+    const auto value = [&](int64_t c, auto) { return load(row + c) * load(inverse + c); };
+    store_codes<Codes::held>(t.width, value, 0, row_of<int8_t>(codes, t.first + r));
+    if (saturated != nullptr) count += count_saturated(row, inverse, t.width);
+  }
+  if (count > 0) __atomic_fetch_add(saturated, count, __ATOMIC_RELAXED);
+}
+
+// The largest k in 0..7 with top * 2^k <= 127. The bits of a float that is not negative count powers of two from bit 23
+// on; a NaN or an infinity gives 0.
+GNNC_INLINE Ints shifts_of(Floats tops) {
+  const Ints room = (splat(to_bits(127.0f)) - as_ints(tops)) >> 23;
+  return room > 7 ? splat(7) : larger(room, Ints{});
+}
+GNNC_INLINE Floats powers_of(Ints shifts) { return as_floats((shifts + 127) << 23); }
+
+void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, const float* inverse) {
+  alignas(64) float tops[kGroup], powers[kGroup];
+  for (int begin = 0; begin < t.rows; begin += kGroup) {
+    const int count = std::min(kGroup, t.rows - begin);
+    Group group;
+    for (int i = 0; i < count; ++i) {
+      const float* row = t.row(begin + i);
+      Ints top{};
+      for_columns(t.width,
+                  [&](int64_t c, auto n) { top = larger(top, magnitude(keep(load(row + c) * load(inverse + c), n))); });
+      group.set(i, as_floats(top));
+    }
+    group.largest(tops);
+    for (int i = 0; i < count; i += kLanes) {
+      const Ints k = shifts_of(load(tops + i));
+      store(powers + i, powers_of(k));
+      auto* to = static_cast<uint8_t*>(shifts.data) + t.first + begin + i;
+      for (int j = 0; j < std::min(kLanes, count - i); ++j) to[j] = static_cast<uint8_t>(k[j]);
+    }
+    for (int i = 0; i < count; ++i) {
+      const float* row = t.row(begin + i);
+      const Floats power = splat(powers[i]);
+      const auto value = [&](int64_t c, auto) { return load(row + c) * load(inverse + c) * power; };
+      store_codes<Codes::held>(t.width, value, 0, row_of<int8_t>(codes, t.first + begin + i));
+    }
+  }
+}
+
+// Threads race here, but a maximum does not depend on who comes first. Non-negative floats order like their bits.
+void raise_to(float* out, int32_t bits) {
+  auto* shared = reinterpret_cast<int32_t*>(out);
+  int32_t now = __atomic_load_n(shared, __ATOMIC_RELAXED);
+  while (now < bits && !__atomic_compare_exchange_n(shared, &now, bits, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+void amax(const Tile& t, const RowView& out) {
+  auto* tops = static_cast<float*>(out.data);
+  const bool single = out.rows * out.cols == 1;
+  Ints all{};
+  for_columns(t.width, [&](int64_t c, auto n) {
+    Ints top{};
+    for (int r = 0; r < t.rows; ++r) top = larger(top, magnitude(load(t.row(r) + c, n)));
+    all = larger(all, top);
+    if (single || !any(top > as_ints(load(tops + c, n)))) return;
+    const int lanes = lanes_of(n);
+    for (int i = 0; i < lanes; ++i) raise_to(tops + c + i, top[i]);
+  });
+  if (single) raise_to(tops, largest(all));
+}
+
+#ifdef __AVX512F__
+// Rows of up to four vectors go from a chain to their codes without leaving the registers, four rows at a time.
+constexpr int kCodedRows = 4;
+
+// The largest lane of each row, as signed integers, repeated over the vector.
+GNNC_INLINE Floats largest_of_rows(const Floats (&rows)[kCodedRows]) {
+  const auto combine = [](__m512 a, __m512 b)
+                           __attribute__((always_inline)) { return as_floats(larger(as_ints(a), as_ints(b))); };
+  __m512 tops = fold_all(rows, combine);
+  tops = combine(tops, _mm512_shuffle_f32x4(tops, tops, 0x4e));
+  return combine(tops, _mm512_shuffle_f32x4(tops, tops, 0xb1));
+}
+
+template <Codes kCodes, int kVectors>
+GNNC_INLINE void store_block_codes(const Block<kCodedRows, kVectors>& block, Floats factors, int8_t* to,
+                                   int64_t stride) {
+  each<kCodedRows>([&](auto r) __attribute__((always_inline)) {
+    const Floats factor = _mm512_permute_ps(factors, 0x55 * r);
+    Floats v[4] = {};
+    each<kVectors>([&](auto i) __attribute__((always_inline)) { v[i] = block.x[r][i] * factor; });
+    _mm512_storeu_si512(to + r * stride, pack_codes<kCodes>(v[0], v[1], v[2], v[3]));
+  });
+}
+
+// quant_row or quant_pow2 of the rows r .. r + kCodedRows; n lanes of the last vector count.
+template <int kVectors>
+GNNC_INLINE void quantize_block(Block<kCodedRows, kVectors>& block, const Tile& t, const RowInstruction& in, int64_t r,
+                                Tail n) {
+  const bool pow2 = in.op == RowOp::quant_pow2;
+  if (pow2) block.columns(t.program.prepared + in.c, Whole{}, [](Floats x, Floats v) { return x * v; });
+  Floats rows[kCodedRows];
+  each<kCodedRows>([&](auto i) __attribute__((always_inline)) {
+    Ints top{};
+    each<kVectors>([&](auto v) __attribute__((always_inline)) {
+      if (v + 1 == kVectors) block.x[i][v] = keep(block.x[i][v], n);
+      top = larger(top, magnitude(block.x[i][v]));
+    });
+    rows[i] = as_floats(top);
+  });
+  const Floats tops = largest_of_rows(rows);
+  const RowView &codes = t.program.outs[in.a], &scales = t.program.outs[in.b];
+  auto* to = row_of<int8_t>(codes, t.first + r);
+  if (pow2) {
+    const Ints shifts = shifts_of(tops);
+    _mm_storeu_si32(static_cast<uint8_t*>(scales.data) + t.first + r, _mm512_cvtepi32_epi8((__m512i)shifts));
+    store_block_codes<Codes::held>(block, powers_of(shifts), to, codes.stride);
+  } else {
+    const Floats scale = scale_of(tops);
+    _mm_storeu_ps(static_cast<float*>(scales.data) + t.first + r, _mm512_castps512_ps128(scale));
+    store_block_codes<Codes::bounded>(block, inverse_of(scale), to, codes.stride);
+  }
+}
+
+// The chain code[0 .. count) and the quantization code[count], for whole groups of kCodedRows rows.
+template <int kVectors>
+__attribute__((noinline)) void chain_to_codes(const Tile& t, const RowInstruction* code, int64_t count, bool again) {
+  const Tail n{static_cast<int>(t.width) - (kVectors - 1) * kLanes};
+  for (int64_t r = 0; r < t.rows; r += kCodedRows) {
+    Block<kCodedRows, kVectors> block;
+    block.read(t.row(r), t.ld);
+    for (int64_t i = 0; i < count; ++i) step(block, t, code[i], r, 0, n);
+    if (again) block.write(t.row(r), t.ld);
+    quantize_block(block, t, code[count], r, n);
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace gnnc::GNNC_ISA

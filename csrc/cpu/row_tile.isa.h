@@ -1,0 +1,78 @@
+#pragma once
+
+// A tile of finished rows that a row program works on, and maps over its values, rows and columns.
+// See include/gnnc/row_program.h for layout, traffic and floor.
+
+#include "gnnc/row_program.h"
+#include "gnnc/simd.h"
+
+namespace gnnc::GNNC_ISA {
+namespace {
+
+constexpr int kGroup = 16;  // rows that share a vector of row results
+
+struct Tile {
+  const RowProgram& program;
+  float* acc;
+  int64_t ld, first;
+  int rows;
+  int64_t width;
+
+  float* row(int64_t r) const { return acc + r * ld; }
+};
+
+const float* floats(const RowView& v) { return static_cast<const float*>(v.data); }
+
+template <typename T>
+T* row_of(const RowView& v, int64_t r) {
+  return static_cast<T*>(v.data) + r * v.stride;
+}
+
+// acc = f(acc), whole vectors: what lies past the width is not read later. Rows that touch are one long row.
+template <typename Function>
+void map_values(const Tile& t, const Function& f) {
+  const bool touch = t.ld - t.width < kLanes;
+  const int rows = touch ? 1 : t.rows;
+  const int64_t width = touch ? t.rows * t.ld : t.width;
+  for (int r = 0; r < rows; ++r) {
+    float* row = t.row(r);
+#pragma GCC unroll 4
+    for (int64_t c = 0; c < width; c += kLanes) store(row + c, f(load(row + c)));
+  }
+}
+
+template <typename Function>
+void map_rows(const Tile& t, const RowView& v, const Function& f) {
+  for (int r = 0; r < t.rows; ++r) {
+    float* row = t.row(r);
+    const Floats value = splat(floats(v)[t.first + r]);
+    for (int64_t c = 0; c < t.width; c += kLanes) store(row + c, f(load(row + c), value));
+  }
+}
+
+template <typename Function>
+void map_columns(const Tile& t, const RowView& v, const Function& f) {
+  for_columns(t.width, [&](int64_t c, auto n) {
+    const Floats value = load(floats(v) + c, n);
+    float* at = t.acc + c;
+#pragma GCC unroll 4
+    for (int r = 0; r < t.rows; ++r, at += t.ld) store(at, f(load(at), value));
+  });
+}
+
+template <typename T, typename Function>
+void map_matrix(const Tile& t, const RowView& v, const Function& f) {
+  for (int r = 0; r < t.rows; ++r) {
+    float* row = t.row(r);
+    const T* values = row_of<const T>(v, t.first + r);
+    for_columns(t.width, [&](int64_t c, auto n) { store(row + c, f(load(row + c), load(values + c, n))); });
+  }
+}
+
+template <typename Function>
+void map_full(const Tile& t, const RowView& v, const Function& f) {
+  v.type == Scalar::bf16 ? map_matrix<Bf16>(t, v, f) : map_matrix<float>(t, v, f);
+}
+
+}  // namespace
+}  // namespace gnnc::GNNC_ISA
