@@ -1,4 +1,4 @@
-"""Accuracy of compiled models on real graphs: trained by PyG in FP32, then compiled.
+"""Measures the accuracy of compiled models on real graphs: trained by PyG in FP32, then compiled.
 
     python benchmarks/accuracy.py --out benchmarks/results/accuracy.json
 
@@ -32,14 +32,14 @@ PRECISIONS = ("int8", "bf16")
 
 
 def dataset(name: str) -> dict[str, Any]:
-    """Return the graph, its features scaled as suits it."""
+    """Return a graph; the features of Amazon Computers are standardized."""
     return graphs.load(name, standardize=name == "amazon_computers")
 
 
 def trained(
     name: str, model_name: str, data: dict[str, Any], seed: int, folder: Path | None, device: str
 ) -> nn.Module:
-    """Return a trained model on the CPU, from ``folder`` where it is there."""
+    """Return a trained model on the CPU, loaded from ``folder`` if it is there."""
     torch.manual_seed(seed)
     model = models.MODELS[model_name](data["x"].shape[1], data["num_classes"])
     path = folder / f"{name}-{model_name}-{seed}.pt" if folder else None
@@ -83,7 +83,7 @@ def compare(model: nn.Module, data: dict[str, Any], precision: str) -> dict[str,
     }
 
 
-def summarise(runs: list[dict[str, Any]]) -> list[list[str]]:
+def summarize(runs: list[dict[str, Any]]) -> list[list[str]]:
     """Return one line for each data set, model and precision."""
     lines = []
     for key in dict.fromkeys((r["dataset"], r["model"], r["precision"]) for r in runs):
@@ -100,7 +100,7 @@ def summarise(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--datasets", nargs="*", default=DATASETS)
     parser.add_argument("--models", nargs="*", default=tuple(models.MODELS))
@@ -123,7 +123,7 @@ def main() -> None:
             print(name, model_name, "done", file=sys.stderr, flush=True)
     headers = ["data", "model", "precision", "fp32 %", "mean change", "worst change"]
     headers += ["least agreement %", "with isolated", "by degree quartile"]
-    print(tabulate(summarise(runs), headers, tablefmt="github", disable_numparse=True))
+    print(tabulate(summarize(runs), headers, tablefmt="github", disable_numparse=True))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"machine": measure.machine(), "runs": runs}, indent=1) + "\n")

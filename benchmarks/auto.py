@@ -1,20 +1,21 @@
-"""What ``precision="auto"`` chooses, beside the uniform precisions, in one run.
+"""Measures the choices of ``precision="auto"`` beside the uniform precisions, in one run.
 
     OMP_NUM_THREADS=1 python benchmarks/auto.py --out benchmarks/results/auto-cpu.json --docs docs
 
-measures the machine's rates anew, runs all cases and writes the JSON after each; ``--resume`` keeps what is
-there already, ``--graphs`` and ``--models`` select. ``--docs`` writes ``auto-results.md`` and ``fronts.svg``
-(``auto-results-cuda.md`` for a GPU); with ``--report`` it does that alone, from the JSON.
+The command measures the machine's rates again, runs all cases and writes the JSON after each; ``--resume``
+keeps the cases of the JSON, ``--graphs`` and ``--models`` select cases. ``--docs`` writes
+``auto-results.md`` and ``fronts.svg`` (``auto-results-cuda.md`` for a GPU); with ``--report`` it writes
+these from the JSON and measures nothing.
 
 For each graph and model: the precisions are chosen on the graph that 80% of the nodes induce. Held-out
 error is that of the other nodes' outputs on the whole graph, where all times are taken too, in turns: the
 least of many calls, by the thread's own clock where there is one thread, so that other processes do not
 count; on a GPU the device's time for a call, calls queued ahead, and also on the part that was chosen on:
-there a choice is one of launches, whose latencies do not grow with the graph. A uniform precision keeps a
-budget by the same measure as auto has to: at most the budget on the examples, at most 1.2 times as much on
-the nodes that were held out.
+launches bound the time there, and their latencies do not grow with the graph. A uniform precision keeps a
+budget by the same criterion as auto: an error of at most the budget on the examples, and at most 1.2 times
+as much on the held-out nodes.
 Fronts: the integer program with measured sensitivities, with 1 + receptive-field gain and with random
-weights in their place; predicted time against the error that a run of each choice shows.
+weights in their place; predicted time against the measured error of each choice.
 """
 
 import argparse
@@ -55,12 +56,12 @@ _ANY = 1e9
 FRONT_BUDGETS = (0.001, 0.002, 0.004, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1)
 EPOCHS = {"cora": 40, "pubmed": 20, "amazon_computers": 10, "facebook_pages": 5}
 ON_ARXIV = ("gcn", "gat", "residual")
-"""Models for which the time of a choice is taken on the arxiv-shaped graph."""
+"""Models whose choices are timed on the arxiv-shaped graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
+    """The amount of measuring.
 
     Attributes:
         rounds: timed calls of each program.
@@ -76,12 +77,12 @@ class Effort:
 
     @property
     def uniform(self) -> list[str]:
-        """The precisions that everything is held against."""
+        """The uniform precisions that choices are compared with."""
         return sorted(get_backend(self.device).target.precisions, key=lambda name: (name != "fp32", name))
 
 
 def trained(name: str, data: dict[str, Any], model_name: str) -> nn.Module:
-    """Return a model after a few epochs: weights with the shape of trained ones."""
+    """Return a model trained for a few epochs, so that its weights resemble trained ones."""
     torch.manual_seed(0)
     model = MODELS[model_name](data["x"].shape[1], data["num_classes"])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
@@ -95,7 +96,7 @@ def trained(name: str, data: dict[str, Any], model_name: str) -> nn.Module:
 
 
 def edges_for(model_name: str, edge_index: Tensor, nodes: int) -> Tensor:
-    """Return the edges as PyG computes on them without a row for every edge: as a sparse matrix.
+    """Return the edges as a sparse matrix, on which PyG computes without a row for every edge.
 
     (A GraphSAGE over Facebook's 4714 features would make 6.4 GB of such rows.) GAT takes no matrix.
     """
@@ -122,7 +123,7 @@ def eager(model: nn.Module, model_name: str, x: Tensor, edge_index: Tensor) -> T
 
 
 def seen_part(data: dict[str, Any], share: float = 0.8) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x and edge_index of the graph that a random share of the nodes induces, and the others."""
+    """Return x and edge_index of the graph that a random share of the nodes induces, and the other nodes."""
     nodes = data["x"].shape[0]
     order = torch.randperm(nodes, generator=torch.Generator().manual_seed(0))
     kept, others = order[: int(nodes * share)].sort().values, order[int(nodes * share) :].sort().values
@@ -137,7 +138,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 @torch.no_grad()
 def run(name: str, model_name: str, effort: Effort) -> dict[str, Any]:
-    """Return everything about one model on one graph."""
+    """Return the measurements of one model on one graph."""
     start = time.perf_counter()
     data = graphs.load(name, standardize=name == "amazon_computers")
     with torch.enable_grad():
@@ -181,7 +182,7 @@ def run(name: str, model_name: str, effort: Effort) -> dict[str, Any]:
 
 @torch.no_grad()
 def on_arxiv(effort: Effort) -> list[dict[str, Any]]:
-    """Return how long a choice takes on the arxiv-shaped graph, and its kernels' times."""
+    """Return the seconds of a choice on the arxiv-shaped graph, and the times of its kernels."""
     shape = graphs.SHAPES["arxiv"]
     edge_index = graphs.generate("arxiv").to(effort.device)
     x = torch.randn(shape.nodes, shape.features, generator=torch.Generator().manual_seed(0))
@@ -201,7 +202,7 @@ def on_arxiv(effort: Effort) -> list[dict[str, Any]]:
 def timed(
     calls: dict[str, gnnc.CompiledModel], x: Tensor, edge_index: Tensor, effort: Effort
 ) -> dict[str, float]:
-    """Return the shortest seconds of each call; programs that are the same are timed as one."""
+    """Return the shortest seconds of each call; equal programs are timed once."""
     first: dict[str, str] = {}
     for key, call in calls.items():
         first.setdefault(str(call).split("\n\n", 1)[-1], key)
@@ -228,11 +229,11 @@ def kernels(model: nn.Module, x: Tensor, edge_index: Tensor, effort: Effort) -> 
 
 
 def fronts(choice: Choice, seeds: int) -> dict[str, Any]:
-    """Return (predicted ms, measured error) of choices by each strategy, and what they show besides.
+    """Return the fronts of each strategy, as (predicted ms, measured error) of its choices.
 
-    That is the rank correlation of gain and sensitivity, and for each choice its predicted error, by
-    sensitivities, beside the measured one. Errors count on the examples alone: values that grow are no
-    matter of the metric.
+    The result also has the rank correlation of gain and sensitivity, and for each choice its error as
+    predicted by sensitivities and as measured. Errors are those on the examples alone: the metrics do not
+    model larger values.
     """
     study = choice.study
     assert study.bench is not None
@@ -257,7 +258,7 @@ def fronts(choice: Choice, seeds: int) -> dict[str, Any]:
 
 
 def reweighed(study: Study, strategy: str, seed: int) -> Study:
-    """Return the study with errors that another metric stands for."""
+    """Return the study with its errors replaced by another metric."""
     if strategy == "sensitivity":
         return study
     generator = torch.Generator().manual_seed(seed)
@@ -275,7 +276,7 @@ def reweighed(study: Study, strategy: str, seed: int) -> Study:
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark of the command line."""
     args = arguments()
     old = json.loads(args.out.read_text()) if args.out.exists() and (args.resume or args.report) else None
     report: dict[str, Any] = {"calibration": {}, "arxiv": [], "results": []}
@@ -299,7 +300,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON")
     parser.add_argument("--docs", type=Path, help="folder to write auto-results.md and fronts.svg to")
@@ -316,7 +317,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run_all(args: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Run what is missing, and keep it after each case."""
+    """Run the missing cases, and write the report after each."""
     effort = Effort(args.rounds, args.profiles, args.seeds, args.device)
     done = {(r["graph"], r["model"]) for r in report["results"]}
     for name in args.graphs:
@@ -333,7 +334,7 @@ def run_all(args: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    """Keep what was measured so far."""
+    """Write the measurements so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     ordered = {key: report[key] for key in ("machine", "calibration")}

@@ -1,4 +1,4 @@
-"""The tables, the figures and the page of the documentation that ``benchmarks/auto.py`` comes to."""
+"""Tables, figures and documentation page of a run of ``benchmarks/auto.py``."""
 
 import statistics
 import textwrap
@@ -15,13 +15,13 @@ BUDGETS = (0.005, 0.02, 0.05)
 HELD_OUT = 1.2
 FRONT_ERROR = 0.01
 LARGE = 100_000
-"""Edges of a graph whose kernels' predicted times are held against measured ones."""
+"""Least edges of a graph whose kernels' predicted times are compared with measured ones."""
 
 STRATEGIES = {"sensitivity": "#0550ae", "gain": "#9a6700", "random": "#9ca3af"}
 
 
 def time_within(points: list[tuple[float, float]], limit: float) -> float:
-    """Return the least time of a choice whose error is within a limit."""
+    """Return the least time of the choices whose error is within a limit."""
     return min((ms for ms, err in points if err <= limit), default=float("inf"))
 
 
@@ -29,9 +29,9 @@ def cases(results: list[dict[str, Any]], time: str | None = None) -> list[dict[s
     """Return each budget of each model beside the best uniform precision that keeps it.
 
     Args:
-        results: of the models.
+        results: one entry for each model and graph.
         time: ``ms`` for times on the whole graph, ``seen_ms`` on the part that was chosen on; None for
-            the latter where they were taken.
+            the latter where they were measured.
     """
     found = []
     time = time or ("seen_ms" if all("seen_ms" in w for r in results for w in r["ways"].values()) else "ms")
@@ -54,12 +54,12 @@ def cases(results: list[dict[str, Any]], time: str | None = None) -> list[dict[s
 
 
 def keeps(way: dict[str, Any], budget: float) -> bool:
-    """Whether a way to compute a model keeps a budget, by the measure that auto has to keep it."""
+    """Return whether a way to compute a model keeps a budget, by the criterion of auto."""
     return way["error"] <= budget and way["held_out_error"] <= HELD_OUT * budget
 
 
 def conclusions(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures that the whole run comes to."""
+    """Return the summary figures of the whole run."""
     results = report["results"]
     rows = cases(results)
     off = [
@@ -94,7 +94,7 @@ def conclusions(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spread(values: list[float]) -> dict[str, float] | None:
-    """Return the count, the median and the range that nine in ten values are in."""
+    """Return the count, the median and the range of nine in ten values."""
     if len(values) < 2:
         return None
     cuts = statistics.quantiles(values, n=20, method="inclusive")
@@ -127,7 +127,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def page(report: dict[str, Any], json: str, fronts: str) -> str:
-    """Return the page of the documentation about a run, whose JSON and picture have these names."""
+    """Return the documentation page of a run; ``json`` and ``fronts`` are the names of its files."""
     found, machine, calibration = conclusions(report), report["machine"], report["calibration"]
     count = found["cases"]
     at = {s: v for s, v in found["time_at_error_0.01_relative_to_sensitivity"].items() if v is not None}
@@ -147,7 +147,7 @@ def page(report: dict[str, Any], json: str, fronts: str) -> str:
         + ("not measured" if off is None else f"median error {off:.0%} over {found['kernels']} kernels"),
         f"compiling with auto takes at most {longest}; on the arxiv-shaped graph {arxiv or 'not measured'}",
         f"calibration took {format(calibration['measured_in'], '.1f') if calibration else '-'} s",
-        f"error of a choice as measured over as predicted: {_spread_text(found['error_model'])}",
+        f"measured over predicted error of a choice: {_spread_text(found['error_model'])}",
         "rank correlation of receptive-field gain and sensitivity, by model and graph: "
         + _spread_text(found["rank_correlation"]),
         f"at a measured error of {FRONT_ERROR}, predicted time relative to choices by sensitivity: "
@@ -162,8 +162,8 @@ def page(report: dict[str, Any], json: str, fronts: str) -> str:
             "",
             _wrapped(
                 f"One run of `benchmarks/auto.py` ({where}, torch {machine['torch']}, copy bandwidth "
-                f"{machine['copy_gbs']} GB/s); [Let the compiler choose](auto.md#what-it-comes-to) says what "
-                f"is compared. The whole run is in `benchmarks/results/{json}`."
+                f"{machine['copy_gbs']} GB/s); [Let the compiler choose](auto.md#results) describes "
+                f"the comparison. The whole run is in `benchmarks/results/{json}`."
             ),
             "",
             *[_wrapped(f"- {line}.", "  ") for line in lines],
@@ -177,7 +177,7 @@ def page(report: dict[str, Any], json: str, fronts: str) -> str:
 
 
 def _on_the_whole_graph(results: list[dict[str, Any]], found: dict[str, Any]) -> list[str]:
-    """What times on the whole graph say, where they are not the ones that cases are told by."""
+    """Return a line on the times on the whole graph, unless the cases are judged by those."""
     if "seen_ms" not in next(iter(results[0]["ways"].values())):
         return []
     whole = found["on_the_whole_graph"]
@@ -202,7 +202,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the fronts: one panel a model and graph."""
+    """Draw the fronts: one panel for each model and graph."""
     columns = list(dict.fromkeys(r["model"] for r in results))
     rows = list(dict.fromkeys(r["graph"] for r in results))
     figure = Figure(figsize=(2.5 * len(columns), 2.1 * len(rows)), layout="constrained")
@@ -227,7 +227,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def pareto_front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other beats in both."""
+    """Return the points that no other point beats in both coordinates."""
     front: list[tuple[float, float]] = []
     for ms, err in sorted(points):
         if not front or err < front[-1][1]:

@@ -1,10 +1,10 @@
-"""Mini-batches of sampled neighbours beside PyG eager, one run: structure and run of batches that are new.
+"""Times mini-batches of sampled neighbors beside PyG eager, in one run: structure and run of new batches.
 
     python benchmarks/batches.py --threads 1 --out benchmarks/results/cpu-batches.json
 
-Contenders take turns on the same batches, each batch in new tensors, and in being the first of a batch.
+Contenders take turns on the same batches, each batch in new tensors, and take turns in running first.
 With one thread the time is that of the thread, in which other programs do not count. ``slower`` counts
-the batches on which a contender took longer than PyG eager did; ``growth_mb`` is what the process grew by
+the batches on which a contender took longer than PyG eager did; ``growth_mb`` is the growth of the process
 between the first quarter of the batches and the last.
 """
 
@@ -99,7 +99,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", nargs="*", default=["amazon_computers", "tolokers"])
     parser.add_argument("--models", nargs="*", default=["sage", "gcn"])

@@ -65,7 +65,7 @@ def rows_of(scale: int, near: bool, width: int, repeats: int) -> list[dict[str, 
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scales", nargs="*", type=int, default=[1, 4])
     parser.add_argument("--width", type=int, default=64)

@@ -2,11 +2,12 @@
 
     python benchmarks/cuda_gemm.py [--only cora facebook ...] [--forms fp16 int8 ...]
 
-Every product is a compiled model of one layer, or of two that share the codes of x; times are those of
-its kernels, by torch.profiler. The floor is x, the weight and the FP32 result once each at the bandwidth
-of a device copy. The peer is cuBLAS or cuBLASLt through torch on operands that are already in the narrow
-type (``torch.mm``, ``torch._int_mm``), which writes 16 bits or int32: what brings x there, and the scales,
-bias and next type after it, are kernels of their own, and not in its time.
+Every product is a compiled model of one layer, or of two that share the quantized values of x (the form
+"codes"); times are those of its kernels, by torch.profiler. The floor is x, the weight and the FP32 result
+once each at the bandwidth of a device copy. The peer is cuBLAS or cuBLASLt through torch on operands that
+are already in the narrow type (``torch.mm``, ``torch._int_mm``), which writes 16 bits or int32: the
+conversion of x to that type, and the scales, bias and next type of the result, are separate kernels, and
+not in its time.
 """
 
 import argparse
@@ -41,7 +42,7 @@ FORMS = ("fp16", "bf16", "int8", "codes")
 
 
 class Two(nn.Module):
-    """Two layers of one x, which is therefore quantized once."""
+    """Two layers that read one x, which is therefore quantized once."""
 
     def __init__(self, inner: int, out: int) -> None:
         super().__init__()
@@ -49,18 +50,18 @@ class Two(nn.Module):
         self.second = nn.Linear(inner, out, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both results."""
+        """Return the results of both layers."""
         return self.first(x), self.second(x)
 
 
 def model_of(form: str, inner: int, out: int) -> tuple[nn.Module, str]:
-    """Return the layers and the precision that give products of x in a form."""
+    """Return the layers and the precision whose products read x in a form."""
     model = Two(inner, out) if form == "codes" else nn.Linear(inner, out, bias=False)
     return model.eval(), "int8" if form == "codes" else form
 
 
 def floor_us(form: str, rows: int, inner: int, out: int) -> float:
-    """Return the time of moving everything once."""
+    """Return the microseconds of moving x, weight and result once."""
     row = (inner + 31) // 32 * 32 + 4 if form == "codes" else 4 * inner
     return (rows * (row + 4 * out) + 4 * inner * out) / copy_gbs() / 1e3
 
@@ -97,7 +98,7 @@ def peer_us(form: str, rows: int, inner: int, out: int) -> float:
 
 
 def row(form: str, rows: int, inner: int, out: int) -> dict[str, float]:
-    """Return what is kept of one product."""
+    """Return the recorded figures of one product."""
     found = times(form, rows, inner, out)
     result = {
         "product_us": found.pop("gnnc::gemm", 0.0),

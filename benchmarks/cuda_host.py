@@ -1,9 +1,9 @@
-"""Times what the host does for a model on a CUDA device: compiling it, calling it, launching a kernel.
+"""Times the host's work for a model on a CUDA device: compiling it, calling it, launching a kernel.
 
     python benchmarks/cuda_host.py [--cases gcn:int8 gat:int8] [--out benchmarks/results/cuda-host.json]
 
 A model is compiled in a process of its own, first with an empty cache of kernels on disk, then with
-the one that the first process left. The clock starts when torch, PyG and gnnc are imported and the
+the cache that the first process left. The clock starts when torch, PyG and gnnc are imported and the
 device is awake. ``seconds`` is the time from the first call's arguments to a program that can run
 (capture, passes, kernels compiled or loaded); ``first call`` holds the run and the graph's CSR too.
 """
@@ -47,7 +47,7 @@ def compiling(case: str, again: int = 2) -> list[dict[str, Any]]:
 
 
 def host_us(call: Callable[[], Any], batch: int = 100, rounds: int = 30) -> float:
-    """Return the median microseconds that the host takes for a call; the device never holds it up."""
+    """Return the median microseconds that the host takes for a call; the host never waits for the device."""
     times = []
     for turn in range(rounds + 3):
         torch.cuda.synchronize()
@@ -94,7 +94,7 @@ def calling(case: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", default=["gcn:int8", "gat:int8"], help="model:precision")
     parser.add_argument("--out", type=Path)

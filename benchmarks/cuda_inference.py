@@ -1,13 +1,13 @@
-"""Inference on a CUDA device beside its peers, one run: time, memory, compile time, kernels.
+"""Measures inference on a CUDA device beside its peers, in one run: time, memory, compile time, kernels.
 
     python benchmarks/cuda_inference.py --cases gcn:products --out benchmarks/results/cuda-inference.json
 
-Peers: PyG eager, PyG under torch.compile, and (GCN) cuSPARSE CSR in FP32 with the normalised
-adjacency precomputed. Calls take one of several x tensors in turn, never the one of the call before;
+Peers: PyG eager, PyG under torch.compile, and (GCN) cuSPARSE CSR in FP32 with the normalized
+adjacency precomputed. Calls take one of several x tensors in turn, never that of the call before;
 a time is that of a loop of calls, from CUDA events, divided by their number. Memory is the peak above the
 caller's tensors (the model, x and edge_index): of the first call, which compiles and sorts the graph, and of
-the calls that are timed, with all that stays between calls (the graph's structure, temporaries, a result).
-With ``--tune`` our models are timed once more, with the cuts that ``tune`` measures to be fastest.
+the timed calls, with the memory that stays between calls (the graph's structure, temporaries, a result).
+With ``--tune`` our models are timed once more, with the fastest cuts that ``tune`` measures.
 """
 
 import argparse
@@ -47,11 +47,11 @@ CASES = {
     "sage:reddit": OURS,
     "gin:reddit": OURS,
 }
-"""Contenders by model and graph: for the last three, PyG eager would write hundreds of gigabytes."""
+"""Contenders by model and graph; PyG eager would write hundreds of gigabytes for the last three."""
 
 _ROUNDS = 5
 _BUDGET_S = 0.4
-"""Seconds that one contender's loop takes, about."""
+"""Approximate seconds of one contender's loop."""
 
 
 def problem(graph: str, model: str) -> tuple[nn.Module, Tensor, Tensor]:
@@ -64,7 +64,7 @@ def problem(graph: str, model: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def cusparse(model: nn.Module, edge_index: Tensor, num_nodes: int) -> Call:
-    """Return GCN as two sparse products with a normalised adjacency made beforehand."""
+    """Return GCN as two sparse products with a normalized adjacency computed beforehand."""
     index, weight = gcn_norm(edge_index, None, num_nodes, add_self_loops=True)
     order = (index[1] * num_nodes + index[0]).argsort()
     rows = torch.arange(num_nodes + 1, device=index.device)
@@ -74,7 +74,7 @@ def cusparse(model: nn.Module, edge_index: Tensor, num_nodes: int) -> Call:
 
 
 def contender(name: str, model: nn.Module, x: Tensor, edge_index: Tensor) -> tuple[Call, Any]:
-    """Return the call that ``name`` stands for, and the compiled model where it is ours."""
+    """Return the call of a contender, and its compiled model if it is gnnc's."""
     if name == "eager":
         return lambda x: model(x, edge_index), None
     if name == "torch.compile":
@@ -115,12 +115,12 @@ def loop_ms(call: Call, inputs: list[Tensor]) -> dict[str, float]:
 def row(
     case: str, name: str, model: nn.Module, x: Tensor, edge_index: Tensor, *, tune: bool
 ) -> dict[str, Any]:
-    """Measure one contender on one model and graph; ``tune``: also with cuts that are measured."""
+    """Measure one contender on one model and graph; ``tune``: also with measured cuts."""
     model_name, graph = case.split(":")
     result: dict[str, Any] = {"graph": graph, "model": model_name, "name": name}
     try:
         inputs = [x, *(x.clone() for _ in range(2))]
-        gc.collect()  # what contenders before this one left
+        gc.collect()  # free the memory of earlier contenders
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
@@ -159,7 +159,7 @@ def _tuned(ours: Any, call: Call, inputs: list[Tensor], edge_index: Tensor) -> d
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out")

@@ -1,16 +1,15 @@
-"""Times the sparse CUDA kernels beside cuSPARSE, as ratios and as fraction of the floor, in one run.
+"""Times the sparse CUDA kernels beside cuSPARSE, as ratios and as fractions of the floor, in one run.
 
     python benchmarks/cuda_kernels.py [--graphs arxiv reddit products] [--widths 64 ...]
     python benchmarks/cuda_kernels.py --spmm-widths --graphs products
 
 The floor of a kernel is the larger of its compulsory bytes (every input and output once) over the
-bandwidth of a device copy, and the time of gathering the same rows, the scale of each where it has one and
-the weight of each edge where that has one, and doing nothing with them; both are measured in this run.
-The gather is the fastest of several: through the same table as the sum, and edge by edge as the CSR has
-them, as if there were no rows to end (``gather_edges``).
-(What its integer operations take at their issue rate is left out: with it a floor can only be higher.)
-Beside the floor of a sum at every width stands the time of the fastest gather with stores of as many bytes as
-the sum's results: loads and stores share what L2 moves, so the floor alone is out of a wide sum's reach.
+bandwidth of a device copy, and the time of gathering the same rows, their scales and the edge weights without
+using them; both are measured in this run. The gather is the fastest of several: through the same table as
+the sum, and edge by edge in the order of the CSR, ignoring rows (``gather_edges``).
+(The issue rate of integer operations is left out; including it could only raise a floor.)
+Beside the floor of a sum at every width stands the time of the fastest gather that also stores as many bytes
+as the sum's results: loads and stores share the bandwidth of L2, so a wide sum cannot reach the floor alone.
 The peer is torch.sparse CSR (cuSPARSE) in FP32, with 32-bit or 64-bit indices, whichever is faster.
 """
 
@@ -61,9 +60,9 @@ SPMM_RESULTS = RESULTS.with_name("cuda-spmm-widths.json")
 SPMM_WIDTHS = (16, 32, 47, 64, 128, 256, 602)
 ONE_SCALE = "int8 edge weights, one scale"
 LEAST_MS, MOST_CALLS = 1.0, 50
-"""That calls are timed for together, and how many at most."""
+"""Least milliseconds of a timed loop of calls, and its most calls."""
 BLOCKS = (768, 1024)
-"""Threads of the kernels that only gather: which is faster depends on the row."""
+"""Threads of the gather kernels: the faster number depends on the row."""
 GATHER = """
 #include "sparse/spmm.cuh"
 namespace gnnc {
@@ -229,12 +228,12 @@ class Kind(NamedTuple):
     """A sum that is timed at every width.
 
     Attributes:
-        label: of its row.
-        element: fp32, fp16, bf16 or int8.
-        weights: whether edges have a value each.
-        scales: whether rows have a scale each.
-        chosen: whether it takes what programs of int8 take where their rows are so wide: int8, or bf16.
-        to: what the results are.
+        label: label of its row in the table.
+        element: type of x: fp32, fp16, bf16 or int8.
+        weights: whether edges have weights.
+        scales: whether rows have scales.
+        chosen: whether x has the type that int8 programs choose at that width: int8, or bf16.
+        to: type of the results.
     """
 
     label: str
@@ -246,17 +245,17 @@ class Kind(NamedTuple):
 
     @property
     def peer(self) -> str:
-        """The label of the same in fp16."""
+        """The label of the same sum in fp16."""
         return "fp16" + (" edge weights" if self.weights else "") + ("" if self.to == "fp32" else " to fp16")
 
     def at(self, width: int) -> "Kind":
-        """Return what is run."""
+        """Return the kind that runs at a width."""
         if not self.chosen or CUDA_NARROW_ROWS.pays("row", "sum", width, width):
             return self
         return self._replace(element="bf16", scales=False)
 
     def config(self, width: int) -> SpmmConfig:
-        """Return the kernel's."""
+        """Return the configuration of the kernel at a width."""
         value, scale = "real" if self.weights else "none", "row" if self.scales else "none"
         return SpmmConfig(ELEMENTS[DTYPES[self.element]], width, value=value, scale=scale)
 
@@ -283,7 +282,7 @@ SPMM_KINDS = (
 def median_ms(call: Callable[[], Any], repeats: int = 7) -> float:
     """Return the median over ``repeats`` of the mean of several calls, by device events.
 
-    They are so many that the first one's way to the device, some microseconds, is a hundredth of them.
+    There are so many calls that the latency of the first launch, some microseconds, is a hundredth of them.
     """
     mean_ms(call, 2)
     inner = min(max(round(LEAST_MS / mean_ms(call, 1)), 1), MOST_CALLS)
@@ -291,7 +290,7 @@ def median_ms(call: Callable[[], Any], repeats: int = 7) -> float:
 
 
 def mean_ms(call: Callable[[], Any], count: int) -> float:
-    """Return the time of one of so many calls."""
+    """Return the mean time of ``count`` calls."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(count):
@@ -310,7 +309,7 @@ def copy_gbs() -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Return what a reader needs to judge the numbers."""
+    """Return the device and the versions of its software."""
     properties = torch.cuda.get_device_properties(0)
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
@@ -350,10 +349,10 @@ def cusparse(rowptr: Tensor, col: Tensor, width: int, dot: bool) -> dict[str, fl
 
 
 def gather_names(element: str, width: int, kind: str, scaled: bool, valued: bool) -> tuple[str, ...]:
-    """Return the C++ names of the kernels that gather, of which the fastest counts.
+    """Return the C++ names of the gather kernels, the fastest of which counts.
 
-    ``kind``: ``only`` that, with near rows in windows too, ``staged``, or with something ``stored``: through
-    the table FP32 for each row.
+    ``kind``: ``only`` gathers; ``staged`` gathers with near rows in windows too; ``stored`` gathers and
+    stores, through the table FP32 for each row.
     """
     given = f"gnnc::Element::{element}, {width}, {truth(scaled)}"
     weighted, stores = f"{given}, {truth(valued)}", truth(kind == "stored")
@@ -363,7 +362,7 @@ def gather_names(element: str, width: int, kind: str, scaled: bool, valued: bool
 
 
 class Floors:
-    """Times below which no kernel on this graph can go."""
+    """Lower bounds of the time of a kernel on one graph."""
 
     def __init__(self, graph: Sparse) -> None:
         self.graph = graph
@@ -374,7 +373,7 @@ class Floors:
     ) -> float:
         """Return the time of gathering the rows of x, with scales and weights.
 
-        ``kind``: as of ``gather_names``; ``stored`` are as many bytes as ``result`` has.
+        ``kind``: as in ``gather_names``; ``stored`` stores as many bytes as ``result`` has.
         """
         names = gather_names(ELEMENTS[x.dtype], x.shape[1], kind, scale is not None, value is not None)
         if result is not None and result.dtype != torch.float32:
@@ -427,9 +426,9 @@ def features(nodes: int, width: int) -> dict[str, Tensor]:
 
 
 def kernels(graph: Sparse, xs: dict[str, Tensor], width: int) -> dict[str, tuple[str, Any, tuple[Any, ...]]]:
-    """Return name -> (peer, what makes the call, what it reads beside x).
+    """Return name -> (peer, factory of the call, operands beside x).
 
-    A call has its result, which is up to 0.6 GB on products: one is alive at a time.
+    A call holds its result, which is up to 0.6 GB on products: one is alive at a time.
     """
     nodes, edges = graph.num_dst, graph.col.numel()
     value, ones = torch.rand(edges, device="cuda"), torch.rand(nodes, device="cuda")
@@ -466,7 +465,7 @@ def kernels(graph: Sparse, xs: dict[str, Tensor], width: int) -> dict[str, tuple
 
 
 def cut_graph(rowptr: Tensor, col: Tensor) -> tuple[Sparse, Cut]:
-    """Return a CSR with its run table, and how it is cut."""
+    """Return a CSR with its run table, and the cut of that table."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     size = rowptr.numel() - 1, col.numel()
     cut = cut_for(*size, processors)
@@ -474,7 +473,7 @@ def cut_graph(rowptr: Tensor, col: Tensor) -> tuple[Sparse, Cut]:
 
 
 def run(name: str, widths: list[int]) -> dict[str, Any]:
-    """Time everything on one graph."""
+    """Time all kernels on one graph."""
     rowptr, col = make_csr(name)
     graph, cut = cut_graph(rowptr, col)
     floors = Floors(graph)
@@ -509,7 +508,7 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
 
 
 def figures(time: float, peer: float, floor: float, gather: float) -> dict[str, float]:
-    """Return what is kept of one kernel."""
+    """Return the recorded figures of one kernel."""
     return {
         "ms": round(time, 4),
         "ratio": round(peer / time, 2),
@@ -519,7 +518,7 @@ def figures(time: float, peer: float, floor: float, gather: float) -> dict[str, 
 
 
 def compile_ahead() -> None:
-    """Compile the kernels of ``spmm_widths``, several at a time, into the cache on disk."""
+    """Compile the kernels of ``spmm_widths`` in parallel, into the cache on disk."""
     jobs = []
     for width in SPMM_WIDTHS:
         for config in dict.fromkeys(kind.at(width).config(width) for kind in SPMM_KINDS):

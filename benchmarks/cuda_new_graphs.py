@@ -2,8 +2,8 @@
 
     python benchmarks/cuda_new_graphs.py [--graphs batch arxiv] [--models gcn gat] [--precision int8]
 
-Beside PyG eager on the same graph, which has no first call, and our call on a graph that is known. Waits are
-those that torch warns of (``torch.cuda.set_sync_debug_mode``), and events and streams that are waited for.
+The peers are PyG eager on the same graph, which has no first call, and our call on a known graph. Waits are
+those that torch warns of (``torch.cuda.set_sync_debug_mode``), and waits for events and streams.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from models import MODELS
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cuda-new-graphs.json"
 BATCH = 10_000, 60_000, 128, 40
-"""Nodes, edges, features and classes of a mini-batch as neighbour sampling makes it."""
+"""Nodes, edges, features and classes of a mini-batch as neighbor sampling makes it."""
 SIZES = {name: (s.nodes, s.edges, s.features, s.classes) for name, s in SHAPES.items()} | {"batch": BATCH}
 
 
@@ -46,7 +46,7 @@ def inputs(name: str) -> tuple[Tensor, Tensor]:
 
 
 def wall_ms(call: Callable[[], Any]) -> float:
-    """Return the time of a call, until the device is done."""
+    """Return the milliseconds of a call, until the device has finished."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -93,7 +93,7 @@ def row(name: str, kind: str, precision: str, repeats: int) -> dict[str, Any]:
     _, _, features, classes = SIZES[name]
     model = MODELS[kind](features, classes).cuda().eval()
     compiled = gnnc.compile(model, precision=precision)
-    for _ in range(3):  # what is compiled, and how calls go, is settled
+    for _ in range(3):  # compiles, and records the fast path
         for _ in range(12):
             compiled(x, edge_index)
         edge_index = edge_index.clone()
@@ -101,7 +101,7 @@ def row(name: str, kind: str, precision: str, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         graph = edge_index.clone()
         new.append(wall_ms(lambda: compiled(x, graph)))  # noqa: B023
-        if name != "reddit":  # whose messages have no room
+        if name != "reddit":  # messages of reddit do not fit
             eager.append(wall_ms(lambda: model(x, graph)))  # noqa: B023
     known = [wall_ms(lambda: compiled(x, edge_index)) for _ in range(repeats)]
     graph = edge_index.clone()
@@ -115,7 +115,7 @@ def row(name: str, kind: str, precision: str, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--graphs", nargs="+", default=["batch", "cora", "arxiv", "reddit"], choices=list(SIZES)

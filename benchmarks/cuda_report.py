@@ -1,4 +1,4 @@
-"""Draws what ``cuda_inference.py`` measured, and prints its table.
+"""Draws the results of ``cuda_inference.py``, and prints their table.
 
 python benchmarks/cuda_report.py benchmarks/results/cuda-inference.json docs/cuda-inference.svg
 """
@@ -20,7 +20,7 @@ _COLUMNS = 4
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write a panel for every model and graph: a bar a contender, shorter is faster."""
+    """Write a panel for every model and graph: one bar for each contender, shorter is faster."""
     cases = list(dict.fromkeys((row["model"], row["graph"]) for row in rows))
     height = -(-len(cases) // _COLUMNS)
     figure = Figure(figsize=(3.2 * _COLUMNS, 2.3 * height), layout="constrained")

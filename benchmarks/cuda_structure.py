@@ -1,10 +1,10 @@
-"""Times what a new graph costs on a CUDA device: its CSR and transpose, beside one sort of its edges.
+"""Times the structure of a new graph on a CUDA device: CSR and transpose, beside one sort of its edges.
 
     python benchmarks/cuda_structure.py [--graphs arxiv reddit products]
 
-The sort is ``torch.sort`` (CUB's radix sort) of the destinations as int32, stable. "csr" is what a model's
-call makes of a new graph: the CSR, and how sums cut its edges; "csr alone" has no such table, nor has the
-transpose. Memory is the peak above the caller's tensors and what is kept, in bytes an edge.
+The sort is ``torch.sort`` (CUB's radix sort) of the destinations as int32, stable. "csr" is the CSR and
+the tables of sums, as a model's call builds them; "csr alone" and the transpose have no tables. Memory is the
+peak above the caller's tensors and the result, in bytes an edge.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def row(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", nargs="+", default=["arxiv", "reddit", "products"], choices=list(SHAPES))
     parser.add_argument("--out", type=Path, default=RESULTS)

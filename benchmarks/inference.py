@@ -1,8 +1,8 @@
-"""Inference on the CPU beside its peers, one run: time, memory, compile time.
+"""Measures inference on the CPU beside its peers, in one run: time, memory, compile time.
 
     python benchmarks/inference.py --graph arxiv --out benchmarks/results/cpu-arxiv.json
 
-Peers: PyG eager, PyG under torch.compile, and (GCN) torch.sparse CSR in FP32 with the normalised
+Peers: PyG eager, PyG under torch.compile, and (GCN) torch.sparse CSR in FP32 with the normalized
 adjacency precomputed. Contenders take turns, and every call gets a new x. ``static`` scales come
 from example_inputs.
 """
@@ -50,14 +50,14 @@ def problem(graph: str, model: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def sparse_csr(model: nn.Module, edge_index: Tensor, num_nodes: int) -> Call:
-    """Return GCN as two sparse products with a normalised adjacency made beforehand."""
+    """Return GCN as two sparse products with a normalized adjacency computed beforehand."""
     index, weight = gcn_norm(edge_index, None, num_nodes, add_self_loops=True)
     adjacency = torch.sparse_coo_tensor(index.flip(0), weight, (num_nodes, num_nodes))
     return two_products(model, adjacency.coalesce().to_sparse_csr())
 
 
 def two_products(model: nn.Module, csr: Tensor) -> Call:
-    """Return GCN on a normalised adjacency."""
+    """Return GCN on a normalized adjacency."""
 
     def call(x: Tensor) -> Tensor:
         for conv in (model.conv1, model.conv2):
@@ -69,7 +69,7 @@ def two_products(model: nn.Module, csr: Tensor) -> Call:
 
 
 def contender(name: str, model: nn.Module, x: Tensor, edge_index: Tensor) -> Call:
-    """Return the call that ``name`` stands for."""
+    """Return the call of a contender."""
     if name == "eager":
         return lambda x: model(x, edge_index)
     if name == "torch.compile":
@@ -106,7 +106,7 @@ def rows_of(graph: str, model_name: str, names: list[str], repeats: int) -> list
 
 
 def _new_graph_ms(model: nn.Module, x: Tensor, edge_index: Tensor, name: str) -> float:
-    """First call on a graph not seen before, of a model already compiled."""
+    """Return the milliseconds of a compiled model's first call on a new graph."""
     ours = gnnc.compile(model, precision=name.split()[1])
     small = edge_index[:, :64] % 64
     ours(x[:64].contiguous(), small)
@@ -117,7 +117,7 @@ def _new_graph_ms(model: nn.Module, x: Tensor, edge_index: Tensor, name: str) ->
 
 @torch.no_grad()
 def memory(graph: str, model_name: str, name: str) -> float:
-    """Return the peak MiB above the caller's tensors, code and caches warm from a small graph."""
+    """Return the peak MiB above the caller's tensors, after a warm-up on a small graph."""
     model, x, edge_index = problem(graph, model_name)
     small_x, small = x[:64].clone(), edge_index[:, :64] % 64
     if name.startswith("gnnc"):
@@ -129,14 +129,14 @@ def memory(graph: str, model_name: str, name: str) -> float:
 
 
 def memory_in_new_process(graph: str, model: str, name: str) -> float:
-    """As ``memory``, in a process of its own, so that no pool of another run counts."""
+    """Return ``memory`` of a process of its own, so that no pool of another run counts."""
     command = [sys.executable, __file__, "--graph", graph, "--memory", model, name]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graph", default="arxiv")
     parser.add_argument("--models", nargs="*", default=["gcn", "sage", "gat", "gin"])

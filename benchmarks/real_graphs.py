@@ -1,11 +1,11 @@
-"""Inference on seven real graphs beside its peers, on the CPU: times, and a picture of them.
+"""Times inference on seven real graphs beside its peers, on the CPU, and draws the times.
 
     python benchmarks/real_graphs.py --out benchmarks/results/cpu-real-graphs.json --plot docs/real-graphs.svg
 
-writes the JSON after each case; ``--resume`` keeps what is there already, ``--report`` only draws it.
-Twitter and NotreDame are topologies: their 128 features are random. Contenders take turns, and every
-call gets a new x. *sparse csr* is PyG on a ``torch.sparse`` CSR adjacency (GCN: with normalised weights
-made beforehand).
+The command writes the JSON after each case; ``--resume`` keeps the cases of the JSON, ``--report`` only
+draws it. Twitter and NotreDame are topologies: their 128 features are random. Contenders take turns, and
+every call gets a new x. *sparse csr* is PyG on a ``torch.sparse`` CSR adjacency (GCN: with normalized
+weights computed beforehand).
 """
 
 import argparse
@@ -50,7 +50,7 @@ _COLORS = dict(
     zip((*PEERS, *OURS), ("#9a6700", "#bf8700", "#d4a72c", "#0550ae", "#218bff", "#80ccff"), strict=True)
 )
 _FEATURES, _CLASSES = 128, 10
-"""Of graphs that have none."""
+"""Number of random features of graphs without features."""
 
 
 def problem(graph: str, model: str) -> tuple[nn.Module, Tensor, Tensor]:
@@ -67,7 +67,7 @@ def problem(graph: str, model: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def contender(name: str, model_name: str, model: nn.Module, x: Tensor, edge_index: Tensor) -> Call:
-    """Return the call that ``name`` stands for."""
+    """Return the call of a contender."""
     if name != "sparse csr" or model_name == "gcn":
         return inference.contender(name, model, x, edge_index)
     adjacency = to_torch_csr_tensor(edge_index.flip(0), size=(x.shape[0], x.shape[0]))
@@ -96,7 +96,7 @@ def case(graph: str, model_name: str, skip: list[str], repeats: int) -> list[dic
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a line for each graph and model: milliseconds by contender."""
+    """Return one line for each graph and model: milliseconds by contender."""
     names = [name for name in (*PEERS, *OURS) if any(row["name"] == name for row in rows)]
     lines = []
     for graph, model in dict.fromkeys((row["graph"], row["model"]) for row in rows):
@@ -132,7 +132,7 @@ def _panel(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run the benchmark that the command line asks for."""
+    """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", nargs="*", default=list(GRAPHS), choices=list(GRAPHS))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)

@@ -125,9 +125,7 @@ def test_no_file_is_long(folder: str) -> None:
     assert not {name: lines for name, lines in lengths.items() if lines > LONGEST_FILE}
 
 
-def test_the_docs_say_which_pass_a_file_belongs_to() -> None:
-    text = (ROOT / "docs" / "how-it-works.md").read_text().partition("## Where it is")[2]
-    files = {path.stem for path in (ROOT / "passes").glob("*.py")} - {"__init__", "pipeline"}
-    assert files <= set(re.findall(r"`([a-z_]+)`", text))
-    rows = re.findall(r"^\| `([a-z_]+)` \|", text, re.M)
-    assert [f"gnnc.passes.{row}" for row in rows] == [type(step).__module__ for step in PIPELINE]
+def test_the_headings_of_how_it_works_follow_the_pipeline() -> None:
+    text = (ROOT / "docs" / "how-it-works.md").read_text()
+    headings = " ".join(re.findall(r"^## (.*)$", text, re.M))
+    assert re.findall(r"`(\w+)`", headings) == [step.name for step in PIPELINE]
