@@ -23,7 +23,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 import gnnc
-from gnnc.runtime.program.executable import now
+from gnnc.runtime.program.device import now
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 

@@ -170,8 +170,8 @@ def _gpu(device: torch.device | None) -> torch.device:
 def _cuda_offline(name: str, architectures: tuple[str, ...]) -> Backend:
     import gnnc.runtime.reference  # noqa: F401
     from gnnc.runtime import cuda
-    from gnnc.runtime.cuda.executable import OfflineExecutable
     from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401
+    from gnnc.runtime.cuda.offline import OfflineExecutable
     from gnnc.runtime.structure.int32_columns import narrow_columns
 
     return Backend(

@@ -18,7 +18,7 @@ from gnnc.calibrate import json_cache
 from gnnc.calibrate.calibration import cuda_facts
 from gnnc.environment import cache_folder
 from gnnc.runtime.backend import Backend
-from gnnc.runtime.program.executable import now
+from gnnc.runtime.program.device import now
 
 _RUNS = 7
 _LOOP_S = 4e-3

@@ -33,6 +33,7 @@ from gnnc.precision import AUTO, Precision
 from gnnc.report.summary import Chosen
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.program.executable import Executable
+from gnnc.runtime.program.launches import expr, variable
 from gnnc.runtime.program.memory import OutputPool
 from gnnc.runtime.program.sizes import Sizes
 from gnnc.runtime.structure.runner import StructureRunner
@@ -430,7 +431,7 @@ class _Binder:
         for node in placeholders(self._captured.graph_module):
             source = source_of(node)
             if source is not None and source.kind == "input" and source.name in self._inputs:
-                self._sizes.learn(self._inputs[source.name], node.meta["val"])
+                self._sizes.learn(variable(self._inputs[source.name]), node.meta["val"])
 
     def _structure_results(self) -> list[Node]:
         assert self._structure is not None
@@ -441,7 +442,7 @@ class _Binder:
         for node in placeholders(self._compute):
             source = source_of(node)
             if source is not None and source.kind == "structure":
-                self._sizes.learn(f"s[{by_name[source.name]}]", node.meta["val"])
+                self._sizes.learn(expr("s[{}]", by_name[source.name]), node.meta["val"])
 
     def _value(self, node: Node) -> str:
         source = source_of(node)
@@ -458,10 +459,10 @@ class _Binder:
         return self._weight(source, node)
 
     def _size(self, node: Node, source: Source) -> str:
-        text = self._sizes.text(node.meta["val"])
-        if text is None:
+        found = self._sizes.find(node.meta["val"])
+        if found is None:
             raise CaptureError(f"size {source.name} cannot be read off the arguments of a call")
-        return text
+        return found.text
 
     def _bind(self, name: str, value: Any) -> str:
         self._scope[name] = value

@@ -5,7 +5,9 @@ from torch.fx import Node
 
 from gnnc.runtime.cpu import epilogue
 from gnnc.runtime.plans import attention
-from gnnc.runtime.program.emitter import Emitter, shape_of
+from gnnc.runtime.program.emitter import Emitter
+from gnnc.runtime.program.launches import Expr
+from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program.build import argument_of
 
@@ -26,34 +28,32 @@ class Attend:
     def emit(plan: attention.Plan, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
 
-        def dense(index: int | None, width: int | None = None) -> str:
-            return "None" if index is None else emitter.dense(argument_of(node, index), width)
+        def dense(index: int | None, width: int | None = None) -> Expr | None:
+            return None if index is None else emitter.dense(argument_of(node, index), width)
 
         rowptr = argument_of(node, plan.rowptr)
         rows = shape_of(rowptr)[0] - 1
         col = emitter.vector(argument_of(node, plan.col))
         x = emitter.matrix(argument_of(node, plan.x), plan.width)
-        scale = "None" if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
-        ends = f"{dense(plan.a_src)}, {dense(plan.a_dst)}, {dense(plan.edge, plan.heads)}"
+        scale = None if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
+        ends = dense(plan.a_src), dense(plan.a_dst), dense(plan.edge, plan.heads)
         alpha, factors = _alpha(plan, node, emitter), _factors(plan, node, emitter)
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu.attention.default, "attention")
-        emitter.line(
-            f"{op}({emitter.vector(rowptr)}, {col}, {x}, {scale}, {plan.kind}, {ends}, {plan.scale!r}, "
-            f"{plan.slope!r}, {plan.eps!r}, {plan.heads}, {alpha}, {factors}, {program})"
-        )
+        given = [emitter.vector(rowptr), col, x, scale, plan.kind, *ends, plan.scale, plan.slope, plan.eps]
+        emitter.call(op, [*given, plan.heads, alpha, factors, *program])
         epilogue.check_scales(emitter)
 
 
-def _alpha(plan: attention.Plan, node: Node, emitter: Emitter) -> str:
+def _alpha(plan: attention.Plan, node: Node, emitter: Emitter) -> Expr | None:
     result = None if plan.alpha is None else emitter.outputs(node)[plan.alpha]
-    return "None" if result is None else emitter.allocate(result, dense=True)
+    return None if result is None else emitter.allocate(result, dense=True).written
 
 
-def _factors(plan: attention.Plan, node: Node, emitter: Emitter) -> str:
+def _factors(plan: attention.Plan, node: Node, emitter: Emitter) -> Expr | None:
     """Memory for the factors of the sources, where a bound may stand for the maximum of a row."""
     additive = plan.kind == attention.ADDITIVE and plan.edge is None and plan.alpha is None
     if not additive or plan.heads not in _HEADS or plan.eps > _LARGEST_EPS or not 0 <= plan.slope <= 1:
-        return "None"
+        return None
     rows = shape_of(argument_of(node, plan.x))[0]
-    return emitter.scratch(rows, 4 if plan.heads == 1 else 2 * plan.heads, torch.float32, flat=True)
+    return emitter.scratch(rows, 4 if plan.heads == 1 else 2 * plan.heads, torch.float32, flat=True).written

@@ -6,14 +6,15 @@ import torch
 from torch.fx import Node
 
 from gnnc.runtime.program.emitter import Emitter
+from gnnc.runtime.program.launches import Expr, tuple_of
 from gnnc.runtime.row_program.build import Operand, Out, RowProgram, argument_of
 from gnnc.runtime.row_program.opcodes import Op
 
 _ABSENT = torch.empty(0)
 
 
-def emit_program(program: RowProgram, node: Node, emitter: Emitter, rows: Any, width: int) -> str:
-    """Allocate what a program writes; return its four arguments as text.
+def emit_program(program: RowProgram, node: Node, emitter: Emitter, rows: Any, width: int) -> list[Expr]:
+    """Allocate the outputs of a row program; return its four arguments: code, operands, constants, outputs.
 
     Args:
         program: the program.
@@ -22,24 +23,24 @@ def emit_program(program: RowProgram, node: Node, emitter: Emitter, rows: Any, w
         rows: number of rows that the kernel makes.
         width: width of its accumulator, for results that nobody outside reads.
     """
-    operands = [_operand_text(item, node, emitter) for item in program.operands]
+    operands = [_operand(item, node, emitter) for item in program.operands]
     results = emitter.outputs(node)
-    outs = [_out_text(out, results, emitter, rows, width) for out in program.outs]
+    outs = [_output(out, results, emitter, rows, width) for out in program.outs]
     for number in program.scales:
         emitter.scales.append((node, outs[number]))
     code = emitter.bind(_code(program, emitter.check_finite), "code")
     consts = emitter.bind(tuple(program.consts), "consts")
-    return f"{code}, ({''.join(f'{o}, ' for o in operands)}), {consts}, ({''.join(f'{o}, ' for o in outs)})"
+    return [code, tuple_of(operands), consts, tuple_of(out.written for out in outs)]
 
 
-def _operand_text(operand: Operand, node: Node, emitter: Emitter) -> str:
+def _operand(operand: Operand, node: Node, emitter: Emitter) -> Expr:
     if operand.index is None:
         return emitter.bind(_ABSENT, "absent")
     source = argument_of(node, operand.index)
     return emitter.matrix(source) if operand.form == "matrix" else emitter.vector(source)
 
 
-def _out_text(out: Out, results: list[Node | None], emitter: Emitter, rows: Any, width: int) -> str:
+def _output(out: Out, results: list[Node | None], emitter: Emitter, rows: Any, width: int) -> Expr:
     result = None if out.result is None else results[out.result]
     if out.form == "flag":
         return emitter.flag() if emitter.check_finite else emitter.bind(_ABSENT, "absent")

@@ -5,7 +5,9 @@ from torch.fx import Node
 
 from gnnc.runtime.cpu import epilogue
 from gnnc.runtime.plans import gemm
-from gnnc.runtime.program.emitter import Emitter, shape_of
+from gnnc.runtime.program.emitter import Emitter
+from gnnc.runtime.program.launches import tuple_of
+from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program.build import argument_of
 
@@ -20,11 +22,11 @@ class Gemm:
     def emit(plan: gemm.Plan, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
         x = argument_of(node, plan.x)
-        scale = "None" if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
+        scale = None if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
         rows = shape_of(x)[0]
-        weights = "".join(f"{emitter.matrix(argument_of(node, weight.w))}, " for weight in plan.weights)
+        weights = tuple_of(emitter.matrix(argument_of(node, weight.w)) for weight in plan.weights)
         layouts = emitter.bind(tuple(int(weight.is_kn) for weight in plan.weights), "layouts")
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu.gemm.default, "gemm")
-        emitter.line(f"{op}({emitter.matrix(x)}, {scale}, ({weights}), {layouts}, {plan.mode}, {program})")
+        emitter.call(op, [emitter.matrix(x), scale, weights, layouts, plan.mode, *program])
         epilogue.check_scales(emitter)

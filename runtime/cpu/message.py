@@ -72,10 +72,10 @@ class EdgeBlocks:
         """Write the call."""
         rowptr, col = (emitter.vector(_node(arg)) for arg in node.args[:2])
         lists = [arg for arg in node.args if isinstance(arg, list | tuple)]
-        groups = ", ".join(emitter.argument(list(group)) for group in lists)
+        groups = [emitter.argument(list(group)) for group in lists]
         out = emitter.allocate(node, dense=True)
         run = emitter.bind(run_blocks, "edge_blocks")
-        emitter.line(f"{run}({emitter.bind(plan, 'plan')}, {rowptr}, {col}, {groups}, {out})")
+        emitter.call(run, [emitter.bind(plan, "plan"), rowptr, col, *groups, out.written])
 
 
 def _node(value: Any) -> Node:

@@ -5,7 +5,8 @@ from torch.fx import Node
 
 from gnnc.runtime.cpu import epilogue
 from gnnc.runtime.plans import rowmap
-from gnnc.runtime.program.emitter import Emitter, shape_of
+from gnnc.runtime.program.emitter import Emitter
+from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of
 
@@ -30,5 +31,5 @@ class Map:
         rows = shape_of(x)[0]
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu.map.default, "rowmap")
-        emitter.line(f"{op}({matrix}, None, {program})")
+        emitter.call(op, [matrix, None, *program])
         epilogue.check_scales(emitter)

@@ -24,12 +24,10 @@ class Sddmm:
         width = plan.width
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu.sddmm.default, "sddmm")
-        factors = [emitter.vector(as_node(scale)) for scale in scales] if plan.is_scaled else ["None", "None"]
-        emitter.line(
-            f"{op}({emitter.vector(as_node(rowptr))}, {emitter.vector(as_node(col))}, "
-            f"{emitter.matrix(as_node(first), width)}, {emitter.matrix(as_node(second), width)}, "
-            f"{', '.join(factors)}, {plan.op}, {plan.heads}, {out})"
-        )
+        factors = [emitter.vector(as_node(scale)) for scale in scales] if plan.is_scaled else [None, None]
+        edges = [emitter.vector(as_node(rowptr)), emitter.vector(as_node(col))]
+        rows = [emitter.matrix(as_node(value), width) for value in (first, second)]
+        emitter.call(op, [*edges, *rows, *factors, plan.op, plan.heads, out.written])
 
 
 @kernel("gnnc.edge_softmax", backend="cpu", name="edge_softmax", priority=10)
@@ -44,4 +42,4 @@ class EdgeSoftmax:
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu.edge_softmax.default, "edge_softmax")
         rowptr, logits = (as_node(arg) for arg in node.args[:2])
-        emitter.line(f"{op}({emitter.vector(rowptr)}, {emitter.dense(logits)}, {plan!r}, {out})")
+        emitter.call(op, [emitter.vector(rowptr), emitter.dense(logits), plan, out.written])

@@ -5,7 +5,9 @@ from torch.fx import Node
 
 from gnnc.runtime.cpu import epilogue
 from gnnc.runtime.plans import spmm
-from gnnc.runtime.program.emitter import Emitter, shape_of
+from gnnc.runtime.program.emitter import Emitter
+from gnnc.runtime.program.launches import Expr, expr
+from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program.build import argument_of
 
@@ -22,34 +24,34 @@ class Spmm:
     def emit(plan: spmm.Plan, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
 
-        def vector(index: int | None) -> str:
-            return "None" if index is None else emitter.vector(argument_of(node, index))
+        def vector(index: int | None) -> Expr | None:
+            return None if index is None else emitter.vector(argument_of(node, index))
 
         rowptr = argument_of(node, plan.rowptr)
         rows = shape_of(rowptr)[0] - 1
-        col = column_text(emitter, node, plan.col)
-        value = value_text(emitter, node, plan.value, plan.heads)
+        col = column(emitter, node, plan.col)
+        value = edge_values(emitter, node, plan.value, plan.heads)
         x = emitter.matrix(argument_of(node, plan.x), plan.width)
-        scales = f"{vector(plan.x_scale)}, {vector(plan.shift)}"
+        scales = vector(plan.x_scale), vector(plan.shift)
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu.spmm.default, "spmm")
-        given = f"{emitter.vector(rowptr)}, {col}, {value}, {x}, {scales}"
-        emitter.line(f"{op}({given}, {plan.reduce}, {plan.heads}, {program})")
+        given = [emitter.vector(rowptr), col, value, x, *scales]
+        emitter.call(op, [*given, plan.reduce, plan.heads, *program])
         epilogue.check_scales(emitter)
 
 
-def column_text(emitter: Emitter, node: Node, index: int | None) -> str:
+def column(emitter: Emitter, node: Node, index: int | None) -> Expr | None:
     """Return col as int32, which an int64 permutation is converted to."""
     if index is None:
-        return "None"
+        return None
     col = argument_of(node, index)
-    text = emitter.vector(col)
-    return text if col.meta["val"].dtype == torch.int32 else f"{text}.int()"
+    given = emitter.vector(col)
+    return given if col.meta["val"].dtype == torch.int32 else expr("{}.int()", given)
 
 
-def value_text(emitter: Emitter, node: Node, index: int | None, heads: int) -> str:
+def edge_values(emitter: Emitter, node: Node, index: int | None, heads: int) -> Expr | None:
     """Return edge values, ``[E]`` or ``[E, heads]``."""
     if index is None:
-        return "None"
+        return None
     value = argument_of(node, index)
     return emitter.vector(value) if value.meta["val"].dim() == 1 else emitter.dense(value, heads)

@@ -1,8 +1,7 @@
 """Writes CUDA programs: what the common emitter does, and launches of kernels of a unit."""
 
 import math
-import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -11,15 +10,24 @@ from gnnc.ir.nodes import is_view
 from gnnc.runtime.cuda.driver.kernel_set import BLOCK, Unit
 from gnnc.runtime.cuda.driver.nan_flag import Watch
 from gnnc.runtime.plans.spmm import Plan
-from gnnc.runtime.program.emitter import Emitter, width_of
+from gnnc.runtime.program.emitter import Emitter
+from gnnc.runtime.program.launches import (
+    Argument,
+    Counters,
+    Expr,
+    Launch,
+    Let,
+    Operand,
+    Unpacked,
+    count_of,
+    expr,
+    literal,
+    variable,
+)
+from gnnc.runtime.program.values import width_of
 from gnnc.runtime.registry import Choice
 from gnnc.runtime.row_program.build import argument_of
 
-_LAUNCH = re.compile(r"(launch_\d+)\((.*?), stream, ")
-_NAMES = re.compile(r"\b[a-z]\w*")
-_REGION = re.compile(r"t\d+")
-_ALLOCATIONS = ("take(", "empty(", "counters(")
-_VIEW = re.compile(r"\w+\.view\([^()]*(\([^()]*\))*[^()]*\)")
 _SECTOR = 32  # bytes that global memory moves at least
 _VECTOR = 16  # bytes that a thread loads at most
 _LINE = 128  # bytes that L1 looks up at once
@@ -28,29 +36,12 @@ MOST_WHOLE = 256
 """Bytes of a row, at most, that a warp sums at a time where it could in slices: ``gnnc::kMostWhole``."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchText:
-    """A launch as the program says it.
-
-    Attributes:
-        grid: text of the number of blocks.
-        values: texts of its arguments; one that begins with a star stands for several.
-        count: number of its arguments.
-    """
-
-    grid: str
-    values: tuple[str, ...]
-    count: int
-
-
 class CudaEmitter(Emitter):
     """An emitter that knows the program's kernels.
 
     Attributes:
         unit: the kernels.
-        launches: every launch, in order.
         watch: where kernels report NaN and infinity.
-        is_launches: whether nothing but our own launches reads what our launches write.
         weighted: nodes whose rows of codes hold their weights, where there is room (``gnnc::weight_place``).
         by_stretch: columns, and the sums over them that may go through a table by stretch.
     """
@@ -58,11 +49,9 @@ class CudaEmitter(Emitter):
     def __init__(self, graph_module: GraphModule, *, check_finite: bool, offline: bool) -> None:
         super().__init__(graph_module, check_finite=check_finite)
         self.unit = Unit()
-        self.launches: list[LaunchText] = []
-        self.is_launches = True
         self.weighted: set[Node] = set()
+        self._aligned: set[Expr] = set()
         self.by_stretch: dict[Node, set[Node]] = {}
-        self._written: set[str] = set()
         self.watch = Watch(offline=offline)
 
     @staticmethod
@@ -85,50 +74,25 @@ class CudaEmitter(Emitter):
         dtype, gathered = node.meta["val"].dtype, not self.is_read_in_order(node)
         return self.padded(width, dtype, gathered=gathered, by_stretch=self.is_summed_by_stretch(node))
 
-    def prelude(self) -> list[str]:
-        """The stream that everything of a call runs on."""
-        return ["stream = arena.stream"]
+    def prelude(self) -> list[Let]:
+        """Return the assignment of the stream that everything of a call runs on."""
+        return [Let("stream", Expr("arena.stream"))]
 
-    @staticmethod
-    def is_launch(text: str) -> bool:
-        """Whether a statement is a launch."""
-        return _LAUNCH.match(text) is not None
-
-    @staticmethod
-    def recorded(text: str) -> str:
-        """Return a statement with its launch, if it is one, noted in ``recorded`` instead of made."""
-        return _LAUNCH.sub(r"\1.record(\2, recorded, ", text)
-
-    def line(self, text: str) -> None:
-        """Append one statement; note whether torch reads in it what a launch has written."""
-        super().line(text)
-        name, _, value = text.partition(" = ")
-        if self.is_launch(text) or not (name == text or value):
-            return
-        if value.startswith(_ALLOCATIONS):
-            self._written.add(name)
-            return
-        read = set(_NAMES.findall(value or text))
-        if any(_REGION.fullmatch(each) or each in self._written for each in read):
-            if _VIEW.fullmatch(value):
-                self._written.add(name)
-            else:
-                self.is_launches = False
-
-    def matrix(self, node: Node, width: int | None = None) -> str:
+    def matrix(self, node: Node, width: int | None = None) -> Expr:
         """As the common emitter's; rows of given tensors start where kernels can load 16 bytes."""
         base = self._base(node)
-        text = super().matrix(node, width)
+        rows = super().matrix(node, width)
         key = width_of(node) if width is None else width
-        value = self._value(base)
-        if _is_given(base) and not text.startswith("a_"):
-            text = value.matrix[key] = self._assign("a", f"{self.bind(aligned, 'aligned')}({text})")
-        return text
+        if _is_given(base) and rows not in self._aligned:
+            rows = self.let_call("a", self.bind(aligned, "aligned"), [rows])
+            self._aligned.add(rows)
+            self._value(base).matrix[key] = rows
+        return rows
 
     def row_stride(self, node: Node, width: int | None = None) -> int:
         """Return the elements from one row of ``matrix(node, width)`` to the next."""
         width = width_of(node) if width is None else width
-        buffer = self._ours(self._base(node))
+        buffer = self._arena_buffer(self._base(node))
         if buffer is not None and buffer.shape[1] == width:
             return int(buffer.stride)
         is_codes = self._base(node).meta["val"].dtype == torch.int8
@@ -137,7 +101,7 @@ class CudaEmitter(Emitter):
     def holds_weights(self, node: Node) -> bool:
         """Whether each row of ``matrix(node)``, of codes, holds its weight (``gnnc::weight_place``)."""
         base, width = self._base(node), width_of(node)
-        buffer = self._ours(base)
+        buffer = self._arena_buffer(base)
         has_room = width % _VECTOR > 0 and buffer is not None and buffer.stride >= round_up(width, _VECTOR)
         return has_room and base in self.weighted and width_of(base) == width
 
@@ -164,49 +128,46 @@ class CudaEmitter(Emitter):
 
         return any(sums(user) for user in node.users)
 
-    def let(self, hint: str, text: str) -> str:
-        """Return a new variable that holds the value of an expression."""
-        return self._assign(hint, text)
+    def counters(self, count: Expr) -> Expr:
+        """Return so many integers that are 0 before and after every kernel."""
+        name = self.fresh("arrived")
+        self.append(Counters(name, count))
+        return variable(name)
 
     def launch(
         self,
         kernel: str,
-        grid: str,
-        values: list[str],
+        grid: Operand,
+        values: Sequence[Argument],
         *,
         block: int = BLOCK,
         shared: int = 0,
-        count: int | None = None,
     ) -> None:
         """Write the launch of an instance of a kernel template.
 
         Args:
             kernel: C++ name with template arguments.
-            grid: text of the number of blocks.
-            values: texts of its eight-byte arguments.
+            grid: number of blocks.
+            values: its eight-byte arguments; pointers to memory that it writes are of ``Expr.written``.
             block: threads a block, or ``AS_COMPILED``.
             shared: bytes of dynamic shared memory.
-            count: number of the arguments, where a text stands for several.
         """
-        launch = self.unit.launch(kernel, count or len(values), block=block, shared=shared)
-        self.launches.append(LaunchText(grid, tuple(values), launch.count))
-        self.line(f"{self.bind(launch, 'launch')}({grid}, stream, {', '.join(values)})")
+        launcher = self.bind(self.unit.launch(kernel, count_of(values), block=block, shared=shared), "launch")
+        arguments = tuple(value if isinstance(value, Unpacked) else literal(value) for value in values)
+        self.append(Launch(launcher.text, literal(grid), arguments))
 
-    def watched(self, node: Node) -> list[str]:
+    def watched(self, node: Node) -> list[Operand]:
         """Return the two arguments that make a ``step::Watch`` for a node."""
         # By name: if the text of a program said where memory lies, no program would be known again.
         address = self.bind(self.watch.address, "watch")
-        return [address, str(self.watch.add(node.meta.get("layer", "")))]
+        return [address, self.watch.add(node.meta.get("layer", ""))]
 
-    def check_values(self, node: Node, name: str) -> None:
-        """Look for NaN and infinity in a tensor without waiting for the result."""
-        values = self._assign("values", f"{name}.float().contiguous()")
-        count = f"{values}.numel()"
-        self.launch(
-            "gnnc::check_finite",
-            f"min(({count} + {BLOCK - 1}) // {BLOCK}, 1024)",
-            [f"{values}.data_ptr()", count, *self.watched(node)],
-        )
+    def check_values(self, node: Node, values: Expr) -> None:
+        """Write a launch that looks for NaN and infinity in a tensor; nothing waits for the result."""
+        values = self.let("values", expr("{}.float().contiguous()", values))
+        count = expr("{}.numel()", values)
+        grid = expr("min({}, 1024)", expr("({} + {}) // {}", count, BLOCK - 1, BLOCK))
+        self.launch("gnnc::check_finite", grid, [pointer(values), count, *self.watched(node)])
 
 
 def _is_given(node: Node) -> bool:
@@ -220,9 +181,9 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % _VECTOR == 0 else tensor.clone()
 
 
-def blocks(rows: str, per_block: int) -> str:
-    """Return the text of a number of blocks."""
-    return rows if per_block == 1 else f"({rows} + {per_block - 1}) // {per_block}"
+def blocks(rows: Operand, per_block: int) -> Expr:
+    """Return the number of blocks of a launch over rows."""
+    return literal(rows) if per_block == 1 else expr("({} + {}) // {}", rows, per_block - 1, per_block)
 
 
 def round_up(number: int, unit: int) -> int:
@@ -230,9 +191,14 @@ def round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def pointer(text: str) -> str:
-    """Return the text of a tensor's address; ``None`` has address 0."""
-    return "0" if text == "None" else f"{text}.data_ptr()"
+def pointer(tensor: Expr | None) -> Expr:
+    """Return the address of a tensor, 0 for None."""
+    return Expr("0") if tensor is None else expr("{}.data_ptr()", tensor)
+
+
+def length(tensor: Expr) -> Expr:
+    """Return the size of the first dimension of a tensor."""
+    return expr("{}.shape[0]", tensor)
 
 
 def lanes_for(width: int, columns: int = 4) -> int:

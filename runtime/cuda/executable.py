@@ -3,27 +3,22 @@
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._dynamo import guards
 from torch.fx import GraphModule
 
 from gnnc.errors import BackendError
-from gnnc.ir.graph import placeholders
-from gnnc.ir.source import is_structure
+from gnnc.runtime.cuda.device import CudaBuild, CudaDevice
 from gnnc.runtime.cuda.driver.launch import enter_device
-from gnnc.runtime.cuda.driver.nvrtc import Machine, Resources, resources_of
 from gnnc.runtime.cuda.driver.thread_streams import PER_THREAD, on_own_stream
-from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
-from gnnc.runtime.cuda.formats.tables import write_give_back
 from gnnc.runtime.cuda.formats.tune import Tuned, tune
 from gnnc.runtime.cuda.graphs.cuda_graph import Fixed, Held, Recorded, Replay, launch_all
-from gnnc.runtime.cuda.graphs.recording import Recording, recording
+from gnnc.runtime.cuda.graphs.recording import Recording
+from gnnc.runtime.cuda.memory import CudaArena, CudaArenaPool
 from gnnc.runtime.program.executable import Executable, Timing
-from gnnc.runtime.program.memory import Arena, ArenaPool, Layout, OutputPool
+from gnnc.runtime.program.memory import OutputPool
 
 GRAPH_BELOW_MS = 0.3
 """Device time of a call below which launching kernels one by one would take longer than they do."""
@@ -35,119 +30,6 @@ _WAIT = 2_000_000
 _LONGEST_WAIT = 256 * _WAIT
 
 _THREAD = threading.local()
-
-
-class CudaArena(Arena):
-    """Temporaries of one running call, in memory of torch's allocator.
-
-    Attributes:
-        stream: handle of the stream whose kernels use them.
-        captured: whether they are part of a CUDA graph of the caller's.
-        last: what the last call took beside its inputs, if it was recorded.
-        held: the graph of calls like it, once there were two.
-    """
-
-    def __init__(self, device: torch.device, stream: int, *, captured: bool) -> None:
-        super().__init__()
-        self.stream, self.captured = stream, captured
-        self.last: Fixed | None = None
-        self.held: Held | None = None
-        self._device = device
-        self._counters: torch.Tensor | None = None
-
-    def counters(self, count: int) -> torch.Tensor:
-        """Return ``count`` integers, 0 before and after every kernel (csrc/cuda/sparse/split_rows.cuh)."""
-        if self._counters is None or self._counters.numel() < count:
-            self._counters = torch.zeros(round_up(count, 64), dtype=torch.int32, device=self._device)
-        return self._counters
-
-    def resize(self, sizes: tuple[int, ...], layout: Layout) -> None:
-        """Lay the temporaries out for these sizes; buffers only grow."""
-        self.last = self.held = None
-        super().resize(sizes, layout)
-
-    def hold(
-        self,
-        recorded: Sequence[Recorded],
-        patches: Sequence[tuple[int, int]],
-        fixed: Fixed | None,
-        aliases: Sequence[Any] = (),
-        scratch: Sequence[torch.Tensor] = (),
-    ) -> None:
-        """Leave a graph for calls like the one that was just recorded, if it is the second.
-
-        Args:
-            recorded: its launches.
-            patches: launch, and position among its arguments, of every address that calls differ in.
-            fixed: what it took beside its inputs; None where calls differ in more than addresses.
-            aliases: what it derived from that, which must be memory of the same tensors.
-            scratch: memory that the launches use.
-        """
-        if fixed is None or self.last is None or not fixed.is_like(self.last):
-            self.last = fixed
-        elif fixed.holds(aliases):
-            self.held = Held(recorded, patches, fixed, scratch)
-
-    def _grow(self, slot: int, nbytes: int) -> None:
-        buffer = self._buffers.get(slot)
-        if buffer is None or buffer.nbytes < nbytes:
-            self._buffers.pop(slot, None)
-            self._buffers[slot] = torch.empty(
-                -(-max(nbytes, 1) // 256) * 256, dtype=torch.uint8, device=self._device
-            )
-
-
-class CudaArenaPool(ArenaPool):
-    """Arenas by stream: kernels of one stream run in order, so that they may share memory.
-
-    A handle says which stream it is: calls on the one handle that does not run elsewhere, see ``streams``.
-    While a CUDA graph is being captured, the arena is part of that graph and nobody else's.
-
-    Attributes:
-        was_captured: whether there was such a graph since ``clear``.
-    """
-
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        super().__init__(layout)
-        self._device, self._index = device, device.index
-        self._by_stream: dict[int, list[CudaArena]] = {}
-        self.was_captured = False
-
-    def acquire(self, sizes: tuple[int, ...]) -> Arena:
-        """Return an arena laid out for these sizes, for the caller alone until released."""
-        if not torch.cuda.is_current_stream_capturing():
-            return self.acquire_idle(sizes)
-        self.was_captured = True
-        arena = CudaArena(self._device, torch._C._cuda_getCurrentRawStream(self._index), captured=True)
-        arena.resize(sizes, self._layout)
-        return arena
-
-    def acquire_idle(self, sizes: tuple[int, ...]) -> CudaArena:
-        """As ``acquire``, where it is known that no CUDA graph is being captured."""
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        try:
-            arena = self._by_stream[stream].pop()
-        except (KeyError, IndexError):
-            arena = CudaArena(self._device, stream, captured=False)
-        if arena.sizes != sizes:
-            arena.resize(sizes, self._layout)
-        return arena
-
-    def release(self, arena: Arena) -> None:
-        """Give an arena back."""
-        assert isinstance(arena, CudaArena)
-        if not arena.captured:
-            self._by_stream.setdefault(arena.stream, []).append(arena)
-
-    def clear(self) -> None:
-        """Drop the idle arenas."""
-        self._by_stream.clear()
-        self.was_captured = False
-
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes kept for later calls now."""
-        return sum(arena.nbytes for arenas in list(self._by_stream.values()) for arena in arenas)
 
 
 class CudaExecutable(Executable):
@@ -171,12 +53,13 @@ class CudaExecutable(Executable):
     ) -> None:
         self.device = device_of(graph_module)
         self._index = self.device.index
-        self.resources: dict[str, Resources] = {}
+        super().__init__(graph_module, pool, check_finite=check_finite, device=CudaDevice(self.device))
+        built: CudaBuild = self.built
+        self.recording, self.resources, self._watch = built.recording, built.resources, built.watch
         self._settled = False
         self._wait = _WAIT
-        super().__init__(graph_module, pool, check_finite=check_finite)
-        text = self.recording if cuda_graph is not False else None
-        self._replayed = None if text is None else self._as_graph(text)
+        recorded = self.recording if cuda_graph is not False else None
+        self._replayed = None if recorded is None else self._as_graph(recorded)
         self._graph_wins: bool | None = True if cuda_graph is True else None
         self._trials = 0
         self._trial: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -199,7 +82,7 @@ class CudaExecutable(Executable):
     @property
     def fingerprint(self) -> str:
         """Equal for programs that run the same machine code in the same way."""
-        return hashlib.sha256(f"{self._cubin} {self.source}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.built.code_hash} {self.source}".encode()).hexdigest()
 
     @property
     def replays(self) -> bool:
@@ -299,7 +182,9 @@ class CudaExecutable(Executable):
         Args:
             *values: as of a call; the structure among them is one that nobody else has yet.
         """
-        structure = [values[place] for place in self._structure if isinstance(values[place], torch.Tensor)]
+        structure = [
+            values[place] for place in self.built.structure if isinstance(values[place], torch.Tensor)
+        ]
         with torch.cuda.device(self.device):
             return tune(self, values, structure)
 
@@ -314,8 +199,6 @@ class CudaExecutable(Executable):
                 return outputs, marks
             self._wait *= 4
 
-    # What another device does in its own way
-
     def whole(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """As the base class says: what comes before and after the program takes memory of a stream, too."""
 
@@ -325,95 +208,6 @@ class CudaExecutable(Executable):
             return run(tensors)
 
         return call
-
-    def _emitter(self, graph_module: GraphModule, check_finite: bool) -> CudaEmitter:
-        emitter = CudaEmitter(graph_module, check_finite=check_finite, offline=False)
-        self._watch = emitter.watch
-        return emitter
-
-    def _prepare(self, emitter: Any, results: list[str]) -> None:
-        write_give_back(emitter)
-        inputs = placeholders(emitter.graph_module)
-        self._structure = [place for place, node in enumerate(inputs) if is_structure(node)]
-        machines = emitter.unit.build(self.device.index)
-        self.resources = resources_of(machines)
-        code = b"".join(hashlib.sha256(machine.cubin).digest() for machine in machines.values())
-        self._cubin = hashlib.sha256(code).hexdigest()
-        self.recording = recording(emitter, results)
-
-    def _arena_pool(self, layout: Layout) -> ArenaPool:
-        return CudaArenaPool(layout, self.device)
-
-    def _memory(self) -> dict[str, Callable[..., Any]]:
-        # On the current device, which is the program's. What programs of torch.compile allocate with: without
-        # the dispatcher it takes a third of the time of `torch.empty`.
-        new = guards._empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue]
-
-        def take(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-            return new(shape, (shape[1], 1), dtype)
-
-        empty = partial(torch.empty, device=self.device)
-        return {"take": take, "empty": empty, "counters": CudaArena.counters}
-
-    @staticmethod
-    def _clock() -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @staticmethod
-    def _seconds(before: Any, after: Any) -> float:
-        after.synchronize()
-        return before.elapsed_time(after) / 1e3
-
-    _enter_range = staticmethod(torch.cuda.nvtx.range_push)
-    _leave_range = staticmethod(torch.cuda.nvtx.range_pop)
-
-
-class OfflineExecutable(Executable):
-    """A program compiled for architectures that this machine need not have; it cannot run.
-
-    Attributes:
-        machines: the compiled code by architecture, and by the C++ name of a kernel in it.
-        recording: the program as calls that replay run it; None where it is not launches alone.
-    """
-
-    def __init__(
-        self,
-        graph_module: GraphModule,
-        pool: OutputPool | None = None,
-        *,
-        check_finite: bool = True,
-        cuda_graph: bool | str = "auto",
-        architectures: tuple[str, ...],
-    ) -> None:
-        self._architectures = architectures
-        self.machines: dict[str, dict[str, Machine]] = {}
-        super().__init__(graph_module, pool, check_finite=check_finite)
-
-    def __call__(self, *values: Any) -> tuple[Any, ...]:
-        """Refuse to run.
-
-        Raises:
-            BackendError: always.
-        """
-        raise BackendError(
-            "backend 'cuda-offline' compiles for a device that is not here: compile with backend='cuda' on a "
-            "machine that has one to run the model"
-        )
-
-    def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:
-        """Refuse to run."""
-        return self(*values), []
-
-    def _emitter(self, graph_module: GraphModule, check_finite: bool) -> CudaEmitter:
-        return CudaEmitter(graph_module, check_finite=check_finite, offline=True)
-
-    def _prepare(self, emitter: Any, results: list[str]) -> None:
-        self.unit = emitter.unit
-        self.recording = recording(emitter, results)
-        if emitter.unit.names:
-            self.machines = {name: emitter.unit.compile(name) for name in self._architectures}
 
 
 def device_of(graph_module: GraphModule) -> torch.device:

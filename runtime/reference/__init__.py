@@ -7,6 +7,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from gnnc.runtime.program.checks import check_finite
 from gnnc.runtime.program.emitter import Emitter, may_alias
+from gnnc.runtime.program.launches import expr, variable
 from gnnc.runtime.registry import kernel
 
 _SCALE = "gnnc.scale.default"
@@ -25,17 +26,18 @@ class Reference:
     def emit(plan: None, node: Node, emitter: Emitter) -> None:
         """Write ``v = target(arguments)``."""
         arguments = [emitter.argument(arg) for arg in node.args]
-        arguments += [f"{name}={emitter.argument(arg)}" for name, arg in node.kwargs.items()]
+        keywords = {name: emitter.argument(arg) for name, arg in node.kwargs.items()}
         name = emitter.fresh("v")
-        emitter.line(f"{name} = {emitter.bind(_callable(node, emitter), 'op')}({', '.join(arguments)})")
+        emitter.call(emitter.bind(_callable(node, emitter), "op"), arguments, keywords, result=name)
+        result = variable(name)
         held = emitter.hold(node.all_input_nodes) if may_alias(node) else ()
-        emitter.define(node, name, holds=held)
+        emitter.define(node, result, holds=held)
         for index, user in enumerate(emitter.outputs(node)):
             if user is not None and user is not node:
-                emitter.define(user, f"{name}[{index}]", holds=held)
+                emitter.define(user, expr("{}[{}]", result, index), holds=held)
         if emitter.check_finite and str(node.target) in (_SCALE, _QUANTIZE):
-            watched = name if str(node.target) == _SCALE else arguments[0]
-            emitter.check_values(node, watched)
+            scaled = result if str(node.target) == _SCALE else arguments[0]
+            emitter.check_values(node, scaled)
 
 
 def _callable(node: Node, emitter: Emitter) -> Any:

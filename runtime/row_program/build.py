@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from gnnc.ir.row_local import RowOp, Step, linearize
-from gnnc.runtime.program.emitter import expression
+from gnnc.runtime.program.sizes import expression
 from gnnc.runtime.registry import Decline
 from gnnc.runtime.row_program.opcodes import Op
 

@@ -15,13 +15,15 @@ import torch
 from backend_models import MODELS, WIDTH, given
 from cuda_cases import on_device
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch_geometric.nn.models import GCN, GraphSAGE
 
 import gnnc
 from gnnc.passes.quantize import Quantize
 from gnnc.runtime import backend
-from gnnc.runtime.program.executable import Executable
+from gnnc.runtime.program import executable
+from gnnc.runtime.program.emitter import Emitter
+from gnnc.runtime.program.launches import Expr
 from gnnc.target import CUDA_NARROW_ROWS
 
 pytestmark = pytest.mark.cuda
@@ -47,20 +49,23 @@ def stored_by(node: Node) -> Iterator[Node]:
     yield from (each for each in (node, *picked) if holds_codes(each))
 
 
-def looking(kind: type[Executable], keep: Keep) -> type[Executable]:
-    """Executables of this kind whose programs hand all codes to ``keep``, by the name of their node."""
+def looking(keep: Keep) -> Callable[[GraphModule, Emitter], list[Expr]]:
+    """Return a writer of programs that hand all quantized values to ``keep``, by the name of their node."""
+    write_statements = executable.write_statements
 
-    def prepare(self: Executable, emitter: Any, results: list[str]) -> None:
-        kind._prepare(self, emitter, results)
-        steps = {node: step for step, node in enumerate(emitter.graph_module.graph.nodes)}
+    def write(graph_module: GraphModule, emitter: Emitter) -> list[Expr]:
+        results = write_statements(graph_module, emitter)
+        steps = {node: step for step, node in enumerate(graph_module.graph.nodes)}
         written, emitter.body = emitter.body, []
-        for node, lines in groupby(written, key=lambda line: line[1]):
-            emitter.body += lines
-            for each in stored_by(node):
+        for node, statements in groupby(written, key=lambda pair: pair[1]):
+            assert node is not None
+            emitter.body += statements
+            for value in stored_by(node):
                 emitter.enter(steps[node], node)
-                emitter.line(f"{emitter.bind(keep, 'keep')}({each.name!r}, {emitter.matrix(each)})")
+                emitter.call(emitter.bind(keep, "keep"), [Expr(repr(value.name)), emitter.matrix(value)])
+        return results
 
-    return type("Looking", (kind,), {"_prepare": prepare})
+    return write
 
 
 @pytest.fixture
@@ -86,10 +91,10 @@ def looked_at(kept: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
                 "tensor_scales": given.name != "cpu",
                 "joint_products": given.name == "cpu",
             }
-            target = replace(given.target, **alike)
-            return replace(given, target=target, executable=looking(given.executable, keep))
+            return replace(given, target=replace(given.target, **alike))
 
         monkeypatch.setattr(backend, name, changed)
+    monkeypatch.setattr(executable, "write_statements", looking(keep))
 
 
 def run(name: str, backend: str, *, static: bool = False, of_tensors: bool = False) -> None:

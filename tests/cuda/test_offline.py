@@ -18,7 +18,7 @@ from gnnc.runtime.cuda.driver.cubin import waiting_kernels
 from gnnc.runtime.cuda.driver.nan_flag import Watch
 from gnnc.runtime.cuda.driver.nvrtc import compiler_version
 from gnnc.runtime.cuda.emitter import CudaEmitter
-from gnnc.runtime.cuda.executable import OfflineExecutable
+from gnnc.runtime.cuda.offline import OfflineExecutable
 
 pytestmark = pytest.mark.usefixtures("compiler")
 ATTENTION = ("gatv2", "transformer")

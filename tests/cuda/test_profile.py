@@ -10,6 +10,7 @@ from cuda_cases import on_device
 import gnnc
 from gnnc.errors import BackendError
 from gnnc.runtime.cuda import executable
+from gnnc.runtime.cuda.device import CudaDevice
 from gnnc.runtime.cuda.driver.launch import Launch
 from gnnc.runtime.cuda.executable import CudaExecutable
 
@@ -25,8 +26,8 @@ def compiled_and_inputs(name: str = "GCN", **options: Any) -> tuple[gnnc.Compile
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the ranges that were entered, and an empty one for each that was left."""
     heard: list[str] = []
-    monkeypatch.setattr(CudaExecutable, "_enter_range", staticmethod(heard.append))
-    monkeypatch.setattr(CudaExecutable, "_leave_range", staticmethod(lambda: heard.append("")))
+    monkeypatch.setattr(CudaDevice, "enter_range", staticmethod(heard.append))
+    monkeypatch.setattr(CudaDevice, "leave_range", staticmethod(lambda: heard.append("")))
     return heard
 
 
@@ -49,9 +50,14 @@ def test_the_text_has_the_time_and_the_part_of_the_floor_of_every_kernel(name: s
     assert sum(float(time) for time, _ in rows) == pytest.approx(float(total[0]), abs=0.0006 * len(rows))
 
 
-def test_ranges_are_those_of_nvtx() -> None:
-    assert CudaExecutable._enter_range is torch.cuda.nvtx.range_push
-    assert CudaExecutable._leave_range is torch.cuda.nvtx.range_pop
+def test_ranges_are_those_of_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", called.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: called.append("pop"))
+    device = CudaDevice(torch.device("cuda", 0))
+    device.enter_range("convs.0 gemm")
+    device.leave_range()
+    assert called == ["convs.0 gemm", "pop"]
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import is_structure
-from gnnc.runtime.cuda.emitter import CudaEmitter, round_up
+from gnnc.runtime.cuda.emitter import CudaEmitter, pointer, round_up
 from gnnc.runtime.cuda.formats.run_table import BEGUN, Cut, Runs, chunk_of, model_runs, multiprocessors_of
 from gnnc.runtime.cuda.formats.sort import padded_columns, rows_of
 from gnnc.runtime.cuda.formats.tensor_cache import BUILDING, drop, found, kept, launching, values_kept
@@ -21,7 +21,13 @@ from gnnc.runtime.cuda.formats.window_table import (
     staged_cut_for,
     window_rows,
 )
-from gnnc.runtime.program.executable import listed
+from gnnc.runtime.program.launches import Argument, Expr, Operand, Unpacked, expr, tuple_of
+
+_RUN_FIELDS = 6
+"""Number of ``RunTable.fields``."""
+
+_STAGED_FIELDS = 7
+"""Number of ``SumTable.staged_fields``."""
 
 
 class RunTable:
@@ -93,7 +99,7 @@ class SumTable:
     def __init__(self, table: RunTable | StagedTable) -> None:
         self.slots, self.tensors = table.slots, table.tensors
         self.blocks = self.staged_blocks = 0
-        self.fields, self.staged_fields = (0,) * (RUNS_EXTRA + 1), (0,) * (STAGED_EXTRA + 1)
+        self.fields, self.staged_fields = (0,) * _RUN_FIELDS, (0,) * _STAGED_FIELDS
         if isinstance(table, StagedTable):
             self.staged_blocks, self.staged_fields = table.blocks, table.fields
         else:
@@ -207,19 +213,19 @@ def destinations(rowptr: Tensor, edges: int) -> Tensor:
     return kept(rowptr, "destinations", build)
 
 
-def write_columns(emitter: CudaEmitter, text: str) -> str:
-    """Write what makes columns fit for kernels that read them in fours; return the variable's name."""
-    return emitter.let("col", f"{emitter.bind(in_fours, 'in_fours')}({text})")
+def write_columns(emitter: CudaEmitter, col: Expr) -> Expr:
+    """Write the call that makes columns fit for kernels that read them in fours; return the columns."""
+    return emitter.let_call("col", emitter.bind(in_fours, "in_fours"), [col])
 
 
-def write_runs(emitter: CudaEmitter, rowptr: str, edges: str, row_bytes: int) -> str:
-    """Write the run table for kernels that gather rows of so many bytes; return the variable's name."""
-    return emitter.let("runs", f"{emitter.bind(runs_of, 'runs_of')}({rowptr}, {edges}, {row_bytes})")
+def write_runs(emitter: CudaEmitter, rowptr: Expr, edges: Operand, row_bytes: int) -> Expr:
+    """Write the run table for kernels that gather rows of so many bytes; return the table."""
+    return emitter.let_call("runs", emitter.bind(runs_of, "runs_of"), [rowptr, edges, row_bytes])
 
 
-def write_sums(emitter: CudaEmitter, rowptr: str, col: str, sources: str, row_bytes: int) -> str:
-    """Write the tables for sums of rows of x of so many bytes; return the variable's name."""
-    return emitter.let("runs", f"{emitter.bind(sums_of, 'sums_of')}({rowptr}, {col}, {sources}, {row_bytes})")
+def write_sums(emitter: CudaEmitter, rowptr: Expr, col: Expr, sources: Operand, row_bytes: int) -> Expr:
+    """Write the tables for sums of rows of x of so many bytes; return the tables."""
+    return emitter.let_call("runs", emitter.bind(sums_of, "sums_of"), [rowptr, col, sources, row_bytes])
 
 
 def write_give_back(emitter: CudaEmitter) -> None:
@@ -232,37 +238,34 @@ def write_give_back(emitter: CudaEmitter) -> None:
             emitter.enter(len(nodes), next(node for node in reversed(nodes) if node in sums))
             others = [node for node in structure if node is not col]
             rows = [node for node in others if set(node.users) <= sums]
-            lists = [f"({listed(map(emitter.exact, nodes))})" for nodes in (others, rows)]
-            called = emitter.bind(give_back, "give_back")
-            emitter.let("nothing", f"{called}({emitter.exact(col)}, {', '.join(lists)})")
+            lists = [tuple_of(map(emitter.exact, nodes)) for nodes in (others, rows)]
+            function = emitter.bind(give_back, "give_back")
+            emitter.let_call("nothing", function, [emitter.exact(col), *lists])
 
 
-def write_staging(emitter: CudaEmitter, runs: str, words: int, slices: int = 1) -> list[str]:
-    """Write where parts of rows of so many words wait; return the texts of a ``gnnc::Staging``.
+def write_staging(emitter: CudaEmitter, runs: Expr, words: int, slices: int = 1) -> list[Argument]:
+    """Write the allocation of a staging buffer for parts of rows; return the fields of a ``gnnc::Staging``.
 
-    ``slices``: into which a row may be cut.
+    Args:
+        emitter: the program under construction.
+        runs: the run table.
+        words: 4-byte words of a part.
+        slices: number of slices that a row may be cut into.
     """
-    kind = emitter.bind(torch.float32, "dtype")
-    memory = emitter.let("staging", f"empty(({runs}.slots * {words},), dtype={kind})")
-    arrived = emitter.let("arrived", f"counters(arena, {runs}.slots * {slices})")
-    return [f"{memory}.data_ptr()", f"{arrived}.data_ptr()"]
+    memory = emitter.empty("staging", [expr("{}.slots * {}", runs, words)], torch.float32)
+    arrived = emitter.counters(expr("{}.slots * {}", runs, slices))
+    return [pointer(memory.written), pointer(arrived.written)]
 
 
-def runs_arguments(rowptr: str, col: str, runs: str) -> list[str]:
-    """Return the texts of the arguments that make a ``gnnc::Runs``."""
-    return [f"{rowptr}.data_ptr()", f"{col}.data_ptr()", f"*{runs}.fields"]
+def runs_arguments(rowptr: Expr, col: Expr, runs: Expr) -> list[Argument]:
+    """Return the arguments that make a ``gnnc::Runs``."""
+    return [pointer(rowptr), pointer(col), Unpacked(expr("{}.fields", runs), _RUN_FIELDS)]
 
 
-def staged_arguments(rowptr: str, runs: str) -> list[str]:
-    """Return the texts of the arguments that make a ``gnnc::StagedRuns``."""
-    return [f"{rowptr}.data_ptr()", f"*{runs}.staged_fields"]
+def staged_arguments(rowptr: Expr, runs: Expr) -> list[Argument]:
+    """Return the arguments that make a ``gnnc::StagedRuns``."""
+    return [pointer(rowptr), Unpacked(expr("{}.staged_fields", runs), _STAGED_FIELDS)]
 
 
 KEPT = (in_fours, in_order, destinations, runs_of, sums_of)
 """Functions whose results live as long as the tensors that they were made of."""
-
-RUNS_EXTRA = 5
-"""Arguments that ``*runs.fields`` stands for, beyond one."""
-
-STAGED_EXTRA = 6
-"""The same of ``*runs.staged_fields``."""

@@ -6,27 +6,39 @@ launches) was worked out by an earlier call and stands in the graph that it left
 ``replay.Held``; such a call runs the few lines that depend on its inputs, and hands over addresses.
 """
 
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.fx import Node
 
 from gnnc.ir.source import source_of
-from gnnc.runtime.cuda.emitter import CudaEmitter, LaunchText
+from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.formats.tables import KEPT
-from gnnc.runtime.program.executable import listed, program
-
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*) = (\w*)(.*)")
+from gnnc.runtime.program.executable import program
+from gnnc.runtime.program.launches import (
+    Allocate,
+    Assignment,
+    Call,
+    Counters,
+    Expr,
+    Launch,
+    Statement,
+    Take,
+    Unpacked,
+    View,
+    count_of,
+    listed,
+    tuple_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A program that calls ``launch.record`` and, at its end, ``replay``; or ``again`` with what is held.
+    """Recording form of a program: it calls ``launch.record``, and ``replay`` or ``again`` at its end.
 
     Attributes:
-        source: its text.
+        source: text of the program.
         patches: launch, and position among its arguments, of every address that a call brings.
     """
 
@@ -36,104 +48,122 @@ class Recording:
 
 @dataclass(slots=True)
 class _Parts:
-    """The parts of a program, as texts.
+    """The statements of a program, sorted by whether they depend on the inputs of a call.
 
     Attributes:
-        key: what must be equal to the earlier call's: addresses of weights and constants, plain values.
+        key: expressions that must equal the earlier call's: addresses of weights and constants, plain values.
         structure: tensors that must be the same objects.
         fresh: variables that depend on the inputs.
-        fixed: the assignment of every other variable, by name.
-        scratch: those of them that hold memory for the launches alone.
-        kept: those of them that live as long as the structure.
-        lines: the assignments to fresh variables.
-        patches: launch, position among its arguments, and text of each argument that is fresh.
-        read: fixed variables that launches read, or that something kept was made of.
+        fixed: the statement that sets every other variable, by name.
+        scratch: fixed variables that hold memory for the launches alone.
+        cached: fixed variables that live as long as the structure.
+        statements: the statements that set fresh variables.
+        patches: launch, position among its arguments, and expression of each argument that is fresh.
+        read: fixed variables that launches read, or that something cached was made of.
     """
 
     key: list[str] = field(default_factory=list)
     structure: list[str] = field(default_factory=list)
     fresh: set[str] = field(default_factory=set)
-    fixed: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, Statement] = field(default_factory=dict)
     scratch: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    patches: list[tuple[int, int, str]] = field(default_factory=list)
+    cached: list[str] = field(default_factory=list)
+    statements: list[Statement] = field(default_factory=list)
+    patches: list[tuple[int, int, Expr]] = field(default_factory=list)
     read: dict[str, None] = field(default_factory=dict)
 
-    def depends(self, text: str) -> bool:
-        """Whether an expression depends on the inputs."""
-        return not self.fresh.isdisjoint(_NAME.findall(text))
+    def depends(self, names: Iterable[str]) -> bool:
+        """Return whether one of these variables depends on the inputs."""
+        return not self.fresh.isdisjoint(names)
 
-    def note_read(self, text: str) -> None:
-        """Remember the fixed variables of an expression."""
-        self.read.update(dict.fromkeys(name for name in _NAME.findall(text) if name in self.fixed))
+    def note_read(self, names: Iterable[str]) -> None:
+        """Remember those of these variables that are fixed."""
+        self.read.update(dict.fromkeys(name for name in names if name in self.fixed))
 
     @property
     def aliases(self) -> list[str]:
         """Variables that must be memory of fixed tensors, not copies of it that die with the call."""
-        return [name for name in self.read if name not in self.scratch and name not in self.kept]
+        return [name for name in self.read if name not in self.scratch and name not in self.cached]
 
     @property
-    def again(self) -> list[str]:
-        """The assignments that a call runs: to what is fresh, and to what that is made of."""
-        needed: list[str] = []
-        pending = list(reversed(self.lines))
+    def again(self) -> list[Statement]:
+        """The statements that a call runs: those of fresh variables, and those that they depend on."""
+        needed: list[Statement] = []
+        pending = list(self.statements)
         while pending:
-            text = pending.pop(0)
-            if text not in needed:
-                needed.append(text)
-                names = _NAME.findall(text.partition(" = ")[2])
-                pending += [self.fixed[name] for name in names if name in self.fixed]
-        order = [*self.fixed.values(), *self.lines]
-        return [text for text in order if text in needed]
+            statement = pending.pop()
+            if statement not in needed:
+                needed.append(statement)
+                pending += [self.fixed[name] for name in statement.reads if name in self.fixed]
+        order = [*self.fixed.values(), *self.statements]
+        return [statement for statement in order if statement in needed]
 
 
-def recording(emitter: CudaEmitter, results: list[str]) -> Recording | None:
-    """Return the recording form of a program; None where it is more than launches.
+def recording(emitter: CudaEmitter, results: list[Expr]) -> Recording | None:
+    """Return the recording form of a program; None where torch reads or writes memory of launches.
 
     Args:
         emitter: has written the program.
-        results: texts of the outputs.
+        results: the outputs.
     """
-    if not emitter.is_launches:
+    body = [statement for statement, _ in emitter.body]
+    if not _is_launches_alone(body, emitter.memory.names):
         return None
-    parts = _split(emitter, results)
-    outputs = f"({listed(results)})"
-    body = ["recorded = []", *[emitter.recorded(text) for text, _ in emitter.body]]
+    parts = _split(emitter, body, results)
+    outputs = tuple_of(results).text
+    lines = ["recorded = []", *[s.recorded if isinstance(s, Launch) else s.text for s in body]]
     if parts is None:
-        return Recording(program(emitter, [*body, "replay(recorded, arena, None)"], outputs), ())
+        return Recording(program(emitter, [*lines, "replay(recorded, arena, None)"], outputs), ())
     memory = f"({listed(parts.aliases)}), ({listed(parts.scratch)})"
     key = f"({listed(parts.key)})"
     same = [f"held.structure[{i}]() is {name}" for i, name in enumerate(parts.structure)]
     early = [
         "held = arena.held",
         f"if {' and '.join(['held is not None', f'held.key == {key}', *same])}:",
-        *[f"    {line}" for line in parts.again],
-        f"    again(arena, held, ({listed(text for _, _, text in parts.patches)}))",
+        *[f"    {statement.text}" for statement in parts.again],
+        f"    again(arena, held, ({listed(address.text for _, _, address in parts.patches)}))",
         f"    return {outputs}",
         f"fixed = Fixed({key}, ({listed(parts.structure)}))",
     ]
     late = f"replay(recorded, arena, fixed, {memory})"
     return Recording(
-        program(emitter, [*early, *body, late], outputs),
+        program(emitter, [*early, *lines, late], outputs),
         tuple((number, position) for number, position, _ in parts.patches),
     )
 
 
-def _split(emitter: CudaEmitter, results: list[str]) -> _Parts | None:
-    """Sort the lines of a program; None where calls may differ in more than addresses."""
+def _is_launches_alone(body: Iterable[Statement], temporaries: Iterable[str]) -> bool:
+    """Return whether nothing but launches reads or writes the memory that launches write.
+
+    A recorded program makes its launches at its end, when all other statements have run.
+    """
+    memory = set(temporaries)
+    for statement in body:
+        if isinstance(statement, Take | Allocate | Counters):
+            memory.add(statement.result)
+        elif isinstance(statement, Launch) or memory.isdisjoint(statement.reads):
+            continue
+        elif isinstance(statement, View):
+            memory.add(statement.result)
+        else:
+            return False
+    return True
+
+
+def _split(emitter: CudaEmitter, body: Iterable[Statement], results: list[Expr]) -> _Parts | None:
+    """Sort the statements of a program; None where calls may differ in more than addresses."""
     parts = _Parts()
     for node in emitter.graph_module.graph.find_nodes(op="placeholder"):
-        _sort_input(parts, node, emitter.exact(node))
+        _sort_input(parts, node, emitter.exact(node).text)
     launches = 0
-    for text, _ in emitter.body:
-        if emitter.is_launch(text):
-            if not _sort_launch(parts, emitter.launches[launches], launches):
+    for statement in body:
+        if isinstance(statement, Launch):
+            if not _sort_launch(parts, statement, launches):
                 return None
             launches += 1
-        elif not _sort_line(parts, emitter, text):
+        elif not _sort_statement(parts, emitter, statement):
             return None
-    return None if any(name in parts.fixed for text in results for name in _NAME.findall(text)) else parts
+    return None if any(name in parts.fixed for result in results for name in result.reads) else parts
 
 
 def _sort_input(parts: _Parts, node: Node, name: str) -> None:
@@ -148,39 +178,38 @@ def _sort_input(parts: _Parts, node: Node, name: str) -> None:
         parts.key += [f"{name}.data_ptr()", f"{name}.is_contiguous()"]
 
 
-def _sort_line(parts: _Parts, emitter: CudaEmitter, text: str) -> bool:
-    """Sort an assignment in; whether it is one."""
-    match = _ASSIGNMENT.fullmatch(text)
-    if match is None:
+def _sort_statement(parts: _Parts, emitter: CudaEmitter, statement: Statement) -> bool:
+    """Sort a statement in; return whether it sets a variable to what a later call may use again."""
+    if not isinstance(statement, Assignment | Call) or statement.result is None:
         return False
-    name, function, rest = match.groups()
-    if function == "take" or parts.depends(function + rest):
-        if not set(parts.scratch).isdisjoint(_NAME.findall(function + rest)):
-            return False  # the memory that it is a view of would be another one in every call
+    name = statement.result
+    if isinstance(statement, Take) or parts.depends(statement.reads):
+        if not set(parts.scratch).isdisjoint(statement.reads):
+            return False  # a view of scratch memory, which is another one in every call
         parts.fresh.add(name)
-        parts.lines.append(text)
+        parts.statements.append(statement)
         return True
-    parts.fixed[name] = text
-    if function in ("empty", "counters"):
+    parts.fixed[name] = statement
+    if isinstance(statement, Allocate | Counters):
         parts.scratch.append(name)
-    elif any(emitter.constants.get(function) is kept for kept in KEPT):
-        parts.kept.append(name)
-        parts.note_read(rest)
+    elif isinstance(statement, Call) and emitter.constants[statement.function] in KEPT:
+        parts.cached.append(name)
+        parts.note_read(statement.reads)
     return True
 
 
-def _sort_launch(parts: _Parts, launch: LaunchText, number: int) -> bool:
-    """Sort a launch in; whether inputs are no more than single arguments of it."""
-    if parts.depends(launch.grid):
+def _sort_launch(parts: _Parts, launch: Launch, number: int) -> bool:
+    """Sort a launch in; return whether the inputs are no more than single arguments of it."""
+    if parts.depends(launch.grid.reads):
         return False
     position = 0
-    for text in launch.values:
-        is_several = text.startswith("*")
-        if not parts.depends(text):
-            parts.note_read(text)
-        elif is_several:
+    for argument in launch.arguments:
+        value = argument.of if isinstance(argument, Unpacked) else argument
+        if not parts.depends(value.reads):
+            parts.note_read(value.reads)
+        elif isinstance(argument, Unpacked):
             return False
         else:
-            parts.patches.append((number, position, text))
-        position += launch.count - len(launch.values) + 1 if is_several else 1
+            parts.patches.append((number, position, value))
+        position += count_of([argument])
     return True

@@ -4,9 +4,8 @@ import torch
 from torch.fx import Node
 
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
-from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, round_up
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, length, pointer, round_up
 from gnnc.runtime.cuda.formats.tables import (
-    RUNS_EXTRA,
     destinations,
     runs_arguments,
     write_columns,
@@ -17,7 +16,8 @@ from gnnc.runtime.cuda.kernels.edge_body import write_body
 from gnnc.runtime.cuda.kernels.epilogue import literal, truth, write_epilogue
 from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, gathered_rows, packed_width
 from gnnc.runtime.plans import attention
-from gnnc.runtime.program.emitter import shape_of
+from gnnc.runtime.program.launches import Argument, Expr, count_of, expr
+from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of
 
@@ -47,37 +47,33 @@ class Attend:
         """Write the launches: logits of dot products, the sums, weights where they are read."""
         rowptr = argument_of(node, plan.rowptr)
         rows = shape_of(rowptr)[0] - 1
-        pointer = emitter.vector(rowptr)
+        starts = emitter.vector(rowptr)
         col = write_columns(emitter, emitter.vector(argument_of(node, plan.col)))
         x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, plan.heads)
-        scale = "0"
-        if plan.x_scale is not None:
-            scale = f"{emitter.vector(argument_of(node, plan.x_scale))}.data_ptr()"
+        scale = None if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
         additive = plan.kind == _ADD
-        ends = ["0", "0"]
+        ends = [None, None]
         if additive:
-            ends = [f"{_dense(emitter, node, i, plan.heads)}.data_ptr()" for i in (plan.a_src, plan.a_dst)]
-        edge = _edge_term(plan, node, emitter, pointer, col)
-        runs = write_runs(emitter, pointer, f"{col}.shape[0]", x.nbytes)
+            ends = [_dense(emitter, node, i, plan.heads) for i in (plan.a_src, plan.a_dst)]
+        edge = _edge_term(plan, node, emitter, starts, col)
+        runs = write_runs(emitter, starts, length(col), x.nbytes)
         alpha = None if plan.alpha is None else emitter.outputs(node)[plan.alpha]
         weights = None if alpha is None else emitter.allocate(alpha, dense=True)
-        stats = "0"
+        stats = None
         if weights is not None:
-            stats = f"{emitter.scratch(rows, 2 * plan.heads, torch.float32, flat=True)}.data_ptr()"
+            stats = emitter.scratch(rows, 2 * plan.heads, torch.float32, flat=True).written
         epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width)
         words = round_up(x.columns, 4) + round_up(2 * plan.heads, 4)
-        given = [*runs_arguments(pointer, col, runs), f"{x.text}.data_ptr()", str(x.stride), scale, *ends]
-        given += ["0" if edge is None else f"{edge}.data_ptr()", stats]
+        given = [*runs_arguments(starts, col, runs), pointer(x.tensor), x.stride]
+        given += map(pointer, (scale, *ends, edge, stats))
         given += write_staging(emitter, runs, words)
-        count = len(given) + RUNS_EXTRA
         config = _config(plan, node, emitter, additive, edge is not None)
-        kernel, total = f"gnnc::attention<{config}, {epilogue}>", count + len(values)
-        emitter.unit.expect(kernel, "AttentionArgs", count)
-        emitter.launch(kernel, f"{runs}.blocks", [*given, *values], block=AS_COMPILED, count=total)
+        kernel, grid = f"gnnc::attention<{config}, {epilogue}>", expr("{}.blocks", runs)
+        emitter.unit.expect(kernel, "AttentionArgs", count_of(given))
+        emitter.launch(kernel, grid, [*given, *values], block=AS_COMPILED)
         if weights is not None:
             kernel = f"gnnc::attention_weights<{config}>"
-            values = [*given, f"{weights}.data_ptr()"]
-            emitter.launch(kernel, f"{runs}.blocks", values, block=AS_COMPILED, count=count + 1)
+            emitter.launch(kernel, grid, [*given, pointer(weights.written)], block=AS_COMPILED)
 
 
 def _config(plan: attention.Plan, node: Node, emitter: CudaEmitter, additive: bool, edge: bool) -> str:
@@ -94,12 +90,14 @@ def _config(plan: attention.Plan, node: Node, emitter: CudaEmitter, additive: bo
     )
 
 
-def _dense(emitter: CudaEmitter, node: Node, index: int | None, width: int) -> str:
+def _dense(emitter: CudaEmitter, node: Node, index: int | None, width: int) -> Expr:
     assert index is not None
     return emitter.dense(argument_of(node, index), width)
 
 
-def _edge_term(plan: attention.Plan, node: Node, emitter: CudaEmitter, rowptr: str, col: str) -> str | None:
+def _edge_term(
+    plan: attention.Plan, node: Node, emitter: CudaEmitter, rowptr: Expr, col: Expr
+) -> Expr | None:
     """Return what is added to an edge's logits; for dot products these are all of them."""
     edge = None if plan.edge is None else _dense(emitter, node, plan.edge, plan.heads)
     if plan.kind != _DOT:
@@ -108,7 +106,7 @@ def _edge_term(plan: attention.Plan, node: Node, emitter: CudaEmitter, rowptr: s
     ends = {"i0": argument_of(node, plan.a_dst), "j0": argument_of(node, plan.a_src)}
     operands = {name: value.meta["val"] for name, value in ends.items()}
     strides = {name: emitter.row_stride(value) for name, value in ends.items()}
-    texts = {name: emitter.matrix(value) for name, value in ends.items()}
+    rows = {name: emitter.matrix(value) for name, value in ends.items()}
     body = "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [-1]); "
     body += f"t2 = aten.mul.Tensor(t1, {float(plan.scale)!r}); "
     if edge is None:
@@ -116,16 +114,15 @@ def _edge_term(plan: attention.Plan, node: Node, emitter: CudaEmitter, rowptr: s
     else:
         assert plan.edge is not None
         operands["e0"] = argument_of(node, plan.edge).meta["val"]
-        strides["e0"], texts["e0"] = plan.heads, edge
+        strides["e0"], rows["e0"] = plan.heads, edge
         body += "t3 = aten.add.Tensor(t2, e0); return t3"
     functor = write_body(body, operands, strides)
     name = emitter.unit.struct("Body", functor.text)
-    kept = emitter.bind(destinations, "destinations")
-    rows = emitter.let("rows", f"{kept}({rowptr}, {col}.shape[0])")
-    kind = emitter.bind(torch.float32, "dtype")
-    logits = emitter.let("logits", f"empty(({col}.shape[0] * {plan.heads},), dtype={kind})")
-    values = [f"{rows}.data_ptr()", f"{col}.data_ptr()", f"{logits}.data_ptr()", f"{col}.shape[0]"]
-    values += [f"{texts[operand]}.data_ptr()" for operand in functor.operands]
-    grid = blocks(f"{col}.shape[0] * {functor.width}", BLOCK)
-    emitter.launch(f"gnnc::edge_map<{functor.width}, {name}>", f"({grid})", values)
+    edges = length(col)
+    targets = emitter.let_call("rows", emitter.bind(destinations, "destinations"), [rowptr, edges])
+    logits = emitter.empty("logits", [expr("{} * {}", edges, plan.heads)], torch.float32)
+    values: list[Argument] = [pointer(targets), pointer(col), pointer(logits.written), edges]
+    values += [pointer(rows[operand]) for operand in functor.operands]
+    grid = expr("({})", blocks(expr("{} * {}", edges, functor.width), BLOCK))
+    emitter.launch(f"gnnc::edge_map<{functor.width}, {name}>", grid, values)
     return logits

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, pointer
+from gnnc.runtime.program.launches import Expr, Operand
 from gnnc.runtime.row_program.build import RowProgram, argument_of
 from gnnc.runtime.row_program.opcodes import Op
 
@@ -32,7 +33,7 @@ class Struct:
 
     Attributes:
         fields: its members.
-        values: texts of the members' values, in the order of the members.
+        values: the members' values, in the order of the members.
         body: statements of its call operator.
         tile: name of the row as it is now.
         width: its columns.
@@ -40,11 +41,11 @@ class Struct:
 
     width: int
     fields: list[str] = field(default_factory=list)
-    values: list[str] = field(default_factory=list)
+    values: list[Operand] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
     tile: str = "t"
 
-    def member(self, declaration: str, *values: str) -> None:
+    def member(self, declaration: str, *values: Operand) -> None:
         """Add a member."""
         self.fields.append(declaration)
         self.values += values
@@ -72,11 +73,11 @@ class Writer:
         self._operands: set[int] = set()
         self._strides: dict[int, int] = {}
 
-    def write(self) -> tuple[str, list[str]]:
-        """Return the struct's name and the texts of its members' values."""
+    def write(self) -> tuple[str, list[Operand]]:
+        """Return the struct's name and its members' values."""
         for step in self.program.steps:
             self._instruction(*step)
-        values = self.struct.values or ["0"]
+        values = self.struct.values or [0]
         return self.emitter.unit.struct("Epilogue", self.struct.text), values
 
     def _instruction(self, op: Op, a: int, b: int, c: int) -> None:
@@ -142,14 +143,14 @@ class Writer:
         result = self._result(number)
         width = 1 if out.form == "vector" else self.struct.width
         if result is None:
-            text = self.emitter.scratch(self.rows, width, out.dtype, flat=out.form == "vector")
+            tensor = self.emitter.scratch(self.rows, width, out.dtype, flat=out.form == "vector")
             self._strides[~number] = 1 if out.form == "vector" else self.emitter.padded(width, out.dtype)
         elif out.form == "vector":
-            text, self._strides[~number] = self.emitter.allocate_vector(result), 1
+            tensor, self._strides[~number] = self.emitter.allocate_vector(result), 1
         else:
-            text = self.emitter.allocate(result, dense=out.form == "dense")
+            tensor = self.emitter.allocate(result, dense=out.form == "dense")
             self._strides[~number] = self.emitter.row_stride(result)
-        self.struct.member(f"{TYPES[out.dtype]}* o{number}", pointer(text))
+        self.struct.member(f"{TYPES[out.dtype]}* o{number}", pointer(tensor.written))
 
     # Steps
 
@@ -174,17 +175,18 @@ class Writer:
         emitter, width = self.emitter, self.struct.width
         config = emitter.unit.struct("Norm", f"  static constexpr float kEps = {self._const(b)};\n")
         columns = [emitter.scratch(1, width, torch.float32, flat=True) for _ in range(2)]
-        values = [*(self._vector(a + i) for i in range(4)), *map(pointer, columns), str(width)]
-        emitter.launch(f"gnnc::norm_columns<{config}>", blocks(str(width), BLOCK), values)
+        written = [pointer(column.written) for column in columns]
+        values = [*(self._vector(a + i) for i in range(4)), *written, width]
+        emitter.launch(f"gnnc::norm_columns<{config}>", blocks(width, BLOCK), values)
         for column, function in zip(columns, ("Multiply", "Add"), strict=True):
             name = f"n{len(self.struct.fields)}"
             self.struct.member(f"const float* {name}", pointer(column))
             self.struct.step("step::with_columns", name, f"step::{function}{{}}")
 
-    def _vector(self, number: int) -> str:
-        """Return the text of a vector's address, 0 where there is none."""
+    def _vector(self, number: int) -> Expr:
+        """Return a vector's address, 0 where there is none."""
         index = self.program.operands[number].index
-        return "0" if index is None else pointer(self.emitter.vector(argument_of(self.node, index)))
+        return pointer(None) if index is None else pointer(self.emitter.vector(argument_of(self.node, index)))
 
     def _layer_norm(self, a: int, b: int, c: int) -> None:
         self.struct.step("step::layer_norm", self.operand(a), self.operand(a + 1), self._const(b))
@@ -275,7 +277,7 @@ _FORMS: dict[str, Callable[[Writer, str, int, int], None]] = {
 
 def write_epilogue(
     program: RowProgram, node: Node, emitter: CudaEmitter, rows: Any, width: int
-) -> tuple[str, list[str]]:
+) -> tuple[str, list[Operand]]:
     """Write a row program as a struct, and allocate what it writes.
 
     Args:
@@ -286,13 +288,13 @@ def write_epilogue(
         width: width of its rows.
 
     Returns:
-        The struct's name, and the texts of its members' values: the kernel's last arguments.
+        The struct's name, and its members' values: the kernel's last arguments.
     """
     return Writer(program, node, emitter, rows, width).write()
 
 
-def scales_of(program: RowProgram, node: Node, emitter: CudaEmitter) -> list[str]:
-    """Return the texts of the scales of whole tensors that a row program raises, once it is written."""
+def scales_of(program: RowProgram, node: Node, emitter: CudaEmitter) -> list[Expr]:
+    """Return the scales of whole tensors that a row program raises, once it is written."""
     results = [out.result for out in program.outs if out.form == "scalar"]
     nodes = [emitter.outputs(node)[index] for index in results if index is not None]
     return [emitter.vector(each) for each in nodes if each is not None]

@@ -14,7 +14,8 @@ from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, lanes_for, pointer, r
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, scales_of, write_epilogue
 from gnnc.runtime.cuda.kernels.rowmap import launch_rowmap
 from gnnc.runtime.plans import gemm
-from gnnc.runtime.program.emitter import shape_of
+from gnnc.runtime.program.launches import Expr, expr, variable
+from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of
 from gnnc.runtime.row_program.opcodes import Op
@@ -188,11 +189,9 @@ class Gemm:
         assert tile is not None, "plan() has looked"
         x = argument_of(node, plan.x)
         rows = shape_of(x)[0]
-        text, stride = emitter.matrix(x), emitter.row_stride(x)
+        tensor, stride = emitter.matrix(x), emitter.row_stride(x)
         together = shape.together(stride)
-        x_scale = "0"
-        if plan.x_scale is not None:
-            x_scale = f"{emitter.vector(argument_of(node, plan.x_scale))}.data_ptr()"
+        x_scale = None if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
         epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width)
         weight, scale = _pack(plan, node, emitter, shape, together)
         config = config_of(shape, tile, TYPES[x.meta["val"].dtype], stride)
@@ -200,7 +199,7 @@ class Gemm:
         emitter.launch(
             f"gnnc::gemm<{config}, {_lanes(plan, tile, shape)}, {epilogue}>",
             blocks(count, tile.rows),
-            [f"{text}.data_ptr()", x_scale, f"{weight}.data_ptr()", f"{scale}.data_ptr()", count, *values],
+            [*map(pointer, (tensor, x_scale, weight, scale)), count, *values],
             block=tile.threads,
             shared=tile.shared(shape),
         )
@@ -239,13 +238,13 @@ class Cublas:
         """Write the product and the launch."""
         x, w = argument_of(node, plan.x), argument_of(node, plan.weights[0].w)
         rows = shape_of(x)[0]
-        text = emitter.matrix(x)
+        tensor = emitter.matrix(x)
         if x.meta["val"].dtype != torch.float32:
-            text = f"{text}.float()"
-        weight = emitter.exact(w) if plan.weights[0].is_kn else f"{emitter.exact(w)}.t()"
+            tensor = expr("{}.float()", tensor)
+        weight = emitter.exact(w) if plan.weights[0].is_kn else expr("{}.t()", emitter.exact(w))
         out = emitter.scratch(rows, plan.width, torch.float32)
         stride = emitter.padded(plan.width, torch.float32)
-        emitter.line(f"{emitter.bind(torch.mm, 'mm')}({text}, {weight}, out={out})")
+        emitter.call(emitter.bind(torch.mm, "mm"), [tensor, weight], {"out": out.written})
         launch_rowmap(emitter, node, out, "float", stride, rows, plan.width, plan.program)
 
 
@@ -266,8 +265,8 @@ class CublasInt8:
         """Write the product."""
         x, w = (emitter.exact(as_node(arg)) for arg in node.args[:2])
         name = emitter.fresh("v")
-        emitter.line(f"{name} = {emitter.bind(product_of_codes, 'product_of_codes')}({x}, {w})")
-        emitter.define(node, name)
+        emitter.call(emitter.bind(product_of_codes, "product_of_codes"), [x, w], result=name)
+        emitter.define(node, variable(name))
 
 
 def product_of_codes(x: Tensor, w: Tensor) -> Tensor:
@@ -304,21 +303,23 @@ def config_of(shape: Shape, tile: Tile, kind: str, stride: int) -> str:
     return f"gnnc::GemmConfig<gnnc::Product::{shape.product}, {kind}, {sizes}, {tile}>"
 
 
-def _pack(plan: gemm.Plan, node: Node, emitter: CudaEmitter, shape: Shape, together: int) -> tuple[str, str]:
-    """Write the launch that quantizes and lays out the weight; return the texts of codes and scales."""
+def _pack(
+    plan: gemm.Plan, node: Node, emitter: CudaEmitter, shape: Shape, together: int
+) -> tuple[Expr, Expr]:
+    """Write the launch that quantizes and lays out the weight; return the packed weight and its scales."""
     w = argument_of(node, plan.weights[0].w)
     sizes = f"{shape.inner}, {shape.out}"
     columns = int(w.meta["val"].shape[1])
     strides = f"{columns}, 1" if plan.weights[0].is_kn else f"1, {columns}"
     config = f"gnnc::Product::{shape.product}, {sizes}, {strides}, {together}, {shape.pack_warps}"
-    text = emitter.matrix(w)
-    zero = next(iter(scales_of(plan.program, node, emitter)), "None")
+    tensor = emitter.matrix(w)
+    zero = next((scale.written for scale in scales_of(plan.program, node, emitter)), None)
     packed = emitter.scratch(1, shape.weight_bytes, torch.int8, flat=True)
     scale = emitter.scratch(1, shape.out, torch.float32, flat=True)
     emitter.launch(
         f"gnnc::pack_weight<gnnc::PackConfig<{config}>>",
-        str(round_up(shape.out, 8) * shape.pack_warps // 8),
-        [*(f"{name}.data_ptr()" for name in (text, packed, scale)), pointer(zero)],
+        round_up(shape.out, 8) * shape.pack_warps // 8,
+        list(map(pointer, (tensor, packed.written, scale.written, zero))),
     )
     return packed, scale
 

@@ -7,9 +7,8 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.nodes import as_node
-from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, length, pointer
 from gnnc.runtime.cuda.formats.tables import (
-    RUNS_EXTRA,
     destinations,
     runs_arguments,
     write_runs,
@@ -17,6 +16,7 @@ from gnnc.runtime.cuda.formats.tables import (
 )
 from gnnc.runtime.cuda.kernels.edge_body import write_body
 from gnnc.runtime.plans import sddmm
+from gnnc.runtime.program.launches import Argument, count_of, expr
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import Refusal, fixed_width, planned
 
@@ -130,26 +130,25 @@ def _functor(plan: Plan, node: Node, strides: dict[str, int]) -> Any:
 
 def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
     rowptr, col = (as_node(arg) for arg in node.args[:2])
-    texts, strides = {}, {}
+    tensors, strides = {}, {}
     for name, index in plan.operands:
         value = node.all_input_nodes[index]
         if name[0] == "c":
-            texts[name], strides[name] = emitter.vector(value), 1
+            tensors[name], strides[name] = emitter.vector(value), 1
         else:
-            texts[name], strides[name] = emitter.matrix(value), emitter.row_stride(value)
+            tensors[name], strides[name] = emitter.matrix(value), emitter.row_stride(value)
     functor = _functor(plan, node, strides)
     body = emitter.unit.struct("Body", functor.text)
-    pointers = [f"{texts[name]}.data_ptr()" for name in functor.operands] or ["0"]
+    pointers = [pointer(tensors[name]) for name in functor.operands] or [pointer(None)]
     columns = emitter.vector(col)
-    edges = f"{columns}.shape[0]"
+    edges = length(columns)
     if plan.reduce is None:
-        rows = emitter.let(
-            "rows", f"{emitter.bind(destinations, 'destinations')}({emitter.vector(rowptr)}, {edges})"
-        )
+        function = emitter.bind(destinations, "destinations")
+        rows = emitter.let_call("rows", function, [emitter.vector(rowptr), edges])
         out = emitter.allocate(node, dense=True)
-        values = [f"{rows}.data_ptr()", f"{columns}.data_ptr()", f"{out}.data_ptr()", edges, *pointers]
-        grid = blocks(f"{edges} * {functor.width}", BLOCK)
-        emitter.launch(f"gnnc::edge_map<{functor.width}, {body}>", f"({grid})", values)
+        values: list[Argument] = [pointer(rows), pointer(columns), pointer(out.written), edges, *pointers]
+        grid = expr("({})", blocks(expr("{} * {}", edges, functor.width), BLOCK))
+        emitter.launch(f"gnnc::edge_map<{functor.width}, {body}>", grid, values)
         return
     runs = write_runs(emitter, emitter.vector(rowptr), edges, 4 * functor.width)
     out = emitter.allocate(node, dense=True)
@@ -157,12 +156,8 @@ def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
     lanes = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= functor.width or lanes == 32)
     values = runs_arguments(emitter.vector(rowptr), columns, runs)
     values += write_staging(emitter, runs, functor.width)
-    values += [f"{out}.data_ptr()", f"{runs}.count"]
+    count = expr("{}.count", runs)
+    values += [pointer(out.written), count]
     kernel = f"gnnc::message<{functor.width}, {stride}, {lanes}, gnnc::Join::{plan.reduce}, {body}>"
-    emitter.unit.expect(kernel, "MessageArgs", len(values) + RUNS_EXTRA)
-    emitter.launch(
-        kernel,
-        blocks(f"{runs}.count", BLOCK // lanes),
-        [*values, *pointers],
-        count=len(values) + len(pointers) + RUNS_EXTRA,
-    )
+    emitter.unit.expect(kernel, "MessageArgs", count_of(values))
+    emitter.launch(kernel, blocks(count, BLOCK // lanes), [*values, *pointers])

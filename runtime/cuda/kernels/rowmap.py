@@ -2,10 +2,11 @@
 
 from torch.fx import Node
 
-from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, lanes_for
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, lanes_for, pointer
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, write_epilogue
 from gnnc.runtime.plans import rowmap
-from gnnc.runtime.program.emitter import shape_of
+from gnnc.runtime.program.launches import Expr
+from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program.build import RowProgram, argument_of
 
@@ -20,15 +21,15 @@ class Map:
     def emit(plan: rowmap.Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the launch."""
         x = argument_of(node, plan.x)
-        text, stride = emitter.matrix(x, plan.width), emitter.row_stride(x, plan.width)
+        rows, stride = emitter.matrix(x, plan.width), emitter.row_stride(x, plan.width)
         kind = TYPES[x.meta["val"].dtype]
-        launch_rowmap(emitter, node, text, kind, stride, shape_of(x)[0], plan.width, plan.program)
+        launch_rowmap(emitter, node, rows, kind, stride, shape_of(x)[0], plan.width, plan.program)
 
 
 def launch_rowmap(
     emitter: CudaEmitter,
     node: Node,
-    x: str,
+    x: Expr,
     kind: str,
     stride: int,
     rows: object,
@@ -42,5 +43,5 @@ def launch_rowmap(
     emitter.launch(
         f"gnnc::rowmap<gnnc::RowmapConfig<{kind}, {width}, {stride}, {lanes}>, {epilogue}>",
         blocks(count, BLOCK // lanes),
-        [f"{x}.data_ptr()", count, *values],
+        [pointer(x), count, *values],
     )

@@ -5,11 +5,12 @@ from torch.fx import Node
 
 from gnnc.ir.nodes import as_node
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
-from gnnc.runtime.cuda.emitter import CudaEmitter
-from gnnc.runtime.cuda.formats.tables import RUNS_EXTRA, runs_arguments, write_columns, write_runs
+from gnnc.runtime.cuda.emitter import CudaEmitter, length, pointer
+from gnnc.runtime.cuda.formats.tables import runs_arguments, write_columns, write_runs
 from gnnc.runtime.cuda.kernels.epilogue import truth
 from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, gathered_rows, packed_width
 from gnnc.runtime.plans import sddmm
+from gnnc.runtime.program.launches import count_of, expr
 from gnnc.runtime.registry import Decline, kernel
 
 _OPS = ("dot", "add", "sub", "mul", "copy_src", "copy_dst")
@@ -39,21 +40,21 @@ class Sddmm:
         first, second = as_node(a if a is not None else b), as_node(b if b is not None else a)
         rows = [gathered_rows(emitter, value, plan.width, plan.heads) for value in (first, second)]
         width = rows[0].columns
-        pointer = emitter.vector(as_node(rowptr))
+        starts = emitter.vector(as_node(rowptr))
         columns = write_columns(emitter, emitter.vector(as_node(col)))
-        runs = write_runs(emitter, pointer, f"{columns}.shape[0]", rows[1].nbytes)
+        runs = write_runs(emitter, starts, length(columns), rows[1].nbytes)
         out = emitter.allocate(node, dense=True)
-        values = runs_arguments(pointer, columns, runs)
+        values = runs_arguments(starts, columns, runs)
         for row in rows:
-            values += [f"{row.text}.data_ptr()", str(row.stride)]
-        factors = [f"{emitter.vector(as_node(scale))}.data_ptr()" for scale in scales if plan.is_scaled]
-        values += [*(factors or ["0", "0"]), f"{out}.data_ptr()"]
+            values += [pointer(row.tensor), row.stride]
+        factors = [emitter.vector(as_node(scale)) for scale in scales if plan.is_scaled]
+        values += map(pointer, (*(factors or [None, None]), out.written))
         element = ELEMENTS[first.meta["val"].dtype]
         config = f"gnnc::SddmmConfig<gnnc::Element::{element}, {width}, gnnc::EdgeOp::{_OPS[plan.op]}, "
         config += f"{plan.heads}, {truth(plan.is_scaled)}>"
-        kernel, count = f"gnnc::sddmm<{config}>", len(values) + RUNS_EXTRA
-        emitter.unit.expect(kernel, "SddmmArgs", count)
-        emitter.launch(kernel, f"{runs}.blocks", values, block=AS_COMPILED, count=count)
+        kernel = f"gnnc::sddmm<{config}>"
+        emitter.unit.expect(kernel, "SddmmArgs", count_of(values))
+        emitter.launch(kernel, expr("{}.blocks", runs), values, block=AS_COMPILED)
 
 
 def _fitting(plan: sddmm.Plan, dtype: torch.dtype) -> sddmm.Plan | Decline:

@@ -7,10 +7,17 @@ import torch
 from torch.fx import Node
 
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
-from gnnc.runtime.cuda.emitter import BLOCK, MOST_WHOLE, CudaEmitter, aligned, blocks, round_up
+from gnnc.runtime.cuda.emitter import (
+    BLOCK,
+    MOST_WHOLE,
+    CudaEmitter,
+    aligned,
+    blocks,
+    length,
+    pointer,
+    round_up,
+)
 from gnnc.runtime.cuda.formats.tables import (
-    RUNS_EXTRA,
-    STAGED_EXTRA,
     in_order,
     runs_arguments,
     staged_arguments,
@@ -22,7 +29,8 @@ from gnnc.runtime.cuda.formats.tables import (
 from gnnc.runtime.cuda.formats.window_table import entries_of, has_room, shared_bytes, slices_of, window_rows
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, write_epilogue
 from gnnc.runtime.plans import spmm
-from gnnc.runtime.program.emitter import shape_of
+from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
+from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of
 from gnnc.runtime.row_program.opcodes import Op
@@ -52,13 +60,13 @@ class Rows:
     """How a launch names the rows that edges gather.
 
     Attributes:
-        text: the tensor.
+        tensor: the rows.
         stride: bytes from one row to the next, a multiple of 16.
         columns: of a row, with what lies between its heads.
         nbytes: of such a row.
     """
 
-    text: str
+    tensor: Expr
     stride: int
     columns: int
     nbytes: int
@@ -92,9 +100,7 @@ class Spmm:
         """Write the launch, whole rows or slices, and that of edges by stretch where rows can be windows."""
         rowptr = argument_of(node, plan.rowptr)
         edges, col = edges_and_columns(node, emitter, plan.rowptr, plan.col, plan.x)
-        value = "0"
-        if plan.value is not None:
-            value = f"{value_text(emitter, node, plan.value, plan.heads)}.data_ptr()"
+        value = None if plan.value is None else edge_values(emitter, node, plan.value, plan.heads)
         heads = _heads_apart(plan, node)
         x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, heads, by_stretch=plan.is_plain_sum)
         scale = _vector(emitter, node, plan.x_scale)
@@ -112,30 +118,27 @@ class Spmm:
         epilogue, values = write_epilogue(plan.program, node, emitter, shape_of(rowptr)[0] - 1, plan.width)
         config = _config(plan, node, kind)
         words = round_up(x.columns, 4) * (2 if _is_exact(plan, node) else 1)
-        rest = [f"{x.text}.data_ptr()", str(x.stride), value, scale, shift]
+        rest: list[Argument] = [pointer(x.tensor), x.stride, *map(pointer, (value, scale, shift))]
         rest += write_staging(emitter, runs, words, slices_of(x.nbytes) if sliced else 1)
         names = f"{config}, {epilogue}"
         given = [*runs_arguments(emitter.vector(rowptr), col, runs), *rest]
-        count = len(given) + RUNS_EXTRA
         form = "spmm_sliced" if sliced and x.nbytes > MOST_WHOLE else "spmm"
         kernel = f"gnnc::{form}<{names}>"
         unit = emitter.unit
-        unit.expect(kernel, "SpmmArgs", count)
+        unit.expect(kernel, "SpmmArgs", count_of(given))
         unit.require(kernel, f"Spmm<{config}>::kStagedBytes == {4 * words}", "parts of rows have room")
         unit.require(kernel, f"gnnc::kMostWhole == {MOST_WHOLE}", "rows of more bytes have slices")
-        given, count = [*given, *values], count + len(values)
-        emitter.launch(kernel, f"{runs}.blocks", given, block=AS_COMPILED, count=count)
+        emitter.launch(kernel, expr("{}.blocks", runs), [*given, *values], block=AS_COMPILED)
         if not staged:
             return
         given = [*staged_arguments(emitter.vector(rowptr), runs), *rest]
-        count = len(given) + STAGED_EXTRA
         kernel, family = f"gnnc::spmm_staged<{names}>", f"gnnc::Staged<{config}>"
         shared, together = shared_bytes(x.nbytes, kind), entries_of(window_rows(x.nbytes))
-        unit.expect(kernel, "StagedSpmmArgs", count)
+        unit.expect(kernel, "StagedSpmmArgs", count_of(given))
         unit.require(kernel, f"{family}::Window::kBytes == {shared}", "a launch gives the window its bytes")
         unit.require(kernel, f"{family}::kEntries == {together}", "a warp has room for the entries of a run")
-        given, count = [*given, *values], count + len(values)
-        emitter.launch(kernel, f"{runs}.staged_blocks", given, block=AS_COMPILED, count=count, shared=shared)
+        grid = expr("{}.staged_blocks", runs)
+        emitter.launch(kernel, grid, [*given, *values], block=AS_COMPILED, shared=shared)
 
 
 def _is_staged(plan: spmm.Plan, node: Node) -> bool:
@@ -191,24 +194,24 @@ def _scale(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> str:
     return "in_row" if is_plain and emitter.holds_weights(argument_of(node, plan.x)) else "power"
 
 
-def _vector(emitter: CudaEmitter, node: Node, index: int | None) -> str:
-    return "0" if index is None else f"{emitter.vector(argument_of(node, index))}.data_ptr()"
+def _vector(emitter: CudaEmitter, node: Node, index: int | None) -> Expr | None:
+    return None if index is None else emitter.vector(argument_of(node, index))
 
 
 def edges_and_columns(
     node: Node, emitter: CudaEmitter, rowptr: int, col: int | None, x: int
-) -> tuple[str, str]:
-    """Return the texts of the number of edges and of ``col`` as int32."""
+) -> tuple[Operand, Expr]:
+    """Return the number of edges, and ``col`` as int32."""
     if col is None:
         edges = emitter.size(shape_of(argument_of(node, x))[0])
         given = emitter.vector(argument_of(node, rowptr))
-        return edges, emitter.let("col", f"{emitter.bind(in_order, 'in_order')}({given}, {edges})")
+        return edges, emitter.let_call("col", emitter.bind(in_order, "in_order"), [given, edges])
     source = argument_of(node, col)
-    text = emitter.vector(source)
+    columns = emitter.vector(source)
     if source.meta["val"].dtype != torch.int32:
-        text = emitter.let("col", f"{text}.int()")
-    text = write_columns(emitter, text)
-    return f"{text}.shape[0]", text
+        columns = emitter.let("col", expr("{}.int()", columns))
+    columns = write_columns(emitter, columns)
+    return length(columns), columns
 
 
 def gathered_rows(
@@ -216,19 +219,19 @@ def gathered_rows(
 ) -> Rows:
     """Return rows whose heads start on 16 bytes, a copy if need be (``csrc/cuda/sparse/pack_rows.cuh``)."""
     dtype = x.meta["val"].dtype
-    text, stride = emitter.matrix(x, width), emitter.row_stride(x, width)
+    tensor, stride = emitter.matrix(x, width), emitter.row_stride(x, width)
     columns = packed_width(width, heads, dtype)
     if stride * dtype.itemsize % _PIECE == 0 and columns == width:
-        return Rows(text, stride * dtype.itemsize, columns, columns * dtype.itemsize)
+        return Rows(tensor, stride * dtype.itemsize, columns, columns * dtype.itemsize)
     to = emitter.padded(columns, dtype, by_stretch=by_stretch)
     rows = shape_of(x)[0]
     copy = emitter.scratch(rows, to, dtype, flat=True)
     heads_of_row = f"{heads}, {width // heads}, {columns // heads}"
     config = f"gnnc::PackRowsConfig<{TYPES[dtype]}, {heads_of_row}, {stride}, {to}>"
     count = emitter.size(rows)
-    grid = blocks(f"({count} * {to * dtype.itemsize // _PIECE})", BLOCK)
-    values = [f"{text}.data_ptr()", f"{copy}.data_ptr()", count]
-    emitter.launch(f"gnnc::pack_rows<{config}>", f"({grid})", values)
+    pieces = expr("({} * {})", count, to * dtype.itemsize // _PIECE)
+    grid = expr("({})", blocks(pieces, BLOCK))
+    emitter.launch(f"gnnc::pack_rows<{config}>", grid, [pointer(tensor), pointer(copy.written), count])
     return Rows(copy, to * dtype.itemsize, columns, columns * dtype.itemsize)
 
 
@@ -237,8 +240,8 @@ def packed_width(width: int, heads: int, dtype: torch.dtype) -> int:
     return width if heads == 1 else heads * round_up(width // heads, _PIECE // dtype.itemsize)
 
 
-def value_text(emitter: CudaEmitter, node: Node, index: int, heads: int) -> str:
+def edge_values(emitter: CudaEmitter, node: Node, index: int, heads: int) -> Expr:
     """Return edge values, ``[E]`` on 16 bytes or ``[E, heads]``, dense."""
     value: Any = argument_of(node, index)
-    text = emitter.vector(value) if value.meta["val"].dim() == 1 else emitter.dense(value, heads)
-    return text if heads > 1 else emitter.let("value", f"{emitter.bind(aligned, 'aligned')}({text})")
+    values = emitter.vector(value) if value.meta["val"].dim() == 1 else emitter.dense(value, heads)
+    return values if heads > 1 else emitter.let_call("value", emitter.bind(aligned, "aligned"), [values])

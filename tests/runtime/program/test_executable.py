@@ -16,8 +16,8 @@ from gnnc.ir.source import Source
 from gnnc.passes.base import Context, run_pass
 from gnnc.passes.lower import Lower
 from gnnc.runtime.backend import get_backend
-from gnnc.runtime.program.emitter import Buffer
-from gnnc.runtime.program.executable import Executable, _assign_slots
+from gnnc.runtime.program.device import Device
+from gnnc.runtime.program.executable import Executable
 
 aten, ops = torch.ops.aten, torch.ops.gnnc
 WIDTH = 20
@@ -173,19 +173,6 @@ def test_temporaries_that_do_not_meet_share_memory():
     assert run.arena_bytes < 2.5 * one
 
 
-def test_what_grows_with_a_graph_lies_where_something_else_did_that_does():
-    rows = Builder().input(torch.randn(9, WIDTH), "x").meta["val"].shape[0]
-    large = Buffer((rows, 16 * WIDTH), 16 * WIDTH, torch.float32, 1, 2)
-    weight = Buffer((1, 5000), 5000, torch.int8, 1, 1)
-    between = Buffer((rows, WIDTH), WIDTH, torch.float32, 2, 3)
-    small = [Buffer((rows, WIDTH), WIDTH, torch.float32, step, step + 1) for step in (3, 4, 5)]
-    other = Buffer((1, 7), 7, torch.int8, 4, 4)
-    _assign_slots([large, weight, between, *small, other])
-    assert len({large.slot, weight.slot, between.slot}) == 3
-    assert {buffer.slot for buffer in small} == {large.slot, between.slot}
-    assert small[0].slot == large.slot and other.slot == weight.slot
-
-
 @BACKENDS
 def test_a_result_that_is_a_view_of_a_temporary_is_the_callers(backend):
     b = Builder()
@@ -256,8 +243,8 @@ def test_profile_names_every_launch(backend):
 
 def test_profile_says_which_layer_it_comes_to(monkeypatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(Executable, "_enter_range", staticmethod(said.append))
-    monkeypatch.setattr(Executable, "_leave_range", staticmethod(lambda: said.append("")))
+    monkeypatch.setattr(Device, "enter_range", staticmethod(said.append))
+    monkeypatch.setattr(Device, "leave_range", staticmethod(lambda: said.append("")))
     gm, values = two_layers()
     for number, node in enumerate(gm.graph.nodes):
         node.meta["layer"] = f"convs.{number}"

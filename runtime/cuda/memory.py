@@ -1,0 +1,123 @@
+"""Temporaries of CUDA programs, in memory of torch's allocator, by stream."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gnnc.runtime.cuda.emitter import round_up
+from gnnc.runtime.cuda.graphs.cuda_graph import Fixed, Held, Recorded
+from gnnc.runtime.program.memory import Arena, ArenaPool, Layout
+
+
+class CudaArena(Arena):
+    """Temporaries of one running call, in memory of torch's allocator.
+
+    Attributes:
+        stream: handle of the stream whose kernels use them.
+        captured: whether they are part of a CUDA graph of the caller's.
+        last: what the last call took beside its inputs, if it was recorded.
+        held: the graph of calls like it, once there were two.
+    """
+
+    def __init__(self, device: torch.device, stream: int, *, captured: bool) -> None:
+        super().__init__()
+        self.stream, self.captured = stream, captured
+        self.last: Fixed | None = None
+        self.held: Held | None = None
+        self._device = device
+        self._counters: torch.Tensor | None = None
+
+    def counters(self, count: int) -> torch.Tensor:
+        """Return ``count`` integers, 0 before and after every kernel (csrc/cuda/sparse/split_rows.cuh)."""
+        if self._counters is None or self._counters.numel() < count:
+            self._counters = torch.zeros(round_up(count, 64), dtype=torch.int32, device=self._device)
+        return self._counters
+
+    def resize(self, sizes: tuple[int, ...], layout: Layout) -> None:
+        """Lay the temporaries out for these sizes; buffers only grow."""
+        self.last = self.held = None
+        super().resize(sizes, layout)
+
+    def hold(
+        self,
+        recorded: Sequence[Recorded],
+        patches: Sequence[tuple[int, int]],
+        fixed: Fixed | None,
+        aliases: Sequence[Any] = (),
+        scratch: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Leave a graph for calls like the one that was just recorded, if it is the second.
+
+        Args:
+            recorded: its launches.
+            patches: launch, and position among its arguments, of every address that calls differ in.
+            fixed: what it took beside its inputs; None where calls differ in more than addresses.
+            aliases: what it derived from that, which must be memory of the same tensors.
+            scratch: memory that the launches use.
+        """
+        if fixed is None or self.last is None or not fixed.is_like(self.last):
+            self.last = fixed
+        elif fixed.holds(aliases):
+            self.held = Held(recorded, patches, fixed, scratch)
+
+    def _grow(self, slot: int, nbytes: int) -> None:
+        buffer = self._buffers.get(slot)
+        if buffer is None or buffer.nbytes < nbytes:
+            self._buffers.pop(slot, None)
+            self._buffers[slot] = torch.empty(
+                -(-max(nbytes, 1) // 256) * 256, dtype=torch.uint8, device=self._device
+            )
+
+
+class CudaArenaPool(ArenaPool):
+    """Arenas by stream: kernels of one stream run in order, so that they may share memory.
+
+    A handle says which stream it is: calls on the one handle that does not run elsewhere, see ``streams``.
+    While a CUDA graph is being captured, the arena is part of that graph and nobody else's.
+
+    Attributes:
+        was_captured: whether there was such a graph since ``clear``.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        super().__init__(layout)
+        self._device, self._index = device, device.index
+        self._by_stream: dict[int, list[CudaArena]] = {}
+        self.was_captured = False
+
+    def acquire(self, sizes: tuple[int, ...]) -> Arena:
+        """Return an arena laid out for these sizes, for the caller alone until released."""
+        if not torch.cuda.is_current_stream_capturing():
+            return self.acquire_idle(sizes)
+        self.was_captured = True
+        arena = CudaArena(self._device, torch._C._cuda_getCurrentRawStream(self._index), captured=True)
+        arena.resize(sizes, self._layout)
+        return arena
+
+    def acquire_idle(self, sizes: tuple[int, ...]) -> CudaArena:
+        """As ``acquire``, where it is known that no CUDA graph is being captured."""
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        try:
+            arena = self._by_stream[stream].pop()
+        except (KeyError, IndexError):
+            arena = CudaArena(self._device, stream, captured=False)
+        if arena.sizes != sizes:
+            arena.resize(sizes, self._layout)
+        return arena
+
+    def release(self, arena: Arena) -> None:
+        """Give an arena back."""
+        assert isinstance(arena, CudaArena)
+        if not arena.captured:
+            self._by_stream.setdefault(arena.stream, []).append(arena)
+
+    def clear(self) -> None:
+        """Drop the idle arenas."""
+        self._by_stream.clear()
+        self.was_captured = False
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes kept for later calls now."""
+        return sum(arena.nbytes for arenas in list(self._by_stream.values()) for arena in arenas)

@@ -1,0 +1,87 @@
+"""CUDA programs that are compiled without a device, and cannot run."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from gnnc.errors import BackendError
+from gnnc.runtime.cuda.driver.kernel_set import Unit
+from gnnc.runtime.cuda.driver.nvrtc import Machine
+from gnnc.runtime.cuda.emitter import CudaEmitter
+from gnnc.runtime.cuda.graphs.recording import Recording, recording
+from gnnc.runtime.program.device import Device
+from gnnc.runtime.program.executable import Executable, Timing
+from gnnc.runtime.program.launches import Expr
+from gnnc.runtime.program.memory import OutputPool
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineBuild:
+    """Kernels of a program, compiled for several architectures.
+
+    Attributes:
+        unit: the kernels.
+        recording: the recording form of the program; None where it is not launches alone.
+        machines: the compiled code by architecture, and by the C++ name of a kernel in it.
+    """
+
+    unit: Unit
+    recording: Recording | None
+    machines: dict[str, dict[str, Machine]]
+
+
+class OfflineDevice(Device):
+    """CUDA devices of several architectures, of which this machine need not have one."""
+
+    def __init__(self, architectures: tuple[str, ...]) -> None:
+        self._architectures = architectures
+
+    def emitter(self, graph_module: GraphModule, check_finite: bool) -> CudaEmitter:
+        """Return an emitter of CUDA programs."""
+        return CudaEmitter(graph_module, check_finite=check_finite, offline=True)
+
+    def finish(self, emitter: CudaEmitter, results: list[Expr]) -> OfflineBuild:
+        """Compile the kernels for every architecture."""
+        unit = emitter.unit
+        recorded = recording(emitter, results)
+        machines = {name: unit.compile(name) for name in self._architectures} if unit.names else {}
+        return OfflineBuild(unit, recorded, machines)
+
+
+class OfflineExecutable(Executable):
+    """A program compiled for architectures that this machine need not have; it cannot run.
+
+    Attributes:
+        unit: the kernels.
+        recording: the recording form of the program; None where it is not launches alone.
+        machines: the compiled code by architecture, and by the C++ name of a kernel in it.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        pool: OutputPool | None = None,
+        *,
+        check_finite: bool = True,
+        cuda_graph: bool | str = "auto",
+        architectures: tuple[str, ...],
+    ) -> None:
+        super().__init__(graph_module, pool, check_finite=check_finite, device=OfflineDevice(architectures))
+        built: OfflineBuild = self.built
+        self.unit, self.recording, self.machines = built.unit, built.recording, built.machines
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        """Refuse to run.
+
+        Raises:
+            BackendError: always.
+        """
+        raise BackendError(
+            "backend 'cuda-offline' compiles for a device that is not here: compile with backend='cuda' on a "
+            "machine that has one to run the model"
+        )
+
+    def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:
+        """Refuse to run."""
+        return self(*values), []
