@@ -52,7 +52,7 @@ AttentionArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& x, co
 
 constexpr int64_t kTopValues = 65536;  // values of a_src that a thread looks through at once, a multiple of kTops
 
-// Whether rows may use a bound in place of their maximum (bounded_softmax.isa.h): eps must not count.
+// Returns whether rows may use a bound in place of their maximum (bounded_softmax.isa.h): eps must be negligible.
 bool bounds_logits(const AttentionArgs& a) {
   const bool whole = a.heads <= kTops && kTops % a.heads == 0;
   const bool plain = a.kind == Logit::additive && a.edge == nullptr && a.alpha_out == nullptr;

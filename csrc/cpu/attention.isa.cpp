@@ -64,7 +64,7 @@ void weigh_row(const AttentionArgs& a, const Tile& t, int64_t r) {
   softmax_row(a, row, t.inverse + r * t.inverse_ld);
 }
 
-// What a tile's rows are weighed with, and their sums and largest weights so far.
+// The attention weights of the rows of a tile, with their sums and maxima so far.
 struct Partial {
   float* own;          // the factors of its destinations
   float *sums, *tops;  // a vector a row
@@ -156,7 +156,7 @@ void weigh(const AttentionArgs& a, Tile& t) {
   for (int64_t r = 0; r < t.count; ++r) weigh_row(a, t, r);
 }
 
-// What all rows of a call share.
+// State that all rows of a call share.
 template <typename T>
 struct Sum {
   Rows<T> x;

@@ -216,8 +216,8 @@ GNNC_INLINE void source_factors_of(const AttentionArgs& a, int64_t begin, int64_
   });
 }
 
-// What the sums of bounded rows are multiplied by, [row][H] each: 1 / sum; and where x has a scale a row, integer steps
-// a unit of weight, and what a step of the sum stands for.
+// Factors that the sums of bounded rows are multiplied by, [row][H] each: 1 / sum; and where x has a scale a row,
+// integer steps a unit of weight, and what a step of the sum stands for.
 struct RowFactors {
   float *inverse, *steps, *unit;
 };

@@ -1,6 +1,6 @@
 #pragma once
 
-// What every sparse kernel shares: the structure it walks, and how its rows are split among threads.
+// The CSR that every sparse kernel walks, and the split of its rows among threads.
 //
 // Rows are cut into chunks of about equal rows + edges by a binary search in rowptr. The cuts depend on the graph only,
 // never on the number of threads, and threads take chunks in any order: a row is always computed by the same code on

@@ -90,7 +90,7 @@ GNNC_INLINE __m512i heads_of_lanes(int64_t column, float heads_a_block) {
   return _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_add_ps(block, _mm512_set1_ps(0.5f)), _mm512_set1_ps(heads_a_block)));
 }
 
-// Where the low bytes of the weights of four edges are, for lanes that belong to these heads.
+// Positions of the low bytes of the weights of four edges, for lanes that belong to these heads.
 template <int H>
 GNNC_INLINE __m512i low_bytes(__m512i heads) {
   constexpr int kEdges = 4 * H * (1 << 8 | 2 << 16 | 3 << 24);

@@ -78,7 +78,7 @@ inline float widen_one(float v) { return v; }
 inline float widen_one(int8_t v) { return static_cast<float>(v); }
 inline float widen_one(Bf16 v) { return from_bits(static_cast<int32_t>(static_cast<uint32_t>(v.bits) << 16)); }
 
-// How the weights of an edge apply to the columns: one for all, one a head of whole vectors, one a vector.
+// Layouts of the weights of an edge over the columns: one for all, one per head of whole vectors, one per vector.
 enum class Weight { none, edge, head, vector };
 
 struct Weights {
@@ -91,7 +91,7 @@ struct Weights {
   const float* unit = nullptr;    // and what one stands for, times factor
 };
 
-// Those of rows of `width` columns, without the weights themselves.
+// The layout for rows of `width` columns, without the weights themselves.
 inline Weights weights_of(int64_t width, int64_t heads) {
   const int64_t head_width = width / heads;
   return {nullptr, heads, head_width, 16.0f / static_cast<float>(head_width)};

@@ -1,6 +1,6 @@
 #pragma once
 
-// Where the parts of a packed weight and of a block of rows lie. One dword of a panel is a float, or with VNNI four
+// Memory layout of a packed weight and of a block of rows. One dword of a panel is a float, or with VNNI four
 // int8 codes of consecutive k.
 
 #include <algorithm>

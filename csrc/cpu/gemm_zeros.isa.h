@@ -20,7 +20,7 @@ GNNC_INLINE void add_products(__m512i& sum, __m512i unsigned_codes, __m512i sign
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_codes), "v"(signed_codes));
 }
 
-// What is not zero in a row.
+// The nonzero elements of a row.
 struct NonZeros {
   int32_t* column;  // later the step of four that it is in
   float* value;     // later the code, in the byte of its column in the step

@@ -89,7 +89,7 @@ GNNC_INLINE void integer_block(const Segment& s, const int8_t* base, Stride stri
   });
 }
 
-// Where the sum of a column is.
+// Returns the position of the sum of a column.
 inline int64_t place_of(int64_t column) {
   const int64_t vector = column / 64, lane = column % 64 / 16, part = column % 16 / 4;
   return vector * 64 + part * 16 + lane * 4 + column % 4;
@@ -104,7 +104,7 @@ GNNC_INLINE void store_columns(const Sums& s, __m512i correction, float* out) {
   each<4>([&](auto i) __attribute__((always_inline)) { _mm512_storeu_ps(out + i * 16, v[i]); });
 }
 
-// What comes out of every column too much: data goes in as unsigned q + 128 where weights are signed.
+// The excess in the sum of every column: values are added as unsigned q + 128 where weights are signed.
 template <IntWeight W>
 GNNC_INLINE int64_t correction_of(const IntSum& a, int64_t begin, int64_t count) {
   return W == IntWeight::signed8 ? 128 * sum_of_bytes(a.value + begin, count) : 0;

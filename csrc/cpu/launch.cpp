@@ -13,7 +13,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// What an argument of an instruction names.
+// The kind of thing that an argument of an instruction refers to.
 enum class Use {
   none,
   spare,         // written by prepare

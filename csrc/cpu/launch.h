@@ -1,6 +1,6 @@
 #pragma once
 
-// What every launcher needs: the four arguments of the row program, and the choice of the instruction set.
+// Parts that every launcher shares: the four arguments of the row program, and the choice of the instruction set.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

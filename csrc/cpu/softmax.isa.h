@@ -61,7 +61,7 @@ GNNC_INLINE Floats exp_of_row(float* logits, int64_t edges, const Scale& scale) 
   return fold_heads<H>(sum, [](Floats a, Floats b) { return a + b; });
 }
 
-// The same for any number of heads, one head at a time where that matters.
+// The softmax for any number of heads, one head at a time where vectors cannot hold several.
 inline void exp_of_any_row(float* logits, int64_t edges, int64_t heads, float* sum) {
   const int64_t flat = edges * heads;
   for (int64_t h = 0; h < heads; ++h) {

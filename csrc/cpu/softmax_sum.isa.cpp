@@ -7,7 +7,7 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-// What a vector of columns knows of a row after some of its edges.
+// The running state of a vector of columns of a row after some of its edges.
 struct Running {
   Floats top = splat(kNothing), sum{}, weighted{};
 };

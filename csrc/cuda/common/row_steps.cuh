@@ -15,8 +15,8 @@
 
 namespace gnnc::step {
 
-// What went wrong, for the host to read at leisure: memory of the host that the device can write. Nothing is written
-// while all is well.
+// A flag in host memory that the device raises when it meets a value that is not finite. The host reads it later; the
+// device writes nothing otherwise.
 struct Watch {
   int64_t* flag;
   int64_t number;  // what the host knows this place by, from 1 on
@@ -48,8 +48,8 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// How many neighbouring columns of T a thread moves at once: what it holds, in at most 16 bytes, where rows `stride`
-// elements apart keep that aligned; 1 where they do not.
+// Returns the number of neighbouring columns of T that a thread moves at once: all that it holds, up to 16 bytes, where
+// rows `stride` elements apart keep the access aligned; otherwise 1.
 template <class Tile, class T>
 __host__ __device__ constexpr int at_once(int stride) {
   for (int count = Tile::kRun; count >= 4; count /= 2) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void turn_over(float (*fours)[4], uint32_t members) {
   }
 }
 
-// What a thread has of a row, from column i on, as one store.
+// Returns the columns of a row that a thread holds, from column i on, as one vector to store.
 template <class T, int kCount, class F>
 __device__ Vector<T, kCount> vector_of(int i, const F& f) {
   Vector<T, kCount> vector;
@@ -118,15 +118,16 @@ __device__ Vector<T, kCount> vector_of(int i, const F& f) {
   return vector;
 }
 
-// Whether four neighbouring threads turn over the 16 columns of each, so that they store 64 bytes at a time, where each
-// of them would 16 of every 64. (Two that so store whole sectors, of 16 columns each or 8, are no faster.)
+// Returns whether four neighbouring threads transpose their 16 columns each, so that together they store 64 bytes at a
+// time, instead of 16 of every 64 bytes each. (Two that so store whole sectors, of 16 columns each or 8, are no
+// faster.)
 template <class Tile>
 __host__ __device__ constexpr bool turns() {
   return Tile::kRun == 16 && Tile::kLanes >= 4;
 }
 
-// Of a row that ends within a vector, all of that is stored where rows are so far apart. kStreams: nothing gathers the
-// rows.
+// Stores the row; a last vector that the row only partly fills is stored whole where the stride leaves room for it.
+// kStreams: no kernel gathers the rows.
 template <int kStride, bool kStreams = false, class T, class Tile, class F>
 __device__ void store_row(const Tile& tile, T* row, const F& f) {
   constexpr int kCount = at_once<Tile, T>(kStride), kRounded = (Tile::kWidth + kCount - 1) / kCount * kCount;
@@ -350,8 +351,8 @@ __device__ auto head_mean(const Tile& tile) {
 
 // Stores.
 
-// Whether threads can easily have every kLanes-th four of a whole row's columns: they do, or four threads have 16
-// columns each.
+// Returns whether threads can cheaply take every kLanes-th group of four columns of a whole row: they hold them so
+// already, or four threads hold 16 columns each.
 template <class Tile>
 __host__ __device__ constexpr bool has_fours() {
   const bool whole = Tile::kBlock == Tile::kRun * Tile::kLanes;

@@ -65,8 +65,8 @@ __device__ __forceinline__ void store_vector(T* to, const Vector<T, kCount>& vec
   }
 }
 
-// The same, also where the compiler would merge such a store, element by element, with those of single elements beside
-// it.
+// As store, also where the compiler would split the store into elements and merge them with stores of single elements
+// beside it.
 template <bool kStreams, class T, int kCount>
 __device__ __forceinline__ void store_together(T* to, const Vector<T, kCount>& vector) {
   constexpr int kWords = sizeof(vector) / 4;
@@ -85,8 +85,8 @@ __device__ __forceinline__ void store_together(T* to, const Vector<T, kCount>& v
   }
 }
 
-// Where a row of codes of scale base / 2^shift has its weight 2^(7 - shift): the last byte of its last 16, where there
-// is one past the width. An SpMM then has the weight with the row. -1: it has no such byte.
+// Returns the byte of a quantized row of scale base / 2^shift that holds its weight 2^(7 - shift): the last byte of its
+// last 16, if that lies past the width. An SpMM then loads the weight with the row. -1: the row has no such byte.
 __host__ __device__ constexpr int weight_place(int width) { return width % 16 == 0 ? -1 : width / 16 * 16 + 15; }
 
 // The larger of two, NaN where one is that, as in torch.

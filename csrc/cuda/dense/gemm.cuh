@@ -10,7 +10,7 @@
 // pass through shared memory into row tiles, which add them up in a fixed order.
 //
 // A row that gets its own scale stays in the registers of kRowWarps warps until its maximum is known, in one chunk.
-// Where that is too long, its maximum is taken first, and the chunks come from L2.
+// If a row is too long for that, its maximum is taken first, and the chunks come from L2.
 //
 // Traffic: x once, the epilogue's outputs; the weight once a block from L2, as much again as x where a block has 16
 // rows, kOut is 64 and x is FP32 multiplied as int8. Floor: x, weight and outputs once at copy bandwidth.
@@ -75,7 +75,7 @@ struct Order {
   __device__ static constexpr int threads(int run) {
     return kPlaces - run * 128 < 128 ? (kPlaces - run * 128) / 4 : 32;
   }
-  // Of the four at place run * 128 + thread * 4.
+  // Returns the column of one of the four elements at position run * 128 + thread * 4.
   __device__ static constexpr int column(int run, int thread, int element) {
     return run * 128 + element / kTogether * kTogether * threads(run) + thread * kTogether + element % kTogether;
   }
@@ -152,7 +152,7 @@ struct Load {
   static_assert(Config::kRows % kTurn == 0, "every turn has all of its rows");
   static_assert(G::kChunks == 1 || Config::kRowWarps == 1, "a row of several chunks is a warp's");
 
-  // What a warp loads of the rows of one turn, in one chunk.
+  // The loads of a warp from the rows of one turn, in one chunk.
   template <bool kLast>
   struct Turn {
     static constexpr int kColumns = kLast ? Config::kInner - G::kLast : G::kChunk;
@@ -373,7 +373,7 @@ template <class Config>
 struct WarpSums {
   using G = Gemm<Config>;
   using Word = typename Sums<Config::kProduct>::Word;
-  // What is stored: parts as they are, whole sums in FP32.
+  // The stored type: partial sums in the type of the accumulator, complete sums in FP32.
   using Out = typename Sums<(Config::kSplit > 1 ? Config::kProduct : Product::f16)>::Word;
   Word c[G::kTilesDown][G::kTilesOnce][4];
   int lane, down, split;

@@ -14,9 +14,9 @@
 // Launch: attention as spmm. staging: slots * Attention<Config>::kStaged words. attention_weights (launched as
 // attention) writes alpha.
 
+#include "common/row_tile.cuh"
 #include "sparse/lane_reduce.cuh"
 #include "sparse/product_sum.cuh"
-#include "common/row_tile.cuh"
 #include "sparse/split_rows.cuh"
 #include "sparse/stream.cuh"
 
@@ -34,7 +34,7 @@ struct AttentionArgs {
   Staging staging;       // where rows are split
 };
 
-// Whether slots have rows of their own: one pass over the edges, and nothing between the heads.
+// Returns whether each slot of a warp can take a row by itself: rows of one pass, without padding between heads.
 __host__ __device__ constexpr bool has_bundles(Element element, int width, int heads) {
   return is_one_pass(element, width) && head_stride(element, width, heads) * heads == width;
 }
@@ -85,7 +85,8 @@ struct Attention {
     if constexpr (Config::Constants::kSlope != 1.0f) v = v > 0.0f ? v : __fmul_rn(v, Config::Constants::kSlope);
     return __fmul_rz(v, 1.44269504f);
   }
-  // Of a row without edges 0; of one whose logits are all -inf NaN, as in the reference, where -inf - -inf is.
+  // Returns 1 / sum: 0 for a row without edges; NaN for a row whose logits are all -inf, as the reference gives
+  // (-inf - -inf is NaN).
   __device__ static float inverse(float sum, bool edges) {
     if (sum == 0.0f) return edges ? __int_as_float(0x7fffffff) : 0.0f;
     return __fdiv_rn(1.0f, __fadd_rn(sum, Config::Constants::kEps));
@@ -95,7 +96,7 @@ struct Attention {
 // Above no finite logit, and finite: a difference from it is never NaN.
 constexpr float kNoLogit = -3.402823466e38f;
 
-// Of four columns of a head: what some edges have summed up to, with their maximum and total.
+// Partial sums of four columns of one head over some edges, with the maximum logit and the sum of exponentials.
 struct PartOfHead {
   float2 stat = {kNoLogit, 0.0f};
   StagedColumns<float> sum = {{0.0f, 0.0f, 0.0f, 0.0f}};
@@ -364,7 +365,7 @@ struct AttentionBody {
     }
   }
 
-  // The same of the maxima and totals, a head a thread.
+  // Joins the maxima and sums of exponentials of the parts of a row; each thread takes one head.
   __device__ __forceinline__ void join_stats(int32_t row, int32_t slot, int32_t apart, int32_t count,
                                              bool whole) const {
     float2* to = whole ? heads : stats_of(staged(slot));

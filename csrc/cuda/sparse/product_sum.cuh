@@ -35,7 +35,7 @@ struct ByteSum {
     for (int i = 0; i < 16; ++i) c[i / 8][i / 4 % 2][i % 4] = 0;
   }
 
-  // Of the 16 columns of four threads' words, the eight that pair `half` of each thread is.
+  // Selects, among the 16 columns in the words of four threads, the eight columns of pair `half` of each thread.
   __device__ static uint32_t chosen(int half) {
     const int lane = Layout::lane(), to = lane / 4;
     return to / 2 == lane % 4 ? 1u << (8 * (2 * half + to % 2)) : 0u;

@@ -1,6 +1,6 @@
 #pragma once
 
-// How a warp reads gathered rows of x: in pieces of 16 bytes. Thread (slot, piece) reads one piece of a row,
+// A warp reads gathered rows of x in pieces of 16 bytes. Thread (slot, piece) reads one piece of a row,
 // neighbouring threads neighbouring pieces, so that eight threads touch as few cache lines as there are; each slot has
 // edges of its own. Rows wider than what a warp reads at once take several passes over the edges, or are cut into
 // slices of columns, of which each is a matrix of its own.
@@ -35,7 +35,7 @@ __host__ __device__ constexpr int pieces_of(Element element, int width) {
   return pieces_at_once((width * bytes_of(element) + 15) / 16);
 }
 
-// Whether a warp reads whole rows, in one pass over the edges.
+// Returns whether a warp reads whole rows, in one pass over the edges.
 __host__ __device__ constexpr bool is_one_pass(Element element, int width) { return width * bytes_of(element) <= 512; }
 
 // Columns of all passes, with what is past the width.
@@ -51,7 +51,7 @@ __host__ __device__ constexpr int head_stride(Element element, int width, int he
   return heads == 1 ? width : (width / heads + piece - 1) / piece * piece;
 }
 
-// Where such a row has a column of the result.
+// Returns the position, in a row whose heads are padded, of a column of the result.
 template <int kHeadWidth, int kHeadStride>
 __device__ __forceinline__ int place_of(int column) {
   if constexpr (kHeadStride == kHeadWidth) return column;
@@ -80,7 +80,8 @@ struct RowLayout {
   __device__ static int piece() { return lane() % kPieces; }
   __device__ static int slot() { return lane() / kPieces; }
   __device__ static int team() { return slot() / kTeam; }
-  // Which of the slots that share a row this is, and how many do, as a power of two: all of the warp or a team.
+  // Return the number of this slot among the slots that share a row, and log2 of how many share it: all slots of the
+  // warp or a team.
   __device__ static int sharer(bool all) { return all ? slot() : slot() % kTeam; }
   __device__ static int sharer_bits(bool all) { return all ? kSlotBits : bits_of(kTeam); }
   // A piece with zeros past the width of the row; pieces behind the last one count as that one.

@@ -209,7 +209,7 @@ __host__ __device__ constexpr Residency fitting_warps(Residency r, int bytes_a_w
   return r;
 }
 
-// The same where a warp holds a feed and `words` words.
+// Returns the residency that fits where each warp holds a feed and `words` words in shared memory.
 __host__ __device__ constexpr Residency fitting(Residency r, int pieces, int words, bool valued = false,
                                                 bool one_pass = true) {
   return fitting_warps(r, words * 4 + feed_bytes(pieces, fours_of(pieces, r.step, valued, one_pass), r.step, valued));

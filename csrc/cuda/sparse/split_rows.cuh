@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_staged(T* slot, int first, int past, const
   }
 }
 
-// The same of the row that a warp holds in shared memory, by the whole warp.
+// Stores the row that a warp holds in shared memory into a slot of the staging buffer; called by the whole warp.
 template <int kColumns, class T, class Word>
 __device__ __forceinline__ void store_held(T* slot, const Word* words) {
 #pragma unroll

@@ -15,7 +15,8 @@ __device__ inline float result_of(T sum, int64_t count) {
   return Config::kReduce == Reduce::mean ? __fdiv_rn(v, static_cast<float>(count)) : v;
 }
 
-// The same of a sum below 2^22, which a float holds in its last bits; a conversion runs at a quarter of the rate.
+// As result_of, for a sum below 2^22: a float holds it in its low bits, and an int-to-float conversion would run at a
+// quarter of the rate.
 template <class Config>
 __device__ inline float result_of_few(int32_t sum, int32_t count) {
   const float v = __fsub_rn(__uint_as_float(0x4b400000u + static_cast<uint32_t>(sum)), 12582912.0f);
@@ -23,7 +24,7 @@ __device__ inline float result_of_few(int32_t sum, int32_t count) {
 }
 constexpr int32_t kFew = (1 << 22) / (127 * 128);  // edges
 
-// What stream() needs: the weights of edges, and what becomes of the sums of a row.
+// The body that stream() runs: loads the weights of edges, adds gathered rows, and ends finished rows.
 template <class Config, class Epilogue, class Runs = Runs>
 struct SpmmBody {
   using S = Spmm<Config>;
@@ -47,7 +48,7 @@ struct SpmmBody {
       kFixes && !kByHead && (Config::kScale == Scale::none || kRow) && Layout::kPieces >= 4 && !Runs::kStaged;
   // Zeros add nothing, but they are not below every maximum; and floats are given weights a head late.
   static constexpr bool kMasks = !S::kAdds || (Config::kHeads > 1 && !kByHead);
-  // Where there are no registers to spare, zeros for rows that are not there have a gather wait for others.
+  // With no registers to spare, writing zeros for missing rows would make a gather wait for other gathers.
   static constexpr bool kRagged = S::kHalves && Config::kRowWidth % kColumns != 0;  // the last piece is not whole
   static constexpr bool kTight =
       kSingly && !Runs::kStaged && (kRagged || Config::kSlices > 1) && (S::kBytes || kArchitecture < 1000);
@@ -80,7 +81,7 @@ struct SpmmBody {
     }
   }
 
-  // What is loaded is not looked at before `add`: that would be to wait for it before the rows are gathered.
+  // Loaded values are first used in `add`: using them here would wait for the loads before the rows are gathered.
   __device__ __forceinline__ void load(Extra& e, const Four& four, const int32_t (&source)[4], uint32_t mask) {
     if constexpr (Config::kHeads > 1 && !kByHead) e.edge = four.edge;
     e.shifted = kPower;
@@ -161,7 +162,7 @@ struct SpmmBody {
     }
   }
 
-  // What is past the width may be NaN, which a product with zeros would spread.
+  // Memory past the width may hold NaN, which a product with zeros would spread.
   __device__ __forceinline__ void add_one(const uint4& x) {
     if constexpr (kSingly && kRagged) {
       const int piece = first_column / kColumns + pass * Layout::kPieces + Layout::piece();
@@ -242,7 +243,8 @@ struct SpmmBody {
     return own.there[j] ? __fmul_rn(own.value[j], own.scale[j]) : 0.0f;
   }
 
-  // Of an edge that is there, of all heads or of the thread's; 0 of another, where weights are loaded.
+  // Returns the weight of an edge for all heads or for this thread's head; 0 for a missing edge where weights are
+  // loaded.
   __device__ static float weight(const Extra& e, int i) {
     constexpr bool kGiven = kValued || kByHead;
     const float value = kGiven ? e.value[i] : 1.0f;
@@ -282,7 +284,7 @@ struct SpmmBody {
   // The first column of this thread's piece.
   __device__ int first_of_piece() const { return (pass * Layout::kPieces + Layout::piece()) * kColumns; }
 
-  // Where it is needed: the compiler would keep what it makes of it in registers for all rows.
+  // Computed at each use: otherwise the compiler keeps derived values in registers across all rows.
   __device__ int32_t start() const { return Config::kSlices == 1 ? 0 : opaque(first_column); }
 
   __device__ Total* staged(int32_t slot) const {

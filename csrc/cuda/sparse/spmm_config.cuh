@@ -28,7 +28,7 @@ using StagedSpmmArgs = SpmmArgsOn<StagedRuns>;
 enum class Value { none, real, integer };
 enum class Scale { none, row, power, in_row };  // in_row: power, and each row holds its weight (weight_place)
 
-// Whether every edge has a float of its own, which all columns share.
+// Returns whether every edge has one float weight, shared by all columns.
 __host__ __device__ constexpr bool is_valued(Value value, int heads) { return value == Value::real && heads == 1; }
 
 __host__ __device__ constexpr Weight weight_of(Value value, Scale scale) {
@@ -37,7 +37,7 @@ __host__ __device__ constexpr Weight weight_of(Value value, Scale scale) {
   return scale == Scale::none ? Weight::none : Weight::power8;
 }
 
-// Whether elements are compared as they are, two at a time: nothing is multiplied with them.
+// Returns whether elements are compared two at a time in their own type: no weight is multiplied in.
 __host__ __device__ constexpr bool is_extreme_of_pairs(Element element, Reduce reduce, Weight weight, int heads) {
   return element != Element::f32 && reduce >= Reduce::max && weight == Weight::none && heads == 1;
 }
@@ -69,7 +69,7 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
   return {plain && (element == Element::f32 || kArchitecture < 1000) ? 896 : 768, 8};
 }
 
-// The same of weights a head, where a row of x has so many columns.
+// As spmm_registers, for one weight per head; `gathered` is the number of columns of a row of x.
 __host__ __device__ constexpr Residency spmm_registers_by_head(Element element, int width, int gathered,
                                                                Reduce reduce) {
   if (kArchitecture < 900 || !is_sum_of_codes(element, reduce) || !is_one_pass(element, gathered)) return {512, 4};
@@ -88,7 +88,7 @@ __host__ __device__ constexpr Residency spmm_residency(Element element, int widt
   return fitting(r, pieces, held, is_valued(value, heads), one_pass);
 }
 
-// What a kernel is specialised for. kValue::integer and kScale other than none need int8 rows.
+// The template parameters of an SpMM kernel. kValue::integer and kScale other than none need int8 rows.
 template <Element kElement_, int kWidth_, Reduce kReduce_, Value kValue_ = Value::none, Scale kScale_ = Scale::none,
           int kHeads_ = 1,
           int kThreads_ = spmm_residency(kElement_, kWidth_, kReduce_, kValue_, kScale_, kHeads_).threads,
@@ -144,7 +144,7 @@ struct Spmm {
   static constexpr bool kSpread = kBundle && spread_run<Layout>() < Layout::kColumns;
   static constexpr int kWarps = Config::kThreads / 32;
   static constexpr int kHeld = kBundle ? 4 : Layout::kPadded;  // words of the row of a warp
-  // What a slot of the staging buffer holds of each column.
+  // The type of one column in a slot of the staging buffer.
   using Total = typename Select<kExact, int64_t, float>::Type;
   static constexpr int kStaged = ((kHeads == 1 ? Config::kRowWidth : kStride) + 3) / 4 * 4;
   static constexpr int kStagedBytes = kStaged * sizeof(Total);
@@ -157,7 +157,7 @@ constexpr int kMostWhole = 256;
 // each warp still reads whole lines.
 __host__ __device__ constexpr int slice_bytes(Element element) { return element == Element::i8 ? 128 : 256; }
 
-// Which slice it is takes registers too.
+// The number of the slice occupies registers too, so fewer threads fit.
 __host__ __device__ constexpr int most_threads_of_slices(Element element, int step) {
   return element != Element::i8 || step == 4 || kArchitecture < 1000 ? 768 : 640;
 }
@@ -201,7 +201,7 @@ __host__ __device__ constexpr Residency staged_residency(Element element, int wi
   return fitting_warps(r, staged_feed_bytes(row > 128 ? 8 : pieces_of(element, width), r.step / 4));
 }
 
-// How a row of x is cut into slices of which the window of a stretch holds many.
+// The cut of a row of x into slices so narrow that the window of a stretch holds many.
 template <class Config_>
 struct Staged {
   using Slices = gnnc::Slices<Config_::kElement, Config_::kWidth, 128>;

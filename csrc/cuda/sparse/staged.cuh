@@ -124,7 +124,7 @@ struct Window {
   }
 };
 
-// What a slot does next: the words of one entry.
+// The next piece of work of a slot: the words of one entry.
 struct StagedWork {
   int32_t part;  // slot in the staging buffer, -1: a whole row
   bool shared;   // all slots of the warp have this entry
@@ -136,7 +136,7 @@ struct StagedWork {
   __device__ const StagedEntry& entry() const { return *static_cast<const StagedEntry*>(__cvta_shared_to_generic(at)); }
 };
 
-// What this thread's slot does of a run, from entry `at` on.
+// Returns the work of this thread's slot in a run, from entry `at` on.
 template <class Layout>
 __device__ __forceinline__ StagedWork staged_work_of(const Run& run, const StagedEntry* entries, int32_t at,
                                                      bool shared) {
@@ -154,7 +154,7 @@ struct OwnWords {
       : place(Layout::sharer(work.shared)), bits(Layout::sharer_bits(work.shared)) {}
 
   __device__ int32_t at(int32_t which) const { return place + (which << bits); }
-  // How many, in the warp at most, of so many words of the entry.
+  // Returns the largest number of words, over the slots of the warp, that a slot takes of an entry with `words` words.
   __device__ int32_t most(int32_t words) const {
     const int32_t own = (words - place + (1 << bits) - 1) >> bits;
     return static_cast<int32_t>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(max(own, 0))));

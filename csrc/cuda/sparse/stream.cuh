@@ -27,7 +27,7 @@
 
 namespace gnnc {
 
-// What a slot does next: edges of one row.
+// The next piece of work of a slot: edges of one row.
 struct Work {
   int64_t first;
   int32_t count;
@@ -42,7 +42,8 @@ struct Work {
   __device__ const Entry& entry() const { return *static_cast<const Entry*>(__cvta_shared_to_generic(at)); }
 };
 
-// Whether edges are copied word by word, and a row's fours begin with its first edge, wherever that lies in memory.
+// True where edges are copied word by word, so that the groups of four edges of a row begin with its first edge,
+// whatever its alignment in memory.
 // Elsewhere they are those of memory, 16 bytes each, of which a row has up to one more: there a row has too few threads
 // to copy so many words.
 template <class Layout>
@@ -66,7 +67,7 @@ struct Fours {
   }
 };
 
-// What edges are read from.
+// The arrays that edges are read from.
 struct EdgeArrays {
   const int32_t* col;  // readable up to a multiple of four, on 16 bytes
   const float* value;  // [E], on 16 bytes; of bodies with kValued
@@ -91,7 +92,7 @@ struct OwnEdges {
   float scale[kCount];  // what load_own loads
   bool there[kCount];
 
-  // Where they are: in which four of the step, and which of that.
+  // Return the position of an edge: the group of four within the step, and the place within the group.
   __device__ static int four(int j) { return kOne ? thread() / 4 : j; }
   __device__ static int place() { return thread() % 4; }
 
@@ -144,13 +145,13 @@ struct Sources {
     }
   }
 
-  // The same of the first chunk.
+  // Starts the copy of the first chunk.
   __device__ __forceinline__ void start(const EdgeArrays& edges, const Work& work, int half) {
     const Fours<Layout> fours(work);
     fetch(edges, work, fours.place, fours.apart, half);
   }
 
-  // Of edges that are not there anything.
+  // Returns four edges; missing edges have any value.
   __device__ __forceinline__ int4 get(int half, int f) const {
     const int4* from = &four[0][half][f][Layout::slot()];
     __builtin_assume(__isShared(from));
@@ -162,7 +163,7 @@ struct Sources {
     return *from;
   }
 
-  // What the first array (or, of values, the second) has of one of the four.
+  // Returns element i of a group of four, from the array of columns (0) or of values (1).
   template <class T>
   __device__ __forceinline__ T one(int array, int half, int f, int i) const {
     const auto* from = reinterpret_cast<const T*>(&four[array][half][f][Layout::slot()]) + i;
@@ -206,7 +207,7 @@ struct Sources {
   }
 };
 
-// What a warp has of shared memory to find its work and what its edges are.
+// The shared memory of a warp for its work list and its edges.
 template <class Layout, class Body>
 struct Feed {
   using Edges = Sources<Layout, Body::kStep, Body::kValued>;
@@ -314,8 +315,8 @@ struct Step {
   }
 };
 
-// Where this thread's piece of row 0 begins. Threads past the row's last piece read that one again: no test for each
-// load.
+// Returns the start of this thread's piece of row 0. Threads past the last piece of a row read that piece again,
+// which saves a test for each load.
 template <class Layout>
 __device__ __forceinline__ const char* piece_of(const Gathered& x, int pass) {
   return opaque(x.first + min(pass * Layout::kPieces + Layout::piece(), x.pieces - 1) * 16);
@@ -355,13 +356,13 @@ __device__ __forceinline__ void stream(const EdgeArrays& arrays, Edges& edges, i
   body.finish(work, pass);
 }
 
-// Which of a run's entries, from `at` on, is this thread's slot's.
+// Returns the number of the entry of a run, from `at` on, that this thread's slot takes.
 template <class Layout>
 __device__ __forceinline__ int32_t entry_of(const Run& run, int32_t at, bool shared) {
   return shared ? at : min(at + Layout::team(), max(run.count, 1) - 1);
 }
 
-// What this thread's slot does of a run, from entry `at` on.
+// Returns the work of this thread's slot in a run, from entry `at` on.
 template <class Layout>
 __device__ __forceinline__ Work work_of(const Run& run, const Entry* entries, int32_t at, bool shared) {
   const Entry* entry = entries + entry_of<Layout>(run, at, shared);
@@ -464,7 +465,7 @@ __device__ __forceinline__ void spread_slots(const T (&v)[kCount], const Combine
     }
     spread_slots<Layout, kSlots, kRun, kHalf, kApart * 2>(half, combine, out);
   } else {
-    // Of a piece the first half went to slots with the first bit unset, and so on.
+    // The first half of a piece went to slots whose first bit is unset, and so on.
     int from = Layout::lane() % kThreads / kOwners % Layout::kPieces;
 #pragma unroll
     for (int bit = kOwners / 2, apart = Layout::kPieces; bit > 0; bit /= 2, apart *= 2) {

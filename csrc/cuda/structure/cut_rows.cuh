@@ -47,7 +47,7 @@ struct CutArgs {
   int64_t shares, share;         // shares, if there are as many runs; runs of one
 };
 
-// How a row with many edges is cut: into parts of about as many.
+// The cut of a row with many edges into parts with about the same number of edges.
 struct Parts {
   int32_t count = 0;
   int32_t edges = 0;  // of each but the last
@@ -67,7 +67,7 @@ struct CutShared {
   uint32_t opens;
 };
 
-// What a window makes. Made by the whole block.
+// The runs and entries that one window of rows is cut into; computed by the whole block.
 struct CutWindow {
   int64_t row = static_cast<int64_t>(blockIdx.x) * kWindow + threadIdx.x;
   int64_t first = 0;  // edge
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kWindow) count_runs(const CutArgs args) {
   counts[2 * args.windows] = window.all_slots;
 }
 
-// What a row with many edges leaves for the threads that write its parts.
+// A long row, as a record in shared memory for the threads that write its parts.
 struct LongRow {
   int64_t first;
   int32_t degree, edges, parts, parts_before, slots_before;

@@ -112,7 +112,7 @@ struct Radix {
     }
   }
 
-  // Where an edge stood, and its other end.
+  // Return the position of an edge before this pass, and the node at its other end.
   template <bool kFirst>
   __device__ static int32_t place_of(const RadixArgs& args, int64_t edge) {
     return kFirst ? static_cast<int32_t>(edge) : args.places[edge];

@@ -35,7 +35,7 @@ struct StageArgs {
   int64_t window;  // rows that a window holds
 };
 
-// Whether the source of an edge is in the window of its row's stretch.
+// Returns whether the source of an edge lies in the window of its row's stretch.
 __device__ inline bool is_near(int32_t source, int32_t row, int64_t window) {
   return source / kStretch == row / kStretch && source % kStretch < window;
 }
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(256) count_near(const StageArgs a) {
   if (warp.lane == 0) a.near[warp.entry] = near;
 }
 
-// Where near edges stand in an entry's words.
+// Positions of near edges in the words of an entry.
 struct NearOrder {
   int32_t even_seen, odd_seen;  // at even places, and at odd ones
   int32_t even, odd;            // all of them

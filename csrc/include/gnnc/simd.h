@@ -118,7 +118,7 @@ GNNC_INLINE Floats load(const int8_t* p, Tail t) {
 }
 
 GNNC_INLINE Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-// Where a is NaN, the result is b: a clamp never lets one through.
+// If a is NaN, the result is b: a clamp never lets a NaN through.
 GNNC_INLINE Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 GNNC_INLINE Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 GNNC_INLINE Floats square_root(Floats v) { return _mm512_sqrt_ps(v); }
@@ -186,7 +186,7 @@ GNNC_INLINE Floats fused(Floats a, Floats b, Floats c) {
   return a * b + c;
 #endif
 }
-// Where a is NaN, the result is b: a clamp never lets one through.
+// If a is NaN, the result is b: a clamp never lets a NaN through.
 GNNC_INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 GNNC_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 GNNC_INLINE Ints larger(Ints a, Ints b) { return a > b ? a : b; }
