@@ -37,7 +37,7 @@ from gnnc.compiler.options import (
 from gnnc.compiler.profiling import profile
 from gnnc.compiler.program import Options, Program, build_program, find
 from gnnc.errors import CaptureError, GnncError, GraphError, InputError, UnsupportedError
-from gnnc.passes.base import Pass
+from gnnc.passes.base import Pass, Property, first_with
 from gnnc.passes.pipeline import PIPELINE
 from gnnc.passes.quantization.saved_plan import Plan
 from gnnc.precision import Precision
@@ -507,7 +507,7 @@ class CompiledModel(torch.nn.Module):
         ``gnnc.compile(model, plan=path)`` reads it back. Raises GnncError where nothing is captured yet.
         """
         program = self._captured()
-        assigned = next((gm for name, gm in program.stages if name == "assign"), program.graph_module)
+        assigned = first_with(Property.ASSIGNED, program.stages) or program.graph_module
         Path(path).write_text(Plan.of(assigned).to_json())
 
     def to_networkx(self) -> Any:

@@ -1,9 +1,18 @@
-"""Transformations of the graph: one pass a file, and the files that a pass is made of."""
+"""Passes over the graph, one a file; the folders hold the parts that passes are made of."""
 
 if not __name__.startswith("gnnc."):
     raise ImportError("import gnnc.passes: passes alone is a folder of gnnc, not a package")
 
-from gnnc.passes.base import Context, Note, Pass, run_pass, run_passes
-from gnnc.passes.pipeline import PIPELINE
+from gnnc.passes.base import Context, Note, Pass, Property, run_pass, run_passes
+from gnnc.passes.pipeline import INFERENCE, PIPELINE
 
-__all__ = ["PIPELINE", "Context", "Note", "Pass", "run_pass", "run_passes"]
+__all__ = [
+    "INFERENCE",
+    "PIPELINE",
+    "Context",
+    "Note",
+    "Pass",
+    "Property",
+    "run_pass",
+    "run_passes",
+]

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir.op import op_of
-from gnnc.passes.base import Context
+from gnnc.passes.base import Context, Property
 from gnnc.passes.quantization.norm_statistics import statistics
 from gnnc.passes.quantization.number_formats import CHOSEN, FULL, LOW_OPERANDS, Option, options_of, width_of
 from gnnc.passes.search.choice import Choice
@@ -40,6 +40,7 @@ class Assign:
     min_row_bytes: int | None = None
     min_inner_width: int = 4
     name: ClassVar[str] = "assign"
+    establishes: ClassVar[frozenset[Property]] = frozenset({Property.ASSIGNED})
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Annotate the graph; nothing else changes."""

@@ -1,9 +1,10 @@
-"""What a pass is, what it may know, and the runner that checks it."""
+"""The pass protocol, the context that passes share, and the runner that checks each pass."""
 
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from enum import Enum
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import fx
@@ -13,15 +14,26 @@ from gnnc.ir.verify import verify
 from gnnc.precision import INT8, Precision
 from gnnc.target import Target
 
+NoteKind = Literal["decision", "declined"]
+
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A remark of a pass that ``explain()`` shows: what it left alone or decided, and why."""
+    """A remark of a pass, shown by ``explain()``: a node that it left alone or a decision, with the reason.
+
+    Attributes:
+        pass_name: the pass.
+        node: name of the node, empty for the whole graph.
+        layer: path of the module that the node came from.
+        text: the remark.
+        kind: ``declined`` for a kernel that did not take the node, ``decision`` for anything else.
+    """
 
     pass_name: str
     node: str
     layer: str
     text: str
+    kind: NoteKind = "decision"
 
 
 @dataclass(slots=True)
@@ -53,16 +65,31 @@ class Context:
     timings: dict[str, float] = field(default_factory=dict)
     current_pass: str = ""
 
-    def note(self, node: fx.Node | None, text: str) -> None:
-        """Record a remark about ``node`` (or about the whole graph)."""
+    def note(self, node: fx.Node | None, text: str, kind: NoteKind = "decision") -> None:
+        """Record a remark about ``node``, or about the whole graph where it is None."""
         name = node.name if node is not None else ""
         layer = str(node.meta.get("layer", "")) if node is not None else ""
-        self.notes.append(Note(self.current_pass, name, layer, text))
+        self.notes.append(Note(self.current_pass, name, layer, text, kind))
+
+
+class Property(Enum):
+    """Property of a graph that a pass establishes and all later stages keep.
+
+    A pass that establishes some lists them in a class variable ``establishes``, a frozenset. Code that
+    needs a certain stage asks for the property, not for the name of a pass.
+    """
+
+    NORMALIZED = "every computation has one spelling"
+    ASSIGNED = "every primitive has a precision"
+    LOWERED = "every call has its kernel"
 
 
 @runtime_checkable
 class Pass(Protocol):
-    """One transformation: a frozen dataclass whose fields are its options."""
+    """One transformation of a graph: a frozen dataclass whose fields are its options.
+
+    A pass may also have a class variable ``establishes``, the properties that hold after it.
+    """
 
     name: ClassVar[str]
     """Name in ``stages`` and in notes."""
@@ -73,10 +100,23 @@ class Pass(Protocol):
 
 
 Stage = tuple[str, fx.GraphModule]
+"""A pass's name, and the graph after it."""
+
+
+def established_by(step: Pass) -> frozenset[Property]:
+    """Return the properties that a pass declares in ``establishes``, none without a declaration."""
+    return getattr(step, "establishes", frozenset())
+
+
+def first_with(prop: Property, stages: Iterable[Stage]) -> fx.GraphModule | None:
+    """Return the first graph of ``stages`` that has a property, or None."""
+    return next((gm for _, gm in stages if prop in gm.meta.get("properties", ())), None)
 
 
 def run_pass(step: Pass, gm: fx.GraphModule, ctx: Context | None = None) -> fx.GraphModule:
-    """Run one pass on a copy of ``gm``: then dead code goes, meta is inferred, the graph verified.
+    """Run one pass on a copy of ``gm``, then drop dead code, infer meta and verify the result.
+
+    The properties that the pass establishes join those of ``gm`` in ``meta["properties"]``.
 
     Raises:
         VerifyError: the pass broke an invariant.
@@ -88,13 +128,14 @@ def run_pass(step: Pass, gm: fx.GraphModule, ctx: Context | None = None) -> fx.G
     out.graph.eliminate_dead_code(is_impure_node=_is_impure)
     infer_meta(out)
     out.recompile()
+    out.meta["properties"] = gm.meta.get("properties", frozenset()) | established_by(step)
     verify(out, step.name)
     ctx.timings[step.name] = ctx.timings.get(step.name, 0.0) + time.perf_counter() - start
     return out
 
 
 def run_passes(gm: fx.GraphModule, pipeline: Iterable[Pass], ctx: Context) -> list[Stage]:
-    """Run ``pipeline`` in order; return each pass's name with the graph after it."""
+    """Run the passes of ``pipeline`` in order, and return the stages."""
     stages: list[Stage] = []
     for step in pipeline:
         gm = run_pass(step, gm, ctx)
@@ -103,10 +144,10 @@ def run_passes(gm: fx.GraphModule, pipeline: Iterable[Pass], ctx: Context) -> li
 
 
 def _is_impure(node: fx.Node) -> bool:
-    """Placeholders and outputs are the graph's signature; every op is functional."""
+    """Return whether a node is part of the graph's signature; all ops are functional."""
     return node.op in ("placeholder", "output")
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether ``node`` is a graph node that holds a tensor."""
+    """Return whether ``node`` is a graph node that holds a tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)

@@ -1,4 +1,4 @@
-"""Lower: every node and every fused submodule gets the kernel that will run it."""
+"""Lower: choose the kernel that will run each node and each fused submodule."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -6,19 +6,20 @@ from typing import Any, ClassVar
 from torch import fx
 from torch.fx import Node
 
-from gnnc.passes.base import Context
+from gnnc.passes.base import Context, Property
 from gnnc.target import ChosenKernel, KernelChoice, Lowering
 
 
 @dataclass(frozen=True, slots=True)
 class Lower:
-    """Ask the backend for a kernel for each node; take a fused submodule apart that none takes.
+    """Choose a kernel for each node; a fused submodule that no kernel takes is inlined.
 
-    The choice is kept in ``node.meta["choice"]`` and its kernel's name in ``node.meta["kernel"]``.
-    Whatever declined is noted for ``explain()``.
+    ``node.meta["choice"]`` holds the backend's choice, ``node.meta["kernel"]`` the name of its kernel.
+    Kernels that declined are noted for ``explain()``.
     """
 
     name: ClassVar[str] = "lower"
+    establishes: ClassVar[frozenset[Property]] = frozenset({Property.LOWERED})
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` with a kernel chosen for every node that computes something."""
@@ -44,7 +45,7 @@ def _lower_fused(gm: fx.GraphModule, node: Node, lowering: Lowering, ctx: Contex
         _record(node, choice, choice.kernel, ctx)
         return
     reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined)
-    ctx.note(node, f"taken apart, no kernel runs it as a whole ({reasons})")
+    ctx.note(node, f"taken apart, no kernel runs it as a whole ({reasons})", "declined")
     inline(gm, node)
 
 
@@ -52,25 +53,25 @@ def _record(node: Node, choice: KernelChoice, kernel: ChosenKernel, ctx: Context
     node.meta["choice"] = choice
     node.meta["kernel"] = kernel.name
     for name, reason in choice.declined:
-        ctx.note(node, f"kernel {name} declined: {reason}")
+        ctx.note(node, f"kernel {name} declined: {reason}", "declined")
 
 
 def inline(gm: fx.GraphModule, call: Node) -> None:
     """Replace a call of a fused submodule by the nodes of its graph, in place."""
     inner: Any = gm.get_submodule(str(call.target))
-    mapped: dict[Node, Node] = dict(
+    copies: dict[Node, Node] = dict(
         zip(inner.graph.find_nodes(op="placeholder"), call.args, strict=True)  # type: ignore[arg-type]
     )
     with gm.graph.inserting_before(call):
         for node in inner.graph.nodes:
             if node.op not in ("placeholder", "output"):
-                mapped[node] = gm.graph.node_copy(node, mapped.__getitem__)
+                copies[node] = gm.graph.node_copy(node, copies.__getitem__)
     results = inner.graph.output_node().args[0]
     if isinstance(results, Node):
-        call.replace_all_uses_with(mapped[results])
+        call.replace_all_uses_with(copies[results])
     else:
         for user in list(call.users):
-            user.replace_all_uses_with(mapped[results[user.args[1]]])
+            user.replace_all_uses_with(copies[results[user.args[1]]])
             gm.graph.erase_node(user)
     gm.graph.erase_node(call)
     gm.delete_submodule(str(call.target))

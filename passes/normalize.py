@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from gnnc.ir.graph import node_arg
 from gnnc.ir.nodes import is_pointwise
-from gnnc.passes.base import Context
+from gnnc.passes.base import Context, Property
 from gnnc.passes.rewrite.emit import (
     Emitter,
     Sizes,
@@ -98,6 +98,7 @@ class Normalize:
     """Bring a captured graph into the one form that the other passes read."""
 
     name: ClassVar[str] = "normalize"
+    establishes: ClassVar[frozenset[Property]] = frozenset({Property.NORMALIZED})
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` normalized."""

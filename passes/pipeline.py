@@ -1,4 +1,4 @@
-"""The pipeline: one visible tuple, in the order in which a model becomes kernels."""
+"""The pipeline: the passes that turn a captured model into kernels, in order."""
 
 from gnnc.passes.assign import Assign
 from gnnc.passes.base import Pass
@@ -11,14 +11,18 @@ from gnnc.passes.quantize import Quantize
 from gnnc.passes.raise_ import Raise
 from gnnc.passes.reorder import Reorder
 
-PIPELINE: tuple[Pass, ...] = (
-    Normalize(),  # one spelling for each thing, so that raise sees regions and not noise
+INFERENCE: tuple[Pass, ...] = (
+    Normalize(),  # one spelling for each computation, so that raise finds the regions
     Raise(),  # gathers, scatters and softmaxes become primitives over a CSR
-    Hoist(),  # what depends on the graph alone runs once a graph
+    Hoist(),  # computations on the graph alone leave: they run once a graph
     Reorder(),  # linear before or after aggregation; separable weights leave the sparse kernel
     Assign(),  # a precision for every primitive
-    Quantize(),  # scales and codes go in, primitives take integers
+    Quantize(),  # scales and quantized values go in, primitives take integers
     Cache(),  # each tensor is quantized once
     Fuse(),  # producer, elementwise and requantization become one call
     Lower(),  # every call gets its kernel
 )
+"""The passes of a forward program without gradients."""
+
+PIPELINE = INFERENCE
+"""The default pipeline of ``gnnc.compile``."""

@@ -73,7 +73,7 @@ def _separate(gm: fx.GraphModule, structure: fx.GraphModule, ctx: Context) -> No
             separator.rewrite(node)
     for node in list(gm.graph.nodes):
         separator.multiply_not_divide(node)
-    edit.commit("reorder", ctx)
+    edit.commit(ctx)
 
 
 class _Separator:

@@ -13,7 +13,7 @@ from gnnc.cost import model
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir import describe
 from gnnc.ir.graph import placeholders
-from gnnc.passes.base import Context, Pass, Stage, run_passes
+from gnnc.passes.base import Context, Pass, Property, Stage, established_by, run_passes
 from gnnc.passes.quantize import STATIC_SCALE
 from gnnc.passes.search.choice import MAX_TIGHTENINGS, Choice, beyond
 from gnnc.passes.search.measured import Observed, corrected, observed
@@ -22,7 +22,6 @@ from gnnc.passes.search.solver import solve
 from gnnc.passes.search.study import GROWTH
 from gnnc.precision import AUTO, Precision
 
-_PLACE = "assign"
 _MOST_CHOICES = 5
 """How often a choice is made again from measured times: each may show launches that none had before."""
 
@@ -94,14 +93,13 @@ def run_auto(
         check_finite: whether calls will look for values that are not finite: what is timed is what will run.
 
     Raises:
-        UnsupportedError: the pipeline has no pass ``assign``.
+        UnsupportedError: no pass of the pipeline assigns precisions.
     """
-    names = [step.name for step in pipeline]
-    if _PLACE not in names:
+    place = next((i for i, step in enumerate(pipeline) if Property.ASSIGNED in established_by(step)), None)
+    if place is None:
         raise UnsupportedError(
             "precision='auto' is carried out by the pass 'assign', which the pipeline lacks"
         )
-    place = names.index(_PLACE)
     before = run_passes(gm, pipeline[:place], context)
     start = before[-1][1] if before else gm
     if context.examples is None:

@@ -7,9 +7,12 @@ from typing import Any
 from torch.nn import Module
 
 from gnnc.errors import GnncError, PrecisionError, UnsupportedError
-from gnnc.passes.base import Pass
+from gnnc.passes.base import Pass, Property, established_by
 from gnnc.precision import AUTO, Precision
 from gnnc.target import Target
+
+_NEEDED = (Property.NORMALIZED, Property.LOWERED)
+"""Properties of a graph that a program is built from."""
 
 
 def built(precision: Precision) -> Precision:
@@ -67,17 +70,22 @@ def check_precision(precision: Precision, target: Target) -> None:
 
 
 def passes_of(pipeline: Any) -> tuple[Pass, ...]:
-    """Return the passes; GnncError where one is none, or one is lacking that nothing runs without."""
+    """Return the passes of a pipeline.
+
+    Raises:
+        GnncError: an element is no pass, or no pass establishes a property that programs need.
+    """
     passes = tuple(pipeline) if isinstance(pipeline, Iterable) else (pipeline,)
-    for each in passes:
-        if not (callable(getattr(each, "run", None)) and hasattr(each, "name")):
+    for step in passes:
+        if not (callable(getattr(step, "run", None)) and hasattr(step, "name")):
             raise GnncError(
-                f"pipeline: {each!r} is no pass: a pass has a name and run(gm, ctx); see docs/add-a-pass.md"
+                f"pipeline: {step!r} is no pass: a pass has a name and run(gm, ctx); see docs/add-a-pass.md"
             )
-    lacking = {"normalize", "lower"} - {each.name for each in passes}
+    lacking = [prop for prop in _NEEDED if not any(prop in established_by(step) for step in passes)]
     if lacking:
+        names = " or ".join(sorted(prop.name for prop in lacking))
         raise GnncError(
-            f"pipeline: no pass is named {' or '.join(sorted(lacking))}, and nothing runs without it: take "
+            f"pipeline: no pass establishes {names}, and nothing runs without it: take "
             "gnnc.passes.PIPELINE and add to it or leave out others; gnnc.passes.run_pass runs a single one"
         )
     return passes

@@ -133,7 +133,7 @@ def header_lines(report: ProgramReport) -> list[str]:
 def explain_text(report: ProgramReport) -> str:
     """Return the text of ``compiled.explain()``: what is not low precision or not ours, and why."""
     graph = describe.inline(report.compute)
-    declined = [n for n in report.notes if n.pass_name == "lower"]
+    declined = [n for n in report.notes if n.kind == "declined"]
     told = {*declined, *(n for n in report.notes if n.text.startswith(_STAYS))}
     others = [f"{n.pass_name}: {_note_line(n)}" for n in report.notes if n not in told]
     choice = {"Precision choice": list(report.chosen)} if report.chosen else {}

@@ -59,7 +59,7 @@ class StructureEdit:
         self._taken[node.name] = placeholder
         return placeholder
 
-    def commit(self, stage: str, ctx: Context) -> None:
+    def commit(self, ctx: Context) -> None:
         """Drop results that the compute graph no longer reads, and make the copy ``ctx.structure``."""
         graph = self.compute.graph
         # Placeholders that were added stand last and have no example yet.
@@ -72,7 +72,7 @@ class StructureEdit:
         names = {node: name for name, node in self._taken.items()}
         kept = [self._outputs[names[node]] for node in placeholders(self.compute) if node in names]
         self.structure.graph.output_node().args = (tuple(kept),)
-        self._finish(stage)
+        self._finish(ctx.current_pass)
         self.compute.meta["structure"] = ctx.structure = self.structure
         if ctx.examples is not None:
             refresh_examples(self.compute, self.structure, known, ctx)

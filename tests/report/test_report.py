@@ -173,7 +173,7 @@ def test_header_counts_what_is_quantized() -> None:
 NOTES = (
     Note("raise", "topk", "pool", "aten.topk matches no primitive"),
     Note("assign", "gemm_default", "conv1", "stays FP32: the override says fp32"),
-    Note("lower", "sddmm_default", "conv1", "kernel sddmm_avx512 declined: 3 heads"),
+    Note("lower", "sddmm_default", "conv1", "kernel sddmm_avx512 declined: 3 heads", "declined"),
 )
 
 
