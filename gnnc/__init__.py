@@ -4,8 +4,6 @@
 kernels of its own; ``print`` it to read the program.
 """
 
-from torch._dynamo import register_backend as _register_backend
-
 from gnnc import dynamo, ir, passes, runtime
 from gnnc.api import CompiledModel, compile
 from gnnc.errors import (
@@ -21,6 +19,7 @@ from gnnc.errors import (
 from gnnc.pareto import Pareto, pareto
 from gnnc.precision import Precision
 from gnnc.suggest_bits import suggest_bits
+from gnnc.torch_private import register_backend as _register_backend
 
 __version__ = "0.1.0"
 

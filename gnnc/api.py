@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from gnnc.capture.arguments import Call, flatten_call
 from gnnc.capture.model_snapshot import Watch, autocast_mode
@@ -44,6 +43,7 @@ from gnnc.precision import Precision
 from gnnc.report import text
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.program.memory import OutputPool
+from gnnc.torch_private import non_persistent_buffers, pytree
 
 _REMEMBERED_FORMS = 256
 _INTEGERS_MEET = re.compile(
@@ -152,7 +152,7 @@ class CompiledModel(torch.nn.Module):
             _parameters=model._parameters,
             _buffers=model._buffers,
             _modules=model._modules,
-            _non_persistent_buffers_set=model._non_persistent_buffers_set,
+            _non_persistent_buffers_set=non_persistent_buffers(model),
         )
         self.options = options
         self._example_inputs = None if example_inputs is None else tuple(example_inputs)

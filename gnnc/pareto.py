@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gnnc.api import compile, device_of
 from gnnc.calibrate.timing import elapsed, measure_on
 from gnnc.errors import InputError
 from gnnc.passes.search.sensitivity import relative_l2
 from gnnc.runtime.backend import get_backend
+from gnnc.torch_private import pytree
 
 BUDGETS = (0.002, 0.005, 0.01, 0.02, 0.05)
 FORMATS = (".svg", ".png")

@@ -21,6 +21,7 @@ from gnnc.ir.verify import verify
 from gnnc.passes.base import Context, is_tensor
 from gnnc.passes.edges.graph_inputs import structural_inputs
 from gnnc.passes.rewrite.boundary import Boundary, run_structure
+from gnnc.torch_private import OpOverload, rename
 
 _aten = torch.ops.aten
 
@@ -221,7 +222,7 @@ def _is_size(node: Node) -> bool:
 
 def _is_random(node: Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _ancestors(nodes: Iterable[Node]) -> set[Node]:
@@ -263,9 +264,9 @@ def _name(original: Node, copy: Node) -> None:
     if result is not None:
         producer, position = result
         suffix = "_t" if "transpose" in str(producer.target) else ""
-        copy._rename(_CSR_RESULTS[position] + suffix)
+        rename(copy, _CSR_RESULTS[position] + suffix)
     elif original.target is _aten.argsort.default and _csr_result(original.args[0]):  # type: ignore[arg-type]
-        copy._rename("inverse_perm")
+        rename(copy, "inverse_perm")
 
 
 def _protect_cached(graph: fx.Graph) -> None:

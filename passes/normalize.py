@@ -32,6 +32,7 @@ from gnnc.passes.rewrite.emit import (
     shape_of,
     value_of,
 )
+from gnnc.torch_private import OpOverload, schema
 
 aten = torch.ops.aten
 
@@ -317,9 +318,9 @@ def _make_dims_positive(node: Node) -> None:
     ranked = _ranked_by_dims(node)
     if ranked is None or not holds_tensor(ranked):
         return
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     rank = len(shape_of(ranked))
-    for position, parameter in enumerate(node.target._schema.arguments):
+    for position, parameter in enumerate(schema(node.target).arguments):
         if parameter.name not in _DIM_NAMES:
             continue
         if position < len(node.args):

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from gnnc.errors import BackendError
+from gnnc.torch_private import OpOverload, schema
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -113,7 +113,7 @@ def kind_of(node: Node) -> str:
         return f"fused:{node.meta.get('kind', 'map')}"
     target = node.target
     if isinstance(target, OpOverload):
-        return target._schema.name.replace("::", ".")
+        return schema(target).name.replace("::", ".")
     return f"python.{getattr(target, '__name__', target)}"
 
 

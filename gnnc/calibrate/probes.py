@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_arg
 
 from gnnc.ir.source import Source
+from gnnc.torch_private import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
 
 _ops = torch.ops.gnnc
 _aten = torch.ops.aten

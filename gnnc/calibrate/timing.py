@@ -19,6 +19,7 @@ from gnnc.calibrate.calibration import cuda_facts
 from gnnc.environment import cache_folder
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.program.device import now
+from gnnc.torch_private import spin
 
 _RUNS = 7
 _LOOP_S = 4e-3
@@ -102,7 +103,7 @@ def queued_seconds(call: Callable[[], object]) -> float:
 
 def _loop(call: Callable[[], object], calls: int) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_WAIT)
+    spin(_WAIT)
     begin.record()
     for _ in range(calls):
         call()

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from gnnc.capture.edge_index import plain
 from gnnc.capture.pyg_data import closed, opened
 from gnnc.capture.sparse_operand import components, is_sparse
 from gnnc.errors import InputError
+from gnnc.torch_private import pytree
 
 Signature = inspect.Signature
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

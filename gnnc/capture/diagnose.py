@@ -8,7 +8,8 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from gnnc.torch_private import GuardOnDataDependentSymNode
 
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)

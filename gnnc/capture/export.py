@@ -22,7 +22,6 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from gnnc.capture.arguments import Call, Leaf, call_forms, flatten_call, rebuild, signature_of
 from gnnc.capture.diagnose import blame
@@ -38,6 +37,7 @@ from gnnc.capture.unregistered_weights import refuse_unregistered
 from gnnc.errors import CaptureError
 from gnnc.ir.graph import fake_mode_of
 from gnnc.ir.source import Source
+from gnnc.torch_private import LOGGERS, pytree, rename
 
 _KINDS = {
     InputKind.PARAMETER: "parameter",
@@ -47,14 +47,6 @@ _KINDS = {
 }
 _PREFIX = "model."
 _MAX_SIZE = 2**40
-_NOISY = (
-    "torch.fx.experimental.symbolic_shapes",
-    "torch.export",
-    "torch._export",
-    "torch._dynamo",
-    "torch._guards",
-    "torch._subclasses",
-)
 _Reading = tuple[bool, bool, tuple[torch.Size, ...]]
 """How a call was traced: strictly, with symbolic sizes, and with stand-ins of these shapes."""
 _NO_WAY = "what the model does depends on sizes in a way that tracing does not reproduce"
@@ -198,7 +190,7 @@ def _traced(entry: _Entry, call: Call, standins: Standins, strict: bool) -> tupl
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Swallow what torch.export prints about an attempt that fails: the error says it better."""
-    loggers = [logging.getLogger(name) for name in _NOISY]
+    loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -258,7 +250,7 @@ def _annotate_inputs(program: ExportedProgram, call: Call) -> None:
 
 def _rename(node: Node, path: str) -> None:
     """Name a placeholder after its source: ``conv1.lin.weight`` is ``conv1_lin_weight``."""
-    node._rename(re.sub(r"\W+", "_", path).strip("_") or "value")
+    rename(node, re.sub(r"\W+", "_", path).strip("_") or "value")
     node.target = node.name
 
 

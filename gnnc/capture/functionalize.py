@@ -10,12 +10,18 @@ mean something else below autograd, is traced again.
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node, map_arg
-from torch.utils import _pytree as pytree
+
+from gnnc.torch_private import (
+    DispatchKey,
+    OpOverload,
+    enable_python_dispatcher,
+    is_autocast_enabled,
+    pytree,
+    schema,
+    storage_id,
+)
 
 aten = torch.ops.aten
 
@@ -38,7 +44,7 @@ _MODES = {aten.batch_norm.default: 5, aten.dropout.default: 2}
 
 def functional(program: ExportedProgram) -> ExportedProgram:
     """Return the program without writes: itself, changed, where no write needs another trace."""
-    rewrites = None if torch._C._is_any_autocast_enabled() else _rewrites(program.graph)
+    rewrites = None if is_autocast_enabled() else _rewrites(program.graph)
     if rewrites is None:
         return program.run_decompositions({})
     for write, (op, value) in rewrites.items():
@@ -88,13 +94,13 @@ def _stays(node: Node) -> bool:
 def _is_write(node: Node) -> bool:
     """Whether a call changes values: ``detach_`` only what autograd knows of them."""
     op = node.target
-    return isinstance(op, OpOverload) and op._schema.is_mutable and op is not aten.detach_.default
+    return isinstance(op, OpOverload) and schema(op).is_mutable and op is not aten.detach_.default
 
 
 def _says_alias(op: OpOverload) -> bool:
     """Whether results of an op may be its arguments, or views of them, for some sizes."""
     tagged = torch.Tag.maybe_aliasing_or_mutating in op.tags
-    return tagged or any(result.alias_info is not None for result in op._schema.returns)
+    return tagged or any(result.alias_info is not None for result in schema(op).returns)
 
 
 def _may_alias(node: Node) -> bool:
@@ -106,7 +112,7 @@ def _may_alias(node: Node) -> bool:
 
 def _storages(node: Node) -> list[int]:
     values = pytree.tree_leaves(node.meta.get("val"))
-    return [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
+    return [storage_id(value) for value in values if isinstance(value, torch.Tensor)]
 
 
 def _without_write(node: Node) -> tuple[OpOverload, torch.Tensor] | None:
@@ -127,20 +133,20 @@ def _without_write(node: Node) -> tuple[OpOverload, torch.Tensor] | None:
 
 def _returning(write: OpOverload) -> OpOverload | None:
     """``aten::add`` for ``aten::add_``: of the same arguments, of which the first is what is written."""
-    namespace, name = write._schema.name.split("::")
-    parameters = write._schema.arguments
+    namespace, name = schema(write).name.split("::")
+    parameters = schema(write).arguments
     written = [parameter.name for parameter in parameters if parameter.alias_info is not None]
     odd = {torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded}.intersection(write.tags)
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     if odd or packet is None or not name.endswith("_") or written != [parameters[0].name]:
         return None
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    alike = [op for op in overloads if _signature(op) == _signature(write) and not op._schema.is_mutable]
+    alike = [op for op in overloads if _signature(op) == _signature(write) and not schema(op).is_mutable]
     return alike[0] if alike else None
 
 
 def _signature(op: OpOverload) -> list[tuple[str, str]]:
-    return [(parameter.name, str(parameter.type)) for parameter in op._schema.arguments]
+    return [(parameter.name, str(parameter.type)) for parameter in schema(op).arguments]
 
 
 def _rewrite(write: Node, op: OpOverload, value: torch.Tensor) -> None:

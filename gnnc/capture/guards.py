@@ -9,10 +9,10 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils._sympy.printers import PythonPrinter
 
 from gnnc.capture.arguments import Call
 from gnnc.capture.size_guards import Branch
+from gnnc.torch_private import PythonPrinter
 
 _TRACED_MIN, _TRACED_MAX = 3, 2**40  # sizes from 2 on; a pointer of N + 1 from 3 on
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gnnc.torch_private import is_autocast_enabled
+
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _WEIGHTS = ("_parameters", "_buffers")
 _PLAIN = (bool, int, float, str, types.NoneType)
@@ -144,7 +146,7 @@ def _constant(value: Any) -> Any:
 
 def autocast_mode() -> tuple[Any, ...]:
     """What autocast would do to a call now: the dtype by device, None where it is off."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_autocast_enabled():
         return _NO_AUTOCAST
     return tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

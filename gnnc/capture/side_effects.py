@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gnnc.capture.arguments import signature_of
 from gnnc.capture.model_snapshot import HOOKS, NO_CONSTANTS
 from gnnc.capture.pyg_data import Container, opened
 from gnnc.errors import CaptureError
+from gnnc.torch_private import forward_pre_hooks, pytree
 
 _LIBRARIES = ("torch.", "torch_geometric.")
 _CONTAINERS = (dict, OrderedDict, list)
@@ -146,7 +146,7 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 
 def _made_by_hooks(module: nn.Module) -> set[str]:
     """The weights that hooks of torch (pruning, weight norm) make of parameters before each call."""
-    hooks = filter(_is_of_torch, module._forward_pre_hooks.values())
+    hooks = filter(_is_of_torch, forward_pre_hooks(module))
     return {getattr(hook, "_tensor_name", None) or getattr(hook, "name", "") for hook in hooks}
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import sympy
 import torch
-from torch.utils._sympy.printers import PythonPrinter
+
+from gnnc.torch_private import PythonPrinter, SymNodeVariable
 
 _TORCH = str(Path(torch.__file__).parent)
 _GNNC = str(Path(__file__).parents[1])
@@ -59,8 +60,6 @@ class Branch:
 @contextlib.contextmanager
 def watched() -> Iterator[list[Branch]]:
     """Collect the questions that code outside torch asks in this thread; complete after the block."""
-    from torch._dynamo.variables.tensor import SymNodeVariable
-
     branches: list[Branch] = []
     notes = _Notes(threading.get_ident())
     originals = {name: getattr(torch.SymInt, name) for name in _COMPARISONS}

@@ -18,11 +18,20 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gnnc.runtime.structure.cache import state
+from gnnc.torch_private import (
+    coo_to_csr,
+    entry_count,
+    make_wrapper_subclass,
+    raw_indices,
+    raw_values,
+    set_coalesced,
+    sparse_sum,
+    statically_known_true,
+)
 
 _COMPRESSED = {
     torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, ("crow", "col")),
@@ -136,9 +145,7 @@ class SparseOperand(torch.Tensor):
         ordered: bool = True,
         raw: bool = False,
     ) -> "SparseOperand":
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, sizes, dtype=value.dtype, device=value.device, requires_grad=False
-        )
+        self = make_wrapper_subclass(cls, sizes, dtype=value.dtype, device=value.device, requires_grad=False)
         self.dst, self.src, self.value, self.sizes = dst, src, value, sizes
         self.form, self.ordered, self.raw = form, ordered, raw
         return self
@@ -204,7 +211,7 @@ class SparseMode(TorchFunctionMode):
 def _look(matrix: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[Hashable, ...]]:
     """The tensors that a matrix holds, and what tells them from what they were before."""
     if matrix.layout == torch.sparse_coo:
-        sources = matrix._indices(), matrix._values()
+        sources = raw_indices(matrix), raw_values(matrix)
         return sources, (matrix.is_coalesced(), *map(state, sources))
     pointer, plain, _ = _COMPRESSED[matrix.layout]
     sources = pointer(matrix), plain(matrix), matrix.values()
@@ -339,7 +346,7 @@ def _converted(form: torch.layout, matrix: SparseOperand) -> SparseOperand:
 
 def _marked_coalesced(matrix: SparseOperand, coalesced: bool) -> SparseOperand:
     if not coalesced:
-        raise NotImplementedError(_refusal(torch.Tensor._coalesced_))
+        raise NotImplementedError(_refusal(set_coalesced))
     return _converted(torch.sparse_coo, matrix)
 
 
@@ -452,28 +459,28 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.t, T.t, _getter(T.T), _getter(T.mT)), _transposed),
     **dict.fromkeys((torch.transpose, T.transpose), _swapped),
     **dict.fromkeys((T.coalesce, T.to_sparse_coo), partial(_converted, torch.sparse_coo)),
-    T._coalesced_: _marked_coalesced,
+    set_coalesced: _marked_coalesced,
     T.to_sparse_csr: partial(_converted, torch.sparse_csr),
     T.to_sparse_csc: partial(_converted, torch.sparse_csc),
     T.to_sparse: _to_sparse,
     **dict.fromkeys((T.contiguous, T.detach), _same),
     **dict.fromkeys((torch.clone, T.clone), lambda matrix: _with_value(matrix, matrix.value.clone())),
     T.values: _coalesced_only(_values),
-    T._values: _values,
+    raw_values: _values,
     T.indices: _coalesced_only(_indices),
-    T._indices: _indices,
+    raw_indices: _indices,
     T.crow_indices: partial(_pointer, torch.sparse_csr),
     T.col_indices: partial(_plain, torch.sparse_csr),
     T.ccol_indices: partial(_pointer, torch.sparse_csc),
     T.row_indices: partial(_plain, torch.sparse_csc),
-    T._nnz: lambda matrix: _values(matrix).shape[0],
+    entry_count: lambda matrix: _values(matrix).shape[0],
     T.is_coalesced: lambda matrix: not matrix.raw,
     **dict.fromkeys((T.to, T.type), _to),
     T.float: _cast(torch.float32),
     T.double: _cast(torch.float64),
     **dict.fromkeys((torch.mul, T.mul, T.__mul__, T.__rmul__), _scale),
     **dict.fromkeys((torch.sum, T.sum), _sum),
-    torch._sparse_sum: _sparse_sum,  # pyright: ignore[reportPrivateImportUsage]
+    sparse_sum: _sparse_sum,
     _getter(T.layout): lambda matrix: matrix.form,
     _getter(T.is_sparse): lambda matrix: matrix.form == torch.sparse_coo,
     _getter(T.is_sparse_csr): lambda matrix: matrix.form == torch.sparse_csr,
@@ -570,7 +577,7 @@ def _placed(values: torch.Tensor, size: Any, dtype: Any, device: Any) -> torch.T
 
 
 _CONSTRUCTORS: dict[Any, Callable[..., Any]] = {
-    torch._convert_indices_from_coo_to_csr: _compressed_indices,  # pyright: ignore[reportPrivateImportUsage]
+    coo_to_csr: _compressed_indices,
     torch.sparse_csr_tensor: _csr,
     torch.sparse_csc_tensor: _csc,
     torch.sparse_coo_tensor: _coo,

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from gnnc.capture.model_snapshot import NO_CONSTANTS
 from gnnc.errors import CaptureError
+from gnnc.torch_private import FakeTensor, pytree
 
 
 def refuse_unregistered(model: nn.Module, constants: Mapping[str, Any], prefix: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from gnnc.calibrate.calibration import rates_for, stored_rates
 from gnnc.calibrate.timing import timer_of
@@ -38,6 +37,7 @@ from gnnc.runtime.program.memory import OutputPool
 from gnnc.runtime.program.sizes import Sizes
 from gnnc.runtime.structure.runner import StructureRunner
 from gnnc.target import Target
+from gnnc.torch_private import pytree
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from gnnc.ir.graph import placeholders
 from gnnc.ir.nodes import shape_of
 from gnnc.ir.op import op_of
 from gnnc.ir.source import source_of
+from gnnc.torch_private import schema
 
 ALPHA = 3.0
 """The decay of equation 7.7; the thesis uses 3 throughout."""
@@ -151,7 +152,7 @@ def _one_more(node: Node, name: str, seen: Mapping[Node, Field]) -> tuple[Hop, .
 
 
 def _edge_list(node: Node) -> list[Any]:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [argument.name for argument in schema(node.target).arguments]  # type: ignore[union-attr]
     position = names.index("edge") if "edge" in names else len(node.args)
     return list(node.args[position]) if position < len(node.args) else []  # type: ignore[arg-type]
 

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from gnnc.errors import VerifyError
+from gnnc.torch_private import OpOverload
 
 _DTYPES = {f"torch.{name}": getattr(torch, name) for name in (
     "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool"
@@ -44,7 +45,7 @@ def body_text(graph: fx.Graph) -> str:
 
 def _statement(node: fx.Node, names: dict[fx.Node, str]) -> str:
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         raise VerifyError(f"a body holds ATen calls only, got {node.format_node()}")
     parts = [_text(arg, names) for arg in node.args]
     parts += [f"{key}={_text(value, names)}" for key, value in node.kwargs.items()]

@@ -8,6 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from gnnc.ir.source import is_weight
+from gnnc.torch_private import OpOverload, schema
 
 _SHORT = {
     torch.float64: "f64",
@@ -75,21 +76,21 @@ def op_name(node: Node) -> str:
     target = node.target
     if node.op in ("placeholder", "get_attr", "output"):
         return node.op
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[1]
+    if isinstance(target, OpOverload):
+        return schema(target).name.split("::")[1]
     return str(getattr(target, "__name__", target))
 
 
 def is_gnnc(node: Node) -> bool:
     """Whether a node calls one of the primitives."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "gnnc"
+    return isinstance(target, OpOverload) and target.namespace == "gnnc"
 
 
 def schema_of(node: Node) -> torch.FunctionSchema:
     """Return the schema of a node that calls an ``OpOverload``."""
-    assert isinstance(node.target, torch._ops.OpOverload), node.format_node()
-    return node.target._schema
+    assert isinstance(node.target, OpOverload), node.format_node()
+    return schema(node.target)
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def bits_of(precision: str) -> int:
 
 def operands(node: Node) -> list[Node]:
     """Return the operands of a node that carry features, edge values or weights."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return list(node.all_input_nodes)
     skipped = _NOT_FEATURES if is_gnnc(node) else frozenset[str]()
     found: list[Node] = []

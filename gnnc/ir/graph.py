@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from gnnc.torch_private import FakeTensor, FakeTensorMode, enable_python_dispatcher
 
 
 def clone(gm: fx.GraphModule) -> fx.GraphModule:

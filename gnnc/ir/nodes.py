@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from gnnc.torch_private import OpOverload, schema, statically_known_true
 
 _UNTAGGED = frozenset(("aten::leaky_relu", "aten::hardswish", "aten::_prelu_kernel"))
 """Pointwise ops that torch does not tag as such, some of them before version 2.13 only."""
@@ -45,9 +46,9 @@ def is_float(node: Node, *dtypes: torch.dtype) -> bool:
 def is_pointwise(node: Node) -> bool:
     """Whether a node is an ATen op that computes every element from those at its place."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    return torch.Tag.pointwise in target.tags or target._schema.name in _UNTAGGED
+    return torch.Tag.pointwise in target.tags or schema(target).name in _UNTAGGED
 
 
 def is_view(node: Node) -> bool:

@@ -8,6 +8,7 @@ import sympy
 import torch
 
 from gnnc.errors import InputError
+from gnnc.torch_private import OpOverload
 
 NAMESPACE = "gnnc"
 
@@ -77,7 +78,7 @@ class Op:
     doc: str = field(default="")
 
     @property
-    def target(self) -> torch._ops.OpOverload:
+    def target(self) -> OpOverload:
         """The callable that stands in graphs."""
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
@@ -106,7 +107,7 @@ def define(op: Op) -> Op:
 def op_of(node: torch.fx.Node) -> Op | None:
     """Return the registered op that ``node`` calls, or None for anything else."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return None
     return REGISTRY.get(target.__name__.split(".")[0]) if target.namespace == NAMESPACE else None
 

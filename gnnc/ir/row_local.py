@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from gnnc.ir.nodes import argument, as_node, is_float, is_number, same_sizes, shape_of
 from gnnc.ir.row_steps import Step, batch_norm_step, binary_steps, single_steps
+from gnnc.torch_private import statically_known_true
 
 Role = Literal["chain", "store", "view"]
 

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from gnnc.ir.nodes import all_ones, argument, as_node, is_float, is_number, same_sizes, shape_of
+from gnnc.torch_private import statically_known_true
 
 Extent = Literal["row", "col", "full", "scalar"]
 

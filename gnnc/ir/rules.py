@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from gnnc.errors import VerifyError
 from gnnc.ir.body import body_inputs, parse_body
@@ -17,6 +16,7 @@ from gnnc.ir.message import MESSAGE_REDUCTIONS, values_taken
 from gnnc.ir.op import op_of
 from gnnc.ir.quantized import GRANULARITIES
 from gnnc.ir.sparse import EDGE_OPS, REDUCTIONS
+from gnnc.torch_private import schema, statically_known_true
 
 _INTEGER = ("qgemm", "qspmm", "qsddmm", "dequantize", "pack", "unpack")
 _SPARSE = ("spmm", "qspmm", "sddmm", "qsddmm", "edge_map", "message")
@@ -68,14 +68,14 @@ def problem_of_arguments(node: fx.Node) -> str | None:
     op = op_of(node)
     assert op is not None
     call = Call(op.name, {})
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    names = [argument.name for argument in schema]
+    parameters = schema(node.target).arguments  # type: ignore[arg-type]
+    names = [parameter.name for parameter in parameters]
     if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
         return f"gives {op.name} arguments that it does not take; it takes {', '.join(names)}"
     call.given.update(zip(names, node.args, strict=False), **node.kwargs)
-    for argument in schema:
-        if argument.name not in call.given and not argument.has_default_value():
-            return f"calls {op.name} without {argument.name}; give it all of {', '.join(names)}"
+    for parameter in parameters:
+        if parameter.name not in call.given and not parameter.has_default_value():
+            return f"calls {op.name} without {parameter.name}; give it all of {', '.join(names)}"
     for rule in _RULES:
         problem = rule(call)
         if problem is not None:

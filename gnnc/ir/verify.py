@@ -16,6 +16,7 @@ from gnnc.ir.nodes import is_view
 from gnnc.ir.op import NAMESPACE, op_of
 from gnnc.ir.rules import problem_of_arguments
 from gnnc.ir.source import Kind, source_of
+from gnnc.torch_private import OpOverload, schema
 
 _MODULES = ("_operator", "math", "torch")
 
@@ -124,11 +125,11 @@ def _problem_inside(inner: fx.GraphModule, node: fx.Node) -> str | None:
 def _problem_of_call(node: fx.Node) -> str | None:
     if node.target is operator.getitem:
         return _problem_of_getitem(node)
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         if getattr(node.target, "__module__", None) in _MODULES:
             return None
         return f"calls {node.target!r}, which is not an op; define it in gnnc.ir, or write it in ATen ops"
-    if node.target._schema.is_mutable:
+    if schema(node.target).is_mutable:
         return (
             f"mutates its arguments ({node.target}); programs are functional: use the op that returns a copy"
         )

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from gnnc.ir import describe
 from gnnc.ir.source import source_of
 from gnnc.report.naming import Named, identifier, name_graph, name_program
+from gnnc.torch_private import HigherOrderOperator, OpOverload, overload_name, schema
 
 INDENT = "    "
 COMMENT_COLUMN = 84
@@ -266,12 +267,12 @@ def _callee(node: Node) -> str:
     target = node.target
     if node.op == "call_module":
         return f'self.get_submodule("{target}")'
-    if isinstance(target, torch._ops.OpOverload):
-        space, name = target._schema.name.split("::")
+    if isinstance(target, OpOverload):
+        space, name = schema(target).name.split("::")
         root = space if space in ("aten", "gnnc") else f"torch.ops.{space}"
-        overload = target._overloadname
+        overload = overload_name(target)
         return f"{root}.{name}" if overload == "default" else f"{root}.{name}.{overload}"
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"torch.ops.higher_order.{target.name()}"
     module = str(getattr(target, "__module__", "torch")).removeprefix("_")
     return f"{module}.{describe.op_name(node)}"

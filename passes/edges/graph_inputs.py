@@ -10,6 +10,7 @@ from torch.fx import Node
 from gnnc.ir.graph import placeholders, symbolic_shape
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.source import source_of
+from gnnc.torch_private import OpOverload, schema
 
 _INDEX_OPERANDS = {
     "index_select": (2,), "index": (1,), "index_put": (1,), "gather": (2,), "scatter": (2,),
@@ -63,9 +64,9 @@ def _takes_as_index(user: Node, value: Node) -> bool:
     if op is not None:
         return op.name == "csr" and value in user.args[:2]
     target = user.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
         return False
-    name = target._schema.name.removeprefix("aten::")
+    name = schema(target).name.removeprefix("aten::")
     for position in _INDEX_OPERANDS.get(name, ()):
         operand = user.args[position] if len(user.args) > position else None
         if operand is value or isinstance(operand, list | tuple) and value in operand:

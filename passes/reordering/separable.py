@@ -15,6 +15,7 @@ from torch.fx import Node
 from gnnc.ir.body import body_inputs, parse_body
 from gnnc.ir.op import op_of
 from gnnc.passes.rewrite.emit import Emitter, argument, holds_tensor, same_size, shape_of
+from gnnc.torch_private import OpOverload
 
 Order = Literal["caller", "csr"]
 
@@ -264,7 +265,7 @@ def _common(values: list[float | None]) -> float | None:
 
 def _name(node: Node) -> str:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
         return ""
     return target.__name__
 

@@ -5,14 +5,13 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.op import size_expr
 from gnnc.ir.source import Source, is_structure, source_of
 from gnnc.passes.base import Context
+from gnnc.torch_private import ConstantSource, DimDynamic, ShapeEnv
 
 _TYPICAL_EDGES = 4096
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.source import source_of
+from gnnc.torch_private import enable_python_dispatcher, statically_known_true
 
 aten = torch.ops.aten
 

@@ -11,6 +11,7 @@ from gnnc.ir.verify import verify
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.boundary import Boundary, refresh_examples
 from gnnc.passes.rewrite.emit import Emitter
+from gnnc.torch_private import rename
 
 
 class StructureEdit:
@@ -47,7 +48,7 @@ class StructureEdit:
         known = self._taken.get(node.name)
         if known is not None and self._outputs[node.name] is node:
             return known
-        node._rename(name)
+        rename(node, name)
         self._outputs[node.name] = node
         with self.compute.graph.inserting_after(placeholders(self.compute)[-1]):
             placeholder = self.compute.graph.placeholder(node.name)

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._dynamo import guards
 from torch.fx import GraphModule
 
 from gnnc.ir.graph import placeholders
@@ -21,6 +20,7 @@ from gnnc.runtime.cuda.memory import CudaArena, CudaArenaPool
 from gnnc.runtime.program.device import Device
 from gnnc.runtime.program.launches import Expr
 from gnnc.runtime.program.memory import Layout, OutputPool
+from gnnc.torch_private import empty_strided_cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class CudaDevice(Device):
     def allocators(self, pool: OutputPool) -> dict[str, Callable[..., Any]]:
         """Return the functions that a program allocates with, on the current device."""
         # The allocator of torch.compile's programs: it takes a third of the time of `torch.empty`.
-        new = guards._empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue]
+        new = empty_strided_cuda()
 
         def take(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
             return new(shape, (shape[1], 1), dtype)

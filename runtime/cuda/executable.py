@@ -19,6 +19,7 @@ from gnnc.runtime.cuda.graphs.recording import Recording
 from gnnc.runtime.cuda.memory import CudaArena, CudaArenaPool
 from gnnc.runtime.program.executable import Executable, Timing
 from gnnc.runtime.program.memory import OutputPool
+from gnnc.torch_private import exchange_device, raw_stream, restore_device, spin
 
 GRAPH_BELOW_MS = 0.3
 """Device time of a call below which launching kernels one by one would take longer than they do."""
@@ -67,17 +68,17 @@ class CudaExecutable(Executable):
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Run the program; returns the flat outputs."""
         self._watch.check()
-        before = torch._C._cuda_exchangeDevice(self._index)
+        before = exchange_device(self._index)
         if not hasattr(_THREAD, "entered"):
             enter_device(self._index)  # a new thread has no context of the driver yet
             _THREAD.entered = True
         try:
-            if torch._C._cuda_getCurrentRawStream(self._index) == PER_THREAD:
+            if raw_stream(self._index) == PER_THREAD:
                 return on_own_stream(self.device, self._call, values)
             return self._call(values)
         finally:
             if before != self._index:
-                torch._C._cuda_maybeExchangeDevice(before)
+                restore_device(before)
 
     @property
     def fingerprint(self) -> str:
@@ -172,7 +173,7 @@ class CudaExecutable(Executable):
     def profile(self, *values: Any) -> tuple[tuple[Any, ...], list[Timing]]:
         """Run the program once and time every node on the device."""
         with torch.cuda.device(self.device):
-            if torch._C._cuda_getCurrentRawStream(self._index) == PER_THREAD:
+            if raw_stream(self._index) == PER_THREAD:
                 return on_own_stream(self.device, super().profile, *values)
             return super().profile(*values)
 
@@ -191,7 +192,7 @@ class CudaExecutable(Executable):
     def _run_timed(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[tuple[str, Any]]]:
         """Let the device wait until the host has launched everything, so that no time is the host's."""
         while True:
-            torch.cuda._sleep(self._wait)
+            spin(self._wait)
             outputs, marks = super()._run_timed(values)
             still_waits = not marks[0][1].query()
             # One that itself waits for the device, as ops of torch do that read a size, never outruns it.
@@ -203,7 +204,7 @@ class CudaExecutable(Executable):
         """As the base class says: what comes before and after the program takes memory of a stream, too."""
 
         def call(tensors: Any) -> Any:
-            if torch._C._cuda_getCurrentRawStream(self._index) == PER_THREAD:
+            if raw_stream(self._index) == PER_THREAD:
                 return on_own_stream(self.device, run, tensors)
             return run(tensors)
 

@@ -8,6 +8,7 @@ import torch
 from gnnc.runtime.cuda.emitter import round_up
 from gnnc.runtime.cuda.graphs.cuda_graph import Fixed, Held, Recorded
 from gnnc.runtime.program.memory import Arena, ArenaPool, Layout
+from gnnc.torch_private import raw_stream
 
 
 class CudaArena(Arena):
@@ -91,13 +92,13 @@ class CudaArenaPool(ArenaPool):
         if not torch.cuda.is_current_stream_capturing():
             return self.acquire_idle(sizes)
         self.was_captured = True
-        arena = CudaArena(self._device, torch._C._cuda_getCurrentRawStream(self._index), captured=True)
+        arena = CudaArena(self._device, raw_stream(self._index), captured=True)
         arena.resize(sizes, self._layout)
         return arena
 
     def acquire_idle(self, sizes: tuple[int, ...]) -> CudaArena:
         """As ``acquire``, where it is known that no CUDA graph is being captured."""
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = raw_stream(self._index)
         try:
             arena = self._by_stream[stream].pop()
         except (KeyError, IndexError):

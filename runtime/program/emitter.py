@@ -26,6 +26,7 @@ from gnnc.runtime.program.launches import (
 )
 from gnnc.runtime.program.memory_plan import END, Buffer
 from gnnc.runtime.program.values import Value, Values, shape_of, width_of
+from gnnc.torch_private import OpOverload, is_composite, schema
 
 
 class Emitter(Values):
@@ -154,11 +155,11 @@ def may_alias(node: Node) -> bool:
     target = node.target
     if node.op == "call_module":
         return node.meta["choice"].kernel.backend == "reference"
-    if target is operator.getitem or not isinstance(target, torch._ops.OpOverload):
+    if target is operator.getitem or not isinstance(target, OpOverload):
         return True
-    if any(result.alias_info is not None for result in target._schema.returns):
+    if any(result.alias_info is not None for result in schema(target).returns):
         return True
-    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    return is_composite(target)
 
 
 def _escaping(graph_module: GraphModule) -> set[Node]:

@@ -4,9 +4,9 @@ from typing import Any
 
 import sympy
 import torch
-from torch.utils._sympy.printers import PythonPrinter
 
 from gnnc.runtime.program.launches import Expr, expr, variable
+from gnnc.torch_private import PythonPrinter
 
 _ASSUMED = 4096
 """Value of a size that was never seen."""

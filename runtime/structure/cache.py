@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gnnc.torch_private import storage_id
+
 DEFAULT_BYTE_BUDGET = 4 << 30
 """Bytes that cached structures of living graphs may hold before the oldest are dropped."""
 
@@ -300,15 +302,14 @@ class StructureCache:
 
 def _detach_from(inputs: Sequence[Any], outputs: Any) -> Any:
     """Return ``outputs`` with every tensor that shares memory with an input copied."""
-    taken = {t.untyped_storage()._cdata for t in inputs if isinstance(t, Tensor)}
+    taken = {storage_id(t) for t in inputs if isinstance(t, Tensor)}
 
     def own(value: Any) -> Any:
-        shares = isinstance(value, Tensor) and value.untyped_storage()._cdata in taken
+        shares = isinstance(value, Tensor) and storage_id(value) in taken
         return value.clone() if shares else value
 
     return own(outputs) if isinstance(outputs, Tensor) else tuple([own(value) for value in outputs])
 
 
 def _storage_bytes(tensors: Sequence[Tensor]) -> int:
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -7,13 +7,13 @@ from operator import itemgetter
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from gnnc.errors import GraphError
 from gnnc.ir.source import source_of
 from gnnc.runtime.structure.cache import DEFAULT_BYTE_BUDGET, Entry, StructureCache, state
+from gnnc.torch_private import OpOverload
 
 Deps = frozenset[Node]
 _Check = tuple[tuple[int, ...], Callable[..., None]]  # the slots that it takes
@@ -252,7 +252,7 @@ def _is_expensive(nodes: list[Node]) -> bool:
 
 def _op_name(node: Node) -> str | None:
     target = node.target
-    return target.__name__.split(".")[0] if isinstance(target, torch._ops.OpOverload) else None
+    return target.__name__.split(".")[0] if isinstance(target, OpOverload) else None
 
 
 def _partition(graph: Graph, deps: dict[Node, Deps]) -> list[list[Node]]:

@@ -5,6 +5,7 @@ import ctypes
 import torch
 
 from gnnc.runtime.cuda.driver.launch import check, driver
+from gnnc.torch_private import raw_stream
 
 _MOST = 16
 
@@ -54,7 +55,7 @@ class Facts:
             letter = _Letter()
         _under_way.add(letter)
         self._letter = letter
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self._device))
+        stream = ctypes.c_void_p(raw_stream(self._device))
         found, nbytes = ctypes.c_void_p(self.tensor.data_ptr()), ctypes.c_size_t(self.tensor.nbytes)
         # torch's own copy would also note until when the pinned memory must not be used for something else.
         check(driver().cuMemcpyDtoHAsync_v2(letter.address, found, nbytes, stream), "copy what it found")

@@ -13,7 +13,8 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from gnnc.torch_private import pytree
 
 PER_THREAD = 2
 """Handle of CUDA's per-thread default stream."""

@@ -19,6 +19,7 @@ from gnnc.runtime.cuda.formats.window_table import NUMBERS as STAGED_NUMBERS
 from gnnc.runtime.cuda.formats.window_table import Sizes, find_sizes, may_pay, sizes_name, staged_cut_for
 from gnnc.runtime.structure.int32_columns import narrow_columns
 from gnnc.runtime.structure.runner import Group, StructureRunner
+from gnnc.torch_private import raw_stream
 
 _ATEN = torch.ops.aten
 _MADE = "_made"
@@ -223,7 +224,7 @@ class _Streams:
             self._device = _device_of(values)
             if self._device is None:
                 return
-        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
+        handle = raw_stream(self._device.index)
         if handle == self._only and not self._several:
             return
         if self._only is None:

@@ -14,6 +14,7 @@ from gnnc.runtime.cuda.driver.kernel_set import Unit, kernels_on
 from gnnc.runtime.cuda.driver.launch import Launch
 from gnnc.runtime.cuda.driver.readback import Facts
 from gnnc.runtime.cuda.formats.tensor_cache import drop, kept, launching
+from gnnc.torch_private import raw_stream
 
 ROW_COST = 4
 """A row costs about as much as this many edges, beyond its own."""
@@ -233,7 +234,7 @@ class Draft:
 
     def _run_kernel(self, launch: Launch, blocks: int, share: int = 0, **given: Tensor) -> None:
         values = self._values | {name: tensor.data_ptr() for name, tensor in given.items()} | {"share": share}
-        stream = torch._C._cuda_getCurrentRawStream(self._run.device.index)
+        stream = raw_stream(self._run.device.index)
         launch(blocks, stream, *[values.get(name, 0) for name in _FIELDS])
 
     @property

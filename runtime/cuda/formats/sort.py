@@ -10,6 +10,7 @@ from gnnc.errors import BackendError
 from gnnc.runtime.cuda.driver.kernel_set import BLOCK, Unit, kernels_on
 from gnnc.runtime.cuda.driver.launch import Launch
 from gnnc.runtime.cuda.emitter import round_up
+from gnnc.torch_private import raw_stream
 
 _TILE, _THREADS = 8192, 512
 _SHARED = 10 * _TILE + 128
@@ -127,7 +128,7 @@ def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int, found: Ten
     pairs = keys[1] + 2 * between
     counts = pairs + 4 * between
     kernels = kernels_on(device.index, Kernels, _IDS[ids.dtype], bits, loops)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    stream = raw_stream(device.index)
     given = [ids.data_ptr(), ids.stride(0), bound, others.data_ptr(), others.stride(0), others_bound]
     made = [perm.data_ptr(), counts, counts + 4 * digits * tiles, found.data_ptr(), edges, tiles]
     read = [0, 0, 0]
@@ -169,7 +170,7 @@ def rows_of(rowptr: Tensor, edges: int) -> Tensor:
     row = torch.empty(edges, dtype=torch.int32, device=rowptr.device)
     rows, index = rowptr.shape[0] - 1, rowptr.device.index
     with torch.cuda.device(rowptr.device):
-        stream = torch._C._cuda_getCurrentRawStream(index)
+        stream = raw_stream(index)
         launch = kernels_on(index, RowsKernel).launch
         launch(-(-rows // BLOCK), stream, rowptr.data_ptr(), row.data_ptr(), rows)
     return row

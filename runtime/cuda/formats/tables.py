@@ -22,6 +22,7 @@ from gnnc.runtime.cuda.formats.window_table import (
     window_rows,
 )
 from gnnc.runtime.program.launches import Argument, Expr, Operand, Unpacked, expr, tuple_of
+from gnnc.torch_private import storage_id
 
 _RUN_FIELDS = 6
 """Number of ``RunTable.fields``."""
@@ -180,7 +181,7 @@ def give_back(col: Tensor, others: Sequence[Tensor], rows: Sequence[Tensor] = ()
         rows: tensors that nothing but such sums reads, the graph's ``rowptr`` among them.
     """
     memory = col.untyped_storage()
-    if memory.nbytes() == 0 or any(other.untyped_storage()._cdata == memory._cdata for other in others):
+    if memory.nbytes() == 0 or any(storage_id(other) == storage_id(col) for other in others):
         return
     copy = in_fours(col)
     tables = [value for value in values_kept(copy) if isinstance(value, SumTable)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gnnc.errors import BackendError
+from gnnc.torch_private import raw_stream
 
 BUILDING = threading.RLock()
 """Held by who builds something of a tensor, and by who frees what nobody builds from any more."""
@@ -35,7 +36,7 @@ class Ready(NamedTuple):
         Args:
             memory: what the stream will read.
         """
-        if torch._C._cuda_getCurrentRawStream(self.device.index) == self.stream:
+        if raw_stream(self.device.index) == self.stream:
             return
         if torch.cuda.is_current_stream_capturing():
             return  # a capture follows a call, and a synchronisation of the caller's

@@ -12,6 +12,7 @@ from gnnc.runtime.cuda.driver.launch import Launch
 from gnnc.runtime.cuda.emitter import BLOCK
 from gnnc.runtime.cuda.formats.run_table import ROW_COST, Cut, few_edges
 from gnnc.runtime.cuda.formats.sort import rows_of
+from gnnc.torch_private import raw_stream
 
 STRETCH = 2048
 """Consecutive rows that a block of threads works on at a time."""
@@ -312,7 +313,7 @@ class Kernels:
 
     def find(self, rowptr: Tensor, row: Tensor, col: Tensor, cut: Cut, found: Tensor) -> None:
         """Find the numbers of sizes; see ``find_sizes``."""
-        stream = torch._C._cuda_getCurrentRawStream(col.device.index)
+        stream = raw_stream(col.device.index)
         edges, rows, counts = col.shape[0], rowptr.shape[0] - 1, found.data_ptr()
         self._entries(-(-rows // STRETCH), stream, rowptr.data_ptr(), counts, rows, cut.part, cut.short)
         near, blocks = counts + 4 * found.itemsize, min(-(-edges // BLOCK), _NEAR_BLOCKS)
@@ -334,7 +335,7 @@ class Kernels:
         values = [col.data_ptr(), entries.first.data_ptr()]
         values += [given[name].data_ptr() if name in given else 0 for name in _POINTERS]
         count = entries.row.shape[0]
-        stream = torch._C._cuda_getCurrentRawStream(col.device.index)
+        stream = raw_stream(col.device.index)
         launch(-(-count * 32 // BLOCK), stream, *values, count, window)
 
 

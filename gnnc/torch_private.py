@@ -1,0 +1,183 @@
+"""Private names of torch that gnnc uses, and the versions of torch that each is known to work on.
+
+A new release of torch may move any of them. ``tests/test_torch_private.py`` looks each one up, and refuses
+private names of torch in other modules.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._C._dynamo import guards
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import register_backend
+from torch._dynamo.source import ConstantSource
+from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    statically_known_true,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
+
+__all__ = [
+    "ConstantSource",
+    "DimDynamic",
+    "DispatchKey",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "PythonPrinter",
+    "ShapeEnv",
+    "SymNodeVariable",
+    "enable_python_dispatcher",
+    "pytree",
+    "register_backend",
+    "statically_known_true",
+]
+
+_TESTED = ("2.11", "2.13")
+KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
+    (
+        "torch._C.DispatchKey",
+        "torch._C._cuda_exchangeDevice",
+        "torch._C._cuda_getCurrentRawStream",
+        "torch._C._cuda_maybeExchangeDevice",
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "torch._C._dynamo.guards._empty_strided_cuda",
+        "torch._C._is_any_autocast_enabled",
+        "torch._convert_indices_from_coo_to_csr",
+        "torch._dispatch.python.enable_python_dispatcher",
+        "torch._dynamo.register_backend",
+        "torch._dynamo.source.ConstantSource",
+        "torch._dynamo.variables.tensor.SymNodeVariable",
+        "torch._ops.HigherOrderOperator",
+        "torch._ops.OpOverload",
+        "torch._sparse_sum",
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch.Tensor._coalesced_",
+        "torch.Tensor._indices",
+        "torch.Tensor._make_wrapper_subclass",
+        "torch.Tensor._nnz",
+        "torch.Tensor._values",
+        "torch.UntypedStorage._cdata",
+        "torch.cuda._sleep",
+        "torch.fx.Node._rename",
+        "torch.fx.experimental.symbolic_shapes.DimDynamic",
+        "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv",
+        "torch.fx.experimental.symbolic_shapes.statically_known_true",
+        "torch.nn.Module()._forward_pre_hooks",
+        "torch.nn.Module()._non_persistent_buffers_set",
+        "torch.ops.aten.add.Tensor._overloadname",
+        "torch.ops.aten.add.Tensor._schema",
+        "torch.utils._pytree",
+        "torch.utils._sympy.printers.PythonPrinter",
+    ),
+    _TESTED,
+)
+"""Versions of torch that the whole suite passed on, by the path of the name."""
+
+LOGGERS = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export",
+    "torch._export",
+    "torch._dynamo",
+    "torch._guards",
+    "torch._subclasses",
+)
+"""Loggers that report a failed capture, which gnnc reports itself."""
+
+sparse_sum = torch._sparse_sum  # pyright: ignore[reportPrivateImportUsage]
+"""The function behind ``torch.sparse.sum``."""
+coo_to_csr = torch._convert_indices_from_coo_to_csr  # pyright: ignore[reportPrivateImportUsage]
+"""Sorted row indices to row pointers."""
+set_coalesced = Tensor._coalesced_
+"""Mark a COO tensor as coalesced, or not."""
+raw_indices = Tensor._indices
+"""Indices of a COO tensor that need not be coalesced."""
+raw_values = Tensor._values
+"""Values of a COO tensor that need not be coalesced."""
+entry_count = Tensor._nnz
+"""Number of stored entries of a sparse tensor."""
+make_wrapper_subclass = Tensor._make_wrapper_subclass
+"""Create a tensor subclass that has a shape and a dtype, and no storage."""
+
+
+def schema(op: OpOverload) -> Any:
+    """Return the schema of an op: its name, arguments and results."""
+    return op._schema
+
+
+def overload_name(op: OpOverload) -> str:
+    """Return the name of an overload, such as ``Tensor`` of ``aten.add.Tensor``."""
+    return op._overloadname
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Return whether an op is only a composition of others, which autograd sees through."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def rename(node: Node, name: str) -> None:
+    """Rename a node of a graph; a number is added where the name is taken."""
+    node._rename(name)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage, equal for views of one storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
+    """Return the hooks that a module calls before ``forward``."""
+    return list(module._forward_pre_hooks.values())
+
+
+def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
+    """Return the set of the names of buffers that a state dict leaves out; the module's own, not a copy."""
+    return module._non_persistent_buffers_set
+
+
+def is_autocast_enabled() -> bool:
+    """Return whether autocast is on for any kind of device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def raw_stream(index: int) -> int:
+    """Return the handle of the current CUDA stream of a device; a tenth of the time of ``current_stream``."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+def exchange_device(index: int) -> int:
+    """Make a CUDA device the current one, and return the one that was."""
+    return torch._C._cuda_exchangeDevice(index)
+
+
+def restore_device(index: int) -> None:
+    """Make a CUDA device the current one if it has a context, else leave the current one."""
+    torch._C._cuda_maybeExchangeDevice(index)
+
+
+def empty_strided_cuda() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """Return the function that allocates (shape, stride, dtype) on the current CUDA device.
+
+    Programs of torch.compile allocate with it too: without the dispatcher it takes a third of the time of
+    ``torch.empty``.
+    """
+    return guards._empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def spin(cycles: int) -> None:
+    """Launch a kernel that keeps the current CUDA stream busy for a number of clock cycles."""
+    torch.cuda._sleep(cycles)
