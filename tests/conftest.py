@@ -9,6 +9,7 @@ from pathlib import Path
 import graphs
 import pytest
 import torch
+from cpu_times import CpuTimes
 from fixed_rates import FIXED
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -27,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--emulate", action="store_true", help="run kernels' tests that need a GPU on the CPU")
     parser.addoption("--kernels", type=Path, help="the folder of compiled CUDA kernels; else one of this run")
     parser.addoption("--torch-cuda", help="the CUDA that torch is taken to be built for, such as 12.6")
+    parser.addoption("--cpu-times", type=Path, help="the JSON file for the processor time of every test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--update-golden is refused where CI is set: a person reads them first")
     if named := config.getoption("--torch-cuda"):
         torch.version.cuda = named
+    if file := config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes(None if "PYTEST_XDIST_WORKER" in os.environ else file))
 
 
 def _golden_path(node: pytest.Item, part: str) -> Path:
