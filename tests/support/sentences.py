@@ -1,10 +1,11 @@
 """The rule for the first sentence of a docstring, and the search for sentences that break it.
 
 A first sentence never begins with a pronoun or a bare relative: "It holds …", "What …", "Those …", "Of …".
-The first sentence of a function has a verb. Either its first word is one, imperative or third person ("Return
-the rows."), or a noun phrase is followed by one ("A gate reads the value."). A class, a module, an attribute or
-a property may be a noun phrase that names the thing ("Cache of values derived from a tensor."). Verbs are those
-of ``VERBS`` and ``AUXILIARIES``: a new one is added there, if it says what code does.
+The first sentence of a function has a verb. Either its first word is one, imperative or third person
+("Return the rows."), or a noun phrase is followed by one ("A gate reads the value."). A class, a module, an
+attribute or a property may be a noun phrase that names the thing ("Cache of values derived from a
+tensor."). Verbs are those of ``VERBS`` and ``AUXILIARIES``: a new one is added there, if it says what code
+does.
 """
 
 import ast
