@@ -14,7 +14,7 @@ import torch
 from torch_geometric.data import Data
 
 import gnnc
-from gnnc import plotting
+from gnnc.pareto import draw
 
 
 def measured(name: str, make: Callable[[], torch.nn.Module], data: Data) -> gnnc.Pareto:
@@ -38,7 +38,7 @@ def main() -> None:
                 f"{result.model}, {point.name}: {point.seconds * 1e3:.2f} ms, {point.accuracy:.1f}%, "
                 f"error {point.error:.4f}"
             )
-    plotting.draw(results, path)
+    draw(results, path)
 
 
 if __name__ == "__main__":
