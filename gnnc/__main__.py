@@ -10,10 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from tabulate import tabulate
 
-from gnnc.calibrate.calibration import BACKENDS, rates_for
+from gnnc.calibrate.calibration import rates_for
 from gnnc.cost.model import KNOTS
 from gnnc.errors import BackendError
-from gnnc.runtime.backend import NAMES, get_backend
+from gnnc.runtime.backend import backend_names, get_backend
 
 _PACKAGES = ("gnnc", "torch", "torch_geometric", "numpy")
 
@@ -24,8 +24,8 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="measure this machine's speed again")
     again = parser.parse_args().measure
     print(describe_machine())
-    for name in BACKENDS:
-        if name != "reference" and _is_here(name):
+    for name in backend_names():
+        if name not in ("auto", "reference") and _runs_here(name):
             print()
             print(describe_speed(name, again=again))
 
@@ -34,7 +34,7 @@ def describe_machine() -> str:
     """Return the versions and a table of backends with their kernels and precisions."""
     versions = [(name, _version(name)) for name in _PACKAGES]
     versions += [("python", platform.python_version()), ("threads", str(torch.get_num_threads()))]
-    backends = [_backend_row(name) for name in NAMES if name != "auto"]
+    backends = [_backend_row(name) for name in backend_names() if name != "auto"]
     return "\n\n".join(
         (
             tabulate(versions, tablefmt="plain", disable_numparse=True),
@@ -57,12 +57,11 @@ def describe_speed(backend: str, *, again: bool = False) -> str:
     return "\n".join((title, note, tabulate(rows, ("kernels", "term", "ns"), disable_numparse=True)))
 
 
-def _is_here(backend: str) -> bool:
+def _runs_here(backend: str) -> bool:
     try:
-        get_backend(backend)
+        return get_backend(backend).is_runnable
     except BackendError:
-        return False  # the table of backends says why
-    return True
+        return False  # the table of backends has the reason
 
 
 def _version(package: str) -> str:

@@ -298,7 +298,9 @@ class CompiledModel(torch.nn.Module):
         with LOCK:
             call = flatten_call(self.model, args, kwargs)
             device = device_of(self.model)
-        validate(type(self.model).__name__, call, device, self.options.requested)
+        requested = self.options.requested
+        types = () if requested == "auto" else self.options.backend.device_types
+        validate(type(self.model).__name__, call, device, requested, types)
         return call
 
     def _capture_static(self, key: Any, call: Call, args: tuple[Any, ...]) -> None:

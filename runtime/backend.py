@@ -1,9 +1,12 @@
-"""Backends by name, and what the rest of the compiler asks of them."""
+"""The registry of backends, and the services that the rest of the compiler uses from one.
+
+Each backend is a folder beside this file and one line of ``_REGISTRY``.
+"""
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
@@ -14,12 +17,7 @@ from gnnc.ir.nodes import is_view
 from gnnc.runtime import registry
 from gnnc.runtime.program.executable import Executable
 from gnnc.runtime.structure.runner import StructureRunner
-from gnnc.target import CUDA_NARROW_ROWS, Target
-
-NAMES = ("auto", "cpu", "reference", "cuda", "cuda-offline")
-OFFLINE = ("sm_80", "sm_90", "sm_100")
-"""Architectures that ``cuda-offline`` compiles for; ``cuda-offline:sm_90`` names one."""
-
+from gnnc.target import Target
 
 _READS = ("aten.item.default", "aten._local_scalar_dense.default")
 """Ops that read a number out of a tensor."""
@@ -27,7 +25,7 @@ _READS = ("aten.item.default", "aten._local_scalar_dense.default")
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A set of kernels that can be asked for.
+    """A set of kernels, with the functions that make programs of them.
 
     Attributes:
         target: the facts of it that passes may know; its ``lowering``, ``rates`` and ``timer`` are not set.
@@ -37,6 +35,8 @@ class Backend:
         executable: makes a program of a lowered graph.
         description: one line for people, such as the instruction set, or the name of the GPU.
         device: the GPU that its programs are for; None where there need not be one.
+        device_types: types of the devices that tensors of a call may be on; empty: any.
+        is_runnable: whether its programs run on this machine; False for a backend that only compiles.
     """
 
     target: Target
@@ -46,6 +46,8 @@ class Backend:
     executable: Callable[..., Executable] = Executable
     description: str = ""
     device: torch.device | None = None
+    device_types: frozenset[str] = frozenset()
+    is_runnable: bool = True
 
     @property
     def name(self) -> str:
@@ -79,106 +81,78 @@ class Backend:
         registry.refuse(node, declined, self.name)
 
 
+Factory = Callable[..., Backend]
+"""Returns a backend for the device of a model (None: unknown), and for an option if it takes one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """The entry of a backend in the registry.
+
+    Attributes:
+        factory: the factory, or ``module:function`` of it, which is imported when the backend is first asked
+            for: the CUDA backend is not imported on a machine without CUDA.
+        takes_option: whether ``name:option`` is a name too; the factory gets the option, or "", as its
+            second argument.
+    """
+
+    factory: Factory | str
+    takes_option: bool = False
+
+    def create(self, device: torch.device | None, option: str) -> Backend:
+        """Return the backend for a device and an option."""
+        factory = self.factory
+        if isinstance(factory, str):
+            module, _, function = factory.partition(":")
+            factory = getattr(import_module(module), function)
+        return factory(device, option) if self.takes_option else factory(device)
+
+
+_REGISTRY = {
+    "cpu": Registration("gnnc.runtime.cpu.backend:create"),
+    "reference": Registration("gnnc.runtime.reference.backend:create"),
+    "cuda": Registration("gnnc.runtime.cuda.backend:create"),
+    "cuda-offline": Registration("gnnc.runtime.cuda.backend:create_offline", takes_option=True),
+}
+
+
+def register_backend(name: str, factory: Factory) -> None:
+    """Register a backend, so that ``gnnc.compile(model, backend=name)`` finds it.
+
+    Args:
+        name: a new name, without a colon.
+        factory: returns the backend for the device of a model (a ``torch.device``, or None where that is
+            unknown); raises BackendError where the backend cannot run.
+
+    Raises:
+        ValueError: the name is taken, or has a colon.
+    """
+    if name in backend_names() or ":" in name:
+        raise ValueError(f"{name!r} is the name of another backend, or has a colon: choose another name")
+    _REGISTRY[name] = Registration(factory)
+
+
+def backend_names() -> tuple[str, ...]:
+    """Return the names that ``get_backend`` takes, ``auto`` first."""
+    return ("auto", *_REGISTRY)
+
+
 def get_backend(name: str, device: torch.device | None = None) -> Backend:
     """Return a backend that can run on this machine.
 
     Args:
-        name: one of ``NAMES``.
-        device: where the model is; ``auto`` takes the backend of that device, and ``cuda`` is for that GPU,
-            or for the current one where the model is on none of this machine.
+        name: one of ``backend_names()``; ``cuda-offline:sm_90`` compiles for one architecture.
+        device: where the model is; ``auto`` takes the backend that is named like the type of that device,
+            else ``cpu``, and ``cuda`` is for that GPU, or for the current one where the model is on none of
+            this machine.
 
     Raises:
         BackendError: there is none of this name, or it cannot run here.
     """
-    base, _, architecture = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if base not in NAMES or (architecture and base != "cuda-offline"):
-        raise BackendError(f"unknown backend {name!r}; choose one of {', '.join(map(repr, NAMES))}")
-    if base == "auto":
-        base = "cuda" if device is not None and device.type == "cuda" else "cpu"
-    if base == "cuda":
-        return _cuda(device)
-    if base == "cuda-offline":
-        return _cuda_offline(name, (architecture,) if architecture else OFFLINE)
-    return {"reference": _reference, "cpu": _cpu}[base]()
-
-
-def _reference() -> Backend:
-    import gnnc.runtime.reference  # noqa: F401  registers its kernel
-
-    return Backend(
-        target=Target("reference", frozenset({"fp32", "fp16", "bf16", "int8"})),
-        chain=("reference",),
-        prepare_structure=lambda compute, structure: structure,
-        use_kernels=lambda runner: None,
-        description="plain PyTorch, one op at a time",
-    )
-
-
-def _cpu() -> Backend:
-    import gnnc.runtime.reference  # noqa: F401  runs what the C++ kernels leave
-    from gnnc.runtime.cpu import library, structure
-    from gnnc.runtime.cpu.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
-    from gnnc.runtime.structure.int32_columns import narrow_columns
-
-    return Backend(
-        target=Target("cpu", frozenset({"fp32", "bf16", "int8"})),
-        chain=("cpu", "reference"),
-        prepare_structure=narrow_columns,
-        use_kernels=structure.use_kernels,
-        description=f"C++ kernels, {library.load()}",
-    )
-
-
-_CUDA_TARGET = Target(
-    name="cuda",
-    precisions=frozenset({"fp32", "fp16", "bf16", "int8"}),
-    joint_products=False,
-    joint_messages=False,
-    edge_products=False,
-    tensor_scales=True,
-    narrow_rows=CUDA_NARROW_ROWS,
-)
-
-
-def _cuda(device: torch.device | None) -> Backend:
-    import gnnc.runtime.reference  # noqa: F401  runs what the kernels leave, as torch's CUDA ops
-    from gnnc.runtime import cuda
-    from gnnc.runtime.cuda.executable import CudaExecutable
-    from gnnc.runtime.cuda.formats import csr
-    from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
-
-    compiler = cuda.load()  # says what is missing before anything asks for a GPU
-    gpu = _gpu(device)
-    return Backend(
-        target=_CUDA_TARGET,
-        chain=("cuda", "reference"),
-        prepare_structure=csr.prepare,
-        use_kernels=csr.use_kernels,
-        executable=CudaExecutable,
-        description=f"CUDA kernels, {torch.cuda.get_device_name(gpu)}, {compiler}",
-        device=gpu,
-    )
-
-
-def _gpu(device: torch.device | None) -> torch.device:
-    """Return a GPU with its number: the current one where the device is none of this machine's."""
-    if device is None or device.type != "cuda" or device.index not in range(torch.cuda.device_count()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _cuda_offline(name: str, architectures: tuple[str, ...]) -> Backend:
-    import gnnc.runtime.reference  # noqa: F401
-    from gnnc.runtime import cuda
-    from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401
-    from gnnc.runtime.cuda.offline import OfflineExecutable
-    from gnnc.runtime.structure.int32_columns import narrow_columns
-
-    return Backend(
-        target=replace(_CUDA_TARGET, name=name),
-        chain=("cuda", "reference"),
-        prepare_structure=narrow_columns,
-        use_kernels=lambda runner: None,
-        executable=partial(OfflineExecutable, architectures=architectures),
-        description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",
-    )
+    base, _, option = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if base == "auto" and not option:
+        base = device.type if device is not None and device.type in _REGISTRY else "cpu"
+    entry = _REGISTRY.get(base)
+    if entry is None or (option and not entry.takes_option):
+        raise BackendError(f"unknown backend {name!r}; choose one of {', '.join(map(repr, backend_names()))}")
+    return entry.create(device, option)

@@ -48,9 +48,6 @@ VERSION = 3
 SECONDS = 8.0
 """Budget of a calibration; it ends when every probe ran and the time is up, or at the latest then."""
 
-BACKENDS = ("cpu", "reference", "cuda")
-"""Backends whose speed can be measured."""
-
 CPU_GRAPHS = ((16_000, 400_000), (3_000, 12_000), (100_000, 800_000))
 """Sizes (nodes, edges) that the probes run on, the most telling first."""
 
@@ -76,13 +73,13 @@ def rates_for(backend: Backend, *, again: bool = False) -> Rates:
         again: measure now in any case, as after a first time on a machine that was busy.
 
     Raises:
-        UnsupportedError: the backend's speed is not measured in this version.
+        UnsupportedError: the backend only compiles.
         BackendError: the backend cannot run what is measured.
     """
-    if backend.name not in BACKENDS:
+    if not backend.is_runnable:
         raise UnsupportedError(
-            f"the speed of backend {backend.name!r} is not measured in this version, which precision='auto' "
-            f"needs: use backend {' or '.join(map(repr, BACKENDS))}, or name a precision"
+            f"backend {backend.name!r} only compiles, so that its speed is unknown, which precision='auto' "
+            "needs: use a backend that runs on this machine, or name a precision"
         )
     found = None if again else stored_rates(backend)
     if found is not None:
@@ -97,7 +94,7 @@ def rates_for(backend: Backend, *, again: bool = False) -> Rates:
 
 def stored_rates(backend: Backend) -> Rates | None:
     """Return the rates of a backend if they were measured before, or None."""
-    if backend.name not in BACKENDS:
+    if not backend.is_runnable:
         return None
     key = _key(backend)
     if key not in _known and (found := _load(key)) is not None:
@@ -168,7 +165,7 @@ def _machine(backend: Backend) -> str:
 
 
 def _device_of(backend: Backend) -> Device:
-    return _CUDA if backend.name == "cuda" else _CPU
+    return _CPU if backend.device is None else _CUDA
 
 
 def _where(backend: Backend) -> torch.device:

@@ -1,7 +1,7 @@
 """What the arguments of a call must be, checked before anything is traced or read."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,13 @@ def is_graph_name(name: str) -> bool:
     return bool(_EDGE_INDEX.search(name) or _BATCH.search(name))
 
 
-def validate(owner: str, call: Call, device: torch.device | None = None, backend: str = "auto") -> None:
+def validate(
+    owner: str,
+    call: Call,
+    device: torch.device | None = None,
+    backend: str = "auto",
+    device_types: Collection[str] = (),
+) -> None:
     """Refuse what no compiled model can take.
 
     Args:
@@ -31,6 +37,7 @@ def validate(owner: str, call: Call, device: torch.device | None = None, backend
         call: the flattened arguments.
         device: where the model is; None: it has no parameters.
         backend: name of the backend that was asked for.
+        device_types: types of the devices that it runs on; empty: on any.
 
     Raises:
         GraphError: an edge list or batch vector has the wrong dtype or shape.
@@ -48,7 +55,7 @@ def validate(owner: str, call: Call, device: torch.device | None = None, backend
                 f"[{owner}] {name} is on {tensor.device}, but the model is on {device}: pass "
                 f"{name}.to({str(device)!r})"
             )
-    _check_backend(owner, device, backend)
+    _check_backend(owner, device, backend, device_types)
 
 
 def _check_graph(owner: str, name: str, tensor: Tensor) -> None:
@@ -69,19 +76,15 @@ def _check_graph(owner: str, name: str, tensor: Tensor) -> None:
         raise GraphError(f"[{owner}] {name} has shape {tuple(tensor.shape)}: expected [number of nodes]")
 
 
-def _check_backend(owner: str, device: torch.device | None, backend: str) -> None:
-    if device is None:
+def _check_backend(
+    owner: str, device: torch.device | None, backend: str, device_types: Collection[str]
+) -> None:
+    if device is None or not device_types or device.type in device_types:
         return
-    if backend.startswith("cuda") and backend != "cuda-offline":
-        fits = device.type == ("cpu" if ":" in backend else "cuda")
-    else:
-        fits = backend in ("auto", "reference") or device.type == "cpu"
-    if not fits:
-        way = ".cuda()" if backend == "cuda" else ".cpu()"
-        raise InputError(
-            f"[{owner}] the model and its inputs are on {device}, where backend {backend!r} does not run: "
-            f"move both with {way}, or use backend='auto'"
-        )
+    raise InputError(
+        f"[{owner}] the model and its inputs are on {device}, where backend {backend!r} does not run: "
+        f"move both with .to({min(device_types)!r}), or use backend='auto'"
+    )
 
 
 def _check_dtype(owner: str, name: str, tensor: Tensor) -> None:

@@ -126,7 +126,12 @@ def test_the_key_of_a_gpu_goes_by_its_name_and_not_by_threads(monkeypatch: pytes
     def key(gpu: str) -> str:
         backend = get_backend("reference")
         return calibration._key(
-            dataclasses.replace(backend, target=Target("cuda"), description=f"{gpu}, NVRTC 13.0")
+            dataclasses.replace(
+                backend,
+                target=Target("cuda"),
+                description=f"{gpu}, NVRTC 13.0",
+                device=torch.device("cuda", 0),
+            )
         )
 
     first, other = key("NVIDIA H200"), key("NVIDIA A100")
@@ -213,12 +218,15 @@ def test_a_gpu_is_measured_by_tensors_on_it(gpus: list[str], monkeypatch: pytest
 
     monkeypatch.setattr(Probe, "build", built)
     monkeypatch.setattr(calibration, "values_of", values)
-    monkeypatch.setattr(calibration, "_CPU", dataclasses.replace(calibration._CPU, graphs=((50, 200),)))
+    monkeypatch.setattr(calibration, "_CUDA", dataclasses.replace(calibration._CUDA, graphs=((50, 200),)))
     monkeypatch.setattr(calibration, "_LEAST_RUNS", 1)
     monkeypatch.setattr(calibration, "PROBES", PROBES[:1])
     gpu = get_backend("cuda", GPUS[1])
     backend = dataclasses.replace(
-        get_backend("reference"), device=gpu.device, description=gpu.description, precisions={"fp32"}
+        get_backend("reference"),
+        target=Target("reference", frozenset({"fp32"})),
+        device=gpu.device,
+        description=gpu.description,
     )
     assert calibrate(backend, seconds=0).machine == "CUDA kernels, NVIDIA H200, NVRTC 13.0"
     assert set(places) == {CPU, GPUS[1]}  # which options there are is asked of a graph on the CPU
@@ -248,9 +256,9 @@ def test_threads_that_need_the_same_rates_measure_once(monkeypatch: pytest.Monke
 
 
 def test_a_backend_that_cannot_run_is_not_measured() -> None:
-    offline = dataclasses.replace(get_backend("reference"), target=Target("cuda-offline"))
+    offline = dataclasses.replace(get_backend("reference"), target=Target("cuda-offline"), is_runnable=False)
     assert stored_rates(offline) is None
-    with pytest.raises(gnnc.UnsupportedError, match="backend 'cuda-offline' is not measured in this version"):
+    with pytest.raises(gnnc.UnsupportedError, match="backend 'cuda-offline' only compiles"):
         rates_for(offline)
 
 

@@ -81,11 +81,11 @@ def looked_at(kept: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(name: str, rows: Tensor) -> None:
         kept[name] = rows.clone().cpu()
 
-    for name in ("_cpu", "_cuda", "_reference"):
-        made = getattr(backend, name)
+    for name in ("cpu", "cuda", "reference"):
+        entry = backend._REGISTRY[name]
 
-        def changed(*device: Any, made: Callable[..., backend.Backend] = made) -> backend.Backend:
-            given = made(*device)
+        def changed(device: Any, entry: backend.Registration = entry) -> backend.Backend:
+            given = entry.create(device, "")
             alike = {
                 "narrow_rows": CUDA_NARROW_ROWS,
                 "tensor_scales": given.name != "cpu",
@@ -93,7 +93,7 @@ def looked_at(kept: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
             }
             return replace(given, target=replace(given.target, **alike))
 
-        monkeypatch.setattr(backend, name, changed)
+        monkeypatch.setitem(backend._REGISTRY, name, backend.Registration(changed))
     monkeypatch.setattr(executable, "write_statements", looking(keep))
 
 

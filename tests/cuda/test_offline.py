@@ -13,7 +13,7 @@ from torch_geometric.nn import SimpleConv
 from zoo import ZOO, build
 
 import gnnc
-from gnnc.runtime.backend import OFFLINE
+from gnnc.runtime.cuda.backend import OFFLINE
 from gnnc.runtime.cuda.driver.cubin import waiting_kernels
 from gnnc.runtime.cuda.driver.nan_flag import Watch
 from gnnc.runtime.cuda.driver.nvrtc import compiler_version

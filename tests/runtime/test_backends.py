@@ -1,14 +1,18 @@
 """The CPU kernels compute what the reference computes, in every precision, on every kind of model."""
 
+import copy
+
 import pytest
 import torch
 from backend_models import MODELS, given
 from torch import nn
 
 import gnnc
+from gnnc.runtime import backend as backends
 from gnnc.runtime import registry
-from gnnc.runtime.backend import get_backend
+from gnnc.runtime.backend import Backend, backend_names, get_backend, register_backend
 from gnnc.runtime.registry import Decline
+from gnnc.target import Target
 
 PRECISIONS = ("fp32", "bf16", "int8")
 
@@ -130,3 +134,61 @@ class Halves(nn.Module):
 def test_rows_of_16_bits(dtype, backend):
     model, x = Halves(dtype), given()[0]
     assert torch.equal(gnnc.compile(model, "fp32", backend=backend)(x), model(x))
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The name of a backend without kernels of its own, registered for one test."""
+    monkeypatch.setattr(backends, "_REGISTRY", dict(backends._REGISTRY))
+
+    def create(device):
+        return Backend(
+            target=Target("toy"),
+            chain=("reference",),
+            prepare_structure=lambda compute, structure: structure,
+            use_kernels=lambda runner: None,
+            device_types=frozenset({"cpu"}),
+        )
+
+    get_backend("reference")
+    register_backend("toy", create)
+    return "toy"
+
+
+@torch.no_grad()
+def test_a_registered_backend_compiles_and_survives_a_copy(toy):
+    torch.manual_seed(0)
+    model, arguments = MODELS["GCN"]().eval(), given()
+    compiled = gnnc.compile(model, "fp32", backend=toy)
+    assert relative(compiled(*arguments), model(*arguments)) < 1e-5
+    assert toy in backend_names()
+    assert copy.deepcopy(get_backend(toy)).name == toy
+
+
+def test_a_backend_name_is_given_once(toy):
+    for name in (toy, "cpu", "auto", "toy:fast"):
+        with pytest.raises(ValueError, match="choose another name"):
+            register_backend(name, lambda device: get_backend("reference"))
+
+
+def test_only_backends_with_options_take_one(toy):
+    assert get_backend("cuda-offline:sm_90").name == "cuda-offline:sm_90"
+    for name in ("toy:fast", "cpu:sm_90", "auto:sm_90"):
+        with pytest.raises(gnnc.BackendError, match=f"unknown backend '{name}'; choose one of 'auto', 'cpu'"):
+            get_backend(name)
+
+
+def test_auto_takes_the_backend_that_is_named_like_the_device(toy, monkeypatch):
+    assert get_backend("auto").name == get_backend("auto", torch.device("meta")).name == "cpu"
+    monkeypatch.setitem(backends._REGISTRY, "meta", backends._REGISTRY[toy])
+    assert get_backend("auto", torch.device("meta")).name == toy
+
+
+def test_a_call_on_a_device_that_a_backend_does_not_run_on_is_refused(toy):
+    class Relu(nn.Module):
+        def forward(self, x):
+            return x.relu()
+
+    compiled = gnnc.compile(Relu(), "fp32", backend=toy)
+    with pytest.raises(gnnc.InputError, match="backend 'toy' does not run: move both with .to\\('cpu'\\)"):
+        compiled(torch.empty(3, 2, device="meta"))

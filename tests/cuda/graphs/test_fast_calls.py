@@ -20,6 +20,7 @@ from torch_geometric.nn.models import GCN
 import gnnc
 from gnnc.runtime import backend, reference
 from gnnc.runtime.cuda import executable, lowering
+from gnnc.runtime.cuda.backend import TARGET
 from gnnc.runtime.cuda.driver import kernel_set, launch
 from gnnc.runtime.cuda.executable import CudaExecutable
 from gnnc.runtime.cuda.formats import csr, tables
@@ -109,13 +110,13 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Device:
         monkeypatch.setattr(owner, name, value, raising=False)
     assert lowering.KERNEL_FILES and reference  # they registered their kernels
     stand_in = backend.Backend(
-        target=replace(backend._CUDA_TARGET, tensor_scales=False, narrow_rows=NarrowRows()),
+        target=replace(TARGET, tensor_scales=False, narrow_rows=NarrowRows()),
         chain=("cuda", "reference"),
         prepare_structure=narrow_columns,
         use_kernels=lambda runner: setattr(runner, "after_call", csr._Streams()),
         executable=CudaExecutable,
     )
-    monkeypatch.setattr(backend, "_cpu", lambda: stand_in)
+    monkeypatch.setitem(backend._REGISTRY, "cpu", backend.Registration(lambda device: stand_in))
     return found
 
 

@@ -1,0 +1,83 @@
+"""The registrations of the CUDA backends: for a GPU of this machine, and for architectures without a GPU."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+import gnnc.runtime.reference  # noqa: F401  runs what the kernels leave, as torch's CUDA ops
+from gnnc.runtime import cuda
+from gnnc.runtime.backend import Backend
+from gnnc.runtime.cuda.executable import CudaExecutable
+from gnnc.runtime.cuda.formats import csr
+from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
+from gnnc.runtime.cuda.offline import OfflineExecutable
+from gnnc.runtime.structure.int32_columns import narrow_columns
+from gnnc.target import CUDA_NARROW_ROWS, Target
+
+OFFLINE = ("sm_80", "sm_90", "sm_100")
+"""Architectures that ``cuda-offline`` compiles for; ``cuda-offline:sm_90`` names one."""
+
+TARGET = Target(
+    name="cuda",
+    precisions=frozenset({"fp32", "fp16", "bf16", "int8"}),
+    joint_products=False,
+    joint_messages=False,
+    edge_products=False,
+    tensor_scales=True,
+    narrow_rows=CUDA_NARROW_ROWS,
+)
+
+
+def create(device: torch.device | None) -> Backend:
+    """Return the backend for a GPU.
+
+    Args:
+        device: the GPU; the current one where this is no GPU of the machine.
+
+    Raises:
+        BackendError: torch, the driver or the compiler for CUDA is missing.
+    """
+    compiler = cuda.load()  # says what is missing before anything asks for a GPU
+    gpu = _gpu(device)
+    return Backend(
+        target=TARGET,
+        chain=("cuda", "reference"),
+        prepare_structure=csr.prepare,
+        use_kernels=csr.use_kernels,
+        executable=CudaExecutable,
+        description=f"CUDA kernels, {torch.cuda.get_device_name(gpu)}, {compiler}",
+        device=gpu,
+        device_types=frozenset({"cuda"}),
+    )
+
+
+def _gpu(device: torch.device | None) -> torch.device:
+    """Return a GPU with its number: the current one where the device is none of this machine's."""
+    if device is None or device.type != "cuda" or device.index not in range(torch.cuda.device_count()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def create_offline(device: torch.device | None, architecture: str) -> Backend:
+    """Return the backend that compiles without a GPU.
+
+    Args:
+        device: not used.
+        architecture: such as ``sm_90``; "" for all of ``OFFLINE``.
+
+    Raises:
+        BackendError: the compiler for CUDA is missing.
+    """
+    architectures = (architecture,) if architecture else OFFLINE
+    name = f"cuda-offline:{architecture}" if architecture else "cuda-offline"
+    return Backend(
+        target=replace(TARGET, name=name),
+        chain=("cuda", "reference"),
+        prepare_structure=narrow_columns,
+        use_kernels=lambda runner: None,
+        executable=partial(OfflineExecutable, architectures=architectures),
+        description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",
+        device_types=frozenset({"cpu"}),
+        is_runnable=False,
+    )

@@ -1,0 +1,18 @@
+"""The registration of the reference backend."""
+
+import torch
+
+import gnnc.runtime.reference  # noqa: F401  registers its kernel
+from gnnc.runtime.backend import Backend
+from gnnc.target import Target
+
+
+def create(device: torch.device | None) -> Backend:
+    """Return the backend that runs every node by its definition in PyTorch, on any device."""
+    return Backend(
+        target=Target("reference", frozenset({"fp32", "fp16", "bf16", "int8"})),
+        chain=("reference",),
+        prepare_structure=lambda compute, structure: structure,
+        use_kernels=lambda runner: None,
+        description="plain PyTorch, one op at a time",
+    )
