@@ -15,8 +15,8 @@ from torch.fx import GraphModule
 
 from gnnc.capture.arguments import Call, flatten_call
 from gnnc.capture.model_snapshot import Watch, autocast_mode
-from gnnc.capture.pyg_data import opened
-from gnnc.capture.sparse_operand import forget_components
+from gnnc.capture.pyg_data import to_dicts
+from gnnc.capture.sparse_components import forget_components
 from gnnc.capture.trace_lock import CLOCK, LOCK
 from gnnc.capture.validate import describe_arguments, is_graph_name, missing_arguments, validate
 from gnnc.compiler import dump
@@ -229,7 +229,7 @@ class CompiledModel(torch.nn.Module):
     def _slow_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], form: Any, tensors: list[Tensor]
     ) -> Any:
-        args, kwargs = opened((args, kwargs))
+        args, kwargs = to_dicts((args, kwargs))
         call = self._flattened(args, kwargs)
         program = self._program_for(call, args, kwargs)
         try:
@@ -286,7 +286,7 @@ class CompiledModel(torch.nn.Module):
         try:
             with LOCK:
                 device = device_of(self.model)
-            args = _moved(opened(self._example_inputs), device)
+            args = _moved(to_dicts(self._example_inputs), device)
             call = self._flattened(args, {})
             if self._structural_key(call) == key:
                 self._capture_static(key, call, args)
@@ -363,7 +363,7 @@ class CompiledModel(torch.nn.Module):
         return alike[-1].captured.guards.failure(call.tensors) if alike else None
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = pytree.tree_leaves(opened((args, kwargs)))
+        inputs = pytree.tree_leaves(to_dicts((args, kwargs)))
         with LOCK:
             tensors = (*self.model.parameters(), *(t for t in inputs if isinstance(t, Tensor)))
         if any(tensor.requires_grad for tensor in tensors):
@@ -532,7 +532,7 @@ class CompiledModel(torch.nn.Module):
 
     def capture_examples(self) -> None:
         """Capture with ``example_inputs``; InputError where they are not on the model's device."""
-        args = opened(self._example_inputs or ())
+        args = to_dicts(self._example_inputs or ())
         call = self._flattened(args, {})
         with self._lock:
             self._capture_static(self._structural_key(call), call, args)
@@ -540,7 +540,7 @@ class CompiledModel(torch.nn.Module):
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, tuple[Tensor, ...]]:
         """Make a call; return its program and tensors."""
         self(*args, **kwargs)
-        args, kwargs = opened((args, kwargs))
+        args, kwargs = to_dicts((args, kwargs))
         call = self._flattened(args, kwargs)
         self._last = self._program_for(call, args, kwargs)
         return self._last, call.tensors

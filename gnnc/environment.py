@@ -1,4 +1,4 @@
-"""The environment variables that Python reads: this is the only module that reads any.
+"""Environment variables of gnnc; no other module reads any.
 
 ``docs/env.md`` lists them.
 """
@@ -18,7 +18,7 @@ def dump_folder() -> Path | None:
 
 
 def cache_folder() -> Path | None:
-    """Return where rates, times and compiled kernels are kept; None (``GNNC_CACHE=off``): nowhere."""
+    """Return the folder of rates, times and compiled kernels; None (``GNNC_CACHE=off``) disables it."""
     named = os.environ.get(CACHE, "")
     if named == "off":
         return None
@@ -29,5 +29,5 @@ def cache_folder() -> Path | None:
 
 
 def cuda_home() -> Path:
-    """Return the folder of a CUDA toolkit, which need not exist."""
+    """Return the folder of the CUDA toolkit; it may not exist."""
     return Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))

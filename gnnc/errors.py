@@ -1,4 +1,4 @@
-"""Every error that gnnc raises on purpose: each message says what, where, and what to do."""
+"""Errors that gnnc raises for its users: each message says what, where, and what to do."""
 
 
 class GnncError(Exception):

@@ -18,7 +18,7 @@ from sentences import complaint, offenders
 from gnnc.passes import PIPELINE
 
 FOLDERS = {"gnnc": ROOT / "gnnc", "gnnc.passes": ROOT / "passes", "gnnc.runtime": ROOT / "runtime"}
-LEAVES = {"gnnc.environment", "gnnc.errors", "gnnc.precision", "gnnc.torch_private"}
+LEAVES = {"gnnc.environment", "gnnc.errors", "gnnc.precision", "gnnc.tensor_state", "gnnc.torch_private"}
 # Packages and modules that may import both passes and runtime: the faces, the compiler driver, calibration.
 API = {"gnnc", "gnnc.__main__", "gnnc.api", "gnnc.suggest_bits", "gnnc.pareto"}
 DRIVERS = ("gnnc.compiler", "gnnc.calibrate")

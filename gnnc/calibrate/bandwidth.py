@@ -1,4 +1,4 @@
-"""How fast a device copies memory: the limit that measured kernels are compared with."""
+"""Copy bandwidth of a device: the limit that measured kernels are compared with."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ _REPEATS = 5
 
 @cache
 def copy_bandwidth(device: torch.device) -> float:
-    """Return bytes per second, read and written, of copying 128 MiB; measured once a process.
+    """Return the copy bandwidth in bytes per second, read plus written, of 128 MiB; measured once a process.
 
     Args:
         device: a CPU or CUDA device.

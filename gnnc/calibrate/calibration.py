@@ -1,9 +1,9 @@
-"""How fast this machine is: small graph networks run once, their kernels are timed, rates are fitted.
+"""Calibration of the cost model: small graph networks run once, kernels are timed, rates are fitted.
 
-All backends share the networks, the work of a launch and the fit. A *device* is what tells them apart:
-where tensors are, how large graphs must be to tell something, how a program is made ready and timed.
+All backends share the networks, the work of a launch and the fit. A `Device` holds the differences:
+the place of tensors, the sizes of graphs, and the way in which a program is prepared and timed.
 
-The rates are kept in the user's cache folder (``GNNC_CACHE``, else ``$XDG_CACHE_HOME/gnnc``, else
+The rates are stored in the user's cache folder (``GNNC_CACHE``, else ``$XDG_CACHE_HOME/gnnc``, else
 ``~/.cache/gnnc``) under a key of the backend, its kernels, and the processor with its number of threads
 or the name of the GPU that the model is on: other kernels or another machine are measured again.
 """
@@ -70,11 +70,11 @@ def rates_for(backend: Backend, *, again: bool = False) -> Rates:
 
     Args:
         backend: the kernels, and the GPU that they are for.
-        again: measure now in any case, as after a first time on a machine that was busy.
+        again: measure now in any case, as after a measurement on a busy machine.
 
     Raises:
         UnsupportedError: the backend only compiles.
-        BackendError: the backend cannot run what is measured.
+        BackendError: the backend cannot run the probes.
     """
     if not backend.is_runnable:
         raise UnsupportedError(
@@ -142,13 +142,13 @@ def _processor() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """How the kernels of a backend are timed.
+    """Device on which the kernels of a backend are timed.
 
     Attributes:
-        graphs: sizes (nodes, edges) that the probes run on, the most telling first.
+        graphs: sizes (nodes, edges) that the probes run on, the most informative first.
         largest_input: bytes of the largest x of a probe.
-        facts: what rates belong to, beside the backend and its description.
-        alike: precision to the one that it is as fast as, which is measured in its place.
+        facts: further parts of the key of the rates, beside the backend and its description.
+        alike: precision to an equally fast precision that is measured in its place.
     """
 
     graphs: Sequence[tuple[int, int]]
@@ -158,7 +158,7 @@ class Device:
 
 
 def _machine(backend: Backend) -> str:
-    """Return what rates belong to, for people."""
+    """Return a description of the machine that the rates belong to."""
     if backend.device is not None:
         return backend.description  # which names the GPU
     return f"{_processor()}, {torch.get_num_threads()} threads, {backend.description}"
@@ -169,7 +169,7 @@ def _device_of(backend: Backend) -> Device:
 
 
 def _where(backend: Backend) -> torch.device:
-    """Return the device that tensors are made on."""
+    """Return the device on which tensors are made."""
     return backend.device or CPU
 
 
@@ -181,7 +181,7 @@ def _cpu_facts() -> tuple[Any, ...]:
 
 @cache
 def cuda_facts() -> tuple[Any, ...]:
-    """What kernels and launches are made from; the GPU and the compiler are in the backend's description."""
+    """Return a digest of the sources of kernels and launches; GPU and compiler are in the description."""
     from gnnc.runtime import cuda
     from gnnc.runtime.cuda.driver import nvrtc
 
@@ -203,12 +203,12 @@ _CUDA = Device(CUDA_GRAPHS, 1 << 30, cuda_facts, {"fp16": "bf16"})
 
 @dataclass(slots=True)
 class Sample:
-    """One kernel launch on one graph.
+    """Measured launch of one kernel on one graph.
 
     Attributes:
         family: its kernel family.
-        terms: its work, in numbers.
-        seconds: the shortest time that was measured.
+        terms: numbers that describe its work.
+        seconds: shortest measured time.
     """
 
     family: str
@@ -218,7 +218,7 @@ class Sample:
 
 @dataclass(slots=True)
 class _Trial:
-    """A lowered probe on one graph."""
+    """Lowered probe on one graph."""
 
     executable: Executable
     values: tuple[Any, ...]
@@ -237,7 +237,7 @@ class _Trial:
 
 @dataclass(slots=True)
 class _Variant:
-    """A probe in one option, and the static scales that it then takes."""
+    """Probe in one option, with the static scales that the option takes."""
 
     probe: Probe
     graph_module: GraphModule
@@ -245,11 +245,11 @@ class _Variant:
 
 
 def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
-    """Measure this machine; the current device stays what it is.
+    """Measure the rates of this machine; the current device is restored.
 
     Args:
         backend: the kernels to time, on the GPU that they are for.
-        seconds: how long to go on; more runs make the shortest times surer.
+        seconds: duration; more runs make the shortest times more reliable.
     """
     start = time.perf_counter()
     device = _device_of(backend)
@@ -270,7 +270,7 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
 
 
 def _programs(backend: Backend, device: Device) -> list[tuple[_Variant, Executable]]:
-    """Lower every probe in every option; each is compiled while the next are lowered.
+    """Lower every probe in every option; a probe is compiled while the next ones are lowered.
 
     CUDA's compiler takes a second for each program and lets threads read the sources one after the other.
     """
@@ -288,7 +288,7 @@ def _programs(backend: Backend, device: Device) -> list[tuple[_Variant, Executab
 def _with_alike(
     families: dict[str, dict[str, float]], alike: Mapping[str, str]
 ) -> dict[str, dict[str, float]]:
-    """Give precisions that were not measured the rates of those that are as fast."""
+    """Assign rates to precisions that were not measured: the rates of equally fast precisions."""
     for table in families.values():
         for name, seconds in list(table.items()):
             for other, measured in alike.items():
@@ -297,7 +297,7 @@ def _with_alike(
 
 
 def _run_fewest(trials: Sequence[_Trial]) -> None:
-    """Run the trial that had the least time so far: short kernels need more runs to show their best."""
+    """Run the trial with the least total time so far: short kernels need more runs to show their best."""
     trial = min(trials, key=lambda t: (t.runs >= _LEAST_RUNS, t.spent))
     start = time.perf_counter()
     trial.run()
@@ -305,7 +305,7 @@ def _run_fewest(trials: Sequence[_Trial]) -> None:
 
 
 def _variants(probe: Probe, backend: Backend, device: Device) -> Iterator[_Variant]:
-    """The probe lowered in every option that its ops have."""
+    """Yield the probe lowered in every option that its ops have."""
     precisions = backend.target.precisions - device.alike.keys()
     facts = backend.target
     target = Target(facts.name, precisions, joint_products=facts.joint_products, lowering=backend)
@@ -336,7 +336,7 @@ def _of_one_precision(options: list[Option], probe: Probe) -> list[Option]:
 
 
 def _assign(graph_module: GraphModule, option: Option, context: Context) -> None:
-    """Give every op the option, or its precision, or FP32: the first of these that it has."""
+    """Assign to every op the first it has of: the option, the option's precision, FP32."""
     for node in graph_module.graph.nodes:
         known = options_of(node, context)
         alike = [o for o in known if o.precision == option.precision]
@@ -373,8 +373,8 @@ def _trials(
 def fit(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
     """Return the rates that explain the samples best, by family.
 
-    The sum of absolute relative errors is least, with rates of at least 0: a sample that was
-    disturbed pulls no more than any other. A byte costs no less, and at most twice as much, at the next
+    The sum of absolute relative errors is least, with rates of at least 0: a disturbed sample
+    has no more influence than any other. A byte costs no less, and at most twice as much, at the next
     larger of ``cost.KNOTS``.
     """
     groups: dict[str, list[Sample]] = defaultdict(list)
@@ -402,9 +402,9 @@ def _fit_one(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _memory_steps(names: Sequence[str]) -> np.ndarray:
-    """Rows a with a @ rates <= 0: from knot to knot a byte costs at least as much, at most twice that.
+    """Return rows a with a @ rates <= 0: from knot to knot a byte costs at least as much, at most twice that.
 
-    Few samples reach the largest memory, and they share other terms: without this, what disturbed one
+    Few samples reach the largest memory, and they share other terms: without this, a disturbance of one
     of them becomes a rate that larger graphs multiply.
     """
     knots: dict[str, list[tuple[int, int]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Files of the cache folder that hold what was measured: there whole or not, measured again where damaged."""
+"""JSON files in the cache folder for measurements; written atomically, measured again if damaged."""
 
 import json
 import os
@@ -11,12 +11,12 @@ _T = TypeVar("_T")
 
 
 def load(path: Path | None, parse: Callable[[Any], _T], again: str) -> _T | None:
-    """Return what ``store`` kept, or None.
+    """Return the data that ``store`` wrote, or None.
 
     Args:
-        path: of the file; None where nothing is kept.
-        parse: makes a value of the JSON, or raises where that is not what was stored.
-        again: what is done again where it is damaged, for the warning.
+        path: path of the file; None where nothing is stored.
+        parse: converts the JSON to a value; raises if the JSON has another form.
+        again: for the warning about a damaged file, the action that is repeated.
     """
     if path is None:
         return None
@@ -32,7 +32,7 @@ def load(path: Path | None, parse: Callable[[Any], _T], again: str) -> _T | None
 
 
 def store(path: Path | None, data: Any, what: str) -> None:
-    """Keep data as JSON; a warning says of ``what`` that it cannot be kept."""
+    """Write data as JSON; a warning names ``what`` if it cannot be stored."""
     if path is None:
         return
     part = path.with_suffix(f".{os.getpid()}.part")

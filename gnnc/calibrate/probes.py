@@ -23,14 +23,14 @@ EXAMPLE = (64, 512)
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A graph network.
+    """Graph network for calibration.
 
     Attributes:
-        name: for people.
+        name: name in messages.
         width: columns of x.
         weights: shapes of its parameters, by name.
         body: writes the network and returns its results.
-        every_option: run in every granularity, else once in each precision.
+        every_option: whether it runs in every granularity, or else once in each precision.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Probe:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its arguments, in order."""
+        """Return the names of its arguments, in order."""
         return ("x", "rowptr", "col", "norm", *self.weights)
 
     def build(self, device: torch.device = CPU) -> tuple[GraphModule, tuple[Any, ...]]:
-        """Return its graph and example values of the arguments, both for a device."""
+        """Return its graph and example values of the arguments, on a device."""
         writer = Writer(self, device)
         return writer.finish(self.body(writer)), values_of(self, *EXAMPLE, device)
 
 
 class Writer:
-    """Writes primitives into a graph with symbolic numbers of nodes and edges, on a device."""
+    """Writer of primitives into a graph with symbolic numbers of nodes and edges, on a device."""
 
     def __init__(self, probe: Probe, device: torch.device) -> None:
         self.graph = Graph()
@@ -82,7 +82,7 @@ class Writer:
         return node
 
     def call(self, target: Any, *args: Any) -> Node:
-        """Add a call."""
+        """Add a call of an op."""
         node = self.graph.call_function(target, args)
         with self.mode:
             node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]))
@@ -90,19 +90,19 @@ class Writer:
         return node
 
     def linear(self, x: Node, name: str) -> Node:
-        """X @ W.T."""
+        """Add a linear layer without bias, ``x @ w.T``."""
         return self.call(_ops.gemm.default, x, self.weights[name], None, False)
 
     def spmm(self, x: Node, value: Node | None = None) -> Node:
-        """Sum over incoming edges."""
+        """Add a sum over incoming edges."""
         return self.call(_ops.spmm.default, self.rowptr, self.col, value, x, "sum", self.nodes)
 
     def scaled(self, x: Node) -> Node:
-        """A factor a row."""
+        """Add a multiplication by one factor per row."""
         return self.call(_aten.mul.Tensor, x, self.norm)
 
     def add(self, x: Node, y: Node) -> Node:
-        """X + y."""
+        """Add a sum of two tensors."""
         return self.call(_aten.add.Tensor, x, y)
 
     def relu(self, x: Node) -> Node:
@@ -110,13 +110,13 @@ class Writer:
         return self.call(_aten.relu.default, x)
 
     def finish(self, results: list[Node]) -> GraphModule:
-        """Close the graph."""
+        """Add the output and return the graph."""
         self.graph.output(tuple(results))
         return GraphModule(torch.nn.Module(), self.graph)
 
 
 def _convolutions(w: Writer) -> list[Node]:
-    """Two graph convolutions, a residual sum and a third, narrow one."""
+    """Write two graph convolutions, a residual sum and a third, narrow convolution."""
     h = w.relu(w.add(w.scaled(w.spmm(w.scaled(w.linear(w.x, "first")))), w.weights["bias"]))
     g = w.relu(w.scaled(w.spmm(w.scaled(w.linear(h, "second")))))
     g = w.add(g, h)
@@ -124,7 +124,7 @@ def _convolutions(w: Writer) -> list[Node]:
 
 
 def _two_readers(w: Writer) -> list[Node]:
-    """Two linear layers of one input, as in GraphSAGE, and the same again."""
+    """Write two linear layers of one input, as in GraphSAGE, twice."""
     own, near = w.linear(w.x, "own"), w.scaled(w.spmm(w.linear(w.x, "near")))
     h = w.relu(w.add(near, own))
     last = w.add(w.scaled(w.spmm(w.linear(h, "near2"))), w.linear(h, "own2"))
@@ -132,7 +132,7 @@ def _two_readers(w: Writer) -> list[Node]:
 
 
 def _attention(w: Writer) -> list[Node]:
-    """An attention of four heads, and one of a single head op by op."""
+    """Write attention with four heads as one op, and attention with one head op by op."""
     h = w.call(_aten.view.default, w.linear(w.x, "first"), [-1, 4, 16])
     h = w.spmm(h, _weights(w, h, "att_src", "att_dst"))
     h = w.call(_aten.elu.default, w.call(_aten.view.default, h, [-1, 64]))
@@ -186,7 +186,7 @@ def values_of(probe: Probe, nodes: int, edges: int, device: torch.device = CPU) 
 
 
 def _graph(nodes: int, edges: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """A graph with skewed degrees; four of five edges stay within blocks of 2048 ids."""
+    """Return a graph with skewed degrees; four of five edges stay within blocks of 2048 ids."""
     generator = torch.Generator(device).manual_seed(0)
     place, near, far, local = torch.rand(4, edges, generator=generator, device=device)
     order = torch.randperm(nodes, generator=generator, device=device)

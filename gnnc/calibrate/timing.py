@@ -1,8 +1,8 @@
-"""How long calls take; and times of lowered programs on a GPU, measured once and remembered.
+"""Timing of calls, and cached times of lowered programs on a GPU.
 
-Between programs of a few microseconds a launch more or less decides, which no rate of bytes and
-operations predicts. A GPU tells its own time whatever the host does, so that its programs can be
-held against each other. What was measured is kept beside the rates (``gnnc.calibrate.calibration``), by
+Between programs of a few microseconds one launch more or less decides, which no rate of bytes and
+operations predicts. A GPU measures its own time whatever the host does, so that its programs can be
+compared. Measured times are stored beside the rates (``gnnc.calibrate.calibration``), by
 sources, program and sizes: a choice that was made from it is made again.
 """
 
@@ -32,11 +32,11 @@ _known: dict[str, "Times"] = {}
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What a program takes, the least of several runs.
+    """Measured times of a program, the least of several runs.
 
     Attributes:
-        seconds: of the device for one call, calls queued.
-        launches: of each launch, by node.
+        seconds: device seconds of one call, with calls queued.
+        launches: seconds of each launch, by node.
     """
 
     seconds: float
@@ -47,9 +47,9 @@ Timer = Callable[[Any, Sequence[Any]], Times]
 
 
 def timer_of(backend: Backend) -> Timer | None:
-    """Return what times an executable on its arguments; None where predictions alone decide.
+    """Return the function that times an executable on its arguments; None where predictions alone decide.
 
-    A processor is shared with whatever else runs: the same choice would be another one tomorrow.
+    A CPU is shared with other processes, so a measured choice would not be reproducible.
     """
     return times_of if backend.name == "cuda" else None
 
@@ -58,8 +58,8 @@ def times_of(executable: Any, values: Sequence[Any]) -> Times:
     """Return the times of an executable on its device, measured if they never were.
 
     Args:
-        executable: of a CUDA device.
-        values: its arguments; how they are laid out, not what they hold, is what times are kept by.
+        executable: executable on a CUDA device.
+        values: its arguments; times are keyed by their layout, not by their contents.
     """
     key = _key(executable, values)
     found = _known.get(key) or _load(key)
@@ -79,7 +79,7 @@ def _call_seconds(executable: Any, values: Sequence[Any]) -> float:
 
 
 def measure_on(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Return what measures the seconds of a call: on a GPU those of the device."""
+    """Return the function that measures the seconds of a call: device seconds on a GPU."""
 
     def on_device(call: Callable[[], object]) -> float:
         with torch.cuda.device(device):
@@ -96,7 +96,7 @@ def elapsed(call: Callable[[], object]) -> float:
 
 
 def queued_seconds(call: Callable[[], object]) -> float:
-    """Return the seconds that the current GPU takes for a call when calls wait for it, not it for calls."""
+    """Return the seconds of the current GPU for a call while its queue of calls is never empty."""
     calls = max(1, min(_MOST_CALLS, int(_LOOP_S / max(_loop(call, 1), 1e-6))))
     return _loop(call, calls)
 

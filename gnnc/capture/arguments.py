@@ -1,8 +1,8 @@
 """The arguments of a call, flattened the same way at capture and at every later call.
 
 ``f(x, edge_index)``, ``f(x, edge_index=edge_index)`` and ``f(x, edge_index, None)`` flatten alike:
-the signature's defaults are filled in, then every tuple, list and dict is opened. A sparse tensor
-becomes the tensors that it is made of. What is not a tensor is a constant of the capture.
+the signature's defaults are filled in, then every tuple, list and dict is flattened. A sparse tensor
+becomes its component tensors. Every leaf that is no tensor is a constant of the capture.
 """
 
 import inspect
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from gnnc.capture.edge_index import plain
-from gnnc.capture.pyg_data import closed, opened
-from gnnc.capture.sparse_operand import components, is_sparse
+from gnnc.capture.pyg_data import from_dicts, to_dicts
+from gnnc.capture.sparse_components import components, is_sparse
 from gnnc.errors import InputError
 from gnnc.torch_private import pytree
 
@@ -40,7 +40,7 @@ class Leaf:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Names of the flat tensors that this leaf takes: none, one, or one a part."""
+        """Return the names of the flat tensors of this leaf: none, one, or one for each part."""
         if self.kind == "constant":
             return ()
         if self.kind == "tensor":
@@ -49,7 +49,7 @@ class Leaf:
 
     @property
     def key(self) -> Hashable:
-        """Equal for two leaves that a program cannot tell apart: 1, 1.0 and True are three constants."""
+        """Return a key, equal for leaves that a program cannot tell apart; 1, 1.0 and True differ."""
         return self.name, self.kind, _typed(self.value), self.parts
 
 
@@ -59,7 +59,7 @@ class Call:
 
     Attributes:
         tensors: every tensor, in the order of the captured graph's inputs.
-        leaves: what each leaf of ``spec`` is.
+        leaves: the description of each leaf of ``spec``.
         spec: rebuilds ``{argument name: value}`` from the leaves.
     """
 
@@ -69,12 +69,12 @@ class Call:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name of every flat tensor."""
+        """Return the name of every flat tensor."""
         return tuple(name for leaf in self.leaves for name in leaf.tensor_names)
 
     @property
     def key(self) -> tuple[pytree.TreeSpec, tuple[Hashable, ...]]:
-        """Equal for two calls whose structure and constants are equal, the constants' types too."""
+        """Return a key that is equal for calls with the same structure, constants and types of constants."""
         return self.spec, tuple(leaf.key for leaf in self.leaves)
 
 
@@ -89,7 +89,7 @@ def flatten_call(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[st
         )
         raise InputError(message) from None
     bound.apply_defaults()
-    paths, spec = pytree.tree_flatten_with_path(opened(dict(bound.arguments)))
+    paths, spec = pytree.tree_flatten_with_path(to_dicts(dict(bound.arguments)))
     tensors: list[torch.Tensor] = []
     leaves = []
     for path, value in paths:
@@ -100,12 +100,12 @@ def flatten_call(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[st
 
 
 def signature_of(model: torch.nn.Module) -> Signature:
-    """The signature of the model's forward, cached on nothing: it can be replaced at any time."""
+    """Return the signature of the model's forward, read anew: forward can be replaced at any time."""
     return inspect.signature(model.forward)
 
 
 def call_forms(signature: Signature) -> list[tuple[str, str]]:
-    """How each argument is passed: (name, ``one`` | ``many`` | ``key`` | ``keys``)."""
+    """Return the way in which each argument is passed: (name, ``one`` | ``many`` | ``key`` | ``keys``)."""
     forms = []
     for name, parameter in signature.parameters.items():
         if parameter.kind in _POSITIONAL:
@@ -138,7 +138,7 @@ def rebuild(
             values.append(parts[0])
         else:
             values.append(make_sparse(leaf, parts))
-    arguments = closed(pytree.tree_unflatten(values, spec))
+    arguments = from_dicts(pytree.tree_unflatten(values, spec))
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for name, form in forms:
@@ -164,7 +164,7 @@ def _leaf(name: str, value: Any) -> tuple[Leaf, tuple[torch.Tensor, ...]]:
 
 
 def _typed(value: Any) -> Hashable:
-    """``value``, equal only to values of the same type; what a tuple or frozenset holds likewise."""
+    """Return ``value`` wrapped so that equality needs the same type, also inside containers."""
     if isinstance(value, tuple):
         return type(value), tuple(map(_typed, value))
     if isinstance(value, frozenset):
@@ -183,6 +183,6 @@ def _check_constant(name: str, value: Any) -> None:
 
 
 def _path_text(path: Sequence[Any]) -> str:
-    """``x``, ``data[0]``: the first key is the argument's name, the others index into it."""
+    """Return the text of a path, such as ``data[0]``: the argument's name, then the index keys."""
     head, *rest = path
     return str(head.key) + "".join(str(key) for key in rest)

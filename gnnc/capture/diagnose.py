@@ -1,4 +1,4 @@
-"""Whose line a failed capture is about, and what its author can do."""
+"""Diagnosis of a failed capture: the line of the model that failed, and what its author can do."""
 
 import linecache
 import re
@@ -39,8 +39,8 @@ _DEFAULT_WAY_OUT = (
 )
 
 
-def blame(model: torch.nn.Module, error: BaseException, sparse: Sequence[torch.layout] = ()) -> str:
-    """The message of a CaptureError: the model, its line, what went wrong, the way out.
+def diagnosis(model: torch.nn.Module, error: BaseException, sparse: Sequence[torch.layout] = ()) -> str:
+    """Return the message of a CaptureError: the model, its line, what went wrong, the way out.
 
     ``sparse`` lists the layouts of sparse adjacencies among the arguments.
     """
@@ -59,7 +59,7 @@ def _sparse_way_out(layout: torch.layout) -> str:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The first of the errors that led here, where a handler in between failed on values too.
+    """Return the first error of the chain, if a handler in between failed on values too.
 
     PyG checks an index again when an aggregation fails: that check is not what the user should read.
     """
@@ -84,7 +84,7 @@ def _way_out(error: BaseException) -> str:
 
 
 def _location(error: BaseException, root: BaseException) -> str:
-    """``file:line in function: `source` `` of the user's frame, and of PyG's below it."""
+    """Return ``file:line in function: `source` `` of the user's frame, and of PyG's frame below it."""
     frames = _foreign_frames(root)
     user = [frame for frame in _foreign_frames(error) if "torch_geometric" not in frame[0]]
     chosen = [*user[-1:], *(frames[-1:] if frames and frames[-1:] != user[-1:] else [])]
@@ -92,7 +92,7 @@ def _location(error: BaseException, root: BaseException) -> str:
 
 
 def _foreign_frames(error: BaseException) -> list[tuple[str, int, str]]:
-    """(file, line, function) of the frames that are neither torch's nor ours, outermost first."""
+    """Return (file, line, function) of the frames outside torch and gnnc, outermost first."""
     current: BaseException | None = error
     while current is not None:
         frames = [
@@ -113,7 +113,7 @@ def _is_foreign(frame: FrameType) -> bool:
 
 
 def _below_forward(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
-    """The frames from the first ``forward`` on: what is above it called gnnc."""
+    """Return the frames from the first ``forward`` on; the frames above it called gnnc."""
     for position, (_, _, function) in enumerate(frames):
         if function == "forward":
             return frames[position:]

@@ -1,7 +1,7 @@
 """PyG's ``EdgeIndex``: an edge list that may know its order.
 
-To everything here it is the tensor that it wraps; what it knows is kept beside that tensor, for whoever
-needs the edges sorted.
+gnnc works on the tensor that an EdgeIndex wraps. The order that the EdgeIndex holds is stored beside that
+tensor, for code that needs the edges sorted.
 """
 
 import sys
@@ -20,7 +20,7 @@ list is in that order."""
 
 
 def plain(value: Tensor) -> Tensor:
-    """The tensor that an EdgeIndex wraps, always the same object; any other tensor itself."""
+    """Return the tensor that an EdgeIndex wraps, always the same object; return any other tensor itself."""
     module = sys.modules.get("torch_geometric.edge_index")
     if module is None or not isinstance(value, module.EdgeIndex):
         return value
@@ -30,9 +30,9 @@ def plain(value: Tensor) -> Tensor:
 
 
 def cached_order(edge_index: Tensor, row: int) -> Order | None:
-    """Return how the edges lie sorted by ``edge_index[row]``, where the EdgeIndex around it holds that.
+    """Return the order of the edges by ``edge_index[row]``, if the EdgeIndex around the tensor holds it.
 
-    It is a claim: an EdgeIndex does not notice edits of the tensor that it wraps.
+    The order is a claim: an EdgeIndex does not notice edits of the tensor that it wraps.
     """
     reference = _OWNERS.get(edge_index) if _OWNERS.data else None
     owner: Any = None if reference is None else reference()

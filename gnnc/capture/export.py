@@ -1,7 +1,7 @@
 """Capture: a call of a model becomes a lifted, functional ATen graph with symbolic sizes.
 
-``torch.export`` traces the model. It never sees the caller's tensors but stand-ins of its own
-sizes, because the first call may have no edges, one node, or as many nodes as features, and a
+``torch.export`` traces the model on stand-in tensors with sizes chosen here, never on the caller's tensors,
+because the first call may have no edges, one node, or as many nodes as features, and a
 trace would take such a coincidence for a rule.
 """
 
@@ -24,14 +24,14 @@ from torch.fx.graph import CodeGen
 from torch.nn.parameter import is_lazy
 
 from gnnc.capture.arguments import Call, Leaf, call_forms, flatten_call, rebuild, signature_of
-from gnnc.capture.diagnose import blame
+from gnnc.capture.diagnose import diagnosis
 from gnnc.capture.functionalize import functional
 from gnnc.capture.guards import Guards, guards_of
 from gnnc.capture.pyg_patches import exportable
 from gnnc.capture.side_effects import call_alone, run_alone, undone
 from gnnc.capture.size_guards import at_least_two, between_sizes, watched
 from gnnc.capture.sparse_operand import SparseMode, operand
-from gnnc.capture.stand_ins import Standins, candidates
+from gnnc.capture.stand_ins import StandIns, candidates
 from gnnc.capture.trace_lock import CLOCK
 from gnnc.capture.unregistered_weights import refuse_unregistered
 from gnnc.errors import CaptureError
@@ -62,11 +62,11 @@ class Captured:
             each name in ``mutations``.
         call: the flattened arguments of the traced call; ``call.names`` are the names of the
             flat input tensors, ``call.key`` tells calls apart that need another capture.
-        guards: what later flat tensors must look like.
+        guards: conditions on the flat tensors of later calls.
         out_spec: rebuilds the model's result from the flat user outputs.
         mutations: names of the buffers that the model overwrites (batch norm in train mode).
-        unwritten: what forward sets in graphs, dicts and lists that it is given; compiled calls do not.
-        reading: how it was traced.
+        unwritten: paths that forward sets in containers among its arguments; compiled calls do not.
+        reading: the reading of the sizes that was traced.
     """
 
     graph_module: GraphModule
@@ -90,7 +90,7 @@ def capture(
     Raises CaptureError, which names the line of the model that cannot be traced.
 
     ``known`` holds captures of the unchanged model for such calls, none of which serves this one: the model
-    asks about sizes. What they were traced with is not tried again.
+    asks about sizes. The readings that they were traced with are not tried again.
     """
     call = flatten_call(model, args, kwargs or {})
     _refuse_lazy(model)
@@ -113,7 +113,7 @@ def capture(
 
 
 class _Entry(torch.nn.Module):
-    """The model behind flat tensor arguments, the constants of the call filled in."""
+    """Module that calls the model from flat tensor arguments, with the constants of the call filled in."""
 
     def __init__(self, model: torch.nn.Module, call: Call) -> None:
         super().__init__()
@@ -144,20 +144,20 @@ def _export(
     """
     model = entry.model
     readings = list(candidates(call, getattr(model, "fixed_sizes", ())))
-    symbolic = [standins for standins in readings if standins.symbolic]
-    exact = [standins for standins in readings if not standins.symbolic]
+    symbolic = [stand_ins for stand_ins in readings if stand_ins.symbolic]
+    exact = [stand_ins for stand_ins in readings if not stand_ins.symbolic]
     errors: dict[bool, Exception] = {}  # the first by whether sizes were symbolic
     for group in (symbolic, exact):
-        for strict, standins in itertools.product((False, True), group):
-            reading = strict, standins.symbolic, tuple(tensor.shape for tensor in standins.tensors)
-            if standins.symbolic and reading in known:
+        for strict, stand_ins in itertools.product((False, True), group):
+            reading = strict, stand_ins.symbolic, tuple(tensor.shape for tensor in stand_ins.tensors)
+            if stand_ins.symbolic and reading in known:
                 break  # would be traced as before, and does not serve this call
             try:
-                program, guards = _traced(entry, call, standins, strict)
+                program, guards = _traced(entry, call, stand_ins, strict)
             except CaptureError:
                 raise
             except Exception as error:  # torch.export raises every kind of exception
-                errors.setdefault(standins.symbolic, error)
+                errors.setdefault(stand_ins.symbolic, error)
                 continue
             if guards.serves([tensor.shape for tensor in call.tensors]):
                 return program, guards, reading
@@ -165,19 +165,19 @@ def _export(
     sparse = [leaf.value for leaf in call.leaves if leaf.kind == "sparse"]
     # what a wrong reading of the sizes fails for is not what the model cannot do
     error = errors.get(False) or errors.get(True) or RuntimeError(_NO_WAY)
-    raise CaptureError(blame(model, error, sparse)) from error
+    raise CaptureError(diagnosis(model, error, sparse)) from error
 
 
-def _traced(entry: _Entry, call: Call, standins: Standins, strict: bool) -> tuple[ExportedProgram, Guards]:
-    hint = Dim.DYNAMIC(min=2, max=_MAX_SIZE) if standins.symbolic else Dim.AUTO
-    dims = tuple({dim: hint for dim in dynamic} for dynamic in standins.dynamic)
+def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tuple[ExportedProgram, Guards]:
+    hint = Dim.DYNAMIC(min=2, max=_MAX_SIZE) if stand_ins.symbolic else Dim.AUTO
+    dims = tuple({dim: hint for dim in dynamic} for dynamic in stand_ins.dynamic)
     mode = contextlib.nullcontext() if strict else SparseMode()
-    if strict and standins.symbolic:
+    if strict and stand_ins.symbolic:
         with _quiet():
-            run_alone(entry, standins.tensors)
+            run_alone(entry, stand_ins.tensors)
     with watched() as branches, mode, _quiet():
         program = torch.export.export(
-            entry, standins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
+            entry, stand_ins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
         branches += between_sizes(getattr(fake_mode_of(program.graph_module), "shape_env", None))
         program = functional(program)
@@ -189,7 +189,7 @@ def _traced(entry: _Entry, call: Call, standins: Standins, strict: bool) -> tupl
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Swallow what torch.export prints about an attempt that fails: the error says it better."""
+    """Suppress the output of torch.export about an attempt that fails: the error says it better."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
@@ -215,7 +215,7 @@ def _refuse_lazy(model: torch.nn.Module) -> None:
 def _lifted(
     program: ExportedProgram, model: torch.nn.Module, call: Call
 ) -> tuple[GraphModule, tuple[str, ...]]:
-    """The program's graph with sources on its placeholders, user outputs before mutations."""
+    """Return the program's graph with sources on its placeholders, user outputs before mutations."""
     graph_module = program.graph_module
     refuse_unregistered(model, program.constants, _PREFIX)
     _annotate_inputs(program, call)
@@ -276,7 +276,7 @@ def _arrange_outputs(program: ExportedProgram, model: torch.nn.Module) -> tuple[
 
 
 def _input_name(program: ExportedProgram, placeholder: str) -> str:
-    """The argument's path of an input as the exported program calls it."""
+    """Return the argument's path of an input of the exported program."""
     inputs = program.graph_signature.user_inputs
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     position = list(inputs).index(placeholder) - len(inputs)
@@ -284,7 +284,7 @@ def _input_name(program: ExportedProgram, placeholder: str) -> str:
 
 
 def _layer(node: Node) -> str:
-    """Path of the module whose forward made ``node``; "" at the root."""
+    """Return the path of the module whose forward made ``node``; "" at the root."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     if path.startswith("_empty_nn_module_stack") or path == "model":

@@ -1,8 +1,8 @@
-"""A traced program without writes into tensors.
+"""Functionalization: a traced program without writes into tensors.
 
-``run_decompositions`` finds out about writes by tracing the program twice more, which takes longer than
-the export did. What graph networks write into is nearly always a tensor that they have just made and
-that nobody else looks at, as in ``x.new_zeros(n).scatter_add_(...)``. Such a write becomes the op that
+``run_decompositions`` removes writes by tracing the program twice more, which takes longer than the
+export did. Graph networks nearly always write into a tensor that they have just made and that nothing
+else reads, as in ``x.new_zeros(n).scatter_add_(...)``. Such a write becomes the op that
 returns its result, and every other call stays. A program with another write, or with a call that would
 mean something else below autograd, is traced again.
 """
@@ -54,7 +54,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
 
 
 def _rewrites(graph: Graph) -> dict[Node, tuple[OpOverload, torch.Tensor]] | None:
-    """For every write the op that does without, and its value; None where that would not do."""
+    """Return, for every write, the op without a write and its value; None where another trace is needed."""
     found: dict[Node, tuple[OpOverload, torch.Tensor]] = {}
     makers: dict[Node, Node] = {}  # of each tensor that is all of its memory: the call that made that
     shared: set[Node] = set()  # calls whose memory is looked at through other tensors, too
@@ -79,7 +79,7 @@ def _rewrites(graph: Graph) -> dict[Node, tuple[OpOverload, torch.Tensor]] | Non
 
 
 def _stays(node: Node) -> bool:
-    """Whether a call is what another trace would leave of it, writes aside, or what passes know as well."""
+    """Return whether a call may stay: another trace would keep it, or passes know it as it is."""
     op = node.target
     if not isinstance(op, OpOverload):
         return getattr(op, "__module__", None) in _OF_SIZES
@@ -92,13 +92,13 @@ def _stays(node: Node) -> bool:
 
 
 def _is_write(node: Node) -> bool:
-    """Whether a call changes values: ``detach_`` only what autograd knows of them."""
+    """Return whether a call changes values; ``detach_`` changes only the autograd state."""
     op = node.target
     return isinstance(op, OpOverload) and schema(op).is_mutable and op is not aten.detach_.default
 
 
 def _says_alias(op: OpOverload) -> bool:
-    """Whether results of an op may be its arguments, or views of them, for some sizes."""
+    """Return whether results of an op may be its arguments, or views of them, for some sizes."""
     tagged = torch.Tag.maybe_aliasing_or_mutating in op.tags
     return tagged or any(result.alias_info is not None for result in schema(op).returns)
 
@@ -116,7 +116,7 @@ def _storages(node: Node) -> list[int]:
 
 
 def _without_write(node: Node) -> tuple[OpOverload, torch.Tensor] | None:
-    """The op that returns what ``node`` writes, and its value; None if there is none of the same dtype."""
+    """Return the op that returns what ``node`` writes, and its value; None if no dtype fits."""
     assert isinstance(node.target, OpOverload)
     op = _returning(node.target)
     written = node.meta.get("val")
@@ -132,7 +132,7 @@ def _without_write(node: Node) -> tuple[OpOverload, torch.Tensor] | None:
 
 
 def _returning(write: OpOverload) -> OpOverload | None:
-    """``aten::add`` for ``aten::add_``: of the same arguments, of which the first is what is written."""
+    """Return ``aten::add`` for ``aten::add_``: the op with the same arguments and no write."""
     namespace, name = schema(write).name.split("::")
     parameters = schema(write).arguments
     written = [parameter.name for parameter in parameters if parameter.alias_info is not None]
@@ -150,7 +150,7 @@ def _signature(op: OpOverload) -> list[tuple[str, str]]:
 
 
 def _rewrite(write: Node, op: OpOverload, value: torch.Tensor) -> None:
-    """Call ``op`` instead, and let later readers of what was written read the result."""
+    """Replace the write by a call of ``op``; later readers of the written tensor read the result."""
     with write.graph.inserting_before(write):
         call = write.graph.call_function(op, write.args, write.kwargs)
     call.meta = write.meta | {"val": value}

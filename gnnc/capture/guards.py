@@ -1,4 +1,4 @@
-"""What later arguments must look like for a captured graph to be theirs."""
+"""Guards: the conditions on later arguments under which a captured graph serves them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _TRACED_MIN, _TRACED_MAX = 3, 2**40  # sizes from 2 on; a pointer of N + 1 from 
 
 @dataclass(frozen=True)
 class InputGuard:
-    """One flat input: ``shape`` holds ints where fixed, sympy expressions where symbolic."""
+    """Guard of one flat input: ``shape`` holds ints where fixed, sympy expressions where symbolic."""
 
     name: str
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Guards:
     Attributes:
         inputs: one for each flat input tensor.
         ranges: (symbol, least, greatest) where the model's own code restricts a size.
-        branches: what the model's own code asked about sizes, and was told.
+        branches: the questions of the model's own code about sizes, with the answers.
     """
 
     inputs: tuple[InputGuard, ...]
@@ -59,11 +59,11 @@ class Guards:
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        """The sizes that may differ between calls."""
+        """Return the symbols of the sizes that may differ between calls."""
         return {size for guard in self.inputs for size in guard.shape if isinstance(size, sympy.Symbol)}
 
     def failure(self, tensors: Sequence[torch.Tensor]) -> str | None:
-        """The first guard that ``tensors`` break, as a sentence; None where all hold."""
+        """Return the first guard that ``tensors`` break, as a sentence; None where all hold."""
         sizes: dict[sympy.Symbol, tuple[int, str]] = {}
         derived: list[tuple[str, int, sympy.Expr]] = []
         for guard, tensor in zip(self.inputs, tensors, strict=True):
@@ -84,7 +84,7 @@ class Guards:
         return _broken_relation(sizes, derived) or self._out_of_range(sizes) or self._other_branch(sizes)
 
     def serves(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether sizes lie in the ranges, and the model's questions about them get the noted answers.
+        """Return whether sizes lie in the ranges, and the model's questions about them get the noted answers.
 
         The inputs' own shapes may be those of stand-ins.
         """
@@ -112,7 +112,7 @@ class Guards:
 
 
 def guards_of(program: ExportedProgram, call: Call) -> Guards:
-    """Read the guards off the placeholders that tracing left."""
+    """Return the guards of the placeholders that tracing left."""
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     specs = program.graph_signature.input_specs
     placeholders = [
@@ -126,7 +126,7 @@ def guards_of(program: ExportedProgram, call: Call) -> Guards:
 
 
 def _compiled(guards: Guards) -> dict[str, Callable[[Sequence[Any]], bool]]:
-    """``Guards.sizes_fit`` and ``Guards.are_met`` as straight-line Python."""
+    """Compile ``Guards.sizes_fit`` and ``Guards.are_met`` into straight-line Python."""
     tensors = [f"t{number}" for number in range(len(guards.inputs))]
     unpack = [f"{', '.join(tensors)}, = tensors"] if tensors else []
     sizes, test = _sizes_text(guards)
@@ -152,7 +152,7 @@ def _compiled(guards: Guards) -> dict[str, Callable[[Sequence[Any]], bool]]:
 
 
 def _sizes_text(guards: Guards) -> tuple[list[str], str]:
-    """Statements that name the sizes of tensors ``t0``, ``t1``, ..., and the test of them."""
+    """Return statements that name the sizes of tensors ``t0``, ``t1``, ..., and their test."""
     lines, known, derived = [], dict[sympy.Symbol, str](), list[tuple[str, sympy.Expr]]()
     for number, guard in enumerate(guards.inputs):
         if guard.shape:
@@ -189,7 +189,7 @@ def _size(size: int | torch.SymInt) -> int | sympy.Expr:
 
 
 def _narrowed(program: ExportedProgram) -> list[tuple[sympy.Symbol, int, int]]:
-    """Ranges that the model's code restricts further than tracing did."""
+    """Return the ranges that the model's code restricts further than tracing did."""
     narrowed = []
     for symbol, values in program.range_constraints.items():
         unbacked = not isinstance(symbol, sympy.Symbol) or symbol.name.startswith("u")

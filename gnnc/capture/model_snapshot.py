@@ -1,4 +1,4 @@
-"""Whether a model is still what was traced: its modules, their hooks, their constants, and shared weights."""
+"""Snapshot of a model: detects later changes of its modules, hooks, constants and shared weights."""
 
 import ctypes
 import sys
@@ -28,10 +28,10 @@ _TABLES = itemgetter("_modules", *_WEIGHTS, *HOOKS)
 
 
 class Watch:
-    """Remembers a model's modules; a look at them compares the identities of all that their tables hold.
+    """Snapshot of a model's modules: the identities of all objects that their tables hold.
 
-    Of parameters and buffers it matters only which of them are one tensor, for which a trace has one input:
-    what they hold is read at each call.
+    Parameters and buffers count only by which of them are the same tensor, for which a trace has one input:
+    their values are read at each call.
 
     Attributes:
         modes: whether each module is in train mode. Not a change: calls in another mode have programs of
@@ -44,7 +44,7 @@ class Watch:
         self._look()
 
     def _look(self) -> None:
-        """Remember what every table of the modules holds: attributes, children, weights and hooks."""
+        """Store the contents of every table of the modules: attributes, children, weights and hooks."""
         attributes = [vars(module) for module in self._modules]
         tables = [table for own in attributes for table in _TABLES(own)]
         views: list[Iterable[Any]] = [own.values() for own in attributes]
@@ -54,7 +54,7 @@ class Watch:
         self._seen = _Seen([table for table in tables if not table], views)
 
     def has_changed(self) -> bool:
-        """Whether layers, hooks, values of constants, or which weights are one tensor, are others now."""
+        """Return whether layers, hooks, values of constants, or the sharing of weights have changed."""
         if self._seen.is_now():
             return False
         if _meaning(self._modules) != self._meaning:
@@ -64,7 +64,7 @@ class Watch:
 
 
 def _has_addresses() -> bool:
-    """Whether this Python keeps the addresses of a tuple's elements where CPython does."""
+    """Return whether this Python stores the addresses of a tuple's elements where CPython does."""
     if sys.implementation.name != "cpython":
         return False
     probe = (object(), object())
@@ -76,7 +76,7 @@ _ADDRESSES = _has_addresses()
 
 
 class _Seen:
-    """What a look found: which objects all tables held, by their addresses.
+    """Addresses of the objects that all tables held at one time.
 
     CPython's tuples are arrays of addresses. Comparing those in one piece costs less than a nanosecond an
     object, one by one 20; ``==`` would ask the objects, for which 1 is True.
@@ -94,7 +94,7 @@ class _Seen:
         self._addresses = self._block.from_address(id(self._values) + _HEAD).raw if _ADDRESSES else b""
 
     def is_now(self) -> bool:
-        """Whether the tables hold the same objects now."""
+        """Return whether the tables hold the same objects now."""
         if any(self._empty):
             return False
         values = self._read()
@@ -107,7 +107,7 @@ class _Seen:
 
 @cache
 def _display(count: int) -> types.CodeType:
-    """A function that puts so many iterables into one tuple: no other way of Python's is as quick."""
+    """Return a function that puts ``count`` iterables into one tuple, the fastest way in Python."""
     return compile(f"lambda: ({', '.join(f'*v{i}' for i in range(count))},)", "<gnnc watch>", "eval")
 
 
@@ -116,7 +116,7 @@ def _meaning(modules: Iterable[nn.Module]) -> Any:
 
 
 def _sharing(modules: Iterable[nn.Module]) -> list[int]:
-    """Of each parameter and buffer, in which place its tensor comes first."""
+    """Return, for each parameter and buffer, the index of the first entry that is the same tensor."""
     tables = [vars(module)[name] for module in modules for name in _WEIGHTS]
     weights = [weight for table in tables for weight in table.values()]
     first: dict[int, int] = {}
@@ -134,7 +134,7 @@ def _meaning_of(module: nn.Module) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """Plain values as they are, functions and tensors by identity; everything else is not compared."""
+    """Return the value to compare: plain values, identities of functions and tensors, else None."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_constant, value))
     if type(value) is dict:
@@ -145,7 +145,7 @@ def _constant(value: Any) -> Any:
 
 
 def autocast_mode() -> tuple[Any, ...]:
-    """What autocast would do to a call now: the dtype by device, None where it is off."""
+    """Return the dtype that autocast uses for a call now, by device; None where autocast is off."""
     if not is_autocast_enabled():
         return _NO_AUTOCAST
     return tuple(

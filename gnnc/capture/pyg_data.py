@@ -10,7 +10,7 @@ _MARK = ""
 
 @dataclass(frozen=True)
 class Container:
-    """What an opened object was.
+    """Record of a PyG graph object that was replaced by a dict.
 
     Attributes:
         kind: its class; of a batch, the class that it is a batch of.
@@ -21,22 +21,22 @@ class Container:
     num_graphs: int | None
 
 
-def opened(value: Any) -> Any:
-    """``value`` with every PyG graph object in it replaced by a dict of what it holds."""
+def to_dicts(value: Any) -> Any:
+    """Return ``value`` with every PyG graph object in it replaced by a dict of its contents."""
     data = sys.modules.get("torch_geometric.data")
     if data is None:
         return value
     return _open(value, data)
 
 
-def closed(value: Any) -> Any:
-    """Undo ``opened``."""
+def from_dicts(value: Any) -> Any:
+    """Return ``value`` with its PyG graph objects restored; the inverse of ``to_dicts``."""
     if isinstance(value, dict):
-        inner = {key: closed(item) for key, item in value.items() if key != _MARK}
+        inner = {key: from_dicts(item) for key, item in value.items() if key != _MARK}
         mark = value.get(_MARK)
         return _close(mark, inner) if isinstance(mark, Container) else inner
     if type(value) in (list, tuple):
-        return type(value)(map(closed, value))
+        return type(value)(map(from_dicts, value))
     return value
 
 

@@ -1,4 +1,4 @@
-"""PyG in the form that torch.export can trace: no packed kernels, no caches, no loops over values."""
+"""Patches of PyG while a model is traced: no packed kernels, no caches, no loops over values."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ _ABSENT = "absent"
 
 @contextlib.contextmanager
 def exportable(model: torch.nn.Module) -> Iterator[None]:
-    """Trace PyG layers by what they compute, not by how their own kernels go about it.
+    """Patch PyG layers into a form that torch.export traces: their math, without packed kernels and caches.
 
     A layer with ``cached=True`` would bake the first graph in; the structure graph is cached
     by gnnc instead. ``HeteroLinear`` sorts rows by type and loops over the values of a pointer.
-    To be used where all attributes of the modules are restored afterwards.
+    The caller restores all attributes of the modules afterwards.
     """
     import torch_geometric.backend as backend  # a second of imports that capture alone needs
     from torch_geometric.nn import HeteroLinear
@@ -70,7 +70,7 @@ def coalesce(
 
 
 def _hetero_linear(layer: torch.nn.Module, x: Tensor, type_vec: Tensor) -> Tensor:
-    """``x [N, F] @ weight[type_vec] + bias[type_vec]``, ``[N, O]``: by type."""
+    """Return ``x [N, F] @ weight[type_vec] + bias[type_vec]``, ``[N, O]``: one product for each type."""
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, Tensor)
     out: Tensor | None = None

@@ -1,7 +1,7 @@
-"""What a forward does besides returning its result: compiled calls would not do it, so it is refused or told.
+"""Side effects of a forward: compiled calls do not repeat them, so each is refused or reported.
 
-A trace runs forward once, on stand-ins. What that run leaves in the model or in an argument is taken out
-again; only what it writes into a registered buffer in place is part of the program.
+A trace runs forward once, on stand-ins. Changes that the run leaves in the model or in an argument are
+undone; only in-place writes into registered buffers are part of the program.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gnnc.capture.arguments import signature_of
 from gnnc.capture.model_snapshot import HOOKS, NO_CONSTANTS
-from gnnc.capture.pyg_data import Container, opened
+from gnnc.capture.pyg_data import Container, to_dicts
 from gnnc.errors import CaptureError
 from gnnc.torch_private import forward_pre_hooks, pytree
 
@@ -32,9 +32,9 @@ _RESULTS = (Tensor, int, float, str, type(None), torch.SymInt, torch.SymFloat, t
 
 @contextlib.contextmanager
 def undone(model: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
-    """Restore what a trace sets, on the way out: attributes of modules, arguments and hooks, lists and dicts.
+    """Restore, on exit, all that a trace sets: attributes of modules and arguments, lists and dicts.
 
-    Other threads look at the modules meanwhile: no attribute goes and comes back.
+    Other threads may read the modules meanwhile, so no attribute is removed and set again.
     """
     kept: dict[int, tuple[Any, Any]] = {}
     hooks = [hook for _, table in _hook_tables(model) for hook in table.values()]
@@ -48,7 +48,7 @@ def undone(model: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
 
 
 def _in_reach(hook: Callable[..., Any]) -> Iterator[Any]:
-    """What a hook may store tensors in: its object, and lists and dicts that its code names."""
+    """Return the objects in which a hook may store tensors: its own, and containers that its code names."""
     yield from (hook, getattr(hook, "__self__", None))
     if inspect.isroutine(hook) and not inspect.isbuiltin(hook):
         names = inspect.getclosurevars(hook)
@@ -82,14 +82,14 @@ def _restore(container: Any, before: Any) -> None:
 
 
 def call_alone(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unwritten: set[str]) -> Any:
-    """Return ``model(*args, **kwargs)``; refuse what it sets, and results that hide tensors.
+    """Return ``model(*args, **kwargs)``; refuse attributes that it sets, and results that hide tensors.
 
     Args:
         model: the model.
         args: positional arguments of its forward.
         kwargs: keyword arguments.
-        unwritten: receives what forward sets in graphs, dicts and lists that it is given. Those are
-            the trace's own: the caller's stay as they are, which no result depends on.
+        unwritten: receives the paths that forward sets in graphs, dicts and lists among its arguments. The
+            trace has copies of these: the caller's stay as they are, and no result depends on them.
 
     Raises:
         CaptureError: names the attribute, the argument, the hook or the result.
@@ -115,7 +115,7 @@ def call_alone(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def run_alone(entry: nn.Module, tensors: Sequence[Tensor]) -> None:
-    """Run ``entry``, which is to use ``call_alone``, for its refusals: Dynamo does not come by them.
+    """Run ``entry``, which uses ``call_alone``, for its refusals, which Dynamo would skip.
 
     Weights are copies, since a run writes into buffers.
     """
@@ -130,7 +130,7 @@ def run_alone(entry: nn.Module, tensors: Sequence[Tensor]) -> None:
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """What buffers and attributes of modules hold, by path.
+    """Return the contents of buffers and attributes of modules, by path.
 
     Other attributes of torch's and PyG's layers are caches and switches, which forward may set.
     """
@@ -145,7 +145,7 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 
 
 def _made_by_hooks(module: nn.Module) -> set[str]:
-    """The weights that hooks of torch (pruning, weight norm) make of parameters before each call."""
+    """Return the weights that hooks (pruning, weight norm) compute from parameters before each call."""
     hooks = filter(_is_of_torch, forward_pre_hooks(module))
     return {getattr(hook, "_tensor_name", None) or getattr(hook, "name", "") for hook in hooks}
 
@@ -155,7 +155,7 @@ def _is_of_torch(hook: Callable[..., Any]) -> bool:
 
 
 def _objects(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the attributes of arguments hold, by path."""
+    """Return the contents of the attributes of arguments, by path."""
     return _entries(
         {
             f"{name}.{key}": value
@@ -166,16 +166,16 @@ def _objects(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(held: Mapping[str, Any]) -> dict[str, Any]:
-    """What named values hold, by path: lists, dicts and PyG's graphs are opened."""
+    """Return the contents of named values, by path; lists, dicts and PyG's graphs are opened."""
     found = {}
     for name, value in held.items():
-        for path, leaf in pytree.tree_flatten_with_path(opened(value))[0]:
+        for path, leaf in pytree.tree_flatten_with_path(to_dicts(value))[0]:
             found[f"{name}{pytree.keystr(path)}"] = leaf
     return found
 
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """The paths at which there is something else, something new, or nothing any more."""
+    """Return the paths whose value was changed, added or removed."""
     for path in {**before, **after}:
         if path not in before or path not in after or not _is_same(before[path], after[path]):
             yield path
@@ -197,7 +197,7 @@ def _check_result(model: nn.Module, result: Any) -> None:
 
 @contextlib.contextmanager
 def _hooks_checked(model: nn.Module) -> Iterator[None]:
-    """Refuse hooks that neither return nor write a tensor: what they do is not part of the result."""
+    """Refuse hooks that neither return nor write a tensor: their effect is not part of the result."""
     with contextlib.ExitStack() as stack:
         for path, table in _hook_tables(model):
             stack.callback(_restore, table, copy.copy(table))
@@ -207,7 +207,7 @@ def _hooks_checked(model: nn.Module) -> Iterator[None]:
 
 
 def _hook_tables(model: nn.Module) -> list[tuple[str, dict[int, Callable[..., Any]]]]:
-    """The tables that hold hooks, and the paths of their modules."""
+    """Return the tables of hooks, and the paths of their modules."""
     modules = list(model.named_modules(prefix="self"))
     tables = [(path, vars(module)[name]) for path, module in modules for name in HOOKS]
     return [(path, table) for path, table in tables if table]
@@ -229,6 +229,6 @@ def _checked(hook: Callable[..., Any], path: str, model: nn.Module) -> Callable[
 
 
 def _versions(arguments: Any) -> list[int]:
-    """How often the tensors among the arguments of a hook were written into."""
+    """Return the version counters of the tensors among the arguments of a hook."""
     leaves = pytree.tree_leaves(arguments)
     return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

@@ -1,8 +1,8 @@
-"""What a model's own code asked about sizes while it was traced, and what it was told.
+"""Guards on sizes: the questions of a model's own code about sizes while it is traced, and the answers.
 
 Tracing assumes sizes of at least 2, so ``if edge_index.numel() == 0`` is answered without leaving a trace:
-a program for large graphs would then serve an empty one, wrongly. So the questions are noted here and
-become guards: a call that would have been answered otherwise is captured for itself.
+a program for large graphs would then serve an empty one, wrongly. So the questions are recorded here and
+become guards: a call with another answer is captured by itself.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ class Branch:
     """A question about sizes and its answer.
 
     Attributes:
-        condition: over the symbols of the sizes.
-        answer: what the model was told.
-        where: file and line that asked.
+        condition: the condition, over the symbols of the sizes.
+        answer: the answer that the model got.
+        where: file and line of the question.
     """
 
     condition: sympy.Basic
@@ -50,7 +50,7 @@ class Branch:
     where: str
 
     def test(self) -> Callable[[Mapping[sympy.Symbol, int]], bool]:
-        """Return the function that says whether graphs of given sizes would be answered alike."""
+        """Return a function that says whether graphs of given sizes get the same answer."""
         symbols = sorted(self.condition.free_symbols, key=str)
         text = PythonPrinter().doprint(self.condition)
         ask = eval(f"lambda {', '.join(map(str, symbols))}: bool({text})")
@@ -79,7 +79,7 @@ def watched() -> Iterator[list[Branch]]:
 
 
 def at_least_two(symbols: Iterable[sympy.Symbol]) -> list[Branch]:
-    """What Dynamo takes for granted without a question that could be noted."""
+    """Return the guards that Dynamo assumes without a recorded question: sizes of at least 2."""
     return [
         Branch(sympy.Ge(symbol, 2, evaluate=False), True, "a step traced for two rows or more")
         for symbol in symbols
@@ -87,9 +87,9 @@ def at_least_two(symbols: Iterable[sympy.Symbol]) -> list[Branch]:
 
 
 def between_sizes(env: Any) -> list[Branch]:
-    """What torch itself took for granted about sizes of different arguments, as ``x[:n]`` does about ``n``.
+    """Return the guards that torch assumed between sizes of different arguments, as in ``x[:n]``.
 
-    What it took for granted about one size is in the ranges of the program.
+    Assumptions about one size are in the ranges of the program.
     """
     return [
         Branch(guard.expr, True, "a step that compares sizes of its arguments")
@@ -99,14 +99,14 @@ def between_sizes(env: Any) -> list[Branch]:
 
 
 class _Notes:
-    """The questions so far, each once."""
+    """Recorder of the questions about sizes, each once."""
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
         self.found: dict[Branch, None] = {}
 
     def comparison(self, original: Callable[..., Any], relation: Callable[..., Any]) -> Callable[..., Any]:
-        """Note comparisons that tracing answers at once, because every size is positive."""
+        """Record comparisons that tracing answers at once, because every size is positive."""
 
         def compare(this: Any, other: Any) -> Any:
             result = original(this, other)
@@ -120,7 +120,7 @@ class _Notes:
         return compare
 
     def decision(self, original: Callable[..., bool]) -> Callable[..., bool]:
-        """Note every other condition where it is decided."""
+        """Record every other condition where it is decided."""
 
         def decide(this: Any) -> bool:
             answer = original(this)
@@ -130,7 +130,7 @@ class _Notes:
         return decide
 
     def dynamo(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Note every condition that Dynamo decides for the model."""
+        """Record every condition that Dynamo decides for the model."""
 
         def decide(this: Any, *args: Any) -> Any:
             answer = original(this, *args)
@@ -148,7 +148,7 @@ class _Notes:
 
 
 def _known(result: Any) -> bool | None:
-    """The answer of a comparison that is settled already."""
+    """Return the answer of a comparison that is settled already; None otherwise."""
     if isinstance(result, bool):
         return result
     expression = result.node.expr if isinstance(result, torch.SymBool) else None
@@ -160,7 +160,7 @@ def _expression(value: Any) -> Any:
 
 
 def _asker(frame: FrameType | None) -> FrameType | None:
-    """The frame of the model's code that asked; None where torch itself did."""
+    """Return the frame of the model's code that asked; None where torch itself did."""
     while frame is not None and frame.f_code.co_filename == _OPERATORS:
         frame = frame.f_back
     if frame is None:

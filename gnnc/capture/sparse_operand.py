@@ -1,7 +1,7 @@
 """torch.sparse adjacencies inside a captured model.
 
-``torch.export`` cannot trace a sparse tensor. What works: the flat inputs of the graph are the
-dense tensors that the adjacency is made of, and during tracing a ``SparseOperand`` stands in its
+``torch.export`` cannot trace a sparse tensor. The flat inputs of the graph are therefore the
+dense component tensors of the adjacency, and during tracing a ``SparseOperand`` stands in its
 place, a strided tensor without data that says it is sparse and turns every product with a dense
 matrix into gather, multiply and scatter. Raising then sees the same edges as it sees in a
 hand-written model. An adjacency that the model builds itself (``torch.sparse_csr_tensor(...)``)
@@ -11,17 +11,15 @@ Emitting ``gnnc.spmm`` over the caller's ``crow_indices`` would save a sort but 
 indices reach the kernels; as edges they pass through ``gnnc.csr``, which validates and copies.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from gnnc.runtime.structure.cache import state
+from gnnc.capture.sparse_components import SPARSE_LAYOUTS
 from gnnc.torch_private import (
     coo_to_csr,
     entry_count,
@@ -33,64 +31,11 @@ from gnnc.torch_private import (
     statically_known_true,
 )
 
-_COMPRESSED = {
-    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, ("crow", "col")),
-    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, ("ccol", "row")),
-}
 _TRANSPOSED_FORM = {
     torch.sparse_csr: torch.sparse_csc,
     torch.sparse_csc: torch.sparse_csr,
     torch.sparse_coo: torch.sparse_coo,
 }
-_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo)
-
-
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """A matrix that was taken apart.
-
-    Attributes:
-        parts: its ``components``.
-        seen: what told it from what it was before.
-        copies: what its tensors held, where no version tells of writes into them.
-    """
-
-    parts: dict[str, torch.Tensor]
-    seen: tuple[Hashable, ...]
-    copies: tuple[torch.Tensor, ...]
-
-
-_KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def is_sparse(value: Any) -> bool:
-    """Whether ``value`` is a CSR, CSC or COO tensor of torch.sparse."""
-    return isinstance(value, torch.Tensor) and value.layout in _LAYOUTS
-
-
-def components(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The dense tensors that stand for ``matrix`` [rows, columns] in a captured graph.
-
-    CSR: crow [rows + 1], col [E], values [E], columns [columns, 0]; CSC: ccol, row, values,
-    rows [rows, 0]; COO: indices [2, E], values [E], shape [rows, columns, 0]. The empty tensors
-    carry a size. Each is the same object for as long as it holds for the matrix, so that a cache
-    keyed by the identity of its inputs knows it again.
-    """
-    known = _KNOWN.get(matrix)
-    sources, seen = _look(matrix)
-    if known is not None and known.seen == seen and all(map(torch.equal, known.copies, sources)):
-        return known.parts
-    copies = _copies(matrix, sources)
-    parts = _take_apart(matrix)
-    if known is not None:
-        parts = _kept(known.parts, parts)
-    _KNOWN[matrix] = _Known(parts, seen, copies)
-    return parts
-
-
-def forget_components() -> None:
-    """Take every matrix apart anew: for writes that nothing shows."""
-    _KNOWN.clear()
 
 
 def operand(
@@ -109,7 +54,7 @@ def operand(
 
 
 class SparseOperand(torch.Tensor):
-    """A sparse [rows, columns] matrix during tracing: edge e adds ``value[e]`` at (dst, src).
+    """Sparse [rows, columns] matrix during tracing: edge e adds ``value[e]`` at (dst, src).
 
     ``dst``, ``src`` and ``value`` are traced [E] tensors. Every use that is not a product with a
     dense matrix, a transpose, a conversion or a question about the matrix raises
@@ -151,7 +96,7 @@ class SparseOperand(torch.Tensor):
         return self
 
     def entries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, columns and values [E] in the order of ``form``, each place once."""
+        """Return rows, columns and values [E] in the order of ``form``, each place once."""
         if not self.ordered:
             self.dst, self.src, self.value = _merged(self)
             self.ordered = True
@@ -184,7 +129,7 @@ class SparseOperand(torch.Tensor):
 
 
 def unique_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distinct values of ``keys`` [E], ascending, and where each key is among them [E]."""
+    """Return the distinct values of ``keys`` [E], ascending, and the index of each key among them [E]."""
     distinct, place = torch.unique(keys, return_inverse=True)
     if statically_known_true(keys.shape[0] >= 1):
         torch._check(distinct.shape[0] >= 1)  # for layers that ask whether there are edges
@@ -192,7 +137,7 @@ def unique_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class SparseMode(TorchFunctionMode):
-    """While active, the constructors of torch.sparse return ``SparseOperand``, and their helpers trace."""
+    """Mode in which the constructors of torch.sparse return a ``SparseOperand``, and their helpers trace."""
 
     def __torch_function__(
         self,
@@ -203,52 +148,13 @@ class SparseMode(TorchFunctionMode):
     ) -> Any:
         constructor = _CONSTRUCTORS.get(func)
         if constructor is not None:
-            told = {name: value for name, value in (kwargs or {}).items() if name not in _NO_VALUE}
-            return _handled(constructor, func, args, told)
+            meaningful = {name: value for name, value in (kwargs or {}).items() if name not in _NO_VALUE}
+            return _handled(constructor, func, args, meaningful)
         return func(*args, **(kwargs or {}))
 
 
-def _look(matrix: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[Hashable, ...]]:
-    """The tensors that a matrix holds, and what tells them from what they were before."""
-    if matrix.layout == torch.sparse_coo:
-        sources = raw_indices(matrix), raw_values(matrix)
-        return sources, (matrix.is_coalesced(), *map(state, sources))
-    pointer, plain, _ = _COMPRESSED[matrix.layout]
-    sources = pointer(matrix), plain(matrix), matrix.values()
-    return sources, tuple(map(state, sources))
-
-
-def _copies(matrix: torch.Tensor, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Only the parts of a matrix that is not coalesced are copies; others show what is written."""
-    raw = matrix.layout == torch.sparse_coo and not matrix.is_coalesced()
-    return tuple(source.clone() for source in sources) if raw and matrix.is_inference() else ()
-
-
-def _kept(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The new parts, but the old objects for those that lie where they lay."""
-    return {name: old[name] if state(old[name]) == state(part) else part for name, part in new.items()}
-
-
-def _take_apart(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-    rows, columns = matrix.shape
-    with torch.no_grad():
-        if matrix.layout == torch.sparse_coo:
-            matrix = matrix.coalesce()
-            shape = matrix.values().new_empty((rows, columns, 0))
-            return {"indices": matrix.indices(), "values": matrix.values(), "shape": shape}
-        pointer, plain, names = _COMPRESSED[matrix.layout]
-        csr = matrix.layout == torch.sparse_csr
-        other = matrix.values().new_empty((columns if csr else rows, 0))
-        return {
-            names[0]: pointer(matrix),
-            names[1]: plain(matrix),
-            "values": matrix.values(),
-            "columns" if csr else "rows": other,
-        }
-
-
 def _expanded(pointer: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """[rows + 1] offsets to the row of every edge [E]."""
+    """Convert row offsets [rows + 1] to the row of every edge [E]."""
     counts = pointer[1:] - pointer[:-1]
     return torch.repeat_interleave(counts, output_size=plain.shape[0])
 
@@ -256,7 +162,7 @@ def _expanded(pointer: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
 def _handled(
     handler: Callable[..., Any], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``func`` by its ``handler``; NotImplementedError for arguments that the handler does not take."""
+    """Call the ``handler`` of ``func``; NotImplementedError for arguments that the handler does not take."""
     taken = signature(handler)
     try:
         taken.bind(*args, **kwargs)
@@ -277,7 +183,7 @@ def _refusal(func: Callable[..., Any], keywords: Sequence[str] = ()) -> str:
 
 
 def _product(matrix: Any, dense: Any, reduce: str = "sum") -> torch.Tensor:
-    """``matrix @ dense`` as gather, multiply, scatter: [rows, F] or [rows]."""
+    """Return ``matrix @ dense``, [rows, F] or [rows], computed by gather, multiply and scatter."""
     if not isinstance(matrix, SparseOperand):
         return _product(_transposed(dense), matrix.mT, reduce).mT
     if isinstance(dense, SparseOperand):
@@ -306,7 +212,7 @@ def _add_product(bias: Any, matrix: Any, dense: Any, *, beta: Any = 1, alpha: An
 
 
 def _merged(matrix: SparseOperand) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The edges sorted in the order of the form, the values of equal places added."""
+    """Return the edges in the order of the form, with the values of equal places added."""
     by_column = matrix.form == torch.sparse_csc
     first, second = (matrix.src, matrix.dst) if by_column else (matrix.dst, matrix.src)
     width = matrix.sizes[0] if by_column else matrix.sizes[1]
@@ -339,7 +245,7 @@ def _same(matrix: SparseOperand) -> SparseOperand:
 
 
 def _converted(form: torch.layout, matrix: SparseOperand) -> SparseOperand:
-    """The matrix in another layout, and a COO matrix coalesced: what is read from it is sorted then."""
+    """Return the matrix in another layout, or a COO matrix coalesced; its entries are then sorted."""
     ordered = matrix.ordered and (form == torch.sparse_csc) == (matrix.form == torch.sparse_csc)
     return SparseOperand(matrix.dst, matrix.src, matrix.value, matrix.sizes, form, ordered)
 
@@ -351,7 +257,7 @@ def _marked_coalesced(matrix: SparseOperand, coalesced: bool) -> SparseOperand:
 
 
 def _to_sparse(matrix: SparseOperand, *, layout: Any = None) -> SparseOperand:
-    if layout not in _LAYOUTS:
+    if layout not in SPARSE_LAYOUTS:
         raise NotImplementedError(_refusal(torch.Tensor.to_sparse))
     return _converted(layout, matrix)
 
@@ -435,7 +341,7 @@ def _sparse_sum(matrix: SparseOperand, dim: Any = None, *, dtype: Any = None) ->
 
 
 def _only(dim: Any) -> int:
-    """The one dimension of two, 0 or 1, that a sum is over."""
+    """Return the one dimension, 0 or 1, that a sum is over."""
     dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
     if len(dims) != 1 or dims[0] not in (-2, -1, 0, 1):
         raise NotImplementedError(_refusal(torch.sum))
@@ -557,14 +463,14 @@ def _compressed(
 
 
 def _compressed_indices(index: torch.Tensor, size: Any, *, out_int32: bool = False) -> torch.Tensor:
-    """Row ids [E], ascending, as offsets [size + 1]: torch's own function takes no symbolic size."""
+    """Convert ascending row ids [E] to offsets [size + 1]; torch's own function takes no symbolic size."""
     counts = index.new_zeros(size).index_add(0, index, torch.ones_like(index))
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return offsets.to(torch.int32) if out_int32 else offsets
 
 
 def _placed(values: torch.Tensor, size: Any, dtype: Any, device: Any) -> torch.Tensor:
-    """The values that a constructor keeps; NotImplementedError where it has no size or moves them."""
+    """Return the values that a constructor keeps; NotImplementedError if it has no size or moves them."""
     if size is None:
         raise NotImplementedError(
             "a torch.sparse constructor without size= cannot be captured: its size would be read "

@@ -1,8 +1,8 @@
-"""Stand-in inputs for tracing: the dtypes and widths of a call, sizes of our own.
+"""Stand-in inputs for tracing: the dtypes and widths of a call, with sizes chosen here.
 
-Which sizes are one size (the nodes of ``x`` and of ``batch``) cannot be read off the example when
-sizes coincide: 7 nodes with 7 edges, or a graph with one node and one edge. ``candidates`` gives
-the readings to try, the likeliest first; a wrong one does not trace.
+An example does not tell which sizes are the same size (the nodes of ``x`` and of ``batch``) when
+sizes coincide: 7 nodes with 7 edges, or a graph with one node and one edge. ``candidates`` returns
+the readings to try, the likeliest first; a wrong reading does not trace.
 """
 
 import re
@@ -22,13 +22,13 @@ _EDGE_PARTS = ("col", "row", "values", "indices")
 
 
 @dataclass(frozen=True)
-class Standins:
-    """Inputs to trace with.
+class StandIns:
+    """Stand-in inputs of one reading of the sizes.
 
     Attributes:
         tensors: one for each flat tensor of the call.
         dynamic: the dimensions of each tensor that may differ between calls.
-        symbolic: whether every one of them must stay symbolic, or may become fixed.
+        symbolic: whether every such dimension must stay symbolic, or may become fixed.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -38,7 +38,7 @@ class Standins:
 
 @dataclass(frozen=True)
 class _Extent:
-    """A dimension of a flat tensor that may vary; ``offset`` is 1 for CSR pointers (N + 1)."""
+    """Dimension of a flat tensor that may vary; ``offset`` is 1 for CSR pointers (N + 1)."""
 
     tensor: int
     dim: int
@@ -48,10 +48,10 @@ class _Extent:
     family: str
 
 
-def candidates(call: Call, fixed: Collection[tuple[str, int]] = ()) -> Iterator[Standins]:
-    """The readings of the call's sizes: by role and name, by size alone, exactly as they are.
+def candidates(call: Call, fixed: Collection[tuple[str, int]] = ()) -> Iterator[StandIns]:
+    """Yield the readings of the call's sizes: by role and name, by size alone, exactly as they are.
 
-    ``fixed`` lists the (tensor, dimension) pairs that are one number for good.
+    ``fixed`` lists the (tensor, dimension) pairs whose size is a constant.
     """
     extents = [extent for extent in _extents(call) if (call.names[extent.tensor], extent.dim) not in fixed]
     seen = set()
@@ -91,7 +91,7 @@ def _extents(call: Call) -> list[_Extent]:
 
 
 def _varying(tensor: torch.Tensor, part: str) -> tuple[int, ...]:
-    """The leading dimension, or the last of an edge_index; both sizes of a matrix's shape."""
+    """Return the dimensions that may vary: the first, or the last of an edge_index."""
     if tensor.dim() == 0:
         return ()
     if part == "shape":
@@ -105,12 +105,12 @@ def _is_edge_index(tensor: torch.Tensor) -> bool:
 
 
 def _family(name: str) -> str:
-    """``'paper'`` of ``x_dict['paper']``, ``0`` of ``x[0]``, nothing of ``x``."""
+    """Return the key in a path: ``'paper'`` of ``x_dict['paper']``, ``0`` of ``x[0]``, "" of ``x``."""
     keys = re.findall(r"\[(.+?)\](?=\[|\.|$)", name)
     return keys[-1] if keys else ""
 
 
-def _resized(call: Call, extents: list[_Extent], key: Callable[[_Extent], tuple[Any, ...]]) -> Standins:
+def _resized(call: Call, extents: list[_Extent], key: Callable[[_Extent], tuple[Any, ...]]) -> StandIns:
     sizes: dict[tuple[Any, ...], int] = {}
     node, edge = _FIRST_NODE_SIZE, _FIRST_EDGE_SIZE
     for extent in extents:
@@ -128,12 +128,12 @@ def _resized(call: Call, extents: list[_Extent], key: Callable[[_Extent], tuple[
         torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
         for shape, tensor in zip(shapes, call.tensors, strict=True)
     )
-    return Standins(tensors, _dynamic(call, extents), symbolic=True)
+    return StandIns(tensors, _dynamic(call, extents), symbolic=True)
 
 
-def _exact(call: Call, extents: list[_Extent]) -> Standins:
+def _exact(call: Call, extents: list[_Extent]) -> StandIns:
     tensors = tuple(tensor.detach().contiguous() for tensor in call.tensors)
-    return Standins(tensors, _dynamic(call, extents), symbolic=False)
+    return StandIns(tensors, _dynamic(call, extents), symbolic=False)
 
 
 def _dynamic(call: Call, extents: list[_Extent]) -> tuple[tuple[int, ...], ...]:

@@ -1,8 +1,8 @@
-"""Traces and calls that run at the same time.
+"""Lock between traces and calls that run at the same time.
 
 A trace puts stand-ins into the model's own tables of parameters and buffers, and takes them out again. A
-call that reads a table meanwhile would compute with stand-ins; so it reads as one reads under a sequence
-lock: what was read counts only if no trace began or ended in between.
+call that reads a table meanwhile would compute with stand-ins, so calls read under a sequence lock (seqlock):
+a read counts only if no trace began or ended in between.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ LOCK = threading.RLock()
 
 
 class Clock:
-    """Counts the beginnings and ends of traces.
+    """Sequence counter of the beginnings and ends of traces.
 
     Attributes:
         ticks: odd while there is a trace.
@@ -29,7 +29,7 @@ class Clock:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Hold the lock and let readers know."""
+        """Hold the lock while a trace runs, and advance the sequence counter."""
         with LOCK:
             self._depth += 1
             if self._depth == 1:
@@ -51,7 +51,7 @@ class Clock:
             return False
 
     def traces_here(self) -> bool:
-        """Whether it is the caller's own thread that traces."""
+        """Return whether the calling thread is the one that traces."""
         return self._tracer == threading.get_ident()
 
 

@@ -1,4 +1,4 @@
-"""Weights that a model holds without having registered them: a trace takes them for constants."""
+"""Refusal of weights that a model has not registered: a trace takes them for constants."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -44,7 +44,7 @@ def refuse_unregistered(model: nn.Module, constants: Mapping[str, Any], prefix: 
 
 
 def _held_apart(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Where the weights are that attributes, lists, tuples and dicts of modules hold, and their paths."""
+    """Return the weights in attributes, lists, tuples and dicts of modules, with their paths."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name in NO_CONSTANTS:

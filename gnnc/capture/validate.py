@@ -1,4 +1,4 @@
-"""What the arguments of a call must be, checked before anything is traced or read."""
+"""Validation of the arguments of a call, before anything is traced or read."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -19,7 +19,7 @@ _INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 def is_graph_name(name: str) -> bool:
-    """Whether an argument is by its name an edge list or a batch vector."""
+    """Return whether an argument is by its name an edge list or a batch vector."""
     return bool(_EDGE_INDEX.search(name) or _BATCH.search(name))
 
 
@@ -30,12 +30,12 @@ def validate(
     backend: str = "auto",
     device_types: Collection[str] = (),
 ) -> None:
-    """Refuse what no compiled model can take.
+    """Refuse arguments that no compiled model can take.
 
     Args:
         owner: the model's class name, for messages.
         call: the flattened arguments.
-        device: where the model is; None: it has no parameters.
+        device: device of the model; None where it has no parameters.
         backend: name of the backend that was asked for.
         device_types: types of the devices that it runs on; empty: on any.
 
@@ -101,16 +101,16 @@ def _check_dtype(owner: str, name: str, tensor: Tensor) -> None:
 
 
 def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Tensor]) -> bool:
-    """Describe arguments as cheaply as can be, for a call that is like an earlier one.
+    """Describe arguments cheaply, to recognize a call like an earlier one.
 
     Args:
         values: arguments: dense tensors, plain constants, and tuples and lists of them.
-        parts: takes what programs are told apart by, sizes excepted: structure, constants, ranks, dtypes
-            and devices.
-        tensors: takes the tensors, in order.
+        parts: receives all but sizes that distinguishes programs: structure, constants, ranks, dtypes and
+            devices.
+        tensors: receives the tensors, in order.
 
     Returns:
-        Whether all of them are of these kinds.
+        True if all arguments are of these kinds.
     """
     for value in values:
         if isinstance(value, Tensor):

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gnnc.tensor_state import state
 from gnnc.torch_private import storage_id
 
 DEFAULT_BYTE_BUDGET = 4 << 30
@@ -91,28 +91,6 @@ def _identify(inputs: Sequence[Any]) -> tuple[Key, list[Tensor]]:
         parts.append((id(anchor), *state(value)))
         anchors.append(anchor)
     return tuple(parts), anchors
-
-
-_steps = 0
-"""Steps that optimizers of this process have taken."""
-
-
-def _count_step(*_: Any) -> None:
-    global _steps
-    _steps += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
-
-def state(tensor: Tensor) -> tuple[Hashable, ...]:
-    """Return what tells a tensor from what it was before: its version, and where and how it lies."""
-    try:
-        version = tensor._version
-    except RuntimeError:
-        version = None  # an inference tensor: its content is compared
-    steps = _steps if tensor.is_floating_point() else 0
-    return tensor.data_ptr(), version, steps, tensor.shape, tensor.stride(), tensor.dtype
 
 
 class StructureCache:

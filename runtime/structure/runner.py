@@ -12,7 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from gnnc.errors import GraphError
 from gnnc.ir.source import source_of
-from gnnc.runtime.structure.cache import DEFAULT_BYTE_BUDGET, Entry, StructureCache, state
+from gnnc.runtime.structure.cache import DEFAULT_BYTE_BUDGET, Entry, StructureCache
+from gnnc.tensor_state import state
 from gnnc.torch_private import OpOverload
 
 Deps = frozenset[Node]

@@ -8,7 +8,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 import gnnc
-from gnnc.capture.sparse_operand import components
+from gnnc.capture.sparse_components import components
 
 WIDTH = 12
 SIZES = [(50, 300), (31, 90), (7, 0)]
