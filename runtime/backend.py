@@ -41,8 +41,10 @@ class Backend:
 
     target: Target
     chain: tuple[str, ...]
-    prepare_structure: Callable[[GraphModule, GraphModule], GraphModule]
-    use_kernels: Callable[[StructureRunner], None]
+    prepare_structure: Callable[[GraphModule, GraphModule], GraphModule] = lambda compute, structure: (
+        structure
+    )
+    use_kernels: Callable[[StructureRunner], None] = lambda runner: None
     executable: Callable[..., Executable] = Executable
     description: str = ""
     device: torch.device | None = None

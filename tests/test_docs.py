@@ -10,7 +10,7 @@ import pytest
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-@pytest.mark.parametrize("page", ["add-an-op.md", "add-a-pass.md"])
+@pytest.mark.parametrize("page", ["add-an-op.md", "add-a-pass.md", "add-a-backend.md"])
 def test_page_runs(page: str) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
     assert blocks

@@ -75,7 +75,6 @@ def create_offline(device: torch.device | None, architecture: str) -> Backend:
         target=replace(TARGET, name=name),
         chain=("cuda", "reference"),
         prepare_structure=narrow_columns,
-        use_kernels=lambda runner: None,
         executable=partial(OfflineExecutable, architectures=architectures),
         description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",
         device_types=frozenset({"cpu"}),

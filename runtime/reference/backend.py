@@ -12,7 +12,5 @@ def create(device: torch.device | None) -> Backend:
     return Backend(
         target=Target("reference", frozenset({"fp32", "fp16", "bf16", "int8"})),
         chain=("reference",),
-        prepare_structure=lambda compute, structure: structure,
-        use_kernels=lambda runner: None,
         description="plain PyTorch, one op at a time",
     )

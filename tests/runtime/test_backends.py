@@ -145,8 +145,6 @@ def toy(monkeypatch):
         return Backend(
             target=Target("toy"),
             chain=("reference",),
-            prepare_structure=lambda compute, structure: structure,
-            use_kernels=lambda runner: None,
             device_types=frozenset({"cpu"}),
         )
 
