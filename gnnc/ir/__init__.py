@@ -3,7 +3,7 @@
 Importing this package registers every op under ``torch.ops.gnnc``.
 """
 
-from gnnc.ir import dense, message, quantized, sparse, structure
+from gnnc.ir import dense, message, quantized, self_loops, sparse, structure
 from gnnc.ir.body import body_inputs, body_text, evaluate_body, parse_body
 from gnnc.ir.op import REGISTRY, Cost, ErrorInput, Op, op_of
 from gnnc.ir.qtype import INT8_ROW, ROW_ALIGNMENT, QType
@@ -27,6 +27,7 @@ __all__ = [
     "op_of",
     "parse_body",
     "quantized",
+    "self_loops",
     "source_of",
     "sparse",
     "structure",

@@ -24,7 +24,7 @@ _SPARSE = ("spmm", "qspmm", "sddmm", "qsddmm", "edge_map", "message")
 _DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "rowptr": (torch.int64,),
     "col": (torch.int32, torch.int64),
-    "perm": (torch.int64,),
+    "perm": (torch.int32, torch.int64),
     "scale": (torch.float32,),
     "x_scale": (torch.float32,),
     "a_scale": (torch.float32,),

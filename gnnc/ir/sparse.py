@@ -417,7 +417,7 @@ def segment_reduce_reference(
 
     Args:
         rowptr: int64 ``[num_dst + 1]``, the segments' bounds.
-        perm: int64 ``[M]`` order in which rows are taken, or None for rows in order.
+        perm: int64 or int32 ``[M]`` order in which rows are taken, or None for rows in order.
         x: ``[M, ...]``.
         reduce: ``sum``, ``mean``, ``max`` or ``min``.
         num_dst: number of segments.
@@ -454,7 +454,12 @@ def _segment_samples() -> Sequence[tuple[Any, ...]]:
     rowptr, _, perm = random_csr(6, 5, 14)
     x = torch.randn(14, 7, generator=generator)
     plain = [(rowptr, perm, x, reduce, 5) for reduce in REDUCTIONS]
-    return [*plain, (rowptr, None, x, "sum", 5), (random_csr(2, 3, 0)[0], None, x[:0], "max", 3)]
+    return [
+        *plain,
+        (rowptr, perm.int(), x, "sum", 5),
+        (rowptr, None, x, "sum", 5),
+        (random_csr(2, 3, 0)[0], None, x[:0], "max", 3),
+    ]
 
 
 SEGMENT_REDUCE = define(

@@ -31,7 +31,12 @@ def edge_rows(rowptr: Tensor, num_edges: int) -> Tensor:
     return torch.repeat_interleave(rows, rowptr.diff(), output_size=num_edges)
 
 
-def _check_index(name: str, index: Tensor, bound: int, what: str) -> None:
+def check_index(name: str, index: Tensor, bound: int, what: str) -> None:
+    """Refuse node ids that are negative or not below ``bound``; ``name`` and ``what`` are for the message.
+
+    Raises:
+        GraphError: names the first such id and its position.
+    """
     if index.numel() == 0:
         return
     low, high = int(index.min()), int(index.max())
@@ -64,8 +69,8 @@ def csr_reference(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple
         "csr",
         lambda: f"expected src and dst of one length, got {tuple(src.shape)}, {tuple(dst.shape)}",
     )
-    _check_index("src", src, num_src, "source")
-    _check_index("dst", dst, num_dst, "destination")
+    check_index("src", src, num_src, "source")
+    check_index("dst", dst, num_dst, "destination")
     perm = torch.sort(dst, stable=True).indices
     rowptr = dst.new_zeros(num_dst + 1, dtype=torch.int64)
     rowptr[1:] = torch.bincount(dst, minlength=num_dst).cumsum(0)
