@@ -89,6 +89,10 @@ class Lowering(Protocol):
         """Return the kernel for a node; its ``kernel`` is None where every candidate declined."""
         ...
 
+    def choose_structure(self, node: Node) -> KernelChoice:
+        """Return the kernel for a primitive of a structure graph."""
+        ...
+
     def refuse(self, node: Node, declined: Sequence[tuple[str, str]]) -> NoReturn:
         """Raise BackendError: no kernel takes the node, with every candidate's reason."""
         ...
@@ -130,6 +134,8 @@ class Target:
         edge_products: whether a body computes products of edge features with a weight.
         tensor_scales: whether the kernel of a product computes the one scale of its result on the way.
         narrow_rows: row widths up to which int8 does not pay where edges gather rows.
+        sorts_with_loops: whether its sort of edges drops self loops and adds one for every node.
+        int32_columns: whether its kernels read the columns of an aggregation as int32.
         lowering: selects kernels and generates code; None: graphs stay as they are and run in PyTorch.
         rates: returns the rates of this machine, measured now if need be, for ``auto``; None: not measured.
         timer: times an executable on its arguments; None where ``auto`` goes by predictions alone.
@@ -142,6 +148,8 @@ class Target:
     edge_products: bool = True
     tensor_scales: bool = False
     narrow_rows: NarrowRows = NarrowRows()
+    sorts_with_loops: bool = False
+    int32_columns: bool = False
     lowering: Lowering | None = None
     rates: Callable[[], Rates] | None = None
     timer: Callable[[Any, Sequence[Any]], MeasuredTimes] | None = None

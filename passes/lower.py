@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.op import op_of
 from gnnc.passes.base import Context, Property
+from gnnc.passes.rewrite.structure_edit import edited
 from gnnc.target import ChosenKernel, KernelChoice, Lowering
 
 
@@ -36,6 +38,9 @@ class Lower:
                 if choice.kernel is None:
                     lowering.refuse(node, choice.declined)
                 _record(node, choice, choice.kernel, ctx)
+        if ctx.structure is not None:
+            with edited(gm, ctx) as structure:
+                _lower_structure(structure, lowering, ctx)
         return gm
 
 
@@ -47,6 +52,16 @@ def _lower_fused(gm: fx.GraphModule, node: Node, lowering: Lowering, ctx: Contex
     reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined)
     ctx.note(node, f"taken apart, no kernel runs it as a whole ({reasons})", "declined")
     inline(gm, node)
+
+
+def _lower_structure(structure: fx.GraphModule, lowering: Lowering, ctx: Context) -> None:
+    """Choose a kernel for each primitive of the structure graph; ATen ops run in PyTorch."""
+    for node in structure.graph.nodes:
+        if op_of(node) is not None:
+            choice = lowering.choose_structure(node)
+            if choice.kernel is None:
+                lowering.refuse(node, choice.declined)
+            _record(node, choice, choice.kernel, ctx)
 
 
 def _record(node: Node, choice: KernelChoice, kernel: ChosenKernel, ctx: Context) -> None:

@@ -5,17 +5,21 @@ from gnnc.passes.base import Pass
 from gnnc.passes.cache import Cache
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.hoist import Hoist
+from gnnc.passes.int32_columns import Int32Columns
 from gnnc.passes.lower import Lower
 from gnnc.passes.normalize import Normalize
 from gnnc.passes.quantize import Quantize
 from gnnc.passes.raise_ import Raise
 from gnnc.passes.reorder import Reorder
+from gnnc.passes.self_loops import SelfLoops
 
 INFERENCE: tuple[Pass, ...] = (
     Normalize(),  # one spelling for each computation, so that raise finds the regions
     Raise(),  # gathers, scatters and softmaxes become primitives over a CSR
     Hoist(),  # computations on the graph alone leave: they run once a graph
     Reorder(),  # linear before or after aggregation; separable weights leave the sparse kernel
+    SelfLoops(),  # a sort drops and adds self loops by itself
+    Int32Columns(),  # orders that kernels read as int32 are converted once a graph
     Assign(),  # a precision for every primitive
     Quantize(),  # scales and quantized values go in, primitives take integers
     Cache(),  # each tensor is quantized once

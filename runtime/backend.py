@@ -13,9 +13,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gnnc.errors import BackendError
+from gnnc.ir.describe import is_gnnc
 from gnnc.ir.nodes import is_view
 from gnnc.runtime import registry
 from gnnc.runtime.program.executable import Executable
+from gnnc.runtime.structure.hooks import BuildHooks
+from gnnc.runtime.structure.kernels import choice_of
 from gnnc.runtime.structure.runner import StructureRunner
 from gnnc.target import Target
 
@@ -30,26 +33,22 @@ class Backend:
     Attributes:
         target: the facts of it that passes may know; its ``lowering``, ``rates`` and ``timer`` are not set.
         chain: registry names to ask, in order; the last one takes whatever is left.
-        prepare_structure: adapts a structure graph to a lowered compute graph.
-        use_kernels: swaps the backend's kernels into a structure program.
         executable: makes a program of a lowered graph.
         description: one line for people, such as the instruction set, or the name of the GPU.
         device: the GPU that its programs are for; None where there need not be one.
         device_types: types of the devices that tensors of a call may be on; empty: any.
         is_runnable: whether its programs run on this machine; False for a backend that only compiles.
+        structure_hooks: makes the callbacks of its device in a structure program; None: there are none.
     """
 
     target: Target
     chain: tuple[str, ...]
-    prepare_structure: Callable[[GraphModule, GraphModule], GraphModule] = lambda compute, structure: (
-        structure
-    )
-    use_kernels: Callable[[StructureRunner], None] = lambda runner: None
     executable: Callable[..., Executable] = Executable
     description: str = ""
     device: torch.device | None = None
     device_types: frozenset[str] = frozenset()
     is_runnable: bool = True
+    structure_hooks: Callable[[], BuildHooks] | None = None
 
     @property
     def name(self) -> str:
@@ -61,9 +60,18 @@ class Backend:
 
     def structure_program(self, structure: GraphModule) -> StructureRunner:
         """Return a program of a structure graph that runs the backend's kernels."""
-        runner = StructureRunner(structure)
-        self.use_kernels(runner)
-        return runner
+        hooks = None if self.structure_hooks is None else self.structure_hooks()
+        return StructureRunner(structure, self._choose_to_run, hooks)
+
+    def _choose_to_run(self, node: Node) -> registry.Choice | None:
+        """Return the kernel that computes a structure node here; choose it if ``lower`` did not."""
+        if not self.is_runnable or not is_gnnc(node):
+            return None
+        return choice_of(node) or self.choose_structure(node)
+
+    def choose_structure(self, node: Node) -> registry.Choice:
+        """Return the kernel for a primitive of a structure graph."""
+        return registry.choose(node, self.chain, registry.structure_kind_of(node))
 
     def needs_launch(self, node: Node) -> bool:
         """Whether a node computes: views, picked results and arithmetic on sizes come for free."""

@@ -11,6 +11,9 @@ from gnnc.torch_private import OpOverload, schema
 
 _Class = TypeVar("_Class", bound=type)
 
+STRUCTURE = "structure:"
+"""Prefix of the kinds of nodes of a structure graph."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decline:
@@ -48,7 +51,8 @@ class Kernel:
     Attributes:
         name: shown in printed programs.
         backend: the backend that it belongs to.
-        kinds: what it can be asked to run (`kind_of`); ``"*"`` is anything.
+        kinds: what it can be asked to run (`kind_of`, `structure_kind_of`); ``"*"`` is anything of a compute
+            graph, ``"structure:*"`` anything of a structure graph.
         priority: candidates are asked from the highest to the lowest.
         implementation: ``plan`` and ``emit``.
     """
@@ -117,13 +121,28 @@ def kind_of(node: Node) -> str:
     return f"python.{getattr(target, '__name__', target)}"
 
 
-def choose(node: Node, backends: Iterable[str]) -> Choice:
-    """Ask the kernels of these backends, in order, and return the first that takes the node."""
-    kind = kind_of(node)
+def structure_kind_of(node: Node) -> str:
+    """Name what a node of a structure graph asks for: ``structure:gnnc.<op>``.
+
+    Structure kernels are functions that a ``StructureRunner`` calls, not text of a program.
+    """
+    return f"{STRUCTURE}{kind_of(node)}"
+
+
+def choose(node: Node, backends: Iterable[str], kind: str | None = None) -> Choice:
+    """Ask the kernels of these backends, in order, and return the first that takes the node.
+
+    Args:
+        node: the node.
+        backends: names of backends.
+        kind: what the node asks for; None: as ``kind_of`` says.
+    """
+    kind = kind_of(node) if kind is None else kind
+    anything = f"{STRUCTURE}*" if kind.startswith(STRUCTURE) else "*"
     declined = []
     for backend in backends:
         for entry in kernels(backend):
-            if kind not in entry.kinds and "*" not in entry.kinds:
+            if kind not in entry.kinds and anything not in entry.kinds:
                 continue
             plan = entry.implementation.plan(node)
             if not isinstance(plan, Decline):

@@ -211,7 +211,7 @@ def build_program(
         later, context = _run_passes(captured.graph_module, options, context)
         stages += later
         _check_symbols(captured)
-        runner = _structure_runner(options.backend, stages[-1][1], context.structure)
+        runner = _structure_runner(options.backend, context.structure)
         executable = options.backend.executable(
             stages[-1][1], pool, check_finite=options.check_finite, cuda_graph=options.cuda_graph
         )
@@ -254,12 +254,8 @@ def _run_passes(gm: GraphModule, options: Options, context: Context) -> tuple[li
     return run_passes(gm, options.pipeline, context), context
 
 
-def _structure_runner(
-    backend: Backend, compute: GraphModule, structure: GraphModule | None
-) -> StructureRunner | None:
-    if structure is None:
-        return None
-    return backend.structure_program(backend.prepare_structure(compute, structure))
+def _structure_runner(backend: Backend, structure: GraphModule | None) -> StructureRunner | None:
+    return None if structure is None else backend.structure_program(structure)
 
 
 def _index_bounds(stages: Sequence[Stage]) -> Sequence[IndexBound]:

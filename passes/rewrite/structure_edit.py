@@ -1,5 +1,7 @@
 """Changes to the structure graph from the compute side: new results, and none that nobody reads."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
@@ -73,14 +75,25 @@ class StructureEdit:
         names = {node: name for name, node in self._taken.items()}
         kept = [self._outputs[names[node]] for node in placeholders(self.compute) if node in names]
         self.structure.graph.output_node().args = (tuple(kept),)
-        self._finish(ctx.current_pass)
+        finish(self.structure, ctx.current_pass)
         self.compute.meta["structure"] = ctx.structure = self.structure
         if ctx.examples is not None:
             refresh_examples(self.compute, self.structure, known, ctx)
 
-    def _finish(self, stage: str) -> None:
-        graph = self.structure.graph
-        graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-        infer_meta(self.structure)
-        self.structure.recompile()
-        verify(self.structure, f"{stage} (structure)")
+
+@contextmanager
+def edited(compute: fx.GraphModule, ctx: Context) -> Iterator[fx.GraphModule]:
+    """Yield a copy of ``ctx.structure`` to be changed in place; it then becomes ``ctx.structure``."""
+    assert ctx.structure is not None
+    structure = clone(ctx.structure)
+    yield structure
+    finish(structure, ctx.current_pass)
+    compute.meta["structure"] = ctx.structure = structure
+
+
+def finish(structure: fx.GraphModule, stage: str) -> None:
+    """Drop dead code of a structure graph that was changed, infer its meta and verify it."""
+    structure.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    infer_meta(structure)
+    structure.recompile()
+    verify(structure, f"{stage} (structure)")

@@ -4,19 +4,16 @@ import torch
 
 import gnnc.runtime.reference  # noqa: F401  runs what the C++ kernels leave
 from gnnc.runtime.backend import Backend
-from gnnc.runtime.cpu import library, structure
+from gnnc.runtime.cpu import library
 from gnnc.runtime.cpu.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
-from gnnc.runtime.structure.int32_columns import narrow_columns
 from gnnc.target import Target
 
 
 def create(device: torch.device | None) -> Backend:
     """Return the backend of the C++ kernels, for the best instruction set of this machine."""
     return Backend(
-        target=Target("cpu", frozenset({"fp32", "bf16", "int8"})),
+        target=Target("cpu", frozenset({"fp32", "bf16", "int8"}), int32_columns=True),
         chain=("cpu", "reference"),
-        prepare_structure=narrow_columns,
-        use_kernels=structure.use_kernels,
         device_types=frozenset({"cpu"}),
         description=f"C++ kernels, {library.load()}",
     )

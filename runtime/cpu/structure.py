@@ -1,4 +1,4 @@
-"""The C++ kernels for sorting edges, swapped into structure programs."""
+"""Structure kernels of the CPU backend: C++ for sorting edges, and only those that are not sorted yet."""
 
 import re
 
@@ -8,43 +8,49 @@ from torch.fx import Node
 
 from gnnc.capture.edge_index import Order, cached_order
 from gnnc.errors import GraphError
-from gnnc.runtime.structure.runner import StructureRunner
+from gnnc.runtime.registry import STRUCTURE, Decline, kernel
+from gnnc.runtime.structure.kernels import PartEmitter, structure_kernel
 
 Csr = tuple[Tensor, Tensor, Tensor]
 
 
-def use_kernels(runner: StructureRunner) -> None:
-    """Let every part of a structure program sort with ``gnnc_cpu.csr``, and only what is not sorted."""
-    for group in runner.groups:
-        graph = group.module.graph
-        for node in graph.find_nodes(op="call_function", target=torch.ops.gnnc.csr.default):
-            _use_kernel(node)
-        for node in graph.find_nodes(op="call_function", target=torch.ops.gnnc.degree.default):
-            node.target = degree
-        graph.eliminate_dead_code()
-        group.module.recompile()
+@kernel(f"{STRUCTURE}gnnc.csr", backend="cpu", name="csr_of_edges", priority=1)
+class CsrOfEdges:
+    """``csr_of_edges``, of two rows of an edge list that the caller gives."""
+
+    @staticmethod
+    def plan(node: Node) -> tuple[int, int] | Decline:
+        """Return the rows of the sources and of the destinations."""
+        src, dst = map(_row_of_input, node.args[:2])
+        if src is None or dst is None or src[0] is not dst[0]:
+            return Decline("its ends are not two rows of an argument, whose order an EdgeIndex may hold")
+        return src[1], dst[1]
+
+    @staticmethod
+    def emit(plan: tuple[int, int], node: Node, emitter: PartEmitter) -> None:
+        """Add the call."""
+        src, _, num_src, num_dst = node.args
+        emitter.call(node, csr_of_edges, src.args[0], *plan, num_src, num_dst)  # type: ignore[union-attr]
 
 
-def _use_kernel(node: Node) -> None:
-    src, dst, num_src, num_dst = node.args
-    (edges, src_row), (other, dst_row) = _row_of_input(src), _row_of_input(dst)
-    if edges is not None and edges is other:
-        node.target, node.args = csr_of_edges, (edges, src_row, dst_row, num_src, num_dst)
-    else:
-        node.target = csr
-
-
-def _row_of_input(value: object) -> tuple[Node | None, int]:
-    """The input and the row of it that a node selects."""
+def _row_of_input(value: object) -> tuple[Node, int] | None:
+    """Return the input that a node selects a row of, and the row; None if it does something else."""
     if isinstance(value, Node) and value.target is torch.ops.aten.select.int:
         edges, dim, row = value.args
         if isinstance(edges, Node) and edges.op == "placeholder" and dim == 0:
             return edges, row  # type: ignore[return-value]
-    return None, 0
+    return None
 
 
 def csr_of_edges(edge_index: Tensor, src_row: int, dst_row: int, num_src: int, num_dst: int) -> Csr:
-    """As ``csr``, of two rows of an edge list: the order that an ``EdgeIndex`` holds is taken over.
+    """Return the CSR of an edge list, taking over the order that an ``EdgeIndex`` around it holds.
+
+    Args:
+        edge_index: integer ``[2, E]``.
+        src_row: the row of the sources.
+        dst_row: the row of the destinations.
+        num_src: number of source nodes.
+        num_dst: number of destination nodes.
 
     Raises:
         GraphError: an id is out of range.
@@ -56,7 +62,7 @@ def csr_of_edges(edge_index: Tensor, src_row: int, dst_row: int, num_src: int, n
 
 
 def _in_order(src: Tensor, dst: Tensor, num_src: int, num_dst: int, order: Order) -> Csr | None:
-    """The CSR in an order that is claimed; None where the claim does not hold."""
+    """Return the CSR in an order that is claimed; None if the claim does not hold."""
     rowptr, positions = order
     if rowptr.numel() != num_dst + 1 or any(t.dtype != torch.int64 for t in (src, rowptr)):
         return None
@@ -71,6 +77,7 @@ def _in_order(src: Tensor, dst: Tensor, num_src: int, num_dst: int, order: Order
     return (rowptr, col, perm) if holds else None
 
 
+@structure_kernel("gnnc.csr", backend="cpu", name="csr")
 def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> Csr:
     """Sort edges by destination; see ``gnnc.csr``.
 
@@ -90,6 +97,7 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> Csr:
     return rowptr, col, perm
 
 
+@structure_kernel("gnnc.degree", backend="cpu", name="degree")
 def degree(rowptr: Tensor) -> Tensor:
     """Count the edges of each row, float32 ``[num_dst]``; see ``gnnc.degree``."""
     out = torch.empty(rowptr.shape[0] - 1)
@@ -98,5 +106,5 @@ def degree(rowptr: Tensor) -> Tensor:
 
 
 def _first_line(error: Exception) -> str:
-    """What a kernel's check says, without the place in the source."""
+    """Return the message of a kernel's check, without the place in the source."""
     return re.sub(r"^.*\.cpp:\d+, ", "", str(error).strip().splitlines()[0])

@@ -12,7 +12,6 @@ from gnnc.runtime.cuda.executable import CudaExecutable
 from gnnc.runtime.cuda.formats import csr
 from gnnc.runtime.cuda.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
 from gnnc.runtime.cuda.offline import OfflineExecutable
-from gnnc.runtime.structure.int32_columns import narrow_columns
 from gnnc.target import CUDA_NARROW_ROWS, Target
 
 OFFLINE = ("sm_80", "sm_90", "sm_100")
@@ -26,6 +25,8 @@ TARGET = Target(
     edge_products=False,
     tensor_scales=True,
     narrow_rows=CUDA_NARROW_ROWS,
+    sorts_with_loops=True,
+    int32_columns=True,
 )
 
 
@@ -43,8 +44,7 @@ def create(device: torch.device | None) -> Backend:
     return Backend(
         target=TARGET,
         chain=("cuda", "reference"),
-        prepare_structure=csr.prepare,
-        use_kernels=csr.use_kernels,
+        structure_hooks=csr.StreamHooks,
         executable=CudaExecutable,
         description=f"CUDA kernels, {torch.cuda.get_device_name(gpu)}, {compiler}",
         device=gpu,
@@ -74,7 +74,6 @@ def create_offline(device: torch.device | None, architecture: str) -> Backend:
     return Backend(
         target=replace(TARGET, name=name),
         chain=("cuda", "reference"),
-        prepare_structure=narrow_columns,
         executable=partial(OfflineExecutable, architectures=architectures),
         description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",
         device_types=frozenset({"cpu"}),

@@ -8,7 +8,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from gnnc.runtime.program.checks import check_finite
 from gnnc.runtime.program.emitter import Emitter, may_alias
 from gnnc.runtime.program.launches import expr, variable
-from gnnc.runtime.registry import kernel
+from gnnc.runtime.registry import STRUCTURE, kernel
+from gnnc.runtime.structure.kernels import PartEmitter
 
 _SCALE = "gnnc.scale.default"
 _QUANTIZE = "gnnc.quantize.default"
@@ -38,6 +39,20 @@ class Reference:
         if emitter.check_finite and str(node.target) in (_SCALE, _QUANTIZE):
             scaled = result if str(node.target) == _SCALE else arguments[0]
             emitter.check_values(node, scaled)
+
+
+@kernel(f"{STRUCTURE}*", backend="reference", name="structure_reference", priority=-100)
+class StructureReference:
+    """Calls the node's target, as ``Reference`` does, in a structure graph."""
+
+    @staticmethod
+    def plan(node: Node) -> None:
+        """Take any node."""
+
+    @staticmethod
+    def emit(plan: None, node: Node, emitter: PartEmitter) -> None:
+        """Add the call as it is."""
+        emitter.copy(node)
 
 
 def _callable(node: Node, emitter: Emitter) -> Any:

@@ -1,10 +1,9 @@
-"""Runs a structure graph, each part of it only when the inputs of that part have changed."""
+"""Run a structure graph, each part of it only when the inputs of that part have changed."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -12,15 +11,25 @@ from torch.fx import Graph, GraphModule, Node
 
 from gnnc.errors import GraphError
 from gnnc.ir.source import source_of
+from gnnc.runtime.registry import Choice
 from gnnc.runtime.structure.cache import DEFAULT_BYTE_BUDGET, Entry, StructureCache
+from gnnc.runtime.structure.hooks import BuildHooks
+from gnnc.runtime.structure.kernels import PartEmitter, choice_of
 from gnnc.tensor_state import state
 from gnnc.torch_private import OpOverload
 
 Deps = frozenset[Node]
 _Check = tuple[tuple[int, ...], Callable[..., None]]  # the slots that it takes
 
-_EXPENSIVE = frozenset({"csr", "csr_transpose"})
-"""Ops whose results are never computed anew with those of another part; nor are those of a backend's own."""
+_EXPENSIVE = frozenset(
+    {
+        *("csr", "csr_transpose", "csr_with_loops"),
+        *("positions_without_loops", "without_loops", "values_of_loops"),
+    }
+)
+"""Ops whose results are never computed again with those of another part."""
+_READS_NO_ROWS = frozenset({"csr", "csr_with_loops", "ne"})
+"""Ops that read nothing at the positions that ids name, so that ids out of range do no harm to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +40,17 @@ class Group:
         module: computes the part; takes the values in ``operands``, returns a tuple.
         operands: slots (see ``StructureRunner``) of the module's arguments.
         key: slots of the inputs and sizes that the part depends on, directly or not.
+        checks: slots of ids and of their limit that a sort of the part checks before anything reads by them.
     """
 
     module: GraphModule
     operands: tuple[int, ...]
     key: tuple[int, ...]
+    checks: frozenset[tuple[int, ...]] = frozenset()
 
 
 class StructureRunner:
-    """Calls a structure graph with caching, one cache entry a *group* and distinct graph.
+    """Calls a structure graph with caching, one cache entry for each *group* and distinct graph.
 
     A node's dependency set is the set of tensor inputs that reach it. Nodes with one set form a
     group, keyed by those tensors and by the plain sizes the group uses; groups run in order of
@@ -50,32 +61,32 @@ class StructureRunner:
     expensive, is computed inside that group. Nodes that depend on sizes alone are computed in
     every group that uses them: they cost less than a look-up.
 
-    Values live in slots: first the graph's placeholders in order, then the groups' results.
-
-    Attributes:
-        before_build: called with what a part is made of, before it is built.
-        after_build: called with the results of a part when they are new.
-        after_call: called with the outputs of each call.
-        finds: slots of ids and of their limit which a part looks at by itself before it reads by them.
+    Values are held in slots: first the graph's placeholders in order, then the groups' results.
 
     Args:
         structure: a graph whose placeholders are of the kinds input, size or constant, and whose
             output is a flat tuple.
+        choose: returns the kernel of a node, or None to compute it as the graph says.
+        hooks: callbacks of the device that the kernels run on, or None.
         byte_budget: see ``StructureCache``.
     """
 
-    def __init__(self, structure: GraphModule, byte_budget: int = DEFAULT_BYTE_BUDGET) -> None:
-        self.groups, outputs = _split(structure)
+    def __init__(
+        self,
+        structure: GraphModule,
+        choose: Callable[[Node], Choice | None] = choice_of,
+        hooks: BuildHooks | None = None,
+        byte_budget: int = DEFAULT_BYTE_BUDGET,
+    ) -> None:
+        self.groups, outputs = _split(structure, choose)
         self._pick = _picker(outputs)
         self._keyed = tuple(sorted({slot for group in self.groups for slot in group.key}))
-        self._last: _Last | None = None
+        self._last: _LastCall | None = None
         self._before: dict[int, list[_Check]] = {}
         self._afterwards: dict[int, list[_Check]] = {}
-        self.before_build: Callable[[Sequence[Any]], None] | None = None
-        self.after_build: Callable[[Any], None] | None = None
-        self.after_call: Callable[[tuple[Any, ...]], None] | None = None
-        self.finds: set[tuple[int, ...]] = set()
-        self.cache = StructureCache(byte_budget, min_entries=max(len(self.groups), 1))
+        self._hooks = hooks
+        tables_of = None if hooks is None else hooks.tables_of
+        self.cache = StructureCache(byte_budget, max(len(self.groups), 1), tables_of)
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Return the structure graph's outputs for the values of its placeholders."""
@@ -84,39 +95,39 @@ class StructureRunner:
         if slots is None:
             slots = self._look_up(values)
         outputs = self._pick(slots)
-        if self.after_call is not None:
-            self.after_call(outputs)
+        if self._hooks is not None:
+            self._hooks.after_call(outputs)
         return outputs
 
     def rebuild(self, *values: Any) -> tuple[tuple[Any, ...], Callable[[], None]]:
-        """Drop what is cached of these values, and compute it anew, for the caller alone at first.
+        """Drop the cached results for these values, and compute them again, for the caller alone at first.
 
         Returns:
-            The structure graph's outputs, in tensors of their own; and what lets calls have them.
+            The structure graph's outputs, in new tensors; and a function that puts them into the cache.
         """
-        puts: list[Callable[[], None]] = []
+        inserts: list[Callable[[], None]] = []
 
         def rebuilt(key: tuple[Any, ...], build: Callable[[], Any]) -> Entry:
-            entry, put = self.cache.rebuild(key, build)
-            puts.append(put)
+            entry, insert = self.cache.rebuild(key, build)
+            inserts.append(insert)
             return entry
 
         def share() -> None:
-            for put in puts:
-                put()
+            for insert in inserts:
+                insert()
 
         slots, _ = self._compute(values, rebuilt)
         return self._pick(slots), share
 
     def _look_up(self, values: tuple[Any, ...]) -> list[Any]:
         slots, entries = self._compute(values, self.cache.entry)
-        self._last = _Last.of(values, self._keyed, entries)
+        self._last = _LastCall.of(values, self._keyed, entries)
         return slots
 
     def _compute(
         self, values: tuple[Any, ...], entry_of: Callable[..., Entry]
     ) -> tuple[list[Any], list[Entry]]:
-        """Return all slots and the entries of the parts; ``entry_of`` takes a key and what builds."""
+        """Return all slots and the entries of the groups; ``entry_of`` takes a key and a build function."""
         slots, entries = list(values), []
         for number, group in enumerate(self.groups):
             key = (number, *[slots[slot] for slot in group.key])
@@ -125,26 +136,27 @@ class StructureRunner:
         return slots, entries
 
     def check_inputs(self, needs: tuple[int, ...], check: Callable[..., None], *, sorts: bool) -> bool:
-        """Have ``check`` look at placeholders when the first part that depends on them is built.
+        """Call ``check`` with placeholders when the first group that depends on them is built.
 
         Args:
-            needs: slots of the placeholders that it takes.
-            check: raises a GraphError where the part must not be built.
-            sorts: the part finds the same by itself: ``check`` is there to say it in the caller's terms.
+            needs: slots of the placeholders that ``check`` takes.
+            check: raises a GraphError where the group must not be built.
+            sorts: the group finds the same error by itself; ``check`` is called after it, and says the
+                error in the caller's terms.
 
         Returns:
-            Whether there is such a part, and it is built again whenever one of them changes.
+            Whether there is such a group, and it is built again whenever one of the placeholders changes.
         """
         number = next((n for n, group in enumerate(self.groups) if needs[0] in group.key), None)
         if number is None or not set(needs) <= set(self.groups[number].key):
             return False
-        checks = self._afterwards if sorts or needs in self.finds else self._before
+        checks = self._afterwards if sorts or needs in self.groups[number].checks else self._before
         checks.setdefault(number, []).append((needs, check))
         return True
 
     def _build(self, number: int, slots: list[Any]) -> tuple[Any, ...]:
-        if self.before_build is not None:
-            self.before_build([slots[slot] for slot in self.groups[number].operands])
+        if self._hooks is not None:
+            self._hooks.before_build([slots[slot] for slot in self.groups[number].operands])
         for needs, check in self._before.get(number, ()):
             check(*[slots[slot] for slot in needs])
         try:
@@ -153,8 +165,8 @@ class StructureRunner:
             for needs, check in self._afterwards.get(number, ()):
                 check(*[slots[slot] for slot in needs])
             raise
-        if self.after_build is not None:
-            self.after_build(results)
+        if self._hooks is not None:
+            self._hooks.after_build(results)
         return results
 
     def clear(self) -> None:
@@ -164,15 +176,15 @@ class StructureRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class _Last:
+class _LastCall:
     """The last call: another with the same tensors, unchanged, finds its results without making keys.
 
-    Only refers to results weakly: it is the cache that keeps them, or drops them.
+    It refers to results weakly: the cache owns them, or drops them.
 
     Attributes:
-        tensors: slot, the tensor, and what says that it is unchanged, see ``StructureCache``.
-        others: slot and value of every other thing that results depend on.
-        entries: the results, part by part.
+        tensors: slot, the tensor, and its state when seen, see ``StructureCache``.
+        others: slot and value of every input and size that is no tensor.
+        entries: the results, group by group.
     """
 
     tensors: tuple[tuple[int, weakref.ref[Tensor], tuple[Any, ...]], ...]
@@ -180,12 +192,12 @@ class _Last:
     entries: tuple[weakref.ref[Entry], ...]
 
     @staticmethod
-    def of(values: tuple[Any, ...], keyed: tuple[int, ...], entries: list[Entry]) -> "_Last | None":
-        """Note a call; None where a tensor carries no version."""
+    def of(values: tuple[Any, ...], keyed: tuple[int, ...], entries: list[Entry]) -> "_LastCall | None":
+        """Return the record of a call; None where a tensor carries no version."""
         if any(entry.copies for entry in entries):
             return None
         tensors = [slot for slot in keyed if isinstance(values[slot], Tensor)]
-        return _Last(
+        return _LastCall(
             tuple([(slot, weakref.ref(values[slot]), state(values[slot])) for slot in tensors]),
             tuple([(slot, values[slot]) for slot in keyed if slot not in tensors]),
             tuple(map(weakref.ref, entries)),
@@ -211,7 +223,7 @@ class _Last:
 
 
 def _picker(outputs: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return the function that takes some slots."""
+    """Return the function that picks the values of some slots."""
     if len(outputs) > 1:
         return itemgetter(*outputs)
     return lambda slots: tuple([slots[slot] for slot in outputs])
@@ -248,7 +260,7 @@ def _output_nodes(graph: Graph) -> Sequence[Any]:
 
 
 def _is_expensive(nodes: list[Node]) -> bool:
-    return any(isinstance(node.target, FunctionType) or _op_name(node) in _EXPENSIVE for node in nodes)
+    return any(_op_name(node) in _EXPENSIVE for node in nodes)
 
 
 def _op_name(node: Node) -> str | None:
@@ -281,7 +293,9 @@ def _only_consumer(key: Deps, members: dict[Deps, list[Node]]) -> Deps | None:
     return host or None
 
 
-def _split(structure: GraphModule) -> tuple[tuple[Group, ...], tuple[int, ...]]:
+def _split(
+    structure: GraphModule, choose: Callable[[Node], Choice | None]
+) -> tuple[tuple[Group, ...], tuple[int, ...]]:
     graph = structure.graph
     tensors, sizes = _dependencies(graph)
     slots = {node: slot for slot, node in enumerate(graph.find_nodes(op="placeholder"))}
@@ -290,13 +304,14 @@ def _split(structure: GraphModule) -> tuple[tuple[Group, ...], tuple[int, ...]]:
     loose = [n for n in _output_nodes(graph) if n.op != "placeholder" and not tensors[n]]
     for nodes in [*([loose] if loose else []), *parts]:
         results = _results(nodes)
-        module, operands = _extract(structure, nodes, results, tensors)
+        part = _emit(structure, _with_sizes(nodes, tensors), results, choose)
         keys = frozenset().union(*(tensors[n] | sizes[n] for n in nodes))
         groups.append(
             Group(
-                module,
-                tuple(slots[node] for node in operands),
+                GraphModule(structure, part.graph),
+                tuple(slots[node] for node in part.operands),
                 tuple(sorted(slots[node] for node in keys)),
+                frozenset(_checks(nodes, slots)),
             )
         )
         for node in results:
@@ -306,28 +321,47 @@ def _split(structure: GraphModule) -> tuple[tuple[Group, ...], tuple[int, ...]]:
 
 
 def _results(nodes: list[Node]) -> list[Node]:
-    """Return the nodes whose values someone outside the group needs."""
+    """Return the nodes whose values are needed outside the group."""
     inside = set(nodes)
     return [node for node in nodes if any(user not in inside for user in node.users)]
 
 
-def _extract(
-    structure: GraphModule, nodes: list[Node], results: list[Node], deps: dict[Node, Deps]
-) -> tuple[GraphModule, list[Node]]:
-    """Return a module that computes ``results``, and the outer nodes that are its arguments."""
-    computed = _with_sizes(nodes, deps)
-    operands = [
-        node
-        for node in structure.graph.nodes
-        if node not in computed and any(user in computed for user in node.users)
-    ]
-    graph = Graph()
-    copies = {node: graph.placeholder(node.name) for node in operands}
+def _emit(
+    structure: GraphModule,
+    computed: set[Node],
+    results: list[Node],
+    choose: Callable[[Node], Choice | None],
+) -> PartEmitter:
+    """Return the graph that computes a group's results with the kernels that are chosen."""
+    emitter = PartEmitter()
     for node in structure.graph.nodes:
         if node in computed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in results))
-    return GraphModule(structure, graph), operands
+            choice = choose(node)
+            if choice is None or choice.kernel is None:
+                emitter.copy(node)
+            else:
+                choice.kernel.implementation.emit(choice.plan, node, emitter)
+    emitter.finish(results)
+    return emitter
+
+
+def _checks(nodes: list[Node], slots: dict[Node, int]) -> Iterator[tuple[int, ...]]:
+    """Yield the slots of ids and of their limit that a sort checks before anything of a group reads by them.
+
+    Other groups that read by the ids come later.
+    """
+    inside = set(nodes)
+    for sort in nodes:
+        if _op_name(sort) != "csr_with_loops":
+            continue
+        *ends, limit = sort.args
+        readers = {user for end in ends for user in end.users if user in inside}  # type: ignore[union-attr]
+        if not inside.issuperset(ends) or any(_op_name(user) not in _READS_NO_ROWS for user in readers):
+            continue
+        (edge_index,) = {end.all_input_nodes[0] for end in ends}  # type: ignore[union-attr]
+        found = slots.get(edge_index), slots.get(limit)  # type: ignore[arg-type]
+        if None not in found and inside.intersection(edge_index.users) == set(ends):
+            yield found  # type: ignore[misc]
 
 
 def _with_sizes(nodes: list[Node], deps: dict[Node, Deps]) -> set[Node]:

@@ -6,63 +6,22 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
 
 from gnnc.errors import GraphError
-from gnnc.ir.graph import placeholders
 from gnnc.runtime.cuda.driver.readback import Facts
 from gnnc.runtime.cuda.formats.run_table import BEGUN, RUNS, Begun, Draft, cut_for, multiprocessors_of
-from gnnc.runtime.cuda.formats.self_loops import take_loops
 from gnnc.runtime.cuda.formats.sort import Sorted, rows_of, sort_edges
 from gnnc.runtime.cuda.formats.tensor_cache import Ready, keep, refuse_in_capture, tensors_kept
 from gnnc.runtime.cuda.formats.window_table import NUMBERS as STAGED_NUMBERS
 from gnnc.runtime.cuda.formats.window_table import Sizes, find_sizes, may_pay, sizes_name, staged_cut_for
-from gnnc.runtime.structure.int32_columns import narrow_columns
-from gnnc.runtime.structure.runner import Group, StructureRunner
+from gnnc.runtime.structure.kernels import structure_kernel
 from gnnc.torch_private import raw_stream
 
-_ATEN = torch.ops.aten
 _MADE = "_made"
 """What a tensor keeps under when it is in memory."""
 
 
-def prepare(compute: GraphModule, structure: GraphModule) -> GraphModule:
-    """Return a structure graph whose sorts give a graph its self loops, with columns as kernels read them."""
-    return take_loops(narrow_columns(compute, structure), csr_with_loops)
-
-
-def use_kernels(runner: StructureRunner) -> None:
-    """Let a structure program sort on the device, count its tables, and make its results safe to share."""
-    for group in runner.groups:
-        for sort in group.module.graph.find_nodes(op="call_function", target=csr_with_loops):
-            _note_ids(runner, group, sort)
-        for node in group.module.graph.nodes:
-            node.target = _IN_PLACE_OF.get(node.target, node.target)
-        group.module.recompile()
-    runner.cache.made_of = tensors_kept
-    streams = _Streams()
-    runner.before_build, runner.after_build, runner.after_call = streams.before_build, streams.built, streams
-
-
-def _note_ids(runner: StructureRunner, group: Group, sort: Node) -> None:
-    """Have a sort find ids out of range, if nothing else of its part reads them; other parts come later."""
-    ends, nodes = sort.all_input_nodes[:2], sort.args[2]
-    if any(end.op == "placeholder" for end in ends):
-        return  # another part selects them, and may do more with the ids
-    if not all(_reads_nothing_by_ids(user) for end in ends for user in end.users):
-        return
-    slots = dict(zip(placeholders(group.module), group.operands, strict=True))
-    (edge_index,) = {end.all_input_nodes[0] for end in ends}
-    ids, limit = slots.get(edge_index), slots.get(nodes)
-    if ids is not None and limit is not None and set(edge_index.users) == set(ends):
-        runner.finds.add((ids, limit))
-
-
-def _reads_nothing_by_ids(node: Node) -> bool:
-    """Whether what reads ids does no harm by those that are out of range; other parts come later."""
-    return node.op == "output" or node.target in (csr_with_loops, torch.ops.gnnc.csr.default, _ATEN.ne.Tensor)
-
-
+@structure_kernel("gnnc.csr", backend="cuda", name="radix_sort")
 def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort edges by destination; see ``gnnc.csr``.
 
@@ -80,6 +39,7 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, T
     return sorted_edges(src, dst, num_src, num_dst)
 
 
+@structure_kernel("gnnc.csr_with_loops", backend="cuda", name="radix_sort_with_loops")
 def csr_with_loops(src: Tensor, dst: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the CSR of a graph whose nodes get one edge to themselves, in the place of those that they have.
 
@@ -152,6 +112,7 @@ class _Tables:
         keep(col, sizes_name(self._rowptr), Sizes.of(others, edges, self._staged))
 
 
+@structure_kernel("gnnc.csr_transpose", backend="cuda", name="radix_sort_transpose")
 def csr_transpose(rowptr: Tensor, col: Tensor, num_src: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the CSR by source; see ``gnnc.csr_transpose``. It has no run table until it is asked for one."""
     if col.shape[0] == 0:
@@ -159,16 +120,10 @@ def csr_transpose(rowptr: Tensor, col: Tensor, num_src: int) -> tuple[Tensor, Te
     return sorted_edges(rows_of(rowptr, col.shape[0]), col, rowptr.shape[0] - 1, num_src, cuts=False)
 
 
+@structure_kernel("gnnc.degree", backend="cuda", name="degree")
 def degree(rowptr: Tensor) -> Tensor:
     """Return the number of edges of every row, as ``gnnc.degree`` but without torch's dispatcher."""
     return (rowptr[1:] - rowptr[:-1]).float()
-
-
-_IN_PLACE_OF = {
-    torch.ops.gnnc.csr.default: csr,
-    torch.ops.gnnc.csr_transpose.default: csr_transpose,
-    torch.ops.gnnc.degree.default: degree,
-}
 
 
 def _refuse(name: str, index: Tensor, bound: int, what: str) -> NoReturn:
@@ -183,11 +138,11 @@ def _device_of(values: Sequence[Any]) -> torch.device | None:
     return next((tensor.device for tensor in _on_device(values)), None)
 
 
-class _Streams:
-    """Has streams wait for what another one built, and tells torch's allocator where that is used.
+class StreamHooks:
+    """Waits between streams: one stream builds the structure of a graph, others read it.
 
-    What is built keeps the event after which it is there. While one stream alone builds and calls, nothing is
-    looked at.
+    A result carries the event after which it is in memory; torch's allocator is told of streams that read
+    it. While one stream alone builds and calls, no event is looked at.
     """
 
     def __init__(self) -> None:
@@ -196,17 +151,17 @@ class _Streams:
         self._several = False
 
     def before_build(self, operands: Sequence[Any]) -> None:
-        """Make what a part is made of fit for this stream.
+        """Wait for the operands of a part on the current stream.
 
         Raises:
             BackendError: see ``refuse_in_capture``.
         """
         if _device_of(operands) is not None:
             refuse_in_capture()
-        self(operands)
+        self.after_call(operands)
 
-    def built(self, results: Sequence[Any]) -> None:
-        """Note when results are there, before any call finds them."""
+    def after_build(self, results: Sequence[Any]) -> None:
+        """Record the event after which results are in memory, before any call finds them."""
         device = _device_of(results)
         if device is None:
             return
@@ -218,8 +173,12 @@ class _Streams:
         elif ready.stream != self._only:
             self._several = True
 
-    def __call__(self, values: Sequence[Any]) -> None:
-        """Make the results of builds fit for the current stream."""
+    def tables_of(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield the tensors that are cached on a result."""
+        return tensors_kept(tensor)
+
+    def after_call(self, values: Sequence[Any]) -> None:
+        """Wait for the results of builds on the current stream."""
         if self._device is None:
             self._device = _device_of(values)
             if self._device is None:
@@ -233,7 +192,7 @@ class _Streams:
         self._several = True
         for tensor in _on_device(values):
             ready = vars(tensor).get(_MADE)
-            if ready is not None:  # else it is the caller's own
+            if ready is not None:  # else the tensor is the caller's
                 ready.wait(chain([tensor], tensors_kept(tensor)))
 
 

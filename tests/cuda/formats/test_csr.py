@@ -1,6 +1,7 @@
 """CSR and transpose on a CUDA device: as the reference, in little memory, whatever the ids are."""
 
 import operator
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from torch.fx import Graph, GraphModule
 import gnnc
 from gnnc.ir.structure import csr_reference, csr_transpose_reference, degree_reference
 from gnnc.runtime.cuda.formats import sort
-from gnnc.runtime.cuda.formats.csr import _Streams, csr, csr_transpose, csr_with_loops, degree, use_kernels
+from gnnc.runtime.cuda.formats.csr import StreamHooks, csr, csr_transpose, csr_with_loops, degree
 from gnnc.runtime.cuda.formats.run_table import RUNS
 from gnnc.runtime.cuda.formats.sort import Kernels, RowsKernel, digits_for, rows_of
 from gnnc.runtime.cuda.formats.tensor_cache import found, kept, launching, tensors_kept
@@ -239,80 +240,95 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_memory_of_tables_is_told_to_streams_that_use_it(current: list[int]) -> None:
-    streams, rowptr, table, column = _Streams(), on_device(), on_device(), on_device()
-    streams.built((rowptr, 3))
-    streams((rowptr, 3))
+    streams, rowptr, table, column = StreamHooks(), on_device(), on_device(), on_device()
+    streams.after_build((rowptr, 3))
+    streams.after_call((rowptr, 3))
     kept(rowptr, "runs", lambda: SimpleNamespace(tensors=(table,)))
     kept(rowptr, "order", lambda: column)
     kept(rowptr, "nothing", lambda: None)
-    streams((rowptr, 3))
+    streams.after_call((rowptr, 3))
     assert not any(hasattr(tensor, "streams") for tensor in (rowptr, table, column))
     current[0] = 2
-    streams((rowptr, 3))
+    streams.after_call((rowptr, 3))
     assert [tensor.streams for tensor in (rowptr, table, column)] == [[2], [2], [2]]
 
 
 def test_a_stream_waits_for_what_another_one_built(current: list[int]) -> None:
     """Also where its call ends before that of the builder, and only for what it uses."""
-    streams, one, other = _Streams(), on_device(), on_device()
-    streams.built((one,))
+    streams, one, other = StreamHooks(), on_device(), on_device()
+    streams.after_build((one,))
     current[0] = 2
-    streams((one,))
+    streams.after_call((one,))
     assert Stream.waits == [(2, 1)] and one.streams == [2]
-    streams.built((other,))
-    streams((other,))
+    streams.after_build((other,))
+    streams.after_call((other,))
     assert Stream.waits == [(2, 1)], "not for itself"
     current[0] = 1
-    streams((one,))
+    streams.after_call((one,))
     assert Stream.waits == [(2, 1)], "nor for what it does not use"
-    streams((one, other))
+    streams.after_call((one, other))
     assert Stream.waits == [(2, 1), (1, 2)]
 
 
 def test_the_callers_tensors_are_left_alone(current: list[int]) -> None:
-    streams, built, given = _Streams(), on_device(), on_device()
-    streams.built((built,))
+    streams, built, given = StreamHooks(), on_device(), on_device()
+    streams.after_build((built,))
     current[0] = 2
     streams.before_build((given, built))
     assert built.streams == [2] and not hasattr(given, "streams")
 
 
 def test_the_first_builder_waits_for_the_second_before_that_one_has_called(current: list[int]) -> None:
-    streams, one, other = _Streams(), on_device(), on_device()
-    streams.built((one,))
-    streams((one,))
+    streams, one, other = StreamHooks(), on_device(), on_device()
+    streams.after_build((one,))
+    streams.after_call((one,))
     current[0] = 2
-    streams.built((other,))
+    streams.after_build((other,))
     current[0] = 1
-    streams((other,))
+    streams.after_call((other,))
     assert Stream.waits == [(1, 2)] and other.streams == [1]
 
 
-def two_parts() -> StructureRunner:
-    """A runner of the order of edges, and of weights in it: the first part is no result."""
+class Seen(StreamHooks):
+    """Notes builds and does nothing."""
+
+    def __init__(self) -> None:
+        self.builds: list[tuple[str, int]] = []
+
+    def before_build(self, operands: Sequence[Any]) -> None:
+        """Note the number of operands."""
+        self.builds.append(("before", len(operands)))
+
+    def after_build(self, results: Sequence[Any]) -> None:
+        """Note the number of results."""
+        self.builds.append(("after", len(results)))
+
+    def after_call(self, values: Sequence[Any]) -> None:
+        """Do nothing."""
+
+
+def two_parts(hooks: StreamHooks) -> StructureRunner:
+    """Return a runner of the order of edges, and of weights in it: the first part is no result."""
     graph, aten = Graph(), torch.ops.aten
     edges, weight = graph.placeholder("edges"), graph.placeholder("weight")
     ends = [graph.call_function(aten.select.int, (edges, 0, row)) for row in range(2)]
     sort = graph.call_function(torch.ops.gnnc.csr.default, (*ends, 3, 3))
     order = graph.call_function(operator.getitem, (sort, 2))
     graph.output((graph.call_function(aten.index.Tensor, (weight, [order])),))
-    return StructureRunner(GraphModule(nn.Module(), graph))
+    return StructureRunner(GraphModule(nn.Module(), graph), hooks=hooks)
 
 
 def test_a_part_waits_for_the_part_that_it_is_made_of() -> None:
-    runner = two_parts()
-    seen: list[tuple[str, int]] = []
-    runner.before_build = lambda operands: seen.append(("before", len(operands)))
-    runner.after_build = lambda results: seen.append(("after", len(results)))
+    runner = two_parts(hooks := Seen())
     edges, weight = torch.tensor([[0, 1, 2], [2, 0, 1]]), torch.tensor([1.0, 2, 3])
     assert runner(edges, weight)[0].tolist() == [2, 3, 1]
     runner(edges, weight.clone())
     one, other = [("before", 1), ("after", 1)], [("before", 2), ("after", 1)]
-    assert seen == [*one, *other, *other], "the first part is as it was"
+    assert hooks.builds == [*one, *other, *other], "the first part is as it was"
 
 
 def test_nothing_is_built_while_a_graph_is_captured(current: list[int]) -> None:
-    streams, built = _Streams(), on_device()
+    streams, built = StreamHooks(), on_device()
     streams.before_build((built,))
     current[1] = 1
     streams.before_build((3, torch.zeros(2)))
@@ -400,8 +416,7 @@ def test_what_is_kept_by_what_a_tensor_keeps_is_its_own_too() -> None:
 def test_tables_count_among_the_bytes_of_a_structure() -> None:
     empty = GraphModule(nn.Module(), Graph())
     empty.graph.output(())
-    runner = StructureRunner(empty)
-    use_kernels(runner)
+    runner = StructureRunner(empty, hooks=StreamHooks())
     edge_index = torch.zeros(2, 5)
     (rowptr,) = runner.cache.get((edge_index,), lambda: (torch.zeros(6),))
     kept(rowptr, "runs", lambda: SimpleNamespace(tensors=(torch.zeros(10),)))

@@ -5,7 +5,7 @@ Calls go their whole way, on tensors of the host and with a driver that does not
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch_geometric.nn import GCNConv
 from torch_geometric.nn.models import GCN
 
@@ -26,7 +27,7 @@ from gnnc.runtime.cuda.executable import CudaExecutable
 from gnnc.runtime.cuda.formats import csr, tables
 from gnnc.runtime.cuda.formats.run_table import Cut, Runs
 from gnnc.runtime.cuda.graphs import cuda_graph
-from gnnc.runtime.structure.int32_columns import narrow_columns
+from gnnc.runtime.structure.runner import StructureRunner
 from gnnc.target import NarrowRows
 
 NODES, WIDTH = 40, 16
@@ -109,15 +110,31 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Device:
     for owner, name, value in patches:
         monkeypatch.setattr(owner, name, value, raising=False)
     assert lowering.KERNEL_FILES and reference  # they registered their kernels
-    stand_in = backend.Backend(
-        target=replace(TARGET, tensor_scales=False, narrow_rows=NarrowRows()),
+    stand_in = StandIn(
+        target=replace(TARGET, tensor_scales=False, narrow_rows=NarrowRows(), sorts_with_loops=False),
         chain=("cuda", "reference"),
-        prepare_structure=narrow_columns,
-        use_kernels=lambda runner: setattr(runner, "after_call", csr._Streams()),
         executable=CudaExecutable,
     )
     monkeypatch.setitem(backend._REGISTRY, "cpu", backend.Registration(lambda device: stand_in))
     return found
+
+
+class CallHooks(csr.StreamHooks):
+    """Hooks of calls alone: builds run on the CPU."""
+
+    def before_build(self, operands: Sequence[Any]) -> None:
+        """Do nothing."""
+
+    def after_build(self, results: Sequence[Any]) -> None:
+        """Do nothing."""
+
+
+class StandIn(backend.Backend):
+    """The CUDA backend with the structure of graphs computed by references."""
+
+    def structure_program(self, structure: GraphModule) -> StructureRunner:
+        """Return a program without kernels."""
+        return StructureRunner(structure, lambda node: None, CallHooks())
 
 
 def one_run(edges: int) -> Runs:
@@ -312,7 +329,7 @@ def test_a_call_on_the_stream_of_each_thread_runs_as_a_whole_on_another(
     """Its graph is made there, too."""
     entered: list[int] = []
     made: list[int] = []
-    looked_up = csr._Streams.__call__
+    looked_up = CallHooks.after_call
 
     def elsewhere(device: torch.device, call: Any, *values: Any) -> Any:
         entered.append(settled.device.stream)
@@ -327,7 +344,7 @@ def test_a_call_on_the_stream_of_each_thread_runs_as_a_whole_on_another(
         looked_up(self, results)
 
     monkeypatch.setattr(executable, "on_own_stream", elsewhere)
-    monkeypatch.setattr(csr._Streams, "__call__", look_up)
+    monkeypatch.setattr(CallHooks, "after_call", look_up)
     settled.device.stream = 2
     settled.edge_index = given(3)[1]
     assert settled.way() == "recorded"

@@ -1,0 +1,89 @@
+"""Int32 columns: the order of a segment reduction becomes int32, once a graph, as kernels read it.
+
+A segment reduction goes by the permutation of a CSR, which is int64 for indexing. A kernel reads it as int32,
+so without this pass every call converts it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.graph import placeholders
+from gnnc.ir.op import op_of
+from gnnc.ir.source import Source, is_structure, source_of
+from gnnc.passes.base import Context
+from gnnc.passes.rewrite.structure_edit import edited
+
+_COLUMNS = {"spmm": "col", "qspmm": "col", "segment_reduce": "perm"}
+"""The operand of an aggregation that names the row that each edge reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int32Columns:
+    """Let the structure graph give int32 where the compute graph reads a value only as columns.
+
+    Only a backend whose kernels read int32 columns asks for this pass.
+    """
+
+    name: ClassVar[str] = "int32_columns"
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
+        """Return ``gm`` with int32 placeholders; ``ctx.structure`` converts their values."""
+        columns = [node for node in placeholders(gm) if _is_only_columns(node)]
+        if ctx.structure is not None and ctx.target.int32_columns and columns:
+            with edited(gm, ctx) as structure:
+                converted = _convert(structure, {_name(node) for node in columns})
+            for node in columns:
+                node.meta["source"] = Source("structure", converted[_name(node)])
+                node.meta["val"] = node.meta["val"].to(torch.int32)
+            _convert_examples(gm, columns, ctx)
+        return gm
+
+
+def _convert(structure: fx.GraphModule, names: set[str]) -> dict[str, str]:
+    """Convert results of the structure graph to int32; return the new name of each."""
+    output = structure.graph.output_node()
+    results: Any = output.args[0]
+    converted: dict[Node, Node] = {}
+    with structure.graph.inserting_before(output):
+        for node in results:
+            if node.name in names and node not in converted:
+                cast = structure.graph.call_function(
+                    torch.ops.aten._to_copy.default, (node,), {"dtype": torch.int32}
+                )
+                cast._rename(f"{node.name}_int32")
+                converted[node] = cast
+    output.args = (tuple(converted.get(node, node) for node in results),)
+    return {node.name: cast.name for node, cast in converted.items()}
+
+
+def _convert_examples(gm: fx.GraphModule, columns: list[Node], ctx: Context) -> None:
+    if ctx.examples is not None:
+        pairs = zip(placeholders(gm), ctx.examples, strict=True)
+        ctx.examples = tuple(value.int() if node in columns else value for node, value in pairs)
+
+
+def _name(placeholder: Node) -> str:
+    source = source_of(placeholder)
+    assert source is not None
+    return source.name
+
+
+def _is_only_columns(node: Node) -> bool:
+    """Return whether a placeholder is an int64 result of the structure graph that is read as columns only."""
+    value = node.meta.get("val")
+    if not is_structure(node) or not isinstance(value, torch.Tensor) or value.dtype != torch.int64:
+        return False
+    return bool(node.users) and all(_is_columns_of(node, user) for user in node.users)
+
+
+def _is_columns_of(node: Node, user: Node) -> bool:
+    op = op_of(user)
+    if op is None or op.name not in _COLUMNS:
+        return False
+    names = [argument.name for argument in user.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, user.args, strict=False)) | dict(user.kwargs)
+    return [name for name, value in given.items() if value is node] == [_COLUMNS[op.name]]
