@@ -32,6 +32,7 @@ Sizes = tuple[sympy.Expr, ...]
 
 _PARTS = {
     "csr": ("rowptr", "col", "perm"),
+    "csr_with_loops": ("rowptr", "col", "perm"),
     "csr_transpose": ("rowptr_t", "col_t", "perm_t"),
 }
 

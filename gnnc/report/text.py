@@ -13,7 +13,7 @@ from gnnc.ir.source import is_weight
 from gnnc.report.printing import format_program
 from gnnc.report.summary import Chosen, summary_rows, summary_table
 
-_STRUCTURE_OPS = frozenset(("csr", "csr_transpose", "degree", "edge_dst"))
+_STRUCTURE_OPS = frozenset(("csr", "csr_transpose", "csr_with_loops", "degree", "edge_dst"))
 _STAYS = "stays FP32: "
 
 
