@@ -1,4 +1,4 @@
-"""Precisions by name: how many bits weights and activations take, and in which number format."""
+"""Precisions by name: the bits and the number format of weights and activations."""
 
 import re
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from gnnc.errors import PrecisionError
+from gnnc.ir.qtype import Granularity, QType, Signedness
 
 Format = Literal["float", "int", "binary"]
 
@@ -36,6 +37,18 @@ class Precision:
     def is_integer(self) -> bool:
         """Whether operands are integers with scales."""
         return self.format != "float"
+
+    def weight_qtype(self, granularity: Granularity = "row") -> QType:
+        """Return the quantized type of a weight; a row is an output channel."""
+        return QType(self.weight_bits, self._signedness, granularity)
+
+    def activation_qtype(self, granularity: Granularity = "row") -> QType:
+        """Return the quantized type of an activation, or of the rows that an aggregation adds."""
+        return QType(self.activation_bits, self._signedness, granularity)
+
+    @property
+    def _signedness(self) -> Signedness:
+        return "plus_minus_one" if self.format == "binary" else "signed"
 
     @staticmethod
     def parse(value: "str | Precision") -> "Precision":

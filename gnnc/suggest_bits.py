@@ -10,6 +10,7 @@ from gnnc.compiler.program import capture_call, example_values
 from gnnc.cost.quantization_error import relative_quantization_error
 from gnnc.errors import GnncError, PrecisionError
 from gnnc.ir.op import op_of
+from gnnc.ir.qtype import QType
 from gnnc.passes.base import Context, run_passes
 from gnnc.passes.normalize import Normalize
 from gnnc.passes.raise_ import Raise
@@ -65,7 +66,7 @@ def least_bits(x: Tensor, limit: float = LIMIT) -> int:
 
 
 def _round_trip(x: Tensor, bits: int) -> Tensor:
-    largest = 2 ** (bits - 1) - 1
+    largest = QType(bits).qmax
     scale = x.abs().amax() / largest if x.numel() else x.new_ones(())
     return x if scale == 0 else (x / scale).round().clamp(-largest, largest) * scale
 

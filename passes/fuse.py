@@ -17,7 +17,9 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.attention import match_attention
+from gnnc.ir.describe import arguments
 from gnnc.ir.nodes import shape_of
+from gnnc.ir.qtype import QType
 from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
 from gnnc.ir.source import is_weight
 from gnnc.passes.base import Context
@@ -148,8 +150,8 @@ def _admission(partition: Partition, group: Group, *, tensor_scales: bool = Fals
 
 
 def _has_no_scale(group: Group) -> bool:
-    scale = torch.ops.gnnc.scale.default
-    return not any(node.target is scale and node.args[1] == "tensor" for node in group.nodes)
+    scales = [node for node in group.nodes if node.target is torch.ops.gnnc.scale.default]
+    return not any(QType.parse(arguments(node)["qtype"]).has_one_scale for node in scales)
 
 
 def _load(partition: Partition, group: Group, operand: object) -> None:
@@ -168,11 +170,11 @@ def _load_chain(operand: Node) -> tuple[Node, ...]:
         return (operand,)
     if target != _QUANTIZE:
         return (operand,) if _is_transposed_weight(operand) else ()
-    value, scale = operand.args[:2]
-    assert isinstance(value, Node) and isinstance(scale, Node)
-    own = str(scale.target) == "gnnc.scale.default" and scale.args[0] is value
+    named = arguments(operand)
+    value, scale = named["x"], named["scale"]
+    is_dynamic = str(scale.target) == "gnnc.scale.default" and arguments(scale)["x"] is value
     transposed = (value,) if _is_transposed_weight(value) else ()
-    return (*transposed, *((scale,) if own else ()), operand)
+    return (*transposed, *((scale,) if is_dynamic else ()), operand)
 
 
 def _is_transposed_weight(node: Node) -> bool:

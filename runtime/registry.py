@@ -1,12 +1,16 @@
-"""Which kernel runs a node: candidates register here, the choice is made once, at compile time."""
+"""Registry of kernels: candidates register here, and a node's kernel is chosen once, at compile time."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from gnnc.errors import BackendError
+from gnnc.ir.describe import arguments
+from gnnc.ir.nodes import qtype_of
+from gnnc.ir.op import op_of
+from gnnc.ir.qtype import QType
 from gnnc.torch_private import OpOverload, schema
 
 _Class = TypeVar("_Class", bound=type)
@@ -17,7 +21,7 @@ STRUCTURE = "structure:"
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """A kernel's answer that it does not take a node.
+    """The answer of a kernel that does not take a node.
 
     Attributes:
         reason: one clause that completes "the kernel declined: ...".
@@ -27,9 +31,9 @@ class Decline:
 
 
 class Implementation(Protocol):
-    """What a kernel file provides.
+    """The interface of a kernel file.
 
-    ``plan`` is pure and looks only at what is fixed at compile time (targets, dtypes, widths);
+    ``plan`` is pure and reads only what is fixed at compile time (targets, dtypes, widths);
     ``emit`` writes the call that the plan describes.
     """
 
@@ -54,6 +58,7 @@ class Kernel:
         kinds: what it can be asked to run (`kind_of`, `structure_kind_of`); ``"*"`` is anything of a compute
             graph, ``"structure:*"`` anything of a structure graph.
         priority: candidates are asked from the highest to the lowest.
+        elements: the quantized types that it computes with (``QType.element``); None: any.
         implementation: ``plan`` and ``emit``.
     """
 
@@ -61,6 +66,7 @@ class Kernel:
     backend: str
     kinds: tuple[str, ...]
     priority: int
+    elements: Collection[str] | None
     implementation: type[Implementation]
 
 
@@ -82,7 +88,9 @@ class Choice:
 _KERNELS: dict[str, list[Kernel]] = {}
 
 
-def kernel(*kinds: str, backend: str, name: str, priority: int = 0) -> Callable[[_Class], _Class]:
+def kernel(
+    *kinds: str, backend: str, name: str, priority: int = 0, elements: Collection[str] | None = ()
+) -> Callable[[_Class], _Class]:
     """Register a class with ``plan`` and ``emit`` as a kernel.
 
     Args:
@@ -90,6 +98,7 @@ def kernel(*kinds: str, backend: str, name: str, priority: int = 0) -> Callable[
         backend: name of the backend.
         name: unique within the backend.
         priority: higher is asked first.
+        elements: the quantized types that it computes with, such as ``int8``; None: any.
 
     Raises:
         ValueError: the backend already has a kernel of this name.
@@ -99,7 +108,7 @@ def kernel(*kinds: str, backend: str, name: str, priority: int = 0) -> Callable[
         entries = _KERNELS.setdefault(backend, [])
         if any(entry.name == name for entry in entries):
             raise ValueError(f"backend {backend!r} already has a kernel {name!r}")
-        entries.append(Kernel(name, backend, kinds, priority, implementation))
+        entries.append(Kernel(name, backend, kinds, priority, elements, implementation))
         entries.sort(key=lambda entry: -entry.priority)
         return implementation
 
@@ -139,16 +148,43 @@ def choose(node: Node, backends: Iterable[str], kind: str | None = None) -> Choi
     """
     kind = kind_of(node) if kind is None else kind
     anything = f"{STRUCTURE}*" if kind.startswith(STRUCTURE) else "*"
+    qtypes = _qtypes(node)
     declined = []
     for backend in backends:
         for entry in kernels(backend):
             if kind not in entry.kinds and anything not in entry.kinds:
                 continue
-            plan = entry.implementation.plan(node)
+            plan = _refused_qtype(entry, qtypes) or entry.implementation.plan(node)
             if not isinstance(plan, Decline):
                 return Choice(entry, plan, tuple(declined))
             declined.append((entry.name, plan.reason))
     return Choice(None, None, tuple(declined))
+
+
+def _refused_qtype(entry: Kernel, qtypes: Iterable[QType]) -> Decline | None:
+    for qtype in qtypes:
+        if entry.elements is not None and qtype.element not in entry.elements:
+            return Decline(f"no {entry.backend} kernel for {qtype}")
+    return None
+
+
+def _qtypes(node: Node) -> dict[QType, None]:
+    """Return the quantized types that a node, or the nodes of its submodule, read, compute or name."""
+    found: dict[QType, None] = {}
+    for part in _nodes_of(node):
+        values = (qtype_of(value) for value in (part, *part.all_input_nodes))
+        named = arguments(part).get("qtype") if op_of(part) is not None else None
+        found.update(dict.fromkeys(qtype for qtype in values if qtype is not None))
+        found.update({} if named is None else {QType.parse(named): None})
+    return found
+
+
+def _nodes_of(node: Node) -> list[Node]:
+    owner = node.graph.owning_module
+    if node.op != "call_module" or owner is None:
+        return [node]
+    module = owner.get_submodule(str(node.target))
+    return list(module.graph.nodes) if isinstance(module, GraphModule) else [node]
 
 
 def refuse(node: Node, declined: Sequence[tuple[str, str]], backend: str) -> NoReturn:

@@ -17,7 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from gnnc.ir import describe
-from gnnc.ir.op import nbytes, numel, op_of, size_expr
+from gnnc.ir.nodes import qtype_of
+from gnnc.ir.op import Cost, nbytes, numel, op_of, size_expr
 
 FAMILIES = ("gemm", "spmm", "attention", "map")
 ALONE = "aten"
@@ -223,7 +224,7 @@ def work(launch: Launch) -> list[Term]:
     return terms + [Term(_step_name(node), elements(node)) for node in steps]
 
 
-def op_terms(node: Node, mode: str, element_size: int | None = None) -> list[Term]:
+def op_terms(node: Node, mode: str, element_size: Any = None) -> list[Term]:
     """Return what a primitive does beyond streaming its operands and its result.
 
     Args:
@@ -284,24 +285,31 @@ def elements(node: Node) -> sympy.Expr:
     return numel(value) if isinstance(value, torch.Tensor) else sympy.Integer(0)
 
 
-def padded(node: Node, element_size: int) -> sympy.Expr:
+def padded(node: Node, element_size: Any) -> sympy.Expr:
     """Return the bytes of a tensor whose rows begin on 16 bytes, in elements of a given size."""
-    shape = node.meta["val"].shape
+    shape, qtype = node.meta["val"].shape, qtype_of(node)
     if len(shape) < 2:
         return elements(node) * element_size
+    if qtype is not None and qtype.row_stride is not None:
+        return size_expr(shape[0]) * qtype.row_stride
     return size_expr(shape[0]) * sympy.ceiling(_per_row(node) * element_size / 16) * 16
 
 
 def held(node: Node) -> sympy.Expr:
     """Return the bytes of a node's value."""
+    if qtype_of(node) is not None:
+        return elements(node) * _element_size(node)
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
     return nbytes(*(item for item in values if isinstance(item, torch.Tensor)))
 
 
-def _element_size(node: Node) -> int:
-    value = node.meta.get("val")
-    return value.element_size() if isinstance(value, torch.Tensor) else 0
+def _element_size(node: Node) -> sympy.Expr:
+    """Return the bytes of an element; a fraction for quantized values of fewer than 8 bits."""
+    qtype, value = qtype_of(node), node.meta.get("val")
+    if qtype is not None:
+        return sympy.Rational(qtype.bits, 8)
+    return sympy.Integer(value.element_size() if isinstance(value, torch.Tensor) else 0)
 
 
 def _step_name(node: Node) -> str:
@@ -342,7 +350,18 @@ def _cost(node: Node) -> Any:
     if op is None:
         return None
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return op.cost(*args, **kwargs)
+    cost = op.cost(*args, **kwargs)
+    return Cost(cost.bytes - _bytes_packed(node), cost.flops)
+
+
+def _bytes_packed(node: Node) -> sympy.Expr:
+    """Return the bytes by which an op's cost rule, which sees dtypes, overstates its quantized operands."""
+    tables = tables_of(node)
+    total = sympy.Integer(0)
+    for operand in filter(qtype_of, describe.operands(node)):
+        spare = operand.meta["val"].element_size() - _element_size(operand)
+        total += spare * (_edges(node) * _per_row(operand) if operand in tables else elements(operand))
+    return total
 
 
 def _gathered(node: Node) -> sympy.Expr:

@@ -1,4 +1,4 @@
-"""How far a quantized tensor is from the real one: the measures that ``summary()`` shows."""
+"""Errors of quantized tensors against the real ones: the measures that ``summary()`` shows."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from gnnc.ir import describe
+from gnnc.ir.qtype import QType
 
 TANGO_EPSILON = 0.0005
 
@@ -22,7 +23,7 @@ def relative_quantization_error(x: Tensor, x_hat: Tensor, eps: float = TANGO_EPS
 
     Args:
         x: the values before quantization.
-        x_hat: the values that their codes stand for, of the same shape.
+        x_hat: the quantized values times their scale, of the same shape.
         eps: keeps ``0 / 0`` away; Tango uses 0.0005.
 
     Returns:
@@ -42,7 +43,7 @@ def sqnr_db(x: Tensor, x_hat: Tensor) -> float:
 
     Args:
         x: the values before quantization.
-        x_hat: the values that their codes stand for, of the same shape.
+        x_hat: the quantized values times their scale, of the same shape.
     """
     _check_shapes(x, x_hat)
     signal = x.double().square().sum().item()
@@ -64,7 +65,7 @@ class TensorError:
     Attributes:
         relative: Tango's equation 4.
         sqnr: signal-to-quantization-noise ratio in decibels.
-        clipped: number of elements beyond the largest code.
+        clipped: number of elements beyond the largest quantized value.
     """
 
     relative: float
@@ -90,7 +91,7 @@ def quantization_errors(gm: GraphModule, values: Sequence[Any]) -> dict[str, Ten
 
 
 def quantize_key(node: Node) -> str:
-    """Return what identifies a ``quantize`` node of an inlined graph: its block and its name."""
+    """Return the key of a ``quantize`` node of an inlined graph: its block and its name."""
     block = node.meta["block"]
     return f"{block.node}.{node.meta['origin']}" if block else str(node.meta["origin"])
 
@@ -111,13 +112,14 @@ class _Recorder(Interpreter):
         return self.env[argument] if isinstance(argument, Node) else argument
 
 
-def _measure(codes: Tensor, named: dict[str, Any]) -> TensorError:
-    x, scale, granularity, shift = (named[k] for k in ("x", "scale", "granularity", "shift"))
-    x_hat = torch.ops.gnnc.dequantize(codes, scale, granularity)
+def _measure(quantized: Tensor, named: dict[str, Any]) -> TensorError:
+    x, scale, shift, qtype = named["x"], named["scale"], named["shift"], QType.parse(named["qtype"])
+    layout = "tensor" if qtype.has_one_scale else qtype.granularity
+    x_hat = torch.ops.gnnc.dequantize(quantized, scale, layout)
     if shift is not None:
         x_hat = x_hat * torch.exp2(-shift.float()).reshape(-1, *[1] * (x.dim() - 1))
-    limit = 2 ** (named["bits"] - 1) - 1
-    # Rounding moves a value by half a step; a larger distance means that the code range ended.
-    half_step = x_hat.abs() * (1 + 0.5 / limit)
-    clipped = ((codes.abs() >= limit) & (x.abs() > half_step)).sum().item()
+    # Rounding moves a value by half a step; a larger distance means that the range of the type ended.
+    half_step = x_hat.abs() * (1 + 0.5 / qtype.qmax)
+    is_bound = (quantized == qtype.qmin) | (quantized == qtype.qmax)
+    clipped = (is_bound & (x.abs() > half_step)).sum().item()
     return TensorError(relative_quantization_error(x, x_hat), sqnr_db(x, x_hat), int(clipped))

@@ -3,21 +3,20 @@
 Importing this package registers every op under ``torch.ops.gnnc``.
 """
 
-from gnnc.ir import dense, message, quantized, self_loops, sparse, structure
+from gnnc.ir import bit_planes, dense, message, quantized, self_loops, sparse, structure
 from gnnc.ir.body import body_inputs, body_text, evaluate_body, parse_body
 from gnnc.ir.op import REGISTRY, Cost, ErrorInput, Op, op_of
-from gnnc.ir.qtype import INT8_ROW, ROW_ALIGNMENT, QType
+from gnnc.ir.qtype import QType
 from gnnc.ir.source import Source, is_weight, source_of
 
 __all__ = [
-    "INT8_ROW",
     "REGISTRY",
-    "ROW_ALIGNMENT",
     "Cost",
     "ErrorInput",
     "Op",
     "QType",
     "Source",
+    "bit_planes",
     "body_inputs",
     "body_text",
     "dense",

@@ -106,8 +106,8 @@ def qgemm_reference(x: Tensor, w: Tensor) -> Tensor:
     """Return the exact integer product ``x @ w.T``, rounded once to float32.
 
     Args:
-        x: int8 ``[N, K]``.
-        w: int8 ``[O, K]``.
+        x: quantized ``[N, K]``.
+        w: quantized ``[O, K]``.
 
     Returns:
         float32 ``[N, O]``: the integer sum; scales are applied by ``dequantize``.
@@ -125,10 +125,10 @@ def _qgemm_fake(x: Tensor, w: Tensor) -> Tensor:
 def _qgemm_samples() -> Sequence[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
 
-    def codes(*shape: int) -> Tensor:
+    def int8(*shape: int) -> Tensor:
         return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
 
-    return [(codes(5, 7), codes(3, 7)), (codes(1, 1), codes(1, 1)), (codes(0, 4), codes(6, 4))]
+    return [(int8(5, 7), int8(3, 7)), (int8(1, 1), int8(1, 1)), (int8(0, 4), int8(6, 4))]
 
 
 QGEMM = define(

@@ -7,6 +7,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from gnnc.ir.nodes import qtype_of
+from gnnc.ir.qtype import QType
 from gnnc.ir.source import is_weight
 from gnnc.torch_private import OpOverload, schema
 
@@ -27,7 +29,6 @@ _PRECISION = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
-    torch.int8: "int8",
 }
 _BITS = {"fp64": 64, "fp32": 32, "fp16": 16, "bf16": 16}
 
@@ -126,15 +127,13 @@ def precision_of(node: Node) -> str | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
-    source = producer(node)
-    if op_name(source) == "quantize" and is_gnnc(source):
-        return f"int{arguments(source)['bits']}"
-    return _PRECISION.get(value.dtype)
+    qtype = qtype_of(node)
+    return _PRECISION.get(value.dtype) if qtype is None else qtype.element
 
 
 def bits_of(precision: str) -> int:
-    """Return the bits of one element: 8 for ``int8``, 16 for ``bf16``."""
-    return _BITS.get(precision) or int(precision.removeprefix("int"))
+    """Return the bits of one value: 8 for ``int8``, 16 for ``bf16``."""
+    return _BITS.get(precision) or QType.parse(f"{precision}/tensor").bits
 
 
 def operands(node: Node) -> list[Node]:
@@ -160,17 +159,14 @@ def granularity_of(node: Node) -> str:
     """Return which elements share a scale: ``row``, ``channel``, ``row_pow2``, ``row × channel``."""
     if not is_gnnc(node):
         return ""
-    name = op_name(node)
-    if name == "row_shift":
-        return "row_pow2"
-    if name not in ("scale", "quantize", "dequantize"):
+    named = arguments(node)
+    granularity = named.get("granularity")
+    if "qtype" in named:
+        granularity = QType.parse(named["qtype"]).granularity
+    if granularity is None:
         found = [_granularity_of_value(operand) for operand in operands(node)]
         return " × ".join(text for text in found if text)
-    named = arguments(node)
-    if name == "quantize" and named["shift"] is not None:
-        return "row_pow2"
-    granularity = str(named["granularity"])
-    return "channel" if granularity != "tensor" and _of_weight(node, name) else granularity
+    return "channel" if granularity in ("row", "column") and _of_weight(node, op_name(node)) else granularity
 
 
 def _of_weight(node: Node, name: str) -> bool:
@@ -182,8 +178,11 @@ def _of_weight(node: Node, name: str) -> bool:
 
 
 def _granularity_of_value(node: Node) -> str:
+    qtype = qtype_of(node)
+    if qtype is None:
+        return ""
     made = producer(node)
-    return granularity_of(made) if is_gnnc(made) and op_name(made) == "quantize" else ""
+    return granularity_of(made) if is_gnnc(made) else qtype.granularity
 
 
 def is_free(node: Node) -> bool:
@@ -192,9 +191,8 @@ def is_free(node: Node) -> bool:
 
 
 def is_quantized(node: Node) -> bool:
-    """Whether a counted op reads integer features."""
-    precision = precision_in(node)
-    return precision is not None and precision.startswith("int")
+    """Return whether an op reads quantized values."""
+    return any(qtype_of(operand) is not None for operand in operands(node))
 
 
 def layer_of(node: Node) -> str:

@@ -1,10 +1,14 @@
-"""Small tools on torch.fx graphs that every stage shares."""
+"""Functions on torch.fx graphs that every stage shares."""
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
+from gnnc.ir.describe import arguments
+from gnnc.ir.nodes import is_view
+from gnnc.ir.op import op_of
 from gnnc.torch_private import FakeTensor, FakeTensorMode, enable_python_dispatcher
 
 
@@ -39,7 +43,7 @@ def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
 
 
 def infer_meta(gm: fx.GraphModule) -> None:
-    """Give ``meta["val"]`` to every node that lacks it, and ``meta["layer"]`` from its inputs."""
+    """Fill in ``meta["val"]`` and ``meta["layer"]`` where a node lacks them, and every ``meta["qtype"]``."""
     mode = fake_mode_of(gm) or FakeTensorMode(allow_non_fake_inputs=True)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -50,6 +54,60 @@ def infer_meta(gm: fx.GraphModule) -> None:
             # Without the dispatcher, a decomposition in C++ would fix symbolic sizes to their examples.
             with mode, enable_python_dispatcher():
                 node.meta["val"] = _infer(gm, node)
+    infer_qtypes(gm)
+
+
+def infer_qtypes(gm: fx.GraphModule) -> None:
+    """Set ``meta["qtype"]`` of every node whose tensor holds quantized values, also in submodules.
+
+    The value is a ``QType``; for a node with several results a tuple of ``QType`` or None. Placeholders
+    of ``gm`` keep theirs.
+    """
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            _infer_qtypes_inside(gm.get_submodule(str(node.target)), node)
+        if node.op in ("call_function", "call_module"):
+            set_qtype(node, qtype_rule(gm, node))
+
+
+def _infer_qtypes_inside(inner: Any, call: fx.Node) -> None:
+    if not isinstance(inner, fx.GraphModule):
+        return
+    for parameter, argument in zip(placeholders(inner), call.args, strict=False):
+        set_qtype(parameter, argument.meta.get("qtype") if isinstance(argument, fx.Node) else None)
+    infer_qtypes(inner)
+
+
+def set_qtype(node: fx.Node, qtype: Any) -> None:
+    """Set or delete ``meta["qtype"]``."""
+    if qtype is None:
+        node.meta.pop("qtype", None)
+    else:
+        node.meta["qtype"] = qtype
+
+
+def qtype_rule(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """Return what ``meta["qtype"]`` of a call must be, from its op's record and its operands' meta."""
+    if node.op == "call_module":
+        return _qtype_of_results(gm.get_submodule(str(node.target)))
+    if node.target is operator.getitem:
+        whole, index = node.args
+        qtypes = whole.meta.get("qtype") if isinstance(whole, fx.Node) else None
+        return qtypes[index] if isinstance(qtypes, tuple) and isinstance(index, int) else None
+    if is_view(node):
+        return node_arg(node).meta.get("qtype")
+    op = op_of(node)
+    return None if op is None or op.qtype is None else op.qtype(arguments(node))
+
+
+def _qtype_of_results(inner: Any) -> Any:
+    if not isinstance(inner, fx.GraphModule):
+        return None
+    results = output_node(inner).args[0]
+    if isinstance(results, fx.Node):
+        return results.meta.get("qtype")
+    found = tuple(result.meta.get("qtype") for result in results)  # type: ignore[union-attr]
+    return found if any(found) else None
 
 
 def _layer_of_inputs(node: fx.Node) -> str:

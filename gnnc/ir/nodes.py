@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from gnnc.ir.qtype import QType
 from gnnc.torch_private import OpOverload, schema, statically_known_true
 
 _UNTAGGED = frozenset(("aten::leaky_relu", "aten::hardswish", "aten::_prelu_kernel"))
@@ -25,6 +26,12 @@ def shape_of(node: Node) -> tuple[Any, ...] | None:
     """The (symbolic) shape of a tensor node, or None for anything else."""
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def qtype_of(node: Node) -> QType | None:
+    """Return the type of a node's quantized values, or None where it holds anything else."""
+    qtype = node.meta.get("qtype")
+    return qtype if isinstance(qtype, QType) else None
 
 
 def same_sizes(a: Collection[Any], b: Collection[Any]) -> bool:

@@ -1,6 +1,6 @@
 """The record that defines an op in one place, and the registry that tests walk."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -8,6 +8,7 @@ import sympy
 import torch
 
 from gnnc.errors import InputError
+from gnnc.ir.qtype import QType
 from gnnc.torch_private import OpOverload
 
 NAMESPACE = "gnnc"
@@ -61,6 +62,7 @@ class Op:
         gradient: the autograd rule, or None where ``no_gradient`` says why there is none.
         no_gradient: why the op has no gradient.
         quantized: name of the op that computes the same on integers, if any.
+        qtype: the type of the result from the arguments by name, where that is quantized values.
         samples: argument tuples that tests run.
         error_inputs: argument tuples that must be refused.
     """
@@ -75,6 +77,7 @@ class Op:
     gradient: Gradient | None = None
     no_gradient: str | None = None
     quantized: str | None = None
+    qtype: Callable[[Mapping[str, Any]], QType] | None = None
     doc: str = field(default="")
 
     @property

@@ -1,28 +1,35 @@
-"""The type of a quantized tensor."""
+"""The type of quantized values: how the integers of a tensor stand for real numbers."""
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
 
 Granularity = Literal["tensor", "row", "column", "row_pow2"]
 Signedness = Literal["signed", "unsigned", "plus_minus_one"]
 
-ROW_ALIGNMENT = 64
-"""Rows of quantized tensors start on this many bytes (a cache line, one AVX-512 register)."""
+GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
+
+_PREFIXES: dict[Signedness, str] = {"signed": "int", "unsigned": "uint", "plus_minus_one": "±"}
+_SIGNEDNESS: dict[str, Signedness] = {prefix: signedness for signedness, prefix in _PREFIXES.items()}
+_TEXT = re.compile(r"(int|uint|±)(\d+)/([a-z0-9_]+)(?:/zero=(\d+))?(?:/stride=(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class QType:
-    """How the integers of a tensor stand for real numbers: ``real = (q - zero_point) * scale``.
+    """The type of quantized values ``q``, where ``real = (q - zero_point) * scale``.
 
     Attributes:
-        bits: bits of one element.
-        signedness: ``signed`` (symmetric, -qmax..qmax), ``unsigned`` (0..2^bits-1, after ReLU or
-            QGTC's offset codes) or ``plus_minus_one`` (BitGNN: bit 1 is +1, bit 0 is -1).
-        granularity: which elements share a scale. ``row_pow2``: row scale = base / 2^k with
-            k in 0..7, so that rows of different magnitude can still be added as integers.
-        zero_point: the code of real zero, or None where zero is code 0.
-        row_stride: elements from one row to the next once packed, or None for "as wide as
-            needed": ``row_stride_for`` gives it for a width.
+        bits: bits of one value, 1 to 16.
+        signedness: ``signed`` (symmetric, -qmax..qmax), ``unsigned`` (0..2^bits - 1) or
+            ``plus_minus_one`` (bit 1 is +1, bit 0 is -1).
+        granularity: which values share a scale. ``row_pow2``: all share one base scale, and the scale
+            of a row is base / 2^k with k in 0..7, so that rows of different magnitude can still be
+            added as integers.
+        zero_point: the quantized value of real zero, or None where that is 0.
+        row_stride: bytes from one row to the next, or None: as the backend aligns rows.
     """
 
     bits: int = 8
@@ -32,33 +39,71 @@ class QType:
     row_stride: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 16:
-            raise ValueError(f"QType.bits must be in 1..16, got {self.bits}")
+        """Refuse types that do not exist."""
+        least = 2 if self.signedness == "signed" else 1
+        if not least <= self.bits <= 16:
+            raise ValueError(f"{self.signedness} quantized values have {least} to 16 bits, got {self.bits}")
         if self.signedness == "plus_minus_one" and self.bits != 1:
-            raise ValueError("a ±1 type has one bit")
+            raise ValueError(f"a ±1 type has one bit, got {self.bits}")
+        if self.granularity not in GRANULARITIES:
+            listed = ", ".join(GRANULARITIES)
+            raise ValueError(f"granularity must be one of {listed}, got {self.granularity!r}")
+
+    @staticmethod
+    def parse(text: str) -> "QType":
+        """Return the type that ``str`` wrote, such as ``int8/row`` or ``uint4/tensor/zero=8``.
+
+        Raises:
+            ValueError: the text is not the name of a quantized type.
+        """
+        return _parse(text)
+
+    @property
+    def element(self) -> str:
+        """The name of the type of one value, such as ``int8``, ``uint4`` or ``±1``."""
+        return f"{_PREFIXES[self.signedness]}{self.bits}"
 
     @property
     def qmin(self) -> int:
-        """The least code."""
-        return -self.qmax if self.signedness == "signed" else 0
+        """The smallest quantized value."""
+        return 0 if self.signedness == "unsigned" else -self.qmax
 
     @property
     def qmax(self) -> int:
-        """The largest code."""
-        if self.signedness == "signed" and self.bits > 1:
+        """The largest quantized value."""
+        if self.signedness == "signed":
             return 2 ** (self.bits - 1) - 1
         return 2**self.bits - 1
 
-    def row_stride_for(self, width: int) -> int:
-        """Bytes from one row of ``width`` elements to the next, on ``ROW_ALIGNMENT`` bytes."""
-        if self.row_stride is not None:
-            return self.row_stride
-        used = -(-width * self.bits // 8)
-        return -(-used // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of a tensor of quantized values, one element a value."""
+        if self.signedness == "unsigned":
+            return torch.uint8 if self.bits <= 8 else torch.uint16
+        return torch.int8 if self.bits <= 8 else torch.int16
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether the whole tensor has one scale, of which rows may take power-of-two fractions."""
+        return self.granularity in ("tensor", "row_pow2")
 
     def __str__(self) -> str:
-        prefix = {"signed": "int", "unsigned": "uint", "plus_minus_one": "±"}[self.signedness]
-        return f"{prefix}{self.bits}/{self.granularity}"
+        """Return the text that ``parse`` reads."""
+        text = f"{self.element}/{self.granularity}"
+        text += "" if self.zero_point is None else f"/zero={self.zero_point}"
+        return text if self.row_stride is None else f"{text}/stride={self.row_stride}"
 
 
-INT8_ROW = QType()
+@lru_cache(maxsize=256)
+def _parse(text: str) -> QType:
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a quantized type; write one as 'int8/row' or 'uint4/tensor'")
+    prefix, bits, granularity, zero, stride = match.groups()
+    return QType(
+        int(bits),
+        _SIGNEDNESS[prefix],
+        granularity,  # pyright: ignore[reportArgumentType]  # checked by QType
+        None if zero is None else int(zero),
+        None if stride is None else int(stride),
+    )

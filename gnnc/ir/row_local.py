@@ -1,4 +1,4 @@
-"""Row-local ops: what a kernel can do to a finished row of its result before it leaves the cache.
+"""Row-local ops: ops that a kernel can apply to a finished row of its result before it leaves the cache.
 
 A kernel makes complete rows; a *row program* then works on one accumulator: chain steps replace
 it, stores write something made from it. ``classify`` says which step an fx node is, ``linearize``
@@ -14,7 +14,9 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
+from gnnc.ir.describe import arguments
 from gnnc.ir.nodes import argument, as_node, is_float, is_number, same_sizes, shape_of
+from gnnc.ir.qtype import QType
 from gnnc.ir.row_steps import Step, batch_norm_step, binary_steps, single_steps
 from gnnc.torch_private import statically_known_true
 
@@ -23,7 +25,7 @@ Role = Literal["chain", "store", "view"]
 
 @dataclass(frozen=True, slots=True)
 class RowOp:
-    """What one node (with the inner nodes it covers) does to the accumulator.
+    """The effect of one node (with the inner nodes that it covers) on the accumulator.
 
     Attributes:
         root: the node whose value the op makes.
@@ -45,19 +47,19 @@ class RowOp:
 
     @property
     def operands(self) -> Iterator[Node]:
-        """The nodes read besides the accumulator."""
+        """The nodes that the op reads besides the accumulator."""
         return (node for step in self.steps for node in step.operands if node is not None)
 
 
 @dataclass(slots=True)
 class Accumulator:
-    """The current value of a chain: one fx value under the names (views) it goes by."""
+    """The current value of a chain, with the nodes that are views of it."""
 
     aliases: dict[Node, None] = field(default_factory=dict)
 
     @property
     def value(self) -> Node:
-        """The name it was made under."""
+        """The node that computed the value."""
         return next(iter(self.aliases))
 
     def __contains__(self, node: object) -> bool:
@@ -65,24 +67,23 @@ class Accumulator:
 
 
 def _quantize(node: Node, acc: Accumulator) -> RowOp | None:
-    """A store of int8 rows: with their own scale, a given scale, or a given scale and own shifts."""
-    value, scale, granularity = node.args[:3]
-    shift = argument(node, 3, "shift", None)
-    if value not in acc or argument(node, 4, "bits", 8) != 8:
+    """Match a store of quantized rows, under the scale of each row, a given scale, or fractions of one."""
+    named = arguments(node)
+    scale, shift, qtype = named["scale"], named["shift"], QType.parse(named["qtype"])
+    if named["x"] not in acc:
         return None
-    if granularity == "row" and shift is None and _is_made_from(scale, acc, "gnnc.scale.default"):
-        return RowOp(node, (Step("quant_row"),), "store", (scale, node))
-    if granularity == "row":
-        return None
-    if shift is None:
+    if qtype.granularity == "row":
+        is_dynamic = _is_made_from(scale, acc, "gnnc.scale.default")
+        return RowOp(node, (Step("quant_row"),), "store", (scale, node)) if is_dynamic else None
+    if qtype.granularity != "row_pow2":
         return RowOp(node, (Step("quant_static", (scale,)),), "store", (node,))
-    if not _is_made_from(shift, acc, "gnnc.row_shift.default") or shift.args[1] is not scale:
+    if not _is_made_from(shift, acc, "gnnc.row_shift.default") or arguments(shift)["base"] is not scale:
         return None
     return RowOp(node, (Step("quant_pow2", (scale,)),), "store", (shift, node))
 
 
 def _is_made_from(node: Any, acc: Accumulator, target: str) -> bool:
-    return isinstance(node, Node) and str(node.target) == target and node.args[0] in acc
+    return isinstance(node, Node) and str(node.target) == target and arguments(node)["x"] in acc
 
 
 def _native_batch_norm(node: Node, acc: Accumulator) -> RowOp | None:
@@ -96,7 +97,7 @@ def _native_batch_norm(node: Node, acc: Accumulator) -> RowOp | None:
 
 
 def _l2_normalize(node: Node, acc: Accumulator) -> RowOp | None:
-    """``x / max(norm(x), eps)``, the norm perhaps expanded to x's shape first."""
+    """Match ``x / max(norm(x), eps)``, where the norm may be expanded to the shape of x first."""
     clamped, covers = node.args[1], (node,)
     if not isinstance(clamped, Node):
         return None
@@ -122,7 +123,7 @@ def _is_row_norm(node: Node, acc: Accumulator) -> bool:
 
 
 def _row_dot(node: Node, acc: Accumulator) -> RowOp | None:
-    """(x.view(N, H, D) * att).sum(-1): an attention column a head."""
+    """Match ``(x.view(N, H, D) * att).sum(-1)``: the dot product of each head with an attention vector."""
     product = as_node(node.args[0])
     if str(product.target) != "aten.mul.Tensor" or not _only_inside(product, node):
         return None
@@ -159,9 +160,9 @@ def _to_copy(node: Node, acc: Accumulator) -> RowOp | None:
 
 
 def _scale(node: Node, acc: Accumulator) -> RowOp | None:
-    """The scale of the whole tensor: every row raises it."""
-    granularity, bits = argument(node, 1, "granularity", None), argument(node, 2, "bits", 8)
-    if node.args[0] not in acc or granularity != "tensor" or bits != 8:
+    """Match the scale of the whole tensor, which every row raises."""
+    named = arguments(node)
+    if named["x"] not in acc or not QType.parse(named["qtype"]).has_one_scale:
         return None
     return RowOp(node, (Step(SCALE_TENSOR),), "store", (node,))
 
@@ -192,7 +193,7 @@ _VIEWS = frozenset(
 
 
 def classify(node: Node, acc: Accumulator | Node) -> RowOp | None:
-    """Say what ``node`` does to the accumulator, or None where it is not row-local to it."""
+    """Return the row op that ``node`` is on the accumulator, or None where it is not row-local to it."""
     acc = acc if isinstance(acc, Accumulator) else Accumulator({acc: None})
     if node.op != "call_function" or not _has_fixed_columns(acc.value):
         return None
@@ -205,7 +206,7 @@ def classify(node: Node, acc: Accumulator | Node) -> RowOp | None:
 
 
 def _widened(node: Node, acc: Accumulator) -> RowOp | None:
-    """Rows of 16 bits as they are loaded."""
+    """Match the cast to FP32 of 16-bit rows as they are loaded."""
     halves = node.target is torch.ops.aten._to_copy.default and is_float(acc.value, *_HALF_STORES)
     if not halves or node.args[0] not in acc or node.kwargs.get("dtype") is not torch.float32:
         return None
@@ -213,15 +214,15 @@ def _widened(node: Node, acc: Accumulator) -> RowOp | None:
 
 
 def _has_fixed_columns(node: Node) -> bool:
-    """Whether every row has the same number of elements on every graph."""
+    """Return whether the row width is the same on every graph."""
     return all(isinstance(size, int) for size in (shape_of(node) or ())[1:])
 
 
 def _classify_single(node: Node, acc: Accumulator) -> RowOp | None:
     name, first = str(node.target), node.args[0] if node.args else None
     if name in _VIEWS:
-        kept = first in acc and _keeps_rows(node, as_node(first))
-        return RowOp(node, (), "view", (node,)) if kept else None
+        has_same_rows = first in acc and _keeps_rows(node, as_node(first))
+        return RowOp(node, (), "view", (node,)) if has_same_rows else None
     steps = single_steps(node, acc)
     if not steps or not is_float(node) or not _same_shape(node, acc):
         return None
@@ -243,12 +244,12 @@ def linearize(
     admit: Callable[[RowOp], bool] = lambda op: True,
     outputs: Collection[Node] = (),
 ) -> list[RowOp]:
-    """Read the row program that begins at ``start``, in the order a kernel runs it.
+    """Return the row program that begins at ``start``, in the order in which a kernel runs it.
 
     Args:
-        start: the node that makes the first accumulator (an anchor, or what a map reads).
-        admit: says for each op that could come next whether it may; stores and views too.
-        outputs: nodes that must be written: a ``store_f32`` op follows each that the chain makes.
+        start: the node that makes the first accumulator (an anchor, or the input of a map).
+        admit: whether an op that could come next may; asked of stores and views too.
+        outputs: nodes that must be written: a ``store_f32`` op follows each one in the chain.
     """
     program: list[RowOp] = []
     acc = Accumulator({start: None})
@@ -278,7 +279,7 @@ def _take_views(acc: Accumulator, admit: Callable[[RowOp], bool], program: list[
 
 
 def _users(acc: Accumulator) -> list[Node]:
-    """Users of the accumulator and their users (a pattern's root may be two steps away)."""
+    """Return the users of the accumulator and their users (a pattern's root may be two steps away)."""
     near = {user: None for alias in acc.aliases for user in alias.users if user not in acc}
     far = {user: None for node in near for user in node.users if user not in acc}
     return sorted(near | far)
@@ -293,5 +294,5 @@ def _reads_nodes(node: Node) -> bool:
 
 
 def _only_inside(*nodes: Node) -> bool:
-    """Whether every node but the last is read by the others alone."""
+    """Return whether only these nodes read every node but the last."""
     return all(set(node.users) <= set(nodes) for node in nodes[:-1])

@@ -1,4 +1,4 @@
-"""Single fx nodes as instructions of a row program: by name of the target, with their operands."""
+"""Translation of single fx nodes into instructions of a row program."""
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
+from gnnc.ir.describe import arguments
 from gnnc.ir.nodes import all_ones, argument, as_node, is_float, is_number, same_sizes, shape_of
 from gnnc.torch_private import statically_known_true
 
@@ -15,7 +16,7 @@ Extent = Literal["row", "col", "full", "scalar"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One instruction on the accumulator, by name: the row program's opcode in lower case.
+    """One instruction on the accumulator; ``kind`` is the row program's opcode in lower case.
 
     ``operands`` are fx nodes (None: absent, such as a batch norm without a bias), ``consts`` are
     plain numbers, in the order the instruction takes them.
@@ -119,7 +120,7 @@ def _batch_norm(node: Node) -> tuple[Step, ...] | None:
 def batch_norm_step(
     node: Node, mean: Any, var: Any, weight: Any, bias: Any, eps: Any
 ) -> tuple[Step, ...] | None:
-    """Eval batch norm of a matrix."""
+    """Return the step of a batch norm of a matrix in evaluation mode, or None for other shapes."""
     shape = shape_of(as_node(node.args[0]))
     if shape is None or len(shape) != 2:
         return None
@@ -151,7 +152,7 @@ def _hardtanh(node: Node) -> tuple[Step, ...] | None:
 
 
 def extent_of(operand: tuple[Any, ...], acc: tuple[Any, ...]) -> Extent | None:
-    """How an operand of this shape spreads over an accumulator of that shape."""
+    """Return how an operand of shape ``operand`` broadcasts to an accumulator of shape ``acc``."""
     if len(operand) > len(acc):
         return None
     padded = (1,) * (len(acc) - len(operand)) + operand
@@ -177,7 +178,7 @@ def _combine(verb: str, other: Any, extent: Extent | None) -> tuple[Step, ...]:
 
 
 def _subtract(acc_first: bool, other: Any, extent: Extent | None) -> tuple[Step, ...]:
-    """``acc - other = -((-acc) + other)`` and ``other - acc = (-acc) + other``, exact in IEEE terms."""
+    """Return ``acc - other`` as ``-((-acc) + other)``, or ``other - acc`` as ``(-acc) + other``: exact."""
     if acc_first and extent is None:
         return (Step("add_const", consts=(-float(other),)),)
     added = (_NEG, *_combine("add", other, extent))
@@ -216,7 +217,7 @@ def _apply(name: str, acc_first: bool, other: Any, extent: Extent | None) -> tup
 
 
 def binary_steps(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
-    """An elementwise op of the accumulator and a number or tensor that broadcasts against it."""
+    """Return the steps of an elementwise op of the accumulator and a number or tensor, or None."""
     if len(node.args) < 2 or node.kwargs.get("alpha", 1) != 1 or "rounding_mode" in node.kwargs:
         return None
     if len(node.args) > 2 and node.args[2] != 1:
@@ -237,20 +238,19 @@ def binary_steps(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
 
 
 def _dequantize(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
-    value, scale, granularity = node.args[:3]
-    exponent = int(argument(node, 3, "exponent", 0))
-    shape = shape_of(as_node(value))
-    if value not in acc or shape is None:
+    named = arguments(node)
+    shape, granularity, exponent = shape_of(as_node(named["q"])), named["granularity"], named["exponent"]
+    if named["q"] not in acc or shape is None:
         return None
     if granularity == "column" and len(shape) != 2:
         return None
     kind = {"tensor": "mul_tensor", "row": "mul_row", "column": "mul_col"}[granularity]
     power = (Step("mul_const", consts=(2.0**exponent,)),) if exponent else ()
-    return (*power, Step(kind, (scale,)))
+    return (*power, Step(kind, (named["scale"],)))
 
 
 def single_steps(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
-    """The instructions of a node that makes the next accumulator by itself, or None."""
+    """Return the instructions of a node that makes the next accumulator by itself, or None."""
     name = str(node.target)
     if name == "gnnc.dequantize.default":
         return _dequantize(node, acc)

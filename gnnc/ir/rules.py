@@ -1,4 +1,4 @@
-"""What ops ask of their arguments, by the names in their schemas: dtypes, literals, sizes that must agree.
+"""Checks of the arguments of ops, by their names in the schemas: dtypes, literals, sizes that must agree.
 
 A name means the same in every op, so that one table serves all of them.
 """
@@ -13,8 +13,10 @@ from torch import fx
 from gnnc.errors import VerifyError
 from gnnc.ir.body import body_inputs, parse_body
 from gnnc.ir.message import MESSAGE_REDUCTIONS, values_taken
+from gnnc.ir.nodes import qtype_of
 from gnnc.ir.op import op_of
-from gnnc.ir.quantized import GRANULARITIES
+from gnnc.ir.qtype import QType
+from gnnc.ir.quantized import SCALE_LAYOUTS
 from gnnc.ir.sparse import EDGE_OPS, REDUCTIONS
 from gnnc.torch_private import schema, statically_known_true
 
@@ -32,22 +34,22 @@ _DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "base": (torch.float32,),
     "shift": (torch.uint8,),
 }
-_CODES = {"qgemm": ("x", "w"), "qspmm": ("x",), "qsddmm": ("a", "b")}
+_QUANTIZED = {"qgemm": ("x", "w"), "qspmm": ("x",), "qsddmm": ("a", "b")}
 _FLOATS = ("x", "w", "a", "b", "logits")
-"""Arguments that hold numbers, not codes, in ops that are not of integers."""
+"""Arguments that hold numbers, not quantized values, in ops that are not of integers."""
 
 _LITERALS: dict[str, tuple[Any, ...]] = {
     "reduce": REDUCTIONS,
-    "granularity": GRANULARITIES,
-    "bits": tuple(range(1, 17)),
+    "granularity": SCALE_LAYOUTS,
+    "bits": tuple(range(1, 9)),
 }
-_RESULTS = {"quantize": torch.int8, "row_shift": torch.uint8, "qgemm": torch.float32, "qspmm": torch.float32}
+_RESULTS = {"row_shift": torch.uint8, "qgemm": torch.float32, "qspmm": torch.float32}
 _RESULTS |= dict.fromkeys(("scale", "dequantize", "qsddmm", "degree"), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of an op: its arguments by name, nodes and what they hold."""
+    """A call of an op: its arguments by name, as nodes and as their values."""
 
     op: str
     given: dict[str, Any]
@@ -57,6 +59,11 @@ class Call:
         value = _value(self.given.get(name))
         return value if isinstance(value, torch.Tensor) else None
 
+    def qtype(self, name: str) -> QType | None:
+        """Return the type of the quantized values given as ``name``, or None."""
+        value = self.given.get(name)
+        return qtype_of(value) if isinstance(value, fx.Node) else None
+
     def rows(self, name: str) -> Any:
         """Return the first size of the tensor given as ``name``, or None."""
         tensor = self.tensor(name)
@@ -64,7 +71,7 @@ class Call:
 
 
 def problem_of_arguments(node: fx.Node) -> str | None:
-    """Return what is wrong with the arguments or the result of a call of one of our ops, and what to do."""
+    """Return a clause that says what is wrong with a call of a gnnc op and what to do, or None."""
     op = op_of(node)
     assert op is not None
     call = Call(op.name, {})
@@ -92,10 +99,13 @@ def _problem_of_dtypes(call: Call) -> str | None:
         if wanted is not None and tensor.dtype not in wanted:
             said = " or ".join(_short(dtype) for dtype in wanted)
             return f"takes {tensor.dtype} as {name}, where {call.op} needs {said}; convert it"
-        if name in _CODES.get(call.op, ()) and tensor.dtype != torch.int8:
-            return f"takes {tensor.dtype} as {name}, where {call.op} needs int8; quantize it first"
-        if name in _FLOATS and call.op not in _INTEGER and tensor.dtype == torch.int8:
-            return f"takes codes as {name}, where {call.op} needs numbers; dequantize it, or use q{call.op}"
+        qtype = call.qtype(name)
+        if name in _QUANTIZED.get(call.op, ()) and qtype is None:
+            return f"takes {tensor.dtype} as {name}, where {call.op} needs quantized values; quantize it"
+        if name in _FLOATS and call.op not in _INTEGER and qtype is not None:
+            return f"takes {qtype} as {name}, where {call.op} needs numbers; dequantize it, or use q{call.op}"
+        if qtype is not None and tensor.dtype != qtype.dtype:
+            return f"takes {tensor.dtype} as {name}, which says {qtype}; its dtype must be {qtype.dtype}"
     return None
 
 
@@ -107,6 +117,21 @@ def _problem_of_literals(call: Call) -> str | None:
         if value is not None and any(v not in allowed for v in (value.split(",") if several else (value,))):
             listed = f"{allowed[0]}..{allowed[-1]}" if name == "bits" else ", ".join(allowed)
             return f"has {name} {value!r}; use one of {listed}"
+    return None
+
+
+def _problem_of_qtype(call: Call) -> str | None:
+    if "qtype" not in call.given:
+        return None
+    try:
+        qtype = QType.parse(call.given["qtype"])
+    except ValueError as error:
+        return f"has a qtype that cannot be read: {error}"
+    is_shifted = qtype.granularity == "row_pow2"
+    if call.op == "row_shift" and not is_shifted:
+        return f"shifts rows of {qtype}, which have no shift; use row_pow2"
+    if call.op == "quantize" and is_shifted != (call.given.get("shift") is not None):
+        return f"makes {qtype} with{'out' if is_shifted else ''} shifts; row_pow2 takes them, and it alone"
     return None
 
 
@@ -153,9 +178,9 @@ def _problem_of_scales(call: Call) -> str | None:
     if call.op not in ("quantize", "dequantize"):
         return None
     scale, values = call.tensor("scale"), call.tensor("x" if call.op == "quantize" else "q")
-    granularity = call.given["granularity"]
     if scale is None or values is None:
         return None
+    granularity = _layout_of_scale(call)
     dimensions = 0 if granularity == "tensor" else 1
     single = dimensions == 0 and scale.dim() == 1 and not _differ(scale.shape[0], 1)
     if scale.dim() != dimensions and not single:
@@ -165,6 +190,14 @@ def _problem_of_scales(call: Call) -> str | None:
         many = values.shape[size]
         return f"has {scale.shape[0]} scales for {many} {granularity}s; give each {granularity} one"
     return None
+
+
+def _layout_of_scale(call: Call) -> str:
+    """Return the layout of the scale of ``quantize`` or ``dequantize``."""
+    if call.op == "dequantize":
+        return call.given["granularity"]
+    qtype = QType.parse(call.given["qtype"])
+    return "tensor" if qtype.has_one_scale else qtype.granularity
 
 
 def _problem_of_body(call: Call) -> str | None:
@@ -197,6 +230,7 @@ def _problem_of_values(call: Call) -> str | None:
 _RULES: tuple[Callable[[Call], str | None], ...] = (
     _problem_of_dtypes,
     _problem_of_literals,
+    _problem_of_qtype,
     _problem_of_sizes,
     _problem_of_widths,
     _problem_of_scales,
@@ -205,7 +239,7 @@ _RULES: tuple[Callable[[Call], str | None], ...] = (
 
 
 def _problem_of_result(call: Call, result: Any) -> str | None:
-    made = _RESULTS.get(call.op)
+    made = QType.parse(call.given["qtype"]).dtype if call.op == "quantize" else _RESULTS.get(call.op)
     if made is None or not isinstance(result, torch.Tensor) or result.dtype == made:
         return None
     return f"says that it makes {result.dtype}, but {call.op} makes {_short(made)}; infer its meta again"

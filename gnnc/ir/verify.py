@@ -1,8 +1,8 @@
 """Invariants that hold after every pass; a broken one is a bug of the pass just run.
 
 A message says what is wrong, where (stage, node, layer) and what the pass has to do. Graphs are checked
-as a whole, then node by node; fused submodules likewise, from inside. What an op asks of its arguments is
-in ``gnnc.ir.rules``.
+as a whole, then node by node; fused submodules likewise, from inside. ``gnnc.ir.rules`` checks the
+arguments of gnnc ops.
 """
 
 import operator
@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from gnnc.errors import VerifyError
-from gnnc.ir.nodes import is_view
+from gnnc.ir.graph import qtype_rule
+from gnnc.ir.nodes import is_view, qtype_of
 from gnnc.ir.op import NAMESPACE, op_of
 from gnnc.ir.rules import problem_of_arguments
 from gnnc.ir.source import Kind, source_of
@@ -69,7 +70,7 @@ def _problem(gm: fx.GraphModule, node: fx.Node) -> str | None:
         return _problem_of_fused(gm, node)
     if node.op != "call_function":
         return f"is a {node.op}; programs hold calls of ops and graphs only: make it a placeholder or a call"
-    return _problem_of_call(node)
+    return _problem_of_call(node) or _problem_of_qtype(gm, node)
 
 
 def _problem_of_placeholder(node: fx.Node) -> str | None:
@@ -102,7 +103,12 @@ def _problem_of_fused(gm: fx.GraphModule, node: fx.Node) -> str | None:
         given, taken = _dtype(argument), _dtype(parameter)
         if given is not None and taken is not None and given != taken:
             return f"gives {given} to input {parameter.name} of its graph, which takes {taken}; fuse it again"
-    return _problem_inside(inner, node)
+        given, taken = _qtype(argument), _qtype(parameter)
+        if given != taken:
+            return (
+                f"gives {given} to input {parameter.name} of its graph, which takes {taken}; infer its meta"
+            )
+    return _problem_inside(inner, node) or _problem_of_qtype(gm, node)
 
 
 def _problem_inside(inner: fx.GraphModule, node: fx.Node) -> str | None:
@@ -137,7 +143,7 @@ def _problem_of_call(node: fx.Node) -> str | None:
         return problem_of_arguments(node)
     if node.target.namespace == NAMESPACE:
         return f"calls {node.target}, which no file of gnnc.ir defines; define it there"
-    return _problem_of_codes(node)
+    return _problem_of_operands(node)
 
 
 def _problem_of_getitem(node: fx.Node) -> str | None:
@@ -150,17 +156,34 @@ def _problem_of_getitem(node: fx.Node) -> str | None:
     return f"takes result {index} of {whole}, which has {len(value)}; take one of 0..{len(value) - 1}"
 
 
-def _problem_of_codes(node: fx.Node) -> str | None:
-    """ATen knows nothing of scales: it may reshape codes, not compute with them."""
+def _problem_of_operands(node: fx.Node) -> str | None:
+    """ATen knows nothing of scales: it may reshape quantized values, not compute with them."""
     if is_view(node):
         return None
     for argument in node.all_input_nodes:
-        if str(argument.target) == f"{NAMESPACE}.quantize.default":
-            return f"computes with codes of {argument.name}, whose scale it does not know; dequantize first"
+        if (qtype := qtype_of(argument)) is not None:
+            return f"computes with {qtype} of {argument.name}, whose scale it does not know; dequantize first"
     return None
 
 
+def _problem_of_qtype(gm: fx.GraphModule, node: fx.Node) -> str | None:
+    said, made = node.meta.get("qtype"), qtype_rule(gm, node)
+    if said == made:
+        return None
+    return f"says that it holds {_qtype_text(said)}, but makes {_qtype_text(made)}; infer its meta again"
+
+
+def _qtype(value: Any) -> Any:
+    return qtype_of(value) if isinstance(value, fx.Node) else None
+
+
+def _qtype_text(qtype: Any) -> str:
+    if isinstance(qtype, tuple):
+        return ", ".join(map(_qtype_text, qtype))
+    return "no quantized values" if qtype is None else str(qtype)
+
+
 def _dtype(value: Any) -> Any:
-    """The dtype of a tensor or of a node's, None for anything else."""
+    """Return the dtype of a tensor or of a node's tensor, None for anything else."""
     value = value.meta.get("val") if isinstance(value, fx.Node) else value
     return value.dtype if isinstance(value, torch.Tensor) else None

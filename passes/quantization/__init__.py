@@ -1,1 +1,1 @@
-"""Parts of the `assign` and `quantize` passes: number formats, plans and observed ranges."""
+"""Parts of the `assign` and `quantize` passes: number formats, saved plans, observed ranges, bf16."""

@@ -1,8 +1,8 @@
-"""What one kernel only hands to the next to be added travels in 16 bits.
+"""Bf16 partial results: a value that one kernel writes only for another to add is stored in bf16.
 
-A residual, SAGE's root term and GIN's own term are written by one kernel and read once, by the
-epilogue of another. In a low-precision program they lie among terms with the error of 8 bits, so
-bf16 (a relative error of at most 2^-9) loses nothing that shows and halves the traffic.
+A residual, SAGE's root term and GIN's self term are written by one kernel and read once, by the
+epilogue of another. In a low-precision program they are added to terms with the error of 8 bits, so
+bf16 (a relative error of at most 2^-9) adds no visible error and halves the traffic.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ MIN_WIDTH = 16
 """Elements a row from which on the traffic matters."""
 
 
-def carry_in_bf16(graph: fx.Graph, low: frozenset[Node], ctx: Context) -> None:
+def round_partials_to_bf16(graph: fx.Graph, low: frozenset[Node], ctx: Context) -> None:
     """Round the earlier operand of a sum of two kernels' results to bf16.
 
     Args:
@@ -34,15 +34,15 @@ def carry_in_bf16(graph: fx.Graph, low: frozenset[Node], ctx: Context) -> None:
         sides = [(maker, side) for side in _sides(node) if (maker := producer(side, low))]
         if len(sides) < 2 or sides[0][0] is sides[1][0]:
             continue
-        carried = min(sides, key=lambda pair: position[pair[0]])[1]
-        if carried in casts or _only_added(carried, low):
-            cast = casts[carried] = casts.get(carried) or _cast(graph, carried)
-            node.replace_input_with(carried, cast)
+        partial = min(sides, key=lambda pair: position[pair[0]])[1]
+        if partial in casts or _only_added(partial, low):
+            cast = casts[partial] = casts.get(partial) or _cast(graph, partial)
+            node.replace_input_with(partial, cast)
             ctx.note(node, "the earlier term waits for this sum in bf16")
 
 
 def _sides(add: Node) -> Iterator[Node]:
-    """The two operands, where they are rows of one shape and are added as they are."""
+    """Yield the operands that have the shape of the sum, where it adds them without a factor."""
     if len(add.args) != 2 or add.kwargs:
         return
     shape = shape_of(add) or ()
@@ -61,7 +61,7 @@ def _is_wide(shape: tuple[object, ...]) -> bool:
 
 
 def producer(node: Node, low: frozenset[Node]) -> Node | None:
-    """The low-precision primitive whose epilogue makes ``node``."""
+    """Return the low-precision primitive whose epilogue computes ``node``, or None."""
     while node not in low:
         rows = [arg for arg in node.all_input_nodes if (op := classify(node, arg)) and op.role != "store"]
         if not rows:
@@ -71,7 +71,7 @@ def producer(node: Node, low: frozenset[Node]) -> Node | None:
 
 
 def _only_added(node: Node, low: frozenset[Node]) -> bool:
-    """Whether nobody reads ``node`` in FP32 except sums: low-precision primitives read codes."""
+    """Return whether only sums read ``node`` in FP32: low-precision primitives read quantized values."""
     return all(user in low or str(user.target) == _ADD for user in node.users)
 
 

@@ -1,4 +1,4 @@
-"""Which aggregations are the statistics of a norm: their own operand is centred by them, or divided."""
+"""Search for aggregations that are the statistics of a norm, which subtracts or divides by them."""
 
 from collections.abc import Iterator
 
@@ -12,15 +12,15 @@ from gnnc.passes.quantization.number_formats import AGGREGATIONS, LOW_OPERANDS
 from gnnc.passes.rewrite.emit import holds_tensor, value_of
 
 _BENT = frozenset({"sqrt.default", "rsqrt.default", "reciprocal.default", "pow.Tensor_Scalar"})
-"""What makes a deviation, or its inverse, of a variance."""
+"""Ops that turn a variance into a deviation or its inverse."""
 
 
 def statistics(graph: fx.Graph) -> set[Node]:
-    """The aggregations that a norm takes of its own operand: mean, variance, or sum.
+    """Return the aggregations that a norm computes of its operand: mean, variance, or sum.
 
-    What is left of a value without its mean may be nothing but the mean's rounding, which a division by
-    the deviation then makes large. The way from an aggregation to the operand, and from both to what they
-    are made of, goes through anything but primitives.
+    A value minus its mean may be nothing but the rounding of the mean, which a division by the
+    deviation then makes large. The paths from an aggregation to the operand, and from both to their
+    sources, pass through anything but primitives.
     """
     aggregations = [node for node in graph.nodes if (op := op_of(node)) and op.name in AGGREGATIONS]
     return {node for node in aggregations if any(_returns(node, _operand(node)))}
@@ -33,7 +33,7 @@ def _operand(aggregation: Node) -> Node:
 
 
 def _returns(aggregation: Node, operand: Node) -> Iterator[bool]:
-    """Whether each meeting of the result with another value is one with what the operand is made of."""
+    """Yield for each norm of a value by the result whether that value has a source of the operand."""
     sources = _sources(operand)
     pending, seen = [(aggregation, False)], set()
     while pending:
@@ -49,7 +49,7 @@ def _returns(aggregation: Node, operand: Node) -> Iterator[bool]:
 
 
 def _norm_of(user: Node, result: Node, bent: bool) -> Node | None:
-    """What ``user`` takes ``result`` from, or divides by it."""
+    """Return the value that ``user`` subtracts ``result`` from, or divides by it, or None."""
     first, second = (*user.args, None, None)[:2]
     other = second if first is result else first
     name = op_name(user)
@@ -58,7 +58,7 @@ def _norm_of(user: Node, result: Node, bent: bool) -> Node | None:
 
 
 def _sources(value: Node) -> set[Node]:
-    """The results of primitives and the inputs that a floating tensor is made of without primitives."""
+    """Return the primitives and inputs that a floating tensor depends on through ATen ops only."""
     found: set[Node] = set()
     pending, seen = [value], set()
     while pending:

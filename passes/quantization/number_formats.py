@@ -1,11 +1,13 @@
-"""What each primitive can be computed in: a precision of the backend, and a granularity of its scales."""
+"""Options of each primitive: a precision of the backend, and a granularity of its scales."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule, Node
 
+from gnnc.ir.describe import arguments
 from gnnc.ir.nodes import shape_of
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
@@ -17,8 +19,11 @@ LOW_OPERANDS = {"gemm": (0, 1), "spmm": (3,), "segment_reduce": (2,), "sddmm": (
 
 AGGREGATIONS = ("spmm", "segment_reduce")
 
+FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype that operands are rounded to, by name of the precision."""
+
 CHOSEN = "chosen"
-"""Key in the meta of primitives: whether their precision is their own, not the whole model's."""
+"""Key in the meta of primitives: whether the precision was chosen for this op, not for the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +57,29 @@ FULL = Option(FP32)
 
 
 def has_low_form(node: Node) -> bool:
-    """Whether a primitive can compute below FP32 at all."""
+    """Return whether a primitive can compute below FP32 at all."""
     op = op_of(node)
     if op is None or op.name not in LOW_OPERANDS:
         return False
+    named = arguments(node)
     if op.name == "segment_reduce":
-        return node.args[1] is not None
-    return op.name != "sddmm" or node.args[4] == "dot"
+        return named["perm"] is not None
+    return op.name != "sddmm" or named["op"] == "dot"
+
+
+def aggregated_rows(node: Node) -> Node:
+    """Return the operand of an aggregation that holds the rows."""
+    return arguments(node)["x"]
 
 
 def granularities(node: Node, precision: Precision) -> list[Candidate]:
-    """The ways in which an aggregation's input can be quantized; none for another op."""
+    """Return the ways in which an aggregation's input can be quantized; none for another op."""
     op = op_of(node)
     if op is None or op.name not in AGGREGATIONS or not precision.is_integer or not has_low_form(node):
         return []
-    weighted = op.name == "spmm" and node.args[2] is not None
-    reduce = node.args[4 if op.name == "spmm" else 3]
-    return [c for c in CANDIDATES if reduce in c.reduces and not (c.exact and weighted)]
+    named = arguments(node)
+    is_weighted = named.get("value") is not None
+    return [c for c in CANDIDATES if named["reduce"] in c.reduces and not (c.exact and is_weighted)]
 
 
 def width_of(node: object) -> int | None:
@@ -80,7 +91,7 @@ def width_of(node: object) -> int | None:
 
 
 def options_of(node: Node, ctx: Context) -> Sequence[Option]:
-    """Every way in which the backend can compute ``node``, FP32 first, in a fixed order."""
+    """Return every way in which the backend can compute ``node``, FP32 first, in a fixed order."""
     found = [FULL]
     if not has_low_form(node):
         return found
@@ -94,7 +105,7 @@ def options_of(node: Node, ctx: Context) -> Sequence[Option]:
 
 
 def assigned_options(gm: GraphModule) -> dict[str, Option]:
-    """Return what ``assign`` wrote into a graph, by name of the primitive."""
+    """Return the options that ``assign`` wrote into a graph, by name of the primitive."""
     return {
         node.name: Option(node.meta["precision"], node.meta.get("granularity"))
         for node in gm.graph.nodes

@@ -1,4 +1,4 @@
-"""What a run on example inputs tells: the largest value and the error of each way to quantize.
+"""Observation of tensors on example inputs: the largest value and the error of each quantized type.
 
 Granularity is chosen from a table of candidates: sums of integers before sums of floats, as long as
 the error on the examples is small enough, or else the one with the least error. (``auto`` weighs
@@ -7,7 +7,7 @@ their times too: see ``passes.auto``.)
 
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from gnnc.errors import PrecisionError
-from gnnc.ir.quantized import qmax_of
+from gnnc.ir.qtype import Granularity, QType
+from gnnc.precision import Precision
 
 MAX_ROWS = 1 << 14
 """Rows of an example that the errors are measured on, evenly spread."""
@@ -29,18 +30,22 @@ class Candidate:
     Attributes:
         granularity: ``row_pow2``, ``tensor`` or ``row``.
         static: whether the scale comes from examples.
-        exact: whether the sum is one of integers, which no edge value may be a float for.
+        exact: whether integers are added, which excludes float edge values.
         reduces: the reductions that it can do.
-        headroom: how many times larger than on the examples values may be before a static scale clips
+        headroom: factor by which values may exceed those of the examples before a static scale clips
             them. Room for twice the values takes one of the shifts of ``row_pow2``, which loses hardly
             anything there; where there is one scale for all rows it would take a bit of every value.
     """
 
-    granularity: str
+    granularity: Granularity
     static: bool
     exact: bool
     reduces: frozenset[str]
     headroom: float = 1.0
+
+    def qtype(self, precision: Precision) -> QType:
+        """Return the type of the rows in this precision."""
+        return precision.activation_qtype(self.granularity)
 
 
 CANDIDATES = (
@@ -48,48 +53,62 @@ CANDIDATES = (
     Candidate("row_pow2", True, True, frozenset({"sum"}), headroom=2.0),
     Candidate("row", False, False, frozenset({"sum", "mean", "max", "min"})),
 )
-"""How an aggregation's input can be quantized."""
+"""The ways in which an aggregation's input can be quantized."""
+
+HEADROOM = {candidate.granularity: candidate.headroom for candidate in CANDIDATES}
+"""Headroom of a static scale, by granularity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the examples say about one tensor.
+    """The range and the quantization errors of one tensor on the examples.
 
     Attributes:
         amax: the largest magnitude.
-        errors: mean relative error of a row, by granularity.
+        errors: mean relative error of a row, by quantized type.
     """
 
     amax: float
-    errors: Mapping[str, float]
+    errors: Mapping[QType, float]
 
 
-def observe(gm: fx.GraphModule, values: tuple[Any, ...], wanted: Collection[Node]) -> dict[Node, Observation]:
-    """Run ``gm`` on ``values`` and look at the tensors that ``wanted`` make."""
-    observer = _Observer(gm, frozenset(wanted))
+def observe(
+    gm: fx.GraphModule, values: tuple[Any, ...], qtypes: Mapping[Node, Collection[QType]]
+) -> dict[Node, Observation]:
+    """Run ``gm`` on examples and observe the tensors of some of its nodes.
+
+    Args:
+        gm: the graph.
+        values: its arguments in placeholder order.
+        qtypes: the nodes to observe, and the quantized types to measure the error of.
+
+    Raises:
+        PrecisionError: a tensor is not finite.
+    """
+    observer = _Observer(gm, qtypes)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
         observer.run(*values)
-    for node, observation in observer.seen.items():
+    for node, observation in observer.observed.items():
         _check_finite(node, observation)
-    return observer.seen
+    return observer.observed
 
 
 class _Observer(fx.Interpreter):
-    """Runs what leads to the wanted tensors, with a faster SpMM than the reference."""
+    """Interpreter of the ancestors of the observed nodes, with a faster SpMM than the reference."""
 
-    def __init__(self, gm: fx.GraphModule, wanted: frozenset[Node]) -> None:
+    def __init__(self, gm: fx.GraphModule, qtypes: Mapping[Node, Collection[QType]]) -> None:
         super().__init__(gm)
-        self.wanted = wanted
-        self.needed = _ancestors(wanted)
-        self.seen: dict[Node, Observation] = {}
+        self.qtypes = qtypes
+        self.needed = _ancestors(qtypes)
+        self.observed: dict[Node, Observation] = {}
 
     def run_node(self, n: Node) -> Any:
         if n not in self.needed and n.op != "placeholder":
             return None
         result = super().run_node(n)
-        if n in self.wanted:
-            self.seen[n] = _look(result)
+        if n in self.qtypes:
+            self.observed[n] = _observation(result, self.qtypes[n])
         return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -100,7 +119,7 @@ class _Observer(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _ancestors(nodes: Collection[Node]) -> set[Node]:
+def _ancestors(nodes: Iterable[Node]) -> set[Node]:
     found: set[Node] = set()
     pending = list(nodes)
     while pending:
@@ -112,7 +131,7 @@ def _ancestors(nodes: Collection[Node]) -> set[Node]:
 
 
 def spmm_sum(rowptr: Tensor, col: Tensor, value: Tensor | None, x: Tensor, num_dst: int) -> Tensor:
-    """``gnnc.spmm`` with ``sum``, up to rounding, without a tensor of edges by width."""
+    """Return ``gnnc.spmm`` with ``sum``, up to rounding, without a tensor of edges by width."""
     if value is None:
         value = x.new_ones(col.numel())
     if value.dim() == 2:
@@ -125,17 +144,19 @@ def spmm_sum(rowptr: Tensor, col: Tensor, value: Tensor | None, x: Tensor, num_d
     return (matrix @ flat).reshape(num_dst, *x.shape[1:])
 
 
-def _look(x: Tensor) -> Observation:
+def _observation(x: Tensor, qtypes: Collection[QType]) -> Observation:
     amax = float(x.abs().max()) if x.numel() else 0.0
     rows = x.reshape(x.shape[0], -1).float() if x.numel() else x.new_zeros(1, 1)
     sample = rows[:: max(1, rows.shape[0] // MAX_ROWS)]
-    base = torch.tensor(amax / qmax_of(8), device=x.device)
-    errors = {c.granularity: row_error(sample, c.granularity, base * c.headroom) for c in CANDIDATES}
+    errors = {}
+    for qtype in qtypes:
+        base = torch.tensor(amax / qtype.qmax, device=x.device)
+        errors[qtype] = row_error(sample, qtype, base * HEADROOM[qtype.granularity])
     return Observation(amax, errors)
 
 
-def _check_finite(node: Node, seen: Observation) -> None:
-    if not math.isfinite(seen.amax):
+def _check_finite(node: Node, observed: Observation) -> None:
+    if not math.isfinite(observed.amax):
         layer = node.meta.get("layer") or "the model's root"
         raise PrecisionError(
             f"[gnnc.quantize] {node.name} (in {layer}) is not finite on example_inputs: no scale "
@@ -143,32 +164,50 @@ def _check_finite(node: Node, seen: Observation) -> None:
         )
 
 
-def row_error(x: Tensor, granularity: str, base: Tensor) -> float:
-    """Mean over the rows of |x - x̂| / |x| (L2), x̂ being x in 8 bits and back."""
-    ops = torch.ops.gnnc
-    if granularity == "row":
-        scale = ops.scale(x, "row")
-        back = ops.dequantize(ops.quantize(x, scale, "row"), scale, "row")
-    else:
-        shift = ops.row_shift(x, base) if granularity == "row_pow2" else x.new_zeros(x.shape[0])
-        codes = ops.quantize(x, base, "tensor", shift)
-        back = ops.dequantize(codes, base * torch.exp2(-shift.float()), "row")
+def row_error(x: Tensor, qtype: QType, base: Tensor) -> float:
+    """Return the mean over the rows of ``|x - x̂| / |x|`` (L2), x̂ being x quantized and dequantized.
+
+    Args:
+        x: float32 ``[N, F]``.
+        qtype: the quantized type.
+        base: float32 ``[]``, the static scale; not read where each row takes its own.
+    """
+    back = _round_trip(x, qtype, base)
     norm = x.norm(dim=1)
-    kept = norm > 0
-    return float(((x - back).norm(dim=1)[kept] / norm[kept]).mean()) if bool(kept.any()) else 0.0
+    nonzero = norm > 0
+    return float(((x - back).norm(dim=1)[nonzero] / norm[nonzero]).mean()) if bool(nonzero.any()) else 0.0
+
+
+def _round_trip(x: Tensor, qtype: QType, base: Tensor) -> Tensor:
+    ops, text = torch.ops.gnnc, str(qtype)
+    if qtype.granularity == "row":
+        scale = ops.scale(x, text)
+        return ops.dequantize(ops.quantize(x, scale, text), scale, "row")
+    if qtype.granularity != "row_pow2":
+        return ops.dequantize(ops.quantize(x, base, text), base, "tensor")
+    shift = ops.row_shift(x, base, text)
+    return ops.dequantize(ops.quantize(x, base, text, shift), base * torch.exp2(-shift.float()), "row")
 
 
 def choose(
-    candidates: Collection[Candidate], seen: Observation | None, limit: float
+    candidates: Collection[Candidate], precision: Precision, observed: Observation | None, limit: float
 ) -> tuple[Candidate, str]:
-    """Return the candidate to use and a sentence that says why."""
-    if seen is None:
+    """Return the candidate to use and a sentence that says why.
+
+    Args:
+        candidates: the ways that the aggregation can take.
+        precision: the precision of its rows.
+        observed: the observation of its rows; None: scales are taken at each call.
+        limit: mean relative error of a row up to which a candidate is good enough.
+    """
+    if observed is None:
         dynamic = next(c for c in candidates if not c.static)
         return dynamic, f"{dynamic.granularity} scales, taken at each call"
-    good = [c for c in candidates if seen.errors[c.granularity] <= limit]
+    errors = {c: observed.errors[c.qtype(precision)] for c in candidates}
+    good = [c for c in candidates if errors[c] <= limit]
     if good:
-        best = min(good, key=lambda c: (not c.exact, seen.errors[c.granularity]))
+        best = min(good, key=lambda c: (not c.exact, errors[c]))
     else:
-        best = min(candidates, key=lambda c: seen.errors[c.granularity])
-    errors = ", ".join(f"{c.granularity} {seen.errors[c.granularity]:.2%}" for c in candidates)
-    return best, f"{best.granularity} scales: error on the examples is {errors}"
+        best = min(candidates, key=lambda c: errors[c])
+    listed = ", ".join(f"{c.granularity} {error:.2%}" for c, error in errors.items())
+    return best, f"{best.granularity} scales: error on the examples is {listed}"

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
+import sympy
 import torch
 from torch import fx
 from torch.fx import Node
@@ -39,7 +40,6 @@ Sums over hubs grow most: of scales from a random 80% of the nodes of a citation
 behind such sums clipped the rest as they clip the 80% themselves at a growth of 1.2 to 1.5.
 """
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _NOMINAL_ROWS = 1024
 
 
@@ -221,7 +221,7 @@ def _width(node: object) -> int:
 def _rounding_error(option: Option, width: int) -> float:
     x = torch.randn(_NOMINAL_ROWS, max(width, 1), generator=torch.Generator().manual_seed(0))
     if option.precision.is_integer:
-        rounded = round_rows(x, option.precision.activation_bits)
+        rounded = round_rows(x, option.precision.activation_qtype())
     else:
         rounded = x.to(torch.bfloat16 if option.precision.name == "bf16" else torch.float16).float()
     return float((rounded - x).norm() / x.norm())
@@ -263,15 +263,16 @@ class _Prices:
 
     def load(self, tensor: Node, name: str) -> float:
         """Time of a GEMM's launch, and of reading its rows in a format."""
-        size = model.padded(tensor, _BYTES.get(name, 1))
+        size = model.padded(tensor, _element_bytes(Option.parse(name)))
         return self._seconds("gemm", [Term("launch", model.ONE), Term("read", size, size)])
 
     def _narrow(self, tensor: Node, name: str) -> float:
         """A GEMM narrows FP32 rows as it loads them: it reads more, and quantizes."""
         if name == "fp32":
             return 0.0
-        size = _BYTES.get(name, 1)
-        terms = [Term("step" if name in _BYTES else "quantize", model.elements(tensor))]
+        option = Option.parse(name)
+        size = _element_bytes(option)
+        terms = [Term("quantize" if option.precision.is_integer else "step", model.elements(tensor))]
         whole, narrow = model.padded(tensor, 4), model.padded(tensor, size)
         wide = self._seconds("gemm", [*terms, Term("read", whole, whole)])
         return wide - self._seconds("gemm", [Term("read", narrow, narrow)])
@@ -291,19 +292,19 @@ def _preparation(node: Node, weight: object, option: Option) -> list[Term]:
 
 
 def _write(tensor: Node, name: str) -> list[Term]:
-    if name in _BYTES:
-        size = model.padded(tensor, _BYTES[name])
+    option = Option.parse(name)
+    size = model.padded(tensor, _element_bytes(option))
+    if not option.precision.is_integer:
         steps = [] if name == "fp32" else [Term("step", model.elements(tensor))]
         return [Term("write", size, size), *steps]
     rows = size_expr(tensor.meta["val"].shape[0])
-    size = model.padded(tensor, 1)
-    scales = {"row": rows * 4, "row_pow2": rows}.get(name.partition(" ")[2] or "row")
+    scales = {"row": rows * 4, "row_pow2": rows}.get(option.granularity or "row")
     extra = [] if scales is None else [Term("write", scales, scales), Term("quantize", rows)]
     return [Term("write", size, size), Term("quantize", model.elements(tensor)), *extra]
 
 
-def _element_bytes(option: Option) -> int:
-    return _BYTES.get(option.precision.name, 1)
+def _element_bytes(option: Option) -> sympy.Rational:
+    return sympy.Rational(option.precision.activation_bits, 8)
 
 
 def _mode(node: Node, option: Option) -> str:

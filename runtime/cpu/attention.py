@@ -18,7 +18,7 @@ _LARGEST_EPS = 1e-9
 """Of a sum whose largest term is 1, an eps of this size is lost: a bound may stand for the maximum."""
 
 
-@kernel("fused:attention", backend="cpu", name="attention", priority=10)
+@kernel("fused:attention", backend="cpu", name="attention", priority=10, elements=("int8",))
 class Attend:
     """``gnnc_cpu.attention``: no tensor as large as edges times features ever exists."""
 

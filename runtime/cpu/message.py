@@ -45,7 +45,7 @@ class Plan:
     edges: int
 
 
-@kernel("gnnc.edge_map", "gnnc.message", backend="cpu", name="edge_blocks", priority=10)
+@kernel("gnnc.edge_map", "gnnc.message", backend="cpu", name="edge_blocks", priority=10, elements=("int8",))
 class EdgeBlocks:
     """Gathers, computes and reduces a block of edges at a time: no tensor of edges times features."""
 

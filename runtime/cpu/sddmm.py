@@ -9,7 +9,7 @@ from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.registry import kernel
 
 
-@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cpu", name="sddmm", priority=10)
+@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cpu", name="sddmm", priority=10, elements=("int8",))
 class Sddmm:
     """``gnnc_cpu.sddmm``: a dot, sum, difference, product or copy of the rows at an edge's ends."""
 

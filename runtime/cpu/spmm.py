@@ -13,7 +13,14 @@ from gnnc.runtime.row_program.build import argument_of
 
 
 @kernel(
-    "fused:spmm", "gnnc.spmm", "gnnc.qspmm", "gnnc.segment_reduce", backend="cpu", name="spmm", priority=10
+    "fused:spmm",
+    "gnnc.spmm",
+    "gnnc.qspmm",
+    "gnnc.segment_reduce",
+    backend="cpu",
+    name="spmm",
+    priority=10,
+    elements=("int8",),
 )
 class Spmm:
     """``gnnc_cpu.spmm``: sum, mean, max or min over each row's edges, float, bf16 or int8."""

@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.ir.row_local import RowOp, argument
+from gnnc.ir.describe import arguments
+from gnnc.ir.nodes import argument
+from gnnc.ir.qtype import Granularity, QType
+from gnnc.ir.row_local import RowOp
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
 
@@ -87,7 +90,7 @@ def plan(node: Node) -> Plan:
 
 def _product(inner: Inner, anchor: Node) -> _Product:
     if str(anchor.target) == "gnnc.qgemm.default":
-        return _plan_int8(inner, anchor)
+        return _plan_quantized(inner, anchor)
     return _plan_float(inner, anchor)
 
 
@@ -153,17 +156,17 @@ class _Load:
 
     Attributes:
         value: what the kernel reads.
-        scale: the scale of each row, taken as it is loaded; None: codes are given, and their scale.
+        scale: the scale of each row, taken as it is loaded; None: quantized values and their scale are given.
     """
 
     value: Node
     scale: Node | None
 
 
-def _plan_int8(inner: Inner, anchor: Node) -> _Product:
-    covered = {anchor}
-    load = _activations(inner, anchor.args[0], covered)
-    w, w_scale, w_is_kn = _weight(inner, anchor.args[1], covered)
+def _plan_quantized(inner: Inner, anchor: Node) -> _Product:
+    covered, named = {anchor}, arguments(anchor)
+    load = _activations(inner, named["x"], covered)
+    w, w_scale, w_is_kn = _weight(inner, named["w"], covered)
     chain = build.read_chain(inner, anchor)
     scale = _take_scales(chain, load, w_scale, covered)
     x_scale = inner.operand(scale, "the scale of x") if load.scale is None else None
@@ -175,31 +178,40 @@ def _plan_int8(inner: Inner, anchor: Node) -> _Product:
     )
 
 
-def _activations(inner: Inner, codes: Any, covered: set[Node]) -> _Load:
-    if codes in inner.operands:
-        return _Load(codes, None)
-    if str(codes.target) != _QUANTIZE or argument(codes, 3, "shift", None) is not None:
+def _activations(inner: Inner, quantized: Any, covered: set[Node]) -> _Load:
+    if quantized in inner.operands:
+        return _Load(quantized, None)
+    if str(quantized.target) != _QUANTIZE or arguments(quantized)["shift"] is not None:
         raise Refusal("the activations are not plainly quantized")
-    value, scale, granularity = codes.args[:3]
+    value, scale, granularity = _quantization(quantized)
     if value.meta["val"].dim() != 2:
         raise Refusal("the activations are not a matrix")
-    covered.add(codes)
+    covered.add(quantized)
     if scale in inner.operands:
-        raise Refusal("a given scale saturates on load, where nobody would see a NaN")
-    if str(scale.target) != _SCALE or scale.args[0] is not value or granularity != "row":
+        raise Refusal("a given scale saturates on load, where no check would find a NaN")
+    if not _is_scale_of(scale, value) or granularity != "row":
         raise Refusal(f"the kernel cannot take a {granularity} scale of the activations as it loads")
     covered.add(scale)
     return _Load(value, scale)
 
 
-def _weight(inner: Inner, codes: Any, covered: set[Node]) -> tuple[Node, Node, bool]:
-    if codes in inner.operands or str(codes.target) != _QUANTIZE:
+def _quantization(node: Node) -> tuple[Node, Node, Granularity]:
+    """Return the value, the scale and the granularity of a ``quantize``."""
+    named = arguments(node)
+    return named["x"], named["scale"], QType.parse(named["qtype"]).granularity
+
+
+def _is_scale_of(scale: Node, value: Node) -> bool:
+    return str(scale.target) == _SCALE and arguments(scale)["x"] is value
+
+
+def _weight(inner: Inner, quantized: Any, covered: set[Node]) -> tuple[Node, Node, bool]:
+    if quantized in inner.operands or str(quantized.target) != _QUANTIZE:
         raise Refusal("the weight is quantized elsewhere, but this kernel quantizes it as it loads")
-    value, scale, granularity = codes.args[:3]
-    own = granularity == "row" and str(scale.target) == _SCALE and scale.args[0] is value
-    if not own:
+    value, scale, granularity = _quantization(quantized)
+    if granularity != "row" or not _is_scale_of(scale, value):
         raise Refusal(f"the weight has a {granularity} scale, not one an output channel")
-    covered.update((codes, scale))
+    covered.update((quantized, scale))
     w, w_is_kn = _untransposed(inner, value, False, covered)
     if w.meta["val"].dtype != torch.float32:
         raise Refusal(f"the weight is {w.meta['val'].dtype}")
@@ -211,11 +223,12 @@ def _take_scales(chain: list[RowOp], load: _Load, w_scale: Node, covered: set[No
     if len(chain) < 2 or any(str(op.root.target) != _DEQUANTIZE for op in chain[:2]):
         raise Refusal("the integer product is not dequantized by both scales first")
     first, second = (op.root for op in chain[:2])
-    if load.scale not in (None, first.args[1]):
+    x_scale, exponents = arguments(first)["scale"], [arguments(op)["exponent"] for op in (first, second)]
+    if load.scale not in (None, x_scale):
         raise Refusal("the integer product is not dequantized by the scale of its activations first")
-    if second.args[1] is not w_scale:
+    if arguments(second)["scale"] is not w_scale:
         raise Refusal("the integer product is not dequantized by the weight's scale second")
-    if argument(first, 3, "exponent", 0) or argument(second, 3, "exponent", 0):
-        raise Refusal("the scales carry a power of two")
+    if any(exponents):
+        raise Refusal("the scales come with a power of two")
     covered.update((first, second))
-    return first.args[1]
+    return x_scale

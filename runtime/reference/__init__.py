@@ -15,7 +15,7 @@ _SCALE = "gnnc.scale.default"
 _QUANTIZE = "gnnc.quantize.default"
 
 
-@kernel("*", backend="reference", name="reference", priority=-100)
+@kernel("*", backend="reference", name="reference", priority=-100, elements=None)
 class Reference:
     """Calls the node's target: an ATen op, a primitive's reference, or a fused submodule's graph."""
 
@@ -65,7 +65,7 @@ def _callable(node: Node, emitter: Emitter) -> Any:
 
 
 class _Checked(Interpreter):
-    """Runs a fused submodule and looks at everything that is scaled or quantized inside."""
+    """Interpreter of a fused submodule that checks every scale and quantized operand for NaN and Inf."""
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)

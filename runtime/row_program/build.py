@@ -1,4 +1,4 @@
-"""From the row-local ops behind an anchor to the row program that its kernel runs on each row.
+"""Translation of the row-local ops behind an anchor into the row program of its kernel.
 
 A plan refers to values by number (the operand of the fused submodule, the result of it), never by
 node: it stays valid for every copy of the graph.
@@ -18,18 +18,18 @@ from gnnc.runtime.registry import Decline
 from gnnc.runtime.row_program.opcodes import Op
 
 WINDOW_ALIGNMENT = 16
-"""Columns between the starts of results that one kernel makes side by side: its multiple."""
+"""Results that one kernel makes side by side start at columns that are multiples of this."""
 
 _FORMS = {"full": "matrix", "row": "vector", "col": "vector", "tensor": "vector"}
 
 
 class Refusal(Exception):
-    """Raised inside ``plan`` functions; becomes a Decline."""
+    """The reason why a ``plan`` function takes no kernel; ``planned`` turns it into a Decline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that the program reads: operand ``index`` of the submodule, or nothing.
+    """A tensor that the program reads: operand ``index`` of the submodule, or none.
 
     Attributes:
         index: position among the call's arguments; None: absent.
@@ -45,7 +45,7 @@ class Out:
     """A tensor that the program writes.
 
     Attributes:
-        result: which result of the submodule it is; None: only the kernel needs it.
+        result: number of the submodule's result; None: only the kernel needs the tensor.
         form: ``matrix``, ``dense`` (no padding), ``vector`` (one element a row), ``scalar`` (one of all
             rows) or ``flag`` (one float that only the kernel needs).
         dtype: element type.
@@ -58,12 +58,12 @@ class Out:
 
 @dataclass(slots=True)
 class RowProgram:
-    """A row program and what its numbers refer to.
+    """A row program, and the operands, constants and outputs that its numbers refer to.
 
     Attributes:
         code, operands, consts, outs: as in the kernels' last four arguments.
         scales: outs that are row scales, to be checked for NaN and infinity.
-        watched: whether such a check sees the accumulator as it is now.
+        is_checked: whether such a check covers the present accumulator.
     """
 
     code: list[int] = field(default_factory=list)
@@ -71,22 +71,22 @@ class RowProgram:
     consts: list[float] = field(default_factory=list)
     outs: list[Out] = field(default_factory=list)
     scales: list[int] = field(default_factory=list)
-    watched: bool = False
+    is_checked: bool = False
 
     @property
     def steps(self) -> list[tuple[Op, int, int, int]]:
-        """The instructions, one by one: opcode, a, b, c."""
+        """The instructions, each as (opcode, a, b, c)."""
         code = self.code
         return [(Op(code[i]), code[i + 1], code[i + 2], code[i + 3]) for i in range(0, len(code), 4)]
 
     @property
     def ops(self) -> set[Op]:
-        """The opcodes, each once."""
+        """The set of opcodes."""
         return {step[0] for step in self.steps}
 
     @property
-    def makes_codes(self) -> bool:
-        """Whether it stores rows of codes."""
+    def quantizes(self) -> bool:
+        """Whether the program stores rows of quantized values."""
         return not self.ops.isdisjoint({Op.QUANT_ROW, Op.QUANT_STATIC, Op.QUANT_POW2})
 
     def add(self, name: str, a: int = -1, b: int = -1, c: int = -1) -> None:
@@ -110,7 +110,7 @@ class RowProgram:
 
 
 class Inner:
-    """The graph of a fused submodule, or a single node seen as one, by numbers."""
+    """The graph of a fused submodule, or a single node as one, with its operands and results by number."""
 
     def __init__(self, node: Node) -> None:
         self.nodes: list[Node] = [node]
@@ -171,7 +171,7 @@ def build(inner: Inner, chain: Iterable[RowOp], covered: Collection[Node]) -> Ro
 
 
 def columns_of(widths: Sequence[int]) -> int:
-    """Columns of results side by side, each starting at a multiple of ``WINDOW_ALIGNMENT``."""
+    """Return the columns of results side by side, each starting at a multiple of ``WINDOW_ALIGNMENT``."""
     starts = [-(-width // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for width in widths[:-1]]
     return sum(starts) + widths[-1]
 
@@ -179,19 +179,19 @@ def columns_of(widths: Sequence[int]) -> int:
 def build_windows(
     inner: Inner, widths: Sequence[int], chains: Sequence[Iterable[RowOp]], covered: Collection[Node]
 ) -> RowProgram:
-    """Translate a chain for each of several results that lie side by side; as ``build`` for a single one."""
+    """Translate the chains of several results that lie side by side; see ``build`` for a single one."""
     program = RowProgram()
     seen = set(covered)
     for i, chain in enumerate(chains):
         if len(chains) > 1:
             first = columns_of([*widths[:i], 0])
             program.add("WINDOW", first, widths[i])
-            program.watched = False
+            program.is_checked = False
         for op in chain:
             seen.update(op.covers)
             _translate(inner, op, program)
     if len(chains) > 1 and any(out.result is None and out.form == "matrix" for out in program.outs):
-        raise Refusal("one of several results is stored for nobody")
+        raise Refusal("one of several results is stored but not read")
     missing: list[Node] = [node for node in inner.nodes if node not in seen]
     if missing:
         raise Refusal(f"{missing[0].name} ({missing[0].target}) has no place in a row program")
@@ -212,7 +212,7 @@ def _translate(inner: Inner, op: RowOp, program: RowProgram) -> None:
 
 def _chain_step(inner: Inner, step: Step, program: RowProgram) -> None:
     name = step.kind.upper()
-    program.watched = False
+    program.is_checked = False
     if name not in Op.__members__:
         raise Refusal(f"the row program has no {step.kind}")
     if name == "HEAD_MEAN":
@@ -246,25 +246,25 @@ def _store(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
         case "store_fp16":
             program.add("STORE_FP16", program.out(result, "matrix", torch.float16))
         case "quant_row":
-            codes = program.out(result, "matrix", torch.int8)
+            quantized = program.out(result, "matrix", torch.int8)
             scale = program.out(inner.results.get(op.covers[0]), "vector", torch.float32)
             program.scales.append(scale)
-            program.watched = True
-            program.add("QUANT_ROW", codes, scale)
+            program.is_checked = True
+            program.add("QUANT_ROW", quantized, scale)
         case "quant_static":
-            _watch(program)
-            codes = program.out(result, "matrix", torch.int8)
+            _check_accumulator(program)
+            quantized = program.out(result, "matrix", torch.int8)
             base = _operand(inner, step.operands[0], "vector", program)
-            program.add("QUANT_STATIC", codes, base)
+            program.add("QUANT_STATIC", quantized, base)
         case "quant_pow2":
-            _watch(program)
-            codes = program.out(result, "matrix", torch.int8)
+            _check_accumulator(program)
+            quantized = program.out(result, "matrix", torch.int8)
             shift = program.out(inner.results.get(op.covers[0]), "vector", torch.uint8)
             base = _operand(inner, step.operands[0], "vector", program)
-            program.add("QUANT_POW2", codes, shift, base)
+            program.add("QUANT_POW2", quantized, shift, base)
         case "scale_tensor":
             if result is None:
-                raise Refusal("a scale of all rows is read before it is whole")
+                raise Refusal("a scale of all rows is read before every row has raised it")
             program.add("SCALE_TENSOR", program.out(result, "scalar", torch.float32))
         case "row_dot":
             attention = _operand(inner, step.operands[0], "vector", program)
@@ -274,11 +274,11 @@ def _store(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
             raise Refusal(f"the row program has no store {step.kind}")
 
 
-def _watch(program: RowProgram) -> None:
-    """Saturation hides NaN and infinity; the largest magnitude tells."""
-    if not program.watched:
+def _check_accumulator(program: RowProgram) -> None:
+    """Store the largest magnitude, unless it is stored: saturation hides NaN and infinity."""
+    if not program.is_checked:
         program.add("AMAX", program.out(None, "flag", torch.float32))
-        program.watched = True
+        program.is_checked = True
 
 
 def argument_of(node: Node, index: int) -> Node:

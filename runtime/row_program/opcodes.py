@@ -1,13 +1,13 @@
-"""Row programs: the epilogue that every CPU kernel runs on its rows while they are in L1.
+"""Opcodes of row programs: the epilogue that every CPU kernel runs on its rows while they are in L1.
 
-`csrc/include/gnnc/row_program.h` has the other half; a test compares the two.
+`csrc/include/gnnc/row_program.h` has the same numbers; a test compares the two.
 """
 
 from enum import IntEnum
 
 
 class Op(IntEnum):
-    """Opcodes. What a, b and c of an instruction name is in the table of `csrc/cpu/launch.cpp`."""
+    """Opcodes; the table of `csrc/cpu/launch.cpp` gives the meaning of a, b and c of each."""
 
     MUL_ROW = 1
     ADD_ROW = 2

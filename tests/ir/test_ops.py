@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gnnc.errors import VerifyError
-from gnnc.ir import QType, body_inputs, body_text, parse_body, sparse
+from gnnc.ir import body_inputs, body_text, parse_body, sparse
 from gnnc.ir.structure import random_csr
 
 GNNC = torch.ops.gnnc
@@ -70,42 +70,42 @@ def test_sums_of_some_messages_at_a_time_have_the_same_bits(
 
 def test_quantize_dequantize_errs_by_half_a_step() -> None:
     x = torch.randn(50, 33) * torch.logspace(-6, 6, 50)[:, None]
-    scale = GNNC.scale(x, "row")
-    error = (GNNC.dequantize(GNNC.quantize(x, scale, "row"), scale, "row") - x).abs()
+    scale = GNNC.scale(x, "int8/row")
+    error = (GNNC.dequantize(GNNC.quantize(x, scale, "int8/row"), scale, "row") - x).abs()
     assert (error <= scale[:, None] * 0.5000001).all()
 
 
 def test_rounding_is_half_to_even() -> None:
     x = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5]])
-    assert GNNC.quantize(x, torch.tensor(1.0), "tensor").tolist() == [[0, 2, 2, 0, -2]]
+    assert GNNC.quantize(x, torch.tensor(1.0), "int8/tensor").tolist() == [[0, 2, 2, 0, -2]]
 
 
 def test_a_scale_below_normal_counts_as_zero() -> None:
     x = torch.full((2, 3), 1e-40)
-    scale = GNNC.scale(x, "row")
+    scale = GNNC.scale(x, "int8/row")
     assert scale.tolist() == [0.0, 0.0]
-    assert GNNC.quantize(x, scale, "row").eq(0).all()
+    assert GNNC.quantize(x, scale, "int8/row").eq(0).all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_row_is_visible_in_its_scale(bad: float) -> None:
     x = torch.randn(3, 4)
     x[1, 2] = bad
-    assert GNNC.scale(x, "row").isfinite().tolist() == [True, False, True]
+    assert GNNC.scale(x, "int8/row").isfinite().tolist() == [True, False, True]
 
 
 def test_row_shift_gives_each_row_the_finest_scale_that_does_not_saturate() -> None:
     base = torch.tensor(2.0)
     x = torch.tensor([[254.0], [127.0], [126.0], [1.0], [0.0], [900.0]])
-    assert GNNC.row_shift(x, base).tolist() == [0, 1, 1, 7, 7, 0]
+    assert GNNC.row_shift(x, base, "int8/row_pow2").tolist() == [0, 1, 1, 7, 7, 0]
 
 
 def test_shifted_sums_are_exact() -> None:
     rowptr, col, _ = random_csr(40, 10, 200)
     x = torch.randn(40, 5) * torch.logspace(-2, 0, 40)[:, None]
-    base = GNNC.scale(x, "tensor")
-    shift = GNNC.row_shift(x, base)
-    q = GNNC.quantize(x, base, "tensor", shift)
+    base = GNNC.scale(x, "int8/tensor")
+    shift = GNNC.row_shift(x, base, "int8/row_pow2")
+    q = GNNC.quantize(x, base, "int8/row_pow2", shift)
     acc = GNNC.qspmm(rowptr, col, None, q, None, shift, "sum", 10)
     rows = GNNC.dequantize(q, base, "tensor").double() * torch.exp2(-shift.double())[:, None]
     expected = GNNC.spmm(rowptr, col, None, rows, "sum", 10)
@@ -143,11 +143,3 @@ def test_body_text_round_trips() -> None:
 def test_body_refuses_what_is_not_a_body(text: str) -> None:
     with pytest.raises(VerifyError, match="body"):
         parse_body(text)
-
-
-def test_qtype_rows_start_on_a_cache_line() -> None:
-    assert [QType().row_stride_for(width) for width in (1, 47, 64, 602)] == [64, 64, 64, 640]
-    assert QType(bits=1, signedness="plus_minus_one").row_stride_for(602) == 128
-    assert (QType(bits=2, signedness="unsigned").qmin, QType(bits=2, signedness="unsigned").qmax) == (0, 3)
-    with pytest.raises(ValueError, match=r"1\.\.16"):
-        QType(bits=17)

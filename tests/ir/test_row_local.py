@@ -68,8 +68,10 @@ def refusals(b):
     yield "other view", b.call(aten.view, x, [-1])
     yield "sum of rows", b.call(aten.sum.dim_IntList, x, [0])
     yield "mean of the last", b.call(aten.mean.dim, heads, [2])
-    yield "a row scale from elsewhere", b.call(gnnc.quantize, x, b.call(aten.squeeze.dim, b.norm, 1), "row")
-    yield "four bits", b.call(gnnc.quantize, x, b.call(gnnc.scale, x, "row"), "row", None, 4)
+    yield (
+        "a row scale from elsewhere",
+        b.call(gnnc.quantize, x, b.call(aten.squeeze.dim, b.norm, 1), "int8/row"),
+    )
     yield "double", b.graph.call_function(aten._to_copy.default, (x,), {"dtype": torch.float64})
 
 
@@ -82,9 +84,16 @@ def test_what_a_row_program_cannot_do_is_refused(b):
 
 
 def test_a_scale_of_the_whole_tensor_is_a_store(b):
-    scale = b.call(gnnc.scale, b.x, "tensor")
-    assert (classify(scale, b.x).kind, classify(scale, b.x).role) == ("scale_tensor", "store")
-    assert classify(b.call(gnnc.scale, b.x, "tensor", 4), b.x) is None
+    for qtype in ("int8/tensor", "int4/row_pow2"):
+        op = classify(b.call(gnnc.scale, b.x, qtype), b.x)
+        assert (op.kind, op.role) == ("scale_tensor", "store")
+    assert classify(b.call(gnnc.scale, b.x, "int8/row"), b.x) is None
+
+
+@pytest.mark.parametrize("element", ["int8", "int4", "uint8"])
+def test_quantized_rows_of_any_type_are_a_store(b, element):
+    quantized = b.call(gnnc.quantize, b.x, b.call(gnnc.scale, b.x, f"{element}/row"), f"{element}/row")
+    assert (classify(quantized, b.x).kind, classify(quantized, b.x).role) == ("quant_row", "store")
 
 
 def test_rows_of_16_bits_are_widened_first(b):
@@ -111,11 +120,11 @@ def test_numbers_that_are_symbols_are_no_constants(b):
 def test_order_of_a_program(b):
     h = b.linear(b.x, 24)
     first = b.relu(h)
-    scale = b.call(gnnc.scale, first, "row")
-    codes = b.call(gnnc.quantize, first, scale, "row")
+    scale = b.call(gnnc.scale, first, "int8/row")
+    quantized = b.call(gnnc.quantize, first, scale, "int8/row")
     second = b.add(first, b.weight("bias", 24))
-    b.finish(h, codes, scale, second)
-    program = linearize(h, outputs=(h, codes, scale, second))
+    b.finish(h, quantized, scale, second)
+    program = linearize(h, outputs=(h, quantized, scale, second))
     assert [(op.kind, op.role) for op in program] == [
         ("store_f32", "store"),
         ("relu", "chain"),
@@ -123,7 +132,7 @@ def test_order_of_a_program(b):
         ("add_col", "chain"),
         ("store_f32", "store"),
     ]
-    assert program[2].covers == (scale, codes)
+    assert program[2].covers == (scale, quantized)
     assert [op.root for op in program if op.kind == "store_f32"] == [h, second]
 
 
@@ -149,13 +158,13 @@ def test_admit_decides_which_branch_continues(b):
     assert linearize(h, lambda op: False) == []
 
 
-def test_codes_by_power_of_two(b):
+def test_rows_quantized_under_powers_of_two(b):
     base = b.input("base", (), kind="constant")
-    shift = b.call(gnnc.row_shift, b.x, base)
-    codes = b.call(gnnc.quantize, b.x, base, "tensor", shift)
-    op = classify(codes, b.x)
-    assert (op.kind, op.covers, list(op.operands)) == ("quant_pow2", (shift, codes), [base])
-    other = b.call(gnnc.quantize, b.x, b.input("other", (), kind="constant"), "tensor", shift)
+    shift = b.call(gnnc.row_shift, b.x, base, "int8/row_pow2")
+    quantized = b.call(gnnc.quantize, b.x, base, "int8/row_pow2", shift)
+    op = classify(quantized, b.x)
+    assert (op.kind, op.covers, list(op.operands)) == ("quant_pow2", (shift, quantized), [base])
+    other = b.call(gnnc.quantize, b.x, b.input("other", (), kind="constant"), "int8/row_pow2", shift)
     assert classify(other, b.x) is None
 
 

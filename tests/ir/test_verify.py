@@ -11,6 +11,7 @@ from torch import fx
 
 from gnnc.errors import VerifyError
 from gnnc.ir import Source
+from gnnc.ir.qtype import QType
 from gnnc.ir.verify import verify
 
 gnnc = torch.ops.gnnc
@@ -30,7 +31,9 @@ class Graph(Builder):
         self.w = self.parameter("weight", 4, 8)
         self.scale = self.input("scale", (5,))
         self.base = self.input("base", ())
-        self.codes = self.input("codes", (5, 8), dtype=torch.int8)
+        self.quantized = self.input("quantized", (5, 8), qtype="int8/row")
+        self.fake_int8 = self.input("fake_int8", (5, 8))
+        self.fake_int8.meta["qtype"] = QType.parse("int8/row")
         self.shift = self.input("shift", (5,), dtype=torch.uint8)
 
     def raw(self, target: object, *args: object, like: fx.Node | None = None) -> fx.Node:
@@ -134,17 +137,17 @@ def argument_too_many(g: Graph) -> fx.Node:
 # Types of arguments
 
 
-def float_codes(g: Graph) -> fx.Node:
+def floats_for_quantized(g: Graph) -> fx.Node:
     return g.raw(gnnc.qgemm.default, g.x, g.w)
 
 
-def codes_for_numbers(g: Graph) -> fx.Node:
-    return g.spmm(x=g.codes)
+def quantized_for_numbers(g: Graph) -> fx.Node:
+    return g.spmm(x=g.quantized)
 
 
-def codes_in_aten(g: Graph) -> fx.Node:
-    codes = g.call(gnnc.quantize, g.x, g.base, "tensor")
-    return g.raw(aten.add.Tensor, codes, 1)
+def quantized_in_aten(g: Graph) -> fx.Node:
+    quantized = g.call(gnnc.quantize, g.x, g.base, "int8/tensor")
+    return g.raw(aten.add.Tensor, g.call(aten.view, quantized, [5, 8]), 1)
 
 
 def narrow_rowptr(g: Graph) -> fx.Node:
@@ -157,11 +160,27 @@ def float_columns(g: Graph) -> fx.Node:
 
 def half_scale(g: Graph) -> fx.Node:
     half = g.input("half", (5,), dtype=torch.bfloat16)
-    return g.raw(gnnc.quantize.default, g.x, half, "row", like=g.codes)
+    return g.raw(gnnc.quantize.default, g.x, half, "int8/row", like=g.quantized)
 
 
 def stale_result(g: Graph) -> fx.Node:
-    return g.raw(gnnc.quantize.default, g.x, g.base, "tensor")
+    return g.raw(gnnc.quantize.default, g.x, g.base, "int8/tensor")
+
+
+def stale_qtype(g: Graph) -> fx.Node:
+    node = g.call(gnnc.quantize, g.x, g.base, "int8/tensor")
+    node.args = (g.x, g.base, "int4/tensor")
+    return node
+
+
+def lost_qtype(g: Graph) -> fx.Node:
+    node = g.call(aten.view, g.quantized, [-1, 8])
+    del node.meta["qtype"]
+    return node
+
+
+def another_dtype_than_the_qtype(g: Graph) -> fx.Node:
+    return g.raw(gnnc.dequantize.default, g.fake_int8, g.scale, "row")
 
 
 # Literals
@@ -172,7 +191,19 @@ def unknown_reduction(g: Graph) -> fx.Node:
 
 
 def unknown_granularity(g: Graph) -> fx.Node:
-    return g.raw(gnnc.scale.default, g.x, "block", like=g.base)
+    return g.raw(gnnc.dequantize.default, g.quantized, g.base, "block")
+
+
+def unknown_qtype(g: Graph) -> fx.Node:
+    return g.raw(gnnc.scale.default, g.x, "row", like=g.base)
+
+
+def no_shift_of_shifted_rows(g: Graph) -> fx.Node:
+    return g.raw(gnnc.quantize.default, g.x, g.base, "int8/row_pow2", like=g.quantized)
+
+
+def shifts_of_plain_rows(g: Graph) -> fx.Node:
+    return g.raw(gnnc.row_shift.default, g.x, g.base, "int8/row", like=g.shift)
 
 
 def unknown_edge_op(g: Graph) -> fx.Node:
@@ -180,7 +211,7 @@ def unknown_edge_op(g: Graph) -> fx.Node:
 
 
 def too_many_bits(g: Graph) -> fx.Node:
-    return g.raw(gnnc.scale.default, g.x, "row", 99, like=g.scale)
+    return g.raw(gnnc.pack.default, g.quantized, 99, like=g.shift)
 
 
 # Sizes
@@ -200,20 +231,22 @@ def values_for_other_heads(g: Graph) -> fx.Node:
 
 
 def too_few_row_scales(g: Graph) -> fx.Node:
-    args = (g.rowptr, g.col, None, g.codes, g.input("four", (4,)), None, "sum", 5)
+    args = (g.rowptr, g.col, None, g.quantized, g.input("four", (4,)), None, "sum", 5)
     return g.raw(gnnc.qspmm.default, *args)
 
 
 def two_kinds_of_row_scale(g: Graph) -> fx.Node:
-    return g.raw(gnnc.qspmm.default, g.rowptr, g.col, None, g.codes, g.scale, g.shift, "sum", 5)
+    return g.raw(gnnc.qspmm.default, g.rowptr, g.col, None, g.quantized, g.scale, g.shift, "sum", 5)
 
 
 def too_few_scales_of_destinations(g: Graph) -> fx.Node:
-    return g.raw(gnnc.qsddmm.default, g.rowptr, g.col, g.codes, g.codes, "dot", g.input("few", (4,)), g.scale)
+    return g.raw(
+        gnnc.qsddmm.default, g.rowptr, g.col, g.quantized, g.quantized, "dot", g.input("few", (4,)), g.scale
+    )
 
 
 def scales_of_one_end(g: Graph) -> fx.Node:
-    return g.raw(gnnc.qsddmm.default, g.rowptr, g.col, g.codes, g.codes, "dot", g.scale)
+    return g.raw(gnnc.qsddmm.default, g.rowptr, g.col, g.quantized, g.quantized, "dot", g.scale)
 
 
 def inner_widths_differ(g: Graph) -> fx.Node:
@@ -221,11 +254,11 @@ def inner_widths_differ(g: Graph) -> fx.Node:
 
 
 def scale_of_another_granularity(g: Graph) -> fx.Node:
-    return g.raw(gnnc.quantize.default, g.x, g.scale, "tensor", like=g.codes)
+    return g.raw(gnnc.quantize.default, g.x, g.scale, "int8/tensor", like=g.quantized)
 
 
 def a_scale_a_row_for_columns(g: Graph) -> fx.Node:
-    return g.raw(gnnc.dequantize.default, g.codes, g.scale, "column")
+    return g.raw(gnnc.dequantize.default, g.quantized, g.scale, "column")
 
 
 # Bodies
@@ -273,12 +306,12 @@ def fused_with_too_few_arguments(g: Graph) -> fx.Node:
 
 
 def fused_for_another_type(g: Graph) -> fx.Node:
-    return g.fused("fused_0", "map", g.inner(8), g.codes)
+    return g.fused("fused_0", "map", g.inner(8), g.quantized)
 
 
 def fused_makes_another_type(g: Graph) -> fx.Node:
     node = g.fused("fused_0", "map", g.inner(8), g.x)
-    node.meta["val"] = (g.codes.meta["val"],)
+    node.meta["val"] = (g.quantized.meta["val"],)
     return node
 
 
@@ -305,17 +338,23 @@ BROKEN: dict[Breaker, str] = {
     result_out_of_range: r"takes result 3 of csr_default, which has 3; take one of 0..2",
     argument_left_out: r"calls spmm without num_dst; give it all of rowptr, col, value, x, reduce, num_dst",
     argument_too_many: r"gives degree arguments that it does not take; it takes rowptr",
-    float_codes: r"takes torch.float32 as x, where qgemm needs int8; quantize it first",
-    codes_for_numbers: r"takes codes as x, where spmm needs numbers; dequantize it, or use qspmm",
-    codes_in_aten: r"computes with codes of quantize_default, .*dequantize first",
+    floats_for_quantized: r"takes torch.float32 as x, where qgemm needs quantized values; quantize it",
+    quantized_for_numbers: r"takes int8/row as x, where spmm needs numbers; dequantize it, or use qspmm",
+    quantized_in_aten: r"computes with int8/tensor of view_default, .*dequantize first",
     narrow_rowptr: r"takes torch.int32 as rowptr, where spmm needs int64; convert it",
     float_columns: r"takes torch.float32 as col, where spmm needs int32 or int64; convert it",
     half_scale: r"takes torch.bfloat16 as scale, where quantize needs float32; convert it",
     stale_result: r"says that it makes torch.float32, but quantize makes int8; infer its meta again",
+    stale_qtype: r"says that it holds int8/tensor, but makes int4/tensor; infer its meta again",
+    lost_qtype: r"says that it holds no quantized values, but makes int8/row; infer its meta again",
+    another_dtype_than_the_qtype: r"takes torch.float32 as q, which says int8/row; its dtype must be",
+    unknown_qtype: r"has a qtype that cannot be read: 'row' is not a quantized type; write one as",
+    no_shift_of_shifted_rows: r"makes int8/row_pow2 without shifts; row_pow2 takes them, and it alone",
+    shifts_of_plain_rows: r"shifts rows of int8/row, which have no shift; use row_pow2",
     unknown_reduction: r"has reduce 'median'; use one of sum, mean, max, min",
     unknown_granularity: r"has granularity 'block'; use one of tensor, row, column",
     unknown_edge_op: r"has op 'pow'; use one of dot, add",
-    too_many_bits: r"has bits 99; use one of 1..16",
+    too_many_bits: r"has bits 99; use one of 1..8",
     rows_that_rowptr_lacks: r"makes 7 rows, but rowptr has 6 entries; num_dst is one less",
     too_few_edge_values: r"has 5 edge values for 12 edges; give each edge one",
     values_for_other_heads: r"has 3 values an edge for 2 heads of x; give each head one, or all",

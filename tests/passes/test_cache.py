@@ -62,9 +62,9 @@ def test_casts_merge_by_dtype():
     assert count(gm, "_to_copy") == 2
 
 
-def test_bits_are_part_of_the_key():
+def test_the_quantized_type_is_part_of_the_key():
     b = Layers(32)
-    scales = [b.call(gnnc.scale, b.x, "row", bits) for bits in (8, 4, 8)]
+    scales = [b.call(gnnc.scale, b.x, qtype) for qtype in ("int8/row", "int4/row", "int8/row")]
     gm, _ = run_all(b.finish(*scales), (Cache(),))
     assert count(gm, "scale") == 2
 

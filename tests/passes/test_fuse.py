@@ -407,12 +407,12 @@ def test_the_scale_of_a_whole_product_is_found_where_the_kernel_can(finds):
 
     def build(b):
         h = b.linear(b.x, 16)
-        return [b.spmm(h), b.call(gnnc.scale, h, "tensor")]
+        return [b.spmm(h), b.call(gnnc.scale, h, "int8/tensor")]
 
     gm, _ = run_all(one(build), (*BEFORE, Fuse()), precision=INT8, target=target)
     assert ("scale.default" in leftovers(gm)) != finds
     product = dict(groups(gm))["gemm"]
-    assert any(n.args[1:] == ("tensor",) for n in product.graph.nodes) == finds
+    assert any(n.args[1:] == ("int8/tensor",) for n in product.graph.nodes) == finds
 
 
 def test_rows_go_on_from_the_16_bits_that_a_product_wrote():
@@ -430,7 +430,7 @@ def test_rows_go_on_from_the_16_bits_that_a_product_wrote():
 def test_a_scale_of_a_tensor_stays_out_of_what_cannot_find_it():
     def build(b):
         h = b.relu(b.relu(b.x))
-        return [h, b.call(gnnc.scale, h, "tensor")]
+        return [h, b.call(gnnc.scale, h, "int8/tensor")]
 
     gm, _ = run_all(one(build), (Fuse(),), target=Target("cuda", tensor_scales=True))
     assert "scale.default" in leftovers(gm)

@@ -14,6 +14,7 @@ from gnn_graphs import (
 )
 
 from gnnc.errors import PrecisionError
+from gnnc.ir.qtype import QType
 from gnnc.passes.assign import Assign
 from gnnc.passes.quantization.number_formats import Option
 from gnnc.passes.quantization.observe import CANDIDATES, Observation, choose, observe, row_error, spmm_sum
@@ -208,10 +209,10 @@ def product_and_sum(b, *, value=None, reduce="sum"):
 def test_rows_take_fractions_of_the_scale_that_a_product_finds():
     gm, ctx = run_all(one(product_and_sum), OF_TENSOR, target=FINDS_SCALES)
     total = node(gm, "qspmm")
-    codes, x_scale, shift = total.args[3:6]
-    rows, base, granularity = codes.args[:3]
-    assert (x_scale, granularity, str(shift.target)) == (None, "tensor", "gnnc.row_shift.default")
-    assert base.args[1] == "tensor" and base.args[0] is rows.args[0].args[0]
+    quantized_rows, x_scale, shift = total.args[3:6]
+    rows, base, qtype = quantized_rows.args[:3]
+    assert (x_scale, qtype, str(shift.target)) == (None, "int8/row_pow2", "gnnc.row_shift.default")
+    assert base.args[1] == "int8/row_pow2" and base.args[0] is rows.args[0].args[0]
     assert rows.args[0].meta["val"].dtype is torch.bfloat16
     assert error(gm, one(product_and_sum)) < 0.02
     assert "fractions of one that is taken of the whole tensor at each call" in ctx.notes[-1].text
@@ -290,23 +291,24 @@ def test_examples_that_are_not_finite_are_refused():
 
 
 def test_choose_takes_the_cheapest_that_is_good_enough_or_else_the_best():
-    errors = {"tensor": 0.02, "row_pow2": 0.008, "row": 0.004}
+    errors = dict(zip((c.qtype(INT8) for c in CANDIDATES), (0.02, 0.008, 0.004), strict=True))
     seen = Observation(1.0, errors)
-    assert choose(CANDIDATES, seen, 0.01)[0].granularity == "row_pow2"
-    assert choose(CANDIDATES, seen, 0.03)[0].granularity == "row_pow2"
-    assert choose([CANDIDATES[0], CANDIDATES[2]], seen, 0.03)[0].granularity == "tensor"
-    assert choose([CANDIDATES[0], CANDIDATES[2]], seen, 0.01)[0].granularity == "row"
-    assert choose(CANDIDATES, seen, 0.001)[0].granularity == "row"
-    assert choose(CANDIDATES, None, 0.01)[0].granularity == "row"
+
+    def chosen(limit, candidates=CANDIDATES, seen=seen):
+        return choose(candidates, INT8, seen, limit)[0].granularity
+
+    assert [chosen(limit) for limit in (0.01, 0.03, 0.001)] == ["row_pow2", "row_pow2", "row"]
+    assert [chosen(limit, CANDIDATES[::2]) for limit in (0.03, 0.01)] == ["tensor", "row"]
+    assert chosen(0.01, seen=None) == "row"
 
 
 def test_row_error_of_rows_of_different_magnitude():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 64, generator=generator) * torch.logspace(-2, 0, 200)[:, None]
     base = x.abs().max() / 127
-    tensor, pow2, row = (row_error(x, g, base) for g in ("tensor", "row_pow2", "row"))
+    tensor, pow2, row = (row_error(x, candidate.qtype(INT8), base) for candidate in CANDIDATES)
     assert row < pow2 < 0.015 < tensor
-    assert row_error(torch.zeros(3, 4), "row", torch.tensor(0.0)) == 0.0
+    assert row_error(torch.zeros(3, 4), QType(), torch.tensor(0.0)) == 0.0
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -324,7 +326,7 @@ def test_a_term_that_a_later_kernel_adds_travels_in_bf16(name):
     gm, ctx = quantized(MODELS[name]())
     assert len(casts(gm)) == 2
     assert [n.layer for n in ctx.notes if "waits for this sum in bf16" in n.text] == ["conv1", "conv2"]
-    exact, _ = run_all(MODELS[name](), (Assign(min_row_bytes=0), Quantize(carry=False)))
+    exact, _ = run_all(MODELS[name](), (Assign(min_row_bytes=0), Quantize(bf16_partials=False)))
     assert casts(exact) == []
     assert relative_error(gm(*arguments(gm)), exact(*arguments(exact))) < 0.005
 
@@ -378,6 +380,7 @@ def test_the_observers_spmm_is_the_reference(shape, weights, edges):
 
 def test_the_observer_runs_no_more_than_it_needs():
     gm = one(lambda b: b.call(aten.cumsum, b.spmm(b.relu(b.x)), 0))
-    seen = observe(gm, arguments(gm), [next(n for n in gm.graph.nodes if "relu" in str(n.target))])
+    relu = next(n for n in gm.graph.nodes if "relu" in str(n.target))
+    seen = observe(gm, arguments(gm), {relu: [QType()]})
     (observation,) = seen.values()
     assert observation.amax == float(arguments(gm)[_positions(gm, "x")[0]].relu().max())

@@ -59,17 +59,17 @@ def test_shapes_must_agree(measure: Callable[..., float]) -> None:
         measure(torch.zeros(2), torch.zeros(3))
 
 
-def quantize_graph(granularity: str, with_shift: bool) -> GraphModule:
+def quantize_graph(qtype: str) -> GraphModule:
     b = Builder()
     x = b.input("x", (b.size("n", 5), 2))
-    scale = b.input("scale", () if granularity == "tensor" else (2,), kind="constant")
-    shift = b.call(gnnc.row_shift, x, scale) if with_shift else None
-    return b.finish(b.call(gnnc.quantize, x, scale, granularity, shift))
+    scale = b.input("scale", (), kind="constant")
+    shift = b.call(gnnc.row_shift, x, scale, qtype) if "pow2" in qtype else None
+    return b.finish(b.call(gnnc.quantize, x, scale, qtype, shift))
 
 
 def test_quantization_errors_of_a_tensor_scale() -> None:
     x = torch.tensor([[1.0, 2.4], [-0.6, 300.0]])
-    (error,) = quantization_errors(quantize_graph("tensor", False), [x, torch.tensor(1.0)]).values()
+    (error,) = quantization_errors(quantize_graph("int8/tensor"), [x, torch.tensor(1.0)]).values()
     x_hat = torch.tensor([[1.0, 2.0], [-1.0, 127.0]])
     assert error.relative == pytest.approx(relative_quantization_error(x, x_hat))
     assert error.sqnr == pytest.approx(sqnr_db(x, x_hat))
@@ -78,16 +78,22 @@ def test_quantization_errors_of_a_tensor_scale() -> None:
 
 def test_quantization_errors_of_power_of_two_row_scales() -> None:
     x = torch.tensor([[100.0, 7.4], [12.0, 3.3]])
-    (error,) = quantization_errors(quantize_graph("tensor", True), [x, torch.tensor(1.0)]).values()
+    (error,) = quantization_errors(quantize_graph("int8/row_pow2"), [x, torch.tensor(1.0)]).values()
     x_hat = torch.tensor([[100.0, 7.0], [12.0, 3.25]])  # the second row has steps of 1/8
     assert error.relative == pytest.approx(relative_quantization_error(x, x_hat))
     assert error.clipped == 0
 
 
-def test_the_largest_code_is_not_clipped() -> None:
+def test_the_largest_quantized_value_is_not_clipped() -> None:
     x = torch.tensor([[127.4, -127.4]])
-    (error,) = quantization_errors(quantize_graph("tensor", False), [x, torch.tensor(1.0)]).values()
+    (error,) = quantization_errors(quantize_graph("int8/tensor"), [x, torch.tensor(1.0)]).values()
     assert error.clipped == 0
+
+
+def test_values_beyond_the_range_of_four_bits_are_clipped() -> None:
+    x = torch.tensor([[7.4, -9.0], [3.0, 8.0]])
+    (error,) = quantization_errors(quantize_graph("int4/tensor"), [x, torch.tensor(1.0)]).values()
+    assert error.clipped == 2
 
 
 def test_errors_are_the_same_fused_and_unfused() -> None:

@@ -393,17 +393,17 @@ def gemm_int8(d: Draw) -> None:
     rows, depth, width = _shape(d)
     kn, given, dtype = d.maybe(), d.maybe(0.4), d.one(FLOATS)
     w = d.rows(width, depth, torch.float32)
-    w_scale = gnnc.scale(w, "row")
+    w_scale = gnnc.scale(w, "int8/row")
     if given:
         x, scale = d.codes(rows, depth), d.positive(1 if d.maybe() else rows)
         q, x_scale = x, scale.expand(rows)
     else:
         x, scale = d.rows(rows, depth, dtype), None
-        x_scale = gnnc.scale(x, "row")
-        q = gnnc.quantize(x, x_scale, "row")
+        x_scale = gnnc.scale(x, "int8/row")
+        q = gnnc.quantize(x, x_scale, "int8/row")
     out = unwritten(rows, width)
     gemm(x, scale, w.t().contiguous() if kn else w, kn, 1, store(out))
-    sums = gnnc.qgemm(q, gnnc.quantize(w, w_scale, "row"))
+    sums = gnnc.qgemm(q, gnnc.quantize(w, w_scale, "int8/row"))
     same(out, gnnc.dequantize(gnnc.dequantize(sums, x_scale, "row"), w_scale, "column"))
 
 
@@ -423,10 +423,10 @@ def quantize(d: Draw) -> None:
     same(q, quantized(x.float(), scale[:, None]))
     by = "column" if base.numel() > 1 else "tensor"
     like = base if by == "column" else base[0]
-    same(fixed, gnnc.quantize(x, like, by))
-    want = gnnc.row_shift(x, like)
+    same(fixed, gnnc.quantize(x, like, f"int8/{by}"))
+    want = gnnc.row_shift(x, like, "int8/row_pow2")
     same(shift, want)
-    same(fine, gnnc.quantize(x, like, by, want))
+    same(fine, gnnc.quantize(x, like, "int8/row_pow2", want))
     if rows:
         same(amax, x.float().abs().amax(0) if amax.numel() > 1 else x.float().abs().amax().reshape(1))
 

@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from gnnc.ir.graph import qtype_rule, set_qtype
+from gnnc.ir.qtype import QType
 from gnnc.ir.source import Source
 
 gnnc = torch.ops.gnnc
@@ -42,14 +44,17 @@ class Builder:
         *,
         dtype: torch.dtype = torch.float32,
         kind: str = "input",
+        qtype: str | None = None,
     ) -> Node:
-        """Add a placeholder."""
+        """Add a placeholder; of quantized values where it has a ``qtype``, which is its dtype too."""
+        dtype = dtype if qtype is None else QType.parse(qtype).dtype
         node = self.graph.placeholder(re.sub(r"\W", "_", f"in_{name}"))
         with self.mode:
             node.meta["val"] = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         node.meta |= {"source": Source(kind, name), "layer": ""}
         if kind == "constant":
             node.meta["value"] = torch.full(tuple(shape), 0.05, dtype=dtype)
+        set_qtype(node, None if qtype is None else QType.parse(qtype))
         return node
 
     def parameter(self, name: str, *shape: int) -> Node:
@@ -60,6 +65,7 @@ class Builder:
         """Add a placeholder of a fused submodule that stands for ``node``."""
         copied = self.graph.placeholder(node.name)
         copied.meta["val"] = node.meta["val"]
+        set_qtype(copied, node.meta.get("qtype"))
         return copied
 
     def call(self, target: Callable[..., Any], *args: Any) -> Node:
@@ -70,6 +76,7 @@ class Builder:
         with self.mode:
             node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
         node.meta["layer"] = self.layer
+        set_qtype(node, qtype_rule(self._modules, node))
         return node
 
     def parts(self, node: Node) -> list[Node]:
@@ -84,6 +91,7 @@ class Builder:
         output = next(iter(reversed(inner.graph.nodes))).args[0]
         node.meta["val"] = torch.fx.node.map_arg(output, lambda n: n.meta["val"])
         node.meta |= {"layer": self.layer, "fused": True, "kind": kind}
+        set_qtype(node, qtype_rule(self._modules, node))
         return node
 
     def finish(self, *outputs: Node) -> GraphModule:
@@ -151,17 +159,17 @@ def quantized_layer() -> GraphModule:
     b.layer = "conv1.lin"
     h = _int8_gemm(b, x, weight)
     b.layer = "conv1"
-    shift = b.call(gnnc.row_shift, h, base)
-    codes = b.call(gnnc.quantize, h, base, "tensor", shift)
+    shift = b.call(gnnc.row_shift, h, base, "int8/row_pow2")
+    codes = b.call(gnnc.quantize, h, base, "int8/row_pow2", shift)
     acc = b.call(gnnc.qspmm, rowptr, col, None, codes, None, shift, "sum", nodes)
     y = b.call(gnnc.dequantize, acc, base, "tensor", -7)
     return b.finish(b.call(aten.relu.default, b.call(aten.add.Tensor, y, bias)))
 
 
 def _int8_gemm(b: Builder, x: Node, weight: Node) -> Node:
-    x_scale, w_scale = b.call(gnnc.scale, x, "row"), b.call(gnnc.scale, weight, "row")
-    x_codes = b.call(gnnc.quantize, x, x_scale, "row")
-    w_codes = b.call(gnnc.quantize, weight, w_scale, "row")
+    x_scale, w_scale = b.call(gnnc.scale, x, "int8/row"), b.call(gnnc.scale, weight, "int8/row")
+    x_codes = b.call(gnnc.quantize, x, x_scale, "int8/row")
+    w_codes = b.call(gnnc.quantize, weight, w_scale, "int8/row")
     acc = b.call(gnnc.qgemm, x_codes, w_codes)
     return b.call(gnnc.dequantize, b.call(gnnc.dequantize, acc, x_scale, "row"), w_scale, "column")
 
@@ -185,8 +193,8 @@ def _fused_gemm(outer: Builder, *args: Node) -> GraphModule:
     b = Builder(outer)
     x, weight, base = (b.like(node) for node in args)
     h = _int8_gemm(b, x, weight)
-    shift = b.call(gnnc.row_shift, h, base)
-    return b.finish(b.call(gnnc.quantize, h, base, "tensor", shift), shift)
+    shift = b.call(gnnc.row_shift, h, base, "int8/row_pow2")
+    return b.finish(b.call(gnnc.quantize, h, base, "int8/row_pow2", shift), shift)
 
 
 def _fused_spmm(outer: Builder, *args: Node) -> GraphModule:

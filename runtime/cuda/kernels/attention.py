@@ -25,7 +25,7 @@ _ADD, _DOT = 0, 1
 _MAX_WIDTH = 1024
 
 
-@kernel("fused:attention", backend="cuda", name="attention", priority=10)
+@kernel("fused:attention", backend="cuda", name="attention", priority=10, elements=("int8",))
 class Attend:
     """``csrc/cuda/sparse/attention.cuh``: neither logits nor weights reach memory, but of dot products."""
 

@@ -162,7 +162,7 @@ def _split(shape: Shape, rows: int) -> int:
     return max(1, 8 // _ceil_power(-(-tiles // 8)))
 
 
-@kernel("fused:gemm", "gnnc.gemm", "gnnc.qgemm", backend="cuda", name="gemm", priority=10)
+@kernel("fused:gemm", "gnnc.gemm", "gnnc.qgemm", backend="cuda", name="gemm", priority=10, elements=("int8",))
 class Gemm:
     """``csrc/cuda/dense/gemm.cuh``: int8, fp16 and bf16 on the tensor cores, rounding x as it is loaded."""
 
@@ -212,12 +212,12 @@ def _lanes(plan: gemm.Plan, tile: Tile, shape: Shape) -> int:
     stored, and the more threads do it, the longer the stretch of memory that they write at a time.
     """
     most = lanes_for(shape.out)
-    if not plan.program.makes_codes:
+    if not plan.program.quantizes:
         return most
     return min(max(tile.threads // tile.rows, 4), most)
 
 
-@kernel("fused:gemm", "gnnc.gemm", backend="cuda", name="cublas", priority=5)
+@kernel("fused:gemm", "gnnc.gemm", backend="cuda", name="cublas", priority=5, elements=("int8",))
 class Cublas:
     """``torch.mm`` in FP32, then the row program in a kernel of its own."""
 
@@ -248,7 +248,7 @@ class Cublas:
         launch_rowmap(emitter, node, out, "float", stride, rows, plan.width, plan.program)
 
 
-@kernel("gnnc.qgemm", backend="cuda", name="cublaslt", priority=5)
+@kernel("gnnc.qgemm", backend="cuda", name="cublaslt", priority=5, elements=("int8",))
 class CublasInt8:
     """``aten._int_mm``, which calls cuBLASLt, for codes of rows too wide for a block of ours."""
 

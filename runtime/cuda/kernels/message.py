@@ -55,7 +55,7 @@ class Plan:
     operands: tuple[tuple[str, int], ...]
 
 
-@kernel("gnnc.edge_map", "gnnc.message", backend="cuda", name="edge_body", priority=10)
+@kernel("gnnc.edge_map", "gnnc.message", backend="cuda", name="edge_body", priority=10, elements=("int8",))
 class EdgeBody:
     """``csrc/cuda/sparse/edge.cuh``: a thread computes a column of the body; no E x F matrix is written."""
 
@@ -81,7 +81,7 @@ class EdgeBody:
         _emit(plan, node, emitter)
 
 
-@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="edge_sddmm", priority=5)
+@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="edge_sddmm", priority=5, elements=("int8",))
 class EdgeSddmm:
     """The products and sums of the rows at an edge's ends, as bodies."""
 

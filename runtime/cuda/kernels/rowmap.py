@@ -11,7 +11,7 @@ from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program.build import RowProgram, argument_of
 
 
-@kernel("fused:map", backend="cuda", name="rowmap", priority=10)
+@kernel("fused:map", backend="cuda", name="rowmap", priority=10, elements=("int8",))
 class Map:
     """``csrc/cuda/dense/rowmap.cuh``: a row program over the rows of one tensor."""
 
@@ -37,7 +37,7 @@ def launch_rowmap(
     program: RowProgram,
 ) -> None:
     """Write a launch that runs a row program over the rows of ``x``, C++ type ``kind``."""
-    lanes = lanes_for(width, columns=16 if program.makes_codes else 4)
+    lanes = lanes_for(width, columns=16 if program.quantizes else 4)
     epilogue, values = write_epilogue(program, node, emitter, rows, width)
     count = emitter.size(rows)
     emitter.launch(

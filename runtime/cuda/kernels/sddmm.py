@@ -18,7 +18,7 @@ _PIECE = 16
 _MAX_WIDTH = 1024
 
 
-@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="sddmm", priority=10)
+@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="sddmm", priority=10, elements=("int8",))
 class Sddmm:
     """``csrc/cuda/sparse/sddmm.cuh``: dot, sum, difference, product or copy of the rows at an edge's ends."""
 

@@ -73,7 +73,14 @@ class Rows:
 
 
 @kernel(
-    "fused:spmm", "gnnc.spmm", "gnnc.qspmm", "gnnc.segment_reduce", backend="cuda", name="spmm", priority=10
+    "fused:spmm",
+    "gnnc.spmm",
+    "gnnc.qspmm",
+    "gnnc.segment_reduce",
+    backend="cuda",
+    name="spmm",
+    priority=10,
+    elements=("int8",),
 )
 class Spmm:
     """``csrc/cuda/sparse/spmm.cuh``: sum, mean, max or min over each row's edges, without atomics."""

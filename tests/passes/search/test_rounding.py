@@ -5,6 +5,7 @@ import torch
 from gnn_graphs import Layers, arguments, relative_error, run_all
 
 from gnnc.ir.op import op_of
+from gnnc.ir.qtype import QType
 from gnnc.passes.assign import Assign
 from gnnc.passes.base import Context
 from gnnc.passes.quantization.number_formats import FULL, Option, options_of
@@ -86,14 +87,14 @@ def _with_scales(gm, values):
 def test_a_row_scale_rounds_to_within_half_a_step() -> None:
     x = torch.tensor([[1.0, -0.5, 0.013], [200.0, 1.0, 0.4]])
     step = x.abs().amax(1, keepdim=True) / 127
-    assert bool(((round_rows(x, 8) - x).abs() <= step / 2 + 1e-6).all())
+    assert bool(((round_rows(x, QType()) - x).abs() <= step / 2 + 1e-6).all())
 
 
 def test_a_static_scale_saturates_and_shifts_keep_small_rows() -> None:
     x = torch.tensor([[2.0, 1.0], [0.01, 0.005]])
     base = torch.tensor(1.0 / 127)
-    plain = round_static(x, base, 8, shifted=False)
-    shifted = round_static(x, base, 8, shifted=True)
+    plain = round_static(x, base, QType(granularity="tensor"))
+    shifted = round_static(x, base, QType(granularity="row_pow2"))
     assert plain[0].tolist() == pytest.approx([1.0, 1.0])
     assert (shifted[1] - x[1]).abs().max() < (plain[1] - x[1]).abs().max()
 

@@ -220,9 +220,9 @@ def test_results_may_be_inputs_constants_and_repeated(backend):
 def test_a_scale_that_is_not_finite_names_its_layer():
     b = Builder()
     x = b.input(torch.randn(9, WIDTH), "x")
-    scale = b.call(ops.scale.default, x, "row")
+    scale = b.call(ops.scale.default, x, "int8/row")
     scale.meta["layer"] = "convs.1"
-    gm = b.build(b.call(ops.quantize.default, x, scale, "row"))
+    gm = b.build(b.call(ops.quantize.default, x, scale, "int8/row"))
     bad = b.values[0].clone()
     bad[3, 3] = float("nan")
     with pytest.raises(gnnc.PrecisionError, match=r"not finite in layer 'convs\.1'"):
