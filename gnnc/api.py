@@ -590,10 +590,8 @@ class CompiledModel(torch.nn.Module):
 
 
 def _moved(args: tuple[Any, ...], device: torch.device | None) -> tuple[Any, ...]:
-    """The arguments with their tensors on ``device``; None: where they are."""
-    if device is None:
-        return args
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), args)
+    """Return the arguments with their tensors on ``device``; None: where they are."""
+    return args if device is None else pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), args)
 
 
 def device_of(model: torch.nn.Module) -> torch.device | None:

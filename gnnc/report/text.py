@@ -18,7 +18,12 @@ _STAYS = "stays FP32: "
 
 
 class Remark(Protocol):
-    """What a pass noted: ``gnnc.passes.base.Note`` has this form."""
+    """A note of a pass; ``gnnc.passes.base.Note`` has this form."""
+
+    @property
+    def kind(self) -> str:
+        """``declined`` or ``decision``."""
+        ...
 
     @property
     def pass_name(self) -> str:
