@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import is_structure
-from gnnc.runtime.cuda.driver.nan_flag import Watch
+from gnnc.runtime.cuda.driver.nan_flag import NanFlag
 from gnnc.runtime.cuda.driver.nvrtc import Resources, resources_of
 from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.formats.tables import write_give_back
@@ -32,14 +32,14 @@ class CudaBuild:
         resources: registers and memory of each kernel, by C++ name.
         code_hash: hash of the machine code.
         structure: positions of the placeholders that are parts of the graph's structure.
-        watch: the flag that kernels raise for NaN and infinity.
+        nan_flag: the flag that kernels raise for NaN and infinity.
     """
 
     recording: Recording | None
     resources: dict[str, Resources]
     code_hash: str
     structure: list[int]
-    watch: Watch
+    nan_flag: NanFlag
 
 
 class CudaDevice(Device):
@@ -57,14 +57,14 @@ class CudaDevice(Device):
         write_give_back(emitter)
         inputs = placeholders(emitter.graph_module)
         structure = [place for place, node in enumerate(inputs) if is_structure(node)]
-        machines = emitter.unit.build(self.device.index)
-        code = b"".join(hashlib.sha256(machine.cubin).digest() for machine in machines.values())
+        code = emitter.kernel_set.build(self.device.index)
+        digests = b"".join(hashlib.sha256(part.cubin).digest() for part in code.values())
         return CudaBuild(
             recording(emitter, results),
-            resources_of(machines),
-            hashlib.sha256(code).hexdigest(),
+            resources_of(code),
+            hashlib.sha256(digests).hexdigest(),
             structure,
-            emitter.watch,
+            emitter.nan_flag,
         )
 
     def arena_pool(self, layout: Layout) -> CudaArenaPool:

@@ -1,4 +1,4 @@
-"""Writes CUDA programs: what the common emitter does, and launches of kernels of a unit."""
+"""Writes CUDA programs: what the common emitter does, and launches of kernels of a kernel_set."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gnnc.ir.nodes import is_view
-from gnnc.runtime.cuda.driver.kernel_set import BLOCK, Unit
-from gnnc.runtime.cuda.driver.nan_flag import Watch
+from gnnc.runtime.cuda.driver.kernel_set import BLOCK, KernelSet
+from gnnc.runtime.cuda.driver.nan_flag import NanFlag
 from gnnc.runtime.plans.spmm import Plan
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.launches import (
@@ -40,7 +40,7 @@ class CudaEmitter(Emitter):
     """An emitter that knows the program's kernels.
 
     Attributes:
-        unit: the kernels.
+        kernel_set: the kernels.
         watch: where kernels report NaN and infinity.
         weighted: nodes whose rows of codes hold their weights, where there is room (``gnnc::weight_place``).
         by_stretch: columns, and the sums over them that may go through a table by stretch.
@@ -48,11 +48,11 @@ class CudaEmitter(Emitter):
 
     def __init__(self, graph_module: GraphModule, *, check_finite: bool, offline: bool) -> None:
         super().__init__(graph_module, check_finite=check_finite)
-        self.unit = Unit()
+        self.kernel_set = KernelSet()
         self.weighted: set[Node] = set()
         self._aligned: set[Expr] = set()
         self.by_stretch: dict[Node, set[Node]] = {}
-        self.watch = Watch(offline=offline)
+        self.nan_flag = NanFlag(offline=offline)
 
     @staticmethod
     def padded(width: int, dtype: torch.dtype, *, gathered: bool = True, by_stretch: bool = False) -> int:
@@ -152,22 +152,24 @@ class CudaEmitter(Emitter):
             block: threads a block, or ``AS_COMPILED``.
             shared: bytes of dynamic shared memory.
         """
-        launcher = self.bind(self.unit.launch(kernel, count_of(values), block=block, shared=shared), "launch")
+        launcher = self.bind(
+            self.kernel_set.launcher(kernel, count_of(values), block=block, shared=shared), "launch"
+        )
         arguments = tuple(value if isinstance(value, Unpacked) else literal(value) for value in values)
         self.append(Launch(launcher.text, literal(grid), arguments))
 
-    def watched(self, node: Node) -> list[Operand]:
+    def nan_flag_arguments(self, node: Node) -> list[Operand]:
         """Return the two arguments that make a ``step::Watch`` for a node."""
         # By name: if the text of a program said where memory lies, no program would be known again.
-        address = self.bind(self.watch.address, "watch")
-        return [address, self.watch.add(node.meta.get("layer", ""))]
+        address = self.bind(self.nan_flag.address, "watch")
+        return [address, self.nan_flag.add(node.meta.get("layer", ""))]
 
     def check_values(self, node: Node, values: Expr) -> None:
         """Write a launch that looks for NaN and infinity in a tensor; nothing waits for the result."""
         values = self.let("values", expr("{}.float().contiguous()", values))
         count = expr("{}.numel()", values)
         grid = expr("min({}, 1024)", expr("({} + {}) // {}", count, BLOCK - 1, BLOCK))
-        self.launch("gnnc::check_finite", grid, [pointer(values), count, *self.watched(node)])
+        self.launch("gnnc::check_finite", grid, [pointer(values), count, *self.nan_flag_arguments(node)])
 
 
 def _is_given(node: Node) -> bool:
@@ -186,9 +188,9 @@ def blocks(rows: Operand, per_block: int) -> Expr:
     return literal(rows) if per_block == 1 else expr("({} + {}) // {}", rows, per_block - 1, per_block)
 
 
-def round_up(number: int, unit: int) -> int:
-    """Return the least multiple of ``unit`` that is not below ``number``."""
-    return -(-number // unit) * unit
+def round_up(number: int, multiple: int) -> int:
+    """Return the least multiple of ``multiple`` that is not below ``number``."""
+    return -(-number // multiple) * multiple
 
 
 def pointer(tensor: Expr | None) -> Expr:

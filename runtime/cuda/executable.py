@@ -56,7 +56,7 @@ class CudaExecutable(Executable):
         self._index = self.device.index
         super().__init__(graph_module, pool, check_finite=check_finite, device=CudaDevice(self.device))
         built: CudaBuild = self.built
-        self.recording, self.resources, self._watch = built.recording, built.resources, built.watch
+        self.recording, self.resources, self._nan_flag = built.recording, built.resources, built.nan_flag
         self._settled = False
         self._wait = _WAIT
         recorded = self.recording if cuda_graph is not False else None
@@ -67,7 +67,7 @@ class CudaExecutable(Executable):
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Run the program; returns the flat outputs."""
-        self._watch.check()
+        self._nan_flag.check()
         before = exchange_device(self._index)
         if not hasattr(_THREAD, "entered"):
             enter_device(self._index)  # a new thread has no context of the driver yet
@@ -109,7 +109,7 @@ class CudaExecutable(Executable):
         if not self._settled and not torch.cuda.is_current_stream_capturing():
             # The first call waits, so that what is wrong with its values is said by this very call.
             torch.cuda.current_stream(self.device).synchronize()
-            self._watch.check()
+            self._nan_flag.check()
             self._settled = True
         return outputs
 

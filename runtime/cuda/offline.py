@@ -6,8 +6,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from gnnc.errors import BackendError
-from gnnc.runtime.cuda.driver.kernel_set import Unit
-from gnnc.runtime.cuda.driver.nvrtc import Machine
+from gnnc.runtime.cuda.driver.kernel_set import KernelSet
+from gnnc.runtime.cuda.driver.nvrtc import CompiledCode
 from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.graphs.recording import Recording, recording
 from gnnc.runtime.program.device import Device
@@ -21,14 +21,14 @@ class OfflineBuild:
     """Kernels of a program, compiled for several architectures.
 
     Attributes:
-        unit: the kernels.
+        kernel_set: the kernels.
         recording: the recording form of the program; None where it is not launches alone.
-        machines: the compiled code by architecture, and by the C++ name of a kernel in it.
+        code: the compiled code of each kernel, by architecture and C++ name.
     """
 
-    unit: Unit
+    kernel_set: KernelSet
     recording: Recording | None
-    machines: dict[str, dict[str, Machine]]
+    code: dict[str, dict[str, CompiledCode]]
 
 
 class OfflineDevice(Device):
@@ -43,19 +43,19 @@ class OfflineDevice(Device):
 
     def finish(self, emitter: CudaEmitter, results: list[Expr]) -> OfflineBuild:
         """Compile the kernels for every architecture."""
-        unit = emitter.unit
+        kernel_set = emitter.kernel_set
         recorded = recording(emitter, results)
-        machines = {name: unit.compile(name) for name in self._architectures} if unit.names else {}
-        return OfflineBuild(unit, recorded, machines)
+        code = {name: kernel_set.compile(name) for name in self._architectures} if kernel_set.names else {}
+        return OfflineBuild(kernel_set, recorded, code)
 
 
 class OfflineExecutable(Executable):
-    """A program compiled for architectures that this machine need not have; it cannot run.
+    """A program that is compiled for architectures without a device, and cannot run.
 
     Attributes:
-        unit: the kernels.
+        kernel_set: the kernels.
         recording: the recording form of the program; None where it is not launches alone.
-        machines: the compiled code by architecture, and by the C++ name of a kernel in it.
+        code: the compiled code of each kernel, by architecture and C++ name.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class OfflineExecutable(Executable):
     ) -> None:
         super().__init__(graph_module, pool, check_finite=check_finite, device=OfflineDevice(architectures))
         built: OfflineBuild = self.built
-        self.unit, self.recording, self.machines = built.unit, built.recording, built.machines
+        self.kernel_set, self.recording, self.code = built.kernel_set, built.recording, built.code
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Refuse to run.
 
         Raises:
-            BackendError: always.
+            BackendError: always; the message says how to run the model.
         """
         raise BackendError(
             "backend 'cuda-offline' compiles for a device that is not here: compile with backend='cuda' on a "

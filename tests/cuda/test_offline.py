@@ -15,7 +15,7 @@ from zoo import ZOO, build
 import gnnc
 from gnnc.runtime.cuda.backend import OFFLINE
 from gnnc.runtime.cuda.driver.cubin import waiting_kernels
-from gnnc.runtime.cuda.driver.nan_flag import Watch
+from gnnc.runtime.cuda.driver.nan_flag import NanFlag
 from gnnc.runtime.cuda.driver.nvrtc import compiler_version
 from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.offline import OfflineExecutable
@@ -88,17 +88,17 @@ def check(executable: OfflineExecutable, case: tuple[str, str]) -> None:
     given = ALLOWANCES[max(version for version in ALLOWANCES if version <= found)]
     given = [each for each in given if case in each.cases]
     needed: set[Allowance] = set()
-    assert set(executable.machines) == set(OFFLINE)
-    for architecture, machines in executable.machines.items():
-        assert set(machines) == set(executable.unit.names)
-        for kernel, machine in machines.items():
-            taken = machine.resources[kernel]
+    assert set(executable.code) == set(OFFLINE)
+    for architecture, code in executable.code.items():
+        assert set(code) == set(executable.kernel_set.names)
+        for kernel, part in code.items():
+            taken = part.resources[kernel]
             own = [each for each in given if each.is_for(architecture, kernel)]
             spilled, stack = max(((each.spilled, each.stack) for each in own), default=(0, 0))
             assert taken.spilled <= spilled and taken.stack <= stack, (architecture, kernel, taken)
             needed |= {each for each in own if (each.spilled, each.stack) == (taken.spilled, taken.stack)}
-            waiting = frozenset() if architecture == "sm_80" else frozenset(machine.symbols.values())
-            assert waiting_kernels(machine.cubin) == waiting
+            waiting = frozenset() if architecture == "sm_80" else frozenset(part.symbols.values())
+            assert waiting_kernels(part.cubin) == waiting
     if found in ALLOWANCES:
         assert not set(given) - needed, "allowed, and not needed to the byte"
 
@@ -142,7 +142,7 @@ def test_rows_of_codes_bring_their_weight_where_there_is_room(name: str) -> None
     )
     with torch.no_grad(), pytest.raises(gnnc.BackendError, match="not here"):
         compiled(x, edge_index)
-    kernels = compiled._last.executable.unit.names
+    kernels = compiled._last.executable.kernel_set.names
     sums = [kernel for kernel in kernels if kernel.startswith("gnnc::spmm<")]
     assert [kernel.partition("Scale::")[2][:6] for kernel in sums if "i8, 64," in kernel] == ["power,"]
     assert [kernel.partition("Scale::")[2][:6] for kernel in sums if "i8, 47," in kernel] == ["in_row"]
@@ -170,7 +170,7 @@ def test_rows_that_nothing_gathers_leave_l2_first_and_begin_on_no_line(
         compiled(torch.randn(300, width), torch.randint(300, (2, 2000)))
     executable = compiled._last.executable
     store = r"struct Epilogue_\w+ {.*?store<(\d+, (?:true|false)), float>"
-    sums = [text for text, names in executable.unit.sources if "gnnc::spmm<" in "".join(names)]
+    sums = [text for text, names in executable.kernel_set.sources if "gnnc::spmm<" in "".join(names)]
     found = [re.findall(store, text, re.S) for text in sums]
     assert found == [[f"{gathered}, false"], [f"{others}, true"]]
 
@@ -226,12 +226,12 @@ def test_the_text_of_a_program_says_nothing_of_where_memory_lies(
     """What a program took is remembered by it (``gnnc.calibrate.timing``)."""
     addresses = iter((4096, 8192))
 
-    def somewhere(self: Watch, *, offline: bool) -> None:
+    def somewhere(self: NanFlag, *, offline: bool) -> None:
         begin(self, offline=offline)
         self.address = next(addresses)
 
-    begin = Watch.__init__
-    monkeypatch.setattr(Watch, "__init__", somewhere)
+    begin = NanFlag.__init__
+    monkeypatch.setattr(NanFlag, "__init__", somewhere)
     first, second = (lowered(name, "int8", "cuda-offline:sm_90")._last.executable for _ in range(2))
     assert first.source == second.source and next(addresses, None) is None
 

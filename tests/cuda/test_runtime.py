@@ -15,7 +15,7 @@ from torch_geometric.nn.models import GAT, GCN, GIN, GraphSAGE
 
 import gnnc
 from gnnc.runtime.cuda.driver.launch import Launch
-from gnnc.runtime.cuda.driver.readback import Facts
+from gnnc.runtime.cuda.driver.readback import Readback
 from gnnc.runtime.cuda.executable import CudaExecutable
 from gnnc.runtime.cuda.formats import window_table
 from gnnc.runtime.cuda.graphs.cuda_graph import _Graph
@@ -388,13 +388,13 @@ def test_a_call_on_a_new_graph_waits_once(kind, of_edges, by_stretch, monkeypatc
     compiled, x, edge_index = compiled_and_inputs(kind(24, 64, 2, 7).eval().cuda(), "auto", "fp16")
     edges = edge_index.shape[1]
     given = {name: torch.rand(edges, *width, device="cuda") for name, width in of_edges.items()}
-    waits, wait = [], Facts.wait
+    waits, wait = [], Readback.wait
 
-    def counted(facts):
-        waits.append(facts)
-        return wait(facts)
+    def counted(readback):
+        waits.append(readback)
+        return wait(readback)
 
-    monkeypatch.setattr(Facts, "wait", counted)
+    monkeypatch.setattr(Readback, "wait", counted)
     for _ in range(3):
         expected = compiled(x, edge_index, **given)
     edge_index, given = edge_index.clone(), {name: each.clone() for name, each in given.items()}

@@ -23,7 +23,7 @@ from gnnc.capture import validate
 from gnnc.runtime import backend, cuda
 from gnnc.runtime.cuda import executable
 from gnnc.runtime.cuda.driver import kernel_set, launch, nvrtc, readback
-from gnnc.runtime.cuda.driver.nvrtc import Machine
+from gnnc.runtime.cuda.driver.nvrtc import CompiledCode
 from gnnc.runtime.cuda.graphs import cuda_graph
 
 __all__ = ["Driver", "EmulatorError", "emulated"]
@@ -54,7 +54,7 @@ def _driver() -> Driver:
     return Driver()
 
 
-class _Code(launch.Code):
+class _Code(launch.LoadedCode):
     """Is not unloaded, which may be when the emulator is in nobody's place."""
 
     def __del__(self) -> None:
@@ -73,8 +73,8 @@ def _replaced(driver: Driver) -> Iterator[tuple[Any, str, Any]]:
     limits = SimpleNamespace(multi_processor_count=_MULTIPROCESSORS, shared_memory_per_block_optin=227 * 1024)
     yield from ((module, "driver", lambda: driver) for module in (readback, launch, cuda_graph))
     yield cuda_graph, "_Graph", _Graph
-    yield launch, "leaves_waiting", lambda: False
-    yield from ((module, "Code", _Code) for module in (launch, kernel_set, cuda_launch))
+    yield launch, "has_programmatic_edges", lambda: False
+    yield from ((module, "LoadedCode", _Code) for module in (launch, kernel_set, cuda_launch))
     yield nvrtc, "_compile", compiler.compile_source
     yield nvrtc, "compile_source", _named(nvrtc.compile_source)
     yield kernel_set, "architecture_of", lambda device: "sm_{}{}".format(*compiler.CAPABILITY)
@@ -152,6 +152,6 @@ class _OnTheCpu(TorchFunctionMode):
         return out
 
 
-def _named(compile_source: Callable[..., Machine]) -> Callable[..., Machine]:
+def _named(compile_source: Callable[..., CompiledCode]) -> Callable[..., CompiledCode]:
     """Give code for the emulator places of its own in the cache."""
     return lambda source, names, _: compile_source(source, names, compiler.architecture())

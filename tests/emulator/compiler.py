@@ -12,7 +12,7 @@ from cuda.bindings import nvrtc
 from emulator.ptx import Kernel, translate
 from gnnc.errors import BackendError
 from gnnc.runtime.cuda.driver import nvrtc as compiler
-from gnnc.runtime.cuda.driver.nvrtc import Machine
+from gnnc.runtime.cuda.driver.nvrtc import CompiledCode
 
 CAPABILITY = (9, 0)
 """Of the device that is emulated."""
@@ -28,7 +28,7 @@ def architecture() -> str:
     return f"emulated-{hashlib.sha256(code).hexdigest()[:16]}"
 
 
-def compile_source(source: str, names: tuple[str, ...], architecture: str) -> Machine:
+def compile_source(source: str, names: tuple[str, ...], architecture: str) -> CompiledCode:
     """Stand for ``build._compile``: the machine code is a library.
 
     Raises:
@@ -42,7 +42,7 @@ def compile_source(source: str, names: tuple[str, ...], architecture: str) -> Ma
         file.write_text(code + _bounds(kernels))
         command = ["g++", *_OPTIONS, "-shared", "-fPIC", f"-I{_FOLDER}", "-o", str(library), str(file)]
         subprocess.run(command, check=True)
-        return Machine(library.read_bytes(), symbols, {})
+        return CompiledCode(library.read_bytes(), symbols, {})
 
 
 def _bounds(kernels: list[Kernel]) -> str:

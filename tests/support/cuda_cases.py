@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from zoo import ZOO, build
 
 import gnnc
-from gnnc.runtime.cuda.driver.kernel_set import Unit
+from gnnc.runtime.cuda.driver.kernel_set import KernelSet
 from gnnc.runtime.cuda.driver.nvrtc import Resources, resources_of
 
 
@@ -46,9 +46,9 @@ def assert_no_spills(report: dict[str, Resources]) -> None:
 def compiled_without_spills(
     architecture: str, make: Callable[..., Any], *given: Any
 ) -> tuple[Any, list[str]]:
-    """Compile what ``make(unit, *given)`` asks for; return that, and the names of its kernels."""
-    unit = Unit()
-    made = make(unit, *given)
-    report = resources_of(unit.compile(architecture))
+    """Compile what ``make(kernel_set, *given)`` asks for; return that, and the names of its kernels."""
+    kernel_set = KernelSet()
+    made = make(kernel_set, *given)
+    report = resources_of(kernel_set.compile(architecture))
     assert_no_spills(report)
     return made, list(report)

@@ -3,7 +3,7 @@
 import torch
 
 from gnnc.runtime.cuda.driver import nvrtc
-from gnnc.runtime.cuda.driver.launch import Code, Launch
+from gnnc.runtime.cuda.driver.launch import Launcher, LoadedCode
 from gnnc.runtime.cuda.driver.nvrtc import Resources
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -22,15 +22,15 @@ class Module:
         major, minor = torch.cuda.get_device_capability()
         self._machine = nvrtc.compile_source(source, names, f"sm_{major}{minor}")
         self._device = torch.cuda.current_device()
-        self._code = Code(self._machine.cubin, self._device)
-        self._launches: dict[tuple[str, int, int, int], Launch] = {}
+        self._code = LoadedCode(self._machine.cubin, self._device)
+        self._launches: dict[tuple[str, int, int, int], Launcher] = {}
 
-    def launcher(self, name: str, block: int, count: int, shared: int = 0) -> Launch:
+    def launcher(self, name: str, block: int, count: int, shared: int = 0) -> Launcher:
         """Return what launches a kernel of ``count`` 8-byte arguments, with dynamic shared memory."""
         key = name, block, count, shared
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = Launch(name, count, block, shared)
+            launch = self._launches[key] = Launcher(name, count, block, shared)
             launch.bind(self._code, self._machine.symbols[name], self._device)
         return launch
 

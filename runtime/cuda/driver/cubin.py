@@ -1,8 +1,8 @@
-"""Reads compiled kernels: whether each waits for what ran before it, before it reads any memory.
+"""Reader of cubins: finds the kernels that wait for their predecessor before they read any memory.
 
-The compiler may move loads of what it takes for constant; a kernel that loaded before it waited would
-read what the kernel before it has yet to write. So it is looked up in the code that will run. The
-encoding of instructions is not documented: an architecture on which nothing is found is one whose
+The compiler may move loads of memory that it takes for constant; a kernel that loaded before it waited
+would read values that the kernel before it has yet to write. So the wait is looked up in the code that
+will run. The encoding of instructions is not documented: on an architecture where no wait is found,
 kernels are launched in order.
 """
 
@@ -35,6 +35,7 @@ def kernels(cubin: bytes) -> dict[str, bytes]:
 
 
 def _waits_first(code: bytes) -> bool:
+    """Return whether a kernel waits before its first load."""
     for low, _ in struct.iter_unpack("<QQ", code):
         operation = low & 0xFFF
         if operation == _WAIT:

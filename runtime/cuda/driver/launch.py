@@ -1,4 +1,4 @@
-"""Launches compiled kernels: on torch's current stream, for a few microseconds of Python each."""
+"""Launchers of compiled kernels, which take a few microseconds of Python a launch."""
 
 import ctypes
 import struct
@@ -14,7 +14,7 @@ from gnnc.runtime.cuda.driver.cubin import waiting_kernels
 _END, _POINTER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_*
 _MAX_THREADS = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_LEAVES_WAITING = 12030  # driver from which edges of a graph leave the waiting to kernels
+_PROGRAMMATIC_EDGES = 12030  # first driver version with programmatic edges between nodes of a graph
 
 
 @cache
@@ -22,7 +22,7 @@ def driver() -> ctypes.CDLL:
     """Return the CUDA driver's library.
 
     Raises:
-        BackendError: there is none.
+        BackendError: this machine has no CUDA driver.
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -32,18 +32,22 @@ def driver() -> ctypes.CDLL:
     return library
 
 
-def check(status: int, what: str) -> None:
+def check(status: int, action: str) -> None:
     """Raise unless a call of the driver succeeded.
 
+    Args:
+        status: the value that the call returned.
+        action: the action for the message, such as "load the kernels".
+
     Raises:
-        BackendError: with the driver's words.
+        BackendError: the call failed; the message holds the driver's error text.
     """
     if status == 0:
         return
     text = ctypes.c_char_p()
     driver().cuGetErrorString(status, ctypes.byref(text))
     words = text.value.decode() if text.value else f"error {status}"
-    raise BackendError(f"the CUDA driver could not {what}: {words}")
+    raise BackendError(f"the CUDA driver could not {action}: {words}")
 
 
 def enter_device(index: int) -> None:
@@ -53,9 +57,9 @@ def enter_device(index: int) -> None:
 
 @contextmanager
 def on_device(index: int) -> Iterator[None]:
-    """Have the context of a device current inside, and afterwards what was before.
+    """Make the context of a device current inside the block, and restore the previous one afterwards.
 
-    Unlike ``torch.cuda.device`` it also serves a thread that has no context yet.
+    Unlike ``torch.cuda.device`` this also serves a thread that has no context yet.
     """
     check(driver().cuCtxPushCurrent_v2(_context_of(index)), "enter the device")
     try:
@@ -74,20 +78,20 @@ def _context_of(index: int) -> ctypes.c_void_p:
 
 
 @cache
-def leaves_waiting() -> bool:
-    """Whether the edges of a graph can leave the waiting to kernels."""
+def has_programmatic_edges() -> bool:
+    """Return whether the driver has programmatic edges, where a kernel itself waits for the one before it."""
     version = ctypes.c_int()
     check(driver().cuDriverGetVersion(ctypes.byref(version)), "tell its version")
-    return version.value >= _LEAVES_WAITING
+    return version.value >= _PROGRAMMATIC_EDGES
 
 
-class Code:
-    """Loaded machine code of one compilation, valid on every device of its architecture."""
+class LoadedCode:
+    """Machine code of one compilation, loaded by the driver; valid on every device of its architecture."""
 
     def __init__(self, cubin: bytes, device: int) -> None:
         self._library = ctypes.c_void_p()
         self._cubin = cubin  # the driver may read it later
-        self._waiting = waiting_kernels(cubin) if leaves_waiting() else frozenset()
+        self._waiting = waiting_kernels(cubin) if has_programmatic_edges() else frozenset()
         with on_device(device):
             check(
                 driver().cuLibraryLoadData(ctypes.byref(self._library), cubin, None, None, 0, None, None, 0),
@@ -100,13 +104,13 @@ class Code:
         library = driver()
         found = library.cuLibraryGetKernel(ctypes.byref(handle), self._library, symbol.encode())
         check(found, f"find {symbol}")
-        if shared > 0:  # 48 kB of both kinds need no leave, but those of the other kind are not known here
+        if shared > 0:  # 48 kB in all need no permission, but the static part is unknown here
             allowed = library.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, shared, handle, device)
             check(allowed, f"give {symbol} {shared} bytes of shared memory")
         return handle
 
     def waits(self, symbol: str) -> bool:
-        """Whether a kernel of a graph may be left to wait for the one before it (``gnnc::begin_kernel``)."""
+        """Return whether a kernel waits for the one before it itself (``gnnc::begin_kernel``)."""
         return symbol in self._waiting
 
     @staticmethod
@@ -123,13 +127,13 @@ class Code:
 
 
 def packed_arguments(buffer: ctypes.Array[ctypes.c_char], nbytes: ctypes.c_size_t) -> ctypes.Array[Any]:
-    """Return what tells the driver where the arguments of a kernel are packed; refers to both by address."""
+    """Return the launch option that passes packed arguments; it refers to both operands by address."""
     values = _POINTER, ctypes.addressof(buffer), _SIZE, ctypes.addressof(nbytes), _END
     return (ctypes.c_void_p * len(values))(*values)
 
 
 class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
+    """The driver's struct CUlaunchConfig."""
 
     _fields_ = [
         *[(f"{what}{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"],
@@ -140,81 +144,81 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-class _Slot(threading.local):
-    """What a thread gives the driver with its launches of one kernel.
+class _LaunchBuffer(threading.local):
+    """Arguments and configuration of one thread's launches of one kernel, as the driver takes them.
 
     The arguments and, right behind them, the number of blocks are packed together; most launches change no
-    more. ctypes hands such objects over as they are, where it would convert numbers one by one.
+    more. ctypes passes such objects on unchanged, where it would convert numbers one by one.
     """
 
     def __init__(self, count: int, block: int, shared: int) -> None:
         nbytes = 8 * count
-        self.buffer = ctypes.create_string_buffer(nbytes + ctypes.sizeof(LaunchConfig))
-        self._config = LaunchConfig.from_buffer(self.buffer, nbytes)
+        self.packed = ctypes.create_string_buffer(nbytes + ctypes.sizeof(LaunchConfig))
+        self._config = LaunchConfig.from_buffer(self.packed, nbytes)
         self._config.gridy = self._config.gridz = self._config.blocky = self._config.blockz = 1
         self._config.blockx, self._config.shared = block, shared
         self._size = ctypes.c_size_t(nbytes)
-        self._extra = packed_arguments(self.buffer, self._size)
+        self._extra = packed_arguments(self.packed, self._size)
         self.config, self.extra = ctypes.byref(self._config), ctypes.byref(self._extra)
         self.stream = 0
 
     def enter(self, stream: int) -> None:
-        """Launch there from now on."""
+        """Direct later launches to a stream."""
         self._config.stream = self.stream = stream
 
 
-class Launch:
+class Launcher:
     """One kernel with its block size; calling it launches.
 
     Every argument of a kernel is eight bytes: structs of pointers and 64-bit integers, one behind
     the other as the driver expects them.
 
     Attributes:
-        name: the kernel's C++ name.
-        count: number of its arguments.
-        block: threads a block; 0 until it is bound where that is the kernel's launch bound, which may
-            depend on the architecture.
+        name: C++ name of the kernel.
+        count: number of arguments.
+        block: threads a block; 0 stands for the kernel's launch bound, which may depend on the
+            architecture, until the kernel is bound.
         shared: bytes of dynamic shared memory.
-        waits: whether, in a graph, the kernel waits for the one before it itself; known once it is bound.
+        waits: whether, in a graph, the kernel waits for the one before it itself; set by ``bind``.
     """
 
     def __init__(self, name: str, count: int, block: int, shared: int) -> None:
         self.name, self.count, self.block, self.shared = name, count, block, shared
         self.waits = False
         self._pack, self._packed = struct.Struct(f"{count}qI").pack_into, struct.Struct(f"{count}q").pack
-        self._slot: Any = None
-        self._code: Code | None = None
+        self._buffer: Any = None
+        self._code: LoadedCode | None = None
         self._handle = ctypes.c_void_p()
         self._launch: Any = None
 
-    def bind(self, code: Code, symbol: str, device: int) -> None:
-        """Give it the compiled kernel."""
+    def bind(self, code: LoadedCode, symbol: str, device: int) -> None:
+        """Look up the kernel in loaded code, and launch it from now on."""
         self._code = code  # keeps the code loaded
         handle = code.kernel(symbol, self.shared, device)
         self.waits = code.waits(symbol)
         self.take(handle, self.block or code.threads(handle, device), driver().cuLaunchKernelEx)
 
     def take(self, handle: ctypes.c_void_p, block: int, launch: Callable[..., int]) -> None:
-        """Have ``launch``, which is cuLaunchKernelEx, launch a kernel in blocks of so many threads."""
+        """Use this kernel, blocks of ``block`` threads, and the function ``launch`` (cuLaunchKernelEx)."""
         self._handle, self.block, self._launch = handle, block, launch
-        self._slot = _Slot(self.count, block, self.shared)
+        self._buffer = _LaunchBuffer(self.count, block, self.shared)
 
     def __call__(self, grid: int, stream: int, *values: int) -> None:
         """Launch ``grid`` blocks; none where it is 0."""
         if grid == 0:
             return
-        slot = self._slot
-        self._pack(slot.buffer, 0, *values, grid)
-        if slot.stream != stream:
-            slot.enter(stream)
-        if status := self._launch(slot.config, self._handle, None, slot.extra):
+        buffer = self._buffer
+        self._pack(buffer.packed, 0, *values, grid)
+        if buffer.stream != stream:
+            buffer.enter(stream)
+        if status := self._launch(buffer.config, self._handle, None, buffer.extra):
             check(status, f"launch {self.name} with {grid} blocks")
 
     @property
     def handle(self) -> int | None:
-        """The compiled kernel, as the driver knows it."""
+        """The driver's handle of the compiled kernel."""
         return self._handle.value
 
     def record(self, grid: int, recorded: list[Any], *values: int) -> None:
-        """Note a launch, to be made with the others of its program; one of no blocks is none."""
+        """Append a launch to ``recorded`` instead of making it; a launch of no blocks is skipped later."""
         recorded.append((self, grid, self._packed(*values)))

@@ -1,9 +1,9 @@
-"""Compiles CUDA C++ with NVRTC, once: the machine code is kept on disk.
+"""Compiles CUDA C++ with NVRTC, and caches the machine code on disk.
 
 A key of the disk cache covers everything that the code depends on: the source, every header of
-``csrc/cuda``, the compiler's options and version, and the architecture. Files are written beside
-their place and renamed, so that a reader sees a whole file or none; the folder is the user's own
-(mode 0700), because what lies in it will run.
+``csrc/cuda``, the compiler's options and version, and the architecture. Files are written under a
+temporary name and renamed, so that a reader sees a whole file or none; the folder is private to the
+user (mode 0700), because the code in it will run.
 """
 
 import ctypes
@@ -29,12 +29,12 @@ from gnnc.environment import cache_folder, cuda_home
 from gnnc.errors import BackendError
 
 EXTRAS = {12: "gnnc[cuda12]", 13: "gnnc[cuda]"}
-"""What brings NVRTC, its interface and the headers, by major version of CUDA."""
+"""The extra that installs NVRTC, its interface and the headers, by major version of CUDA."""
 _NEWEST = max(EXTRAS)
 _IMPORTING = threading.Lock()
 _OPTIONS = {"std": "c++17", "fma": False, "minimal": True, "ptxas_options": "-v"}
-_CACHES = 12, 9
-"""NVRTC from which on it keeps code by itself, and gives it again without the assembler's report."""
+_CACHING_VERSION = 12, 9
+"""First version of NVRTC with a cache of its own, which returns code without the assembler's report."""
 _PACKAGE = Path(__file__).parents[3]  # gnnc/, seen from gnnc/runtime/cuda/driver/
 _HEADERS_VERSION = re.compile(r"#define CUDART_VERSION +(\d+)")
 _REPORT = re.compile(
@@ -46,7 +46,7 @@ _REPORT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one kernel takes, as the assembler reports it.
+    """Registers and memory of one kernel, as the assembler reports them.
 
     Attributes:
         registers: registers a thread.
@@ -60,13 +60,13 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """Compiled code.
+class CompiledCode:
+    """Machine code of one source, compiled for one architecture.
 
     Attributes:
-        cubin: what the driver loads.
-        symbols: C++ name of a kernel to its name in the code.
-        resources: C++ name of a kernel to what it takes.
+        cubin: the file that the driver loads.
+        symbols: name of each kernel in the cubin, by C++ name.
+        resources: registers and memory of each kernel, by C++ name.
     """
 
     cubin: bytes
@@ -74,27 +74,27 @@ class Machine:
     resources: dict[str, Resources]
 
 
-def resources_of(machines: Mapping[str, Machine]) -> dict[str, Resources]:
-    """Return what each kernel takes, where the assembler said so.
+def resources_of(code: Mapping[str, CompiledCode]) -> dict[str, Resources]:
+    """Return the registers and memory of each kernel that the assembler reported.
 
     Args:
-        machines: the code of each, by C++ name.
+        code: the compiled code of each kernel, by C++ name.
     """
-    return {name: code.resources[name] for name, code in machines.items() if name in code.resources}
+    return {name: part.resources[name] for name, part in code.items() if name in part.resources}
 
 
 def headers_folder() -> Path:
-    """Return the folder of the kernel templates: of the installed package, or of the tree."""
+    """Return the folder of the kernel templates, in the installed package or in the source tree."""
     installed = _PACKAGE / "cuda_include"
     return installed if installed.is_dir() else _PACKAGE.parent / "csrc" / "cuda"
 
 
 def missing(what: str, major: int | None = None) -> BackendError:
-    """Return the error of a machine that cannot compile kernels: what is amiss, and what helps.
+    """Return the error of a machine that cannot compile kernels, with the package to install.
 
     Args:
-        what: the first half of the sentence.
-        major: of the CUDA to install; torch's where not given, the newest where torch has none.
+        what: the cause, the first half of the sentence.
+        major: major version of the CUDA to install; by default torch's, or the newest.
     """
     major = major or torch_major() or _NEWEST
     package = EXTRAS.get(major, f"cuda-core and the cuda-bindings, NVRTC and headers of CUDA {major}")
@@ -102,14 +102,14 @@ def missing(what: str, major: int | None = None) -> BackendError:
 
 
 def torch_major() -> int | None:
-    """Return the major version of the CUDA that torch was built for; None for a build without."""
+    """Return the major version of the CUDA that torch was built for; None for a build without CUDA."""
     version = torch.version.cuda
     return int(version.split(".")[0]) if version else None
 
 
 @cache
 def toolkit_headers() -> Path:
-    """Return the folder that holds ``cuda_fp16.h``, of NVRTC's CUDA.
+    """Return the folder with ``cuda_fp16.h`` of the same CUDA as NVRTC.
 
     Raises:
         BackendError: no package or toolkit provides it.
@@ -125,7 +125,7 @@ def toolkit_headers() -> Path:
 
 
 def _package_roots() -> list[Path]:
-    """Return the folders that NVIDIA's packages share."""
+    """Return the folders that NVIDIA's packages install into."""
     found = importlib.util.find_spec("nvidia")
     return [Path(root) for root in (found.submodule_search_locations or ())] if found else []
 
@@ -160,7 +160,7 @@ def compiler_version() -> tuple[int, int]:
 
 
 def _load_nvrtc() -> None:
-    """Load the NVRTC of torch's CUDA: cuda-bindings take what is loaded, and else the newest installed."""
+    """Load the NVRTC of torch's CUDA; cuda-bindings would take the newest installed one otherwise."""
     major = torch_major()
     folders = [root / name / "lib" for root in _package_roots() for name in (f"cu{major}", "cuda_nvrtc")]
     for file in (folder / f"libnvrtc.so.{major}" for folder in folders):
@@ -171,12 +171,12 @@ def _load_nvrtc() -> None:
 
 
 def find_compiler() -> None:
-    """Check that there is a package through which to call NVRTC.
+    """Check that the package cuda-core, which calls NVRTC, is installed, without importing it.
 
-    Its import takes a third of a second, which a process that finds its kernels on disk need not wait for.
+    The import takes a third of a second, which a process that finds its kernels on disk does not need.
 
     Raises:
-        BackendError: it is not installed.
+        BackendError: the package is not installed.
     """
     try:
         found = importlib.util.find_spec("cuda.core")
@@ -192,10 +192,10 @@ def _no_core() -> BackendError:
 
 @cache
 def compiler() -> Any:
-    """Return the package through which NVRTC is called.
+    """Return the package cuda-core, which calls NVRTC.
 
     Raises:
-        BackendError: it is not installed.
+        BackendError: the package is not installed.
     """
     with _IMPORTING:  # a second thread would see a package that is half there
         for name in ("cuda.core", "cuda.core.experimental"):  # its place before and after version 0.5
@@ -208,29 +208,29 @@ def compiler() -> Any:
     raise _no_core()
 
 
-def compile_source(source: str, names: Iterable[str], architecture: str) -> Machine:
-    """Compile a translation unit, or take it from the disk cache.
+def compile_source(source: str, names: Iterable[str], architecture: str) -> CompiledCode:
+    """Compile a source, or load its code from the disk cache.
 
     Args:
         source: CUDA C++; may include the headers of ``csrc/cuda``.
-        names: C++ names of the kernels wanted, template arguments included.
+        names: C++ names of the kernels to compile, template arguments included.
         architecture: such as ``sm_90``.
 
     Raises:
-        BackendError: there is no compiler, it is older than the architecture, or it refuses the source (a
-            bug of gnnc).
+        BackendError: no compiler is installed, or it does not know the architecture, or it refuses the
+            source (a bug of gnnc).
     """
     wanted = tuple(names)
     file = _cache_file(source, wanted, architecture)
-    machine = _load(file) if file is not None else None
-    if machine is None:
-        machine = _compile(source, wanted, architecture)
+    code = _load(file) if file is not None else None
+    if code is None:
+        code = _compile(source, wanted, architecture)
         if file is not None:
-            _store(file, machine)
-    return machine
+            _store(file, code)
+    return code
 
 
-def _compile(source: str, names: tuple[str, ...], architecture: str) -> Machine:
+def _compile(source: str, names: tuple[str, ...], architecture: str) -> CompiledCode:
     core = compiler()
     _check_architecture(architecture)
     folders = [str(headers_folder()), str(toolkit_headers())]
@@ -248,7 +248,7 @@ def _compile(source: str, names: tuple[str, ...], architecture: str) -> Machine:
         m["name"]: Resources(int(m["registers"]), int(m["stores"]) + int(m["loads"]), int(m["stack"]))
         for m in _REPORT.finditer(log.getvalue())
     }
-    return Machine(
+    return CompiledCode(
         cubin=bytes(code.code),
         symbols=symbols,
         resources={name: found[symbol] for name, symbol in symbols.items() if symbol in found},
@@ -256,9 +256,9 @@ def _compile(source: str, names: tuple[str, ...], architecture: str) -> Machine:
 
 
 def _no_cache(core: Any) -> dict[str, bool]:
-    """Return the option that has NVRTC compile, where it and its interface know one."""
+    """Return the option that turns off NVRTC's own cache, for versions that have the cache and the option."""
     known = "no_cache" in core.ProgramOptions.__dataclass_fields__
-    return {"no_cache": True} if known and compiler_version() >= _CACHES else {}
+    return {"no_cache": True} if known and compiler_version() >= _CACHING_VERSION else {}
 
 
 def _check_architecture(architecture: str) -> None:
@@ -298,10 +298,10 @@ def _cache_file(source: str, names: tuple[str, ...], architecture: str) -> Path 
     return folder / "cuda" / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
 
 
-def _load(file: Path) -> Machine | None:
-    """Read a cached file; None where there is none, or where it is not whole and the user's own."""
+def _load(file: Path) -> CompiledCode | None:
+    """Read compiled code from a file; None where it is missing, damaged, or not in a private folder."""
     try:
-        if not _is_ours(file.parent):
+        if not _is_private(file.parent):
             return None
         content = file.read_bytes()
     except OSError:
@@ -312,19 +312,19 @@ def _load(file: Path) -> Machine | None:
     head, _, cubin = rest.partition(b"\n")
     table = json.loads(head)
     resources = {name: Resources(*values) for name, values in table["resources"].items()}
-    return Machine(cubin, table["symbols"], resources)
+    return CompiledCode(cubin, table["symbols"], resources)
 
 
-def _store(file: Path, machine: Machine) -> None:
-    """Keep compiled code, where a folder for it can be had; what cannot be kept is compiled again."""
+def _store(file: Path, code: CompiledCode) -> None:
+    """Write compiled code to a file; without a private folder nothing is written."""
     table = {
-        "symbols": machine.symbols,
-        "resources": {n: (r.registers, r.spilled, r.stack) for n, r in machine.resources.items()},
+        "symbols": code.symbols,
+        "resources": {n: (r.registers, r.spilled, r.stack) for n, r in code.resources.items()},
     }
-    rest = json.dumps(table).encode() + b"\n" + machine.cubin
+    rest = json.dumps(table).encode() + b"\n" + code.cubin
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_ours(file.parent):
+        if not _is_private(file.parent):
             return
         descriptor, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
         with os.fdopen(descriptor, "wb") as part:
@@ -334,7 +334,7 @@ def _store(file: Path, machine: Machine) -> None:
         return
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether nobody else can put code into the folder."""
+def _is_private(folder: Path) -> bool:
+    """Return whether only the user can write to a folder."""
     status = folder.stat()
     return status.st_uid == os.getuid() and not status.st_mode & 0o022

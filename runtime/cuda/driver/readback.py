@@ -1,4 +1,4 @@
-"""Numbers that the device finds in a new graph, and the host waits for once."""
+"""Integers computed on the GPU, read back by one asynchronous copy."""
 
 import ctypes
 
@@ -7,65 +7,67 @@ import torch
 from gnnc.runtime.cuda.driver.launch import check, driver
 from gnnc.torch_private import raw_stream
 
-_MOST = 16
+_MAX_COUNT = 16
 
 
-class _Letter:
-    """Where a few integers arrive, and what tells when. It is used again.
+class _PinnedSlot:
+    """A pinned host buffer for a few integers, and the event recorded after the copy. Reused.
 
     Attributes:
-        numbers: int32 ``[_MOST]`` of the host, pinned.
-        address: of them.
-        sent: recorded behind the copy.
+        numbers: int32 ``[_MAX_COUNT]`` on the host, pinned.
+        address: address of ``numbers``.
+        copied: event recorded after the copy.
     """
 
     def __init__(self) -> None:
-        self.numbers = torch.empty(_MOST, dtype=torch.int32, device="cpu", pin_memory=True)
+        self.numbers = torch.empty(_MAX_COUNT, dtype=torch.int32, device="cpu", pin_memory=True)
         self.address = ctypes.c_void_p(self.numbers.data_ptr())
-        self.sent = torch.cuda.Event()
+        self.copied = torch.cuda.Event()
 
 
-_idle: dict[int, list[_Letter]] = {}
-"""Letters by device: events belong to one. Threads share them: to take one from a list is one step."""
-_under_way: set[_Letter] = set()
-"""Those that a copy may still write to, also where the call that sent them has failed."""
+_idle: dict[int, list[_PinnedSlot]] = {}
+"""Idle slots by device, which their events belong to. Threads share them: ``list.pop`` is atomic."""
+_in_flight: set[_PinnedSlot] = set()
+"""Slots that a copy may still write to, also where the call that started the copy has failed."""
 
 
-class Facts:
-    """A few integers of the device on their way to the host.
+class Readback:
+    """A few integers computed on the GPU, read back by one asynchronous copy.
 
     Attributes:
         tensor: int32 ``[count]`` on the device, zeros at first.
 
     Args:
-        count: numbers, at most 16.
-        device: of CUDA, the current one.
+        count: number of integers, at most 16.
+        device: the current CUDA device.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
-        assert count <= _MOST
+        assert count <= _MAX_COUNT
         self.tensor = torch.zeros(count, dtype=torch.int32, device=device)
         self._device = torch.cuda.current_device()
 
     def send(self) -> None:
-        """Copy them behind the kernels that find them."""
+        """Start the copy, behind the kernels that compute the integers."""
         try:
-            letter = _idle.setdefault(self._device, []).pop()
+            slot = _idle.setdefault(self._device, []).pop()
         except IndexError:
-            letter = _Letter()
-        _under_way.add(letter)
-        self._letter = letter
+            slot = _PinnedSlot()
+        _in_flight.add(slot)
+        self._slot = slot
         stream = ctypes.c_void_p(raw_stream(self._device))
-        found, nbytes = ctypes.c_void_p(self.tensor.data_ptr()), ctypes.c_size_t(self.tensor.nbytes)
-        # torch's own copy would also note until when the pinned memory must not be used for something else.
-        check(driver().cuMemcpyDtoHAsync_v2(letter.address, found, nbytes, stream), "copy what it found")
-        letter.sent.record()
+        source, nbytes = ctypes.c_void_p(self.tensor.data_ptr()), ctypes.c_size_t(self.tensor.nbytes)
+        # torch's own copy would also keep the pinned memory from reuse until the copy is done.
+        check(
+            driver().cuMemcpyDtoHAsync_v2(slot.address, source, nbytes, stream), "copy integers to the host"
+        )
+        slot.copied.record()
 
     def wait(self) -> list[int]:
-        """Return them, once; waits for what was launched before ``send``, and for nothing later."""
-        letter = self._letter
-        letter.sent.synchronize()
-        numbers = letter.numbers[: self.tensor.shape[0]].tolist()
-        _under_way.discard(letter)
-        _idle[self._device].append(letter)
+        """Return the integers, once; waits for work launched before ``send``, not for later work."""
+        slot = self._slot
+        slot.copied.synchronize()
+        numbers = slot.numbers[: self.tensor.shape[0]].tolist()
+        _in_flight.discard(slot)
+        _idle[self._device].append(slot)
         return numbers

@@ -1,10 +1,10 @@
-"""Calls on the stream that has one handle in all threads run on one whose handle says which it is.
+"""A replacement for CUDA's per-thread default stream, which has one handle in all threads.
 
-CUDA's per-thread default stream is another stream in each thread, under one handle. torch's allocator knows
-streams by their handles: what a thread gives back while its kernels still run, it hands to the next who asks
-on that handle, and that may be another thread, whose kernels wait for none of the first. Arenas and tables of
-ours are kept by handle, too. So a call there runs on a stream from torch's pool, which waits for the caller's
-stream, and the caller's stream waits for it.
+The per-thread default stream is another stream in each thread, under one handle. torch's allocator knows
+streams by their handles: memory that a thread frees while its kernels still run may be reused on the same
+handle by another thread, whose kernels do not wait for the first. Arenas and tables are stored by handle,
+too. So a call on this stream runs on a stream from torch's pool, which waits for the caller's stream, and
+the caller's stream waits for it.
 """
 
 from collections.abc import Callable
@@ -21,25 +21,25 @@ PER_THREAD = 2
 
 
 def on_own_stream(device: torch.device, call: Callable[..., Any], *values: Any) -> Any:
-    """Return ``call(*values)``, run on a stream of this thread's between what the current one holds and will.
+    """Return ``call(*values)``, run on a stream of this thread, in order with the current stream.
 
-    While a CUDA graph is being captured the call runs where it is: memory is that graph's alone.
+    While a CUDA graph is being captured the call runs on the current stream: memory is that graph's alone.
 
     Args:
-        device: whose current stream is CUDA's per-thread default stream.
-        call: returns tensors, in containers or not.
-        values: its arguments.
+        device: the device whose current stream is CUDA's per-thread default stream.
+        call: the function; it returns tensors, in containers or not.
+        values: arguments of the function.
     """
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             return call(*values)
-        outer, own = torch.cuda.current_stream(device), _stream_of(device, get_ident())
-        own.wait_stream(outer)
+        outer, inner = torch.cuda.current_stream(device), _stream_of(device, get_ident())
+        inner.wait_stream(outer)
         try:
-            with torch.cuda.stream(own):
+            with torch.cuda.stream(inner):
                 results = call(*values)
         finally:
-            outer.wait_stream(own)
+            outer.wait_stream(inner)
         for result in pytree.tree_leaves(results):
             if isinstance(result, torch.Tensor) and result.is_cuda:
                 result.record_stream(outer)  # where the caller reads it
@@ -48,5 +48,5 @@ def on_own_stream(device: torch.device, call: Callable[..., Any], *values: Any) 
 
 @cache
 def _stream_of(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """Return the stream of a thread: another one's after it may have the same number, and the same stream."""
+    """Return the stream of a thread; a later thread with the same number gets the same stream."""
     return torch.cuda.Stream(device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gnnc.errors import GraphError
-from gnnc.runtime.cuda.driver.readback import Facts
+from gnnc.runtime.cuda.driver.readback import Readback
 from gnnc.runtime.cuda.formats.run_table import BEGUN, RUNS, Begun, Draft, cut_for, multiprocessors_of
 from gnnc.runtime.cuda.formats.sort import Sorted, rows_of, sort_edges
 from gnnc.runtime.cuda.formats.tensor_cache import Ready, keep, refuse_in_capture, tensors_kept
@@ -66,12 +66,12 @@ def sorted_edges(
     """
     device = src.device
     with torch.cuda.device(device):
-        facts = Facts(3 + _Tables.NUMBERS, device)
-        done = sort_edges(dst, src, num_dst, num_src, facts.tensor, loops=loops)
+        readback = Readback(3 + _Tables.NUMBERS, device)
+        done = sort_edges(dst, src, num_dst, num_src, readback.tensor, loops=loops)
         # A bad source leaves rowptr what it should be; a bad destination may leave anything.
-        tables = _Tables(done, facts.tensor[3:], facts.tensor[:1]) if cuts else None
-        facts.send()
-        bad_dst, bad_src, kept, *sizes = facts.wait()
+        tables = _Tables(done, readback.tensor[3:], readback.tensor[:1]) if cuts else None
+        readback.send()
+        bad_dst, bad_src, kept, *sizes = readback.wait()
         if bad_src:
             _refuse("src", src, num_src, "source")
         if bad_dst:

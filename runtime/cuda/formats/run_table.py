@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gnnc.runtime.cuda.driver.kernel_set import Unit, kernels_on
-from gnnc.runtime.cuda.driver.launch import Launch
-from gnnc.runtime.cuda.driver.readback import Facts
+from gnnc.runtime.cuda.driver.kernel_set import KernelSet, kernels_on
+from gnnc.runtime.cuda.driver.launch import Launcher
+from gnnc.runtime.cuda.driver.readback import Readback
 from gnnc.runtime.cuda.formats.tensor_cache import drop, kept, launching
 from gnnc.torch_private import raw_stream
 
@@ -168,17 +168,21 @@ def chunk_of(runs: int, multiprocessors: int, row_bytes: int, *, dealt: bool = T
 class Kernels:
     """The kernels that make run tables (csrc/cuda/structure/cut_rows.cuh), on one device."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, kernel_set: KernelSet) -> None:
         names = ("count_runs", "write_runs", "share_runs", "deal_runs")
         self.count, self.write, self.share, self.deal = (
-            unit.launch(f"gnnc::{name}", len(_FIELDS), block=_WINDOW) for name in names
+            kernel_set.launcher(f"gnnc::{name}", len(_FIELDS), block=_WINDOW) for name in names
         )
         kernel = self.write.name
-        unit.expect(kernel, "CutArgs", len(_FIELDS))
-        unit.require(kernel, f"kRowCost == {ROW_COST} && kWindow == {_WINDOW}", "windows have so many rows")
-        unit.require(kernel, f"kGroup == {_GROUP}", "what a run has room for is counted in groups")
-        unit.require(kernel, f"kMostEntries == {MOST_ENTRIES}", "a warp has room for the entries of a run")
-        unit.require(kernel, f"kMostPart == {MOST_PART}", "sums of so many edges are in range")
+        kernel_set.expect(kernel, "CutArgs", len(_FIELDS))
+        kernel_set.require(
+            kernel, f"kRowCost == {ROW_COST} && kWindow == {_WINDOW}", "windows have so many rows"
+        )
+        kernel_set.require(kernel, f"kGroup == {_GROUP}", "what a run has room for is counted in groups")
+        kernel_set.require(
+            kernel, f"kMostEntries == {MOST_ENTRIES}", "a warp has room for the entries of a run"
+        )
+        kernel_set.require(kernel, f"kMostPart == {MOST_PART}", "sums of so many edges are in range")
 
 
 class Draft:
@@ -232,7 +236,7 @@ class Draft:
         self._run_kernel(kernels.write, windows, sums=sums)
         self._run_kernel(kernels.share, 1, sums=sums, ends=torch.cumsum(self._cost, 0))
 
-    def _run_kernel(self, launch: Launch, blocks: int, share: int = 0, **given: Tensor) -> None:
+    def _run_kernel(self, launch: Launcher, blocks: int, share: int = 0, **given: Tensor) -> None:
         values = self._values | {name: tensor.data_ptr() for name, tensor in given.items()} | {"share": share}
         stream = raw_stream(self._run.device.index)
         launch(blocks, stream, *[values.get(name, 0) for name in _FIELDS])
@@ -283,10 +287,10 @@ def build_runs(rowptr: Tensor, edges: int, cut: Cut, shares: int) -> Runs:
         The table; one synchronisation.
     """
     with torch.cuda.device(rowptr.device):
-        facts = Facts(4, rowptr.device)
-        draft = Draft(rowptr, edges, cut, shares, facts.tensor)
-        facts.send()
-        return draft.finish(facts.wait(), edges)
+        readback = Readback(4, rowptr.device)
+        draft = Draft(rowptr, edges, cut, shares, readback.tensor)
+        readback.send()
+        return draft.finish(readback.wait(), edges)
 
 
 class Begun(NamedTuple):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gnnc.errors import BackendError
-from gnnc.runtime.cuda.driver.kernel_set import BLOCK, Unit, kernels_on
-from gnnc.runtime.cuda.driver.launch import Launch
+from gnnc.runtime.cuda.driver.kernel_set import BLOCK, KernelSet, kernels_on
+from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.emitter import round_up
 from gnnc.torch_private import raw_stream
 
@@ -47,29 +47,29 @@ class Kernels:
         rowptr: the one that finds where ids begin.
 
     Args:
-        unit: compiles them.
+        kernel_set: the set that compiles the kernels.
         ids: their C++ type.
         bits: of a digit.
         loops: whether every node gets an edge to itself.
     """
 
-    def __init__(self, unit: Unit, ids: str, bits: int, loops: bool) -> None:
+    def __init__(self, kernel_set: KernelSet, ids: str, bits: int, loops: bool) -> None:
         shared = _SHARED + (1 << bits) * (2 * _THREADS // 32 + 4)
         fits = f"sizeof(RadixShared<{bits}>) == {shared}"
-        count = partial(unit.launch, count=_ARGUMENTS, block=_THREADS)
+        count = partial(kernel_set.launcher, count=_ARGUMENTS, block=_THREADS)
         scatter = partial(count, shared=shared)
-        self.sums = unit.launch("gnnc::radix_sums", _ARGUMENTS)
-        self.rowptr = unit.launch("gnnc::radix_rowptr", _ROWPTR_ARGUMENTS)
-        unit.expect(self.sums.name, "RadixArgs", _ARGUMENTS)
-        unit.expect(self.rowptr.name, "RowptrArgs", _ROWPTR_ARGUMENTS)
-        self.count: dict[bool, Launch] = {}
-        self.scatter: dict[tuple[bool, bool], Launch] = {}
+        self.sums = kernel_set.launcher("gnnc::radix_sums", _ARGUMENTS)
+        self.rowptr = kernel_set.launcher("gnnc::radix_rowptr", _ROWPTR_ARGUMENTS)
+        kernel_set.expect(self.sums.name, "RadixArgs", _ARGUMENTS)
+        kernel_set.expect(self.rowptr.name, "RowptrArgs", _ROWPTR_ARGUMENTS)
+        self.count: dict[bool, Launcher] = {}
+        self.scatter: dict[tuple[bool, bool], Launcher] = {}
         for first in (False, True):
             pass_, adds = f"{ids}, {bits}, {_text(first)}", _text(first and loops)
             self.count[first] = count(f"gnnc::radix_count<{pass_}, {adds}>")
             for last in (False, True):
                 kernel = f"gnnc::radix_scatter<{pass_}, {_text(last)}, {adds}>"
-                unit.require(kernel, fits, "a launch gives the tile its shared memory")
+                kernel_set.require(kernel, fits, "a launch gives the tile its shared memory")
                 self.scatter[first, last] = scatter(kernel)
 
 
@@ -154,9 +154,9 @@ def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int, found: Ten
 class RowsKernel:
     """The kernel that finds the row of every edge, on one device."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.launch = unit.launch("gnnc::radix_rows", 3)
-        unit.expect(self.launch.name, "RowsArgs", 3)
+    def __init__(self, kernel_set: KernelSet) -> None:
+        self.launch = kernel_set.launcher("gnnc::radix_rows", 3)
+        kernel_set.expect(self.launch.name, "RowsArgs", 3)
 
 
 def rows_of(rowptr: Tensor, edges: int) -> Tensor:

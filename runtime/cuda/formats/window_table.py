@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gnnc.runtime.cuda.driver.kernel_set import Unit, kernels_on
-from gnnc.runtime.cuda.driver.launch import Launch
+from gnnc.runtime.cuda.driver.kernel_set import KernelSet, kernels_on
+from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.emitter import BLOCK
 from gnnc.runtime.cuda.formats.run_table import ROW_COST, Cut, few_edges
 from gnnc.runtime.cuda.formats.sort import rows_of
@@ -300,16 +300,18 @@ def entries_of(window: int) -> int:
 class Kernels:
     """The kernels that look at every edge and row (csrc/cuda/structure/stage_edges.cuh), on one device."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._near = unit.launch("gnnc::near_edges", _FOUND)
-        self._entries = unit.launch("gnnc::count_entries", _FOUND)
-        self._count = unit.launch("gnnc::count_near", _ARGUMENTS)
-        self._write = unit.launch("gnnc::stage_edges", _ARGUMENTS)
+    def __init__(self, kernel_set: KernelSet) -> None:
+        self._near = kernel_set.launcher("gnnc::near_edges", _FOUND)
+        self._entries = kernel_set.launcher("gnnc::count_entries", _FOUND)
+        self._count = kernel_set.launcher("gnnc::count_near", _ARGUMENTS)
+        self._write = kernel_set.launcher("gnnc::stage_edges", _ARGUMENTS)
         kernel, (small, large) = self._write.name, WINDOWS
-        unit.expect(kernel, "StageArgs", _ARGUMENTS)
-        unit.expect(kernel, "NearArgs", _FOUND)
-        unit.expect(kernel, "EntriesArgs", _FOUND)
-        unit.require(kernel, f"window_rows(64) == {small} && window_rows(65) == {large}", "there are two")
+        kernel_set.expect(kernel, "StageArgs", _ARGUMENTS)
+        kernel_set.expect(kernel, "NearArgs", _FOUND)
+        kernel_set.expect(kernel, "EntriesArgs", _FOUND)
+        kernel_set.require(
+            kernel, f"window_rows(64) == {small} && window_rows(65) == {large}", "there are two"
+        )
 
     def find(self, rowptr: Tensor, row: Tensor, col: Tensor, cut: Cut, found: Tensor) -> None:
         """Find the numbers of sizes; see ``find_sizes``."""
@@ -331,7 +333,7 @@ class Kernels:
         self._launch(self._write, col, entries, window, **given)
 
     @staticmethod
-    def _launch(launch: Launch, col: Tensor, entries: Entries, window: int, **given: Tensor) -> None:
+    def _launch(launch: Launcher, col: Tensor, entries: Entries, window: int, **given: Tensor) -> None:
         values = [col.data_ptr(), entries.first.data_ptr()]
         values += [given[name].data_ptr() if name in given else 0 for name in _POINTERS]
         count = entries.row.shape[0]

@@ -22,9 +22,9 @@ from typing import Any
 
 from torch import Tensor
 
-from gnnc.runtime.cuda.driver.launch import Launch, check, driver, packed_arguments
+from gnnc.runtime.cuda.driver.launch import Launcher, check, driver, packed_arguments
 
-Recorded = tuple[Launch, int, bytes]
+Recorded = tuple[Launcher, int, bytes]
 """A launch, its number of blocks, its packed arguments."""
 
 _LIMIT = 32
@@ -59,7 +59,7 @@ _PROGRAMMATIC = _EdgeData(from_port=1, type=1)
 class _Node:
     """One kernel node, and what it was last given."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launcher) -> None:
         self.launch = launch
         self.buffer = ctypes.create_string_buffer(8 * launch.count)
         self.words = (ctypes.c_longlong * launch.count).from_buffer(self.buffer)

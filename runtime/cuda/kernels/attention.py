@@ -69,7 +69,7 @@ class Attend:
         given += write_staging(emitter, runs, words)
         config = _config(plan, node, emitter, additive, edge is not None)
         kernel, grid = f"gnnc::attention<{config}, {epilogue}>", expr("{}.blocks", runs)
-        emitter.unit.expect(kernel, "AttentionArgs", count_of(given))
+        emitter.kernel_set.expect(kernel, "AttentionArgs", count_of(given))
         emitter.launch(kernel, grid, [*given, *values], block=AS_COMPILED)
         if weights is not None:
             kernel = f"gnnc::attention_weights<{config}>"
@@ -79,7 +79,7 @@ class Attend:
 def _config(plan: attention.Plan, node: Node, emitter: CudaEmitter, additive: bool, edge: bool) -> str:
     dtype = argument_of(node, plan.x).meta["val"].dtype
     slope = plan.slope if additive else 1.0
-    constants = emitter.unit.struct(
+    constants = emitter.kernel_set.struct(
         "Constants",
         f"  static constexpr float kSlope = {literal(slope)};\n"
         f"  static constexpr float kEps = {literal(plan.eps)};\n",
@@ -117,7 +117,7 @@ def _edge_term(
         strides["e0"], rows["e0"] = plan.heads, edge
         body += "t3 = aten.add.Tensor(t2, e0); return t3"
     functor = write_body(body, operands, strides)
-    name = emitter.unit.struct("Body", functor.text)
+    name = emitter.kernel_set.struct("Body", functor.text)
     edges = length(col)
     targets = emitter.let_call("rows", emitter.bind(destinations, "destinations"), [rowptr, edges])
     logits = emitter.empty("logits", [expr("{} * {}", edges, plan.heads)], torch.float32)

@@ -78,7 +78,7 @@ class Writer:
         for step in self.program.steps:
             self._instruction(*step)
         values = self.struct.values or [0]
-        return self.emitter.unit.struct("Epilogue", self.struct.text), values
+        return self.emitter.kernel_set.struct("Epilogue", self.struct.text), values
 
     def _instruction(self, op: Op, a: int, b: int, c: int) -> None:
         special = _SPECIAL.get(op)
@@ -173,7 +173,7 @@ class Writer:
     def _batch_norm(self, a: int, b: int, c: int) -> None:
         """Multiply and add, by numbers of which a launch before makes one a column."""
         emitter, width = self.emitter, self.struct.width
-        config = emitter.unit.struct("Norm", f"  static constexpr float kEps = {self._const(b)};\n")
+        config = emitter.kernel_set.struct("Norm", f"  static constexpr float kEps = {self._const(b)};\n")
         columns = [emitter.scratch(1, width, torch.float32, flat=True) for _ in range(2)]
         written = [pointer(column.written) for column in columns]
         values = [*(self._vector(a + i) for i in range(4)), *written, width]
@@ -239,7 +239,7 @@ class Writer:
 
     def _watch(self) -> str:
         name = f"w{len(self.struct.fields)}"
-        self.struct.member(f"step::Watch {name}", *self.emitter.watched(self.node))
+        self.struct.member(f"step::Watch {name}", *self.emitter.nan_flag_arguments(self.node))
         return name
 
     def _scale_tensor(self, a: int, b: int, c: int) -> None:

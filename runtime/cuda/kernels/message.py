@@ -138,7 +138,7 @@ def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
         else:
             tensors[name], strides[name] = emitter.matrix(value), emitter.row_stride(value)
     functor = _functor(plan, node, strides)
-    body = emitter.unit.struct("Body", functor.text)
+    body = emitter.kernel_set.struct("Body", functor.text)
     pointers = [pointer(tensors[name]) for name in functor.operands] or [pointer(None)]
     columns = emitter.vector(col)
     edges = length(columns)
@@ -159,5 +159,5 @@ def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
     count = expr("{}.count", runs)
     values += [pointer(out.written), count]
     kernel = f"gnnc::message<{functor.width}, {stride}, {lanes}, gnnc::Join::{plan.reduce}, {body}>"
-    emitter.unit.expect(kernel, "MessageArgs", count_of(values))
+    emitter.kernel_set.expect(kernel, "MessageArgs", count_of(values))
     emitter.launch(kernel, blocks(count, BLOCK // lanes), [*values, *pointers])

@@ -53,7 +53,7 @@ class Sddmm:
         config = f"gnnc::SddmmConfig<gnnc::Element::{element}, {width}, gnnc::EdgeOp::{_OPS[plan.op]}, "
         config += f"{plan.heads}, {truth(plan.is_scaled)}>"
         kernel = f"gnnc::sddmm<{config}>"
-        emitter.unit.expect(kernel, "SddmmArgs", count_of(values))
+        emitter.kernel_set.expect(kernel, "SddmmArgs", count_of(values))
         emitter.launch(kernel, expr("{}.blocks", runs), values, block=AS_COMPILED)
 
 

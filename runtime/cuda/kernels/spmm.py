@@ -131,19 +131,23 @@ class Spmm:
         given = [*runs_arguments(emitter.vector(rowptr), col, runs), *rest]
         form = "spmm_sliced" if sliced and x.nbytes > MOST_WHOLE else "spmm"
         kernel = f"gnnc::{form}<{names}>"
-        unit = emitter.unit
-        unit.expect(kernel, "SpmmArgs", count_of(given))
-        unit.require(kernel, f"Spmm<{config}>::kStagedBytes == {4 * words}", "parts of rows have room")
-        unit.require(kernel, f"gnnc::kMostWhole == {MOST_WHOLE}", "rows of more bytes have slices")
+        kernel_set = emitter.kernel_set
+        kernel_set.expect(kernel, "SpmmArgs", count_of(given))
+        kernel_set.require(kernel, f"Spmm<{config}>::kStagedBytes == {4 * words}", "parts of rows have room")
+        kernel_set.require(kernel, f"gnnc::kMostWhole == {MOST_WHOLE}", "rows of more bytes have slices")
         emitter.launch(kernel, expr("{}.blocks", runs), [*given, *values], block=AS_COMPILED)
         if not staged:
             return
         given = [*staged_arguments(emitter.vector(rowptr), runs), *rest]
         kernel, family = f"gnnc::spmm_staged<{names}>", f"gnnc::Staged<{config}>"
         shared, together = shared_bytes(x.nbytes, kind), entries_of(window_rows(x.nbytes))
-        unit.expect(kernel, "StagedSpmmArgs", count_of(given))
-        unit.require(kernel, f"{family}::Window::kBytes == {shared}", "a launch gives the window its bytes")
-        unit.require(kernel, f"{family}::kEntries == {together}", "a warp has room for the entries of a run")
+        kernel_set.expect(kernel, "StagedSpmmArgs", count_of(given))
+        kernel_set.require(
+            kernel, f"{family}::Window::kBytes == {shared}", "a launch gives the window its bytes"
+        )
+        kernel_set.require(
+            kernel, f"{family}::kEntries == {together}", "a warp has room for the entries of a run"
+        )
         grid = expr("{}.staged_blocks", runs)
         emitter.launch(kernel, grid, [*given, *values], block=AS_COMPILED, shared=shared)
 

@@ -16,7 +16,7 @@ import torch
 import gnnc
 from gnnc.runtime import cuda
 from gnnc.runtime.cuda.driver import nvrtc
-from gnnc.runtime.cuda.driver.kernel_set import Unit
+from gnnc.runtime.cuda.driver.kernel_set import KernelSet
 
 pytestmark = pytest.mark.usefixtures("compiler")
 SOURCE = '#include "common/check.cuh"\n'
@@ -124,21 +124,21 @@ def test_processes_that_store_the_same_code_leave_one_whole_file(folder, compila
 
 
 def test_threads_that_store_the_same_file_leave_a_whole_one(folder):
-    machines = [nvrtc.Machine(bytes([i]) * 2 ** (12 + i), {"f": f"f{i}"}, {}) for i in range(8)]
-    file, together = folder / "code.cubin", Barrier(len(machines))
-    nvrtc._store(file, machines[0])
+    codes = [nvrtc.CompiledCode(bytes([i]) * 2 ** (12 + i), {"f": f"f{i}"}, {}) for i in range(8)]
+    file, together = folder / "code.cubin", Barrier(len(codes))
+    nvrtc._store(file, codes[0])
 
-    def store_and_load(machine):
+    def store_and_load(code):
         together.wait()
         found = []
         for _ in range(20):
-            nvrtc._store(file, machine)
+            nvrtc._store(file, code)
             found.append(nvrtc._load(file))
         return found
 
-    with ThreadPoolExecutor(len(machines)) as pool:
-        found = [each for several in pool.map(store_and_load, machines) for each in several]
-    assert all(each in machines for each in found)
+    with ThreadPoolExecutor(len(codes)) as pool:
+        found = [each for several in pool.map(store_and_load, codes) for each in several]
+    assert all(each in codes for each in found)
     assert list(folder.iterdir()) == [file]
 
 
@@ -155,29 +155,29 @@ def test_a_source_that_does_not_compile_shows_what_the_compiler_said(folder):
         nvrtc.compile_source("nonsense", ("f",), "sm_90")
 
 
-def kernel(unit, *structs):
-    return unit.launch(f"gnnc::rowmap<{', '.join(structs)}>", 3)
+def kernel(kernel_set, *structs):
+    return kernel_set.launcher(f"gnnc::rowmap<{', '.join(structs)}>", 3)
 
 
 def test_a_unit_defines_equal_structs_once():
-    unit = Unit()
-    assert unit.struct("Epilogue", "  int a;\n") == unit.struct("Epilogue", "  int a;\n")
-    assert unit.struct("Epilogue", "  int a;\n") != unit.struct("Epilogue", "  int b;\n")
-    assert kernel(unit, "A") is kernel(unit, "A")
-    assert unit.launch("gnnc::rowmap<A>", 3) is not unit.launch("gnnc::rowmap<A>", 4)
-    assert unit.names == ("gnnc::rowmap<A>",)
+    kernel_set = KernelSet()
+    assert kernel_set.struct("Epilogue", "  int a;\n") == kernel_set.struct("Epilogue", "  int a;\n")
+    assert kernel_set.struct("Epilogue", "  int a;\n") != kernel_set.struct("Epilogue", "  int b;\n")
+    assert kernel(kernel_set, "A") is kernel(kernel_set, "A")
+    assert kernel_set.launcher("gnnc::rowmap<A>", 3) is not kernel_set.launcher("gnnc::rowmap<A>", 4)
+    assert kernel_set.names == ("gnnc::rowmap<A>",)
 
 
 def test_a_kernel_is_compiled_from_what_it_is_made_of():
     """So that another program with this kernel finds it on disk."""
-    one, other = Unit(), Unit()
-    for unit in (one, other):
-        inner = unit.struct("Inner", "  int a;\n")
-        outer = unit.struct("Outer", f"  {inner} of;\n")
-        if unit is other:
-            kernel(unit, unit.struct("Epilogue", "  float c;\n"))
-            unit.launch("gnnc::check_finite", 4)
-        kernel(unit, outer)
+    one, other = KernelSet(), KernelSet()
+    for kernel_set in (one, other):
+        inner = kernel_set.struct("Inner", "  int a;\n")
+        outer = kernel_set.struct("Outer", f"  {inner} of;\n")
+        if kernel_set is other:
+            kernel(kernel_set, kernel_set.struct("Epilogue", "  float c;\n"))
+            kernel_set.launcher("gnnc::check_finite", 4)
+        kernel(kernel_set, outer)
     (alone,) = one.sources
     text, names = alone
     assert alone in other.sources and names == one.names == (f"gnnc::rowmap<{outer}>",)
@@ -187,22 +187,22 @@ def test_a_kernel_is_compiled_from_what_it_is_made_of():
 
 
 def test_kernels_of_a_header_that_are_no_templates_are_compiled_at_once():
-    unit = Unit()
-    unit.launch("gnnc::count_near", 11)
-    unit.launch("gnnc::stage_edges", 11)
-    unit.require("gnnc::stage_edges", "true", "yes")
-    ((_, names),) = unit.sources
-    assert names == unit.names
+    kernel_set = KernelSet()
+    kernel_set.launcher("gnnc::count_near", 11)
+    kernel_set.launcher("gnnc::stage_edges", 11)
+    kernel_set.require("gnnc::stage_edges", "true", "yes")
+    ((_, names),) = kernel_set.sources
+    assert names == kernel_set.names
 
 
 def test_what_the_host_assumes_of_a_kernel_is_checked_where_it_is_compiled(folder):
-    unit = Unit()
-    unit.launch("gnnc::check_finite", 4)
-    unit.launch("gnnc::count_near", 11)
-    unit.require("gnnc::check_finite", "sizeof(CheckArgs) == 1", "so it says")
-    assert ["so it says" in text for text, _ in unit.sources] == [True, False]
+    kernel_set = KernelSet()
+    kernel_set.launcher("gnnc::check_finite", 4)
+    kernel_set.launcher("gnnc::count_near", 11)
+    kernel_set.require("gnnc::check_finite", "sizeof(CheckArgs) == 1", "so it says")
+    assert ["so it says" in text for text, _ in kernel_set.sources] == [True, False]
     with pytest.raises(gnnc.BackendError, match="so it says"):
-        unit.compile("sm_90")
+        kernel_set.compile("sm_90")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

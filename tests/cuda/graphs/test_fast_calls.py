@@ -76,7 +76,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Device:
     zeros, held, recorded = torch.zeros, cuda_graph.Held.__call__, cuda_graph.Replay.__call__
 
     def build(self: Any, device: int) -> Any:
-        for each in self._launches.values():
+        for each in self._launchers.values():
             each.take(ctypes.c_void_p(1), each.block or 32, lambda *_: found.cuLaunchKernelEx())
         return {}
 
@@ -101,7 +101,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Device:
         (executable, "_THREAD", threading.local()),
         (launch, "driver", lambda: found),
         (cuda_graph, "driver", lambda: found),
-        (kernel_set.Unit, "build", build),
+        (kernel_set.KernelSet, "build", build),
         (cuda_graph.Held, "__call__", again),
         (cuda_graph.Replay, "__call__", record),
         (tables, "model_runs", lambda rowptr, edges: one_run(edges)),
@@ -383,8 +383,8 @@ def test_the_callers_own_graph_gets_launches(settled: Settled) -> None:
 
 
 def test_what_a_kernel_met_is_raised_by_the_next_call(settled: Settled) -> None:
-    watch = settled.program.executable._watch
-    ctypes.c_int64.from_address(watch.address).value = watch.add("convs.1")
+    nan_flag = settled.program.executable._nan_flag
+    ctypes.c_int64.from_address(nan_flag.address).value = nan_flag.add("convs.1")
     with pytest.raises(gnnc.PrecisionError, match=r"convs\.1.*in this call or an earlier one"):
         settled.way()
     assert not isinstance(settled.way(), str)

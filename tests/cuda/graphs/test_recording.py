@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gnnc
 from gnnc.runtime.cuda.driver import launch as launch_module
-from gnnc.runtime.cuda.driver.launch import Launch
+from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.graphs import cuda_graph as replay_module
 from gnnc.runtime.cuda.graphs.cuda_graph import Fixed, Held, _Graph
 
@@ -122,7 +122,7 @@ class Driver:
 def test_a_node_waits_for_the_one_before_it_or_is_launched_after_it(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver, launches = Driver(), [Launch(name, 1, 32, 0) for name in ("a", "b")]
+    driver, launches = Driver(), [Launcher(name, 1, 32, 0) for name in ("a", "b")]
     for module in (launch_module, replay_module):
         monkeypatch.setattr(module, "driver", lambda: driver)
     launches[1].waits = waits
@@ -145,7 +145,7 @@ def test_what_a_refused_graph_was_given_is_launched_all_the_same(
 ) -> None:
     driver, made = Driver(), []
 
-    class Noted(Launch):
+    class Noted(Launcher):
         def __call__(self, grid: int, stream: int, *values: Any) -> None:
             made.append((self.name, grid, stream, *values))
 
@@ -167,13 +167,13 @@ def test_loading_kernels_leaves_the_current_device_what_it_was(
 ) -> None:
     driver = Driver()
     monkeypatch.setattr(launch_module, "driver", lambda: driver)
-    monkeypatch.setattr(launch_module, "leaves_waiting", lambda: False)
+    monkeypatch.setattr(launch_module, "has_programmatic_edges", lambda: False)
     if fails:
         driver.fails.add("cuLibraryLoadData")
         with pytest.raises(gnnc.BackendError, match="load the kernels"):
-            launch_module.Code(b"", 1)
+            launch_module.LoadedCode(b"", 1)
     else:
-        launch_module.Code(b"", 1)
+        launch_module.LoadedCode(b"", 1)
     names = [name for name, _ in driver.asked if name.startswith(("cuCtx", "cuLibraryLoad"))]
     assert names == ["cuCtxPushCurrent_v2", "cuLibraryLoadData", "cuCtxPopCurrent_v2"]
 
@@ -181,7 +181,7 @@ def test_loading_kernels_leaves_the_current_device_what_it_was(
 @pytest.mark.parametrize("count", [4, 16, 32])
 def test_python_adds_little_to_a_launch(count: int) -> None:
     """In the driver's place is a function that does nothing; a launch takes 2.7 such calls, on any host."""
-    launch, takes = Launch("a", count, 32, 0), ctypes.CDLL(None).sched_yield
+    launch, takes = Launcher("a", count, 32, 0), ctypes.CDLL(None).sched_yield
     launch.take(ctypes.c_void_p(1), 32, takes)
     values, given = tuple(range(count)), [ctypes.c_void_p(1)] * 4
     pairs = [(least(lambda: launch(1, 7, *values)), least(lambda: takes(*given))) for _ in range(3)]
