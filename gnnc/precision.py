@@ -11,6 +11,9 @@ from gnnc.ir.qtype import Granularity, QType, Signedness
 Format = Literal["float", "int", "binary"]
 
 _FLOAT_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8}
+BUILT = ("fp32", "fp16", "bf16", "int8", "auto")
+"""Names of the precisions that ``gnnc.compile`` takes: some backend has kernels for them."""
+
 _NAMES = ("fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "w4a8", "binary", "auto")
 
 

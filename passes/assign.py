@@ -92,7 +92,7 @@ class Assign:
             return reason
         op = op_of(node)
         assert op is not None
-        return self._too_narrow(node, op.name, ctx)
+        return self._too_narrow(node, op.name, wanted, ctx)
 
     def _must_be_fp32(self, node: Node, fixed: dict[Node, str]) -> str | None:
         op = op_of(node)
@@ -105,7 +105,7 @@ class Assign:
             return f"{op.name} has no low-precision form"
         return None
 
-    def _too_narrow(self, node: Node, name: str, ctx: Context) -> str | None:
+    def _too_narrow(self, node: Node, name: str, wanted: Precision, ctx: Context) -> str | None:
         width = width_of(node.args[LOW_OPERANDS[name][0]])
         if width is None:
             return None
@@ -116,7 +116,7 @@ class Assign:
         most = ctx.target.narrow_rows.fp32_bytes if self.min_row_bytes is None else self.min_row_bytes
         if width * 4 > most:
             return None
-        return f"a row of {width} FP32 values fits in the {most} bytes that a padded int8 row takes"
+        return f"a row of {width} FP32 values fits in the {most} bytes that a padded {wanted} row takes"
 
 
 def is_primitive(node: Node) -> bool:

@@ -8,7 +8,7 @@ from torch.nn import Module
 
 from gnnc.errors import GnncError, PrecisionError, UnsupportedError
 from gnnc.passes.base import Pass, Property, established_by
-from gnnc.precision import AUTO, Precision
+from gnnc.precision import AUTO, BUILT, Precision
 from gnnc.target import Target
 
 _NEEDED = (Property.NORMALIZED, Property.LOWERED)
@@ -17,7 +17,7 @@ _NEEDED = (Property.NORMALIZED, Property.LOWERED)
 
 def built(precision: Precision) -> Precision:
     """Return the precision; UnsupportedError where this version has no kernels for it."""
-    if precision.name not in ("fp32", "fp16", "bf16", "int8", "auto"):
+    if precision.name not in BUILT:
         raise UnsupportedError(
             f"precision {precision.name!r} is known but not built in this version: use fp32, fp16 (on CUDA), "
             "bf16, int8 or auto"
