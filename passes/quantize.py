@@ -47,9 +47,9 @@ class Quantize:
     Attributes:
         max_error: mean relative error of a row up to which the cheapest granularity is taken.
         bf16_partials: whether a result that a later kernel only adds is rounded to bf16.
-        dynamic: where no examples gave a scale, whether each ``row`` of an aggregation's input takes its
-            own, or fractions of one for the whole ``tensor``, which the product before finds and one more
-            pass applies. ``precision="auto"`` weighs scales a row alone.
+        dynamic: scales of an aggregation's input where no examples gave one: one for each ``row``, or
+            power-of-two fractions of one for the whole ``tensor``, which the product before finds and one
+            more pass applies. ``precision="auto"`` weighs row scales only.
     """
 
     max_error: float = 0.015

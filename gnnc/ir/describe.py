@@ -113,6 +113,11 @@ def dtype_text(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def element_text(qtype: QType) -> str:
+    """Return ``i8`` for ``int8``, ``u4`` for ``uint4``."""
+    return qtype.element.replace("int", "i").replace("ui", "u")
+
+
 def producer(node: Node) -> Node:
     """Return the node that made a value, past views of it."""
     while op_name(node) in _VIEWS:

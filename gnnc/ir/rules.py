@@ -141,9 +141,7 @@ def _problem_of_sizes(call: Call) -> str | None:
         return f"takes rowptr with {rowptr.dim()} dimensions; it is [num_dst + 1]"
     num_dst = _value(call.given.get("num_dst"))
     if rowptr is not None and _differ(rowptr.shape[0], _plus_one(num_dst)):
-        return (
-            f"makes {num_dst} rows, but rowptr has {rowptr.shape[0]} entries; num_dst is one less than those"
-        )
+        return f"makes {num_dst} rows, but rowptr has {rowptr.shape[0]} entries; num_dst is one less"
     if call.op in _SPARSE and _differ(call.rows("value"), edges):
         return f"has {call.rows('value')} edge values for {edges} edges; give each edge one, in CSR order"
     value, x = call.tensor("value"), call.tensor("x")
@@ -217,7 +215,7 @@ def _problem_of_body(call: Call) -> str | None:
 
 
 def _problem_of_values(call: Call) -> str | None:
-    """A message reduces every value of its body, as many as its reductions take."""
+    """Check that the body of a message returns as many values as the reductions take."""
     found = parse_body(call.given["body"]).graph.output_node().args[0]
     made = len(found) if isinstance(found, list | tuple) else 1
     reduce = call.given.get("reduce")
@@ -254,7 +252,7 @@ def _plus_one(size: Any) -> Any:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Whether two sizes are known, and differ for every value of their symbols."""
+    """Return whether two sizes are known, and differ for every value of their symbols."""
     if a is None or b is None or isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return False
     return statically_known_true(a != b)

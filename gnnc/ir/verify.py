@@ -157,7 +157,7 @@ def _problem_of_getitem(node: fx.Node) -> str | None:
 
 
 def _problem_of_operands(node: fx.Node) -> str | None:
-    """ATen knows nothing of scales: it may reshape quantized values, not compute with them."""
+    """Refuse ATen ops that compute with quantized values: they know no scale. Views are allowed."""
     if is_view(node):
         return None
     for argument in node.all_input_nodes:

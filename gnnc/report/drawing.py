@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from gnnc.errors import InputError
 from gnnc.ir import describe
+from gnnc.ir.nodes import qtype_of
 from gnnc.ir.source import source_of
 from gnnc.report.figure_style import save
 from gnnc.report.layered_layout import Layout, layered_layout
@@ -102,7 +103,7 @@ def _add_part(graph: nx.DiGraph, part: str, named: Named, given: dict[str, str])
         names[node] = f"{part}.{named.names[node]}"
         graph.add_node(names[node], part=part, **_attributes(node, part, named))
         for operand in node.all_input_nodes:
-            text = named.type_text(operand.meta.get("val"))
+            text = named.type_text(operand.meta.get("val"), qtype_of(operand))
             graph.add_edge(names[operand], names[node], type=text)
     return names
 
@@ -115,7 +116,7 @@ def _attributes(node: Node, part: str, named: Named) -> dict[str, Any]:
         "op": describe.op_name(node),
         "layer": describe.layer_of(node),
         "precision": f"{before}→{after}" if changes else after or "",
-        "type": named.type_text(node.meta.get("val")),
+        "type": named.type_text(node.meta.get("val"), qtype_of(node)),
         "kernel": (block.kernel if block else node.meta.get("kernel")) or "",
         "launch": f"{part}.{block.node}" if block else f"{part}.{named.names[node]}",
         "source": source.kind if source else "",

@@ -10,7 +10,8 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gnnc.ir.describe import PRECISION_OPS, dtype_text, inline, is_gnnc, op_name, returns_many
+from gnnc.ir.describe import PRECISION_OPS, dtype_text, element_text, inline, is_gnnc, op_name, returns_many
+from gnnc.ir.qtype import QType
 from gnnc.ir.source import is_weight, source_of
 
 _NUMBERED = {
@@ -53,12 +54,18 @@ class Named:
     names: dict[Node, str]
     outputs: dict[str, str]
 
-    def type_text(self, value: Any) -> str:
-        """Return a value's type, such as ``f32[N, 64]``; a tuple's are joined by commas."""
+    def type_text(self, value: Any, qtype: QType | None = None) -> str:
+        """Return a value's type, such as ``f32[N, 64]`` or ``i4[N, 64]``; a tuple's are joined by commas.
+
+        Args:
+            value: the value.
+            qtype: the type of its quantized values, or None.
+        """
         if isinstance(value, tuple | list):
             return ", ".join(filter(None, (self.type_text(item) for item in value)))
         if isinstance(value, torch.Tensor):
-            return f"{dtype_text(value.dtype)}[{', '.join(self.symbols.shape(value))}]"
+            element = dtype_text(value.dtype) if qtype is None else element_text(qtype)
+            return f"{element}[{', '.join(self.symbols.shape(value))}]"
         if isinstance(value, int | torch.SymInt):
             return "int"
         return type(value).__name__ if value is not None else ""

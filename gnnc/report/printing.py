@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gnnc.ir import describe
+from gnnc.ir.nodes import qtype_of
 from gnnc.ir.source import source_of
 from gnnc.report.naming import Named, identifier, name_graph, name_program
 from gnnc.torch_private import HigherOrderOperator, OpOverload, overload_name, schema
@@ -196,7 +197,7 @@ class _Printer:
         return "; ".join(remarks)
 
     def _type(self, node: Node) -> str:
-        return ", ".join(self._named.type_text(n.meta.get("val")) for n in self._results(node))
+        return ", ".join(self._named.type_text(n.meta.get("val"), qtype_of(n)) for n in self._results(node))
 
     def _results(self, node: Node) -> list[Node]:
         """Return what a line makes: the parts of a tuple that is taken apart, else the node."""

@@ -1,4 +1,4 @@
-"""Writes the row program of a kernel into a program: code, operands, constants and outputs."""
+"""Arguments of a CPU kernel that stand for its row program: code, operands, constants and outputs."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def emit_program(program: RowProgram, node: Node, emitter: Emitter, rows: Any, w
         node: the node of the outer graph that the kernel runs for.
         emitter: the program under construction.
         rows: number of rows that the kernel makes.
-        width: width of its accumulator, for results that nobody outside reads.
+        width: width of its accumulator, for results that no other kernel reads.
     """
     operands = [_operand(item, node, emitter) for item in program.operands]
     results = emitter.outputs(node)
@@ -54,13 +54,13 @@ def _output(out: Out, results: list[Node | None], emitter: Emitter, rows: Any, w
 
 
 def _code(program: RowProgram, check_finite: bool) -> tuple[int, ...]:
-    """The instructions, without those that only look for NaN and infinity where nobody asks."""
-    kept = (step for step in program.steps if check_finite or step[0] != Op.AMAX)
-    return tuple(int(number) for step in kept for number in step)
+    """Return the instructions, without checks for NaN and infinity unless ``check_finite``."""
+    steps = (step for step in program.steps if check_finite or step[0] != Op.AMAX)
+    return tuple(int(number) for step in steps for number in step)
 
 
 def check_scales(emitter: Emitter) -> None:
-    """Have the program check the row scales that the last launch wrote."""
+    """Emit the check of the row scales that the last launch wrote."""
     for node, name in emitter.scales:
         emitter.check_scale(node, name)
     emitter.scales.clear()

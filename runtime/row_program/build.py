@@ -94,17 +94,17 @@ class RowProgram:
         self.code += [int(Op[name]), a, b, c]
 
     def const(self, value: float) -> int:
-        """Return the number of a constant."""
+        """Add a constant and return its number."""
         self.consts.append(float(value))
         return len(self.consts) - 1
 
     def operand(self, index: int | None, form: str) -> int:
-        """Return the number of an operand."""
+        """Add an operand and return its number."""
         self.operands.append(Operand(index, form))
         return len(self.operands) - 1
 
     def out(self, result: int | None, form: str, dtype: torch.dtype) -> int:
-        """Return the number of an output."""
+        """Add an output and return its number."""
         self.outs.append(Out(result, form, dtype))
         return len(self.outs) - 1
 
@@ -129,24 +129,24 @@ class Inner:
         self.results: dict[Node, int] = {n: i for i, n in enumerate(listed)}
 
     def operand(self, node: Any, what: str) -> int:
-        """Return the number of an operand that ``node`` must be."""
+        """Return the number of the operand ``node``; raise Refusal where it is none."""
         if node not in self.operands:
             raise Refusal(f"{what} is computed inside the fused graph, not given to it")
         return self.operands[node]
 
     def optional(self, node: Any, what: str) -> int | None:
-        """Return the number of an operand, or None for an absent one."""
+        """Return the number of the operand ``node``, or None where it is absent."""
         return None if node is None else self.operand(node, what)
 
     def some(self, *targets: str) -> list[Node]:
-        """Return the nodes with one of these targets, at least one."""
+        """Return the nodes with one of these targets; raise Refusal where there is none."""
         found = [node for node in self.nodes if str(node.target) in targets]
         if not found:
             raise Refusal(f"holds no {' or '.join(targets)}")
         return found
 
     def only(self, *targets: str) -> Node:
-        """Return the one node with one of these targets."""
+        """Return the only node with one of these targets; raise Refusal for another number."""
         found = self.some(*targets)
         if len(found) != 1:
             raise Refusal(f"holds {len(found)} of {', '.join(targets)}, not one")
@@ -289,7 +289,7 @@ def argument_of(node: Node, index: int) -> Node:
 
 
 def fixed_width(value: Any) -> int:
-    """Return the width of a tensor's rows; refuse a symbolic one."""
+    """Return the width of a tensor's rows; raise Refusal where it is symbolic."""
     tensor = value.meta["val"] if isinstance(value, Node) else value
     assert isinstance(tensor, Tensor)
     width = 1

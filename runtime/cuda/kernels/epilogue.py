@@ -1,4 +1,4 @@
-"""Writes the row program of a kernel as CUDA C++: the body of the struct that the kernel ends with.
+"""CUDA C++ text of row programs: the struct whose call operator a kernel runs on each finished row.
 
 ``csrc/cuda/common/row_steps.cuh`` has the steps. Strides, constants and shapes are part of the text, so that
 every epilogue is compiled for what it does; pointers are arguments.
@@ -29,14 +29,14 @@ _CONST_STEPS = (Op.LEAKY_RELU, Op.ELU, Op.CLAMP_MIN, Op.CLAMP_MAX, Op.L2_NORMALI
 
 @dataclass(slots=True)
 class Struct:
-    """A struct under construction.
+    """A C++ struct under construction.
 
     Attributes:
-        fields: its members.
+        fields: declarations of the members.
         values: the members' values, in the order of the members.
         body: statements of its call operator.
-        tile: name of the row as it is now.
-        width: its columns.
+        tile: C++ name of the present row.
+        width: columns of the present row.
     """
 
     width: int
@@ -64,7 +64,7 @@ class Struct:
 
 
 class Writer:
-    """Turns one row program into a struct."""
+    """Writer of one row program as a struct."""
 
     def __init__(self, program: RowProgram, node: Node, emitter: CudaEmitter, rows: Any, width: int) -> None:
         self.program, self.node, self.emitter, self.rows = program, node, emitter, rows
@@ -99,7 +99,7 @@ class Writer:
         return literal(self.program.consts[index])
 
     def operand(self, number: int) -> str:
-        """Return the name of an operand, null where it is absent."""
+        """Return the C++ name of an operand, a null pointer where it is absent."""
         operand = self.program.operands[number]
         if operand.index is None:
             return "static_cast<const float*>(nullptr)"
@@ -116,23 +116,23 @@ class Writer:
         return f"a{number}"
 
     def row_of(self, number: int) -> tuple[str, int]:
-        """Return a full operand's row, and the elements from one row to the next."""
+        """Return the address of a row of a matrix operand, and the elements from one row to the next."""
         name = self.operand(number)
         stride = self._strides[number]
         return f"{name} + row * {stride}", stride
 
     def out(self, number: int) -> str:
-        """Return the name of an output that is one element a row."""
+        """Return the C++ name of an output with one element a row."""
         self._declare(number)
         return f"o{number}"
 
     def out_row(self, number: int) -> tuple[str, int]:
-        """Return an output's row, and the elements from one row to the next."""
+        """Return the address of a row of an output, and the elements from one row to the next."""
         self._declare(number)
         return f"o{number} + row * {self._strides[~number]}", self._strides[~number]
 
     def _result(self, number: int) -> Node | None:
-        """The node that an output is the value of; None where nothing reads it but this kernel."""
+        """Return the node whose value an output is, or None where only this kernel reads it."""
         index = self.program.outs[number].result
         return None if index is None else self.results[index]
 
@@ -171,7 +171,7 @@ class Writer:
         self.struct.step(f"step::with_full<{stride}>", row, function)
 
     def _batch_norm(self, a: int, b: int, c: int) -> None:
-        """Multiply and add, by numbers of which a launch before makes one a column."""
+        """Multiply and add, by one number a column each, which a launch before the kernel computes."""
         emitter, width = self.emitter, self.struct.width
         config = emitter.kernel_set.struct("Norm", f"  static constexpr float kEps = {self._const(b)};\n")
         columns = [emitter.scratch(1, width, torch.float32, flat=True) for _ in range(2)]
@@ -243,7 +243,7 @@ class Writer:
         return name
 
     def _scale_tensor(self, a: int, b: int, c: int) -> None:
-        """Raise the scale; who launches the kernel has set it to zero (``scales_of``)."""
+        """Raise the scale, which is zero when the kernel starts (``scales_of``)."""
         self.struct.step("step::scale_tensor", self.out(a))
 
     def _row_dot(self, a: int, b: int, c: int) -> None:
@@ -297,11 +297,11 @@ def scales_of(program: RowProgram, node: Node, emitter: CudaEmitter) -> list[Exp
     """Return the scales of whole tensors that a row program raises, once it is written."""
     results = [out.result for out in program.outs if out.form == "scalar"]
     nodes = [emitter.outputs(node)[index] for index in results if index is not None]
-    return [emitter.vector(each) for each in nodes if each is not None]
+    return [emitter.vector(scale) for scale in nodes if scale is not None]
 
 
 def literal(value: float) -> str:
-    """Return a float constant as C++ text, exact."""
+    """Return the exact C++ text of a float constant."""
     single = float(torch.tensor(value, dtype=torch.float32))
     if single != single or abs(single) == float("inf"):
         sign = "-" if single < 0 else ""

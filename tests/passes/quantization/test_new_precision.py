@@ -83,8 +83,8 @@ def test_int4_runs_on_the_reference_backend(static: bool) -> None:
 def test_the_text_of_a_program_says_int4() -> None:
     gm, _ = lowered("reference")
     text = format_graph(gm)
-    assert '"int4/row"' in text and "fp32→int4" in text and "int4→fp32" in text
-    assert "int8" not in text
+    assert '"int4/row"' in text and "# i4[N, 24]" in text and "fp32→int4" in text and "int4→fp32" in text
+    assert "int8" not in text and "i8[" not in text
 
 
 def test_a_backend_without_kernels_for_it_says_so_and_runs_the_reference() -> None:
