@@ -68,7 +68,7 @@ def compare(model: nn.Module, data: dict[str, Any], precision: str) -> dict[str,
     x, edge_index, mask = data["x"], data["edge_index"], data["test_mask"]
     fast = gnnc.compile(model, precision=precision)
     expected, got = model(x, edge_index), fast(x, edge_index)
-    same = expected.argmax(-1) == got.argmax(-1)
+    agree = expected.argmax(-1) == got.argmax(-1)
     hits = (got.argmax(-1) == data["y"])[mask], (expected.argmax(-1) == data["y"])[mask]
     order = degree(edge_index[1], x.shape[0]).argsort(stable=True)
     more = with_isolated(x)
@@ -76,8 +76,8 @@ def compare(model: nn.Module, data: dict[str, Any], precision: str) -> dict[str,
     return {
         "accuracy": 100 * hits[0].float().mean().item(),
         "accuracy_fp32": 100 * hits[1].float().mean().item(),
-        "agreement": same.float().mean().item(),
-        "agreement_by_degree_quartile": [q.float().mean().item() for q in same[order].chunk(4)],
+        "agreement": agree.float().mean().item(),
+        "agreement_by_degree_quartile": [q.float().mean().item() for q in agree[order].chunk(4)],
         "agreement_with_isolated": isolated.float().mean().item(),
         "relative_error": ((got - expected).norm() / expected.norm()).item(),
     }

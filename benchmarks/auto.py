@@ -126,14 +126,14 @@ def seen_part(data: dict[str, Any], share: float = 0.8) -> tuple[Tensor, Tensor,
     """Return x and edge_index of the graph that a random share of the nodes induces, and the other nodes."""
     nodes = data["x"].shape[0]
     order = torch.randperm(nodes, generator=torch.Generator().manual_seed(0))
-    kept, others = order[: int(nodes * share)].sort().values, order[int(nodes * share) :].sort().values
-    edges, _ = subgraph(kept, data["edge_index"], relabel_nodes=True, num_nodes=nodes)
-    return data["x"][kept].contiguous(), edges, others
+    seen, held_out = order[: int(nodes * share)].sort().values, order[int(nodes * share) :].sort().values
+    edges, _ = subgraph(seen, data["edge_index"], relabel_nodes=True, num_nodes=nodes)
+    return data["x"][seen].contiguous(), edges, held_out
 
 
-def error(got: Tensor, wanted: Tensor) -> float:
+def error(result: Tensor, expected: Tensor) -> float:
     """Return the relative L2 error."""
-    return float((got - wanted).norm() / wanted.norm())
+    return float((result - expected).norm() / expected.norm())
 
 
 @torch.no_grad()
@@ -144,10 +144,10 @@ def run(name: str, model_name: str, effort: Effort) -> dict[str, Any]:
     with torch.enable_grad():
         model = trained(name, data, model_name)
     model.to(effort.device)
-    seen_x, seen_edges, others = (tensor.to(effort.device) for tensor in seen_part(data))
+    seen_x, seen_edges, held_out = (tensor.to(effort.device) for tensor in seen_part(data))
     x, edge_index = data["x"].to(effort.device), data["edge_index"].to(effort.device)
     examples = (seen_x, seen_edges)
-    wanted, seen_wanted = eager(model, model_name, x, edge_index), eager(model, model_name, *examples)
+    expected, seen_expected = eager(model, model_name, x, edge_index), eager(model, model_name, *examples)
     calls: dict[str, gnnc.CompiledModel] = {}
     compiled_in: dict[str, float] = {}
     for key in (*effort.uniform, *BUDGETS):
@@ -162,8 +162,8 @@ def run(name: str, model_name: str, effort: Effort) -> dict[str, Any]:
         got = call(x, edge_index)
         ways[key] = {
             "ms": seconds[key] * 1e3,
-            "error": error(call(*examples), seen_wanted),
-            "held_out_error": error(got[others], wanted[others]),
+            "error": error(call(*examples), seen_expected),
+            "held_out_error": error(got[held_out], expected[held_out]),
             "compile_s": compiled_in[key],
             **({"seen_ms": seen_seconds[key] * 1e3} if seen_seconds else {}),
         }
@@ -187,7 +187,7 @@ def on_arxiv(effort: Effort) -> list[dict[str, Any]]:
     edge_index = graphs.generate("arxiv").to(effort.device)
     x = torch.randn(shape.nodes, shape.features, generator=torch.Generator().manual_seed(0))
     x = x.to(effort.device)
-    found = []
+    results = []
     for name in ON_ARXIV:
         torch.manual_seed(0)
         model = MODELS[name](shape.features, shape.classes).eval().requires_grad_(False).to(effort.device)
@@ -195,8 +195,8 @@ def on_arxiv(effort: Effort) -> list[dict[str, Any]]:
         gnnc.compile(model, "auto", example_inputs=(x, edge_index), backend=effort.device)
         seconds = time.perf_counter() - start
         times = kernels(model, x, edge_index, effort)
-        found.append({"graph": "arxiv", "model": name, "seconds": seconds, "kernels": times})
-    return found
+        results.append({"graph": "arxiv", "model": name, "seconds": seconds, "kernels": times})
+    return results
 
 
 def timed(
@@ -206,15 +206,15 @@ def timed(
     first: dict[str, str] = {}
     for key, call in calls.items():
         first.setdefault(str(call).split("\n\n", 1)[-1], key)
-    same = {key: first[str(call).split("\n\n", 1)[-1]] for key, call in calls.items()}
-    runs = {key: lambda call=calls[key]: call(x, edge_index) for key in dict.fromkeys(same.values())}
+    twin_of = {key: first[str(call).split("\n\n", 1)[-1]] for key, call in calls.items()}
+    runs = {key: lambda call=calls[key]: call(x, edge_index) for key in dict.fromkeys(twin_of.values())}
     best = shortest(runs, effort.rounds, measure_on(torch.device(effort.device)))
-    return {key: best[same[key]] for key in calls}
+    return {key: best[twin_of[key]] for key in calls}
 
 
 def kernels(model: nn.Module, x: Tensor, edge_index: Tensor, effort: Effort) -> list[dict[str, Any]]:
     """Return the predicted and the shortest measured time of every kernel, on the whole graph."""
-    found = []
+    rows = []
     for key in effort.uniform:
         compiled = gnnc.compile(model, key, example_inputs=(x, edge_index), backend=effort.device)
         program = compiled._last
@@ -224,8 +224,8 @@ def kernels(model: nn.Module, x: Tensor, edge_index: Tensor, effort: Effort) -> 
             for timing in program.profiled(tensors)[1]:
                 best[timing.node] = min(best.get(timing.node, float("inf")), timing.seconds)
         for node, predicted in program.knowledge().predicted.items():
-            found.append({"way": key, "node": node, "predicted": predicted, "measured": best[node]})
-    return found
+            rows.append({"way": key, "node": node, "predicted": predicted, "measured": best[node]})
+    return rows
 
 
 def fronts(choice: Choice, seeds: int) -> dict[str, Any]:
@@ -237,21 +237,21 @@ def fronts(choice: Choice, seeds: int) -> dict[str, Any]:
     """
     study = choice.study
     assert study.bench is not None
-    found: dict[str, list[tuple[float, float]]] = {}
-    known: dict[tuple[int, ...], float] = {}
+    points_of: dict[str, list[tuple[float, float]]] = {}
+    error_of: dict[tuple[int, ...], float] = {}
     for strategy in STRATEGIES:
         points = []
         for seed in range(seeds if strategy == "random" else 1):
             weighed = reweighed(study, strategy, seed)
             for plan in {solve(weighed, budget, grown=_ANY).chosen for budget in FRONT_BUDGETS}:
-                if plan not in known:
+                if plan not in error_of:
                     ops = zip(study.ops, plan, strict=True)
-                    known[plan] = max(study.bench.errors({op.node: op.options[o] for op, o in ops}))
-                points.append((study.seconds(plan) * 1e3, known[plan]))
-        found[strategy] = sorted(points)
-    pairs = [(max(study.error(plan)[: study.outputs]), measured) for plan, measured in known.items()]
+                    error_of[plan] = max(study.bench.errors({op.node: op.options[o] for op, o in ops}))
+                points.append((study.seconds(plan) * 1e3, error_of[plan]))
+        points_of[strategy] = sorted(points)
+    pairs = [(max(study.error(plan)[: study.outputs]), measured) for plan, measured in error_of.items()]
     return {
-        "fronts": found,
+        "fronts": points_of,
         "rank_correlation": choice.correlation(),
         "error_model": [pair for pair in pairs if min(pair) > 0],
     }
@@ -319,10 +319,10 @@ def arguments() -> argparse.Namespace:
 def run_all(args: argparse.Namespace, report: dict[str, Any]) -> None:
     """Run the missing cases, and write the report after each."""
     effort = Effort(args.rounds, args.profiles, args.seeds, args.device)
-    done = {(r["graph"], r["model"]) for r in report["results"]}
+    finished = {(r["graph"], r["model"]) for r in report["results"]}
     for name in args.graphs:
         for model_name in args.models:
-            if (name, model_name) in done:
+            if (name, model_name) in finished:
                 continue
             result = run(name, model_name, effort)
             report["results"].append(result)

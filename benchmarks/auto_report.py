@@ -33,7 +33,7 @@ def cases(results: list[dict[str, Any]], time: str | None = None) -> list[dict[s
         time: ``ms`` for times on the whole graph, ``seen_ms`` on the part that was chosen on; None for
             the latter where they were measured.
     """
-    found = []
+    rows = []
     time = time or ("seen_ms" if all("seen_ms" in w for r in results for w in r["ways"].values()) else "ms")
     for result in results:
         for budget in BUDGETS:
@@ -42,7 +42,7 @@ def cases(results: list[dict[str, Any]], time: str | None = None) -> list[dict[s
             uniform = [key for key in ways if key not in map(str, BUDGETS)]
             good = {key: ways[key][time] for key in uniform if keeps(ways[key], budget)}
             best = min(good, key=good.__getitem__)
-            found.append(
+            rows.append(
                 {
                     "graph": result["graph"], "model": result["model"], "budget": budget,
                     "examples": auto["error"] / budget, "held_out": auto["held_out_error"] / budget,
@@ -50,7 +50,7 @@ def cases(results: list[dict[str, Any]], time: str | None = None) -> list[dict[s
                     "ratio": auto[time] / good[best], "compile_s": auto["compile_s"],
                 }
             )  # fmt: skip
-    return found
+    return rows
 
 
 def keeps(way: dict[str, Any], budget: float) -> bool:
@@ -128,28 +128,29 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def page(report: dict[str, Any], json: str, fronts: str) -> str:
     """Return the documentation page of a run; ``json`` and ``fronts`` are the names of its files."""
-    found, machine, calibration = conclusions(report), report["machine"], report["calibration"]
-    count = found["cases"]
-    at = {s: v for s, v in found["time_at_error_0.01_relative_to_sensitivity"].items() if v is not None}
-    off = found["median_prediction_error"]
-    longest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found["longest_compile_s"].items())
+    figures, machine, calibration = conclusions(report), report["machine"], report["calibration"]
+    count = figures["cases"]
+    at = {s: v for s, v in figures["time_at_error_0.01_relative_to_sensitivity"].items() if v is not None}
+    off = figures["median_prediction_error"]
+    longest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in figures["longest_compile_s"].items())
     arxiv = ", ".join(f"{c['model']} {c['seconds']:.0f} s" for c in report["arxiv"])
-    graphs = ", ".join(found["longest_compile_s"])
+    graphs = ", ".join(figures["longest_compile_s"])
     lines = [
         f"{count} cases ({graphs}); held-out error at most 1.2 times the budget in "
-        f"{found['held_out_within_1.2_budget']}, at worst {found['worst_held_out_over_budget']:.2f} times",
+        f"{figures['held_out_within_1.2_budget']}, at worst "
+        f"{figures['worst_held_out_over_budget']:.2f} times",
         "measured time at most 5% above that of the best uniform precision that keeps the budget in "
-        f"{found['at_most_5_percent_slower']}, at worst {found['worst_ratio']:.2f} times; faster in "
-        f"{found['faster']}, by 2% or more in {found['faster_by_2_percent']}, by 5% or more in "
-        f"{found['faster_by_5_percent']}",
-        *_on_the_whole_graph(report["results"], found),
+        f"{figures['at_most_5_percent_slower']}, at worst {figures['worst_ratio']:.2f} times; faster in "
+        f"{figures['faster']}, by 2% or more in {figures['faster_by_2_percent']}, by 5% or more in "
+        f"{figures['faster_by_5_percent']}",
+        *_on_the_whole_graph(report["results"], figures),
         f"predicted against measured kernel times on graphs of {LARGE:,} edges and more: "
-        + ("not measured" if off is None else f"median error {off:.0%} over {found['kernels']} kernels"),
+        + ("not measured" if off is None else f"median error {off:.0%} over {figures['kernels']} kernels"),
         f"compiling with auto takes at most {longest}; on the arxiv-shaped graph {arxiv or 'not measured'}",
         f"calibration took {format(calibration['measured_in'], '.1f') if calibration else '-'} s",
-        f"measured over predicted error of a choice: {_spread_text(found['error_model'])}",
+        f"measured over predicted error of a choice: {_spread_text(figures['error_model'])}",
         "rank correlation of receptive-field gain and sensitivity, by model and graph: "
-        + _spread_text(found["rank_correlation"]),
+        + _spread_text(figures["rank_correlation"]),
         f"at a measured error of {FRONT_ERROR}, predicted time relative to choices by sensitivity: "
         + ", ".join(f"{strategy} {ratio:.3f}" for strategy, ratio in at.items()),
     ]
@@ -176,11 +177,11 @@ def page(report: dict[str, Any], json: str, fronts: str) -> str:
     )
 
 
-def _on_the_whole_graph(results: list[dict[str, Any]], found: dict[str, Any]) -> list[str]:
+def _on_the_whole_graph(results: list[dict[str, Any]], figures: dict[str, Any]) -> list[str]:
     """Return a line on the times on the whole graph, unless the cases are judged by those."""
     if "seen_ms" not in next(iter(results[0]["ways"].values())):
         return []
-    whole = found["on_the_whole_graph"]
+    whole = figures["on_the_whole_graph"]
     return [
         "these times are of the graph that the precisions were chosen on; on the whole one, with 1.25 times "
         f"as many nodes, at most 5% slower in {whole['at_most_5_percent_slower']}, at worst "

@@ -43,8 +43,8 @@ def rows_of(scale: int, near: bool, width: int, repeats: int) -> list[dict[str, 
         src = torch.randint(shape.nodes, src.shape, generator=torch.Generator().manual_seed(1))
     rowptr, col, _ = csr(src, dst, shape.nodes, shape.nodes)
     x, out = torch.randn(shape.nodes, width), torch.empty(shape.nodes, width)
-    codes = torch.zeros(shape.nodes, -(-width // 64) * 64, dtype=torch.int8)[:, :width]
-    operands = {"fp32": x, "bf16": x.bfloat16(), "int8": codes.copy_(x.mul(32).clamp(-127, 127))}
+    quantized = torch.zeros(shape.nodes, -(-width // 64) * 64, dtype=torch.int8)[:, :width]
+    operands = {"fp32": x, "bf16": x.bfloat16(), "int8": quantized.copy_(x.mul(32).clamp(-127, 127))}
     times: dict[str, list[float]] = {name: [] for name in operands}
     for _, (name, operand) in itertools.product(range(repeats + 1), operands.items()):
         start = time.perf_counter()

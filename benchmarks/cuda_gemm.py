@@ -41,7 +41,7 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FORMS = ("fp16", "bf16", "int8", "codes")
 
 
-class Two(nn.Module):
+class TwoLayers(nn.Module):
     """Two layers that read one x, which is therefore quantized once."""
 
     def __init__(self, inner: int, out: int) -> None:
@@ -56,7 +56,7 @@ class Two(nn.Module):
 
 def model_of(form: str, inner: int, out: int) -> tuple[nn.Module, str]:
     """Return the layers and the precision whose products read x in a form."""
-    model = Two(inner, out) if form == "codes" else nn.Linear(inner, out, bias=False)
+    model = TwoLayers(inner, out) if form == "codes" else nn.Linear(inner, out, bias=False)
     return model.eval(), "int8" if form == "codes" else form
 
 
@@ -75,16 +75,16 @@ def times(form: str, rows: int, inner: int, out: int, calls: int = 10) -> dict[s
     for _ in range(3):
         compiled(x)
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         for _ in range(calls):
             compiled(x)
         torch.cuda.synchronize()
-    found: dict[str, list[float]] = {}
-    for event in seen.events() or ():
+    times_of: dict[str, list[float]] = {}
+    for event in trace.events() or ():
         if event.device_type.name == "CUDA":
             name = event.name.removeprefix("void ").partition("<")[0]
-            found.setdefault(name, []).append(event.time_range.elapsed_us())
-    return {name: statistics.median(each) for name, each in found.items()}
+            times_of.setdefault(name, []).append(event.time_range.elapsed_us())
+    return {name: statistics.median(times) for name, times in times_of.items()}
 
 
 def peer_us(form: str, rows: int, inner: int, out: int) -> float:
@@ -99,12 +99,12 @@ def peer_us(form: str, rows: int, inner: int, out: int) -> float:
 
 def row(form: str, rows: int, inner: int, out: int) -> dict[str, float]:
     """Return the recorded figures of one product."""
-    found = times(form, rows, inner, out)
+    times_of = times(form, rows, inner, out)
     result = {
-        "product_us": found.pop("gnnc::gemm", 0.0),
+        "product_us": times_of.pop("gnnc::gemm", 0.0),
         "floor_us": floor_us(form, rows, inner, out),
-        "weight_us": found.pop("gnnc::pack_weight", 0.0),
-        "others_us": sum(found.values()),
+        "weight_us": times_of.pop("gnnc::pack_weight", 0.0),
+        "others_us": sum(times_of.values()),
         "torch_us": peer_us(form, rows, inner, out),
     }
     return {name: round(us, 1) for name, us in result.items()}
@@ -116,15 +116,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     results: dict[str, Any] = {"machine": machine()}
     print("| x | form | product, µs | floor | weight | others | torch |\n" + "| --- " * 7 + "|")
-    for name in given.only:
+    for name in args.only:
         shape = "{} x {} to {}".format(*SHAPES[name])
-        results[name] = {form: row(form, *SHAPES[name]) for form in given.forms}
-        for form, found in results[name].items():
-            print(f"| {name}, {shape} | {form} | {' | '.join(map(str, found.values()))} |", flush=True)
-    given.out.write_text(json.dumps(results, indent=1) + "\n")
+        results[name] = {form: row(form, *SHAPES[name]) for form in args.forms}
+        for form, figures in results[name].items():
+            print(f"| {name}, {shape} | {form} | {' | '.join(map(str, figures.values()))} |", flush=True)
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -171,16 +171,16 @@ def main() -> None:
     header = cuda_kernels.machine()
     begin, rows = time.perf_counter(), []
     for case in args.cases:
-        given = problem(*reversed(case.split(":")))
+        inputs = problem(*reversed(case.split(":")))
         for name in CASES[case]:
             if name in args.skip or time.perf_counter() - begin > args.seconds:
                 continue
-            rows.append(row(case, name, *given, tune=args.tune))
+            rows.append(row(case, name, *inputs, tune=args.tune))
             torch.cuda.empty_cache()
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             if args.out:
                 _write(args.out, header, rows)
-        del given
+        del inputs
     print(table(rows))
 
 
@@ -197,8 +197,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         if "ms" not in r:
             lines.append([r["graph"], r["model"], r["name"], r["error"]])
             continue
-        same = [p for p in rows if (p["graph"], p["model"]) == (r["graph"], r["model"]) and "ms" in p]
-        peers = {p["name"]: p["ms"]["median"] for p in same}
+        contenders = [p for p in rows if (p["graph"], p["model"]) == (r["graph"], r["model"]) and "ms" in p]
+        peers = {p["name"]: p["ms"]["median"] for p in contenders}
         ratios = [f"{peers[peer] / r['ms']['median']:.1f}x" if peer in peers else "-" for peer in PEERS]
         lines.append(
             [r["graph"], r["model"], r["name"], f"{r['ms']['median']:.3f}", f"{r['ms']['min']:.3f}", *ratios]

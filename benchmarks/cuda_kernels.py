@@ -354,11 +354,11 @@ def gather_names(element: str, width: int, kind: str, scaled: bool, valued: bool
     ``kind``: ``only`` gathers; ``staged`` gathers with near rows in windows too; ``stored`` gathers and
     stores, through the table FP32 for each row.
     """
-    given = f"gnnc::Element::{element}, {width}, {truth(scaled)}"
-    weighted, stores = f"{given}, {truth(valued)}", truth(kind == "stored")
+    parameters = f"gnnc::Element::{element}, {width}, {truth(scaled)}"
+    weighted, stores = f"{parameters}, {truth(valued)}", truth(kind == "stored")
     names = tuple(f"gnnc::gather_only<{weighted}, {threads}, {stores}>" for threads in BLOCKS)
     names += tuple(f"gnnc::gather_edges<{weighted}, {shares}, {stores}>" for shares in ("true", "false"))
-    return (*names, f"gnnc::gather_staged<{given}>") if kind == "staged" else names
+    return (*names, f"gnnc::gather_staged<{parameters}>") if kind == "staged" else names
 
 
 class Floors:
@@ -391,18 +391,18 @@ class Floors:
         blocks, shared = graph.multiprocessors, 0
         if "gather_edges" in name:
             result = torch.empty(size // 16 + 1, 4, dtype=torch.int32, device="cuda")
-            given = [address(graph.col), graph.col.numel(), *rows, address(value), address(out)]
-            given += [address(result), size // 16]
+            arguments = [address(graph.col), graph.col.numel(), *rows, address(value), address(out)]
+            arguments += [address(result), size // 16]
         elif "gather_staged" in name:
             table = StagedTable(graph.staged, x.shape[0])
-            given = [address(graph.rowptr), *table.fields, *rows, address(out)]
+            arguments = [address(graph.rowptr), *table.fields, *rows, address(out)]
             blocks, shared = table.blocks, shared_bytes(graph.row_bytes, "none" if scale is None else "row")
         else:
             stride = CudaEmitter.padded(x.shape[1], torch.float32, gathered=False)
             result = torch.empty(graph.num_dst, stride, device="cuda") if "true>" in name else None
-            given = [*graph.values(), *rows, address(value), address(out), address(result), stride]
+            arguments = [*graph.values(), *rows, address(value), address(out), address(result), stride]
             blocks = graph.runs.blocks
-        return median_ms(lambda: module.launch(name, blocks, AS_COMPILED, *given, shared=shared))
+        return median_ms(lambda: module.launch(name, blocks, AS_COMPILED, *arguments, shared=shared))
 
     def copy(self, *tensors: Tensor | None) -> float:
         """Return the time of moving each tensor once."""
@@ -491,15 +491,15 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
         peer = cusparse(rowptr, col, width, dot=width == 64)
         xs = features(nodes, width)
         rows = {}
-        for label, (of, make, read) in kernels(graph, xs, width).items():
+        for label, (family, make, read) in kernels(graph, xs, width).items():
             call = make()
             x = xs[next(kind for kind in xs if kind in label)]
             time = median_ms(call)
             kind = "staged" if isinstance(call, Spmm) and call.staged else "only"
-            given = (call.x_scale, call.value) if isinstance(call, Spmm) else (None, None)
-            gather = floors.gather(x, *given, kind)
+            operands = (call.x_scale, call.value) if isinstance(call, Spmm) else (None, None)
+            gather = floors.gather(x, *operands, kind)
             floor = max(floors.copy(x, call(), *read), gather)
-            rows[label] = figures(time, peer[of], floor, gather)
+            rows[label] = figures(time, peer[family], floor, gather)
             del call
         result[f"F={width}"] = {"cusparse_ms": {k: round(v, 4) for k, v in peer.items()}, "kernels": rows}
         show(name, width, peer, rows)
@@ -524,12 +524,12 @@ def compile_ahead() -> None:
         for config in dict.fromkeys(kind.at(width).config(width) for kind in SPMM_KINDS):
             plain = config.value == "none"
             gathers = ("only", "stored", "staged") if plain else ("only", "stored")
-            given = config.scale == "row", not plain
-            names = (gather_names(config.element, width, kind, *given) for kind in gathers)
-            jobs += [(GATHER, (name,)) for several in names for name in several]
+            operands = config.scale == "row", not plain
+            names = (gather_names(config.element, width, kind, *operands) for kind in gathers)
+            jobs += [(GATHER, (name,)) for group in names for name in group]
             forms = [form_of(width * NBYTES[config.element]), *(["spmm_staged"] if plain else [])]
-            of = {kind.to for kind in SPMM_KINDS if kind.at(width).config(width) == config}
-            ends = [epilogue_of(DTYPES[to], width) for to in sorted(of)]
+            results = {kind.to for kind in SPMM_KINDS if kind.at(width).config(width) == config}
+            ends = [epilogue_of(DTYPES[to], width) for to in sorted(results)]
             jobs += [(SPMM_SOURCE, (config.name(end, form),)) for form in forms for end in ends]
     major, minor = torch.cuda.get_device_capability()
     with ThreadPoolExecutor(16) as pool:
@@ -548,13 +548,13 @@ def spmm_widths(name: str) -> dict[str, Any]:
     for width in SPMM_WIDTHS:
         peer, xs, rows = cusparse(rowptr, col, width, dot=False)["spmm"], features(nodes, width), {}
         for kind in (kind.at(width) for kind in SPMM_KINDS):
-            x, given = xs[kind.element], (value if kind.weights else None, scale if kind.scales else None)
-            call = Spmm(graph, x, *given, to=DTYPES[kind.to])
-            gather = floors.gather(x, given[1], given[0], "staged" if call.staged else "only")
-            floor = max(floors.copy(x, call(), *given), gather)
+            x, operands = xs[kind.element], (value if kind.weights else None, scale if kind.scales else None)
+            call = Spmm(graph, x, *operands, to=DTYPES[kind.to])
+            gather = floors.gather(x, operands[1], operands[0], "staged" if call.staged else "only")
+            floor = max(floors.copy(x, call(), *operands), gather)
             row = rows[f"spmm {kind.label}"] = figures(median_ms(call), peer, floor, gather)
             if not call.staged:
-                stored = floors.gather(x, given[1], given[0], "stored", call())
+                stored = floors.gather(x, operands[1], operands[0], "stored", call())
                 row |= {"stored_ms": round(stored, 4), "of_stored": round(stored / row["ms"], 2)}
             if kind.label.startswith("int8"):
                 row["of fp16"] = round(row["ms"] / rows[f"spmm {kind.peer}"]["ms"], 2)

@@ -71,20 +71,22 @@ def waits(call: Callable[[], Any]) -> int:
         (torch.cuda.Stream, "synchronize"),
         (torch.cuda.Event, "synchronize"),
     ]
-    patches = [patch.object(of, name, counted(getattr(of, name))) for of, name in kinds]
+    patches = [patch.object(owner, name, counted(getattr(owner, name))) for owner, name in kinds]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
-            for each in patches:
-                each.start()
+            for mocked in patches:
+                mocked.start()
             call()
     finally:
-        for each in patches:
-            each.stop()
+        for mocked in patches:
+            mocked.stop()
         torch.cuda.set_sync_debug_mode("default")
-    return count + sum("called a synchronizing CUDA operation" in str(each.message) for each in seen)
+    return count + sum(
+        "called a synchronizing CUDA operation" in str(message.message) for message in messages
+    )
 
 
 def row(name: str, kind: str, precision: str, repeats: int) -> dict[str, Any]:

@@ -26,8 +26,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(3.2 * _COLUMNS, 2.3 * height), layout="constrained")
     FigureCanvasAgg(figure)
     for number, case in enumerate(cases, 1):
-        mine = [row for row in rows if (row["model"], row["graph"]) == case and "ms" in row]
-        _panel(figure.add_subplot(height, _COLUMNS, number), case, mine)
+        case_rows = [row for row in rows if (row["model"], row["graph"]) == case and "ms" in row]
+        _panel(figure.add_subplot(height, _COLUMNS, number), case, case_rows)
     save(figure, path)
 
 

@@ -34,9 +34,9 @@ def workspace(build: Callable[[], Any]) -> int:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     result = build()
-    kept = torch.cuda.memory_allocated() - before
+    result_bytes = torch.cuda.memory_allocated() - before
     del result
-    return torch.cuda.max_memory_allocated() - before - kept
+    return torch.cuda.max_memory_allocated() - before - result_bytes
 
 
 def row(name: str) -> dict[str, Any]:

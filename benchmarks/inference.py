@@ -131,8 +131,8 @@ def memory(graph: str, model_name: str, name: str) -> float:
 def memory_in_new_process(graph: str, model: str, name: str) -> float:
     """Return ``memory`` of a process of its own, so that no pool of another run counts."""
     command = [sys.executable, __file__, "--graph", graph, "--memory", model, name]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(process.stdout.split()[-1])
 
 
 def main() -> None:

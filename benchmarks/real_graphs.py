@@ -100,9 +100,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     names = [name for name in (*PEERS, *OURS) if any(row["name"] == name for row in rows)]
     lines = []
     for graph, model in dict.fromkeys((row["graph"], row["model"]) for row in rows):
-        mine = {row["name"]: row for row in rows if (row["graph"], row["model"]) == (graph, model)}
-        times = [f"{mine[name]['ms']['median']:.2f}" if name in mine else "-" for name in names]
-        lines.append([GRAPHS[graph], model.upper(), f"{next(iter(mine.values()))['edges']:,}", *times])
+        contenders = {row["name"]: row for row in rows if (row["graph"], row["model"]) == (graph, model)}
+        times = [f"{contenders[name]['ms']['median']:.2f}" if name in contenders else "-" for name in names]
+        lines.append([GRAPHS[graph], model.upper(), f"{next(iter(contenders.values()))['edges']:,}", *times])
     return tabulate(lines, ["graph", "model", "edges", *names], tablefmt="github", disable_numparse=True)
 
 
@@ -117,15 +117,15 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _panel(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
-    found = [graph for graph in GRAPHS if any(row["graph"] == graph for row in rows)]
+    graphs = [graph for graph in GRAPHS if any(row["graph"] == graph for row in rows)]
     names = [name for name in (*PEERS, *OURS) if any(row["name"] == name for row in rows)]
     width = 0.8 / max(len(names), 1)
     for place, name in enumerate(names):
-        mine = {row["graph"]: row["ms"]["median"] for row in rows if row["name"] == name}
-        xs = [found.index(graph) + (place + 0.5) * width - 0.4 for graph in mine]
-        axes.bar(xs, list(mine.values()), width * 0.92, color=_COLORS[name], label=name, zorder=3)
+        times = {row["graph"]: row["ms"]["median"] for row in rows if row["name"] == name}
+        xs = [graphs.index(graph) + (place + 0.5) * width - 0.4 for graph in times]
+        axes.bar(xs, list(times.values()), width * 0.92, color=_COLORS[name], label=name, zorder=3)
     axes.set_yscale("log")
-    axes.set_xticks(range(len(found)), [GRAPHS[graph] for graph in found])
+    axes.set_xticks(range(len(graphs)), [GRAPHS[graph] for graph in graphs])
     tidy(axes, model.upper(), grid="y")
     axes.set_ylabel("ms a call", fontsize=8.5, color=MUTED)
     axes.legend(fontsize=7.5, frameon=False, ncols=len(names), loc="upper left")
@@ -144,11 +144,11 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="measure nothing")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support.*")
-    kept = args.out.exists() and (args.resume or args.report)
-    report = json.loads(args.out.read_text()) if kept else {"machine": measure.machine(), "rows": []}
-    done = {(row["graph"], row["model"]) for row in report["rows"]}
+    resumes = args.out.exists() and (args.resume or args.report)
+    report = json.loads(args.out.read_text()) if resumes else {"machine": measure.machine(), "rows": []}
+    finished = {(row["graph"], row["model"]) for row in report["rows"]}
     for graph, model in ((g, m) for g in args.graphs for m in args.models):
-        if args.report or (graph, model) in done:
+        if args.report or (graph, model) in finished:
             continue
         start = time.perf_counter()
         report["rows"] += case(graph, model, args.skip, args.repeats)

@@ -74,7 +74,7 @@ class Backend:
         return registry.choose(node, self.chain, registry.structure_kind_of(node))
 
     def needs_launch(self, node: Node) -> bool:
-        """Whether a node computes: views, picked results and arithmetic on sizes come for free."""
+        """Return whether a node computes, unlike views, picked results and arithmetic on sizes."""
         if node.op not in ("call_function", "call_module"):
             return False
         if isinstance(node.meta.get("val"), torch.SymInt | int):
