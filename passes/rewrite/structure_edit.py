@@ -83,12 +83,29 @@ class StructureEdit:
 
 @contextmanager
 def edited(compute: fx.GraphModule, ctx: Context) -> Iterator[fx.GraphModule]:
-    """Yield a copy of ``ctx.structure`` to be changed in place; it then becomes ``ctx.structure``."""
+    """Yield a copy of ``ctx.structure`` to be changed in place; it then becomes ``ctx.structure``.
+
+    Results may be replaced by other nodes, but stay as many and in their order.
+    """
     assert ctx.structure is not None
     structure = clone(ctx.structure)
+    before = _result_names(structure)
     yield structure
+    _rename_sources(compute, dict(zip(before, _result_names(structure), strict=True)))
     finish(structure, ctx.current_pass)
     compute.meta["structure"] = ctx.structure = structure
+
+
+def _result_names(structure: fx.GraphModule) -> list[str]:
+    return [node.name for node in structure.graph.output_node().args[0]]  # type: ignore[union-attr]
+
+
+def _rename_sources(compute: fx.GraphModule, names: dict[str, str]) -> None:
+    """Let placeholders of the compute graph take the results that stand in the place of the old ones."""
+    for node in placeholders(compute):
+        source = source_of(node)
+        if source is not None and source.kind == "structure":
+            node.meta["source"] = Source("structure", names[source.name])
 
 
 def finish(structure: fx.GraphModule, stage: str) -> None:

@@ -57,7 +57,7 @@ def quantized(recipe: Recipe, device: str, examples: tuple[Any, ...] | None, **o
 
 def executable(graph: GraphModule, **options: Any) -> Executable:
     lowered, _ = run_all(graph, (Cache(), Fuse(), Lower()), **options)
-    return options["backend"].handle.executable(lowered)
+    return options["target"].lowering.executable(lowered)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch_geometric.nn import GAT, GCN, GIN, GATConv, GCNConv, global_mean_pool
 from torch_geometric.utils import degree
+from zoo import ZOO, prepared
+from zoo_layers import LAYERS
 
 import gnnc
 from gnnc.ir.graph import clone
 from gnnc.passes import Context, run_pass
 from gnnc.passes.rewrite.structure_edit import finish
 from gnnc.passes.self_loops import SelfLoops, sorts_with_loops
+from gnnc.runtime.backend import get_backend
 from gnnc.runtime.structure.runner import StructureRunner
 from gnnc.target import Target
 
@@ -458,3 +462,20 @@ def test_ids_out_of_range_are_named_as_the_caller_knows_them(
     with pytest.raises(gnnc.GraphError, match=rf"edge_index\[{row}, 7\] = {bad[row]} .*0\.\.89"):
         compiled(x, wrong)
     assert torch.equal(compiled(x, edge_index.clone()), want)
+
+
+@pytest.mark.parametrize("name", ["gcn-edge-weight", "gat-edges", "gatv2-edges", "dna", "pdn", "ppf"])
+def test_a_program_takes_the_results_of_the_rewritten_structure(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results that other nodes replace keep their place, whatever they are called."""
+    reference = get_backend("reference")
+    target = replace(reference.target, sorts_with_loops=True)
+    monkeypatch.setattr(gnnc.api, "get_backend", lambda *given: replace(reference, target=target))
+    entry = (ZOO | LAYERS)[name]
+    compiled = gnnc.compile(prepared(entry), precision="fp32", backend="reference")
+    for seed, sizes in enumerate(((60, 400), (7, 0))):
+        args, kwargs = entry.arguments(*sizes, seed)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*args, **kwargs), compiled.model(*args, **kwargs))
+    assert "csr_with_loops" in str(compiled)
