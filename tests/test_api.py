@@ -533,4 +533,8 @@ def test_a_call_waits_while_another_thread_captures(model):
 
 
 def test_the_version_is_that_of_the_package():
-    assert gnnc.__version__ == importlib.metadata.version("gnnc")
+    try:
+        installed = importlib.metadata.version("gnnc")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("gnnc is on the path, and not installed")
+    assert gnnc.__version__ == installed

@@ -135,6 +135,21 @@ class Looks(nn.Module):
         return (x @ self.weight.to(self.dtype))[ids]
 
 
+def names_both_dtypes() -> bool:
+    """Return whether the installed torch names both dtypes of a product that it refuses, as 2.13 does."""
+    try:
+        torch.ones(1, 2, dtype=torch.long) @ torch.ones(2)
+    except RuntimeError as error:
+        return "have the same dtype, but got" in str(error)
+    return False
+
+
+needs_both_dtypes = pytest.mark.skipif(
+    not names_both_dtypes(), reason="this torch does not name both dtypes of a product that it refuses"
+)
+
+
+@needs_both_dtypes
 @torch.no_grad()
 def test_integers_where_the_model_has_floats_are_named():
     compiled = gnnc.compile(Looks().eval(), "fp32")
@@ -142,6 +157,7 @@ def test_integers_where_the_model_has_floats_are_named():
         compiled(X.long(), torch.arange(3))
 
 
+@needs_both_dtypes
 @torch.no_grad()
 def test_integers_are_not_blamed_for_other_dtypes():
     compiled = gnnc.compile(Looks(torch.float64).eval(), "fp32")
