@@ -92,10 +92,16 @@ def bad_calls(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     tensors = [value for _, value in paths if isinstance(value, Tensor)]
     edges = max((value.shape[1] for value in tensors if _is_edges(value)), default=-1)
     rows = Counter(value.shape[:1] for value in tensors)
+    seen = set()
     for position, (path, value) in enumerate(paths):
         if not isinstance(value, Tensor):
             continue
         name = _argument(path, parameters)
+        # Values of one dictionary take one way through the code: the first of each form stands for all.
+        form = name, value.dtype, value.dim(), _is_edges(value)
+        if len(path) > 2 and form in seen:
+            continue
+        seen.add(form)
         for spoils, traced in _spoils(
             value, name, edges, alone=rows[value.shape[:1]] == 1 and len(path) == 2
         ):
