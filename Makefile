@@ -1,4 +1,4 @@
-# make demo, make test, make asan, make lint, make docs: each sets up .venv first, once. Needs Python >= 3.11, g++ and make.
+# make demo, make test, make test-all, make asan, make lint, make docs: each sets up .venv first, once. Needs Python >= 3.11, g++ and make.
 # PYTHON is the Python to build on: a torch >= 2.11 that it has is used. Where it has none, TORCH is installed.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -10,16 +10,24 @@ INSTALL := $(PIP) install --no-build-isolation
 CLANG_FORMAT := $(BIN)/python -c 'import clang_format; clang_format.clang_format()'
 CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
-.PHONY: demo test asan lint format docs dev build clean distclean
+.PHONY: demo test test-all asan lint format docs dev build clean distclean
 .DELETE_ON_ERROR:
 
 demo: build
 	$(BIN)/python examples/demo.py
 
-# ARGS goes to pytest: make test ARGS='tests/passes -x'. There is a process for each core, so each has one thread, but in
-# kernels' tests, which ask for more; and threads that wait leave the core to others.
+# There is a process for each core, so each has one thread, but in kernels' tests, which ask for more; and threads that
+# wait leave the core to others. What was compiled for CUDA once, by its content, is not compiled again.
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist worksteal \
+	--kernels build/test-kernels
+
+# Every feature once. ARGS goes to pytest: make test ARGS='tests/passes -x'.
 test: build
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+# Every test: those of `make test`, those marked slow, and more random programs.
+test-all: build
+	$(PYTEST) --hypothesis-profile all $(ARGS)
 
 # The kernels with AddressSanitizer, on random graphs; ARGS='--seed 0 --count 10000' for more, GNNC_ISA for another
 # instruction set. Python itself knows nothing of the sanitizer, so its libraries come first.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cpu_times import CpuTimes
 from fixed_rates import FIXED
+from hypothesis import settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gnnc import environment
@@ -20,6 +21,10 @@ from gnnc.runtime.backend import get_backend
 from gnnc.runtime.cuda.driver import nvrtc
 
 TESTS = Path(__file__).parent
+# `make test` draws few random programs, `make test-all` more, by --hypothesis-profile all.
+settings.register_profile("all", max_examples=100)
+settings.register_profile("few", max_examples=25)
+settings.load_profile("few")
 GOLDEN = TESTS / "golden"
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_graphs import threads
+from slow import slow_after
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GCNConv, GINConv, ResGatedGraphConv, SAGEConv
 
@@ -47,7 +48,7 @@ def bits(t: Tensor) -> Tensor:
     return t.contiguous().view(torch.int32)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("precision", slow_after(1, ["int8", "fp32", "bf16"]))
 @pytest.mark.parametrize("name", ["gcn", "sage", "gin", "gat", "gated"])
 @torch.no_grad()
 def test_models(name: str, precision: str) -> None:

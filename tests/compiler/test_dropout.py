@@ -69,7 +69,14 @@ def assert_draws_as_eager(model: nn.Module, precision: str, backend: str) -> Non
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-@pytest.mark.parametrize(("precision", "backend"), [("fp32", "cpu"), ("int8", "cpu"), ("int8", "reference")])
+@pytest.mark.parametrize(
+    ("precision", "backend"),
+    [
+        ("int8", "cpu"),
+        pytest.param("fp32", "cpu", marks=pytest.mark.slow),
+        pytest.param("int8", "reference", marks=pytest.mark.slow),
+    ],
+)
 def test_layers_in_train_mode(make: Callable[[], nn.Module], precision: str, backend: str) -> None:
     assert_draws_as_eager(make().train(), precision, backend)
 

@@ -17,7 +17,6 @@ from random_programs import (
 from gnnc.precision import BF16, FP32, INT8
 
 PROPERTY = settings(
-    max_examples=100,
     deadline=None,
     derandomize=True,
     database=None,

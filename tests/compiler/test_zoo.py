@@ -1,11 +1,14 @@
 """Every model of the zoo, compiled, against eager: on the traced graph, another, and the smallest."""
 
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from bad_inputs import assert_refused
 from compare import SIZES, assert_close, eager, relative_error
+from slow import slow_but, slow_if
 from zoo import ZOO, prepared
 from zoo_layers import LAYERS
 
@@ -15,6 +18,8 @@ ALL = ZOO | LAYERS
 # Relative L2 error of the output, by precision.
 LIMIT = {"fp32": 1e-5, "bf16": 2e-2, "int8": 5e-2}
 LAYER_LIMIT = {"fp32": 1e-4, "int8": 5e-2}
+# `make test` runs these in every precision, and any other model in one.
+MAIN = ("gcn", "sage-mean", "gin", "gat")
 # Their own code asks whether there are edges, or takes a number: other captures serve other answers.
 BRANCHES_ON_SIZE = ("attention-returned", "hetero-conv", "hgt", "hypergraph", "models.AttentiveFP")
 
@@ -38,8 +43,16 @@ def refuse(name: str, compiled: Any, *, traced: bool = False) -> None:
     assert count >= 3
 
 
-@pytest.mark.parametrize("precision", LIMIT)
-@pytest.mark.parametrize("name", ZOO)
+def cases(names: Iterable[str], precisions: Iterable[str]) -> list[Any]:
+    """Return parameters (name, precision); those are slow that are neither INT8 nor of a main model."""
+    return [
+        pytest.param(name, precision, id=f"{name}-{precision}", marks=slow_if(not fast))
+        for name, precision in product(names, precisions)
+        for fast in [precision == "int8" or name in MAIN]
+    ]
+
+
+@pytest.mark.parametrize(("name", "precision"), cases(ZOO, LIMIT))
 def test_compiled_equals_eager(name: str, precision: str) -> None:
     compiled = gnnc.compile(build(name), precision=precision)
     compare(name, compiled, SIZES, LIMIT[precision])
@@ -47,19 +60,25 @@ def test_compiled_equals_eager(name: str, precision: str) -> None:
         refuse(name, compiled)
 
 
-@pytest.mark.parametrize("precision", LAYER_LIMIT)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "precision"), cases(LAYERS, LAYER_LIMIT))
 def test_layers_equal_eager(name: str, precision: str) -> None:
     compiled = gnnc.compile(build(name), precision=precision)
     # The first graph is a large one in FP32, the smallest in INT8: both must serve the others.
-    compare(name, compiled, SIZES if precision == "fp32" else SIZES[::-1], LAYER_LIMIT[precision])
+    sizes = SIZES if precision == "fp32" else SIZES[:2] if name in BRANCHES_ON_SIZE else SIZES[::-1]
+    compare(name, compiled, sizes, LAYER_LIMIT[precision])
     if name not in BRANCHES_ON_SIZE:
         assert "\n  2. " not in compiled.explain()  # one capture serves all sizes
     if precision == "fp32":
         refuse(name, compiled)
 
 
-@pytest.mark.parametrize("name", ["gcn-edge-weight", "gat-edges"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BRANCHES_ON_SIZE)
+def test_the_smallest_graph_first_in_int8(name: str) -> None:
+    compare(name, gnnc.compile(build(name), precision="int8"), SIZES[::-1], LAYER_LIMIT["int8"])
+
+
+@pytest.mark.parametrize("name", ["gcn-edge-weight", pytest.param("gat-edges", marks=pytest.mark.slow)])
 def test_arguments_that_only_a_trace_can_refuse(name: str) -> None:
     refuse(name, gnnc.compile(build(name), precision="fp32"), traced=True)
 
@@ -86,6 +105,6 @@ def test_static_scales(name: str) -> None:
         assert relative_error(compiled(*args), model(*args)) <= LIMIT["int8"]
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", slow_but(MAIN, list(ZOO)))
 def test_first_call_on_an_empty_graph_serves_others(name: str) -> None:
     compare(name, gnnc.compile(build(name), precision="fp32"), [(7, 0), (60, 400)], LIMIT["fp32"])

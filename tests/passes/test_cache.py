@@ -3,6 +3,7 @@
 import pytest
 import torch
 from gnn_graphs import MODELS, Layers, arguments, before_and_after, run_all, targets
+from slow import slow_after
 
 from gnnc.passes.assign import Assign
 from gnnc.passes.cache import Cache
@@ -76,7 +77,7 @@ def test_other_ops_are_left_alone():
     assert not ctx.notes
 
 
-@pytest.mark.parametrize("precision", [INT8, BF16, FP32])
+@pytest.mark.parametrize("precision", slow_after(1, [INT8, BF16, FP32]))
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_not_one_bit_changes(name, static, precision):

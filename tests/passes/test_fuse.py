@@ -12,6 +12,7 @@ from gnn_graphs import (
     run_all,
     targets,
 )
+from slow import slow_after
 
 from gnnc.ir.attention import match_attention
 from gnnc.ir.row_local import linearize
@@ -70,7 +71,7 @@ def assert_same_bits(original, precision=INT8, examples=None):
         assert a.stride() == b.stride()
 
 
-@pytest.mark.parametrize("precision", [INT8, BF16, FP32])
+@pytest.mark.parametrize("precision", slow_after(1, [INT8, BF16, FP32]))
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_not_one_bit_changes(name, static, precision):

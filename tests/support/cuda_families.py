@@ -87,7 +87,7 @@ FAMILIES = {
 """Tests by kernel family: odd widths, rows of several passes, split rows, epilogues, bodies."""
 
 EMULATED = ("new graphs", "split rows", "sddmm", "attention", "tuning", "models")
-"""Families whose tests run on the emulator in every run of the suite without a GPU, but those of ``LONG``."""
+"""Families whose tests run on the emulator in `make test-all` without a GPU, but those of ``LONG``."""
 LONG = frozenset(
     {
         "kernels/test_split_rows.py::test_integers_of_several_passes_are_64_bits_wide[602]",
@@ -99,11 +99,28 @@ LONG = frozenset(
     }
 )
 """Tests that take the emulator half a minute each; ``--emulate`` runs them."""
+FIRST = frozenset(
+    {
+        "formats/test_csr.py::test_every_node_gets_one_edge_to_itself[5000-dtype0]",
+        "formats/test_run_table.py::test_tables_are_those_of_the_reference[cut1-random]",
+        "formats/test_tune.py::test_bad_arguments_are_refused_as_by_a_call",
+        "kernels/test_attention.py::test_attention[1.0-4-16-dtype2]",
+        "kernels/test_sddmm.py::test_integer_dots_are_exact[47]",
+        "kernels/test_split_rows.py::test_integers[7-spmm]",
+        "test_models.py::test_cuda_computes_what_eager_and_the_reference_compute[GCN-int8]",
+    }
+)
+"""Tests that run on the emulator in `make test` too: one of each family."""
 
 
 def emulated() -> set[str]:
-    """Return the node ids of the tests that run on the emulator in every run without a GPU."""
+    """Return the node ids of the tests that run on the emulator where there is no GPU."""
     return {_node(name) for family in EMULATED for name in FAMILIES[family] if name not in LONG}
+
+
+def emulated_first() -> set[str]:
+    """Return the node ids of those that `make test` runs."""
+    return {_node(name) for name in FIRST}
 
 
 def nodes_of(family: str) -> list[str]:

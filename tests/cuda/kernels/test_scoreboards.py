@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from cuda_sparse import SPMM_SOURCE, AttentionConfig, SddmmConfig, SpmmConfig
+from slow import slow_but
 
 from gnnc.runtime.cuda.driver import nvrtc
 from gnnc.runtime.cuda.driver.cubin import kernels
@@ -144,7 +145,10 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+OF_EACH_FORM = ("int8", "int8, staged", "int8, slices", "attention int8", "sddmm int8")
+
+
+@pytest.mark.parametrize("kernel", slow_but(OF_EACH_FORM, list(KERNELS)))
 def test_gathers_of_a_step_are_started_before_one_is_waited_for(kernel: str) -> None:
     """Of a kernel that has code of its own for steps whose edges are all there, the other may wait once."""
     step, source, name = KERNELS[kernel]
@@ -156,7 +160,9 @@ def test_gathers_of_a_step_are_started_before_one_is_waited_for(kernel: str) -> 
     assert all(len(false_waits(code, gathers)) <= 1 for gathers in steps)
 
 
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if not name.startswith("sddmm")])
+@pytest.mark.parametrize(
+    "kernel", slow_but(OF_EACH_FORM, [name for name in KERNELS if not name.startswith("sddmm")])
+)
 def test_no_step_is_cut(kernel: str) -> None:
     """SDDMM has code of its own for steps whose edges are all there; others the assembler cuts in two."""
     step, source, name = KERNELS[kernel]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from slow import slow_after
 from torch import nn
 from torch_geometric import nn as pyg
 
@@ -63,7 +64,7 @@ def assigned(compiled: gnnc.CompiledModel) -> dict[str, set[str]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("precision", ["int8", "bf16"])
+@pytest.mark.parametrize("precision", slow_after(1, ["int8", "bf16"]))
 @pytest.mark.parametrize("name", NORMS)
 def test_statistics_stay_fp32_and_sums_of_neighbours_do_not(name, precision):
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow import slow_after
 from torch.fx import GraphModule
 from zoo import build, random_graph
 
@@ -33,7 +34,7 @@ def choice(compiled: gnnc.CompiledModel) -> Choice:
     return compiled._captured().context.choice
 
 
-@pytest.mark.parametrize("name", ["gcn", "gat", "sage-mean", "gin", "transformer"])
+@pytest.mark.parametrize("name", slow_after(2, ["gcn", "gat", "sage-mean", "gin", "transformer"]))
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_every_op_with_a_choice_is_found_in_what_was_timed(name: str, precision: str) -> None:
     ops = {op.node.name for op in choice(auto(name)).study.ops}
