@@ -333,7 +333,7 @@ class CompiledModel(torch.nn.Module):
         self._captures.append(self._reason or (again if self._captures else first))
         self._reason = None
         self._last = program
-        dump.dump(type(self.model).__name__, program.stages, program.structure)
+        dump.dump(type(self.model).__name__, program.snapshots)
         self._programs.setdefault(key, []).append(program)
         return program
 
@@ -427,7 +427,7 @@ class CompiledModel(torch.nn.Module):
     @property
     def graph_module(self) -> GraphModule:
         """The lowered graph that runs at every call; GnncError where nothing is captured yet."""
-        return self._captured().graph_module
+        return self._captured().parts.forward
 
     @property
     def structure_graph_module(self) -> GraphModule | None:
@@ -435,13 +435,12 @@ class CompiledModel(torch.nn.Module):
 
         Raises GnncError where nothing is captured yet.
         """
-        return self._captured().structure
+        return self._captured().parts.structure
 
     @property
     def backward_graph_module(self) -> GraphModule | None:
         """None: this version compiles inference only; GnncError where nothing is captured yet."""
-        self._captured()
-        return None
+        return self._captured().parts.backward
 
     @property
     def stages(self) -> tuple[tuple[str, GraphModule], ...]:
@@ -509,20 +508,20 @@ class CompiledModel(torch.nn.Module):
         ``gnnc.compile(model, plan=path)`` reads it back. Raises GnncError where nothing is captured yet.
         """
         program = self._captured()
-        assigned = first_with(Property.ASSIGNED, program.stages) or program.graph_module
+        assigned = first_with(Property.ASSIGNED, program.snapshots) or program.parts.forward
         Path(path).write_text(Plan.of(assigned).to_json())
 
     def to_networkx(self) -> Any:
         """Return the lowered graph as a ``networkx.DiGraph``; GnncError where nothing is captured yet."""
         from gnnc.report import drawing  # matplotlib takes half a second to import
 
-        return drawing.to_networkx(self.graph_module, self.structure_graph_module)
+        return drawing.to_networkx(self._captured().parts)
 
     def draw(self, path: str | Path) -> None:
         """Draw the lowered graph to an SVG or PNG file; GnncError where nothing is captured yet."""
         from gnnc.report import drawing
 
-        drawing.draw(path, self.graph_module, self.structure_graph_module)
+        drawing.draw(path, self._captured().parts)
 
     # Inside
 
@@ -567,8 +566,7 @@ class CompiledModel(torch.nn.Module):
             model=type(self.model).__name__,
             precision=str(self.options.precision),
             backend=program.backend.name,
-            structure=program.structure,
-            compute=program.graph_module,
+            parts=program.parts,
             notes=program.notes,
             captures=self._captures,
             measured=program.timings,

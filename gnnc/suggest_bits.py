@@ -47,7 +47,7 @@ def suggest_bits(model: torch.nn.Module, *inputs: Any) -> int:
     model = getattr(model, "model", model) if hasattr(model, "capture_examples") else model
     with torch.no_grad():
         captured = capture_call(model, inputs, {})
-        gm = run_passes(captured.graph_module, (Normalize(), Raise()), Context())[-1][1]
+        gm = run_passes(captured.graph_module, (Normalize(), Raise()), Context())[-1][1].forward
         layer_output = Bench(gm, example_values(model, captured)).value(_first_layer_output(gm, model))
     if not bool(layer_output.isfinite().all()):
         raise PrecisionError("gnnc.suggest_bits: the first layer's output is not finite on these inputs")

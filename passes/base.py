@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, overload, runtime_checkable
 
 import torch
 from torch import fx
 
 from gnnc.ir.graph import clone, infer_meta
+from gnnc.ir.parts import FORWARD, Parts
 from gnnc.ir.verify import verify
 from gnnc.precision import INT8, Precision
 from gnnc.target import Target
@@ -45,7 +46,6 @@ class Context:
         overrides: module-path glob to precision.
         target: what passes may know of the backend.
         examples: values of the placeholders of the captured graph, in order, or None.
-        structure: the structure graph, once ``hoist`` has split it off.
         error_budget: relative L2 error allowed on the output, for ``auto``.
         plan: precisions by layer that the user gave, or None.
         choice: what ``auto`` weighed and chose; made by ``assign`` where it is not given.
@@ -57,7 +57,6 @@ class Context:
     overrides: dict[str, Precision] = field(default_factory=dict)
     target: Target = field(default_factory=Target)
     examples: tuple[Any, ...] | None = None
-    structure: fx.GraphModule | None = None
     error_budget: float = 0.02
     plan: Any = None
     choice: Any = None
@@ -85,8 +84,8 @@ class Property(Enum):
 
 
 @runtime_checkable
-class Pass(Protocol):
-    """One transformation of a graph: a frozen dataclass whose fields are its options.
+class GraphPass(Protocol):
+    """A transformation of the forward graph: a frozen dataclass whose fields are its options.
 
     A pass may also have a class variable ``establishes``, the properties that hold after it.
     """
@@ -99,8 +98,22 @@ class Pass(Protocol):
         ...
 
 
-Stage = tuple[str, fx.GraphModule]
-"""A pass's name, and the graph after it."""
+@runtime_checkable
+class PartsPass(Protocol):
+    """A transformation of several graphs of a program at once."""
+
+    name: ClassVar[str]
+    """Name in ``stages`` and in notes."""
+
+    def run_parts(self, parts: Parts, ctx: Context) -> Parts:
+        """Transform the graphs of ``parts``, private copies, and return them (or others)."""
+        ...
+
+
+Pass = GraphPass | PartsPass
+
+Stage = tuple[str, Parts]
+"""A pass's name, and the graphs after it."""
 
 
 def established_by(step: Pass) -> frozenset[Property]:
@@ -109,37 +122,74 @@ def established_by(step: Pass) -> frozenset[Property]:
 
 
 def first_with(prop: Property, stages: Iterable[Stage]) -> fx.GraphModule | None:
-    """Return the first graph of ``stages`` that has a property, or None."""
-    return next((gm for _, gm in stages if prop in gm.meta.get("properties", ())), None)
+    """Return the first forward graph of ``stages`` that has a property, or None."""
+    forward = (parts.forward for _, parts in stages)
+    return next((gm for gm in forward if prop in gm.meta.get("properties", ())), None)
 
 
-def run_pass(step: Pass, gm: fx.GraphModule, ctx: Context | None = None) -> fx.GraphModule:
-    """Run one pass on a copy of ``gm``, then drop dead code, infer meta and verify the result.
+@overload
+def run_pass(step: Pass, program: Parts, ctx: Context | None = None) -> Parts: ...
+@overload
+def run_pass(step: Pass, program: fx.GraphModule, ctx: Context | None = None) -> fx.GraphModule: ...
+def run_pass(
+    step: Pass, program: Parts | fx.GraphModule, ctx: Context | None = None
+) -> Parts | fx.GraphModule:
+    """Run one pass on a copy of the graphs that it changes; then drop dead code, infer meta, and verify.
 
-    The properties that the pass establishes join those of ``gm`` in ``meta["properties"]``.
+    The properties that the pass establishes join those of the forward graph in ``meta["properties"]``.
+
+    Args:
+        step: the pass.
+        program: the graphs of a program, or one graph, which stands for its forward graph.
+        ctx: the request; a new one without.
+
+    Returns:
+        The transformed program, as parts or as one graph, like ``program``.
 
     Raises:
         VerifyError: the pass broke an invariant.
     """
     ctx = Context() if ctx is None else ctx
+    if isinstance(program, fx.GraphModule):
+        return run_pass(step, Parts(forward=program), ctx).forward
     ctx.current_pass = step.name
     start = time.perf_counter()
-    out = step.run(clone(gm), ctx)
-    out.graph.eliminate_dead_code(is_impure_node=_is_impure)
-    infer_meta(out)
-    out.recompile()
-    out.meta["properties"] = gm.meta.get("properties", frozenset()) | established_by(step)
-    verify(out, step.name)
+    before = dict(program)
+    changed = _transform(step, program, ctx)
+    out = changed.map(lambda part, gm: gm if gm is before.get(part) else _finish(gm, step.name, part))
+    properties = program.forward.meta.get("properties", frozenset()) | established_by(step)
+    out.forward.meta["properties"] = properties
     ctx.timings[step.name] = ctx.timings.get(step.name, 0.0) + time.perf_counter() - start
     return out
 
 
-def run_passes(gm: fx.GraphModule, pipeline: Iterable[Pass], ctx: Context) -> list[Stage]:
-    """Run the passes of ``pipeline`` in order, and return the stages."""
+def _transform(step: Pass, program: Parts, ctx: Context) -> Parts:
+    if isinstance(step, PartsPass):
+        return step.run_parts(program.map(lambda part, gm: clone(gm)), ctx)
+    return replace(program, forward=step.run(clone(program.forward), ctx))
+
+
+def _finish(gm: fx.GraphModule, stage: str, part: str) -> fx.GraphModule:
+    gm.graph.eliminate_dead_code(is_impure_node=_is_impure)
+    infer_meta(gm)
+    gm.recompile()
+    verify(gm, stage if part == FORWARD else f"{stage} ({part})")
+    return gm
+
+
+def run_passes(program: Parts | fx.GraphModule, pipeline: Iterable[Pass], ctx: Context) -> list[Stage]:
+    """Run ``pipeline`` in order; return each pass's name with the graphs after it.
+
+    Args:
+        program: the graphs of a program, or one graph, which stands for its forward graph.
+        pipeline: the passes.
+        ctx: the request.
+    """
+    parts = Parts(forward=program) if isinstance(program, fx.GraphModule) else program
     stages: list[Stage] = []
     for step in pipeline:
-        gm = run_pass(step, gm, ctx)
-        stages.append((step.name, gm))
+        parts = run_pass(step, parts, ctx)
+        stages.append((step.name, parts))
     return stages
 
 

@@ -7,7 +7,7 @@ rest and takes the structure's results as placeholders of the source kind ``stru
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +16,8 @@ from torch.fx import Node
 
 from gnnc.ir.graph import infer_meta, placeholders
 from gnnc.ir.op import op_of
+from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
-from gnnc.ir.verify import verify
 from gnnc.passes.base import Context, is_tensor
 from gnnc.passes.edges.graph_inputs import structural_inputs
 from gnnc.passes.rewrite.boundary import Boundary, run_structure
@@ -44,20 +44,18 @@ _CSR_RESULTS = ("rowptr", "col", "perm")
 
 @dataclass(frozen=True, slots=True)
 class Hoist:
-    """Split the graph; the structure half goes to ``ctx.structure``.
+    """Split the forward graph into a structure graph and what remains.
 
-    It stands in the compute graph's ``meta["structure"]`` too, so that every later stage can be run
-    on its own. Where ``ctx.examples`` are given, they become the values of the compute graph's
-    placeholders.
+    Where ``ctx.examples`` are given, they become the values of the new forward graph's placeholders.
     """
 
     name: ClassVar[str] = "hoist"
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-        """Return the compute graph."""
-        if "structure" in gm.meta:
-            ctx.structure = gm.meta["structure"]
-            return gm
+    def run_parts(self, parts: Parts, ctx: Context) -> Parts:
+        """Return the program with a structure graph; one that has it already stays as it is."""
+        if parts.structure is not None:
+            return parts
+        gm = parts.forward
         split = _Split(gm, structural_inputs(gm))
         for node in split.random:
             ctx.note(node, f"{node.name} draws random numbers: it runs at each call")
@@ -65,10 +63,8 @@ class Hoist:
         structure.graph.eliminate_dead_code()
         infer_meta(structure)
         structure.recompile()
-        verify(structure, f"{self.name} (structure)")
-        compute.meta["structure"] = ctx.structure = structure
         run_structure(gm, compute, structure, ctx)
-        return compute
+        return replace(parts, structure=structure, forward=compute)
 
 
 @dataclass(slots=True)

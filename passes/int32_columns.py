@@ -13,9 +13,10 @@ from torch.fx import Node
 
 from gnnc.ir.graph import placeholders
 from gnnc.ir.op import op_of
-from gnnc.ir.source import Source, is_structure, source_of
+from gnnc.ir.parts import Parts
+from gnnc.ir.source import is_structure, source_of
 from gnnc.passes.base import Context
-from gnnc.passes.rewrite.structure_edit import edited
+from gnnc.passes.rewrite.structure_edit import replacing_results
 
 _COLUMNS = {"spmm": "col", "qspmm": "col", "segment_reduce": "perm"}
 """The operand of an aggregation that names the row that each edge reads."""
@@ -30,21 +31,21 @@ class Int32Columns:
 
     name: ClassVar[str] = "int32_columns"
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-        """Return ``gm`` with int32 placeholders; ``ctx.structure`` converts their values."""
+    def run_parts(self, parts: Parts, ctx: Context) -> Parts:
+        """Return the program with int32 placeholders, whose values the structure graph converts."""
+        gm = parts.forward
         columns = [node for node in placeholders(gm) if _is_only_columns(node)]
-        if ctx.structure is not None and ctx.target.int32_columns and columns:
-            with edited(gm, ctx) as structure:
-                converted = _convert(structure, {_name(node) for node in columns})
+        if parts.structure is not None and ctx.target.int32_columns and columns:
+            with replacing_results(parts) as structure:
+                _convert(structure, {_name(node) for node in columns})
             for node in columns:
-                node.meta["source"] = Source("structure", converted[_name(node)])
                 node.meta["val"] = node.meta["val"].to(torch.int32)
             _convert_examples(gm, columns, ctx)
-        return gm
+        return parts
 
 
-def _convert(structure: fx.GraphModule, names: set[str]) -> dict[str, str]:
-    """Convert results of the structure graph to int32; return the new name of each."""
+def _convert(structure: fx.GraphModule, names: set[str]) -> None:
+    """Convert results of the structure graph to int32."""
     output = structure.graph.output_node()
     results: Any = output.args[0]
     converted: dict[Node, Node] = {}
@@ -57,7 +58,6 @@ def _convert(structure: fx.GraphModule, names: set[str]) -> dict[str, str]:
                 cast._rename(f"{node.name}_int32")
                 converted[node] = cast
     output.args = (tuple(converted.get(node, node) for node in results),)
-    return {node.name: cast.name for node, cast in converted.items()}
 
 
 def _convert_examples(gm: fx.GraphModule, columns: list[Node], ctx: Context) -> None:

@@ -7,8 +7,8 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.op import op_of
+from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context, Property
-from gnnc.passes.rewrite.structure_edit import edited
 from gnnc.target import ChosenKernel, KernelChoice, Lowering
 
 
@@ -23,25 +23,29 @@ class Lower:
     name: ClassVar[str] = "lower"
     establishes: ClassVar[frozenset[Property]] = frozenset({Property.LOWERED})
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-        """Return ``gm`` with a kernel chosen for every node that computes something."""
+    def run_parts(self, parts: Parts, ctx: Context) -> Parts:
+        """Return the program with a kernel chosen for every node that computes something."""
         lowering = ctx.target.lowering
         if lowering is None:
             ctx.note(None, "not lowered: the pipeline runs without a backend")
-            return gm
-        for node in list(gm.graph.nodes):
-            if node.op == "call_module":
-                _lower_fused(gm, node, lowering, ctx)
-        for node in gm.graph.nodes:
-            if "choice" not in node.meta and lowering.needs_launch(node):
-                choice = lowering.choose(node)
-                if choice.kernel is None:
-                    lowering.refuse(node, choice.declined)
-                _record(node, choice, choice.kernel, ctx)
-        if ctx.structure is not None:
-            with edited(gm, ctx) as structure:
-                _lower_structure(structure, lowering, ctx)
-        return gm
+            return parts
+        for _, gm in parts.per_call():
+            _lower(gm, lowering, ctx)
+        if parts.structure is not None:
+            _lower_structure(parts.structure, lowering, ctx)
+        return parts
+
+
+def _lower(gm: fx.GraphModule, lowering: Lowering, ctx: Context) -> None:
+    for node in list(gm.graph.nodes):
+        if node.op == "call_module":
+            _lower_fused(gm, node, lowering, ctx)
+    for node in gm.graph.nodes:
+        if "choice" not in node.meta and lowering.needs_launch(node):
+            choice = lowering.choose(node)
+            if choice.kernel is None:
+                lowering.refuse(node, choice.declined)
+            _record(node, choice, choice.kernel, ctx)
 
 
 def _lower_fused(gm: fx.GraphModule, node: Node, lowering: Lowering, ctx: Context) -> None:

@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.op import op_of
+from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context
 from gnnc.passes.reordering.edge_lift import lift_from_edges
 from gnnc.passes.reordering.finite_where_read import zero_unless_destination, zero_unless_source
@@ -38,15 +39,16 @@ class Reorder:
     min_gain: float = 0.05
     name: ClassVar[str] = "reorder"
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-        """Return the reordered compute graph; ``ctx.structure`` changes with it."""
+    def run_parts(self, parts: Parts, ctx: Context) -> Parts:
+        """Return the program with a reordered forward graph; its structure graph changes with it."""
+        gm = parts.forward
         typical = Typical(gm, ctx.examples, self.edges_per_node)
         lift_from_edges(gm, typical, ctx)
         LinearOrder(gm, typical, self.min_gain, ctx).run()
-        if ctx.structure is not None:
-            _separate(gm, ctx.structure, ctx)
+        if parts.structure is not None:
+            _separate(gm, parts.structure, ctx)
         _gather_products(gm)
-        return gm
+        return parts
 
 
 def _gather_products(gm: fx.GraphModule) -> None:

@@ -10,11 +10,11 @@ from operator import getitem
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
 from torch.fx import Graph, Node
 
+from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context
-from gnnc.passes.rewrite.structure_edit import edited
+from gnnc.passes.rewrite.structure_edit import replacing_results
 
 _ATEN = torch.ops.aten
 _GNNC = torch.ops.gnnc
@@ -30,14 +30,14 @@ class SelfLoops:
 
     name: ClassVar[str] = "self_loops"
 
-    def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
-        """Return ``gm``; ``ctx.structure`` becomes the rewritten structure graph."""
-        if ctx.structure is not None and ctx.target.sorts_with_loops:
-            with edited(gm, ctx) as structure:
+    def run_parts(self, parts: Parts, ctx: Context) -> Parts:
+        """Return the program with its structure graph rewritten."""
+        if parts.structure is not None and ctx.target.sorts_with_loops:
+            with replacing_results(parts) as structure:
                 for loops in sorts_with_loops(structure.graph):
                     ctx.note(loops.sort, "the sort drops self loops and adds one for every node")
                     loops.replace()
-        return gm
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,7 +315,7 @@ def _variants(probe: Probe, backend: Backend, device: Device) -> Iterator[_Varia
         _assign(graph_module, option, context)
         stages = run_passes(graph_module, (Quantize(), Cache(), Fuse(), Lower()), context)
         assert context.examples is not None
-        yield _Variant(probe, stages[-1][1], context.examples[len(examples) :])
+        yield _Variant(probe, stages[-1][1].forward, context.examples[len(examples) :])
 
 
 def _options(probe: Probe, target: Target) -> list[Option]:

@@ -13,6 +13,7 @@ from gnnc.cost import model
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir import describe
 from gnnc.ir.graph import placeholders
+from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context, Pass, Property, Stage, established_by, run_passes
 from gnnc.passes.quantize import STATIC_SCALE
 from gnnc.passes.search.choice import MAX_TIGHTENINGS, Choice, beyond
@@ -74,7 +75,7 @@ class _Try:
 
 
 def run_auto(
-    gm: GraphModule, pipeline: Sequence[Pass], context: Context, *, check_finite: bool
+    parts: Parts, pipeline: Sequence[Pass], context: Context, *, check_finite: bool
 ) -> tuple[list[Stage], Context]:
     """Run the passes with the precisions that are predicted fastest within the error budget.
 
@@ -87,7 +88,7 @@ def run_auto(
     is taken.
 
     Args:
-        gm: the captured graph.
+        parts: the captured program.
         pipeline: the passes.
         context: what they share.
         check_finite: whether calls will look for values that are not finite: what is timed is what will run.
@@ -100,8 +101,8 @@ def run_auto(
         raise UnsupportedError(
             "precision='auto' is carried out by the pass 'assign', which the pipeline lacks"
         )
-    before = run_passes(gm, pipeline[:place], context)
-    start = before[-1][1] if before else gm
+    before = run_passes(parts, pipeline[:place], context)
+    start = before[-1][1] if before else parts
     if context.examples is None:
         return before + run_passes(start, pipeline[place:], context), context
     search = _Search(start, pipeline[place:], context, check_finite)
@@ -112,9 +113,7 @@ def run_auto(
 class _Search:
     """The tries for one model."""
 
-    def __init__(
-        self, start: GraphModule, pipeline: Sequence[Pass], context: Context, check_finite: bool
-    ) -> None:
+    def __init__(self, start: Parts, pipeline: Sequence[Pass], context: Context, check_finite: bool) -> None:
         self._check_finite = check_finite
         self._start = start
         self._pipeline = pipeline
@@ -194,7 +193,7 @@ class _Search:
             self._choice = context.choice
             # What later tries and corrections change must not change what this one says.
             context.choice = dataclasses.replace(context.choice)
-        target, examples, lowered = context.target, context.examples, stages[-1][1]
+        target, examples, lowered = context.target, context.examples, stages[-1][1].forward
         assert target.rates is not None and examples is not None
         predicted = predicted_times(lowered, examples, target.rates())
         run = lowered
@@ -205,7 +204,7 @@ class _Search:
             times = None if target.timer is None else target.timer(run, examples)
         except PrecisionError:  # past the range of a precision, as 65504 in fp16: another may hold it
             errors, times = (float("inf"), float("inf")), None
-        seen = None if times is None else observed(stages[0][1], lowered, predicted, times.launches)
+        seen = None if times is None else observed(stages[0][1].forward, lowered, predicted, times.launches)
         return _Try(name, stages, context, sum(predicted.values()), *errors, times, seen)
 
     def _errors(self, gm: GraphModule, run: Any, context: Context) -> tuple[float, float]:
@@ -235,7 +234,7 @@ class _Search:
             choice.log.append(f"uniform {other.name}: error {other}, {verdict}")
         choice.log.append(f"taken: {best.name}, predicted {best.seconds * 1e3:.3f} ms{_took(best)}")
         if is_uniform:
-            choice.take_uniform(best.stages[0][1], measured=best.times is not None)
+            choice.take_uniform(best.stages[0][1].forward, measured=best.times is not None)
             best.context.precision = AUTO
         best.context.choice = choice
 

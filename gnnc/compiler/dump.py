@@ -5,11 +5,9 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
-from torch.fx import GraphModule
-
 from gnnc.environment import DUMP, dump_folder
 from gnnc.errors import InputError
-from gnnc.ir.source import is_structure
+from gnnc.ir.parts import Parts
 from gnnc.report.printing import format_graph, format_program
 
 
@@ -25,9 +23,7 @@ def dump_directory() -> Path | None:
     return path
 
 
-def dump(
-    name: str, stages: Iterable[tuple[str, GraphModule]], structure: GraphModule | None = None
-) -> Path | None:
+def dump(name: str, stages: Iterable[tuple[str, Parts]]) -> Path | None:
     """Write every stage of a compilation, where ``GNNC_DUMP`` asks for it.
 
     The files are ``<GNNC_DUMP>/<nnn>_<name>/<nn>_<pass>.py``, numbered in order; an earlier
@@ -35,8 +31,7 @@ def dump(
 
     Args:
         name: what was compiled, such as the model's class.
-        stages: pass names with the graph after each.
-        structure: the structure graph, printed with the stages that read from it.
+        stages: pass names with the graphs after each.
 
     Returns:
         The folder written, or None.
@@ -45,9 +40,9 @@ def dump(
     if parent is None:
         return None
     folder = _new_folder(parent, _file_name(name))
-    for index, (stage, gm) in enumerate(stages):
+    for index, (stage, parts) in enumerate(stages):
         file = folder / f"{index:02}_{_file_name(stage)}.py"
-        file.write_text(f"{_stage_text(gm, structure)}\n", encoding="utf-8")
+        file.write_text(f"{_stage_text(parts)}\n", encoding="utf-8")
     return folder
 
 
@@ -55,10 +50,9 @@ def _file_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "_", text)
 
 
-def _stage_text(gm: GraphModule, structure: GraphModule | None) -> str:
-    if any(map(is_structure, gm.graph.nodes)):
-        return format_program(structure, gm)
-    return format_graph(gm)
+def _stage_text(parts: Parts) -> str:
+    graphs = list(parts)
+    return format_program(parts) if len(graphs) > 1 else format_graph(parts.forward)
 
 
 def _new_folder(parent: Path, name: str) -> Path:

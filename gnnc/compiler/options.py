@@ -77,7 +77,8 @@ def passes_of(pipeline: Any) -> tuple[Pass, ...]:
     """
     passes = tuple(pipeline) if isinstance(pipeline, Iterable) else (pipeline,)
     for step in passes:
-        if not (callable(getattr(step, "run", None)) and hasattr(step, "name")):
+        runs = callable(getattr(step, "run", None)) or callable(getattr(step, "run_parts", None))
+        if not (runs and hasattr(step, "name")):
             raise GnncError(
                 f"pipeline: {step!r} is no pass: a pass has a name and run(gm, ctx); see docs/add-a-pass.md"
             )

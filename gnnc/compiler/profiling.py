@@ -25,4 +25,4 @@ def profile(program: Program, tensors: Sequence[Tensor]) -> None:
         timing.node: statistics.median(run[i].seconds for run in runs) for i, timing in enumerate(runs[0])
     }
     device = next((v.device for v in tensors), torch.device("cpu"))
-    program.floors = floor_times(program.graph_module, program.executable.profiled, copy_bandwidth(device))
+    program.floors = floor_times(program.parts.forward, program.executable.profiled, copy_bandwidth(device))

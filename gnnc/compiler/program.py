@@ -20,6 +20,7 @@ from gnnc.compiler.auto import predicted_times, run_auto
 from gnnc.compiler.index_checks import Bounds, bounds_by_type
 from gnnc.errors import CaptureError, InputError, UnsupportedError, VerifyError
 from gnnc.ir.graph import fake_mode_of, placeholders
+from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context, Pass, Stage, run_passes
 from gnnc.passes.edges.index_bounds import IndexBound, index_bounds
@@ -91,9 +92,8 @@ class Program:
     Attributes:
         captured: the traced call; the tensors of its arguments are the caller's alone again.
         backend: the backend that it is lowered for.
-        stages: (pass name, graph), the captured graph first.
+        snapshots: (pass name, graphs after it), the captured graph first.
         context: what the passes noted.
-        structure: the structure graph, or None.
         executable: the lowered compute graph.
         run: takes the flat tensors of a call, returns the model's result.
         bind: takes what runs the lowered graph and what computes the structure, returns what ``run`` is, but
@@ -106,9 +106,8 @@ class Program:
 
     captured: Captured
     backend: Backend
-    stages: tuple[Stage, ...]
+    snapshots: tuple[Stage, ...]
     context: Context
-    structure: GraphModule | None
     executable: Executable
     runner: StructureRunner | None
     bounds: Bounds
@@ -121,9 +120,14 @@ class Program:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
-    def graph_module(self) -> GraphModule:
-        """The lowered graph."""
-        return self.stages[-1][1]
+    def parts(self) -> Parts:
+        """The lowered graphs."""
+        return self.snapshots[-1][1]
+
+    @property
+    def stages(self) -> tuple[tuple[str, GraphModule], ...]:
+        """(pass name, forward graph after it), the captured graph first."""
+        return tuple((name, parts.forward) for name, parts in self.snapshots)
 
     @property
     def notes(self) -> list[Any]:
@@ -132,13 +136,13 @@ class Program:
 
     def examples(self) -> tuple[Any, ...] | None:
         """Return the arguments of the lowered graph on the example inputs; the structure is computed anew."""
-        return whole_examples(self.graph_module, self.context)
+        return whole_examples(self.parts, self.context)
 
     def knowledge(self) -> Knowledge:
         """Return what ``summary()`` and ``explain()`` tell beside the graph itself."""
         rates = stored_rates(self.backend)
         values = self.context.examples
-        predicted = {} if rates is None else predicted_times(self.graph_module, values, rates)
+        predicted = {} if rates is None else predicted_times(self.parts.forward, values, rates)
         choice: Choice | None = self.context.choice
         if choice is None:
             return Knowledge(predicted, {}, {}, ())
@@ -207,29 +211,30 @@ def build_program(
     for path in captured.unwritten:
         context.note(None, f"forward sets {path}; compiled calls leave the caller's as it is")
     with torch.no_grad():
-        stages = [("capture", captured.graph_module)]
-        later, context = _run_passes(captured.graph_module, options, context)
+        parts = Parts(forward=captured.graph_module)
+        stages = [("capture", parts)]
+        later, context = _run_passes(parts, options, context)
         stages += later
+        parts = stages[-1][1]
         _check_symbols(captured)
-        runner = _structure_runner(options.backend, context.structure)
+        runner = _structure_runner(options.backend, parts.structure)
         executable = options.backend.executable(
-            stages[-1][1], pool, check_finite=options.check_finite, cuda_graph=options.cuda_graph
+            parts.forward, pool, check_finite=options.check_finite, cuda_graph=options.cuda_graph
         )
         found = _index_bounds(stages)
         found = [*found, *bounds_by_type(captured.call.names, found)]
         bounds = Bounds(captured.guards.inputs, found)
-        if runner is not None and context.structure is not None:
-            bounds.leave_to(runner, context.structure)
-    drop_structure(stages[-1][1], context)
+        if runner is not None and parts.structure is not None:
+            bounds.leave_to(runner, parts.structure)
+    drop_structure(parts.forward, context)
     captured = dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=()))
-    binder = _Binder(model, captured, stages[-1][1], context.structure, bounds)
+    binder = _Binder(model, captured, parts, bounds)
     bind = partial(binder.compile, finish=False)
     program = Program(
         captured=captured,
         backend=options.backend,
-        stages=tuple(stages),
+        snapshots=tuple(stages),
         context=context,
-        structure=context.structure,
         executable=executable,
         runner=runner,
         bounds=bounds,
@@ -248,10 +253,10 @@ def _target(backend: Backend) -> Target:
     )
 
 
-def _run_passes(gm: GraphModule, options: Options, context: Context) -> tuple[list[Stage], Context]:
+def _run_passes(parts: Parts, options: Options, context: Context) -> tuple[list[Stage], Context]:
     if options.precision == AUTO:
-        return run_auto(gm, options.pipeline, context, check_finite=options.check_finite)
-    return run_passes(gm, options.pipeline, context), context
+        return run_auto(parts, options.pipeline, context, check_finite=options.check_finite)
+    return run_passes(parts, options.pipeline, context), context
 
 
 def _structure_runner(backend: Backend, structure: GraphModule | None) -> StructureRunner | None:
@@ -259,7 +264,8 @@ def _structure_runner(backend: Backend, structure: GraphModule | None) -> Struct
 
 
 def _index_bounds(stages: Sequence[Stage]) -> Sequence[IndexBound]:
-    return next((gm.meta["index_bounds"] for _, gm in stages if "index_bounds" in gm.meta), ())
+    metas = (parts.forward.meta for _, parts in stages)
+    return next((meta["index_bounds"] for meta in metas if "index_bounds" in meta), ())
 
 
 def capture_call(
@@ -374,15 +380,14 @@ class _Binder:
         self,
         model: torch.nn.Module,
         captured: Captured,
-        compute: GraphModule,
-        structure: GraphModule | None,
+        parts: Parts,
         bounds: Bounds,
     ) -> None:
         self._model = model
         self._bounds = bounds
         self._captured = captured
-        self._compute = compute
-        self._structure = structure
+        self._compute = parts.forward
+        self._structure = parts.structure
         self._sizes = Sizes(inline=True)
         self._scope: dict[str, Any] = {}
         self._weights: list[tuple[str, str, str]] = []

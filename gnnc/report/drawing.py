@@ -12,15 +12,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, PathPatch, Rectangle
 from matplotlib.path import Path as Curve
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from gnnc.errors import InputError
 from gnnc.ir import describe
 from gnnc.ir.nodes import qtype_of
+from gnnc.ir.parts import STRUCTURE, Parts
 from gnnc.ir.source import source_of
 from gnnc.report.figure_style import save
 from gnnc.report.layered_layout import Layout, layered_layout
 from gnnc.report.naming import Named, name_program
+from gnnc.report.printing import PART_TITLES
 
 FORMATS = (".svg", ".png", ".pdf")
 
@@ -37,32 +39,36 @@ _LINE = 0.19
 _MAX_LINE = 44
 
 
-def to_networkx(compute: GraphModule, structure: GraphModule | None = None) -> nx.DiGraph:
+def to_networkx(parts: Parts) -> nx.DiGraph:
     """Return every value of a program as a node, and every use as an edge.
 
-    Node names are ``structure.<value>`` and ``compute.<value>``, with the value names of
-    ``str(compiled)``. Attributes: ``part``, ``op``, ``layer``, ``precision``, ``type`` (such as
-    ``f32[N, 64]``), ``kernel``, ``launch`` (equal for ops that one kernel runs) and ``source``
-    (kind of an input, else empty). Edges carry the ``type`` of the value that flows.
+    Node names are ``<part>.<value>``, part and value named as in ``str(compiled)``. Attributes: ``part``
+    (``structure``, ``compute`` or ``backward``), ``op``, ``layer``, ``precision``, ``type`` (such as
+    ``f32[N, 64]``), ``kernel``, ``launch`` (equal for ops that one kernel runs) and ``source`` (kind of an
+    input, else empty). Edges carry the ``type`` of the value that flows.
     """
-    first, second = name_program(structure, compute)
     graph = nx.DiGraph()
-    given: dict[str, str] = {}
-    if first is not None:
-        nodes = _add_part(graph, "structure", first, {})
-        given = {name: nodes[node] for name, node in _outputs(first)}
-    nodes = _add_part(graph, "compute", second, given)
-    for index, (_, node) in enumerate(_outputs(second)):
-        name, text = f"compute.output{index}", second.type_text(node.meta.get("val"))
-        graph.add_node(name, **_output_attributes(name, text))
-        graph.add_edge(nodes[node], name, type=text)
+    structure: dict[str, str] = {}
+    for part, named in name_program(parts).items():
+        title = PART_TITLES[part]
+        nodes = _add_part(graph, title, named, structure)
+        if part == STRUCTURE:
+            structure = {name: nodes[node] for name, node in _outputs(named)}
+        else:
+            _add_outputs(graph, title, named, nodes)
     return graph
+
+
+def _add_outputs(graph: nx.DiGraph, part: str, named: Named, nodes: dict[Node, str]) -> None:
+    for index, (_, node) in enumerate(_outputs(named)):
+        name, text = f"{part}.output{index}", named.type_text(node.meta.get("val"))
+        graph.add_node(name, **_output_attributes(part, name, text))
+        graph.add_edge(nodes[node], name, type=text)
 
 
 def draw(
     path: str | Path,
-    compute: GraphModule,
-    structure: GraphModule | None = None,
+    parts: Parts,
     *,
     title: str = "",
 ) -> None:
@@ -70,8 +76,7 @@ def draw(
 
     Args:
         path: file to write; its suffix chooses SVG, PNG or PDF.
-        compute: the compute graph.
-        structure: the structure graph, drawn as one box, or None.
+        parts: the graphs of the program; the structure graph is drawn as one box.
         title: a line above the picture.
 
     Raises:
@@ -80,7 +85,7 @@ def draw(
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
         raise InputError(f"draw writes {', '.join(FORMATS)} files, got {str(path)!r}")
-    boxes, wires = _launch_boxes(to_networkx(compute, structure))
+    boxes, wires = _launch_boxes(to_networkx(parts))
     figure = _figure(boxes, wires, title)
     save(figure, path)
 
@@ -126,9 +131,9 @@ def _attributes(node: Node, part: str, named: Named) -> dict[str, Any]:
     }
 
 
-def _output_attributes(name: str, text: str) -> dict[str, Any]:
+def _output_attributes(part: str, name: str, text: str) -> dict[str, Any]:
     return {
-        "part": "compute",
+        "part": part,
         "op": "output",
         "layer": "",
         "precision": "",

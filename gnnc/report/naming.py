@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gnnc.ir.describe import PRECISION_OPS, dtype_text, element_text, inline, is_gnnc, op_name, returns_many
+from gnnc.ir.parts import BACKWARD, FORWARD, STRUCTURE, Parts
 from gnnc.ir.qtype import QType
 from gnnc.ir.source import is_weight, source_of
 
@@ -30,6 +31,9 @@ _NUMBERED = {
 _PLAIN = {"degree": "deg", "edge_dst": "dst"}
 _DERIVED = {"scale": "scale", "quantize": "q", "row_shift": "shift", "pack": "planes"}
 Sizes = tuple[sympy.Expr, ...]
+
+_FLOATS = {STRUCTURE: "g", FORWARD: "h", BACKWARD: "d"}
+"""First letter of the names of floating-point values, by part."""
 
 _PARTS = {
     "csr": ("rowptr", "col", "perm"),
@@ -76,17 +80,23 @@ def name_graph(gm: GraphModule) -> Named:
     return _named(gm, {}, {}, "h")
 
 
-def name_program(structure: GraphModule | None, compute: GraphModule) -> tuple[Named | None, Named]:
-    """Name both parts of a program: a value or size that goes from one to the other keeps its name.
+def name_program(parts: Parts) -> dict[str, Named]:
+    """Name the parts of a program: a value or size that goes from one to another keeps its name.
 
-    The structure part is None where it is absent or computes nothing.
+    A structure graph that computes nothing is left out.
     """
-    if structure is None or not any(n.op == "call_function" for n in structure.graph.nodes):
-        return None, name_graph(compute)
-    first = _named(structure, {}, {}, "g")
-    values = dict(_named_outputs(structure, first.graph))
-    sizes = {name: first.symbols.sizes(node.meta.get("val")) for name, node in values.items()}
-    return first, _named(compute, first.outputs, sizes, "h")
+    named: dict[str, Named] = {}
+    values: dict[str, str] = {}
+    sizes: dict[str, Sizes] = {}
+    for part, gm in parts:
+        if part == STRUCTURE and not any(n.op == "call_function" for n in gm.graph.nodes):
+            continue
+        named[part] = _named(gm, values, sizes, _FLOATS[part])
+        if part == STRUCTURE:
+            values = named[part].outputs
+            outputs = _named_outputs(gm, named[part].graph)
+            sizes = {name: named[part].symbols.sizes(node.meta.get("val")) for name, node in outputs}
+    return named
 
 
 def _named(

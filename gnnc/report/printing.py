@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gnnc.ir import describe
 from gnnc.ir.nodes import qtype_of
+from gnnc.ir.parts import BACKWARD, FORWARD, STRUCTURE, Parts
 from gnnc.ir.source import source_of
 from gnnc.report.naming import Named, identifier, name_graph, name_program
 from gnnc.torch_private import HigherOrderOperator, OpOverload, overload_name, schema
@@ -44,6 +45,14 @@ _INFIX: dict[Any, str] = {
     torch.ops.aten.sub.Tensor: "-",
     torch.ops.aten.mul.Tensor: "*",
     torch.ops.aten.div.Tensor: "/",
+}
+PART_TITLES = {STRUCTURE: "structure", FORWARD: "compute", BACKWARD: "backward"}
+"""Names of the printed function of each part."""
+
+_WHEN = {
+    STRUCTURE: "runs once per distinct graph; the results are cached",
+    FORWARD: "runs at every call",
+    BACKWARD: "runs when gradients are computed",
 }
 _KINDS = ("gemm", "spmm", "attention", "map", "graph")
 
@@ -82,28 +91,19 @@ def namespace(gm: GraphModule | None = None) -> dict[str, Any]:
     }
 
 
-def format_program(
-    structure: GraphModule | None,
-    compute: GraphModule,
-    header: Sequence[str] = (),
-    notes: Mapping[str, str] | None = None,
-) -> str:
-    """Return a compiled program: header lines, the structure part, the compute part.
+def format_program(parts: Parts, header: Sequence[str] = (), notes: Mapping[str, str] | None = None) -> str:
+    """Return a compiled program: header lines, then each of its parts as a function.
 
     Args:
-        structure: what runs once per distinct graph, or None where nothing does.
-        compute: what runs at every call.
+        parts: the graphs of the program.
         header: plain lines that come first, such as ``gnnc.report.text.header_lines`` gives.
-        notes: a remark for a node of either part, by node name.
+        notes: a remark for a node of any part, by node name.
     """
-    parts = ["\n".join(header)] if header else []
-    first, second = name_program(structure, compute)
-    if first is not None:
-        text = _Printer(first, notes or {}).function("structure")
-        parts.append(f"# runs once per distinct graph; the results are cached\n{text}")
-    text = _Printer(second, notes or {}).function("compute")
-    parts.append(f"# runs at every call\n{text}")
-    return "\n\n".join(parts)
+    texts = ["\n".join(header)] if header else []
+    for part, named in name_program(parts).items():
+        text = _Printer(named, notes or {}).function(PART_TITLES[part])
+        texts.append(f"# {_WHEN[part]}\n{text}")
+    return "\n\n".join(texts)
 
 
 @dataclass

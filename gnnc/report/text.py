@@ -2,13 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from gnnc.ir import describe
+from gnnc.ir.parts import FORWARD, Parts
 from gnnc.ir.source import is_weight
 from gnnc.report.printing import format_program
 from gnnc.report.summary import Chosen, summary_rows, summary_table
@@ -54,12 +55,11 @@ class ProgramReport:
         model: class name of the model.
         precision: the precision asked for.
         backend: name of the backend.
-        structure: the structure graph, or None where nothing is hoisted.
-        compute: the lowered compute graph.
+        parts: the lowered graphs.
         notes: remarks of the passes, in order.
         captures: why each capture was made, in order; the first is the first call.
-        predicted: seconds of each node of ``compute``, from the cost model.
-        measured: seconds of each node of ``compute``, from ``profile()``.
+        predicted: seconds of each node of the parts that run at every call, from the cost model.
+        measured: seconds of each node of the parts that run at every call, from ``profile()``.
         floors: seconds that its compulsory bytes take at copy bandwidth, likewise.
         gains: receptive-field gain of each primitive, by its name before it was quantized.
         choices: what ``auto`` knows of each primitive, by the same name.
@@ -70,8 +70,7 @@ class ProgramReport:
     model: str
     precision: str
     backend: str
-    structure: GraphModule | None
-    compute: GraphModule
+    parts: Parts
     notes: Sequence[Remark] = ()
     captures: Sequence[str] = ()
     predicted: Mapping[str, float] = field(default_factory=dict)
@@ -107,37 +106,41 @@ class Quantized:
 
 def program_text(report: ProgramReport) -> str:
     """Return the text of ``str(compiled)``."""
-    return format_program(report.structure, report.compute, header_lines(report))
+    return format_program(report.parts, header_lines(report))
 
 
 def summary_text(report: ProgramReport, values: Sequence[Any] | None = None) -> str:
     """Return the text of ``compiled.summary()``.
 
-    ``values``: arguments of the compute graph on the example inputs, in placeholder order, or None.
+    ``values``: arguments of the forward graph on the example inputs, in placeholder order, or None.
     """
-    rows = summary_rows(
-        report.compute,
-        values=values,
-        predicted=report.predicted,
-        measured=report.measured,
-        floors=report.floors,
-        gains=report.gains,
-        choices=report.choices,
-    )
+    rows = [
+        row
+        for part, gm in report.parts.per_call()
+        for row in summary_rows(
+            gm,
+            values=values if part == FORWARD else None,
+            predicted=report.predicted,
+            measured=report.measured,
+            floors=report.floors,
+            gains=report.gains,
+            choices=report.choices,
+        )
+    ]
     return summary_table(rows)
 
 
 def header_lines(report: ProgramReport) -> list[str]:
     """Return "quantized k of n", what was compiled, and a line for each op that stayed FP32."""
-    graph = describe.inline(report.compute)
+    graphs = _graphs(report)
     title = f"{report.model}, {report.precision} on backend {report.backend}"
-    stayed = stayed_fp32(report, graph)
-    return [str(count_quantized(graph)), title, *(f"stayed FP32: {line}" for line in stayed)]
+    stayed = stayed_fp32(report, graphs)
+    return [str(count_quantized(graphs)), title, *(f"stayed FP32: {line}" for line in stayed)]
 
 
 def explain_text(report: ProgramReport) -> str:
     """Return the text of ``compiled.explain()``: what is not low precision or not ours, and why."""
-    graph = describe.inline(report.compute)
+    graphs = _graphs(report)
     declined = [n for n in report.notes if n.kind == "declined"]
     told = {*declined, *(n for n in report.notes if n.text.startswith(_STAYS))}
     others = [f"{n.pass_name}: {_note_line(n)}" for n in report.notes if n not in told]
@@ -146,15 +149,24 @@ def explain_text(report: ProgramReport) -> str:
     sections = {
         **choice,
         **cuts,
-        "Stayed FP32": stayed_fp32(report, graph),
-        "Stayed ATen": stayed_aten(report, graph),
+        "Stayed FP32": stayed_fp32(report, graphs),
+        "Stayed ATen": stayed_aten(report, graphs),
         "Kernels that declined": [_note_line(note) for note in declined],
         "Decisions of the passes": others,
         "Captures": [f"{i}. {reason}" for i, reason in enumerate(report.captures, 1)],
     }
     head = [f"{report.model}, {report.precision} on backend {report.backend}"]
-    head.append(str(count_quantized(graph)))
+    head.append(str(count_quantized(graphs)))
     return "\n".join(head) + "".join(_section(*section) for section in sections.items())
+
+
+def _graphs(report: ProgramReport) -> list[Graph]:
+    """Return the inlined graphs of the parts that run at every call."""
+    return [describe.inline(gm) for _, gm in report.parts.per_call()]
+
+
+def _nodes(graphs: Iterable[Graph]) -> Iterator[Node]:
+    return (node for graph in graphs for node in graph.nodes)
 
 
 def _section(title: str, lines: Sequence[str]) -> str:
@@ -173,12 +185,12 @@ def _note_line(note: Remark) -> str:
     return f"{where}: {note.text}" if where else note.text
 
 
-def count_quantized(graph: Graph) -> Quantized:
-    """Count the GEMM, SpMM, SDDMM, segment and message ops of an inlined graph, and the weights."""
+def count_quantized(graphs: Iterable[Graph]) -> Quantized:
+    """Count the GEMM, SpMM, SDDMM, segment and message ops of inlined graphs, and the weights."""
     ops = dict.fromkeys(describe.COUNTED.values(), (0, 0))
     weights: dict[Node, bool] = {}
     halved: dict[str, int] = {}
-    for node in graph.nodes:
+    for node in _nodes(graphs):
         kind = describe.COUNTED.get(describe.op_name(node)) if describe.is_gnnc(node) else None
         if kind is None:
             continue
@@ -209,10 +221,10 @@ def _weights_of(operand: Any) -> list[Node]:
     return list(found)
 
 
-def stayed_fp32(report: ProgramReport, graph: Graph) -> list[str]:
+def stayed_fp32(report: ProgramReport, graphs: Iterable[Graph]) -> list[str]:
     """Return a line for each primitive on features that computes in FP32, with the reason."""
     lines: list[str] = []
-    for node in graph.nodes:
+    for node in _nodes(graphs):
         name = describe.op_name(node)
         if not describe.is_gnnc(node) or name in describe.PRECISION_OPS | _STRUCTURE_OPS:
             continue
@@ -234,10 +246,10 @@ def _reason_fp32(report: ProgramReport, node: Node) -> str:
     return "fp32 was asked for" if report.precision == "fp32" else "no reason was recorded"
 
 
-def stayed_aten(report: ProgramReport, graph: Graph) -> list[str]:
+def stayed_aten(report: ProgramReport, graphs: Iterable[Graph]) -> list[str]:
     """Return a line for each ATen op that runs by itself, outside primitives and fused kernels."""
     lines: list[str] = []
-    for node in graph.nodes:
+    for node in _nodes(graphs):
         if node.op not in ("call_function", "call_method", "call_module"):
             continue
         if node.meta["block"] or describe.is_gnnc(node) or describe.is_free(node):

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.op import size_expr
+from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, is_structure, source_of
 from gnnc.passes.base import Context
 from gnnc.torch_private import ConstantSource, DimDynamic, ShapeEnv
@@ -125,12 +126,12 @@ def drop_structure(compute: fx.GraphModule, ctx: Context) -> None:
     ctx.examples = tuple(_shape_of(value) if is_structure(node) else value for node, value in pairs)
 
 
-def whole_examples(compute: fx.GraphModule, ctx: Context) -> tuple[Any, ...] | None:
-    """Return ``ctx.examples`` with the structure's values, computed anew."""
-    if ctx.examples is None or ctx.structure is None:
+def whole_examples(parts: Parts, ctx: Context) -> tuple[Any, ...] | None:
+    """Return ``ctx.examples`` with the values of the structure graph, computed anew."""
+    if ctx.examples is None or parts.structure is None:
         return ctx.examples
-    found = _structure_values(ctx.structure, ctx)
-    pairs = zip(placeholders(compute), ctx.examples, strict=True)
+    found = _structure_values(parts.structure, ctx)
+    pairs = zip(placeholders(parts.forward), ctx.examples, strict=True)
     return tuple(found[source_of(node)] if is_structure(node) else value for node, value in pairs)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.graph import clone, infer_meta, placeholders
+from gnnc.ir.graph import infer_meta, placeholders
+from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
-from gnnc.ir.verify import verify
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.boundary import Boundary, refresh_examples
 from gnnc.passes.rewrite.emit import Emitter
@@ -17,7 +17,7 @@ from gnnc.torch_private import rename
 
 
 class StructureEdit:
-    """A private copy of ``ctx.structure`` that a pass over ``compute`` extends.
+    """Edits of the structure graph, in place, by a pass over ``compute``.
 
     Attributes:
         emit: inserts nodes into the structure graph.
@@ -25,8 +25,7 @@ class StructureEdit:
 
     def __init__(self, compute: fx.GraphModule, structure: fx.GraphModule) -> None:
         self.compute = compute
-        self.structure = clone(structure)
-        self.structure.meta["examples"] = structure.meta.get("examples")
+        self.structure = structure
         self.emit = Emitter(self.structure)
         self._outputs: dict[str, Node] = {node.name: node for node in self._results()}
         self._taken = {
@@ -63,7 +62,7 @@ class StructureEdit:
         return placeholder
 
     def commit(self, ctx: Context) -> None:
-        """Drop results that the compute graph no longer reads, and make the copy ``ctx.structure``."""
+        """Drop results that the compute graph no longer reads; let ``ctx.examples`` follow."""
         graph = self.compute.graph
         # Placeholders that were added stand last and have no example yet.
         known = dict(zip(map(source_of, placeholders(self.compute)), ctx.examples or (), strict=False))
@@ -75,42 +74,39 @@ class StructureEdit:
         names = {node: name for name, node in self._taken.items()}
         kept = [self._outputs[names[node]] for node in placeholders(self.compute) if node in names]
         self.structure.graph.output_node().args = (tuple(kept),)
-        finish(self.structure, ctx.current_pass)
-        self.compute.meta["structure"] = ctx.structure = self.structure
+        finish(self.structure)
         if ctx.examples is not None:
             refresh_examples(self.compute, self.structure, known, ctx)
 
 
 @contextmanager
-def edited(compute: fx.GraphModule, ctx: Context) -> Iterator[fx.GraphModule]:
-    """Yield a copy of ``ctx.structure`` to be changed in place; it then becomes ``ctx.structure``.
+def replacing_results(parts: Parts) -> Iterator[fx.GraphModule]:
+    """Yield the structure graph of a program, to be changed in place; the other parts follow.
 
     Results may be replaced by other nodes, but stay as many and in their order.
     """
-    assert ctx.structure is not None
-    structure = clone(ctx.structure)
-    before = _result_names(structure)
-    yield structure
-    _rename_sources(compute, dict(zip(before, _result_names(structure), strict=True)))
-    finish(structure, ctx.current_pass)
-    compute.meta["structure"] = ctx.structure = structure
+    assert parts.structure is not None
+    before = _result_names(parts.structure)
+    yield parts.structure
+    names = dict(zip(before, _result_names(parts.structure), strict=True))
+    for _, gm in parts.per_call():
+        _rename_sources(gm, names)
 
 
 def _result_names(structure: fx.GraphModule) -> list[str]:
     return [node.name for node in structure.graph.output_node().args[0]]  # type: ignore[union-attr]
 
 
-def _rename_sources(compute: fx.GraphModule, names: dict[str, str]) -> None:
-    """Let placeholders of the compute graph take the results that stand in the place of the old ones."""
-    for node in placeholders(compute):
+def _rename_sources(gm: fx.GraphModule, names: dict[str, str]) -> None:
+    """Let placeholders take the results that stand in the place of the old ones."""
+    for node in placeholders(gm):
         source = source_of(node)
         if source is not None and source.kind == "structure":
             node.meta["source"] = Source("structure", names[source.name])
 
 
-def finish(structure: fx.GraphModule, stage: str) -> None:
-    """Drop dead code of a structure graph that was changed, infer its meta and verify it."""
+def finish(structure: fx.GraphModule) -> None:
+    """Drop dead code of a structure graph that was changed, and infer its meta, so that it runs."""
     structure.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     infer_meta(structure)
     structure.recompile()
-    verify(structure, f"{stage} (structure)")

@@ -11,8 +11,12 @@ import pytest
 from gnnc import environment
 from gnnc.compiler import dump
 from gnnc.errors import InputError
+from gnnc.ir.parts import Parts
 
-STAGES = [("raise", hand_graphs.float_layer()), ("fuse", hand_graphs.fused_layer())]
+STAGES = [
+    ("raise", Parts(forward=hand_graphs.float_layer())),
+    ("fuse", Parts(structure=hand_graphs.structure(), forward=hand_graphs.fused_layer())),
+]
 
 
 def test_nothing_is_written_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +26,7 @@ def test_nothing_is_written_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stages_are_numbered_python_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(dump.DUMP, str(tmp_path / "new"))
-    folder = dump.dump("GCN", STAGES, hand_graphs.structure())
+    folder = dump.dump("GCN", STAGES)
     assert folder == tmp_path / "new" / "000_GCN"
     assert sorted(path.name for path in folder.iterdir()) == ["00_raise.py", "01_fuse.py"]
     for path in folder.iterdir():

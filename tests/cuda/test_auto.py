@@ -68,7 +68,7 @@ def test_the_families_of_a_probe_have_kernels(probe: Probe, option: str, compile
     assert {n.meta["val"].device.type for n in graph_module.graph.find_nodes(op="placeholder")} == {"cuda"}
     context = Context(precision=Option.parse(option).precision, target=target)
     calibration._assign(graph_module, Option.parse(option), context)
-    lowered = run_passes(graph_module, (Quantize(), Cache(), Fuse(), Lower()), context)[-1][1]
+    lowered = run_passes(graph_module, (Quantize(), Cache(), Fuse(), Lower()), context)[-1][1].forward
     nodes = {node.name: node for node in lowered.graph.nodes}
     timed = [la for la in cost_model.launches(describe.inline(lowered)) if la.family in cost_model.FAMILIES]
     assert {launch.family for launch in timed} >= {"gemm", "spmm"}

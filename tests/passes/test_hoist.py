@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 import gnnc
 from gnnc.ir.graph import placeholders
+from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context, run_pass
 from gnnc.passes.hoist import Hoist
@@ -34,9 +35,9 @@ STEADY_STATE = {"gemm", "spmm", "sddmm", "edge_softmax"}
 
 def hoisted(gm: GraphModule, **context) -> tuple[GraphModule, GraphModule, Context]:
     ctx = Context(**context)
-    compute = run_pass(Hoist(), gm, ctx)
-    assert ctx.structure is not None and compute.meta["structure"] is ctx.structure
-    return compute, ctx.structure, ctx
+    parts = run_pass(Hoist(), Parts(forward=gm), ctx)
+    assert parts.structure is not None
+    return parts.forward, parts.structure, ctx
 
 
 @cache
@@ -64,8 +65,9 @@ def primitives(gm: GraphModule) -> list[str]:
 def test_leaves_the_meaning_alone(model: str, graph: str):
     gm = model_graph(model)
     values = arguments(gm, *GRAPHS[graph])
-    compute, _, _ = split(model)
-    torch.testing.assert_close(run_split(compute, gm, values), gm(*values))
+    compute, structure, _ = split(model)
+    parts = Parts(structure=structure, forward=compute)
+    torch.testing.assert_close(run_split(parts, gm, values), gm(*values))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -157,11 +159,12 @@ def test_reshapes_run_in_compute_and_the_vector_crosses():
         return total / ops.degree(rowptr).clamp(1).view(-1, 1).expand(x.shape[0], 3)
 
     gm = trace(mean, [], ["x", "edge_index"], rand(NODES, 3), edge_list())
-    compute, _, _ = hoisted(gm)
+    compute, structure, _ = hoisted(gm)
     crossing = [n for n in compute.graph.find_nodes(op="placeholder") if n.meta["source"].kind == "structure"]
     assert [n.meta["val"].dim() for n in crossing] == [1, 1, 1]
     values = arguments(gm, 9, edge_list(9, 20))
-    torch.testing.assert_close(run_split(compute, gm, values), gm(*values))
+    parts = Parts(structure=structure, forward=compute)
+    torch.testing.assert_close(run_split(parts, gm, values), gm(*values))
 
 
 def test_random_edges_are_drawn_at_each_call_and_noted():
@@ -218,7 +221,7 @@ def test_examples_become_those_of_the_compute_graph():
 def test_the_structure_of_the_examples_can_be_dropped_and_made_anew():
     gm = raised.gcn()
     values = arguments(gm, NODES, edge_list())
-    compute, _, ctx = hoisted(gm, examples=values)
+    compute, structure, ctx = hoisted(gm, examples=values)
     whole = ctx.examples
     drop_structure(compute, ctx)
     shapes = [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in whole]
@@ -226,14 +229,15 @@ def test_the_structure_of_the_examples_can_be_dropped_and_made_anew():
     kinds = [source_of(node).kind for node in placeholders(compute)]
     dropped = [v.is_meta for v in ctx.examples if isinstance(v, torch.Tensor)]
     assert dropped == [kind == "structure" for kind in kinds] and any(dropped)
-    torch.testing.assert_close(whole_examples(compute, ctx), whole)
+    torch.testing.assert_close(whole_examples(Parts(structure=structure, forward=compute), ctx), whole)
 
 
 def test_is_idempotent():
     compute, structure, _ = split("gcn")
-    again, kept, _ = hoisted(compute)
-    assert format_graph(again) == format_graph(compute)
-    assert kept is structure
+    again = run_pass(Hoist(), Parts(structure=structure, forward=compute))
+    assert again.structure is not None
+    assert format_graph(again.forward) == format_graph(compute)
+    assert format_graph(again.structure) == format_graph(structure)
 
 
 @pytest.mark.parametrize("hoisted", [True, False])
@@ -264,7 +268,8 @@ def test_numbers_that_cut_rows_are_not_compared_by_example(hoisted: bool):
 
 def test_edges_of_each_call_are_counted_anew():
     gm = model_graph("gcn")
-    compute, _, _ = split("gcn")
+    compute, structure, _ = split("gcn")
+    parts = Parts(structure=structure, forward=compute)
     for edges in (EDGES, 3, 0):
         values = arguments(gm, NODES, edge_list(NODES, edges))
-        torch.testing.assert_close(run_split(compute, gm, values), gm(*values))
+        torch.testing.assert_close(run_split(parts, gm, values), gm(*values))

@@ -9,9 +9,11 @@ from torch.fx import GraphModule, Node
 
 import gnnc
 from gnnc.ir.graph import placeholders
+from gnnc.ir.parts import Parts
 from gnnc.ir.source import source_of
 from gnnc.passes import Context, run_pass
 from gnnc.passes.int32_columns import Int32Columns
+from gnnc.report.printing import format_graph
 from gnnc.target import Target
 
 ATEN, GNNC = torch.ops.aten, torch.ops.gnnc
@@ -35,10 +37,10 @@ def arguments() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(9, 4, generator=generator), edge_index, torch.randn(30, 4, generator=generator)
 
 
-def stage(model: nn.Module, backend: str = "reference", name: str = "reorder") -> GraphModule:
+def stage(model: nn.Module, backend: str = "reference", name: str = "reorder") -> Parts:
     compiled = gnnc.compile(model.eval(), precision="fp32", backend=backend)
     compiled(*arguments())
-    return dict(compiled.stages)[name]
+    return dict(compiled._captured().snapshots)[name]
 
 
 def order_of(compute: GraphModule) -> Node:
@@ -46,35 +48,34 @@ def order_of(compute: GraphModule) -> Node:
     return reduction.args[1]
 
 
-def run(compute: GraphModule, structure: GraphModule, values: dict[str, Tensor]) -> Tensor:
-    """Return the result of a compute graph on the results of a structure graph."""
+def run(parts: Parts, values: dict[str, Tensor]) -> Tensor:
+    """Return the result of the forward graph on the results of the structure graph."""
+    structure, compute = parts.structure, parts.forward
+    assert structure is not None
     taken = [values.get(node.name, 9) for node in placeholders(structure)]
     names = [node.name for node in structure.graph.output_node().args[0]]
     known = values | dict(zip(names, structure(*taken), strict=True))
     return compute(*[known[source_of(node).name] for node in placeholders(compute)])[0]
 
 
-def narrowed(compute: GraphModule, **options: bool) -> tuple[GraphModule, Context]:
-    context = Context(target=Target(**options), structure=compute.meta["structure"])
-    return run_pass(Int32Columns(), compute, context), context
+def narrowed(parts: Parts, **options: bool) -> Parts:
+    return run_pass(Int32Columns(), parts, Context(target=Target(**options)))
 
 
 def test_an_order_that_only_sums_read_is_converted_in_the_structure_graph() -> None:
     before = stage(Sums())
-    after, context = narrowed(before, int32_columns=True)
-    assert order_of(before).meta["val"].dtype == torch.int64
-    assert order_of(after).meta["val"].dtype == torch.int32
+    after = narrowed(before, int32_columns=True)
+    assert order_of(before.forward).meta["val"].dtype == torch.int64
+    assert order_of(after.forward).meta["val"].dtype == torch.int32
     values = dict(zip(("x", "edge_index", "edge_attr", "weight"), (*arguments(), torch.eye(4)), strict=True))
-    assert context.structure is not None and context.structure is after.meta["structure"]
-    assert torch.equal(run(after, context.structure, values), run(before, before.meta["structure"], values))
+    assert torch.equal(run(after, values), run(before, values))
 
 
 def test_examples_become_int32_with_the_placeholder() -> None:
     before = stage(Sums())
-    examples = tuple(torch.arange(3) for _ in placeholders(before))
-    target = Target(int32_columns=True)
-    context = Context(target=target, structure=before.meta["structure"], examples=examples)
-    after = run_pass(Int32Columns(), before, context)
+    examples = tuple(torch.arange(3) for _ in placeholders(before.forward))
+    context = Context(target=Target(int32_columns=True), examples=examples)
+    after = run_pass(Int32Columns(), before, context).forward
     dtypes = {node: value.dtype for node, value in zip(placeholders(after), context.examples, strict=True)}
     assert dtypes.pop(order_of(after)) == torch.int32 and set(dtypes.values()) == {torch.int64}
 
@@ -101,17 +102,18 @@ REFUSED: dict[str, Callable[[GraphModule], None]] = {
 
 @pytest.mark.parametrize("reader", REFUSED)
 def test_an_order_with_other_readers_stays(reader: str) -> None:
-    compute = stage(Sums())
-    REFUSED[reader](compute)
-    compute.recompile()
-    after, context = narrowed(compute, int32_columns=True)
-    assert order_of(after).meta["val"].dtype == torch.int64
-    assert context.structure is compute.meta["structure"]
+    before = stage(Sums())
+    REFUSED[reader](before.forward)
+    before.forward.recompile()
+    after = narrowed(before, int32_columns=True)
+    assert order_of(after.forward).meta["val"].dtype == torch.int64
+    assert after.structure is not None and before.structure is not None
+    assert format_graph(after.structure) == format_graph(before.structure)
 
 
 def test_a_backend_that_reads_int64_keeps_it() -> None:
-    after, _ = narrowed(stage(Sums()), int32_columns=False)
-    assert order_of(after).meta["val"].dtype == torch.int64
+    after = narrowed(stage(Sums()), int32_columns=False)
+    assert order_of(after.forward).meta["val"].dtype == torch.int64
 
 
 def test_a_cpu_program_converts_once_a_graph() -> None:

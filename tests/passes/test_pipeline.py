@@ -69,15 +69,15 @@ def test_a_pass_under_another_name_serves_auto_and_the_plan(rates: None, tmp_pat
 
 
 def test_properties_hold_from_the_pass_that_establishes_them_on() -> None:
-    stages = compiled(PIPELINE)._captured().stages
-    names = {id(gm): name for name, gm in stages}
+    stages = compiled(PIPELINE)._captured().snapshots
+    names = {id(parts.forward): name for name, parts in stages}
     first = {prop: names[id(first_with(prop, stages))] for prop in Property}
     assert first == {
         Property.NORMALIZED: "normalize",
         Property.ASSIGNED: "assign",
         Property.LOWERED: "lower",
     }
-    assert set(Property) == stages[-1][1].meta["properties"]
+    assert set(Property) == stages[-1][1].forward.meta["properties"]
 
 
 def test_the_default_pipeline_is_that_of_inference() -> None:

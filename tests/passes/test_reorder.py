@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 import gnnc
 from gnnc.ir.op import op_of
+from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context, run_pass
 from gnnc.passes.hoist import Hoist
 from gnnc.passes.reorder import Reorder
@@ -207,16 +208,16 @@ MODELS: dict[str, Callable[[], GraphModule]] = {
 
 
 @cache
-def reordered(name: str, **options) -> tuple[GraphModule, GraphModule, GraphModule, Context]:
+def reordered(name: str, **options) -> tuple[GraphModule, Parts, Parts, Context]:
     """The model, the graphs after hoist and after reorder, and what the passes noted."""
     gm, ctx = MODELS[name](), Context()
-    before = run_pass(Hoist(), gm, ctx)
+    before = run_pass(Hoist(), Parts(forward=gm), ctx)
     return gm, before, run_pass(Reorder(**options), before, ctx), ctx
 
 
 def chain(name: str, **options) -> list[str]:
     """What the compute graph does, primitives and elementwise ops by their short names."""
-    after = reordered(name, **options)[2]
+    after = reordered(name, **options)[2].forward
     return [_short(node) for node in after.graph.nodes if node.op == "call_function" and _short(node)]
 
 
@@ -231,7 +232,7 @@ def notes(name: str) -> list[str]:
 
 
 def aggregations(name: str) -> list[Node]:
-    return [n for n in reordered(name)[2].graph.nodes if _short(n) == "spmm"]
+    return [n for n in reordered(name)[2].forward.graph.nodes if _short(n) == "spmm"]
 
 
 def widths(name: str) -> list[int]:
@@ -251,8 +252,11 @@ def test_leaves_the_meaning_alone(name: str, graph: str):
 @pytest.mark.parametrize("name", ["gcn", "gcn widens", "sage", "gin", "gat", "sgc"])
 def test_golden(name: str, golden):
     _, before, after, _ = reordered(name)
-    for stage, gm in (("before", before), ("after", after)):
-        texts = [format_graph(gm.meta["structure"], name="structure"), format_graph(gm, name="compute")]
+    for stage, parts in (("before", before), ("after", after)):
+        texts = [
+            format_graph(parts.structure, name="structure"),
+            format_graph(parts.forward, name="compute"),
+        ]
         golden("\n\n".join(texts), stage)
 
 
@@ -283,7 +287,7 @@ def test_bias_stays_outside_of_the_mean():
 
 
 def test_products_of_one_matrix_stand_side_by_side():
-    gm = reordered("sage")[2]
+    gm = reordered("sage")[2].forward
     first, second = (node for node in gm.graph.nodes if _short(node) == "gemm")
     assert first.next is second and first.args[0] is second.args[0]
 
@@ -308,8 +312,8 @@ def test_linear_refuses_with_a_reason(name: str, reason: str):
 @pytest.mark.parametrize("name", ["nonlinear", "heads", "appnp"])
 def test_linear_stops_at_what_is_not_linear_in_rows(name: str):
     _, before, after, _ = reordered(name)
-    order = [_short(n) for n in after.graph.nodes if _short(n) in ("gemm", "spmm", "relu")]
-    assert order == [_short(n) for n in before.graph.nodes if _short(n) in ("gemm", "spmm", "relu")]
+    order = [_short(n) for n in after.forward.graph.nodes if _short(n) in ("gemm", "spmm", "relu")]
+    assert order == [_short(n) for n in before.forward.graph.nodes if _short(n) in ("gemm", "spmm", "relu")]
 
 
 @pytest.mark.parametrize("name", ["gcn", "gcn widens", "sgc", "sage", "appnp", "sddmm norm"])
@@ -323,7 +327,7 @@ def test_only_the_edges_own_weight_stays(name: str):
     (spmm,) = aggregations(name)
     assert any("edge weights separate" in text for text in notes(name))
     assert spmm.args[2] is not None and spmm.args[4] == "sum"
-    outputs = after.meta["structure"].graph.output_node().args[0]
+    outputs = after.structure.graph.output_node().args[0]
     kept = next(node for node in outputs if node.name == spmm.args[2].meta["source"].name)
     assert kept.target is torch.ops.aten.index_select.default
 
@@ -334,7 +338,7 @@ def test_vectors_that_leave_the_edges_are_finite():
     edge_index = torch.tensor([[0, 1, 1], [2, 2, 0]])
     out = run_split(after, gm, arguments(gm, 6, edge_index))
     assert all(tensor.isfinite().all() for tensor in out)
-    structure = after.meta["structure"]
+    structure = after.structure
     assert all(value.isfinite().all() for value in structure(edge_index, 6))
 
 
@@ -360,7 +364,7 @@ def test_separation_refuses_with_a_reason(name: str, reason: str):
 
 @pytest.mark.parametrize("name", ["gcn", "gcn widens", "sgc"])
 def test_structure_keeps_no_edge_tensor_but_the_graph(name: str):
-    structure = reordered(name)[2].meta["structure"]
+    structure = reordered(name)[2].structure
     assert [node.name for node in structure.graph.output_node().args[0]] == ["rowptr", "col", "norm"]
 
 
@@ -369,7 +373,7 @@ def test_division_by_the_degree_becomes_a_product():
 
 
 def test_edge_work_moves_to_the_nodes():
-    after = reordered("edge mlp")[2]
+    after = reordered("edge mlp")[2].forward
     rows = {_short(n): n.meta["val"].shape[0] for n in after.graph.nodes if _short(n) in ("sigmoid",)}
     x = next(n for n in after.graph.nodes if n.name == "x")
     assert rows["sigmoid"] == x.meta["val"].shape[0]
@@ -381,7 +385,7 @@ def test_edge_work_moves_to_the_nodes():
 def test_edge_work_stays_where_nodes_outnumber_edges():
     gm, ctx = MODELS["edge mlp"](), Context()
     ctx.examples = arguments(gm, 40, edge_list(40, 5))
-    after = run_pass(Reorder(), run_pass(Hoist(), gm, ctx), ctx)
+    after = run_pass(Reorder(), run_pass(Hoist(), Parts(forward=gm), ctx), ctx).forward
     assert any("stays on the edges" in note.text for note in ctx.notes)
     assert len([n for n in after.graph.nodes if _short(n) == "gemm"]) == 1
 
@@ -389,16 +393,15 @@ def test_edge_work_stays_where_nodes_outnumber_edges():
 def test_examples_follow_the_new_boundary():
     gm, ctx = MODELS["gcn"](), Context()
     values = ctx.examples = arguments(gm, NODES, edge_list())
-    after = run_pass(Reorder(), run_pass(Hoist(), gm, ctx), ctx)
+    after = run_pass(Reorder(), run_pass(Hoist(), Parts(forward=gm), ctx), ctx).forward
     torch.testing.assert_close(after(*ctx.examples), gm(*values), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gcn", "gcn widens", "sage", "gin", "sgc", "gcn weighted"])
 def test_is_idempotent(name: str):
-    gm, _, after, _ = reordered(name)
-    ctx = Context(structure=after.meta["structure"])
-    again = run_pass(Reorder(), after, ctx)
-    assert format_graph(again) == format_graph(after)
+    _, _, after, _ = reordered(name)
+    again = run_pass(Reorder(), after)
+    assert format_graph(again.forward) == format_graph(after.forward)
 
 
 def test_runs_without_a_structure_graph():

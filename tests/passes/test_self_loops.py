@@ -16,6 +16,7 @@ from zoo_layers import LAYERS
 
 import gnnc
 from gnnc.ir.graph import clone
+from gnnc.ir.parts import Parts
 from gnnc.passes import Context, run_pass
 from gnnc.passes.rewrite.structure_edit import finish
 from gnnc.passes.self_loops import SelfLoops, sorts_with_loops
@@ -50,7 +51,7 @@ def rewritten(structure: GraphModule) -> GraphModule:
     result = clone(structure)
     for loops in sorts_with_loops(result.graph):
         loops.replace()
-    finish(result, "self_loops")
+    finish(result)
     return result
 
 
@@ -86,22 +87,21 @@ def taken_as(structure: GraphModule, *given: Any) -> GraphModule:
     return taken
 
 
-def compute_with(structure: GraphModule) -> GraphModule:
-    """Return a compute graph that reads nothing of a structure graph, which it carries."""
+def program_of(structure: GraphModule) -> Parts:
+    """Return a program whose forward graph reads nothing of its structure graph."""
     compute = GraphModule(nn.Module(), Graph())
     compute.graph.output(())
     compute.recompile()
-    compute.meta["structure"] = structure
-    return compute
+    return Parts(structure=structure, forward=compute)
 
 
 @pytest.mark.parametrize("sorts_with_loops", [True, False])
 def test_only_a_backend_whose_sort_adds_loops_gets_the_pass(sorts_with_loops: bool) -> None:
     structure = structure_of(GCN(4, 4, 2))
-    context = Context(target=Target(sorts_with_loops=sorts_with_loops), structure=structure)
-    run_pass(SelfLoops(), compute_with(structure), context)
-    assert context.structure is not None
-    assert (GNNC.csr_with_loops.default in targets_of(context.structure)) == sorts_with_loops
+    context = Context(target=Target(sorts_with_loops=sorts_with_loops))
+    after = run_pass(SelfLoops(), program_of(structure), context)
+    assert after.structure is not None
+    assert (GNNC.csr_with_loops.default in targets_of(after.structure)) == sorts_with_loops
     assert [note.pass_name for note in context.notes] == ["self_loops"] * sorts_with_loops
     assert GNNC.csr.default in targets_of(structure), "the graph of the stage before stays as it is"
 

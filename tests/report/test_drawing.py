@@ -8,12 +8,17 @@ import networkx as nx
 import pytest
 
 from gnnc.errors import InputError
+from gnnc.ir.parts import Parts
 from gnnc.report.drawing import draw, to_networkx
 from gnnc.report.layered_layout import layered_layout
 
 
+def fused_program() -> Parts:
+    return Parts(structure=hand_graphs.structure(), forward=hand_graphs.fused_layer())
+
+
 def test_every_value_is_a_node() -> None:
-    graph = to_networkx(hand_graphs.fused_layer(), hand_graphs.structure())
+    graph = to_networkx(fused_program())
     assert nx.is_directed_acyclic_graph(graph)
     assert graph.nodes["compute.acc1"] == {
         "part": "compute",
@@ -33,12 +38,12 @@ def test_every_value_is_a_node() -> None:
 
 
 def test_edges_carry_the_type_of_the_value() -> None:
-    graph = to_networkx(hand_graphs.float_layer())
+    graph = to_networkx(Parts(forward=hand_graphs.float_layer()))
     assert graph.edges["compute.h0", "compute.h2"]["type"] == "f32[N, 8]"
 
 
 def test_structure_results_are_not_doubled() -> None:
-    graph = to_networkx(hand_graphs.fused_layer(), hand_graphs.structure())
+    graph = to_networkx(fused_program())
     assert graph.has_edge("structure.rowptr", "compute.acc1")
     assert "compute.rowptr" not in graph
 
@@ -46,14 +51,14 @@ def test_structure_results_are_not_doubled() -> None:
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
 def test_draw_writes_a_file(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"program{suffix}"
-    draw(path, hand_graphs.fused_layer(), hand_graphs.structure(), title="GCN")
+    draw(path, fused_program(), title="GCN")
     start = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[suffix]
     assert path.read_bytes().startswith(start)
 
 
 def test_svg_names_ops_layers_and_precisions(tmp_path: Path) -> None:
     path = tmp_path / "program.svg"
-    draw(path, hand_graphs.fused_layer(), hand_graphs.structure(), title="GCN")
+    draw(path, fused_program(), title="GCN")
     text = path.read_text(encoding="utf-8")
     for word in ("GCN", "qgemm", "qspmm", "conv1.lin", "int8→fp32", "f32[N, 8]", "edge_index"):
         assert word in text
@@ -62,13 +67,13 @@ def test_svg_names_ops_layers_and_precisions(tmp_path: Path) -> None:
 def test_the_same_program_draws_the_same_file(tmp_path: Path) -> None:
     paths = [tmp_path / "a.svg", tmp_path / "b.svg"]
     for path in paths:
-        draw(path, hand_graphs.attention_layer())
+        draw(path, Parts(forward=hand_graphs.attention_layer()))
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_unknown_suffix_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"draw writes \.svg, \.png, \.pdf files, got '.*\.gif'"):
-        draw(tmp_path / "program.gif", hand_graphs.float_layer())
+        draw(tmp_path / "program.gif", fused_program())
 
 
 def test_layout_flows_down_and_keeps_boxes_apart() -> None:

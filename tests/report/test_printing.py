@@ -10,6 +10,7 @@ import torch
 from hand_graphs import LAYERS, Builder, aten, gnnc
 from torch.fx import GraphModule
 
+from gnnc.ir.parts import Parts
 from gnnc.report.printing import format_graph, format_program, graph_source, namespace
 
 Make = Callable[[], GraphModule]
@@ -43,11 +44,13 @@ def test_text_depends_on_the_graph_alone(make: Make) -> None:
 
 def test_program(golden: Callable[[str], None]) -> None:
     header = ["quantized 2 of 2 ops"]
-    golden(format_program(hand_graphs.structure(), hand_graphs.fused_layer(), header))
+    golden(
+        format_program(Parts(structure=hand_graphs.structure(), forward=hand_graphs.fused_layer()), header)
+    )
 
 
 def test_program_shares_names_between_its_parts() -> None:
-    text = format_program(hand_graphs.structure(), hand_graphs.float_layer())
+    text = format_program(Parts(structure=hand_graphs.structure(), forward=hand_graphs.float_layer()))
     returned = re.search(r"def structure.*?return \(([^)]*)\)", text, re.DOTALL)
     assert returned is not None
     compute = text[text.index("def compute") :]
@@ -56,7 +59,7 @@ def test_program_shares_names_between_its_parts() -> None:
 
 
 def test_program_without_structure_has_one_part() -> None:
-    text = format_program(None, hand_graphs.float_layer())
+    text = format_program(Parts(forward=hand_graphs.float_layer()))
     assert text.startswith("# runs at every call\ndef compute(")
     assert "def structure" not in text
 

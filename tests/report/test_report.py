@@ -11,14 +11,15 @@ from hand_graphs import Builder, gnnc
 from torch.fx import GraphModule
 
 from gnnc.cost.quantization_error import quantization_errors, relative_quantization_error, sqnr_db
+from gnnc.ir.parts import Parts
 from gnnc.passes.base import Note
 from gnnc.report.summary import HEADERS, OpRow, summary_rows, summary_table
 from gnnc.report.text import ProgramReport, explain_text, header_lines, program_text, summary_text
 
 
-def report(compute: GraphModule, **fields: Any) -> ProgramReport:
-    given = {"model": "GCN", "precision": "int8", "backend": "cpu", "structure": None, **fields}
-    return ProgramReport(compute=compute, **given)
+def report(forward: GraphModule, structure: GraphModule | None = None, **fields: Any) -> ProgramReport:
+    given = {"model": "GCN", "precision": "int8", "backend": "cpu", **fields}
+    return ProgramReport(parts=Parts(structure=structure, forward=forward), **given)
 
 
 def test_relative_error_of_a_hand_computed_case() -> None:

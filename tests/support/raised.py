@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import gnnc.ir  # noqa: F401  (registers torch.ops.gnnc)
 from gnnc.ir.graph import infer_meta
+from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source
 
 ops = torch.ops.gnnc
@@ -187,13 +188,14 @@ def arguments(gm: GraphModule, nodes: int, edge_index: Tensor, seed: int = 0) ->
     return tuple(values)
 
 
-def run_split(compute: GraphModule, whole: GraphModule, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Run a compute graph and its structure graph on the values of the whole graph's placeholders."""
+def run_split(parts: Parts, whole: GraphModule, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Run a program's structure and forward graph on the values of the whole graph's placeholders."""
     named = {
         node.meta["source"]: value
         for node, value in zip(whole.graph.find_nodes(op="placeholder"), values, strict=True)
     }
-    structure = compute.meta["structure"]
+    structure, compute = parts.structure, parts.forward
+    assert structure is not None
     outputs = structure(*(_value(node, named) for node in structure.graph.find_nodes(op="placeholder")))
     results = structure.graph.output_node().args[0]
     named |= {Source("structure", n.name): v for n, v in zip(results, outputs, strict=True)}

@@ -1,0 +1,40 @@
+"""The graphs of one program, and the order in which they run."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+STRUCTURE, FORWARD, BACKWARD = "structure", "forward", "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The graphs of one program.
+
+    Attributes:
+        structure: the graph that runs once per distinct input graph; its results are cached, and are
+            placeholders of the other parts. None where nothing depends on the graph alone, or before
+            ``hoist`` has split it off.
+        forward: the graph that runs at every call.
+        backward: the graph that computes gradients; None in inference.
+    """
+
+    structure: GraphModule | None = None
+    forward: GraphModule
+    backward: GraphModule | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, GraphModule]]:
+        """Yield (name, graph) of every part that there is, in the order in which they run."""
+        for name in (STRUCTURE, FORWARD, BACKWARD):
+            graph = getattr(self, name)
+            if graph is not None:
+                yield name, graph
+
+    def per_call(self) -> Iterator[tuple[str, GraphModule]]:
+        """Yield (name, graph) of the parts that run at every call: all but the structure graph."""
+        return ((name, graph) for name, graph in self if name != STRUCTURE)
+
+    def map(self, function: Callable[[str, GraphModule], GraphModule]) -> "Parts":
+        """Return the parts with ``function(name, graph)`` in the place of each graph."""
+        return Parts(**{name: function(name, graph) for name, graph in self})
