@@ -17,8 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.attention import match_attention
-from gnnc.ir.describe import arguments
-from gnnc.ir.nodes import shape_of
+from gnnc.ir.nodes import arguments, shape_or_none
 from gnnc.ir.qtype import QType
 from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
 from gnnc.ir.source import is_weight
@@ -79,7 +78,7 @@ class Fuse:
 
 
 def _has_rows(node: Node) -> bool:
-    return len(shape_of(node) or ()) in (2, 3)
+    return len(shape_or_none(node) or ()) in (2, 3)
 
 
 def _is_half(node: Node) -> bool:
@@ -89,7 +88,7 @@ def _is_half(node: Node) -> bool:
 
 def _width_of(node: Node) -> Any:
     """Elements a row: a kernel over rows of one element is no better than a flat one."""
-    return math.prod((shape_of(node) or ())[1:])
+    return math.prod((shape_or_none(node) or ())[1:])
 
 
 def _anchor(partition: Partition, node: Node, target: Target) -> None:
@@ -207,7 +206,7 @@ def _split_bias(graph: fx.Graph) -> None:
     """gemm(x, w, bias) -> gemm(x, w) + bias: the same two operations, one of them row-local."""
     for node in [node for node in graph.nodes if str(node.target) == "gnnc.gemm.default"]:
         bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-        if bias is None or len(shape_of(node) or ()) != 2:
+        if bias is None or len(shape_or_none(node) or ()) != 2:
             continue
         with graph.inserting_after(node):
             total = graph.call_function(torch.ops.aten.add.Tensor, (node, bias))
@@ -249,7 +248,7 @@ def _explain(graph: fx.Graph, partition: Partition, ctx: Context) -> None:
     """Note every op on rows that follows a kernel without joining it."""
     for node in graph.nodes:
         produced = [arg for arg in node.all_input_nodes if partition.group_of(arg)]
-        rows = len(shape_of(node) or ()) > 1
+        rows = len(shape_or_none(node) or ()) > 1
         if node.op != "call_function" or partition.group_of(node) or not (rows and produced):
             continue
         if reason := _reason(partition, node, produced):

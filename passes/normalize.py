@@ -17,21 +17,18 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.graph import node_arg
-from gnnc.ir.nodes import is_pointwise
-from gnnc.passes.base import Context, Property
-from gnnc.passes.rewrite.emit import (
-    Emitter,
-    Sizes,
+from gnnc.ir.nodes import (
     argument,
+    first_operand,
     holds_tensor,
-    is_random,
-    number,
+    is_pointwise,
     same_shape,
     same_size,
     shape_of,
     value_of,
 )
+from gnnc.passes.base import Context, Property
+from gnnc.passes.rewrite.emit import Emitter, Sizes, is_random, number
 from gnnc.torch_private import OpOverload, schema
 
 aten = torch.ops.aten
@@ -77,7 +74,6 @@ _FILLS = {
     "aten.full_like.default": None,
     "aten.new_full.default": None,
 }
-_VALUE_POSITION = {"aten.new_full.default": 2}
 _DIM_NAMES = ("dim", "dims", "dim0", "dim1")
 _DIMS_OF_INPUT = frozenset(
     f"aten.{name}"
@@ -165,7 +161,7 @@ class _Normalizer:
             return None
         value = _FILLS[name]
         if value is None:
-            value = argument(node, _VALUE_POSITION.get(name, 1), "fill_value")
+            value = argument(node, "fill_value")
         if not isinstance(value, int | float):
             return None
         sizes = self._fill_sizes(node, name)
@@ -184,7 +180,7 @@ class _Normalizer:
         elif str(node.target) in _DENSE_VIEWS:
             node.target = aten.reshape.default
         elif str(node.target) in _CASTS:
-            before, after = value_of(node_arg(node)), value_of(node)
+            before, after = value_of(first_operand(node)), value_of(node)
             kept = {"dtype": after.dtype, "device": after.device}
             changed = {name: kind for name, kind in kept.items() if getattr(before, name) != kind}
             node.target, node.args, node.kwargs = aten._to_copy.default, (node.args[0],), changed
@@ -209,7 +205,7 @@ class _Normalizer:
         like = node.args[0]
         if isinstance(like, Node) and name.endswith("_like.default"):
             return [self.sizes.of(like, dim) for dim in range(len(shape_of(like)))]
-        return list(argument(node, 1 if name.startswith("aten.new_") else 0, "size"))
+        return list(argument(node, "size"))
 
 
 def _simplified(node: Node) -> Node | None:
@@ -239,7 +235,7 @@ def _permutation(node: Node) -> Node | None:
         moves = node.args[1] != node.args[2]
     else:
         return None
-    return None if moves else node_arg(node)
+    return None if moves else first_operand(node)
 
 
 def _cast(node: Node) -> Node | None:
@@ -254,13 +250,13 @@ def _dropout(node: Node) -> Node | None:
     """Dropout that is off; ``native_dropout`` is read through its first result."""
     source = node
     if node.target is operator.getitem:
-        source = node_arg(node)
+        source = first_operand(node)
         if str(source.target) != "aten.native_dropout.default" or node.args[1] != 0:
             return None
     elif str(node.target) not in _DROPOUTS:
         return None
-    p, train = source.args[1], argument(source, 2, "train")
-    return node_arg(source) if p == 0 or train is False else None
+    p, train = source.args[1], argument(source, "train")
+    return first_operand(source) if p == 0 or train is False else None
 
 
 def _times_one(node: Node) -> Node | None:

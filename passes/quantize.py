@@ -16,9 +16,8 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.errors import PrecisionError
-from gnnc.ir.describe import arguments
 from gnnc.ir.graph import fake_mode_of, placeholders
-from gnnc.ir.nodes import shape_of
+from gnnc.ir.nodes import arguments, shape_or_none
 from gnnc.ir.op import Op, op_of
 from gnnc.ir.qtype import Granularity, QType
 from gnnc.ir.quantized import MAX_SHIFT
@@ -99,7 +98,7 @@ class Quantize:
 def _takes_fractions(node: Node) -> bool:
     """Return whether an aggregation may add rows under power-of-two fractions of a scale of any origin."""
     fits = any(c.granularity == "row_pow2" for c in _candidates(node))
-    return fits and len(shape_of(aggregated_rows(node)) or ()) == 2
+    return fits and len(shape_or_none(aggregated_rows(node)) or ()) == 2
 
 
 def _is_integer_product(node: Node) -> bool:
@@ -219,7 +218,7 @@ class _Builder:
 def _gemm(build: _Builder) -> Node | None:
     named = arguments(build.node)
     x, w, bias = named["x"], named["w"], named["bias"]
-    shape = shape_of(x) or ()
+    shape = shape_or_none(x) or ()
     if len(shape) < 2 or not all(isinstance(size, int) for size in shape[1:]):
         build.note("stays FP32: its input is not rows of a fixed width")
         return None
@@ -235,7 +234,7 @@ def _gemm(build: _Builder) -> Node | None:
         result = build.aten("add.Tensor", result, bias)
     if is_flat:
         return result
-    return build.aten("reshape", result, [-1, *(shape_of(build.node) or ())[1:]])
+    return build.aten("reshape", result, [-1, *(shape_or_none(build.node) or ())[1:]])
 
 
 def _spmm(build: _Builder) -> Node:
@@ -291,7 +290,7 @@ def _static_scale(build: _Builder, headroom: float) -> Node:
 
 
 def _row_shift(build: _Builder, x: Node, base: Node, qtype: str) -> Node:
-    is_flat = len(shape_of(aggregated_rows(build.node)) or ()) == 2
+    is_flat = len(shape_or_none(aggregated_rows(build.node)) or ()) == 2
     rows = x if is_flat else build.aten("flatten.using_ints", x, 1)
     return build.op("row_shift", rows, base, qtype)
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.nodes import argument, aten_name, holds_tensor, shape_of, value_of
 from gnnc.passes.base import Context
 from gnnc.passes.edges.aggregate import aggregate
 from gnnc.passes.edges.edge_products import EdgeProducts
@@ -25,11 +26,11 @@ from gnnc.passes.edges.index_bounds import index_bounds
 from gnnc.passes.edges.joint_messages import join_messages
 from gnnc.passes.edges.orders import Order
 from gnnc.passes.edges.region import Regions
-from gnnc.passes.edges.rowwise import Scatter, as_scatter, op_name, row_inputs
+from gnnc.passes.edges.rowwise import Scatter, as_scatter, row_inputs
 from gnnc.passes.edges.softmax import as_softmax
 from gnnc.passes.edges.split_products import split_products
 from gnnc.passes.edges.typed_products import lift_typed_products
-from gnnc.passes.rewrite.emit import argument, holds_tensor, is_of_model, shape_of, value_of
+from gnnc.passes.rewrite.emit import is_of_model
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
@@ -150,7 +151,7 @@ def _replace_scatter(scatter: Scatter, regions: Regions) -> None:
 def _with_base(scatter: Scatter, rows: Node, order: Order, regions: Regions) -> Node:
     """Let the base take part as the scatter says; ``rows`` is 0 where there is no edge."""
     base, layer = scatter.base, scatter.node.meta["layer"]
-    constant = base.args[1] if op_name(base) == "full.default" else None
+    constant = base.args[1] if aten_name(base) == "full.default" else None
     call = regions.emitter.call
     if scatter.reduce == "sum":
         return rows if constant == 0 else call(aten.add.Tensor, base, rows, layer=layer)
@@ -184,7 +185,7 @@ def _raise_edge_outputs(
             continue
         value = regions.emit(node, order)
         for user in list(node.users):
-            if op_name(user) in _ANY_ORDER:
+            if aten_name(user) in _ANY_ORDER:
                 user.replace_input_with(node, value)
         if not node.users:
             continue
@@ -232,8 +233,8 @@ def _edge_outputs(gm: fx.GraphModule, regions: Regions) -> list[Node]:
 def _is_second_row(index: Node) -> bool:
     """Whether an index is ``edge_index[1]``, the destinations by PyG's convention."""
     if index.target is operator.getitem:
-        return op_name(index.args[0]) == "unbind.int" and index.args[1] == 1
-    return op_name(index) == "select.int" and index.args[1:] == (0, 1)
+        return aten_name(index.args[0]) == "unbind.int" and index.args[1] == 1
+    return aten_name(index) == "select.int" and index.args[1:] == (0, 1)
 
 
 def _raise_products(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
@@ -252,9 +253,9 @@ def _raise_products(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
 
 def _product_parts(node: Node) -> tuple[Node, Node, Node | None, bool] | None:
     """(x [..., K], weight, bias, weight is [K, O]) of a product with a matrix."""
-    name = op_name(node)
+    name = aten_name(node)
     if name == "linear.default":
-        x, weight, bias = node.args[0], node.args[1], argument(node, 2, "bias")
+        x, weight, bias = node.args[0], node.args[1], argument(node, "bias")
         parts = x, weight, bias, False
     elif name in ("mm.default", "matmul.default"):
         parts = _transposed_parts(node.args[0], node.args[1], None)
@@ -275,7 +276,7 @@ def _transposed_parts(x: Node, weight: Node, bias: Node | None) -> tuple[Any, ..
 
 def _is_transposed(weight: Node) -> bool:
     """Whether a matrix is another one with its two dimensions swapped."""
-    name = op_name(weight)
+    name = aten_name(weight)
     if name == "t.default":
         return True
     if len(shape_of(weight)) != 2:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.nodes import same_size, shape_of
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context
@@ -19,7 +20,7 @@ from gnnc.passes.reordering.linear_order import LinearOrder
 from gnnc.passes.reordering.row_scale import row_scale
 from gnnc.passes.reordering.separable import Factors, Separation
 from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, Typical
-from gnnc.passes.rewrite.emit import Emitter, same_size, shape_of
+from gnnc.passes.rewrite.emit import Emitter
 from gnnc.passes.rewrite.structure_edit import StructureEdit
 
 _aten = torch.ops.aten

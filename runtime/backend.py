@@ -13,8 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gnnc.errors import BackendError
-from gnnc.ir.describe import is_gnnc
-from gnnc.ir.nodes import is_view
+from gnnc.ir.nodes import is_gnnc, is_view
 from gnnc.runtime import registry
 from gnnc.runtime.program.executable import Executable
 from gnnc.runtime.structure.hooks import BuildHooks

@@ -7,8 +7,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from torch.fx import GraphModule, Node
 
 from gnnc.errors import BackendError
-from gnnc.ir.describe import arguments
-from gnnc.ir.nodes import qtype_of
+from gnnc.ir.nodes import arguments, qtype_of
 from gnnc.ir.op import op_of
 from gnnc.ir.qtype import QType
 from gnnc.torch_private import OpOverload, schema

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from gnnc.ir import describe
-from gnnc.ir.nodes import qtype_of
+from gnnc.ir.nodes import arguments, is_gnnc, op_name, qtype_of
 from gnnc.ir.op import Cost, nbytes, numel, op_of, size_expr
 
 FAMILIES = ("gemm", "spmm", "attention", "map")
@@ -133,11 +133,7 @@ class Launch:
     @property
     def primitives(self) -> list[Node]:
         """The nodes that compute something of the model."""
-        return [
-            node
-            for node in self.nodes
-            if describe.is_gnnc(node) and describe.op_name(node) not in describe.PRECISION_OPS
-        ]
+        return [node for node in self.nodes if is_gnnc(node) and op_name(node) not in describe.PRECISION_OPS]
 
     @property
     def family(self) -> str:
@@ -156,7 +152,7 @@ def family_of(node: Node) -> str:
 
 def kind_of(node: Node) -> str:
     """Return the name of a primitive without the mark of its integer form."""
-    name = describe.op_name(node)
+    name = op_name(node)
     return name[1:] if name in ("qgemm", "qspmm", "qsddmm") else name
 
 
@@ -256,9 +252,9 @@ def op_terms(node: Node, mode: str, element_size: Any = None) -> list[Term]:
 def mode_of(node: Node) -> str:
     """Return the precision of a primitive's operands, and how an integer aggregation adds."""
     precision = describe.precision_in(node) or "fp32"
-    if describe.op_name(node) != "qspmm":
+    if op_name(node) != "qspmm":
         return precision
-    named = describe.arguments(node)
+    named = arguments(node)
     if named["x_scale"] is not None:
         return f"{precision}.row"
     return f"{precision}.tensor" if named["shift"] is None else f"{precision}.row_pow2"
@@ -269,7 +265,7 @@ def tables_of(node: Node) -> list[Node]:
     name = kind_of(node)
     if name not in _EDGE_OPS or name == "edge_softmax":
         return []
-    named = describe.arguments(node)
+    named = arguments(node)
     if name in ("spmm", "segment_reduce"):
         found = [named["x"]]
     elif name == "sddmm":
@@ -313,14 +309,14 @@ def _element_size(node: Node) -> sympy.Expr:
 
 
 def _step_name(node: Node) -> str:
-    name = describe.op_name(node)
+    name = op_name(node)
     if name in _QUANTIZING:
         return "quantize"
     return "exp" if name in _TRANSCENDENTAL else "step"
 
 
 def _edges(node: Node) -> sympy.Expr:
-    named = describe.arguments(node)
+    named = arguments(node)
     for name in ("col", "perm", "logits"):
         if isinstance(value := named.get(name), Node):
             return size_expr(value.meta["val"].shape[0])

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from gnnc.ir import describe
+from gnnc.ir.nodes import arguments, is_gnnc, op_name
 from gnnc.ir.qtype import QType
 
 TANGO_EPSILON = 0.0005
@@ -103,8 +104,8 @@ class _Recorder(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if describe.is_gnnc(n) and describe.op_name(n) == "quantize":
-            named = {k: self._value(v) for k, v in describe.arguments(n).items()}
+        if is_gnnc(n) and op_name(n) == "quantize":
+            named = {k: self._value(v) for k, v in arguments(n).items()}
             self.errors[quantize_key(n)] = _measure(result, named)
         return result
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from gnnc.ir.graph import placeholders
-from gnnc.ir.nodes import shape_of
+from gnnc.ir.nodes import shape_or_none
 from gnnc.ir.op import op_of
 from gnnc.ir.source import source_of
 from gnnc.torch_private import schema
@@ -120,7 +120,7 @@ def _input_channels(gm: GraphModule) -> int:
     """c0: channels of all floating inputs."""
     total = 0
     for node in filter(_is_feature, placeholders(gm)):
-        shape = shape_of(node) or ()
+        shape = shape_or_none(node) or ()
         total += math.prod(size for size in shape[1:] if isinstance(size, int))
     return max(total, 1)
 

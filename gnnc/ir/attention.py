@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch.fx import Node
 
-from gnnc.ir.nodes import argument, is_number, shape_of
+from gnnc.ir.nodes import argument, is_number, shape_or_none
 
 _AGGREGATES = {"gnnc.spmm.default": 4, "gnnc.qspmm.default": 6}
 """Aggregation ops and the position of their ``reduce`` argument."""
@@ -40,7 +40,7 @@ class Attention:
     @property
     def eps(self) -> float:
         """What the softmax adds to its denominator."""
-        return float(argument(self.softmax, 2, "eps", 1e-16))
+        return float(argument(self.softmax, "eps"))
 
 
 def match_attention(aggregate: Node) -> Attention | None:
@@ -73,7 +73,7 @@ def _with_leaky_relu(base: Attention, logits: Node) -> Attention | None:
     found = _with_edge(base, inner, logits)
     if found is None or found.kind != "add":
         return None
-    slope = float(argument(logits, 1, "negative_slope", 0.01))
+    slope = float(argument(logits, "negative_slope"))
     return replace(found, slope=slope, covers=(*found.covers[:-2], logits, *found.covers[-2:]))
 
 
@@ -83,10 +83,10 @@ def _with_edge(base: Attention, logits: Node, reader: Node) -> Attention | None:
         return found
     if str(logits.target) != "aten.add.Tensor" or not _read_only_by(logits, reader):
         return None
-    if argument(logits, 2, "alpha", 1) != 1 or not all(isinstance(a, Node) for a in logits.args):
+    if argument(logits, "alpha") != 1 or not all(isinstance(a, Node) for a in logits.args):
         return None
     for part, edge in (logits.args[:2], logits.args[1::-1]):
-        if (found := _node_part(base, part, logits)) and shape_of(edge) == shape_of(part):
+        if (found := _node_part(base, part, logits)) and shape_or_none(edge) == shape_or_none(part):
             covers = (*found.covers[:-2], logits, *found.covers[-2:])
             return replace(found, edge=edge, covers=covers)
     return None
@@ -108,7 +108,7 @@ def _node_part(base: Attention, node: Node, reader: Node) -> Attention | None:
 
 
 def _per_head(sddmm: Node, softmax: Node) -> bool:
-    return shape_of(sddmm) == shape_of(softmax)
+    return shape_or_none(sddmm) == shape_or_none(softmax)
 
 
 def _scaled_dot(base: Attention, node: Node) -> Attention | None:

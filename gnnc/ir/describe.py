@@ -7,10 +7,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gnnc.ir.nodes import qtype_of
+from gnnc.ir.nodes import arguments, is_gnnc, op_name, qtype_of
 from gnnc.ir.qtype import QType
 from gnnc.ir.source import is_weight
-from gnnc.torch_private import OpOverload, schema
+from gnnc.torch_private import OpOverload
 
 _SHORT = {
     torch.float64: "f64",
@@ -70,37 +70,6 @@ class Block:
     kind: str
     kernel: str | None
     node: str
-
-
-def op_name(node: Node) -> str:
-    """Return the short name of what a node computes: ``spmm``, ``relu``, and so on."""
-    target = node.target
-    if node.op in ("placeholder", "get_attr", "output"):
-        return node.op
-    if isinstance(target, OpOverload):
-        return schema(target).name.split("::")[1]
-    return str(getattr(target, "__name__", target))
-
-
-def is_gnnc(node: Node) -> bool:
-    """Whether a node calls one of the primitives."""
-    target = node.target
-    return isinstance(target, OpOverload) and target.namespace == "gnnc"
-
-
-def schema_of(node: Node) -> torch.FunctionSchema:
-    """Return the schema of a node that calls an ``OpOverload``."""
-    assert isinstance(node.target, OpOverload), node.format_node()
-    return schema(node.target)
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """Return the arguments of a call of an ``OpOverload`` by name, defaults filled in."""
-    declared = schema_of(node).arguments
-    named = {a.name: a.default_value for a in declared if a.has_default_value()}
-    named.update(zip((a.name for a in declared), node.args, strict=False))
-    named.update(node.kwargs)
-    return named
 
 
 def returns_many(node: Node) -> bool:

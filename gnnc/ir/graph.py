@@ -3,11 +3,9 @@
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 
-from gnnc.ir.describe import arguments
-from gnnc.ir.nodes import is_view
+from gnnc.ir.nodes import arguments, first_operand, is_view
 from gnnc.ir.op import op_of
 from gnnc.torch_private import FakeTensor, FakeTensorMode, enable_python_dispatcher
 
@@ -95,7 +93,7 @@ def qtype_rule(gm: fx.GraphModule, node: fx.Node) -> Any:
         qtypes = whole.meta.get("qtype") if isinstance(whole, fx.Node) else None
         return qtypes[index] if isinstance(qtypes, tuple) and isinstance(index, int) else None
     if is_view(node):
-        return node_arg(node).meta.get("qtype")
+        return first_operand(node).meta.get("qtype")
     op = op_of(node)
     return None if op is None or op.qtype is None else op.qtype(arguments(node))
 
@@ -121,16 +119,3 @@ def _infer(gm: fx.GraphModule, node: fx.Node) -> Any:
         return gm.get_submodule(str(node.target))(*args, **kwargs)
     assert callable(node.target), node.format_node()
     return node.target(*args, **kwargs)
-
-
-def symbolic_shape(node: fx.Node) -> tuple[Any, ...]:
-    """Return the sizes of a tensor node (ints or SymInts), or () for anything else."""
-    value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-
-
-def node_arg(node: fx.Node, position: int = 0) -> fx.Node:
-    """Return an argument that must be a node."""
-    found = node.args[position]
-    assert isinstance(found, fx.Node), f"argument {position} of {node.format_node()} is not a node"
-    return found

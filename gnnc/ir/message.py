@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gnnc.ir.body import evaluate_body, parse_body
-from gnnc.ir.nodes import same_sizes
+from gnnc.ir.nodes import same_shape
 from gnnc.ir.op import Cost, ErrorInput, Gradient, Op, accumulate_dtype, check, define, nbytes, numel
 from gnnc.ir.sparse import REDUCTIONS, reduce_edges, softmax_of_edges
 from gnnc.ir.structure import edge_rows, random_csr
@@ -235,7 +235,7 @@ def _listed(value: Any, names: tuple[str, ...]) -> list[Tensor]:
     values = list(value) if isinstance(value, list | tuple) else [value]
     many = sum(map(values_taken, names))
     check(
-        len(values) == many and all(same_sizes(v.shape[1:], values[0].shape[1:]) for v in values),
+        len(values) == many and all(same_shape(v.shape[1:], values[0].shape[1:]) for v in values),
         "message",
         lambda: (
             f"reduce {','.join(names)!r} takes {many} values of one shape from the body, got {len(values)}"

@@ -1,16 +1,21 @@
-"""Reading an fx node: its shape and its arguments."""
+"""Readers of one fx node: its op, its arguments by name, its shape."""
 
+import operator
 from collections.abc import Collection
+from functools import cache
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from gnnc.ir.qtype import QType
 from gnnc.torch_private import OpOverload, schema, statically_known_true
 
 _UNTAGGED = frozenset(("aten::leaky_relu", "aten::hardswish", "aten::_prelu_kernel"))
 """Pointwise ops that torch does not tag as such, some of them before version 2.13 only."""
+
+_REQUIRED: Any = object()
+"""Stands for the default of a reader that has none."""
 
 _aten = torch.ops.aten
 _VIEWS = frozenset(
@@ -22,32 +27,26 @@ _VIEWS = frozenset(
 )  # fmt: skip
 
 
-def shape_of(node: Node) -> tuple[Any, ...] | None:
-    """The (symbolic) shape of a tensor node, or None for anything else."""
-    value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+def op_name(node: Node) -> str:
+    """Return the short name of what a node computes: ``spmm``, ``relu``, ``placeholder``."""
+    target = node.target
+    if node.op in ("placeholder", "get_attr", "output"):
+        return node.op
+    if isinstance(target, OpOverload):
+        return schema(target).name.split("::")[1]
+    return str(getattr(target, "__name__", target))
 
 
-def qtype_of(node: Node) -> QType | None:
-    """Return the type of a node's quantized values, or None where it holds anything else."""
-    qtype = node.meta.get("qtype")
-    return qtype if isinstance(qtype, QType) else None
+def aten_name(node: Node) -> str:
+    """Return ``add.Tensor`` for ``aten.add.Tensor``, or "" for anything that is not an ATen op."""
+    text = str(node.target)
+    return text.removeprefix("aten.") if text.startswith("aten.") else ""
 
 
-def same_sizes(a: Collection[Any], b: Collection[Any]) -> bool:
-    """Whether two shapes are equal for every value of their symbols."""
-    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
-
-
-def all_ones(sizes: Collection[Any]) -> bool:
-    """Whether every size is 1."""
-    return all(statically_known_true(size == 1) for size in sizes)
-
-
-def is_float(node: Node, *dtypes: torch.dtype) -> bool:
-    """Whether a node holds a tensor of one of these types, float32 where none is given."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype in (dtypes or (torch.float32,))
+def is_gnnc(node: Node) -> bool:
+    """Whether a node calls one of the primitives."""
+    target = node.target
+    return isinstance(target, OpOverload) and target.namespace == "gnnc"
 
 
 def is_pointwise(node: Node) -> bool:
@@ -63,11 +62,150 @@ def is_view(node: Node) -> bool:
     return node.op == "call_function" and node.target in _VIEWS
 
 
-def argument(node: Node, index: int, name: str, default: Any) -> Any:
-    """An op's argument by position or keyword, or its default."""
-    if len(node.args) > index:
-        return node.args[index]
-    return node.kwargs.get(name, default)
+def schema_of(node: Node) -> torch.FunctionSchema:
+    """Return the schema of a node that calls an ``OpOverload``."""
+    assert isinstance(node.target, OpOverload), node.format_node()
+    return schema(node.target)
+
+
+@cache
+def _parameters(target: OpOverload) -> dict[str, tuple[int, Any]]:
+    """Return the position and the default (None where it has none) of each parameter of an op."""
+    declared = enumerate(schema(target).arguments)
+    return {a.name: (position, a.default_value) for position, a in declared}
+
+
+def argument(node: Node, name: str, default: Any = _REQUIRED) -> Any:
+    """Return the argument of a call of an ``OpOverload`` that its schema calls ``name``.
+
+    Args:
+        node: the call; the argument may be given by position or by keyword.
+        name: the name in the schema.
+        default: the result where the op has no such parameter, for rules that serve several ops
+            (``alpha`` of ``add`` and ``mul``). Without it, such a name is an error.
+
+    Returns:
+        The argument, or the schema's default where the call leaves it out.
+    """
+    found = _parameters(node.target).get(name)  # type: ignore[arg-type]
+    if found is None:
+        if default is _REQUIRED:
+            raise ValueError(f"{node.target} has no parameter {name!r}; it has {list(arguments(node))}")
+        return default
+    position, omitted = found
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, omitted)
+
+
+def unpack(node: Node, *names: str) -> tuple[Any, ...]:
+    """Return several arguments of a call by the names in its schema."""
+    return tuple([argument(node, name) for name in names])
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """Return all arguments of a call of an ``OpOverload`` by name, defaults filled in."""
+    return {argument.name: _given(node, i, argument) for i, argument in enumerate(schema_of(node).arguments)}
+
+
+def _given(node: Node, position: int, parameter: torch.Argument) -> Any:
+    if position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(parameter.name, parameter.default_value)
+
+
+def operand(node: Node, name: str) -> Node:
+    """Return the argument that the schema calls ``name``, which must be a node."""
+    return as_node(argument(node, name))
+
+
+def first_operand(node: Node) -> Node:
+    """Return the first argument, which must be a node: what a view, a unary op or a getitem reads."""
+    found = node.args[0]
+    assert isinstance(found, Node), f"the first argument of {node.format_node()} is not a node"
+    return found
+
+
+def set_argument(node: Node, name: str, value: Any) -> None:
+    """Change the argument that the schema calls ``name``."""
+    position, _ = _parameters(node.target)[name]  # type: ignore[index, arg-type]
+    if position < len(node.args):
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
+
+
+def with_arguments(node: Node, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the ``(args, kwargs)`` of a call with some arguments changed; the node stays."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for name, value in changes.items():
+        position, _ = _parameters(node.target)[name]  # type: ignore[index, arg-type]
+        if position < len(args):
+            args[position] = value
+        else:
+            kwargs[name] = value
+    return tuple(args), kwargs
+
+
+def is_result(node: Node) -> bool:
+    """Whether a node picks one value of a tuple (``getitem``)."""
+    return node.target is operator.getitem
+
+
+def result_index(node: Node) -> Any:
+    """Return which value of its tuple a ``getitem`` picks."""
+    return node.args[1]
+
+
+def outputs_of(graph: Graph) -> Any:
+    """Return what a graph returns: a node, or a tuple or list of them."""
+    return graph.output_node().args[0]
+
+
+def holds_tensor(node: Any) -> bool:
+    """Whether ``node`` is a node that holds one tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def value_of(node: Node) -> torch.Tensor:
+    """Return the fake tensor of a node that holds a tensor."""
+    return node.meta["val"]
+
+
+def shape_of(node: Node) -> tuple[Any, ...]:
+    """Return the sizes, ints or SymInts, of a node that holds a tensor."""
+    return tuple(node.meta["val"].shape)
+
+
+def shape_or_none(node: Node) -> tuple[Any, ...] | None:
+    """Return the sizes of a node that holds a tensor, or None for any other node."""
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def qtype_of(node: Node) -> QType | None:
+    """Return the type of a node's quantized values, or None where it holds anything else."""
+    qtype = node.meta.get("qtype")
+    return qtype if isinstance(qtype, QType) else None
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for every value of their symbols."""
+    return bool(statically_known_true(a == b))
+
+
+def same_shape(a: Collection[Any], b: Collection[Any]) -> bool:
+    """Whether two shapes are equal for every value of their symbols."""
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def all_ones(sizes: Collection[Any]) -> bool:
+    """Whether every size is 1."""
+    return all(statically_known_true(size == 1) for size in sizes)
+
+
+def is_float(node: Node, *dtypes: torch.dtype) -> bool:
+    """Whether a node holds a tensor of one of these types, float32 where none is given."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in (dtypes or (torch.float32,))
 
 
 def is_number(value: Any) -> bool:
@@ -76,6 +214,6 @@ def is_number(value: Any) -> bool:
 
 
 def as_node(value: Any) -> Node:
-    """An argument that must be a node."""
+    """Return an argument that must be a node."""
     assert isinstance(value, Node)
     return value

@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from gnnc.ir.describe import arguments
-from gnnc.ir.nodes import argument, as_node, is_float, is_number, same_sizes, shape_of
+from gnnc.ir.nodes import argument, arguments, as_node, is_float, is_number, same_shape, shape_or_none, unpack
 from gnnc.ir.qtype import QType
 from gnnc.ir.row_steps import Step, batch_norm_step, binary_steps, single_steps
 from gnnc.torch_private import statically_known_true
@@ -116,8 +115,8 @@ def _l2_normalize(node: Node, acc: Accumulator) -> RowOp | None:
 def _is_row_norm(node: Node, acc: Accumulator) -> bool:
     if str(node.target) != "aten.linalg_vector_norm.default" or node.args[0] not in acc:
         return False
-    shape = shape_of(as_node(node.args[0]))
-    order, dims, keep = (argument(node, i, "", d) for i, d in ((1, 2), (2, None), (3, False)))
+    shape = shape_or_none(as_node(node.args[0]))
+    order, dims, keep = unpack(node, "ord", "dim", "keepdim")
     flat = shape is not None and len(shape) == 2
     return flat and order == 2 and dims in ([-1], [1], (-1,), (1,)) and keep
 
@@ -128,24 +127,24 @@ def _row_dot(node: Node, acc: Accumulator) -> RowOp | None:
     if str(product.target) != "aten.mul.Tensor" or not _only_inside(product, node):
         return None
     steps = binary_steps(product, acc)
-    shape = shape_of(product)
+    shape = shape_or_none(product)
     if not steps or steps[0].kind != "mul_col" or shape is None:
         return None
-    if list(argument(node, 1, "dim", None) or ()) not in ([-1], [len(shape) - 1]):
+    if list(argument(node, "dim") or ()) not in ([-1], [len(shape) - 1]):
         return None
-    if argument(node, 2, "keepdim", False) or len(shape) not in (2, 3):
+    if argument(node, "keepdim") or len(shape) not in (2, 3):
         return None
     heads = int(shape[1]) if len(shape) == 3 else 1
     return RowOp(node, (Step("row_dot", steps[0].operands, (heads,)),), "store", (product, node))
 
 
 def _head_mean(node: Node, acc: Accumulator) -> RowOp | None:
-    shape = shape_of(as_node(node.args[0]))
+    shape = shape_or_none(as_node(node.args[0]))
     if node.args[0] not in acc or shape is None or len(shape) != 3:
         return None
-    if list(argument(node, 1, "dim", None) or ()) not in ([1], [-2]):
+    if list(argument(node, "dim") or ()) not in ([1], [-2]):
         return None
-    if argument(node, 2, "keepdim", False):
+    if argument(node, "keepdim"):
         return None
     return RowOp(node, (Step("head_mean", consts=(int(shape[1]),)),), "chain", (node,))
 
@@ -215,7 +214,7 @@ def _widened(node: Node, acc: Accumulator) -> RowOp | None:
 
 def _has_fixed_columns(node: Node) -> bool:
     """Return whether the row width is the same on every graph."""
-    return all(isinstance(size, int) for size in (shape_of(node) or ())[1:])
+    return all(isinstance(size, int) for size in (shape_or_none(node) or ())[1:])
 
 
 def _classify_single(node: Node, acc: Accumulator) -> RowOp | None:
@@ -230,12 +229,12 @@ def _classify_single(node: Node, acc: Accumulator) -> RowOp | None:
 
 
 def _same_shape(node: Node, acc: Accumulator) -> bool:
-    shape = shape_of(node)
-    return shape is not None and any(same_sizes(shape, shape_of(a) or ()) for a in acc.aliases)
+    shape = shape_or_none(node)
+    return shape is not None and any(same_shape(shape, shape_or_none(a) or ()) for a in acc.aliases)
 
 
 def _keeps_rows(node: Node, value: Node) -> bool:
-    new, old = shape_of(node), shape_of(value)
+    new, old = shape_or_none(node), shape_or_none(value)
     return bool(new and old) and statically_known_true(new[0] == old[0]) and is_float(node)
 
 

@@ -7,8 +7,16 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from gnnc.ir.describe import arguments
-from gnnc.ir.nodes import all_ones, argument, as_node, is_float, is_number, same_sizes, shape_of
+from gnnc.ir.nodes import (
+    all_ones,
+    argument,
+    arguments,
+    as_node,
+    is_float,
+    is_number,
+    same_shape,
+    shape_or_none,
+)
 from gnnc.torch_private import statically_known_true
 
 Extent = Literal["row", "col", "full", "scalar"]
@@ -45,26 +53,24 @@ _POWERS = {2.0: "square", 0.5: "sqrt", -1.0: "recip", -0.5: "rsqrt"}
 
 
 def _leaky_relu(node: Node) -> tuple[Step, ...] | None:
-    slope = argument(node, 1, "negative_slope", 0.01)
+    slope = argument(node, "negative_slope")
     return (Step("leaky_relu", consts=(float(slope),)),)
 
 
 def _elu(node: Node) -> tuple[Step, ...] | None:
-    alpha, scale, input_scale = (
-        argument(node, i, name, 1.0) for i, name in ((1, "alpha"), (2, "scale"), (3, "input_scale"))
-    )
+    alpha, scale, input_scale = (argument(node, name) for name in ("alpha", "scale", "input_scale"))
     if scale != 1 or input_scale != 1:
         return None
     return (Step("elu", consts=(float(alpha),)),)
 
 
 def _gelu(node: Node) -> tuple[Step, ...] | None:
-    tanh = argument(node, 1, "approximate", "none") == "tanh"
+    tanh = argument(node, "approximate") == "tanh"
     return (Step("gelu_tanh" if tanh else "gelu"),)
 
 
 def _softplus(node: Node) -> tuple[Step, ...] | None:
-    usual = argument(node, 1, "beta", 1) == 1 and argument(node, 2, "threshold", 20) == 20
+    usual = argument(node, "beta") == 1 and argument(node, "threshold") == 20
     return (Step("softplus"),) if usual else None
 
 
@@ -75,7 +81,7 @@ def _power(node: Node) -> tuple[Step, ...] | None:
 
 
 def _clamp(node: Node) -> tuple[Step, ...] | None:
-    low, high = argument(node, 1, "min", None), argument(node, 2, "max", None)
+    low, high = argument(node, "min"), argument(node, "max")
     bounds = [("clamp_min", low), ("clamp_max", high)]
     given = [(kind, bound) for kind, bound in bounds if bound is not None]
     if not all(is_number(bound) for _, bound in given):
@@ -92,19 +98,20 @@ def _one_bound(kind: str) -> Callable[[Node], tuple[Step, ...] | None]:
 
 
 def _layer_norm(node: Node) -> tuple[Step, ...] | None:
-    shape = shape_of(as_node(node.args[0]))
-    if shape is None or not same_sizes(tuple(node.args[1]), shape[1:]):
+    shape = shape_or_none(as_node(node.args[0]))
+    if shape is None or not same_shape(tuple(node.args[1]), shape[1:]):
         return None
-    weight, bias = argument(node, 2, "weight", None), argument(node, 3, "bias", None)
-    eps = argument(node, 4, "eps", 1e-5)
+    weight, bias = argument(node, "weight"), argument(node, "bias")
+    eps = argument(node, "eps")
     return (Step("layer_norm", (weight, bias), (float(eps),)),)
 
 
 def _row_softmax(kind: str) -> Callable[[Node], tuple[Step, ...] | None]:
     def match(node: Node) -> tuple[Step, ...] | None:
-        shape = shape_of(as_node(node.args[0]))
+        shape = shape_or_none(as_node(node.args[0]))
         last = shape is not None and len(shape) == 2 and node.args[1] in (-1, 1)
-        plain = argument(node, 2, "dtype", None) in (None, False, torch.float32)
+        plain = argument(node, "dtype", None) in (None, torch.float32)
+        plain = plain and not argument(node, "half_to_float", False)
         return (Step(kind),) if last and plain else None
 
     return match
@@ -121,7 +128,7 @@ def batch_norm_step(
     node: Node, mean: Any, var: Any, weight: Any, bias: Any, eps: Any
 ) -> tuple[Step, ...] | None:
     """Return the step of a batch norm of a matrix in evaluation mode, or None for other shapes."""
-    shape = shape_of(as_node(node.args[0]))
+    shape = shape_or_none(as_node(node.args[0]))
     if shape is None or len(shape) != 2:
         return None
     return (Step("batch_norm", (mean, var, weight, bias), (float(eps),)),)
@@ -147,7 +154,7 @@ _SPECIAL: dict[str, Callable[[Node], tuple[Step, ...] | None]] = {
 
 
 def _hardtanh(node: Node) -> tuple[Step, ...] | None:
-    low, high = argument(node, 1, "min_val", -1.0), argument(node, 2, "max_val", 1.0)
+    low, high = argument(node, "min_val"), argument(node, "max_val")
     return Step("clamp_min", consts=(float(low),)), Step("clamp_max", consts=(float(high),))
 
 
@@ -158,10 +165,10 @@ def extent_of(operand: tuple[Any, ...], acc: tuple[Any, ...]) -> Extent | None:
     padded = (1,) * (len(acc) - len(operand)) + operand
     if all_ones(padded):
         return "scalar"
-    if len(operand) == len(acc) and same_sizes(padded, acc):
+    if len(operand) == len(acc) and same_shape(padded, acc):
         return "full"
     if statically_known_true(padded[0] == 1):
-        return "col" if same_sizes(padded[1:], acc[1:]) else None
+        return "col" if same_shape(padded[1:], acc[1:]) else None
     if statically_known_true(padded[0] == acc[0]) and all_ones(padded[1:]):
         return "row"
     return None
@@ -231,7 +238,7 @@ def binary_steps(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
         return _apply(str(node.target), acc_first, other, None)
     if not isinstance(other, Node) or not is_float(other, torch.float32, torch.bfloat16, torch.float16):
         return None
-    extent = extent_of(shape_of(other) or (), shape_of(as_node(used)) or ())
+    extent = extent_of(shape_or_none(other) or (), shape_or_none(as_node(used)) or ())
     if extent is None or (extent != "full" and not is_float(other)):
         return None
     return _apply(str(node.target), acc_first, other, extent)
@@ -239,7 +246,7 @@ def binary_steps(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
 
 def _dequantize(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
     named = arguments(node)
-    shape, granularity, exponent = shape_of(as_node(named["q"])), named["granularity"], named["exponent"]
+    shape, granularity, exponent = shape_or_none(as_node(named["q"])), named["granularity"], named["exponent"]
     if named["q"] not in acc or shape is None:
         return None
     if granularity == "column" and len(shape) != 2:

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from gnnc.errors import InputError
 from gnnc.ir import describe
-from gnnc.ir.nodes import qtype_of
+from gnnc.ir.nodes import is_gnnc, op_name, qtype_of
 from gnnc.ir.parts import STRUCTURE, Parts
 from gnnc.ir.source import source_of
 from gnnc.report.figure_style import save
@@ -118,7 +118,7 @@ def _attributes(node: Node, part: str, named: Named) -> dict[str, Any]:
     before, after = describe.precision_in(node), describe.precision_of(node)
     changes = None not in (before, after) and before != after and node.op != "placeholder"
     return {
-        "op": describe.op_name(node),
+        "op": op_name(node),
         "layer": describe.layer_of(node),
         "precision": f"{before}→{after}" if changes else after or "",
         "type": named.type_text(node.meta.get("val"), qtype_of(node)),
@@ -126,7 +126,7 @@ def _attributes(node: Node, part: str, named: Named) -> dict[str, Any]:
         "launch": f"{part}.{block.node}" if block else f"{part}.{named.names[node]}",
         "source": source.kind if source else "",
         "label": source.name if source else named.names[node],
-        "primitive": describe.is_gnnc(node) and describe.op_name(node) not in describe.PRECISION_OPS,
+        "primitive": is_gnnc(node) and op_name(node) not in describe.PRECISION_OPS,
         "free": node.op == "call_function" and describe.is_free(node),
     }
 

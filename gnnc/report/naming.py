@@ -10,7 +10,8 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gnnc.ir.describe import PRECISION_OPS, dtype_text, element_text, inline, is_gnnc, op_name, returns_many
+from gnnc.ir.describe import PRECISION_OPS, dtype_text, element_text, inline, returns_many
+from gnnc.ir.nodes import is_gnnc, op_name
 from gnnc.ir.parts import BACKWARD, FORWARD, STRUCTURE, Parts
 from gnnc.ir.qtype import QType
 from gnnc.ir.source import is_weight, source_of

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gnnc.ir import describe
-from gnnc.ir.nodes import qtype_of
+from gnnc.ir.nodes import is_gnnc, op_name, qtype_of, schema_of
 from gnnc.ir.parts import BACKWARD, FORWARD, STRUCTURE, Parts
 from gnnc.ir.source import source_of
 from gnnc.report.naming import Named, identifier, name_graph, name_program
@@ -188,7 +188,7 @@ class _Printer:
 
     def _remarks(self, node: Node) -> str:
         remarks: list[str] = []
-        if describe.op_name(node) == "quantize" and len(node.users) > 1:
+        if op_name(node) == "quantize" and len(node.users) > 1:
             remarks.append(f"used {len(node.users)} times")
         if (kernel := node.meta.get("kernel")) and not describe.is_free(node):
             remarks.append(str(kernel))
@@ -223,8 +223,8 @@ class _Printer:
 
     def _argument(self, node: Node, index: int) -> str:
         value = node.args[index]
-        if describe.is_gnnc(node) and isinstance(value, str):
-            if describe.schema_of(node).arguments[index].name == "body":
+        if is_gnnc(node) and isinstance(value, str):
+            if schema_of(node).arguments[index].name == "body":
                 return self._bodies.setdefault(value, f"body{len(self._bodies)}")
         return self._literal(value)
 
@@ -276,7 +276,7 @@ def _callee(node: Node) -> str:
     if isinstance(target, HigherOrderOperator):
         return f"torch.ops.higher_order.{target.name()}"
     module = str(getattr(target, "__module__", "torch")).removeprefix("_")
-    return f"{module}.{describe.op_name(node)}"
+    return f"{module}.{op_name(node)}"
 
 
 def _precision(node: Node, result: Node) -> str:

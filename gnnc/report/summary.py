@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from gnnc.cost.model import Launch, evaluate, flops, launches, sizes_of, traffic
 from gnnc.cost.quantization_error import TensorError, quantization_errors, quantize_key
 from gnnc.ir import describe
+from gnnc.ir.nodes import is_gnnc, op_name
 
 HEADERS = (
     "op",
@@ -145,7 +146,7 @@ def _row(
     origins = [describe.assigned_name(node) for node in anchors]
     choice = next((choices[name] for name in origins if name in choices), None)
     return OpRow(
-        op=" + ".join(dict.fromkeys(map(describe.op_name, named))),
+        op=" + ".join(dict.fromkeys(map(op_name, named))),
         layer=layers[0] if layers else "",
         bits=None if narrowest is None else describe.bits_of(narrowest),
         precision=narrowest if choice is None else choice.precision,
@@ -165,7 +166,7 @@ def _row(
 
 def _quantized_operands(anchors: Sequence[Node]) -> list[str]:
     made = [describe.producer(operand) for node in anchors for operand in describe.operands(node)]
-    found = [n for n in made if describe.is_gnnc(n) and describe.op_name(n) == "quantize"]
+    found = [n for n in made if is_gnnc(n) and op_name(n) == "quantize"]
     return list(dict.fromkeys(quantize_key(node) for node in found))
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch.fx import Graph, Node
 
 from gnnc.ir import describe
+from gnnc.ir.nodes import is_gnnc, op_name
 from gnnc.ir.parts import FORWARD, Parts
 from gnnc.ir.source import is_weight
 from gnnc.report.printing import format_program
@@ -191,7 +192,7 @@ def count_quantized(graphs: Iterable[Graph]) -> Quantized:
     weights: dict[Node, bool] = {}
     halved: dict[str, int] = {}
     for node in _nodes(graphs):
-        kind = describe.COUNTED.get(describe.op_name(node)) if describe.is_gnnc(node) else None
+        kind = describe.COUNTED.get(op_name(node)) if is_gnnc(node) else None
         if kind is None:
             continue
         quantized = describe.is_quantized(node)
@@ -225,8 +226,8 @@ def stayed_fp32(report: ProgramReport, graphs: Iterable[Graph]) -> list[str]:
     """Return a line for each primitive on features that computes in FP32, with the reason."""
     lines: list[str] = []
     for node in _nodes(graphs):
-        name = describe.op_name(node)
-        if not describe.is_gnnc(node) or name in describe.PRECISION_OPS | _STRUCTURE_OPS:
+        name = op_name(node)
+        if not is_gnnc(node) or name in describe.PRECISION_OPS | _STRUCTURE_OPS:
             continue
         if describe.precision_in(node) == "fp32":
             lines.append(f"{_where(node)}: {_reason_fp32(report, node)}")
@@ -234,7 +235,7 @@ def stayed_fp32(report: ProgramReport, graphs: Iterable[Graph]) -> list[str]:
 
 
 def _where(node: Node) -> str:
-    layer, name = describe.layer_of(node), describe.op_name(node)
+    layer, name = describe.layer_of(node), op_name(node)
     return f"{layer} {name}" if layer else name
 
 
@@ -252,7 +253,7 @@ def stayed_aten(report: ProgramReport, graphs: Iterable[Graph]) -> list[str]:
     for node in _nodes(graphs):
         if node.op not in ("call_function", "call_method", "call_module"):
             continue
-        if node.meta["block"] or describe.is_gnnc(node) or describe.is_free(node):
+        if node.meta["block"] or is_gnnc(node) or describe.is_free(node):
             continue
         lines.append(f"{_where(node)}: {_reason_aten(report, node)}")
     return lines

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from gnnc.ir.nodes import aten_name, holds_tensor, same_shape, same_size, shape_of
 from gnnc.passes.edges.bodies import BodyBuilder
 from gnnc.passes.edges.factors import Factor, factors_of, of_one_rank, squeezed
 from gnnc.passes.edges.orders import Csr, Order
 from gnnc.passes.edges.region import Regions
-from gnnc.passes.edges.rowwise import Gather, is_narrow, op_name, rows_of
+from gnnc.passes.edges.rowwise import Gather, is_narrow, rows_of
 from gnnc.passes.edges.softmax import Softmax
-from gnnc.passes.rewrite.emit import holds_tensor, same_shape, same_size, shape_of
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
@@ -38,7 +38,7 @@ def _aggregate_leaf(regions: Regions, node: Node, order: Order, reduce: str) -> 
     if regions.indices(node):
         return None
     csr = regions.csr(order)
-    if op_name(node) == "full.default" and reduce == "sum":
+    if aten_name(node) == "full.default" and reduce == "sum":
         return _degree(regions, node, csr)
     return regions.emitter.call(
         gnnc.segment_reduce.default, csr.rowptr, csr.perm, node, reduce, order.num_dst
@@ -151,7 +151,7 @@ def _aggregate_softmax(regions: Regions, node: Node, order: Order, reduce: str) 
 
 def _softmax_and_value(regions: Regions, node: Node, order: Order) -> tuple[Softmax, Node] | None:
     """The two factors of ``node``, where one is an edge softmax over its own destinations."""
-    if op_name(node) != "mul.Tensor" or _is_vector(node):
+    if aten_name(node) != "mul.Tensor" or _is_vector(node):
         return None
     left, right = node.args[:2]
     for weight, value in ((left, right), (right, left)):

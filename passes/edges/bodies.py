@@ -10,11 +10,10 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir import body_text
-from gnnc.ir.graph import node_arg
+from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, shape_of
 from gnnc.passes.edges.node_tables import NodeTables, free_rows
 from gnnc.passes.edges.orders import Order
-from gnnc.passes.edges.rowwise import NARROW, Gather, as_gather, is_narrow, op_name, row_inputs
-from gnnc.passes.rewrite.emit import argument, holds_tensor, shape_of
+from gnnc.passes.edges.rowwise import NARROW, Gather, as_gather, is_narrow, row_inputs
 
 aten = torch.ops.aten
 
@@ -92,7 +91,7 @@ class BodyBuilder:
     def _leaf(self, node: Node) -> Node:
         if self.tables.is_inside(node) and (node is self.root or not is_narrow(node)):
             return self._call(node)
-        if op_name(node) != "full.default":
+        if aten_name(node) != "full.default":
             return self._emitted(node)
         value = node.meta["val"]
         constant = self.tables.emitter.call(
@@ -142,13 +141,13 @@ class BodyBuilder:
 
     def _part(self, node: Node) -> Node:
         """Return one part of a split, as a slice: a body has no tuples."""
-        whole, position = node_arg(node), cast(int, node.args[1])
-        if op_name(whole) not in _SPLITS:
+        whole, position = first_operand(node), cast(int, node.args[1])
+        if aten_name(whole) not in _SPLITS:
             raise UnfitError(f"{whole.target} returns several tensors")
-        x = self._visit(node_arg(whole))
-        if op_name(whole) == "unbind.int":
+        x = self._visit(first_operand(whole))
+        if aten_name(whole) == "unbind.int":
             return self.graph.call_function(aten.select.int, (x, whole.args[1], position))
-        dim = argument(whole, 2, "dim", 0)
+        dim = argument(whole, "dim")
         widths = [part.shape[dim] for part in whole.meta["val"]]
         start = sum(widths[:position])
         return self.graph.call_function(aten.slice.Tensor, (x, dim, start, start + widths[position]))

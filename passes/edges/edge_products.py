@@ -13,11 +13,11 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import as_node
+from gnnc.ir.nodes import argument, as_node, aten_name, holds_tensor, shape_of
 from gnnc.ir.source import is_weight
-from gnnc.passes.edges.rowwise import as_scatter, is_narrow, op_name, row_inputs
+from gnnc.passes.edges.rowwise import as_scatter, is_narrow, row_inputs
 from gnnc.passes.rewrite.assumed_sizes import FLOAT_BYTES, FLOPS_A_BYTE
-from gnnc.passes.rewrite.emit import Emitter, argument, holds_tensor, is_of_model, shape_of
+from gnnc.passes.rewrite.emit import Emitter, is_of_model
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ class EdgeProducts:
 
     def products(self, node: Node) -> list[Node]:
         """The products that an edge value is computed by."""
-        return [step for step in self._cone(node)[0] if op_name(step) in _PRODUCTS]
+        return [step for step in self._cone(node)[0] if aten_name(step) in _PRODUCTS]
 
     def has_wide_steps(self, node: Node) -> bool:
         """Whether few columns are computed by way of many: the body of an ``edge_map`` saves those."""
@@ -126,9 +126,9 @@ def _width(node: Node) -> int:
 
 def _flops(node: Node) -> int:
     """Multiplications and additions for a row."""
-    if op_name(node) not in _PRODUCTS:
+    if aten_name(node) not in _PRODUCTS:
         return _width(node)
-    x = node.args[1 if op_name(node) == "addmm.default" else 0]
+    x = node.args[1 if aten_name(node) == "addmm.default" else 0]
     assert isinstance(x, Node)
     return 2 * int(shape_of(x)[-1]) * _width(node)
 
@@ -152,21 +152,21 @@ class Folded:
 
 def fold(node: Node, emitter: Emitter) -> Folded | None:
     """Read ``(lin(x).view(-1, H, C) * a).sum(-1)`` as a product of ``x`` with H columns, or None."""
-    if op_name(node) != "sum.dim_IntList" or list(node.args[1]) != [2] or argument(node, 2, "keepdim", False):  # type: ignore[arg-type]
+    if aten_name(node) != "sum.dim_IntList" or list(node.args[1]) != [2] or argument(node, "keepdim"):  # type: ignore[arg-type]
         return None
     scaled = as_node(node.args[0])
-    if op_name(scaled) != "mul.Tensor":
+    if aten_name(scaled) != "mul.Tensor":
         return None
     constants = [arg for arg in scaled.all_input_nodes if is_of_model(arg)]
     wide = [arg for arg in scaled.all_input_nodes if not is_of_model(arg)]
-    if len(constants) != 1 or len(wide) != 1 or op_name(wide[0]) != "reshape.default":
+    if len(constants) != 1 or len(wide) != 1 or aten_name(wide[0]) != "reshape.default":
         return None
     product = as_node(wide[0].args[0])
     heads, columns = shape_of(scaled)[1:]
     fits = tuple(shape_of(constants[0])) == (1, heads, columns) and len(shape_of(product)) == 2
     alone = all(len(step.users) == 1 for step in (product, wide[0], scaled))
     if (
-        op_name(product) != "linear.default"
+        aten_name(product) != "linear.default"
         or not fits
         or not alone
         or not is_of_model(as_node(product.args[1]))
@@ -181,6 +181,6 @@ def fold(node: Node, emitter: Emitter) -> Folded | None:
         scaled = emitter.call(aten.mul.Tensor, by_head, factor, layer=product.meta["layer"])
         return emitter.call(aten.sum.dim_IntList, scaled, [1], layer=product.meta["layer"])
 
-    x, weight, bias = as_node(product.args[0]), as_node(product.args[1]), argument(product, 2, "bias")
+    x, weight, bias = as_node(product.args[0]), as_node(product.args[1]), argument(product, "bias")
     narrow = summed(weight, [int(shape_of(weight)[1])])
     return Folded(x, narrow, None if bias is None else summed(bias, []), product)

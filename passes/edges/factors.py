@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.ir.graph import node_arg
+from gnnc.ir.nodes import aten_name, first_operand, holds_tensor, same_shape, same_size, shape_of
 from gnnc.passes.edges.orders import EdgeOrders
-from gnnc.passes.edges.rowwise import op_name, row_inputs, rows_of
-from gnnc.passes.rewrite.emit import holds_tensor, same_shape, same_size, shape_of
+from gnnc.passes.edges.rowwise import row_inputs, rows_of
 
 aten = torch.ops.aten
 
@@ -39,7 +38,7 @@ class Factor:
 def factors_of(node: Node, orders: EdgeOrders, inverted: bool = False) -> list[Factor]:
     """The factors of ``node`` as far as it is a product of edge values."""
     leaf = [Factor(node, inverted, rows_of(node))]
-    name = op_name(node)
+    name = aten_name(node)
     if name not in ("mul.Tensor", "div.Tensor") or node in orders.softmaxes:
         return leaf
     if not orders.indices(node):
@@ -95,9 +94,9 @@ def _column(factor: Factor, orders: EdgeOrders) -> Factor:
 
 def _before_reshapes(node: Node, wanted: tuple[Any, ...]) -> Node | None:
     while not same_shape(shape_of(node), wanted):
-        if op_name(node) not in _RESHAPES or not row_inputs(node):
+        if aten_name(node) not in _RESHAPES or not row_inputs(node):
             return None
-        node = node_arg(node)
+        node = first_operand(node)
     return node
 
 

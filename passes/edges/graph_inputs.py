@@ -7,7 +7,8 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.graph import placeholders, symbolic_shape
+from gnnc.ir.graph import placeholders
+from gnnc.ir.nodes import shape_of
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.source import source_of
 from gnnc.torch_private import OpOverload, schema
@@ -91,7 +92,7 @@ def _edge_sizes(gm: fx.GraphModule, indices: set[Node]) -> set[sympy.Expr]:
         for size in node.args[2:4]:
             nodes |= _expr(size).free_symbols
         for source in _sources(node.args[:2]) & indices:
-            edges.add(_expr(symbolic_shape(source)[-1]))
+            edges.add(_expr(shape_of(source)[-1]))
     return {edge for edge in edges if not edge.free_symbols & nodes}
 
 
@@ -110,4 +111,4 @@ def _sources(nodes: Any) -> set[Node]:
 
 
 def _counts_edges(node: Node, edges: set[sympy.Expr]) -> bool:
-    return _is_float(node) and _expr(symbolic_shape(node)[0]) in edges
+    return _is_float(node) and _expr(shape_of(node)[0]) in edges

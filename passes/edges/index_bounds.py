@@ -9,10 +9,10 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.nodes import aten_name, holds_tensor, shape_of
 from gnnc.ir.source import source_of
 from gnnc.passes.edges.origins import Origins, Part
-from gnnc.passes.edges.rowwise import as_gather, op_name
-from gnnc.passes.rewrite.emit import holds_tensor, shape_of
+from gnnc.passes.edges.rowwise import as_gather
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _pointers(node: Node, origins: Origins) -> list[str]:
     if str(node.target) != "aten.repeat_interleave.Tensor" or node.kwargs.get("output_size") is None:
         return []
     counts: Any = node.args[0]
-    if op_name(counts) != "sub.Tensor":
+    if aten_name(counts) != "sub.Tensor":
         return []
     ends = [[part.input for part in origins.of(end)] for end in counts.args[:2] if isinstance(end, Node)]
     return ends[0] if len(ends) == 2 and ends[0] == ends[1] else []

@@ -13,8 +13,9 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir import body_text, parse_body
+from gnnc.ir.nodes import same_shape, shape_of
 from gnnc.passes.base import Context
-from gnnc.passes.rewrite.emit import Emitter, number, same_shape, shape_of
+from gnnc.passes.rewrite.emit import Emitter, number
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 

@@ -6,10 +6,10 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.nodes import aten_name, same_size, shape_of
 from gnnc.passes.edges.edge_products import EdgeProducts
 from gnnc.passes.edges.orders import Csr, EdgeOrders, Order
-from gnnc.passes.edges.rowwise import Gather, as_gather, op_name, row_inputs
-from gnnc.passes.rewrite.emit import same_size, shape_of
+from gnnc.passes.edges.rowwise import Gather, as_gather, row_inputs
 
 gnnc = torch.ops.gnnc
 
@@ -82,14 +82,14 @@ class NodeTables(EdgeOrders):
 
 def free_rows(node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of a reshape with -1 for the number of rows, so that it fits other rows too."""
-    if op_name(node).partition(".")[0] in _SIZED_RESHAPES:
+    if aten_name(node).partition(".")[0] in _SIZED_RESHAPES:
         return (args[0], [-1, *shape_of(node)[1:]], *args[2:])
     return args
 
 
 def is_reshape(node: Node) -> bool:
     """Return whether ``node`` gives its input another shape."""
-    return op_name(node).partition(".")[0] in _RESHAPES
+    return aten_name(node).partition(".")[0] in _RESHAPES
 
 
 def _has_rows(table: Node, count: Node | int) -> bool:

@@ -9,10 +9,11 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.nodes import shape_of
 from gnnc.passes.edges.edge_products import EdgeProducts
 from gnnc.passes.edges.rowwise import Gather, as_gather, row_inputs
 from gnnc.passes.edges.softmax import Softmax
-from gnnc.passes.rewrite.emit import Emitter, Sizes, is_of_model, shape_of
+from gnnc.passes.rewrite.emit import Emitter, Sizes, is_of_model
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 

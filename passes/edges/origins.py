@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from gnnc.ir.graph import node_arg
+from gnnc.ir.nodes import aten_name, first_operand, holds_tensor, shape_of, value_of
 from gnnc.ir.op import size_expr
 from gnnc.ir.source import source_of
-from gnnc.passes.edges.rowwise import op_name
-from gnnc.passes.rewrite.emit import holds_tensor, shape_of, value_of
 
 _MOVES = frozenset(
     (
@@ -78,19 +76,19 @@ class Origins:
         return self._labels[node]
 
     def _find(self, node: Node) -> Any:
-        name = op_name(node)
+        name = aten_name(node)
         if node.op == "placeholder":
             return self._numbered(node)
         if node.target is operator.getitem:
-            return self._labels_of(node_arg(node))[node.args[1]]
+            return self._labels_of(first_operand(node))[node.args[1]]
         if name in _COPIES:
-            return self._labels_of(node_arg(node))
+            return self._labels_of(first_operand(node))
         if name in ("cat.default", "stack.default"):
             return self._joined(node)
         if name in ("index.Tensor", "index_select.default"):
             return self._taken(node)
         if name in _MOVES:
-            return self._moved(node, self._labels_of(node_arg(node)), node.args[1:])
+            return self._moved(node, self._labels_of(first_operand(node)), node.args[1:])
         raise _UnknownError
 
     def _numbered(self, node: Node) -> Tensor:
@@ -114,9 +112,9 @@ class Origins:
             return torch.full(self._shape(node), _COMPUTED)
 
     def _taken(self, node: Node) -> Any:
-        table = node_arg(node)
+        table = first_operand(node)
         labels = self._labels_of(table)
-        if op_name(node) == "index_select.default":
+        if aten_name(node) == "index_select.default":
             dim, index = node.args[1:]
             return self._moved(node, labels, (dim, self._places(index, table, dim)))
         indices: Any = node.args[1]
@@ -141,7 +139,7 @@ class Origins:
 
     def _drops_self_loops(self, mask: Node) -> bool:
         """``src != dst``."""
-        compares = op_name(mask) in ("ne.Tensor", "eq.Tensor") and value_of(mask).dim() == 1
+        compares = aten_name(mask) in ("ne.Tensor", "eq.Tensor") and value_of(mask).dim() == 1
         return compares and all(self.of(side) for side in mask.all_input_nodes)
 
     def _moved(self, node: Node, values: Any, operands: Any) -> Any:
@@ -177,8 +175,8 @@ def _parts(node: Node, read: Tensor) -> list[Part]:
 
 def _constant(index: Node) -> Tensor | None:
     """The values of an index that is written in the model."""
-    while op_name(index) in _COPIES:
-        index = node_arg(index)
+    while aten_name(index) in _COPIES:
+        index = first_operand(index)
     source = source_of(index)
     return index.meta["value"].cpu() if source is not None and source.kind == "constant" else None
 

@@ -19,15 +19,14 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.graph import node_arg
+from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, same_shape, shape_of
 from gnnc.passes.edges.bodies import BodyBuilder, UnfitError
 from gnnc.passes.edges.edge_products import EdgeProducts, fold
 from gnnc.passes.edges.factors import Factor, factors_of
 from gnnc.passes.edges.node_tables import NodeTables, is_reshape
 from gnnc.passes.edges.orders import Order
-from gnnc.passes.edges.rowwise import Gather, as_gather, is_narrow, op_name, row_inputs
+from gnnc.passes.edges.rowwise import Gather, as_gather, is_narrow, row_inputs
 from gnnc.passes.edges.softmax import Softmax
-from gnnc.passes.rewrite.emit import argument, holds_tensor, same_shape, shape_of
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
@@ -85,7 +84,7 @@ class Regions(NodeTables):
             body = self.body(node, order)
             if body is not None:
                 return self._edge_map(body, node, order)
-        if op_name(node) == "mul.Tensor" and len(node.all_input_nodes) > 1:
+        if aten_name(node) == "mul.Tensor" and len(node.all_input_nodes) > 1:
             return self.product(factors_of(node, self), order, node.meta["layer"])
         return self.repeat(node, {arg: self.emit(arg, order) for arg in row_inputs(node) or ()})
 
@@ -107,10 +106,10 @@ class Regions(NodeTables):
         return None if body is None else self._edge_map(body, leaf, order)
 
     def _permuted(self, leaf: Node, order: Order) -> Node:
-        if op_name(leaf) == "full.default":
+        if aten_name(leaf) == "full.default":
             return leaf
         if is_reshape(leaf) and row_inputs(leaf):
-            source = node_arg(leaf)
+            source = first_operand(leaf)
             return self.repeat(leaf, {source: self.emit(source, order)})
         return self._rows_at(self.csr(order).perm, leaf, leaf.meta["layer"])
 
@@ -144,10 +143,10 @@ class Regions(NodeTables):
 
     def _pair(self, node: Node, order: Order) -> Node | None:
         """Emit ``a_i op b_j`` or ``<a_i, b_j>`` as an sddmm."""
-        if op_name(node) == "sum.dim_IntList":
+        if aten_name(node) == "sum.dim_IntList":
             return self._dot(node, order)
-        op = _PAIR_OPS.get(op_name(node))
-        if op is None or argument(node, 2, "alpha", 1) != 1:
+        op = _PAIR_OPS.get(aten_name(node))
+        if op is None or argument(node, "alpha", 1) != 1:
             return None
         ends = self._ends(node, order)
         if ends is None:
@@ -161,14 +160,14 @@ class Regions(NodeTables):
     def _dot(self, node: Node, order: Order) -> Node | None:
         product, dims = node.args[:2]
         rank = len(shape_of(product))
-        if op_name(product) != "mul.Tensor" or list(dims) != [rank - 1] or rank not in (2, 3):
+        if aten_name(product) != "mul.Tensor" or list(dims) != [rank - 1] or rank not in (2, 3):
             return None
         ends = self._ends(product, order)
         if ends is None:
             return None
         layer = node.meta["layer"]
         result = self.cast(self._sddmm_of(ends, "dot", order, layer), node)
-        if argument(node, 2, "keepdim", False):
+        if argument(node, "keepdim"):
             return self.emitter.call(aten.unsqueeze.default, result, rank - 1, layer=layer)
         return result
 

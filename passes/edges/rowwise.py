@@ -14,9 +14,17 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.ir.graph import node_arg
-from gnnc.ir.nodes import is_pointwise
-from gnnc.passes.rewrite.emit import argument, holds_tensor, same_shape, same_size, shape_of, value_of
+from gnnc.ir.nodes import (
+    argument,
+    aten_name,
+    first_operand,
+    holds_tensor,
+    is_pointwise,
+    same_shape,
+    same_size,
+    shape_of,
+    value_of,
+)
 
 NARROW = 16
 """Edge values of at most this many columns are worth storing for every edge."""
@@ -73,7 +81,7 @@ def row_inputs(node: Node) -> tuple[Node, ...] | None:
         return None
     if node.target is operator.getitem:
         return (node.args[0],) if row_inputs(node.args[0]) is not None else None
-    name = op_name(node)
+    name = aten_name(node)
     if not name:
         return None
     if name in _RESHAPES:
@@ -82,12 +90,6 @@ def row_inputs(node: Node) -> tuple[Node, ...] | None:
         if name in table:
             return rule(node, name)
     return _pointwise(node) if is_pointwise(node) else None
-
-
-def op_name(node: Node) -> str:
-    """``add.Tensor`` of ``aten.add.Tensor``; "" for anything that is not an ATen op."""
-    text = str(node.target)
-    return text.removeprefix("aten.") if text.startswith("aten.") else ""
 
 
 def is_narrow(node: Node) -> bool:
@@ -133,7 +135,7 @@ def _kept_rows(node: Node) -> tuple[Node, ...] | None:
 
 def _along_dims(table: dict[str, int]) -> Callable[[Node, str], tuple[Node, ...] | None]:
     def rule(node: Node, name: str) -> tuple[Node, ...] | None:
-        dims = argument(node, table[name], "dim", 0)
+        dims = argument(node, "dim")
         dims = dims if isinstance(dims, list | tuple) else [dims]
         touches_rows = not dims or any(dim is None or dim == 0 for dim in dims)
         return None if touches_rows else (node.args[0],)
@@ -143,7 +145,7 @@ def _along_dims(table: dict[str, int]) -> Callable[[Node, str], tuple[Node, ...]
 
 def _joined(node: Node, name: str) -> tuple[Node, ...] | None:
     parts = node.args[0]
-    return tuple(parts) if argument(node, 1, "dim", 0) != 0 else None
+    return tuple(parts) if argument(node, "dim") != 0 else None
 
 
 def _permuted(node: Node, name: str) -> tuple[Node, ...] | None:
@@ -208,7 +210,7 @@ class Gather:
 
 def as_gather(node: Node) -> Gather | None:
     """Read ``node`` as a gather of rows of a floating-point table, or None."""
-    name = op_name(node)
+    name = aten_name(node)
     if name not in _GATHERS or not holds_tensor(node):
         return None
     found = _GATHERS[name](node)
@@ -224,8 +226,8 @@ def as_gather(node: Node) -> Gather | None:
 def _is_permutation(index: Node) -> bool:
     """Whether ``index`` is the order of a CSR or its inverse: raising put it there."""
     if index.target is operator.getitem:
-        return str(node_arg(index).target) == "gnnc.csr.default"
-    return op_name(index) == "argsort.default" and _is_permutation(node_arg(index))
+        return str(first_operand(index).target) == "gnnc.csr.default"
+    return aten_name(index) == "argsort.default" and _is_permutation(first_operand(index))
 
 
 def _index_select(node: Node) -> Gather | None:
@@ -263,12 +265,12 @@ def index_vector(expanded: Any, dim: int) -> Node | None:
     """The ``[E]`` index that ``expanded`` repeats along every dimension but ``dim``, or None."""
     node = expanded
     while isinstance(node, Node) and len(shape_of(node)) > 1:
-        if op_name(node) in ("expand.default", "repeat.default"):
+        if aten_name(node) in ("expand.default", "repeat.default"):
             if len(shape_of(node.args[0])) < len(shape_of(node)):
                 return None  # a new dimension comes first: the index varies along another one
             node = node.args[0]
             continue
-        if op_name(node) not in ("view.default", "reshape.default", "unsqueeze.default"):
+        if aten_name(node) not in ("view.default", "reshape.default", "unsqueeze.default"):
             return None
         others = [size for i, size in enumerate(shape_of(node)) if i != dim]
         if not all(same_size(size, 1) for size in others):
@@ -301,7 +303,7 @@ class Scatter:
 
 def as_scatter(node: Node) -> Scatter | str | None:
     """Read ``node`` as a scatter of rows; a reason where it scatters otherwise; None for others."""
-    name = op_name(node)
+    name = aten_name(node)
     if name not in _SCATTERS:
         return None
     found = _SCATTERS[name](node)
@@ -342,17 +344,17 @@ def _scatter_add(node: Node) -> Scatter | str:
 
 
 def _scatter_named(node: Node) -> Scatter | str:
-    return _expanded_scatter(node, argument(node, 4, "reduce"), True)
+    return _expanded_scatter(node, argument(node, "reduce"), True)
 
 
 def _scatter_reduce(node: Node) -> Scatter | str:
-    include = argument(node, 5, "include_self", True)
-    return _expanded_scatter(node, argument(node, 4, "reduce"), include)
+    include = argument(node, "include_self")
+    return _expanded_scatter(node, argument(node, "reduce"), include)
 
 
 def _index_add(node: Node) -> Scatter | str:
     base, dim, index, source = node.args[:4]
-    if dim != 0 or argument(node, 4, "alpha", 1) != 1 or len(shape_of(index)) != 1:
+    if dim != 0 or argument(node, "alpha") != 1 or len(shape_of(index)) != 1:
         return "adds along another dimension than 0, or with a factor"
     return Scatter(node, base, index, source, "sum", True)
 
@@ -361,13 +363,13 @@ def _index_reduce(node: Node) -> Scatter | str:
     base, dim, index, source, reduce = node.args[:5]
     if dim != 0 or reduce not in _REDUCE_NAMES:
         return f"reduces ({reduce}) along dimension {dim}"
-    include = argument(node, 5, "include_self", True)
+    include = argument(node, "include_self")
     return Scatter(node, base, index, source, _REDUCE_NAMES[reduce], include)
 
 
 def _index_put(node: Node) -> Scatter | str:
     base, indices, source = node.args[:3]
-    if argument(node, 3, "accumulate", False) is not True:
+    if argument(node, "accumulate") is not True:
         return "overwrites rows: which write wins is not defined"
     if len(indices) != 1 or len(shape_of(indices[0])) != 1:
         return "is indexed along several dimensions"

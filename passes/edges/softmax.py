@@ -6,9 +6,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from gnnc.ir.graph import node_arg
-from gnnc.passes.edges.rowwise import Scatter, as_gather, as_scatter, op_name
-from gnnc.passes.rewrite.emit import argument, holds_tensor, same_size, shape_of
+from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, same_size, shape_of
+from gnnc.passes.edges.rowwise import Scatter, as_gather, as_scatter
 
 _VERY_LOW = -1e30
 
@@ -32,7 +31,7 @@ class Softmax:
 
 def as_softmax(node: Node) -> Softmax | None:
     """Read ``node`` as the division that ends an edge softmax, or None."""
-    if node.op != "call_function" or op_name(node) != "div.Tensor":
+    if node.op != "call_function" or aten_name(node) != "div.Tensor":
         return None
     weight, gathered = node.args[:2]
     if not holds_tensor(weight) or not holds_tensor(gathered) or not _is_exp(weight):
@@ -41,7 +40,7 @@ def as_softmax(node: Node) -> Softmax | None:
     if found is None or found.total.source is not weight:
         return None
     total, eps = found.total, found.eps
-    shifted = node_arg(weight)
+    shifted = first_operand(weight)
     logits, is_exact = _without_max(shifted, total) or (shifted, False)
     if not is_exact and eps != 0.0:
         return None  # with eps and not the maximum, small logits do not normalize to one
@@ -52,7 +51,7 @@ def as_softmax(node: Node) -> Softmax | None:
 
 
 def _is_exp(node: Node) -> bool:
-    return op_name(node) == "exp.default"
+    return aten_name(node) == "exp.default"
 
 
 def _of_rank(found: Softmax) -> Softmax | None:
@@ -80,25 +79,25 @@ def _denominator(node: Node) -> _Denominator | None:
     total = as_scatter(table)
     if not isinstance(total, Scatter) or total.reduce != "sum" or total.index is not gather.index:
         return None
-    zero = op_name(total.base) == "full.default" and total.base.args[1] == 0
+    zero = aten_name(total.base) == "full.default" and total.base.args[1] == 0
     return _Denominator(total, outer_eps + inner_eps, max(outer_bound, inner_bound)) if zero else None
 
 
 def _without_eps(node: Node) -> tuple[Node, float, float]:
     """What a number is added to, or what is not to be less than one; the first number, and the second."""
-    name = op_name(node)
+    name = aten_name(node)
     if len(node.args) != 2 or not isinstance(node.args[1], int | float):
         return node, 0.0, -math.inf
     if name in ("add.Tensor", "add.Scalar") and node.kwargs.get("alpha", 1) == 1:
-        return node_arg(node), float(node.args[1]), -math.inf
+        return first_operand(node), float(node.args[1]), -math.inf
     if name in ("clamp.default", "clamp_min.default"):
-        return node_arg(node), 0.0, float(node.args[1])
+        return first_operand(node), 0.0, float(node.args[1])
     return node, 0.0, -math.inf
 
 
 def _without_max(node: Node, total: Scatter) -> tuple[Node, bool] | None:
     """``l`` of ``l - max(l)[index]``, and whether that is the maximum in all rows with edges."""
-    if op_name(node) != "sub.Tensor" or argument(node, 2, "alpha", 1) != 1:
+    if aten_name(node) != "sub.Tensor" or argument(node, "alpha") != 1:
         return None
     logits, gathered = node.args[:2]
     gather = as_gather(gathered) if holds_tensor(gathered) else None
@@ -122,13 +121,13 @@ def _without_fixups(node: Node) -> tuple[Node, bool]:
 
 def _fixed_up(node: Node) -> tuple[Node, bool] | None:
     """What ``node`` replaces values of, and whether they are all infinite."""
-    name = op_name(node)
+    name = aten_name(node)
     if name == "nan_to_num.default":
-        return node_arg(node), True
+        return first_operand(node), True
     if name in ("clamp.default", "clamp_min.default"):
-        return (node_arg(node), False) if len(node.args) == 2 else None
+        return (first_operand(node), False) if len(node.args) == 2 else None
     if name == "masked_fill.Scalar":
-        return node_arg(node), _says_infinite(node.args[1], node_arg(node))
+        return first_operand(node), _says_infinite(node.args[1], first_operand(node))
     if name not in ("where.self", "where.ScalarOther", "where.ScalarSelf"):
         return None
     condition, chosen, other = node.args
@@ -140,23 +139,23 @@ def _fixed_up(node: Node) -> tuple[Node, bool] | None:
 
 
 def _is_computed(part: Any) -> bool:
-    return holds_tensor(part) and part.op == "call_function" and op_name(part) != "full.default"
+    return holds_tensor(part) and part.op == "call_function" and aten_name(part) != "full.default"
 
 
 def _says_infinite(mask: Any, top: Node) -> bool:
     """Whether a mask is of infinite maxima: those of rows without edges, if all is well."""
-    if op_name(mask) in ("isinf.default", "isneginf.default"):
+    if aten_name(mask) in ("isinf.default", "isneginf.default"):
         return mask.args[0] is top
-    return op_name(mask) == "eq.Scalar" and mask.args == (top, -math.inf)
+    return aten_name(mask) == "eq.Scalar" and mask.args == (top, -math.inf)
 
 
 def _says_finite(mask: Any, top: Node) -> bool:
-    if op_name(mask) in ("bitwise_not.default", "logical_not.default"):
+    if aten_name(mask) in ("bitwise_not.default", "logical_not.default"):
         return _says_infinite(mask.args[0], top)
-    if op_name(mask) == "isfinite.default":
+    if aten_name(mask) == "isfinite.default":
         return mask.args[0] is top
-    return op_name(mask) in ("ne.Scalar", "gt.Scalar") and mask.args == (top, -math.inf)
+    return aten_name(mask) in ("ne.Scalar", "gt.Scalar") and mask.args == (top, -math.inf)
 
 
 def _is_very_low(node: Node) -> bool:
-    return op_name(node) == "full.default" and node.args[1] <= _VERY_LOW
+    return aten_name(node) == "full.default" and node.args[1] <= _VERY_LOW

@@ -11,13 +11,12 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import as_node
+from gnnc.ir.nodes import argument, as_node, aten_name, operand, same_shape, shape_of
 from gnnc.ir.op import size_expr
 from gnnc.passes.base import Context
 from gnnc.passes.edges.node_tables import NodeTables
-from gnnc.passes.edges.rowwise import op_name
 from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, FLOAT_BYTES, FLOPS_A_BYTE, Typical
-from gnnc.passes.rewrite.emit import argument, drop_dead, is_of_model, same_shape, shape_of
+from gnnc.passes.rewrite.emit import drop_dead, is_of_model
 
 aten = torch.ops.aten
 
@@ -36,7 +35,8 @@ def split_products(gm: fx.GraphModule, ctx: Context) -> None:
     """Split the linear layers on edges of ``gm``, in place, where that costs less."""
     tables = NodeTables(gm)
     for node in list(gm.graph.nodes):
-        if op_name(node) == "linear.default" and tables.indices(node) and is_of_model(as_node(node.args[1])):
+        is_linear = aten_name(node) == "linear.default"
+        if is_linear and tables.indices(node) and is_of_model(operand(node, "weight")):
             _split(node, tables, gm, ctx)
     drop_dead(gm)
 
@@ -89,7 +89,7 @@ class _Split:
                     self._call(aten.cat.default, weight, 1) if joined else weight[0],
                 )
             )
-        bias = argument(self.node, 2, "bias")
+        bias = argument(self.node, "bias")
         total: Node | None = None
         for value, weight in terms:
             product = self._call(aten.linear.default, value, weight, bias if total is None else None)
@@ -117,9 +117,9 @@ def _parts(x: Node, tables: NodeTables) -> list[Part]:
 
 def _side_by_side(x: Node, tables: NodeTables) -> list[Node]:
     last = len(shape_of(x)) - 1
-    if op_name(x) == "cat.default" and argument(x, 1, "dim", 0) == last:
+    if aten_name(x) == "cat.default" and argument(x, "dim") == last:
         return [as_node(part) for part in x.args[0]]  # type: ignore[union-attr]
-    if op_name(x) != "select.int":
+    if aten_name(x) != "select.int":
         return [x]
     whole, dim, place = x.args
     inner = _side_by_side(as_node(whole), tables)
@@ -129,14 +129,14 @@ def _side_by_side(x: Node, tables: NodeTables) -> list[Node]:
 
 
 def _summands(part: Node) -> tuple[tuple[Node, bool], ...]:
-    if op_name(part) not in ("add.Tensor", "sub.Tensor") or argument(part, 2, "alpha", 1) != 1:
+    if aten_name(part) not in ("add.Tensor", "sub.Tensor") or argument(part, "alpha") != 1:
         return ((part, True),)
     left, right = part.args[:2]
     if not isinstance(left, Node) or not isinstance(right, Node) or not same_shape(
         shape_of(left), shape_of(right)
     ):  # fmt: skip
         return ((part, True),)
-    return (left, True), (right, op_name(part) == "add.Tensor")
+    return (left, True), (right, aten_name(part) == "add.Tensor")
 
 
 def _is_worth(part: Part, node: Node, tables: NodeTables, gm: fx.GraphModule, ctx: Context) -> bool:

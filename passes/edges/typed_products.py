@@ -12,14 +12,14 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import as_node
+from gnnc.ir.nodes import as_node, aten_name, same_size, shape_of
 from gnnc.ir.op import Cost, size_expr
 from gnnc.passes.base import Context
 from gnnc.passes.edges.node_tables import NodeTables
 from gnnc.passes.edges.origins import Origins
-from gnnc.passes.edges.rowwise import Gather, as_gather, op_name
+from gnnc.passes.edges.rowwise import Gather, as_gather
 from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, FLOAT_BYTES, Typical
-from gnnc.passes.rewrite.emit import drop_dead, is_of_model, same_size, shape_of
+from gnnc.passes.rewrite.emit import drop_dead, is_of_model
 
 aten = torch.ops.aten
 
@@ -58,9 +58,9 @@ def lift_typed_products(gm: fx.GraphModule, ctx: Context) -> list[IndexUse]:
 
 
 def _match(node: Node) -> Typed | None:
-    if op_name(node) in _RESHAPES:
+    if aten_name(node) in _RESHAPES:
         return _match_blocks(node)
-    if op_name(node) not in _PRODUCTS or len(shape_of(node)) != 3:
+    if aten_name(node) not in _PRODUCTS or len(shape_of(node)) != 3:
         return None
     x, weight = map(as_node, node.args[:2])
     lookup = _weights(weight, 3)
@@ -72,10 +72,10 @@ def _match(node: Node) -> Typed | None:
 def _match_blocks(node: Node) -> Typed | None:
     """``[E, B * O]`` of products ``[E * B, 1, K] @ [E * B, K, O]``."""
     product = as_node(node.args[0])
-    if op_name(product) not in _PRODUCTS or len(shape_of(product)) != 3 or len(shape_of(node)) != 2:
+    if aten_name(product) not in _PRODUCTS or len(shape_of(product)) != 3 or len(shape_of(node)) != 2:
         return None
     x, weight = map(as_node, product.args[:2])
-    if op_name(x) not in _RESHAPES or op_name(weight) not in _RESHAPES or len(shape_of(weight)) != 3:
+    if aten_name(x) not in _RESHAPES or aten_name(weight) not in _RESHAPES or len(shape_of(weight)) != 3:
         return None
     rows = as_node(x.args[0])
     lookup = _weights(as_node(weight.args[0]), 4)
@@ -125,7 +125,7 @@ def _lift(found: Typed, tables: NodeTables, gm: fx.GraphModule, ctx: Context) ->
 
 def _drops_dim(reader: Node, product: Node) -> bool:
     """Whether ``reader`` makes ``[E, O]`` of products ``[E, 1, O]``."""
-    return len(shape_of(product)) == 3 and op_name(reader) == "squeeze.dim" and reader.args[1] in (1, -2)
+    return len(shape_of(product)) == 3 and aten_name(reader) == "squeeze.dim" and reader.args[1] in (1, -2)
 
 
 def _all_products(tables: NodeTables, table: Node, weight: Node, layer: str) -> Node:

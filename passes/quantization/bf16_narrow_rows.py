@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from torch.fx import Node
 
-from gnnc.ir.describe import arguments
+from gnnc.ir.nodes import arguments
 from gnnc.ir.op import op_of
 from gnnc.ir.qtype import Granularity
 from gnnc.passes.base import Context

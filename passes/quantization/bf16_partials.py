@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import same_sizes, shape_of
+from gnnc.ir.nodes import same_shape, shape_or_none
 from gnnc.ir.row_local import classify
 from gnnc.passes.base import Context
 
@@ -45,9 +45,9 @@ def _sides(add: Node) -> Iterator[Node]:
     """Yield the operands that have the shape of the sum, where it adds them without a factor."""
     if len(add.args) != 2 or add.kwargs:
         return
-    shape = shape_of(add) or ()
+    shape = shape_or_none(add) or ()
     for side in add.args:
-        if isinstance(side, Node) and same_sizes(shape_of(side) or (), shape) and _is_wide(shape):
+        if isinstance(side, Node) and same_shape(shape_or_none(side) or (), shape) and _is_wide(shape):
             yield side
 
 

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.nodes import aten_name, holds_tensor, value_of
 from gnnc.ir.op import op_of
 from gnnc.ir.source import source_of
-from gnnc.passes.edges.rowwise import op_name
 from gnnc.passes.quantization.number_formats import AGGREGATIONS, LOW_OPERANDS
-from gnnc.passes.rewrite.emit import holds_tensor, value_of
 
 _BENT = frozenset({"sqrt.default", "rsqrt.default", "reciprocal.default", "pow.Tensor_Scalar"})
 """Ops that turn a variance into a deviation or its inverse."""
@@ -45,14 +44,14 @@ def _returns(aggregation: Node, operand: Node) -> Iterator[bool]:
             other = _norm_of(user, node, bent)
             if other is not None:
                 yield not sources.isdisjoint(_sources(other))
-            pending.append((user, bent or op_name(user) in _BENT))
+            pending.append((user, bent or aten_name(user) in _BENT))
 
 
 def _norm_of(user: Node, result: Node, bent: bool) -> Node | None:
     """Return the value that ``user`` subtracts ``result`` from, or divides by it, or None."""
     first, second = (*user.args, None, None)[:2]
     other = second if first is result else first
-    name = op_name(user)
+    name = aten_name(user)
     norm = name == "sub.Tensor" or (name == "div.Tensor" and second is result)
     return other if (norm or (name == "mul.Tensor" and bent)) and isinstance(other, Node) else None
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from gnnc.ir.describe import arguments
-from gnnc.ir.nodes import shape_of
+from gnnc.ir.nodes import arguments, shape_or_none
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
 from gnnc.passes.quantization.observe import CANDIDATES, Candidate
@@ -84,7 +83,7 @@ def granularities(node: Node, precision: Precision) -> list[Candidate]:
 
 def width_of(node: object) -> int | None:
     """Return the columns of a feature tensor's rows, those of all heads; None where they are not fixed."""
-    shape = shape_of(node) if isinstance(node, Node) else None
+    shape = shape_or_none(node) if isinstance(node, Node) else None
     if shape is None or not all(isinstance(size, int) for size in shape[1:]):
         return None
     return math.prod(shape[1:])

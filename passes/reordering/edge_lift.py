@@ -6,10 +6,11 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.nodes import holds_tensor, shape_of
 from gnnc.ir.op import op_of, size_expr
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.assumed_sizes import Typical
-from gnnc.passes.rewrite.emit import Emitter, holds_tensor, shape_of
+from gnnc.passes.rewrite.emit import Emitter
 
 _aten = torch.ops.aten
 _ops = torch.ops.gnnc

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from gnnc.ir.nodes import shape_of
 from gnnc.ir.op import op_of
-from gnnc.passes.rewrite.emit import Emitter, shape_of
+from gnnc.passes.rewrite.emit import Emitter
 
 _aten = torch.ops.aten
 _INVERSES = (_aten.reciprocal.default, _aten.rsqrt.default, _aten.pow.Tensor_Scalar)

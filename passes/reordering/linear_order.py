@@ -13,11 +13,12 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import fake_mode_of
+from gnnc.ir.nodes import argument, holds_tensor, same_shape, shape_of
 from gnnc.ir.op import op_of, size_expr
 from gnnc.passes.base import Context
 from gnnc.passes.reordering.row_scale import row_scale
 from gnnc.passes.rewrite.assumed_sizes import Typical
-from gnnc.passes.rewrite.emit import Emitter, argument, holds_tensor, same_shape, shape_of
+from gnnc.passes.rewrite.emit import Emitter
 
 _aten = torch.ops.aten
 _ops = torch.ops.gnnc
@@ -71,7 +72,7 @@ class LinearOrder:
         before = [*self._aggregations(chain), self._gemm_time(gemm, x)]
         after = [self._aggregation_time(n, width) for n in chain if _is(n, "spmm")]
         after.append(self._gemm_time(gemm, chain[-1]))
-        bias = argument(gemm, 2, "bias")
+        bias = argument(gemm, "bias")
         if bias is not None and sum(after) < sum(before):
             self.ctx.note(gemm, "linear layer stays before the aggregation: its bias is aggregated too")
             return False
@@ -100,14 +101,14 @@ class LinearOrder:
             self.ctx.note(gemm, f"linear layer stays after the aggregation: {obstacle}")
 
     def _gemm(self, like: Node, x: Node) -> Node:
-        weight, transposed = like.args[1], argument(like, 3, "w_is_kn", False)
+        weight, transposed = like.args[1], argument(like, "w_is_kn")
         layer = like.meta.get("layer", "")
         moved = self.emit.call(_ops.gemm.default, x, weight, None, transposed, layer=layer)
         self._moved.add(moved)
         return moved
 
     def _finish(self, gemm: Node, old: Node, new: Node) -> None:
-        bias = argument(gemm, 2, "bias")
+        bias = argument(gemm, "bias")
         if bias is not None:
             new = self.emit.call(_aten.add.Tensor, new, bias, layer=gemm.meta.get("layer", ""))
         old.replace_all_uses_with(new)
@@ -121,7 +122,7 @@ class LinearOrder:
         return self._time(spmm, rowptr, col, value, self._tensor(x.shape[0], width), reduce, num_dst)
 
     def _gemm_time(self, gemm: Node, x: Any) -> float:
-        weight, transposed = _values((gemm.args[1], argument(gemm, 3, "w_is_kn", False)))
+        weight, transposed = _values((gemm.args[1], argument(gemm, "w_is_kn")))
         rows = self._tensor(shape_of(x)[0], _width(gemm.args[0]))
         return self._time(gemm, rows, weight, None, transposed)
 

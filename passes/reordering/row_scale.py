@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.passes.rewrite.emit import holds_tensor, same_size, shape_of
+from gnnc.ir.nodes import holds_tensor, same_size, shape_of
 
 _aten = torch.ops.aten
 _SPREADS = (_aten.expand.default, _aten.unsqueeze.default, _aten.view.default, _aten.reshape.default)

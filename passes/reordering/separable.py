@@ -13,8 +13,9 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.body import body_inputs, parse_body
+from gnnc.ir.nodes import argument, holds_tensor, same_size, shape_of
 from gnnc.ir.op import op_of
-from gnnc.passes.rewrite.emit import Emitter, argument, holds_tensor, same_size, shape_of
+from gnnc.passes.rewrite.emit import Emitter
 from gnnc.torch_private import OpOverload
 
 Order = Literal["caller", "csr"]
@@ -239,13 +240,13 @@ def constant_of(node: Any) -> float | None:
     if base in _FILLS:
         return _FILLS[base]
     if base in ("full", "full_like", "new_full"):
-        fill = argument(node, 2 if base == "new_full" else 1, "fill_value")
+        fill = argument(node, "fill_value")
         return float(fill) if isinstance(fill, int | float) else None
     if base in _SAME_VALUE:
         return constant_of(node.args[0])
     if base == "cat":
         return _common([constant_of(part) for part in node.args[0]])  # type: ignore[union-attr]
-    if base == "index_put" and not argument(node, 3, "accumulate", False):
+    if base == "index_put" and not argument(node, "accumulate"):
         return _common([constant_of(node.args[0]), constant_of(node.args[2])])
     if base == "where":
         return _common([constant_of(part) for part in node.args[1:3]])

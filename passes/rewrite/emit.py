@@ -9,8 +9,9 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import fake_mode_of, placeholders
+from gnnc.ir.nodes import holds_tensor, shape_of
 from gnnc.ir.source import source_of
-from gnnc.torch_private import enable_python_dispatcher, statically_known_true
+from gnnc.torch_private import enable_python_dispatcher
 
 aten = torch.ops.aten
 
@@ -129,38 +130,6 @@ def _input_sizes(graph: fx.Graph) -> dict[Any, tuple[Node, int]]:
             if isinstance(size, torch.SymInt):
                 sizes.setdefault(size.node.expr, (node, dim))
     return sizes
-
-
-def value_of(node: Node) -> torch.Tensor:
-    """The fake tensor of a node that holds a tensor."""
-    return node.meta["val"]
-
-
-def holds_tensor(node: Any) -> bool:
-    """Whether ``node`` is a node that holds one tensor."""
-    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def shape_of(node: Node) -> tuple[Any, ...]:
-    """Sizes of a tensor node, ints or SymInts."""
-    return tuple(node.meta["val"].shape)
-
-
-def same_size(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal for all values of their symbols."""
-    return bool(statically_known_true(a == b))
-
-
-def same_shape(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether two shapes are equal for all values of their symbols."""
-    return len(a) == len(b) and all(map(same_size, a, b))
-
-
-def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument by position or by name."""
-    if len(node.args) > position:
-        return node.args[position]
-    return node.kwargs.get(name, default)
 
 
 def drop_dead(gm: fx.GraphModule) -> None:

@@ -54,7 +54,7 @@ def _round_matrix(x: Tensor, qtype: QType) -> Tensor:
 
 def _round_weight(node: Node, w: Tensor, qtype: QType) -> Tensor:
     """Round with a scale for each output channel, which is a row, or a column where ``w_is_kn``."""
-    if argument(node, 3, "w_is_kn", False):
+    if argument(node, "w_is_kn"):
         return round_rows(w.t(), qtype).t()
     return round_rows(w, qtype)
 

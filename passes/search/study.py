@@ -20,7 +20,7 @@ from gnnc.cost.model import Rates, Term
 from gnnc.cost.receptive_field import assumed_reach, count_reach, receptive_gains
 from gnnc.ir.attention import match_attention
 from gnnc.ir.graph import output_node
-from gnnc.ir.nodes import shape_of
+from gnnc.ir.nodes import shape_or_none
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.row_local import classify
 from gnnc.ir.source import is_weight
@@ -213,7 +213,7 @@ def nominal_error(node: Node, option: Option) -> float:
 
 
 def _width(node: object) -> int:
-    shape = (shape_of(node) or ()) if isinstance(node, Node) else ()
+    shape = (shape_or_none(node) or ()) if isinstance(node, Node) else ()
     return math.prod(size for size in shape[1:] if isinstance(size, int))
 
 

@@ -3,11 +3,11 @@
 import torch
 from torch.fx import Node
 
+from gnnc.ir.nodes import shape_of
 from gnnc.runtime.cpu import epilogue
 from gnnc.runtime.plans import gemm
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.launches import tuple_of
-from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program.build import argument_of
 

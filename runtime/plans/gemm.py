@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.ir.describe import arguments
-from gnnc.ir.nodes import argument
+from gnnc.ir.nodes import argument, arguments
 from gnnc.ir.qtype import Granularity, QType
 from gnnc.ir.row_local import RowOp
 from gnnc.runtime.row_program import build
@@ -96,8 +95,8 @@ def _product(inner: Inner, anchor: Node) -> _Product:
 
 def _plan_float(inner: Inner, anchor: Node) -> _Product:
     x, w = anchor.args[:2]
-    w_is_kn = bool(argument(anchor, 3, "w_is_kn", False))
-    bias = argument(anchor, 2, "bias", None)
+    w_is_kn = bool(argument(anchor, "w_is_kn"))
+    bias = argument(anchor, "bias")
     covered = {anchor}
     x, x_cast = _uncast(inner, x, covered)
     w, w_cast = _uncast(inner, w, covered)

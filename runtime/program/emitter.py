@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from gnnc.ir.nodes import shape_of
 from gnnc.runtime.program.checks import check_finite
 from gnnc.runtime.program.launches import (
     Allocate,
@@ -25,7 +26,7 @@ from gnnc.runtime.program.launches import (
     variable,
 )
 from gnnc.runtime.program.memory_plan import END, Buffer
-from gnnc.runtime.program.values import Value, Values, shape_of, width_of
+from gnnc.runtime.program.values import Value, Values, width_of
 from gnnc.torch_private import OpOverload, is_composite, schema
 
 

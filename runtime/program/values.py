@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gnnc.ir.nodes import is_view
+from gnnc.ir.nodes import is_view, shape_of
 from gnnc.runtime.program.launches import Expr, Operand, expr, sequence
 from gnnc.runtime.program.memory_plan import Buffer, MemoryPlan
 from gnnc.runtime.program.sizes import Sizes, expression
@@ -38,16 +38,6 @@ class Value:
     buffer: Buffer | None = None
     holds: tuple[Buffer, ...] = ()
     matrix: dict[int, Expr] = field(default_factory=dict)
-
-
-def shape_of(node: Node) -> tuple[Any, ...]:
-    """Return the (symbolic) shape of a node's tensor."""
-    return tuple(node.meta["val"].shape)
-
-
-def same_size(a: Any, b: Any) -> bool:
-    """Return whether two sizes are the same expression."""
-    return expression(a) == expression(b)
 
 
 class Values(StatementList):
@@ -235,8 +225,8 @@ class Values(StatementList):
         if buffer is None or not all(expression(size).is_number for size in shape[1:]):
             return None
         width = width_of(start)
-        whole = width == buffer.shape[1] and (not shape or same_size(shape[0], buffer.shape[0]))
-        return buffer if whole else None
+        same_rows = not shape or expression(shape[0]) == expression(buffer.shape[0])
+        return buffer if width == buffer.shape[1] and same_rows else None
 
     def _view(self, node: Node) -> Expr:
         source = self.exact(_first(node))

@@ -3,6 +3,7 @@
 import torch
 from torch.fx import Node
 
+from gnnc.ir.nodes import shape_of
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, length, pointer, round_up
 from gnnc.runtime.cuda.formats.tables import (
@@ -17,7 +18,6 @@ from gnnc.runtime.cuda.kernels.epilogue import literal, truth, write_epilogue
 from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, gathered_rows, packed_width
 from gnnc.runtime.plans import attention
 from gnnc.runtime.program.launches import Argument, Expr, count_of, expr
-from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of
 

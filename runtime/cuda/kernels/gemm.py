@@ -9,13 +9,12 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn.functional import pad
 
-from gnnc.ir.nodes import as_node
+from gnnc.ir.nodes import as_node, shape_of
 from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, lanes_for, pointer, round_up
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, scales_of, write_epilogue
 from gnnc.runtime.cuda.kernels.rowmap import launch_rowmap
 from gnnc.runtime.plans import gemm
 from gnnc.runtime.program.launches import Expr, expr, variable
-from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of
 from gnnc.runtime.row_program.opcodes import Op

@@ -2,11 +2,11 @@
 
 from torch.fx import Node
 
+from gnnc.ir.nodes import shape_of
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, lanes_for, pointer
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, write_epilogue
 from gnnc.runtime.plans import rowmap
 from gnnc.runtime.program.launches import Expr
-from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program.build import RowProgram, argument_of
 

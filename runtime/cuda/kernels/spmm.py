@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from gnnc.ir.nodes import shape_of
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
 from gnnc.runtime.cuda.emitter import (
     BLOCK,
@@ -30,7 +31,6 @@ from gnnc.runtime.cuda.formats.window_table import entries_of, has_room, shared_
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, write_epilogue
 from gnnc.runtime.plans import spmm
 from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
-from gnnc.runtime.program.values import shape_of
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of
 from gnnc.runtime.row_program.opcodes import Op
