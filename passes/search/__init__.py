@@ -1,1 +1,1 @@
-"""The search of `precision="auto"`: sensitivities, costs and the exact choice of options."""
+"""Parts of `assign` for `precision="auto"`: sensitivities, costs and the exact choice of options."""

@@ -1,4 +1,4 @@
-"""``precision="auto"``: the choice that ``assign`` carries out, and how measured runs correct it."""
+"""Choice of ``precision="auto"``: made from a study, applied by ``assign``, corrected by measured runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,25 +13,26 @@ from gnnc.passes.search.solver import Solution, rank_correlation, solve
 from gnnc.passes.search.study import GROWTH, OpChoices, Study, study
 
 MAX_TIGHTENINGS = 5
-"""How often a choice that measures over budget is made again under a tighter one."""
+"""Number of times that a choice is made again under a tighter limit where it measures over budget."""
 
 _MARGIN = 0.97
+"""Share of a corrected limit that is used, so that the next run does not measure just over budget."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """What ``auto`` weighed, what it chose, and what running it showed.
+    """A choice of precisions with the study behind it and the errors of running it.
 
     Attributes:
         study: errors and times of every option.
         budget: the error that the user allows.
         solution: the latest choice.
         plan: the option of each primitive, by name; None while a uniform precision is tried.
-        limit: the predicted error that the latest choice was allowed on the examples.
-        grown_limit: the one for values that have grown beyond the examples', see ``study.GROWTH``.
-        measured: the largest error of an output that a run of the latest choice showed.
+        limit: the predicted error allowed to the latest choice on the examples.
+        grown_limit: the same for values that have grown beyond the examples', see ``study.GROWTH``.
+        measured: the largest error of an output in a run of the latest choice.
         grown: the same for values that have grown.
-        log: what was tried, a line each.
+        log: the attempts, a line each.
     """
 
     study: Study
@@ -46,7 +47,7 @@ class Choice:
 
     @staticmethod
     def make(gm: fx.GraphModule, ctx: Context, allowed: Mapping[Node, Sequence[Option]]) -> "Choice":
-        """Study a graph and choose.
+        """Return the choice for a graph, after a study of its ops.
 
         Raises:
             UnsupportedError: the backend cannot be measured.
@@ -56,10 +57,10 @@ class Choice:
                 f"[gnnc.assign] precision='auto' weighs measured times, and backend {ctx.target.name!r} "
                 "was given without rates: compile with gnnc.compile, or name a precision"
             )
-        known = study(gm, ctx, allowed, ctx.target.rates())
+        studied = study(gm, ctx, allowed, ctx.target.rates())
         budget = ctx.error_budget
-        solution = solve(known, budget)
-        return Choice(known, budget, solution, known.plan(solution.chosen), budget, budget)
+        solution = solve(studied, budget)
+        return Choice(studied, budget, solution, studied.plan(solution.chosen), budget, budget)
 
     def option(self, name: str) -> Option | None:
         """Return the option of a primitive, or None where none was chosen for it."""
@@ -67,32 +68,32 @@ class Choice:
 
     @property
     def predicted(self) -> float:
-        """The largest predicted error of an output."""
+        """Largest predicted error of an output."""
         return max(self.solution.errors, default=0.0)
 
     @property
     def limit_text(self) -> str:
-        """The limits, for people."""
+        """Text of the limits."""
         grown = "" if self.grown_limit == self.budget else f" ({self.grown_limit:.2g} for larger values)"
         return f"{self.limit:.2g}{grown}"
 
     @property
     def predicted_grown(self) -> float:
-        """The largest predicted error of an output, for values that have grown."""
+        """Largest predicted error of an output, for values that have grown."""
         return max(self.study.error(self.solution.chosen)[self.study.outputs :], default=0.0)
 
     def adjust(self, measured: float, grown: float) -> bool:
-        """Take note of measured errors; choose again where they show the prediction to be off.
+        """Choose again under limits corrected by measured errors.
 
-        An error over budget tightens the limit on its prediction in proportion. Where none is, both are
-        loosened so.
+        An error over budget tightens the limit on its prediction in proportion. If none is over budget,
+        both limits are loosened in the same way.
 
         Args:
             measured: the largest error of an output on the examples.
             grown: the same for values that have grown.
 
         Returns:
-            Whether another choice was made.
+            Whether the choice changed.
         """
         before = self.solution.chosen
         fits = max(measured, grown) <= self.budget
@@ -105,19 +106,19 @@ class Choice:
         return self.solution.chosen != before
 
     def _corrected(self, predicted: float, measured: float) -> float:
-        """The limit on a prediction that keeps what is measured within the budget."""
+        """Return the limit on a predicted error that keeps the measured error within the budget."""
         ratio = measured / predicted if predicted else 1.0
         limit = self.budget / max(ratio, 1e-9) * _MARGIN
         return min(limit, predicted * _MARGIN) if measured > self.budget else limit
 
     def give_up(self) -> None:
-        """Choose the least error that the user's overrides leave."""
+        """Choose the least error that the user's overrides allow."""
         self.limit = self.grown_limit = 0.0
         self.solution = solve(self.study, 0.0)
         self.plan = self.study.plan(self.solution.chosen)
 
     def take_uniform(self, assigned: fx.GraphModule, *, measured: bool = False) -> None:
-        """Take the precisions that ``assign`` wrote into a graph instead.
+        """Replace the choice by the precisions that ``assign`` wrote into a graph.
 
         Args:
             assigned: the graph.
@@ -125,22 +126,22 @@ class Choice:
         """
         options = assigned_options(assigned)
         chosen = tuple(_closest(op, options[op.node.name]) for op in self.study.ops)
-        known = "was measured" if measured else "is predicted"
-        binding = f"a uniform precision {known} to be faster, once lowered, than what was put together"
+        verb = "was measured" if measured else "is predicted"
+        binding = f"a uniform precision {verb} to be faster, once lowered, than the mixed choice"
         self.solution = Solution(
             chosen, self.study.seconds(chosen), self.study.error(chosen)[: self.study.outputs], True, binding
         )
         self.plan = options
 
     def correlation(self) -> float | None:
-        """Spearman's rank correlation of gain and measured sensitivity, or None."""
+        """Return Spearman's rank correlation of gain and measured sensitivity, or None if not measured."""
         if not self.study.measured:
             return None
-        known = [op for op in self.study.ops if op.gain is not None]
-        return rank_correlation([op.gain or 0.0 for op in known], [op.sensitivity for op in known])
+        ops = [op for op in self.study.ops if op.gain is not None]
+        return rank_correlation([op.gain or 0.0 for op in ops], [op.sensitivity for op in ops])
 
     def alternative(self, name: str) -> tuple[Option, float, float] | None:
-        """Return the next best option of a primitive: what it adds to the time, and its error."""
+        """Return the next best option of a primitive, the time that it adds, and its error."""
         for i, op in enumerate(self.study.ops):
             if op.node.name == name:
                 return self._next_best(i, op)
@@ -161,22 +162,21 @@ class Choice:
 
 
 def _closest(op: OpChoices, option: Option) -> int:
-    """The number of an option, or of the last of its precision."""
+    """Return the number of an option, or of the last option of its precision."""
     if option in op.options:
         return op.options.index(option)
-    return max(i for i, known in enumerate(op.options) if known.precision == option.precision)
+    return max(i for i, other in enumerate(op.options) if other.precision == option.precision)
 
 
 def report(choice: Choice) -> list[str]:
-    """Return what ``explain()`` says of a choice."""
-    known = choice.study
+    """Return the lines of ``explain()`` about a choice."""
     predicted = f"{choice.predicted:.2g} predicted"
     lines = [
         f"budget {choice.budget:.2g}: {predicted}, {_measured(choice)}",
         choice.solution.binding,
         *choice.log,
     ]
-    if not known.measured:
+    if not choice.study.measured:
         lines.append(
             "no example_inputs: an op's weight is 1 + its receptive-field gain on an assumed graph, and "
             "nothing was measured"
@@ -193,5 +193,5 @@ def _measured(choice: Choice) -> str:
 
 
 def beyond(error: float, grown: float) -> str:
-    """Return what is to be said of an error for values that have grown; nothing where it is the same."""
+    """Return the text on the error for values that have grown; empty where it is the same."""
     return "" if grown == error else f" ({grown:.2g} had the values been {GROWTH:g} times as large)"

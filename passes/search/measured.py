@@ -1,4 +1,4 @@
-"""A study corrected by the times that launches of tried programs took."""
+"""Correction of a study by the measured launch times of the programs that were tried."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from gnnc.passes.search.study import OpChoices, Study
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What timing a lowered program showed.
+    """Measured launch times of a lowered program, by primitive.
 
     Attributes:
-        options: what it ran each primitive in, by name.
-        excess: by name of a primitive, seconds that its launch took beyond their prediction, and launches
-            before it that only bring a tensor into its format.
+        options: the option that each primitive ran in, by name.
+        excess: by name of a primitive, measured minus predicted seconds of its launch and of the launches
+            before it that only convert a tensor to its format.
     """
 
     options: Mapping[str, Option]
@@ -29,24 +29,24 @@ class Observed:
 def observed(
     assigned: GraphModule, lowered: GraphModule, predicted: Mapping[str, float], took: Mapping[str, float]
 ) -> Observed:
-    """Return what the times of a program's launches show.
+    """Return the measured launch times of a program by primitive.
 
     Args:
-        assigned: the graph as ``assign`` left it.
-        lowered: what became of it.
-        predicted: seconds of its launches, by node.
-        took: the same as measured.
+        assigned: the graph after ``assign``.
+        lowered: the same graph after ``lower``.
+        predicted: predicted seconds of the launches, by node.
+        took: measured seconds of the launches, by node.
     """
     excess: dict[str, float] = {}
     for launch, name in _owners(model.launches(describe.inline(lowered))):
         if launch.name in took:
-            more = took[launch.name] - predicted.get(launch.name, 0.0)
-            excess[name] = excess.get(name, 0.0) + more
+            beyond = took[launch.name] - predicted.get(launch.name, 0.0)
+            excess[name] = excess.get(name, 0.0) + beyond
     return Observed(assigned_options(assigned), excess)
 
 
 def _owners(launches: Sequence[model.Launch]) -> Iterator[tuple[model.Launch, str]]:
-    """The primitive that each launch is there for: its last one, or that of a launch that reads it."""
+    """Yield each launch with the primitive that it serves: its last, or that of a launch that reads it."""
     owner: dict[Node, str] = {}
     for launch in reversed(launches):
         names = [describe.assigned_name(node) for node in launch.primitives]
@@ -57,21 +57,21 @@ def _owners(launches: Sequence[model.Launch]) -> Iterator[tuple[model.Launch, st
             yield launch, name
 
 
-def corrected(study: Study, seen: Sequence[Observed]) -> Study:
-    """Return the study with times of ops as they were seen.
+def corrected(study: Study, runs: Sequence[Observed]) -> Study:
+    """Return the study with the times of ops as measured.
 
-    An option that no program had is corrected as others of its precision were.
+    An option that no program ran is corrected like the other options of its precision.
     """
-    return replace(study, ops=tuple(_corrected(op, seen) for op in study.ops))
+    return replace(study, ops=tuple(_corrected(op, runs) for op in study.ops))
 
 
-def _corrected(op: OpChoices, seen: Sequence[Observed]) -> OpChoices:
+def _corrected(op: OpChoices, runs: Sequence[Observed]) -> OpChoices:
     name = op.node.name
-    known = [(each.options[name], each.excess[name]) for each in seen if name in each.excess]
+    excesses = [(run.options[name], run.excess[name]) for run in runs if name in run.excess]
 
     def excess(option: Option) -> float:
-        same = [seconds for other, seconds in known if other == option]
-        alike = [seconds for other, seconds in known if other.precision == option.precision]
+        same = [seconds for other, seconds in excesses if other == option]
+        alike = [seconds for other, seconds in excesses if other.precision == option.precision]
         return fmean(same or alike or [0.0])
 
     seconds = tuple(s + excess(o) for o, s in zip(op.options, op.seconds, strict=True))

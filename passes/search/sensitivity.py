@@ -1,7 +1,7 @@
-"""How much the model's output errs when one op alone is computed in low precision, measured.
+"""Measured sensitivity: the error of the model's output when one op alone runs in low precision.
 
-The graph runs once in FP32 and every value is kept; a run with some ops rounded then recomputes what
-depends on them and nothing else, so that all runs share their prefixes.
+The graph runs once in FP32 and all its values are cached; a run with some ops rounded recomputes only
+the nodes that depend on them.
 """
 
 import warnings
@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from gnnc.ir.graph import output_node, placeholders
+from gnnc.ir.graph import placeholders
+from gnnc.ir.nodes import argument, outputs_of
 from gnnc.passes.quantization.number_formats import FULL, Option
 from gnnc.passes.quantization.observe import spmm_sum
 from gnnc.passes.search.rounding import round_operands
@@ -27,7 +28,7 @@ def relative_l2(got: Tensor, want: Tensor) -> float:
 
     Args:
         got: any floating tensor.
-        want: what it should be, of the same shape.
+        want: the expected tensor, of the same shape.
 
     Returns:
         0 where both are equal (also zero, also empty), infinite where only ``want`` is zero or
@@ -41,7 +42,7 @@ def relative_l2(got: Tensor, want: Tensor) -> float:
 
 
 class Bench:
-    """Runs a graph on example values with any of its ops rounded.
+    """Runner of a graph on example values, with any of its ops rounded.
 
     Args:
         gm: a graph of primitives in FP32.
@@ -62,32 +63,32 @@ class Bench:
         self.outputs = self._outputs(self._base)
 
     def value(self, node: Node) -> Any:
-        """Return what ``node`` is in FP32."""
+        """Return the FP32 value of ``node``."""
         return self._base[node]
 
     def errors(self, plan: Mapping[Node, Option], growth: float = 1.0) -> Errors:
-        """Return the error of each output with every op computed as ``plan`` says, the others in FP32.
+        """Return the error of each output with the ops of ``plan`` rounded and the others in FP32.
 
         Args:
-            plan: the ops that are rounded.
-            growth: how much larger the examples' values are than those that static scales came from.
+            plan: the option of each op that is rounded.
+            growth: ratio of the examples' values to those that static scales were taken from.
         """
         changed: dict[Node, Any] = {}
         with torch.no_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
-            left = _uses_left(self._gm, plan)
-            for node in left:
+            readers_left = _reader_counts(self._gm, plan)
+            for node in readers_left:
                 if node.op == "output":
                     break
-                known = {n: changed.get(n, self._base[n]) for n in node.all_input_nodes}
-                changed[node] = self._evaluate(node, known, plan.get(node, FULL), growth)
-                _forget(node, changed, left)
+                operands = {n: changed.get(n, self._base[n]) for n in node.all_input_nodes}
+                changed[node] = self._evaluate(node, operands, plan.get(node, FULL), growth)
+                _drop_read(node, changed, readers_left)
         got = self._outputs({**self._base, **changed})
         return tuple(relative_l2(a, b) for a, b in zip(got, self.outputs, strict=True))
 
     def _outputs(self, values: Mapping[Node, Any]) -> list[Tensor]:
-        found = [values[n] for n in output_node(self._gm).args[0] if isinstance(n, Node)]  # type: ignore[union-attr]
-        return [v for v in found if isinstance(v, Tensor) and v.is_floating_point()]
+        outputs = [values[n] for n in outputs_of(self._gm.graph) if isinstance(n, Node)]
+        return [v for v in outputs if isinstance(v, Tensor) and v.is_floating_point()]
 
     def _evaluate(self, node: Node, values: Mapping[Node, Any], option: Option, growth: float = 1.0) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
@@ -95,7 +96,7 @@ class Bench:
             return self._gm.get_submodule(str(node.target))(*args, **kwargs)
         if option != FULL:
             args = round_operands(node, args, option, growth)
-        if node.target is torch.ops.gnnc.spmm.default and args[4] in ("sum", "mean"):
+        if node.target is torch.ops.gnnc.spmm.default and argument(node, "reduce") in ("sum", "mean"):
             return _spmm(*args)
         assert callable(node.target), node.format_node()
         return node.target(*args, **kwargs)
@@ -109,8 +110,8 @@ def _spmm(rowptr: Tensor, col: Tensor, value: Any, x: Tensor, reduce: str, num_d
     return total / degree.reshape(-1, *[1] * (total.dim() - 1))
 
 
-def _uses_left(gm: fx.GraphModule, plan: Mapping[Node, Option]) -> dict[Node, int]:
-    """The nodes that the plan changes and all that depends on them, in order, with their readers."""
+def _reader_counts(gm: fx.GraphModule, plan: Mapping[Node, Option]) -> dict[Node, int]:
+    """Return the number of readers of each node that depends on a rounded op, in graph order."""
     dirty: dict[Node, int] = {}
     for node in gm.graph.nodes:
         if plan.get(node, FULL) != FULL or any(n in dirty for n in node.all_input_nodes):
@@ -118,10 +119,10 @@ def _uses_left(gm: fx.GraphModule, plan: Mapping[Node, Option]) -> dict[Node, in
     return dirty
 
 
-def _forget(node: Node, values: dict[Node, Any], left: dict[Node, int]) -> None:
-    """Drop a recomputed value once the last node has read it."""
-    for read in node.all_input_nodes:
-        if read in left:
-            left[read] -= 1
-            if not left[read]:
-                values.pop(read, None)
+def _drop_read(node: Node, values: dict[Node, Any], readers_left: dict[Node, int]) -> None:
+    """Drop the operands of ``node`` that no later node reads."""
+    for operand in node.all_input_nodes:
+        if operand in readers_left:
+            readers_left[operand] -= 1
+            if not readers_left[operand]:
+                values.pop(operand, None)

@@ -1,10 +1,11 @@
-"""The least predicted time within an error budget, as an integer program, solved exactly.
+"""Exact solver of the choice of options: the least predicted time within an error budget.
 
-minimise    sum c[i,o] x[i,o] + sum s[t,f] y[t,f]
-subject to  sum_o x[i,o] = 1                       each op takes one option
-            y[t,f] >= x[i,o]                       a format that a reader needs is written, once
-            sum e[k,i,o]^2 x[i,o] <= limit[k]^2    for each output k, twice: on the examples, and
-                                                   for values that have grown
+The integer program, with op i, option o, tensor t, format f and output k::
+
+    minimize    sum c[i,o] x[i,o] + sum s[t,f] y[t,f]
+    subject to  sum_o x[i,o] = 1                       each op takes one option
+                y[t,f] >= x[i,o]                       a format that a reader needs is written, once
+                sum e[k,i,o]^2 x[i,o] <= limit[k]^2    on the examples, and again for grown values
 """
 
 from collections.abc import Sequence
@@ -16,22 +17,22 @@ import numpy as np
 from gnnc.passes.search.study import Study
 
 _LEAST = 1e-30
-"""A limit of no error at all, which only FP32 keeps."""
+"""Least limit: a smaller one counts as this, and only FP32 keeps it."""
 
 _TIE = 1e-9
-"""Relative difference of times that counts as none: of such choices the earliest options are taken."""
+"""Relative difference of times below which two choices tie: the earlier options then win."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A choice.
+    """A choice of one option for each op.
 
     Attributes:
         chosen: an option number for each op of the study.
-        seconds: predicted time of what was chosen, and of the formats that it needs.
+        seconds: predicted time of the chosen options and of the formats that they need.
         errors: predicted error of each output, on the examples.
         feasible: whether the predicted error is within the budget; if not, the error is the least.
-        binding: what kept it from being faster.
+        binding: the constraint that keeps it from being faster, as text.
     """
 
     chosen: tuple[int, ...]
@@ -44,12 +45,12 @@ class Solution:
 def solve(study: Study, budget: float, grown: float | None = None) -> Solution:
     """Return the fastest choice whose predicted error is at most ``budget`` for every output.
 
-    Where there is none, because the user forced low precisions, the choice of least error.
+    If no choice is, because the user forced low precisions, return the one of least error.
 
     Args:
         study: errors and times.
-        budget: the predicted error that is allowed on the examples.
-        grown: the one that is allowed for values larger than the examples'; None: ``budget``.
+        budget: the predicted error allowed on the examples.
+        grown: the predicted error allowed for values larger than the examples'; None: ``budget``.
     """
     limits = np.repeat([budget, budget if grown is None else grown], study.outputs)
     chosen = _program(study, limits)
@@ -93,7 +94,7 @@ def _program(study: Study, limits: np.ndarray) -> tuple[int, ...] | None:
 
 
 def _earliest(study: Study, chosen: tuple[int, ...], limits: np.ndarray) -> tuple[int, ...]:
-    """Go back to earlier options where they are as fast: one choice stands for all that are equal."""
+    """Replace options by earlier ones that are as fast, so that equally fast choices come out the same."""
     most = study.seconds(chosen) * (1 + _TIE)
     for i in range(len(study.ops)):
         for o in range(chosen[i]):
@@ -113,23 +114,23 @@ def _constraints(
     one = lil_matrix((len(study.ops), width))
     for (i, _), k in column.items():
         one[i, k] = 1.0
-    found = [LinearConstraint(one.tocsr(), 1.0, 1.0)]
+    constraints = [LinearConstraint(one.tocsr(), 1.0, 1.0)]
     needs = [(s, reader) for s, store in enumerate(study.stores) for reader in store.readers]
     if needs:
-        written = lil_matrix((len(needs), width))
+        needed = lil_matrix((len(needs), width))
         for row, (s, reader) in enumerate(needs):
-            written[row, len(column) + s] = 1.0
-            written[row, column[reader]] = -1.0
-        found.append(LinearConstraint(written.tocsr(), 0.0, np.inf))
+            needed[row, len(column) + s] = 1.0
+            needed[row, column[reader]] = -1.0
+        constraints.append(LinearConstraint(needed.tocsr(), 0.0, np.inf))
     squares = np.zeros((shares.shape[1], width))
     squares[:, : len(column)] = np.where(np.isfinite(shares), shares, 0.0).T ** 2
     if len(squares):
-        found.append(LinearConstraint(squares, -np.inf, 1.0))
-    return found
+        constraints.append(LinearConstraint(squares, -np.inf, 1.0))
+    return constraints
 
 
 def _binding(study: Study, chosen: Sequence[int], limits: np.ndarray) -> str:
-    """What a faster choice would break: the single change that saves most and breaks a limit."""
+    """Return the text on the single change that saves most time among those that break a limit."""
     now = study.seconds(chosen)
     steps = []
     for i, op in enumerate(study.ops):
