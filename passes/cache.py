@@ -1,9 +1,8 @@
-"""Cache: a tensor is quantized once, whoever reads it.
+"""Cache: quantize each tensor once, for all its readers.
 
-``quantize`` gives every consumer codes of its own; here equal scales, shifts, codes, casts and
-dequantized values become one node, so that ``fuse`` can let the producer write the codes. A
-consumer that needs FP32 keeps reading the FP32 value: codes are never widened back for it, which
-would round twice.
+``quantize`` inserts a quantization for every reader; this pass merges equal scales, shifts,
+quantizations, casts and dequantizations, so that ``fuse`` can let the producer write the quantized
+values. A reader that needs FP32 still reads the FP32 value: dequantizing for it would round twice.
 """
 
 from collections import defaultdict
@@ -33,24 +32,24 @@ class Cache:
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return the graph with every tensor quantized once per scale."""
-        for kept, copies in _merge(gm.graph).items():
-            kind = _MERGEABLE[str(kept.target)]
-            ctx.note(kept, f"one {kind} serves {copies + 1} consumers")
+        for shared, copies in _merge(gm.graph).items():
+            kind = _MERGEABLE[str(shared.target)]
+            ctx.note(shared, f"one {kind} serves {copies + 1} consumers")
         return gm
 
 
 def _merge(graph: fx.Graph) -> dict[Node, int]:
-    """Let the first of equal nodes stand for all; return how many each one replaced."""
+    """Replace equal nodes by the first of them; return how many nodes each one replaced."""
     first: dict[Any, Node] = {}
     copies: dict[Node, int] = defaultdict(int)
     for node in list(graph.nodes):
         if str(node.target) not in _MERGEABLE:
             continue
-        kept = first.setdefault(_key(node), node)
-        if kept is not node:
-            node.replace_all_uses_with(kept)
+        shared = first.setdefault(_key(node), node)
+        if shared is not node:
+            node.replace_all_uses_with(shared)
             graph.erase_node(node)
-            copies[kept] += 1
+            copies[shared] += 1
     return copies
 
 
@@ -59,7 +58,7 @@ def _key(node: Node) -> tuple[Any, ...]:
 
 
 def _frozen(value: Any) -> Any:
-    """A hashable copy of arguments; numbers keep their type, so that 1 and 1.0 differ."""
+    """Return a hashable copy of arguments; numbers keep their type, so that 1 and 1.0 differ."""
     if isinstance(value, dict):
         return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
-"""Fuse: a kernel's producer with everything that can be done to its rows while they are in cache.
+"""Fuse: group a producer with the row-local ops around it, to run while its rows are in cache.
 
-A group is an *anchor* (a product, an aggregation, an attention, or nothing for a plain map), what
-may be done while its operands are loaded (scale, quantize, cast), and the row program that
-``gnnc.ir.row_local`` reads from its result: bias, scales, activations, norms, residual adds, and
+A group has an *anchor* (a product, an aggregation, an attention, or none for a plain map), the ops
+on its operands as they are loaded (scale, quantize, cast), and the row program that
+``gnnc.ir.row_local`` matches behind its result: bias, scales, activations, norms, residual adds, and
 any number of stores in any precision. Each group becomes a submodule whose graph stays visible
 and runs by itself.
 """
@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.attention import match_attention
-from gnnc.ir.nodes import arguments, shape_or_none
+from gnnc.ir.nodes import argument, first_operand, set_argument, shape_or_none, unpack
 from gnnc.ir.qtype import QType
 from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
 from gnnc.ir.source import is_weight
@@ -32,7 +32,7 @@ ANCHORS = {
     "gnnc.qspmm.default": "spmm",
     "gnnc.segment_reduce.default": "spmm",
 }
-"""Ops that make whole rows, by the kernel family that computes them."""
+"""Ops that compute whole rows, with the kernel family of each."""
 
 _GEMMS = ("gnnc.gemm.default", "gnnc.qgemm.default")
 _QUANTIZE = "gnnc.quantize.default"
@@ -54,20 +54,20 @@ class Fuse:
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return the graph with every group as a submodule ``fused_<k>``."""
         _split_bias(gm.graph)
-        _own_weights(gm.graph)
+        _copy_shared_weights(gm.graph)
         partition = Partition()
         for node in gm.graph.nodes:
             _anchor(partition, node, ctx.target)
         for node in gm.graph.nodes:
             self._map(partition, node)
-        _tidy(partition)
+        _drop_useless(partition)
         _explain(gm.graph, partition, ctx)
         return contract(gm, partition)
 
     def _map(self, partition: Partition, source: Node) -> None:
-        """Group row-local ops that read ``source`` and have no producer to ride on."""
-        taken = partition.group_of(source) and not _is_half(source)
-        if not _has_rows(source) or taken or is_weight(source):
+        """Group the row-local ops that read ``source``, where no anchor computes it."""
+        is_grouped = partition.group_of(source) and not _is_half(source)
+        if not _has_rows(source) or is_grouped or is_weight(source):
             return
         group = partition.start("map", source)
         program = linearize(source, _admission(partition, group))
@@ -82,12 +82,12 @@ def _has_rows(node: Node) -> bool:
 
 
 def _is_half(node: Node) -> bool:
-    """Whether a producer's epilogue may have written it for others to go on from."""
+    """Return whether a node casts to 16 bits: a producer's epilogue may store it for other groups."""
     return str(node.target) == _CAST and node.kwargs.get("dtype") in (torch.bfloat16, torch.float16)
 
 
 def _width_of(node: Node) -> Any:
-    """Elements a row: a kernel over rows of one element is no better than a flat one."""
+    """Return the elements of a row; a kernel over rows of one element is no better than a flat one."""
     return math.prod((shape_or_none(node) or ())[1:])
 
 
@@ -103,16 +103,16 @@ def _anchor(partition: Partition, node: Node, target: Target) -> None:
 
 
 def _siblings(gemm: Node) -> list[Node]:
-    """The products of the same matrix that follow ``gemm`` with no other anchor between."""
-    found: list[Node] = []
+    """Return the products of the same matrix that follow ``gemm`` with no other anchor between."""
+    siblings: list[Node] = []
     node = gemm.next
     while node.op != "root":
         if str(node.target) in ANCHORS:
-            if node.target is not gemm.target or node.args[0] is not gemm.args[0]:
+            if node.target is not gemm.target or first_operand(node) is not first_operand(gemm):
                 break
-            found.append(node)
+            siblings.append(node)
         node = node.next
-    return found
+    return siblings
 
 
 def _grow(partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...]) -> None:
@@ -124,37 +124,40 @@ def _grow(partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...]
 
 
 def _grow_gemm(partition: Partition, gemm: Node, siblings: Sequence[Node], *, tensor_scales: bool) -> None:
-    """All products of one matrix read it once; then each goes its own way."""
+    """Group all products of one matrix, which read it once, and the row program of each."""
     group = partition.start("gemm", gemm)
     anchors = [node for node in (gemm, *siblings) if partition.add(group, (node,))]
     for anchor in anchors:
         linearize(anchor, _admission(partition, group, tensor_scales=tensor_scales))
-    for operand in dict.fromkeys(arg for anchor in anchors for arg in anchor.args[:2]):
-        _load(partition, group, operand)
+    for factor in dict.fromkeys(arg for anchor in anchors for arg in unpack(anchor, "x", "w")):
+        _load(partition, group, factor)
 
 
 def _admission(partition: Partition, group: Group, *, tensor_scales: bool = False) -> Callable[[RowOp], bool]:
-    """A row op may join if its operands come from outside and its nodes are free.
+    """Return the function that adds a row op to a group if its operands come from outside and it is free.
 
-    ``tensor_scales``: whether the kernel finds the scale of its whole result, one.
+    Args:
+        partition: the groups.
+        group: the group to join.
+        tensor_scales: whether the kernel computes one scale of its whole result.
     """
 
     def admit(op: RowOp) -> bool:
         if op.kind == SCALE_TENSOR and not (tensor_scales and _has_no_scale(group)):
             return False
-        known = any(operand in group.nodes for operand in op.operands)
-        return not known and partition.add(group, op.covers)
+        reads_group = any(operand in group.nodes for operand in op.operands)
+        return not reads_group and partition.add(group, op.covers)
 
     return admit
 
 
 def _has_no_scale(group: Group) -> bool:
     scales = [node for node in group.nodes if node.target is torch.ops.gnnc.scale.default]
-    return not any(QType.parse(arguments(node)["qtype"]).has_one_scale for node in scales)
+    return not any(QType.parse(argument(node, "qtype")).has_one_scale for node in scales)
 
 
 def _load(partition: Partition, group: Group, operand: object) -> None:
-    """Take in what makes a GEMM's operand, where nobody outside wants any of it."""
+    """Add the ops that quantize or cast a GEMM's operand, if nothing outside the group reads them."""
     assert isinstance(operand, Node)
     chain = _load_chain(operand)
     inside = group.nodes.keys() | set(chain)
@@ -163,15 +166,14 @@ def _load(partition: Partition, group: Group, operand: object) -> None:
 
 
 def _load_chain(operand: Node) -> tuple[Node, ...]:
-    """The quantization or cast that makes ``operand``, back to a value in floating point."""
+    """Return the quantization or cast that computes ``operand``, back to a floating-point value."""
     target = str(operand.target)
     if _is_half(operand):
         return (operand,)
     if target != _QUANTIZE:
         return (operand,) if _is_transposed_weight(operand) else ()
-    named = arguments(operand)
-    value, scale = named["x"], named["scale"]
-    is_dynamic = str(scale.target) == "gnnc.scale.default" and arguments(scale)["x"] is value
+    value, scale = unpack(operand, "x", "scale")
+    is_dynamic = str(scale.target) == "gnnc.scale.default" and first_operand(scale) is value
     transposed = (value,) if _is_transposed_weight(value) else ()
     return (*transposed, *((scale,) if is_dynamic else ()), operand)
 
@@ -180,12 +182,12 @@ def _is_transposed_weight(node: Node) -> bool:
     return str(node.target) == "aten.t.default" and is_weight(node.all_input_nodes[0])
 
 
-def _own_weights(graph: fx.Graph) -> None:
-    """Give every GEMM its own copy of its weight's quantization: each kernel quantizes as it loads."""
+def _copy_shared_weights(graph: fx.Graph) -> None:
+    """Copy the quantization of a weight for each GEMM that reads it: every kernel quantizes as it loads."""
     for gemm in [node for node in graph.nodes if str(node.target) in _GEMMS]:
-        operand = gemm.args[1]
-        if any(str(user.target) in _GEMMS and user is not gemm for user in operand.users):
-            _copy_load(graph, gemm, operand)
+        weight = argument(gemm, "w")
+        if any(str(user.target) in _GEMMS and user is not gemm for user in weight.users):
+            _copy_load(graph, gemm, weight)
 
 
 def _copy_load(graph: fx.Graph, gemm: Node, operand: Node) -> None:
@@ -203,20 +205,20 @@ def _dequantizes(node: Node) -> list[Node]:
 
 
 def _split_bias(graph: fx.Graph) -> None:
-    """gemm(x, w, bias) -> gemm(x, w) + bias: the same two operations, one of them row-local."""
+    """Rewrite gemm(x, w, bias) as gemm(x, w) + bias, whose sum is row-local."""
     for node in [node for node in graph.nodes if str(node.target) == "gnnc.gemm.default"]:
-        bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+        bias = argument(node, "bias")
         if bias is None or len(shape_or_none(node) or ()) != 2:
             continue
         with graph.inserting_after(node):
             total = graph.call_function(torch.ops.aten.add.Tensor, (node, bias))
         total.meta = dict(node.meta)
         node.replace_all_uses_with(total, delete_user_cb=lambda user, total=total: user is not total)
-        node.args = (*node.args[:2], None, *node.args[3:])
-        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "bias"}
+        set_argument(node, "bias", None)
 
 
-def _tidy(partition: Partition) -> None:
+def _drop_useless(partition: Partition) -> None:
+    """Remove views that no group member reads, and dissolve groups of one op that gains nothing."""
     for group in list(partition.groups):
         for node in sorted(group.nodes, reverse=True):
             if _is_spare_view(group, node):
@@ -227,12 +229,12 @@ def _tidy(partition: Partition) -> None:
 
 
 def _is_gathered(node: Node) -> bool:
-    """Whether edges gather the rows that a cast makes: ours begin where gathers want them to."""
+    """Return whether edges gather the rows of a cast: our kernels align them for gathers."""
     return str(node.target) == _CAST and any(ANCHORS.get(str(user.target)) == "spmm" for user in node.users)
 
 
 def _is_spare_view(group: Group, node: Node) -> bool:
-    """A view that only outsiders read, of a value that is written anyway."""
+    """Return whether a node is a view, read outside the group only, of a value that is stored anyway."""
     if node.users.keys() & group.nodes.keys() or node is group.anchor:
         return False
     source = node.args[0]
@@ -245,7 +247,7 @@ def _is_spare_view(group: Group, node: Node) -> bool:
 
 
 def _explain(graph: fx.Graph, partition: Partition, ctx: Context) -> None:
-    """Note every op on rows that follows a kernel without joining it."""
+    """Note every op on rows that reads a group's result without being in a group."""
     for node in graph.nodes:
         produced = [arg for arg in node.all_input_nodes if partition.group_of(arg)]
         rows = len(shape_or_none(node) or ()) > 1
@@ -256,7 +258,7 @@ def _explain(graph: fx.Graph, partition: Partition, ctx: Context) -> None:
 
 
 def _reason(partition: Partition, node: Node, produced: list[Node]) -> str | None:
-    """Why ``node`` is no part of its producers' row programs; None for a free view."""
+    """Return why ``node`` is no part of its producers' row programs, or None for a free view."""
     ops = [op for arg in produced if (op := classify(node, arg))]
     if not ops:
         return "it is not local to a row"

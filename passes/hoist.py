@@ -1,11 +1,10 @@
-"""Hoist: what depends on the graph alone leaves the program and runs once a graph.
+"""Hoist: split off the computations that depend on the graph alone, to run once for each distinct graph.
 
-The graph splits in two. *Structure* holds every parameter-free node that is computed from the
-graph arguments: edge lists, batch vectors, edge weights and edge types, sizes. *Compute* keeps the
-rest and takes the structure's results as placeholders of the source kind ``structure``.
+The *structure* graph holds every parameter-free node that is computed from the graph arguments: edge
+lists, batch vectors, edge weights and edge types, sizes. The *compute* graph has the other nodes and
+takes the structure's results as placeholders of the source kind ``structure``.
 """
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import infer_meta, placeholders
+from gnnc.ir.nodes import first_operand, is_result, outputs_of, result_index, unpack
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
@@ -69,16 +69,16 @@ class Hoist:
 
 @dataclass(slots=True)
 class _Split:
-    """Decides for every node on which side it runs, and builds the two graphs.
+    """Side of every node, structure or compute, and the construction of the two graphs.
 
     Attributes:
         gm: the whole graph.
         seeds: the inputs that structure may depend on.
-        hoisted: nodes that the structure graph computes (or takes as inputs).
-        sizes: nodes that depend on sizes alone and cost nothing: each side has its own.
-        boundary: hoisted nodes whose value the compute graph takes.
-        names: what the boundary's nodes are called in the structure graph.
-        random: nodes that would have been hoisted, did they not draw random numbers.
+        hoisted: nodes that the structure graph computes or takes as inputs.
+        sizes: nodes that depend on sizes alone and cost nothing: both graphs have a copy.
+        boundary: hoisted nodes whose values the compute graph reads.
+        names: names of the boundary's nodes in the structure graph.
+        random: nodes that would be hoisted if they drew no random numbers.
     """
 
     gm: fx.GraphModule
@@ -103,9 +103,9 @@ class _Split:
         if node.op != "call_function":
             return
         args = node.all_input_nodes
-        if node.target is _aten.sym_size.int and args[0] not in self.hoisted:
+        if node.target is _aten.sym_size.int and first_operand(node) not in self.hoisted:
             # The size of an input is known before anything runs; the tensor itself is not needed.
-            if args[0].op == "placeholder":
+            if first_operand(node).op == "placeholder":
                 self.sizes.add(node)
         elif not all(arg in self.hoisted or arg in self.sizes or _is_constant(arg) for arg in args):
             return
@@ -120,8 +120,8 @@ class _Split:
             (self.sizes if node.target in _RESHAPES else self.hoisted).add(node)
 
     def _boundary(self) -> set[Node]:
-        """Hoisted nodes that compute reads, reshapes taken back so that the tensor itself crosses."""
-        found: set[Node] = set()
+        """Return the hoisted nodes that compute reads; behind a reshape, the tensor that is reshaped."""
+        boundary: set[Node] = set()
         pending = [
             arg
             for node in self.gm.graph.nodes
@@ -137,18 +137,18 @@ class _Split:
             if node in self.sizes or self._is_sunk(node):
                 pending += node.all_input_nodes
             elif node in self.hoisted and node.op != "placeholder":
-                found.add(node)
-        return found
+                boundary.add(node)
+        return boundary
 
     def _is_sunk(self, node: Node) -> bool:
-        """Whether compute repeats the node: a reshape, or the size of a tensor at hand."""
+        """Return whether compute has its own copy of the node: a reshape, or the size of an input."""
         if node not in self.hoisted or node.op == "placeholder":
             return False
         if node.target is _aten.sym_size.int:
-            return node.args[0].op == "placeholder"  # type: ignore[union-attr]
+            return first_operand(node).op == "placeholder"
         if node.target in _RESHAPES:
             return True
-        return not is_tensor(node) and node.target is not operator.getitem and all(
+        return not is_tensor(node) and not is_result(node) and all(
             not is_tensor(arg) for arg in node.all_input_nodes
         )  # fmt: skip
 
@@ -172,12 +172,12 @@ class _Split:
         return fx.GraphModule(self.gm, graph, "Structure")
 
     def compute_graph(self) -> fx.GraphModule:
-        """Return the compute graph, sizes of its placeholders free of data-dependent symbols."""
-        kept = self._kept()
+        """Return the compute graph; the sizes of its placeholders have no data-dependent symbols."""
+        needed = self._needed_by_compute()
         graph, copies = fx.Graph(), dict[Node, Node]()
         boundary = Boundary(self.gm, self.boundary)
         for node in placeholders(self.gm):
-            if node in kept:
+            if node in needed:
                 copies[node] = graph.node_copy(node)
         for node in self.boundary:
             copies[node] = graph.placeholder(self.names[node])
@@ -187,23 +187,23 @@ class _Split:
                 "layer": node.meta.get("layer", ""),
             }
         for node in self.gm.graph.nodes:
-            if node in kept and node not in copies:
+            if node in needed and node not in copies:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 copies[node].meta.pop("val", None)
         _protect_cached(graph)
         return fx.GraphModule(self.gm, graph, type(self.gm).__name__)
 
-    def _kept(self) -> set[Node]:
-        """Nodes of the compute graph: its own, and the sizes and reshapes that they need."""
-        stop = set(self.boundary)
-        own = [n for n in self.gm.graph.nodes if n not in self.hoisted and n not in self.sizes]
-        kept, pending = set(own), list(own)
+    def _needed_by_compute(self) -> set[Node]:
+        """Return the nodes of the compute graph: nodes not hoisted, the sizes and reshapes that they read."""
+        boundary = set(self.boundary)
+        pending = [n for n in self.gm.graph.nodes if n not in self.hoisted and n not in self.sizes]
+        needed = set(pending)
         while pending:
             for arg in pending.pop().all_input_nodes:
-                if arg not in kept and arg not in stop:
-                    kept.add(arg)
+                if arg not in needed and arg not in boundary:
+                    needed.add(arg)
                     pending.append(arg)
-        return kept
+        return needed
 
 
 def _is_constant(node: Node) -> bool:
@@ -222,18 +222,17 @@ def _is_random(node: Node) -> bool:
 
 
 def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    found, pending = set[Node](), list(nodes)
+    ancestors, pending = set[Node](), list(nodes)
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             pending += node.all_input_nodes
-    return found
+    return ancestors
 
 
 def _size_placeholder(graph: fx.Graph, node: Node) -> Node:
-    base, dim = node.args
-    assert isinstance(base, Node)
+    base, dim = unpack(node, "self", "dim")
     source = source_of(base)
     name = f"{base.name if source is None else source.name}.shape[{dim}]"
     placeholder = graph.placeholder("num_" + "".join(c if c.isalnum() else "_" for c in name[:-1]))
@@ -242,31 +241,33 @@ def _size_placeholder(graph: fx.Graph, node: Node) -> Node:
 
 
 def _csr_result(node: Node) -> tuple[Node, int] | None:
-    producer = node.args[0] if node.target is operator.getitem else None
-    op = op_of(producer) if isinstance(producer, Node) else None
+    if not is_result(node):
+        return None
+    producer = first_operand(node)
+    op = op_of(producer)
     is_csr = op is not None and op.name in ("csr", "csr_transpose")
-    return (producer, node.args[1]) if is_csr else None  # type: ignore[return-value]
+    return (producer, result_index(node)) if is_csr else None
 
 
 def _place(node: Node, position: dict[Node, int]) -> tuple[int, int]:
-    """Order of boundary values: that of the graph, the results of one CSR together."""
+    """Return the sort key of a boundary value: its place in the graph, results of one CSR together."""
     result = _csr_result(node)
     return (position[node], 0) if result is None else (position[result[0]], result[1])
 
 
 def _name(original: Node, copy: Node) -> None:
-    """Call the results of a CSR by what they are: they are what one reads in every later stage."""
+    """Name the results of a CSR ``rowptr``, ``col`` and ``perm``, for all later stages."""
     result = _csr_result(original)
     if result is not None:
         producer, position = result
         suffix = "_t" if "transpose" in str(producer.target) else ""
         rename(copy, _CSR_RESULTS[position] + suffix)
-    elif original.target is _aten.argsort.default and _csr_result(original.args[0]):  # type: ignore[arg-type]
+    elif original.target is _aten.argsort.default and _csr_result(first_operand(original)):
         rename(copy, "inverse_perm")
 
 
 def _protect_cached(graph: fx.Graph) -> None:
-    """Give the caller a copy of a structure value that the model returns: the cache keeps its own."""
+    """Clone structure values that the model returns: the caller may write into them, not into the cache."""
     output = graph.output_node()
 
     def copied(value: Any) -> Any:
@@ -276,4 +277,4 @@ def _protect_cached(graph: fx.Graph) -> None:
         with graph.inserting_before(output):
             return graph.call_function(_aten.clone.default, (value,))
 
-    output.args = (tuple(copied(value) for value in output.args[0]),)  # type: ignore[union-attr]
+    output.args = (tuple(copied(value) for value in outputs_of(graph)),)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.nodes import outputs_of, result_index
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context, Property
@@ -85,12 +86,12 @@ def inline(gm: fx.GraphModule, call: Node) -> None:
         for node in inner.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 copies[node] = gm.graph.node_copy(node, copies.__getitem__)
-    results = inner.graph.output_node().args[0]
+    results = outputs_of(inner.graph)
     if isinstance(results, Node):
         call.replace_all_uses_with(copies[results])
     else:
         for user in list(call.users):
-            user.replace_all_uses_with(copies[results[user.args[1]]])
+            user.replace_all_uses_with(copies[results[result_index(user)]])
             gm.graph.erase_node(user)
     gm.graph.erase_node(call)
     gm.delete_submodule(str(call.target))

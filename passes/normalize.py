@@ -1,11 +1,11 @@
-"""Normalize: one spelling for each thing, so that raising sees regions and not noise.
+"""Normalize: give every computation one spelling, so that ``raise`` finds the regions.
 
-Asserts, copies, no-op views, permutations and casts, expansions that broadcasting does anyway, and
-dropout in eval mode go. Every constant fill becomes ``aten.full``, every view a ``reshape``. Dimensions
-become non-negative.
-Equal computations become one node, and each symbolic size has one node. Where two masks that are
-equal merge, the sizes of what they select (``u0``, ``u1``) merge too: later shapes are inferred
-again, or layer 2 would see another graph than layer 1.
+The pass removes asserts, copies, no-op views, permutations and casts, expansions that broadcasting does
+anyway, and dropout in eval mode. Every constant fill becomes ``aten.full``, every view a ``reshape``.
+Dimensions become non-negative.
+Equal computations become one node, and each symbolic size has one node. If two equal masks merge, the
+sizes of their selections (``u0``, ``u1``) merge too: later shapes are inferred again, or layer 2 would
+get another graph than layer 1.
 """
 
 import operator
@@ -22,13 +22,15 @@ from gnnc.ir.nodes import (
     first_operand,
     holds_tensor,
     is_pointwise,
+    result_index,
     same_shape,
     same_size,
     shape_of,
+    unpack,
     value_of,
 )
 from gnnc.passes.base import Context, Property
-from gnnc.passes.rewrite.emit import Emitter, Sizes, is_random, number
+from gnnc.passes.rewrite.emit import Emitter, Sizes, call_key, is_random
 from gnnc.torch_private import OpOverload, schema
 
 aten = torch.ops.aten
@@ -87,12 +89,12 @@ _DIMS_OF_INPUT = frozenset(
     ).split()
 )
 _DIMS_OF_RESULT = frozenset(("aten.cat", "aten.stack", "aten.unsqueeze"))
-"""Their operands may have fewer dimensions: ``cat`` skips an empty vector before matrices."""
+"""Ops whose operands may have fewer dimensions: ``cat`` skips an empty vector before matrices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Normalize:
-    """Bring a captured graph into the one form that the other passes read."""
+    """Bring a captured graph into the form that the other passes read."""
 
     name: ClassVar[str] = "normalize"
     establishes: ClassVar[frozenset[Property]] = frozenset({Property.NORMALIZED})
@@ -104,14 +106,14 @@ class Normalize:
 
 
 class _Normalizer:
-    """One forward walk: every node is simplified, then numbered by what it computes."""
+    """Forward walk that simplifies each node, then merges it with an equal node before it."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.graph = gm.graph
         self.emitter = Emitter(gm)
         self.sizes = Sizes(self.emitter)
-        self.numbered: dict[Any, Node] = {}
-        self.stale: set[Any] = set()
+        self.first_of_key: dict[Any, Node] = {}
+        self.merged_symbols: set[Any] = set()
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -141,21 +143,21 @@ class _Normalizer:
         return simpler if simpler is not None else self._first_equal(node)
 
     def _first_equal(self, node: Node) -> Node:
-        """The first node that computes the same, maybe ``node``."""
+        """Return the first node that computes the same, perhaps ``node``."""
         if is_random(node) or "empty" in str(node.target):
             return node
-        first = self.numbered.setdefault(number(node.target, node.args, node.kwargs), node)
+        first = self.first_of_key.setdefault(call_key(node.target, node.args, node.kwargs), node)
         if first is not node:
-            self.stale |= _unbacked(node) - _unbacked(first)
+            self.merged_symbols |= _unbacked(node) - _unbacked(first)
         return first
 
     def _refresh(self, node: Node) -> None:
-        """Infer the shape again where it speaks of a size that merged into another."""
-        if self.stale and not self.stale.isdisjoint(_unbacked(node)):
+        """Infer the value again if its shape has a symbol that merged into another."""
+        if self.merged_symbols and not self.merged_symbols.isdisjoint(_unbacked(node)):
             node.meta["val"] = self.emitter.infer(node)
 
     def _filled(self, node: Node) -> Node | None:
-        """A constant fill as ``aten.full(sizes, value)``."""
+        """Return a constant fill as ``aten.full(sizes, value)``, or None for another node."""
         name = str(node.target)
         if name not in _FILLS or not holds_tensor(node) or _is_plain_full(node):
             return None
@@ -171,22 +173,23 @@ class _Normalizer:
         return self._first_or_erase(new)
 
     def _spell_out(self, node: Node) -> None:
-        """What ``x.expand_as(y)`` and ``x.to(y)`` take from y; a view as a reshape.
+        """Rewrite ``x.expand_as(y)`` and ``x.to(y)`` without ``y``, and a view as a reshape.
 
-        A view asks for strides, which change where a copy goes or rows are read later.
+        A view needs certain strides, which change where a copy is dropped or rows are read later.
         """
         if str(node.target) == "aten.expand_as.default":
-            node.target, node.args = aten.expand.default, (node.args[0], self._expanded_sizes(*node.args))
+            small, like = unpack(node, "self", "other")
+            node.target, node.args = aten.expand.default, (small, self._expanded_sizes(small, like))
         elif str(node.target) in _DENSE_VIEWS:
             node.target = aten.reshape.default
         elif str(node.target) in _CASTS:
             before, after = value_of(first_operand(node)), value_of(node)
-            kept = {"dtype": after.dtype, "device": after.device}
-            changed = {name: kind for name, kind in kept.items() if getattr(before, name) != kind}
-            node.target, node.args, node.kwargs = aten._to_copy.default, (node.args[0],), changed
+            options = {"dtype": after.dtype, "device": after.device}
+            changed = {name: kind for name, kind in options.items() if getattr(before, name) != kind}
+            node.target, node.args, node.kwargs = aten._to_copy.default, (first_operand(node),), changed
 
     def _expanded_sizes(self, small: Any, like: Any) -> list[Any]:
-        """Sizes of ``like``, read off ``small`` where it has them: messages vanish that nobody reads."""
+        """Return the sizes of ``like``, from ``small`` where it has them, so that ``like`` may be dead."""
         new = len(shape_of(like)) - len(shape_of(small))
         return [
             self.sizes.of(small, dim - new)
@@ -196,20 +199,20 @@ class _Normalizer:
         ]
 
     def _first_or_erase(self, new: Node) -> Node:
-        first = self.numbered.setdefault(number(new.target, new.args, new.kwargs), new)
+        first = self.first_of_key.setdefault(call_key(new.target, new.args, new.kwargs), new)
         if first is not new:
             self.graph.erase_node(new)
         return first
 
     def _fill_sizes(self, node: Node, name: str) -> list[Any]:
-        like = node.args[0]
-        if isinstance(like, Node) and name.endswith("_like.default"):
+        if name.endswith("_like.default"):
+            like = first_operand(node)
             return [self.sizes.of(like, dim) for dim in range(len(shape_of(like)))]
         return list(argument(node, "size"))
 
 
 def _simplified(node: Node) -> Node | None:
-    """What ``node`` can be replaced by because it changes nothing."""
+    """Return the operand that replaces ``node``, an op without effect, or None."""
     for rule in _RULES:
         simpler = rule(node)
         if simpler is not None:
@@ -218,21 +221,23 @@ def _simplified(node: Node) -> Node | None:
 
 
 def _copy(node: Node) -> Node | None:
-    return node.args[0] if str(node.target) in _COPIES else None
+    return first_operand(node) if str(node.target) in _COPIES else None
 
 
 def _view(node: Node) -> Node | None:
-    if str(node.target) not in _VIEWS or not holds_tensor(node.args[0]):
+    if str(node.target) not in _VIEWS:
         return None
-    return node.args[0] if same_shape(shape_of(node), shape_of(node.args[0])) else None
+    source = first_operand(node)
+    return source if same_shape(shape_of(node), shape_of(source)) else None
 
 
 def _permutation(node: Node) -> Node | None:
-    """A permutation that leaves every dimension where it is."""
+    """Return the operand of a permutation that moves no dimension."""
     if str(node.target) == "aten.permute.default":
-        moves = list(node.args[1]) != sorted(node.args[1])
+        dims = argument(node, "dims")
+        moves = list(dims) != sorted(dims)
     elif str(node.target) == "aten.transpose.int":
-        moves = node.args[1] != node.args[2]
+        moves = argument(node, "dim0") != argument(node, "dim1")
     else:
         return None
     return None if moves else first_operand(node)
@@ -241,34 +246,36 @@ def _permutation(node: Node) -> Node | None:
 def _cast(node: Node) -> Node | None:
     if str(node.target) != "aten._to_copy.default":
         return None
-    before, after = value_of(node.args[0]), value_of(node)
+    source = first_operand(node)
+    before, after = value_of(source), value_of(node)
     same = before.dtype == after.dtype and before.device == after.device
-    return node.args[0] if same else None
+    return source if same else None
 
 
 def _dropout(node: Node) -> Node | None:
-    """Dropout that is off; ``native_dropout`` is read through its first result."""
+    """Return the operand of a dropout that is off; ``native_dropout`` is matched at its first result."""
     source = node
     if node.target is operator.getitem:
         source = first_operand(node)
-        if str(source.target) != "aten.native_dropout.default" or node.args[1] != 0:
+        if str(source.target) != "aten.native_dropout.default" or result_index(node) != 0:
             return None
     elif str(node.target) not in _DROPOUTS:
         return None
-    p, train = source.args[1], argument(source, "train")
+    p, train = unpack(source, "p", "train")
     return first_operand(source) if p == 0 or train is False else None
 
 
 def _times_one(node: Node) -> Node | None:
-    """``x * full(1)`` of the same shape and dtype, as PyG multiplies absent edge weights."""
+    """Return ``x`` of ``x * full(1)`` if shape and dtype stay; PyG multiplies absent edge weights so."""
     if str(node.target) != "aten.mul.Tensor":
         return None
-    for kept, ones in (node.args, node.args[::-1]):
-        if not (holds_tensor(kept) and holds_tensor(ones) and _is_full_of(ones, 1)):
+    left, right = unpack(node, "self", "other")
+    for factor, ones in ((left, right), (right, left)):
+        if not (holds_tensor(factor) and holds_tensor(ones) and _is_full_of(ones, 1)):
             continue
-        before, after = value_of(kept), value_of(node)
+        before, after = value_of(factor), value_of(node)
         if before.dtype == after.dtype and same_shape(before.shape, after.shape):
-            return kept
+            return factor
     return None
 
 
@@ -280,11 +287,11 @@ def _is_plain_full(node: Node) -> bool:
 
 
 def _is_full_of(node: Node, value: float) -> bool:
-    return str(node.target) == "aten.full.default" and node.args[1] == value
+    return str(node.target) == "aten.full.default" and argument(node, "fill_value") == value
 
 
 def _broadcast_instead_of_expand(node: Node) -> None:
-    """``x / s.expand_as(x)`` is ``x / s``: another operand has the full shape already."""
+    """Rewrite ``x / s.expand_as(x)`` as ``x / s``: another operand has the full shape already."""
     if not is_pointwise(node) or not holds_tensor(node):
         return
     shape = shape_of(node)
@@ -292,8 +299,8 @@ def _broadcast_instead_of_expand(node: Node) -> None:
     expanded = [arg for arg in full if str(arg.target) == "aten.expand.default"]
     if len(full) > len(expanded):
         for arg in expanded:
-            if shape_of(arg.args[0]):  # a scalar would take part in type promotion differently
-                node.replace_input_with(arg, arg.args[0])
+            if shape_of(first_operand(arg)):  # a scalar would take part in type promotion differently
+                node.replace_input_with(arg, first_operand(arg))
 
 
 def _unbacked(node: Node) -> set[Any]:
@@ -310,7 +317,7 @@ def _unbacked(node: Node) -> set[Any]:
 
 
 def _make_dims_positive(node: Node) -> None:
-    """Count the ``dim`` arguments of the ops that the tables name from the front."""
+    """Make the ``dim`` arguments of the ops in the tables non-negative."""
     ranked = _ranked_by_dims(node)
     if ranked is None or not holds_tensor(ranked):
         return
@@ -326,11 +333,11 @@ def _make_dims_positive(node: Node) -> None:
 
 
 def _ranked_by_dims(node: Node) -> Any:
-    """The node whose dimensions ``dim`` counts; None of ops that count otherwise, or that we do not know."""
+    """Return the node whose dimensions ``dim`` counts, or None for an op that is in no table."""
     name = str(node.target).rpartition(".")[0]
     if name in _DIMS_OF_RESULT:
         return node
-    return node.args[0] if name in _DIMS_OF_INPUT else None
+    return first_operand(node) if name in _DIMS_OF_INPUT else None
 
 
 def _positive(dim: Any, rank: int) -> Any:

@@ -1,14 +1,13 @@
-"""Raise: gathers, scatters and edge softmaxes become primitives over a CSR.
+"""Raise: replace gathers, scatters and edge softmaxes by primitives over a CSR.
 
-From every scatter the pass slices back, through ops that work edge by edge, to the gathers: that
-is the scatter's *region* (``gnnc.passes.edges.region``). What a region of known form computes becomes
-``spmm``, ``sddmm``, ``edge_softmax`` or ``segment_reduce``; any other becomes the body of a
-``message`` or ``edge_map``, and messages that read the same rows become one. Values per edge that
-leave the graph go back to the caller's order. Products with a weight become ``gemm``. What fits
-nothing stays ATen, with a note that says why.
+From every scatter the pass slices back, through ops that work edge by edge, to the gathers: this slice
+is the scatter's *region* (``gnnc.passes.edges.region``). A region of known form becomes ``spmm``,
+``sddmm``, ``edge_softmax`` or ``segment_reduce``; any other becomes the body of a ``message`` or
+``edge_map``, and messages that read the same rows become one. Values per edge that leave the graph go
+back to the caller's order. Products with a weight become ``gemm``. An op that fits no primitive stays
+ATen, with a note that says why.
 """
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,7 +16,17 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import argument, aten_name, holds_tensor, shape_of, value_of
+from gnnc.ir.nodes import (
+    argument,
+    aten_name,
+    first_operand,
+    holds_tensor,
+    is_result,
+    result_index,
+    shape_of,
+    unpack,
+    value_of,
+)
 from gnnc.passes.base import Context
 from gnnc.passes.edges.aggregate import aggregate
 from gnnc.passes.edges.edge_products import EdgeProducts
@@ -36,14 +45,14 @@ aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
 _LOOKUP = "stays ATen: a lookup of rows by one index, with no edge computation"
 _ANY_ORDER = ("max.default", "min.default", "sum.default", "mean.default")
-"""Reductions of all elements: they do not care in which order the edges come."""
+"""Reductions of all elements, which do not depend on the order of the edges."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raise:
     """Raise a normalized graph to primitives.
 
-    ``meta["index_bounds"]`` of the result lists what the integer inputs must stay under.
+    ``meta["index_bounds"]`` of the result lists the upper bounds of the integer inputs.
     """
 
     name: ClassVar[str] = "raise"
@@ -56,8 +65,8 @@ class Raise:
         products = EdgeProducts(gm) if ctx.target.edge_products else None
         regions = Regions(gm, products, joint=ctx.target.joint_messages)
         _plan(gm, regions)
-        inside = _inside_softmaxes(regions)
-        _raise_scatters(gm, regions, lambda node: node not in inside)
+        in_softmax = _scatters_of_softmaxes(regions)
+        _raise_scatters(gm, regions, lambda node: node not in in_softmax)
         _raise_edge_outputs(gm, regions, ctx, lambda node: node in regions.softmaxes)
         _raise_scatters(gm, regions, lambda node: True)
         _raise_edge_outputs(gm, regions, ctx, lambda node: True)
@@ -71,7 +80,7 @@ class Raise:
 
 
 def _plan(gm: fx.GraphModule, regions: Regions) -> None:
-    """Find the softmaxes, and every pair of indices that some region goes by."""
+    """Find the softmaxes, and every pair of indices that a region reads and reduces by."""
     for node in gm.graph.nodes:
         softmax = as_softmax(node)
         if softmax is not None:
@@ -84,12 +93,12 @@ def _plan(gm: fx.GraphModule, regions: Regions) -> None:
 
 
 def _scatters(gm: fx.GraphModule) -> list[Scatter]:
-    found = [as_scatter(node) for node in _live(gm)]
-    return [scatter for scatter in found if isinstance(scatter, Scatter)]
+    matches = [as_scatter(node) for node in _live(gm)]
+    return [scatter for scatter in matches if isinstance(scatter, Scatter)]
 
 
 def _live(gm: fx.GraphModule) -> list[Node]:
-    """The nodes that the output needs, in order. Dead ones stay until the end of the pass."""
+    """Return the nodes that the output depends on, in order. Dead nodes stay until the end of the pass."""
     needed: set[Node] = set()
     for node in reversed(gm.graph.nodes):
         if node.op == "output" or node in needed:
@@ -116,17 +125,18 @@ def _note_leftovers(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
 
 
 def _structural(gm: fx.GraphModule) -> set[Node]:
-    """What depends on the graph alone: ``hoist`` takes it out of the program."""
-    found = structural_inputs(gm)
+    """Return the nodes that depend on the graph alone, which ``hoist`` moves to the structure graph."""
+    structural = structural_inputs(gm)
     for node in gm.graph.nodes:
         if node.op == "call_function" and all(
-            arg in found or not holds_tensor(arg) for arg in node.all_input_nodes
+            arg in structural or not holds_tensor(arg) for arg in node.all_input_nodes
         ):
-            found.add(node)
-    return found
+            structural.add(node)
+    return structural
 
 
-def _inside_softmaxes(regions: Regions) -> set[Node]:
+def _scatters_of_softmaxes(regions: Regions) -> set[Node]:
+    """Return the scatters that are part of an edge softmax: its sum and its maximum."""
     inside = set()
     for softmax in regions.softmaxes.values():
         total = softmax.total
@@ -149,9 +159,9 @@ def _replace_scatter(scatter: Scatter, regions: Regions) -> None:
 
 
 def _with_base(scatter: Scatter, rows: Node, order: Order, regions: Regions) -> Node:
-    """Let the base take part as the scatter says; ``rows`` is 0 where there is no edge."""
+    """Return ``rows`` combined with the scatter's base; ``rows`` is 0 at nodes without edges."""
     base, layer = scatter.base, scatter.node.meta["layer"]
-    constant = base.args[1] if aten_name(base) == "full.default" else None
+    constant = argument(base, "fill_value") if aten_name(base) == "full.default" else None
     call = regions.emitter.call
     if scatter.reduce == "sum":
         return rows if constant == 0 else call(aten.add.Tensor, base, rows, layer=layer)
@@ -175,7 +185,7 @@ def _with_base(scatter: Scatter, rows: Node, order: Order, regions: Regions) -> 
 def _raise_edge_outputs(
     gm: fx.GraphModule, regions: Regions, ctx: Context, wanted: Callable[[Node], bool]
 ) -> None:
-    """Values per edge that are not reduced: computed in CSR order, given back in the caller's."""
+    """Raise values per edge that are not reduced: computed in CSR order, returned in the caller's."""
     structural = _structural(gm)
     for node in filter(wanted, _edge_outputs(gm, regions)):
         order = _order_for(node, regions)
@@ -196,7 +206,7 @@ def _raise_edge_outputs(
 
 
 def _order_for(node: Node, regions: Regions) -> Order | None:
-    """The order to compute an edge value in; None for a lookup by a single index."""
+    """Return the order to compute an edge value in, or None for a lookup by a single index."""
     indices = regions.table_sizes(node)
     if node in regions.softmaxes:
         total = regions.softmaxes[node].total
@@ -204,8 +214,8 @@ def _order_for(node: Node, regions: Regions) -> Order | None:
     elif len(indices) < 2:
         return None
     else:
-        known = [index for index, size in indices.items() if (index, size) in regions.orders]
-        dst = (known or sorted(indices, key=_is_second_row))[-1]
+        with_order = [index for index, size in indices.items() if (index, size) in regions.orders]
+        dst = (with_order or sorted(indices, key=_is_second_row))[-1]
         num_dst = indices[dst]
     is_new = (dst, num_dst) not in regions.orders
     order = regions.order(dst, num_dst, node)
@@ -218,7 +228,7 @@ def _order_for(node: Node, regions: Regions) -> Order | None:
 
 
 def _edge_outputs(gm: fx.GraphModule, regions: Regions) -> list[Node]:
-    """Edge values that somebody reads other than row by row."""
+    """Return the edge values with a reader that is not row-wise."""
     live = _live(gm)
     readers = {*live, gm.graph.output_node()}
     return [
@@ -231,10 +241,10 @@ def _edge_outputs(gm: fx.GraphModule, regions: Regions) -> list[Node]:
 
 
 def _is_second_row(index: Node) -> bool:
-    """Whether an index is ``edge_index[1]``, the destinations by PyG's convention."""
-    if index.target is operator.getitem:
-        return aten_name(index.args[0]) == "unbind.int" and index.args[1] == 1
-    return aten_name(index) == "select.int" and index.args[1:] == (0, 1)
+    """Return whether an index is ``edge_index[1]``, the destinations by PyG's convention."""
+    if is_result(index):
+        return aten_name(first_operand(index)) == "unbind.int" and result_index(index) == 1
+    return aten_name(index) == "select.int" and unpack(index, "dim", "index") == (0, 1)
 
 
 def _raise_products(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
@@ -252,15 +262,17 @@ def _raise_products(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
 
 
 def _product_parts(node: Node) -> tuple[Node, Node, Node | None, bool] | None:
-    """(x [..., K], weight, bias, weight is [K, O]) of a product with a matrix."""
+    """Return (x ``[..., K]``, weight, bias, whether weight is ``[K, O]``) of a product with a matrix."""
     name = aten_name(node)
     if name == "linear.default":
-        x, weight, bias = node.args[0], node.args[1], argument(node, "bias")
+        x, weight, bias = unpack(node, "input", "weight", "bias")
         parts = x, weight, bias, False
     elif name in ("mm.default", "matmul.default"):
-        parts = _transposed_parts(node.args[0], node.args[1], None)
-    elif name == "addmm.default" and not node.kwargs:
-        parts = _transposed_parts(node.args[1], node.args[2], node.args[0])
+        x, weight = unpack(node, "self", "mat2" if name == "mm.default" else "other")
+        parts = _transposed_parts(x, weight, None)
+    elif name == "addmm.default" and unpack(node, "beta", "alpha") == (1, 1):
+        x, weight, bias = unpack(node, "mat1", "mat2", "self")
+        parts = _transposed_parts(x, weight, bias)
     else:
         return None
     x, weight, bias, _ = parts
@@ -271,16 +283,16 @@ def _product_parts(node: Node) -> tuple[Node, Node, Node | None, bool] | None:
 
 
 def _transposed_parts(x: Node, weight: Node, bias: Node | None) -> tuple[Any, ...]:
-    return (x, weight.args[0], bias, False) if _is_transposed(weight) else (x, weight, bias, True)
+    return (x, first_operand(weight), bias, False) if _is_transposed(weight) else (x, weight, bias, True)
 
 
 def _is_transposed(weight: Node) -> bool:
-    """Whether a matrix is another one with its two dimensions swapped."""
+    """Return whether a matrix is the transpose of another node."""
     name = aten_name(weight)
     if name == "t.default":
         return True
     if len(shape_of(weight)) != 2:
         return False
     if name == "permute.default":
-        return [dim % 2 for dim in weight.args[1]] == [1, 0]
-    return name == "transpose.int" and {dim % 2 for dim in weight.args[1:3]} == {0, 1}
+        return [dim % 2 for dim in argument(weight, "dims")] == [1, 0]
+    return name == "transpose.int" and {dim % 2 for dim in unpack(weight, "dim0", "dim1")} == {0, 1}

@@ -1,6 +1,6 @@
-"""Reorder: linear layers before or after aggregation, and separable edge weights out of the kernel.
+"""Reorder: move linear layers before or after aggregation, and separable edge weights out of the kernel.
 
-Both use that aggregation is linear, ``A(XW) = (AX)W`` and ``diag(a) A diag(b) X = a * A(b * X)``.
+Both follow from the linearity of aggregation: ``A(XW) = (AX)W`` and ``diag(a) A diag(b) X = a * A(b * X)``.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import same_size, shape_of
+from gnnc.ir.nodes import argument, first_operand, operand, same_size, shape_of, unpack
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context
@@ -32,7 +32,7 @@ class Reorder:
     """Move linear layers to the cheaper side of aggregations; fold separable weights into nodes.
 
     Attributes:
-        edges_per_node: assumed where no examples say how large the graph is.
+        edges_per_node: ratio of the assumed graph, used without examples.
         min_gain: a linear layer moves where the cost falls at least by this share.
     """
 
@@ -53,14 +53,13 @@ class Reorder:
 
 
 def _gather_products(gm: fx.GraphModule) -> None:
-    """Put products of the same matrix side by side, so that one kernel can read it once for all."""
+    """Move products of the same matrix together, so that one kernel can read the matrix once for all."""
     last: dict[Node, Node] = {}
     for node in list(gm.graph.nodes):
         op = op_of(node)
         if op is None or op.name != "gemm":
             continue
-        x = node.args[0]
-        assert isinstance(x, Node)
+        x = operand(node, "x")
         before = last.get(x)
         if before is not None and all(arg < before for arg in node.all_input_nodes):
             before.append(node)
@@ -80,17 +79,17 @@ def _separate(gm: fx.GraphModule, structure: fx.GraphModule, ctx: Context) -> No
 
 
 class _Separator:
-    """Rewrites ``spmm(value, x)`` to ``a * spmm(w, b * x)`` where ``value = a_i b_j w``."""
+    """Rewriter of ``spmm(value, x)`` to ``a * spmm(w, b * x)`` where ``value = a_i b_j w``."""
 
     def __init__(self, gm: fx.GraphModule, edit: StructureEdit, ctx: Context) -> None:
         self.gm, self.edit, self.ctx = gm, edit, ctx
         self.emit = Emitter(gm)
         self._vectors: dict[tuple[Node, ...], Node] = {}
-        self._found: dict[tuple[Any, ...], tuple[Separation, Factors]] = {}
+        self._factored: dict[tuple[Any, ...], tuple[Separation, Factors]] = {}
 
     def rewrite(self, spmm: Node) -> None:
-        """Take out of one aggregation what belongs to its nodes."""
-        value, reduce = spmm.args[2], spmm.args[4]
+        """Move the node factors of an aggregation's edge weights out of it."""
+        value, reduce = unpack(spmm, "value", "reduce")
         if value is None and reduce != "mean":
             return
         reason = self._refusal(spmm)
@@ -101,7 +100,7 @@ class _Separator:
         left = separation.product(factors)
         dst = self._vector(separation, factors.dst, "dst")
         src = self._vector(separation, factors.src, "src")
-        if src is not None and not same_size(shape_of(src)[0], shape_of(spmm.args[3])[0]):
+        if src is not None and not same_size(shape_of(src)[0], shape_of(operand(spmm, "x"))[0]):
             self.ctx.note(
                 spmm, "edge weights stay in the kernel: their nodes are not the rows of the features"
             )
@@ -112,7 +111,7 @@ class _Separator:
         self._replace(spmm, dst, src, left, factors.scale)
 
     def _refusal(self, spmm: Node) -> str | None:
-        rowptr, col, value, _, reduce, _ = spmm.args
+        rowptr, col, value, reduce = unpack(spmm, "rowptr", "col", "value", "reduce")
         if reduce in ("max", "min"):
             return f"{reduce} does not commute with a scale that may be negative"
         if self.edit.producer(rowptr) is None or self.edit.producer(col) is None:
@@ -124,11 +123,10 @@ class _Separator:
         return "they are per head" if len(shape_of(value)) > 1 else None  # type: ignore[arg-type]
 
     def _factors(self, spmm: Node) -> tuple[Separation, Factors]:
-        rowptr, col, value, _, reduce, _ = spmm.args
-        key = (rowptr, col, value, reduce)
-        if key not in self._found:
-            self._found[key] = self._separate(*key)
-        return self._found[key]
+        key = unpack(spmm, "rowptr", "col", "value", "reduce")
+        if key not in self._factored:
+            self._factored[key] = self._separate(*key)
+        return self._factored[key]
 
     def _separate(self, rowptr: Any, col: Any, value: Any, reduce: Any) -> tuple[Separation, Factors]:
         rows, columns = self.edit.producer(rowptr), self.edit.producer(col)
@@ -146,7 +144,7 @@ class _Separator:
         return emit.call(_aten.reciprocal.default, emit.call(_aten.clamp_min.default, degree, 1))
 
     def _vector(self, separation: Separation, nodes: tuple[Node, ...], side: str) -> Node | None:
-        """Return the structure node for a product of vectors, one for equal products."""
+        """Return the structure node for a product of vectors; equal products share one."""
         vector = self._vectors.get(nodes) or separation.vector(nodes)
         if vector is None:
             return None
@@ -158,18 +156,18 @@ class _Separator:
     def _replace(
         self, spmm: Node, dst: Node | None, src: Node | None, left: Node | None, scale: float
     ) -> None:
-        rowptr, col, _, x, _, num_dst = spmm.args
+        rowptr, col, x, num_dst = unpack(spmm, "rowptr", "col", "x", "num_dst")
         layer = spmm.meta.get("layer", "")
-        kept = None if left is None else self.edit.take(left, "edge_value")
+        weight = None if left is None else self.edit.take(left, "edge_value")
         if src is not None:
             x = self._scaled(x, src, "norm" if src is dst else "norm_src", layer)
-        y = self.emit.call(_ops.spmm.default, rowptr, col, kept, x, "sum", num_dst, layer=layer)
+        y = self.emit.call(_ops.spmm.default, rowptr, col, weight, x, "sum", num_dst, layer=layer)
         if dst is not None:
             y = self._scaled(y, dst, "norm" if src is dst else "norm_dst", layer)
         if scale != 1.0:
             y = self.emit.call(_aten.mul.Tensor, y, scale, layer=layer)
-        what = "1" if kept is None else "a weight of its own"
-        self.ctx.note(spmm, f"edge weights separate: node scales leave the kernel, {what} stays")
+        rest = "1" if weight is None else "a weight of its own"
+        self.ctx.note(spmm, f"edge weights separate: node scales leave the kernel, {rest} stays")
         spmm.replace_all_uses_with(y)
         self.gm.graph.erase_node(spmm)
 
@@ -181,15 +179,15 @@ class _Separator:
 
     def _unsqueezed(self, node: Node, dim: int, layer: str) -> Node:
         for user in node.users:
-            if user.target is _aten.unsqueeze.default and user.args == (node, dim):
+            if user.target is _aten.unsqueeze.default and unpack(user, "self", "dim") == (node, dim):
                 return user
         return self.emit.call(_aten.unsqueeze.default, node, dim, layer=layer)
 
     def multiply_not_divide(self, node: Node) -> None:
-        """Turn a division by a vector of the structure into a product with its reciprocal."""
+        """Replace a division by a vector of the structure by a product with its reciprocal."""
         if node.target is not _aten.div.Tensor or len(shape_of(node)) != 2:
             return
-        scale = row_scale(node.args[1])
+        scale = row_scale(argument(node, "other"))
         vector = None if scale is None else self.edit.producer(scale.vector)
         if vector is None or len(shape_of(vector)) != 1:
             return
@@ -198,6 +196,6 @@ class _Separator:
             inverse = self.edit.emit.call(_aten.reciprocal.default, vector)
             self._vectors[(vector,)] = inverse
         layer = node.meta.get("layer", "")
-        product = self._scaled(node.args[0], inverse, "norm_dst", layer)
+        product = self._scaled(first_operand(node), inverse, "norm_dst", layer)
         node.replace_all_uses_with(product)
         self.gm.graph.erase_node(node)

@@ -1,8 +1,8 @@
-"""Reductions of edge values to the nodes: the scatter at the end of a region.
+"""Reduction of edge values to the nodes: the scatter at the end of a region.
 
-A plain or weighted sum of gathered rows is an ``spmm``; rows that come from no gather, or are few
-columns wide, go through ``segment_reduce``; anything else is the body of a ``message``. There a sum of
-values times their own edge softmax, column by column, is one reduction, which stores no weight.
+A plain or weighted sum of gathered rows is an ``spmm``; rows that come from no gather, or have few
+columns, go through ``segment_reduce``; anything else is the body of a ``message``. There, a sum of values
+times the softmax of logits of the same shape is one reduction, which stores no weight.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from gnnc.ir.nodes import aten_name, holds_tensor, same_shape, same_size, shape_of
+from gnnc.ir.nodes import argument, aten_name, holds_tensor, same_shape, same_size, shape_of, unpack
 from gnnc.passes.edges.bodies import BodyBuilder
 from gnnc.passes.edges.factors import Factor, factors_of, of_one_rank, squeezed
 from gnnc.passes.edges.orders import Csr, Order
@@ -23,15 +23,15 @@ aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
 def aggregate(regions: Regions, node: Node, order: Order, reduce: str, like: Node) -> Node:
     """Reduce the edge value ``node`` at each destination; an empty row gives 0."""
-    made = (
+    result = (
         _aggregate_leaf(regions, node, order, reduce)
         or _aggregate_rows(regions, node, order, reduce)
         or _aggregate_softmax(regions, node, order, reduce)
         or _aggregate_narrow(regions, node, order, reduce)
         or _message(regions, node, order, reduce)
     )
-    made.meta["layer"] = made.meta["layer"] or like.meta["layer"].removesuffix(".aggr_module")
-    return regions.cast(made, like)
+    result.meta["layer"] = result.meta["layer"] or like.meta["layer"].removesuffix(".aggr_module")
+    return regions.cast(result, like)
 
 
 def _aggregate_leaf(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
@@ -46,10 +46,11 @@ def _aggregate_leaf(regions: Regions, node: Node, order: Order, reduce: str) -> 
 
 
 def _degree(regions: Regions, ones: Node, csr: Csr) -> Node:
-    """The sum of equal rows: the degree, times their value."""
+    """Return the sum of equal rows: the degree, times their value."""
     degree = regions.emitter.call(gnnc.degree.default, csr.rowptr)
-    if ones.args[1] != 1:
-        degree = regions.times(degree, ones.args[1], "")
+    value = argument(ones, "fill_value")
+    if value != 1:
+        degree = regions.times(degree, value, "")
     columns = shape_of(ones)[1:]
     if not columns:
         return degree
@@ -58,7 +59,7 @@ def _degree(regions: Regions, ones: Node, csr: Csr) -> Node:
 
 
 def _aggregate_rows(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
-    """``sum_j value_ij x_j`` as an spmm."""
+    """Return ``sum_j value_ij x_j`` as an spmm, or None for another form."""
     gather = regions.gather_form(node, order)
     if gather is not None:
         return None if gather.index is order.dst else _spmm(regions, gather, None, reduce, order)
@@ -136,7 +137,7 @@ def _wide_end(regions: Regions, factor: Factor, node: Node, order: Order) -> Gat
 
 
 def _aggregate_softmax(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
-    """``sum_e softmax(l)_e v_e`` of logits and values of one shape, with more than one column."""
+    """Return ``sum_e softmax(l)_e v_e`` for logits and values of one shape, or None."""
     pair = _softmax_and_value(regions, node, order) if reduce == "sum" else None
     if pair is None:
         return None
@@ -150,10 +151,10 @@ def _aggregate_softmax(regions: Regions, node: Node, order: Order, reduce: str) 
 
 
 def _softmax_and_value(regions: Regions, node: Node, order: Order) -> tuple[Softmax, Node] | None:
-    """The two factors of ``node``, where one is an edge softmax over its own destinations."""
+    """Return the two factors of ``node`` if one is an edge softmax over the destinations of ``order``."""
     if aten_name(node) != "mul.Tensor" or _is_vector(node):
         return None
-    left, right = node.args[:2]
+    left, right = unpack(node, "self", "other")
     for weight, value in ((left, right), (right, left)):
         softmax = regions.softmaxes.get(weight)  # type: ignore[arg-type]
         if softmax is None or not isinstance(value, Node):
@@ -166,12 +167,12 @@ def _softmax_and_value(regions: Regions, node: Node, order: Order) -> tuple[Soft
 
 
 def _is_vector(node: Node) -> bool:
-    """Whether a value is one number an edge."""
+    """Return whether a value is one number per edge."""
     return all(same_size(size, 1) for size in shape_of(node)[1:])
 
 
 def _aggregate_narrow(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
-    """Values that are stored for every edge anyway: few columns, or read by others too."""
+    """Reduce a value that is stored for every edge anyway: one column, or with other readers."""
     if not is_narrow(node) or not regions.all_narrow(node):
         return None
     if not _is_vector(node) and len(node.users) < 2 and node not in order.values:

@@ -3,14 +3,14 @@
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
 from gnnc.ir import body_text
-from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, shape_of
+from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, result_index, shape_of
 from gnnc.passes.edges.node_tables import NodeTables, free_rows
 from gnnc.passes.edges.orders import Order
 from gnnc.passes.edges.rowwise import NARROW, Gather, as_gather, is_narrow, row_inputs
@@ -70,8 +70,8 @@ class BodyBuilder:
             self.order.sources.setdefault(index, sizes[index])
         lookups = self.tables.lookup_indices(self.root)
         sources = [index for index in sources if index not in lookups] or sources
-        known = [index for index in sources if index in self.order.csrs]
-        return next(iter(known or sources), None)
+        with_csr = [index for index in sources if index in self.order.csrs]
+        return next(iter(with_csr or sources), None)
 
     def _visit(self, node: Node) -> Node:
         if node not in self._built:
@@ -97,7 +97,7 @@ class BodyBuilder:
         constant = self.tables.emitter.call(
             aten.full.default,
             [1] * value.dim(),
-            node.args[1],
+            argument(node, "fill_value"),
             dtype=value.dtype,
             device=value.device,
         )
@@ -141,12 +141,12 @@ class BodyBuilder:
 
     def _part(self, node: Node) -> Node:
         """Return one part of a split, as a slice: a body has no tuples."""
-        whole, position = first_operand(node), cast(int, node.args[1])
+        whole, position = first_operand(node), result_index(node)
         if aten_name(whole) not in _SPLITS:
             raise UnfitError(f"{whole.target} returns several tensors")
         x = self._visit(first_operand(whole))
         if aten_name(whole) == "unbind.int":
-            return self.graph.call_function(aten.select.int, (x, whole.args[1], position))
+            return self.graph.call_function(aten.select.int, (x, argument(whole, "dim"), position))
         dim = argument(whole, "dim")
         widths = [part.shape[dim] for part in whole.meta["val"]]
         start = sum(widths[:position])

@@ -1,8 +1,8 @@
-"""Values that a layer computes from edge features: in the body that reads them, or stored for every edge.
+"""Place of products with edge features: inside the bodies that read them, or stored for every edge.
 
-``lin(edge_attr)`` is as wide as the messages, and much wider than ``edge_attr``. Where a body reads
-it, the body can compute it, edge by edge, from the few columns of ``edge_attr``. Several bodies that
-read it compute it several times: by their cost it is stored instead.
+``lin(edge_attr)`` is as wide as the messages, and much wider than ``edge_attr``. A body that reads it
+can compute it, edge by edge, from the few columns of ``edge_attr``. If several bodies read it, each
+computes it again, and storing it may cost less.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import argument, as_node, aten_name, holds_tensor, shape_of
+from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, operand, shape_of, unpack
 from gnnc.ir.source import is_weight
 from gnnc.passes.edges.rowwise import as_scatter, is_narrow, row_inputs
 from gnnc.passes.rewrite.assumed_sizes import FLOAT_BYTES, FLOPS_A_BYTE
@@ -23,74 +23,76 @@ aten = torch.ops.aten
 
 _PRODUCTS = ("linear.default", "mm.default", "matmul.default", "addmm.default", "bmm.default")
 _STORED_PASSES = 3
-"""Stored, a value is written by the product, and read and written by the sort into CSR order."""
+"""Memory passes of a stored value: written by the product, read and written by the sort into CSR order."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether bodies compute an edge value, and why."""
+    """Decision whether bodies compute an edge value, with the reason."""
 
     inside: bool
     reason: str
 
 
 class EdgeProducts:
-    """Decides which values of edges alone are computed in the bodies that read them.
+    """Decisions which values of edges alone are computed in the bodies that read them.
 
-    It looks at the graph as it is when this object is made: before anything is raised.
+    They are based on the graph at the time of construction, before anything is raised.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
-        self._learned: dict[Node, bool] = {}
+        self._has_weight: dict[Node, bool] = {}
         self._readers: dict[Node, frozenset[Node] | None] = {}
         self._verdicts: dict[Node, Verdict] = {}
         for node in gm.graph.nodes:
-            self._learned[node] = is_weight(node) or any(self._learned[arg] for arg in node.all_input_nodes)
+            self._has_weight[node] = is_weight(node) or any(
+                self._has_weight[arg] for arg in node.all_input_nodes
+            )
         for node in reversed(gm.graph.nodes):
             self._readers[node] = self._find_readers(node)
 
     def verdict(self, node: Node) -> Verdict | None:
-        """What is decided about an edge value; None of one that no weight takes part in."""
+        """Return the decision about an edge value, or None for a value computed without weights."""
         if node not in self._verdicts and self._may_be_inside(node):
             self._verdicts[node] = self._judge(node)
         return self._verdicts.get(node)
 
     def products(self, node: Node) -> list[Node]:
-        """The products that an edge value is computed by."""
+        """Return the matrix products among the steps that compute an edge value."""
         return [step for step in self._cone(node)[0] if aten_name(step) in _PRODUCTS]
 
     def has_wide_steps(self, node: Node) -> bool:
-        """Whether few columns are computed by way of many: the body of an ``edge_map`` saves those."""
+        """Return whether few columns are computed from wide rows, which an ``edge_map`` need not store."""
         if not self._may_be_inside(node):
             return False
         return any(not is_narrow(step) for step in self._cone(node)[0] if step is not node)
 
     def _may_be_inside(self, node: Node) -> bool:
         fixed = holds_tensor(node) and all(isinstance(size, int) for size in shape_of(node)[1:])
-        return fixed and self._learned.get(node, False) and bool(row_inputs(node))
+        return fixed and self._has_weight.get(node, False) and bool(row_inputs(node))
 
     def _find_readers(self, node: Node) -> frozenset[Node] | None:
-        """The scatters and the narrow values that are computed from ``node``, row by row.
+        """Return the scatters and the narrow values that are computed from ``node``, row by row.
 
-        None where something reads it otherwise: a value that is stored whatever a body does.
+        None where it has another reader: then it is stored whatever a body does.
         """
-        found: set[Node] = set()
+        readers: set[Node] = set()
         for user in node.users:
             scatter = as_scatter(user)
             if scatter is not None and not isinstance(scatter, str) and scatter.source is node:
-                found.add(scatter.index)  # the reductions of one message are one body
+                readers.add(scatter.index)  # the reductions of one message are one body
             elif node not in (row_inputs(user) or ()):
                 return None
             elif is_narrow(user):
-                found.add(user)
+                readers.add(user)
             elif (further := self._readers[user]) is None:
                 return None
             else:
-                found |= further
-        return frozenset(found)
+                readers |= further
+        return frozenset(readers)
 
     def _cone(self, node: Node) -> tuple[list[Node], list[Node]]:
-        """What ``node`` is computed by, row by row, back to values without weights: (steps, these values)."""
+        """Return the row-wise steps that compute ``node``, and the values without weights that they read."""
         steps: list[Node] = []
         sources: list[Node] = []
         pending = [node]
@@ -125,23 +127,22 @@ def _width(node: Node) -> int:
 
 
 def _flops(node: Node) -> int:
-    """Multiplications and additions for a row."""
+    """Return the multiplications and additions of a row."""
     if aten_name(node) not in _PRODUCTS:
         return _width(node)
-    x = node.args[1 if aten_name(node) == "addmm.default" else 0]
-    assert isinstance(x, Node)
+    x = operand(node, "mat1") if aten_name(node) == "addmm.default" else first_operand(node)
     return 2 * int(shape_of(x)[-1]) * _width(node)
 
 
 @dataclass(frozen=True)
 class Folded:
-    """``linear(x, weight, bias)`` that has the few columns of a sum over a wide product.
+    """Product ``linear(x, weight, bias)`` with few columns that replaces a sum over a wide product.
 
     Attributes:
         x: the rows.
         weight: ``[H, K]``.
         bias: ``[H]`` or None.
-        product: the product whose columns nothing holds any more.
+        product: the wide product, which is no longer computed.
     """
 
     x: Node
@@ -152,16 +153,20 @@ class Folded:
 
 def fold(node: Node, emitter: Emitter) -> Folded | None:
     """Read ``(lin(x).view(-1, H, C) * a).sum(-1)`` as a product of ``x`` with H columns, or None."""
-    if aten_name(node) != "sum.dim_IntList" or list(node.args[1]) != [2] or argument(node, "keepdim"):  # type: ignore[arg-type]
+    if (
+        aten_name(node) != "sum.dim_IntList"
+        or list(argument(node, "dim")) != [2]
+        or argument(node, "keepdim")
+    ):
         return None
-    scaled = as_node(node.args[0])
+    scaled = first_operand(node)
     if aten_name(scaled) != "mul.Tensor":
         return None
     constants = [arg for arg in scaled.all_input_nodes if is_of_model(arg)]
     wide = [arg for arg in scaled.all_input_nodes if not is_of_model(arg)]
     if len(constants) != 1 or len(wide) != 1 or aten_name(wide[0]) != "reshape.default":
         return None
-    product = as_node(wide[0].args[0])
+    product = first_operand(wide[0])
     heads, columns = shape_of(scaled)[1:]
     fits = tuple(shape_of(constants[0])) == (1, heads, columns) and len(shape_of(product)) == 2
     alone = all(len(step.users) == 1 for step in (product, wide[0], scaled))
@@ -169,18 +174,18 @@ def fold(node: Node, emitter: Emitter) -> Folded | None:
         aten_name(product) != "linear.default"
         or not fits
         or not alone
-        or not is_of_model(as_node(product.args[1]))
+        or not is_of_model(operand(product, "weight"))
     ):
         return None
 
-    def summed(operand: Any, rest: list[int]) -> Node:
+    def summed(tensor: Any, rest: list[int]) -> Node:
         by_head = emitter.call(
-            aten.reshape.default, operand, [heads, columns, *rest], layer=product.meta["layer"]
+            aten.reshape.default, tensor, [heads, columns, *rest], layer=product.meta["layer"]
         )
         factor = emitter.call(aten.reshape.default, constants[0], [heads, columns, *([1] * len(rest))])
         scaled = emitter.call(aten.mul.Tensor, by_head, factor, layer=product.meta["layer"])
         return emitter.call(aten.sum.dim_IntList, scaled, [1], layer=product.meta["layer"])
 
-    x, weight, bias = as_node(product.args[0]), as_node(product.args[1]), argument(product, "bias")
+    x, weight, bias = unpack(product, "input", "weight", "bias")
     narrow = summed(weight, [int(shape_of(weight)[1])])
     return Folded(x, narrow, None if bias is None else summed(bias, []), product)

@@ -1,4 +1,4 @@
-"""Products of edge values, flattened: ``alpha.unsqueeze(-1) * x_j`` is ``[alpha, x_j]``."""
+"""Factors of a product of edge values: ``alpha.unsqueeze(-1) * x_j`` has the factors ``[alpha, x_j]``."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.ir.nodes import aten_name, first_operand, holds_tensor, same_shape, same_size, shape_of
+from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, same_shape, same_size, shape_of
 from gnnc.passes.edges.orders import EdgeOrders
 from gnnc.passes.edges.rowwise import row_inputs, rows_of
 
@@ -17,7 +17,7 @@ _RESHAPES = ("view.default", "reshape.default", "unsqueeze.default", "_unsafe_vi
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of a product: a node or a number, multiplied or divided by.
+    """Factor of a product, or divisor: a node or a number.
 
     Attributes:
         value: the factor.
@@ -31,12 +31,12 @@ class Factor:
 
     @property
     def on_edges(self) -> bool:
-        """Whether the value has a row for every edge: others are numbers and parameters."""
+        """Return whether the value has a row for every edge; other values are numbers and parameters."""
         return isinstance(self.value, Node) and same_size(rows_of(self.value), self.rows)
 
 
 def factors_of(node: Node, orders: EdgeOrders, inverted: bool = False) -> list[Factor]:
-    """The factors of ``node`` as far as it is a product of edge values."""
+    """Return the factors of ``node``, or ``node`` as one factor if it is no product of edge values."""
     leaf = [Factor(node, inverted, rows_of(node))]
     name = aten_name(node)
     if name not in ("mul.Tensor", "div.Tensor") or node in orders.softmaxes:
@@ -44,8 +44,9 @@ def factors_of(node: Node, orders: EdgeOrders, inverted: bool = False) -> list[F
     if not orders.indices(node):
         return leaf
     result: list[Factor] = []
-    for position, arg in enumerate(node.args[:2]):
-        flipped = inverted != (name == "div.Tensor" and position == 1)
+    for side in ("self", "other"):
+        arg = argument(node, side)
+        flipped = inverted != (name == "div.Tensor" and side == "other")
         if isinstance(arg, Node) and holds_tensor(arg) and row_inputs_of(node, arg):
             result += factors_of(arg, orders, flipped)
         else:
@@ -54,14 +55,14 @@ def factors_of(node: Node, orders: EdgeOrders, inverted: bool = False) -> list[F
 
 
 def row_inputs_of(node: Node, arg: Node) -> bool:
-    """Whether ``arg`` has a row for every row of ``node``."""
+    """Return whether ``arg`` has a row for every row of ``node``."""
     return arg in (row_inputs(node) or ())
 
 
 def squeezed(factor: Factor, rank: int, orders: EdgeOrders) -> list[Factor]:
-    """The factors of a ``[E, ..., 1]`` factor of a rank-``rank`` product, without that column.
+    """Return the factors of a ``[E, ..., 1]`` factor of a rank-``rank`` product, without the last dimension.
 
-    A vector stays one; of ``[E, 1, 1]`` both columns go, but for a value that is made as ``[E, 1]``.
+    A vector stays a vector; ``[E, 1, 1]`` loses both dimensions, unless it is computed as ``[E, 1]``.
     """
     value = factor.value
     if rank == 1:
@@ -80,7 +81,7 @@ def squeezed(factor: Factor, rank: int, orders: EdgeOrders) -> list[Factor]:
 
 
 def of_one_rank(factors: list[Factor], orders: EdgeOrders) -> list[Factor]:
-    """Squeezed factors, ``[E]`` or ``[E, H]``: where there are both, vectors become columns."""
+    """Return squeezed factors with one rank: vectors ``[E]`` become columns beside factors ``[E, H]``."""
     vectors = [factor for factor in factors if factor.on_edges and len(shape_of(factor.value)) == 1]
     if len(vectors) == sum(factor.on_edges for factor in factors):
         return factors

@@ -1,4 +1,4 @@
-"""Which arguments describe the graph: edge lists, batch vectors, edge weights and types."""
+"""Detection of the arguments that describe the graph: edge lists, batch vectors, edge weights and types."""
 
 from typing import Any
 
@@ -8,14 +8,15 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import placeholders
-from gnnc.ir.nodes import shape_of
+from gnnc.ir.nodes import argument, shape_of, unpack
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.source import source_of
 from gnnc.torch_private import OpOverload, schema
 
 _INDEX_OPERANDS = {
-    "index_select": (2,), "index": (1,), "index_put": (1,), "gather": (2,), "scatter": (2,),
-    "scatter_add": (2,), "scatter_reduce": (2,), "index_add": (2,), "bincount": (0,), "sort": (0,),
+    "index_select": "index", "index": "indices", "index_put": "indices", "gather": "index",
+    "scatter": "index", "scatter_add": "index", "scatter_reduce": "index", "index_add": "index",
+    "bincount": "self", "sort": "self",
 }  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def _is_float(node: Node) -> bool:
 
 
 def _serves_as_index(node: Node) -> bool:
-    """Whether the values of ``node``, or integers computed from them, say which rows to take."""
+    """Return whether the values of ``node``, or integers computed from them, are used as row indices."""
     seen, pending = set[Node](), [node]
     while pending:
         current = pending.pop()
@@ -63,16 +64,15 @@ def _serves_as_index(node: Node) -> bool:
 def _takes_as_index(user: Node, value: Node) -> bool:
     op = op_of(user)
     if op is not None:
-        return op.name == "csr" and value in user.args[:2]
+        return op.name == "csr" and value in unpack(user, "src", "dst")
     target = user.target
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return False
     name = schema(target).name.removeprefix("aten::")
-    for position in _INDEX_OPERANDS.get(name, ()):
-        operand = user.args[position] if len(user.args) > position else None
-        if operand is value or isinstance(operand, list | tuple) and value in operand:
-            return True
-    return False
+    if name not in _INDEX_OPERANDS:
+        return False
+    index = argument(user, _INDEX_OPERANDS[name], None)
+    return index is value or isinstance(index, list | tuple) and value in index
 
 
 def _holds_indices(node: Node) -> bool:
@@ -83,15 +83,15 @@ def _holds_indices(node: Node) -> bool:
 
 
 def _edge_sizes(gm: fx.GraphModule, indices: set[Node]) -> set[sympy.Expr]:
-    """Return the sizes that count edges: last dimensions of what CSRs are made of, less node counts."""
+    """Return the sizes that count edges: last dimensions of the CSRs' inputs that are no node counts."""
     edges, nodes = set[sympy.Expr](), set[sympy.Symbol]()
     for node in gm.graph.nodes:
         op = op_of(node)
         if op is None or op.name != "csr":
             continue
-        for size in node.args[2:4]:
+        for size in unpack(node, "num_src", "num_dst"):
             nodes |= _expr(size).free_symbols
-        for source in _sources(node.args[:2]) & indices:
+        for source in _sources(unpack(node, "src", "dst")) & indices:
             edges.add(_expr(shape_of(source)[-1]))
     return {edge for edge in edges if not edge.free_symbols & nodes}
 
@@ -101,13 +101,13 @@ def _expr(size: Any) -> sympy.Expr:
 
 
 def _sources(nodes: Any) -> set[Node]:
-    found, pending = set[Node](), [node for node in nodes if isinstance(node, Node)]
+    ancestors, pending = set[Node](), [node for node in nodes if isinstance(node, Node)]
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             pending += node.all_input_nodes
-    return {node for node in found if node.op == "placeholder"}
+    return {node for node in ancestors if node.op == "placeholder"}
 
 
 def _counts_edges(node: Node, edges: set[sympy.Expr]) -> bool:

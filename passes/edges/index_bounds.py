@@ -1,4 +1,4 @@
-"""What the integer inputs index into: the bound that each must stay under."""
+"""Bounds on the values of integer inputs, from the tensors that they index."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import aten_name, holds_tensor, shape_of
+from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, shape_of, unpack
 from gnnc.ir.source import source_of
 from gnnc.passes.edges.origins import Origins, Part
 from gnnc.passes.edges.rowwise import as_gather
@@ -17,15 +17,15 @@ from gnnc.passes.edges.rowwise import as_gather
 
 @dataclass(frozen=True)
 class IndexBound:
-    """Every value of an integer input must be at least 0 and below ``bound``.
+    """Bound of an integer input: every value must be at least 0 and below ``bound``.
 
     Attributes:
         input: name of the input.
-        row: which row of the input (``edge_index[0]``), or None for all of it.
-        bound: an int, or (input name, dimension) whose size it is.
+        row: the row of the input that is bounded (``edge_index[0]``), or None for all of it.
+        bound: an int, or the (input name, dimension) whose size it is.
         text: the bound as a size expression, where it is neither.
-        is_pointer: the input is the offsets of a compressed matrix instead, [rows + 1]: from 0, never
-            falling, to ``bound``, the number of entries.
+        is_pointer: whether the input is the row pointer of a compressed matrix, ``[rows + 1]``: it must start
+            at 0, never fall, and end at ``bound``, the number of entries.
         dim: the dimension that ``row`` counts along: 1 for ``pairs[:, 0]``.
     """
 
@@ -38,28 +38,28 @@ class IndexBound:
 
 
 def index_bounds(gm: fx.GraphModule, uses: Iterable[tuple[Node, Any]] = ()) -> list[IndexBound]:
-    """The bounds on integer inputs that the raised graph's structure and lookups imply.
+    """Return the bounds on integer inputs that the raised graph's structure and lookups imply.
 
     Args:
         gm: the raised graph.
         uses: further indices, each with the size that it must stay under.
     """
     sizes, origins = _input_sizes(gm), Origins(gm.graph)
-    found: dict[IndexBound, None] = {}
+    bounds: dict[IndexBound, None] = {}
     for index, size in chain(uses, *(_uses(node) for node in gm.graph.nodes)):
         for part in origins.of(index):
-            found[_bound(part, size, sizes)] = None
+            bounds[_bound(part, size, sizes)] = None
     for node in gm.graph.nodes:
         for name in _pointers(node, origins):
-            bound = _bound(Part(name), node.kwargs["output_size"], sizes)
-            found[replace(bound, is_pointer=True)] = None
-    return list(found)
+            bound = _bound(Part(name), argument(node, "output_size"), sizes)
+            bounds[replace(bound, is_pointer=True)] = None
+    return list(bounds)
 
 
 def _uses(node: Node) -> Iterator[tuple[Node, Any]]:
-    """(index, size it must stay under) of every use of an index in ``node``."""
+    """Yield (index, upper bound) of every use of an index in ``node``."""
     if str(node.target) == "gnnc.csr.default":
-        src, dst, num_src, num_dst = node.args
+        src, dst, num_src, num_dst = unpack(node, "src", "dst", "num_src", "num_dst")
         yield src, num_src
         yield dst, num_dst
     gather = as_gather(node) if node.op == "call_function" else None
@@ -68,13 +68,17 @@ def _uses(node: Node) -> Iterator[tuple[Node, Any]]:
 
 
 def _pointers(node: Node, origins: Origins) -> list[str]:
-    """The inputs whose differences ``node`` repeats rows by; with wrong ones it would write out of bounds."""
-    if str(node.target) != "aten.repeat_interleave.Tensor" or node.kwargs.get("output_size") is None:
+    """Return the row pointers that ``node`` repeats rows by; with wrong ones it would write out of bounds."""
+    if str(node.target) != "aten.repeat_interleave.Tensor" or argument(node, "output_size") is None:
         return []
-    counts: Any = node.args[0]
+    counts = first_operand(node)
     if aten_name(counts) != "sub.Tensor":
         return []
-    ends = [[part.input for part in origins.of(end)] for end in counts.args[:2] if isinstance(end, Node)]
+    ends = [
+        [part.input for part in origins.of(end)]
+        for end in unpack(counts, "self", "other")
+        if isinstance(end, Node)
+    ]
     return ends[0] if len(ends) == 2 and ends[0] == ends[1] else []
 
 
@@ -87,7 +91,7 @@ def _bound(part: Part, size: Any, sizes: dict[Any, tuple[str, int]]) -> IndexBou
 
 
 def _input_sizes(gm: fx.GraphModule) -> dict[Any, tuple[str, int]]:
-    """Which input's dimension each symbol is."""
+    """Return the (input name, dimension) that each symbolic size comes from."""
     sizes: dict[Any, tuple[str, int]] = {}
     for node in gm.graph.nodes:
         source = source_of(node)

@@ -1,8 +1,8 @@
-"""Several reductions of one message in one pass over the edges.
+"""Joint messages: several reductions in one pass over the edges.
 
-``message`` ops over one CSR that read the same rows become one op, whose body computes what they
-share once and returns what each reduction takes: the aggregators of PNA, or a softmax aggregation
-beside a mean.
+``message`` ops over one CSR that read the same rows become one op, whose body computes shared values
+once and returns a value for each reduction: the aggregators of PNA, or a softmax aggregation beside a
+mean.
 """
 
 from os.path import commonprefix
@@ -13,15 +13,16 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir import body_text, parse_body
-from gnnc.ir.nodes import same_shape, shape_of
+from gnnc.ir.nodes import argument, outputs_of, same_shape, shape_of, unpack
 from gnnc.passes.base import Context
-from gnnc.passes.rewrite.emit import Emitter, number
+from gnnc.passes.rewrite.emit import Emitter, call_key
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
 _KINDS = "ijec"
-_LISTS = slice(4, 8)
-"""Where ``message`` has its operands: by destination, by source, by edge, constants."""
+_GRAPH = ("rowptr", "col", "num_dst")
+_OPERANDS = ("dst", "src", "edge", "const")
+"""Lists of operands of ``message``, in the order of ``_KINDS``."""
 
 
 def join_messages(gm: fx.GraphModule, emitter: Emitter, ctx: Context) -> None:
@@ -45,7 +46,7 @@ def join_messages(gm: fx.GraphModule, emitter: Emitter, ctx: Context) -> None:
 
 
 def _are_alike(node: Node, first: Node) -> bool:
-    same_edges = node.args[:2] == first.args[:2] and node.args[8] == first.args[8]
+    same_edges = unpack(node, *_GRAPH) == unpack(first, *_GRAPH)
     same_value = same_shape(shape_of(node), shape_of(first)) and (
         node.meta["val"].dtype == first.meta["val"].dtype
     )
@@ -53,29 +54,32 @@ def _are_alike(node: Node, first: Node) -> bool:
 
 
 def _in_one_place(group: list[Node], position: dict[Node, int]) -> bool:
-    """Whether every operand stands before the first use of a result: none depends on another."""
+    """Return whether every operand stands before the first use of a result: none depends on another."""
     operands = {arg for member in group for arg in member.all_input_nodes}
     users = {user for member in group for user in member.users}
     return operands.isdisjoint(group) and max(map(position.get, operands)) < min(map(position.get, users))  # type: ignore[type-var]
 
 
 def _rows(message: Node) -> list[Node]:
-    """The operands that a message reads rows of."""
-    return [operand for group in message.args[4:7] for operand in group]  # type: ignore[union-attr]
+    """Return the operands that a message reads rows of."""
+    return [operand for rows in unpack(message, "dst", "src", "edge") for operand in rows]
 
 
 def _join(graph: fx.Graph, group: list[Node], emitter: Emitter) -> None:
     joint = JointBody()
-    results = [value for node in group for value in joint.add(str(node.args[2]), node.args[_LISTS])]
-    reduce = ",".join(str(node.args[3]) for node in group)
-    first = group[0]
+    results = [
+        value for node in group for value in joint.add(argument(node, "body"), unpack(node, *_OPERANDS))
+    ]
+    reduce = ",".join(argument(node, "reduce") for node in group)
+    rowptr, col, num_dst = unpack(group[0], *_GRAPH)
     made = emitter.call(
         gnnc.message.default,
-        *first.args[:2],
+        rowptr,
+        col,
         joint.text(results),
         reduce,
         *joint.operands,
-        first.args[8],
+        num_dst,
         layer=_common(group),
     )
     for place, node in enumerate(group):
@@ -85,12 +89,12 @@ def _join(graph: fx.Graph, group: list[Node], emitter: Emitter) -> None:
 
 
 def _common(group: list[Node]) -> str:
-    """The layer that all of the messages are in."""
+    """Return the path of the innermost module around all of the messages."""
     return ".".join(commonprefix([str(node.meta["layer"]).split(".") for node in group]))  # type: ignore[type-var]
 
 
 class JointBody:
-    """Bodies side by side: what two of them compute alike stands there once.
+    """Body that computes the values of several bodies; equal computations are merged.
 
     Attributes:
         operands: the operands by destination, by source, by edge, and the constants.
@@ -110,8 +114,8 @@ class JointBody:
                 copies[node] = self._operand(kind, operands[kind][int(str(node.target)[1:])])
             elif node.op == "call_function":
                 copies[node] = self._call(node, copies)
-        found: Any = parse_body(text).graph.output_node().args[0]
-        return [copies[value] for value in (found if isinstance(found, list | tuple) else [found])]
+        values: Any = outputs_of(parse_body(text).graph)
+        return [copies[value] for value in (values if isinstance(values, list | tuple) else [values])]
 
     def _operand(self, kind: int, operand: Node) -> Node:
         if (kind, operand) not in self._known:
@@ -121,12 +125,12 @@ class JointBody:
 
     def _call(self, node: Node, copies: dict[Node, Node]) -> Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-        key = number(node.target, args, kwargs)
+        key = call_key(node.target, args, kwargs)
         if key not in self._known:
             self._known[key] = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         return self._known[key]
 
     def text(self, results: list[Node]) -> str:
-        """The text of the body that returns ``results``."""
+        """Return the text of the body that returns ``results``."""
         self._graph.output(results)
         return body_text(self._graph)

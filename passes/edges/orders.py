@@ -154,8 +154,8 @@ class EdgeOrders:
     def csr(self, order: Order, src: Node | None = None) -> Csr:
         """Return the CSR of ``order`` from ``src``; without one, any CSR that the readers can wait for."""
         if src is None:
-            known = (*order.csrs, *order.sources)
-            src = next((s for s in known if self._comes_before_readers(s, order)), order.dst)
+            candidates = (*order.csrs, *order.sources)
+            src = next((s for s in candidates if self._comes_before_readers(s, order)), order.dst)
         if src not in order.csrs:
             num_src = order.sources.get(src, order.num_dst)
             made = self._structure(gnnc.csr.default, src, order.dst, num_src, order.num_dst)

@@ -1,8 +1,8 @@
-"""Origins: which parts of the integer inputs the values of an index come from.
+"""Origins of an index: the parts of the integer inputs that its values come from.
 
-Between an input and an index stand ops that move values and compute none: ``edge_index.flip(0)[1]``,
+The ops between an input and an index move values and compute none: ``edge_index.flip(0)[1]``,
 ``cat([edge_index, loops], 1)[0]``. They are run on labels, one for each element of the inputs, at the
-sizes of the trace: the labels that arrive tell what was read, whatever the ops.
+sizes of the trace; the labels in the result are the elements that were read.
 """
 
 import math
@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import aten_name, first_operand, holds_tensor, shape_of, value_of
+from gnnc.ir.nodes import (
+    argument,
+    aten_name,
+    first_operand,
+    holds_tensor,
+    result_index,
+    shape_of,
+    unpack,
+    value_of,
+)
 from gnnc.ir.op import size_expr
 from gnnc.ir.source import source_of
 
@@ -31,16 +40,16 @@ _COPIES = frozenset(
     ("_to_copy.default to.dtype clone.default detach.default alias.default lift_fresh_copy.default").split()
 )
 _COMPUTED = -1
-"""The label of a value that no input holds."""
+"""Label of a value that is in no input."""
 
 
 class _UnknownError(Exception):
-    """Values are computed, or moved to places that only a call can tell."""
+    """Error for values that are computed, or moved to places that depend on the data."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an integer input.
+    """Part of an integer input.
 
     Attributes:
         input: name of the input.
@@ -54,7 +63,7 @@ class Part:
 
 
 class Origins:
-    """The origins of the indices of one graph."""
+    """Origins of the indices of one graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._sizes = _traced_sizes(graph)
@@ -62,15 +71,19 @@ class Origins:
         self._inputs: dict[Node, Tensor] = {}
 
     def of(self, index: Node) -> list[Part]:
-        """The parts of inputs whose values ``index`` passes on; none for an index that is computed."""
+        """Return the parts of inputs that ``index`` has its values from; none for a computed index."""
         try:
             labels = self._labels_of(index)
         except _UnknownError:
             return []
-        return [part for node, own in self._inputs.items() for part in _parts(node, torch.isin(own, labels))]
+        return [
+            part
+            for node, input_labels in self._inputs.items()
+            for part in _parts(node, torch.isin(input_labels, labels))
+        ]
 
     def _labels_of(self, node: Node) -> Any:
-        """Labels in the place of the values of ``node``; a tuple of tensors where it is one."""
+        """Return ``node`` computed on labels: a tensor, or a tuple of tensors."""
         if node not in self._labels:
             self._labels[node] = self._find(node)
         return self._labels[node]
@@ -80,7 +93,7 @@ class Origins:
         if node.op == "placeholder":
             return self._numbered(node)
         if node.target is operator.getitem:
-            return self._labels_of(first_operand(node))[node.args[1]]
+            return self._labels_of(first_operand(node))[result_index(node)]
         if name in _COPIES:
             return self._labels_of(first_operand(node))
         if name in ("cat.default", "stack.default"):
@@ -95,17 +108,17 @@ class Origins:
         source = source_of(node)
         if source is None or source.kind != "input" or value_of(node).is_floating_point():
             raise _UnknownError
-        first = sum(known.numel() for known in self._inputs.values())
+        first = sum(labels.numel() for labels in self._inputs.values())
         shape = self._shape(node)
         self._inputs[node] = torch.arange(first, first + math.prod(shape)).view(shape)
         return self._inputs[node]
 
     def _joined(self, node: Node) -> Any:
-        parts: Any = node.args[0]
+        parts = argument(node, "tensors")
         return self._moved(node, [self._labels_or_computed(part) for part in parts], node.args[1:])
 
     def _labels_or_computed(self, node: Node) -> Tensor:
-        """Labels where ``node`` passes on values of inputs; elsewhere they say that it does not."""
+        """Return the labels of ``node``, or ``_COMPUTED`` everywhere for a computed value."""
         try:
             return self._labels_of(node)
         except _UnknownError:
@@ -115,17 +128,17 @@ class Origins:
         table = first_operand(node)
         labels = self._labels_of(table)
         if aten_name(node) == "index_select.default":
-            dim, index = node.args[1:]
+            dim, index = unpack(node, "dim", "index")
             return self._moved(node, labels, (dim, self._places(index, table, dim)))
-        indices: Any = node.args[1]
+        indices = argument(node, "indices")
         places = [None if i is None else self._places(i, table, dim) for dim, i in enumerate(indices)]
         return self._moved(node, labels, (places,))
 
     def _places(self, index: Node, table: Node, dim: Any) -> Tensor:
-        """What ``index`` takes along a dimension, as far as labels go.
+        """Return the positions that ``index`` takes along a dimension of the labels.
 
-        A constant says it. A mask may drop self loops, which leaves all that counts; any other may be there
-        to drop ids that are no nodes. Where the size is not fixed, one entry stands for any others.
+        A constant is taken as it is. A mask that drops self loops counts as one that takes all; any other
+        mask may drop ids that are no nodes. Where the size is not fixed, position 0 stands for any other.
         """
         constant = _constant(index)
         if constant is not None:
@@ -138,17 +151,17 @@ class Origins:
         return torch.zeros(self._shape(index), dtype=torch.int64)
 
     def _drops_self_loops(self, mask: Node) -> bool:
-        """``src != dst``."""
+        """Return whether a mask is ``src != dst``."""
         compares = aten_name(mask) in ("ne.Tensor", "eq.Tensor") and value_of(mask).dim() == 1
         return compares and all(self.of(side) for side in mask.all_input_nodes)
 
     def _moved(self, node: Node, values: Any, operands: Any) -> Any:
-        """The op of ``node`` on labels. Sizes that only a call can tell are what they are for labels."""
+        """Return the op of ``node`` on labels; data-dependent sizes take the value that they have there."""
         assert callable(node.target)
         moved = node.target(values, *fx.map_arg(operands, lambda arg: self._size(arg.meta["val"])))
         if holds_tensor(node):
-            for size, found in zip(shape_of(node), moved.shape, strict=True):
-                self._sizes.setdefault(size_expr(size), sympy.Integer(found))
+            for size, of_labels in zip(shape_of(node), moved.shape, strict=True):
+                self._sizes.setdefault(size_expr(size), sympy.Integer(of_labels))
         return moved
 
     def _shape(self, node: Node) -> list[int]:
@@ -160,7 +173,7 @@ class Origins:
 
 
 def _parts(node: Node, read: Tensor) -> list[Part]:
-    """Where an input is read: at the fewest positions along one dimension of fixed size."""
+    """Return the parts of an input that are read: the fewest positions along one dimension of fixed size."""
     source = source_of(node)
     assert source is not None
     if not read.any():
@@ -174,7 +187,7 @@ def _parts(node: Node, read: Tensor) -> list[Part]:
 
 
 def _constant(index: Node) -> Tensor | None:
-    """The values of an index that is written in the model."""
+    """Return the values of an index that is a constant of the model, or None."""
     while aten_name(index) in _COPIES:
         index = first_operand(index)
     source = source_of(index)
@@ -182,7 +195,7 @@ def _constant(index: Node) -> Tensor | None:
 
 
 def _traced_sizes(graph: fx.Graph) -> dict[sympy.Basic, sympy.Integer]:
-    """What the symbols in the inputs' sizes were in the trace."""
+    """Return the value in the trace of each symbol in the inputs' sizes."""
     sizes = [
         size for node in graph.find_nodes(op="placeholder") if holds_tensor(node) for size in shape_of(node)
     ]

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, same_shape, shape_of
+from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, same_shape, shape_of, unpack
 from gnnc.passes.edges.bodies import BodyBuilder, UnfitError
 from gnnc.passes.edges.edge_products import EdgeProducts, fold
 from gnnc.passes.edges.factors import Factor, factors_of
@@ -158,7 +158,7 @@ class Regions(NodeTables):
         return self.cast(result, node)
 
     def _dot(self, node: Node, order: Order) -> Node | None:
-        product, dims = node.args[:2]
+        product, dims = unpack(node, "self", "dim")
         rank = len(shape_of(product))
         if aten_name(product) != "mul.Tensor" or list(dims) != [rank - 1] or rank not in (2, 3):
             return None
@@ -177,7 +177,7 @@ class Regions(NodeTables):
 
     def _ends(self, node: Node, order: Order) -> _Ends | None:
         """Return the two operands of a binary op as gathers by destination and by source, or None."""
-        left, right = node.args[:2]
+        left, right = unpack(node, "self", "other")
         if not holds_tensor(left) or not holds_tensor(right):
             return None
         if not same_shape(shape_of(left), shape_of(right)):

@@ -1,8 +1,8 @@
-"""Which ops work on the rows of an edge tensor one by one, and how edges are read and written.
+"""Row-wise ops, gathers and scatters: the ops that read, compute and write edge values.
 
 A row of a tensor is its slice along dimension 0. An op is *row-wise* in an argument if row r of
-the result depends on row r of that argument and on no other row of it. Dropout is not: which row
-draws which random numbers is told by the caller's order, and no kernel draws any.
+the result depends on row r of that argument and on no other row of it. Dropout is not row-wise: the
+random numbers of a row depend on the caller's order, and no kernel draws any.
 """
 
 import math
@@ -23,6 +23,7 @@ from gnnc.ir.nodes import (
     same_shape,
     same_size,
     shape_of,
+    unpack,
     value_of,
 )
 
@@ -72,20 +73,21 @@ _PRODUCTS = ("linear.default", "mm.default", "matmul.default")
 
 
 def row_inputs(node: Node) -> tuple[Node, ...] | None:
-    """The arguments that ``node`` is row-wise in, each with a row for every row of the result.
+    """Return the arguments that ``node`` is row-wise in, each with a row for every row of the result.
 
-    None where the op is not known to be row-wise. An argument of the node that is not returned is
-    one that every row of the result may read whole: a weight, a scalar, a broadcast constant.
+    None where the op is not known to be row-wise. Every row of the result may read the other arguments
+    whole: a weight, a scalar, a broadcast constant.
     """
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
-        return (node.args[0],) if row_inputs(node.args[0]) is not None else None
+        source = first_operand(node)
+        return (source,) if row_inputs(source) is not None else None
     name = aten_name(node)
     if not name:
         return None
     if name in _RESHAPES:
-        return _kept_rows(node)
+        return _reshaped(node)
     for table, rule in _RULES:
         if name in table:
             return rule(node, name)
@@ -93,7 +95,7 @@ def row_inputs(node: Node) -> tuple[Node, ...] | None:
 
 
 def is_narrow(node: Node) -> bool:
-    """Whether a value is small enough to be stored for every edge: ``[E]``, ``[E, H]``."""
+    """Return whether a value is small enough to be stored for every edge: ``[E]``, ``[E, H]``."""
     if not holds_tensor(node):
         return False
     sizes = shape_of(node)[1:]
@@ -103,7 +105,7 @@ def is_narrow(node: Node) -> bool:
 
 
 def rows_of(node: Node) -> Any:
-    """The number of rows of a tensor node, or of the first tensor of a tuple; None of a scalar."""
+    """Return the number of rows of a tensor node, or of the first tensor of a tuple; None for a scalar."""
     value: Any = node.meta.get("val")
     if isinstance(value, list | tuple):
         value = value[0] if value else None
@@ -113,7 +115,7 @@ def rows_of(node: Node) -> Any:
 
 
 def _has_rows_of(arg: Any, node: Node) -> bool:
-    """Whether ``arg`` has a row for each row of ``node``, and is not broadcast over them."""
+    """Return whether ``arg`` has a row for each row of ``node``, and is not broadcast over them."""
     return holds_tensor(arg) and rows_of(arg) is not None and same_size(rows_of(arg), rows_of(node))
 
 
@@ -125,9 +127,9 @@ def _pointwise(node: Node) -> tuple[Node, ...] | None:
     return tuple(arg for arg in tensors if len(shape_of(arg)) == rank and _has_rows_of(arg, node))
 
 
-def _kept_rows(node: Node) -> tuple[Node, ...] | None:
-    """A reshape that leaves dimension 0 alone and has fixed sizes behind it."""
-    source = node.args[0]
+def _reshaped(node: Node) -> tuple[Node, ...] | None:
+    """Return the input of a reshape that keeps dimension 0 and has fixed sizes behind it."""
+    source = first_operand(node)
     if not _has_rows_of(source, node) or len(shape_of(node)) == 0:
         return None
     return (source,) if all(isinstance(size, int) for size in shape_of(node)[1:]) else None
@@ -138,23 +140,33 @@ def _along_dims(table: dict[str, int]) -> Callable[[Node, str], tuple[Node, ...]
         dims = argument(node, "dim")
         dims = dims if isinstance(dims, list | tuple) else [dims]
         touches_rows = not dims or any(dim is None or dim == 0 for dim in dims)
-        return None if touches_rows else (node.args[0],)
+        return None if touches_rows else (first_operand(node),)
 
     return rule
 
 
 def _joined(node: Node, name: str) -> tuple[Node, ...] | None:
-    parts = node.args[0]
+    parts = argument(node, "tensors")
     return tuple(parts) if argument(node, "dim") != 0 else None
 
 
 def _permuted(node: Node, name: str) -> tuple[Node, ...] | None:
-    fixed = 0 not in node.args[1:3] if name == "transpose.int" else node.args[1][0] == 0
-    return (node.args[0],) if fixed else None
+    if name == "transpose.int":
+        fixed = 0 not in unpack(node, "dim0", "dim1")
+    else:
+        fixed = argument(node, "dims")[0] == 0
+    return (first_operand(node),) if fixed else None
+
+
+_FACTORS = {
+    "linear.default": ("input", "weight"),
+    "mm.default": ("self", "mat2"),
+    "matmul.default": ("self", "other"),
+}
 
 
 def _product(node: Node, name: str) -> tuple[Node, ...] | None:
-    x, weight = node.args[:2]
+    x, weight = unpack(node, *_FACTORS[name])
     if len(shape_of(weight)) == 2:
         return (x,) if len(shape_of(x)) >= 2 else None
     batched = len(shape_of(x)) == len(shape_of(weight)) and len(shape_of(x)) >= 3
@@ -162,31 +174,31 @@ def _product(node: Node, name: str) -> tuple[Node, ...] | None:
 
 
 def _affine_product(node: Node, name: str) -> tuple[Node, ...] | None:
-    bias, x, _ = node.args[:3]
+    bias, x = unpack(node, "self", "mat1")
     return (x,) if len(shape_of(bias)) == 1 else None
 
 
 def _batched(node: Node, name: str) -> tuple[Node, ...]:
-    return tuple(node.args[:2])
+    return unpack(node, "self", "mat2")
 
 
 def _repeated(node: Node, name: str) -> tuple[Node, ...] | None:
-    source, repeats = node.args[:2]
+    source, repeats = unpack(node, "self", "repeats")
     keeps_rows = len(repeats) == len(shape_of(source)) and repeats[0] == 1
     return (source,) if keeps_rows else None
 
 
 def _layer_norm(node: Node, name: str) -> tuple[Node, ...] | None:
-    x, normalized = node.args[:2]
+    x, normalized = unpack(node, "input", "normalized_shape")
     return (x,) if len(normalized) < len(shape_of(x)) else None
 
 
-def _cast(node: Node, name: str) -> tuple[Node, ...]:
-    return (node.args[0],)
+def _first(node: Node, name: str) -> tuple[Node, ...]:
+    return (first_operand(node),)
 
 
 _RULES: tuple[tuple[Any, Callable[[Node, str], tuple[Node, ...] | None]], ...] = (
-    (_CASTS, _cast),
+    (_CASTS, _first),
     (_REDUCTIONS, _along_dims(_REDUCTIONS)),
     (_DIM_OPS, _along_dims(_DIM_OPS)),
     (("cat.default", "stack.default"), _joined),
@@ -196,13 +208,13 @@ _RULES: tuple[tuple[Any, Callable[[Node, str], tuple[Node, ...] | None]], ...] =
     (("addmm.default",), _affine_product),
     (("bmm.default",), _batched),
     (("layer_norm.default", "native_layer_norm.default"), _layer_norm),
-    (("_prelu_kernel.default", "prelu.default", "log_sigmoid.default"), _cast),
+    (("_prelu_kernel.default", "prelu.default", "log_sigmoid.default"), _first),
 )
 
 
 @dataclass(frozen=True)
 class Gather:
-    """``table[index]``: rows ``[T, ...]`` read by an index ``[E]``."""
+    """Gather ``table[index]``: rows of a table ``[T, ...]`` read by an index ``[E]``."""
 
     table: Node
     index: Node
@@ -213,40 +225,40 @@ def as_gather(node: Node) -> Gather | None:
     name = aten_name(node)
     if name not in _GATHERS or not holds_tensor(node):
         return None
-    found = _GATHERS[name](node)
-    if found is None or not holds_tensor(found.table) or not holds_tensor(found.index):
+    gather = _GATHERS[name](node)
+    if gather is None or not holds_tensor(gather.table) or not holds_tensor(gather.index):
         return None
-    if _is_permutation(found.index):
+    if _is_permutation(gather.index):
         return None
-    index = value_of(found.index)
-    whole = index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
-    return found if whole and value_of(found.table).is_floating_point() else None
+    index = value_of(gather.index)
+    is_vector = index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
+    return gather if is_vector and value_of(gather.table).is_floating_point() else None
 
 
 def _is_permutation(index: Node) -> bool:
-    """Whether ``index`` is the order of a CSR or its inverse: raising put it there."""
+    """Return whether ``index`` is the permutation of a CSR or its inverse, which ``raise`` inserts."""
     if index.target is operator.getitem:
         return str(first_operand(index).target) == "gnnc.csr.default"
     return aten_name(index) == "argsort.default" and _is_permutation(first_operand(index))
 
 
 def _index_select(node: Node) -> Gather | None:
-    table, dim, index = node.args[:3]
+    table, dim, index = unpack(node, "self", "dim", "index")
     return Gather(table, index) if dim == 0 else None
 
 
 def _index(node: Node) -> Gather | None:
-    table, indices = node.args[:2]
+    table, indices = unpack(node, "self", "indices")
     used = [index for index in indices if index is not None]
     return Gather(table, used[0]) if len(used) == 1 and indices[0] is not None else None
 
 
 def _embedding(node: Node) -> Gather | None:
-    return Gather(node.args[0], node.args[1])
+    return Gather(*unpack(node, "weight", "indices"))
 
 
 def _gather(node: Node) -> Gather | None:
-    table, dim, expanded = node.args[:3]
+    table, dim, expanded = unpack(node, "self", "dim", "index")
     index = index_vector(expanded, dim)
     if dim != 0 or index is None or shape_of(node)[1:] != shape_of(table)[1:]:
         return None
@@ -262,27 +274,27 @@ _GATHERS: dict[str, Callable[[Node], Gather | None]] = {
 
 
 def index_vector(expanded: Any, dim: int) -> Node | None:
-    """The ``[E]`` index that ``expanded`` repeats along every dimension but ``dim``, or None."""
+    """Return the ``[E]`` index that ``expanded`` repeats along every dimension but ``dim``, or None."""
     node = expanded
     while isinstance(node, Node) and len(shape_of(node)) > 1:
         if aten_name(node) in ("expand.default", "repeat.default"):
-            if len(shape_of(node.args[0])) < len(shape_of(node)):
+            if len(shape_of(first_operand(node))) < len(shape_of(node)):
                 return None  # a new dimension comes first: the index varies along another one
-            node = node.args[0]
+            node = first_operand(node)
             continue
         if aten_name(node) not in ("view.default", "reshape.default", "unsqueeze.default"):
             return None
         others = [size for i, size in enumerate(shape_of(node)) if i != dim]
         if not all(same_size(size, 1) for size in others):
             return None
-        node = node.args[0]
+        node = first_operand(node)
     same_length = isinstance(node, Node) and same_size(rows_of(node), shape_of(expanded)[dim])
     return node if same_length else None
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """``base`` with rows ``source [E, ...]`` reduced into it by ``index [E]``.
+    """Scatter of rows ``source [E, ...]``, reduced into ``base`` by ``index [E]``.
 
     Attributes:
         node: the scatter.
@@ -302,18 +314,18 @@ class Scatter:
 
 
 def as_scatter(node: Node) -> Scatter | str | None:
-    """Read ``node`` as a scatter of rows; a reason where it scatters otherwise; None for others."""
+    """Read ``node`` as a scatter of rows; return a reason for another scatter, None for another op."""
     name = aten_name(node)
     if name not in _SCATTERS:
         return None
-    found = _SCATTERS[name](node)
-    if isinstance(found, str):
-        return found
-    if not value_of(found.source).is_floating_point():
+    scatter = _SCATTERS[name](node)
+    if isinstance(scatter, str):
+        return scatter
+    if not value_of(scatter.source).is_floating_point():
         return "integers are not summed by a kernel"
-    rows = same_size(rows_of(found.source), rows_of(found.index))
-    trailing = same_shape(shape_of(found.source)[1:], shape_of(found.base)[1:])
-    return found if rows and trailing else "source, index and base do not agree in shape"
+    rows = same_size(rows_of(scatter.source), rows_of(scatter.index))
+    trailing = same_shape(shape_of(scatter.source)[1:], shape_of(scatter.base)[1:])
+    return scatter if rows and trailing else "source, index and base do not agree in shape"
 
 
 _REDUCE_NAMES = {
@@ -326,7 +338,7 @@ _REDUCE_NAMES = {
 
 
 def _expanded_scatter(node: Node, reduce: str, include_base: bool) -> Scatter | str:
-    base, dim, expanded, source = node.args[:4]
+    base, dim, expanded, source = unpack(node, "self", "dim", "index", "src")
     if reduce not in _REDUCE_NAMES:
         return f"reduction {reduce!r} has no primitive"
     if not holds_tensor(source):
@@ -353,14 +365,14 @@ def _scatter_reduce(node: Node) -> Scatter | str:
 
 
 def _index_add(node: Node) -> Scatter | str:
-    base, dim, index, source = node.args[:4]
+    base, dim, index, source = unpack(node, "self", "dim", "index", "source")
     if dim != 0 or argument(node, "alpha") != 1 or len(shape_of(index)) != 1:
         return "adds along another dimension than 0, or with a factor"
     return Scatter(node, base, index, source, "sum", True)
 
 
 def _index_reduce(node: Node) -> Scatter | str:
-    base, dim, index, source, reduce = node.args[:5]
+    base, dim, index, source, reduce = unpack(node, "self", "dim", "index", "source", "reduce")
     if dim != 0 or reduce not in _REDUCE_NAMES:
         return f"reduces ({reduce}) along dimension {dim}"
     include = argument(node, "include_self")
@@ -368,7 +380,7 @@ def _index_reduce(node: Node) -> Scatter | str:
 
 
 def _index_put(node: Node) -> Scatter | str:
-    base, indices, source = node.args[:3]
+    base, indices, source = unpack(node, "self", "indices", "values")
     if argument(node, "accumulate") is not True:
         return "overwrites rows: which write wins is not defined"
     if len(indices) != 1 or len(shape_of(indices[0])) != 1:

@@ -1,4 +1,4 @@
-"""The softmax over the edges of each destination, in the spellings that models use for it."""
+"""Matcher of the edge softmax, over the edges of each destination, in the spellings of models."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,16 @@ from typing import Any
 
 from torch.fx import Node
 
-from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, same_size, shape_of
+from gnnc.ir.nodes import (
+    argument,
+    aten_name,
+    first_operand,
+    holds_tensor,
+    is_number,
+    same_size,
+    shape_of,
+    unpack,
+)
 from gnnc.passes.edges.rowwise import Scatter, as_gather, as_scatter
 
 _VERY_LOW = -1e30
@@ -14,13 +23,13 @@ _VERY_LOW = -1e30
 
 @dataclass(frozen=True)
 class Softmax:
-    """``exp(l - max) / (sum + eps)`` over the edges of each destination.
+    """Edge softmax ``exp(l - max) / (sum + eps)`` over the edges of each destination.
 
     Attributes:
         node: the division that ends it.
         logits: ``[E]``, ``[E, H]`` or ``[E, H, 1]``.
-        total: the scatter that sums the exponentials: it has the index and the rows' number.
-        eps: what is added to the sum.
+        total: the scatter that sums the exponentials, by the destinations.
+        eps: the number that is added to the sum.
     """
 
     node: Node
@@ -33,36 +42,36 @@ def as_softmax(node: Node) -> Softmax | None:
     """Read ``node`` as the division that ends an edge softmax, or None."""
     if node.op != "call_function" or aten_name(node) != "div.Tensor":
         return None
-    weight, gathered = node.args[:2]
+    weight, gathered = unpack(node, "self", "other")
     if not holds_tensor(weight) or not holds_tensor(gathered) or not _is_exp(weight):
         return None
-    found = _denominator(gathered)
-    if found is None or found.total.source is not weight:
+    denominator = _denominator(gathered)
+    if denominator is None or denominator.total.source is not weight:
         return None
-    total, eps = found.total, found.eps
+    total, eps = denominator.total, denominator.eps
     shifted = first_operand(weight)
     logits, is_exact = _without_max(shifted, total) or (shifted, False)
     if not is_exact and eps != 0.0:
         return None  # with eps and not the maximum, small logits do not normalize to one
     least = 1.0 if is_exact else 0.0  # the exponential of the largest logit is 1
-    if found.bound > least + min(eps, 0.0):
+    if denominator.bound > least + min(eps, 0.0):
         return None
-    return _of_rank(Softmax(node, logits, total, eps))
+    return Softmax(node, logits, total, eps) if _is_narrow(logits) else None
 
 
 def _is_exp(node: Node) -> bool:
     return aten_name(node) == "exp.default"
 
 
-def _of_rank(found: Softmax) -> Softmax | None:
-    shape = shape_of(found.logits)
-    narrow = len(shape) <= 2 or (len(shape) == 3 and same_size(shape[2], 1))
-    return found if narrow else None
+def _is_narrow(logits: Node) -> bool:
+    """Return whether logits are ``[E]``, ``[E, H]`` or ``[E, H, 1]``."""
+    shape = shape_of(logits)
+    return len(shape) <= 2 or (len(shape) == 3 and same_size(shape[2], 1))
 
 
 @dataclass(frozen=True)
 class _Denominator:
-    """``(total + eps).clamp(min=bound)``, in either order."""
+    """Denominator ``(total + eps).clamp(min=bound)``, in either order."""
 
     total: Scatter
     eps: float
@@ -79,27 +88,27 @@ def _denominator(node: Node) -> _Denominator | None:
     total = as_scatter(table)
     if not isinstance(total, Scatter) or total.reduce != "sum" or total.index is not gather.index:
         return None
-    zero = aten_name(total.base) == "full.default" and total.base.args[1] == 0
+    zero = aten_name(total.base) == "full.default" and argument(total.base, "fill_value") == 0
     return _Denominator(total, outer_eps + inner_eps, max(outer_bound, inner_bound)) if zero else None
 
 
 def _without_eps(node: Node) -> tuple[Node, float, float]:
-    """What a number is added to, or what is not to be less than one; the first number, and the second."""
+    """Return (x, eps, bound) of ``x + eps`` or ``x.clamp(min=bound)``; for another node, the node itself."""
     name = aten_name(node)
-    if len(node.args) != 2 or not isinstance(node.args[1], int | float):
-        return node, 0.0, -math.inf
-    if name in ("add.Tensor", "add.Scalar") and node.kwargs.get("alpha", 1) == 1:
-        return first_operand(node), float(node.args[1]), -math.inf
-    if name in ("clamp.default", "clamp_min.default"):
-        return first_operand(node), 0.0, float(node.args[1])
+    if name in ("add.Tensor", "add.Scalar") and argument(node, "alpha") == 1:
+        eps = argument(node, "other")
+        return (first_operand(node), float(eps), -math.inf) if is_number(eps) else (node, 0.0, -math.inf)
+    if name in ("clamp.default", "clamp_min.default") and argument(node, "max", None) is None:
+        bound = argument(node, "min")
+        return (first_operand(node), 0.0, float(bound)) if is_number(bound) else (node, 0.0, -math.inf)
     return node, 0.0, -math.inf
 
 
 def _without_max(node: Node, total: Scatter) -> tuple[Node, bool] | None:
-    """``l`` of ``l - max(l)[index]``, and whether that is the maximum in all rows with edges."""
+    """Return ``l`` of ``l - max(l)[index]``, and whether the maximum is exact where there are edges."""
     if aten_name(node) != "sub.Tensor" or argument(node, "alpha") != 1:
         return None
-    logits, gathered = node.args[:2]
+    logits, gathered = unpack(node, "self", "other")
     gather = as_gather(gathered) if holds_tensor(gathered) else None
     if gather is None or gather.index is not total.index:
         return None
@@ -112,50 +121,51 @@ def _without_max(node: Node, total: Scatter) -> tuple[Node, bool] | None:
 
 
 def _without_fixups(node: Node) -> tuple[Node, bool]:
-    """Skip what replaces maxima; whether it does so only in rows without edges, which nobody reads."""
+    """Return the maxima before fixups, and whether fixups change nothing but rows without edges."""
     is_exact = True
-    while (found := _fixed_up(node)) is not None:
-        node, is_exact = found[0], is_exact and found[1]
+    while (fixup := _fixed_up(node)) is not None:
+        node, is_exact = fixup[0], is_exact and fixup[1]
     return node, is_exact
 
 
 def _fixed_up(node: Node) -> tuple[Node, bool] | None:
-    """What ``node`` replaces values of, and whether they are all infinite."""
+    """Return the maxima that ``node`` changes, and whether it changes infinite ones only; or None."""
     name = aten_name(node)
     if name == "nan_to_num.default":
         return first_operand(node), True
     if name in ("clamp.default", "clamp_min.default"):
-        return (first_operand(node), False) if len(node.args) == 2 else None
+        return (first_operand(node), False) if argument(node, "max", None) is None else None
     if name == "masked_fill.Scalar":
-        return first_operand(node), _says_infinite(node.args[1], first_operand(node))
+        return first_operand(node), _is_infinite_mask(argument(node, "mask"), first_operand(node))
     if name not in ("where.self", "where.ScalarOther", "where.ScalarSelf"):
         return None
-    condition, chosen, other = node.args
+    condition, chosen, other = unpack(node, "condition", "self", "other")
     computed = [part for part in (chosen, other) if _is_computed(part)]
     if len(computed) != 1:
         return None
-    (kept,) = computed
-    return kept, (_says_finite if kept is chosen else _says_infinite)(condition, kept)
+    (maxima,) = computed
+    return maxima, (_is_finite_mask if maxima is chosen else _is_infinite_mask)(condition, maxima)
 
 
 def _is_computed(part: Any) -> bool:
     return holds_tensor(part) and part.op == "call_function" and aten_name(part) != "full.default"
 
 
-def _says_infinite(mask: Any, top: Node) -> bool:
-    """Whether a mask is of infinite maxima: those of rows without edges, if all is well."""
+def _is_infinite_mask(mask: Any, top: Node) -> bool:
+    """Return whether a mask marks infinite maxima: those of rows without edges, if logits are finite."""
     if aten_name(mask) in ("isinf.default", "isneginf.default"):
-        return mask.args[0] is top
-    return aten_name(mask) == "eq.Scalar" and mask.args == (top, -math.inf)
+        return first_operand(mask) is top
+    return aten_name(mask) == "eq.Scalar" and unpack(mask, "self", "other") == (top, -math.inf)
 
 
-def _says_finite(mask: Any, top: Node) -> bool:
+def _is_finite_mask(mask: Any, top: Node) -> bool:
     if aten_name(mask) in ("bitwise_not.default", "logical_not.default"):
-        return _says_infinite(mask.args[0], top)
+        return _is_infinite_mask(first_operand(mask), top)
     if aten_name(mask) == "isfinite.default":
-        return mask.args[0] is top
-    return aten_name(mask) in ("ne.Scalar", "gt.Scalar") and mask.args == (top, -math.inf)
+        return first_operand(mask) is top
+    compares = aten_name(mask) in ("ne.Scalar", "gt.Scalar")
+    return compares and unpack(mask, "self", "other") == (top, -math.inf)
 
 
 def _is_very_low(node: Node) -> bool:
-    return aten_name(node) == "full.default" and node.args[1] <= _VERY_LOW
+    return aten_name(node) == "full.default" and argument(node, "fill_value") <= _VERY_LOW

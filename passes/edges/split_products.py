@@ -1,7 +1,7 @@
-"""Linear layers on what an edge reads from its ends: a layer on the nodes for each end.
+"""Split of linear layers on edges into a linear layer on the nodes for each end of the edge.
 
 ``linear(cat([x_i, x_j - x_i, e]), W)`` is ``linear(x, W1 - W2)[i] + linear(x, W2)[j] + linear(e, W3)``:
-the first two are computed once a node and not once an edge.
+the first two are computed once per node and not once per edge.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,16 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import argument, as_node, aten_name, operand, same_shape, shape_of
+from gnnc.ir.nodes import (
+    argument,
+    as_node,
+    aten_name,
+    first_operand,
+    operand,
+    same_shape,
+    shape_of,
+    unpack,
+)
 from gnnc.ir.op import size_expr
 from gnnc.passes.base import Context
 from gnnc.passes.edges.node_tables import NodeTables
@@ -23,7 +32,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Part:
-    """Columns ``start .. stop`` of a layer's input: ``+ value`` or ``- value`` for each of ``values``."""
+    """Columns ``start .. stop`` of a layer's input: ``values``, each added (True) or subtracted."""
 
     node: Node
     values: tuple[tuple[Node, bool], ...]
@@ -32,35 +41,38 @@ class Part:
 
 
 def split_products(gm: fx.GraphModule, ctx: Context) -> None:
-    """Split the linear layers on edges of ``gm``, in place, where that costs less."""
+    """Split the linear layers on edges of ``gm``, in place, where the split costs less."""
     tables = NodeTables(gm)
     for node in list(gm.graph.nodes):
-        is_linear = aten_name(node) == "linear.default"
-        if is_linear and tables.indices(node) and is_of_model(operand(node, "weight")):
+        if (
+            aten_name(node) == "linear.default"
+            and tables.indices(node)
+            and is_of_model(operand(node, "weight"))
+        ):
             _split(node, tables, gm, ctx)
     drop_dead(gm)
 
 
 def _split(node: Node, tables: NodeTables, gm: fx.GraphModule, ctx: Context) -> None:
-    parts = _parts(as_node(node.args[0]), tables)
+    parts = _parts(first_operand(node), tables)
     if len(parts) == 1 and len(parts[0].values) == 1:
         return
     lifted = [part for part in parts if _is_worth(part, node, tables, gm, ctx)]
     if not lifted:
         return
-    made = _Split(node, tables)
+    split = _Split(node, tables)
     for part in lifted:
         for value, is_added in part.values:
-            made.add(value, part, is_added)
-    node.replace_all_uses_with(made.total([part for part in parts if part not in lifted]))
-    ctx.note(node, f"{len(made.weights)} of its products are computed on the nodes that the edges read")
+            split.add(value, part, is_added)
+    node.replace_all_uses_with(split.total([part for part in parts if part not in lifted]))
+    ctx.note(node, f"{len(split.weights)} of its products are computed on the nodes that the edges read")
 
 
 class _Split:
-    """The products that a layer is split into.
+    """Products that a layer is split into.
 
     Attributes:
-        weights: the weight that each value is multiplied by.
+        weights: the weight of each value on the nodes.
     """
 
     def __init__(self, node: Node, tables: NodeTables) -> None:
@@ -68,16 +80,16 @@ class _Split:
         self.weights: dict[Node, Node] = {}
 
     def add(self, value: Node, part: Part, is_added: bool) -> None:
-        """Multiply a value by the weight of a part, or by its negative."""
-        weight, known = self._columns(part), self.weights.get(value)
-        if known is None:
+        """Add the product of a value with the weight of a part, or with its negative."""
+        weight, total = self._columns(part), self.weights.get(value)
+        if total is None:
             self.weights[value] = weight if is_added else self._call(aten.neg.default, weight)
         else:
             target = aten.add.Tensor if is_added else aten.sub.Tensor
-            self.weights[value] = self._call(target, known, weight)
+            self.weights[value] = self._call(target, total, weight)
 
     def total(self, rest: list[Part]) -> Node:
-        """The sum of the products, with those of ``rest`` in one."""
+        """Return the sum of the products, those of ``rest`` joined into one."""
         terms = list(self.weights.items())
         if rest:
             x, weight = [part.node for part in rest], [self._columns(part) for part in rest]
@@ -98,16 +110,16 @@ class _Split:
         return total
 
     def _columns(self, part: Part) -> Node:
-        return self._call(aten.slice.Tensor, self.node.args[1], 1, part.start, part.stop)
+        return self._call(aten.slice.Tensor, argument(self.node, "weight"), 1, part.start, part.stop)
 
     def _call(self, target: Any, *args: Any) -> Node:
         return self.emitter.call(target, *args, layer=self.node.meta["layer"])
 
 
 def _parts(x: Node, tables: NodeTables) -> list[Part]:
-    """What stands side by side in ``x``."""
+    """Return the parts that ``x`` is a concatenation of, by columns."""
     parts, start = [], 0
-    for part in _side_by_side(x, tables):
+    for part in _concatenated(x, tables):
         stop = start + int(shape_of(part)[-1])
         whole = _table(part, tables) is not None
         parts.append(Part(part, ((part, True),) if whole else _summands(part), start, stop))
@@ -115,14 +127,14 @@ def _parts(x: Node, tables: NodeTables) -> list[Part]:
     return parts
 
 
-def _side_by_side(x: Node, tables: NodeTables) -> list[Node]:
+def _concatenated(x: Node, tables: NodeTables) -> list[Node]:
     last = len(shape_of(x)) - 1
     if aten_name(x) == "cat.default" and argument(x, "dim") == last:
-        return [as_node(part) for part in x.args[0]]  # type: ignore[union-attr]
+        return list(argument(x, "tensors"))
     if aten_name(x) != "select.int":
         return [x]
-    whole, dim, place = x.args
-    inner = _side_by_side(as_node(whole), tables)
+    whole, dim, place = unpack(x, "self", "dim", "index")
+    inner = _concatenated(as_node(whole), tables)
     if len(inner) == 1 or dim in (0, last + 1):
         return [x]
     return [tables.emitter.call(aten.select.int, part, dim, place, layer=x.meta["layer"]) for part in inner]
@@ -131,7 +143,7 @@ def _side_by_side(x: Node, tables: NodeTables) -> list[Node]:
 def _summands(part: Node) -> tuple[tuple[Node, bool], ...]:
     if aten_name(part) not in ("add.Tensor", "sub.Tensor") or argument(part, "alpha") != 1:
         return ((part, True),)
-    left, right = part.args[:2]
+    left, right = unpack(part, "self", "other")
     if not isinstance(left, Node) or not isinstance(right, Node) or not same_shape(
         shape_of(left), shape_of(right)
     ):  # fmt: skip
@@ -140,7 +152,7 @@ def _summands(part: Node) -> tuple[tuple[Node, bool], ...]:
 
 
 def _is_worth(part: Part, node: Node, tables: NodeTables, gm: fx.GraphModule, ctx: Context) -> bool:
-    """Whether products on the nodes save more than reading their wider rows costs."""
+    """Return whether products on the nodes save more time than reading their wider rows costs."""
     lifted = [_table(value, tables) for value, _ in part.values]
     if any(table is None for table in lifted):
         return False

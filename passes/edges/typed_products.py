@@ -1,7 +1,7 @@
-"""Products with a weight that the edge's type chooses: ``x[src] @ weight[type]``, as relational layers have.
+"""Lift of typed products ``x[src] @ weight[type]``, as in relational layers, from edges to nodes.
 
-Gathered, ``weight[type]`` is a matrix for every edge. All rows are multiplied by all weights instead,
-on the nodes: ``(x @ weight_r)[src * R + type]`` reads a row of N x R.
+``weight[type]`` would be a matrix for every edge. Instead all rows are multiplied by all weights on the
+nodes: ``(x @ weight_r)[src * R + type]`` reads a row of ``[N * R, O]``.
 """
 
 import operator
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import as_node, aten_name, same_size, shape_of
+from gnnc.ir.nodes import argument, aten_name, first_operand, operand, same_size, shape_of
 from gnnc.ir.op import Cost, size_expr
 from gnnc.passes.base import Context
 from gnnc.passes.edges.node_tables import NodeTables
@@ -27,17 +27,17 @@ _PRODUCTS = ("bmm.default", "matmul.default")
 _RESHAPES = ("view.default", "reshape.default", "_unsafe_view.default")
 
 IndexUse = tuple[Node, Any]
-"""An index, and the size that its values must stay under."""
+"""An index, and the upper bound of its values."""
 
 
 @dataclass(frozen=True)
 class Typed:
-    """``x[src] @ weight[type]`` of each edge.
+    """Typed product ``x[src] @ weight[type]`` of each edge.
 
     Attributes:
-        node: the node that holds the products, with a row for each edge.
-        x: what is multiplied, a value of edges that depends on one index.
-        lookup: the weights ``[R, K, O]``, or ``[R, B, K, O]`` for blocks of a diagonal, and the types.
+        node: the products, with a row for each edge.
+        x: the left factor, an edge value.
+        lookup: the gather by type of the weights ``[R, K, O]``, or ``[R, B, K, O]`` for diagonal blocks.
     """
 
     node: Node
@@ -46,13 +46,13 @@ class Typed:
 
 
 def lift_typed_products(gm: fx.GraphModule, ctx: Context) -> list[IndexUse]:
-    """Move the products of ``gm`` to the nodes, where that costs less; return how indices are used."""
+    """Move the typed products of ``gm`` to the nodes where that costs less; return the uses of indices."""
     tables = NodeTables(gm)
     uses: list[IndexUse] = []
     for node in list(gm.graph.nodes):
-        found = _match(node)
-        if found is not None:
-            uses += _lift(found, tables, gm, ctx)
+        product = _match(node)
+        if product is not None:
+            uses += _lift(product, tables, gm, ctx)
     drop_dead(gm)
     return uses
 
@@ -62,23 +62,28 @@ def _match(node: Node) -> Typed | None:
         return _match_blocks(node)
     if aten_name(node) not in _PRODUCTS or len(shape_of(node)) != 3:
         return None
-    x, weight = map(as_node, node.args[:2])
+    x, weight = _factors(node)
     lookup = _weights(weight, 3)
     if lookup is None or not same_size(shape_of(node)[1], 1) or len(shape_of(x)) != 3:
         return None
     return Typed(node, x, lookup)
 
 
+def _factors(product: Node) -> tuple[Node, Node]:
+    other = "mat2" if aten_name(product) == "bmm.default" else "other"
+    return first_operand(product), operand(product, other)
+
+
 def _match_blocks(node: Node) -> Typed | None:
-    """``[E, B * O]`` of products ``[E * B, 1, K] @ [E * B, K, O]``."""
-    product = as_node(node.args[0])
+    """Match ``[E, B * O]``, a reshape of the products ``[E * B, 1, K] @ [E * B, K, O]``."""
+    product = first_operand(node)
     if aten_name(product) not in _PRODUCTS or len(shape_of(product)) != 3 or len(shape_of(node)) != 2:
         return None
-    x, weight = map(as_node, product.args[:2])
+    x, weight = _factors(product)
     if aten_name(x) not in _RESHAPES or aten_name(weight) not in _RESHAPES or len(shape_of(weight)) != 3:
         return None
-    rows = as_node(x.args[0])
-    lookup = _weights(as_node(weight.args[0]), 4)
+    rows = first_operand(x)
+    lookup = _weights(first_operand(weight), 4)
     if lookup is None:
         return None
     _, blocks, inner, outer = shape_of(lookup.table)
@@ -88,7 +93,7 @@ def _match_blocks(node: Node) -> Typed | None:
 
 
 def _weights(node: Node, rank: int) -> Gather | None:
-    """The lookup of a weight by an integer input, which can be checked to be in range."""
+    """Return the gather of a weight by an integer input, whose range can be checked; or None."""
     lookup = as_gather(node)
     if lookup is None or len(shape_of(lookup.table)) != rank or not is_of_model(lookup.table):
         return None
@@ -96,17 +101,17 @@ def _weights(node: Node, rank: int) -> Gather | None:
     return lookup if fixed and Origins(node.graph).of(lookup.index) else None
 
 
-def _lift(found: Typed, tables: NodeTables, gm: fx.GraphModule, ctx: Context) -> list[IndexUse]:
-    ends = tables.indices(found.x)
-    table = tables.table(found.x, *ends) if len(ends) == 1 else None
+def _lift(product: Typed, tables: NodeTables, gm: fx.GraphModule, ctx: Context) -> list[IndexUse]:
+    ends = tables.indices(product.x)
+    table = tables.table(product.x, *ends) if len(ends) == 1 else None
     if table is None:
-        ctx.note(found.node, "a weight for every edge is gathered: its factor does not come from one node")
+        ctx.note(product.node, "a weight for every edge is gathered: its factor does not come from one node")
         return []
     (index,) = ends
-    if not _is_worth(found, table, gm, ctx):
+    if not _is_worth(product, table, gm, ctx):
         return []
-    call, layer = tables.emitter.call, found.node.meta["layer"]
-    weight, types = found.lookup.table, found.lookup.index
+    call, layer = tables.emitter.call, product.node.meta["layer"]
+    weight, types = product.lookup.table, product.lookup.index
     products = _all_products(tables, table, weight, layer)
     count = tables.sizes.of(table, 0)
     relations = int(shape_of(weight)[0])
@@ -114,22 +119,26 @@ def _lift(found: Typed, tables: NodeTables, gm: fx.GraphModule, ctx: Context) ->
         tables.sizes.add(call(operator.mul, count, relations))
     place = call(aten.add.Tensor, call(aten.mul.Tensor, index, relations), types)
     rows = call(aten.index_select.default, products, 0, place, layer=layer)
-    for reader in [user for user in found.node.users if _drops_dim(user, found.node)]:
+    for reader in [user for user in product.node.users if _drops_dim(user, product.node)]:
         reader.replace_all_uses_with(rows)
-    if len(shape_of(found.node)) == 3:
+    if len(shape_of(product.node)) == 3:
         rows = call(aten.unsqueeze.default, rows, 1, layer=layer)
-    found.node.replace_all_uses_with(rows)
-    ctx.note(found.node, f"products with the weights of {relations} types are computed on the nodes")
+    product.node.replace_all_uses_with(rows)
+    ctx.note(product.node, f"products with the weights of {relations} types are computed on the nodes")
     return [(index, shape_of(table)[0]), (types, relations)]
 
 
 def _drops_dim(reader: Node, product: Node) -> bool:
-    """Whether ``reader`` makes ``[E, O]`` of products ``[E, 1, O]``."""
-    return len(shape_of(product)) == 3 and aten_name(reader) == "squeeze.dim" and reader.args[1] in (1, -2)
+    """Return whether ``reader`` squeezes products ``[E, 1, O]`` to ``[E, O]``."""
+    return (
+        len(shape_of(product)) == 3
+        and aten_name(reader) == "squeeze.dim"
+        and argument(reader, "dim") in (1, -2)
+    )
 
 
 def _all_products(tables: NodeTables, table: Node, weight: Node, layer: str) -> Node:
-    """``[N * R, O]``: each row of the table by each weight."""
+    """Return ``[N * R, O]``, the product of each row of the table with each weight."""
 
     def call(target: Any, *args: Any) -> Node:
         return tables.emitter.call(target, *args, layer=layer)
@@ -152,10 +161,10 @@ def _all_products(tables: NodeTables, table: Node, weight: Node, layer: str) -> 
     )
 
 
-def _is_worth(found: Typed, table: Node, gm: fx.GraphModule, ctx: Context) -> bool:
-    """Whether all products on the nodes cost less than a weight for every edge."""
-    edges, nodes = (size_expr(shape_of(node)[0]) for node in (found.lookup.index, table))
-    relations, *rest = (int(size) for size in shape_of(found.lookup.table))
+def _is_worth(product: Typed, table: Node, gm: fx.GraphModule, ctx: Context) -> bool:
+    """Return whether all products on the nodes cost less than a weight for every edge."""
+    edges, nodes = (size_expr(shape_of(node)[0]) for node in (product.lookup.index, table))
+    relations, *rest = (int(size) for size in shape_of(product.lookup.table))
     inner, outer = rest[-2], rest[-1] * (rest[0] if len(rest) == 3 else 1)
     typical = Typical(gm, ctx.examples, EDGES_PER_NODE, edges.free_symbols - nodes.free_symbols)
     flops = 2 * inner * outer
@@ -166,5 +175,5 @@ def _is_worth(found: Typed, table: Node, gm: fx.GraphModule, ctx: Context) -> bo
     numbers = (
         f"{typical.value(nodes) * relations:.0f} products on the nodes, {typical.value(edges):.0f} edges"
     )
-    ctx.note(found.node, f"a weight for every edge of a block is gathered: {numbers}")
+    ctx.note(product.node, f"a weight for every edge of a block is gathered: {numbers}")
     return False

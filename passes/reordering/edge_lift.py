@@ -1,4 +1,4 @@
-"""Work on edges that is work on nodes in disguise: ``f(x[src])`` is ``f(x)[src]``."""
+"""Lift of elementwise ops and linear layers from edges to nodes: ``f(x[src])`` is ``f(x)[src]``."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from gnnc.ir.nodes import holds_tensor, shape_of
+from gnnc.ir.nodes import argument, first_operand, holds_tensor, shape_of, unpack
 from gnnc.ir.op import op_of, size_expr
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.assumed_sizes import Typical
@@ -25,7 +25,7 @@ _UNARY = frozenset(
 
 
 def lift_from_edges(gm: fx.GraphModule, typical: Typical, ctx: Context) -> None:
-    """Move elementwise ops and linear layers from gathered rows to the nodes they come from."""
+    """Move elementwise ops and linear layers from gathered rows to the nodes that the rows come from."""
     emit = Emitter(gm)
     for node in list(gm.graph.nodes):
         if node.target in _UNARY:
@@ -36,31 +36,32 @@ def lift_from_edges(gm: fx.GraphModule, typical: Typical, ctx: Context) -> None:
 
 
 def _lift_unary(node: Node, emit: Emitter, typical: Typical, ctx: Context) -> None:
-    source = _gathered(node.args[0])
-    if source is None or not _is_worth(node, node.args[0], source, typical, ctx):
+    rows = first_operand(node)
+    source = _gathered(rows)
+    if source is None or not _is_worth(node, rows, source, typical, ctx):
         return
-    done = emit.call(node.target, source, *node.args[1:], layer=_layer(node), **node.kwargs)
-    node.replace_all_uses_with(_gather_again(emit, node.args[0], done))
+    on_nodes = emit.call(node.target, source, *node.args[1:], layer=_layer(node), **node.kwargs)
+    node.replace_all_uses_with(_gather_again(emit, rows, on_nodes))
     ctx.note(node, "moved from the edges to the nodes they read")
 
 
 def _lift_gemm(node: Node, emit: Emitter, typical: Typical, ctx: Context) -> None:
-    parts = _concatenated(node.args[0])
+    parts = _concatenated(argument(node, "x"))
     if not any(_gathered(part) is not None for part in parts):
         return
-    if node.args[3:] == (True,) or not _all_worth(node, parts, typical, ctx):
+    if argument(node, "w_is_kn") or not _all_worth(node, parts, typical, ctx):
         return
     total: Node | None = None
     start = 0
     for part in parts:
         width = int(size_expr(shape_of(part)[-1]))
-        weight = node.args[1]
+        weight = argument(node, "w")
         if len(parts) > 1:
             weight = emit.call(_aten.slice.Tensor, weight, 1, start, start + width, layer=_layer(node))
         start += width
         term = _transformed(emit, part, weight, _layer(node))
         total = term if total is None else emit.call(_aten.add.Tensor, total, term, layer=_layer(node))
-    bias = node.args[2] if len(node.args) > 2 else None
+    bias = argument(node, "bias")
     if bias is not None:
         total = emit.call(_aten.add.Tensor, total, bias, layer=_layer(node))
     assert total is not None
@@ -72,20 +73,20 @@ def _transformed(emit: Emitter, part: Node, weight: Any, layer: str) -> Node:
     source = _gathered(part)
     if source is None:
         return emit.call(_ops.gemm.default, part, weight, None, False, layer=layer)
-    done = emit.call(_ops.gemm.default, source, weight, None, False, layer=layer)
-    return _gather_again(emit, part, done)
+    on_nodes = emit.call(_ops.gemm.default, source, weight, None, False, layer=layer)
+    return _gather_again(emit, part, on_nodes)
 
 
 def _gathered(node: Any) -> Node | None:
-    """Return the node tensor whose rows ``node`` takes at every edge."""
+    """Return the tensor on the nodes whose rows ``node`` reads at every edge, or None."""
     if not holds_tensor(node) or not _is(node, "sddmm"):
         return None
-    a, b, kind = node.args[2:5]
+    a, b, kind = unpack(node, "a", "b", "op")
     return {"copy_src": b, "copy_dst": a}.get(kind)
 
 
 def _gather_again(emit: Emitter, gather: Any, x: Node) -> Node:
-    rowptr, col, _, _, kind = gather.args
+    rowptr, col, kind = unpack(gather, "rowptr", "col", "op")
     a, b = (None, x) if kind == "copy_src" else (x, None)
     return emit.call(_ops.sddmm.default, rowptr, col, a, b, kind, layer=_layer(gather))
 
@@ -96,8 +97,8 @@ def _concatenated(node: Any) -> list[Node]:
         return []
     if node.target is not _aten.cat.default or len(node.users) > 1:
         return [node]
-    dim = node.args[1] if len(node.args) > 1 else 0
-    return list(node.args[0]) if dim in (1, -1) else []
+    parts, dim = unpack(node, "tensors", "dim")
+    return list(parts) if dim in (1, -1) else []
 
 
 def _all_worth(node: Node, parts: list[Node], typical: Typical, ctx: Context) -> bool:

@@ -1,8 +1,7 @@
-"""Linear layers move to the side of an aggregation where rows are narrower.
+"""Order of linear layers and aggregations: ``(AX)W = A(XW)``, whichever is cheaper.
 
-``(AX)W = A(XW)``: the sparse kernel gathers rows of the input's width, or of the output's. Row
-scales, sums and repeated aggregations lie between; a linear layer passes through all of them,
-and its bias stays outside.
+The sparse kernel gathers rows of the input's width, or of the output's. A linear layer also moves
+through the row scales, sums and repeated aggregations in between; its bias stays outside.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import fake_mode_of
-from gnnc.ir.nodes import argument, holds_tensor, same_shape, shape_of
+from gnnc.ir.nodes import argument, holds_tensor, operand, same_shape, shape_of, unpack, with_arguments
 from gnnc.ir.op import op_of, size_expr
 from gnnc.passes.base import Context
 from gnnc.passes.reordering.row_scale import row_scale
@@ -27,7 +26,14 @@ _SCALINGS = (_aten.mul.Tensor, _aten.div.Tensor)
 
 
 class LinearOrder:
-    """Moves every linear layer of a graph to where it is cheapest."""
+    """Rewriter that moves every linear layer of a graph to its cheapest place.
+
+    Args:
+        gm: the graph, changed in place.
+        typical: evaluates costs.
+        min_gain: a layer moves where the cost falls at least by this share.
+        ctx: takes the notes.
+    """
 
     def __init__(self, gm: fx.GraphModule, typical: Typical, min_gain: float, ctx: Context) -> None:
         self.gm, self.typical, self.min_gain, self.ctx = gm, typical, min_gain, ctx
@@ -36,7 +42,7 @@ class LinearOrder:
         self._moved: set[Node] = set()
 
     def run(self) -> None:
-        """Rewrite until nothing gets cheaper; each step lowers the cost, so this ends."""
+        """Rewrite until no move lowers the cost; each move does, so this terminates."""
         pending = self._gemms()
         while pending:
             gemm = pending.pop(0)
@@ -47,12 +53,12 @@ class LinearOrder:
         return [node for node in self.gm.graph.nodes if _is(node, "gemm")]
 
     def _backward(self, gemm: Node) -> bool:
-        """Aggregate then transform becomes transform then aggregate."""
+        """Replace aggregate-then-transform by transform-then-aggregate; return whether it did."""
         tree = _Tree(gemm)
         if not any(_is(node, "spmm") for node in tree.inner):
             self._note_obstacle(gemm)
             return False
-        before = [*self._aggregations(tree.inner), self._gemm_time(gemm, gemm.args[0])]
+        before = [*self._aggregations(tree.inner), self._gemm_time(gemm, operand(gemm, "x"))]
         after = [self._aggregation_time(n, _width_out(gemm)) for n in tree.inner if _is(n, "spmm")]
         after += [self._gemm_time(gemm, leaf) for leaf in tree.leaves]
         if not self._is_worth(gemm, "before", sum(before), sum(after)):
@@ -62,12 +68,11 @@ class LinearOrder:
         return True
 
     def _forward(self, gemm: Node) -> bool:
-        """Transform then aggregate becomes aggregate then transform."""
+        """Replace transform-then-aggregate by aggregate-then-transform; return whether it did."""
         chain = _chain_after(gemm)
         if not chain:
             return False
-        x = gemm.args[0]
-        assert isinstance(x, Node)
+        x = operand(gemm, "x")
         width = _width(x)
         before = [*self._aggregations(chain), self._gemm_time(gemm, x)]
         after = [self._aggregation_time(n, width) for n in chain if _is(n, "spmm")]
@@ -85,7 +90,7 @@ class LinearOrder:
         return True
 
     def _is_worth(self, gemm: Node, where: str, before: float, after: float) -> bool:
-        widths = f"{_width(gemm.args[0])} to {_width_out(gemm)} columns"
+        widths = f"{_width(operand(gemm, 'x'))} to {_width_out(gemm)} columns"
         other = "after" if where == "before" else "before"
         if after > before * (1 - self.min_gain):
             if gemm not in self._moved:
@@ -96,12 +101,12 @@ class LinearOrder:
         return True
 
     def _note_obstacle(self, gemm: Node) -> None:
-        obstacle = _obstacle(gemm.args[0])
+        obstacle = _obstacle(operand(gemm, "x"))
         if obstacle is not None:
             self.ctx.note(gemm, f"linear layer stays after the aggregation: {obstacle}")
 
     def _gemm(self, like: Node, x: Node) -> Node:
-        weight, transposed = like.args[1], argument(like, "w_is_kn")
+        weight, transposed = unpack(like, "w", "w_is_kn")
         layer = like.meta.get("layer", "")
         moved = self.emit.call(_ops.gemm.default, x, weight, None, transposed, layer=layer)
         self._moved.add(moved)
@@ -118,12 +123,14 @@ class LinearOrder:
         return [self._aggregation_time(n, _width(n)) for n in nodes if _is(n, "spmm")]
 
     def _aggregation_time(self, spmm: Node, width: int) -> float:
-        rowptr, col, value, x, reduce, num_dst = _values(spmm.args)
+        rowptr, col, value, x, reduce, num_dst = _values(
+            unpack(spmm, "rowptr", "col", "value", "x", "reduce", "num_dst")
+        )
         return self._time(spmm, rowptr, col, value, self._tensor(x.shape[0], width), reduce, num_dst)
 
     def _gemm_time(self, gemm: Node, x: Any) -> float:
-        weight, transposed = _values((gemm.args[1], argument(gemm, "w_is_kn")))
-        rows = self._tensor(shape_of(x)[0], _width(gemm.args[0]))
+        weight, transposed = _values(unpack(gemm, "w", "w_is_kn"))
+        rows = self._tensor(shape_of(x)[0], _width(operand(gemm, "x")))
         return self._time(gemm, rows, weight, None, transposed)
 
     def _time(self, node: Node, *args: Any) -> float:
@@ -139,22 +146,21 @@ class LinearOrder:
 
 
 class _Tree:
-    """The nodes between a GEMM and the tensors that it could be applied to instead.
+    """Tree of linear ops between a GEMM and the tensors that it could be applied to instead.
 
     Attributes:
-        inner: nodes that the GEMM passes through, in no particular order.
-        leaves: what it would be applied to.
+        inner: nodes that the GEMM can move through, in no particular order.
+        leaves: the tensors that it would be applied to.
     """
 
     def __init__(self, gemm: Node) -> None:
         self.inner: list[Node] = []
         self.leaves: list[Node] = []
-        self._root = gemm.args[0]
+        self._root = operand(gemm, "x")
         self._allowed = {gemm}
         pending = [self._root]
         while pending:
             node = pending.pop()
-            assert isinstance(node, Node)
             if node in self.inner or node in self.leaves:
                 continue
             operands = linear_operands(node) if set(node.users) <= self._allowed else ()
@@ -165,12 +171,14 @@ class _Tree:
         self._drop_branches_without_aggregation()
 
     def _drop_branches_without_aggregation(self) -> None:
-        """A part that holds no aggregation stays one operand: nothing is gained inside it."""
-        kept = [node for node in self.inner if self._aggregates(node)]
-        if len(kept) == len(self.inner):
+        """Turn branches that hold no aggregation into leaves: moving into them gains nothing."""
+        aggregating = [node for node in self.inner if self._aggregates(node)]
+        if len(aggregating) == len(self.inner):
             return
-        self.inner = kept
-        reached = [node for inner in kept for node in linear_operands(inner) if node not in kept]
+        self.inner = aggregating
+        reached = [
+            node for inner in aggregating for node in linear_operands(inner) if node not in aggregating
+        ]
         self.leaves = list(dict.fromkeys(self._shared(node) for node in reached))
 
     def _aggregates(self, node: Node) -> bool:
@@ -179,7 +187,7 @@ class _Tree:
         return node in self.inner and any(self._aggregates(arg) for arg in linear_operands(node))
 
     def _shared(self, node: Node) -> Node:
-        """Step through a scaling to a tensor that needs the GEMM anyway: GIN's ``(1 + eps) x``."""
+        """Return the operand of a scaling if it is a leaf anyway, as in GIN's ``(1 + eps) x``."""
         if node.target in _SCALINGS and set(node.users) <= self._allowed:
             (operand, *rest) = linear_operands(node) or (node,)
             if (
@@ -192,40 +200,40 @@ class _Tree:
         return node
 
     def rebuilt(self, emit: Emitter, transform: Callable[[Node], Node]) -> Node:
-        """Return the root with ``transform`` applied to each leaf instead."""
-        done: dict[Node, Node] = {leaf: transform(leaf) for leaf in self.leaves}
+        """Return a copy of the root with ``transform`` applied to each leaf."""
+        copies: dict[Node, Node] = {leaf: transform(leaf) for leaf in self.leaves}
 
         def build(node: Node) -> Node:
-            if node not in done:
-                done[node] = _with_operands(emit, node, build)
-            return done[node]
+            if node not in copies:
+                copies[node] = _with_operands(emit, node, build)
+            return copies[node]
 
-        assert isinstance(self._root, Node)
         return build(self._root)
 
 
 def linear_operands(node: Node) -> tuple[Node, ...]:
-    """Return the operands ``[N, F]`` that ``node`` is linear in, acting alike on all columns."""
+    """Return the operands ``[N, F]`` that ``node`` is linear in and treats column by column alike."""
     if not holds_tensor(node) or len(shape_of(node)) != 2:
         return ()
     if _is(node, "spmm"):
         return _aggregated(node)
     if node.target in _SCALINGS:
-        left, right = node.args[:2]
+        left, right = unpack(node, "self", "other")
         if holds_tensor(left) and same_shape(shape_of(left), shape_of(node)) and row_scale(right):
             return (left,)  # type: ignore[return-value]
         swapped = node.target is _aten.mul.Tensor and holds_tensor(right) and row_scale(left)
         return (right,) if swapped and same_shape(shape_of(right), shape_of(node)) else ()  # type: ignore[return-value, arg-type]
-    if node.target in _SUMS and not node.kwargs:
-        whole = all(holds_tensor(arg) and same_shape(shape_of(arg), shape_of(node)) for arg in node.args)
-        return tuple(node.args) if whole else ()  # type: ignore[return-value]
+    if node.target in _SUMS and argument(node, "alpha") == 1:
+        terms = unpack(node, "self", "other")
+        whole = all(holds_tensor(arg) and same_shape(shape_of(arg), shape_of(node)) for arg in terms)
+        return terms if whole else ()
     return ()
 
 
 def _aggregated(spmm: Node) -> tuple[Node, ...]:
-    value, x, reduce = spmm.args[2:5]
-    per_edge = value is None or len(shape_of(value)) == 1  # type: ignore[arg-type]
-    return (x,) if reduce in ("sum", "mean") and per_edge else ()  # type: ignore[return-value]
+    value, x, reduce = unpack(spmm, "value", "x", "reduce")
+    per_edge = value is None or len(shape_of(value)) == 1
+    return (x,) if reduce in ("sum", "mean") and per_edge else ()
 
 
 def _with_operand(emit: Emitter, node: Node, operand: Node) -> Node:
@@ -233,14 +241,14 @@ def _with_operand(emit: Emitter, node: Node, operand: Node) -> Node:
 
 
 def _with_operands(emit: Emitter, node: Node, build: Callable[[Node], Node]) -> Node:
-    """Return a copy of a linear ``node`` over other operands, of another width perhaps."""
+    """Return a copy of a linear ``node`` with other operands, perhaps of another width."""
     operands = linear_operands(node)
     if _is(node, "spmm"):
-        args = (*node.args[:3], build(operands[0]), *node.args[4:])
+        args, _ = with_arguments(node, x=build(operands[0]))
     elif node.target in _SUMS:
         args = tuple(build(operand) for operand in operands)
     else:
-        args = tuple(_scale_or(arg, operands[0], build) for arg in node.args[:2])
+        args = tuple(_scale_or(arg, operands[0], build) for arg in unpack(node, "self", "other"))
     return emit.call(node.target, *args, layer=node.meta.get("layer", ""))
 
 
@@ -253,7 +261,7 @@ def _scale_or(arg: Any, operand: Node, build: Callable[[Node], Node]) -> Any:
 
 
 def _chain_after(gemm: Node) -> list[Node]:
-    """Return the aggregations and row scales that follow a GEMM, up to the last aggregation's scales."""
+    """Return the chain of aggregations and row scales that follow a GEMM; empty without an aggregation."""
     chain: list[Node] = []
     node = gemm
     while len(node.users) == 1:
@@ -266,13 +274,14 @@ def _chain_after(gemm: Node) -> list[Node]:
 
 
 def _obstacle(node: Any) -> str | None:
-    """Say why an aggregation that feeds a GEMM cannot be passed."""
+    """Return why a GEMM cannot move through the aggregation that feeds it, or None."""
     while isinstance(node, Node) and node.target in _SCALINGS and linear_operands(node):
         node = linear_operands(node)[0]
     if not isinstance(node, Node) or not _is(node, "spmm"):
         return None
-    if node.args[4] in ("max", "min"):
-        return f"{node.args[4]} does not commute with it"
+    reduce = argument(node, "reduce")
+    if reduce in ("max", "min"):
+        return f"{reduce} does not commute with it"
     return "others read the aggregated rows too" if len(node.users) > 1 else None
 
 

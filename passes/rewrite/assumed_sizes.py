@@ -1,4 +1,4 @@
-"""Sizes to compare costs with: those of the examples, or an assumed graph."""
+"""Sizes that costs are compared at: the sizes of the examples, or those of an assumed graph."""
 
 from collections.abc import Collection
 from typing import Any
@@ -8,26 +8,27 @@ import torch
 from torch import fx
 
 from gnnc.ir.graph import placeholders
+from gnnc.ir.nodes import operand, shape_of
 from gnnc.ir.op import Cost, op_of, size_expr
 
 _NODES = 1 << 17
 EDGES_PER_NODE = 8
-"""Assumed where no examples say how large the graph is."""
+"""Edges per node of the assumed graph, which stands in where there are no examples."""
 
 FLOAT_BYTES = 4
-"""Of a value where costs are compared before precisions are known."""
+"""Size of a value, where costs are compared before precisions are known."""
 
 FLOPS_A_BYTE = 16.0
-"""Multiply-adds count twice. Cores with wide vectors do about this many a byte of memory traffic."""
+"""Flops that a core with wide vectors does in the time of a byte of memory traffic; a multiply-add is two."""
 
 
 class Typical:
-    """Evaluates symbolic costs.
+    """Evaluator of symbolic sizes and costs.
 
     Args:
         gm: a graph whose placeholders have meta values.
         examples: values of its placeholders, or None.
-        edges_per_node: used where there are none.
+        edges_per_node: ratio of the assumed graph, used without examples.
         edges: symbols that count edges, besides the lengths of ``col`` operands.
     """
 
@@ -43,7 +44,7 @@ class Typical:
         self._known = {} if examples is None else _sizes(gm, examples)
 
     def value(self, expr: sympy.Expr) -> float:
-        """Return the value of an expression of sizes."""
+        """Return the number that an expression of sizes evaluates to."""
         values = {s: sympy.Integer(self._known.get(s, self._assumed(s))) for s in expr.free_symbols}
         return float(expr.xreplace(values))
 
@@ -51,28 +52,27 @@ class Typical:
         return self._edges if symbol in self._edge_symbols else _NODES
 
     def time(self, cost: Cost) -> float:
-        """Return a time in arbitrary units (bytes moved)."""
+        """Return the time of a cost, in bytes of memory traffic."""
         return max(self.value(cost.bytes), self.value(cost.flops) / FLOPS_A_BYTE)
 
 
 def _edge_symbols(gm: fx.GraphModule) -> set[sympy.Basic]:
     """Return the symbols in the lengths of ``col`` operands."""
-    found = set[sympy.Basic]()
+    symbols = set[sympy.Basic]()
     for node in gm.graph.nodes:
         op = op_of(node)
-        col = node.args[1] if op is not None and op.name in ("spmm", "sddmm", "edge_map") else None
-        if isinstance(col, fx.Node):
-            found |= size_expr(col.meta["val"].shape[0]).free_symbols
-    return found
+        if op is not None and op.name in ("spmm", "sddmm", "edge_map"):
+            symbols |= size_expr(shape_of(operand(node, "col"))[0]).free_symbols
+    return symbols
 
 
 def _sizes(gm: fx.GraphModule, examples: tuple[Any, ...]) -> dict[sympy.Basic, int]:
-    known: dict[sympy.Basic, int] = {}
+    sizes: dict[sympy.Basic, int] = {}
     for node, value in zip(placeholders(gm), examples, strict=True):
         if not isinstance(value, torch.Tensor):
             continue
         for size, actual in zip(node.meta["val"].shape, value.shape, strict=True):
             expr = size_expr(size)
             if isinstance(expr, sympy.Symbol):
-                known[expr] = actual
-    return known
+                sizes[expr] = actual
+    return sizes

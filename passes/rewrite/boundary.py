@@ -1,4 +1,4 @@
-"""What crosses from the structure graph to the compute graph: shapes, and values on the examples."""
+"""Boundary between structure graph and compute graph: the shapes of its values, and the examples' values."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import fake_mode_of, placeholders
+from gnnc.ir.nodes import outputs_of
 from gnnc.ir.op import size_expr
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, is_structure, source_of
@@ -23,12 +24,12 @@ def expression(size: Any) -> sympy.Expr:
 
 
 class Boundary:
-    """Gives boundary values shapes without data-dependent symbols.
+    """Shapes of the boundary values without data-dependent symbols.
 
-    Inside the structure graph the number of edges may be known only when it has run (self loops were
-    removed: a symbol without a value). To the compute graph it is a size of an input like any other.
-    Numbers that are no tensor's size, such as the ends of a slice, keep their symbols: an example would
-    decide which of two is larger.
+    Inside the structure graph the number of edges may be known only after it has run (self loops were
+    removed: an unbacked symbol). To the compute graph it is the size of an input like any other.
+    Numbers that are no tensor's size, such as the ends of a slice, keep their symbols: a backed symbol
+    would specialize comparisons on its example.
     """
 
     def __init__(self, gm: fx.GraphModule, nodes: list[Node]) -> None:
@@ -36,8 +37,8 @@ class Boundary:
         self._env: ShapeEnv | None = getattr(self._mode, "shape_env", None)
         self._known: dict[sympy.Expr, sympy.Expr] = {}
         tensors = [value for node in nodes if isinstance(value := node.meta["val"], torch.Tensor)]
-        self._counted = {s for value in tensors for size in value.shape for s in _unbacked(size_expr(size))}
-        for expr in _whole(self._unbacked_sizes(nodes)):
+        self._symbols = {s for value in tensors for size in value.shape for s in _unbacked(size_expr(size))}
+        for expr in _independent(self._unbacked_sizes(nodes)):
             self._known[expr] = self._fresh(expr)
 
     def value(self, node: Node) -> Any:
@@ -50,18 +51,18 @@ class Boundary:
         return self._size(value) if isinstance(value, torch.SymInt) else value
 
     def _unbacked_sizes(self, nodes: list[Node]) -> set[sympy.Expr]:
-        found = set[sympy.Expr]()
+        exprs = set[sympy.Expr]()
         for node in nodes:
             value = node.meta["val"]
             sizes = value.shape if isinstance(value, torch.Tensor) else [value]
-            found |= {size_expr(s) for s in sizes if isinstance(s, torch.SymInt)}
-        return {expr for expr in found if not _unbacked(expr).isdisjoint(self._counted)}
+            exprs |= {size_expr(s) for s in sizes if isinstance(s, torch.SymInt)}
+        return {expr for expr in exprs if not _unbacked(expr).isdisjoint(self._symbols)}
 
     def _size(self, size: Any) -> Any:
         if not isinstance(size, torch.SymInt) or self._env is None:
             return size
         expr = size.node.expr
-        if _unbacked(expr).isdisjoint(self._counted):
+        if _unbacked(expr).isdisjoint(self._symbols):
             return size
         fresh = expr.subs(self._known)
         return self._env.create_symintnode(fresh, hint=self._hint(fresh))
@@ -75,8 +76,8 @@ class Boundary:
         assert self._env is not None
         # torch 2.13 renamed the table.
         name = "backed_var_to_val" if hasattr(self._env, "backed_var_to_val") else "var_to_val"
-        known = getattr(self._env, name)
-        values = {symbol: known.get(symbol, _TYPICAL_EDGES) for symbol in expr.free_symbols}
+        hints = getattr(self._env, name)
+        values = {symbol: hints.get(symbol, _TYPICAL_EDGES) for symbol in expr.free_symbols}
         return int(expr.xreplace({s: sympy.Integer(v) for s, v in values.items()}))
 
 
@@ -84,8 +85,8 @@ def _unbacked(expr: sympy.Expr) -> set[sympy.Symbol]:
     return {s for s in expr.free_symbols if str(s).startswith(("u", "zuf"))}
 
 
-def _whole(sizes: set[sympy.Expr]) -> list[sympy.Expr]:
-    """Return what to name: a size as a whole where its symbols occur nowhere else, else symbols."""
+def _independent(sizes: set[sympy.Expr]) -> list[sympy.Expr]:
+    """Return the expressions to rename: a whole size if no other size has its symbols, else its symbols."""
     named: dict[sympy.Expr, None] = {}
     for expr in sorted(sizes, key=str):
         symbols = _unbacked(expr)
@@ -97,7 +98,7 @@ def _whole(sizes: set[sympy.Expr]) -> list[sympy.Expr]:
 def run_structure(
     gm: fx.GraphModule, compute: fx.GraphModule, structure: fx.GraphModule, ctx: Context
 ) -> None:
-    """Turn the values of ``gm``'s placeholders in ``ctx.examples`` into those of ``compute``'s."""
+    """Replace ``ctx.examples``, the values of ``gm``'s placeholders, by the values of ``compute``'s."""
     if ctx.examples is None:
         return
     values = dict(zip(placeholders(gm), ctx.examples, strict=True))
@@ -113,26 +114,26 @@ def refresh_examples(
     named: dict[Source | None, Any],
     ctx: Context,
 ) -> None:
-    """Run the structure graph on its examples; give ``ctx.examples`` the compute graph's values."""
-    known = {**named, **_structure_values(structure, ctx)}
-    ctx.examples = tuple(known[source_of(node)] for node in placeholders(compute))
+    """Run the structure graph on its examples, and set ``ctx.examples`` to the compute graph's values."""
+    values = {**named, **_structure_values(structure, ctx)}
+    ctx.examples = tuple(values[source_of(node)] for node in placeholders(compute))
 
 
 def drop_structure(compute: fx.GraphModule, ctx: Context) -> None:
-    """Keep but the shapes of the structure's values in ``ctx.examples``: they are as large as the graph."""
+    """Replace the structure's values in ``ctx.examples`` by meta tensors: they are as large as the graph."""
     if ctx.examples is None:
         return
     pairs = zip(placeholders(compute), ctx.examples, strict=True)
-    ctx.examples = tuple(_shape_of(value) if is_structure(node) else value for node, value in pairs)
+    ctx.examples = tuple(_as_meta(value) if is_structure(node) else value for node, value in pairs)
 
 
 def whole_examples(parts: Parts, ctx: Context) -> tuple[Any, ...] | None:
-    """Return ``ctx.examples`` with the values of the structure graph, computed anew."""
+    """Return ``ctx.examples`` with the values of the structure graph, computed again."""
     if ctx.examples is None or parts.structure is None:
         return ctx.examples
-    found = _structure_values(parts.structure, ctx)
+    computed = _structure_values(parts.structure, ctx)
     pairs = zip(placeholders(parts.forward), ctx.examples, strict=True)
-    return tuple(found[source_of(node)] if is_structure(node) else value for node, value in pairs)
+    return tuple(computed[source_of(node)] if is_structure(node) else value for node, value in pairs)
 
 
 def _structure_values(structure: fx.GraphModule, ctx: Context) -> dict[Source | None, Any]:
@@ -140,11 +141,11 @@ def _structure_values(structure: fx.GraphModule, ctx: Context) -> dict[Source | 
     run = structure if lowering is None else lowering.structure_program(structure)
     with torch.no_grad():
         outputs = run(*structure.meta["examples"])
-    names = [node.name for node in structure.graph.output_node().args[0]]  # type: ignore[union-attr]
+    names = [node.name for node in outputs_of(structure.graph)]
     return {Source("structure", n): v for n, v in zip(names, outputs, strict=True)}
 
 
-def _shape_of(value: Any) -> Any:
+def _as_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 

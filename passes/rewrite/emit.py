@@ -1,4 +1,4 @@
-"""Insertion of nodes that carry their meta from the start: passes read shapes as they go."""
+"""Builder of nodes with meta: passes read the shapes of nodes that they have just inserted."""
 
 import math
 from collections.abc import Mapping
@@ -17,22 +17,21 @@ aten = torch.ops.aten
 
 
 class Emitter:
-    """Adds calls to a graph, each right after the last of its operands.
+    """Builder that inserts each call right after the last of its operands.
 
-    So placed, a node may serve any reader that its operands may serve: what was emitted once is
-    not emitted again.
+    In that place a node can serve every reader that its operands can serve, so equal calls share one node.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.graph = gm.graph
         self.mode = fake_mode_of(gm)
         self.last_input = placeholders(gm)[-1:]  # a graph may have none
-        self.made: dict[Any, Node] = {}
+        self.calls: dict[Any, Node] = {}
 
     def call(self, target: Any, *args: Any, layer: str = "", **kwargs: Any) -> Node:
-        """Insert ``target(*args, **kwargs)`` after its operands, with val and layer."""
-        key = number(target, args, kwargs)
-        known = self.made.get(key)
+        """Return the node of ``target(*args, **kwargs)``, inserted after its operands with val and layer."""
+        key = call_key(target, args, kwargs)
+        known = self.calls.get(key)
         if known is not None and not getattr(known, "_erased", False):
             return known
         operands: list[Node] = list(self.last_input)
@@ -42,11 +41,11 @@ class Emitter:
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update(layer=layer, val=self.infer(node))
         if not is_random(node):
-            self.made[key] = node
+            self.calls[key] = node
         return node
 
     def bring_before(self, reader: Node, *nodes: Node) -> bool:
-        """Move ``nodes`` and what they are made of before ``reader``; False where they are made of it."""
+        """Move ``nodes`` and their inputs before ``reader``; return False where they depend on it."""
         late: set[Node] = set()
         pending = [node for node in nodes if not node < reader]
         while pending:
@@ -61,7 +60,7 @@ class Emitter:
         return True
 
     def infer(self, node: Node) -> Any:
-        """The value of ``node`` as far as shape and dtype go, from those of its inputs."""
+        """Return the fake value of ``node``: shape and dtype, inferred from its inputs."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
         assert callable(node.target)
         if self.mode is None:
@@ -72,7 +71,7 @@ class Emitter:
 
 
 def _last(nodes: list[Node]) -> Node:
-    """The node that stands last in the graph."""
+    """Return the node that stands last in the graph."""
     last = nodes[0]
     for node in nodes:
         last = node if last < node else last
@@ -80,47 +79,47 @@ def _last(nodes: list[Node]) -> Node:
 
 
 class Sizes:
-    """The one node that stands for each symbolic size of a graph.
+    """Table of the one node that computes each symbolic size of a graph.
 
-    Where an input has the size, the node reads it from that input: the structure graph can then
-    know it without a tensor of the compute graph.
+    If an input has the size, the node reads it from that input: the structure graph can then compute
+    it without a tensor of the compute graph.
     """
 
     def __init__(self, emitter: Emitter) -> None:
         self.emitter = emitter
-        self.known: dict[Any, Node] = {}
+        self.nodes: dict[Any, Node] = {}
         self.inputs = _input_sizes(emitter.graph)
 
     def add(self, node: Node) -> Node | int:
-        """Return what stands for the symbolic int that ``node`` computes: maybe ``node``."""
+        """Return the int or the node that replaces ``node``, a symbolic int: perhaps ``node`` itself."""
         expression = node.meta["val"].node.expr
         if expression.is_number:
             return int(expression)
-        if expression not in self.known:
-            found = self.inputs.get(expression)
-            reads_input = found is not None and node.args == found
-            made = node if found is None or reads_input else self._size(*found)
-            self.known[expression] = made
-        return self.known[expression]
+        if expression not in self.nodes:
+            dimension = self.inputs.get(expression)
+            reads_input = dimension is not None and node.args == dimension
+            replacement = node if dimension is None or reads_input else self._size(*dimension)
+            self.nodes[expression] = replacement
+        return self.nodes[expression]
 
     def _size(self, tensor: Node, dim: int) -> Node:
         return self.emitter.call(aten.sym_size.int, tensor, dim)
 
     def of(self, tensor: Node, dim: int) -> Node | int:
-        """A size of ``tensor``: an int, or the node of its symbol."""
+        """Return a size of ``tensor``: an int, or the node of its symbol."""
         size = shape_of(tensor)[dim]
         if not isinstance(size, torch.SymInt):
             return int(size)
         expression = size.node.expr
         if expression.is_number:  # a number among the arguments has settled it
             return int(expression)
-        if expression not in self.known:
+        if expression not in self.nodes:
             return self.add(self._size(*self.inputs.get(expression, (tensor, dim))))
-        return self.known[expression]
+        return self.nodes[expression]
 
 
 def _input_sizes(graph: fx.Graph) -> dict[Any, tuple[Node, int]]:
-    """Which dimension of which input each symbolic size is, the first that has it."""
+    """Return the first input and dimension that each symbolic size is the size of."""
     sizes: dict[Any, tuple[Node, int]] = {}
     for node in graph.nodes:
         source = source_of(node)
@@ -133,16 +132,16 @@ def _input_sizes(graph: fx.Graph) -> dict[Any, tuple[Node, int]]:
 
 
 def drop_dead(gm: fx.GraphModule) -> None:
-    """Erase what nobody reads; sizes stay, for a later pass may count by them."""
+    """Erase nodes without readers, except sizes: a later rewrite may need them."""
 
-    def is_kept(node: Node) -> bool:
+    def stays(node: Node) -> bool:
         return node.op in ("placeholder", "output") or isinstance(node.meta.get("val"), torch.SymInt)
 
-    gm.graph.eliminate_dead_code(is_impure_node=is_kept)
+    gm.graph.eliminate_dead_code(is_impure_node=stays)
 
 
 def is_of_model(node: Node) -> bool:
-    """Whether a value depends on parameters, buffers and constants only."""
+    """Return whether a value depends on parameters, buffers and constants only."""
     if node.op == "placeholder":
         source = source_of(node)
         return source is not None and source.kind in ("parameter", "buffer", "constant")
@@ -150,12 +149,12 @@ def is_of_model(node: Node) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """Whether two runs of ``node`` may differ."""
+    """Return whether two runs of ``node`` may differ."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def number(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """A key that is equal for two calls that compute the same."""
+def call_key(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return a hashable key that is equal for two calls of equal targets and arguments."""
     return target, _key(args), _key(dict(sorted(kwargs.items())))
 
 

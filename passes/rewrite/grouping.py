@@ -1,4 +1,4 @@
-"""Groups of nodes that become one submodule: what may join, and the contraction of the graph."""
+"""Groups of nodes that become one fused submodule: a partition of the graph, and its contraction."""
 
 import heapq
 import itertools
@@ -13,7 +13,7 @@ from torch.fx import Node
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Nodes that one kernel will compute.
+    """Group of nodes that one kernel will compute.
 
     Attributes:
         kind: the kernel family: ``gemm``, ``spmm``, ``attention`` or ``map``.
@@ -25,34 +25,34 @@ class Group:
     nodes: dict[Node, None] = field(default_factory=dict)
 
     def inputs(self) -> list[Node]:
-        """Nodes outside that the group reads, in order of first use."""
+        """Return the nodes outside that the group reads, in order of first use."""
         reads = (arg for node in sorted(self.nodes) for arg in node.all_input_nodes)
         return list(dict.fromkeys(arg for arg in reads if arg not in self.nodes))
 
     def outputs(self) -> list[Node]:
-        """Nodes that somebody outside reads, in graph order."""
+        """Return the nodes that are read from outside, in graph order."""
         return [node for node in sorted(self.nodes) if set(node.users) - self.nodes.keys()]
 
 
 class Partition:
-    """Disjoint groups over a graph, kept free of cycles once every group is contracted."""
+    """Partition of a graph's nodes into disjoint groups; contracting the groups leaves no cycle."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
         self._of: dict[Node, Group] = {}
 
     def group_of(self, node: Node) -> Group | None:
-        """The group that holds ``node``."""
+        """Return the group of ``node``, or None."""
         return self._of.get(node)
 
     def start(self, kind: str, anchor: Node) -> Group:
-        """Open a group without nodes."""
+        """Add an empty group."""
         group = Group(kind, anchor)
         self.groups.append(group)
         return group
 
     def add(self, group: Group, nodes: Iterable[Node]) -> bool:
-        """Put ``nodes`` into ``group`` if they are free and no cycle arises; say whether it did."""
+        """Add ``nodes`` to ``group`` if all are free and no cycle arises; return whether they were added."""
         new = [node for node in nodes if node not in group.nodes]
         if any(node in self._of for node in new) or self.would_cycle(group, *new):
             return False
@@ -62,24 +62,24 @@ class Partition:
         return True
 
     def would_cycle(self, group: Group | None, *new: Node) -> bool:
-        """Whether ``new`` in ``group`` would read what the group has to make first."""
+        """Return whether adding ``new`` to ``group`` would make a cycle."""
         inside = {*new, *(group.nodes if group else ())}
         reads = {arg for node in new for arg in node.all_input_nodes} - inside
         return any(self._depends_on(arg, inside) for arg in reads)
 
     def remove(self, group: Group, node: Node) -> None:
-        """Take ``node`` out of ``group``."""
+        """Remove ``node`` from ``group``."""
         del group.nodes[node]
         del self._of[node]
 
     def dissolve(self, group: Group) -> None:
-        """Free every node of ``group``."""
+        """Remove ``group`` and free its nodes."""
         for node in list(group.nodes):
             self.remove(group, node)
         self.groups.remove(group)
 
     def _depends_on(self, start: Node, inside: set[Node]) -> bool:
-        """Whether ``start`` needs a node of ``inside``, with the other groups contracted."""
+        """Return whether ``start`` depends on a node of ``inside``, with the other groups contracted."""
         seen: set[Node] = set()
         pending = [start]
         while pending:
@@ -100,32 +100,32 @@ def contract(gm: fx.GraphModule, partition: Partition) -> fx.GraphModule:
     graph = fx.Graph()
     modules: dict[str, torch.nn.Module] = dict(gm.named_children())
     names = (name for k in itertools.count() if (name := f"fused_{k}") not in modules)
-    mapped: dict[Node, Node] = {}
-    for unit in _ordered(gm.graph, partition):
-        if isinstance(unit, Node):
-            mapped[unit] = graph.node_copy(unit, mapped.__getitem__)
+    copies: dict[Node, Node] = {}
+    for element in _ordered(gm.graph, partition):
+        if isinstance(element, Node):
+            copies[element] = graph.node_copy(element, copies.__getitem__)
             continue
         name = next(names)
-        modules[name] = _submodule(unit)
-        mapped |= _call(graph, name, unit, mapped)
+        modules[name] = _submodule(element)
+        copies |= _call(graph, name, element, copies)
     result = fx.GraphModule(modules, graph, class_name=type(gm).__name__)
     result.meta.update(gm.meta)
     return result
 
 
 def _ordered(graph: fx.Graph, partition: Partition) -> Iterator[Node | Group]:
-    """Nodes and groups in a topological order that stays near the graph's own."""
+    """Yield nodes and groups in a topological order that stays near the order of the graph."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    units = {node: partition.group_of(node) or node for node in graph.nodes}
-    reads = {id(u): (u, _reads(u)) for u in units.values()}
+    elements = {node: partition.group_of(node) or node for node in graph.nodes}
+    reads = {id(element): (element, _reads(element)) for element in elements.values()}
     readers: dict[int, list[int]] = {key: [] for key in reads}
     waiting: dict[int, int] = {}
     for key, (_, arguments) in reads.items():
-        sources = {id(units[arg]) for arg in arguments}
+        sources = {id(elements[arg]) for arg in arguments}
         waiting[key] = len(sources)
         for source in sources:
             readers[source].append(key)
-    ready = [(_place(u, position), key) for key, (u, _) in reads.items() if not waiting[key]]
+    ready = [(_place(element, position), key) for key, (element, _) in reads.items() if not waiting[key]]
     heapq.heapify(ready)
     while ready:
         _, key = heapq.heappop(ready)
@@ -136,12 +136,12 @@ def _ordered(graph: fx.Graph, partition: Partition) -> Iterator[Node | Group]:
                 heapq.heappush(ready, (_place(reads[reader][0], position), reader))
 
 
-def _reads(unit: Node | Group) -> list[Node]:
-    return unit.inputs() if isinstance(unit, Group) else unit.all_input_nodes
+def _reads(element: Node | Group) -> list[Node]:
+    return element.inputs() if isinstance(element, Group) else element.all_input_nodes
 
 
-def _place(unit: Node | Group, position: dict[Node, int]) -> int:
-    return position[unit] if isinstance(unit, Node) else min(map(position.__getitem__, unit.nodes))
+def _place(element: Node | Group, position: dict[Node, int]) -> int:
+    return position[element] if isinstance(element, Node) else min(map(position.__getitem__, element.nodes))
 
 
 def _submodule(group: Group) -> fx.GraphModule:
@@ -158,12 +158,12 @@ def _submodule(group: Group) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph, class_name=f"Fused{group.kind.capitalize()}")
 
 
-def _call(graph: fx.Graph, name: str, group: Group, mapped: dict[Node, Node]) -> dict[Node, Node]:
-    """Call the submodule; return what stands for each of the group's outputs."""
+def _call(graph: fx.Graph, name: str, group: Group, copies: dict[Node, Node]) -> dict[Node, Node]:
+    """Insert the call of a submodule; return the node that replaces each output of the group."""
     outputs = group.outputs()
-    call = graph.call_module(name, tuple(mapped[node] for node in group.inputs()))
-    kept = {k: group.anchor.meta[k] for k in ("layer", "precision") if k in group.anchor.meta}
-    call.meta = {**kept, "val": _value(outputs), "fused": True, "kind": group.kind}
+    call = graph.call_module(name, tuple(copies[node] for node in group.inputs()))
+    meta = {k: group.anchor.meta[k] for k in ("layer", "precision") if k in group.anchor.meta}
+    call.meta = {**meta, "val": _value(outputs), "fused": True, "kind": group.kind}
     if len(outputs) == 1:
         return {outputs[0]: call}
     results = {}

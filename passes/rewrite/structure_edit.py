@@ -1,4 +1,4 @@
-"""Changes to the structure graph from the compute side: new results, and none that nobody reads."""
+"""Edits of the structure graph by a pass over the compute graph: new results, and unread ones dropped."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import infer_meta, placeholders
+from gnnc.ir.nodes import outputs_of
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context
@@ -35,7 +36,7 @@ class StructureEdit:
         }
 
     def _results(self) -> tuple[Any, ...]:
-        return self.structure.graph.output_node().args[0]  # type: ignore[return-value]
+        return outputs_of(self.structure.graph)
 
     def producer(self, placeholder: Any) -> Node | None:
         """Return the structure node whose value a placeholder of the compute graph takes."""
@@ -65,18 +66,18 @@ class StructureEdit:
         """Drop results that the compute graph no longer reads; let ``ctx.examples`` follow."""
         graph = self.compute.graph
         # Placeholders that were added stand last and have no example yet.
-        known = dict(zip(map(source_of, placeholders(self.compute)), ctx.examples or (), strict=False))
+        examples = dict(zip(map(source_of, placeholders(self.compute)), ctx.examples or (), strict=False))
         graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         for name, node in list(self._taken.items()):
             if not node.users:
                 graph.erase_node(node)
                 del self._taken[name]
         names = {node: name for name, node in self._taken.items()}
-        kept = [self._outputs[names[node]] for node in placeholders(self.compute) if node in names]
-        self.structure.graph.output_node().args = (tuple(kept),)
+        read = [self._outputs[names[node]] for node in placeholders(self.compute) if node in names]
+        self.structure.graph.output_node().args = (tuple(read),)
         finish(self.structure)
         if ctx.examples is not None:
-            refresh_examples(self.compute, self.structure, known, ctx)
+            refresh_examples(self.compute, self.structure, examples, ctx)
 
 
 @contextmanager
