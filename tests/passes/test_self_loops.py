@@ -470,7 +470,8 @@ def test_a_program_takes_the_results_of_the_rewritten_structure(
 ) -> None:
     """Results that other nodes replace keep their place, whatever they are called."""
     reference = get_backend("reference")
-    target = replace(reference.target, sorts_with_loops=True)
+    facts = {"joint_products": False, "joint_messages": False, "edge_products": False}  # as on CUDA
+    target = replace(reference.target, sorts_with_loops=True, **facts)
     monkeypatch.setattr(gnnc.api, "get_backend", lambda *given: replace(reference, target=target))
     entry = (ZOO | LAYERS)[name]
     compiled = gnnc.compile(prepared(entry), precision="fp32", backend="reference")
