@@ -1,4 +1,4 @@
-"""A lowered graph on a CUDA device: the common program, with memory and launches of torch's stream."""
+"""A lowered graph on a CUDA device, on torch's current stream: launches one by one, or a CUDA graph."""
 
 import hashlib
 import threading
@@ -14,7 +14,13 @@ from gnnc.runtime.cuda.device import CudaBuild, CudaDevice
 from gnnc.runtime.cuda.driver.launch import enter_device
 from gnnc.runtime.cuda.driver.thread_streams import PER_THREAD, on_own_stream
 from gnnc.runtime.cuda.formats.tune import Tuned, tune
-from gnnc.runtime.cuda.graphs.cuda_graph import Fixed, Held, Recorded, Replay, launch_all
+from gnnc.runtime.cuda.graphs.cuda_graph import (
+    CallState,
+    GraphCache,
+    PatchedGraph,
+    RecordedLaunch,
+    launch_all,
+)
 from gnnc.runtime.cuda.graphs.recording import Recording
 from gnnc.runtime.cuda.memory import CudaArena, CudaArenaPool
 from gnnc.runtime.program.executable import Executable, Timing
@@ -22,12 +28,12 @@ from gnnc.runtime.program.memory import OutputPool
 from gnnc.torch_private import exchange_device, raw_stream, restore_device, spin
 
 GRAPH_BELOW_MS = 0.3
-"""Device time of a call below which launching kernels one by one would take longer than they do."""
+"""Device time of a call, in ms, below which launching kernels one by one takes longer than they run."""
 _TRIALS = 5
-"""Calls that are timed before they are said to take longer: one that makes a graph does, or a busy host."""
+"""Number of slow calls before CUDA graphs are given up: building a graph or a busy host slows some calls."""
 
 _WAIT = 2_000_000
-"""Cycles that the device waits before a timed program: about a millisecond."""
+"""Cycles that the device spins before a timed program: about a millisecond."""
 _LONGEST_WAIT = 256 * _WAIT
 
 _THREAD = threading.local()
@@ -37,9 +43,16 @@ class CudaExecutable(Executable):
     """Runs a lowered graph on the device of its tensors.
 
     Attributes:
-        resources: what each kernel takes, by C++ name.
-        recording: the program as calls that replay run it; None where it is not launches alone.
-        SETTLES_AFTER: calls, each waited for, until later ones all go the same way: as a graph, or not.
+        device: the device.
+        resources: registers and memory of each kernel, by C++ name.
+        recording: the recording form of the program; None where it is not launches alone.
+        SETTLES_AFTER: number of calls, each waited for, after which it is decided whether calls are graphs.
+
+    Args:
+        graph_module: the lowered graph.
+        pool: memory for outputs; unused, they come from torch's allocator.
+        check_finite: whether scales that are not finite are errors.
+        cuda_graph: whether calls are CUDA graphs; "auto" decides by the time of the first calls.
     """
 
     SETTLES_AFTER = 1 + 2 * _TRIALS
@@ -59,8 +72,8 @@ class CudaExecutable(Executable):
         self.recording, self.resources, self._nan_flag = built.recording, built.resources, built.nan_flag
         self._settled = False
         self._wait = _WAIT
-        recorded = self.recording if cuda_graph is not False else None
-        self._replayed = None if recorded is None else self._as_graph(recorded)
+        recording = self.recording if cuda_graph is not False else None
+        self._replayed = None if recording is None else self._as_graph(recording)
         self._graph_wins: bool | None = True if cuda_graph is True else None
         self._trials = 0
         self._trial: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -82,17 +95,17 @@ class CudaExecutable(Executable):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for programs that run the same machine code in the same way."""
+        """Hash of the source and the machine code: equal for programs that do the same."""
         return hashlib.sha256(f"{self.built.code_hash} {self.source}".encode()).hexdigest()
 
     @property
     def replays(self) -> bool:
-        """Whether calls launch a CUDA graph: known after a few calls, where that was left open."""
+        """Whether calls launch a CUDA graph; under "auto" this is decided after a few calls."""
         return self._replayed is not None and self._graph_wins is True
 
     @property
     def was_captured(self) -> bool:
-        """Whether a CUDA graph of the caller's has captured calls since ``clear``: it holds addresses."""
+        """Whether the caller's CUDA graph has captured calls since ``clear``: it holds addresses."""
         assert isinstance(self._arenas, CudaArenaPool)
         return self._arenas.was_captured
 
@@ -107,16 +120,16 @@ class CudaExecutable(Executable):
     def _plain_call(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         outputs = self._run(*values)
         if not self._settled and not torch.cuda.is_current_stream_capturing():
-            # The first call waits, so that what is wrong with its values is said by this very call.
+            # The first call waits, so that it raises the errors of its own values.
             torch.cuda.current_stream(self.device).synchronize()
             self._nan_flag.check()
             self._settled = True
         return outputs
 
     def _try(self, replayed: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Time calls without waiting for them, and decide by the least.
+        """Time a call without waiting for it, and decide by an earlier one whether calls are graphs.
 
-        As a graph: between launches one by one the device would wait for the host, and seem slow.
+        The timed calls are graphs: between separate launches the device waits for the host, and seems slow.
         """
         trial = self._trial
         if trial is not None:
@@ -130,7 +143,7 @@ class CudaExecutable(Executable):
         return outputs
 
     def _judge(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Decide from a timed call, if it is over."""
+        """Decide by a timed call, if it has ended."""
         if not end.query():
             return
         self._trial = None
@@ -140,30 +153,34 @@ class CudaExecutable(Executable):
         elif self._trials >= _TRIALS:
             self._graph_wins = False
 
-    def _as_graph(self, text: Recording) -> Callable[..., tuple[Any, ...]]:
-        """The program with its launches recorded, and made at its end."""
-        graphs = Replay()
+    def _as_graph(self, recording: Recording) -> Callable[..., tuple[Any, ...]]:
+        """Return the program that records its launches, and replays them as a CUDA graph at its end."""
+        graphs = GraphCache()
 
-        def replay(recorded: list[Recorded], arena: CudaArena, fixed: Fixed | None, *memory: Any) -> None:
+        def replay(
+            recorded: list[RecordedLaunch], arena: CudaArena, fixed: CallState | None, *memory: Any
+        ) -> None:
             try:
                 graphs(recorded, arena.stream)
-                arena.hold(recorded, text.patches, fixed, *memory)
+                arena.hold(recorded, recording.patches, fixed, *memory)
             except BackendError as error:
                 self._refuse_graphs(error)
                 launch_all(recorded, arena.stream)
 
-        def again(arena: CudaArena, held: Held, addresses: tuple[int, ...]) -> None:
-            arena.last = None  # so that two structures in turns do not make a graph each time
+        def again(arena: CudaArena, held: PatchedGraph, addresses: tuple[int, ...]) -> None:
+            arena.last = (
+                None  # else two graphs of nodes and edges in turns would build a CUDA graph each time
+            )
             try:
                 held(addresses, arena.stream)
             except BackendError as error:
                 self._refuse_graphs(error)
-                held.one_by_one(addresses, arena.stream)
+                held.launch_separately(addresses, arena.stream)
 
         arenas = self._arenas
         assert isinstance(arenas, CudaArenaPool)
         return self.assemble(
-            text.source, acquire=arenas.acquire_idle, replay=replay, again=again, Fixed=Fixed
+            recording.source, acquire=arenas.acquire_idle, replay=replay, again=again, Fixed=CallState
         )
 
     def _refuse_graphs(self, error: BackendError) -> None:
@@ -178,30 +195,32 @@ class CudaExecutable(Executable):
             return super().profile(*values)
 
     def tune(self, *values: Any) -> list[Tuned]:
-        """Cut the graph of these values as is measured to be fastest, see ``tuning``.
+        """Measure how to cut the edges of a graph into work, and use the fastest cut (``formats/tune.py``).
 
         Args:
-            *values: as of a call; the structure among them is one that nobody else has yet.
+            *values: the values of a call; nobody else uses their structure yet.
         """
         structure = [
-            values[place] for place in self.built.structure if isinstance(values[place], torch.Tensor)
+            values[position]
+            for position in self.built.structure
+            if isinstance(values[position], torch.Tensor)
         ]
         with torch.cuda.device(self.device):
             return tune(self, values, structure)
 
     def _run_timed(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[tuple[str, Any]]]:
-        """Let the device wait until the host has launched everything, so that no time is the host's."""
+        """Run the timed program while the device spins until all is launched, to time only the device."""
         while True:
             spin(self._wait)
             outputs, marks = super()._run_timed(values)
             still_waits = not marks[0][1].query()
-            # One that itself waits for the device, as ops of torch do that read a size, never outruns it.
+            # A program that reads sizes back waits for the device, and never launches everything in time.
             if still_waits or self._wait >= _LONGEST_WAIT:
                 return outputs, marks
             self._wait *= 4
 
     def whole(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """As the base class says: what comes before and after the program takes memory of a stream, too."""
+        """Return a function that runs a whole call on one stream, of which all of the call takes memory."""
 
         def call(tensors: Any) -> Any:
             if raw_stream(self._index) == PER_THREAD:
@@ -215,7 +234,7 @@ def device_of(graph_module: GraphModule) -> torch.device:
     """Return the device of a graph's tensors.
 
     Raises:
-        BackendError: they are not on a CUDA device.
+        BackendError: the tensors are not on one CUDA device.
     """
     values = [node.meta.get("val") for node in graph_module.graph.find_nodes(op="placeholder")]
     devices = {value.device for value in values if isinstance(value, torch.Tensor)}

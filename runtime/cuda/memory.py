@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from gnnc.runtime.cuda.emitter import round_up
-from gnnc.runtime.cuda.graphs.cuda_graph import Fixed, Held, Recorded
+from gnnc.runtime.cuda.graphs.cuda_graph import CallState, PatchedGraph, RecordedLaunch
 from gnnc.runtime.program.memory import Arena, ArenaPool, Layout
 from gnnc.torch_private import raw_stream
 
@@ -15,17 +15,17 @@ class CudaArena(Arena):
     """Temporaries of one running call, in memory of torch's allocator.
 
     Attributes:
-        stream: handle of the stream whose kernels use them.
-        captured: whether they are part of a CUDA graph of the caller's.
-        last: what the last call took beside its inputs, if it was recorded.
-        held: the graph of calls like it, once there were two.
+        stream: handle of the stream whose kernels use the temporaries.
+        captured: whether the temporaries are part of the caller's CUDA graph.
+        last: the state of the last call, if it was recorded.
+        held: the CUDA graph of calls of the same state, once there were two.
     """
 
     def __init__(self, device: torch.device, stream: int, *, captured: bool) -> None:
         super().__init__()
         self.stream, self.captured = stream, captured
-        self.last: Fixed | None = None
-        self.held: Held | None = None
+        self.last: CallState | None = None
+        self.held: PatchedGraph | None = None
         self._device = device
         self._counters: torch.Tensor | None = None
 
@@ -42,25 +42,25 @@ class CudaArena(Arena):
 
     def hold(
         self,
-        recorded: Sequence[Recorded],
+        recorded: Sequence[RecordedLaunch],
         patches: Sequence[tuple[int, int]],
-        fixed: Fixed | None,
+        fixed: CallState | None,
         aliases: Sequence[Any] = (),
         scratch: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Leave a graph for calls like the one that was just recorded, if it is the second.
+        """Build a CUDA graph for calls of one state, after the second such call in a row.
 
         Args:
-            recorded: its launches.
+            recorded: the launches of the call.
             patches: launch, and position among its arguments, of every address that calls differ in.
-            fixed: what it took beside its inputs; None where calls differ in more than addresses.
-            aliases: what it derived from that, which must be memory of the same tensors.
+            fixed: the state of the call; None where calls differ in more than addresses.
+            aliases: tensors derived from the state, which must be memory of the same tensors.
             scratch: memory that the launches use.
         """
         if fixed is None or self.last is None or not fixed.is_like(self.last):
             self.last = fixed
         elif fixed.holds(aliases):
-            self.held = Held(recorded, patches, fixed, scratch)
+            self.held = PatchedGraph(recorded, patches, fixed, scratch)
 
     def _grow(self, slot: int, nbytes: int) -> None:
         buffer = self._buffers.get(slot)
@@ -74,11 +74,11 @@ class CudaArena(Arena):
 class CudaArenaPool(ArenaPool):
     """Arenas by stream: kernels of one stream run in order, so that they may share memory.
 
-    A handle says which stream it is: calls on the one handle that does not run elsewhere, see ``streams``.
-    While a CUDA graph is being captured, the arena is part of that graph and nobody else's.
+    Streams are told apart by their handles; ``driver/thread_streams.py`` replaces the stream whose handle
+    is ambiguous. An arena that is taken while a CUDA graph is captured belongs to that graph alone.
 
     Attributes:
-        was_captured: whether there was such a graph since ``clear``.
+        was_captured: whether a CUDA graph was captured since ``clear``.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
@@ -97,7 +97,7 @@ class CudaArenaPool(ArenaPool):
         return arena
 
     def acquire_idle(self, sizes: tuple[int, ...]) -> CudaArena:
-        """As ``acquire``, where it is known that no CUDA graph is being captured."""
+        """Return an arena laid out for these sizes, when no CUDA graph is being captured."""
         stream = raw_stream(self._index)
         try:
             arena = self._by_stream[stream].pop()
@@ -114,11 +114,11 @@ class CudaArenaPool(ArenaPool):
             self._by_stream.setdefault(arena.stream, []).append(arena)
 
     def clear(self) -> None:
-        """Drop the idle arenas."""
+        """Free the idle arenas."""
         self._by_stream.clear()
         self.was_captured = False
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes kept for later calls now."""
+        """Bytes of the idle arenas."""
         return sum(arena.nbytes for arenas in list(self._by_stream.values()) for arena in arenas)

@@ -1,9 +1,9 @@
-"""The text of a program that records its launches, and what of it a call like an earlier one leaves out.
+"""Recording form of a program: it records its launches, or updates the addresses of a recorded graph.
 
-In steady state a call brings a new x: weights, structure and temporaries are where they were. What
-follows from those alone (run tables, contiguous forms, staging memory, most arguments of most
-launches) was worked out by an earlier call and stands in the graph that it left, see
-``replay.Held``; such a call runs the few lines that depend on its inputs, and hands over addresses.
+Most calls bring a new x, while weights, structure and temporaries are where they were. The values that
+follow from those alone (run tables, contiguous forms, staging memory, most arguments of most launches)
+were computed by an earlier call and stand in the graph that it left, see ``cuda_graph.PatchedGraph``; a
+later call runs only the statements that depend on its inputs, and passes addresses.
 """
 
 from collections.abc import Iterable

@@ -291,9 +291,9 @@ def test_graphs_of_launches_do_not_go_on_with_freed_tables(
 ) -> None:
     compiled, x, edge_index = compiled_and_inputs("GraphSAGE", examples=True, cuda_graph=True)
     plain, _, _ = compiled_and_inputs("GraphSAGE", examples=True, cuda_graph=False)
-    made, again = [], cuda_graph.Held.__call__
+    made, again = [], cuda_graph.PatchedGraph.__call__
     monkeypatch.setattr(
-        cuda_graph.Held, "__call__", lambda held, *rest: made.append(held) or again(held, *rest)
+        cuda_graph.PatchedGraph, "__call__", lambda held, *rest: made.append(held) or again(held, *rest)
     )
     for _ in range(5):
         expected = compiled(x, edge_index)

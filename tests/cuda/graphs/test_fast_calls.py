@@ -73,7 +73,7 @@ def device() -> Iterator[Device]:
 
 def patched(monkeypatch: pytest.MonkeyPatch) -> Device:
     found, here = Device(), torch.device("cpu", 0)
-    zeros, held, recorded = torch.zeros, cuda_graph.Held.__call__, cuda_graph.Replay.__call__
+    zeros, held, recorded = torch.zeros, cuda_graph.PatchedGraph.__call__, cuda_graph.GraphCache.__call__
 
     def build(self: Any, device: int) -> Any:
         for each in self._launchers.values():
@@ -102,8 +102,8 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Device:
         (launch, "driver", lambda: found),
         (cuda_graph, "driver", lambda: found),
         (kernel_set.KernelSet, "build", build),
-        (cuda_graph.Held, "__call__", again),
-        (cuda_graph.Replay, "__call__", record),
+        (cuda_graph.PatchedGraph, "__call__", again),
+        (cuda_graph.GraphCache, "__call__", record),
         (tables, "model_runs", lambda rowptr, edges: one_run(edges)),
         (torch, "zeros", lambda *size, pin_memory=False, **options: zeros(*size, **options)),
     ]

@@ -1,4 +1,4 @@
-"""What calls that replay run again, and what they leave out (``gnnc/runtime/cuda/steady.py``)."""
+"""What calls that replay run again, and what they leave out (``gnnc/runtime/cuda/graphs/recording.py``)."""
 
 import ctypes
 import re
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import gnnc
 from gnnc.runtime.cuda.driver import launch as launch_module
 from gnnc.runtime.cuda.driver.launch import Launcher
-from gnnc.runtime.cuda.graphs import cuda_graph as replay_module
-from gnnc.runtime.cuda.graphs.cuda_graph import Fixed, Held, _Graph
+from gnnc.runtime.cuda.graphs import cuda_graph
+from gnnc.runtime.cuda.graphs.cuda_graph import CallState, PatchedGraph, _Graph
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -25,7 +25,7 @@ STANDS_FOR = {"fields": 6, "staged_fields": 7}
 """Arguments of a table's ``*runs.fields``."""
 
 
-def steady_lines(source: str) -> list[str]:
+def repeated_lines(source: str) -> list[str]:
     """The lines that a call like an earlier one runs."""
     lines = [line.strip() for line in source.splitlines()]
     first = next(i for i, line in enumerate(lines) if line.startswith("if held is not None"))
@@ -37,7 +37,7 @@ def steady_lines(source: str) -> list[str]:
 def test_a_call_hands_over_what_is_made_of_its_input_and_its_output(name: str) -> None:
     recording = lowered(name, "int8", "cuda-offline:sm_90")._last.executable.recording
     assert recording is not None
-    *lines, held, result = steady_lines(recording.source)
+    *lines, held, result = repeated_lines(recording.source)
     assert sum("take(" in line for line in lines) == 1
     elsewhere = ("runs_of", "sums_of", "empty(", "record(", "bias", "weight")
     assert not any(word in " ".join(lines) for word in elsewhere)
@@ -87,18 +87,18 @@ def test_torch_waits_for_launches_that_write_memory_of_a_late_size(precision: st
 
 def test_what_is_fixed_is_the_same_tensors_not_equal_ones() -> None:
     rowptr, weight = torch.arange(5), torch.ones(3)
-    fixed = Fixed((weight.data_ptr(), True), (rowptr,))
-    assert fixed.is_like(Fixed((weight.data_ptr(), True), (rowptr,)))
-    assert not fixed.is_like(Fixed((weight.data_ptr(), False), (rowptr,)))
-    assert not fixed.is_like(Fixed((weight.data_ptr(), True), (rowptr.clone(),)))
+    fixed = CallState((weight.data_ptr(), True), (rowptr,))
+    assert fixed.is_like(CallState((weight.data_ptr(), True), (rowptr,)))
+    assert not fixed.is_like(CallState((weight.data_ptr(), False), (rowptr,)))
+    assert not fixed.is_like(CallState((weight.data_ptr(), True), (rowptr.clone(),)))
     assert fixed.holds([weight, weight.contiguous(), rowptr, 3, torch.empty(0)])
     assert not fixed.holds([weight.clone()])
 
 
 def test_what_is_fixed_keeps_no_graph_alive() -> None:
     rowptr = torch.arange(5)
-    fixed = Fixed((), (rowptr,))
-    again = Fixed((), (rowptr,))
+    fixed = CallState((), (rowptr,))
+    again = CallState((), (rowptr,))
     del rowptr
     assert fixed.structure[0]() is None and not fixed.is_like(again)
 
@@ -123,7 +123,7 @@ def test_a_node_waits_for_the_one_before_it_or_is_launched_after_it(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, launches = Driver(), [Launcher(name, 1, 32, 0) for name in ("a", "b")]
-    for module in (launch_module, replay_module):
+    for module in (launch_module, cuda_graph):
         monkeypatch.setattr(module, "driver", lambda: driver)
     launches[1].waits = waits
     graph = _Graph([(launch, 5, struct.pack("q", 10)) for launch in launches])
@@ -149,15 +149,15 @@ def test_what_a_refused_graph_was_given_is_launched_all_the_same(
         def __call__(self, grid: int, stream: int, *values: Any) -> None:
             made.append((self.name, grid, stream, *values))
 
-    for module in (launch_module, replay_module):
+    for module in (launch_module, cuda_graph):
         monkeypatch.setattr(module, "driver", lambda: driver)
     a, b = Noted("a", 2, 32, 0), Noted("b", 1, 32, 0)
     recorded = [(a, 5, struct.pack("2q", 10, 11)), (b, 6, struct.pack("q", 12))]
     driver.fails.add(refused)
-    held = Held(recorded, [(0, 1), (1, 0)], Fixed((), ()), ())
+    held = PatchedGraph(recorded, [(0, 1), (1, 0)], CallState((), ()), ())
     with pytest.raises(gnnc.BackendError, match="graph"):
         held((21, 22), 7)
-    held.one_by_one((21, 22), 7)
+    held.launch_separately((21, 22), 7)
     assert made == [("a", 5, 7, 10, 21), ("b", 6, 7, 22)]
 
 
