@@ -94,33 +94,33 @@ def cora() -> dict[str, torch.Tensor | int]:
 
 @pytest.fixture(scope="session")
 def compiled_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of what tests compile for CUDA: all of this run, in whichever process."""
+    """The folder of CUDA kernels that tests compile, shared by the processes of this run."""
     if named := request.config.getoption("--kernels"):
         return named
-    own = tmp_path_factory.getbasetemp()
-    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "kernels"
 
 
 @pytest.fixture(autouse=True)
 def no_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled_kernels: Path) -> None:
-    """What was measured or compiled on this machine before is neither read nor replaced.
+    """Neither read nor replace what was measured or compiled on this machine before.
 
     Rates are each test's own. Kernels are those of all tests, but where a test names a cache.
     """
-    own = tmp_path / "gnnc-cache"
-    monkeypatch.setenv(environment.CACHE, str(own))
+    cache = tmp_path / "gnnc-cache"
+    monkeypatch.setenv(environment.CACHE, str(cache))
     monkeypatch.setattr(calibration, "_known", {})
 
     def folder() -> Path | None:
         named = environment.cache_folder()
-        return compiled_kernels if named == own else named
+        return compiled_kernels if named == cache else named
 
     monkeypatch.setattr(nvrtc, "cache_folder", folder)
 
 
 @pytest.fixture
 def rates(no_rates: None) -> Rates:
-    """The same speed on every machine, so that choices do not depend on it."""
+    """Rates of a fixed machine, so that choices do not depend on this one."""
     for name in ("cpu", "reference"):
         calibration._known[calibration._key(get_backend(name))] = FIXED
     return FIXED

@@ -111,10 +111,10 @@ def main() -> None:
         library.PATH = options.library.resolve()
     start = time.monotonic()
     done = run(options.seed, options.count)
-    each = ", ".join(f"{name} {number}" for name, number in sorted(done.items()))
+    counts = ", ".join(f"{name} {number}" for name, number in sorted(done.items()))
     seconds = time.monotonic() - start
     print(f"{library.load()}, {library.PATH.name}: {sum(done.values())} cases in {seconds:.0f} s")
-    print(each)
+    print(counts)
 
 
 if __name__ == "__main__":

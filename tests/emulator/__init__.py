@@ -118,7 +118,7 @@ class _Event:
         """Wait for nothing."""
 
     def query(self) -> bool:
-        """It is over."""
+        """Answer that the event is over."""
         return True
 
     def elapsed_time(self, other: "_Event") -> float:

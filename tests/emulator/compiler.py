@@ -15,7 +15,7 @@ from gnnc.runtime.cuda.driver import nvrtc as compiler
 from gnnc.runtime.cuda.driver.nvrtc import CompiledCode
 
 CAPABILITY = (9, 0)
-"""Of the device that is emulated."""
+"""Compute capability of the device that is emulated."""
 _FOLDER = Path(__file__).parent
 _MADE_BY = ("compiler.py", "ptx.py", "names.py", "instructions.py", "machine.h")
 _OPTIONS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")
@@ -23,7 +23,7 @@ _OPTIONS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-
 
 @cache
 def architecture() -> str:
-    """Return what code for the emulator is kept under: another name for each version of it."""
+    """Return the name under which code for the emulator is cached; another one for each version of it."""
     code = b"".join((_FOLDER / name).read_bytes() for name in _MADE_BY)
     return f"emulated-{hashlib.sha256(code).hexdigest()[:16]}"
 

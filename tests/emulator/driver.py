@@ -1,4 +1,4 @@
-"""What ``gnnc.runtime.cuda`` calls of the CUDA driver, for kernels that are libraries of this machine."""
+"""Calls of the CUDA driver that gnnc.runtime.cuda makes, for kernels that are libraries of this machine."""
 
 import ctypes
 import gc
@@ -19,7 +19,7 @@ _DONE_AT_ONCE = (
     "cuGraphAddDependencies",
 )
 _Node = tuple[int, int, int, int, bytes]
-"""Of a graph: kernel, blocks, threads, bytes of shared memory, arguments."""
+"""A node of a CUDA graph: kernel, blocks, threads, bytes of shared memory, arguments."""
 
 
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
@@ -49,7 +49,7 @@ class _Library:
 
 
 class Driver:
-    """What ``gnnc.runtime.cuda`` calls of the CUDA driver, by the same names."""
+    """The functions of the CUDA driver that ``gnnc.runtime.cuda`` calls, by the same names."""
 
     def __init__(self) -> None:
         self._graphs: list[list[_Node]] = []
@@ -118,17 +118,17 @@ class Driver:
         return 0
 
     def cuGraphLaunch(self, executable: Any, stream: int) -> int:  # noqa: N802
-        for each in self._graphs[executable.value - 1]:
-            self._run(*each)
+        for node in self._graphs[executable.value - 1]:
+            self._run(*node)
         return 0
 
 
 def memory_of_tensors() -> Any:
     """Return where the memory of each tensor begins and where it ends, by the first of them."""
     ranges = set()
-    for each in gc.get_objects():
-        if type(each) in _TENSORS and _has_memory(each):
-            storage = each.untyped_storage()
+    for value in gc.get_objects():
+        if type(value) in _TENSORS and _has_memory(value):
+            storage = value.untyped_storage()
             if storage.nbytes():
                 ranges.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     flat = [number for pair in sorted(ranges) for number in pair]
@@ -136,7 +136,7 @@ def memory_of_tensors() -> Any:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is in the host's memory: those that vmap wraps have none of their own."""
+    """Return whether a tensor has memory of the host; tensors that vmap wraps have none."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return not is_wrapped and tensor.layout is torch.strided and tensor.device.type == "cpu"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from emulator.names import TYPES, Names, PtxError, label, operands, parts, register
 
 Translation = Callable[[list[str], list[str], Names], str]
-"""Of the parts of an instruction's name after the first, and of its operands."""
+"""Function of the parts of an instruction's name after the first, and of its operands."""
 
 _PLAIN: dict[str, tuple[str, tuple[str, ...]]] = {
     "abs": ("std::abs({0})", ()),
@@ -40,7 +40,7 @@ _AFTER = {
     "or": "v | {0}",
     "and": "v & {0}",
 }
-"""What an atomic leaves of v."""
+"""Value that an atomic leaves in the place of v."""
 _SPACES = ("shared", "global", "local", "param", "const")
 _SCOPES = ("relaxed", "release", "acquire", "acq_rel", "gpu", "cta", "sys")
 
@@ -80,12 +80,12 @@ def _only(modifiers: list[str], *allowed: str) -> None:
 def _plain(modifiers: list[str], given: list[str], names: Names, form: str, *allowed: str) -> str:
     _only(modifiers[:-1], *allowed)
     c = _kind(modifiers)
-    values = [names.value(each, c) for each in given[1:]]
+    values = [names.value(operand, c) for operand in given[1:]]
     return names.put(given[0], f"static_cast<{c}>({form.format(*values, c=c)})")
 
 
 def _values(given: list[str], kinds: tuple[str, ...], names: Names) -> str:
-    return ", ".join(names.value(each, kind) for each, kind in zip(given, kinds, strict=True))
+    return ", ".join(names.value(operand, kind) for operand, kind in zip(given, kinds, strict=True))
 
 
 # Arithmetic
@@ -102,13 +102,13 @@ def _arithmetic(modifiers: list[str], given: list[str], names: Names, sign: str)
 
 
 def _halves(modifiers: list[str], given: list[str], names: Names, form: str) -> str:
-    """A float of 16 bits, or two."""
+    """Translate an instruction on a float of 16 bits, or on two."""
     _only(modifiers[:-1], "rn")
     c, is_pair = TYPES[modifiers[-1].removesuffix("x2")], modifiers[-1].endswith("x2")
     if not is_pair:
-        values = [names.value(each, c) for each in given[1:]]
+        values = [names.value(operand, c) for operand in given[1:]]
         return names.put(given[0], f"narrow<{c}>({form.format(*values)}).bits")
-    words = [names.value(each, "uint32_t") for each in given[1:]]
+    words = [names.value(operand, "uint32_t") for operand in given[1:]]
     low, high = (form.format(*(f"as<{c}>({word} >> {by})" for word in words)) for by in (0, 16))
     return names.put(given[0], f"packed(narrow<{c}>({low}).bits, narrow<{c}>({high}).bits)")
 
@@ -135,7 +135,7 @@ def _mul_(modifiers: list[str], given: list[str], names: Names) -> str:
 
 def _wide_product(modifiers: list[str], given: list[str], names: Names) -> str:
     c, wider = _kind(modifiers), TYPES[f"{modifiers[-1][0]}{2 * int(modifiers[-1][1:])}"]
-    a, b = (f"static_cast<{wider}>({names.value(each, c)})" for each in given[:2])
+    a, b = (f"static_cast<{wider}>({names.value(operand, c)})" for operand in given[:2])
     return f"static_cast<{wider}>({a} * {b})"
 
 
@@ -193,7 +193,7 @@ def _shr_(modifiers: list[str], given: list[str], names: Names) -> str:
 
 def _shf_(modifiers: list[str], given: list[str], names: Names) -> str:
     _only(modifiers, "l", "r", "wrap", "b32")
-    low, high, by = (names.value(each, "uint32_t") for each in given[1:])
+    low, high, by = (names.value(operand, "uint32_t") for operand in given[1:])
     both = f"(static_cast<uint64_t>({high}) << 32 | {low})"
     word = f"({both} << ({by} & 31)) >> 32" if "l" in modifiers else f"{both} >> ({by} & 31)"
     return names.put(given[0], f"static_cast<uint32_t>({word})")
@@ -238,7 +238,7 @@ def _dp4a_(modifiers: list[str], given: list[str], names: Names) -> str:
 
 def _setp_(modifiers: list[str], given: list[str], names: Names) -> str:
     compare, c = modifiers[0], _kind(modifiers)
-    a, b = (names.value(each, c) for each in given[1:3])
+    a, b = (names.value(operand, c) for operand in given[1:3])
     if c in ("half_t", "bfloat_t"):
         a, b = f"wide({a})", f"wide({b})"
     is_float = modifiers[-1] in ("f16", "bf16", "f32", "f64")
@@ -262,7 +262,7 @@ def _setp_(modifiers: list[str], given: list[str], names: Names) -> str:
 
 def _selp_(modifiers: list[str], given: list[str], names: Names) -> str:
     c = _kind(modifiers)
-    a, b = (names.value(each, c) for each in given[1:3])
+    a, b = (names.value(operand, c) for operand in given[1:3])
     return names.put(given[0], f"{names.value(given[3], 'bool')} ? {a} : {b}")
 
 
@@ -296,13 +296,15 @@ def _cvt_(modifiers: list[str], given: list[str], names: Names) -> str:
     *how, to, source = modifiers
     _only(how, "rn", "rz", "sat", "ftz", *_ROUNDED)
     if to in ("f16x2", "bf16x2"):
-        high, low = (f"narrow<{TYPES[to[:-2]]}>({names.value(each, 'float')}).bits" for each in given[1:])
+        high, low = (
+            f"narrow<{TYPES[to[:-2]]}>({names.value(operand, 'float')}).bits" for operand in given[1:]
+        )
         return names.put(given[0], f"packed({low}, {high})")
     c, value = TYPES[to], names.value(given[1], TYPES[source])
     is_float = source in ("f16", "bf16", "f32", "f64")
     if source in ("f16", "bf16"):
         value = f"wide({value})"
-    for function in (_ROUNDED[each] for each in how if each in _ROUNDED):
+    for function in (_ROUNDED[word] for word in how if word in _ROUNDED):
         value = f"{function}({value})"
     if to in ("f16", "bf16"):
         return names.put(given[0], f"narrow<{c}>(static_cast<float>({value})).bits")
@@ -317,7 +319,7 @@ def _cvt_(modifiers: list[str], given: list[str], names: Names) -> str:
 
 
 def _space(modifiers: list[str]) -> str:
-    return next((each for each in modifiers if each in _SPACES), "generic")
+    return next((word for word in modifiers if word in _SPACES), "generic")
 
 
 def _ld_(modifiers: list[str], given: list[str], names: Names) -> str:
@@ -347,7 +349,7 @@ def _atomic(modifiers: list[str], given: list[str], names: Names) -> str:
     form = next((form for name, form in _AFTER.items() if name in modifiers), None)
     if form is None:
         raise PtxError("an unknown atomic")
-    after = form.format(*(names.value(each, c) for each in given[1:]))
+    after = form.format(*(names.value(operand, c) for operand in given[1:]))
     return f"replaced<{c}>(t, {pointer}, [&]({c} v) {{ return static_cast<{c}>({after}); }})"
 
 
@@ -416,7 +418,7 @@ def _bar_(modifiers: list[str], given: list[str], names: Names) -> str:
 def _shfl_(modifiers: list[str], given: list[str], names: Names) -> str:
     _only(modifiers, "sync", "idx", "up", "down", "bfly", "b32")
     to, _, there = given[0].partition("|")
-    value, by, clamp, members = (names.value(each, "uint32_t") for each in given[1:])
+    value, by, clamp, members = (names.value(operand, "uint32_t") for operand in given[1:])
     call = f"together<Shfl<Shuffle::{modifiers[1]}>>(t, {members}, {{{value}, {by}, {clamp}}})"
     second = names.put(there, "out.there") if there else ""
     return f"{{ const auto out = {call}; {names.put(to, 'out.value')} {second} }}"

@@ -1,4 +1,4 @@
-"""What the statements of a kernel name: registers, variables, parameters, and how C++ says them."""
+"""Names in the statements of a kernel: registers, variables, parameters, and how C++ says them."""
 
 import re
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ def label(name: str) -> str:
 
 @dataclass
 class Names:
-    """Of one kernel.
+    """Names of one kernel.
 
     Attributes:
         module: the text of the PTX, for variables outside of the kernel.

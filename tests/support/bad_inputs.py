@@ -113,7 +113,7 @@ def bad_calls(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _argument(path: Any, parameters: list[inspect.Parameter]) -> str:
-    """The name of the argument that a path into ``(args, kwargs)`` leads to."""
+    """Return the name of the argument that a path into ``(args, kwargs)`` leads to."""
     if path[0].idx == 1:
         return path[1].key
     return parameters[min(path[1].idx, len(parameters) - 1)].name
@@ -125,7 +125,7 @@ def _is_edges(value: Any) -> bool:
 
 
 def _spoils(value: Tensor, name: str, edges: int, *, alone: bool) -> Iterator[tuple[Spoils, bool]]:
-    """What can be wrong with an argument, and whether only a trace can tell.
+    """Yield what can be wrong with an argument, and whether only a trace can tell.
 
     ``alone``: it is an argument by itself, and no other has as many rows.
     """

@@ -48,14 +48,14 @@ class Sparse:
 
     @property
     def is_staged(self) -> bool:
-        """Whether programs sum rows of so many bytes by stretch, where edges have no weights."""
+        """Return whether programs sum rows of this size through the window table, without weights."""
         edges, blocks = self.col.numel(), self.multiprocessors
         given = edges, self.num_dst, blocks, self.row_bytes
         return pays(edges, *given) and pays(self.staged.near, *given)
 
     @cached_property
     def runs(self) -> RunTable:
-        """What launches take of the table."""
+        """Return the arguments of a launch that describe the table."""
         return RunTable(self.table, self.multiprocessors, self.row_bytes)
 
     @property
@@ -190,11 +190,11 @@ def weighted16(x: Tensor, shift: Tensor) -> Tensor:
 
 def heads16(x: Tensor, heads: int) -> Tensor:
     """Return x with heads that start at multiples of 16 bytes."""
-    step, each = 16 // x.element_size(), x.shape[1] // heads
-    if heads == 1 or each % step == 0:
+    step, head_width = 16 // x.element_size(), x.shape[1] // heads
+    if heads == 1 or head_width % step == 0:
         return x
-    padded = x.new_full((x.shape[0], heads, (each + step - 1) // step * step), past(x))
-    padded[:, :, :each] = x.view(-1, heads, each)
+    padded = x.new_full((x.shape[0], heads, (head_width + step - 1) // step * step), past(x))
+    padded[:, :, :head_width] = x.view(-1, heads, head_width)
     return padded.flatten(1)
 
 
@@ -244,7 +244,7 @@ class Spmm:
         self.shared = shared_bytes(graph.row_bytes, scale) if staged else 0
         words = 2 * round_up(x.shape[1], 4)
         staging, self.arrived = staging_for(table.slots, words, slices_of(graph.row_bytes))
-        self.kept = (graph, table, x, value, x_scale, shift, staging)
+        self.operands = (graph, table, x, value, x_scale, shift, staging)
         tensors = (value, x_scale, shift, staging, self.arrived)
         given = [address(graph.rowptr), *table.fields] if staged else graph.values()
         arguments = [*given, address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
@@ -317,7 +317,7 @@ class Attention:
         words = round_up(x.shape[1], 4) + round_up(2 * heads, 4)
         staging, self.arrived = staging_for(graph.runs.slots, words)
         stats = torch.empty(graph.num_dst, heads, 2, device="cuda")
-        self.kept = (graph, x, heads, a_src, a_dst, edge, x_scale, staging, stats)
+        self.operands = (graph, x, heads, a_src, a_dst, edge, x_scale, staging, stats)
         tensors = (x_scale, a_src, a_dst, edge, stats, staging, self.arrived)
         self.given = [*graph.values(), address(x), x.stride(0) * x.element_size(), *map(address, tensors)]
         self.arguments = [*self.given, address(self.out)]
@@ -330,7 +330,7 @@ class Attention:
 
     def alpha(self) -> Tensor:
         """Return the attention weights, after a run."""
-        out = torch.full((self.kept[0].col.numel(), self.config.heads), float("nan"), device="cuda")
+        out = torch.full((self.operands[0].col.numel(), self.config.heads), float("nan"), device="cuda")
         self.module.launch(self.config.names()[1], self.grid, AS_COMPILED, *self.given, address(out))
         return out
 
@@ -380,7 +380,7 @@ class Sddmm:
         self.module = sddmm_module(self.config)
         columns = heads if op == "dot" else b.shape[1]
         self.out = torch.full((graph.col.numel(), columns), float("nan"), device="cuda")
-        self.kept = (graph, a, b, a_scale, b_scale)
+        self.operands = (graph, a, b, a_scale, b_scale)
         rows = [address(a), a.stride(0) * a.element_size(), address(b), b.stride(0) * b.element_size()]
         tensors = (a_scale, b_scale, self.out)
         self.arguments = [*graph.values(), *rows, *map(address, tensors)]

@@ -56,7 +56,7 @@ class Graph:
 
 
 class Draw:
-    """What the cases choose from, made from one seed."""
+    """Choices and operands of a case, drawn from one seed."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -155,7 +155,7 @@ def unwritten(*shape: int) -> Tensor:
 
 
 def bad_index(d: Draw, bound: int, dtype: torch.dtype) -> int:
-    """Around every boundary: of the nodes, of 32 bits, of 64 bits."""
+    """Draw an id near a boundary: of the nodes, of 32 bits, of 64 bits."""
     values = [-1, bound - 1, bound, bound + 1, 2**31 - 1, -(2**31)]
     if dtype == torch.int64:
         values += [2**31, 2**32, 2**32 + bound - 1, -(2**31) - 1, 2**63 - 1, -(2**63)]
@@ -204,13 +204,13 @@ def _spmm(
 
 def spmm(d: Draw) -> None:
     g, reduce, dtype = d.graph(), d.one(REDUCTIONS), d.one(FLOATS)
-    heads, each = (1, d.one(WIDTHS)) if d.maybe() else (d.one(HEADS), d.one(HEAD_WIDTHS))
-    x = d.rows(g.num_src, heads * each, dtype)
+    heads, head_width = (1, d.one(WIDTHS)) if d.maybe() else (d.one(HEADS), d.one(HEAD_WIDTHS))
+    x = d.rows(g.num_src, heads * head_width, dtype)
     value = None
     if heads > 1 or d.maybe():
         value = d.floats(g.num_edges, heads) if heads > 1 else d.floats(g.num_edges)
     got = _spmm(g, x, reduce, heads, value)
-    wide = x.double().reshape(g.num_src, heads, each)
+    wide = x.double().reshape(g.num_src, heads, head_width)
     weight = None if value is None else value.double().reshape(g.num_edges, heads)
     want = gnnc.spmm(g.rowptr, g.col, weight, wide, reduce, g.num_dst).flatten(1)
     largest = "sum" if reduce == "sum" else "mean" if reduce == "mean" else "max"
@@ -239,15 +239,15 @@ def qspmm_exact(d: Draw) -> None:
 
 def qspmm_scaled(d: Draw) -> None:
     g, reduce = d.graph(), d.one(REDUCTIONS)
-    heads, each = (1, d.one(WIDTHS)) if d.maybe() else (d.one(HEADS), d.one(HEAD_WIDTHS))
-    q, scale = d.codes(g.num_src, heads * each), d.positive(g.num_src)
+    heads, head_width = (1, d.one(WIDTHS)) if d.maybe() else (d.one(HEADS), d.one(HEAD_WIDTHS))
+    q, scale = d.codes(g.num_src, heads * head_width), d.positive(g.num_src)
     value = None
     if heads > 1 or d.maybe():
         value = d.positive(g.num_edges, heads) if d.maybe() else d.floats(g.num_edges, heads)
     got = _spmm(g, q, reduce, heads, value, scale)
     weight = scale.double()[g.col.long()][:, None]
     weight = weight if value is None else weight * value.double()
-    wide = q.double().reshape(g.num_src, heads, each)
+    wide = q.double().reshape(g.num_src, heads, head_width)
     want = gnnc.spmm(g.rowptr, g.col, weight, wide, reduce, g.num_dst).flatten(1)
     close(got, want, _fixed_size(g, weight, wide, reduce))
 
@@ -330,15 +330,15 @@ def edge_softmax(d: Draw) -> None:
 
 
 def attention(d: Draw) -> None:
-    g, kind, heads, each = d.graph(), d.one((ADDITIVE, DOT, EDGE)), d.one(HEADS), d.one(HEAD_WIDTHS)
+    g, kind, heads, head_width = d.graph(), d.one((ADDITIVE, DOT, EDGE)), d.one(HEADS), d.one(HEAD_WIDTHS)
     dtype, inner = d.one((*FLOATS, torch.int8)), d.one((1, 5, 16))
-    x = d.rows(g.num_src, heads * each, dtype)
+    x = d.rows(g.num_src, heads * head_width, dtype)
     scale = d.positive(g.num_src) if dtype == torch.int8 else None
     wide = heads * inner if kind == DOT else heads
     ends = [None if kind == EDGE else d.floats(rows, wide) for rows in (g.num_src, g.num_dst)]
     edge = d.floats(g.num_edges, heads) if kind == EDGE or d.maybe(0.3) else None
     alpha = unwritten(g.num_edges, heads) if d.maybe(0.3) else None
-    out = unwritten(g.num_dst, heads * each)
+    out = unwritten(g.num_dst, heads * head_width)
     numbers = (0.3, 0.2, 1e-16, heads)
     bounds = kind == ADDITIVE and edge is None and alpha is None and 16 % heads == 0 and d.maybe(0.8)
     factors = unwritten(g.num_src, 4 if heads == 1 else 2 * heads) if bounds else None
@@ -351,9 +351,9 @@ def attention(d: Draw) -> None:
     if alpha is not None:
         close(alpha, weight, torch.ones_like(weight), error)
     rows = x.double() if scale is None else x.double() * scale.double()[:, None]
-    rows = rows.reshape(g.num_src, heads, each)
+    rows = rows.reshape(g.num_src, heads, head_width)
     want = gnnc.spmm(g.rowptr, g.col, weight, rows, "sum", g.num_dst).flatten(1)
-    top = rows.abs().amax(0).flatten() if g.num_src else want.new_zeros(heads * each)
+    top = rows.abs().amax(0).flatten() if g.num_src else want.new_zeros(heads * head_width)
     step = 0.0 if scale is None else FIXED_STEP / error
     slack = 1.0 + step * g.rowptr.diff().clamp(max=512).double()[:, None]
     close(out, want, top * slack, 4 * error)

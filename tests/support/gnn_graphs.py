@@ -53,7 +53,7 @@ class Layers(Builder):
         return self.parameter(f"{self.layer}.{name}" if self.layer else name, *shape)
 
     def linear(self, x: Node, width: int, *, bias: bool = False, name: str = "lin") -> Node:
-        """x @ W.T (+ b)."""
+        """Add x @ W.T (+ b)."""
         inner = int(x.meta["val"].shape[-1])
         b = self.weight(f"{name}.bias", width) if bias else None
         return self.call(gnnc.gemm, x, self.weight(f"{name}.weight", width, inner), b, False)
@@ -63,24 +63,24 @@ class Layers(Builder):
         return self.call(gnnc.spmm, self.rowptr, self.col, value, x, reduce, self.nodes)
 
     def relu(self, x: Node) -> Node:
-        """max(x, 0)."""
+        """Add max(x, 0)."""
         return self.call(aten.relu, x)
 
     def add(self, x: Node, y: Any) -> Node:
-        """x + y."""
+        """Add x + y."""
         return self.call(aten.add.Tensor, x, y)
 
     def mul(self, x: Node, y: Any) -> Node:
-        """x * y."""
+        """Add x * y."""
         return self.call(aten.mul.Tensor, x, y)
 
     def gcn(self, x: Node, width: int) -> Node:
-        """D A D x W + b, both D outside the sparse kernel."""
+        """Add D A D x W + b, both D outside the sparse kernel."""
         h = self.spmm(self.mul(self.linear(x, width), self.norm))
         return self.add(self.mul(h, self.norm), self.weight("bias", width))
 
     def sage(self, x: Node, width: int, reduce: str = "sum") -> Node:
-        """A mean (a sum and a factor a row) or an extremum of the neighbours, and the node itself."""
+        """Add a mean (a sum and a factor a row) or an extremum of the neighbors to the node itself."""
         if reduce == "sum":
             h = self.mul(self.spmm(self.linear(x, width, name="lin_l")), self.norm)
             h = self.add(h, self.weight("lin_l.bias", width))
@@ -89,14 +89,14 @@ class Layers(Builder):
         return self.add(h, self.linear(x, width, name="lin_r"))
 
     def gin(self, x: Node, width: int) -> Node:
-        """(A + 1 + eps) x W1, and a second linear."""
+        """Add (A + 1 + eps) x W1, and a second linear."""
         h = self.linear(x, width, name="nn.0")
-        own = self.mul(h, self.weight("eps", 1))
-        h = self.relu(self.add(self.add(self.spmm(h), own), self.weight("nn.0.bias", width)))
+        self_term = self.mul(h, self.weight("eps", 1))
+        h = self.relu(self.add(self.add(self.spmm(h), self_term), self.weight("nn.0.bias", width)))
         return self.linear(h, width, bias=True, name="nn.2")
 
     def gat(self, x: Node, heads: int, width: int, *, concat: bool = True) -> Node:
-        """Additive attention; heads side by side or averaged."""
+        """Add additive attention; heads side by side or averaged."""
         h = self.call(aten.view, self.linear(x, heads * width), [-1, heads, width])
         columns = [
             self.call(aten.sum.dim_IntList, self.mul(h, self.weight(name, 1, heads, width)), [-1])
@@ -112,7 +112,7 @@ class Layers(Builder):
         return self.add(h, self.weight("bias", heads * width if concat else width))
 
     def batch_norm(self, x: Node) -> Node:
-        """Batch norm in eval mode."""
+        """Add a batch norm in eval mode."""
         width = int(x.meta["val"].shape[1])
         names = ("weight", "bias", "running_mean", "running_var")
         norm = self.call(
@@ -123,13 +123,13 @@ class Layers(Builder):
 
 
 def gcn_layer() -> GraphModule:
-    """One GCN layer, short enough to print."""
+    """Return one GCN layer, short enough to print."""
     b = _stack(32)
     return b.finish(b.relu(b.gcn(b.x, 24)))
 
 
 def gat_layer() -> GraphModule:
-    """One GAT layer, short enough to print."""
+    """Return one GAT layer, short enough to print."""
     b = _stack(32)
     return b.finish(b.call(aten.elu, b.gat(b.x, 4, 8)))
 
@@ -141,7 +141,7 @@ def _stack(width: int) -> Layers:
 
 
 def gcn() -> GraphModule:
-    """Two GCN layers, 32 -> 24 -> 20."""
+    """Return two GCN layers, 32 -> 24 -> 20."""
     b = _stack(32)
     h = b.relu(b.gcn(b.x, 24))
     b.layer = "conv2"
@@ -149,7 +149,7 @@ def gcn() -> GraphModule:
 
 
 def sage(reduce: str = "sum") -> GraphModule:
-    """Two SAGE layers and the log of the softmax, 32 -> 24 -> 20."""
+    """Return two SAGE layers and the log of the softmax, 32 -> 24 -> 20."""
     b = _stack(32)
     h = b.relu(b.sage(b.x, 24, reduce))
     b.layer = "conv2"
@@ -159,7 +159,7 @@ def sage(reduce: str = "sum") -> GraphModule:
 
 
 def gin() -> GraphModule:
-    """Two GIN layers with batch norm between, 32 -> 24 -> 20."""
+    """Return two GIN layers with batch norm between, 32 -> 24 -> 20."""
     b = _stack(32)
     h = b.relu(b.batch_norm(b.gin(b.x, 24)))
     b.layer = "conv2"
@@ -167,7 +167,7 @@ def gin() -> GraphModule:
 
 
 def gat() -> GraphModule:
-    """Two GAT layers, 32 -> 4x8 -> mean of 2x20."""
+    """Return two GAT layers, 32 -> 4x8 -> mean of 2x20."""
     b = _stack(32)
     h = b.call(aten.elu, b.gat(b.x, 4, 8))
     b.layer = "conv2"
@@ -218,7 +218,7 @@ def run_all(
 
 
 def before_and_after(gm: GraphModule, before: Sequence[Pass], step: Pass, **options: Any) -> str:
-    """The graph before and after ``step``, and what it noted, as goldens show them."""
+    """Return the graph before and after ``step`` and the notes of the pass, as goldens show them."""
     first, _ = run_all(gm, before, **options)
     second, ctx = run_all(first, [step], **options)
     notes = "".join(f"# {note.layer or 'root'}: {note.text}\n" for note in ctx.notes)
@@ -226,13 +226,13 @@ def before_and_after(gm: GraphModule, before: Sequence[Pass], step: Pass, **opti
 
 
 def targets(gm: GraphModule) -> list[str]:
-    """What a graph calls, in order."""
+    """Return the names of the calls of a graph, in order."""
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_module")]
     return [getattr(node.target, "__name__", str(node.target)) for node in calls]
 
 
 def relative_error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
-    """The largest L2 error of an output, relative to its norm."""
+    """Return the largest L2 error of an output, relative to its norm."""
     errors = [
         float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-12))
         for a, b in zip(got, want, strict=True)

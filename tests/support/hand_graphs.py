@@ -23,7 +23,7 @@ class Builder:
     """Adds nodes to a graph and gives each the ``val`` and ``layer`` that a captured one has."""
 
     device = "cpu"
-    """Where the values of a program are to be; no such device is needed to build it."""
+    """Device of the values of a program; the machine that builds it need not have it."""
 
     def __init__(self, parent: "Builder | None" = None) -> None:
         self.graph = Graph()
@@ -137,7 +137,7 @@ def _operands(b: Builder) -> tuple[Node, ...]:
 
 
 def float_layer() -> GraphModule:
-    """One GCN layer in FP32, separable weights folded out of the SpMM."""
+    """Return one GCN layer in FP32, separable weights folded out of the SpMM."""
     b = Builder()
     x, rowptr, col, norm, weight, bias = _operands(b)
     nodes = b.call(aten.sym_size.int, x, 0)
@@ -206,7 +206,7 @@ def _fused_spmm(outer: Builder, *args: Node) -> GraphModule:
 
 
 def attention_layer() -> GraphModule:
-    """GAT's logits, softmax and aggregation: ops that always stay FP32."""
+    """Return GAT's logits, softmax and aggregation: ops that always stay FP32."""
     b = Builder()
     x, rowptr, col, _, weight, _ = _operands(b)
     nodes = b.call(aten.sym_size.int, x, 0)
@@ -243,7 +243,7 @@ def values(gm: GraphModule, seed: int = 0) -> list[Any]:
 
 
 def message_layer() -> GraphModule:
-    """An edge-wise gate, ``relu(x_i + x_j) * x_j``, summed: a body of no known form."""
+    """Return an edge-wise gate, ``relu(x_i + x_j) * x_j``, summed: a body of no known form."""
     b = Builder()
     x, rowptr, col, *_ = _operands(b)
     nodes = b.call(aten.sym_size.int, x, 0)

@@ -56,7 +56,7 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
 
 
 def padded_int8(q: Tensor) -> Tensor:
-    """Rows of 64 aligned bytes, zero past the width."""
+    """Copy a matrix into rows of 64 aligned bytes, zero past the width."""
     rows, width = q.shape
     stride = (width + 63) // 64 * 64
     storage = torch.zeros(rows * stride + 64, dtype=torch.int8)
@@ -80,7 +80,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def same_at_any_thread_count(run: Callable[[], Tensor]) -> Tensor:
-    """What run returns, after checking that 1, 2 and 4 threads give the same bits."""
+    """Return the result of ``run``, after checking that 1, 2 and 4 threads give the same bits."""
     results: list[Tensor] = []
     for count in (1, 2, 4):
         with threads(count):
@@ -90,7 +90,7 @@ def same_at_any_thread_count(run: Callable[[], Tensor]) -> Tensor:
 
 
 def relative_error(got: Tensor, want: Tensor, size: Tensor | None = None) -> float:
-    """RMS error over the RMS of want, or of size: of a sum, the sum of magnitudes."""
+    """Return the RMS error over the RMS of ``want``, or of ``size``: of sums, the sums of magnitudes."""
     assert got.shape == want.shape and torch.isfinite(got).all()
     size = want if size is None else size
     return float((got.double() - want).norm() / size.norm().clamp(min=1e-30)) if want.numel() else 0.0

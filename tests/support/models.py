@@ -22,17 +22,17 @@ class TwoLayer(nn.Module):
 
 
 def gcn(features: int, classes: int, hidden: int = 64) -> nn.Module:
-    """GCN (Kipf and Welling, 2017)."""
+    """Return a GCN (Kipf and Welling, 2017)."""
     return TwoLayer(GCNConv(features, hidden), GCNConv(hidden, classes), nn.ReLU())
 
 
 def sage(features: int, classes: int, hidden: int = 64) -> nn.Module:
-    """GraphSAGE with the mean aggregator (Hamilton et al., 2017)."""
+    """Return a GraphSAGE with the mean aggregator (Hamilton et al., 2017)."""
     return TwoLayer(SAGEConv(features, hidden), SAGEConv(hidden, classes), nn.ReLU())
 
 
 def gin(features: int, classes: int, hidden: int = 64) -> nn.Module:
-    """GIN with two-layer perceptrons and batch norm (Xu et al., 2019)."""
+    """Return a GIN with two-layer perceptrons and batch norm (Xu et al., 2019)."""
 
     def mlp(width: int, out: int) -> nn.Module:
         return nn.Sequential(
@@ -44,7 +44,7 @@ def gin(features: int, classes: int, hidden: int = 64) -> nn.Module:
 
 
 def gat(features: int, classes: int, hidden: int = 64, heads: int = 4) -> nn.Module:
-    """GAT (Velickovic et al., 2018): ``heads`` heads of ``hidden / heads``, one head at the end."""
+    """Return a GAT (Velickovic et al., 2018): ``heads`` heads of ``hidden / heads``, one head at the end."""
     first = GATConv(features, hidden // heads, heads=heads)
     return TwoLayer(first, GATConv(hidden, classes), nn.ELU())
 
@@ -67,7 +67,7 @@ class ResidualGCN(nn.Module):
 
 
 def residual_gcn(features: int, classes: int, hidden: int = 64) -> nn.Module:
-    """A GCN of four layers with layer norm and residuals (after Li et al., 2020)."""
+    """Return a GCN of four layers with layer norm and residuals (after Li et al., 2020)."""
     return ResidualGCN(features, classes, hidden)
 
 

@@ -66,7 +66,7 @@ def edge_list(nodes: int = NODES, edges: int = EDGES, seed: int = 0) -> Tensor:
 
 
 def nasty_graphs() -> dict[str, tuple[int, Tensor]]:
-    """Number of nodes and edges of graphs that break careless code."""
+    """Return the number of nodes and the edges of graphs that break careless code."""
     empty = torch.empty(2, 0, dtype=torch.int64)
     loops = torch.arange(6).repeat(2, 1)
     return {
@@ -173,7 +173,7 @@ def sgc(width_in: int = WIDTH_IN, width_out: int = WIDTH_OUT, hops: int = 2) -> 
 
 
 def arguments(gm: GraphModule, nodes: int, edge_index: Tensor, seed: int = 0) -> tuple[Any, ...]:
-    """Random values for every placeholder of a model, for a given graph."""
+    """Return random values for every placeholder of a model, for a given graph."""
     values: list[Any] = []
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         source, fake = node.meta["source"], node.meta["val"]

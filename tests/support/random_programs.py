@@ -49,7 +49,7 @@ UNARY = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a program is made from: numbers that the builder reads in turn."""
+    """Numbers that a program is built from; the builder reads them in turn."""
 
     width: int
     symbolic: bool
@@ -80,7 +80,7 @@ class Program:
         self.graph = self.b.finish(*(self.values[-recipe.outputs :] + self.extra[-1:]))
 
     def add(self, node: Node) -> None:
-        """A new node tensor."""
+        """Add a node tensor."""
         self.values.append(node)
 
     def operand(self, like: Node, option: int) -> Node:
@@ -200,7 +200,7 @@ def scales(gm: GraphModule) -> list[Any]:
 
 
 def assert_taken_whole(fused: GraphModule, ctx: Context) -> None:
-    """What ``fuse`` groups, a kernel runs as one."""
+    """Assert that a kernel runs each group of ``fuse`` as one."""
     apart = {note.node for note in ctx.notes if "taken apart" in note.text}
     kinds = {node.meta["kind"] for node in fused.graph.nodes if node.name in apart}
     assert kinds <= {"sddmm"}

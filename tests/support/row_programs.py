@@ -75,7 +75,7 @@ def padded(rows: int, width: int, value: int = 99) -> Tensor:
 
 
 def padding(q: Tensor) -> Tensor:
-    """The bytes between the width and the end of each row."""
+    """Return the bytes between the width and the end of each row."""
     rows, width = q.shape
     whole = q.as_strided((rows, (width + 63) // 64 * 64), ((width + 63) // 64 * 64, 1))
     return whole[:, width:]
@@ -108,7 +108,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def strided(x: Tensor, extra: int = 16) -> Tensor:
-    """The same values with gaps between the rows."""
+    """Return the same values with gaps between the rows."""
     wide = torch.full((x.shape[0], x.shape[1] + extra), float("nan"), dtype=x.dtype)
     return wide[:, : x.shape[1]].copy_(x)
 

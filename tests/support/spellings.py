@@ -27,7 +27,7 @@ class Parameters(nn.Module):
 
 
 class Edges:
-    """What a layer knows of its edges: both ends, their rows, and the parameters."""
+    """The edges of a layer: both ends, their rows, and the parameters."""
 
     def __init__(self, p: Parameters, x: Tensor, src: Tensor, dst: Tensor, xi: Tensor, xj: Tensor) -> None:
         self.p, self.x, self.n = p, x, x.shape[0]
@@ -288,7 +288,7 @@ class Stack(nn.Module):
 
 
 def spelled(seed: int) -> nn.Module:
-    """The model of a seed, in eval mode; half of those of two layers read the edges in one way."""
+    """Return the model of a seed, in eval mode; half of those of two layers read the edges in one way."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     count = rng.choice((1, 1, 2))

@@ -1,4 +1,4 @@
-"""What the families name is there."""
+"""The tests that the families name exist."""
 
 import subprocess
 import sys

@@ -64,13 +64,13 @@ def run(gm: GraphModule, model: nn.Module, args: Sequence[Any], kwargs: Mapping[
 
 
 def eager(model: nn.Module, *args: Any, **kwargs: Any) -> list[Any]:
-    """The flat outputs of the model itself."""
+    """Return the flat outputs of the model itself."""
     with torch.no_grad():
         return pytree.tree_leaves(model(*args, **kwargs))
 
 
 def relative_error(got: Any, expected: Any) -> float:
-    """Relative L2 error; infinite where shape or dtype differ."""
+    """Return the relative L2 error; infinite where shape or dtype differ."""
     if not isinstance(expected, torch.Tensor):
         return 0.0 if got == expected else float("inf")
     if got.shape != expected.shape or got.dtype != expected.dtype:

@@ -37,23 +37,23 @@ def random_graph(nodes: int, edges: int, seed: int = 0) -> tuple[Tensor, Tensor]
 
 
 def plain(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, edge_index)``."""
+    """Return the arguments ``(x, edge_index)``."""
     return random_graph(nodes, edges, seed), {}
 
 
 def weighted(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, edge_index, edge_weight)``."""
+    """Return the arguments ``(x, edge_index, edge_weight)``."""
     weight = torch.rand(edges, generator=torch.Generator().manual_seed(seed))
     return (*random_graph(nodes, edges, seed), weight), {}
 
 
 def pooled(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, edge_index, batch, size=3)``."""
+    """Return the arguments ``(x, edge_index, batch, size=3)``."""
     return (*random_graph(nodes, edges, seed), torch.arange(nodes) * 3 // max(nodes, 1)), {"size": 3}
 
 
 def keywords(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Keyword arguments only."""
+    """Return keyword arguments only."""
     x, edge_index = random_graph(nodes, edges, seed)
     return (), {"edge_index": edge_index, "x": x}
 
@@ -170,7 +170,7 @@ class SparseCsr(nn.Module):
 
 
 def csr_arguments(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, crow, col, value)``."""
+    """Return the arguments ``(x, crow, col, value)``."""
     x, (src, dst) = random_graph(nodes, edges, seed)
     order = torch.sort(dst * nodes + src).indices
     crow = torch.zeros(nodes + 1, dtype=torch.long)

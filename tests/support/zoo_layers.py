@@ -28,54 +28,54 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def edge_features(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, edge_index, edge_attr [E, EDGE_FEATURES])``."""
+    """Return the arguments ``(x, edge_index, edge_attr [E, EDGE_FEATURES])``."""
     attr = torch.randn(edges, EDGE_FEATURES, generator=_generator(seed))
     return (*random_graph(nodes, edges, seed), attr), {}
 
 
 def pseudo(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, edge_index, pseudo-coordinates [E, 2])``."""
+    """Return the arguments ``(x, edge_index, pseudo-coordinates [E, 2])``."""
     return (*random_graph(nodes, edges, seed), torch.rand(edges, 2, generator=_generator(seed))), {}
 
 
 def relations(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, edge_index, edge_type)``."""
+    """Return the arguments ``(x, edge_index, edge_type)``."""
     types = torch.randint(RELATIONS, (edges,), generator=_generator(seed))
     return (*random_graph(nodes, edges, seed), types), {}
 
 
 def positions(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, pos [N, 3], edge_index)``."""
+    """Return the arguments ``(x, pos [N, 3], edge_index)``."""
     x, edge_index = random_graph(nodes, edges, seed)
     return (x, torch.randn(nodes, 3, generator=_generator(seed)), edge_index), {}
 
 
 def normals(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, pos [N, 3], unit normal [N, 3], edge_index)``."""
+    """Return the arguments ``(x, pos [N, 3], unit normal [N, 3], edge_index)``."""
     (x, pos, edge_index), _ = positions(nodes, edges, seed)
     normal = torch.randn(nodes, 3, generator=_generator(seed + 1))
     return (x, pos, torch.nn.functional.normalize(normal, dim=-1), edge_index), {}
 
 
 def two_graphs(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, positive edges, negative edges)``."""
+    """Return the arguments ``(x, positive edges, negative edges)``."""
     x, first = random_graph(nodes, edges, seed)
     return (x, first, random_graph(nodes, edges, seed + 50)[1]), {}
 
 
 def hyperedges(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, hyperedge_index, num_edges=number of nodes)``: as many hyperedges as nodes."""
+    """Return the arguments ``(x, hyperedge_index, num_edges=nodes)``: as many hyperedges as nodes."""
     return random_graph(nodes, edges, seed), {"num_edges": nodes}
 
 
 def atoms(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, edge_index, batch)`` with two graphs known to the model."""
+    """Return the arguments ``(x, edge_index, batch)`` with two graphs known to the model."""
     args, _ = pooled(nodes, edges, seed)
     return args, {}
 
 
 def typed_nodes(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, edge_index, node_type, edge_type, edge_attr)``."""
+    """Return the arguments ``(x, edge_index, node_type, edge_type, edge_attr)``."""
     (x, edge_index, edge_type), _ = relations(nodes, edges, seed)
     node_type = torch.randint(2, (nodes,), generator=_generator(seed + 1))
     attr = torch.randn(edges, EDGE_FEATURES, generator=_generator(seed + 2))
@@ -83,7 +83,7 @@ def typed_nodes(nodes: int, edges: int, seed: int = 0) -> Arguments:
 
 
 def dictionaries(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x_dict, edge_index_dict)``: ``nodes`` papers, two more authors."""
+    """Return the arguments ``(x_dict, edge_index_dict)``: ``nodes`` papers, two more authors."""
     generator = _generator(seed)
     counts = {"paper": nodes, "author": nodes + 2}
     x = {kind: torch.randn(counts[kind], FEATURES, generator=generator) for kind in TYPES}
@@ -432,6 +432,6 @@ LAYERS: dict[str, Entry] = {
 
 
 def _molecules(nodes: int, edges: int, seed: int = 0) -> Arguments:
-    """Arguments ``(x, edge_index, edge_attr, batch)``."""
+    """Return the arguments ``(x, edge_index, edge_attr, batch)``."""
     (x, edge_index, attr), _ = edge_features(nodes, edges, seed)
     return (x, edge_index, attr, torch.zeros(nodes, dtype=torch.long)), {}
