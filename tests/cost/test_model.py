@@ -116,3 +116,25 @@ def test_the_floor_of_a_launch_is_its_operands_and_results_once() -> None:
         gathered = model.evaluate(model.traffic(launch), sizes) - floors[launch.name]
         assert floors[launch.name] > 0 and gathered >= 0
     assert model.floor_times(graph, values, bandwidth=2.0) == {name: s / 2 for name, s in floors.items()}
+
+
+def test_bytes_of_quantized_values_follow_their_bits() -> None:
+    b = hand_graphs.Builder()
+    narrow, wide = (b.input(f"x{bits}", (7, 64), qtype=f"int{bits}/row") for bits in (4, 8))
+    strided = b.input("strided", (7, 64), qtype="int4/row/stride=128")
+    assert [model.held(node) for node in (narrow, wide)] == [7 * 32, 7 * 64]
+    assert [model.padded(node, 1) for node in (narrow, strided)] == [7 * 64, 7 * 128]
+
+
+def traffic_of_sum(bits: int) -> sympy.Expr:
+    b = hand_graphs.Builder()
+    rowptr = b.input("rowptr", (6,), dtype=torch.int64, kind="structure")
+    col = b.input("col", (12,), dtype=torch.int32, kind="structure")
+    x = b.input("x", (5, 64), qtype=f"int{bits}/tensor")
+    gm = b.finish(b.call(ops.qspmm, rowptr, col, None, x, None, None, "sum", 5))
+    (launch,) = model.launches(describe.inline(gm))
+    return model.traffic(launch)
+
+
+def test_edges_gather_the_bytes_of_a_row() -> None:
+    assert traffic_of_sum(8) - traffic_of_sum(4) == 12 * 32

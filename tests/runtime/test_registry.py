@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hand_graphs import Builder
 from torch.fx import Graph
 
 from gnnc.errors import BackendError
@@ -19,7 +20,7 @@ def node(target=torch.ops.aten.relu.default):
     return graph.call_function(target, (graph.placeholder("x"),))
 
 
-def add_kernel(name, priority, answer, *kinds):
+def add_kernel(name, priority, answer, *kinds, elements=()):
     class Implementation:
         @staticmethod
         def plan(node):
@@ -28,7 +29,7 @@ def add_kernel(name, priority, answer, *kinds):
         @staticmethod
         def emit(plan, node, emitter): ...
 
-    kernel(*kinds, backend="test", name=name, priority=priority)(Implementation)
+    kernel(*kinds, backend="test", name=name, priority=priority, elements=elements)(Implementation)
 
 
 def test_the_highest_priority_that_takes_the_node_wins(scratch):
@@ -72,3 +73,13 @@ def test_kinds_name_fused_submodules_and_ops():
     assert kind_of(fused) == "fused:gemm"
     assert kind_of(node(torch.ops.gnnc.degree.default)) == "gnnc.degree"
     assert kind_of(node()) == "aten.relu"
+
+
+@pytest.mark.parametrize(("element", "takes"), [("int8", True), ("int4", False), ("uint8", False)])
+def test_a_kernel_is_not_asked_for_quantized_types_that_it_does_not_list(scratch, element, takes):
+    add_kernel("gemm", 5, "plan", "gnnc.qgemm", elements=("int8",))
+    b = Builder()
+    x, w = (b.input(name, (5, 8), qtype=f"{element}/row") for name in "xw")
+    choice = choose(b.call(torch.ops.gnnc.qgemm, x, w), ["test"])
+    assert (choice.kernel is not None) == takes
+    assert choice.declined == (() if takes else (("gemm", f"no test kernel for {element}/row"),))
