@@ -30,7 +30,7 @@ from gnnc.ir.nodes import (
     value_of,
 )
 from gnnc.passes.base import Context, Property
-from gnnc.passes.rewrite.emit import Emitter, Sizes, call_key, is_random
+from gnnc.passes.rewrite.node_builder import NodeBuilder, Sizes, call_key, is_random
 from gnnc.torch_private import OpOverload, schema
 
 aten = torch.ops.aten
@@ -110,8 +110,8 @@ class _Normalizer:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.graph = gm.graph
-        self.emitter = Emitter(gm)
-        self.sizes = Sizes(self.emitter)
+        self.builder = NodeBuilder(gm)
+        self.sizes = Sizes(self.builder)
         self.first_of_key: dict[Any, Node] = {}
         self.merged_symbols: set[Any] = set()
 
@@ -154,7 +154,7 @@ class _Normalizer:
     def _refresh(self, node: Node) -> None:
         """Infer the value again if its shape has a symbol that merged into another."""
         if self.merged_symbols and not self.merged_symbols.isdisjoint(_unbacked(node)):
-            node.meta["val"] = self.emitter.infer(node)
+            node.meta["val"] = self.builder.infer(node)
 
     def _filled(self, node: Node) -> Node | None:
         """Return a constant fill as ``aten.full(sizes, value)``, or None for another node."""
@@ -169,7 +169,7 @@ class _Normalizer:
         sizes = self._fill_sizes(node, name)
         like = value_of(node)
         options = {"dtype": like.dtype, "device": like.device}
-        new = self.emitter.call(aten.full.default, sizes, value, layer=node.meta["layer"], **options)
+        new = self.builder.call(aten.full.default, sizes, value, layer=node.meta["layer"], **options)
         return self._first_or_erase(new)
 
     def _spell_out(self, node: Node) -> None:

@@ -39,7 +39,7 @@ from gnnc.passes.edges.rowwise import Scatter, as_scatter, row_inputs
 from gnnc.passes.edges.softmax import as_softmax
 from gnnc.passes.edges.split_products import split_products
 from gnnc.passes.edges.typed_products import lift_typed_products
-from gnnc.passes.rewrite.emit import is_of_model
+from gnnc.passes.rewrite.node_builder import is_of_model
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
@@ -73,7 +73,7 @@ class Raise:
         _raise_products(gm, regions, ctx)
         gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
         if ctx.target.joint_messages:
-            join_messages(gm, regions.emitter, ctx)
+            join_messages(gm, regions.builder, ctx)
         _note_leftovers(gm, regions, ctx)
         gm.meta["index_bounds"] = index_bounds(gm, uses)
         return gm
@@ -162,7 +162,7 @@ def _with_base(scatter: Scatter, rows: Node, order: Order, regions: Regions) -> 
     """Return ``rows`` combined with the scatter's base; ``rows`` is 0 at nodes without edges."""
     base, layer = scatter.base, scatter.node.meta["layer"]
     constant = argument(base, "fill_value") if aten_name(base) == "full.default" else None
-    call = regions.emitter.call
+    call = regions.builder.call
     if scatter.reduce == "sum":
         return rows if constant == 0 else call(aten.add.Tensor, base, rows, layer=layer)
     if not scatter.include_base and constant == 0:
@@ -199,7 +199,7 @@ def _raise_edge_outputs(
                 user.replace_input_with(node, value)
         if not node.users:
             continue
-        back = regions.emitter.call(
+        back = regions.builder.call(
             aten.index_select.default, value, 0, regions.inverse(order), layer=node.meta["layer"]
         )
         node.replace_all_uses_with(back)
@@ -257,7 +257,7 @@ def _raise_products(gm: fx.GraphModule, regions: Regions, ctx: Context) -> None:
             ctx.note(node, "stays ATen: a product of two computed tensors, no weight")
             continue
         layer = node.meta["layer"]
-        made = regions.emitter.call(gnnc.gemm.default, x, weight, bias, is_kn, layer=layer)
+        made = regions.builder.call(gnnc.gemm.default, x, weight, bias, is_kn, layer=layer)
         node.replace_all_uses_with(regions.cast(made, node))
 
 

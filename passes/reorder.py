@@ -19,8 +19,8 @@ from gnnc.passes.reordering.finite_where_read import zero_unless_destination, ze
 from gnnc.passes.reordering.linear_order import LinearOrder
 from gnnc.passes.reordering.row_scale import row_scale
 from gnnc.passes.reordering.separable import Factors, Separation
-from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, Typical
-from gnnc.passes.rewrite.emit import Emitter
+from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, AssumedSizes
+from gnnc.passes.rewrite.node_builder import NodeBuilder
 from gnnc.passes.rewrite.structure_edit import StructureEdit
 
 _aten = torch.ops.aten
@@ -43,9 +43,9 @@ class Reorder:
     def run_parts(self, parts: Parts, ctx: Context) -> Parts:
         """Return the program with a reordered forward graph; its structure graph changes with it."""
         gm = parts.forward
-        typical = Typical(gm, ctx.examples, self.edges_per_node)
-        lift_from_edges(gm, typical, ctx)
-        LinearOrder(gm, typical, self.min_gain, ctx).run()
+        assumed_sizes = AssumedSizes(gm, ctx.examples, self.edges_per_node)
+        lift_from_edges(gm, assumed_sizes, ctx)
+        LinearOrder(gm, assumed_sizes, self.min_gain, ctx).run()
         if parts.structure is not None:
             _separate(gm, parts.structure, ctx)
         _gather_products(gm)
@@ -83,7 +83,7 @@ class _Separator:
 
     def __init__(self, gm: fx.GraphModule, edit: StructureEdit, ctx: Context) -> None:
         self.gm, self.edit, self.ctx = gm, edit, ctx
-        self.emit = Emitter(gm)
+        self.builder = NodeBuilder(gm)
         self._vectors: dict[tuple[Node, ...], Node] = {}
         self._factored: dict[tuple[Any, ...], tuple[Separation, Factors]] = {}
 
@@ -131,7 +131,7 @@ class _Separator:
     def _separate(self, rowptr: Any, col: Any, value: Any, reduce: Any) -> tuple[Separation, Factors]:
         rows, columns = self.edit.producer(rowptr), self.edit.producer(col)
         assert rows is not None and columns is not None
-        separation = Separation(self.edit.emit, rows, columns)
+        separation = Separation(self.edit.builder, rows, columns)
         source = self.edit.producer(value)
         factors = Factors() if source is None else separation.factors(source)
         if reduce == "mean":
@@ -139,9 +139,9 @@ class _Separator:
         return separation, factors
 
     def _one_over_degree(self, rowptr: Node) -> Node:
-        emit = self.edit.emit
-        degree = emit.call(_ops.degree.default, rowptr)
-        return emit.call(_aten.reciprocal.default, emit.call(_aten.clamp_min.default, degree, 1))
+        builder = self.edit.builder
+        degree = builder.call(_ops.degree.default, rowptr)
+        return builder.call(_aten.reciprocal.default, builder.call(_aten.clamp_min.default, degree, 1))
 
     def _vector(self, separation: Separation, nodes: tuple[Node, ...], side: str) -> Node | None:
         """Return the structure node for a product of vectors; equal products share one."""
@@ -150,8 +150,8 @@ class _Separator:
             return None
         self._vectors[nodes] = vector
         if side == "dst":
-            return zero_unless_destination(self.edit.emit, vector, separation.rowptr)
-        return zero_unless_source(self.edit.emit, vector, separation.col)
+            return zero_unless_destination(self.edit.builder, vector, separation.rowptr)
+        return zero_unless_source(self.edit.builder, vector, separation.col)
 
     def _replace(
         self, spmm: Node, dst: Node | None, src: Node | None, left: Node | None, scale: float
@@ -161,11 +161,11 @@ class _Separator:
         weight = None if left is None else self.edit.take(left, "edge_value")
         if src is not None:
             x = self._scaled(x, src, "norm" if src is dst else "norm_src", layer)
-        y = self.emit.call(_ops.spmm.default, rowptr, col, weight, x, "sum", num_dst, layer=layer)
+        y = self.builder.call(_ops.spmm.default, rowptr, col, weight, x, "sum", num_dst, layer=layer)
         if dst is not None:
             y = self._scaled(y, dst, "norm" if src is dst else "norm_dst", layer)
         if scale != 1.0:
-            y = self.emit.call(_aten.mul.Tensor, y, scale, layer=layer)
+            y = self.builder.call(_aten.mul.Tensor, y, scale, layer=layer)
         rest = "1" if weight is None else "a weight of its own"
         self.ctx.note(spmm, f"edge weights separate: node scales leave the kernel, {rest} stays")
         spmm.replace_all_uses_with(y)
@@ -175,13 +175,13 @@ class _Separator:
         scale = self.edit.take(vector, name)
         for dim in range(1, len(shape_of(x))):
             scale = self._unsqueezed(scale, dim, layer)
-        return self.emit.call(_aten.mul.Tensor, x, scale, layer=layer)
+        return self.builder.call(_aten.mul.Tensor, x, scale, layer=layer)
 
     def _unsqueezed(self, node: Node, dim: int, layer: str) -> Node:
         for user in node.users:
             if user.target is _aten.unsqueeze.default and unpack(user, "self", "dim") == (node, dim):
                 return user
-        return self.emit.call(_aten.unsqueeze.default, node, dim, layer=layer)
+        return self.builder.call(_aten.unsqueeze.default, node, dim, layer=layer)
 
     def multiply_not_divide(self, node: Node) -> None:
         """Replace a division by a vector of the structure by a product with its reciprocal."""
@@ -193,7 +193,7 @@ class _Separator:
             return
         inverse = self._vectors.get((vector,))
         if inverse is None:
-            inverse = self.edit.emit.call(_aten.reciprocal.default, vector)
+            inverse = self.edit.builder.call(_aten.reciprocal.default, vector)
             self._vectors[(vector,)] = inverse
         layer = node.meta.get("layer", "")
         product = self._scaled(first_operand(node), inverse, "norm_dst", layer)

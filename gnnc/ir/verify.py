@@ -63,7 +63,7 @@ def _problem(gm: fx.GraphModule, node: fx.Node) -> str | None:
     if node.op == "output":
         return None
     if "val" not in node.meta:
-        return "has no meta['val']; build it with an emitter, or let `infer_meta` fill it in"
+        return "has no meta['val']; insert it with a NodeBuilder, or let `infer_meta` fill it in"
     if node.op == "placeholder":
         return _problem_of_placeholder(node)
     if node.op == "call_module":

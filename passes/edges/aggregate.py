@@ -40,22 +40,22 @@ def _aggregate_leaf(regions: Regions, node: Node, order: Order, reduce: str) -> 
     csr = regions.csr(order)
     if aten_name(node) == "full.default" and reduce == "sum":
         return _degree(regions, node, csr)
-    return regions.emitter.call(
+    return regions.builder.call(
         gnnc.segment_reduce.default, csr.rowptr, csr.perm, node, reduce, order.num_dst
     )
 
 
 def _degree(regions: Regions, ones: Node, csr: Csr) -> Node:
     """Return the sum of equal rows: the degree, times their value."""
-    degree = regions.emitter.call(gnnc.degree.default, csr.rowptr)
+    degree = regions.builder.call(gnnc.degree.default, csr.rowptr)
     value = argument(ones, "fill_value")
     if value != 1:
         degree = regions.times(degree, value, "")
     columns = shape_of(ones)[1:]
     if not columns:
         return degree
-    degree = regions.emitter.call(aten.reshape.default, degree, [-1, *([1] * len(columns))])
-    return regions.emitter.call(aten.expand.default, degree, [-1, *columns])
+    degree = regions.builder.call(aten.reshape.default, degree, [-1, *([1] * len(columns))])
+    return regions.builder.call(aten.expand.default, degree, [-1, *columns])
 
 
 def _aggregate_rows(regions: Regions, node: Node, order: Order, reduce: str) -> Node | None:
@@ -72,7 +72,7 @@ def _aggregate_rows(regions: Regions, node: Node, order: Order, reduce: str) -> 
     table = split.gather.table
     for constant in split.constants:
         target = aten.div.Tensor if constant.inverted else aten.mul.Tensor
-        table = regions.emitter.call(target, table, constant.value, layer=layer)
+        table = regions.builder.call(target, table, constant.value, layer=layer)
     if not same_shape(shape_of(table)[1:], shape_of(node)[1:]):
         return None
     return _spmm(regions, Gather(table, split.gather.index), value, reduce, order)
@@ -81,8 +81,8 @@ def _aggregate_rows(regions: Regions, node: Node, order: Order, reduce: str) -> 
 def _spmm(regions: Regions, gather: Gather, value: Node | None, reduce: str, order: Order) -> Node:
     csr, table = regions.csr(order, gather.index), gather.table
     if value is not None and len(shape_of(value)) == 2 and len(shape_of(table)) < 3:
-        value = regions.emitter.call(aten.reshape.default, value, [-1])
-    return regions.emitter.call(gnnc.spmm.default, csr.rowptr, csr.col, value, table, reduce, order.num_dst)
+        value = regions.builder.call(aten.reshape.default, value, [-1])
+    return regions.builder.call(gnnc.spmm.default, csr.rowptr, csr.col, value, table, reduce, order.num_dst)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _stored(regions: Regions, node: Node, order: Order, reduce: str) -> Node:
     """Compute the value of every edge, then reduce it."""
     value = regions.emit(node, order)
     rowptr = regions.csr(order).rowptr
-    return regions.emitter.call(gnnc.segment_reduce.default, rowptr, None, value, reduce, order.num_dst)
+    return regions.builder.call(gnnc.segment_reduce.default, rowptr, None, value, reduce, order.num_dst)
 
 
 def _message(regions: Regions, node: Node, order: Order, reduce: str) -> Node:
@@ -196,7 +196,7 @@ def _message(regions: Regions, node: Node, order: Order, reduce: str) -> Node:
 
 def _reduced_body(regions: Regions, body: BodyBuilder, order: Order, reduce: str) -> Node:
     csr = regions.csr(order, body.source)
-    return regions.emitter.call(
+    return regions.builder.call(
         gnnc.message.default, csr.rowptr, csr.col, body.text, reduce, *body.operands, order.num_dst
     )
 

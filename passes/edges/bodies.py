@@ -94,7 +94,7 @@ class BodyBuilder:
         if aten_name(node) != "full.default":
             return self._emitted(node)
         value = node.meta["val"]
-        constant = self.tables.emitter.call(
+        constant = self.tables.builder.call(
             aten.full.default,
             [1] * value.dim(),
             argument(node, "fill_value"),

@@ -17,7 +17,7 @@ from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, oper
 from gnnc.ir.source import is_weight
 from gnnc.passes.edges.rowwise import as_scatter, is_narrow, row_inputs
 from gnnc.passes.rewrite.assumed_sizes import FLOAT_BYTES, FLOPS_A_BYTE
-from gnnc.passes.rewrite.emit import Emitter, is_of_model
+from gnnc.passes.rewrite.node_builder import NodeBuilder, is_of_model
 
 aten = torch.ops.aten
 
@@ -151,7 +151,7 @@ class Folded:
     product: Node
 
 
-def fold(node: Node, emitter: Emitter) -> Folded | None:
+def fold(node: Node, builder: NodeBuilder) -> Folded | None:
     """Read ``(lin(x).view(-1, H, C) * a).sum(-1)`` as a product of ``x`` with H columns, or None."""
     if (
         aten_name(node) != "sum.dim_IntList"
@@ -179,12 +179,12 @@ def fold(node: Node, emitter: Emitter) -> Folded | None:
         return None
 
     def summed(tensor: Any, rest: list[int]) -> Node:
-        by_head = emitter.call(
+        by_head = builder.call(
             aten.reshape.default, tensor, [heads, columns, *rest], layer=product.meta["layer"]
         )
-        factor = emitter.call(aten.reshape.default, constants[0], [heads, columns, *([1] * len(rest))])
-        scaled = emitter.call(aten.mul.Tensor, by_head, factor, layer=product.meta["layer"])
-        return emitter.call(aten.sum.dim_IntList, scaled, [1], layer=product.meta["layer"])
+        factor = builder.call(aten.reshape.default, constants[0], [heads, columns, *([1] * len(rest))])
+        scaled = builder.call(aten.mul.Tensor, by_head, factor, layer=product.meta["layer"])
+        return builder.call(aten.sum.dim_IntList, scaled, [1], layer=product.meta["layer"])
 
     x, weight, bias = unpack(product, "input", "weight", "bias")
     narrow = summed(weight, [int(shape_of(weight)[1])])

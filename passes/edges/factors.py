@@ -90,7 +90,7 @@ def of_one_rank(factors: list[Factor], orders: EdgeOrders) -> list[Factor]:
 
 def _column(factor: Factor, orders: EdgeOrders) -> Factor:
     layer = factor.value.meta["layer"]
-    return replace(factor, value=orders.emitter.call(aten.unsqueeze.default, factor.value, 1, layer=layer))
+    return replace(factor, value=orders.builder.call(aten.unsqueeze.default, factor.value, 1, layer=layer))
 
 
 def _before_reshapes(node: Node, wanted: tuple[Any, ...]) -> Node | None:
@@ -102,4 +102,4 @@ def _before_reshapes(node: Node, wanted: tuple[Any, ...]) -> Node | None:
 
 
 def _squeeze(node: Node, dim: int, orders: EdgeOrders) -> Node:
-    return orders.emitter.call(aten.squeeze.dim, node, dim, layer=node.meta["layer"])
+    return orders.builder.call(aten.squeeze.dim, node, dim, layer=node.meta["layer"])

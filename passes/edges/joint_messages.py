@@ -15,7 +15,7 @@ from torch.fx import Node
 from gnnc.ir import body_text, parse_body
 from gnnc.ir.nodes import argument, outputs_of, same_shape, shape_of, unpack
 from gnnc.passes.base import Context
-from gnnc.passes.rewrite.emit import Emitter, call_key
+from gnnc.passes.rewrite.node_builder import NodeBuilder, call_key
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
@@ -25,7 +25,7 @@ _OPERANDS = ("dst", "src", "edge", "const")
 """Lists of operands of ``message``, in the order of ``_KINDS``."""
 
 
-def join_messages(gm: fx.GraphModule, emitter: Emitter, ctx: Context) -> None:
+def join_messages(gm: fx.GraphModule, builder: NodeBuilder, ctx: Context) -> None:
     """Join the messages of ``gm`` that read the same rows, in place."""
     position = {node: number for number, node in enumerate(gm.graph.nodes)}
     groups: list[list[Node]] = []
@@ -42,7 +42,7 @@ def join_messages(gm: fx.GraphModule, emitter: Emitter, ctx: Context) -> None:
             groups.append([node])
     for group in groups:
         if len(group) > 1:
-            _join(gm.graph, group, emitter)
+            _join(gm.graph, group, builder)
 
 
 def _are_alike(node: Node, first: Node) -> bool:
@@ -65,14 +65,14 @@ def _rows(message: Node) -> list[Node]:
     return [operand for rows in unpack(message, "dst", "src", "edge") for operand in rows]
 
 
-def _join(graph: fx.Graph, group: list[Node], emitter: Emitter) -> None:
+def _join(graph: fx.Graph, group: list[Node], builder: NodeBuilder) -> None:
     joint = JointBody()
     results = [
         value for node in group for value in joint.add(argument(node, "body"), unpack(node, *_OPERANDS))
     ]
     reduce = ",".join(argument(node, "reduce") for node in group)
     rowptr, col, num_dst = unpack(group[0], *_GRAPH)
-    made = emitter.call(
+    made = builder.call(
         gnnc.message.default,
         rowptr,
         col,
@@ -83,7 +83,7 @@ def _join(graph: fx.Graph, group: list[Node], emitter: Emitter) -> None:
         layer=_common(group),
     )
     for place, node in enumerate(group):
-        part = emitter.call(aten.select.int, made, 1, place, layer=node.meta["layer"])
+        part = builder.call(aten.select.int, made, 1, place, layer=node.meta["layer"])
         node.replace_all_uses_with(part)
         graph.erase_node(node)
 

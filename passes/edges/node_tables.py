@@ -67,7 +67,7 @@ class NodeTables(EdgeOrders):
     def repeat(self, node: Node, mapping: dict[Node, Any]) -> Node:
         """Insert the op of ``node`` on other rows: ``mapping`` holds the replacement of each argument."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: mapping.get(arg, arg))
-        return self.emitter.call(node.target, *free_rows(node, args), layer=node.meta["layer"], **kwargs)
+        return self.builder.call(node.target, *free_rows(node, args), layer=node.meta["layer"], **kwargs)
 
     def read(self, gather: Gather, order: Order, layer: str) -> Node:
         """Insert ``table[index]`` in CSR order."""
@@ -77,7 +77,7 @@ class NodeTables(EdgeOrders):
 
     def sddmm(self, csr: Csr, dst_rows: Node | None, src_rows: Node | None, op: str, layer: str) -> Node:
         """Insert an ``sddmm`` of the rows at the two ends of each edge."""
-        return self.emitter.call(gnnc.sddmm.default, csr.rowptr, csr.col, dst_rows, src_rows, op, layer=layer)
+        return self.builder.call(gnnc.sddmm.default, csr.rowptr, csr.col, dst_rows, src_rows, op, layer=layer)
 
 
 def free_rows(node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from gnnc.ir.nodes import shape_of
 from gnnc.passes.edges.edge_products import EdgeProducts
 from gnnc.passes.edges.rowwise import Gather, as_gather, row_inputs
 from gnnc.passes.edges.softmax import Softmax
-from gnnc.passes.rewrite.emit import Emitter, Sizes, is_of_model
+from gnnc.passes.rewrite.node_builder import NodeBuilder, Sizes, is_of_model
 
 aten, gnnc = torch.ops.aten, torch.ops.gnnc
 
@@ -57,7 +57,7 @@ class EdgeOrders:
     """Orders of the edges of one graph, and what decides about them: the gathers of each edge value.
 
     Attributes:
-        emitter: inserts nodes into the graph.
+        builder: inserts nodes into the graph.
         sizes: the node that stands for each symbolic size.
         products: decides which products of edge features bodies compute; None where bodies compute none.
         orders: the orders by (destination index, number of destinations).
@@ -67,8 +67,8 @@ class EdgeOrders:
 
     def __init__(self, gm: fx.GraphModule, products: EdgeProducts | None = None) -> None:
         self.products = products
-        self.emitter = Emitter(gm)
-        self.sizes = Sizes(self.emitter)
+        self.builder = NodeBuilder(gm)
+        self.sizes = Sizes(self.builder)
         for node in gm.graph.nodes:
             if isinstance(node.meta.get("val"), torch.SymInt):
                 self.sizes.add(node)
@@ -166,7 +166,7 @@ class EdgeOrders:
         """Return whether a source stands before the readers of an order, perhaps after it was moved there."""
         size = order.sources.get(src, order.num_dst)
         sizes = [size] if isinstance(size, Node) else []
-        return self.emitter.bring_before(order.first_reader, src, *sizes)
+        return self.builder.bring_before(order.first_reader, src, *sizes)
 
     def inverse(self, order: Order) -> Node:
         """Return the permutation ``[E]`` from CSR order back to the caller's order."""
@@ -175,11 +175,11 @@ class EdgeOrders:
         return order.inverse
 
     def _structure(self, target: Any, *args: Any) -> Node:
-        return self.emitter.call(target, *args)
+        return self.builder.call(target, *args)
 
     def cast(self, node: Node, like: Node) -> Node:
         """Return ``node`` in the dtype of ``like``: primitives return at least FP32."""
         dtype = like.meta["val"].dtype
         if node.meta["val"].dtype == dtype:
             return node
-        return self.emitter.call(aten._to_copy.default, node, layer=node.meta["layer"], dtype=dtype)
+        return self.builder.call(aten._to_copy.default, node, layer=node.meta["layer"], dtype=dtype)

@@ -96,12 +96,12 @@ class Regions(NodeTables):
         """Emit a few columns that are computed from wide rows: the wide rows stay in a body."""
         if self.products is None or not is_narrow(leaf) or not self.products.has_wide_steps(leaf):
             return None
-        folded = fold(leaf, self.emitter)
+        folded = fold(leaf, self.builder)
         if folded is not None:
             self.edge_notes[folded.product] = "its columns are summed in its weight: no edge holds them"
             x = self.emit(folded.x, order)
             layer = folded.product.meta["layer"]
-            return self.emitter.call(aten.linear.default, x, folded.weight, folded.bias, layer=layer)
+            return self.builder.call(aten.linear.default, x, folded.weight, folded.bias, layer=layer)
         body = self.body(leaf, order) if self.is_inside(leaf) else None
         return None if body is None else self._edge_map(body, leaf, order)
 
@@ -114,7 +114,7 @@ class Regions(NodeTables):
         return self._rows_at(self.csr(order).perm, leaf, leaf.meta["layer"])
 
     def _rows_at(self, permutation: Node, value: Node, layer: str) -> Node:
-        return self.emitter.call(aten.index_select.default, value, 0, permutation, layer=layer)
+        return self.builder.call(aten.index_select.default, value, 0, permutation, layer=layer)
 
     # softmaxes
 
@@ -133,11 +133,11 @@ class Regions(NodeTables):
         layer = softmax.node.meta["layer"]
         has_column = len(shape_of(logits)) == 3
         if has_column:
-            logits = self.emitter.call(aten.squeeze.dim, logits, 2, layer=layer)
+            logits = self.builder.call(aten.squeeze.dim, logits, 2, layer=layer)
         rowptr = self.csr(order).rowptr
-        weight = self.emitter.call(gnnc.edge_softmax.default, rowptr, logits, softmax.eps, layer=layer)
+        weight = self.builder.call(gnnc.edge_softmax.default, rowptr, logits, softmax.eps, layer=layer)
         weight = self.cast(weight, softmax.node)
-        return self.emitter.call(aten.unsqueeze.default, weight, 2, layer=layer) if has_column else weight
+        return self.builder.call(aten.unsqueeze.default, weight, 2, layer=layer) if has_column else weight
 
     # pairs of ends
 
@@ -154,7 +154,7 @@ class Regions(NodeTables):
         layer = node.meta["layer"]
         result = self._sddmm_of(ends, op, order, layer)
         if op == "sub" and ends.is_reversed:
-            result = self.emitter.call(aten.neg.default, result, layer=layer)
+            result = self.builder.call(aten.neg.default, result, layer=layer)
         return self.cast(result, node)
 
     def _dot(self, node: Node, order: Order) -> Node | None:
@@ -168,7 +168,7 @@ class Regions(NodeTables):
         layer = node.meta["layer"]
         result = self.cast(self._sddmm_of(ends, "dot", order, layer), node)
         if argument(node, "keepdim"):
-            return self.emitter.call(aten.unsqueeze.default, result, rank - 1, layer=layer)
+            return self.builder.call(aten.unsqueeze.default, result, rank - 1, layer=layer)
         return result
 
     def _sddmm_of(self, ends: _Ends, op: str, order: Order, layer: str) -> Node:
@@ -234,13 +234,13 @@ class Regions(NodeTables):
         if value is None:
             if not inverted:
                 return operand
-            return self.emitter.call(aten.reciprocal.default, operand, layer=layer)
+            return self.builder.call(aten.reciprocal.default, operand, layer=layer)
         target = aten.div.Tensor if inverted else aten.mul.Tensor
-        return self.emitter.call(target, value, operand, layer=layer)
+        return self.builder.call(target, value, operand, layer=layer)
 
     def times(self, a: Any, b: Any, layer: str) -> Any:
         """Insert ``a * b``."""
-        return self.emitter.call(aten.mul.Tensor, a, b, layer=layer)
+        return self.builder.call(aten.mul.Tensor, a, b, layer=layer)
 
     # bodies
 
@@ -257,7 +257,7 @@ class Regions(NodeTables):
 
     def _edge_map(self, body: BodyBuilder, node: Node, order: Order) -> Node:
         csr = self.csr(order, body.source)
-        return self.emitter.call(
+        return self.builder.call(
             gnnc.edge_map.default,
             csr.rowptr,
             csr.col,

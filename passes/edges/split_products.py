@@ -24,8 +24,8 @@ from gnnc.ir.nodes import (
 from gnnc.ir.op import size_expr
 from gnnc.passes.base import Context
 from gnnc.passes.edges.node_tables import NodeTables
-from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, FLOAT_BYTES, FLOPS_A_BYTE, Typical
-from gnnc.passes.rewrite.emit import drop_dead, is_of_model
+from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, FLOAT_BYTES, FLOPS_A_BYTE, AssumedSizes
+from gnnc.passes.rewrite.node_builder import drop_dead, is_of_model
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ class _Split:
     """
 
     def __init__(self, node: Node, tables: NodeTables) -> None:
-        self.node, self.emitter = node, tables.emitter
+        self.node, self.builder = node, tables.builder
         self.weights: dict[Node, Node] = {}
 
     def add(self, value: Node, part: Part, is_added: bool) -> None:
@@ -113,7 +113,7 @@ class _Split:
         return self._call(aten.slice.Tensor, argument(self.node, "weight"), 1, part.start, part.stop)
 
     def _call(self, target: Any, *args: Any) -> Node:
-        return self.emitter.call(target, *args, layer=self.node.meta["layer"])
+        return self.builder.call(target, *args, layer=self.node.meta["layer"])
 
 
 def _parts(x: Node, tables: NodeTables) -> list[Part]:
@@ -137,7 +137,7 @@ def _concatenated(x: Node, tables: NodeTables) -> list[Node]:
     inner = _concatenated(as_node(whole), tables)
     if len(inner) == 1 or dim in (0, last + 1):
         return [x]
-    return [tables.emitter.call(aten.select.int, part, dim, place, layer=x.meta["layer"]) for part in inner]
+    return [tables.builder.call(aten.select.int, part, dim, place, layer=x.meta["layer"]) for part in inner]
 
 
 def _summands(part: Node) -> tuple[tuple[Node, bool], ...]:
@@ -159,8 +159,8 @@ def _is_worth(part: Part, node: Node, tables: NodeTables, gm: fx.GraphModule, ct
     edges = size_expr(shape_of(node)[0])
     rows = [size_expr(shape_of(as_node(table))[0]) for table in lifted]
     symbols = edges.free_symbols - set().union(*(row.free_symbols for row in rows))
-    typical = Typical(gm, ctx.examples, EDGES_PER_NODE, symbols)
-    nodes = sum(map(typical.value, rows)) / max(typical.value(edges), 1.0)
+    assumed_sizes = AssumedSizes(gm, ctx.examples, EDGES_PER_NODE, symbols)
+    nodes = sum(map(assumed_sizes.value, rows)) / max(assumed_sizes.value(edges), 1.0)
     columns, width = part.stop - part.start, int(shape_of(node)[-1])
     saved = (1 - nodes) * 2 * columns * width / FLOPS_A_BYTE
     return saved > FLOAT_BYTES * len(lifted) * (width - columns)

@@ -18,8 +18,8 @@ from gnnc.passes.base import Context
 from gnnc.passes.edges.node_tables import NodeTables
 from gnnc.passes.edges.origins import Origins
 from gnnc.passes.edges.rowwise import Gather, as_gather
-from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, FLOAT_BYTES, Typical
-from gnnc.passes.rewrite.emit import drop_dead, is_of_model
+from gnnc.passes.rewrite.assumed_sizes import EDGES_PER_NODE, FLOAT_BYTES, AssumedSizes
+from gnnc.passes.rewrite.node_builder import drop_dead, is_of_model
 
 aten = torch.ops.aten
 
@@ -110,7 +110,7 @@ def _lift(product: Typed, tables: NodeTables, gm: fx.GraphModule, ctx: Context) 
     (index,) = ends
     if not _is_worth(product, table, gm, ctx):
         return []
-    call, layer = tables.emitter.call, product.node.meta["layer"]
+    call, layer = tables.builder.call, product.node.meta["layer"]
     weight, types = product.lookup.table, product.lookup.index
     products = _all_products(tables, table, weight, layer)
     count = tables.sizes.of(table, 0)
@@ -141,7 +141,7 @@ def _all_products(tables: NodeTables, table: Node, weight: Node, layer: str) -> 
     """Return ``[N * R, O]``, the product of each row of the table with each weight."""
 
     def call(target: Any, *args: Any) -> Node:
-        return tables.emitter.call(target, *args, layer=layer)
+        return tables.builder.call(target, *args, layer=layer)
 
     if len(shape_of(weight)) == 3:
         relations, inner, outer = shape_of(weight)
@@ -166,14 +166,13 @@ def _is_worth(product: Typed, table: Node, gm: fx.GraphModule, ctx: Context) -> 
     edges, nodes = (size_expr(shape_of(node)[0]) for node in (product.lookup.index, table))
     relations, *rest = (int(size) for size in shape_of(product.lookup.table))
     inner, outer = rest[-2], rest[-1] * (rest[0] if len(rest) == 3 else 1)
-    typical = Typical(gm, ctx.examples, EDGES_PER_NODE, edges.free_symbols - nodes.free_symbols)
+    assumed_sizes = AssumedSizes(gm, ctx.examples, EDGES_PER_NODE, edges.free_symbols - nodes.free_symbols)
     flops = 2 * inner * outer
     on_nodes = Cost(FLOAT_BYTES * outer * (2 * nodes * relations + edges), nodes * relations * flops)
     on_edges = Cost(FLOAT_BYTES * edges * inner * (2 * outer + 1), edges * flops)
-    if typical.time(on_nodes) <= typical.time(on_edges):
+    if assumed_sizes.time(on_nodes) <= assumed_sizes.time(on_edges):
         return True
-    numbers = (
-        f"{typical.value(nodes) * relations:.0f} products on the nodes, {typical.value(edges):.0f} edges"
-    )
+    products = f"{assumed_sizes.value(nodes) * relations:.0f} products on the nodes"
+    numbers = f"{products}, {assumed_sizes.value(edges):.0f} edges"
     ctx.note(product.node, f"a weight for every edge of a block is gathered: {numbers}")
     return False

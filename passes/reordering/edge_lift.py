@@ -9,8 +9,8 @@ from torch.fx import Node
 from gnnc.ir.nodes import argument, first_operand, holds_tensor, shape_of, unpack
 from gnnc.ir.op import op_of, size_expr
 from gnnc.passes.base import Context
-from gnnc.passes.rewrite.assumed_sizes import Typical
-from gnnc.passes.rewrite.emit import Emitter
+from gnnc.passes.rewrite.assumed_sizes import AssumedSizes
+from gnnc.passes.rewrite.node_builder import NodeBuilder
 
 _aten = torch.ops.aten
 _ops = torch.ops.gnnc
@@ -24,32 +24,32 @@ _UNARY = frozenset(
 )  # fmt: skip
 
 
-def lift_from_edges(gm: fx.GraphModule, typical: Typical, ctx: Context) -> None:
+def lift_from_edges(gm: fx.GraphModule, assumed_sizes: AssumedSizes, ctx: Context) -> None:
     """Move elementwise ops and linear layers from gathered rows to the nodes that the rows come from."""
-    emit = Emitter(gm)
+    builder = NodeBuilder(gm)
     for node in list(gm.graph.nodes):
         if node.target in _UNARY:
-            _lift_unary(node, emit, typical, ctx)
+            _lift_unary(node, builder, assumed_sizes, ctx)
         elif _is(node, "gemm"):
-            _lift_gemm(node, emit, typical, ctx)
+            _lift_gemm(node, builder, assumed_sizes, ctx)
     gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
 
 
-def _lift_unary(node: Node, emit: Emitter, typical: Typical, ctx: Context) -> None:
+def _lift_unary(node: Node, builder: NodeBuilder, assumed_sizes: AssumedSizes, ctx: Context) -> None:
     rows = first_operand(node)
     source = _gathered(rows)
-    if source is None or not _is_worth(node, rows, source, typical, ctx):
+    if source is None or not _is_worth(node, rows, source, assumed_sizes, ctx):
         return
-    on_nodes = emit.call(node.target, source, *node.args[1:], layer=_layer(node), **node.kwargs)
-    node.replace_all_uses_with(_gather_again(emit, rows, on_nodes))
+    on_nodes = builder.call(node.target, source, *node.args[1:], layer=_layer(node), **node.kwargs)
+    node.replace_all_uses_with(_gather_again(builder, rows, on_nodes))
     ctx.note(node, "moved from the edges to the nodes they read")
 
 
-def _lift_gemm(node: Node, emit: Emitter, typical: Typical, ctx: Context) -> None:
+def _lift_gemm(node: Node, builder: NodeBuilder, assumed_sizes: AssumedSizes, ctx: Context) -> None:
     parts = _concatenated(argument(node, "x"))
     if not any(_gathered(part) is not None for part in parts):
         return
-    if argument(node, "w_is_kn") or not _all_worth(node, parts, typical, ctx):
+    if argument(node, "w_is_kn") or not _all_worth(node, parts, assumed_sizes, ctx):
         return
     total: Node | None = None
     start = 0
@@ -57,24 +57,24 @@ def _lift_gemm(node: Node, emit: Emitter, typical: Typical, ctx: Context) -> Non
         width = int(size_expr(shape_of(part)[-1]))
         weight = argument(node, "w")
         if len(parts) > 1:
-            weight = emit.call(_aten.slice.Tensor, weight, 1, start, start + width, layer=_layer(node))
+            weight = builder.call(_aten.slice.Tensor, weight, 1, start, start + width, layer=_layer(node))
         start += width
-        term = _transformed(emit, part, weight, _layer(node))
-        total = term if total is None else emit.call(_aten.add.Tensor, total, term, layer=_layer(node))
+        term = _transformed(builder, part, weight, _layer(node))
+        total = term if total is None else builder.call(_aten.add.Tensor, total, term, layer=_layer(node))
     bias = argument(node, "bias")
     if bias is not None:
-        total = emit.call(_aten.add.Tensor, total, bias, layer=_layer(node))
+        total = builder.call(_aten.add.Tensor, total, bias, layer=_layer(node))
     assert total is not None
     node.replace_all_uses_with(total)
     ctx.note(node, "linear layer moved from the edges to the nodes they read")
 
 
-def _transformed(emit: Emitter, part: Node, weight: Any, layer: str) -> Node:
+def _transformed(builder: NodeBuilder, part: Node, weight: Any, layer: str) -> Node:
     source = _gathered(part)
     if source is None:
-        return emit.call(_ops.gemm.default, part, weight, None, False, layer=layer)
-    on_nodes = emit.call(_ops.gemm.default, source, weight, None, False, layer=layer)
-    return _gather_again(emit, part, on_nodes)
+        return builder.call(_ops.gemm.default, part, weight, None, False, layer=layer)
+    on_nodes = builder.call(_ops.gemm.default, source, weight, None, False, layer=layer)
+    return _gather_again(builder, part, on_nodes)
 
 
 def _gathered(node: Any) -> Node | None:
@@ -85,10 +85,10 @@ def _gathered(node: Any) -> Node | None:
     return {"copy_src": b, "copy_dst": a}.get(kind)
 
 
-def _gather_again(emit: Emitter, gather: Any, x: Node) -> Node:
+def _gather_again(builder: NodeBuilder, gather: Any, x: Node) -> Node:
     rowptr, col, kind = unpack(gather, "rowptr", "col", "op")
     a, b = (None, x) if kind == "copy_src" else (x, None)
-    return emit.call(_ops.sddmm.default, rowptr, col, a, b, kind, layer=_layer(gather))
+    return builder.call(_ops.sddmm.default, rowptr, col, a, b, kind, layer=_layer(gather))
 
 
 def _concatenated(node: Any) -> list[Node]:
@@ -101,13 +101,13 @@ def _concatenated(node: Any) -> list[Node]:
     return list(parts) if dim in (1, -1) else []
 
 
-def _all_worth(node: Node, parts: list[Node], typical: Typical, ctx: Context) -> bool:
+def _all_worth(node: Node, parts: list[Node], assumed_sizes: AssumedSizes, ctx: Context) -> bool:
     gathered = [(part, source) for part in parts if (source := _gathered(part)) is not None]
-    return all(_is_worth(node, part, source, typical, ctx) for part, source in gathered)
+    return all(_is_worth(node, part, source, assumed_sizes, ctx) for part, source in gathered)
 
 
-def _is_worth(node: Node, edges: Any, source: Node, typical: Typical, ctx: Context) -> bool:
-    rows, nodes = (typical.value(size_expr(shape_of(t)[0])) for t in (edges, source))
+def _is_worth(node: Node, edges: Any, source: Node, assumed_sizes: AssumedSizes, ctx: Context) -> bool:
+    rows, nodes = (assumed_sizes.value(size_expr(shape_of(t)[0])) for t in (edges, source))
     if rows <= nodes:
         ctx.note(node, f"stays on the edges: {rows:.0f} edges, {nodes:.0f} nodes")
         return False

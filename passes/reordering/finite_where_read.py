@@ -12,33 +12,33 @@ from torch.fx import Node
 
 from gnnc.ir.nodes import argument, first_operand, shape_of, unpack
 from gnnc.ir.op import op_of
-from gnnc.passes.rewrite.emit import Emitter
+from gnnc.passes.rewrite.node_builder import NodeBuilder
 
 _aten = torch.ops.aten
 _INVERSES = (_aten.reciprocal.default, _aten.rsqrt.default, _aten.pow.Tensor_Scalar)
 _COUNTS = ("degree", "segment_reduce", "spmm")
 
 
-def zero_unless_destination(emit: Emitter, vector: Node, rowptr: Node) -> Node:
+def zero_unless_destination(builder: NodeBuilder, vector: Node, rowptr: Node) -> Node:
     """Return ``vector [num_dst]`` with 0 for nodes without incoming edges."""
     if is_finite(vector):
         return vector
-    degree = emit.call(torch.ops.gnnc.degree.default, rowptr)
-    return _zero_unless(emit, vector, emit.call(_aten.gt.Scalar, degree, 0))
+    degree = builder.call(torch.ops.gnnc.degree.default, rowptr)
+    return _zero_unless(builder, vector, builder.call(_aten.gt.Scalar, degree, 0))
 
 
-def zero_unless_source(emit: Emitter, vector: Node, col: Node) -> Node:
+def zero_unless_source(builder: NodeBuilder, vector: Node, col: Node) -> Node:
     """Return ``vector [num_src]`` with 0 for nodes without outgoing edges."""
     if is_finite(vector):
         return vector
-    nobody = emit.call(_aten.full_like.default, vector, False, dtype=torch.bool)
-    index = emit.call(_aten._to_copy.default, col, dtype=torch.int64)
-    return _zero_unless(emit, vector, emit.call(_aten.index_fill.int_Scalar, nobody, 0, index, True))
+    nobody = builder.call(_aten.full_like.default, vector, False, dtype=torch.bool)
+    index = builder.call(_aten._to_copy.default, col, dtype=torch.int64)
+    return _zero_unless(builder, vector, builder.call(_aten.index_fill.int_Scalar, nobody, 0, index, True))
 
 
-def _zero_unless(emit: Emitter, vector: Node, mask: Node) -> Node:
-    zeros = emit.call(_aten.full_like.default, vector, 0)
-    return emit.call(_aten.where.self, mask, vector, zeros)
+def _zero_unless(builder: NodeBuilder, vector: Node, mask: Node) -> Node:
+    zeros = builder.call(_aten.full_like.default, vector, 0)
+    return builder.call(_aten.where.self, mask, vector, zeros)
 
 
 def is_finite(node: Any) -> bool:

@@ -16,8 +16,8 @@ from gnnc.ir.nodes import argument, holds_tensor, operand, same_shape, shape_of,
 from gnnc.ir.op import op_of, size_expr
 from gnnc.passes.base import Context
 from gnnc.passes.reordering.row_scale import row_scale
-from gnnc.passes.rewrite.assumed_sizes import Typical
-from gnnc.passes.rewrite.emit import Emitter
+from gnnc.passes.rewrite.assumed_sizes import AssumedSizes
+from gnnc.passes.rewrite.node_builder import NodeBuilder
 
 _aten = torch.ops.aten
 _ops = torch.ops.gnnc
@@ -30,14 +30,16 @@ class LinearOrder:
 
     Args:
         gm: the graph, changed in place.
-        typical: evaluates costs.
+        assumed_sizes: evaluates costs.
         min_gain: a layer moves where the cost falls at least by this share.
         ctx: takes the notes.
     """
 
-    def __init__(self, gm: fx.GraphModule, typical: Typical, min_gain: float, ctx: Context) -> None:
-        self.gm, self.typical, self.min_gain, self.ctx = gm, typical, min_gain, ctx
-        self.emit = Emitter(gm)
+    def __init__(
+        self, gm: fx.GraphModule, assumed_sizes: AssumedSizes, min_gain: float, ctx: Context
+    ) -> None:
+        self.gm, self.assumed_sizes, self.min_gain, self.ctx = gm, assumed_sizes, min_gain, ctx
+        self.builder = NodeBuilder(gm)
         self.mode = fake_mode_of(gm)
         self._moved: set[Node] = set()
 
@@ -63,7 +65,7 @@ class LinearOrder:
         after += [self._gemm_time(gemm, leaf) for leaf in tree.leaves]
         if not self._is_worth(gemm, "before", sum(before), sum(after)):
             return False
-        moved = tree.rebuilt(self.emit, lambda leaf: self._gemm(gemm, leaf))
+        moved = tree.rebuilt(self.builder, lambda leaf: self._gemm(gemm, leaf))
         self._finish(gemm, gemm, moved)
         return True
 
@@ -85,7 +87,7 @@ class LinearOrder:
             return False
         result: Node = x
         for node in chain:
-            result = _with_operand(self.emit, node, result)
+            result = _with_operand(self.builder, node, result)
         self._finish(gemm, chain[-1], self._gemm(gemm, result))
         return True
 
@@ -108,14 +110,14 @@ class LinearOrder:
     def _gemm(self, like: Node, x: Node) -> Node:
         weight, transposed = unpack(like, "w", "w_is_kn")
         layer = like.meta.get("layer", "")
-        moved = self.emit.call(_ops.gemm.default, x, weight, None, transposed, layer=layer)
+        moved = self.builder.call(_ops.gemm.default, x, weight, None, transposed, layer=layer)
         self._moved.add(moved)
         return moved
 
     def _finish(self, gemm: Node, old: Node, new: Node) -> None:
         bias = argument(gemm, "bias")
         if bias is not None:
-            new = self.emit.call(_aten.add.Tensor, new, bias, layer=gemm.meta.get("layer", ""))
+            new = self.builder.call(_aten.add.Tensor, new, bias, layer=gemm.meta.get("layer", ""))
         old.replace_all_uses_with(new)
         self.gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
 
@@ -136,7 +138,7 @@ class LinearOrder:
     def _time(self, node: Node, *args: Any) -> float:
         op = op_of(node)
         assert op is not None
-        return self.typical.time(op.cost(*args))
+        return self.assumed_sizes.time(op.cost(*args))
 
     def _tensor(self, rows: Any, width: int) -> torch.Tensor:
         if self.mode is None:
@@ -199,13 +201,13 @@ class _Tree:
                 return operand
         return node
 
-    def rebuilt(self, emit: Emitter, transform: Callable[[Node], Node]) -> Node:
+    def rebuilt(self, builder: NodeBuilder, transform: Callable[[Node], Node]) -> Node:
         """Return a copy of the root with ``transform`` applied to each leaf."""
         copies: dict[Node, Node] = {leaf: transform(leaf) for leaf in self.leaves}
 
         def build(node: Node) -> Node:
             if node not in copies:
-                copies[node] = _with_operands(emit, node, build)
+                copies[node] = _with_operands(builder, node, build)
             return copies[node]
 
         return build(self._root)
@@ -236,11 +238,11 @@ def _aggregated(spmm: Node) -> tuple[Node, ...]:
     return (x,) if reduce in ("sum", "mean") and per_edge else ()
 
 
-def _with_operand(emit: Emitter, node: Node, operand: Node) -> Node:
-    return _with_operands(emit, node, lambda _: operand)
+def _with_operand(builder: NodeBuilder, node: Node, operand: Node) -> Node:
+    return _with_operands(builder, node, lambda _: operand)
 
 
-def _with_operands(emit: Emitter, node: Node, build: Callable[[Node], Node]) -> Node:
+def _with_operands(builder: NodeBuilder, node: Node, build: Callable[[Node], Node]) -> Node:
     """Return a copy of a linear ``node`` with other operands, perhaps of another width."""
     operands = linear_operands(node)
     if _is(node, "spmm"):
@@ -249,7 +251,7 @@ def _with_operands(emit: Emitter, node: Node, build: Callable[[Node], Node]) -> 
         args = tuple(build(operand) for operand in operands)
     else:
         args = tuple(_scale_or(arg, operands[0], build) for arg in unpack(node, "self", "other"))
-    return emit.call(node.target, *args, layer=node.meta.get("layer", ""))
+    return builder.call(node.target, *args, layer=node.meta.get("layer", ""))
 
 
 def _scale_or(arg: Any, operand: Node, build: Callable[[Node], Node]) -> Any:

@@ -25,7 +25,7 @@ from gnnc.ir.nodes import (
     unpack,
 )
 from gnnc.ir.op import op_of
-from gnnc.passes.rewrite.emit import Emitter
+from gnnc.passes.rewrite.node_builder import NodeBuilder
 from gnnc.torch_private import OpOverload
 
 Order = Literal["caller", "csr"]
@@ -69,8 +69,8 @@ class Separation:
     Vectors that are not in the graph yet (a reciprocal, say) are inserted on the way.
     """
 
-    def __init__(self, emitter: Emitter, rowptr: Node, col: Node) -> None:
-        self.emitter, self.rowptr, self.col = emitter, rowptr, col
+    def __init__(self, builder: NodeBuilder, rowptr: Node, col: Node) -> None:
+        self.builder, self.rowptr, self.col = builder, rowptr, col
         producer = first_operand(rowptr) if is_result(rowptr) else None
         op = None if producer is None else op_of(producer)
         self.csr: Node | None = producer if op is not None and op.name == "csr" else None
@@ -84,13 +84,13 @@ class Separation:
         products: dict[Order, Node] = {}
         for node, order in factors.edge:
             product = products.get(order)
-            products[order] = node if product is None else self.emitter.call(_aten.mul.Tensor, product, node)
+            products[order] = node if product is None else self.builder.call(_aten.mul.Tensor, product, node)
         if "caller" in products:
             assert self.csr is not None
-            ordered = self.emitter.call(_aten.index_select.default, products["caller"], 0, self._perm())
+            ordered = self.builder.call(_aten.index_select.default, products["caller"], 0, self._perm())
             product = products.get("csr")
             products["csr"] = (
-                ordered if product is None else self.emitter.call(_aten.mul.Tensor, product, ordered)
+                ordered if product is None else self.builder.call(_aten.mul.Tensor, product, ordered)
             )
         return products.get("csr")
 
@@ -98,7 +98,7 @@ class Separation:
         """Return the node for the product of node vectors, or None for 1."""
         result: Node | None = None
         for node in nodes:
-            result = node if result is None else self.emitter.call(_aten.mul.Tensor, result, node)
+            result = node if result is None else self.builder.call(_aten.mul.Tensor, result, node)
         return result
 
     def _perm(self) -> Node:
@@ -106,7 +106,7 @@ class Separation:
         for user in self.csr.users:
             if is_result(user) and result_index(user) == 2:
                 return user
-        return self.emitter.call(operator.getitem, self.csr, 2)
+        return self.builder.call(operator.getitem, self.csr, 2)
 
     def _factors(self, node: Node, order: Order) -> Factors:
         constant = constant_of(node)
@@ -172,7 +172,7 @@ class Separation:
         return above * Factors(dst, src, scale=1.0 / below.scale)
 
     def _reciprocal(self, vector: Node) -> Node:
-        return self.emitter.call(_aten.reciprocal.default, vector)
+        return self.builder.call(_aten.reciprocal.default, vector)
 
     def _of_gather(self, node: Node, order: Order) -> Factors | None:
         source, index = first_operand(node), _row_index(node)
@@ -199,7 +199,7 @@ class Separation:
         if not holds_tensor(vector) or not _one_a_row(vector) or not _is_float(vector):
             return None
         if len(shape_of(vector)) > 1:
-            vector = self.emitter.call(_aten.reshape.default, vector, [-1])
+            vector = self.builder.call(_aten.reshape.default, vector, [-1])
         return Factors(dst=(vector,)) if side == "dst" else Factors(src=(vector,))
 
     def _of_power(self, node: Node, order: Order) -> Factors | None:
@@ -208,7 +208,7 @@ class Separation:
         if inner.edge or inner.scale != 1.0 or len(inner.dst) + len(inner.src) != 1:
             return None
         (vector,) = inner.dst or inner.src
-        raised = self.emitter.call(node.target, vector, *node.args[1:])
+        raised = self.builder.call(node.target, vector, *node.args[1:])
         return Factors(dst=(raised,)) if inner.dst else Factors(src=(raised,))
 
     def _of_body(self, node: Node) -> Factors | None:
@@ -226,15 +226,15 @@ class Separation:
         for step in inner.graph.nodes:
             if step.op == "call_function":
                 args = torch.fx.map_arg(step.args, values.__getitem__)
-                values[step] = self.emitter.call(step.target, *args, **step.kwargs)
+                values[step] = self.builder.call(step.target, *args, **step.kwargs)
         return self._factors(values[outputs_of(inner.graph)], "csr")
 
     def _edge_operand(self, operand: Node, role: str) -> Node:
         sddmm = torch.ops.gnnc.sddmm.default
         if role == "i":
-            return self.emitter.call(sddmm, self.rowptr, self.col, operand, None, "copy_dst")
+            return self.builder.call(sddmm, self.rowptr, self.col, operand, None, "copy_dst")
         if role == "j":
-            return self.emitter.call(sddmm, self.rowptr, self.col, None, operand, "copy_src")
+            return self.builder.call(sddmm, self.rowptr, self.col, None, operand, "copy_src")
         return operand
 
 

@@ -22,7 +22,7 @@ FLOPS_A_BYTE = 16.0
 """Flops that a core with wide vectors does in the time of a byte of memory traffic; a multiply-add is two."""
 
 
-class Typical:
+class AssumedSizes:
     """Evaluator of symbolic sizes and costs.
 
     Args:

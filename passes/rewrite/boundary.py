@@ -15,7 +15,7 @@ from gnnc.ir.source import Source, is_structure, source_of
 from gnnc.passes.base import Context
 from gnnc.torch_private import ConstantSource, DimDynamic, ShapeEnv
 
-_TYPICAL_EDGES = 4096
+_ASSUMED_EDGES = 4096
 
 
 def expression(size: Any) -> sympy.Expr:
@@ -77,7 +77,7 @@ class Boundary:
         # torch 2.13 renamed the table.
         name = "backed_var_to_val" if hasattr(self._env, "backed_var_to_val") else "var_to_val"
         hints = getattr(self._env, name)
-        values = {symbol: hints.get(symbol, _TYPICAL_EDGES) for symbol in expr.free_symbols}
+        values = {symbol: hints.get(symbol, _ASSUMED_EDGES) for symbol in expr.free_symbols}
         return int(expr.xreplace({s: sympy.Integer(v) for s, v in values.items()}))
 
 

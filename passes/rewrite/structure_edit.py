@@ -13,7 +13,7 @@ from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.boundary import Boundary, refresh_examples
-from gnnc.passes.rewrite.emit import Emitter
+from gnnc.passes.rewrite.node_builder import NodeBuilder
 from gnnc.torch_private import rename
 
 
@@ -21,13 +21,13 @@ class StructureEdit:
     """Edits of the structure graph, in place, by a pass over ``compute``.
 
     Attributes:
-        emit: inserts nodes into the structure graph.
+        builder: inserts nodes into the structure graph.
     """
 
     def __init__(self, compute: fx.GraphModule, structure: fx.GraphModule) -> None:
         self.compute = compute
         self.structure = structure
-        self.emit = Emitter(self.structure)
+        self.builder = NodeBuilder(self.structure)
         self._outputs: dict[str, Node] = {node.name: node for node in self._results()}
         self._taken = {
             source.name: node

@@ -12,20 +12,20 @@ from gnnc.ir.nodes import operand
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.row_local import classify
 from gnnc.passes.quantization.number_formats import AGGREGATIONS, FULL, Option
-from gnnc.passes.rewrite.assumed_sizes import Typical
+from gnnc.passes.rewrite.assumed_sizes import AssumedSizes
 
 
 class Prices:
     """Predicted seconds of ops and of stores.
 
     Args:
-        typical: evaluates symbolic sizes.
+        assumed_sizes: evaluates symbolic sizes.
         rates: the machine's rates.
         joint_products: whether one kernel multiplies a matrix with several weights.
     """
 
-    def __init__(self, typical: Typical, rates: Rates, joint_products: bool) -> None:
-        self._typical = typical
+    def __init__(self, assumed_sizes: AssumedSizes, rates: Rates, joint_products: bool) -> None:
+        self._assumed_sizes = assumed_sizes
         self._rates = rates
         self.joint_products = joint_products
 
@@ -68,7 +68,7 @@ class Prices:
         return seconds - self._seconds("gemm", [Term("read", low_bytes, low_bytes)])
 
     def _seconds(self, family: str, terms: Sequence[Term]) -> float:
-        return self._rates.seconds(family, [term.at(self._typical.value) for term in terms])
+        return self._rates.seconds(family, [term.at(self._assumed_sizes.value) for term in terms])
 
 
 def _preparation(node: Node, weight: Node, option: Option) -> list[Term]:

@@ -25,7 +25,7 @@ from gnnc.ir.row_local import classify
 from gnnc.ir.source import is_weight
 from gnnc.passes.base import Context
 from gnnc.passes.quantization.number_formats import FULL, LOW_OPERANDS, Option
-from gnnc.passes.rewrite.assumed_sizes import Typical
+from gnnc.passes.rewrite.assumed_sizes import AssumedSizes
 from gnnc.passes.search.prices import Prices
 from gnnc.passes.search.rounding import round_rows
 from gnnc.passes.search.sensitivity import Bench, Errors
@@ -142,11 +142,11 @@ def study(gm: fx.GraphModule, ctx: Context, allowed: Mapping[Node, Sequence[Opti
         allowed: the options of each primitive that has any.
         rates: the machine's rates.
     """
-    typical = Typical(gm, ctx.examples, ASSUMED_DEGREE)
+    assumed_sizes = AssumedSizes(gm, ctx.examples, ASSUMED_DEGREE)
     bench = None if ctx.examples is None else Bench(gm, ctx.examples)
     gains = _gains(gm, bench)
     free = {node: tuple(options) for node, options in allowed.items() if tuple(options) != (FULL,)}
-    price = Prices(typical, rates, ctx.target.joint_products)
+    price = Prices(assumed_sizes, rates, ctx.target.joint_products)
     errors = _measured(bench, free) if bench is not None else _nominal(free, gains)
     ops = tuple(
         OpChoices(node, options, errors[node], tuple(price.op(node, o) for o in options), gains.get(node))

@@ -331,7 +331,7 @@ BROKEN: dict[Breaker, str] = {
     constant_without_value: r"constant without a value; set meta\['value'\]",
     size_that_is_a_tensor: r"is a size, but holds a tensor; give it the kind input",
     parameter_that_is_a_number: r"is a parameter, but holds 3, not a tensor; only tensors",
-    no_value: r"has no meta\['val'\]; build it with an emitter",
+    no_value: r"has no meta\['val'\]; insert it with a NodeBuilder",
     method_call: r"is a call_method; .*make it a placeholder or a call",
     foreign_call: r"calls <built-in function print>, which is not an op; define it in gnnc.ir",
     mutation: r"mutates its arguments \(aten.relu_.default\); .*use the op that returns a copy",

@@ -16,7 +16,7 @@ from gnnc.torch_private import enable_python_dispatcher
 aten = torch.ops.aten
 
 
-class Emitter:
+class NodeBuilder:
     """Builder that inserts each call right after the last of its operands.
 
     In that place a node can serve every reader that its operands can serve, so equal calls share one node.
@@ -85,10 +85,10 @@ class Sizes:
     it without a tensor of the compute graph.
     """
 
-    def __init__(self, emitter: Emitter) -> None:
-        self.emitter = emitter
+    def __init__(self, builder: NodeBuilder) -> None:
+        self.builder = builder
         self.nodes: dict[Any, Node] = {}
-        self.inputs = _input_sizes(emitter.graph)
+        self.inputs = _input_sizes(builder.graph)
 
     def add(self, node: Node) -> Node | int:
         """Return the int or the node that replaces ``node``, a symbolic int: perhaps ``node`` itself."""
@@ -103,7 +103,7 @@ class Sizes:
         return self.nodes[expression]
 
     def _size(self, tensor: Node, dim: int) -> Node:
-        return self.emitter.call(aten.sym_size.int, tensor, dim)
+        return self.builder.call(aten.sym_size.int, tensor, dim)
 
     def of(self, tensor: Node, dim: int) -> Node | int:
         """Return a size of ``tensor``: an int, or the node of its symbol."""
