@@ -1,4 +1,4 @@
-"""The code of the how-to pages runs as it stands."""
+"""The code of the how-to pages runs unchanged, and decisions open with the decision."""
 
 import re
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sentences import complaint, first_sentence
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -19,3 +20,16 @@ def test_page_runs(page: str) -> None:
         [sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem[:3])
+def test_a_decision_opens_with_one_sentence_and_is_indexed(page: Path) -> None:
+    title, opening, *_ = (" ".join(part.split()) for part in page.read_text().split("\n\n"))
+    assert opening.endswith(".") and first_sentence(opening) == opening
+    assert complaint(opening, needs_verb=True) is None
+    assert title.startswith(f"# {page.stem[:3]}: ")
+    index = (DOCS / "decisions" / "README.md").read_text()
+    assert f"- [{title.removeprefix('# ')}]({page.name})" in index
