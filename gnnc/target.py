@@ -7,6 +7,7 @@ from typing import Any, NoReturn, Protocol
 from torch.fx import GraphModule, Node
 
 from gnnc.cost.model import Rates
+from gnnc.ir.format import CSR, Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,10 @@ class Lowering(Protocol):
         """Return the kernel for a primitive of a structure graph."""
         ...
 
+    def formats(self, node: Node) -> Sequence[Format]:
+        """Return the formats that the kernel of a lowered node can read; none if it reads no edges."""
+        ...
+
     def refuse(self, node: Node, declined: Sequence[tuple[str, str]]) -> NoReturn:
         """Raise BackendError: no kernel takes the node, with every candidate's reason."""
         ...
@@ -136,6 +141,7 @@ class Target:
         narrow_rows: row widths up to which int8 does not pay where edges gather rows.
         sorts_with_loops: whether its sort of edges drops self loops and adds one for every node.
         int32_columns: whether its kernels read the columns of an aggregation as int32.
+        formats: the structure formats that its kernels read.
         lowering: selects kernels and generates code; None: graphs stay as they are and run in PyTorch.
         rates: returns the rates of this machine, measured now if need be, for ``auto``; None: not measured.
         timer: times an executable on its arguments; None where ``auto`` goes by predictions alone.
@@ -150,6 +156,7 @@ class Target:
     narrow_rows: NarrowRows = NarrowRows()
     sorts_with_loops: bool = False
     int32_columns: bool = False
+    formats: tuple[Format, ...] = (CSR,)
     lowering: Lowering | None = None
     rates: Callable[[], Rates] | None = None
     timer: Callable[[Any, Sequence[Any]], MeasuredTimes] | None = None

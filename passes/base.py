@@ -15,7 +15,7 @@ from gnnc.ir.verify import verify
 from gnnc.precision import INT8, Precision
 from gnnc.target import Target
 
-NoteKind = Literal["decision", "declined"]
+NoteKind = Literal["decision", "declined", "format"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Note:
         node: name of the node, empty for the whole graph.
         layer: path of the module that the node came from.
         text: the remark.
-        kind: ``declined`` for a kernel that did not take the node, ``decision`` for anything else.
+        kind: ``declined`` for a kernel that did not take the node, ``format`` for a choice of a structure
+            format, ``decision`` for anything else.
     """
 
     pass_name: str

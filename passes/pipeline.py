@@ -11,6 +11,7 @@ from gnnc.passes.normalize import Normalize
 from gnnc.passes.quantize import Quantize
 from gnnc.passes.raise_ import Raise
 from gnnc.passes.reorder import Reorder
+from gnnc.passes.select_format import SelectFormat
 from gnnc.passes.self_loops import SelfLoops
 
 INFERENCE: tuple[Pass, ...] = (
@@ -25,6 +26,7 @@ INFERENCE: tuple[Pass, ...] = (
     Cache(),  # each tensor is quantized once
     Fuse(),  # producer, elementwise and requantization become one call
     Lower(),  # every call gets its kernel
+    SelectFormat(),  # every kernel that reads edges gets the formats that may serve it
 )
 """The passes of a forward program without gradients."""
 

@@ -13,6 +13,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gnnc.errors import BackendError
+from gnnc.ir.describe import reads_edges
+from gnnc.ir.format import CSR, Format
 from gnnc.ir.nodes import is_gnnc, is_view
 from gnnc.runtime import registry
 from gnnc.runtime.program.executable import Executable
@@ -84,6 +86,14 @@ class Backend:
         """Return the kernel for a node; a fused submodule may find none and be taken apart."""
         takes_fused = self.chain if self.chain[0] == "reference" else self.chain[:1]
         return registry.choose(node, takes_fused if node.op == "call_module" else self.chain)
+
+    def formats(self, node: Node) -> Sequence[Format]:
+        """Return the formats that the kernel of a lowered node can read; none if it reads no edges."""
+        choice = choice_of(node)
+        if choice is None or choice.kernel is None or not reads_edges(node):
+            return ()
+        formats = getattr(choice.kernel.implementation, "formats", None)
+        return (CSR,) if formats is None else formats(choice.plan, node)
 
     def refuse(self, node: Node, declined: Sequence[tuple[str, str]]) -> NoReturn:
         """Raise BackendError: no kernel takes the node, with every candidate's reason."""

@@ -40,6 +40,7 @@ from gnnc.passes.fuse import Fuse
 from gnnc.passes.lower import Lower
 from gnnc.passes.quantization.number_formats import FULL, Option, options_of
 from gnnc.passes.quantize import Quantize
+from gnnc.passes.select_format import SelectFormat
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.program.executable import Executable
 from gnnc.target import Target
@@ -313,7 +314,7 @@ def _variants(probe: Probe, backend: Backend, device: Device) -> Iterator[_Varia
         graph_module, examples = probe.build(_where(backend))
         context = Context(precision=option.precision, target=target, examples=examples)
         _assign(graph_module, option, context)
-        stages = run_passes(graph_module, (Quantize(), Cache(), Fuse(), Lower()), context)
+        stages = run_passes(graph_module, (Quantize(), Cache(), Fuse(), Lower(), SelectFormat()), context)
         assert context.examples is not None
         yield _Variant(probe, stages[-1][1].forward, context.examples[len(examples) :])
 

@@ -50,6 +50,14 @@ COUNTED = {
 }
 """The ops that "quantized k of n" counts, and the kind each belongs to."""
 
+_ALONG_EDGES = frozenset(
+    (
+        *("spmm", "qspmm", "sddmm", "qsddmm", "edge_softmax", "segment_reduce"),
+        *("message", "edge_map", "attention"),
+    )
+)
+"""The primitives, and kinds of fused submodules, that compute along the edges or the segments of a CSR."""
+
 _NOT_FEATURES = frozenset(
     ("rowptr", "col", "perm", "scale", "x_scale", "a_scale", "b_scale", "base", "shift", "src", "dst", "bias")
 )
@@ -64,12 +72,26 @@ class Block:
         kind: ``gemm``, ``spmm``, ``attention``, ``map`` or ``graph``.
         kernel: the kernel that runs it, once lowered.
         node: the name of the node that calls it.
+        format: the structure formats that may serve the kernel, as ``format_text`` gives them.
     """
 
     name: str
     kind: str
     kernel: str | None
     node: str
+    format: str = ""
+
+
+def reads_edges(node: Node) -> bool:
+    """Return whether a node, or one of the ops fused in it, computes along edges or segments of a CSR."""
+    if node.op == "call_module":
+        return node.meta.get("kind") in _ALONG_EDGES
+    return is_gnnc(node) and op_name(node) in _ALONG_EDGES
+
+
+def format_text(node: Node) -> str:
+    """Return the names of the structure formats that may serve a node, such as ``runs|window``, or ""."""
+    return "|".join(map(str, node.meta.get("format", ())))
 
 
 def returns_many(node: Node) -> bool:
@@ -228,7 +250,8 @@ def _submodule(gm: GraphModule, node: Node) -> Any:
 
 
 def _block(node: Node) -> Block:
-    return Block(str(node.target), str(node.meta.get("kind", "graph")), node.meta.get("kernel"), node.name)
+    kind, kernel = str(node.meta.get("kind", "graph")), node.meta.get("kernel")
+    return Block(str(node.target), kind, kernel, node.name, format_text(node))
 
 
 def _lookup_structure(argument: Any, mapped: dict[Node, Any]) -> Any:

@@ -159,6 +159,7 @@ class _Printer:
             return []
         stored = [self._names[node] for node in self._graph.nodes if _leaves(node, block)]
         remarks = [f"one kernel{f' ({block.kernel})' if block.kernel else ''}"]
+        remarks += [block.format] if block.format else []
         remarks += [f"stores {', '.join(stored)}"] if stored else []
         remarks += [self._notes[block.node]] if block.node in self._notes else []
         kind = block.kind if block.kind in _KINDS else "graph"
@@ -192,6 +193,8 @@ class _Printer:
             remarks.append(f"used {len(node.users)} times")
         if (kernel := node.meta.get("kernel")) and not describe.is_free(node):
             remarks.append(str(kernel))
+        if formats := describe.format_text(node):
+            remarks.append(formats)
         if note := self._notes.get(node.meta["origin"]):
             remarks.append(note)
         return "; ".join(remarks)

@@ -143,7 +143,8 @@ def explain_text(report: ProgramReport) -> str:
     """Return the text of ``compiled.explain()``: what is not low precision or not ours, and why."""
     graphs = _graphs(report)
     declined = [n for n in report.notes if n.kind == "declined"]
-    told = {*declined, *(n for n in report.notes if n.text.startswith(_STAYS))}
+    formats = [n for n in report.notes if n.kind == "format"]
+    told = {*declined, *formats, *(n for n in report.notes if n.text.startswith(_STAYS))}
     others = [f"{n.pass_name}: {_note_line(n)}" for n in report.notes if n not in told]
     choice = {"Precision choice": list(report.chosen)} if report.chosen else {}
     cuts = {} if report.cuts is None else {"Cuts of the graph, measured": report.cuts}
@@ -153,6 +154,7 @@ def explain_text(report: ProgramReport) -> str:
         "Stayed FP32": stayed_fp32(report, graphs),
         "Stayed ATen": stayed_aten(report, graphs),
         "Kernels that declined": [_note_line(note) for note in declined],
+        "Formats": [_note_line(note) for note in formats],
         "Decisions of the passes": others,
         "Captures": [f"{i}. {reason}" for i, reason in enumerate(report.captures, 1)],
     }

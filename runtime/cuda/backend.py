@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 import gnnc.runtime.reference  # noqa: F401  runs what the kernels leave, as torch's CUDA ops
+from gnnc.ir.format import EDGE_LIST, RUN_TABLE, WINDOW_TABLE
 from gnnc.runtime import cuda
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.cuda.executable import CudaExecutable
@@ -27,6 +28,7 @@ TARGET = Target(
     narrow_rows=CUDA_NARROW_ROWS,
     sorts_with_loops=True,
     int32_columns=True,
+    formats=(RUN_TABLE, WINDOW_TABLE, EDGE_LIST),
 )
 
 

@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor
+from torch.fx import Node
 from torch_geometric import EdgeIndex
 
 import gnnc
+from gnnc.runtime import registry
 from gnnc.runtime.cpu import structure
+from gnnc.runtime.structure.kernels import PartEmitter
 
 NODES, WIDTH = 50, 12
 
@@ -62,7 +65,17 @@ def compiled(request):
 def sorts(monkeypatch) -> list[int]:
     """One entry for each sort of ours."""
     calls, sort = [], structure.csr
-    monkeypatch.setattr(structure, "csr", lambda *args: calls.append(1) or sort(*args))
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return sort(*args)
+
+    def emit(plan: None, node: Node, emitter: PartEmitter) -> None:
+        emitter.call(node, counted, *node.args)
+
+    (kernel,) = (kernel for kernel in registry.kernels("cpu") if kernel.name == "csr")
+    monkeypatch.setattr(structure, "csr", counted)
+    monkeypatch.setattr(kernel.implementation, "emit", emit)
     return calls
 
 

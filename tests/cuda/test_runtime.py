@@ -17,7 +17,6 @@ import gnnc
 from gnnc.runtime.cuda.driver.launch import Launch
 from gnnc.runtime.cuda.driver.readback import Readback
 from gnnc.runtime.cuda.executable import CudaExecutable
-from gnnc.runtime.cuda.formats import window_table
 from gnnc.runtime.cuda.graphs.cuda_graph import _Graph
 
 pytestmark = pytest.mark.cuda
@@ -382,8 +381,8 @@ def test_a_call_on_a_known_graph_waits_for_nothing(model):
 def test_a_call_on_a_new_graph_waits_once(kind, of_edges, by_stretch, monkeypatch):
     """For what the device finds in it, sizes and ids out of range."""
     if by_stretch:
-        monkeypatch.setattr(window_table, "_LEAST_USES", 0)
-        monkeypatch.setattr(window_table, "_LEAST_NEAR", 0)
+        monkeypatch.setattr("gnnc.ir.format.LEAST_USES", 0)
+        monkeypatch.setattr("gnnc.ir.format.LEAST_NEAR", 0)
     torch.manual_seed(0)
     compiled, x, edge_index = compiled_and_inputs(kind(24, 64, 2, 7).eval().cuda(), "auto", "fp16")
     edges = edge_index.shape[1]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gnnc.ir.format import RUN_TABLE, STRETCH, WINDOW_TABLE, Gather, cheapest, window_rows
 from gnnc.runtime.cuda.driver.kernel_set import KernelSet, kernels_on
 from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.emitter import BLOCK
@@ -14,15 +15,8 @@ from gnnc.runtime.cuda.formats.run_table import ROW_COST, Cut, few_edges
 from gnnc.runtime.cuda.formats.sort import rows_of
 from gnnc.torch_private import raw_stream
 
-STRETCH = 2048
-"""Consecutive rows that a block of threads works on at a time."""
 LEAST_SHARED = 227 * 1024
 """Bytes of shared memory that a block of the device can have: a window and what warps hold."""
-_LEAST_NEAR = 0.5
-"""Of all edges. The window takes memory from L1, where far sources then are not found."""
-_LEAST_USES = 24
-"""Near edges for each row that is copied to a window: with fewer, that takes what it saves. Measured:
-docs/cuda-sparse-kernels.md."""
 _POINTERS = ("place", "row", "edges", "near", "entry", "word", "slot")
 """Members of ``gnnc::StageArgs`` between the first two and the last two."""
 _ARGUMENTS = len(_POINTERS) + 4
@@ -283,11 +277,6 @@ def slices_of(row_bytes: int) -> int:
     return -(-row_bytes // slice_bytes(row_bytes))
 
 
-def window_rows(row_bytes: int) -> int:
-    """Return how many rows of x of a stretch the window holds, the first ones."""
-    return STRETCH if row_bytes <= 64 else 1660
-
-
 WINDOWS = window_rows(64), window_rows(65)
 """Of both sizes."""
 
@@ -342,9 +331,9 @@ class Kernels:
 
 
 def pays(near: int, edges: int, rows: int, blocks: int, row_bytes: int) -> bool:
-    """Whether so many near edges, of all, make up for filling the windows: one a stretch, and one a block."""
-    copied = (-(-rows // STRETCH) + blocks) * window_rows(row_bytes)
-    return near >= _LEAST_NEAR * edges and near >= _LEAST_USES * copied
+    """Return whether a window table costs less than a run table; see ``gnnc.ir.format`` for the costs."""
+    gather = Gather(edges, rows, near, blocks, row_bytes)
+    return cheapest((RUN_TABLE, WINDOW_TABLE), gather) is WINDOW_TABLE
 
 
 def may_pay(rows: int, edges: int, blocks: int) -> bool:

@@ -3,6 +3,7 @@
 import torch
 from torch.fx import Node
 
+from gnnc.ir.format import RUN_TABLE, Format
 from gnnc.ir.nodes import shape_of
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, length, pointer, round_up
@@ -41,6 +42,11 @@ class Attend:
         if plan.kind == _DOT and len(argument_of(node, plan.a_src or 0).meta["val"].shape) < 2:
             return Decline("dot products of single values")
         return plan
+
+    @staticmethod
+    def formats(plan: attention.Plan, node: Node) -> tuple[Format, ...]:
+        """Return the run table."""
+        return (RUN_TABLE,)
 
     @staticmethod
     def emit(plan: attention.Plan, node: Node, emitter: CudaEmitter) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from gnnc.ir.format import EDGE_LIST, RUN_TABLE, Format
 from gnnc.ir.nodes import as_node
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, length, pointer
 from gnnc.runtime.cuda.formats.tables import (
@@ -76,6 +77,11 @@ class EdgeBody:
         return plan
 
     @staticmethod
+    def formats(plan: Plan, node: Node) -> tuple[Format, ...]:
+        """Return the run table for sums, both ends of every edge for values of edges."""
+        return (EDGE_LIST,) if plan.reduce is None else (RUN_TABLE,)
+
+    @staticmethod
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the launch."""
         _emit(plan, node, emitter)
@@ -107,6 +113,11 @@ class EdgeSddmm:
             return Decline("the dot product is not over the last dimension")
         positions = tuple((name, node.all_input_nodes.index(as_node(value))) for name, value in operands)
         return Plan(body, None, positions)
+
+    @staticmethod
+    def formats(plan: Plan, node: Node) -> tuple[Format, ...]:
+        """Return the run table for sums, both ends of every edge for values of edges."""
+        return (EDGE_LIST,) if plan.reduce is None else (RUN_TABLE,)
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:

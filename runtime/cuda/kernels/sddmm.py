@@ -3,6 +3,7 @@
 import torch
 from torch.fx import Node
 
+from gnnc.ir.format import RUN_TABLE, Format
 from gnnc.ir.nodes import as_node
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
 from gnnc.runtime.cuda.emitter import CudaEmitter, length, pointer
@@ -32,6 +33,11 @@ class Sddmm:
             return Decline(f"rows of {plan.width} columns")
         given = as_node(node.args[2] if node.args[2] is not None else node.args[3])
         return _fitting(plan, given.meta["val"].dtype)
+
+    @staticmethod
+    def formats(plan: sddmm.Plan, node: Node) -> tuple[Format, ...]:
+        """Return the run table."""
+        return (RUN_TABLE,)
 
     @staticmethod
     def emit(plan: sddmm.Plan, node: Node, emitter: CudaEmitter) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from gnnc.ir.format import RUN_TABLE, WINDOW_TABLE, Format
 from gnnc.ir.nodes import shape_of
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
 from gnnc.runtime.cuda.emitter import (
@@ -103,6 +104,14 @@ class Spmm:
         return plan
 
     @staticmethod
+    def formats(plan: spmm.Plan, node: Node) -> tuple[Format, ...]:
+        """Return the window table too for plain sums of rows that fit into a window, whole or in slices."""
+        dtype = argument_of(node, plan.x).meta["val"].dtype
+        row_bytes = packed_width(plan.width, _heads_apart(plan, node), dtype) * dtype.itemsize
+        fits = (_is_by_column(plan) or slices_of(row_bytes) == 1) and _has_windows(plan, node)
+        return (RUN_TABLE, WINDOW_TABLE) if fits else (RUN_TABLE,)
+
+    @staticmethod
     def emit(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the launch, whole rows or slices, and that of edges by stretch where rows can be windows."""
         rowptr = argument_of(node, plan.rowptr)
@@ -114,7 +123,7 @@ class Spmm:
         shift = _vector(emitter, node, plan.shift)
         kind = _scale(plan, node, emitter)
         sliced = _is_by_column(plan)
-        staged = (sliced or slices_of(x.nbytes) == 1) and _is_staged(plan, node)
+        staged = WINDOW_TABLE in node.meta.get("format", Spmm.formats(plan, node))
         if staged:
             assert plan.col is not None
             emitter.by_stretch.setdefault(argument_of(node, plan.col), set()).add(node)
@@ -152,8 +161,8 @@ class Spmm:
         emitter.launch(kernel, grid, [*given, *values], block=AS_COMPILED, shared=shared)
 
 
-def _is_staged(plan: spmm.Plan, node: Node) -> bool:
-    """Whether there is a kernel that reads near sources in shared memory (csrc/cuda/sparse/staged.cuh)."""
+def _has_windows(plan: spmm.Plan, node: Node) -> bool:
+    """Return whether a kernel reads near sources in shared memory (csrc/cuda/sparse/staged.cuh)."""
     if not plan.is_plain_sum:
         return False
     assert plan.col is not None

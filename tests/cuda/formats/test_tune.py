@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gnnc
 from gnnc.runtime.cuda.driver.launch import Launch
-from gnnc.runtime.cuda.formats import tune, window_table
+from gnnc.runtime.cuda.formats import tune
 from gnnc.runtime.cuda.formats.run_table import MOST_PART, Cut, candidates, cut_for
 from gnnc.runtime.cuda.formats.tables import RunTable, SumTable
 from gnnc.runtime.cuda.formats.tensor_cache import drop_all_but, keep, kept, tensors_kept, values_kept
@@ -340,7 +340,7 @@ def columns(compiled: gnnc.CompiledModel) -> list[int]:
 @pytest.fixture
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stretches pay on small graphs too."""
-    monkeypatch.setattr(window_table, "_LEAST_USES", 0)
+    monkeypatch.setattr("gnnc.ir.format.LEAST_USES", 0)
 
 
 @pytest.mark.cuda
