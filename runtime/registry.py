@@ -38,7 +38,7 @@ class Implementation(Protocol):
 
     @staticmethod
     def plan(node: Node) -> Any:
-        """Return what ``emit`` needs, or a ``Decline``."""
+        """Return a plan for ``emit``, or a ``Decline``."""
         ...
 
     @staticmethod
@@ -52,10 +52,10 @@ class Kernel:
     """A registered kernel.
 
     Attributes:
-        name: shown in printed programs.
-        backend: the backend that it belongs to.
-        kinds: what it can be asked to run (`kind_of`, `structure_kind_of`); ``"*"`` is anything of a compute
-            graph, ``"structure:*"`` anything of a structure graph.
+        name: name of the kernel, shown in printed programs.
+        backend: name of the kernel's backend.
+        kinds: kinds of nodes that it can run (`kind_of`, `structure_kind_of`); ``"*"`` stands for all of a
+            compute graph, ``"structure:*"`` for all of a structure graph.
         priority: candidates are asked from the highest to the lowest.
         elements: the quantized types that it computes with (``QType.element``); None: any.
         implementation: ``plan`` and ``emit``.
@@ -75,8 +75,8 @@ class Choice:
 
     Attributes:
         kernel: the kernel that takes the node, or None if all declined.
-        plan: what its ``plan`` returned.
-        declined: (kernel name, reason) of those asked before it.
+        plan: the result of the kernel's ``plan``.
+        declined: (kernel name, reason) of each kernel asked before.
     """
 
     kernel: Kernel | None
@@ -93,7 +93,7 @@ def kernel(
     """Register a class with ``plan`` and ``emit`` as a kernel.
 
     Args:
-        kinds: what it can be asked to run, see `kind_of`.
+        kinds: kinds of nodes that the kernel can run, see `kind_of`.
         backend: name of the backend.
         name: unique within the backend.
         priority: higher is asked first.
@@ -120,7 +120,7 @@ def kernels(backend: str) -> tuple[Kernel, ...]:
 
 
 def kind_of(node: Node) -> str:
-    """Name what a node asks for: ``fused:<kind>``, ``gnnc.<op>`` or ``aten.<op>``."""
+    """Return the kind of a node: ``fused:<kind>``, ``gnnc.<op>`` or ``aten.<op>``."""
     if node.op == "call_module":
         return f"fused:{node.meta.get('kind', 'map')}"
     target = node.target
@@ -130,7 +130,7 @@ def kind_of(node: Node) -> str:
 
 
 def structure_kind_of(node: Node) -> str:
-    """Name what a node of a structure graph asks for: ``structure:gnnc.<op>``.
+    """Return the kind of a node of a structure graph: ``structure:gnnc.<op>``.
 
     Structure kernels are functions that a ``StructureRunner`` calls, not text of a program.
     """
@@ -143,7 +143,7 @@ def choose(node: Node, backends: Iterable[str], kind: str | None = None) -> Choi
     Args:
         node: the node.
         backends: names of backends.
-        kind: what the node asks for; None: as ``kind_of`` says.
+        kind: kind of the node, by default ``kind_of(node)``.
     """
     kind = kind_of(node) if kind is None else kind
     anything = f"{STRUCTURE}*" if kind.startswith(STRUCTURE) else "*"

@@ -13,8 +13,8 @@ def load() -> str:
     """Check once that CUDA kernels can be compiled and run here; return a description of the compiler.
 
     Raises:
-        BackendError: this torch has no CUDA, there is no device or driver, or no NVRTC of its
-            version.
+        BackendError: torch was built without CUDA, this machine has no device or driver, or NVRTC is
+            missing or of another version than torch's CUDA.
     """
     if torch.version.cuda is None:
         raise BackendError(

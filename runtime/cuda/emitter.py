@@ -1,4 +1,4 @@
-"""Writes CUDA programs: what the common emitter does, and launches of kernels of a kernel_set."""
+"""Writes CUDA programs: the common emitter, and launches of kernel instances."""
 
 import math
 from collections.abc import Sequence
@@ -37,12 +37,12 @@ MOST_WHOLE = 256
 
 
 class CudaEmitter(Emitter):
-    """An emitter that knows the program's kernels.
+    """Program of one graph under construction, and the kernels that it launches.
 
     Attributes:
         kernel_set: the kernels.
-        watch: where kernels report NaN and infinity.
-        weighted: nodes whose rows of codes hold their weights, where there is room (``gnnc::weight_place``).
+        nan_flag: the flag that kernels raise for NaN and infinity.
+        weighted: nodes whose quantized rows hold their weights, where there is room (``gnnc::weight_place``).
         by_stretch: columns, and the sums over them that may go through a table by stretch.
     """
 
@@ -56,8 +56,9 @@ class CudaEmitter(Emitter):
 
     @staticmethod
     def padded(width: int, dtype: torch.dtype, *, gathered: bool = True, by_stretch: bool = False) -> int:
-        """Rows start on a sector, gathered ones on a line if that adds half at most, short ones on 16 bytes.
+        """Return the elements from one row to the next, of memory of the arena.
 
+        Rows start on a sector, gathered ones on a line if that adds half at most, short ones on 16 bytes.
         Rows that a kernel may sum by stretch start on a line however much that adds, if they have more than
         half of one: it reads its windows line by line, and far rows from DRAM (docs/decisions/022).
         """
@@ -70,7 +71,7 @@ class CudaEmitter(Emitter):
         return round_up(nbytes, _VECTOR if nbytes <= _VECTOR else _SECTOR) // dtype.itemsize
 
     def stride_for(self, node: Node, width: int) -> int:
-        """Return the elements from one row of a value of ours to the next, by who reads it."""
+        """Return the elements from one row to the next, of a value in the arena, for its readers."""
         dtype, gathered = node.meta["val"].dtype, not self.is_read_in_order(node)
         return self.padded(width, dtype, gathered=gathered, by_stretch=self.is_summed_by_stretch(node))
 
@@ -79,7 +80,7 @@ class CudaEmitter(Emitter):
         return [Let("stream", Expr("arena.stream"))]
 
     def matrix(self, node: Node, width: int | None = None) -> Expr:
-        """As the common emitter's; rows of given tensors start where kernels can load 16 bytes."""
+        """Return the value as rows ``[-1, width]`` that start where kernels can load 16 bytes."""
         base = self._base(node)
         rows = super().matrix(node, width)
         key = width_of(node) if width is None else width
@@ -95,18 +96,18 @@ class CudaEmitter(Emitter):
         buffer = self._arena_buffer(self._base(node))
         if buffer is not None and buffer.shape[1] == width:
             return int(buffer.stride)
-        is_codes = self._base(node).meta["val"].dtype == torch.int8
-        return self.padded(width, torch.int8) if is_codes else width
+        is_quantized = self._base(node).meta["val"].dtype == torch.int8
+        return self.padded(width, torch.int8) if is_quantized else width
 
     def holds_weights(self, node: Node) -> bool:
-        """Whether each row of ``matrix(node)``, of codes, holds its weight (``gnnc::weight_place``)."""
+        """Return whether each row of ``matrix(node)`` holds its weight behind it (``gnnc::weight_place``)."""
         base, width = self._base(node), width_of(node)
         buffer = self._arena_buffer(base)
         has_room = width % _VECTOR > 0 and buffer is not None and buffer.stride >= round_up(width, _VECTOR)
         return has_room and base in self.weighted and width_of(base) == width
 
     def is_read_in_order(self, node: Node) -> bool:
-        """Whether no kernel gathers the rows of a value: then it may be the first to leave L2."""
+        """Return whether no kernel gathers the rows of a value, so that it may be the first to leave L2."""
 
         def reads_in_order(user: Node) -> bool:
             choice = user.meta.get("choice")
@@ -129,7 +130,7 @@ class CudaEmitter(Emitter):
         return any(sums(user) for user in node.users)
 
     def counters(self, count: Expr) -> Expr:
-        """Return so many integers that are 0 before and after every kernel."""
+        """Return a tensor of ``count`` integers that are 0 before and after every kernel."""
         name = self.fresh("arrived")
         self.append(Counters(name, count))
         return variable(name)
@@ -148,7 +149,7 @@ class CudaEmitter(Emitter):
         Args:
             kernel: C++ name with template arguments.
             grid: number of blocks.
-            values: its eight-byte arguments; pointers to memory that it writes are of ``Expr.written``.
+            values: eight-byte arguments; pointers to memory that the kernel writes are of ``Expr.written``.
             block: threads a block, or ``AS_COMPILED``.
             shared: bytes of dynamic shared memory.
         """
@@ -160,7 +161,7 @@ class CudaEmitter(Emitter):
 
     def nan_flag_arguments(self, node: Node) -> list[Operand]:
         """Return the two arguments that make a ``step::Watch`` for a node."""
-        # By name: if the text of a program said where memory lies, no program would be known again.
+        # A constant: with the address in its text, no program would have the same text in another process.
         address = self.bind(self.nan_flag.address, "watch")
         return [address, self.nan_flag.add(node.meta.get("layer", ""))]
 
@@ -173,13 +174,13 @@ class CudaEmitter(Emitter):
 
 
 def _is_given(node: Node) -> bool:
-    """Whether a value's memory was laid out by somebody else."""
+    """Return whether the layout of a value's memory is given: an input, or a result of torch."""
     choice = node.meta.get("choice")
     return node.op == "placeholder" or (isinstance(choice, Choice) and choice.kernel.backend == "reference")
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, copied where its memory does not begin on 16 bytes."""
+    """Return the tensor, copied if its memory does not begin on 16 bytes."""
     return tensor if tensor.data_ptr() % _VECTOR == 0 else tensor.clone()
 
 
@@ -204,5 +205,5 @@ def length(tensor: Expr) -> Expr:
 
 
 def lanes_for(width: int, columns: int = 4) -> int:
-    """Return how many threads share a row, so that each has so many columns, in runs of four."""
+    """Return the number of threads that share a row, so that each has ``columns`` of it, in runs of four."""
     return min(32, 1 << max(0, math.ceil(math.log2(max(1, math.ceil(width / columns))))))

@@ -108,7 +108,7 @@ class CudaArenaPool(ArenaPool):
         return arena
 
     def release(self, arena: Arena) -> None:
-        """Give an arena back."""
+        """Return an arena to the pool."""
         assert isinstance(arena, CudaArena)
         if not arena.captured:
             self._by_stream.setdefault(arena.stream, []).append(arena)

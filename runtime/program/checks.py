@@ -1,4 +1,4 @@
-"""Refuses results that come from NaN or infinity where integers would hide them."""
+"""Checks for NaN and infinity, which quantized values would hide."""
 
 from math import isfinite
 
@@ -9,7 +9,7 @@ from gnnc.errors import PrecisionError
 
 
 def not_finite(layer: str, when: str = "") -> PrecisionError:
-    """Return the error that says which layer's scale is not finite."""
+    """Return the error for a scale that is not finite, with the name of its layer."""
     where = f" in layer {layer!r}" if layer else ""
     return PrecisionError(
         f"a quantization scale is not finite{where}{when}: the values that it scales hold NaN or "
@@ -22,10 +22,10 @@ def check_scales(scales: tuple[Tensor, ...], layers: tuple[str, ...]) -> None:
 
     Args:
         scales: float32, contiguous, on the CPU, of any size.
-        layers: the name of each one's layer.
+        layers: the layer of each scale, by name.
 
     Raises:
-        PrecisionError: a scale is NaN or infinite; names the layer.
+        PrecisionError: a scale is NaN or infinite; the message names the layer.
     """
     first = torch.ops.gnnc_cpu.first_not_finite(scales)
     if first >= 0:
@@ -33,10 +33,10 @@ def check_scales(scales: tuple[Tensor, ...], layers: tuple[str, ...]) -> None:
 
 
 def check_finite(layer: str, values: Tensor) -> None:
-    """Raise unless every value is finite.
+    """Raise unless every value of a tensor is finite.
 
     Raises:
-        PrecisionError: names the layer.
+        PrecisionError: a value is NaN or infinite; the message names the layer.
     """
     if values.numel() and not isfinite(torch.amax(values.abs())):
         raise not_finite(layer)

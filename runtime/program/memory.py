@@ -1,4 +1,4 @@
-"""Memory of a call: outputs that the caller keeps, and temporaries that no caller ever sees."""
+"""Memory of a call: a pool for outputs, which the caller keeps, and arenas for temporaries."""
 
 import mmap
 import threading
@@ -17,9 +17,9 @@ from gnnc.errors import GnncError
 
 ALIGNMENT = 64
 HUGE_PAGE = 2 * 1024 * 1024
-"""Buffers from this size on ask for pages of this size: gathers miss the TLB less (decision 015)."""
+"""Page size that buffers of at least this size ask for: gathers miss the TLB less (decision 015)."""
 SMALL_OUTPUT = 128 * 1024
-"""Below this many bytes the allocator hands back warm memory by itself."""
+"""Bytes of an output below which the pool leaves it to the allocator, which reuses small memory itself."""
 
 _NUMPY = {
     torch.float32: np.float32,
@@ -59,7 +59,7 @@ def _size_class(nbytes: int) -> int:
 
 
 class _Loan(weakref.ref):
-    """A weak reference to the array that an output tensor holds; remembers its buffer."""
+    """A weak reference to the array that an output tensor holds, with the array's buffer."""
 
     __slots__ = ("buffer", "epoch")
 
@@ -72,8 +72,8 @@ class OutputPool:
     buffer come back. A tensor that the caller still holds is therefore never overwritten.
 
     Attributes:
-        limit: bytes of idle buffers that are kept; the longest idle are dropped first.
-        idle_bytes: bytes kept for later calls now.
+        limit: largest number of bytes of idle buffers; the longest idle are freed first.
+        idle_bytes: bytes of the idle buffers.
     """
 
     def __init__(self, limit: int = 512 * 1024 * 1024) -> None:
@@ -86,7 +86,7 @@ class OutputPool:
         self._lock = threading.RLock()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised contiguous CPU tensor that the caller may keep."""
+        """Return an uninitialized contiguous CPU tensor that the caller may keep."""
         count = prod(shape)
         if count * dtype.itemsize < SMALL_OUTPUT or dtype not in _NUMPY:
             return torch.empty(shape, dtype=dtype)
@@ -99,7 +99,7 @@ class OutputPool:
         return tensor.view(dtype) if dtype is torch.bfloat16 else tensor
 
     def clear(self) -> None:
-        """Drop idle buffers; buffers that are out now are dropped when they come back."""
+        """Free idle buffers; buffers in use are freed when their tensors die."""
         with self._lock:
             self._epoch += 1
             self._idle.clear()
@@ -135,10 +135,10 @@ class OutputPool:
 
 
 class Region(NamedTuple):
-    """One temporary of a call: where it lives and how it is laid out.
+    """One temporary of a call: its slot of the arena and its layout.
 
     Attributes:
-        slot: number of the buffer; temporaries that live at different times share one.
+        slot: number of the slot; temporaries that live at different times share one.
         dtype: element type.
         shape: sizes.
         stride: elements from one index to the next, per dimension.
@@ -161,7 +161,7 @@ Layout = Callable[..., tuple[Region, ...]]
 
 
 class Arena:
-    """The temporaries of one running call, kept for the next call of the same sizes."""
+    """Temporaries of one running call, reused by the next call of the same sizes."""
 
     def __init__(self) -> None:
         self.sizes: tuple[int, ...] | None = None
@@ -171,7 +171,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this arena keeps."""
+        """Bytes of the buffers of this arena."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def resize(self, sizes: tuple[int, ...], layout: Layout) -> None:
@@ -216,14 +216,14 @@ class ArenaPool:
         return arena
 
     def release(self, arena: Arena) -> None:
-        """Give an arena back."""
+        """Return an arena to the pool."""
         self._idle.append(arena)
 
     def clear(self) -> None:
-        """Drop the idle arenas."""
+        """Free the idle arenas."""
         self._idle.clear()
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes kept for later calls now."""
+        """Bytes of the idle arenas."""
         return sum(arena.nbytes for arena in self._idle)

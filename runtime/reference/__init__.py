@@ -1,4 +1,4 @@
-"""The reference backend: every node by its own definition in plain PyTorch. It declines nothing."""
+"""Kernels of the reference backend: each node by its definition in plain PyTorch; no node is declined."""
 
 from functools import partial
 from typing import Any

@@ -13,10 +13,15 @@ from cuda_cases import lowered
 from torch import Tensor, nn
 
 import gnnc
+from gnnc.ir.source import Source
 from gnnc.runtime.cuda.driver import launch as launch_module
 from gnnc.runtime.cuda.driver.launch import Launcher
+from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.graphs import cuda_graph
 from gnnc.runtime.cuda.graphs.cuda_graph import CallState, PatchedGraph, _Graph
+from gnnc.runtime.cuda.graphs.recording import recording
+from gnnc.runtime.program.launches import Call, Expr, Statement, Take, Unpacked, View, expr, literal, variable
+from gnnc.runtime.program.launches import Launch as Launched
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -61,6 +66,50 @@ def test_launches_and_arguments_of_the_patches_are_those_of_the_inputs() -> None
         counts = [STANDS_FOR.get(value.partition(".")[2], 1) for value in values]
         spread = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
         assert spread[position] == address
+
+
+def emitter_of(*statements: Statement) -> CudaEmitter:
+    """A program of one input ``x``, one weight ``w``, and these statements."""
+    graph = torch.fx.Graph()
+    for name, kind in (("x", "input"), ("w", "parameter")):
+        node = graph.placeholder(name)
+        node.meta = {"val": torch.empty(4, 8), "source": Source(kind, name)}  # type: ignore[arg-type]
+    graph.output(())
+    emitter = CudaEmitter(torch.fx.GraphModule({}, graph), check_finite=False, offline=True)
+    for node in graph.find_nodes(op="placeholder"):
+        emitter.define(node, variable(node.name))
+    for statement in statements:
+        emitter.append(statement)
+    return emitter
+
+
+def address(name: str) -> Expr:
+    return expr("{}.data_ptr()", variable(name))
+
+
+def test_a_patch_is_the_position_of_an_address_behind_all_that_is_unpacked() -> None:
+    take = Take("out_1", literal(4), 8, "dtype_1")
+    fixed = Launched("launch_1", literal(1), (address("w"),))
+    fields = Unpacked(expr("{}.fields", variable("w")), 6)
+    last = Launched("launch_2", literal(1), (fields, address("x"), address("w"), address("out_1")))
+    form = recording(emitter_of(take, fixed, last), [variable("out_1")])
+    assert form is not None and form.patches == ((1, 6), (1, 8))
+    assert last.recorded in form.source and last.text not in form.source
+
+
+def test_a_call_that_uses_memory_of_launches_leaves_no_recording() -> None:
+    take, view = Take("out_1", literal(4), 8, "dtype_1"), View("v_1", "out_1", (literal(32),))
+    assert recording(emitter_of(take, view), [variable("v_1")]) is not None
+    for name in ("out_1", "v_1"):
+        read = Call("op_1", (variable(name),), result="r_1")
+        assert recording(emitter_of(take, view, read), [variable("v_1")]) is None
+
+
+def test_a_grid_of_the_inputs_leaves_nothing_to_patch() -> None:
+    take = Take("out_1", literal(4), 8, "dtype_1")
+    launch = Launched("launch_1", expr("{}.shape[0]", variable("x")), (address("out_1"),))
+    form = recording(emitter_of(take, launch), [variable("out_1")])
+    assert form is not None and form.patches == () and "replay(recorded, arena, None)" in form.source
 
 
 class Positive(nn.Module):
