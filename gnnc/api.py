@@ -20,9 +20,9 @@ from gnnc.capture.sparse_components import forget_components
 from gnnc.capture.trace_lock import CLOCK, LOCK
 from gnnc.capture.validate import describe_arguments, is_graph_name, missing_arguments, validate
 from gnnc.compiler import dump
+from gnnc.compiler.build import build_program, uncollected
 from gnnc.compiler.fast_path import Steady, steady
-from gnnc.compiler.garbage import uncollected
-from gnnc.compiler.measure import tune
+from gnnc.compiler.measure import profile, tune
 from gnnc.compiler.options import (
     budget,
     built,
@@ -33,8 +33,7 @@ from gnnc.compiler.options import (
     refuse_unbuilt,
     refuse_unmatched,
 )
-from gnnc.compiler.profiling import profile
-from gnnc.compiler.program import Options, Program, build_program, find
+from gnnc.compiler.program import Options, Program, find
 from gnnc.errors import CaptureError, GnncError, GraphError, InputError, UnsupportedError
 from gnnc.passes.base import Pass, Property, first_with
 from gnnc.passes.pipeline import PIPELINE

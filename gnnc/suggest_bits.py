@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from gnnc.compiler.program import capture_call, example_values
+from gnnc.compiler.build import example_values
+from gnnc.compiler.int32_ids import capture_call
 from gnnc.cost.quantization_error import relative_quantization_error
 from gnnc.errors import GnncError, PrecisionError
 from gnnc.ir.op import op_of

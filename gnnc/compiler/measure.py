@@ -1,21 +1,42 @@
-"""What ``CompiledModel.tune`` does with a program: cuts of its graph by measurement."""
+"""Measurements of a program: the time of each op, and the fastest cut of the graph of a call."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gnnc.calibrate.bandwidth import copy_bandwidth
 from gnnc.compiler.program import Program
+from gnnc.cost.model import floor_times
 from gnnc.errors import UnsupportedError
+
+_RUNS = 5
+
+
+def profile(program: Program, tensors: Sequence[Tensor]) -> None:
+    """Run a program a few times; store its times in ``program.timings`` and ``program.floors``, in seconds.
+
+    Args:
+        program: the program of the call.
+        tensors: the tensors of the call.
+    """
+    runs = [program.profiled(tensors)[1] for _ in range(_RUNS)]
+    program.timings = {
+        timing.node: statistics.median(run[i].seconds for run in runs) for i, timing in enumerate(runs[0])
+    }
+    device = next((v.device for v in tensors), torch.device("cpu"))
+    program.floors = floor_times(program.parts.forward, program.executable.profiled, copy_bandwidth(device))
 
 
 def tune(owner: str, program: Program, tensors: Sequence[Tensor]) -> None:
-    """Cut the graph of a call as is measured to be fastest, for as long as its structure is cached.
+    """Cut the graph of a call as measured fastest, for as long as its structure is cached.
 
     Args:
         owner: the model's class name, for messages.
-        program: serves the call; notes what was measured.
-        tensors: of the call.
+        program: the program of the call; ``program.tuned`` takes the measurements.
+        tensors: the tensors of the call.
 
     Raises:
         UnsupportedError: the program is not for CUDA, or a CUDA graph of the caller's holds its addresses.

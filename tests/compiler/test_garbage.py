@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gnnc
-from gnnc.compiler.garbage import uncollected
+from gnnc.compiler.build import uncollected
 
 SEEN: list[bool] = []
 

@@ -10,7 +10,7 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.nn.models import GCN
 
 import gnnc
-from gnnc.compiler.program import elsewhere
+from gnnc.compiler.call_function import elsewhere
 
 WIDTH, CLASSES, NUM_NODES = 16, 4, 25
 

@@ -15,7 +15,7 @@ import gnnc
 from gnnc.calibrate import timing
 from gnnc.calibrate.timing import Times
 from gnnc.compiler import auto as auto_module
-from gnnc.compiler import program
+from gnnc.compiler import build as build_module
 from gnnc.cost.model import launches
 from gnnc.ir import describe
 from gnnc.passes.quantization.number_formats import Option
@@ -82,7 +82,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, kinds: set[tuple[str, str]]) -> None:
         return Times(sum(found.values()), found)
 
     monkeypatch.setattr(auto_module, "predicted_times", predicted_times)
-    monkeypatch.setattr(program, "timer_of", lambda backend: timer)
+    monkeypatch.setattr(build_module, "timer_of", lambda backend: timer)
 
 
 @pytest.mark.parametrize(

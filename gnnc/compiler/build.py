@@ -1,0 +1,199 @@
+"""Capture, pipeline, structure program and executable, put together to one compiled program."""
+
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from gnnc.calibrate.calibration import rates_for
+from gnnc.calibrate.timing import timer_of
+from gnnc.capture.export import Captured
+from gnnc.capture.trace_lock import LOCK
+from gnnc.compiler.auto import run_auto
+from gnnc.compiler.call_function import CallWriter, owner_of
+from gnnc.compiler.index_checks import Bounds, bounds_by_type
+from gnnc.compiler.int32_ids import capture_call
+from gnnc.compiler.program import Options, Program
+from gnnc.errors import UnsupportedError, VerifyError
+from gnnc.ir.graph import fake_mode_of, placeholders
+from gnnc.ir.parts import Parts
+from gnnc.ir.source import source_of
+from gnnc.passes.base import Context, Stage, run_passes
+from gnnc.passes.edges.index_bounds import IndexBound, index_bounds
+from gnnc.passes.rewrite.boundary import drop_structure
+from gnnc.precision import AUTO
+from gnnc.runtime.backend import Backend
+from gnnc.runtime.program.memory import OutputPool
+from gnnc.runtime.structure.runner import StructureRunner
+from gnnc.target import Target
+
+
+def build_program(
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    pool: OutputPool,
+    *,
+    use_examples: bool,
+    known: Sequence[Program] = (),
+) -> Program:
+    """Capture a call and compile it.
+
+    Args:
+        model: the model, in the mode to capture.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
+        options: what was asked of ``gnnc.compile``.
+        pool: memory for outputs.
+        use_examples: the arguments are representative: take static scales from them.
+        known: programs of such calls, none of which serves this one.
+
+    Raises:
+        GnncError: the model cannot be traced, or a request cannot be served.
+    """
+    start = time.perf_counter()
+    captured = capture_call(model, args, kwargs, [program.captured for program in known])
+    _check_weights(captured)
+    if use_examples:  # passes run the graph on them, before the program's own bounds are known
+        Bounds(captured.guards.inputs, index_bounds(captured.graph_module)).check(captured.call.tensors)
+    traced = time.perf_counter()
+    context = Context(
+        precision=options.precision,
+        overrides=dict(options.overrides),
+        target=_target(options.backend),
+        error_budget=options.error_budget,
+        plan=options.plan,
+        examples=example_values(model, captured) if use_examples else None,
+        current_pass="capture",
+    )
+    for path in captured.unwritten:
+        context.note(None, f"forward sets {path}; compiled calls leave the caller's as it is")
+    with torch.no_grad():
+        parts = Parts(forward=captured.graph_module)
+        stages = [("capture", parts)]
+        later, context = _run_passes(parts, options, context)
+        stages += later
+        parts = stages[-1][1]
+        _check_symbols(captured)
+        runner = _structure_runner(options.backend, parts.structure)
+        executable = options.backend.executable(
+            parts.forward, pool, check_finite=options.check_finite, cuda_graph=options.cuda_graph
+        )
+        found = _index_bounds(stages)
+        found = [*found, *bounds_by_type(captured.call.names, found)]
+        bounds = Bounds(captured.guards.inputs, found)
+        if runner is not None and parts.structure is not None:
+            bounds.leave_to(runner, parts.structure)
+    drop_structure(parts.forward, context)
+    captured = dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=()))
+    writer = CallWriter(model, captured, parts, bounds)
+    bind = partial(writer.compile, finish=False)
+    program = Program(
+        captured=captured,
+        backend=options.backend,
+        snapshots=tuple(stages),
+        context=context,
+        executable=executable,
+        runner=runner,
+        bounds=bounds,
+        run=executable.whole(writer.compile(executable, runner)),
+        bind=bind,
+        profiled=executable.whole(bind(executable.profile, runner)),
+    )
+    program.seconds = {"capture": traced - start, "compile": time.perf_counter() - traced}
+    return program
+
+
+def _target(backend: Backend) -> Target:
+    """Return the backend's target with the services that only the driver can give."""
+    return dataclasses.replace(
+        backend.target, lowering=backend, rates=partial(rates_for, backend), timer=timer_of(backend)
+    )
+
+
+def _run_passes(parts: Parts, options: Options, context: Context) -> tuple[list[Stage], Context]:
+    if options.precision == AUTO:
+        return run_auto(parts, options.pipeline, context, check_finite=options.check_finite)
+    return run_passes(parts, options.pipeline, context), context
+
+
+def _structure_runner(backend: Backend, structure: GraphModule | None) -> StructureRunner | None:
+    return None if structure is None else backend.structure_program(structure)
+
+
+def _index_bounds(stages: Sequence[Stage]) -> Sequence[IndexBound]:
+    metas = (parts.forward.meta for _, parts in stages)
+    return next((meta["index_bounds"] for meta in metas if "index_bounds" in meta), ())
+
+
+def _check_weights(captured: Captured) -> None:
+    for node in placeholders(captured.graph_module):
+        value, source = node.meta["val"], source_of(node)
+        if source is None or source.kind not in ("parameter", "buffer"):
+            continue
+        if value.is_floating_point() and value.dtype != torch.float32:
+            raise UnsupportedError(
+                f"{source.kind} {source.name!r} is {value.dtype}: a compiled model keeps float32 weights and "
+                "lowers the precision itself; convert the model with .float()"
+            )
+
+
+def _check_symbols(captured: Captured) -> None:
+    """Refuse a program in which a size that calls may choose has silently become a number."""
+    env = getattr(fake_mode_of(captured.graph_module), "shape_env", None)
+    fixed = dict(getattr(env, "replacements", {}))
+    for guard in captured.guards.inputs:
+        shape: tuple[Any, ...] = guard.shape
+        for dim, size in enumerate(shape):
+            symbols = getattr(size, "free_symbols", ())
+            if any(symbol in fixed and fixed[symbol].is_number for symbol in symbols):
+                raise VerifyError(
+                    f"dimension {dim} of {guard.name} is free in the captured graph, but a pass fixed it to "
+                    f"{size.subs(fixed)}: this is a bug of gnnc, please report it"
+                )
+
+
+def example_values(model: torch.nn.Module, captured: Captured) -> tuple[Any, ...]:
+    """Return the values of the captured graph's placeholders: arguments, weights, constants."""
+    tensors = iter(captured.call.tensors)
+    values = []
+    for node in placeholders(captured.graph_module):
+        source = source_of(node)
+        assert source is not None
+        if source.kind == "input":
+            values.append(next(tensors).detach())
+        elif source.kind == "constant":
+            values.append(node.meta["value"])
+        else:
+            owner, name = owner_of(model, source)
+            with LOCK:
+                values.append(getattr(owner, name).detach())
+    return tuple(values)
+
+
+@contextlib.contextmanager
+def uncollected(*, unless: bool = False) -> Iterator[None]:
+    """Turn Python's garbage collector off for a build; one that was off before stays off.
+
+    The first export of a process allocates tens of thousands of objects, which stay. The collector takes that
+    growth for a reason to traverse all that the process holds, torch and sympy included: a fifth of the time
+    from ``gnnc.compile`` to the first result, for next to nothing that it finds.
+
+    Args:
+        unless: the build may leave large tensors in cycles of references, so the collector stays on.
+    """
+    if unless or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,206 @@
+"""The function that gathers the values of one call and hands them to the executable, written as Python."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from gnnc.capture.export import Captured
+from gnnc.capture.trace_lock import CLOCK
+from gnnc.compiler.index_checks import Bounds
+from gnnc.errors import CaptureError, InputError, UnsupportedError
+from gnnc.ir.graph import placeholders
+from gnnc.ir.parts import Parts
+from gnnc.ir.source import Source, source_of
+from gnnc.runtime.program.launches import expr, variable
+from gnnc.runtime.program.sizes import Sizes
+from gnnc.torch_private import pytree
+
+
+def owner_of(model: torch.nn.Module, source: Source) -> tuple[torch.nn.Module, str]:
+    """Return the module that holds a parameter or buffer, and its name there."""
+    path, _, name = source.name.rpartition(".")
+    return model.get_submodule(path), name
+
+
+class CallWriter:
+    """Writer of the function that gathers a program's values and hands them to the executable."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        captured: Captured,
+        parts: Parts,
+        bounds: Bounds,
+    ) -> None:
+        self._model = model
+        self._bounds = bounds
+        self._captured = captured
+        self._compute = parts.forward
+        self._structure = parts.structure
+        self._sizes = Sizes(inline=True)
+        self._scope: dict[str, Any] = {}
+        self._weights: list[tuple[str, str, str]] = []
+        self._inputs = {name: f"x{i}" for i, name in enumerate(captured.call.names)}
+        self._learn_inputs()
+
+    def compile(
+        self, execute: Callable[..., Any], runner: Callable[..., Any] | None, *, finish: bool = True
+    ) -> Callable[[Sequence[Tensor]], Any]:
+        """Return ``run(tensors)``."""
+        self._weights = []
+        lines = [f"{', '.join(self._inputs.values())}, = tensors"] if self._inputs else []
+        if self._bounds:
+            lines.append("check_bounds(tensors)")
+        if self._structure is not None and runner is not None:
+            values = [self._value(node) for node in placeholders(self._structure)]
+            lines.append(f"s = structure({', '.join(values)})")
+            self._learn_structure()
+        arguments = [self._value(node) for node in placeholders(self._compute)]
+        lines = self._fetch_weights() + lines
+        outputs = f"execute({', '.join(arguments)})"
+        finisher = self._finisher() if finish else None
+        if finisher is not None:
+            outputs = f"finish({outputs})"
+        elif finish:
+            outputs += "[0]"
+        lines.append(f"return {outputs}")
+        source = "def run(tensors):\n" + "".join(f"    {line}\n" for line in lines)
+        scope = {
+            **self._scope,
+            "execute": execute,
+            "structure": runner,
+            "finish": finisher,
+            "check_bounds": self._bounds.check,
+            "weight_error": weight_error,
+            "clock": CLOCK,
+        }
+        exec(compile(source, "<gnnc call>", "exec"), scope)
+        return scope["run"]
+
+    def _learn_inputs(self) -> None:
+        for node in placeholders(self._captured.graph_module):
+            source = source_of(node)
+            if source is not None and source.kind == "input" and source.name in self._inputs:
+                self._sizes.learn(variable(self._inputs[source.name]), node.meta["val"])
+
+    def _structure_results(self) -> list[Node]:
+        assert self._structure is not None
+        return list(self._structure.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def _learn_structure(self) -> None:
+        by_name = {n.name: i for i, n in enumerate(self._structure_results())}
+        for node in placeholders(self._compute):
+            source = source_of(node)
+            if source is not None and source.kind == "structure":
+                self._sizes.learn(expr("s[{}]", by_name[source.name]), node.meta["val"])
+
+    def _value(self, node: Node) -> str:
+        source = source_of(node)
+        assert source is not None
+        if source.kind == "input":
+            return self._inputs[source.name]
+        if source.kind == "constant":
+            return self._bind(f"c{len(self._scope)}", node.meta["value"])
+        if source.kind == "size":
+            return self._size(node, source)
+        if source.kind == "structure":
+            names = [n.name for n in self._structure_results()]
+            return f"s[{names.index(source.name)}]"
+        return self._weight(source, node)
+
+    def _size(self, node: Node, source: Source) -> str:
+        found = self._sizes.find(node.meta["val"])
+        if found is None:
+            raise CaptureError(f"size {source.name} cannot be read off the arguments of a call")
+        return found.text
+
+    def _bind(self, name: str, value: Any) -> str:
+        self._scope[name] = value
+        return name
+
+    def _weight(self, source: Source, node: Node) -> str:
+        owner, name = owner_of(self._model, source)
+        table = owner._parameters if source.kind == "parameter" else owner._buffers
+        variable = f"w{len(self._weights)}"
+        dictionary = self._bind(f"d{variable}", table)
+        shape = self._bind(f"shape_{variable}", torch.Size(node.meta["val"].shape))
+        device = node.meta["val"].device
+        differs = f"{variable}.shape != {shape} or {elsewhere(variable, device)}"
+        self._weights.append((variable, f"{dictionary}.get({name!r})", differs))
+        self._scope[f"dtype_{variable}"] = node.meta["val"].dtype
+        self._scope[f"device_{variable}"] = device
+        self._scope[f"name_{variable}"] = f"{source.kind} {source.name!r}"
+        return variable
+
+    def _fetch_weights(self) -> list[str]:
+        """Read the weights, again where a trace put stand-ins in their place meanwhile."""
+        if not self._weights:
+            return []
+        lines = ["while True:", "    ticks = clock.ticks"]
+        lines += [f"    {variable} = {text}" for variable, text, _ in self._weights]
+        lines.append("    if (ticks == clock.ticks and not ticks & 1) or clock.settle(): break")
+        lines += [
+            f"if {variable} is None or {variable}.dtype is not dtype_{variable} or {differs}:"
+            f" weight_error(name_{variable}, {variable}, shape_{variable}, dtype_{variable},"
+            f" device_{variable})"
+            for variable, _, differs in self._weights
+        ]
+        return lines
+
+    def _finisher(self) -> Callable[[tuple[Any, ...]], Any] | None:
+        """Return the function that makes the model's result of the outputs; None if it is the one output."""
+        spec, names = self._captured.out_spec, self._captured.mutations
+        count = len(self._compute.graph.output_node().args[0]) - len(names)  # type: ignore[arg-type]
+        if not names and count == 1 and spec.is_leaf():
+            return None
+        buffers = [owner_of(self._model, Source("buffer", name)) for name in names]
+
+        def finish(outputs: tuple[Any, ...]) -> Any:
+            for (owner, name), value in zip(buffers, outputs[count:], strict=True):
+                owner._buffers[name].copy_(value)
+            return pytree.tree_unflatten(list(outputs[:count]), spec)
+
+        return finish
+
+
+def elsewhere(variable: str, device: torch.device) -> str:
+    """Return an expression that is true if a tensor is on another device than ``device_<variable>``.
+
+    The number of a GPU compares in a third of the time; tensors on the CPU have none of their own.
+    """
+    if device.type == "cuda" and device.index is not None:
+        return f"{variable}.get_device() != {device.index}"
+    return f"{variable}.device != device_{variable}"
+
+
+def weight_error(
+    name: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse a parameter or buffer that is no longer what was compiled.
+
+    Args:
+        name: kind and path of the parameter or buffer.
+        value: the tensor of this call, or None.
+        shape: its shape when the model was compiled.
+        dtype: its dtype when the model was compiled.
+        device: its device when the model was compiled, where the inputs are too.
+
+    Raises:
+        UnsupportedError: its dtype is not the compiled one.
+        InputError: it is missing, has another shape or is elsewhere.
+    """
+    if value is not None and value.dtype != dtype:
+        raise UnsupportedError(
+            f"{name} is {value.dtype} now, it was {dtype} when compiled: a compiled model keeps "
+            "float32 weights and lowers the precision itself; move it back with .float()"
+        )
+    if value is not None and value.shape == shape and value.device != device:
+        raise InputError(
+            f"the inputs are on {device}, but {name} is on {value.device}: pass x.to({str(value.device)!r}) "
+            f"and so on, or move the model back with .to({str(device)!r})"
+        )
+    now = "missing" if value is None else f"of shape {tuple(value.shape)}"
+    raise InputError(f"{name} is {now}, it had shape {tuple(shape)} when compiled: compile the model again")
