@@ -43,7 +43,7 @@ class CudaEmitter(Emitter):
         kernel_set: the kernels.
         nan_flag: the flag that kernels raise for NaN and infinity.
         weighted: nodes whose quantized rows hold their weights, where there is room (``gnnc::weight_place``).
-        by_stretch: columns, and the sums over them that may go through a table by stretch.
+        windowed_sums: by columns of edges, the sums over them that may read a windowed edge table.
     """
 
     def __init__(self, graph_module: GraphModule, *, check_finite: bool, offline: bool) -> None:
@@ -51,29 +51,29 @@ class CudaEmitter(Emitter):
         self.kernel_set = KernelSet()
         self.weighted: set[Node] = set()
         self._aligned: set[Expr] = set()
-        self.by_stretch: dict[Node, set[Node]] = {}
+        self.windowed_sums: dict[Node, set[Node]] = {}
         self.nan_flag = NanFlag(offline=offline)
 
     @staticmethod
-    def padded(width: int, dtype: torch.dtype, *, gathered: bool = True, by_stretch: bool = False) -> int:
+    def padded(width: int, dtype: torch.dtype, *, gathered: bool = True, windowed: bool = False) -> int:
         """Return the elements from one row to the next, of memory of the arena.
 
         Rows start on a sector, gathered ones on a line if that adds half at most, short ones on 16 bytes.
-        Rows that a kernel may sum by stretch start on a line however much that adds, if they have more than
-        half of one: it reads its windows line by line, and far rows from DRAM (docs/decisions/022).
+        Rows that a kernel may sum by windows start on a line however much that adds, if they have more than
+        half of one: the kernel reads windows line by line, and far rows from DRAM (docs/decisions/022).
         """
         if dtype.itemsize > 4:
             return width
         nbytes = width * dtype.itemsize
         lines = round_up(nbytes, _LINE)
-        if gathered and (2 * lines <= 3 * nbytes or (by_stretch and 2 * nbytes > _LINE)):
+        if gathered and (2 * lines <= 3 * nbytes or (windowed and 2 * nbytes > _LINE)):
             return lines // dtype.itemsize
         return round_up(nbytes, _VECTOR if nbytes <= _VECTOR else _SECTOR) // dtype.itemsize
 
     def stride_for(self, node: Node, width: int) -> int:
         """Return the elements from one row to the next, of a value in the arena, for its readers."""
         dtype, gathered = node.meta["val"].dtype, not self.is_read_in_order(node)
-        return self.padded(width, dtype, gathered=gathered, by_stretch=self.is_summed_by_stretch(node))
+        return self.padded(width, dtype, gathered=gathered, windowed=self.has_windowed_sum(node))
 
     def prelude(self) -> list[Let]:
         """Return the assignment of the stream that everything of a call runs on."""
@@ -117,13 +117,13 @@ class CudaEmitter(Emitter):
 
         return all(reads_in_order(user) for user in node.users)
 
-    def is_summed_by_stretch(self, node: Node) -> bool:
-        """Whether a kernel may sum rows of a value by stretch (``csrc/cuda/sparse/staged.cuh``)."""
+    def has_windowed_sum(self, node: Node) -> bool:
+        """Return whether a kernel may sum rows of a value by windows (``csrc/cuda/sparse/staged.cuh``)."""
 
         def sums(user: Node) -> bool:
             choice = user.meta.get("choice")
             if not isinstance(choice, Choice):
-                return is_view(user) and self.is_summed_by_stretch(user)
+                return is_view(user) and self.has_windowed_sum(user)
             plan = choice.plan
             return isinstance(plan, Plan) and plan.is_plain_sum and argument_of(user, plan.x) is node
 

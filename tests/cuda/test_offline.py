@@ -176,7 +176,7 @@ def test_rows_that_nothing_gathers_leave_l2_first_and_begin_on_no_line(
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "plain", "by_stretch"),
+    ("width", "dtype", "plain", "windowed"),
     [
         (32, torch.bfloat16, 32, 32),  # half a line
         (33, torch.bfloat16, 48, 64),
@@ -188,10 +188,10 @@ def test_rows_that_nothing_gathers_leave_l2_first_and_begin_on_no_line(
     ],
 )
 def test_rows_that_may_be_summed_by_stretch_begin_on_a_line(
-    width: int, dtype: torch.dtype, plain: int, by_stretch: int
+    width: int, dtype: torch.dtype, plain: int, windowed: int
 ) -> None:
     assert CudaEmitter.padded(width, dtype) == plain
-    assert CudaEmitter.padded(width, dtype, by_stretch=True) == by_stretch
+    assert CudaEmitter.padded(width, dtype, windowed=True) == windowed
 
 
 class Weighted(torch.nn.Module):

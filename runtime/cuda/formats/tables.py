@@ -234,7 +234,7 @@ def write_give_back(emitter: CudaEmitter) -> None:
     nodes = emitter.graph_module.graph.nodes
     inputs = placeholders(emitter.graph_module)
     structure = [node for node in inputs if is_structure(node) and isinstance(node.meta.get("val"), Tensor)]
-    for col, sums in emitter.by_stretch.items():
+    for col, sums in emitter.windowed_sums.items():
         if col in structure and set(col.users) == sums:
             emitter.enter(len(nodes), next(node for node in reversed(nodes) if node in sums))
             others = [node for node in structure if node is not col]

@@ -113,12 +113,12 @@ class Spmm:
 
     @staticmethod
     def emit(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launch, whole rows or slices, and that of edges by stretch where rows can be windows."""
+        """Write the launch over rows or slices, and one over the windowed edge table where rows allow it."""
         rowptr = argument_of(node, plan.rowptr)
         edges, col = edges_and_columns(node, emitter, plan.rowptr, plan.col, plan.x)
         value = None if plan.value is None else edge_values(emitter, node, plan.value, plan.heads)
         heads = _heads_apart(plan, node)
-        x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, heads, by_stretch=plan.is_plain_sum)
+        x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, heads, windowed=plan.is_plain_sum)
         scale = _vector(emitter, node, plan.x_scale)
         shift = _vector(emitter, node, plan.shift)
         kind = _scale(plan, node, emitter)
@@ -126,7 +126,7 @@ class Spmm:
         staged = WINDOW_TABLE in node.meta.get("format", Spmm.formats(plan, node))
         if staged:
             assert plan.col is not None
-            emitter.by_stretch.setdefault(argument_of(node, plan.col), set()).add(node)
+            emitter.windowed_sums.setdefault(argument_of(node, plan.col), set()).add(node)
             sources = emitter.size(shape_of(argument_of(node, plan.x))[0])
             runs = write_sums(emitter, emitter.vector(rowptr), col, sources, x.nbytes)
         else:
@@ -235,7 +235,7 @@ def edges_and_columns(
 
 
 def gathered_rows(
-    emitter: CudaEmitter, x: Node, width: int, heads: int = 1, *, by_stretch: bool = False
+    emitter: CudaEmitter, x: Node, width: int, heads: int = 1, *, windowed: bool = False
 ) -> Rows:
     """Return rows whose heads start on 16 bytes, a copy if need be (``csrc/cuda/sparse/pack_rows.cuh``)."""
     dtype = x.meta["val"].dtype
@@ -243,7 +243,7 @@ def gathered_rows(
     columns = packed_width(width, heads, dtype)
     if stride * dtype.itemsize % _PIECE == 0 and columns == width:
         return Rows(tensor, stride * dtype.itemsize, columns, columns * dtype.itemsize)
-    to = emitter.padded(columns, dtype, by_stretch=by_stretch)
+    to = emitter.padded(columns, dtype, windowed=windowed)
     rows = shape_of(x)[0]
     copy = emitter.scratch(rows, to, dtype, flat=True)
     heads_of_row = f"{heads}, {width // heads}, {columns // heads}"
