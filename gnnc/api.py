@@ -26,7 +26,7 @@ from gnnc.compiler.measure import profile, tune
 from gnnc.compiler.options import (
     budget,
     built,
-    check_precision,
+    check_precisions,
     checks_scales,
     overrides_of,
     passes_of,
@@ -79,8 +79,8 @@ def compile(  # noqa: A001  the name is the public contract
         overrides: module-path glob to precision, for layers that differ.
         error_budget: relative L2 error of the output on ``example_inputs`` that ``auto`` may spend.
             Without them nothing can be measured: it weighs ops by their receptive-field gain.
-        backend: ``auto`` (CUDA where the model is on a CUDA device, else the CPU), ``cpu``, ``cuda``,
-            ``reference``, or ``cuda-offline``, which compiles CUDA kernels and cannot run them.
+        backend: ``auto`` (CUDA or the CPU, by the device of the model, or of the inputs of a model without
+            parameters), ``cpu``, ``cuda``, ``reference``, or ``cuda-offline``, which compiles and cannot run.
         cuda_graph: ``auto`` or a bool: whether calls replay a CUDA graph; without meaning on the CPU.
         qat: train with quantization in the loop; not in this version.
         check_finite: ``scale`` raises PrecisionError when a scale is NaN or infinite, ``off`` or
@@ -122,8 +122,8 @@ def compile(  # noqa: A001  the name is the public contract
         pipeline=passes_of(pipeline),
         plan=None if plan is None else Plan.load(plan),
     )
-    for wanted in (options.precision, *options.overrides.values()):
-        check_precision(wanted, options.backend.target)
+    if backend != "auto" or device_of(model) is not None:  # else the tensors of a call decide
+        check_precisions((options.precision, *options.overrides.values()), options.backend.target)
     compiled = CompiledModel(model, options, example_inputs)
     compiled.check_overrides()
     if example_inputs is not None:
@@ -337,9 +337,11 @@ class CompiledModel(torch.nn.Module):
         return program
 
     def _options_for(self, call: Call) -> Options:
-        """The options, with the backend of the device that the model is on now."""
+        """Return the options with the backend of the model's device, or of the call's where it has none."""
         device = device_of(self.model) or next((t.device for t in call.tensors), None)
-        return dataclasses.replace(self.options, backend=get_backend(self.options.requested, device))
+        options = dataclasses.replace(self.options, backend=get_backend(self.options.requested, device))
+        check_precisions((options.precision, *options.overrides.values()), options.backend.target)
+        return options
 
     def _explain_arguments(self, call: Call, failure: str | None, error: CaptureError) -> NoReturn:
         """Blame the arguments where they, not the model, are why tracing failed."""

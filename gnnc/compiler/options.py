@@ -58,15 +58,19 @@ def refuse_unmatched(overrides: Iterable[str], model: Module) -> None:
             raise PrecisionError(f"overrides: {glob!r} matches no module; this model has {known}")
 
 
-def check_precision(precision: Precision, target: Target) -> None:
-    """Refuse a precision that the backend has no kernels for."""
-    if precision == AUTO or precision.name in target.precisions:
-        return
-    only = "; it has kernels on CUDA only" if precision.name == "fp16" else ""
-    raise UnsupportedError(
-        f"precision {precision.name!r} is not built for backend {target.name!r}{only}: move the model "
-        f"and its inputs with .cuda(), or use one of {', '.join(sorted(target.precisions))}"
-    )
+def check_precisions(precisions: Iterable[Precision], target: Target) -> None:
+    """Refuse precisions that the backend has no kernels for.
+
+    Raises:
+        UnsupportedError: a precision is neither ``auto`` nor one of the target's.
+    """
+    for precision in precisions:
+        if precision != AUTO and precision.name not in target.precisions:
+            only = "; it has kernels on CUDA only" if precision.name == "fp16" else ""
+            raise UnsupportedError(
+                f"precision {precision.name!r} is not built for backend {target.name!r}{only}: move the "
+                f"model and its inputs with .cuda(), or use one of {', '.join(sorted(target.precisions))}"
+            )
 
 
 def passes_of(pipeline: Any) -> tuple[Pass, ...]:
