@@ -31,7 +31,7 @@ from torch import Tensor
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
 from gnnc.runtime.cuda.emitter import CudaEmitter
 from gnnc.runtime.cuda.formats.run_table import Cut, cut_for
-from gnnc.runtime.cuda.formats.window_table import StagedTable, shared_bytes, staged_cut_for
+from gnnc.runtime.cuda.formats.window_table import WindowTable, shared_bytes, window_cut_for
 from gnnc.runtime.cuda.kernels.epilogue import truth
 from gnnc.target import CUDA_NARROW_ROWS
 
@@ -394,7 +394,7 @@ class Floors:
             arguments = [address(graph.col), graph.col.numel(), *rows, address(value), address(out)]
             arguments += [address(result), size // 16]
         elif "gather_staged" in name:
-            table = StagedTable(graph.staged, x.shape[0])
+            table = WindowTable(graph.staged, x.shape[0])
             arguments = [address(graph.rowptr), *table.fields, *rows, address(out)]
             blocks, shared = table.blocks, shared_bytes(graph.row_bytes, "none" if scale is None else "row")
         else:
@@ -469,7 +469,7 @@ def cut_graph(rowptr: Tensor, col: Tensor) -> tuple[Sparse, Cut]:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     size = rowptr.numel() - 1, col.numel()
     cut = cut_for(*size, processors)
-    return sparse(rowptr, col, cut, processors, staged_cut_for(*size)), cut
+    return sparse(rowptr, col, cut, processors, window_cut_for(*size)), cut
 
 
 def run(name: str, widths: list[int]) -> dict[str, Any]:

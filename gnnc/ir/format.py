@@ -129,7 +129,7 @@ waits for another one with a longer row."""
 WINDOW_TABLE = Format(
     name="window",
     parts=("word int32 [words, 4]", "entry int32 [entries, 4]", "run int32 [runs, 4]", "split, begin, share"),
-    builder="gnnc.runtime.cuda.formats.window_table.build_staged",
+    builder="gnnc.runtime.cuda.formats.window_table.build_window_table",
     edge_bytes=4,
     cost=_window_cost,
     rule="at least half of the edges connect nearby ids, and enough of them share each source",

@@ -12,9 +12,9 @@ from gnnc.runtime.cuda.emitter import MOST_WHOLE, CudaEmitter, round_up
 from gnnc.runtime.cuda.formats.run_table import Cut, Runs, build_runs
 from gnnc.runtime.cuda.formats.tables import RunTable, in_fours
 from gnnc.runtime.cuda.formats.window_table import (
-    StagedRuns,
-    StagedTable,
-    build_staged,
+    WindowRuns,
+    WindowTable,
+    build_window_table,
     pays,
     shared_bytes,
     sizes_of,
@@ -38,11 +38,11 @@ class Sparse:
     row_bytes: int = 64
 
     @cached_property
-    def staged(self) -> StagedRuns:
+    def staged(self) -> WindowRuns:
         """The edges by stretch."""
         window = window_rows(self.row_bytes)
         sizes = sizes_of(self.rowptr, self.col, self.staged_cut)
-        runs = build_staged(self.rowptr, self.col, sizes, self.multiprocessors, window, always=True)
+        runs = build_window_table(self.rowptr, self.col, sizes, self.multiprocessors, window, always=True)
         assert runs is not None
         return runs
 
@@ -240,7 +240,7 @@ class Spmm:
         self.module = spmm_module(self.name)
         stride = CudaEmitter.padded(width, to, gathered=False)
         self.out = torch.full((graph.num_dst, stride), 99, device="cuda", dtype=to)
-        table = StagedTable(graph.staged, x.shape[0]) if staged else graph.runs
+        table = WindowTable(graph.staged, x.shape[0]) if staged else graph.runs
         self.shared = shared_bytes(graph.row_bytes, scale) if staged else 0
         words = 2 * round_up(x.shape[1], 4)
         staging, self.arrived = staging_for(table.slots, words, slices_of(graph.row_bytes))

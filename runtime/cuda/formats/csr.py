@@ -9,16 +9,16 @@ from torch import Tensor
 
 from gnnc.errors import GraphError
 from gnnc.runtime.cuda.driver.readback import Readback
-from gnnc.runtime.cuda.formats.run_table import BEGUN, RUNS, Begun, Draft, cut_for, multiprocessors_of
+from gnnc.runtime.cuda.formats.run_table import PENDING, RUNS, Draft, PendingRuns, cut_for, multiprocessors_of
 from gnnc.runtime.cuda.formats.sort import Sorted, rows_of, sort_edges
-from gnnc.runtime.cuda.formats.tensor_cache import Ready, keep, refuse_in_capture, tensors_kept
-from gnnc.runtime.cuda.formats.window_table import NUMBERS as STAGED_NUMBERS
-from gnnc.runtime.cuda.formats.window_table import Sizes, find_sizes, may_pay, sizes_name, staged_cut_for
+from gnnc.runtime.cuda.formats.tensor_cache import Ready, attach, cached_tensors, refuse_in_capture
+from gnnc.runtime.cuda.formats.window_table import NUMBERS as WINDOW_NUMBERS
+from gnnc.runtime.cuda.formats.window_table import Sizes, find_sizes, may_pay, sizes_name, window_cut_for
 from gnnc.runtime.structure.kernels import structure_kernel
 from gnnc.torch_private import raw_stream
 
-_MADE = "_made"
-"""What a tensor keeps under when it is in memory."""
+_READY = "_ready"
+"""Attribute of a result: the event after which it is in memory."""
 
 
 @structure_kernel("gnnc.csr", backend="cuda", name="radix_sort")
@@ -26,7 +26,7 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, T
     """Sort edges by destination; see ``gnnc.csr``.
 
     The host waits once, for everything that it has to know of a graph: whether ids are out of range, and how
-    large its tables are; what is known of these is kept with ``rowptr`` and the columns. Sorting and
+    large its tables are; the sizes are cached on ``rowptr`` and the columns. Sorting and
     searching read no memory by the ids, so that ids out of range do no harm.
 
     Raises:
@@ -71,12 +71,12 @@ def sorted_edges(
         # A bad source leaves rowptr what it should be; a bad destination may leave anything.
         tables = _Tables(done, readback.tensor[3:], readback.tensor[:1]) if cuts else None
         readback.send()
-        bad_dst, bad_src, kept, *sizes = readback.wait()
+        bad_dst, bad_src, edges, *sizes = readback.wait()
         if bad_src:
             _refuse("src", src, num_src, "source")
         if bad_dst:
             _refuse("dst", dst, num_dst, "destination")
-        col, perm = (done.col[:kept], done.perm[:kept]) if loops else (done.col, done.perm)
+        col, perm = (done.col[:edges], done.perm[:edges]) if loops else (done.col, done.perm)
         if tables is not None:
             tables.finish(col, sizes)
     return done.rowptr, col, perm
@@ -91,7 +91,7 @@ class _Tables:
         refused: an int32; where it is not 0, the sort's rowptr may be anything.
     """
 
-    NUMBERS = 4 + STAGED_NUMBERS
+    NUMBERS = 4 + WINDOW_NUMBERS
 
     def __init__(self, done: Sorted, sizes: Tensor, refused: Tensor) -> None:
         rowptr = done.rowptr
@@ -99,17 +99,17 @@ class _Tables:
         self._rowptr, self._staged = rowptr, None
         self._draft = Draft(rowptr, edges, cut_for(rows, edges, shares), shares, sizes[:4], refused)
         if may_pay(rows, edges, shares):
-            self._staged = staged_cut_for(rows, edges)
+            self._staged = window_cut_for(rows, edges)
             find_sizes(rowptr, done.keys, done.col, self._staged, sizes[4:])
 
     def finish(self, col: Tensor, sizes: Sequence[int]) -> None:
         """Have rowptr and columns keep the run table, or what one is made of where sums may not need it."""
         edges, sizes, others = col.shape[0], sizes[:4], sizes[4:]
         if self._staged is None:
-            keep(self._rowptr, RUNS, self._draft.finish(sizes, edges))
+            attach(self._rowptr, RUNS, self._draft.finish(sizes, edges))
             return
-        keep(self._rowptr, BEGUN, Begun(self._draft, sizes, edges))
-        keep(col, sizes_name(self._rowptr), Sizes.of(others, edges, self._staged))
+        attach(self._rowptr, PENDING, PendingRuns(self._draft, sizes, edges))
+        attach(col, sizes_name(self._rowptr), Sizes.of(others, edges, self._staged))
 
 
 @structure_kernel("gnnc.csr_transpose", backend="cuda", name="radix_sort_transpose")
@@ -167,7 +167,7 @@ class StreamHooks:
             return
         ready = Ready.now(device)
         for tensor in _on_device(results):
-            vars(tensor)[_MADE] = ready
+            vars(tensor)[_READY] = ready
         if self._only is None:
             self._only = ready.stream
         elif ready.stream != self._only:
@@ -175,7 +175,7 @@ class StreamHooks:
 
     def tables_of(self, tensor: Tensor) -> Iterator[Tensor]:
         """Yield the tensors that are cached on a result."""
-        return tensors_kept(tensor)
+        return cached_tensors(tensor)
 
     def after_call(self, values: Sequence[Any]) -> None:
         """Wait for the results of builds on the current stream."""
@@ -191,9 +191,9 @@ class StreamHooks:
             return
         self._several = True
         for tensor in _on_device(values):
-            ready = vars(tensor).get(_MADE)
+            ready = vars(tensor).get(_READY)
             if ready is not None:  # else the tensor is the caller's
-                ready.wait(chain([tensor], tensors_kept(tensor)))
+                ready.wait(chain([tensor], cached_tensors(tensor)))
 
 
 def _on_device(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gnnc.ir.format import RUN_TABLE
 from gnnc.runtime.cuda.driver.kernel_set import KernelSet, kernels_on
 from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.driver.readback import Readback
-from gnnc.runtime.cuda.formats.tensor_cache import drop, kept, launching
+from gnnc.runtime.cuda.formats.tensor_cache import cached, detach, launching
 from gnnc.torch_private import raw_stream
 
 ROW_COST = 4
@@ -36,8 +37,8 @@ _MOST_OF_A_SHARE = 4096
 """Runs of a share that are put in order, which takes their square; more are of rows without edges."""
 _MOST_OF_A_SLOT = MOST_PART // 2
 """Edges that a slot adds up, at most: sums in fixed point have 32 bits (csrc/cuda/sparse/product_sum.cuh)."""
-RUNS, BEGUN = "runs", "begun"
-"""What ``rowptr`` keeps its table under, and one that is begun with, which may not be needed."""
+RUNS, PENDING = RUN_TABLE.name, "pending_runs"
+"""Names under which a table, and one whose sizes alone are known, are cached on ``rowptr``."""
 _WINDOW, _GROUP = 256, 8
 """Rows that are cut together, and those of few edges that make a run at least."""
 _FIELDS = (
@@ -81,9 +82,9 @@ class Runs(NamedTuple):
         split: int32 ``[slots, 4]``: row, first slot and number of parts, 0, of the row of each part.
         edges: of all.
         cut: how they were cut.
-        dealt: int32 ``[shares * n, 4]`` like ``run``, ``n`` a power of two: a share of neighbouring runs for
-            each block of threads, or for each run where those are fewer. All cost about the same; the warps
-            of a block take its runs in order, the costly ones first, so that they end together. A share
+        per_block: int32 ``[shares * n, 4]`` like ``run``, ``n`` a power of two: a share of neighboring runs
+            for each block of threads, or for each run where runs are fewer. All cost about the same; the
+            warps of a block take its runs in order, the costly ones first, so that they end together. A share
             ends with runs of no entries, at which warps stop; they are no parts. None where blocks take
             turns: there are many runs, or many cost so little that one share has thousands.
     """
@@ -93,13 +94,13 @@ class Runs(NamedTuple):
     split: Tensor
     edges: int
     cut: Cut
-    dealt: Tensor | None
+    per_block: Tensor | None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that it holds."""
         own = self.entry, self.run, self.split
-        return own if self.dealt is None else (*own, self.dealt)
+        return own if self.per_block is None else (*own, self.per_block)
 
 
 def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
@@ -152,17 +153,17 @@ def _power_of_two_from(number: int) -> int:
     return 1 << (max(number, 1) - 1).bit_length()
 
 
-def chunk_of(runs: int, multiprocessors: int, row_bytes: int, *, dealt: bool = True) -> int:
+def chunk_of(runs: int, multiprocessors: int, row_bytes: int, *, per_block: bool = True) -> int:
     """Return how many runs a block takes at a time; 0 where each should have one share of its own.
 
     Args:
         runs: of the graph.
         multiprocessors: of the device.
         row_bytes: of a row of x.
-        dealt: whether there are shares.
+        per_block: whether there are shares.
     """
     chunk = _WIDE_CHUNK if row_bytes >= 256 else _CHUNK
-    return chunk if runs >= _TURNS * multiprocessors * chunk or not dealt else 0
+    return chunk if runs >= _TURNS * multiprocessors * chunk or not per_block else 0
 
 
 class Kernels:
@@ -192,7 +193,7 @@ class Draft:
         rowptr: int64 ``[rows + 1]``, on the current device.
         edges: E, or more.
         cut: sizes.
-        shares: blocks of threads that runs may be dealt to.
+        shares: blocks of threads that may have shares of the runs.
         sizes: int32 ``[4]``, gets what ``finish`` asks for.
         refused: an int32; where it is not 0, rowptr may be anything, and there will be no table.
     """
@@ -254,12 +255,12 @@ class Draft:
             edges: E.
         """
         entries, count, slots, most = sizes
-        dealt, cut = None, self._cut
+        per_block, cut = None, self._cut
         takes_turns = count >= _TURNS * self._shares * _WIDE_CHUNK or most > _MOST_OF_A_SHARE
         if cut.chunk == 0 or cut.chunk is None and not takes_turns:
-            dealt = self._deal(min(count, self._shares), _power_of_two_from(most))
+            per_block = self._deal(min(count, self._shares), _power_of_two_from(most))
         run, split = _fitted(self._run, count), _fitted(self._split, slots)
-        return Runs(self._entry[:entries], run, split, edges, cut, dealt)
+        return Runs(self._entry[:entries], run, split, edges, cut, per_block)
 
     def _deal(self, shares: int, share: int) -> Tensor:
         if shares == 0:
@@ -293,7 +294,7 @@ def build_runs(rowptr: Tensor, edges: int, cut: Cut, shares: int) -> Runs:
         return draft.finish(readback.wait(), edges)
 
 
-class Begun(NamedTuple):
+class PendingRuns(NamedTuple):
     """A run table whose sizes are known.
 
     Attributes:
@@ -326,13 +327,13 @@ def model_runs(rowptr: Tensor, edges: int) -> Runs:
 
     def build() -> Runs:
         with launching(rowptr.device), torch.cuda.device(rowptr.device):
-            begun = drop(rowptr, BEGUN)
-            if begun is not None:
-                return begun.finish()
+            pending = detach(rowptr, PENDING)
+            if pending is not None:
+                return pending.finish()
             shares = multiprocessors_of(rowptr)
             return build_runs(rowptr, edges, cut_for(rowptr.shape[0] - 1, edges, shares), shares)
 
-    return kept(rowptr, RUNS, build)
+    return cached(rowptr, RUNS, build)
 
 
 def multiprocessors_of(tensor: Tensor) -> int:

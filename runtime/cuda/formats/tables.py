@@ -8,17 +8,24 @@ from torch import Tensor
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import is_structure
 from gnnc.runtime.cuda.emitter import CudaEmitter, pointer, round_up
-from gnnc.runtime.cuda.formats.run_table import BEGUN, Cut, Runs, chunk_of, model_runs, multiprocessors_of
+from gnnc.runtime.cuda.formats.run_table import PENDING, Cut, Runs, chunk_of, model_runs, multiprocessors_of
 from gnnc.runtime.cuda.formats.sort import padded_columns, rows_of
-from gnnc.runtime.cuda.formats.tensor_cache import BUILDING, drop, found, kept, launching, values_kept
+from gnnc.runtime.cuda.formats.tensor_cache import (
+    BUILDING,
+    attached,
+    cached,
+    cached_values,
+    detach,
+    launching,
+)
 from gnnc.runtime.cuda.formats.window_table import (
-    StagedRuns,
-    StagedTable,
-    build_staged,
+    WindowRuns,
+    WindowTable,
+    build_window_table,
     pays,
     sizes_name,
     sizes_of,
-    staged_cut_for,
+    window_cut_for,
     window_rows,
 )
 from gnnc.runtime.program.launches import Argument, Expr, Operand, Unpacked, expr, tuple_of
@@ -51,12 +58,13 @@ class RunTable:
 
     def __init__(self, runs: Runs, multiprocessors: int, row_bytes: int, chunk: int | None = None) -> None:
         if chunk is None:
-            is_dealt = runs.dealt is not None
-            chunk = chunk_of(runs.run.shape[0], multiprocessors, row_bytes, dealt=is_dealt)
+            chunk = chunk_of(
+                runs.run.shape[0], multiprocessors, row_bytes, per_block=runs.per_block is not None
+            )
         self.blocks = min(runs.run.shape[0], multiprocessors)
         if not chunk:
-            assert runs.dealt is not None
-            runs = runs._replace(run=runs.dealt)
+            assert runs.per_block is not None
+            runs = runs._replace(run=runs.per_block)
             chunk = runs.run.shape[0] // max(self.blocks, 1)
         self.tensors = runs.entry, runs.run, runs.split
         self.count, self.chunk = runs.run.shape[0], chunk
@@ -72,7 +80,7 @@ def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
         edges: E.
         row_bytes: of the rows of x that are gathered.
     """
-    return kept(
+    return cached(
         rowptr,
         runs_name(row_bytes),
         lambda: RunTable(model_runs(rowptr, edges), multiprocessors_of(rowptr), row_bytes),
@@ -97,11 +105,11 @@ class SumTable:
         table: the one that is used.
     """
 
-    def __init__(self, table: RunTable | StagedTable) -> None:
+    def __init__(self, table: RunTable | WindowTable) -> None:
         self.slots, self.tensors = table.slots, table.tensors
         self.blocks = self.staged_blocks = 0
         self.fields, self.staged_fields = (0,) * _RUN_FIELDS, (0,) * _STAGED_FIELDS
-        if isinstance(table, StagedTable):
+        if isinstance(table, WindowTable):
             self.staged_blocks, self.staged_fields = table.blocks, table.fields
         else:
             self.blocks, self.fields = table.blocks, table.fields
@@ -118,12 +126,12 @@ def sums_of(rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> SumTab
     """
 
     def build() -> SumTable:
-        staged = _staged_of(rowptr, col, row_bytes)
+        staged = _window_runs_of(rowptr, col, row_bytes)
         if staged is None:
             return SumTable(runs_of(rowptr, col.shape[0], row_bytes))
-        return SumTable(StagedTable(staged, sources))
+        return SumTable(WindowTable(staged, sources))
 
-    return kept(col, sums_name(rowptr, sources, row_bytes), build)
+    return cached(col, sums_name(rowptr, sources, row_bytes), build)
 
 
 def sums_name(rowptr: Tensor, sources: int, row_bytes: int) -> str:
@@ -131,26 +139,26 @@ def sums_name(rowptr: Tensor, sources: int, row_bytes: int) -> str:
     return f"sums_{rowptr.data_ptr()}_{sources}_{row_bytes}"
 
 
-def _staged_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> StagedRuns | None:
+def _window_runs_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> WindowRuns | None:
     """Return the edges by stretch, where that pays for rows of so many bytes."""
     rows, edges, window = rowptr.shape[0] - 1, col.shape[0], window_rows(row_bytes)
     processors = multiprocessors_of(rowptr)
     if not pays(edges, edges, rows, processors, row_bytes):
         return None
 
-    def build() -> StagedRuns | None:
+    def build() -> WindowRuns | None:
         with launching(rowptr.device):
-            sizes = found(col, sizes_name(rowptr)) or sizes_of(rowptr, col, staged_cut_of(rowptr, col))
-            return build_staged(rowptr, col, sizes, processors, window)
+            sizes = attached(col, sizes_name(rowptr)) or sizes_of(rowptr, col, window_cut_of(rowptr, col))
+            return build_window_table(rowptr, col, sizes, processors, window)
 
-    runs = kept(col, f"staged_{rowptr.data_ptr()}_{window}", build)
+    runs = cached(col, f"staged_{rowptr.data_ptr()}_{window}", build)
     return runs if runs is not None and pays(runs.near, edges, rows, processors, row_bytes) else None
 
 
-def staged_cut_of(rowptr: Tensor, col: Tensor) -> Cut:
+def window_cut_of(rowptr: Tensor, col: Tensor) -> Cut:
     """Return how the model cuts the edges of a CSR by stretch: as they were counted, where they were."""
-    sizes = found(col, sizes_name(rowptr))
-    return staged_cut_for(rowptr.shape[0] - 1, col.shape[0]) if sizes is None else sizes.cut
+    sizes = attached(col, sizes_name(rowptr))
+    return window_cut_for(rowptr.shape[0] - 1, col.shape[0]) if sizes is None else sizes.cut
 
 
 def in_fours(col: Tensor) -> Tensor:
@@ -166,7 +174,7 @@ def in_fours(col: Tensor) -> Tensor:
         with launching(col.device):
             return padded_columns(col.numel(), col.device).copy_(col)
 
-    copy = kept(col, "fours", build)
+    copy = cached(col, "fours", build)
     return col if copy is None else copy
 
 
@@ -184,13 +192,13 @@ def give_back(col: Tensor, others: Sequence[Tensor], rows: Sequence[Tensor] = ()
     if memory.nbytes() == 0 or any(storage_id(other) == storage_id(col) for other in others):
         return
     copy = in_fours(col)
-    tables = [value for value in values_kept(copy) if isinstance(value, SumTable)]
+    tables = [value for value in cached_values(copy) if isinstance(value, SumTable)]
     if tables and all(table.staged_blocks for table in tables):
         with BUILDING:
             for columns in (col, copy):
                 columns.untyped_storage().resize_(0)
             for rowptr in rows:
-                drop(rowptr, BEGUN)
+                detach(rowptr, PENDING)
 
 
 def in_order(rowptr: Tensor, edges: int) -> Tensor:
@@ -201,7 +209,7 @@ def in_order(rowptr: Tensor, edges: int) -> Tensor:
             col = padded_columns(edges, rowptr.device)
             return torch.arange(edges, out=col)
 
-    return kept(rowptr, "order", build)
+    return cached(rowptr, "order", build)
 
 
 def destinations(rowptr: Tensor, edges: int) -> Tensor:
@@ -211,7 +219,7 @@ def destinations(rowptr: Tensor, edges: int) -> Tensor:
         with launching(rowptr.device):
             return rows_of(rowptr, edges)
 
-    return kept(rowptr, "destinations", build)
+    return cached(rowptr, "destinations", build)
 
 
 def write_columns(emitter: CudaEmitter, col: Expr) -> Expr:

@@ -1,4 +1,4 @@
-"""What is made of a tensor once, and lives as long as the tensor."""
+"""Cache of values derived from a tensor; stored on the tensor, freed with it."""
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -12,12 +12,12 @@ from gnnc.errors import BackendError
 from gnnc.torch_private import raw_stream
 
 BUILDING = threading.RLock()
-"""Held by who builds something of a tensor, and by who frees what nobody builds from any more."""
+"""Lock of builds from tensors, and of frees of tensors that nothing is built from any more."""
 _PREFIX = "gnnc_"
 
 
 class Ready(NamedTuple):
-    """When something is in memory: after an event on a stream of a device."""
+    """The event on a stream after which a value is in memory."""
 
     device: torch.device
     stream: int
@@ -25,112 +25,113 @@ class Ready(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> "Ready":
-        """Return when all that the current stream of a device was given so far is done."""
+        """Return the event after all work that the current stream of a device has so far."""
         stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
         event.record(stream)
         return cls(device, stream.cuda_stream, event)
 
     def wait(self, memory: Iterable[Tensor]) -> None:
-        """Have the current stream wait, if another one launched it, and torch's allocator know of its use.
+        """Let the current stream wait, if another one launched the work; tell torch's allocator of the use.
 
         Args:
-            memory: what the stream will read.
+            memory: tensors that the stream will read.
         """
         if raw_stream(self.device.index) == self.stream:
             return
         if torch.cuda.is_current_stream_capturing():
-            return  # a capture follows a call, and a synchronisation of the caller's
+            return  # a capture follows a call, and a synchronization of the caller's
         current = torch.cuda.current_stream(self.device)
         current.wait_event(self.event)
         for tensor in memory:
             tensor.record_stream(current)
 
 
-class _Made(NamedTuple):
-    """What a tensor keeps.
+class _CacheEntry(NamedTuple):
+    """A cached value.
 
     Attributes:
-        value: the thing.
-        ready: when it, and all that it is made of, is in memory; none: it is when the tensor is.
+        value: a tensor, None, or an object with ``tensors``.
+        ready: events after which the value, and all that it is made of, is in memory; empty: it is in memory
+            when the tensor is.
     """
 
     value: Any
     ready: tuple[Ready, ...] = ()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield those that the value is, or holds."""
+        """Yield the tensors of the value."""
         if isinstance(self.value, Tensor):
             yield self.value
         elif self.value is not None:
             yield from self.value.tensors
 
 
-_NOTHING = _Made(None)
+_NOTHING = _CacheEntry(None)
 
 
-class _Noted(threading.local):
-    """When what a thread is building, and what that is made of, is in memory; None: it builds nothing."""
+class _BuildEvents(threading.local):
+    """The events of the build that a thread is in, and of all that it reads; None outside a build."""
 
     ready: list[Ready] | None = None
 
 
-_noted = _Noted()
+_events = _BuildEvents()
 
 
-def kept(tensor: Tensor, name: str, build: Callable[[], Any]) -> Any:
-    """Return what a tensor keeps under a name, built if it has none; it is there for the current stream.
+def cached(tensor: Tensor, name: str, build: Callable[[], Any]) -> Any:
+    """Return the value cached on a tensor under a name, built if there is none; the current stream waits.
 
     Args:
-        tensor: owns it; not one of the caller's.
-        name: one for each thing that can be made of it.
-        build: returns a tensor, None, or an object whose ``tensors`` are those that it holds. What it
-            launches itself, it launches inside ``launching``.
+        tensor: owner of the value; not one of the caller's.
+        name: name of the value among those of the tensor.
+        build: returns a tensor, None, or an object whose attribute ``tensors`` lists its tensors. It launches
+            its kernels inside ``launching``.
     """
     table, key = vars(tensor), _PREFIX + name
-    made = table.get(key)
-    if made is None:
-        with BUILDING:  # the first thread builds for all: a graph may hold the addresses of what it built
-            made = table.get(key)
-            if made is None:
-                made = table.setdefault(key, _build(build))
-    if made.ready:
-        _note(made.ready)
-        for each in made.ready:
-            each.wait(made.tensors())
-    return made.value
+    entry = table.get(key)
+    if entry is None:
+        with BUILDING:  # the first thread builds for all: a CUDA graph may hold addresses of the value
+            entry = table.get(key)
+            if entry is None:
+                entry = table.setdefault(key, _build(build))
+    if entry.ready:
+        _add_events(entry.ready)
+        for ready in entry.ready:
+            ready.wait(entry.tensors())
+    return entry.value
 
 
-def _build(build: Callable[[], Any]) -> _Made:
-    outer, _noted.ready = _noted.ready, []
+def _build(build: Callable[[], Any]) -> _CacheEntry:
+    outer, _events.ready = _events.ready, []
     try:
         value = build()
-        return _Made(value, tuple(_noted.ready))
+        return _CacheEntry(value, tuple(_events.ready))
     finally:
-        _noted.ready = outer
+        _events.ready = outer
 
 
-def _note(ready: Iterable[Ready]) -> None:
-    if _noted.ready is not None:
-        _noted.ready += ready
+def _add_events(ready: Iterable[Ready]) -> None:
+    if _events.ready is not None:
+        _events.ready += ready
 
 
 @contextmanager
 def launching(device: torch.device) -> Iterator[None]:
-    """Launch what is built of a tensor, which other streams may use next, without waiting for it.
+    """Mark launches of a build, whose results other streams may use next, without waiting for them.
 
     Raises:
         BackendError: see ``refuse_in_capture``.
     """
     refuse_in_capture()
     yield
-    _note([Ready.now(device)])
+    _add_events([Ready.now(device)])
 
 
 def refuse_in_capture() -> None:
-    """Refuse to launch what builds something, while a CUDA graph is being captured: it would only be noted.
+    """Refuse to build a value while a CUDA graph is captured: its launches would be recorded, not run.
 
     Raises:
-        BackendError: it is.
+        BackendError: the current stream is being captured.
     """
     if torch.cuda.is_current_stream_capturing():
         raise BackendError(
@@ -139,46 +140,46 @@ def refuse_in_capture() -> None:
         )
 
 
-def keep(tensor: Tensor, name: str, value: Any) -> None:
-    """Have a tensor that nobody else has yet keep a value, in the place of what it kept under that name."""
-    vars(tensor)[_PREFIX + name] = _Made(value)
+def attach(tensor: Tensor, name: str, value: Any) -> None:
+    """Store ``value`` on a tensor that is not shared yet, replacing what had that name."""
+    vars(tensor)[_PREFIX + name] = _CacheEntry(value)
 
 
-def found(tensor: Tensor, name: str) -> Any:
-    """Return what a tensor keeps under a name, or None."""
+def attached(tensor: Tensor, name: str) -> Any:
+    """Return the value that is stored on a tensor under a name, or None."""
     return vars(tensor).get(_PREFIX + name, _NOTHING).value
 
 
-def drop(tensor: Tensor, name: str) -> Any:
-    """Have a tensor drop what it keeps under a name; return that, or None."""
+def detach(tensor: Tensor, name: str) -> Any:
+    """Remove the value that is stored on a tensor under a name; return it, or None."""
     return vars(tensor).pop(_PREFIX + name, _NOTHING).value
 
 
-def drop_all_but(tensor: Tensor, needed: Collection[int]) -> None:
-    """Have a tensor that nobody else has yet drop the objects whose tensors are not needed.
+def detach_all_but(tensor: Tensor, needed: Collection[int]) -> None:
+    """Remove the objects without needed tensors from a tensor that is not shared yet; cached tensors stay.
 
     Args:
-        tensor: keeps what is dropped; tensors that it keeps stay.
-        needed: ``id`` of every tensor that is.
+        tensor: owner of the values.
+        needed: ``id`` of every needed tensor.
     """
-    for key, made in _all_made(tensor):
-        if not isinstance(made.value, Tensor | None):
-            if not any(id(each) in needed for each in made.value.tensors):
+    for key, entry in _entries(tensor):
+        if not isinstance(entry.value, Tensor | None):
+            if not any(id(part) in needed for part in entry.value.tensors):
                 del vars(tensor)[key]
 
 
-def values_kept(tensor: Tensor) -> Iterator[Any]:
-    """Yield what a tensor keeps."""
-    return (made.value for _, made in _all_made(tensor))
+def cached_values(tensor: Tensor) -> Iterator[Any]:
+    """Yield the values that are cached on a tensor."""
+    return (entry.value for _, entry in _entries(tensor))
 
 
-def tensors_kept(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that a tensor keeps, and those that they keep."""
-    for _, made in _all_made(tensor):
-        for each in made.tensors():
-            yield each
-            yield from tensors_kept(each)
+def cached_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors of the values that are cached on a tensor, and of those cached on them."""
+    for _, entry in _entries(tensor):
+        for part in entry.tensors():
+            yield part
+            yield from cached_tensors(part)
 
 
-def _all_made(tensor: Tensor) -> list[tuple[str, _Made]]:
+def _entries(tensor: Tensor) -> list[tuple[str, _CacheEntry]]:
     return [(key, value) for key, value in list(vars(tensor).items()) if key.startswith(_PREFIX)]

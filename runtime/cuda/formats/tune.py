@@ -30,12 +30,18 @@ from gnnc.runtime.cuda.formats.tables import (
     give_back,
     runs_name,
     runs_of,
-    staged_cut_of,
     sums_name,
     sums_of,
+    window_cut_of,
 )
-from gnnc.runtime.cuda.formats.tensor_cache import drop_all_but, keep, tensors_kept
-from gnnc.runtime.cuda.formats.window_table import StagedTable, build_staged, pays, sizes_of, window_rows
+from gnnc.runtime.cuda.formats.tensor_cache import attach, cached_tensors, detach_all_but
+from gnnc.runtime.cuda.formats.window_table import (
+    WindowTable,
+    build_window_table,
+    pays,
+    sizes_of,
+    window_rows,
+)
 from gnnc.runtime.program.executable import Executable
 
 ROUNDS = 5
@@ -130,13 +136,13 @@ class Wanted:
         rows, processors = self._rowptr.shape[0] - 1, multiprocessors_of(self._rowptr)
         table = self.model()
         if self._col is not None and isinstance(table, SumTable) and table.staged_blocks:
-            return candidates(staged_cut_of(self._rowptr, self._col), cut_for(rows, self._edges, processors))
+            return candidates(window_cut_of(self._rowptr, self._col), cut_for(rows, self._edges, processors))
         model = model_runs(self._rowptr, self._edges)
-        count, dealt = model.run.shape[0], model.dealt is not None
-        runs = model.cut._replace(chunk=chunk_of(count, processors, self.row_bytes, dealt=dealt))
+        count, has_shares = model.run.shape[0], model.per_block is not None
+        runs = model.cut._replace(chunk=chunk_of(count, processors, self.row_bytes, per_block=has_shares))
         if self._col is None or not pays(self._edges, self._edges, rows, processors, self.row_bytes):
             return candidates(runs)
-        return candidates(runs, staged_cut_of(self._rowptr, self._col))
+        return candidates(runs, window_cut_of(self._rowptr, self._col))
 
     def build(self, cut: Cut) -> Table | None:
         """Return the table by another cut; None where its words have no room."""
@@ -148,8 +154,8 @@ class Wanted:
         assert self._col is not None
         window = window_rows(self.row_bytes)
         sizes = sizes_of(self._rowptr, self._col, cut)
-        runs = build_staged(self._rowptr, self._col, sizes, processors, window, always=True)
-        return None if runs is None else SumTable(StagedTable(runs, self._sources))
+        runs = build_window_table(self._rowptr, self._col, sizes, processors, window, always=True)
+        return None if runs is None else SumTable(WindowTable(runs, self._sources))
 
 
 class Trials:
@@ -214,7 +220,7 @@ def tune(executable: Executable, values: Sequence[Any], structure: Iterable[Tens
         What was measured, for each table of those tensors.
     """
     trials = Trials(executable, values)
-    lasting = {id(each) for tensor in structure for each in (tensor, *tensors_kept(tensor))}
+    lasting = {id(each) for tensor in structure for each in (tensor, *cached_tensors(tensor))}
     wanted = [each for each in trials.wanted.values() if all(id(t) in lasting for t in each.tensors)]
     tuned = [_tune(trials, each) for each in wanted]
     _keep(trials, wanted)
@@ -246,10 +252,10 @@ def _keep(trials: Trials, wanted: Sequence[Wanted]) -> None:
     """Keep the tables, and free what none of them is made of."""
     tables = [trials.table(each) for each in wanted]
     for each, table in zip(wanted, tables, strict=True):
-        keep(each.owner, each.name, table)
+        attach(each.owner, each.name, table)
     needed = {id(tensor) for table in tables for tensor in table.tensors}
     for tensor in (tensor for each in wanted for tensor in each.tensors):
-        drop_all_but(tensor, needed)
+        detach_all_but(tensor, needed)
     torch.cuda.current_stream().synchronize()  # other streams may use the tables next
 
 

@@ -96,7 +96,7 @@ NUMBERS = 6
 """Of which sizes are made."""
 
 
-class StagedRuns(NamedTuple):
+class WindowRuns(NamedTuple):
     """The tensors of ``gnnc::StagedRuns``, on the graph's device.
 
     Attributes:
@@ -133,7 +133,7 @@ def sizes_name(rowptr: Tensor) -> str:
     return f"sizes_{rowptr.data_ptr()}"
 
 
-def staged_cut_for(rows: int, edges: int) -> Cut:
+def window_cut_for(rows: int, edges: int) -> Cut:
     """Return how the edges of a large graph are cut by stretch.
 
     Rows of more edges than elsewhere are worked on side by side. The bounds are measured:
@@ -174,7 +174,7 @@ def _places(mask: Tensor, count: int) -> Tensor:
     return torch.nonzero_static(mask, size=count).squeeze(1)
 
 
-def arrange(entries: Entries, near: Tensor, rows: int, blocks: int, window: int, sizes: Sizes) -> StagedRuns:
+def arrange(entries: Entries, near: Tensor, rows: int, blocks: int, window: int, sizes: Sizes) -> WindowRuns:
     """Make runs of entries, by stretch: long ones first, one a run, then short ones of about as many words.
 
     Args:
@@ -218,7 +218,7 @@ def arrange(entries: Entries, near: Tensor, rows: int, blocks: int, window: int,
     slot = torch.where(count > 1, opens, -1).repeat_interleave(count, output_size=order.numel())
     slot = torch.where(slot < 0, -1, (ascending - slot) % 2).int()
     tables = word, entry, run, entries.split, begin.int(), share.int(), place.int(), slot
-    return StagedRuns(*tables, sizes.near_for(window))
+    return WindowRuns(*tables, sizes.near_for(window))
 
 
 def places_within(groups: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def places_within(groups: Tensor) -> Tensor:
     return torch.arange(groups.numel(), device=groups.device) - torch.searchsorted(groups, groups)
 
 
-class StagedTable:
+class WindowTable:
     """The table of one CSR as kernels take it.
 
     Attributes:
@@ -240,7 +240,7 @@ class StagedTable:
         sources: rows of x.
     """
 
-    def __init__(self, runs: StagedRuns, sources: int) -> None:
+    def __init__(self, runs: WindowRuns, sources: int) -> None:
         self.tensors = runs.tensors
         self.blocks = runs.share.shape[0] - 1
         self.slots = runs.split.shape[0]
@@ -316,7 +316,7 @@ class Kernels:
         self._launch(self._count, col, entries, window, row=entries.row, edges=entries.edges, near=near)
         return near
 
-    def write(self, col: Tensor, entries: Entries, runs: StagedRuns, window: int) -> None:
+    def write(self, col: Tensor, entries: Entries, runs: WindowRuns, window: int) -> None:
         """Write the words."""
         given = {name: getattr(runs, name) for name in ("place", "entry", "word", "slot")}
         self._launch(self._write, col, entries, window, **given)
@@ -362,9 +362,9 @@ def sizes_of(rowptr: Tensor, col: Tensor, cut: Cut) -> Sizes:
     return Sizes.of(found.tolist(), col.shape[0], cut)
 
 
-def build_staged(
+def build_window_table(
     rowptr: Tensor, col: Tensor, sizes: Sizes, blocks: int, window: int, *, always: bool = False
-) -> StagedRuns | None:
+) -> WindowRuns | None:
     """Arrange the edges of a CSR by stretch.
 
     Args:

@@ -21,8 +21,8 @@ from gnnc.runtime.cuda.formats.run_table import (
     cut_for,
     multiprocessors_of,
 )
-from gnnc.runtime.cuda.formats.tensor_cache import found
-from gnnc.runtime.cuda.formats.window_table import staged_cut_for
+from gnnc.runtime.cuda.formats.tensor_cache import attached
+from gnnc.runtime.cuda.formats.window_table import window_cut_for
 
 CUTS = (Cut(8, 1), Cut(64, 16), Cut(64, 64), Cut(512, 128), Cut(5000, 5000), Cut(256, 8, entries=1))
 WINDOW, GROUP = 256, 8
@@ -128,14 +128,14 @@ def test_tables_at_the_bounds_of_cuts(cut: Cut) -> None:
 def test_no_rows_are_no_runs() -> None:
     runs = build_runs(torch.zeros(1, dtype=torch.int64).cuda(), 0, Cut(64, 16), 7)
     assert runs.run.numel() == runs.entry.numel() == 0
-    assert runs.dealt is not None and runs.dealt.tolist() == [[0, 0, -1, 0]]
+    assert runs.per_block is not None and runs.per_block.tolist() == [[0, 0, -1, 0]]
 
 
 @pytest.mark.cuda
 def test_blocks_take_turns_where_a_share_has_thousands_of_runs() -> None:
     """Those of rows without edges, beside a row with many."""
     rowptr = offsets([*[0] * 40_000, 20_000_000])
-    assert build_runs(rowptr.cuda(), 20_000_000, Cut(256, 1, entries=1), 132).dealt is None
+    assert build_runs(rowptr.cuda(), 20_000_000, Cut(256, 1, entries=1), 132).per_block is None
 
 
 @pytest.mark.cuda
@@ -145,7 +145,7 @@ def test_a_new_graph_keeps_its_table(loops: bool) -> None:
     src, dst, nodes = g.col.long().cuda(), g.dst().cuda(), max(g.num_src, g.num_dst)
     rowptr, *_ = csr_with_loops(src, dst, nodes) if loops else csr(src, dst, nodes, nodes)
     shares = multiprocessors_of(rowptr)
-    kept, before = found(rowptr, RUNS), g.num_edges + (nodes if loops else 0)
+    kept, before = attached(rowptr, RUNS), g.num_edges + (nodes if loops else 0)
     want = reference(rowptr.cpu(), cut_for(nodes, before, shares), shares)
     assert_is(kept, want)
 
@@ -154,10 +154,10 @@ def test_a_new_graph_keeps_its_table(loops: bool) -> None:
 def test_blocks_that_take_turns_are_dealt_nothing() -> None:
     rowptr = torch.arange(16 * 64 * 8 + 1).cuda()  # 16 turns of 64 runs of 8 rows
     edges = rowptr.numel() - 1
-    assert build_runs(rowptr, edges, Cut(64, 1), 1).dealt is None
-    assert build_runs(rowptr, edges, Cut(64, 1, chunk=32), 1).dealt is None
-    assert build_runs(rowptr, edges, Cut(64, 1, chunk=0), 1).dealt is not None
-    assert build_runs(rowptr[:-8], edges - 8, Cut(64, 1), 1).dealt is not None
+    assert build_runs(rowptr, edges, Cut(64, 1), 1).per_block is None
+    assert build_runs(rowptr, edges, Cut(64, 1, chunk=32), 1).per_block is None
+    assert build_runs(rowptr, edges, Cut(64, 1, chunk=0), 1).per_block is not None
+    assert build_runs(rowptr[:-8], edges - 8, Cut(64, 1), 1).per_block is not None
 
 
 @pytest.mark.cuda
@@ -216,7 +216,7 @@ def test_blocks_of_a_large_graph_take_turns_often_enough_to_end_together() -> No
     for count in (0, 1, 15, 16 * 132, 16 * 132 * 32 - 1, 100_000, 10**7):
         for row_bytes, size in ((64, 32), (256, 64)):
             assert chunk_of(count, 132, row_bytes) == (size if count >= 16 * 132 * size else 0)
-            assert chunk_of(count, 132, row_bytes, dealt=False) == size
+            assert chunk_of(count, 132, row_bytes, per_block=False) == size
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -224,7 +224,7 @@ def test_blocks_of_a_large_graph_take_turns_often_enough_to_end_together() -> No
 @pytest.mark.parametrize("blocks", [1, 5, 132])
 def test_every_run_is_dealt_to_one_block(name: str, cut: Cut, blocks: int) -> None:
     runs = reference(GRAPHS[name]().rowptr, cut, blocks)
-    dealt = runs.dealt
+    dealt = runs.per_block
     assert dealt is not None
     shares = dealt.view(max(min(blocks, runs.run.shape[0]), 1), -1, 4)
     size = shares.shape[1]
@@ -240,9 +240,9 @@ def test_shares_cost_the_same_and_begin_with_what_costs_most() -> None:
     degree = (torch.rand(40_000, generator=generator) ** -0.8).long().clamp(max=9_000)
     rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
     runs = reference(rowptr, cut_for(len(degree), int(degree.sum()), 20), 20)
-    assert runs.dealt is not None
+    assert runs.per_block is not None
     edges = torch.nn.functional.pad((runs.entry[:, 1].long() + ROW_COST).cumsum(0), (1, 0))
-    first, count = runs.dealt.view(20, -1, 4)[:, :, :2].long().unbind(-1)
+    first, count = runs.per_block.view(20, -1, 4)[:, :, :2].long().unbind(-1)
     cost = edges[first + count] - edges[first]
     assert (cost.diff(dim=1) <= 0).all()
     assert cost.sum(1).max() < 1.05 * cost.sum(1).double().mean()
@@ -253,7 +253,7 @@ def test_cuts_grow_with_the_graph_and_with_its_degrees() -> None:
     cuts = [cut_for(rows, edges, 132)[:2] for rows, edges in sizes]
     assert cuts == [(256, 8), (256, 64), (512, 128), (2048, 256)]
     assert cut_for(1, 2**40, 132)[:2] == (2048, 256) and cut_for(0, 0, 132)[:2] == (256, 8)
-    assert [staged_cut_for(rows, edges)[:2] for rows, edges in sizes[2:]] == [(512, 128), (1024, 512)]
+    assert [window_cut_for(rows, edges)[:2] for rows, edges in sizes[2:]] == [(512, 128), (1024, 512)]
 
 
 def test_rows_of_a_small_graph_are_the_work_of_all_warps() -> None:

@@ -12,13 +12,19 @@ from cuda_cases import error, on_device
 from torch import Tensor
 
 import gnnc
-from gnnc.runtime.cuda.driver.launch import Launch
+from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.formats import tune
 from gnnc.runtime.cuda.formats.run_table import MOST_PART, Cut, candidates, cut_for
 from gnnc.runtime.cuda.formats.tables import RunTable, SumTable
-from gnnc.runtime.cuda.formats.tensor_cache import drop_all_but, keep, kept, tensors_kept, values_kept
+from gnnc.runtime.cuda.formats.tensor_cache import (
+    attach,
+    cached,
+    cached_tensors,
+    cached_values,
+    detach_all_but,
+)
 from gnnc.runtime.cuda.formats.tune import Trials, Tuned, Wanted, choose
-from gnnc.runtime.cuda.formats.window_table import staged_cut_for
+from gnnc.runtime.cuda.formats.window_table import window_cut_for
 from gnnc.runtime.cuda.graphs import cuda_graph
 
 SIZES = {
@@ -38,7 +44,7 @@ SIZES = {
 @pytest.mark.parametrize("by_stretch", [False, True])
 def test_candidates_are_few_and_the_models_is_the_first(name: str, by_stretch: bool) -> None:
     runs = cut_for(*SIZES[name], 132)._replace(chunk=32 if SIZES[name][0] > 10**6 else 0)
-    model, other = runs, staged_cut_for(*SIZES[name])
+    model, other = runs, window_cut_for(*SIZES[name])
     if by_stretch:
         model, other = other, runs
     cuts = candidates(model, other)
@@ -81,7 +87,7 @@ def test_another_cut_is_taken_where_it_is_faster_by_more_than_noise(
 
 
 def test_the_text_has_both_cuts_and_both_times() -> None:
-    cuts = Cut(512, 128, chunk=32), Cut(256, 128, chunk=32), staged_cut_for(*SIZES["products"])
+    cuts = Cut(512, 128, chunk=32), Cut(256, 128, chunk=32), window_cut_for(*SIZES["products"])
     tuned = Tuned(("convs.0 fused_1", "convs.1 fused_2"), 64, cuts, (1e-3, 1.2e-3, 0.8e-3))
     assert tuned.cut == cuts[2] and str(tuned) == (
         "convs.0 fused_1, convs.1 fused_2, rows of 64 bytes: model runs, part 512, short 128, 32 at a time: "
@@ -97,14 +103,14 @@ def test_a_tensor_keeps_another_value_and_drops_what_is_not_needed() -> None:
             self.tensors = held
 
     tensor, shared, own = torch.ones(2), torch.ones(3), torch.ones(4)
-    kept(tensor, "order", lambda: own)
-    kept(tensor, "fours", lambda: None)
-    kept(tensor, "runs", lambda: Made(shared, own))
-    kept(tensor, "runs_of_64", lambda: Made(torch.ones(5)))
-    keep(tensor, "runs_of_32", Made(shared))
-    drop_all_but(tensor, {id(shared)})
+    cached(tensor, "order", lambda: own)
+    cached(tensor, "fours", lambda: None)
+    cached(tensor, "runs", lambda: Made(shared, own))
+    cached(tensor, "runs_of_64", lambda: Made(torch.ones(5)))
+    attach(tensor, "runs_of_32", Made(shared))
+    detach_all_but(tensor, {id(shared)})
     assert set(vars(tensor)) == {"gnnc_order", "gnnc_fours", "gnnc_runs", "gnnc_runs_of_32"}
-    assert {id(each) for each in tensors_kept(tensor)} == {id(shared), id(own)}
+    assert {id(each) for each in cached_tensors(tensor)} == {id(shared), id(own)}
 
 
 # What it does to calls. Times are what a test wants: those of the emulator say nothing.
@@ -168,12 +174,12 @@ def structure(compiled: gnnc.CompiledModel) -> list[Tensor]:
     runner = compiled._last.runner
     assert runner is not None
     outputs = [t for entry in runner.cache._entries.values() for t in entry.outputs if isinstance(t, Tensor)]
-    return [*outputs, *(each for tensor in outputs for each in tensors_kept(tensor))]
+    return [*outputs, *(each for tensor in outputs for each in cached_tensors(tensor))]
 
 
 def tables_of(compiled: gnnc.CompiledModel) -> list[Any]:
     """The tables that calls take: those of sums, where a model has sums alone."""
-    found = [value for tensor in structure(compiled) for value in values_kept(tensor)]
+    found = [value for tensor in structure(compiled) for value in cached_values(tensor)]
     sums = [value for value in found if isinstance(value, SumTable)]
     return sums or [value for value in found if isinstance(value, RunTable)]
 
@@ -182,18 +188,18 @@ def tables_of(compiled: gnnc.CompiledModel) -> list[Any]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The arguments of all launches, but of graphs that are launched again."""
     words: list[int] = []
-    call, record = Launch.__call__, Launch.record
+    call, record = Launcher.__call__, Launcher.record
 
-    def noted(self: Launch, grid: int, stream: int, *values: int) -> None:
+    def noted(self: Launcher, grid: int, stream: int, *values: int) -> None:
         words.extend(values if grid else ())
         call(self, grid, stream, *values)
 
-    def recorded(self: Launch, grid: int, into: list[Any], *values: int) -> None:
+    def recorded(self: Launcher, grid: int, into: list[Any], *values: int) -> None:
         words.extend(values if grid else ())
         record(self, grid, into, *values)
 
-    monkeypatch.setattr(Launch, "__call__", noted)
-    monkeypatch.setattr(Launch, "record", recorded)
+    monkeypatch.setattr(Launcher, "__call__", noted)
+    monkeypatch.setattr(Launcher, "record", recorded)
     return words
 
 

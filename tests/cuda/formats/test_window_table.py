@@ -14,10 +14,10 @@ from gnnc.runtime.cuda.formats.window_table import (
     Entries,
     Kernels,
     Sizes,
-    StagedRuns,
-    StagedTable,
+    WindowRuns,
+    WindowTable,
     arrange,
-    build_staged,
+    build_window_table,
     cut_rows,
     entries_of,
     find_sizes,
@@ -63,7 +63,7 @@ def reference_sizes(g: Graph, cut: Cut) -> Sizes:
     return Sizes.of([*count_entries(g.rowptr, cut), near, near], g.num_edges, cut)
 
 
-def table(g: Graph, cut: Cut) -> tuple[Entries, StagedRuns]:
+def table(g: Graph, cut: Cut) -> tuple[Entries, WindowRuns]:
     sizes = reference_sizes(g, cut)
     entries = cut_rows(g.rowptr, sizes)
     near = near_of(g, entries)
@@ -156,7 +156,7 @@ def test_a_window_holds_a_slice_of_each_row() -> None:
 
 def test_a_launch_has_a_block_for_each_share() -> None:
     _, runs = table(GRAPHS["random"](), Cut(32, 16))
-    given = StagedTable(runs, 77)
+    given = WindowTable(runs, 77)
     assert (given.blocks, given.slots) == (BLOCKS, runs.split.shape[0]) and runs.split.numel()
     assert given.fields[-1] == 77 and len(given.fields) == 7
 
@@ -212,7 +212,7 @@ def test_sizes_of_a_new_graph_are_those_of_the_reference(name: str) -> None:
 def test_words_hold_the_sources(name: str, cut: Cut) -> None:
     g = FAMILIES[name]()
     rowptr, col = g.rowptr.cuda(), g.col.cuda()
-    runs = build_staged(rowptr, col, sizes_of(rowptr, col, cut), BLOCKS, STRETCH, always=True)
+    runs = build_window_table(rowptr, col, sizes_of(rowptr, col, cut), BLOCKS, STRETCH, always=True)
     assert runs is not None
     entries, want = table(g, cut)
     assert torch.equal(runs.entry.cpu(), want.entry)
