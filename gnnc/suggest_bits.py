@@ -21,7 +21,6 @@ LIMIT = 0.3
 """The error of the first layer's output up to which Tango found training accuracy unharmed."""
 
 BITS = range(2, 17)
-_AGGREGATES = ("spmm", "message", "segment_reduce")
 
 
 def suggest_bits(model: torch.nn.Module, *inputs: Any) -> int:
@@ -74,7 +73,7 @@ def _round_trip(x: Tensor, bits: int) -> Tensor:
 
 def _first_layer_output(gm: GraphModule, model: torch.nn.Module) -> Node:
     """The last value that the layer of the first aggregation makes."""
-    first = next((n for n in gm.graph.nodes if (op := op_of(n)) and op.name in _AGGREGATES), None)
+    first = next((n for n in gm.graph.nodes if (op := op_of(n)) and op.kind == "aggregate"), None)
     if first is None:
         raise GnncError(
             f"gnnc.suggest_bits: {type(model).__name__} aggregates nothing over edges: it has no graph layer"

@@ -15,15 +15,13 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.errors import PrecisionError, UnsupportedError
-from gnnc.ir.op import op_of
+from gnnc.ir.nodes import argument
+from gnnc.ir.op import Op, op_of
 from gnnc.passes.base import Context, Property
 from gnnc.passes.quantization.norm_statistics import statistics
-from gnnc.passes.quantization.number_formats import CHOSEN, FULL, LOW_OPERANDS, Option, options_of, width_of
+from gnnc.passes.quantization.number_formats import CHOSEN, FULL, Option, options_of, width_of
 from gnnc.passes.search.choice import Choice
 from gnnc.precision import AUTO, Precision
-
-_STRUCTURE = frozenset({"csr", "csr_transpose", "degree", "edge_dst"})
-_EDGE_OPS = frozenset({"sddmm", "edge_map"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ class Assign:
             return reason
         op = op_of(node)
         assert op is not None
-        return self._too_narrow(node, op.name, wanted, ctx)
+        return self._too_narrow(node, op, wanted, ctx)
 
     def _must_be_fp32(self, node: Node, fixed: dict[Node, str]) -> str | None:
         op = op_of(node)
@@ -101,15 +99,15 @@ class Assign:
             return "edge softmax is computed in FP32"
         if node in fixed:
             return fixed[node]
-        if op.name not in LOW_OPERANDS or (op.name == "sddmm" and node.args[4] != "dot"):
+        if not op.low_operands or (op.name == "sddmm" and argument(node, "op") != "dot"):
             return f"{op.name} has no low-precision form"
         return None
 
-    def _too_narrow(self, node: Node, name: str, wanted: Precision, ctx: Context) -> str | None:
-        width = width_of(node.args[LOW_OPERANDS[name][0]])
+    def _too_narrow(self, node: Node, op: Op, wanted: Precision, ctx: Context) -> str | None:
+        width = width_of(argument(node, op.low_operands[0]))
         if width is None:
             return None
-        if name == "gemm":
+        if op.kind == "dense":
             if width >= self.min_inner_width:
                 return None
             return f"an inner width of {width} is less than one integer dot instruction takes"
@@ -122,7 +120,7 @@ class Assign:
 def is_primitive(node: Node) -> bool:
     """Whether ``node`` computes on features, so that a precision applies to it."""
     op = op_of(node)
-    return op is not None and op.name not in _STRUCTURE
+    return op is not None and op.kind != "structure"
 
 
 def check_overrides(primitives: Iterable[Node], overrides: dict[str, Precision]) -> None:
@@ -196,4 +194,4 @@ def _softmax_logits(graph: fx.Graph) -> set[Node]:
         found.add(node)
         if op_of(node) is None:
             pending += node.all_input_nodes
-    return {node for node in found if (op := op_of(node)) and op.name in _EDGE_OPS}
+    return {node for node in found if (op := op_of(node)) and op.kind == "edge"}

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from gnnc.errors import PrecisionError
 from gnnc.ir.graph import fake_mode_of, placeholders
-from gnnc.ir.nodes import arguments, shape_or_none
+from gnnc.ir.nodes import argument, arguments, shape_or_none, with_arguments
 from gnnc.ir.op import Op, op_of
 from gnnc.ir.qtype import Granularity, QType
 from gnnc.ir.quantized import MAX_SHIFT
@@ -27,7 +27,6 @@ from gnnc.passes.quantization.bf16_narrow_rows import use_bf16_for_narrow_rows
 from gnnc.passes.quantization.bf16_partials import producer, round_partials_to_bf16
 from gnnc.passes.quantization.number_formats import (
     FLOAT_DTYPES,
-    LOW_OPERANDS,
     aggregated_rows,
     granularities,
     width_of,
@@ -72,8 +71,8 @@ class Quantize:
         for node in low:
             use_bf16_for_narrow_rows(node, ctx, _candidates(node), observed.get(node), self.max_error)
             build = _Builder(gm, node, ctx, observed.get(node), self.max_error, node in scaled)
-            rules = _INTEGER if build.precision.is_integer else _HALF
-            result = rules[_op(node).name](build)
+            rewrite = _INTEGER[_op(node).name] if build.precision.is_integer else _round_operands
+            result = rewrite(build)
             if result is not None:
                 _replace(gm.graph, node, result)
         if ctx.examples is not None:
@@ -305,10 +304,12 @@ def _sddmm(build: _Builder) -> Node:
 
 def _round_operands(build: _Builder) -> Node:
     """Call the same op on operands of 16 bits."""
-    args = list(build.node.args)
-    for position in LOW_OPERANDS[_op(build.node).name]:
-        args[position] = build.aten("_to_copy", args[position], dtype=FLOAT_DTYPES[build.precision.name])
-    return build(build.node.target, *args, **build.node.kwargs)
+    rounded = {
+        name: build.aten("_to_copy", argument(build.node, name), dtype=FLOAT_DTYPES[build.precision.name])
+        for name in _op(build.node).low_operands
+    }
+    args, kwargs = with_arguments(build.node, **rounded)
+    return build(build.node.target, *args, **kwargs)
 
 
 _INTEGER: dict[str, Callable[[_Builder], Node | None]] = {
@@ -317,4 +318,3 @@ _INTEGER: dict[str, Callable[[_Builder], Node | None]] = {
     "segment_reduce": _segment_reduce,
     "sddmm": _sddmm,
 }
-_HALF: dict[str, Callable[[_Builder], Node | None]] = dict.fromkeys(LOW_OPERANDS, _round_operands)

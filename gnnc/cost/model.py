@@ -17,8 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from gnnc.ir import describe
-from gnnc.ir.nodes import arguments, is_gnnc, op_name, qtype_of
-from gnnc.ir.op import Cost, nbytes, numel, op_of, size_expr
+from gnnc.ir.nodes import arguments, is_gnnc, op_name, operand, qtype_of, unpack
+from gnnc.ir.op import Cost, Op, nbytes, numel, op_of, size_expr
 
 FAMILIES = ("gemm", "spmm", "attention", "map")
 ALONE = "aten"
@@ -31,9 +31,6 @@ KNOTS = (2.0**18, 2.0**21, 2.0**24, 2.0**27)
 """Sizes in bytes at which the cost of a byte is measured; between them it follows the logarithm."""
 
 ONE = sympy.Integer(1)
-_AGGREGATES = ("spmm", "segment_reduce", "message")
-_EDGE_OPS = frozenset((*_AGGREGATES, "sddmm", "edge_softmax", "edge_map"))
-_QUANTIZING = frozenset(("quantize", "scale", "row_shift"))
 _TRANSCENDENTAL = frozenset(
     "elu exp sigmoid tanh gelu silu log softplus _softmax _log_softmax softmax log_softmax".split()
 )
@@ -133,7 +130,7 @@ class Launch:
     @property
     def primitives(self) -> list[Node]:
         """The nodes that compute something of the model."""
-        return [node for node in self.nodes if is_gnnc(node) and op_name(node) not in describe.PRECISION_OPS]
+        return [node for node in self.nodes if is_gnnc(node) and not describe.changes_precision(node)]
 
     @property
     def family(self) -> str:
@@ -146,14 +143,14 @@ class Launch:
 
 def family_of(node: Node) -> str:
     """Return the family of the kernel that runs a primitive by itself."""
-    name = kind_of(node)
-    return "spmm" if name == "segment_reduce" else name
+    op = op_of(node)
+    return op_name(node) if op is None else op.cost_family
 
 
-def kind_of(node: Node) -> str:
-    """Return the name of a primitive without the mark of its integer form."""
-    name = op_name(node)
-    return name[1:] if name in ("qgemm", "qspmm", "qsddmm") else name
+def _op(node: Node) -> Op:
+    op = op_of(node)
+    assert op is not None, node.format_node()
+    return op
 
 
 def launches(graph: Graph) -> list[Launch]:
@@ -228,24 +225,22 @@ def op_terms(node: Node, mode: str, element_size: Any = None) -> list[Term]:
         mode: precision of its operands, and how an integer aggregation adds, as ``mode_of`` says.
         element_size: bytes of an element that it gathers, where that is not what the graph says.
     """
-    name = kind_of(node)
-    if name == "gemm":
-        inner = node.args[0].meta["val"].shape[-1]  # type: ignore[union-attr]
+    op = _op(node)
+    if op.cost_family == "gemm":
+        inner = operand(node, "x").meta["val"].shape[-1]
         return [Term(f"dot.{mode}", elements(node) * size_expr(inner))]
-    if name not in _EDGE_OPS:
-        return [Term("step", elements(node))]
+    if not op.gathered:
+        return [Term(op.step, elements(node))]
     edges = _edges(node)
     terms = [Term(f"edge.{mode}", edges)]
-    if name in _AGGREGATES:
+    if op.kind == "aggregate":
         terms.append(Term("row", size_expr(node.meta["val"].shape[0])))
-    if name == "edge_softmax":
-        return [Term("exp", elements(node))]
-    if name in ("message", "edge_map"):
+    if "body" in op.parameters:
         terms.append(Term("body", edges * _per_row(node)))
-    for operand in tables_of(node):
-        size = element_size or _element_size(operand)
-        lines = sympy.ceiling(_per_row(operand) * size / LINE) * LINE
-        terms.append(Term(f"gather.{mode}", edges * lines, padded(operand, size)))
+    for table in tables_of(node):
+        size = element_size or _element_size(table)
+        lines = sympy.ceiling(_per_row(table) * size / LINE) * LINE
+        terms.append(Term(f"gather.{mode}", edges * lines, padded(table, size)))
     return terms
 
 
@@ -262,17 +257,11 @@ def mode_of(node: Node) -> str:
 
 def tables_of(node: Node) -> list[Node]:
     """Return the operands that a primitive gathers rows of."""
-    name = kind_of(node)
-    if name not in _EDGE_OPS or name == "edge_softmax":
-        return []
-    named = arguments(node)
-    if name in ("spmm", "segment_reduce"):
-        found = [named["x"]]
-    elif name == "sddmm":
-        found = [named["a"], named["b"]]
-    else:
-        found = [*named["src"], *named["dst"]]
-    return [operand for operand in found if isinstance(operand, Node)]
+    op = op_of(node)
+    found: list[Any] = []
+    for value in unpack(node, *op.gathered) if op is not None else ():
+        found += value if isinstance(value, list | tuple) else (value,)
+    return [table for table in found if isinstance(table, Node)]
 
 
 def elements(node: Node) -> sympy.Expr:
@@ -309,10 +298,9 @@ def _element_size(node: Node) -> sympy.Expr:
 
 
 def _step_name(node: Node) -> str:
-    name = op_name(node)
-    if name in _QUANTIZING:
-        return "quantize"
-    return "exp" if name in _TRANSCENDENTAL else "step"
+    if op := op_of(node):
+        return op.step
+    return "exp" if op_name(node) in _TRANSCENDENTAL else "step"
 
 
 def _edges(node: Node) -> sympy.Expr:
@@ -354,9 +342,9 @@ def _bytes_packed(node: Node) -> sympy.Expr:
     """Return the bytes by which an op's cost rule, which sees dtypes, overstates its quantized operands."""
     tables = tables_of(node)
     total = sympy.Integer(0)
-    for operand in filter(qtype_of, describe.operands(node)):
-        spare = operand.meta["val"].element_size() - _element_size(operand)
-        total += spare * (_edges(node) * _per_row(operand) if operand in tables else elements(operand))
+    for source in filter(qtype_of, describe.operands(node)):
+        spare = source.meta["val"].element_size() - _element_size(source)
+        total += spare * (_edges(node) * _per_row(source) if source in tables else elements(source))
     return total
 
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from gnnc.ir.graph import placeholders
-from gnnc.ir.nodes import shape_or_none
+from gnnc.ir.nodes import argument, operand, shape_or_none
 from gnnc.ir.op import op_of
 from gnnc.ir.source import source_of
-from gnnc.torch_private import schema
 
 ALPHA = 3.0
 """The decay of equation 7.7; the thesis uses 3 throughout."""
@@ -29,7 +28,6 @@ SAMPLES = 256
 """Nodes of the graph from which neighbours are counted."""
 
 _SAMPLES_AT_ONCE = 64
-_HOP_OPS = frozenset({"spmm", "sddmm", "message", "edge_map"})
 
 
 def gain(before: float, after: float, volume: float, alpha: float = ALPHA) -> float:
@@ -129,32 +127,25 @@ def _field(node: Node, seen: Mapping[Node, Field], c0: int) -> Field:
     op = op_of(node)
     hops = max((f.hops for f in seen.values()), key=len)
     channels = max(f.channels for f in seen.values())
-    if op is not None and op.name == "gemm":
+    if op is not None and op.kind == "dense":
         channels = c0
     elif str(node.target).startswith("aten.cat"):
-        parts: Any = node.args[0]
+        parts = argument(node, "tensors")
         channels = min(sum(seen[part].channels for part in parts if part in seen), c0)
-    if op is not None and op.name in _HOP_OPS:
-        hops = _one_more(node, op.name, seen)
+    if op is not None and op.crosses_edges:
+        hops = _one_more(node, seen)
     return Field(hops, channels)
 
 
-def _one_more(node: Node, name: str, seen: Mapping[Node, Field]) -> tuple[Hop, ...]:
+def _one_more(node: Node, seen: Mapping[Node, Field]) -> tuple[Hop, ...]:
     """Hops of an op along edges: its node operands are one step away, its edge operands are not."""
-    rowptr, col = node.args[:2]
-    assert isinstance(rowptr, Node) and isinstance(col, Node)
-    edge_operands = {"spmm": [node.args[2]], "sddmm": []}.get(name) or _edge_list(node)
+    rowptr, col = operand(node, "rowptr"), operand(node, "col")
+    edge_operands = [argument(node, "value", None), *argument(node, "edge", ())]
     ways = [
-        field.hops if operand in edge_operands else (*field.hops, Hop(rowptr, col))
-        for operand, field in seen.items()
+        field.hops if source in edge_operands else (*field.hops, Hop(rowptr, col))
+        for source, field in seen.items()
     ]
     return max(ways, key=len)
-
-
-def _edge_list(node: Node) -> list[Any]:
-    names = [argument.name for argument in schema(node.target).arguments]  # type: ignore[union-attr]
-    position = names.index("edge") if "edge" in names else len(node.args)
-    return list(node.args[position]) if position < len(node.args) else []  # type: ignore[arg-type]
 
 
 def assumed_reach(nodes: float, edges_per_node: float) -> Reach:

@@ -35,6 +35,9 @@ PACK = define(
     Op(
         name="pack",
         schema="(Tensor q, int bits) -> Tensor",
+        kind="precision",
+        features=("q",),
+        label="{q}_planes",
         reference=pack_reference,
         fake=lambda q, bits: q.new_empty((bits, q.shape[0], (q.shape[1] + 7) // 8), dtype=torch.uint8),
         cost=lambda q, bits: Cost(nbytes(q) + numel(q) * bits / 8, numel(q) * bits),
@@ -72,6 +75,8 @@ UNPACK = define(
     Op(
         name="unpack",
         schema="(Tensor planes, int bits, SymInt width) -> Tensor",
+        kind="precision",
+        features=("planes",),
         reference=unpack_reference,
         fake=lambda planes, bits, width: planes.new_empty((planes.shape[1], width), dtype=torch.uint8),
         cost=lambda planes, bits, width: Cost(

@@ -91,6 +91,11 @@ GEMM = define(
     Op(
         name="gemm",
         schema="(Tensor x, Tensor w, Tensor? bias=None, bool w_is_kn=False) -> Tensor",
+        kind="dense",
+        features=("x", "w"),
+        low_operands=("x", "w"),
+        counted_as="gemm",
+        label="h{n}",
         reference=gemm_reference,
         fake=_gemm_fake,
         cost=_gemm_cost,
@@ -135,6 +140,11 @@ QGEMM = define(
     Op(
         name="qgemm",
         schema="(Tensor x, Tensor w) -> Tensor",
+        kind="dense",
+        family="gemm",
+        features=("x", "w"),
+        counted_as="gemm",
+        label="acc{n}",
         reference=qgemm_reference,
         fake=_qgemm_fake,
         cost=lambda x, w: _gemm_cost(x, w),

@@ -8,6 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from gnnc.ir.nodes import arguments, is_gnnc, op_name, qtype_of
+from gnnc.ir.op import op_of
 from gnnc.ir.qtype import QType
 from gnnc.ir.source import is_weight
 from gnnc.torch_private import OpOverload
@@ -35,33 +36,6 @@ _BITS = {"fp64": 64, "fp32": 32, "fp16": 16, "bf16": 16}
 _VIEWS = frozenset(("view", "reshape", "unsqueeze", "squeeze", "t", "transpose", "alias", "detach"))
 _FREE = _VIEWS | {"getitem", "sym_size", "select", "slice", "expand"}
 
-PRECISION_OPS = frozenset(("scale", "row_shift", "quantize", "dequantize", "pack", "unpack"))
-"""The primitives that change how a value is held, and compute nothing of the model."""
-
-COUNTED = {
-    "gemm": "gemm",
-    "qgemm": "gemm",
-    "spmm": "spmm",
-    "qspmm": "spmm",
-    "sddmm": "sddmm",
-    "qsddmm": "sddmm",
-    "segment_reduce": "segment",
-    "message": "message",
-}
-"""The ops that "quantized k of n" counts, and the kind each belongs to."""
-
-_ALONG_EDGES = frozenset(
-    (
-        *("spmm", "qspmm", "sddmm", "qsddmm", "edge_softmax", "segment_reduce"),
-        *("message", "edge_map", "attention"),
-    )
-)
-"""The primitives, and kinds of fused submodules, that compute along the edges or the segments of a CSR."""
-
-_NOT_FEATURES = frozenset(
-    ("rowptr", "col", "perm", "scale", "x_scale", "a_scale", "b_scale", "base", "shift", "src", "dst", "bias")
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -85,13 +59,20 @@ class Block:
 def reads_edges(node: Node) -> bool:
     """Return whether a node, or one of the ops fused in it, computes along edges or segments of a CSR."""
     if node.op == "call_module":
-        return node.meta.get("kind") in _ALONG_EDGES
-    return is_gnnc(node) and op_name(node) in _ALONG_EDGES
+        return node.meta.get("kind") in ("spmm", "attention")
+    op = op_of(node)
+    return op is not None and op.kind in ("aggregate", "edge")
 
 
 def format_text(node: Node) -> str:
     """Return the names of the structure formats that may serve a node, such as ``runs|window``, or ""."""
     return "|".join(map(str, node.meta.get("format", ())))
+
+
+def changes_precision(node: Node) -> bool:
+    """Return whether a node calls an op that changes how a value is held, and computes nothing else."""
+    op = op_of(node)
+    return op is not None and op.kind == "precision"
 
 
 def returns_many(node: Node) -> bool:
@@ -136,12 +117,12 @@ def operands(node: Node) -> list[Node]:
     """Return the operands of a node that carry features, edge values or weights."""
     if not isinstance(node.target, OpOverload):
         return list(node.all_input_nodes)
-    skipped = _NOT_FEATURES if is_gnnc(node) else frozenset[str]()
+    op, named = op_of(node), arguments(node)
+    names = named if op is None else op.features
     found: list[Node] = []
-    for name, value in arguments(node).items():
-        lists = value if isinstance(value, list | tuple) else (value,)
-        wanted = name not in skipped or isinstance(value, list | tuple)
-        found += [item for item in lists if isinstance(item, Node) and wanted]
+    for value in (named[name] for name in names):
+        items = value if isinstance(value, list | tuple) else (value,)
+        found += [item for item in items if isinstance(item, Node)]
     return found
 
 

@@ -157,6 +157,10 @@ EDGE_MAP = define(
         name="edge_map",
         schema="(Tensor rowptr, Tensor col, str body, Tensor[] dst, Tensor[] src, Tensor[] edge,"
         " Tensor[] const) -> Tensor",
+        kind="edge",
+        features=("dst", "src", "edge", "const"),
+        gathered=("src", "dst"),
+        label="e{n}",
         reference=edge_map_reference,
         fake=_edge_map_fake,
         cost=_edge_map_cost,
@@ -298,6 +302,11 @@ MESSAGE = define(
         name="message",
         schema="(Tensor rowptr, Tensor col, str body, str reduce, Tensor[] dst, Tensor[] src,"
         " Tensor[] edge, Tensor[] const, SymInt num_dst) -> Tensor",
+        kind="aggregate",
+        features=("dst", "src", "edge", "const"),
+        gathered=("src", "dst"),
+        counted_as="message",
+        label="h{n}",
         reference=message_reference,
         fake=_message_fake,
         cost=lambda rowptr, col, body, reduce, dst, src, edge, const, num_dst: _gathered_cost(

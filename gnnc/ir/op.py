@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from string import Formatter
+from typing import Any, Literal, NoReturn, get_args
 
 import sympy
 import torch
@@ -49,6 +50,11 @@ class Gradient:
     setup: Callable[..., None]
 
 
+Kind = Literal["structure", "dense", "aggregate", "edge", "precision"]
+Counted = Literal["gemm", "spmm", "sddmm", "segment", "message"]
+Step = Literal["step", "quantize", "exp"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """Everything semantic about one primitive.
@@ -56,6 +62,20 @@ class Op:
     Attributes:
         name: the name in the ``gnnc`` namespace.
         schema: arguments and results in ``torch.library`` notation.
+        kind: what the op computes: ``structure`` (integers of the graph: CSR, degrees), ``dense`` (rows of
+            features), ``aggregate`` (edges into rows), ``edge`` (a value for each edge) or ``precision``
+            (another form of the same values, such as quantized ones).
+        features: operands that carry features, edge values or weights, in the order of the schema.
+        gathered: features whose rows the op reads at both ends of edges, so once an edge.
+        low_operands: features that may be held in fewer bits; none: the op is computed in FP32.
+        counted_as: the count of "quantized k of n" that the op belongs to, if any.
+        family: kernels whose measured rates the cost model uses; the op's own name unless given.
+        step: the cost model's term for one element of the result, where the op gathers nothing.
+        label: name of the result in printed programs: ``h{n}`` is numbered, ``{x}_q`` follows the name of
+            operand ``x``, any other text stands as it is. None: named by dtype and shape, and the
+            results of an op with several by the names in its schema.
+        cached_alone: the structure cache keeps the result by itself, never computing it again with
+            those of another part.
         reference: the meaning, in plain PyTorch.
         fake: the shape and dtype rule (``torch.library.register_fake``).
         cost: bytes and flops from the arguments' FakeTensors.
@@ -69,6 +89,15 @@ class Op:
 
     name: str
     schema: str
+    kind: Kind
+    features: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+    low_operands: tuple[str, ...] = ()
+    counted_as: Counted | None = None
+    family: str = ""
+    step: Step = "step"
+    label: str | None = None
+    cached_alone: bool = False
     reference: Callable[..., Any]
     fake: Callable[..., Any]
     cost: Callable[..., Cost]
@@ -79,6 +108,22 @@ class Op:
     quantized: str | None = None
     qtype: Callable[[Mapping[str, Any]], QType] | None = None
     doc: str = field(default="")
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the op's parameters, in order."""
+        declared = self.schema[1 : self.schema.index(") ->")].split(",")
+        return tuple(text.split("=")[0].split()[-1] for text in declared)
+
+    @property
+    def crosses_edges(self) -> bool:
+        """Whether the op reads features at the other ends of edges, by the source ids ``col``."""
+        return bool(self.gathered) and "col" in self.parameters
+
+    @property
+    def cost_family(self) -> str:
+        """The kernels whose measured rates the cost model uses."""
+        return self.family or self.name
 
     @property
     def target(self) -> OpOverload:
@@ -95,6 +140,7 @@ def define(op: Op) -> Op:
         raise ValueError(f"op {op.name!r} is defined twice")
     if (op.gradient is None) == (op.no_gradient is None):
         raise ValueError(f"op {op.name!r} needs a gradient or the reason for having none")
+    _check_traits(op)
     _LIBRARY.define(f"{op.name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(op.name, op.reference, "CompositeExplicitAutograd")
     qualified = f"{NAMESPACE}::{op.name}"
@@ -105,6 +151,24 @@ def define(op: Op) -> Op:
         )
     REGISTRY[op.name] = op
     return op
+
+
+def _check_traits(op: Op) -> None:
+    """Refuse traits that name an operand which the schema lacks, or contradict each other."""
+    if op.kind not in get_args(Kind):
+        raise ValueError(f"op {op.name!r} has kind {op.kind!r}; use one of {get_args(Kind)}")
+    named = {field for _, field, _, _ in Formatter().parse(op.label or "") if field not in (None, "n")}
+    for name in (*op.features, *op.gathered, *op.low_operands, *named):
+        if name not in op.parameters:
+            raise ValueError(f"a trait of op {op.name!r} names {name!r}; it takes {op.parameters}")
+    if not {*op.gathered, *op.low_operands} <= set(op.features):
+        raise ValueError(f"gathered and low_operands of op {op.name!r} must be among its features")
+    if op.features != tuple(name for name in op.parameters if name in op.features):
+        raise ValueError(f"features of op {op.name!r} must stand in the order of its schema")
+    if op.kind == "structure" and op.features:
+        raise ValueError(f"op {op.name!r} of kind 'structure' has features; give it another kind")
+    if op.kind not in ("structure", "precision") and not op.features:
+        raise ValueError(f"op {op.name!r} computes on features; name them in `features`")
 
 
 def op_of(node: torch.fx.Node) -> Op | None:

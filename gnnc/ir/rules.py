@@ -20,9 +20,6 @@ from gnnc.ir.quantized import SCALE_LAYOUTS
 from gnnc.ir.sparse import EDGE_OPS, REDUCTIONS
 from gnnc.torch_private import schema, statically_known_true
 
-_INTEGER = ("qgemm", "qspmm", "qsddmm", "dequantize", "pack", "unpack")
-_SPARSE = ("spmm", "qspmm", "sddmm", "qsddmm", "edge_map", "message")
-
 _DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "rowptr": (torch.int64,),
     "col": (torch.int32, torch.int64),
@@ -102,7 +99,7 @@ def _problem_of_dtypes(call: Call) -> str | None:
         qtype = call.qtype(name)
         if name in _QUANTIZED.get(call.op, ()) and qtype is None:
             return f"takes {tensor.dtype} as {name}, where {call.op} needs quantized values; quantize it"
-        if name in _FLOATS and call.op not in _INTEGER and qtype is not None:
+        if name in _FLOATS and name not in _QUANTIZED.get(call.op, ()) and qtype is not None:
             return f"takes {qtype} as {name}, where {call.op} needs numbers; dequantize it, or use q{call.op}"
         if qtype is not None and tensor.dtype != qtype.dtype:
             return f"takes {tensor.dtype} as {name}, which says {qtype}; its dtype must be {qtype.dtype}"
@@ -142,7 +139,7 @@ def _problem_of_sizes(call: Call) -> str | None:
     num_dst = _value(call.given.get("num_dst"))
     if rowptr is not None and _differ(rowptr.shape[0], _plus_one(num_dst)):
         return f"makes {num_dst} rows, but rowptr has {rowptr.shape[0]} entries; num_dst is one less"
-    if call.op in _SPARSE and _differ(call.rows("value"), edges):
+    if _differ(call.rows("value"), edges):
         return f"has {call.rows('value')} edge values for {edges} edges; give each edge one, in CSR order"
     value, x = call.tensor("value"), call.tensor("x")
     if value is not None and x is not None and value.dim() == 2 and _differ(value.shape[1], x.shape[1]):

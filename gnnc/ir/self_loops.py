@@ -88,6 +88,8 @@ CSR_WITH_LOOPS = define(
     Op(
         name="csr_with_loops",
         schema="(Tensor src, Tensor dst, SymInt num_nodes) -> (Tensor rowptr, Tensor col, Tensor perm)",
+        kind="structure",
+        cached_alone=True,
         reference=csr_with_loops_reference,
         fake=_csr_with_loops_fake,
         cost=_csr_with_loops_cost,
@@ -139,6 +141,8 @@ POSITIONS_WITHOUT_LOOPS = define(
     Op(
         name="positions_without_loops",
         schema="(Tensor is_edge, Tensor perm, SymInt num_nodes) -> Tensor",
+        kind="structure",
+        cached_alone=True,
         reference=positions_without_loops_reference,
         fake=lambda is_edge, perm, num_nodes: perm.new_empty(perm.shape, dtype=torch.int64),
         cost=lambda is_edge, perm, num_nodes: Cost(
@@ -186,6 +190,8 @@ def _without_loops_errors() -> Sequence[ErrorInput]:
 WITHOUT_LOOPS = define(
     Op(
         name="without_loops",
+        kind="structure",
+        cached_alone=True,
         schema="(Tensor values, Tensor is_edge, Tensor col, SymInt num_nodes) -> Tensor",
         reference=without_loops_reference,
         fake=lambda values, is_edge, col, num_nodes: values.new_empty(
@@ -236,6 +242,8 @@ def _values_of_loops_samples() -> Sequence[tuple[Any, ...]]:
 VALUES_OF_LOOPS = define(
     Op(
         name="values_of_loops",
+        kind="structure",
+        cached_alone=True,
         schema="(Tensor start, Tensor edge_index, Tensor values) -> Tensor",
         reference=values_of_loops_reference,
         fake=lambda start, edge_index, values: torch.empty_like(start),

@@ -222,6 +222,12 @@ SPMM = define(
     Op(
         name="spmm",
         schema="(Tensor rowptr, Tensor col, Tensor? value, Tensor x, str reduce, SymInt num_dst) -> Tensor",
+        kind="aggregate",
+        features=("value", "x"),
+        gathered=("x",),
+        low_operands=("x",),
+        counted_as="spmm",
+        label="h{n}",
         reference=spmm_reference,
         fake=_spmm_fake,
         cost=_spmm_cost,
@@ -340,6 +346,12 @@ SDDMM = define(
     Op(
         name="sddmm",
         schema="(Tensor rowptr, Tensor col, Tensor? a, Tensor? b, str op) -> Tensor",
+        kind="edge",
+        features=("a", "b"),
+        gathered=("a", "b"),
+        low_operands=("a", "b"),
+        counted_as="sddmm",
+        label="e{n}",
         reference=sddmm_reference,
         fake=_sddmm_fake,
         cost=_sddmm_cost,
@@ -396,6 +408,10 @@ EDGE_SOFTMAX = define(
     Op(
         name="edge_softmax",
         schema="(Tensor rowptr, Tensor logits, float eps=1e-16) -> Tensor",
+        kind="edge",
+        features=("logits",),
+        step="exp",
+        label="alpha{n}",
         reference=edge_softmax_reference,
         fake=lambda rowptr, logits, eps=1e-16: logits.new_empty(
             logits.shape, dtype=accumulate_dtype(logits.dtype)
@@ -466,6 +482,13 @@ SEGMENT_REDUCE = define(
     Op(
         name="segment_reduce",
         schema="(Tensor rowptr, Tensor? perm, Tensor x, str reduce, SymInt num_dst) -> Tensor",
+        kind="aggregate",
+        family="spmm",
+        features=("x",),
+        gathered=("x",),
+        low_operands=("x",),
+        counted_as="segment",
+        label="h{n}",
         reference=segment_reduce_reference,
         fake=lambda rowptr, perm, x, reduce, num_dst: _spmm_fake(rowptr, rowptr, None, x, reduce, num_dst),
         cost=lambda rowptr, perm, x, reduce, num_dst: Cost(

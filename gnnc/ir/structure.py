@@ -116,6 +116,8 @@ CSR = define(
         name="csr",
         schema="(Tensor src, Tensor dst, SymInt num_src, SymInt num_dst)"
         " -> (Tensor rowptr, Tensor col, Tensor perm)",
+        kind="structure",
+        cached_alone=True,
         reference=csr_reference,
         fake=_csr_fake,
         cost=_csr_cost,
@@ -156,6 +158,8 @@ CSR_TRANSPOSE = define(
         name="csr_transpose",
         schema="(Tensor rowptr, Tensor col, SymInt num_src)"
         " -> (Tensor rowptr_t, Tensor col_t, Tensor perm_t)",
+        kind="structure",
+        cached_alone=True,
         reference=csr_transpose_reference,
         fake=_csr_transpose_fake,
         cost=lambda rowptr, col, num_src: Cost(nbytes(rowptr, col) + numel(col) * 12, numel(col) * 2),
@@ -176,6 +180,8 @@ DEGREE = define(
     Op(
         name="degree",
         schema="(Tensor rowptr) -> Tensor",
+        kind="structure",
+        label="deg",
         reference=degree_reference,
         fake=lambda rowptr: rowptr.new_empty((rowptr.shape[0] - 1,), dtype=torch.float32),
         cost=lambda rowptr: Cost(nbytes(rowptr) + numel(rowptr) * 4, numel(rowptr)),
@@ -196,6 +202,8 @@ EDGE_DST = define(
     Op(
         name="edge_dst",
         schema="(Tensor rowptr, Tensor col) -> Tensor",
+        kind="structure",
+        label="dst",
         reference=edge_dst_reference,
         fake=lambda rowptr, col: col.new_empty(col.shape, dtype=torch.int64),
         cost=lambda rowptr, col: Cost(nbytes(rowptr) + numel(col) * 8, numel(col)),

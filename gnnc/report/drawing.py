@@ -126,7 +126,7 @@ def _attributes(node: Node, part: str, named: Named) -> dict[str, Any]:
         "launch": f"{part}.{block.node}" if block else f"{part}.{named.names[node]}",
         "source": source.kind if source else "",
         "label": source.name if source else named.names[node],
-        "primitive": is_gnnc(node) and op_name(node) not in describe.PRECISION_OPS,
+        "primitive": is_gnnc(node) and not describe.changes_precision(node),
         "free": node.op == "call_function" and describe.is_free(node),
     }
 

@@ -10,37 +10,18 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gnnc.ir.describe import PRECISION_OPS, dtype_text, element_text, inline, returns_many
-from gnnc.ir.nodes import is_gnnc, op_name
+from gnnc.ir.describe import changes_precision, dtype_text, element_text, inline, returns_many
+from gnnc.ir.nodes import arguments, first_operand, op_name, result_index
+from gnnc.ir.op import op_of
 from gnnc.ir.parts import BACKWARD, FORWARD, STRUCTURE, Parts
 from gnnc.ir.qtype import QType
 from gnnc.ir.source import is_weight, source_of
+from gnnc.torch_private import schema
 
-_NUMBERED = {
-    "gemm": "h",
-    "spmm": "h",
-    "message": "h",
-    "segment_reduce": "h",
-    "dequantize": "h",
-    "sddmm": "e",
-    "edge_map": "e",
-    "edge_softmax": "alpha",
-    "qgemm": "acc",
-    "qspmm": "acc",
-    "qsddmm": "e",
-}
-_PLAIN = {"degree": "deg", "edge_dst": "dst"}
-_DERIVED = {"scale": "scale", "quantize": "q", "row_shift": "shift", "pack": "planes"}
 Sizes = tuple[sympy.Expr, ...]
 
 _FLOATS = {STRUCTURE: "g", FORWARD: "h", BACKWARD: "d"}
 """First letter of the names of floating-point values, by part."""
-
-_PARTS = {
-    "csr": ("rowptr", "col", "perm"),
-    "csr_with_loops": ("rowptr", "col", "perm"),
-    "csr_transpose": ("rowptr_t", "col_t", "perm_t"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,12 +284,17 @@ class _Namer:
             return self._unique(identifier(str(node.target)))
         if part := self._part(node):
             return self._unique(part)
-        op = op_name(node)
-        if op in _DERIVED and isinstance(node.args[0], Node):
-            return self._unique(f"{self._base(node.args[0])}_{_DERIVED[op]}")
-        if op in _PLAIN:
-            return self._unique(_PLAIN[op])
-        return self._numbered(_NUMBERED.get(op) or self._kind(node))
+        op = op_of(node)
+        if op is None or op.label is None:
+            return self._numbered(self._kind(node))
+        return self._labeled(node, op.label)
+
+    def _labeled(self, node: Node, label: str) -> str:
+        """Return the name that an op's label asks for, see ``gnnc.ir.op.Op``."""
+        if label.endswith("{n}"):
+            return self._numbered(label.removesuffix("{n}"))
+        bases = {name: self._base(made) for name, made in arguments(node).items() if f"{{{name}}}" in label}
+        return self._unique(label.format(**bases))
 
     def _base(self, node: Node) -> str:
         """Return what derived names start with: ``w0`` for a weight, whose own name is long."""
@@ -337,8 +323,8 @@ class _Namer:
         """Name one result of an op with several by its role."""
         if op_name(node) != "getitem" or not isinstance(node.args[0], Node):
             return None
-        parts, index = _PARTS.get(op_name(node.args[0])), node.args[1]
-        return parts[index] if parts and isinstance(index, int) else None
+        op, index = op_of(first_operand(node)), result_index(node)
+        return None if op is None else schema(op.target).returns[index].name
 
     def _kind(self, node: Node) -> str:
         value = node.meta.get("val")
@@ -369,7 +355,7 @@ class _Namer:
 
 def _is_scale(node: Node) -> bool:
     """Whether a constant only scales quantized values: a static scale."""
-    return all(is_gnnc(user) and op_name(user) in PRECISION_OPS for user in node.users)
+    return all(changes_precision(user) for user in node.users)
 
 
 def identifier(text: str) -> str:

@@ -4,18 +4,18 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from torch.fx import Graph, Node
 
 from gnnc.ir import describe
 from gnnc.ir.nodes import is_gnnc, op_name
+from gnnc.ir.op import Counted, op_of
 from gnnc.ir.parts import FORWARD, Parts
 from gnnc.ir.source import is_weight
 from gnnc.report.printing import format_program
 from gnnc.report.summary import Chosen, summary_rows, summary_table
 
-_STRUCTURE_OPS = frozenset(("csr", "csr_transpose", "csr_with_loops", "degree", "edge_dst"))
 _STAYS = "stays FP32: "
 
 
@@ -190,11 +190,11 @@ def _note_line(note: Remark) -> str:
 
 def count_quantized(graphs: Iterable[Graph]) -> Quantized:
     """Count the GEMM, SpMM, SDDMM, segment and message ops of inlined graphs, and the weights."""
-    ops = dict.fromkeys(describe.COUNTED.values(), (0, 0))
+    ops = dict.fromkeys(get_args(Counted), (0, 0))
     weights: dict[Node, bool] = {}
     halved: dict[str, int] = {}
     for node in _nodes(graphs):
-        kind = describe.COUNTED.get(op_name(node)) if is_gnnc(node) else None
+        kind = op.counted_as if (op := op_of(node)) else None
         if kind is None:
             continue
         quantized = describe.is_quantized(node)
@@ -228,8 +228,7 @@ def stayed_fp32(report: ProgramReport, graphs: Iterable[Graph]) -> list[str]:
     """Return a line for each primitive on features that computes in FP32, with the reason."""
     lines: list[str] = []
     for node in _nodes(graphs):
-        name = op_name(node)
-        if not is_gnnc(node) or name in describe.PRECISION_OPS | _STRUCTURE_OPS:
+        if (op := op_of(node)) is None or op.kind in ("precision", "structure"):
             continue
         if describe.precision_in(node) == "fp32":
             lines.append(f"{_where(node)}: {_reason_fp32(report, node)}")

@@ -10,11 +10,11 @@ from collections.abc import Collection
 
 from torch.fx import Node
 
-from gnnc.ir.nodes import arguments
+from gnnc.ir.nodes import argument, arguments
 from gnnc.ir.op import op_of
 from gnnc.ir.qtype import Granularity
 from gnnc.passes.base import Context
-from gnnc.passes.quantization.number_formats import CHOSEN, LOW_OPERANDS, width_of
+from gnnc.passes.quantization.number_formats import CHOSEN, width_of
 from gnnc.passes.quantization.observe import Candidate, Observation
 from gnnc.precision import BF16, Precision
 from gnnc.target import NarrowRows
@@ -66,7 +66,9 @@ def _name(node: Node) -> str:
 
 
 def _columns(node: Node) -> int | None:
-    return width_of(node.args[LOW_OPERANDS[_name(node)][-1]])
+    op = op_of(node)
+    assert op is not None
+    return width_of(argument(node, op.low_operands[-1]))
 
 
 def _heads(node: Node) -> int:

@@ -8,7 +8,7 @@ from torch.fx import Node
 from gnnc.ir.nodes import aten_name, holds_tensor, value_of
 from gnnc.ir.op import op_of
 from gnnc.ir.source import source_of
-from gnnc.passes.quantization.number_formats import AGGREGATIONS, LOW_OPERANDS
+from gnnc.passes.quantization.number_formats import aggregated_rows, is_low_aggregation
 
 _BENT = frozenset({"sqrt.default", "rsqrt.default", "reciprocal.default", "pow.Tensor_Scalar"})
 """Ops that turn a variance into a deviation or its inverse."""
@@ -21,14 +21,8 @@ def statistics(graph: fx.Graph) -> set[Node]:
     deviation then makes large. The paths from an aggregation to the operand, and from both to their
     sources, pass through anything but primitives.
     """
-    aggregations = [node for node in graph.nodes if (op := op_of(node)) and op.name in AGGREGATIONS]
-    return {node for node in aggregations if any(_returns(node, _operand(node)))}
-
-
-def _operand(aggregation: Node) -> Node:
-    op = op_of(aggregation)
-    assert op is not None
-    return aggregation.args[LOW_OPERANDS[op.name][0]]  # pyright: ignore[reportReturnType]
+    aggregations = list(filter(is_low_aggregation, graph.nodes))
+    return {node for node in aggregations if any(_returns(node, aggregated_rows(node)))}
 
 
 def _returns(aggregation: Node, operand: Node) -> Iterator[bool]:

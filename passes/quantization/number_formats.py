@@ -13,11 +13,6 @@ from gnnc.passes.base import Context
 from gnnc.passes.quantization.observe import CANDIDATES, Candidate
 from gnnc.precision import FP32, Precision
 
-LOW_OPERANDS = {"gemm": (0, 1), "spmm": (3,), "segment_reduce": (2,), "sddmm": (2, 3)}
-"""Ops with a low-precision form, and the positions of the operands that are narrowed."""
-
-AGGREGATIONS = ("spmm", "segment_reduce")
-
 FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype that operands are rounded to, by name of the precision."""
 
@@ -58,12 +53,18 @@ FULL = Option(FP32)
 def has_low_form(node: Node) -> bool:
     """Return whether a primitive can compute below FP32 at all."""
     op = op_of(node)
-    if op is None or op.name not in LOW_OPERANDS:
+    if op is None or not op.low_operands:
         return False
     named = arguments(node)
     if op.name == "segment_reduce":
         return named["perm"] is not None
     return op.name != "sddmm" or named["op"] == "dot"
+
+
+def is_low_aggregation(node: Node) -> bool:
+    """Return whether a node sums, or otherwise reduces, rows that may be held in fewer bits."""
+    op = op_of(node)
+    return op is not None and op.kind == "aggregate" and bool(op.low_operands)
 
 
 def aggregated_rows(node: Node) -> Node:
@@ -73,8 +74,7 @@ def aggregated_rows(node: Node) -> Node:
 
 def granularities(node: Node, precision: Precision) -> list[Candidate]:
     """Return the ways in which an aggregation's input can be quantized; none for another op."""
-    op = op_of(node)
-    if op is None or op.name not in AGGREGATIONS or not precision.is_integer or not has_low_form(node):
+    if not is_low_aggregation(node) or not precision.is_integer or not has_low_form(node):
         return []
     named = arguments(node)
     is_weighted = named.get("value") is not None

@@ -11,7 +11,7 @@ from gnnc.ir.attention import match_attention
 from gnnc.ir.nodes import operand
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.row_local import classify
-from gnnc.passes.quantization.number_formats import AGGREGATIONS, FULL, Option
+from gnnc.passes.quantization.number_formats import FULL, Option, is_low_aggregation
 from gnnc.passes.rewrite.assumed_sizes import AssumedSizes
 
 
@@ -33,7 +33,7 @@ class Prices:
         """Return the time of a primitive in an option, without the write of its result."""
         size = _element_bytes(option)
         terms = model.op_terms(node, _mode(node, option), size)
-        if model.kind_of(node) == "gemm":
+        if model.family_of(node) == "gemm":
             terms += _preparation(node, operand(node, "w"), option)
         elif option.precision.is_integer and option.granularity not in (None, "row"):
             terms.append(Term("step", model.elements(node)))
@@ -102,8 +102,7 @@ def _mode(node: Node, option: Option) -> str:
 
 
 def _is_scaled_sum(node: Node, option: Option) -> bool:
-    op = op_of(node)
-    return op is not None and op.name in AGGREGATIONS and option.precision.is_integer
+    return is_low_aggregation(node) and option.precision.is_integer
 
 
 def _family(node: Node) -> str:

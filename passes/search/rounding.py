@@ -14,7 +14,7 @@ from gnnc.ir.nodes import argument
 from gnnc.ir.op import op_of
 from gnnc.ir.qtype import QType
 from gnnc.ir.quantized import MAX_SHIFT
-from gnnc.passes.quantization.number_formats import FLOAT_DTYPES, LOW_OPERANDS, Option
+from gnnc.passes.quantization.number_formats import FLOAT_DTYPES, Option
 from gnnc.passes.quantization.observe import HEADROOM
 
 
@@ -30,7 +30,7 @@ def round_operands(node: Node, args: tuple[Any, ...], option: Option, growth: fl
     op = op_of(node)
     assert op is not None
     rounded = list(args)
-    for position in LOW_OPERANDS[op.name]:
+    for position in map(op.parameters.index, op.low_operands):
         rounded[position] = _round(args[position], option, growth)
     if op.name == "gemm" and option.precision.is_integer:
         rounded[0] = _round_matrix(args[0], option.precision.activation_qtype())

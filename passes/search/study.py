@@ -19,12 +19,12 @@ from gnnc.cost import model
 from gnnc.cost.model import Rates
 from gnnc.cost.receptive_field import assumed_reach, count_reach, receptive_gains
 from gnnc.ir.graph import output_node
-from gnnc.ir.nodes import operand, shape_or_none
+from gnnc.ir.nodes import argument, operand, shape_or_none, unpack
 from gnnc.ir.op import op_of
 from gnnc.ir.row_local import classify
 from gnnc.ir.source import is_weight
 from gnnc.passes.base import Context
-from gnnc.passes.quantization.number_formats import FULL, LOW_OPERANDS, Option
+from gnnc.passes.quantization.number_formats import FULL, Option
 from gnnc.passes.rewrite.assumed_sizes import AssumedSizes
 from gnnc.passes.search.prices import Prices
 from gnnc.passes.search.rounding import round_rows
@@ -205,8 +205,8 @@ def nominal_error(node: Node, option: Option) -> float:
         return 0.0
     op = op_of(node)
     assert op is not None
-    positions = LOW_OPERANDS[op.name]
-    return math.sqrt(sum(_rounding_error(option, _width(node.args[p])) ** 2 for p in positions))
+    low = unpack(node, *op.low_operands)
+    return math.sqrt(sum(_rounding_error(option, _width(tensor)) ** 2 for tensor in low))
 
 
 def _width(node: object) -> int:
@@ -238,7 +238,7 @@ def _stores(ops: Sequence[OpChoices], price: Prices) -> list[Store]:
         stores += _loads(ops, tensor, name, choices, price)
         if name == "fp32" and _is_read_in_fp32(tensor, consumers[tensor]):
             continue
-        only_gemms = all(model.kind_of(node) == "gemm" for node in consumers[tensor])
+        only_gemms = all(model.family_of(node) == "gemm" for node in consumers[tensor])
         at_load = only_gemms and (price.joint_products or len(consumers[tensor]) == 1)
         stores.append(Store(tuple(choices), price.store(tensor, name, at_load)))
     return stores
@@ -248,7 +248,7 @@ def _loads(
     ops: Sequence[OpChoices], tensor: Node, name: str, readers: Sequence[tuple[int, int]], price: Prices
 ) -> list[Store]:
     """Return the cost of reading a matrix: once where its products are one kernel, else once a product."""
-    gemms = [(i, o) for i, o in readers if model.kind_of(ops[i].node) == "gemm"]
+    gemms = [(i, o) for i, o in readers if model.family_of(ops[i].node) == "gemm"]
     if not gemms:
         return []
     groups = [gemms] if price.joint_products else [[reader] for reader in gemms]
@@ -260,9 +260,9 @@ def _operands(node: Node) -> list[Node]:
     op = op_of(node)
     assert op is not None
     tensors = []
-    for position in LOW_OPERANDS[op.name]:
-        tensor = node.args[position]
-        if isinstance(tensor, Node) and not is_weight(tensor) and (op.name, position) != ("gemm", 1):
+    for name in op.low_operands:
+        tensor = argument(node, name)
+        if isinstance(tensor, Node) and not is_weight(tensor) and (op.kind, name) != ("dense", "w"):
             tensors.append(_behind_views(tensor))
     return list(dict.fromkeys(tensors))
 

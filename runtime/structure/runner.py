@@ -10,24 +10,18 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from gnnc.errors import GraphError
+from gnnc.ir.nodes import op_name
+from gnnc.ir.op import op_of
 from gnnc.ir.source import source_of
 from gnnc.runtime.registry import Choice
 from gnnc.runtime.structure.cache import DEFAULT_BYTE_BUDGET, Entry, StructureCache
 from gnnc.runtime.structure.hooks import BuildHooks
 from gnnc.runtime.structure.kernels import PartEmitter, choice_of
 from gnnc.tensor_state import state
-from gnnc.torch_private import OpOverload
 
 Deps = frozenset[Node]
 _Check = tuple[tuple[int, ...], Callable[..., None]]  # the slots that it takes
 
-_EXPENSIVE = frozenset(
-    {
-        *("csr", "csr_transpose", "csr_with_loops"),
-        *("positions_without_loops", "without_loops", "values_of_loops"),
-    }
-)
-"""Ops whose results are never computed again with those of another part."""
 _READS_NO_ROWS = frozenset({"csr", "csr_with_loops", "ne"})
 """Ops that read nothing at the positions that ids name, so that ids out of range do no harm to them."""
 
@@ -260,12 +254,7 @@ def _output_nodes(graph: Graph) -> Sequence[Any]:
 
 
 def _is_expensive(nodes: list[Node]) -> bool:
-    return any(_op_name(node) in _EXPENSIVE for node in nodes)
-
-
-def _op_name(node: Node) -> str | None:
-    target = node.target
-    return target.__name__.split(".")[0] if isinstance(target, OpOverload) else None
+    return any(op is not None and op.cached_alone for op in map(op_of, nodes))
 
 
 def _partition(graph: Graph, deps: dict[Node, Deps]) -> list[list[Node]]:
@@ -352,11 +341,11 @@ def _checks(nodes: list[Node], slots: dict[Node, int]) -> Iterator[tuple[int, ..
     """
     inside = set(nodes)
     for sort in nodes:
-        if _op_name(sort) != "csr_with_loops":
+        if op_name(sort) != "csr_with_loops":
             continue
         *ends, limit = sort.args
         readers = {user for end in ends for user in end.users if user in inside}  # type: ignore[union-attr]
-        if not inside.issuperset(ends) or any(_op_name(user) not in _READS_NO_ROWS for user in readers):
+        if not inside.issuperset(ends) or any(op_name(user) not in _READS_NO_ROWS for user in readers):
             continue
         (edge_index,) = {end.all_input_nodes[0] for end in ends}  # type: ignore[union-attr]
         found = slots.get(edge_index), slots.get(limit)  # type: ignore[arg-type]

@@ -1,12 +1,16 @@
 """Walks the registry: an op that lacks a part of its record fails here."""
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 import torch
 from torch.library import opcheck
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gnnc.ir import REGISTRY, Op
-from gnnc.ir.op import Cost
+from gnnc.ir.op import Cost, Kind, define
+from gnnc.torch_private import schema
 
 CASES = [
     pytest.param(op, sample, id=f"{op.name}-{number}")
@@ -23,6 +27,43 @@ def test_record_is_complete(op: Op) -> None:
     assert op.samples()
     assert (op.gradient is None) != (op.no_gradient is None)
     assert op.quantized is None or op.quantized in REGISTRY
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_traits_are_complete(op: Op) -> None:
+    """An op of a model says which operands carry features, and prints under a name of its own kind."""
+    names = [argument.name for argument in schema(op.target).arguments]
+    assert op.parameters == tuple(names)
+    assert op.kind in get_args(Kind)
+    assert set(op.low_operands) <= set(op.features) <= set(names)
+    if op.kind in ("dense", "aggregate", "edge"):
+        assert op.features
+        assert op.label is not None
+        assert op.cost_family in {other.name for other in REGISTRY.values()}
+    if op.kind == "aggregate":
+        assert op.gathered
+        assert op.counted_as is not None
+    if op.quantized is not None:
+        assert op.low_operands
+        assert op.cost_family == REGISTRY[op.quantized].cost_family
+
+
+@pytest.mark.parametrize(
+    ("traits", "message"),
+    [
+        ({"kind": "sparse"}, "has kind 'sparse'"),
+        ({"features": ("y",)}, "names 'y'; it takes"),
+        ({"features": (), "low_operands": ()}, "name them in `features`"),
+        ({"features": ("w", "x")}, "in the order of its schema"),
+        ({"features": ("w",), "low_operands": ("x",)}, "must be among its features"),
+        ({"kind": "structure"}, "has features"),
+        ({"label": "{y}_q"}, "names 'y'; it takes"),
+    ],
+)
+def test_traits_that_do_not_fit_are_refused(traits: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        define(replace(REGISTRY["gemm"], name="unfit", **traits))
+    assert "unfit" not in REGISTRY
 
 
 def differentiable(op: Op, sample: tuple) -> tuple:
