@@ -117,7 +117,7 @@ class FromDynamo(nn.Module):
 
 
 class Runner:
-    """What Dynamo calls: takes all inputs of its graph.
+    """Callable that Dynamo calls with all inputs of its graph.
 
     Attributes:
         compiled: the compiled model, to look inside.

@@ -45,13 +45,13 @@ class Point:
 
     @property
     def is_auto(self) -> bool:
-        """Whether ``auto`` chose the precisions."""
+        """Return whether ``auto`` chose the precisions."""
         return self.name.startswith("auto")
 
 
 @dataclass(frozen=True, slots=True)
 class Pareto:
-    """What was measured.
+    """Measured points of a model.
 
     Attributes:
         model: the model's class.

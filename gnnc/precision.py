@@ -38,7 +38,7 @@ class Precision:
 
     @property
     def is_integer(self) -> bool:
-        """Whether the operands are integers with scales."""
+        """Return whether the operands are integers with scales."""
         return self.format != "float"
 
     def weight_qtype(self, granularity: Granularity = "row") -> QType:

@@ -1,4 +1,4 @@
-"""How many bits a model needs: Tango's rule."""
+"""Number of bits that a model needs, by Tango's rule."""
 
 from typing import Any
 

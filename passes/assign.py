@@ -118,7 +118,7 @@ class Assign:
 
 
 def is_primitive(node: Node) -> bool:
-    """Whether ``node`` computes on features, so that a precision applies to it."""
+    """Return whether ``node`` computes on features, so that a precision applies to it."""
     op = op_of(node)
     return op is not None and op.kind != "structure"
 
@@ -137,12 +137,12 @@ def check_overrides(primitives: Iterable[Node], overrides: dict[str, Precision])
 
 
 def layer_of(node: Node) -> str:
-    """The path of the module that the node came from, empty at the root."""
+    """Return the path of the module that the node came from, empty at the root."""
     return node.meta.get("layer", "") or ""
 
 
 def _named(primitives: Sequence[Node], ctx: Context) -> dict[Node, Option]:
-    """What the user said of single layers: overrides, of which the first that fits wins, then the plan."""
+    """Return the choice of the user for a layer: the first override that fits, else the plan."""
     named: dict[Node, Option] = {} if ctx.plan is None else ctx.plan.resolve(primitives, ctx)
     for node in primitives:
         for glob, precision in ctx.overrides.items():
@@ -153,7 +153,7 @@ def _named(primitives: Sequence[Node], ctx: Context) -> dict[Node, Option]:
 
 
 def _option(node: Node, named: dict[Node, Option], ctx: Context) -> Option:
-    """What was asked for: by name, or for the whole model."""
+    """Return the option asked for: by name, or for the whole model."""
     if ctx.precision != AUTO:
         return named.get(node, Option(ctx.precision))
     chosen = ctx.choice.option(node.name) or FULL
@@ -163,7 +163,7 @@ def _option(node: Node, named: dict[Node, Option], ctx: Context) -> Option:
 
 
 def _is_named(layer: str, glob: str) -> bool:
-    """Whether the glob fits the layer or a module around it: naming a module names what it holds."""
+    """Return whether the glob fits the layer or a module around it: naming a module names what it holds."""
     parts = layer.split(".")
     return any(fnmatchcase(".".join(parts[: i + 1]), glob) for i in range(len(parts)))
 
@@ -183,7 +183,7 @@ def _fixed(graph: fx.Graph) -> dict[Node, str]:
 
 
 def _softmax_logits(graph: fx.Graph) -> set[Node]:
-    """Edge ops whose result reaches an edge softmax through elementwise ops alone."""
+    """Return the edge ops whose result reaches an edge softmax through elementwise ops alone."""
     found: set[Node] = set()
     softmaxes = [node for node in graph.nodes if str(node.target) == "gnnc.edge_softmax.default"]
     pending = [node.args[1] for node in softmaxes]

@@ -57,7 +57,7 @@ CUDA_GRAPHS = ((170_000, 2_400_000), (20_000, 100_000), (1_000_000, 12_000_000))
 
 _LEAST_RUNS = 3
 _STEP = 2.0
-"""How much more a byte may cost at the next of ``cost.KNOTS``."""
+"""Factor by which a byte may cost at the next of ``cost.KNOTS``."""
 
 _known: dict[str, Rates] = {}
 _MEASURING = threading.Lock()

@@ -106,7 +106,7 @@ class Writer:
         return self.call(_aten.add.Tensor, x, y)
 
     def relu(self, x: Node) -> Node:
-        """max(x, 0)."""
+        """Write max(x, 0)."""
         return self.call(_aten.relu.default, x)
 
     def finish(self, results: list[Node]) -> GraphModule:

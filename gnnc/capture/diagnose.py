@@ -25,7 +25,7 @@ _WAYS_OUT = (
     ),
 )
 _TRANSFORM = re.compile(r"\bvmap\b|functorch|fake tensor in the exported program")
-"""What torch says where it cannot trace ``torch.vmap`` and such."""
+"""Message of torch where it cannot trace ``torch.vmap`` and such."""
 _WAYS_AROUND = {
     "assert_sorted_index": "this aggregation (lstm, gru, or one that sorts) runs over padded sequences of "
     "neighbours; use mean, max, sum, softmax, std or median, or compile the layers around it",

@@ -48,7 +48,7 @@ _KINDS = {
 _PREFIX = "model."
 _MAX_SIZE = 2**40
 _Reading = tuple[bool, bool, tuple[torch.Size, ...]]
-"""How a call was traced: strictly, with symbolic sizes, and with stand-ins of these shapes."""
+"""Way of tracing a call: strictly or not, with symbolic sizes or not, with stand-ins of these shapes."""
 _NO_WAY = "what the model does depends on sizes in a way that tracing does not reproduce"
 
 

@@ -45,10 +45,12 @@ class Guards:
     ranges: tuple[tuple[sympy.Symbol, int, int], ...] = ()
     branches: tuple[Branch, ...] = ()
     sizes_fit: Callable[[Sequence[torch.Tensor]], bool] = field(init=False, repr=False, compare=False)
-    """Whether the sizes of tensors of the right ranks, dtypes and devices pass: what ``failure`` says in
-    words, in a microsecond."""
+    """Function that returns whether the sizes of tensors of the right ranks, dtypes and devices pass.
+
+    It takes a microsecond; ``failure`` says in words why not.
+    """
     are_met: Callable[[Sequence[Any]], bool] = field(init=False, repr=False, compare=False)
-    """Whether values are dense tensors, as many as there are inputs, of which ``failure`` says nothing."""
+    """Function that returns whether values are dense tensors, one an input, and ``failure`` finds nothing."""
     _tests: tuple[tuple[Branch, Callable[..., bool]], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

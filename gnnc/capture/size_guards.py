@@ -22,9 +22,9 @@ from gnnc.torch_private import PythonPrinter, SymNodeVariable
 _TORCH = str(Path(torch.__file__).parent)
 _GNNC = str(Path(__file__).parents[1])
 _OPERATORS = str(Path(torch.__file__))
-"""Where ``SymInt`` turns ``if n:`` into ``if n != 0:``."""
+"""File in which ``SymInt`` turns ``if n:`` into ``if n != 0:``."""
 _DYNAMO = str(Path(_TORCH) / "_dynamo" / "utils.py")
-"""Where Dynamo runs an operator that it met in the model."""
+"""File in which Dynamo runs an operator that it met in the model."""
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     "__eq__": sympy.Eq,
     "__ne__": sympy.Ne,

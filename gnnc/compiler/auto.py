@@ -24,7 +24,7 @@ from gnnc.passes.search.study import GROWTH
 from gnnc.precision import AUTO, Precision
 
 _MOST_CHOICES = 5
-"""How often a choice is made again from measured times: each may show launches that none had before."""
+"""Number of times that a choice is made again from measured times: each may show new launches."""
 
 _LOOSEN_BELOW = 0.8
 """A choice that uses less than this share of the budget is made once more with a looser limit."""

@@ -36,14 +36,14 @@ class Steady(NamedTuple):
     run: Callable[[Sequence[Tensor]], Any]
 
     def serves(self, args: tuple[Any, ...], modes: tuple[bool, ...]) -> bool:
-        """Whether the program is that of a call with these positional arguments and no others."""
+        """Return whether the program is that of a call with these positional arguments and no others."""
         return modes is self.modes and autocast_mode() == self.autocast and self.are_met(args)
 
 
 def steady(
     program: Program, form: tuple[Any, ...], args: tuple[Any, ...], tensors: Sequence[Tensor]
 ) -> Steady | None:
-    """What a call without keywords leaves; None where one of its arguments is not a plain tensor.
+    """Values that a call without keywords leaves; None where an argument is not a plain tensor.
 
     Args:
         program: what it ran.

@@ -147,7 +147,7 @@ def _is_whole(guard: InputGuard, bounds: Sequence[IndexBound]) -> bool:
 
 
 def _is_sorted_alone(ids: Node, limit: Node, bounds: Sequence[IndexBound]) -> bool:
-    """Whether ``gnnc.csr`` takes the bounded rows of ``ids``, with this limit, and nothing else does."""
+    """Return whether ``gnnc.csr``, with this limit, is all that takes the bounded rows of ``ids``."""
     sorted_rows = set()
     for row in ids.users:
         if str(row.target) != "aten.select.int" or row.args[1] != 0:

@@ -28,7 +28,7 @@ from gnnc.runtime.structure.runner import StructureRunner
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked of ``gnnc.compile``, validated.
+    """Options of ``gnnc.compile``, validated.
 
     Attributes:
         precision: precision of the whole model.
@@ -55,7 +55,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What the cost model and ``auto`` know of a program.
+    """Knowledge of the cost model and of ``auto`` about a program.
 
     Attributes:
         predicted: seconds of each launch, by node; empty where this machine was never measured.

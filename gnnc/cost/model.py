@@ -1,4 +1,4 @@
-"""What a kernel launch has to do, as sympy expressions of the sizes, and the time that takes.
+"""Work of a kernel launch, as sympy expressions of the sizes, and the time that it takes.
 
 The *work* of a launch is a list of terms: the launch itself, rows, edges, bytes that stream in and
 out, bytes that edges gather from a table of some size, multiplications, elementwise steps. A machine's
@@ -124,7 +124,7 @@ class Launch:
 
     @property
     def computes(self) -> bool:
-        """Whether it does more than pick, size or view values."""
+        """Return whether it does more than pick, size or view values."""
         return any(not describe.is_free(node) for node in self.nodes)
 
     @property
@@ -349,7 +349,7 @@ def _bytes_packed(node: Node) -> sympy.Expr:
 
 
 def _gathered(node: Node) -> sympy.Expr:
-    """Bytes of a sparse op beyond reading its operands and writing its result once."""
+    """Return the bytes of a sparse op beyond reading its operands and writing its result once."""
     once = sum((held(n) for n in (*node.all_input_nodes, node)), start=sympy.Integer(0))
     return sympy.Max(0, _cost(node).bytes - once)
 

@@ -57,7 +57,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What one element of a tensor depends on.
+    """Inputs that one element of a tensor depends on.
 
     Attributes:
         hops: the steps along edges from the input to it, in order.
@@ -108,14 +108,14 @@ def _is_feature(node: Node) -> bool:
 
 
 def _is_floating(node: Node) -> bool:
-    """Whether a node holds floating values: sizes and ids depend on no feature."""
+    """Return whether a node holds floating values: sizes and ids depend on no feature."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(item, Tensor) and item.is_floating_point() for item in values)
 
 
 def _input_channels(gm: GraphModule) -> int:
-    """c0: channels of all floating inputs."""
+    """Return c0: channels of all floating inputs."""
     total = 0
     for node in filter(_is_feature, placeholders(gm)):
         shape = shape_or_none(node) or ()

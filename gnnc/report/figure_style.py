@@ -1,4 +1,4 @@
-"""How figures look and are written, those of programs and those of measurements alike."""
+"""Style and files of figures, of programs and of measurements."""
 
 from pathlib import Path
 from typing import Literal

@@ -16,7 +16,7 @@ _WAYPOINT_WIDTH = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything goes; y is the layer, 0 at the top.
+    """Places of all nodes; y is the layer, 0 at the top.
 
     Attributes:
         position: centre of each node.

@@ -139,7 +139,7 @@ class Symbols:
         return tuple(self._named(size) for size in _all_sizes(value))
 
     def is_symbol(self, name: str) -> bool:
-        """Whether ``name`` is the name of a size."""
+        """Return whether ``name`` is the name of a size."""
         return name in self._taken
 
     def _named(self, size: Any) -> sympy.Expr:
@@ -210,7 +210,7 @@ def _appearance(node: Node) -> int:
 
 
 def _counts_nodes(node: Node) -> bool:
-    """Whether a vector of integers is one of nodes, as its name says: other ones are of edges."""
+    """Return whether a vector of integers is one of nodes, by its name; others are of edges."""
     source, value = source_of(node), node.meta.get("val")
     if source is None or not isinstance(value, torch.Tensor):
         return False
@@ -354,7 +354,7 @@ class _Namer:
 
 
 def _is_scale(node: Node) -> bool:
-    """Whether a constant only scales quantized values: a static scale."""
+    """Return whether a constant only scales quantized values: a static scale."""
     return all(changes_precision(user) for user in node.users)
 
 

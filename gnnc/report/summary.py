@@ -75,7 +75,7 @@ class OpRow:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What ``auto`` knows of one primitive.
+    """Knowledge of ``auto`` about one primitive.
 
     Attributes:
         precision: the option that it took.

@@ -1,4 +1,4 @@
-"""What a compiled model says about itself: the header of ``str()``, ``explain()``, ``summary()``."""
+"""Texts of a compiled model: the header of ``str()``, ``explain()``, ``summary()``."""
 
 import re
 from collections import Counter
@@ -85,7 +85,7 @@ class ProgramReport:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """How much of a program runs on integers.
+    """Share of a program that runs on integers.
 
     Attributes:
         ops: kind of op to (how many are quantized, how many there are).

@@ -15,7 +15,7 @@ _HEADS = (1, 2, 4, 8, 16)
 """Numbers of heads that repeat within a vector of AVX-512; narrower ones leave memory for more unused."""
 
 _LARGEST_EPS = 1e-9
-"""Of a sum whose largest term is 1, an eps of this size is lost: a bound may stand for the maximum."""
+"""Largest eps that is lost in a sum whose largest term is 1, so that a bound may replace the maximum."""
 
 
 @kernel("fused:attention", backend="cpu", name="attention", priority=10, elements=("int8",))

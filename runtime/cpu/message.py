@@ -32,7 +32,7 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What does not change between calls.
+    """Parts of a launch that do not change between calls.
 
     Attributes:
         body: text of the body.
@@ -166,7 +166,7 @@ def _values(
     edge: Tensors,
     const: Tensors,
 ) -> Tensors:
-    """The body's values at every edge of a block, each ``[edges, F]``."""
+    """Return the body's values at every edge of a block, each ``[edges, F]``."""
     edges = slice(block.first_edge, block.last_edge)
     count = block.last_edge - block.first_edge
     sources = _whole(col[edges])

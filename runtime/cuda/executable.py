@@ -100,12 +100,12 @@ class CudaExecutable(Executable):
 
     @property
     def replays(self) -> bool:
-        """Whether calls launch a CUDA graph; under "auto" this is decided after a few calls."""
+        """Return whether calls launch a CUDA graph; under "auto" this is decided after a few calls."""
         return self._replayed is not None and self._graph_wins is True
 
     @property
     def was_captured(self) -> bool:
-        """Whether the caller's CUDA graph has captured calls since ``clear``: it holds addresses."""
+        """Return whether the caller's CUDA graph has captured calls since ``clear``: it holds addresses."""
         assert isinstance(self._arenas, CudaArenaPool)
         return self._arenas.was_captured
 

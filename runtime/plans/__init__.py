@@ -1,1 +1,1 @@
-"""What kernels are given, read off the graph: the same for every backend."""
+"""Arguments of kernels, read off the graph: the same for every backend."""

@@ -1,4 +1,4 @@
-"""What a kernel for attention is given: operands, constants, and the rows' program."""
+"""Arguments of a kernel for attention: operands, constants, and the rows' program."""
 
 from dataclasses import dataclass
 from typing import Any

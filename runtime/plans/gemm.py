@@ -1,4 +1,4 @@
-"""What a kernel for a product with a weight is given: operands, constants, and the rows' program."""
+"""Arguments of a kernel for a product with a weight: operands, constants, and the rows' program."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -151,7 +151,7 @@ def _untransposed(inner: Inner, node: Any, w_is_kn: bool, covered: set[Node]) ->
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """How the activations come.
+    """Form of the activations.
 
     Attributes:
         value: what the kernel reads.

@@ -1,4 +1,4 @@
-"""What a kernel for a row-local chain is given: the tensor that it begins with, and its program."""
+"""Arguments of a kernel for a row-local chain: the tensor that it begins with, and its program."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the kernel reads and does.
+    """Operands and program of the kernel.
 
     Attributes:
         x: number of the operand that the chain begins with.

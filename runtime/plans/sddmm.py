@@ -1,4 +1,4 @@
-"""What kernels for ops that make one value, or one row, for each edge are given."""
+"""Arguments of kernels for ops that make one value, or one row, for each edge."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """Of the rows that there are."""
+        """Width of the rows."""
         return self.a_width or self.b_width
 
 

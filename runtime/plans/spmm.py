@@ -1,4 +1,4 @@
-"""What a kernel for an aggregation is given: operands, constants, and the rows' program."""
+"""Arguments of a kernel for an aggregation: operands, constants, and the rows' program."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +38,12 @@ class Plan:
 
     @property
     def is_sum(self) -> bool:
-        """Whether rows are added, not compared."""
+        """Return whether rows are added, not compared."""
         return self.reduce in (REDUCTIONS["sum"], REDUCTIONS["mean"])
 
     @property
     def is_plain_sum(self) -> bool:
-        """Whether rows are added as the edges name them, without values of edges."""
+        """Return whether rows are added as the edges name them, without values of edges."""
         return self.is_sum and self.value is None and self.col is not None
 
 

@@ -46,7 +46,7 @@ class Buffer:
 
     @property
     def has_fixed_size(self) -> bool:
-        """Whether the buffer is as large on every graph."""
+        """Return whether the buffer is as large on every graph."""
         return not self.shape or bool(expression(self.shape[0]).is_number)
 
 

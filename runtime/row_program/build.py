@@ -86,7 +86,7 @@ class RowProgram:
 
     @property
     def quantizes(self) -> bool:
-        """Whether the program stores rows of quantized values."""
+        """Return whether the program stores rows of quantized values."""
         return not self.ops.isdisjoint({Op.QUANT_ROW, Op.QUANT_STATIC, Op.QUANT_POW2})
 
     def add(self, name: str, a: int = -1, b: int = -1, c: int = -1) -> None:

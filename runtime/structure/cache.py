@@ -48,7 +48,7 @@ class _Anchor(weakref.ref):  # type: ignore[type-arg]
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Entry:
-    """What was computed from some tensors.
+    """Results that were computed from some tensors.
 
     Attributes:
         anchors: those tensors, or the bases that they are views of.
@@ -65,7 +65,7 @@ class Entry:
     used: int = 0
 
     def is_of(self, anchors: list[Tensor]) -> bool:
-        """Whether the entry was made from these very tensors, not from freed ones at their address."""
+        """Return whether the entry was made from these very tensors, not from freed ones at their address."""
         # Equal keys have equally many anchors; `strict` would cost a tenth of a look-up.
         for ref, tensor in zip(self.anchors, anchors):  # noqa: B905
             if ref() is not tensor:
@@ -73,7 +73,7 @@ class Entry:
         return True
 
     def has_content_of(self, inputs: Sequence[Any]) -> bool:
-        """Whether the inputs without a version still hold what they held."""
+        """Return whether the inputs without a version still hold what they held."""
         return all(torch.equal(copy, inputs[position]) for position, copy in self.copies)
 
 
