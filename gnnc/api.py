@@ -21,7 +21,7 @@ from gnnc.capture.trace_lock import CLOCK, LOCK
 from gnnc.capture.validate import describe_arguments, is_graph_name, missing_arguments, validate
 from gnnc.compiler import dump
 from gnnc.compiler.build import build_program, uncollected
-from gnnc.compiler.fast_path import Steady, steady
+from gnnc.compiler.fast_path import FastPath, fast_path_of
 from gnnc.compiler.measure import profile, tune
 from gnnc.compiler.options import (
     budget,
@@ -181,16 +181,16 @@ class CompiledModel(torch.nn.Module):
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
         self._notice_changes()
-        known = self._steady
-        if known is not None and not kwargs and known.serves(args, self._watch.modes):
-            return known.run(args)
+        fast_path = self._fast_path
+        if fast_path is not None and not kwargs and fast_path.serves(args, self._watch.modes):
+            return fast_path.run(args)
         tensors: list[Tensor] = []
         form = self._form(args, kwargs, tensors)
         programs = self._by_form.get(form, ()) if form is not None else ()
         for program in programs:
             if program.captured.guards.sizes_fit(tensors):
                 if form is not None and not kwargs and program is programs[0]:
-                    self._steady = steady(program, form, args, tensors)
+                    self._fast_path = fast_path_of(program, form, args, tensors)
                 return program.run(tensors)
         return self._slow_call(args, kwargs, form, tensors)
 
@@ -206,7 +206,7 @@ class CompiledModel(torch.nn.Module):
             if self._watch.has_changed():
                 self._programs.clear()
                 self._by_form.clear()
-                self._steady = None
+                self._fast_path = None
                 self._all_modules = tuple(self.model.modules())
                 self._watch = Watch(self.model)
                 if self._captures:
@@ -551,7 +551,7 @@ class CompiledModel(torch.nn.Module):
         self._reason: str | None = None
         self._programs: dict[Any, list[Program]] = {}
         self._by_form: dict[Any, list[Program]] = {}
-        self._steady: Steady | None = None
+        self._fast_path: FastPath | None = None
         self._pool = OutputPool()
         self._lock = threading.RLock()
         self._last: Program | None = None

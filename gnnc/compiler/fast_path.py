@@ -1,13 +1,13 @@
-"""Calls like the one before: known by a few comparisons, without a description of their arguments.
+"""Fast path of repeated calls: a few comparisons find the program, without a description of the arguments.
 
 Most calls of a model bring dense tensors by position, in the mode and under the autocast of the call before.
-For these the program is found here; any other call takes the way of ``CompiledModel.forward`` that describes
-all arguments, and leaves what the next such call is compared with.
+The fast path finds the program of these; any other call is described in full by ``CompiledModel.forward``,
+which then makes the fast path of the next such call.
 
-What this relies on: ``Watch.has_changed`` was asked in this very call, so that the layers, hooks and
-constants are those that were traced, and ``modes`` is a new object whenever the mode of a module, or the
-model itself, has changed. The program is the first of those for its form, as it is when found the long way:
-which one runs depends on no earlier call.
+The fast path relies on two facts. ``Watch.has_changed`` was asked in this very call, so that the layers,
+hooks and constants are those that were traced. And ``modes`` is a new object whenever the
+mode of a module, or the model itself, has changed. Its program is the first of those for its
+form, as in a call that is described in full: which program runs depends on no earlier call.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ from gnnc.capture.model_snapshot import autocast_mode
 from gnnc.compiler.program import Program
 
 
-class Steady(NamedTuple):
-    """The program of calls like the last one.
+class FastPath(NamedTuple):
+    """The program of calls like the last one, and the conditions under which it is that of a call.
 
     Attributes:
-        modes: those of the watch at that call.
-        autocast: what autocast did to it.
-        are_met: whether arguments are dense tensors that the program was captured for.
-        run: the program.
+        modes: the modes of the model's modules at the last call.
+        autocast: the state of autocast at the last call.
+        are_met: returns whether arguments are dense tensors that the program was captured for.
+        run: runs the program on the tensors of a call.
     """
 
     modes: tuple[bool, ...]
@@ -40,17 +40,17 @@ class Steady(NamedTuple):
         return modes is self.modes and autocast_mode() == self.autocast and self.are_met(args)
 
 
-def steady(
+def fast_path_of(
     program: Program, form: tuple[Any, ...], args: tuple[Any, ...], tensors: Sequence[Tensor]
-) -> Steady | None:
-    """Values that a call without keywords leaves; None where an argument is not a plain tensor.
+) -> FastPath | None:
+    """Return the fast path of calls like this one; None where an argument is not a plain tensor.
 
     Args:
-        program: what it ran.
-        form: begins with the modes and autocast of the call.
-        args: its arguments.
-        tensors: those that they are made of.
+        program: the program that the call ran.
+        form: the form of the call, which begins with its modes and autocast.
+        args: the positional arguments of the call, which has no others.
+        tensors: the tensors of the arguments.
     """
     if len(args) != len(tensors) or not all(map(is_, args, tensors)):
         return None
-    return Steady(form[0], form[1], program.captured.guards.are_met, program.run)
+    return FastPath(form[0], form[1], program.captured.guards.are_met, program.run)

@@ -46,7 +46,7 @@ class Settled:
     def settle(self) -> None:
         for seed in range(3):
             self.check(*graph(seed=seed))
-        assert self.compiled._steady is not None
+        assert self.compiled._fast_path is not None
 
     @torch.no_grad()
     def check(self, *arguments: Any, **keywords: Any) -> None:
@@ -57,7 +57,7 @@ class Settled:
 
     def steady(self) -> bool:
         """Whether a call is known from the one before."""
-        known = self.compiled._steady
+        known = self.compiled._fast_path
         return known is not None and known.serves(graph(), self.compiled._watch.modes)
 
 
@@ -78,7 +78,7 @@ def settled(shared: Settled) -> Settled:
 def test_only_dense_tensors_by_position_are_known_from_the_call_before(settled: Settled) -> None:
     x, edge_index = graph()
     modes = settled.compiled._watch.modes
-    serves = settled.compiled._steady.serves
+    serves = settled.compiled._fast_path.serves
     assert serves((x, edge_index), modes) and serves((x[:9], edge_index[:, :0]), modes)
     others = [
         (x,),

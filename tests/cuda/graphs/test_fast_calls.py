@@ -168,12 +168,12 @@ class Settled:
     def settle(self) -> None:
         """Call until calls replay what is held: after a trace, and two that record."""
         ways = [self.way() for _ in range(4)]
-        assert not isinstance(ways[-1], str) and self.compiled._steady is not None
+        assert not isinstance(ways[-1], str) and self.compiled._fast_path is not None
 
     @property
     def program(self) -> Any:
         """The one that calls are known to run."""
-        run = self.compiled._steady.run
+        run = self.compiled._fast_path.run
         return next(program for program in self.compiled._all_programs() if program.run is run)
 
     @property
