@@ -2,17 +2,18 @@
 
 // attention: out[i, h, :] = sum over the edges e of row i of alpha[e, h] * x[col[e], h, :], then the epilogue; alpha is
 // the softmax over the row of logit[e, h] = leaky_relu(a_src[col[e], h] + a_dst[i, h] + edge[e, h]), or of edge[e, h]
-// alone. One pass over the edges: each thread keeps a running bound of the logits, the sum of exponentials and the
-// weighted sum of its own edges, and slots that share a row, and the parts of a split row, are joined by their bounds.
-// Neither logits nor alpha reach memory. int8 rows are summed in fixed point (ByteProducts in product_sum.cuh).
+// alone. The kernel makes one pass over the edges (online softmax): each thread keeps, for the edges that it processes,
+// a running upper bound of the logits, the sum of exponentials and the weighted sum. The partial results of slots that
+// share a row, and of the parts of a split row, are rescaled to a common bound and added. Neither logits nor alpha are
+// written to memory. int8 rows are summed in fixed point (ByteProducts in product_sum.cuh).
 //
-// Layout: as spmm; a_src, a_dst fp32 [N, heads], edge fp32 [E, heads]. Of several heads of x, each begins on 16 bytes
-// (pack_rows.cuh), so that a piece lies in one. int8 rows have a scale each.
-// Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 3
-// instructions for 4 columns of int8, an edge.
+// Layout: as spmm; a_src, a_dst fp32 [N, heads], edge fp32 [E, heads]. If x has several heads, each head begins on a
+// 16-byte boundary (pack_rows.cuh), so that a piece never spans two heads. Each int8 row has one scale. Traffic: 4 B of
+// col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 3 instructions for 4 columns
+// of int8, an edge.
 //
-// Launch: attention as spmm. staging: slots * Attention<Config>::kStaged words. attention_weights (launched as
-// attention) writes alpha.
+// Launch: attention as spmm. The staging buffer holds slots * Attention<Config>::kStaged words. The kernel
+// attention_weights (launched as attention) writes alpha.
 
 #include "common/row_tile.cuh"
 #include "sparse/lane_reduce.cuh"
@@ -26,15 +27,16 @@ struct AttentionArgs {
   Runs runs;
   const void* x;
   int64_t x_stride;      // bytes, a multiple of 16, below 2^32
-  const float* x_scale;  // [num_src], of int8 rows
+  const float* x_scale;  // [num_src], scales of int8 rows
   const float* a_src;    // [num_src, heads], where Config::kAdditive
   const float* a_dst;    // [rows, heads], where Config::kAdditive
   const float* edge;     // [E, heads], where Config::kEdge
-  float2* stats;         // [rows, heads]: maximum (times log2 e) and sum of exponentials; or null
-  Staging staging;       // where rows are split
+  float2* stats;         // [rows, heads]: maximum logit (times log2 e) and sum of exponentials; or null
+  Staging staging;       // staging buffer for the parts of split rows
 };
 
-// Returns whether each slot of a warp can take a row by itself: rows of one pass, without padding between heads.
+// Returns whether each slot of a warp can process a row by itself: the row fits into one pass and has no padding
+// between its heads.
 __host__ __device__ constexpr bool has_bundles(Element element, int width, int heads) {
   return is_one_pass(element, width) && head_stride(element, width, heads) * heads == width;
 }
@@ -46,7 +48,8 @@ __host__ __device__ constexpr Residency attention_residency(Element element, int
   return fitting({threads, 4}, pieces_of(element, heads * head_stride(element, width, heads)), held);
 }
 
-// Constants has static constexpr floats kSlope (of the leaky ReLU; 1: none) and kEps (added to the sum).
+// Compile-time configuration of attention. Constants has static constexpr floats kSlope (negative slope of the leaky
+// ReLU; 1: no activation) and kEps (added to the sum of exponentials).
 template <Element kElement_, int kWidth_, int kHeads_, bool kAdditive_, bool kEdge_, class Constants_,
           int kThreads_ = attention_residency(kElement_, kWidth_, kHeads_).threads,
           int kStep_ = attention_residency(kElement_, kWidth_, kHeads_).step>
@@ -69,34 +72,39 @@ struct Attention {
   static constexpr int kStride = kHeads * kHeadStride;
   using Layout = RowLayout<Config::kElement, kStride>;
   using Sum = typename Select<kScaled, ByteProducts<Layout, Weight::real>, LaneReduce<Layout, Reduce::sum>>::Type;
-  // The row of a slot, in the columns that its threads gather; or the row of the warp.
+  // Tile is the register layout of a finished row: with kBundle, a row lies in the threads of one slot, each thread
+  // holding the columns that it gathers; otherwise a row is spread over the whole warp.
   static constexpr bool kBundle = has_bundles(Config::kElement, kWidth, kHeads);
   using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4, true>;
-  // A row that all slots share, where they have more columns each than is worth storing at once.
+  // kSpread: a row that all slots share is spread over all threads of the warp before it is stored, because each thread
+  // of one slot would hold more columns than one store should write.
   static constexpr bool kSpread = kBundle && spread_run<Layout>() < Layout::kColumns;
-  static_assert(kWidth % kHeads == 0, "heads divide the width");
-  static_assert(Config::kAdditive || Config::kEdge, "logits are made from something");
+  static_assert(kWidth % kHeads == 0, "the number of heads must divide the width");
+  static_assert(Config::kAdditive || Config::kEdge, "logits need an additive term (kAdditive) or an edge term (kEdge)");
   static constexpr int kColumns = (kStride + 3) / 4 * 4;
   static constexpr int kStaged = kColumns + (2 * kHeads + 3) / 4 * 4;  // words a slot: sums, then (maximum, sum) a head
 
-  // Exponentials are powers of two: logits are kept times log2 e. Rounded to zero, a finite one stays finite: logits
-  // that are all the least float, as masks set them, are all alike.
+  // Returns a logit after the activation, times log2 e, because exponentials are computed as powers of two. The product
+  // is rounded toward zero so that a finite logit stays finite: if masks set all logits of a row to the lowest float,
+  // all stay equal.
   __device__ static float logit(float v) {
     if constexpr (Config::Constants::kSlope != 1.0f) v = v > 0.0f ? v : __fmul_rn(v, Config::Constants::kSlope);
     return __fmul_rz(v, 1.44269504f);
   }
-  // Returns 1 / sum: 0 for a row without edges; NaN for a row whose logits are all -inf, as the reference gives
-  // (-inf - -inf is NaN).
+  // Returns 1 / sum, the softmax normalization: 0 for a row without edges; NaN for a row whose logits are all -inf, as
+  // the reference gives (-inf - -inf is NaN).
   __device__ static float inverse(float sum, bool edges) {
     if (sum == 0.0f) return edges ? __int_as_float(0x7fffffff) : 0.0f;
     return __fdiv_rn(1.0f, __fadd_rn(sum, Config::Constants::kEps));
   }
 };
 
-// Above no finite logit, and finite: a difference from it is never NaN.
+// The initial bound of the logits: no finite logit is lower, and since the bound is finite, a difference from it is
+// never NaN.
 constexpr float kNoLogit = -3.402823466e38f;
 
-// Partial sums of four columns of one head over some edges, with the maximum logit and the sum of exponentials.
+// Partial result of four columns of one head over some edges: the weighted sums, the maximum logit and the sum of
+// exponentials.
 struct PartOfHead {
   float2 stat = {kNoLogit, 0.0f};
   StagedColumns<float> sum = {{0.0f, 0.0f, 0.0f, 0.0f}};
@@ -120,20 +128,20 @@ struct AttentionBody {
   static constexpr int kStep = Config::kStep;
 
   struct Extra {
-    float source[4];  // a_src
+    float source[4];  // a_src of each edge's source
     float edge[4];
     float scale[4];
   };
 
   const AttentionArgs& a;
   const Epilogue& epilogue;
-  float* words;   // the warp's row, where slots have none of their own
-  float2* heads;  // the warp's maxima and sums
+  float* words;   // shared memory for the warp's row, if !kBundle
+  float2* heads;  // shared memory for the maximum and sum of each head of the warp's row
   int pass;
-  int head;           // of this thread's piece
-  const char* parts;  // of row 0 and that head, in a_src
-  float own;          // a_dst of this row
-  float top;          // a whole number that no logit so far is above
+  int head;           // the head that this thread's piece belongs to
+  const char* parts;  // address of a_src[0, head]
+  float own;          // a_dst[row, head]
+  float top;          // upper bound of all logits so far, a whole number
   float total;
   typename A::Sum sum;
 
@@ -236,7 +244,8 @@ struct AttentionBody {
     top = to;
   }
 
-  // Ends a row, or a part of one, that so many slots share, over all of their threads.
+  // Finishes a row, or a part of a split row, that kSlots slots share; the columns are spread over all threads of those
+  // slots.
   template <int kSlots>
   __device__ __forceinline__ void finish_spread(float (&sums)[kColumns], const Work& work) {
     constexpr int kThreads = kPieces * kSlots, kRun = spread_run<Layout, kSlots>();
@@ -249,7 +258,8 @@ struct AttentionBody {
     clear();
   }
 
-  // Gives so many neighbouring slots the maximum and the total over all of them, and their own sums that maximum.
+  // Reduces the maximum and the total over kSlots neighbouring slots, so that every slot has the result, and rescales
+  // the sums of this slot to that maximum.
   template <int kSlots>
   __device__ __forceinline__ void join_totals(float (&sums)[kColumns]) {
     float highest[1] = {top};
@@ -269,17 +279,18 @@ struct AttentionBody {
     return static_cast<float*>(a.staging.memory) + static_cast<int64_t>(slot) * A::kStaged;
   }
 
-  // Behind the sums of a slot: the maximum and the total of each head.
+  // Return the address of the maxima and totals of the heads, which lie behind the sums in a slot of the staging
+  // buffer.
   __device__ static float2* stats_of(float* slot) { return reinterpret_cast<float2*>(slot + A::kColumns); }
   __device__ static const float2* stats_of(const float* slot) {
     return reinterpret_cast<const float2*>(slot + A::kColumns);
   }
 
-  // Ends a row, or a part of one, of which this thread has the columns from `first` on. Threads of one head write the
-  // same maximum and total.
+  // Stores a finished row, or a part of a split row, of which this thread holds the columns from `first` on. Threads of
+  // the same head write identical maxima and totals.
   template <class Tile, int kCount>
   __device__ __forceinline__ void settle(const float (&v)[kCount], int first, float factor, const Work& work) const {
-    static_assert(Tile::kPer == kCount, "a thread keeps the columns that it has");
+    static_assert(Tile::kPer == kCount, "the tile must hold as many columns a thread as the sums do");
     const int32_t row = work.row();
     if (work.part >= 0) {
       store_staged(staged(work.part), first, A::kColumns, v);
@@ -295,7 +306,7 @@ struct AttentionBody {
     }
   }
 
-  // Rows of several passes, or with something between their heads, wait in shared memory.
+  // Rows that take several passes, or have padding between their heads, are collected in shared memory.
 
   __device__ __forceinline__ void hold(const float (&sums)[kColumns], float factor) {
     if (Layout::slot() > 0) return;
@@ -323,7 +334,8 @@ struct AttentionBody {
     epilogue(tile, row);
   }
 
-  // See end_part. Threads of one head work out the same maximum and total.
+  // Joins `count` parts of a split row; called by end_part. Threads of the same head compute identical maxima and
+  // totals.
   __device__ __forceinline__ void join_parts(const Split& split, int32_t slot, int32_t apart, int32_t count,
                                              bool whole) {
     RowTile<Config::kWidth, 32> tile;
@@ -353,7 +365,7 @@ struct AttentionBody {
         }
       }
     }
-    __syncwarp();  // all have read the statistics of the first part
+    __syncwarp();  // all threads have read the statistics of the first part before join_stats overwrites them
     join_stats(split.row, slot, apart, count, whole);
     if (!whole) return;
     if constexpr (kBundle) {
@@ -365,7 +377,7 @@ struct AttentionBody {
     }
   }
 
-  // Joins the maxima and sums of exponentials of the parts of a row; each thread takes one head.
+  // Joins the maxima and sums of exponentials of the parts of a row; each thread handles one head at a time.
   __device__ __forceinline__ void join_stats(int32_t row, int32_t slot, int32_t apart, int32_t count,
                                              bool whole) const {
     float2* to = whole ? heads : stats_of(staged(slot));
@@ -400,7 +412,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention(const Attention
   for_runs<Layout>(a.runs, nullptr, x, next, feed[threadIdx.x / 32], body);
 }
 
-// alpha[e, h] from the statistics that attention wrote, a warp a run.
+// attention_weights: writes alpha[e, h], computed from the statistics that the attention kernel stored. Each warp
+// processes one run at a time.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) attention_weights(const AttentionArgs a, float* alpha) {
   begin_kernel();

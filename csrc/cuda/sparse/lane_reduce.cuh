@@ -1,9 +1,10 @@
 #pragma once
 
-// Sums and extrema of gathered rows in FP32, each thread over the columns of its own 16 bytes: for FP32 rows, for
-// real weights of halves, and for max and min; extremes of elements of at most two bytes without weights as they are.
-// int8, of which there are no sums here (product_sum.cuh), becomes FP32 by byte permutation (2^23 + code + 128, less
-// 2^23 + 128), which is exact and cheaper than a conversion.
+// Sums and extrema (max, min) of gathered rows, where each thread accumulates the columns of its 16-byte piece.
+// LaneReduce accumulates in FP32: for FP32 rows, for real weights of 16-bit floats, and for max and min. PairExtremes
+// compares unweighted elements of at most two bytes in their type. int8 values, whose sums are computed in
+// product_sum.cuh instead, become FP32 by byte permutation (2^23 + value + 128, less 2^23 + 128), which is exact and
+// cheaper than a conversion instruction.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -45,7 +46,7 @@ __device__ inline float start_of() {
   return 0.0f;
 }
 
-// A NaN wins over everything, as in torch.
+// Combines two values of the reduction. For max and min, a NaN in either value propagates, as in torch.
 template <Reduce kReduce>
 __device__ inline float combine(float a, float b) {
   if constexpr (kReduce == Reduce::max) {
@@ -69,7 +70,7 @@ template <class Layout, Reduce kReduce>
 struct LaneReduce {
   static constexpr int kColumns = Layout::kColumns;
   static constexpr bool kAdds = kReduce == Reduce::sum || kReduce == Reduce::mean;
-  static_assert(!kAdds || Layout::kElement != Element::i8, "codes are added up as they are");
+  static_assert(!kAdds || Layout::kElement != Element::i8, "int8 sums are computed in product_sum.cuh");
   using Word = float;
 
   float acc[kColumns];
@@ -79,7 +80,7 @@ struct LaneReduce {
     for (int i = 0; i < kColumns; ++i) acc[i] = start_of<kReduce>();
   }
 
-  // One edge; where it does not count, x is zeros.
+  // Accumulates the row of one edge; x is zeros if !counts (a masked-out edge).
   __device__ __forceinline__ void add(const uint4& x, bool counts) {
     float v[kColumns];
     unpack<Layout::kElement>(x, v);
@@ -87,7 +88,7 @@ struct LaneReduce {
     for (int i = 0; i < kColumns; ++i) put(i, v[i], counts);
   }
 
-  // weight(i) is that of column i of the piece.
+  // Accumulates the row of one edge, multiplied by weight(i) in column i of the piece.
   template <class Weights>
   __device__ __forceinline__ void add(const uint4& x, bool counts, const Weights& weight) {
     float v[kColumns];
@@ -102,13 +103,13 @@ struct LaneReduce {
     }
   }
 
-  // Four edges of a weight each.
+  // Accumulates the rows of four edges, each multiplied by its weight.
   __device__ __forceinline__ void add(const uint4 (&x)[4], const float (&w)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) add(x[i], true, [&](int) { return w[i]; });
   }
 
-  // All weights so far times 2^-times.
+  // Multiplies the sums by 2^-times, which rescales all weights added so far.
   __device__ __forceinline__ void lower(int times) {
     const float by = power_of_two(static_cast<float>(-times));
 #pragma unroll
@@ -131,11 +132,12 @@ struct LaneReduce {
   }
 };
 
-// The largest or smallest element of each column, where it has two bytes or one: exact, two columns at once. Codes
-// become halves of a word, 1024 + 128 + code, by byte permutation. Without edges it is infinite, as in FP32.
+// Computes the largest or smallest element of each column for elements of one or two bytes: exactly, two columns an
+// instruction. Quantized values become fp16 halves of a word, 1024 + 128 + value, by byte permutation. Without edges
+// the result is infinite, as in FP32.
 template <class Layout, Reduce kReduce>
 struct PairExtremes {
-  static_assert(Layout::kElement != Element::f32, "pairs of columns share a word");
+  static_assert(Layout::kElement != Element::f32, "a word must hold a pair of columns");
   static constexpr bool kBytes = Layout::kElement == Element::i8, kBrain = Layout::kElement == Element::bf16;
   static constexpr bool kMax = kReduce == Reduce::max;
   static constexpr uint32_t kInfinity = kBrain ? 0x7f807f80u : 0x7c007c00u, kSigns = kMax ? 0x80008000u : 0u;
@@ -149,7 +151,7 @@ struct PairExtremes {
     for (int i = 0; i < kPairs; ++i) best[i] = kInfinity | kSigns;
   }
 
-  // One edge; where it does not count, nothing is worse.
+  // Accumulates the row of one edge; if !counts (a masked-out edge), the row is replaced by the neutral element.
   __device__ __forceinline__ void add(const uint4& x, bool counts) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -181,7 +183,7 @@ struct PairExtremes {
   }
 
  private:
-  // A NaN wins over everything, as in torch.
+  // Combines a pair of columns into an accumulator. A NaN in either value propagates, as in torch.
   __device__ __forceinline__ static void put(uint32_t& to, uint32_t pair) {
     if constexpr (kMax && kBrain) {
       asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(to) : "r"(pair));

@@ -1,14 +1,14 @@
 #pragma once
 
-// pack_rows: copies rows of x to where the sparse kernels can gather them: each of its heads begins on 16 bytes, what
-// is between them is zeros.
+// pack_rows: copies rows of x into the layout that the sparse kernels gather from: each head of a row begins on a
+// 16-byte boundary, and the padding between heads is zeros.
 //
-// Layout: x any type, rows Config::kFrom elements apart; rows of the copy kTo elements apart, on 16 bytes.
-// Traffic: kHeads * kHeadWidth elements a row in, kTo out. Floor: these bytes at copy bandwidth.
+// Layout: x any type, rows Config::kFrom elements apart; rows of the copy kTo elements apart, on 16 bytes. Traffic:
+// kHeads * kHeadWidth elements a row in, kTo out. Floor: these bytes at copy bandwidth.
 //
 // Launch: blocks of 256 threads, a thread for every 16 bytes of the copy.
 
-#include <cuda_bf16.h>  // Config::T may be a type of either
+#include <cuda_bf16.h>  // Config::T may be a type of this header or the next
 #include <cuda_fp16.h>
 
 #include "common/types.cuh"
@@ -21,8 +21,8 @@ struct PackRowsArgs {
   int64_t rows;
 };
 
-// kFrom, kTo: elements from one row to the next of x and of the copy; kHeadStride: from one head to the next of the
-// copy, a multiple of 16 bytes where there are several.
+// Compile-time configuration of pack_rows. kFrom, kTo: elements from one row to the next of x and of the copy;
+// kHeadStride: elements from one head to the next of the copy, a multiple of 16 bytes if there are several heads.
 template <class T, int kHeads_, int kHeadWidth_, int kHeadStride_, int64_t kFrom_, int kTo_>
 struct PackRowsConfig {
   using Type = T;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(256) pack_rows(PackRowsArgs args) {
   begin_kernel();
   using T = typename Config::Type;
   constexpr int kColumns = 16 / static_cast<int>(sizeof(T)), kPieces = Config::kTo / kColumns;
-  static_assert(Config::kTo % kColumns == 0, "rows of the copy start on 16 bytes");
+  static_assert(Config::kTo % kColumns == 0, "rows of the copy must start on 16 bytes");
   const int64_t index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (index >= args.rows * kPieces) return;
   const T* row = static_cast<const T*>(args.x) + index / kPieces * Config::kFrom;

@@ -1,21 +1,23 @@
 #pragma once
 
-// Sums of gathered rows that never convert a value on its own.
+// Accumulators for sums of gathered int8, fp16 and bf16 rows that work on packed words and never convert a single value
+// by itself.
 //
-// ByteSum, exact: mma.m16n8k16 with two words of a thread as A, as they were loaded (eight groups of four threads, 16
-// columns of four threads), and a choice of columns as B, so that C has each thread's own columns.
+// ByteSum, exact unweighted int8 sums: mma.m16n8k16 with A = two words of a thread as they were loaded (eight groups of
+// four threads, 16 columns of four threads) and B = a matrix that selects columns, so that each thread's part of C
+// holds the columns of that thread's piece.
 //
-// ByteProducts, exact or in fixed point: the words of two edges become words of two columns by __byte_perm, and dp2a
-// multiplies and adds two edges at once. (dp4a takes four, but turning those takes as many instructions more, on a unit
-// that already has the most to do.) Real weights are fixed-point numbers of 15 bits with one unit a slot and row,
-// 2^(e - 14), where 2^e is above every weight so far; when a larger one comes the sums are shifted. The error of a
-// weight is at most 2^-15 of that power of two. Of rows that take a whole warp it is twice that: a slot has all edges
-// of a part, for which 32 bits are one too few. Weights may be a head's (of attention, of sums): a thread's columns are
-// of one head, and it has a unit of its own.
+// ByteProducts, weighted int8 sums, exact or in fixed point: __byte_perm turns the words of two edges into words of two
+// columns, and dp2a multiplies and adds two edges at once. (dp4a takes four edges, but transposing four takes as many
+// instructions more, on a unit that is already the bottleneck.) Real weights are 15-bit fixed-point numbers with one
+// unit a slot and row, 2^(e - 14), where 2^e is above every weight so far; when a larger weight comes, the sums are
+// shifted. The error of a weight is at most 2^-15 of that power of two. For rows that take a whole warp the error is
+// twice as large: one slot sums all edges of a part, for which 32 bits are one too few. With a weight a head
+// (attention, sums by head), all columns of a thread belong to one head, and each thread has a unit by itself.
 //
-// HalfSum, FP32 sums: mma.m16n8k8 with two neighbouring words as A, as they were loaded, and the identity as B, so that
-// C has each thread's own columns. A value that is not finite makes seven others of the same 32 columns of that row not
-// finite.
+// HalfSum, FP32 sums of fp16 and bf16: mma.m16n8k8 with A = two neighbouring words as they were loaded and B = the
+// identity, so that each thread's part of C holds the columns of that thread's piece. A value that is not finite makes
+// seven other values of the same 32 columns of that row not finite.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -35,7 +37,8 @@ struct ByteSum {
     for (int i = 0; i < 16; ++i) c[i / 8][i / 4 % 2][i % 4] = 0;
   }
 
-  // Selects, among the 16 columns in the words of four threads, the eight columns of pair `half` of each thread.
+  // Returns this thread's part of the matrix B that selects, among the 16 columns in the words of four threads, the
+  // eight columns of pair `half` of each thread.
   __device__ static uint32_t chosen(int half) {
     const int lane = Layout::lane(), to = lane / 4;
     return to / 2 == lane % 4 ? 1u << (8 * (2 * half + to % 2)) : 0u;
@@ -55,7 +58,7 @@ struct ByteSum {
     }
   }
 
-  // The sums of this thread's columns.
+  // Returns the sums of this thread's columns and clears the accumulator.
   __device__ __forceinline__ void take(Word (&out)[16]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) out[i] = c[i / 8][i / 2 % 2][i / 4 % 2 * 2 + i % 2];
@@ -68,14 +71,17 @@ enum class Weight { none, signed8, power8, real };
 template <class Layout, Weight kWeight>
 struct ByteProducts {
   static constexpr bool kReal = kWeight == Weight::real;
-  static constexpr int kBits = Layout::kSlots > 1 ? 14 : 13;  // so that no sum of a slot's edges leaves 32 bits
-  static_assert(kMostPart / Layout::kSlots * 127 <= 0x7fffffff >> kBits, "at most so much is added up");
-  static constexpr int kLeast = 20;  // so that neither the unit nor its inverse leaves the normal numbers
+  // Bits of a fixed-point weight, so that the sums of a slot's edges fit into 32 bits.
+  static constexpr int kBits = Layout::kSlots > 1 ? 14 : 13;
+  static_assert(kMostPart / Layout::kSlots * 127 <= 0x7fffffff >> kBits,
+                "the fixed-point sum of a part must fit into 32 bits");
+  // Least exponent, so that neither the unit nor its inverse leaves the normal numbers.
+  static constexpr int kLeast = 20;
   using Word = typename Select<kReal, float, int32_t>::Type;
 
   int32_t sums[4][4];  // [word][column]
-  uint32_t bound;      // of real weights: a power of two above every |weight| of the row so far, as a float's bits; 0:
-                       // there was none
+  // For real weights: the bits of a float power of two above every |weight| of the row so far; 0: no weight yet.
+  uint32_t bound;
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -83,12 +89,12 @@ struct ByteProducts {
     bound = 0;
   }
 
-  // weights: of 16 bits.
+  // Adds four edges with 16-bit integer weights.
   __device__ __forceinline__ void add(const uint4 (&x)[4], const uint32_t (&weights)[4]) {
     add(x, __byte_perm(weights[0], weights[1], 0x5410), __byte_perm(weights[2], weights[3], 0x5410));
   }
 
-  // weights: of 8 bits, positive, of the four edges.
+  // Adds four edges with positive 8-bit weights, packed in one word.
   __device__ __forceinline__ void add(const uint4 (&x)[4], uint32_t weights) {
     add(x, __byte_perm(weights, 0, 0x4140), __byte_perm(weights, 0, 0x4342));
   }
@@ -101,19 +107,20 @@ struct ByteProducts {
     add(x, weights);
   }
 
-  // Weights that are `fixed` already, two a word.
+  // Adds four edges whose weights are fixed-point integers already (see `fixed`), two weights a word.
   __device__ __forceinline__ void add_fixed(const uint4 (&x)[4], const uint32_t (&pairs)[2]) {
     add(x, pairs[0], pairs[1]);
   }
 
-  // The larger magnitude, NaN if one is.
+  // Returns the larger magnitude, or NaN if either argument is NaN.
   __device__ static float largest(float a, float b) {
     float most;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(fabsf(a)), "f"(fabsf(b)));
     return most;
   }
 
-  // Chooses the unit so that weights up to `most` fit; returns what makes an integer of a weight.
+  // Raises the bound so that weights up to `most` fit; returns the factor that turns a weight into a fixed-point
+  // integer.
   __device__ __forceinline__ float admit(float most) {
     const uint32_t top = __float_as_uint(most);
     if (top >= bound) {
@@ -121,13 +128,14 @@ struct ByteProducts {
       if (bound > 0) halve(needed - exponent());
       set_bound(needed);
     }
-    return __uint_as_float(((254u + kBits) << 23) - bound);  // |w| of it <= 2^kBits
+    return __uint_as_float(((254u + kBits) << 23) - bound);  // |weight| times this factor is <= 2^kBits
   }
 
-  // The integer, in the last 16 bits: of a float that has no bits behind the point.
+  // Returns a weight as a fixed-point integer in the low 16 bits: adding 1.5 * 2^23 gives a float without fraction
+  // bits.
   __device__ static uint32_t fixed(float w, float factor) { return __float_as_uint(fmaf(w, factor, 12582912.0f)); }
 
-  // All weights so far times 2^-times.
+  // Multiplies the sums by 2^-times, which rescales all weights added so far.
   __device__ __forceinline__ void lower(int times) {
     if (bound == 0 || exponent() > 255) return;
     const int lowered = exponent() - times;
@@ -136,7 +144,7 @@ struct ByteProducts {
   }
 
   __device__ __forceinline__ void take(Word (&out)[16]) {
-    // NaN once a weight was not finite.
+    // The unit is NaN once a weight was not finite.
     const uint32_t least = max(bound, static_cast<uint32_t>(kLeast) << 23);
     const float unit = __uint_as_float(bound >> 31 ? 0x7fffffffu : least - (static_cast<uint32_t>(kBits) << 23));
 #pragma unroll
@@ -159,7 +167,7 @@ struct ByteProducts {
     }
   }
 
-  // Adds a word of two edges, whose weights are the halves of a word.
+  // Adds one word of each of two edges; `weights` holds the weights of the two edges in its 16-bit halves.
   __device__ static void add_two(uint32_t a, uint32_t b, uint32_t weights, int32_t (&to)[4]) {
     const uint32_t first = __byte_perm(a, b, 0x5140), second = __byte_perm(a, b, 0x7362);
     asm("dp2a.lo.s32.s32 %0, %1, %2, %0;" : "+r"(to[0]) : "r"(weights), "r"(first));
@@ -168,11 +176,11 @@ struct ByteProducts {
     asm("dp2a.hi.s32.s32 %0, %1, %2, %0;" : "+r"(to[3]) : "r"(weights), "r"(second));
   }
 
-  // Every |weight| of the row so far < 2^(exponent() - 127).
+  // Returns the biased exponent of the bound: every |weight| of the row so far < 2^(exponent() - 127).
   __device__ __forceinline__ int exponent() const { return static_cast<int>(bound >> 23); }
   __device__ __forceinline__ void set_bound(int exponent) { bound = static_cast<uint32_t>(exponent) << 23; }
 
-  // Halves the sums so many times, once at least.
+  // Halves the sums, rounding, `times` times (at least once).
   __device__ __forceinline__ void halve(int times) {
     const int by = min(times, 31), half = 1 << (by - 1);
 #pragma unroll

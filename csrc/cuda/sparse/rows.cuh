@@ -1,9 +1,10 @@
 #pragma once
 
-// A warp reads gathered rows of x in pieces of 16 bytes. Thread (slot, piece) reads one piece of a row,
-// neighbouring threads neighbouring pieces, so that eight threads touch as few cache lines as there are; each slot has
-// edges of its own. Rows wider than what a warp reads at once take several passes over the edges, or are cut into
-// slices of columns, of which each is a matrix of its own.
+// Layout of gathered rows of x over the threads of a warp. A warp reads rows in pieces of 16 bytes: thread (slot,
+// piece) reads one piece of a row, and neighbouring threads read neighbouring pieces, so that eight threads touch as
+// few cache lines as possible. A slot is the group of threads that reads one row; each slot processes different edges.
+// Rows wider than a warp reads at once take several passes over the edges, or are cut into slices of columns, each of
+// which is processed as a matrix by itself.
 
 #include "common/types.cuh"
 
@@ -19,10 +20,11 @@ __host__ __device__ constexpr int power_of_two_from(int n) {
   return power;
 }
 
-// The logarithm of a power of two.
+// Returns log2 of a power of two.
 __host__ __device__ constexpr int bits_of(int power) { return power > 1 ? 1 + bits_of(power / 2) : 0; }
 
-// Pieces that a warp reads at once: whole rows, or so many that at most an eighth more is read than there is.
+// Returns the number of pieces of a row that a warp reads at once (kPieces): the whole row, or a power of two such that
+// at most an eighth more is read than the row has.
 __host__ __device__ constexpr int pieces_at_once(int total) {
   if (total <= 32) return power_of_two_from(total);
   for (int pieces = 32; pieces > 8; pieces /= 2) {
@@ -38,14 +40,14 @@ __host__ __device__ constexpr int pieces_of(Element element, int width) {
 // Returns whether a warp reads whole rows, in one pass over the edges.
 __host__ __device__ constexpr bool is_one_pass(Element element, int width) { return width * bytes_of(element) <= 512; }
 
-// Columns of all passes, with what is past the width.
+// Returns the number of columns that all passes read, the padding past the width included.
 __host__ __device__ constexpr int padded_width(Element element, int width) {
   const int at_once = pieces_of(element, width) * 16 / bytes_of(element);
   return (width + at_once - 1) / at_once * at_once;
 }
 
-// Columns from one head to the next, where each of several begins on 16 bytes (pack_rows.cuh), so that a piece lies in
-// one.
+// Returns the number of columns from one head to the next. If there are several heads, each begins on a 16-byte
+// boundary (pack_rows.cuh), so that a piece never spans two heads.
 __host__ __device__ constexpr int head_stride(Element element, int width, int heads) {
   const int piece = 16 / bytes_of(element);
   return heads == 1 ? width : (width / heads + piece - 1) / piece * piece;
@@ -62,33 +64,35 @@ template <Element kElement_, int kWidth_>
 struct RowLayout {
   static constexpr Element kElement = kElement_;
   static constexpr int kWidth = kWidth_;
-  static constexpr int kColumns = 16 / bytes_of(kElement);           // of a piece
+  static constexpr int kColumns = 16 / bytes_of(kElement);           // columns of a piece
   static constexpr int kTotal = (kWidth + kColumns - 1) / kColumns;  // pieces of a row
   static constexpr int kPieces = pieces_at_once(kTotal);
   static constexpr int kPasses = (kTotal + kPieces - 1) / kPieces;
   static constexpr int kSlots = 32 / kPieces;
   static constexpr int kSlotBits = bits_of(kSlots);
-  // Neighbouring slots that share a row where all slots do not, so that it has four threads at least: they ask for 64
-  // bytes of its sources at once, and store as much at once.
+  // A team: neighbouring slots that share a row (unless all slots of the warp share it), so that at least four threads
+  // work on a row: they request 64 bytes of a source row at once, and store as many at once.
   static constexpr int kTeam = kPieces < 4 ? 4 / kPieces : 1;
   static constexpr int kTeams = kSlots / kTeam;
   static constexpr int kPassColumns = kPieces * kColumns;
-  static constexpr int kPadded = kPasses * kPassColumns;  // columns, with what is past the width
-  static constexpr int kLastBits = (kWidth - (kTotal - 1) * kColumns) * 8 * bytes_of(kElement);  // of the last piece
+  static constexpr int kPadded = kPasses * kPassColumns;  // columns of all passes, padding included
+  // Bits of the last piece that lie within the width.
+  static constexpr int kLastBits = (kWidth - (kTotal - 1) * kColumns) * 8 * bytes_of(kElement);
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   __device__ static int piece() { return lane() % kPieces; }
   __device__ static int slot() { return lane() / kPieces; }
   __device__ static int team() { return slot() / kTeam; }
-  // Return the number of this slot among the slots that share a row, and log2 of how many share it: all slots of the
-  // warp or a team.
+  // Return the index of this slot among the slots that share a row, and log2 of the number of those slots: all slots of
+  // the warp, or a team.
   __device__ static int sharer(bool all) { return all ? slot() : slot() % kTeam; }
   __device__ static int sharer_bits(bool all) { return all ? kSlotBits : bits_of(kTeam); }
-  // A piece with zeros past the width of the row; pieces behind the last one count as that one.
+  // Returns a piece with the columns past the width of the row set to zero; a piece index past the last piece is
+  // treated as the last piece.
   __device__ static uint4 within(const uint4& v, int piece) {
-    // Every word by a mask that the assembler cannot foresee: what it can make a choice, it makes as each row comes,
-    // before it asks for the next.
-    int past;  // 0 before the last piece
+    // Each word is masked with a value that the assembler cannot predict: it would turn a predictable mask into a
+    // select and place that after each row's load, which serializes the loads.
+    int past;  // 0 before the last piece, at least 1 from it on
     asm("max.s32 %0, %1, 0;" : "=r"(past) : "r"(piece - (kTotal - 2)));
     const auto kept = [&](uint32_t word, int j) {
       const int bits = kLastBits - 32 * j;
@@ -102,11 +106,11 @@ struct RowLayout {
   }
 };
 
-// The rows that edges gather: a matrix, or a slice of its columns.
+// The rows that edges gather: the rows of a matrix, or of a slice of its columns.
 struct Gathered {
-  const char* first;  // of row 0
+  const char* first;  // address of row 0
   uint32_t stride;    // bytes from one row to the next
-  int pieces;         // of a row
+  int pieces;         // pieces of a row
 };
 
 template <class Layout>
@@ -114,7 +118,7 @@ __device__ __forceinline__ Gathered whole_rows(const void* x, int64_t stride) {
   return Gathered{static_cast<const char*>(x), static_cast<uint32_t>(stride), Layout::kTotal};
 }
 
-// Slices of kBytes, a power of two, of which the last may have less.
+// Cut of a row into slices of kBytes, a power of two; the last slice may be narrower.
 template <Element kElement, int kRowWidth, int kBytes>
 struct Slices {
   static constexpr int kWidth = kBytes / bytes_of(kElement), kCount = (kRowWidth + kWidth - 1) / kWidth;
@@ -127,15 +131,17 @@ struct Slices {
   }
 };
 
-// The row so many from the first, `stride` bytes each. (Written in C++, the product costs an addition of nothing more.)
+// Returns the address of a row, `stride` bytes apart. (In plain C++, the compiler emits an additional addition of zero
+// for the product.)
 __device__ __forceinline__ const char* row_at(const char* first, int32_t row, uint32_t stride) {
   uint64_t bytes;
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(bytes) : "r"(row), "r"(stride));
   return first + bytes;
 }
 
-// Functions that load where `there`, without a branch or a look at the result: both would be waited for. The address
-// may be any elsewhere.
+// Defines functions that load a value if `there`, and otherwise return `otherwise`, by a predicated load: without a
+// branch and without a select on the result, because both would wait for the load. If !there, the address may be
+// invalid.
 #define GNNC_LOAD_IF(name, T, Value, constraint, move, load)                                                  \
   __device__ __forceinline__ Value name(bool there, const T* p, Value otherwise) {                            \
     Value v;                                                                                                  \
@@ -149,7 +155,7 @@ GNNC_LOAD_IF(load_if, uint8_t, uint32_t, "r", "mov.u32", "ld.global.nc.u8")
 GNNC_LOAD_IF(load_if, int8_t, uint32_t, "r", "mov.u32", "ld.global.nc.s8")
 #undef GNNC_LOAD_IF
 
-// 16 bytes of a row, zeros where it is not there.
+// Returns 16 bytes of a row, or zeros if !there; a predicated load as above.
 __device__ __forceinline__ uint4 gather_if(bool there, const char* from) {
   uint4 v;
   asm("{\n .reg .pred there;\n setp.ne.u32 there, %5, 0;\n mov.b32 %0, 0;\n mov.b32 %1, 0;\n mov.b32 %2, 0;\n"

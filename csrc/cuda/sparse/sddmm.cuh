@@ -1,14 +1,15 @@
 #pragma once
 
-// sddmm: one value a head, or one row, an edge from the row a[i, :] of its destination and b[j, :] of its source.
+// sddmm: computes, for every edge, one value a head (dot) or one row (elementwise) from the row a[i, :] of its
+// destination and the row b[j, :] of its source.
 //
 // Layout: a and b of one type, rows 16-byte aligned; out fp32 [E, heads] for dot, [E, F] otherwise, in CSR order. An
-// int8 dot is an exact 32-bit sum (dp4a), rounded to FP32 once; then times a_scale[i] and b_scale[j] where given.
-// Halves are multiplied and summed in FP32. Traffic: 4 B of col and one gathered row of b an edge, the rows of a once,
-// out once. Floor: the gather, or 4 E F bytes written where out is as wide as the rows.
+// int8 dot is an exact 32-bit sum (dp4a), rounded to FP32 once, then multiplied by a_scale[i] and b_scale[j] where
+// given. 16-bit floats are multiplied and summed in FP32. Traffic: 4 B of col and one gathered row of b an edge, the
+// rows of a once, out once. Floor: the gather, or 4 E F bytes written where out is as wide as the rows.
 //
-// Launch: one block of Config::kThreads threads a multiprocessor. With several heads a head must be a
-// power of two of 16-byte pieces, zeros past its columns, and a row at most 32 pieces.
+// Launch: one block of Config::kThreads threads a multiprocessor. With several heads, a head must be a power of two of
+// 16-byte pieces, with zeros past its columns, and a row at most 32 pieces.
 
 #include "sparse/lane_reduce.cuh"
 #include "sparse/stream.cuh"
@@ -52,9 +53,9 @@ struct SddmmBody {
   static constexpr int kColumns = Layout::kColumns, kHeads = Config::kHeads;
   static constexpr bool kBytes = Config::kElement == Element::i8;
   static constexpr bool kDot = Config::kOp == EdgeOp::dot;
-  static_assert(kDot || !kBytes, "int8 rows are multiplied, nothing else");
+  static_assert(kDot || !kBytes, "int8 rows support only dot");
   using Sum = typename Select<kBytes, int32_t, float>::Type;
-  // Threads that share a head.
+  // Number of threads that share a head.
   static constexpr int kShare = kHeads == 1 ? Layout::kPieces : Config::kWidth / kHeads / kColumns;
   static_assert(kHeads == 1 || (Layout::kPasses == 1 && kShare * kHeads * kColumns == Config::kWidth &&
                                 (kShare & (kShare - 1)) == 0),
@@ -64,13 +65,13 @@ struct SddmmBody {
   static constexpr int kStep = Config::kStep;
 
   struct Extra {
-    int64_t edge;  // the first of the four
+    int64_t edge;  // first of the four edges
     float scale[4];
   };
 
   const SddmmArgs& a;
   int pass;
-  uint4 own;  // the destination's row
+  uint4 own;  // this thread's piece of the destination's row
   float own_scale;
 
   __device__ __forceinline__ void begin(const Work& work, int which) {
@@ -108,7 +109,7 @@ struct SddmmBody {
     return inside(__ldg(reinterpret_cast<const uint4*>(static_cast<const char*>(a.a) + row * a.a_stride) + piece));
   }
 
-  // Columns past the width may hold anything, but count as zero.
+  // Returns a piece with the columns past the width, which may hold anything, set to zero.
   __device__ __forceinline__ uint4 inside(const uint4& v) const {
     return Layout::within(v, pass * Layout::kPieces + Layout::piece());
   }
@@ -132,8 +133,8 @@ struct SddmmBody {
     }
   }
 
-  // Four edges over the threads that share a head: each step halves the edges that a thread looks after, while there
-  // are several.
+  // Computes the dot products of four edges. The threads that share a head reduce them by shuffles: each step halves
+  // the number of edges that a thread sums, as long as there are several.
   __device__ __forceinline__ void dots(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
     const bool counts = pass * Layout::kPieces + Layout::piece() < Layout::kTotal;
     Sum v[4];
@@ -158,7 +159,7 @@ struct SddmmBody {
     }
     if (Layout::lane() % kShare >= 4) return;
     const int head = kHeads == 1 ? 0 : Layout::piece() / kShare;
-    if (head >= kHeads) return;  // threads past the row
+    if (head >= kHeads) return;  // these threads lie past the row
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i < count && mask >> (first + i) & 1) write(v[i], e, first + i, head);

@@ -1,12 +1,13 @@
 #pragma once
 
-// Joins the parts of split rows, in the kernel that makes them: whichever group of threads ends the last of up to
-// kJoined neighbouring parts adds these up, whichever ends the last of as many such sums adds those, and so on. So a
-// hub of a million edges is no one's work alone, and every sum is made in the same order in every call.
+// Joins the parts of split rows inside the kernel that computes them, as a tree reduction without a second launch: the
+// group of threads that finishes the last of up to kJoined neighbouring parts adds these parts, the group that finishes
+// the last of as many such sums adds those sums, and so on. The edges of a hub of a million edges are thus spread over
+// many warps, and every sum is made in the same order in every call.
 //
-// Parts, and sums of them, wait in a staging buffer, one slot each; a sum takes the slot of its first part. Who is last
-// is counted in `arrived`: a number a slot, 0 before and after every kernel; of rows in slices one for each slice,
-// since their parts are joined slice by slice.
+// Parts and their partial sums are stored in a staging buffer, one slot each; a partial sum takes the slot of its first
+// part. The array `arrived` counts the finished parts to find the last group: one counter a slot, 0 before and after
+// every kernel; if rows are cut into slices, one counter a slot and slice, since parts are joined slice by slice.
 
 #include "sparse/runs.cuh"
 
@@ -15,19 +16,19 @@ namespace gnnc {
 constexpr int kJoined = 16;
 
 struct Staging {
-  void* memory;      // a row for every slot
-  int32_t* arrived;  // [slots, slices]
+  void* memory;      // one row a slot
+  int32_t* arrived;  // [slots, slices], counters of finished parts
 };
 
-// Counts one of so many that are to come; whether it is the last. What this group has stored before is there for
-// whoever that is.
+// Counts this group's arrival; returns whether it is the last of `expected` arrivals. All stores of this group before
+// the call are visible to the group that is last.
 template <int kLanes>
 __device__ __forceinline__ bool is_last(int32_t* arrived, int32_t expected) {
   const uint32_t group = group_members<kLanes>();
   __syncwarp(group);
   uint32_t before = 0;
   if (threadIdx.x % kLanes == 0) {
-    // Not an acquire, for which L1 would be emptied: that is for the last alone.
+    // Release ordering only: an acquire would invalidate L1, and only the last group needs one (the fence below).
     asm volatile("atom.release.gpu.global.inc.u32 %0, [%1], %2;"
                  : "=r"(before)
                  : "l"(arrived), "r"(expected - 1)
@@ -36,13 +37,14 @@ __device__ __forceinline__ bool is_last(int32_t* arrived, int32_t expected) {
   before = __shfl_sync(group, before, 0, kLanes);
   if (before + 1 < static_cast<uint32_t>(expected)) return false;
   __threadfence();
-  __syncwarp(group);  // the thread that counted has acquired for all
+  __syncwarp(group);  // the fence of the thread that counted covers the whole group
   return true;
 }
 
-// Call when a group of kLanes threads has stored a part, or a slice of one, with its slot.
-// join(split, slot, apart, count, whole) adds up `count` parts, from a slot on, `apart` from one to the next, in order,
-// and stores that as the first of them or, if it is whole, as the row.
+// Called when a group of kLanes threads has stored a part, or a slice of a part, in its slot.
+//
+// join(split, slot, apart, count, whole) adds up `count` parts in order, in the slots slot, slot + apart, ..., and
+// stores the result in the first of these slots or, if the result is `whole`, as the finished row.
 template <int kLanes, int kSlices = 1, class Join>
 __device__ __forceinline__ void end_part(const Split* splits, const Staging& staging, int32_t slot, const Join& join,
                                          int slice = 0) {
@@ -54,7 +56,7 @@ __device__ __forceinline__ void end_part(const Split* splits, const Staging& sta
     part -= part % group;
     const int32_t count = min(kJoined, (split.parts - part + apart - 1) / apart);
     const int32_t first = split.slot + part;
-    // Sums of a level are kJoined slots or more apart, so that each level can count in a slot of its own.
+    // The sums of a level lie kJoined slots or more apart, so that each level has a separate counter among them.
     int32_t* arrived = staging.arrived + static_cast<int64_t>(first + level) * kSlices + slice;
     if (count > 1 && !is_last<kLanes>(arrived, count)) return;
     const bool whole = group >= split.parts;
@@ -63,8 +65,8 @@ __device__ __forceinline__ void end_part(const Split* splits, const Staging& sta
   }
 }
 
-// join(part) for each of `count` parts, in order: load(i), kTogether at a time, since each is a wait for memory, and
-// past the last one `nothing`.
+// Calls join(part) for each of `count` parts, in order. The parts are loaded by load(i), kTogether at a time, to
+// overlap the memory latency; `nothing` takes the place of parts past the last one.
 template <int kTogether, class Part, class Load, class Join>
 __device__ __forceinline__ void each_part(int32_t count, const Part& nothing, const Load& load, const Join& join) {
 #pragma unroll 1
@@ -77,13 +79,13 @@ __device__ __forceinline__ void each_part(int32_t count, const Part& nothing, co
   }
 }
 
-// Four columns of a slot.
+// Four consecutive columns of a slot of the staging buffer.
 template <class T>
 struct alignas(16) StagedColumns {
   T v[4];
 };
 
-// Reads them past L1, where a line of an earlier sum may be.
+// Loads four columns of a slot, bypassing L1, which may hold a stale line of an earlier sum.
 template <class T>
 __device__ __forceinline__ StagedColumns<T> load_staged(const T* from) {
   StagedColumns<T> columns;
@@ -94,7 +96,7 @@ __device__ __forceinline__ StagedColumns<T> load_staged(const T* from) {
   return columns;
 }
 
-// Stores the columns from `first` on that are below `past` (both multiples of four) of a slot.
+// Stores columns of a slot: those from `first` on that are below `past` (both multiples of four).
 template <class T, class Word, int kCount>
 __device__ __forceinline__ void store_staged(T* slot, int first, int past, const Word (&v)[kCount]) {
 #pragma unroll
@@ -107,7 +109,7 @@ __device__ __forceinline__ void store_staged(T* slot, int first, int past, const
   }
 }
 
-// Stores the row that a warp holds in shared memory into a slot of the staging buffer; called by the whole warp.
+// Stores a row from a warp's shared memory into a slot of the staging buffer; called by the whole warp.
 template <int kColumns, class T, class Word>
 __device__ __forceinline__ void store_held(T* slot, const Word* words) {
 #pragma unroll

@@ -2,16 +2,17 @@
 
 // spmm: out[i, :] = reduce over the edges e of row i of weight(e) * x[col[e], :], then the epilogue.
 //
-// Layout: x fp32, fp16, bf16 or int8, rows 16-byte aligned, read in pieces of 16 bytes (what is past the width is read
-// but never used); col int32. Sums of int8, and of fp16 and bf16 without weights, are those of product_sum.cuh,
-// extremes of all three without weights those of pairs of elements (PairExtremes in lane_reduce.cuh), all else is FP32
-// (LaneReduce). Where sums of int8 have a weight a head, each head of x begins on 16 bytes (pack_rows.cuh), so that a
-// piece lies in one. Traffic: 4 B of col (+ 4 B a weight) and a row of x an edge, the epilogue's outputs a row, 8 B a
-// column and slot of a row that is split. Floor: the gather from L1 and L2.
+// Layout: x fp32, fp16, bf16 or int8, rows 16-byte aligned, read in pieces of 16 bytes (columns past the width are read
+// but never used); col int32. Sums of int8, and of fp16 and bf16 without weights, use the accumulators of
+// product_sum.cuh; max and min of these three types without weights compare pairs of elements (PairExtremes in
+// lane_reduce.cuh); everything else is accumulated in FP32 (LaneReduce). In int8 sums with a weight a head, each head
+// of x begins on a 16-byte boundary (pack_rows.cuh), so that a piece never spans two heads. Traffic: 4 B of col (+ 4 B
+// a weight) and a row of x an edge, the epilogue's outputs a row, 8 B a column and slot of a row that is split. Floor:
+// the gather from L1 and L2.
 //
 // Launch: spmm, or spmm_sliced for rows of more than kMostWhole bytes whose epilogue looks at each column alone, with
-// one block of as many threads as they are compiled for a multiprocessor, no dynamic shared memory; spmm_staged as it
-// says. staging: slots * Spmm<Config>::kStagedBytes.
+// one block a multiprocessor, of as many threads as the kernel is compiled for, and no dynamic shared memory; for
+// spmm_staged see its comment. The staging buffer holds slots * Spmm<Config>::kStagedBytes.
 //
 // Exact: int8 sums without real weights are integers, rounded to FP32 once (a mean is divided in FP32 after that).
 
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
   for_runs<Layout>(a.runs, static_cast<const float*>(a.value), x, next, feed[threadIdx.x / 32], body);
 }
 
-// As spmm, slice by slice: all blocks go through the graph once for each.
+// spmm_sliced: computes what spmm does, slice by slice: all blocks traverse the graph once for each slice of columns.
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Sliced<Config>::Config::kThreads, 1)
     spmm_sliced(const SpmmArgs a, const Epilogue epilogue) {
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(Sliced<Config>::Config::kThreads, 1)
   using S = Sliced<Config>;
   using Layout = typename Spmm<typename S::Config>::Layout;
   using Body = SpmmBody<typename S::Config, Epilogue>;
-  __shared__ int32_t next[S::Slices::kCount];  // of each slice its own: no warp waits for the others between two
+  __shared__ int32_t next[S::Slices::kCount];  // one queue a slice: no warp waits for others between two slices
   __shared__ Feed<Layout, Body> feed[S::Config::kThreads / 32];
   open_queues(next, feed[0].runs.dealt());
   Body body{a, epilogue, nullptr, 0, {}, 0};
@@ -57,8 +58,9 @@ __global__ void __launch_bounds__(Sliced<Config>::Config::kThreads, 1)
   }
 }
 
-// As spmm, with near sources from shared memory. Launch: runs.share of blocks of Staged<Config>::kThreads threads, with
-// Staged<Config>::Window::kBytes of dynamic shared memory. A row of several slices reaches the epilogue slice by slice.
+// spmm_staged: computes what spmm does, but reads near sources from shared memory (staged.cuh). Launch: as many blocks
+// as runs.share has shares, of Staged<Config>::kThreads threads, with Staged<Config>::Window::kBytes of dynamic shared
+// memory. If a row has several slices, the epilogue is called slice by slice.
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
     spmm_staged(const StagedSpmmArgs a, const Epilogue epilogue) {

@@ -1,12 +1,12 @@
 #pragma once
 
-// The body of the SpMM kernels: loads the weights of edges, adds up gathered rows, and hands finished rows, or parts of
-// split rows, to the epilogue. See spmm.cuh for layout, traffic and floor.
+// The body of the SpMM kernels: loads the weights of edges, adds up gathered rows, and passes finished rows to the
+// epilogue, or parts of split rows to the staging buffer. See spmm.cuh for layout, traffic and floor.
 
 #include "sparse/spmm_config.cuh"
 
 namespace gnnc {
-// The row as the epilogue takes it, from sums over `count` edges.
+// Returns the FP32 result of the reduction, as the epilogue takes it, from an accumulator over `count` edges.
 template <class Config, class T>
 __device__ inline float result_of(T sum, int64_t count) {
   const float v = static_cast<float>(sum);
@@ -15,16 +15,16 @@ __device__ inline float result_of(T sum, int64_t count) {
   return Config::kReduce == Reduce::mean ? __fdiv_rn(v, static_cast<float>(count)) : v;
 }
 
-// As result_of, for a sum below 2^22: a float holds it in its low bits, and an int-to-float conversion would run at a
-// quarter of the rate.
+// Returns result_of for an integer sum below 2^22: the sum is placed in the low bits of a float, because an
+// int-to-float conversion runs at a quarter of the rate.
 template <class Config>
 __device__ inline float result_of_few(int32_t sum, int32_t count) {
   const float v = __fsub_rn(__uint_as_float(0x4b400000u + static_cast<uint32_t>(sum)), 12582912.0f);
   return Config::kReduce == Reduce::mean && count > 0 ? __fdiv_rn(v, static_cast<float>(count)) : v;
 }
-constexpr int32_t kFew = (1 << 22) / (127 * 128);  // edges
+constexpr int32_t kFew = (1 << 22) / (127 * 128);  // most edges whose sum is below 2^22
 
-// The body that stream() runs: loads the weights of edges, adds gathered rows, and ends finished rows.
+// The body that stream() runs: loads the weights of edges, adds gathered rows, and finishes rows.
 template <class Config, class Epilogue, class Runs = Runs>
 struct SpmmBody {
   using S = Spmm<Config>;
@@ -34,43 +34,45 @@ struct SpmmBody {
   static constexpr bool kPower = Config::kScale == Scale::power, kRow = Config::kScale == Scale::row;
   static constexpr bool kByteWeights = S::kExact && S::kWeight != Weight::none;
   static constexpr bool kSingly = S::kWeight == Weight::none && (S::kBytes || S::kHalves);
-  static constexpr bool kOne = S::kHeadWidth % Layout::kColumns == 0;  // one head a piece
+  static constexpr bool kOne = S::kHeadWidth % Layout::kColumns == 0;  // each piece belongs to one head
   static constexpr int kColumns = Layout::kColumns;
 
   static constexpr bool kBundle = S::kBundle;
   static constexpr int kStep = Config::kStep;
   static constexpr bool kValued = is_valued(Config::kValue, Config::kHeads);
-  static constexpr bool kFixes = S::kBytes && S::kWeight == Weight::real;  // weights are made integers
-  static constexpr bool kByHead = kFixes && Config::kHeads > 1;            // each thread those of its head
-  // A thread loads what belongs to one or two edges of a step, makes integers of it and gives them to its neighbours:
-  // there are no registers for a value and a scale of eight.
+  static constexpr bool kFixes = S::kBytes && S::kWeight == Weight::real;  // real weights become fixed-point integers
+  static constexpr bool kByHead = kFixes && Config::kHeads > 1;            // each thread loads the weights of its head
+  // kOwns: each thread loads the value and the scale of one or two edges of a step, turns them into a fixed-point
+  // weight and shuffles that to its neighbours, because there are no registers for the values and scales of eight
+  // edges.
   static constexpr bool kOwns =
       kFixes && !kByHead && (Config::kScale == Scale::none || kRow) && Layout::kPieces >= 4 && !Runs::kStaged;
-  // Zeros add nothing, but they are not below every maximum; and floats are given weights a head late.
+  // kMasks: `add` must skip missing edges. A row of zeros adds nothing to a sum, but is not neutral for max; and FP32
+  // weights by head are loaded in `add`, where the index of a missing edge would be out of range.
   static constexpr bool kMasks = !S::kAdds || (Config::kHeads > 1 && !kByHead);
-  // With no registers to spare, writing zeros for missing rows would make a gather wait for other gathers.
-  static constexpr bool kRagged = S::kHalves && Config::kRowWidth % kColumns != 0;  // the last piece is not whole
+  // kTight: no registers are spare, and writing zeros for missing rows would make a gather wait for other gathers.
+  // the last piece is partly past the width
+  static constexpr bool kRagged = S::kHalves && Config::kRowWidth % kColumns != 0;
   static constexpr bool kTight =
       kSingly && !Runs::kStaged && (kRagged || Config::kSlices > 1) && (S::kBytes || kArchitecture < 1000);
   static constexpr bool kWhole = kMasks || kOwns || (kFixes && kValued && kRow) || kTight;
 
   struct Extra {
-    float value[4];    // kValued, not kOwns; or kByHead
-    float scale[4];    // of rows, not kOwns
-    uint32_t code[4];  // int8 weights with their sign, or shifts; of an edge that is not there the one that makes a
-                       // weight of 0
-    bool shifted;      // whether codes are shifts
-    uint32_t pair[2];  // kOwns: weights of two edges
-    int64_t edge;      // the first of the four
+    float value[4];    // edge values, if kValued and not kOwns; or if kByHead
+    float scale[4];    // scales of source rows, if not kOwns
+    uint32_t code[4];  // int8 weights (sign-extended), or shifts; a missing edge has the one that gives weight 0
+    bool shifted;      // whether `code` holds shifts
+    uint32_t pair[2];  // if kOwns: the weights of two edges a word
+    int64_t edge;      // first of the four edges
   };
 
   const SpmmArgsOn<Runs>& a;
   const Epilogue& epilogue;
-  Word* words;  // the warp's row, where slots have none of their own
+  Word* words;  // shared memory for the warp's row, if !kBundle
   int pass;
   typename S::Sum sum;
-  int32_t first_column = 0;       // of the slice
-  const float* values = nullptr;  // kByHead: of the first edge, for the head of this thread's piece
+  int32_t first_column = 0;       // first column of the slice
+  const float* values = nullptr;  // if kByHead: value of the first edge for the head of this thread's piece
 
   template <class Work>
   __device__ __forceinline__ void begin(const Work&, int which) {
@@ -81,7 +83,8 @@ struct SpmmBody {
     }
   }
 
-  // Loaded values are first used in `add`: using them here would wait for the loads before the rows are gathered.
+  // Starts the loads of the weights. The loaded values are first used in `add`: using them here would wait for the
+  // loads before the rows are gathered.
   __device__ __forceinline__ void load(Extra& e, const Four& four, const int32_t (&source)[4], uint32_t mask) {
     if constexpr (Config::kHeads > 1 && !kByHead) e.edge = four.edge;
     e.shifted = kPower;
@@ -100,7 +103,7 @@ struct SpmmBody {
 
   template <class Window>
   __device__ __forceinline__ void load_near(Extra& e, const uint32_t (&place)[4], const Window& window) {
-    static_assert(Config::kValue == Value::none, "weights of edges lie in the order of the CSR");
+    static_assert(Config::kValue == Value::none, "edge weights are stored in CSR order, staged edges are not");
     e.shifted = false;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -162,7 +165,8 @@ struct SpmmBody {
     }
   }
 
-  // Memory past the width may hold NaN, which a product with zeros would spread.
+  // Adds a row without a weight. Columns past the width are cleared first: they may hold NaN, which a product with
+  // zeros would spread to other columns.
   __device__ __forceinline__ void add_one(const uint4& x) {
     if constexpr (kSingly && kRagged) {
       const int piece = first_column / kColumns + pass * Layout::kPieces + Layout::piece();
@@ -217,7 +221,8 @@ struct SpmmBody {
     }
   }
 
-  // Ends a row, or a part of one, that so many slots share, over all of their threads.
+  // Finishes a row, or a part of a split row, that kSlots slots share; the columns are spread over all threads of those
+  // slots.
   template <int kSlots, class Join, class Work>
   __device__ __forceinline__ void finish_spread(const Word (&out)[kColumns], const Join& join, const Work& work) const {
     constexpr int kThreads = Layout::kPieces * kSlots, kRun = spread_run<Layout, kSlots>();
@@ -226,16 +231,16 @@ struct SpmmBody {
     settle<RowTile<Config::kWidth, kThreads, kRun, true>>(own, Layout::lane() % kThreads * kRun, work);
   }
 
-  // The weights that four rows hold, a byte each; 0 of a row of zeros.
+  // Returns the weights that four rows hold in their padding (Scale::in_row), a byte each; 0 for a row of zeros.
   __device__ static uint32_t weights_of(const uint4 (&x)[4]) {
     const uint32_t low = __byte_perm(x[0].w, x[1].w, 0x0073), high = __byte_perm(x[2].w, x[3].w, 0x7300);
     return __shfl_sync(0xffffffffu, __byte_perm(low, high, 0x7610), Layout::kTotal - 1, Layout::kPieces);
   }
 
-  // The int8 weight of an edge.
+  // Returns the int8 weight of an edge.
   __device__ static uint32_t byte_of(const Extra& e, int i) { return e.shifted ? 128u >> e.code[i] : e.code[i]; }
 
-  // 0 of an edge that is not there.
+  // Returns the weight of an edge that this thread prepares for its neighbours (kOwns); 0 for a missing edge.
   template <class Own>
   __device__ static float weight_of_own(const Own& own, int j) {
     if constexpr (!kValued) return own.scale[j];
@@ -281,22 +286,23 @@ struct SpmmBody {
     }
   }
 
-  // The first column of this thread's piece.
+  // Returns the first column of this thread's piece.
   __device__ int first_of_piece() const { return (pass * Layout::kPieces + Layout::piece()) * kColumns; }
 
-  // Computed at each use: otherwise the compiler keeps derived values in registers across all rows.
+  // Returns first_column, made opaque at each use: otherwise the compiler keeps derived values in registers across all
+  // rows.
   __device__ int32_t start() const { return Config::kSlices == 1 ? 0 : opaque(first_column); }
 
   __device__ Total* staged(int32_t slot) const {
     return static_cast<Total*>(a.staging.memory) + static_cast<int64_t>(slot) * S::kStaged + start();
   }
-  // Columns that a slot has from there on.
+  // Returns the number of columns of a slot of the staging buffer from this slice's first column on.
   __device__ int32_t staged_columns() const {
     constexpr int kColumns = (S::kStride + 3) / 4 * 4;
     return min(kColumns, S::kStaged - start());
   }
 
-  // Ends a row, or a part of one, of which this thread has the columns from `first` on.
+  // Stores a finished row, or a part of a split row, of which this thread holds the columns from `first` on.
   template <class Tile, int kCount, class Work>
   __device__ __forceinline__ void settle(const Word (&out)[kCount], int first, const Work& work) const {
     if (work.part >= 0) {
@@ -309,7 +315,7 @@ struct SpmmBody {
   template <class Tile, int kCount, class Work>
   __device__ __forceinline__ void emit(const Word (&out)[kCount], const Work& work) const {
     Tile tile;
-    static_assert(Tile::kPer == kCount, "a thread keeps the columns that it has");
+    static_assert(Tile::kPer == kCount, "the tile must hold as many columns a thread as the sums do");
     const int32_t count = work.total();
     if (S::kExact && count <= kFew) {
 #pragma unroll
@@ -335,7 +341,7 @@ struct SpmmBody {
     }
   }
 
-  // Rows of several passes, or with something between their heads, wait in shared memory.
+  // Rows that take several passes, or have padding between their heads, are collected in shared memory.
 
   __device__ __forceinline__ void hold(const Word (&out)[kColumns]) const {
     if (Layout::slot() > 0) return;
@@ -354,7 +360,7 @@ struct SpmmBody {
     epilogue(tile, row);
   }
 
-  // See end_part.
+  // Joins `count` parts of a split row; called by end_part.
   __device__ __forceinline__ void join_parts(const Split& split, int32_t slot, int32_t apart, int32_t count,
                                              bool whole) const {
     const int64_t edges = whole ? a.runs.rowptr[split.row + 1] - a.runs.rowptr[split.row] : 0;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Compile-time configuration of the SpMM kernels: arguments, how an edge is weighted, threads a block and registers a
-// thread by element type and width, and how wide rows are cut into slices. See spmm.cuh for layout, traffic and floor.
+// Compile-time configuration of the SpMM kernels: arguments, the weighting of edges, threads a block and registers a
+// thread by element type and width, and the cut of wide rows into slices. See spmm.cuh for layout, traffic and floor.
 
 #include "common/row_tile.cuh"
 #include "sparse/lane_reduce.cuh"
@@ -20,13 +20,13 @@ struct SpmmArgsOn {
   const void* value;     // [E] float on 16 bytes, [E, heads] float, or [E] int8; null where Config::kValue is none
   const float* x_scale;  // [num_src], where Config::kScale is row
   const uint8_t* shift;  // [num_src], where Config::kScale is power: row weight 2^(7 - shift)
-  Staging staging;       // where rows are split
+  Staging staging;       // staging buffer for the parts of split rows
 };
 using SpmmArgs = SpmmArgsOn<Runs>;
 using StagedSpmmArgs = SpmmArgsOn<StagedRuns>;
 
 enum class Value { none, real, integer };
-enum class Scale { none, row, power, in_row };  // in_row: power, and each row holds its weight (weight_place)
+enum class Scale { none, row, power, in_row };  // in_row: as power, and each row holds its weight itself (weight_place)
 
 // Returns whether every edge has one float weight, shared by all columns.
 __host__ __device__ constexpr bool is_valued(Value value, int heads) { return value == Value::real && heads == 1; }
@@ -37,7 +37,8 @@ __host__ __device__ constexpr Weight weight_of(Value value, Scale scale) {
   return scale == Scale::none ? Weight::none : Weight::power8;
 }
 
-// Returns whether elements are compared two at a time in their own type: no weight is multiplied in.
+// Returns whether elements are compared two at a time in their stored type, which requires that no weight is multiplied
+// in.
 __host__ __device__ constexpr bool is_extreme_of_pairs(Element element, Reduce reduce, Weight weight, int heads) {
   return element != Element::f32 && reduce >= Reduce::max && weight == Weight::none && heads == 1;
 }
@@ -46,7 +47,8 @@ __host__ __device__ constexpr bool is_sum_of_codes(Element element, Reduce reduc
   return element == Element::i8 && reduce <= Reduce::mean;
 }
 
-// Columns of a row of x from one head to the next: what is made FP32 may have several in a piece.
+// Returns the number of columns of a row of x from one head to the next. Padding between heads is only needed for int8
+// sums; where elements are converted to FP32, a piece may span several heads.
 __host__ __device__ constexpr int spmm_head_stride(Element element, int width, Reduce reduce, int heads) {
   return is_sum_of_codes(element, reduce) ? head_stride(element, width, heads) : width / heads;
 }
@@ -69,7 +71,7 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
   return {plain && (element == Element::f32 || kArchitecture < 1000) ? 896 : 768, 8};
 }
 
-// As spmm_registers, for one weight per head; `gathered` is the number of columns of a row of x.
+// Returns spmm_registers for one weight per head; `gathered` is the number of columns of a row of x.
 __host__ __device__ constexpr Residency spmm_registers_by_head(Element element, int width, int gathered,
                                                                Reduce reduce) {
   if (kArchitecture < 900 || !is_sum_of_codes(element, reduce) || !is_one_pass(element, gathered)) return {512, 4};
@@ -82,7 +84,7 @@ __host__ __device__ constexpr Residency spmm_residency(Element element, int widt
   Residency r = heads > 1 ? spmm_registers_by_head(element, width, gathered, reduce)
                           : spmm_registers(element, width, reduce, value, scale);
   const int pieces = pieces_of(element, gathered);
-  if (pieces == 1) r.step = 4;  // a team of four takes sixteen
+  if (pieces == 1) r.step = 4;  // a team of four slots takes sixteen edges
   const bool one_pass = is_one_pass(element, gathered);
   const int held = one_pass && gathered == width ? 4 : padded_width(element, gathered);
   return fitting(r, pieces, held, is_valued(value, heads), one_pass);
@@ -102,7 +104,8 @@ struct SpmmConfig {
   static constexpr int kHeads = kHeads_;
   static constexpr int kThreads = kThreads_;
   static constexpr int kStep = kStep_;
-  static constexpr int kRowWidth = kWidth, kSlices = 1;  // of which these columns are one
+  // Width of the full row and number of its slices; kWidth columns are one slice.
+  static constexpr int kRowWidth = kWidth, kSlices = 1;
 };
 
 template <class Config>
@@ -116,18 +119,20 @@ struct Spmm {
   static constexpr int kHeadStride = spmm_head_stride(kElement, kWidth, Config::kReduce, kHeads);
   static constexpr int kStride = kHeads * kHeadStride;  // columns of a row of x
   using Layout = RowLayout<kElement, kStride>;
-  // Four threads share a row of the matrix product, and what is not finite.
+  // kHalves: use HalfSum. Four threads share a row of the matrix product, and a non-finite value spreads among the
+  // columns of these four threads, so that a row must have at least four pieces.
   static constexpr bool kHalves = (kElement == Element::f16 || kElement == Element::bf16) && kAdds &&
                                   kWeight == Weight::none && Layout::kPieces >= 4;
   static constexpr bool kExact = kBytes && kWeight != Weight::real;
   static_assert(kElement == Element::i8 || (Config::kValue != Value::integer && Config::kScale == Scale::none),
-                "integer values and scales of rows go with int8 rows");
+                "integer values and scales of rows require int8 rows");
   static_assert(Config::kValue != Value::integer || Config::kScale == Scale::none, "an int8 value takes no scale");
   static_assert(Config::kScale != Scale::in_row || (kExact && Config::kValue == Value::none &&
                                                     is_one_pass(kElement, kWidth) && weight_place(kWidth) >= 0),
-                "the weight comes with the row, and is its only one");
-  static_assert(kWidth % kHeads == 0, "heads divide the width");
-  static_assert(kHeads == 1 || Config::kValue == Value::real, "weights a head are floats");
+                "Scale::in_row is the only weight, and needs an exact int8 sum of rows that one pass reads and that "
+                "have room for it");
+  static_assert(kWidth % kHeads == 0, "the number of heads must divide the width");
+  static_assert(kHeads == 1 || Config::kValue == Value::real, "weights by head must be floats");
 
   using Bytes = typename Select<kWeight == Weight::none, ByteSum<Layout>, ByteProducts<Layout, kWeight>>::Type;
   using Halves = HalfSum<Layout>;
@@ -136,28 +141,30 @@ struct Spmm {
   using Sum = typename Select<kBytes, Bytes, typename Select<kHalves, Halves, Lanes>::Type>::Type;
   using Word = typename Sum::Word;
 
-  // The row of a slot, in the columns that its threads gather; or, of several passes or with something between its
-  // heads, the row of the warp.
+  // Tile is the register layout of a finished row: with kBundle, a row lies in the threads of one slot, each thread
+  // holding the columns that it gathers; otherwise (several passes, or padding between heads) a row is spread over the
+  // whole warp.
   static constexpr bool kBundle = Layout::kPasses == 1 && kStride == kWidth;
   using Tile = RowTile<kWidth, kBundle ? Layout::kPieces : 32, kBundle ? Layout::kColumns : 4, true>;
-  // A row that all slots share, where they have more columns each than is worth storing at once.
+  // kSpread: a row that all slots share is spread over all threads of the warp before it is stored, because each thread
+  // of one slot would hold more columns than one store should write.
   static constexpr bool kSpread = kBundle && spread_run<Layout>() < Layout::kColumns;
   static constexpr int kWarps = Config::kThreads / 32;
-  static constexpr int kHeld = kBundle ? 4 : Layout::kPadded;  // words of the row of a warp
+  static constexpr int kHeld = kBundle ? 4 : Layout::kPadded;  // words of shared memory for the row of a warp
   // The type of one column in a slot of the staging buffer.
   using Total = typename Select<kExact, int64_t, float>::Type;
   static constexpr int kStaged = ((kHeads == 1 ? Config::kRowWidth : kStride) + 3) / 4 * 4;
   static constexpr int kStagedBytes = kStaged * sizeof(Total);
 };
 
-// Rows of more bytes are summed in slices where they can be.
+// Most bytes of a row that is summed whole; wider rows are summed in slices where possible.
 constexpr int kMostWhole = 256;
 
-// Bytes of a row that spmm_sliced gathers at a time. What all blocks work on then is in L2 though rows are wide, and
-// each warp still reads whole lines.
+// Returns the bytes of a row that spmm_sliced gathers at a time. The slice that all blocks work on fits into L2
+// although rows are wide, and each warp still reads whole cache lines.
 __host__ __device__ constexpr int slice_bytes(Element element) { return element == Element::i8 ? 128 : 256; }
 
-// The number of the slice occupies registers too, so fewer threads fit.
+// Returns the most threads of a block of spmm_sliced: the slice index occupies registers too, so fewer threads fit.
 __host__ __device__ constexpr int most_threads_of_slices(Element element, int step) {
   return element != Element::i8 || step == 4 || kArchitecture < 1000 ? 768 : 640;
 }
@@ -172,11 +179,12 @@ struct Sliced {
                              kThreads, Whole::kStep> {
     static constexpr int kRowWidth = Config_::kWidth, kSlices = Slices::kCount;
   };
-  static_assert(Config_::kHeads == 1 && Config_::kScale != Scale::in_row, "all columns have the same weight");
-  static_assert(Config_::kWidth > Slices::kWidth, "there are several");
+  static_assert(Config_::kHeads == 1 && Config_::kScale != Scale::in_row,
+                "in slices, all columns must have the same weight");
+  static_assert(Config_::kWidth > Slices::kWidth, "a row must have several slices");
 };
 
-// Rows of more than 64 bytes, of which a step is four.
+// Returns the threads of a block of spmm_staged for rows of more than 64 bytes, which have a step of four edges.
 __host__ __device__ constexpr int staged_threads_of_slices(Element element, int row, Weight weight) {
   if (kArchitecture < 900 || weight == Weight::real) return 512;
   if (element != Element::i8) return element == Element::f32 && kArchitecture >= 1000 ? 640 : 768;
@@ -201,7 +209,8 @@ __host__ __device__ constexpr Residency staged_residency(Element element, int wi
   return fitting_warps(r, staged_feed_bytes(row > 128 ? 8 : pieces_of(element, width), r.step / 4));
 }
 
-// The cut of a row of x into slices so narrow that the window of a stretch holds many.
+// Configuration of spmm_staged: a row of x is cut into slices so narrow that the shared-memory window of a block of ids
+// holds many rows.
 template <class Config_>
 struct Staged {
   using Slices = gnnc::Slices<Config_::kElement, Config_::kWidth, 128>;
@@ -218,11 +227,13 @@ struct Staged {
   using Feed = StagedFeed<Layout, kResidency.step / 4>;
   static constexpr int kEntries = entries_within(Window::kRows);
   static_assert(sizeof(Feed) == staged_feed_bytes(Layout::kPieces, kResidency.step / 4),
-                "threads are as many as there is room for");
-  static_assert(Spmm<Config>::kAdds && Config_::kValue == Value::none && Config_::kHeads == 1, "sums of rows");
-  static_assert(Config_::kScale != Scale::in_row || Slices::kCount == 1, "a row's weight is in its last slice");
+                "staged_feed_bytes, from which the number of threads follows, must be the size of the feed");
+  static_assert(Spmm<Config>::kAdds && Config_::kValue == Value::none && Config_::kHeads == 1,
+                "spmm_staged computes sums and means of rows, with one head and without edge values");
+  static_assert(Config_::kScale != Scale::in_row || Slices::kCount == 1,
+                "the weight in a row lies in its last slice, so that a row must be one slice");
   static_assert(Window::kBytes + kThreads / 32 * sizeof(Feed) + sizeof(StagedShare) <= 227 * 1024,
-                "a multiprocessor has so much shared memory");
+                "a multiprocessor has 227 KiB of shared memory for a block");
 };
 
 }  // namespace gnnc

@@ -1,23 +1,24 @@
 #pragma once
 
-// Streams the edges of runs through warps, as stream.cuh does, on graphs most of whose edges join neighbours. A block
-// works on the rows of one stretch at a time, kStretch consecutive ids, and begins by copying the rows of x of the same
-// ids to shared memory, the window: sources of near edges are read there, at twice the rate of L1, and nothing of them
-// comes from L2 but the window. Far edges gather theirs from memory.
+// Streams the edges of runs through warps, as stream.cuh does, for graphs most of whose edges join nodes with nearby
+// ids. A block of threads works on the rows of one block of ids at a time (kStretch consecutive ids), and begins by
+// copying the rows of x with the same ids to shared memory, the window. An edge is near if its source lies in the
+// window, and far otherwise. Sources of near edges are read from shared memory, at twice the rate of L1, and the window
+// is all that is read from L2 for them. Sources of far edges are gathered from global memory.
 //
-// The edges of an entry are words of 16 bytes (stage_edges.cuh): near ones first, eight a word, by their place in the
-// window, from 1 on, the last word filled up with place 0, a row of zeros; then far ones, four a word, by their row of
-// x, the last word filled up with row 0, which nobody adds.
+// The edges of an entry are stored as words of 16 bytes (stage_edges.cuh): first the near edges, eight a word, each by
+// the place of its source in the window, from 1 on; the last word is padded with place 0, a row of zeros. Then the far
+// edges, four a word, each by its row of x; the last word is padded with row 0, which is masked out.
 //
-// A window holds all rows of a stretch where they have at most 64 bytes, and the first 1660 in slices of 128 bytes
-// where they have more. All blocks go through the graph once for each slice.
+// A window holds all rows of a block of ids if a row has at most 64 bytes; otherwise it holds the first 1660 rows, in
+// slices of 128 bytes, and all thread blocks traverse the graph once for each slice.
 //
-// A warp takes the words of its edges in chunks of one step or more, the next chunk while it works on one. Where a
-// chunk has several steps, the far rows of all but the first are fetched to L2 when the chunk begins: more rows are on
-// their way from DRAM than registers could hold.
+// A warp copies the words of its edges in chunks of one step or more, the next chunk while it works on one. If a chunk
+// has several steps, the far rows of all steps but the first are prefetched to L2 when the chunk begins: more rows are
+// in flight from DRAM than registers could hold.
 //
-// A body has, beside what stream.cuh asks for:
-//   load_near(extra, place, window)   the loads of four near edges, by their places in the window
+// A body must provide, in addition to the interface of stream.cuh:
+//   load_near(extra, place, window)   starts the loads of the weights of four near edges, by their places in the window
 
 #include "sparse/stream.cuh"
 
@@ -25,23 +26,23 @@ namespace gnnc {
 
 constexpr int kStretch = 2048;
 
-// Rows of so many bytes that a window holds, the first of its stretch.
+// Returns the number of rows of `row_bytes` bytes that a window holds: the first rows of its block of ids.
 __host__ __device__ constexpr int window_rows(int row_bytes) { return row_bytes <= 64 ? kStretch : 1660; }
 
-// Steps of a chunk. Narrow rows are found in L2 as they are.
+// Returns the number of steps of a chunk: one for narrow rows, which hit in L2 without a prefetch.
 __host__ __device__ constexpr int steps_of_chunk(int row_bytes) { return row_bytes <= 64 ? 1 : 2; }
 
-// Entries of a run, at most, where a window holds so many rows.
+// Returns the most entries of a run, for a window of so many rows.
 __host__ __device__ constexpr int entries_within(int window) { return window == kStretch ? 16 : 8; }
 
-// A row or a part of one.
+// An entry of a run: the near and far edges of a row, or of a part of a row.
 struct alignas(16) StagedEntry {
   int32_t row;
-  int32_t near;   // edges
-  int32_t far;    // edges
-  int32_t first;  // word
+  int32_t near;   // number of near edges
+  int32_t far;    // number of far edges
+  int32_t first;  // index of the first word
 
-  // Unsigned numbers are halved in one instruction, signed ones in three.
+  // The divisions are unsigned: they take one instruction, signed divisions three.
   __device__ int32_t near_words() const { return static_cast<int32_t>((static_cast<uint32_t>(near) + 7) / 8); }
   __device__ int32_t far_words() const { return static_cast<int32_t>((static_cast<uint32_t>(far) + 3) / 4); }
   __device__ int32_t words() const { return near_words() + far_words(); }
@@ -52,14 +53,15 @@ struct StagedRuns {
   const int64_t* rowptr;  // [rows + 1]
   const int4* word;       // [words]
   const StagedEntry* entry;
-  const Run* run;        // [runs], by stretch
-  const Split* split;    // [slots], the row of each part
-  const int32_t* begin;  // [stretches + 1], the first run of each
-  const int32_t* share;  // [blocks + 1], the first run of each block of threads
-  int64_t sources;       // rows of x
+  const Run* run;        // [runs], ordered by block of ids
+  const Split* split;    // [slots], the split row that each part belongs to
+  const int32_t* begin;  // [blocks of ids + 1], the first run of each
+  const int32_t* share;  // [thread blocks + 1], the first run of each
+  int64_t sources;       // number of rows of x
 };
 
-// Fetches words to L2: of one entry all, of several the second line of each. By the whole warp.
+// Prefetches the words of a run to L2: for a run of one entry all cache lines, for a run of several entries the second
+// line of each. Called by the whole warp.
 __device__ inline void prefetch_sources(const StagedRuns& runs, const Run& now, const StagedEntry* entries) {
   constexpr int kLine = 8;  // words in 128 bytes
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -68,23 +70,23 @@ __device__ inline void prefetch_sources(const StagedRuns& runs, const Run& now, 
   if (at < which.words()) asm volatile("prefetch.global.L2 [%0];" ::"l"(runs.word + which.first + at));
 }
 
-// The rows of x of a stretch in the dynamic shared memory of a block, behind a row of zeros, and behind them what
-// belongs to a row: kFactor bytes, a scale (4) or the weight 2^(7 - shift) (1).
+// The window: the rows of x of a block of ids in the dynamic shared memory of a thread block, after a row of zeros, and
+// followed by one factor of kFactor bytes a row: a scale (4) or the weight 2^(7 - shift) (1).
 template <class Layout, int kFactor>
 struct Window {
-  static_assert(Layout::kPasses == 1 && Layout::kPieces <= 8, "a row is a slice");
+  static_assert(Layout::kPasses == 1 && Layout::kPieces <= 8, "a row must be read in one pass, of at most 8 pieces");
   static constexpr int kRow = Layout::kPieces * 16, kRows = window_rows(kRow), kFactors = (kRows + 1) * kRow;
   static constexpr int kBytes = kFactors + (kRows * kFactor + 15) / 16 * 16 + 16;
 
   char* memory;
-  uint32_t piece;  // the address of this thread's piece of row 0, of what was fetched last
+  uint32_t piece;  // shared-memory address of this thread's piece of row 0 of the current window
 
   __device__ explicit Window(void* shared) : memory(static_cast<char*>(shared)) {
     for (int i = static_cast<int>(threadIdx.x); i < kRow; i += static_cast<int>(blockDim.x)) memory[i] = 0;
     if (threadIdx.x < kFactor) memory[kFactors + threadIdx.x] = 0;
   }
 
-  // Starts to copy; the factors are there when it returns. By the whole block.
+  // Starts the copies of the rows; stores the factors synchronously. Called by the whole block.
   __device__ void fetch(const Gathered& x, const void* factor, int64_t source, int64_t sources) {
     const auto rows = static_cast<int>(min(sources - source, static_cast<int64_t>(kRows)));
     piece = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + min(Layout::piece(), x.pieces - 1) * 16;
@@ -106,8 +108,8 @@ struct Window {
   __device__ static float weight_of(float scale) { return scale; }
   __device__ static uint8_t weight_of(uint8_t shift) { return static_cast<uint8_t>(128u >> shift); }
 
-  // This thread's piece of the row at a place; 0: of zeros. Volatile, so that all loads of a step start before the
-  // first sum.
+  // Returns this thread's piece of the row at a place; place 0 is a row of zeros. The load is volatile, so that all
+  // loads of a step are issued before the first sum.
   __device__ __forceinline__ uint4 row(uint32_t place) const {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -117,19 +119,19 @@ struct Window {
   }
   template <class T>
   __device__ __forceinline__ T factor(uint32_t place) const {
-    static_assert(sizeof(T) == kFactor, "that is what it holds");
+    static_assert(sizeof(T) == kFactor, "the type of the factor must have kFactor bytes");
     const T* from = reinterpret_cast<const T*>(memory + kFactors) + place;
     __builtin_assume(__isShared(from));
     return *from;
   }
 };
 
-// The next piece of work of a slot: the words of one entry.
+// The next work item of a slot: the words of one entry.
 struct StagedWork {
-  int32_t part;  // slot in the staging buffer, -1: a whole row
-  bool shared;   // all slots of the warp have this entry
+  int32_t part;  // slot in the staging buffer; -1: a whole row
+  bool shared;   // all slots of the warp share this entry
 
-  uint32_t at;  // where that is in shared memory, from where it is read each time: registers are few
+  uint32_t at;  // shared-memory address of the entry, which is read again at each use to save registers
 
   __device__ int32_t row() const { return entry().row; }
   __device__ int32_t total() const { return entry().near + entry().far; }
@@ -144,11 +146,11 @@ __device__ __forceinline__ StagedWork staged_work_of(const Run& run, const Stage
   return StagedWork{run.slot, shared, static_cast<uint32_t>(__cvta_generic_to_shared(entry))};
 }
 
-// The words of an entry that are a slot's own: every n-th of each kind, where n slots share it.
+// The words of an entry that one slot processes: every n-th word of each kind (near, far), if n slots share the entry.
 template <class Layout>
 struct OwnWords {
-  int32_t place;  // of the first, among those of its kind
-  int bits;       // from one to the next: 2^bits
+  int32_t place;  // index of the first word, among the words of its kind
+  int bits;       // log2 of the distance from one word to the next
 
   __device__ explicit OwnWords(const StagedWork& work)
       : place(Layout::sharer(work.shared)), bits(Layout::sharer_bits(work.shared)) {}
@@ -161,22 +163,23 @@ struct OwnWords {
   }
 };
 
-// Words of near edges that a slot is given a step, beside `far` words of far ones: about as many as there are of each
-// where a window holds all of a stretch, or most of it.
+// Returns the number of words of near edges that a slot processes a step, together with `far` words of far edges. The
+// ratio is about that of near to far edges, in words, in a window that holds all rows of a block of ids (twice as many
+// near words), or most of them.
 __host__ __device__ constexpr int near_beside(int pieces, int far) {
   return pieces > 1 && window_rows(pieces * 16) == kStretch ? 2 * far : far;
 }
 
-// The words that a warp works on, on their way through shared memory. Where a slot has no more, its words are zeros.
+// A warp's buffers for its edge words in shared memory, filled by asynchronous copies. Missing words are zeros.
 template <class Layout, int kFarOfStep_>
 struct Words {
   static constexpr int kFarOfStep = kFarOfStep_, kNearOfStep = near_beside(Layout::kPieces, kFarOfStep);
   static constexpr int kSteps = steps_of_chunk(Layout::kPieces * 16);
   static constexpr int kNear = kSteps * kNearOfStep, kFar = kSteps * kFarOfStep, kBoth = kNear + kFar;
 
-  int4 word[2][kBoth][Layout::kSlots];  // near ones first
+  int4 word[2][kBoth][Layout::kSlots];  // first the near words, then the far words
 
-  // Starts to copy a chunk into a half.
+  // Starts the copy of a chunk into one of the two buffers (`half`).
   __device__ __forceinline__ void fetch(const int4* words, const StagedWork& work, int32_t chunk, int half) {
     const OwnWords<Layout> own(work);
     const StagedEntry entry = work.entry();
@@ -190,18 +193,18 @@ struct Words {
     }
   }
 
-  // Fetches the far rows of all steps but the first to L2. By the whole warp, one row a thread.
+  // Prefetches the far rows of all steps but the first to L2. Called by the whole warp, one row a thread.
   __device__ __forceinline__ void prefetch_rows(int half, const Gathered& x) const {
     constexpr int kRows = (kFar - kFarOfStep) * Layout::kSlots * 4;
     const auto* source = reinterpret_cast<const int32_t*>(word[half][kNear + kFarOfStep]);
     __builtin_assume(__isShared(source));
     for (int i = Layout::lane(); i < kRows; i += 32) {
-      if (source[i] <= 0) continue;  // where a slot has no edge there is a 0, too
+      if (source[i] <= 0) continue;  // missing edges have id 0, too
       asm volatile("prefetch.global.L2 [%0];" ::"l"(row_at(x.first, source[i], x.stride)));
     }
   }
 
-  // The places of eight near edges, and the sources of four far ones.
+  // Return the places of the eight near edges of a word, and the sources of the four far edges of a word.
   __device__ __forceinline__ void places(int half, int which, uint32_t (&place)[8]) const {
     const int4 pairs = get(&word[half][which][Layout::slot()]);
     const int32_t pair[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
@@ -229,19 +232,19 @@ struct StagedFeed {
   Words<Layout, kFarOfStep> words;
 };
 
-// Its size.
+// Returns sizeof(StagedFeed).
 __host__ __device__ constexpr int staged_feed_bytes(int pieces, int far) {
   const int words = 2 * steps_of_chunk(pieces * 16) * (near_beside(pieces, far) + far) * (32 / pieces);
   return 16 * (2 * (1 + entries_within(window_rows(pieces * 16))) + words);
 }
 
-// The runs that a block works on at a time, of one stretch; in shared memory.
+// The runs of one block of ids that a thread block works on; in shared memory.
 struct StagedShare {
   int32_t from, past;
-  int32_t next;  // from `from` on
+  int32_t next;  // next run to take, relative to `from`
 };
 
-// Hands them out, one at a time to a warp.
+// The queue of a StagedShare; hands one run at a time to a warp.
 struct StagedQueue {
   const Run* run;
   StagedShare* share;
@@ -259,7 +262,7 @@ struct StagedQueue {
   }
 };
 
-// Four near edges of each slot, from `first` on of a word's eight.
+// Adds four near edges of each slot: four of the eight of a word, from `first` on.
 template <class Window, class Body>
 __device__ __forceinline__ void add_near(const uint32_t (&places)[8], int first, const Window& window, Body& body) {
   typename Body::Extra extra;
@@ -273,7 +276,7 @@ __device__ __forceinline__ void add_near(const uint32_t (&places)[8], int first,
   body.template add<false>(data, extra, 15u);
 }
 
-// Far edges of each slot: a step of them, on their way while near ones are summed.
+// The far edges of one step of each slot; their rows are loaded while the near edges are summed.
 template <class Layout, class Body>
 struct FarEdges {
   static constexpr int kFours = Body::kStep / 4;
@@ -308,12 +311,13 @@ struct FarEdges {
   }
 };
 
-// All edges of a piece of work, whose first chunk is on its way to `half`; next() is what follows.
+// Processes all edges of a work item, whose first chunk is being copied to buffer `half`; next() returns the work item
+// whose first chunk is copied next.
 template <class Layout, class Words, class Window, class Body, class Next>
 __device__ __forceinline__ void stream_staged(const int4* word, Words& words, int& half, const StagedWork& work,
                                               const Next& next, const Gathered& x, const char* base,
                                               const Window& window, Body& body) {
-  static_assert(!Body::kMasks, "rows that are not there add nothing");
+  static_assert(!Body::kMasks, "staged edges have no masks: missing rows are zeros, which must add nothing");
   constexpr int kSteps = Words::kSteps, kNear = Words::kNearOfStep, kFar = Words::kFarOfStep;
   const OwnWords<Layout> own(work);
   int32_t left = own.most(work.entry().near_words());
@@ -324,7 +328,7 @@ __device__ __forceinline__ void stream_staged(const int4* word, Words& words, in
   do {
     if (step % kSteps == 0) {
       wait_for_copies();
-      __syncwarp();  // and all threads have read the other half
+      __syncwarp();  // the chunk is visible, and all threads have read the other buffer
       half ^= 1;
       if (step + kSteps < steps) {
         words.fetch(word, work, step / kSteps + 1, half);
@@ -348,7 +352,7 @@ __device__ __forceinline__ void stream_staged(const int4* word, Words& words, in
   body.finish(work, 0);
 }
 
-// The runs of this block that lie in a stretch, whose window is on its way.
+// Processes the runs of this thread block that lie in one block of ids, whose window is being copied.
 template <class Layout, class Feed, class Window, class Body>
 __device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue& queue, const Gathered& x,
                                             const Window& window, Feed& feed, Body& body) {
@@ -361,7 +365,7 @@ __device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue&
   int turn = 0, half = 0;
   Run run = feed.runs.advance(runs, queue, turn);
   feed.words.fetch(runs.word, first_of(run, turn), 0, half);
-  __syncthreads();  // the window is there: each thread has waited for its copies
+  __syncthreads();  // the window is complete: each thread has waited for its copies
 #pragma unroll 1
   while (run.count > 0) {
     const bool shared = is_shared(run);
@@ -376,12 +380,13 @@ __device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue&
       stream_staged<Layout>(runs.word, feed.words, half, work, after, x, base, window, body);
     }
     body.end_run(run);
-    turn = opaque(turn ^ 1);  // or both would have a register each
+    turn = opaque(turn ^ 1);  // opaque, because the compiler would keep turn and turn ^ 1 in a register each
     run = feed.runs.advance(runs, queue, turn);
   }
 }
 
-// All runs of this block, one at a time to a warp; `share` is the block's, `feed` the warp's.
+// Processes all runs of this thread block, one at a time to a warp; `share` belongs to the thread block, `feed` to the
+// warp.
 template <class Layout, class Feed, class Window, class Body>
 __device__ __forceinline__ void for_staged_runs(const StagedRuns& runs, const Gathered& x, const void* factor,
                                                 Window& window, StagedShare* share, Feed& feed, Body& body) {
@@ -390,7 +395,7 @@ __device__ __forceinline__ void for_staged_runs(const StagedRuns& runs, const Ga
 #pragma unroll 1
   while (from < runs.share[blockIdx.x + 1]) {
     const int32_t stretch = runs.run[from].stretch;
-    __syncthreads();  // all have read the window and the share before
+    __syncthreads();  // all threads have read the previous window and share
     if (threadIdx.x == 0) {
       *share = StagedShare{from, min(runs.share[blockIdx.x + 1], runs.begin[stretch + 1]), feed.runs.dealt()};
     }

@@ -1,61 +1,63 @@
 #pragma once
 
-// Streams the edges of runs through warps. A slot of a warp (rows.cuh), or a team of them, has a row of its own, or,
-// where a run is one entry, all share its row; slots that share a row take its edges by fours in turns. All slots take
-// kStep edges a step, until the longest is through. Slots for which a run has no row do its last one once more, with
-// the same loads and stores as those whose row it is, so that whatever a warp does, it does as a whole.
+// Streams the edges of runs through warps. Each slot of a warp (rows.cuh), or each team of slots, processes a different
+// row; if a run is a single entry, all slots share its row. Slots that share a row take its edges in groups of four,
+// round-robin. All slots take kStep edges a step, until the slot with the most edges is finished. Slots for which a run
+// has no row process its last row again, with the same loads and stores as the slot that the row belongs to, so that
+// the warp never diverges.
 //
-// A body has, all called by the whole warp:
-//   kBundle                            whether slots may have rows of their own; otherwise all share each row
-//   kMasks                             whether add has to know which edges there are; the others' rows are zeros
-//   kWhole                             whether steps whose edges are all there are worth code of their own
-//   kStep                              edges a slot gathers at once, 4 or 8
-//   kValued                            whether every edge has a float of its own
-//   kOwns                              whether what belongs to edges is divided among threads (OwnEdges)
-//   Extra                              what else is loaded an edge (weights, scales)
-//   begin(work, pass)                  before the edges of a row, for the columns of a pass
-//   load(extra, four, source, mask)    starts the loads of this slot's four edges that mask has bits for, and looks at
-//                                      none of them: the rows are gathered after it; values of others are 0
-//   load_own(own)                      of bodies with kOwns: starts the loads of this thread's own edges of a step
-//   weigh(extra, own)                  of them, too: what can be done before the rows are there, of all fours of a step
+// A body provides the following members; the whole warp calls its functions together:
+//   kBundle                            whether slots may process different rows; otherwise all slots share each row
+//   kMasks                             whether `add` must know which edges are missing; missing rows are zeros
+//   kWhole                             whether steps without missing edges are worth a separate code path
+//   kStep                              edges that a slot gathers at once, 4 or 8
+//   kValued                            whether every edge has one float value
+//   kOwns                              whether the values and scales of edges are divided among threads (OwnEdges)
+//   Extra                              the other data that is loaded for four edges (weights, scales)
+//   begin(work, pass)                  called before the edges of a row, for the columns of a pass
+//   load(extra, four, source, mask)    starts the loads of this slot's four edges whose bits are set in mask, without
+//                                      using the results: the rows are gathered after it; missing edges get value 0
+//   load_own(own)                      with kOwns: starts the loads of the edges of a step that this thread prepares
+//   weigh(extra, own)                  with kOwns: computes the weights of all groups of four of a step, before their
+//                                      rows have arrived
 //   add<kMasked>(x, extra, mask)       adds four edges; with kMasked only those whose bit of mask is set
 //   finish(work, pass)                 stores and clears the sums
-//   end_run(run)                       when a run is through
+//   end_run(run)                       called at the end of a run
 
 #include "sparse/rows.cuh"
 #include "sparse/runs.cuh"
 
 namespace gnnc {
 
-// The next piece of work of a slot: edges of one row.
+// The next work item of a slot: edges of one row.
 struct Work {
   int64_t first;
   int32_t count;
-  int32_t part;  // slot in the staging buffer, -1: a whole row
-  bool shared;   // all slots of the warp have this row
+  int32_t part;  // slot in the staging buffer; -1: a whole row
+  bool shared;   // all slots of the warp share this row
 
-  uint32_t at;  // where its entry is in shared memory
+  uint32_t at;  // shared-memory address of the entry
 
   __device__ int32_t row() const { return entry().row; }
-  // Edges, over all slots that share the row.
+  // Returns the number of edges of the entry, over all slots that share the row.
   __device__ int32_t total() const { return entry().count; }
   __device__ const Entry& entry() const { return *static_cast<const Entry*>(__cvta_shared_to_generic(at)); }
 };
 
-// True where edges are copied word by word, so that the groups of four edges of a row begin with its first edge,
-// whatever its alignment in memory.
-// Elsewhere they are those of memory, 16 bytes each, of which a row has up to one more: there a row has too few threads
-// to copy so many words.
+// Returns whether edges are copied word by word, so that the groups of four edges of a row begin with its first edge,
+// whatever its alignment in memory. Otherwise the groups are aligned to 16 bytes in memory, and a row may touch one
+// group more: narrow rows have too few threads to copy so many words.
 template <class Layout>
 __host__ __device__ constexpr bool by_words() {
   return Layout::kPieces >= 4;
 }
 
-// The fours of edges that are a slot's own, of those of its row: every n-th, where n slots share the row.
+// The groups of four edges of a row that one slot processes: every n-th group, if n slots share the row.
 template <class Layout>
 struct Fours {
-  int32_t place;  // of the first, from the first edge of the row; before that where fours are those of memory
-  int32_t apart;  // edges from one to the next
+  // Offset of the first group from the first edge of the row; negative if the aligned group begins earlier.
+  int32_t place;
+  int32_t apart;  // edges from one group to the next
   int32_t count;
 
   __device__ explicit Fours(const Work& work) {
@@ -67,36 +69,36 @@ struct Fours {
   }
 };
 
-// The arrays that edges are read from.
+// The arrays of the edges of a graph.
 struct EdgeArrays {
   const int32_t* col;  // readable up to a multiple of four, on 16 bytes
-  const float* value;  // [E], on 16 bytes; of bodies with kValued
+  const float* value;  // [E], on 16 bytes; for bodies with kValued
   int64_t edges;       // E
 };
 
-// Four edges of a slot, some of which may not be there.
+// Four consecutive edges of a slot, some of which may be missing.
 struct Four {
-  int64_t edge;    // the first
-  float value[4];  // of bodies with kValued, without kOwns
+  int64_t edge;    // first edge
+  float value[4];  // for bodies with kValued and without kOwns
 };
 
-// Edges of a step that a thread looks after for its neighbours, of bodies with kOwns: each of so many threads one, or
-// each of four one of every four.
+// The edges of a step whose weights this thread prepares for its neighbours (bodies with kOwns): kEdges threads have
+// one edge each, or, if a slot has fewer threads, each of four threads has one edge of every group of four.
 template <class Layout, int kEdges>
 struct OwnEdges {
   static constexpr bool kOne = Layout::kPieces >= kEdges;
   static constexpr int kThreads = kOne ? kEdges : 4, kCount = kEdges / kThreads;
-  static_assert(kCount <= 2, "a word has room for two");
+  static_assert(kCount <= 2, "a word holds the weights of two edges");
   int32_t source[kCount];
-  float value[kCount];  // of bodies with kValued
-  float scale[kCount];  // what load_own loads
+  float value[kCount];  // for bodies with kValued
+  float scale[kCount];  // loaded by load_own
   bool there[kCount];
 
   // Return the position of an edge: the group of four within the step, and the place within the group.
   __device__ static int four(int j) { return kOne ? thread() / 4 : j; }
   __device__ static int place() { return thread() % 4; }
 
-  // combine(combine(a, b), c).. of what the threads have; every one gets the result.
+  // Reduces a value over the threads of the slot that prepare edges; every thread gets the result.
   template <class T, class Combine>
   __device__ static T across(T v, const Combine& combine) {
 #pragma unroll
@@ -104,13 +106,14 @@ struct OwnEdges {
     return v;
   }
 
-  // Gives every thread what each has made of its edges, the last 16 bits of it, two edges a word.
+  // Shuffles the low 16 bits of what each thread has made of its edges to all threads, two edges a word.
   __device__ static void pair_up(const uint32_t (&made)[kCount], uint32_t (&pairs)[kEdges / 4][2]) {
     const uint32_t mine = kOne ? made[0] : __byte_perm(made[0], made[kCount - 1], 0x5410);
     const uint32_t other = __shfl_xor_sync(0xffffffffu, mine, 1);
 #pragma unroll
     for (int k = 0; k < kEdges / 4; ++k) {
-      const uint32_t both = __byte_perm(mine, other, kOne || k == 0 ? 0x5410 : 0x7632);  // as even threads have it
+      // The pair, in the order of the even thread.
+      const uint32_t both = __byte_perm(mine, other, kOne || k == 0 ? 0x5410 : 0x7632);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         pairs[k][i] = __shfl_sync(0xffffffffu, both, (kOne ? 4 * k : 0) + 2 * i, kThreads);
@@ -122,20 +125,20 @@ struct OwnEdges {
   __device__ static int thread() { return Layout::piece() % kThreads; }
 };
 
-// The sources of the edges that a warp works on, and their values, on their way through shared memory: while a chunk of
-// each slot's is worked on, the next is copied, or the first one of what the warp does next. (Read ahead into registers
-// they would be waited for at once: the assembler moves them, and to move is to wait. And a value that each slot loads
-// by itself is a line of L1, as its row is.)
+// A warp's buffers for the sources and values of its edges, in shared memory: while each slot works on one chunk, the
+// next chunk is copied, or the first chunk of the warp's next work item. (If they were read ahead into registers
+// instead, the warp would wait for the loads at once: the assembler inserts moves, and a move waits for its source. And
+// a value that each slot loads by itself costs a cache line of L1, like a row.)
 template <class Layout, int kStep, bool kValued>
 struct Sources {
   static constexpr int kChunk = fours_of(Layout::kPieces, kStep, kValued, Layout::kPasses == 1);
   static constexpr int kHalves = halves_of(kChunk, kStep);
-  static_assert(kChunk * 4 % kStep == 0, "chunks are whole steps");
+  static_assert(kChunk * 4 % kStep == 0, "a chunk must consist of whole steps");
 
   int4 four[kValued ? 2 : 1][kHalves][kChunk][Layout::kSlots];
 
-  // Starts to copy the chunk from a place in the row on into a half. Through L1: past it each copy is a request to L2,
-  // which has most to do where rows are short.
+  // Starts the copy of a chunk, from offset `place` in the row on, into one of the buffers (`half`). The copy goes
+  // through L1: bypassing it would make each copy a request to L2, which is the bottleneck if rows are short.
   __device__ __forceinline__ void fetch(const EdgeArrays& edges, const Work& work, int32_t place, int32_t apart,
                                         int half) {
     if constexpr (by_words<Layout>()) {
@@ -145,13 +148,13 @@ struct Sources {
     }
   }
 
-  // Starts the copy of the first chunk.
+  // Starts the copy of the first chunk of a work item.
   __device__ __forceinline__ void start(const EdgeArrays& edges, const Work& work, int half) {
     const Fours<Layout> fours(work);
     fetch(edges, work, fours.place, fours.apart, half);
   }
 
-  // Returns four edges; missing edges have any value.
+  // Returns the sources of a group of four edges; missing edges have any value.
   __device__ __forceinline__ int4 get(int half, int f) const {
     const int4* from = &four[0][half][f][Layout::slot()];
     __builtin_assume(__isShared(from));
@@ -190,7 +193,7 @@ struct Sources {
 
   __device__ __forceinline__ void fetch_words(const EdgeArrays& edges, const Work& work, int32_t place, int32_t apart,
                                               int half) {
-    constexpr int kOnce = Layout::kPieces / 4;  // fours that the threads of a row copy at once
+    constexpr int kOnce = Layout::kPieces / 4;  // groups of four that the threads of a row copy at once
     const int32_t f = Layout::piece() / 4, at = place + f * apart + Layout::piece() % 4;
     const int64_t edge = work.first + at;
     auto* to = reinterpret_cast<int32_t*>(&four[0][half][f][Layout::slot()]) + Layout::piece() % 4;
@@ -207,7 +210,7 @@ struct Sources {
   }
 };
 
-// The shared memory of a warp for its work list and its edges.
+// A warp's shared memory for its runs and its edges.
 template <class Layout, class Body>
 struct Feed {
   using Edges = Sources<Layout, Body::kStep, Body::kValued>;
@@ -224,9 +227,9 @@ struct Step {
   uint32_t mask[kFours];
   Four four[kFours];
   Own own;
-  bool whole;  // all edges are there; of bodies with kMasks or kWhole
+  bool whole;  // no edge is missing; for bodies with kMasks or kWhole
 
-  // Reads fours from a place in the row on, which are in a half from `f` on.
+  // Reads the groups of four of a step, which begin at offset `place` in the row and at group f in buffer `half`.
   template <class Edges>
   __device__ __forceinline__ void read(const Edges& edges, int half, int f, const Work& work, int32_t place,
                                        int32_t apart) {
@@ -262,7 +265,7 @@ struct Step {
     }
   }
 
-  // Gathers their rows, and what else belongs to them, and adds them.
+  // Gathers the rows of the step's edges, loads their weights, and adds them.
   __device__ __forceinline__ void take(const char* base, uint32_t x_stride, Body& body) const {
     if constexpr (Body::kWhole) {
       if (__all_sync(0xffffffffu, whole)) return take_those<true>(base, x_stride, body);
@@ -290,7 +293,7 @@ struct Step {
       for (int j = 0; j < Own::kCount; ++j) those.there[j] = kAll || own.there[j];
       body.load_own(those);
     }
-    // All gathers are started before the first is waited for: what hides their latency is their number.
+    // All gathers are issued before the first result is used: their number hides the latency.
 #pragma unroll
     for (int k = 0; k < kFours; ++k) {
 #pragma unroll
@@ -322,7 +325,8 @@ __device__ __forceinline__ const char* piece_of(const Gathered& x, int pass) {
   return opaque(x.first + min(pass * Layout::kPieces + Layout::piece(), x.pieces - 1) * 16);
 }
 
-// All edges of a piece of work, whose first chunk is on its way to `half`; next() is what follows.
+// Processes all edges of a work item in one pass; its first chunk is being copied to buffer `half`; next() returns the
+// work item whose first chunk is copied next.
 template <class Layout, class Edges, class Body, class Next>
 __device__ __forceinline__ void stream(const EdgeArrays& arrays, Edges& edges, int& half, const Work& work,
                                        const Next& next, const char* base, uint32_t x_stride, int pass, Body& body) {
@@ -335,11 +339,11 @@ __device__ __forceinline__ void stream(const EdgeArrays& arrays, Edges& edges, i
 #pragma unroll 1
   do {
     wait_for_copies();
-    __syncwarp();  // and all threads have read the other half
+    __syncwarp();  // the chunk is visible, and all threads have read the other buffer
     Step<Layout, Body> step;
     if constexpr (kHalves == 1) {
       step.read(edges, half, 0, work, place, fours.apart);
-      __syncwarp();  // all threads have read the only half
+      __syncwarp();  // all threads have read the only buffer
     }
     if (left > kChunk) {
       edges.fetch(arrays, work, place + kChunk * fours.apart, fours.apart, half ^ (kHalves - 1));
@@ -356,13 +360,13 @@ __device__ __forceinline__ void stream(const EdgeArrays& arrays, Edges& edges, i
   body.finish(work, pass);
 }
 
-// Returns the number of the entry of a run, from `at` on, that this thread's slot takes.
+// Returns the index of the entry of a run that this thread's slot processes, in the round that starts at entry `at`.
 template <class Layout>
 __device__ __forceinline__ int32_t entry_of(const Run& run, int32_t at, bool shared) {
   return shared ? at : min(at + Layout::team(), max(run.count, 1) - 1);
 }
 
-// Returns the work of this thread's slot in a run, from entry `at` on.
+// Returns the work item of this thread's slot, in the round that starts at entry `at` of a run.
 template <class Layout>
 __device__ __forceinline__ Work work_of(const Run& run, const Entry* entries, int32_t at, bool shared) {
   const Entry* entry = entries + entry_of<Layout>(run, at, shared);
@@ -373,14 +377,14 @@ __device__ __forceinline__ Work work_of(const Run& run, const Entry* entries, in
   return work;
 }
 
-// All runs of this block, one at a time to a warp; `next` is a queue of the block, open behind feed.runs.dealt() runs,
-// `feed` is the warp's. value: of edges, where the body takes it.
+// Processes all runs of this block, one at a time to a warp. `next` is the block's run queue, initialized to start
+// behind feed.runs.dealt() runs; `feed` belongs to the warp. `value`: [E] edge values, for bodies with kValued.
 template <class Layout, class Body>
 __device__ inline void for_runs(const Runs& runs, const float* value, const Gathered& x, int32_t* next,
                                 Feed<Layout, Body>& feed, Body& body) {
   constexpr int kFours = Feed<Layout, Body>::Edges::kChunk;
   static_assert(sizeof(Feed<Layout, Body>) == feed_bytes(Layout::kPieces, kFours, Body::kStep, Body::kValued),
-                "threads are as many as there is room for");
+                "feed_bytes, from which the number of threads follows, must be the size of the feed");
   const EdgeArrays arrays{runs.col, value, runs.edges};
   RunQueue queue(runs, next);
   feed.runs.begin(runs, queue);
@@ -411,12 +415,12 @@ __device__ inline void for_runs(const Runs& runs, const float* value, const Gath
       }
     }
     body.end_run(run);
-    turn = opaque(turn ^ 1);  // or both would have a register each
+    turn = opaque(turn ^ 1);  // opaque, because the compiler would keep turn and turn ^ 1 in a register each
     run = feed.runs.advance(runs, queue, turn);
   }
 }
 
-// combine(combine(a, b), c).. over so many neighbouring slots, for each piece; every slot gets the result.
+// Reduces v over kSlots neighbouring slots by shuffles, for each piece; every slot gets the result.
 template <class Layout, int kSlots = Layout::kSlots, int kCount, class T, class Combine>
 __device__ __forceinline__ void join_slots(T (&v)[kCount], const Combine& combine) {
 #pragma unroll
@@ -426,16 +430,16 @@ __device__ __forceinline__ void join_slots(T (&v)[kCount], const Combine& combin
   }
 }
 
-// Columns that a thread has of a row that is spread over so many slots, at least four.
+// Returns the number of columns of a thread, at least four, if a row is spread over kSlots slots.
 template <class Layout, int kSlots = Layout::kSlots>
 __host__ __device__ constexpr int spread_run() {
   return Layout::kColumns / kSlots > 4 ? Layout::kColumns / kSlots : 4;
 }
 
-// a or b without a branch, which threads of a warp would take one after the other.
+// Returns first ? a : b by a select instruction; a branch would make the warp diverge.
 template <class T>
 __device__ __forceinline__ T chosen(bool first, T a, T b) {
-  static_assert(sizeof(T) == 4, "words");
+  static_assert(sizeof(T) == 4, "the select works on 32-bit words");
   uint32_t word;
   asm("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n selp.b32 %0, %1, %2, p;\n}"
       : "=r"(word)
@@ -444,15 +448,16 @@ __device__ __forceinline__ T chosen(bool first, T a, T b) {
   return *reinterpret_cast<const T*>(&word);
 }
 
-// As join_slots, but thread t of those slots gets columns t * kRun .. t * kRun + kRun - 1 of the row: at each step
-// threads give away half of what they have, until it is kRun columns, and in the end they change places. Past the row's
-// pieces there is anything.
+// Reduces v over kSlots slots (as join_slots), and scatters the result: thread t of these slots gets the columns t *
+// kRun .. t * kRun + kRun - 1 of the row. In each step, threads exchange half of their columns, until kRun columns are
+// left; a final shuffle puts the columns in order. Columns past the row's pieces are undefined.
 template <class Layout, int kSlots, int kRun, int kCount = Layout::kColumns, int kApart = Layout::kPieces, class T,
           class Combine>
 __device__ __forceinline__ void spread_slots(const T (&v)[kCount], const Combine& combine, T (&out)[kRun]) {
   constexpr int kHalf = kCount > kRun ? kCount / 2 : kCount, kOwners = Layout::kColumns / kRun;
   constexpr int kThreads = Layout::kPieces * kSlots;
-  // Threads of one piece that all give away halves do so to the farthest first, and are in place.
+  // If all threads hold the same piece and every step halves the columns, the farthest threads exchange first, and the
+  // columns end up in order without a final shuffle.
   constexpr bool kInPlace = Layout::kPieces == 1 && kOwners == kSlots;
   if constexpr (kApart < kThreads) {
     constexpr int kOther = kInPlace ? kThreads / 2 / kApart : kApart;
@@ -465,7 +470,7 @@ __device__ __forceinline__ void spread_slots(const T (&v)[kCount], const Combine
     }
     spread_slots<Layout, kSlots, kRun, kHalf, kApart * 2>(half, combine, out);
   } else {
-    // The first half of a piece went to slots whose first bit is unset, and so on.
+    // Source thread of the final shuffle: the first half of a piece went to slots whose first bit is unset, and so on.
     int from = Layout::lane() % kThreads / kOwners % Layout::kPieces;
 #pragma unroll
     for (int bit = kOwners / 2, apart = Layout::kPieces; bit > 0; bit /= 2, apart *= 2) {
