@@ -17,7 +17,7 @@ SPARSE = ("test_spmm.py", "test_attention.py", "test_sddmm.py", "test_edge_softm
 DIGESTS = """
 import hashlib, torch
 from row_programs import Program, bits, codes, gemm, padded, store
-from gnnc.runtime.row_program import Op
+from gnnc.runtime.row_program.opcodes import Op
 torch.manual_seed(0)
 for rows, depth, width in [(1000, 128, 64), (77, 1433, 7), (50, 47, 602), (3, 8189, 100)]:
     x, w = torch.randn(rows, depth), torch.randn(width, depth)

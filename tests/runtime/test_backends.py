@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from backend_models import MODELS, given
+from slow import slow_after
 from torch import nn
 
 import gnnc
@@ -14,7 +15,7 @@ from gnnc.runtime.backend import Backend, backend_names, get_backend, register_b
 from gnnc.runtime.registry import Decline
 from gnnc.target import Target
 
-PRECISIONS = ("fp32", "bf16", "int8")
+PRECISIONS = ("int8", "fp32", "bf16")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -28,7 +29,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", slow_after(1, PRECISIONS))
 def test_cpu_equals_reference(model, precision):
     arguments = given()
     eager = model(*arguments)
@@ -86,7 +87,7 @@ def kernels(monkeypatch):
 
 @torch.no_grad()
 def test_explain_names_the_kernels_that_declined(kernels):
-    registry.kernel("fused:gemm", backend="cpu", name="picky", priority=99)(Declines)
+    registry.kernel("fused:gemm", backend="cpu", name="picky", priority=99, elements=None)(Declines)
     compiled = gnnc.compile(MODELS["GCN"]().eval(), "int8", backend="cpu")
     compiled(*given())
     assert "kernel picky declined: it is Sunday" in compiled.explain()
