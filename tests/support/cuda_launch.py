@@ -6,8 +6,6 @@ from gnnc.runtime.cuda.driver import nvrtc
 from gnnc.runtime.cuda.driver.launch import Launcher, LoadedCode
 from gnnc.runtime.cuda.driver.nvrtc import Resources
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-
 
 def compile_kernels(source: str, names: tuple[str, ...], architecture: str) -> dict[str, Resources]:
     """Return the resources of each kernel of ``source``, by its C++ name."""

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from cuda_cases import compiled_without_spills
-from cuda_launch import ARCHITECTURES
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 

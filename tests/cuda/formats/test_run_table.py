@@ -2,8 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from cuda_cases import compiled_without_spills
-from cuda_launch import ARCHITECTURES
 from kernel_graphs import GRAPHS
 from torch import Tensor
 

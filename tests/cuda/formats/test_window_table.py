@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from cuda_cases import compiled_without_spills
-from cuda_launch import ARCHITECTURES
 from kernel_graphs import GRAPHS, Graph, random_graph
 
 from gnnc.runtime.cuda.formats.run_table import Cut

@@ -3,8 +3,9 @@ import math
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from cuda_cases import assert_no_spills, on_device
-from cuda_launch import ARCHITECTURES, compile_kernels
+from cuda_launch import compile_kernels
 from cuda_sparse import Attention, AttentionConfig, rows16, sparse
 from kernel_graphs import GRAPHS, Graph, relative_error, star
 from torch import Tensor, nn

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from cuda_cases import error
-from cuda_launch import ARCHITECTURES, compile_kernels
+from cuda_launch import compile_kernels
 from cuda_sparse import STORES, epilogue_of
 from torch import Tensor, nn
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from cuda_launch import ARCHITECTURES, Module, address, compile_kernels
+from architectures import ARCHITECTURES
+from cuda_launch import Module, address, compile_kernels
 
 SOURCE = """
 #include "common/row_tile.cuh"

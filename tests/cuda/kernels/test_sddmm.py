@@ -1,8 +1,9 @@
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from backend_models import given
 from cuda_cases import assert_no_spills, error, on_device
-from cuda_launch import ARCHITECTURES, compile_kernels
+from cuda_launch import compile_kernels
 from cuda_sparse import Sddmm, SddmmConfig, rows16, sparse
 from kernel_graphs import GRAPHS, relative_error
 from torch_geometric.nn import SAGEConv

@@ -3,8 +3,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from cuda_cases import assert_no_spills, error, on_device
-from cuda_launch import ARCHITECTURES, compile_kernels
+from cuda_launch import compile_kernels
 from cuda_sparse import NBYTES, SPMM_SOURCE, Sparse, Spmm, SpmmConfig, form_of, rows16, sparse, weighted16
 from kernel_graphs import GRAPHS, Graph, random_graph, relative_error, star
 from torch import Tensor, nn
