@@ -11,7 +11,7 @@ import gnnc
 from gnnc.errors import BackendError
 from gnnc.runtime.cuda import executable
 from gnnc.runtime.cuda.device import CudaDevice
-from gnnc.runtime.cuda.driver.launch import Launch
+from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.executable import CudaExecutable
 
 pytestmark = pytest.mark.cuda
@@ -86,15 +86,15 @@ def test_ranges_are_left_when_a_call_raises(said: list[str], monkeypatch: pytest
     compiled, arguments = compiled_and_inputs()
     compiled.profile(*arguments)
     said.clear()
-    launch, made = Launch.__call__, []
+    launch, made = Launcher.__call__, []
 
-    def fail(self: Launch, *given: int) -> None:
+    def fail(self: Launcher, *given: int) -> None:
         made.append(self)
         if said and len(made) > 3:
             raise BackendError("this launch fails")
         launch(self, *given)
 
-    monkeypatch.setattr(Launch, "__call__", fail)
+    monkeypatch.setattr(Launcher, "__call__", fail)
     with pytest.raises(BackendError, match="this launch fails"):
         compiled.profile(*arguments)
     assert said and said.count("") * 2 == len(said)
@@ -111,8 +111,8 @@ def test_auto_replays_what_takes_less_than_the_limit_alone(
     for _ in range(CudaExecutable.SETTLES_AFTER):
         compiled(*arguments)
         torch.cuda.synchronize()
-    launch, made = Launch.__call__, []
-    monkeypatch.setattr(Launch, "__call__", lambda *given: made.append(1) or launch(*given))
+    launch, made = Launcher.__call__, []
+    monkeypatch.setattr(Launcher, "__call__", lambda *given: made.append(1) or launch(*given))
     assert torch.equal(compiled(*arguments), expected)
     program = compiled._last.executable
     assert isinstance(program, CudaExecutable) and program.replays == (below > 0)

@@ -14,7 +14,7 @@ from torch_geometric.nn import GraphConv
 from torch_geometric.nn.models import GAT, GCN, GIN, GraphSAGE
 
 import gnnc
-from gnnc.runtime.cuda.driver.launch import Launch
+from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.driver.readback import Readback
 from gnnc.runtime.cuda.executable import CudaExecutable
 from gnnc.runtime.cuda.graphs.cuda_graph import _Graph
@@ -227,14 +227,14 @@ def test_two_threads_on_the_stream_of_their_own_that_has_one_handle(model, cuda_
     edge_index = torch.randint(2000, (2, 20_000), device="cuda")
     inputs = [torch.randn(2000, 24, device="cuda") * (i + 1) for i in range(4)]
     expected = [compiled(one, edge_index) for one in inputs]
-    launch = Launch.__call__
+    launch = Launcher.__call__
     torch.cuda.synchronize()
 
     def late(self, *args):
         torch.cuda._sleep(1_000_000)
         launch(self, *args)
 
-    monkeypatch.setattr(Launch, "__call__", late)
+    monkeypatch.setattr(Launcher, "__call__", late)
     got: dict[int, list[torch.Tensor]] = {0: [], 1: []}
     begin = threading.Barrier(2)
 
@@ -263,7 +263,7 @@ def test_what_a_call_gives_back_is_not_another_threads_while_kernels_run(model, 
     compiled, x, edge_index = compiled_and_inputs(model, cuda_graph)
     inputs = [torch.empty(x.numel() + 1, device="cuda")[1:].view_as(x).copy_(x + i) for i in range(2)]
     expected = [compiled(one, edge_index) for one in inputs]
-    launch, launch_graph = Launch.__call__, _Graph.launch
+    launch, launch_graph = Launcher.__call__, _Graph.launch
     called, over = threading.Event(), threading.Event()
     got: list[torch.Tensor] = []
     torch.cuda.synchronize()
@@ -272,7 +272,7 @@ def test_what_a_call_gives_back_is_not_another_threads_while_kernels_run(model, 
         if threading.current_thread() is first:
             torch.cuda._sleep(100_000_000)
 
-    monkeypatch.setattr(Launch, "__call__", lambda self, *args: (sleep(), launch(self, *args)))
+    monkeypatch.setattr(Launcher, "__call__", lambda self, *args: (sleep(), launch(self, *args)))
     monkeypatch.setattr(_Graph, "launch", lambda self, stream: (sleep(), launch_graph(self, stream)))
 
     def work():
@@ -520,14 +520,14 @@ def test_profile_measures_kernels(model):
 def test_profile_leaves_out_what_the_host_does(model, monkeypatch):
     compiled, x, edge_index = compiled_and_inputs(model)
     compiled(x, edge_index)
-    launch, made = Launch.__call__, []
+    launch, made = Launcher.__call__, []
 
     def slow(self, *args):
         time.sleep(0.01)
         made.append(self)
         launch(self, *args)
 
-    monkeypatch.setattr(Launch, "__call__", slow)
+    monkeypatch.setattr(Launcher, "__call__", slow)
     compiled.profile(x, edge_index)
     assert len(set(made)) > 3
     # far more than the kernels take, far less than the host did, also where others use the device too
