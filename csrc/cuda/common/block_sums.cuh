@@ -1,12 +1,12 @@
 #pragma once
 
-// Sums over the threads of a warp, and of a block.
+// Prefix sums over the threads of a warp and of a block.
 
 #include "common/types.cuh"
 
 namespace gnnc {
 
-// The sum of `value` over the threads of this warp up to this one. By the whole warp.
+// Returns the inclusive prefix sum of `value` over the threads of this warp. Called by the whole warp.
 __device__ __forceinline__ int32_t sum_in_warp(int32_t value) {
   const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
@@ -19,10 +19,11 @@ __device__ __forceinline__ int32_t sum_in_warp(int32_t value) {
 
 template <int kWarps>
 struct BlockSums {
-  int32_t warp[kWarps];  // the sum of each
+  int32_t warp[kWarps];  // the sum of each warp
 };
 
-// The sum of `value` over the threads before this one, and of all. By the whole block; `sums` is no other's.
+// Returns the exclusive prefix sum of `value` over the threads of the block, and the total in `all`. Called by the
+// whole block; `sums` must not be shared with another call.
 template <int kWarps>
 __device__ __forceinline__ int32_t sum_before(int32_t value, BlockSums<kWarps>& sums, int32_t& all) {
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);

@@ -1,11 +1,11 @@
 #pragma once
 
-// check_finite: looks for NaN and infinity among values that a kernel is given, and notes one (step::Watch).
+// check_finite: searches the input values for NaN and infinity, and raises a flag if there is one (step::Watch).
 //
-// Layout: FP32, one after the other. Traffic: 4 B a value in, nothing out while all is well. Floor: these bytes at copy
+// Layout: FP32, contiguous. Traffic: 4 B a value in, nothing out if all values are finite. Floor: these bytes at copy
 // bandwidth.
 //
-// Launch: blocks of 256 threads, at most 1024 of them; a thread takes values in turns of the grid.
+// Launch: blocks of 256 threads, at most 1024 blocks; the threads process the values in a grid-stride loop.
 
 #include "common/row_steps.cuh"
 

@@ -1,10 +1,11 @@
 #pragma once
 
-// The steps of a row program (csrc/include/gnnc/row_program.h) on a row that lies in registers. An epilogue is a list
-// of calls of these; runtime/cuda/kernels/epilogue.py writes it.
+// The steps of a row program (csrc/include/gnnc/row_program.h), each a function on a row that lies in registers. An
+// epilogue is a list of calls of these functions; runtime/cuda/kernels/epilogue.py generates it.
 //
-// Values that become codes are made by the same sequence of FP32 operations as the reference makes them by: nothing is
-// contracted (the sources are compiled without it), q = rint(x * inv), inv = 1 / scale computed once.
+// Quantized values are computed by the same sequence of FP32 operations as in the reference: no operations are
+// contracted to fused multiply-adds (the sources are compiled without contraction), q = rint(x * inv), inv = 1 / scale
+// computed once.
 //
 // Traffic: operands and results once; the row never leaves the registers.
 
@@ -15,11 +16,11 @@
 
 namespace gnnc::step {
 
-// A flag in host memory that the device raises when it meets a value that is not finite. The host reads it later; the
-// device writes nothing otherwise.
+// A flag in host memory that the device sets when it finds a value that is not finite. The host reads the flag later;
+// the device writes nothing otherwise.
 struct Watch {
   int64_t* flag;
-  int64_t number;  // what the host knows this place by, from 1 on
+  int64_t number;  // identifies the checked tensor to the host, from 1 on
 
   __device__ void raise() const { *reinterpret_cast<volatile int64_t*>(flag) = number; }
 };
@@ -29,7 +30,7 @@ __device__ inline float as_float(__half x) { return __half2float(x); }
 __device__ inline float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float as_float(int8_t x) { return static_cast<float>(x); }
 
-// A NaN stays one.
+// Return the larger or smaller value; a NaN in `a` propagates.
 __device__ inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 __device__ inline float smaller(float a, float b) { return a < b || a != a ? a : b; }
 
@@ -48,8 +49,8 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// Returns the number of neighbouring columns of T that a thread moves at once: all that it holds, up to 16 bytes, where
-// rows `stride` elements apart keep the access aligned; otherwise 1.
+// Returns the number of neighbouring columns of T that a thread loads or stores at once: its whole run, up to 16 bytes,
+// if rows `stride` elements apart keep the access aligned; otherwise 1.
 template <class Tile, class T>
 __host__ __device__ constexpr int at_once(int stride) {
   for (int count = Tile::kRun; count >= 4; count /= 2) {
@@ -58,7 +59,7 @@ __host__ __device__ constexpr int at_once(int stride) {
   return 1;
 }
 
-// Loads and stores rows of T that are kStride elements apart.
+// Loads a row of T, from a matrix with rows kStride elements apart, and calls f(i, value) for each value of the tile.
 template <int kStride, class Tile, class T, class F>
 __device__ void with_row(const Tile& tile, const T* row, const F& f) {
   constexpr int kCount = at_once<Tile, T>(kStride);
@@ -78,7 +79,8 @@ __device__ void with_row(const Tile& tile, const T* row, const F& f) {
   }
 }
 
-// v[i] of thread t becomes v[t] of thread i, among four neighbouring threads of those in `members`.
+// Transposes a 4 x 4 matrix across four neighbouring threads: v[i] of thread t becomes v[t] of thread i. `members` is
+// the shuffle mask.
 __device__ inline void change_over(float (&v)[4], uint32_t members) {
 #pragma unroll
   for (int apart = 1; apart < 4; apart *= 2) {
@@ -96,7 +98,8 @@ __device__ inline void change_over(float (&v)[4], uint32_t members) {
   }
 }
 
-// Four j of thread i becomes four i of thread j, among four neighbouring threads of those in `members`.
+// Transposes groups of four across four neighbouring threads: fours[j] of thread i becomes fours[i] of thread j.
+// `members` is the shuffle mask.
 __device__ __forceinline__ void turn_over(float (*fours)[4], uint32_t members) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -118,31 +121,31 @@ __device__ Vector<T, kCount> vector_of(int i, const F& f) {
   return vector;
 }
 
-// Returns whether four neighbouring threads transpose their 16 columns each, so that together they store 64 bytes at a
-// time, instead of 16 of every 64 bytes each. (Two that so store whole sectors, of 16 columns each or 8, are no
-// faster.)
+// Returns whether four neighbouring threads transpose their 16 columns each before a store, so that together they store
+// 64 contiguous bytes at a time, instead of 16 of every 64 bytes each. (Two threads that store whole sectors in this
+// way, of 16 or 8 columns each, are no faster.)
 template <class Tile>
 __host__ __device__ constexpr bool turns() {
   return Tile::kRun == 16 && Tile::kLanes >= 4;
 }
 
-// Stores the row; a last vector that the row only partly fills is stored whole where the stride leaves room for it.
-// kStreams: no kernel gathers the rows.
+// Stores the row; a last vector that the row only partly fills is stored whole if the stride leaves room for it.
+// kStreams: no kernel gathers these rows, so that they may be evicted from L2 first.
 template <int kStride, bool kStreams = false, class T, class Tile, class F>
 __device__ void store_row(const Tile& tile, T* row, const F& f) {
   constexpr int kCount = at_once<Tile, T>(kStride), kRounded = (Tile::kWidth + kCount - 1) / kCount * kCount;
-  constexpr bool kEnds = kRounded != Tile::kWidth && kStride < kRounded;   // within a vector
-  constexpr bool kAll = !kEnds && Tile::kFull && Tile::kHeld <= kRounded;  // of what threads hold is stored
+  constexpr bool kEnds = kRounded != Tile::kWidth && kStride < kRounded;   // the row ends within a vector
+  constexpr bool kAll = !kEnds && Tile::kFull && Tile::kHeld <= kRounded;  // all columns that threads hold are stored
   constexpr bool kTurns = kCount == 4 && sizeof(T) == 4 && turns<Tile>();
   const int own = kTurns ? tile.lane % 4 : 0;
   const int first = tile.column_of(tile.lane - own, kCount * own);
-  T* const from = row + first;  // all stores are so many bytes from there: one address
+  T* const from = row + first;  // one base address: all stores are at constant offsets from it
   const auto put = [&](int offset, const Vector<T, kCount>& vector) {
     if (kAll || first + offset + kCount <= (kEnds ? Tile::kWidth : kRounded)) {
       if constexpr (kEnds && !Tile::kWhole) {
         store_together<kStreams>(from + offset, vector);
       } else {
-        store_vector<kStreams && !kEnds>(from + offset, vector);  // one that the compiler may move is worth more
+        store_vector<kStreams && !kEnds>(from + offset, vector);  // a store that the compiler may move is faster
       }
     } else if constexpr (kEnds) {
 #pragma unroll
@@ -175,7 +178,8 @@ __device__ void each(Tile& tile, const F& f) {
   for (int i = 0; i < Tile::kPer; ++i) tile.v[i] = f(tile.v[i]);
 }
 
-// The row with another value: one of the row, one of each column, one of each element.
+// Combine the row with a second operand: one value for the row (with_scalar), one value a column (with_columns), or one
+// value an element (with_full).
 
 template <class Tile, class F>
 __device__ void with_scalar(Tile& tile, float value, const F& f) {
@@ -206,7 +210,7 @@ struct SubtractFrom {
   __device__ float operator()(float x, float v) const { return __fsub_rn(v, x); }
 };
 
-// Activations. Comparisons are written so that a NaN stays one, as in torch.
+// Activations. Comparisons are written so that a NaN propagates, as in torch.
 
 template <class Tile>
 __device__ void relu(Tile& tile) {
@@ -285,7 +289,7 @@ __device__ void clamp_max(Tile& tile, float high) {
   each(tile, [=](float x) { return x > high ? high : x; });
 }
 
-// Norms. `weight` and `bias` may be null.
+// Normalizations. `weight` and `bias` may be null.
 
 template <class Tile>
 __device__ void layer_norm(Tile& tile, const float* weight, const float* bias, float eps) {
@@ -322,7 +326,8 @@ __device__ void log_softmax(Tile& tile) {
   each(tile, [=](float x) { return (x - top) - rest; });
 }
 
-// The mean over kHeads equal parts of a row, as a row of its own. Each thread asks the others for the columns it needs.
+// Returns the mean over kHeads equal parts of a row, as a row by itself. Each thread fetches the columns that it needs
+// from other threads by shuffles.
 template <int kHeads, class Tile>
 __device__ auto head_mean(const Tile& tile) {
   using Out = RowTile<Tile::kWidth / kHeads, Tile::kLanes, Tile::kRun, Tile::kTogether>;
@@ -351,16 +356,17 @@ __device__ auto head_mean(const Tile& tile) {
 
 // Stores.
 
-// Returns whether threads can cheaply take every kLanes-th group of four columns of a whole row: they hold them so
-// already, or four threads hold 16 columns each.
+// Returns whether threads can cheaply hold every kLanes-th group of four columns of a whole row: they have this layout
+// already, or four threads hold 16 columns each and transpose them.
 template <class Tile>
 __host__ __device__ constexpr bool has_fours() {
   const bool whole = Tile::kBlock == Tile::kRun * Tile::kLanes;
   return whole && Tile::kLanes >= 4 && (Tile::kRun == 4 || (Tile::kRun == 16 && Tile::kLanes == 4));
 }
 
-// Stores a row that begins anywhere, but for its ends in fours that lie on 16 bytes, neighbouring threads side by side:
-// each thread moves its columns by as many as there are before the first such four.
+// Stores a row at an unaligned address: except for its ends, in groups of four that are aligned to 16 bytes,
+// neighbouring threads side by side. For this, each thread shifts its columns by the number of columns before the first
+// aligned group.
 template <bool kStreams, class Tile>
 __device__ void store_anywhere(const Tile& tile, float* row) {
   constexpr int kLanes = Tile::kLanes, kFours = Tile::kPer / 4;
@@ -400,18 +406,18 @@ __device__ void store_anywhere(const Tile& tile, float* row) {
   }
 }
 
-// kStreams: nothing gathers the rows.
+// Stores the row as T, by the fastest way that alignment allows. kStreams: no kernel gathers these rows.
 template <int kStride, bool kStreams = false, class T, class Tile>
 __device__ void store(const Tile& tile, T* row) {
   if constexpr (at_once<Tile, T>(kStride) == 1 && sizeof(T) == 4 && has_fours<Tile>()) {
     store_anywhere<kStreams>(tile, row);
   } else if constexpr (at_once<Tile, T>(kStride) == 1 && Tile::kLanes >= 4) {
-    // Threads store one element at a time, and four neighbours do so side by side.
+    // Each thread stores one element at a time; four neighbouring threads store side by side after a transpose.
     const int first = tile.lane & ~3;
     int own = tile.lane & 3;
 #pragma unroll
     for (int i = 0; i < Tile::kPer; i += 4) {
-      own = opaque(own);  // addresses are worked out one after the other: they would take too many registers
+      own = opaque(own);  // opaque: compute addresses one at a time, for all at once would take too many registers
       float v[4] = {tile.v[i], tile.v[i + 1], tile.v[i + 2], tile.v[i + 3]};
       change_over(v, Tile::members());
 #pragma unroll
@@ -427,7 +433,7 @@ __device__ void store(const Tile& tile, T* row) {
 
 __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
 
-// Looks for NaN and infinity in the row as it is now.
+// Raises the flag if the row, as it is now, holds NaN or infinity.
 template <class Tile>
 __device__ void watch(const Tile& tile, const Watch& watch) {
   bool fine = true;
@@ -436,15 +442,16 @@ __device__ void watch(const Tile& tile, const Watch& watch) {
   if (!fine) watch.raise();
 }
 
-// amax / 127, 0 where that is below the least normal float, so that its inverse is finite.
+// Returns the scale amax / 127, or 0 if that is below the least normal float, so that the inverse of the scale is
+// finite.
 __device__ inline float scale_of(float amax) {
   const float scale = __fdiv_rn(amax, 127.0f);
   return scale < 1.17549435e-38f ? 0.0f : scale;
 }
 __device__ inline float inverse_of(float scale) { return scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f; }
 
-// x to the nearest even integer, in the last bits: past 2^23 a float has no fraction. Conversions run at a quarter of
-// the rate.
+// Returns the bits of x + 1.5 * 2^23, whose low bits are x rounded to the nearest integer, half to even, because a
+// float of this size has no fraction bits. Conversion instructions run at a quarter of the rate.
 __device__ inline uint32_t rounded(float x) { return __float_as_uint(__fadd_rn(x, 12582912.0f)); }
 __device__ inline int8_t code_of(float x) { return static_cast<int8_t>(rounded(fminf(fmaxf(x, -127.0f), 127.0f))); }
 
@@ -452,11 +459,12 @@ struct NoCode {
   __device__ int8_t operator()(int) const { return 0; }
 };
 
-// Codes of rows kPadded (a multiple of 4) apart; kWithin: of values within +-127; past: the codes past the width.
+// Stores the quantized values of a row; rows are kPadded (a multiple of 4) bytes apart. kWithin: the scaled values lie
+// within +-127 and need no clamp; past: returns the bytes past the width.
 template <int kPadded, bool kWithin = false, class Tile, class F, class Past = NoCode>
 __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, const Past& past = {}) {
   constexpr int kCount = at_once<Tile, int8_t>(kPadded);
-  static_assert(kCount >= 4, "rows of codes are padded to a multiple of 4");
+  static_assert(kCount >= 4, "rows of quantized values are padded to a multiple of 4");
 #pragma unroll
   for (int i = 0; i < Tile::kPer; i += kCount) {
     const int column = tile.column(i);
@@ -470,7 +478,7 @@ __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, cons
     }
     *reinterpret_cast<Vector<int8_t, kCount>*>(row + column) = codes;
   }
-  // Past the last block of the tile.
+  // Padding past the last block of columns of the tile.
   if constexpr (Tile::kHeld < kPadded) {
     for (int column = Tile::kHeld + tile.lane * 4; column < kPadded; column += 4 * Tile::kLanes) {
       *reinterpret_cast<Vector<int8_t, 4>*>(row + column) = {past(column), past(column + 1), past(column + 2),
@@ -488,8 +496,9 @@ __device__ float quant_row(const Tile& tile, int8_t* row, float* scale_out) {
   return scale;
 }
 
-// Raises the scale of all rows, 0 before the first. Floats that are not negative compare as their bits do, and NaN is
-// above all. What L1 holds of it may be an older, smaller one: then it is raised for nothing.
+// Raises the scale of a whole tensor (initially 0) to the scale of this row by an atomic maximum. Non-negative floats
+// are ordered like their bits, and NaN is above all. The value in L1 may be stale, and is then smaller: the atomic
+// operation is redundant in that case.
 template <class Tile>
 __device__ void scale_tensor(const Tile& tile, float* scale) {
   const int bits = __float_as_int(scale_of(tile.max_abs())) & 0x7fffffff;
@@ -503,7 +512,7 @@ __device__ void watch_scale(const Tile& tile, float scale, const Watch& watch) {
   if (tile.lane == 0 && !is_finite(scale)) watch.raise();
 }
 
-// The inverse of a given scale: one, or one for each column.
+// Returns the inverse of a given scale: one scale for all columns, or one a column.
 template <bool kColumns, class Tile>
 __device__ float inverse_at(const Tile& tile, const float* base, int i) {
   return inverse_of(__ldg(base + (kColumns && tile.valid(i) ? tile.column(i) : 0)));
@@ -519,8 +528,8 @@ __device__ void quant_static(const Tile& tile, int8_t* row, const float* base) {
   }
 }
 
-// The row's scale is base / 2^k with the largest k in 0..7 that nothing saturates at. Where there is room, the row
-// holds its weight too (weight_place).
+// Quantizes a row with the scale base / 2^k, k the largest in 0..7 for which no value saturates. If the padding has
+// room, the row also stores its weight (weight_place).
 template <int kPadded, bool kColumns, class Tile>
 __device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, const float* base) {
   Tile scaled = tile;
@@ -531,7 +540,8 @@ __device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, co
     const float inverse = inverse_of(__ldg(base));
     each(scaled, [=](float x) { return __fmul_rn(x, inverse); });
   }
-  // The exponent of 127 less that of the top, one less where its fraction is larger: a difference of their bits.
+  // The difference of the bits of 127 and of the maximum, whose exponent field is the difference of the exponents, one
+  // less if the fraction of the maximum is larger.
   const int32_t left = __float_as_int(127.0f) - __float_as_int(scaled.max_abs());
   const int shift = min(max(left >> 23, 0), 7);
   if (left < 0) each(scaled, [](float x) { return fminf(fmaxf(x, -127.0f), 127.0f); });
@@ -543,7 +553,7 @@ __device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, co
   store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(scaled.v[i], power); }, weight);
 }
 
-// out[h] = the dot product of the h-th of kHeads equal parts with the same part of `columns`.
+// Computes out[h], the dot product of the h-th of kHeads equal parts of the row with the same part of `columns`.
 template <int kHeads, class Tile>
 __device__ void row_dot(const Tile& tile, const float* columns, float* out) {
   constexpr int kDepth = Tile::kWidth / kHeads;

@@ -1,37 +1,37 @@
 #pragma once
 
-// One complete row of a kernel's result, in FP32, in the registers of a group of threads: what epilogues work on.
+// A tile: one complete row of a kernel's result, in FP32, in the registers of a group of threads. Epilogues work on it.
 //
-// A group is kLanes neighbouring threads of one warp (a power of two). Thread `lane` holds the columns
-// lane * kRun .. lane * kRun + kRun - 1 of every block of kRun * kLanes columns. With runs of four a group stores whole
-// blocks at a time: 16 bytes a thread in FP32, 8 in half precision, 4 in int8. Columns past the width hold zeros until
-// an epilogue writes to them; reductions never read them.
+// A group is kLanes neighbouring threads of one warp (a power of two). Thread `lane` holds the columns lane * kRun ..
+// lane * kRun + kRun - 1 of every block of kRun * kLanes columns. With runs of four, a group stores whole blocks at a
+// time: 16 bytes a thread in FP32, 8 in half precision, 4 in int8. Columns past the width hold zeros until an epilogue
+// writes to them; reductions never read them.
 //
 // An epilogue is a functor that a kernel takes by value as its last argument:
 //   struct Epilogue { ...; template <class Tile> __device__ void operator()(Tile& tile, int64_t row) const; };
-// All threads of a group call it together, once for each row, also for rows without edges. The groups of a warp may
-// call it at different times: it must not synchronise more than its group (`members`).
+// All threads of a group call the epilogue together, once for each row, also for rows without edges. The groups of a
+// warp may call it at different times: it must not synchronise more than its group (`members`).
 
 #include "common/types.cuh"
 
 namespace gnnc {
 
-// The larger of `top` and |v|, NaN where one is that.
+// Returns the larger of `top` and |v|, or NaN if either is NaN.
 __device__ inline float larger_abs(float top, float v) { return larger_or_nan(top, fabsf(v)); }
 
-// kTogether: all groups of a warp have a row, so that the whole warp shuffles at once. (Where fewer threads do, which
-// those are is worked out each time.)
+// Register layout of a row of kWidth columns over kLanes threads. kTogether: all groups of a warp have a row at the
+// same time, so that shuffles use the full warp mask. (Otherwise the mask of the group is computed for each shuffle.)
 template <int kWidth_, int kLanes_, int kRun_ = 4, bool kTogether_ = false>
 struct RowTile {
   static constexpr int kWidth = kWidth_, kLanes = kLanes_, kRun = kRun_;
   static constexpr bool kTogether = kTogether_;
   static constexpr int kBlock = kRun * kLanes;
   static constexpr int kPer = (kWidth + kBlock - 1) / kBlock * kRun;
-  static constexpr int kHeld = kPer / kRun * kBlock;  // columns, with what is past the width
+  static constexpr int kHeld = kPer / kRun * kBlock;  // columns of all threads, padding included
   static constexpr bool kWhole = true;
   static constexpr bool kFull = true;  // no thread has columns from kHeld on
   static_assert(kLanes >= 1 && kLanes <= 32 && (kLanes & (kLanes - 1)) == 0, "a group is 1, 2, 4, 8, 16 or 32 threads");
-  static_assert(kRun % 4 == 0, "epilogues load and store four columns at least");
+  static_assert(kRun % 4 == 0, "epilogues load and store at least four columns");
 
   float v[kPer];
   int lane;
@@ -41,7 +41,8 @@ struct RowTile {
     for (int i = 0; i < kPer; ++i) v[i] = 0.0f;
   }
 
-  // The column of v[i]. Runs, i = kRun k .. kRun k + kRun - 1, are neighbours, and the first is a multiple of kRun.
+  // Returns the column of v[i]. The columns of a run, i = kRun k .. kRun k + kRun - 1, are consecutive, and the first
+  // is a multiple of kRun.
   __device__ int column(int i) const { return column_of(lane, i); }
   __device__ bool valid(int i) const { return column(i) < kWidth; }
   __device__ static constexpr int offset_of(int lane, int i) { return i / kRun * kBlock + lane * kRun + i % kRun; }
@@ -49,8 +50,8 @@ struct RowTile {
 
   __device__ static uint32_t members() { return group_members<kTogether ? 32 : kLanes>(); }
 
-  // combine(combine(a, b), c)... over the values that the threads of the group hold, in one fixed order. Every thread
-  // gets the result; combine must be commutative, or the threads would not agree.
+  // Reduces a value over the threads of the group by `combine`, in a fixed order. Every thread gets the result; combine
+  // must be commutative, otherwise the threads would get different results.
   template <class T, class Combine>
   __device__ static T across(T value, const Combine& combine) {
 #pragma unroll
@@ -60,7 +61,7 @@ struct RowTile {
     return value;
   }
 
-  // The largest |v| of the row. NaN counts as larger than infinity, so neither is lost.
+  // Returns the largest |v| of the row. NaN counts as larger than infinity, so that neither is lost.
   __device__ float max_abs() const {
     float top = 0.0f;
 #pragma unroll
@@ -68,7 +69,7 @@ struct RowTile {
     return across(top, [](float a, float b) { return larger_abs(a, b); });
   }
 
-  // The largest f(v[i], i) of the row, `lowest` where f gives only NaN.
+  // Returns the largest f(v[i], i) of the row, or `lowest` if f returns only NaN.
   template <class F>
   __device__ float max(const F& f, float lowest = -__int_as_float(0x7f800000)) const {
     float top = lowest;
@@ -79,7 +80,7 @@ struct RowTile {
     return across(top, [](float a, float b) { return fmaxf(a, b); });
   }
 
-  // The sum of f(v[i], i) over the row.
+  // Returns the sum of f(v[i], i) over the row.
   template <class F>
   __device__ float sum(const F& f) const {
     float total = 0.0f;
@@ -91,12 +92,12 @@ struct RowTile {
   }
 };
 
-// A slice of a row of kWidth columns, Tile::kWidth of them or what is left, from `first` on, for an epilogue whose
-// steps look at each column alone.
+// A slice of a row of kWidth columns: the Tile::kWidth columns, or those that are left, from `first` on. For epilogues
+// whose steps look at each column alone.
 template <class Tile, int kWidth_>
 struct SliceTile {
   static constexpr int kWidth = kWidth_, kLanes = Tile::kLanes, kRun = Tile::kRun, kPer = Tile::kPer;
-  static constexpr int kBlock = 0;  // it has no whole blocks
+  static constexpr int kBlock = 0;  // a slice has no whole blocks
   static constexpr int kHeld = (kWidth + Tile::kWidth - 1) / Tile::kWidth * Tile::kWidth;
   static constexpr bool kWhole = false;
   static constexpr bool kFull = Tile::kHeld == Tile::kWidth;
@@ -105,14 +106,15 @@ struct SliceTile {
   int lane;
   int32_t first;
 
-  // Opaque, or where columns go is worked out before all edges, and kept.
+  // The values are opaque; otherwise the compiler computes column addresses before the loop over edges, and keeps them
+  // in registers.
   __device__ SliceTile(const Tile& tile, int32_t first_column) : lane(opaque(tile.lane)), first(opaque(first_column)) {
 #pragma unroll
     for (int i = 0; i < kPer; ++i) v[i] = tile.v[i];
   }
 
   __device__ static constexpr int offset_of(int of, int i) { return Tile::offset_of(of, i); }
-  // Past the slice far behind every row.
+  // Columns past the slice are mapped far past every row.
   __device__ int column_of(int of, int i) const {
     const int within = offset_of(of, i);
     return kFull || within < Tile::kWidth ? first + within : 1 << 30;

@@ -1,6 +1,7 @@
 #pragma once
 
-// The integer types of fixed size: NVRTC has no <cstdint>, and where nvcc has one these are the same types.
+// Defines the integer types of fixed size: NVRTC has no <cstdint>, and where nvcc has that header, its types are
+// identical.
 
 using int64_t = long;
 using uint64_t = unsigned long;
@@ -16,15 +17,17 @@ static_assert(sizeof(int64_t) == 8, "long is 64 bits wide wherever these kernels
 namespace gnnc {
 
 #if defined(__CUDA_ARCH__)
-constexpr int kArchitecture = __CUDA_ARCH__;  // the same code takes more registers on some
+// Compute capability times 100. Register budgets depend on it, because the same code takes more registers on some architectures.
+constexpr int kArchitecture = __CUDA_ARCH__;
 #else
 constexpr int kArchitecture = 0;
 #endif
 
-// The first statement of every kernel: waits until what its graph runs before it is done. In a graph a kernel is
-// launched as soon as the one before has no block left, and not after its memory has settled (replay.py); elsewhere
-// there is nothing to wait for. No load may move before it, though the compiler takes most for loads of constants:
-// machine_code.py looks, and a kernel that has one is launched in order.
+// The first statement of every kernel: waits until the preceding kernels of the CUDA graph are complete (programmatic
+// dependent launch). In a graph, a kernel is launched as soon as the preceding kernel has no block left, before the
+// memory operations of that kernel are visible (cuda_graph.py); outside graphs there is nothing to wait for. No load
+// may be moved before this statement, although the compiler considers most loads to be loads of constants: cubin.py
+// checks the machine code, and a kernel with such a load is launched in full order.
 __device__ __forceinline__ void begin_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -40,7 +43,8 @@ struct Select<false, A, B> {
   using Type = B;
 };
 
-// Bits of this thread's group of kLanes neighbouring threads (a power of two), for __shfl_*_sync and __syncwarp.
+// Returns the bit mask of this thread's group of kLanes neighbouring threads (a power of two), for __shfl_*_sync and
+// __syncwarp.
 template <int kLanes>
 __device__ __forceinline__ uint32_t group_members() {
   if constexpr (kLanes == 32) {
@@ -55,7 +59,8 @@ struct alignas(kCount * sizeof(T)) Vector {
   T v[kCount];
 };
 
-// Stores 4, 8 or 16 bytes at once. kStreams: nothing gathers them, and lines of 16 bytes are the first to leave L2.
+// Stores 4, 8 or 16 bytes at once. kStreams: no kernel gathers these bytes, and 16-byte stores are marked to be evicted
+// from L2 first.
 template <bool kStreams, class T, int kCount>
 __device__ __forceinline__ void store_vector(T* to, const Vector<T, kCount>& vector) {
   if constexpr (kStreams && sizeof(vector) == 16) {
@@ -65,12 +70,12 @@ __device__ __forceinline__ void store_vector(T* to, const Vector<T, kCount>& vec
   }
 }
 
-// As store, also where the compiler would split the store into elements and merge them with stores of single elements
-// beside it.
+// Stores a vector at once, like store_vector, also where the compiler would split the store into elements and merge
+// these with neighbouring stores of single elements.
 template <bool kStreams, class T, int kCount>
 __device__ __forceinline__ void store_together(T* to, const Vector<T, kCount>& vector) {
   constexpr int kWords = sizeof(vector) / 4;
-  static_assert(sizeof(vector) % 4 == 0, "of words");
+  static_assert(sizeof(vector) % 4 == 0, "the vector must consist of 4-byte words");
   const auto* w = reinterpret_cast<const uint32_t*>(&vector);
   if constexpr (kStreams && kWords == 4) {
     store_vector<true>(to, vector);
@@ -79,32 +84,33 @@ __device__ __forceinline__ void store_together(T* to, const Vector<T, kCount>& v
   } else if constexpr (kWords == 2) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(w[0]), "r"(w[1]) : "memory");
   } else {
-    static_assert(kWords == 4, "at most 16 bytes");
+    static_assert(kWords == 4, "the vector has at most 16 bytes");
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
                  : "memory");
   }
 }
 
-// Returns the byte of a quantized row of scale base / 2^shift that holds its weight 2^(7 - shift): the last byte of its
-// last 16, if that lies past the width. An SpMM then loads the weight with the row. -1: the row has no such byte.
+// Returns the index of the byte of a quantized row of scale base / 2^shift that holds the row's weight 2^(7 - shift):
+// the last byte of its last 16, if that lies past the width. An SpMM then loads the weight with the row. -1: the row
+// has no such byte.
 __host__ __device__ constexpr int weight_place(int width) { return width % 16 == 0 ? -1 : width / 16 * 16 + 15; }
 
-// The larger of two, NaN where one is that, as in torch.
+// Returns the larger value, or NaN if either is NaN, as in torch.
 __device__ inline float larger_or_nan(float a, float b) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
 
-// A pointer of which the compiler does not know what it is made of: it would add that up anew for each row, in three
-// instructions, where it adds a row to a register in one.
+// Returns the pointer, but hides its origin from the compiler: otherwise the compiler would recompute the pointer for
+// each row, in three instructions, instead of adding the row's offset to a register in one.
 template <class T>
 __device__ __forceinline__ T* opaque(T* p) {
   asm volatile("" : "+l"(p));
   return p;
 }
 
-// A number of which the compiler does not know that it was the same before.
+// Returns the number, but hides its value from the compiler, so that nothing derived from it is reused.
 __device__ __forceinline__ int32_t opaque(int32_t v) {
   asm volatile("" : "+r"(v));
   return v;

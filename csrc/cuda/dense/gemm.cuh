@@ -1,16 +1,16 @@
 #pragma once
 
 // gemm: x @ w^T for tall and narrow x, then the epilogue on whole rows. x is quantized or rounded while it is loaded,
-// so that it is read once, as it is.
+// so that x is read once, in the type that it has in memory.
 //
-// A block takes Config::kRows rows of x, Config::kChunk columns at a time. Its warps bring them into shared memory as
-// int8 (each row with its own scale, or codes as they are), fp16 or bf16; the products run on the tensor cores
-// (mma.sync, sums in int32 or FP32) against a weight that pack_weight has laid out as the threads hold it. Warps share
-// the rows, the columns of the result and, where rows are long, the columns of x: such partial sums, like all results,
-// pass through shared memory into row tiles, which add them up in a fixed order.
+// A block processes Config::kRows rows of x, Config::kChunk columns at a time. Its warps load them into shared memory
+// as int8 (quantized with one scale a row, or already quantized), fp16 or bf16; the products run on the tensor cores
+// (mma.sync, sums in int32 or FP32) with a weight that pack_weight has packed in the fragment layout of the threads.
+// The warps of a block divide the rows, the columns of the result and, where rows are long, the columns of x (split-K):
+// such partial sums, like all results, pass through shared memory into row tiles, which add them up in a fixed order.
 //
-// A row that gets its own scale stays in the registers of kRowWarps warps until its maximum is known, in one chunk.
-// If a row is too long for that, its maximum is taken first, and the chunks come from L2.
+// A row that is quantized with its own scale stays in the registers of kRowWarps warps until its maximum is known, in
+// one chunk. If a row is too long for that, a first pass finds its maximum, and the chunks are then read again from L2.
 //
 // Traffic: x once, the epilogue's outputs; the weight once a block from L2, as much again as x where a block has 16
 // rows, kOut is 64 and x is FP32 multiplied as int8. Floor: x, weight and outputs once at copy bandwidth.
@@ -28,12 +28,16 @@ enum class Product { i8, f16, bf16 };
 __host__ __device__ constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 __host__ __device__ constexpr int divide_up(int n, int by) { return (n + by - 1) / by; }
 
-// X: the type of x in memory, int8_t where it is given as codes with their scales; kInner, kOut: widths of x and of the
-// result; kStride: elements from one row of x to the next; kTogether: neighbouring columns that a thread loads at once.
+// Compile-time configuration of gemm.
+//
+// X: the type of x in memory, int8_t if x is quantized already and comes with scales; kInner, kOut: widths of x and of
+// the result; kStride: elements from one row of x to the next; kTogether: neighbouring columns that a thread loads at
+// once.
 //
 // kRows: rows of a block; kChunk: columns in shared memory at a time, a multiple of 128, or all; kRowWarps: warps that
-// load a row; kRowsOnce: rows that they have under way; kDown, kSplit: how many warps share the rows and kChunk, the
-// others share kOut; kBlocks: blocks that a multiprocessor's registers shall hold, 0: as the compiler thinks.
+// load a row; kRowsOnce: rows that these warps have in flight; kDown, kSplit: number of warps that divide the rows and
+// kChunk, the other warps divide kOut; kBlocks: least blocks of a multiprocessor that registers must allow, 0: the
+// compiler decides.
 template <Product kProduct_, class X_, int kInner_, int64_t kStride_, int kOut_, int kTogether_, int kRows_,
           int kChunk_, int kRowWarps_, int kRowsOnce_, int kDown_, int kSplit_, int kThreads_, int kBlocks_>
 struct GemmConfig {
@@ -47,8 +51,8 @@ struct GemmConfig {
 
 struct GemmArgs {
   const void* x;
-  const float* x_scale;  // [rows], where x is given as codes
-  const uint4* weight;   // as pack_weight lays it out
+  const float* x_scale;  // [rows], scales of x, if x is quantized already
+  const uint4* weight;   // packed by pack_weight
   const float* w_scale;  // [kOut], int8 only
   int64_t rows;
 };
@@ -58,8 +62,8 @@ struct Codes {
   static constexpr int kBytes = kProduct == Product::i8 ? 1 : 2;
 };
 
-// One step of the tensor cores takes 32 bytes of a row: 32 int8 or 16 numbers of 16 bits. A thread loads the weight of
-// two steps at once: a pair.
+// Sizes of a row of x in tensor-core steps. One step takes 32 bytes of a row: 32 int8 values or 16 values of 16 bits. A
+// thread loads the weight of two steps at once: a pair.
 template <int kInner, int kBytes>
 struct Inner {
   static constexpr int kRowBytes = round_up(kInner * kBytes, 64);
@@ -67,9 +71,10 @@ struct Inner {
   static constexpr int kPlaces = kRowBytes / kBytes;
 };
 
-// Places of columns in a row in shared memory and of the packed weight. A warp loads runs of 128 columns (the last has
-// fewer threads), kTogether neighbours a thread at a time, as rows that begin anywhere are best read. The four of a
-// thread then lie side by side: the sum over the columns is the same in any order.
+// The order of columns of a row in shared memory, and in the packed weight. A warp loads runs of 128 columns (the last
+// run has fewer threads), kTogether neighbouring columns a thread at a time, which is the fastest way to read rows of
+// any alignment. The four columns of a thread are then stored side by side: the sum over columns does not depend on
+// their order.
 template <int kPlaces, int kTogether>
 struct Order {
   __device__ static constexpr int threads(int run) {
@@ -87,31 +92,33 @@ struct Gemm {
   using K = Inner<Config::kInner, kBytes>;
   static constexpr int kChunk = Config::kChunk < K::kPlaces ? Config::kChunk : K::kPlaces;
   static constexpr int kChunks = divide_up(K::kPlaces, kChunk);
-  static constexpr int kLast = (kChunks - 1) * kChunk;  // where the last chunk begins
-  static constexpr int kPitch = kChunk * kBytes + 16;   // so that eight rows lie in different banks
+  static constexpr int kLast = (kChunks - 1) * kChunk;  // first column of the last chunk
+  // Bytes of a row in shared memory; the padding puts eight rows into different banks.
+  static constexpr int kPitch = kChunk * kBytes + 16;
   static constexpr int kOut8 = round_up(Config::kOut, 8);
   static constexpr int kOutPitch = kOut8 + 4;
   static constexpr int kWarps = Config::kThreads / 32;
   static constexpr int kAcross = kWarps / (Config::kDown * Config::kSplit);
-  static constexpr int kTilesDown = Config::kRows / 16 / Config::kDown;  // tiles of sixteen rows of one warp
-  static constexpr int kTiles = kOut8 / 8;                               // columns of tiles
-  static constexpr int kTilesWarp = divide_up(kTiles, kAcross);          // of one warp
+  static constexpr int kTilesDown = Config::kRows / 16 / Config::kDown;  // tiles of sixteen rows that a warp has
+  static constexpr int kTiles = kOut8 / 8;                               // tiles of eight columns of the result
+  static constexpr int kTilesWarp = divide_up(kTiles, kAcross);          // tiles of columns that a warp has
   static constexpr int kMostOnce = kTilesDown > 1 || kChunks > 1 ? 16 / kTilesDown : 8;
-  static constexpr int kTilesOnce = kTilesWarp < kMostOnce ? kTilesWarp : kMostOnce;  // that it holds in registers
-  static constexpr bool kInPlace = kTilesWarp == kTilesOnce;  // may results take the place of the rows?
-  // Pairs whose weight is loaded at once: eight tiles of it are enough.
+  // Tiles of columns that a warp holds in registers at once.
+  static constexpr int kTilesOnce = kTilesWarp < kMostOnce ? kTilesWarp : kMostOnce;
+  static constexpr bool kInPlace = kTilesWarp == kTilesOnce;  // results may overwrite the rows in shared memory
+  // Pairs whose weights are loaded at once: the weights of eight tiles in flight are enough.
   static constexpr int kUnroll = kTilesDown * kTilesOnce >= 8 || Config::kSplit > 1 ? 1 : 2;
   static constexpr int kRowsBytes = Config::kRows * kPitch;
-  static constexpr int kPart = Config::kRows * kOutPitch;  // words of one part of the sums
+  static constexpr int kPart = Config::kRows * kOutPitch;  // words of one partial sum
   static constexpr int kOutBytes = Config::kSplit * kPart * 4;
   static constexpr int kOutAt = kInPlace ? 0 : kRowsBytes;
   static constexpr int kScalesAt = kOutAt + kOutBytes > kRowsBytes ? kOutAt + kOutBytes : kRowsBytes;
   static constexpr int kTopsAt = kScalesAt + Config::kRows * 4;
   static constexpr int kShared = kTopsAt + Config::kRows * Config::kRowWarps * 4;
   static_assert(Config::kRows % (16 * Config::kDown) == 0 && kWarps % (Config::kDown * Config::kSplit) == 0,
-                "warps cover the rows, sixteen each");
-  static_assert(kChunk == K::kPlaces || kChunk % 128 == 0, "chunks are whole runs");
-  static_assert(kChunks == 1 || kInPlace, "registers hold the sums of all chunks");
+                "warps must divide the rows into tiles of sixteen");
+  static_assert(kChunk == K::kPlaces || kChunk % 128 == 0, "chunks must consist of whole runs of 128 columns");
+  static_assert(kChunks == 1 || kInPlace, "with several chunks, registers must hold all accumulators");
 };
 
 __device__ inline uint32_t two_halves(float a, float b, Product product) {
@@ -123,7 +130,7 @@ __device__ inline uint32_t two_halves(float a, float b, Product product) {
   return *reinterpret_cast<const uint32_t*>(&v);
 }
 
-// Codes of four values of which the largest is 127 / inverse, as bytes.
+// Returns the quantized values of four columns as bytes; the largest |value| of the row is 127 / inverse.
 __device__ inline uint32_t four_codes(float4 v, float inverse) {
   const auto code = [=](float x) { return step::rounded(__fmul_rn(x, inverse)); };
   const uint32_t low = __byte_perm(code(v.x), code(v.y), 0x0040), high = __byte_perm(code(v.z), code(v.w), 0x0040);
@@ -134,25 +141,26 @@ __device__ inline float larger_abs(float top, float4 v) {
   return larger_abs(larger_abs(larger_abs(larger_abs(top, v.x), v.y), v.z), v.w);
 }
 
-// The largest of the warp's.
+// Returns the maximum of `top` over the warp.
 __device__ inline float largest_of_warp(float top) {
-  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(top)));  // none is negative
+  // No value is negative, so that bits compare like values.
+  return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(top)));
 }
 
-// Loading numbers.
+// Load: loads rows of x and stores them in shared memory, as quantized or 16-bit values. This version loads floats.
 
 template <class Config, class X = typename Config::X>
 struct Load {
   using G = Gemm<Config>;
   static constexpr bool kQuantizes = Config::kProduct == Product::i8;
   static constexpr int kTeams = G::kWarps / Config::kRowWarps;
-  static constexpr int kTurn = kTeams * Config::kRowsOnce;  // rows under way in a block
+  static constexpr int kTurn = kTeams * Config::kRowsOnce;  // rows that a block has in flight
   static_assert(Config::kStride % Config::kTogether == 0 && Config::kInner % Config::kTogether == 0,
-                "loads are aligned");
-  static_assert(Config::kRows % kTurn == 0, "every turn has all of its rows");
-  static_assert(G::kChunks == 1 || Config::kRowWarps == 1, "a row of several chunks is a warp's");
+                "loads must be aligned");
+  static_assert(Config::kRows % kTurn == 0, "every turn must have all of its rows");
+  static_assert(G::kChunks == 1 || Config::kRowWarps == 1, "a row of several chunks must be loaded by one warp");
 
-  // The loads of a warp from the rows of one turn, in one chunk.
+  // The values that a warp loads from the kRowsOnce rows of one turn, in one chunk.
   template <bool kLast>
   struct Turn {
     static constexpr int kColumns = kLast ? Config::kInner - G::kLast : G::kChunk;
@@ -160,7 +168,7 @@ struct Load {
     static constexpr int kRuns = divide_up(kColumns, 128 * Config::kRowWarps);
     float4 v[Config::kRowsOnce][kRuns];
 
-    // The rows after the last are read as the last, and their results left.
+    // Loads the values. Rows past the last are read as the last row, and their results are discarded.
     __device__ void read(const GemmArgs& args, int64_t begin, int place, int chunk, int part, int lane) {
       const X* first = static_cast<const X*>(args.x) + begin * Config::kStride + chunk * G::kChunk;
       const auto last = static_cast<int>(min(args.rows - begin, static_cast<int64_t>(Config::kRows))) - 1;
@@ -189,7 +197,7 @@ struct Load {
       return make_float4(v[0], v[1], v[2], v[3]);
     }
 
-    // The largest of |v| of each row and `top`.
+    // Raises top[r] to the largest |v| of each row.
     __device__ void tops(float (&top)[Config::kRowsOnce]) const {
 #pragma unroll
       for (int r = 0; r < Config::kRowsOnce; ++r) {
@@ -215,7 +223,7 @@ struct Load {
     }
   };
 
-  // The scales of rows of several chunks, which are then read again.
+  // Computes the scales of the rows, if they have several chunks; the chunks are then read again.
   __device__ static void scales(const GemmArgs& args, int64_t begin, float* scales) {
     if constexpr (kQuantizes && G::kChunks > 1) {
       const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -263,7 +271,8 @@ struct Load {
     }
   }
 
-  // The scales of the rows of a turn, all in registers, and their inverses. Every warp of the block calls it together.
+  // Computes the scales of the rows of a turn, whose values are all in registers, and the inverses of the scales.
+  // Called by all warps of the block together.
   template <class T>
   __device__ static void measure(const T& turn, float (&inverse)[Config::kRowsOnce], int place, int part, int lane,
                                  float* scales, float* tops) {
@@ -285,7 +294,7 @@ struct Load {
         }
       }
     }
-    // Each thread divides for one row.
+    // Each thread computes the division for one row.
     float own = top[0];
 #pragma unroll
     for (int r = 1; r < Config::kRowsOnce; ++r) own = lane == r ? top[r] : own;
@@ -296,12 +305,13 @@ struct Load {
   }
 };
 
-// Loading codes, as they are. What is past the width counts as zero, for the weight is zero there.
+// This version of Load copies quantized values unchanged. Columns past the width may hold anything, because the weight
+// is zero there.
 
 template <class Config>
 struct Load<Config, int8_t> {
   using G = Gemm<Config>;
-  static_assert(Config::kStride % 16 == 0, "rows of codes start on 16 bytes");
+  static_assert(Config::kStride % 16 == 0, "quantized rows must start on 16 bytes");
 
   __device__ static void scales(const GemmArgs& args, int64_t begin, float* scales) {
     for (int place = threadIdx.x; place < Config::kRows; place += Config::kThreads) {
@@ -328,7 +338,7 @@ struct Load<Config, int8_t> {
   }
 };
 
-// Multiplying: sixteen rows by eight columns a step.
+// Tensor-core products: sixteen rows by eight columns a step.
 
 template <Product kProduct>
 struct Sums {
@@ -368,7 +378,7 @@ __device__ inline void load_rows(uint32_t (&a)[4], const char* shared) {
                : "r"(address));
 }
 
-// The sums of a warp: tiles of sixteen rows by tiles of eight columns, from tile `first` on.
+// The accumulators of a warp: tiles of sixteen rows by tiles of eight columns, from tile `first` on.
 template <class Config>
 struct WarpSums {
   using G = Gemm<Config>;
@@ -390,26 +400,28 @@ struct WarpSums {
       c[i / 4 / G::kTilesOnce][i / 4 % G::kTilesOnce][i % 4] = 0;
   }
 
-  // The weight of two steps for every tile that the warp holds.
+  // The weight of one pair of steps for every tile that the warp holds.
   struct Weight {
     uint4 tile[G::kTilesOnce];
 
     __device__ Weight(const uint4* weight, int first, int pair) {
 #pragma unroll
       for (int t = 0; t < G::kTilesOnce; ++t) {
-        const int number = first + t < G::kTiles ? first + t : G::kTiles - 1;  // what is past the last is not stored
+        // Tiles past the last repeat it, and are not stored.
+        const int number = first + t < G::kTiles ? first + t : G::kTiles - 1;
         tile[t] = __ldg(weight + (number * G::K::kPairs + pair) * 32);
       }
     }
   };
 
-  // The products of kPairs pairs of steps, from the beginning of `chunk` on.
+  // Adds the products of kPairs pairs of steps, from the beginning of `chunk` on.
   template <int kPairs>
   __device__ void add(const uint4* weight, const char* rows, int first, int chunk) {
     const char* from = rows + (down + lane % 16) * G::kPitch + lane / 16 * 16;
     weight += chunk * (G::kChunk * G::kBytes / 64) * 32 + lane;
     if constexpr (Config::kSplit > 1) {
-      // A warp has few pairs, and too few others stand by: it asks for the next weight before it waits for this one.
+      // With split-K a warp has few pairs, and the multiprocessor has too few other warps to hide latency: the next
+      // weight is requested before the current weight is waited for.
       Weight next(weight, first, min(split, kPairs - 1));
 #pragma unroll 1
       for (int pair = split; pair < kPairs; pair += Config::kSplit) {
@@ -458,7 +470,7 @@ struct WarpSums {
   }
 };
 
-// Adds up the parts of a row.
+// Loads a row of the result from shared memory into a tile, and adds up its partial sums.
 template <class Config, class Tile, class Out>
 __device__ void read_sums(Tile& tile, const Out* row) {
   using G = Gemm<Config>;
@@ -514,7 +526,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmAr
   }
   __syncthreads();
   constexpr int kGroups = Config::kThreads / kLanes;
-  static_assert(Config::kRows % kGroups == 0 || kGroups % Config::kRows == 0, "groups share the rows evenly");
+  static_assert(Config::kRows % kGroups == 0 || kGroups % Config::kRows == 0,
+                "the groups of threads must divide the rows evenly");
   const auto finish = [&](int place) {
     RowTile<Config::kOut, kLanes> tile;
     read_sums<Config>(tile, out + place * G::kOutPitch);
@@ -525,7 +538,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmAr
     epilogue(tile, begin + place);
   };
   constexpr int kTurns = divide_up(Config::kRows, kGroups);
-  constexpr int kUnroll = kTurns > 2 ? 4 : 1;  // of two rows, both at once would need the registers of both
+  // Two rows are not unrolled: both at once would need the registers of both.
+  constexpr int kUnroll = kTurns > 2 ? 4 : 1;
   const int group = threadIdx.x / kLanes;
   if (begin + Config::kRows <= args.rows) {
 #pragma unroll kUnroll
@@ -539,17 +553,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmAr
   }
 }
 
-// The weight as the threads of a warp hold it, its columns filled up with zeros to eight, its rows to whole pairs.
+// pack_weight: packs the weight in the fragment layout of the threads of a warp; outputs are padded with zeros to a
+// multiple of eight, the columns of each output to whole pairs.
 
 struct PackArgs {
   const float* weight;
   uint4* packed;
   float* scale;  // [kOut], int8 only
-  float* zero;   // set to 0 for the product's epilogue (step::scale_tensor), or null
+  float* zero;   // set to 0 for the epilogue of the gemm (step::scale_tensor), or null
 };
 
-// kInnerStride and kOutStride: elements of the weight from one place of a row of x, and from one output, to the next;
-// kTogether: as GemmConfig's; kWarps: warps an output, of the eight of a block.
+// Compile-time configuration of pack_weight. kInnerStride and kOutStride: elements of the weight from one column of x,
+// and from one output, to the next; kTogether: as in GemmConfig; kWarps: warps an output, of the eight warps of a
+// block.
 template <Product kProduct_, int kInner_, int kOut_, int kInnerStride_, int kOutStride_, int kTogether_, int kWarps_>
 struct PackConfig {
   static constexpr Product kProduct = kProduct_;
@@ -564,9 +580,10 @@ struct Pack {
   using O = Order<K::kPlaces, Config::kTogether>;
   static constexpr int kThreads = Config::kWarps * 32;
   static constexpr int kTurns = divide_up(K::kPlaces / 4, kThreads);
-  static constexpr int kHeld = kTurns < 6 ? kTurns : 6;  // fours that a thread keeps; the others it reads twice
+  // Groups of four columns that a thread keeps in registers; it reads all others twice.
+  static constexpr int kHeld = kTurns < 6 ? kTurns : 6;
 
-  // The four columns at place 4 * four.
+  // Returns the four columns at place 4 * four (see Order), zeros past the width.
   __device__ static float4 read(const float* from, bool exists, int four) {
     float v[4];
 #pragma unroll

@@ -1,7 +1,7 @@
 #pragma once
 
-// norm_columns: what batch norm, its statistics given, multiplies every column by and adds to it. The kernels that
-// make the rows then have two numbers a column to read, and neither a root nor a division to compute a row.
+// norm_columns: computes, for a batch norm with given statistics, the factor and the addend of every column. The
+// kernels that apply the norm then read two numbers a column, and need neither a square root nor a division.
 //
 // Layout: vectors of `columns` FP32 numbers; weight and bias may be null, and are 1 and 0 then.
 // Traffic: 16 B a column in (8 B without weight and bias), 8 B out. Floor: a launch; a thousand columns are 24 kB.
@@ -22,7 +22,7 @@ struct NormColumnsArgs {
   int64_t columns;
 };
 
-// Config::kEps: what is added to the variance.
+// Computes both vectors. Config::kEps is added to the variance.
 template <class Config>
 __global__ void __launch_bounds__(256) norm_columns(NormColumnsArgs args) {
   begin_kernel();

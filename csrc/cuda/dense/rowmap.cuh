@@ -1,10 +1,10 @@
 #pragma once
 
-// rowmap: the rows of one tensor, through an epilogue. A group of Config::kLanes threads takes one row.
+// rowmap: applies an epilogue to the rows of one tensor. A group of Config::kLanes threads processes one row.
 //
-// Layout: x fp32, fp16 or bf16, rows Config::kStride elements apart; in registers a row lies as row_tile.cuh says, what
-// the epilogue reads and writes lies as its steps have it (row_steps.cuh).
-// Traffic: x once, and what the epilogue reads and writes, once. Floor: these bytes at copy bandwidth.
+// Layout: x fp32, fp16 or bf16, rows Config::kStride elements apart; the register layout of a row is that of
+// row_tile.cuh, the memory layouts of the epilogue's operands and outputs are those of its steps (row_steps.cuh).
+// Traffic: x once, and the operands and outputs of the epilogue, once. Floor: these bytes at copy bandwidth.
 //
 // Launch: blocks of 256 threads; one for every 256 / kLanes rows.
 

@@ -8,9 +8,9 @@
 // written to memory. int8 rows are summed in fixed point (ByteProducts in product_sum.cuh).
 //
 // Layout: as spmm; a_src, a_dst fp32 [N, heads], edge fp32 [E, heads]. If x has several heads, each head begins on a
-// 16-byte boundary (pack_rows.cuh), so that a piece never spans two heads. Each int8 row has one scale. Traffic: 4 B of
-// col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 3 instructions for 4 columns
-// of int8, an edge.
+// 16-byte boundary (pack_rows.cuh), so that a piece never spans two heads. Each int8 row has one scale.
+// Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 3
+// instructions for 4 columns of int8, an edge.
 //
 // Launch: attention as spmm. The staging buffer holds slots * Attention<Config>::kStaged words. The kernel
 // attention_weights (launched as attention) writes alpha.

@@ -3,8 +3,8 @@
 // pack_rows: copies rows of x into the layout that the sparse kernels gather from: each head of a row begins on a
 // 16-byte boundary, and the padding between heads is zeros.
 //
-// Layout: x any type, rows Config::kFrom elements apart; rows of the copy kTo elements apart, on 16 bytes. Traffic:
-// kHeads * kHeadWidth elements a row in, kTo out. Floor: these bytes at copy bandwidth.
+// Layout: x any type, rows Config::kFrom elements apart; rows of the copy kTo elements apart, on 16 bytes.
+// Traffic: kHeads * kHeadWidth elements a row in, kTo out. Floor: these bytes at copy bandwidth.
 //
 // Launch: blocks of 256 threads, a thread for every 16 bytes of the copy.
 

@@ -1,20 +1,21 @@
 #pragma once
 
-// cut_rows: makes the run table of a new graph (runs.cuh).
+// cut_rows: builds the run table of a new graph (runs.cuh).
 //
-// A block cuts a window of kWindow neighbouring rows. Those with few edges are put in order, most edges first; groups
-// of kGroup of them make a run, as many as cost about run_cost. Every other row is a run, or each of its parts is.
-// count_runs counts what a window makes; write_runs writes it to where the running sum of the counts (by torch) says.
+// A thread block cuts a window of kWindow neighbouring rows. Rows with few edges are sorted by degree, in descending
+// order, and consecutive groups of kGroup rows are combined into runs, each of about the cost run_cost. Every other row
+// is one run, or is cut into parts, each of which is one run. count_runs counts the entries, runs and slots of a
+// window; write_runs writes them at the offsets that the running sums of the counts (computed by torch) give.
 //
-// Blocks of the sparse kernels may be dealt shares of runs that cost about the same: share_runs finds where they begin,
-// by the running sum of the costs, and deal_runs copies them, the costly ones first, so that the warps of a block end
-// together.
+// The run table can be divided into shares of about equal cost, one for each block of the sparse kernels: share_runs
+// finds where shares begin, by the running sum of the costs, and deal_runs copies the runs of each share, in descending
+// order of cost, so that the warps of a block finish at about the same time.
 //
-// Sizes stay on the device until the host needs them, together with whether ids are out of range: then rowptr may be
-// anything, and nothing is written by it.
+// Sizes stay on the device until the host needs them, together with the flag that says whether ids are out of range: if
+// the flag is set, rowptr may hold anything, and nothing is written at offsets that depend on it.
 //
-// Traffic: 8 B a row, twice; 16 B out for each entry, run and slot, 12 B more for a run's cost and its sum; where runs
-// are dealt, 20 B in and 16 B out for each. Floor: these bytes at copy bandwidth.
+// Traffic: 8 B a row, twice; 16 B out for each entry, run and slot, 12 B more for a run's cost and its sum; with
+// shares, 20 B in and 16 B out for each run. Floor: these bytes at copy bandwidth.
 //
 // Launch: blocks of kWindow threads: one a window, one for share_runs, one for each share.
 
@@ -23,34 +24,34 @@
 
 namespace gnnc {
 
-constexpr int kWindow = 256;    // rows, and threads
-constexpr int kGroup = 8;       // rows
-constexpr int kRowCost = 4;     // a row costs about as much as so many edges, beyond its own
-constexpr int kEdgesOnce = 32;  // edges of a part are a multiple of it, so that slots of a warp get whole steps
+constexpr int kWindow = 256;    // rows of a window, and threads of a block
+constexpr int kGroup = 8;       // rows of a group
+constexpr int kRowCost = 4;     // the cost of a row, in edges, in addition to its edges
+constexpr int kEdgesOnce = 32;  // edges of a part are a multiple of this, so that slots of a warp get whole steps
 
 struct CutArgs {
   const int64_t* rowptr;   // [rows + 1]
-  const int32_t* refused;  // a destination out of range: not 0; may be null
-  int32_t* counts;         // [3, windows], of count_runs: entries, runs and slots that a window makes
-  const int32_t* sums;     // [3, windows], running: with the count itself
+  const int32_t* refused;  // not 0 if a destination is out of range; may be null
+  int32_t* counts;         // [3, windows], out of count_runs: number of entries, runs and slots of a window
+  const int32_t* sums;     // [3, windows], inclusive running sums of counts
   Entry* entry;
   Run* run;
   Split* split;
   int32_t* cost;        // [runs]
   const int64_t* ends;  // [runs], the running sum of the costs
-  int32_t* begin;       // [shares + 1], the first run of each
-  int32_t* sizes;       // [4], of share_runs: entries, runs, slots, most runs of a share
-  Run* dealt;           // [shares, share], of deal_runs: each ends with runs of no entries
+  int32_t* begin;       // [shares + 1], the first run of each share
+  int32_t* sizes;       // [4], out of share_runs: number of entries, runs and slots, and most runs of a share
+  Run* dealt;           // [shares, share], out of deal_runs: the runs of each share, padded with empty runs
   int64_t rows, windows;
-  int64_t part, few;             // edges: of a part, and of a row that has few
-  int64_t run_cost, least_cost;  // of a run, and what a group counts for at least
-  int64_t shares, share;         // shares, if there are as many runs; runs of one
+  int64_t part, few;             // most edges of a part, and most edges of a row with few edges
+  int64_t run_cost, least_cost;  // target cost of a run, and least cost that a group counts for
+  int64_t shares, share;         // number of shares (used shares: at most the number of runs), and most runs of a share
 };
 
 // The cut of a row with many edges into parts with about the same number of edges.
 struct Parts {
   int32_t count = 0;
-  int32_t edges = 0;  // of each but the last
+  int32_t edges = 0;  // edges of each part but the last
 
   __device__ Parts() {}
   __device__ Parts(int32_t degree, int64_t most) {
@@ -62,7 +63,7 @@ struct Parts {
 
 struct CutShared {
   int32_t key[kWindow];
-  int32_t degree[kWindow];  // of rows with few edges, in order
+  int32_t degree[kWindow];  // degrees of the rows with few edges, in sorted order
   BlockSums<kWindow / 32> sums[2];
   uint32_t opens;
 };
@@ -70,13 +71,13 @@ struct CutShared {
 // The runs and entries that one window of rows is cut into; computed by the whole block.
 struct CutWindow {
   int64_t row = static_cast<int64_t>(blockIdx.x) * kWindow + threadIdx.x;
-  int64_t first = 0;  // edge
+  int64_t first = 0;  // first edge of the row
   int32_t degree = 0;
   bool has_few = false;
-  int32_t rank = 0;  // among those that have few
-  int32_t few = 0;   // of all: rows that have
-  uint32_t opens;    // groups that begin a run
-  Parts parts;       // of a row that has more
+  int32_t rank = 0;  // rank among the rows with few edges
+  int32_t few = 0;   // number of rows with few edges in the window
+  uint32_t opens;    // bit mask of the groups that begin a run
+  Parts parts;       // the cut of a row with many edges
   int32_t parts_before, all_parts, slots_before, all_slots;
 
   __device__ CutWindow(const CutArgs& args, CutShared& shared) {
@@ -109,9 +110,9 @@ struct CutWindow {
   __device__ int32_t entries() const { return few + all_parts; }
 
  private:
-  // By the first warp, a group a thread.
+  // Decides which groups begin a run. Called by the first warp, one group a thread.
   __device__ void open_runs(const CutArgs& args, CutShared& shared, int32_t lane) const {
-    static_assert(kWindow == 32 * kGroup, "a warp has a thread a group");
+    static_assert(kWindow == 32 * kGroup, "a warp must have one thread a group");
     const bool exists = lane * kGroup < few;
     const int64_t cost = exists ? kGroup * (shared.degree[lane * kGroup] + kRowCost) : 0;
     const int32_t spent = sum_in_warp(static_cast<int32_t>(max(cost, args.least_cost)));
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kWindow) count_runs(const CutArgs args) {
   counts[2 * args.windows] = window.all_slots;
 }
 
-// A long row, as a record in shared memory for the threads that write its parts.
+// A row with many edges, as a record in shared memory for the threads that write its parts.
 struct LongRow {
   int64_t first;
   int32_t degree, edges, parts, parts_before, slots_before;
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kWindow) write_runs(const CutArgs args) {
   rows[own] = {window.first, window.degree, parts.edges, parts.count, window.parts_before, window.slots_before};
   __syncthreads();
   for (int32_t at = own; at < window.all_parts; at += kWindow) {
-    int32_t which = 0;  // the last row with no more parts before it: the one that has this
+    int32_t which = 0;  // the row that part `at` belongs to: the last row whose parts_before <= at
 #pragma unroll
     for (int32_t step = kWindow / 2; step > 0; step /= 2) {
       if (rows[which + step].parts_before <= at) which += step;

@@ -1,25 +1,27 @@
 #pragma once
 
-// radix: sorts the edges of a new graph by the node at one of their ends, stably, and brings the other end along. Least
-// digit first, kBits bits a pass; a pass is radix_count, radix_sums of the counts, and radix_scatter. radix_rowptr
-// finds where rows begin, and radix_rows the row of every edge from that.
+// radix: sorts the edges of a new graph by the node at one of their ends, stably, and permutes the nodes at the other
+// ends along. It is an LSD radix sort, least digit first, kBits bits a pass; a pass consists of radix_count, radix_sums
+// of the counts, and radix_scatter. radix_rowptr then computes the row pointers, and radix_rows the row of every edge
+// from them.
 //
-// A block takes a tile of consecutive edges. It counts each digit once for every warp, the threads with equal digits
-// together, so that an edge's place among those of its digit is known without atomics on data: equal bits in every
-// call. The tile is put in order in shared memory first, so that neighbours write to neighbouring places.
+// A block takes a tile of consecutive edges. It counts each digit once a warp, the threads with equal digits together,
+// so that an edge's rank among the edges of its digit is known without atomics on data: equal bits in every call. The
+// tile is first sorted in shared memory, so that neighbouring threads write to neighbouring addresses.
 //
-// Ids out of range raise a flag; digits of theirs are digits all the same, and nothing is read by them.
+// Ids out of range set a flag; their digits are sorted like all others, and no memory is addressed by such ids.
 //
-// kLoops: every node gets one edge to itself. Those that it has come last, by the id ids_bound.
+// kLoops: every node gets exactly one self-loop. Self-loops that the graph already has are sorted last, with the key
+// ids_bound.
 //
-// The other ends move with the edges: to gather them in the end would be a sector of memory each.
+// The nodes at the other ends are moved in every pass: to gather them at the end would read a sector of memory for
+// each.
 //
 // Traffic, an edge: keys twice, places and other ends once in, all three out: 28 B a pass (36 B in the first, of int64
-// ids, 16 B more where loops are looked for; 32 B in the last, whose places are perm). Floor: these bytes at copy
-// bandwidth.
+// ids, 16 B more with kLoops; 32 B in the last, whose places are perm). Floor: these bytes at copy bandwidth.
 //
-// Tiles are large, so that the edges of a digit are a stretch of memory: with 3072 edges a tile, passes took up to
-// twice as long.
+// Tiles are large, so that the edges of one digit of a tile are written to a long contiguous range: with 3072 edges a
+// tile, passes took up to twice as long.
 //
 // Launch: blocks of Radix::kThreads threads, one for every tile; radix_scatter with a RadixShared of dynamic shared
 // memory. radix_sums: blocks of 256 threads, one for every digit. radix_rowptr: a thread a row, and one more.
@@ -31,39 +33,40 @@
 namespace gnnc {
 
 struct RadixArgs {
-  const void* ids;  // Id [given], ids_stride apart: keys of the first pass
+  const void* ids;  // Id [given], ids_stride elements apart: keys of the first pass
   int64_t ids_stride;
   int64_t ids_bound;
-  const void* others;  // Id [given], others_stride apart: the other ends
+  const void* others;  // Id [given], others_stride elements apart: nodes at the other ends
   int64_t others_stride;
   int64_t others_bound;
-  const uint32_t* keys;   // [edges], of a later pass
-  const int32_t* places;  // [edges], in the caller's order
-  const int32_t* ends;    // [edges], the other ends
+  const uint32_t* keys;   // [edges], keys of a later pass
+  const int32_t* places;  // [edges], positions in the caller's order
+  const int32_t* ends;    // [edges], nodes at the other ends
   uint32_t* keys_out;     // [edges]
-  int32_t* places_out;    // [edges], but for the last pass
+  int32_t* places_out;    // [edges], unused in the last pass
   int32_t* ends_out;      // [edges]
-  int64_t* perm;          // [edges], of the last pass
-  int32_t* counts;        // [digits, tiles]; after radix_sums: of the tiles before
-  int32_t* totals;        // [digits], of radix_sums
-  int32_t* out_of_range;  // [2]: whether an id is, and whether another end is
+  int64_t* perm;          // [edges], out of the last pass: positions in the caller's order
+  int32_t* counts;        // [digits, tiles]; after radix_sums: the exclusive sums over tiles
+  int32_t* totals;        // [digits], out of radix_sums
+  int32_t* out_of_range;  // [2]: whether an id is out of range, and whether another end is
   int64_t edges, tiles, shift;
-  int64_t given;  // edges that ids and others have; of kLoops those behind are from a node to itself, one for each
+  int64_t given;  // number of edges of ids and others; with kLoops the edges after these are self-loops, one a node
 };
 
 template <int kBits>
 struct Radix {
   static constexpr int kThreads = 512, kWarps = kThreads / 32, kItems = 16, kTile = kThreads * kItems;
   static constexpr int kDigits = 1 << kBits;
-  static constexpr int kBlocks = kArchitecture == 900 ? 2 : 1;  // of a multiprocessor, at least: what registers allow
-  static_assert(kDigits <= kThreads, "thread d looks after digit d");
+  // Least blocks of a multiprocessor, as the registers allow.
+  static constexpr int kBlocks = kArchitecture == 900 ? 2 : 1;
+  static_assert(kDigits <= kThreads, "thread d handles digit d");
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
   __device__ static int warp() { return static_cast<int>(threadIdx.x / 32); }
   __device__ static uint32_t before_me() { return (1u << lane()) - 1u; }
   __device__ static uint32_t digit(uint32_t key, int64_t shift) { return key >> shift & (kDigits - 1); }
 
-  // The threads of this warp with the same digit.
+  // Returns a bit mask of the threads of this warp with the same digit.
   __device__ static uint32_t peers(uint32_t digit) {
     uint32_t same = 0xffffffffu;
 #pragma unroll
@@ -75,7 +78,8 @@ struct Radix {
     return same;
   }
 
-  // A warp has neighbouring edges, and a thread each 32nd of them: the first, and how many edges there are from it on.
+  // A warp has consecutive edges of the tile; each thread has every 32nd of them. Return the first edge of the tile or
+  // thread, and the number of edges from an edge to the end of the tile.
   __device__ static int64_t first_of_tile() { return static_cast<int64_t>(blockIdx.x) * kTile; }
   __device__ static int place_of_thread() { return warp() * 32 * kItems + lane(); }
   __device__ static int64_t first_of_thread() { return first_of_tile() + place_of_thread(); }
@@ -84,7 +88,7 @@ struct Radix {
     return left < kTile ? static_cast<int32_t>(left) : kTile;
   }
 
-  // Their keys. What is past the last edge has all bits set, and comes last.
+  // Loads the keys of this thread's edges. Keys past the last edge have all bits set, and are sorted last.
   template <class Id, bool kFirst, bool kLoops>
   __device__ static void load(const RadixArgs& args, int64_t first, int32_t left, uint32_t (&keys)[kItems]) {
     const Id* id = static_cast<const Id*>(args.ids) + first * args.ids_stride;
@@ -112,7 +116,7 @@ struct Radix {
     }
   }
 
-  // Return the position of an edge before this pass, and the node at its other end.
+  // Return the position of an edge in the caller's order, and the node at its other end.
   template <bool kFirst>
   __device__ static int32_t place_of(const RadixArgs& args, int64_t edge) {
     return kFirst ? static_cast<int32_t>(edge) : args.places[edge];
@@ -152,7 +156,7 @@ __global__ void __launch_bounds__(Radix<kBits>::kThreads, 2) radix_count(const R
 
 __global__ void __launch_bounds__(256) radix_sums(const RadixArgs args) {
   begin_kernel();
-  constexpr int kThreads = 256, kItems = 7;  // neighbours, of a thread; odd, so that they lie in other banks
+  constexpr int kThreads = 256, kItems = 7;  // consecutive counts of a thread; odd, to avoid bank conflicts
   constexpr int kChunk = kThreads * kItems;
   __shared__ BlockSums<kThreads / 32> sums;
   __shared__ int32_t chunk[kChunk];
@@ -186,9 +190,9 @@ __global__ void __launch_bounds__(256) radix_sums(const RadixArgs args) {
 }
 
 struct RowptrArgs {
-  const uint32_t* keys;  // [edges], in order
+  const uint32_t* keys;  // [edges], sorted
   int64_t* rowptr;       // [rows + 1]
-  int32_t* kept;         // out: edges of all rows
+  int32_t* kept;         // out: number of edges of all rows, without removed self-loops
   int64_t edges, rows;
 };
 
@@ -196,7 +200,8 @@ __global__ void __launch_bounds__(256) radix_rowptr(const RowptrArgs args) {
   begin_kernel();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row > args.rows) return;
-  int64_t first = 0, left = args.edges;  // the first edge of this row, or of a later one, is among so many, or behind
+  // Binary search: the first edge of this row or of a later row lies in first .. first + left.
+  int64_t first = 0, left = args.edges;
   while (left > 0) {
     const int64_t half = left / 2;
     const bool is_before = static_cast<int64_t>(__ldg(args.keys + first + half)) < row;
@@ -222,7 +227,7 @@ __global__ void __launch_bounds__(256) radix_rows(const RowsArgs args) {
   for (int i = own; i <= kThreads; i += kThreads) begin[i] = args.rowptr[min(first + i, args.rows)];
   __syncthreads();
   for (int64_t edge = begin[0] + own; edge < begin[kThreads]; edge += kThreads) {
-    int row = 0;  // the last one that begins at this edge, or before
+    int row = 0;  // the last row that begins at this edge or before
 #pragma unroll
     for (int step = kThreads / 2; step > 0; step /= 2) row += begin[row + step] <= edge ? step : 0;
     args.row[edge] = static_cast<int32_t>(first + row);
@@ -232,15 +237,16 @@ __global__ void __launch_bounds__(256) radix_rows(const RowsArgs args) {
 template <int kBits>
 struct RadixShared {
   using R = Radix<kBits>;
-  uint32_t keys[R::kTile];                 // in order
-  int32_t values[R::kTile];                // places, then other ends, in order
-  uint16_t rank[R::kTile];                 // where in order an edge is
-  uint16_t before[R::kWarps][R::kDigits];  // edges of a digit in earlier warps, and of smaller ones
-  int32_t to[R::kDigits];                  // from a place in the tile to one among all edges
+  uint32_t keys[R::kTile];                 // sorted
+  int32_t values[R::kTile];                // positions, then other ends, sorted
+  uint16_t rank[R::kTile];                 // rank of an edge of the tile
+  uint16_t before[R::kWarps][R::kDigits];  // number of edges of a digit in earlier warps, plus edges of smaller digits
+  int32_t to[R::kDigits];                  // offset from a rank in the tile to a position among all edges
   BlockSums<R::kWarps> sums[2];
 };
 
-// Puts what belongs to the edges of a tile in order, for `store` to take it with its place in the tile. By the block.
+// Sorts one value (get) of each edge of a tile by rank, and passes it to `store` with its rank. Called by the whole
+// block.
 template <int kBits, class Get, class Store>
 __device__ __forceinline__ void move_edges(RadixShared<kBits>& shared, int32_t exist, const Get& get,
                                            const Store& store) {
@@ -278,7 +284,7 @@ __global__ void __launch_bounds__(Radix<kBits>::kThreads, Radix<kBits>::kBlocks)
   }
   __syncthreads();
 
-  // Among those of its digit in this warp, then in the tile.
+  // First the rank among the edges of the same digit in this warp, later the rank in the tile.
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const uint32_t digit = R::digit(keys[i], args.shift), those = R::peers(digit);

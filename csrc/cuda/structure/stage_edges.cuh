@@ -1,20 +1,22 @@
 #pragma once
 
-// stage_edges: writes the words of staged.cuh: the edges of every entry, near ones by their place in the window of the
-// entry's stretch, then far ones. count_near counts the near ones first, from which the host makes the entries; and
-// near_edges those of a whole graph, by which the host decides whether to arrange it. count_entries counts what it is
-// cut into, so that the host knows all sizes before anything is arranged.
+// stage_edges: writes the edge words of staged.cuh: for every entry the near edges, by the place of their source in the
+// window, then the far edges. count_near first counts the near edges of each entry, from which the host computes the
+// entries; near_edges counts the near edges of a whole graph, by which the host decides whether to use staged edges at
+// all. count_entries counts the entries and runs of a graph, so that the host knows all sizes before the graph is
+// rearranged.
 //
-// A warp takes an entry, 32 edges at a time: each thread finds its edge's rank among those of its kind by a vote. Near
-// edges are of two kinds: rows of 64 bytes at odd places of a window lie in one half of the banks of shared memory,
-// those at even places in the other, and two neighbouring slots of a warp read a row each at a time. So slots with odd
-// numbers get their odd places first, the others their even ones.
+// A warp processes an entry, 32 edges at a time: each thread computes its edge's rank among the edges of its kind by a
+// ballot. Near edges are of two kinds, to avoid bank conflicts: rows of 64 bytes at odd places of a window lie in one
+// half of the banks of shared memory, rows at even places in the other, and two neighbouring slots of a warp read one
+// row each at a time. So slots with odd numbers process their odd places first, slots with even numbers their even
+// places.
 //
 // Traffic, an edge: 4 B of col in, twice; 2 B (near) or 4 B (far) out; of near_edges 8 B in; of count_entries 8 B a
 // row. Floor: these bytes at copy bandwidth.
 //
-// Launch: blocks of 256 threads, eight entries each; of near_edges any number, whose threads take edges in turns; of
-// count_entries one for each stretch.
+// Launch: blocks of 256 threads, eight entries each; near_edges with any number of blocks (grid-stride loop);
+// count_entries with one block for each block of kStretch ids.
 
 #include "common/block_sums.cuh"
 #include "sparse/staged.cuh"
@@ -23,29 +25,30 @@ namespace gnnc {
 
 struct StageArgs {
   const int32_t* col;        // [E]
-  const int64_t* first;      // [entries], the first edge of each
-  const int32_t* place;      // [entries], where it stands among those of `entry`
-  const int32_t* row;        // [entries], of count_near
-  const int32_t* edges;      // [entries], of count_near
-  int32_t* near;             // [entries], of count_near: out
-  const StagedEntry* entry;  // [entries], of stage_edges
-  int4* word;                // [words], of stage_edges: out
-  const int32_t* slot;       // [entries] by place, of stage_edges: 1 where an odd slot has it, 0 an even one, -1: all
+  const int64_t* first;      // [entries], the first edge of each entry
+  const int32_t* place;      // [entries], index of each entry in `entry`
+  const int32_t* row;        // [entries], for count_near: the row of each entry
+  const int32_t* edges;      // [entries], for count_near: the number of edges of each entry
+  int32_t* near;             // [entries], out of count_near
+  const StagedEntry* entry;  // [entries], for stage_edges
+  int4* word;                // [words], out of stage_edges
+  // [entries] in the order of `entry`, for stage_edges: 1: an odd slot has the entry, 0: an even slot, -1: all slots.
+  const int32_t* slot;
   int64_t entries;
   int64_t window;  // rows that a window holds
 };
 
-// Returns whether the source of an edge lies in the window of its row's stretch.
+// Returns whether an edge is near: its source lies in the window of its row's block of ids.
 __device__ inline bool is_near(int32_t source, int32_t row, int64_t window) {
   return source / kStretch == row / kStretch && source % kStretch < window;
 }
 
 struct NearArgs {
-  const int32_t* row;  // [edges], in order
+  const int32_t* row;  // [edges], sorted
   const int32_t* col;  // [edges]
-  int32_t* near;       // [2], zeros: out, near edges where a row of x takes at most 64 bytes, and where it takes more
+  int32_t* near;       // [2], out, initially 0: near edges with rows of x of at most 64 bytes, and with wider rows
   int64_t edges;
-  int64_t rows;  // edges of row `rows` are none
+  int64_t rows;  // edges with row `rows` are ignored
 };
 
 __global__ void __launch_bounds__(256) near_edges(const NearArgs a) {
@@ -65,8 +68,8 @@ __global__ void __launch_bounds__(256) near_edges(const NearArgs a) {
 }
 
 struct EntriesArgs {
-  const int64_t* rowptr;  // [rows + 1]; may be anything
-  int32_t* counts;        // [4], zeros: out, entries, parts of rows, and runs with either window
+  const int64_t* rowptr;  // [rows + 1]; not validated
+  int32_t* counts;        // [4], out, initially 0: entries, parts of split rows, and runs with either size of window
   int64_t rows, part, few;
 };
 
@@ -81,7 +84,7 @@ __global__ void __launch_bounds__(256) count_entries(const EntriesArgs a) {
   for (int64_t row = first + threadIdx.x; row < end; row += blockDim.x) {
     const int64_t degree = max(a.rowptr[row + 1] - a.rowptr[row], static_cast<int64_t>(0));
     const int64_t least = (degree + a.part - 1) / a.part;
-    const int64_t size = least == 0 ? 1 : (degree + least - 1) / least;  // of each part but the last
+    const int64_t size = least == 0 ? 1 : (degree + least - 1) / least;  // edges of each part but the last
     const auto parts = static_cast<int32_t>(max((degree + size - 1) / size, static_cast<int64_t>(1)));
     const bool is_short = degree <= a.few && parts == 1;
     own[kEntries] += parts;
@@ -106,7 +109,7 @@ struct EntryWarp {
   int64_t entry = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
   int lane = static_cast<int>(threadIdx.x % 32);
 
-  // f(edge, there, near) for each 32 edges; near: the threads whose edge is a near one.
+  // Calls f(source, there, near) for every 32 edges of an entry; near: bit mask of the threads whose edge is near.
   template <class F>
   __device__ void each(const StageArgs& a, int32_t row, int32_t edges, const F& f) const {
     const int32_t* col = a.col + a.first[entry];
@@ -127,15 +130,15 @@ __global__ void __launch_bounds__(256) count_near(const StageArgs a) {
   if (warp.lane == 0) a.near[warp.entry] = near;
 }
 
-// Positions of near edges in the words of an entry.
+// Computes the position of a near edge in the words of an entry.
 struct NearOrder {
-  int32_t even_seen, odd_seen;  // at even places, and at odd ones
-  int32_t even, odd;            // all of them
-  int32_t slot;                 // as in StageArgs
+  int32_t even_seen, odd_seen;  // edges seen so far, at even places and at odd places
+  int32_t even, odd;            // number of edges at even places and at odd places
+  int32_t slot;                 // slot of the entry, as in StageArgs
 
   __device__ int32_t at(bool is_odd, int32_t rank) const {
     if (slot >= 0) return is_odd == (slot == 1) ? rank : (is_odd ? even : odd) + rank;
-    const int32_t pairs = min(even, odd) / 8;  // of words, one of each
+    const int32_t pairs = min(even, odd) / 8;  // number of pairs of an even word and an odd word
     if (rank < 8 * pairs) return (rank / 8 * 2 + is_odd) * 8 + rank % 8;
     return (is_odd ? even : 8 * pairs) + rank;
   }

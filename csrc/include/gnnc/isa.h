@@ -2,18 +2,18 @@
 
 namespace gnnc {
 
-// From the slowest to the fastest.
+// The instruction sets that kernels are compiled for, from the slowest to the fastest.
 enum class Isa { generic, avx2, avx512 };
 
-// The instruction set that every kernel uses: the best this CPU has, or the one that the environment variable
-// GNNC_ISA names. Throws std::runtime_error if that one is unknown or cannot run here.
+// Returns the instruction set that every kernel uses: the best that this CPU has, or the one that the environment
+// variable GNNC_ISA names. Throws std::runtime_error if the named instruction set is unknown or cannot run on this CPU.
 Isa isa();
 
 const char* isa_name(Isa isa);
 
 }  // namespace gnnc
 
-// Declares what a *.isa.cpp file defines, once for each instruction set.
+// Declares the functions that a *.isa.cpp file defines, once for each instruction set.
 #define GNNC_EACH_ISA(...) \
   namespace generic {      \
   __VA_ARGS__              \

@@ -1,6 +1,6 @@
 #pragma once
 
-// Rows of floats to int8 codes: q = rint(x * inv), half to even, held to +-127. Only for *.isa.cpp files.
+// Quantizes rows of floats to int8 values: q = rint(x * inv), half to even, clamped to +-127. Only for *.isa.cpp files.
 //
 // scale = amax / 127 (0 where that is below the least normal float, so that 1 / scale is finite), inv = 1 / scale or 0.
 // The maximum is taken on bit patterns, so a NaN or an infinity in a row makes its scale non-finite.
@@ -26,7 +26,7 @@ GNNC_INLINE Ints row_magnitude(const T* x, int64_t width) {
   return larger(top, next);
 }
 
-// Turns maxima (as bits) into scales, and into what codes are multiplied by.
+// Turn maxima (as bits) into scales, and scales into the factors that quantization multiplies by.
 GNNC_INLINE Floats scale_of(Floats amax) {
   const Floats scale = amax / splat(127.0f);
   return scale < splat(std::numeric_limits<float>::min()) ? splat(0.0f) : scale;
@@ -37,7 +37,7 @@ GNNC_INLINE Floats inverse_of(Floats scale) {
 inline float scale_of(float amax) { return scale_of(splat(amax))[0]; }
 inline float inverse_of(float scale) { return inverse_of(splat(scale))[0]; }
 
-// scales[r] and inverses[r] of rows 0 .. rows; both have room for 16 more.
+// Computes scales[r] and inverses[r] of rows 0 .. rows; both arrays need room for 16 more elements.
 template <typename T>
 GNNC_INLINE void row_scales(const T* x, int64_t stride, int rows, int64_t width, float* scales, float* inverses) {
   Group group;
@@ -55,20 +55,20 @@ GNNC_INLINE void row_scales(const T* x, int64_t stride, int rows, int64_t width,
 }
 
 enum class Codes {
-  bounded,  // |value| < 127.5 where its row is finite: nothing to hold (where it is not, the scale tells)
-  held,     // values of any size
+  bounded,  // |value| < 127.5 if its row is finite: no clamp needed (if the row is not finite, the scale shows it)
+  held,     // values of any size, to be clamped
 };
 
 #ifdef __AVX512F__
 
 template <Codes kCodes>
 GNNC_INLINE __m512i integers(__m512 v) {
-  // Past 2^31 the conversion would change the sign; below -2^31 it does not.
+  // Above 2^31 the conversion would change the sign; below -2^31 it does not.
   if constexpr (kCodes == Codes::held) v = _mm512_min_ps(v, _mm512_set1_ps(127.0f));
   return _mm512_cvtps_epi32(v);
 }
 
-// 64 codes of four vectors of scaled values.
+// Packs four vectors of scaled values to 64 quantized values.
 template <Codes kCodes>
 GNNC_INLINE __m512i pack_codes(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512i low = _mm512_packs_epi32(integers<kCodes>(a), integers<kCodes>(b));
@@ -78,7 +78,7 @@ GNNC_INLINE __m512i pack_codes(__m512 a, __m512 b, __m512 c, __m512 d) {
   return kCodes == Codes::held ? _mm512_max_epi8(codes, _mm512_set1_epi8(-127)) : codes;
 }
 
-// out[c] = code of value(c) xor flip, in blocks of 64 with zero codes past the width.
+// Computes out[c] = quantized value(c) xor flip, in blocks of 64, padded with quantized zeros past the width.
 template <Codes kCodes, typename Value>
 GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, int8_t* out) {
   const __m512i mask = _mm512_set1_epi8(static_cast<char>(flip));
@@ -101,13 +101,13 @@ GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, in
 
 #else
 
-// rint(v) held to +-127: adding 1.5 * 2^23 puts the integer into the low bits.
+// Returns rint(v) clamped to +-127: adding 1.5 * 2^23 puts the integer into the low bits.
 GNNC_INLINE Ints integers(Floats v) {
   const Floats held = larger(smaller(v, splat(127.0f)), splat(-127.0f));
   return as_ints(held + splat(12582912.0f)) - splat(to_bits(12582912.0f));
 }
 
-// out[c] = code of value(c) xor flip, in blocks of 64 with zero codes past the width.
+// Computes out[c] = quantized value(c) xor flip, in blocks of 64, padded with quantized zeros past the width.
 template <Codes kCodes, typename Value>
 GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, int8_t* out) {
   for_columns(width, [&](int64_t c, auto n) {

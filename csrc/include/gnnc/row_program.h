@@ -1,13 +1,13 @@
 #pragma once
 
-// The row program: the epilogue of every kernel.
+// The row program: the epilogue of every kernel, an array of instructions on complete rows of the kernel's result.
 //
-// A kernel makes tiles of complete rows, acc[rows][width] in FP32, `ld` floats apart (a multiple of 16, so that whole
-// vectors may be read and written; lanes past the width hold anything), 64-byte aligned. While the tile is in L1 it
-// calls `run`, which applies the instructions in order to that one accumulator and stores what they say.
+// A kernel computes tiles of complete rows, acc[rows][width] in FP32, `ld` floats apart (a multiple of 16, so that
+// whole vectors may be read and written; lanes past the width hold anything), 64-byte aligned. While the tile is in L1,
+// the kernel calls `run`, which applies the instructions in order to that one accumulator and stores their outputs.
 //
 // Traffic: the outputs and operands once; the tile stays in L1, one pass an instruction, or a chain of cheap ones (with
-// AVX-512 and up to 64 columns, one for a chain and the quantization behind it). Floor: two loads and one store of 64
+// AVX-512 and up to 64 columns, one for a chain and the quantization after it). Floor: two loads and one store of 64
 // bytes a cycle.
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace gnnc {
 
-// Mirrored in runtime/row_program/opcodes.py, and a test compares the two.
+// Opcodes, mirrored in runtime/row_program/opcodes.py; a test compares the two files.
 enum class RowOp : int32_t {
   mul_row = 1,
   add_row = 2,
@@ -66,12 +66,12 @@ enum class RowOp : int32_t {
   quant_pow2 = 64,
   amax = 65,
   row_dot = 66,
-  store_fp16 = 67,    // on CUDA only: the CPU's kernels know no such instructions
-  scale_tensor = 68,  // on CUDA only
+  store_fp16 = 67,    // only in CUDA epilogues: the CPU's kernels have no such instruction
+  scale_tensor = 68,  // only in CUDA epilogues
 };
 
-// `window` turns to the columns a .. a + b of what the kernel made (a a multiple of 16): a gemm with several weights
-// has one for each.
+// An instruction. The instructions after a `window` apply to the columns a .. a + b of the kernel's result (a a
+// multiple of 16): a gemm with several weights has one window for each weight.
 struct RowInstruction {
   RowOp op;
   int32_t a, b, c;
@@ -86,20 +86,20 @@ struct RowView {
   Scalar type;
 };
 
-// Checked and prepared once per call by parse_program (csrc/cpu/launch.h), then shared by all threads.
+// A row program, checked and prepared once per call by parse_program (csrc/cpu/launch.h), then shared by all threads.
 struct RowProgram {
   const RowInstruction* code;
   int64_t length;
   const RowView* operands;
   const float* consts;
   const RowView* outs;
-  // Column vectors, padded to whole vectors. An instruction holds the place of its own: batch_norm in c (A, then B at
-  // the next multiple of 16), quant_static in b and quant_pow2 in c (inverse scales).
+  // Prepared column vectors, padded to whole vectors. An instruction holds the offset of its vector in this array:
+  // batch_norm in c (A, then B at the next multiple of 16), quant_static in b and quant_pow2 in c (inverse scales).
   const float* prepared;
 };
 
-// `fetch` asks for what the program will read of the rows r0 .. r0 + rows, before they are computed.
-// `run` applies the program to the rows r0 .. r0 + rows, whose values are acc[0 .. rows). Changes acc.
+// `fetch` prefetches the operands that the program will read for the rows r0 .. r0 + rows, before these rows are
+// computed. `run` applies the program to the rows r0 .. r0 + rows, whose values are acc[0 .. rows), and changes acc.
 GNNC_EACH_ISA(void fetch(const RowProgram& program, int64_t r0, int rows);
               void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows, int64_t width);)
 

@@ -1,11 +1,11 @@
 #pragma once
 
 // Vectors of floats: 16 lanes with AVX-512, 8 with AVX2, 4 lanes of GCC's vector extension elsewhere. Only for
-// *.isa.cpp files: all of it lives in the namespace of the instruction set.
+// *.isa.cpp files: all functions live in the namespace of the instruction set.
 //
-// `Tail` says how many lanes of the last vector of a row count; a load zeroes the others and a store leaves them alone.
-// Rounding is to nearest even. Integer results are equal on both; floats differ by fused multiply-adds and the order
-// of sums.
+// `Tail` is the number of valid lanes of the last vector of a row; a load zeroes the other lanes, and a store does not
+// write them. Rounding is to nearest even. Integer results are equal on all instruction sets; floats differ by fused
+// multiply-adds and the order of sums.
 
 #include <cmath>
 #include <cstdint>
@@ -15,23 +15,23 @@
 
 #ifdef __AVX2__
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // g++ 12 warns of its own intrinsics
+#pragma GCC diagnostic ignored "-Wuninitialized"  // g++ 12 warns about its own intrinsics
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 #endif
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // every function here is inlined
+#pragma GCC diagnostic ignored "-Wpsabi"  // every function here is inlined, so that its ABI does not matter
 
 #define GNNC_INLINE inline __attribute__((always_inline))
 
 namespace gnnc::GNNC_ISA {
 
-// Asks for a cache line that is read later. Into L2, which has room for many more requests under way than L1.
+// Prefetches a cache line that is read later into L2, which can have many more requests in flight than L1.
 GNNC_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// body(0) ... body(N - 1) with constants, so that arrays that they index stay in registers: g++ 12 puts those that a
-// loop indexes into memory before it unrolls the loop.
+// Calls body(0) ... body(N - 1) with compile-time constants, so that arrays that the body indexes stay in registers:
+// g++ 12 puts arrays that a loop indexes into memory before it unrolls the loop.
 template <int N, typename Body>
 GNNC_INLINE void each(const Body& body) {
   [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
@@ -98,7 +98,7 @@ GNNC_INLINE Floats load(const Bf16* p, Whole = {}) {
 }
 GNNC_INLINE Floats load(const Bf16* p, Tail t) { return widen(_mm256_maskz_loadu_epi16(t.mask(), p)); }
 
-// Round to nearest even; a NaN becomes the quiet NaN.
+// Rounds to bf16, to nearest even; a NaN becomes the quiet NaN.
 GNNC_INLINE __m256i narrow(Floats v) {
   const __m512i bits = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -118,7 +118,7 @@ GNNC_INLINE Floats load(const int8_t* p, Tail t) {
 }
 
 GNNC_INLINE Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-// If a is NaN, the result is b: a clamp never lets a NaN through.
+// Return the smaller or larger value; if a is NaN, the result is b, so that a clamp never lets a NaN through.
 GNNC_INLINE Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 GNNC_INLINE Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 GNNC_INLINE Floats square_root(Floats v) { return _mm512_sqrt_ps(v); }
@@ -157,7 +157,7 @@ GNNC_INLINE Floats load(const Bf16* p, Whole = {}) {
 #endif
 }
 
-// Round to nearest even; a NaN becomes the quiet NaN.
+// Stores v rounded to bf16, to nearest even; a NaN becomes the quiet NaN.
 GNNC_INLINE void store(Bf16* p, Floats v, Tail t) {
   const Words bits = reinterpret_cast<Words>(v);
   const Words rounded = (bits + (((bits >> 16) & 1) + 0x7fffu)) >> 16;
@@ -186,7 +186,7 @@ GNNC_INLINE Floats fused(Floats a, Floats b, Floats c) {
   return a * b + c;
 #endif
 }
-// If a is NaN, the result is b: a clamp never lets a NaN through.
+// Return the smaller or larger value; if a is NaN, the result is b, so that a clamp never lets a NaN through.
 GNNC_INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 GNNC_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 GNNC_INLINE Ints larger(Ints a, Ints b) { return a > b ? a : b; }
@@ -195,7 +195,8 @@ GNNC_INLINE Floats square_root(Floats v) {
   for (int i = 0; i < kLanes; ++i) v[i] = std::sqrt(v[i]);
   return v;
 }
-// Adding 1.5 * 2^23 leaves no room for a fraction; floats from 2^22 on need none (or overflow what follows anyway).
+// Rounds to the nearest integer by adding 1.5 * 2^23, which leaves no bits for a fraction; floats from 2^22 on have no
+// fraction that matters (or overflow in the caller's next step anyway).
 GNNC_INLINE Floats nearest(Floats v) {
   const Floats magic = splat(12582912.0f);
   const Floats rounded = (v + magic) - magic;
@@ -231,7 +232,8 @@ GNNC_INLINE Floats keep(Floats v, Tail t) {
 #endif
 
 #ifdef __AVX512F__
-// One step of the tree below: the sums (or maxima) of what is `apart` in two vectors, side by side in one.
+// Computes one level of the reduction tree of fold_all: combines lanes `apart` in each of two vectors, and places the
+// results side by side in one vector.
 template <int kLevel, typename Combine>
 GNNC_INLINE __m512 fold(__m512 a, __m512 b, const Combine& combine) {
   if constexpr (kLevel == 0) return combine(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
@@ -242,7 +244,8 @@ GNNC_INLINE __m512 fold(__m512 a, __m512 b, const Combine& combine) {
   return combine(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
-// Lane i of the result combines all lanes of v[i]: a third of the work of 16 single reductions.
+// Reduces 16 vectors at once: lane i of the result combines all lanes of v[i], in a third of the work of 16 single
+// reductions.
 template <int kLevel = 0, int kCount = 16, typename Combine>
 GNNC_INLINE __m512 fold_all(const __m512 (&v)[kCount], const Combine& combine) {
   if constexpr (kCount == 1) {
@@ -255,7 +258,7 @@ GNNC_INLINE __m512 fold_all(const __m512 (&v)[kCount], const Combine& combine) {
 }
 #endif
 
-// Sixteen vectors whose lanes are to be combined, one result a vector.
+// Sixteen vectors, each of whose lanes are to be reduced to one result.
 struct Group {
   alignas(64) float lanes[16][kLanes];
 
@@ -271,7 +274,7 @@ struct Group {
   GNNC_INLINE void sums(float* out) const {
     store(out, fold([](__m512 a, __m512 b) { return a + b; }));
   }
-  // As signed integers.
+  // Computes the maxima of the vectors as signed integers.
   GNNC_INLINE void largest(float* out) const {
     store(out, fold([](__m512 a, __m512 b) {
             return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
@@ -281,19 +284,19 @@ struct Group {
   GNNC_INLINE void sums(float* out) const {
     for (int i = 0; i < 16; ++i) out[i] = sum(load(lanes[i]));
   }
-  // As signed integers.
+  // Computes the maxima of the vectors as signed integers.
   GNNC_INLINE void largest(float* out) const {
     for (int i = 0; i < 16; ++i) out[i] = from_bits(gnnc::GNNC_ISA::largest(as_ints(load(lanes[i]))));
   }
 #endif
 };
 
-// The bits of |v|. As signed integers they order like the numbers, with infinity and then NaN on top: a maximum of
-// them keeps a NaN, and does not depend on order.
+// Return the bits of |v|, and |v|. As signed integers the bits are ordered like the numbers, with infinity and then NaN
+// on top: a maximum of bits preserves a NaN, and does not depend on order.
 GNNC_INLINE Ints magnitude(Floats v) { return as_ints(v) & 0x7fffffff; }
 GNNC_INLINE Floats absolute(Floats v) { return as_floats(magnitude(v)); }
 
-// body(column, Whole{}) for every whole vector of a row, then body(column, Tail{...}) for what is left.
+// Calls body(column, Whole{}) for every whole vector of a row, then body(column, Tail{...}) for the remaining columns.
 template <typename Body>
 GNNC_INLINE void for_columns(int64_t width, const Body& body) {
   int64_t c = 0;

@@ -1,8 +1,8 @@
 #pragma once
 
-// Elementary functions of vectors, to a relative error of about 1e-6 or better. The coefficients are minimax fits of
-// ours (relative error below 2e-7 on the reduced range). Infinities, NaN and overflow come out as libm has them;
-// results below the least normal number may be 0.
+// Elementary functions of vectors, to a relative error of about 1e-6 or better. The coefficients are minimax fits made
+// for this library (relative error below 2e-7 on the reduced range). Infinities, NaN and overflow give the results of
+// libm; results below the least normal number may be 0.
 
 #include <limits>
 
@@ -19,7 +19,8 @@ GNNC_INLINE Floats polynomial(Floats x, const float (&coefficients)[N]) {
 
 GNNC_INLINE Ints to_ints(Floats v) { return __builtin_convertvector(v, Ints); }
 
-// y * 2^n for a whole n in [-151, 129] and y in [0.5, 2]: one power of two alone does not reach that far.
+// Returns y * 2^n for a whole n in [-151, 129] and y in [0.5, 2], in two steps: one power of two alone does not reach
+// that far.
 GNNC_INLINE Floats scale_by_power(Floats y, Floats n) {
 #ifdef __AVX512F__
   return _mm512_scalef_ps(y, n);
@@ -33,13 +34,14 @@ GNNC_INLINE Floats exp(Floats x) {
   constexpr float kFit[] = {4.999999953e-01f, 1.666657369e-01f, 4.166686098e-02f, 8.363739844e-03f, 1.390152973e-03f};
   const Floats bounded = larger(smaller(x, splat(89.0f)), splat(-104.0f));
   const Floats n = nearest(bounded * splat(1.44269504f));
-  // ln 2 in two parts, the first with few enough bits that n * it is exact
+  // ln 2 is split into two parts, the first with so few bits that its product with n is exact.
   const Floats r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), bounded));
   const Floats y = fused(polynomial(r, kFit), r * r, r) + splat(1.0f);
   return scale_by_power(y, n) + (x == x ? splat(0.0f) : x);
 }
 
-// e^x - 1 for x <= 0: 2^n (e^r - 1) + (2^n - 1), whose second term is 0 where the first would lose digits to it.
+// Returns e^x - 1 for x <= 0: 2^n (e^r - 1) + (2^n - 1), whose second term is 0 where the first would lose digits to
+// it.
 GNNC_INLINE Floats expm1_of_negative(Floats x) {
   constexpr float kFit[] = {5.000000135e-01f, 1.666666530e-01f, 4.166572422e-02f,
                             8.333462019e-03f, 1.398576321e-03f, 1.987700395e-04f};
@@ -67,7 +69,7 @@ GNNC_INLINE Floats log(Floats x) {
   return (x > splat(0.0f)) & (x < splat(kInfinity)) ? result : (x == splat(kInfinity) ? x : special);
 }
 
-// log(1 + x), for x >= 0: what 1 + x rounds away comes back as a factor.
+// Returns log(1 + x) for x >= 0: a factor restores the bits that rounding 1 + x loses.
 GNNC_INLINE Floats log1p(Floats x) {
   const Floats sum = x + splat(1.0f), kept = sum - splat(1.0f);
   const Floats divisor = kept == splat(0.0f) ? splat(1.0f) : kept;
@@ -90,26 +92,27 @@ GNNC_INLINE Floats tanh(Floats x) {
   return size < splat(0.625f) ? near : (x < splat(0.0f) ? -far : far);
 }
 
-// x (1 + erf(x / sqrt 2)) / 2, accurate relative to itself on both sides: for negative x the factor is a small tail.
+// Returns x (1 + erf(x / sqrt 2)) / 2 to full relative accuracy for both signs: for negative x the factor is a small
+// tail.
 GNNC_INLINE Floats gelu(Floats x) {
   constexpr float kErf[] = {1.128379166e+00f, -3.761262582e-01f, 1.128358515e-01f, -2.685381187e-02f,
                             5.188327559e-03f, -8.010192515e-04f, 7.853857688e-05f};
-  // e^(z^2) erfc(z) in t = 1 / (z + 2), for z in [0.5, 11.5]
+  // Coefficients of e^(z^2) erfc(z) in t = 1 / (z + 2), for z in [0.5, 11.5].
   constexpr float kTail[] = {2.917205397e-06f, 5.640009012e-01f,  1.133679523e+00f, 1.889611337e+00f,
                              3.682394695e+00f, -3.046105577e+00f, 2.470558365e+01f, -7.565878744e+01f,
                              8.710992890e+01f, -3.676239200e+01f};
   const Floats half = splat(0.5f), u = x * splat(0.707106781f), size = absolute(x);
   const Floats near = fused(u * half, polynomial(u * u, kErf), half);
   const Floats bounded = smaller(size, splat(16.0f));
-  const Floats high = as_floats(as_ints(bounded) & ~0xfff);  // its square is exact
+  const Floats high = as_floats(as_ints(bounded) & ~0xfff);  // the square of `high` is exact
   const Floats gauss = exp(-half * high * high) * exp(half * (high - bounded) * (high + bounded));
   const Floats t = splat(1.0f) / fused(bounded, splat(0.707106781f), splat(2.0f));
   const Floats tail = half * gauss * polynomial(t, kTail);
   const Floats far = x < splat(0.0f) ? tail : splat(1.0f) - tail;
-  return x * (size > splat(0.75f) ? far : near);  // a NaN is near
+  return x * (size > splat(0.75f) ? far : near);  // a NaN takes `near`
 }
 
-// 0.5 x (1 + tanh u) = x sigmoid(2 u)
+// Returns 0.5 x (1 + tanh u) = x sigmoid(2 u).
 GNNC_INLINE Floats gelu_tanh(Floats x) {
   const Floats u = x * splat(0.797884561f) * fused(x * x, splat(0.044715f), splat(1.0f));
   return x * sigmoid(u + u);
