@@ -1,4 +1,4 @@
-// The launcher of attention.
+// Launcher of attention: checks the arguments, prepares the table of source factors, and runs the kernel in parallel.
 
 #include "attention.h"
 
@@ -50,16 +50,18 @@ AttentionArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& x, co
   return a;
 }
 
-constexpr int64_t kTopValues = 65536;  // values of a_src that a thread looks through at once, a multiple of kTops
+constexpr int64_t kTopValues = 65536;  // values of a_src that a thread scans at a time, a multiple of kTops
 
-// Returns whether rows may use a bound in place of their maximum (bounded_softmax.isa.h): eps must be negligible.
+// Returns whether rows may use an upper bound of their logits in place of the maximum (bounded_softmax.isa.h): eps must
+// be negligible.
 bool bounds_logits(const AttentionArgs& a) {
   const bool whole = a.heads <= kTops && kTops % a.heads == 0;
   const bool plain = a.kind == Logit::additive && a.edge == nullptr && a.alpha_out == nullptr;
   return plain && whole && a.eps <= 1e-9f && a.slope >= 0.0f && a.slope <= 1.0f;
 }
 
-// Heads repeat every kTops values. A NaN among a_src may or may not reach the tops: rows that read it find it.
+// Finds the largest a_src of each head, repeated with a period of heads over kTops values. A NaN in a_src may or may
+// not reach the result: every row that reads the NaN detects it.
 void find_source_tops(const AttentionArgs& a, int64_t rows, float (&tops)[kTops]) {
   using Lanes = std::array<float, kTops>;
   Lanes none;

@@ -1,8 +1,9 @@
 #pragma once
 
 // attention: out[i, h, :] = sum over the edges e of row i of alpha[e, h] * x[col[e], h, :], then the row program, where
-// alpha is the softmax over the row of a logit that is made on the fly. One pass over the edges: a row's logits stay in
-// a buffer of the thread, and neither they nor alpha reach memory unless alpha_out asks for it.
+// alpha is the softmax over the row of a logit that the kernel computes for each edge. The kernel makes one pass over
+// the edges: a row's logits stay in a buffer of the thread, and neither logits nor alpha are written to memory unless
+// alpha_out is given.
 //
 // Layout: a_src and a_dst fp32 [N, heads] (additive) or [N, heads * D] (dot); edge fp32 [E, heads]; x [num_src, F], F =
 // heads * D, fp32, bf16, or int8 whose row scale is folded into alpha. Traffic: 4 B of col, one row of x and one of
@@ -30,23 +31,24 @@ struct AttentionArgs {
   const float* a_src;
   const float* a_dst;
   const float* edge;  // [E, heads], or null
-  int64_t dot_width;  // columns a head of a_src and a_dst, where kind is dot
-  float scale;        // of a dot
-  float slope;        // of the leaky ReLU; 1: none
+  int64_t dot_width;  // columns a head of a_src and a_dst, if kind is dot
+  float scale;        // factor of the dot product
+  float slope;        // negative slope of the leaky ReLU; 1: no activation
   float eps;
   int64_t heads;
-  float* alpha_out;       // [E, heads], or null
-  float* factors;         // [num_src, factors_of(heads)], of bounded_softmax.isa.h; null: rows find their own maximum
-  const float* src_tops;  // the largest a_src of each head, repeated to kTops, where there are factors
+  float* alpha_out;  // [E, heads], or null
+  float* factors;    // [num_src, factors_of(heads)], table of bounded_softmax.isa.h; null: each row finds its maximum
+  const float* src_tops;  // the largest a_src of each head, repeated to kTops values; if factors is given
   const RowProgram* program;
 };
 
 constexpr int kTops = 16;
 
-// Floats that a source has in the table of factors.
+// Returns the number of floats of one source in the table of factors.
 constexpr int64_t factors_of(int64_t heads) { return heads == 1 ? 4 : 2 * heads; }
 
-// Writes the table for the sources begin ... end - 1, where begin * heads is a multiple of kTops.
+// Write the table of factors for the sources begin ... end - 1, where begin * heads is a multiple of kTops; and compute
+// the rows row_begin ... row_end - 1 of the result.
 GNNC_EACH_ISA(void source_factors(const AttentionArgs& args, int64_t begin, int64_t end);)
 GNNC_EACH_ISA(void attention(const AttentionArgs& args, int64_t row_begin, int64_t row_end);)
 

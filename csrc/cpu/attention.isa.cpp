@@ -12,27 +12,28 @@ namespace gnnc::GNNC_ISA {
 namespace {
 
 constexpr int64_t kTileFloats = 4096;  // half of L1
-constexpr int64_t kMaxTileRows = 64;   // long steps wait less for the first row of each
+constexpr int64_t kMaxTileRows = 64;   // with long steps, the latency of each row's first loads matters less
 
-// A row of a tile that has edges.
+// A row of a tile that has at least one edge.
 struct TileRow {
   int64_t begin, end;  // edges
-  int64_t index;       // in the tile
-  float* weights;      // [edges, heads] and room for a vector: logits, then exp(logits - max), times the scale of x
+  int64_t index;       // row index in the tile
+  float* weights;      // [edges, heads], padded to a vector: logits, then exp(logits - max), times the scale of x
 
   int64_t edges() const { return end - begin; }
 };
 
-// Rows that go through each step together: within one row the steps wait for each other.
+// A tile: rows that go through each step (logits, softmax, sum) together, because the steps of a single row depend on
+// each other.
 struct Tile {
   int64_t first, height;
   float* values;  // [height, stride]
   int64_t stride;
   TileRow rows[kMaxTileRows];
   int64_t count;
-  uint64_t bounded;    // a bit a row: weighed by bounded_softmax.isa.h
-  RowFactors factors;  // of those, [count, heads]
-  float* inverse;      // of the others, 1 / (sum + eps) of each head and room for a vector, a row after the other
+  uint64_t bounded;    // bit mask of the rows whose weights are computed by bounded_softmax.isa.h
+  RowFactors factors;  // [count, heads], factors of the bounded rows
+  float* inverse;      // [count, inverse_ld], of the other rows: 1 / (sum + eps) of each head, padded to a vector
   int64_t inverse_ld;
 
   bool is_bounded(int64_t r) const { return (bounded >> r & 1) != 0; }
@@ -64,11 +65,11 @@ void weigh_row(const AttentionArgs& a, const Tile& t, int64_t r) {
   softmax_row(a, row, t.inverse + r * t.inverse_ld);
 }
 
-// The attention weights of the rows of a tile, with their sums and maxima so far.
+// Intermediate results of the bounded rows of a tile.
 struct Partial {
-  float* own;          // the factors of its destinations
-  float *sums, *tops;  // a vector a row
-  float* records;      // with one head those of all edges
+  float* own;          // factors of the destinations
+  float *sums, *tops;  // one vector a row: partial sums and maxima of the weights
+  float* records;      // with one head, the records of all edges
 };
 
 template <int H>
@@ -126,7 +127,7 @@ void weigh_tile(const AttentionArgs& a, Tile& t) {
   }
 }
 
-// The rows of a tile that have edges; the others become 0.
+// Collects the rows of a tile that have edges; sets the result of all other rows to 0.
 void lay_out(const AttentionArgs& a, int64_t first, int64_t height, Tile& t) {
   static thread_local Scratch buffers, inverses;
   const int64_t* rowptr = a.csr.rowptr + first;
@@ -156,7 +157,7 @@ void weigh(const AttentionArgs& a, Tile& t) {
   for (int64_t r = 0; r < t.count; ++r) weigh_row(a, t, r);
 }
 
-// State that all rows of a call share.
+// State that all rows of a call share: x, the layout of the weights, and the kernel of the weighted sum.
 template <typename T>
 struct Sum {
   Rows<T> x;
@@ -169,7 +170,8 @@ void sum_row(const AttentionArgs& a, const Tile& t, const Sum<T>& sum, int64_t r
   const TileRow& row = t.rows[r];
   Weights weights = sum.shape;
   weights.factor = t.is_bounded(r) ? t.factors.inverse + r * a.heads : t.inverse + r * t.inverse_ld;
-  if (t.is_bounded(r) && row.edges() <= kSegment) {  // the steps of a longer row are too coarse for most of its edges
+  // One integer scale for a longer row would be too coarse for most of its edges.
+  if (t.is_bounded(r) && row.edges() <= kSegment) {
     weights.steps = t.factors.steps + r * a.heads;
     weights.unit = t.factors.unit + r * a.heads;
   }
@@ -181,7 +183,7 @@ void sum_row(const AttentionArgs& a, const Tile& t, const Sum<T>& sum, int64_t r
 }
 
 #ifdef __AVX512F__
-// Bounded rows of up to 64 columns, one after the other in one loop.
+// Sums bounded rows of up to 64 columns in one loop.
 template <int H>
 void sum_narrow_rows(const AttentionArgs& a, const Tile& t, const Sum<int8_t>& sum) {
   const FixedColumns<H, 1> columns(0, sum.shape.heads_a_block);
@@ -200,7 +202,7 @@ void sum_narrow_rows(const AttentionArgs& a, const Tile& t, const Sum<int8_t>& s
 
 template <typename T>
 void sum_rows(const AttentionArgs& a, const Tile& t, const Sum<T>& sum) {
-  if (a.width == 0) return;  // no memory for a block of columns
+  if (a.width == 0) return;  // there is no memory for a block of columns
 #ifdef __AVX512F__
   if constexpr (std::is_same_v<T, int8_t>) {
     if (a.width <= 64 && sum.kernel == fixed_sum<1>) return sum_narrow_rows<1>(a, t, sum);
@@ -210,7 +212,8 @@ void sum_rows(const AttentionArgs& a, const Tile& t, const Sum<T>& sum) {
   for (int64_t r = 0; r < t.count; ++r) sum_row(a, t, sum, r);
 }
 
-// The values of the destinations, two tiles ahead: few cache lines, among gathers that hide them from the hardware.
+// Prefetches a_dst of the rows two tiles ahead: few cache lines, but the gathers between them defeat the hardware
+// prefetcher.
 void fetch_destinations(const AttentionArgs& a, int64_t first, int64_t rows) {
   if (a.kind != Logit::additive) return;
   const float* ahead = a.a_dst + (first + 2 * rows) * a.heads;

@@ -1,17 +1,18 @@
 #pragma once
 
-// The weights of a row's edges where logits are leaky_relu(a_dst + a_src): no maximum of the row, no exponential an
-// edge.
+// Computes the weights of a row's edges for logits leaky_relu(a_dst + a_src) from an upper bound of the logits, without
+// the maximum of the row and without an exponential an edge.
 //
-// A softmax does not change where all its logits lose the same number. bound = leaky_relu(a_dst + top), top the largest
-// a_src of the graph, is above every logit of the row and known beforehand. And since exp grows and leaky_relu(l) is
-// the larger of l and slope l, with t = a_dst + top,
+// A softmax does not change if the same number is subtracted from all its logits. bound = leaky_relu(a_dst + top),
+// where top is the largest a_src of the graph, is above every logit of the row and known beforehand. And since exp is
+// increasing and leaky_relu(l) is the larger of l and slope l, with t = a_dst + top,
 //
 //   exp(leaky_relu(a_dst + a_src) - bound) = max(exp(a_src - top) exp(t - bound),
 //                                                exp(slope (a_src - top)) exp(slope t - bound)):
 //
-// two factors of the source, which a table holds, times two of the destination. All are at most 1. Where the bound is
-// so far above a row that its sum underflows, the row takes the other way.
+// two factors of the source, stored in a table, times two factors of the destination. All factors are at most 1. If the
+// bound is so far above a row's logits that the sum underflows, the row is computed from its maximum instead
+// (softmax.isa.h).
 
 #include <array>
 
@@ -21,9 +22,9 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-constexpr float kLeastSum = 1e-20f;  // terms that underflowed are below 1e-18 of it
+constexpr float kLeastSum = 1e-20f;  // terms that underflowed are below 1e-18 of this sum
 
-// Lanes of two vectors side by side, for __builtin_shuffle.
+// A permutation that selects lanes of two concatenated vectors, for __builtin_shuffle.
 using LaneTable = std::array<int32_t, kLanes>;
 template <typename Function>
 constexpr LaneTable lanes_by(const Function& f) {
@@ -37,7 +38,7 @@ GNNC_INLINE Ints as_lanes(const LaneTable& t) {
   return v;
 }
 
-// Two vectors of [row][H] become [row][both][H], and back.
+// Permutations that interleave two vectors of [row][H] to [row][both][H], and that separate them again.
 template <int H, int kHalf>
 constexpr LaneTable kPaired = lanes_by([](int i) {
   const int at = i + kHalf * kLanes;
@@ -52,7 +53,8 @@ GNNC_INLINE void store_pairs(float* out, Floats a, Floats b) {
   store(out + kLanes, __builtin_shuffle(a, b, as_lanes(kPaired<H, 1>)));
 }
 
-// The factors of the destinations first ... first + rows - 1: [row][both][H], and room for two vectors.
+// Computes the factors of the destinations first ... first + rows - 1 as [row][both][H]; out needs room for two vectors
+// more.
 template <int H>
 GNNC_INLINE void destination_factors(const AttentionArgs& a, int64_t first, int64_t rows, float* out) {
   const Floats tops = load(a.src_tops), slope = splat(a.slope);
@@ -63,19 +65,23 @@ GNNC_INLINE void destination_factors(const AttentionArgs& a, int64_t first, int6
   });
 }
 
-// Factors of sources as [both][H], or with one head as quadruples that hold the scale of the row too.
+// Floats of one source's record in the table: its factors as [both][H], or, with one head, quadruples that hold the
+// scale of the row of x too.
 template <int H>
 constexpr int64_t kRecord = factors_of(H);
 
-// One row: weights[edge][head], and vectors of [some edges][head] that its sum and largest weight are folded from.
+// Buffers of one row: weights[edge][head], and vectors of [edges of a vector][head] from which the sum and the largest
+// weight are reduced.
 struct BoundedRow {
-  const float* own;      // the factors of the destination
-  const float* records;  // one head: those of the row's edges, copied
+  const float* own;      // factors of the destination
+  const float* records;  // with one head: a copy of the records of the row's edges
   float *weights, *sum;
-  float* largest;  // its bits as unsigned numbers: a sign, an infinity or a NaN is more than all
+  // Maximum of the bits as unsigned numbers: a negative value, an infinity or a NaN is above all others.
+  float* largest;
 };
 
-// The exponentials of the edges of one vector. kInside: all may be read, those of the row or not.
+// Returns the exponentials of the edges of one vector. kInside: all ids of the vector may be read, within the row or
+// not.
 template <int H, bool kInside>
 GNNC_INLINE Floats exponentials(const AttentionArgs& a, const float* own, const int32_t* col, int64_t left) {
   if constexpr (H == kLanes) {
@@ -85,7 +91,7 @@ GNNC_INLINE Floats exponentials(const AttentionArgs& a, const float* own, const 
     constexpr int kHalf = kLanes / (2 * H);
     const Floats both = repeat_heads<2 * H>(own);
     const Floats low = gather_heads<2 * H, kInside>(a.factors, col, left) * both;
-    // Past the last edge, that one again: its lanes are not kept.
+    // Past the last edge, the last edge is read again; its lanes are discarded.
     const bool more = kInside || left > kHalf;
     const int32_t* next = col + (more ? kHalf : 0);
     const Floats high = gather_heads<2 * H, kInside>(a.factors, next, more ? left - kHalf : left) * both;
@@ -94,7 +100,7 @@ GNNC_INLINE Floats exponentials(const AttentionArgs& a, const float* own, const 
   }
 }
 
-// One head: the records of edges side by side, one load at a time (see copy_of_edges).
+// Copies the records of edges side by side, for one head, one load at a time (see copy_of_edges).
 inline void copy_records(const AttentionArgs& a, const Segment& s, float* out) {
   constexpr int64_t kSize = kRecord<1>;
   for (int64_t e = 0; e < s.count; ++e) {
@@ -103,7 +109,7 @@ inline void copy_records(const AttentionArgs& a, const Segment& s, float* out) {
   }
 }
 
-// One head: quadruples [factor, factor, scale, -] of kLanes edges.
+// The records of kLanes edges, for one head: quadruples [factor, factor, scale, unused].
 struct Quadruples {
   static constexpr int kHalf = kLanes / 2;
   static constexpr LaneTable kFactors = lanes_by([](int i) { return i % kHalf * 4 + i / kHalf; });
@@ -128,7 +134,7 @@ struct Quadruples {
   }
 };
 
-// The weights of a segment, and what they add to the vectors of the row. kScaled: x has a scale a row.
+// Computes the weights of a segment, and accumulates them into the vectors of the row. kScaled: x has one scale a row.
 template <int H, bool kInside, bool kScaled>
 GNNC_INLINE void bounded_edges(const AttentionArgs& a, const Segment& s, const BoundedRow& row, bool first) {
   constexpr int kEdges = kLanes / H;
@@ -172,7 +178,8 @@ GNNC_INLINE void bounded_edges(const AttentionArgs& a, const Segment& s, const B
   if constexpr (kScaled) store(row.largest, as_floats(largest));
 }
 
-// Vectors of [some edges][H] of as many rows as there are edges in one become one vector [row][H].
+// Reduces vectors of [edges of a vector][H], one vector for each of as many rows as a vector has edges, to one vector
+// [row][H].
 template <int H, typename Vector, size_t kCount, typename Combine>
 GNNC_INLINE Vector fold_rows(const std::array<Vector, kCount>& v, const Combine& combine) {
   if constexpr (kCount == 1) {
@@ -187,7 +194,7 @@ GNNC_INLINE Vector fold_rows(const std::array<Vector, kCount>& v, const Combine&
   }
 }
 
-// The table, for sources begin ... end - 1.
+// Writes the records of the sources begin ... end - 1 to the table.
 template <int H>
 GNNC_INLINE void source_factors_of(const AttentionArgs& a, int64_t begin, int64_t end) {
   const Floats tops = load(a.src_tops), slope = splat(a.slope);
@@ -203,7 +210,7 @@ GNNC_INLINE void source_factors_of(const AttentionArgs& a, int64_t begin, int64_
       store_pairs<2>(out + half * 2 * kLanes, load(factors + half * kLanes), load(scales + half * kLanes));
     });
   };
-  constexpr int64_t kSize = kRecord<H> / H;  // floats of the table for one of a_src
+  constexpr int64_t kSize = kRecord<H> / H;  // floats of the table for one value of a_src
   float* out = a.factors + begin * kRecord<H>;
   for_columns((end - begin) * H, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
     if constexpr (std::is_same_v<decltype(lanes), Whole>) {
@@ -216,13 +223,13 @@ GNNC_INLINE void source_factors_of(const AttentionArgs& a, int64_t begin, int64_
   });
 }
 
-// Factors that the sums of bounded rows are multiplied by, [row][H] each: 1 / sum; and where x has a scale a row,
-// integer steps a unit of weight, and what a step of the sum stands for.
+// Factors of the sums of bounded rows, [row][H] each: 1 / sum; and, if x has one scale a row, the integer steps of a
+// weight of 1, and the value of one integer step of the sum.
 struct RowFactors {
   float *inverse, *steps, *unit;
 };
 
-// The vectors of kLanes / H rows as one, [row][H].
+// Reduces the vectors of kLanes / H rows to one vector, [row][H].
 template <int H, typename Combine>
 GNNC_INLINE Floats fold_tile_rows(const float* vectors, const Combine& combine) {
   std::array<Floats, kLanes / H> v;
@@ -230,8 +237,8 @@ GNNC_INLINE Floats fold_tile_rows(const float* vectors, const Combine& combine) 
   return fold_rows<H>(v, combine);
 }
 
-// Lanes of the result are -1 where a row must take the other way: its sum underflows or is NaN, or its largest weight
-// is too small for integers, or no weight at all.
+// Computes the factors of kLanes / H rows. Lanes of the result are -1 where a row must be computed from its maximum:
+// its sum underflows or is NaN, or its largest weight is too small for integers, or not a finite positive number.
 template <int H, bool kScaled>
 GNNC_INLINE Ints finish_rows(const float* sums, const float* tops, const RowFactors& out) {
   const Floats sum = fold_tile_rows<H>(sums, [](Floats x, Floats y) { return x + y; });

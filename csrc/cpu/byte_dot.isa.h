@@ -1,9 +1,10 @@
 #pragma once
 
-// Four gathered int8 rows at a time, for sums with vpdpbusd, which adds four products of bytes to a 32-bit sum.
+// Loads and interleaves four gathered int8 rows at a time, for sums with vpdpbusd, which adds four products of bytes to
+// a 32-bit sum.
 //
-// The bytes of four rows are interleaved, so that a word holds one column of all four. 64 columns become four vectors,
-// and word j of 128-bit lane l of vector i is column 16 l + 4 i + j.
+// The bytes of four rows are interleaved, so that a word holds one column of all four rows. 64 columns become four
+// vectors, and word j of 128-bit lane l of vector i is column 16 l + 4 i + j.
 
 #include <algorithm>
 
@@ -14,7 +15,8 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-// acc += products of unsigned and signed bytes. g++ 12 copies every accumulator twice a step around the intrinsic.
+// Adds the products of unsigned and signed bytes to acc. In assembly, because with the intrinsic g++ 12 copies every
+// accumulator twice a step.
 GNNC_INLINE void dot_bytes(__m512i& acc, __m512i u, __m512i s) {
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s));
 }
@@ -28,7 +30,7 @@ GNNC_INLINE void interleave(__m512i a, __m512i b, __m512i c, __m512i d, __m512i 
   x[3] = _mm512_unpackhi_epi16(ab_high, cd_high);
 }
 
-// Puts 64 sums into the order of columns.
+// Permutes 64 sums from the interleaved order into the order of columns.
 GNNC_INLINE void order_columns(__m512 (&v)[4]) {
   const __m512 a = _mm512_shuffle_f32x4(v[0], v[1], 0x44), b = _mm512_shuffle_f32x4(v[0], v[1], 0xee);
   const __m512 c = _mm512_shuffle_f32x4(v[2], v[3], 0x44), d = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
@@ -38,18 +40,19 @@ GNNC_INLINE void order_columns(__m512 (&v)[4]) {
   v[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
 }
 
-// Four edges of a segment. Those past its end are any edges of the graph: their weights must be 0.
+// Four edges of a segment. Edges past the end of the segment are arbitrary edges of the graph: their weights must be 0.
 struct Fours {
-  int64_t first;  // edge
-  int64_t left;   // edges of the segment from there on
+  int64_t first;  // index of the first edge
+  int64_t left;   // edges of the segment from the first on
   int64_t source[4];
   const int8_t* row[4];
 };
 
-// kInside: col goes on behind the segment, so that four edges, and four ahead, may always be read.
+// Calls body(four) for the edges of a segment. kInside: col continues past the segment, so that four ids, and four ids
+// at the prefetch distance, may always be read.
 template <bool kInside, typename Stride, typename Body>
 GNNC_INLINE void for_fours_at(const Segment& s, const int8_t* base, Stride stride, int64_t bytes, const Body& body) {
-  asm("" : "+r"(base));  // one register, not a sum that is made again for every row
+  asm("" : "+r"(base));  // keeps base in one register; otherwise g++ recomputes the sum for every row
   for (int64_t e = 0; e < s.count; e += 4) {
     Fours four{e, s.count - e, {}, {}};
     each<4>([&](auto i) __attribute__((always_inline)) {
@@ -61,7 +64,7 @@ GNNC_INLINE void for_fours_at(const Segment& s, const int8_t* base, Stride strid
   }
 }
 
-// body(four) for the edges of a segment and `bytes` of their rows.
+// Calls body(four) for the edges of a segment; prefetches the first `bytes` bytes of their rows.
 template <typename Stride, typename Body>
 GNNC_INLINE void for_fours(const Segment& s, const int8_t* base, Stride stride, int64_t bytes, const Body& body) {
   if (s.ahead == 0) return for_fours_at<false>(s, base, stride, bytes, body);

@@ -1,10 +1,10 @@
-// csr: a stable counting sort of the edges by destination.
+// csr: builds the CSR of a graph by a stable counting sort of the edges by destination.
 //
-// Two passes over the edge list, both parallel over equal slices of it. The first checks every index and counts the
-// destinations of each slice; nothing is written to the outputs before it has found every index in range. The second
-// writes each edge to its place, which the counts fix: the result does not depend on the number of slices.
-// Traffic: 16 E bytes of indices twice, 12 E bytes written (at random inside the destination order), 4 N a slice of
-// counters; the floor is the E random writes.
+// The sort makes two passes over the edge list, both parallel over equal slices of it. The first pass checks every
+// index and counts the destinations of each slice; nothing is written to the outputs before every index is known to be
+// in range. The second pass writes each edge to its position, which the counts determine: the result does not depend on
+// the number of slices. Traffic: 16 E bytes of indices twice, 12 E bytes written (at random inside the destination
+// order), 4 N a slice of counters; the floor is the E random writes.
 
 #include "csr.h"
 
@@ -38,7 +38,7 @@ struct EdgeList {
   int64_t destination(int64_t e) const { return static_cast<int64_t>(dst[e * dst_stride]); }
 };
 
-// A slice costs a pass over num_dst counters, so there are no more than the edges pay for.
+// Returns the number of slices. A slice costs a pass over num_dst counters, so the number is limited by that of edges.
 int64_t slice_count(int64_t num_edges, int64_t num_dst) {
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t worth = std::min(num_edges / kMinSlice, 2 * num_edges / std::max<int64_t>(num_dst, 1));
@@ -75,7 +75,7 @@ template <typename Index>
                   bad_src ? edges.num_src : edges.num_dst, bad_src ? " source" : " destination", " nodes)");
 }
 
-// Turns counts[slice][row] into the place of the slice's first edge of that row, and fills rowptr.
+// Turns counts[slice][row] into the position of the slice's first edge of that row, and fills rowptr.
 template <typename Count>
 void place(Count* counts, int64_t slices, int64_t num_dst, int64_t* rowptr) {
   int64_t start = 0;

@@ -1,6 +1,6 @@
 #pragma once
 
-// The CSR that every sparse kernel walks, and the split of its rows among threads.
+// The CSR that every sparse kernel traverses, and the division of its rows among threads.
 //
 // Rows are cut into chunks of about equal rows + edges by a binary search in rowptr. The cuts depend on the graph only,
 // never on the number of threads, and threads take chunks in any order: a row is always computed by the same code on
@@ -19,12 +19,12 @@ struct Csr {
   int64_t num_edges;
 };
 
-constexpr int64_t kChunkWork = 8192;  // rows + edges a chunk: 10 to 50 us, and long enough to prefetch within
-constexpr int64_t kTileRows = 16;     // rows that the row program sees at once
+constexpr int64_t kChunkWork = 8192;  // rows + edges of a chunk: 10 to 50 us, and long enough to prefetch within
+constexpr int64_t kTileRows = 16;     // rows of a tile of the row program
 
 inline int64_t chunk_count(const Csr& csr) { return (csr.num_dst + csr.num_edges + kChunkWork - 1) / kChunkWork; }
 
-// First row of a chunk: the first whose rows + edges before it reach chunk * kChunkWork.
+// Returns the first row of a chunk: the first row for which the rows + edges before it reach chunk * kChunkWork.
 inline int64_t chunk_begin(const Csr& csr, int64_t chunk) {
   int64_t low = 0, high = csr.num_dst;
   while (low < high) {

@@ -1,9 +1,9 @@
-// csr_ordered: a CSR by destination from an order of the edges that somebody else claims to know.
+// csr_ordered: builds the CSR of a graph by destination from an order of its edges that the caller provides.
 //
-// The claim is checked in the pass that copies: every edge must lie in the row of its destination, each once, and ids
-// must be in range. Rows partition the edges, and within a row edges get the caller's order, so a claim that passes is
-// the result of the stable sort, bit for bit. Traffic: 16 E bytes of indices once (at random through a permutation),
-// 12 E bytes written in order.
+// The order is validated in the pass that copies: every edge must lie in the row of its destination, each edge once,
+// and ids must be in range. Rows partition the edges, and within a row edges keep the caller's order, so an order that
+// passes gives the result of the stable sort, bit for bit. Traffic: 16 E bytes of indices once (at random through a
+// permutation), 12 E bytes written in order.
 
 #include <algorithm>
 #include <atomic>
@@ -27,7 +27,7 @@ struct Claim {
   int64_t num_src;
   int64_t num_dst;
   const int64_t* rowptr;
-  const int64_t* order;  // null: the edges lie in order already
+  const int64_t* order;  // null: the edges are sorted already
 };
 
 bool has_rows(const Claim& claim) {

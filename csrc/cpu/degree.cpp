@@ -1,6 +1,6 @@
 // degree: out[i] = the number of edges of row i, as fp32.
 //
-// One thread: 8 bytes read and 4 written a row, once for each graph.
+// The kernel runs on one thread: 8 bytes read and 4 written a row, once for each graph.
 
 #include "sparse_launch.h"
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Dot products of two rows, in fp32 or exactly in 32-bit integers.
+// Returns dot products of two rows, in fp32 or exactly in 32-bit integers.
 
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// The launcher of edge_softmax.
+// Launcher of edge_softmax.
 
 #include "edge_softmax.h"
 

@@ -2,8 +2,8 @@
 
 // edge_softmax: out[e, h] = exp(l[e, h] - max) / (sum + eps), max and sum over the edges of e's row.
 //
-// Layout: logits and out fp32 [E, heads] in CSR order. Traffic: both once. Floor: one read and one write of 4 E heads
-// bytes, about 20 instructions a vector of logits.
+// Layout: logits and out fp32 [E, heads] in CSR order. Traffic: logits and out once. Floor: one read and one write of 4
+// E heads bytes, about 20 instructions a vector of logits.
 
 #include <cstdint>
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// Maxima and minima of gathered rows. int8 without weights is compared as bytes, 64 columns an instruction; all else as
-// fp32, where a NaN among the rows makes the result NaN, as in torch.
+// Maxima and minima of gathered rows. int8 rows without weights are compared as bytes, 64 columns an instruction; all
+// other rows as fp32, where a NaN in a row makes the result NaN, as in torch.
 
 #include <limits>
 #include <type_traits>

@@ -1,6 +1,7 @@
-// first_not_finite: the number of the first of some fp32 tensors that holds NaN or an infinity, -1 where none does.
+// first_not_finite: returns the index of the first of some fp32 tensors that holds NaN or an infinity, or -1 if none
+// does.
 //
-// Programs ask it of their scales before they return. Traffic: 4 bytes a value, read once.
+// Programs check their scales with this op before they return. Traffic: 4 bytes a value, read once.
 
 #include <atomic>
 #include <bit>
@@ -15,7 +16,7 @@ namespace {
 using sparse::ScalarType;
 using sparse::Tensor;
 
-constexpr int64_t kSlice = 64 << 10;  // values; of fewer than two slices one thread is through sooner than two
+constexpr int64_t kSlice = 64 << 10;  // values of a slice; fewer than two slices are faster on one thread
 
 bool is_finite(const float* values, int64_t count) {
   constexpr uint32_t kExponent = 0x7f800000;

@@ -2,12 +2,12 @@
 
 // Sums of gathered int8 rows with a float weight an edge and head, in integer arithmetic.
 //
-// Weights become 16-bit integers on the way, in proportion to the largest of their head and segment (or row): one errs
-// by at most 2^-17 of that. Four rows are interleaved, so that a word holds one column of four edges; a word of the low
-// bytes of four weights and one of the high bytes are shuffled to the columns of their head, and vpdpbusd multiplies
-// and adds. Four edges of 64 columns take 4 loads, 8 + 2 shuffles, 8 multiply-adds and 3 instructions for their
-// weights, where conversion of the rows to float takes 12 an edge. 255 * 127 * kSegment < 2^24: a sum is exact as a
-// float.
+// Weights are converted to 16-bit integers, relative to the largest weight of their head and segment (or row): the
+// error of a weight is at most 2^-17 of the largest. Four rows are interleaved, so that a word holds one column of four
+// edges; a word of the low bytes of four weights and a word of the high bytes are shuffled to the columns of their
+// head, and vpdpbusd multiplies and adds. Four edges of 64 columns take 4 loads, 8 + 2 shuffles, 8 multiply-adds and 3
+// instructions for their weights, where conversion of the rows to float takes 12 an edge. 255 * 127 * kSegment < 2^24:
+// a sum is exact as a float.
 
 #include "byte_dot.isa.h"
 #include "heads.isa.h"
@@ -15,12 +15,13 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-constexpr float kLeastTop = 1e-30f;  // the largest weight of a head must be this, for its reciprocal to be a float
-constexpr float kSteps = 65535.0f;   // an integer weight of the largest
+// Least value of the largest weight of a head, so that its reciprocal is a finite float.
+constexpr float kLeastTop = 1e-30f;
+constexpr float kSteps = 65535.0f;  // the integer that the largest weight becomes
 
 #ifdef __AVX512F__
 
-// A head a lane, repeated: integer steps a unit of weight, and what a step of the sum stands for.
+// Factors by head, one head a lane, repeated: the integer steps of a weight of 1, and the value of one step of the sum.
 struct FixedScale {
   __m512 steps, unit;
 };
@@ -29,8 +30,8 @@ GNNC_INLINE __m512 weights_at(const float* w, int64_t left) {
   return left >= 16 ? _mm512_loadu_ps(w) : _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << left) - 1), w);
 }
 
-// The bits of the largest weight of each head. Those of non-negative floats order like the numbers; a sign, an infinity
-// or a NaN is more than all.
+// Returns the bits of the largest weight of each head. The bits of non-negative floats are ordered like the numbers; a
+// negative value, an infinity or a NaN is above all others.
 template <int H>
 GNNC_INLINE __m512i largest_weights(const float* w, int64_t count) {
   const int64_t flat = count * H;
@@ -41,7 +42,8 @@ GNNC_INLINE __m512i largest_weights(const float* w, int64_t count) {
   return (__m512i)fold_heads<H>((Ints)bits, larger_bits);
 }
 
-// False where a weight is negative, NaN or infinite, or where all weights of a head are tiny.
+// Computes the factors of a segment. Returns false if a weight is negative, NaN or infinite, or if all weights of a
+// head are tiny.
 template <int H>
 GNNC_INLINE bool fixed_scale(const Weights& weights, int64_t count, FixedScale& out) {
   if (weights.steps != nullptr) {
@@ -58,10 +60,10 @@ GNNC_INLINE bool fixed_scale(const Weights& weights, int64_t count, FixedScale& 
   return true;
 }
 
-// The weights of four edges, [edge][H], as integers; those past the last edge are 0.
+// The weights of four edges, [edge][H], as integers; weights past the last edge are 0.
 template <int H>
 struct FixedWeights {
-  __m512i first, second;  // the second with eight heads only
+  __m512i first, second;  // `second` is used with eight heads only
 
   GNNC_INLINE FixedWeights(const float* w, int64_t left, __m512 steps) {
     first = _mm512_cvtps_epi32(read(w, left * H) * steps);
@@ -81,7 +83,7 @@ struct FixedWeights {
   }
 };
 
-// The heads of the four times 16 columns from `column` on, one a lane of four words.
+// Returns the heads of the four times 16 columns from `column` on, one head for each 128-bit lane.
 template <int H>
 GNNC_INLINE __m512i heads_of_lanes(int64_t column, float heads_a_block) {
   if constexpr (H == 1) return _mm512_setzero_si512();
@@ -90,14 +92,14 @@ GNNC_INLINE __m512i heads_of_lanes(int64_t column, float heads_a_block) {
   return _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_add_ps(block, _mm512_set1_ps(0.5f)), _mm512_set1_ps(heads_a_block)));
 }
 
-// Positions of the low bytes of the weights of four edges, for lanes that belong to these heads.
+// Returns the positions of the low bytes of the weights of four edges, for lanes that belong to these heads.
 template <int H>
 GNNC_INLINE __m512i low_bytes(__m512i heads) {
   constexpr int kEdges = 4 * H * (1 << 8 | 2 << 16 | 3 << 24);
   return _mm512_add_epi32(_mm512_mullo_epi32(heads, _mm512_set1_epi32(0x04040404)), _mm512_set1_epi32(kEdges));
 }
 
-// NV times 64 columns: their heads, and where the bytes of their weights are.
+// NV times 64 columns: their heads, and the byte positions of their weights.
 template <int H, int NV>
 struct FixedColumns {
   __m512i heads[NV], low[NV], high[NV];
@@ -162,7 +164,8 @@ void fixed_sum(const Segment& s, const Rows<int8_t>& rows, const Weights& weight
 
 #endif
 
-// The kernel for sums of rows with a float weight an edge and head; out has room for a multiple of 64 columns.
+// Returns the kernel for sums of rows with a float weight an edge and head; `out` needs room for a multiple of 64
+// columns.
 template <typename T>
 SumKernel<T> weighted_sum_kernel(int64_t width, int64_t heads) {
 #ifdef __AVX512F__

@@ -14,10 +14,10 @@ namespace gnnc::GNNC_ISA {
 namespace {
 
 constexpr int64_t kSegment = 512;   // edges whose weights are prepared at once (2 KB a head)
-constexpr int64_t kBehind = 7;      // edges past the end of a segment that may be read as if they were part of it
-constexpr int64_t kPrefetch = 384;  // cache lines ahead; 128 to 768 are alike
+constexpr int64_t kBehind = 7;      // ids past the end of a segment that may be read as if they belonged to it
+constexpr int64_t kPrefetch = 384;  // prefetch distance in cache lines; 128 to 768 are equally fast
 
-// Row numbers 0..., for kernels that read the rows in order: they look like any other col.
+// Row ids 0..., the col array of kernels that read the rows in order.
 struct Identity {
   alignas(64) int32_t index[kSegment];
   constexpr Identity() : index() {
@@ -26,12 +26,13 @@ struct Identity {
 };
 constexpr Identity kIdentity;
 
-// A run of edges of one row, at least one. With col null in the Csr, rows are counted from the first edge of the run.
+// A segment: consecutive edges of one row, at least one. If the Csr has no col, rows are counted from the first edge of
+// the segment.
 struct Segment {
   const int32_t* col;
   int64_t count;
-  int64_t base;   // added to col: the first row, or 0
-  int64_t ahead;  // prefetch distance; 0 near the end of col. Else col goes on so far behind the last edge + kBehind
+  int64_t base;   // added to the ids in col: the first row, or 0
+  int64_t ahead;  // prefetch distance in edges; if not 0, col may be read up to `ahead` + kBehind past the last edge
 };
 
 template <typename T>
@@ -40,7 +41,8 @@ GNNC_INLINE void prefetch_row(const T* row, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) prefetch_far(p + b);
 }
 
-// Edges ahead, where one reads row_bytes: the lines must still be there when their turn comes.
+// Returns the prefetch distance in edges, for row_bytes bytes an edge: the lines must not be evicted before they are
+// read.
 GNNC_INLINE int64_t edges_ahead(int64_t row_bytes) {
   return row_bytes <= 64 ? kPrefetch : std::max<int64_t>(kPrefetch * 64 / row_bytes, 16);
 }
@@ -51,8 +53,8 @@ GNNC_INLINE Segment segment(const Csr& csr, int64_t begin, int64_t end, int64_t 
   return {csr.col + begin, end - begin, 0, end + ahead + kBehind <= csr.num_edges ? ahead : 0};
 }
 
-// out[e] = values[col[e]], of several. One load at a time: a gather instruction is microcode on many processors, and
-// slower.
+// Copies out[e] = values[col[e]] for several arrays. Loads are scalar, because a gather instruction is microcode on
+// many processors, and slower.
 struct EdgeCopy {
   const float* values;
   float* out;
@@ -63,7 +65,7 @@ inline void copy_of_edges(const Segment& s, const Copies&... copies) {
     const int64_t source = s.col[e], next = s.col[e + s.ahead];
     (prefetch_far(copies.values + next), ...);
     ((copies.out[e] = copies.values[source]), ...);
-    asm("" ::: "memory");  // keeps the compiler from making it one
+    asm("" ::: "memory");  // keeps the compiler from vectorizing to a gather
   }
 }
 
@@ -78,26 +80,26 @@ inline float widen_one(float v) { return v; }
 inline float widen_one(int8_t v) { return static_cast<float>(v); }
 inline float widen_one(Bf16 v) { return from_bits(static_cast<int32_t>(static_cast<uint32_t>(v.bits) << 16)); }
 
-// Layouts of the weights of an edge over the columns: one for all, one per head of whole vectors, one per vector.
+// Layouts of an edge's weights over the columns: one for all, one a head of whole vectors, one a vector.
 enum class Weight { none, edge, head, vector };
 
 struct Weights {
   const float* data;  // [count, heads], or null
   int64_t heads;
-  int64_t head_width;             // columns a head
-  float heads_a_block;            // of 16 columns
-  const float* factor = nullptr;  // [heads], of the sums; or null: 1
-  const float* steps = nullptr;   // [heads] of fixed_sum, where they are known: integer steps a unit of weight,
-  const float* unit = nullptr;    // and what one stands for, times factor
+  int64_t head_width;             // columns of a head
+  float heads_a_block;            // heads in 16 columns
+  const float* factor = nullptr;  // [heads], factors of the sums; null: 1
+  const float* steps = nullptr;   // [heads], for fixed_sum, if known: integer steps of a weight of 1,
+  const float* unit = nullptr;    // [heads], and the value of one step, times factor
 };
 
-// The layout for rows of `width` columns, without the weights themselves.
+// Returns the layout of the weights for rows of `width` columns, with null data.
 inline Weights weights_of(int64_t width, int64_t heads) {
   const int64_t head_width = width / heads;
   return {nullptr, heads, head_width, 16.0f / static_cast<float>(head_width)};
 }
 
-// out[0 .. width) = or += the sum over a segment; out has room for whole vectors.
+// A kernel that computes out[0 .. width) = or += the sum over a segment; `out` needs room for whole vectors.
 template <typename T>
 using SumKernel = void (*)(const Segment&, const Rows<T>&, const Weights&, bool first, float* out);
 
@@ -118,7 +120,7 @@ GNNC_INLINE void add_row(__m512 (&acc)[NV], const T* row, int64_t last, const fl
   if constexpr (W == Weight::edge) all = _mm512_set1_ps(*w);
 #pragma GCC unroll 16
   for (int v = 0; v < NV; ++v) {
-    constexpr bool kPadded = std::is_same_v<T, int8_t>;  // rows of int8 end with zeros
+    constexpr bool kPadded = std::is_same_v<T, int8_t>;  // rows of int8 are padded with zeros
     const __m512 x = kPadded || v + 1 < NV ? load16(row + v * 16) : load16(row + v * 16, last);
     if constexpr (W == Weight::none) {
       acc[v] = _mm512_add_ps(acc[v], x);
@@ -130,7 +132,8 @@ GNNC_INLINE void add_row(__m512 (&acc)[NV], const T* row, int64_t last, const fl
   }
 }
 
-// 32 bf16 columns a load: even ones shifted up, odd ones masked, in two registers that are put in order at the end.
+// Adds 32 bf16 columns a load: even columns shifted up, odd columns masked, in two registers that are permuted into
+// column order at the end.
 template <int NV>
 GNNC_INLINE void add_pairs(__m512 (&acc)[NV], const Bf16* row, __m512 w) {
 #pragma GCC unroll 16
@@ -154,13 +157,13 @@ GNNC_INLINE void order_pairs(__m512 (&acc)[NV]) {
   }
 }
 
-// NV vectors of 16 columns: the sum over a segment, in registers. Two sets of sums, of even and of odd edges, hide the
-// latency of the additions. Paired: bf16 two columns at a time, for whole pairs of vectors.
+// Sums NV vectors of 16 columns over a segment, in registers. Two sets of accumulators, of even and of odd edges, hide
+// the latency of the additions. Paired: bf16 rows are added two columns at a time, for whole pairs of vectors.
 template <typename T, Weight W, int NV, bool Paired>
 GNNC_INLINE void sum_block(const Segment& s, const Rows<T>& rows, int64_t column, const Weights& weights, bool first,
                            float* out) {
   const T* base = rows.data + s.base * rows.stride + column;
-  asm("" : "+r"(base));  // one register, not a sum that is made again for every row
+  asm("" : "+r"(base));  // keeps base in one register; otherwise g++ recomputes the sum for every row
   const int64_t last = std::min<int64_t>(rows.width - column - (NV - 1) * 16, 16);
   int64_t head[NV];
   for (int v = 0; v < NV; ++v) head[v] = W == Weight::head ? (column + v * 16) / weights.head_width : 0;
@@ -230,7 +233,7 @@ void sum_columns(const Segment& s, const Rows<T>& rows, const Weights& weights, 
   }
 }
 
-// Heads whose width is no multiple of 16: the columns of one head at a time, with a mask.
+// Sums rows with heads whose width is no multiple of 16: the columns of one head at a time, with a mask.
 template <typename T>
 void sum_ragged_heads(const Segment& s, const Rows<T>& rows, const Weights& weights, bool first, float* out) {
   for (int64_t c = 0; c < rows.width;) {
@@ -249,7 +252,7 @@ void sum_ragged_heads(const Segment& s, const Rows<T>& rows, const Weights& weig
   }
 }
 
-// Heads of 8 columns: a vector holds two, and takes its weights from the two halves of one.
+// Sums rows with heads of 8 columns: a vector covers two heads, and its weights are two halves of one vector.
 template <typename T>
 void sum_heads_of_8(const Segment& s, const Rows<T>& rows, const Weights& weights, bool first, float* out) {
   constexpr int NV = 4;
@@ -293,7 +296,8 @@ SumKernel<T> sum_kernel(int64_t width, int64_t heads, bool weighted) {
 
 #else
 
-// Up to 64 columns that share a weight. A segment is summed apart from those before it, which keeps rounding small.
+// Sums up to 64 columns that share a weight. A segment is summed separately from earlier segments, which keeps rounding
+// errors small.
 template <typename T>
 void sum_block(const Segment& s, const T* base, int64_t stride, int64_t width, const Weights& weights, int64_t head,
                bool first, float* out) {

@@ -1,4 +1,4 @@
-// The launcher of gemm: checks, packs the weight, and gives blocks of rows to the threads.
+// Launcher of gemm: checks the arguments, packs the weight, and distributes blocks of rows over the threads.
 
 #include "gemm.h"
 
@@ -14,10 +14,10 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kMaxIntegerDepth = 133144;  // 127 * 127 * it < 2^31
-constexpr int64_t kSliceWork = 8 << 20;       // products; about 30 us in int8
-constexpr int64_t kShares = 4;                // a thread takes at least so many slices, or has much less than others
-constexpr int64_t kSerialWork = 4 << 20;      // below this, waking a thread costs more than it brings
+constexpr int64_t kMaxIntegerDepth = 133144;  // the largest depth with 127 * 127 * depth < 2^31
+constexpr int64_t kSliceWork = 8 << 20;       // products of a slice; about 30 us in int8
+constexpr int64_t kShares = 4;                // least slices of a thread; with fewer, threads would be loaded unevenly
+constexpr int64_t kSerialWork = 4 << 20;      // products below which waking a thread costs more than it saves
 constexpr int64_t kSerialWeights = 64 << 10;
 
 GemmMode mode_of(int64_t mode) {
@@ -26,7 +26,7 @@ GemmMode mode_of(int64_t mode) {
   return static_cast<GemmMode>(mode);
 }
 
-// The weights, in this thread until its next call.
+// Stores the checked weights in g; the array is valid in this thread until the next call.
 void take_weights(GemmArgs& g, const std::vector<Tensor>& weights, const std::vector<int64_t>& is_kn) {
   static thread_local std::vector<GemmWeight> taken;
   taken.clear();
@@ -91,7 +91,7 @@ void pack(GemmArgs& g) {
 void compute(const GemmArgs& g) {
   const int64_t block = GNNC_DISPATCH(gemm_block_rows, g);
   const int64_t work =
-      g.depth * (g.width + 48) + 16 * g.width + 1;  // of a row: quantizing it and its epilogue count too
+      g.depth * (g.width + 48) + 16 * g.width + 1;  // work of a row: quantizing it and its epilogue count too
   const int64_t share = g.rows / (kShares * static_cast<int64_t>(torch::stable::get_num_threads()));
   const int64_t slice = std::max<int64_t>(1, std::min(kSliceWork / work, share) / block) * block;
   parallel_slices(g.rows, slice, kSerialWork / work, [&](int64_t begin, int64_t end) {

@@ -1,8 +1,9 @@
 // See gemm.h for layout, traffic and floor.
 //
-// The loop over k keeps a tile of 6 x 4 vectors of sums in registers (8 x 3, 12 x 2, 12 x 1 for narrow panels). Its
-// sums are arrays that only constants index, unrolled by templates: g++ 12 spills them when loops do that (a test reads
-// the object code). Rows past the end of a block are computed from what the buffer holds and dropped.
+// The loop over k keeps a tile of 6 x 4 vectors of accumulators in registers (8 x 3, 12 x 2, 12 x 1 for narrow panels).
+// The accumulators are arrays that are indexed by constants only, unrolled by templates: g++ 12 spills arrays that
+// loops index (a test reads the object code). Rows past the end of a block are computed from whatever the buffer holds,
+// and discarded.
 
 #include "gemm.h"
 
@@ -17,8 +18,9 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-constexpr int64_t kFloatDepth = 2048;  // k of a pass over the rows of a block: half an L2 of weights
-constexpr int64_t kExactDepth = 1024;  // 127 * 127 * 1024 < 2^24: sums of products of codes are exact in floats
+constexpr int64_t kFloatDepth = 2048;  // values of k of one pass over the rows of a block: half an L2 of weights
+// 127 * 127 * 1024 < 2^24: sums of products of quantized values are exact in floats.
+constexpr int64_t kExactDepth = 1024;
 
 constexpr int tile_rows(int strips) {
   if (!kVnni) return kLanes == 8 ? 3 : 2;
@@ -27,7 +29,7 @@ constexpr int tile_rows(int strips) {
 
 int64_t panels_of(const GemmArgs& g) { return (strips_of(g) + kPanelStrips - 1) / kPanelStrips; }
 
-// body(strips) with the number as a constant.
+// Calls body(strips) with the number of strips as a compile-time constant.
 template <typename Body>
 GNNC_INLINE void with_strips(int64_t strips, const Body& body) {
   switch (strips) {
@@ -42,10 +44,10 @@ GNNC_INLINE void with_strips(int64_t strips, const Body& body) {
   }
 }
 
-// Fetches a part of the rows of the next block in each step of a tile, so that reading x overlaps with products.
+// Prefetches a part of the rows of the next block in each step of a tile, so that loading x overlaps with products.
 struct Ahead {
   const char* at;
-  int64_t step;  // bytes; 0 where there is nothing to fetch
+  int64_t step;  // bytes; 0: nothing to prefetch
 
   template <int kLines>
   GNNC_INLINE void next() {
@@ -54,7 +56,7 @@ struct Ahead {
   }
 };
 
-// The rows that will take the place of `rows` rows from `row`, in the steps of the first panel.
+// Returns the prefetch of the rows that will replace the `rows` rows from `row` on, in the steps of the first panel.
 Ahead ahead_of(const GemmArgs& g, int64_t panel, int64_t row, int rows) {
   const int64_t size = g.x_type == Scalar::f32 ? 4 : g.x_type == Scalar::bf16 ? 2 : 1;
   const int64_t next = row + kBlockRows;
@@ -65,7 +67,7 @@ Ahead ahead_of(const GemmArgs& g, int64_t panel, int64_t row, int rows) {
 template <int kRows, int kStrips>
 using Sums = std::make_integer_sequence<int, kRows * kStrips>;
 
-// acc (+)= a * w for kRows rows and kStrips vectors of columns; a has lda floats a row.
+// Computes acc (+)= a * w for kRows rows and kStrips vectors of columns; rows of a are lda floats apart.
 template <int kRows, int kStrips, int... I>
 GNNC_INLINE void float_tile(const float* a, int64_t lda, const float* w, int64_t depth, bool add, Ahead ahead,
                             float* acc, int64_t ld, std::integer_sequence<int, I...>) {
@@ -88,13 +90,13 @@ __attribute__((noinline)) void gemm_float_tile(const float* a, int64_t lda, cons
   float_tile<kRows, kStrips>(a, lda, w, depth, add, ahead, acc, ld, Sums<kRows, kStrips>{});
 }
 
-// A block of rows while it is computed, in the thread's scratch.
+// The buffers of a block of rows, in the thread's scratch memory.
 struct Block {
   float* acc;       // [kBlockRows, ld]
-  int32_t* sums;    // [kBlockRows, ld], where codes are multiplied as floats
-  float* scales;    // [kBlockRows + 16] of the rows
-  float* inverses;  // the same
-  uint8_t* buffer;  // the rows as the tiles read them
+  int32_t* sums;    // [kBlockRows, ld], if quantized values are multiplied as floats
+  float* scales;    // [kBlockRows + 16], scales of the rows
+  float* inverses;  // [kBlockRows + 16], inverses of the scales
+  uint8_t* buffer;  // the rows, in the layout that tiles read
   int64_t ld, depth;
   int rows;
 };
@@ -153,7 +155,7 @@ const T* rows_at(const GemmArgs& g, int64_t row) {
   return static_cast<const T*>(g.x) + row * g.x_stride;
 }
 
-// Full blocks of floats are read in place, all others through the buffer.
+// Computes a block in FP32. Full blocks of floats are read in place, all others are copied to the buffer.
 void compute_floats(const GemmArgs& g, const Block& b, int64_t row) {
   const bool in_place = g.x_type == Scalar::f32 && g.mode == GemmMode::f32 && b.rows == kBlockRows;
   if (!in_place) {
@@ -174,7 +176,7 @@ GNNC_INLINE void quantize_row(const GemmArgs& g, const T* x, float inverse, uint
   store_codes<kCodes>(g.depth, value, 0x80, reinterpret_cast<int8_t*>(out));
 }
 
-// A few rows at a time, so that they are still in L1 when their maxima are known.
+// Quantizes the rows of a block, a few rows at a time, so that they are still in L1 when their maxima are known.
 template <typename T>
 void quantize_rows(const GemmArgs& g, const Block& b, const T* x) {
   if (g.x_scale != nullptr) {
@@ -195,7 +197,8 @@ void quantize_rows(const GemmArgs& g, const Block& b, const T* x) {
   }
 }
 
-// The flip turns what is left of the last block into weights times zero.
+// Copies quantized values xor 0x80. In the padding of the last block of columns, the flipped values are multiplied by
+// weights of zero.
 void copy_flipped(const int8_t* q, int64_t count, uint8_t* to) {
 #ifdef __AVX512F__
   const __m512i flip = _mm512_set1_epi8(-128);
@@ -232,7 +235,7 @@ void load_codes(const GemmArgs& g, const Block& b, int64_t row) {
 
 #ifdef __AVX512F__
 
-// acc = float(init + a * w) * row scale * column scale.
+// Computes acc = float(init + a * w) * row scale * column scale.
 template <int kRows, int kStrips, int... I>
 GNNC_INLINE void code_tile(const uint8_t* a, int64_t lda, const int32_t* w, int64_t steps, const int32_t* init,
                            const float* row_scale, const float* column_scale, Ahead ahead, float* acc, int64_t ld,
@@ -261,7 +264,7 @@ __attribute__((noinline)) void gemm_code_tile(const uint8_t* a, int64_t lda, con
   code_tile<kRows, kStrips>(a, lda, w, steps, init, row_scale, column_scale, ahead, acc, ld, Sums<kRows, kStrips>{});
 }
 
-// Room for what is not zero in a row, and for what is written past it.
+// Returns buffers for the nonzero elements of a row, and for the elements that are written past them.
 NonZeros room_for_non_zeros(int64_t depth) {
   static thread_local Scratch scratch;
   const int64_t room = depth + kLanes;
@@ -269,7 +272,7 @@ NonZeros room_for_non_zeros(int64_t depth) {
   return {columns, reinterpret_cast<float*>(columns + room), 0, 0};
 }
 
-// The scale that a row is quantized by, and its inverse.
+// Returns the scale that a row is quantized with, and its inverse.
 template <typename T>
 GNNC_INLINE std::pair<float, float> scale_of_row(const GemmArgs& g, const NonZeros& found, int64_t row) {
   if (g.x_scale != nullptr) {
@@ -280,8 +283,9 @@ GNNC_INLINE std::pair<float, float> scale_of_row(const GemmArgs& g, const NonZer
   return {scale, inverse_of(scale)};
 }
 
-// Multiplies a block of rows that are mostly zeros; false where they are not. A row may have more than its part, but
-// the first not by much, so that other matrices lose the look at a quarter of a row of each block.
+// Multiplies a block of rows that are mostly zeros; returns false if the rows are not. A row may have more nonzero
+// elements than its share, but the first row not many more, so that for other matrices the scan of each block stops
+// after a quarter of a row.
 template <typename T>
 bool multiply_few(const GemmArgs& g, const Block& b, int64_t row) {
   NonZeros found = room_for_non_zeros(g.depth);
@@ -337,7 +341,7 @@ void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
 
 #else
 
-// The codes as floats, behind the bytes that they come from.
+// Converts the quantized values to floats, stored after the bytes in the buffer.
 float* floats_of_codes(const Block& b) {
   auto* floats = reinterpret_cast<float*>(b.buffer + kBlockRows * b.depth);
   for (int64_t i = 0; i < b.rows * b.depth; ++i) floats[i] = static_cast<float>(b.buffer[i]) - 128.0f;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Memory layout of a packed weight and of a block of rows. One dword of a panel is a float, or with VNNI four
-// int8 codes of consecutive k.
+// Memory layout of a packed weight and of a block of rows. One dword of a panel is a float, or with VNNI four quantized
+// int8 values of consecutive k.
 
 #include <algorithm>
 
@@ -13,7 +13,7 @@ namespace gnnc::GNNC_ISA {
 #ifdef __AVX512F__
 constexpr bool kVnni = true;
 #else
-constexpr bool kVnni = false;  // int8 codes are multiplied as floats, exactly: see kExactDepth
+constexpr bool kVnni = false;  // quantized values are multiplied as floats, exactly: see kExactDepth
 #endif
 
 constexpr int kPanelStrips = 4;     // a strip is one vector of columns

@@ -1,5 +1,5 @@
-// Packs the weight of a gemm: see gemm.h. A strip of columns is read once for its maxima (int8) and once to pack; what
-// is read is in L1 or L2 the second time.
+// Packs the weight of a gemm: see gemm.h. A strip of columns is read once for its maxima (int8) and once to pack; for
+// the second read the strip is in L1 or L2.
 
 #include "gemm_layout.isa.h"
 #include "gnnc/quantize.h"
@@ -9,12 +9,12 @@ namespace {
 
 struct Strip {
   const GemmArgs& g;
-  const float* w;  // of the first column
+  const float* w;  // the weight, from the first column of the strip on
   int64_t stride_o, stride_k;
   int32_t* to;
-  int64_t stride;  // dwords a step
-  int64_t first;   // column
-  int columns;     // that exist
+  int64_t stride;  // dwords from one step to the next
+  int64_t first;   // first column
+  int columns;     // number of columns that exist
 };
 
 Strip strip_of(const GemmArgs& g, int64_t index) {
@@ -34,12 +34,12 @@ GNNC_INLINE Floats round_to_bf16(Floats v) {
   return load(narrow);
 }
 
-// The columns of one k, where columns are adjacent.
+// Returns the columns of one k, if columns are adjacent in memory.
 GNNC_INLINE Floats row_of_columns(const Strip& s, int64_t k) { return load(s.w + k * s.stride_k, Tail{s.columns}); }
 
 #ifdef __AVX512F__
 
-// v[i] lane j becomes v[j] lane i.
+// Transposes a 16 x 16 matrix: v[i] lane j becomes v[j] lane i.
 GNNC_INLINE void transpose(__m512i (&v)[16]) {
   __m512i t[16];
 #pragma GCC unroll 8
@@ -70,7 +70,7 @@ GNNC_INLINE void transpose(__m512i (&v)[16]) {
   }
 }
 
-// Stores 16 steps of a strip, given each column's dwords; column(c) gives 16 dwords.
+// Stores 16 steps of a strip, given the dwords of each column; column(c) returns 16 dwords.
 template <typename Column>
 GNNC_INLINE void store_steps(const Strip& s, int64_t step, const Column& column) {
   alignas(64) int32_t dwords[16][16] = {};
@@ -129,7 +129,8 @@ void pack_code_columns(const Strip& s, const float* inverse) {
   }
 }
 
-// The codes of x come as q + 128, so the sums start at -128 times the column's sum.
+// Computes the initial values of the sums: quantized values of x are stored as q + 128, so the sums start at -128 times
+// the column's sum.
 void start_sums(const Strip& s) {
   __m512i sums = _mm512_setzero_si512();
   for (int64_t step = 0; step < steps_of(s.g); ++step) {
@@ -173,7 +174,7 @@ void pack_float_columns(const Strip& s) {
   }
 }
 
-// The maximum of each column, as bits.
+// Computes the maximum of each column, as bits.
 void column_tops(const Strip& s, float* tops) {
   if (s.stride_k == 1) {
     Group group;

@@ -1,8 +1,8 @@
 #pragma once
 
-// Rows of x that are mostly zeros (counts of words): what is not zero is found while a row is read, and only that is
-// quantized and multiplied. Reading x from memory takes longer than looking at it, so that finding costs little. The
-// results are those of the other path, bit for bit: both sum integers.
+// Multiplication of rows of x that are mostly zeros (counts of words): the nonzero elements are found while a row is
+// read, and only these are quantized and multiplied. Reading x from memory takes longer than comparing it with zero, so
+// the scan costs little. The results are bit for bit equal to those of the dense path: both sum integers.
 
 #include "gemm_layout.isa.h"
 #include "gnnc/quantize.h"
@@ -11,27 +11,28 @@
 
 namespace gnnc::GNNC_ISA {
 
-constexpr int64_t kZerosDepth = 512;   // rows are looked at from so many columns on
-constexpr int64_t kFew = 8;            // and are mostly zeros where one column in so many is something else
+constexpr int64_t kZerosDepth = 512;   // least depth of rows that are scanned for zeros
+constexpr int64_t kFew = 8;            // a row is mostly zeros if at most one of so many columns is nonzero
 constexpr int64_t kAheadBytes = 6144;  // measured: 4096 and 8192 take 10% longer, 2048 a third
 
-// The intrinsic makes g++ 12 copy every sum before it adds, and spill the copies.
+// Adds products of unsigned and signed bytes. In assembly, because with the intrinsic g++ 12 copies every sum before it
+// adds, and spills the copies.
 GNNC_INLINE void add_products(__m512i& sum, __m512i unsigned_codes, __m512i signed_codes) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_codes), "v"(signed_codes));
 }
 
 // The nonzero elements of a row.
 struct NonZeros {
-  int32_t* column;  // later the step of four that it is in
-  float* value;     // later the code, in the byte of its column in the step
+  int32_t* column;  // columns; after quantization the step of four columns that each lies in
+  float* value;     // values; after quantization the quantized value, in the byte of its column in the step
   int64_t count;
-  int32_t sum;  // of the codes
+  int32_t sum;  // sum of the quantized values
 };
 
 GNNC_INLINE uint32_t non_zeros(Floats v) { return _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_NEQ_UQ); }
 
-// Writes the numbers of the bits, and up to four more, and returns how many bits there are. Most words have none to
-// four, which takes no branch.
+// Writes the indices of the set bits, and up to four more elements, and returns the number of set bits. Most words have
+// at most four set bits, which takes no branch.
 GNNC_INLINE int64_t write_bits(uint64_t bits, int32_t first, int32_t* to) {
   const int64_t count = __builtin_popcountll(bits);
   each<4>([&](auto i) __attribute__((always_inline)) {
@@ -46,9 +47,8 @@ GNNC_INLINE float value_of(float v) { return v; }
 GNNC_INLINE float value_of(Bf16 v) { return from_bits(static_cast<int32_t>(v.bits) << 16); }
 GNNC_INLINE float value_of(int8_t v) { return static_cast<float>(v); }
 
-// Writes the columns of a row that are not zero, and returns how many there are, or once there are more than `most`, a
-// number above that. What follows in memory is on its way meanwhile, so that it is read while the rest of the work on
-// this row is done, too.
+// Writes the nonzero columns of a row, and returns their number, or, as soon as there are more than `most`, a number
+// above `most`. Prefetches the memory that follows, so that it arrives while the rest of this row is processed.
 template <typename T>
 GNNC_INLINE int64_t find_non_zeros(const T* x, int64_t width, int64_t most, int32_t* column) {
   int64_t count = 0, c = 0;
@@ -68,7 +68,7 @@ GNNC_INLINE int64_t find_non_zeros(const T* x, int64_t width, int64_t most, int3
   return count;
 }
 
-// Values to codes, columns to steps.
+// Quantizes the values, and splits columns into steps and bytes.
 template <Codes kCodes>
 GNNC_INLINE void quantize_non_zeros(NonZeros& found, float inverse) {
   const Floats factor = splat(inverse);
@@ -87,8 +87,9 @@ GNNC_INLINE void quantize_non_zeros(NonZeros& found, float inverse) {
   found.sum = _mm512_reduce_add_epi32(sum);
 }
 
-// acc = float(code * w) * row scale * column scale for the columns of a panel. The bytes of weights are made unsigned
-// by adding 128, which adds 128 times the sum of the row's codes; what is past 32 bits on the way comes back.
+// Computes acc = float(q * w) * row scale * column scale for the columns of a panel. The bytes of weights are made
+// unsigned by adding 128, which adds 128 times the sum of the row's quantized values to the result; intermediate
+// overflow of 32 bits is harmless, because it cancels.
 template <int kStrips>
 GNNC_INLINE void multiply_non_zeros(const NonZeros& found, const int32_t* w, float row_scale, const float* column_scale,
                                     float* acc) {

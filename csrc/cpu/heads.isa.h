@@ -1,14 +1,14 @@
 #pragma once
 
-// Values that lie as [edges][heads]. Where the number of heads divides the lanes of a vector, every vector repeats the
-// same heads: what combines edges is one vector that is folded at the end.
+// Reductions and broadcasts of values with layout [edges][heads]. If the number of heads divides the lanes of a vector,
+// every vector has the same pattern of heads: edges are combined in one vector that is reduced at the end.
 
 #include "gnnc/simd.h"
 
 namespace gnnc::GNNC_ISA {
 namespace {
 
-// Calls body.operator()<H>() for a number of heads that divides the lanes; false for another.
+// Calls body.operator()<H>() for a number of heads that divides the lanes; returns false for any other number.
 template <typename Body>
 GNNC_INLINE bool with_heads(int64_t heads, const Body& body) {
   if (heads == 1) return body.template operator()<1>(), true;
@@ -30,7 +30,7 @@ constexpr LaneNumbers kLaneNumbers;
 
 GNNC_INLINE Ints lane_numbers() { return *reinterpret_cast<const Ints*>(kLaneNumbers.lane); }
 
-// values[0 .. H) side by side in all lanes.
+// Returns values[0 .. H), repeated over all lanes.
 template <int H>
 GNNC_INLINE Floats repeat_heads(const float* values) {
   if constexpr (H == 1) return splat(*values);
@@ -41,7 +41,7 @@ GNNC_INLINE Floats repeat_heads(const float* values) {
   return __builtin_shuffle(load(values, Tail{H}), lane_numbers() & (H - 1));
 }
 
-// Every lane gets the result over the lanes of its head.
+// Reduces a vector by head; every lane gets the result over the lanes of its head.
 template <int H, typename Vector, typename Combine>
 GNNC_INLINE Vector fold_heads(Vector v, const Combine& combine) {
 #pragma GCC unroll 4

@@ -1,10 +1,10 @@
 #pragma once
 
-// Exact integer sums of gathered int8 rows, weighted by nothing, by a power of two a source row, or by an int8 an edge.
+// Exact integer sums of gathered int8 rows, unweighted, weighted by a power of two a source row, or by an int8 an edge.
 //
-// An edge of 64 columns takes 1 load, 2 shuffles and 1 multiply-add, needs no widening, and gets its weight for
-// nothing. Sums are put into the order of columns once a row. A 32-bit sum takes at most 2^16 edges: 255 * 128 * 2^16 <
-// 2^31. Longer rows add such sums in 64 bits.
+// An edge of 64 columns takes 1 load, 2 shuffles and 1 multiply-add, without widening, and weights cost nothing extra.
+// Sums are permuted into the order of columns once a row. A 32-bit sum takes at most 2^16 edges: 255 * 128 * 2^16 <
+// 2^31. For longer rows such sums are added in 64 bits.
 
 #include "byte_dot.isa.h"
 #include "scratch.h"
@@ -21,8 +21,8 @@ inline int64_t padded(int64_t width) { return (width + 63) / 64 * 64; }
 struct IntSum {
   Csr csr;
   Rows<int8_t> rows;
-  const uint8_t* shift;  // by source, for pow2
-  const int8_t* value;   // by edge, for signed8
+  const uint8_t* shift;  // [num_src], for pow2
+  const int8_t* value;   // [E], for signed8
   int32_t* sums;         // [padded width], scratch
   int64_t* totals;       // [width], scratch
 };
@@ -38,12 +38,12 @@ GNNC_INLINE int64_t sum_of_bytes(const int8_t* bytes, int64_t count) {
   return _mm512_reduce_add_epi32(sum);
 }
 
-// Sums of 64 columns, in the order of interleaved rows.
+// Sums of 64 columns, in the interleaved order of byte_dot.isa.h.
 struct Sums {
   __m512i part[4];
 };
 
-// The weights of a segment: shifts by source, or values by edge.
+// Returns the weights of a segment: shifts by source, or values by edge.
 template <IntWeight W>
 GNNC_INLINE const uint8_t* weights_of(const IntSum& a, const Segment& s, int64_t begin) {
   if constexpr (W == IntWeight::pow2) return a.shift + s.base;
@@ -51,7 +51,7 @@ GNNC_INLINE const uint8_t* weights_of(const IntSum& a, const Segment& s, int64_t
   return nullptr;
 }
 
-// The weights of four edges as a word, 0 past the end of the segment.
+// Returns the weights of four edges, a byte each, in every word; 0 past the end of the segment.
 template <IntWeight W>
 GNNC_INLINE __m512i weight_word(const uint8_t* weights, const Fours& four) {
   const uint32_t inside = _bzhi_u32(~0u, static_cast<uint32_t>(8 * std::min<int64_t>(four.left, 4)));
@@ -60,7 +60,7 @@ GNNC_INLINE __m512i weight_word(const uint8_t* weights, const Fours& four) {
     const auto lanes = static_cast<__mmask16>(_bzhi_u32(0xf, static_cast<uint32_t>(std::min<int64_t>(four.left, 4))));
     return _mm512_broadcastd_epi32(_mm_maskz_loadu_epi8(lanes, weights + four.first));
   }
-  uint32_t shifts = ~inside;  // a byte whose highest bit is set becomes 0
+  uint32_t shifts = ~inside;  // the shuffle below makes 0 of a byte whose highest bit is set
   each<4>([&](auto i) __attribute__((always_inline)) { shifts |= uint32_t{weights[four.source[i]]} << (8 * i); });
   const __m128i powers = _mm_set1_epi64x(0x0102040810204080);
   const __m128i word = _mm_shuffle_epi8(powers, _mm_cvtsi32_si128(static_cast<int>(shifts)));
@@ -89,13 +89,13 @@ GNNC_INLINE void integer_block(const Segment& s, const int8_t* base, Stride stri
   });
 }
 
-// Returns the position of the sum of a column.
+// Returns the position of the sum of a column in the interleaved order.
 inline int64_t place_of(int64_t column) {
   const int64_t vector = column / 64, lane = column % 64 / 16, part = column % 16 / 4;
   return vector * 64 + part * 16 + lane * 4 + column % 4;
 }
 
-// 64 sums, less the correction, as floats in the order of columns.
+// Stores 64 sums, less the correction, as floats in the order of columns.
 GNNC_INLINE void store_columns(const Sums& s, __m512i correction, float* out) {
   __m512 v[4];
   each<4>([&](auto i)
@@ -104,13 +104,13 @@ GNNC_INLINE void store_columns(const Sums& s, __m512i correction, float* out) {
   each<4>([&](auto i) __attribute__((always_inline)) { _mm512_storeu_ps(out + i * 16, v[i]); });
 }
 
-// The excess in the sum of every column: values are added as unsigned q + 128 where weights are signed.
+// Returns the excess in the sum of every column: with signed weights, values are added as unsigned q + 128.
 template <IntWeight W>
 GNNC_INLINE int64_t correction_of(const IntSum& a, int64_t begin, int64_t count) {
   return W == IntWeight::signed8 ? 128 * sum_of_bytes(a.value + begin, count) : 0;
 }
 
-// finish(column, acc) takes the sums of NV vectors.
+// Sums NV vectors of 64 columns, and passes the sums to finish(column, acc).
 template <IntWeight W, int NV, typename Finish>
 GNNC_INLINE int64_t sum_vectors(const IntSum& a, const Segment& s, int64_t column, const uint8_t* weights,
                                 const Finish& finish) {
@@ -124,7 +124,7 @@ template <IntWeight W, typename Finish>
 GNNC_INLINE void sum_segment(const IntSum& a, int64_t begin, int64_t end, const Finish& finish) {
   const Segment s = segment(a.csr, begin, end);
   const uint8_t* weights = weights_of<W>(a, s, begin);
-  if (a.rows.stride == 64) {  // one vector, and nothing to choose from row to row
+  if (a.rows.stride == 64) {  // one vector, and a constant stride
     Sums acc[1]{};
     constexpr std::integral_constant<int64_t, 64> stride;
     integer_block<W, 1>(s, a.rows.data + s.base * stride, stride, weights, acc);
@@ -142,7 +142,7 @@ GNNC_INLINE void sum_segment(const IntSum& a, int64_t begin, int64_t end, const 
   }
 }
 
-// The sums over at most 2^16 edges, in a.sums. Returns what is to be taken off every column.
+// Sums at most 2^16 edges into a.sums. Returns the correction that must be subtracted from every column.
 template <IntWeight W>
 int64_t sum_group(const IntSum& a, int64_t begin, int64_t end) {
   std::memset(a.sums, 0, static_cast<size_t>(padded(a.rows.width)) * sizeof(int32_t));
@@ -199,7 +199,7 @@ __attribute__((noinline)) void long_row(const IntSum& a, int64_t begin, int64_t 
   for (int64_t c = 0; c < a.rows.width; ++c) out[c] = static_cast<float>(a.totals[c]);
 }
 
-// The sums of the edges begin .. end, at least one, as floats.
+// Computes the sums of the edges begin .. end, at least one, as floats.
 template <IntWeight W>
 GNNC_INLINE void integer_row(const IntSum& a, int64_t begin, int64_t end, float* out) {
   if (end - begin <= kSegment) {

@@ -7,7 +7,7 @@
 namespace gnnc {
 namespace {
 
-constexpr Isa kAll[] = {Isa::avx512, Isa::avx2, Isa::generic};  // the best first
+constexpr Isa kAll[] = {Isa::avx512, Isa::avx2, Isa::generic};  // all instruction sets, the fastest first
 
 bool runs(Isa isa) {
 #ifdef GNNC_X86

@@ -13,14 +13,14 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The kind of thing that an argument of an instruction refers to.
+// The kinds of arguments of an instruction.
 enum class Use {
   none,
-  spare,         // written by prepare
+  spare,         // a field that prepare writes
   constant,      // an index into consts
-  heads,         // a number that divides the width
-  first_column,  // of a window, a multiple of 16
-  columns,       // of a window
+  heads,         // a number of heads, which divides the width
+  first_column,  // the first column of a window, a multiple of 16
+  columns,       // the number of columns of a window
   row,           // operand, fp32 [M]
   column,        // operand, fp32 [F]
   columns2,      // two operands in a row, fp32 [F] or empty
@@ -113,7 +113,8 @@ Scalar scalar_of(const Tensor& t, const char* op) {
   }
 }
 
-// Two dimensions stay a matrix; everything else must be contiguous and becomes one row.
+// Returns a view of an operand. Two-dimensional tensors stay matrices; all others must be contiguous and become one
+// row.
 RowView view_of(const Tensor& t, const char* op) {
   STD_TORCH_CHECK(t.is_cpu(), op, ": the tensors of a row program must be on the CPU");
   const Scalar type = scalar_of(t, op);
@@ -219,7 +220,7 @@ void Parser::check_out(Use use, int32_t index, int64_t heads) {
     case Use::out_codes: {
       expect(v.type == Scalar::i8 && matrix(v, width_), "int8 [rows, width]");
       const int64_t padded = (width_ + 63) / 64 * 64;
-      if (rows_ <= 1) v.stride = padded;  // a stride of one row says nothing
+      if (rows_ <= 1) v.stride = padded;  // the stride of a tensor with one row is arbitrary
       return expect(v.stride >= padded, "int8 with rows padded to 64 bytes");
     }
     case Use::out_row:
@@ -256,12 +257,12 @@ void Parser::check_use(Use use, int32_t value, const RowInstruction& in) {
 }
 
 void Parser::check(const RowInstruction& in, const Spec& spec) {
-  check_use(spec.c, in.c, in);  // first: it may hold the number of heads that b needs
+  check_use(spec.c, in.c, in);  // checked first: c may hold the number of heads that b needs
   check_use(spec.a, in.a, in);
   check_use(spec.b, in.b, in);
 }
 
-// Room for one value a column, padded to whole vectors with zeros.
+// Reserves room for one value a column, padded to whole vectors with zeros, and returns its address.
 float* Parser::reserve(int32_t* offset) {
   *offset = static_cast<int32_t>(prepared_.size());
   prepared_.resize(prepared_.size() + static_cast<size_t>((width_ + 15) / 16 * 16), 0.0f);

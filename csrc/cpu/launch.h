@@ -1,6 +1,6 @@
 #pragma once
 
-// Parts that every launcher shares: the four arguments of the row program, and the choice of the instruction set.
+// Parts that every launcher shares: the four arguments of the row program, and the dispatch by instruction set.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -16,7 +16,7 @@
 
 #define GNNC_PROGRAM_SCHEMA "int[] program, Tensor[] operands, float[] consts, Tensor(z!)[] outs"
 
-// Calls gnnc::<isa>::function.
+// Calls gnnc::<isa>::function for the instruction set of this process.
 #ifdef GNNC_X86
 #define GNNC_DISPATCH(function, ...)                                            \
   (::gnnc::isa() == ::gnnc::Isa::avx512 ? ::gnnc::avx512::function(__VA_ARGS__) \
@@ -28,7 +28,7 @@
 
 namespace gnnc {
 
-// The last four arguments of an op, as they arrive.
+// The last four arguments of an op, as torch passes them.
 struct ProgramArguments {
   const std::vector<int64_t>& program;
   const std::vector<torch::stable::Tensor>& operands;
@@ -36,15 +36,15 @@ struct ProgramArguments {
   const std::vector<torch::stable::Tensor>& outs;
 };
 
-// Checks every instruction against the shapes and types of what it names, for a kernel that makes `rows` rows of
-// `width` floats, and prepares it. The result lives in this thread until its next call.
+// Checks every instruction against the shapes and types of its arguments, for a kernel that computes `rows` rows of
+// `width` floats, and prepares the program. The result is valid in this thread until its next call.
 const RowProgram& parse_program(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width);
 
-// A matrix argument: adjacent columns, rows that may be apart.
+// Returns a checked view of a matrix argument: adjacent columns, rows any stride apart.
 RowView matrix_of(const torch::stable::Tensor& t, const char* op, const char* name);
 
-// Runs body(begin, end) over slices of at most `slice` of `count` items. Threads draw slices from one counter, so a
-// slow core gets fewer; whatever takes less than `worth` items stays on this thread.
+// Runs body(begin, end) in parallel over slices of at most `slice` of `count` items. Threads take slices from one
+// atomic counter, so a slow core gets fewer; fewer than `worth` items run on this thread alone.
 template <typename Body>
 void parallel_slices(int64_t count, int64_t slice, int64_t worth, const Body& body) {
   const int64_t slices = (count + slice - 1) / slice;

@@ -1,7 +1,7 @@
 #pragma once
 
-// The logits of one row's edges, [edges][heads], and their factors. Buffers have room for whole vectors: what lies past
-// the last edge is not read.
+// Computes the logits of one row's edges, [edges][heads], and factors of edges. Buffers have room for whole vectors;
+// elements past the last edge are not read.
 
 #include <algorithm>
 #include <cstring>
@@ -14,7 +14,8 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-// table[col[k], 0..H) of the kLanes / H edges from k on, side by side. Past the last edge it repeats that one.
+// Gathers table[col[k], 0..H) of kLanes / H edges, side by side. Lanes past the last edge repeat the last edge (or hold
+// 0).
 template <int H, bool Full>
 GNNC_INLINE Floats gather_heads(const float* table, const int32_t* col, int64_t left) {
   constexpr int kEdges = kLanes / H;
@@ -43,7 +44,7 @@ GNNC_INLINE Floats gather_heads(const float* table, const int32_t* col, int64_t 
   return v;
 }
 
-// scale[col[k]] of the kLanes / H edges from k on, H times each.
+// Gathers scale[col[k]] of kLanes / H edges, each repeated H times.
 template <int H, bool Full>
 GNNC_INLINE Floats repeat_scales(const float* scale, const int32_t* col, int64_t left) {
   if constexpr (H == 1) return gather_heads<1, Full>(scale, col, left);
@@ -67,7 +68,7 @@ GNNC_INLINE Floats scales_of_edges(const float* scale, const int32_t* col, int64
 }
 
 struct Additive {
-  Floats own;  // a_dst of the row, a head a lane
+  Floats own;  // a_dst of the row, one head a lane, repeated
   Floats slope;
   const float* edge;
 };
@@ -134,7 +135,7 @@ inline void row_logits(const AttentionArgs& a, const Segment& s, int64_t row, in
   std::memcpy(logits, a.edge + begin * a.heads, static_cast<size_t>(s.count * a.heads) * sizeof(float));
 }
 
-// weights[e, h] *= x_scale[col[e]]
+// Multiplies weights[e, h] *= x_scale[col[e]].
 inline void fold_scale(const float* x_scale, const Segment& s, int64_t heads, float* weights) {
   for (int64_t k = 0; k < s.count; ++k) {
     for (int64_t h = 0; h < heads; ++h) weights[k * heads + h] *= x_scale[s.col[k]];

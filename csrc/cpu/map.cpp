@@ -1,4 +1,4 @@
-// The launcher of map.
+// Launcher of map.
 
 #include "map.h"
 

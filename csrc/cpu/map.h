@@ -1,9 +1,9 @@
 #pragma once
 
-// map: acc = x, then the row program. For row-local work that no gemm or spmm could take along.
+// map: acc = x, then the row program. For row-wise operations that cannot be fused into a gemm or an spmm.
 //
 // Layout: x [M, F] fp32, bf16 or int8 with rows x_stride elements apart; an int8 row is multiplied by its scale.
-// Traffic: x and what the program names, once. Floor: the bandwidth of memory.
+// Traffic: x and the operands and outputs of the program, once. Floor: the bandwidth of memory.
 
 #include <cstdint>
 
@@ -16,13 +16,13 @@ struct MapArgs {
   const void* x;
   Scalar x_type;
   int64_t x_stride;
-  const float* x_scale;  // int8 only
-  int64_t scale_stride;  // 0: one for all rows
+  const float* x_scale;  // scales of int8 rows
+  int64_t scale_stride;  // 0: one scale for all rows
   int64_t rows, width;
   const RowProgram* program;
 };
 
-constexpr int64_t kMapTileFloats = 2048;  // of a tile: 8 KB
+constexpr int64_t kMapTileFloats = 2048;  // floats of a tile: 8 KB
 
 inline int64_t map_stride(const MapArgs& args) { return (args.width + 15) / 16 * 16; }
 inline int64_t map_tile_rows(const MapArgs& args) {
@@ -30,7 +30,7 @@ inline int64_t map_tile_rows(const MapArgs& args) {
   return rows < 1 ? 1 : rows > 32 ? 32 : rows;
 }
 
-// tile: map_tile_rows * map_stride floats.
+// Computes the rows row_begin ... row_end - 1. tile: a buffer of map_tile_rows * map_stride floats.
 GNNC_EACH_ISA(void map_rows(const MapArgs& args, int64_t row_begin, int64_t row_end, float* tile);)
 
 }  // namespace gnnc

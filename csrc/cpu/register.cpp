@@ -10,7 +10,7 @@ std::string isa() { return gnnc::isa_name(gnnc::isa()); }
 
 }  // namespace
 
-// One file a primitive adds its own ops with STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m).
+// Each op's file adds its ops with STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m).
 STABLE_TORCH_LIBRARY(gnnc_cpu, m) { m.def("isa() -> str"); }
 
 STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CompositeExplicitAutograd, m) { m.impl("isa", TORCH_BOX(&isa)); }

@@ -8,8 +8,8 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-// Most of a program is a chain of cheap instructions. It runs on blocks of the tile that stay in registers, so that
-// each instruction costs its arithmetic and not a pass over the tile.
+// Most of a program is a chain of cheap instructions. A chain runs on blocks of the tile that stay in registers, so
+// that each instruction costs its arithmetic and not a pass over the tile.
 #ifdef __AVX512F__
 constexpr int kBlockVectors = 2;
 #else
@@ -39,7 +39,7 @@ bool chains(RowOp op) {
   }
 }
 
-// The lanes of vector v of a block whose last vector has n.
+// Returns the valid lanes of vector v of a block whose last vector has n valid lanes.
 template <int kVectors>
 GNNC_INLINE Whole lanes_at(int, Whole n) {
   return n;

@@ -38,7 +38,7 @@ void apply_arithmetic(const Tile& t, const RowInstruction& in) {
   }
 }
 
-// Comparisons are written so that a NaN stays one, as in torch.
+// Applies an activation. Comparisons are written so that a NaN propagates, as in torch.
 void apply_activation(const Tile& t, const RowInstruction& in) {
   const bool has_constant = in.op == RowOp::clamp_min || in.op == RowOp::clamp_max;
   const float constant = has_constant ? t.program.consts[in.b] : 0.0f;
@@ -128,7 +128,7 @@ bool quantizes_in_registers(const Tile& t, int64_t at) {
   return t.program.code[at].op == RowOp::quant_row || t.program.code[at].op == RowOp::quant_pow2;
 }
 
-// A chain and the quantization behind it. The tile keeps its values if they are read again.
+// Applies a chain and the quantization after it. The tile is written back only if a later instruction reads it.
 void apply_chain_and_quantize(const Tile& t, const RowInstruction* code, int64_t count, bool again) {
   const int rows = t.rows / kCodedRows * kCodedRows;
   const Tile whole{t.program, t.acc, t.ld, t.first, rows, t.width};

@@ -27,7 +27,7 @@ void quant_row(const Tile& t, const RowView& codes, const RowView& scales) {
   }
 }
 
-// Values that rint takes beyond +-127.
+// Returns the number of values that rint takes beyond +-127.
 int64_t count_saturated(const float* row, const float* inverse, int64_t width) {
   const Floats limit = splat(127.5f);
   Ints total{};
@@ -49,8 +49,8 @@ void quant_static(const Tile& t, const RowView& codes, const float* inverse, int
   if (count > 0) __atomic_fetch_add(saturated, count, __ATOMIC_RELAXED);
 }
 
-// The largest k in 0..7 with top * 2^k <= 127. The bits of a float that is not negative count powers of two from bit 23
-// on; a NaN or an infinity gives 0.
+// Returns the largest k in 0..7 with top * 2^k <= 127. The exponent of a non-negative float is stored from bit 23 on,
+// so that the difference of bits gives k; a NaN or an infinity gives 0.
 GNNC_INLINE Ints shifts_of(Floats tops) {
   const Ints room = (splat(to_bits(127.0f)) - as_ints(tops)) >> 23;
   return room > 7 ? splat(7) : larger(room, Ints{});
@@ -85,7 +85,8 @@ void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, cons
   }
 }
 
-// Threads race here, but a maximum does not depend on who comes first. Non-negative floats order like their bits.
+// Raises a shared maximum atomically. The order of threads does not matter for a maximum. Non-negative floats are
+// ordered like their bits.
 void raise_to(float* out, int32_t bits) {
   auto* shared = reinterpret_cast<int32_t*>(out);
   int32_t now = __atomic_load_n(shared, __ATOMIC_RELAXED);
@@ -109,10 +110,10 @@ void amax(const Tile& t, const RowView& out) {
 }
 
 #ifdef __AVX512F__
-// Rows of up to four vectors go from a chain to their codes without leaving the registers, four rows at a time.
+// Rows of up to four vectors are quantized directly after a chain without leaving the registers, four rows at a time.
 constexpr int kCodedRows = 4;
 
-// The largest lane of each row, as signed integers, repeated over the vector.
+// Returns the largest lane of each row, as signed integers, repeated over the vector.
 GNNC_INLINE Floats largest_of_rows(const Floats (&rows)[kCodedRows]) {
   const auto combine = [](__m512 a, __m512 b)
                            __attribute__((always_inline)) { return as_floats(larger(as_ints(a), as_ints(b))); };
@@ -132,7 +133,7 @@ GNNC_INLINE void store_block_codes(const Block<kCodedRows, kVectors>& block, Flo
   });
 }
 
-// quant_row or quant_pow2 of the rows r .. r + kCodedRows; n lanes of the last vector count.
+// Applies quant_row or quant_pow2 to the rows r .. r + kCodedRows; the last vector has n valid lanes.
 template <int kVectors>
 GNNC_INLINE void quantize_block(Block<kCodedRows, kVectors>& block, const Tile& t, const RowInstruction& in, int64_t r,
                                 Tail n) {
@@ -161,7 +162,7 @@ GNNC_INLINE void quantize_block(Block<kCodedRows, kVectors>& block, const Tile& 
   }
 }
 
-// The chain code[0 .. count) and the quantization code[count], for whole groups of kCodedRows rows.
+// Applies the chain code[0 .. count) and the quantization code[count] to whole groups of kCodedRows rows.
 template <int kVectors>
 __attribute__((noinline)) void chain_to_codes(const Tile& t, const RowInstruction* code, int64_t count, bool again) {
   const Tail n{static_cast<int>(t.width) - (kVectors - 1) * kLanes};

@@ -13,7 +13,7 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-// Gives the lanes past the width a value that leaves the reduction to come alone.
+// Fills the lanes past the width with the neutral element of the next reduction.
 void fill_tail(float* row, int64_t width, float value) {
   const int64_t end = (width + kLanes - 1) / kLanes * kLanes;
   for (int64_t c = width; c < end; ++c) row[c] = value;
@@ -93,7 +93,7 @@ void head_mean(Tile& t, int64_t heads) {
 }
 
 #ifdef __AVX512F__
-// The dots of kGroup / H rows at a time, in registers. Rows past the last are that one again.
+// Computes the dot products of kGroup / H rows at a time, in registers. Rows past the last repeat the last row.
 template <int H>
 void dots_of_rows(const Tile& t, const float* att, float* out) {
   const int64_t depth = t.width / H;
@@ -119,7 +119,7 @@ GNNC_INLINE Floats products(const float* a, const float* b, int64_t count) {
   return total;
 }
 
-// Sums are combined for 16 pairs of row and head at once.
+// Computes dot products by row and head; sums are reduced for 16 pairs of row and head at once.
 void row_dot(const Tile& t, const RowView& att, const RowView& out, int64_t heads) {
 #ifdef __AVX512F__
   const auto whole = [&]<int H>() { dots_of_rows<H>(t, floats(att), row_of<float>(out, t.first)); };

@@ -19,11 +19,12 @@ void store_rows(const Tile& t, const RowView& out) {
 }
 
 #ifdef __AVX512F__
-constexpr int64_t kStreamBytes = int64_t{16} << 20;  // an output of this size leaves the caches before it is read
-constexpr int64_t kStreamTile = 4096;                // elements
+// An output of at least this size leaves the caches before it is read.
+constexpr int64_t kStreamBytes = int64_t{16} << 20;
+constexpr int64_t kStreamTile = 4096;  // most elements of a tile
 
-// Rows of a large output that touch each other are written a whole cache line at a time and past the caches, which
-// saves reading the lines first.
+// Returns whether to store with non-temporal stores: contiguous rows of a large output are written a whole cache line
+// at a time, bypassing the caches, which saves reading the lines first.
 template <typename T>
 bool streams(const Tile& t, const RowView& out) {
   const bool touch = out.stride == t.width && t.rows * t.width <= kStreamTile;

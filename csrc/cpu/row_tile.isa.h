@@ -1,7 +1,7 @@
 #pragma once
 
-// A tile of finished rows that a row program works on, and maps over its values, rows and columns.
-// See include/gnnc/row_program.h for layout, traffic and floor.
+// A tile of finished rows that a row program works on, and functions that map over its values, rows and columns. See
+// include/gnnc/row_program.h for layout, traffic and floor.
 
 #include "gnnc/row_program.h"
 #include "gnnc/simd.h"
@@ -9,7 +9,7 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-constexpr int kGroup = 16;  // rows that share a vector of row results
+constexpr int kGroup = 16;  // rows that share a vector of results by row
 
 struct Tile {
   const RowProgram& program;
@@ -28,7 +28,8 @@ T* row_of(const RowView& v, int64_t r) {
   return static_cast<T*>(v.data) + r * v.stride;
 }
 
-// acc = f(acc), whole vectors: what lies past the width is not read later. Rows that touch are one long row.
+// Applies acc = f(acc) to whole vectors: lanes past the width are not read later. Adjacent rows are mapped as one long
+// row.
 template <typename Function>
 void map_values(const Tile& t, const Function& f) {
   const bool touch = t.ld - t.width < kLanes;

@@ -6,9 +6,9 @@
 
 namespace gnnc {
 
-// A 64-byte aligned buffer that only grows. Kernels keep one a thread (thread_local), so that a small call allocates
-// nothing. What it holds is lost when it grows. Under AddressSanitizer it is as large as was last asked for, so that
-// every step past its end is seen.
+// A 64-byte aligned buffer that only grows. Kernels have one buffer a thread (thread_local), so that a small call
+// allocates nothing. The contents are lost when the buffer grows. Under AddressSanitizer the buffer has exactly the
+// size last requested, so that every access past its end is detected.
 class Scratch {
  public:
   Scratch() = default;

@@ -1,4 +1,4 @@
-// The launcher of sddmm.
+// Launcher of sddmm.
 
 #include "sddmm.h"
 
@@ -28,7 +28,8 @@ SddmmArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& a, const 
   STD_TORCH_CHECK(dst.type != ScalarType::Char || dst.width / heads <= kMaxIntegerWidth,
                   "sddmm: an int8 dot of more than ", kMaxIntegerWidth, " columns could overflow 32 bits");
   const Csr csr = sparse::csr(rowptr, col, src.rows, "sddmm");
-  // A copy reads one end: the caller passes its table twice, and the rows of the other end are never addressed.
+  // A copy reads the rows of one end only: the caller passes the table twice, and the rows of the other end are not
+  // read.
   const bool scaled = a_scale.has_value() || b_scale.has_value();
   const bool copies_src = op == static_cast<int64_t>(EdgeOp::copy_src) && !scaled;
   const bool copies_dst = op == static_cast<int64_t>(EdgeOp::copy_dst) && !scaled;

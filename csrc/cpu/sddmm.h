@@ -1,6 +1,6 @@
 #pragma once
 
-// sddmm: one value, or one row, an edge from the row a[i, :] of its destination and b[j, :] of its source.
+// sddmm: computes one value, or one row, an edge from the row a[i, :] of its destination and b[j, :] of its source.
 //
 // Layout: a [num_dst, F], b [num_src, F], both fp32, bf16 or int8 (rows at least F elements apart); out fp32 [E, heads]
 // for dot, [E, F] otherwise. An int8 dot is an exact 32-bit sum (F <= 2^16), then times a_scale[i], then times

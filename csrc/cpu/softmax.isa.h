@@ -3,8 +3,8 @@
 // The softmax over the edges of one destination row, for edge_softmax and attention: exp(l - max) / (sum + eps), per
 // head.
 //
-// Numbers of heads that do not divide the lanes of a vector take plain loops. A logit that is NaN or inf makes its head
-// NaN, and so do logits that are all -inf, as in torch: -inf - -inf.
+// Numbers of heads that do not divide the lanes of a vector are processed by scalar loops. A logit that is NaN or inf
+// makes its head NaN, and so do logits that are all -inf, as in torch: -inf - -inf.
 
 #include <algorithm>
 #include <cstdint>
@@ -15,10 +15,10 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-constexpr int64_t kSumBlock = 1024;  // edges added up before they join the rest: keeps the rounding of long rows small
+constexpr int64_t kSumBlock = 1024;  // edges of a partial sum: keeps the rounding errors of long rows small
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// exp(x) for x <= 0, to 3e-7 relative; 0 below the smallest normal float.
+// Returns exp(x) for x <= 0, to 3e-7 relative; 0 below the smallest normal float.
 GNNC_INLINE Floats exp_of_negative(Floats x) {
   const Floats n = nearest(x * splat(1.44269504f));
   const Floats r = fused(n, splat(-1.42860682e-6f), fused(n, splat(-0.693145752f), x));  // ln 2 in two parts
@@ -33,7 +33,7 @@ GNNC_INLINE Floats exp_of_negative(Floats x) {
   return x < -87.33654f ? Floats{} : value;
 }
 
-// Fills the rest of the last vector with logits that count for nothing.
+// Fills the rest of the last vector with logits of -inf, which do not change the softmax.
 GNNC_INLINE void pad_logits(float* logits, int64_t flat) {
   const auto used = static_cast<int32_t>(flat % kLanes);
   if (used == 0) return;
@@ -41,7 +41,8 @@ GNNC_INLINE void pad_logits(float* logits, int64_t flat) {
   store(last, lane_numbers() < splat(used) ? load(last) : splat(kNothing));
 }
 
-// Scale::operator()(first edge, vector) returns what exp(l - max) is stored as.
+// Replaces logits by exp(l - max) and returns the sums by head. Scale::operator()(first edge, vector) returns the value
+// that is stored for exp(l - max).
 template <int H, typename Scale>
 GNNC_INLINE Floats exp_of_row(float* logits, int64_t edges, const Scale& scale) {
   Floats top = load(logits);
@@ -61,7 +62,7 @@ GNNC_INLINE Floats exp_of_row(float* logits, int64_t edges, const Scale& scale) 
   return fold_heads<H>(sum, [](Floats a, Floats b) { return a + b; });
 }
 
-// The softmax for any number of heads, one head at a time where vectors cannot hold several.
+// Computes the exponentials and sums for a number of heads that does not divide the lanes, one head at a time.
 inline void exp_of_any_row(float* logits, int64_t edges, int64_t heads, float* sum) {
   const int64_t flat = edges * heads;
   for (int64_t h = 0; h < heads; ++h) {
@@ -81,7 +82,8 @@ inline void exp_of_any_row(float* logits, int64_t edges, int64_t heads, float* s
   }
 }
 
-// logits (padded) becomes exp(logits - max), and inverse 1 / (sum + eps), kLanes of them at least.
+// Replaces logits (padded to whole vectors) by exp(logits - max), and computes inverse = 1 / (sum + eps) by head;
+// `inverse` needs room for at least kLanes floats.
 template <typename Scale>
 GNNC_INLINE void softmax_parts(float* logits, int64_t edges, int64_t heads, float eps, float* inverse,
                                const Scale& scale) {
@@ -95,7 +97,7 @@ GNNC_INLINE void softmax_parts(float* logits, int64_t edges, int64_t heads, floa
   for (int64_t h = 0; h < heads; ++h) inverse[h] = 1.0f / (inverse[h] + eps);
 }
 
-// out = values * inverse, a head at a time of the period.
+// Computes out = values * inverse by head.
 inline void normalise_edges(const float* values, int64_t edges, int64_t heads, const float* inverse, float* out) {
   const int64_t flat = edges * heads;
   const bool periodic = with_heads(heads, [&]<int H>() {

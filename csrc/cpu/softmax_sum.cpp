@@ -1,4 +1,4 @@
-// The launcher of softmax_sum.
+// Launcher of softmax_sum.
 
 #include "softmax_sum.h"
 
@@ -12,8 +12,8 @@ using sparse::MaybeTensor;
 using sparse::ScalarType;
 using sparse::Tensor;
 
-constexpr int64_t kSlice = 16;            // columns: a cache line of out, and whole vectors of every instruction set
-constexpr int64_t kSerialValues = 16384;  // that one thread does sooner than two
+constexpr int64_t kSlice = 16;  // columns of a slice: a cache line of out, and whole vectors of every instruction set
+constexpr int64_t kSerialValues = 16384;  // values below which one thread is faster than two
 
 void softmax_sum(Tensor rowptr, Tensor logits, Tensor value, MaybeTensor state, Tensor out) {
   STD_TORCH_CHECK(logits.dim() == 2, "softmax_sum: logits must be [E, F]");

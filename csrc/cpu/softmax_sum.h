@@ -1,10 +1,10 @@
 #pragma once
 
 // softmax_sum: out[i, f] = sum over the edges e of row i of w[e, f] value[e, f], where w[:, f] is the softmax of
-// logits[:, f] over these edges: a softmax for every column, whose weights stay in registers. 0 where a row is empty.
+// logits[:, f] over these edges: a softmax for every column, whose weights stay in registers. 0 if a row is empty.
 //
-// Layout: logits and value fp32 [E, F] in CSR order. A row may come in pieces, one call each: state fp32 [3, F] keeps
-// its maximum, the sum of exp(l - max), and that sum weighted; -inf, 0, 0 to begin with.
+// Layout: logits and value fp32 [E, F] in CSR order. A row may be processed in pieces, one call each: state fp32 [3, F]
+// holds its maximum, the sum of exp(l - max), and the weighted sum; initially -inf, 0, 0.
 // Traffic: logits twice, value and out once. Floor: about 25 instructions a vector, on blocks of edges in L2.
 
 #include <cstdint>
@@ -18,12 +18,12 @@ struct SoftmaxSumArgs {
   int64_t rows;
   const float *logits, *value;
   int64_t width;
-  float* state;  // or null; of the only row
+  float* state;  // state of the only row, or null
   float* out;
   int64_t out_stride;
 };
 
-// Columns column_begin .. column_end, the first a multiple of 16.
+// Computes the columns column_begin .. column_end; column_begin must be a multiple of 16.
 GNNC_EACH_ISA(void softmax_sum(const SoftmaxSumArgs& args, int64_t column_begin, int64_t column_end);)
 
 }  // namespace gnnc

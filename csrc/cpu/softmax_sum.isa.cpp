@@ -28,8 +28,8 @@ GNNC_INLINE void store_state(const SoftmaxSumArgs& a, int64_t c, N n, const Runn
   store(state + 2 * a.width, r.weighted, n);
 }
 
-// The edges begin .. end join what came before them. Logits that are all -inf leave a sum of 0, whose quotient is NaN
-// as in torch, and more of the row may follow; a NaN goes into the sum by its own exponential.
+// Adds the edges begin .. end to the state of the edges before them. If all logits so far are -inf, the sum is 0, its
+// quotient is NaN as in torch, and more of the row may follow; a NaN reaches the sum by its exponential.
 template <typename N>
 GNNC_INLINE Running join(const SoftmaxSumArgs& a, int64_t begin, int64_t end, int64_t c, N n, const Running& before) {
   const float *logits = a.logits + c, *value = a.value + c;

@@ -25,7 +25,7 @@ inline void check_type(const Tensor& t, ScalarType type, const char* op, const c
                   torch::headeronly::toString(t.scalar_type()));
 }
 
-// A contiguous tensor of one type and a known number of elements, as a pointer.
+// Returns the data of a contiguous tensor, after checking its type and number of elements.
 template <typename T>
 T* flat(const Tensor& t, ScalarType type, int64_t numel, const char* op, const char* name) {
   check_type(t, type, op, name);
@@ -39,7 +39,7 @@ T* flat(const MaybeTensor& t, ScalarType type, int64_t numel, const char* op, co
   return t.has_value() ? flat<T>(*t, type, numel, op, name) : nullptr;
 }
 
-// A matrix whose rows may be apart, in elements.
+// A matrix with rows any stride apart, in elements.
 struct Matrix {
   void* data;
   int64_t rows;
@@ -82,10 +82,10 @@ inline Csr csr(const Tensor& rowptr, const MaybeTensor& col, int64_t num_src, co
   return {starts, flat<int32_t>(*col, ScalarType::Int, num_edges, op, "col"), num_dst, num_edges};
 }
 
-constexpr int64_t kSerialWork = 16384;  // rows + edges that one thread does sooner than two, where an edge is 3 ns
+constexpr int64_t kSerialWork = 16384;  // rows + edges below which one thread is faster than two, at 3 ns an edge
 
-// Runs body(row_begin, row_end) on every chunk, on one thread up to `serial` rows + edges. Threads draw chunks from one
-// counter: a slow core gets fewer of them.
+// Runs body(row_begin, row_end) on every chunk, on one thread up to `serial` rows + edges. Threads take chunks from one
+// atomic counter: a slow core gets fewer chunks.
 template <typename Body>
 void for_each_chunk(const Csr& csr, int64_t serial, const Body& body) {
   const int64_t chunks = csr.num_dst + csr.num_edges <= serial ? 1 : chunk_count(csr);

@@ -1,4 +1,4 @@
-// The launcher of spmm.
+// Launcher of spmm.
 
 #include "spmm.h"
 

@@ -24,7 +24,7 @@ struct SpmmArgs {
   int64_t x_stride;  // elements
   Element element;
   Reduce reduce;
-  int64_t heads;                // weights an edge; 1 where value is [E]
+  int64_t heads;                // weights of an edge; 1 if value is [E]
   const float* value;           // [E, heads], or null
   const int8_t* integer_value;  // [E], or null
   const float* x_scale;         // [num_src], or null

@@ -12,8 +12,8 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-// weights[e, h] = value[e, h] * the scale of the source of e, for the edges of a tile, kept apart from the rows that
-// wait for them.
+// Computes weights[e, h] = value[e, h] * the scale of the source of e, for the edges of a tile, in a loop before the
+// rows are summed, which depend on the weights.
 void scaled_values(const SpmmArgs& a, int64_t begin, int64_t end, float* weights) {
   if (a.csr.col != nullptr && a.x_scale != nullptr && a.heads == 1) {
     copy_of_edges(segment(a.csr, begin, end), EdgeCopy{a.x_scale, weights});
@@ -34,8 +34,8 @@ void divide(float* out, int64_t width, int64_t count) {
   for_columns(width, [&](int64_t c, auto lanes) { store(out + c, load(out + c, lanes) / divisor, lanes); });
 }
 
-// For every tile: prepare(begin, end) with its edges, compute(begin, end, out) for every row that has some, and the row
-// program.
+// For every tile, calls prepare(begin, end) with its edges, compute(begin, end, out) for every row that has edges, and
+// then the row program.
 template <typename Prepare, typename Compute>
 GNNC_INLINE void for_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end, const Prepare& prepare,
                           const Compute& compute) {
@@ -78,7 +78,7 @@ void weighted_rows(const SpmmArgs& a, int64_t row_begin, int64_t row_end, SumKer
   static thread_local Scratch scratch;
   const Rows<T> rows{static_cast<const T*>(a.x), a.x_stride, a.width};
   const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(T));
-  const float* weights = a.value;  // of edge 0
+  const float* weights = a.value;  // weights, from edge 0 on
   const Weights shape = weights_of(a.width, a.heads);
   const auto prepare = [&](int64_t begin, int64_t end) {
     if (a.x_scale == nullptr && a.shift == nullptr) return;

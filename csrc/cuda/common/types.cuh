@@ -17,7 +17,8 @@ static_assert(sizeof(int64_t) == 8, "long is 64 bits wide wherever these kernels
 namespace gnnc {
 
 #if defined(__CUDA_ARCH__)
-// Compute capability times 100. Register budgets depend on it, because the same code takes more registers on some architectures.
+// The compute capability times 100. Register budgets depend on it, because the same code takes more registers on some
+// architectures.
 constexpr int kArchitecture = __CUDA_ARCH__;
 #else
 constexpr int kArchitecture = 0;
