@@ -18,6 +18,7 @@
 
 namespace gnnc {
 
+// The kind of a logit: leaky_relu(a_src + a_dst), a scaled dot product of a_src and a_dst, or the edge term alone.
 enum class Logit { additive, dot, edge };
 
 struct AttentionArgs {

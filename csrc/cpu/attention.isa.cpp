@@ -212,8 +212,8 @@ void sum_rows(const AttentionArgs& a, const Tile& t, const Sum<T>& sum) {
   for (int64_t r = 0; r < t.count; ++r) sum_row(a, t, sum, r);
 }
 
-// Prefetches a_dst of the rows two tiles ahead: few cache lines, but the gathers between them defeat the hardware
-// prefetcher.
+// Prefetches a_dst of the rows two tiles ahead: these are few cache lines, but the gathers in between defeat the
+// hardware prefetcher.
 void fetch_destinations(const AttentionArgs& a, int64_t first, int64_t rows) {
   if (a.kind != Logit::additive) return;
   const float* ahead = a.a_dst + (first + 2 * rows) * a.heads;

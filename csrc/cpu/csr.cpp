@@ -24,6 +24,7 @@ using sparse::Tensor;
 constexpr int64_t kMaxSlices = 16;
 constexpr int64_t kMinSlice = 32768;
 
+// The edge list of a graph, as the caller passes it.
 template <typename Index>
 struct EdgeList {
   const Index* src;

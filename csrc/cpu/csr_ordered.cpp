@@ -18,6 +18,7 @@ using sparse::MaybeTensor;
 using sparse::ScalarType;
 using sparse::Tensor;
 
+// The caller's edges and the order to validate.
 struct Claim {
   const int64_t* src;
   const int64_t* dst;

@@ -69,6 +69,7 @@ inline void copy_of_edges(const Segment& s, const Copies&... copies) {
   }
 }
 
+// A matrix whose rows are gathered; the stride is in elements.
 template <typename T>
 struct Rows {
   const T* data;
@@ -83,14 +84,15 @@ inline float widen_one(Bf16 v) { return from_bits(static_cast<int32_t>(static_ca
 // Layouts of an edge's weights over the columns: one for all, one a head of whole vectors, one a vector.
 enum class Weight { none, edge, head, vector };
 
+// The weights of a segment's edges, with their layout over the columns.
 struct Weights {
   const float* data;  // [count, heads], or null
   int64_t heads;
   int64_t head_width;             // columns of a head
   float heads_a_block;            // heads in 16 columns
   const float* factor = nullptr;  // [heads], factors of the sums; null: 1
-  const float* steps = nullptr;   // [heads], for fixed_sum, if known: integer steps of a weight of 1,
-  const float* unit = nullptr;    // [heads], and the value of one step, times factor
+  const float* steps = nullptr;   // [heads], for fixed_sum, if known: number of integer steps of a weight of 1
+  const float* unit = nullptr;    // [heads], with steps: value of one step of the sum, times factor
 };
 
 // Returns the layout of the weights for rows of `width` columns, with null data.

@@ -91,7 +91,7 @@ void pack(GemmArgs& g) {
 void compute(const GemmArgs& g) {
   const int64_t block = GNNC_DISPATCH(gemm_block_rows, g);
   const int64_t work =
-      g.depth * (g.width + 48) + 16 * g.width + 1;  // work of a row: quantizing it and its epilogue count too
+      g.depth * (g.width + 48) + 16 * g.width + 1;  // work of a row: its quantization and its epilogue count too
   const int64_t share = g.rows / (kShares * static_cast<int64_t>(torch::stable::get_num_threads()));
   const int64_t slice = std::max<int64_t>(1, std::min(kSliceWork / work, share) / block) * block;
   parallel_slices(g.rows, slice, kSerialWork / work, [&](int64_t begin, int64_t end) {

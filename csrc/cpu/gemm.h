@@ -23,6 +23,7 @@ namespace gnnc {
 
 enum class GemmMode { f32 = 0, i8 = 1, bf16 = 3 };
 
+// One weight of a gemm.
 struct GemmWeight {
   const float* data;  // w(o, k) = data[o * stride_o + k * stride_k], one of the strides 1
   int64_t stride_o, stride_k;

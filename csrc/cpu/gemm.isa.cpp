@@ -19,7 +19,7 @@ namespace gnnc::GNNC_ISA {
 namespace {
 
 constexpr int64_t kFloatDepth = 2048;  // values of k of one pass over the rows of a block: half an L2 of weights
-// 127 * 127 * 1024 < 2^24: sums of products of quantized values are exact in floats.
+// Most products of a sum in floats: 127 * 127 * 1024 < 2^24, so that sums of quantized products are exact.
 constexpr int64_t kExactDepth = 1024;
 
 constexpr int tile_rows(int strips) {

@@ -26,6 +26,7 @@ GNNC_INLINE int64_t steps_of(const GemmArgs& g) { return packs_codes(g) ? (g.dep
 GNNC_INLINE int64_t strips_of(const GemmArgs& g) { return (g.width + kLanes - 1) / kLanes; }
 GNNC_INLINE int64_t acc_stride(const GemmArgs& g) { return round_up(g.width, 16); }
 
+// A panel of the packed weight: up to kPanelStrips strips of columns.
 struct Panel {
   int32_t* data;
   int64_t strips;  // 1 .. kPanelStrips

@@ -7,6 +7,7 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
+// A strip of columns to pack: where it is read, and where it is written.
 struct Strip {
   const GemmArgs& g;
   const float* w;  // the weight, from the first column of the strip on

@@ -12,7 +12,7 @@
 namespace gnnc::GNNC_ISA {
 
 constexpr int64_t kZerosDepth = 512;   // least depth of rows that are scanned for zeros
-constexpr int64_t kFew = 8;            // a row is mostly zeros if at most one of so many columns is nonzero
+constexpr int64_t kFew = 8;            // a row is mostly zeros if at most one of kFew columns is nonzero
 constexpr int64_t kAheadBytes = 6144;  // measured: 4096 and 8192 take 10% longer, 2048 a third
 
 // Adds products of unsigned and signed bytes. In assembly, because with the intrinsic g++ 12 copies every sum before it
@@ -48,7 +48,7 @@ GNNC_INLINE float value_of(Bf16 v) { return from_bits(static_cast<int32_t>(v.bit
 GNNC_INLINE float value_of(int8_t v) { return static_cast<float>(v); }
 
 // Writes the nonzero columns of a row, and returns their number, or, as soon as there are more than `most`, a number
-// above `most`. Prefetches the memory that follows, so that it arrives while the rest of this row is processed.
+// above `most`. Prefetches the following rows, which arrive while the rest of this row is processed.
 template <typename T>
 GNNC_INLINE int64_t find_non_zeros(const T* x, int64_t width, int64_t most, int32_t* column) {
   int64_t count = 0, c = 0;

@@ -14,10 +14,12 @@ namespace {
 
 constexpr int64_t kGroup = 65536;
 
+// The weight of an edge: none, a power of two by source row, or an int8 by edge.
 enum class IntWeight { none, pow2, signed8 };
 
 inline int64_t padded(int64_t width) { return (width + 63) / 64 * 64; }
 
+// The arguments of an integer sum.
 struct IntSum {
   Csr csr;
   Rows<int8_t> rows;

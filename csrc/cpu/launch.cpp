@@ -39,6 +39,7 @@ enum class Use {
   out_per_head,  // output, fp32 [M, heads]
 };
 
+// The kinds of the arguments a, b and c of an instruction.
 struct Spec {
   RowOp op;
   Use a = Use::none, b = Use::none, c = Use::none;
@@ -130,6 +131,7 @@ RowView view_of(const Tensor& t, const char* op) {
   return {t.data_ptr(), t.size(0), cols, t.stride(0), type};
 }
 
+// Checks the instructions of a program and prepares it for the kernels.
 class Parser {
  public:
   void parse(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width);

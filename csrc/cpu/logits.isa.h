@@ -67,6 +67,7 @@ GNNC_INLINE Floats scales_of_edges(const float* scale, const int32_t* col, int64
   return left >= kLanes / H ? repeat_scales<H, true>(scale, col, left) : repeat_scales<H, false>(scale, col, left);
 }
 
+// The terms of the additive logits of one row.
 struct Additive {
   Floats own;  // a_dst of the row, one head a lane, repeated
   Floats slope;

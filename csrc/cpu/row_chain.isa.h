@@ -49,6 +49,7 @@ GNNC_INLINE Tail lanes_at(int v, Tail n) {
   return v + 1 < kVectors ? Tail{kLanes} : n;
 }
 
+// A block of a tile in registers.
 template <int kRows, int kVectors>
 struct Block {
   Floats x[kRows][kVectors];

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kGroup = 16;  // rows that share a vector of results by row
 
+// A tile: `rows` rows of `width` floats, ld floats apart, whose first row is row `first` of the result.
 struct Tile {
   const RowProgram& program;
   float* acc;

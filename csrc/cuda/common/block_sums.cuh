@@ -17,6 +17,7 @@ __device__ __forceinline__ int32_t sum_in_warp(int32_t value) {
   return value;
 }
 
+// Shared memory of one sum over the threads of a block of kWarps warps.
 template <int kWarps>
 struct BlockSums {
   int32_t warp[kWarps];  // the sum of each warp

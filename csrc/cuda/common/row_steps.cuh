@@ -139,7 +139,7 @@ __device__ void store_row(const Tile& tile, T* row, const F& f) {
   constexpr bool kTurns = kCount == 4 && sizeof(T) == 4 && turns<Tile>();
   const int own = kTurns ? tile.lane % 4 : 0;
   const int first = tile.column_of(tile.lane - own, kCount * own);
-  T* const from = row + first;  // one base address: all stores are at constant offsets from it
+  T* const from = row + first;  // the base address: all stores are at constant offsets from this pointer
   const auto put = [&](int offset, const Vector<T, kCount>& vector) {
     if (kAll || first + offset + kCount <= (kEnds ? Tile::kWidth : kRounded)) {
       if constexpr (kEnds && !Tile::kWhole) {
@@ -356,8 +356,8 @@ __device__ auto head_mean(const Tile& tile) {
 
 // Stores.
 
-// Returns whether threads can cheaply hold every kLanes-th group of four columns of a whole row: they have this layout
-// already, or four threads hold 16 columns each and transpose them.
+// Returns whether threads can cheaply hold every kLanes-th group of four columns of a whole row: the tile has this
+// layout already, or four threads hold 16 columns each and transpose them.
 template <class Tile>
 __host__ __device__ constexpr bool has_fours() {
   const bool whole = Tile::kBlock == Tile::kRun * Tile::kLanes;
@@ -433,7 +433,7 @@ __device__ void store(const Tile& tile, T* row) {
 
 __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
 
-// Raises the flag if the row, as it is now, holds NaN or infinity.
+// Raises the flag if the current values of the row include NaN or infinity.
 template <class Tile>
 __device__ void watch(const Tile& tile, const Watch& watch) {
   bool fine = true;
@@ -455,6 +455,7 @@ __device__ inline float inverse_of(float scale) { return scale > 0.0f ? __fdiv_r
 __device__ inline uint32_t rounded(float x) { return __float_as_uint(__fadd_rn(x, 12582912.0f)); }
 __device__ inline int8_t code_of(float x) { return static_cast<int8_t>(rounded(fminf(fmaxf(x, -127.0f), 127.0f))); }
 
+// Returns zeros for the bytes past the width of a quantized row.
 struct NoCode {
   __device__ int8_t operator()(int) const { return 0; }
 };

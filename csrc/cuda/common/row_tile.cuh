@@ -1,6 +1,7 @@
 #pragma once
 
-// A tile: one complete row of a kernel's result, in FP32, in the registers of a group of threads. Epilogues work on it.
+// A tile: one complete row of a kernel's result, in FP32, in the registers of a group of threads. Epilogues work on
+// tiles.
 //
 // A group is kLanes neighbouring threads of one warp (a power of two). Thread `lane` holds the columns lane * kRun ..
 // lane * kRun + kRun - 1 of every block of kRun * kLanes columns. With runs of four, a group stores whole blocks at a
@@ -10,7 +11,7 @@
 // An epilogue is a functor that a kernel takes by value as its last argument:
 //   struct Epilogue { ...; template <class Tile> __device__ void operator()(Tile& tile, int64_t row) const; };
 // All threads of a group call the epilogue together, once for each row, also for rows without edges. The groups of a
-// warp may call it at different times: it must not synchronise more than its group (`members`).
+// warp may call it at different times: the epilogue must not synchronise more than its group (`members`).
 
 #include "common/types.cuh"
 
@@ -92,8 +93,8 @@ struct RowTile {
   }
 };
 
-// A slice of a row of kWidth columns: the Tile::kWidth columns, or those that are left, from `first` on. For epilogues
-// whose steps look at each column alone.
+// A slice of a row of kWidth columns: up to Tile::kWidth columns from `first` on. For epilogues whose steps look at
+// each column alone.
 template <class Tile, int kWidth_>
 struct SliceTile {
   static constexpr int kWidth = kWidth_, kLanes = Tile::kLanes, kRun = Tile::kRun, kPer = Tile::kPer;

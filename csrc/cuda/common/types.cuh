@@ -17,8 +17,8 @@ static_assert(sizeof(int64_t) == 8, "long is 64 bits wide wherever these kernels
 namespace gnnc {
 
 #if defined(__CUDA_ARCH__)
-// The compute capability times 100. Register budgets depend on it, because the same code takes more registers on some
-// architectures.
+// The compute capability times 100. Register budgets depend on the architecture, because the same code takes more
+// registers on some architectures.
 constexpr int kArchitecture = __CUDA_ARCH__;
 #else
 constexpr int kArchitecture = 0;
@@ -35,6 +35,7 @@ __device__ __forceinline__ void begin_kernel() {
 #endif
 }
 
+// Select<c, A, B>::Type is A if c, otherwise B (std::conditional, which NVRTC does not have).
 template <bool kFirst, class A, class B>
 struct Select {
   using Type = A;
@@ -55,6 +56,7 @@ __device__ __forceinline__ uint32_t group_members() {
   }
 }
 
+// kCount elements that are loaded or stored by one instruction.
 template <class T, int kCount>
 struct alignas(kCount * sizeof(T)) Vector {
   T v[kCount];

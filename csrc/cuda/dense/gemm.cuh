@@ -3,11 +3,12 @@
 // gemm: x @ w^T for tall and narrow x, then the epilogue on whole rows. x is quantized or rounded while it is loaded,
 // so that x is read once, in the type that it has in memory.
 //
-// A block processes Config::kRows rows of x, Config::kChunk columns at a time. Its warps load them into shared memory
-// as int8 (quantized with one scale a row, or already quantized), fp16 or bf16; the products run on the tensor cores
-// (mma.sync, sums in int32 or FP32) with a weight that pack_weight has packed in the fragment layout of the threads.
-// The warps of a block divide the rows, the columns of the result and, where rows are long, the columns of x (split-K):
-// such partial sums, like all results, pass through shared memory into row tiles, which add them up in a fixed order.
+// A block processes Config::kRows rows of x, Config::kChunk columns at a time. Its warps load the rows into shared
+// memory as int8 (quantized with one scale a row, or already quantized), fp16 or bf16; the products run on the tensor
+// cores (mma.sync, sums in int32 or FP32) with a weight that pack_weight has packed in the fragment layout of the
+// threads. The warps of a block divide the rows, the columns of the result and, where rows are long, the columns of x
+// (split-K): such partial sums, like all results, pass through shared memory into row tiles, which add them up in a
+// fixed order.
 //
 // A row that is quantized with its own scale stays in the registers of kRowWarps warps until its maximum is known, in
 // one chunk. If a row is too long for that, a first pass finds its maximum, and the chunks are then read again from L2.
@@ -23,6 +24,7 @@
 
 namespace gnnc {
 
+// The type of the operands of the tensor-core products.
 enum class Product { i8, f16, bf16 };
 
 __host__ __device__ constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
@@ -57,6 +59,7 @@ struct GemmArgs {
   int64_t rows;
 };
 
+// The size of one operand element.
 template <Product kProduct>
 struct Codes {
   static constexpr int kBytes = kProduct == Product::i8 ? 1 : 2;
@@ -86,6 +89,7 @@ struct Order {
   }
 };
 
+// Sizes of a gemm kernel: tiles by warp, and the layout of its shared memory.
 template <class Config>
 struct Gemm {
   static constexpr int kBytes = Codes<Config::kProduct>::kBytes;
@@ -340,6 +344,7 @@ struct Load<Config, int8_t> {
 
 // Tensor-core products: sixteen rows by eight columns a step.
 
+// The type of the accumulators: FP32, or int32 for int8 products.
 template <Product kProduct>
 struct Sums {
   using Word = float;
@@ -407,7 +412,7 @@ struct WarpSums {
     __device__ Weight(const uint4* weight, int first, int pair) {
 #pragma unroll
       for (int t = 0; t < G::kTilesOnce; ++t) {
-        // Tiles past the last repeat it, and are not stored.
+        // Tiles past the last repeat the last tile, and are not stored.
         const int number = first + t < G::kTiles ? first + t : G::kTiles - 1;
         tile[t] = __ldg(weight + (number * G::K::kPairs + pair) * 32);
       }
@@ -538,7 +543,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmAr
     epilogue(tile, begin + place);
   };
   constexpr int kTurns = divide_up(Config::kRows, kGroups);
-  // Two rows are not unrolled: both at once would need the registers of both.
+  // Two turns are not unrolled, because both rows would need registers at the same time.
   constexpr int kUnroll = kTurns > 2 ? 4 : 1;
   const int group = threadIdx.x / kLanes;
   if (begin + Config::kRows <= args.rows) {
@@ -573,6 +578,7 @@ struct PackConfig {
   static constexpr int kTogether = kTogether_, kWarps = kWarps_;
 };
 
+// The device functions of pack_weight.
 template <class Config>
 struct Pack {
   static constexpr bool kQuantizes = Config::kProduct == Product::i8;
@@ -580,7 +586,7 @@ struct Pack {
   using O = Order<K::kPlaces, Config::kTogether>;
   static constexpr int kThreads = Config::kWarps * 32;
   static constexpr int kTurns = divide_up(K::kPlaces / 4, kThreads);
-  // Groups of four columns that a thread keeps in registers; it reads all others twice.
+  // Groups of four columns that a thread keeps in registers; all other groups are read twice.
   static constexpr int kHeld = kTurns < 6 ? kTurns : 6;
 
   // Returns the four columns at place 4 * four (see Order), zeros past the width.

@@ -2,8 +2,8 @@
 
 // rowmap: applies an epilogue to the rows of one tensor. A group of Config::kLanes threads processes one row.
 //
-// Layout: x fp32, fp16 or bf16, rows Config::kStride elements apart; the register layout of a row is that of
-// row_tile.cuh, the memory layouts of the epilogue's operands and outputs are those of its steps (row_steps.cuh).
+// Layout: x fp32, fp16 or bf16, rows Config::kStride elements apart; row_tile.cuh describes the register layout of a
+// row, row_steps.cuh the memory layouts of the operands and outputs of the epilogue.
 // Traffic: x once, and the operands and outputs of the epilogue, once. Floor: these bytes at copy bandwidth.
 //
 // Launch: blocks of 256 threads; one for every 256 / kLanes rows.

@@ -64,6 +64,7 @@ struct AttentionConfig {
   static constexpr int kStep = kStep_;
 };
 
+// Types and constants of the attention kernels, derived from a configuration.
 template <class Config>
 struct Attention {
   static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads, kHeadWidth = kWidth / kHeads;
@@ -118,6 +119,7 @@ struct PartOfHead {
   }
 };
 
+// The body that stream() runs: computes the logits of edges, adds weighted rows, and finishes rows.
 template <class Config, class Epilogue>
 struct AttentionBody {
   using A = Attention<Config>;

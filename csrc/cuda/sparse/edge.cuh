@@ -43,6 +43,7 @@ struct MessageArgs {
   int64_t count;  // number of runs
 };
 
+// The reduction that message applies to the values of a row's edges.
 enum class Join { sum, mean, max, min };
 
 template <Join kJoin>

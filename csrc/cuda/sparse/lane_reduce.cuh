@@ -66,6 +66,7 @@ __device__ inline float power_of_two(float v) {
   return result;
 }
 
+// FP32 sums, maxima or minima of the columns of this thread's piece.
 template <class Layout, Reduce kReduce>
 struct LaneReduce {
   static constexpr int kColumns = Layout::kColumns;

@@ -27,6 +27,7 @@
 
 namespace gnnc {
 
+// Exact sums of int8 rows without weights, on the tensor cores (see above).
 template <class Layout>
 struct ByteSum {
   using Word = int32_t;
@@ -66,8 +67,10 @@ struct ByteSum {
   }
 };
 
+// The weight of an edge: none, a signed 8-bit integer, a positive 8-bit integer (a power of two), or a real number.
 enum class Weight { none, signed8, power8, real };
 
+// Weighted sums of int8 rows by dp2a, exact for integer weights and in fixed point for real weights (see above).
 template <class Layout, Weight kWeight>
 struct ByteProducts {
   static constexpr bool kReal = kWeight == Weight::real;
@@ -188,6 +191,7 @@ struct ByteProducts {
   }
 };
 
+// FP32 sums of fp16 or bf16 rows without weights, on the tensor cores (see above).
 template <class Layout>
 struct HalfSum {
   static constexpr bool kBrain = Layout::kElement == Element::bf16;

@@ -60,6 +60,8 @@ __device__ __forceinline__ int place_of(int column) {
   return column / kHeadWidth * kHeadStride + column % kHeadWidth;
 }
 
+// Layout of rows of kWidth columns over a warp: a row has kTotal pieces; a warp reads kPieces of them at once, for
+// kSlots rows; a row takes kPasses passes.
 template <Element kElement_, int kWidth_>
 struct RowLayout {
   static constexpr Element kElement = kElement_;
@@ -90,9 +92,9 @@ struct RowLayout {
   // Returns a piece with the columns past the width of the row set to zero; a piece index past the last piece is
   // treated as the last piece.
   __device__ static uint4 within(const uint4& v, int piece) {
-    // Each word is masked with a value that the assembler cannot predict: it would turn a predictable mask into a
-    // select and place that after each row's load, which serializes the loads.
-    int past;  // 0 before the last piece, at least 1 from it on
+    // Each word is masked with a value that the assembler cannot predict: the assembler would turn a predictable mask
+    // into a select and place this select after each row's load, which serializes the loads.
+    int past;  // 0 before the last piece, at least 1 from the last piece on
     asm("max.s32 %0, %1, 0;" : "=r"(past) : "r"(piece - (kTotal - 2)));
     const auto kept = [&](uint32_t word, int j) {
       const int bits = kLastBits - 32 * j;

@@ -29,6 +29,7 @@ struct alignas(16) Entry {
   int64_t first;  // index of the first edge
 };
 
+// A run: consecutive entries of the run table that one warp processes.
 struct alignas(16) Run {
   int32_t first;    // index of the first entry
   int32_t count;    // number of entries; 0: no run
@@ -44,6 +45,7 @@ struct alignas(16) Split {
   int32_t unused;
 };
 
+// The run table of a graph, with the CSR arrays that it refers to.
 struct Runs {
   static constexpr bool kStaged = false;
   const int64_t* rowptr;  // [rows + 1]

@@ -47,6 +47,7 @@ struct SddmmConfig {
   static constexpr int kStep = kStep_;
 };
 
+// The body that stream() runs: computes and stores the values of edges.
 template <class Config>
 struct SddmmBody {
   using Layout = RowLayout<Config::kElement, Config::kWidth>;
@@ -133,8 +134,8 @@ struct SddmmBody {
     }
   }
 
-  // Computes the dot products of four edges. The threads that share a head reduce them by shuffles: each step halves
-  // the number of edges that a thread sums, as long as there are several.
+  // Computes the dot products of four edges. The threads that share a head reduce the products by shuffles: each step
+  // halves the number of edges that a thread sums, as long as there are several.
   __device__ __forceinline__ void dots(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
     const bool counts = pass * Layout::kPieces + Layout::piece() < Layout::kTotal;
     Sum v[4];

@@ -15,13 +15,14 @@ namespace gnnc {
 
 constexpr int kJoined = 16;
 
+// The staging buffer of the parts of split rows.
 struct Staging {
   void* memory;      // one row a slot
   int32_t* arrived;  // [slots, slices], counters of finished parts
 };
 
-// Counts this group's arrival; returns whether it is the last of `expected` arrivals. All stores of this group before
-// the call are visible to the group that is last.
+// Counts this group's arrival; returns whether this group is the last of `expected` arrivals. All stores of this group
+// before the call are visible to the group that is last.
 template <int kLanes>
 __device__ __forceinline__ bool is_last(int32_t* arrived, int32_t expected) {
   const uint32_t group = group_members<kLanes>();
@@ -96,7 +97,7 @@ __device__ __forceinline__ StagedColumns<T> load_staged(const T* from) {
   return columns;
 }
 
-// Stores columns of a slot: those from `first` on that are below `past` (both multiples of four).
+// Stores the columns of a slot from `first` on that are below `past` (both multiples of four).
 template <class T, class Word, int kCount>
 __device__ __forceinline__ void store_staged(T* slot, int first, int past, const Word (&v)[kCount]) {
 #pragma unroll

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
   for_runs<Layout>(a.runs, static_cast<const float*>(a.value), x, next, feed[threadIdx.x / 32], body);
 }
 
-// spmm_sliced: computes what spmm does, slice by slice: all blocks traverse the graph once for each slice of columns.
+// spmm_sliced: spmm slice by slice: all blocks traverse the graph once for each slice of columns.
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Sliced<Config>::Config::kThreads, 1)
     spmm_sliced(const SpmmArgs a, const Epilogue epilogue) {
@@ -58,9 +58,9 @@ __global__ void __launch_bounds__(Sliced<Config>::Config::kThreads, 1)
   }
 }
 
-// spmm_staged: computes what spmm does, but reads near sources from shared memory (staged.cuh). Launch: as many blocks
-// as runs.share has shares, of Staged<Config>::kThreads threads, with Staged<Config>::Window::kBytes of dynamic shared
-// memory. If a row has several slices, the epilogue is called slice by slice.
+// spmm_staged: spmm that reads near sources from shared memory (staged.cuh). Launch: as many blocks as runs.share has
+// shares, of Staged<Config>::kThreads threads, with Staged<Config>::Window::kBytes of dynamic shared memory. If a row
+// has several slices, the epilogue is called slice by slice.
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(Staged<Config>::kThreads, 1)
     spmm_staged(const StagedSpmmArgs a, const Epilogue epilogue) {

@@ -42,9 +42,9 @@ struct SpmmBody {
   static constexpr bool kValued = is_valued(Config::kValue, Config::kHeads);
   static constexpr bool kFixes = S::kBytes && S::kWeight == Weight::real;  // real weights become fixed-point integers
   static constexpr bool kByHead = kFixes && Config::kHeads > 1;            // each thread loads the weights of its head
-  // kOwns: each thread loads the value and the scale of one or two edges of a step, turns them into a fixed-point
-  // weight and shuffles that to its neighbours, because there are no registers for the values and scales of eight
-  // edges.
+  // kOwns: each thread loads the value and the scale of one or two edges of a step, converts the product to a
+  // fixed-point weight and shuffles this weight to its neighbours, because there are no registers for the values and
+  // scales of eight edges.
   static constexpr bool kOwns =
       kFixes && !kByHead && (Config::kScale == Scale::none || kRow) && Layout::kPieces >= 4 && !Runs::kStaged;
   // kMasks: `add` must skip missing edges. A row of zeros adds nothing to a sum, but is not neutral for max; and FP32
@@ -83,8 +83,8 @@ struct SpmmBody {
     }
   }
 
-  // Starts the loads of the weights. The loaded values are first used in `add`: using them here would wait for the
-  // loads before the rows are gathered.
+  // Starts the loads of the weights. The loaded values are first used in `add`: if they were used here, the thread
+  // would wait for the loads before it gathers the rows.
   __device__ __forceinline__ void load(Extra& e, const Four& four, const int32_t (&source)[4], uint32_t mask) {
     if constexpr (Config::kHeads > 1 && !kByHead) e.edge = four.edge;
     e.shifted = kPower;

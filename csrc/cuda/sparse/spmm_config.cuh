@@ -12,6 +12,7 @@
 
 namespace gnnc {
 
+// The arguments of the SpMM kernels; Runs is the type of the run table (Runs or StagedRuns).
 template <class Runs>
 struct SpmmArgsOn {
   Runs runs;
@@ -25,7 +26,9 @@ struct SpmmArgsOn {
 using SpmmArgs = SpmmArgsOn<Runs>;
 using StagedSpmmArgs = SpmmArgsOn<StagedRuns>;
 
+// The value of an edge: none, a float, or an int8.
 enum class Value { none, real, integer };
+// The scale of a source row: none, a float, or a power of two.
 enum class Scale { none, row, power, in_row };  // in_row: as power, and each row holds its weight itself (weight_place)
 
 // Returns whether every edge has one float weight, shared by all columns.
@@ -108,6 +111,7 @@ struct SpmmConfig {
   static constexpr int kRowWidth = kWidth, kSlices = 1;
 };
 
+// Types and constants of an SpMM kernel, derived from a configuration.
 template <class Config>
 struct Spmm {
   static constexpr Element kElement = Config::kElement;
@@ -169,6 +173,7 @@ __host__ __device__ constexpr int most_threads_of_slices(Element element, int st
   return element != Element::i8 || step == 4 || kArchitecture < 1000 ? 768 : 640;
 }
 
+// Configuration of spmm_sliced, with the SpmmConfig of one slice of columns.
 template <class Config_>
 struct Sliced {
   using Slices = gnnc::Slices<Config_::kElement, Config_::kWidth, slice_bytes(Config_::kElement)>;

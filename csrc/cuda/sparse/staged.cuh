@@ -3,8 +3,8 @@
 // Streams the edges of runs through warps, as stream.cuh does, for graphs most of whose edges join nodes with nearby
 // ids. A block of threads works on the rows of one block of ids at a time (kStretch consecutive ids), and begins by
 // copying the rows of x with the same ids to shared memory, the window. An edge is near if its source lies in the
-// window, and far otherwise. Sources of near edges are read from shared memory, at twice the rate of L1, and the window
-// is all that is read from L2 for them. Sources of far edges are gathered from global memory.
+// window, and far otherwise. Sources of near edges are read from shared memory, at twice the rate of L1, and only the
+// window itself is read from L2. Sources of far edges are gathered from global memory.
 //
 // The edges of an entry are stored as words of 16 bytes (stage_edges.cuh): first the near edges, eight a word, each by
 // the place of its source in the window, from 1 on; the last word is padded with place 0, a row of zeros. Then the far
@@ -32,7 +32,7 @@ __host__ __device__ constexpr int window_rows(int row_bytes) { return row_bytes 
 // Returns the number of steps of a chunk: one for narrow rows, which hit in L2 without a prefetch.
 __host__ __device__ constexpr int steps_of_chunk(int row_bytes) { return row_bytes <= 64 ? 1 : 2; }
 
-// Returns the most entries of a run, for a window of so many rows.
+// Returns the most entries of a run, for a window of `window` rows.
 __host__ __device__ constexpr int entries_within(int window) { return window == kStretch ? 16 : 8; }
 
 // An entry of a run: the near and far edges of a row, or of a part of a row.
@@ -42,12 +42,13 @@ struct alignas(16) StagedEntry {
   int32_t far;    // number of far edges
   int32_t first;  // index of the first word
 
-  // The divisions are unsigned: they take one instruction, signed divisions three.
+  // The divisions are unsigned: an unsigned division by a power of two takes one instruction, a signed division three.
   __device__ int32_t near_words() const { return static_cast<int32_t>((static_cast<uint32_t>(near) + 7) / 8); }
   __device__ int32_t far_words() const { return static_cast<int32_t>((static_cast<uint32_t>(far) + 3) / 4); }
   __device__ int32_t words() const { return near_words() + far_words(); }
 };
 
+// The run table of a graph with staged edges, ordered by block of ids.
 struct StagedRuns {
   static constexpr bool kStaged = true;
   const int64_t* rowptr;  // [rows + 1]
@@ -226,6 +227,7 @@ struct Words {
   }
 };
 
+// A warp's shared memory for its runs and its edge words.
 template <class Layout, int kFarOfStep>
 struct StagedFeed {
   RunFeed<StagedEntry, entries_within(window_rows(Layout::kPieces * 16))> runs;

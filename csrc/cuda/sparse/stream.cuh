@@ -265,7 +265,7 @@ struct Step {
     }
   }
 
-  // Gathers the rows of the step's edges, loads their weights, and adds them.
+  // Gathers the rows of the step's edges, loads their weights, and adds the weighted rows.
   __device__ __forceinline__ void take(const char* base, uint32_t x_stride, Body& body) const {
     if constexpr (Body::kWhole) {
       if (__all_sync(0xffffffffu, whole)) return take_those<true>(base, x_stride, body);

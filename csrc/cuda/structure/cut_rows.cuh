@@ -5,7 +5,8 @@
 // A thread block cuts a window of kWindow neighbouring rows. Rows with few edges are sorted by degree, in descending
 // order, and consecutive groups of kGroup rows are combined into runs, each of about the cost run_cost. Every other row
 // is one run, or is cut into parts, each of which is one run. count_runs counts the entries, runs and slots of a
-// window; write_runs writes them at the offsets that the running sums of the counts (computed by torch) give.
+// window; write_runs writes the entries, runs and slots at the offsets that the running sums of the counts (computed by
+// torch) give.
 //
 // The run table can be divided into shares of about equal cost, one for each block of the sparse kernels: share_runs
 // finds where shares begin, by the running sum of the costs, and deal_runs copies the runs of each share, in descending
@@ -61,6 +62,7 @@ struct Parts {
   }
 };
 
+// Shared memory of CutWindow.
 struct CutShared {
   int32_t key[kWindow];
   int32_t degree[kWindow];  // degrees of the rows with few edges, in sorted order

@@ -1,21 +1,20 @@
 #pragma once
 
 // radix: sorts the edges of a new graph by the node at one of their ends, stably, and permutes the nodes at the other
-// ends along. It is an LSD radix sort, least digit first, kBits bits a pass; a pass consists of radix_count, radix_sums
-// of the counts, and radix_scatter. radix_rowptr then computes the row pointers, and radix_rows the row of every edge
-// from them.
+// ends along. The algorithm is an LSD radix sort, least digit first, kBits bits a pass; a pass consists of radix_count,
+// radix_sums of the counts, and radix_scatter. radix_rowptr then computes the row pointers, and radix_rows computes the
+// row of every edge from the row pointers.
 //
-// A block takes a tile of consecutive edges. It counts each digit once a warp, the threads with equal digits together,
-// so that an edge's rank among the edges of its digit is known without atomics on data: equal bits in every call. The
-// tile is first sorted in shared memory, so that neighbouring threads write to neighbouring addresses.
+// A block takes a tile of consecutive edges. The block counts each digit once a warp, the threads with equal digits
+// together, so that an edge's rank among the edges of its digit is known without atomics on data: equal bits in every
+// call. The tile is first sorted in shared memory, so that neighbouring threads write to neighbouring addresses.
 //
 // Ids out of range set a flag; their digits are sorted like all others, and no memory is addressed by such ids.
 //
 // kLoops: every node gets exactly one self-loop. Self-loops that the graph already has are sorted last, with the key
 // ids_bound.
 //
-// The nodes at the other ends are moved in every pass: to gather them at the end would read a sector of memory for
-// each.
+// The nodes at the other ends are moved in every pass: a gather at the end would read a sector of memory for each edge.
 //
 // Traffic, an edge: keys twice, places and other ends once in, all three out: 28 B a pass (36 B in the first, of int64
 // ids, 16 B more with kLoops; 32 B in the last, whose places are perm). Floor: these bytes at copy bandwidth.
@@ -53,6 +52,7 @@ struct RadixArgs {
   int64_t given;  // number of edges of ids and others; with kLoops the edges after these are self-loops, one a node
 };
 
+// Sizes of the radix sort, and the device functions that its kernels share.
 template <int kBits>
 struct Radix {
   static constexpr int kThreads = 512, kWarps = kThreads / 32, kItems = 16, kTile = kThreads * kItems;
@@ -78,8 +78,8 @@ struct Radix {
     return same;
   }
 
-  // A warp has consecutive edges of the tile; each thread has every 32nd of them. Return the first edge of the tile or
-  // thread, and the number of edges from an edge to the end of the tile.
+  // A warp has consecutive edges of the tile; each thread has every 32nd edge of its warp. Return the first edge of the
+  // tile or thread, and the number of edges from an edge to the end of the tile.
   __device__ static int64_t first_of_tile() { return static_cast<int64_t>(blockIdx.x) * kTile; }
   __device__ static int place_of_thread() { return warp() * 32 * kItems + lane(); }
   __device__ static int64_t first_of_thread() { return first_of_tile() + place_of_thread(); }
@@ -234,6 +234,7 @@ __global__ void __launch_bounds__(256) radix_rows(const RowsArgs args) {
   }
 }
 
+// Shared memory of radix_scatter.
 template <int kBits>
 struct RadixShared {
   using R = Radix<kBits>;
@@ -245,8 +246,8 @@ struct RadixShared {
   BlockSums<R::kWarps> sums[2];
 };
 
-// Sorts one value (get) of each edge of a tile by rank, and passes it to `store` with its rank. Called by the whole
-// block.
+// Sorts one value (get) of each edge of a tile by rank, and passes the value to `store` with its rank. Called by the
+// whole block.
 template <int kBits, class Get, class Store>
 __device__ __forceinline__ void move_edges(RadixShared<kBits>& shared, int32_t exist, const Get& get,
                                            const Store& store) {

@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(256) count_entries(const EntriesArgs a) {
   if (count > 0) atomicAdd(a.counts + i, count);
 }
 
+// The entry that a warp processes.
 struct EntryWarp {
   int64_t entry = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
   int lane = static_cast<int>(threadIdx.x % 32);

@@ -54,6 +54,7 @@ GNNC_INLINE void row_scales(const T* x, int64_t stride, int rows, int64_t width,
   }
 }
 
+// The range of the scaled values that are quantized.
 enum class Codes {
   bounded,  // |value| < 127.5 if its row is finite: no clamp needed (if the row is not finite, the scale shows it)
   held,     // values of any size, to be clamped

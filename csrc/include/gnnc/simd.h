@@ -3,9 +3,9 @@
 // Vectors of floats: 16 lanes with AVX-512, 8 with AVX2, 4 lanes of GCC's vector extension elsewhere. Only for
 // *.isa.cpp files: all functions live in the namespace of the instruction set.
 //
-// `Tail` is the number of valid lanes of the last vector of a row; a load zeroes the other lanes, and a store does not
-// write them. Rounding is to nearest even. Integer results are equal on all instruction sets; floats differ by fused
-// multiply-adds and the order of sums.
+// `Tail` holds the number of valid lanes of the last vector of a row; a load zeroes the other lanes, and a store does
+// not write them. Rounding is to nearest even. Integer results are equal on all instruction sets; floats differ by
+// fused multiply-adds and the order of sums.
 
 #include <cmath>
 #include <cstdint>
