@@ -170,12 +170,12 @@ def run(name: str, model_name: str, effort: Effort) -> dict[str, Any]:
     last = calls[str(BUDGETS[-1])]
     result = {"graph": name, "model": model_name, "edges": edge_index.shape[1], "ways": ways}
     for budget in BUDGETS:
-        choice = calls[str(budget)]._last.context.choice
+        choice = calls[str(budget)]._dispatch.last.context.choice
         ways[str(budget)]["plan"] = {n: str(o) for n, o in choice.plan.items()}
         ways[str(budget)]["log"] = choice.log
     is_large = edge_index.shape[1] >= LARGE
     result["kernels"] = kernels(model, x, edge_index, effort) if is_large else []
-    result |= fronts(last._last.context.choice, effort.seeds)
+    result |= fronts(last._dispatch.last.context.choice, effort.seeds)
     result["took_s"] = time.perf_counter() - start
     return result
 
@@ -217,7 +217,7 @@ def kernels(model: nn.Module, x: Tensor, edge_index: Tensor, effort: Effort) -> 
     rows = []
     for key in effort.uniform:
         compiled = gnnc.compile(model, key, example_inputs=(x, edge_index), backend=effort.device)
-        program = compiled._last
+        program = compiled._dispatch.last
         tensors = flatten_call(model, (x, edge_index), {}).tensors
         best: dict[str, float] = {}
         for _ in range(effort.profiles):

@@ -81,7 +81,7 @@ def rows_of(graph: str, model_name: str, size: int, count: int) -> list[dict[str
         row["ms"] = {"median": statistics.median(taken), "min": min(taken), "max": max(taken)}
         row["of_eager"] = statistics.median(a / b for a, b in zip(taken, eager, strict=True))
         row["slower"] = sum(a > b for a, b in zip(taken, eager, strict=True))
-        row["captures"] = len(ours[name]._captures) if name in ours else 0
+        row["captures"] = len(ours[name]._dispatch.captures) if name in ours else 0
         rows.append(row)
     return rows
 

@@ -81,7 +81,7 @@ def calling(case: str) -> list[dict[str, Any]]:
         model, x, edge_index = problem(name)
         compiled = gnnc.compile(model, precision, cuda_graph=cuda_graph)
         compiled(x, edge_index)
-        program = compiled._last.executable
+        program = compiled._dispatch.last.executable
         rows.append(
             {
                 "case": case,

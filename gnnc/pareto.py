@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnc.api import compile, device_of
+from gnnc.api import compile
 from gnnc.calibrate.timing import elapsed, measure_on
+from gnnc.compiler.dispatch import device_of
 from gnnc.errors import InputError
 from gnnc.passes.search.sensitivity import relative_l2
 from gnnc.runtime.backend import get_backend

@@ -68,10 +68,10 @@ def test_result_is_the_models_within_int8(model, compiled):
 
 @torch.no_grad()
 def test_other_sizes_do_not_capture_again(compiled):
-    before = len(compiled._captures)
+    before = len(compiled._dispatch.captures)
     compiled(*graph(3, 17, 1))
     compiled(*graph(3, 17, 0))
-    assert len(compiled._captures) == before
+    assert len(compiled._dispatch.captures) == before
 
 
 @torch.no_grad()
@@ -112,7 +112,7 @@ def test_equal_constants_of_other_types_have_programs_of_their_own(place):
         for value in (1, 1.0, True, 2, 2.0):
             argument = WRAPPED[place](value)
             torch.testing.assert_close(compiled(x, argument), compiled.model(x, argument))
-    assert len(compiled._captures) == 5
+    assert len(compiled._dispatch.captures) == 5
 
 
 def test_it_is_a_module_that_shares_everything_with_the_model(model, compiled):
@@ -363,7 +363,7 @@ def test_profile_measures_every_launch(compiled):
     with torch.no_grad():
         table = compiled.profile(*graph())
     assert "measured" in table
-    assert compiled._last.timings and all(t >= 0 for t in compiled._last.timings.values())
+    assert compiled._dispatch.last.timings and all(t >= 0 for t in compiled._dispatch.last.timings.values())
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -383,7 +383,7 @@ def test_clear_cache_keeps_the_program(compiled):
     with torch.no_grad():
         expected = compiled(*graph())
         compiled.clear_cache()
-        assert compiled._last.executable.arena_bytes == 0
+        assert compiled._dispatch.last.executable.arena_bytes == 0
         assert torch.equal(compiled(*graph()), expected)
 
 

@@ -52,7 +52,7 @@ def spy(made: list, precision: str):
 
 
 def kernels(compiled: gnnc.CompiledModel) -> Counter:
-    return Counter(kernel for _, kernel in compiled._last.executable.kernels)
+    return Counter(kernel for _, kernel in compiled._dispatch.last.executable.kernels)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])

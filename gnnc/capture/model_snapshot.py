@@ -27,7 +27,7 @@ _TABLES = itemgetter("_modules", *_WEIGHTS, *HOOKS)
 """The tables of a module that are looked into."""
 
 
-class Watch:
+class ModelSnapshot:
     """Snapshot of a model's modules: the identities of all objects that their tables hold.
 
     Parameters and buffers count only by which of them are the same tensor, for which a trace has one input:

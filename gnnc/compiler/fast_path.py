@@ -4,10 +4,10 @@ Most calls of a model bring dense tensors by position, in the mode and under the
 The fast path finds the program of these; any other call is described in full by ``CompiledModel.forward``,
 which then makes the fast path of the next such call.
 
-The fast path relies on two facts. ``Watch.has_changed`` was asked in this very call, so that the layers,
-hooks and constants are those that were traced. And ``modes`` is a new object whenever the
-mode of a module, or the model itself, has changed. Its program is the first of those for its
-form, as in a call that is described in full: which program runs depends on no earlier call.
+The fast path relies on two facts. ``ModelSnapshot.has_changed`` was asked in this very call, so that layers,
+hooks and constants are those of the trace. And ``modes`` is a new object when the mode of a module, or the
+model itself, has changed. Its program is the first of the programs for its form, as in a call that is
+described in full: which program runs depends on no earlier call.
 """
 
 from collections.abc import Callable, Sequence

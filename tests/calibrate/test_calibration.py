@@ -19,6 +19,7 @@ from gnnc import api
 from gnnc.calibrate import calibration
 from gnnc.calibrate.calibration import Sample, calibrate, fit, rates_for, stored_rates
 from gnnc.calibrate.probes import CPU, PROBES, Probe
+from gnnc.compiler import dispatch
 from gnnc.cost.model import ALONE, KNOTS, Rates, Term
 from gnnc.environment import cache_folder
 from gnnc.runtime import cuda
@@ -191,13 +192,14 @@ def test_a_model_that_moves_is_compiled_for_the_gpu_that_it_is_on(
         made.append(options.backend)
         raise Made
 
-    monkeypatch.setattr(api, "build_program", build)
-    monkeypatch.setattr(api, "validate", lambda *given: None)
-    monkeypatch.setattr(api, "device_of", lambda model: GPUS[1])
+    monkeypatch.setattr(dispatch, "build_program", build)
+    monkeypatch.setattr(dispatch, "validate", lambda *given: None)
+    for module in (api, dispatch):
+        monkeypatch.setattr(module, "device_of", lambda model: GPUS[1])
     compiled = gnnc.compile(torch.nn.Linear(2, 2), backend=backend)
     assert compiled.options.backend.device == GPUS[1]
     for gpu in (GPUS[1], GPUS[0]):
-        monkeypatch.setattr(api, "device_of", lambda model, gpu=gpu: gpu)
+        monkeypatch.setattr(dispatch, "device_of", lambda model, gpu=gpu: gpu)
         with torch.no_grad(), pytest.raises(Made):
             compiled(torch.ones(1, 2))
     assert [each.device for each in made] == [GPUS[1], GPUS[0]]

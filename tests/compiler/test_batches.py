@@ -55,7 +55,7 @@ def test_a_thousand_sampled_batches():
                 resident.append(measure.rss_mb())
     del nodes, edges, got
     assert captures(compiled) == 1
-    (program,) = compiled._all_programs()
+    (program,) = compiled._dispatch.programs()
     assert program.runner.cache.nbytes == 0
     assert program.executable.arena_bytes <= 1 << 18
     assert resident[-1] - resident[2] <= 8, resident

@@ -12,7 +12,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import GCNConv, SAGEConv
 
 import gnnc
-from gnnc.capture.model_snapshot import Watch
+from gnnc.capture.model_snapshot import ModelSnapshot
 
 NODES, WIDTH = 30, 8
 
@@ -46,7 +46,7 @@ class Settled:
     def settle(self) -> None:
         for seed in range(3):
             self.check(*graph(seed=seed))
-        assert self.compiled._fast_path is not None
+        assert self.compiled._dispatch.fast_path is not None
 
     @torch.no_grad()
     def check(self, *arguments: Any, **keywords: Any) -> None:
@@ -57,8 +57,8 @@ class Settled:
 
     def steady(self) -> bool:
         """Whether a call is known from the one before."""
-        known = self.compiled._fast_path
-        return known is not None and known.serves(graph(), self.compiled._watch.modes)
+        known = self.compiled._dispatch.fast_path
+        return known is not None and known.serves(graph(), self.compiled._dispatch.snapshot.modes)
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +70,15 @@ def shared() -> Settled:
 def settled(shared: Settled) -> Settled:
     """The same one for all tests: they leave a model that runs."""
     shared.settle()
-    shared.compiled._captures.clear()
+    shared.compiled._dispatch.captures.clear()
     assert shared.steady()
     return shared
 
 
 def test_only_dense_tensors_by_position_are_known_from_the_call_before(settled: Settled) -> None:
     x, edge_index = graph()
-    modes = settled.compiled._watch.modes
-    serves = settled.compiled._fast_path.serves
+    modes = settled.compiled._dispatch.snapshot.modes
+    serves = settled.compiled._dispatch.fast_path.serves
     assert serves((x, edge_index), modes) and serves((x[:9], edge_index[:, :0]), modes)
     others = [
         (x,),
@@ -145,7 +145,7 @@ def test_bad_arguments_are_refused_as_ever(settled: Settled) -> None:
                 settled.compiled(*arguments)
     with pytest.raises(gnnc.UnsupportedError, match="gradients"):
         settled.compiled(x, edge_index)
-    assert settled.steady() and settled.compiled._captures == []
+    assert settled.steady() and settled.compiled._dispatch.captures == []
 
 
 def add_hook(model: Net) -> None:
@@ -195,11 +195,11 @@ CHANGES: dict[Callable[[Net], None], int] = {
 def test_changes_of_the_model_are_seen(settled: Settled) -> None:
     x, edge_index = graph()
     for change, captures in CHANGES.items():
-        settled.compiled._captures.clear()
+        settled.compiled._dispatch.captures.clear()
         change(settled.model)
         settled.check(x, edge_index)
         settled.check(x, edge_index)
-        assert len(settled.compiled._captures) == captures, change
+        assert len(settled.compiled._dispatch.captures) == captures, change
         assert settled.steady()
 
 
@@ -212,7 +212,7 @@ def test_another_mode_and_autocast_have_programs_of_their_own(settled: Settled) 
         settled.check(x, edge_index)
         settled.model.eval()
         settled.check(x, edge_index)
-    assert len(settled.compiled._captures) == 2
+    assert len(settled.compiled._dispatch.captures) == 2
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         assert settled.compiled(x, edge_index).dtype == settled.model(x, edge_index).dtype
     settled.check(x, edge_index)
@@ -292,62 +292,62 @@ def test_a_change_while_other_threads_call_is_never_lost() -> None:
 def test_a_constant_of_another_type_is_a_change(in_one_piece: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gnnc.capture.model_snapshot._ADDRESSES", in_one_piece)
     model = Net()
-    watch = Watch(model)
+    snapshot = ModelSnapshot(model)
     model.factor = 2
-    assert not watch.has_changed()
+    assert not snapshot.has_changed()
     model.factor = 2.0
-    assert watch.has_changed()
+    assert snapshot.has_changed()
     model.factor = 2
-    assert not watch.has_changed()
+    assert not snapshot.has_changed()
     model.conv.normalize = int(model.conv.normalize)
-    assert watch.has_changed()
+    assert snapshot.has_changed()
 
 
 def test_an_equal_constant_that_is_another_object_is_none() -> None:
     model = Net()
     model.name = "layers of a net"
-    watch = Watch(model)
+    snapshot = ModelSnapshot(model)
     model.name = " ".join(["layers", "of", "a", "net"])
-    assert not watch.has_changed() and not watch.has_changed()
+    assert not snapshot.has_changed() and not snapshot.has_changed()
 
 
 def test_what_moves_from_one_table_to_the_next_is_a_change() -> None:
     first, second = nn.Sequential(nn.ReLU()), nn.Sequential()
-    watch = Watch(nn.ModuleList([first, second]))
+    snapshot = ModelSnapshot(nn.ModuleList([first, second]))
     second.append(first.pop(0))
-    assert watch.has_changed()
+    assert snapshot.has_changed()
     a, b = nn.ReLU(), nn.ReLU()
     handle = a.register_forward_hook(hook := lambda *_: None)
-    watch = Watch(nn.ModuleList([a, b]))
+    snapshot = ModelSnapshot(nn.ModuleList([a, b]))
     handle.remove()
-    assert watch.has_changed()
+    assert snapshot.has_changed()
     b.register_forward_hook(hook)
-    assert watch.has_changed()
+    assert snapshot.has_changed()
 
 
 def test_modes_are_a_new_object_when_one_has_changed() -> None:
     model = Net()
-    watch = Watch(model)
-    modes = watch.modes
-    assert not watch.has_changed() and watch.modes is modes
+    snapshot = ModelSnapshot(model)
+    modes = snapshot.modes
+    assert not snapshot.has_changed() and snapshot.modes is modes
     model.norm.eval()
-    assert not watch.has_changed() and watch.modes is not modes
-    assert watch.modes == tuple(module.training for module in model.modules())
+    assert not snapshot.has_changed() and snapshot.modes is not modes
+    assert snapshot.modes == tuple(module.training for module in model.modules())
 
 
 def test_values_that_cannot_be_compared_are_no_trouble() -> None:
     model = Net()
     model.table = torch.ones(3).numpy()
-    watch = Watch(model)
+    snapshot = ModelSnapshot(model)
     model.table = torch.zeros(3).numpy()
-    assert not watch.has_changed()
+    assert not snapshot.has_changed()
 
 
 def test_tensors_are_known_by_identity() -> None:
     model = Net()
     model.table = torch.ones(3)
-    watch = Watch(model)
+    snapshot = ModelSnapshot(model)
     model.table.zero_()
-    assert not watch.has_changed()
+    assert not snapshot.has_changed()
     model.table = torch.zeros(3)
-    assert watch.has_changed()
+    assert snapshot.has_changed()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import gnnc
-from gnnc import api
 from gnnc.capture.arguments import flatten_call
+from gnnc.compiler import dispatch
 from gnnc.errors import UnsupportedError
 
 REFUSED = "precision 'fp16' is not built for backend 'cpu'"
@@ -46,15 +46,15 @@ def test_where_the_device_is_known_it_is_checked_at_once(model: nn.Module, backe
 def test_overrides_are_checked_at_the_first_call_too() -> None:
     compiled = gnnc.compile(nn.Sequential(Sums()), "fp32", overrides={"0": "fp16"})
     with pytest.raises(UnsupportedError, match=REFUSED):
-        compiled._options_for(flatten_call(compiled.model, arguments()[:1], {}))
+        compiled._dispatch.options_for(flatten_call(compiled.model, arguments()[:1], {}))
 
 
 def test_the_tensors_of_the_call_choose_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = gnnc.compile(Sums(), "fp32")
     asked: list[Any] = []
-    choose = api.get_backend
-    monkeypatch.setattr(api, "get_backend", lambda *request: asked.append(request) or choose("cpu"))
-    compiled._options_for(flatten_call(compiled.model, arguments("meta"), {}))
+    choose = dispatch.get_backend
+    monkeypatch.setattr(dispatch, "get_backend", lambda *request: asked.append(request) or choose("cpu"))
+    compiled._dispatch.options_for(flatten_call(compiled.model, arguments("meta"), {}))
     assert asked == [("auto", torch.device("meta"))]
 
 

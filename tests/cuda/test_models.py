@@ -89,7 +89,7 @@ class Mixed(torch.nn.Module):
 
 def columns_of(compiled: gnnc.CompiledModel) -> list[torch.Tensor]:
     """The source ids of every CSR that a model's last program keeps."""
-    entries = compiled._last.runner.cache._entries.values()
+    entries = compiled._dispatch.last.runner.cache._entries.values()
     tensors = [value for entry in entries for value in entry.outputs if isinstance(value, torch.Tensor)]
     return [value for value in tensors if value.dtype == torch.int32 and value.numel() >= _NEIGHBOURS.edges]
 

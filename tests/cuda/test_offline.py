@@ -113,7 +113,7 @@ def test_allowances_are_of_cases() -> None:
 def test_the_zoo(name: str, precision: str) -> None:
     compiled = lowered(name, precision, "cuda-offline")
     assert "cuda-offline" in str(compiled)
-    check(compiled._last.executable, (name, precision))
+    check(compiled._dispatch.last.executable, (name, precision))
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_the_benchmarks(case: str, precision: str) -> None:
     compiled = gnnc.compile(model, precision, example_inputs=args, backend="cuda-offline")
     with torch.no_grad(), pytest.raises(gnnc.BackendError, match="not here"):
         compiled(*args)
-    check(compiled._last.executable, (case, precision))
+    check(compiled._dispatch.last.executable, (case, precision))
 
 
 @pytest.mark.parametrize("name", ["gcn", "sage"])
@@ -142,7 +142,7 @@ def test_rows_of_codes_bring_their_weight_where_there_is_room(name: str) -> None
     )
     with torch.no_grad(), pytest.raises(gnnc.BackendError, match="not here"):
         compiled(x, edge_index)
-    kernels = compiled._last.executable.kernel_set.names
+    kernels = compiled._dispatch.last.executable.kernel_set.names
     sums = [kernel for kernel in kernels if kernel.startswith("gnnc::spmm<")]
     assert [kernel.partition("Scale::")[2][:6] for kernel in sums if "i8, 64," in kernel] == ["power,"]
     assert [kernel.partition("Scale::")[2][:6] for kernel in sums if "i8, 47," in kernel] == ["in_row"]
@@ -168,7 +168,7 @@ def test_rows_that_nothing_gathers_leave_l2_first_and_begin_on_no_line(
     compiled = gnnc.compile(Twice(width).eval(), "fp32", backend="cuda-offline:sm_90")
     with torch.no_grad(), pytest.raises(gnnc.BackendError, match="not here"):
         compiled(torch.randn(300, width), torch.randint(300, (2, 2000)))
-    executable = compiled._last.executable
+    executable = compiled._dispatch.last.executable
     store = r"struct Epilogue_\w+ {.*?store<(\d+, (?:true|false)), float>"
     sums = [text for text, names in executable.kernel_set.sources if "gnnc::spmm<" in "".join(names)]
     found = [re.findall(store, text, re.S) for text in sums]
@@ -213,7 +213,7 @@ def test_only_sums_without_values_go_by_stretch(weight: torch.Tensor | None, str
     compiled = gnnc.compile(Weighted().eval(), "fp32", backend="cuda-offline:sm_90")
     with torch.no_grad(), pytest.raises(gnnc.BackendError, match="not here"):
         compiled(torch.randn(300, 16), torch.randint(300, (2, 2000)), weight)
-    lines = compiled._last.executable.source.splitlines()
+    lines = compiled._dispatch.last.executable.source.splitlines()
     sums = [line for line in lines if "launch" in line and "runs_" in line]
     assert len(sums) == (2 if weight is None else 1)
     assert all(f".data_ptr(), {stride}, " in line for line in sums)
@@ -232,7 +232,7 @@ def test_the_text_of_a_program_says_nothing_of_where_memory_lies(
 
     begin = NanFlag.__init__
     monkeypatch.setattr(NanFlag, "__init__", somewhere)
-    first, second = (lowered(name, "int8", "cuda-offline:sm_90")._last.executable for _ in range(2))
+    first, second = (lowered(name, "int8", "cuda-offline:sm_90")._dispatch.last.executable for _ in range(2))
     assert first.source == second.source and next(addresses, None) is None
 
 

@@ -44,7 +44,7 @@ def cells(text: str) -> list[tuple[str, str]]:
 def test_the_text_has_the_time_and_the_part_of_the_floor_of_every_kernel(name: str) -> None:
     compiled, arguments = compiled_and_inputs(name)
     *rows, total = cells(compiled.profile(*arguments))
-    kernels = compiled._last.executable.kernels
+    kernels = compiled._dispatch.last.executable.kernels
     assert len(rows) == len(kernels) > 3
     assert all(float(time) > 0 and float(part) >= 0 for time, part in (*rows, total))
     assert sum(float(time) for time, _ in rows) == pytest.approx(float(total[0]), abs=0.0006 * len(rows))
@@ -67,7 +67,7 @@ def test_ranges_carry_the_names_of_layers(name: str, said: list[str]) -> None:
     compiled.profile(*arguments)
     assert said[::2] == [each for each in said if each] and set(said[1::2]) == {""}
     nodes = {node.name: node.meta.get("layer", "") for node in compiled.graph_module.graph.nodes}
-    launched = {f"{nodes[node]} {node}".strip() for node, _ in compiled._last.executable.kernels}
+    launched = {f"{nodes[node]} {node}".strip() for node, _ in compiled._dispatch.last.executable.kernels}
     assert launched <= set(said)
     layers = {each.split()[0] for each in launched if " " in each}
     assert layers <= set(dict(compiled.model.named_modules()))
@@ -114,6 +114,6 @@ def test_auto_replays_what_takes_less_than_the_limit_alone(
     launch, made = Launcher.__call__, []
     monkeypatch.setattr(Launcher, "__call__", lambda *given: made.append(1) or launch(*given))
     assert torch.equal(compiled(*arguments), expected)
-    program = compiled._last.executable
+    program = compiled._dispatch.last.executable
     assert isinstance(program, CudaExecutable) and program.replays == (below > 0)
     assert (not made) == (below > 0)

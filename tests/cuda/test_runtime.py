@@ -54,7 +54,7 @@ def test_a_graph_is_replayed_and_computes_the_same(model):
     for _ in range(4):
         x = x + 1
         assert torch.equal(compiled(x, edge_index), plain(x, edge_index))
-    assert compiled._last.executable.replays and not plain._last.executable.replays
+    assert compiled._dispatch.last.executable.replays and not plain._dispatch.last.executable.replays
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def test_auto_replays_small_calls(model):
     for _ in range(CudaExecutable.SETTLES_AFTER):
         compiled(x, edge_index)
         torch.cuda.synchronize()
-    assert compiled._last.executable.replays
+    assert compiled._dispatch.last.executable.replays
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def test_weights_that_change_are_seen(model, cuda_graph):
 
 def held(compiled):
     """The graphs that calls of one kind have left."""
-    arenas = compiled._last.executable._arenas._by_stream.values()
+    arenas = compiled._dispatch.last.executable._arenas._by_stream.values()
     return [arena.held for idle in arenas for arena in idle if arena.held is not None]
 
 
@@ -301,7 +301,7 @@ def test_rows_wait_for_their_parts_in_memory_of_the_thread(model, monkeypatch):
     compiled, x, _ = compiled_and_inputs(model, False)
     hub = torch.stack([torch.arange(50_000, device="cuda") % 90, torch.zeros(50_000, device="cuda").long()])
     expected = compiled(x, hub)
-    memory = compiled._last.executable._run.__globals__
+    memory = compiled._dispatch.last.executable._run.__globals__
     empty, used = memory["empty"], [[], []]
     torch.cuda.synchronize()
 
@@ -493,10 +493,10 @@ def test_memory_is_flat_over_mini_batches():
         compiled(*on_device(given(100 + i % 7, 400 + i)))
         if i >= 10:
             torch.cuda.synchronize()
-            held.add(compiled._last.executable.arena_bytes)
+            held.add(compiled._dispatch.last.executable.arena_bytes)
     assert len(held) == 1
     compiled.clear_cache()
-    assert compiled._last.executable.arena_bytes == 0
+    assert compiled._dispatch.last.executable.arena_bytes == 0
 
 
 @torch.no_grad()
@@ -513,7 +513,9 @@ def test_two_runs_give_equal_bits():
 def test_profile_measures_kernels(model):
     compiled, x, edge_index = compiled_and_inputs(model)
     assert "spmm" in compiled.profile(x, edge_index)
-    assert compiled._last.timings and all(seconds > 0 for seconds in compiled._last.timings.values())
+    assert compiled._dispatch.last.timings and all(
+        seconds > 0 for seconds in compiled._dispatch.last.timings.values()
+    )
 
 
 @torch.no_grad()
@@ -531,7 +533,7 @@ def test_profile_leaves_out_what_the_host_does(model, monkeypatch):
     compiled.profile(x, edge_index)
     assert len(set(made)) > 3
     # far more than the kernels take, far less than the host did, also where others use the device too
-    assert sum(compiled._last.timings.values()) < 0.003 * len(set(made))
+    assert sum(compiled._dispatch.last.timings.values()) < 0.003 * len(set(made))
 
 
 @torch.no_grad()
@@ -550,5 +552,5 @@ def test_profiled_times_add_up_to_that_of_a_call():
         end.record()
         end.synchronize()
         whole.append(begin.elapsed_time(end) / 1e3)
-    together = sum(compiled._last.timings.values())
+    together = sum(compiled._dispatch.last.timings.values())
     assert 0.5 < together / statistics.median(whole) < 2

@@ -252,7 +252,7 @@ def test_what_is_measured_is_measured_there() -> None:
     model, x, edge_index = at(THERE, MODELS["GAT"]().eval(), *given())
     compiled = gnnc.compile(model, "int8")
     assert "of floor" in compiled.profile(x, edge_index)
-    assert all(timing > 0 for timing in compiled._last.timings.values())
+    assert all(timing > 0 for timing in compiled._dispatch.last.timings.values())
     assert copy_bandwidth(THERE) > 1e11  # a copy that the clock of another device meets takes no time, or all
     assert copy_bandwidth(THERE) < 1e13
 
@@ -273,7 +273,7 @@ def test_auto_chooses_for_the_other_device(monkeypatch: pytest.MonkeyPatch) -> N
     got = compiled(x, edge_index)
     assert torch.cuda.max_memory_allocated(0) == before
     assert got.device == THERE and error(got, model(x, edge_index)) < 0.02
-    backend, current = compiled._last.backend, get_backend("cuda")
+    backend, current = compiled._dispatch.last.backend, get_backend("cuda")
     assert backend.device == THERE and "at cuda:1," in backend.description
     assert "at cuda:0," in current.description
     assert list(calibration._known) == [calibration._key(backend)] != [calibration._key(current)]

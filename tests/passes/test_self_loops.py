@@ -15,6 +15,8 @@ from zoo import ZOO, prepared
 from zoo_layers import LAYERS
 
 import gnnc
+from gnnc import api
+from gnnc.compiler import dispatch
 from gnnc.ir.graph import clone
 from gnnc.ir.parts import Parts
 from gnnc.passes import Context, run_pass
@@ -472,7 +474,8 @@ def test_a_program_takes_the_results_of_the_rewritten_structure(
     reference = get_backend("reference")
     facts = {"joint_products": False, "joint_messages": False, "edge_products": False}  # as on CUDA
     target = replace(reference.target, sorts_with_loops=True, **facts)
-    monkeypatch.setattr(gnnc.api, "get_backend", lambda *given: replace(reference, target=target))
+    for module in (api, dispatch):
+        monkeypatch.setattr(module, "get_backend", lambda *given: replace(reference, target=target))
     entry = (ZOO | LAYERS)[name]
     compiled = gnnc.compile(prepared(entry), precision="fp32", backend="reference")
     for seed, sizes in enumerate(((60, 400), (7, 0))):

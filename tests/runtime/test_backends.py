@@ -110,11 +110,11 @@ def test_memory_is_flat_over_mini_batches():
     torch.manual_seed(0)
     compiled = gnnc.compile(MODELS["GAT"]().eval(), "int8", backend="cpu")
     compiled(*given(300, 2000))
-    program, held = compiled._last, set()
+    program, held = compiled._dispatch.last, set()
     for i in range(40):
         compiled(*given(100 + i % 7, 400 + i))
         held.add((program.executable.arena_bytes, len(program.runner.cache) <= 3))
-    assert compiled._last is program and len(held) == 1
+    assert compiled._dispatch.last is program and len(held) == 1
     compiled.clear_cache()
     assert program.executable.arena_bytes == 0 and len(program.runner.cache) == 0
 

@@ -128,4 +128,4 @@ def test_gatv2_runs_in_blocks():
     given = torch.randn(25, 12), torch.randint(25, (2, 100))
     compiled = gnnc.compile(model, "fp32", backend="cpu")
     torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-4, atol=1e-5)
-    assert "edge_blocks" in {kernel for _, kernel in compiled._last.executable.kernels}
+    assert "edge_blocks" in {kernel for _, kernel in compiled._dispatch.last.executable.kernels}

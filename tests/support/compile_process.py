@@ -38,7 +38,7 @@ def compile_once(case: str) -> dict[str, Any]:
     compiled = gnnc.compile(model, precision)
     compiled(*arguments)
     torch.cuda.synchronize()
-    program = compiled._last
+    program = compiled._dispatch.last
     return {
         "seconds": sum(program.seconds.values()),
         **program.seconds,

@@ -171,7 +171,7 @@ def compiled_and_inputs(
 
 def structure(compiled: gnnc.CompiledModel) -> list[Tensor]:
     """The tensors of all graphs that are cached, and those that these keep."""
-    runner = compiled._last.runner
+    runner = compiled._dispatch.last.runner
     assert runner is not None
     outputs = [t for entry in runner.cache._entries.values() for t in entry.outputs if isinstance(t, Tensor)]
     return [*outputs, *(each for tensor in outputs for each in cached_tensors(tensor))]
@@ -217,9 +217,11 @@ def test_the_next_call_takes_the_table_that_was_faster(name: str, rig: Rig, laun
     rig.prefers = lambda cut: cut.short == 16
     text = compiled.tune(x, edge_index)
     assert text == compiled.explain() and "Cuts of the graph, measured\n  convs.0 " in text
-    assert text.count("model runs, part 256, short 8: 1.0000 ms; fastest of") == len(compiled._last.tuned)
+    assert text.count("model runs, part 256, short 8: 1.0000 ms; fastest of") == len(
+        compiled._dispatch.last.tuned
+    )
     assert text.count("runs, part 256, short 16: 0.5000 ms; the measured cut is used") == len(
-        compiled._last.tuned
+        compiled._dispatch.last.tuned
     )
     after = tables_of(compiled)
     assert after and all(cut_of(table) == Cut(256, 16, entries=1, chunk=0) for table in after)
@@ -400,7 +402,7 @@ def test_bad_arguments_are_refused_as_by_a_call(rig: Rig) -> None:
         compiled.tune(x.double(), edge_index)
     with pytest.raises(gnnc.InputError):
         compiled.tune(x)
-    assert compiled._last.tuned is None and torch.equal(compiled(x, edge_index), expected)
+    assert compiled._dispatch.last.tuned is None and torch.equal(compiled(x, edge_index), expected)
 
 
 @pytest.mark.cuda
@@ -458,8 +460,8 @@ def test_gcn_on_cora(cora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> N
     text = compiled.tune(x, edge_index)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     cut = cut_for(2708, edge_index.shape[1] + 2708, processors)  # with self loops
-    assert text.count(f"model {cut}: ") == len(compiled._last.tuned) == 2
-    for tuned in compiled._last.tuned:
+    assert text.count(f"model {cut}: ") == len(compiled._dispatch.last.tuned) == 2
+    for tuned in compiled._dispatch.last.tuned:
         assert len(tuned.cuts) == len(tuned.seconds) >= 4
         assert all(0 < seconds < 1 for seconds in tuned.seconds)
     for _ in range(4):

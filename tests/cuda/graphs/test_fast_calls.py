@@ -168,17 +168,17 @@ class Settled:
     def settle(self) -> None:
         """Call until calls replay what is held: after a trace, and two that record."""
         ways = [self.way() for _ in range(4)]
-        assert not isinstance(ways[-1], str) and self.compiled._fast_path is not None
+        assert not isinstance(ways[-1], str) and self.compiled._dispatch.fast_path is not None
 
     @property
     def program(self) -> Any:
         """The one that calls are known to run."""
-        run = self.compiled._fast_path.run
-        return next(program for program in self.compiled._all_programs() if program.run is run)
+        run = self.compiled._dispatch.fast_path.run
+        return next(program for program in self.compiled._dispatch.programs() if program.run is run)
 
     @property
     def captures(self) -> int:
-        return len(self.compiled._captures)
+        return len(self.compiled._dispatch.captures)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def settled(shared: Settled) -> Settled:
     """The same one for all tests: they leave a model that runs."""
     shared.x, shared.edge_index = given()
     shared.settle()
-    shared.compiled._captures.clear()
+    shared.compiled._dispatch.captures.clear()
     return shared
 
 

@@ -40,7 +40,7 @@ def repeated_lines(source: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["gcn", "sage-mean", "gin", "gat", "graphconv", "batch-norm", "models.GCN"])
 def test_a_call_hands_over_what_is_made_of_its_input_and_its_output(name: str) -> None:
-    recording = lowered(name, "int8", "cuda-offline:sm_90")._last.executable.recording
+    recording = lowered(name, "int8", "cuda-offline:sm_90")._dispatch.last.executable.recording
     assert recording is not None
     *lines, held, result = repeated_lines(recording.source)
     assert sum("take(" in line for line in lines) == 1
@@ -56,7 +56,7 @@ def test_a_call_hands_over_what_is_made_of_its_input_and_its_output(name: str) -
 
 
 def test_launches_and_arguments_of_the_patches_are_those_of_the_inputs() -> None:
-    recording = lowered("gcn", "int8", "cuda-offline:sm_90")._last.executable.recording
+    recording = lowered("gcn", "int8", "cuda-offline:sm_90")._dispatch.last.executable.recording
     lines = [line.strip() for line in recording.source.splitlines()]
     launches = [line for line in lines if ".record(" in line]
     held = next(line for line in lines if line.startswith("again(arena, held, ("))
@@ -130,7 +130,7 @@ def test_torch_waits_for_launches_that_write_memory_of_a_late_size(precision: st
     compiled = gnnc.compile(Positive().eval(), precision, backend="cuda-offline:sm_90")
     with torch.no_grad(), pytest.raises(gnnc.BackendError, match="compiles for a device that is not here"):
         compiled(torch.randn(40, 16))
-    executable = compiled._last.executable
+    executable = compiled._dispatch.last.executable
     assert "= empty((" in executable.source and executable.recording is None
 
 

@@ -152,7 +152,7 @@ def test_what_no_block_holds_is_multiplied_by_cublaslt(static: bool) -> None:
         copy.deepcopy(model).cuda(), "int8", backend="cuda", example_inputs=(x.cuda(),) if static else None
     )
     assert error(compiled(x.cuda()), want) < 1e-3 and error(want, model(x)) < 0.05
-    kernels = dict(compiled._last.executable.kernels)
+    kernels = dict(compiled._dispatch.last.executable.kernels)
     assert "cublaslt" in kernels.values()
     assert not any(kernel == "reference" for node, kernel in kernels.items() if "gemm" in node)
     assert "sixteen rows of 2048 columns exceed shared memory" in compiled.explain()

@@ -98,8 +98,10 @@ def test_programs_keep_no_row_for_an_edge(heads: int, each: int, precision: str)
     eager = model(*given())
     compiled = gnnc.compile(model.cuda(), precision)
     got = compiled(*on_device(given()))
-    taken = [name for node, name in compiled._last.executable.kernels if "sddmm" in node]
+    taken = [name for node, name in compiled._dispatch.last.executable.kernels if "sddmm" in node]
     assert taken and set(taken) <= {"sddmm", "edge_sddmm"}
     if precision == "int8":  # the scales of both ends too
-        assert len(taken) == 1 and not any("mul" in node for node, _ in compiled._last.executable.kernels)
+        assert len(taken) == 1 and not any(
+            "mul" in node for node, _ in compiled._dispatch.last.executable.kernels
+        )
     assert error(got, eager) < {"fp32": 1e-5, "fp16": 0.01, "int8": 0.05}[precision]

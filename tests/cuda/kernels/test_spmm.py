@@ -470,7 +470,9 @@ def test_programs_with_weights_a_head(heads: int, each: int) -> None:
     model, args = WeighedHeads(heads, each).eval(), given(heads)
     compiled = gnnc.compile(copy.deepcopy(model).cuda(), "int8")
     got = compiled(*on_device(args))
-    assert "qspmm" in str(compiled) and "spmm" in [name for _, name in compiled._last.executable.kernels]
+    assert "qspmm" in str(compiled) and "spmm" in [
+        name for _, name in compiled._dispatch.last.executable.kernels
+    ]
     assert error(got, model(*args)) < 0.03
 
 
@@ -483,4 +485,4 @@ def test_rows_that_do_not_fit_into_shared_memory_are_left_to_others(precision: s
         compiled = gnnc.compile(WeighedHeads(4, each).eval(), precision, backend="cuda-offline:sm_90")
         with pytest.raises(gnnc.BackendError, match="not here"):
             compiled(*given(4))
-        assert ("spmm" in [name for _, name in compiled._last.executable.kernels]) == fits
+        assert ("spmm" in [name for _, name in compiled._dispatch.last.executable.kernels]) == fits

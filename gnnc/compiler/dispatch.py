@@ -1,0 +1,302 @@
+"""Dispatch: finds the program of a call, or captures and compiles one."""
+
+import dataclasses
+import inspect
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gnnc.capture.arguments import Call, flatten_call
+from gnnc.capture.model_snapshot import ModelSnapshot, autocast_mode
+from gnnc.capture.pyg_data import to_dicts
+from gnnc.capture.trace_lock import LOCK
+from gnnc.capture.validate import describe_arguments, is_graph_name, missing_arguments, validate
+from gnnc.compiler import dump
+from gnnc.compiler.build import build_program, uncollected
+from gnnc.compiler.fast_path import FastPath, fast_path_of
+from gnnc.compiler.options import check_precisions
+from gnnc.compiler.program import Options, Program, find
+from gnnc.errors import CaptureError, GraphError, InputError, UnsupportedError
+from gnnc.runtime.backend import get_backend
+from gnnc.runtime.program.memory import OutputPool
+from gnnc.torch_private import pytree
+
+_MOST_FORMS = 256
+"""Forms of calls that are remembered with their programs."""
+_INTEGERS_MEET = re.compile(
+    r"have the same dtype, but got.*\b(?:long|int|short|char|byte|bool)\b", re.IGNORECASE
+)
+"""Pattern of torch's message about a product of integers and floats."""
+
+
+class Dispatch:
+    """Dispatcher of the calls of one model: maps the form of a call to compiled programs.
+
+    A call is looked up in three steps, cheapest first: the fast path knows the call before it; programs are
+    remembered by the form of the arguments; otherwise the arguments are flattened and validated, and a
+    program is captured if none serves them.
+
+    Attributes:
+        options: the validated options of ``gnnc.compile``.
+        last: the program that was captured or measured last, which reports describe; None before the first.
+        captures: the reason of each capture, in order.
+        snapshot: the state of the model's code that all programs were traced from.
+        fast_path: the program of the last call, with all that shows that the next call is like it; or None.
+        lock: held while a program is captured or measured.
+
+    Args:
+        model: the model to trace.
+        options: likewise.
+        examples: ``example_inputs``, or None.
+    """
+
+    def __init__(self, model: torch.nn.Module, options: Options, examples: Sequence[Any] | None) -> None:
+        self.options = options
+        self.last: Program | None = None
+        self.captures: list[str] = []
+        self.snapshot = ModelSnapshot(model)
+        self.fast_path: FastPath | None = None
+        self.lock = threading.RLock()
+        self._model = model
+        self._modules = tuple(model.modules())
+        self._examples = examples
+        self._reason: str | None = None
+        self._programs: dict[Any, list[Program]] = {}
+        self._by_form: dict[Any, list[Program]] = {}
+        self._pool = OutputPool()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model on the arguments of a call; see ``CompiledModel.forward``."""
+        if torch.is_grad_enabled():
+            self._refuse_gradients(args, kwargs)
+        self._drop_stale_programs()
+        fast_path = self.fast_path
+        if fast_path is not None and not kwargs and fast_path.serves(args, self.snapshot.modes):
+            return fast_path.run(args)
+        tensors: list[Tensor] = []
+        form = self._form(args, kwargs, tensors)
+        programs = self._by_form.get(form, ()) if form is not None else ()
+        for program in programs:
+            if program.captured.guards.sizes_fit(tensors):
+                if form is not None and not kwargs and program is programs[0]:
+                    self.fast_path = fast_path_of(program, form, args, tensors)
+                return program.run(tensors)
+        return self._slow_call(args, kwargs, form, tensors)
+
+    def capture_examples(self) -> None:
+        """Capture with ``example_inputs``; InputError where they are not on the model's device."""
+        args = to_dicts(self._examples or ())
+        call = self._flattened(args, {})
+        with self.lock:
+            self._capture_static(self._structural_key(call), call, args)
+
+    def program_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, tuple[Tensor, ...]]:
+        """Return the program of a call, captured if there is none, and the flat tensors of the call."""
+        args, kwargs = to_dicts((args, kwargs))
+        call = self._flattened(args, kwargs)
+        self.last = self._program_for(call, args, kwargs)
+        return self.last, call.tensors
+
+    def programs(self) -> list[Program]:
+        """Return all programs."""
+        return [program for programs in self._programs.values() for program in programs]
+
+    def clear(self) -> None:
+        """Drop cached structures, idle memory and temporaries; programs stay."""
+        for program in self.programs():
+            program.clear()
+        self._pool.clear()
+
+    def _drop_stale_programs(self) -> None:
+        """Drop all programs if the model's code is not what they were traced from."""
+        try:
+            changed = self.snapshot.has_changed()
+        except RuntimeError:  # another thread began to trace, and puts stand-ins into the model's tables
+            changed = True
+        if not changed:
+            return
+        with self.lock, LOCK:
+            if self.snapshot.has_changed():
+                self._programs.clear()
+                self._by_form.clear()
+                self.fast_path = None
+                self._modules = tuple(self._model.modules())
+                self.snapshot = ModelSnapshot(self._model)
+                if self.captures:
+                    self._reason = "a layer, a hook, a constant, or which weights are one tensor has changed"
+
+    def _form(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> tuple[Any, ...] | None:
+        """Collect the tensors, and return the form: all else but sizes; None for calls of an unusual form."""
+        parts: list[Any] = [self.snapshot.modes, autocast_mode()]
+        if not describe_arguments(args, parts, tensors):
+            return None
+        for name, value in kwargs.items():
+            parts.append(name)
+            if not describe_arguments((value,), parts, tensors):
+                return None
+        return tuple(parts)
+
+    def _slow_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], form: Any, tensors: list[Tensor]
+    ) -> Any:
+        args, kwargs = to_dicts((args, kwargs))
+        call = self._flattened(args, kwargs)
+        program = self._program_for(call, args, kwargs)
+        try:
+            result = program.run(call.tensors)
+        except RuntimeError as error:
+            raise self._dtype_error(call, error) from error
+        if form is not None and list(map(id, tensors)) == list(map(id, call.tensors)):
+            self._remember(form, self._structural_key(call), program)
+        return result
+
+    def _dtype_error(self, call: Call, error: RuntimeError) -> RuntimeError:
+        """Return the error to raise for a failed run: tracing misses integers that meet float weights."""
+        if not _INTEGERS_MEET.search(str(error)):
+            return error
+        integers = [
+            name
+            for name, tensor in zip(call.names, call.tensors, strict=True)
+            if not tensor.is_floating_point() and not is_graph_name(name)
+        ]
+        if not integers:
+            return error
+        return InputError(
+            f"[{type(self._model).__name__}] {error}: {', '.join(integers)} holds integers where the model "
+            f"computes with float32; pass {integers[0]}.float()"
+        )
+
+    def _remember(self, form: Any, key: Any, program: Program) -> None:
+        """Remember the programs of a form, for later calls."""
+        with self.lock:
+            programs = self._programs.get(key, [])
+            if not any(known is program for known in programs):  # the model has changed meanwhile
+                return
+            if len(self._by_form) >= _MOST_FORMS:
+                self._by_form.clear()
+            self._by_form[form] = programs
+
+    def _program_for(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        key = self._structural_key(call)
+        program, _ = find(self._programs.get(key, ()), call)
+        if program is not None:
+            return program
+        with self.lock:
+            if key not in self._programs:
+                self._try_examples(key)
+            program, failure = find(self._programs.get(key, ()), call)
+            if program is None:
+                program = self._capture(key, call, args, kwargs, failure, examples=False)
+        return program
+
+    def _try_examples(self, key: Any) -> None:
+        """Capture with ``example_inputs``, where the model is now, if they are a call of this key."""
+        if self._examples is None or any(autocast_mode()):  # examples run in FP32 alone
+            return
+        try:
+            with LOCK:
+                device = device_of(self._model)
+            args = _moved(to_dicts(self._examples), device)
+            call = self._flattened(args, {})
+            if self._structural_key(call) == key:
+                self._capture_static(key, call, args)
+        except (CaptureError, GraphError, InputError) as error:
+            # The model has changed since: the call may run all the same.
+            self._reason = f"example_inputs do not run any more: {error}"
+
+    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        with LOCK:
+            call = flatten_call(self._model, args, kwargs)
+            device = device_of(self._model)
+        requested = self.options.requested
+        types = () if requested == "auto" else self.options.backend.device_types
+        validate(type(self._model).__name__, call, device, requested, types)
+        return call
+
+    def _capture_static(self, key: Any, call: Call, args: tuple[Any, ...]) -> None:
+        self._capture(key, call, args, {}, None, examples=True)
+
+    def _structural_key(self, call: Call) -> Any:
+        modes = tuple(module.training for module in self._modules)
+        return call.key, tuple((t.dtype, t.dim(), t.device) for t in call.tensors), modes, autocast_mode()
+
+    def _capture(
+        self,
+        key: Any,
+        call: Call,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        failure: str | None,
+        *,
+        examples: bool,
+    ) -> Program:
+        try:
+            options, known = self.options_for(call), self._programs.get(key, ())
+            with uncollected(unless=examples):  # programs that are tried on them hold memory
+                program = build_program(
+                    self._model, args, kwargs, options, self._pool, use_examples=examples, known=known
+                )
+        except CaptureError as error:
+            self._explain_arguments(call, failure, error)
+        again = failure or "another structure of arguments, constants or mode"
+        first = "example_inputs" if examples else "the first call"
+        self.captures.append(self._reason or (again if self.captures else first))
+        self._reason = None
+        self.last = program
+        dump.dump(type(self._model).__name__, program.snapshots)
+        self._programs.setdefault(key, []).append(program)
+        return program
+
+    def options_for(self, call: Call) -> Options:
+        """Return the options with the backend of the model's device, or of the call's where it has none."""
+        device = device_of(self._model) or next((t.device for t in call.tensors), None)
+        options = dataclasses.replace(self.options, backend=get_backend(self.options.requested, device))
+        check_precisions((options.precision, *options.overrides.values()), options.backend.target)
+        return options
+
+    def _explain_arguments(self, call: Call, failure: str | None, error: CaptureError) -> NoReturn:
+        """Raise an error about the arguments if they made tracing fail; else raise ``error``."""
+        parameters = inspect.signature(self._model.forward).parameters.values()
+        required = [p.name for p in parameters if p.default is inspect.Parameter.empty]
+        missing = missing_arguments(call, required)
+        owner = type(self._model).__name__
+        failure = failure or self._any_failure(call)
+        if missing:
+            raise InputError(f"[{owner}] {missing[0]} is None, but the model needs it: {error}") from error
+        if failure is not None:
+            raise InputError(
+                f"[{owner}] {failure}; and these arguments do not run either: {error}"
+            ) from error
+        raise error
+
+    def _any_failure(self, call: Call) -> str | None:
+        """Return the first guard that keeps these arguments from a program of the same structure, or None."""
+        alike = [p for p in self.programs() if p.captured.call.names == call.names]
+        return alike[-1].captured.guards.failure(call.tensors) if alike else None
+
+    def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = pytree.tree_leaves(to_dicts((args, kwargs)))
+        with LOCK:
+            tensors = (*self._model.parameters(), *(t for t in inputs if isinstance(t, Tensor)))
+        if any(tensor.requires_grad for tensor in tensors):
+            raise UnsupportedError(
+                f"[{type(self._model).__name__}] this call would need gradients, and this version compiles "
+                "inference only: call it under torch.no_grad() or torch.inference_mode(), or use "
+                "requires_grad_(False) on the model and its inputs; train the original model"
+            )
+
+
+def _moved(args: tuple[Any, ...], device: torch.device | None) -> tuple[Any, ...]:
+    """Return the arguments with their tensors on ``device``; None: where they are."""
+    return args if device is None else pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), args)
+
+
+def device_of(model: torch.nn.Module) -> torch.device | None:
+    """Return the device of a model's first parameter or buffer, or None where it has none."""
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
