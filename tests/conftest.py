@@ -1,22 +1,27 @@
-"""Fixtures of the whole suite: goldens, graphs, and memory that never holds zeros by luck."""
+"""Fixtures of the whole suite: goldens, graphs, the emulated GPU, and memory that is never zero by luck."""
 
 import difflib
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import graphs
 import pytest
 import torch
 from cpu_times import CpuTimes
+from cuda_families import emulated, emulated_first
 from fixed_rates import FIXED
 from hypothesis import settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+import gnnc
 from gnnc import environment
 from gnnc.calibrate import calibration
 from gnnc.cost.model import Rates
+from gnnc.runtime import cuda
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.cuda.driver import nvrtc
 
@@ -43,6 +48,24 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.version.cuda = named
     if file := config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(None if "PYTEST_XDIST_WORKER" in os.environ else file))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    """Skip tests marked ``cuda`` where there is no device, but for those that run on the emulator."""
+    if torch.cuda.is_available():
+        return
+    of_every_run, first = emulated(), emulated_first()
+    everything = config.getoption("--emulate")
+    for item in items:
+        if not item.get_closest_marker("cuda"):
+            continue
+        if everything or item.nodeid in of_every_run:
+            item.fixturenames.insert(0, "emulator")
+            if not everything and item.nodeid not in first:
+                item.add_marker(pytest.mark.slow)
+        else:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 def _golden_path(node: pytest.Item, part: str) -> Path:
@@ -99,6 +122,34 @@ def compiled_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
         return named
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "kernels"
+
+
+@cache
+def why_no_compiler() -> str | None:
+    """Return the reason why programs for CUDA cannot be compiled, or None; asks for no device."""
+    try:
+        cuda.load_compiler()
+    except gnnc.BackendError as error:
+        return f"CUDA programs cannot be compiled here: {error}"
+    return None
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Skip the test where programs for CUDA cannot be compiled."""
+    if reason := why_no_compiler():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def emulator(compiler: None) -> Iterator[None]:
+    """Run the test on the emulated GPU."""
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator of CUDA kernels needs g++")
+    from emulator import emulated
+
+    with emulated():
+        yield
 
 
 @pytest.fixture(autouse=True)
