@@ -17,6 +17,7 @@ from gnnc.ir.parts import Parts
 from gnnc.ir.source import is_structure, source_of
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.structure_edit import replacing_results
+from gnnc.torch_private import rename
 
 _COLUMNS = {"spmm": "col", "qspmm": "col", "segment_reduce": "perm"}
 """The operand of an aggregation that names the row that each edge reads."""
@@ -55,7 +56,7 @@ def _convert(structure: fx.GraphModule, names: set[str]) -> None:
                 cast = structure.graph.call_function(
                     torch.ops.aten._to_copy.default, (node,), {"dtype": torch.int32}
                 )
-                cast._rename(f"{node.name}_int32")
+                rename(cast, f"{node.name}_int32")
                 converted[node] = cast
     output.args = (tuple(converted.get(node, node) for node in results),)
 

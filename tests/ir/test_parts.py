@@ -13,6 +13,7 @@ from gnnc.passes.base import Context, run_pass, run_passes
 from gnnc.report.drawing import to_networkx
 from gnnc.report.printing import format_program
 from gnnc.report.text import ProgramReport, count_quantized, header_lines, summary_text
+from gnnc.torch_private import rename
 
 
 def three() -> Parts:
@@ -30,7 +31,7 @@ class Rename:
     name: ClassVar[str] = "rename"
 
     def run(self, gm: GraphModule, ctx: Context) -> GraphModule:
-        next(iter(gm.graph.nodes))._rename("renamed")
+        rename(next(iter(gm.graph.nodes)), "renamed")
         return gm
 
 

@@ -12,6 +12,7 @@ import gnnc.ir  # noqa: F401  (registers torch.ops.gnnc)
 from gnnc.ir.graph import infer_meta
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source
+from gnnc.torch_private import rename
 
 ops = torch.ops.gnnc
 NODES, EDGES, WIDTH_IN, WIDTH_OUT = 13, 41, 6, 5
@@ -26,7 +27,7 @@ def trace(
     names = [*[Source("parameter", w) for w in weights], *[Source("input", i) for i in inputs]]
     for node, source in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
         node.meta["source"], node.meta["layer"] = source, ""
-        node._rename(source.name.replace(".", "_"))
+        rename(node, source.name.replace(".", "_"))
         node.meta["val"] = _concrete(node.meta["val"], keep=_free_dimension(source, node))
     output = gm.graph.output_node()
     if not isinstance(output.args[0], list | tuple):
