@@ -55,7 +55,8 @@ def _lower_fused(gm: fx.GraphModule, node: Node, lowering: Lowering, ctx: Contex
         _record(node, choice, choice.kernel, ctx)
         return
     reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined)
-    ctx.note(node, f"taken apart, no kernel runs it as a whole ({reasons})", "declined")
+    declined = f" ({reasons})" if reasons else ""
+    ctx.note(node, f"taken apart, no kernel runs it as a whole{declined}", "declined")
     inline(gm, node)
 
 

@@ -106,6 +106,19 @@ def test_without_a_kernel_its_submodules_are_taken_apart(kernels, absent):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("picky", "reason"), [(False, "whole\n"), (True, "whole (picky: it is Sunday)\n")])
+def test_a_submodule_is_taken_apart_with_the_reasons_that_there_are(kernels, picky, reason):
+    kernels["cpu"] = [
+        entry for entry in kernels["cpu"] if not any(kind.startswith("fused:") for kind in entry.kinds)
+    ]
+    if picky:
+        registry.kernel("fused:gemm", backend="cpu", name="picky", elements=None)(Declines)
+    compiled = gnnc.compile(MODELS["GCN"]().eval(), "int8", backend="cpu", example_inputs=given())
+    assert f"taken apart, no kernel runs it as a {reason}" in compiled.explain()
+    assert "()" not in compiled.explain()
+
+
+@torch.no_grad()
 def test_memory_is_flat_over_mini_batches():
     torch.manual_seed(0)
     compiled = gnnc.compile(MODELS["GAT"]().eval(), "int8", backend="cpu")
