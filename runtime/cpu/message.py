@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch.fx import Node
 
 from gnnc.ir.body import evaluate_body, widest_value
 from gnnc.ir.message import pair_values
+from gnnc.ir.nodes import argument, operand, unpack
 from gnnc.runtime.plans.spmm import REDUCTIONS
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.registry import kernel
@@ -25,6 +25,7 @@ BLOCK_VALUES = 1 << 17
 _MIN_EDGES = 512
 _WHOLE = 768
 """Edges whose 24th part is still a vector."""
+_GROUPS = ("dst", "src", "edge", "const")
 _STORE = (int(Op.STORE_F32), 0, 0, 0)
 
 Tensors = list[Tensor]
@@ -55,32 +56,25 @@ class EdgeBlocks:
         """Choose the block size by the body's widest value; refuse results that are not float32."""
         if node.meta["val"].dtype != torch.float32:
             raise Refusal(f"the result is {node.meta['val'].dtype}")
-        lists = [arg for arg in node.args if isinstance(arg, list | tuple)]
         operands = {
-            f"{kind}{place}": _node(operand).meta["val"]
-            for kind, group in zip("ijec", lists, strict=True)
-            for place, operand in enumerate(group)
+            f"{kind}{number}": value.meta["val"]
+            for kind, group in zip("ijec", unpack(node, *_GROUPS), strict=True)
+            for number, value in enumerate(group)
         }
         for value in (node, *operands.values()):
             build.fixed_width(value)
-        names = tuple(str(node.args[3]).split(",")) if "message" in str(node.target) else ()
-        width = widest_value(str(node.args[2]), operands)
-        return Plan(str(node.args[2]), names, max(BLOCK_VALUES // width, _MIN_EDGES))
+        body, reduce = argument(node, "body"), argument(node, "reduce", None)
+        reductions = () if reduce is None else tuple(reduce.split(","))
+        return Plan(body, reductions, max(BLOCK_VALUES // widest_value(body, operands), _MIN_EDGES))
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: Emitter) -> None:
         """Write the call."""
-        rowptr, col = (emitter.vector(_node(arg)) for arg in node.args[:2])
-        lists = [arg for arg in node.args if isinstance(arg, list | tuple)]
-        groups = [emitter.argument(list(group)) for group in lists]
+        rowptr, col = (emitter.vector(operand(node, name)) for name in ("rowptr", "col"))
+        groups = [emitter.argument(list(group)) for group in unpack(node, *_GROUPS)]
         out = emitter.allocate(node, dense=True)
         run = emitter.bind(run_blocks, "edge_blocks")
         emitter.call(run, [emitter.bind(plan, "plan"), rowptr, col, *groups, out.written])
-
-
-def _node(value: Any) -> Node:
-    assert isinstance(value, Node)
-    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Node
 
-from gnnc.ir.nodes import as_node
+from gnnc.ir.nodes import as_node, operand, unpack
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.registry import kernel
@@ -18,14 +18,15 @@ class Sddmm:
     @staticmethod
     def emit(plan: sddmm.Plan, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
-        rowptr, col, a, b, _, *scales = node.args
+        a, b = unpack(node, "a", "b")
         first = a if a is not None else b
         second = b if b is not None else a
         width = plan.width
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu.sddmm.default, "sddmm")
-        factors = [emitter.vector(as_node(scale)) for scale in scales] if plan.is_scaled else [None, None]
-        edges = [emitter.vector(as_node(rowptr)), emitter.vector(as_node(col))]
+        scales = ("a_scale", "b_scale") if plan.is_scaled else ()
+        factors = [emitter.vector(operand(node, scale)) for scale in scales] or [None, None]
+        edges = [emitter.vector(operand(node, name)) for name in ("rowptr", "col")]
         rows = [emitter.matrix(as_node(value), width) for value in (first, second)]
         emitter.call(op, [*edges, *rows, *factors, plan.op, plan.heads, out.written])
 
@@ -41,5 +42,5 @@ class EdgeSoftmax:
         """Write the launch."""
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu.edge_softmax.default, "edge_softmax")
-        rowptr, logits = (as_node(arg) for arg in node.args[:2])
-        emitter.call(op, [emitter.vector(rowptr), emitter.dense(logits), plan, out.written])
+        rowptr, logits = emitter.vector(operand(node, "rowptr")), emitter.dense(operand(node, "logits"))
+        emitter.call(op, [rowptr, logits, plan, out.written])

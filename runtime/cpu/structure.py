@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from gnnc.capture.edge_index import Order, cached_order
 from gnnc.errors import GraphError
+from gnnc.ir.nodes import operand, unpack
 from gnnc.runtime.registry import STRUCTURE, Decline, kernel
 from gnnc.runtime.structure.kernels import PartEmitter, structure_kernel
 
@@ -21,7 +22,7 @@ class CsrOfEdges:
     @staticmethod
     def plan(node: Node) -> tuple[int, int] | Decline:
         """Return the rows of the sources and of the destinations."""
-        src, dst = map(_row_of_input, node.args[:2])
+        src, dst = map(_row_of_input, unpack(node, "src", "dst"))
         if src is None or dst is None or src[0] is not dst[0]:
             return Decline("its ends are not two rows of an argument, whose order an EdgeIndex may hold")
         return src[1], dst[1]
@@ -29,16 +30,16 @@ class CsrOfEdges:
     @staticmethod
     def emit(plan: tuple[int, int], node: Node, emitter: PartEmitter) -> None:
         """Add the call."""
-        src, _, num_src, num_dst = node.args
-        emitter.call(node, csr_of_edges, src.args[0], *plan, num_src, num_dst)  # type: ignore[union-attr]
+        edge_index = operand(operand(node, "src"), "self")
+        emitter.call(node, csr_of_edges, edge_index, *plan, *unpack(node, "num_src", "num_dst"))
 
 
 def _row_of_input(value: object) -> tuple[Node, int] | None:
     """Return the input that a node selects a row of, and the row; None if it does something else."""
     if isinstance(value, Node) and value.target is torch.ops.aten.select.int:
-        edges, dim, row = value.args
+        edges, dim, row = unpack(value, "self", "dim", "index")
         if isinstance(edges, Node) and edges.op == "placeholder" and dim == 0:
-            return edges, row  # type: ignore[return-value]
+            return edges, row
     return None
 
 

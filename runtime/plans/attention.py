@@ -7,6 +7,7 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.attention import Attention, match_attention
+from gnnc.ir.nodes import argument, unpack
 from gnnc.runtime.plans.spmm import heads_of
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
@@ -59,8 +60,8 @@ def plan(node: Node) -> Plan:
 
 
 def _plan(inner: Inner, anchor: Node, found: Attention) -> Plan:
-    rowptr, col, _, x = anchor.args[:4]
-    x_scale = anchor.args[4] if str(anchor.target) == "gnnc.qspmm.default" else None
+    rowptr, col, x = unpack(anchor, "rowptr", "col", "x")
+    x_scale = argument(anchor, "x_scale", None)
     width = build.fixed_width(anchor)
     heads = heads_of(found.softmax)
     _check(found, x, width, heads)

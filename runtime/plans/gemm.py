@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.ir.nodes import argument, arguments
+from gnnc.ir.nodes import argument, arguments, operand, unpack
 from gnnc.ir.qtype import Granularity, QType
 from gnnc.ir.row_local import RowOp
 from gnnc.runtime.row_program import build
@@ -94,9 +94,7 @@ def _product(inner: Inner, anchor: Node) -> _Product:
 
 
 def _plan_float(inner: Inner, anchor: Node) -> _Product:
-    x, w = anchor.args[:2]
-    w_is_kn = bool(argument(anchor, "w_is_kn"))
-    bias = argument(anchor, "bias")
+    x, w, bias, w_is_kn = unpack(anchor, "x", "w", "bias", "w_is_kn")
     covered = {anchor}
     x, x_cast = _uncast(inner, x, covered)
     w, w_cast = _uncast(inner, w, covered)
@@ -136,17 +134,18 @@ def _uncast(inner: Inner, node: Any, covered: set[Node]) -> tuple[Node, torch.dt
     """Step over a cast to 16 bits that the kernel does as it loads; return what it casts to."""
     if node in inner.operands or str(node.target) != _CAST:
         return node, None
-    if node.kwargs.get("dtype") not in _HALVES:
-        raise Refusal(f"the operand is cast to {node.kwargs.get('dtype')}")
+    dtype = argument(node, "dtype")
+    if dtype not in _HALVES:
+        raise Refusal(f"the operand is cast to {dtype}")
     covered.add(node)
-    return node.args[0], node.kwargs["dtype"]
+    return operand(node, "self"), dtype
 
 
 def _untransposed(inner: Inner, node: Any, w_is_kn: bool, covered: set[Node]) -> tuple[Node, bool]:
     if node in inner.operands or str(node.target) != "aten.t.default":
         return node, w_is_kn
     covered.add(node)
-    return node.args[0], not w_is_kn
+    return operand(node, "self"), not w_is_kn
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.ir.nodes import as_node
+from gnnc.ir.nodes import argument, operand, unpack
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Refusal, planned
 
@@ -39,7 +39,7 @@ class Plan:
 @planned
 def plan(node: Node) -> Plan:
     """Read the widths; refuse operands that the kernel does not read."""
-    _, _, a, b, op, *scales = node.args
+    a, b, op = unpack(node, "a", "b", "op")
     operands = [value for value in (a, b) if isinstance(value, Node)]
     dtypes = {value.meta["val"].dtype for value in operands}
     if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, torch.int8} or len(dtypes) != 1:
@@ -49,17 +49,18 @@ def plan(node: Node) -> Plan:
     widths = [0 if v is None else build.fixed_width(v) for v in (a, b)]
     if all(value is not None for value in (a, b)) and widths[0] != widths[1]:
         raise Refusal(f"operands of widths {widths[0]} and {widths[1]} would have to be broadcast")
-    is_scaled = any(scale is not None for scale in scales)
+    is_scaled = any(argument(node, scale, None) is not None for scale in ("a_scale", "b_scale"))
     return Plan(_OPS[op], _heads(node, op), *widths, is_scaled=is_scaled)
 
 
 @planned
 def softmax_plan(node: Node) -> float:
     """Return eps; refuse logits that are not float32."""
-    if as_node(node.args[1]).meta["val"].dtype != torch.float32:
+    logits = operand(node, "logits")
+    if logits.meta["val"].dtype != torch.float32:
         raise Refusal("the logits are not float32")
-    build.fixed_width(node.args[1])
-    return float(node.args[2]) if len(node.args) > 2 else 1e-16  # type: ignore[arg-type]
+    build.fixed_width(logits)
+    return float(argument(node, "eps"))
 
 
 def _heads(node: Node, op: Any) -> int:

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from gnnc.ir.nodes import argument, unpack
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
 
 REDUCTIONS = {"sum": 0, "mean": 1, "max": 2, "min": 3}
-_TARGETS = ("gnnc.spmm.default", "gnnc.qspmm.default", "gnnc.segment_reduce.default")
+_SEGMENTS = "gnnc.segment_reduce.default"
+_TARGETS = ("gnnc.spmm.default", "gnnc.qspmm.default", _SEGMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +78,9 @@ def heads_of(value: Any) -> int:
 
 
 def _arguments(anchor: Node) -> tuple[Any, ...]:
-    name = str(anchor.target)
-    if name == "gnnc.spmm.default":
-        rowptr, col, value, x, reduce, _ = anchor.args
-        return rowptr, col, value, x, None, None, reduce
-    if name == "gnnc.segment_reduce.default":
-        rowptr, perm, x, reduce, _ = anchor.args
-        return rowptr, perm, None, x, None, None, reduce
-    rowptr, col, value, x, x_scale, shift, reduce, _ = anchor.args
+    rowptr, x, reduce = unpack(anchor, "rowptr", "x", "reduce")
+    col = argument(anchor, "perm" if str(anchor.target) == _SEGMENTS else "col")
+    value, x_scale, shift = (argument(anchor, name, None) for name in ("value", "x_scale", "shift"))
     return rowptr, col, value, x, x_scale, shift, reduce
 
 

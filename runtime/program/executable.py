@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch.fx import GraphModule, Node
 
+from gnnc.ir.nodes import outputs_of
 from gnnc.runtime.program.checks import check_scales
 from gnnc.runtime.program.device import Device
 from gnnc.runtime.program.emitter import Emitter
@@ -163,7 +164,7 @@ def write_statements(graph_module: GraphModule, emitter: Emitter) -> list[Expr]:
         if node.op == "placeholder":
             emitter.define(node, variable(emitter.fresh(_identifier(node.name))))
         elif node.op == "output":
-            results = [emitter.argument(value) for value in node.args[0]]
+            results = [emitter.argument(value) for value in outputs_of(graph_module.graph)]
         elif not _has_no_launch(node):
             choice: Choice = node.meta["choice"]
             assert choice.kernel is not None, f"{node} was not lowered"

@@ -4,7 +4,6 @@ A value has an exact form (the shape in the graph) and a rows form, the 2-D matr
 views between the two cost nothing at run time where the memory is the arena's.
 """
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gnnc.ir.nodes import is_view, shape_of
+from gnnc.ir.nodes import first_operand, is_result, is_view, result_index, shape_of
 from gnnc.runtime.program.launches import Expr, Operand, expr, sequence
 from gnnc.runtime.program.memory_plan import Buffer, MemoryPlan
 from gnnc.runtime.program.sizes import Sizes, expression
@@ -83,8 +82,8 @@ class Values(StatementList):
             return [node]
         found: list[Node | None] = [None] * len(value)
         for user in node.users:
-            if user.target is operator.getitem and isinstance(user.args[1], int):
-                found[user.args[1]] = user
+            if is_result(user) and isinstance(result_index(user), int):
+                found[result_index(user)] = user
         return found
 
     # Forms
@@ -162,7 +161,7 @@ class Values(StatementList):
         if node not in self._values:
             if not is_view(node):
                 raise LookupError(f"{node} has no value yet")
-            base = self._values.get(_first(node)) or self._value(_first(node))
+            base = self._values.get(first_operand(node)) or self._value(first_operand(node))
             self._values[node] = Value(holds=self._buffers_of(base))
         return self._values[node]
 
@@ -177,7 +176,7 @@ class Values(StatementList):
     def _base(self, node: Node) -> Node:
         """Step back through views: they keep the order of the elements, hence the rows."""
         while is_view(node) and (node not in self._values or self._values[node].exact is None):
-            node = _first(node)
+            node = first_operand(node)
         return node
 
     def _size_node(self, node: Node) -> Expr:
@@ -219,7 +218,7 @@ class Values(StatementList):
         """The buffer whose rows a node's value is, if its memory is a region of the arena."""
         start = node
         while is_view(node) and (node not in self._values or self._values[node].buffer is None):
-            node = _first(node)
+            node = first_operand(node)
         buffer = self._values[node].buffer if node in self._values else None
         shape = shape_of(start)
         if buffer is None or not all(expression(size).is_number for size in shape[1:]):
@@ -229,7 +228,8 @@ class Values(StatementList):
         return buffer if width == buffer.shape[1] and same_rows else None
 
     def _view(self, node: Node) -> Expr:
-        source = self.exact(_first(node))
+        source = self.exact(first_operand(node))
+        # Sizes and dimensions, by position: every view op has names of its own for them.
         rest: list[Operand] = [self.argument(value) for value in node.args[1:]]
         target = torch.ops.aten.reshape.default if node.target in _DENSE_VIEWS else node.target
         return self.let_call("v", self.bind(target, "view"), [source, *rest])
@@ -252,12 +252,6 @@ def width_of(node: Node) -> int:
     for size in shape_of(node)[1:]:
         width *= int(expression(size))
     return width
-
-
-def _first(node: Node) -> Node:
-    first = node.args[0]
-    assert isinstance(first, Node)
-    return first
 
 
 def _strides(shape: tuple[Any, ...], row: int) -> tuple[int, ...]:

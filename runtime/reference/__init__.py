@@ -26,6 +26,7 @@ class Reference:
     @staticmethod
     def emit(plan: None, node: Node, emitter: Emitter) -> None:
         """Write ``v = target(arguments)``."""
+        # By position: the target is called as the graph calls it, whatever it is.
         arguments = [emitter.argument(arg) for arg in node.args]
         keywords = {name: emitter.argument(arg) for name, arg in node.kwargs.items()}
         name = emitter.fresh("v")

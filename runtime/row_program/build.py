@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from gnnc.ir.nodes import outputs_of
 from gnnc.ir.row_local import RowOp, Step, linearize
 from gnnc.runtime.program.sizes import expression
 from gnnc.runtime.registry import Decline
@@ -123,7 +124,7 @@ class Inner:
             assert isinstance(module, GraphModule)
             self.nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "output")]
             operands = list(module.graph.find_nodes(op="placeholder"))
-            results = module.graph.output_node().args[0]
+            results = outputs_of(module.graph)
         self.operands: dict[Node, int] = {n: i for i, n in enumerate(operands)}
         listed = [results] if isinstance(results, Node) else results
         self.results: dict[Node, int] = {n: i for i, n in enumerate(listed)}
@@ -283,6 +284,7 @@ def _check_accumulator(program: RowProgram) -> None:
 
 def argument_of(node: Node, index: int) -> Node:
     """Return operand ``index`` of a fused call, or of a single node."""
+    # The parameters of a submodule are its placeholders, in order: they have no names in a schema.
     value = node.args[index] if node.op == "call_module" else node.all_input_nodes[index]
     assert isinstance(value, Node)
     return value

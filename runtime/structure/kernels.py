@@ -74,6 +74,7 @@ def structure_kernel(op: str, *, backend: str, name: str) -> Callable[[_Function
             @staticmethod
             def emit(plan: None, node: Node, emitter: PartEmitter) -> None:
                 """Add the call."""
+                # By position: the function has the op's parameters in their order, whatever the op.
                 emitter.call(node, function, *node.args, **node.kwargs)
 
         return function

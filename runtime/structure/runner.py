@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from gnnc.errors import GraphError
-from gnnc.ir.nodes import op_name
+from gnnc.ir.nodes import op_name, outputs_of, unpack
 from gnnc.ir.op import op_of
 from gnnc.ir.source import source_of
 from gnnc.runtime.registry import Choice
@@ -249,10 +249,6 @@ def _dependencies(graph: Graph) -> tuple[dict[Node, Deps], dict[Node, Deps]]:
     return tensors, sizes
 
 
-def _output_nodes(graph: Graph) -> Sequence[Any]:
-    return graph.output_node().args[0]  # type: ignore[return-value]
-
-
 def _is_expensive(nodes: list[Node]) -> bool:
     return any(op is not None and op.cached_alone for op in map(op_of, nodes))
 
@@ -290,7 +286,7 @@ def _split(
     slots = {node: slot for slot, node in enumerate(graph.find_nodes(op="placeholder"))}
     count, groups = len(slots), []
     parts = _partition(graph, tensors)
-    loose = [n for n in _output_nodes(graph) if n.op != "placeholder" and not tensors[n]]
+    loose = [n for n in outputs_of(graph) if n.op != "placeholder" and not tensors[n]]
     for nodes in [*([loose] if loose else []), *parts]:
         results = _results(nodes)
         part = _emit(structure, _with_sizes(nodes, tensors), results, choose)
@@ -306,7 +302,7 @@ def _split(
         for node in results:
             slots[node] = count
             count += 1
-    return tuple(groups), tuple(slots[node] for node in _output_nodes(graph))
+    return tuple(groups), tuple(slots[node] for node in outputs_of(graph))
 
 
 def _results(nodes: list[Node]) -> list[Node]:
@@ -343,12 +339,12 @@ def _checks(nodes: list[Node], slots: dict[Node, int]) -> Iterator[tuple[int, ..
     for sort in nodes:
         if op_name(sort) != "csr_with_loops":
             continue
-        *ends, limit = sort.args
-        readers = {user for end in ends for user in end.users if user in inside}  # type: ignore[union-attr]
+        *ends, limit = unpack(sort, "src", "dst", "num_nodes")
+        readers = {user for end in ends for user in end.users if user in inside}
         if not inside.issuperset(ends) or any(op_name(user) not in _READS_NO_ROWS for user in readers):
             continue
-        (edge_index,) = {end.all_input_nodes[0] for end in ends}  # type: ignore[union-attr]
-        found = slots.get(edge_index), slots.get(limit)  # type: ignore[arg-type]
+        (edge_index,) = {end.all_input_nodes[0] for end in ends}
+        found = slots.get(edge_index), slots.get(limit)
         if None not in found and inside.intersection(edge_index.users) == set(ends):
             yield found  # type: ignore[misc]
 

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.body import body_inputs, parse_body
+from gnnc.ir.nodes import argument, first_operand, outputs_of, unpack
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal
 from gnnc.runtime.row_program.build import Refusal
 
@@ -65,6 +66,8 @@ _BINARY = {
     "logical_and": "({0} != 0.0f && {1} != 0.0f ? 1.0f : 0.0f)",
     "logical_or": "({0} != 0.0f || {1} != 0.0f ? 1.0f : 0.0f)",
 }
+_SECOND = {"pow": "exponent", "clamp_min": "min", "clamp_max": "max"}
+"""Name in the schema of the second operand of a binary op; ``other`` of those not listed."""
 _POWERS = {2.0: "({0} * {0})", 0.5: "sqrtf({0})", -0.5: "(1.0f / sqrtf({0}))", -1.0: "(1.0f / {0})"}
 _RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten")
 
@@ -123,7 +126,7 @@ class _Writer:
         for name in self.names:
             if self.operands[name].dtype not in TYPES:
                 raise Refusal(f"an operand of the body is {self.operands[name].dtype}")
-        result: Any = self.module.graph.output_node().args[0]
+        result = outputs_of(self.module.graph)
         shape = self.shapes[result]
         if not shape or shape[0] != _EDGES:
             raise Refusal("the body's value has no edge dimension in front")
@@ -160,12 +163,12 @@ class _Writer:
         if not target.startswith("aten."):
             raise Refusal(f"the body calls {target}")
         if name in _RESHAPES:
-            return self.value(node.args[0], self._reshaped(node, place), scope)
+            return self.value(first_operand(node), self._reshaped(node, place), scope)
         special = _SPECIAL.get(name)
         if special is not None:
             return special(self, node, place, scope)
         if name in _UNARY:
-            return _UNARY[name].format(self._operand(node, 0, place, scope))
+            return _UNARY[name].format(self._operand(node, "self", place, scope))
         if name in _BINARY:
             return self._binary(name, node, place, scope)
         raise Refusal(f"the body calls {target}")
@@ -178,82 +181,84 @@ class _Writer:
         inner = _flat(place[1:], tuple(int(size) for size in shape[1:]))
         return f"step::as_float({name}[{row} * {self.strides[name]} + {inner}])"
 
-    def _operand(self, node: Node, index: int, place: Place, scope: Scope) -> str:
-        value = node.args[index]
+    def _operand(self, node: Node, name: str, place: Place, scope: Scope) -> str:
+        value = argument(node, name)
         if not isinstance(value, Node):
             return _number(value)
         return self.value(value, _broadcast(place, self.shapes[value]), scope)
 
     def _binary(self, name: str, node: Node, place: Place, scope: Scope) -> str:
-        left, right = (self._operand(node, i, place, scope) for i in (0, 1))
-        alpha = node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)
-        if "rounding_mode" in node.kwargs:
+        second = _SECOND.get(name, "other")
+        left, right = (self._operand(node, operand, place, scope) for operand in ("self", second))
+        alpha = argument(node, "alpha", 1)
+        if argument(node, "rounding_mode", None) is not None:
             raise Refusal("the body divides and rounds")
         if name in ("add", "sub") and alpha != 1:
             right = f"({_number(alpha)} * {right})"
         if name == "rsub" and alpha != 1:
             left = f"({_number(alpha)} * {left})"
-        if name == "pow" and node.args[1] in _POWERS:
-            return _POWERS[float(node.args[1])].format(left)
+        if name == "pow" and argument(node, second) in _POWERS:
+            return _POWERS[argument(node, second)].format(left)
         return _BINARY[name].format(left, right)
 
     def _reshaped(self, node: Node, place: Place) -> Place:
-        source = self.shapes[node.args[0]]
+        source = self.shapes[first_operand(node)]
         return _between(place, self.shapes[node], source)
 
     def _leaky_relu(self, node: Node, place: Place, scope: Scope) -> str:
-        slope = node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01)
-        x = self._operand(node, 0, place, scope)
-        return f"({x} > 0.0f ? {x} : {x} * {_number(slope)})"
+        slope = _number(argument(node, "negative_slope"))
+        x = self._operand(node, "self", place, scope)
+        return f"({x} > 0.0f ? {x} : {x} * {slope})"
 
     def _elu(self, node: Node, place: Place, scope: Scope) -> str:
-        if any(extra != 1 for extra in node.args[2:]):
+        if unpack(node, "scale", "input_scale") != (1, 1):
             raise Refusal("the body scales an elu")
-        alpha = _number(node.args[1] if len(node.args) > 1 else 1.0)
-        x = self._operand(node, 0, place, scope)
+        alpha = _number(argument(node, "alpha"))
+        x = self._operand(node, "self", place, scope)
         return f"({x} > 0.0f ? {x} : {alpha} * expm1f({x}))"
 
     def _gelu(self, node: Node, place: Place, scope: Scope) -> str:
-        if node.kwargs.get("approximate", "none") != "none":
+        if argument(node, "approximate") != "none":
             raise Refusal("the body approximates a gelu")
-        x = self._operand(node, 0, place, scope)
+        x = self._operand(node, "self", place, scope)
         return f"(0.5f * {x} * (1.0f + erff({x} * 0.70710678118654752f)))"
 
     def _softplus(self, node: Node, place: Place, scope: Scope) -> str:
-        if len(node.args) > 1 or node.kwargs:
+        if unpack(node, "beta", "threshold") != (1, 20):
             raise Refusal("the body has a softplus with options")
-        x = self._operand(node, 0, place, scope)
+        x = self._operand(node, "self", place, scope)
         return f"({x} > 20.0f ? {x} : log1pf(expf({x})))"
 
     def _clamp(self, node: Node, place: Place, scope: Scope) -> str:
-        x = self._operand(node, 0, place, scope)
-        low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
-        high = node.args[2] if len(node.args) > 2 else node.kwargs.get("max")
+        x = self._operand(node, "self", place, scope)
+        low, high = unpack(node, "min", "max")
         if low is not None:
             x = f"step::larger({x}, {_number(low)})"
         return x if high is None else f"step::smaller({x}, {_number(high)})"
 
     def _where(self, node: Node, place: Place, scope: Scope) -> str:
-        mask, yes, no = (self._operand(node, i, place, scope) for i in range(3))
+        names = ("condition", "self", "other")
+        mask, yes, no = (self._operand(node, name, place, scope) for name in names)
         return f"({mask} != 0.0f ? {yes} : {no})"
 
     def _masked_fill(self, node: Node, place: Place, scope: Scope) -> str:
-        x, mask, fill = (self._operand(node, i, place, scope) for i in range(3))
+        x, mask, fill = (self._operand(node, name, place, scope) for name in ("self", "mask", "value"))
         return f"({mask} != 0.0f ? {fill} : {x})"
 
     def _convert(self, node: Node, place: Place, scope: Scope) -> str:
-        if node.kwargs.get("dtype", torch.float32) != torch.float32:
-            raise Refusal(f"the body converts to {node.kwargs['dtype']}")
-        return self._operand(node, 0, place, scope)
+        dtype = argument(node, "dtype")
+        if dtype not in (None, torch.float32):
+            raise Refusal(f"the body converts to {dtype}")
+        return self._operand(node, "self", place, scope)
 
     def _expand(self, node: Node, place: Place, scope: Scope) -> str:
-        return self._operand(node, 0, place, scope)
+        return self._operand(node, "self", place, scope)
 
     def _full_like(self, node: Node, place: Place, scope: Scope) -> str:
-        return _number(node.args[1])
+        return _number(argument(node, "fill_value"))
 
     def _select(self, node: Node, place: Place, scope: Scope) -> str:
-        source, dim, index = node.args
+        source, dim, index = unpack(node, "self", "dim", "index")
         shape = self.shapes[source]
         dim, index = int(dim) % len(shape), int(index)
         at = index + shape[dim] if index < 0 else index
@@ -262,11 +267,9 @@ class _Writer:
         return self.value(source, (*place[:dim], str(at), *place[dim:]), scope)
 
     def _slice(self, node: Node, place: Place, scope: Scope) -> str:
-        source = node.args[0]
+        source, dim, start, step = unpack(node, "self", "dim", "start", "step")
         shape = self.shapes[source]
-        dim = int(node.args[1] if len(node.args) > 1 else 0) % len(shape)
-        start = node.args[2] if len(node.args) > 2 else 0
-        step = int(node.args[4]) if len(node.args) > 4 else 1
+        dim, step = int(dim) % len(shape), int(step)
         start = 0 if start is None else int(start)
         if dim == 0:
             raise Refusal("the body slices edges")
@@ -276,9 +279,8 @@ class _Writer:
         )
 
     def _cat(self, node: Node, place: Place, scope: Scope) -> str:
-        parts: Any = node.args[0]
-        rank = len(self.shapes[node])
-        dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank
+        parts, dim = unpack(node, "tensors", "dim")
+        dim = int(dim) % len(self.shapes[node])
         if dim == 0:
             raise Refusal("the body concatenates edges")
         self.count += 1
@@ -298,10 +300,9 @@ class _Writer:
         return name
 
     def _sum(self, node: Node, place: Place, scope: Scope) -> str:
-        source: Any = node.args[0]
+        source = first_operand(node)
         shape = self.shapes[source]
-        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+        dims, keep = argument(node, "dim", None), argument(node, "keepdim", False)
         if dims is None or not isinstance(dims, list | tuple) or not dims:
             raise Refusal("the body reduces over everything")
         reduced = sorted(int(dim) % len(shape) for dim in dims)

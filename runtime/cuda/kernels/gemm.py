@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn.functional import pad
 
-from gnnc.ir.nodes import as_node, shape_of
+from gnnc.ir.nodes import shape_of, unpack
 from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, lanes_for, pointer, round_up
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, scales_of, write_epilogue
 from gnnc.runtime.cuda.kernels.rowmap import launch_rowmap
@@ -254,7 +254,7 @@ class CublasInt8:
     @staticmethod
     def plan(node: Node) -> Decline | None:
         """Take matrices of codes whose sums 32 bits hold."""
-        x, w = (as_node(arg).meta["val"] for arg in node.args[:2])
+        x, w = (value.meta["val"] for value in unpack(node, "x", "w"))
         if x.dim() != 2 or x.shape[1] > _MOST_PRODUCTS:
             return Decline(f"x has the shape {tuple(x.shape)}")
         return None if w.dtype == x.dtype == torch.int8 else Decline(f"x is {x.dtype}")
@@ -262,7 +262,7 @@ class CublasInt8:
     @staticmethod
     def emit(plan: None, node: Node, emitter: CudaEmitter) -> None:
         """Write the product."""
-        x, w = (emitter.exact(as_node(arg)) for arg in node.args[:2])
+        x, w = map(emitter.exact, unpack(node, "x", "w"))
         name = emitter.fresh("v")
         emitter.call(emitter.bind(product_of_codes, "product_of_codes"), [x, w], result=name)
         emitter.define(node, variable(name))

@@ -7,7 +7,7 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.format import EDGE_LIST, RUN_TABLE, Format
-from gnnc.ir.nodes import as_node
+from gnnc.ir.nodes import argument, as_node, operand, unpack
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, length, pointer
 from gnnc.runtime.cuda.formats.tables import (
     destinations,
@@ -66,13 +66,11 @@ class EdgeBody:
         """Take bodies whose elements a thread can compute by itself."""
         if node.meta["val"].dtype != torch.float32:
             raise Refusal(f"the result is {node.meta['val'].dtype}")
-        reduce = node.args[3] if "message" in str(node.target) else None
-        assert reduce is None or isinstance(reduce, str)
         operands = _operands(node)
         for value in operands.values():
             fixed_width(value)
         positions = tuple((name, node.all_input_nodes.index(value)) for name, value in operands.items())
-        plan = Plan(str(node.args[2]), reduce, positions)
+        plan = Plan(argument(node, "body"), argument(node, "reduce", None), positions)
         _functor(plan, node, {name: 1 for name in operands})
         return plan
 
@@ -97,12 +95,13 @@ class EdgeSddmm:
         given = sddmm.plan(node)
         if isinstance(given, Decline):
             return given
-        _, _, a, b, op, *scales = node.args
+        a, b, op = unpack(node, "a", "b", "op")
+        scales = [argument(node, scale, None) for scale in ("a_scale", "b_scale")]
         dims = node.meta["val"].dim()
         if given.is_scaled and dims > len(_SCALED_DOT):
             return Decline(f"dot products of {dims - 1} dimensions an edge")
         body = _SCALED_DOT[dims - 1] if given.is_scaled else _SDDMM[str(op)]
-        named = zip(("i0", "j0", "i1", "j1"), (a, b, *scales), strict=False)
+        named = zip(("i0", "j0", "i1", "j1"), (a, b, *scales), strict=True)
         operands = [(name, value) for name, value in named if name in body]
         first = as_node(operands[0][1]).meta["val"]
         if op == "dot" and first.dim() == 1:
@@ -126,12 +125,8 @@ class EdgeSddmm:
 
 
 def _operands(node: Node) -> dict[str, Node]:
-    lists: list[Any] = [arg for arg in node.args if isinstance(arg, list | tuple)]
-    return {
-        f"{kind}{number}": as_node(value)
-        for kind, group in zip("ijec", lists, strict=True)
-        for number, value in enumerate(group)
-    }
+    groups = zip("ijec", unpack(node, "dst", "src", "edge", "const"), strict=True)
+    return {f"{kind}{number}": value for kind, group in groups for number, value in enumerate(group)}
 
 
 def _functor(plan: Plan, node: Node, strides: dict[str, int]) -> Any:
@@ -140,7 +135,7 @@ def _functor(plan: Plan, node: Node, strides: dict[str, int]) -> Any:
 
 
 def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
-    rowptr, col = (as_node(arg) for arg in node.args[:2])
+    rowptr, col = operand(node, "rowptr"), operand(node, "col")
     tensors, strides = {}, {}
     for name, index in plan.operands:
         value = node.all_input_nodes[index]

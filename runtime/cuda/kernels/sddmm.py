@@ -4,7 +4,7 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.format import RUN_TABLE, Format
-from gnnc.ir.nodes import as_node
+from gnnc.ir.nodes import as_node, operand, unpack
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
 from gnnc.runtime.cuda.emitter import CudaEmitter, length, pointer
 from gnnc.runtime.cuda.formats.tables import runs_arguments, write_columns, write_runs
@@ -31,8 +31,8 @@ class Sddmm:
             return plan
         if plan.width == 1 or plan.width > _MAX_WIDTH:
             return Decline(f"rows of {plan.width} columns")
-        given = as_node(node.args[2] if node.args[2] is not None else node.args[3])
-        return _fitting(plan, given.meta["val"].dtype)
+        a, b = unpack(node, "a", "b")
+        return _fitting(plan, as_node(b if a is None else a).meta["val"].dtype)
 
     @staticmethod
     def formats(plan: sddmm.Plan, node: Node) -> tuple[Format, ...]:
@@ -42,18 +42,19 @@ class Sddmm:
     @staticmethod
     def emit(plan: sddmm.Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the launch."""
-        rowptr, col, a, b, _, *scales = node.args
+        a, b = unpack(node, "a", "b")
         first, second = as_node(a if a is not None else b), as_node(b if b is not None else a)
         rows = [gathered_rows(emitter, value, plan.width, plan.heads) for value in (first, second)]
         width = rows[0].columns
-        starts = emitter.vector(as_node(rowptr))
-        columns = write_columns(emitter, emitter.vector(as_node(col)))
+        starts = emitter.vector(operand(node, "rowptr"))
+        columns = write_columns(emitter, emitter.vector(operand(node, "col")))
         runs = write_runs(emitter, starts, length(columns), rows[1].nbytes)
         out = emitter.allocate(node, dense=True)
         values = runs_arguments(starts, columns, runs)
         for row in rows:
             values += [pointer(row.tensor), row.stride]
-        factors = [emitter.vector(as_node(scale)) for scale in scales if plan.is_scaled]
+        scales = ("a_scale", "b_scale") if plan.is_scaled else ()
+        factors = [emitter.vector(operand(node, scale)) for scale in scales]
         values += map(pointer, (*(factors or [None, None]), out.written))
         element = ELEMENTS[first.meta["val"].dtype]
         config = f"gnnc::SddmmConfig<gnnc::Element::{element}, {width}, gnnc::EdgeOp::{_OPS[plan.op]}, "
