@@ -36,6 +36,7 @@ from gnnc.capture.trace_lock import CLOCK
 from gnnc.capture.unregistered_weights import refuse_unregistered
 from gnnc.errors import CaptureError
 from gnnc.ir.graph import fake_mode_of
+from gnnc.ir.nodes import outputs_of
 from gnnc.ir.source import Source
 from gnnc.torch_private import LOGGERS, pytree, rename
 
@@ -255,11 +256,10 @@ def _rename(node: Node, path: str) -> None:
 
 
 def _arrange_outputs(program: ExportedProgram, model: torch.nn.Module) -> tuple[str, ...]:
-    output = program.graph.output_node()
     user: list[Any] = []
     mutated: list[Any] = []
     names: list[str] = []
-    for value, spec in zip(output.args[0], program.graph_signature.output_specs, strict=True):
+    for value, spec in zip(outputs_of(program.graph), program.graph_signature.output_specs, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
             user.append(value)
         elif spec.kind is OutputKind.BUFFER_MUTATION:
@@ -271,7 +271,7 @@ def _arrange_outputs(program: ExportedProgram, model: torch.nn.Module) -> tuple[
                 f"[{type(model).__name__}] the model writes into its argument {name!r} in place: "
                 f"let it work on a clone ({name} = {name}.clone())"
             )
-    output.args = (tuple(user + mutated),)
+    program.graph.output_node().args = (tuple(user + mutated),)
     return tuple(names)
 
 

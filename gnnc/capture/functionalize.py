@@ -7,12 +7,11 @@ returns its result, and every other call stays. A program with another write, or
 mean something else below autograd, is traced again.
 """
 
-from typing import Any
-
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node, map_arg
 
+from gnnc.ir.nodes import argument, first_operand
 from gnnc.torch_private import (
     DispatchKey,
     OpOverload,
@@ -38,8 +37,8 @@ _KNOWN = (
     aten.to.other,
 )
 """Composites that may return their argument, or a view of it, and that passes know."""
-_MODES = {aten.batch_norm.default: 5, aten.dropout.default: 2}
-"""Composites that passes know where the model is not in train mode, and the argument that says so."""
+_TRAIN_FLAGS = {aten.batch_norm.default: "training", aten.dropout.default: "train"}
+"""Composites that passes know outside of train mode, each with the name of its train-mode argument."""
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
@@ -67,7 +66,7 @@ def _rewrites(graph: Graph) -> dict[Node, tuple[OpOverload, torch.Tensor]] | Non
             found[node] = aten.detach.default, node.meta["val"]
         if _is_write(node):
             rewrite = _without_write(node)
-            maker = None if rewrite is None else makers.get(node.args[0])
+            maker = None if rewrite is None else makers.get(_written_tensor(node))
             if rewrite is None or maker is None or maker in shared:
                 return None
             found[node], makers[node] = rewrite, maker
@@ -85,8 +84,8 @@ def _stays(node: Node) -> bool:
         return getattr(op, "__module__", None) in _OF_SIZES
     if op is aten.native_batch_norm.default:  # its schema hides that it writes
         return False
-    if op in _MODES:
-        return node.args[_MODES[op]] is False
+    if op in _TRAIN_FLAGS:
+        return argument(node, _TRAIN_FLAGS[op]) is False
     composite = op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
     return op in _KNOWN or not composite or not _says_alias(op)
 
@@ -95,6 +94,11 @@ def _is_write(node: Node) -> bool:
     """Return whether a call changes values; ``detach_`` changes only the autograd state."""
     op = node.target
     return isinstance(op, OpOverload) and schema(op).is_mutable and op is not aten.detach_.default
+
+
+def _written_tensor(write: Node) -> Node:
+    """Return the tensor that a write changes: every ATen op in place takes it first."""
+    return first_operand(write)
 
 
 def _says_alias(op: OpOverload) -> bool:
@@ -120,9 +124,9 @@ def _without_write(node: Node) -> tuple[OpOverload, torch.Tensor] | None:
     assert isinstance(node.target, OpOverload)
     op = _returning(node.target)
     written = node.meta.get("val")
-    if op is None or not isinstance(written, torch.Tensor) or not isinstance(node.args[0], Node):
+    if op is None or not isinstance(written, torch.Tensor):
         return None
-    if _storages(node) != _storages(node.args[0]):  # then aliases cannot be told by storages either
+    if _storages(node) != _storages(_written_tensor(node)):  # then aliases cannot be told by storages either
         return None
     args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     # Without the dispatcher, a decomposition in C++ would fix symbolic sizes to their examples.
@@ -154,7 +158,6 @@ def _rewrite(write: Node, op: OpOverload, value: torch.Tensor) -> None:
     with write.graph.inserting_before(write):
         call = write.graph.call_function(op, write.args, write.kwargs)
     call.meta = write.meta | {"val": value}
-    before: Any = write.args[0]
-    before.replace_all_uses_with(call, delete_user_cb=lambda user: write < user)
+    _written_tensor(write).replace_all_uses_with(call, delete_user_cb=lambda user: write < user)
     write.replace_all_uses_with(call)
     write.graph.erase_node(write)

@@ -12,6 +12,7 @@ from gnnc.capture.trace_lock import CLOCK
 from gnnc.compiler.index_checks import Bounds
 from gnnc.errors import CaptureError, InputError, UnsupportedError
 from gnnc.ir.graph import placeholders
+from gnnc.ir.nodes import outputs_of
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
 from gnnc.runtime.program.launches import expr, variable
@@ -88,7 +89,7 @@ class CallWriter:
 
     def _structure_results(self) -> list[Node]:
         assert self._structure is not None
-        return list(self._structure.graph.output_node().args[0])  # type: ignore[arg-type]
+        return list(outputs_of(self._structure.graph))
 
     def _learn_structure(self) -> None:
         by_name = {n.name: i for i, n in enumerate(self._structure_results())}
@@ -153,7 +154,7 @@ class CallWriter:
     def _finisher(self) -> Callable[[tuple[Any, ...]], Any] | None:
         """Return the function that makes the model's result of the outputs; None if it is the one output."""
         spec, names = self._captured.out_spec, self._captured.mutations
-        count = len(self._compute.graph.output_node().args[0]) - len(names)  # type: ignore[arg-type]
+        count = len(outputs_of(self._compute.graph)) - len(names)
         if not names and count == 1 and spec.is_leaf():
             return None
         buffers = [owner_of(self._model, Source("buffer", name)) for name in names]

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from gnnc.capture.guards import InputGuard
 from gnnc.errors import GraphError
 from gnnc.ir.graph import placeholders
+from gnnc.ir.nodes import argument, unpack
 from gnnc.ir.source import Source, source_of
 from gnnc.passes.edges.index_bounds import IndexBound
 from gnnc.runtime.program.sizes import expression
@@ -150,15 +151,15 @@ def _is_sorted_alone(ids: Node, limit: Node, bounds: Sequence[IndexBound]) -> bo
     """Return whether ``gnnc.csr``, with this limit, is all that takes the bounded rows of ``ids``."""
     sorted_rows = set()
     for row in ids.users:
-        if str(row.target) != "aten.select.int" or row.args[1] != 0:
+        if str(row.target) != "aten.select.int" or argument(row, "dim") != 0:
             return False
         for user in row.users:
             if str(user.target) != "gnnc.csr.default":
                 return False
-            src, dst, num_src, num_dst = user.args
+            src, dst, num_src, num_dst = unpack(user, "src", "dst", "num_src", "num_dst")
             if (src is row and num_src is not limit) or (dst is row and num_dst is not limit):
                 return False
-            sorted_rows.add(row.args[2])
+            sorted_rows.add(argument(row, "index"))
     return {bound.row for bound in bounds} <= sorted_rows
 
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 from torch.fx import Node
 
-from gnnc.ir.nodes import argument, is_number, shape_or_none
+from gnnc.ir.nodes import argument, is_number, operand, shape_or_none, unpack
 
-_AGGREGATES = {"gnnc.spmm.default": 4, "gnnc.qspmm.default": 6}
-"""Aggregation ops and the position of their ``reduce`` argument."""
+_AGGREGATES = ("gnnc.spmm.default", "gnnc.qspmm.default")
+"""Aggregations that an attention kernel computes together with the softmax of their edge values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +39,22 @@ class Attention:
 
     @property
     def eps(self) -> float:
-        """What the softmax adds to its denominator."""
+        """The term that the softmax adds to its denominator."""
         return float(argument(self.softmax, "eps"))
 
 
 def match_attention(aggregate: Node) -> Attention | None:
     """Return the attention that ends in ``aggregate``, or None."""
-    reduce_position = _AGGREGATES.get(str(aggregate.target))
-    if reduce_position is None or aggregate.args[reduce_position] != "sum":
+    if str(aggregate.target) not in _AGGREGATES or argument(aggregate, "reduce") != "sum":
         return None
-    softmax = aggregate.args[2]
+    softmax = argument(aggregate, "value")
     if not isinstance(softmax, Node) or str(softmax.target) != "gnnc.edge_softmax.default":
         return None
-    if softmax.args[0] is not aggregate.args[0] or not _one_aggregate(softmax):
+    if argument(softmax, "rowptr") is not argument(aggregate, "rowptr") or not _one_aggregate(softmax):
         return None
-    if str(aggregate.target) == "gnnc.qspmm.default" and aggregate.args[4] is None:
+    if argument(aggregate, "x_scale", "fp32") is None:
         return None
-    logits = softmax.args[1]
-    assert isinstance(logits, Node)
+    logits = operand(softmax, "logits")
     plain = Attention(aggregate, softmax, "logits", (softmax, aggregate), edge=logits)
     return _with_leaky_relu(plain, logits) or _with_edge(plain, logits, softmax) or plain
 
@@ -68,9 +66,7 @@ def _one_aggregate(softmax: Node) -> bool:
 def _with_leaky_relu(base: Attention, logits: Node) -> Attention | None:
     if str(logits.target) != "aten.leaky_relu.default" or not _read_only_by(logits, base.softmax):
         return None
-    inner = logits.args[0]
-    assert isinstance(inner, Node)
-    found = _with_edge(base, inner, logits)
+    found = _with_edge(base, operand(logits, "self"), logits)
     if found is None or found.kind != "add":
         return None
     slope = float(argument(logits, "negative_slope"))
@@ -78,14 +74,15 @@ def _with_leaky_relu(base: Attention, logits: Node) -> Attention | None:
 
 
 def _with_edge(base: Attention, logits: Node, reader: Node) -> Attention | None:
-    """The node part, with or without an edge term added to it."""
+    """Match the logits from node values, with or without an edge term added to them."""
     if found := _node_part(base, logits, reader):
         return found
     if str(logits.target) != "aten.add.Tensor" or not _read_only_by(logits, reader):
         return None
-    if argument(logits, "alpha") != 1 or not all(isinstance(a, Node) for a in logits.args):
+    left, right, alpha = unpack(logits, "self", "other", "alpha")
+    if alpha != 1 or not (isinstance(left, Node) and isinstance(right, Node)):
         return None
-    for part, edge in (logits.args[:2], logits.args[1::-1]):
+    for part, edge in ((left, right), (right, left)):
         if (found := _node_part(base, part, logits)) and shape_or_none(edge) == shape_or_none(part):
             covers = (*found.covers[:-2], logits, *found.covers[-2:])
             return replace(found, edge=edge, covers=covers)
@@ -98,9 +95,11 @@ def _node_part(base: Attention, node: Node, reader: Node) -> Attention | None:
     name = str(node.target)
     if name in ("aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar"):
         return _scaled_dot(base, node)
-    if name != "gnnc.sddmm.default" or node.args[:2] != base.aggregate.args[:2]:
+    if name != "gnnc.sddmm.default":
         return None
-    _, _, a_dst, a_src, op = node.args
+    rowptr, col, a_dst, a_src, op = unpack(node, "rowptr", "col", "a", "b", "op")
+    if (rowptr, col) != unpack(base.aggregate, "rowptr", "col"):
+        return None
     if op not in ("add", "dot") or not _per_head(node, base.softmax):
         return None
     covers = (node, *base.covers[-2:])
@@ -112,7 +111,7 @@ def _per_head(sddmm: Node, softmax: Node) -> bool:
 
 
 def _scaled_dot(base: Attention, node: Node) -> Attention | None:
-    dot, factor = node.args[:2]
+    dot, factor = unpack(node, "self", "other")
     if not isinstance(dot, Node) or not is_number(factor):
         return None
     found = _node_part(base, dot, node)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from gnnc.errors import VerifyError
+from gnnc.ir.nodes import outputs_of
 from gnnc.torch_private import OpOverload
 
 _DTYPES = {f"torch.{name}": getattr(torch, name) for name in (
@@ -37,7 +38,7 @@ def body_text(graph: fx.Graph) -> str:
         if node.op == "placeholder":
             names[node] = str(node.target)
         elif node.op == "output":
-            lines.append(f"return {_text(node.args[0], names)}")
+            lines.append(f"return {_text(outputs_of(graph), names)}")
         else:
             lines.append(_statement(node, names))
     return "; ".join(lines)

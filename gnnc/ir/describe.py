@@ -7,7 +7,17 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gnnc.ir.nodes import arguments, is_gnnc, op_name, qtype_of
+from gnnc.ir.nodes import (
+    argument,
+    arguments,
+    first_operand,
+    is_gnnc,
+    is_result,
+    op_name,
+    outputs_of,
+    qtype_of,
+    result_index,
+)
 from gnnc.ir.op import op_of
 from gnnc.ir.qtype import QType
 from gnnc.ir.source import is_weight
@@ -93,9 +103,7 @@ def element_text(qtype: QType) -> str:
 def producer(node: Node) -> Node:
     """Return the node that made a value, past views of it."""
     while op_name(node) in _VIEWS:
-        if not (node.args and isinstance(node.args[0], Node)):
-            return node
-        node = node.args[0]
+        node = first_operand(node)
     return node
 
 
@@ -148,9 +156,9 @@ def granularity_of(node: Node) -> str:
 
 def _of_weight(node: Node, name: str) -> bool:
     """Whether a precision op's scale is one of a weight, whose rows are output channels."""
-    operand = node.args[1] if name == "dequantize" else node.args[0]
+    operand = argument(node, "scale" if name == "dequantize" else "x", None)
     if name == "dequantize" and isinstance(operand, Node) and op_name(operand) == "scale":
-        operand = operand.args[0]
+        operand = argument(operand, "x")
     return isinstance(operand, Node) and is_weight(producer(operand))
 
 
@@ -205,15 +213,15 @@ def _inline_into(
 
     for node in gm.graph.nodes:
         if node.op == "output":
-            return _lookup_structure(node.args[0], mapped)
+            return _lookup_structure(outputs_of(gm.graph), mapped)
         if node.op == "placeholder" and values is not None:
             mapped[node] = next(given)
         elif isinstance(child := _submodule(gm, node), GraphModule):
             mapped[node] = _inline_into(
                 graph, child, list(lookup(node.args)), _block(node), f"{prefix}{node.target}."
             )
-        elif op_name(node) == "getitem" and isinstance(whole := lookup(node.args[0]), tuple):
-            mapped[node] = whole[node.args[1]]
+        elif is_result(node) and isinstance(whole := lookup(first_operand(node)), tuple):
+            mapped[node] = whole[result_index(node)]
         else:
             mapped[node] = _copy(graph, node, lookup, block, prefix)
     return ()

@@ -1,11 +1,10 @@
 """Functions on torch.fx graphs that every stage shares."""
 
-import operator
 from typing import Any
 
 from torch import fx
 
-from gnnc.ir.nodes import arguments, first_operand, is_view
+from gnnc.ir.nodes import arguments, first_operand, is_result, is_view, outputs_of, result_index
 from gnnc.ir.op import op_of
 from gnnc.torch_private import FakeTensor, FakeTensorMode, enable_python_dispatcher
 
@@ -88,9 +87,8 @@ def qtype_rule(gm: fx.GraphModule, node: fx.Node) -> Any:
     """Return what ``meta["qtype"]`` of a call must be, from its op's record and its operands' meta."""
     if node.op == "call_module":
         return _qtype_of_results(gm.get_submodule(str(node.target)))
-    if node.target is operator.getitem:
-        whole, index = node.args
-        qtypes = whole.meta.get("qtype") if isinstance(whole, fx.Node) else None
+    if is_result(node):
+        qtypes, index = first_operand(node).meta.get("qtype"), result_index(node)
         return qtypes[index] if isinstance(qtypes, tuple) and isinstance(index, int) else None
     if is_view(node):
         return first_operand(node).meta.get("qtype")
@@ -101,10 +99,10 @@ def qtype_rule(gm: fx.GraphModule, node: fx.Node) -> Any:
 def _qtype_of_results(inner: Any) -> Any:
     if not isinstance(inner, fx.GraphModule):
         return None
-    results = output_node(inner).args[0]
+    results = outputs_of(inner.graph)
     if isinstance(results, fx.Node):
         return results.meta.get("qtype")
-    found = tuple(result.meta.get("qtype") for result in results)  # type: ignore[union-attr]
+    found = tuple(result.meta.get("qtype") for result in results)
     return found if any(found) else None
 
 

@@ -14,7 +14,18 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from gnnc.ir.nodes import argument, arguments, as_node, is_float, is_number, same_shape, shape_or_none, unpack
+from gnnc.ir.nodes import (
+    argument,
+    arguments,
+    first_operand,
+    is_float,
+    is_number,
+    operand,
+    result_index,
+    same_shape,
+    shape_or_none,
+    unpack,
+)
 from gnnc.ir.qtype import QType
 from gnnc.ir.row_steps import Step, batch_norm_step, binary_steps, single_steps
 from gnnc.torch_private import statically_known_true
@@ -86,44 +97,43 @@ def _is_made_from(node: Any, acc: Accumulator, target: str) -> bool:
 
 
 def _native_batch_norm(node: Node, acc: Accumulator) -> RowOp | None:
-    norm, index = as_node(node.args[0]), node.args[1]
+    norm = first_operand(node)
     name = "aten._native_batch_norm_legit_no_training.default"
-    if index != 0 or str(norm.target) != name or norm.args[0] not in acc:
+    if result_index(node) != 0 or str(norm.target) != name or argument(norm, "input") not in acc:
         return None
-    _, weight, bias, mean, var, _, eps = norm.args
-    steps = batch_norm_step(norm, mean, var, weight, bias, eps)
+    steps = batch_norm_step(norm)
     return RowOp(node, steps, "chain", (norm, node)) if steps else None
 
 
 def _l2_normalize(node: Node, acc: Accumulator) -> RowOp | None:
     """Match ``x / max(norm(x), eps)``, where the norm may be expanded to the shape of x first."""
-    clamped, covers = node.args[1], (node,)
-    if not isinstance(clamped, Node):
+    source, clamped = unpack(node, "self", "other")
+    covers: tuple[Node, ...] = (node,)
+    if source not in acc or not isinstance(clamped, Node):
         return None
     if str(clamped.target) == "aten.expand.default":
         covers = (clamped, *covers)
-        clamped = as_node(clamped.args[0])
-    if str(clamped.target) != "aten.clamp_min.default" or not is_number(clamped.args[1]):
+        clamped = operand(clamped, "self")
+    if str(clamped.target) != "aten.clamp_min.default" or not is_number(argument(clamped, "min")):
         return None
-    norm = as_node(clamped.args[0])
+    norm = operand(clamped, "self")
     if not _is_row_norm(norm, acc) or not _only_inside(norm, clamped, *covers):
         return None
-    step = Step("l2_normalize", consts=(float(clamped.args[1]),))
+    step = Step("l2_normalize", consts=(float(argument(clamped, "min")),))
     return RowOp(node, (step,), "chain", (norm, clamped, *covers))
 
 
 def _is_row_norm(node: Node, acc: Accumulator) -> bool:
-    if str(node.target) != "aten.linalg_vector_norm.default" or node.args[0] not in acc:
+    if str(node.target) != "aten.linalg_vector_norm.default":
         return False
-    shape = shape_or_none(as_node(node.args[0]))
-    order, dims, keep = unpack(node, "ord", "dim", "keepdim")
-    flat = shape is not None and len(shape) == 2
-    return flat and order == 2 and dims in ([-1], [1], (-1,), (1,)) and keep
+    source, order, dims, keep = unpack(node, "self", "ord", "dim", "keepdim")
+    is_matrix = source in acc and len(shape_or_none(source) or ()) == 2
+    return is_matrix and order == 2 and dims in ([-1], [1], (-1,), (1,)) and keep
 
 
 def _row_dot(node: Node, acc: Accumulator) -> RowOp | None:
     """Match ``(x.view(N, H, D) * att).sum(-1)``: the dot product of each head with an attention vector."""
-    product = as_node(node.args[0])
+    product = operand(node, "self")
     if str(product.target) != "aten.mul.Tensor" or not _only_inside(product, node):
         return None
     steps = binary_steps(product, acc)
@@ -139,19 +149,18 @@ def _row_dot(node: Node, acc: Accumulator) -> RowOp | None:
 
 
 def _head_mean(node: Node, acc: Accumulator) -> RowOp | None:
-    shape = shape_or_none(as_node(node.args[0]))
-    if node.args[0] not in acc or shape is None or len(shape) != 3:
+    source, dims, keep = unpack(node, "self", "dim", "keepdim")
+    shape = shape_or_none(source)
+    if source not in acc or shape is None or len(shape) != 3:
         return None
-    if list(argument(node, "dim") or ()) not in ([1], [-2]):
-        return None
-    if argument(node, "keepdim"):
+    if keep or list(dims or ()) not in ([1], [-2]):
         return None
     return RowOp(node, (Step("head_mean", consts=(int(shape[1]),)),), "chain", (node,))
 
 
 def _to_copy(node: Node, acc: Accumulator) -> RowOp | None:
-    dtype = node.kwargs.get("dtype")
-    if node.args[0] not in acc:
+    source, dtype = unpack(node, "self", "dtype")
+    if source not in acc:
         return None
     if dtype in _HALF_STORES:
         return RowOp(node, (Step(_HALF_STORES[dtype]),), "store", (node,))
@@ -199,17 +208,17 @@ def classify(node: Node, acc: Accumulator | Node) -> RowOp | None:
     if not is_float(acc.value):
         return _widened(node, acc)
     pattern = _PATTERNS.get(str(node.target))
-    if pattern and _reads_nodes(node) and (matched := pattern(node, acc)):
+    if pattern and (matched := pattern(node, acc)):
         return matched
     return _classify_single(node, acc)
 
 
 def _widened(node: Node, acc: Accumulator) -> RowOp | None:
     """Match the cast to FP32 of 16-bit rows as they are loaded."""
-    halves = node.target is torch.ops.aten._to_copy.default and is_float(acc.value, *_HALF_STORES)
-    if not halves or node.args[0] not in acc or node.kwargs.get("dtype") is not torch.float32:
+    if node.target is not torch.ops.aten._to_copy.default or not is_float(acc.value, *_HALF_STORES):
         return None
-    return RowOp(node, (), "chain", (node,))
+    source, dtype = unpack(node, "self", "dtype")
+    return RowOp(node, (), "chain", (node,)) if source in acc and dtype is torch.float32 else None
 
 
 def _has_fixed_columns(node: Node) -> bool:
@@ -218,9 +227,9 @@ def _has_fixed_columns(node: Node) -> bool:
 
 
 def _classify_single(node: Node, acc: Accumulator) -> RowOp | None:
-    name, first = str(node.target), node.args[0] if node.args else None
-    if name in _VIEWS:
-        has_same_rows = first in acc and _keeps_rows(node, as_node(first))
+    if str(node.target) in _VIEWS:
+        source = operand(node, "self")
+        has_same_rows = source in acc and _keeps_rows(node, source)
         return RowOp(node, (), "view", (node,)) if has_same_rows else None
     steps = single_steps(node, acc)
     if not steps or not is_float(node) or not _same_shape(node, acc):
@@ -286,10 +295,6 @@ def _users(acc: Accumulator) -> list[Node]:
 
 def _store(node: Node) -> RowOp:
     return RowOp(node, (Step("store_f32"),), "store", ())
-
-
-def _reads_nodes(node: Node) -> bool:
-    return bool(node.args) and isinstance(node.args[0], Node)
 
 
 def _only_inside(*nodes: Node) -> bool:

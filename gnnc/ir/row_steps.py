@@ -11,11 +11,12 @@ from gnnc.ir.nodes import (
     all_ones,
     argument,
     arguments,
-    as_node,
     is_float,
     is_number,
+    operand,
     same_shape,
     shape_or_none,
+    unpack,
 )
 from gnnc.torch_private import statically_known_true
 
@@ -75,7 +76,7 @@ def _softplus(node: Node) -> tuple[Step, ...] | None:
 
 
 def _power(node: Node) -> tuple[Step, ...] | None:
-    exponent = node.args[1]
+    exponent = argument(node, "exponent")
     kind = _POWERS.get(float(exponent)) if is_number(exponent) else None
     return (Step(kind),) if kind else None
 
@@ -89,27 +90,26 @@ def _clamp(node: Node) -> tuple[Step, ...] | None:
     return tuple(Step(kind, consts=(float(bound),)) for kind, bound in given)
 
 
-def _one_bound(kind: str) -> Callable[[Node], tuple[Step, ...] | None]:
+def _one_bound(kind: str, name: str) -> Callable[[Node], tuple[Step, ...] | None]:
     def match(node: Node) -> tuple[Step, ...] | None:
-        bound = node.args[1]
+        bound = argument(node, name)
         return (Step(kind, consts=(float(bound),)),) if is_number(bound) else None
 
     return match
 
 
 def _layer_norm(node: Node) -> tuple[Step, ...] | None:
-    shape = shape_or_none(as_node(node.args[0]))
-    if shape is None or not same_shape(tuple(node.args[1]), shape[1:]):
+    shape = shape_or_none(operand(node, "input"))
+    sizes, weight, bias, eps = unpack(node, "normalized_shape", "weight", "bias", "eps")
+    if shape is None or not same_shape(sizes, shape[1:]):
         return None
-    weight, bias = argument(node, "weight"), argument(node, "bias")
-    eps = argument(node, "eps")
     return (Step("layer_norm", (weight, bias), (float(eps),)),)
 
 
 def _row_softmax(kind: str) -> Callable[[Node], tuple[Step, ...] | None]:
     def match(node: Node) -> tuple[Step, ...] | None:
-        shape = shape_or_none(as_node(node.args[0]))
-        last = shape is not None and len(shape) == 2 and node.args[1] in (-1, 1)
+        shape = shape_or_none(operand(node, "self"))
+        last = shape is not None and len(shape) == 2 and argument(node, "dim") in (-1, 1)
         plain = argument(node, "dtype", None) in (None, torch.float32)
         plain = plain and not argument(node, "half_to_float", False)
         return (Step(kind),) if last and plain else None
@@ -118,18 +118,18 @@ def _row_softmax(kind: str) -> Callable[[Node], tuple[Step, ...] | None]:
 
 
 def _batch_norm(node: Node) -> tuple[Step, ...] | None:
-    _, weight, bias, mean, var, training, _, eps = node.args[:8]
-    if training or mean is None or var is None:
-        return None
-    return batch_norm_step(node, mean, var, weight, bias, eps)
+    return None if argument(node, "training") else batch_norm_step(node)
 
 
-def batch_norm_step(
-    node: Node, mean: Any, var: Any, weight: Any, bias: Any, eps: Any
-) -> tuple[Step, ...] | None:
-    """Return the step of a batch norm of a matrix in evaluation mode, or None for other shapes."""
-    shape = shape_or_none(as_node(node.args[0]))
-    if shape is None or len(shape) != 2:
+def batch_norm_step(node: Node) -> tuple[Step, ...] | None:
+    """Return the step of a batch norm of a matrix by running statistics, or None for any other.
+
+    Args:
+        node: a call of ``aten.batch_norm`` or ``aten._native_batch_norm_legit_no_training``.
+    """
+    weight, bias, mean, var, eps = unpack(node, "weight", "bias", "running_mean", "running_var", "eps")
+    shape = shape_or_none(operand(node, "input"))
+    if mean is None or var is None or shape is None or len(shape) != 2:
         return None
     return (Step("batch_norm", (mean, var, weight, bias), (float(eps),)),)
 
@@ -141,8 +141,8 @@ _SPECIAL: dict[str, Callable[[Node], tuple[Step, ...] | None]] = {
     "aten.softplus.default": _softplus,
     "aten.pow.Tensor_Scalar": _power,
     "aten.clamp.default": _clamp,
-    "aten.clamp_min.default": _one_bound("clamp_min"),
-    "aten.clamp_max.default": _one_bound("clamp_max"),
+    "aten.clamp_min.default": _one_bound("clamp_min", "min"),
+    "aten.clamp_max.default": _one_bound("clamp_max", "max"),
     "aten.hardtanh.default": lambda node: _hardtanh(node),
     "aten.layer_norm.default": _layer_norm,
     "aten.softmax.int": _row_softmax("softmax"),
@@ -206,10 +206,14 @@ def _is_power_of_two(value: float) -> bool:
     return abs(mantissa.item()) == 0.5
 
 
-def _apply(name: str, acc_first: bool, other: Any, extent: Extent | None) -> tuple[Step, ...] | None:
-    verb, _, overload = name.removeprefix("aten.").partition(".")
-    if overload not in ("Tensor", "Scalar"):
-        return None
+_BINARY = {
+    f"aten.{verb}.{overload}": verb
+    for verb in ("add", "sub", "rsub", "mul", "div")
+    for overload in ("Tensor", "Scalar")
+}
+
+
+def _apply(verb: str, acc_first: bool, other: Any, extent: Extent | None) -> tuple[Step, ...] | None:
     match verb:
         case "add" | "mul":
             return _combine(verb, other, extent)
@@ -225,28 +229,27 @@ def _apply(name: str, acc_first: bool, other: Any, extent: Extent | None) -> tup
 
 def binary_steps(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
     """Return the steps of an elementwise op of the accumulator and a number or tensor, or None."""
-    if len(node.args) < 2 or node.kwargs.get("alpha", 1) != 1 or "rounding_mode" in node.kwargs:
+    verb = _BINARY.get(str(node.target))
+    if verb is None or argument(node, "alpha", 1) != 1:
         return None
-    if len(node.args) > 2 and node.args[2] != 1:
-        return None
-    left, right = node.args[:2]
+    left, right = unpack(node, "self", "other")
     acc_first = left in acc
     used, other = (left, right) if acc_first else (right, left)
     if used not in acc or other in acc:
         return None
     if is_number(other):
-        return _apply(str(node.target), acc_first, other, None)
+        return _apply(verb, acc_first, other, None)
     if not isinstance(other, Node) or not is_float(other, torch.float32, torch.bfloat16, torch.float16):
         return None
-    extent = extent_of(shape_or_none(other) or (), shape_or_none(as_node(used)) or ())
+    extent = extent_of(shape_or_none(other) or (), shape_or_none(used) or ())
     if extent is None or (extent != "full" and not is_float(other)):
         return None
-    return _apply(str(node.target), acc_first, other, extent)
+    return _apply(verb, acc_first, other, extent)
 
 
 def _dequantize(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
     named = arguments(node)
-    shape, granularity, exponent = shape_or_none(as_node(named["q"])), named["granularity"], named["exponent"]
+    shape, granularity, exponent = shape_or_none(named["q"]), named["granularity"], named["exponent"]
     if named["q"] not in acc or shape is None:
         return None
     if granularity == "column" and len(shape) != 2:
@@ -263,6 +266,8 @@ def single_steps(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
         return _dequantize(node, acc)
     if name not in _PLAIN and name not in _SPECIAL:
         return binary_steps(node, acc)
-    if node.args[0] not in acc or any(arg in acc for arg in node.args[1:] if isinstance(arg, Node)):
+    # The first parameter of all these ops is the tensor itself, called `self` or `input`.
+    source, *others = arguments(node).values()
+    if source not in acc or any(other in acc for other in others if isinstance(other, Node)):
         return None
     return (Step(_PLAIN[name]),) if name in _PLAIN else _SPECIAL[name](node)

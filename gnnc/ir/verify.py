@@ -13,7 +13,7 @@ from torch import fx
 
 from gnnc.errors import VerifyError
 from gnnc.ir.graph import qtype_rule
-from gnnc.ir.nodes import is_view, qtype_of
+from gnnc.ir.nodes import is_view, outputs_of, qtype_of
 from gnnc.ir.op import NAMESPACE, op_of
 from gnnc.ir.rules import problem_of_arguments
 from gnnc.ir.source import Kind, source_of
@@ -45,7 +45,7 @@ def _problem_of_graph(gm: fx.GraphModule) -> str | None:
     outputs = gm.graph.find_nodes(op="output")
     if len(outputs) != 1 or outputs[0] is not next(iter(reversed(gm.graph.nodes))):
         return f"has {len(outputs)} outputs, or nodes behind one; end it with one `graph.output(...)`"
-    if not isinstance(outputs[0].args[0], tuple | list):
+    if not isinstance(outputs_of(gm.graph), tuple | list):
         return "returns one value; programs return a tuple: `graph.output((value,))`"
     return None
 
@@ -121,7 +121,7 @@ def _problem_inside(inner: fx.GraphModule, node: fx.Node) -> str | None:
         problem = _problem(inner, part)
         if problem is not None:
             return f"is fused, and its inner node {part.name} {problem}"
-    results = inner.graph.output_node().args[0]
+    results = outputs_of(inner.graph)
     made = [_dtype(r) for r in results] if isinstance(results, tuple | list) else _dtype(results)
     value = node.meta["val"]
     said = [_dtype(v) for v in value] if isinstance(value, tuple | list) else _dtype(value)

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gnnc.ir.describe import changes_precision, dtype_text, element_text, inline, returns_many
-from gnnc.ir.nodes import arguments, first_operand, op_name, result_index
+from gnnc.ir.nodes import arguments, first_operand, is_result, outputs_of, result_index
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import BACKWARD, FORWARD, STRUCTURE, Parts
 from gnnc.ir.qtype import QType
@@ -95,7 +95,7 @@ def _named(
 
 
 def _named_outputs(gm: GraphModule, inlined: Graph) -> list[tuple[str, Node]]:
-    before, after = _flat(gm.graph.output_node().args[0]), _flat(inlined.output_node().args[0])
+    before, after = _flat(outputs_of(gm.graph)), _flat(outputs_of(inlined))
     return [(node.name, new) for node, new in zip(before, after, strict=True)]
 
 
@@ -321,7 +321,7 @@ class _Namer:
 
     def _part(self, node: Node) -> str | None:
         """Name one result of an op with several by its role."""
-        if op_name(node) != "getitem" or not isinstance(node.args[0], Node):
+        if not is_result(node):
             return None
         op, index = op_of(first_operand(node)), result_index(node)
         return None if op is None else schema(op.target).returns[index].name

@@ -11,13 +11,13 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gnnc.ir import describe
-from gnnc.ir.nodes import is_gnnc, op_name, qtype_of, schema_of
+from gnnc.ir.nodes import is_gnnc, is_result, op_name, outputs_of, qtype_of, result_index, schema_of
 from gnnc.ir.parts import BACKWARD, FORWARD, STRUCTURE, Parts
 from gnnc.ir.source import source_of
 from gnnc.report.naming import Named, identifier, name_graph, name_program
@@ -146,7 +146,7 @@ class _Printer:
             if node.op == "placeholder" or node in self._folded:
                 continue
             if node.op == "output":
-                lines.append(_Line(f"{INDENT}return {self._literal(node.args[0])}"))
+                lines.append(_Line(f"{INDENT}return {self._literal(outputs_of(self._graph))}"))
                 continue
             if node.meta["block"] != block:
                 block = node.meta["block"]
@@ -174,7 +174,7 @@ class _Printer:
         results = self._results(node)
         if results == [node]:
             return self._names[node]
-        by_index = {part.args[1]: self._names[part] for part in results}
+        by_index = {result_index(part): self._names[part] for part in results}
         named = [by_index.get(index, "_") for index in range(len(node.meta["val"]))]
         return ", ".join(named) + ("," if len(named) == 1 else "")
 
@@ -207,7 +207,7 @@ class _Printer:
         parts = _parts(node) if describe.returns_many(node) else []
         if not parts or parts[0] not in self._folded:
             return [node]
-        return sorted(parts, key=lambda part: cast(int, part.args[1]))
+        return sorted(parts, key=result_index)
 
     def _expression(self, node: Node) -> str:
         if node.op == "get_attr":
@@ -225,6 +225,7 @@ class _Printer:
         return f"{_callee(node)}({', '.join(arguments)})"
 
     def _argument(self, node: Node, index: int) -> str:
+        # Text repeats the arguments of any op as they were given, by position or by keyword.
         value = node.args[index]
         if is_gnnc(node) and isinstance(value, str):
             if schema_of(node).arguments[index].name == "body":
@@ -298,7 +299,7 @@ def _origin(node: Node) -> str:
 
 
 def _parts(node: Node) -> list[Node]:
-    return [user for user in node.users if user.target is operator.getitem]
+    return [user for user in node.users if is_result(user)]
 
 
 def _unpacked(graph: Graph) -> set[Node]:
@@ -306,7 +307,7 @@ def _unpacked(graph: Graph) -> set[Node]:
     folded: set[Node] = set()
     for node in graph.nodes:
         parts = _parts(node) if describe.returns_many(node) else []
-        indices = [part.args[1] for part in parts]
+        indices = [result_index(part) for part in parts]
         plain = all(isinstance(index, int) and index >= 0 for index in indices)
         if parts and plain and len(parts) == len(node.users) == len(set(indices)):
             folded.update(parts)

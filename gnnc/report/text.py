@@ -9,7 +9,7 @@ from typing import Any, Protocol, get_args
 from torch.fx import Graph, Node
 
 from gnnc.ir import describe
-from gnnc.ir.nodes import is_gnnc, op_name
+from gnnc.ir.nodes import argument, is_gnnc, op_name
 from gnnc.ir.op import Counted, op_of
 from gnnc.ir.parts import FORWARD, Parts
 from gnnc.ir.source import is_weight
@@ -203,7 +203,7 @@ def count_quantized(graphs: Iterable[Graph]) -> Quantized:
         done, total = ops[kind]
         ops[kind] = (done + quantized, total + 1)
         if kind == "gemm":
-            for weight in _weights_of(node.args[1]):
+            for weight in _weights_of(argument(node, "w")):
                 weights[weight] = weights.get(weight, True) and quantized
     ops = {kind: counts for kind, counts in ops.items() if counts[1]}
     return Quantized(ops, (sum(weights.values()), len(weights)), halved)

@@ -58,6 +58,9 @@ def refusals(b):
     )
     yield "one over", b.call(aten.div.Tensor, b.weight("one", 1), x)
     yield "softmax of heads", b.call(aten.softmax.int, heads, -1)
+    norm = b.call(aten.linalg_vector_norm.default, x, 2, [-1], True)
+    length = b.call(aten.expand.default, b.call(aten.clamp_min.default, norm, 1e-12), [-1, 24])
+    yield "another value by the norm", b.call(aten.div.Tensor, b.call(aten.cumsum.default, x, 0), length)
     yield "softmax over rows", b.call(aten.softmax.int, x, 0)
     yield "norm of a part", b.call(aten.layer_norm, heads, [6])
     yield (
