@@ -9,11 +9,12 @@ from torch import Tensor
 
 from gnnc.errors import GraphError
 from gnnc.runtime.cuda.driver.readback import Readback
-from gnnc.runtime.cuda.formats.run_table import PENDING, RUNS, Draft, PendingRuns, cut_for, multiprocessors_of
+from gnnc.runtime.cuda.formats.keys import PENDING_RUNS, RUNS, window_sizes_key
+from gnnc.runtime.cuda.formats.run_table import Draft, PendingRuns, cut_for, multiprocessors_of
 from gnnc.runtime.cuda.formats.sort import Sorted, rows_of, sort_edges
 from gnnc.runtime.cuda.formats.tensor_cache import Ready, attach, cached_tensors, refuse_in_capture
 from gnnc.runtime.cuda.formats.window_table import NUMBERS as WINDOW_NUMBERS
-from gnnc.runtime.cuda.formats.window_table import Sizes, find_sizes, may_pay, sizes_name, window_cut_for
+from gnnc.runtime.cuda.formats.window_table import Sizes, find_sizes, may_pay, window_cut_for
 from gnnc.runtime.structure.kernels import structure_kernel
 from gnnc.torch_private import raw_stream
 
@@ -108,8 +109,8 @@ class _Tables:
         if self._staged is None:
             attach(self._rowptr, RUNS, self._draft.finish(sizes, edges))
             return
-        attach(self._rowptr, PENDING, PendingRuns(self._draft, sizes, edges))
-        attach(col, sizes_name(self._rowptr), Sizes.of(others, edges, self._staged))
+        attach(self._rowptr, PENDING_RUNS, PendingRuns(self._draft, sizes, edges))
+        attach(col, window_sizes_key(self._rowptr), Sizes.of(others, edges, self._staged))
 
 
 @structure_kernel("gnnc.csr_transpose", backend="cuda", name="radix_sort_transpose")

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gnnc.ir.format import RUN_TABLE
 from gnnc.runtime.cuda.driver.kernel_set import KernelSet, kernels_on
 from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.driver.readback import Readback
+from gnnc.runtime.cuda.formats.keys import PENDING_RUNS, RUNS
 from gnnc.runtime.cuda.formats.tensor_cache import cached, detach, launching
 from gnnc.torch_private import raw_stream
 
@@ -37,8 +37,6 @@ _MOST_OF_A_SHARE = 4096
 """Runs of a share that are put in order, which takes their square; more are of rows without edges."""
 _MOST_OF_A_SLOT = MOST_PART // 2
 """Edges that a slot adds up, at most: sums in fixed point have 32 bits (csrc/cuda/sparse/product_sum.cuh)."""
-RUNS, PENDING = RUN_TABLE.name, "pending_runs"
-"""Names under which a table, and one whose sizes alone are known, are cached on ``rowptr``."""
 _WINDOW, _GROUP = 256, 8
 """Rows that are cut together, and those of few edges that make a run at least."""
 _FIELDS = (
@@ -327,7 +325,7 @@ def model_runs(rowptr: Tensor, edges: int) -> Runs:
 
     def build() -> Runs:
         with launching(rowptr.device), torch.cuda.device(rowptr.device):
-            pending = detach(rowptr, PENDING)
+            pending = detach(rowptr, PENDING_RUNS)
             if pending is not None:
                 return pending.finish()
             shares = multiprocessors_of(rowptr)

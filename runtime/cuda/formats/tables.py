@@ -8,7 +8,17 @@ from torch import Tensor
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import is_structure
 from gnnc.runtime.cuda.emitter import CudaEmitter, pointer, round_up
-from gnnc.runtime.cuda.formats.run_table import PENDING, Cut, Runs, chunk_of, model_runs, multiprocessors_of
+from gnnc.runtime.cuda.formats.keys import (
+    DESTINATIONS,
+    EDGE_ORDER,
+    PADDED_COLUMNS,
+    PENDING_RUNS,
+    run_table_key,
+    sum_table_key,
+    window_sizes_key,
+    window_table_key,
+)
+from gnnc.runtime.cuda.formats.run_table import Cut, Runs, chunk_of, model_runs, multiprocessors_of
 from gnnc.runtime.cuda.formats.sort import padded_columns, rows_of
 from gnnc.runtime.cuda.formats.tensor_cache import (
     BUILDING,
@@ -23,7 +33,6 @@ from gnnc.runtime.cuda.formats.window_table import (
     WindowTable,
     build_window_table,
     pays,
-    sizes_name,
     sizes_of,
     window_cut_for,
     window_rows,
@@ -82,14 +91,9 @@ def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
     """
     return cached(
         rowptr,
-        runs_name(row_bytes),
+        run_table_key(row_bytes),
         lambda: RunTable(model_runs(rowptr, edges), multiprocessors_of(rowptr), row_bytes),
     )
-
-
-def runs_name(row_bytes: int) -> str:
-    """Return what ``rowptr`` keeps the table of ``runs_of`` under."""
-    return f"runs_of_{row_bytes}"
 
 
 class SumTable:
@@ -131,12 +135,7 @@ def sums_of(rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> SumTab
             return SumTable(runs_of(rowptr, col.shape[0], row_bytes))
         return SumTable(WindowTable(staged, sources))
 
-    return cached(col, sums_name(rowptr, sources, row_bytes), build)
-
-
-def sums_name(rowptr: Tensor, sources: int, row_bytes: int) -> str:
-    """Return what ``col`` keeps the table of ``sums_of`` under."""
-    return f"sums_{rowptr.data_ptr()}_{sources}_{row_bytes}"
+    return cached(col, sum_table_key(rowptr, sources, row_bytes), build)
 
 
 def _window_runs_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> WindowRuns | None:
@@ -148,16 +147,18 @@ def _window_runs_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> WindowRuns |
 
     def build() -> WindowRuns | None:
         with launching(rowptr.device):
-            sizes = attached(col, sizes_name(rowptr)) or sizes_of(rowptr, col, window_cut_of(rowptr, col))
+            sizes = attached(col, window_sizes_key(rowptr))
+            if sizes is None:
+                sizes = sizes_of(rowptr, col, window_cut_of(rowptr, col))
             return build_window_table(rowptr, col, sizes, processors, window)
 
-    runs = cached(col, f"staged_{rowptr.data_ptr()}_{window}", build)
+    runs = cached(col, window_table_key(rowptr, window), build)
     return runs if runs is not None and pays(runs.near, edges, rows, processors, row_bytes) else None
 
 
 def window_cut_of(rowptr: Tensor, col: Tensor) -> Cut:
     """Return how the model cuts the edges of a CSR by stretch: as they were counted, where they were."""
-    sizes = attached(col, sizes_name(rowptr))
+    sizes = attached(col, window_sizes_key(rowptr))
     return window_cut_for(rowptr.shape[0] - 1, col.shape[0]) if sizes is None else sizes.cut
 
 
@@ -174,7 +175,7 @@ def in_fours(col: Tensor) -> Tensor:
         with launching(col.device):
             return padded_columns(col.numel(), col.device).copy_(col)
 
-    copy = cached(col, "fours", build)
+    copy = cached(col, PADDED_COLUMNS, build)
     return col if copy is None else copy
 
 
@@ -198,7 +199,7 @@ def give_back(col: Tensor, others: Sequence[Tensor], rows: Sequence[Tensor] = ()
             for columns in (col, copy):
                 columns.untyped_storage().resize_(0)
             for rowptr in rows:
-                detach(rowptr, PENDING)
+                detach(rowptr, PENDING_RUNS)
 
 
 def in_order(rowptr: Tensor, edges: int) -> Tensor:
@@ -209,7 +210,7 @@ def in_order(rowptr: Tensor, edges: int) -> Tensor:
             col = padded_columns(edges, rowptr.device)
             return torch.arange(edges, out=col)
 
-    return cached(rowptr, "order", build)
+    return cached(rowptr, EDGE_ORDER, build)
 
 
 def destinations(rowptr: Tensor, edges: int) -> Tensor:
@@ -219,7 +220,7 @@ def destinations(rowptr: Tensor, edges: int) -> Tensor:
         with launching(rowptr.device):
             return rows_of(rowptr, edges)
 
-    return cached(rowptr, "destinations", build)
+    return cached(rowptr, DESTINATIONS, build)
 
 
 def write_columns(emitter: CudaEmitter, col: Expr) -> Expr:

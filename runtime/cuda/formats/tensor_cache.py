@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from gnnc.errors import BackendError
+from gnnc.runtime.cuda.formats.keys import FormatKey
 from gnnc.torch_private import raw_stream
 
 BUILDING = threading.RLock()
 """Lock of builds from tensors, and of frees of tensors that nothing is built from any more."""
-_PREFIX = "gnnc_"
+_ATTRIBUTE = "gnnc_formats"
+"""Attribute of a tensor: the dictionary of the values that are cached on it, by key."""
 
 
 class Ready(NamedTuple):
@@ -78,22 +80,22 @@ class _BuildEvents(threading.local):
 _events = _BuildEvents()
 
 
-def cached(tensor: Tensor, name: str, build: Callable[[], Any]) -> Any:
-    """Return the value cached on a tensor under a name, built if there is none; the current stream waits.
+def cached(tensor: Tensor, key: FormatKey, build: Callable[[], Any]) -> Any:
+    """Return the value cached on a tensor under a key, built if there is none; the current stream waits.
 
     Args:
-        tensor: owner of the value; not one of the caller's.
-        name: name of the value among those of the tensor.
+        tensor: owner of the value; not a tensor of the caller.
+        key: key of the value among those of the tensor.
         build: returns a tensor, None, or an object whose attribute ``tensors`` lists its tensors. It launches
             its kernels inside ``launching``.
     """
-    table, key = vars(tensor), _PREFIX + name
-    entry = table.get(key)
+    entries = vars(tensor).setdefault(_ATTRIBUTE, {})
+    entry = entries.get(key)
     if entry is None:
         with BUILDING:  # the first thread builds for all: a CUDA graph may hold addresses of the value
-            entry = table.get(key)
+            entry = entries.get(key)
             if entry is None:
-                entry = table.setdefault(key, _build(build))
+                entry = entries.setdefault(key, _build(build))
     if entry.ready:
         _add_events(entry.ready)
         for ready in entry.ready:
@@ -140,19 +142,19 @@ def refuse_in_capture() -> None:
         )
 
 
-def attach(tensor: Tensor, name: str, value: Any) -> None:
-    """Store ``value`` on a tensor that is not shared yet, replacing what had that name."""
-    vars(tensor)[_PREFIX + name] = _CacheEntry(value)
+def attach(tensor: Tensor, key: FormatKey, value: Any) -> None:
+    """Store ``value`` on a tensor that is not shared yet, in the place of any value with the same key."""
+    vars(tensor).setdefault(_ATTRIBUTE, {})[key] = _CacheEntry(value)
 
 
-def attached(tensor: Tensor, name: str) -> Any:
-    """Return the value that is stored on a tensor under a name, or None."""
-    return vars(tensor).get(_PREFIX + name, _NOTHING).value
+def attached(tensor: Tensor, key: FormatKey) -> Any:
+    """Return the value that is stored on a tensor under a key, or None."""
+    return _entries(tensor).get(key, _NOTHING).value
 
 
-def detach(tensor: Tensor, name: str) -> Any:
-    """Remove the value that is stored on a tensor under a name; return it, or None."""
-    return vars(tensor).pop(_PREFIX + name, _NOTHING).value
+def detach(tensor: Tensor, key: FormatKey) -> Any:
+    """Remove the value that is stored on a tensor under a key; return it, or None."""
+    return _entries(tensor).pop(key, _NOTHING).value
 
 
 def detach_all_but(tensor: Tensor, needed: Collection[int]) -> None:
@@ -162,24 +164,25 @@ def detach_all_but(tensor: Tensor, needed: Collection[int]) -> None:
         tensor: owner of the values.
         needed: ``id`` of every needed tensor.
     """
-    for key, entry in _entries(tensor):
+    entries = _entries(tensor)
+    for key, entry in list(entries.items()):
         if not isinstance(entry.value, Tensor | None):
             if not any(id(part) in needed for part in entry.value.tensors):
-                del vars(tensor)[key]
+                del entries[key]
 
 
 def cached_values(tensor: Tensor) -> Iterator[Any]:
     """Yield the values that are cached on a tensor."""
-    return (entry.value for _, entry in _entries(tensor))
+    return (entry.value for entry in list(_entries(tensor).values()))
 
 
 def cached_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors of the values that are cached on a tensor, and of those cached on them."""
-    for _, entry in _entries(tensor):
+    for entry in list(_entries(tensor).values()):
         for part in entry.tensors():
             yield part
             yield from cached_tensors(part)
 
 
-def _entries(tensor: Tensor) -> list[tuple[str, _CacheEntry]]:
-    return [(key, value) for key, value in list(vars(tensor).items()) if key.startswith(_PREFIX)]
+def _entries(tensor: Tensor) -> dict[FormatKey, _CacheEntry]:
+    return vars(tensor).get(_ATTRIBUTE, {})

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gnnc.runtime.cuda.formats.keys import run_table_key, sum_table_key
 from gnnc.runtime.cuda.formats.run_table import (
     Cut,
     build_runs,
@@ -28,9 +29,7 @@ from gnnc.runtime.cuda.formats.tables import (
     RunTable,
     SumTable,
     give_back,
-    runs_name,
     runs_of,
-    sums_name,
     sums_of,
     window_cut_of,
 )
@@ -98,8 +97,8 @@ class Wanted:
 
     Attributes:
         owner: the tensor that keeps it.
-        name: what that keeps it under.
-        key: tells it from others.
+        cache_key: key of the table among the values cached on the owner.
+        key: owner and cache key, equal for launches that share the table.
         launches: layer and node of the launches that take it, in order.
 
     Args:
@@ -116,8 +115,10 @@ class Wanted:
         self._rowptr, self._edges, self.row_bytes, self._col = rowptr, edges, row_bytes, col
         self._sources = sources
         self.owner = rowptr if col is None else col
-        self.name = runs_name(row_bytes) if col is None else sums_name(rowptr, sources, row_bytes)
-        self.key = id(self.owner), self.name
+        self.cache_key = (
+            run_table_key(row_bytes) if col is None else sum_table_key(rowptr, sources, row_bytes)
+        )
+        self.key = id(self.owner), self.cache_key
         self.launches: dict[str, None] = {}
 
     @property
@@ -252,7 +253,7 @@ def _keep(trials: Trials, wanted: Sequence[Wanted]) -> None:
     """Keep the tables, and free what none of them is made of."""
     tables = [trials.table(each) for each in wanted]
     for each, table in zip(wanted, tables, strict=True):
-        attach(each.owner, each.name, table)
+        attach(each.owner, each.cache_key, table)
     needed = {id(tensor) for table in tables for tensor in table.tensors}
     for tensor in (tensor for each in wanted for tensor in each.tensors):
         detach_all_but(tensor, needed)

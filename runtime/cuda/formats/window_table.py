@@ -128,11 +128,6 @@ class WindowRuns(NamedTuple):
         return self.word, self.entry, self.run, self.split, self.begin, self.share
 
 
-def sizes_name(rowptr: Tensor) -> str:
-    """Return what the columns of a CSR keep its sizes under."""
-    return f"sizes_{rowptr.data_ptr()}"
-
-
 def window_cut_for(rows: int, edges: int) -> Cut:
     """Return how the edges of a large graph are cut by stretch.
 

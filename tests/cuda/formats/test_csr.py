@@ -16,7 +16,7 @@ import gnnc
 from gnnc.ir.structure import csr_reference, csr_transpose_reference, degree_reference
 from gnnc.runtime.cuda.formats import sort
 from gnnc.runtime.cuda.formats.csr import StreamHooks, csr, csr_transpose, csr_with_loops, degree
-from gnnc.runtime.cuda.formats.run_table import RUNS
+from gnnc.runtime.cuda.formats.keys import RUNS, FormatKey
 from gnnc.runtime.cuda.formats.sort import Kernels, RowsKernel, digits_for, rows_of
 from gnnc.runtime.cuda.formats.tensor_cache import attached, cached, cached_tensors, launching
 from gnnc.runtime.structure.runner import StructureRunner
@@ -243,9 +243,9 @@ def test_memory_of_tables_is_told_to_streams_that_use_it(current: list[int]) -> 
     streams, rowptr, table, column = StreamHooks(), on_device(), on_device(), on_device()
     streams.after_build((rowptr, 3))
     streams.after_call((rowptr, 3))
-    cached(rowptr, "runs", lambda: SimpleNamespace(tensors=(table,)))
-    cached(rowptr, "order", lambda: column)
-    cached(rowptr, "nothing", lambda: None)
+    cached(rowptr, RUNS, lambda: SimpleNamespace(tensors=(table,)))
+    cached(rowptr, FormatKey("order"), lambda: column)
+    cached(rowptr, FormatKey("nothing"), lambda: None)
     streams.after_call((rowptr, 3))
     assert not any(hasattr(tensor, "streams") for tensor in (rowptr, table, column))
     current[0] = 2
@@ -348,29 +348,29 @@ def launched() -> OnDevice:
 def test_another_stream_waits_for_what_a_call_made_of_a_tensor(current: list[int]) -> None:
     """And for what is made of that in turn; each that it finds."""
     rowptr, col = on_device(), on_device()
-    made = cached(rowptr, "runs", launched)
+    made = cached(rowptr, RUNS, launched)
     whole = SimpleNamespace(tensors=(on_device(),))
-    cached(col, "sums", lambda: cached(rowptr, "runs", launched) is made and whole)
-    cached(col, "nothing", lambda: None)
+    cached(col, FormatKey("sums"), lambda: cached(rowptr, RUNS, launched) is made and whole)
+    cached(col, FormatKey("nothing"), lambda: None)
     assert Stream.waits == []
     current[0] = 2
-    assert cached(col, "nothing", launched) is None and Stream.waits == []
-    assert cached(col, "sums", launched) is whole and Stream.waits == [(2, 1)]
+    assert cached(col, FormatKey("nothing"), launched) is None and Stream.waits == []
+    assert cached(col, FormatKey("sums"), launched) is whole and Stream.waits == [(2, 1)]
     assert whole.tensors[0].streams == [2] and not hasattr(made, "streams")
-    assert cached(rowptr, "runs", launched) is made and made.streams == [2] and len(Stream.waits) == 2
+    assert cached(rowptr, RUNS, launched) is made and made.streams == [2] and len(Stream.waits) == 2
     current[1] = 1  # a capture comes after a call that waited
-    cached(rowptr, "runs", launched)
+    cached(rowptr, RUNS, launched)
     assert len(Stream.waits) == 2
 
 
 def test_a_third_stream_waits_for_all_that_something_is_made_of(current: list[int]) -> None:
     rowptr, col = on_device(), on_device()
-    cached(rowptr, "runs", launched)
+    cached(rowptr, RUNS, launched)
     current[0] = 2
-    cached(col, "sums", lambda: (launched(), cached(rowptr, "runs", launched)) and None)
+    cached(col, FormatKey("sums"), lambda: (launched(), cached(rowptr, RUNS, launched)) and None)
     assert set(Stream.waits) == {(2, 1)}
     current[0] = 3
-    cached(col, "sums", launched)
+    cached(col, FormatKey("sums"), launched)
     assert set(Stream.waits) == {(2, 1), (3, 2), (3, 1)}
 
 
@@ -378,9 +378,9 @@ def test_nothing_is_launched_for_a_tensor_while_a_graph_is_captured(current: lis
     rowptr = on_device()
     current[1] = 1
     with pytest.raises(gnnc.BackendError, match="once before the capture"):
-        cached(rowptr, "runs", launched)
+        cached(rowptr, RUNS, launched)
     current[1] = 0
-    assert cached(rowptr, "runs", launched) is attached(rowptr, "runs") is not None
+    assert cached(rowptr, RUNS, launched) is attached(rowptr, RUNS) is not None
 
 
 def test_what_failed_to_build_is_built_again(current: list[int]) -> None:
@@ -392,24 +392,24 @@ def test_what_failed_to_build_is_built_again(current: list[int]) -> None:
 
     rowptr = on_device()
     with pytest.raises(ValueError):
-        cached(rowptr, "runs", fails)
-    cached(rowptr, "runs", lambda: rowptr)
+        cached(rowptr, RUNS, fails)
+    cached(rowptr, RUNS, lambda: rowptr)
     current[0] = 2
-    cached(rowptr, "runs", launched)
+    cached(rowptr, RUNS, launched)
     assert Stream.waits == []
 
 
 def test_what_a_tensor_keeps_is_built_once() -> None:
     tensor, built = torch.zeros(3), torch.ones(2)
-    assert cached(tensor, "ones", lambda: built) is built
-    assert cached(tensor, "ones", lambda: pytest.fail("built again")) is built
+    assert cached(tensor, FormatKey("ones"), lambda: built) is built
+    assert cached(tensor, FormatKey("ones"), lambda: pytest.fail("built again")) is built
     assert list(cached_tensors(tensor)) == [built]
 
 
 def test_what_is_kept_by_what_a_tensor_keeps_is_its_own_too() -> None:
     """As tables of padded columns, which the columns keep."""
     tensor, copy, table = torch.zeros(3), torch.zeros(4), torch.ones(2)
-    cached(cached(tensor, "copy", lambda: copy), "table", lambda: table)
+    cached(cached(tensor, FormatKey("copy"), lambda: copy), FormatKey("table"), lambda: table)
     assert {id(each) for each in cached_tensors(tensor)} == {id(copy), id(table)}
 
 
@@ -419,5 +419,5 @@ def test_tables_count_among_the_bytes_of_a_structure() -> None:
     runner = StructureRunner(empty, hooks=StreamHooks())
     edge_index = torch.zeros(2, 5)
     (rowptr,) = runner.cache.get((edge_index,), lambda: (torch.zeros(6),))
-    cached(rowptr, "runs", lambda: SimpleNamespace(tensors=(torch.zeros(10),)))
+    cached(rowptr, RUNS, lambda: SimpleNamespace(tensors=(torch.zeros(10),)))
     assert runner.cache.nbytes == 4 * (6 + 10)

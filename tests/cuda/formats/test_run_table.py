@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gnnc.runtime.cuda.formats import tables
 from gnnc.runtime.cuda.formats.csr import csr, csr_with_loops
+from gnnc.runtime.cuda.formats.keys import RUNS
 from gnnc.runtime.cuda.formats.run_table import (
     ROW_COST,
-    RUNS,
     Cut,
     Draft,
     Kernels,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gnnc.runtime.cuda.formats import tensor_cache
-from gnnc.runtime.cuda.formats.run_table import PENDING
+from gnnc.runtime.cuda.formats.keys import PENDING_RUNS, sum_table_key
 from gnnc.runtime.cuda.formats.tables import SumTable, give_back, in_fours
 from gnnc.runtime.cuda.formats.tensor_cache import attach, attached
 
@@ -40,22 +40,22 @@ def test_columns_are_freed_where_all_their_tables_are_by_stretch(staged: list[bo
     col = columns()
     copy = in_fours(col)
     assert copy is in_fours(col) and nbytes(copy) == [48] and torch.equal(copy, col)
-    for number, each in enumerate(staged):
-        attach(copy, f"sums_{number}", table(staged=each))
     rowptr = torch.ones(2)
+    for row_bytes, each in enumerate(staged):
+        attach(copy, sum_table_key(rowptr, 3, row_bytes), table(staged=each))
     other = torch.ones(2)
     for rows in (rowptr, other):
-        attach(rows, PENDING, "half a run table")
+        attach(rows, PENDING_RUNS, "half a run table")
     give_back(col, [rowptr, other], [rowptr])
     assert nbytes(col, copy) == ([0, 0] if frees else [36, 48])
-    assert (attached(rowptr, PENDING) is None) == frees and attached(other, PENDING) is not None
+    assert (attached(rowptr, PENDING_RUNS) is None) == frees and attached(other, PENDING_RUNS) is not None
     give_back(col, [torch.ones(2)])
     assert in_fours(col) is copy and col.shape == (9,)
 
 
 def test_memory_that_others_share_stays() -> None:
     col = columns()
-    attach(in_fours(col), "sums", table(staged=True))
+    attach(in_fours(col), sum_table_key(torch.ones(2), 3, 64), table(staged=True))
     give_back(col, [col[2:]])
     assert nbytes(col) == [36]
 
@@ -68,7 +68,7 @@ def test_who_comes_late_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         def __enter__(self) -> None:
             tensor_cache.BUILDING = lock
             made.append(in_fours(col))
-            attach(made[0], "sums", table(staged=True))
+            attach(made[0], sum_table_key(torch.ones(2), 3, 64), table(staged=True))
             give_back(col, [])
 
         def __exit__(self, *_: object) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 import gnnc
 from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.formats import tune
+from gnnc.runtime.cuda.formats.keys import EDGE_ORDER, PADDED_COLUMNS, RUNS, FormatKey, run_table_key
 from gnnc.runtime.cuda.formats.run_table import MOST_PART, Cut, candidates, cut_for
 from gnnc.runtime.cuda.formats.tables import RunTable, SumTable
 from gnnc.runtime.cuda.formats.tensor_cache import (
@@ -97,19 +98,24 @@ def test_the_text_has_both_cuts_and_both_times() -> None:
     assert tuned.cut == cuts[0] and str(tuned).endswith("1.1000 ms; the model's cut is used")
 
 
+def keys(tensor: Tensor) -> set[FormatKey]:
+    """Return the keys of the values that are cached on a tensor."""
+    return set(vars(tensor).get("gnnc_formats", ()))
+
+
 def test_a_tensor_keeps_another_value_and_drops_what_is_not_needed() -> None:
     class Made:
         def __init__(self, *held: Tensor) -> None:
             self.tensors = held
 
     tensor, shared, own = torch.ones(2), torch.ones(3), torch.ones(4)
-    cached(tensor, "order", lambda: own)
-    cached(tensor, "fours", lambda: None)
-    cached(tensor, "runs", lambda: Made(shared, own))
-    cached(tensor, "runs_of_64", lambda: Made(torch.ones(5)))
-    attach(tensor, "runs_of_32", Made(shared))
+    cached(tensor, EDGE_ORDER, lambda: own)
+    cached(tensor, PADDED_COLUMNS, lambda: None)
+    cached(tensor, RUNS, lambda: Made(shared, own))
+    cached(tensor, run_table_key(64), lambda: Made(torch.ones(5)))
+    attach(tensor, run_table_key(32), Made(shared))
     detach_all_but(tensor, {id(shared)})
-    assert set(vars(tensor)) == {"gnnc_order", "gnnc_fours", "gnnc_runs", "gnnc_runs_of_32"}
+    assert keys(tensor) == {EDGE_ORDER, PADDED_COLUMNS, RUNS, run_table_key(32)}
     assert {id(each) for each in cached_tensors(tensor)} == {id(shared), id(own)}
 
 
@@ -266,8 +272,8 @@ def test_tables_that_are_not_taken_are_freed(rig: Rig) -> None:
     gc.collect()
     assert len(rig.built) == 2 * 3 + 2 and not any(ref() for ref in models)
     assert [ref() for ref in rig.built if ref() is not None] == tables_of(compiled)
-    names = {key for tensor in structure(compiled) for key in vars(tensor)}
-    assert "gnnc_runs" not in names
+    found = set().union(*map(keys, structure(compiled)))
+    assert found and RUNS not in found
 
 
 @pytest.mark.cuda
@@ -341,7 +347,7 @@ def test_calls_that_are_made_meanwhile_take_tables_of_their_own(rig: Rig) -> Non
 
 def columns(compiled: gnnc.CompiledModel) -> list[int]:
     """Bytes of the columns of the graphs that are cached."""
-    found = [t for t in structure(compiled) if any("gnnc_sums" in key for key in vars(t))]
+    found = [t for t in structure(compiled) if any(isinstance(v, SumTable) for v in cached_values(t))]
     return [tensor.untyped_storage().nbytes() for tensor in found]
 
 
