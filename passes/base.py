@@ -101,7 +101,11 @@ class GraphPass(Protocol):
 
 @runtime_checkable
 class PartsPass(Protocol):
-    """A transformation of several graphs of a program at once."""
+    """A transformation of several graphs of a program at once.
+
+    A pass may also have a method ``applies(parts, ctx)``, which reads the graphs of the stage before.
+    Where it returns False, the stage shares those graphs: nothing is copied, inferred or verified.
+    """
 
     name: ClassVar[str]
     """Name in ``stages`` and in notes."""
@@ -155,12 +159,22 @@ def run_pass(
         return run_pass(step, Parts(forward=program), ctx).forward
     ctx.current_pass = step.name
     start = time.perf_counter()
+    out = _run(step, program, ctx) if _applies(step, program, ctx) else program
+    ctx.timings[step.name] = ctx.timings.get(step.name, 0.0) + time.perf_counter() - start
+    return out
+
+
+def _applies(step: Pass, program: Parts, ctx: Context) -> bool:
+    applies = getattr(step, "applies", None)
+    return applies is None or applies(program, ctx)
+
+
+def _run(step: Pass, program: Parts, ctx: Context) -> Parts:
     before = dict(program)
     changed = _transform(step, program, ctx)
     out = changed.map(lambda part, gm: gm if gm is before.get(part) else _finish(gm, step.name, part))
     properties = program.forward.meta.get("properties", frozenset()) | established_by(step)
     out.forward.meta["properties"] = properties
-    ctx.timings[step.name] = ctx.timings.get(step.name, 0.0) + time.perf_counter() - start
     return out
 
 

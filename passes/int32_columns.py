@@ -32,17 +32,24 @@ class Int32Columns:
 
     name: ClassVar[str] = "int32_columns"
 
+    def applies(self, parts: Parts, ctx: Context) -> bool:
+        """Return whether the backend reads int32 columns, and the forward graph has some that are int64."""
+        asked = parts.structure is not None and ctx.target.int32_columns
+        return asked and bool(_columns(parts.forward))
+
     def run_parts(self, parts: Parts, ctx: Context) -> Parts:
         """Return the program with int32 placeholders, whose values the structure graph converts."""
-        gm = parts.forward
-        columns = [node for node in placeholders(gm) if _is_only_columns(node)]
-        if parts.structure is not None and ctx.target.int32_columns and columns:
-            with replacing_results(parts) as structure:
-                _convert(structure, {_name(node) for node in columns})
-            for node in columns:
-                node.meta["val"] = node.meta["val"].to(torch.int32)
-            _convert_examples(gm, columns, ctx)
+        gm, columns = parts.forward, _columns(parts.forward)
+        with replacing_results(parts) as structure:
+            _convert(structure, {_name(node) for node in columns})
+        for node in columns:
+            node.meta["val"] = node.meta["val"].to(torch.int32)
+        _convert_examples(gm, columns, ctx)
         return parts
+
+
+def _columns(gm: fx.GraphModule) -> list[Node]:
+    return [node for node in placeholders(gm) if _is_only_columns(node)]
 
 
 def _convert(structure: fx.GraphModule, names: set[str]) -> None:

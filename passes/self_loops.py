@@ -30,13 +30,16 @@ class SelfLoops:
 
     name: ClassVar[str] = "self_loops"
 
+    def applies(self, parts: Parts, ctx: Context) -> bool:
+        """Return whether the backend has a sort that adds loops, and the program a structure graph."""
+        return parts.structure is not None and ctx.target.sorts_with_loops
+
     def run_parts(self, parts: Parts, ctx: Context) -> Parts:
         """Return the program with its structure graph rewritten."""
-        if parts.structure is not None and ctx.target.sorts_with_loops:
-            with replacing_results(parts) as structure:
-                for loops in sorts_with_loops(structure.graph):
-                    ctx.note(loops.sort, "the sort drops self loops and adds one for every node")
-                    loops.replace()
+        with replacing_results(parts) as structure:
+            for loops in sorts_with_loops(structure.graph):
+                ctx.note(loops.sort, "the sort drops self loops and adds one for every node")
+                loops.replace()
         return parts
 
 

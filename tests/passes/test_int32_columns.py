@@ -112,8 +112,10 @@ def test_an_order_with_other_readers_stays(reader: str) -> None:
 
 
 def test_a_backend_that_reads_int64_keeps_it() -> None:
-    after = narrowed(stage(Sums()), int32_columns=False)
+    before = stage(Sums())
+    after = narrowed(before, int32_columns=False)
     assert order_of(after.forward).meta["val"].dtype == torch.int64
+    assert after is before, "nothing is copied"
 
 
 def test_a_cpu_program_converts_once_a_graph() -> None:

@@ -102,6 +102,7 @@ def test_only_a_backend_whose_sort_adds_loops_gets_the_pass(sorts_with_loops: bo
     structure = structure_of(GCN(4, 4, 2))
     context = Context(target=Target(sorts_with_loops=sorts_with_loops))
     after = run_pass(SelfLoops(), program_of(structure), context)
+    assert (after.structure is structure) != sorts_with_loops, "without the pass nothing is copied"
     assert after.structure is not None
     assert (GNNC.csr_with_loops.default in targets_of(after.structure)) == sorts_with_loops
     assert [note.pass_name for note in context.notes] == ["self_loops"] * sorts_with_loops
