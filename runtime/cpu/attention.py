@@ -20,7 +20,7 @@ _LARGEST_EPS = 1e-9
 
 @kernel("fused:attention", backend="cpu", name="attention", priority=10, elements=("int8",))
 class Attend:
-    """``gnnc_cpu.attention``: no tensor as large as edges times features ever exists."""
+    """Kernel ``gnnc_cpu.attention``, which allocates no tensor of edges times features."""
 
     plan = staticmethod(attention.plan)
 
@@ -40,8 +40,8 @@ class Attend:
         alpha, factors = _alpha(plan, node, emitter), _factors(plan, node, emitter)
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu.attention.default, "attention")
-        given = [emitter.vector(rowptr), col, x, scale, plan.kind, *ends, plan.scale, plan.slope, plan.eps]
-        emitter.call(op, [*given, plan.heads, alpha, factors, *program])
+        logits = [plan.kind, *ends, plan.scale, plan.slope, plan.eps, plan.heads]
+        emitter.call(op, [emitter.vector(rowptr), col, x, scale, *logits, alpha, factors, *program])
         epilogue.check_scales(emitter)
 
 
@@ -51,7 +51,7 @@ def _alpha(plan: attention.Plan, node: Node, emitter: Emitter) -> Expr | None:
 
 
 def _factors(plan: attention.Plan, node: Node, emitter: Emitter) -> Expr | None:
-    """Memory for the factors of the sources, where a bound may stand for the maximum of a row."""
+    """Allocate the factors of the sources, where a bound may replace the maximum of a row."""
     additive = plan.kind == attention.ADDITIVE and plan.edge is None and plan.alpha is None
     if not additive or plan.heads not in _HEADS or plan.eps > _LARGEST_EPS or not 0 <= plan.slope <= 1:
         return None

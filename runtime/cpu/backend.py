@@ -2,7 +2,7 @@
 
 import torch
 
-import gnnc.runtime.reference  # noqa: F401  runs what the C++ kernels leave
+import gnnc.runtime.reference  # noqa: F401  runs ops without a C++ kernel
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.cpu import library
 from gnnc.runtime.cpu.lowering import KERNEL_FILES  # noqa: F401  registers the kernels

@@ -1,4 +1,4 @@
-"""Arguments of a CPU kernel that stand for its row program: code, operands, constants and outputs."""
+"""Arguments of a CPU kernel that pass its row program: code, operands, constants and outputs."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ def emit_program(program: RowProgram, node: Node, emitter: Emitter, rows: Any, w
         program: the program.
         node: the node of the outer graph that the kernel runs for.
         emitter: the program under construction.
-        rows: number of rows that the kernel makes.
-        width: width of its accumulator, for results that no other kernel reads.
+        rows: number of rows of the result.
+        width: columns of the accumulator, the width of results that no other kernel reads.
     """
     operands = [_operand(item, node, emitter) for item in program.operands]
     results = emitter.outputs(node)

@@ -14,7 +14,7 @@ from gnnc.runtime.row_program.build import argument_of
 
 @kernel("fused:gemm", "gnnc.gemm", "gnnc.qgemm", backend="cpu", name="gemm", priority=10, elements=("int8",))
 class Gemm:
-    """``gnnc_cpu.gemm``: float, bf16 or int8, quantizing activations as it loads them."""
+    """Kernel ``gnnc_cpu.gemm``: float, bf16 or int8, quantizing activations as it loads them."""
 
     plan = staticmethod(gemm.plan)
 

@@ -1,4 +1,4 @@
-"""Loads the C++ kernels; their operators are then `torch.ops.gnnc_cpu.*`."""
+"""Loader of the C++ kernels, whose operators are `torch.ops.gnnc_cpu.*`."""
 
 from functools import cache
 from pathlib import Path
@@ -14,8 +14,8 @@ def load() -> str:
     """Load the kernels once and return the instruction set that they use.
 
     Raises:
-        gnnc.BackendError: the library is missing or does not load, or `GNNC_ISA` asks for what
-            cannot run here.
+        gnnc.BackendError: the library is missing or does not load, or `GNNC_ISA` names an instruction
+            set that this machine lacks.
     """
     try:
         torch.ops.load_library(str(PATH))  # pyright: ignore[reportUnknownMemberType]

@@ -23,8 +23,8 @@ BLOCK_VALUES = 1 << 17
 """Elements of the widest value in a block: half a megabyte of floats."""
 
 _MIN_EDGES = 512
-_WHOLE = 768
-"""Edges whose 24th part is still a vector."""
+_EDGE_MULTIPLE = 768
+"""Padding of a block: a multiple of this many edges splits among 24 threads in whole vectors."""
 _GROUPS = ("dst", "src", "edge", "const")
 _STORE = (int(Op.STORE_F32), 0, 0, 0)
 
@@ -37,7 +37,7 @@ class Plan:
 
     Attributes:
         body: text of the body.
-        reductions: names of the reductions of the body's values; none keeps a value for each edge.
+        reductions: names of the reductions of the body's values; empty for ``gnnc.edge_map``.
         edges: edges in a block.
     """
 
@@ -48,7 +48,7 @@ class Plan:
 
 @kernel("gnnc.edge_map", "gnnc.message", backend="cpu", name="edge_blocks", priority=10, elements=("int8",))
 class EdgeBlocks:
-    """Gathers, computes and reduces a block of edges at a time: no tensor of edges times features."""
+    """Kernel that gathers, computes and reduces block by block: no tensor of edges times features."""
 
     @staticmethod
     @planned
@@ -82,7 +82,7 @@ class Block:
     """Edges ``first_edge .. last_edge`` of rows ``first_row .. last_row``.
 
     Attributes:
-        whole: whether they are all edges of these rows; else a piece of one row.
+        whole: whether the block has all edges of its rows; else it is a piece of one row.
     """
 
     first_row: int
@@ -115,15 +115,15 @@ def run_blocks(
         values = _values(plan, block, rowptr, col, dst, src, edge, const)
         if not plan.reductions:
             out[block.first_edge : block.last_edge] = values[0]
-        for (name, taken), part, state in zip(
+        for (name, operands), part, state in zip(
             pair_values(plan.reductions, values), parts, states, strict=True
         ):
             if state is not None:
-                _softmax_sum(block, rowptr, taken, state, part)
+                _softmax_sum(block, rowptr, operands, state, part)
             elif block.whole:
-                _reduce_rows(name, block, rowptr, taken[0], part)
+                _reduce_rows(name, block, rowptr, operands[0], part)
             else:
-                _reduce_piece(name, block, rowptr, taken[0], part)
+                _reduce_piece(name, block, rowptr, operands[0], part)
 
 
 def split(rowptr: Tensor, num_edges: int, edges: int) -> Iterator[Block]:
@@ -138,7 +138,7 @@ def split(rowptr: Tensor, num_edges: int, edges: int) -> Iterator[Block]:
 
 
 def _cut(rowptr: Tensor, rows: tuple[int, int], span: tuple[int, int], edges: int) -> Iterator[Block]:
-    """Split off the first row if it is a long one, which it can only be in first place."""
+    """Yield the blocks of some rows; only the first row can be a long one, which is cut into pieces."""
     first, last = rows
     begin, end = span
     after = int(rowptr[first + 1])
@@ -160,28 +160,28 @@ def _values(
     edge: Tensors,
     const: Tensors,
 ) -> Tensors:
-    """Return the body's values at every edge of a block, each ``[edges, F]``."""
+    """Return the values of the body at the edges of a block, a list of ``[edges, F]``."""
     edges = slice(block.first_edge, block.last_edge)
     count = block.last_edge - block.first_edge
-    sources = _whole(col[edges])
-    rows = _whole(_rows(block, rowptr)) if dst else sources
-    found = evaluate_body(
+    sources = _padded(col[edges])
+    rows = _padded(_rows(block, rowptr)) if dst else sources
+    results = evaluate_body(
         plan.body,
         [t.index_select(0, rows) for t in dst],
         [t.index_select(0, sources) for t in src],
-        [_whole(t[edges]) for t in edge],
+        [_padded(t[edges]) for t in edge],
         const,
     )
-    values = found if isinstance(found, list) else [found]
+    values = results if isinstance(results, list) else [results]
     return [value[:count].reshape(count, -1).contiguous() for value in values]
 
 
-def _whole(values: Tensor) -> Tensor:
-    """Fill up a block with zeros, so that threads divide it between vectors, however many they are.
+def _padded(values: Tensor) -> Tensor:
+    """Pad a block with zero edges, so that any number of threads splits it in whole vectors.
 
-    What is left of a vector ATen computes by other code, whose ``exp`` differs in the last bit.
+    ATen computes the remainder of a vector by other code, whose ``exp`` differs in the last bit.
     """
-    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, -values.shape[0] % _WHOLE))
+    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, -values.shape[0] % _EDGE_MULTIPLE))
 
 
 def _rows(block: Block, rowptr: Tensor) -> Tensor:
@@ -193,16 +193,16 @@ def _rows(block: Block, rowptr: Tensor) -> Tensor:
     return torch.repeat_interleave(rows, degrees, output_size=count)
 
 
-def _softmax_sum(block: Block, rowptr: Tensor, taken: Tensors, state: Tensor, out: Tensor) -> None:
-    """Sum values by the softmax of logits; ``state`` is what the pieces of a row hand on."""
+def _softmax_sum(block: Block, rowptr: Tensor, operands: Tensors, state: Tensor, out: Tensor) -> None:
+    """Sum values by the softmax of logits; ``state`` passes from one piece of a row to the next."""
     kernel, rows = torch.ops.gnnc_cpu.softmax_sum, out[block.first_row : block.last_row]
     if block.whole:
-        kernel(_starts(block, rowptr), *taken, None, rows)
+        kernel(_starts(block, rowptr), *operands, None, rows)
         return
     if block.first_edge == rowptr[block.first_row]:
         state.zero_()
         state[0].fill_(-math.inf)
-    kernel(torch.tensor([0, block.last_edge - block.first_edge]), *taken, state, rows)
+    kernel(torch.tensor([0, block.last_edge - block.first_edge]), *operands, state, rows)
 
 
 def _starts(block: Block, rowptr: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ from gnnc.runtime.row_program.build import argument_of
 
 @kernel("fused:map", backend="cpu", name="map", priority=10, elements=("int8",))
 class Map:
-    """``gnnc_cpu.map``: a row program over the rows of one tensor."""
+    """Kernel ``gnnc_cpu.map``: a row program over the rows of one tensor."""
 
     @staticmethod
     def plan(node: Node) -> rowmap.Plan | Decline:
-        """Take rows of every type but fp16, which the CPU's kernels do not read."""
+        """Take rows of every dtype but fp16, which the CPU kernels do not read."""
         plan = rowmap.plan(node)
         if not isinstance(plan, Decline) and argument_of(node, plan.x).meta["val"].dtype == torch.float16:
             return Decline("rows in fp16")

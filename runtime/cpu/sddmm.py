@@ -1,4 +1,4 @@
-"""Lowering of ops that make one value, or one row, for each edge."""
+"""Lowering of ops that compute one value, or one row, for every edge."""
 
 import torch
 from torch.fx import Node
@@ -11,7 +11,7 @@ from gnnc.runtime.registry import kernel
 
 @kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cpu", name="sddmm", priority=10, elements=("int8",))
 class Sddmm:
-    """``gnnc_cpu.sddmm``: a dot, sum, difference, product or copy of the rows at an edge's ends."""
+    """Kernel ``gnnc_cpu.sddmm``: dot, sum, difference, product or copy of the rows at an edge's ends."""
 
     plan = staticmethod(sddmm.plan)
 
@@ -33,7 +33,7 @@ class Sddmm:
 
 @kernel("gnnc.edge_softmax", backend="cpu", name="edge_softmax", priority=10)
 class EdgeSoftmax:
-    """``gnnc_cpu.edge_softmax``: softmax over each row's edges."""
+    """Kernel ``gnnc_cpu.edge_softmax``: softmax over the edges of a row."""
 
     plan = staticmethod(sddmm.softmax_plan)
 

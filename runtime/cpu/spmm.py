@@ -23,7 +23,7 @@ from gnnc.runtime.row_program.build import argument_of
     elements=("int8",),
 )
 class Spmm:
-    """``gnnc_cpu.spmm``: sum, mean, max or min over each row's edges, float, bf16 or int8."""
+    """Kernel ``gnnc_cpu.spmm``: sum, mean, max or min over the edges of a row, float, bf16 or int8."""
 
     plan = staticmethod(spmm.plan)
 
@@ -42,22 +42,22 @@ class Spmm:
         scales = vector(plan.x_scale), vector(plan.shift)
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu.spmm.default, "spmm")
-        given = [emitter.vector(rowptr), col, value, x, *scales]
-        emitter.call(op, [*given, plan.reduce, plan.heads, *program])
+        arguments = [emitter.vector(rowptr), col, value, x, *scales]
+        emitter.call(op, [*arguments, plan.reduce, plan.heads, *program])
         epilogue.check_scales(emitter)
 
 
 def column(emitter: Emitter, node: Node, index: int | None) -> Expr | None:
-    """Return col as int32, which an int64 permutation is converted to."""
+    """Return col as int32; an int64 permutation is converted."""
     if index is None:
         return None
     col = argument_of(node, index)
-    given = emitter.vector(col)
-    return given if col.meta["val"].dtype == torch.int32 else expr("{}.int()", given)
+    columns = emitter.vector(col)
+    return columns if col.meta["val"].dtype == torch.int32 else expr("{}.int()", columns)
 
 
 def edge_values(emitter: Emitter, node: Node, index: int | None, heads: int) -> Expr | None:
-    """Return edge values, ``[E]`` or ``[E, heads]``."""
+    """Return the edge values, dense ``[E]`` or ``[E, heads]``."""
     if index is None:
         return None
     value = argument_of(node, index)

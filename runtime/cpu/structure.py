@@ -1,4 +1,4 @@
-"""Structure kernels of the CPU backend: C++ for sorting edges, and only those that are not sorted yet."""
+"""Structure kernels of the CPU backend: C++ that sorts edges, unless an EdgeIndex has sorted them."""
 
 import re
 
@@ -17,7 +17,7 @@ Csr = tuple[Tensor, Tensor, Tensor]
 
 @kernel(f"{STRUCTURE}gnnc.csr", backend="cpu", name="csr_of_edges", priority=1)
 class CsrOfEdges:
-    """``csr_of_edges``, of two rows of an edge list that the caller gives."""
+    """Kernel `csr_of_edges`, for two rows of an edge list that is an argument of the model."""
 
     @staticmethod
     def plan(node: Node) -> tuple[int, int] | Decline:
@@ -35,7 +35,7 @@ class CsrOfEdges:
 
 
 def _row_of_input(value: object) -> tuple[Node, int] | None:
-    """Return the input that a node selects a row of, and the row; None if it does something else."""
+    """Return the input that a node selects a row of, and the row; None for any other node."""
     if isinstance(value, Node) and value.target is torch.ops.aten.select.int:
         edges, dim, row = unpack(value, "self", "dim", "index")
         if isinstance(edges, Node) and edges.op == "placeholder" and dim == 0:
@@ -63,7 +63,7 @@ def csr_of_edges(edge_index: Tensor, src_row: int, dst_row: int, num_src: int, n
 
 
 def _in_order(src: Tensor, dst: Tensor, num_src: int, num_dst: int, order: Order) -> Csr | None:
-    """Return the CSR in an order that is claimed; None if the claim does not hold."""
+    """Return the CSR in the order of an EdgeIndex; None where the edges are not in that order."""
     rowptr, positions = order
     if rowptr.numel() != num_dst + 1 or any(t.dtype != torch.int64 for t in (src, rowptr)):
         return None
@@ -107,5 +107,5 @@ def degree(rowptr: Tensor) -> Tensor:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the message of a kernel's check, without the place in the source."""
+    """Return the message of a kernel's check, without the source file and line."""
     return re.sub(r"^.*\.cpp:\d+, ", "", str(error).strip().splitlines()[0])

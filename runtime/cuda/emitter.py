@@ -99,7 +99,7 @@ class CudaEmitter(Emitter):
         is_quantized = self._base(node).meta["val"].dtype == torch.int8
         return self.padded(width, torch.int8) if is_quantized else width
 
-    def holds_weights(self, node: Node) -> bool:
+    def has_row_weights(self, node: Node) -> bool:
         """Return whether each row of ``matrix(node)`` holds its weight behind it (``gnnc::weight_place``)."""
         base, width = self._base(node), width_of(node)
         buffer = self._arena_buffer(base)

@@ -1,4 +1,4 @@
-"""Arguments of a kernel for attention: operands, constants, and the rows' program."""
+"""Plan of an attention kernel: its operands, its constants, and the row program."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +21,14 @@ class Plan:
     """Numbers of the kernel's operands and its constants; None where absent.
 
     Attributes:
-        rowptr, col, x, x_scale: the weighted sum.
-        kind: how logits are made.
-        a_src, a_dst, edge: what they are made from.
-        scale, slope, eps: their constants.
+        rowptr, col, x, x_scale: operands of the weighted sum.
+        kind: number of the formula of the logits: ``add``, ``dot`` or ``logits`` of `Attention`.
+        a_src, a_dst, edge: operands of the logits.
+        scale, slope, eps: constants of the logits and of the softmax.
         heads: number of softmaxes a row.
         width: columns of the result.
-        alpha: number of the result that holds the attention weights, where someone reads them.
-        program: what happens to the rows.
+        alpha: number of the result that holds the attention weights; None where no node reads them.
+        program: row program of the result.
     """
 
     rowptr: int
@@ -53,50 +53,50 @@ def plan(node: Node) -> Plan:
     """Read the parts of the attention and the row program behind it."""
     inner = Inner(node)
     anchor = inner.only("gnnc.spmm.default", "gnnc.qspmm.default")
-    found = match_attention(anchor)
-    if found is None:
+    match = match_attention(anchor)
+    if match is None:
         raise Refusal("the fused graph is not an attention")
-    return _plan(inner, anchor, found)
+    return _plan(inner, anchor, match)
 
 
-def _plan(inner: Inner, anchor: Node, found: Attention) -> Plan:
+def _plan(inner: Inner, anchor: Node, match: Attention) -> Plan:
     rowptr, col, x = unpack(anchor, "rowptr", "col", "x")
     x_scale = argument(anchor, "x_scale", None)
     width = build.fixed_width(anchor)
-    heads = heads_of(found.softmax)
-    _check(found, x, width, heads)
+    heads = heads_of(match.softmax)
+    _check(match, x, width, heads)
     return Plan(
         rowptr=inner.operand(rowptr, "rowptr"),
         col=inner.operand(col, "col"),
         x=inner.operand(x, "x"),
         x_scale=inner.optional(x_scale, "the scale of x"),
-        kind=_KINDS[found.kind],
-        a_src=inner.optional(found.a_src, "the source part"),
-        a_dst=inner.optional(found.a_dst, "the destination part"),
-        edge=inner.optional(found.edge, "the edge part"),
-        scale=float(found.scale),
-        slope=float(found.slope),
-        eps=float(found.eps),
+        kind=_KINDS[match.kind],
+        a_src=inner.optional(match.a_src, "the source part"),
+        a_dst=inner.optional(match.a_dst, "the destination part"),
+        edge=inner.optional(match.edge, "the edge part"),
+        scale=float(match.scale),
+        slope=float(match.slope),
+        eps=float(match.eps),
         heads=heads,
         width=width,
-        alpha=inner.results.get(found.softmax),
-        program=_program(inner, anchor, found),
+        alpha=inner.results.get(match.softmax),
+        program=_program(inner, anchor, match),
     )
 
 
-def _program(inner: Inner, anchor: Node, found: Attention) -> RowProgram:
-    """The row program; the attention weights are a result that the kernel itself writes."""
-    others = {node: index for node, index in inner.results.items() if node is not found.softmax}
+def _program(inner: Inner, anchor: Node, match: Attention) -> RowProgram:
+    """Return the row program, without the attention weights: the kernel itself writes them."""
+    others = {node: index for node, index in inner.results.items() if node is not match.softmax}
     inner.results, results = others, inner.results
-    program = build.build(inner, build.read_chain(inner, anchor), set(found.covers))
+    program = build.build(inner, build.read_chain(inner, anchor), set(match.covers))
     inner.results = results
     return program
 
 
-def _check(found: Attention, x: Node, width: int, heads: int) -> None:
+def _check(match: Attention, x: Node, width: int, heads: int) -> None:
     if width % heads:
         raise Refusal(f"{heads} heads do not divide a width of {width}")
-    dtypes: list[Any] = [n.meta["val"].dtype for n in (found.a_src, found.a_dst, found.edge) if n is not None]
+    dtypes: list[Any] = [n.meta["val"].dtype for n in (match.a_src, match.a_dst, match.edge) if n is not None]
     if any(dtype != torch.float32 for dtype in dtypes):
         raise Refusal("the logits are not made from float32")
     if x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.int8):

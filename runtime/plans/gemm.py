@@ -1,4 +1,4 @@
-"""Arguments of a kernel for a product with a weight: operands, constants, and the rows' program."""
+"""Plan of a kernel for a product with a weight: its operands, its constants, and the row program."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +22,12 @@ _DEQUANTIZE = "gnnc.dequantize.default"
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight and the columns that it makes.
+    """A weight and the width of its product.
 
     Attributes:
         w: number of the operand.
-        is_kn: its layout.
-        width: columns of its result.
+        is_kn: whether the layout is ``[in, out]``, not ``[out, in]``.
+        width: columns of the product.
     """
 
     w: int
@@ -40,11 +40,11 @@ class Plan:
     """Numbers of the kernel's operands and its constants.
 
     Attributes:
-        x: the activations.
-        x_scale: their scale; None: each row is scaled as it is loaded.
-        weights: one, or all those that the same activations are multiplied with.
+        x: number of the activations.
+        x_scale: number of their scale; None where the kernel scales every row as it loads it.
+        weights: the weights that the activations are multiplied with, one or several.
         mode: ``FLOAT``, ``INT8``, ``BF16`` or ``FP16``.
-        program: what happens to the rows; with several weights, in a window for each.
+        program: row program of the result; of several weights, every one has a window of columns.
     """
 
     x: int
@@ -55,13 +55,13 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """Columns of all results, each starting at a multiple of `epilogue.WINDOW_ALIGNMENT`."""
+        """Columns of all results; every result begins at a multiple of ``build.WINDOW_ALIGNMENT``."""
         return build.columns_of([weight.width for weight in self.weights])
 
 
 @dataclass(slots=True)
 class _Product:
-    """One product: what the kernel does itself, and what is left for the row program."""
+    """One product: the part that the kernel computes itself, and the chain left to the row program."""
 
     load: tuple[int, int | None, int]
     weight: Weight
@@ -72,7 +72,7 @@ class _Product:
 
 @planned
 def plan(node: Node) -> Plan:
-    """Read the operands and the row program off products with one matrix and what is fused around them."""
+    """Read operands and row program off products with one matrix and the ops fused around them."""
     inner = Inner(node)
     anchors = inner.some("gnnc.gemm.default", "gnnc.qgemm.default")
     products = [_product(inner, anchor) for anchor in anchors]
@@ -125,13 +125,13 @@ def _check_dtypes(x: Node, w: Node) -> None:
 
 def _put_first(program: RowProgram, name: str, index: int) -> None:
     number = program.operand(index, "vector")
-    rest, program.code = program.code, []
+    code, program.code = program.code, []
     program.add(name, number)
-    program.code += rest
+    program.code += code
 
 
 def _uncast(inner: Inner, node: Any, covered: set[Node]) -> tuple[Node, torch.dtype | None]:
-    """Step over a cast to 16 bits that the kernel does as it loads; return what it casts to."""
+    """Step over a cast to 16 bits that the kernel does as it loads; return the operand and its new dtype."""
     if node in inner.operands or str(node.target) != _CAST:
         return node, None
     dtype = argument(node, "dtype")
@@ -150,11 +150,12 @@ def _untransposed(inner: Inner, node: Any, w_is_kn: bool, covered: set[Node]) ->
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Form of the activations.
+    """Form in which the kernel loads the activations.
 
     Attributes:
-        value: what the kernel reads.
-        scale: the scale of each row, taken as it is loaded; None: quantized values and their scale are given.
+        value: the node that the kernel reads.
+        scale: the scale of the rows, which the kernel computes as it loads them; None where it reads
+            quantized values with a scale.
     """
 
     value: Node
@@ -162,9 +163,9 @@ class _Load:
 
 
 def _plan_quantized(inner: Inner, anchor: Node) -> _Product:
-    covered, named = {anchor}, arguments(anchor)
-    load = _activations(inner, named["x"], covered)
-    w, w_scale, w_is_kn = _weight(inner, named["w"], covered)
+    covered, call = {anchor}, arguments(anchor)
+    load = _activations(inner, call["x"], covered)
+    w, w_scale, w_is_kn = _weight(inner, call["w"], covered)
     chain = build.read_chain(inner, anchor)
     scale = _take_scales(chain, load, w_scale, covered)
     x_scale = inner.operand(scale, "the scale of x") if load.scale is None else None
@@ -186,7 +187,7 @@ def _activations(inner: Inner, quantized: Any, covered: set[Node]) -> _Load:
         raise Refusal("the activations are not a matrix")
     covered.add(quantized)
     if scale in inner.operands:
-        raise Refusal("a given scale saturates on load, where no check would find a NaN")
+        raise Refusal("the scale is an operand, and saturates on load, where no check would find a NaN")
     if not _is_scale_of(scale, value) or granularity != "row":
         raise Refusal(f"the kernel cannot take a {granularity} scale of the activations as it loads")
     covered.add(scale)
@@ -195,8 +196,8 @@ def _activations(inner: Inner, quantized: Any, covered: set[Node]) -> _Load:
 
 def _quantization(node: Node) -> tuple[Node, Node, Granularity]:
     """Return the value, the scale and the granularity of a ``quantize``."""
-    named = arguments(node)
-    return named["x"], named["scale"], QType.parse(named["qtype"]).granularity
+    call = arguments(node)
+    return call["x"], call["scale"], QType.parse(call["qtype"]).granularity
 
 
 def _is_scale_of(scale: Node, value: Node) -> bool:

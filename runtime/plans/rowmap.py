@@ -15,8 +15,8 @@ class Plan:
 
     Attributes:
         x: number of the operand that the chain begins with.
-        width: its columns.
-        program: what happens to its rows.
+        width: columns of that operand.
+        program: row program of the chain.
     """
 
     x: int

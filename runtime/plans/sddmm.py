@@ -1,4 +1,4 @@
-"""Arguments of kernels for ops that make one value, or one row, for each edge."""
+"""Plan of kernels for ops that compute one value, or one row, for every edge."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ class Plan:
         op: number of the operation.
         heads: dot products a row.
         a_width, b_width: widths of the operands' rows.
-        is_scaled: whether both ends' rows have scales, the node's last two arguments.
+        is_scaled: whether the rows of both ends have scales: ``a_scale`` and ``b_scale`` of ``gnnc.qsddmm``.
     """
 
     op: int

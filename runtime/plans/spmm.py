@@ -1,4 +1,4 @@
-"""Arguments of a kernel for an aggregation: operands, constants, and the rows' program."""
+"""Plan of an aggregation kernel: its operands, its constants, and the row program."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ class Plan:
         reduce: number of the reduction.
         heads: heads of ``value``; rows of x are ``heads`` equal parts.
         width: columns of the result.
-        program: what happens to its rows.
+        program: row program of the result.
     """
 
     rowptr: int
@@ -45,13 +45,13 @@ class Plan:
 
     @property
     def is_plain_sum(self) -> bool:
-        """Return whether rows are added as the edges name them, without values of edges."""
+        """Return whether rows are added unweighted, gathered by ``col``."""
         return self.is_sum and self.value is None and self.col is not None
 
 
 @planned
 def plan(node: Node) -> Plan:
-    """Read the operands and the row program off an aggregation and what is fused behind it."""
+    """Read operands and row program off an aggregation and the ops fused behind it."""
     inner = Inner(node)
     anchor = inner.only(*_TARGETS)
     rowptr, col, value, x, x_scale, shift, reduce = _arguments(anchor)
@@ -71,7 +71,7 @@ def plan(node: Node) -> Plan:
 
 
 def heads_of(value: Any) -> int:
-    """Return the number of heads that edge values have."""
+    """Return the number of heads of edge values, 1 where there are none."""
     if value is None or value.meta["val"].dim() == 1:
         return 1
     return build.fixed_width(value)

@@ -28,7 +28,7 @@ _MAX_WIDTH = 1024
 
 @kernel("fused:attention", backend="cuda", name="attention", priority=10, elements=("int8",))
 class Attend:
-    """``csrc/cuda/sparse/attention.cuh``: neither logits nor weights reach memory, but of dot products."""
+    """Kernel of ``csrc/cuda/sparse/attention.cuh``; only logits of dot products reach memory."""
 
     @staticmethod
     def plan(node: Node) -> attention.Plan | Decline:
@@ -50,7 +50,7 @@ class Attend:
 
     @staticmethod
     def emit(plan: attention.Plan, node: Node, emitter: CudaEmitter) -> None:
-        """Write the launches: logits of dot products, the sums, weights where they are read."""
+        """Write the launches: logits of dot products, sums, and attention weights where a node reads them."""
         rowptr = argument_of(node, plan.rowptr)
         rows = shape_of(rowptr)[0] - 1
         starts = emitter.vector(rowptr)
@@ -70,16 +70,16 @@ class Attend:
             stats = emitter.scratch(rows, 2 * plan.heads, torch.float32, flat=True).written
         epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width)
         words = round_up(x.columns, 4) + round_up(2 * plan.heads, 4)
-        given = [*runs_arguments(starts, col, runs), pointer(x.tensor), x.stride]
-        given += map(pointer, (scale, *ends, edge, stats))
-        given += write_staging(emitter, runs, words)
+        arguments = [*runs_arguments(starts, col, runs), pointer(x.tensor), x.stride]
+        arguments += map(pointer, (scale, *ends, edge, stats))
+        arguments += write_staging(emitter, runs, words)
         config = _config(plan, node, emitter, additive, edge is not None)
         kernel, grid = f"gnnc::attention<{config}, {epilogue}>", expr("{}.blocks", runs)
-        emitter.kernel_set.expect(kernel, "AttentionArgs", count_of(given))
-        emitter.launch(kernel, grid, [*given, *values], block=AS_COMPILED)
+        emitter.kernel_set.expect(kernel, "AttentionArgs", count_of(arguments))
+        emitter.launch(kernel, grid, [*arguments, *values], block=AS_COMPILED)
         if weights is not None:
             kernel = f"gnnc::attention_weights<{config}>"
-            emitter.launch(kernel, grid, [*given, pointer(weights.written)], block=AS_COMPILED)
+            emitter.launch(kernel, grid, [*arguments, pointer(weights.written)], block=AS_COMPILED)
 
 
 def _config(plan: attention.Plan, node: Node, emitter: CudaEmitter, additive: bool, edge: bool) -> str:
@@ -104,7 +104,7 @@ def _dense(emitter: CudaEmitter, node: Node, index: int | None, width: int) -> E
 def _edge_term(
     plan: attention.Plan, node: Node, emitter: CudaEmitter, rowptr: Expr, col: Expr
 ) -> Expr | None:
-    """Return what is added to an edge's logits; for dot products these are all of them."""
+    """Return the term of the edges in the logits; for dot products, the logits themselves."""
     edge = None if plan.edge is None else _dense(emitter, node, plan.edge, plan.heads)
     if plan.kind != _DOT:
         return edge

@@ -1,4 +1,4 @@
-"""Writes the body of a ``message`` or ``edge_map`` as CUDA C++: one column of one edge's value.
+"""CUDA C++ of the body of a ``message`` or ``edge_map``: one column of the value of one edge.
 
 Every op of a body is a function from the place of an element to its value. The writer walks back from
 the place that is asked for: elementwise ops become expressions, shape ops arithmetic on indices, sums
@@ -19,10 +19,10 @@ from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal
 from gnnc.runtime.row_program.build import Refusal
 
 _EDGES = 1009
-"""Stands for the number of edges while shapes are inferred: a prime that no width has."""
+"""Number of edges while shapes are inferred: a prime that is no width."""
 
 Place = tuple[str, ...]
-"""An index for each dimension of a value; the edge's own is ``"edge"``."""
+"""Indices of an element, one a dimension; that of the edge dimension is ``"edge"``."""
 
 _UNARY = {
     "relu": "({0} < 0.0f ? 0.0f : {0})",
@@ -67,14 +67,14 @@ _BINARY = {
     "logical_or": "({0} != 0.0f || {1} != 0.0f ? 1.0f : 0.0f)",
 }
 _SECOND = {"pow": "exponent", "clamp_min": "min", "clamp_max": "max"}
-"""Name in the schema of the second operand of a binary op; ``other`` of those not listed."""
+"""Schema name of the second operand of a binary op, where it is not ``other``."""
 _POWERS = {2.0: "({0} * {0})", 0.5: "sqrtf({0})", -0.5: "(1.0f / sqrtf({0}))", -1.0: "(1.0f / {0})"}
 _RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten")
 
 
 @dataclass(slots=True)
 class Scope:
-    """Statements of one block, and the names of values that they have made."""
+    """Statements of one C++ block, and the names of the values that they define."""
 
     outer: "Scope | None" = None
     lines: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Functor:
-    """A body as a struct.
+    """C++ struct whose call operator computes a body.
 
     Attributes:
         text: members and call operator.
@@ -105,11 +105,11 @@ def write_body(text: str, operands: dict[str, torch.Tensor], strides: dict[str, 
 
     Args:
         text: the body.
-        operands: meta of each operand, by name (``i0``, ``j0``, ``e0``, ``c0``): shapes and dtypes.
+        operands: fake tensors of the operands, by name (``i0``, ``j0``, ``e0``, ``c0``).
         strides: elements from one row to the next, of operands other than constants.
 
     Raises:
-        Refusal: it holds an op, or an operand, that no thread can compute by itself.
+        Refusal: the body has an op, or an operand, that a single thread cannot compute.
     """
     return _Writer(text, operands, strides).write()
 
@@ -284,17 +284,17 @@ class _Writer:
         if dim == 0:
             raise Refusal("the body concatenates edges")
         self.count += 1
-        name, start, opened = f"v{self.count}", 0, []
+        name, start, branches = f"v{self.count}", 0, []
         scope.lines.append(f"float {name};")
         for part in parts:
             size = self.shapes[part][dim]
             inner = Scope(scope)
             at = (*place[:dim], f"({place[dim]} - {start})", *place[dim + 1 :])
             value = self.value(part, at, inner)
-            opened.append((f"{place[dim]} < {start + size}", [*inner.lines, f"{name} = {value};"]))
+            branches.append((f"{place[dim]} < {start + size}", [*inner.lines, f"{name} = {value};"]))
             start += size
-        for number, (condition, lines) in enumerate(opened):
-            last = number == len(opened) - 1
+        for number, (condition, lines) in enumerate(branches):
+            last = number == len(branches) - 1
             head = "{" if last and number else f"if ({condition}) {{"
             scope.lines.append(("else " if number else "") + head + " " + " ".join(lines) + " }")
         return name
@@ -302,18 +302,17 @@ class _Writer:
     def _sum(self, node: Node, place: Place, scope: Scope) -> str:
         source = first_operand(node)
         shape = self.shapes[source]
-        dims, keep = argument(node, "dim", None), argument(node, "keepdim", False)
+        dims, keepdim = argument(node, "dim", None), argument(node, "keepdim", False)
         if dims is None or not isinstance(dims, list | tuple) or not dims:
             raise Refusal("the body reduces over everything")
         reduced = sorted(int(dim) % len(shape) for dim in dims)
         if 0 in reduced:
             raise Refusal("the body reduces over edges")
-        rest = [index for dim, index in enumerate(place) if not keep or dim not in reduced]
+        outer_indices = iter([index for dim, index in enumerate(place) if not keepdim or dim not in reduced])
         self.count += 1
         total = f"v{self.count}"
         loops = {dim: f"k{self.count}_{dim}" for dim in reduced}
-        kept = iter(rest)
-        at = tuple(loops[dim] if dim in loops else next(kept) for dim in range(len(shape)))
+        at = tuple(loops[dim] if dim in loops else next(outer_indices) for dim in range(len(shape)))
         inner = Scope(scope)
         value = self.value(source, at, inner)
         scope.lines.append(f"float {total} = 0.0f;")
@@ -348,13 +347,13 @@ def _shapes(
     module: Any, names: tuple[str, ...], operands: dict[str, torch.Tensor]
 ) -> dict[Any, tuple[int, ...]]:
     """Run the body on tensors without memory; return the shape of every node."""
-    found: dict[Any, tuple[int, ...]] = {}
+    shapes: dict[Any, tuple[int, ...]] = {}
 
     class Record(torch.fx.Interpreter):
         def run_node(self, n: Node) -> Any:
             result = super().run_node(n)
             if isinstance(result, torch.Tensor):
-                found[n] = tuple(int(size) for size in result.shape)
+                shapes[n] = tuple(int(size) for size in result.shape)
             return result
 
     def stand_in(name: str) -> torch.Tensor:
@@ -364,32 +363,32 @@ def _shapes(
     try:
         Record(module).run(*(stand_in(name) for name in names))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise Refusal(f"the body's shapes cannot be told: {str(error).splitlines()[0]}") from None
-    return found
+        raise Refusal(f"the body's shapes are unknown: {str(error).splitlines()[0]}") from None
+    return shapes
 
 
 def _places(name: str, shape: tuple[int, ...]) -> Place:
-    """The index of each dimension that a flat index stands for."""
-    places, rest = [], prod(shape)
+    """Return the place that a flat index stands for in a shape."""
+    places, remaining = [], prod(shape)
     for size in shape:
-        rest //= size
-        outer = name if rest == 1 else f"({name} / {rest})"
+        remaining //= size
+        outer = name if remaining == 1 else f"({name} / {remaining})"
         places.append("0" if size == 1 else outer if len(places) == 0 else f"({outer} % {size})")
     return tuple(places)
 
 
 def _flat(place: Place, shape: tuple[int, ...]) -> str:
-    """The flat index of a place."""
-    terms, rest = [], prod(shape)
+    """Return the flat index of a place."""
+    terms, remaining = [], prod(shape)
     for index, size in zip(place, shape, strict=True):
-        rest //= size
+        remaining //= size
         if size != 1 and index != "0":
-            terms.append(index if rest == 1 else f"{index} * {rest}")
+            terms.append(index if remaining == 1 else f"{index} * {remaining}")
     return " + ".join(terms) or "0"
 
 
 def _between(place: Place, shape: tuple[int, ...], source: tuple[int, ...]) -> Place:
-    """The place in ``source`` of the same element of another shape; the edge dimension stays in front."""
+    """Return the place in ``source`` of an element of its reshape; the edge dimension stays in front."""
     edges = bool(shape) and shape[0] == _EDGES
     if edges != (bool(source) and source[0] == _EDGES):
         raise Refusal("the body folds the edge dimension into another")
@@ -401,9 +400,9 @@ def _between(place: Place, shape: tuple[int, ...], source: tuple[int, ...]) -> P
 
 
 def _broadcast(place: Place, shape: tuple[int, ...]) -> Place:
-    """The place of an operand that is broadcast to the place of the result."""
-    last = place[len(place) - len(shape) :]
-    return tuple("0" if size == 1 else index for index, size in zip(last, shape, strict=True))
+    """Return the place in an operand that is broadcast to the place of the result."""
+    trailing = place[len(place) - len(shape) :]
+    return tuple("0" if size == 1 else index for index, size in zip(trailing, shape, strict=True))
 
 
 def _number(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""CUDA C++ text of row programs: the struct whose call operator a kernel runs on each finished row.
+"""CUDA C++ text of row programs: a struct whose call operator a kernel runs on every finished row.
 
 ``csrc/cuda/common/row_steps.cuh`` has the steps. Strides, constants and shapes are part of the text, so that
-every epilogue is compiled for what it does; pointers are arguments.
+the compiler sees them as constants; pointers are arguments.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class Struct:
 
     @property
     def text(self) -> str:
-        """The members and the call operator."""
+        """C++ text of the members and the call operator."""
         lines = [f"  {text};" for text in self.fields] or ["  int64_t nothing;"]
         lines += ["  template <class Tile>", "  __device__ void operator()(Tile& t, int64_t row) const {"]
         lines += [f"    {text}" for text in self.body]
@@ -132,7 +132,7 @@ class Writer:
         return f"o{number} + row * {self._strides[~number]}", self._strides[~number]
 
     def _result(self, number: int) -> Node | None:
-        """Return the node whose value an output is, or None where only this kernel reads it."""
+        """Return the node whose value is an output, or None where no other kernel reads it."""
         index = self.program.outs[number].result
         return None if index is None else self.results[index]
 
@@ -171,7 +171,7 @@ class Writer:
         self.struct.step(f"step::with_full<{stride}>", row, function)
 
     def _batch_norm(self, a: int, b: int, c: int) -> None:
-        """Multiply and add, by one number a column each, which a launch before the kernel computes."""
+        """Multiply and add by a factor and a summand for every column, which an earlier launch computes."""
         emitter, width = self.emitter, self.struct.width
         config = emitter.kernel_set.struct("Norm", f"  static constexpr float kEps = {self._const(b)};\n")
         columns = [emitter.scratch(1, width, torch.float32, flat=True) for _ in range(2)]
@@ -278,14 +278,14 @@ _FORMS: dict[str, Callable[[Writer, str, int, int], None]] = {
 def write_epilogue(
     program: RowProgram, node: Node, emitter: CudaEmitter, rows: Any, width: int
 ) -> tuple[str, list[Operand]]:
-    """Write a row program as a struct, and allocate what it writes.
+    """Write a row program as a struct, and allocate its outputs.
 
     Args:
         program: the program.
         node: the node of the outer graph that the kernel runs for.
         emitter: the program under construction.
-        rows: number of rows that the kernel makes.
-        width: width of its rows.
+        rows: number of rows of the result.
+        width: columns of the result.
 
     Returns:
         The struct's name, and its members' values: the kernel's last arguments.
@@ -294,7 +294,7 @@ def write_epilogue(
 
 
 def scales_of(program: RowProgram, node: Node, emitter: CudaEmitter) -> list[Expr]:
-    """Return the scales of whole tensors that a row program raises, once it is written."""
+    """Return the tensor-wide scales that a row program raises; call it after ``write_epilogue``."""
     results = [out.result for out in program.outs if out.form == "scalar"]
     nodes = [emitter.outputs(node)[index] for index in results if index is not None]
     return [emitter.vector(scale) for scale in nodes if scale is not None]

@@ -20,19 +20,19 @@ from gnnc.runtime.row_program.build import argument_of
 from gnnc.runtime.row_program.opcodes import Op
 
 _SHARED = 72 * 1024
-"""Shared memory of a block, at most, where one of fewer rows would do: three blocks an SM."""
+"""Bytes of shared memory of a block of more than 16 rows, at most: three blocks fit an SM."""
 _MAX_SHARED = 99 * 1024
-"""What every architecture since sm_80 can give a block."""
+"""Bytes of shared memory that a block can have on every architecture since sm_80."""
 _MAX_WIDTH = 4096
 _MOST_PRODUCTS = 2**31 // 128**2
-"""Of two codes, whose sum 32 bits hold whatever they are."""
+"""Number of products of two int8 values whose sum always fits into 32 bits."""
 _PRODUCTS = {gemm.INT8: ("i8", 1), gemm.FP16: ("f16", 2), gemm.BF16: ("bf16", 2)}
 _RUN = 128
-"""Columns that a warp loads together: four a thread."""
+"""Columns that a warp loads at once: four a thread."""
 _HELD = 12
-"""Runs of x that the registers of a warp hold beside little else."""
+"""Runs of x that fit into the registers of a warp beside little else."""
 _SUMS = 16
-"""Tiles of 16 x 8 sums that they hold; half as many beside more loads of the weight in flight."""
+"""Tiles of 16 x 8 sums that fit into the registers of a warp; half as many beside more loads in flight."""
 _LONG = 1280
 """Bytes of a row in shared memory above which warps share its columns."""
 
@@ -46,23 +46,23 @@ class Shape:
         size: bytes of one of its numbers.
         inner: columns of x.
         out: columns of the result.
-        is_codes: whether x is given as codes with scales.
+        is_quantized: whether x is quantized values with scales.
     """
 
     product: str
     size: int
     inner: int
     out: int
-    is_codes: bool
+    is_quantized: bool
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of x in shared memory, were it there at once."""
+        """Bytes of a whole row of x in shared memory."""
         return round_up(self.inner * self.size, 64)
 
     @property
     def places(self) -> int:
-        """Columns of x and the zeros behind them."""
+        """Columns of x with the zeros that pad them."""
         return self.row_bytes // self.size
 
     @property
@@ -72,22 +72,22 @@ class Shape:
 
     @property
     def runs(self) -> int:
-        """Runs of a row, as warps load it."""
+        """Number of runs that a warp loads a row of x in."""
         return -(-self.inner // _RUN)
 
-    def together(self, stride: int) -> int:
-        """Return the neighbouring columns that a thread loads at once from rows ``stride`` elements apart."""
-        return 4 if self.is_codes else math.gcd(4, self.inner, stride)
+    def load_width(self, stride: int) -> int:
+        """Return the number of columns that a thread loads at once from rows ``stride`` elements apart."""
+        return 4 if self.is_quantized else math.gcd(4, self.inner, stride)
 
     @property
     def pack_warps(self) -> int:
-        """Warps of a block's eight that pack one output's weights: each thread has two fours, or more."""
+        """Warps, of eight in a block, that pack the weights of one output: two loads a thread, or more."""
         return min(8, _ceil_power(-(-self.runs // 2)))
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a block works: the constants of ``GemmConfig`` in ``csrc/cuda/dense/gemm.cuh``, in their order."""
+    """Work of a block: the constants of ``GemmConfig`` in ``csrc/cuda/dense/gemm.cuh``, in their order."""
 
     rows: int
     chunk: int
@@ -99,7 +99,7 @@ class Tile:
     blocks: int = 0
 
     def __str__(self) -> str:
-        """The constants as C++ text."""
+        """Return the constants as C++ text."""
         return ", ".join(map(str, astuple(self)))
 
     def shared(self, shape: Shape) -> int:
@@ -110,64 +110,64 @@ class Tile:
         return main + 4 * self.rows * (1 + self.row_warps)
 
     def is_in_place(self, shape: Shape) -> bool:
-        """Return whether a warp holds all of its sums, so that results take the place of the rows."""
+        """Return whether the sums fit into registers, so that results overwrite the rows in shared memory."""
         down = self.rows // 16 // self.down
-        across = self.threads // 32 // self.down // self.split
-        most = _SUMS // down if down > 1 or self.is_chunked(shape) else _SUMS // 2
-        return -(-round_up(shape.out, 8) // 8 // across) <= most
+        column_warps = self.threads // 32 // self.down // self.split
+        limit = _SUMS // down if down > 1 or self.is_chunked(shape) else _SUMS // 2
+        return -(-round_up(shape.out, 8) // 8 // column_warps) <= limit
 
     def is_chunked(self, shape: Shape) -> bool:
-        """Return whether a row is brought into shared memory in several parts."""
+        """Return whether a row is loaded into shared memory in several chunks."""
         return self.chunk * shape.size < shape.row_bytes
 
     def fits(self, shape: Shape) -> bool:
-        """Return whether a kernel can work so."""
+        """Return whether a kernel of this tile has enough shared memory and registers."""
         fits = self.shared(shape) <= (_SHARED if self.rows > 16 else _MAX_SHARED)
         return fits and (self.is_in_place(shape) or not self.is_chunked(shape) and self.split == 1)
 
 
 def tile_of(shape: Shape) -> Tile | None:
-    """Return how blocks work best, as measured on an H200; None where no block holds the results."""
+    """Return the fastest tile, as measured on an H200; None where no block has room for the results."""
     tiles = _long_tiles(shape) if shape.row_bytes > _LONG else _short_tiles(shape)
     return next((tile for tile in tiles if tile.fits(shape)), None)
 
 
 def _short_tiles(shape: Shape) -> Iterator[Tile]:
-    """Rows of which a warp has several in flight; it then multiplies sixteen of them, 32 of a block of 64."""
+    """Yield tiles for short rows: a warp loads several at once, and multiplies 16, or 32 of a block of 64."""
     is_small = shape.row_bytes < 256
-    for rows in (64, 32, 16) if shape.is_codes and is_small else (32, 16):
-        once = min(rows // 4, 8, _floor_power(_HELD // shape.runs))
-        yield Tile(rows, shape.places, 1, once, min(rows // 16, 2), 1, 128, 0 if is_small else 5)
+    for rows in (64, 32, 16) if shape.is_quantized and is_small else (32, 16):
+        rows_once = min(rows // 4, 8, _floor_power(_HELD // shape.runs))
+        yield Tile(rows, shape.places, 1, rows_once, min(rows // 16, 2), 1, 128, 0 if is_small else 5)
 
 
 def _long_tiles(shape: Shape) -> Iterator[Tile]:
-    """Rows whose columns warps share as they multiply, and, where one cannot hold them, as they load.
+    """Yield tiles for long rows: warps share the columns of a product, and the loads where one lacks room.
 
-    Few rows a block keep all SMs at work on a graph of a few thousand nodes, which such rows come with. Two
-    such blocks an SM leave registers for all of a row's loads beside those of the weight.
+    Blocks of few rows keep all SMs busy on a graph of a few thousand nodes, which has such rows. Two such
+    blocks an SM leave registers for all loads of a row beside the loads of the weight.
     """
     warps = _ceil_power(-(-shape.runs // _HELD))
-    room = _MAX_SHARED if shape.size == 1 else _SHARED  # what is not scaled as a whole may come in chunks
-    if not shape.is_codes and warps <= 8 and 16 * shape.row_bytes <= room:
-        once = 2 if warps > 1 and 2 * -(-shape.runs // warps) <= 20 else 1
-        yield Tile(16, shape.places, warps, once, 1, _split(shape, 16), 256, 2)
+    room = _MAX_SHARED if shape.size == 1 else _SHARED  # only rows that are quantized must be whole
+    if not shape.is_quantized and warps <= 8 and 16 * shape.row_bytes <= room:
+        rows_once = 2 if warps > 1 and 2 * -(-shape.runs // warps) <= 20 else 1
+        yield Tile(16, shape.places, warps, rows_once, 1, _split(shape, 16), 256, 2)
     for rows in (32, 16):
-        yield Tile(rows, 2048 if shape.is_codes else 512, 1, 2, 1, _split(shape, rows), 256)
+        yield Tile(rows, 2048 if shape.is_quantized else 512, 1, 2, 1, _split(shape, rows), 256)
 
 
 def _split(shape: Shape, rows: int) -> int:
-    """How many of eight warps share the columns of x: few enough that each holds eight tiles of sums."""
+    """Return how many of eight warps share the columns of x: few enough for eight tiles of sums a warp."""
     tiles = -(-shape.out // 8) * rows // 16
     return max(1, 8 // _ceil_power(-(-tiles // 8)))
 
 
 @kernel("fused:gemm", "gnnc.gemm", "gnnc.qgemm", backend="cuda", name="gemm", priority=10, elements=("int8",))
 class Gemm:
-    """``csrc/cuda/dense/gemm.cuh``: int8, fp16 and bf16 on the tensor cores, rounding x as it is loaded."""
+    """Kernel of ``csrc/cuda/dense/gemm.cuh``: tensor cores in int8, fp16 or bf16; x is rounded on load."""
 
     @staticmethod
     def plan(node: Node) -> gemm.Plan | Decline:
-        """Take what fits into the shared memory of a block; decline FP32, which cuBLAS multiplies."""
+        """Take products that fit into the shared memory of a block, but those in FP32, which cuBLAS takes."""
         plan = _single(node)
         if isinstance(plan, Decline):
             return plan
@@ -189,10 +189,10 @@ class Gemm:
         x = argument_of(node, plan.x)
         rows = shape_of(x)[0]
         tensor, stride = emitter.matrix(x), emitter.row_stride(x)
-        together = shape.together(stride)
+        load_width = shape.load_width(stride)
         x_scale = None if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
         epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width)
-        weight, scale = _pack(plan, node, emitter, shape, together)
+        weight, scale = _pack(plan, node, emitter, shape, load_width)
         config = config_of(shape, tile, TYPES[x.meta["val"].dtype], stride)
         count = emitter.size(rows)
         emitter.launch(
@@ -205,20 +205,20 @@ class Gemm:
 
 
 def _lanes(plan: gemm.Plan, tile: Tile, shape: Shape) -> int:
-    """Return how many threads end a row.
+    """Return the number of threads that run the row program of one row.
 
-    Of one that becomes codes so few that every thread has a row: all of them compute its scale. Others are
-    stored, and the more threads do it, the longer the stretch of memory that they write at a time.
+    They are few where rows are quantized, so that every thread has a row: all threads of a row compute its
+    scale. They are many where rows are stored, so that they write more contiguous memory at once.
     """
-    most = lanes_for(shape.out)
+    max_lanes = lanes_for(shape.out)
     if not plan.program.quantizes:
-        return most
-    return min(max(tile.threads // tile.rows, 4), most)
+        return max_lanes
+    return min(max(tile.threads // tile.rows, 4), max_lanes)
 
 
 @kernel("fused:gemm", "gnnc.gemm", backend="cuda", name="cublas", priority=5, elements=("int8",))
 class Cublas:
-    """``torch.mm`` in FP32, then the row program in a kernel of its own."""
+    """Kernel that calls ``torch.mm`` in FP32, then runs the row program in a second launch."""
 
     @staticmethod
     def plan(node: Node) -> gemm.Plan | Decline:
@@ -229,7 +229,7 @@ class Cublas:
         if plan.mode != gemm.FLOAT:
             return Decline("only float32 products")
         if Op.SCALE_TENSOR in plan.program.ops:
-            return Decline("a scale of all rows is found by no kernel of its own")
+            return Decline("no separate kernel computes a scale of all rows")
         return plan if plan.width <= _MAX_WIDTH else Decline(f"rows of {plan.width} columns")
 
     @staticmethod
@@ -249,11 +249,11 @@ class Cublas:
 
 @kernel("gnnc.qgemm", backend="cuda", name="cublaslt", priority=5, elements=("int8",))
 class CublasInt8:
-    """``aten._int_mm``, which calls cuBLASLt, for codes of rows too wide for a block of ours."""
+    """Kernel that calls ``aten._int_mm`` (cuBLASLt), for int8 rows too wide for a block of `Gemm`."""
 
     @staticmethod
     def plan(node: Node) -> Decline | None:
-        """Take matrices of codes whose sums 32 bits hold."""
+        """Take int8 matrices whose sums fit into 32 bits."""
         x, w = (value.meta["val"] for value in unpack(node, "x", "w"))
         if x.dim() != 2 or x.shape[1] > _MOST_PRODUCTS:
             return Decline(f"x has the shape {tuple(x.shape)}")
@@ -274,11 +274,11 @@ def product_of_codes(x: Tensor, w: Tensor) -> Tensor:
     cuBLASLt takes multiples of eight, and more than sixteen rows.
     """
     (rows, inner), out = x.shape, w.shape[0]
-    across, below, more = -inner % 8, max(17 - rows, 0), -out % 8
-    if across or below:
-        x = pad(x, (0, across, 0, below))
-    if across or more:
-        w = pad(w, (0, across, 0, more))
+    pad_inner, pad_rows, pad_out = -inner % 8, max(17 - rows, 0), -out % 8
+    if pad_inner or pad_rows:
+        x = pad(x, (0, pad_inner, 0, pad_rows))
+    if pad_inner or pad_out:
+        w = pad(w, (0, pad_inner, 0, pad_out))
     return torch.ops.aten._int_mm(x.contiguous(), w.contiguous().t())[:rows, :out].float()
 
 
@@ -290,7 +290,7 @@ def _single(node: Node) -> gemm.Plan | Decline:
 
 
 def shape_of_plan(plan: gemm.Plan, node: Node) -> Shape:
-    """Return the sizes of the kernel that a plan asks for."""
+    """Return the sizes of the product of a plan."""
     product, size = _PRODUCTS[plan.mode]
     inner = int(argument_of(node, plan.x).meta["val"].shape[-1])
     return Shape(product, size, inner, plan.width, plan.x_scale is not None)
@@ -298,19 +298,19 @@ def shape_of_plan(plan: gemm.Plan, node: Node) -> Shape:
 
 def config_of(shape: Shape, tile: Tile, kind: str, stride: int) -> str:
     """Return the C++ name of the ``GemmConfig`` for rows of ``kind`` that are ``stride`` elements apart."""
-    sizes = f"{shape.inner}, {stride}, {shape.out}, {shape.together(stride)}"
+    sizes = f"{shape.inner}, {stride}, {shape.out}, {shape.load_width(stride)}"
     return f"gnnc::GemmConfig<gnnc::Product::{shape.product}, {kind}, {sizes}, {tile}>"
 
 
 def _pack(
-    plan: gemm.Plan, node: Node, emitter: CudaEmitter, shape: Shape, together: int
+    plan: gemm.Plan, node: Node, emitter: CudaEmitter, shape: Shape, load_width: int
 ) -> tuple[Expr, Expr]:
     """Write the launch that quantizes and lays out the weight; return the packed weight and its scales."""
     w = argument_of(node, plan.weights[0].w)
     sizes = f"{shape.inner}, {shape.out}"
     columns = int(w.meta["val"].shape[1])
     strides = f"{columns}, 1" if plan.weights[0].is_kn else f"1, {columns}"
-    config = f"gnnc::Product::{shape.product}, {sizes}, {strides}, {together}, {shape.pack_warps}"
+    config = f"gnnc::Product::{shape.product}, {sizes}, {strides}, {load_width}, {shape.pack_warps}"
     tensor = emitter.matrix(w)
     zero = next((scale.written for scale in scales_of(plan.program, node, emitter)), None)
     packed = emitter.scratch(1, shape.weight_bytes, torch.int8, flat=True)
@@ -324,10 +324,10 @@ def _pack(
 
 
 def _floor_power(number: int) -> int:
-    """The largest power of two that is not above ``number``; 1 for less."""
+    """Return the largest power of two that is not above ``number``; 1 for less."""
     return 1 << max(0, number.bit_length() - 1)
 
 
 def _ceil_power(number: int) -> int:
-    """The least power of two that is not below ``number``."""
+    """Return the least power of two that is not below ``number``."""
     return 1 << (number - 1).bit_length()

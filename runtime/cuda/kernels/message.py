@@ -22,7 +22,7 @@ from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import Refusal, fixed_width, planned
 
 _EXACT = 2**24 // 128**2
-"""Products of two codes whose sum FP32 holds, whatever they are."""
+"""Number of products of two int8 values whose sum is always exact in FP32."""
 _SDDMM = {
     "dot": "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [-1]); return t1",
     "add": "t0 = aten.add.Tensor(i0, j0); return t0",
@@ -38,17 +38,17 @@ _SCALED_DOT = (
     "t3 = aten.mul.Tensor(t1, t2); t4 = aten.unsqueeze.default(j1, -1); t5 = aten.mul.Tensor(t3, t4); "
     "return t5",
 )
-"""Of rows with scales, ``i1`` and ``j1``: one number an edge, or one a head."""
+"""Bodies of dot products of rows with scales ``i1`` and ``j1``: one result an edge, and one a head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What does not change between calls.
+    """Parts of a launch that do not change between calls.
 
     Attributes:
         body: text of the body.
-        reduce: name of the reduction; None keeps a value for each edge.
-        operands: name in the body of each operand, and where it is among ``all_input_nodes``.
+        reduce: name of the reduction; None for ops whose result has one row an edge.
+        operands: for every operand its name in the body and its position in ``all_input_nodes``.
     """
 
     body: str
@@ -58,7 +58,7 @@ class Plan:
 
 @kernel("gnnc.edge_map", "gnnc.message", backend="cuda", name="edge_body", priority=10, elements=("int8",))
 class EdgeBody:
-    """``csrc/cuda/sparse/edge.cuh``: a thread computes a column of the body; no E x F matrix is written."""
+    """Kernel of ``csrc/cuda/sparse/edge.cuh``: a thread computes a column of the body; no E x F matrix."""
 
     @staticmethod
     @planned
@@ -76,7 +76,7 @@ class EdgeBody:
 
     @staticmethod
     def formats(plan: Plan, node: Node) -> tuple[Format, ...]:
-        """Return the run table for sums, both ends of every edge for values of edges."""
+        """Return the run table for reductions, the edge list for results with one row an edge."""
         return (EDGE_LIST,) if plan.reduce is None else (RUN_TABLE,)
 
     @staticmethod
@@ -87,27 +87,27 @@ class EdgeBody:
 
 @kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="edge_sddmm", priority=5, elements=("int8",))
 class EdgeSddmm:
-    """The products and sums of the rows at an edge's ends, as bodies."""
+    """Kernel `EdgeBody` for products and sums of the rows at an edge's ends."""
 
     @staticmethod
     def plan(node: Node) -> Plan | Decline:
-        """Take operands of one shape a row, and codes while FP32 holds the sums of their products."""
-        given = sddmm.plan(node)
-        if isinstance(given, Decline):
-            return given
+        """Take operands of one shape a row; int8 only where FP32 sums of their products are exact."""
+        operation = sddmm.plan(node)
+        if isinstance(operation, Decline):
+            return operation
         a, b, op = unpack(node, "a", "b", "op")
         scales = [argument(node, scale, None) for scale in ("a_scale", "b_scale")]
         dims = node.meta["val"].dim()
-        if given.is_scaled and dims > len(_SCALED_DOT):
+        if operation.is_scaled and dims > len(_SCALED_DOT):
             return Decline(f"dot products of {dims - 1} dimensions an edge")
-        body = _SCALED_DOT[dims - 1] if given.is_scaled else _SDDMM[str(op)]
+        body = _SCALED_DOT[dims - 1] if operation.is_scaled else _SDDMM[str(op)]
         named = zip(("i0", "j0", "i1", "j1"), (a, b, *scales), strict=True)
         operands = [(name, value) for name, value in named if name in body]
         first = as_node(operands[0][1]).meta["val"]
         if op == "dot" and first.dim() == 1:
             return Decline("rows of one value")
         if first.dtype == torch.int8 and first.shape[-1] > _EXACT:
-            return Decline(f"sums of {first.shape[-1]} products of codes are not exact in float32")
+            return Decline(f"sums of {first.shape[-1]} int8 products are not exact in float32")
         if op == "dot" and dims != as_node(a).meta["val"].dim() - 1:
             return Decline("the dot product is not over the last dimension")
         positions = tuple((name, node.all_input_nodes.index(as_node(value))) for name, value in operands)
@@ -115,7 +115,7 @@ class EdgeSddmm:
 
     @staticmethod
     def formats(plan: Plan, node: Node) -> tuple[Format, ...]:
-        """Return the run table for sums, both ends of every edge for values of edges."""
+        """Return the run table for reductions, the edge list for results with one row an edge."""
         return (EDGE_LIST,) if plan.reduce is None else (RUN_TABLE,)
 
     @staticmethod

@@ -13,7 +13,7 @@ from gnnc.runtime.row_program.build import RowProgram, argument_of
 
 @kernel("fused:map", backend="cuda", name="rowmap", priority=10, elements=("int8",))
 class Map:
-    """``csrc/cuda/dense/rowmap.cuh``: a row program over the rows of one tensor."""
+    """Kernel of ``csrc/cuda/dense/rowmap.cuh``: a row program over the rows of one tensor."""
 
     plan = staticmethod(rowmap.plan)
 

@@ -1,4 +1,4 @@
-"""Lowering of ops that make one value, or one row, for each edge."""
+"""Lowering of ops that compute one value, or one row, for every edge."""
 
 import torch
 from torch.fx import Node
@@ -21,11 +21,11 @@ _MAX_WIDTH = 1024
 
 @kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="sddmm", priority=10, elements=("int8",))
 class Sddmm:
-    """``csrc/cuda/sparse/sddmm.cuh``: dot, sum, difference, product or copy of the rows at an edge's ends."""
+    """Kernel of ``csrc/cuda/sparse/sddmm.cuh``: dot, sum, difference, product or copy of endpoint rows."""
 
     @staticmethod
     def plan(node: Node) -> sddmm.Plan | Decline:
-        """Take rows of more than one value, of whose heads a warp dots all at once."""
+        """Take rows of more than one value, all of whose heads a warp multiplies at once."""
         plan = sddmm.plan(node)
         if isinstance(plan, Decline):
             return plan
@@ -66,7 +66,7 @@ class Sddmm:
 
 def _fitting(plan: sddmm.Plan, dtype: torch.dtype) -> sddmm.Plan | Decline:
     pieces = packed_width(plan.width, plan.heads, dtype) * dtype.itemsize // _PIECE
-    each = pieces // plan.heads
-    if plan.heads > 1 and (each & (each - 1) or pieces > 32):
+    head_pieces = pieces // plan.heads
+    if plan.heads > 1 and (head_pieces & (head_pieces - 1) or pieces > 32):
         return Decline("a head is not a power of two of 16-byte pieces of a warp")
     return plan

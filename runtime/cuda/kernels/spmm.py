@@ -38,11 +38,11 @@ from gnnc.runtime.row_program.opcodes import Op
 
 ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
 _MAX_WIDTH = 4096
-_MOST_HELD = 2560
-"""Columns of a row in FP32 that four warps have room for in the shared memory of a block."""
+_MAX_SHARED_WIDTH = 2560
+"""Columns of an FP32 row that fit into shared memory, for four warps in a block."""
 _PIECE = 16
 """Bytes that a thread gathers at once."""
-_OF_WHOLE_ROWS = {
+_WHOLE_ROW_OPS = {
     Op.ADD_QROW,
     Op.LAYER_NORM,
     Op.L2_NORMALIZE,
@@ -58,13 +58,13 @@ _OF_WHOLE_ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How a launch names the rows that edges gather.
+    """Rows that edges gather, as a launch takes them.
 
     Attributes:
         tensor: the rows.
         stride: bytes from one row to the next, a multiple of 16.
-        columns: of a row, with what lies between its heads.
-        nbytes: of such a row.
+        columns: columns of a row with the padding between its heads.
+        nbytes: bytes of the columns.
     """
 
     tensor: Expr
@@ -84,11 +84,11 @@ class Rows:
     elements=("int8",),
 )
 class Spmm:
-    """``csrc/cuda/sparse/spmm.cuh``: sum, mean, max or min over each row's edges, without atomics."""
+    """Kernel of ``csrc/cuda/sparse/spmm.cuh``: sum, mean, max or min over the edges of a row; no atomics."""
 
     @staticmethod
     def plan(node: Node) -> spmm.Plan | Decline:
-        """Take every form whose rows fit into the registers of a warp."""
+        """Take rows that fit into the registers, and their sums into the shared memory, of a warp."""
         plan = spmm.plan(node)
         if isinstance(plan, Decline):
             return plan
@@ -99,13 +99,13 @@ class Spmm:
             return Decline("no int8 values a head")
         dtype = argument_of(node, plan.x).meta["val"].dtype
         columns = packed_width(plan.width, _heads_apart(plan, node), dtype)
-        if columns > _MOST_HELD and not _is_by_column(plan):
+        if columns > _MAX_SHARED_WIDTH and not _is_by_column(plan):
             return Decline(f"a row of {columns} columns does not fit into a warp's shared memory")
         return plan
 
     @staticmethod
     def formats(plan: spmm.Plan, node: Node) -> tuple[Format, ...]:
-        """Return the window table too for plain sums of rows that fit into a window, whole or in slices."""
+        """Return the run table, and the window table for plain sums of rows that fit into a window."""
         dtype = argument_of(node, plan.x).meta["val"].dtype
         row_bytes = packed_width(plan.width, _heads_apart(plan, node), dtype) * dtype.itemsize
         fits = (_is_by_column(plan) or slices_of(row_bytes) == 1) and _has_windows(plan, node)
@@ -134,53 +134,53 @@ class Spmm:
         epilogue, values = write_epilogue(plan.program, node, emitter, shape_of(rowptr)[0] - 1, plan.width)
         config = _config(plan, node, kind)
         words = round_up(x.columns, 4) * (2 if _is_exact(plan, node) else 1)
-        rest: list[Argument] = [pointer(x.tensor), x.stride, *map(pointer, (value, scale, shift))]
-        rest += write_staging(emitter, runs, words, slices_of(x.nbytes) if sliced else 1)
-        names = f"{config}, {epilogue}"
-        given = [*runs_arguments(emitter.vector(rowptr), col, runs), *rest]
+        row_arguments: list[Argument] = [pointer(x.tensor), x.stride, *map(pointer, (value, scale, shift))]
+        row_arguments += write_staging(emitter, runs, words, slices_of(x.nbytes) if sliced else 1)
+        parameters = f"{config}, {epilogue}"
+        arguments = [*runs_arguments(emitter.vector(rowptr), col, runs), *row_arguments]
         form = "spmm_sliced" if sliced and x.nbytes > MOST_WHOLE else "spmm"
-        kernel = f"gnnc::{form}<{names}>"
+        kernel = f"gnnc::{form}<{parameters}>"
         kernel_set = emitter.kernel_set
-        kernel_set.expect(kernel, "SpmmArgs", count_of(given))
+        kernel_set.expect(kernel, "SpmmArgs", count_of(arguments))
         kernel_set.require(kernel, f"Spmm<{config}>::kStagedBytes == {4 * words}", "parts of rows have room")
         kernel_set.require(kernel, f"gnnc::kMostWhole == {MOST_WHOLE}", "rows of more bytes have slices")
-        emitter.launch(kernel, expr("{}.blocks", runs), [*given, *values], block=AS_COMPILED)
+        emitter.launch(kernel, expr("{}.blocks", runs), [*arguments, *values], block=AS_COMPILED)
         if not staged:
             return
-        given = [*staged_arguments(emitter.vector(rowptr), runs), *rest]
-        kernel, family = f"gnnc::spmm_staged<{names}>", f"gnnc::Staged<{config}>"
-        shared, together = shared_bytes(x.nbytes, kind), entries_of(window_rows(x.nbytes))
-        kernel_set.expect(kernel, "StagedSpmmArgs", count_of(given))
+        arguments = [*staged_arguments(emitter.vector(rowptr), runs), *row_arguments]
+        kernel, family = f"gnnc::spmm_staged<{parameters}>", f"gnnc::Staged<{config}>"
+        shared, window_entries = shared_bytes(x.nbytes, kind), entries_of(window_rows(x.nbytes))
+        kernel_set.expect(kernel, "StagedSpmmArgs", count_of(arguments))
         kernel_set.require(
             kernel, f"{family}::Window::kBytes == {shared}", "a launch gives the window its bytes"
         )
         kernel_set.require(
-            kernel, f"{family}::kEntries == {together}", "a warp has room for the entries of a run"
+            kernel, f"{family}::kEntries == {window_entries}", "a warp has room for the entries of a run"
         )
         grid = expr("{}.staged_blocks", runs)
-        emitter.launch(kernel, grid, [*given, *values], block=AS_COMPILED, shared=shared)
+        emitter.launch(kernel, grid, [*arguments, *values], block=AS_COMPILED, shared=shared)
 
 
 def _has_windows(plan: spmm.Plan, node: Node) -> bool:
-    """Return whether a kernel reads near sources in shared memory (csrc/cuda/sparse/staged.cuh)."""
+    """Return whether windows of sources may be staged in shared memory (csrc/cuda/sparse/staged.cuh)."""
     if not plan.is_plain_sum:
         return False
     assert plan.col is not None
     if not has_room(argument_of(node, plan.x).meta["val"].device):
         return False
-    # Of other columns there is a copy in every call, whose edges would be arranged anew.
+    # Columns of another dtype are copied in every call, and every copy would need a new window table.
     return argument_of(node, plan.col).meta["val"].dtype == torch.int32
 
 
 def _is_by_column(plan: spmm.Plan) -> bool:
-    """Whether all columns are alike, as where rows come in slices: no step looks at several of them."""
-    return plan.heads == 1 and plan.program.ops.isdisjoint(_OF_WHOLE_ROWS)
+    """Return whether columns are independent, as slices of rows need: no step reads several of them."""
+    return plan.heads == 1 and plan.program.ops.isdisjoint(_WHOLE_ROW_OPS)
 
 
 def _heads_apart(plan: spmm.Plan, node: Node) -> int:
-    """Return the heads of a row of x that each start on 16 bytes: those of codes that are added up."""
-    is_codes = argument_of(node, plan.x).meta["val"].dtype == torch.int8
-    return plan.heads if is_codes and plan.is_sum else 1
+    """Return the number of heads that start on 16 bytes in a row of x: all in a sum of int8 rows, else 1."""
+    is_quantized = argument_of(node, plan.x).meta["val"].dtype == torch.int8
+    return plan.heads if is_quantized and plan.is_sum else 1
 
 
 def _config(plan: spmm.Plan, node: Node, scale: str) -> str:
@@ -197,21 +197,21 @@ def _config(plan: spmm.Plan, node: Node, scale: str) -> str:
 
 
 def _is_exact(plan: spmm.Plan, node: Node) -> bool:
-    """Whether sums are integers: ``gnnc::Spmm::kExact``."""
+    """Return whether sums are integers: ``gnnc::Spmm::kExact``."""
     value = None if plan.value is None else argument_of(node, plan.value).meta["val"].dtype
     is_sum = plan.is_sum and argument_of(node, plan.x).meta["val"].dtype == torch.int8
     return is_sum and plan.heads == 1 and plan.x_scale is None and value in (None, torch.int8)
 
 
 def _scale(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> str:
-    """Return what comes with a row of x, as ``gnnc::Scale`` names it."""
+    """Return the ``gnnc::Scale`` of the rows of x."""
     if plan.x_scale is not None:
         return "row"
     if plan.shift is None:
         return "none"
     is_plain = plan.value is None and plan.heads == 1 and plan.is_sum
     is_plain = is_plain and slices_of(plan.width) == 1
-    return "in_row" if is_plain and emitter.holds_weights(argument_of(node, plan.x)) else "power"
+    return "in_row" if is_plain and emitter.has_row_weights(argument_of(node, plan.x)) else "power"
 
 
 def _vector(emitter: CudaEmitter, node: Node, index: int | None) -> Expr | None:
@@ -224,8 +224,8 @@ def edges_and_columns(
     """Return the number of edges, and ``col`` as int32."""
     if col is None:
         edges = emitter.size(shape_of(argument_of(node, x))[0])
-        given = emitter.vector(argument_of(node, rowptr))
-        return edges, emitter.let_call("col", emitter.bind(in_order, "in_order"), [given, edges])
+        starts = emitter.vector(argument_of(node, rowptr))
+        return edges, emitter.let_call("col", emitter.bind(in_order, "in_order"), [starts, edges])
     source = argument_of(node, col)
     columns = emitter.vector(source)
     if source.meta["val"].dtype != torch.int32:
@@ -243,16 +243,16 @@ def gathered_rows(
     columns = packed_width(width, heads, dtype)
     if stride * dtype.itemsize % _PIECE == 0 and columns == width:
         return Rows(tensor, stride * dtype.itemsize, columns, columns * dtype.itemsize)
-    to = emitter.padded(columns, dtype, windowed=windowed)
+    packed_stride = emitter.padded(columns, dtype, windowed=windowed)
     rows = shape_of(x)[0]
-    copy = emitter.scratch(rows, to, dtype, flat=True)
+    copy = emitter.scratch(rows, packed_stride, dtype, flat=True)
     heads_of_row = f"{heads}, {width // heads}, {columns // heads}"
-    config = f"gnnc::PackRowsConfig<{TYPES[dtype]}, {heads_of_row}, {stride}, {to}>"
+    config = f"gnnc::PackRowsConfig<{TYPES[dtype]}, {heads_of_row}, {stride}, {packed_stride}>"
     count = emitter.size(rows)
-    pieces = expr("({} * {})", count, to * dtype.itemsize // _PIECE)
+    pieces = expr("({} * {})", count, packed_stride * dtype.itemsize // _PIECE)
     grid = expr("({})", blocks(pieces, BLOCK))
     emitter.launch(f"gnnc::pack_rows<{config}>", grid, [pointer(tensor), pointer(copy.written), count])
-    return Rows(copy, to * dtype.itemsize, columns, columns * dtype.itemsize)
+    return Rows(copy, packed_stride * dtype.itemsize, columns, columns * dtype.itemsize)
 
 
 def packed_width(width: int, heads: int, dtype: torch.dtype) -> int:
@@ -261,7 +261,7 @@ def packed_width(width: int, heads: int, dtype: torch.dtype) -> int:
 
 
 def edge_values(emitter: CudaEmitter, node: Node, index: int, heads: int) -> Expr:
-    """Return edge values, ``[E]`` on 16 bytes or ``[E, heads]``, dense."""
+    """Return the edge values, dense: ``[E]`` aligned to 16 bytes, or ``[E, heads]``."""
     value: Any = argument_of(node, index)
     values = emitter.vector(value) if value.meta["val"].dim() == 1 else emitter.dense(value, heads)
     return values if heads > 1 else emitter.let_call("value", emitter.bind(aligned, "aligned"), [values])

@@ -71,8 +71,8 @@ def test_one_product_loads_and_scales_rows(inner: int, precision: str) -> None:
 def shapes(*inner: int) -> list[Shape]:
     """Return products of every form of x."""
     return [
-        Shape(product, size, each, out, is_codes)
-        for product, size, is_codes in (("i8", 1, False), ("i8", 1, True), ("f16", 2, False))
+        Shape(product, size, each, out, is_quantized)
+        for product, size, is_quantized in (("i8", 1, False), ("i8", 1, True), ("f16", 2, False))
         for each in inner
         for out in (7, 64, 256)
     ]
@@ -83,8 +83,8 @@ SHORT, LONG = shapes(1, 64, 100, 128, 256), shapes(602, 1433, 4714, 9001)
 
 def config(shape: Shape, tile: Tile) -> str:
     """Return the C++ name of a configuration, with rows as they lie in memory."""
-    stride = round_up(shape.inner, 32) if shape.is_codes else shape.inner
-    return config_of(shape, tile, "signed char" if shape.is_codes else "float", stride)
+    stride = round_up(shape.inner, 32) if shape.is_quantized else shape.inner
+    return config_of(shape, tile, "signed char" if shape.is_quantized else "float", stride)
 
 
 def test_shared_memory_is_what_the_kernel_takes(compiler: None) -> None:
