@@ -1,8 +1,8 @@
-"""Remembers what was computed from a graph, for as long as that graph is alive and unchanged.
+"""Cache of values computed from a graph, valid while the tensors of the graph are alive and unchanged.
 
 A call of a compiled model needs values that depend on the graph alone: its CSR, degrees, edge
-weights in CSR order. ``StructureCache`` finds them again by the *identity* of the tensors they came
-from. A tensor is the same as before when it is the same object (or a view of the same base) at the
+weights in CSR order. ``StructureCache`` finds them by the *identity* of the tensors that they were
+computed from. A tensor is the same as before when it is the same object (or a view of the same base) at the
 same address, with the same shape, strides and dtype, and no in-place operation has touched it
 since (``Tensor._version``).
 
@@ -10,11 +10,11 @@ Inference tensors carry no version. For them the entry keeps a copy of the conte
 compares the whole of it (``torch.equal``). A checksum would have to read as many bytes and could
 collide; comparing is exact and, measured on 4.7 million int64, faster (4 ms against 7 ms).
 
-A fused optimizer step leaves versions as they are; so floating tensors count as other ones after any
-step of any optimizer.
+A fused optimizer step does not change versions; so any step of any optimizer makes the entries of floating
+tensors invalid.
 
-What cannot be seen: writes that go around PyTorch, through numpy, DLPack or ``.data``, into a tensor
-that is not an inference tensor. After such a write the caller must ``clear()``.
+Writes that bypass PyTorch, through numpy, DLPack or ``.data``, are not detected in a tensor that is not an
+inference tensor. After such a write the caller must ``clear()``.
 """
 
 import threading
@@ -39,7 +39,7 @@ Key = tuple[Hashable, ...]
 
 
 class _Anchor(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference that knows which entry dies with its tensor."""
+    """Weak reference to a tensor, with the key of the entry that is dropped with the tensor."""
 
     __slots__ = ("key",)
 
@@ -48,14 +48,14 @@ class _Anchor(weakref.ref):  # type: ignore[type-arg]
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Entry:
-    """Results that were computed from some tensors.
+    """Entry of the cache: results that were computed from some tensors.
 
     Attributes:
-        anchors: those tensors, or the bases that they are views of.
-        copies: position and content of those that carry no version.
-        outputs: what was computed.
-        nbytes: bytes that it held when they were last counted.
-        used: when it was last looked up.
+        anchors: references to the tensors, or to the bases that they are views of.
+        copies: position and content of the tensors that carry no version.
+        outputs: the computed values.
+        nbytes: bytes of the entry at the last count.
+        used: time of the last look-up.
     """
 
     anchors: tuple[_Anchor, ...]
@@ -65,7 +65,7 @@ class Entry:
     used: int = 0
 
     def is_of(self, anchors: list[Tensor]) -> bool:
-        """Return whether the entry was made from these very tensors, not from freed ones at their address."""
+        """Return whether the entry was computed from these tensors, not from freed ones at their address."""
         # Equal keys have equally many anchors; `strict` would cost a tenth of a look-up.
         for ref, tensor in zip(self.anchors, anchors):  # noqa: B905
             if ref() is not tensor:
@@ -73,7 +73,7 @@ class Entry:
         return True
 
     def has_content_of(self, inputs: Sequence[Any]) -> bool:
-        """Return whether the inputs without a version still hold what they held."""
+        """Return whether the content of the inputs without a version is unchanged."""
         return all(torch.equal(copy, inputs[position]) for position, copy in self.copies)
 
 
@@ -101,24 +101,24 @@ class StructureCache:
     does not rebuild at every call), and at ``clear()``. User tensors are never kept alive: an
     output that shares memory with an input is copied.
 
-    What a backend makes of outputs while it uses them counts too. That comes after an entry is
-    made, so the newest entries are counted again whenever another one joins them.
+    Tensors that a backend derives from outputs count too. They are built after the entry is
+    inserted, so the newest entries are counted again at each insertion.
 
     Args:
         byte_budget: bytes of outputs (and content copies) to keep.
         min_entries: newest entries that the budget never drops.
-        made_of: returns the tensors that live with an output, made of it later; None: there are none.
+        derived: returns the tensors that are cached on an output; None: there are none.
     """
 
     def __init__(
         self,
         byte_budget: int = DEFAULT_BYTE_BUDGET,
         min_entries: int = 1,
-        made_of: Callable[[Tensor], Iterable[Tensor]] | None = None,
+        derived: Callable[[Tensor], Iterable[Tensor]] | None = None,
     ) -> None:
         self.byte_budget = byte_budget
         self.min_entries = min_entries
-        self.made_of = made_of
+        self.derived = derived
         self._entries: dict[Key, Entry] = {}
         self._newest: deque[Key] = deque(maxlen=2 * min_entries)
         self._nbytes = 0
@@ -130,7 +130,7 @@ class StructureCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles of a compiled model start empty: entries are valid here and now only.
-        return type(self), (self.byte_budget, self.min_entries, self.made_of)
+        return type(self), (self.byte_budget, self.min_entries, self.derived)
 
     def __len__(self) -> int:
         self._drop_freed()
@@ -146,10 +146,10 @@ class StructureCache:
             return self._nbytes
 
     def get(self, key_inputs: Sequence[Tensor | int | str], build: Callable[[], Any]) -> Any:
-        """Return ``build()``, or what it returned when the inputs were last seen unchanged.
+        """Return the value of ``build()``, cached while the inputs are unchanged.
 
         Args:
-            key_inputs: everything that the result depends on: tensors by identity and content
+            key_inputs: all values that the result depends on: tensors by identity and content
                 version, plain values by equality.
             build: computes the outputs (a tensor, or a tuple of tensors and plain values). Runs
                 without gradient tracking, outside inference mode and outside the lock; two
@@ -161,7 +161,7 @@ class StructureCache:
         return self.entry(key_inputs, build).outputs
 
     def entry(self, key_inputs: Sequence[Tensor | int | str], build: Callable[[], Any]) -> Entry:
-        """As ``get``, with what the cache keeps around the outputs: it is alive while it is in the cache."""
+        """Return the entry of ``get``; it is alive while it is in the cache."""
         key, anchors = _identify(key_inputs)
         # No lock: an entry never changes once it is in the table, and one dict access is atomic.
         entry = self._entries.get(key)
@@ -176,14 +176,14 @@ class StructureCache:
     def rebuild(
         self, key_inputs: Sequence[Tensor | int | str], build: Callable[[], Any]
     ) -> tuple[Entry, Callable[[], None]]:
-        """Drop what is cached of some inputs, and build it anew, for the caller alone at first.
+        """Drop the entry of some inputs, and build another one, which is not shared yet.
 
         Args:
-            key_inputs: as of ``get``.
-            build: likewise.
+            key_inputs: see ``get``.
+            build: see ``get``.
 
         Returns:
-            What was built, and what puts it into the cache, in the place of what others built meanwhile.
+            The entry, and a function that inserts it, in the place of an entry that was built meanwhile.
         """
         key, anchors = _identify(key_inputs)
         with self._lock:
@@ -192,11 +192,11 @@ class StructureCache:
         return entry, partial(self._insert, key, entry)
 
     def touch(self, entry: Entry) -> None:
-        """Note that an entry is used now."""
+        """Set the time of the last look-up of an entry to now."""
         entry.used = next(self._clock)
 
     def clear(self) -> None:
-        """Forget every entry."""
+        """Drop every entry."""
         with self._lock:
             self._entries.clear()
             self._newest.clear()
@@ -217,11 +217,13 @@ class StructureCache:
             ]
         )
         outputs = _detach_from(inputs, build())
-        refs = tuple([self._watch(anchor, key) for anchor in anchors])
+        refs = tuple([self._anchor(anchor, key) for anchor in anchors])
         return Entry(refs, copies, outputs, 0)
 
-    def _watch(self, anchor: Tensor, key: Key) -> _Anchor:
-        owner = weakref.WeakMethod(self._on_freed)  # a cache that is dropped waits for no collector
+    def _anchor(self, anchor: Tensor, key: Key) -> _Anchor:
+        owner = weakref.WeakMethod(
+            self._on_freed
+        )  # so that a dropped cache is freed without the garbage collector
 
         def on_freed(ref: Any) -> None:
             if (call := owner()) is not None:
@@ -249,13 +251,13 @@ class StructureCache:
                 self._count(newest)
             self._newest.append(key)
             while self._nbytes > self.byte_budget and len(self._entries) > self.min_entries:
-                self._remove(min(self._entries, key=lambda known: self._entries[known].used))
+                self._remove(min(self._entries, key=lambda candidate: self._entries[candidate].used))
 
     def _count(self, entry: Entry) -> None:
         outputs = (entry.outputs,) if isinstance(entry.outputs, Tensor) else entry.outputs
-        tensors = [each for each in outputs if isinstance(each, Tensor)]
-        if self.made_of is not None:
-            tensors += [each for tensor in tensors for each in self.made_of(tensor)]
+        tensors = [output for output in outputs if isinstance(output, Tensor)]
+        if self.derived is not None:
+            tensors += [table for tensor in tensors for table in self.derived(tensor)]
         nbytes = _storage_bytes([*tensors, *[copy for _, copy in entry.copies]])
         self._nbytes += nbytes - entry.nbytes
         entry.nbytes = nbytes
@@ -280,13 +282,13 @@ class StructureCache:
 
 def _detach_from(inputs: Sequence[Any], outputs: Any) -> Any:
     """Return ``outputs`` with every tensor that shares memory with an input copied."""
-    taken = {storage_id(t) for t in inputs if isinstance(t, Tensor)}
+    input_storages = {storage_id(t) for t in inputs if isinstance(t, Tensor)}
 
-    def own(value: Any) -> Any:
-        shares = isinstance(value, Tensor) and storage_id(value) in taken
+    def copied(value: Any) -> Any:
+        shares = isinstance(value, Tensor) and storage_id(value) in input_storages
         return value.clone() if shares else value
 
-    return own(outputs) if isinstance(outputs, Tensor) else tuple([own(value) for value in outputs])
+    return copied(outputs) if isinstance(outputs, Tensor) else tuple([copied(value) for value in outputs])
 
 
 def _storage_bytes(tensors: Sequence[Tensor]) -> int:

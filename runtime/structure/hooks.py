@@ -22,5 +22,5 @@ class BuildHooks(Protocol):
         ...
 
     def tables_of(self, tensor: Tensor) -> Iterable[Tensor]:
-        """Return the tensors that live with a result of a part, made from it later."""
+        """Return the tensors that are cached on a result of a part."""
         ...

@@ -33,16 +33,16 @@ class PartEmitter:
         return self._values[node]
 
     def call(self, node: Node, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Add a call of ``function`` that computes ``node``; arguments are of the structure graph."""
-        given = fx.map_arg((args, kwargs), self.value)
-        self._values[node] = self.graph.call_function(function, *given)
+        """Add a call of ``function`` that computes ``node``; arguments are nodes of the structure graph."""
+        arguments = fx.map_arg((args, kwargs), self.value)
+        self._values[node] = self.graph.call_function(function, *arguments)
 
     def copy(self, node: Node) -> None:
-        """Add ``node`` as it is."""
+        """Add a copy of ``node``."""
         self._values[node] = self.graph.node_copy(node, self.value)
 
     def finish(self, results: list[Node]) -> None:
-        """Return the values of ``results`` from the part; drop what they do not need."""
+        """Return the values of ``results`` from the part; drop unused nodes."""
         self.graph.output(tuple(map(self.value, results)))
         self.graph.eliminate_dead_code()
 

@@ -20,21 +20,21 @@ from gnnc.runtime.structure.kernels import PartEmitter, choice_of
 from gnnc.tensor_state import state
 
 Deps = frozenset[Node]
-_Check = tuple[tuple[int, ...], Callable[..., None]]  # the slots that it takes
+_Check = tuple[tuple[int, ...], Callable[..., None]]  # slots of the arguments, and the function
 
 _READS_NO_ROWS = frozenset({"csr", "csr_with_loops", "ne"})
-"""Ops that read nothing at the positions that ids name, so that ids out of range do no harm to them."""
+"""Ops that do not use ids as addresses, so that ids out of range do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A part of the structure graph whose nodes depend on the same tensors.
+    """Part of the structure graph whose nodes depend on the same tensors.
 
     Attributes:
         module: computes the part; takes the values in ``operands``, returns a tuple.
         operands: slots (see ``StructureRunner``) of the module's arguments.
         key: slots of the inputs and sizes that the part depends on, directly or not.
-        checks: slots of ids and of their limit that a sort of the part checks before anything reads by them.
+        checks: slots of ids and of their limit that a sort of the part checks before their use as addresses.
     """
 
     module: GraphModule
@@ -44,7 +44,7 @@ class Group:
 
 
 class StructureRunner:
-    """Calls a structure graph with caching, one cache entry for each *group* and distinct graph.
+    """Runner of a structure graph with one cache entry for each *group* and distinct graph.
 
     A node's dependency set is the set of tensor inputs that reach it. Nodes with one set form a
     group, keyed by those tensors and by the plain sizes the group uses; groups run in order of
@@ -94,10 +94,10 @@ class StructureRunner:
         return outputs
 
     def rebuild(self, *values: Any) -> tuple[tuple[Any, ...], Callable[[], None]]:
-        """Drop the cached results for these values, and compute them again, for the caller alone at first.
+        """Drop the cached results for these values, and compute new ones, which are not shared yet.
 
         Returns:
-            The structure graph's outputs, in new tensors; and a function that puts them into the cache.
+            The structure graph's outputs, in new tensors; and a function that inserts them into the cache.
         """
         inserts: list[Callable[[], None]] = []
 
@@ -135,11 +135,11 @@ class StructureRunner:
         Args:
             needs: slots of the placeholders that ``check`` takes.
             check: raises a GraphError where the group must not be built.
-            sorts: the group finds the same error by itself; ``check`` is called after it, and says the
+            sorts: whether the group detects the same error; ``check`` is then called after it, to raise the
                 error in the caller's terms.
 
         Returns:
-            Whether there is such a group, and it is built again whenever one of the placeholders changes.
+            True if there is such a group, and it is built again whenever one of the placeholders changes.
         """
         number = next((n for n, group in enumerate(self.groups) if needs[0] in group.key), None)
         if number is None or not set(needs) <= set(self.groups[number].key):
@@ -164,21 +164,21 @@ class StructureRunner:
         return results
 
     def clear(self) -> None:
-        """Forget every cached structure."""
+        """Drop every cached structure."""
         self._last = None
         self.cache.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class _LastCall:
-    """The last call: another with the same tensors, unchanged, finds its results without making keys.
+    """Record of the last call: a call with the same, unchanged tensors finds its results without keys.
 
-    It refers to results weakly: the cache owns them, or drops them.
+    References to results are weak: the cache owns them.
 
     Attributes:
-        tensors: slot, the tensor, and its state when seen, see ``StructureCache``.
-        others: slot and value of every input and size that is no tensor.
-        entries: the results, group by group.
+        tensors: slot, reference and state of each tensor, see ``StructureCache``.
+        others: slot and value of every input and size that is not a tensor.
+        entries: references to the results, group by group.
     """
 
     tensors: tuple[tuple[int, weakref.ref[Tensor], tuple[Any, ...]], ...]
@@ -198,7 +198,7 @@ class _LastCall:
         )
 
     def slots_for(self, values: tuple[Any, ...], cache: StructureCache) -> list[Any] | None:
-        """Return the slots of a call with these values, or None if it is another or results are gone."""
+        """Return the slots of a call with these values; None if an argument differs or a result is freed."""
         for slot, ref, seen in self.tensors:
             value = values[slot]
             if ref() is not value or state(value) != seen:
@@ -331,9 +331,9 @@ def _emit(
 
 
 def _checks(nodes: list[Node], slots: dict[Node, int]) -> Iterator[tuple[int, ...]]:
-    """Yield the slots of ids and of their limit that a sort checks before anything of a group reads by them.
+    """Yield the slots of ids and of their limit that a sort checks before a group uses ids as addresses.
 
-    Other groups that read by the ids come later.
+    Other groups that use the ids come later.
     """
     inside = set(nodes)
     for sort in nodes:
@@ -344,9 +344,9 @@ def _checks(nodes: list[Node], slots: dict[Node, int]) -> Iterator[tuple[int, ..
         if not inside.issuperset(ends) or any(op_name(user) not in _READS_NO_ROWS for user in readers):
             continue
         (edge_index,) = {end.all_input_nodes[0] for end in ends}
-        found = slots.get(edge_index), slots.get(limit)
-        if None not in found and inside.intersection(edge_index.users) == set(ends):
-            yield found  # type: ignore[misc]
+        check = slots.get(edge_index), slots.get(limit)
+        if None not in check and inside.intersection(edge_index.users) == set(ends):
+            yield check  # type: ignore[misc]
 
 
 def _with_sizes(nodes: list[Node], deps: dict[Node, Deps]) -> set[Node]:

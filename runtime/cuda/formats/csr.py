@@ -26,9 +26,9 @@ _READY = "_ready"
 def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort edges by destination; see ``gnnc.csr``.
 
-    The host waits once, for everything that it has to know of a graph: whether ids are out of range, and how
-    large its tables are; the sizes are cached on ``rowptr`` and the columns. Sorting and
-    searching read no memory by the ids, so that ids out of range do no harm.
+    The host waits once, for one read-back: whether ids are out of range, and the sizes of the tables, which
+    are cached on ``rowptr`` and ``col``. Sorting and searching do not use ids as addresses, so that ids out
+    of range do no harm.
 
     Raises:
         GraphError: an id is out of range.
@@ -42,13 +42,13 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, T
 
 @structure_kernel("gnnc.csr_with_loops", backend="cuda", name="radix_sort_with_loops")
 def csr_with_loops(src: Tensor, dst: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the CSR of a graph whose nodes get one edge to themselves, in the place of those that they have.
+    """Return the CSR of a graph with one self loop at each node, which replaces the self loops that it has.
 
-    As ``gnnc.csr`` of the other edges and, behind them, of the new ones; see there.
+    The result is that of ``gnnc.csr`` for the other edges, followed by the new loops.
 
     Returns:
-        ``rowptr`` int64 ``[nodes + 1]``, ``col`` int32 and ``perm`` int64: the place of every edge among all
-        E that were given and, behind them, the new ones.
+        ``rowptr`` int64 ``[nodes + 1]``, ``col`` int32 and ``perm`` int64: the position of every edge among
+        the caller's E edges, followed by the new loops.
 
     Raises:
         GraphError: an id is out of range.
@@ -61,15 +61,15 @@ def csr_with_loops(src: Tensor, dst: Tensor, nodes: int) -> tuple[Tensor, Tensor
 def sorted_edges(
     src: Tensor, dst: Tensor, num_src: int, num_dst: int, *, loops: bool = False, cuts: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the CSR by destination of one edge at least; see ``csr`` and ``csr_with_loops``.
+    """Return the CSR by destination of at least one edge; see ``csr`` and ``csr_with_loops``.
 
-    ``cuts``: say with ``rowptr`` and the columns how the sparse kernels cut the edges.
+    ``cuts``: build the run table, or its sizes, and cache them on ``rowptr`` and ``col``.
     """
     device = src.device
     with torch.cuda.device(device):
         readback = Readback(3 + _Tables.NUMBERS, device)
         done = sort_edges(dst, src, num_dst, num_src, readback.tensor, loops=loops)
-        # A bad source leaves rowptr what it should be; a bad destination may leave anything.
+        # rowptr is correct if a source is out of range, undefined if a destination is.
         tables = _Tables(done, readback.tensor[3:], readback.tensor[:1]) if cuts else None
         readback.send()
         bad_dst, bad_src, edges, *sizes = readback.wait()
@@ -84,12 +84,12 @@ def sorted_edges(
 
 
 class _Tables:
-    """How the edges of a new graph are cut: begun behind its sort, finished once the host knows their sizes.
+    """Builder of the tables of a new graph: launched after its sort, finished with the sizes on the host.
 
     Args:
         done: the sort, on the current device.
-        sizes: int32 ``[NUMBERS]``, zeros: gets what ``finish`` asks for.
-        refused: an int32; where it is not 0, the sort's rowptr may be anything.
+        sizes: int32 ``[NUMBERS]``, zeros: receives the sizes that ``finish`` takes.
+        refused: an int32; if it is not 0, the content of the sort's rowptr is undefined.
     """
 
     NUMBERS = 4 + WINDOW_NUMBERS
@@ -97,25 +97,25 @@ class _Tables:
     def __init__(self, done: Sorted, sizes: Tensor, refused: Tensor) -> None:
         rowptr = done.rowptr
         rows, edges, shares = rowptr.shape[0] - 1, done.col.shape[0], multiprocessors_of(rowptr)
-        self._rowptr, self._staged = rowptr, None
+        self._rowptr, self._window_cut = rowptr, None
         self._draft = Draft(rowptr, edges, cut_for(rows, edges, shares), shares, sizes[:4], refused)
         if may_pay(rows, edges, shares):
-            self._staged = window_cut_for(rows, edges)
-            find_sizes(rowptr, done.keys, done.col, self._staged, sizes[4:])
+            self._window_cut = window_cut_for(rows, edges)
+            find_sizes(rowptr, done.keys, done.col, self._window_cut, sizes[4:])
 
     def finish(self, col: Tensor, sizes: Sequence[int]) -> None:
-        """Have rowptr and columns keep the run table, or what one is made of where sums may not need it."""
-        edges, sizes, others = col.shape[0], sizes[:4], sizes[4:]
-        if self._staged is None:
+        """Cache the run table on rowptr; if a window table may pay, window sizes on col too."""
+        edges, sizes, window_sizes = col.shape[0], sizes[:4], sizes[4:]
+        if self._window_cut is None:
             attach(self._rowptr, RUNS, self._draft.finish(sizes, edges))
             return
         attach(self._rowptr, PENDING_RUNS, PendingRuns(self._draft, sizes, edges))
-        attach(col, window_sizes_key(self._rowptr), Sizes.of(others, edges, self._staged))
+        attach(col, window_sizes_key(self._rowptr), Sizes.of(window_sizes, edges, self._window_cut))
 
 
 @structure_kernel("gnnc.csr_transpose", backend="cuda", name="radix_sort_transpose")
 def csr_transpose(rowptr: Tensor, col: Tensor, num_src: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the CSR by source; see ``gnnc.csr_transpose``. It has no run table until it is asked for one."""
+    """Return the CSR by source; see ``gnnc.csr_transpose``. Its run table is built on demand."""
     if col.shape[0] == 0:
         return csr(col, col, rowptr.shape[0] - 1, num_src)
     return sorted_edges(rows_of(rowptr, col.shape[0]), col, rowptr.shape[0] - 1, num_src, cuts=False)
@@ -127,10 +127,10 @@ def degree(rowptr: Tensor) -> Tensor:
     return (rowptr[1:] - rowptr[:-1]).float()
 
 
-def _refuse(name: str, index: Tensor, bound: int, what: str) -> NoReturn:
+def _refuse(name: str, index: Tensor, bound: int, kind: str) -> NoReturn:
     bad = int(((index < 0) | (index >= bound)).nonzero()[0, 0])
     raise GraphError(
-        f"[gnnc.csr] {name}[{bad}] = {int(index[bad])} is not a {what} node: ids must be in "
+        f"[gnnc.csr] {name}[{bad}] = {int(index[bad])} is not a {kind} node: ids must be in "
         f"0..{bound - 1} ({bound} nodes); check edge_index against the number of rows of x"
     )
 
@@ -142,8 +142,8 @@ def _device_of(values: Sequence[Any]) -> torch.device | None:
 class StreamHooks:
     """Waits between streams: one stream builds the structure of a graph, others read it.
 
-    A result carries the event after which it is in memory; torch's allocator is told of streams that read
-    it. While one stream alone builds and calls, no event is looked at.
+    A result carries the event after which it is in memory; each stream that reads it
+    is recorded with torch's allocator. While a single stream builds and calls, events are not waited for.
     """
 
     def __init__(self) -> None:

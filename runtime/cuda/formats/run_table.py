@@ -1,4 +1,4 @@
-"""The run table of a graph: how sparse kernels cut its edges into units of work.
+"""Run table of a graph: its edges cut into units of work for the warps of sparse kernels.
 
 Kernels read it in ``csrc/cuda/sparse/runs.cuh``.
 """
@@ -18,27 +18,27 @@ from gnnc.runtime.cuda.formats.tensor_cache import cached, detach, launching
 from gnnc.torch_private import raw_stream
 
 ROW_COST = 4
-"""A row costs about as much as this many edges, beyond its own."""
+"""Cost of a row, in edges, beyond the cost of its edges."""
 _CHUNK, _WIDE_CHUNK = 32, 64
 """Runs that a block of a large graph takes at a time. Blocks work on neighbouring chunks: larger ones would
 spread them over more than L2 holds. Rows of 256 bytes and more get larger ones, whose sources are found in L1
 more often."""
 _TURNS = 16
-"""Chunks for each block, at least: with fewer, what they cost differs too much between blocks."""
+"""Chunks for each block, at least: with fewer, blocks differ too much in cost."""
 _LEAST_SHORT, _MOST_SHORT = 8, 256
-"""A slot gathers the rows of so many edges at once; a run of rows with more is too much for one warp."""
+"""Bounds of ``Cut.short``: a slot gathers rows of x for so many edges; more take too long for a warp."""
 _UNSPLIT = 256
-"""Edges of a row that is not split on a small graph: to join parts is to wait for memory once more."""
+"""Edges of a row that is not split on a small graph: joining parts takes one more wait for memory."""
 MOST_ENTRIES = 16
 """Rows of a run, at most: ``gnnc::kMostEntries``."""
 MOST_PART = 2048
 """Edges of an entry, at most: ``gnnc::kMostPart``."""
 _MOST_OF_A_SHARE = 4096
-"""Runs of a share that are put in order, which takes their square; more are of rows without edges."""
+"""Runs of a share that are sorted, in quadratic time; a share of more consists of rows without edges."""
 _MOST_OF_A_SLOT = MOST_PART // 2
 """Edges that a slot adds up, at most: sums in fixed point have 32 bits (csrc/cuda/sparse/product_sum.cuh)."""
 _WINDOW, _GROUP = 256, 8
-"""Rows that are cut together, and those of few edges that make a run at least."""
+"""Rows that one block cuts, and the least number of short rows in a run."""
 _FIELDS = (
     *("rowptr", "refused", "counts", "sums", "entry", "run", "split"),
     *("cost", "ends", "begin", "sizes", "dealt"),
@@ -49,26 +49,26 @@ _NO_RUN = [0, 0, -1, 0]
 
 
 class Cut(NamedTuple):
-    """How finely edges are cut.
+    """Sizes by which the edges of a graph are cut into units of work.
 
     Attributes:
         part: rows with more edges are split into parts of about as many.
-        short: rows with at most so many edges are worked on side by side.
-        entries: short rows of a run, at most, where a group of eight is fewer.
-        chunk: runs that a block takes at a time, 0: each has one share; None: as ``chunk_of`` says.
-        by_stretch: whether edges are arranged by stretch (``staged.py``), and not as runs.
+        short: rows with at most so many edges share a run.
+        entries: short rows of a run, at most; a group of eight rows is always allowed.
+        chunk: runs that a block takes at a time; 0: one share for each block; None: decided by ``chunk_of``.
+        windowed: whether edges are arranged in a window table (``window_table.py``), not in a run table.
     """
 
     part: int
     short: int
     entries: int = MOST_ENTRIES
     chunk: int | None = None
-    by_stretch: bool = False
+    windowed: bool = False
 
     def __str__(self) -> str:
-        """What tells it from others of one graph."""
+        """Return the kind of table and the sizes."""
         turns = f", {self.chunk} at a time" if self.chunk else ""
-        return f"{'stretches' if self.by_stretch else 'runs'}, part {self.part}, short {self.short}{turns}"
+        return f"{'windowed' if self.windowed else 'runs'}, part {self.part}, short {self.short}{turns}"
 
 
 class Runs(NamedTuple):
@@ -78,13 +78,13 @@ class Runs(NamedTuple):
         entry: int32 ``[entries, 4]``: row, edges, and the first of them as int64.
         run: int32 ``[runs, 4]``: first entry, entries, staging slot (-1: whole rows), 0.
         split: int32 ``[slots, 4]``: row, first slot and number of parts, 0, of the row of each part.
-        edges: of all.
-        cut: how they were cut.
+        edges: E of the graph.
+        cut: sizes by which the edges were cut.
         per_block: int32 ``[shares * n, 4]`` like ``run``, ``n`` a power of two: a share of neighboring runs
-            for each block of threads, or for each run where runs are fewer. All cost about the same; the
-            warps of a block take its runs in order, the costly ones first, so that they end together. A share
-            ends with runs of no entries, at which warps stop; they are no parts. None where blocks take
-            turns: there are many runs, or many cost so little that one share has thousands.
+            for each block of threads, or for each run where runs are fewer. Shares cost about the same;
+            the warps of a block take its runs in order of falling cost, so that they end together. A share
+            is padded with runs of no entries, at which warps stop. None if blocks take chunks in turn: there
+            are many runs, or many cost so little that one share has thousands.
     """
 
     entry: Tensor
@@ -96,13 +96,13 @@ class Runs(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that it holds."""
-        own = self.entry, self.run, self.split
-        return own if self.per_block is None else (*own, self.per_block)
+        """Tensors of the table."""
+        tensors = self.entry, self.run, self.split
+        return tensors if self.per_block is None else (*tensors, self.per_block)
 
 
 def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
-    """Return how edges should be cut: so finely that every warp of the device gets several runs.
+    """Return the sizes for a run table by which every warp of the device gets several runs.
 
     A multiprocessor holds about 32 warps; with three runs each, the last ones to finish cost little
     (the analytical model of GNNAdvisor section 3.6, with the device's parallelism alone). The bounds are
@@ -110,9 +110,9 @@ def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
     of a warp early, and splits few of them: what counts there is the longest chain of loads.
 
     Args:
-        rows: of the CSR.
+        rows: number of rows of the CSR.
         edges: E of the graph.
-        multiprocessors: of the device.
+        multiprocessors: number of multiprocessors of the device.
     """
     warps = multiprocessors * 32
     few = few_edges(rows, edges)
@@ -125,11 +125,11 @@ def cut_for(rows: int, edges: int, multiprocessors: int) -> Cut:
 
 
 def candidates(model: Cut, other: Cut | None = None) -> list[Cut]:
-    """Return the cuts of a graph that are worth a measurement: the model's and up to seven like it.
+    """Return the cuts of a graph that are worth a measurement: the model's and up to seven variations.
 
     Args:
-        model: what the model says, with its chunk; comes first.
-        other: what it says of stretches where it chose runs, or the reverse; None: there is one way alone.
+        model: the model's cut, with its chunk; comes first.
+        other: the model's cut for the other kind of table; None: the other kind is not tried.
     """
     part, short, chunk = model.part, model.short, model.chunk
     sizes = ((part // 2, short), (2 * part, short), (part, short // 2), (part, 2 * short))
@@ -143,7 +143,7 @@ def _is_useful(part: int, short: int) -> bool:
 
 
 def few_edges(rows: int, edges: int) -> int:
-    """Return what is few edges for a row of a CSR: twice the mean, as a power of two from 64 to 512."""
+    """Return the largest degree of a row of few edges: twice the mean, as a power of two from 64 to 512."""
     return min(max(_power_of_two_from(2 * edges // max(rows, 1)), 64), 512)
 
 
@@ -152,20 +152,20 @@ def _power_of_two_from(number: int) -> int:
 
 
 def chunk_of(runs: int, multiprocessors: int, row_bytes: int, *, per_block: bool = True) -> int:
-    """Return how many runs a block takes at a time; 0 where each should have one share of its own.
+    """Return the number of runs that a block takes at a time; 0 for one share for each block.
 
     Args:
-        runs: of the graph.
-        multiprocessors: of the device.
-        row_bytes: of a row of x.
-        per_block: whether there are shares.
+        runs: number of runs of the graph.
+        multiprocessors: number of multiprocessors of the device.
+        row_bytes: bytes of a row of x.
+        per_block: whether the table has shares.
     """
     chunk = _WIDE_CHUNK if row_bytes >= 256 else _CHUNK
     return chunk if runs >= _TURNS * multiprocessors * chunk or not per_block else 0
 
 
 class Kernels:
-    """The kernels that make run tables (csrc/cuda/structure/cut_rows.cuh), on one device."""
+    """Kernels that build run tables (csrc/cuda/structure/cut_rows.cuh), on one device."""
 
     def __init__(self, kernel_set: KernelSet) -> None:
         names = ("count_runs", "write_runs", "share_runs", "deal_runs")
@@ -185,15 +185,15 @@ class Kernels:
 
 
 class Draft:
-    """A run table in the making: launched, in memory for the most that it can be, and no one has waited.
+    """A run table whose kernels are launched, without a wait, into memory for its largest possible size.
 
     Args:
         rowptr: int64 ``[rows + 1]``, on the current device.
         edges: E, or more.
-        cut: sizes.
-        shares: blocks of threads that may have shares of the runs.
-        sizes: int32 ``[4]``, gets what ``finish`` asks for.
-        refused: an int32; where it is not 0, rowptr may be anything, and there will be no table.
+        cut: sizes by which the edges are cut.
+        shares: number of blocks of threads that may have shares of the runs.
+        sizes: int32 ``[4]``, receives the sizes that ``finish`` takes.
+        refused: an int32; if it is not 0, the content of rowptr is undefined, and no table is written.
     """
 
     def __init__(
@@ -235,14 +235,16 @@ class Draft:
         self._run_kernel(kernels.write, windows, sums=sums)
         self._run_kernel(kernels.share, 1, sums=sums, ends=torch.cumsum(self._cost, 0))
 
-    def _run_kernel(self, launch: Launcher, blocks: int, share: int = 0, **given: Tensor) -> None:
-        values = self._values | {name: tensor.data_ptr() for name, tensor in given.items()} | {"share": share}
+    def _run_kernel(self, launch: Launcher, blocks: int, share: int = 0, **tensors: Tensor) -> None:
+        values = (
+            self._values | {name: tensor.data_ptr() for name, tensor in tensors.items()} | {"share": share}
+        )
         stream = raw_stream(self._run.device.index)
         launch(blocks, stream, *[values.get(name, 0) for name in _FIELDS])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that it holds."""
+        """Tensors of the table."""
         return self._entry, self._run, self._split, self._cost, self._begin
 
     def finish(self, sizes: Sequence[int], edges: int) -> Runs:
@@ -252,24 +254,24 @@ class Draft:
             sizes: entries, runs, slots, and runs of the longest share.
             edges: E.
         """
-        entries, count, slots, most = sizes
+        entries, count, slots, longest = sizes
         per_block, cut = None, self._cut
-        takes_turns = count >= _TURNS * self._shares * _WIDE_CHUNK or most > _MOST_OF_A_SHARE
+        takes_turns = count >= _TURNS * self._shares * _WIDE_CHUNK or longest > _MOST_OF_A_SHARE
         if cut.chunk == 0 or cut.chunk is None and not takes_turns:
-            per_block = self._deal(min(count, self._shares), _power_of_two_from(most))
+            per_block = self._deal(min(count, self._shares), _power_of_two_from(longest))
         run, split = _fitted(self._run, count), _fitted(self._split, slots)
         return Runs(self._entry[:entries], run, split, edges, cut, per_block)
 
     def _deal(self, shares: int, share: int) -> Tensor:
         if shares == 0:
             return self._begin.new_tensor([_NO_RUN])
-        dealt = self._run.new_empty(shares * share, 4)
-        self._run_kernel(self._kernels.deal, shares, share, dealt=dealt)
-        return dealt
+        per_block = self._run.new_empty(shares * share, 4)
+        self._run_kernel(self._kernels.deal, shares, share, dealt=per_block)
+        return per_block
 
 
 def _fitted(tensor: Tensor, rows: int) -> Tensor:
-    """Return the first rows, copied where they are less than half of a tensor that would live as long."""
+    """Return the first rows, as a copy if they are less than half of the tensor, so that it can be freed."""
     return tensor[:rows] if 2 * rows >= tensor.shape[0] else tensor[:rows].clone()
 
 
@@ -280,10 +282,10 @@ def build_runs(rowptr: Tensor, edges: int, cut: Cut, shares: int) -> Runs:
         rowptr: int64 ``[rows + 1]``.
         edges: E.
         cut: sizes; the entries of a run of short rows cost less than ``part`` edges, or are one group.
-        shares: blocks of threads of a launch, one at least.
+        shares: number of blocks of threads of a launch, at least 1.
 
     Returns:
-        The table; one synchronisation.
+        The table; the host waits once for the device.
     """
     with torch.cuda.device(rowptr.device):
         readback = Readback(4, rowptr.device)
@@ -296,8 +298,8 @@ class PendingRuns(NamedTuple):
     """A run table whose sizes are known.
 
     Attributes:
-        draft: what was launched.
-        sizes: what ``Draft.finish`` asks for.
+        draft: the launched table.
+        sizes: the sizes that ``Draft.finish`` takes.
         edges: E.
     """
 
@@ -307,16 +309,16 @@ class PendingRuns(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that it holds."""
+        """Tensors of the table."""
         return self.draft.tensors
 
     def finish(self) -> Runs:
-        """Return the table; waits for nothing."""
+        """Return the table, without a wait."""
         return self.draft.finish(self.sizes, self.edges)
 
 
 def model_runs(rowptr: Tensor, edges: int) -> Runs:
-    """Return the runs of a CSR as the model cuts them, for rows of any size; they live as long as the tensor.
+    """Return the run table of a CSR by the model's cut, for rows of x of any size, cached on ``rowptr``.
 
     Args:
         rowptr: int64 ``[rows + 1]``.
@@ -335,5 +337,5 @@ def model_runs(rowptr: Tensor, edges: int) -> Runs:
 
 
 def multiprocessors_of(tensor: Tensor) -> int:
-    """Return how many the device of a tensor has."""
+    """Return the number of multiprocessors of a tensor's device."""
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count

@@ -1,4 +1,4 @@
-"""Sorts the edges of a new graph on the device: the launches of ``csrc/cuda/structure/radix.cuh``."""
+"""Sort of the edges of a new graph on the device: the launches of ``csrc/cuda/structure/radix.cuh``."""
 
 from functools import partial
 from typing import NamedTuple
@@ -15,20 +15,20 @@ from gnnc.torch_private import raw_stream
 _TILE, _THREADS = 8192, 512
 _SHARED = 10 * _TILE + 128
 _BITS = (8, 9)
-"""Bits of a digit that there are kernels for. Nine save ids of 9, 17, 18 or 25 to 27 bits a pass."""
+"""Widths of a digit in bits with a kernel. Nine bits save one pass for ids of 9, 17, 18 or 25 to 27 bits."""
 _ARGUMENTS, _ROWPTR_ARGUMENTS = 20, 5
 _IDS = {torch.int64: "int64_t", torch.int32: "int32_t"}
 MOST_EDGES = 2**31 - 1
 
 
 class Sorted(NamedTuple):
-    """Edges in order.
+    """Edges of a graph, sorted by the ids of one end.
 
     Attributes:
-        keys: int32 ``[E]``, the ids by which they are sorted.
-        rowptr: int64 ``[bound + 1]``, where each id begins.
-        perm: int64 ``[E]``, where each was.
-        col: int32 ``[E]``, the other end of each, with memory up to a multiple of four.
+        keys: int32 ``[E]``, the sorted ids.
+        rowptr: int64 ``[bound + 1]``, the first edge of each id.
+        perm: int64 ``[E]``, the position of each edge before the sort.
+        col: int32 ``[E]``, the other end of each edge, in memory padded to a multiple of four.
     """
 
     keys: Tensor
@@ -38,19 +38,19 @@ class Sorted(NamedTuple):
 
 
 class Kernels:
-    """The kernels for ids of one type, and digits of so many bits, on one device.
+    """Kernels of the sort for one type of ids and one width of digits, on one device.
 
     Attributes:
-        count: the launch that counts digits, by whether the pass is the first.
-        sums: the one that adds the counts up.
-        scatter: the one that moves edges, by whether the pass is the first, and the last.
-        rowptr: the one that finds where ids begin.
+        count: launchers of the kernel that counts digits, by whether the pass is the first.
+        sums: launcher of the kernel that adds the counts up.
+        scatter: launchers of the kernel that moves edges, by whether the pass is the first, and the last.
+        rowptr: launcher of the kernel that finds the first edge of each id.
 
     Args:
         kernel_set: the set that compiles the kernels.
-        ids: their C++ type.
-        bits: of a digit.
-        loops: whether every node gets an edge to itself.
+        ids: C++ type of the ids.
+        bits: bits of a digit.
+        loops: whether every node gets one self loop.
     """
 
     def __init__(self, kernel_set: KernelSet, ids: str, bits: int, loops: bool) -> None:
@@ -78,81 +78,88 @@ def _text(flag: bool) -> str:
 
 
 def digits_for(bound: int) -> tuple[int, int]:
-    """Return how many passes sort ids below ``bound``, and the bits of their digits."""
+    """Return the number of passes that sort ids below ``bound``, and the bits of a digit."""
     bits = max(1, max(bound - 1, 0).bit_length())
     passes = -(-bits // max(_BITS))
     return passes, next(width for width in _BITS if passes * width >= bits)
 
 
 def sort_edges(
-    ids: Tensor, others: Tensor, bound: int, others_bound: int, found: Tensor, *, loops: bool = False
+    ids: Tensor, others: Tensor, bound: int, others_bound: int, counts: Tensor, *, loops: bool = False
 ) -> Sorted:
     """Sort edges by the ids of one end, stably, without waiting for the device.
 
-    Beside the result it takes 16 bytes an edge, and less than one of counts. Nothing is read by the ids.
-    Where an id is out of range, rowptr may be anything.
+    The sort takes 16 bytes an edge beside the result, and less than one byte for counts. It does not use ids
+    as addresses. The content of rowptr is undefined if an id is out of range.
 
     Args:
         ids: integer ``[E]``, with any stride, on the current device; E at least 1 where there are no loops.
         others: the other ends, integer ``[E]``.
-        bound: ids are below it.
-        others_bound: other ends are below it.
-        found: int32, zeros: the first two numbers get others where an id, or another end, is out of range;
+        bound: upper bound of the ids, exclusive.
+        others_bound: upper bound of the other ends, exclusive.
+        counts: int32, zeros: the first two numbers become nonzero if an id, or another end, is out of range;
             the third becomes the number of edges whose ids are below the bound.
-        loops: every node gets one edge to itself, behind the others, in the place of those that it has:
-            these come last, with the id ``bound``. Results are of ``E + bound`` edges.
+        loops: every node gets one self loop, after its other edges; self loops among the edges move to the
+            end, with the id ``bound``. Results have ``E + bound`` edges.
 
     Raises:
         BackendError: there are more edges than places of 32 bits.
     """
     edges = ids.shape[0] + (bound if loops else 0)
     if edges > MOST_EDGES:
-        own = f", {bound} of them from a node to itself" if loops else ""
-        raise BackendError(f"a graph of {edges} edges{own}: backend 'cuda' sorts at most {MOST_EDGES}")
+        self_loops = f", {bound} of them from a node to itself" if loops else ""
+        raise BackendError(f"a graph of {edges} edges{self_loops}: backend 'cuda' sorts at most {MOST_EDGES}")
     if ids.dtype not in _IDS or others.dtype != ids.dtype:
         ids, others = ids.long(), others.long()
-    return _sort(ids, others, bound, others_bound, found, edges)
+    return _sort(ids, others, bound, others_bound, counts, edges)
 
 
-def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int, found: Tensor, edges: int) -> Sorted:
+def _sort(ids: Tensor, others: Tensor, bound: int, others_bound: int, counts: Tensor, edges: int) -> Sorted:
     device, loops = ids.device, edges > ids.shape[0]
     (passes, bits), tiles = digits_for(bound + loops), -(-edges // _TILE)
     digits, between = 1 << bits, 2 * edges if passes > 1 else 0
     rowptr = torch.empty(bound + 1, dtype=torch.int64, device=device)
     perm = torch.empty(edges, dtype=torch.int64, device=device)
     col = padded_columns(edges, device)
-    # Behind each other: keys of both kinds of passes, places with other ends, counts, totals.
+    # In order: keys of odd and even passes, positions with other ends, counts of digits, totals.
     size = edges + between // 2 + between + digits * tiles + digits
     memory = torch.empty(size, dtype=torch.int32, device=device)
     keys = memory.data_ptr(), memory.data_ptr() + 4 * edges
     pairs = keys[1] + 2 * between
-    counts = pairs + 4 * between
+    digit_counts = pairs + 4 * between
     kernels = kernels_on(device.index, Kernels, _IDS[ids.dtype], bits, loops)
     stream = raw_stream(device.index)
-    given = [ids.data_ptr(), ids.stride(0), bound, others.data_ptr(), others.stride(0), others_bound]
-    made = [perm.data_ptr(), counts, counts + 4 * digits * tiles, found.data_ptr(), edges, tiles]
+    inputs = [ids.data_ptr(), ids.stride(0), bound, others.data_ptr(), others.stride(0), others_bound]
+    outputs = [
+        perm.data_ptr(),
+        digit_counts,
+        digit_counts + 4 * digits * tiles,
+        counts.data_ptr(),
+        edges,
+        tiles,
+    ]
     read = [0, 0, 0]
     for number in range(passes):
         first, last = number == 0, number == passes - 1
-        # Places and other ends, between two passes. The last one writes perm, so it reads memory of their
-        # own, and what the one before reads may lie where perm will.
+        # Positions and other ends, between two passes. The last pass writes perm, so it reads other memory;
+        # the input of the pass before it may be in the memory of perm.
         places = perm.data_ptr() if (passes - number) % 2 else pairs
         written = [keys[number % 2], places, places + 4 * edges]
         if last:
             written[1:] = [0, col.data_ptr()]
-        values = [*given, *read, *written, *made, number * bits, ids.shape[0]]
+        values = [*inputs, *read, *written, *outputs, number * bits, ids.shape[0]]
         kernels.count[first](tiles, stream, *values)
         kernels.sums(digits, stream, *values)
         kernels.scatter[first, last](tiles, stream, *values)
         read = written
-    kept = found.data_ptr() + 2 * found.itemsize
-    kernels.rowptr(bound // BLOCK + 1, stream, read[0], rowptr.data_ptr(), kept, edges, bound)
+    edges_in_range = counts.data_ptr() + 2 * counts.itemsize
+    kernels.rowptr(bound // BLOCK + 1, stream, read[0], rowptr.data_ptr(), edges_in_range, edges, bound)
     begin = (passes - 1) % 2 * edges
     return Sorted(memory[begin : begin + edges], rowptr, perm, col)
 
 
 class RowsKernel:
-    """The kernel that finds the row of every edge, on one device."""
+    """Kernel that writes the row of every edge, on one device."""
 
     def __init__(self, kernel_set: KernelSet) -> None:
         self.launch = kernel_set.launcher("gnnc::radix_rows", 3)

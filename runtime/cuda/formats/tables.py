@@ -1,4 +1,4 @@
-"""What kernels need of a CSR beside itself, made once and kept as long as the CSR lives."""
+"""Tables of a CSR as kernels take them: built once, cached on the tensors of the CSR, and freed with them."""
 
 from collections.abc import Sequence
 
@@ -51,17 +51,17 @@ class RunTable:
     """The run table of one CSR on its device, as kernels take it.
 
     Attributes:
-        blocks: of a launch, one a multiprocessor.
-        count: runs, with those that fill up shares.
-        chunk: runs that a block takes at a time.
+        blocks: blocks of threads of a launch, one a multiprocessor.
+        count: number of runs, with the empty runs that pad shares.
+        chunk: number of runs that a block takes at a time.
         slots: rows of the staging buffer.
-        fields: of ``gnnc::Runs`` after ``rowptr`` and ``col``.
-        tensors: that the fields are addresses of.
+        fields: members of ``gnnc::Runs`` after ``rowptr`` and ``col``.
+        tensors: tensors whose addresses are in the fields.
 
     Args:
         runs: the table, complete.
-        multiprocessors: of the device.
-        row_bytes: of the rows of x that are gathered.
+        multiprocessors: number of multiprocessors of the device.
+        row_bytes: bytes of a row of x.
         chunk: see ``Cut``.
     """
 
@@ -82,12 +82,12 @@ class RunTable:
 
 
 def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
-    """Return the run table of a CSR; it lives as long as the tensor, which the structure cache holds.
+    """Return the run table of a CSR, cached on ``rowptr``.
 
     Args:
         rowptr: int64 ``[rows + 1]``.
         edges: E.
-        row_bytes: of the rows of x that are gathered.
+        row_bytes: bytes of a row of x.
     """
     return cached(
         rowptr,
@@ -97,16 +97,16 @@ def runs_of(rowptr: Tensor, edges: int, row_bytes: int) -> RunTable:
 
 
 class SumTable:
-    """How sums over a CSR are launched: by one of two tables, and the other's launch has no blocks.
+    """Table for sums over a CSR: a run table or a window table; the launch for the other one has no blocks.
 
     Attributes:
-        blocks, fields: of the launch through ``gnnc::Runs``.
-        staged_blocks, staged_fields: of the one through ``gnnc::StagedRuns``.
+        blocks, fields: blocks and arguments of the launch that takes ``gnnc::Runs``.
+        staged_blocks, staged_fields: blocks and arguments of the launch that takes ``gnnc::StagedRuns``.
         slots: rows of the staging buffer.
-        tensors: that the fields are addresses of.
+        tensors: tensors whose addresses are in the fields.
 
     Args:
-        table: the one that is used.
+        table: the table that the sums use.
     """
 
     def __init__(self, table: RunTable | WindowTable) -> None:
@@ -120,26 +120,26 @@ class SumTable:
 
 
 def sums_of(rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> SumTable:
-    """Return how sums over a CSR's edges are launched; it lives as long as ``col``.
+    """Return the table for sums over the edges of a CSR, cached on ``col``.
 
     Args:
         rowptr: int64 ``[rows + 1]``.
-        col: int32 ``[E]``, of that CSR.
-        sources: rows of x.
-        row_bytes: of the rows of x that are gathered.
+        col: int32 ``[E]``.
+        sources: number of rows of x.
+        row_bytes: bytes of a row of x.
     """
 
     def build() -> SumTable:
-        staged = _window_runs_of(rowptr, col, row_bytes)
-        if staged is None:
+        windowed = _window_runs_of(rowptr, col, row_bytes)
+        if windowed is None:
             return SumTable(runs_of(rowptr, col.shape[0], row_bytes))
-        return SumTable(WindowTable(staged, sources))
+        return SumTable(WindowTable(windowed, sources))
 
     return cached(col, sum_table_key(rowptr, sources, row_bytes), build)
 
 
 def _window_runs_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> WindowRuns | None:
-    """Return the edges by stretch, where that pays for rows of so many bytes."""
+    """Return the tensors of the window table of a CSR, or None if a run table costs less for such rows."""
     rows, edges, window = rowptr.shape[0] - 1, col.shape[0], window_rows(row_bytes)
     processors = multiprocessors_of(rowptr)
     if not pays(edges, edges, rows, processors, row_bytes):
@@ -157,15 +157,15 @@ def _window_runs_of(rowptr: Tensor, col: Tensor, row_bytes: int) -> WindowRuns |
 
 
 def window_cut_of(rowptr: Tensor, col: Tensor) -> Cut:
-    """Return how the model cuts the edges of a CSR by stretch: as they were counted, where they were."""
+    """Return the model's cut of windowed edges: the cut that the cached sizes are for, if there are any."""
     sizes = attached(col, window_sizes_key(rowptr))
     return window_cut_for(rowptr.shape[0] - 1, col.shape[0]) if sizes is None else sizes.cut
 
 
 def in_fours(col: Tensor) -> Tensor:
-    """Return columns that kernels may read four at a time: on 16 bytes, and up to a multiple of four.
+    """Return columns that kernels may read four at a time: aligned to 16 bytes, padded to a multiple of four.
 
-    Those of ``gnnc.csr`` are; of others a copy is kept as long as the tensor.
+    The columns of ``gnnc.csr`` are returned as they are; of other columns a copy is cached on ``col``.
     """
 
     def build() -> Tensor | None:
@@ -180,14 +180,14 @@ def in_fours(col: Tensor) -> Tensor:
 
 
 def give_back(col: Tensor, others: Sequence[Tensor], rows: Sequence[Tensor] = ()) -> None:
-    """Free the memory of columns, if all sums over their edges go through tables by stretch, which hold them.
+    """Free the memory of columns if all sums over their edges use window tables, which contain them.
 
-    With it goes what was begun of a run table that nobody else asks for.
+    A pending run table of the same CSR is freed too.
 
     Args:
-        col: int32 ``[E]``, which nothing but such sums reads.
-        others: what else there is of the graph; memory that one of them shares stays.
-        rows: tensors that nothing but such sums reads, the graph's ``rowptr`` among them.
+        col: int32 ``[E]``, read by such sums alone.
+        others: the other structure tensors of the graph; memory that one of them shares stays.
+        rows: structure tensors read by such sums alone, ``rowptr`` among them.
     """
     memory = col.untyped_storage()
     if memory.nbytes() == 0 or any(storage_id(other) == storage_id(col) for other in others):
@@ -203,7 +203,7 @@ def give_back(col: Tensor, others: Sequence[Tensor], rows: Sequence[Tensor] = ()
 
 
 def in_order(rowptr: Tensor, edges: int) -> Tensor:
-    """Return the columns of a segment reduction that reads its rows as they come."""
+    """Return 0, 1, ..., E - 1 as int32 columns: a segment reduction reads row i of x for edge i."""
 
     def build() -> Tensor:
         with launching(rowptr.device):
@@ -214,7 +214,7 @@ def in_order(rowptr: Tensor, edges: int) -> Tensor:
 
 
 def destinations(rowptr: Tensor, edges: int) -> Tensor:
-    """Return the destination of every edge, int32; kept as long as the CSR."""
+    """Return the destination of every edge, int32 ``[E]``, cached on ``rowptr``."""
 
     def build() -> Tensor:
         with launching(rowptr.device):
@@ -224,22 +224,22 @@ def destinations(rowptr: Tensor, edges: int) -> Tensor:
 
 
 def write_columns(emitter: CudaEmitter, col: Expr) -> Expr:
-    """Write the call that makes columns fit for kernels that read them in fours; return the columns."""
+    """Write the call of ``in_fours``; return the columns."""
     return emitter.let_call("col", emitter.bind(in_fours, "in_fours"), [col])
 
 
 def write_runs(emitter: CudaEmitter, rowptr: Expr, edges: Operand, row_bytes: int) -> Expr:
-    """Write the run table for kernels that gather rows of so many bytes; return the table."""
+    """Write the call of ``runs_of``; return the table."""
     return emitter.let_call("runs", emitter.bind(runs_of, "runs_of"), [rowptr, edges, row_bytes])
 
 
 def write_sums(emitter: CudaEmitter, rowptr: Expr, col: Expr, sources: Operand, row_bytes: int) -> Expr:
-    """Write the tables for sums of rows of x of so many bytes; return the tables."""
+    """Write the call of ``sums_of``; return the table."""
     return emitter.let_call("runs", emitter.bind(sums_of, "sums_of"), [rowptr, col, sources, row_bytes])
 
 
 def write_give_back(emitter: CudaEmitter) -> None:
-    """Write the line that frees the columns of a graph once nothing reads them: see ``give_back``."""
+    """Write the call of ``give_back`` after the last sum that reads the columns of a graph."""
     nodes = emitter.graph_module.graph.nodes
     inputs = placeholders(emitter.graph_module)
     structure = [node for node in inputs if is_structure(node) and isinstance(node.meta.get("val"), Tensor)]
@@ -259,7 +259,7 @@ def write_staging(emitter: CudaEmitter, runs: Expr, words: int, slices: int = 1)
     Args:
         emitter: the program under construction.
         runs: the run table.
-        words: 4-byte words of a part.
+        words: number of 4-byte words of a part.
         slices: number of slices that a row may be cut into.
     """
     memory = emitter.empty("staging", [expr("{}.slots * {}", runs, words)], torch.float32)
@@ -277,5 +277,5 @@ def staged_arguments(rowptr: Expr, runs: Expr) -> list[Argument]:
     return [pointer(rowptr), Unpacked(expr("{}.staged_fields", runs), _STAGED_FIELDS)]
 
 
-KEPT = (in_fours, in_order, destinations, runs_of, sums_of)
-"""Functions whose results live as long as the tensors that they were made of."""
+CACHED = (in_fours, in_order, destinations, runs_of, sums_of)
+"""Functions whose results are cached on their first argument or on ``col``."""

@@ -1,12 +1,12 @@
-"""How the edges of one graph are cut, by measurement where that is faster than what the model says (runs.py).
+"""Choice of the tables of one graph by measurement, beside those of the model (run_table.py).
 
-For each table that launches of a program take of a CSR, candidates are measured in turns with the model's
-table, in the program itself: by the device's time of those launches. What is fastest stays in the place of
-the model's table, and so lives as long as the CSR.
+For each table of a CSR that launches of a program use, candidates are measured alternately with the model's
+table, in the program itself: by the device's time of the launches. The fastest table is cached on the CSR in
+the place of the model's.
 
-The CSR is one that nobody else has yet (``StructureRunner.rebuild``). Whoever holds addresses of tables, as
-graphs of launches do and calls under way, goes by the tensors that those tables live with; later calls find
-other tensors. So no table is taken from anybody, and no lock is needed.
+The CSR is a new one that is not shared yet (``StructureRunner.rebuild``). CUDA graphs and calls in progress
+hold addresses of the tables of earlier structure tensors; later calls find the new tensors. So no table that
+is in use is replaced, and no lock is needed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,18 +44,18 @@ from gnnc.runtime.cuda.formats.window_table import (
 from gnnc.runtime.program.executable import Executable
 
 ROUNDS = 5
-"""Times that each candidate is measured, in turns with the model's."""
+"""Number of measurements of each candidate, alternately with the model's table."""
 _MARGIN, _TICK = 0.02, 0.5e-6
-"""What a candidate must save: of the model's time, and in seconds, which events tell no better."""
+"""Least saving of a candidate: as a share of the model's time, and in seconds, the resolution of events."""
 
 Table = RunTable | SumTable
 
 
 def choose(seconds: Sequence[float]) -> int:
-    """Return which of several cuts is taken: the fastest, or the first where that may be noise.
+    """Return the index of the cut to use: the fastest, or the first one if the difference may be noise.
 
     Args:
-        seconds: of each, the model's first.
+        seconds: time with each cut, the model's first.
     """
     best = min(range(len(seconds)), key=seconds.__getitem__)
     saves = seconds[0] - seconds[best]
@@ -63,13 +63,13 @@ def choose(seconds: Sequence[float]) -> int:
 
 
 class Tuned(NamedTuple):
-    """What was measured for one table.
+    """Measurements for one table.
 
     Attributes:
-        launches: layer and node of the launches that take it.
-        row_bytes: of the rows of x that they gather.
-        cuts: the model's, and those that were measured beside it.
-        seconds: of these launches in one call, by cut.
+        launches: layer and node of the launches that use the table.
+        row_bytes: bytes of a row of x.
+        cuts: the model's cut, and the candidates.
+        seconds: time of these launches in one call, by cut.
     """
 
     launches: tuple[str, ...]
@@ -79,11 +79,11 @@ class Tuned(NamedTuple):
 
     @property
     def cut(self) -> Cut:
-        """The one that is used."""
+        """Cut that is used."""
         return self.cuts[choose(self.seconds)]
 
     def __str__(self) -> str:
-        """Say the model's cut and the fastest other one, both times, and which is used."""
+        """Return the model's cut and the fastest other one, both times, and which of them is used."""
         best = min(range(1, len(self.cuts)), key=self.seconds.__getitem__)
         model, other = (f"{self.cuts[i]}: {1e3 * self.seconds[i]:.4f} ms" for i in (0, best))
         used = "measured" if choose(self.seconds) else "model's"
@@ -93,20 +93,20 @@ class Tuned(NamedTuple):
 
 
 class Wanted:
-    """A table that launches ask for, by ``runs_of`` or ``sums_of``.
+    """Request of launches for a table, by ``runs_of`` or ``sums_of``.
 
     Attributes:
-        owner: the tensor that keeps it.
+        owner: the tensor on which the table is cached.
         cache_key: key of the table among the values cached on the owner.
         key: owner and cache key, equal for launches that share the table.
-        launches: layer and node of the launches that take it, in order.
+        launches: layer and node of the launches that use the table, in order.
 
     Args:
         rowptr: int64 ``[rows + 1]``.
         edges: E.
-        row_bytes: of the rows of x that are gathered.
-        col: int32 ``[E]`` of sums, which may go by stretch; None: others.
-        sources: rows of x of sums.
+        row_bytes: bytes of a row of x.
+        col: int32 ``[E]`` for a table of sums, which may be windowed; None for a run table.
+        sources: number of rows of x, for a table of sums.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class Wanted:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of the CSR that it is made of."""
+        """Tensors of the CSR from which the table is built."""
         return (self._rowptr,) if self._col is None else (self._rowptr, self._col)
 
     def model(self) -> Table:
-        """Return the table as the model has it."""
+        """Return the table by the model's cut."""
         if self._col is None:
             return runs_of(self._rowptr, self._edges, self.row_bytes)
         return sums_of(self._rowptr, self._col, self._sources, self.row_bytes)
@@ -146,9 +146,9 @@ class Wanted:
         return candidates(runs, window_cut_of(self._rowptr, self._col))
 
     def build(self, cut: Cut) -> Table | None:
-        """Return the table by another cut; None where its words have no room."""
+        """Return the table by another cut; None if it has too many words."""
         processors = multiprocessors_of(self._rowptr)
-        if not cut.by_stretch:
+        if not cut.windowed:
             runs = build_runs(self._rowptr, self._edges, cut, processors)
             table = RunTable(runs, processors, self.row_bytes, cut.chunk)
             return table if self._col is None else SumTable(table)
@@ -160,11 +160,11 @@ class Wanted:
 
 
 class Trials:
-    """Runs of a program that take tables of our choice.
+    """Runs of a program with chosen tables.
 
     Attributes:
-        wanted: what the launches of the program ask for.
-        chosen: tables that they get in the place of the model's, by key.
+        wanted: the tables that launches of the program request, by key.
+        chosen: tables that replace the model's, by key.
 
     Args:
         executable: the program.
@@ -176,18 +176,18 @@ class Trials:
         self.chosen: dict[Any, Table] = {}
         self._tried: dict[Any, Table] = {}
         self._values, self._launch = values, ""
-        self._notes = True
+        self._collecting = True
         stand_ins = {runs_of: self._runs_of, sums_of: self._sums_of, give_back: _leave}
         self._program = executable.calling(stand_ins, enter_range=self._enter, leave_range=_leave)
-        self._program.profile(*values)  # makes the model's tables: its times are of no use
-        self._notes = False
+        self._program.profile(*values)  # builds the model's tables: its times are not used
+        self._collecting = False
 
     def table(self, wanted: Wanted) -> Table:
-        """Return the table that launches get."""
+        """Return the table that launches use."""
         return self._tried.get(wanted.key) or self.chosen.get(wanted.key) or wanted.model()
 
     def seconds(self, wanted: Wanted, table: Table) -> float:
-        """Return the time of the launches that ask for a table, with this one."""
+        """Return the time of the launches that request a table, with ``table`` in its place."""
         self._tried = {wanted.key: table}
         _, timings = self._program.profile(*self._values)
         self._tried = {}
@@ -198,38 +198,38 @@ class Trials:
         self._launch = launch
 
     def _runs_of(self, rowptr: Tensor, edges: int, row_bytes: int) -> Table:
-        return self._asked(Wanted(rowptr, edges, row_bytes))
+        return self._requested(Wanted(rowptr, edges, row_bytes))
 
     def _sums_of(self, rowptr: Tensor, col: Tensor, sources: int, row_bytes: int) -> Table:
-        return self._asked(Wanted(rowptr, col.shape[0], row_bytes, col, sources))
+        return self._requested(Wanted(rowptr, col.shape[0], row_bytes, col, sources))
 
-    def _asked(self, wanted: Wanted) -> Table:
-        if self._notes:  # later on as well, a program may make a CSR of its own in each run
+    def _requested(self, wanted: Wanted) -> Table:
+        if self._collecting:  # a program may build a CSR of its own in each run: not collected later
             self.wanted.setdefault(wanted.key, wanted).launches[self._launch] = None
         return self.table(wanted)
 
 
 def tune(executable: Executable, values: Sequence[Any], structure: Iterable[Tensor]) -> list[Tuned]:
-    """Have the tensors of a graph's structure keep the tables that are measured to be fastest.
+    """Measure the candidates for each table of a graph, and cache the fastest on its structure tensors.
 
     Args:
         executable: the program, of a CUDA device that is the current one.
         values: its arguments.
-        structure: those of them that are the graph's structure, which nobody else has yet.
+        structure: the arguments that are the graph's structure, not shared yet.
 
     Returns:
-        What was measured, for each table of those tensors.
+        The measurements for each table of the structure.
     """
     trials = Trials(executable, values)
-    lasting = {id(each) for tensor in structure for each in (tensor, *cached_tensors(tensor))}
-    wanted = [each for each in trials.wanted.values() if all(id(t) in lasting for t in each.tensors)]
-    tuned = [_tune(trials, each) for each in wanted]
-    _keep(trials, wanted)
+    owners = {id(t) for tensor in structure for t in (tensor, *cached_tensors(tensor))}
+    requests = [wanted for wanted in trials.wanted.values() if owners.issuperset(map(id, wanted.tensors))]
+    tuned = [_tune(trials, wanted) for wanted in requests]
+    _attach_tables(trials, requests)
     return tuned
 
 
 def _tune(trials: Trials, wanted: Wanted) -> Tuned:
-    """Measure the candidates of one table, and have further trials take the one that is chosen."""
+    """Measure the candidates for one table; further trials use the chosen one."""
     cuts = wanted.cuts()
     pairs = [_race(trials, wanted, cut) for cut in cuts[1:]]
     seconds = (min(model for model, _ in pairs), *[other for _, other in pairs])
@@ -249,16 +249,16 @@ def _race(trials: Trials, wanted: Wanted, cut: Cut) -> tuple[float, float]:
     return min(model for model, _ in turns), min(other for _, other in turns)
 
 
-def _keep(trials: Trials, wanted: Sequence[Wanted]) -> None:
-    """Keep the tables, and free what none of them is made of."""
-    tables = [trials.table(each) for each in wanted]
-    for each, table in zip(wanted, tables, strict=True):
-        attach(each.owner, each.cache_key, table)
+def _attach_tables(trials: Trials, requests: Sequence[Wanted]) -> None:
+    """Cache the tables, and free the cached values that none of them uses."""
+    tables = [trials.table(wanted) for wanted in requests]
+    for wanted, table in zip(requests, tables, strict=True):
+        attach(wanted.owner, wanted.cache_key, table)
     needed = {id(tensor) for table in tables for tensor in table.tensors}
-    for tensor in (tensor for each in wanted for tensor in each.tensors):
+    for tensor in (tensor for wanted in requests for tensor in wanted.tensors):
         detach_all_but(tensor, needed)
     torch.cuda.current_stream().synchronize()  # other streams may use the tables next
 
 
 def _leave(*_: Any) -> None:
-    """Do nothing: columns are still read, and ranges are noted where they begin."""
+    """Do nothing: columns are still read, and a range is recorded when it is entered."""

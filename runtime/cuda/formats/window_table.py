@@ -1,4 +1,4 @@
-"""Windowed edge table, for graphs whose edges mostly connect nearby ids (csrc/cuda/sparse/staged.cuh)."""
+"""Window table of a graph, for graphs whose edges mostly connect nearby ids (csrc/cuda/sparse/staged.cuh)."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,7 +16,7 @@ from gnnc.runtime.cuda.formats.sort import rows_of
 from gnnc.torch_private import raw_stream
 
 LEAST_SHARED = 227 * 1024
-"""Bytes of shared memory that a block of the device can have: a window and what warps hold."""
+"""Bytes of shared memory that a block needs: a window and the buffers of its warps."""
 _POINTERS = ("place", "row", "edges", "near", "entry", "word", "slot")
 """Members of ``gnnc::StageArgs`` between the first two and the last two."""
 _ARGUMENTS = len(_POINTERS) + 4
@@ -36,8 +36,8 @@ class Entries(NamedTuple):
     Attributes:
         row: int32 ``[entries]``.
         edges: int32 ``[entries]``.
-        first: int64 ``[entries]``, the first edge of each.
-        part: int64 ``[entries]``, the slot of the staging buffer of a part, -1 of a whole row.
+        first: int64 ``[entries]``, the first edge of each entry.
+        part: int64 ``[entries]``, the slot of a part in the staging buffer, -1 for a whole row.
         split: int32 ``[slots, 4]``: row, first slot and number of parts, 0, of the row of each part.
     """
 
@@ -49,15 +49,15 @@ class Entries(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the host has to know of a graph to arrange it.
+    """Sizes of a graph that the host needs to build its window table.
 
     Attributes:
-        entries: rows, and parts of rows.
-        slots: parts of rows.
-        runs: for both windows, of rows of x of at most 64 bytes and of more.
-        near: near edges, for both.
-        edges: of all.
-        cut: how they are cut.
+        entries: number of rows and parts of rows.
+        slots: number of parts of rows.
+        runs: number of runs for each window: rows of x of at most 64 bytes, and of more.
+        near: number of near edges for each window.
+        edges: E of the graph.
+        cut: sizes by which the edges are cut.
     """
 
     entries: int
@@ -69,47 +69,47 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Sequence[int], edges: int, cut: Cut) -> "Sizes":
-        """Return what the device found: entries, slots, runs and near edges, those for both windows."""
+        """Return the sizes from the device's counts: entries, slots, runs and near edges of each window."""
         entries, slots, narrow, wide, *near = numbers
         return cls(entries, slots, (narrow, wide), (near[0], near[1]), edges, cut)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """None: they are numbers."""
+        """Empty tuple: sizes are numbers."""
         return ()
 
     def near_for(self, window: int) -> int:
-        """Near edges, with so many rows of x in a window."""
+        """Return the number of near edges with so many rows of x in a window."""
         return self.near[window != STRETCH]
 
     def runs_for(self, window: int) -> int:
-        """Runs, with so many rows of x in a window."""
+        """Return the number of runs with so many rows of x in a window."""
         return self.runs[window != STRETCH]
 
     def words_for(self, window: int) -> int:
-        """Words, at most: entries end with a word that is not full, of each kind."""
+        """Return the largest number of words: entries end with partial words, near and far."""
         near = self.near_for(window)
         return near // 8 + (self.edges - near) // 4 + 2 * self.entries
 
 
 NUMBERS = 6
-"""Of which sizes are made."""
+"""Number of counts that ``Sizes.of`` takes."""
 
 
 class WindowRuns(NamedTuple):
-    """The tensors of ``gnnc::StagedRuns``, on the graph's device.
+    """Tensors of ``gnnc::StagedRuns``, on the graph's device.
 
     Attributes:
         word: int32 ``[words, 4]``.
         entry: int32 ``[entries, 4]``: row, near edges, far edges, first word.
-        run: int32 ``[runs, 4]``: first entry, entries, staging slot (-1: whole rows), stretch.
+        run: int32 ``[runs, 4]``: first entry, entries, staging slot (-1: whole rows), node block.
         split: as in ``Entries``.
-        begin: int32 ``[stretches + 1]``, the first run of each.
+        begin: int32 ``[node blocks + 1]``, the first run of each node block.
         share: int32 ``[blocks + 1]``, the first run of each block of threads.
-        place: int32 ``[entries]``, where those of ``Entries`` stand; None once words are written.
+        place: int32 ``[entries]``, the position of each entry in ``Entries``; None once words are written.
         slot: int32 ``[entries]``, 0 or 1: an even or odd slot of a warp has the entry; -1: all slots have;
             None likewise.
-        near: near edges of all.
+        near: number of near edges.
     """
 
     word: Tensor
@@ -124,26 +124,26 @@ class WindowRuns(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of ``gnnc::StagedRuns``."""
+        """Tensors that kernels read, in the order of ``gnnc::StagedRuns``."""
         return self.word, self.entry, self.run, self.split, self.begin, self.share
 
 
 def window_cut_for(rows: int, edges: int) -> Cut:
-    """Return how the edges of a large graph are cut by stretch.
+    """Return the sizes by which a window table cuts the edges of a large graph.
 
-    Rows of more edges than elsewhere are worked on side by side. The bounds are measured:
+    Rows of more edges share a run than in a run table. The bounds are measured:
     docs/cuda-sparse-kernels.md.
 
     Args:
-        rows: of the CSR.
+        rows: number of rows of the CSR.
         edges: E of the graph.
     """
     few = few_edges(rows, edges)
-    return Cut(min(4 * few, _MOST_PART), few, by_stretch=True)
+    return Cut(min(4 * few, _MOST_PART), few, windowed=True)
 
 
 def _parts_of(rowptr: Tensor, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
-    """Return edges of each row, of its parts but the last, and their number: 1 of a row that is whole."""
+    """Return the edges of each row, the edges of each of its parts but the last, and the number of parts."""
     degree = rowptr.diff()
     parts = -(-degree // cut.part)
     size = -(-degree // parts.clamp(min=1))
@@ -165,29 +165,29 @@ def cut_rows(rowptr: Tensor, sizes: Sizes) -> Entries:
 
 
 def _places(mask: Tensor, count: int) -> Tensor:
-    """Return where a mask holds, int64 ``[count]``, without waiting for how often it does."""
+    """Return the positions at which a mask is true, int64 ``[count]``, without a wait for their number."""
     return torch.nonzero_static(mask, size=count).squeeze(1)
 
 
 def arrange(entries: Entries, near: Tensor, rows: int, blocks: int, window: int, sizes: Sizes) -> WindowRuns:
-    """Make runs of entries, by stretch: long ones first, one a run, then short ones of about as many words.
+    """Group entries into runs by node block: long entries first, one a run, then short ones by words.
 
     Args:
-        entries: of the graph.
-        near: int32 ``[entries]``, how many edges of each are near ones.
-        rows: of the CSR.
-        blocks: blocks of threads.
-        window: sources of a stretch that are near, the first ones.
-        sizes: of the graph, cut like this.
+        entries: entries of the graph.
+        near: int32 ``[entries]``, the number of near edges of each entry.
+        rows: number of rows of the CSR.
+        blocks: number of blocks of threads of a launch.
+        window: number of sources of a node block in its window, from the first one on.
+        sizes: sizes of the graph by the same cut.
 
     Returns:
-        The table; its words are not written yet.
+        The table, without its words.
     """
     row, edges, near, short = entries.row.long(), entries.edges.long(), near.long(), sizes.cut.short
     near_words, far_words = -(-near // 8), -(-(edges - near) // 4)
-    stretch, is_short = row // STRETCH, (edges <= short) & (entries.part < 0)
+    node_block, is_short = row // STRETCH, (edges <= short) & (entries.part < 0)
     cost = torch.where(is_short, near_words * (short + 1) + far_words, edges)
-    order = torch.argsort(((stretch * 2 + is_short) << 32) - cost, stable=True)
+    order = torch.argsort(((node_block * 2 + is_short) << 32) - cost, stable=True)
     ascending = torch.arange(order.numel(), device=order.device)
     place = torch.empty_like(order)
     place[order] = ascending
@@ -195,15 +195,15 @@ def arrange(entries: Entries, near: Tensor, rows: int, blocks: int, window: int,
     words = (near_words + far_words)[order]
     first = words.cumsum(0) - words
     entry = torch.stack([row[order], near[order], (edges - near)[order], first], 1).int()
-    kind = (stretch * 2 + is_short)[order]
+    kind = (node_block * 2 + is_short)[order]
     starts = ~is_short[order] | (places_within(kind) % entries_of(window) == 0)
     opens = _places(starts, sizes.runs_for(window))
     count = torch.diff(opens, append=opens.new_full((1,), order.numel()))
-    where = stretch[order][opens]
+    where = node_block[order][opens]
     run = torch.stack([opens, count, entries.part[order][opens], where], 1).int()
 
-    stretches = -(-rows // STRETCH)
-    begin = torch.searchsorted(where, torch.arange(stretches + 1, device=where.device))
+    node_blocks = -(-rows // STRETCH)
+    begin = torch.searchsorted(where, torch.arange(node_blocks + 1, device=where.device))
     spent = (edges[order] + ROW_COST).cumsum(0)
     ends = spent[opens + count - 1]
     shares = torch.arange(blocks + 1, device=where.device) * ends[-1:].sum() / blocks
@@ -217,22 +217,22 @@ def arrange(entries: Entries, near: Tensor, rows: int, blocks: int, window: int,
 
 
 def places_within(groups: Tensor) -> Tensor:
-    """Return the place of each element in its group, from 0 on; ``groups`` are sorted numbers, ``[n]``."""
+    """Return the position of each element in its group, from 0; ``groups`` are sorted numbers, ``[n]``."""
     return torch.arange(groups.numel(), device=groups.device) - torch.searchsorted(groups, groups)
 
 
 class WindowTable:
-    """The table of one CSR as kernels take it.
+    """Window table of one CSR as kernels take it.
 
     Attributes:
-        blocks: of a launch, one a multiprocessor.
+        blocks: blocks of threads of a launch, one a multiprocessor.
         slots: rows of the staging buffer.
-        fields: of ``gnnc::StagedRuns`` after ``rowptr``.
-        tensors: that the fields are addresses of.
+        fields: members of ``gnnc::StagedRuns`` after ``rowptr``.
+        tensors: tensors whose addresses are in the fields.
 
     Args:
-        runs: the table, complete.
-        sources: rows of x.
+        runs: the tensors of the table, with its words.
+        sources: number of rows of x.
     """
 
     def __init__(self, runs: WindowRuns, sources: int) -> None:
@@ -246,8 +246,8 @@ def shared_bytes(row_bytes: int, scale: str = "none") -> int:
     """Return the bytes of a window: ``gnnc::Window::kBytes``.
 
     Args:
-        row_bytes: of a row of x.
-        scale: what comes with a row, as ``gnnc::Scale`` names it.
+        row_bytes: bytes of a row of x.
+        scale: kind of scale of a row, as ``gnnc::Scale`` names it.
     """
     factor = {"none": 0, "in_row": 0, "power": 1, "row": 4}[scale]
     rows = window_rows(row_bytes)
@@ -256,33 +256,33 @@ def shared_bytes(row_bytes: int, scale: str = "none") -> int:
 
 @cache
 def has_room(device: torch.device) -> bool:
-    """Whether a device has the shared memory; for code compiled without one, whether one may have it."""
+    """Return whether a device has the shared memory for a window; True for code compiled without a device."""
     if device.type != "cuda":
         return True
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= LEAST_SHARED
 
 
 def slice_bytes(row_bytes: int) -> int:
-    """Return the bytes that a window has for a row, or for a slice of one: ``gnnc::Window::kRow``."""
+    """Return the bytes of a row, or of a slice of a row, in a window: ``gnnc::Window::kRow``."""
     return max(16, 1 << (row_bytes - 1).bit_length()) if row_bytes <= 64 else 128
 
 
 def slices_of(row_bytes: int) -> int:
-    """Return how many slices a row of so many bytes has."""
+    """Return the number of slices of a row of so many bytes."""
     return -(-row_bytes // slice_bytes(row_bytes))
 
 
 WINDOWS = window_rows(64), window_rows(65)
-"""Of both sizes."""
+"""Rows of x in a window: rows of at most 64 bytes, and of more."""
 
 
 def entries_of(window: int) -> int:
-    """Return the entries of a run, at most, where so many rows of x are in a window: ``entries_within``."""
+    """Return the most entries of a run with so many rows of x in a window: ``entries_within``."""
     return 16 if window == STRETCH else 8
 
 
 class Kernels:
-    """The kernels that look at every edge and row (csrc/cuda/structure/stage_edges.cuh), on one device."""
+    """Kernels that build window tables (csrc/cuda/structure/stage_edges.cuh), on one device."""
 
     def __init__(self, kernel_set: KernelSet) -> None:
         self._near = kernel_set.launcher("gnnc::near_edges", _FOUND)
@@ -297,29 +297,29 @@ class Kernels:
             kernel, f"window_rows(64) == {small} && window_rows(65) == {large}", "there are two"
         )
 
-    def find(self, rowptr: Tensor, row: Tensor, col: Tensor, cut: Cut, found: Tensor) -> None:
-        """Find the numbers of sizes; see ``find_sizes``."""
+    def find(self, rowptr: Tensor, row: Tensor, col: Tensor, cut: Cut, counts: Tensor) -> None:
+        """Count the sizes of a graph; see ``find_sizes``."""
         stream = raw_stream(col.device.index)
-        edges, rows, counts = col.shape[0], rowptr.shape[0] - 1, found.data_ptr()
-        self._entries(-(-rows // STRETCH), stream, rowptr.data_ptr(), counts, rows, cut.part, cut.short)
-        near, blocks = counts + 4 * found.itemsize, min(-(-edges // BLOCK), _NEAR_BLOCKS)
+        edges, rows, pointer = col.shape[0], rowptr.shape[0] - 1, counts.data_ptr()
+        self._entries(-(-rows // STRETCH), stream, rowptr.data_ptr(), pointer, rows, cut.part, cut.short)
+        near, blocks = pointer + 4 * counts.itemsize, min(-(-edges // BLOCK), _NEAR_BLOCKS)
         self._near(blocks, stream, row.data_ptr(), col.data_ptr(), near, edges, rows)
 
     def count(self, col: Tensor, entries: Entries, window: int) -> Tensor:
-        """Return int32 ``[entries]``: edges whose source lies in the window of their row's stretch."""
+        """Return int32 ``[entries]``: the edges whose source is in the window of their node block."""
         near = torch.empty_like(entries.edges)
         self._launch(self._count, col, entries, window, row=entries.row, edges=entries.edges, near=near)
         return near
 
     def write(self, col: Tensor, entries: Entries, runs: WindowRuns, window: int) -> None:
-        """Write the words."""
-        given = {name: getattr(runs, name) for name in ("place", "entry", "word", "slot")}
-        self._launch(self._write, col, entries, window, **given)
+        """Write the words of a table."""
+        tensors = {name: getattr(runs, name) for name in ("place", "entry", "word", "slot")}
+        self._launch(self._write, col, entries, window, **tensors)
 
     @staticmethod
-    def _launch(launch: Launcher, col: Tensor, entries: Entries, window: int, **given: Tensor) -> None:
+    def _launch(launch: Launcher, col: Tensor, entries: Entries, window: int, **tensors: Tensor) -> None:
         values = [col.data_ptr(), entries.first.data_ptr()]
-        values += [given[name].data_ptr() if name in given else 0 for name in _POINTERS]
+        values += [tensors[name].data_ptr() if name in tensors else 0 for name in _POINTERS]
         count = entries.row.shape[0]
         stream = raw_stream(col.device.index)
         launch(-(-count * 32 // BLOCK), stream, *values, count, window)
@@ -332,46 +332,46 @@ def pays(near: int, edges: int, rows: int, blocks: int, row_bytes: int) -> bool:
 
 
 def may_pay(rows: int, edges: int, blocks: int) -> bool:
-    """Whether a graph is so large that it may pay, if all edges are near ones, for rows of some size."""
+    """Return whether a window table pays for rows of x of some size if all edges are near."""
     return any(pays(edges, edges, rows, blocks, row_bytes) for row_bytes in (64, 256))
 
 
-def find_sizes(rowptr: Tensor, row: Tensor, col: Tensor, cut: Cut, found: Tensor) -> None:
-    """Have the device find the numbers of a graph's sizes; reads nothing by ids, and waits for nothing.
+def find_sizes(rowptr: Tensor, row: Tensor, col: Tensor, cut: Cut, counts: Tensor) -> None:
+    """Launch the kernels that count the sizes of a graph, without a wait; they do not use ids as addresses.
 
     Args:
         rowptr: int64 ``[rows + 1]``, on the current device.
-        row: int32 ``[E]``, the row of every edge in order; those that are ``rows`` are no edges.
+        row: int32 ``[E]``, the sorted row of every edge; positions with the number ``rows`` are no edges.
         col: int32 ``[E]``.
         cut: sizes of parts and short rows.
-        found: int32 ``[NUMBERS]``, zeros: gets them.
+        counts: int32 ``[NUMBERS]``, zeros: receives the counts.
     """
-    kernels_on(col.device.index, Kernels).find(rowptr, row, col, cut, found)
+    kernels_on(col.device.index, Kernels).find(rowptr, row, col, cut, counts)
 
 
 def sizes_of(rowptr: Tensor, col: Tensor, cut: Cut) -> Sizes:
-    """Return the sizes of a graph whose edges are cut like this; waits for the device."""
+    """Return the sizes of a graph by a cut; the host waits for the device."""
     with torch.cuda.device(col.device):
-        found = torch.zeros(NUMBERS, dtype=torch.int32, device=col.device)
-        find_sizes(rowptr, rows_of(rowptr, col.shape[0]), col, cut, found)
-    return Sizes.of(found.tolist(), col.shape[0], cut)
+        counts = torch.zeros(NUMBERS, dtype=torch.int32, device=col.device)
+        find_sizes(rowptr, rows_of(rowptr, col.shape[0]), col, cut, counts)
+    return Sizes.of(counts.tolist(), col.shape[0], cut)
 
 
 def build_window_table(
     rowptr: Tensor, col: Tensor, sizes: Sizes, blocks: int, window: int, *, always: bool = False
 ) -> WindowRuns | None:
-    """Arrange the edges of a CSR by stretch.
+    """Build the window table of a CSR.
 
     Args:
         rowptr: int64 ``[rows + 1]``.
         col: int32 ``[E]``.
-        sizes: of the graph, with how it is to be cut.
-        blocks: blocks of threads that a launch has.
-        window: sources of a stretch that are near, the first ones.
-        always: also where it pays for no rows of x.
+        sizes: sizes of the graph, with its cut.
+        blocks: number of blocks of threads of a launch.
+        window: number of sources of a node block in its window, from the first one on.
+        always: build the table even if it pays for no rows of x.
 
     Returns:
-        The table, or None.
+        The table; None if it does not pay or has too many words.
     """
     rows, row_bytes = rowptr.shape[0] - 1, 64 if window == STRETCH else 256
     pays_for_some = pays(sizes.near_for(window), sizes.edges, rows, blocks, row_bytes)

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from gnnc.ir.source import source_of
 from gnnc.runtime.cuda.emitter import CudaEmitter
-from gnnc.runtime.cuda.formats.tables import KEPT
+from gnnc.runtime.cuda.formats.tables import CACHED
 from gnnc.runtime.program.executable import program
 from gnnc.runtime.program.launches import (
     Allocate,
@@ -192,7 +192,7 @@ def _sort_statement(parts: _Parts, emitter: CudaEmitter, statement: Statement) -
     parts.fixed[name] = statement
     if isinstance(statement, Allocate | Counters):
         parts.scratch.append(name)
-    elif isinstance(statement, Call) and emitter.constants[statement.function] in KEPT:
+    elif isinstance(statement, Call) and emitter.constants[statement.function] in CACHED:
         parts.cached.append(name)
         parts.note_read(statement.reads)
     return True

@@ -42,17 +42,17 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("by_stretch", [False, True])
-def test_candidates_are_few_and_the_models_is_the_first(name: str, by_stretch: bool) -> None:
+@pytest.mark.parametrize("windowed", [False, True])
+def test_candidates_are_few_and_the_models_is_the_first(name: str, windowed: bool) -> None:
     runs = cut_for(*SIZES[name], 132)._replace(chunk=32 if SIZES[name][0] > 10**6 else 0)
     model, other = runs, window_cut_for(*SIZES[name])
-    if by_stretch:
+    if windowed:
         model, other = other, runs
     cuts = candidates(model, other)
     assert cuts[0] == model and cuts[-1] == other and candidates(model) == cuts[:-1]
     assert 4 <= len(cuts) == len(set(cuts)) <= 8
     assert all(8 <= cut.short <= min(cut.part, MOST_PART // 2) and cut.part <= MOST_PART for cut in cuts)
-    assert all(cut.by_stretch == by_stretch for cut in cuts[:-1])
+    assert all(cut.windowed == windowed for cut in cuts[:-1])
 
 
 def test_sizes_are_halved_and_doubled_and_so_are_turns() -> None:
@@ -92,7 +92,7 @@ def test_the_text_has_both_cuts_and_both_times() -> None:
     tuned = Tuned(("convs.0 fused_1", "convs.1 fused_2"), 64, cuts, (1e-3, 1.2e-3, 0.8e-3))
     assert tuned.cut == cuts[2] and str(tuned) == (
         "convs.0 fused_1, convs.1 fused_2, rows of 64 bytes: model runs, part 512, short 128, 32 at a time: "
-        "1.0000 ms; fastest of 2 others stretches, part 512, short 128: 0.8000 ms; the measured cut is used"
+        "1.0000 ms; fastest of 2 others windowed, part 512, short 128: 0.8000 ms; the measured cut is used"
     )
     tuned = tuned._replace(seconds=(1e-3, 1.2e-3, 1.1e-3))
     assert tuned.cut == cuts[0] and str(tuned).endswith("1.1000 ms; the model's cut is used")
@@ -360,23 +360,22 @@ def near(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.cuda
 @torch.no_grad()
 @pytest.mark.usefixtures("near")
-@pytest.mark.parametrize("by_stretch", [False, True])
-def test_a_graph_whose_columns_were_given_back_is_cut_anew(by_stretch: bool, rig: Rig) -> None:
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_graph_whose_columns_were_given_back_is_cut_anew(windowed: bool, rig: Rig) -> None:
     compiled, x, edge_index = compiled_and_inputs("GraphSAGE", examples=True)
     expected = compiled(x, edge_index)
     assert columns(compiled) == [0]
-    rig.prefers = lambda cut: cut.by_stretch == by_stretch and cut.short != 32
+    rig.prefers = lambda cut: cut.windowed == windowed and cut.short != 32
     text = compiled.tune(x, edge_index)
-    kind = "stretches" if by_stretch else "runs"
+    kind = "windowed" if windowed else "runs"
     assert (
-        "model stretches, part 256, short 64: 1.0000 ms; fastest of" in text
-        and f"others {kind}, part" in text
+        "model windowed, part 256, short 64: 1.0000 ms; fastest of" in text and f"others {kind}, part" in text
     )
-    assert [table.staged_blocks > 0 for table in tables_of(compiled)] == [by_stretch] * 2
+    assert [table.staged_blocks > 0 for table in tables_of(compiled)] == [windowed] * 2
     assert columns(compiled) != [0]
     for _ in range(2):
         assert torch.equal(compiled(x, edge_index), expected)
-    assert (columns(compiled) == [0]) == by_stretch
+    assert (columns(compiled) == [0]) == windowed
 
 
 @pytest.mark.cuda
@@ -385,8 +384,8 @@ def test_stretches_may_be_chosen_where_the_model_has_runs(rig: Rig, monkeypatch:
     monkeypatch.setattr(tune, "pays", lambda *given: True)
     compiled, x, edge_index = compiled_and_inputs("GraphSAGE", examples=True)
     expected = compiled(x, edge_index)
-    rig.prefers = lambda cut: cut.by_stretch
-    assert "others stretches, part 256, short 64: 0.5000 ms; the measured" in compiled.tune(x, edge_index)
+    rig.prefers = lambda cut: cut.windowed
+    assert "others windowed, part 256, short 64: 0.5000 ms; the measured" in compiled.tune(x, edge_index)
     assert [table.staged_blocks > 0 for table in tables_of(compiled)] == [True, True]
     for _ in range(2):
         assert torch.equal(compiled(x, edge_index), expected)

@@ -193,7 +193,7 @@ def test_thousand_freed_mini_batches_leave_nothing():
 
 def test_what_is_made_of_outputs_later_counts_too():
     one, tables = 2 * 64 * 8, {}
-    cache = StructureCache(5 * one, made_of=lambda tensor: tables.get(id(tensor), ()))
+    cache = StructureCache(5 * one, derived=lambda tensor: tables.get(id(tensor), ()))
     graphs = [edges(64) for _ in range(4)]
     for graph in graphs:
         (out,) = cache.get((graph,), Counter(graph))
