@@ -132,3 +132,25 @@ def test_what_a_thread_cannot_compute_by_itself_is_refused(text, reason):
     shapes = {"j0": (3,), "c0": (3, 2)}
     with pytest.raises(Refusal, match=reason):
         write_body(text, {n: meta(n, s) for n, s in shapes.items()}, strides(shapes))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "positions"),
+    [
+        ("aten.slice.Tensor(j0, dim=1, start=1, step=2)", "aten.slice.Tensor(j0, 1, 1, None, 2)"),
+        ("aten.elu.default(j0, alpha=0.5)", "aten.elu.default(j0, 0.5)"),
+        ("aten.cat.default([j0, j0], dim=1)", "aten.cat.default([j0, j0], 1)"),
+    ],
+)
+def test_arguments_are_read_by_keyword_and_by_position(keywords: str, positions: str) -> None:
+    operands = {"j0": torch.empty(9, 6, device="meta")}
+    texts = [
+        write_body(f"t0 = {call}; return t0", operands, {"j0": 6}).text for call in (keywords, positions)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_scale_of_elu_given_by_keyword_is_refused() -> None:
+    operands = {"j0": torch.empty(9, 6, device="meta")}
+    with pytest.raises(Refusal, match="scales an elu"):
+        write_body("t0 = aten.elu.default(j0, scale=2.0); return t0", operands, {"j0": 6})
