@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from gnnc.ir import describe
+from gnnc.ir.aten import TRANSCENDENTAL
 from gnnc.ir.nodes import arguments, is_gnnc, op_name, operand, qtype_of, unpack
 from gnnc.ir.op import Cost, Op, nbytes, numel, op_of, size_expr
 
@@ -31,9 +32,6 @@ KNOTS = (2.0**18, 2.0**21, 2.0**24, 2.0**27)
 """Sizes in bytes at which the cost of a byte is measured; between them it follows the logarithm."""
 
 ONE = sympy.Integer(1)
-_TRANSCENDENTAL = frozenset(
-    "elu exp sigmoid tanh gelu silu log softplus _softmax _log_softmax softmax log_softmax".split()
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +298,7 @@ def _element_size(node: Node) -> sympy.Expr:
 def _step_name(node: Node) -> str:
     if op := op_of(node):
         return op.step
-    return "exp" if op_name(node) in _TRANSCENDENTAL else "step"
+    return "exp" if op_name(node) in TRANSCENDENTAL else "step"
 
 
 def _edges(node: Node) -> sympy.Expr:

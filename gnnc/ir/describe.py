@@ -7,6 +7,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from gnnc.ir.aten import FREE, RENAMINGS
 from gnnc.ir.nodes import (
     argument,
     arguments,
@@ -42,9 +43,6 @@ _PRECISION = {
     torch.bfloat16: "bf16",
 }
 _BITS = {"fp64": 64, "fp32": 32, "fp16": 16, "bf16": 16}
-
-_VIEWS = frozenset(("view", "reshape", "unsqueeze", "squeeze", "t", "transpose", "alias", "detach"))
-_FREE = _VIEWS | {"getitem", "sym_size", "select", "slice", "expand"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ def element_text(qtype: QType) -> str:
 
 def producer(node: Node) -> Node:
     """Return the node that made a value, past views of it."""
-    while op_name(node) in _VIEWS:
+    while op_name(node) in RENAMINGS:
         node = first_operand(node)
     return node
 
@@ -172,7 +170,7 @@ def _granularity_of_value(node: Node) -> str:
 
 def is_free(node: Node) -> bool:
     """Whether a node only picks, sizes or views a value."""
-    return op_name(node) in _FREE or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
+    return op_name(node) in FREE or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
 
 
 def is_quantized(node: Node) -> bool:

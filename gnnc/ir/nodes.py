@@ -8,23 +8,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from gnnc.ir.aten import UNTAGGED_POINTWISE, VIEWS
 from gnnc.ir.qtype import QType
 from gnnc.torch_private import OpOverload, schema, statically_known_true
 
-_UNTAGGED = frozenset(("aten::leaky_relu", "aten::hardswish", "aten::_prelu_kernel"))
-"""Pointwise ops that torch does not tag as such, some of them before version 2.13 only."""
-
 _REQUIRED: Any = object()
 """Stands for the default of a reader that has none."""
-
-_aten = torch.ops.aten
-_VIEWS = frozenset(
-    {
-        _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.unsqueeze.default,
-        _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.flatten.using_ints,
-        _aten.alias.default, _aten.detach.default,
-    }
-)  # fmt: skip
 
 
 def op_name(node: Node) -> str:
@@ -54,12 +43,12 @@ def is_pointwise(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return False
-    return torch.Tag.pointwise in target.tags or schema(target).name in _UNTAGGED
+    return torch.Tag.pointwise in target.tags or op_name(node) in UNTAGGED_POINTWISE
 
 
 def is_view(node: Node) -> bool:
     """Whether a node only gives a tensor another shape."""
-    return node.op == "call_function" and node.target in _VIEWS
+    return aten_name(node) in VIEWS
 
 
 def schema_of(node: Node) -> torch.FunctionSchema:

@@ -14,9 +14,11 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
+from gnnc.ir.aten import ROW_VIEWS
 from gnnc.ir.nodes import (
     argument,
     arguments,
+    aten_name,
     first_operand,
     is_float,
     is_number,
@@ -190,16 +192,6 @@ _PATTERNS: dict[str, Callable[[Node, Accumulator], RowOp | None]] = {
 }
 
 
-_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default reshape.default _unsafe_view.default unsqueeze.default squeeze.dim "
-        "squeeze.dims flatten.using_ints clone.default alias.default detach.default "
-        "contiguous.default"
-    ).split()
-)
-
-
 def classify(node: Node, acc: Accumulator | Node) -> RowOp | None:
     """Return the row op that ``node`` is on the accumulator, or None where it is not row-local to it."""
     acc = acc if isinstance(acc, Accumulator) else Accumulator({acc: None})
@@ -227,7 +219,7 @@ def _has_fixed_columns(node: Node) -> bool:
 
 
 def _classify_single(node: Node, acc: Accumulator) -> RowOp | None:
-    if str(node.target) in _VIEWS:
+    if aten_name(node) in ROW_VIEWS:
         source = operand(node, "self")
         has_same_rows = source in acc and _keeps_rows(node, source)
         return RowOp(node, (), "view", (node,)) if has_same_rows else None
