@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from gnnc.ir.attention import match_attention
 from gnnc.ir.nodes import argument, first_operand, set_argument, shape_or_none, unpack
+from gnnc.ir.op import op_of
 from gnnc.ir.qtype import QType
 from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
 from gnnc.ir.source import is_weight
@@ -25,14 +26,8 @@ from gnnc.passes.base import Context
 from gnnc.passes.rewrite.grouping import Group, Partition, contract
 from gnnc.target import Target
 
-ANCHORS = {
-    "gnnc.gemm.default": "gemm",
-    "gnnc.qgemm.default": "gemm",
-    "gnnc.spmm.default": "spmm",
-    "gnnc.qspmm.default": "spmm",
-    "gnnc.segment_reduce.default": "spmm",
-}
-"""Ops that compute whole rows, with the kernel family of each."""
+_ANCHORS = ("gemm", "spmm")
+"""Kernel families whose ops compute whole rows, so that row-local ops may join them."""
 
 _GEMMS = ("gnnc.gemm.default", "gnnc.qgemm.default")
 _QUANTIZE = "gnnc.quantize.default"
@@ -94,7 +89,7 @@ def _width_of(node: Node) -> Any:
 def _anchor(partition: Partition, node: Node, target: Target) -> None:
     if attention := match_attention(node):
         _grow(partition, "attention", node, attention.covers)
-    elif partition.group_of(node) is None and (kind := ANCHORS.get(str(node.target))):
+    elif partition.group_of(node) is None and (kind := _anchor_family(node)):
         if kind == "gemm":
             siblings = _siblings(node) if target.joint_products else []
             _grow_gemm(partition, node, siblings, tensor_scales=target.tensor_scales)
@@ -102,12 +97,18 @@ def _anchor(partition: Partition, node: Node, target: Target) -> None:
             _grow(partition, kind, node, (node,))
 
 
+def _anchor_family(node: Node) -> str | None:
+    """Return the kernel family of an op that computes whole rows, or None for any other node."""
+    op = op_of(node)
+    return op.cost_family if op is not None and op.cost_family in _ANCHORS else None
+
+
 def _siblings(gemm: Node) -> list[Node]:
     """Return the products of the same matrix that follow ``gemm`` with no other anchor between."""
     siblings: list[Node] = []
     node = gemm.next
     while node.op != "root":
-        if str(node.target) in ANCHORS:
+        if _anchor_family(node):
             if node.target is not gemm.target or first_operand(node) is not first_operand(gemm):
                 break
             siblings.append(node)
@@ -230,7 +231,7 @@ def _drop_useless(partition: Partition) -> None:
 
 def _is_gathered(node: Node) -> bool:
     """Return whether edges gather the rows of a cast: our kernels align them for gathers."""
-    return str(node.target) == _CAST and any(ANCHORS.get(str(user.target)) == "spmm" for user in node.users)
+    return str(node.target) == _CAST and any(_anchor_family(user) == "spmm" for user in node.users)
 
 
 def _is_spare_view(group: Group, node: Node) -> bool:

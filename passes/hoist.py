@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import infer_meta, placeholders
-from gnnc.ir.nodes import first_operand, is_result, outputs_of, result_index, unpack
+from gnnc.ir.nodes import first_operand, is_result, outputs_of, result_index, schema_of, unpack
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
@@ -39,7 +39,6 @@ _RESHAPES = frozenset(
         _aten.detach.default,
     }
 )  # fmt: skip
-_CSR_RESULTS = ("rowptr", "col", "perm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +244,7 @@ def _csr_result(node: Node) -> tuple[Node, int] | None:
         return None
     producer = first_operand(node)
     op = op_of(producer)
-    is_csr = op is not None and op.name in ("csr", "csr_transpose")
+    is_csr = op is not None and op.kind == "structure"
     return (producer, result_index(node)) if is_csr else None
 
 
@@ -260,8 +259,7 @@ def _name(original: Node, copy: Node) -> None:
     result = _csr_result(original)
     if result is not None:
         producer, position = result
-        suffix = "_t" if "transpose" in str(producer.target) else ""
-        rename(copy, _CSR_RESULTS[position] + suffix)
+        rename(copy, schema_of(producer).returns[position].name)
     elif original.target is _aten.argsort.default and _csr_result(first_operand(original)):
         rename(copy, "inverse_perm")
 

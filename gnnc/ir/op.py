@@ -68,8 +68,11 @@ class Op:
         features: operands that carry features, edge values or weights, in the order of the schema.
         gathered: features whose rows the op reads at both ends of edges, so once an edge.
         low_operands: features that may be held in fewer bits; none: the op is computed in FP32.
+        integer_operands: features that must be quantized values; the others must be numbers.
+        result_dtype: dtype of the result, where that is the same for all operands.
         counted_as: the count of "quantized k of n" that the op belongs to, if any.
-        family: kernels whose measured rates the cost model uses; the op's own name unless given.
+        family: kernel family of the op: the fused groups that it may lead (``gemm``, ``spmm``) and the
+            measured rates of the cost model; the op's own name unless given.
         step: the cost model's term for one element of the result, where the op gathers nothing.
         label: name of the result in printed programs: ``h{n}`` is numbered, ``{x}_q`` follows the name of
             operand ``x``, any other text stands as it is. None: named by dtype and shape, and the
@@ -93,6 +96,8 @@ class Op:
     features: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
     low_operands: tuple[str, ...] = ()
+    integer_operands: tuple[str, ...] = ()
+    result_dtype: torch.dtype | None = None
     counted_as: Counted | None = None
     family: str = ""
     step: Step = "step"
@@ -122,7 +127,7 @@ class Op:
 
     @property
     def cost_family(self) -> str:
-        """The kernels whose measured rates the cost model uses."""
+        """The kernel family of the op, which has its fused groups and its measured rates."""
         return self.family or self.name
 
     @property
@@ -158,11 +163,13 @@ def _check_traits(op: Op) -> None:
     if op.kind not in get_args(Kind):
         raise ValueError(f"op {op.name!r} has kind {op.kind!r}; use one of {get_args(Kind)}")
     named = {field for _, field, _, _ in Formatter().parse(op.label or "") if field not in (None, "n")}
-    for name in (*op.features, *op.gathered, *op.low_operands, *named):
+    for name in (*op.features, *op.gathered, *op.low_operands, *op.integer_operands, *named):
         if name not in op.parameters:
             raise ValueError(f"a trait of op {op.name!r} names {name!r}; it takes {op.parameters}")
-    if not {*op.gathered, *op.low_operands} <= set(op.features):
-        raise ValueError(f"gathered and low_operands of op {op.name!r} must be among its features")
+    if not {*op.gathered, *op.low_operands, *op.integer_operands} <= set(op.features):
+        raise ValueError(
+            f"gathered, low_operands and integer_operands of op {op.name!r} must be among its features"
+        )
     if op.features != tuple(name for name in op.parameters if name in op.features):
         raise ValueError(f"features of op {op.name!r} must stand in the order of its schema")
     if op.kind == "structure" and op.features:

@@ -14,7 +14,7 @@ from gnnc.errors import VerifyError
 from gnnc.ir.body import body_inputs, parse_body
 from gnnc.ir.message import MESSAGE_REDUCTIONS, values_taken
 from gnnc.ir.nodes import outputs_of, qtype_of
-from gnnc.ir.op import op_of
+from gnnc.ir.op import REGISTRY, op_of
 from gnnc.ir.qtype import QType
 from gnnc.ir.quantized import SCALE_LAYOUTS
 from gnnc.ir.sparse import EDGE_OPS, REDUCTIONS
@@ -31,7 +31,6 @@ _DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "base": (torch.float32,),
     "shift": (torch.uint8,),
 }
-_QUANTIZED = {"qgemm": ("x", "w"), "qspmm": ("x",), "qsddmm": ("a", "b")}
 _FLOATS = ("x", "w", "a", "b", "logits")
 """Arguments that hold numbers, not quantized values, in ops that are not of integers."""
 
@@ -40,8 +39,6 @@ _LITERALS: dict[str, tuple[Any, ...]] = {
     "granularity": SCALE_LAYOUTS,
     "bits": tuple(range(1, 9)),
 }
-_RESULTS = {"row_shift": torch.uint8, "qgemm": torch.float32, "qspmm": torch.float32}
-_RESULTS |= dict.fromkeys(("scale", "dequantize", "qsddmm", "degree"), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +85,7 @@ def problem_of_arguments(node: fx.Node) -> str | None:
 
 
 def _problem_of_dtypes(call: Call) -> str | None:
+    integers = REGISTRY[call.op].integer_operands
     for name in call.given:
         tensor = call.tensor(name)
         if tensor is None:
@@ -97,9 +95,9 @@ def _problem_of_dtypes(call: Call) -> str | None:
             said = " or ".join(_short(dtype) for dtype in wanted)
             return f"takes {tensor.dtype} as {name}, where {call.op} needs {said}; convert it"
         qtype = call.qtype(name)
-        if name in _QUANTIZED.get(call.op, ()) and qtype is None:
+        if name in integers and qtype is None:
             return f"takes {tensor.dtype} as {name}, where {call.op} needs quantized values; quantize it"
-        if name in _FLOATS and name not in _QUANTIZED.get(call.op, ()) and qtype is not None:
+        if name in _FLOATS and name not in integers and qtype is not None:
             return f"takes {qtype} as {name}, where {call.op} needs numbers; dequantize it, or use q{call.op}"
         if qtype is not None and tensor.dtype != qtype.dtype:
             return f"takes {tensor.dtype} as {name}, which says {qtype}; its dtype must be {qtype.dtype}"
@@ -234,7 +232,7 @@ _RULES: tuple[Callable[[Call], str | None], ...] = (
 
 
 def _problem_of_result(call: Call, result: Any) -> str | None:
-    made = QType.parse(call.given["qtype"]).dtype if call.op == "quantize" else _RESULTS.get(call.op)
+    made = QType.parse(call.given["qtype"]).dtype if call.op == "quantize" else REGISTRY[call.op].result_dtype
     if made is None or not isinstance(result, torch.Tensor) or result.dtype == made:
         return None
     return f"says that it makes {result.dtype}, but {call.op} makes {_short(made)}; infer its meta again"

@@ -181,6 +181,7 @@ DEGREE = define(
         name="degree",
         schema="(Tensor rowptr) -> Tensor",
         kind="structure",
+        result_dtype=torch.float32,
         label="deg",
         reference=degree_reference,
         fake=lambda rowptr: rowptr.new_empty((rowptr.shape[0] - 1,), dtype=torch.float32),

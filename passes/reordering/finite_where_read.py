@@ -16,7 +16,8 @@ from gnnc.passes.rewrite.node_builder import NodeBuilder
 
 _aten = torch.ops.aten
 _INVERSES = (_aten.reciprocal.default, _aten.rsqrt.default, _aten.pow.Tensor_Scalar)
-_COUNTS = ("degree", "segment_reduce", "spmm")
+_SUMS = ("degree", "segment_reduce", "spmm")
+"""Ops that are proven to give 0 to nodes without edges; of a message, its body would have to be."""
 
 
 def zero_unless_destination(builder: NodeBuilder, vector: Node, rowptr: Node) -> Node:
@@ -65,7 +66,7 @@ def is_finite(node: Any) -> bool:
 def _is_sum_over_edges(node: Node) -> bool:
     """Return whether a vector sums over each node's edges: finite, and 0 where there are none."""
     op = op_of(node)
-    return op is not None and op.name in _COUNTS and len(shape_of(node)) == 1
+    return op is not None and op.name in _SUMS and len(shape_of(node)) == 1
 
 
 def _is_infinite_mask(mask: Any, vector: Any) -> bool:

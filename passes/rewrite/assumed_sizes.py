@@ -61,7 +61,7 @@ def _edge_symbols(gm: fx.GraphModule) -> set[sympy.Basic]:
     symbols = set[sympy.Basic]()
     for node in gm.graph.nodes:
         op = op_of(node)
-        if op is not None and op.name in ("spmm", "sddmm", "edge_map"):
+        if op is not None and op.crosses_edges:
             symbols |= size_expr(shape_of(operand(node, "col"))[0]).free_symbols
     return symbols
 

@@ -167,8 +167,7 @@ def _gains(gm: fx.GraphModule, bench: Bench | None) -> dict[Node, float]:
 
 def _rowptr(node: Node) -> Node | None:
     op = op_of(node)
-    along_edges = op is not None and op.name in ("spmm", "sddmm", "message", "edge_map")
-    return operand(node, "rowptr") if along_edges else None
+    return operand(node, "rowptr") if op is not None and op.crosses_edges else None
 
 
 def _measured(bench: Bench, free: Mapping[Node, Sequence[Option]]) -> dict[Node, tuple[Errors, ...]]:
