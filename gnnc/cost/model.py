@@ -23,10 +23,10 @@ from gnnc.ir.op import Cost, Op, nbytes, numel, op_of, size_expr
 
 FAMILIES = ("gemm", "spmm", "attention", "map")
 ALONE = "aten"
-"""The family of what runs by itself, and of whatever was not measured."""
+"""Family of the launches outside of every other family, and of all that was not measured."""
 
 LINE = 64
-"""Bytes of a cache line: what an edge fetches is a whole number of them."""
+"""Bytes of a cache line: an edge fetches whole lines."""
 
 KNOTS = (2.0**18, 2.0**21, 2.0**24, 2.0**27)
 """Sizes in bytes at which the cost of a byte is measured; between them it follows the logarithm."""
@@ -39,7 +39,7 @@ class Term:
     """A part of a launch's work.
 
     Attributes:
-        name: what is done, such as ``gather.int8.row``.
+        name: the kind of work, such as ``gather.int8.row``.
         amount: how often, or how many bytes.
         held: bytes of the memory that is touched, which decide the cache that they come from; None
             where that does not matter.
@@ -61,7 +61,7 @@ class Rates:
     Attributes:
         families: family to term (with ``@k`` for knot k where it depends on memory) to seconds.
         backend: name of the backend that was measured.
-        machine: what the rates belong to, for people.
+        machine: description of the measured machine, for people.
         measured_in: seconds that measuring took.
     """
 
@@ -86,7 +86,7 @@ class Rates:
 
 
 def _rate(table: Mapping[str, float], name: str) -> float | None:
-    """The rate of a term; of the nearest knot where its own was not measured."""
+    """Return the rate of a term, at the nearest measured knot, or None if it was not measured at all."""
     if name in table:
         return table[name]
     base, _, knot = name.partition("@")
@@ -114,7 +114,7 @@ class Launch:
 
     Attributes:
         name: the node of the lowered graph that launches it.
-        nodes: what it computes, in order.
+        nodes: the nodes that the kernel computes, in order.
     """
 
     name: str
@@ -164,14 +164,14 @@ def launches(graph: Graph) -> list[Launch]:
 
 
 def traffic(launch: Launch) -> sympy.Expr:
-    """Bytes: each tensor that enters or leaves once; a sparse op reads a row again for every edge."""
+    """Return the bytes that a launch moves: each tensor once, and a gathered row once an edge."""
     if len(launch.nodes) == 1 and (cost := _cost(launch.nodes[0])):
         return cost.bytes
     return compulsory(launch) + sum(map(_gathered, launch.primitives), start=sympy.Integer(0))
 
 
 def compulsory(launch: Launch) -> sympy.Expr:
-    """Bytes of each tensor that enters or leaves, once: less cannot move."""
+    """Return the bytes of the tensors that enter or leave a launch: it cannot move fewer."""
     return sum(map(held, (*_reads(launch), *_stores(launch))), start=sympy.Integer(0))
 
 
@@ -201,7 +201,7 @@ def flops(launch: Launch) -> sympy.Expr:
 
 
 def work(launch: Launch) -> list[Term]:
-    """Return what a launch does, in expressions of the sizes."""
+    """Return the terms of the work of a launch, in expressions of the sizes."""
     terms = [Term("launch", ONE)]
     tables: set[Node] = set()
     for node in launch.primitives:
@@ -216,12 +216,12 @@ def work(launch: Launch) -> list[Term]:
 
 
 def op_terms(node: Node, mode: str, element_size: Any = None) -> list[Term]:
-    """Return what a primitive does beyond streaming its operands and its result.
+    """Return the terms of a primitive beyond streaming its operands and its result.
 
     Args:
         node: the primitive, in FP32 or in its integer form.
         mode: precision of its operands, and how an integer aggregation adds, as ``mode_of`` says.
-        element_size: bytes of an element that it gathers, where that is not what the graph says.
+        element_size: bytes of a gathered element, where that differs from the graph.
     """
     op = _op(node)
     if op.cost_family == "gemm":
@@ -353,7 +353,7 @@ def _gathered(node: Node) -> sympy.Expr:
 
 
 def sizes_of(inputs: Sequence[Node], values: Sequence[Any] | None) -> dict[sympy.Symbol, int]:
-    """Return what each size symbol is: from the arguments, else from the captured example."""
+    """Return the value of each size symbol: from the arguments, else from the captured example."""
     sizes: dict[sympy.Symbol, int] = {}
     for node in inputs:
         for size in _symbolic(node.meta.get("val")):

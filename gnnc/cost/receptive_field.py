@@ -2,7 +2,7 @@
 
 The 3D receptive field of an op is the number of input elements that one element of its result
 depends on (UCSB thesis 2024, section 7.3): here the mean number of nodes within the hops so far,
-times the number of channels that reach it. Its gain (equation 7.7) says how much more an op sees
+times the number of channels that reach it. Its gain (equation 7.7) is how much more an op sees
 than its operand did, less where nearly all has been seen already.
 """
 
@@ -73,12 +73,12 @@ Reach = Callable[[tuple[Hop, ...]], float]
 
 
 def receptive_gains(gm: GraphModule, reach: Reach, nodes: float) -> dict[Node, float]:
-    """Return the gain of every primitive that reads something computed.
+    """Return the gain of every primitive that reads a computed value.
 
     Channels follow equation 7.6 with these properties: a linear layer sees all c0 channels of the
     input, an aggregation leaves them as they are, a concatenation adds them up, all capped at c0.
-    An op that reads the model's input itself has no gain: equation 7.7 divides by what was seen
-    before it, and nothing was (the first row of the thesis's table 7.1).
+    An op that reads the model's input itself has no gain: equation 7.7 divides by the values seen
+    before it, and there are none (the first row of the thesis's table 7.1).
 
     Args:
         gm: a graph of primitives.
@@ -96,7 +96,7 @@ def receptive_gains(gm: GraphModule, reach: Reach, nodes: float) -> dict[Node, f
         fields[node] = after = _field(node, seen, c0) if seen else None
         if after is None or op_of(node) is None or Field() in seen.values():
             continue
-        # What passes through is the operand that saw least: attention weights only scale it.
+        # The operand that saw least passes through: attention weights only scale it.
         before = min(reach(f.hops) * f.channels for f in seen.values())
         gains[node] = gain(before, reach(after.hops) * after.channels, nodes * c0)
     return gains
@@ -161,8 +161,8 @@ def count_reach(values: Mapping[Node, Any], samples: int = SAMPLES) -> Reach:
     """Return the reach on a real graph, counted from evenly spread nodes.
 
     Args:
-        values: what each CSR operand is.
-        samples: how many nodes are counted from.
+        values: the tensor of each CSR operand.
+        samples: number of nodes that the count starts from.
     """
     known: dict[tuple[Hop, ...], float] = {(): 1.0}
 
@@ -178,7 +178,7 @@ def count_reach(values: Mapping[Node, Any], samples: int = SAMPLES) -> Reach:
 def mean_within(graphs: Sequence[tuple[Tensor, Tensor]], samples: int = SAMPLES) -> float:
     """Return the mean number of nodes from which a row of the last CSR can be reached.
 
-    A node counts as its own neighbour where sources and destinations are one set.
+    A node counts as its own neighbor where sources and destinations are one set.
 
     Args:
         graphs: (rowptr int64 ``[num_dst + 1]``, col ``[E]``) for each hop, the first one nearest to

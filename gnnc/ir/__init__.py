@@ -1,4 +1,4 @@
-"""The intermediate representation: primitives as ``torch.library`` ops, and what graphs carry.
+"""The intermediate representation: primitives as ``torch.library`` ops, and the metadata of graphs.
 
 Importing this package registers every op under ``torch.ops.gnnc``.
 """

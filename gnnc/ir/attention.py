@@ -1,6 +1,6 @@
 """Attention as a backend computes it: logits, softmax and weighted sum in one pass over the edges.
 
-``match_attention`` reads the parts from the ops of a graph; pass ``fuse`` groups what it covers,
+``match_attention`` reads the parts from the ops of a graph; pass ``fuse`` groups the nodes that it covers,
 and a backend calls it again on the inner graph to find the kernel's arguments.
 """
 

@@ -4,7 +4,7 @@ A body is straight-line Python over ATen calls, such as
 ``t0 = aten.add.Tensor(i0, j0); t1 = aten.relu.default(t0); return t1``. Its inputs are rows gathered
 per edge: ``i0, i1, ...`` from destinations, ``j0, ...`` from sources, ``e0, ...`` edge tensors, and
 ``c0, ...`` constants without an edge dimension. It returns one value, or a list of values that are
-reduced each in its own way. As text it is an ordinary op argument: it prints,
+each with a reduction of its own. As text, a body is an ordinary op argument: it prints,
 hashes, compares, pickles and merges like any other.
 """
 

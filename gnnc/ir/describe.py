@@ -84,7 +84,7 @@ def changes_precision(node: Node) -> bool:
 
 
 def returns_many(node: Node) -> bool:
-    """Whether a node's value is a tuple or a list."""
+    """Return whether a node's value is a tuple or a list."""
     return isinstance(node.meta.get("val"), tuple | list)
 
 
@@ -153,7 +153,7 @@ def granularity_of(node: Node) -> str:
 
 
 def _of_weight(node: Node, name: str) -> bool:
-    """Whether a precision op's scale is one of a weight, whose rows are output channels."""
+    """Return whether a precision op's scale is one of a weight, whose rows are output channels."""
     operand = argument(node, "scale" if name == "dequantize" else "x", None)
     if name == "dequantize" and isinstance(operand, Node) and op_name(operand) == "scale":
         operand = argument(operand, "x")
@@ -169,7 +169,7 @@ def _granularity_of_value(node: Node) -> str:
 
 
 def is_free(node: Node) -> bool:
-    """Whether a node only picks, sizes or views a value."""
+    """Return whether a node only picks, sizes or views a value."""
     return op_name(node) in FREE or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
 
 

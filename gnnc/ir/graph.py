@@ -84,7 +84,7 @@ def set_qtype(node: fx.Node, qtype: Any) -> None:
 
 
 def qtype_rule(gm: fx.GraphModule, node: fx.Node) -> Any:
-    """Return what ``meta["qtype"]`` of a call must be, from its op's record and its operands' meta."""
+    """Return the type that ``meta["qtype"]`` of a call must hold, by its op and its operands' meta."""
     if node.op == "call_module":
         return _qtype_of_results(gm.get_submodule(str(node.target)))
     if is_result(node):

@@ -3,7 +3,8 @@
 The body (see ``gnnc.ir.body``) sees rows of its operands: ``dst`` operands by destination, ``src``
 operands by source, ``edge`` operands by edge, ``const`` operands whole. A ``message`` may reduce
 several values of one body, or one value in several ways, in one pass over the edges. Its reduction
-``softmax`` takes two values, logits and what their softmax over the edges of a row weighs, column by column.
+``softmax`` takes two values: logits, and the values that their softmax over the edges of a row weighs,
+column by column.
 """
 
 from collections.abc import Iterator, Sequence
@@ -212,7 +213,7 @@ def _reduced(name: str, values: Tensors, rows: Tensor, num_dst: int) -> Tensor:
 
 
 def reductions(reduce: str) -> tuple[str, ...]:
-    """Split the names in ``reduce``; refuse what is no reduction."""
+    """Split the names in ``reduce``; refuse names of no reduction."""
     names = tuple(reduce.split(","))
     for name in names:
         check(
@@ -224,7 +225,7 @@ def reductions(reduce: str) -> tuple[str, ...]:
 
 
 def values_taken(name: str) -> int:
-    """How many values of a body one reduction takes: of ``softmax`` the logits and what they weigh."""
+    """Return how many values of a body a reduction takes: ``softmax`` takes logits and weighted values."""
     return 2 if name == "softmax" else 1
 
 
@@ -235,7 +236,7 @@ def pair_values(names: Sequence[str], values: Tensors) -> Iterator[tuple[str, Te
 
 
 def _listed(value: Any, names: tuple[str, ...]) -> list[Tensor]:
-    """The values of a body that are reduced as ``names`` say."""
+    """Return the values of a body, reduced as ``names`` say."""
     values = list(value) if isinstance(value, list | tuple) else [value]
     many = sum(map(values_taken, names))
     check(

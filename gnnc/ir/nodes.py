@@ -17,7 +17,7 @@ _REQUIRED: Any = object()
 
 
 def op_name(node: Node) -> str:
-    """Return the short name of what a node computes: ``spmm``, ``relu``, ``placeholder``."""
+    """Return the short name of the op of a node: ``spmm``, ``relu``, ``placeholder``."""
     target = node.target
     if node.op in ("placeholder", "get_attr", "output"):
         return node.op
@@ -33,13 +33,13 @@ def aten_name(node: Node) -> str:
 
 
 def is_gnnc(node: Node) -> bool:
-    """Whether a node calls one of the primitives."""
+    """Return whether a node calls one of the primitives."""
     target = node.target
     return isinstance(target, OpOverload) and target.namespace == "gnnc"
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether a node is an ATen op that computes every element from those at its place."""
+    """Return whether a node is an ATen op that computes every element from the elements at its place."""
     target = node.target
     if not isinstance(target, OpOverload):
         return False
@@ -47,7 +47,7 @@ def is_pointwise(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node only gives a tensor another shape."""
+    """Return whether a node only gives a tensor another shape."""
     return aten_name(node) in VIEWS
 
 
@@ -107,7 +107,7 @@ def operand(node: Node, name: str) -> Node:
 
 
 def first_operand(node: Node) -> Node:
-    """Return the first argument, which must be a node: what a view, a unary op or a getitem reads."""
+    """Return the first argument, which must be a node: the operand of a view, a unary op or a getitem."""
     found = node.args[0]
     assert isinstance(found, Node), f"the first argument of {node.format_node()} is not a node"
     return found
@@ -135,7 +135,7 @@ def with_arguments(node: Node, **changes: Any) -> tuple[tuple[Any, ...], dict[st
 
 
 def is_result(node: Node) -> bool:
-    """Whether a node picks one value of a tuple (``getitem``)."""
+    """Return whether a node picks one value of a tuple (``getitem``)."""
     return node.target is operator.getitem
 
 
@@ -145,12 +145,12 @@ def result_index(node: Node) -> Any:
 
 
 def outputs_of(graph: Graph) -> Any:
-    """Return what a graph returns: a node, or a tuple or list of them."""
+    """Return the value of a graph: a node, or a tuple or list of nodes."""
     return graph.output_node().args[0]
 
 
 def holds_tensor(node: Any) -> bool:
-    """Whether ``node`` is a node that holds one tensor."""
+    """Return whether ``node`` is a node that holds one tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -177,28 +177,28 @@ def qtype_of(node: Node) -> QType | None:
 
 
 def same_size(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal for every value of their symbols."""
+    """Return whether two sizes are equal for every value of their symbols."""
     return bool(statically_known_true(a == b))
 
 
 def same_shape(a: Collection[Any], b: Collection[Any]) -> bool:
-    """Whether two shapes are equal for every value of their symbols."""
+    """Return whether two shapes are equal for every value of their symbols."""
     return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def all_ones(sizes: Collection[Any]) -> bool:
-    """Whether every size is 1."""
+    """Return whether every size is 1."""
     return all(statically_known_true(size == 1) for size in sizes)
 
 
 def is_float(node: Node, *dtypes: torch.dtype) -> bool:
-    """Whether a node holds a tensor of one of these types, float32 where none is given."""
+    """Return whether a node holds a tensor of one of these types, float32 where none is given."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype in (dtypes or (torch.float32,))
 
 
 def is_number(value: Any) -> bool:
-    """Whether an argument is a plain Python number."""
+    """Return whether an argument is a plain Python number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -19,7 +19,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an op must move and compute, as sympy expressions of the symbolic sizes.
+    """Memory traffic and arithmetic of an op, as sympy expressions of the symbolic sizes.
 
     Attributes:
         bytes: compulsory plus gathered bytes of memory traffic.
@@ -78,7 +78,7 @@ class Op:
             operand ``x``, any other text stands as it is. None: named by dtype and shape, and the
             results of an op with several by the names in its schema.
         cached_alone: the structure cache keeps the result by itself, never computing it again with
-            those of another part.
+            the results of another part.
         reference: the meaning, in plain PyTorch.
         fake: the shape and dtype rule (``torch.library.register_fake``).
         cost: bytes and flops from the arguments' FakeTensors.
@@ -122,7 +122,7 @@ class Op:
 
     @property
     def crosses_edges(self) -> bool:
-        """Whether the op reads features at the other ends of edges, by the source ids ``col``."""
+        """Return whether the op reads features at the other ends of edges, by the source ids ``col``."""
         return bool(self.gathered) and "col" in self.parameters
 
     @property

@@ -84,7 +84,7 @@ class QType:
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether the whole tensor has one scale, of which rows may take power-of-two fractions."""
+        """Return whether the whole tensor has one scale, of which rows may take power-of-two fractions."""
         return self.granularity in ("tensor", "row_pow2")
 
     def __str__(self) -> str:

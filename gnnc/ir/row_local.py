@@ -3,7 +3,7 @@
 A kernel makes complete rows; a *row program* then works on one accumulator: chain steps replace
 it, stores write something made from it. ``classify`` says which step an fx node is, ``linearize``
 reads the program of a whole chain. Pass ``fuse`` grows its groups with them and a backend turns
-the same steps into its instructions, so what fuses is by construction what lowers.
+the same steps into its instructions, so that every op that fuses can be lowered.
 """
 
 import operator

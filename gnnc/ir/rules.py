@@ -92,8 +92,8 @@ def _problem_of_dtypes(call: Call) -> str | None:
             continue
         wanted = _DTYPES.get(name)
         if wanted is not None and tensor.dtype not in wanted:
-            said = " or ".join(_short(dtype) for dtype in wanted)
-            return f"takes {tensor.dtype} as {name}, where {call.op} needs {said}; convert it"
+            dtypes = " or ".join(_short(dtype) for dtype in wanted)
+            return f"takes {tensor.dtype} as {name}, where {call.op} needs {dtypes}; convert it"
         qtype = call.qtype(name)
         if name in integers and qtype is None:
             return f"takes {tensor.dtype} as {name}, where {call.op} needs quantized values; quantize it"
@@ -212,12 +212,12 @@ def _problem_of_body(call: Call) -> str | None:
 def _problem_of_values(call: Call) -> str | None:
     """Check that the body of a message returns as many values as the reductions take."""
     found = outputs_of(parse_body(call.given["body"]).graph)
-    made = len(found) if isinstance(found, list | tuple) else 1
+    returned = len(found) if isinstance(found, list | tuple) else 1
     reduce = call.given.get("reduce")
     taken = sum(map(values_taken, reduce.split(","))) if reduce is not None else 1
-    if made == taken:
+    if returned == taken:
         return None
-    return f"has a body that returns {made} values, but {call.op} takes {taken}; return what it takes"
+    return f"has a body that returns {returned} values, but {call.op} takes {taken}; return what it takes"
 
 
 _RULES: tuple[Callable[[Call], str | None], ...] = (
@@ -232,10 +232,12 @@ _RULES: tuple[Callable[[Call], str | None], ...] = (
 
 
 def _problem_of_result(call: Call, result: Any) -> str | None:
-    made = QType.parse(call.given["qtype"]).dtype if call.op == "quantize" else REGISTRY[call.op].result_dtype
-    if made is None or not isinstance(result, torch.Tensor) or result.dtype == made:
+    dtype = REGISTRY[call.op].result_dtype
+    if call.op == "quantize":
+        dtype = QType.parse(call.given["qtype"]).dtype
+    if dtype is None or not isinstance(result, torch.Tensor) or result.dtype == dtype:
         return None
-    return f"says that it makes {result.dtype}, but {call.op} makes {_short(made)}; infer its meta again"
+    return f"says that it makes {result.dtype}, but {call.op} makes {_short(dtype)}; infer its meta again"
 
 
 def _value(argument: Any) -> Any:

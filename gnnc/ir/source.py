@@ -1,4 +1,4 @@
-"""Where the value of a placeholder comes from."""
+"""Origins of the values of placeholders."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -30,12 +30,12 @@ def source_of(node: torch.fx.Node) -> Source | None:
 
 
 def is_weight(node: torch.fx.Node) -> bool:
-    """Whether ``node`` is a parameter or buffer of the model."""
+    """Return whether ``node`` is a parameter or buffer of the model."""
     source = source_of(node)
     return source is not None and source.kind in ("parameter", "buffer")
 
 
 def is_structure(node: torch.fx.Node) -> bool:
-    """Whether ``node`` is an output of the structure graph."""
+    """Return whether ``node`` is an output of the structure graph."""
     source = source_of(node)
     return source is not None and source.kind == "structure"

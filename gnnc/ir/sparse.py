@@ -52,10 +52,10 @@ def reduce_edges(messages: Tensor, rows: Tensor, num_dst: int, reduce: str) -> T
 def reduce_messages(
     messages: Callable[[slice], Tensor], rowptr: Tensor, x: Tensor, edges: int, num_dst: int, reduce: str
 ) -> Tensor:
-    """As ``reduce_edges``, of so many messages at a time as memory easily holds; the bits are the same.
+    """Return the exact result of ``reduce_edges``, computed in blocks of edges that memory easily holds.
 
     Args:
-        messages: those of a slice of the edges, each like a row of ``x``.
+        messages: returns the messages of a slice of the edges, each of the shape of a row of ``x``.
         rowptr: int64 ``[num_dst + 1]``.
         x: ``[num_src, ...]``.
         edges: E.
@@ -65,11 +65,11 @@ def reduce_messages(
     rows, width = edge_rows(rowptr, edges), x[:1].numel()
     if edges * width <= MOST_ELEMENTS:
         return reduce_edges(messages(slice(0, edges)), rows, num_dst, reduce)
-    done = []
+    reduced = []
     for first, past in _blocks_of_rows(rowptr, edges, MOST_ELEMENTS // width + 1):
-        those = slice(int(rowptr[first]), int(rowptr[past]))
-        done.append(reduce_edges(messages(those), rows[those] - first, past - first, reduce))
-    return torch.cat(done)
+        block = slice(int(rowptr[first]), int(rowptr[past]))
+        reduced.append(reduce_edges(messages(block), rows[block] - first, past - first, reduce))
+    return torch.cat(reduced)
 
 
 def _blocks_of_rows(rowptr: Tensor, edges: int, size: int) -> Iterator[tuple[int, int]]:
@@ -80,7 +80,7 @@ def _blocks_of_rows(rowptr: Tensor, edges: int, size: int) -> Iterator[tuple[int
 
 
 def softmax_of_edges(logits: Tensor, rows: Tensor, num_dst: int, eps: float) -> Tensor:
-    """Normalise ``logits [E, ...]`` over the edges of each row: ``exp(l - max) / (sum + eps)``."""
+    """Normalize ``logits [E, ...]`` over the edges of each row: ``exp(l - max) / (sum + eps)``."""
     top = reduce_edges(logits, rows, num_dst, "max").index_select(0, rows)
     weight = (logits - top).exp()
     total = reduce_edges(weight, rows, num_dst, "sum") + eps
@@ -111,9 +111,9 @@ def spmm_reference(
     check_reduce("spmm", reduce)
     wide = x.to(accumulate_dtype(x.dtype))
 
-    def messages(those: slice) -> Tensor:
-        rows = wide.index_select(0, col[those])
-        return rows if value is None else rows * expand_value(value[those].to(rows.dtype), rows)
+    def messages(block: slice) -> Tensor:
+        rows = wide.index_select(0, col[block])
+        return rows if value is None else rows * expand_value(value[block].to(rows.dtype), rows)
 
     return reduce_messages(messages, rowptr, x, col.numel(), num_dst, reduce)
 
@@ -367,7 +367,7 @@ SDDMM = define(
 
 
 def edge_softmax_reference(rowptr: Tensor, logits: Tensor, eps: float = 1e-16) -> Tensor:
-    """Normalise the logits of each row's edges: ``exp(l - max) / (sum + eps)``, always FP32.
+    """Normalize the logits of each row's edges: ``exp(l - max) / (sum + eps)``, always FP32.
 
     Args:
         rowptr: int64 ``[num_dst + 1]``.

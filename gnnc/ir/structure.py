@@ -31,8 +31,8 @@ def edge_rows(rowptr: Tensor, num_edges: int) -> Tensor:
     return torch.repeat_interleave(rows, rowptr.diff(), output_size=num_edges)
 
 
-def check_index(name: str, index: Tensor, bound: int, what: str) -> None:
-    """Refuse node ids that are negative or not below ``bound``; ``name`` and ``what`` are for the message.
+def check_index(name: str, index: Tensor, bound: int, side: str) -> None:
+    """Refuse node ids that are negative or not below ``bound``; ``name`` and ``side`` are for the message.
 
     Raises:
         GraphError: names the first such id and its position.
@@ -44,7 +44,7 @@ def check_index(name: str, index: Tensor, bound: int, what: str) -> None:
         return
     bad = ((index < 0) | (index >= bound)).nonzero()[0, 0].item()
     raise GraphError(
-        f"[gnnc.csr] {name}[{bad}] = {int(index[bad])} is not a {what} node: ids must be in "
+        f"[gnnc.csr] {name}[{bad}] = {int(index[bad])} is not a {side} node: ids must be in "
         f"0..{bound - 1} ({bound} nodes); check edge_index against the number of rows of x"
     )
 

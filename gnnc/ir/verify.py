@@ -54,8 +54,8 @@ def _problem_of_order(gm: fx.GraphModule) -> str | None:
     try:
         gm.graph.lint()
     except RuntimeError as error:
-        what = str(error).splitlines()[0]  # the rest is the graph
-        return f"is not well formed: {what}; insert a node before its users, and erase none that has some"
+        problem = str(error).splitlines()[0]  # the rest is the graph
+        return f"is not well formed: {problem}; insert a node before its users, and erase none that has some"
     return None
 
 
@@ -100,13 +100,17 @@ def _problem_of_fused(gm: fx.GraphModule, node: fx.Node) -> str | None:
             f"gives {len(node.args)} arguments to a fused graph with {len(inputs)} inputs; give each its own"
         )
     for argument, parameter in zip(node.args, inputs, strict=True):
-        given, taken = _dtype(argument), _dtype(parameter)
-        if given is not None and taken is not None and given != taken:
-            return f"gives {given} to input {parameter.name} of its graph, which takes {taken}; fuse it again"
-        given, taken = _qtype(argument), _qtype(parameter)
-        if given != taken:
+        passed, expected = _dtype(argument), _dtype(parameter)
+        if passed is not None and expected is not None and passed != expected:
             return (
-                f"gives {given} to input {parameter.name} of its graph, which takes {taken}; infer its meta"
+                f"gives {passed} to input {parameter.name} of its graph, which takes {expected}; "
+                "fuse it again"
+            )
+        passed, expected = _qtype(argument), _qtype(parameter)
+        if passed != expected:
+            return (
+                f"gives {passed} to input {parameter.name} of its graph, which takes {expected}; "
+                "infer its meta"
             )
     return _problem_inside(inner, node) or _problem_of_qtype(gm, node)
 
@@ -122,10 +126,12 @@ def _problem_inside(inner: fx.GraphModule, node: fx.Node) -> str | None:
         if problem is not None:
             return f"is fused, and its inner node {part.name} {problem}"
     results = outputs_of(inner.graph)
-    made = [_dtype(r) for r in results] if isinstance(results, tuple | list) else _dtype(results)
+    computed = [_dtype(r) for r in results] if isinstance(results, tuple | list) else _dtype(results)
     value = node.meta["val"]
-    said = [_dtype(v) for v in value] if isinstance(value, tuple | list) else _dtype(value)
-    return None if made == said else f"says that it makes {said}, but its graph makes {made}; infer it again"
+    declared = [_dtype(v) for v in value] if isinstance(value, tuple | list) else _dtype(value)
+    if computed == declared:
+        return None
+    return f"says that it makes {declared}, but its graph makes {computed}; infer it again"
 
 
 def _problem_of_call(node: fx.Node) -> str | None:
@@ -167,10 +173,12 @@ def _problem_of_operands(node: fx.Node) -> str | None:
 
 
 def _problem_of_qtype(gm: fx.GraphModule, node: fx.Node) -> str | None:
-    said, made = node.meta.get("qtype"), qtype_rule(gm, node)
-    if said == made:
+    declared, computed = node.meta.get("qtype"), qtype_rule(gm, node)
+    if declared == computed:
         return None
-    return f"says that it holds {_qtype_text(said)}, but makes {_qtype_text(made)}; infer its meta again"
+    return (
+        f"says that it holds {_qtype_text(declared)}, but makes {_qtype_text(computed)}; infer its meta again"
+    )
 
 
 def _qtype(value: Any) -> Any:
