@@ -17,7 +17,7 @@ from gnnc.ir.parts import Parts
 from gnnc.ir.source import is_structure, source_of
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.structure_edit import replacing_results
-from gnnc.torch_private import rename
+from gnnc.torch_private import rename, schema
 
 _COLUMNS = {"spmm": "col", "qspmm": "col", "segment_reduce": "perm"}
 """The operand of an aggregation that names the row that each edge reads."""
@@ -92,6 +92,6 @@ def _is_columns_of(node: Node, user: Node) -> bool:
     op = op_of(user)
     if op is None or op.name not in _COLUMNS:
         return False
-    names = [argument.name for argument in user.target._schema.arguments]  # type: ignore[union-attr]
+    names = [argument.name for argument in schema(user.target).arguments]  # type: ignore[union-attr]
     given = dict(zip(names, user.args, strict=False)) | dict(user.kwargs)
     return [name for name, value in given.items() if value is node] == [_COLUMNS[op.name]]
