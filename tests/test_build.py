@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow import slow_but
 
 from gnnc.errors import BackendError
 from gnnc.runtime.cpu import library
@@ -51,7 +52,7 @@ def test_best_isa_is_chosen() -> None:
     assert isa(None) == next(name for name in NEEDED if runs(name))
 
 
-@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize("name", slow_but(["generic"], list(NEEDED)))
 def test_an_isa_can_be_forced_where_it_runs(name: str) -> None:
     said = isa(name)
     assert said == name if runs(name) else said.startswith("BackendError:") and "lacks" in said

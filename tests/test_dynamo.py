@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from slow import slow_after
 from torch import nn
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv, global_add_pool
 from zoo import ZOO, prepared
@@ -55,7 +56,7 @@ def kernels(compiled: gnnc.CompiledModel) -> Counter:
     return Counter(kernel for _, kernel in compiled._dispatch.last.executable.kernels)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("precision", slow_after(1, ["int8", "fp32"]))
 @pytest.mark.parametrize("conv", [GCNConv, SAGEConv, GATConv])
 @torch.no_grad()
 def test_same_programs(conv, precision):
@@ -71,7 +72,7 @@ def test_same_programs(conv, precision):
     assert set(made[0].compiled.state_dict()) <= set(model.state_dict())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_after(2, MODELS))
 @torch.no_grad()
 def test_same_programs_of_the_zoo(name):
     entry, made = (ZOO | LAYERS)[name], []

@@ -4,11 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from cuda_families import FAMILIES, nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_every_test_that_is_named_exists() -> None:
     named = [test for family in FAMILIES for test in nodes_of(family)]
     files = sorted({test.partition("::")[0] for test in named})

@@ -8,6 +8,7 @@ from cuda_cases import assert_no_spills, error, on_device
 from cuda_launch import compile_kernels
 from cuda_sparse import NBYTES, SPMM_SOURCE, Sparse, Spmm, SpmmConfig, form_of, rows16, sparse, weighted16
 from kernel_graphs import GRAPHS, Graph, random_graph, relative_error, star
+from slow import slow_but
 from torch import Tensor, nn
 
 import gnnc
@@ -51,7 +52,7 @@ def forms_of(row_bytes: int) -> list[str]:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["fp32", "int8 powers", "fp16 weights"], list(KINDS)))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, kind: str) -> None:
     c = KINDS[kind]
@@ -92,7 +93,7 @@ STAGED = {
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("kind", STAGED)
+@pytest.mark.parametrize("kind", slow_but(["int8 powers"], list(STAGED)))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_staged_kernel_spills(architecture: str, kind: str) -> None:
     configs = [replace(STAGED[kind], width=w) for w in BUILT_WIDTHS]
