@@ -310,7 +310,7 @@ class Writes(nn.Module):
 
 
 def test_refusal_names_the_line_and_the_way_out():
-    with pytest.raises(CaptureError, match=r"Branches.*test_capture\.py:\d+ in forward.*this line") as error:
+    with pytest.raises(CaptureError, match=r"Branches.*test_export\.py:\d+ in forward.*this line") as error:
         capture(Branches(), (torch.randn(3, 2),))
     assert "Way out: the model decides by the values of a tensor" in str(error.value)
     assert error.value.__cause__ is not None

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from slow import slow_after
 from spellings import WIDTH, spelled
 from torch import Tensor
 from traced import relative_error
@@ -17,7 +18,7 @@ def graph(seed: int, nodes: int, edges: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", slow_after(8, range(24)))
 def test_spellings_equal_eager(seed: int) -> None:
     model = spelled(seed)
     compiled = gnnc.compile(model, "fp32", check_finite="off")

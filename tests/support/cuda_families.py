@@ -101,16 +101,14 @@ LONG = frozenset(
 """Tests that take the emulator half a minute each; ``--emulate`` runs them."""
 FIRST = frozenset(
     {
-        "formats/test_csr.py::test_every_node_gets_one_edge_to_itself[5000-dtype0]",
         "formats/test_run_table.py::test_tables_are_those_of_the_reference[cut1-random]",
-        "formats/test_tune.py::test_bad_arguments_are_refused_as_by_a_call",
         "kernels/test_attention.py::test_attention[1.0-1-7-dtype2]",
         "kernels/test_sddmm.py::test_integer_dots_are_exact[47]",
         "kernels/test_split_rows.py::test_integers[7-spmm]",
         "test_models.py::test_cuda_computes_what_eager_and_the_reference_compute[GCN-int8]",
     }
 )
-"""Tests that run on the emulator in `make test` too: one of each family."""
+"""Tests that run on the emulator in `make test` too: one of each kind of kernel, and a model."""
 
 
 def emulated() -> set[str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from cuda_cases import compiled_without_spills
+from slow import slow_after
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
@@ -30,7 +31,7 @@ WORKSPACE = 24
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("loops", [False, True])
 @pytest.mark.parametrize("bits", [8, 9])
-@pytest.mark.parametrize("ids", ["int64_t", "int32_t"])
+@pytest.mark.parametrize("ids", slow_after(1, ["int64_t", "int32_t"]))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, ids: str, bits: int, loops: bool) -> None:
     kernels, names = compiled_without_spills(architecture, Kernels, ids, bits, loops)
