@@ -7,6 +7,9 @@ from torch.utils.weak import WeakIdRef
 
 from gnnc.ir.format import EDGE_LIST, RUN_TABLE, WINDOW_TABLE
 
+_IDENTITY = "gnnc_identity"
+"""Name under which row offsets store their own weak reference."""
+
 
 class FormatKey(NamedTuple):
     """Key of one value among those that are cached on a tensor.
@@ -44,14 +47,20 @@ def run_table_key(row_bytes: int) -> FormatKey:
 
 def sum_table_key(rowptr: Tensor, sources: int, row_bytes: int) -> FormatKey:
     """Return the key of the ``SumTable`` for ``sources`` rows of x of so many bytes, on ``col``."""
-    return FormatKey("sums", WeakIdRef(rowptr), row_bytes, sources)
+    return FormatKey("sums", _identity(rowptr), row_bytes, sources)
 
 
 def window_table_key(rowptr: Tensor, window: int) -> FormatKey:
     """Return the key of the tensors of a window table with so many rows of x in a window, on ``col``."""
-    return FormatKey(WINDOW_TABLE.name, WeakIdRef(rowptr), window)
+    return FormatKey(WINDOW_TABLE.name, _identity(rowptr), window)
 
 
 def window_sizes_key(rowptr: Tensor) -> FormatKey:
     """Return the key of the sizes of a window table, on ``col``."""
-    return FormatKey("window sizes", WeakIdRef(rowptr))
+    return FormatKey("window sizes", _identity(rowptr))
+
+
+def _identity(rowptr: Tensor) -> WeakIdRef:
+    """Return the weak reference of row offsets: the same object each time, which look-ups compare fast."""
+    reference = vars(rowptr).get(_IDENTITY)
+    return vars(rowptr).setdefault(_IDENTITY, WeakIdRef(rowptr)) if reference is None else reference
