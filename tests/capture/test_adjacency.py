@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from slow import slow_after
 from torch import Tensor, nn
 
 import gnnc
@@ -161,7 +162,7 @@ BAD_POINTERS = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("how", BAD_POINTERS)
-@pytest.mark.parametrize("layout", ["csr", "csc"])
+@pytest.mark.parametrize("layout", slow_after(1, ["csr", "csc"]))
 def test_offsets_that_would_lead_out_of_the_matrix_are_refused(layout, how):
     (place, value), message = BAD_POINTERS[how]
     good, x = LAYOUTS[layout](matrix(50, 50, 290, 0)), torch.randn(50, WIDTH)

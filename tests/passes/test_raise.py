@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from slow import slow_but
+from slow import slow_after, slow_but
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GraphConv, SAGEConv, TransformerConv
@@ -260,7 +260,7 @@ FIXUPS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 
 
 @pytest.mark.parametrize("name", FIXUPS)
-@pytest.mark.parametrize("end", ["eps", "bound", "neither"])
+@pytest.mark.parametrize("end", slow_after(1, ["eps", "bound", "neither"]))
 def test_maxima_of_rows_with_edges_may_change_only_without_eps(name: str, end: str):
     fixup, is_exact = FIXUPS[name]
     ends = {"eps": lambda t: t + 1e-3, "bound": lambda t: t.clamp(min=0.5), "neither": lambda t: t}

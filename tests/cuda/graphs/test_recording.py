@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_cases import lowered
+from slow import slow_after
 from torch import Tensor, nn
 
 import gnnc
@@ -38,7 +39,10 @@ def repeated_lines(source: str) -> list[str]:
     return lines[first + 1 : last]
 
 
-@pytest.mark.parametrize("name", ["gcn", "sage-mean", "gin", "gat", "graphconv", "batch-norm", "models.GCN"])
+RECORDED = ["gcn", "gat", "sage-mean", "gin", "graphconv", "batch-norm", "models.GCN"]
+
+
+@pytest.mark.parametrize("name", slow_after(2, RECORDED))
 def test_a_call_hands_over_what_is_made_of_its_input_and_its_output(name: str) -> None:
     recording = lowered(name, "int8", "cuda-offline:sm_90")._dispatch.last.executable.recording
     assert recording is not None
