@@ -6,6 +6,7 @@ kernels come from another build, such as one with AddressSanitizer (`make asan`)
 
 import argparse
 import random
+import sys
 import time
 from collections import Counter
 from copy import deepcopy
@@ -14,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fuzz_cases import CASES, Case, Draw, bad_index
-from kernel_graphs import threads
-from random_programs import SIZES, WIDTHS, Recipe, check
 from torch import nn
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
@@ -24,6 +22,12 @@ import gnnc
 from gnnc.errors import GraphError
 from gnnc.precision import BF16, FP32, INT8
 from gnnc.runtime.cpu import library
+
+sys.path.append(str(Path(__file__).resolve().parent / "support"))
+
+from fuzz_cases import CASES, Case, Draw, bad_index
+from kernel_graphs import threads
+from random_programs import SIZES, WIDTHS, Recipe, check
 
 
 def program(d: Draw) -> None:

@@ -23,6 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parent / "support"))
+
 from cuda_families import FAMILIES, nodes_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,5 +1,10 @@
 """A small share of the random cases of `fuzz.py`, which runs as many as you like."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import fuzz
 import pytest
 
@@ -23,3 +28,13 @@ def test_a_failure_names_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz, "EVERY", (broken,))
     with pytest.raises(RuntimeError, match=r"case 7, broken: at \(0, 0\)"):
         fuzz.run(7, 1)
+
+
+@pytest.mark.parametrize("command", [("fuzz.py", "--count", "1"), ("sanitize.py", "--help")])
+def test_scripts_run_by_themselves(command: tuple[str, ...]) -> None:
+    """Without the import path that pytest sets."""
+    tests = Path(__file__).resolve().parents[1]
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if Path(path, "gnnc").is_dir())}
+    script = [sys.executable, "-W", "ignore", str(tests / command[0]), *command[1:]]
+    done = subprocess.run(script, capture_output=True, text=True, check=False, env=os.environ | paths)
+    assert done.returncode == 0, done.stderr
