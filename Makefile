@@ -19,7 +19,7 @@ demo: build
 # There is a process for each core, so each has one thread, but in kernels' tests, which ask for more; and threads that
 # wait leave the core to others. What was compiled for CUDA once, by its content, is not compiled again.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist worksteal \
-	--kernels build/test-kernels
+	--kernels=build/test-kernels
 
 # Every feature once. ARGS goes to pytest: make test ARGS='tests/passes -x'.
 test: build
