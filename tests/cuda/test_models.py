@@ -39,7 +39,9 @@ def test_cuda_computes_what_eager_and_the_reference_compute(name: str, precision
     on_cpu = copy.deepcopy(model)
     model.cuda()
     arguments = on_device(arguments)
-    got = gnnc.compile(model, precision)(*arguments)
+    compiled = gnnc.compile(model, precision)
+    got = compiled(*arguments)
+    assert "on backend cuda" in compiled.summary()
     assert got.is_cuda and error(got, eager) < LIMIT[precision]
     reference = gnnc.compile(model, precision, backend="reference")(*arguments)
     assert error(got, reference) < {"fp32": 1e-5, "int8": 0.01}.get(precision, 0.005)

@@ -20,6 +20,7 @@ from emulator import compiler
 from emulator.driver import Driver, EmulatorError
 from gnnc import api
 from gnnc.capture import validate
+from gnnc.compiler import dispatch
 from gnnc.runtime import backend, cuda
 from gnnc.runtime.cuda import executable
 from gnnc.runtime.cuda.driver import kernel_set, launch, nvrtc, readback
@@ -43,7 +44,8 @@ def emulated(seed: int = 0) -> Iterator[Driver]:
     driver.begin(seed)
     with ExitStack() as stack:
         for target, name, value in _replaced(driver):
-            stack.enter_context(patch.object(target, name, value, create=True))
+            made = getattr(target, "__name__", "").startswith("torch")
+            stack.enter_context(patch.object(target, name, value, create=made))
         stack.enter_context(_OnTheCpu())
         yield driver
 
@@ -79,11 +81,7 @@ def _replaced(driver: Driver) -> Iterator[tuple[Any, str, Any]]:
     yield nvrtc, "compile_source", _named(nvrtc.compile_source)
     yield kernel_set, "architecture_of", lambda device: "sm_{}{}".format(*compiler.CAPABILITY)
     yield cuda, "load", lambda: "emulated"
-    yield (
-        api,
-        "get_backend",
-        lambda name, device=None: backend.get_backend("cuda" if name == "auto" else name),
-    )
+    yield from ((module, "get_backend", _cuda_for_auto) for module in (api, dispatch))
     yield validate, "_check_backend", lambda *given: None
     yield executable, "device_of", lambda graph: torch.device("cpu")
     yield (
@@ -103,6 +101,11 @@ def _replaced(driver: Driver) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "synchronize", lambda device=None: None
     yield torch.cuda, "device", lambda device: nullcontext()
     yield torch._C, "_cuda_getCurrentRawStream", lambda index: 0
+
+
+def _cuda_for_auto(name: str, device: torch.device | None = None) -> backend.Backend:
+    """Return the backend of a name, where ``auto`` is CUDA whatever the device of the model."""
+    return backend.get_backend("cuda" if name == "auto" else name)
 
 
 class _Event:
