@@ -137,7 +137,7 @@ __global__ void __launch_bounds__((GatherOnly<kElement, kWidth, kScaled, kValued
   using Body = typename G::template Body<kStores>;
   __shared__ int next[G::Slices::kCount];
   __shared__ Feed<Layout, Body> feed[G::kThreads / 32];
-  open_queues(next, feed[0].runs.dealt());
+  open_queues(next, feed[0].runs.preassigned());
   Body body{scales};
   for (int slice = 0; slice < G::Slices::kCount; ++slice) {
     const Gathered rows = G::Slices::of(x, stride, slice);
@@ -483,7 +483,7 @@ def run(name: str, widths: list[int]) -> dict[str, Any]:
         "edges": col.numel(),
         "largest degree": int(rowptr.diff().max()),
         "cut": cut._asdict(),
-        "cut by stretch": graph.staged_cut._asdict(),
+        "cut by node block": graph.staged_cut._asdict(),
         "runs": graph.runs.count,
         "split rows": graph.table.split[:, 0].unique().numel(),
     }

@@ -169,11 +169,11 @@ void compute_floats(const GemmArgs& g, const Block& b, int64_t row) {
   }
 }
 
-template <Codes kCodes, typename T>
+template <Clamp kClamp, typename T>
 GNNC_INLINE void quantize_row(const GemmArgs& g, const T* x, float inverse, uint8_t* out) {
   const Floats factor = splat(inverse);
   const auto value = [&](int64_t c, auto n) { return load(x + c, n) * factor; };
-  store_codes<kCodes>(g.depth, value, 0x80, reinterpret_cast<int8_t*>(out));
+  store_codes<kClamp>(g.depth, value, 0x80, reinterpret_cast<int8_t*>(out));
 }
 
 // Quantizes the rows of a block, a few rows at a time, so that they are still in L1 when their maxima are known.
@@ -183,7 +183,7 @@ void quantize_rows(const GemmArgs& g, const Block& b, const T* x) {
     const float inverse = inverse_of(g.x_scale[0]);
     for (int r = 0; r < b.rows; ++r) {
       b.scales[r] = g.x_scale[0];
-      quantize_row<Codes::held>(g, x + r * g.x_stride, inverse, b.buffer + r * b.depth);
+      quantize_row<Clamp::both>(g, x + r * g.x_stride, inverse, b.buffer + r * b.depth);
     }
     return;
   }
@@ -192,7 +192,7 @@ void quantize_rows(const GemmArgs& g, const Block& b, const T* x) {
     const int count = std::min(at_once, b.rows - begin);
     row_scales(x + begin * g.x_stride, g.x_stride, count, g.depth, b.scales + begin, b.inverses);
     for (int r = 0; r < count; ++r) {
-      quantize_row<Codes::bounded>(g, x + (begin + r) * g.x_stride, b.inverses[r], b.buffer + (begin + r) * b.depth);
+      quantize_row<Clamp::none>(g, x + (begin + r) * g.x_stride, b.inverses[r], b.buffer + (begin + r) * b.depth);
     }
   }
 }
@@ -298,7 +298,7 @@ bool multiply_few(const GemmArgs& g, const Block& b, int64_t row) {
     left -= found.count;
     for (int64_t i = 0; i < found.count; ++i) found.value[i] = value_of(x[found.column[i]]);
     const auto [scale, inverse] = scale_of_row<T>(g, found, row + r);
-    quantize_non_zeros<std::is_same_v<T, int8_t> ? Codes::bounded : Codes::held>(found, inverse);
+    quantize_non_zeros<std::is_same_v<T, int8_t> ? Clamp::none : Clamp::both>(found, inverse);
     for (int64_t p = 0; p < panels_of(g); ++p) {
       const Panel panel = panel_of(g, p);
       const int64_t column = p * kPanelStrips * kLanes;

@@ -110,7 +110,7 @@ void pack_code_rows(const Strip& s, const float* inverse) {
       const float* row = s.w + c * s.stride_o;
       const Floats factor = splat(inverse[c]);
       const auto value = [&](int64_t at) { return part(row, at, s.g.depth) * factor; };
-      return pack_codes<Codes::bounded>(value(k), value(k + 16), value(k + 32), value(k + 48));
+      return pack_codes<Clamp::none>(value(k), value(k + 16), value(k + 32), value(k + 48));
     });
   }
 }
@@ -119,7 +119,7 @@ void pack_code_columns(const Strip& s, const float* inverse) {
   const Floats factor = load(inverse);
   const auto byte = [&](int64_t k) {
     if (k >= s.g.depth) return _mm512_setzero_si512();
-    const __m512i code = integers<Codes::bounded>(row_of_columns(s, k) * factor);
+    const __m512i code = integers<Clamp::none>(row_of_columns(s, k) * factor);
     return _mm512_and_si512(_mm512_max_epi32(code, _mm512_set1_epi32(-127)), _mm512_set1_epi32(255));
   };
   for (int64_t step = 0; step < steps_of(s.g); ++step) {

@@ -69,13 +69,13 @@ GNNC_INLINE int64_t find_non_zeros(const T* x, int64_t width, int64_t most, int3
 }
 
 // Quantizes the values, and splits columns into steps and bytes.
-template <Codes kCodes>
+template <Clamp kClamp>
 GNNC_INLINE void quantize_non_zeros(NonZeros& found, float inverse) {
   const Floats factor = splat(inverse);
   __m512i sum = _mm512_setzero_si512();
   for_columns(found.count, [&](int64_t i, auto n) {
-    __m512i code = integers<kCodes>(load(found.value + i, n) * factor);
-    if constexpr (kCodes == Codes::held) code = _mm512_max_epi32(code, _mm512_set1_epi32(-127));
+    __m512i code = integers<kClamp>(load(found.value + i, n) * factor);
+    if constexpr (kClamp == Clamp::both) code = _mm512_max_epi32(code, _mm512_set1_epi32(-127));
     auto* column = reinterpret_cast<float*>(found.column + i);
     const __m512i at = _mm512_castps_si512(load(column, n));
     const __m512i bits = _mm512_slli_epi32(_mm512_and_si512(at, _mm512_set1_epi32(3)), 3);

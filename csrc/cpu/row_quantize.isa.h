@@ -22,7 +22,7 @@ void quant_row(const Tile& t, const RowView& codes, const RowView& scales) {
       const float* row = t.row(begin + i);
       const Floats factor = splat(inverse[i]);
       const auto value = [&](int64_t c, auto) { return load(row + c) * factor; };
-      store_codes<Codes::bounded>(t.width, value, 0, row_of<int8_t>(codes, t.first + begin + i));
+      store_codes<Clamp::none>(t.width, value, 0, row_of<int8_t>(codes, t.first + begin + i));
     }
   }
 }
@@ -43,7 +43,7 @@ void quant_static(const Tile& t, const RowView& codes, const float* inverse, int
   for (int r = 0; r < t.rows; ++r) {
     const float* row = t.row(r);
     const auto value = [&](int64_t c, auto) { return load(row + c) * load(inverse + c); };
-    store_codes<Codes::held>(t.width, value, 0, row_of<int8_t>(codes, t.first + r));
+    store_codes<Clamp::both>(t.width, value, 0, row_of<int8_t>(codes, t.first + r));
     if (saturated != nullptr) count += count_saturated(row, inverse, t.width);
   }
   if (count > 0) __atomic_fetch_add(saturated, count, __ATOMIC_RELAXED);
@@ -80,7 +80,7 @@ void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, cons
       const float* row = t.row(begin + i);
       const Floats power = splat(powers[i]);
       const auto value = [&](int64_t c, auto) { return load(row + c) * load(inverse + c) * power; };
-      store_codes<Codes::held>(t.width, value, 0, row_of<int8_t>(codes, t.first + begin + i));
+      store_codes<Clamp::both>(t.width, value, 0, row_of<int8_t>(codes, t.first + begin + i));
     }
   }
 }
@@ -122,14 +122,14 @@ GNNC_INLINE Floats largest_of_rows(const Floats (&rows)[kCodedRows]) {
   return combine(tops, _mm512_shuffle_f32x4(tops, tops, 0xb1));
 }
 
-template <Codes kCodes, int kVectors>
+template <Clamp kClamp, int kVectors>
 GNNC_INLINE void store_block_codes(const Block<kCodedRows, kVectors>& block, Floats factors, int8_t* to,
                                    int64_t stride) {
   each<kCodedRows>([&](auto r) __attribute__((always_inline)) {
     const Floats factor = _mm512_permute_ps(factors, 0x55 * r);
     Floats v[4] = {};
     each<kVectors>([&](auto i) __attribute__((always_inline)) { v[i] = block.x[r][i] * factor; });
-    _mm512_storeu_si512(to + r * stride, pack_codes<kCodes>(v[0], v[1], v[2], v[3]));
+    _mm512_storeu_si512(to + r * stride, pack_codes<kClamp>(v[0], v[1], v[2], v[3]));
   });
 }
 
@@ -154,11 +154,11 @@ GNNC_INLINE void quantize_block(Block<kCodedRows, kVectors>& block, const Tile& 
   if (pow2) {
     const Ints shifts = shifts_of(tops);
     _mm_storeu_si32(static_cast<uint8_t*>(scales.data) + t.first + r, _mm512_cvtepi32_epi8((__m512i)shifts));
-    store_block_codes<Codes::held>(block, powers_of(shifts), to, codes.stride);
+    store_block_codes<Clamp::both>(block, powers_of(shifts), to, codes.stride);
   } else {
     const Floats scale = scale_of(tops);
     _mm_storeu_ps(static_cast<float*>(scales.data) + t.first + r, _mm512_castps512_ps128(scale));
-    store_block_codes<Codes::bounded>(block, inverse_of(scale), to, codes.stride);
+    store_block_codes<Clamp::none>(block, inverse_of(scale), to, codes.stride);
   }
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-STRETCH = 2048
+NODE_BLOCK = 2048
 """Consecutive rows of a window table that a block of threads works on at a time."""
 LEAST_NEAR = 0.5
 """Share of near edges below which a window costs more than it saves: it takes memory from L1, where far
@@ -20,8 +20,8 @@ Measured: docs/cuda-sparse-kernels.md."""
 
 
 def window_rows(row_bytes: int) -> int:
-    """Return how many rows of x, of so many bytes, the window of a stretch holds: its first ones."""
-    return STRETCH if row_bytes <= 64 else 1660
+    """Return how many rows of x, of so many bytes, the window of a node block holds: its first ones."""
+    return NODE_BLOCK if row_bytes <= 64 else 1660
 
 
 class Gather(NamedTuple):
@@ -30,7 +30,7 @@ class Gather(NamedTuple):
     Attributes:
         edges: number of edges.
         rows: number of destination nodes.
-        near: number of edges whose source is in the window of their destination's stretch.
+        near: number of edges whose source is in the window of their destination's node block.
         blocks: blocks of threads of a launch.
         row_bytes: bytes of a row of x.
     """
@@ -73,7 +73,7 @@ def _one_read_an_edge(gather: Gather) -> float:
 def _window_cost(gather: Gather) -> float:
     if gather.near < LEAST_NEAR * gather.edges:
         return float("inf")
-    copied = (-(-gather.rows // STRETCH) + gather.blocks) * window_rows(gather.row_bytes)
+    copied = (-(-gather.rows // NODE_BLOCK) + gather.blocks) * window_rows(gather.row_bytes)
     return gather.edges - gather.near + LEAST_USES * copied
 
 
@@ -134,8 +134,8 @@ WINDOW_TABLE = Format(
     cost=_window_cost,
     rule="at least half of the edges connect nearby ids, and enough of them share each source",
 )
-"""Edges by stretch of ``STRETCH`` rows, near ones apart from far ones: sources of near edges are copied
-to shared memory once for each stretch, and are read there, with 2 bytes an edge; far edges take 4.
+"""Edges by node block of ``NODE_BLOCK`` rows, near ones apart from far ones: sources of near edges are copied
+to shared memory once for each node block, and are read there, with 2 bytes an edge; far edges take 4.
 Kernels write it from the CSR, whose columns it then replaces. It pays for plain sums on large graphs most
 of whose edges connect nearby ids."""
 

@@ -160,7 +160,7 @@ class CudaEmitter(Emitter):
         self.append(Launch(launcher.text, literal(grid), arguments))
 
     def nan_flag_arguments(self, node: Node) -> list[Operand]:
-        """Return the two arguments that make a ``step::Watch`` for a node."""
+        """Return the two arguments that make a ``step::NanFlag`` for a node."""
         # A constant: with the address in its text, no program would have the same text in another process.
         address = self.bind(self.nan_flag.address, "watch")
         return [address, self.nan_flag.add(node.meta.get("layer", ""))]

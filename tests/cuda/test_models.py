@@ -64,7 +64,7 @@ def test_static_scales(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
 @pytest.mark.parametrize("name", ["gcn", "sage", "gin"])
-def test_edges_by_stretch_change_nothing(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_blocks_change_nothing(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What pays on graphs of millions of edges only."""
     torch.manual_seed(0)
     model = models.MODELS[name](64, 47).eval().cuda()
@@ -101,7 +101,7 @@ def columns_of(compiled: gnnc.CompiledModel) -> list[torch.Tensor]:
 def test_source_ids_are_kept_for_who_reads_them(
     model: Any, frees: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Edges by stretch hold the ids: four bytes an edge less, and every later call as the first."""
+    """Edges by node block hold the ids: four bytes an edge less, and every later call as the first."""
     torch.manual_seed(0)
     model = model(64, 47).eval().cuda()
     x, edge_index = torch.randn(5000, 64).cuda(), graphs.generate(_NEIGHBOURS).cuda()

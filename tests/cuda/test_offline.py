@@ -187,7 +187,7 @@ def test_rows_that_nothing_gathers_leave_l2_first_and_begin_on_no_line(
         (40, torch.float64, 40, 40),
     ],
 )
-def test_rows_that_may_be_summed_by_stretch_begin_on_a_line(
+def test_rows_that_may_be_summed_by_node_block_begin_on_a_line(
     width: int, dtype: torch.dtype, plain: int, windowed: int
 ) -> None:
     assert CudaEmitter.padded(width, dtype) == plain
@@ -209,7 +209,7 @@ class Weighted(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("weight", "stride"), [(None, 256), (torch.rand(2000), 160)])
-def test_only_sums_without_values_go_by_stretch(weight: torch.Tensor | None, stride: int) -> None:
+def test_only_sums_without_values_go_by_node_block(weight: torch.Tensor | None, stride: int) -> None:
     compiled = gnnc.compile(Weighted().eval(), "fp32", backend="cuda-offline:sm_90")
     with torch.no_grad(), pytest.raises(gnnc.BackendError, match="not here"):
         compiled(torch.randn(300, 16), torch.randint(300, (2, 2000)), weight)

@@ -366,7 +366,7 @@ def test_a_call_on_a_known_graph_waits_for_nothing(model):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("by_stretch", [False, True])
+@pytest.mark.parametrize("by_node_block", [False, True])
 @pytest.mark.parametrize(
     ("kind", "of_edges"),
     [
@@ -378,9 +378,9 @@ def test_a_call_on_a_known_graph_waits_for_nothing(model):
         (partial(GAT, edge_dim=3), {"edge_attr": (3,)}),
     ],
 )
-def test_a_call_on_a_new_graph_waits_once(kind, of_edges, by_stretch, monkeypatch):
+def test_a_call_on_a_new_graph_waits_once(kind, of_edges, by_node_block, monkeypatch):
     """For what the device finds in it, sizes and ids out of range."""
-    if by_stretch:
+    if by_node_block:
         monkeypatch.setattr("gnnc.ir.format.LEAST_USES", 0)
         monkeypatch.setattr("gnnc.ir.format.LEAST_NEAR", 0)
     torch.manual_seed(0)

@@ -233,7 +233,7 @@ def test_an_id_out_of_range() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("precision", ALIKE)
-def test_edges_by_stretch(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edges_by_node_block(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks with more shared memory than devices give unasked."""
     monkeypatch.setattr(tables, "pays", lambda *_: True)
     monkeypatch.setattr(window_table, "pays", lambda *_: True)

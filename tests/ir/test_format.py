@@ -3,14 +3,14 @@
 import pytest
 
 from gnnc.ir import format as formats
-from gnnc.ir.format import CSR, RUN_TABLE, STRETCH, WINDOW_TABLE, Format, Gather, cheapest, window_rows
+from gnnc.ir.format import CSR, NODE_BLOCK, RUN_TABLE, WINDOW_TABLE, Format, Gather, cheapest, window_rows
 
 BLOCKS = 4
 ALL = [value for value in vars(formats).values() if isinstance(value, Format)]
 
 
 def gather(near: int, edges: int = 1_000_000, row_bytes: int = 64) -> Gather:
-    return Gather(edges=edges, rows=10 * STRETCH, near=near, blocks=BLOCKS, row_bytes=row_bytes)
+    return Gather(edges=edges, rows=10 * NODE_BLOCK, near=near, blocks=BLOCKS, row_bytes=row_bytes)
 
 
 @pytest.mark.parametrize("found", ALL, ids=str)

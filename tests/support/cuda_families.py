@@ -16,7 +16,7 @@ FAMILIES = {
         "formats/test_csr.py::test_every_node_gets_one_edge_to_itself[5000-dtype0]",
         "formats/test_csr.py::test_rows_of_offsets_of_any_type_and_stride[700]",
         "formats/test_window_table.py::test_sizes_of_a_new_graph_are_those_of_the_reference"
-        "[several stretches]",
+        "[several node blocks]",
     ),
     "spmm": (
         "kernels/test_spmm.py::test_integer_reductions_are_exact[47-sum]",
@@ -34,7 +34,7 @@ FAMILIES = {
         "kernels/test_spmm.py::test_weights_a_head[3-7-dtype1]",
     ),
     "staged": (
-        "formats/test_window_table.py::test_words_hold_the_sources[cut1-several stretches]",
+        "formats/test_window_table.py::test_words_hold_the_sources[cut1-several node blocks]",
         "kernels/test_spmm.py::test_staged_sums_of_integers_are_exact[16-sum]",
         "kernels/test_spmm.py::test_staged_sums_of_integers_are_exact[47-sum]",
         "kernels/test_spmm.py::test_staged_sums_of_integers_are_exact[128-mean]",

@@ -39,7 +39,7 @@ class Sparse:
 
     @cached_property
     def staged(self) -> WindowRuns:
-        """The edges by stretch."""
+        """The edges by node block."""
         window = window_rows(self.row_bytes)
         sizes = sizes_of(self.rowptr, self.col, self.staged_cut)
         runs = build_window_table(self.rowptr, self.col, sizes, self.multiprocessors, window, always=True)
@@ -75,7 +75,7 @@ class Sparse:
 def sparse(
     rowptr: Tensor, col: Tensor, cut: Cut, multiprocessors: int, staged_cut: Cut | None = None
 ) -> Sparse:
-    """Put a CSR with its run table onto the GPU; by stretch it is cut alike if nothing else is given."""
+    """Put a CSR with its run table onto the GPU; by node block it is cut alike if nothing else is given."""
     rowptr, col = rowptr.cuda(), in_fours(col.cuda())
     runs = build_runs(rowptr, col.numel(), cut, multiprocessors)
     return Sparse(rowptr, col, runs, multiprocessors, staged_cut or cut)
@@ -148,7 +148,7 @@ SPMM_SOURCE = '#include "sparse/spmm.cuh"' + STORES
 
 
 def form_of(row_bytes: int) -> str:
-    """Return the kernel that programs take for rows of so many bytes that are not summed by stretch."""
+    """Return the kernel that programs take for rows of so many bytes that are not summed by node block."""
     return "spmm_sliced" if row_bytes > MOST_WHOLE else "spmm"
 
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// check_finite: searches the input values for NaN and infinity, and raises a flag if there is one (step::Watch).
+// check_finite: searches the input values for NaN and infinity, and raises a flag if there is one (step::NanFlag).
 //
 // Layout: FP32, contiguous. Traffic: 4 B a value in, nothing out if all values are finite. Floor: these bytes at copy
 // bandwidth.
@@ -14,7 +14,7 @@ namespace gnnc {
 struct CheckArgs {
   const float* values;
   int64_t count;
-  step::Watch watch;
+  step::NanFlag watch;
 };
 
 __global__ void check_finite(CheckArgs args) {

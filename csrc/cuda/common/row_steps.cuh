@@ -18,7 +18,7 @@ namespace gnnc::step {
 
 // A flag in host memory that the device sets when it finds a value that is not finite. The host reads the flag later;
 // the device writes nothing otherwise.
-struct Watch {
+struct NanFlag {
   int64_t* flag;
   int64_t number;  // identifies the checked tensor to the host, from 1 on
 
@@ -435,7 +435,7 @@ __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; 
 
 // Raises the flag if the current values of the row include NaN or infinity.
 template <class Tile>
-__device__ void watch(const Tile& tile, const Watch& watch) {
+__device__ void watch(const Tile& tile, const NanFlag& watch) {
   bool fine = true;
 #pragma unroll
   for (int i = 0; i < Tile::kPer; ++i) fine = fine && (!tile.valid(i) || is_finite(tile.v[i]));
@@ -509,7 +509,7 @@ __device__ void scale_tensor(const Tile& tile, float* scale) {
 }
 
 template <class Tile>
-__device__ void watch_scale(const Tile& tile, float scale, const Watch& watch) {
+__device__ void watch_scale(const Tile& tile, float scale, const NanFlag& watch) {
   if (tile.lane == 0 && !is_finite(scale)) watch.raise();
 }
 

@@ -410,7 +410,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) attention(const Attention
   Body body{a, epilogue, rows[threadIdx.x / 32], heads[threadIdx.x / 32]};
   body.clear();
   const Gathered x = whole_rows<Layout>(a.x, a.x_stride);
-  open_queues(next, feed[0].runs.dealt());
+  open_queues(next, feed[0].runs.preassigned());
   for_runs<Layout>(a.runs, nullptr, x, next, feed[threadIdx.x / 32], body);
 }
 

@@ -31,10 +31,10 @@ struct alignas(16) Entry {
 
 // A run: consecutive entries of the run table that one warp processes.
 struct alignas(16) Run {
-  int32_t first;    // index of the first entry
-  int32_t count;    // number of entries; 0: no run
-  int32_t slot;     // slot in the staging buffer, if the run is a part; -1: whole rows
-  int32_t stretch;  // block of kStretch ids in which the rows lie (staged.cuh)
+  int32_t first;       // index of the first entry
+  int32_t count;       // number of entries; 0: no run
+  int32_t slot;        // slot in the staging buffer, if the run is a part; -1: whole rows
+  int32_t node_block;  // block of kNodeBlock ids in which the rows lie (staged.cuh)
 };
 
 // A row that is split into several parts.
@@ -66,15 +66,15 @@ __device__ inline T load_record(const T* p) {
   return *reinterpret_cast<const T*>(&v);
 }
 
-// Initializes the run queues of a block. Each queue starts at run `dealt`: the warps take the runs before that
+// Initializes the run queues of a block. Each queue starts at run `preassigned`: the warps take the runs before that
 // directly, by RunQueue::at. Called by the whole block.
 template <int kQueues>
-__device__ inline void open_queues(int32_t (&next)[kQueues], int32_t dealt = 0) {
+__device__ inline void open_queues(int32_t (&next)[kQueues], int32_t preassigned = 0) {
   constexpr int kThreads = 128;  // the least number of threads of any block
 #pragma unroll 1
   for (int first = 0; first < (kQueues > kThreads ? kQueues : 1); first += kThreads) {
     const int i = first + static_cast<int>(threadIdx.x);
-    if (threadIdx.x < kThreads && i < kQueues) next[i] = dealt;
+    if (threadIdx.x < kThreads && i < kQueues) next[i] = preassigned;
   }
   __syncthreads();
 }
@@ -132,7 +132,7 @@ struct RunFeed {
 
   // Returns the number of runs that are assigned to the warps of a block in advance: every warp has one run before any
   // warp has two, so that a small graph is spread over all warps.
-  __device__ static int dealt() { return kTurns * warps(); }
+  __device__ static int preassigned() { return kTurns * warps(); }
 
   // Starts the pipeline. Call once before `advance`, with a queue that starts behind the runs assigned in advance.
   template <class Runs, class Queue>

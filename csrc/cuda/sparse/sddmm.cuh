@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) sddmm(const SddmmArgs a) 
   __shared__ Feed<Layout, SddmmBody<Config>> feed[Config::kThreads / 32];
   SddmmBody<Config> body{a};
   const Gathered b = whole_rows<Layout>(a.b, a.b_stride);
-  open_queues(next, feed[0].runs.dealt());
+  open_queues(next, feed[0].runs.preassigned());
   for_runs<Layout>(a.runs, nullptr, b, next, feed[threadIdx.x / 32], body);
 }
 

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) spmm(const SpmmArgs a, co
   Body body{a, epilogue, rows[threadIdx.x / 32], 0, {}};
   body.sum.clear();
   const Gathered x = whole_rows<Layout>(a.x, a.x_stride);
-  open_queues(next, feed[0].runs.dealt());
+  open_queues(next, feed[0].runs.preassigned());
   for_runs<Layout>(a.runs, static_cast<const float*>(a.value), x, next, feed[threadIdx.x / 32], body);
 }
 
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Sliced<Config>::Config::kThreads, 1)
   using Body = SpmmBody<typename S::Config, Epilogue>;
   __shared__ int32_t next[S::Slices::kCount];  // one queue a slice: no warp waits for others between two slices
   __shared__ Feed<Layout, Body> feed[S::Config::kThreads / 32];
-  open_queues(next, feed[0].runs.dealt());
+  open_queues(next, feed[0].runs.preassigned());
   Body body{a, epilogue, nullptr, 0, {}, 0};
   body.sum.clear();
 #pragma unroll 1

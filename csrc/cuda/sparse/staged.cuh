@@ -1,7 +1,7 @@
 #pragma once
 
 // Streams the edges of runs through warps, as stream.cuh does, for graphs most of whose edges join nodes with nearby
-// ids. A block of threads works on the rows of one block of ids at a time (kStretch consecutive ids), and begins by
+// ids. A block of threads works on the rows of one block of ids at a time (kNodeBlock consecutive ids), and begins by
 // copying the rows of x with the same ids to shared memory, the window. An edge is near if its source lies in the
 // window, and far otherwise. Sources of near edges are read from shared memory, at twice the rate of L1, and only the
 // window itself is read from L2. Sources of far edges are gathered from global memory.
@@ -24,16 +24,16 @@
 
 namespace gnnc {
 
-constexpr int kStretch = 2048;
+constexpr int kNodeBlock = 2048;
 
 // Returns the number of rows of `row_bytes` bytes that a window holds: the first rows of its block of ids.
-__host__ __device__ constexpr int window_rows(int row_bytes) { return row_bytes <= 64 ? kStretch : 1660; }
+__host__ __device__ constexpr int window_rows(int row_bytes) { return row_bytes <= 64 ? kNodeBlock : 1660; }
 
 // Returns the number of steps of a chunk: one for narrow rows, which hit in L2 without a prefetch.
 __host__ __device__ constexpr int steps_of_chunk(int row_bytes) { return row_bytes <= 64 ? 1 : 2; }
 
 // Returns the most entries of a run, for a window of `window` rows.
-__host__ __device__ constexpr int entries_within(int window) { return window == kStretch ? 16 : 8; }
+__host__ __device__ constexpr int entries_within(int window) { return window == kNodeBlock ? 16 : 8; }
 
 // An entry of a run: the near and far edges of a row, or of a part of a row.
 struct alignas(16) StagedEntry {
@@ -168,7 +168,7 @@ struct OwnWords {
 // ratio is about that of near to far edges, in words, in a window that holds all rows of a block of ids (twice as many
 // near words), or most of them.
 __host__ __device__ constexpr int near_beside(int pieces, int far) {
-  return pieces > 1 && window_rows(pieces * 16) == kStretch ? 2 * far : far;
+  return pieces > 1 && window_rows(pieces * 16) == kNodeBlock ? 2 * far : far;
 }
 
 // A warp's buffers for its edge words in shared memory, filled by asynchronous copies. Missing words are zeros.
@@ -356,8 +356,8 @@ __device__ __forceinline__ void stream_staged(const int4* word, Words& words, in
 
 // Processes the runs of this thread block that lie in one block of ids, whose window is being copied.
 template <class Layout, class Feed, class Window, class Body>
-__device__ __forceinline__ void for_stretch(const StagedRuns& runs, StagedQueue& queue, const Gathered& x,
-                                            const Window& window, Feed& feed, Body& body) {
+__device__ __forceinline__ void for_node_block(const StagedRuns& runs, StagedQueue& queue, const Gathered& x,
+                                               const Window& window, Feed& feed, Body& body) {
   const char* base = piece_of<Layout>(x, 0);
   const auto is_shared = [](const Run& run) { return run.count == 1; };
   const auto first_of = [&](const Run& run, int turn) {
@@ -396,14 +396,14 @@ __device__ __forceinline__ void for_staged_runs(const StagedRuns& runs, const Ga
   int32_t from = runs.share[blockIdx.x];
 #pragma unroll 1
   while (from < runs.share[blockIdx.x + 1]) {
-    const int32_t stretch = runs.run[from].stretch;
+    const int32_t node_block = runs.run[from].node_block;
     __syncthreads();  // all threads have read the previous window and share
     if (threadIdx.x == 0) {
-      *share = StagedShare{from, min(runs.share[blockIdx.x + 1], runs.begin[stretch + 1]), feed.runs.dealt()};
+      *share = StagedShare{from, min(runs.share[blockIdx.x + 1], runs.begin[node_block + 1]), feed.runs.preassigned()};
     }
-    window.fetch(x, factor, static_cast<int64_t>(stretch) * kStretch, runs.sources);
+    window.fetch(x, factor, static_cast<int64_t>(node_block) * kNodeBlock, runs.sources);
     __syncthreads();
-    for_stretch<Layout>(runs, queue, x, window, feed, body);
+    for_node_block<Layout>(runs, queue, x, window, feed, body);
     from = share->past;
   }
 }

@@ -378,7 +378,7 @@ __device__ __forceinline__ Work work_of(const Run& run, const Entry* entries, in
 }
 
 // Processes all runs of this block, one at a time to a warp. `next` is the block's run queue, initialized to start
-// behind feed.runs.dealt() runs; `feed` belongs to the warp. `value`: [E] edge values, for bodies with kValued.
+// behind feed.runs.preassigned() runs; `feed` belongs to the warp. `value`: [E] edge values, for bodies with kValued.
 template <class Layout, class Body>
 __device__ inline void for_runs(const Runs& runs, const float* value, const Gathered& x, int32_t* next,
                                 Feed<Layout, Body>& feed, Body& body) {

@@ -42,7 +42,7 @@ struct CutArgs {
   const int64_t* ends;  // [runs], the running sum of the costs
   int32_t* begin;       // [shares + 1], the first run of each share
   int32_t* sizes;       // [4], out of share_runs: number of entries, runs and slots, and most runs of a share
-  Run* dealt;           // [shares, share], out of deal_runs: the runs of each share, padded with empty runs
+  Run* per_block;       // [shares, share], out of deal_runs: the runs of each share, padded with empty runs
   int64_t rows, windows;
   int64_t part, few;             // most edges of a part, and most edges of a row with few edges
   int64_t run_cost, least_cost;  // target cost of a run, and least cost that a group counts for
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kWindow) deal_runs(const CutArgs args) {
   __shared__ int32_t costs[kWindow];
   const auto own = static_cast<int32_t>(threadIdx.x);
   const int32_t first = args.begin[blockIdx.x], count = args.begin[blockIdx.x + 1] - first;
-  Run* dealt = args.dealt + static_cast<int64_t>(blockIdx.x) * args.share;
+  Run* per_block = args.per_block + static_cast<int64_t>(blockIdx.x) * args.share;
   for (int32_t turn = 0; turn < count; turn += kWindow) {
     const int32_t mine = turn + own, cost = mine < count ? args.cost[first + mine] : 0;
     int32_t rank = 0;
@@ -240,9 +240,9 @@ __global__ void __launch_bounds__(kWindow) deal_runs(const CutArgs args) {
 #pragma unroll 8
       for (int32_t i = 0; i < kWindow; ++i) rank += costs[i] > cost || (costs[i] == cost && tile + i < mine);
     }
-    if (mine < count) dealt[rank] = load_record(args.run + first + mine);
+    if (mine < count) per_block[rank] = load_record(args.run + first + mine);
   }
-  for (int64_t i = count + own; i < args.share; i += kWindow) dealt[i] = Run{0, 0, -1, 0};
+  for (int64_t i = count + own; i < args.share; i += kWindow) per_block[i] = Run{0, 0, -1, 0};
 }
 
 }  // namespace gnnc

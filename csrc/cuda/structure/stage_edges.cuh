@@ -16,7 +16,7 @@
 // row. Floor: these bytes at copy bandwidth.
 //
 // Launch: blocks of 256 threads, eight entries each; near_edges with any number of blocks (grid-stride loop);
-// count_entries with one block for each block of kStretch ids.
+// count_entries with one block for each block of kNodeBlock ids.
 
 #include "common/block_sums.cuh"
 #include "sparse/staged.cuh"
@@ -40,7 +40,7 @@ struct StageArgs {
 
 // Returns whether an edge is near: its source lies in the window of its row's block of ids.
 __device__ inline bool is_near(int32_t source, int32_t row, int64_t window) {
-  return source / kStretch == row / kStretch && source % kStretch < window;
+  return source / kNodeBlock == row / kNodeBlock && source % kNodeBlock < window;
 }
 
 struct NearArgs {
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(256) count_entries(const EntriesArgs a) {
   if (threadIdx.x < kCounts) all[threadIdx.x] = 0;
   __syncthreads();
   int32_t own[kCounts] = {0, 0, 0, 0};
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kStretch, end = min(first + kStretch, a.rows);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kNodeBlock, end = min(first + kNodeBlock, a.rows);
   for (int64_t row = first + threadIdx.x; row < end; row += blockDim.x) {
     const int64_t degree = max(a.rowptr[row + 1] - a.rowptr[row], static_cast<int64_t>(0));
     const int64_t least = (degree + a.part - 1) / a.part;
@@ -156,13 +156,13 @@ __global__ void __launch_bounds__(256) stage_edges(const StageArgs a) {
   const uint32_t before = (1u << warp.lane) - 1u;
   NearOrder order{0, 0, 0, 0, a.slot[at]};
   warp.each(a, entry.row, entry.near + entry.far, [&](int32_t source, bool, uint32_t those) {
-    const uint32_t odd = __ballot_sync(0xffffffffu, those >> warp.lane & 1 && (1 + source % kStretch) % 2 == 1);
+    const uint32_t odd = __ballot_sync(0xffffffffu, those >> warp.lane & 1 && (1 + source % kNodeBlock) % 2 == 1);
     order.even += __popc(those & ~odd);
     order.odd += __popc(odd);
   });
   warp.each(a, entry.row, entry.near + entry.far, [&](int32_t source, bool there, uint32_t those) {
     const bool is_near = those >> warp.lane & 1;
-    const int32_t place = 1 + source % kStretch;
+    const int32_t place = 1 + source % kNodeBlock;
     const uint32_t others = __ballot_sync(0xffffffffu, there && !is_near);
     const uint32_t odd = __ballot_sync(0xffffffffu, is_near && place % 2 == 1), even = those & ~odd;
     if (is_near) {

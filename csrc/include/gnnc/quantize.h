@@ -54,39 +54,39 @@ GNNC_INLINE void row_scales(const T* x, int64_t stride, int rows, int64_t width,
   }
 }
 
-// The range of the scaled values that are quantized.
-enum class Codes {
-  bounded,  // |value| < 127.5 if its row is finite: no clamp needed (if the row is not finite, the scale shows it)
-  held,     // values of any size, to be clamped
+// Clamping of scaled values before they are quantized.
+enum class Clamp {
+  none,  // |value| < 127.5 if its row is finite (if the row is not finite, the scale shows it)
+  both,  // values of any size, to [-127, 127]
 };
 
 #ifdef __AVX512F__
 
-template <Codes kCodes>
+template <Clamp kClamp>
 GNNC_INLINE __m512i integers(__m512 v) {
   // Above 2^31 the conversion would change the sign; below -2^31 it does not.
-  if constexpr (kCodes == Codes::held) v = _mm512_min_ps(v, _mm512_set1_ps(127.0f));
+  if constexpr (kClamp == Clamp::both) v = _mm512_min_ps(v, _mm512_set1_ps(127.0f));
   return _mm512_cvtps_epi32(v);
 }
 
 // Packs four vectors of scaled values to 64 quantized values.
-template <Codes kCodes>
+template <Clamp kClamp>
 GNNC_INLINE __m512i pack_codes(__m512 a, __m512 b, __m512 c, __m512 d) {
-  const __m512i low = _mm512_packs_epi32(integers<kCodes>(a), integers<kCodes>(b));
-  const __m512i high = _mm512_packs_epi32(integers<kCodes>(c), integers<kCodes>(d));
+  const __m512i low = _mm512_packs_epi32(integers<kClamp>(a), integers<kClamp>(b));
+  const __m512i high = _mm512_packs_epi32(integers<kClamp>(c), integers<kClamp>(d));
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i codes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
-  return kCodes == Codes::held ? _mm512_max_epi8(codes, _mm512_set1_epi8(-127)) : codes;
+  return kClamp == Clamp::both ? _mm512_max_epi8(codes, _mm512_set1_epi8(-127)) : codes;
 }
 
 // Computes out[c] = quantized value(c) xor flip, in blocks of 64, padded with quantized zeros past the width.
-template <Codes kCodes, typename Value>
+template <Clamp kClamp, typename Value>
 GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, int8_t* out) {
   const __m512i mask = _mm512_set1_epi8(static_cast<char>(flip));
   int64_t c = 0;
   for (; c + 64 <= width; c += 64) {
     const __m512i codes =
-        pack_codes<kCodes>(value(c, Whole{}), value(c + 16, Whole{}), value(c + 32, Whole{}), value(c + 48, Whole{}));
+        pack_codes<kClamp>(value(c, Whole{}), value(c + 16, Whole{}), value(c + 32, Whole{}), value(c + 48, Whole{}));
     _mm512_storeu_si512(out + c, _mm512_xor_si512(codes, mask));
   }
   if (c == width) return;
@@ -97,7 +97,7 @@ GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, in
       v[i] = keep(value(c + 16 * i, Tail{left < 16 ? static_cast<int>(left) : 16}),
                   Tail{left < 16 ? static_cast<int>(left) : 16});
   }
-  _mm512_storeu_si512(out + c, _mm512_xor_si512(pack_codes<kCodes>(v[0], v[1], v[2], v[3]), mask));
+  _mm512_storeu_si512(out + c, _mm512_xor_si512(pack_codes<kClamp>(v[0], v[1], v[2], v[3]), mask));
 }
 
 #else
@@ -109,7 +109,7 @@ GNNC_INLINE Ints integers(Floats v) {
 }
 
 // Computes out[c] = quantized value(c) xor flip, in blocks of 64, padded with quantized zeros past the width.
-template <Codes kCodes, typename Value>
+template <Clamp kClamp, typename Value>
 GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, int8_t* out) {
   for_columns(width, [&](int64_t c, auto n) {
     const Ints codes = integers(value(c, n));

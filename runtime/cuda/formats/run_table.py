@@ -41,7 +41,7 @@ _WINDOW, _GROUP = 256, 8
 """Rows that one block cuts, and the least number of short rows in a run."""
 _FIELDS = (
     *("rowptr", "refused", "counts", "sums", "entry", "run", "split"),
-    *("cost", "ends", "begin", "sizes", "dealt"),
+    *("cost", "ends", "begin", "sizes", "per_block"),
     *("rows", "windows", "part", "few", "run_cost", "least_cost", "shares", "share"),
 )
 """Members of ``gnnc::CutArgs``."""
@@ -266,7 +266,7 @@ class Draft:
         if shares == 0:
             return self._begin.new_tensor([_NO_RUN])
         per_block = self._run.new_empty(shares * share, 4)
-        self._run_kernel(self._kernels.deal, shares, share, dealt=per_block)
+        self._run_kernel(self._kernels.deal, shares, share, per_block=per_block)
         return per_block
 
 

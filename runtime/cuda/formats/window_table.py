@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gnnc.ir.format import RUN_TABLE, STRETCH, WINDOW_TABLE, Gather, cheapest, window_rows
+from gnnc.ir.format import NODE_BLOCK, RUN_TABLE, WINDOW_TABLE, Gather, cheapest, window_rows
 from gnnc.runtime.cuda.driver.kernel_set import KernelSet, kernels_on
 from gnnc.runtime.cuda.driver.launch import Launcher
 from gnnc.runtime.cuda.emitter import BLOCK
@@ -80,11 +80,11 @@ class Sizes(NamedTuple):
 
     def near_for(self, window: int) -> int:
         """Return the number of near edges with so many rows of x in a window."""
-        return self.near[window != STRETCH]
+        return self.near[window != NODE_BLOCK]
 
     def runs_for(self, window: int) -> int:
         """Return the number of runs with so many rows of x in a window."""
-        return self.runs[window != STRETCH]
+        return self.runs[window != NODE_BLOCK]
 
     def words_for(self, window: int) -> int:
         """Return the largest number of words: entries end with partial words, near and far."""
@@ -185,7 +185,7 @@ def arrange(entries: Entries, near: Tensor, rows: int, blocks: int, window: int,
     """
     row, edges, near, short = entries.row.long(), entries.edges.long(), near.long(), sizes.cut.short
     near_words, far_words = -(-near // 8), -(-(edges - near) // 4)
-    node_block, is_short = row // STRETCH, (edges <= short) & (entries.part < 0)
+    node_block, is_short = row // NODE_BLOCK, (edges <= short) & (entries.part < 0)
     cost = torch.where(is_short, near_words * (short + 1) + far_words, edges)
     order = torch.argsort(((node_block * 2 + is_short) << 32) - cost, stable=True)
     ascending = torch.arange(order.numel(), device=order.device)
@@ -202,7 +202,7 @@ def arrange(entries: Entries, near: Tensor, rows: int, blocks: int, window: int,
     where = node_block[order][opens]
     run = torch.stack([opens, count, entries.part[order][opens], where], 1).int()
 
-    node_blocks = -(-rows // STRETCH)
+    node_blocks = -(-rows // NODE_BLOCK)
     begin = torch.searchsorted(where, torch.arange(node_blocks + 1, device=where.device))
     spent = (edges[order] + ROW_COST).cumsum(0)
     ends = spent[opens + count - 1]
@@ -278,7 +278,7 @@ WINDOWS = window_rows(64), window_rows(65)
 
 def entries_of(window: int) -> int:
     """Return the most entries of a run with so many rows of x in a window: ``entries_within``."""
-    return 16 if window == STRETCH else 8
+    return 16 if window == NODE_BLOCK else 8
 
 
 class Kernels:
@@ -301,7 +301,7 @@ class Kernels:
         """Count the sizes of a graph; see ``find_sizes``."""
         stream = raw_stream(col.device.index)
         edges, rows, pointer = col.shape[0], rowptr.shape[0] - 1, counts.data_ptr()
-        self._entries(-(-rows // STRETCH), stream, rowptr.data_ptr(), pointer, rows, cut.part, cut.short)
+        self._entries(-(-rows // NODE_BLOCK), stream, rowptr.data_ptr(), pointer, rows, cut.part, cut.short)
         near, blocks = pointer + 4 * counts.itemsize, min(-(-edges // BLOCK), _NEAR_BLOCKS)
         self._near(blocks, stream, row.data_ptr(), col.data_ptr(), near, edges, rows)
 
@@ -373,7 +373,7 @@ def build_window_table(
     Returns:
         The table; None if it does not pay or has too many words.
     """
-    rows, row_bytes = rowptr.shape[0] - 1, 64 if window == STRETCH else 256
+    rows, row_bytes = rowptr.shape[0] - 1, 64 if window == NODE_BLOCK else 256
     pays_for_some = pays(sizes.near_for(window), sizes.edges, rows, blocks, row_bytes)
     if not (pays_for_some or always) or sizes.words_for(window) > _MOST_WORDS:
         return None

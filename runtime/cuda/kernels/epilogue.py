@@ -239,7 +239,7 @@ class Writer:
 
     def _watch(self) -> str:
         name = f"w{len(self.struct.fields)}"
-        self.struct.member(f"step::Watch {name}", *self.emitter.nan_flag_arguments(self.node))
+        self.struct.member(f"step::NanFlag {name}", *self.emitter.nan_flag_arguments(self.node))
         return name
 
     def _scale_tensor(self, a: int, b: int, c: int) -> None:

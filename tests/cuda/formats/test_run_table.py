@@ -56,8 +56,8 @@ def reference(rowptr: Tensor, cut: Cut, shares: int) -> Runs:
                 split += [[row, slot, len(offsets), 0]] * len(offsets)
     table = [[row, edges, begin & 0xFFFFFFFF, begin >> 32] for row, edges, begin in entry]
     tensors = [torch.tensor(rows, dtype=torch.int64).view(-1, 4).int() for rows in (table, run, split)]
-    dealt = torch.tensor(deal(run, cost, shares), dtype=torch.int32)
-    return Runs(*tensors, sum(degree), cut, dealt)
+    per_block = torch.tensor(deal(run, cost, shares), dtype=torch.int32)
+    return Runs(*tensors, sum(degree), cut, per_block)
 
 
 def short_runs(degree: list[int], cut: Cut) -> list[range]:
@@ -76,13 +76,13 @@ def short_runs(degree: list[int], cut: Cut) -> list[range]:
 def deal(run: list[list[int]], cost: list[int], shares: int) -> list[list[int]]:
     """Runs by share, those that cost most first, up to a power of two."""
     shares = max(min(len(run), shares), 1)
-    dealt: list[list[int]] = [[] for _ in range(shares)]
+    per_block: list[list[int]] = [[] for _ in range(shares)]
     ends = 0
     for number, spent in enumerate(cost):
         ends += spent
-        dealt[(ends - spent // 2) * shares // sum(cost)].append(number)
-    size = 1 << (max(map(len, dealt)) - 1).bit_length() if run else 1
-    filled = [[run[i] for i in sorted(share, key=lambda i: -cost[i])] for share in dealt]
+        per_block[(ends - spent // 2) * shares // sum(cost)].append(number)
+    size = 1 << (max(map(len, per_block)) - 1).bit_length() if run else 1
+    filled = [[run[i] for i in sorted(share, key=lambda i: -cost[i])] for share in per_block]
     return [each for share in filled for each in share + [[0, 0, -1, 0]] * (size - len(share))]
 
 
@@ -151,7 +151,7 @@ def test_a_new_graph_keeps_its_table(loops: bool) -> None:
 
 
 @pytest.mark.cuda
-def test_blocks_that_take_turns_are_dealt_nothing() -> None:
+def test_blocks_that_take_turns_get_no_runs_of_their_own() -> None:
     rowptr = torch.arange(16 * 64 * 8 + 1).cuda()  # 16 turns of 64 runs of 8 rows
     edges = rowptr.numel() - 1
     assert build_runs(rowptr, edges, Cut(64, 1), 1).per_block is None
@@ -222,17 +222,17 @@ def test_blocks_of_a_large_graph_take_turns_often_enough_to_end_together() -> No
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("blocks", [1, 5, 132])
-def test_every_run_is_dealt_to_one_block(name: str, cut: Cut, blocks: int) -> None:
+def test_every_run_belongs_to_one_block(name: str, cut: Cut, blocks: int) -> None:
     runs = reference(GRAPHS[name]().rowptr, cut, blocks)
-    dealt = runs.per_block
-    assert dealt is not None
-    shares = dealt.view(max(min(blocks, runs.run.shape[0]), 1), -1, 4)
+    per_block = runs.per_block
+    assert per_block is not None
+    shares = per_block.view(max(min(blocks, runs.run.shape[0]), 1), -1, 4)
     size = shares.shape[1]
     assert size & (size - 1) == 0
     empty = shares[:, :, 1] == 0
     assert torch.equal(empty, empty.sort(dim=1).values), "a share ends with what is empty"
     assert (shares[empty][:, 2] == -1).all(), "and is no part of a row"
-    assert sorted(dealt[dealt[:, 1] > 0].tolist()) == sorted(runs.run.tolist())
+    assert sorted(per_block[per_block[:, 1] > 0].tolist()) == sorted(runs.run.tolist())
 
 
 def test_shares_cost_the_same_and_begin_with_what_costs_most() -> None:

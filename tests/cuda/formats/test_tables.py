@@ -36,7 +36,7 @@ def nbytes(*tensors: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize(("staged", "frees"), [([True, True], True), ([True, False], False), ([], False)])
-def test_columns_are_freed_where_all_their_tables_are_by_stretch(staged: list[bool], frees: bool) -> None:
+def test_columns_are_freed_where_all_their_tables_are_by_node_block(staged: list[bool], frees: bool) -> None:
     col = columns()
     copy = in_fours(col)
     assert copy is in_fours(col) and nbytes(copy) == [48] and torch.equal(copy, col)

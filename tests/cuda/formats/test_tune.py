@@ -342,7 +342,7 @@ def test_calls_that_are_made_meanwhile_take_tables_of_their_own(rig: Rig) -> Non
     assert error(compiled(x, edge_index), expected) < 0.01
 
 
-# Stretches
+# Node blocks
 
 
 def columns(compiled: gnnc.CompiledModel) -> list[int]:
@@ -353,7 +353,7 @@ def columns(compiled: gnnc.CompiledModel) -> list[int]:
 
 @pytest.fixture
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stretches pay on small graphs too."""
+    """Node blocks pay on small graphs too."""
     monkeypatch.setattr("gnnc.ir.format.LEAST_USES", 0)
 
 
@@ -380,7 +380,7 @@ def test_a_graph_whose_columns_were_given_back_is_cut_anew(windowed: bool, rig: 
 
 @pytest.mark.cuda
 @torch.no_grad()
-def test_stretches_may_be_chosen_where_the_model_has_runs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_blocks_may_be_chosen_for_runs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "pays", lambda *given: True)
     compiled, x, edge_index = compiled_and_inputs("GraphSAGE", examples=True)
     expected = compiled(x, edge_index)

@@ -1,4 +1,4 @@
-"""Edges by stretch: the tables here, on any machine; what kernels make of them in test_spmm.py."""
+"""Edges by node block: the tables here, on any machine; what kernels make of them in test_spmm.py."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from kernel_graphs import GRAPHS, Graph, random_graph
 
 from gnnc.runtime.cuda.formats.run_table import Cut
 from gnnc.runtime.cuda.formats.window_table import (
+    NODE_BLOCK,
     NUMBERS,
-    STRETCH,
     WINDOWS,
     Entries,
     Kernels,
@@ -29,20 +29,23 @@ from gnnc.runtime.cuda.formats.window_table import (
 
 CUTS = (Cut(1, 1), Cut(32, 16), Cut(64, 64), Cut(512, 128))
 BLOCKS = 5
-FAMILIES = {**GRAPHS, "several stretches": lambda: random_graph(3 * STRETCH - 7, 2 * STRETCH + 9, 60_000)}
+FAMILIES = {
+    **GRAPHS,
+    "several node blocks": lambda: random_graph(3 * NODE_BLOCK - 7, 2 * NODE_BLOCK + 9, 60_000),
+}
 
 
 def near_of(g: Graph, entries: Entries) -> torch.Tensor:
     """What count_near counts."""
-    is_near = g.col.long() // STRETCH == g.dst() // STRETCH
+    is_near = g.col.long() // NODE_BLOCK == g.dst() // NODE_BLOCK
     before = torch.cat([torch.zeros(1, dtype=torch.int64), is_near.cumsum(0)])
     return (before[entries.first + entries.edges] - before[entries.first]).int()
 
 
 def count_entries(rowptr: torch.Tensor, cut: Cut) -> list[int]:
     """Entries, slots, and runs for both windows."""
-    stretches = -(-(len(rowptr) - 1) // STRETCH)
-    entries, slots, long, short = 0, 0, 0, [0] * stretches
+    node_blocks = -(-(len(rowptr) - 1) // NODE_BLOCK)
+    entries, slots, long, short = 0, 0, 0, [0] * node_blocks
     for row, degree in enumerate(rowptr.diff().tolist()):
         parts = 1
         if degree > cut.part:
@@ -51,15 +54,15 @@ def count_entries(rowptr: torch.Tensor, cut: Cut) -> list[int]:
             slots += parts
         entries += parts
         if degree <= cut.short and parts == 1:
-            short[row // STRETCH] += 1
+            short[row // NODE_BLOCK] += 1
         else:
             long += parts
     return [entries, slots, *[long + sum(-(-n // entries_of(window)) for n in short) for window in WINDOWS]]
 
 
 def reference_sizes(g: Graph, cut: Cut) -> Sizes:
-    """What the device finds, with windows that hold whole stretches."""
-    near = int((g.col.long() // STRETCH == g.dst() // STRETCH).sum())
+    """What the device finds, with windows that hold whole node blocks."""
+    near = int((g.col.long() // NODE_BLOCK == g.dst() // NODE_BLOCK).sum())
     return Sizes.of([*count_entries(g.rowptr, cut), near, near], g.num_edges, cut)
 
 
@@ -67,7 +70,7 @@ def table(g: Graph, cut: Cut) -> tuple[Entries, WindowRuns]:
     sizes = reference_sizes(g, cut)
     entries = cut_rows(g.rowptr, sizes)
     near = near_of(g, entries)
-    return entries, arrange(entries, near, g.num_dst, BLOCKS, STRETCH, sizes)
+    return entries, arrange(entries, near, g.num_dst, BLOCKS, NODE_BLOCK, sizes)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -93,13 +96,13 @@ def test_every_edge_of_every_row_has_a_place_of_its_own(name: str, cut: Cut) -> 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("cut", CUTS)
-def test_runs_are_entries_of_one_stretch_and_blocks_share_them(name: str, cut: Cut) -> None:
+def test_runs_are_entries_of_one_node_block_and_blocks_share_them(name: str, cut: Cut) -> None:
     g = FAMILIES[name]()
     entries, runs = table(g, cut)
-    first, count, slot, stretch = runs.run.long().unbind(1)
+    first, count, slot, node_block = runs.run.long().unbind(1)
     assert torch.equal(first, count.cumsum(0) - count) and int(count.sum()) == runs.entry.shape[0]
     row, near, far, _ = runs.entry.long().unbind(1)
-    assert torch.equal(row // STRETCH, stretch.repeat_interleave(count))
+    assert torch.equal(row // NODE_BLOCK, node_block.repeat_interleave(count))
     assert (count <= 16).all()
     long = near + far > cut.short
     assert (count.repeat_interleave(count)[long] == 1).all()
@@ -111,8 +114,8 @@ def test_runs_are_entries_of_one_stretch_and_blocks_share_them(name: str, cut: C
     assert torch.equal(entries.part[is_part], of) and torch.equal(entries.row[is_part], split.int())
     _, number = split.unique_consecutive(return_counts=True)
     assert torch.equal(number.repeat_interleave(number), parts)
-    stretches = -(-g.num_dst // STRETCH)
-    assert runs.begin.tolist() == [int((stretch < s).sum()) for s in range(stretches + 1)]
+    node_blocks = -(-g.num_dst // NODE_BLOCK)
+    assert runs.begin.tolist() == [int((node_block < s).sum()) for s in range(node_blocks + 1)]
     share = runs.share.long()
     assert (
         share[0] == 0 and share[-1] == len(count) and (share.diff() >= 0).all() and len(share) == BLOCKS + 1
@@ -180,7 +183,7 @@ def in_order(odd: torch.Tensor, slot: int) -> bool:
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_runs_of_narrow_rows_have_twice_as_many_entries(cut: Cut) -> None:
-    g = FAMILIES["several stretches"]()
+    g = FAMILIES["several node blocks"]()
     sizes = reference_sizes(g, cut)
     entries = cut_rows(g.rowptr, sizes)
     for window, together in zip(WINDOWS, (16, 8), strict=True):
@@ -199,7 +202,10 @@ def test_sizes_of_a_new_graph_are_those_of_the_reference(name: str) -> None:
     row = torch.cat([g.dst(), torch.full((9,), g.num_dst)]).int().cuda()
     col = torch.cat([g.col, torch.full((9,), g.num_dst - 1, dtype=torch.int32)]).cuda()
     source = g.col.long()
-    near = [int(((source // STRETCH == g.dst() // STRETCH) & (source % STRETCH < w)).sum()) for w in WINDOWS]
+    near = [
+        int(((source // NODE_BLOCK == g.dst() // NODE_BLOCK) & (source % NODE_BLOCK < w)).sum())
+        for w in WINDOWS
+    ]
     for cut in CUTS:
         found = torch.zeros(NUMBERS, dtype=torch.int32, device="cuda")
         find_sizes(g.rowptr.cuda(), row, col, cut, found)
@@ -212,7 +218,7 @@ def test_sizes_of_a_new_graph_are_those_of_the_reference(name: str) -> None:
 def test_words_hold_the_sources(name: str, cut: Cut) -> None:
     g = FAMILIES[name]()
     rowptr, col = g.rowptr.cuda(), g.col.cuda()
-    runs = build_window_table(rowptr, col, sizes_of(rowptr, col, cut), BLOCKS, STRETCH, always=True)
+    runs = build_window_table(rowptr, col, sizes_of(rowptr, col, cut), BLOCKS, NODE_BLOCK, always=True)
     assert runs is not None
     entries, want = table(g, cut)
     assert torch.equal(runs.entry.cpu(), want.entry)
@@ -220,10 +226,10 @@ def test_words_hold_the_sources(name: str, cut: Cut) -> None:
     for first, count, at in zip(entries.first.tolist(), entries.edges.tolist(), place, strict=True):
         row, near, far, word = want.entry[at].tolist()
         source = g.col[first : first + count].long()
-        is_near = source // STRETCH == row // STRETCH
+        is_near = source // NODE_BLOCK == row // NODE_BLOCK
         half = -(-near // 8)
         ids = words[word : word + half].flatten().view(torch.int16).long()
-        assert torch.equal(ids[:near].sort().values, (1 + source[is_near] % STRETCH).sort().values)
+        assert torch.equal(ids[:near].sort().values, (1 + source[is_near] % NODE_BLOCK).sort().values)
         assert (ids[near:] == 0).all() and in_order(ids[:near] % 2, int(want.slot[at]))
         rest = words[word + half : word + half + -(-far // 4)].flatten().long()
         assert torch.equal(rest[:far], source[~is_near]) and not rest[far:].any()

@@ -309,8 +309,8 @@ def test_float_reductions(width: int, kind: str, reduce: str) -> None:
                 assert torch.allclose(twice(call), want, rtol=1e-5, atol=1e-5)
 
 
-LARGER = {**GRAPHS, "stretches": lambda: random_graph(5000, 4500, 90_000)}
-"""With sources in windows that are not full, and destinations in several stretches."""
+LARGER = {**GRAPHS, "node blocks": lambda: random_graph(5000, 4500, 90_000)}
+"""With sources in windows that are not full, and destinations in several node blocks."""
 
 
 @pytest.mark.cuda
