@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     statically_known_true,
 )
+from torch.nn.modules import module as nn_module
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -79,6 +80,11 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch.fx.experimental.symbolic_shapes.statically_known_true",
         "torch.nn.Module()._forward_pre_hooks",
         "torch.nn.Module()._non_persistent_buffers_set",
+        "torch.nn.modules.module._global_buffer_registration_hooks",
+        "torch.nn.modules.module._global_forward_hooks",
+        "torch.nn.modules.module._global_forward_pre_hooks",
+        "torch.nn.modules.module._global_module_registration_hooks",
+        "torch.nn.modules.module._global_parameter_registration_hooks",
         "torch.ops.aten.add.Tensor._overloadname",
         "torch.ops.aten.add.Tensor._schema",
         "torch.utils._pytree",
@@ -98,6 +104,14 @@ LOGGERS = (
 )
 """Loggers that report a failed capture, which gnnc reports itself."""
 
+GLOBAL_FORWARD_HOOKS = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
+"""Tables of the hooks that the forward of every module runs."""
+GLOBAL_REGISTRATION_HOOKS = (
+    nn_module._global_module_registration_hooks,
+    nn_module._global_parameter_registration_hooks,
+    nn_module._global_buffer_registration_hooks,
+)
+"""Tables of the hooks that run where a module gets a submodule, a parameter or a buffer."""
 sparse_sum = torch._sparse_sum  # pyright: ignore[reportPrivateImportUsage]
 """The function behind ``torch.sparse.sum``."""
 coo_to_csr = torch._convert_indices_from_coo_to_csr  # pyright: ignore[reportPrivateImportUsage]

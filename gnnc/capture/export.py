@@ -27,6 +27,7 @@ from gnnc.capture.arguments import Call, Leaf, call_forms, flatten_call, rebuild
 from gnnc.capture.diagnose import diagnosis
 from gnnc.capture.functionalize import functional
 from gnnc.capture.guards import Guards, guards_of
+from gnnc.capture.hooks import refuse_global_hooks, refuse_registration_hooks
 from gnnc.capture.pyg_patches import exportable
 from gnnc.capture.side_effects import call_alone, run_alone, undone
 from gnnc.capture.size_guards import at_least_two, between_sizes, watched
@@ -95,6 +96,8 @@ def capture(
     """
     call = flatten_call(model, args, kwargs or {})
     _refuse_lazy(model)
+    refuse_global_hooks(type(model).__name__)
+    refuse_registration_hooks(type(model).__name__)
     constants = [leaf.value for leaf in call.leaves if leaf.kind == "constant"]
     random_state = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
     plain = torch.inference_mode(False)  # within it, tensors do not count the writes into them

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gnnc.capture.hooks import hook_tables
 from gnnc.torch_private import is_autocast_enabled
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _WEIGHTS = ("_parameters", "_buffers")
 _PLAIN = (bool, int, float, str, types.NoneType)
 _IDENTICAL = (types.FunctionType, types.BuiltinFunctionType, torch.Tensor)
@@ -23,8 +23,8 @@ _NO_AUTOCAST = (None, None)
 _END = object()
 _HEAD = tuple.__basicsize__
 """Bytes of a tuple before the addresses of its elements, where ``_has_addresses``."""
-_TABLES = itemgetter("_modules", *_WEIGHTS, *HOOKS)
-"""The tables of a module that are looked into."""
+_TABLES = itemgetter("_modules", *_WEIGHTS)
+"""The tables of a module that are looked into, beside its hooks."""
 
 
 class ModelSnapshot:
@@ -46,7 +46,7 @@ class ModelSnapshot:
     def _look(self) -> None:
         """Store the contents of every table of the modules: attributes, children, weights and hooks."""
         attributes = [vars(module) for module in self._modules]
-        tables = [table for own in attributes for table in _TABLES(own)]
+        tables = [table for own in attributes for table in (*_TABLES(own), *hook_tables(own))]
         views: list[Iterable[Any]] = [own.values() for own in attributes]
         for table in filter(None, tables):
             views += [(_END,), table.values()]  # or what moves from one table to the next would not show
@@ -129,7 +129,7 @@ def _meaning_of(module: nn.Module) -> Any:
     attributes = vars(module)
     constants = {name: _constant(value) for name, value in attributes.items() if name not in NO_CONSTANTS}
     children = [(name, id(child)) for name, child in attributes["_modules"].items()]
-    hooks = [key for name in HOOKS for key in attributes[name]]
+    hooks = [[(key, id(hook)) for key, hook in table.items()] for table in hook_tables(attributes)]
     return constants, children, hooks
 
 

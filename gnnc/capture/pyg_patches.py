@@ -1,4 +1,4 @@
-"""Patches of PyG while a model is traced: no packed kernels, no caches, no loops over values."""
+"""Patches of PyG and torch.nn while a model is traced: no packed kernels, no caches, no loops over values."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnnc.capture.hooks import run_message_hooks
 from gnnc.capture.sparse_operand import unique_keys
+from gnnc.errors import CaptureError
 
 _ABSENT = "absent"
 """Told from None, which asks for a pair as the result."""
@@ -33,6 +35,9 @@ def exportable(model: torch.nn.Module) -> Iterator[None]:
             vars(module)[name] = None
         if type(module) is HeteroLinear:
             vars(module)["forward"] = partial(_hetero_linear, module)
+        if isinstance(module, torch.nn.TransformerEncoder):
+            vars(module)["forward"] = partial(_encoder, module)
+        run_message_hooks(module)
     before = backend.use_segment_matmul
     backend.use_segment_matmul = False
     pyg_coalesce, sparse.coalesce = sparse.coalesce, coalesce  # what a torch.sparse adjacency goes through
@@ -80,3 +85,24 @@ def _hetero_linear(layer: torch.nn.Module, x: Tensor, type_vec: Tensor) -> Tenso
         out = term if out is None else out + term
     assert out is not None
     return out if bias is None else out + bias[type_vec]  # pyright: ignore[reportIndexIssue]
+
+
+def _encoder(
+    encoder: torch.nn.TransformerEncoder,
+    src: Tensor,
+    mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool | None = None,
+) -> Tensor:
+    """Run a TransformerEncoder; refuse the path of nested tensors, which writes zeros over the padding.
+
+    Eager takes it where the values of the mask are left-aligned, and a trace never does.
+    """
+    nested = encoder.use_nested_tensor and torch.backends.mha.get_fastpath_enabled()
+    if nested and src_key_padding_mask is not None and mask is None and not encoder.training:
+        raise CaptureError(
+            "TransformerEncoder with src_key_padding_mask fills padded positions with zeros or not, by the "
+            "values of the mask, which tracing does not reproduce: construct it with "
+            "enable_nested_tensor=False, or call torch.backends.mha.set_fastpath_enabled(False) first"
+        )
+    return type(encoder).forward(encoder, src, mask, src_key_padding_mask, is_causal)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gnnc.capture.arguments import signature_of
-from gnnc.capture.model_snapshot import HOOKS, NO_CONSTANTS
+from gnnc.capture.hooks import hook_tables
+from gnnc.capture.model_snapshot import NO_CONSTANTS
 from gnnc.capture.pyg_data import Container, to_dicts
 from gnnc.errors import CaptureError
 from gnnc.torch_private import forward_pre_hooks, pytree
@@ -209,7 +210,7 @@ def _hooks_checked(model: nn.Module) -> Iterator[None]:
 def _hook_tables(model: nn.Module) -> list[tuple[str, dict[int, Callable[..., Any]]]]:
     """Return the tables of hooks, and the paths of their modules."""
     modules = list(model.named_modules(prefix="self"))
-    tables = [(path, vars(module)[name]) for path, module in modules for name in HOOKS]
+    tables = [(path, table) for path, module in modules for table in hook_tables(vars(module))]
     return [(path, table) for path, table in tables if table]
 
 
@@ -229,6 +230,7 @@ def _checked(hook: Callable[..., Any], path: str, model: nn.Module) -> Callable[
 
 
 def _versions(arguments: Any) -> list[int]:
-    """Return the version counters of the tensors among the arguments of a hook."""
-    leaves = pytree.tree_leaves(arguments)
-    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    """Return the version counters of the dense tensors among the arguments of a hook."""
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    return [tensor._version for tensor in dense if not tensor.is_inference()]

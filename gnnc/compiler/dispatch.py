@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gnnc.capture.arguments import Call, flatten_call
+from gnnc.capture.hooks import refuse_global_hooks
 from gnnc.capture.model_snapshot import ModelSnapshot, autocast_mode
 from gnnc.capture.pyg_data import to_dicts
 from gnnc.capture.trace_lock import LOCK
@@ -23,7 +24,7 @@ from gnnc.compiler.program import Options, Program, find
 from gnnc.errors import CaptureError, GraphError, InputError, UnsupportedError
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.program.memory import OutputPool
-from gnnc.torch_private import pytree
+from gnnc.torch_private import GLOBAL_FORWARD_HOOKS, pytree
 
 _MOST_FORMS = 256
 """Forms of calls that are remembered with their programs."""
@@ -71,6 +72,8 @@ class Dispatch:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model on the arguments of a call; see ``CompiledModel.forward``."""
+        if any(GLOBAL_FORWARD_HOOKS):
+            refuse_global_hooks(type(self._model).__name__)
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
         self._drop_stale_programs()
