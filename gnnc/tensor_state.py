@@ -1,13 +1,32 @@
 """The state of a tensor: a key that shows whether it was written, moved or replaced."""
 
-from collections.abc import Hashable
+import weakref
+from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _steps = 0
 """Number of steps that optimizers of this process have taken: fused optimizers bump no version counter."""
+_numbers = count()
+_MARK = "_gnnc_number"
+"""Attribute of a storage object, which torch keeps for as long as the memory lives."""
+
+
+class _Assignment(weakref.ref):  # type: ignore[type-arg]
+    """Weak reference to a tensor, with the number of its storage when last seen, and one of its own."""
+
+    __slots__ = ("key", "number", "storage")
+
+    key: int
+    number: int
+    storage: int
+
+
+_assignments: dict[int, _Assignment] = {}
+"""The last assignment of memory to a tensor, by the tensor's id."""
 
 
 def _count_step(*_: Any) -> None:
@@ -18,14 +37,66 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-def state(tensor: Tensor) -> tuple[Hashable, ...]:
-    """Return a key that changes when a tensor changes: version counter, address, layout and dtype.
+def state(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a key that changes when a tensor changes: version counter, memory, layout and dtype.
 
-    The version is None for an inference tensor, which counts no writes: compare its content instead.
+    The version is None for an inference tensor, which counts no writes: compare its content instead. Memory
+    is known by a number that no other storage gets: an address is given out again once it is free.
     """
     try:
         version = tensor._version
     except RuntimeError:
         version = None
     steps = _steps if tensor.is_floating_point() else 0
-    return tensor.data_ptr(), version, steps, tensor.shape, tensor.stride(), tensor.dtype
+    return (
+        _storage_number(tensor),
+        tensor.data_ptr(),
+        version,
+        steps,
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
+
+
+def state_of_object(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a key of this tensor object: its state, and the number of the last ``tensor.data = other`` seen.
+
+    An assignment of ``data`` counts no version. Memory that comes back to a tensor may have been written
+    meanwhile through another tensor, so it is other memory than before.
+    """
+    key = state(tensor)
+    owner, storage = tensor, key[0]
+    base = tensor._base
+    if base is not None:  # a fresh view has no history of its own
+        if base.layout is not torch.strided:
+            return 0, *key
+        owner = base if _storage_number(base) == storage else tensor
+    known = _assignments.get(id(owner))
+    if known is None or known.storage != storage or known() is not owner:
+        known = _assigned(owner, storage)
+    return known.number, *key
+
+
+def _assigned(tensor: Tensor, storage: int) -> _Assignment:
+    """Record that a tensor has this storage from now on."""
+    made = _Assignment(tensor, _forget)
+    made.key, made.storage, made.number = id(tensor), storage, next(_numbers)
+    _assignments[made.key] = made
+    return made
+
+
+def _forget(freed: Any) -> None:
+    if _assignments.get(freed.key) is freed:
+        _assignments.pop(freed.key, None)
+
+
+def _storage_number(tensor: Tensor) -> int:
+    """Return the number of a tensor's storage, which no other storage has or will have."""
+    storage = tensor.untyped_storage()
+    try:
+        return getattr(storage, _MARK)
+    except AttributeError:
+        number = next(_numbers)
+        setattr(storage, _MARK, number)
+        return number

@@ -56,6 +56,7 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch._C._dispatch_has_kernel_for_dispatch_key",
         "torch._C._dynamo.guards._empty_strided_cuda",
         "torch._C._is_any_autocast_enabled",
+        "torch._C._storage_Use_Count",
         "torch._convert_indices_from_coo_to_csr",
         "torch._dispatch.python.enable_python_dispatcher",
         "torch._dynamo.register_backend",
@@ -151,6 +152,11 @@ def rename(node: Node, name: str) -> None:
 def storage_id(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage, equal for views of one storage."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """Return how many tensors and storage objects hold a tensor's memory, those of this question included."""
+    return torch._C._storage_Use_Count(storage_id(tensor))
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:

@@ -8,13 +8,14 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gnnc.tensor_state import state
-from gnnc.torch_private import raw_indices, raw_values
+from gnnc.torch_private import raw_indices, raw_values, storage_uses
 
 _COMPRESSED = {
     torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, ("crow", "col")),
     torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices, ("ccol", "row")),
 }
-
+_OWN_USES = 3
+"""Uses of the memory of a tensor of a matrix: by the matrix, by its alias, by the storage object."""
 
 SPARSE_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo)
 
@@ -26,12 +27,23 @@ class _Components:
     Attributes:
         parts: its ``components``.
         seen: the state of the matrix when it was split.
-        copies: copies of its tensors, where no version counter shows writes into them.
+        copies: copies of those of its tensors whose writes no version counter shows.
     """
 
     parts: dict[str, torch.Tensor]
     seen: tuple[Hashable, ...]
-    copies: tuple[torch.Tensor, ...]
+    copies: tuple[torch.Tensor | None, ...]
+
+    def hold(self, matrix: torch.Tensor, sources: Sequence[torch.Tensor], seen: tuple[Hashable, ...]) -> bool:
+        """Return whether the matrix has the content that it was split with."""
+        return self.seen == seen and not any(self.changed(matrix, sources))
+
+    def changed(self, matrix: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[bool]:
+        """Return whether a write that no counter shows may have changed each tensor of the matrix."""
+        return [
+            _is_shared(matrix, source, held=True) if copy is None else not torch.equal(copy, source)
+            for copy, source in zip(self.copies, sources, strict=True)
+        ]
 
 
 _CACHE: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -52,12 +64,13 @@ def components(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     cached = _CACHE.get(matrix)
     sources, seen = _sources(matrix)
-    if cached is not None and cached.seen == seen and all(map(torch.equal, cached.copies, sources)):
+    if cached is not None and cached.hold(matrix, sources, seen):
         return cached.parts
-    copies = _copies(matrix, sources)
+    held = cached is not None
+    copies = tuple(source.clone() if _is_shared(matrix, source, held) else None for source in sources)
     parts = _split(matrix)
     if cached is not None:
-        parts = _reused(cached.parts, parts)
+        parts = _reused(cached.parts, parts, cached.changed(matrix, sources))
     _CACHE[matrix] = _Components(parts, seen, copies)
     return parts
 
@@ -77,30 +90,55 @@ def _sources(matrix: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[Hash
     return sources, tuple(map(state, sources))
 
 
-def _copies(matrix: torch.Tensor, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return copies of the parts of an uncoalesced matrix; other parts show writes by themselves."""
-    raw = matrix.layout == torch.sparse_coo and not matrix.is_coalesced()
-    return tuple(source.clone() for source in sources) if raw and matrix.is_inference() else ()
+def _is_shared(matrix: torch.Tensor, source: torch.Tensor, held: bool) -> bool:
+    """Return whether a tensor of a matrix may be written through another tensor, which counts its own writes.
+
+    The tensors that a matrix is made of share its memory, and no counter with it. Of COO the uses of the
+    memory show whether anybody still holds them; a compressed matrix takes the tensors themselves in.
+
+    Args:
+        matrix: the matrix.
+        source: one of its tensors, as ``_sources`` returns it.
+        held: whether components of the matrix are cached, which share its memory and its counters.
+    """
+    if matrix.layout != torch.sparse_coo:
+        return True
+    if matrix.is_coalesced():
+        return storage_uses(source) > _OWN_USES + held
+    return matrix.is_inference() or storage_uses(source) > _OWN_USES
 
 
-def _reused(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the new parts; parts whose storage is unchanged keep their old tensor object."""
-    return {name: old[name] if state(old[name]) == state(part) else part for name, part in new.items()}
+def _reused(
+    old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], changed: Sequence[bool]
+) -> dict[str, torch.Tensor]:
+    """Return the new parts; parts whose content is unchanged keep their old tensor object."""
+    written = dict(zip(new, changed, strict=False))  # the last part carries a size alone
+    return {
+        name: old[name] if _is_same(old[name], part) and not written.get(name) else part
+        for name, part in new.items()
+    }
+
+
+def _is_same(old: torch.Tensor, new: torch.Tensor) -> bool:
+    if new.numel() == 0:
+        return old.shape == new.shape and old.dtype == new.dtype
+    return state(old) == state(new)
 
 
 def _split(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return new tensors on the memory of the matrix: views of one tensor would be told apart by no cache."""
     rows, columns = matrix.shape
     with torch.no_grad():
         if matrix.layout == torch.sparse_coo:
             matrix = matrix.coalesce()
             shape = matrix.values().new_empty((rows, columns, 0))
-            return {"indices": matrix.indices(), "values": matrix.values(), "shape": shape}
+            return {"indices": matrix.indices().detach(), "values": matrix.values().detach(), "shape": shape}
         pointer, plain, names = _COMPRESSED[matrix.layout]
         csr = matrix.layout == torch.sparse_csr
         other = matrix.values().new_empty((columns if csr else rows, 0))
         return {
-            names[0]: pointer(matrix),
-            names[1]: plain(matrix),
-            "values": matrix.values(),
+            names[0]: pointer(matrix).detach(),
+            names[1]: plain(matrix).detach(),
+            "values": matrix.values().detach(),
             "columns" if csr else "rows": other,
         }

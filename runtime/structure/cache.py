@@ -2,8 +2,8 @@
 
 A call of a compiled model needs values that depend on the graph alone: its CSR, degrees, edge
 weights in CSR order. ``StructureCache`` finds them by the *identity* of the tensors that they were
-computed from. A tensor is the same as before when it is the same object (or a view of the same base) at the
-same address, with the same shape, strides and dtype, and no in-place operation has touched it
+computed from. A tensor is the same as before when it is the same object (or a view of the same base) on the
+same memory all the while, with the same shape, strides and dtype, and no in-place operation has touched it
 since (``Tensor._version``).
 
 Inference tensors carry no version. For them the entry keeps a copy of the content, and each lookup
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnc.tensor_state import state
+from gnnc.tensor_state import state_of_object
 from gnnc.torch_private import storage_id
 
 DEFAULT_BYTE_BUDGET = 4 << 30
@@ -88,7 +88,7 @@ def _identify(inputs: Sequence[Any]) -> tuple[Key, list[Tensor]]:
         anchor = value._base
         if anchor is None:
             anchor = value
-        parts.append((id(anchor), *state(value)))
+        parts.append((id(anchor), *state_of_object(value)))
         anchors.append(anchor)
     return tuple(parts), anchors
 

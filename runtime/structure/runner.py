@@ -17,7 +17,7 @@ from gnnc.runtime.registry import Choice
 from gnnc.runtime.structure.cache import DEFAULT_BYTE_BUDGET, Entry, StructureCache
 from gnnc.runtime.structure.hooks import BuildHooks
 from gnnc.runtime.structure.kernels import PartEmitter, choice_of
-from gnnc.tensor_state import state
+from gnnc.tensor_state import state_of_object
 
 Deps = frozenset[Node]
 _Check = tuple[tuple[int, ...], Callable[..., None]]  # slots of the arguments, and the function
@@ -192,7 +192,7 @@ class _LastCall:
             return None
         tensors = [slot for slot in keyed if isinstance(values[slot], Tensor)]
         return _LastCall(
-            tuple([(slot, weakref.ref(values[slot]), state(values[slot])) for slot in tensors]),
+            tuple([(slot, weakref.ref(values[slot]), state_of_object(values[slot])) for slot in tensors]),
             tuple([(slot, values[slot]) for slot in keyed if slot not in tensors]),
             tuple(map(weakref.ref, entries)),
         )
@@ -201,7 +201,7 @@ class _LastCall:
         """Return the slots of a call with these values; None if an argument differs or a result is freed."""
         for slot, ref, seen in self.tensors:
             value = values[slot]
-            if ref() is not value or state(value) != seen:
+            if ref() is not value or state_of_object(value) != seen:
                 return None
         for slot, other in self.others:
             if values[slot] != other:
@@ -227,11 +227,6 @@ def _call(group: Group, slots: list[Any]) -> tuple[Any, ...]:
     return group.module(*[slots[slot] for slot in group.operands])
 
 
-def _is_keyed(node: Node) -> bool:
-    source = source_of(node)
-    return source is None or source.kind != "constant"
-
-
 def _is_size(node: Node) -> bool:
     source = source_of(node)
     return source is not None and source.kind == "size"
@@ -244,7 +239,7 @@ def _dependencies(graph: Graph) -> tuple[dict[Node, Deps], dict[Node, Deps]]:
     for node in graph.nodes:
         tensors[node] = frozenset().union(*(tensors[arg] for arg in node.all_input_nodes))
         sizes[node] = frozenset().union(*(sizes[arg] for arg in node.all_input_nodes))
-        if node.op == "placeholder" and _is_keyed(node):
+        if node.op == "placeholder":
             (sizes if _is_size(node) else tensors)[node] = frozenset({node})
     return tensors, sizes
 

@@ -230,6 +230,63 @@ def test_an_adjacency_edited_in_place_is_seen(layout, mode):
     assert "\n  2. " not in compiled.explain()
 
 
+def of_tensors(layout: str) -> tuple[Tensor, list[Tensor]]:
+    """Return an adjacency, and the tensors that it is made of."""
+    if layout == "repeated":
+        known = repeated(matrix(50, 50, 290, 0))
+        tensors = [known._indices().clone(), known._values().clone()]
+        return torch.sparse_coo_tensor(*tensors, known.shape), tensors
+    known = LAYOUTS[layout](matrix(50, 50, 290, 0))
+    if layout == "coo":
+        tensors = [known.indices().clone(), known.values().clone()]
+        return torch.sparse_coo_tensor(*tensors, known.shape, is_coalesced=True), tensors
+    make = torch.sparse_csr_tensor if layout == "csr" else torch.sparse_csc_tensor
+    tensors = [part.clone() for part in parts(known)]
+    return make(*tensors, known.shape), tensors
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "repeated"])
+def test_edits_of_the_tensors_that_an_adjacency_is_made_of_are_seen(layout, mode):
+    compiled, x = gnnc.compile(Product(), "fp32"), torch.randn(50, WIDTH)
+    with mode():
+        adjacency, tensors = of_tensors(layout)
+        for _ in range(2):
+            for tensor in tensors:
+                assert_equal(compiled, x, adjacency)
+                assert_equal(compiled, x, adjacency)
+                if tensor.is_floating_point():
+                    tensor.mul_(torch.rand(tensor.shape))
+                elif layout == "repeated":
+                    tensor.copy_(49 - tensor)
+                elif layout == "coo":
+                    tensor[1].copy_(49 - tensor[1])
+                elif tensor is tensors[1]:
+                    tensor.copy_(49 - tensor)
+            assert_equal(compiled, x, adjacency)
+    assert "\n  2. " not in compiled.explain()
+
+
+@torch.no_grad()
+def test_a_second_matrix_of_the_same_tensors_writes_into_the_first():
+    compiled, x = gnnc.compile(Product(), "fp32"), torch.randn(50, WIDTH)
+    adjacency = matrix(50, 50, 290, 0)
+    assert_equal(compiled, x, adjacency)
+    other = torch.sparse_coo_tensor(adjacency.indices(), adjacency.values(), (50, 50), is_coalesced=True)
+    for _ in range(2):
+        other.values().mul_(torch.rand(adjacency.values().shape))
+        assert_equal(compiled, x, adjacency)
+
+
+@torch.no_grad()
+def test_a_coo_matrix_whose_tensors_nobody_holds_is_not_compared(monkeypatch):
+    adjacency = matrix(50, 50, 290, 0)
+    first = components(adjacency)
+    monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("compared"))
+    assert components(adjacency) is first
+
+
 @torch.no_grad()
 def test_other_edges_put_into_an_adjacency_are_seen():
     compiled, x = gnnc.compile(Product(), "fp32"), torch.randn(50, WIDTH)

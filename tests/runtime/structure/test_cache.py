@@ -98,6 +98,49 @@ def test_new_memory_behind_the_same_tensor_is_seen():
     assert build.calls == 2 and torch.equal(out, (edges() + 1) * 2)
 
 
+def test_memory_at_a_freed_address_is_other_memory():
+    cache, edge_index = StructureCache(), edges()
+    for step in range(50):
+        edge_index.data = edges() + step  # where the memory of the step before lay, or of the one before that
+        (out,) = cache.get((edge_index,), Counter(edge_index))
+        assert torch.equal(out, (edges() + step) * 2)
+
+
+def test_memory_that_comes_back_to_a_tensor_may_hold_something_else():
+    cache, edge_index, staging = StructureCache(), edges(), [edges(), edges()]
+    views = [edge_index, edge_index[:, 1:]]
+    for step in range(6):
+        edge_index.data = staging[step % 2].add_(step)
+        views[1].data = staging[step % 2][:, 1:]
+        for view in views:
+            (out,) = cache.get((view,), Counter(view))
+            assert torch.equal(out, view * 2)
+            assert cache.get((view,), Counter(view))[0] is out
+
+
+def test_memory_that_another_cache_saw_leave_is_no_longer_known():
+    one, two, edge_index, staging = StructureCache(), StructureCache(), edges(), [edges(), edges()]
+    for step in range(4):
+        edge_index.data = staging[step % 2].add_(step)
+        cache = (one, two)[step % 2]
+        assert torch.equal(cache.get((edge_index,), Counter(edge_index))[0], edge_index * 2)
+
+
+def test_views_of_other_strides_or_dtype_are_told_apart():
+    cache, square = StructureCache(), torch.arange(16).reshape(4, 4)
+    views = [square, square.t(), square.view(torch.float64), square.t().view(torch.float64)]
+    for view in (*views, *views):
+        (out,) = cache.get((view,), lambda: (view.clone(),))  # noqa: B023
+        assert out.dtype == view.dtype and torch.equal(out, view)
+    assert len(cache) == 4
+
+
+def test_an_entry_is_that_of_its_tensors_alone():
+    cache, edge_index = StructureCache(), torch.arange(8)
+    entry = cache.entry((edge_index,), Counter(edge_index))
+    assert entry.is_of([edge_index]) and not entry.is_of([edge_index.detach()])
+
+
 def test_freed_tensor_takes_its_entry_along():
     cache, edge_index = StructureCache(), edges()
     cache.get((edge_index,), Counter(edge_index))
@@ -153,6 +196,21 @@ def test_inference_tensors_are_compared_by_content():
         cache.get((edge_index,), build)
         assert build.calls == 3
         assert not out.is_inference()
+
+
+def test_an_edit_while_the_value_is_built_is_seen_by_the_next_call():
+    cache = StructureCache()
+    with torch.inference_mode():
+        edge_index = edges() + 0
+
+    def build() -> tuple[Tensor]:
+        out = edge_index * 2
+        with torch.inference_mode():
+            edge_index.add_(1)
+        return (out,)
+
+    cache.get((edge_index,), build)
+    assert torch.equal(cache.get((edge_index,), Counter(edge_index))[0], edge_index * 2)
 
 
 def test_normal_tensor_in_inference_mode_is_found_by_version():
