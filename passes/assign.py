@@ -1,8 +1,9 @@
 """Assign: a precision for every primitive, and the reason wherever one stays FP32.
 
 Sources, strongest first: what must be FP32 (softmax and its logits, the statistics of norms, ops without
-an integer form), what the user set for the layer (``overrides``, then ``plan``), and the precision of the
-whole model, unless the op is too narrow to gain from it. For ``auto`` that last one is chosen op by op.
+an integer form, values that ``exact_values`` marked), what the user set for the layer (``overrides``, then
+``plan``), and the precision of the whole model, unless the op is too narrow to gain from it. For ``auto``
+that last one is chosen op by op.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.errors import PrecisionError, UnsupportedError
+from gnnc.ir.exact_reads import EXACT
 from gnnc.ir.nodes import argument
 from gnnc.ir.op import Op, op_of
 from gnnc.passes.base import Context, Property
@@ -101,7 +103,7 @@ class Assign:
             return fixed[node]
         if not op.low_operands or (op.name == "sddmm" and argument(node, "op") != "dot"):
             return f"{op.name} has no low-precision form"
-        return None
+        return node.meta.get(EXACT)
 
     def _too_narrow(self, node: Node, op: Op, wanted: Precision, ctx: Context) -> str | None:
         width = width_of(argument(node, op.low_operands[0]))

@@ -3,6 +3,7 @@
 from gnnc.passes.assign import Assign
 from gnnc.passes.base import Pass
 from gnnc.passes.cache import Cache
+from gnnc.passes.exact_values import ExactValues
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.hoist import Hoist
 from gnnc.passes.int32_columns import Int32Columns
@@ -21,6 +22,7 @@ INFERENCE: tuple[Pass, ...] = (
     Reorder(),  # linear before or after aggregation; separable weights leave the sparse kernel
     SelfLoops(),  # a sort drops and adds self loops by itself
     Int32Columns(),  # orders that kernels read as int32 are converted once a graph
+    ExactValues(),  # what comparisons, selections and cosines read is not rounded
     Assign(),  # a precision for every primitive
     Quantize(),  # scales and quantized values go in, primitives take integers
     Cache(),  # each tensor is quantized once

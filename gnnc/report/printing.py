@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gnnc.ir import describe
+from gnnc.ir.exact_reads import EXACT
 from gnnc.ir.nodes import is_gnnc, is_result, op_name, outputs_of, qtype_of, result_index, schema_of
 from gnnc.ir.parts import BACKWARD, FORWARD, STRUCTURE, Parts
 from gnnc.ir.source import source_of
@@ -191,6 +192,8 @@ class _Printer:
         remarks: list[str] = []
         if op_name(node) == "quantize" and len(node.users) > 1:
             remarks.append(f"used {len(node.users)} times")
+        if EXACT in node.meta:
+            remarks.append("exact")
         if (kernel := node.meta.get("kernel")) and not describe.is_free(node):
             remarks.append(str(kernel))
         if formats := describe.format_text(node):

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.exact_reads import EXACT
 from gnnc.ir.nodes import same_shape, shape_or_none
 from gnnc.ir.row_local import classify
 from gnnc.passes.base import Context
@@ -21,7 +22,7 @@ MIN_WIDTH = 16
 
 
 def round_partials_to_bf16(graph: fx.Graph, low: frozenset[Node], ctx: Context) -> None:
-    """Round the earlier operand of a sum of two kernels' results to bf16.
+    """Round the earlier operand of a sum of two kernels' results to bf16, unless the sum must be exact.
 
     Args:
         graph: a graph before its primitives are replaced.
@@ -32,7 +33,7 @@ def round_partials_to_bf16(graph: fx.Graph, low: frozenset[Node], ctx: Context) 
     casts: dict[Node, Node] = {}
     for node in [node for node in graph.nodes if str(node.target) == _ADD]:
         sides = [(maker, side) for side in _sides(node) if (maker := producer(side, low))]
-        if len(sides) < 2 or sides[0][0] is sides[1][0]:
+        if len(sides) < 2 or sides[0][0] is sides[1][0] or EXACT in node.meta:
             continue
         partial = min(sides, key=lambda pair: position[pair[0]])[1]
         if partial in casts or _only_added(partial, low):

@@ -68,13 +68,13 @@ class Builder:
         set_qtype(copied, node.meta.get("qtype"))
         return copied
 
-    def call(self, target: Callable[..., Any], *args: Any) -> Node:
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Add a call."""
         if isinstance(target, torch._ops.OpOverloadPacket):
             target = target.default
-        node = self.graph.call_function(target, args)
+        node = self.graph.call_function(target, args, kwargs)
         with self.mode:
-            node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
+            node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs)
         node.meta["layer"] = self.layer
         set_qtype(node, qtype_rule(self._modules, node))
         return node

@@ -1,0 +1,122 @@
+"""Search for values that must not be rounded: operands of comparisons, selections, sines and conversions.
+
+``gnnc.ir.aten`` lists the ops. A value that one of them reads must be exact, and so must all values that it
+is computed from: a winner that is found by ``m == max[dst]`` is lost when one side is rounded, and another
+winner is found when a value is that both sides are computed from.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.aten import CASTS, EXACT_READS, EXPONENTIALS, SHAPE_ONLY, TO_INTEGER, ExactReads
+from gnnc.ir.body import parse_body
+from gnnc.ir.nodes import argument, aten_name, is_number, is_result, op_name, result_index
+from gnnc.ir.op import op_of
+from gnnc.ir.signs import Operands, is_never_positive
+from gnnc.ir.thresholds import is_continuous
+
+EXACT = "exact"
+"""Key in the meta of nodes whose values must not be rounded: the reason, for people."""
+
+Reader = tuple[str, str]
+"""The name of an op that reads exact values, and the kind of its outcome."""
+
+
+def exact_values(graph: fx.Graph) -> dict[Node, Reader]:
+    """Return the nodes whose values must not be rounded, each with the first op that is the reason.
+
+    Args:
+        graph: a graph with meta values.
+    """
+    roots = {
+        operand: reader
+        for node in graph.nodes
+        for operand, reader in _exact_operands(node)
+        if _is_float(operand)
+    }
+    return _with_sources(roots, lambda node: filter(_is_float, node.all_input_nodes))
+
+
+def _exact_operands(node: Node, inside: Operands | None = None) -> Iterator[tuple[Node, Reader]]:
+    """Yield the operands that a node reads exactly; ``inside``: the operands of the body that it is in."""
+    op = op_of(node)
+    if op is not None and "body" in op.parameters:
+        operands = Operands.of(node)
+        yield from ((operands.values[name], reader) for name, reader in _inputs_of_body(node, operands))
+        return
+    reads = _reads_of(node)
+    if reads is None or _is_harmless(node, reads, inside):
+        return
+    for operand in [argument(node, name) for name in reads.operands] or node.all_input_nodes:
+        if isinstance(operand, Node):
+            yield operand, (op_name(node), reads.outcome)
+
+
+def _inputs_of_body(node: Node, operands: Operands) -> Iterator[tuple[str, Reader]]:
+    """Yield the inputs that the body of a ``message`` or ``edge_map`` reads exactly."""
+    graph = parse_body(argument(node, "body")).graph
+    roots = {operand: reader for inner in graph.nodes for operand, reader in _exact_operands(inner, operands)}
+    for inner, reader in _with_sources(roots, lambda inner: inner.all_input_nodes).items():
+        if inner.op == "placeholder":
+            yield str(inner.target), reader
+
+
+def _with_sources(
+    roots: Mapping[Node, Reader], sources: Callable[[Node], Iterable[Node]]
+) -> dict[Node, Reader]:
+    """Return the roots and all nodes that their values are computed from."""
+    found: dict[Node, Reader] = {}
+    pending = list(roots.items())
+    while pending:
+        node, reader = pending.pop()
+        if node in found:
+            continue
+        found[node] = reader
+        if op_name(node) not in SHAPE_ONLY:
+            pending += [(source, reader) for source in sources(node)]
+    return found
+
+
+def _reads_of(node: Node) -> ExactReads | None:
+    if node.op != "call_function" or not aten_name(node):
+        return None
+    if op_name(node) in CASTS:
+        return TO_INTEGER if _is_cast_to_integers(node) else None
+    return EXACT_READS.get(aten_name(node)) or EXACT_READS.get(op_name(node))
+
+
+def _is_cast_to_integers(node: Node) -> bool:
+    dtype = argument(node, "dtype", None)
+    return dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+
+
+def _is_harmless(node: Node, reads: ExactReads, inside: Operands | None) -> bool:
+    """Return whether what a node makes of its operands changes no more than they do."""
+    if reads.result is not None:
+        taken = [user for user in node.users if is_result(user) and result_index(user) == reads.result]
+        return not any(user.users for user in taken)
+    name, (first, second) = op_name(node), (*node.args, None, None)[:2]
+    if name in EXPONENTIALS:
+        return is_never_positive(first, inside)
+    if name not in _ORDERS:
+        return False
+    return first is second or _is_infinite(second) or (is_number(second) and is_continuous(node))
+
+
+_ORDERS = frozenset("eq ne lt le gt ge".split())
+
+
+def _is_infinite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _is_float(node: Node) -> bool:
+    """Return whether a node holds a floating tensor, or several tensors, of which some may be."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return isinstance(value, tuple | list)
