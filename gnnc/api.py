@@ -18,12 +18,13 @@ from gnnc.compiler.options import (
     built,
     check_precisions,
     checks_scales,
+    default_precision,
     overrides_of,
     passes_of,
     refuse_unbuilt,
     refuse_unmatched,
 )
-from gnnc.compiler.program import Options, Program
+from gnnc.compiler.program import Options, Program, precision_remarks
 from gnnc.errors import GnncError
 from gnnc.passes.base import Pass, Property, first_with
 from gnnc.passes.pipeline import PIPELINE
@@ -35,7 +36,7 @@ from gnnc.runtime.backend import get_backend
 
 def compile(  # noqa: A001  the name is the public contract
     model: torch.nn.Module,
-    precision: str | Precision = "int8",
+    precision: str | Precision | None = None,
     *,
     example_inputs: Sequence[Any] | None = None,
     overrides: Mapping[str, str | Precision] | None = None,
@@ -53,7 +54,8 @@ def compile(  # noqa: A001  the name is the public contract
         model: a PyTorch Geometric or plain PyTorch message-passing model with float32 parameters.
         precision: what weights and activations are narrowed to: ``fp32``, ``fp16`` (on CUDA), ``bf16`` or
             ``int8``, or ``auto``: the precision of each op that is predicted fastest within
-            ``error_budget``; the other known names raise UnsupportedError.
+            ``error_budget``; the other known names raise UnsupportedError. Without it ``int8``, or ``fp32``
+            where that is faster: on CPUs without AVX-512 VNNI. ``explain()`` says so.
         example_inputs: a tuple of representative arguments. The model is then captured at once and
             scales are taken from them (static); without it capture waits for the first call and
             scales are taken at each call (dynamic). They are kept: a copy, or a model that has changed,
@@ -93,11 +95,14 @@ def compile(  # noqa: A001  the name is the public contract
             f"example_inputs must be a tuple of the model's arguments, got {type(example_inputs).__name__}; "
             "for one argument write (x,)"
         )
+    chosen_backend = get_backend(backend, device_of(model))
+    target = chosen_backend.target
     options = Options(
-        precision=built(Precision.parse(precision)),
+        precision=built(default_precision(target) if precision is None else Precision.parse(precision)),
+        is_default=precision is None,
         overrides=overrides_of(overrides),
         error_budget=budget(error_budget),
-        backend=get_backend(backend, device_of(model)),
+        backend=chosen_backend,
         requested=backend,
         check_finite=checks_scales(check_finite),
         cuda_graph=cuda_graph,
@@ -266,9 +271,10 @@ class CompiledModel(ModelProxy):
     def _report(self) -> text.ProgramReport:
         program = self._captured()
         knowledge = program.knowledge()
+        options = self.options.with_backend(program.backend)
         return text.ProgramReport(
             model=type(self.model).__name__,
-            precision=str(self.options.precision),
+            precision=str(options.precision),
             backend=program.backend.name,
             parts=program.parts,
             notes=program.notes,
@@ -278,7 +284,7 @@ class CompiledModel(ModelProxy):
             predicted=knowledge.predicted,
             gains=knowledge.gains,
             choices=knowledge.choices,
-            chosen=knowledge.chosen,
+            chosen=[*knowledge.chosen, *precision_remarks(options)],
             cuts=None if program.tuned is None else list(map(str, program.tuned)),
         )
 

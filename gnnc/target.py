@@ -133,6 +133,7 @@ class Target:
     Attributes:
         name: name of the backend, as given to ``gnnc.compile``.
         precisions: names of the precisions that it has kernels for.
+        slower: names of the precisions that run slower than FP32 on this machine.
         joint_products: whether one kernel multiplies a matrix with several weights.
         joint_messages: whether one kernel reduces several values of a body, one in several ways, or one by
             the softmax of another.
@@ -149,6 +150,7 @@ class Target:
 
     name: str = "reference"
     precisions: frozenset[str] = frozenset({"fp32", "bf16", "int8"})
+    slower: frozenset[str] = frozenset()
     joint_products: bool = True
     joint_messages: bool = True
     edge_products: bool = True

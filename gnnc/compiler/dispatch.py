@@ -1,6 +1,5 @@
 """Dispatch: finds the program of a call, or captures and compiles one."""
 
-import dataclasses
 import inspect
 import re
 import threading
@@ -259,7 +258,7 @@ class Dispatch:
     def options_for(self, call: Call) -> Options:
         """Return the options with the backend of the model's device, or of the call's where it has none."""
         device = device_of(self._model) or next((t.device for t in call.tensors), None)
-        options = dataclasses.replace(self.options, backend=get_backend(self.options.requested, device))
+        options = self.options.with_backend(get_backend(self.options.requested, device))
         check_precisions((options.precision, *options.overrides.values()), options.backend.target)
         return options
 

@@ -25,6 +25,11 @@ def built(precision: Precision) -> Precision:
     return precision
 
 
+def default_precision(target: Target) -> Precision:
+    """Return int8, or fp32 where int8 is slower than that on the machine of a target."""
+    return Precision.parse("fp32" if "int8" in target.slower else "int8")
+
+
 def overrides_of(overrides: Any) -> dict[str, Precision]:
     """Return the precisions by glob; GnncError where a key or the whole is of another kind."""
     if overrides is not None and not isinstance(overrides, Mapping):

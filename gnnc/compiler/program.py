@@ -1,7 +1,7 @@
 """A compiled program: graphs, executable and call function for one structure of arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from gnnc.capture.arguments import Call
 from gnnc.capture.export import Captured
 from gnnc.compiler.auto import predicted_times
 from gnnc.compiler.index_checks import Bounds
+from gnnc.compiler.options import default_precision
 from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context, Pass, Stage
 from gnnc.passes.quantization.saved_plan import Plan
@@ -32,6 +33,7 @@ class Options:
 
     Attributes:
         precision: precision of the whole model.
+        is_default: whether the user named no precision; the backend of a call then decides.
         overrides: module-path glob to precision.
         error_budget: relative L2 error allowed on the output.
         backend: the backend to lower for.
@@ -43,6 +45,7 @@ class Options:
     """
 
     precision: Precision
+    is_default: bool
     overrides: Mapping[str, Precision]
     error_budget: float
     backend: Backend
@@ -51,6 +54,21 @@ class Options:
     cuda_graph: bool | str
     pipeline: tuple[Pass, ...]
     plan: Plan | None = None
+
+    def with_backend(self, backend: Backend) -> "Options":
+        """Return the options with another backend, and its default precision where none was named."""
+        precision = default_precision(backend.target) if self.is_default else self.precision
+        return replace(self, backend=backend, precision=precision)
+
+
+def precision_remarks(options: Options) -> list[str]:
+    """Return a sentence where the precision, or the one by default, is slower than FP32 on this machine."""
+    slower, kernels = options.backend.target.slower, options.backend.description
+    if options.is_default and "int8" in slower:
+        return [f"fp32, since no precision was named and int8 is slower than that here ({kernels})"]
+    if options.precision.name in slower:
+        return [f"{options.precision}, as asked for, is slower than fp32 here ({kernels})"]
+    return []
 
 
 @dataclass(frozen=True, slots=True)
