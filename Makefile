@@ -1,4 +1,4 @@
-# make demo, make test, make test-all, make asan, make lint, make docs: each sets up .venv first, once. Needs Python >= 3.11, g++ and make.
+# make demo, make test, make test-all, make asan, make lint, make docs, make wheel: each sets up .venv first, once. Needs Python >= 3.11, g++ and make.
 # PYTHON is the Python to build on: a torch >= 2.11 that it has is used. Where it has none, TORCH is installed.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -10,7 +10,7 @@ INSTALL := $(PIP) install --no-build-isolation
 CLANG_FORMAT := $(BIN)/python -c 'import clang_format; clang_format.clang_format()'
 CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
-.PHONY: demo test test-all asan lint format docs dev build clean distclean
+.PHONY: demo test test-all asan lint format docs dev build wheel clean distclean
 .DELETE_ON_ERROR:
 
 demo: build
@@ -53,6 +53,10 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m mkdocs build --strict
 
 dev: $(VENV)/.dev
+
+# A wheel in dist/, for every torch >= 2.11: `pip install dist/gnnc-*.whl`.
+wheel: $(VENV)/.gnnc
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 # Brings the C++ library up to date; Python files need no build.
 build: $(VENV)/.gnnc

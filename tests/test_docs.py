@@ -22,6 +22,15 @@ def test_page_runs(page: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "index.md"], ids=lambda page: page.name)
+def test_the_first_example_runs_as_pasted(page: Path) -> None:
+    example = re.search(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert example is not None and "gnnc.compile(" in example[1]
+    done = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "quantized 3 of 4 ops" in done.stdout
+
+
 DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
 
 

@@ -26,6 +26,6 @@ def load() -> str:
         if not PATH.exists():
             raise BackendError(
                 f"the CPU kernels are not built: {PATH} is missing; "
-                "run `pip install --no-build-isolation -e .` in the folder of gnnc"
+                "run `pip install -e .` in the folder of gnnc"
             ) from None
         raise BackendError(f"the CPU kernels cannot be used: {error}") from error
