@@ -208,6 +208,8 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     rows = list(dict.fromkeys(r["graph"] for r in results))
     figure = Figure(figsize=(2.5 * len(columns), 2.1 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
+    errors = [err for r in results for points in r["fronts"].values() for _, err in points]
+    limits = max(min(errors), 1e-4) * 0.7, max(errors) * 1.5
     for result in results:
         place = rows.index(result["graph"]) * len(columns) + columns.index(result["model"]) + 1
         axes = figure.add_subplot(len(rows), len(columns), place)
@@ -217,11 +219,12 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         front = pareto_front(result["fronts"]["sensitivity"])
         axes.plot(*zip(*front, strict=True), color=STRATEGIES["sensitivity"], linewidth=1, zorder=1)
         axes.set_yscale("log")
-        axes.set_ylim(1e-3, 0.3)
+        axes.set_ylim(*limits)
         axes.set_title(f"{result['model']}, {result['graph'].split('_')[0]}", fontsize=8, loc="left")
         axes.tick_params(labelsize=6.5)
         axes.grid(True, color="#e5e7eb", linewidth=0.5)
-    figure.axes[0].legend(fontsize=6.5, frameon=False)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper right", ncols=len(names), fontsize=7.5, frameon=False)
     figure.supxlabel("predicted time, ms", fontsize=8)
     figure.supylabel("measured relative error of the output", fontsize=8)
     save(figure, path)

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from gnnc.report.figure_style import INK, MUTED, save, tidy
+from gnnc.report.figure_style import INK, MUTED, plain_log_ticks, save, tidy
 
 _PEER, _GNNC = "#9a6700", "#0550ae"
 _COLUMNS = 4
@@ -40,6 +40,7 @@ def _panel(axes: Axes, case: tuple[str, str], rows: list[dict[str, Any]]) -> Non
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlim(min(times) * 0.6, max(times) * 2.2)
+    plain_log_ticks(axes.xaxis)
     tidy(axes, f"{case[0].upper()}, {case[1]}", grid="x", size=7.5)
     axes.set_xlabel("ms a call", fontsize=8, color=MUTED)
 

@@ -24,7 +24,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch_geometric.utils import to_torch_csr_tensor
 
-from gnnc.report.figure_style import MUTED, save, tidy
+from gnnc.report.figure_style import MUTED, plain_log_ticks, save, tidy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
@@ -113,6 +113,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for number, model in enumerate(MODELS, 1):
         axes = figure.add_subplot(len(MODELS), 1, number)
         _panel(axes, model, [row for row in rows if row["model"] == model])
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper right", ncols=len(names), fontsize=8, frameon=False)
     save(figure, path)
 
 
@@ -125,10 +127,10 @@ def _panel(axes: Axes, model: str, rows: list[dict[str, Any]]) -> None:
         xs = [graphs.index(graph) + (place + 0.5) * width - 0.4 for graph in times]
         axes.bar(xs, list(times.values()), width * 0.92, color=_COLORS[name], label=name, zorder=3)
     axes.set_yscale("log")
+    plain_log_ticks(axes.yaxis)
     axes.set_xticks(range(len(graphs)), [GRAPHS[graph] for graph in graphs])
     tidy(axes, model.upper(), grid="y")
     axes.set_ylabel("ms a call", fontsize=8.5, color=MUTED)
-    axes.legend(fontsize=7.5, frameon=False, ncols=len(names), loc="upper left")
 
 
 def main() -> None:

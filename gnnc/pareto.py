@@ -24,8 +24,8 @@ FORMATS = (".svg", ".png")
 
 _ROUNDS = 15
 _UNIFORM, _AUTO = "#9a6700", "#0550ae"
-_NAME = (80.0, 13.0)
-"""Width and height in pixels that the name of a point may take."""
+_LEAST_ACCURACY_SPAN = 2.0
+"""Percentage points that an axis of accuracies shows at least: some rows more or less are no gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +195,23 @@ def draw(results: Sequence[Pareto], path: str | Path) -> None:
     FigureCanvasAgg(figure)
     for number, result in enumerate(results, 1):
         _panel(figure.add_subplot(1, len(results), number), result)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside upper right",
+        ncols=2,
+        fontsize=7.5,
+        frameon=False,
+    )
+    figure.draw_without_rendering()  # names are placed in the final layout
+    for axes, result in zip(figure.axes, results, strict=True):
+        _name_points(axes, result.points, _is_labelled(result))
     save(figure, path)
 
 
 def _panel(axes: Any, result: Pareto) -> None:
     from gnnc.report.figure_style import MUTED, tidy
 
-    labelled = all(point.accuracy is not None for point in result.points)
+    labelled = _is_labelled(result)
     for is_auto, color, marker in ((False, _UNIFORM, "s"), (True, _AUTO, "o")):
         points = [point for point in result.points if point.is_auto == is_auto]
         xs = [point.seconds * 1e3 for point in points]
@@ -214,27 +224,23 @@ def _panel(axes: Any, result: Pareto) -> None:
     if not labelled:
         axes.set_yscale("log")
     axes.margins(0.18)
-    _label(axes, result.points, labelled)
-    axes.legend(fontsize=7.5, frameon=False)
+    low, high = axes.get_ylim()
+    if labelled and high - low < _LEAST_ACCURACY_SPAN:
+        middle = (low + high) / 2
+        axes.set_ylim(middle - _LEAST_ACCURACY_SPAN / 2, middle + _LEAST_ACCURACY_SPAN / 2)
+    axes.set_xlim(left=0)
 
 
-def _label(axes: Any, points: Sequence[Point], labelled: bool) -> None:
-    """Name each point to its right, from the lowest up, moved up where names would meet."""
-    axes.autoscale_view()
-    places = [axes.transData.transform((p.seconds * 1e3, _height(p, labelled))) for p in points]
-    free: list[tuple[float, float]] = []
-    for (x, y), point in sorted(zip(places, points, strict=True), key=lambda pair: (pair[0][1], pair[0][0])):
-        above = [top for left, top in free if abs(left - x) < _NAME[0]]
-        lift = max([y, *(top for top in above if top > y)]) - y
-        free.append((x, y + lift + _NAME[1]))
-        axes.annotate(
-            point.name,
-            (point.seconds * 1e3, _height(point, labelled)),
-            xytext=(7, lift * 72 / axes.figure.dpi - 3),
-            textcoords="offset points",
-            fontsize=7.5,
-            color=_AUTO if point.is_auto else _UNIFORM,
-        )
+def _is_labelled(result: Pareto) -> bool:
+    return all(point.accuracy is not None for point in result.points)
+
+
+def _name_points(axes: Any, points: Sequence[Point], labelled: bool) -> None:
+    from gnnc.report.figure_style import name_points
+
+    places = [(point.seconds * 1e3, _height(point, labelled)) for point in points]
+    colors = [_AUTO if point.is_auto else _UNIFORM for point in points]
+    name_points(axes, places, [point.name for point in points], colors)
 
 
 def _height(point: Point, labelled: bool) -> float:
