@@ -15,6 +15,7 @@ import torch
 from gnnc.capture.edge_index import plain
 from gnnc.capture.pyg_data import from_dicts, to_dicts
 from gnnc.capture.sparse_components import components, is_sparse
+from gnnc.capture.sparse_state import held_matrices, sparse_holdings
 from gnnc.errors import InputError
 from gnnc.torch_private import pytree
 
@@ -59,7 +60,7 @@ class Call:
 
     Attributes:
         tensors: every tensor, in the order of the captured graph's inputs.
-        leaves: the description of each leaf of ``spec``.
+        leaves: the description of each leaf of ``spec``, then of each sparse matrix that the model holds.
         spec: rebuilds ``{argument name: value}`` from the leaves.
     """
 
@@ -96,6 +97,10 @@ def flatten_call(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[st
         leaf, parts = _leaf(_path_text(path), value)
         leaves.append(leaf)
         tensors.extend(parts)
+    for name, matrix in held_matrices(sparse_holdings(model)):
+        leaf, parts = _leaf(name, matrix)
+        leaves.append(leaf)
+        tensors.extend(parts)
     return Call(tuple(tensors), tuple(leaves), spec)
 
 
@@ -104,11 +109,17 @@ def signature_of(model: torch.nn.Module) -> Signature:
     return inspect.signature(model.forward)
 
 
-def call_forms(signature: Signature) -> list[tuple[str, str]]:
-    """Return the way in which each argument is passed: (name, ``one`` | ``many`` | ``key`` | ``keys``)."""
+def call_forms(model: torch.nn.Module) -> list[tuple[str, str]]:
+    """Return the way in which each argument is passed: (name, ``one`` | ``many`` | ``key`` | ``keys``).
+
+    A class with a ``__call__`` of its own (PyG's aggregations) takes fewer arguments by position than its
+    forward; the others are passed by key.
+    """
     forms = []
-    for name, parameter in signature.parameters.items():
-        if parameter.kind in _POSITIONAL:
+    for place, (name, parameter) in enumerate(signature_of(model).parameters.items()):
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and place >= _most_by_position(model):
+            forms.append((name, "key"))
+        elif parameter.kind in _POSITIONAL:
             forms.append((name, "one"))
         elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             forms.append((name, "many"))
@@ -119,17 +130,25 @@ def call_forms(signature: Signature) -> list[tuple[str, str]]:
     return forms
 
 
+def _most_by_position(model: torch.nn.Module) -> float:
+    """Return how many arguments the model's ``__call__`` takes by position."""
+    parameters = list(inspect.signature(type(model).__call__).parameters.values())
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return float("inf")
+    return sum(parameter.kind in _POSITIONAL for parameter in parameters) - 1
+
+
 def rebuild(
     leaves: Sequence[Leaf],
     spec: pytree.TreeSpec,
     forms: Sequence[tuple[str, str]],
     tensors: Sequence[torch.Tensor],
     make_sparse: Callable[[Leaf, Sequence[torch.Tensor]], Any],
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return the (args, kwargs) that ``flatten_call`` flattened to ``tensors``."""
+) -> tuple[list[Any], dict[str, Any], list[Any]]:
+    """Return the (args, kwargs) that ``flatten_call`` flattened, and the matrices that the model holds."""
     values, position = [], 0
     for leaf in leaves:
-        count = len(leaf.parts) if leaf.kind == "sparse" else int(leaf.kind == "tensor")
+        count = len(leaf.tensor_names)
         parts = tensors[position : position + count]
         position += count
         if leaf.kind == "constant":
@@ -138,6 +157,8 @@ def rebuild(
             values.append(parts[0])
         else:
             values.append(make_sparse(leaf, parts))
+    held = values[spec.num_leaves :]
+    values = values[: spec.num_leaves]
     arguments = from_dicts(pytree.tree_unflatten(values, spec))
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -150,15 +171,16 @@ def rebuild(
             kwargs[name] = arguments[name]
         else:
             kwargs.update(arguments[name])
-    return args, kwargs
+    return args, kwargs, held
 
 
 def _leaf(name: str, value: Any) -> tuple[Leaf, tuple[torch.Tensor, ...]]:
     if not isinstance(value, torch.Tensor):
         _check_constant(name, value)
         return Leaf(name, "constant", value), ()
-    if not is_sparse(value):
+    if value.layout is torch.strided:
         return Leaf(name, "tensor"), (plain(value),)
+    _check_sparse(name, value)
     parts = components(value)
     return Leaf(name, "sparse", value.layout, tuple(parts)), tuple(parts.values())
 
@@ -170,6 +192,28 @@ def _typed(value: Any) -> Hashable:
     if isinstance(value, frozenset):
         return type(value), frozenset(map(_typed, value))
     return type(value), value
+
+
+def _check_sparse(name: str, value: torch.Tensor) -> None:
+    """Refuse sparse tensors that are no matrices [rows, columns] of single entries."""
+    layout = str(value.layout).removeprefix("torch.")
+    if not is_sparse(value):
+        raise InputError(
+            f"argument {name} has layout {layout}: pass a CSR, CSC or COO matrix ({name}.to_sparse_csr()), "
+            f"or {name}.to_dense()"
+        )
+    coo = value.layout is torch.sparse_coo
+    sparse_dims = value.sparse_dim() if coo else 2 + _batch_dims(value)
+    if sparse_dims != 2:
+        raise InputError(
+            f"argument {name} is a {layout} tensor of shape {tuple(value.shape)} with {sparse_dims} sparse "
+            f"dimensions: pass a matrix [rows, columns] for each graph, or {name}.to_dense()"
+        )
+
+
+def _batch_dims(matrix: torch.Tensor) -> int:
+    csr = matrix.layout is torch.sparse_csr
+    return (matrix.crow_indices() if csr else matrix.ccol_indices()).dim() - 1
 
 
 def _check_constant(name: str, value: Any) -> None:

@@ -23,15 +23,17 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.nn.parameter import is_lazy
 
-from gnnc.capture.arguments import Call, Leaf, call_forms, flatten_call, rebuild, signature_of
+from gnnc.capture.arguments import Call, Leaf, call_forms, flatten_call, rebuild
 from gnnc.capture.diagnose import diagnosis
 from gnnc.capture.functionalize import functional
 from gnnc.capture.guards import Guards, guards_of
 from gnnc.capture.hooks import refuse_global_hooks, refuse_registration_hooks
 from gnnc.capture.pyg_patches import exportable
+from gnnc.capture.recurrent import RecurrentMode
 from gnnc.capture.side_effects import call_alone, run_alone, undone
 from gnnc.capture.size_guards import at_least_two, between_sizes, watched
 from gnnc.capture.sparse_operand import SparseMode, operand
+from gnnc.capture.sparse_state import Hidden
 from gnnc.capture.stand_ins import StandIns, candidates
 from gnnc.capture.trace_lock import CLOCK
 from gnnc.capture.unregistered_weights import refuse_unregistered
@@ -123,15 +125,17 @@ class _Entry(torch.nn.Module):
         super().__init__()
         self.model = model
         self.leaves, self.spec = call.leaves, call.spec
-        self.forms = call_forms(signature_of(model))
+        self.forms = call_forms(model)
         self.training = model.training
         self.unwritten: set[str] = set()
+        self.held = Hidden(model)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        args, kwargs = rebuild(self.leaves, self.spec, self.forms, tensors, _operand)
+        args, kwargs, held = rebuild(self.leaves, self.spec, self.forms, tensors, _operand)
         if torch.compiler.is_dynamo_compiling():  # which would trace what looks for effects, too
             return self.model(*args, **kwargs)
-        return call_alone(self.model, args, kwargs, self.unwritten)
+        with self.held.shown(iter(held).__next__):
+            return call_alone(self.model, args, kwargs, self.unwritten)
 
 
 def _operand(leaf: Leaf, parts: Sequence[torch.Tensor]) -> Any:
@@ -175,11 +179,13 @@ def _export(
 def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tuple[ExportedProgram, Guards]:
     hint = Dim.DYNAMIC(min=2, max=_MAX_SIZE) if stand_ins.symbolic else Dim.AUTO
     dims = tuple({dim: hint for dim in dynamic} for dynamic in stand_ins.dynamic)
-    mode = contextlib.nullcontext() if strict else SparseMode()
+    modes = contextlib.ExitStack()
+    for mode in () if strict else (SparseMode(), RecurrentMode()):
+        modes.enter_context(mode)
     if strict and stand_ins.symbolic:
         with _quiet():
             run_alone(entry, stand_ins.tensors)
-    with watched() as branches, mode, _quiet():
+    with watched() as branches, modes, _quiet():
         program = torch.export.export(
             entry, stand_ins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )

@@ -115,13 +115,14 @@ def _meaning(modules: Iterable[nn.Module]) -> Any:
     return [_meaning_of(module) for module in modules], _sharing(modules)
 
 
-def _sharing(modules: Iterable[nn.Module]) -> list[int]:
-    """Return, for each parameter and buffer, the index of the first entry that is the same tensor."""
+def _sharing(modules: Iterable[nn.Module]) -> list[tuple[int, torch.layout] | None]:
+    """Return, for each parameter and buffer, the first entry that is the same tensor, and its layout."""
     tables = [vars(module)[name] for module in modules for name in _WEIGHTS]
     weights = [weight for table in tables for weight in table.values()]
     first: dict[int, int] = {}
     return [
-        -1 if weight is None else first.setdefault(id(weight), place) for place, weight in enumerate(weights)
+        None if weight is None else (first.setdefault(id(weight), place), weight.layout)
+        for place, weight in enumerate(weights)
     ]
 
 

@@ -21,11 +21,12 @@ def exportable(model: torch.nn.Module) -> Iterator[None]:
     """Patch PyG layers into a form that torch.export traces: their math, without packed kernels and caches.
 
     A layer with ``cached=True`` would bake the first graph in; the structure graph is cached
-    by gnnc instead. ``HeteroLinear`` sorts rows by type and loops over the values of a pointer.
+    by gnnc instead. ``HeteroLinear`` sorts rows by type and loops over the values of a pointer. Aggregations
+    over sequences of neighbors look whether the index is sorted; compiled, they sort it.
     The caller restores all attributes of the modules afterwards.
     """
     import torch_geometric.backend as backend  # a second of imports that capture alone needs
-    from torch_geometric.nn import HeteroLinear
+    from torch_geometric.nn import Aggregation, HeteroLinear
     from torch_geometric.utils import sparse
 
     for module in model.modules():
@@ -35,6 +36,8 @@ def exportable(model: torch.nn.Module) -> Iterator[None]:
             vars(module)[name] = None
         if type(module) is HeteroLinear:
             vars(module)["forward"] = partial(_hetero_linear, module)
+        if isinstance(module, Aggregation):
+            vars(module)["to_dense_batch"] = partial(_to_dense_batch, module)
         if isinstance(module, torch.nn.TransformerEncoder):
             vars(module)["forward"] = partial(_encoder, module)
         run_message_hooks(module)
@@ -72,6 +75,27 @@ def coalesce(
     if edge_attr is None:
         return merged, None
     return merged, [scatter(attr, place, 0, keys.shape[0], reduce) for attr in edge_attr]
+
+
+def _to_dense_batch(
+    aggregation: Any,
+    x: Tensor,
+    index: Tensor | None = None,
+    ptr: Tensor | None = None,
+    dim_size: int | None = None,
+    dim: int = -2,
+    fill_value: float = 0.0,
+    max_num_elements: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of each group, padded, as the aggregation's method does, in the order of the index."""
+    from torch_geometric.utils import to_dense_batch
+
+    aggregation.assert_index_present(index)
+    aggregation.assert_two_dimensional_input(x, dim)
+    assert index is not None
+    order = index.argsort(stable=True)
+    groups = index.index_select(0, order)
+    return to_dense_batch(x.index_select(0, order), groups, fill_value, max_num_elements, dim_size)
 
 
 def _hetero_linear(layer: torch.nn.Module, x: Tensor, type_vec: Tensor) -> Tensor:

@@ -55,12 +55,12 @@ def is_sparse(value: Any) -> bool:
 
 
 def components(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the dense tensors that represent ``matrix`` [rows, columns] in a captured graph.
+    """Return the dense tensors that represent ``matrix`` [rows, columns, ...] in a captured graph.
 
-    CSR: crow [rows + 1], col [E], values [E], columns [columns, 0]; CSC: ccol, row, values,
-    rows [rows, 0]; COO: indices [2, E], values [E], shape [rows, columns, 0]. The empty tensors
-    carry a size. Each is the same object for as long as it holds for the matrix, so that a cache
-    keyed by the identity of its inputs knows it again.
+    CSR: crow [rows + 1], col [E], values, columns [columns, 0]; CSC: ccol, row, values, rows [rows, 0];
+    COO: indices [2, E], values, shape [rows, columns, 0]. The empty tensors carry a size. Values are [E], or
+    [E, ...] where the matrix has dense dimensions. Each is the same object for as long as it holds for the
+    matrix, so that a cache keyed by the identity of its inputs knows it again.
     """
     cached = _CACHE.get(matrix)
     sources, seen = _sources(matrix)
@@ -127,7 +127,7 @@ def _is_same(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 def _split(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return new tensors on the memory of the matrix: views of one tensor would be told apart by no cache."""
-    rows, columns = matrix.shape
+    rows, columns, *_ = matrix.shape
     with torch.no_grad():
         if matrix.layout == torch.sparse_coo:
             matrix = matrix.coalesce()

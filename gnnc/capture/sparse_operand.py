@@ -45,18 +45,19 @@ def operand(
     tensors = tuple(parts.values()) if isinstance(parts, Mapping) else tuple(parts)
     if layout == torch.sparse_coo:
         indices, values, shape = tensors
-        return _coo(indices, values, (shape.shape[0], shape.shape[1]), is_coalesced=True)
+        return _coo(indices, values, (shape.shape[0], shape.shape[1], *values.shape[1:]), is_coalesced=True)
     pointer, plain, values, other = tensors
-    sizes = (pointer.shape[0] - 1, other.shape[0])
+    compressed, other_size = pointer.shape[0] - 1, other.shape[0]
     if layout == torch.sparse_csr:
-        return _csr(pointer, plain, values, sizes)
-    return _csc(pointer, plain, values, sizes[::-1])
+        return _csr(pointer, plain, values, (compressed, other_size, *values.shape[1:]))
+    return _csc(pointer, plain, values, (other_size, compressed, *values.shape[1:]))
 
 
 class SparseOperand(torch.Tensor):
     """Sparse [rows, columns] matrix during tracing: edge e adds ``value[e]`` at (dst, src).
 
-    ``dst``, ``src`` and ``value`` are traced [E] tensors. Every use that is not a product with a
+    ``dst`` and ``src`` are traced [E] tensors, and ``value`` is [E], or [E, ...] in a matrix of edge features
+    (dense dimensions behind rows and columns). Every use that is not a product with a
     dense matrix, a transpose, a conversion or a question about the matrix raises
     ``NotImplementedError``.
 
@@ -64,7 +65,7 @@ class SparseOperand(torch.Tensor):
         dst: row of each edge.
         src: column of each edge.
         value: value of each edge.
-        sizes: rows and columns.
+        sizes: rows, columns, and dense dimensions if any.
         form: the layout that the model sees.
         ordered: whether the edges lie in the order of ``form`` (COO: by rows), each place once. Products
             need no order, so the edges are sorted only where the model reads them: ``entries``.
@@ -74,7 +75,7 @@ class SparseOperand(torch.Tensor):
     dst: torch.Tensor
     src: torch.Tensor
     value: torch.Tensor
-    sizes: tuple[Any, Any]
+    sizes: tuple[Any, ...]
     form: torch.layout
     ordered: bool
     raw: bool
@@ -85,7 +86,7 @@ class SparseOperand(torch.Tensor):
         dst: torch.Tensor,
         src: torch.Tensor,
         value: torch.Tensor,
-        sizes: tuple[Any, Any],
+        sizes: tuple[Any, ...],
         form: torch.layout,
         ordered: bool = True,
         raw: bool = False,
@@ -186,7 +187,7 @@ def _product(matrix: Any, dense: Any, reduce: str = "sum") -> torch.Tensor:
     """Return ``matrix @ dense``, [rows, F] or [rows], computed by gather, multiply and scatter."""
     if not isinstance(matrix, SparseOperand):
         return _product(_transposed(dense), matrix.mT, reduce).mT
-    if isinstance(dense, SparseOperand):
+    if isinstance(dense, SparseOperand) or matrix.value.dim() > 1:
         raise NotImplementedError(_refusal(torch.sparse.mm))
     torch._check(matrix.sizes[1] == dense.shape[0])
     gathered = dense.index_select(0, matrix.src)
@@ -211,6 +212,18 @@ def _add_product(bias: Any, matrix: Any, dense: Any, *, beta: Any = 1, alpha: An
     return beta * bias + alpha * _product(matrix, dense)
 
 
+def _linear(x: SparseOperand, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    out = _product(x, weight.t())
+    return out if bias is None else out + bias
+
+
+def _dense(matrix: SparseOperand, dtype: torch.dtype | None = None) -> torch.Tensor:
+    value = _as_dtype(matrix.value, dtype)
+    rows, columns, *rest = matrix.sizes
+    flat = value.new_zeros((rows * columns, *rest)).index_add(0, matrix.dst * columns + matrix.src, value)
+    return flat.view(rows, columns, *rest)
+
+
 def _merged(matrix: SparseOperand) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the edges in the order of the form, with the values of equal places added."""
     by_column = matrix.form == torch.sparse_csc
@@ -229,7 +242,7 @@ def _transposed(matrix: SparseOperand) -> SparseOperand:
         matrix.src,
         matrix.dst,
         matrix.value,
-        matrix.sizes[::-1],
+        (matrix.sizes[1], matrix.sizes[0], *matrix.sizes[2:]),
         form,
         matrix.ordered and not coo,
         coo,
@@ -237,7 +250,13 @@ def _transposed(matrix: SparseOperand) -> SparseOperand:
 
 
 def _swapped(matrix: SparseOperand, dim0: int, dim1: int) -> SparseOperand:
-    return matrix if dim0 % 2 == dim1 % 2 else _transposed(matrix)
+    rank = len(matrix.sizes)
+    dims = {dim0 % rank, dim1 % rank}
+    if dims == {0, 1}:
+        return _transposed(matrix)
+    if len(dims) > 1:
+        raise NotImplementedError(_refusal(torch.transpose))
+    return matrix
 
 
 def _same(matrix: SparseOperand) -> SparseOperand:
@@ -334,6 +353,8 @@ def _sum(matrix: SparseOperand, dim: Any = None, keepdim: bool = False, *, dtype
 
 
 def _sparse_sum(matrix: SparseOperand, dim: Any = None, *, dtype: Any = None) -> torch.Tensor:
+    if matrix.value.dim() > 1:
+        raise NotImplementedError(_refusal(torch.sum))
     over_columns = _only(dim) == 1
     index, size = (matrix.dst, matrix.sizes[0]) if over_columns else (matrix.src, matrix.sizes[1])
     value = _as_dtype(matrix.value, dtype)
@@ -365,6 +386,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.t, T.t, _getter(T.T), _getter(T.mT)), _transposed),
     **dict.fromkeys((torch.transpose, T.transpose), _swapped),
     **dict.fromkeys((T.coalesce, T.to_sparse_coo), partial(_converted, torch.sparse_coo)),
+    torch.nn.functional.linear: _linear,
+    T.to_dense: _dense,
     set_coalesced: _marked_coalesced,
     T.to_sparse_csr: partial(_converted, torch.sparse_csr),
     T.to_sparse_csc: partial(_converted, torch.sparse_csc),

@@ -13,6 +13,7 @@ from gnnc.capture.arguments import Call, flatten_call
 from gnnc.capture.hooks import refuse_global_hooks
 from gnnc.capture.model_snapshot import ModelSnapshot, autocast_mode
 from gnnc.capture.pyg_data import to_dicts
+from gnnc.capture.sparse_state import describe_held, sparse_holdings
 from gnnc.capture.trace_lock import LOCK
 from gnnc.capture.validate import describe_arguments, is_graph_name, missing_arguments, validate
 from gnnc.compiler import dump
@@ -63,6 +64,7 @@ class Dispatch:
         self.lock = threading.RLock()
         self._model = model
         self._modules = tuple(model.modules())
+        self._holdings = sparse_holdings(model)
         self._examples = examples
         self._reason: str | None = None
         self._programs: dict[Any, list[Program]] = {}
@@ -127,6 +129,7 @@ class Dispatch:
                 self._by_form.clear()
                 self.fast_path = None
                 self._modules = tuple(self._model.modules())
+                self._holdings = sparse_holdings(self._model)
                 self.snapshot = ModelSnapshot(self._model)
                 if self.captures:
                     self._reason = "a layer, a hook, a constant, or which weights are one tensor has changed"
@@ -142,6 +145,8 @@ class Dispatch:
             parts.append(name)
             if not describe_arguments((value,), parts, tensors):
                 return None
+        if self._holdings:
+            describe_held(self._holdings, parts, tensors)
         return tuple(parts)
 
     def _slow_call(

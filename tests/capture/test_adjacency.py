@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 from slow import slow_after
+from sparse_matrices import matrix
 from torch import Tensor, nn
 
 import gnnc
@@ -42,14 +43,6 @@ pytestmark = [
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
     return LAYERS[name]().eval()
-
-
-def matrix(rows: int, columns: int, count: int, seed: int) -> Tensor:
-    """A coalesced COO matrix with weights."""
-    generator = torch.Generator().manual_seed(seed)
-    ends = [torch.randint(size, (count,), generator=generator) for size in (rows, columns)]
-    weights = torch.rand(count, generator=generator)
-    return torch.sparse_coo_tensor(torch.stack(ends), weights, (rows, columns)).coalesce()
 
 
 def assert_equal(compiled: gnnc.CompiledModel, x, adjacency: Tensor) -> None:
@@ -423,3 +416,72 @@ def test_arguments_without_a_meaning_here_are_refused(name):
     step, match = REFUSED[name]
     with pytest.raises(gnnc.CaptureError, match=rf"{match} of a torch\.sparse tensor cannot be captured"):
         gnnc.compile(Does(step), "fp32")(matrix(50, 50, 290, 0))
+
+
+def edge_features(layout: str, nodes: int, edges: int, width: int) -> Tensor:
+    """A matrix whose entries are rows of edge features."""
+    ends = matrix(nodes, nodes, edges, 0).indices()
+    values = torch.randn(ends.shape[1], width)
+    if layout == "coo":
+        return torch.sparse_coo_tensor(ends, values, (nodes, nodes, width)).coalesce()
+    csr = torch.sparse_coo_tensor(ends, torch.ones(ends.shape[1]), (nodes, nodes)).to_sparse_csr()
+    return torch.sparse_csr_tensor(csr.crow_indices(), csr.col_indices(), values, (nodes, nodes, width))
+
+
+FEATURE_LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "gmm": lambda: pyg.GMMConv(WIDTH, 8, dim=3, kernel_size=2),
+    "gmm-separate": lambda: pyg.GMMConv((WIDTH, WIDTH), 8, dim=3, kernel_size=2, separate_gaussians=True),
+    "nn": lambda: pyg.NNConv(WIDTH, 4, nn.Linear(3, WIDTH * 4)),
+    "gine": lambda: pyg.GINEConv(nn.Linear(WIDTH, 8), edge_dim=3),
+    "gat": lambda: pyg.GATConv(WIDTH, 4, heads=2, edge_dim=3, add_self_loops=False),
+    "gatv2": lambda: pyg.GATv2Conv(WIDTH, 4, heads=2, edge_dim=3, add_self_loops=False),
+    "cg": lambda: pyg.CGConv(WIDTH, dim=3),
+    "gen": lambda: pyg.GENConv(WIDTH, 8, edge_dim=3),
+    "pna": lambda: pyg.PNAConv(WIDTH, 8, ["mean", "max"], ["identity"], torch.tensor([0, 3, 9]), edge_dim=3),
+    "transformer": lambda: pyg.TransformerConv(WIDTH, 4, heads=2, edge_dim=3),
+    "general": lambda: pyg.GeneralConv(WIDTH, 8, in_edge_channels=3),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("name", slow_after(4, FEATURE_LAYERS))
+def test_edge_features_as_entries(name, layout):
+    torch.manual_seed(0)
+    compiled = gnnc.compile(FEATURE_LAYERS[name]().eval(), "fp32")
+    for nodes, edges in SIZES:
+        adjacency = edge_features(layout, nodes, edges, 3)
+        x = torch.randn(nodes, WIDTH)
+        try:
+            expected = compiled.model((x, x) if name == "gmm-separate" else x, adjacency)
+        except (RuntimeError, TypeError, NotImplementedError):
+            pytest.skip("the layer takes no such matrix in this layout")
+        got = compiled((x, x) if name == "gmm-separate" else x, adjacency)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+class SparseFeatures(nn.Module):
+    """Products of a sparse matrix of features with weights, in several spellings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.lin = pyg.GCNConv(WIDTH, 8), nn.Linear(WIDTH, 8, bias=False)
+        self.weight = nn.Parameter(torch.randn(WIDTH, 8))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        products = torch.sparse.mm(x, self.weight) + (x @ self.weight).relu()
+        return self.conv(x, edge_index) + self.lin(x) + products
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_sparse_input_features(layout, precision):
+    torch.manual_seed(0)
+    compiled = gnnc.compile(SparseFeatures().eval(), precision)
+    for seed, (nodes, edges) in enumerate([(50, 300), (31, 90), (7, 5)]):
+        x = LAYOUTS[layout](matrix(nodes, WIDTH, 3 * nodes, seed))
+        edge_index = torch.randint(nodes, (2, edges))
+        expected = compiled.model(x, edge_index)
+        error = float((compiled(x, edge_index) - expected).norm() / expected.norm())
+        assert error < (1e-5 if precision == "fp32" else 0.03)

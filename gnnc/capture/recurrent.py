@@ -1,0 +1,88 @@
+"""Recurrent layers over sequences whose length is symbolic: one call of torch's kernel.
+
+Torch takes ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` apart into their steps while it traces, which needs their
+number. Aggregations over the padded sequence of a node's neighbors (LSTM, GRU) have as many steps as the
+largest node has neighbors. ``RecurrentMode`` puts an op of a library of our own in the place of such a layer;
+it runs in FP32, as an ATen op does.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.overrides import TorchFunctionMode
+
+_LIBRARY = torch.library.Library("gnnc_recurrent", "DEF")
+_SCHEMA = (
+    "(Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, bool bidirectional, "
+    "bool batch_first) -> Tensor[]"
+)
+
+
+class RecurrentMode(TorchFunctionMode):
+    """Mode in which recurrent layers over sequences of symbolic length are one op."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = _NAMES.get(func)
+        if name is not None and not kwargs and len(args) == 9 and _is_symbolic(*args):
+            x, states, weights, biases, layers, _, _, bidirectional, batch_first = args
+            states = [states] if isinstance(states, Tensor) else list(states)
+            op = getattr(torch.ops.gnnc_recurrent, name)
+            return tuple(op(x, states, weights, biases, layers, bidirectional, batch_first))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_symbolic(x: Any, _states: Any, weights: Any, *options: Any) -> bool:
+    """Return whether these are arguments of a padded sequence of symbolic length, without active dropout."""
+    _, _, dropout, train, _, batch_first = options
+    padded = isinstance(x, Tensor) and x.dim() == 3 and isinstance(weights, list)
+    return padded and isinstance(x.shape[1 if batch_first else 0], SymInt) and not (train and dropout > 0)
+
+
+def _reference(function: Callable[..., Any]) -> Callable[..., list[Tensor]]:
+    def run(
+        x: Tensor,
+        states: list[Tensor],
+        weights: list[Tensor],
+        biases: bool,
+        layers: int,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> list[Tensor]:
+        state = states if function is torch.lstm else states[0]
+        options = biases, layers, 0.0, False, bidirectional, batch_first
+        return [result.contiguous() for result in function(x, state, weights, *options)]
+
+    return run
+
+
+def _fake(
+    x: Tensor,
+    states: list[Tensor],
+    weights: list[Tensor],
+    biases: bool,
+    layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+) -> list[Tensor]:
+    width = states[0].shape[-1] * (2 if bidirectional else 1)
+    return [x.new_empty((*x.shape[:2], width)), *(x.new_empty(state.shape) for state in states)]
+
+
+_NAMES: dict[Any, str] = {
+    torch.lstm: "lstm",
+    torch.gru: "gru",
+    torch.rnn_tanh: "tanh",
+    torch.rnn_relu: "relu",
+}
+for _function, _name in _NAMES.items():
+    _LIBRARY.define(f"{_name}{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(_name, _reference(_function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gnnc_recurrent::{_name}", _fake, lib=_LIBRARY)

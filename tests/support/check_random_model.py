@@ -1,0 +1,122 @@
+"""The check of a random model: compiled in each precision, it computes what eager computes, within bounds."""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from random_models import Model, arguments
+from torch import Tensor, nn
+
+import gnnc
+from gnnc.compiler import build
+
+BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "int8": 5e-2}
+"""Relative L2 error of a well-conditioned model."""
+STEPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "int8": 1 / 127}
+"""Step of a precision, relative to the largest value of a row."""
+CONDITION = 6.0
+"""Error of an ill-conditioned model, in changes of its result when x and its weights are rounded."""
+
+
+class Mismatch(AssertionError):
+    """A compiled model does not compute what eager computes."""
+
+
+def check_seed(seed: int, precisions: Sequence[str], graphs: int = 2) -> list[str]:
+    """Check the model of a seed; return what was run, one text for each graph.
+
+    Raises:
+        Mismatch: names the precision, the error and its bound.
+    """
+    model = Model(seed).eval()
+    done = []
+    with warnings.catch_warnings(), torch.no_grad(), shared_captures():
+        warnings.simplefilter("ignore")
+        compiled = {p: gnnc.compile(model, p, check_finite="off") for p in precisions}
+        for number in range(graphs):
+            kind, args = arguments(10 * seed + number, model.features)
+            want = eager(model, args)
+            if want is None:
+                continue
+            for precision in precisions:
+                got = compiled[precision](*args)
+                compare(f"seed {seed}, {precision}, {kind}: {model!r}", model, args, got, want, precision)
+            done.append(kind)
+    return done
+
+
+def eager(model: nn.Module, args: Sequence[Tensor]) -> Tensor | None:
+    """Return eager's result; None where the model does not run on such arguments."""
+    try:
+        return model(*args)
+    except (ValueError, IndexError, RuntimeError):
+        return None
+
+
+def compare(
+    name: str, model: nn.Module, args: Sequence[Tensor], got: Tensor, want: Tensor, precision: str
+) -> None:
+    """Raise Mismatch where a result is not eager's within the bound of a precision."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        raise Mismatch(f"{name}: {got.dtype} {tuple(got.shape)}, eager {want.dtype} {tuple(want.shape)}")
+    finite = want.isfinite()
+    if precision == "fp32" and not torch.equal(finite, got.isfinite()):
+        raise Mismatch(f"{name}: other values are not finite")
+    if not finite.all():
+        return
+    error = distance(got, want)
+    if error <= BOUNDS[precision]:
+        return
+    bound = BOUNDS[precision] + CONDITION * sensitivity(model, args, want, STEPS[precision])
+    if not error <= bound:
+        raise Mismatch(f"{name}: error {error:.2g}, bound {bound:.2g}")
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """Return the relative L2 error."""
+    norm = want.double().norm().clamp(min=1e-9)
+    return float((got.double() - want.double()).norm() / norm)
+
+
+def sensitivity(model: nn.Module, args: Sequence[Tensor], want: Tensor, step: float) -> float:
+    """Return the largest change of eager's result when the inputs and results of its layers are rounded."""
+    changes = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+
+        def noisy(rows: Any, generator: torch.Generator = generator) -> Any:
+            if not isinstance(rows, Tensor) or not rows.is_floating_point() or rows.dim() < 2:
+                return rows
+            size = rows.abs().amax(-1, keepdim=True) * step
+            return rows + size * (torch.rand(rows.shape, generator=generator) - 0.5)
+
+        other = copy.deepcopy(model)
+        for weight in other.parameters():
+            weight.copy_(noisy(weight))
+        for module in list(other.modules())[1:]:
+            if not list(module.children()) or isinstance(module, torch.nn.modules.Module):
+                module.register_forward_hook(lambda _m, _a, result, noisy=noisy: noisy(result))
+        moved = eager(other, [noisy(args[0]), *args[1:]])
+        if moved is not None:
+            changes.append(distance(moved, want))
+    return max(changes, default=0.0)
+
+
+@contextlib.contextmanager
+def shared_captures() -> Iterator[None]:
+    """Trace each call of a model once for all precisions: a trace takes most of the time of a compile."""
+    traced: dict[Any, Any] = {}
+    capture_call = build.capture_call
+
+    def remembered(model: nn.Module, args: Any, kwargs: Any, known: Any) -> Any:
+        key = id(model), tuple(map(id, args)), len(known)
+        if key not in traced:
+            traced[key] = capture_call(model, args, kwargs, known)
+        return traced[key]
+
+    with mock.patch.object(build, "capture_call", remembered):
+        yield
