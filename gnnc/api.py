@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from gnnc.capture.sparse_components import forget_components
-from gnnc.capture.trace_lock import CLOCK
+from gnnc.capture.trace_lock import TRACES
 from gnnc.compiler.dispatch import Dispatch, device_of
 from gnnc.compiler.measure import profile, tune
 from gnnc.compiler.model_proxy import ModelProxy
@@ -154,7 +154,7 @@ class CompiledModel(ModelProxy):
             CaptureError: the model cannot be traced.
             PrecisionError: a scale is not finite.
         """
-        if CLOCK.ticks & 1 and CLOCK.traces_here():  # within a model that is being captured
+        if TRACES.tracer is not None and TRACES.traces_here():  # within a model that is being captured
             return self.model(*args, **kwargs)
         return self._dispatch(args, kwargs)
 

@@ -12,12 +12,17 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._C._dynamo import guards
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo import register_backend
+from torch._dynamo import convert_frame, register_backend
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.variables.builder import SourcelessBuilder
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import _trace as export_trace
 from torch.fx import Node
+from torch.fx import _symbolic_trace as fx_trace
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -30,6 +35,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
     "ConstantSource",
+    "ConvolutionLayer",
     "DimDynamic",
     "DispatchKey",
     "FakeTensor",
@@ -93,7 +99,61 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
     ),
     _TESTED,
 )
+KNOWN_TO_WORK |= dict.fromkeys(
+    (
+        "torch._dynamo.convert_frame",
+        "torch._dynamo.convert_frame.compile_lock",
+        "torch._dynamo.variables.builder.SourcelessBuilder",
+        "torch._dynamo.variables.builder.SourcelessBuilder.create",
+        "torch.compiler._is_compiling_flag",
+        "torch.compiler._is_exporting_flag",
+        "torch.export._trace",
+        "torch.export._trace._ignore_backend_decomps",
+        "torch.export._trace._override_builtin_ops",
+        "torch.fx._symbolic_trace",
+        "torch.fx._symbolic_trace.CURRENT_PATCHER",
+        "torch.fx._symbolic_trace._is_fx_tracing_flag",
+        "torch.fx._symbolic_trace._new_patcher",
+        "torch.fx.experimental.proxy_tensor",
+        "torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER",
+        "torch.fx.traceback.current_meta",
+        "torch.fx.traceback.set_current_meta",
+        "torch.fx.traceback.should_preserve_node_meta",
+        "torch.nn.modules.conv._ConvNd",
+    ),
+    ("2.13",),
+)
 """Versions of torch that the whole suite passed on, by the path of the name."""
+
+DYNAMO_LOCK = (convert_frame, "compile_lock")
+"""Lock that a thread holds while Dynamo compiles: the owner and the name, as of all that follow."""
+COMPILER_FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+"""Flags of ``torch.compiler`` that a trace sets."""
+FX_FLAG = (fx_trace, "_is_fx_tracing_flag")
+"""Flag that a trace sets."""
+FX_PATCHER = (fx_trace, "_new_patcher")
+"""Context in which a trace patches methods of modules; its value patches them."""
+INTERPRETER_META = (fx_traceback, "set_current_meta")
+"""Context in which an interpreter runs a node: a trace stores the metadata of it."""
+BUILTIN_OVERRIDES = (export_trace, "_override_builtin_ops")
+"""Context in which ``max``, ``min`` and ``math.pow`` are those of torch.export."""
+LIBRARIES_OFF = (export_trace, "_ignore_backend_decomps")
+"""Context in which oneDNN, NNPACK and cuDNN are off in all threads."""
+DYNAMO_CONSTANTS = (SourcelessBuilder, "create")
+"""Static method that represents a value in Dynamo's trace."""
+TRACE_STATE: tuple[tuple[Any, str], ...] = (
+    FX_FLAG,
+    (fx_trace, "CURRENT_PATCHER"),
+    (fx_traceback, "current_meta"),
+    (fx_traceback, "should_preserve_node_meta"),
+    (proxy_tensor, "_CURRENT_MAKE_FX_TRACER"),
+    (torch.nn.Module, "__call__"),
+    (torch.nn.Module, "__getattr__"),
+    *((torch.compiler, flag) for flag in COMPILER_FLAGS),
+)
+"""Global state that a trace sets and puts back."""
+ConvolutionLayer = torch.nn.modules.conv._ConvNd
+"""Base class of the convolutions on grids."""
 
 LOGGERS = (
     "torch.fx.experimental.symbolic_shapes",

@@ -11,6 +11,7 @@ or the name of the GPU that the model is on: other kernels or another machine ar
 import hashlib
 import importlib
 import platform
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -34,6 +35,7 @@ from gnnc.environment import cache_folder
 from gnnc.errors import BackendError, UnsupportedError
 from gnnc.ir import describe
 from gnnc.ir.graph import placeholders
+from gnnc.locks import renew_at_fork
 from gnnc.passes.base import Context, run_passes
 from gnnc.passes.cache import Cache
 from gnnc.passes.fuse import Fuse
@@ -62,6 +64,7 @@ _STEP = 2.0
 _known: dict[str, Rates] = {}
 _MEASURING = threading.Lock()
 """Held by who measures: who needs the same rates waits for them, and others would take turns with it."""
+renew_at_fork(sys.modules[__name__], "_MEASURING", threading.Lock)
 
 
 def rates_for(backend: Backend, *, again: bool = False) -> Rates:

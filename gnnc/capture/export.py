@@ -7,11 +7,8 @@ trace would take such a coincidence for a rule.
 
 import contextlib
 import dataclasses
-import io
 import itertools
-import logging
 import re
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,20 +25,23 @@ from gnnc.capture.diagnose import diagnosis
 from gnnc.capture.functionalize import functional
 from gnnc.capture.guards import Guards, guards_of
 from gnnc.capture.hooks import refuse_global_hooks, refuse_registration_hooks
+from gnnc.capture.private_copy import private_copy
 from gnnc.capture.pyg_patches import exportable
+from gnnc.capture.quiet import quiet
 from gnnc.capture.recurrent import RecurrentMode
 from gnnc.capture.side_effects import call_alone, run_alone, undone
 from gnnc.capture.size_guards import at_least_two, between_sizes, watched
 from gnnc.capture.sparse_operand import SparseMode, operand
 from gnnc.capture.sparse_state import Hidden
 from gnnc.capture.stand_ins import StandIns, candidates
-from gnnc.capture.trace_lock import CLOCK
+from gnnc.capture.torch_globals import confined
+from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.unregistered_weights import refuse_unregistered
 from gnnc.errors import CaptureError
 from gnnc.ir.graph import fake_mode_of
 from gnnc.ir.nodes import outputs_of
 from gnnc.ir.source import Source
-from gnnc.torch_private import LOGGERS, pytree, rename
+from gnnc.torch_private import pytree, rename
 
 _KINDS = {
     InputKind.PARAMETER: "parameter",
@@ -101,11 +101,12 @@ def capture(
     refuse_global_hooks(type(model).__name__)
     refuse_registration_hooks(type(model).__name__)
     constants = [leaf.value for leaf in call.leaves if leaf.kind == "constant"]
-    random_state = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+    copy = private_copy(model)
     plain = torch.inference_mode(False)  # within it, tensors do not count the writes into them
-    with CLOCK.tracing(), random_state, undone(model, constants), exportable(model), plain, torch.no_grad():
-        entry = _Entry(model, call)
-        program, guards, reading = _export(entry, call, {each.reading for each in known})
+    with TRACES.tracing(), confined(copy), _seed_kept(), undone(copy, constants), exportable(copy), plain:
+        with torch.no_grad():
+            entry = _Entry(copy, call)
+            program, guards, reading = _export(entry, call, {each.reading for each in known})
     graph_module, mutations = _lifted(program, model, call)
     return Captured(
         graph_module=graph_module,
@@ -183,9 +184,9 @@ def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tup
     for mode in () if strict else (SparseMode(), RecurrentMode()):
         modes.enter_context(mode)
     if strict and stand_ins.symbolic:
-        with _quiet():
+        with quiet(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             run_alone(entry, stand_ins.tensors)
-    with watched() as branches, modes, _quiet():
+    with watched() as branches, modes, quiet():
         program = torch.export.export(
             entry, stand_ins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
@@ -198,19 +199,19 @@ def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tup
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the output of torch.export about an attempt that fails: the error says it better."""
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.CRITICAL)
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+def _seed_kept() -> Iterator[None]:
+    """Undo a ``torch.manual_seed`` of forward; a trace on stand-ins draws no numbers.
+
+    The generators are those of all threads, so that their states are put back in this case alone.
+    """
+    seed, state = torch.initial_seed(), torch.get_rng_state()
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        if torch.initial_seed() != seed:
+            torch.set_rng_state(state)
+            torch.cuda.set_rng_state_all(on_devices)
 
 
 def _refuse_lazy(model: torch.nn.Module) -> None:

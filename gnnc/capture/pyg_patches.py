@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gnnc.capture.hooks import run_message_hooks
 from gnnc.capture.sparse_operand import unique_keys
+from gnnc.capture.thread_patches import in_this_thread, replaced
 from gnnc.errors import CaptureError
 
 _ABSENT = "absent"
@@ -23,7 +24,7 @@ def exportable(model: torch.nn.Module) -> Iterator[None]:
     A layer with ``cached=True`` would bake the first graph in; the structure graph is cached
     by gnnc instead. ``HeteroLinear`` sorts rows by type and loops over the values of a pointer. Aggregations
     over sequences of neighbors look whether the index is sorted; compiled, they sort it.
-    The caller restores all attributes of the modules afterwards.
+    ``model`` is a private copy: the attributes of its modules stay changed.
     """
     import torch_geometric.backend as backend  # a second of imports that capture alone needs
     from torch_geometric.nn import Aggregation, HeteroLinear
@@ -41,14 +42,11 @@ def exportable(model: torch.nn.Module) -> Iterator[None]:
         if isinstance(module, torch.nn.TransformerEncoder):
             vars(module)["forward"] = partial(_encoder, module)
         run_message_hooks(module)
-    before = backend.use_segment_matmul
-    backend.use_segment_matmul = False
-    pyg_coalesce, sparse.coalesce = sparse.coalesce, coalesce  # what a torch.sparse adjacency goes through
-    try:
+    unpacked = in_this_thread(lambda *_, **__: False, backend.use_segment_matmul_heuristic)
+    # what a torch.sparse adjacency goes through
+    merged = in_this_thread(coalesce, sparse.coalesce)
+    with replaced(backend, "use_segment_matmul_heuristic", unpacked), replaced(sparse, "coalesce", merged):
         yield
-    finally:
-        backend.use_segment_matmul = before
-        sparse.coalesce = pyg_coalesce
 
 
 def coalesce(

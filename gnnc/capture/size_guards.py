@@ -7,7 +7,6 @@ become guards: a call with another answer is captured by itself.
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 
+from gnnc.capture.thread_patches import ThreadFlag, replaced
 from gnnc.torch_private import PythonPrinter, SymNodeVariable
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -61,21 +61,18 @@ class Branch:
 def watched() -> Iterator[list[Branch]]:
     """Collect the questions that code outside torch asks in this thread; complete after the block."""
     branches: list[Branch] = []
-    notes = _Notes(threading.get_ident())
-    originals = {name: getattr(torch.SymInt, name) for name in _COMPARISONS}
-    decide, decide_in_dynamo = torch.SymBool.__bool__, SymNodeVariable.evaluate_expr
-    for name, compare in originals.items():
-        setattr(torch.SymInt, name, notes.comparison(compare, _COMPARISONS[name]))
-    torch.SymBool.__bool__ = notes.decision(decide)  # type: ignore[method-assign]
-    SymNodeVariable.evaluate_expr = notes.dynamo(decide_in_dynamo)  # type: ignore[method-assign]
-    try:
+    notes = _Notes()
+    patches: list[tuple[type, str, Any]] = [
+        (torch.SymInt, name, notes.comparison(getattr(torch.SymInt, name), relation))
+        for name, relation in _COMPARISONS.items()
+    ]
+    patches.append((torch.SymBool, "__bool__", notes.decision(torch.SymBool.__bool__)))
+    patches.append((SymNodeVariable, "evaluate_expr", notes.dynamo(SymNodeVariable.evaluate_expr)))
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: branches.extend(notes.found))
+        for patch in patches:
+            stack.enter_context(replaced(*patch))
         yield branches
-    finally:
-        torch.SymBool.__bool__ = decide  # type: ignore[method-assign]
-        SymNodeVariable.evaluate_expr = decide_in_dynamo  # type: ignore[method-assign]
-        for name, compare in originals.items():
-            setattr(torch.SymInt, name, compare)
-        branches.extend(notes.found)
 
 
 def at_least_two(symbols: Iterable[sympy.Symbol]) -> list[Branch]:
@@ -99,10 +96,13 @@ def between_sizes(env: Any) -> list[Branch]:
 
 
 class _Notes:
-    """Recorder of the questions about sizes, each once."""
+    """Recorder of the questions about sizes that the thread which created it asks, each once.
 
-    def __init__(self, thread: int) -> None:
-        self.thread = thread
+    Its functions count frames, so that none of them is wrapped in ``in_this_thread``.
+    """
+
+    def __init__(self) -> None:
+        self.here = ThreadFlag()
         self.found: dict[Branch, None] = {}
 
     def comparison(self, original: Callable[..., Any], relation: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +110,7 @@ class _Notes:
 
         def compare(this: Any, other: Any) -> Any:
             result = original(this, other)
-            answer = _known(result)
+            answer = _known(result) if self.here else None
             if answer is not None:
                 sides = _expression(this), _expression(other)
                 if sides[0] != sides[1]:
@@ -124,7 +124,8 @@ class _Notes:
 
         def decide(this: Any) -> bool:
             answer = original(this)
-            self._note(this.node.expr, answer, _asker(sys._getframe(1)))
+            if self.here:
+                self._note(this.node.expr, answer, _asker(sys._getframe(1)))
             return answer
 
         return decide
@@ -134,14 +135,14 @@ class _Notes:
 
         def decide(this: Any, *args: Any) -> Any:
             answer = original(this, *args)
-            if isinstance(answer, bool) and isinstance(this.sym_num, torch.SymBool):
+            if self.here and isinstance(answer, bool) and isinstance(this.sym_num, torch.SymBool):
                 self._note(this.sym_num.node.expr, answer, sys._getframe(0))
             return answer
 
         return decide
 
     def _note(self, condition: Any, answer: bool, frame: FrameType | None) -> None:
-        if frame is None or threading.get_ident() != self.thread or not condition.free_symbols:
+        if frame is None or not condition.free_symbols:
             return
         where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         self.found.setdefault(Branch(condition, bool(answer), where))

@@ -78,7 +78,7 @@ def describe_held(holdings: Sequence[Holding], parts: list[Any], tensors: list[t
 class Hidden:
     """The sparse matrices of a model that is traced: hidden, with stand-ins in their places during forward.
 
-    The caller restores all attributes of the modules afterwards.
+    The model is a private copy, which stays without them.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,58 +1,63 @@
-"""Lock between traces and calls that run at the same time.
-
-A trace puts stand-ins into the model's own tables of parameters and buffers, and takes them out again. A
-call that reads a table meanwhile would compute with stand-ins, so calls read under a sequence lock (seqlock):
-a read counts only if no trace began or ended in between.
-"""
+"""Lock of traces: one thread builds a program at a time, since tracing uses global state of torch."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 
-LOCK = threading.RLock()
-"""Held by the thread that traces; there is one at a time."""
+from gnnc.capture.thread_patches import undo_patches
+from gnnc.locks import renew_at_fork
+from gnnc.torch_private import DYNAMO_LOCK
 
 
-class Clock:
-    """Sequence counter of the beginnings and ends of traces.
+class TraceLock:
+    """Lock that a thread holds while it builds a program, and the thread that traces a model at the moment.
+
+    Calls of compiled models never wait for it.
 
     Attributes:
-        ticks: odd while there is a trace.
+        tracer: identifier of the thread that traces a model; None where there is none.
     """
 
-    __slots__ = ("_depth", "_tracer", "ticks")
-
     def __init__(self) -> None:
-        self.ticks = 0
-        self._tracer: int | None = None
+        self.tracer: int | None = None
         self._depth = 0
+        self._lock = threading.RLock()
+        renew_at_fork(self, "_lock", threading.RLock)
+        renew_at_fork(*DYNAMO_LOCK, threading.RLock)
+        os.register_at_fork(after_in_child=self._stop_in_child)
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """Keep other threads from building programs.
+
+        A compilation by Dynamo sets the same state, and may have gnnc as its backend: its lock comes first.
+        """
+        with getattr(*DYNAMO_LOCK), self._lock:
+            yield
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Hold the lock while a trace runs, and advance the sequence counter."""
-        with LOCK:
+        """Keep other threads from building programs, and mark the calling thread as the one that traces."""
+        with self.building():
             self._depth += 1
-            if self._depth == 1:
-                self._tracer = threading.get_ident()
-                self.ticks += 1
+            self.tracer = threading.get_ident()
             try:
                 yield
             finally:
                 self._depth -= 1
                 if self._depth == 0:
-                    self.ticks += 1
-                    self._tracer = None
-
-    def settle(self) -> bool:
-        """Wait for the end of a trace; return whether the reader traces itself, and may read on."""
-        if self.traces_here():
-            return True
-        with LOCK:
-            return False
+                    self.tracer = None
 
     def traces_here(self) -> bool:
         """Return whether the calling thread is the one that traces."""
-        return self._tracer == threading.get_ident()
+        return self.tracer == threading.get_ident()
+
+    def _stop_in_child(self) -> None:
+        """End the trace of a thread that a forked child does not have."""
+        if self.tracer is not None and not self.traces_here():
+            undo_patches()
+            self.tracer, self._depth = None, 0
 
 
-CLOCK = Clock()
+TRACES = TraceLock()

@@ -14,7 +14,6 @@ from torch.fx import GraphModule
 from gnnc.calibrate.calibration import rates_for
 from gnnc.calibrate.timing import timer_of
 from gnnc.capture.export import Captured
-from gnnc.capture.trace_lock import LOCK
 from gnnc.compiler.auto import run_auto
 from gnnc.compiler.call_function import CallWriter, owner_of
 from gnnc.compiler.index_checks import Bounds, bounds_by_type
@@ -173,8 +172,7 @@ def example_values(model: torch.nn.Module, captured: Captured) -> tuple[Any, ...
             values.append(node.meta["value"])
         else:
             owner, name = owner_of(model, source)
-            with LOCK:
-                values.append(getattr(owner, name).detach())
+            values.append(getattr(owner, name).detach())
     return tuple(values)
 
 

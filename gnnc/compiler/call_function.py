@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from gnnc.capture.export import Captured
-from gnnc.capture.trace_lock import CLOCK
 from gnnc.compiler.index_checks import Bounds
 from gnnc.errors import CaptureError, InputError, UnsupportedError
 from gnnc.ir.graph import placeholders
@@ -76,7 +75,6 @@ class CallWriter:
             "finish": finisher,
             "check_bounds": self._bounds.check,
             "weight_error": weight_error,
-            "clock": CLOCK,
         }
         exec(compile(source, "<gnnc call>", "exec"), scope)
         return scope["run"]
@@ -137,12 +135,8 @@ class CallWriter:
         return variable
 
     def _fetch_weights(self) -> list[str]:
-        """Read the weights, again where a trace put stand-ins in their place meanwhile."""
-        if not self._weights:
-            return []
-        lines = ["while True:", "    ticks = clock.ticks"]
-        lines += [f"    {variable} = {text}" for variable, text, _ in self._weights]
-        lines.append("    if (ticks == clock.ticks and not ticks & 1) or clock.settle(): break")
+        """Read the weights, and check that they are of the dtype, shape and device that was compiled."""
+        lines = [f"{variable} = {text}" for variable, text, _ in self._weights]
         lines += [
             f"if {variable} is None or {variable}.dtype is not dtype_{variable} or {differs}:"
             f" weight_error(name_{variable}, {variable}, shape_{variable}, dtype_{variable},"

@@ -14,7 +14,7 @@ from gnnc.capture.hooks import refuse_global_hooks
 from gnnc.capture.model_snapshot import ModelSnapshot, autocast_mode
 from gnnc.capture.pyg_data import to_dicts
 from gnnc.capture.sparse_state import describe_held, sparse_holdings
-from gnnc.capture.trace_lock import LOCK
+from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.validate import describe_arguments, is_graph_name, missing_arguments, validate
 from gnnc.compiler import dump
 from gnnc.compiler.build import build_program, uncollected
@@ -22,6 +22,7 @@ from gnnc.compiler.fast_path import FastPath, fast_path_of
 from gnnc.compiler.options import check_precisions
 from gnnc.compiler.program import Options, Program, find
 from gnnc.errors import CaptureError, GraphError, InputError, UnsupportedError
+from gnnc.locks import renew_at_fork
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.program.memory import OutputPool
 from gnnc.torch_private import GLOBAL_FORWARD_HOOKS, pytree
@@ -62,6 +63,7 @@ class Dispatch:
         self.snapshot = ModelSnapshot(model)
         self.fast_path: FastPath | None = None
         self.lock = threading.RLock()
+        renew_at_fork(self, "lock", threading.RLock)
         self._model = model
         self._modules = tuple(model.modules())
         self._holdings = sparse_holdings(model)
@@ -119,11 +121,11 @@ class Dispatch:
         """Drop all programs if the model's code is not what they were traced from."""
         try:
             changed = self.snapshot.has_changed()
-        except RuntimeError:  # another thread began to trace, and puts stand-ins into the model's tables
+        except RuntimeError:  # another thread changes the model's tables meanwhile
             changed = True
         if not changed:
             return
-        with self.lock, LOCK:
+        with self.lock:
             if self.snapshot.has_changed():
                 self._programs.clear()
                 self._by_form.clear()
@@ -207,9 +209,7 @@ class Dispatch:
         if self._examples is None or any(autocast_mode()):  # examples run in FP32 alone
             return
         try:
-            with LOCK:
-                device = device_of(self._model)
-            args = _moved(to_dicts(self._examples), device)
+            args = _moved(to_dicts(self._examples), device_of(self._model))
             call = self._flattened(args, {})
             if self._structural_key(call) == key:
                 self._capture_static(key, call, args)
@@ -218,9 +218,8 @@ class Dispatch:
             self._reason = f"example_inputs do not run any more: {error}"
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        with LOCK:
-            call = flatten_call(self._model, args, kwargs)
-            device = device_of(self._model)
+        call = flatten_call(self._model, args, kwargs)
+        device = device_of(self._model)
         requested = self.options.requested
         types = () if requested == "auto" else self.options.backend.device_types
         validate(type(self._model).__name__, call, device, requested, types)
@@ -245,7 +244,8 @@ class Dispatch:
     ) -> Program:
         try:
             options, known = self.options_for(call), self._programs.get(key, ())
-            with uncollected(unless=examples):  # programs that are tried on them hold memory
+            # programs that are tried on examples hold memory
+            with TRACES.building(), uncollected(unless=examples):
                 program = build_program(
                     self._model, args, kwargs, options, self._pool, use_examples=examples, known=known
                 )
@@ -289,8 +289,7 @@ class Dispatch:
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = pytree.tree_leaves(to_dicts((args, kwargs)))
-        with LOCK:
-            tensors = (*self._model.parameters(), *(t for t in inputs if isinstance(t, Tensor)))
+        tensors = (*self._model.parameters(), *(t for t in inputs if isinstance(t, Tensor)))
         if any(tensor.requires_grad for tensor in tensors):
             raise UnsupportedError(
                 f"[{type(self._model).__name__}] this call would need gradients, and this version compiles "

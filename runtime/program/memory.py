@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gnnc.errors import GnncError
+from gnnc.locks import renew_at_fork
 
 ALIGNMENT = 64
 HUGE_PAGE = 2 * 1024 * 1024
@@ -84,6 +85,7 @@ class OutputPool:
         self._epoch = 0
         # Reentrant: an array may die, and call `_return`, inside any line of this class.
         self._lock = threading.RLock()
+        renew_at_fork(self, "_lock", threading.RLock)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized contiguous CPU tensor that the caller may keep."""

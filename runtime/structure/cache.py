@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnnc.locks import renew_at_fork
 from gnnc.tensor_state import state_of_object
 from gnnc.torch_private import storage_id
 
@@ -124,6 +125,7 @@ class StructureCache:
         self._nbytes = 0
         self._clock = count()
         self._lock = threading.Lock()
+        renew_at_fork(self, "_lock", threading.Lock)
         # Keys of freed tensors. A finalizer may run inside any statement of this class, on the
         # thread that already holds the lock; so it only appends, which is atomic.
         self._freed: deque[Key] = deque()

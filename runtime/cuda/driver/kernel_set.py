@@ -3,12 +3,14 @@
 import hashlib
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeVar
 
+from gnnc.locks import renew_at_fork
 from gnnc.runtime.cuda.driver import nvrtc
 from gnnc.runtime.cuda.driver.launch import Launcher, LoadedCode
 from gnnc.runtime.cuda.driver.nvrtc import CompiledCode
@@ -23,6 +25,7 @@ _KERNEL = re.compile(r"__global__ void\s+(?:__launch_bounds__[^;{]*?\)\s+)?(\w+)
 _WORD = re.compile(r"\w+")
 _LOADED: dict[tuple[Any, ...], Any] = {}
 _COMPILING = threading.Lock()
+renew_at_fork(sys.modules[__name__], "_COMPILING", threading.Lock)
 _STEPS = "common/row_steps.cuh"  # declares the steps that structs call
 
 

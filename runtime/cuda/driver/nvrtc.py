@@ -14,6 +14,7 @@ import io
 import json
 import os
 import re
+import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
@@ -27,11 +28,13 @@ import torch
 
 from gnnc.environment import cache_folder, cuda_home
 from gnnc.errors import BackendError
+from gnnc.locks import renew_at_fork
 
 EXTRAS = {12: "gnnc[cuda12]", 13: "gnnc[cuda]"}
 """The extra that installs NVRTC, its interface and the headers, by major version of CUDA."""
 _NEWEST = max(EXTRAS)
 _IMPORTING = threading.Lock()
+renew_at_fork(sys.modules[__name__], "_IMPORTING", threading.Lock)
 _OPTIONS = {"std": "c++17", "fma": False, "minimal": True, "ptxas_options": "-v"}
 _CACHING_VERSION = 12, 9
 """First version of NVRTC with a cache of its own, which returns code without the assembler's report."""
