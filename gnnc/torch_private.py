@@ -23,6 +23,7 @@ from torch.fx import Node
 from torch.fx import _symbolic_trace as fx_trace
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -45,6 +46,7 @@ __all__ = [
     "OpOverload",
     "PythonPrinter",
     "ShapeEnv",
+    "SymNode",
     "SymNodeVariable",
     "enable_python_dispatcher",
     "pytree",
@@ -81,6 +83,7 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch.UntypedStorage._cdata",
         "torch.cuda._sleep",
         "torch.fx.Node._rename",
+        "torch.fx.experimental.sym_node.SymNode",
         "torch.fx.experimental.symbolic_shapes.DimDynamic",
         "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",
         "torch.fx.experimental.symbolic_shapes.ShapeEnv",

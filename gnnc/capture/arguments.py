@@ -2,12 +2,15 @@
 
 ``f(x, edge_index)``, ``f(x, edge_index=edge_index)`` and ``f(x, edge_index, None)`` flatten alike:
 the signature's defaults are filled in, then every tuple, list and dict is flattened. A sparse tensor
-becomes its component tensors. Every leaf that is no tensor is a constant of the capture.
+becomes its component tensors. An int that can be a size becomes an empty tensor with so many rows: whether it
+is a number or a symbol in a graph is up to the capture, as for every other size. Every other leaf is a
+constant of the capture.
 """
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,17 +23,19 @@ from gnnc.errors import InputError
 from gnnc.torch_private import pytree
 
 Signature = inspect.Signature
+_MOST = 2**40
+"""Ints beyond are constants: no tensor has so many rows."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of the arguments: a dense tensor, a sparse tensor, or a constant.
+    """One leaf of the arguments: a dense tensor, a sparse tensor, an int that can be a size, or a constant.
 
     Attributes:
         name: path of the leaf as a reader writes it: ``x``, ``data[0]``, ``x_dict['paper']``.
-        kind: ``tensor``, ``sparse`` or ``constant``.
-        value: the constant; the layout of a sparse tensor; None for a tensor.
+        kind: ``tensor``, ``sparse``, ``int`` or ``constant``.
+        value: the constant; the layout of a sparse tensor; None for a tensor and an int.
         parts: names of the tensors that a sparse tensor is made of, in their order.
     """
 
@@ -44,7 +49,7 @@ class Leaf:
         """Return the names of the flat tensors of this leaf: none, one, or one for each part."""
         if self.kind == "constant":
             return ()
-        if self.kind == "tensor":
+        if self.kind in ("tensor", "int"):
             return (self.name,)
         return tuple(f"{self.name}.{part}" for part in self.parts)
 
@@ -72,6 +77,17 @@ class Call:
     def names(self) -> tuple[str, ...]:
         """Return the name of every flat tensor."""
         return tuple(name for leaf in self.leaves for name in leaf.tensor_names)
+
+    @property
+    def ints(self) -> frozenset[str]:
+        """Return the names of the ints."""
+        return frozenset(leaf.name for leaf in self.leaves if leaf.kind == "int")
+
+    @property
+    def device(self) -> torch.device | None:
+        """Return the device of the first tensor that is no int; None where there is none."""
+        named = zip(self.names, self.tensors, strict=True)
+        return next((tensor.device for name, tensor in named if name not in self.ints), None)
 
     @property
     def key(self) -> tuple[pytree.TreeSpec, tuple[Hashable, ...]]:
@@ -155,6 +171,8 @@ def rebuild(
             values.append(leaf.value)
         elif leaf.kind == "tensor":
             values.append(parts[0])
+        elif leaf.kind == "int":
+            values.append(parts[0].shape[0])
         else:
             values.append(make_sparse(leaf, parts))
     held = values[spec.num_leaves :]
@@ -174,7 +192,21 @@ def rebuild(
     return args, kwargs, held
 
 
+def can_be_size(value: Any) -> bool:
+    """Return whether a value is a plain int from 0 to the greatest size; a bool is none."""
+    return type(value) is int and 0 <= value < _MOST
+
+
+@lru_cache(maxsize=4096)
+def carrier(value: int) -> torch.Tensor:
+    """Return the empty tensor [value, 0] that stands for an int among the inputs of a graph."""
+    with torch.inference_mode(False):
+        return torch.empty((value, 0), dtype=torch.float32, device="cpu")
+
+
 def _leaf(name: str, value: Any) -> tuple[Leaf, tuple[torch.Tensor, ...]]:
+    if can_be_size(value):
+        return Leaf(name, "int"), (carrier(value),)
     if not isinstance(value, torch.Tensor):
         _check_constant(name, value)
         return Leaf(name, "constant", value), ()

@@ -33,10 +33,11 @@ from gnnc.capture.side_effects import call_alone, run_alone, undone
 from gnnc.capture.size_guards import at_least_two, between_sizes, watched
 from gnnc.capture.sparse_operand import SparseMode, operand
 from gnnc.capture.sparse_state import Hidden
-from gnnc.capture.stand_ins import StandIns, candidates
+from gnnc.capture.stand_ins import Dimension, StandIns, candidates
 from gnnc.capture.torch_globals import confined
 from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.unregistered_weights import refuse_unregistered
+from gnnc.capture.unrolled import Unrolled, Watch, stopped_at_numbers
 from gnnc.errors import CaptureError
 from gnnc.ir.graph import fake_mode_of
 from gnnc.ir.nodes import outputs_of
@@ -71,6 +72,9 @@ class Captured:
         mutations: names of the buffers that the model overwrites (batch norm in train mode).
         unwritten: paths that forward sets in containers among its arguments; compiled calls do not.
         reading: the reading of the sizes that was traced.
+        shapes: the shapes of the flat tensors of the traced call.
+        unrolled: the dimensions whose sizes forward takes for numbers, as in a loop.
+        varying: the dimensions that are known to vary, beside those that always may.
     """
 
     graph_module: GraphModule
@@ -80,6 +84,9 @@ class Captured:
     mutations: tuple[str, ...]
     unwritten: tuple[str, ...]
     reading: _Reading
+    shapes: tuple[torch.Size, ...]
+    unrolled: frozenset[Dimension]
+    varying: frozenset[Dimension]
 
 
 def capture(
@@ -94,7 +101,8 @@ def capture(
     Raises CaptureError, which names the line of the model that cannot be traced.
 
     ``known`` holds captures of the unchanged model for such calls, none of which serves this one: the model
-    asks about sizes. The readings that they were traced with are not tried again.
+    asks about sizes, or takes some for numbers. The readings that they were traced with are not tried again,
+    and sizes that differ from theirs become symbolic.
     """
     call = flatten_call(model, args, kwargs or {})
     _refuse_lazy(model)
@@ -106,7 +114,8 @@ def capture(
     with TRACES.tracing(), confined(copy), _seed_kept(), undone(copy, constants), exportable(copy), plain:
         with torch.no_grad():
             entry = _Entry(copy, call)
-            program, guards, reading = _export(entry, call, {each.reading for each in known})
+            varying = _varying(call, known)
+            program, guards, reading = _export(entry, call, known, varying)
     graph_module, mutations = _lifted(program, model, call)
     return Captured(
         graph_module=graph_module,
@@ -116,6 +125,9 @@ def capture(
         mutations=mutations,
         unwritten=tuple(sorted(entry.unwritten)),
         reading=reading,
+        shapes=tuple(tensor.shape for tensor in call.tensors),
+        unrolled=frozenset(entry.unrolled),
+        varying=frozenset(varying),
     )
 
 
@@ -130,8 +142,12 @@ class _Entry(torch.nn.Module):
         self.training = model.training
         self.unwritten: set[str] = set()
         self.held = Hidden(model)
+        self.watch = Watch((), ())
+        self.unrolled: set[Dimension] = set()
 
     def forward(self, *tensors: torch.Tensor) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            self.watch.learn(tensors)
         args, kwargs, held = rebuild(self.leaves, self.spec, self.forms, tensors, _operand)
         if torch.compiler.is_dynamo_compiling():  # which would trace what looks for effects, too
             return self.model(*args, **kwargs)
@@ -144,7 +160,45 @@ def _operand(leaf: Leaf, parts: Sequence[torch.Tensor]) -> Any:
 
 
 def _export(
-    entry: _Entry, call: Call, known: Collection[_Reading]
+    entry: _Entry, call: Call, known: Sequence[Captured], varying: Collection[Dimension]
+) -> tuple[ExportedProgram, Guards, _Reading]:
+    """Export the call; sizes that the model takes for numbers are those of the call.
+
+    Each of them stops a trace when it is first met, so that the loops over it are traced once.
+    """
+    given = set(getattr(entry.model, "fixed_sizes", ()))
+    entry.unrolled = {dimension for each in known for dimension in each.unrolled}
+    while True:
+        readings = list(candidates(call, given | entry.unrolled, varying))
+        try:
+            return _export_reading(entry, call, readings, {each.reading for each in known})
+        except Unrolled as stop:
+            entry.unrolled |= {(call.names[number], dim) for number, dim in stop.dimensions}
+
+
+def _varying(call: Call, known: Sequence[Captured]) -> set[Dimension]:
+    """Return the dimensions that vary: some known capture has them so, or all have another size.
+
+    The width of a floating matrix does not, unless the call has it as another size too, as a square does. All
+    ints of a list vary together.
+    """
+    if not known:
+        return set()
+    shapes = [tensor.shape for tensor in call.tensors]
+    varying = {dimension for each in known for dimension in each.varying}
+    for number, (name, tensor) in enumerate(zip(call.names, call.tensors, strict=True)):
+        for dim, size in enumerate(tensor.shape):
+            if any(each.shapes[number][dim] == size for each in known):
+                continue
+            is_width = tensor.is_floating_point() and tensor.dim() > 1 and dim == tensor.dim() - 1
+            if not is_width or sum(list(shape).count(size) for shape in shapes) > 1:
+                varying.add((name, dim))
+    lists = {name.rpartition("[")[0] for name, _ in varying if name in call.ints} - {""}
+    return varying | {(name, 0) for name in call.ints if name.rpartition("[")[0] in lists}
+
+
+def _export_reading(
+    entry: _Entry, call: Call, readings: Sequence[StandIns], known: Collection[_Reading]
 ) -> tuple[ExportedProgram, Guards, _Reading]:
     """Try every reading of the sizes, non-strict (fast) before strict; exact sizes come last.
 
@@ -152,7 +206,6 @@ def _export(
     the exact sizes are traced.
     """
     model = entry.model
-    readings = list(candidates(call, getattr(model, "fixed_sizes", ())))
     symbolic = [stand_ins for stand_ins in readings if stand_ins.symbolic]
     exact = [stand_ins for stand_ins in readings if not stand_ins.symbolic]
     errors: dict[bool, Exception] = {}  # the first by whether sizes were symbolic
@@ -163,9 +216,11 @@ def _export(
                 break  # would be traced as before, and does not serve this call
             try:
                 program, guards = _traced(entry, call, stand_ins, strict)
-            except CaptureError:
+            except (CaptureError, Unrolled):
                 raise
             except Exception as error:  # torch.export raises every kind of exception
+                if entry.watch.found is not None:
+                    raise entry.watch.found from None
                 errors.setdefault(stand_ins.symbolic, error)
                 continue
             if guards.serves([tensor.shape for tensor in call.tensors]):
@@ -183,16 +238,17 @@ def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tup
     modes = contextlib.ExitStack()
     for mode in () if strict else (SparseMode(), RecurrentMode()):
         modes.enter_context(mode)
+    entry.watch = Watch([t.shape for t in stand_ins.tensors], [t.shape for t in call.tensors])
     if strict and stand_ins.symbolic:
         with quiet(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             run_alone(entry, stand_ins.tensors)
-    with watched() as branches, modes, quiet():
+    with watched() as branches, stopped_at_numbers(entry.watch), modes, quiet():
         program = torch.export.export(
             entry, stand_ins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
         branches += between_sizes(getattr(fake_mode_of(program.graph_module), "shape_env", None))
         program = functional(program)
-    guards = guards_of(program, call)
+    guards = guards_of(program, call, entry.unrolled)
     if strict:
         branches += at_least_two(guards.symbols)
     return program, dataclasses.replace(guards, branches=tuple(branches))
@@ -233,7 +289,7 @@ def _lifted(
     for node in graph_module.graph.nodes:
         node.meta["layer"] = _layer(node)
     mutations = _arrange_outputs(program, model)
-    _drop_unused_state(graph_module)
+    _drop_unused(graph_module, call)
     graph_module.graph.set_codegen(CodeGen())
     return GraphModule(graph_module, graph_module.graph), mutations
 
@@ -302,7 +358,11 @@ def _layer(node: Node) -> str:
     return path.removeprefix(_PREFIX)
 
 
-def _drop_unused_state(graph_module: GraphModule) -> None:
+def _drop_unused(graph_module: GraphModule, call: Call) -> None:
+    """Drop the inputs without users that are no tensors of the caller: weights, and ints that are numbers."""
+    ints = {Source("input", name) for name in call.ints}
     for node in list(graph_module.graph.nodes):
-        if node.op == "placeholder" and not node.users and node.meta["source"].kind != "input":
-            graph_module.graph.erase_node(node)
+        if node.op == "placeholder" and not node.users:
+            source = node.meta["source"]
+            if source.kind != "input" or source in ints:
+                graph_module.graph.erase_node(node)

@@ -1,7 +1,7 @@
 """Guards: the conditions on later arguments under which a captured graph serves them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,33 @@ _TRACED_MIN, _TRACED_MAX = 3, 2**40  # sizes from 2 on; a pointer of N + 1 from 
 
 @dataclass(frozen=True)
 class InputGuard:
-    """Guard of one flat input: ``shape`` holds ints where fixed, sympy expressions where symbolic."""
+    """Guard of one flat input: ``shape`` holds ints where fixed, sympy expressions where symbolic.
+
+    ``unrolled`` lists the dimensions whose fixed size forward takes for a number. ``is_int`` says that the
+    input stands for an int.
+    """
 
     name: str
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int | sympy.Expr, ...]
+    unrolled: tuple[int, ...] = ()
+    is_int: bool = False
+
+    def place(self, dim: int) -> str:
+        """Return what a message calls a dimension."""
+        return self.name if self.is_int else f"{self.name} dim {dim}"
+
+    def differs(self, dim: int, shape: Sequence[int]) -> str:
+        """Return the message about a size that is not the fixed one."""
+        if dim in self.unrolled:
+            text = (
+                f"{self.place(dim)} is {shape[dim]}, but forward takes it for a number, as in a loop over it"
+            )
+            return f"{text}, and was captured for {self.shape[dim]}"
+        if self.is_int:
+            return f"{self.name} is {shape[dim]}, but was captured for {self.shape[dim]}"
+        return f"expected {self}, got shape {tuple(shape)}"
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, self.shape))
@@ -76,13 +97,13 @@ class Guards:
             for dim, (size, expected) in enumerate(zip(tensor.shape, guard.shape, strict=True)):
                 if isinstance(expected, int):
                     if size != expected:
-                        return f"expected {guard}, got shape {tuple(tensor.shape)}"
+                        return guard.differs(dim, tensor.shape)
                 elif isinstance(expected, sympy.Symbol):
-                    known, owner = sizes.setdefault(expected, (size, f"{guard.name} dim {dim}"))
+                    known, owner = sizes.setdefault(expected, (size, guard.place(dim)))
                     if known != size:
-                        return f"{guard.name} dim {dim} is {size}, but {owner} is {known}"
+                        return f"{guard.place(dim)} is {size}, but {owner} is {known}"
                 else:
-                    derived.append((f"{guard.name} dim {dim}", size, expected))
+                    derived.append((guard.place(dim), size, expected))
         return _broken_relation(sizes, derived) or self._out_of_range(sizes) or self._other_branch(sizes)
 
     def serves(self, shapes: Sequence[Sequence[int]]) -> bool:
@@ -113,15 +134,28 @@ class Guards:
         return None
 
 
-def guards_of(program: ExportedProgram, call: Call) -> Guards:
-    """Return the guards of the placeholders that tracing left."""
+def guards_of(program: ExportedProgram, call: Call, unrolled: Collection[tuple[str, int]] = ()) -> Guards:
+    """Return the guards of the placeholders that tracing left.
+
+    Args:
+        program: the exported program.
+        call: the call that was traced.
+        unrolled: the (tensor, dimension) pairs whose size forward takes for a number.
+    """
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     specs = program.graph_signature.input_specs
     placeholders = [
         node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT
     ]
     inputs = tuple(
-        InputGuard(name, tensor.dtype, tensor.device, _shape(node.meta["val"]))
+        InputGuard(
+            name,
+            tensor.dtype,
+            tensor.device,
+            _shape(node.meta["val"]),
+            tuple(dim for dim in range(tensor.dim()) if (name, dim) in unrolled),
+            name in call.ints,
+        )
         for name, tensor, node in zip(call.names, call.tensors, placeholders, strict=True)
     )
     return Guards(inputs, tuple(_narrowed(program)))

@@ -6,6 +6,8 @@ from typing import Any
 
 _MARK = ""
 """Key of the entry that says what a dict was; no attribute has this name."""
+_NUM_GRAPHS = "num_graphs"
+"""Key of the entry with the number of graphs of a batch, an int like any other argument."""
 
 
 @dataclass(frozen=True)
@@ -14,11 +16,11 @@ class Container:
 
     Attributes:
         kind: its class; of a batch, the class that it is a batch of.
-        num_graphs: number of graphs of a batch; None for a single graph.
+        is_batch: whether it is a batch of graphs.
     """
 
     kind: type
-    num_graphs: int | None
+    is_batch: bool
 
 
 def to_dicts(value: Any) -> Any:
@@ -42,9 +44,10 @@ def from_dicts(value: Any) -> Any:
 
 def _open(value: Any, data: Any) -> Any:
     if isinstance(value, data.Batch):
-        return {_MARK: Container(type(value).__bases__[-1], value.num_graphs), **value.to_dict()}
+        mark = Container(type(value).__bases__[-1], True)
+        return {_MARK: mark, _NUM_GRAPHS: value.num_graphs, **value.to_dict()}
     if isinstance(value, data.Data | data.HeteroData):
-        return {_MARK: Container(type(value), None), **value.to_dict()}
+        return {_MARK: Container(type(value), False), **value.to_dict()}
     if type(value) is dict:
         return {key: _open(item, data) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -53,10 +56,11 @@ def _open(value: Any, data: Any) -> Any:
 
 
 def _close(mark: Container, content: dict[Any, Any]) -> Any:
-    if mark.num_graphs is None:
+    if not mark.is_batch:
         return mark.kind.from_dict(content)  # pyright: ignore[reportAttributeAccessIssue]
     from torch_geometric.data import Batch
 
+    num_graphs = content.pop(_NUM_GRAPHS)
     filled = type(Batch(_base_cls=mark.kind)).from_dict(content)
-    filled._num_graphs = mark.num_graphs
+    filled._num_graphs = num_graphs
     return filled

@@ -25,6 +25,8 @@ _OPERATORS = str(Path(torch.__file__))
 """File in which ``SymInt`` turns ``if n:`` into ``if n != 0:``."""
 _DYNAMO = str(Path(_TORCH) / "_dynamo" / "utils.py")
 """File in which Dynamo runs an operator that it met in the model."""
+_STRIDES = str(Path(_TORCH) / "_prims_common")
+"""Folder in which torch computes strides, and whether a tensor is contiguous."""
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     "__eq__": sympy.Eq,
     "__ne__": sympy.Ne,
@@ -86,13 +88,25 @@ def at_least_two(symbols: Iterable[sympy.Symbol]) -> list[Branch]:
 def between_sizes(env: Any) -> list[Branch]:
     """Return the guards that torch assumed between sizes of different arguments, as in ``x[:n]``.
 
-    Assumptions about one size are in the ranges of the program.
+    Assumptions about one size are in the ranges of the program. A size such as ``n - m`` is assumed to be 2
+    or more where torch computes strides, and neither 1 nor 0 where it broadcasts, as sizes of arguments are:
+    no guards, because the graph says the same for smaller sizes.
     """
-    return [
-        Branch(guard.expr, True, "a step that compares sizes of its arguments")
+    found = [
+        guard.expr
         for guard in getattr(env, "guards", ())
-        if len(guard.expr.free_symbols) > 1
+        if len(guard.expr.free_symbols) > 1 and not _is_of_strides(guard)
     ]
+    return [
+        Branch(expr, True, "a step that compares sizes of its arguments") for expr in dict.fromkeys(found)
+    ]
+
+
+def _is_of_strides(guard: Any) -> bool:
+    if isinstance(guard.expr, sympy.Ne) and guard.expr.rhs in (-1, 0, 1):
+        return True
+    frame = guard.sloc.framework_loc
+    return getattr(frame, "filename", "").startswith(_STRIDES) and not isinstance(guard.expr, sympy.Eq)
 
 
 class _Notes:

@@ -15,10 +15,13 @@ import torch
 
 from gnnc.capture.arguments import Call
 
+_FIRST_COUNT = 5
 _FIRST_NODE_SIZE = 37
 _FIRST_EDGE_SIZE = 149
 _POINTERS = ("crow", "ccol")
 _EDGE_PARTS = ("col", "row", "values", "indices")
+Dimension = tuple[str, int]
+"""Name of a flat tensor, and a dimension of it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,10 @@ class StandIns:
 
 @dataclass(frozen=True)
 class _Extent:
-    """Dimension of a flat tensor that may vary; ``offset`` is 1 for CSR pointers (N + 1)."""
+    """Dimension of a flat tensor that may vary; ``offset`` is 1 for CSR pointers (N + 1).
+
+    ``count`` is the name of an int, or "".
+    """
 
     tensor: int
     dim: int
@@ -46,16 +52,32 @@ class _Extent:
     offset: int
     edges: bool
     family: str
+    count: str
 
 
-def candidates(call: Call, fixed: Collection[tuple[str, int]] = ()) -> Iterator[StandIns]:
-    """Yield the readings of the call's sizes: by role and name, by size alone, exactly as they are.
+def candidates(
+    call: Call, fixed: Collection[Dimension] = (), varying: Collection[Dimension] = ()
+) -> Iterator[StandIns]:
+    """Yield the readings of the call's sizes, the likeliest first.
 
-    ``fixed`` lists the (tensor, dimension) pairs whose size is a constant.
+    Sizes are told apart by role and name; then ints that equal the size of a tensor are that size; then sizes
+    are told apart by size alone; the last reading takes them exactly as they are.
+
+    Args:
+        call: the call.
+        fixed: the dimensions whose size is a constant.
+        varying: the dimensions that are known to vary, beside those that always may.
     """
-    extents = [extent for extent in _extents(call) if (call.names[extent.tensor], extent.dim) not in fixed]
+    extents = [
+        extent for extent in _extents(call, varying) if (call.names[extent.tensor], extent.dim) not in fixed
+    ]
+    sizes = {extent.size: extent for extent in reversed(extents) if not extent.count}
+
+    def by_tensor(extent: _Extent) -> tuple[Any, ...]:
+        return _by_role(sizes.get(extent.size, extent) if extent.count else extent)
+
     seen = set()
-    for key in (_by_role, _by_kind, _by_size):
+    for key in (_by_role, by_tensor, _by_kind, _by_size):
         groups = tuple(tuple(key(extent) == key(other) for other in extents) for extent in extents)
         if groups not in seen:
             seen.add(groups)
@@ -64,7 +86,7 @@ def candidates(call: Call, fixed: Collection[tuple[str, int]] = ()) -> Iterator[
 
 
 def _by_role(extent: _Extent) -> tuple[Any, ...]:
-    return extent.edges, extent.family, extent.size
+    return extent.count, extent.edges, extent.family, extent.size
 
 
 def _by_kind(extent: _Extent) -> tuple[Any, ...]:
@@ -75,23 +97,25 @@ def _by_size(extent: _Extent) -> tuple[Any, ...]:
     return (extent.size,)
 
 
-def _extents(call: Call) -> list[_Extent]:
+def _extents(call: Call, varying: Collection[Dimension]) -> list[_Extent]:
     owners: dict[int, str] = {}
     parts = {f"{leaf.name}.{part}": part for leaf in call.leaves for part in leaf.parts}
+    counts = call.ints
     extents = []
     for i, (name, tensor) in enumerate(zip(call.names, call.tensors, strict=True)):
-        owner = owners.setdefault(id(tensor), name)
-        part = parts.get(name, "")
-        for dim in _varying(tensor, part):
+        owner = name if name in counts else owners.setdefault(id(tensor), name)
+        part, count = parts.get(name, ""), name if name in counts else ""
+        always = () if count else _varying(tensor, part)
+        for dim in sorted({*always, *(dim for other, dim in varying if other == name)}):
             offset = int(part in _POINTERS)
             edges = part in _EDGE_PARTS if part else _is_edge_index(tensor) or "edge" in name
             size = tensor.shape[dim] - offset
-            extents.append(_Extent(i, dim, size, offset, edges, _family(owner)))
+            extents.append(_Extent(i, dim, size, offset, edges and not count, _family(owner), count))
     return extents
 
 
 def _varying(tensor: torch.Tensor, part: str) -> tuple[int, ...]:
-    """Return the dimensions that may vary: the first, or the last of an edge_index."""
+    """Return the dimensions that may always vary: the first, or the last of an edge_index."""
     if tensor.dim() == 0:
         return ()
     if part == "shape":
@@ -111,16 +135,10 @@ def _family(name: str) -> str:
 
 
 def _resized(call: Call, extents: list[_Extent], key: Callable[[_Extent], tuple[Any, ...]]) -> StandIns:
-    sizes: dict[tuple[Any, ...], int] = {}
-    node, edge = _FIRST_NODE_SIZE, _FIRST_EDGE_SIZE
+    groups: dict[tuple[Any, ...], list[_Extent]] = {}
     for extent in extents:
-        if key(extent) in sizes:
-            continue
-        sizes[key(extent)] = edge if extent.edges else node
-        if extent.edges:
-            edge = sympy.nextprime(edge)
-        else:
-            node = sympy.nextprime(node)
+        groups.setdefault(key(extent), []).append(extent)
+    sizes = dict(zip(groups, _stand_in_sizes(list(groups.values())), strict=True))
     shapes = [list(tensor.shape) for tensor in call.tensors]
     for extent in extents:
         shapes[extent.tensor][extent.dim] = sizes[key(extent)] + extent.offset
@@ -129,6 +147,28 @@ def _resized(call: Call, extents: list[_Extent], key: Callable[[_Extent], tuple[
         for shape, tensor in zip(shapes, call.tensors, strict=True)
     )
     return StandIns(tensors, _dynamic(call, extents), symbolic=True)
+
+
+def _stand_in_sizes(groups: list[list[_Extent]]) -> list[int]:
+    """Return a prime for each group: ints get the least, so that slices by several are not empty."""
+    count, node, edge = _FIRST_COUNT, _FIRST_NODE_SIZE, _FIRST_EDGE_SIZE
+    sizes = {}
+    for number, group in enumerate(groups):
+        if all(extent.count for extent in group):
+            sizes[number] = count
+            count = sympy.nextprime(count)
+    total = sum(sizes.values())
+    node, edge = sympy.nextprime(node + total - 1), sympy.nextprime(edge + 2 * total - 1)
+    for number, group in enumerate(groups):
+        if number in sizes:
+            continue
+        is_edge = next(extent.edges for extent in group if not extent.count)
+        sizes[number] = edge if is_edge else node
+        if is_edge:
+            edge = sympy.nextprime(edge)
+        else:
+            node = sympy.nextprime(node)
+    return [sizes[number] for number in range(len(groups))]
 
 
 def _exact(call: Call, extents: list[_Extent]) -> StandIns:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnnc.capture.arguments import Call
+from gnnc.capture.arguments import Call, can_be_size, carrier
 from gnnc.capture.edge_index import plain
 from gnnc.errors import GraphError, InputError
 
@@ -44,9 +44,12 @@ def validate(
         InputError: a floating argument is not float32, or an argument is on another device than the
             model, or on one that the backend does not run on.
     """
-    device = device or next((tensor.device for tensor in call.tensors), None)
+    device = device or call.device
     sparse = {name for leaf in call.leaves if leaf.kind == "sparse" for name in leaf.tensor_names}
+    ints = call.ints
     for name, tensor in zip(call.names, call.tensors, strict=True):
+        if name in ints:
+            continue
         if name not in sparse:
             _check_graph(owner, name, tensor)
         _check_dtype(owner, name, tensor)
@@ -104,7 +107,7 @@ def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Te
     """Describe arguments cheaply, to recognize a call like an earlier one.
 
     Args:
-        values: arguments: dense tensors, plain constants, and tuples and lists of them.
+        values: arguments: dense tensors, ints, plain constants, and tuples and lists of them.
         parts: receives all but sizes that distinguishes programs: structure, constants, ranks, dtypes and
             devices.
         tensors: receives the tensors, in order.
@@ -122,6 +125,9 @@ def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Te
             parts.append(value.ndim)
             parts.append(value.dtype)
             tensors.append(value)
+        elif can_be_size(value):
+            parts.append(int)
+            tensors.append(carrier(value))
         elif value is None or type(value) in (bool, int, float, str):
             parts.append((type(value), value))
         elif type(value) in (tuple, list):

@@ -161,13 +161,13 @@ def _check_symbols(captured: Captured) -> None:
 
 def example_values(model: torch.nn.Module, captured: Captured) -> tuple[Any, ...]:
     """Return the values of the captured graph's placeholders: arguments, weights, constants."""
-    tensors = iter(captured.call.tensors)
+    tensors = dict(zip(captured.call.names, captured.call.tensors, strict=True))
     values = []
     for node in placeholders(captured.graph_module):
         source = source_of(node)
         assert source is not None
         if source.kind == "input":
-            values.append(next(tensors).detach())
+            values.append(tensors[source.name].detach())
         elif source.kind == "constant":
             values.append(node.meta["value"])
         else:

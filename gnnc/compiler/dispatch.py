@@ -18,6 +18,7 @@ from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.validate import describe_arguments, is_graph_name, missing_arguments, validate
 from gnnc.compiler import dump
 from gnnc.compiler.build import build_program, uncollected
+from gnnc.compiler.captures import CaptureLog, difference
 from gnnc.compiler.fast_path import FastPath, fast_path_of
 from gnnc.compiler.options import check_precisions
 from gnnc.compiler.program import Options, Program, find
@@ -59,7 +60,8 @@ class Dispatch:
     def __init__(self, model: torch.nn.Module, options: Options, examples: Sequence[Any] | None) -> None:
         self.options = options
         self.last: Program | None = None
-        self.captures: list[str] = []
+        self._log = CaptureLog(type(model).__name__)
+        self.captures = self._log.reasons
         self.snapshot = ModelSnapshot(model)
         self.fast_path: FastPath | None = None
         self.lock = threading.RLock()
@@ -251,9 +253,9 @@ class Dispatch:
                 )
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
-        again = failure or "another structure of arguments, constants or mode"
         first = "example_inputs" if examples else "the first call"
-        self.captures.append(self._reason or (again if self.captures else first))
+        again = failure or (difference(call, self.last.captured.call) if self.last else first)
+        self._log.add(self._reason or (again if self.captures else first))
         self._reason = None
         self.last = program
         dump.dump(type(self._model).__name__, program.snapshots)
@@ -262,7 +264,7 @@ class Dispatch:
 
     def options_for(self, call: Call) -> Options:
         """Return the options with the backend of the model's device, or of the call's where it has none."""
-        device = device_of(self._model) or next((t.device for t in call.tensors), None)
+        device = device_of(self._model) or call.device
         options = self.options.with_backend(get_backend(self.options.requested, device))
         check_precisions((options.precision, *options.overrides.values()), options.backend.target)
         return options

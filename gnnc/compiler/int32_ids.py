@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from gnnc.capture.export import Captured, capture
 from gnnc.ir.graph import placeholders
-from gnnc.ir.source import source_of
+from gnnc.ir.source import Source, source_of
 from gnnc.torch_private import pytree
 
 
@@ -39,11 +39,11 @@ def _accept_int32(
 
     call = flatten_call(model, args, kwargs)
     guards = list(captured.guards.inputs)
-    inputs = [n for n in placeholders(captured.graph_module) if _kind(n) == "input"]
-    for index, (node, tensor) in enumerate(zip(inputs, call.tensors, strict=True)):
+    inputs = {source_of(node): node for node in placeholders(captured.graph_module)}
+    for index, (name, tensor) in enumerate(zip(call.names, call.tensors, strict=True)):
         if tensor.dtype == torch.int32:
             guards[index] = dataclasses.replace(guards[index], dtype=torch.int32)
-            _convert(captured.graph_module, node)
+            _convert(captured.graph_module, inputs[Source("input", name)])
     captured.graph_module.recompile()
     return dataclasses.replace(
         captured, call=call, guards=dataclasses.replace(captured.guards, inputs=tuple(guards))
@@ -61,9 +61,3 @@ def _convert(graph_module: GraphModule, node: Node) -> None:
     cast.meta = {"val": wide, "layer": ""}
     with wide.fake_mode:
         node.meta["val"] = wide.to(torch.int32)
-
-
-def _kind(node: Node) -> str:
-    source = source_of(node)
-    assert source is not None
-    return source.kind

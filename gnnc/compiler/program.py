@@ -173,10 +173,8 @@ def _chosen(choice: Choice, op: OpChoices, number: int) -> Chosen:
 
 
 def find(programs: Sequence[Program], call: Call) -> tuple[Program | None, str | None]:
-    """Return the program whose guards these tensors satisfy, and the last guard that failed."""
-    failure = None
+    """Return the program whose guards these tensors satisfy; else the guard of the last that they break."""
     for program in programs:
-        failure = program.captured.guards.failure(call.tensors)
-        if failure is None:
+        if program.captured.guards.sizes_fit(call.tensors):
             return program, None
-    return None, failure
+    return None, programs[-1].captured.guards.failure(call.tensors) if programs else None

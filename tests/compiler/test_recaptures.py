@@ -1,0 +1,201 @@
+"""Ints and sizes that change between calls: one program, or a named reason for another."""
+
+import logging
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Batch, Data
+from torch_geometric.nn import GCNConv, SAGEConv, global_add_pool
+from torch_geometric.utils import trim_to_layer
+
+import gnnc
+
+WIDTH = 6
+
+
+def compiled_of(model: nn.Module):
+    return gnnc.compile(model.eval(), "fp32")
+
+
+def assert_same(compiled, *arguments) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*arguments), compiled.model(*arguments), rtol=1e-4, atol=1e-4)
+
+
+def captures(compiled) -> list[str]:
+    return compiled._dispatch.captures
+
+
+def graph(nodes: int, edges: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(nodes, WIDTH, generator=generator), torch.randint(
+        nodes, (2, edges), generator=generator
+    )
+
+
+def sampled(seed: int) -> Data:
+    """Return a batch as NeighborLoader gives it: nodes and edges by hop, seeds first."""
+    numbers = random.Random(seed)
+    nodes, edges, parts = [numbers.randint(1, 9)], [], []
+    for _ in range(2):
+        known, new = sum(nodes), numbers.randint(0, 9)
+        edges.append(numbers.randint(1, 30))
+        src = torch.tensor([numbers.randrange(known + new) for _ in range(edges[-1])])
+        dst = torch.tensor([numbers.randrange(known) for _ in range(edges[-1])])
+        parts.append(torch.stack([src, dst]))
+        nodes.append(new)
+    total = sum(nodes)
+    return Data(
+        x=torch.randn(total, WIDTH, generator=torch.Generator().manual_seed(seed)),
+        edge_index=torch.cat(parts, 1),
+        n_id=torch.arange(total),
+        input_id=torch.arange(nodes[0]),
+        batch_size=nodes[0],
+        num_sampled_nodes=nodes,
+        num_sampled_edges=edges,
+    )
+
+
+class Trimmed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([SAGEConv(WIDTH, 8), SAGEConv(8, 4)])
+
+    def forward(self, data):
+        x, edge_index = data.x, data.edge_index
+        for layer, conv in enumerate(self.convs):
+            x, edge_index, _ = trim_to_layer(
+                layer, data.num_sampled_nodes, data.num_sampled_edges, x, edge_index
+            )
+            x = conv(x, edge_index)
+        return x[: data.batch_size]
+
+
+def test_sampled_batches_are_one_program():
+    compiled = compiled_of(Trimmed())
+    for seed in range(60):
+        assert_same(compiled, sampled(seed))
+    assert len(captures(compiled)) <= 3, captures(compiled)
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(WIDTH, 4)
+
+    def forward(self, data):
+        return global_add_pool(self.conv(data.x, data.edge_index), data.batch, data.num_graphs)
+
+
+def test_numbers_of_graphs_are_one_program():
+    compiled = compiled_of(Pooled())
+    for count in (3, 5, 1, 4, 2):
+        graphs = [Data(*graph(4 + seed, 9, seed)) for seed in range(count)]
+        assert_same(compiled, Batch.from_data_list(graphs))
+    assert len(captures(compiled)) <= 3, captures(compiled)
+
+
+class Nodewise(nn.Module):
+    """Sequences or batches of features of one graph: x [B, N, F]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(WIDTH, 4)
+
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index).relu()
+
+
+def test_every_dimension_of_x_may_vary():
+    compiled = compiled_of(Nodewise())
+    for batch, nodes in ((3, 20), (3, 31), (5, 12), (2, 40), (4, 4)):
+        assert_same(compiled, torch.randn(batch, nodes, WIDTH), graph(nodes, 60)[1])
+    assert len(captures(compiled)) == 2, captures(compiled)
+
+
+class Sliced(nn.Module):
+    """Ints in lists and dicts, of which one is not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(WIDTH, 4)
+
+    def forward(self, x, edge_index, chunks, more):
+        x = self.conv(x, edge_index)
+        return torch.cat([x[start:end] for start, end in chunks]) * more["factor"]
+
+
+def test_ints_in_lists_and_dicts_are_one_program():
+    compiled = compiled_of(Sliced())
+    for nodes, cut, factor in ((30, 11, 2), (40, 7, 3), (50, 33, 4), (9, 5, 7)):
+        more = {"factor": factor, "unread": nodes}
+        assert_same(compiled, *graph(nodes, 70), [(0, cut), (cut, nodes)], more)
+    assert len(captures(compiled)) <= 3, captures(compiled)
+
+
+class Rolled(nn.Module):
+    """Loop over the first dimension, or over a number, written in one of several ways."""
+
+    def __init__(self, steps: Callable[[Tensor, int], Iterable[Tensor]]) -> None:
+        super().__init__()
+        self.conv, self.steps = GCNConv(WIDTH, WIDTH), steps
+
+    def forward(self, x, edge_index, count):
+        hidden = torch.zeros_like(x[0])
+        for step in self.steps(x, count):
+            hidden = self.conv(hidden + step, edge_index)
+        return hidden
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        lambda x, count: (x[t] for t in range(x.size(0))),
+        lambda x, count: x.unbind(0),
+        lambda x, count: (x[0] * t for t in range(count)),
+        pytest.param(lambda x, count: x, marks=pytest.mark.slow),
+        pytest.param(lambda x, count: (part[0] for part in x.split(1)), marks=pytest.mark.slow),
+    ],
+)
+def test_loops_are_captured_once_for_each_length(steps, monkeypatch):
+    nodes_traced, export = [], torch.export.export
+
+    def counted(entry, tensors, **options):
+        program = export(entry, tensors, **options)
+        nodes_traced.append(len(program.graph.nodes))
+        return program
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    compiled = compiled_of(Rolled(steps))
+    for length, nodes in ((2, 20), (2, 13), (3, 16), (3, 30)):
+        assert_same(compiled, torch.randn(length, nodes, WIDTH), graph(nodes, 60)[1], length)
+    assert len(captures(compiled)) <= 4
+    assert len(nodes_traced) == len(captures(compiled))  # other traces stop at the loop
+    assert any("but was captured for 2" in reason or "a number" in reason for reason in captures(compiled))
+
+
+class Constant(nn.Module):
+    def forward(self, x, flag):
+        return x * 2 if flag in (True, "a", 0.5, -3) else x
+
+
+@pytest.mark.parametrize("values", [(True, False), ("a", "b"), (0.5, 0.25), (-3, -4), (1, 1.0), (1, True)])
+def test_constants_are_captured_each(values):
+    compiled = compiled_of(Constant())
+    for value in (*values, *values):
+        assert_same(compiled, torch.randn(5, WIDTH), value)
+    assert len(captures(compiled)) == len(set(map(repr, values)))
+
+
+def test_reasons_are_logged_and_many_are_a_warning(caplog):
+    compiled = compiled_of(Constant())
+    with caplog.at_level(logging.INFO, "gnnc"):
+        for value in range(8):
+            assert_same(compiled, torch.randn(5, WIDTH), value + 0.5)
+        assert len(caplog.records) == 7
+        assert "flag has 7.5 as a constant, it had 6.5" in caplog.text
+        with pytest.warns(UserWarning, match=r"Constant.*8 times.*flag has 8.5.*pass it as a tensor"):
+            assert_same(compiled, torch.randn(5, WIDTH), 8.5)
