@@ -33,6 +33,15 @@ TRANSCENDENTAL = frozenset(
 )
 """Elementwise ops whose time is that of an exponential or a logarithm."""
 
+PRODUCTS = frozenset(
+    """
+    mm bmm addmm addmv addbmm baddbmm mv dot convolution _convolution conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d linear matmul einsum lstm gru rnn_tanh rnn_relu
+    scaled_dot_product_attention _scaled_dot_product_attention_math
+    """.split()
+)
+"""Ops that multiply matrices: ops of a model that count, where no primitive takes their place."""
+
 UNTAGGED_POINTWISE = frozenset("leaky_relu hardswish _prelu_kernel".split())
 """Pointwise ops that torch does not tag as such, some of them before version 2.13 only."""
 

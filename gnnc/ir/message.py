@@ -159,6 +159,7 @@ EDGE_MAP = define(
         schema="(Tensor rowptr, Tensor col, str body, Tensor[] dst, Tensor[] src, Tensor[] edge,"
         " Tensor[] const) -> Tensor",
         kind="edge",
+        counted_as="message",
         features=("dst", "src", "edge", "const"),
         gathered=("src", "dst"),
         label="e{n}",

@@ -51,7 +51,7 @@ class Gradient:
 
 
 Kind = Literal["structure", "dense", "aggregate", "edge", "precision"]
-Counted = Literal["gemm", "spmm", "sddmm", "segment", "message"]
+Counted = Literal["gemm", "spmm", "sddmm", "softmax", "segment", "message"]
 Step = Literal["step", "quantize", "exp"]
 
 

@@ -409,6 +409,7 @@ EDGE_SOFTMAX = define(
         name="edge_softmax",
         schema="(Tensor rowptr, Tensor logits, float eps=1e-16) -> Tensor",
         kind="edge",
+        counted_as="softmax",
         features=("logits",),
         step="exp",
         label="alpha{n}",

@@ -40,9 +40,9 @@ class OpRow:
 
     Attributes:
         op: the primitives that it computes, or the ATen op.
-        layer: path of the module that it came from.
-        bits: bits of its narrowest operand.
-        precision: the option that ``auto`` chose, such as ``int8 row_pow2``, or that of its operands.
+        layer: paths of the modules that its ops came from.
+        bits: bits of the narrowest operand of each primitive: ``8``, or ``32 + 32 + 8`` where they differ.
+        precision: the option that ``auto`` chose, such as ``int8 row_pow2``, or that of these operands.
         sensitivity: relative L2 error of the model's output if this op alone has this precision.
         error: Tango's relative quantization error (equation 4) of its worst quantized operand.
         sqnr: signal-to-quantization-noise ratio of that operand in decibels, the least.
@@ -58,7 +58,7 @@ class OpRow:
 
     op: str
     layer: str
-    bits: int | None = None
+    bits: str | None = None
     precision: str | None = None
     sensitivity: float | None = None
     error: float | None = None
@@ -141,15 +141,15 @@ def _row(
     named = anchors or [n for n in launch.nodes if not describe.is_free(n)]
     found = [errors[key] for key in _quantized_operands(anchors) if key in errors]
     precisions = [p for p in map(describe.precision_in, named) if p is not None]
-    narrowest = min(precisions, key=describe.bits_of, default=None)
-    layers = [layer for layer in map(describe.layer_of, named) if layer]
+    computing = [n for n in launch.nodes if not (describe.is_free(n) or describe.changes_precision(n))]
+    layers = dict.fromkeys(filter(None, map(describe.layer_of, computing or named)))
     origins = [describe.assigned_name(node) for node in anchors]
     choice = next((choices[name] for name in origins if name in choices), None)
     return OpRow(
         op=" + ".join(dict.fromkeys(map(op_name, named))),
-        layer=layers[0] if layers else "",
-        bits=None if narrowest is None else describe.bits_of(narrowest),
-        precision=narrowest if choice is None else choice.precision,
+        layer=", ".join(layers),
+        bits=_sum_text([str(describe.bits_of(p)) for p in precisions]),
+        precision=_sum_text(precisions) if choice is None else choice.precision,
         sensitivity=None if choice is None else choice.sensitivity,
         error=max((e.relative for e in found), default=None),
         sqnr=min((e.sqnr for e in found), default=None),
@@ -162,6 +162,11 @@ def _row(
         floor=floors.get(launch.name),
         alternative=None if choice is None else choice.alternative,
     )
+
+
+def _sum_text(parts: Sequence[str]) -> str | None:
+    """Return ``a + a + b`` for parts that differ, ``a`` for equal ones, None for none."""
+    return " + ".join(parts if len(set(parts)) > 1 else parts[:1]) or None
 
 
 def _quantized_operands(anchors: Sequence[Node]) -> list[str]:
@@ -183,7 +188,7 @@ def _cells(row: OpRow) -> tuple[str, ...]:
     return (
         row.op,
         row.layer,
-        UNKNOWN if row.bits is None else str(row.bits),
+        row.bits or UNKNOWN,
         row.precision or UNKNOWN,
         _number(row.sensitivity, 1, ".2g"),
         _number(row.error, 1, ".4f"),
@@ -200,7 +205,9 @@ def _cells(row: OpRow) -> tuple[str, ...]:
 
 
 def _fraction(floor: float | None, measured: float | None) -> str:
-    return UNKNOWN if floor is None or not measured else format(floor / measured, ".2f")
+    """Return the floor as a fraction of the time; a dash where a cache served faster than memory could."""
+    is_floor = floor is not None and measured is not None and 0 < floor <= measured
+    return format(floor / measured, ".2f") if is_floor else UNKNOWN
 
 
 def _alternative(value: tuple[str, float, float] | None) -> str:

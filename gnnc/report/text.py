@@ -9,7 +9,8 @@ from typing import Any, Protocol, get_args
 from torch.fx import Graph, Node
 
 from gnnc.ir import describe
-from gnnc.ir.nodes import argument, is_gnnc, op_name
+from gnnc.ir.aten import PRODUCTS, RENAMINGS
+from gnnc.ir.nodes import argument, arguments, first_operand, is_gnnc, op_name
 from gnnc.ir.op import Counted, op_of
 from gnnc.ir.parts import FORWARD, Parts
 from gnnc.ir.source import is_weight
@@ -189,49 +190,67 @@ def _note_line(note: Remark) -> str:
 
 
 def count_quantized(graphs: Iterable[Graph]) -> Quantized:
-    """Count the GEMM, SpMM, SDDMM, segment and message ops of inlined graphs, and the weights."""
-    ops = dict.fromkeys(get_args(Counted), (0, 0))
-    weights: dict[Node, bool] = {}
+    """Count the ops of inlined graphs, and the matrices among their weights, once each.
+
+    The ops are the primitives on features and the products of matrices that stayed ATen ops. A weight
+    counts as quantized if every op that reads it reads it quantized.
+    """
+    ops: dict[str, tuple[int, int]] = dict.fromkeys(get_args(Counted), (0, 0))
+    weights: dict[str, bool] = {}
     halved: dict[str, int] = {}
     for node in _nodes(graphs):
-        kind = op.counted_as if (op := op_of(node)) else None
+        kind = _counted_kind(node)
         if kind is None:
             continue
         quantized = describe.is_quantized(node)
         if (precision := describe.precision_in(node)) in ("bf16", "fp16"):
             halved[precision] = halved.get(precision, 0) + 1
-        done, total = ops[kind]
+        done, total = ops.get(kind, (0, 0))
         ops[kind] = (done + quantized, total + 1)
-        if kind == "gemm":
-            for weight in _weights_of(argument(node, "w")):
-                weights[weight] = weights.get(weight, True) and quantized
+        for weight in _weights_of(node):
+            weights[weight] = weights.get(weight, True) and quantized
     ops = {kind: counts for kind, counts in ops.items() if counts[1]}
     return Quantized(ops, (sum(weights.values()), len(weights)), halved)
 
 
-def _weights_of(operand: Any) -> list[Node]:
-    """Return the matrices among the parameters that a weight operand is computed from."""
-    found: dict[Node, None] = {}
-    pending, seen = [operand], set()
+def _counted_kind(node: Node) -> str | None:
+    """Return the kind that an op counts as, or None where it does not count."""
+    op = op_of(node)
+    if op is not None:
+        return op.counted_as
+    is_product = node.op == "call_function" and op_name(node) in PRODUCTS
+    return op_name(node).removeprefix("_") if is_product else None
+
+
+def _weights_of(node: Node) -> list[str]:
+    """Return the names of the matrices among the parameters that an op multiplies by or reads as features."""
+    found: dict[str, None] = {}
+    computed = argument(node, "w") if op_of(node) and "w" in arguments(node) else None
+    pending, seen = [(operand, operand is computed) for operand in describe.operands(node)], set()
     while pending:
-        node = pending.pop()
-        if not isinstance(node, Node) or node in seen:
+        operand, is_computed = pending.pop()
+        if operand in seen:
             continue
-        seen.add(node)
-        if is_weight(node) and node.meta["val"].dim() > 1:
-            found[node] = None
-        pending += node.all_input_nodes
+        seen.add(operand)
+        if is_weight(operand) and operand.meta["val"].dim() > 1:
+            found[operand.name] = None
+        elif is_computed:
+            pending += [(above, True) for above in operand.all_input_nodes]
+        elif describe.changes_precision(operand) or op_name(operand) in RENAMINGS:
+            pending.append((first_operand(operand), False))
     return list(found)
 
 
 def stayed_fp32(report: ProgramReport, graphs: Iterable[Graph]) -> list[str]:
-    """Return a line for each primitive on features that computes in FP32, with the reason."""
+    """Return a line for each op on features that computes in FP32, with the reason."""
     lines: list[str] = []
     for node in _nodes(graphs):
-        if (op := op_of(node)) is None or op.kind in ("precision", "structure"):
+        op, kind = op_of(node), _counted_kind(node)
+        if kind is None and (op is None or op.kind in ("precision", "structure")):
             continue
         if describe.precision_in(node) == "fp32":
-            lines.append(f"{_where(node)}: {_reason_fp32(report, node)}")
+            reason = _reason_aten(report, node) if op is None else _reason_fp32(report, node)
+            lines.append(f"{_where(node)}: {reason}")
     return _collapse(lines)
 
 

@@ -90,9 +90,9 @@ def test_summary_measures_every_quantized_op(name: str) -> None:
     quantized = [line for line in lines if "qgemm" in line or "qspmm" in line]
     assert len(quantized) >= 3
     for line in quantized:
-        bits, precision, _, error, sqnr, clipped = line.split("convs.")[1].split()[1:7]
+        _, _, bits, precision, _, error, sqnr, clipped = re.split(r"  +", line)[:8]
         assert (
-            (bits, precision) == ("8", "int8")
+            (bits.split(" + ")[-1], precision.split(" + ")[-1]) == ("8", "int8")
             and 0 < float(error) < 0.1
             and float(sqnr) > 30
             and int(clipped) >= 0
@@ -138,3 +138,38 @@ def test_dump_of_a_compilation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     files = sorted(path.name for path in (tmp_path / "000_GCN").iterdir())
     assert len(files) == len(compiled.stages)
     assert files[-1].endswith("_select_format.py")
+
+
+class Pictures(torch.nn.Module):
+    """Two convolutions and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3)
+        self.last = torch.nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(x).relu()).mean((2, 3)))
+
+
+@torch.no_grad()
+def test_products_that_stay_in_aten_count_with_their_weights() -> None:
+    compiled = gnnc.compile(Pictures().eval(), "int8", backend="reference")
+    compiled(torch.randn(2, 3, 9, 9))
+    head = str(compiled).split("\n\n")[0]
+    assert head.startswith("quantized 1 of 3 ops (gemm 1/1, conv2d 0/2), 1 of 3 weights")
+    assert [line.split(":")[1] for line in head.split("\n")[2:]] == [" first conv2d", " second conv2d"]
+
+
+@torch.no_grad()
+def test_a_row_of_attention_has_the_precision_of_each_op_and_all_layers() -> None:
+    torch.manual_seed(0)
+    compiled = gnnc.compile(models.GAT(64, 16, 2, 64, heads=4).eval(), "int8", backend="cpu")
+    compiled(torch.randn(30, 64), torch.randint(30, (2, 90)))
+    counts = "quantized 3 of 8 ops (gemm 2/2, spmm 1/2, sddmm 0/2, softmax 0/2), 2 of 2 weights"
+    assert str(compiled).startswith(counts)
+    rows = [line for line in compiled.summary().splitlines() if line.startswith("sddmm + edge_softmax")]
+    assert [" ".join(row.split()).split(" - ")[0] for row in rows] == [
+        "sddmm + edge_softmax + spmm convs.0, act 32 fp32",
+        "sddmm + edge_softmax + qspmm convs.1 32 + 32 + 8 fp32 + fp32 + int8",
+    ]
