@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from tabulate import tabulate
 
-from gnnc.calibrate.calibration import rates_for
+from gnnc.calibrate.calibration import STEADY, rates_for
 from gnnc.cost.model import KNOTS
 from gnnc.errors import BackendError
 from gnnc.runtime.backend import backend_names, get_backend
@@ -54,7 +54,9 @@ def describe_speed(backend: str, *, again: bool = False) -> str:
     ]
     knots = ", ".join(f"@{k} {knot / 2**20:g} MiB" for k, knot in enumerate(KNOTS))
     note = f"a byte costs what it does where the memory touched is {knots}"
-    return "\n".join((title, note, tabulate(rows, ("kernels", "term", "ns"), disable_numparse=True)))
+    busy = f"the machine was busy: times are {rates.spread:.1f} times the shortest; they are measured again"
+    notes = (note,) if rates.spread <= STEADY else (note, busy)
+    return "\n".join((title, *notes, tabulate(rows, ("kernels", "term", "ns"), disable_numparse=True)))
 
 
 def _runs_here(backend: str) -> bool:

@@ -17,10 +17,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ from gnnc.runtime.backend import Backend
 from gnnc.runtime.program.executable import Executable
 from gnnc.target import Target
 
-VERSION = 3
+VERSION = 4
 SECONDS = 8.0
 """Budget of a calibration; it ends when every probe ran and the time is up, or at the latest then."""
 
@@ -57,11 +58,20 @@ CPU_GRAPHS = ((16_000, 400_000), (3_000, 12_000), (100_000, 800_000))
 CUDA_GRAPHS = ((170_000, 2_400_000), (20_000, 100_000), (1_000_000, 12_000_000))
 """The same for a GPU, which needs more work to be busy."""
 
+STEADY = 1.3
+"""Largest spread of times on a machine that is busy with nothing else."""
+
+_MOST_MEASUREMENTS = 3
+"""A machine that is busy every time is measured so often at most; the steadiest rates stay."""
+
 _LEAST_RUNS = 3
 _STEP = 2.0
 """Factor by which a byte may cost at the next of ``cost.KNOTS``."""
 
 _known: dict[str, Rates] = {}
+_measured_here: set[str] = set()
+"""Keys of the rates that this process measured."""
+
 _MEASURING = threading.Lock()
 """Held by who measures: who needs the same rates waits for them, and others would take turns with it."""
 renew_at_fork(sys.modules[__name__], "_MEASURING", threading.Lock)
@@ -70,7 +80,8 @@ renew_at_fork(sys.modules[__name__], "_MEASURING", threading.Lock)
 def rates_for(backend: Backend, *, again: bool = False) -> Rates:
     """Return the rates of a backend on this machine, measured now if they never were.
 
-    Threads that need the same rates at once measure them once.
+    Rates of another process that were measured while the machine was busy are measured again. Threads that
+    need the same rates at once measure them once.
 
     Args:
         backend: the kernels, and the GPU that they are for.
@@ -85,15 +96,30 @@ def rates_for(backend: Backend, *, again: bool = False) -> Rates:
             f"backend {backend.name!r} only compiles, so that its speed is unknown, which precision='auto' "
             "needs: use a backend that runs on this machine, or name a precision"
         )
-    found = None if again else stored_rates(backend)
-    if found is not None:
+    key, found = _key(backend), None if again else stored_rates(backend)
+    if found is not None and _are_final(key, found):
         return found
     with _MEASURING:
         found = None if again else stored_rates(backend)  # another thread may have measured meanwhile
-        if found is None:
-            found = _known[_key(backend)] = calibrate(backend)
-            _store(_key(backend), found)
+        if found is None or not _are_final(key, found):
+            found = _known[key] = _steadier(found, calibrate(backend))
+            _measured_here.add(key)
+            _store(key, found)
     return found
+
+
+def _are_final(key: str, rates: Rates) -> bool:
+    """Return whether rates need no further measurement in this process."""
+    is_settled = rates.spread <= STEADY or rates.measurements >= _MOST_MEASUREMENTS
+    return is_settled or key in _measured_here
+
+
+def _steadier(old: Rates | None, new: Rates) -> Rates:
+    """Return the rates with the smaller spread of two measurements."""
+    if old is None:
+        return new
+    best = min(new, old, key=lambda rates: rates.spread)
+    return replace(best, measurements=old.measurements + 1)
 
 
 def stored_rates(backend: Backend) -> Rates | None:
@@ -116,7 +142,8 @@ def _load(key: str) -> Rates | None:
 
 
 def _parsed(data: Any) -> Rates:
-    return Rates(data["families"], data["backend"], data["machine"], data["measured_in"])
+    names = ("families", "backend", "machine", "measured_in", "spread", "measurements")
+    return Rates(*(data[name] for name in names))
 
 
 def _store(key: str, rates: Rates) -> None:
@@ -124,6 +151,8 @@ def _store(key: str, rates: Rates) -> None:
         "backend": rates.backend,
         "machine": rates.machine,
         "measured_in": round(rates.measured_in, 2),
+        "spread": round(rates.spread, 3),
+        "measurements": rates.measurements,
         "families": {family: dict(table) for family, table in rates.families.items()},
     }
     json_cache.store(_path(key), data, "rates")
@@ -213,11 +242,13 @@ class Sample:
         family: its kernel family.
         terms: numbers that describe its work.
         seconds: shortest measured time.
+        times: all measured times.
     """
 
     family: str
     terms: Sequence[Term]
     seconds: float = float("inf")
+    times: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -237,6 +268,7 @@ class _Trial:
             if timing.node in self.samples:
                 sample = self.samples[timing.node]
                 sample.seconds = min(sample.seconds, timing.seconds)
+                sample.times.append(timing.seconds)
 
 
 @dataclass(slots=True)
@@ -270,7 +302,14 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
     if not samples:
         raise BackendError(f"backend {backend.name!r} ran none of the kernels that are measured")
     families = _with_alike(fit(samples), device.alike)
-    return Rates(families, backend.name, _machine(backend), time.perf_counter() - start)
+    took = time.perf_counter() - start
+    return Rates(families, backend.name, _machine(backend), took, spread_of(samples))
+
+
+def spread_of(samples: Sequence[Sample]) -> float:
+    """Return the median over launches of the median time, but for the first, over the shortest."""
+    ratios = [median(s.times[1:]) / s.seconds for s in samples if len(s.times) > 2]
+    return median(ratios) if ratios else 1.0
 
 
 def _programs(backend: Backend, device: Device) -> list[tuple[_Variant, Executable]]:

@@ -83,6 +83,38 @@ def test_they_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert stored_rates(backend) == made and len(runs) == 1
 
 
+@pytest.mark.parametrize(
+    ("spreads", "taken"),
+    [
+        ((1.1, 1.0), [1.1, 1.1, 1.1, 1.1]),
+        ((2.0, 1.1), [2.0, 1.1, 1.1, 1.1]),
+        ((2.0, 3.0, 1.5, 1.0), [2.0, 2.0, 1.5, 1.5]),
+    ],
+)
+def test_rates_of_a_busy_machine_are_measured_again_by_later_processes(
+    spreads: tuple[float, ...], taken: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GNNC_CACHE", str(tmp_path))
+    measured = iter(spreads)
+    monkeypatch.setattr(
+        calibration, "calibrate", lambda backend: Rates({}, "reference", "", 1.0, next(measured))
+    )
+    backend, found = get_backend("reference"), []
+    for _ in range(4):
+        calibration._known.clear(), calibration._measured_here.clear()  # as in another process
+        found.append(rates_for(backend).spread)
+        assert rates_for(backend).spread == found[-1], "one measurement a process"
+    assert found == taken
+
+
+def test_the_spread_is_that_of_most_launches_and_leaves_out_first_runs() -> None:
+    steady = Sample("gemm", [], 1.0, [9.0, 1.0, 1.1, 1.1])
+    disturbed = Sample("gemm", [], 1.0, [9.0, 1.0, 5.0, 5.0])
+    assert calibration.spread_of([steady, steady, disturbed]) == 1.1
+    assert calibration.spread_of([steady, disturbed, disturbed]) == 5.0
+    assert calibration.spread_of([Sample("gemm", [], 1.0, [1.0])]) == 1.0
+
+
 def test_a_damaged_file_is_measured_again_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
