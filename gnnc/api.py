@@ -25,6 +25,7 @@ from gnnc.compiler.options import (
     refuse_unmatched,
 )
 from gnnc.compiler.program import Options, Program, precision_remarks
+from gnnc.compiler.transforms import refuse_trace
 from gnnc.errors import GnncError
 from gnnc.passes.base import Pass, Property, first_with
 from gnnc.passes.pipeline import PIPELINE
@@ -157,6 +158,9 @@ class CompiledModel(ModelProxy):
         if TRACES.tracer is not None and TRACES.traces_here():  # within a model that is being captured
             return self.model(*args, **kwargs)
         return self._dispatch(args, kwargs)
+
+    def __prepare_scriptable__(self) -> Any:  # torch.jit.script asks for it
+        refuse_trace(type(self.model).__name__, "torch.jit.script")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledModel":
         copied = CompiledModel(copy.deepcopy(self.model, memo), self.options, self._example_inputs)

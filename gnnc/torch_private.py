@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._C._dynamo import guards
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import convert_frame, register_backend
 from torch._dynamo.source import ConstantSource
@@ -18,11 +19,13 @@ from torch._dynamo.variables.builder import SourcelessBuilder
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.export import _trace as export_trace
 from torch.fx import Node
 from torch.fx import _symbolic_trace as fx_trace
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -32,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.nn.modules import module as nn_module
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
@@ -63,7 +67,12 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch._C._cuda_maybeExchangeDevice",
         "torch._C._dispatch_has_kernel_for_dispatch_key",
         "torch._C._dynamo.guards._empty_strided_cuda",
+        "torch._C._disabled_torch_dispatch_impl",
+        "torch._C._functorch.is_functorch_wrapped_tensor",
+        "torch._C._functorch.peek_interpreter_stack",
+        "torch._C._get_tracing_state",
         "torch._C._is_any_autocast_enabled",
+        "torch._C._len_torch_dispatch_stack",
         "torch._C._storage_Use_Count",
         "torch._convert_indices_from_coo_to_csr",
         "torch._dispatch.python.enable_python_dispatcher",
@@ -81,8 +90,10 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch.Tensor._nnz",
         "torch.Tensor._values",
         "torch.UntypedStorage._cdata",
+        "torch.autograd.forward_ad._current_level",
         "torch.cuda._sleep",
         "torch.fx.Node._rename",
+        "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode",
         "torch.fx.experimental.sym_node.SymNode",
         "torch.fx.experimental.symbolic_shapes.DimDynamic",
         "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",
@@ -97,6 +108,7 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch.nn.modules.module._global_parameter_registration_hooks",
         "torch.ops.aten.add.Tensor._overloadname",
         "torch.ops.aten.add.Tensor._schema",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
         "torch.utils._pytree",
         "torch.utils._sympy.printers.PythonPrinter",
     ),
@@ -176,6 +188,18 @@ GLOBAL_REGISTRATION_HOOKS = (
     nn_module._global_buffer_registration_hooks,
 )
 """Tables of the hooks that run where a module gets a submodule, a parameter or a buffer."""
+TRACING_MODES = (ProxyTorchDispatchMode, FakeTensorMode)
+"""Dispatch modes of traces: others only watch the ops of a call."""
+functorch_interpreter = peek_interpreter_stack
+"""The innermost transform of ``torch.func`` that the thread runs within, or None."""
+is_functorch_tensor = is_functorch_wrapped_tensor
+"""Whether a tensor is one of a transform of ``torch.func``."""
+jit_tracing_state = torch._C._get_tracing_state
+"""The state of ``torch.jit.trace`` where the thread traces, or None."""
+dispatch_mode_count = torch._C._len_torch_dispatch_stack
+"""Number of dispatch modes that the thread runs within."""
+dispatch_modes = _get_current_dispatch_mode_stack
+"""The dispatch modes that the thread runs within."""
 sparse_sum = torch._sparse_sum  # pyright: ignore[reportPrivateImportUsage]
 """The function behind ``torch.sparse.sum``."""
 coo_to_csr = torch._convert_indices_from_coo_to_csr  # pyright: ignore[reportPrivateImportUsage]
@@ -235,6 +259,17 @@ def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
 def is_autocast_enabled() -> bool:
     """Return whether autocast is on for any kind of device."""
     return torch._C._is_any_autocast_enabled()
+
+
+def has_own_dispatch(tensor: Tensor) -> bool:
+    """Return whether the class of a tensor runs its ops itself, as that of a fake or a masked one does."""
+    own = type(tensor).__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
+    return own is not torch._C._disabled_torch_dispatch_impl
+
+
+def forward_ad_level() -> int:
+    """Return the level of forward-mode AD; -1 where no tensor has a tangent."""
+    return forward_ad._current_level
 
 
 def raw_stream(index: int) -> int:

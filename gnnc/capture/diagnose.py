@@ -24,7 +24,9 @@ _WAYS_OUT = (
         "compile the part of the model that does not need this, or replace this step",
     ),
 )
-_TRANSFORM = re.compile(r"\bvmap\b|functorch|fake tensor in the exported program")
+_ESCAPED = "fake tensor in the exported program"
+"""Message of torch about a tensor of ``torch.func`` or ``torch.autograd.grad`` that became a constant."""
+_TRANSFORM = re.compile(rf"\bvmap\b|functorch|{_ESCAPED}")
 """Message of torch where it cannot trace ``torch.vmap`` and such."""
 _WAYS_AROUND = {
     "assert_sorted_index": "this aggregation (lstm, gru, or one that sorts) runs over padded sequences of "
@@ -46,10 +48,17 @@ def diagnosis(model: torch.nn.Module, error: BaseException, sparse: Sequence[tor
     """
     root = _root(error)
     where = _location(error, root)
-    reason = (str(root).strip().splitlines() or [type(root).__name__])[0]
+    reason = _reason(root)
     place = f" at {where}" if where else ""
     way_out = _sparse_way_out(sparse[0]) if sparse else _way_out(root)
     return f"[{type(model).__name__}] cannot be captured{place}: {reason}. Way out: {way_out}"
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error, or gnnc's own words for one that asks to report a bug of torch."""
+    if _ESCAPED in str(error):
+        return "a tensor that torch.func or torch.autograd.grad makes within forward escapes the trace"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _sparse_way_out(layout: torch.layout) -> str:
@@ -76,7 +85,7 @@ def _way_out(error: BaseException) -> str:
         if function in _WAYS_AROUND:
             return _WAYS_AROUND[function]
     if _TRANSFORM.search(str(error)):
-        return "write this step on whole tensors, without torch.vmap and torch.func"
+        return "write this step on whole tensors, without torch.vmap, torch.func and torch.autograd.grad"
     for kinds, advice in _WAYS_OUT:
         if isinstance(error, kinds):
             return advice

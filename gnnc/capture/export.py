@@ -39,10 +39,10 @@ from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.unregistered_weights import refuse_unregistered
 from gnnc.capture.unrolled import Unrolled, Watch, stopped_at_numbers
 from gnnc.errors import CaptureError
-from gnnc.ir.graph import fake_mode_of
+from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.nodes import outputs_of
 from gnnc.ir.source import Source
-from gnnc.torch_private import pytree, rename
+from gnnc.torch_private import HigherOrderOperator, pytree, rename
 
 _KINDS = {
     InputKind.PARAMETER: "parameter",
@@ -87,6 +87,11 @@ class Captured:
     shapes: tuple[torch.Size, ...]
     unrolled: frozenset[Dimension]
     varying: frozenset[Dimension]
+
+    @property
+    def constants(self) -> list[torch.Tensor]:
+        """Return the tensors that the graph reads and that are neither weights, buffers nor arguments."""
+        return [node.meta["value"] for node in placeholders(self.graph_module) if "value" in node.meta]
 
 
 def capture(
@@ -284,7 +289,9 @@ def _lifted(
 ) -> tuple[GraphModule, tuple[str, ...]]:
     """Return the program's graph with sources on its placeholders, user outputs before mutations."""
     graph_module = program.graph_module
+    _refuse_subgraphs(graph_module, model)
     refuse_unregistered(model, program.constants, _PREFIX)
+    _make_tensors_of_numbers(graph_module)
     _annotate_inputs(program, call)
     for node in graph_module.graph.nodes:
         node.meta["layer"] = _layer(node)
@@ -292,6 +299,25 @@ def _lifted(
     _drop_unused(graph_module, call)
     graph_module.graph.set_codegen(CodeGen())
     return GraphModule(graph_module, graph_module.graph), mutations
+
+
+def _refuse_subgraphs(graph_module: GraphModule, model: torch.nn.Module) -> None:
+    """Refuse calls with graphs of their own, such as torch.cond: a program runs straight through."""
+    for node in graph_module.graph.nodes:
+        if isinstance(node.target, HigherOrderOperator):
+            raise CaptureError(
+                f"[{type(model).__name__}] forward calls torch's {node.target.name()}, which runs functions "
+                "of its own, and a compiled model runs straight through. Way out: compute both branches and "
+                "choose with torch.where, unroll the loop in Python, or compile the submodules around it"
+            )
+
+
+def _make_tensors_of_numbers(graph_module: GraphModule) -> None:
+    """Write casts of numbers, which torch.vmap leaves behind, as the tensors that they make."""
+    for node in graph_module.graph.nodes:
+        if node.target is torch.ops.aten._to_copy.default and isinstance(node.args[0], int | float):
+            node.target, node.args = torch.ops.aten.full.default, ([], node.args[0])
+            node.kwargs = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
 
 
 def _annotate_inputs(program: ExportedProgram, call: Call) -> None:

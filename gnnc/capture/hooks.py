@@ -6,6 +6,7 @@ captured layer takes the branch that runs them.
 
 import types
 from collections.abc import Callable, Mapping
+from itertools import filterfalse
 from typing import Any
 
 from torch import nn
@@ -66,7 +67,7 @@ def refuse_global_hooks(owner: str) -> None:
         UnsupportedError: names the hook.
     """
     for table in GLOBAL_FORWARD_HOOKS:
-        for hook in table.values():
+        for hook in filterfalse(_is_of_torch, table.values()):
             raise UnsupportedError(
                 f"[{owner}] {_name(hook)} is a hook on all modules (register_module_forward_hook or "
                 "register_module_forward_pre_hook), which a compiled call would not run inside the model: "
@@ -88,6 +89,11 @@ def refuse_registration_hooks(owner: str) -> None:
                 "buffers, which would run on what a capture registers for itself: remove it "
                 "(handle.remove()) before the model is compiled or called for the first time"
             )
+
+
+def _is_of_torch(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is torch's own: those of its counters and profilers only look."""
+    return str(getattr(hook, "__module__", None)).startswith("torch.")
 
 
 def _name(hook: Callable[..., Any]) -> str:

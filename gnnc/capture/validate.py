@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gnnc.capture.arguments import Call, can_be_size, carrier
 from gnnc.capture.edge_index import plain
-from gnnc.errors import GraphError, InputError
+from gnnc.errors import GraphError, InputError, UnsupportedError
+from gnnc.torch_private import has_own_dispatch, is_functorch_tensor
 
 _EDGE_INDEX = re.compile(
     r"(^|[._\['])(edge_index|edge_label_index|adj_t?)($|[._\]'\d])|_edge_index$|edge_index_"
@@ -43,7 +44,9 @@ def validate(
         GraphError: an edge list or batch vector has the wrong dtype or shape.
         InputError: a floating argument is not float32, or an argument is on another device than the
             model, or on one that the backend does not run on.
+        UnsupportedError: an argument is a tensor without values that a kernel can read.
     """
+    refuse_foreign_tensors(owner, zip(call.names, call.tensors, strict=True))
     device = device or call.device
     sparse = {name for leaf in call.leaves if leaf.kind == "sparse" for name in leaf.tensor_names}
     ints = call.ints
@@ -59,6 +62,35 @@ def validate(
                 f"{name}.to({str(device)!r})"
             )
     _check_backend(owner, device, backend, device_types)
+
+
+def refuse_foreign_tensors(owner: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse tensors without values of their own: fake, wrapped or nested.
+
+    Raises:
+        UnsupportedError: names the tensor and its kind.
+    """
+    for name, tensor in named:
+        kind = _foreign_kind(tensor)
+        if kind is not None:
+            raise UnsupportedError(
+                f"[{owner}] {name} is {kind}, which the kernels of a compiled model cannot read: pass a "
+                "dense torch.Tensor with the same values, or call the original model (compiled.model)"
+            )
+
+
+def _foreign_kind(tensor: Tensor) -> str | None:
+    """Return the name of a kind of tensor that no kernel reads; None for all others."""
+    if _runs_its_ops(tensor):
+        return f"a {type(tensor).__name__}"
+    if is_functorch_tensor(tensor):
+        return "a tensor of a torch.func transform (vmap, grad, jvp)"
+    return "a nested tensor" if tensor.is_nested else None
+
+
+def _runs_its_ops(tensor: Tensor) -> bool:
+    """Return whether a tensor's class runs its ops in a way of its own; PyG's run them as torch does."""
+    return has_own_dispatch(tensor) and not type(tensor).__module__.startswith("torch_geometric.")
 
 
 def _check_graph(owner: str, name: str, tensor: Tensor) -> None:
@@ -99,7 +131,7 @@ def _check_dtype(owner: str, name: str, tensor: Tensor) -> None:
     if tensor.is_floating_point() and tensor.dtype != torch.float32:
         raise InputError(
             f"[{owner}] {name} has dtype {tensor.dtype}: a compiled model takes float32 and lowers the "
-            f"precision itself; pass {name}.float()"
+            f"precision itself; pass {name}.float() (and keep the model in float32: model.float())"
         )
 
 
@@ -121,6 +153,8 @@ def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Te
                 return False
             if type(value) is not Tensor:
                 value = plain(value)
+                if _runs_its_ops(value):
+                    return False
             parts.append(value.device)
             parts.append(value.ndim)
             parts.append(value.dtype)

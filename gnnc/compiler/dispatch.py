@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.fx.proxy import TraceError
 
 from gnnc.capture.arguments import Call, flatten_call
 from gnnc.capture.hooks import refuse_global_hooks
@@ -15,14 +16,21 @@ from gnnc.capture.model_snapshot import ModelSnapshot, autocast_mode
 from gnnc.capture.pyg_data import to_dicts
 from gnnc.capture.sparse_state import describe_held, sparse_holdings
 from gnnc.capture.trace_lock import TRACES
-from gnnc.capture.validate import describe_arguments, is_graph_name, missing_arguments, validate
+from gnnc.capture.validate import (
+    describe_arguments,
+    is_graph_name,
+    missing_arguments,
+    refuse_foreign_tensors,
+    validate,
+)
 from gnnc.compiler import dump
 from gnnc.compiler.build import build_program, uncollected
 from gnnc.compiler.captures import CaptureLog, difference
 from gnnc.compiler.fast_path import FastPath, fast_path_of
 from gnnc.compiler.options import check_precisions
 from gnnc.compiler.program import Options, Program, find
-from gnnc.errors import CaptureError, GraphError, InputError, UnsupportedError
+from gnnc.compiler.transforms import may_be_transformed, refuse_trace, refuse_transforms
+from gnnc.errors import CaptureError, GnncError, GraphError, InputError, UnsupportedError
 from gnnc.locks import renew_at_fork
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.program.memory import OutputPool
@@ -69,6 +77,7 @@ class Dispatch:
         self._model = model
         self._modules = tuple(model.modules())
         self._holdings = sparse_holdings(model)
+        self._constants: list[Tensor] = []
         self._examples = examples
         self._reason: str | None = None
         self._programs: dict[Any, list[Program]] = {}
@@ -77,11 +86,24 @@ class Dispatch:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model on the arguments of a call; see ``CompiledModel.forward``."""
+        if torch.compiler.is_dynamo_compiling():
+            refuse_trace(type(self._model).__name__, "torch.compile or torch.export")
         if any(GLOBAL_FORWARD_HOOKS):
             refuse_global_hooks(type(self._model).__name__)
-        if torch.is_grad_enabled():
-            self._refuse_gradients(args, kwargs)
+        if may_be_transformed():
+            refuse_transforms(self._model, to_dicts((args, kwargs)), self._constants)
         self._drop_stale_programs()
+        try:
+            if torch.is_grad_enabled():
+                self._refuse_gradients(args, kwargs)
+            return self._run(args, kwargs)
+        except TraceError:
+            refuse_trace(type(self._model).__name__, "torch.fx.symbolic_trace")
+        except RuntimeError:
+            self._refuse_foreign_tensors(args, kwargs)
+            raise
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fast_path = self.fast_path
         if fast_path is not None and not kwargs and fast_path.serves(args, self.snapshot.modes):
             return fast_path.run(args)
@@ -132,6 +154,7 @@ class Dispatch:
                 self._programs.clear()
                 self._by_form.clear()
                 self.fast_path = None
+                self._constants.clear()
                 self._modules = tuple(self._model.modules())
                 self._holdings = sparse_holdings(self._model)
                 self.snapshot = ModelSnapshot(self._model)
@@ -253,6 +276,10 @@ class Dispatch:
                 )
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
+        except (GnncError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # of a pass or a kernel, on a graph that no test has
+            raise self._build_error(error) from error
         first = "example_inputs" if examples else "the first call"
         again = failure or (difference(call, self.last.captured.call) if self.last else first)
         self._log.add(self._reason or (again if self.captures else first))
@@ -260,7 +287,19 @@ class Dispatch:
         self.last = program
         dump.dump(type(self._model).__name__, program.snapshots)
         self._programs.setdefault(key, []).append(program)
+        self._constants += program.captured.constants
+        if may_be_transformed():
+            refuse_transforms(self._model, (), self._constants)
         return program
+
+    def _build_error(self, error: Exception) -> CaptureError:
+        """Return the error to raise where a pass or a lowering fails on a captured graph."""
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return CaptureError(
+            f"[{type(self._model).__name__}] was captured, but its graph does not compile "
+            f"({type(error).__name__}: {reason}). Way out: compile the submodules around the step that is "
+            "unusual, and report the model as a bug of gnnc"
+        )
 
     def options_for(self, call: Call) -> Options:
         """Return the options with the backend of the model's device, or of the call's where it has none."""
@@ -290,14 +329,37 @@ class Dispatch:
         return alike[-1].captured.guards.failure(call.tensors) if alike else None
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = pytree.tree_leaves(to_dicts((args, kwargs)))
-        tensors = (*self._model.parameters(), *(t for t in inputs if isinstance(t, Tensor)))
-        if any(tensor.requires_grad for tensor in tensors):
-            raise UnsupportedError(
-                f"[{type(self._model).__name__}] this call would need gradients, and this version compiles "
-                "inference only: call it under torch.no_grad() or torch.inference_mode(), or use "
-                "requires_grad_(False) on the model and its inputs; train the original model"
-            )
+        """Refuse a call whose arguments, weights, buffers or constants need gradients."""
+        tables = ("_parameters", "_buffers")
+        held = [tensor for m in self._modules for name in tables for tensor in vars(m)[name].values()]
+        held += self._constants
+        if any(tensor.requires_grad for tensor in held if tensor is not None):
+            self._needs_gradients()
+        leaves = args if not kwargs and all(map(_is_plain, args)) else None
+        if leaves is None:
+            leaves = pytree.tree_leaves(to_dicts((args, kwargs)))
+        if any(leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)):
+            self._needs_gradients()
+
+    def _needs_gradients(self) -> NoReturn:
+        raise UnsupportedError(
+            f"[{type(self._model).__name__}] this call would need gradients, and this version compiles "
+            "inference only: call it under torch.no_grad() or torch.inference_mode(), or use "
+            "requires_grad_(False) on the model (with its buffers and tensors in attributes) and its inputs; "
+            "train the original model"
+        )
+
+    def _refuse_foreign_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = pytree.tree_flatten_with_path(to_dicts((args, kwargs)))[0]
+        named = [
+            (f"argument {pytree.keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor)
+        ]
+        refuse_foreign_tensors(type(self._model).__name__, named)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an argument is a tensor or None, which holds no other tensor."""
+    return value is None or isinstance(value, Tensor)
 
 
 def _moved(args: tuple[Any, ...], device: torch.device | None) -> tuple[Any, ...]:
