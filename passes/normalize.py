@@ -65,6 +65,15 @@ _VIEWS = (
 )
 _DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
 _CASTS = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other")
+_SPLITS = (
+    "aten.split.Tensor",
+    "aten.split_with_sizes.default",
+    "aten.chunk.default",
+    "aten.unsafe_split.Tensor",
+    "aten.unsafe_split_with_sizes.default",
+    "aten.unsafe_chunk.default",
+    "aten.unbind.int",
+)
 _FILLS = {
     "aten.zeros.default": 0,
     "aten.zeros_like.default": 0,
@@ -139,7 +148,7 @@ class _Normalizer:
         if isinstance(node.meta.get("val"), int | torch.SymInt):
             value = node.meta["val"]
             return value if isinstance(value, int) else self.sizes.add(node)
-        simpler = _simplified(node) or self._filled(node)
+        simpler = _simplified(node) or self._filled(node) or self._part(node)
         return simpler if simpler is not None else self._first_equal(node)
 
     def _first_equal(self, node: Node) -> Node:
@@ -171,6 +180,24 @@ class _Normalizer:
         options = {"dtype": like.dtype, "device": like.device}
         new = self.builder.call(aten.full.default, sizes, value, layer=node.meta["layer"], **options)
         return self._first_or_erase(new)
+
+    def _part(self, node: Node) -> Node | None:
+        """Return one part of a tensor that is split along columns as a slice, or None for another node."""
+        if node.target is not operator.getitem or str(first_operand(node).target) not in _SPLITS:
+            return None
+        split, index = first_operand(node), result_index(node)
+        whole, dim = first_operand(split), argument(split, "dim")
+        dim %= len(shape_of(whole))
+        parts = split.meta["val"]
+        if dim == 0 or not isinstance(shape_of(whole)[dim], int):
+            return None
+        layer = node.meta["layer"]
+        if str(split.target) == "aten.unbind.int":
+            return self._first_or_erase(self.builder.call(aten.select.int, whole, dim, index, layer=layer))
+        widths = [part.shape[dim] for part in parts[: index + 1]]
+        start, end = sum(widths[:-1]), sum(widths)
+        part = self.builder.call(aten.slice.Tensor, whole, dim, start, end, layer=layer)
+        return self._first_or_erase(part)
 
     def _spell_out(self, node: Node) -> None:
         """Rewrite ``x.expand_as(y)`` and ``x.to(y)`` without ``y``, and a view as a reshape.

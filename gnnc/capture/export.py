@@ -18,14 +18,15 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
-from torch.nn.parameter import is_lazy
 
 from gnnc.capture.arguments import Call, Leaf, call_forms, flatten_call, rebuild
 from gnnc.capture.diagnose import diagnosis
 from gnnc.capture.functionalize import functional
 from gnnc.capture.guards import Guards, guards_of
 from gnnc.capture.hooks import refuse_global_hooks, refuse_registration_hooks
+from gnnc.capture.lazy_layers import materialize
 from gnnc.capture.private_copy import private_copy
+from gnnc.capture.pyg_data import Container
 from gnnc.capture.pyg_patches import exportable
 from gnnc.capture.quiet import quiet
 from gnnc.capture.recurrent import RecurrentMode
@@ -34,6 +35,7 @@ from gnnc.capture.size_guards import at_least_two, between_sizes, watched
 from gnnc.capture.sparse_operand import SparseMode, operand
 from gnnc.capture.sparse_state import Hidden
 from gnnc.capture.stand_ins import Dimension, StandIns, candidates
+from gnnc.capture.symbolic_calls import symbolic_calls
 from gnnc.capture.torch_globals import confined
 from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.unregistered_weights import refuse_unregistered
@@ -102,7 +104,8 @@ def capture(
 ) -> Captured:
     """Trace ``model(*args, **kwargs)`` in its present mode into an ATen graph.
 
-    The model, its buffers, its gradients and the random state are as before afterwards.
+    The model, its buffers, its gradients and the random state are as before afterwards, except that lazy
+    layers have parameters.
     Raises CaptureError, which names the line of the model that cannot be traced.
 
     ``known`` holds captures of the unchanged model for such calls, none of which serves this one: the model
@@ -110,9 +113,9 @@ def capture(
     and sizes that differ from theirs become symbolic.
     """
     call = flatten_call(model, args, kwargs or {})
-    _refuse_lazy(model)
     refuse_global_hooks(type(model).__name__)
     refuse_registration_hooks(type(model).__name__)
+    materialize(model, args, kwargs or {})
     constants = [leaf.value for leaf in call.leaves if leaf.kind == "constant"]
     copy = private_copy(model)
     plain = torch.inference_mode(False)  # within it, tensors do not count the writes into them
@@ -247,7 +250,8 @@ def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tup
     if strict and stand_ins.symbolic:
         with quiet(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             run_alone(entry, stand_ins.tensors)
-    with watched() as branches, stopped_at_numbers(entry.watch), modes, quiet():
+    calls = contextlib.nullcontext() if strict else symbolic_calls(entry.model, _classes(call))
+    with watched() as branches, stopped_at_numbers(entry.watch), modes, calls, quiet():
         program = torch.export.export(
             entry, stand_ins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
@@ -257,6 +261,11 @@ def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tup
     if strict:
         branches += at_least_two(guards.symbols)
     return program, dataclasses.replace(guards, branches=tuple(branches))
+
+
+def _classes(call: Call) -> set[type]:
+    """Return the classes of PyG's graphs among the arguments."""
+    return {leaf.value.kind for leaf in call.leaves if isinstance(leaf.value, Container)}
 
 
 @contextlib.contextmanager
@@ -273,15 +282,6 @@ def _seed_kept() -> Iterator[None]:
         if torch.initial_seed() != seed:
             torch.set_rng_state(state)
             torch.cuda.set_rng_state_all(on_devices)
-
-
-def _refuse_lazy(model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise CaptureError(
-                f"[{type(model).__name__}] parameter {name!r} has no shape yet (lazy "
-                "initialisation): call the model once before compiling it"
-            )
 
 
 def _lifted(

@@ -8,8 +8,9 @@ import contextlib
 import copy
 import inspect
 import itertools
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from gnnc.capture.hooks import hook_tables
 from gnnc.capture.model_snapshot import NO_CONSTANTS
 from gnnc.capture.pyg_data import Container, to_dicts
 from gnnc.errors import CaptureError
-from gnnc.torch_private import forward_pre_hooks, pytree
+from gnnc.torch_private import FakeTensor, forward_pre_hooks, pytree
 
+_FAKE_CACHE = re.compile(r"^_\w+_memo(_vc|_epoch)?$")
+"""Pattern of the attributes in which a fake tensor keeps the sizes of its selections."""
 _LIBRARIES = ("torch.", "torch_geometric.")
 _CONTAINERS = (dict, OrderedDict, list)
 _PLAIN = (bool, int, float, str, Container)
@@ -32,15 +35,17 @@ _RESULTS = (Tensor, int, float, str, type(None), torch.SymInt, torch.SymFloat, t
 
 
 @contextlib.contextmanager
-def undone(model: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
+def undone(model: nn.Module, arguments: Iterable[Any], without: Collection[nn.Module] = ()) -> Iterator[None]:
     """Restore, on exit, all that a trace sets: attributes of modules and arguments, lists and dicts.
 
-    Other threads may read the modules meanwhile, so no attribute is removed and set again.
+    Other threads may read the modules meanwhile, so no attribute is removed and set again. The modules
+    ``without`` stay as they are set.
     """
     kept: dict[int, tuple[Any, Any]] = {}
     hooks = [hook for _, table in _hook_tables(model) for hook in table.values()]
     for owner in (*model.modules(), *arguments, *itertools.chain.from_iterable(map(_in_reach, hooks))):
-        _keep(owner if type(owner) in _CONTAINERS else getattr(owner, "__dict__", None), kept)
+        if not any(owner is module for module in without):
+            _keep(owner if type(owner) in _CONTAINERS else getattr(owner, "__dict__", None), kept)
     try:
         yield
     finally:
@@ -162,6 +167,7 @@ def _objects(arguments: Mapping[str, Any]) -> dict[str, Any]:
             f"{name}.{key}": value
             for name, argument in arguments.items()
             for key, value in getattr(argument, "__dict__", {}).items()
+            if not (isinstance(argument, FakeTensor) and _FAKE_CACHE.search(key))
         }
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gnnc.capture.arguments import Call, can_be_size, carrier
 from gnnc.capture.edge_index import plain
-from gnnc.errors import GraphError, InputError, UnsupportedError
+from gnnc.errors import InputError, UnsupportedError
 from gnnc.torch_private import has_own_dispatch, is_functorch_tensor
 
 _EDGE_INDEX = re.compile(
@@ -41,20 +41,16 @@ def validate(
         device_types: types of the devices that it runs on; empty: on any.
 
     Raises:
-        GraphError: an edge list or batch vector has the wrong dtype or shape.
         InputError: a floating argument is not float32, or an argument is on another device than the
             model, or on one that the backend does not run on.
         UnsupportedError: an argument is a tensor without values that a kernel can read.
     """
     refuse_foreign_tensors(owner, zip(call.names, call.tensors, strict=True))
     device = device or call.device
-    sparse = {name for leaf in call.leaves if leaf.kind == "sparse" for name in leaf.tensor_names}
     ints = call.ints
     for name, tensor in zip(call.names, call.tensors, strict=True):
         if name in ints:
             continue
-        if name not in sparse:
-            _check_graph(owner, name, tensor)
         _check_dtype(owner, name, tensor)
         if tensor.device != device:
             raise InputError(
@@ -93,22 +89,31 @@ def _runs_its_ops(tensor: Tensor) -> bool:
     return has_own_dispatch(tensor) and not type(tensor).__module__.startswith("torch_geometric.")
 
 
-def _check_graph(owner: str, name: str, tensor: Tensor) -> None:
-    is_edges, is_batch = bool(_EDGE_INDEX.search(name)), bool(_BATCH.search(name))
-    if not (is_edges or is_batch):
-        return
-    if tensor.dtype not in _INDEX_DTYPES:
-        raise GraphError(
-            f"[{owner}] {name} has dtype {tensor.dtype}: node ids must be int64 or int32; "
-            f"convert it with {name}.long()"
-        )
-    if is_edges and (tensor.dim() != 2 or tensor.shape[0] != 2):
-        raise GraphError(
-            f"[{owner}] {name} has shape {tuple(tensor.shape)}: an edge list is [2, number of edges], "
-            "sources in row 0 and destinations in row 1"
-        )
-    if is_batch and tensor.dim() != 1:
-        raise GraphError(f"[{owner}] {name} has shape {tuple(tensor.shape)}: expected [number of nodes]")
+def unusual_graph(call: Call) -> str | None:
+    """Return, of a call that does not run, what is unusual about an edge list or batch vector; else None.
+
+    A name says only what an argument may be: a model is free to take edges as ``[E, 2]``.
+    """
+    sparse = {name for leaf in call.leaves if leaf.kind == "sparse" for name in leaf.tensor_names}
+    pairs = zip(call.names, call.tensors, strict=True)
+    named = sorted(pairs, key=lambda pair: not _EDGE_INDEX.search(pair[0]))
+    for name, tensor in named:
+        is_edges, is_batch = bool(_EDGE_INDEX.search(name)), bool(_BATCH.search(name))
+        if name in sparse or name in call.ints or not (is_edges or is_batch):
+            continue
+        if tensor.dtype not in _INDEX_DTYPES:
+            return (
+                f"{name} has dtype {tensor.dtype}: node ids must be int64 or int32; "
+                f"convert it with {name}.long()"
+            )
+        if is_edges and (tensor.dim() != 2 or tensor.shape[0] != 2):
+            return (
+                f"{name} has shape {tuple(tensor.shape)}: an edge list is [2, number of edges], "
+                "sources in row 0 and destinations in row 1"
+            )
+        if is_batch and tensor.dim() != 1:
+            return f"{name} has shape {tuple(tensor.shape)}: expected [number of nodes]"
+    return None
 
 
 def _check_backend(

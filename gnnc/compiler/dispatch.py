@@ -12,6 +12,7 @@ from torch.fx.proxy import TraceError
 
 from gnnc.capture.arguments import Call, flatten_call
 from gnnc.capture.hooks import refuse_global_hooks
+from gnnc.capture.lazy_layers import has_lazy_layers
 from gnnc.capture.model_snapshot import ModelSnapshot, autocast_mode
 from gnnc.capture.pyg_data import to_dicts
 from gnnc.capture.sparse_state import describe_held, sparse_holdings
@@ -21,6 +22,7 @@ from gnnc.capture.validate import (
     is_graph_name,
     missing_arguments,
     refuse_foreign_tensors,
+    unusual_graph,
     validate,
 )
 from gnnc.compiler import dump
@@ -269,6 +271,7 @@ class Dispatch:
     ) -> Program:
         try:
             options, known = self.options_for(call), self._programs.get(key, ())
+            lazy = has_lazy_layers(self._model)
             # programs that are tried on examples hold memory
             with TRACES.building(), uncollected(unless=examples):
                 program = build_program(
@@ -280,6 +283,8 @@ class Dispatch:
             raise
         except Exception as error:  # of a pass or a kernel, on a graph that no test has
             raise self._build_error(error) from error
+        if lazy:  # they have parameters now
+            self.snapshot = ModelSnapshot(self._model)
         first = "example_inputs" if examples else "the first call"
         again = failure or (difference(call, self.last.captured.call) if self.last else first)
         self._log.add(self._reason or (again if self.captures else first))
@@ -317,6 +322,9 @@ class Dispatch:
         failure = failure or self._any_failure(call)
         if missing:
             raise InputError(f"[{owner}] {missing[0]} is None, but the model needs it: {error}") from error
+        unusual = unusual_graph(call)
+        if unusual is not None:
+            raise GraphError(f"[{owner}] {unusual}; and the model does not run on it: {error}") from error
         if failure is not None:
             raise InputError(
                 f"[{owner}] {failure}; and these arguments do not run either: {error}"

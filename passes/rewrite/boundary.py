@@ -1,5 +1,6 @@
 """Boundary between structure graph and compute graph: the shapes of its values, and the examples' values."""
 
+import re
 from typing import Any
 
 import sympy
@@ -35,9 +36,10 @@ class Boundary:
     def __init__(self, gm: fx.GraphModule, nodes: list[Node]) -> None:
         self._mode = fake_mode_of(gm)
         self._env: ShapeEnv | None = getattr(self._mode, "shape_env", None)
+        self._equal = _equal_sizes(self._env)
         self._known: dict[sympy.Expr, sympy.Expr] = {}
         tensors = [value for node in nodes if isinstance(value := node.meta["val"], torch.Tensor)]
-        self._symbols = {s for value in tensors for size in value.shape for s in _unbacked(size_expr(size))}
+        self._symbols = {s for value in tensors for size in value.shape for s in _unbacked(self._expr(size))}
         for expr in _independent(self._unbacked_sizes(nodes)):
             self._known[expr] = self._fresh(expr)
 
@@ -55,17 +57,24 @@ class Boundary:
         for node in nodes:
             value = node.meta["val"]
             sizes = value.shape if isinstance(value, torch.Tensor) else [value]
-            exprs |= {size_expr(s) for s in sizes if isinstance(s, torch.SymInt)}
+            exprs |= {self._expr(s) for s in sizes if isinstance(s, torch.SymInt)}
         return {expr for expr in exprs if not _unbacked(expr).isdisjoint(self._symbols)}
 
     def _size(self, size: Any) -> Any:
         if not isinstance(size, torch.SymInt) or self._env is None:
             return size
-        expr = size.node.expr
+        expr = self._expr(size)
         if _unbacked(expr).isdisjoint(self._symbols):
             return size
         fresh = expr.subs(self._known)
         return self._env.create_symintnode(fresh, hint=self._hint(fresh))
+
+    def _expr(self, size: Any) -> sympy.Expr:
+        """Return a size as an expression; sizes that the model needs equal are one expression."""
+        expr = size_expr(size)
+        while not self._equal.keys().isdisjoint(expr.free_symbols):
+            expr = expr.xreplace(self._equal)
+        return expr
 
     def _fresh(self, expr: sympy.Expr) -> sympy.Symbol:
         assert self._env is not None
@@ -79,6 +88,24 @@ class Boundary:
         hints = getattr(self._env, name)
         values = {symbol: hints.get(symbol, _ASSUMED_EDGES) for symbol in expr.free_symbols}
         return int(expr.xreplace({s: sympy.Integer(v) for s, v in values.items()}))
+
+
+def _equal_sizes(env: ShapeEnv | None) -> dict[sympy.Symbol, sympy.Expr]:
+    """Return data-dependent symbols that traced steps assert to equal expressions of earlier ones."""
+    equal: dict[sympy.Symbol, sympy.Expr] = {}
+    for asserts in getattr(env, "deferred_runtime_asserts", {}).values():
+        for condition in (each.expr for each in asserts):
+            if isinstance(condition, sympy.Eq):
+                for symbol, other in (condition.args, condition.args[::-1]):
+                    if symbol in _unbacked(symbol) and _is_earlier(other, symbol):
+                        equal.setdefault(symbol, other)
+    return equal
+
+
+def _is_earlier(expr: sympy.Expr, symbol: sympy.Symbol) -> bool:
+    """Return whether all data-dependent symbols of an expression were made before a symbol."""
+    numbers = [int(re.sub(r"\D", "", each.name)) for each in (symbol, *_unbacked(expr))]
+    return all(number < numbers[0] for number in numbers[1:])
 
 
 def _unbacked(expr: sympy.Expr) -> set[sympy.Symbol]:

@@ -44,7 +44,6 @@ BAD = {
     "source negative": (with_index(0, 0, -1), gnnc.GraphError, r"edge_index\[0, 0\] = -1"),
     "destination negative": (with_index(1, 0, -5), gnnc.GraphError, r"edge_index\[1, 0\] = -5"),
     "float edge_index": ((X, EDGES.float(), BATCH), gnnc.GraphError, r"\.long\(\)"),
-    "bool edge_index": ((X, EDGES > 3, BATCH), gnnc.GraphError, "int64 or int32"),
     "one-dimensional edge_index": ((X, EDGES[0], BATCH), gnnc.GraphError, "shape"),
     "three rows": ((X, EDGES[[0, 1, 0]], BATCH), gnnc.GraphError, r"\[2, number of edges\]"),
     "transposed edge_index": ((X, EDGES.t(), BATCH), gnnc.GraphError, r"\[2, number of edges\]"),
