@@ -60,7 +60,7 @@ def compile(  # noqa: A001  the name is the public contract
         example_inputs: a tuple of representative arguments. The model is then captured at once and
             scales are taken from them (static); without it capture waits for the first call and
             scales are taken at each call (dynamic). They are kept: a copy, or a model that has changed,
-            is captured with them again.
+            is captured with them again, and scales are taken from them again where weights have changed.
         overrides: module-path glob to precision, for layers that differ.
         error_budget: relative L2 error of the output on ``example_inputs`` that ``auto`` may spend.
             Without them nothing can be measured: it weighs ops by their receptive-field gain.

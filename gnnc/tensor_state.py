@@ -37,6 +37,11 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
+def optimizer_steps() -> int:
+    """Return the number of steps that the optimizers of this process have taken."""
+    return _steps
+
+
 def state(tensor: Tensor) -> tuple[Any, ...]:
     """Return a key that changes when a tensor changes: version counter, memory, layout and dtype.
 

@@ -7,7 +7,7 @@ a row, folded into the edge's weight and summed in floats. Rows too narrow to ga
 (``bf16_narrow_rows``), as do results that a later kernel only adds (``bf16_partials``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -20,8 +20,8 @@ from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.nodes import argument, arguments, shape_or_none, with_arguments
 from gnnc.ir.op import Op, op_of
 from gnnc.ir.qtype import Granularity, QType
-from gnnc.ir.quantized import MAX_SHIFT
-from gnnc.ir.source import Source
+from gnnc.ir.quantized import MAX_SHIFT, STATIC_RANGE
+from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context
 from gnnc.passes.quantization.bf16_narrow_rows import use_bf16_for_narrow_rows
 from gnnc.passes.quantization.bf16_partials import producer, round_partials_to_bf16
@@ -31,11 +31,21 @@ from gnnc.passes.quantization.number_formats import (
     granularities,
     width_of,
 )
-from gnnc.passes.quantization.observe import Candidate, Observation, choose, observe
+from gnnc.passes.quantization.observe import (
+    CLIPPED,
+    Candidate,
+    Observation,
+    ancestors,
+    choose,
+    observe,
+)
 from gnnc.precision import Precision
 
 STATIC_SCALE = "static_scale"
 """Key in the meta of the placeholders of scales that come from the examples."""
+
+SCALED_FROM = "scaled_from"
+"""Key in the meta of a graph: the set of ``Source`` that values with a static scale may depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,7 @@ class Quantize:
         if self.bf16_partials:
             round_partials_to_bf16(gm.graph, frozenset(low), ctx)
         observed = _observe(gm, low, ctx)
+        gm.meta[SCALED_FROM] = _sources(map(aggregated_rows, observed))
         scaled = self._scaled_by_products(low, ctx)
         num_inputs = len(placeholders(gm))
         for node in low:
@@ -127,6 +138,12 @@ def _observe(gm: fx.GraphModule, low: list[Node], ctx: Context) -> dict[Node, Ob
         qtypes.setdefault(rows, set()).update(c.qtype(node.meta["precision"]) for c in _candidates(node))
     observed = observe(gm, ctx.examples, qtypes) if qtypes else {}
     return {node: observed[rows] for node, rows in read.items()}
+
+
+def _sources(values: Iterable[Node]) -> frozenset[Source]:
+    """Return the sources of the placeholders that values are computed from."""
+    found = (source_of(node) for node in ancestors(values) if node.op == "placeholder")
+    return frozenset(source for source in found if source is not None)
 
 
 def _candidates(node: Node) -> list[Candidate]:
@@ -265,10 +282,12 @@ def _aggregate(build: _Builder, col: Node, value: Node | None) -> Node:
         if granularity == "row":
             quantized, scale = build.quantize_rows(x, build.qtype())
             return build.op("qspmm", rowptr, col, value, quantized, scale, None, reduce, num_dst)
-        base = _static_scale(build, chosen.headroom)
+        base = _static_scale(build, chosen)
     qtype = str(build.qtype(granularity))
     shift = (_row_shift(build, x, base, qtype),) if granularity == "row_pow2" else ()
     quantized = build.op("quantize", x, base, qtype, *shift)
+    if STATIC_RANGE in base.meta:
+        quantized.meta[STATIC_RANGE] = base.meta[STATIC_RANGE]
     total = build.op("qspmm", rowptr, col, value, quantized, None, *(shift or (None,)), reduce, num_dst)
     exponent = (-MAX_SHIFT,) if shift else ()
     return build.op("dequantize", total, base, "tensor", *exponent)
@@ -282,10 +301,12 @@ def _found_scale(build: _Builder, x: Node) -> tuple[Node, Node]:
     return base, build.aten("_to_copy", narrow, dtype=torch.float32)
 
 
-def _static_scale(build: _Builder, headroom: float) -> Node:
+def _static_scale(build: _Builder, chosen: Candidate) -> Node:
     assert build.observed is not None, "a static granularity was chosen without examples"
-    scale = build.observed.amax * headroom / build.qtype().qmax
-    return build.constant(scale, f"{build.node.name}_scale")
+    amax = build.observed.amax
+    new = build.constant(amax * chosen.headroom / build.qtype().qmax, f"{build.node.name}_scale")
+    new.meta[STATIC_RANGE] = (amax * chosen.least, amax * chosen.headroom * CLIPPED)
+    return new
 
 
 def _row_shift(build: _Builder, x: Node, base: Node, qtype: str) -> Node:

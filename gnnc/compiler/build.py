@@ -19,12 +19,14 @@ from gnnc.compiler.call_function import CallWriter, owner_of
 from gnnc.compiler.index_checks import Bounds, bounds_by_type
 from gnnc.compiler.int32_ids import capture_call
 from gnnc.compiler.program import Options, Program
+from gnnc.compiler.static_scales import ScaledWeights
 from gnnc.errors import UnsupportedError, VerifyError
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.parts import Parts
-from gnnc.ir.source import source_of
+from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context, Stage, run_passes
 from gnnc.passes.edges.index_bounds import IndexBound, index_bounds
+from gnnc.passes.quantize import SCALED_FROM, STATIC_SCALE
 from gnnc.passes.rewrite.boundary import drop_structure
 from gnnc.precision import AUTO
 from gnnc.runtime.backend import Backend
@@ -42,6 +44,7 @@ def build_program(
     *,
     use_examples: bool,
     known: Sequence[Program] = (),
+    captured: Captured | None = None,
 ) -> Program:
     """Capture a call and compile it.
 
@@ -53,12 +56,13 @@ def build_program(
         pool: memory for outputs.
         use_examples: the arguments are representative: take static scales from them.
         known: programs of such calls, none of which serves this one.
+        captured: the capture of a call like this one, with the tensors of this one; None: capture it.
 
     Raises:
         GnncError: the model cannot be traced, or a request cannot be served.
     """
     start = time.perf_counter()
-    captured = capture_call(model, args, kwargs, [program.captured for program in known])
+    captured = captured or capture_call(model, args, kwargs, [program.captured for program in known])
     _check_weights(captured)
     if use_examples:  # passes run the graph on them, before the program's own bounds are known
         Bounds(captured.guards.inputs, index_bounds(captured.graph_module)).check(captured.call.tensors)
@@ -90,6 +94,7 @@ def build_program(
         bounds = Bounds(captured.guards.inputs, found)
         if runner is not None and parts.structure is not None:
             bounds.leave_to(runner, parts.structure)
+    scaled_weights = _scaled_weights(model, captured, stages)
     drop_structure(parts.forward, context)
     captured = dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=()))
     writer = CallWriter(model, captured, parts, bounds)
@@ -105,6 +110,7 @@ def build_program(
         run=executable.whole(writer.compile(executable, runner)),
         bind=bind,
         profiled=executable.whole(bind(executable.profile, runner)),
+        scaled_weights=scaled_weights,
     )
     program.seconds = {"capture": traced - start, "compile": time.perf_counter() - traced}
     return program
@@ -130,6 +136,26 @@ def _structure_runner(backend: Backend, structure: GraphModule | None) -> Struct
 def _index_bounds(stages: Sequence[Stage]) -> Sequence[IndexBound]:
     metas = (parts.forward.meta for _, parts in stages)
     return next((meta["index_bounds"] for meta in metas if "index_bounds" in meta), ())
+
+
+def _scaled_weights(
+    model: torch.nn.Module, captured: Captured, stages: Sequence[Stage]
+) -> ScaledWeights | None:
+    """Return the weights that static scales of a program depend on, or None where it has no such scale."""
+    _, parts = stages[-1]
+    if not any(STATIC_SCALE in node.meta for node in placeholders(parts.forward)):
+        return None
+    sources = next(p.forward.meta[SCALED_FROM] for _, p in stages if SCALED_FROM in p.forward.meta)
+    if parts.structure is not None and any(source.kind == "structure" for source in sources):
+        sources |= {source for node in placeholders(parts.structure) if (source := source_of(node))}
+    written = {Source("buffer", name) for name in captured.mutations}
+    weights = {source for source in sources - written if source.kind in ("parameter", "buffer")}
+    constants = [
+        node.meta["value"]
+        for node in placeholders(captured.graph_module)
+        if source_of(node) in sources and isinstance(node.meta.get("value"), torch.Tensor)
+    ]
+    return ScaledWeights(model, sorted(weights, key=str), constants)
 
 
 def _check_weights(captured: Captured) -> None:

@@ -12,6 +12,7 @@ _MANY = 8
 """Captures for one cause that are a warning."""
 _NUMBERS = re.compile(r"\b(s?\d+)\b")
 _ADVICE = (
+    ("static scale", "compile without example_inputs: scales are then computed at each call"),
     ("takes it for a number", "write the loop over it with ops on whole tensors, or pad it to one size"),
     ("asks about sizes", "let forward not decide by sizes, or pad them to the same side of its question"),
     ("as a constant", "pass it as a tensor, or with few values"),

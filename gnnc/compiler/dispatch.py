@@ -1,9 +1,10 @@
 """Dispatch: finds the program of a call, or captures and compiles one."""
 
+import dataclasses
 import inspect
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -35,11 +36,14 @@ from gnnc.compiler.transforms import may_be_transformed, refuse_trace, refuse_tr
 from gnnc.errors import CaptureError, GnncError, GraphError, InputError, UnsupportedError
 from gnnc.locks import renew_at_fork
 from gnnc.runtime.backend import get_backend
+from gnnc.runtime.program.checks import OutOfRange
 from gnnc.runtime.program.memory import OutputPool
 from gnnc.torch_private import GLOBAL_FORWARD_HOOKS, pytree
 
 _MOST_FORMS = 256
 """Forms of calls that are remembered with their programs."""
+_MOST_RETAKEN = 8
+"""Times that static scales are taken again for other weights; it takes much of a second each time."""
 _INTEGERS_MEET = re.compile(
     r"have the same dtype, but got.*\b(?:long|int|short|char|byte|bool)\b", re.IGNORECASE
 )
@@ -82,6 +86,7 @@ class Dispatch:
         self._constants: list[Tensor] = []
         self._examples = examples
         self._reason: str | None = None
+        self._retaken = 0
         self._programs: dict[Any, list[Program]] = {}
         self._by_form: dict[Any, list[Program]] = {}
         self._pool = OutputPool()
@@ -236,7 +241,7 @@ class Dispatch:
         if self._examples is None or any(autocast_mode()):  # examples run in FP32 alone
             return
         try:
-            args = _moved(to_dicts(self._examples), device_of(self._model))
+            args = self._moved_examples()
             call = self._flattened(args, {})
             if self._structural_key(call) == key:
                 self._capture_static(key, call, args)
@@ -285,6 +290,7 @@ class Dispatch:
             raise self._build_error(error) from error
         if lazy:  # they have parameters now
             self.snapshot = ModelSnapshot(self._model)
+        program.run = self._checked(program, key)
         first = "example_inputs" if examples else "the first call"
         again = failure or (difference(call, self.last.captured.call) if self.last else first)
         self._log.add(self._reason or (again if self.captures else first))
@@ -305,6 +311,73 @@ class Dispatch:
             f"({type(error).__name__}: {reason}). Way out: compile the submodules around the step that is "
             "unusual, and report the model as a bug of gnnc"
         )
+
+    def _checked(self, program: Program, key: Any) -> Callable[[Sequence[Tensor]], Any]:
+        """Return what runs a program, but another one where its static scales do not suit a call."""
+        run, weights = program.run, program.scaled_weights
+        if weights is None:
+            return run
+
+        def checked(tensors: Sequence[Tensor]) -> Any:
+            if not weights.are_unchanged():
+                return self._with_new_scales(program, key).run(tensors)
+            try:
+                return run(tensors)
+            except OutOfRange as error:
+                if not weights.have_same_content():  # changed past the version counters
+                    return self._with_new_scales(program, key).run(tensors)
+                return self._with_scales_of_calls(program, error.text).run(tensors)
+
+        return checked
+
+    def _with_new_scales(self, program: Program, key: Any) -> Program:
+        """Return the program with static scales of the present weights, which replaces the other."""
+        with self.lock:
+            if program.successor is None:
+                program.successor = self._take_scales_again(program, key)
+                programs = self._programs.get(key, [])
+                programs[:] = [program.successor if known is program else known for known in programs]
+                self.fast_path, self.last = None, program.successor
+            return program.successor
+
+    def _take_scales_again(self, program: Program, key: Any) -> Program:
+        changed = "weights have changed since static scales were taken"
+        self._retaken += 1
+        if self._retaken > _MOST_RETAKEN:
+            self._log.add(f"{changed}, {_MOST_RETAKEN} times before: scales are computed at each call")
+            return self._recompiled(program, None)
+        try:
+            call = self._flattened(self._moved_examples(), {})
+            taken = self._recompiled(program, call)
+        except GnncError as error:
+            gone = f"example_inputs do not run any more ({error})"
+            self._log.add(f"{changed}, and {gone}: scales are computed at each call")
+            return self._recompiled(program, None)
+        taken.run = self._checked(taken, key)
+        self._log.add(f"{changed}: taken again from example_inputs")
+        return taken
+
+    def _with_scales_of_calls(self, program: Program, reason: str) -> Program:
+        """Return the program without static scales, for calls that those do not suit."""
+        with self.lock:
+            if program.dynamic is None:
+                program.dynamic = self._recompiled(program, None)
+                self._log.add(f"{reason}: scales are computed in such calls")
+            return program.dynamic
+
+    def _recompiled(self, program: Program, examples: Call | None) -> Program:
+        """Return the program of a capture compiled again, with static scales where there are examples."""
+        options = self.options.with_backend(program.backend)
+        call = dataclasses.replace(program.captured.call, tensors=examples.tensors if examples else ())
+        captured = dataclasses.replace(program.captured, call=call)
+        with TRACES.building(), uncollected(unless=examples is not None):
+            return build_program(
+                self._model, (), {}, options, self._pool, use_examples=examples is not None, captured=captured
+            )
+
+    def _moved_examples(self) -> tuple[Any, ...]:
+        """Return the example inputs on the device of the model."""
+        return _moved(to_dicts(self._examples), device_of(self._model))
 
     def options_for(self, call: Call) -> Options:
         """Return the options with the backend of the model's device, or of the call's where it has none."""

@@ -13,6 +13,7 @@ from gnnc.capture.export import Captured
 from gnnc.compiler.auto import predicted_times
 from gnnc.compiler.index_checks import Bounds
 from gnnc.compiler.options import default_precision
+from gnnc.compiler.static_scales import ScaledWeights
 from gnnc.ir.parts import Parts
 from gnnc.passes.base import Context, Pass, Stage
 from gnnc.passes.quantization.saved_plan import Plan
@@ -105,6 +106,9 @@ class Program:
         floors: seconds that the compulsory bytes of each node take at copy bandwidth, likewise.
         tuned: what ``tune`` measured of cuts of the graph, to be printed; None: nothing was.
         seconds: how long compiling took, by phase.
+        scaled_weights: the weights that static scales were taken with; None: the program has no such scale.
+        dynamic: the program of calls that the static scales do not suit, compiled at the first of them.
+        successor: the program with scales of other weights, which has taken this one's place.
     """
 
     captured: Captured
@@ -121,6 +125,9 @@ class Program:
     floors: dict[str, float] = field(default_factory=dict)
     tuned: Sequence[Any] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    scaled_weights: ScaledWeights | None = None
+    dynamic: "Program | None" = None
+    successor: "Program | None" = None
 
     @property
     def parts(self) -> Parts:
@@ -161,6 +168,8 @@ class Program:
         self.bounds.clear()
         if self.runner is not None:
             self.runner.clear()
+        if self.dynamic is not None:
+            self.dynamic.clear()
 
 
 def _chosen(choice: Choice, op: OpChoices, number: int) -> Chosen:

@@ -24,6 +24,9 @@ SCALE_LAYOUTS = ("tensor", "row", "column")
 MAX_SHIFT = 7
 """The largest k of a row scale ``base / 2^k``."""
 
+STATIC_RANGE = "static_range"
+"""Key in the meta of a static scale and of its ``quantize``: least and most amax of values that it suits."""
+
 _TINY = torch.finfo(torch.float32).tiny
 _ROUNDING = "rounding has no gradient; the straight-through rule belongs to the joint graph"
 

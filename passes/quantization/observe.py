@@ -19,6 +19,9 @@ from gnnc.errors import PrecisionError
 from gnnc.ir.qtype import Granularity, QType
 from gnnc.precision import Precision
 
+CLIPPED = 1.25
+"""Ratio of the largest value to the largest that a static scale holds, up to which values may be clipped."""
+
 MAX_ROWS = 1 << 14
 """Rows of an example that the errors are measured on, evenly spread."""
 
@@ -35,6 +38,8 @@ class Candidate:
         headroom: factor by which values may exceed those of the examples before a static scale clips
             them. Room for twice the values takes one of the shifts of ``row_pow2``, which loses hardly
             anything there; where there is one scale for all rows it would take a bit of every value.
+        least: part of the examples' largest value that a largest value must reach under a static scale: half
+            the value has twice the error, where rows do not take fractions of the scale.
     """
 
     granularity: Granularity
@@ -42,6 +47,7 @@ class Candidate:
     exact: bool
     reduces: frozenset[str]
     headroom: float = 1.0
+    least: float = 0.0
 
     def qtype(self, precision: Precision) -> QType:
         """Return the type of the rows in this precision."""
@@ -49,8 +55,8 @@ class Candidate:
 
 
 CANDIDATES = (
-    Candidate("tensor", True, True, frozenset({"sum", "max", "min"})),
-    Candidate("row_pow2", True, True, frozenset({"sum"}), headroom=2.0),
+    Candidate("tensor", True, True, frozenset({"sum", "max", "min"}), least=1 / 2),
+    Candidate("row_pow2", True, True, frozenset({"sum"}), headroom=2.0, least=1 / 64),
     Candidate("row", False, False, frozenset({"sum", "mean", "max", "min"})),
 )
 """The ways in which an aggregation's input can be quantized."""
@@ -100,7 +106,7 @@ class _Observer(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, qtypes: Mapping[Node, Collection[QType]]) -> None:
         super().__init__(gm)
         self.qtypes = qtypes
-        self.needed = _ancestors(qtypes)
+        self.needed = ancestors(qtypes)
         self.observed: dict[Node, Observation] = {}
 
     def run_node(self, n: Node) -> Any:
@@ -119,7 +125,8 @@ class _Observer(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """Return nodes and all that they are computed from."""
     found: set[Node] = set()
     pending = list(nodes)
     while pending:

@@ -32,6 +32,50 @@ def check_scales(scales: tuple[Tensor, ...], layers: tuple[str, ...]) -> None:
         raise not_finite(layers[first])
 
 
+class OutOfRange(PrecisionError):
+    """The error for values that a static scale does not suit.
+
+    A compiled model computes such a call with scales of its own.
+
+    Args:
+        layer: the layer of the values, by name.
+        largest: their largest magnitude.
+        suited: the least and the most that the scale suits.
+    """
+
+    def __init__(self, layer: str, largest: float, suited: tuple[float, float]) -> None:
+        self.text = f"the largest value{f' of layer {layer!r}' if layer else ''} is {largest:.3g}"
+        self.text += f", and its static scale suits {suited[0]:.3g} to {suited[1]:.3g}"
+        super().__init__(f"{self.text}: give example_inputs that are like the inputs of calls")
+
+
+def check_range(layer: str, suited: tuple[float, float], factor: float, largest: Tensor) -> None:
+    """Raise unless the largest of some values suits their static scale.
+
+    Args:
+        layer: the layer of the values, by name.
+        suited: the least and the most that the scale suits. Zeros suit every scale.
+        factor: what ``largest`` is to be multiplied by.
+        largest: the largest magnitude, or that of each row.
+
+    Raises:
+        OutOfRange: it does not.
+    """
+    found = largest.item() if largest.numel() == 1 else largest.amax().item() if largest.numel() else 0.0
+    found *= factor
+    if not (suited[0] <= found <= suited[1] or found == 0):
+        raise OutOfRange(layer, found, suited)
+
+
+def check_values_in_range(layer: str, suited: tuple[float, float], values: Tensor) -> None:
+    """Raise unless the largest of all values suits their static scale; see ``check_range``.
+
+    Raises:
+        OutOfRange: it does not.
+    """
+    check_range(layer, suited, 1.0, values.abs().amax() if values.numel() else values)
+
+
 def check_finite(layer: str, values: Tensor) -> None:
     """Raise unless every value of a tensor is finite.
 

@@ -12,7 +12,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gnnc.ir.nodes import shape_of
-from gnnc.runtime.program.checks import check_finite
+from gnnc.ir.quantized import STATIC_RANGE
+from gnnc.runtime.program.checks import check_finite, check_range, check_values_in_range
 from gnnc.runtime.program.launches import (
     Allocate,
     Expr,
@@ -36,6 +37,7 @@ class Emitter(Values):
     Attributes:
         check_finite: whether scales that are not finite are errors.
         checks: the scales that the program checks at its end, each with the name of its layer.
+        ranges: largest values that the program checks at its end, each with its check.
         scales: row scales of the present launch, each with its node.
     """
 
@@ -43,6 +45,7 @@ class Emitter(Values):
         super().__init__(graph_module)
         self.check_finite = check_finite
         self.checks: list[tuple[Expr, str]] = []
+        self.ranges: list[tuple[Expr, Expr]] = []
         self.scales: list[tuple[Node, Expr]] = []
         self._escaping = _escaping(graph_module)
 
@@ -110,6 +113,11 @@ class Emitter(Values):
         check = self.bind(partial(check_finite, node.meta.get("layer", "")), "check_finite")
         self.call(check, [values])
 
+    def check_values_in_range(self, node: Node, values: Expr) -> None:
+        """Write a check that raises unless the values that a node quantizes suit its static scale."""
+        check = partial(check_values_in_range, node.meta.get("layer", ""), node.meta[STATIC_RANGE])
+        self.call(self.bind(check, "check_range"), [values])
+
     def check_scale(self, node: Node, scale: Expr) -> None:
         """Write a check at the end of the program that raises unless a scale that it writes is finite."""
         if not self.check_finite:
@@ -117,6 +125,20 @@ class Emitter(Values):
         for name in scale.reads:
             self.memory.keep(name)
         self.checks.append((scale, node.meta.get("layer", "")))
+
+    def check_range(self, node: Node, suited: tuple[float, float], largest: Expr, factor: float) -> None:
+        """Write a check at the end of the program that raises unless a largest value suits a static scale.
+
+        Args:
+            node: the node whose launch writes ``largest``.
+            suited: the least and the most that the scale suits.
+            largest: the largest magnitude, or that of each row.
+            factor: what ``largest`` is to be multiplied by.
+        """
+        for name in largest.reads:
+            self.memory.keep(name)
+        check = partial(check_range, node.meta.get("layer", ""), suited, factor)
+        self.ranges.append((largest, self.bind(check, "check_range")))
 
     def flag(self) -> Expr:
         """Return one float that a kernel raises to the largest magnitude it meets; checked at the end."""

@@ -73,7 +73,7 @@ class Executable:
         plain = [*prelude, *[statement.text for statement, _ in emitter.body]]
         self.source = program(emitter, plain, tuple_of(results).text)
         self._timed_source = program(
-            emitter, [*prelude, *_marked(emitter.body)], f"{tuple_of(results).text}, marks"
+            emitter, [*prelude, *_marked(emitter.body)], f"{tuple_of(results).text}, marks", ranges=False
         )
         self._timed: Callable[..., tuple[tuple[Any, ...], list[tuple[str, Any]]]] | None = None
         self.pool = pool or OutputPool()
@@ -181,13 +181,14 @@ def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
 
 
-def program(emitter: Emitter, body: Iterable[str], result: str) -> str:
+def program(emitter: Emitter, body: Iterable[str], result: str, *, ranges: bool = True) -> str:
     """Return the text of the function from a value for each placeholder to ``result``.
 
     Args:
         emitter: has written the program; its temporaries are ``arena``'s.
         body: the lines between the temporaries and the checks.
         result: the expression that is returned.
+        ranges: whether the program checks that static scales suit the values.
     """
     inputs = [emitter.exact(node).text for node in emitter.graph_module.graph.find_nodes(op="placeholder")]
     sizes = list(emitter.sizes.variables.items())
@@ -201,6 +202,8 @@ def program(emitter: Emitter, body: Iterable[str], result: str) -> str:
         layers = emitter.bind(tuple(layer for _, layer in emitter.checks), "layers")
         scales = tuple_of(scale for scale, _ in emitter.checks)
         lines.append(f"{_INDENT}check_scales({scales.text}, {layers.text})")
+    if ranges:
+        lines += [f"{_INDENT}{check.text}({largest.text})" for largest, check in emitter.ranges]
     lines += [f"{_INDENT}return {result}", "    finally:", f"{_INDENT}release(arena)", ""]
     return "\n".join(lines)
 

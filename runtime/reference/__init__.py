@@ -5,7 +5,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Interpreter, Node
 
-from gnnc.runtime.program.checks import check_finite
+from gnnc.ir.quantized import STATIC_RANGE
+from gnnc.runtime.program.checks import check_finite, check_values_in_range
 from gnnc.runtime.program.emitter import Emitter, may_alias
 from gnnc.runtime.program.launches import expr, variable
 from gnnc.runtime.registry import STRUCTURE, kernel
@@ -40,6 +41,8 @@ class Reference:
         if emitter.check_finite and str(node.target) in (_SCALE, _QUANTIZE):
             scaled = result if str(node.target) == _SCALE else arguments[0]
             emitter.check_values(node, scaled)
+            if STATIC_RANGE in node.meta:
+                emitter.check_values_in_range(node, arguments[0])
 
 
 @kernel(f"{STRUCTURE}*", backend="reference", name="structure_reference", priority=-100)
@@ -73,7 +76,10 @@ class _Checked(Interpreter):
         if str(n.target) == _SCALE:
             check_finite(n.meta.get("layer", ""), result)
         elif str(n.target) == _QUANTIZE:
-            check_finite(n.meta.get("layer", ""), self.fetch_args_kwargs_from_env(n)[0][0])
+            quantized = self.fetch_args_kwargs_from_env(n)[0][0]
+            check_finite(n.meta.get("layer", ""), quantized)
+            if STATIC_RANGE in n.meta:
+                check_values_in_range(n.meta.get("layer", ""), n.meta[STATIC_RANGE], quantized)
         return result
 
 
