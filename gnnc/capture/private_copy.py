@@ -229,4 +229,4 @@ def _references(value: Any) -> Iterable[Any]:
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         defaults = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
         return *cells, *defaults, *vars(value).values()
-    return list(vars(value).values()) if _is_plain(value) else ()
+    return list(getattr(value, "__dict__", {}).values()) if _is_plain(value) else ()

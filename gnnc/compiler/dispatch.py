@@ -87,6 +87,7 @@ class Dispatch:
         self._examples = examples
         self._reason: str | None = None
         self._retaken = 0
+        self._changed_by_trace: str | None = None
         self._programs: dict[Any, list[Program]] = {}
         self._by_form: dict[Any, list[Program]] = {}
         self._pool = OutputPool()
@@ -157,7 +158,8 @@ class Dispatch:
         if not changed:
             return
         with self.lock:
-            if self.snapshot.has_changed():
+            change = self.snapshot.change()
+            if change is not None:
                 self._programs.clear()
                 self._by_form.clear()
                 self.fast_path = None
@@ -166,7 +168,7 @@ class Dispatch:
                 self._holdings = sparse_holdings(self._model)
                 self.snapshot = ModelSnapshot(self._model)
                 if self.captures:
-                    self._reason = "a layer, a hook, a constant, or which weights are one tensor has changed"
+                    self._reason = f"{change} has changed"
 
     def _form(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
@@ -290,6 +292,7 @@ class Dispatch:
             raise self._build_error(error) from error
         if lazy:  # they have parameters now
             self.snapshot = ModelSnapshot(self._model)
+        self._refuse_own_changes()
         program.run = self._checked(program, key)
         first = "example_inputs" if examples else "the first call"
         again = failure or (difference(call, self.last.captured.call) if self.last else first)
@@ -378,6 +381,16 @@ class Dispatch:
     def _moved_examples(self) -> tuple[Any, ...]:
         """Return the example inputs on the device of the model."""
         return _moved(to_dicts(self._examples), device_of(self._model))
+
+    def _refuse_own_changes(self) -> None:
+        """Refuse a forward that changes an object of the model each time that it is traced."""
+        change = self.snapshot.change_within()
+        if change is not None and change == self._changed_by_trace:
+            raise CaptureError(
+                f"[{type(self._model).__name__}] forward changes {change} each time, which compiled calls "
+                "would not do: return the value, or copy it into a registered buffer (buffer.copy_(value))"
+            )
+        self._changed_by_trace = change
 
     def options_for(self, call: Call) -> Options:
         """Return the options with the backend of the model's device, or of the call's where it has none."""
