@@ -38,7 +38,7 @@ from gnnc.capture.stand_ins import Dimension, StandIns, candidates
 from gnnc.capture.symbolic_calls import symbolic_calls
 from gnnc.capture.torch_globals import confined
 from gnnc.capture.trace_lock import TRACES
-from gnnc.capture.unregistered_weights import refuse_unregistered
+from gnnc.capture.unregistered_weights import refuse_unregistered, registered_weights
 from gnnc.capture.unrolled import Unrolled, Watch, stopped_at_numbers
 from gnnc.errors import CaptureError
 from gnnc.ir.graph import fake_mode_of, placeholders
@@ -290,7 +290,7 @@ def _lifted(
     """Return the program's graph with sources on its placeholders, user outputs before mutations."""
     graph_module = program.graph_module
     _refuse_subgraphs(graph_module, model)
-    refuse_unregistered(model, program.constants, _PREFIX)
+    refuse_unregistered(model, _read_weights(program, model), _PREFIX)
     _make_tensors_of_numbers(graph_module)
     _annotate_inputs(program, call)
     for node in graph_module.graph.nodes:
@@ -318,6 +318,16 @@ def _make_tensors_of_numbers(graph_module: GraphModule) -> None:
         if node.target is torch.ops.aten._to_copy.default and isinstance(node.args[0], int | float):
             node.target, node.args = torch.ops.aten.full.default, ([], node.args[0])
             node.kwargs = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
+
+
+def _read_weights(program: ExportedProgram, model: torch.nn.Module) -> dict[str, Any]:
+    """Let the graph read weights that forward reaches through globals as such; return the other constants."""
+    weights = registered_weights(model, program.constants, _PREFIX)
+    nodes, specs = placeholders(program.graph_module), program.graph_signature.input_specs
+    inputs = {spec.target: node for node, spec in zip(nodes, specs, strict=True) if spec.target is not None}
+    for name, path in weights.items():
+        inputs[name].replace_all_uses_with(inputs[_PREFIX + path])
+    return {name: value for name, value in program.constants.items() if name not in weights}
 
 
 def _annotate_inputs(program: ExportedProgram, call: Call) -> None:

@@ -34,7 +34,7 @@ def private_copy(model: nn.Module) -> nn.Module:
     Modules, their tables and the containers among their attributes are new. Bound methods, partials,
     closures, weak references and plain objects that refer to one of these, as attributes or hooks, refer to
     its copy. What is found in several places is one object in the copy, too. Globals and attributes of
-    classes are shared: a model that they hold is not the copy (``refuse_unregistered`` finds its weights).
+    classes are shared: a model that they hold is not the copy (``registered_weights`` finds its weights).
 
     Raises:
         CaptureError: a module cannot be copied, since its class is also one of Python's own containers.

@@ -19,16 +19,18 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx._symbolic_trace import is_fx_tracing
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import gnnc
 from gnnc.capture.trace_lock import TRACES
+from gnnc.torch_private import TRACE_STATE
 
 WIDTH, CLASSES = 8, 4
 
 
 class Net(nn.Module):
-    """Model with several layers, a buffer, and a hook of PyG, which eager skips where it takes itself for traced."""
+    """Model with several layers, a buffer, and a hook of PyG, which a layer skips where it is traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ def trained(model: nn.Module) -> None:
 def asks_whether_it_is_traced(model: nn.Module) -> None:
     assert not torch.compiler.is_compiling()
     assert not torch.compiler.is_exporting()
-    assert not torch.fx._symbolic_trace.is_fx_tracing()
+    assert not is_fx_tracing()
 
 
 def uses_builtins(model: nn.Module) -> None:
@@ -145,8 +147,19 @@ def uses_builtins(model: nn.Module) -> None:
     assert min([2.0, 1.0]) == 1.0
     largest = max(torch.tensor([1.0]), torch.tensor([2.0]), key=float)
     assert largest.item() == 2.0
-    with pytest.raises(ValueError, match="ambiguous"):
+    with pytest.raises(RuntimeError, match="ambiguous"):
         max(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 3.0]))
+
+
+def computes_with_sizes(model: nn.Module) -> None:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    size = ShapeEnv().create_unbacked_symint()
+    assert str((size + 1) * 2 >= size) == "2*u0 + 2 >= u0"
+
+
+def makes_modules(model: nn.Module) -> None:
+    eager(Net().eval())
 
 
 def traced_by_fx(model: nn.Module) -> None:
@@ -168,6 +181,8 @@ BESIDE: list[Callable[[nn.Module], None]] = [
     trained,
     asks_whether_it_is_traced,
     uses_builtins,
+    computes_with_sizes,
+    makes_modules,
     traced_by_fx,
     warned,
 ]
@@ -232,6 +247,11 @@ def test_output_of_other_threads_passes_during_a_trace(
     assert "logged" in caplog.text
 
 
+def patched_names() -> list[object]:
+    owners = [(nn.Module, "__call__"), (nn.Module, "__getattr__"), (torch.SymInt, "__eq__"), *TRACE_STATE]
+    return [max, torch.compiler.is_compiling(), *(getattr(*name) for name in owners)]
+
+
 def in_a_child(work: Callable[[], None], seconds: float = 60) -> None:
     """Run ``work`` in a forked child; fail where it fails or hangs."""
     child = os.fork()
@@ -262,11 +282,11 @@ def in_a_child(work: Callable[[], None], seconds: float = 60) -> None:
 def test_a_child_forked_during_a_trace_compiles_and_calls(model: Net) -> None:
     compiled = gnnc.compile(model, "fp32", backend="reference")
     expected = compiled(*graph())
-    originals = nn.Module.__call__, nn.Module.__getattr__, max, torch.SymInt.__eq__, torch.compiler.is_compiling()
+    originals = patched_names()
 
     def work() -> None:
-        now = nn.Module.__call__, nn.Module.__getattr__, max, torch.SymInt.__eq__, torch.compiler.is_compiling()
-        assert now == originals and TRACES.tracer is None
+        assert patched_names() == originals
+        assert TRACES.tracer is None
         assert torch.equal(compiled(*graph()), expected)
         again = gnnc.compile(model, "fp32", backend="reference")
         assert torch.equal(again(*graph()), expected)
