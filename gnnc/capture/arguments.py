@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gnnc.capture.edge_index import plain
+from gnnc.capture.object_graph import ObjectGraph, can_change
 from gnnc.capture.pyg_data import from_dicts, to_dicts
 from gnnc.capture.sparse_components import components, is_sparse
 from gnnc.capture.sparse_state import held_matrices, sparse_holdings
@@ -218,12 +219,12 @@ def _leaf(name: str, value: Any) -> tuple[Leaf, tuple[torch.Tensor, ...]]:
 
 
 def _typed(value: Any) -> Hashable:
-    """Return ``value`` wrapped so that equality needs the same type, also inside containers."""
+    """Return ``value`` wrapped so that equality needs the same type and contents, also inside containers."""
     if isinstance(value, tuple):
         return type(value), tuple(map(_typed, value))
     if isinstance(value, frozenset):
         return type(value), frozenset(map(_typed, value))
-    return type(value), value
+    return type(value), ObjectGraph.of(value) if can_change(value) else value
 
 
 def _check_sparse(name: str, value: torch.Tensor) -> None:

@@ -84,6 +84,21 @@ class ObjectGraph:
             self._open_module(number, module)
         self._walk()
 
+    @staticmethod
+    def of(value: Any) -> "ObjectGraph":
+        """Return the graph of an object that forward may read in any way."""
+        graph = ObjectGraph({})
+        graph._names |= ANY_NAME
+        graph._enter(0, "", value)
+        graph._walk()
+        return graph
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectGraph) and self.entries == other.entries
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.entries))
+
     def difference(self, other: "ObjectGraph") -> tuple[str, bool] | None:
         """Return the first place in which two graphs differ, and whether a module holds it, or None."""
         for mine, others in zip_longest(self.entries, other.entries):
@@ -295,6 +310,11 @@ class ObjectGraph:
                     self.entries.append((number, (base.__qualname__, name), self._identity(value)))
                 else:
                     self._enter_named(self._number(base, number, "(class)"), name, value, kind)
+
+
+def can_change(value: Any) -> bool:
+    """Return whether an object is compared by what it holds, which can change; others are what they are."""
+    return _size(value, type(value)) is not None
 
 
 def _size(value: Any, kind: type) -> int | None:

@@ -362,6 +362,36 @@ def test_another_forward_of_a_class_of_torch_is_seen(monkeypatch):
     check(model, lambda: monkeypatch.setattr(nn.Linear, "forward", times(3)))
 
 
+class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x, held):
+        return self.layer(x) * held.get()
+
+
+class Bound(Holder):
+    """Hashable by identity; its method reads another object."""
+
+    def get(self) -> Any:
+        return self.k["k"][0]
+
+
+@torch.no_grad()
+def test_a_change_within_an_argument_is_seen():
+    compiled = gnnc.compile(Given().eval(), "fp32", backend="reference")
+    first, second, deep = Holder(1.0), Holder(3.0), Bound({"k": [1.0]})
+    for _ in range(2):
+        for held in (first, second, deep):
+            torch.testing.assert_close(compiled(X, held), compiled.model(X, held))
+    first.k = 3.0
+    deep.k["k"][0] = 5.0
+    for held in (first, second, deep):
+        torch.testing.assert_close(compiled(X, held), compiled.model(X, held))
+    assert len(compiled._dispatch.captures) == 4, "objects that hold the same have one program"
+
+
 # reasons, and changes that forward makes itself
 
 
