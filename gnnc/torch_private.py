@@ -205,7 +205,7 @@ TRACING_MODES = (ProxyTorchDispatchMode, FakeTensorMode)
 functorch_interpreter = peek_interpreter_stack
 """The innermost transform of ``torch.func`` that the thread runs within, or None."""
 is_functorch_tensor = is_functorch_wrapped_tensor
-"""Whether a tensor is one of a transform of ``torch.func``."""
+"""Function that tells the tensors of a transform of ``torch.func`` from others."""
 jit_tracing_state = torch._C._get_tracing_state
 """The state of ``torch.jit.trace`` where the thread traces, or None."""
 dispatch_mode_count = torch._C._len_torch_dispatch_stack

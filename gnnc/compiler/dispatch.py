@@ -44,6 +44,16 @@ _MOST_FORMS = 256
 """Forms of calls that are remembered with their programs."""
 _MOST_RETAKEN = 8
 """Times that static scales are taken again for other weights; it takes much of a second each time."""
+_BUILD_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors of a pass or a lowering on a captured graph whose like no test has."""
 _INTEGERS_MEET = re.compile(
     r"have the same dtype, but got.*\b(?:long|int|short|char|byte|bool)\b", re.IGNORECASE
 )
@@ -286,9 +296,9 @@ class Dispatch:
                 )
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
-        except (GnncError, torch.OutOfMemoryError, MemoryError):
+        except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of a pass or a kernel, on a graph that no test has
+        except _BUILD_ERRORS as error:
             raise self._build_error(error) from error
         if lazy:  # they have parameters now
             self.snapshot = ModelSnapshot(self._model)
