@@ -231,7 +231,7 @@ def test_a_model_that_moves_is_compiled_for_the_gpu_that_it_is_on(
 ) -> None:
     made: list[Backend] = []
 
-    class Made(Exception):
+    class Made(gnnc.GnncError):
         """The program's options are known."""
 
     def build(model: Any, args: Any, kwargs: Any, options: Any, *rest: Any, **more: Any) -> None:
