@@ -87,7 +87,13 @@ def _restore(container: Any, before: Any) -> None:
 # What compiled calls would not do
 
 
-def call_alone(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unwritten: set[str]) -> Any:
+def call_alone(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    unwritten: set[str],
+    record: contextlib.AbstractContextManager[None],
+) -> Any:
     """Return ``model(*args, **kwargs)``; refuse attributes that it sets, and results that hide tensors.
 
     Args:
@@ -97,12 +103,14 @@ def call_alone(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
         unwritten: receives the paths that forward sets in graphs, dicts and lists among its arguments. The
             trace has copies of these: the caller's stay as they are, and no result depends on them.
 
+        record: entered while the model runs.
+
     Raises:
         CaptureError: names the attribute, the argument, the hook or the result.
     """
     arguments = signature_of(model).bind(*args, **kwargs).arguments
     held, objects, given = _attributes(model), _objects(arguments), _entries(arguments)
-    with _hooks_checked(model):
+    with _hooks_checked(model), record:
         result = model(*args, **kwargs)
     for path in _differing(held, _attributes(model)):
         raise CaptureError(
