@@ -118,12 +118,14 @@ class SeenViews:
 
     def __init__(self, views: Views) -> None:
         self._empty, self._buffers = views.empty, views.buffers
+        self._classes = views.classes  # kept alive, as their tags are read by address
         versions = [_version(kind) for kind in views.classes] if _VERSIONS else [0]
         self._tags = [_tag(kind) for kind in views.classes] if all(versions) else []
         self._versions = [tag.value for tag in self._tags]
         contents = views.contents
         if not all(versions):
-            contents = [*contents, *(vars(kind).values() for kind in views.classes)]
+            bases = dict.fromkeys(base for kind in views.classes for base in kind.__mro__)
+            contents = [*contents, *(vars(base).values() for base in bases)]
         self._read = _reader(contents, views)
         self._values = self._read()  # kept alive, so that nothing else gets an address of theirs
         self._block = ctypes.c_char * (len(self._values) * ctypes.sizeof(ctypes.c_void_p))
@@ -148,8 +150,8 @@ class SeenViews:
 
 
 def content(buffer: Any) -> bytes:
-    """Return the bytes of an object with the buffer protocol."""
-    return memoryview(buffer).tobytes()
+    """Return the bytes of an array."""
+    return bytes(buffer) if isinstance(buffer, bytearray) else buffer.tobytes()
 
 
 def _reader(contents: Sequence[Iterable[Any]], views: Views) -> Callable[[], tuple[Any, ...]]:

@@ -4,7 +4,7 @@ from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from itertools import zip_longest
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, NoneType
 from typing import Any
@@ -28,9 +28,11 @@ _INEXACT = frozenset((float, complex))
 _TABLES_OF_KEYS = (dict, MappingProxyType)
 _SEQUENCES = (list, tuple, deque, set, frozenset)
 _BUFFERS = (np.ndarray, bytearray, array)
+_WRAPPED = (type(lru_cache(len)), cached_property)
+"""Decorators of the standard library that hold the user's function."""
 _NO_ATTRIBUTES = frozenset(
     (dict, MappingProxyType, OrderedDict, defaultdict, Counter, *_SEQUENCES, *_BUFFERS)
-    + (FunctionType, MethodType, BuiltinFunctionType, partial)
+    + (FunctionType, MethodType, BuiltinFunctionType, partial, *_WRAPPED)
 )
 _WRAPPERS = (staticmethod, classmethod, property)
 _BASES = (object, nn.Module)
@@ -236,6 +238,8 @@ class ObjectGraph:
             self._enter_fields(number, value, ("__name__", "__self__", "__func__"))
         elif issubclass(kind, _WRAPPERS):
             self._enter_fields(number, value, ("__func__", "fget", "fset"))
+        elif issubclass(kind, _WRAPPED):
+            self._enter_fields(number, value, ("__wrapped__", "func"))
         elif issubclass(kind, type):
             self._open_class(number, value)
         self._open_attributes(number, value, kind)
@@ -279,9 +283,12 @@ class ObjectGraph:
             if not _is_empty(cell):
                 self.views.cells.append(cell)
                 self._enter(number, name, cell.cell_contents)
-        names = names_of(code)
-        self._reach(names)
-        self._open_names(number, names, variables)
+        if hasattr(function, "__wrapped__"):  # by a decorator, perhaps a library's
+            self._enter_fields(number, function, ("__wrapped__",))
+        if is_user_function(function):
+            names = names_of(code)
+            self._reach(names)
+            self._open_names(number, names, variables)
 
     def _open_names(self, number: int, names: frozenset[str], table: Mapping[str, Any]) -> None:
         """Open the variables of a module that code reads, and those of the user's modules among them."""
@@ -322,12 +329,14 @@ def _size(value: Any, kind: type) -> int | None:
     if issubclass(kind, (*_TABLES_OF_KEYS, *_SEQUENCES)):
         return 1 + len(value)
     if issubclass(kind, _BUFFERS):
-        return 1 if memoryview(value).nbytes <= _LARGEST_BUFFER else None
+        return 1 if _bytes_of(value) <= _LARGEST_BUFFER else None
     if kind is FunctionType:
-        return 1 if is_user_function(value) else None
+        return 1 if is_user_function(value) or hasattr(value, "__wrapped__") else None
     if kind is BuiltinFunctionType:
         return 1 if type(value.__self__) is not ModuleType and value.__self__ is not None else None
     if kind is MethodType or issubclass(kind, (partial, nn.Module, *_WRAPPERS)):
+        return 1
+    if issubclass(kind, _WRAPPED):
         return 1
     if issubclass(kind, (torch.Tensor, Enum, ModuleType)) or is_library(kind.__module__):
         return None
@@ -336,10 +345,20 @@ def _size(value: Any, kind: type) -> int | None:
     return 1 if hasattr(value, "__dict__") or _slots(kind) else None
 
 
+def _bytes_of(buffer: Any) -> int:
+    if isinstance(buffer, np.ndarray):
+        return buffer.nbytes
+    return len(buffer) * (buffer.itemsize if isinstance(buffer, array) else 1)
+
+
 def _slots(kind: type) -> list[str]:
-    """Return the names of the slots of a class."""
-    named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = [name for slots in named for name in ((slots,) if isinstance(slots, str) else slots)]
+    """Return the names of the slots of a class, as its instances have them."""
+    names = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 

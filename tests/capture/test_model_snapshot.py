@@ -44,10 +44,14 @@ class Other(Holder):
 
 
 class Slots:
-    __slots__ = ("k", "unset")
+    __slots__ = ("__private", "k", "unset")
 
     def __init__(self, k: float) -> None:
-        self.k = k
+        self.k = self.__private = k
+
+    def private(self, *values: float) -> float:
+        (self.__private,) = values or (self.__private,)
+        return self.__private
 
 
 class AttributeDict(dict):
@@ -162,6 +166,7 @@ REPLACED: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
         np.array([1], dtype=np.float32),
         lambda v: 1.0 if v.dtype.kind == "i" else 3.0,
     ),
+    "dates": (np.array(["2020"], "M8[Y]"), np.array(["2023"], "M8[Y]"), lambda v: float(v.astype(int)[0])),
     "large array": (np.zeros(10**4), np.ones(10**4), lambda v: float(v[-1])),
     "dtype": (torch.float32, torch.float64, lambda v: 1.0 if v is torch.float32 else 3.0),
     "size": (torch.Size([1]), torch.Size([3]), lambda v: v[0]),
@@ -210,6 +215,7 @@ INSIDE: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda v: vars(v).update(z=vars(v).pop("k")),
     ),
     "slot": (Slots(1.0), lambda v: v.k, lambda v: setattr(v, "k", 3.0)),
+    "private slot": (Slots(1.0), lambda v: v.private(), lambda v: v.private(3.0)),
     "slot without a value": (
         Slots(1.0),
         lambda v: 3.0 if hasattr(v, "unset") else 1.0,
@@ -314,6 +320,50 @@ def test_attributes_of_a_class_are_seen(monkeypatch) -> None:
     check(OfModule(), lambda: monkeypatch.setattr(OfModule, "factor", 3.0))
     check(OfModule(), lambda: monkeypatch.setitem(OfModule.table, "k", 3.0))
     check(OfModule(), lambda: monkeypatch.setattr(OfModule, "scaled", lambda self, x: x * 5))
+
+
+class Decorated(nn.Module):
+    """A layer whose code lies behind decorators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.held = nn.Linear(8, 4), {"k": [1.0]}
+
+    @torch.no_grad()
+    def forward(self, x):
+        return self.layer(x) * self.factor * self.twice(2.0)
+
+    @property
+    def factor(self):
+        return self.held["k"][0]
+
+    @staticmethod
+    @functools.lru_cache
+    def twice(_):
+        return GAIN
+
+
+def test_code_behind_decorators_is_followed(monkeypatch) -> None:
+    model = Decorated()
+    check(model, lambda: model.held["k"].insert(0, 3.0))
+
+    def change() -> None:
+        monkeypatch.setitem(globals(), "GAIN", 3.0)
+        Decorated.twice.cache_clear()
+
+    check(model, change)
+
+
+def test_a_class_of_bases_is_seen_without_versions(monkeypatch):
+    monkeypatch.setattr("gnnc.capture.live_views._VERSIONS", False)
+
+    class Derived(OfModule):
+        pass
+
+    snapshot = ModelSnapshot(Derived())
+    assert not snapshot.has_changed()
+    monkeypatch.setattr(OfModule, "factor", 3.0)
+    assert snapshot.has_changed()
 
 
 # forward, classes and tables of layers
