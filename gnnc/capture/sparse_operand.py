@@ -187,7 +187,9 @@ def _product(matrix: Any, dense: Any, reduce: str = "sum") -> torch.Tensor:
     """Return ``matrix @ dense``, [rows, F] or [rows], computed by gather, multiply and scatter."""
     if not isinstance(matrix, SparseOperand):
         return _product(_transposed(dense), matrix.mT, reduce).mT
-    if isinstance(dense, SparseOperand) or matrix.value.dim() > 1:
+    if isinstance(dense, SparseOperand):
+        return _sparse_product(matrix, dense)
+    if matrix.value.dim() > 1:
         raise NotImplementedError(_refusal(torch.sparse.mm))
     torch._check(matrix.sizes[1] == dense.shape[0])
     gathered = dense.index_select(0, matrix.src)
@@ -198,6 +200,28 @@ def _product(matrix: Any, dense: Any, reduce: str = "sum") -> torch.Tensor:
         return out.index_add(0, matrix.dst, message)
     name = {"mean": "mean", "max": "amax", "amax": "amax", "min": "amin", "amin": "amin"}[reduce]
     return out.index_reduce(0, matrix.dst, message, name, include_self=False)
+
+
+def _sparse_product(left: SparseOperand, right: SparseOperand) -> SparseOperand:
+    """Return the product of two sparse matrices: one entry for each path of two edges, not merged yet."""
+    if left.value.dim() > 1 or right.value.dim() > 1:
+        raise NotImplementedError(_refusal(torch.sparse.mm))
+    torch._check(left.sizes[1] == right.sizes[0])
+    middle, src, value = _converted(torch.sparse_csr, right).entries()
+    offsets = _compressed_indices(middle, right.sizes[0])
+    counts = (offsets[1:] - offsets[:-1]).index_select(0, left.src)
+    first = torch.repeat_interleave(counts)
+    before = (counts.cumsum(0) - counts).index_select(0, first)
+    begin = offsets.index_select(0, left.src).index_select(0, first)
+    second = torch.arange(first.shape[0], device=first.device) - before + begin
+    return SparseOperand(
+        left.dst.index_select(0, first),
+        src.index_select(0, second),
+        left.value.index_select(0, first) * value.index_select(0, second),
+        (left.sizes[0], right.sizes[1]),
+        left.form,
+        ordered=False,
+    )
 
 
 def _sum_product(matrix: Any, dense: Any) -> torch.Tensor:
@@ -276,6 +300,7 @@ def _marked_coalesced(matrix: SparseOperand, coalesced: bool) -> SparseOperand:
 
 
 def _to_sparse(matrix: SparseOperand, *, layout: Any = None) -> SparseOperand:
+    layout = torch.sparse_coo if layout is None else layout
     if layout not in SPARSE_LAYOUTS:
         raise NotImplementedError(_refusal(torch.Tensor.to_sparse))
     return _converted(layout, matrix)

@@ -485,3 +485,23 @@ def test_sparse_input_features(layout, precision):
         expected = compiled.model(x, edge_index)
         error = float((compiled(x, edge_index) - expected).norm() / expected.norm())
         assert error < (1e-5 if precision == "fp32" else 0.03)
+
+
+class TwoHops(nn.Module):
+    """Products of two sparse matrices: multiplied with features, and read entry by entry."""
+
+    def forward(self, x: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        product = (left @ right).to_sparse_coo().coalesce()
+        return torch.sparse.mm(left, right) @ x, product.indices(), product.values()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_products_of_sparse_matrices(layout):
+    compiled = gnnc.compile(TwoHops(), "fp32")
+    for seed, (rows, middle, columns, edges) in enumerate([(10, 8, 9, 30), (20, 7, 5, 40)]):
+        left = LAYOUTS[layout](matrix(rows, middle, edges, seed))
+        right = LAYOUTS[layout](matrix(middle, columns, edges, seed + 10))
+        x = torch.randn(columns, 4)
+        for got, expected in zip(compiled(x, left, right), compiled.model(x, left, right), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -51,8 +51,8 @@ class Verdict:
     seconds: float
 
 
-class TooSlow(Exception):
-    """A call did not end within the time limit."""
+class TooSlow(BaseException):
+    """A call did not end within the time limit; no handler of exceptions may keep it."""
 
 
 class Judge:
@@ -147,7 +147,7 @@ class Judge:
                 got = compiled(*args, **kwargs)
         except GnncError as error:
             return "named", f"{type(error).__name__}: {error}"
-        except Exception as error:
+        except (Exception, TooSlow) as error:
             return "raw", f"{type(error).__name__}: {error}"
         found = difference(got, want, BOUNDS[precision])
         return ("wrong", found) if found else ("equal", "")

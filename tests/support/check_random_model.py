@@ -64,8 +64,8 @@ def compare(
     if got.shape != want.shape or got.dtype != want.dtype:
         raise Mismatch(f"{name}: {got.dtype} {tuple(got.shape)}, eager {want.dtype} {tuple(want.shape)}")
     finite = want.isfinite()
-    if precision == "fp32" and not torch.equal(finite, got.isfinite()):
-        raise Mismatch(f"{name}: other values are not finite")
+    if precision == "fp32" and not got[finite].isfinite().all():  # where eager is not, a softmax may be
+        raise Mismatch(f"{name}: values are not finite that are in eager")
     if not finite.all():
         return
     error = distance(got, want)
