@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from tabulate import tabulate
 
-from gnnc.calibrate.calibration import STEADY, rates_for
+from gnnc.calibrate.calibration import MOST_WAITING, rates_for
 from gnnc.cost.model import KNOTS
 from gnnc.errors import BackendError
 from gnnc.runtime.backend import backend_names, get_backend
@@ -54,8 +54,8 @@ def describe_speed(backend: str, *, again: bool = False) -> str:
     ]
     knots = ", ".join(f"@{k} {knot / 2**20:g} MiB" for k, knot in enumerate(KNOTS))
     note = f"a byte costs what it does where the memory touched is {knots}"
-    busy = f"the machine was busy: times are {rates.spread:.1f} times the shortest; they are measured again"
-    notes = (note,) if rates.spread <= STEADY else (note, busy)
+    busy = f"the machine was busy: {rates.waited:.0%} of the time was waiting; a later process measures again"
+    notes = (note,) if rates.waited <= MOST_WAITING else (note, busy)
     return "\n".join((title, *notes, tabulate(rows, ("kernels", "term", "ns"), disable_numparse=True)))
 
 

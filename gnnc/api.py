@@ -21,6 +21,7 @@ from gnnc.compiler.options import (
     default_precision,
     overrides_of,
     passes_of,
+    refuse_scripted,
     refuse_unbuilt,
     refuse_unmatched,
 )
@@ -30,6 +31,7 @@ from gnnc.errors import GnncError
 from gnnc.passes.base import Pass, Property, first_with
 from gnnc.passes.pipeline import PIPELINE
 from gnnc.passes.quantization.saved_plan import Plan
+from gnnc.paths import writing
 from gnnc.precision import Precision
 from gnnc.report import text
 from gnnc.runtime.backend import get_backend
@@ -80,7 +82,7 @@ def compile(  # noqa: A001  the name is the public contract
     Raises:
         GnncError: ``model`` is not a module, or an option means nothing.
         PrecisionError: unknown precision, or an override that matches nothing.
-        UnsupportedError: a known option that this version does not have.
+        UnsupportedError: a known option that this version does not have, or a module of TorchScript.
         BackendError: the backend is unknown or cannot run here.
     """
     if not isinstance(model, torch.nn.Module):
@@ -91,6 +93,7 @@ def compile(  # noqa: A001  the name is the public contract
     refuse_unbuilt(qat, cuda_graph)
     if isinstance(model, CompiledModel):
         model = model.model
+    refuse_scripted(model)
     if example_inputs is not None and not isinstance(example_inputs, tuple | list):
         raise GnncError(
             f"example_inputs must be a tuple of the model's arguments, got {type(example_inputs).__name__}; "
@@ -254,11 +257,13 @@ class CompiledModel(ModelProxy):
     def save_plan(self, path: str | Path) -> None:
         """Write the chosen precisions as JSON: ``{"layers": {layer: {op: precision}}}``.
 
-        ``gnnc.compile(model, plan=path)`` reads it back. Raises GnncError where nothing is captured yet.
+        ``gnnc.compile(model, plan=path)`` reads it back. Raises GnncError where nothing is captured yet,
+        InputError where the file cannot be written.
         """
         program = self._captured()
         assigned = first_with(Property.ASSIGNED, program.snapshots) or program.parts.forward
-        Path(path).write_text(Plan.of(assigned).to_json())
+        with writing("save_plan", path) as file:
+            file.write_text(Plan.of(assigned).to_json(), encoding="utf-8")
 
     def to_networkx(self) -> Any:
         """Return the lowered graph as a ``networkx.DiGraph``; GnncError where nothing is captured yet."""

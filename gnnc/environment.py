@@ -4,6 +4,7 @@
 """
 
 import os
+import warnings
 from pathlib import Path
 
 DUMP = "GNNC_DUMP"
@@ -25,7 +26,16 @@ def cache_folder() -> Path | None:
     if named:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "gnnc"
+    if base:
+        return Path(base) / "gnnc"
+    try:
+        return Path.home() / ".cache" / "gnnc"
+    except RuntimeError:  # neither HOME nor a user of this number
+        warnings.warn(
+            f"no home folder is known, so rates and kernels are not stored: set {CACHE} to a folder or off",
+            stacklevel=2,
+        )
+        return None
 
 
 def cuda_home() -> Path:

@@ -1,4 +1,4 @@
-"""The state of a tensor: a key that shows whether it was written, moved or replaced."""
+"""The state of a tensor: a key that shows whether it was written or replaced, and whether it has memory."""
 
 import weakref
 from itertools import count
@@ -105,3 +105,20 @@ def _storage_number(tensor: Tensor) -> int:
         number = next(_numbers)
         setattr(storage, _MARK, number)
         return number
+
+
+def storage_fault(tensor: Tensor) -> str | None:
+    """Return why the storage of a dense tensor does not hold its elements, or None where it does.
+
+    ``tensor.untyped_storage().resize_(n)`` frees or shortens the memory of a tensor whose shape stays:
+    FSDP does so with parameters, and off-loading with activations.
+    """
+    if tensor.numel() == 0:
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    held = tensor.untyped_storage().nbytes()
+    if held >= needed:
+        return None
+    how = "freed" if held == 0 else f"shortened to {held} bytes"
+    return f"its storage was {how}, but its elements take {needed} bytes"

@@ -48,6 +48,7 @@ __all__ = [
     "GuardOnDataDependentSymNode",
     "HigherOrderOperator",
     "OpOverload",
+    "PreDispatchModes",
     "PythonPrinter",
     "ShapeEnv",
     "SymNode",
@@ -120,11 +121,14 @@ KNOWN_TO_WORK |= dict.fromkeys(
         "torch._dynamo.convert_frame.compile_lock",
         "torch._dynamo.variables.builder.SourcelessBuilder",
         "torch._dynamo.variables.builder.SourcelessBuilder.create",
+        "torch._ops._ModeStackStateForPreDispatch",
+        "torch._ops._mode_stack_state_for_pre_dispatch",
         "torch.compiler._is_compiling_flag",
         "torch.compiler._is_exporting_flag",
         "torch.export._trace",
         "torch.export._trace._ignore_backend_decomps",
         "torch.export._trace._override_builtin_ops",
+        "torch.export._trace.register_buffer_assignment_hook",
         "torch.fx._symbolic_trace",
         "torch.fx._symbolic_trace.CURRENT_PATCHER",
         "torch.fx._symbolic_trace._is_fx_tracing_flag",
@@ -156,6 +160,14 @@ LIBRARIES_OFF = (export_trace, "_ignore_backend_decomps")
 """Context in which oneDNN, NNPACK and cuDNN are off in all threads."""
 DYNAMO_CONSTANTS = (SourcelessBuilder, "create")
 """Static method that represents a value in Dynamo's trace."""
+PRE_DISPATCH_MODES = (torch._ops, "_mode_stack_state_for_pre_dispatch")
+"""Modes of torch.export that ops and sizes are traced by: one object for all threads."""
+PreDispatchModes = torch._ops._ModeStackStateForPreDispatch
+"""Class of that object."""
+BUFFER_HOOKS = (nn_module, "_global_buffer_registration_hooks")
+"""Table of the hooks that run where any module gets a buffer."""
+BUFFER_HOOK_OF_EXPORT = (export_trace, "register_buffer_assignment_hook")
+"""Function that adds the hook of torch.export to the table, and returns its handle."""
 TRACE_STATE: tuple[tuple[Any, str], ...] = (
     FX_FLAG,
     (fx_trace, "CURRENT_PATCHER"),
@@ -193,7 +205,7 @@ TRACING_MODES = (ProxyTorchDispatchMode, FakeTensorMode)
 functorch_interpreter = peek_interpreter_stack
 """The innermost transform of ``torch.func`` that the thread runs within, or None."""
 is_functorch_tensor = is_functorch_wrapped_tensor
-"""Whether a tensor is one of a transform of ``torch.func``."""
+"""Function that tells the tensors of a transform of ``torch.func`` from others."""
 jit_tracing_state = torch._C._get_tracing_state
 """The state of ``torch.jit.trace`` where the thread traces, or None."""
 dispatch_mode_count = torch._C._len_torch_dispatch_stack

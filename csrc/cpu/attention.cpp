@@ -13,6 +13,7 @@
 namespace gnnc {
 namespace {
 
+using sparse::Ids;
 using sparse::MaybeTensor;
 using sparse::ScalarType;
 using sparse::Tensor;
@@ -23,9 +24,8 @@ int64_t check_dot_width(const MaybeTensor& a_src, int64_t heads) {
   return a_src->size(1) / heads;
 }
 
-AttentionArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& x, const MaybeTensor& x_scale, int64_t kind,
+AttentionArgs check(const Csr& csr, const sparse::Matrix& m, const MaybeTensor& x_scale, int64_t kind,
                     const MaybeTensor& a_src, const MaybeTensor& a_dst, const MaybeTensor& edge, int64_t heads) {
-  const sparse::Matrix m = sparse::matrix(x, "attention", "x");
   STD_TORCH_CHECK(kind >= 0 && kind <= 2, "attention: kind is ", kind, ", but must be 0 additive, 1 dot or 2 edge");
   STD_TORCH_CHECK(heads >= 1 && m.width % heads == 0, "attention: ", heads, " heads do not divide a width of ",
                   m.width);
@@ -35,7 +35,7 @@ AttentionArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& x, co
                   "attention: a_src and a_dst belong to kinds 0 and 1, and both are needed there");
   STD_TORCH_CHECK(kind != 2 || edge.has_value(), "attention: kind 2 needs edge");
   AttentionArgs a{};
-  a.csr = sparse::csr(rowptr, col, m.rows, "attention");
+  a.csr = csr;
   a.x = m.data;
   a.width = m.width;
   a.x_stride = m.stride;
@@ -44,9 +44,12 @@ AttentionArgs check(const Tensor& rowptr, const Tensor& col, const Tensor& x, co
   a.kind = static_cast<Logit>(kind);
   a.heads = heads;
   a.dot_width = kind == 1 ? check_dot_width(a_src, heads) : 1;
-  a.a_src = sparse::flat<float>(a_src, ScalarType::Float, m.rows * heads * a.dot_width, "attention", "a_src");
-  a.a_dst = sparse::flat<float>(a_dst, ScalarType::Float, a.csr.num_dst * heads * a.dot_width, "attention", "a_dst");
-  a.edge = sparse::flat<float>(edge, ScalarType::Float, a.csr.num_edges * heads, "attention", "edge");
+  const int64_t width = product(heads, a.dot_width, "attention");
+  a.a_src = sparse::flat<float>(a_src, ScalarType::Float, product(m.rows, width, "attention"), "attention", "a_src");
+  a.a_dst =
+      sparse::flat<float>(a_dst, ScalarType::Float, product(a.csr.num_dst, width, "attention"), "attention", "a_dst");
+  a.edge =
+      sparse::flat<float>(edge, ScalarType::Float, product(a.csr.num_edges, heads, "attention"), "attention", "edge");
   return a;
 }
 
@@ -85,15 +88,19 @@ void find_source_tops(const AttentionArgs& a, int64_t rows, float (&tops)[kTops]
   }
 }
 
+template <Ids ids>
 void attention(Tensor rowptr, Tensor col, Tensor x, MaybeTensor x_scale, int64_t kind, MaybeTensor a_src,
                MaybeTensor a_dst, MaybeTensor edge, double scale, double slope, double eps, int64_t heads,
                MaybeTensor alpha_out, MaybeTensor factors, std::vector<int64_t> program, std::vector<Tensor> operands,
                std::vector<double> consts, std::vector<Tensor> outs) {
-  AttentionArgs a = check(rowptr, col, x, x_scale, kind, a_src, a_dst, edge, heads);
+  const sparse::Matrix m = sparse::matrix(x, "attention", "x");
+  const sparse::Structure<ids> structure(rowptr, col, m.rows, "attention");
+  AttentionArgs a = check(structure.csr_of(), m, x_scale, kind, a_src, a_dst, edge, heads);
   a.scale = static_cast<float>(scale);
   a.slope = static_cast<float>(slope);
   a.eps = static_cast<float>(eps);
-  a.alpha_out = sparse::flat<float>(alpha_out, ScalarType::Float, a.csr.num_edges * heads, "attention", "alpha_out");
+  a.alpha_out = sparse::flat<float>(alpha_out, ScalarType::Float, product(a.csr.num_edges, heads, "attention"),
+                                    "attention", "alpha_out");
   float tops[kTops];
   if (factors.has_value()) {
     STD_TORCH_CHECK(bounds_logits(a),
@@ -114,11 +121,7 @@ void attention(Tensor rowptr, Tensor col, Tensor x, MaybeTensor x_scale, int64_t
 }  // namespace
 }  // namespace gnnc
 
-STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
-  m.def(
-      "attention(Tensor rowptr, Tensor col, Tensor x, Tensor? x_scale, int kind, Tensor? a_src, Tensor? a_dst, "
-      "Tensor? edge, float scale, float slope, float eps, int heads, Tensor(b!)? alpha_out, "
-      "Tensor(c!)? factors, " GNNC_PROGRAM_SCHEMA ") -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("attention", TORCH_BOX(&gnnc::attention)); }
+GNNC_CSR_OP(attention,
+            "(Tensor rowptr, Tensor col, Tensor x, Tensor? x_scale, int kind, Tensor? a_src, Tensor? a_dst, "
+            "Tensor? edge, float scale, float slope, float eps, int heads, Tensor(b!)? alpha_out, "
+            "Tensor(c!)? factors, " GNNC_PROGRAM_SCHEMA ") -> ()")

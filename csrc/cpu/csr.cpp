@@ -1,14 +1,18 @@
 // csr: builds the CSR of a graph by a stable counting sort of the edges by destination.
 //
-// The sort makes two passes over the edge list, both parallel over equal slices of it. The first pass checks every
-// index and counts the destinations of each slice; nothing is written to the outputs before every index is known to be
-// in range. The second pass writes each edge to its position, which the counts determine: the result does not depend on
-// the number of slices. Traffic: 16 E bytes of indices twice, 12 E bytes written (at random inside the destination
-// order), 4 N a slice of counters; the floor is the E random writes.
+// The sort makes two passes over the edges, both parallel over equal slices of them. The first pass reads the edge
+// list, each index once, checks it, copies it and counts the destinations of each slice; nothing is written to the
+// outputs before every index is known to be in range. The second pass writes each edge of the copy to its position,
+// which the counts determine: the result does not depend on the number of slices, and no index is an address that
+// another thread or process could still write. Traffic: 16 E bytes of indices, 8 E bytes of the copy written and read,
+// 12 E bytes written (at random inside the destination order), 4 N a slice of counters; the floor is the E random
+// writes.
 
 #include "csr.h"
 
 #include <limits>
+#include <memory>
+#include <new>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -55,24 +59,34 @@ void for_each_slice(int64_t slices, int64_t num_edges, const Body& body) {
   });
 }
 
-// Counts the destinations of edges [begin, end). Returns the first edge with an index out of range, or end.
+// The checked ids of an edge.
+struct Ends {
+  int32_t src, dst;
+};
+
+// An edge with an index out of range; edge -1: none.
+struct Wrong {
+  int64_t edge = -1, src = 0, dst = 0;
+};
+
+// Copies edges [begin, end) and counts their destinations, up to the first edge with an index out of range, if any.
 template <typename Index, typename Count>
-int64_t count_slice(const EdgeList<Index>& edges, int64_t begin, int64_t end, Count* counts) {
+Wrong count_slice(const EdgeList<Index>& edges, int64_t begin, int64_t end, Ends* ends, Count* counts) {
   const auto num_src = static_cast<uint64_t>(edges.num_src), num_dst = static_cast<uint64_t>(edges.num_dst);
   for (int64_t e = begin; e < end; ++e) {
-    const auto s = static_cast<uint64_t>(edges.source(e)), d = static_cast<uint64_t>(edges.destination(e));
-    if (s >= num_src || d >= num_dst) return e;
+    const int64_t s = edges.source(e), d = edges.destination(e);
+    if (static_cast<uint64_t>(s) >= num_src || static_cast<uint64_t>(d) >= num_dst) return {e, s, d};
+    ends[e] = {static_cast<int32_t>(s), static_cast<int32_t>(d)};
     ++counts[d];
   }
-  return end;
+  return {};
 }
 
 template <typename Index>
-[[noreturn]] void report(const EdgeList<Index>& edges, int64_t e) {
-  const int64_t s = edges.source(e), d = edges.destination(e);
-  const bool bad_src = s < 0 || s >= edges.num_src;
-  STD_TORCH_CHECK(false, "csr: ", bad_src ? "src" : "dst", "[", e, "] is ", bad_src ? s : d, ", but must be in 0..",
-                  (bad_src ? edges.num_src : edges.num_dst) - 1, " (there are ",
+[[noreturn]] void report(const EdgeList<Index>& edges, const Wrong& wrong) {
+  const bool bad_src = wrong.src < 0 || wrong.src >= edges.num_src;
+  STD_TORCH_CHECK(false, "csr: ", bad_src ? "src" : "dst", "[", wrong.edge, "] is ", bad_src ? wrong.src : wrong.dst,
+                  ", but must be in 0..", (bad_src ? edges.num_src : edges.num_dst) - 1, " (there are ",
                   bad_src ? edges.num_src : edges.num_dst, bad_src ? " source" : " destination", " nodes)");
 }
 
@@ -92,11 +106,11 @@ void place(Count* counts, int64_t slices, int64_t num_dst, int64_t* rowptr) {
   rowptr[num_dst] = start;
 }
 
-template <typename Index, typename Count>
-void scatter_slice(const EdgeList<Index>& edges, int64_t begin, int64_t end, Count* next, int32_t* col, int64_t* perm) {
+template <typename Count>
+void scatter_slice(const Ends* ends, int64_t begin, int64_t end, Count* next, int32_t* col, int64_t* perm) {
   for (int64_t e = begin; e < end; ++e) {
-    const int64_t at = next[edges.destination(e)]++;
-    col[at] = static_cast<int32_t>(edges.source(e));
+    const int64_t at = next[ends[e].dst]++;
+    col[at] = ends[e].src;
     perm[at] = e;
   }
 }
@@ -104,26 +118,26 @@ void scatter_slice(const EdgeList<Index>& edges, int64_t begin, int64_t end, Cou
 template <typename Index, typename Count>
 void build(const EdgeList<Index>& edges, int64_t* rowptr, int32_t* col, int64_t* perm) {
   const int64_t slices = slice_count(edges.num_edges, edges.num_dst);
+  const std::unique_ptr<Ends[]> ends(new Ends[static_cast<size_t>(edges.num_edges)]);
   std::vector<Count> counts(static_cast<size_t>(slices * edges.num_dst), 0);
-  std::vector<int64_t> bad(static_cast<size_t>(slices), -1);
+  std::vector<Wrong> wrong(static_cast<size_t>(slices));
   for_each_slice(slices, edges.num_edges, [&](int64_t s, int64_t begin, int64_t end) {
-    const int64_t stop = count_slice(edges, begin, end, counts.data() + s * edges.num_dst);
-    if (stop < end) bad[static_cast<size_t>(s)] = stop;
+    wrong[static_cast<size_t>(s)] = count_slice(edges, begin, end, ends.get(), counts.data() + s * edges.num_dst);
   });
-  for (const int64_t e : bad) {
-    if (e >= 0) report(edges, e);
+  for (const Wrong& first : wrong) {
+    if (first.edge >= 0) report(edges, first);
   }
   place(counts.data(), slices, edges.num_dst, rowptr);
   for_each_slice(slices, edges.num_edges, [&](int64_t s, int64_t begin, int64_t end) {
-    scatter_slice(edges, begin, end, counts.data() + s * edges.num_dst, col, perm);
+    scatter_slice(ends.get(), begin, end, counts.data() + s * edges.num_dst, col, perm);
   });
 }
 
 template <typename Index>
 void build_from(const Tensor& src, const Tensor& dst, int64_t num_src, int64_t num_dst, int64_t* rowptr, int32_t* col,
                 int64_t* perm) {
-  const EdgeList<Index> edges{static_cast<const Index*>(src.data_ptr()),
-                              static_cast<const Index*>(dst.data_ptr()),
+  const EdgeList<Index> edges{sparse::strided<Index>(src, "csr", "src"),
+                              sparse::strided<Index>(dst, "csr", "dst"),
                               src.stride(0),
                               dst.stride(0),
                               src.numel(),
@@ -143,16 +157,20 @@ void csr(Tensor src, Tensor dst, int64_t num_src, int64_t num_dst, Tensor rowptr
                   "csr: src and dst must have one dimension and equal lengths");
   STD_TORCH_CHECK((type == ScalarType::Long || type == ScalarType::Int) && type == dst.scalar_type(),
                   "csr: src and dst must both be int64 or both int32");
-  STD_TORCH_CHECK(num_src >= 0 && num_dst >= 0 && num_src <= std::numeric_limits<int32_t>::max(),
-                  "csr: num_src and num_dst must not be negative, and num_src must fit 32 bits");
+  sparse::check_counts(num_src, num_dst, "csr");
   const int64_t num_edges = src.numel();
   auto* starts = sparse::flat<int64_t>(rowptr, ScalarType::Long, num_dst + 1, "csr", "rowptr");
   auto* columns = sparse::flat<int32_t>(col, ScalarType::Int, num_edges, "csr", "col");
   auto* order = sparse::flat<int64_t>(perm, ScalarType::Long, num_edges, "csr", "perm");
-  if (type == ScalarType::Long) {
-    build_from<int64_t>(src, dst, num_src, num_dst, starts, columns, order);
-  } else {
-    build_from<int32_t>(src, dst, num_src, num_dst, starts, columns, order);
+  check_apart({{rowptr, "rowptr"}, {col, "col"}, {perm, "perm"}}, {{src, "src"}, {dst, "dst"}}, "csr");
+  try {
+    if (type == ScalarType::Long) {
+      build_from<int64_t>(src, dst, num_src, num_dst, starts, columns, order);
+    } else {
+      build_from<int32_t>(src, dst, num_src, num_dst, starts, columns, order);
+    }
+  } catch (const std::bad_alloc&) {
+    STD_TORCH_CHECK(false, "csr: there is no memory for the copy of ", num_edges, " edges and their counts");
   }
 }
 

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <limits>
+#include <vector>
 
 #include "sparse_launch.h"
 
@@ -60,20 +60,23 @@ bool csr_ordered(Tensor src, Tensor dst, int64_t num_src, int64_t num_dst, Tenso
   sparse::check_type(dst, ScalarType::Long, op, "dst");
   STD_TORCH_CHECK(src.dim() == 1 && dst.dim() == 1 && src.numel() == dst.numel(),
                   "csr_ordered: src and dst must have one dimension and equal lengths");
-  STD_TORCH_CHECK(num_src >= 0 && num_dst >= 0 && num_src <= std::numeric_limits<int32_t>::max(),
-                  "csr_ordered: num_src and num_dst must not be negative, and num_src must fit 32 bits");
+  sparse::check_counts(num_src, num_dst, op);
   const int64_t num_edges = src.numel();
-  const Claim claim{static_cast<const int64_t*>(src.data_ptr()),
-                    static_cast<const int64_t*>(dst.data_ptr()),
+  const auto* given = sparse::flat<int64_t>(rowptr, ScalarType::Long, num_dst + 1, op, "rowptr");
+  const std::vector<int64_t> starts(given, given + num_dst + 1);  // read once: its values are used as addresses
+  const Claim claim{sparse::strided<int64_t>(src, op, "src"),
+                    sparse::strided<int64_t>(dst, op, "dst"),
                     src.stride(0),
                     dst.stride(0),
                     num_edges,
                     num_src,
                     num_dst,
-                    sparse::flat<int64_t>(rowptr, ScalarType::Long, num_dst + 1, op, "rowptr"),
+                    starts.data(),
                     sparse::flat<int64_t>(order, ScalarType::Long, num_edges, op, "order")};
   auto* columns = sparse::flat<int32_t>(col, ScalarType::Int, num_edges, op, "col");
   auto* positions = sparse::flat<int64_t>(perm, ScalarType::Long, num_edges, op, "perm");
+  check_apart({{col, "col"}, {perm, "perm"}}, {{src, "src"}, {dst, "dst"}, {rowptr, "rowptr"}}, op);
+  if (order.has_value()) check_apart({{col, "col"}, {perm, "perm"}}, {{*order, "order"}}, op);
   if (!has_rows(claim)) return false;
   std::atomic<bool> holds{true};
   sparse::for_each_chunk({claim.rowptr, columns, num_dst, num_edges}, sparse::kSerialWork,

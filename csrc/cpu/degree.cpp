@@ -14,7 +14,12 @@ void degree(Tensor rowptr, Tensor out) {
   const int64_t rows = out.numel();
   const auto* starts = sparse::flat<int64_t>(rowptr, ScalarType::Long, rows + 1, "degree", "rowptr");
   auto* counts = sparse::flat<float>(out, ScalarType::Float, rows, "degree", "out");
-  for (int64_t i = 0; i < rows; ++i) counts[i] = static_cast<float>(starts[i + 1] - starts[i]);
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t begin = starts[i], end = starts[i + 1];
+    STD_TORCH_CHECK(0 <= begin && begin <= end, "degree: rowptr[", i + 1, "] is ", end, ", but rowptr[", i, "] is ",
+                    begin, "; it must start at 0 and not fall");
+    counts[i] = static_cast<float>(end - begin);
+  }
 }
 
 }  // namespace

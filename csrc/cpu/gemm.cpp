@@ -11,13 +11,13 @@
 namespace gnnc {
 namespace {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kMaxIntegerDepth = 133144;  // the largest depth with 127 * 127 * depth < 2^31
-constexpr int64_t kSliceWork = 8 << 20;       // products of a slice; about 30 us in int8
-constexpr int64_t kShares = 4;                // least slices of a thread; with fewer, threads would be loaded unevenly
-constexpr int64_t kSerialWork = 4 << 20;      // products below which waking a thread costs more than it saves
+constexpr int64_t kMaxIntegerDepth = 133144;     // the largest depth with 127 * 127 * depth < 2^31
+constexpr int64_t kMaxWidth = int64_t{1} << 26;  // columns of all weights: their scales take 8 bytes a column
+constexpr int64_t kSliceWork = 8 << 20;          // products of a slice; about 30 us in int8
+constexpr int64_t kShares = 4;            // least slices of a thread; with fewer, threads would be loaded unevenly
+constexpr int64_t kSerialWork = 4 << 20;  // products below which waking a thread costs more than it saves
 constexpr int64_t kSerialWeights = 64 << 10;
 
 GemmMode mode_of(int64_t mode) {
@@ -38,6 +38,7 @@ void take_weights(GemmArgs& g, const std::vector<Tensor>& weights, const std::ve
     const int64_t depth = kn ? view.rows : view.cols, width = kn ? view.cols : view.rows;
     STD_TORCH_CHECK(depth == g.depth, "gemm: x has ", g.depth, " columns, but w takes ", depth);
     const int64_t first = (g.width + 15) / 16 * 16;
+    STD_TORCH_CHECK(width <= kMaxWidth - first, "gemm: the weights have more than ", kMaxWidth, " columns");
     taken.push_back({static_cast<const float*>(view.data), kn ? 1 : view.stride, kn ? view.stride : 1, width, first});
     g.width = first + width;
   }
@@ -51,13 +52,11 @@ void take_scale(GemmArgs& g, const std::optional<Tensor>& scale) {
     return;
   }
   STD_TORCH_CHECK(g.mode == GemmMode::i8, "gemm: x_scale has a meaning in int8 mode only");
-  STD_TORCH_CHECK(scale->is_cpu() && scale->scalar_type() == ScalarType::Float && scale->is_contiguous(),
-                  "gemm: x_scale must be a contiguous float32 tensor on the CPU");
+  g.x_scale = scales_of(*scale, "gemm");
   const int64_t count = scale->numel();
   g.x_scale_is_single = count == 1;
   STD_TORCH_CHECK(count == 1 || (g.x_type == Scalar::i8 && count == g.rows),
                   "gemm: x_scale must have one element, or one a row where x is int8; it has ", count);
-  g.x_scale = static_cast<const float*>(scale->data_ptr());
 }
 
 GemmArgs check(const Tensor& x, const std::optional<Tensor>& x_scale, const std::vector<Tensor>& w,
@@ -106,7 +105,7 @@ void gemm(Tensor x, std::optional<Tensor> x_scale, std::vector<Tensor> w, std::v
           std::vector<Tensor> outs) {
   GemmArgs g = check(x, x_scale, w, w_is_kn, mode);
   g.program = &parse_program("gemm", {program, operands, consts, outs}, g.rows, g.width);
-  if (g.rows == 0 || g.width == 0) return;
+  if (g.rows == 0 || g.width == 0 || outs.empty()) return;
   pack(g);
   compute(g);
 }

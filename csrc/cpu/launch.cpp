@@ -116,19 +116,20 @@ Scalar scalar_of(const Tensor& t, const char* op) {
 
 // Returns a view of an operand. Two-dimensional tensors stay matrices; all others must be contiguous and become one
 // row.
-RowView view_of(const Tensor& t, const char* op) {
+RowView view_of(const Tensor& t, const char* op, const char* name) {
   STD_TORCH_CHECK(t.is_cpu(), op, ": the tensors of a row program must be on the CPU");
   const Scalar type = scalar_of(t, op);
   if (t.dim() != 2 || t.is_contiguous()) {
     STD_TORCH_CHECK(t.is_contiguous(), op, ": a tensor of a row program must be contiguous, or a matrix");
     const bool matrix = t.dim() == 2;
     const int64_t rows = matrix ? t.size(0) : 1, cols = matrix ? t.size(1) : t.numel();
-    return {t.data_ptr(), rows, cols, cols, type};
+    return {checked_data(t, t.numel(), op, name), rows, cols, cols, type};
   }
   const int64_t cols = t.size(1);
   STD_TORCH_CHECK(cols <= 1 || t.stride(1) == 1, op, ": the columns of a matrix of a row program must be adjacent");
   STD_TORCH_CHECK(t.size(0) <= 1 || t.stride(0) >= cols, op, ": the rows of a matrix of a row program overlap");
-  return {t.data_ptr(), t.size(0), cols, t.stride(0), type};
+  const int64_t rows = t.size(0), stride = t.stride(0);
+  return {checked_data(t, span_of(rows, cols, stride, op), op, name), rows, cols, stride, type};
 }
 
 // Checks the instructions of a program and prepares it for the kernels.
@@ -151,9 +152,10 @@ class Parser {
   bool vector(const RowView& v, int64_t count) const {
     return v.type == Scalar::f32 && v.rows * v.cols == count && (v.rows <= 1 || v.stride == v.cols);
   }
-  bool matrix(const RowView& v, int64_t cols) const {
-    return (v.rows == rows_ && v.cols == cols) || (v.rows == 1 && rows_ == v.cols && cols == 1) ||
-           (rows_ * cols == 0 && v.rows * v.cols == 0);
+  // Returns whether a view is a matrix of the rows and `cols` columns; a vector becomes a matrix of one column.
+  bool matrix(RowView& v, int64_t cols) const {
+    if (v.rows == 1 && v.cols == rows_ && cols == 1) v.rows = rows_, v.cols = 1, v.stride = 1;
+    return (v.rows == rows_ && v.cols == cols) || (rows_ * cols == 0 && v.rows * v.cols == 0);
   }
   static const float* floats(const RowView& v) { return static_cast<const float*>(v.data); }
 
@@ -162,6 +164,7 @@ class Parser {
   std::vector<RowInstruction> code_;
   std::vector<RowView> operands_, outs_;
   std::vector<float> consts_, prepared_;
+  const std::vector<Tensor>* given_outs_ = nullptr;
   RowProgram program_{};
 };
 
@@ -172,14 +175,15 @@ const RowView& Parser::operand(int64_t index) const {
 }
 
 void Parser::check_operand(Use use, int32_t index) {
-  const RowView& v = operand(index);
+  operand(index);
+  RowView& v = operands_[static_cast<size_t>(index)];
   const auto expect = [&](bool holds, const char* what) {
     STD_TORCH_CHECK(holds, name_, ": instruction ", at_, " needs operand ", index, " to be ", what, " (rows ", rows_,
                     ", width ", width_, "), but it has ", v.rows, " x ", v.cols, " elements of another shape or type");
   };
   const auto column_or_empty = [&](int64_t i) {
     const RowView& w = operand(i);
-    return vector(w, width_) || vector(w, 0);
+    return vector(w, width_) || (vector(w, 0) && w.cols == 0);
   };
   switch (use) {
     case Use::row:
@@ -223,7 +227,11 @@ void Parser::check_out(Use use, int32_t index, int64_t heads) {
       expect(v.type == Scalar::i8 && matrix(v, width_), "int8 [rows, width]");
       const int64_t padded = (width_ + 63) / 64 * 64;
       if (rows_ <= 1) v.stride = padded;  // the stride of a tensor with one row is arbitrary
-      return expect(v.stride >= padded, "int8 with rows padded to 64 bytes");
+      expect(v.stride >= padded, "int8 with rows padded to 64 bytes");
+      // Whole vectors are stored, the last row's padding too.
+      checked_data((*given_outs_)[static_cast<size_t>(index)], span_of(rows_, padded, v.stride, name_), name_,
+                   "an int8 output");
+      return;
     }
     case Use::out_row:
       return expect(vector(v, rows_), "float32 [rows]");
@@ -248,7 +256,7 @@ void Parser::check_use(Use use, int32_t value, const RowInstruction& in) {
     STD_TORCH_CHECK(value > 0 && width_ % value == 0, name_, ": instruction ", at_, " has ", value,
                     " heads, which do not divide the width ", width_);
   } else if (use == Use::first_column || use == Use::columns) {
-    const bool inside = in.a >= 0 && in.a % 16 == 0 && in.b > 0 && in.a + in.b <= all_columns_;
+    const bool inside = in.a >= 0 && in.a % 16 == 0 && in.b > 0 && int64_t{in.a} + in.b <= all_columns_;
     STD_TORCH_CHECK(inside, name_, ": instruction ", at_, " has a window of ", in.b, " columns from ", in.a, " of ",
                     all_columns_, "; it must lie inside, and start at a multiple of 16");
   } else if (use < Use::out_f32) {
@@ -301,23 +309,31 @@ int32_t Parser::prepare_inverse(int32_t index) {
 }
 
 void Parser::prepare(RowInstruction& in) {
-  if (in.op == RowOp::batch_norm) in.c = prepare_batch_norm(in);
-  if (in.op == RowOp::quant_static) in.b = prepare_inverse(in.b);
-  if (in.op == RowOp::quant_pow2) in.c = prepare_inverse(in.c);
+  if (rows_ > 0) {
+    if (in.op == RowOp::batch_norm) in.c = prepare_batch_norm(in);
+    if (in.op == RowOp::quant_static) in.b = prepare_inverse(in.b);
+    if (in.op == RowOp::quant_pow2) in.c = prepare_inverse(in.c);
+  }
   if (in.op == RowOp::head_mean) width_ /= in.b;
   if (in.op == RowOp::window) width_ = in.b;
 }
 
 void Parser::parse(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width) {
-  name_ = op, rows_ = rows, width_ = all_columns_ = width;
+  name_ = op, rows_ = rows, width_ = all_columns_ = width, given_outs_ = &arguments.outs;
+  product(rows, width, op);
   code_.clear(), operands_.clear(), outs_.clear(), prepared_.clear();
-  for (const Tensor& t : arguments.operands) operands_.push_back(view_of(t, op));
-  for (const Tensor& t : arguments.outs) outs_.push_back(view_of(t, op));
+  for (const Tensor& t : arguments.operands) operands_.push_back(view_of(t, op, "an operand"));
+  for (const Tensor& t : arguments.outs) outs_.push_back(view_of(t, op, "an output"));
   consts_.assign(arguments.consts.begin(), arguments.consts.end());
   STD_TORCH_CHECK(arguments.program.size() % 4 == 0, op, ": a row program has 4 numbers an instruction, not ",
                   arguments.program.size(), " in all");
   for (size_t i = 0; i < arguments.program.size(); i += 4) {
-    const auto word = [&](size_t k) { return static_cast<int32_t>(arguments.program[i + k]); };
+    const auto word = [&](size_t k) {
+      const int64_t number = arguments.program[i + k];
+      STD_TORCH_CHECK(number == static_cast<int32_t>(number), op, ": a row program holds ", number,
+                      ", which does not fit 32 bits");
+      return static_cast<int32_t>(number);
+    };
     RowInstruction in{static_cast<RowOp>(word(0)), word(1), word(2), word(3)};
     at_ = static_cast<int64_t>(i / 4);
     const Spec* spec = std::find_if(std::begin(kSpecs), std::end(kSpecs), [&](const Spec& s) { return s.op == in.op; });
@@ -335,7 +351,13 @@ void Parser::parse(const char* op, const ProgramArguments& arguments, int64_t ro
 RowView matrix_of(const Tensor& t, const char* op, const char* name) {
   STD_TORCH_CHECK(t.is_cpu(), op, ": ", name, " must be on the CPU");
   STD_TORCH_CHECK(t.dim() == 2, op, ": ", name, " must have 2 dimensions, but has ", t.dim());
-  return view_of(t, op);
+  return view_of(t, op, name);
+}
+
+const float* scales_of(const Tensor& t, const char* op) {
+  STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Float && t.is_contiguous(), op,
+                  ": x_scale must be a contiguous float32 tensor on the CPU");
+  return static_cast<const float*>(checked_data(t, t.numel(), op, "x_scale"));
 }
 
 const RowProgram& parse_program(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width) {

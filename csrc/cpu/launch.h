@@ -13,6 +13,7 @@
 
 #include "gnnc/isa.h"
 #include "gnnc/row_program.h"
+#include "storage.h"
 
 #define GNNC_PROGRAM_SCHEMA "int[] program, Tensor[] operands, float[] consts, Tensor(z!)[] outs"
 
@@ -42,6 +43,9 @@ const RowProgram& parse_program(const char* op, const ProgramArguments& argument
 
 // Returns a checked view of a matrix argument: adjacent columns, rows any stride apart.
 RowView matrix_of(const torch::stable::Tensor& t, const char* op, const char* name);
+
+// Returns the scales of an int8 matrix: fp32, one element or one a row.
+const float* scales_of(const torch::stable::Tensor& t, const char* op);
 
 // Runs body(begin, end) in parallel over slices of at most `slice` of `count` items. Threads take slices from one
 // atomic counter, so a slow core gets fewer; fewer than `worth` items run on this thread alone.

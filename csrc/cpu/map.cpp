@@ -10,7 +10,6 @@
 namespace gnnc {
 namespace {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kSliceValues = 64 << 10;
@@ -24,10 +23,9 @@ MapArgs check(const Tensor& x, const std::optional<Tensor>& x_scale) {
   STD_TORCH_CHECK(x_scale.has_value() == (view.type == Scalar::i8),
                   "map: x_scale belongs to an int8 x, and to no other");
   if (!x_scale.has_value()) return m;
-  STD_TORCH_CHECK(x_scale->is_cpu() && x_scale->scalar_type() == ScalarType::Float && x_scale->is_contiguous() &&
-                      (x_scale->numel() == 1 || x_scale->numel() == m.rows),
-                  "map: x_scale must be a contiguous float32 tensor on the CPU with one element, or one a row");
-  m.x_scale = static_cast<const float*>(x_scale->data_ptr());
+  m.x_scale = scales_of(*x_scale, "map");
+  STD_TORCH_CHECK(x_scale->numel() == 1 || x_scale->numel() == m.rows,
+                  "map: x_scale must have one element, or one a row; it has ", x_scale->numel());
   m.scale_stride = x_scale->numel() == 1 ? 0 : 1;
   return m;
 }

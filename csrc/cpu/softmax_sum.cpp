@@ -8,6 +8,7 @@
 namespace gnnc {
 namespace {
 
+using sparse::Ids;
 using sparse::MaybeTensor;
 using sparse::ScalarType;
 using sparse::Tensor;
@@ -15,23 +16,27 @@ using sparse::Tensor;
 constexpr int64_t kSlice = 16;  // columns of a slice: a cache line of out, and whole vectors of every instruction set
 constexpr int64_t kSerialValues = 16384;  // values below which one thread is faster than two
 
+template <Ids ids>
 void softmax_sum(Tensor rowptr, Tensor logits, Tensor value, MaybeTensor state, Tensor out) {
   STD_TORCH_CHECK(logits.dim() == 2, "softmax_sum: logits must be [E, F]");
   const int64_t edges = logits.size(0), width = logits.size(1);
-  const Csr csr = sparse::csr(rowptr, std::nullopt, edges, "softmax_sum");
+  const sparse::Structure<ids> structure(rowptr, std::nullopt, edges, "softmax_sum");
+  const Csr& csr = structure.csr_of();
+  const int64_t values = product(edges, width, "softmax_sum");
   STD_TORCH_CHECK(csr.num_edges == edges, "softmax_sum: there are ", edges, " logits, but ", csr.num_edges, " edges");
   const sparse::Matrix to = sparse::matrix(out, "softmax_sum", "out");
   STD_TORCH_CHECK(to.type == ScalarType::Float && to.rows == csr.num_dst && to.width == width,
                   "softmax_sum: out must be float32 [", csr.num_dst, ", ", width, "]");
   STD_TORCH_CHECK(!state.has_value() || csr.num_dst == 1, "softmax_sum: state goes with one row");
-  const SoftmaxSumArgs a{csr.rowptr,
-                         csr.num_dst,
-                         sparse::flat<float>(logits, ScalarType::Float, edges * width, "softmax_sum", "logits"),
-                         sparse::flat<float>(value, ScalarType::Float, edges * width, "softmax_sum", "value"),
-                         width,
-                         sparse::flat<float>(state, ScalarType::Float, 3 * width, "softmax_sum", "state"),
-                         static_cast<float*>(to.data),
-                         to.stride};
+  const SoftmaxSumArgs a{
+      csr.rowptr,
+      csr.num_dst,
+      sparse::flat<float>(logits, ScalarType::Float, values, "softmax_sum", "logits"),
+      sparse::flat<float>(value, ScalarType::Float, values, "softmax_sum", "value"),
+      width,
+      sparse::flat<float>(state, ScalarType::Float, product(3, width, "softmax_sum"), "softmax_sum", "state"),
+      static_cast<float*>(to.data),
+      to.stride};
   parallel_slices(width, kSlice, kSerialValues / (edges + 1) + 1,
                   [&](int64_t begin, int64_t end) { GNNC_DISPATCH(softmax_sum, a, begin, end); });
 }
@@ -39,8 +44,4 @@ void softmax_sum(Tensor rowptr, Tensor logits, Tensor value, MaybeTensor state, 
 }  // namespace
 }  // namespace gnnc
 
-STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
-  m.def("softmax_sum(Tensor rowptr, Tensor logits, Tensor value, Tensor(a!)? state, Tensor(b!) out) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("softmax_sum", TORCH_BOX(&gnnc::softmax_sum)); }
+GNNC_CSR_OP(softmax_sum, "(Tensor rowptr, Tensor logits, Tensor value, Tensor(a!)? state, Tensor(b!) out) -> ()")

@@ -9,9 +9,21 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
+#include <memory>
 #include <optional>
+#include <vector>
 
 #include "csr.h"
+#include "storage.h"
+
+// Registers an op over a CSR twice: in gnnc_cpu, which anyone may call, and in gnnc_cpu_valid, which programs call on
+// the structure that csr built for them.
+#define GNNC_CSR_OP(name, schema)                                                                                \
+  STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) { m.def(#name schema); }                                            \
+  STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu_valid, m) { m.def(#name schema); }                                      \
+  STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl(#name, TORCH_BOX(&gnnc::name<gnnc::sparse::Ids::any>)); } \
+  STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu_valid, CPU, m) { m.impl(#name, TORCH_BOX(&gnnc::name<gnnc::sparse::Ids::valid>)); }
 
 namespace gnnc::sparse {
 
@@ -31,12 +43,27 @@ T* flat(const Tensor& t, ScalarType type, int64_t numel, const char* op, const c
   check_type(t, type, op, name);
   STD_TORCH_CHECK(t.is_contiguous(), op, ": ", name, " must be contiguous");
   STD_TORCH_CHECK(t.numel() == numel, op, ": ", name, " must have ", numel, " elements, but has ", t.numel());
-  return static_cast<T*>(t.data_ptr());
+  return static_cast<T*>(checked_data(t, numel, op, name));
 }
 
 template <typename T>
 T* flat(const MaybeTensor& t, ScalarType type, int64_t numel, const char* op, const char* name) {
   return t.has_value() ? flat<T>(*t, type, numel, op, name) : nullptr;
+}
+
+// Returns the data of a vector whose elements are any stride apart, of a type that the caller checked.
+template <typename T>
+const T* strided(const Tensor& t, const char* op, const char* name) {
+  const int64_t count = t.numel();
+  return static_cast<const T*>(checked_data(t, count == 0 ? 0 : span_of(count, 1, t.stride(0), op), op, name));
+}
+
+// Checks numbers of nodes: ids must fit the 32 bits of col, those of destinations too, since a transpose swaps them.
+inline void check_counts(int64_t num_src, int64_t num_dst, const char* op) {
+  constexpr int64_t most = std::numeric_limits<int32_t>::max();
+  STD_TORCH_CHECK(num_src >= 0 && num_dst >= 0 && num_src <= most && num_dst <= most, op,
+                  ": num_src and num_dst must not be negative, and must fit 32 bits, but are ", num_src, " and ",
+                  num_dst);
 }
 
 // A matrix with rows any stride apart, in elements.
@@ -61,13 +88,16 @@ inline Matrix matrix(const Tensor& t, const char* op, const char* name) {
   if (type == ScalarType::Char && rows > 1) {
     STD_TORCH_CHECK(stride % 64 == 0, op, ": the int8 rows of ", name, " must be padded to 64 bytes");
   }
-  return {t.data_ptr(), rows, width, stride, type};
+  // The kernels read whole vectors of int8 rows, the last row's padding too.
+  const int64_t last = type == ScalarType::Char ? (width + 63) / 64 * 64 : width;
+  return {checked_data(t, span_of(rows, width == 0 ? 0 : last, stride, op), op, name), rows, width, stride, type};
 }
 
 inline Element element(ScalarType type) {
   return type == ScalarType::Float ? Element::f32 : type == ScalarType::BFloat16 ? Element::bf16 : Element::i8;
 }
 
+// Returns the CSR of an op's arguments, whose ids are not read: a program's structure was validated when it was built.
 inline Csr csr(const Tensor& rowptr, const MaybeTensor& col, int64_t num_src, const char* op) {
   STD_TORCH_CHECK(rowptr.dim() == 1 && rowptr.numel() >= 1, op, ": rowptr must be [num_dst + 1]");
   const int64_t num_dst = rowptr.numel() - 1;
@@ -81,6 +111,52 @@ inline Csr csr(const Tensor& rowptr, const MaybeTensor& col, int64_t num_src, co
   STD_TORCH_CHECK(col->numel() == 0 || num_src > 0, op, ": x has no rows, but there are edges");
   return {starts, flat<int32_t>(*col, ScalarType::Int, num_edges, op, "col"), num_dst, num_edges};
 }
+
+// The ids of the CSR that an op is given: `valid` ones were built by csr, inside of a program, and `any` come from
+// anywhere. A kernel uses ids as addresses, so an op copies `any` ids while it validates them: the kernel reads the
+// copy, which nobody else can write.
+enum class Ids { valid, any };
+
+// A CSR whose ids a kernel may use as addresses.
+template <Ids ids>
+class Structure {
+ public:
+  // num_src: the number of rows that col may name.
+  Structure(const Tensor& rowptr, const MaybeTensor& col, int64_t num_src, const char* op)
+      : csr_(csr(rowptr, col, num_src, op)) {
+    if constexpr (ids == Ids::any) {
+      copy_rowptr(op);
+      if (csr_.col != nullptr) copy_col(num_src, op);
+    }
+  }
+  const Csr& csr_of() const { return csr_; }
+
+ private:
+  void copy_rowptr(const char* op) {
+    rowptr_.assign(csr_.rowptr, csr_.rowptr + csr_.num_dst + 1);
+    csr_.rowptr = rowptr_.data();
+    STD_TORCH_CHECK(rowptr_[0] == 0, op, ": rowptr must start at 0, but starts at ", rowptr_[0]);
+    for (int64_t i = 0; i < csr_.num_dst; ++i) {
+      STD_TORCH_CHECK(rowptr_[i] <= rowptr_[i + 1], op, ": rowptr[", i + 1, "] is ", rowptr_[i + 1], ", but rowptr[", i,
+                      "] is ", rowptr_[i], "; it must not fall");
+    }
+    STD_TORCH_CHECK(rowptr_[csr_.num_dst] == csr_.num_edges, op, ": rowptr was written during the call");
+  }
+
+  void copy_col(int64_t num_src, const char* op) {
+    col_.reset(new int32_t[static_cast<size_t>(csr_.num_edges)]);
+    for (int64_t e = 0; e < csr_.num_edges; ++e) {
+      const int32_t id = csr_.col[e];
+      STD_TORCH_CHECK(id >= 0 && id < num_src, op, ": col[", e, "] is ", id, ", but must be in 0..", num_src - 1);
+      col_[static_cast<size_t>(e)] = id;
+    }
+    csr_.col = col_.get();
+  }
+
+  std::vector<int64_t> rowptr_;
+  std::unique_ptr<int32_t[]> col_;
+  Csr csr_;
+};
 
 constexpr int64_t kSerialWork = 16384;  // rows + edges below which one thread is faster than two, at 3 ns an edge
 

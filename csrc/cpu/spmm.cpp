@@ -8,6 +8,7 @@
 namespace gnnc {
 namespace {
 
+using sparse::Ids;
 using sparse::MaybeTensor;
 using sparse::ScalarType;
 using sparse::Tensor;
@@ -19,7 +20,7 @@ void take_value(SpmmArgs& a, const Tensor& value, int64_t heads) {
   }
   a.heads = value.dim() == 2 ? value.size(1) : 1;
   STD_TORCH_CHECK(a.heads == 1 || a.heads == heads, "spmm: value has ", a.heads, " heads, but heads is ", heads);
-  a.value = sparse::flat<float>(value, ScalarType::Float, a.csr.num_edges * a.heads, "spmm", "value");
+  a.value = sparse::flat<float>(value, ScalarType::Float, product(a.csr.num_edges, a.heads, "spmm"), "spmm", "value");
 }
 
 void check_combination(const SpmmArgs& a) {
@@ -32,14 +33,20 @@ void check_combination(const SpmmArgs& a) {
                   "spmm: int8 values go with sum and mean, without x_scale and shift");
 }
 
-SpmmArgs check(const Tensor& rowptr, const MaybeTensor& col, const MaybeTensor& value, const Tensor& x,
-               const MaybeTensor& x_scale, const MaybeTensor& shift, int64_t reduce, int64_t heads) {
-  const sparse::Matrix m = sparse::matrix(x, "spmm", "x");
+// The kernel shifts by these: an integer power of two for each of 8 buckets.
+void check_shifts(const uint8_t* shift, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    STD_TORCH_CHECK(shift[i] <= 7, "spmm: shift[", i, "] is ", int{shift[i]}, ", but must be in 0..7");
+  }
+}
+
+SpmmArgs check(const Csr& csr, const sparse::Matrix& m, const MaybeTensor& value, const MaybeTensor& x_scale,
+               const MaybeTensor& shift, int64_t reduce, int64_t heads) {
   STD_TORCH_CHECK(reduce >= 0 && reduce <= 3, "spmm: reduce is ", reduce,
                   ", but must be 0 sum, 1 mean, 2 max or 3 min");
   STD_TORCH_CHECK(heads >= 1 && m.width % heads == 0, "spmm: ", heads, " heads do not divide a width of ", m.width);
   SpmmArgs a{};
-  a.csr = sparse::csr(rowptr, col, m.rows, "spmm");
+  a.csr = csr;
   a.x = m.data;
   a.width = m.width;
   a.x_stride = m.stride;
@@ -53,10 +60,14 @@ SpmmArgs check(const Tensor& rowptr, const MaybeTensor& col, const MaybeTensor& 
   return a;
 }
 
+template <Ids ids>
 void spmm(Tensor rowptr, MaybeTensor col, MaybeTensor value, Tensor x, MaybeTensor x_scale, MaybeTensor shift,
           int64_t reduce, int64_t heads, std::vector<int64_t> program, std::vector<Tensor> operands,
           std::vector<double> consts, std::vector<Tensor> outs) {
-  SpmmArgs a = check(rowptr, col, value, x, x_scale, shift, reduce, heads);
+  const sparse::Matrix m = sparse::matrix(x, "spmm", "x");
+  const sparse::Structure<ids> structure(rowptr, col, m.rows, "spmm");
+  SpmmArgs a = check(structure.csr_of(), m, value, x_scale, shift, reduce, heads);
+  if (ids == Ids::any && a.shift != nullptr) check_shifts(a.shift, m.rows);
   a.program = &parse_program("spmm", {program, operands, consts, outs}, a.csr.num_dst, a.width);
   if (a.width == 0) return;
   sparse::for_each_chunk(a.csr, sparse::kSerialWork / 2,
@@ -66,10 +77,6 @@ void spmm(Tensor rowptr, MaybeTensor col, MaybeTensor value, Tensor x, MaybeTens
 }  // namespace
 }  // namespace gnnc
 
-STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
-  m.def(
-      "spmm(Tensor rowptr, Tensor? col, Tensor? value, Tensor x, Tensor? x_scale, Tensor? shift, int reduce, "
-      "int heads, " GNNC_PROGRAM_SCHEMA ") -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("spmm", TORCH_BOX(&gnnc::spmm)); }
+GNNC_CSR_OP(spmm,
+            "(Tensor rowptr, Tensor? col, Tensor? value, Tensor x, Tensor? x_scale, Tensor? shift, int reduce, "
+            "int heads, " GNNC_PROGRAM_SCHEMA ") -> ()")

@@ -22,7 +22,7 @@ void scaled_values(const SpmmArgs& a, int64_t begin, int64_t end, float* weights
   }
   for (int64_t e = begin; e < end; ++e) {
     const int64_t source = a.csr.col == nullptr ? e : a.csr.col[e];
-    const float scale = a.x_scale != nullptr ? a.x_scale[source] : static_cast<float>(128 >> a.shift[source]);
+    const float scale = a.x_scale != nullptr ? a.x_scale[source] : static_cast<float>(128 >> (a.shift[source] & 7));
     for (int64_t h = 0; h < a.heads; ++h) {
       weights[(e - begin) * a.heads + h] = a.value == nullptr ? scale : a.value[e * a.heads + h] * scale;
     }

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -52,17 +51,17 @@ VERSION = 4
 SECONDS = 8.0
 """Budget of a calibration; it ends when every probe ran and the time is up, or at the latest then."""
 
-CPU_GRAPHS = ((16_000, 400_000), (3_000, 12_000), (100_000, 800_000))
+CPU_GRAPHS = ((16_000, 400_000), (300, 1_500), (3_000, 12_000), (100_000, 800_000))
 """Sizes (nodes, edges) that the probes run on, the most telling first."""
 
 CUDA_GRAPHS = ((170_000, 2_400_000), (20_000, 100_000), (1_000_000, 12_000_000))
 """The same for a GPU, which needs more work to be busy."""
 
-STEADY = 1.3
-"""Largest spread of times on a machine that is busy with nothing else."""
+MOST_WAITING = 0.1
+"""Largest share of waiting threads on a machine that is busy with nothing else."""
 
 _MOST_MEASUREMENTS = 3
-"""A machine that is busy every time is measured so often at most; the steadiest rates stay."""
+"""A machine that is busy every time is measured so often at most; the best rates stay."""
 
 _LEAST_RUNS = 3
 _STEP = 2.0
@@ -102,7 +101,7 @@ def rates_for(backend: Backend, *, again: bool = False) -> Rates:
     with _MEASURING:
         found = None if again else stored_rates(backend)  # another thread may have measured meanwhile
         if found is None or not _are_final(key, found):
-            found = _known[key] = _steadier(found, calibrate(backend))
+            found = _known[key] = _better(found, calibrate(backend))
             _measured_here.add(key)
             _store(key, found)
     return found
@@ -110,15 +109,15 @@ def rates_for(backend: Backend, *, again: bool = False) -> Rates:
 
 def _are_final(key: str, rates: Rates) -> bool:
     """Return whether rates need no further measurement in this process."""
-    is_settled = rates.spread <= STEADY or rates.measurements >= _MOST_MEASUREMENTS
+    is_settled = rates.waited <= MOST_WAITING or rates.measurements >= _MOST_MEASUREMENTS
     return is_settled or key in _measured_here
 
 
-def _steadier(old: Rates | None, new: Rates) -> Rates:
-    """Return the rates with the smaller spread of two measurements."""
+def _better(old: Rates | None, new: Rates) -> Rates:
+    """Return the rates of the measurement that waited less."""
     if old is None:
         return new
-    best = min(new, old, key=lambda rates: rates.spread)
+    best = min(new, old, key=lambda rates: rates.waited)
     return replace(best, measurements=old.measurements + 1)
 
 
@@ -142,7 +141,7 @@ def _load(key: str) -> Rates | None:
 
 
 def _parsed(data: Any) -> Rates:
-    names = ("families", "backend", "machine", "measured_in", "spread", "measurements")
+    names = ("families", "backend", "machine", "measured_in", "waited", "measurements")
     return Rates(*(data[name] for name in names))
 
 
@@ -151,7 +150,7 @@ def _store(key: str, rates: Rates) -> None:
         "backend": rates.backend,
         "machine": rates.machine,
         "measured_in": round(rates.measured_in, 2),
-        "spread": round(rates.spread, 3),
+        "waited": round(rates.waited, 3),
         "measurements": rates.measurements,
         "families": {family: dict(table) for family, table in rates.families.items()},
     }
@@ -242,13 +241,11 @@ class Sample:
         family: its kernel family.
         terms: numbers that describe its work.
         seconds: shortest measured time.
-        times: all measured times.
     """
 
     family: str
     terms: Sequence[Term]
     seconds: float = float("inf")
-    times: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -268,7 +265,6 @@ class _Trial:
             if timing.node in self.samples:
                 sample = self.samples[timing.node]
                 sample.seconds = min(sample.seconds, timing.seconds)
-                sample.times.append(timing.seconds)
 
 
 @dataclass(slots=True)
@@ -287,7 +283,7 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
         backend: the kernels to time, on the GPU that they are for.
         seconds: duration; more runs make the shortest times more reliable.
     """
-    start = time.perf_counter()
+    start, before = time.perf_counter(), scheduled()
     device = _device_of(backend)
     with torch.no_grad():
         programs = _programs(backend, device)
@@ -303,13 +299,24 @@ def calibrate(backend: Backend, seconds: float = SECONDS) -> Rates:
         raise BackendError(f"backend {backend.name!r} ran none of the kernels that are measured")
     families = _with_alike(fit(samples), device.alike)
     took = time.perf_counter() - start
-    return Rates(families, backend.name, _machine(backend), took, spread_of(samples))
+    return Rates(families, backend.name, _machine(backend), took, _waited_share(before, scheduled()))
 
 
-def spread_of(samples: Sequence[Sample]) -> float:
-    """Return the median over launches of the median time, but for the first, over the shortest."""
-    ratios = [median(s.times[1:]) / s.seconds for s in samples if len(s.times) > 2]
-    return median(ratios) if ratios else 1.0
+def scheduled() -> tuple[int, int]:
+    """Return the nanoseconds that the threads of this process ran, and that they waited for a processor."""
+    ran = waited = 0
+    for thread in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            numbers = thread.read_text().split()
+        except OSError:  # the thread ended meanwhile
+            continue
+        ran, waited = ran + int(numbers[0]), waited + int(numbers[1])
+    return ran, waited
+
+
+def _waited_share(before: tuple[int, int], after: tuple[int, int]) -> float:
+    ran, waited = (max(b - a, 0) for a, b in zip(before, after, strict=True))
+    return waited / (ran + waited) if waited else 0.0
 
 
 def _programs(backend: Backend, device: Device) -> list[tuple[_Variant, Executable]]:

@@ -1,11 +1,12 @@
 """JSON files in the cache folder for measurements; written atomically, measured again if damaged."""
 
 import json
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+from gnnc.private_files import UntrustedError, read_private, write_private
 
 _T = TypeVar("_T")
 
@@ -21,7 +22,10 @@ def load(path: Path | None, parse: Callable[[Any], _T], again: str) -> _T | None
     if path is None:
         return None
     try:
-        text = path.read_text()
+        text = read_private(path)
+    except UntrustedError as error:
+        warnings.warn(f"{error}; {again} again", stacklevel=3)
+        return None
     except OSError:
         return None
     try:
@@ -35,10 +39,7 @@ def store(path: Path | None, data: Any, what: str) -> None:
     """Write data as JSON; a warning names ``what`` if it cannot be stored."""
     if path is None:
         return
-    part = path.with_suffix(f".{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(data, indent=1) + "\n")
-        part.replace(path)  # whoever reads meanwhile sees the old file or the new one
+        write_private(path, (json.dumps(data, indent=1) + "\n").encode())
     except OSError as error:
         warnings.warn(f"{what} cannot be kept, every process measures anew: {error}", stacklevel=3)

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from gnnc.capture.edge_index import plain
+from gnnc.capture.object_graph import ObjectGraph, can_change
 from gnnc.capture.pyg_data import from_dicts, to_dicts
+from gnnc.capture.read_fields import Reads, only_read
 from gnnc.capture.sparse_components import components, is_sparse
 from gnnc.capture.sparse_state import held_matrices, sparse_holdings
 from gnnc.errors import InputError
@@ -95,8 +97,13 @@ class Call:
         return self.spec, tuple(leaf.key for leaf in self.leaves)
 
 
-def flatten_call(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Flatten the arguments of ``model(*args, **kwargs)``; InputError where they do not bind."""
+def flatten_call(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], reads: Reads | None = None
+) -> Call:
+    """Flatten the arguments of ``model(*args, **kwargs)``; InputError where they do not bind.
+
+    ``reads`` says which fields of PyG graph objects count; None: all.
+    """
     signature = signature_of(model)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -106,7 +113,10 @@ def flatten_call(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[st
         )
         raise InputError(message) from None
     bound.apply_defaults()
-    paths, spec = pytree.tree_flatten_with_path(to_dicts(dict(bound.arguments)))
+    arguments = to_dicts(dict(bound.arguments))
+    if reads is not None:
+        arguments = only_read(arguments, reads)
+    paths, spec = pytree.tree_flatten_with_path(arguments)
     tensors: list[torch.Tensor] = []
     leaves = []
     for path, value in paths:
@@ -160,8 +170,12 @@ def rebuild(
     forms: Sequence[tuple[str, str]],
     tensors: Sequence[torch.Tensor],
     make_sparse: Callable[[Leaf, Sequence[torch.Tensor]], Any],
+    watch: Callable[[Any], None] | None = None,
 ) -> tuple[list[Any], dict[str, Any], list[Any]]:
-    """Return the (args, kwargs) that ``flatten_call`` flattened, and the matrices that the model holds."""
+    """Return the (args, kwargs) that ``flatten_call`` flattened, and the matrices that the model holds.
+
+    ``watch`` is called with each PyG graph object among the arguments.
+    """
     values, position = [], 0
     for leaf in leaves:
         count = len(leaf.tensor_names)
@@ -177,7 +191,7 @@ def rebuild(
             values.append(make_sparse(leaf, parts))
     held = values[spec.num_leaves :]
     values = values[: spec.num_leaves]
-    arguments = from_dicts(pytree.tree_unflatten(values, spec))
+    arguments = from_dicts(pytree.tree_unflatten(values, spec), watch)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for name, form in forms:
@@ -218,12 +232,12 @@ def _leaf(name: str, value: Any) -> tuple[Leaf, tuple[torch.Tensor, ...]]:
 
 
 def _typed(value: Any) -> Hashable:
-    """Return ``value`` wrapped so that equality needs the same type, also inside containers."""
+    """Return ``value`` wrapped so that equality needs the same type and contents, also inside containers."""
     if isinstance(value, tuple):
         return type(value), tuple(map(_typed, value))
     if isinstance(value, frozenset):
         return type(value), frozenset(map(_typed, value))
-    return type(value), value
+    return type(value), ObjectGraph.of(value) if can_change(value) else value
 
 
 def _check_sparse(name: str, value: torch.Tensor) -> None:

@@ -29,6 +29,7 @@ from gnnc.capture.private_copy import private_copy
 from gnnc.capture.pyg_data import Container
 from gnnc.capture.pyg_patches import exportable
 from gnnc.capture.quiet import quiet
+from gnnc.capture.read_fields import FieldRecord, Reads
 from gnnc.capture.recurrent import RecurrentMode
 from gnnc.capture.side_effects import call_alone, run_alone, undone
 from gnnc.capture.size_guards import at_least_two, between_sizes, watched
@@ -38,7 +39,7 @@ from gnnc.capture.stand_ins import Dimension, StandIns, candidates
 from gnnc.capture.symbolic_calls import symbolic_calls
 from gnnc.capture.torch_globals import confined
 from gnnc.capture.trace_lock import TRACES
-from gnnc.capture.unregistered_weights import refuse_unregistered
+from gnnc.capture.unregistered_weights import refuse_unregistered, registered_weights
 from gnnc.capture.unrolled import Unrolled, Watch, stopped_at_numbers
 from gnnc.errors import CaptureError
 from gnnc.ir.graph import fake_mode_of, placeholders
@@ -74,7 +75,8 @@ class Captured:
         mutations: names of the buffers that the model overwrites (batch norm in train mode).
         unwritten: paths that forward sets in containers among its arguments; compiled calls do not.
         reading: the reading of the sizes that was traced.
-        shapes: the shapes of the flat tensors of the traced call.
+        shapes: the shapes of the flat tensors of the traced call, by name.
+        reads: the fields of PyG graph objects that forward reads; None: all, or there is no such object.
         unrolled: the dimensions whose sizes forward takes for numbers, as in a loop.
         varying: the dimensions that are known to vary, beside those that always may.
     """
@@ -86,7 +88,8 @@ class Captured:
     mutations: tuple[str, ...]
     unwritten: tuple[str, ...]
     reading: _Reading
-    shapes: tuple[torch.Size, ...]
+    shapes: Mapping[str, torch.Size]
+    reads: Reads | None
     unrolled: frozenset[Dimension]
     varying: frozenset[Dimension]
 
@@ -125,15 +128,20 @@ def capture(
             varying = _varying(call, known)
             program, guards, reading = _export(entry, call, known, varying)
     graph_module, mutations = _lifted(program, model, call)
+    reads = None if reading[0] else entry.record.reads()
+    if reads is not None:
+        call = flatten_call(model, args, kwargs or {}, reads)
+        guards = _drop_unread(graph_module, guards, call)
     return Captured(
         graph_module=graph_module,
         call=call,
+        reads=reads,
         guards=guards,
         out_spec=program.call_spec.out_spec,
         mutations=mutations,
         unwritten=tuple(sorted(entry.unwritten)),
         reading=reading,
-        shapes=tuple(tensor.shape for tensor in call.tensors),
+        shapes={name: tensor.shape for name, tensor in zip(call.names, call.tensors, strict=True)},
         unrolled=frozenset(entry.unrolled),
         varying=frozenset(varying),
     )
@@ -151,16 +159,17 @@ class _Entry(torch.nn.Module):
         self.unwritten: set[str] = set()
         self.held = Hidden(model)
         self.watch = Watch((), ())
+        self.record = FieldRecord()
         self.unrolled: set[Dimension] = set()
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
-            self.watch.learn(tensors)
-        args, kwargs, held = rebuild(self.leaves, self.spec, self.forms, tensors, _operand)
         if torch.compiler.is_dynamo_compiling():  # which would trace what looks for effects, too
+            args, kwargs, _ = rebuild(self.leaves, self.spec, self.forms, tensors, _operand)
             return self.model(*args, **kwargs)
+        self.watch.learn(tensors)
+        args, kwargs, held = rebuild(self.leaves, self.spec, self.forms, tensors, _operand, self.record.watch)
         with self.held.shown(iter(held).__next__):
-            return call_alone(self.model, args, kwargs, self.unwritten)
+            return call_alone(self.model, args, kwargs, self.unwritten, self.record)
 
 
 def _operand(leaf: Leaf, parts: Sequence[torch.Tensor]) -> Any:
@@ -194,9 +203,9 @@ def _varying(call: Call, known: Sequence[Captured]) -> set[Dimension]:
         return set()
     shapes = [tensor.shape for tensor in call.tensors]
     varying = {dimension for each in known for dimension in each.varying}
-    for number, (name, tensor) in enumerate(zip(call.names, call.tensors, strict=True)):
+    for name, tensor in zip(call.names, call.tensors, strict=True):
         for dim, size in enumerate(tensor.shape):
-            if any(each.shapes[number][dim] == size for each in known):
+            if any(name not in each.shapes or each.shapes[name][dim] == size for each in known):
                 continue
             is_width = tensor.is_floating_point() and tensor.dim() > 1 and dim == tensor.dim() - 1
             if not is_width or sum(list(shape).count(size) for shape in shapes) > 1:
@@ -290,7 +299,7 @@ def _lifted(
     """Return the program's graph with sources on its placeholders, user outputs before mutations."""
     graph_module = program.graph_module
     _refuse_subgraphs(graph_module, model)
-    refuse_unregistered(model, program.constants, _PREFIX)
+    refuse_unregistered(model, _read_weights(program, model), _PREFIX)
     _make_tensors_of_numbers(graph_module)
     _annotate_inputs(program, call)
     for node in graph_module.graph.nodes:
@@ -318,6 +327,28 @@ def _make_tensors_of_numbers(graph_module: GraphModule) -> None:
         if node.target is torch.ops.aten._to_copy.default and isinstance(node.args[0], int | float):
             node.target, node.args = torch.ops.aten.full.default, ([], node.args[0])
             node.kwargs = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
+
+
+def _read_weights(program: ExportedProgram, model: torch.nn.Module) -> dict[str, Any]:
+    """Let the graph read weights that forward reaches through globals as such; return the other constants."""
+    weights = registered_weights(model, program.constants, _PREFIX)
+    nodes, specs = placeholders(program.graph_module), program.graph_signature.input_specs
+    inputs = {spec.target: node for node, spec in zip(nodes, specs, strict=True) if spec.target is not None}
+    for name, path in weights.items():
+        inputs[name].replace_all_uses_with(inputs[_PREFIX + path])
+    return {name: value for name, value in program.constants.items() if name not in weights}
+
+
+def _drop_unread(graph_module: GraphModule, guards: Guards, call: Call) -> Guards:
+    """Drop the inputs of fields that forward does not read; return the guards of the others."""
+    names = set(call.names)
+    for node in list(graph_module.graph.nodes):
+        if node.op == "placeholder" and not node.users:
+            source = node.meta["source"]
+            if source.kind == "input" and source.name not in names:
+                graph_module.graph.erase_node(node)
+    graph_module.recompile()
+    return dataclasses.replace(guards, inputs=tuple(guard for guard in guards.inputs if guard.name in names))
 
 
 def _annotate_inputs(program: ExportedProgram, call: Call) -> None:

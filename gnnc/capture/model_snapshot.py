@@ -1,34 +1,23 @@
-"""Snapshot of a model: detects later changes of its modules, hooks, constants and shared weights."""
+"""Snapshot of a model: detects later changes of its modules, hooks, constants, code and shared weights."""
 
-import ctypes
-import sys
-import types
-from collections.abc import Iterable, Mapping
-from functools import cache
-from operator import is_, itemgetter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from gnnc.capture.hooks import hook_tables
+from gnnc.capture.live_views import SeenViews
+from gnnc.capture.object_graph import NO_CONSTANTS, ObjectGraph
 from gnnc.torch_private import is_autocast_enabled
 
+__all__ = ["NO_CONSTANTS", "ModelSnapshot", "autocast_mode"]
+
 _WEIGHTS = ("_parameters", "_buffers")
-_PLAIN = (bool, int, float, str, types.NoneType)
-_IDENTICAL = (types.FunctionType, types.BuiltinFunctionType, torch.Tensor)
-NO_CONSTANTS = frozenset(("training", "_parameters", "_buffers", "_modules"))
-"""Attributes of a module that are no constants: read at each call, or looked into as tables."""
 _NO_AUTOCAST = (None, None)
-_END = object()
-_HEAD = tuple.__basicsize__
-"""Bytes of a tuple before the addresses of its elements, where ``_has_addresses``."""
-_TABLES = itemgetter("_modules", *_WEIGHTS)
-"""The tables of a module that are looked into, beside its hooks."""
 
 
 class ModelSnapshot:
-    """Snapshot of a model's modules: the identities of all objects that their tables hold.
+    """Snapshot of a model's modules: the identities of all objects that their code can read.
 
     Parameters and buffers count only by which of them are the same tensor, for which a trace has one input:
     their values are read at each call.
@@ -39,80 +28,36 @@ class ModelSnapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = tuple(model.modules())
-        self._meaning = _meaning(self._modules)
-        self._look()
+        self._modules = dict(model.named_modules())
+        self._sharing = _sharing(self._modules.values())
+        self._graph = ObjectGraph(self._modules)
+        self._look(self._graph)
 
-    def _look(self) -> None:
-        """Store the contents of every table of the modules: attributes, children, weights and hooks."""
-        attributes = [vars(module) for module in self._modules]
-        tables = [table for own in attributes for table in (*_TABLES(own), *hook_tables(own))]
-        views: list[Iterable[Any]] = [own.values() for own in attributes]
-        for table in filter(None, tables):
-            views += [(_END,), table.values()]  # or what moves from one table to the next would not show
-        self.modes = tuple([module.training for module in self._modules])
-        self._seen = _Seen([table for table in tables if not table], views)
+    def _look(self, graph: ObjectGraph) -> None:
+        """Store what the views of a graph, which is equal to that of the snapshot, show now."""
+        self.modes = tuple([module.training for module in self._modules.values()])
+        self._seen = SeenViews(graph.views)
 
     def has_changed(self) -> bool:
-        """Return whether layers, hooks, values of constants, or the sharing of weights have changed."""
-        if self._seen.is_now():
-            return False
-        if _meaning(self._modules) != self._meaning:
-            return True
-        self._look()
-        return False
+        """Return whether layers, hooks, values of constants, code, or the sharing of weights have changed."""
+        return not self._seen.are_now() and self.change() is not None
 
+    def change(self) -> str | None:
+        """Return what has changed, by its path; None: nothing that matters."""
+        graph = ObjectGraph(self._modules)
+        place = self._graph.difference(graph)
+        if place is not None:
+            return place[0]
+        if _sharing(self._modules.values()) != self._sharing:
+            return "which weights are one tensor"
+        self._graph = graph
+        self._look(graph)
+        return None
 
-def _has_addresses() -> bool:
-    """Return whether this Python stores the addresses of a tuple's elements where CPython does."""
-    if sys.implementation.name != "cpython":
-        return False
-    probe = (object(), object())
-    found = (ctypes.c_void_p * len(probe)).from_address(id(probe) + _HEAD)
-    return list(found) == list(map(id, probe))
-
-
-_ADDRESSES = _has_addresses()
-
-
-class _Seen:
-    """Addresses of the objects that all tables held at one time.
-
-    CPython's tuples are arrays of addresses. Comparing those in one piece costs less than a nanosecond an
-    object, one by one 20; ``==`` would ask the objects, for which 1 is True.
-
-    Args:
-        empty: tables that hold nothing.
-        views: the values of the others, one behind the other.
-    """
-
-    def __init__(self, empty: list[Mapping[Any, Any]], views: list[Iterable[Any]]) -> None:
-        self._empty = empty
-        self._read = eval(_display(len(views)), {f"v{i}": view for i, view in enumerate(views)})
-        self._values = self._read()  # kept alive, so that nothing else gets an address of theirs
-        self._block = ctypes.c_char * (len(self._values) * ctypes.sizeof(ctypes.c_void_p))
-        self._addresses = self._block.from_address(id(self._values) + _HEAD).raw if _ADDRESSES else b""
-
-    def is_now(self) -> bool:
-        """Return whether the tables hold the same objects now."""
-        if any(self._empty):
-            return False
-        values = self._read()
-        if len(values) != len(self._values):
-            return False
-        if not _ADDRESSES:
-            return all(map(is_, values, self._values))
-        return self._block.from_address(id(values) + _HEAD).raw == self._addresses
-
-
-@cache
-def _display(count: int) -> types.CodeType:
-    """Return a function that puts ``count`` iterables into one tuple, the fastest way in Python."""
-    return compile(f"lambda: ({', '.join(f'*v{i}' for i in range(count))},)", "<gnnc watch>", "eval")
-
-
-def _meaning(modules: Iterable[nn.Module]) -> Any:
-    return [_meaning_of(module) for module in modules], _sharing(modules)
+    def change_within(self) -> str | None:
+        """Return the path of the first change if an object holds it that is no module; else None."""
+        place = None if self._seen.are_now() else self._graph.difference(ObjectGraph(self._modules))
+        return None if place is None or place[1] else place[0]
 
 
 def _sharing(modules: Iterable[nn.Module]) -> list[tuple[int, torch.layout] | None]:
@@ -124,25 +69,6 @@ def _sharing(modules: Iterable[nn.Module]) -> list[tuple[int, torch.layout] | No
         None if weight is None else (first.setdefault(id(weight), place), weight.layout)
         for place, weight in enumerate(weights)
     ]
-
-
-def _meaning_of(module: nn.Module) -> Any:
-    attributes = vars(module)
-    constants = {name: _constant(value) for name, value in attributes.items() if name not in NO_CONSTANTS}
-    children = [(name, id(child)) for name, child in attributes["_modules"].items()]
-    hooks = [[(key, id(hook)) for key, hook in table.items()] for table in hook_tables(attributes)]
-    return constants, children, hooks
-
-
-def _constant(value: Any) -> Any:
-    """Return the value to compare: plain values, identities of functions and tensors, else None."""
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_constant, value))
-    if type(value) is dict:
-        return tuple((key, _constant(item)) for key, item in value.items())
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    return id(value) if isinstance(value, _IDENTICAL) else None
 
 
 def autocast_mode() -> tuple[Any, ...]:

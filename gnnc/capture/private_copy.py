@@ -34,7 +34,7 @@ def private_copy(model: nn.Module) -> nn.Module:
     Modules, their tables and the containers among their attributes are new. Bound methods, partials,
     closures, weak references and plain objects that refer to one of these, as attributes or hooks, refer to
     its copy. What is found in several places is one object in the copy, too. Globals and attributes of
-    classes are shared: a model that they hold is not the copy (``refuse_unregistered`` finds its weights).
+    classes are shared: a model that they hold is not the copy (``registered_weights`` finds its weights).
 
     Raises:
         CaptureError: a module cannot be copied, since its class is also one of Python's own containers.
@@ -63,7 +63,7 @@ class _Copier:
             return copier(self, value)
         if isinstance(value, tuple):
             return self._tuple(value)
-        return self._object(value) if _is_plain(value) and _is_copied(value) else value
+        return self._object(value) if is_plain(value) and _is_copied(value) else value
 
     def _remember(self, value: Any, copy: Any) -> Any:
         self._originals.append(value)
@@ -192,13 +192,15 @@ def _slots(kind: type) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether all of an object's state is in its ``__dict__``, and its class is none of a library."""
     kinds = type(value).__mro__[:-1]
-    return not isinstance(value, enum.Enum) and all(
-        kind.__flags__ & _IN_PYTHON and not _slots(kind) and not f"{kind.__module__}.".startswith(_LIBRARIES)
-        for kind in kinds
-    )
+    return hasattr(value, "__dict__") and not isinstance(value, enum.Enum) and all(map(_is_of_user, kinds))
+
+
+def _is_of_user(kind: type) -> bool:
+    in_python = kind.__flags__ & _IN_PYTHON and not _slots(kind)
+    return bool(in_python) and not f"{kind.__module__}.".startswith(_LIBRARIES)
 
 
 def _is_copied(value: Any) -> bool:
@@ -229,4 +231,4 @@ def _references(value: Any) -> Iterable[Any]:
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         defaults = *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
         return *cells, *defaults, *vars(value).values()
-    return list(vars(value).values()) if _is_plain(value) else ()
+    return list(getattr(value, "__dict__", {}).values()) if is_plain(value) else ()

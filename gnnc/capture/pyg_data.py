@@ -1,12 +1,13 @@
 """PyG graph objects as dicts, so that their tensors are arguments like others."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-_MARK = ""
+MARK = ""
 """Key of the entry that says what a dict was; no attribute has this name."""
-_NUM_GRAPHS = "num_graphs"
+NUM_GRAPHS = "num_graphs"
 """Key of the entry with the number of graphs of a batch, an int like any other argument."""
 
 
@@ -17,10 +18,12 @@ class Container:
     Attributes:
         kind: its class; of a batch, the class that it is a batch of.
         is_batch: whether it is a batch of graphs.
+        is_hetero: whether its fields are those of types of nodes and edges.
     """
 
     kind: type
     is_batch: bool
+    is_hetero: bool
 
 
 def to_dicts(value: Any) -> Any:
@@ -31,23 +34,32 @@ def to_dicts(value: Any) -> Any:
     return _open(value, data)
 
 
-def from_dicts(value: Any) -> Any:
-    """Return ``value`` with its PyG graph objects restored; the inverse of ``to_dicts``."""
+def from_dicts(value: Any, watch: Callable[[Any], None] | None = None) -> Any:
+    """Return ``value`` with its PyG graph objects restored; the inverse of ``to_dicts``.
+
+    ``watch`` is called with each of them.
+    """
     if isinstance(value, dict):
-        inner = {key: from_dicts(item) for key, item in value.items() if key != _MARK}
-        mark = value.get(_MARK)
-        return _close(mark, inner) if isinstance(mark, Container) else inner
+        inner = {key: from_dicts(item, watch) for key, item in value.items() if key != MARK}
+        mark = value.get(MARK)
+        if not isinstance(mark, Container):
+            return inner
+        graph = _close(mark, inner)
+        if watch is not None:
+            watch(graph)
+        return graph
     if type(value) in (list, tuple):
-        return type(value)(map(from_dicts, value))
+        return type(value)(from_dicts(item, watch) for item in value)
     return value
 
 
 def _open(value: Any, data: Any) -> Any:
     if isinstance(value, data.Batch):
-        mark = Container(type(value).__bases__[-1], True)
-        return {_MARK: mark, _NUM_GRAPHS: value.num_graphs, **value.to_dict()}
+        mark = Container(type(value).__bases__[-1], True, isinstance(value, data.HeteroData))
+        return {MARK: mark, NUM_GRAPHS: value.num_graphs, **value.to_dict()}
     if isinstance(value, data.Data | data.HeteroData):
-        return {_MARK: Container(type(value), False), **value.to_dict()}
+        mark = Container(type(value), False, isinstance(value, data.HeteroData))
+        return {MARK: mark, **value.to_dict()}
     if type(value) is dict:
         return {key: _open(item, data) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -60,7 +72,7 @@ def _close(mark: Container, content: dict[Any, Any]) -> Any:
         return mark.kind.from_dict(content)  # pyright: ignore[reportAttributeAccessIssue]
     from torch_geometric.data import Batch
 
-    num_graphs = content.pop(_NUM_GRAPHS)
+    num_graphs = content.pop(NUM_GRAPHS)
     filled = type(Batch(_base_cls=mark.kind)).from_dict(content)
     filled._num_graphs = num_graphs
     return filled

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gnnc.capture.arguments import signature_of
 from gnnc.capture.hooks import hook_tables
 from gnnc.capture.model_snapshot import NO_CONSTANTS
+from gnnc.capture.private_copy import is_plain
 from gnnc.capture.pyg_data import Container, to_dicts
 from gnnc.errors import CaptureError
 from gnnc.torch_private import FakeTensor, forward_pre_hooks, pytree
@@ -43,7 +44,11 @@ def undone(model: nn.Module, arguments: Iterable[Any], without: Collection[nn.Mo
     """
     kept: dict[int, tuple[Any, Any]] = {}
     hooks = [hook for _, table in _hook_tables(model) for hook in table.values()]
-    for owner in (*model.modules(), *arguments, *itertools.chain.from_iterable(map(_in_reach, hooks))):
+    held = [vars(module).items() for module in model.modules()]
+    values = {f"{number}.{name}": value for number, table in enumerate(held) for name, value in table}
+    objects = [value for _, value in _plain_objects(_entries(values))]
+    reached = itertools.chain.from_iterable(map(_in_reach, hooks))
+    for owner in (*model.modules(), *objects, *arguments, *reached):
         if not any(owner is module for module in without):
             _keep(owner if type(owner) in _CONTAINERS else getattr(owner, "__dict__", None), kept)
     try:
@@ -87,7 +92,13 @@ def _restore(container: Any, before: Any) -> None:
 # What compiled calls would not do
 
 
-def call_alone(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unwritten: set[str]) -> Any:
+def call_alone(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    unwritten: set[str],
+    record: contextlib.AbstractContextManager[None],
+) -> Any:
     """Return ``model(*args, **kwargs)``; refuse attributes that it sets, and results that hide tensors.
 
     Args:
@@ -97,12 +108,14 @@ def call_alone(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
         unwritten: receives the paths that forward sets in graphs, dicts and lists among its arguments. The
             trace has copies of these: the caller's stay as they are, and no result depends on them.
 
+        record: entered while the model runs.
+
     Raises:
         CaptureError: names the attribute, the argument, the hook or the result.
     """
     arguments = signature_of(model).bind(*args, **kwargs).arguments
     held, objects, given = _attributes(model), _objects(arguments), _entries(arguments)
-    with _hooks_checked(model):
+    with _hooks_checked(model), record:
         result = model(*args, **kwargs)
     for path in _differing(held, _attributes(model)):
         raise CaptureError(
@@ -147,7 +160,21 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
             others = NO_CONSTANTS | _made_by_hooks(module)
             held |= {name: value for name, value in vars(module).items() if name not in others}
         found |= {f"{path}.{entry}": value for entry, value in _entries(held).items()}
+    for path, value in _plain_objects(found):
+        found |= _entries({f"{path}.{name}": held for name, held in vars(value).items()})
     return found
+
+
+def _plain_objects(held: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the objects of the user's classes among named values, at any depth, with their paths."""
+    objects: dict[int, tuple[str, Any]] = {}
+    todo = dict(held)
+    while todo:
+        path, value = todo.popitem()
+        if id(value) not in objects and is_plain(value):
+            objects[id(value)] = path, value
+            todo |= _entries({f"{path}.{name}": inner for name, inner in vars(value).items()})
+    return list(objects.values())
 
 
 def _made_by_hooks(module: nn.Module) -> set[str]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnc.capture.hooks import hook_tables
+from gnnc.capture.thread_patches import replaced
 
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _PYG = ("torch_geometric.nn", "torch_geometric.utils")
@@ -39,17 +40,12 @@ def symbolic_calls(model: nn.Module, classes: Iterable[type] = ()) -> Iterator[N
         model: the model, whose methods, hooks and function attributes are followed.
         classes: classes of arguments, whose methods forward may call.
     """
-    replaced: list[tuple[FunctionType, CodeType]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for function in _reachable(model, classes):
             code = _analyzed(function).symbolic
             if code is not None:
-                replaced.append((function, function.__code__))
-                function.__code__ = code
+                stack.enter_context(replaced(function, "__code__", code))
         yield
-    finally:
-        for function, code in replaced:
-            function.__code__ = code
 
 
 def symbolic_int(*args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,8 @@ def in_this_thread(new: Callable[..., Any], original: Callable[..., Any]) -> Cal
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set ``owner.name`` to ``value`` within the block, which is one of the thread that traces.
 
-    A function must be one of ``in_this_thread``, for other threads call it, too.
+    A function must be one of ``in_this_thread``, or do for values of other threads what the one before did:
+    they call it, too.
     """
     before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)  # a static method as such
     patch = owner, name, before

@@ -8,6 +8,7 @@ eager meanwhile would be traced too, and its layers and optimizers would skip wh
 import builtins
 import contextlib
 import math
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from torch import nn
 
 from gnnc.capture.thread_patches import ThreadFlag, in_this_thread, replaced
 from gnnc.torch_private import (
+    BUFFER_HOOK_OF_EXPORT,
+    BUFFER_HOOKS,
     BUILTIN_OVERRIDES,
     COMPILER_FLAGS,
     DYNAMO_CONSTANTS,
@@ -24,8 +27,10 @@ from gnnc.torch_private import (
     FX_PATCHER,
     INTERPRETER_META,
     LIBRARIES_OFF,
+    PRE_DISPATCH_MODES,
     TRACE_STATE,
     ConvolutionLayer,
+    PreDispatchModes,
 )
 
 _BUILTINS = ((builtins, "max"), (builtins, "min"), (math, "pow"))
@@ -40,9 +45,11 @@ def confined(model: nn.Module) -> Iterator[None]:
         # torch puts these back itself, but not in a forked child
         *((owner, name, getattr(owner, name)) for owner, name in TRACE_STATE),
         (torch.compiler, "__class__", _FlagsByThread),
+        (*PRE_DISPATCH_MODES, _ModesByThread()),
         (*DYNAMO_CONSTANTS, staticmethod(_flags_as_bools(getattr(*DYNAMO_CONSTANTS)))),
         (*FX_PATCHER, _patcher_of(getattr(*FX_PATCHER))),
         (*BUILTIN_OVERRIDES, _overrides_of(getattr(*BUILTIN_OVERRIDES))),
+        (*BUFFER_HOOK_OF_EXPORT, _buffer_hook_of(getattr(*BUFFER_HOOK_OF_EXPORT))),
         # an interpreter of another thread would put its nodes' metadata into the trace
         (*INTERPRETER_META, in_this_thread(getattr(*INTERPRETER_META), _no_metadata)),
     ]
@@ -65,6 +72,10 @@ class _FlagsByThread(types.ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, ThreadFlag() if name in COMPILER_FLAGS and value is True else value)
+
+
+class _ModesByThread(PreDispatchModes, threading.local):
+    """Modes of torch.export that each thread has for itself: the sizes of others would be traced, too."""
 
 
 def _flags_as_bools(create: Any) -> Any:
@@ -92,6 +103,29 @@ def _patcher_of(new_patcher: Any) -> Any:
             yield patcher
 
     return in_this_thread(patcher_of_this_thread, new_patcher)
+
+
+class _Table:
+    """Handle of a hook in a table of its own."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(replaced(*BUFFER_HOOKS, getattr(*BUFFER_HOOKS).copy()))
+
+    def remove(self) -> None:
+        """Put the table without the hook back."""
+        self._stack.close()
+
+
+def _buffer_hook_of(register: Any) -> Any:
+    """Let torch.export add its hook to a copy of the table, over which another thread may be iterating."""
+
+    def register_in_copy(*args: Any) -> _Table:
+        table = _Table()
+        register(*args)
+        return table
+
+    return in_this_thread(register_in_copy, register)
 
 
 def _overrides_of(override: Any) -> Any:

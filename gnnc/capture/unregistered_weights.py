@@ -1,6 +1,8 @@
 """Refusal of weights that a model has not registered: a trace takes them for constants."""
 
+import itertools
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,6 +43,43 @@ def refuse_unregistered(model: nn.Module, constants: Mapping[str, Any], prefix: 
                 "optimizer, state_dict() or .to() reaches it: keep modules in an nn.ModuleList or "
                 "nn.ModuleDict, and tensors that need gradients as nn.Parameter or in an nn.ParameterList"
             )
+
+
+def registered_weights(model: nn.Module, constants: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    """Return the constants of a trace that are parameters or buffers of the model, with their paths.
+
+    Forward reaches them around the tree that was traced, through a global or an attribute of a class.
+
+    Args:
+        model: the model, of which a copy was traced.
+        constants: the constants of the trace, by path behind ``prefix`` or by a name of the tracer's.
+        prefix: path of the copy in the module that was traced.
+    """
+    others = {
+        name: _layout(value)
+        for name, value in constants.items()
+        if isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not isinstance(value, FakeTensor)
+        and not _is_attribute(model, name.removeprefix(prefix))
+    }
+    if not others:
+        return {}
+    weights = itertools.chain(model.named_parameters(), model.named_buffers())
+    paths = {_layout(weight): path for path, weight in weights if weight.layout is torch.strided}
+    return {name: paths[layout] for name, layout in others.items() if layout in paths}
+
+
+def _is_attribute(model: nn.Module, path: str) -> bool:
+    try:
+        attrgetter(path)(model)
+    except AttributeError:
+        return False
+    return True
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _held_apart(model: nn.Module) -> Iterator[tuple[int, str]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from gnnc.capture.arguments import Call, can_be_size, carrier
 from gnnc.capture.edge_index import plain
 from gnnc.errors import InputError, UnsupportedError
+from gnnc.tensor_state import storage_fault
 from gnnc.torch_private import has_own_dispatch, is_functorch_tensor
 
 _EDGE_INDEX = re.compile(
@@ -42,7 +43,7 @@ def validate(
 
     Raises:
         InputError: a floating argument is not float32, or an argument is on another device than the
-            model, or on one that the backend does not run on.
+            model, or on one that the backend does not run on, or its storage was freed or shortened.
         UnsupportedError: an argument is a tensor without values that a kernel can read.
     """
     refuse_foreign_tensors(owner, zip(call.names, call.tensors, strict=True))
@@ -52,6 +53,7 @@ def validate(
         if name in ints:
             continue
         _check_dtype(owner, name, tensor)
+        _check_storage(owner, name, tensor)
         if tensor.device != device:
             raise InputError(
                 f"[{owner}] {name} is on {tensor.device}, but the model is on {device}: pass "
@@ -138,6 +140,11 @@ def _check_dtype(owner: str, name: str, tensor: Tensor) -> None:
             f"[{owner}] {name} has dtype {tensor.dtype}: a compiled model takes float32 and lowers the "
             f"precision itself; pass {name}.float() (and keep the model in float32: model.float())"
         )
+
+
+def _check_storage(owner: str, name: str, tensor: Tensor) -> None:
+    if type(tensor) is Tensor and (fault := storage_fault(tensor)) is not None:
+        raise InputError(f"[{owner}] {name}: {fault}; pass a tensor that has its memory")
 
 
 def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Tensor]) -> bool:

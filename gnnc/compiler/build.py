@@ -20,7 +20,7 @@ from gnnc.compiler.index_checks import Bounds, bounds_by_type
 from gnnc.compiler.int32_ids import capture_call
 from gnnc.compiler.program import Options, Program
 from gnnc.compiler.static_scales import ScaledWeights
-from gnnc.errors import UnsupportedError, VerifyError
+from gnnc.errors import InputError, UnsupportedError, VerifyError
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
@@ -33,6 +33,7 @@ from gnnc.runtime.backend import Backend
 from gnnc.runtime.program.memory import OutputPool
 from gnnc.runtime.structure.runner import StructureRunner
 from gnnc.target import Target
+from gnnc.tensor_state import storage_fault
 
 
 def build_program(
@@ -198,7 +199,10 @@ def example_values(model: torch.nn.Module, captured: Captured) -> tuple[Any, ...
             values.append(node.meta["value"])
         else:
             owner, name = owner_of(model, source)
-            values.append(getattr(owner, name).detach())
+            value = getattr(owner, name)
+            if (fault := storage_fault(value)) is not None:
+                raise InputError(f"{source.kind} {source.name!r}: {fault}; compile while it has its memory")
+            values.append(value.detach())
     return tuple(values)
 
 

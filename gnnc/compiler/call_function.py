@@ -14,8 +14,10 @@ from gnnc.ir.graph import placeholders
 from gnnc.ir.nodes import outputs_of
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
+from gnnc.runtime.program.checks import storage_check
 from gnnc.runtime.program.launches import expr, variable
 from gnnc.runtime.program.sizes import Sizes
+from gnnc.tensor_state import storage_fault
 from gnnc.torch_private import pytree
 
 
@@ -51,7 +53,8 @@ class CallWriter:
     ) -> Callable[[Sequence[Tensor]], Any]:
         """Return ``run(tensors)``."""
         self._weights = []
-        lines = [f"{', '.join(self._inputs.values())}, = tensors"] if self._inputs else []
+        unpack = [f"{', '.join(self._inputs.values())}, = tensors"] if self._inputs else []
+        lines: list[str] = []
         if self._bounds:
             lines.append("check_bounds(tensors)")
         if self._structure is not None and runner is not None:
@@ -59,7 +62,7 @@ class CallWriter:
             lines.append(f"s = structure({', '.join(values)})")
             self._learn_structure()
         arguments = [self._value(node) for node in placeholders(self._compute)]
-        lines = self._fetch_weights() + lines
+        lines = self._fetch_weights() + unpack + self._check_storage() + lines
         outputs = f"execute({', '.join(arguments)})"
         finisher = self._finisher() if finish else None
         if finisher is not None:
@@ -75,6 +78,8 @@ class CallWriter:
             "finish": finisher,
             "check_bounds": self._bounds.check,
             "weight_error": weight_error,
+            "first_unstored": storage_check(),
+            "storage_error": storage_error,
         }
         exec(compile(source, "<gnnc call>", "exec"), scope)
         return scope["run"]
@@ -145,6 +150,25 @@ class CallWriter:
         ]
         return lines
 
+    def _check_storage(self) -> list[str]:
+        """Refuse tensors whose memory was freed or shortened, before anything reads them."""
+        names = {self._inputs[name]: name for name in self._read_inputs()}
+        names |= {variable: self._scope[f"name_{variable}"] for variable, _, _ in self._weights}
+        if not names:
+            return []
+        self._scope["tensor_names"] = (type(self._model).__name__, *names.values())
+        return [
+            f"stored = ({', '.join(names)},)",
+            "if (unstored := first_unstored(stored)) >= 0: storage_error(tensor_names, stored, unstored)",
+        ]
+
+    def _read_inputs(self) -> list[str]:
+        """Return the names of the inputs whose elements are read; others are asked for their sizes alone."""
+        graphs = [graph for graph in (self._structure, self._compute) if graph is not None]
+        sources = [source_of(node) for graph in graphs for node in placeholders(graph) if node.users]
+        read = {source.name for source in sources if source is not None and source.kind == "input"}
+        return [name for name in self._inputs if self._bounds or name in read]
+
     def _finisher(self) -> Callable[[tuple[Any, ...]], Any] | None:
         """Return the function that makes the model's result of the outputs; None if it is the one output."""
         spec, names = self._captured.out_spec, self._captured.mutations
@@ -169,6 +193,24 @@ def elsewhere(variable: str, device: torch.device) -> str:
     if device.type == "cuda" and device.index is not None:
         return f"{variable}.get_device() != {device.index}"
     return f"{variable}.device != device_{variable}"
+
+
+def storage_error(names: Sequence[str], tensors: Sequence[Tensor], number: int) -> None:
+    """Refuse a tensor whose storage does not hold its elements.
+
+    Args:
+        names: the model's class, then the name of each tensor.
+        tensors: the arguments, parameters and buffers of a call.
+        number: position of the tensor that is refused.
+
+    Raises:
+        InputError: always.
+    """
+    fault = storage_fault(tensors[number]) or "its memory was freed during the call"
+    raise InputError(
+        f"[{names[0]}] {names[number + 1]}: {fault}; call the model while the tensor has its memory "
+        "(FSDP and off-loading free it between uses), or pass a tensor of its own"
+    )
 
 
 def weight_error(

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from gnnc.capture.hooks import refuse_global_hooks
 from gnnc.capture.lazy_layers import has_lazy_layers
 from gnnc.capture.model_snapshot import ModelSnapshot, autocast_mode
 from gnnc.capture.pyg_data import to_dicts
+from gnnc.capture.read_fields import Reads
 from gnnc.capture.sparse_state import describe_held, sparse_holdings
 from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.validate import (
@@ -44,6 +45,16 @@ _MOST_FORMS = 256
 """Forms of calls that are remembered with their programs."""
 _MOST_RETAKEN = 8
 """Times that static scales are taken again for other weights; it takes much of a second each time."""
+_BUILD_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors of a pass or a lowering on a captured graph whose like no test has."""
 _INTEGERS_MEET = re.compile(
     r"have the same dtype, but got.*\b(?:long|int|short|char|byte|bool)\b", re.IGNORECASE
 )
@@ -87,7 +98,10 @@ class Dispatch:
         self._examples = examples
         self._reason: str | None = None
         self._retaken = 0
+        self._changed_by_trace: str | None = None
         self._programs: dict[Any, list[Program]] = {}
+        self._reads: list[Reads | None] = [None]
+        self._tried: set[Any] = set()
         self._by_form: dict[Any, list[Program]] = {}
         self._pool = OutputPool()
 
@@ -129,13 +143,13 @@ class Dispatch:
         args = to_dicts(self._examples or ())
         call = self._flattened(args, {})
         with self.lock:
-            self._capture_static(self._structural_key(call), call, args)
+            self._tried.add(self._structural_key(call))
+            self._capture(call, args, {}, None, examples=True)
 
     def program_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, tuple[Tensor, ...]]:
         """Return the program of a call, captured if there is none, and the flat tensors of the call."""
         args, kwargs = to_dicts((args, kwargs))
-        call = self._flattened(args, kwargs)
-        self.last = self._program_for(call, args, kwargs)
+        self.last, call = self._program_for(args, kwargs)
         return self.last, call.tensors
 
     def programs(self) -> list[Program]:
@@ -157,8 +171,11 @@ class Dispatch:
         if not changed:
             return
         with self.lock:
-            if self.snapshot.has_changed():
+            change = self.snapshot.change()
+            if change is not None:
                 self._programs.clear()
+                self._tried.clear()
+                self._reads = [None]
                 self._by_form.clear()
                 self.fast_path = None
                 self._constants.clear()
@@ -166,7 +183,7 @@ class Dispatch:
                 self._holdings = sparse_holdings(self._model)
                 self.snapshot = ModelSnapshot(self._model)
                 if self.captures:
-                    self._reason = "a layer, a hook, a constant, or which weights are one tensor has changed"
+                    self._reason = f"{change} has changed"
 
     def _form(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
@@ -187,8 +204,7 @@ class Dispatch:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], form: Any, tensors: list[Tensor]
     ) -> Any:
         args, kwargs = to_dicts((args, kwargs))
-        call = self._flattened(args, kwargs)
-        program = self._program_for(call, args, kwargs)
+        program, call = self._program_for(args, kwargs)
         try:
             result = program.run(call.tensors)
         except RuntimeError as error:
@@ -223,42 +239,65 @@ class Dispatch:
                 self._by_form.clear()
             self._by_form[form] = programs
 
-    def _program_for(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        key = self._structural_key(call)
-        program, _ = find(self._programs.get(key, ()), call)
-        if program is not None:
-            return program
+    def _program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Call]:
+        """Return the program of a call, captured if there is none, and the call as the program takes it."""
+        found, _ = self._find(args, kwargs)
+        if found is not None:
+            return found
+        whole = self._flattened(args, kwargs)
         with self.lock:
-            if key not in self._programs:
-                self._try_examples(key)
-            program, failure = find(self._programs.get(key, ()), call)
-            if program is None:
-                program = self._capture(key, call, args, kwargs, failure, examples=False)
-        return program
+            self._try_examples(self._structural_key(whole))
+            found, failure = self._find(args, kwargs)
+            if found is not None:
+                return found
+            program = self._capture(whole, args, kwargs, failure, examples=False)
+        return program, self._as_taken(whole, args, kwargs, program)
+
+    def _find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Program, Call] | None, str | None]:
+        """Return the program of a call, with the call as the program takes it; else None and a broken guard.
+
+        What the call is depends on the fields of PyG graph objects that a program reads.
+        """
+        failure = None
+        for reads in self._reads:
+            call = self._flattened(args, kwargs, reads)
+            programs = self._programs.get(self._structural_key(call), ())
+            program, failed = find([p for p in programs if p.captured.reads == reads], call)
+            if program is not None:
+                return (program, call), None
+            failure = failed or failure
+        return None, failure
+
+    def _as_taken(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> Call:
+        """Return a call without the fields of PyG graph objects that a program does not read."""
+        reads = program.captured.reads
+        return call if reads is None else flatten_call(self._model, args, kwargs, reads)
 
     def _try_examples(self, key: Any) -> None:
         """Capture with ``example_inputs``, where the model is now, if they are a call of this key."""
         if self._examples is None or any(autocast_mode()):  # examples run in FP32 alone
             return
+        if key in self._tried:
+            return
+        self._tried.add(key)
         try:
             args = self._moved_examples()
             call = self._flattened(args, {})
             if self._structural_key(call) == key:
-                self._capture_static(key, call, args)
+                self._capture(call, args, {}, None, examples=True)
         except (CaptureError, GraphError, InputError) as error:
             # The model has changed since: the call may run all the same.
             self._reason = f"example_inputs do not run any more: {error}"
 
-    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        call = flatten_call(self._model, args, kwargs)
+    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads | None = None) -> Call:
+        call = flatten_call(self._model, args, kwargs, reads)
         device = device_of(self._model)
         requested = self.options.requested
         types = () if requested == "auto" else self.options.backend.device_types
         validate(type(self._model).__name__, call, device, requested, types)
         return call
-
-    def _capture_static(self, key: Any, call: Call, args: tuple[Any, ...]) -> None:
-        self._capture(key, call, args, {}, None, examples=True)
 
     def _structural_key(self, call: Call) -> Any:
         modes = tuple(module.training for module in self._modules)
@@ -266,16 +305,15 @@ class Dispatch:
 
     def _capture(
         self,
-        key: Any,
         call: Call,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         failure: str | None,
         *,
         examples: bool,
     ) -> Program:
         try:
-            options, known = self.options_for(call), self._programs.get(key, ())
+            options, known = self.options_for(call), self._known(args, kwargs)
             lazy = has_lazy_layers(self._model)
             # programs that are tried on examples hold memory
             with TRACES.building(), uncollected(unless=examples):
@@ -284,24 +322,42 @@ class Dispatch:
                 )
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
-        except (GnncError, torch.OutOfMemoryError, MemoryError):
+        except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of a pass or a kernel, on a graph that no test has
+        except _BUILD_ERRORS as error:
             raise self._build_error(error) from error
         if lazy:  # they have parameters now
             self.snapshot = ModelSnapshot(self._model)
+        self._refuse_own_changes()
+        key = self._structural_key(self._as_taken(call, args, kwargs, program))
         program.run = self._checked(program, key)
         first = "example_inputs" if examples else "the first call"
-        again = failure or (difference(call, self.last.captured.call) if self.last else first)
+        again = failure or first
+        if self.last is not None and failure is None:
+            taken = self._as_taken(call, args, kwargs, self.last)
+            again = difference(taken, self.last.captured.call)
         self._log.add(self._reason or (again if self.captures else first))
         self._reason = None
         self.last = program
         dump.dump(type(self._model).__name__, program.snapshots)
+        reads = program.captured.reads
+        self._reads = [reads, *(each for each in self._reads if each != reads)]
         self._programs.setdefault(key, []).append(program)
         self._constants += program.captured.constants
         if may_be_transformed():
             refuse_transforms(self._model, (), self._constants)
         return program
+
+    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Program]:
+        """Return the programs of calls that differ from this one in sizes alone."""
+        calls = [flatten_call(self._model, args, kwargs, reads) for reads in self._reads]
+        programs = [self._programs.get(self._structural_key(call), ()) for call in calls]
+        return [
+            program
+            for reads, alike in zip(self._reads, programs, strict=True)
+            for program in alike
+            if program.captured.reads == reads
+        ]
 
     def _build_error(self, error: Exception) -> CaptureError:
         """Return the error to raise where a pass or a lowering fails on a captured graph."""
@@ -347,7 +403,7 @@ class Dispatch:
             self._log.add(f"{changed}, {_MOST_RETAKEN} times before: scales are computed at each call")
             return self._recompiled(program, None)
         try:
-            call = self._flattened(self._moved_examples(), {})
+            call = self._flattened(self._moved_examples(), {}, program.captured.reads)
             taken = self._recompiled(program, call)
         except GnncError as error:
             gone = f"example_inputs do not run any more ({error})"
@@ -378,6 +434,16 @@ class Dispatch:
     def _moved_examples(self) -> tuple[Any, ...]:
         """Return the example inputs on the device of the model."""
         return _moved(to_dicts(self._examples), device_of(self._model))
+
+    def _refuse_own_changes(self) -> None:
+        """Refuse a forward that changes an object of the model each time that it is traced."""
+        change = self.snapshot.change_within()
+        if change is not None and change == self._changed_by_trace:
+            raise CaptureError(
+                f"[{type(self._model).__name__}] forward changes {change} each time, which compiled calls "
+                "would not do: return the value, or copy it into a registered buffer (buffer.copy_(value))"
+            )
+        self._changed_by_trace = change
 
     def options_for(self, call: Call) -> Options:
         """Return the options with the backend of the model's device, or of the call's where it has none."""

@@ -1,5 +1,6 @@
 """``GNNC_DUMP``: every stage of a compilation as a file."""
 
+import os
 import re
 from collections.abc import Iterable
 from itertools import count
@@ -8,7 +9,11 @@ from pathlib import Path
 from gnnc.environment import DUMP, dump_folder
 from gnnc.errors import InputError
 from gnnc.ir.parts import Parts
+from gnnc.paths import writing
 from gnnc.report.printing import format_graph, format_program
+
+_LONGEST = 120
+"""Bytes of a class name in the name of a folder; file systems take 255."""
 
 
 def dump_directory() -> Path | None:
@@ -18,7 +23,7 @@ def dump_directory() -> Path | None:
         InputError: the name is that of a file.
     """
     path = dump_folder()
-    if path is not None and path.exists() and not path.is_dir():
+    if path is not None and os.path.exists(path) and not os.path.isdir(path):  # pathlib's may raise
         raise InputError(f"{DUMP} must name a folder, and {str(path)!r} is a file")
     return path
 
@@ -35,19 +40,24 @@ def dump(name: str, stages: Iterable[tuple[str, Parts]]) -> Path | None:
 
     Returns:
         The folder written, or None.
+
+    Raises:
+        InputError: the folder cannot be written.
     """
     parent = dump_directory()
     if parent is None:
         return None
-    folder = _new_folder(parent, _file_name(name))
-    for index, (stage, parts) in enumerate(stages):
-        file = folder / f"{index:02}_{_file_name(stage)}.py"
-        file.write_text(f"{_stage_text(parts)}\n", encoding="utf-8")
+    with writing(DUMP, parent):
+        folder = _new_folder(parent, _file_name(name))
+        for index, (stage, parts) in enumerate(stages):
+            file = folder / f"{index:02}_{_file_name(stage)}.py"
+            file.write_text(f"{_stage_text(parts)}\n", encoding="utf-8")
     return folder
 
 
 def _file_name(text: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", text)
+    """Return the text as part of a file name, cut to what every file system takes."""
+    return re.sub(r"[^\w.-]+", "_", text).encode()[:_LONGEST].decode(errors="ignore")
 
 
 def _stage_text(parts: Parts) -> str:
@@ -56,11 +66,16 @@ def _stage_text(parts: Parts) -> str:
 
 
 def _new_folder(parent: Path, name: str) -> Path:
+    """Make the folder with the next number; compilations at the same time get numbers of their own."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in count():
-        if any(parent.glob(f"{number:03}_*")):
+        claim = parent / f".{number:03}"
+        try:
+            claim.mkdir()
+        except FileExistsError:
             continue
-        folder = parent / f"{number:03}_{name}"
-        folder.mkdir()
-        return folder
+        if any(parent.glob(f"{number:03}_*")):
+            claim.rmdir()
+            continue
+        return claim.rename(parent / f"{number:03}_{name}")
     raise AssertionError("count() does not end")

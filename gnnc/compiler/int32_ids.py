@@ -37,7 +37,7 @@ def _accept_int32(
     """Convert int32 inputs inside the graph, where the structure cache still knows the caller's tensor."""
     from gnnc.capture.arguments import flatten_call
 
-    call = flatten_call(model, args, kwargs)
+    call = flatten_call(model, args, kwargs, captured.reads)
     guards = list(captured.guards.inputs)
     inputs = {source_of(node): node for node in placeholders(captured.graph_module)}
     for index, (name, tensor) in enumerate(zip(call.names, call.tensors, strict=True)):

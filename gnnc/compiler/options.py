@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from gnnc.errors import GnncError, PrecisionError, UnsupportedError
@@ -28,6 +29,21 @@ def built(precision: Precision) -> Precision:
 def default_precision(target: Target) -> Precision:
     """Return int8, or fp32 where int8 is slower than that on the machine of a target."""
     return Precision.parse("fp32" if "int8" in target.slower else "int8")
+
+
+def refuse_scripted(model: Module) -> None:
+    """Refuse modules of TorchScript, whose code and tables no trace can read.
+
+    Raises:
+        UnsupportedError: names the module.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            place = f"its module {path!r}" if path else "it"
+            raise UnsupportedError(
+                f"[{type(model).__name__}] {place} was made by torch.jit.script or torch.jit.trace, which "
+                "gnnc.compile cannot trace again: compile the original module"
+            )
 
 
 def overrides_of(overrides: Any) -> dict[str, Precision]:

@@ -63,16 +63,16 @@ class Rates:
         backend: name of the backend that was measured.
         machine: description of the measured machine, for people.
         measured_in: seconds that measuring took.
-        spread: median time of a launch over its shortest, the median of all launches; far above 1 on a
-            machine that was busy with something else.
-        measurements: number of times that the machine was measured; the rates with the least spread stay.
+        waited: share of the measuring time in which threads were ready and waited for a processor: the
+            machine was busy with something else. 0 where the system does not tell.
+        measurements: number of times that the machine was measured; the rates that waited least stay.
     """
 
     families: Mapping[str, Mapping[str, float]]
     backend: str = ""
     machine: str = ""
     measured_in: float = 0.0
-    spread: float = 1.0
+    waited: float = 0.0
     measurements: int = 1
 
     def seconds(self, family: str, terms: Iterable[Term]) -> float:

@@ -76,9 +76,12 @@ _INDICES = ExactReads("a selection", result=1)
 _ABSOLUTE = ExactReads("a function of the absolute size of its argument")
 
 EXACT_READS: Mapping[str, ExactReads] = {
-    **dict.fromkeys("eq ne lt le gt ge equal isin logical_not logical_and logical_or".split(), _COMPARISON),
+    **dict.fromkeys(
+        "eq ne lt le gt ge equal isclose isin logical_not logical_and logical_or".split(), _COMPARISON
+    ),
     **dict.fromkeys("logical_xor any all nonzero count_nonzero sign sgn signbit".split(), _COMPARISON),
     **dict.fromkeys("hardshrink threshold bucketize searchsorted histc".split(), _COMPARISON),
+    "atan2": ExactReads("a function with a jump"),
     "heaviside": ExactReads("a comparison", ("self",)),
     "copysign": ExactReads("a comparison", ("other",)),
     **dict.fromkeys("argmax argmin argsort mode multinomial bernoulli".split(), _SELECTION),
@@ -86,11 +89,13 @@ EXACT_READS: Mapping[str, ExactReads] = {
     **dict.fromkeys("max.dim min.dim median.dim nanmedian.dim sort.default sort.stable".split(), _INDICES),
     **dict.fromkeys("topk.default kthvalue.default cummax.default cummin.default".split(), _INDICES),
     "max_pool2d_with_indices.default": _INDICES,
-    **dict.fromkeys("sin cos tan sinc exp exp2 expm1 sinh cosh".split(), _ABSOLUTE),
+    **dict.fromkeys("sin cos tan sinc exp exp2 expm1 sinh cosh special_i0 i0".split(), _ABSOLUTE),
     **dict.fromkeys("floor ceil round trunc fix frac fmod remainder floor_divide".split(), _ABSOLUTE),
     **dict.fromkeys(("div.Tensor_mode", "div.Scalar_mode"), _ABSOLUTE),
     "pow.Scalar": ExactReads(_ABSOLUTE.outcome, ("exponent",)),
     "pow.Tensor_Tensor": ExactReads(_ABSOLUTE.outcome, ("exponent",)),
+    "float_power.Scalar": ExactReads(_ABSOLUTE.outcome, ("exponent",)),
+    "float_power.Tensor_Tensor": ExactReads(_ABSOLUTE.outcome, ("exponent",)),
     "polar": ExactReads(_ABSOLUTE.outcome, ("angle",)),
     "ldexp": ExactReads(_ABSOLUTE.outcome, ("other",)),
     "item": ExactReads("a number that Python reads"),

@@ -14,10 +14,10 @@ from torch.fx import Node
 
 from gnnc.ir.aten import CASTS, EXACT_READS, EXPONENTIALS, SHAPE_ONLY, TO_INTEGER, ExactReads
 from gnnc.ir.body import parse_body
-from gnnc.ir.nodes import argument, aten_name, is_number, is_result, op_name, result_index
+from gnnc.ir.nodes import argument, aten_name, is_result, op_name, result_index
 from gnnc.ir.op import op_of
 from gnnc.ir.signs import Operands, is_never_positive
-from gnnc.ir.thresholds import is_continuous
+from gnnc.ir.thresholds import is_continuous, is_saturated
 
 EXACT = "exact"
 """Key in the meta of nodes whose values must not be rounded: the reason, for people."""
@@ -101,10 +101,10 @@ def _is_harmless(node: Node, reads: ExactReads, inside: Operands | None) -> bool
         return not any(user.users for user in taken)
     name, (first, second) = op_name(node), (*node.args, None, None)[:2]
     if name in EXPONENTIALS:
-        return is_never_positive(first, inside)
+        return is_never_positive(first, inside) or is_saturated(node)
     if name not in _ORDERS:
         return False
-    return first is second or _is_infinite(second) or (is_number(second) and is_continuous(node))
+    return first is second or _is_infinite(second) or is_continuous(node)
 
 
 _ORDERS = frozenset("eq ne lt le gt ge".split())

@@ -9,6 +9,7 @@ import sympy
 import torch
 
 from gnnc.errors import InputError
+from gnnc.ir.operands import validated
 from gnnc.ir.qtype import QType
 from gnnc.torch_private import OpOverload
 
@@ -147,7 +148,7 @@ def define(op: Op) -> Op:
         raise ValueError(f"op {op.name!r} needs a gradient or the reason for having none")
     _check_traits(op)
     _LIBRARY.define(f"{op.name}{op.schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(op.name, op.reference, "CompositeExplicitAutograd")
+    _LIBRARY.impl(op.name, validated(op.name, op.parameters, op.reference), "CompositeExplicitAutograd")
     qualified = f"{NAMESPACE}::{op.name}"
     torch.library.register_fake(qualified, op.fake, lib=_LIBRARY)
     if op.gradient is not None:

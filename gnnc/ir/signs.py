@@ -74,12 +74,18 @@ def is_never_positive(value: Any, inside: Operands | None = None) -> bool:
             )
         case "mul" | "div":
             first, second = args[:2]
-            return _are_signed(first, second, inside) or (
-                name == "mul" and _are_signed(second, first, inside)
-            )
+            if name == "mul" and (_is_negative_of(first, second) or _are_signed(second, first, inside)):
+                return True
+            return _are_signed(first, second, inside)
         case "add":
             return all(is_never_positive(side, inside) for side in args[:2])
     return _keeps_sign(node) and is_never_positive(args[0], inside)
+
+
+def _is_negative_of(first: Any, second: Any) -> bool:
+    """Return whether one of two values is the other with the other sign."""
+    pairs = ((first, second), (second, first))
+    return any(isinstance(a, Node) and op_name(a) == "neg" and a.args[0] is b for a, b in pairs)
 
 
 def _are_signed(first: Any, second: Any, inside: Operands | None) -> bool:

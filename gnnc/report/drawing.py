@@ -19,6 +19,7 @@ from gnnc.ir import describe
 from gnnc.ir.nodes import is_gnnc, op_name, qtype_of
 from gnnc.ir.parts import STRUCTURE, Parts
 from gnnc.ir.source import source_of
+from gnnc.paths import writing
 from gnnc.report.figure_style import save
 from gnnc.report.layered_layout import Layout, layered_layout
 from gnnc.report.naming import Named, name_program
@@ -80,14 +81,13 @@ def draw(
         title: a line above the picture.
 
     Raises:
-        InputError: the suffix is none of these.
+        InputError: the suffix is none of these, or the file cannot be written.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in FORMATS:
-        raise InputError(f"draw writes {', '.join(FORMATS)} files, got {str(path)!r}")
-    boxes, wires = _launch_boxes(to_networkx(parts))
-    figure = _figure(boxes, wires, title)
-    save(figure, path)
+    with writing("draw", path) as file:
+        if file.suffix.lower() not in FORMATS:
+            raise InputError(f"draw writes {', '.join(FORMATS)} files, got {str(path)!r}")
+        boxes, wires = _launch_boxes(to_networkx(parts))
+        save(_figure(boxes, wires, title), file)
 
 
 def _outputs(named: Named) -> list[tuple[str, Node]]:

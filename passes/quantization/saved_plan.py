@@ -1,6 +1,7 @@
 """Chosen precisions as plain data: layer to op to precision, written and read as JSON."""
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -55,10 +56,16 @@ class Plan:
         Raises:
             PrecisionError: the file is missing, is not a plan, or names an unknown precision.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise PrecisionError(
+                f"plan takes the path of a file that save_plan(path) wrote, got {type(path).__name__}"
+            )
         try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise PrecisionError(f"plan {str(path)!r} cannot be read: {error}") from error
+            data = json.loads(_text(Path(path)))
+        except (OSError, ValueError, RecursionError) as error:
+            raise PrecisionError(
+                f"plan {str(path)!r} cannot be read ({error}): write one with compiled.save_plan(path)"
+            ) from error
         if not isinstance(data, dict) or data.get("version") != VERSION or not _is_table(data.get("layers")):
             raise PrecisionError(
                 f"plan {str(path)!r} is not a plan of version {VERSION}: write one with "
@@ -86,6 +93,12 @@ class Plan:
             for name, options in ops.items():
                 found |= _match(layer, name, options, nodes[layer], ctx)
         return found
+
+
+def _text(path: Path) -> str:
+    if path.exists() and not path.is_file():  # a pipe or a device may never end
+        raise OSError("it is no file")
+    return path.read_text(encoding="utf-8")
 
 
 def _texts(options: tuple[Option, ...]) -> str | list[str]:

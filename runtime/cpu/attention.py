@@ -20,7 +20,7 @@ _LARGEST_EPS = 1e-9
 
 @kernel("fused:attention", backend="cpu", name="attention", priority=10, elements=("int8",))
 class Attend:
-    """Kernel ``gnnc_cpu.attention``, which allocates no tensor of edges times features."""
+    """Kernel ``gnnc_cpu_valid.attention``, which allocates no tensor of edges times features."""
 
     plan = staticmethod(attention.plan)
 
@@ -39,7 +39,7 @@ class Attend:
         ends = dense(plan.a_src), dense(plan.a_dst), dense(plan.edge, plan.heads)
         alpha, factors = _alpha(plan, node, emitter), _factors(plan, node, emitter)
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
-        op = emitter.bind(torch.ops.gnnc_cpu.attention.default, "attention")
+        op = emitter.bind(torch.ops.gnnc_cpu_valid.attention.default, "attention")
         logits = [plan.kind, *ends, plan.scale, plan.slope, plan.eps, plan.heads]
         emitter.call(op, [emitter.vector(rowptr), col, x, scale, *logits, alpha, factors, *program])
         epilogue.check_scales(emitter)

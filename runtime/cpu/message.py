@@ -195,7 +195,7 @@ def _rows(block: Block, rowptr: Tensor) -> Tensor:
 
 def _softmax_sum(block: Block, rowptr: Tensor, operands: Tensors, state: Tensor, out: Tensor) -> None:
     """Sum values by the softmax of logits; ``state`` passes from one piece of a row to the next."""
-    kernel, rows = torch.ops.gnnc_cpu.softmax_sum, out[block.first_row : block.last_row]
+    kernel, rows = torch.ops.gnnc_cpu_valid.softmax_sum, out[block.first_row : block.last_row]
     if block.whole:
         kernel(_starts(block, rowptr), *operands, None, rows)
         return
@@ -215,7 +215,7 @@ def _reduce_rows(reduce: str, block: Block, rowptr: Tensor, values: Tensor, out:
 
 def _segments(reduce: str, starts: Tensor, values: Tensor, out: Tensor) -> None:
     number = REDUCTIONS[reduce]
-    torch.ops.gnnc_cpu.spmm(
+    torch.ops.gnnc_cpu_valid.spmm(
         starts, None, None, values.contiguous(), None, None, number, 1, _STORE, (), (), (out,)
     )
 

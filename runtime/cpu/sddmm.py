@@ -11,7 +11,7 @@ from gnnc.runtime.registry import kernel
 
 @kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cpu", name="sddmm", priority=10, elements=("int8",))
 class Sddmm:
-    """Kernel ``gnnc_cpu.sddmm``: dot, sum, difference, product or copy of the rows at an edge's ends."""
+    """Kernel ``gnnc_cpu_valid.sddmm``: dot, sum, difference, product or copy of rows at both ends."""
 
     plan = staticmethod(sddmm.plan)
 
@@ -23,7 +23,7 @@ class Sddmm:
         second = b if b is not None else a
         width = plan.width
         out = emitter.allocate(node, dense=True)
-        op = emitter.bind(torch.ops.gnnc_cpu.sddmm.default, "sddmm")
+        op = emitter.bind(torch.ops.gnnc_cpu_valid.sddmm.default, "sddmm")
         scales = ("a_scale", "b_scale") if plan.is_scaled else ()
         factors = [emitter.vector(operand(node, scale)) for scale in scales] or [None, None]
         edges = [emitter.vector(operand(node, name)) for name in ("rowptr", "col")]
@@ -33,7 +33,7 @@ class Sddmm:
 
 @kernel("gnnc.edge_softmax", backend="cpu", name="edge_softmax", priority=10)
 class EdgeSoftmax:
-    """Kernel ``gnnc_cpu.edge_softmax``: softmax over the edges of a row."""
+    """Kernel ``gnnc_cpu_valid.edge_softmax``: softmax over the edges of a row."""
 
     plan = staticmethod(sddmm.softmax_plan)
 
@@ -41,6 +41,6 @@ class EdgeSoftmax:
     def emit(plan: float, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
         out = emitter.allocate(node, dense=True)
-        op = emitter.bind(torch.ops.gnnc_cpu.edge_softmax.default, "edge_softmax")
+        op = emitter.bind(torch.ops.gnnc_cpu_valid.edge_softmax.default, "edge_softmax")
         rowptr, logits = emitter.vector(operand(node, "rowptr")), emitter.dense(operand(node, "logits"))
         emitter.call(op, [rowptr, logits, plan, out.written])

@@ -23,7 +23,7 @@ from gnnc.runtime.row_program.build import argument_of
     elements=("int8",),
 )
 class Spmm:
-    """Kernel ``gnnc_cpu.spmm``: sum, mean, max or min over the edges of a row, float, bf16 or int8."""
+    """Kernel ``gnnc_cpu_valid.spmm``: sum, mean, max or min over the edges of a row, float, bf16 or int8."""
 
     plan = staticmethod(spmm.plan)
 
@@ -41,7 +41,7 @@ class Spmm:
         x = emitter.matrix(argument_of(node, plan.x), plan.width)
         scales = vector(plan.x_scale), vector(plan.shift)
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
-        op = emitter.bind(torch.ops.gnnc_cpu.spmm.default, "spmm")
+        op = emitter.bind(torch.ops.gnnc_cpu_valid.spmm.default, "spmm")
         arguments = [emitter.vector(rowptr), col, value, x, *scales]
         emitter.call(op, [*arguments, plan.reduce, plan.heads, *program])
         epilogue.check_scales(emitter)

@@ -1,11 +1,14 @@
-"""Checks for NaN and infinity, which quantized values would hide."""
+"""Checks of values: NaN and infinity, which quantized values would hide; memory that was freed."""
 
+from collections.abc import Callable, Sequence
 from math import isfinite
 
 import torch
 from torch import Tensor
 
-from gnnc.errors import PrecisionError
+from gnnc.errors import BackendError, PrecisionError
+from gnnc.runtime.cpu import library
+from gnnc.tensor_state import storage_fault
 
 
 def not_finite(layer: str, when: str = "") -> PrecisionError:
@@ -84,3 +87,20 @@ def check_finite(layer: str, values: Tensor) -> None:
     """
     if values.numel() and not isfinite(torch.amax(values.abs())):
         raise not_finite(layer)
+
+
+def storage_check() -> Callable[[Sequence[Tensor]], int]:
+    """Return the function that finds the first tensor whose storage does not hold its elements, or -1.
+
+    It reads no element, and takes dense tensors of any device. The C++ kernels have one of a microsecond;
+    backends that run without these kernels take its equivalent in Python.
+    """
+    try:
+        library.load()
+    except BackendError:
+        return _first_unstored
+    return torch.ops.gnnc_cpu.first_unstored.default
+
+
+def _first_unstored(tensors: Sequence[Tensor]) -> int:
+    return next((i for i, tensor in enumerate(tensors) if storage_fault(tensor) is not None), -1)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -84,35 +85,48 @@ def test_they_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("spreads", "taken"),
+    ("shares", "taken"),
     [
-        ((1.1, 1.0), [1.1, 1.1, 1.1, 1.1]),
-        ((2.0, 1.1), [2.0, 1.1, 1.1, 1.1]),
-        ((2.0, 3.0, 1.5, 1.0), [2.0, 2.0, 1.5, 1.5]),
+        ((0.01, 0.0), [0.01] * 4),
+        ((0.5, 0.02), [0.5, 0.02, 0.02, 0.02]),
+        ((0.5, 0.6, 0.4, 0.0), [0.5, 0.5, 0.4, 0.4]),
     ],
 )
 def test_rates_of_a_busy_machine_are_measured_again_by_later_processes(
-    spreads: tuple[float, ...], taken: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shares: tuple[float, ...], taken: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GNNC_CACHE", str(tmp_path))
-    measured = iter(spreads)
+    measured = iter(shares)
     monkeypatch.setattr(
         calibration, "calibrate", lambda backend: Rates({}, "reference", "", 1.0, next(measured))
     )
     backend, found = get_backend("reference"), []
     for _ in range(4):
         calibration._known.clear(), calibration._measured_here.clear()  # as in another process
-        found.append(rates_for(backend).spread)
-        assert rates_for(backend).spread == found[-1], "one measurement a process"
+        found.append(rates_for(backend).waited)
+        assert rates_for(backend).waited == found[-1], "one measurement a process"
     assert found == taken
 
 
-def test_the_spread_is_that_of_most_launches_and_leaves_out_first_runs() -> None:
-    steady = Sample("gemm", [], 1.0, [9.0, 1.0, 1.1, 1.1])
-    disturbed = Sample("gemm", [], 1.0, [9.0, 1.0, 5.0, 5.0])
-    assert calibration.spread_of([steady, steady, disturbed]) == 1.1
-    assert calibration.spread_of([steady, disturbed, disturbed]) == 5.0
-    assert calibration.spread_of([Sample("gemm", [], 1.0, [1.0])]) == 1.0
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell")
+def test_a_thread_that_shares_its_processor_waits() -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("threads cannot be bound to a processor here")
+    allowed = os.sched_getaffinity(0)
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        for process in (0, other.pid):
+            os.sched_setaffinity(process, {min(allowed)})
+        before, end = calibration.scheduled(), time.perf_counter() + 0.5
+        while time.perf_counter() < end:
+            pass
+        share = calibration._waited_share(before, calibration.scheduled())
+    finally:
+        os.sched_setaffinity(0, allowed)
+        other.kill()
+        other.wait()
+    assert share > calibration.MOST_WAITING
+    assert calibration._waited_share((5, 5), (9, 5)) == 0.0
 
 
 def test_a_damaged_file_is_measured_again_with_a_warning(
@@ -217,7 +231,7 @@ def test_a_model_that_moves_is_compiled_for_the_gpu_that_it_is_on(
 ) -> None:
     made: list[Backend] = []
 
-    class Made(Exception):
+    class Made(gnnc.GnncError):
         """The program's options are known."""
 
     def build(model: Any, args: Any, kwargs: Any, options: Any, *rest: Any, **more: Any) -> None:

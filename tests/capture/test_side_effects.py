@@ -80,6 +80,48 @@ def test_attributes_that_forward_sets_are_refused(effect: Callable[..., None], v
     assert net.count == 0
 
 
+class Stats:
+    """Object of a user's class, as an attribute of a model."""
+
+    def __init__(self, net: Any = None) -> None:
+        self.calls, self.last, self.net = 0, None, net
+
+
+class Log(Stats):
+    """The same with a list."""
+
+    def __init__(self, net: Any = None) -> None:
+        super().__init__(net)
+        self.values: list[Any] = []
+
+
+def count_in_object(net: Net, h: Tensor) -> None:
+    net.stats.calls += 1
+
+
+def keep_in_object(net: Net, h: Tensor) -> None:
+    net.stats.last = h
+
+
+@pytest.mark.parametrize("make", [Stats, Log, lambda: Stats(nn.Identity()), lambda: [Stats()]])
+@pytest.mark.parametrize(("effect", "name"), [(count_in_object, "calls"), (keep_in_object, "last")])
+@torch.no_grad()
+def test_objects_that_forward_writes_into_are_refused(
+    effect: Callable[..., None], name: str, make: Callable[[], Any]
+) -> None:
+    net = Net(lambda net, h: effect(net if isinstance(net.stats, Stats) else Stub(net.stats[0]), h))
+    net.stats = made = make()
+    stats = made if isinstance(made, Stats) else made[0]
+    with pytest.raises(gnnc.CaptureError, match=rf"forward sets self\.stats.*\.{name}, "):
+        gnnc.compile(net, "fp32")(X, EDGES, BATCH)
+    assert (stats.calls, stats.last) == (0, None)
+
+
+class Stub:
+    def __init__(self, stats: Stats) -> None:
+        self.stats = stats
+
+
 @pytest.mark.parametrize("values", [False, True])
 @torch.no_grad()
 def test_a_buffer_may_be_written_into(values: bool) -> None:

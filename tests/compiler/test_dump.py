@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hand_graphs
@@ -45,6 +46,38 @@ def test_a_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     path.touch()
     monkeypatch.setenv(dump.DUMP, str(path))
     with pytest.raises(InputError, match="GNNC_DUMP must name a folder"):
+        dump.dump("GCN", STAGES)
+
+
+def test_compilations_at_the_same_time_have_folders_and_numbers_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(dump.DUMP, str(tmp_path / "new"))
+    names = [f"Model{number % 3}" for number in range(12)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        folders = list(pool.map(lambda name: dump.dump(name, STAGES[:1]), names))
+    assert sorted(folder.name[:3] for folder in folders if folder) == [f"{n:03}" for n in range(12)]
+    assert sorted(folder.name[4:] for folder in folders if folder) == sorted(names)
+    assert all(len(list(folder.iterdir())) == 1 for folder in (tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize("name", ["L" * 300, "\u00e4" * 200, "a/../b", "..", "", "C[int, str]"])
+def test_names_of_any_length_and_letters_are_folders(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(dump.DUMP, str(tmp_path / "new"))
+    folder = dump.dump(name, STAGES[:1])
+    assert folder is not None and folder.parent == tmp_path / "new" and len(folder.name.encode()) <= 124
+    assert [path.name for path in folder.iterdir()] == ["00_raise.py"]
+
+
+@pytest.mark.parametrize("place", ["file/inside", "\0", "x" * 300])
+def test_folders_that_cannot_be_written_are_refused(
+    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(dump, "dump_folder", lambda: tmp_path / place)
+    with pytest.raises(InputError, match="GNNC_DUMP cannot write to .*name a file or folder"):
         dump.dump("GCN", STAGES)
 
 

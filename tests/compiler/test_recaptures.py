@@ -199,3 +199,52 @@ def test_reasons_are_logged_and_many_are_a_warning(caplog):
         assert "flag has 7.5 as a constant, it had 6.5" in caplog.text
         with pytest.warns(UserWarning, match=r"Constant.*8 times.*flag has 8.5.*pass it as a tensor"):
             assert_same(compiled, torch.randn(5, WIDTH), 8.5)
+
+
+class ReadsTwo(nn.Module):
+    """Reads x and edge_index of a graph object; asks for one field that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(WIDTH, 4)
+
+    def forward(self, data):
+        return self.conv(data.x, data.edge_index, data.get("edge_weight"))
+
+
+class CountsNodes(ReadsTwo):
+    """Lists the fields, as ``num_nodes`` does."""
+
+    def forward(self, data):
+        return super().forward(data) * data.num_nodes
+
+
+@pytest.mark.parametrize("model", [ReadsTwo, CountsNodes])
+def test_fields_that_forward_does_not_read_are_no_guards(model):
+    compiled = compiled_of(model())
+    for seed, name in enumerate(("a", "b", "c", "d")):
+        x, edge_index = graph(20 + seed, 60, seed)
+        data = Data(
+            x=x, edge_index=edge_index, name=name, names=[name] * seed, y=torch.zeros(seed + 2).long()
+        )
+        data.rate, data.count = 0.5 + seed, seed
+        assert_same(compiled, data)
+    if model is ReadsTwo:
+        assert_same(compiled, Data(x=x, edge_index=edge_index, other=x.double()))
+    assert len(captures(compiled)) == 1 if model is ReadsTwo else 2, captures(compiled)
+    data.edge_weight = torch.rand(60)  # it asks for this one
+    assert_same(compiled, data)
+
+
+class ReadsConstant(ReadsTwo):
+    def forward(self, data):
+        return super().forward(data) * (2 if data.kind == "a" else 3)
+
+
+def test_fields_that_forward_reads_are_guards():
+    compiled = compiled_of(ReadsConstant())
+    x, edge_index = graph(20, 60)
+    for kind in ("a", "b", "a", "c"):
+        assert_same(compiled, Data(x=x, edge_index=edge_index, kind=kind, name=kind))
+    assert len(captures(compiled)) == 3
+    assert "data['kind'] has 'c' as a constant" in captures(compiled)[-1]

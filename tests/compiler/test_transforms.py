@@ -72,6 +72,22 @@ def test_transforms_and_traces_are_refused(name: str, no_grad: bool, compiled: g
     torch.testing.assert_close(compiled(X, EDGES), compiled.model(X, EDGES))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("script", [torch.jit.script, lambda layer: torch.jit.trace(layer, X)])
+def test_modules_of_torchscript_are_refused(script: Callable[[nn.Module], nn.Module]) -> None:
+    scripted = script(nn.Linear(WIDTH, 4))
+    with pytest.raises(gnnc.UnsupportedError, match=r"it was made by torch\.jit.*compile the original"):
+        gnnc.compile(scripted)
+    with pytest.raises(gnnc.UnsupportedError, match=r"its module '0' was made by torch\.jit"):
+        gnnc.compile(nn.Sequential(scripted))
+
+
+@pytest.mark.parametrize("path", [5, None, "", "no/such/folder/plan.json", "\0", "x" * 5000])
+def test_plans_that_cannot_be_written_are_refused(path: Any, compiled: gnnc.CompiledModel) -> None:
+    with pytest.raises(gnnc.InputError, match="save_plan (takes the path|cannot write to)"):
+        compiled.save_plan(path)
+
+
 def test_a_strict_export_says_why(compiled: gnnc.CompiledModel) -> None:
     with pytest.raises(Exception, match="a compiled model cannot be traced by"):
         torch.export.export(compiled, (X, EDGES), strict=True)

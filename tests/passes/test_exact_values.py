@@ -73,6 +73,8 @@ FIRES: dict[str, Callable[[Layers, Node], Any]] = {
     "remainder": then(aten.remainder.Scalar, 24.0),
     "long": then(aten._to_copy.default, dtype=torch.int64),
     "bool": then(aten._to_copy.default, dtype=torch.bool),
+    "isclose": lambda b, h: b.call(aten.isclose, h, b.mul(h, b.norm)),
+    "angle": lambda b, h: b.call(aten.atan2, h, b.mul(h, b.norm)),
     "where": lambda b, h: b.call(aten.where.ScalarSelf, b.call(aten.gt.Scalar, h, 0.0), 1.0, h),
     "far threshold": lambda b, h: b.call(aten.masked_fill.Scalar, h, b.call(aten.le.Scalar, h, 0.5), 0.0),
     "behind others": lambda b, h: b.call(aten.floor.default, b.linear(b.relu(b.spmm(h)), 32, name="third")),
@@ -102,6 +104,17 @@ HARMLESS: dict[str, Callable[[Layers, Node], Any]] = {
     "gaussian": lambda b, h: b.call(aten.exp.default, b.mul(b.mul(h, h), -0.5)),
     "softmax by hand": lambda b, h: b.call(
         aten.exp.default, b.call(aten.sub.Tensor, h, b.call(aten.amax.default, h, [1], True))
+    ),
+    "elu by hand": lambda b, h: b.call(
+        aten.where.self,
+        b.call(aten.gt.Scalar, h, 0),
+        h,
+        b.call(aten.sub.Tensor, b.call(aten.exp, b.call(aten.clamp.default, h, None, 0)), 1),
+    ),
+    "sigmoid by hand": lambda b, h: b.call(aten.reciprocal, b.add(b.call(aten.exp, b.call(aten.neg, h)), 1)),
+    "softplus by hand": lambda b, h: b.call(aten.log1p, b.call(aten.exp, h)),
+    "maximum by hand": lambda b, h: b.call(
+        aten.where.self, b.call(aten.gt.Tensor, h, g := b.mul(h, b.norm)), h, g
     ),
     "exponent of a weight": lambda b, h: b.call(aten.pow.Tensor_Tensor, h, b.weight("p", 1)),
 }

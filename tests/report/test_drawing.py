@@ -76,6 +76,17 @@ def test_unknown_suffix_is_refused(tmp_path: Path) -> None:
         draw(tmp_path / "program.gif", fused_program())
 
 
+@pytest.mark.parametrize("path", ["no/such/folder/program.svg", "\0.svg", "x" * 300 + ".svg"])
+def test_files_that_cannot_be_written_are_refused(path: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="draw cannot write to .*name a file or folder"):
+        draw(f"{tmp_path}/{path}", fused_program())
+
+
+def test_what_is_no_path_is_refused() -> None:
+    with pytest.raises(InputError, match="draw takes the path of a file to write, got int"):
+        draw(5, fused_program())  # pyright: ignore[reportArgumentType]
+
+
 def test_layout_flows_down_and_keeps_boxes_apart() -> None:
     graph = nx.gnp_random_graph(30, 0.12, seed=3, directed=True)
     graph = nx.DiGraph((a, b) for a, b in graph.edges if a < b)

@@ -19,7 +19,7 @@ class Attentions(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.gnnc_cpu.attention.default:
+        if func is torch.ops.gnnc_cpu_valid.attention.default:
             self.calls.append(args)
         return func(*args, **(kwargs or {}))
 

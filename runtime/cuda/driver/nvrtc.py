@@ -12,10 +12,8 @@ import importlib
 import importlib.util
 import io
 import json
-import os
 import re
 import sys
-import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -29,6 +27,7 @@ import torch
 from gnnc.environment import cache_folder, cuda_home
 from gnnc.errors import BackendError
 from gnnc.locks import renew_at_fork
+from gnnc.private_files import read_private, write_private
 
 EXTRAS = {12: "gnnc[cuda12]", 13: "gnnc[cuda]"}
 """The extra that installs NVRTC, its interface and the headers, by major version of CUDA."""
@@ -304,9 +303,7 @@ def _cache_file(source: str, names: tuple[str, ...], architecture: str) -> Path 
 def _load(file: Path) -> CompiledCode | None:
     """Read compiled code from a file; None where it is missing, damaged, or not in a private folder."""
     try:
-        if not _is_private(file.parent):
-            return None
-        content = file.read_bytes()
+        content = read_private(file)
     except OSError:
         return None
     digest, _, rest = content.partition(b"\n")
@@ -326,18 +323,6 @@ def _store(file: Path, code: CompiledCode) -> None:
     }
     rest = json.dumps(table).encode() + b"\n" + code.cubin
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_private(file.parent):
-            return
-        descriptor, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
-        with os.fdopen(descriptor, "wb") as part:
-            part.write(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
-        os.replace(name, file)
+        write_private(file, hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
     except OSError:
         return
-
-
-def _is_private(folder: Path) -> bool:
-    """Return whether only the user can write to a folder."""
-    status = folder.stat()
-    return status.st_uid == os.getuid() and not status.st_mode & 0o022

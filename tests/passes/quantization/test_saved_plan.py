@@ -104,6 +104,12 @@ def test_a_precision_that_the_backend_lacks() -> None:
         ({"version": 1, "layers": {"a": "int8"}}, "is not a plan of version 1"),
         ({"version": 1, "layers": {"a": {"gemm": 8}}}, "'a' 'gemm' is 8, not the name of a precision"),
         ({"version": 1, "layers": {"a": {"gemm": "int9000"}}}, "unknown precision 'int9000'"),
+        ({"version": 1, "layers": {"a": {"gemm": [["int8"]]}}}, "is .*, not the name of a precision"),
+        ({"version": 1, "layers": {"a": {"b": {"gemm": "int8"}}}}, "is .*, not the name of a precision"),
+        ("[" * 100_000 + "]" * 100_000, r"cannot be read .*recursion.*save_plan"),
+        ('{"a":' * 50_000 + "1" + "}" * 50_000, r"cannot be read .*recursion.*save_plan"),
+        ("9" * 5000, "cannot be read .*save_plan"),
+        ("\ud800".encode("utf-8", "surrogatepass").decode("latin-1"), "cannot be read"),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path, data, match) -> None:
@@ -114,6 +120,18 @@ def test_what_is_no_plan_is_refused(tmp_path, data, match) -> None:
 def test_a_missing_file(tmp_path) -> None:
     with pytest.raises(PrecisionError, match="nowhere.json' cannot be read"):
         Plan.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("path", [5, 5.0, True, {"version": 1}, [], b"plan.json"])
+def test_what_is_no_path_is_refused(path) -> None:
+    with pytest.raises(PrecisionError, match=f"plan takes the path .*save_plan.*got {type(path).__name__}"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize("path", ["", ".", "/dev/zero", "\0", "x" * 5000])
+def test_paths_of_no_file_are_refused(path) -> None:
+    with pytest.raises(PrecisionError, match="cannot be read"):
+        Plan.load(path)
 
 
 def test_softmax_stays_fp32_whatever_a_plan_says() -> None:
