@@ -129,6 +129,7 @@ class StructureCache:
         # Keys of freed tensors. A finalizer may run inside any statement of this class, on the
         # thread that already holds the lock; so it only appends, which is atomic.
         self._freed: deque[Key] = deque()
+        self._finalizer = _weakly(self._on_freed)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles of a compiled model start empty: entries are valid here and now only.
@@ -223,15 +224,7 @@ class StructureCache:
         return Entry(refs, copies, outputs, 0)
 
     def _anchor(self, anchor: Tensor, key: Key) -> _Anchor:
-        owner = weakref.WeakMethod(
-            self._on_freed
-        )  # so that a dropped cache is freed without the garbage collector
-
-        def on_freed(ref: Any) -> None:
-            if (call := owner()) is not None:
-                call(ref)
-
-        ref = _Anchor(anchor, on_freed)
+        ref = _Anchor(anchor, self._finalizer)
         ref.key = key
         return ref
 
@@ -249,9 +242,12 @@ class StructureCache:
             self._remove(key)
             entry.used = next(self._clock)
             self._entries[key] = entry
-            for newest in filter(None, map(self._entries.get, {key, *self._newest})):
-                self._count(newest)
-            self._newest.append(key)
+            if self.derived is None:  # no entry grows after it is inserted
+                self._count(entry)
+            else:
+                for newest in filter(None, map(self._entries.get, {key, *self._newest})):
+                    self._count(newest)
+                self._newest.append(key)
             while self._nbytes > self.byte_budget and len(self._entries) > self.min_entries:
                 self._remove(min(self._entries, key=lambda candidate: self._entries[candidate].used))
 
@@ -280,6 +276,17 @@ class StructureCache:
             # The key may belong to a new tensor at the freed one's address by now.
             if entry is not None and any(ref() is None for ref in entry.anchors):
                 self._remove(key)
+
+
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a function that calls a method, and lets its owner be freed without the garbage collector."""
+    owner = weakref.WeakMethod(method)
+
+    def call(ref: Any) -> None:
+        if (method := owner()) is not None:
+            method(ref)
+
+    return call
 
 
 def _detach_from(inputs: Sequence[Any], outputs: Any) -> Any:

@@ -224,7 +224,8 @@ def _picker(outputs: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ..
 
 
 def _call(group: Group, slots: list[Any]) -> tuple[Any, ...]:
-    return group.module(*[slots[slot] for slot in group.operands])
+    # a call of the module itself would look for hooks, which it has none of
+    return group.module.forward(*[slots[slot] for slot in group.operands])
 
 
 def _is_size(node: Node) -> bool:

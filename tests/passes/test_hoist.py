@@ -88,7 +88,8 @@ def test_steady_state_runs_the_structure_once(model: str):
     args = [raised._value(node, named) for node in structure.graph.find_nodes(op="placeholder")]
     runner, runs = StructureRunner(structure), []
     for group in runner.groups:
-        group.module.register_forward_pre_hook(lambda *_: runs.append(1))
+        run = group.module.forward
+        group.module.forward = lambda *values, run=run: runs.append(1) or run(*values)
     first = runner(*args)
     count = len(runs)
     second = runner(*args)
