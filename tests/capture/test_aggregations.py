@@ -82,6 +82,16 @@ def test_sequences_of_neighbors(name):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", slow_after(1, [pyg.LSTMAggregation, pyg.GRUAggregation]))
+def test_sizes_of_sequences_are_read_from_the_index(kind):
+    torch.manual_seed(0)
+    compiled = gnnc.compile(kind(WIDTH, 4).eval(), "fp32")
+    for rows in (20, 31):
+        assert_equal(compiled, *groups(rows, rows))
+    assert len(compiled._dispatch.captures) == 1
+
+
 class Temporal(nn.Module):
     """A recurrent layer over time, then a convolution over the graph."""
 

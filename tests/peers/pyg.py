@@ -64,7 +64,7 @@ class Judge:
     Args:
         precisions: the precisions to compile in.
         most: calls of one test function that are judged, over all of its parameters.
-        limit: seconds that one compiled call may take.
+        limit: CPU seconds that one compiled call may take.
         log: file that gets one JSON line for each verdict, or None.
     """
 
@@ -173,18 +173,18 @@ def copied(*values: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Raise TooSlow in the block after ``seconds``."""
+    """Raise TooSlow in the block after ``seconds`` of CPU time."""
 
     def interrupt(*_: Any) -> None:
-        raise TooSlow(f"not done after {seconds} s")
+        raise TooSlow(f"not done after {seconds} s of CPU")
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def described(*values: Any) -> str:
@@ -259,7 +259,7 @@ def main() -> int:
     parser.add_argument("paths", nargs="+", help="files or folders of PyG's tests, in a checkout")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "int8"], choices=sorted(BOUNDS))
     parser.add_argument("--most", type=int, default=6, help="calls judged of one test function")
-    parser.add_argument("--limit", type=int, default=180, help="seconds that a compiled call may take")
+    parser.add_argument("--limit", type=int, default=120, help="CPU seconds that a compiled call may take")
     parser.add_argument("--log", type=Path, help="file that gets one JSON line for each verdict")
     parser.add_argument("-k", default="", help="tests to run, as for pytest")
     options = parser.parse_args()
