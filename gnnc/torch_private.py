@@ -88,6 +88,7 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch.Tensor._coalesced_",
         "torch.Tensor._indices",
         "torch.Tensor._make_wrapper_subclass",
+        "torch.Tensor._is_zerotensor",
         "torch.Tensor._nnz",
         "torch.Tensor._values",
         "torch.UntypedStorage._cdata",
@@ -271,6 +272,11 @@ def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
 def is_autocast_enabled() -> bool:
     """Return whether autocast is on for any kind of device."""
     return torch._C._is_any_autocast_enabled()
+
+
+def has_no_storage(tensor: Tensor) -> bool:
+    """Return whether a tensor is one of torch's zeros without memory."""
+    return tensor._is_zerotensor()
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:

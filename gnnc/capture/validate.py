@@ -11,7 +11,7 @@ from gnnc.capture.arguments import Call, can_be_size, carrier
 from gnnc.capture.edge_index import plain
 from gnnc.errors import InputError, UnsupportedError
 from gnnc.tensor_state import storage_fault
-from gnnc.torch_private import has_own_dispatch, is_functorch_tensor
+from gnnc.torch_private import has_no_storage, has_own_dispatch, is_functorch_tensor
 
 _EDGE_INDEX = re.compile(
     r"(^|[._\['])(edge_index|edge_label_index|adj_t?)($|[._\]'\d])|_edge_index$|edge_index_"
@@ -83,7 +83,9 @@ def _foreign_kind(tensor: Tensor) -> str | None:
         return f"a {type(tensor).__name__}"
     if is_functorch_tensor(tensor):
         return "a tensor of a torch.func transform (vmap, grad, jvp)"
-    return "a nested tensor" if tensor.is_nested else None
+    if tensor.is_nested:
+        return "a nested tensor"
+    return "a tensor of zeros without memory" if has_no_storage(tensor) else None
 
 
 def _runs_its_ops(tensor: Tensor) -> bool:

@@ -1,6 +1,9 @@
 """Calls within transforms and traces of torch, and tensors that belong to one: refused by name."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +130,7 @@ FOREIGN: dict[str, tuple[Callable[[], Tensor], str]] = {
     "fake": (fake, "FakeTensor"),
     "vmap": (lambda: wrapped(vmap), r"torch\.func transform"),
     "masked": (lambda: masked_tensor(X, X > 0), "MaskedTensor"),
+    "zeros": (lambda: torch._efficientzerotensor((NODES, WIDTH)), "zeros without memory"),
     "nested": (lambda: torch.nested.nested_tensor([X, X]), "nested tensor"),
 }
 
@@ -174,6 +178,46 @@ def test_tensors_of_the_model_that_need_gradients_are_refused(place: str) -> Non
         torch.testing.assert_close(compiled(X, EDGES), model(X, EDGES))
     with pytest.raises(gnnc.GnncError):
         gnnc.compile(model, "fp32")(X, EDGES)
+
+
+@dataclass
+class Holder:
+    value: Tensor
+
+
+OF_ALL = torch.ones(4)
+
+
+class Holding(nn.Module):
+    """Layer whose result is scaled by tensors that are held in every way but as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = SAGEConv(WIDTH, 4).requires_grad_(False)
+        self.table, self.nested = {"k": torch.ones(4)}, [({"k": torch.ones(4)},)]
+        self.space, self.record = SimpleNamespace(k=torch.ones(4)), Holder(torch.ones(4))
+        self.scaled = partial(torch.mul, torch.ones(4))
+        self.eval()
+
+    def held(self) -> list[Tensor]:
+        return [self.table["k"], self.nested[0][0]["k"], self.space.k, self.record.value, OF_ALL]
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = self.scaled(self.conv(x, edge_index))
+        for tensor in self.held():
+            h = h * tensor
+        return h
+
+
+def test_tensors_held_in_any_way_that_need_gradients_are_refused() -> None:
+    model = Holding()
+    compiled = gnnc.compile(model, "fp32", example_inputs=(X, EDGES))
+    for tensor in (*model.held(), model.scaled.args[0]):
+        torch.testing.assert_close(compiled(X, EDGES), model(X, EDGES))
+        tensor.requires_grad_(True)
+        with pytest.raises(gnnc.UnsupportedError, match="would need gradients"):
+            compiled(X, EDGES)
+        tensor.requires_grad_(False)
 
 
 class OfContainers(nn.Module):
