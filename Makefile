@@ -29,14 +29,15 @@ test: build
 test-all: build
 	$(PYTEST) --hypothesis-profile all $(ARGS)
 
-# The kernels with AddressSanitizer, on random graphs; ARGS='--seed 0 --count 10000' for more, GNNC_ISA for another
+# The kernels with AddressSanitizer and UndefinedBehaviorSanitizer, on hostile calls and random graphs; ARGS='--seed 0 --count 10000' for more, GNNC_ISA for another
 # instruction set. Python itself knows nothing of the sanitizer, so its libraries come first.
 asan: build
 	$(BIN)/cmake -S . -B build/asan -G Ninja -DPython_EXECUTABLE="$$PWD/$(BIN)/python" \
-		-DCMAKE_MAKE_PROGRAM="$$PWD/$(BIN)/ninja" -DGNNC_SANITIZE=address
+		-DCMAKE_MAKE_PROGRAM="$$PWD/$(BIN)/ninja" -DGNNC_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/asan
-	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		$(BIN)/python -W ignore tests/fuzz.py --library build/asan/libgnnc_cpu.so $(ARGS)
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+		$(BIN)/python -W ignore tests/fuzz.py --library build/asan/libgnnc_cpu.so --hostile build/asan/last-call $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check

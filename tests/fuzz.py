@@ -1,7 +1,8 @@
 """Random graphs and primitives against the reference: `python tests/fuzz.py --seed 0 --count 10000`.
 
 A case is made from its number alone, so `--seed N --count 1` runs one again. With `--library` the
-kernels come from another build, such as one with AddressSanitizer (`make asan`).
+kernels come from another build, such as one with sanitizers (`make asan`). With `--hostile`, every hostile
+call of `support/hostile.py` runs first; the file that the option names then holds the label of the last one.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from gnnc.runtime.cpu import library
 sys.path.append(str(Path(__file__).resolve().parent / "support"))
 
 from fuzz_cases import CASES, Case, Draw, bad_index
+from hostile import hostile_calls, random_call
 from kernel_graphs import threads
 from random_programs import SIZES, WIDTHS, Recipe, check
 
@@ -79,7 +81,12 @@ def model(d: Draw, device: str = "cpu") -> None:
     raise AssertionError("an index out of range was taken")
 
 
-EVERY: tuple[Case, ...] = (*CASES, *CASES, *CASES, program, program, model)
+def hostile(d: Draw) -> None:
+    """A direct call of an op with two arguments spoilt ends in an error or a result."""
+    random_call(d.rng).run()
+
+
+EVERY: tuple[Case, ...] = (*CASES, *CASES, *CASES, program, program, model, hostile, hostile)
 
 
 def kind_of(number: int) -> Case:
@@ -105,15 +112,29 @@ def run(seed: int, count: int) -> Counter[str]:
     return done
 
 
+def run_hostile(note: Path) -> int:
+    """Run every hostile call; return their number. The file holds the label of the call that runs."""
+    library.load()
+    calls = 0
+    for call in hostile_calls():
+        note.write_text(call.label)
+        call.run()
+        calls += 1
+    return calls
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
     parser.add_argument("--count", type=int, default=200, help="how many cases")
     parser.add_argument("--library", type=Path, help="the kernels to load in place of gnnc's own")
+    parser.add_argument("--hostile", type=Path, metavar="FILE", help="run hostile calls; FILE names the last")
     options = parser.parse_args()
     if options.library is not None:
         library.PATH = options.library.resolve()
     start = time.monotonic()
+    if options.hostile is not None:
+        print(f"{run_hostile(options.hostile)} hostile calls in {time.monotonic() - start:.0f} s", flush=True)
     done = run(options.seed, options.count)
     counts = ", ".join(f"{name} {number}" for name, number in sorted(done.items()))
     seconds = time.monotonic() - start

@@ -7,6 +7,7 @@ tensor's. `tests/fuzz.py` runs random ones under sanitizers.
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -217,6 +218,7 @@ class HostileCall:
         return "returned"
 
 
+@cache
 def ops_and_samples() -> list[tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]]:
     """Return (label, op, function that makes the arguments of a good call) of all public ops."""
     library.load()
@@ -254,29 +256,35 @@ def replaced(value: Any, path: tuple[int, ...], new: Any) -> Any:
     return type(value)(items)
 
 
-def spoilt(args: tuple[Any, ...], *, small: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield (what is wrong, arguments) for each way to spoil one place.
+def ways_to_spoil(
+    args: tuple[Any, ...], path: tuple[int, ...], value: Any, *, small: bool
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield (what is wrong, function that makes the spoilt argument) for one place of arguments.
 
     Args:
         args: the arguments of a good call.
+        path: the place.
+        value: the tensor or integer there.
         small: whether integers of billions are left out, for which a reference would take the memory.
     """
-    tensors = [(path, value) for path, value in places(args) if isinstance(value, Tensor)]
-    for path, value in places(args):
-        if isinstance(value, Tensor):
-            for label, spoil in SPOILS.items():
-                try:
-                    new = spoil(value)
-                except (RuntimeError, ValueError, IndexError):  # not every tensor can be spoilt in every way
-                    continue
-                yield f"{path} {label}", replaced(args, path, new)
-            for other, tensor in tensors:
-                if other != path:
-                    yield f"{path} is the tensor of {other}", replaced(args, path, tensor)
-        else:
-            for number in _INTEGERS:
-                if not (small and 2**30 < number < 2**60):
-                    yield f"{path} = {number}", replaced(args, path, number)
+    if not isinstance(value, Tensor):
+        for number in _INTEGERS:
+            if not (small and 2**30 < number < 2**60):
+                yield f"{path} = {number}", lambda number=number: number
+        return
+    for label, spoil in SPOILS.items():
+        yield f"{path} {label}", lambda spoil=spoil: spoil(value)
+    for other, tensor in places(args):
+        if other != path and isinstance(tensor, Tensor):
+            yield f"{path} is the tensor of {other}", lambda tensor=tensor: tensor
+
+
+def made(make: Callable[[], Any]) -> Any:
+    """Return a spoilt argument, or None where this one cannot be spoilt in this way."""
+    try:
+        return make()
+    except (RuntimeError, ValueError, IndexError):
+        return None
 
 
 def hostile_calls(only: str = "") -> Iterator[HostileCall]:
@@ -284,9 +292,11 @@ def hostile_calls(only: str = "") -> Iterator[HostileCall]:
     for label, op, sample in ops_and_samples():
         if not label.startswith(only):
             continue
-        small = label.startswith("gnnc.")
-        for what, args in spoilt(sample(), small=small):
-            yield HostileCall(f"{label} {what}", op, args)
+        args = sample()
+        for path, value in places(args):
+            for what, make in ways_to_spoil(args, path, value, small=label.startswith("gnnc.")):
+                if (new := made(make)) is not None:
+                    yield HostileCall(f"{label} {what}", op, replaced(args, path, new))
 
 
 def random_call(rng: random.Random) -> HostileCall:
@@ -294,9 +304,12 @@ def random_call(rng: random.Random) -> HostileCall:
     label, op, sample = rng.choice(ops_and_samples())
     args, whats = sample(), []
     for _ in range(2):
-        options = list(spoilt(args, small=label.startswith("gnnc.")))
+        options = list(places(args))
         if not options:
             break
-        what, args = rng.choice(options)
-        whats.append(what)
+        path, value = rng.choice(options)
+        what, make = rng.choice(list(ways_to_spoil(args, path, value, small=label.startswith("gnnc."))))
+        if (new := made(make)) is not None:
+            args = replaced(args, path, new)
+            whats.append(what)
     return HostileCall(f"{label} {', '.join(whats)}", op, args)
