@@ -14,6 +14,7 @@ from gnnc.ir.nodes import argument, arguments, first_operand, is_gnnc, op_name
 from gnnc.ir.op import Counted, op_of
 from gnnc.ir.parts import FORWARD, Parts
 from gnnc.ir.source import is_weight
+from gnnc.ir.thread_bits import depends_on_threads
 from gnnc.report.printing import format_program
 from gnnc.report.summary import Chosen, summary_rows, summary_table
 
@@ -149,11 +150,13 @@ def explain_text(report: ProgramReport) -> str:
     others = [f"{n.pass_name}: {_note_line(n)}" for n in report.notes if n not in told]
     choice = {"Precision choice": list(report.chosen)} if report.chosen else {}
     cuts = {} if report.cuts is None else {"Cuts of the graph, measured": report.cuts}
+    threads = thread_dependent(report)
     sections = {
         **choice,
         **cuts,
         "Stayed FP32": stayed_fp32(report, graphs),
         "Stayed ATen": stayed_aten(report, graphs),
+        **({"Last bits depend on the number of threads": threads} if threads else {}),
         "Kernels that declined": [_note_line(note) for note in declined],
         "Formats": [_note_line(note) for note in formats],
         "Decisions of the passes": others,
@@ -277,6 +280,20 @@ def stayed_aten(report: ProgramReport, graphs: Iterable[Graph]) -> list[str]:
             continue
         lines.append(f"{_where(node)}: {_reason_aten(report, node)}")
     return lines
+
+
+def thread_dependent(report: ProgramReport) -> list[str]:
+    """Return a line for each ATen op whose last bits depend on the number of threads; none on a GPU."""
+    if report.backend not in ("cpu", "reference"):
+        return []
+    graphs = [describe.inline(gm) for _, gm in report.parts]
+    return [
+        f"{_where(node)}: ATen divides it among threads in a way that changes its rounding"
+        for node in _nodes(graphs)
+        if node.op == "call_function"
+        and (report.backend == "reference" or not node.meta["block"])
+        and depends_on_threads(node)
+    ]
 
 
 def _reason_aten(report: ProgramReport, node: Node) -> str:
