@@ -224,6 +224,18 @@ def _sparse_product(left: SparseOperand, right: SparseOperand) -> SparseOperand:
     )
 
 
+def _selected(matrix: SparseOperand, dim: int, index: torch.Tensor) -> SparseOperand:
+    """Return the rows (dim 0) or columns (dim 1) that ``index`` lists, by a product with a matrix of ones."""
+    if dim % 2 == 1:
+        return _transposed(_selected(_transposed(matrix), 0, index))
+    size = index.shape[0], matrix.sizes[0]
+    ones = torch.ones(index.shape[0], dtype=matrix.value.dtype, device=index.device)
+    places = torch.arange(index.shape[0], device=index.device)
+    chosen = SparseOperand(places, index, ones, size, torch.sparse_csr)
+    product = _sparse_product(chosen, matrix)
+    return SparseOperand(product.dst, product.src, product.value, product.sizes, matrix.form, ordered=False)
+
+
 def _sum_product(matrix: Any, dense: Any) -> torch.Tensor:
     return _product(matrix, dense)
 
@@ -413,6 +425,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((T.coalesce, T.to_sparse_coo), partial(_converted, torch.sparse_coo)),
     torch.nn.functional.linear: _linear,
     T.to_dense: _dense,
+    **dict.fromkeys((torch.index_select, T.index_select), _selected),
     set_coalesced: _marked_coalesced,
     T.to_sparse_csr: partial(_converted, torch.sparse_csr),
     T.to_sparse_csc: partial(_converted, torch.sparse_csc),
