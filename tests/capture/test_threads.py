@@ -296,6 +296,7 @@ def test_a_child_forked_during_a_trace_compiles_and_calls(model: Net) -> None:
         in_a_child(work)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_may_be_forked_at_any_moment_of_a_build(model: Net) -> None:
