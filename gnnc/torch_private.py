@@ -244,6 +244,11 @@ def is_composite(op: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
+def raw_expression(value: Any) -> Any:
+    """Return the expression of a symbolic number as it was made, though a symbol has got a value since."""
+    return value.node._expr
+
+
 def rename(node: Node, name: str) -> None:
     """Rename a node of a graph; a number is added where the name is taken."""
     node._rename(name)

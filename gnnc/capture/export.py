@@ -41,6 +41,7 @@ from gnnc.capture.torch_globals import confined
 from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.unregistered_weights import refuse_unregistered, registered_weights
 from gnnc.capture.unrolled import Unrolled, Watch, stopped_at_numbers
+from gnnc.capture.value_guards import Number, ValueGuard, add_values, guessed
 from gnnc.errors import CaptureError
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.nodes import outputs_of
@@ -55,8 +56,9 @@ _KINDS = {
 }
 _PREFIX = "model."
 _MAX_SIZE = 2**40
-_Reading = tuple[bool, bool, tuple[torch.Size, ...]]
-"""Way of tracing a call: strictly or not, with symbolic sizes or not, with stand-ins of these shapes."""
+_Reading = tuple[bool, bool, tuple[torch.Size, ...], tuple[tuple[str, Number], ...]]
+"""Way of tracing a call: strictly or not, with symbolic sizes or not, with stand-ins of these shapes, with
+guesses of values."""
 _NO_WAY = "what the model does depends on sizes in a way that tracing does not reproduce"
 
 
@@ -67,7 +69,7 @@ class Captured:
     Attributes:
         graph_module: the graph; its placeholders carry ``meta["source"]``. Outputs: the flat
             user outputs (a constant output such as None stays a constant), then one tensor for
-            each name in ``mutations``.
+            each name in ``mutations``, then a number for each name in ``values``.
         call: the flattened arguments of the traced call; ``call.names`` are the names of the
             flat input tensors, ``call.key`` tells calls apart that need another capture.
         guards: conditions on the flat tensors of later calls.
@@ -79,6 +81,8 @@ class Captured:
         reads: the fields of PyG graph objects that forward reads; None: all, or there is no such object.
         unrolled: the dimensions whose sizes forward takes for numbers, as in a loop.
         varying: the dimensions that are known to vary, beside those that always may.
+        values: names of the numbers that ``value_guards`` are about.
+        value_guards: conditions on numbers that the program computes, for its result to be that of the call.
     """
 
     graph_module: GraphModule
@@ -92,6 +96,8 @@ class Captured:
     reads: Reads | None
     unrolled: frozenset[Dimension]
     varying: frozenset[Dimension]
+    values: tuple[str, ...] = ()
+    value_guards: tuple[ValueGuard, ...] = ()
 
     @property
     def constants(self) -> list[torch.Tensor]:
@@ -104,6 +110,7 @@ def capture(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     known: Sequence[Captured] = (),
+    guesses: Mapping[str, Number] | None = None,
 ) -> Captured:
     """Trace ``model(*args, **kwargs)`` in its present mode into an ATen graph.
 
@@ -113,7 +120,7 @@ def capture(
 
     ``known`` holds captures of the unchanged model for such calls, none of which serves this one: the model
     asks about sizes, or takes some for numbers. The readings that they were traced with are not tried again,
-    and sizes that differ from theirs become symbolic.
+    and sizes that differ from theirs become symbolic. ``guesses`` are values that forward may ask about.
     """
     call = flatten_call(model, args, kwargs or {})
     refuse_global_hooks(type(model).__name__)
@@ -125,9 +132,11 @@ def capture(
     with TRACES.tracing(), confined(copy), _seed_kept(), undone(copy, constants), exportable(copy), plain:
         with torch.no_grad():
             entry = _Entry(copy, call)
+            entry.guesses = dict(guesses or {})
             varying = _varying(call, known)
             program, guards, reading = _export(entry, call, known, varying)
     graph_module, mutations = _lifted(program, model, call)
+    values, value_guards = _with_values(graph_module, entry)
     reads = None if reading[0] else entry.record.reads()
     if reads is not None:
         call = flatten_call(model, args, kwargs or {}, reads)
@@ -144,6 +153,8 @@ def capture(
         shapes={name: tensor.shape for name, tensor in zip(call.names, call.tensors, strict=True)},
         unrolled=frozenset(entry.unrolled),
         varying=frozenset(varying),
+        values=values,
+        value_guards=value_guards,
     )
 
 
@@ -161,6 +172,8 @@ class _Entry(torch.nn.Module):
         self.watch = Watch((), ())
         self.record = FieldRecord()
         self.unrolled: set[Dimension] = set()
+        self.guesses: dict[str, Number] = {}
+        self.guessed: list[ValueGuard] = []
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         if torch.compiler.is_dynamo_compiling():  # which would trace what looks for effects, too
@@ -228,7 +241,8 @@ def _export_reading(
     errors: dict[bool, Exception] = {}  # the first by whether sizes were symbolic
     for group in (symbolic, exact):
         for strict, stand_ins in itertools.product((False, True), group):
-            reading = strict, stand_ins.symbolic, tuple(tensor.shape for tensor in stand_ins.tensors)
+            shapes = tuple(tensor.shape for tensor in stand_ins.tensors)
+            reading = strict, stand_ins.symbolic, shapes, tuple(sorted(entry.guesses.items()))
             if stand_ins.symbolic and reading in known:
                 break  # would be traced as before, and does not serve this call
             try:
@@ -260,13 +274,16 @@ def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tup
         with quiet(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             run_alone(entry, stand_ins.tensors)
     calls = contextlib.nullcontext() if strict else symbolic_calls(entry.model, _classes(call))
-    with watched() as branches, stopped_at_numbers(entry.watch), modes, calls, quiet():
+    modes.enter_context(calls)
+    answers = modes.enter_context(guessed(entry.guesses))
+    with watched() as branches, stopped_at_numbers(entry.watch), modes, quiet():
         program = torch.export.export(
             entry, stand_ins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
         branches += between_sizes(getattr(fake_mode_of(program.graph_module), "shape_env", None))
         program = functional(program)
     guards = guards_of(program, call, entry.unrolled)
+    entry.guessed = answers  # here, since torch.export restores what an attribute was
     if strict:
         branches += at_least_two(guards.symbols)
     return program, dataclasses.replace(guards, branches=tuple(branches))
@@ -349,6 +366,21 @@ def _drop_unread(graph_module: GraphModule, guards: Guards, call: Call) -> Guard
                 graph_module.graph.erase_node(node)
     graph_module.recompile()
     return dataclasses.replace(guards, inputs=tuple(guard for guard in guards.inputs if guard.name in names))
+
+
+def _with_values(graph_module: GraphModule, entry: _Entry) -> tuple[tuple[str, ...], tuple[ValueGuard, ...]]:
+    """Append the numbers that guessed answers depend on to the outputs; return their names and the guards."""
+    nodes, guards = add_values(graph_module.graph, entry.guessed)
+    for guard in guards:
+        if not nodes.keys() >= set(map(str, guard.condition.free_symbols)):
+            raise CaptureError(
+                f"[{type(entry.model).__name__}] decides at {guard.where} by a value that no trace keeps: "
+                "compute the value before the model, and pass it as an argument"
+            )
+    output = graph_module.graph.output_node()
+    output.args = ((*outputs_of(graph_module.graph), *nodes.values()),)
+    graph_module.recompile()
+    return tuple(nodes), tuple(guards)
 
 
 def _annotate_inputs(program: ExportedProgram, call: Call) -> None:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from gnnc.calibrate.calibration import rates_for
 from gnnc.calibrate.timing import timer_of
 from gnnc.capture.export import Captured
+from gnnc.capture.value_guards import Number, guessed
 from gnnc.compiler.auto import run_auto
 from gnnc.compiler.call_function import CallWriter, owner_of
 from gnnc.compiler.index_checks import Bounds, bounds_by_type
@@ -45,6 +46,7 @@ def build_program(
     *,
     use_examples: bool,
     known: Sequence[Program] = (),
+    guesses: Mapping[str, Number] | None = None,
     captured: Captured | None = None,
 ) -> Program:
     """Capture a call and compile it.
@@ -57,13 +59,14 @@ def build_program(
         pool: memory for outputs.
         use_examples: the arguments are representative: take static scales from them.
         known: programs of such calls, none of which serves this one.
+        guesses: numbers that forward may compute and ask about, by their symbols.
         captured: the capture of a call like this one, with the tensors of this one; None: capture it.
 
     Raises:
         GnncError: the model cannot be traced, or a request cannot be served.
     """
     start = time.perf_counter()
-    captured = captured or capture_call(model, args, kwargs, [program.captured for program in known])
+    captured = captured or capture_call(model, args, kwargs, [program.captured for program in known], guesses)
     _check_weights(captured)
     if use_examples:  # passes run the graph on them, before the program's own bounds are known
         Bounds(captured.guards.inputs, index_bounds(captured.graph_module)).check(captured.call.tensors)
@@ -79,7 +82,7 @@ def build_program(
     )
     for path in captured.unwritten:
         context.note(None, f"forward sets {path}; compiled calls leave the caller's as it is")
-    with torch.no_grad():
+    with torch.no_grad(), guessed(guesses or {}):  # shapes are inferred again
         parts = Parts(forward=captured.graph_module)
         stages = [("capture", parts)]
         later, context = _run_passes(parts, options, context)

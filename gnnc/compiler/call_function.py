@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from gnnc.capture.export import Captured
+from gnnc.capture.value_guards import test_of
 from gnnc.compiler.index_checks import Bounds
 from gnnc.errors import CaptureError, InputError, UnsupportedError
 from gnnc.ir.graph import placeholders
@@ -172,13 +173,17 @@ class CallWriter:
     def _finisher(self) -> Callable[[tuple[Any, ...]], Any] | None:
         """Return the function that makes the model's result of the outputs; None if it is the one output."""
         spec, names = self._captured.out_spec, self._captured.mutations
-        count = len(outputs_of(self._compute.graph)) - len(names)
-        if not names and count == 1 and spec.is_leaf():
+        values = len(self._captured.values)
+        count = len(outputs_of(self._compute.graph)) - len(names) - values
+        if not names and not values and count == 1 and spec.is_leaf():
             return None
+        check = test_of(self._captured.value_guards, self._captured.values)
         buffers = [owner_of(self._model, Source("buffer", name)) for name in names]
 
         def finish(outputs: tuple[Any, ...]) -> Any:
-            for (owner, name), value in zip(buffers, outputs[count:], strict=True):
+            if values:
+                check(outputs[-values:])
+            for (owner, name), value in zip(buffers, outputs[count : count + len(buffers)], strict=True):
                 owner._buffers[name].copy_(value)
             return pytree.tree_unflatten(list(outputs[:count]), spec)
 

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +27,7 @@ from gnnc.capture.validate import (
     unusual_graph,
     validate,
 )
+from gnnc.capture.value_guards import Number, OtherValues
 from gnnc.compiler import dump
 from gnnc.compiler.build import build_program, uncollected
 from gnnc.compiler.captures import CaptureLog, difference
@@ -55,6 +56,8 @@ _BUILD_ERRORS = (
     ValueError,
 )
 """Errors of a pass or a lowering on a captured graph whose like no test has."""
+_MOST_BY_VALUES = 8
+"""Programs of one form of calls that differ by the values that the model asks about."""
 _INTEGERS_MEET = re.compile(
     r"have the same dtype, but got.*\b(?:long|int|short|char|byte|bool)\b", re.IGNORECASE
 )
@@ -118,6 +121,8 @@ class Dispatch:
             if torch.is_grad_enabled():
                 self._refuse_gradients(args, kwargs)
             return self._run(args, kwargs)
+        except OtherValues as other:
+            return self._run_for_values(args, kwargs, other)
         except TraceError:
             refuse_trace(type(self._model).__name__, "torch.fx.symbolic_trace")
         except RuntimeError:
@@ -212,6 +217,40 @@ class Dispatch:
         if form is not None and list(map(id, tensors)) == list(map(id, call.tensors)):
             self._remember(form, self._structural_key(call), program)
         return result
+
+    def _run_for_values(self, args: tuple[Any, ...], kwargs: dict[str, Any], other: OtherValues) -> Any:
+        """Run the program whose guesses hold for a call, captured with the numbers of the call if none is."""
+        args, kwargs = to_dicts((args, kwargs))
+        tried: list[Program] = []
+        with self.lock:
+            while True:
+                for program, call in self._serving(args, kwargs):
+                    if program in tried:
+                        continue
+                    tried.append(program)
+                    try:
+                        return program.run(call.tensors)
+                    except OtherValues as error:
+                        other = error
+                if len(tried) >= _MOST_BY_VALUES:
+                    raise UnsupportedError(
+                        f"[{type(self._model).__name__}] forward asks about values of tensors at "
+                        f"{other.where}, and none of {_MOST_BY_VALUES} programs has the answers of this "
+                        "call: pass the value as an argument, or compute it before the model"
+                    )
+                reason = f"the model asks about values at {other.where}, and goes another way here"
+                whole = self._flattened(args, kwargs)
+                self._capture(whole, args, kwargs, reason, examples=False, guesses=other.values)
+
+    def _serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Program, Call]]:
+        """Return the programs for the sizes of a call, each with the call as it takes it."""
+        found: list[tuple[Program, Call]] = []
+        for reads in self._reads:
+            call = self._flattened(args, kwargs, reads)
+            for program in self._programs.get(self._structural_key(call), ()):
+                if program.captured.reads == reads and program.captured.guards.failure(call.tensors) is None:
+                    found.append((program, call))
+        return found
 
     def _dtype_error(self, call: Call, error: RuntimeError) -> RuntimeError:
         """Return the error to raise for a failed run: tracing misses integers that meet float weights."""
@@ -311,6 +350,7 @@ class Dispatch:
         failure: str | None,
         *,
         examples: bool,
+        guesses: Mapping[str, Number] | None = None,
     ) -> Program:
         try:
             options, known = self.options_for(call), self._known(args, kwargs)
@@ -318,7 +358,14 @@ class Dispatch:
             # programs that are tried on examples hold memory
             with TRACES.building(), uncollected(unless=examples):
                 program = build_program(
-                    self._model, args, kwargs, options, self._pool, use_examples=examples, known=known
+                    self._model,
+                    args,
+                    kwargs,
+                    options,
+                    self._pool,
+                    use_examples=examples,
+                    known=known,
+                    guesses=guesses,
                 )
         except CaptureError as error:
             self._explain_arguments(call, failure, error)

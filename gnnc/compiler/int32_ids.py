@@ -9,17 +9,22 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from gnnc.capture.export import Captured, capture
+from gnnc.capture.value_guards import Number
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import Source, source_of
 from gnnc.torch_private import pytree
 
 
 def capture_call(
-    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], known: Sequence[Captured] = ()
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    known: Sequence[Captured] = (),
+    guesses: Mapping[str, Number] | None = None,
 ) -> Captured:
     """Trace a call, see ``capture``; node ids may be int32."""
     wide_args, wide_kwargs = pytree.tree_map(_widen, (tuple(args), dict(kwargs)))
-    captured = capture(model, wide_args, wide_kwargs, known)
+    captured = capture(model, wide_args, wide_kwargs, known, guesses)
     narrow = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if not any(t.dtype == torch.int32 for t in narrow):
         return captured

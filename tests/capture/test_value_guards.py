@@ -1,0 +1,98 @@
+"""Models that ask about values of tensors: one program for each answer, and none is stale."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+
+import gnnc
+
+WIDTH = 8
+Effect = Callable[["Net", Tensor, Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Runs a function of two layers, ``x``, the graph and a mask."""
+
+    def __init__(self, effect: Effect) -> None:
+        super().__init__()
+        self.first, self.last, self.effect = pyg.GCNConv(WIDTH, 16), pyg.GCNConv(WIDTH, 16), effect
+
+    def forward(self, x, edge_index, mask):
+        return self.effect(self, x, edge_index, mask)
+
+
+def any_of_mask(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
+    return net.first(x, edge_index) if mask.any() else net.last(x, edge_index) * 2
+
+
+def empty_selection(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
+    chosen = x[mask]
+    if chosen.numel() == 0:
+        return net.last(x, edge_index) * 2
+    return net.first(x - chosen.mean(0), edge_index)
+
+
+def two_questions(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
+    count = mask.sum().item()
+    if count > 10:
+        return net.first(x, edge_index) / count
+    return net.last(x, edge_index) * (2 if x.sum() > 0 else 3)
+
+
+def writes(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
+    return net.first(x + 1, edge_index) if int(mask.sum()) % 2 else net.first(x - 1, edge_index)
+
+
+EFFECTS: dict[str, Effect] = {
+    "any of a mask": any_of_mask,
+    "an empty selection": empty_selection,
+    "two questions": two_questions,
+    "a count that is odd": writes,
+}
+
+
+def arguments(nodes: int, chosen: int, sign: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(nodes)
+    x = torch.rand(nodes, WIDTH, generator=generator) * sign
+    return x, torch.randint(nodes, (2, 4 * nodes), generator=generator), torch.arange(nodes) < chosen
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+@torch.no_grad()
+def test_each_answer_has_its_program(name: str):
+    torch.manual_seed(0)
+    model = Net(EFFECTS[name]).eval()
+    compiled = gnnc.compile(model, "fp32")
+    calls = [arguments(20, 15), arguments(20, 0), arguments(31, 5), arguments(31, 5, -1.0), arguments(20, 14)]
+    for inputs in (*calls, *calls):
+        torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-4, atol=1e-5)
+    assert len(compiled.explain().rpartition("Captures")[2].strip().splitlines()) <= 3
+    assert "asks about values at test_value_guards.py" in compiled.explain()
+
+
+@torch.no_grad()
+def test_values_that_never_repeat_are_refused_by_name():
+    def effect(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
+        for number in range(20):
+            if int(mask.sum()) == number:
+                return net.first(x, edge_index) * number
+        return x
+
+    compiled = gnnc.compile(Net(effect).eval(), "fp32", backend="reference")
+    with pytest.raises(gnnc.UnsupportedError, match=r"test_value_guards\.py:\d+.*none of 8 programs"):
+        for chosen in range(12):
+            compiled(*arguments(20, chosen))
+
+
+@torch.no_grad()
+def test_a_loop_that_ends_by_a_value_is_refused_by_name():
+    def effect(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
+        while x.norm() > 1:
+            x = x / 2
+        return net.first(x, edge_index)
+
+    with pytest.raises(gnnc.CaptureError, match="decides by the values of a tensor"):
+        gnnc.compile(Net(effect).eval(), "fp32")(*arguments(20, 3))
