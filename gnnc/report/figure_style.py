@@ -38,7 +38,7 @@ def tidy(axes: Axes, title: str, *, grid: Literal["x", "y", "both"] = "both", si
 
 
 def plain_log_ticks(axis: Axis) -> None:
-    """Label a logarithmic axis with plain numbers: 1, 2 and 5 of each decade within two decades, else 1."""
+    """Set plain numbers on a logarithmic axis: 1, 2 and 5 of each decade within two decades, else 1."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

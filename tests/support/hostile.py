@@ -77,7 +77,7 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def _long_program(width: int) -> tuple[Any, ...]:
-    """Instructions with operands and outputs of every form."""
+    """Return arguments of a row program whose instructions have operands and outputs of every form."""
     operands = [
         torch.randn(ROWS),
         torch.randn(width),
