@@ -109,6 +109,11 @@ def test_the_rules_are_options():
     assert not ctx.notes
 
 
+def test_one_integer_dot_instruction_is_wide_enough():
+    gm, _ = run_all(_narrow(4), [Assign(min_row_bytes=0)])
+    assert set(precisions(gm).values()) == {"int8"}
+
+
 def test_bf16_has_no_width_rule():
     gm, _ = run_all(_narrow(3), [Assign()], precision=BF16)
     assert set(precisions(gm).values()) == {"bf16"}
