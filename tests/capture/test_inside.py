@@ -183,21 +183,6 @@ def test_a_random_graph_is_drawn_at_each_call():
     assert not torch.equal(compiled(*arguments), compiled(*arguments))
 
 
-class OwnSage(pyg.SAGEConv):
-    """PyG keeps one `propagate` a class: one with an LSTM takes the fused path from all that follow."""
-
-    __module__ = pyg.SAGEConv.__module__  # errors are to name the lines of the model, not of PyG
-
-
-class Lstm(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = OwnSage(WIDTH, 8, aggr="lstm")
-
-    def forward(self, x, edge_index):
-        return self.conv(x, edge_index)
-
-
 class Loops(Net):
     def forward(self, x, edge_index):
         for _ in range(int(edge_index.max())):  # this line
