@@ -16,7 +16,8 @@ def quiet() -> Iterator[None]:
     """Suppress the output of torch.export about an attempt that fails: the error says it better."""
     silence = _Silence()
     ignored: Any = ("ignore", silence, Warning, None, 0)
-    handlers = [handler for name in ("", "torch", *LOGGERS) for handler in logging.getLogger(name).handlers]
+    known = [name for name in list(logging.root.manager.loggerDict) if name.startswith(LOGGERS)]
+    handlers = [handler for name in ("", "torch", *known) for handler in logging.getLogger(name).handlers]
     if logging.lastResort is not None:
         handlers.append(logging.lastResort)
     with replaced(silence, "active", True), replaced(sys, "stderr", _Stream(sys.stderr, silence)):

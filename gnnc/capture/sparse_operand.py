@@ -214,7 +214,7 @@ def _sparse_product(left: SparseOperand, right: SparseOperand) -> SparseOperand:
     before = (counts.cumsum(0) - counts).index_select(0, first)
     begin = offsets.index_select(0, left.src).index_select(0, first)
     second = torch.arange(first.shape[0], device=first.device) - before + begin
-    return SparseOperand(
+    return SparseOperand(  # pyright: ignore[reportCallIssue]  a tensor's __init__ takes what its __new__ does
         left.dst.index_select(0, first),
         src.index_select(0, second),
         left.value.index_select(0, first) * value.index_select(0, second),
@@ -233,7 +233,8 @@ def _selected(matrix: SparseOperand, dim: int, index: torch.Tensor) -> SparseOpe
     places = torch.arange(index.shape[0], device=index.device)
     chosen = SparseOperand(places, index, ones, size, torch.sparse_csr)
     product = _sparse_product(chosen, matrix)
-    return SparseOperand(product.dst, product.src, product.value, product.sizes, matrix.form, ordered=False)
+    parts = product.dst, product.src, product.value, product.sizes, matrix.form
+    return SparseOperand(*parts, ordered=False)  # pyright: ignore[reportCallIssue]  as above
 
 
 def _sum_product(matrix: Any, dense: Any) -> torch.Tensor:

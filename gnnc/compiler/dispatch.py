@@ -125,6 +125,9 @@ class Dispatch:
             return self._run_for_values(args, kwargs, other)
         except TraceError:
             refuse_trace(type(self._model).__name__, "torch.fx.symbolic_trace")
+        except IndexError as error:  # of an ATen op that indexes by an argument
+            owner = type(self._model).__name__
+            raise InputError(f"[{owner}] an argument does not fit what it indexes: {error}") from error
         except RuntimeError:
             self._refuse_foreign_tensors(args, kwargs)
             raise

@@ -66,7 +66,7 @@ class Boundary:
         expr = self._expr(size)
         if _unbacked(expr).isdisjoint(self._symbols):
             return size
-        fresh = expr.subs(self._known)
+        fresh: Any = expr.subs(self._known)  # pyright: ignore[reportCallIssue]  sympy has no types
         return self._env.create_symintnode(fresh, hint=self._hint(fresh))
 
     def _expr(self, size: Any) -> sympy.Expr:
