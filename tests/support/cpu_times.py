@@ -26,21 +26,21 @@ class CpuTimes:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._dispatch.last = cpu_seconds()
+        self.last = cpu_seconds()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self) -> None:
         """Start the clock of a test."""
-        self._dispatch.last = cpu_seconds()
+        self.last = cpu_seconds()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Iterator[None]:
         """Store the seconds since the last report of the test, or since its start."""
         report = yield
         now = cpu_seconds()
-        report.cpu_seconds = now - self._dispatch.last
-        self._dispatch.last = now
+        report.cpu_seconds = now - self.last
+        self.last = now
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
