@@ -118,7 +118,7 @@ class Largest(nn.Module):
 
 
 def test_what_keeps_the_budget_keeps_it_for_larger_values_too() -> None:
-    """The static scales of a maximum clip what is larger than the examples."""
+    """The static scales of a maximum clip what is larger than the examples, so that a call takes its own."""
     torch.manual_seed(0)
     model, edge_index = Largest().eval(), INPUTS[1]
     inputs = (torch.rand(200, 64), edge_index)
@@ -126,7 +126,7 @@ def test_what_keeps_the_budget_keeps_it_for_larger_values_too() -> None:
     compiled, uniform = (
         gnnc.compile(model, p, example_inputs=inputs, error_budget=0.02) for p in ("auto", "int8")
     )
-    assert error(uniform, model, inputs) <= 0.02 < error(uniform, model, larger)
+    assert error(uniform, model, inputs) <= 0.02 and error(uniform, model, larger) <= 0.02
     assert error(compiled, model, inputs) <= 0.02 and error(compiled, model, larger) <= 0.02
     (line,) = [line for line in choice(compiled).log if line.startswith("uniform int8")]
     assert "had the values been 1.5 times as large), over budget" in line

@@ -112,10 +112,10 @@ def shared_captures() -> Iterator[None]:
     traced: dict[Any, Any] = {}
     capture_call = build.capture_call
 
-    def remembered(model: nn.Module, args: Any, kwargs: Any, known: Any) -> Any:
-        key = id(model), tuple(map(id, args)), len(known)
+    def remembered(model: nn.Module, args: Any, kwargs: Any, known: Any, guesses: Any = None) -> Any:
+        key = id(model), tuple(map(id, args)), len(known), tuple((guesses or {}).items())
         if key not in traced:
-            traced[key] = capture_call(model, args, kwargs, known)
+            traced[key] = capture_call(model, args, kwargs, known, guesses)
         return traced[key]
 
     with mock.patch.object(build, "capture_call", remembered):
