@@ -15,6 +15,7 @@ from cpu_times import CpuTimes
 from cuda_families import emulated, emulated_first
 from fixed_rates import FIXED
 from hypothesis import settings
+from slow import mark_after_first
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import gnnc
@@ -52,7 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
-    """Skip tests marked ``cuda`` where there is no device, but for those that run on the emulator."""
+    """Mark cases as slow; skip tests that need a device where there is none and no emulator for them."""
+    mark_after_first(items)
     if torch.cuda.is_available():
         return
     of_every_run, first = emulated(), emulated_first()

@@ -238,6 +238,7 @@ def static():
     return gnnc.compile(model, "int8", example_inputs=(x, edge_index)), (x[:40], edge_index % 40)
 
 
+@pytest.mark.first(2)
 @torch.no_grad()
 @pytest.mark.parametrize("how", AGAIN)
 def test_static_scales_stay_in_copies_and_after_changes(static, how):

@@ -51,6 +51,7 @@ def assert_equal(compiled: gnnc.CompiledModel, x, adjacency: Tensor) -> None:
         torch.testing.assert_close(compiled(x, adjacency), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_equals_eager(name, layout):
     compiled = gnnc.compile(model_of(name), "fp32")
@@ -354,6 +355,7 @@ SUM_CASES = [
 ]
 
 
+@pytest.mark.first(8)
 @torch.no_grad()
 @pytest.mark.parametrize(("layout", "name", "values"), SUM_CASES)
 def test_sums_have_the_shape_and_dtype_of_eager(layout, name, values):
@@ -443,6 +445,7 @@ FEATURE_LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.first(3)
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 @pytest.mark.parametrize("name", slow_after(4, FEATURE_LAYERS))

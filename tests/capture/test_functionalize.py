@@ -182,6 +182,7 @@ OTHER = [
 ]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("function", OTHER, ids=lambda function: function.__name__)
 def test_what_needs_another_trace(
     function: Callable[[Tensor], object], traces: list[ExportedProgram]

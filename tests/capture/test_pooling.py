@@ -73,6 +73,7 @@ def captures(compiled: Any) -> int:
     return len(compiled.explain().rpartition("Captures")[2].strip().splitlines())
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("as_data", [False, True])
 @torch.no_grad()

@@ -44,6 +44,7 @@ def error(compiled: gnnc.CompiledModel, model: nn.Module, inputs: tuple[Tensor, 
     return relative_l2(compiled(*inputs), model(*inputs))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("budget", slow_after(1, [0.005, 0.002, 0.02]))
 @pytest.mark.parametrize("name", ["gcn", "gat", "gin", "sage-mean", "gcn-deep-residual"])
 def test_the_budget_holds_on_the_examples_and_beyond(name: str, budget: float) -> None:

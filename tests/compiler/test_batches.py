@@ -4,6 +4,7 @@ import gc
 import itertools
 
 import measure
+import pytest
 import torch
 import torch_geometric.nn as pyg
 from sampling import Sampler
@@ -37,6 +38,7 @@ class Layers(nn.Module):
         return self.near((x, x[: targets[1].shape[0]]), near)
 
 
+@pytest.mark.slow
 def test_a_thousand_sampled_batches():
     """One capture; what is cached goes with each batch; temporaries grow to the largest batch and stay."""
     torch.manual_seed(0)

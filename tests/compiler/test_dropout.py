@@ -68,6 +68,7 @@ def assert_draws_as_eager(model: nn.Module, precision: str, backend: str) -> Non
         assert relative_error(compiled(x, edge_index), want) < (1e-5 if precision == "fp32" else 5e-2)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 @pytest.mark.parametrize(
     ("precision", "backend"),

@@ -221,6 +221,7 @@ def test_auto(name: str) -> None:
     assert_exact(name, "auto", backend="cpu", example_inputs=graph(), error_budget=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["sign"], list(MODELS)))
 def test_auto_without_examples(name: str) -> None:
     assert_exact(name, "auto", backend="cpu")

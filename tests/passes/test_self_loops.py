@@ -184,6 +184,7 @@ def _sort_by_source(structure: GraphModule) -> None:
     end.update_arg(2, 0)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("change", SUMS)
 def test_sums_that_look_alike_are_left_alone(change: str) -> None:
     """The sort that adds loops is found all the same, and what it gives stays the same."""
@@ -315,6 +316,7 @@ def _return(structure: GraphModule, target: Any) -> None:
     output.args = ((*output.args[0], node(structure, target)),)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_looks_alike_is_left_alone(change: str) -> None:
     structure = structure_of(GCN(4, 4, 2))
@@ -467,6 +469,7 @@ def test_ids_out_of_range_are_named_as_the_caller_knows_them(
     assert torch.equal(compiled(x, edge_index.clone()), want)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ["gcn-edge-weight", "gat-edges", "gatv2-edges", "dna", "pdn", "ppf"])
 def test_a_program_takes_the_results_of_the_rewritten_structure(
     name: str, monkeypatch: pytest.MonkeyPatch

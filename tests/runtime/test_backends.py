@@ -28,6 +28,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-9))
 
 
+@pytest.mark.first(5)
 @torch.no_grad()
 @pytest.mark.parametrize("precision", slow_after(1, PRECISIONS))
 def test_cpu_equals_reference(model, precision):
@@ -44,6 +45,7 @@ def test_cpu_equals_reference(model, precision):
     )
 
 
+@pytest.mark.first(4)
 @torch.no_grad()
 def test_static_scales_on_the_cpu(model):
     arguments = given()

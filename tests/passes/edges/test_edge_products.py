@@ -53,6 +53,7 @@ def raised(
     return run_pass(Raise(), normalized, context), context
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_value_is_as_long_as_the_edges_and_as_wide_as_the_messages(name: str):
     torch.manual_seed(0)

@@ -34,6 +34,7 @@ def choice(compiled: gnnc.CompiledModel) -> Choice:
     return compiled._captured().context.choice
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", slow_after(2, ["gcn", "gat", "sage-mean", "gin", "transformer"]))
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_every_op_with_a_choice_is_found_in_what_was_timed(name: str, precision: str) -> None:

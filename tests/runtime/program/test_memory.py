@@ -31,6 +31,7 @@ HOLDERS = {
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("keep", HOLDERS)
 def test_memory_stays_while_something_sees_it(keep):
     pool = OutputPool()
