@@ -21,6 +21,7 @@ from gnnc.passes.lower import Lower
 from gnnc.passes.quantize import Quantize
 from gnnc.precision import Precision
 from gnnc.runtime.backend import get_backend
+from gnnc.runtime.program.checks import OutOfRange
 from gnnc.runtime.program.executable import Executable
 from gnnc.target import Target
 
@@ -72,7 +73,11 @@ def check(seed: int, precision: str, backend: str, device: str) -> None:
         plain = Program(recipe, SIZES[0]).graph
         values = (*arguments(plain, *sizes), *scales(reference))
         want = reference(*values)
-        got = run(*(on_device(values) if device == "cuda" else values))
+        try:
+            got = run(*(on_device(values) if device == "cuda" else values))
+        except OutOfRange:
+            assert examples is not None and sizes != SIZES[0], "static scales suit what they were taken with"
+            continue
         assert [t.shape for t in got] == [t.shape for t in want], sizes
         if not all(t.isfinite().all() for t in want):
             assert precision == "fp16" and sizes != SIZES[0], (
