@@ -12,6 +12,8 @@ from kernel_graphs import ops, random_graph, threads
 
 from gnnc.errors import GraphError, InputError
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about hostile arguments
+
 GONE = ("freed", "one byte is left", "half of the storage")
 TAKES_ALL = ("gnnc_cpu.first_unstored", "gnnc_cpu.first_not_finite (0, 1)")
 """An op that tells which storage is too short, and a tensor without elements."""
@@ -50,7 +52,7 @@ def test_ids_out_of_range_are_refused() -> None:
 @pytest.mark.slow
 def test_two_spoilt_arguments() -> None:
     rng = random.Random(0)
-    assert all(random_call(rng).run() for _ in range(2000))
+    assert all(random_call(rng).run() for _ in range(300))
 
 
 def test_there_are_many_kinds() -> None:
