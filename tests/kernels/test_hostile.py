@@ -38,7 +38,8 @@ def test_spoilt_arguments_end_in_an_error_or_a_result(namespace: str) -> None:
     assert len({label.partition(" ")[0] for label, _ in came}) > 10
     returned = [label for label, result in came if result == "returned"]
     gone = [label for label in returned if label.endswith(GONE) and not label.startswith(TAKES_ALL)]
-    assert not gone
+    if namespace == "gnnc_cpu.":  # references of some ops take a tensor without memory as torch does
+        assert not gone
 
 
 def test_ids_out_of_range_are_refused() -> None:
