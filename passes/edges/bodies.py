@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir import body_text
-from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, result_index, shape_of
+from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, shape_of
 from gnnc.passes.edges.node_tables import NodeTables, free_rows
 from gnnc.passes.edges.orders import Order
 from gnnc.passes.edges.rowwise import NARROW, Gather, as_gather, is_narrow, row_inputs
@@ -19,7 +19,6 @@ aten = torch.ops.aten
 
 _KINDS = "ijec"
 _PLACES = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
-_SPLITS = ("split.Tensor", "split_with_sizes.default", "chunk.default", "unbind.int")
 
 
 class UnfitError(Exception):
@@ -126,8 +125,8 @@ class BodyBuilder:
         return is_narrow(node) and math.prod(shape_of(node)[1:]) < math.prod(shape_of(self.root)[1:])
 
     def _call(self, node: Node) -> Node:
-        if node.target is operator.getitem:
-            return self._part(node)
+        if node.target is operator.getitem:  # normalize writes the parts of a split as slices
+            raise UnfitError(f"{first_operand(node).target} returns several tensors")
         rows = set(row_inputs(node) or ())
 
         def mapped(arg: Node) -> Any:
@@ -138,19 +137,6 @@ class BodyBuilder:
         args, kwargs = fx.map_arg((free_rows(node, node.args), node.kwargs), mapped)
         kwargs = {key: value for key, value in kwargs.items() if key not in _PLACES}
         return self.graph.call_function(node.target, args, kwargs)
-
-    def _part(self, node: Node) -> Node:
-        """Return one part of a split, as a slice: a body has no tuples."""
-        whole, position = first_operand(node), result_index(node)
-        if aten_name(whole) not in _SPLITS:
-            raise UnfitError(f"{whole.target} returns several tensors")
-        x = self._visit(first_operand(whole))
-        if aten_name(whole) == "unbind.int":
-            return self.graph.call_function(aten.select.int, (x, argument(whole, "dim"), position))
-        dim = argument(whole, "dim")
-        widths = [part.shape[dim] for part in whole.meta["val"]]
-        start = sum(widths[:position])
-        return self.graph.call_function(aten.slice.Tensor, (x, dim, start, start + widths[position]))
 
     def _operand(self, kind: str, node: Node) -> Node:
         key = (kind, node)
