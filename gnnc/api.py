@@ -226,7 +226,7 @@ class CompiledModel(ModelProxy):
         """Run the model a few times, measure every op, and return ``summary()`` with the times.
 
         "of floor" is the part of a time that the op's compulsory bytes (each operand and result once)
-        need at the device's copy bandwidth; above 1 where they come from a cache.
+        need at the device's copy bandwidth; a dash where they come from a cache, faster than that.
         """
         self(*args, **kwargs)
         profile(*self._dispatch.program_of(args, kwargs))

@@ -32,7 +32,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of the arguments: a dense tensor, a sparse tensor, an int that can be a size, or a constant.
+    """Leaf of the arguments: a dense tensor, a sparse tensor, an int that can be a size, or a constant.
 
     Attributes:
         name: path of the leaf as a reader writes it: ``x``, ``data[0]``, ``x_dict['paper']``.

@@ -43,7 +43,7 @@ def exportable(model: torch.nn.Module) -> Iterator[None]:
             vars(module)["forward"] = partial(_encoder, module)
         run_message_hooks(module)
     unpacked = in_this_thread(lambda *_, **__: False, backend.use_segment_matmul_heuristic)
-    # what a torch.sparse adjacency goes through
+    # edge lists of a torch.sparse adjacency are merged by it
     merged = in_this_thread(coalesce, sparse.coalesce)
     with replaced(backend, "use_segment_matmul_heuristic", unpacked), replaced(sparse, "coalesce", merged):
         yield

@@ -58,7 +58,7 @@ def check_range(layer: str, suited: tuple[float, float], factor: float, largest:
     Args:
         layer: the layer of the values, by name.
         suited: the least and the most that the scale suits. Zeros suit every scale.
-        factor: what ``largest`` is to be multiplied by.
+        factor: number that ``largest`` is multiplied by before the comparison.
         largest: the largest magnitude, or that of each row.
 
     Raises:

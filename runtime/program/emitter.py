@@ -133,7 +133,7 @@ class Emitter(Values):
             node: the node whose launch writes ``largest``.
             suited: the least and the most that the scale suits.
             largest: the largest magnitude, or that of each row.
-            factor: what ``largest`` is to be multiplied by.
+            factor: number that ``largest`` is multiplied by before the comparison.
         """
         for name in largest.reads:
             self.memory.keep(name)

@@ -25,7 +25,7 @@ def graph() -> tuple[Tensor, Tensor]:
 
 
 class Winners(nn.Module):
-    """Which messages are the largest of their node, column by column, by one comparison or another."""
+    """Mask of the messages that are the largest of their node, column by column, by some comparison."""
 
     def __init__(self, compare: Callable[[Tensor, Tensor], Tensor], reduce: str = "max") -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def count_entries(rowptr: torch.Tensor, cut: Cut) -> list[int]:
 
 
 def reference_sizes(g: Graph, cut: Cut) -> Sizes:
-    """What the device finds, with windows that hold whole node blocks."""
+    """Return the sizes that the device finds, with windows that hold whole node blocks."""
     near = int((g.col.long() // NODE_BLOCK == g.dst() // NODE_BLOCK).sum())
     return Sizes.of([*count_entries(g.rowptr, cut), near, near], g.num_edges, cut)
 
