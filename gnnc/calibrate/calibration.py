@@ -206,9 +206,14 @@ def _where(backend: Backend) -> torch.device:
 
 
 def _cpu_facts() -> tuple[Any, ...]:
+    return _library_digest(), _processor(), torch.get_num_threads()
+
+
+@cache
+def _library_digest() -> str:
+    """Return a digest of the CPU kernels, which a process loads once."""
     path = Path(__file__).parents[1] / "libgnnc_cpu.so"
-    library = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else torch.__version__
-    return library, _processor(), torch.get_num_threads()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else torch.__version__
 
 
 @cache
