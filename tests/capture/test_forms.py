@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from compare import capture_count
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data, HeteroData
 
@@ -70,17 +71,13 @@ def assert_same(compiled, model, *arguments) -> None:
         torch.testing.assert_close(compiled(*arguments), model(*arguments), rtol=1e-4, atol=1e-4)
 
 
-def captures(compiled) -> int:
-    return len(compiled.explain().rpartition("Captures")[2].strip().splitlines())
-
-
 def test_data():
     model = made(OfData)
     compiled = gnnc.compile(model, "fp32")
     for sizes in ((50, 300), (31, 90), (7, 0)):
         x, edge_index = graph(*sizes)
         assert_same(compiled, model, Data(x=x, edge_index=edge_index, y=torch.zeros(sizes[0]).long()))
-    assert captures(compiled) == 1
+    assert capture_count(compiled) == 1
     x, edge_index = graph()
     edge_index[0, 3] = NODES
     with pytest.raises(gnnc.GraphError, match=r"edge_index.*\[0, 3\] = 50"), torch.no_grad():
@@ -93,7 +90,7 @@ def test_batches():
     for seed, sizes in enumerate([(7, 8, 9), (5, 4, 12)]):
         graphs = [Data(*graph(nodes, 20, seed)) for nodes in sizes]
         assert_same(compiled, model, Batch.from_data_list(graphs))
-    assert captures(compiled) == 1
+    assert capture_count(compiled) == 1
 
 
 def test_hetero_data():
@@ -106,7 +103,7 @@ def test_hetero_data():
         ends = torch.randint(authors, (30,)), torch.randint(papers, (30,))
         data["author", "writes", "paper"].edge_index = torch.stack(ends)
         assert_same(compiled, model, data)
-    assert captures(compiled) == 1
+    assert capture_count(compiled) == 1
 
 
 def test_an_object_of_another_kind_is_refused():
@@ -125,7 +122,7 @@ def test_bipartite_pairs():
         ends = torch.randint(sources, (60,)), torch.randint(targets, (60,))
         pair = torch.randn(sources, WIDTH), torch.randn(targets, WIDTH)
         assert_same(compiled, model, pair, torch.stack(ends))
-    assert captures(compiled) == 1
+    assert capture_count(compiled) == 1
 
 
 @pytest.mark.parametrize("kind", [pyg.SAGEConv, pyg.GraphConv, pyg.GATConv])
@@ -218,7 +215,7 @@ def test_another_tensor_list_or_dict_of_a_module_is_seen():
         assert_same(compiled, model, *graph())
     model.numbers = [7.0]
     assert_same(compiled, model, *graph())
-    assert captures(compiled) == 4
+    assert capture_count(compiled) == 4
 
 
 def freeze(model: Net) -> None:
@@ -233,7 +230,7 @@ def test_changes_of_the_model_are_seen(change):
     change(model)
     assert_same(compiled, model, *graph())
     assert_same(compiled, model, *graph(31, 90))
-    assert captures(compiled) == (1 if change is freeze else 2)
+    assert capture_count(compiled) == (1 if change is freeze else 2)
 
 
 def test_a_hook_that_goes_is_seen():
@@ -322,7 +319,7 @@ def test_four_first_calls_at_once_equal_one():
     got: dict[int, Tensor] = {}
     in_four_threads(lambda number: got.__setitem__(number, shared(*graphs[number])))
     assert all(torch.equal(got[number], expected[number]) for number in range(4))
-    assert captures(shared) == 1
+    assert capture_count(shared) == 1
 
 
 @torch.no_grad()
@@ -347,5 +344,5 @@ def test_captures_in_one_thread_do_not_disturb_calls_in_others():
                 assert torch.equal(compiled(x, edge_index.clone()), wanted)
 
     in_four_threads(work)
-    assert captures(compiled) == 1
-    assert captures(other) == 3
+    assert capture_count(compiled) == 1
+    assert capture_count(other) == 3

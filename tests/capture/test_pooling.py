@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from compare import capture_count
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.utils import scatter, to_dense_batch
@@ -69,10 +70,6 @@ def arguments(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(sum(sizes), WIDTH, generator=generator), torch.cat(edges, 1), batch
 
 
-def captures(compiled: Any) -> int:
-    return len(compiled.explain().rpartition("Captures")[2].strip().splitlines())
-
-
 @pytest.mark.first(4)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("as_data", [False, True])
@@ -85,7 +82,7 @@ def test_pooling_without_sizes(name: str, as_data: bool):
         x, edge_index, batch = arguments(sizes)
         inputs = (Data(x=x, edge_index=edge_index, batch=batch),) if as_data else (x, edge_index, batch)
         torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-4, atol=1e-5)
-    assert captures(compiled) == 1
+    assert capture_count(compiled) == 1
 
 
 @pytest.mark.slow
@@ -103,4 +100,4 @@ def test_pooling_that_selects_or_pads(name: str, precision: str):
         assert actual.shape == expected.shape
         if precision == "fp32":  # a rounded score may select another node
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert captures(compiled) <= 2
+    assert capture_count(compiled) <= 2

@@ -7,6 +7,7 @@ import measure
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from compare import capture_count
 from sampling import Sampler
 from torch import Tensor, nn
 
@@ -20,10 +21,6 @@ def graph() -> tuple[Tensor, Tensor]:
     return torch.randn(NODES, WIDTH, generator=generator), torch.randint(
         NODES, (2, 4000), generator=generator
     )
-
-
-def captures(compiled: gnnc.CompiledModel) -> int:
-    return len(compiled.explain().rpartition("Captures")[2].strip().splitlines())
 
 
 class Layers(nn.Module):
@@ -56,7 +53,7 @@ def test_a_thousand_sampled_batches():
                 gc.collect()
                 resident.append(measure.rss_mb())
     del nodes, edges, got
-    assert captures(compiled) == 1
+    assert capture_count(compiled) == 1
     (program,) = compiled._dispatch.programs()
     assert program.runner.cache.nbytes == 0
     assert program.executable.arena_bytes <= 1 << 18
@@ -76,4 +73,4 @@ def test_bipartite_batches():
         arguments = x[outer], far, near, (inner, inner[:seeds])
         expected = model(*arguments)
         assert (compiled(*arguments) - expected).norm() <= 0.05 * expected.norm()
-    assert captures(compiled) == 1
+    assert capture_count(compiled) == 1

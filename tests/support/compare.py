@@ -33,3 +33,8 @@ def assert_close(got: Any, expected: Any, limit: float, sizes: tuple[int, int]) 
         assert actual.dtype == wanted.dtype
         if wanted.numel():
             assert relative_error(actual, wanted) <= limit, sizes
+
+
+def capture_count(compiled: Any) -> int:
+    """Return how many captures ``explain()`` lists."""
+    return len(compiled.explain().rpartition("Captures")[2].strip().splitlines())
