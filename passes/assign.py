@@ -22,6 +22,7 @@ from gnnc.ir.op import Op, op_of
 from gnnc.passes.base import Context, Property
 from gnnc.passes.quantization.norm_statistics import statistics
 from gnnc.passes.quantization.number_formats import CHOSEN, FULL, Option, options_of, width_of
+from gnnc.passes.quantization.variances import variances
 from gnnc.passes.search.choice import Choice
 from gnnc.precision import AUTO, Precision
 
@@ -181,7 +182,9 @@ def _check_supported(precision: Precision, ctx: Context) -> None:
 def _fixed(graph: fx.Graph) -> dict[Node, str]:
     """The ops that stay FP32 for what their results are there for, and what that is."""
     logits = dict.fromkeys(_softmax_logits(graph), "its result is the logits of an edge softmax")
-    return logits | dict.fromkeys(statistics(graph), "its result is the statistics of a norm of its operand")
+    cancelling = dict.fromkeys(variances(graph), "its result is a part of a variance, of which most cancels")
+    norms = dict.fromkeys(statistics(graph), "its result is the statistics of a norm of its operand")
+    return logits | cancelling | norms
 
 
 def _softmax_logits(graph: fx.Graph) -> set[Node]:

@@ -27,18 +27,31 @@ def statistics(graph: fx.Graph) -> set[Node]:
 
 def _returns(aggregation: Node, operand: Node) -> Iterator[bool]:
     """Yield for each norm of a value by the result whether that value has a source of the operand."""
-    sources = _sources(operand)
+    sources = sources_of(operand)
     pending, seen = [(aggregation, False)], set()
     while pending:
         node, bent = pending.pop()
         for user in node.users:
-            if user.op != "call_function" or op_of(user) is not None or (user, bent) in seen:
+            if user.op != "call_function" or (user, bent) in seen:
                 continue
             seen.add((user, bent))
+            if op_of(user) is not None:
+                yield _has_body(user) and any(
+                    not sources.isdisjoint(sources_of(other))
+                    for other in user.all_input_nodes
+                    if other is not node and holds_tensor(other)
+                )
+                continue
             other = _norm_of(user, node, bent)
             if other is not None:
-                yield not sources.isdisjoint(_sources(other))
+                yield not sources.isdisjoint(sources_of(other))
             pending.append((user, bent or aten_name(user) in _BENT))
+
+
+def _has_body(node: Node) -> bool:
+    """Return whether a primitive computes by a body, which may subtract and divide."""
+    op = op_of(node)
+    return op is not None and "body" in op.parameters
 
 
 def _norm_of(user: Node, result: Node, bent: bool) -> Node | None:
@@ -50,7 +63,7 @@ def _norm_of(user: Node, result: Node, bent: bool) -> Node | None:
     return other if (norm or (name == "mul.Tensor" and bent)) and isinstance(other, Node) else None
 
 
-def _sources(value: Node) -> set[Node]:
+def sources_of(value: Node) -> set[Node]:
     """Return the primitives and inputs that a floating tensor depends on through ATen ops only."""
     found: set[Node] = set()
     pending, seen = [value], set()
