@@ -50,9 +50,12 @@ def check_seed(seed: int, precisions: Sequence[str], graphs: int = 2) -> list[st
 
 
 def eager(model: nn.Module, args: Sequence[Tensor]) -> Tensor | None:
-    """Return eager's result; None where the model does not run on such arguments."""
+    """Return eager's result; None where the model does not run on such arguments.
+
+    A copy of the model runs, so that a layer with ``cached=True`` keeps no graph for the next call.
+    """
     try:
-        return model(*args)
+        return copy.deepcopy(model)(*args)
     except (ValueError, IndexError, RuntimeError):
         return None
 

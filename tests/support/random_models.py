@@ -52,6 +52,12 @@ def pna(d: Draw, i: int, o: int, edge_dim: int | None) -> nn.Module:
     return pyg.PNAConv(i, o, aggregators, scalers, torch.tensor([2, 4, 9, 3]), edge_dim=edge_dim)
 
 
+def gcn(i: int, o: int, improved: bool, cached: bool, add_self_loops: bool, normalize: bool) -> nn.Module:
+    """Return a GCNConv; PyG has no self loops without normalization."""
+    loops = add_self_loops and normalize
+    return pyg.GCNConv(i, o, improved=improved, cached=cached, add_self_loops=loops, normalize=normalize)
+
+
 def film(d: Draw, i: int, o: int) -> nn.Module:
     return pyg.FiLMConv(i, o, act=nn.ReLU() if d.maybe() else None, aggr=d.plain_aggr())
 
@@ -93,9 +99,7 @@ PLAIN: Sequence[Callable[[Draw, int, int], nn.Module]] = (
 )  # fmt: skip
 """Layers that take x [N, i] and edge_index."""
 WEIGHTED: Sequence[Callable[[Draw, int, int], nn.Module]] = (
-    lambda d, i, o: pyg.GCNConv(
-        i, o, improved=d.maybe(0.3), cached=d.maybe(0.2), add_self_loops=d.maybe(), normalize=d.maybe(0.8)
-    ),
+    lambda d, i, o: gcn(i, o, d.maybe(0.3), d.maybe(0.2), d.maybe(), d.maybe(0.8)),
     lambda d, i, o: pyg.GraphConv(i, o, aggr=d.plain_aggr(), bias=d.maybe()),
     lambda d, i, o: pyg.TAGConv(i, o, K=d.choice((1, 3)), normalize=d.maybe()),
     lambda d, i, o: pyg.SGConv(i, o, K=d.choice((1, 3)), add_self_loops=d.maybe()),
