@@ -104,6 +104,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("place", WRAPPED)
 def test_equal_constants_of_other_types_have_programs_of_their_own(place):
@@ -238,7 +239,7 @@ def static():
     return gnnc.compile(model, "int8", example_inputs=(x, edge_index)), (x[:40], edge_index % 40)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("how", AGAIN)
 def test_static_scales_stay_in_copies_and_after_changes(static, how):
@@ -283,6 +284,7 @@ def test_examples_that_do_not_run_any_more_are_done_without(static):
     assert "example_inputs do not run any more" in compiled.explain().split("Captures")[1]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_under_autocast_scales_are_taken_at_each_call(static):
     compiled, given = static
@@ -294,6 +296,7 @@ def test_under_autocast_scales_are_taken_at_each_call(static):
     assert any("on the examples" in line for line in scales_of(each))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_auto_measures_in_a_copy_too(static):
     given = static[1]
@@ -367,6 +370,7 @@ def test_profile_measures_every_launch(compiled):
     assert compiled._dispatch.last.timings and all(t >= 0 for t in compiled._dispatch.last.timings.values())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_only_cuda_kernels_cut_a_graph(model, backend):
     compiled = gnnc.compile(model, backend=backend)

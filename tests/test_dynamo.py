@@ -56,6 +56,7 @@ def kernels(compiled: gnnc.CompiledModel) -> Counter:
     return Counter(kernel for _, kernel in compiled._dispatch.last.executable.kernels)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("precision", slow_after(1, ["int8", "fp32"]))
 @pytest.mark.parametrize("conv", [GCNConv, SAGEConv, GATConv])
 @torch.no_grad()
@@ -72,6 +73,7 @@ def test_same_programs(conv, precision):
     assert set(made[0].compiled.state_dict()) <= set(model.state_dict())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", slow_after(2, MODELS))
 @torch.no_grad()
 def test_same_programs_of_the_zoo(name):

@@ -34,6 +34,7 @@ def test_small_values_beside_a_large_one_need_many() -> None:
     assert least_bits(torch.cat([torch.full((100,), 1.0), torch.tensor([1e9])])) == 32
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["gcn", "gat", "gin", "models.GCN", "scatter_add"])
 def test_models(name: str) -> None:
     from zoo import ZOO

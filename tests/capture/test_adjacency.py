@@ -51,7 +51,7 @@ def assert_equal(compiled: gnnc.CompiledModel, x, adjacency: Tensor) -> None:
         torch.testing.assert_close(compiled(x, adjacency), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_equals_eager(name, layout):
     compiled = gnnc.compile(model_of(name), "fp32")
@@ -154,6 +154,7 @@ BAD_POINTERS = {
 }
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("how", BAD_POINTERS)
 @pytest.mark.parametrize("layout", slow_after(1, ["csr", "csc"]))
@@ -209,6 +210,7 @@ IN_PLACE: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.first(2)
 @torch.no_grad()
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "repeated"])
@@ -239,6 +241,7 @@ def of_tensors(layout: str) -> tuple[Tensor, list[Tensor]]:
     return make(*tensors, known.shape), tensors
 
 
+@pytest.mark.first(2)
 @torch.no_grad()
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "repeated"])
@@ -412,6 +415,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.first(2)
 @torch.no_grad()
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_without_a_meaning_here_are_refused(name):
@@ -445,7 +449,7 @@ FEATURE_LAYERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 @pytest.mark.parametrize("name", slow_after(4, FEATURE_LAYERS))
@@ -476,6 +480,7 @@ class SparseFeatures(nn.Module):
         return self.conv(x, edge_index) + self.lin(x) + products
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 @pytest.mark.parametrize("precision", ["fp32", "int8"])

@@ -41,6 +41,7 @@ def assert_equal(compiled: gnnc.CompiledModel, *args: Tensor, **kwargs: object) 
     torch.testing.assert_close(compiled(*args, **kwargs), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("name", slow_after(4, AGGREGATIONS))
 def test_an_aggregation_is_the_model(name):

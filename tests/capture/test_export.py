@@ -43,6 +43,7 @@ def assert_equal(captured: Captured, model: nn.Module, *args, **kwargs) -> None:
     assert max(map(relative_error, results, expected)) < 1e-6
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("first", [(7, 7), (1, 0), (1, 1), (7, 2), (2, 7), (16, 40)])
 def test_sizes_stay_symbolic_whatever_the_first_call_has(first):
     model = Net().eval()
@@ -242,6 +243,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_sparse_products(product: str):
     model = Product(PRODUCTS[product])

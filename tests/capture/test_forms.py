@@ -125,6 +125,7 @@ def test_bipartite_pairs():
     assert capture_count(compiled) == 1
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", [pyg.SAGEConv, pyg.GraphConv, pyg.GATConv])
 def test_bipartite_pairs_with_their_sizes(kind):
     torch.manual_seed(0)
@@ -222,6 +223,7 @@ def freeze(model: Net) -> None:
     model.requires_grad_(False)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("change", [replace_layer, add_hook, add_pre_hook, change_constant, freeze])
 def test_changes_of_the_model_are_seen(change):
     model = made(Net)
@@ -322,6 +324,7 @@ def test_four_first_calls_at_once_equal_one():
     assert capture_count(shared) == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_captures_in_one_thread_do_not_disturb_calls_in_others():
     """Two compilations of one model: one is captured again and again, the other has new graphs meanwhile."""

@@ -54,6 +54,7 @@ def assert_as_eager(function: Callable[[Tensor], object]) -> None:
             assert max(map(relative_error, results, expected)) < 1e-6
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ["gcn", "gcn-edge-weight", "gat", "sage-mean", "gin", "batch-norm"])
 def test_graph_networks_are_traced_once(name: str, traces: list[ExportedProgram]) -> None:
     args, kwargs = ZOO[name].arguments(20, 50, 0)

@@ -42,6 +42,7 @@ def call(nodes: int, edges: int, weights: int | None = None, twice: int | None =
     )
 
 
+@pytest.mark.first(1)
 def test_both_agree(guards):
     sizes = (0, 1, 2, 3, 7, 9, 20, 23, 24, 25, 60)
     calls = [call(nodes, edges) for nodes, edges in itertools.product(sizes, sizes)]

@@ -67,7 +67,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", HOOKS)
 @torch.no_grad()
 def test_hooks_of_pyg_run_where_they_are_registered_after_compile(kind: str) -> None:

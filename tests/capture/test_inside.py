@@ -141,7 +141,7 @@ INSIDE = {
 SMALLEST_TOO = (DropEdge, AsksAboutSizes, SoftmaxBySource, TwoCountsOfRows)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "kind",
     slow_but([DropEdge, TopK, Norms, SoftmaxBySource, TwoCountsOfRows], list(INSIDE)),
@@ -158,7 +158,7 @@ def test_equals_eager(kind):
     assert f"  {INSIDE[kind] + 1}. " not in compiled.explain().rpartition("Captures")[2]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", SMALLEST_TOO, ids=lambda kind: kind.__name__)
 @torch.no_grad()
 def test_the_smallest_may_come_first(kind):
@@ -206,6 +206,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 @torch.no_grad()
 def test_refusal_names_the_line_and_the_way_out(kind):

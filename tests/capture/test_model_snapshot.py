@@ -178,7 +178,7 @@ REPLACED: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.first(12)
+@pytest.mark.first(4)
 @pytest.mark.parametrize("kind", REPLACED)
 def test_another_object_in_an_attribute_is_seen(kind):
     first, second, read = REPLACED[kind]
@@ -401,6 +401,7 @@ FORWARDS: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("way", FORWARDS)
 def test_another_forward_class_or_table_is_seen(way, monkeypatch):
     monkeypatch.setattr(Same, "forward", nn.Linear.forward)

@@ -101,7 +101,7 @@ FORMS: dict[str, tuple[type[nn.Module], Callable[[int], tuple[Any, ...]]]] = {
 }
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @torch.no_grad()

@@ -70,7 +70,7 @@ def arguments(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(sum(sizes), WIDTH, generator=generator), torch.cat(edges, 1), batch
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("as_data", [False, True])
 @torch.no_grad()

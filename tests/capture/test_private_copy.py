@@ -121,6 +121,7 @@ def test_what_holds_a_module_holds_its_copy(form: str) -> None:
         assert torch.equal(copy(torch.randn(2, WIDTH)), torch.full((2, 3), 7.0))
 
 
+@pytest.mark.first(6)
 @torch.no_grad()
 @pytest.mark.parametrize("form", HELD)
 def test_weights_are_read_at_each_call(form: str) -> None:

@@ -69,6 +69,7 @@ SET = {
 }
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize("effect", SET, ids=lambda effect: effect.__name__)
 @torch.no_grad()
@@ -103,6 +104,7 @@ def keep_in_object(net: Net, h: Tensor) -> None:
     net.stats.last = h
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("make", [Stats, Log, lambda: Stats(nn.Identity()), lambda: [Stats()]])
 @pytest.mark.parametrize(("effect", "name"), [(count_in_object, "calls"), (keep_in_object, "last")])
 @torch.no_grad()
@@ -122,6 +124,7 @@ class Stub:
         self.stats = stats
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("values", [False, True])
 @torch.no_grad()
 def test_a_buffer_may_be_written_into(values: bool) -> None:
@@ -250,6 +253,7 @@ def test_hooks_that_only_look_are_refused(mode: Callable[[], Any], values: bool)
     assert not seen and list(net.inner._forward_hooks.values()) == [look]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("hook", [lambda _, __, h: h * 2, lambda _, __, h: (h.mul_(2), None)[1]])
 def test_hooks_that_change_the_result_work(hook: Callable[..., Any], mode: Callable[[], Any]) -> None:
@@ -320,6 +324,7 @@ def test_vmap_works() -> None:
     torch.testing.assert_close(gnnc.compile(net, "fp32")(X, EDGES), net(X, EDGES), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("transform", [sums_into_a_tensor_of_its_own, decides])
 def test_vmap_that_cannot_be_traced_is_refused(transform: Callable[..., Any]) -> None:
     with pytest.raises(gnnc.CaptureError, match=r"\[Returns\].*vmap.*without torch\.vmap"):

@@ -64,7 +64,7 @@ def assert_equal(compiled: gnnc.CompiledModel, *args: Tensor) -> None:
     torch.testing.assert_close(compiled(*args), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("case", slow_after(9, CASES))
 def test_the_matrix_of_each_call(case):

@@ -44,6 +44,7 @@ def static():
     }
 
 
+@pytest.mark.first(14)
 @pytest.mark.parametrize("case", BAD)
 @torch.no_grad()
 def test_bad_arguments(compiled, case):

@@ -60,7 +60,7 @@ def arguments(nodes: int, chosen: int, sign: float = 1.0) -> tuple[Tensor, Tenso
     return x, torch.randint(nodes, (2, 4 * nodes), generator=generator), torch.arange(nodes) < chosen
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", EFFECTS)
 @torch.no_grad()
 def test_each_answer_has_its_program(name: str):

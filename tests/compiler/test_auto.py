@@ -44,7 +44,7 @@ def error(compiled: gnnc.CompiledModel, model: nn.Module, inputs: tuple[Tensor, 
     return relative_l2(compiled(*inputs), model(*inputs))
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("budget", slow_after(1, [0.005, 0.002, 0.02]))
 @pytest.mark.parametrize("name", ["gcn", "gat", "gin", "sage-mean", "gcn-deep-residual"])
 def test_the_budget_holds_on_the_examples_and_beyond(name: str, budget: float) -> None:
@@ -55,6 +55,7 @@ def test_the_budget_holds_on_the_examples_and_beyond(name: str, budget: float) -
     assert error(compiled, model, random_graph(200, 1500, seed=7)) <= 1.2 * budget
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["gcn", "gin"])
 def test_more_budget_is_never_predicted_slower(name: str) -> None:
     first, last = (choice(auto(build(name), b)) for b in (0.002, 0.02))

@@ -48,6 +48,7 @@ def bits(t: Tensor) -> Tensor:
     return t.contiguous().view(torch.int32)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("precision", slow_after(1, ["int8", "fp32", "bf16"]))
 @pytest.mark.parametrize("name", ["gcn", "sage", "gin", "gat", "gated"])
 @torch.no_grad()

@@ -68,7 +68,7 @@ def assert_draws_as_eager(model: nn.Module, precision: str, backend: str) -> Non
         assert relative_error(compiled(x, edge_index), want) < (1e-5 if precision == "fp32" else 5e-2)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 @pytest.mark.parametrize(
     ("precision", "backend"),
@@ -82,6 +82,7 @@ def test_layers_in_train_mode(make: Callable[[], nn.Module], precision: str, bac
     assert_draws_as_eager(make().train(), precision, backend)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES.keys())
 def test_dropout_in_eval_mode(message: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert_draws_as_eager(Always(message).eval(), "fp32", "cpu")

@@ -15,7 +15,7 @@ MODELS = {
 }
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("precision", "check"), [("fp32", "scale"), ("bf16", "scale"), ("int8", "scale"), ("int8", "off")]

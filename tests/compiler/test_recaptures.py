@@ -150,6 +150,7 @@ class Rolled(nn.Module):
         return hidden
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "steps",
     [
@@ -219,6 +220,7 @@ class CountsNodes(ReadsTwo):
         return super().forward(data) * data.num_nodes
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("model", [ReadsTwo, CountsNodes])
 def test_fields_that_forward_does_not_read_are_no_guards(model):
     compiled = compiled_of(model())

@@ -121,6 +121,7 @@ CHANGES: dict[str, Callable[[Net, float], None]] = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("factor", slow_after(1, [30.0, 0.01]))
 @pytest.mark.parametrize("how", slow_but(["in place", "data in place"], list(CHANGES)))
 def test_scales_follow_the_weights(how: str, factor: float) -> None:

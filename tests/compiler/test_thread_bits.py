@@ -67,6 +67,7 @@ def differs(fast: gnnc.CompiledModel, x: Tensor, edge_index: Tensor) -> bool:
     return not all(torch.equal(results[0], other) for other in results)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", slow_after(5, sorted(OPS, key=lambda name: name not in FAST)))
 @torch.no_grad()
 def test_an_op(name: str) -> None:

@@ -238,6 +238,7 @@ def test_arguments_that_need_gradients_are_refused_wherever_they_are() -> None:
         compiled({"x": [X]}, EDGES, edge_weight=weight.clone().requires_grad_(True))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("place", ["x", "scale", "shift", "weight"])
 @torch.no_grad()
 def test_tangents_of_forward_mode_are_refused(place: str) -> None:
@@ -297,6 +298,7 @@ def test_control_flow_of_torch_inside_forward_is_refused(step: Callable[[Tensor]
         gnnc.compile(Inside(step), "fp32")(X, EDGES)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "step",
     [

@@ -60,6 +60,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_steps_are_seen(pair, name):
     model, compiled = pair
@@ -73,6 +74,7 @@ def test_optimizer_steps_are_seen(pair, name):
         assert not torch.allclose(compiled(*given()), before)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("given_as", slow_after(1, [lambda weight: weight, torch.Tensor.detach]))
 def test_optimizer_steps_on_an_argument_are_seen(name, given_as):
@@ -215,6 +217,7 @@ def untie_statistics(model):
     model.b_norm.running_mean = torch.randn(WIDTH)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("train", slow_after(1, [False, True]))
 @pytest.mark.parametrize(("tie", "untie"), [(tie_weights, untie_weights), (tie_statistics, untie_statistics)])
 @torch.no_grad()
@@ -253,6 +256,7 @@ def test_double_weights_cannot_be_compiled():
         compiled(*given())
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("calls", [1, 4])
 def test_a_model_that_moves_away_from_its_inputs_is_refused(calls: int) -> None:

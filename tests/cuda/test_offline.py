@@ -129,6 +129,7 @@ def test_the_benchmarks(case: str, precision: str) -> None:
     check(compiled._dispatch.last.executable, (case, precision))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["gcn", "sage"])
 def test_rows_of_codes_bring_their_weight_where_there_is_room(name: str) -> None:
     """47 columns leave a byte of the last sixteen, 64 do not."""
@@ -161,6 +162,7 @@ class Twice(torch.nn.Module):
         return self.layer(self.sum(self.sum(x, edge_index).relu(), edge_index).relu())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("width", "gathered", "others"), [(64, 64, 64), (47, 64, 48), (40, 64, 40)])
 def test_rows_that_nothing_gathers_leave_l2_first_and_begin_on_no_line(
     width: int, gathered: int, others: int
@@ -208,6 +210,7 @@ class Weighted(torch.nn.Module):
         return self.sum(self.layer(x), edge_index, edge_weight)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("weight", "stride"), [(None, 256), (torch.rand(2000), 160)])
 def test_only_sums_without_values_go_by_node_block(weight: torch.Tensor | None, stride: int) -> None:
     compiled = gnnc.compile(Weighted().eval(), "fp32", backend="cuda-offline:sm_90")
@@ -219,6 +222,7 @@ def test_only_sums_without_values_go_by_node_block(weight: torch.Tensor | None, 
     assert all(f".data_ptr(), {stride}, " in line for line in sums)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["gcn", "gat"])
 def test_the_text_of_a_program_says_nothing_of_where_memory_lies(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def ints(count: int) -> Tensor:
 EXCHANGE = "__shared__ int word[64]; const int i = threadIdx.x; word[i] = i; %s out[i] = word[i ^ 33];"
 
 
+@pytest.mark.slow
 def test_threads_of_a_block_wait_for_each_other() -> None:
     run, want = kernel(EXCHANGE % "__syncthreads();"), torch.arange(64, dtype=torch.int32) ^ 33
     for seed in range(SEEDS):
@@ -59,6 +60,7 @@ def test_threads_of_a_block_wait_for_each_other() -> None:
         assert torch.equal(out, want)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("instead", ["", "__syncwarp();"])
 def test_a_wait_that_is_missing_shows(instead: str) -> None:
     run, want, wrong = kernel(EXCHANGE % instead), torch.arange(64, dtype=torch.int32) ^ 33, 0
@@ -69,6 +71,7 @@ def test_a_wait_that_is_missing_shows(instead: str) -> None:
     assert wrong > SEEDS // 2
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("wait", "some"), [("wait_for_copies();", False), ("", True)])
 def test_copies_that_nobody_waits_for_are_late(wait: str, some: bool) -> None:
     body = f"""
@@ -92,6 +95,7 @@ def test_the_same_seed_is_the_same_order() -> None:
     assert all(torch.equal(out[:64].sort().values, torch.arange(64, dtype=torch.int32)) for out in outs)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -76,6 +76,7 @@ def differentiable(op: Op, sample: tuple) -> tuple:
     return tree_unflatten(leaves, spec)
 
 
+@pytest.mark.first(39)
 @pytest.mark.parametrize(("op", "sample"), CASES)
 def test_opcheck(op: Op, sample: tuple) -> None:
     """Schema, shape rule, autograd registration, and tracing with symbolic sizes, forward and backward."""

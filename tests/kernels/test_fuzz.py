@@ -11,6 +11,7 @@ import pytest
 EACH = 50
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("part", range(4))
 def test_random_graphs_and_primitives(part: int) -> None:
     assert sum(fuzz.run(10_000 + part * EACH, EACH).values()) == EACH
@@ -30,6 +31,7 @@ def test_a_failure_names_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
         fuzz.run(7, 1)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("command", [("fuzz.py", "--count", "1"), ("sanitize.py", "--help")])
 def test_scripts_run_by_themselves(command: tuple[str, ...]) -> None:
     """Without the import path that pytest sets."""

@@ -77,6 +77,7 @@ def test_other_ops_are_left_alone():
     assert not ctx.notes
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("precision", slow_after(1, [INT8, BF16, FP32]))
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", MODELS)

@@ -71,6 +71,7 @@ def assert_same_bits(original, precision=INT8, examples=None):
         assert a.stride() == b.stride()
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("precision", slow_after(1, [INT8, BF16, FP32]))
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", MODELS)
@@ -87,6 +88,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_a_few_kernels(name, static):
@@ -230,6 +232,7 @@ def test_elementwise_ops_with_constants(target, args, steps):
     assert_same_bits(lambda: one(build))
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("verb", ["add", "sub", "mul", "div"])
 @pytest.mark.parametrize("extent", ["row", "col", "full", "tensor"])
 def test_elementwise_ops_with_operands(verb, extent):

@@ -51,7 +51,7 @@ def compiled(pipeline: tuple[Pass, ...], precision: str = "fp32", **options: Any
     return gnnc.compile(build("gcn"), precision, pipeline=pipeline, example_inputs=INPUTS, **options)
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("place", range(1, len(PIPELINE)))
 @torch.no_grad()
 def test_a_pass_joins_the_pipeline_at_any_place(place: int) -> None:

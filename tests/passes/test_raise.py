@@ -50,6 +50,7 @@ def assert_equals_eager(traced: Traced, *args: Any, limit: float = 1e-5, **kwarg
 RAISED_EVERY_TIME = ("gcn", "sage-max", "gin", "gat", "transformer", "index_add")
 
 
+@pytest.mark.first(2)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("name", slow_but(RAISED_EVERY_TIME, list(ZOO)))
 def test_zoo_is_raised_fully(name: str):
@@ -65,6 +66,7 @@ def test_zoo_is_raised_fully(name: str):
         assert_equals_eager(traced, *args, **kwargs)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["models.GCN", "models.GraphSAGE", "models.GIN", "models.GAT"])
 def test_golden(name: str, golden: Callable[[str], None]):
     args, kwargs = ZOO[name].arguments(23, 80)
@@ -147,6 +149,7 @@ def degree(x: Tensor, dst: Tensor) -> Tensor:
     return torch.ones(x.shape[0]).index_add_(0, dst, torch.ones(dst.shape[0]))
 
 
+@pytest.mark.first(8)
 @pytest.mark.filterwarnings("ignore:index_reduce\\(\\) is in beta")
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 @pytest.mark.parametrize("name", AGGREGATIONS)
@@ -230,6 +233,7 @@ def softmax_formula(
     return formula(function)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_bound_of_the_sum_adds_nothing_to_it(name: str):
     top, bound, is_softmax = BOUNDS[name]
@@ -259,6 +263,7 @@ FIXUPS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 }
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("name", FIXUPS)
 @pytest.mark.parametrize("end", slow_after(1, ["eps", "bound", "neither"]))
 def test_maxima_of_rows_with_edges_may_change_only_without_eps(name: str, end: str):
@@ -356,6 +361,7 @@ class Product(nn.Module):
         return zeros(x).index_add(0, edge_index[1], (x @ self.view(self.weight))[edge_index[0]])
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_spellings_of_a_weight_become_one_gemm(name: str):
     traced = trace(Product(WEIGHTS[name]), *graph())
@@ -440,6 +446,7 @@ SPREADS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", SPREADS)
 @pytest.mark.parametrize("reads", [True, False])
 def test_an_index_of_the_columns_is_not_one_of_the_rows(name: str, reads: bool):

@@ -63,6 +63,7 @@ def test_a_plain_sum_on_cuda_may_read_both_tables() -> None:
     assert "; runs|window" in str(result)
 
 
+@pytest.mark.first(1)
 @cuda_compiler
 @pytest.mark.parametrize(
     ("model", "others"), [(GAT(64, 64, 1), ()), (SAGEConv(64, 64, aggr="max"), ())], ids=["gat", "max"]

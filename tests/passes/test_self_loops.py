@@ -184,7 +184,7 @@ def _sort_by_source(structure: GraphModule) -> None:
     end.update_arg(2, 0)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("change", SUMS)
 def test_sums_that_look_alike_are_left_alone(change: str) -> None:
     """The sort that adds loops is found all the same, and what it gives stays the same."""
@@ -217,6 +217,7 @@ class Coarse(nn.Module):
         return one.sum(0) + self.other(global_mean_pool(x, another), edge_index).sum(0)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("weights", [False, True])
 def test_edges_that_several_sorts_share(weights: bool) -> None:
     """Where ids are selected by another part than the sort's, and weights are of the same part."""
@@ -316,7 +317,7 @@ def _return(structure: GraphModule, target: Any) -> None:
     output.args = ((*output.args[0], node(structure, target)),)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_looks_alike_is_left_alone(change: str) -> None:
     structure = structure_of(GCN(4, 4, 2))
@@ -325,6 +326,7 @@ def test_what_looks_alike_is_left_alone(change: str) -> None:
     assert not list(sorts_with_loops(structure.graph))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("change", WEIGHTED)
 def test_weights_that_are_not_only_read_in_order_are_lists_without_loops(change: str) -> None:
     """The sort adds the loops all the same, and says how long the lists are."""
@@ -397,6 +399,7 @@ class BothWays(nn.Module):
         return self.other(self.one(x, edge_index, features), edge_index, features)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("flows", [FLOWS, FLOWS[::-1]])
 def test_features_that_sorts_of_both_directions_share(flows: tuple[str, str]) -> None:
     """Means are of edges to a node, whichever way messages go: the sort by destination has them."""

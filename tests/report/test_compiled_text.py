@@ -35,11 +35,13 @@ def static(name: str) -> gnnc.CompiledModel:
     return build(name, example_inputs=inputs())
 
 
+@pytest.mark.first(1)
 @each_model
 def test_str(name: str, golden: Callable[[str], None]) -> None:
     golden(str(static(name)))
 
 
+@pytest.mark.first(1)
 @each_model
 def test_cpu_differs_from_reference_in_names_of_kernels_alone(name: str) -> None:
     text = str(build(name, backend="cpu", example_inputs=inputs()))
@@ -54,6 +56,7 @@ def test_explain(name: str, golden: Callable[[str], None]) -> None:
     golden(re.sub(r"\d+\.\d+%", "_%", static(name).explain()))
 
 
+@pytest.mark.first(1)
 @each_model
 def test_text_is_deterministic(name: str) -> None:
     assert str(build(name, example_inputs=inputs())) == str(static(name))

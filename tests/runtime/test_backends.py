@@ -28,7 +28,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-9))
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("precision", slow_after(1, PRECISIONS))
 def test_cpu_equals_reference(model, precision):
@@ -45,7 +45,7 @@ def test_cpu_equals_reference(model, precision):
     )
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @torch.no_grad()
 def test_static_scales_on_the_cpu(model):
     arguments = given()
@@ -53,6 +53,7 @@ def test_static_scales_on_the_cpu(model):
     assert relative(compiled(*arguments), model(*arguments)) < 0.05
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN", "GAT"])
 def test_the_four_models_run_on_kernels_of_our_own(name):
@@ -95,6 +96,7 @@ def test_explain_names_the_kernels_that_declined(kernels):
     assert "kernel picky declined: it is Sunday" in compiled.explain()
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("absent", ["gemm", "spmm", "attention", "map"])
 def test_without_a_kernel_its_submodules_are_taken_apart(kernels, absent):

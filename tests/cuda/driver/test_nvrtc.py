@@ -115,6 +115,7 @@ def test_nothing_is_read_from_a_folder_that_others_can_write_to(folder, compilat
     assert len(compilations) == 2
 
 
+@pytest.mark.slow
 def test_processes_that_store_the_same_code_leave_one_whole_file(folder, compilations):
     processes = [subprocess.Popen([sys.executable, "-c", IN_A_NEW_PROCESS]) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]

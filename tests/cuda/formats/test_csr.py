@@ -28,6 +28,7 @@ WORKSPACE = 24
 """Bytes an edge beside the result."""
 
 
+@pytest.mark.first(1)
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("loops", [False, True])
 @pytest.mark.parametrize("bits", [8, 9])

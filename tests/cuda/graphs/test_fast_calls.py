@@ -301,6 +301,7 @@ def test_hooks_and_layers_of_the_model_are_seen(settled: Settled) -> None:
     assert settled.captures == 3
 
 
+@pytest.mark.slow
 def test_modes_and_autocast_have_programs_of_their_own(settled: Settled) -> None:
     program = settled.program
     with torch.autocast("cpu", torch.bfloat16):

@@ -42,6 +42,7 @@ def repeated_lines(source: str) -> list[str]:
 RECORDED = ["gcn", "gat", "sage-mean", "gin", "graphconv", "batch-norm", "models.GCN"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", slow_after(2, RECORDED))
 def test_a_call_hands_over_what_is_made_of_its_input_and_its_output(name: str) -> None:
     recording = lowered(name, "int8", "cuda-offline:sm_90")._dispatch.last.executable.recording
@@ -128,6 +129,7 @@ class Positive(nn.Module):
         return self.second(h[h[:, 0] > 0])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_torch_waits_for_launches_that_write_memory_of_a_late_size(precision: str) -> None:
     """A recorded program launches at its end, when torch has read what it reads."""

@@ -25,6 +25,7 @@ CONFIGS = (
 )
 
 
+@pytest.mark.first(2)
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -178,6 +179,7 @@ def check_masked(device: str, precision: str, mask: str) -> None:
         torch.testing.assert_close(got, model(*given), rtol=0.03, atol=0.03, equal_nan=True)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("mask", MASKS)
 def test_models_with_masked_rows_on_the_cpu(mask: str) -> None:
     check_masked("cpu", "fp32", mask)

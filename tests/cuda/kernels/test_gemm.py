@@ -96,6 +96,7 @@ def test_shared_memory_is_what_the_kernel_takes(compiler: None) -> None:
     compile_kernels(source, (), "sm_90")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rows_under_way_stay_in_registers(architecture: str, compiler: None) -> None:
     names = []

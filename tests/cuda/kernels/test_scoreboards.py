@@ -148,6 +148,7 @@ KERNELS = {
 OF_EACH_FORM = ("int8", "int8, staged", "int8, slices", "attention int8", "sddmm int8")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kernel", slow_but(OF_EACH_FORM, list(KERNELS)))
 def test_gathers_of_a_step_are_started_before_one_is_waited_for(kernel: str) -> None:
     """Of a kernel that has code of its own for steps whose edges are all there, the other may wait once."""
@@ -160,6 +161,7 @@ def test_gathers_of_a_step_are_started_before_one_is_waited_for(kernel: str) -> 
     assert all(len(false_waits(code, gathers)) <= 1 for gathers in steps)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "kernel", slow_but(OF_EACH_FORM, [name for name in KERNELS if not name.startswith("sddmm")])
 )

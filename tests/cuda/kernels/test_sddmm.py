@@ -16,6 +16,7 @@ from gnnc.runtime.cuda.formats.run_table import Cut
 WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
 
 
+@pytest.mark.first(1)
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("element", ["f32", "f16", "bf16", "i8"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

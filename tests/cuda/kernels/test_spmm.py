@@ -51,6 +51,7 @@ def forms_of(row_bytes: int) -> list[str]:
     return sorted({"spmm", form_of(row_bytes)})
 
 
+@pytest.mark.first(1)
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("kind", slow_but(["fp32", "int8 powers", "fp16 weights"], list(KINDS)))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -69,6 +70,7 @@ def test_no_kernel_spills(architecture: str, kind: str) -> None:
 HEADS = ((4, 16), (8, 8), (3, 7), (2, 48), (2, 301))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_sum_of_codes_with_weights_a_head_spills(architecture: str) -> None:
@@ -92,6 +94,7 @@ STAGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("kind", slow_but(["int8 powers"], list(STAGED)))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -477,6 +480,7 @@ def test_programs_with_weights_a_head(heads: int, each: int) -> None:
     assert error(got, model(*args)) < 0.03
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("precision", ["fp32", "int8"])

@@ -53,7 +53,7 @@ def raised(
     return run_pass(Raise(), normalized, context), context
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_value_is_as_long_as_the_edges_and_as_wide_as_the_messages(name: str):
     torch.manual_seed(0)
@@ -71,6 +71,7 @@ def test_explain_names_what_is_computed_in_a_body():
     assert "lin linear: computed inside the body that reads it" in compiled.explain()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("bias", [True, False])
 def test_attention_of_edge_features_is_a_product_with_few_columns(bias: bool):
     model = pyg.GATConv(WIDTH, 20, heads=2, edge_dim=FEATURES).eval()

@@ -96,6 +96,7 @@ ON_ALL = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("swap", SWAPS.values(), ids=SWAPS.keys())
 def test_swapped_rows(swap: Swap) -> None:
     args = torch.randn(SOURCES, F), torch.randn(TARGETS, F), edges(SOURCES, TARGETS)
@@ -110,6 +111,7 @@ def test_flipped_rows_everywhere(precision: str, backend: str) -> None:
     assert_checked(model, args, (SOURCES, TARGETS), precision=precision, backend=backend, example_inputs=args)
 
 
+@pytest.mark.first(2)
 @ON_ALL
 @pytest.mark.parametrize("num_edges", [5, 17])
 def test_hyperedges(precision: str, backend: str, num_edges: int) -> None:

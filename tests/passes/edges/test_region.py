@@ -140,6 +140,7 @@ def test_rows_of_a_transposed_copy() -> None:
     assert relative_error(got, want) < 1e-5
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("heads", [1, 2])
 def test_attention_on_a_hypergraph(heads: int) -> None:
     conv = HypergraphConv(F, 8, use_attention=True, heads=heads, concat=False)

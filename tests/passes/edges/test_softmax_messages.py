@@ -69,6 +69,7 @@ def arguments(name: str, x: Tensor, edge_index: Tensor) -> tuple[Tensor, ...]:
     return (x, x[:, :3].contiguous(), edge_index) if name == "point-transformer" else (x, edge_index)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_logit_and_no_weight_is_kept_on_any_graph(name: str):
     torch.manual_seed(0)

@@ -57,6 +57,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_only_edge_features_and_later_layers_are_multiplied_for_each_edge(name: str):
     torch.manual_seed(0)

@@ -60,7 +60,7 @@ def graph(nodes: int) -> tuple[Tensor, Tensor, torch.Generator]:
     return edge_index, torch.randn(4 * nodes, 6, generator=generator), generator
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", SPLITS)
 @torch.no_grad()

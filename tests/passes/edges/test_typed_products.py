@@ -42,6 +42,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_edge_has_a_matrix_or_a_message(name: str):
     torch.manual_seed(0)
@@ -54,6 +55,7 @@ def test_no_edge_has_a_matrix_or_a_message(name: str):
     assert "weights of 5 types are computed on the nodes" in compiled.explain()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("row", "value"), [("type", TYPES), ("type", -1), ("source", 11), ("source", -1)])
 @torch.no_grad()
 def test_an_index_out_of_range_is_named(row: str, value: int):

@@ -34,7 +34,7 @@ def choice(compiled: gnnc.CompiledModel) -> Choice:
     return compiled._captured().context.choice
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", slow_after(2, ["gcn", "gat", "sage-mean", "gin", "transformer"]))
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_every_op_with_a_choice_is_found_in_what_was_timed(name: str, precision: str) -> None:
@@ -86,6 +86,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, kinds: set[tuple[str, str]]) -> None:
     monkeypatch.setattr(build_module, "timer_of", lambda backend: timer)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "kinds", [{("spmm", "int8")}, {("gemm", "int8")}, {("gemm", "fp32"), ("spmm", "bf16"), ("spmm", "fp32")}]
 )
@@ -108,6 +109,7 @@ def test_processors_go_by_predictions() -> None:
         assert auto()(*INPUTS).isfinite().all()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("measured", "words"), [(True, "was measured"), (False, "is predicted")])
 def test_a_uniform_precision_is_said_to_be_what_it_was_found_to_be(measured: bool, words: str) -> None:
     compiled = auto()

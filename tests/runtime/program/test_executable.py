@@ -96,6 +96,7 @@ def test_strided_and_transposed_operands(backend):
     torch.testing.assert_close(run(*values)[0], expected_of(values), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.first(1)
 @BACKENDS
 def test_outputs_survive_later_calls(backend):
     gm, values = two_layers(backend)

@@ -31,7 +31,7 @@ HOLDERS = {
 }
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("keep", HOLDERS)
 def test_memory_stays_while_something_sees_it(keep):
     pool = OutputPool()
@@ -50,6 +50,7 @@ def test_rows_are_aligned_and_every_dtype_is_served():
         assert tensor.data_ptr() % ALIGNMENT == 0
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("supported", [True, False])
 def test_large_buffers_start_at_a_huge_page_where_the_system_has_them(monkeypatch, supported):
     if not supported:
