@@ -44,7 +44,7 @@ class CpuTimes:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add the seconds of a phase to those of its test; no process measured a test that ended its process."""
+        """Add the seconds of a phase to those of its test; a test that ended its process has none."""
         self._seconds[report.nodeid] += getattr(report, "cpu_seconds", 0.0)
 
     def pytest_sessionfinish(self) -> None:
