@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gnnc.ir.body import evaluate_body, parse_body
+from gnnc.ir.edge_gradients import edge_map_backward, edge_sum_backward, edges_setup, message_backward
 from gnnc.ir.nodes import same_shape
 from gnnc.ir.op import Cost, ErrorInput, Gradient, Op, accumulate_dtype, check, define, nbytes, numel
 from gnnc.ir.sparse import REDUCTIONS, reduce_edges, softmax_of_edges
@@ -93,36 +94,6 @@ def _edge_map_cost(
     return Cost(cost.bytes + numel(col) * 4, cost.flops)
 
 
-def _recompute_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    lists = [item for item in inputs if isinstance(item, list | tuple)]
-    ctx.save_for_backward(inputs[0], inputs[1], *(t for group in lists for t in group))
-    ctx.lengths = [len(group) for group in lists]
-    ctx.rest = [item for item in inputs[2:] if not isinstance(item, list | tuple)]
-
-
-def _recompute_backward(ctx: Any, grad: Tensor, reference: Any) -> list[list[Tensor | None]]:
-    """Differentiate the reference, run again: nothing of size E x F is kept from the forward."""
-    rowptr, col, *flat = ctx.saved_tensors
-    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in flat]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    groups, start = [], 0
-    for length in ctx.lengths:
-        groups.append(leaves[start : start + length])
-        start += length
-    with torch.enable_grad():
-        out = reference(rowptr, col, groups, ctx.rest)
-    found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
-    grads = [[next(found) if leaf.requires_grad else None for leaf in group] for group in groups]
-    return grads
-
-
-def _edge_map_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    def again(rowptr: Tensor, col: Tensor, groups: list[Tensors], rest: list[Any]) -> Tensor:
-        return edge_map_reference(rowptr, col, rest[0], *groups)
-
-    return None, None, None, *_recompute_backward(ctx, grad, again)
-
-
 _GATV2 = (
     "t0 = aten.add.Tensor(i0, j0); t1 = aten.leaky_relu.default(t0, 0.2); "
     "t2 = aten.mul.Tensor(t1, c0); t3 = aten.sum.dim_IntList(t2, [-1]); return t3"
@@ -166,7 +137,7 @@ EDGE_MAP = define(
         reference=edge_map_reference,
         fake=_edge_map_fake,
         cost=_edge_map_cost,
-        gradient=Gradient(_edge_map_backward, _recompute_setup),
+        gradient=Gradient(edge_map_backward, edges_setup),
         samples=_edge_map_samples,
         error_inputs=lambda: [],
     )
@@ -268,13 +239,6 @@ def _message_fake(
     return values[0].new_empty((num_dst, *joined, *values[0].shape[1:]), dtype=dtype)
 
 
-def _message_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    def again(rowptr: Tensor, col: Tensor, groups: list[Tensors], rest: list[Any]) -> Tensor:
-        return message_reference(rowptr, col, rest[0], rest[1], *groups, num_dst=rest[2])
-
-    return None, None, None, None, *_recompute_backward(ctx, grad, again), None
-
-
 def _message_samples() -> Sequence[tuple[Any, ...]]:
     rowptr, col, _, j, e, c = _operands()
     none = random_csr(6, 5, 0)
@@ -314,8 +278,68 @@ MESSAGE = define(
         cost=lambda rowptr, col, body, reduce, dst, src, edge, const, num_dst: _gathered_cost(
             col, body, dst, src, edge
         ),
-        gradient=Gradient(_message_backward, _recompute_setup),
+        gradient=Gradient(message_backward, edges_setup),
         samples=_message_samples,
         error_inputs=_message_errors,
+    )
+)
+
+
+def edge_sum_reference(
+    rowptr: Tensor, col: Tensor, body: str, dst: Tensors, src: Tensors, edge: Tensors, const: Tensors
+) -> Tensor:
+    """Return what the body sums over all edges, such as the gradient of a weight that every edge reads.
+
+    Args: as ``edge_map``; the body's value has no dimension of edges, and is linear in the edges: its values
+        for blocks of edges add up to its value for all of them, and it is 0 for none.
+
+    Returns:
+        The shape of the body's value, at least FP32.
+    """
+    rows = edge_rows(rowptr, col.numel())
+    value = _edge_values(rows, col, body, dst, src, edge, const)
+    return value.to(accumulate_dtype(value.dtype), copy=True, memory_format=torch.contiguous_format)
+
+
+def _edge_sum_fake(
+    rowptr: Tensor, col: Tensor, body: str, dst: Tensors, src: Tensors, edge: Tensors, const: Tensors
+) -> Tensor:
+    value = _fake_values(col, body, dst, src, edge, const)
+    return value.new_empty(value.shape, dtype=accumulate_dtype(value.dtype))
+
+
+_WEIGHTED = "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [0], True); return t1"
+_WEIGHT_GRAD = (
+    "t0 = aten.view.default(j0, [-1, 6]); t1 = aten.view.default(i0, [-1, 6]); "
+    "t2 = aten.t.default(t0); t3 = aten.mm.default(t2, t1); return t3"
+)
+
+
+def _edge_sum_samples() -> Sequence[tuple[Any, ...]]:
+    rowptr, col, i, j, _, _ = _operands()
+    none = random_csr(6, 5, 0)
+    return [
+        (rowptr, col, _WEIGHTED, [i], [j], [], []),
+        (rowptr, col, _WEIGHT_GRAD, [i], [j], [], []),
+        (none[0], none[1], _WEIGHT_GRAD, [i], [j], [], []),
+    ]
+
+
+EDGE_SUM = define(
+    Op(
+        name="edge_sum",
+        schema="(Tensor rowptr, Tensor col, str body, Tensor[] dst, Tensor[] src, Tensor[] edge,"
+        " Tensor[] const) -> Tensor",
+        kind="aggregate",
+        counted_as="message",
+        features=("dst", "src", "edge", "const"),
+        gathered=("src", "dst"),
+        label="h{n}",
+        reference=edge_sum_reference,
+        fake=_edge_sum_fake,
+        cost=lambda rowptr, col, body, dst, src, edge, const: _gathered_cost(col, body, dst, src, edge),
+        gradient=Gradient(edge_sum_backward, edges_setup),
+        samples=_edge_sum_samples,
+        error_inputs=lambda: [],
     )
 )

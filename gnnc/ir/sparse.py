@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnnc.ir import sparse_gradients as gradients
+from gnnc.ir.nodes import same_shape
 from gnnc.ir.op import (
     Cost,
     ErrorInput,
@@ -144,51 +146,6 @@ def _spmm_cost(
     )
 
 
-def _spmm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rowptr, col, value, x, reduce, num_dst = inputs
-    ctx.save_for_backward(rowptr, col, value, x, output)
-    ctx.reduce, ctx.num_dst = reduce, num_dst
-
-
-def _extremum_weight(ctx: Any, rowptr: Tensor, col: Tensor, value: Any, x: Tensor, out: Tensor) -> Tensor:
-    """Share of each message element in its row's extremum: ties share equally, as torch does."""
-    rows = edge_rows(rowptr, col.numel())
-    messages = x.index_select(0, col)
-    if value is not None:
-        messages = messages * expand_value(value, messages)
-    hit = (messages == out.index_select(0, rows)).to(x.dtype)
-    count = reduce_edges(hit, rows, ctx.num_dst, "sum").clamp(min=1)
-    return hit / count.index_select(0, rows)
-
-
-def _spmm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rowptr, col, value, x, out = ctx.saved_tensors
-    rows = edge_rows(rowptr, col.numel())
-    if ctx.reduce == "mean":
-        grad = grad / expand_value(rowptr.diff().clamp(min=1).to(grad.dtype), grad)
-    if ctx.reduce in ("max", "min"):
-        share = _extremum_weight(ctx, rowptr, col, value, x, out)
-        message_grad = grad.index_select(0, rows) * share
-        dx = message_grad if value is None else message_grad * expand_value(value, message_grad)
-        dx = reduce_edges(dx, col.long(), x.shape[0], "sum")
-        dvalue = None if value is None else message_grad * x.index_select(0, col)
-        return None, None, _fold_value_grad(dvalue, value), dx, None, None
-    rowptr_t, col_t, perm_t = torch.ops.gnnc.csr_transpose(rowptr, col, x.shape[0])
-    value_t = None if value is None else value.index_select(0, perm_t)
-    dx = torch.ops.gnnc.spmm(rowptr_t, col_t, value_t, grad, "sum", x.shape[0]).to(x.dtype)
-    dvalue = None
-    if value is not None and ctx.needs_input_grad[2]:
-        dvalue = torch.ops.gnnc.sddmm(rowptr, col, grad, x.to(grad.dtype), "mul")
-    return None, None, _fold_value_grad(dvalue, value), dx, None, None
-
-
-def _fold_value_grad(grad: Tensor | None, value: Tensor | None) -> Tensor | None:
-    if grad is None or value is None:
-        return None
-    extra = tuple(range(value.dim(), grad.dim()))
-    return (grad.sum(extra) if extra else grad).to(value.dtype)
-
-
 def _float_samples() -> list[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     rowptr, col, _ = random_csr(6, 5, 14)
@@ -231,7 +188,7 @@ SPMM = define(
         reference=spmm_reference,
         fake=_spmm_fake,
         cost=_spmm_cost,
-        gradient=Gradient(_spmm_backward, _spmm_setup),
+        gradient=Gradient(gradients.spmm_backward, gradients.spmm_setup),
         quantized="qspmm",
         samples=_spmm_samples,
         error_inputs=lambda: _bad_reduce(_spmm_samples()[0], 4),
@@ -299,33 +256,6 @@ def _sddmm_cost(rowptr: Tensor, col: Tensor, a: Tensor | None, b: Tensor | None,
     )
 
 
-def _sddmm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rowptr, col, a, b, op = inputs
-    ctx.save_for_backward(rowptr, col, a, b)
-    ctx.edge_op = op
-
-
-def _unbroadcast(grad: Tensor, like: Tensor) -> Tensor:
-    return grad.sum_to_size(like.shape).to(like.dtype)
-
-
-def _sddmm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rowptr, col, a, b = ctx.saved_tensors
-    rows, op = edge_rows(rowptr, col.numel()), ctx.edge_op
-    grad = grad.unsqueeze(-1) if op == "dot" else grad
-    da = db = None
-    if a is not None and ctx.needs_input_grad[2] and op != "copy_src":
-        edge = grad * b.index_select(0, col) if op in ("dot", "mul") else grad
-        full = torch.ops.gnnc.segment_reduce(rowptr, None, edge.contiguous(), "sum", a.shape[0])
-        da = _unbroadcast(full, a)
-    if b is not None and ctx.needs_input_grad[3] and op != "copy_dst":
-        edge = grad * a.index_select(0, rows) if op in ("dot", "mul") else grad
-        rowptr_t, _, perm_t = torch.ops.gnnc.csr_transpose(rowptr, col, b.shape[0])
-        full = torch.ops.gnnc.segment_reduce(rowptr_t, perm_t, edge.contiguous(), "sum", b.shape[0])
-        db = _unbroadcast(-full if op == "sub" else full, b)
-    return None, None, da, db, None
-
-
 def _sddmm_samples() -> Sequence[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(1)
     rowptr, col, _ = random_csr(6, 5, 14)
@@ -355,7 +285,7 @@ SDDMM = define(
         reference=sddmm_reference,
         fake=_sddmm_fake,
         cost=_sddmm_cost,
-        gradient=Gradient(_sddmm_backward, _sddmm_setup),
+        gradient=Gradient(gradients.sddmm_backward, gradients.sddmm_setup),
         quantized="qsddmm",
         samples=_sddmm_samples,
         error_inputs=lambda: [
@@ -382,18 +312,6 @@ def edge_softmax_reference(rowptr: Tensor, logits: Tensor, eps: float = 1e-16) -
     return softmax_of_edges(logits, edge_rows(rowptr, logits.shape[0]), rowptr.numel() - 1, eps)
 
 
-def _edge_softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0], output)
-
-
-def _edge_softmax_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rowptr, alpha = ctx.saved_tensors
-    weighted = alpha * grad
-    rows = edge_rows(rowptr, alpha.shape[0])
-    total = torch.ops.gnnc.segment_reduce(rowptr, None, weighted, "sum", rowptr.shape[0] - 1)
-    return None, weighted - alpha * total.index_select(0, rows), None
-
-
 def _edge_softmax_samples() -> Sequence[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(2)
     rowptr = random_csr(6, 5, 14)[0]
@@ -418,10 +336,69 @@ EDGE_SOFTMAX = define(
             logits.shape, dtype=accumulate_dtype(logits.dtype)
         ),
         cost=lambda rowptr, logits, eps=1e-16: Cost(nbytes(rowptr) + numel(logits) * 8, numel(logits) * 5),
-        gradient=Gradient(_edge_softmax_backward, _edge_softmax_setup),
+        gradient=Gradient(gradients.edge_softmax_backward, gradients.edge_softmax_setup),
         samples=_edge_softmax_samples,
         error_inputs=lambda: [
             ErrorInput((random_csr(6, 5, 14)[0], torch.ones(14, 1, 1)), r"\[E\] or \[E, H\]")
+        ],
+    )
+)
+
+
+def edge_softmax_backward_reference(rowptr: Tensor, alpha: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the logits of ``edge_softmax``: ``alpha * (grad - sum of alpha * grad by row)``.
+
+    Args:
+        rowptr: int64 ``[num_dst + 1]``.
+        alpha: result of ``edge_softmax``, ``[E]`` or ``[E, H]``.
+        grad: gradient of ``alpha``, of its shape.
+
+    Returns:
+        The shape of ``alpha``; at least FP32.
+    """
+    _check_softmax_grad(alpha, grad)
+    dtype = accumulate_dtype(alpha.dtype)
+    alpha, rows = alpha.to(dtype), edge_rows(rowptr, alpha.shape[0])
+    total = reduce_edges(alpha * grad, rows, rowptr.numel() - 1, "sum")
+    return alpha * (grad - total.index_select(0, rows))
+
+
+def _check_softmax_grad(alpha: Tensor, grad: Tensor) -> None:
+    check(
+        alpha.dim() in (1, 2) and same_shape(alpha.shape, grad.shape),
+        "edge_softmax_backward",
+        lambda: f"alpha {tuple(alpha.shape)} and grad {tuple(grad.shape)}: want one shape, [E] or [E, H]",
+    )
+
+
+def _edge_softmax_backward_fake(rowptr: Tensor, alpha: Tensor, grad: Tensor) -> Tensor:
+    _check_softmax_grad(alpha, grad)
+    return alpha.new_empty(alpha.shape, dtype=accumulate_dtype(alpha.dtype))
+
+
+def _edge_softmax_backward_samples() -> Sequence[tuple[Any, ...]]:
+    return [
+        (rowptr, edge_softmax_reference(rowptr, logits), logits.flip(0))
+        for rowptr, logits, _ in _edge_softmax_samples()
+    ]
+
+
+EDGE_SOFTMAX_BACKWARD = define(
+    Op(
+        name="edge_softmax_backward",
+        schema="(Tensor rowptr, Tensor alpha, Tensor grad) -> Tensor",
+        kind="edge",
+        family="edge_softmax",
+        counted_as="softmax",
+        features=("alpha", "grad"),
+        label="e{n}",
+        reference=edge_softmax_backward_reference,
+        fake=_edge_softmax_backward_fake,
+        cost=lambda rowptr, alpha, grad: Cost(nbytes(rowptr, alpha, grad) + numel(grad) * 4, numel(grad) * 4),
+        gradient=Gradient(gradients.softmax_backward_backward, gradients.softmax_backward_setup),
+        samples=_edge_softmax_backward_samples,
+        error_inputs=lambda: [
+            ErrorInput((random_csr(6, 5, 14)[0], torch.ones(14), torch.ones(14, 2)), "want one shape")
         ],
     )
 )
@@ -446,24 +423,6 @@ def segment_reduce_reference(
     x = x.to(accumulate_dtype(x.dtype))
     taken = x if perm is None else x.index_select(0, perm)
     return reduce_edges(taken, edge_rows(rowptr, taken.shape[0]), num_dst, reduce)
-
-
-def _segment_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rowptr, perm, x, reduce, num_dst = inputs
-    ctx.save_for_backward(rowptr, perm, x, output)
-    ctx.reduce, ctx.num_dst = reduce, num_dst
-
-
-def _segment_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rowptr, perm, x, out = ctx.saved_tensors
-    order = torch.arange(x.shape[0], device=x.device) if perm is None else perm
-    rows = edge_rows(rowptr, order.shape[0])
-    if ctx.reduce == "mean":
-        grad = grad / expand_value(rowptr.diff().clamp(min=1).to(grad.dtype), grad)
-    dtaken = grad.index_select(0, rows)
-    if ctx.reduce in ("max", "min"):
-        dtaken = dtaken * _extremum_weight(ctx, rowptr, order, None, x, out)
-    return None, None, torch.zeros_like(x).index_add(0, order, dtaken.to(x.dtype)), None, None
 
 
 def _segment_samples() -> Sequence[tuple[Any, ...]]:
@@ -495,7 +454,7 @@ SEGMENT_REDUCE = define(
         cost=lambda rowptr, perm, x, reduce, num_dst: Cost(
             nbytes(rowptr, perm, x) + size_expr(num_dst) * _row_elements(x) * 4, numel(x)
         ),
-        gradient=Gradient(_segment_backward, _segment_setup),
+        gradient=Gradient(gradients.segment_backward, gradients.segment_setup),
         quantized="qspmm",
         samples=_segment_samples,
         error_inputs=lambda: _bad_reduce(_segment_samples()[0], 3),

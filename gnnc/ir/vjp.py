@@ -1,0 +1,227 @@
+"""Vector-Jacobian products of bodies: the gradient of a body with respect to an operand is a body again.
+
+``body_gradients`` traces the products once for each body and shapes of its operands. The gradient of an
+``i``, ``j`` or ``e`` operand is a value for every edge; that of a ``c`` operand is summed over the edges
+that the body sees, so that the gradients of blocks of edges add up.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from gnnc.errors import UnsupportedError
+from gnnc.ir.body import body_inputs, body_text, parse_body
+from gnnc.ir.nodes import aten_name, op_name, outputs_of
+from gnnc.torch_private import OpOverload, schema
+
+_ALIASES = ("alias.default", "detach.default", "lift_fresh_copy.default")
+_RESHAPES = ("view.default", "_unsafe_view.default", "reshape.default", "expand.default")
+_FACTORIES = ("full", "zeros", "ones", "scalar_tensor", "empty", "new_full", "new_zeros", "new_ones")
+_EDGE_COUNTS = (7919, 6271, 5381, 4273)
+"""Primes of which one stands for the number of edges while a gradient is traced."""
+
+Cotangents = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Name, sizes and dtype of an operand of a body.
+
+    Attributes:
+        name: ``i0``, ``j0``, ``e0`` or ``c0``.
+        sizes: sizes of one edge's value; of a ``c`` operand all sizes.
+        dtype: its dtype.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def stand_in(self, edges: int) -> Tensor:
+        """Return a tensor without memory, of the operand's rows at ``edges`` edges."""
+        sizes = self.sizes if self.name[0] == "c" else (edges, *self.sizes)
+        return torch.empty(sizes, dtype=self.dtype, device="meta")
+
+
+@lru_cache(maxsize=1024)
+def body_gradients(
+    body: str, cotangents: Cotangents, operands: tuple[Operand, ...], wanted: tuple[str, ...]
+) -> dict[str, str]:
+    """Return the body of the gradient of every operand in ``wanted`` that the body's values depend on.
+
+    Args:
+        body: the body.
+        cotangents: function of the body's values and of all operands by name, which returns the gradient of
+            each value; as part of the key of the cache it must be one object for equal functions.
+        operands: the body's operands, and those that ``cotangents`` reads.
+        wanted: names of operands.
+
+    Raises:
+        UnsupportedError: the gradient is no body; the message names the op.
+    """
+    # A thread of its own has no modes of tracers that the caller may be in.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_traced, body, cotangents, operands, wanted).result()
+
+
+def _traced(
+    body: str, cotangents: Cotangents, operands: tuple[Operand, ...], wanted: tuple[str, ...]
+) -> dict[str, str]:
+    edges = _edge_count(operands)
+
+    def gradients(*tensors: Tensor) -> list[Tensor | None]:
+        given = dict(zip([operand.name for operand in operands], tensors, strict=True))
+        with torch.enable_grad():
+            leaves = {name: given[name].detach().requires_grad_() for name in wanted}
+            found = parse_body(body)(*[leaves.get(name, given[name]) for name in body_inputs(body)])
+        values = _for_every_edge(found, edges)
+        pairs = zip(values, cotangents([value.detach() for value in values], given), strict=True)
+        roots = [(value, grad.to(value.dtype)) for value, grad in pairs if value.requires_grad]
+        if not roots:
+            return [None] * len(wanted)
+        results, grads = zip(*roots, strict=True)
+        return list(torch.autograd.grad(results, list(leaves.values()), grads, allow_unused=True))
+
+    graph = make_fx(gradients)(*[operand.stand_in(edges) for operand in operands]).graph
+    for node, operand in zip(graph.find_nodes(op="placeholder"), operands, strict=True):
+        node.target = operand.name
+    _Cleaner(graph, edges).run()
+    found = dict(zip(wanted, outputs_of(graph), strict=True))
+    return {name: _single(graph, value) for name, value in found.items() if value is not None}
+
+
+def _edge_count(operands: tuple[Operand, ...]) -> int:
+    sizes = [size for operand in operands for size in operand.sizes]
+    return next(count for count in _EDGE_COUNTS if all(size == 0 or size % count for size in sizes))
+
+
+def _for_every_edge(found: Any, edges: int) -> list[Tensor]:
+    values = list(found) if isinstance(found, list | tuple) else [found]
+    return [v if v.shape[:1] == (edges,) or v.dim() == 0 else _expanded(v, edges) for v in values]
+
+
+def _expanded(value: Tensor, edges: int) -> Tensor:
+    return value.expand(edges, *value.shape[1:]) if value.shape[0] == 1 else value
+
+
+def _single(graph: Graph, value: Node) -> str:
+    """Return the text of the body that computes ``value``, one of the nodes of ``graph``."""
+    copies: dict[Node, Node] = {}
+    single = Graph()
+    single.graph_copy(graph, copies)
+    single.output(copies[value])
+    single.eliminate_dead_code()
+    return body_text(single)
+
+
+class _Cleaner:
+    """Rewriter of a traced gradient into calls that a body may hold."""
+
+    def __init__(self, graph: Graph, edges: int) -> None:
+        self.graph, self.edges = graph, edges
+        placeholders = graph.find_nodes(op="placeholder")
+        self.first = next((p for p in placeholders if p.target[0] != "c"), None)
+        self.last_placeholder = placeholders[-1]
+        self.count: Node | None = None
+
+    def run(self) -> None:
+        """Rewrite every node; drop unused ones."""
+        self.graph.eliminate_dead_code()
+        for node in list(self.graph.nodes):
+            if node.op == "get_attr":
+                raise UnsupportedError("[gnnc.vjp] the gradient of a body holds a constant tensor")
+            if node.op != "call_function":
+                continue
+            if aten_name(node) in _ALIASES:
+                node.replace_all_uses_with(node.args[0])
+                self.graph.erase_node(node)
+            elif op_name(node) in _FACTORIES:
+                self._make_new_full(node)
+            else:
+                self._clean(node)
+        self.graph.eliminate_dead_code()
+
+    def _clean(self, node: Node) -> None:
+        if not isinstance(node.target, OpOverload):
+            if node.target is not operator.getitem:
+                raise UnsupportedError(f"[gnnc.vjp] the gradient of a body calls {node.target}")
+            return
+        kept = ("device", "layout", "pin_memory", "memory_format")
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in kept and v is not None}
+        is_reshape = aten_name(node) in _RESHAPES
+        node.args = tuple(self._sizes(arg, is_reshape) for arg in node.args)
+
+    def _sizes(self, arg: Any, is_reshape: bool) -> Any:
+        """Replace the number of edges in an argument: by -1 in a shape, else by the size of an operand."""
+        if isinstance(arg, list | tuple):
+            return [self._sizes(item, is_reshape) for item in arg]
+        if not isinstance(arg, int) or isinstance(arg, bool) or arg <= 0 or arg % self.edges:
+            return arg
+        if is_reshape:
+            return -1
+        if arg != self.edges:
+            raise UnsupportedError("[gnnc.vjp] the gradient of a body reads a multiple of the edge count")
+        return self._edge_count()
+
+    def _edge_count(self) -> Node:
+        if self.count is None:
+            assert self.first is not None
+            with self.graph.inserting_after(self.last_placeholder):
+                size = torch.ops.aten.sym_size.int
+                self.count = self.graph.call_function(size, (self.first, 0))
+        return self.count
+
+    def _make_new_full(self, node: Node) -> None:
+        """Create the tensor on the device of an operand."""
+        value = node.meta["val"]
+        parameters = [a.name for a in schema(node.target).arguments]  # type: ignore[arg-type]
+        given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
+        fill = {"ones": 1, "new_ones": 1, "scalar_tensor": given.get("s")}.get(op_name(node), 0)
+        fill = given.get("fill_value", fill)
+        sizes = [self._sizes(size, False) for size in value.shape]
+        with self.graph.inserting_before(node):
+            like = self.first or self.last_placeholder
+            full = self.graph.call_function(
+                torch.ops.aten.new_full.default, (like, sizes, fill), {"dtype": value.dtype}
+            )
+        full.meta = dict(node.meta)
+        node.replace_all_uses_with(full)
+        self.graph.erase_node(node)
+
+
+def derived_body(body: str, result: Callable[[Graph, list[Node]], Node]) -> str:
+    """Return the body of a value that is computed from the values of ``body``.
+
+    Args:
+        body: the body.
+        result: adds nodes to the graph, given the body's values, and returns the last.
+    """
+    graph = Graph()
+    found = graph.graph_copy(parse_body(body).graph, {})
+    values = list(found) if isinstance(found, list | tuple) else [found]
+    graph.output(result(graph, values))
+    graph.eliminate_dead_code()
+    return body_text(graph)
+
+
+def rename_operands(body: str, names: Mapping[str, str]) -> str:
+    """Return the body, its operands renamed."""
+    graph = Graph()
+    graph.output(graph.graph_copy(parse_body(body).graph, {}))
+    for node in graph.find_nodes(op="placeholder"):
+        node.target = names.get(node.target, node.target)
+    return body_text(graph)
+
+
+def operand_of(name: str, tensor: Tensor) -> Operand:
+    """Return the record of the operand ``name``; its inner sizes are concrete."""
+    sizes = tensor.shape if name[0] == "c" else tensor.shape[1:]
+    return Operand(name, tuple(int(size) for size in sizes), tensor.dtype)
