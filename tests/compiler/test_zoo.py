@@ -1,13 +1,14 @@
 """Every model of the zoo, compiled, against eager: on the traced graph, another, and the smallest."""
 
+import functools
 from collections.abc import Iterable
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from bad_inputs import assert_refused
 from compare import SIZES, assert_close, eager, relative_error
+from shared_captures import shared_captures
 from slow import slow_but, slow_if
 from zoo import ZOO, prepared
 from zoo_layers import LAYERS
@@ -18,7 +19,7 @@ ALL = ZOO | LAYERS
 # Relative L2 error of the output, by precision.
 LIMIT = {"fp32": 1e-5, "bf16": 2e-2, "int8": 5e-2}
 LAYER_LIMIT = {"fp32": 1e-4, "int8": 5e-2}
-# `make test` runs these in every precision, and some of the others in one.
+# `make test` runs these, and some of the others.
 MAIN = ("gcn", "sage-mean", "gin", "gat")
 # Their own code asks whether there are edges, or takes a number: other captures serve other answers.
 BRANCHES_ON_SIZE = ("attention-returned", "hetero-conv", "hgt", "hypergraph", "models.AttentiveFP")
@@ -28,11 +29,17 @@ def build(name: str) -> torch.nn.Module:
     return prepared(ALL[name])
 
 
+@functools.lru_cache(maxsize=8)
+def arguments(name: str, nodes: int, edges: int, seed: int) -> Any:
+    """Return the arguments of a model: the same objects in every precision, so that a trace is shared."""
+    return ALL[name].arguments(nodes, edges, seed)
+
+
 def compare(name: str, compiled: Any, sizes: list[tuple[int, int]], limit: float) -> None:
     for seed, (nodes, edges) in enumerate(sizes):
-        args, kwargs = arguments = ALL[name].arguments(nodes, edges, seed)
+        args, kwargs = given = arguments(name, nodes, edges, seed)
         with torch.no_grad():
-            expected = eager(compiled.model, arguments)
+            expected = eager(compiled.model, given)
             if expected is not None:
                 assert_close(compiled(*args, **kwargs), expected, limit, (nodes, edges))
 
@@ -43,33 +50,38 @@ def refuse(name: str, compiled: Any, *, traced: bool = False) -> None:
     assert count >= 3
 
 
-def cases(names: Iterable[str], precisions: Iterable[str], every: int) -> list[Any]:
-    """Return parameters (name, precision); main models are fast, and so is one in ``every`` other in INT8."""
+def few(names: Iterable[str], every: int) -> list[Any]:
+    """Return names as parameters: the main models are fast, and so is one in ``every`` other."""
     return [
-        pytest.param(name, precision, id=f"{name}-{precision}", marks=slow_if(not fast))
-        for (place, name), precision in product(enumerate(names), precisions)
-        for fast in [name in MAIN or (precision == "int8" and place % every == 0)]
+        pytest.param(name, marks=slow_if(name not in MAIN and place % every > 0))
+        for place, name in enumerate(names)
     ]
 
 
-@pytest.mark.parametrize(("name", "precision"), cases(ZOO, LIMIT, every=2))
-def test_compiled_equals_eager(name: str, precision: str) -> None:
-    compiled = gnnc.compile(build(name), precision=precision)
-    compare(name, compiled, SIZES, LIMIT[precision])
-    if precision == "fp32":
-        refuse(name, compiled)
+@pytest.mark.parametrize("name", few(ZOO, every=3))
+def test_compiled_equals_eager(name: str) -> None:
+    model = build(name)
+    with shared_captures():
+        for precision, limit in LIMIT.items():
+            compiled = gnnc.compile(model, precision=precision)
+            compare(name, compiled, SIZES, limit)
+            if precision == "fp32":
+                refuse(name, compiled)
 
 
-@pytest.mark.parametrize(("name", "precision"), cases(LAYERS, LAYER_LIMIT, every=5))
-def test_layers_equal_eager(name: str, precision: str) -> None:
-    compiled = gnnc.compile(build(name), precision=precision)
-    # The first graph is a large one in FP32, the smallest in INT8: both must serve the others.
-    sizes = SIZES if precision == "fp32" else SIZES[:2] if name in BRANCHES_ON_SIZE else SIZES[::-1]
-    compare(name, compiled, sizes, LAYER_LIMIT[precision])
-    if name not in BRANCHES_ON_SIZE:
-        assert "\n  2. " not in compiled.explain()  # one capture serves all sizes
-    if precision == "fp32":
-        refuse(name, compiled)
+@pytest.mark.parametrize("name", few(LAYERS, every=6))
+def test_layers_equal_eager(name: str) -> None:
+    """The first graph is the largest for one half of the layers and the smallest for the other."""
+    model = build(name)
+    largest_first = name in BRANCHES_ON_SIZE or list(LAYERS).index(name) % 2 == 0
+    with shared_captures():
+        for precision, limit in LAYER_LIMIT.items():
+            compiled = gnnc.compile(model, precision=precision)
+            compare(name, compiled, SIZES if largest_first else SIZES[::-1], limit)
+            if name not in BRANCHES_ON_SIZE:
+                assert "\n  2. " not in compiled.explain()  # one capture serves all sizes
+            if precision == "fp32":
+                refuse(name, compiled)
 
 
 @pytest.mark.slow

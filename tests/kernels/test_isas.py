@@ -60,7 +60,7 @@ def slower() -> tuple[str, ...]:
 def test_slower(files: tuple[str, ...], isa: str) -> None:
     if isa not in slower():
         pytest.skip(f"{isa} is what every test uses here, or this CPU lacks it")
-    result = run(isa, "-m", "pytest", "-q", "-x", *(str(HERE / file) for file in files))
+    result = run(isa, "-m", "pytest", "-q", "-x", "-m", "not slow", *(str(HERE / file) for file in files))
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
 
 

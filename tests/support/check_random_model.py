@@ -1,18 +1,16 @@
 """The check of a random model: compiled in each precision, it computes what eager computes, within bounds."""
 
-import contextlib
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from random_models import Model, arguments
+from shared_captures import shared_captures
 from torch import Tensor, nn
 
 import gnnc
-from gnnc.compiler import build
 
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "int8": 5e-2}
 """Relative L2 error of a well-conditioned model."""
@@ -107,19 +105,3 @@ def sensitivity(model: nn.Module, args: Sequence[Tensor], want: Tensor, step: fl
         if moved is not None:
             changes.append(distance(moved, want))
     return max(changes, default=0.0)
-
-
-@contextlib.contextmanager
-def shared_captures() -> Iterator[None]:
-    """Trace each call of a model once for all precisions: a trace takes most of the time of a compile."""
-    traced: dict[Any, Any] = {}
-    capture_call = build.capture_call
-
-    def remembered(model: nn.Module, args: Any, kwargs: Any, known: Any, guesses: Any = None) -> Any:
-        key = id(model), tuple(map(id, args)), len(known), tuple((guesses or {}).items())
-        if key not in traced:
-            traced[key] = capture_call(model, args, kwargs, known, guesses)
-        return traced[key]
-
-    with mock.patch.object(build, "capture_call", remembered):
-        yield
