@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from gnnc.capture.hooks import global_hooks, hook_tables
 from gnnc.capture.sparse_components import forget_components
 from gnnc.capture.trace_lock import TRACES
 from gnnc.compiler.dispatch import Dispatch, device_of
@@ -27,7 +28,7 @@ from gnnc.compiler.options import (
 )
 from gnnc.compiler.program import Options, Program, precision_remarks
 from gnnc.compiler.transforms import refuse_trace
-from gnnc.errors import GnncError
+from gnnc.errors import GnncError, UnsupportedError
 from gnnc.passes.base import Pass, Property, first_with
 from gnnc.passes.pipeline import PIPELINE
 from gnnc.passes.quantization.saved_plan import Plan
@@ -35,6 +36,7 @@ from gnnc.paths import writing
 from gnnc.precision import Precision
 from gnnc.report import text
 from gnnc.runtime.backend import get_backend
+from gnnc.torch_private import GLOBAL_FORWARD_HOOKS
 
 
 def compile(  # noqa: A001  the name is the public contract
@@ -140,6 +142,25 @@ class CompiledModel(ModelProxy):
         self.options = options
         self._example_inputs = None if example_inputs is None else tuple(example_inputs)
         self._dispatch = Dispatch(model, options, self._example_inputs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled model, as ``forward`` does, and the hooks that are registered on it.
+
+        Hooks on all modules (``register_module_forward_hook``) run within the program, for the model and
+        its layers.
+
+        Raises:
+            UnsupportedError: there are hooks on all modules, and others on the compiled model.
+        """
+        if not any(GLOBAL_FORWARD_HOOKS) or not global_hooks():
+            return super().__call__(*args, **kwargs)
+        if any(hook_tables(vars(self))):
+            raise UnsupportedError(
+                f"[{type(self.model).__name__}] hooks on all modules run within the compiled model, "
+                "and hooks on the compiled model after it, in another order than in eager: register the "
+                "latter on the model that was compiled"
+            )
+        return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled model.

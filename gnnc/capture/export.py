@@ -23,7 +23,7 @@ from gnnc.capture.arguments import Call, Leaf, call_forms, flatten_call, rebuild
 from gnnc.capture.diagnose import diagnosis
 from gnnc.capture.functionalize import functional
 from gnnc.capture.guards import Guards, guards_of
-from gnnc.capture.hooks import refuse_global_hooks, refuse_registration_hooks
+from gnnc.capture.hooks import refuse_registration_hooks
 from gnnc.capture.lazy_layers import materialize
 from gnnc.capture.private_copy import private_copy
 from gnnc.capture.pyg_data import Container
@@ -31,7 +31,7 @@ from gnnc.capture.pyg_patches import exportable
 from gnnc.capture.quiet import quiet
 from gnnc.capture.read_fields import FieldRecord, Reads
 from gnnc.capture.recurrent import RecurrentMode
-from gnnc.capture.side_effects import call_alone, run_alone, undone
+from gnnc.capture.side_effects import call_alone, global_hooks_checked, run_alone, undone
 from gnnc.capture.size_guards import at_least_two, between_sizes, watched
 from gnnc.capture.sparse_operand import SparseMode, operand
 from gnnc.capture.sparse_state import Hidden
@@ -123,14 +123,13 @@ def capture(
     and sizes that differ from theirs become symbolic. ``guesses`` are values that forward may ask about.
     """
     call = flatten_call(model, args, kwargs or {})
-    refuse_global_hooks(type(model).__name__)
     refuse_registration_hooks(type(model).__name__)
     materialize(model, args, kwargs or {})
     constants = [leaf.value for leaf in call.leaves if leaf.kind == "constant"]
     copy = private_copy(model)
     plain = torch.inference_mode(False)  # within it, tensors do not count the writes into them
     with TRACES.tracing(), confined(copy), _seed_kept(), undone(copy, constants), exportable(copy), plain:
-        with torch.no_grad():
+        with torch.no_grad(), global_hooks_checked(copy):
             entry = _Entry(copy, call)
             entry.guesses = dict(guesses or {})
             varying = _varying(call, known)

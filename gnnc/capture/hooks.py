@@ -1,4 +1,4 @@
-"""Hooks of torch and PyG: the tables that an eager call runs, and the refusal of hooks on all modules.
+"""Hooks of torch and PyG: the tables that an eager call runs, and the refusal of hooks on registration.
 
 PyG skips the hooks of ``MessagePassing`` wherever ``is_compiling()`` holds, which a trace answers with yes; a
 captured layer takes the branch that runs them.
@@ -6,7 +6,6 @@ captured layer takes the branch that runs them.
 
 import types
 from collections.abc import Callable, Mapping
-from itertools import filterfalse
 from typing import Any
 
 from torch import nn
@@ -60,20 +59,14 @@ def _never() -> bool:
     return False
 
 
-def refuse_global_hooks(owner: str) -> None:
-    """Refuse forward hooks on all modules: a compiled call has no modules that could run them.
-
-    Raises:
-        UnsupportedError: names the hook.
-    """
-    for table in GLOBAL_FORWARD_HOOKS:
-        for hook in filterfalse(_is_of_torch, table.values()):
-            raise UnsupportedError(
-                f"[{owner}] {_name(hook)} is a hook on all modules (register_module_forward_hook or "
-                "register_module_forward_pre_hook), which a compiled call would not run inside the model: "
-                "remove it (handle.remove()), or register it on the modules that it is for, before or "
-                "after compile"
-            )
+def global_hooks() -> list[tuple[dict[int, Callable[..., Any]], int, Callable[..., Any]]]:
+    """Return the forward hooks on all modules, without torch's own: their tables, keys and functions."""
+    return [
+        (table, key, hook)
+        for table in GLOBAL_FORWARD_HOOKS
+        for key, hook in list(table.items())
+        if not is_of_torch(hook)
+    ]
 
 
 def refuse_registration_hooks(owner: str) -> None:
@@ -85,16 +78,17 @@ def refuse_registration_hooks(owner: str) -> None:
     for table in GLOBAL_REGISTRATION_HOOKS:
         for hook in table.values():
             raise UnsupportedError(
-                f"[{owner}] {_name(hook)} is a hook on the registration of all modules, parameters or "
+                f"[{owner}] {name_of(hook)} is a hook on the registration of all modules, parameters or "
                 "buffers, which would run on what a capture registers for itself: remove it "
                 "(handle.remove()) before the model is compiled or called for the first time"
             )
 
 
-def _is_of_torch(hook: Callable[..., Any]) -> bool:
+def is_of_torch(hook: Callable[..., Any]) -> bool:
     """Return whether a hook is torch's own: those of its counters and profilers only look."""
     return str(getattr(hook, "__module__", None)).startswith("torch.")
 
 
-def _name(hook: Callable[..., Any]) -> str:
+def name_of(hook: Callable[..., Any]) -> str:
+    """Return the name of a hook, for people."""
     return getattr(hook, "__qualname__", type(hook).__name__)

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from gnnc.capture.hooks import MESSAGE_HOOKS, hook_tables
+from gnnc.capture.hooks import MESSAGE_HOOKS, global_hooks, hook_tables
 from gnnc.capture.live_views import Views, content
 from gnnc.capture.reachable_code import ANY_NAME, is_library, is_user_function, is_user_module, names_of
+from gnnc.torch_private import GLOBAL_FORWARD_HOOKS
 
 NO_CONSTANTS = frozenset(("training", "_parameters", "_buffers", "_modules"))
 """Attributes of a module that are no constants: read at each call, or looked into as tables."""
@@ -84,6 +85,8 @@ class ObjectGraph:
             self._number(module, 0, "")
         for number, module in enumerate(modules.values()):
             self._open_module(number, module)
+        if modules:
+            self._open_global_hooks()
         self._walk()
 
     @staticmethod
@@ -213,6 +216,12 @@ class ObjectGraph:
             if name not in _APART:
                 self._enter_named(number, name, value, type(module))
         self._open_class(number, type(module))
+
+    def _open_global_hooks(self) -> None:
+        for table in GLOBAL_FORWARD_HOOKS:
+            self.views.add(table, table.values())
+        for _, key, hook in global_hooks():
+            self._enter(0, ("global", f"hook {key} on all modules"), hook)
 
     def _open(self, number: int, value: Any) -> None:
         kind = type(value)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gnnc.capture.arguments import signature_of
-from gnnc.capture.hooks import hook_tables
+from gnnc.capture.hooks import global_hooks, hook_tables, name_of
 from gnnc.capture.model_snapshot import NO_CONSTANTS
 from gnnc.capture.private_copy import is_plain
 from gnnc.capture.pyg_data import Container, to_dicts
+from gnnc.capture.trace_lock import TRACES
 from gnnc.errors import CaptureError
 from gnnc.torch_private import FakeTensor, forward_pre_hooks, pytree
 
@@ -44,6 +45,7 @@ def undone(model: nn.Module, arguments: Iterable[Any], without: Collection[nn.Mo
     """
     kept: dict[int, tuple[Any, Any]] = {}
     hooks = [hook for _, table in _hook_tables(model) for hook in table.values()]
+    hooks += [hook for _, _, hook in global_hooks()]
     held = [vars(module).items() for module in model.modules()]
     values = {f"{number}.{name}": value for number, table in enumerate(held) for name, value in table}
     objects = [value for _, value in _plain_objects(_entries(values))]
@@ -240,6 +242,50 @@ def _hooks_checked(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def global_hooks_checked(model: nn.Module) -> Iterator[None]:
+    """Run hooks on all modules for the modules of a model alone; refuse those that change no result.
+
+    The tables are those of all threads: hooks run elsewhere as they are.
+    """
+    modules = {id(module) for module in model.modules()}
+    hooks = [(*place, _TracedGlobalHook(place[-1], modules)) for place in global_hooks()]
+    for table, key, _, traced in hooks:
+        table[key] = traced
+    try:
+        yield
+    finally:
+        for table, key, hook, traced in hooks:
+            if table.get(key) is traced:
+                table[key] = hook
+    for _, _, hook, traced in hooks:
+        if traced.has_run and not traced.has_effect:
+            raise CaptureError(
+                f"[{type(model).__name__}] the hook {name_of(hook)} on all modules returns nothing, so that "
+                "compiled calls would not run it: remove it (handle.remove()), or let forward return what it "
+                "looks at"
+            )
+
+
+class _TracedGlobalHook:
+    """A hook on all modules that a trace runs for the modules of its model, and notes its effect."""
+
+    def __init__(self, hook: Callable[..., Any], modules: set[int]) -> None:
+        self.hook, self.modules = hook, modules
+        self.has_run = self.has_effect = False
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not TRACES.traces_here():
+            return self.hook(module, *args, **kwargs)
+        if id(module) not in self.modules:  # a module of the trace itself
+            return None
+        before = _versions(args)
+        result = self.hook(module, *args, **kwargs)
+        self.has_run = True
+        self.has_effect |= result is not None or _versions(args) != before
+        return result
+
+
 def _hook_tables(model: nn.Module) -> list[tuple[str, dict[int, Callable[..., Any]]]]:
     """Return the tables of hooks, and the paths of their modules."""
     modules = list(model.named_modules(prefix="self"))
@@ -252,10 +298,10 @@ def _checked(hook: Callable[..., Any], path: str, model: nn.Module) -> Callable[
         before = _versions(args)
         result = hook(*args, **kwargs)
         if result is None and _versions(args) == before:
-            name = getattr(hook, "__qualname__", type(hook).__name__)
             raise CaptureError(
-                f"[{type(model).__name__}] the hook {name} of {path} returns nothing, so that compiled calls "
-                "would not run it: remove it (handle.remove()), or let forward return what it looks at"
+                f"[{type(model).__name__}] the hook {name_of(hook)} of {path} returns nothing, so that "
+                "compiled calls would not run it: remove it (handle.remove()), or let forward return what it "
+                "looks at"
             )
         return result
 

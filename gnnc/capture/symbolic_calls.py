@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gnnc.capture.hooks import hook_tables
+from gnnc.capture.hooks import global_hooks, hook_tables
 from gnnc.capture.thread_patches import replaced
 
 _INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
@@ -142,6 +142,8 @@ def _reachable(model: nn.Module, classes: Iterable[type]) -> list[FunctionType]:
         for table in hook_tables(vars(module)):
             for hook in table.values():
                 search.add(hook)
+    for _, _, hook in global_hooks():
+        search.add(hook)
     for kind in classes:
         search.add(kind)
     return search.run()

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.fx.proxy import TraceError
 
 from gnnc.capture.arguments import Call, flatten_call
-from gnnc.capture.hooks import refuse_global_hooks
 from gnnc.capture.lazy_layers import has_lazy_layers
 from gnnc.capture.model_snapshot import ModelSnapshot, autocast_mode
 from gnnc.capture.pyg_data import to_dicts
@@ -40,7 +39,7 @@ from gnnc.locks import renew_at_fork
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.program.checks import OutOfRange
 from gnnc.runtime.program.memory import OutputPool
-from gnnc.torch_private import GLOBAL_FORWARD_HOOKS, pytree
+from gnnc.torch_private import pytree
 
 _MOST_FORMS = 256
 """Forms of calls that are remembered with their programs."""
@@ -112,8 +111,6 @@ class Dispatch:
         """Run the model on the arguments of a call; see ``CompiledModel.forward``."""
         if torch.compiler.is_dynamo_compiling():
             refuse_trace(type(self._model).__name__, "torch.compile or torch.export")
-        if any(GLOBAL_FORWARD_HOOKS):
-            refuse_global_hooks(type(self._model).__name__)
         if may_be_transformed():
             refuse_transforms(self._model, to_dicts((args, kwargs)), self._constants)
         self._drop_stale_programs()

@@ -1,13 +1,20 @@
 """Hooks: modules' and PyG layers' own run in compiled calls; hooks on all modules are refused by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
-from torch_geometric.nn import GraphConv, MessagePassing, SAGEConv, global_mean_pool, to_hetero_with_bases
+from torch_geometric.nn import (
+    GraphConv,
+    GraphSAGE,
+    MessagePassing,
+    SAGEConv,
+    global_mean_pool,
+    to_hetero_with_bases,
+)
 
 import gnnc
 from gnnc.capture.hooks import MESSAGE_HOOKS
@@ -177,28 +184,91 @@ def test_to_hetero_with_bases_weights_messages_by_edge_type(layer: Any, precisio
     assert all(error(found[kind], right[kind]) < BOUNDS[precision] for kind in sizes)
 
 
-GLOBAL_HOOKS: dict[str, Callable[..., Any]] = {
-    "register_module_forward_hook": lambda _, __, out: out * 2 if isinstance(out, Tensor) else None,
-    "register_module_forward_pre_hook": lambda *_: None,
+def doubled_linears(module: nn.Module, _args: Any, result: Any) -> Any:
+    return result * 2 if type(module).__name__ == "Linear" else None
+
+
+def doubled_results(_module: nn.Module, _args: Any, result: Any) -> Any:
+    return result * 2 if isinstance(result, Tensor) else None
+
+
+def shifted_arguments(_module: nn.Module, args: Any) -> Any:
+    return tuple(a + 1 if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+
+
+def written_results(module: nn.Module, _args: Any, result: Any) -> None:
+    if type(module).__name__ == "Linear":
+        result.add_(1)
+
+
+GLOBAL_HOOKS: dict[str, tuple[str, Callable[..., Any], dict[str, bool]]] = {
+    "of one kind of module": ("register_module_forward_hook", doubled_linears, {}),
+    "of every module": ("register_module_forward_hook", doubled_results, {}),
+    "before": ("register_module_forward_pre_hook", shifted_arguments, {}),
+    "that writes": ("register_module_forward_hook", written_results, {}),
+    "always called": ("register_module_forward_hook", doubled_linears, {"always_call": True}),
 }
 
 
-@pytest.mark.parametrize("register", GLOBAL_HOOKS)
-@pytest.mark.parametrize("examples", [None, (X, EDGES)])
+@pytest.fixture(params=GLOBAL_HOOKS)
+def hooked(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
+    """Return a function that registers a hook on all modules, which ends with the test."""
+    register, hook, options = GLOBAL_HOOKS[request.param]
+    handles = []
+
+    def add() -> Any:
+        handles.append(getattr(nn_module, register)(hook, **options))
+        return handles[-1]
+
+    yield add
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.first(6)
+@pytest.mark.parametrize("examples", [None, (X, EDGES)], ids=["no examples", "examples"])
 @torch.no_grad()
-def test_forward_hooks_on_all_modules_are_refused(register: str, examples: Any) -> None:
-    model = GraphConv(WIDTH, WIDTH).eval()
-    compiled, right = gnnc.compile(model, "fp32"), model(X, EDGES)
-    compiled(X, EDGES)
-    handle = getattr(nn_module, register)(GLOBAL_HOOKS[register])
+def test_hooks_on_all_modules_run_once_for_each_module(hooked: Callable[[], Any], examples: Any) -> None:
+    torch.manual_seed(0)
+    model = GraphSAGE(WIDTH, WIDTH, 2).eval()
+    without = model(X, EDGES)
+    compiled = gnnc.compile(model, "fp32", example_inputs=examples)
+    assert error(compiled(X, EDGES), without) < 1e-5
+    handle = hooked()
+    expected = model(X, EDGES)
+    assert error(expected, without) > 0.01
+    assert error(compiled(X, EDGES), expected) < 1e-5
+    assert error(gnnc.compile(model, "fp32", example_inputs=examples)(X, EDGES), expected) < 1e-5
+    handle.remove()
+    assert error(compiled(X, EDGES), without) < 1e-5
+
+
+@torch.no_grad()
+def test_a_hook_on_all_modules_that_only_looks_is_refused() -> None:
+    compiled = gnnc.compile(GraphConv(WIDTH, WIDTH).eval(), "fp32")
+    handle = nn_module.register_module_forward_hook(lambda *_: None)
     try:
-        with pytest.raises(gnnc.UnsupportedError, match=r"\[GraphConv\] <lambda> is a hook on all modules"):
+        with pytest.raises(gnnc.CaptureError, match=r"the hook .*<lambda> on all modules returns nothing"):
             compiled(X, EDGES)
-        with pytest.raises(gnnc.UnsupportedError, match=r"\[GraphConv\] <lambda> is a hook on all modules"):
-            gnnc.compile(model, "fp32", example_inputs=examples)(X, EDGES)
+        assert nn_module._global_forward_hooks[handle.id].__name__ == "<lambda>"
     finally:
         handle.remove()
-    assert error(compiled(X, EDGES), right) < 1e-5
+    compiled(X, EDGES)
+
+
+@torch.no_grad()
+def test_hooks_on_all_modules_beside_one_on_the_compiled_model_are_refused() -> None:
+    compiled = gnnc.compile(GraphConv(WIDTH, WIDTH).eval(), "fp32")
+    own = compiled.register_forward_hook(doubled_results)
+    handle = nn_module.register_module_forward_hook(doubled_results)
+    try:
+        with pytest.raises(gnnc.UnsupportedError, match=r"\[GraphConv\] hooks on all modules"):
+            compiled(X, EDGES)
+    finally:
+        handle.remove()
+    twice = compiled(X, EDGES)
+    own.remove()
+    assert torch.equal(twice, 2 * compiled(X, EDGES))
 
 
 @pytest.mark.parametrize(
