@@ -89,16 +89,18 @@ class Assign:
         self, node: Node, fixed: dict[Node, str], wanted: Precision, chosen: bool, ctx: Context
     ) -> str | None:
         reason = self._must_be_fp32(node, fixed)
-        if reason is not None or chosen or not wanted.is_integer:
-            return reason
         op = op_of(node)
         assert op is not None
+        if reason is None and wanted.is_integer and op.quantized is None:
+            return f"{op.name} has no integer form"
+        if reason is not None or chosen or not wanted.is_integer:
+            return reason
         return self._too_narrow(node, op, wanted, ctx)
 
     def _must_be_fp32(self, node: Node, fixed: dict[Node, str]) -> str | None:
         op = op_of(node)
         assert op is not None
-        if op.name == "edge_softmax":
+        if op.counted_as == "softmax":
             return "edge softmax is computed in FP32"
         if node in fixed:
             return fixed[node]

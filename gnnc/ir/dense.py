@@ -1,4 +1,4 @@
-"""Dense op: matrix product with a weight, and its integer form."""
+"""Dense ops: matrix product with a weight, its integer form, and the product over nodes for its gradient."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnnc.ir.nodes import may_be_same_shape
 from gnnc.ir.op import (
     Cost,
     ErrorInput,
@@ -58,20 +59,23 @@ def _gemm_cost(x: Tensor, w: Tensor, bias: Tensor | None = None, w_is_kn: bool =
 
 def _gemm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, bias, w_is_kn = inputs
-    ctx.save_for_backward(x, w)
-    ctx.has_bias, ctx.w_is_kn = bias is not None, w_is_kn
+    ctx.save_for_backward(x, w, bias)
+    ctx.w_is_kn = w_is_kn
 
 
 def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, w = ctx.saved_tensors
-    gemm = torch.ops.gnnc.gemm
-    rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    dx = gemm(grad, w, None, not ctx.w_is_kn).to(x.dtype) if ctx.needs_input_grad[0] else None
-    dw = None
-    if ctx.needs_input_grad[1]:
-        left, right = (rows, grads) if ctx.w_is_kn else (grads, rows)
-        dw = gemm(left.t(), right, None, True).to(w.dtype)
-    return dx, dw, grads.sum(0) if ctx.has_bias else None, None
+    x, w, bias = ctx.saved_tensors
+    wants_x, wants_w = ctx.needs_input_grad[:2]
+    gnnc = torch.ops.gnnc
+    dx = gnnc.gemm(grad, w.to(grad.dtype), None, not ctx.w_is_kn).to(x.dtype) if wants_x else None
+    dw = dbias = None
+    if wants_w:
+        left, right = (x, grad) if ctx.w_is_kn else (grad, x)
+        dw = gnnc.gemm_tn(left, right).to(w.dtype)
+    if bias is not None and ctx.needs_input_grad[2]:
+        rows = list(range(grad.dim() - 1))
+        dbias = (grad.sum(rows) if rows else grad).to(bias.dtype)
+    return dx, dw, dbias, None
 
 
 def _gemm_samples() -> Sequence[tuple[Any, ...]]:
@@ -103,6 +107,84 @@ GEMM = define(
         quantized="qgemm",
         samples=_gemm_samples,
         error_inputs=lambda: [ErrorInput((torch.ones(2, 3), torch.ones(4, 5)), "inner width")],
+    )
+)
+
+
+def gemm_tn_reference(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a.T @ b``, summed over all rows: the gradient of a weight that every row was multiplied with.
+
+    Args:
+        a: floating ``[..., K]``.
+        b: floating ``[..., O]``, of as many rows.
+
+    Returns:
+        ``[K, O]``; 16-bit operands are multiplied and summed in FP32 and give FP32.
+    """
+    _check_rows(a, b)
+    dtype = accumulate_dtype(torch.promote_types(a.dtype, b.dtype))
+    left, right = (t.reshape(-1, t.shape[-1]) if t.numel() else t.reshape(0, t.shape[-1]) for t in (a, b))
+    return left.t().to(dtype) @ right.to(dtype)
+
+
+def _check_rows(a: Tensor, b: Tensor) -> None:
+    check(
+        a.dim() == b.dim() >= 1 and may_be_same_shape(a.shape[:-1], b.shape[:-1]),
+        "gemm_tn",
+        lambda: f"a {tuple(a.shape)} and b {tuple(b.shape)} do not have the same rows",
+    )
+
+
+def _gemm_tn_fake(a: Tensor, b: Tensor) -> Tensor:
+    _check_rows(a, b)
+    dtype = accumulate_dtype(torch.promote_types(a.dtype, b.dtype))
+    return a.new_empty((a.shape[-1], b.shape[-1]), dtype=dtype)
+
+
+def _gemm_tn_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gemm_tn_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    wants_a, wants_b = ctx.needs_input_grad
+    gemm = torch.ops.gnnc.gemm
+    da = gemm(b.to(grad.dtype), grad).to(a.dtype) if wants_a else None
+    db = gemm(a.to(grad.dtype), grad, None, True).to(b.dtype) if wants_b else None
+    return da, db
+
+
+def _gemm_tn_samples() -> Sequence[tuple[Any, ...]]:
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+    return [
+        (rand(9, 7), rand(9, 3)),
+        (rand(2, 3, 4), rand(2, 3, 5)),
+        (rand(0, 4), rand(0, 6)),
+        (rand(5, 7).bfloat16(), rand(5, 3).bfloat16()),
+    ]
+
+
+GEMM_TN = define(
+    Op(
+        name="gemm_tn",
+        schema="(Tensor a, Tensor b) -> Tensor",
+        kind="dense",
+        family="gemm",
+        features=("a", "b"),
+        low_operands=("a", "b"),
+        counted_as="gemm",
+        label="dw{n}",
+        reference=gemm_tn_reference,
+        fake=_gemm_tn_fake,
+        cost=lambda a, b: Cost(
+            nbytes(a, b) + size_expr(a.shape[-1]) * size_expr(b.shape[-1]) * 4,
+            numel(a) * size_expr(b.shape[-1]) * 2,
+        ),
+        gradient=Gradient(_gemm_tn_backward, _gemm_tn_setup),
+        samples=_gemm_tn_samples,
+        error_inputs=lambda: [ErrorInput((torch.ones(2, 3), torch.ones(4, 3)), "the same rows")],
     )
 )
 

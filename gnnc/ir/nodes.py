@@ -186,6 +186,11 @@ def same_shape(a: Collection[Any], b: Collection[Any]) -> bool:
     return len(a) == len(b) and all(map(same_size, a, b))
 
 
+def may_be_same_shape(a: Collection[Any], b: Collection[Any]) -> bool:
+    """Return whether two shapes are equal for some value of their symbols, as far as is known."""
+    return len(a) == len(b) and not any(statically_known_true(x != y) for x, y in zip(a, b, strict=True))
+
+
 def all_ones(sizes: Collection[Any]) -> bool:
     """Return whether every size is 1."""
     return all(statically_known_true(size == 1) for size in sizes)

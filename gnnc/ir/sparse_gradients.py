@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gnnc.ir.edge_gradients import Edges, divide_by_degree, message_gradients
-from gnnc.ir.nodes import same_shape
+from gnnc.ir.nodes import may_be_same_shape
 
 _EXTREMA = ("max", "min")
 
@@ -74,7 +74,9 @@ def _value_gradient(rowptr: Tensor, col: Tensor, value: Tensor, grad: Tensor, x:
 
 def _unbroadcast(grad: Tensor, like: Tensor) -> Tensor:
     """Return ``grad``, summed over the dimensions in which ``like`` was broadcast, in its dtype."""
-    return (grad if same_shape(grad.shape, like.shape) else grad.sum_to_size(like.shape)).to(like.dtype)
+    return (grad if may_be_same_shape(grad.shape, like.shape) else grad.sum_to_size(like.shape)).to(
+        like.dtype
+    )
 
 
 def sddmm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -121,7 +123,7 @@ def _sum_of_rows(
 
 def _broadcast_rows(rows: Tensor, sizes: Any) -> Tensor:
     """Return ``rows``, each broadcast to ``sizes``."""
-    if same_shape(rows.shape[1:], sizes):
+    if may_be_same_shape(rows.shape[1:], sizes):
         return rows
     missing = [1] * (len(sizes) + 1 - rows.dim())
     return rows.reshape(rows.shape[0], *missing, *rows.shape[1:]).expand(rows.shape[0], *sizes)

@@ -121,6 +121,7 @@ def _check_dtypes(x: Node, w: Node) -> None:
         raise Refusal(f"the weight is {w.meta['val'].dtype}")
     if x.meta["val"].dim() != 2:
         raise Refusal("the activations are not a matrix")
+    build.fixed_width(x)
 
 
 def _put_first(program: RowProgram, name: str, index: int) -> None:

@@ -7,10 +7,13 @@ import pytest
 import torch
 from edge_matrices import edge_matrices
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gnnc.ir import REGISTRY
 from gnnc.ir.structure import csr_reference
+from gnnc.runtime.plans import gemm
+from gnnc.runtime.registry import Decline
 
 GNNC = torch.ops.gnnc
 WIDTHS = (1, 7, 47)
@@ -229,7 +232,49 @@ def test_no_rule_makes_features_for_every_edge(name: str) -> None:
     assert any(leaf.grad is not None and bool(leaf.grad.any()) for leaf in leaves)
 
 
+@pytest.mark.parametrize("rows", [(9,), (2, 3), (0,), ()])
+@pytest.mark.parametrize("is_kn", [False, True])
+def test_gemm(rows: tuple[int, ...], is_kn: bool) -> None:
+    for inner, outer in ((1, 1), (7, 47), (47, 3)):
+        w = rand(inner, outer) if is_kn else rand(outer, inner)
+        check("gemm", rand(*rows, inner), w, rand(outer), is_kn)
+        check("gemm_tn", rand(*rows, inner), rand(*rows, outer))
+
+
+def test_the_gradient_of_a_product_makes_no_views_of_matrices() -> None:
+    def gradients_of(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(GNNC.gemm(x, w).square().sum(), (x, w))
+
+    graph = make_fx(gradients_of)(rand(9, 7).requires_grad_(), rand(3, 7).requires_grad_()).graph
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert "gnnc.gemm_tn.default" in names
+    assert not any("view" in name or "reshape" in name or "aten.t." in name for name in names)
+
+
+def test_the_gradient_of_relu_reads_one_bit_a_value() -> None:
+    x = torch.cat([rand(9, 47), torch.tensor([[0.0, -0.0, float("nan"), -1, 1] * 9 + [2.0, -3.0]])])
+    grad = rand(10, 47)
+    mask = GNNC.relu_mask(x.relu())
+    assert mask.shape == (10, 6)
+    expected = torch.ops.aten.threshold_backward(grad, x.relu(), 0)
+    assert torch.equal(GNNC.relu_backward(grad, mask), expected)
+
+
+def test_no_kernel_takes_a_product_over_a_symbolic_width() -> None:
+    def product(x: Tensor, grad: Tensor) -> Tensor:
+        return GNNC.gemm(x.t(), grad, None, True)
+
+    args = torch.randn(9, 7), torch.randn(9, 3)
+    (node,) = make_fx(product, tracing_mode="symbolic")(*args).graph.find_nodes(
+        op="call_function", target=GNNC.gemm.default
+    )
+    decline = gemm.plan(node)
+    assert isinstance(decline, Decline)
+    assert "is not fixed" in decline.reason
+
+
 SECOND = (
+    "gemm-0 gemm-3 gemm_tn-0 gemm_tn-1 relu_backward-0 "
     "spmm-5 spmm-6 sddmm-0 sddmm-3 sddmm-4 edge_softmax-1 edge_softmax_backward-1 segment_reduce-0 "
     "edge_map-0 message-0 message-2 message-5 message-7 edge_sum-1"
 ).split()
