@@ -25,7 +25,7 @@ BLOCK_VALUES = 1 << 17
 _MIN_EDGES = 512
 _EDGE_MULTIPLE = 768
 """Padding of a block: a multiple of this many edges splits among 24 threads in whole vectors."""
-_GROUPS = ("dst", "src", "edge", "const")
+GROUPS = ("dst", "src", "edge", "const")
 _STORE = (int(Op.STORE_F32), 0, 0, 0)
 
 Tensors = list[Tensor]
@@ -56,25 +56,31 @@ class EdgeBlocks:
         """Choose the block size by the body's widest value; refuse results that are not float32."""
         if node.meta["val"].dtype != torch.float32:
             raise Refusal(f"the result is {node.meta['val'].dtype}")
-        operands = {
-            f"{kind}{number}": value.meta["val"]
-            for kind, group in zip("ijec", unpack(node, *_GROUPS), strict=True)
-            for number, value in enumerate(group)
-        }
-        for value in (node, *operands.values()):
-            build.fixed_width(value)
+        build.fixed_width(node)
         body, reduce = argument(node, "body"), argument(node, "reduce", None)
         reductions = () if reduce is None else tuple(reduce.split(","))
-        return Plan(body, reductions, max(BLOCK_VALUES // widest_value(body, operands), _MIN_EDGES))
+        return Plan(body, reductions, block_edges(node))
 
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: Emitter) -> None:
         """Write the call."""
         rowptr, col = (emitter.vector(operand(node, name)) for name in ("rowptr", "col"))
-        groups = [emitter.argument(list(group)) for group in unpack(node, *_GROUPS)]
+        groups = [emitter.argument(list(group)) for group in unpack(node, *GROUPS)]
         out = emitter.allocate(node, dense=True)
         run = emitter.bind(run_blocks, "edge_blocks")
         emitter.call(run, [emitter.bind(plan, "plan"), rowptr, col, *groups, out.written])
+
+
+def block_edges(node: Node) -> int:
+    """Return the edges of a block by the body's widest value; raise Refusal where a width is not fixed."""
+    operands = {
+        f"{kind}{number}": value.meta["val"]
+        for kind, group in zip("ijec", unpack(node, *GROUPS), strict=True)
+        for number, value in enumerate(group)
+    }
+    for value in operands.values():
+        build.fixed_width(value)
+    return max(BLOCK_VALUES // widest_value(argument(node, "body"), operands), _MIN_EDGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,7 @@ def _values(
     edges = slice(block.first_edge, block.last_edge)
     count = block.last_edge - block.first_edge
     sources = _padded(col[edges])
-    rows = _padded(_rows(block, rowptr)) if dst else sources
+    rows = _padded(rows_of(block, rowptr)) if dst else sources
     results = evaluate_body(
         plan.body,
         [t.index_select(0, rows) for t in dst],
@@ -184,7 +190,8 @@ def _padded(values: Tensor) -> Tensor:
     return F.pad(values, (0, 0) * (values.dim() - 1) + (0, -values.shape[0] % _EDGE_MULTIPLE))
 
 
-def _rows(block: Block, rowptr: Tensor) -> Tensor:
+def rows_of(block: Block, rowptr: Tensor) -> Tensor:
+    """Return the row of every edge of a block."""
     count = block.last_edge - block.first_edge
     if not block.whole:
         return torch.full((count,), block.first_row)

@@ -6,6 +6,7 @@ from kernel_graphs import same_at_any_thread_count
 
 import gnnc
 from gnnc.runtime.backend import get_backend
+from gnnc.runtime.cpu.edge_sum import sum_blocks
 from gnnc.runtime.cpu.message import BLOCK_VALUES, Plan, run_blocks, split
 
 GATV2 = (
@@ -63,6 +64,24 @@ def test_a_value_for_each_edge(edges, hub, size):
     out = torch.full((edges, 2), float("nan"))
     run_blocks(Plan(GATV2, (), size), rowptr, col, [x["i"]], [x["j"]], [], [x["c"]], out)
     torch.testing.assert_close(out, expected)
+
+
+WEIGHT_GRADIENT = (
+    "t0 = aten.add.Tensor(j0, e0); t1 = aten.view.default(t0, [-1, 6]); t2 = aten.view.default(i0, [-1, 6]); "
+    "t3 = aten.t.default(t1); t4 = aten.mm.default(t3, t2); return t4"
+)
+
+
+@GRAPHS
+@pytest.mark.parametrize("size", [1, 16, 1000])
+def test_sums_over_all_edges(edges, hub, size):
+    rowptr, col = graph(edges, hub)
+    given = operands(edges)
+    groups = [given["i"]], [given["j"]], [given["e"]], []
+    out = torch.full((6, 6), float("nan"))
+    sum_blocks(WEIGHT_GRADIENT, size, rowptr, col, *groups, out)
+    expected = torch.ops.gnnc.edge_sum(rowptr, col, WEIGHT_GRADIENT, *groups)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
 
 
 @GRAPHS
