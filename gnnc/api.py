@@ -173,7 +173,7 @@ class CompiledModel(ModelProxy):
             What the model returns, in the same dtypes.
 
         Raises:
-            UnsupportedError: gradients are needed.
+            UnsupportedError: gradients are wanted that a compiled model does not have.
             GraphError: a graph argument is not a valid graph.
             InputError: another argument is missing or of the wrong shape, dtype or device.
             CaptureError: the model cannot be traced.
@@ -209,7 +209,7 @@ class CompiledModel(ModelProxy):
 
     @property
     def backward_graph_module(self) -> GraphModule | None:
-        """The lowered backward graph: None, since this version compiles inference only.
+        """The lowered graph that computes gradients, or None where the last captured call wanted none.
 
         Raises GnncError where nothing is captured yet.
         """

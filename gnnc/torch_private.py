@@ -21,7 +21,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.export import _trace as export_trace
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx import _symbolic_trace as fx_trace
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
@@ -103,6 +103,8 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch.fx.experimental.symbolic_shapes.statically_known_true",
         "torch.nn.Module()._forward_pre_hooks",
         "torch.nn.Module()._non_persistent_buffers_set",
+        "torch.nn.modules.module._global_backward_hooks",
+        "torch.nn.modules.module._global_backward_pre_hooks",
         "torch.nn.modules.module._global_buffer_registration_hooks",
         "torch.nn.modules.module._global_forward_hooks",
         "torch.nn.modules.module._global_forward_pre_hooks",
@@ -195,6 +197,8 @@ LOGGERS = (
 
 GLOBAL_FORWARD_HOOKS = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
 """Tables of the hooks that the forward of every module runs."""
+GLOBAL_BACKWARD_HOOKS = (nn_module._global_backward_pre_hooks, nn_module._global_backward_hooks)
+"""Tables of the hooks that the backward of every module runs."""
 GLOBAL_REGISTRATION_HOOKS = (
     nn_module._global_module_registration_hooks,
     nn_module._global_parameter_registration_hooks,
@@ -227,6 +231,19 @@ entry_count = Tensor._nnz
 """Number of stored entries of a sparse tensor."""
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 """Create a tensor subclass that has a shape and a dtype, and no storage."""
+
+
+def proxy_graph() -> Graph | None:
+    """Return the graph that ``trace_symbolic`` is writing in this thread, or None."""
+    mode = proxy_tensor.get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
+
+
+def trace_symbolic(function: Callable[..., Any], arguments: tuple[Any, ...]) -> GraphModule:
+    """Return the graph of a function of fake tensors and symbolic sizes, all of one fake mode."""
+    return proxy_tensor.make_fx(function, tracing_mode="symbolic", _error_on_data_dependent_ops=False)(
+        *arguments
+    )
 
 
 def schema(op: OpOverload) -> Any:

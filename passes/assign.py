@@ -19,6 +19,7 @@ from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir.exact_reads import EXACT
 from gnnc.ir.nodes import argument
 from gnnc.ir.op import Op, op_of
+from gnnc.ir.parts import BACKWARD_LAYER
 from gnnc.passes.base import Context, Property
 from gnnc.passes.quantization.norm_statistics import statistics
 from gnnc.passes.quantization.number_formats import CHOSEN, FULL, Option, options_of, width_of
@@ -142,8 +143,8 @@ def check_overrides(primitives: Iterable[Node], overrides: dict[str, Precision])
 
 
 def layer_of(node: Node) -> str:
-    """Return the path of the module that the node came from, empty at the root."""
-    return node.meta.get("layer", "") or ""
+    """Return the path of the module that the node came from, empty at the root; also of its gradient."""
+    return (node.meta.get("layer", "") or "").removesuffix(BACKWARD_LAYER).rstrip()
 
 
 def _named(primitives: Sequence[Node], ctx: Context) -> dict[Node, Option]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Literal, Protocol, overload, runtime_checkable
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from gnnc.ir.graph import clone, infer_meta
-from gnnc.ir.parts import FORWARD, Parts
+from gnnc.ir.parts import FORWARD, STRUCTURE, Parts
 from gnnc.ir.verify import verify
 from gnnc.precision import INT8, Precision
 from gnnc.target import Target
@@ -86,7 +86,7 @@ class Property(Enum):
 
 @runtime_checkable
 class GraphPass(Protocol):
-    """A transformation of the forward graph: a frozen dataclass whose fields are its options.
+    """A transformation of each graph that runs at every call: a dataclass, whose fields are its options.
 
     A pass may also have a class variable ``establishes``, the properties that hold after it.
     """
@@ -181,7 +181,7 @@ def _run(step: Pass, program: Parts, ctx: Context) -> Parts:
 def _transform(step: Pass, program: Parts, ctx: Context) -> Parts:
     if isinstance(step, PartsPass):
         return step.run_parts(program.map(lambda part, gm: clone(gm)), ctx)
-    return replace(program, forward=step.run(clone(program.forward), ctx))
+    return program.map(lambda part, gm: gm if part == STRUCTURE else step.run(clone(gm), ctx))
 
 
 def _finish(gm: fx.GraphModule, stage: str, part: str) -> fx.GraphModule:

@@ -100,7 +100,12 @@ def _anchor(partition: Partition, node: Node, target: Target) -> None:
 def _anchor_family(node: Node) -> str | None:
     """Return the kernel family of an op that computes whole rows, or None for any other node."""
     op = op_of(node)
-    return op.cost_family if op is not None and op.cost_family in _ANCHORS else None
+    if op is None or op.cost_family not in _ANCHORS:
+        return None
+    sums_rows = (
+        op.cost_family == "gemm" and str(node.target) not in _GEMMS
+    )  # its rows are not those of operands
+    return None if sums_rows else op.cost_family
 
 
 def _siblings(gemm: Node) -> list[Node]:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.graph import placeholders
 from gnnc.ir.nodes import (
     argument,
     first_operand,
@@ -29,6 +30,7 @@ from gnnc.ir.nodes import (
     unpack,
     value_of,
 )
+from gnnc.ir.source import wants_gradient
 from gnnc.passes.base import Context, Property
 from gnnc.passes.rewrite.node_builder import NodeBuilder, Sizes, call_key, is_random
 from gnnc.torch_private import OpOverload, schema
@@ -53,6 +55,7 @@ _COPIES = (
     "aten.detach_copy.default",
     "aten.alias_copy.default",
 )
+_DETACHED = ("aten.detach.default", "aten.detach_copy.default")
 _DENSE_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _VIEWS = (
     "aten.reshape.default",
@@ -110,15 +113,26 @@ class Normalize:
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` normalized."""
-        _Normalizer(gm).run()
+        simplify(gm, keep_detached=any(map(wants_gradient, placeholders(gm))))
         return gm
+
+
+def simplify(gm: fx.GraphModule, *, keep_detached: bool = False) -> None:
+    """Bring a graph into the form that the passes read, in place.
+
+    Args:
+        gm: the graph.
+        keep_detached: whether ``detach`` has an effect: the gradients of the graph are to be computed.
+    """
+    _Normalizer(gm, keep_detached).run()
 
 
 class _Normalizer:
     """Forward walk that simplifies each node, then merges it with an equal node before it."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, keep_detached: bool) -> None:
         self.graph = gm.graph
+        self.keep_detached = keep_detached
         self.builder = NodeBuilder(gm)
         self.sizes = Sizes(self.builder)
         self.first_of_key: dict[Any, Node] = {}
@@ -148,6 +162,8 @@ class _Normalizer:
         if isinstance(node.meta.get("val"), int | torch.SymInt):
             value = node.meta["val"]
             return value if isinstance(value, int) else self.sizes.add(node)
+        if self.keep_detached and str(node.target) in _DETACHED:
+            return self._first_equal(node)
         simpler = _simplified(node) or self._filled(node) or self._part(node)
         return simpler if simpler is not None else self._first_equal(node)
 

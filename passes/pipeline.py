@@ -7,30 +7,31 @@ from gnnc.passes.exact_values import ExactValues
 from gnnc.passes.fuse import Fuse
 from gnnc.passes.hoist import Hoist
 from gnnc.passes.int32_columns import Int32Columns
+from gnnc.passes.joint import Joint
 from gnnc.passes.lower import Lower
 from gnnc.passes.normalize import Normalize
+from gnnc.passes.partition import Partition
 from gnnc.passes.quantize import Quantize
 from gnnc.passes.raise_ import Raise
 from gnnc.passes.reorder import Reorder
 from gnnc.passes.select_format import SelectFormat
 from gnnc.passes.self_loops import SelfLoops
 
-INFERENCE: tuple[Pass, ...] = (
+PIPELINE: tuple[Pass, ...] = (
     Normalize(),  # one spelling for each computation, so that raise finds the regions
     Raise(),  # gathers, scatters and softmaxes become primitives over a CSR
     Hoist(),  # computations on the graph alone leave: they run once a graph
     Reorder(),  # linear before or after aggregation; separable weights leave the sparse kernel
+    Joint(),  # gradients, where they are wanted; what they need of the graph alone leaves, too
     SelfLoops(),  # a sort drops and adds self loops by itself
     Int32Columns(),  # orders that kernels read as int32 are converted once a graph
     ExactValues(),  # what comparisons, selections and cosines read is not rounded
     Assign(),  # a precision for every primitive
     Quantize(),  # scales and quantized values go in, primitives take integers
     Cache(),  # each tensor is quantized once
+    Partition(),  # forward and backward become graphs of their own
     Fuse(),  # producer, elementwise and requantization become one call
     Lower(),  # every call gets its kernel
     SelectFormat(),  # every kernel that reads edges gets the formats that may serve it
 )
-"""The passes of a forward program without gradients."""
-
-PIPELINE = INFERENCE
-"""The default pipeline of ``gnnc.compile``."""
+"""The default pipeline of ``gnnc.compile``; ``joint`` and ``partition`` act where gradients are wanted."""

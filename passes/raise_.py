@@ -36,7 +36,7 @@ from gnnc.passes.edges.joint_messages import join_messages
 from gnnc.passes.edges.orders import Order
 from gnnc.passes.edges.region import Regions
 from gnnc.passes.edges.rowwise import Scatter, as_scatter, row_inputs
-from gnnc.passes.edges.softmax import as_softmax
+from gnnc.passes.edges.softmax import as_softmax, readers
 from gnnc.passes.edges.split_products import split_products
 from gnnc.passes.edges.typed_products import lift_typed_products
 from gnnc.passes.rewrite.node_builder import is_of_model
@@ -143,7 +143,7 @@ def _scatters_of_softmaxes(regions: Regions) -> set[Node]:
         inside.add(total.node)
         inside.update(
             user
-            for user in softmax.logits.users
+            for user in readers(softmax.logits)
             if isinstance(top := as_scatter(user), Scatter)
             and top.reduce == "max"
             and top.index is total.index

@@ -183,9 +183,11 @@ def test_threads_agree(compiled):
     assert not failures
 
 
-def test_gradients_are_refused_never_lost(model, compiled):
+@pytest.mark.parametrize("precision", ["int8", "auto"])
+def test_gradients_in_low_precision_are_refused_never_lost(model, precision):
+    compiled = gnnc.compile(model, precision)
     x, edge_index = graph()
-    with pytest.raises(gnnc.UnsupportedError, match="inference only.*no_grad"):
+    with pytest.raises(gnnc.UnsupportedError, match=r"need gradients.*fp32.*no_grad"):
         compiled(x, edge_index)
     frozen = copy.deepcopy(compiled).requires_grad_(False)
     assert frozen(x, edge_index).shape == (NUM_NODES, CLASSES)

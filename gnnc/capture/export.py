@@ -111,6 +111,8 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     known: Sequence[Captured] = (),
     guesses: Mapping[str, Number] | None = None,
+    *,
+    with_gradients: bool = False,
 ) -> Captured:
     """Trace ``model(*args, **kwargs)`` in its present mode into an ATen graph.
 
@@ -121,6 +123,7 @@ def capture(
     ``known`` holds captures of the unchanged model for such calls, none of which serves this one: the model
     asks about sizes, or takes some for numbers. The readings that they were traced with are not tried again,
     and sizes that differ from theirs become symbolic. ``guesses`` are values that forward may ask about.
+    ``with_gradients`` traces with gradients enabled, as forward may ask.
     """
     call = flatten_call(model, args, kwargs or {})
     refuse_registration_hooks(type(model).__name__)
@@ -129,7 +132,7 @@ def capture(
     copy = private_copy(model)
     plain = torch.inference_mode(False)  # within it, tensors do not count the writes into them
     with TRACES.tracing(), confined(copy), _seed_kept(), undone(copy, constants), exportable(copy), plain:
-        with torch.no_grad(), global_hooks_checked(copy):
+        with torch.set_grad_enabled(with_gradients), global_hooks_checked(copy):
             entry = _Entry(copy, call)
             entry.guesses = dict(guesses or {})
             varying = _varying(call, known)

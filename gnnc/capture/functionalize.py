@@ -9,11 +9,12 @@ mean something else below autograd, is traced again.
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Graph, Node, map_arg
+from torch.fx import Graph, GraphModule, Node, map_arg
 
 from gnnc.ir.nodes import argument, first_operand
 from gnnc.torch_private import (
     DispatchKey,
+    HigherOrderOperator,
     OpOverload,
     enable_python_dispatcher,
     is_autocast_enabled,
@@ -43,25 +44,56 @@ _TRAIN_FLAGS = {aten.batch_norm.default: "training", aten.dropout.default: "trai
 
 def functional(program: ExportedProgram) -> ExportedProgram:
     """Return the program without writes: itself, changed, where no write needs another trace."""
-    rewrites = None if is_autocast_enabled() else _rewrites(program.graph)
-    if rewrites is None:
+    _detach_blocks(program.graph_module)
+    calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    if is_autocast_enabled() or not all(map(_stays, calls)) or not without_writes(program.graph):
         return program.run_decompositions({})
-    for write, (op, value) in rewrites.items():
-        _rewrite(write, op, value)
     program.graph.eliminate_dead_code()
     return program
 
 
+def _detach_blocks(graph_module: GraphModule) -> None:
+    """Detach the results of blocks under ``torch.no_grad()``, which a decomposition puts in line."""
+    for node in list(graph_module.graph.nodes):
+        if not _is_grad_block(node) or node.args[0]:
+            continue
+        for result in list(node.users):
+            if not isinstance(result.meta.get("val"), torch.Tensor):
+                continue
+            with graph_module.graph.inserting_after(result):
+                detached = graph_module.graph.call_function(aten.detach.default, (result,))
+            detached.meta = dict(result.meta)
+            result.replace_all_uses_with(detached, delete_user_cb=lambda user, new=detached: user is not new)
+    graph_module.recompile()
+
+
+def _is_grad_block(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, HigherOrderOperator) and target.name() == "wrap_with_set_grad_enabled"
+
+
+def without_writes(graph: Graph) -> bool:
+    """Replace writes into tensors that a graph makes by ops that return the results.
+
+    Returns:
+        Whether no write is left; where one would be, the graph stays as it is.
+    """
+    rewrites = _rewrites(graph)
+    if rewrites is None:
+        return False
+    for write, (op, value) in rewrites.items():
+        _rewrite(write, op, value)
+    return True
+
+
 def _rewrites(graph: Graph) -> dict[Node, tuple[OpOverload, torch.Tensor]] | None:
-    """Return, for every write, the op without a write and its value; None where another trace is needed."""
+    """Return, for every write, the op without a write and its value; None where there is none for one."""
     found: dict[Node, tuple[OpOverload, torch.Tensor]] = {}
     makers: dict[Node, Node] = {}  # of each tensor that is all of its memory: the call that made that
     shared: set[Node] = set()  # calls whose memory is looked at through other tensors, too
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if not _stays(node):
-            return None
         if node.target is aten.detach_.default:
             found[node] = aten.detach.default, node.meta["val"]
         if _is_write(node):

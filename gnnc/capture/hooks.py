@@ -15,6 +15,8 @@ from gnnc.torch_private import GLOBAL_FORWARD_HOOKS, GLOBAL_REGISTRATION_HOOKS
 
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 """Tables of hooks that every module has."""
+BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+"""Tables of backward hooks that every module has."""
 _STEPS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
 MESSAGE_HOOKS = tuple(f"_{step}_forward{kind}_hooks" for step in _STEPS for kind in ("_pre", ""))
 """Tables of hooks that PyG's ``MessagePassing`` has beside those."""

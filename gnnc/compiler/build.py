@@ -21,6 +21,7 @@ from gnnc.compiler.index_checks import Bounds, bounds_by_type
 from gnnc.compiler.int32_ids import capture_call
 from gnnc.compiler.program import Options, Program
 from gnnc.compiler.static_scales import ScaledWeights
+from gnnc.compiler.training import refusing_own_gradients, want_gradients
 from gnnc.errors import InputError, UnsupportedError, VerifyError
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.parts import Parts
@@ -32,6 +33,7 @@ from gnnc.passes.rewrite.boundary import drop_structure
 from gnnc.precision import AUTO
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.program.memory import OutputPool
+from gnnc.runtime.program.training import TrainingExecutable
 from gnnc.runtime.structure.runner import StructureRunner
 from gnnc.target import Target
 from gnnc.tensor_state import storage_fault
@@ -48,6 +50,7 @@ def build_program(
     known: Sequence[Program] = (),
     guesses: Mapping[str, Number] | None = None,
     captured: Captured | None = None,
+    trains: bool = False,
 ) -> Program:
     """Capture a call and compile it.
 
@@ -61,12 +64,16 @@ def build_program(
         known: programs of such calls, none of which serves this one.
         guesses: numbers that forward may compute and ask about, by their symbols.
         captured: the capture of a call like this one, with the tensors of this one; None: capture it.
+        trains: whether the program computes the gradients that the call wants.
 
     Raises:
         GnncError: the model cannot be traced, or a request cannot be served.
     """
     start = time.perf_counter()
-    captured = captured or capture_call(model, args, kwargs, [program.captured for program in known], guesses)
+    with refusing_own_gradients(type(model).__name__) if trains else contextlib.nullcontext():
+        captured = captured or capture_call(
+            model, args, kwargs, [p.captured for p in known], guesses, with_gradients=trains
+        )
     _check_weights(captured)
     if use_examples:  # passes run the graph on them, before the program's own bounds are known
         Bounds(captured.guards.inputs, index_bounds(captured.graph_module)).check(captured.call.tensors)
@@ -82,6 +89,8 @@ def build_program(
     )
     for path in captured.unwritten:
         context.note(None, f"forward sets {path}; compiled calls leave the caller's as it is")
+    if trains:
+        want_gradients(model, captured)
     with torch.no_grad(), guessed(guesses or {}):  # shapes are inferred again
         parts = Parts(forward=captured.graph_module)
         stages = [("capture", parts)]
@@ -90,9 +99,14 @@ def build_program(
         parts = stages[-1][1]
         _check_symbols(captured)
         runner = _structure_runner(options.backend, parts.structure)
-        executable = options.backend.executable(
-            parts.forward, pool, check_finite=options.check_finite, cuda_graph=options.cuda_graph
+        make = partial(
+            options.backend.executable,
+            pool=pool,
+            check_finite=options.check_finite,
+            cuda_graph=options.cuda_graph,
         )
+        owner = type(model).__name__
+        executable = make(parts.forward) if parts.backward is None else TrainingExecutable(owner, parts, make)
         found = _index_bounds(stages)
         found = [*found, *bounds_by_type(captured.call.names, found)]
         bounds = Bounds(captured.guards.inputs, found)

@@ -13,7 +13,7 @@ from gnnc.compiler.index_checks import Bounds
 from gnnc.errors import CaptureError, InputError, UnsupportedError
 from gnnc.ir.graph import placeholders
 from gnnc.ir.nodes import outputs_of
-from gnnc.ir.parts import Parts
+from gnnc.ir.parts import RESULTS, Parts
 from gnnc.ir.source import Source, source_of
 from gnnc.runtime.program.checks import storage_check
 from gnnc.runtime.program.launches import expr, variable
@@ -174,7 +174,8 @@ class CallWriter:
         """Return the function that makes the model's result of the outputs; None if it is the one output."""
         spec, names = self._captured.out_spec, self._captured.mutations
         values = len(self._captured.values)
-        count = len(outputs_of(self._compute.graph)) - len(names) - values
+        results = self._compute.meta.get(RESULTS, len(outputs_of(self._compute.graph)))
+        count = results - len(names) - values
         if not names and not values and count == 1 and spec.is_leaf():
             return None
         check = test_of(self._captured.value_guards, self._captured.values)

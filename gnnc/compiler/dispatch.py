@@ -33,6 +33,12 @@ from gnnc.compiler.captures import CaptureLog, difference
 from gnnc.compiler.fast_path import FastPath, fast_path_of
 from gnnc.compiler.options import check_precisions
 from gnnc.compiler.program import Options, Program, find
+from gnnc.compiler.training import (
+    refuse_backward_hooks,
+    refuse_held_tensor,
+    refuse_precisions,
+    wanted_gradients,
+)
 from gnnc.compiler.transforms import may_be_transformed, refuse_trace, refuse_transforms
 from gnnc.errors import CaptureError, GnncError, GraphError, InputError, UnsupportedError
 from gnnc.locks import renew_at_fork
@@ -115,9 +121,8 @@ class Dispatch:
             refuse_transforms(self._model, to_dicts((args, kwargs)), self._constants)
         self._drop_stale_programs()
         try:
-            if torch.is_grad_enabled():
-                self._refuse_gradients(args, kwargs)
-            return self._run(args, kwargs)
+            wants = torch.is_grad_enabled() and self._wants_gradients(args, kwargs)
+            return self._run(args, kwargs, wants=wants)
         except OtherValues as other:
             return self._run_for_values(args, kwargs, other)
         except TraceError:
@@ -129,16 +134,16 @@ class Dispatch:
             self._refuse_foreign_tensors(args, kwargs)
             raise
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, wants: bool) -> Any:
         fast_path = self.fast_path
-        if fast_path is not None and not kwargs and fast_path.serves(args, self.snapshot.modes):
+        if fast_path is not None and not (kwargs or wants) and fast_path.serves(args, self.snapshot.modes):
             return fast_path.run(args)
         tensors: list[Tensor] = []
         form = self._form(args, kwargs, tensors)
         programs = self._by_form.get(form, ()) if form is not None else ()
         for program in programs:
             if program.captured.guards.sizes_fit(tensors):
-                if form is not None and not kwargs and program is programs[0]:
+                if form is not None and not (kwargs or wants) and program is programs[0]:
                     self.fast_path = fast_path_of(program, form, args, tensors)
                 return program.run(tensors)
         return self._slow_call(args, kwargs, form, tensors)
@@ -203,6 +208,8 @@ class Dispatch:
                 return None
         if self._holdings:
             describe_held(self._holdings, parts, tensors)
+        if (wanted := wanted_gradients(self._modules, tensors)) is not None:
+            parts.append(wanted)
         return tuple(parts)
 
     def _slow_call(
@@ -340,7 +347,9 @@ class Dispatch:
 
     def _structural_key(self, call: Call) -> Any:
         modes = tuple(module.training for module in self._modules)
-        return call.key, tuple((t.dtype, t.dim(), t.device) for t in call.tensors), modes, autocast_mode()
+        types = tuple((t.dtype, t.dim(), t.device) for t in call.tensors)
+        wanted = wanted_gradients(self._modules, call.tensors)
+        return call.key, types, modes, autocast_mode(), wanted
 
     def _capture(
         self,
@@ -366,6 +375,7 @@ class Dispatch:
                     use_examples=examples,
                     known=known,
                     guesses=guesses,
+                    trains=self._trains(call, options, examples=examples),
                 )
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
@@ -391,6 +401,8 @@ class Dispatch:
         self._reads = [reads, *(each for each in self._reads if each != reads)]
         self._programs.setdefault(key, []).append(program)
         self._constants += program.captured.constants
+        if torch.is_grad_enabled() and not examples:
+            self._refuse_gradients_of_constants()
         if may_be_transformed():
             refuse_transforms(self._model, (), self._constants)
         return program
@@ -522,26 +534,39 @@ class Dispatch:
         alike = [p for p in self.programs() if p.captured.call.names == call.names]
         return alike[-1].captured.guards.failure(call.tensors) if alike else None
 
-    def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a call whose arguments, weights, buffers or constants need gradients."""
-        tables = ("_parameters", "_buffers")
-        held = [tensor for m in self._modules for name in tables for tensor in vars(m)[name].values()]
-        held += self._constants
+    def _trains(self, call: Call, options: Options, *, examples: bool) -> bool:
+        """Return whether the program of a call computes gradients; UnsupportedError where it cannot."""
+        if examples or wanted_gradients(self._modules, call.tensors) is None:
+            return False
+        precisions = (options.precision, *options.overrides.values())
+        refuse_precisions(type(self._model).__name__, precisions, options.backend.name)
+        return True
+
+    def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a call wants gradients of parameters or arguments.
+
+        Raises:
+            UnsupportedError: a buffer or a constant requires one, or a module has a backward hook.
+        """
+        owner = type(self._model).__name__
+        tables = [vars(module) for module in self._modules]
+        held = [tensor for table in tables for tensor in table["_buffers"].values()]
         if any(tensor.requires_grad for tensor in held if tensor is not None):
-            self._needs_gradients()
+            refuse_held_tensor(owner, "a buffer of the model")
+        self._refuse_gradients_of_constants()
+        weights = [tensor for table in tables for tensor in table["_parameters"].values()]
         leaves = args if not kwargs and all(map(_is_plain, args)) else None
         if leaves is None:
             leaves = pytree.tree_leaves(to_dicts((args, kwargs)))
-        if any(leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)):
-            self._needs_gradients()
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        wants = any(tensor.requires_grad for tensor in (*weights, *given) if tensor is not None)
+        if wants:
+            refuse_backward_hooks(owner, self._modules)
+        return wants
 
-    def _needs_gradients(self) -> NoReturn:
-        raise UnsupportedError(
-            f"[{type(self._model).__name__}] this call would need gradients, and this version compiles "
-            "inference only: call it under torch.no_grad() or torch.inference_mode(), or use "
-            "requires_grad_(False) on the model (with its buffers and tensors in attributes) and its inputs; "
-            "train the original model"
-        )
+    def _refuse_gradients_of_constants(self) -> None:
+        if any(tensor.requires_grad for tensor in self._constants):
+            refuse_held_tensor(type(self._model).__name__, "a tensor in an attribute of the model")
 
     def _refuse_foreign_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = pytree.tree_flatten_with_path(to_dicts((args, kwargs)))[0]

@@ -21,10 +21,12 @@ def capture_call(
     kwargs: Mapping[str, Any],
     known: Sequence[Captured] = (),
     guesses: Mapping[str, Number] | None = None,
+    *,
+    with_gradients: bool = False,
 ) -> Captured:
     """Trace a call, see ``capture``; node ids may be int32."""
     wide_args, wide_kwargs = pytree.tree_map(_widen, (tuple(args), dict(kwargs)))
-    captured = capture(model, wide_args, wide_kwargs, known, guesses)
+    captured = capture(model, wide_args, wide_kwargs, known, guesses, with_gradients=with_gradients)
     narrow = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if not any(t.dtype == torch.int32 for t in narrow):
         return captured

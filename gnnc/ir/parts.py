@@ -7,6 +7,17 @@ from torch.fx import GraphModule
 
 STRUCTURE, FORWARD, BACKWARD = "structure", "forward", "backward"
 
+BACKWARD_LAYER = "(backward)"
+"""End of the layer of a node that computes gradients: ``conv1 (backward)``."""
+GRADIENTS = "gradients"
+"""Key of a graph's ``meta``: sources of the placeholders whose gradients are its last outputs, in order."""
+DIFFERENTIABLE = "differentiable"
+"""Key of a graph's ``meta``: the numbers of the outputs that depend on a value whose gradient is wanted."""
+RESULTS = "results"
+"""Key of the forward graph's ``meta``: how many of its outputs are the caller's; the others are saved."""
+SAVED = "saved"
+"""Key of the forward graph's ``meta``: position among its outputs of each saved value, by its name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:

@@ -5,7 +5,15 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["parameter", "buffer", "constant", "input", "size", "structure"]
+Kind = Literal["parameter", "buffer", "constant", "input", "size", "structure", "tangent", "saved"]
+
+
+WANTS_GRADIENT = "wants_gradient"
+"""Key of ``node.meta``: whether the program computes the gradient of a placeholder."""
+
+
+WRITTEN = "written"
+"""Key of ``node.meta``: whether a placeholder is a buffer that a call writes after its forward graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +24,10 @@ class Source:
         kind: ``parameter`` and ``buffer`` are read from the live model at each call,
             ``constant`` from ``node.meta["value"]``, ``input`` from the call's arguments,
             ``size`` is a plain int taken from an input's shape, ``structure`` is an output of
-            the structure graph.
-        name: the parameter's qualified name, the argument's path, or the structure output.
+            the structure graph, ``tangent`` is the gradient of an output of the forward graph, ``saved``
+            is a value of the forward graph that it keeps for the backward graph.
+        name: the parameter's qualified name, the argument's path, the structure output, the number of the
+            output that a tangent belongs to, or the node that is saved.
     """
 
     kind: Kind
@@ -33,6 +43,11 @@ def is_weight(node: torch.fx.Node) -> bool:
     """Return whether ``node`` is a parameter or buffer of the model."""
     source = source_of(node)
     return source is not None and source.kind in ("parameter", "buffer")
+
+
+def wants_gradient(node: torch.fx.Node) -> bool:
+    """Return whether ``node`` is a placeholder whose gradient the program computes."""
+    return node.op == "placeholder" and bool(node.meta.get(WANTS_GRADIENT))
 
 
 def is_structure(node: torch.fx.Node) -> bool:

@@ -10,7 +10,7 @@ from torch.fx import Node
 from gnnc.ir.graph import placeholders
 from gnnc.ir.nodes import argument, shape_of, unpack
 from gnnc.ir.op import op_of, size_expr
-from gnnc.ir.source import source_of
+from gnnc.ir.source import source_of, wants_gradient
 from gnnc.torch_private import OpOverload, schema
 
 _INDEX_OPERANDS = {
@@ -25,7 +25,8 @@ def structural_inputs(gm: fx.GraphModule) -> set[Node]:
 
     They are arguments, and graphs that the model holds itself as an integer buffer or constant.
     Integer and bool tensors that serve as indices are the graph. Floating tensors belong to it only
-    where their first dimension counts edges: edge weights, edge attributes. Node features never do.
+    where their first dimension counts edges: edge weights, edge attributes. Node features never do, nor
+    does an input whose gradient is wanted.
     """
     candidates = [node for node in placeholders(gm) if _may_describe(node)]
     indices = {node for node in candidates if not _is_float(node) and _serves_as_index(node)}
@@ -35,7 +36,7 @@ def structural_inputs(gm: fx.GraphModule) -> set[Node]:
 
 def _may_describe(node: Node) -> bool:
     source, value = source_of(node), node.meta.get("val")
-    if source is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
+    if source is None or not isinstance(value, torch.Tensor) or value.dim() == 0 or wants_gradient(node):
         return False
     if source.kind == "input":
         return True

@@ -1,6 +1,7 @@
 """Matcher of the edge softmax, over the edges of each destination, in the spellings of models."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +118,18 @@ def _without_max(node: Node, total: Scatter) -> tuple[Node, bool] | None:
     if not isinstance(top, Scatter) or top.reduce != "max" or top.index is not total.index:
         return None
     neutral = not top.include_base or _is_very_low(top.base)
-    return (logits, is_exact) if neutral and top.source is logits else None
+    return (logits, is_exact) if neutral and _undetached(top.source) is logits else None
+
+
+def _undetached(node: Node) -> Node:
+    """Return the operand of a ``detach``: a softmax has the same gradient with its maximum as without."""
+    return first_operand(node) if aten_name(node) == "detach.default" else node
+
+
+def readers(logits: Node) -> Iterator[Node]:
+    """Yield the nodes that read logits, also detached."""
+    for user in logits.users:
+        yield from user.users if aten_name(user) == "detach.default" else (user,)
 
 
 def _without_fixups(node: Node) -> tuple[Node, bool]:

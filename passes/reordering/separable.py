@@ -32,7 +32,7 @@ Order = Literal["caller", "csr"]
 
 _aten = torch.ops.aten
 _RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "expand", "flatten")
-_COPIES = ("clone", "alias", "detach", "contiguous", "lift_fresh_copy")
+_COPIES = ("clone", "alias", "contiguous", "lift_fresh_copy")
 _POWERS = ("pow.Tensor_Scalar", "sqrt.default", "rsqrt.default", "reciprocal.default")
 _FILLS = {"ones": 1.0, "zeros": 0.0, "ones_like": 1.0, "zeros_like": 0.0, "new_ones": 1.0, "new_zeros": 0.0}
 _SAME_VALUE = (

@@ -1,0 +1,156 @@
+"""Calls that want gradients: which they want, and the refusal of what has none in a compiled program."""
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from gnnc.capture.export import Captured
+from gnnc.capture.hooks import BACKWARD_HOOKS
+from gnnc.capture.thread_patches import in_this_thread, replaced
+from gnnc.errors import CaptureError, UnsupportedError
+from gnnc.ir.graph import placeholders
+from gnnc.ir.source import WANTS_GRADIENT, WRITTEN, source_of
+from gnnc.precision import AUTO, Precision
+from gnnc.torch_private import GLOBAL_BACKWARD_HOOKS
+
+_OF_TORCH = ("torch.", "gnnc.")
+"""Beginnings of the modules whose autograd functions have the gradient of what they compute."""
+
+Wanted = tuple[tuple[bool, ...], tuple[bool, ...]]
+"""Flags of the parameters of a model and of the tensors of a call: true where a gradient is wanted."""
+
+
+def wanted_gradients(modules: Iterable[nn.Module], tensors: Sequence[Tensor]) -> Wanted | None:
+    """Return which gradients a call wants; None where it wants none."""
+    if not torch.is_grad_enabled():
+        return None
+    parameters = tuple(
+        [
+            parameter.requires_grad
+            for module in modules
+            for parameter in vars(module)["_parameters"].values()
+            if parameter is not None
+        ]
+    )
+    inputs = tuple([tensor.requires_grad for tensor in tensors])
+    return (parameters, inputs) if any(parameters) or any(inputs) else None
+
+
+def want_gradients(model: nn.Module, captured: Captured) -> None:
+    """Mark the placeholders of a captured graph whose gradients its call wants, in place.
+
+    Args:
+        model: the model.
+        captured: the capture of the call, with its tensors.
+    """
+    pairs = zip(captured.call.names, captured.call.tensors, strict=True)
+    inputs = {name for name, tensor in pairs if tensor.requires_grad}
+    for node in placeholders(captured.graph_module):
+        source = source_of(node)
+        assert source is not None
+        is_input = source.kind == "input" and source.name in inputs
+        if is_input or (source.kind == "parameter" and model.get_parameter(source.name).requires_grad):
+            node.meta[WANTS_GRADIENT] = True
+        if source.kind == "buffer" and source.name in captured.mutations:
+            node.meta[WRITTEN] = True
+
+
+def refuse_precisions(owner: str, precisions: Collection[Precision], backend: str) -> None:
+    """Refuse to train in a precision, or on a backend, whose programs have no backward graph.
+
+    Raises:
+        UnsupportedError: names the precision or the backend, and those that train.
+    """
+    for precision in precisions:
+        if precision == AUTO or precision.is_integer:
+            raise UnsupportedError(
+                f"[{owner}] this call would need gradients, and a model compiled to {precision} has none: "
+                "compile it with precision='fp32', 'bf16' or 'fp16' to train, or call it under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
+    if backend.startswith("cuda"):
+        raise UnsupportedError(
+            f"[{owner}] this call would need gradients, and the backend {backend!r} computes none: train on "
+            "the CPU (backend='cpu') or the original model, or call it under torch.no_grad() or "
+            "torch.inference_mode()"
+        )
+
+
+def refuse_held_tensor(owner: str, name: str) -> NoReturn:
+    """Refuse a buffer or another tensor of the model that is no parameter, and requires a gradient.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        f"[{owner}] {name} requires a gradient, and a compiled model computes those of parameters and "
+        "arguments: make it an nn.Parameter, or use requires_grad_(False) on it"
+    )
+
+
+def refuse_backward_hooks(owner: str, modules: Iterable[nn.Module]) -> None:
+    """Refuse backward hooks on modules: a compiled backward pass has no modules that could run them.
+
+    Raises:
+        UnsupportedError: names the class of the module.
+    """
+    for module in modules:
+        if any(vars(module).get(name) for name in BACKWARD_HOOKS):
+            raise UnsupportedError(
+                f"[{owner}] a {type(module).__name__} has a backward hook (register_full_backward_hook or "
+                "register_full_backward_pre_hook), which a compiled backward pass would not run: remove it "
+                "(handle.remove()), or put a hook on a parameter (parameter.register_hook)"
+            )
+    if any(GLOBAL_BACKWARD_HOOKS):
+        raise UnsupportedError(
+            f"[{owner}] a backward hook on all modules is registered, which a compiled backward pass would "
+            "not run: remove it (handle.remove())"
+        )
+
+
+@contextlib.contextmanager
+def refusing_own_gradients(owner: str) -> Iterator[None]:
+    """Refuse what would change gradients behind the back of a trace, within the block that traces.
+
+    A ``torch.autograd.Function`` with a backward of its own is traced as what its forward computes, and a
+    hook on a tensor inside of forward is not traced at all.
+
+    Raises:
+        UnsupportedError: names the function or the hook.
+    """
+    found: list[UnsupportedError] = []
+
+    def refuse(what: str) -> NoReturn:
+        found.append(
+            UnsupportedError(
+                f"[{owner}] forward {what}, which the trace of a compiled model does not see: train the "
+                "original model, or compile the submodules around it"
+            )
+        )
+        raise found[0]
+
+    apply = vars(torch.autograd.Function)["apply"].__func__
+    hook = Tensor.register_hook
+
+    def traced_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith(_OF_TORCH):
+            return apply(cls, *args, **kwargs)
+        return refuse(f"calls the autograd function {cls.__name__}, whose backward is its own")
+
+    def traced_hook(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return refuse("registers a hook on a tensor (register_hook)")
+
+    with (
+        replaced(torch.autograd.Function, "apply", classmethod(in_this_thread(traced_apply, apply))),
+        replaced(Tensor, "register_hook", in_this_thread(traced_hook, hook)),
+    ):
+        try:
+            yield
+        except (CaptureError, UnsupportedError):
+            if not found:
+                raise
+    if found:  # also where another way to trace has taken the forward for all there is
+        raise found[0]

@@ -1,0 +1,235 @@
+"""Joint: append the computation of the gradients to the forward graph.
+
+The forward graph is differentiated as it stands, by torch's autograd on its own fake tensors: symbols, layers
+and sources stay, and the gradient of a primitive is what its rule says. What the gradients need of the graph
+alone, such as the transpose of a CSR, moves to the structure graph.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+
+from gnnc.capture.functionalize import without_writes
+from gnnc.errors import UnsupportedError
+from gnnc.ir.graph import fake_mode_of, infer_meta, placeholders
+from gnnc.ir.nodes import outputs_of
+from gnnc.ir.parts import BACKWARD_LAYER, DIFFERENTIABLE, GRADIENTS, Parts
+from gnnc.ir.source import Source, source_of, wants_gradient
+from gnnc.passes.base import Context
+from gnnc.passes.normalize import simplify
+from gnnc.passes.rewrite.joint_structure import move_to_structure
+from gnnc.torch_private import FakeTensorMode, enable_python_dispatcher, proxy_graph, rename, trace_symbolic
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Append the gradients of the placeholders that want one, and of their outputs the tangents as inputs.
+
+    ``meta["gradients"]`` of the joint graph lists the placeholders that have a gradient: its last outputs.
+    """
+
+    name: ClassVar[str] = "joint"
+
+    def applies(self, parts: Parts, ctx: Context) -> bool:
+        """Return whether a gradient is wanted."""
+        return any(map(wants_gradient, placeholders(parts.forward)))
+
+    def run_parts(self, parts: Parts, ctx: Context) -> Parts:
+        """Return the program with the joint graph as its forward graph."""
+        joint = _differentiated(parts.forward)
+        if not without_writes(joint.graph):
+            raise UnsupportedError(
+                "the gradient of this model writes into tensors in place in a way that has no other form: "
+                "train it in eager PyTorch"
+            )
+        simplify(joint)
+        if parts.structure is not None:
+            move_to_structure(joint, parts.structure)
+        return replace(parts, forward=joint)
+
+
+def _differentiated(gm: fx.GraphModule) -> fx.GraphModule:
+    inputs = placeholders(gm)
+    mode = fake_mode_of(gm)
+    assert mode is not None, "a graph whose gradients are wanted holds tensors"
+    _forget_pending_symbols(mode)
+    given = [node for node in inputs if not isinstance(node.meta["val"], int)]
+    trace = _Trace(gm, given)
+    with _single_thread(), mode, enable_python_dispatcher():
+        outputs, _ = trace.forward([node.meta["val"] for node in given])
+        differentiable = [i for i, value in enumerate(outputs) if _has_gradient(value)]
+        tangents = [torch.empty_like(outputs[i]).detach() for i in differentiable]
+        values = [node.meta["val"] for node in given]
+    if not differentiable:
+        return gm
+    with _single_thread():
+        joint = trace_symbolic(lambda *args: trace.joint(args, differentiable), (*values, *tangents))
+    return _annotated(joint, gm, trace, differentiable)
+
+
+@dataclass(slots=True)
+class _Trace:
+    """Function of a graph's inputs and tangents to its outputs and gradients, to be traced.
+
+    Attributes:
+        gm: the graph.
+        given: its placeholders that are arguments of the function; the others are numbers.
+        layer: the layer of the nodes that are being traced.
+        gradients: the placeholders that have a gradient.
+    """
+
+    gm: fx.GraphModule
+    given: Sequence[Node]
+    layer: str = ""
+    gradients: tuple[Node, ...] = ()
+
+    def enter(self, layer: str) -> None:
+        """Let the nodes that are traced from now on be of a layer."""
+        graph = proxy_graph()
+        for node in reversed(graph.nodes) if graph is not None else ():
+            if "layer" in node.meta or node.op == "placeholder":
+                break
+            node.meta["layer"] = self.layer
+        self.layer = layer
+
+    def forward(self, values: Sequence[Any]) -> tuple[list[Any], dict[Node, Tensor]]:
+        """Run the graph; return its outputs, and the leaf of each placeholder that wants a gradient."""
+        with torch.enable_grad():
+            leaves = {
+                node: value.detach().requires_grad_()
+                for node, value in zip(self.given, values, strict=True)
+                if wants_gradient(node)
+            }
+            taken = iter([leaves.get(node, value) for node, value in zip(self.given, values, strict=True)])
+            known = set(self.given)
+            args = [next(taken) if node in known else node.meta["val"] for node in placeholders(self.gm)]
+            return list(_Layered(self.gm, self).run(*args)), leaves
+
+    def joint(self, args: Sequence[Any], differentiable: Sequence[int]) -> list[Any]:
+        """Return the outputs of the graph and the gradients of ``gradients``."""
+        values, tangents = args[: len(self.given)], args[len(self.given) :]
+        outputs, leaves = self.forward(values)
+        with torch.enable_grad():
+            found = torch.autograd.grad(
+                [outputs[i] for i in differentiable], list(leaves.values()), list(tangents), allow_unused=True
+            )
+        gradients = {node: grad for node, grad in zip(leaves, found, strict=True) if grad is not None}
+        self.gradients = tuple(gradients)
+        self.enter("")
+        return [*(_detached(value) for value in outputs), *gradients.values()]
+
+
+class _Layered(fx.Interpreter):
+    """Interpreter that tells the trace the layer of each node, also when autograd comes back to it."""
+
+    def __init__(self, gm: fx.GraphModule, trace: _Trace) -> None:
+        super().__init__(gm)
+        self._trace = trace
+
+    def run_node(self, n: Node) -> Any:
+        layer = str(n.meta.get("layer", ""))
+        if n.op == "call_function":
+            self._trace.enter(layer)
+        result = super().run_node(n)
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if n.op == "call_function" and _has_gradient(value) and value.grad_fn is not None:
+                value.grad_fn.register_prehook(
+                    lambda _: self._trace.enter(f"{layer} {BACKWARD_LAYER}".strip())
+                )
+        return result
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _single_thread() -> Iterator[None]:
+    """Run backward passes in this thread, whose modes trace them; on a GPU they have threads of their own."""
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def _forget_pending_symbols(mode: FakeTensorMode) -> None:
+    """Forget the sizes that the structure graph made: a trace of the rest would look for their origin."""
+    env: Any = mode.shape_env
+    if env is not None:
+        env.pending_fresh_unbacked_symbols.clear()
+
+
+def _annotated(
+    traced: fx.GraphModule, gm: fx.GraphModule, trace: _Trace, differentiable: Sequence[int]
+) -> fx.GraphModule:
+    """Return the traced graph with the sources, layers and names of the graph that it came from."""
+    graph = traced.graph
+    nodes = list(graph.find_nodes(op="placeholder"))
+    for node, original in zip(nodes, trace.given, strict=False):
+        node.meta = {**original.meta, "val": node.meta["val"]}
+        rename(node, original.name)
+        node.target = node.name
+    for node, number in zip(nodes[len(trace.given) :], differentiable, strict=True):
+        node.meta.update(source=Source("tangent", str(number)), layer="")
+        rename(node, f"tangent_{number}")
+        node.target = node.name
+    _add_numbers(graph, gm, trace)
+    _lift_constants(traced)
+    graph.output_node().args = (tuple(outputs_of(graph)),)
+    joint = fx.GraphModule(gm, graph, type(gm).__name__)
+    joint.meta = dict(gm.meta)
+    joint.meta[DIFFERENTIABLE] = tuple(differentiable)
+    joint.meta[GRADIENTS] = tuple(_source(node) for node in trace.gradients)
+    infer_meta(joint)
+    return joint
+
+
+def _source(node: Node) -> Source:
+    source = source_of(node)
+    assert source is not None
+    return source
+
+
+def _add_numbers(graph: fx.Graph, gm: fx.GraphModule, trace: _Trace) -> None:
+    """Add the placeholders that are numbers, which the trace has as such, so that arguments stay in order."""
+    known = set(trace.given)
+    missing = [node for node in placeholders(gm) if node not in known]
+    if not missing:
+        return
+    first = next(iter(graph.nodes))
+    for original in missing:
+        with graph.inserting_before(first):
+            node = graph.placeholder(original.name)
+        node.meta = dict(original.meta)
+
+
+def _lift_constants(traced: fx.GraphModule) -> None:
+    """Make tensors that a gradient rule creates from numbers inputs of the kind ``constant``."""
+    graph = traced.graph
+    last = list(graph.find_nodes(op="placeholder"))[-1]
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = getattr(traced, str(node.target))
+        if not isinstance(value, Tensor):
+            raise UnsupportedError(
+                f"[{node.meta.get('layer') or 'the model'}] the gradient holds {node.target}, which is no "
+                "tensor: train this model in eager PyTorch"
+            )
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"constant_{node.name}")
+        last.meta = {
+            "val": node.meta["val"],
+            "layer": node.meta.get("layer", ""),
+            "source": Source("constant", str(node.target)),
+            "value": value,
+        }
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)

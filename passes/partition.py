@@ -1,0 +1,217 @@
+"""Partition: cut a joint graph into the forward graph and the backward graph.
+
+The forward graph has what the outputs need, what is drawn at random, and what turns a matrix into a narrower
+one that gradients read instead, such as a mask. It returns, behind its outputs, the values that the backward
+graph reads. Views, constants and values of weights alone are not kept, but computed again.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.graph import placeholders
+from gnnc.ir.nodes import first_operand, holds_tensor, is_result, is_view, outputs_of
+from gnnc.ir.parts import GRADIENTS, RESULTS, SAVED, Parts
+from gnnc.ir.source import WRITTEN, Source, source_of
+from gnnc.passes.base import Context
+from gnnc.passes.rewrite.node_builder import is_of_model, is_random
+
+SIDE = "side"
+"""Key of ``node.meta``: the part that a node of a joint graph belongs to, ``forward`` or ``backward``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Cut the joint graph in two."""
+
+    name: ClassVar[str] = "partition"
+
+    def applies(self, parts: Parts, ctx: Context) -> bool:
+        """Return whether the forward graph holds gradients."""
+        return GRADIENTS in parts.forward.meta
+
+    def run_parts(self, parts: Parts, ctx: Context) -> Parts:
+        """Return the program with a backward graph, and with the forward graph alone as forward graph."""
+        gm = parts.forward
+        count = len(outputs_of(gm.graph)) - len(gm.meta[GRADIENTS])
+        _set_sides(gm, count)
+        cut = _Cut(gm, count)
+        forward, backward = cut.forward_graph(), cut.backward_graph()
+        return replace(parts, forward=forward, backward=backward)
+
+
+def _set_sides(gm: fx.GraphModule, count: int) -> None:
+    """Mark each call with the part that computes it."""
+    outputs = outputs_of(gm.graph)
+    forward = _ancestors(node for node in outputs[:count] if isinstance(node, Node))
+    late = _descendants(node for node in placeholders(gm) if _kind(node) == "tangent")
+    for node in gm.graph.nodes:
+        if (
+            node.op == "call_function"
+            and node not in forward
+            and node not in late
+            and _is_kept(node, forward)
+        ):
+            forward |= _ancestors([node])
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            node.meta[SIDE] = "forward" if node in forward else "backward"
+
+
+def _is_kept(node: Node, forward: set[Node]) -> bool:
+    """Return whether the forward graph computes a value that no output needs and no tangent reaches."""
+    if is_random(node) or is_result(node) and first_operand(node) in forward:
+        return True
+    if not holds_tensor(node) or is_of_model(node):
+        return False
+    read = [arg for arg in node.all_input_nodes if holds_tensor(arg) and arg.op == "call_function"]
+    size = node.meta["val"].dtype.itemsize
+    wider = [arg for arg in read if arg.meta["val"].dtype.itemsize > size]
+    return bool(wider) and node.meta["val"].dim() >= max(arg.meta["val"].dim() for arg in read)
+
+
+def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+    found, pending = set[Node](), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _descendants(nodes: Iterable[Node]) -> set[Node]:
+    found, pending = set[Node](), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.users
+    return found
+
+
+def _kind(node: Node) -> str:
+    source = source_of(node)
+    return "" if source is None else source.kind
+
+
+@dataclass(slots=True)
+class _Cut:
+    """The two graphs under construction.
+
+    Attributes:
+        gm: the joint graph, whose calls are marked.
+        count: how many of its outputs are the caller's.
+        again: nodes of the forward graph that the backward graph computes again.
+        saved: nodes that the forward graph returns for the backward graph.
+    """
+
+    gm: fx.GraphModule
+    count: int
+    again: set[Node] = field(default_factory=set)
+    saved: dict[Node, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in self.gm.graph.nodes:
+            if node.meta.get(SIDE) == "backward":
+                for arg in node.all_input_nodes:
+                    self._bring(arg)
+        for node in outputs_of(self.gm.graph)[self.count :]:
+            self._bring(node)
+
+    def _bring(self, node: Node) -> None:
+        """Save a value that the backward graph reads, or mark it to be computed again."""
+        if node.meta.get(SIDE) == "backward" or node in self.again or node in self.saved:
+            return
+        if node.op == "placeholder":
+            if WRITTEN in node.meta:  # the backward graph needs the values before the write
+                self.saved[node] = None
+            return
+        if not self._is_computed_again(node):
+            self.saved[node] = None
+            return
+        self.again.add(node)
+        for arg in node.all_input_nodes:
+            self._bring(arg)
+
+    def _is_computed_again(self, node: Node) -> bool:
+        if is_random(node) or is_result(node) or not holds_tensor(node):
+            return False
+        computed = [arg for arg in node.all_input_nodes if not _is_size(arg)]
+        return is_view(node) or not computed or _is_of_weights(node)
+
+    def forward_graph(self) -> fx.GraphModule:
+        """Return the forward graph, which returns its outputs, then the values that are saved."""
+        graph, copies = fx.Graph(), dict[Node, Node]()
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder" and _kind(node) != "tangent" or node.meta.get(SIDE) == "forward":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        outputs: list[Any] = []
+        for value in outputs_of(self.gm.graph)[: self.count]:
+            copied = copies[value] if isinstance(value, Node) else value
+            is_given = isinstance(value, Node) and holds_tensor(value) and _is_given(value)
+            outputs.append(_clone(graph, copied) if is_given else copied)
+        at: dict[str, int] = {}
+        for node in self.saved:
+            value = _clone(graph, copies[node]) if node.op == "placeholder" else copies[node]
+            if value not in outputs:
+                outputs.append(value)
+            at[node.name] = outputs.index(value)
+        graph.output(tuple(outputs))
+        forward = fx.GraphModule(self.gm, graph, type(self.gm).__name__)
+        forward.meta = {**self.gm.meta, SAVED: at, RESULTS: self.count}
+        return forward
+
+    def backward_graph(self) -> fx.GraphModule:
+        """Return the backward graph: from tangents and saved values to the gradients."""
+        graph, copies = fx.Graph(), dict[Node, Node]()
+        read = self._read()
+        for node in placeholders(self.gm):
+            if node not in self.saved and (node in read or _kind(node) == "tangent"):
+                copies[node] = graph.node_copy(node)
+        for node in self.saved:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = {
+                "val": node.meta["val"],
+                "layer": node.meta.get("layer", ""),
+                "source": Source("saved", node.name),
+            }
+            if "qtype" in node.meta:
+                copies[node].meta["qtype"] = node.meta["qtype"]
+        for node in self.gm.graph.nodes:
+            if node.meta.get(SIDE) == "backward" or node in self.again:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        gradients = [copies[node] for node in outputs_of(self.gm.graph)[self.count :]]
+        graph.output(tuple(_clone(graph, g) if _is_given(g) else g for g in gradients))
+        return fx.GraphModule(self.gm, graph, "Backward")
+
+    def _read(self) -> set[Node]:
+        nodes = [n for n in self.gm.graph.nodes if n.meta.get(SIDE) == "backward" or n in self.again]
+        return {arg for node in nodes for arg in node.all_input_nodes} | {
+            *outputs_of(self.gm.graph)[self.count :]
+        }
+
+
+def _is_of_weights(node: Node) -> bool:
+    return is_of_model(node) and not any(WRITTEN in arg.meta for arg in _ancestors([node]))
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt | int)
+
+
+def _is_given(node: Node) -> bool:
+    """Return whether a tensor is an input of the graph, or a view of one."""
+    while is_view(node):
+        node = first_operand(node)
+    return node.op == "placeholder"
+
+
+def _clone(graph: fx.Graph, value: Node) -> Node:
+    clone = graph.call_function(torch.ops.aten.clone.default, (value,))
+    clone.meta = {"val": value.meta["val"], "layer": value.meta.get("layer", "")}
+    return clone

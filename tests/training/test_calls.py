@@ -1,0 +1,403 @@
+"""Ways in which users train: each is compared with eager PyTorch, call by call."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+
+import gnnc
+
+WIDTH, CLASSES = 6, 4
+
+
+def directed_graph(nodes: int = 20, edges: int = 70, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return x, and a directed edge list with repeated edges and self loops that leaves nodes alone."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(nodes, WIDTH, generator=generator)
+    edge_index = torch.randint(nodes - 3, (2, edges), generator=generator)
+    return x, torch.cat([edge_index, edge_index[:, :5]], 1)
+
+
+X, EDGES = directed_graph()
+
+
+class Net(nn.Module):
+    """GCN with dropout and batch norm, and a SAGE layer."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.conv = GCNConv(WIDTH, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(p)
+        self.out = SAGEConv(8, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        h = self.norm(self.conv(x, edge_index, edge_weight)).relu()
+        return self.out(self.drop(h), edge_index)
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[nn.Module, gnnc.CompiledModel]:
+    torch.manual_seed(0)
+    model = Net().train()
+    return model, gnnc.compile(model, "fp32")
+
+
+Step = Callable[[Any, nn.Module], Any]
+
+
+def both(pair: tuple[nn.Module, gnnc.CompiledModel], step: Step) -> None:
+    """Run a step on the compiled model and on an eager copy; compare gradients, buffers and the result."""
+    model, compiled = pair
+    for parameter in model.parameters():
+        parameter.grad = None
+    eager = copy.deepcopy(model)
+    found, expected = step(compiled, model), step(eager, eager)
+    assert_alike(found, expected)
+    for (name, parameter), right in zip(model.named_parameters(), eager.parameters(), strict=True):
+        assert (parameter.grad is None) == (right.grad is None), name
+        if right.grad is not None:
+            assert_alike({name: parameter.grad}, {name: right.grad})
+    for buffer, right in zip(model.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(buffer, right, rtol=1e-4, atol=1e-5)
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def accumulated(call: Any, owner: nn.Module) -> Any:
+    for seed in (1, 2):
+        call(*directed_graph(seed=seed)).square().mean().backward()
+
+
+def several_losses(call: Any, owner: nn.Module) -> Any:
+    out = call(X, EDGES)
+    out[:, 0].sum().backward(retain_graph=True)
+    out[:, 1:].square().sum().backward()
+    return out.detach()
+
+
+def two_forwards_first(call: Any, owner: nn.Module) -> Any:
+    first, second = call(*directed_graph(seed=3)), call(*directed_graph(nodes=9, edges=30, seed=4))
+    second.square().sum().backward()
+    first.square().sum().backward()
+    return first.detach(), second.detach()
+
+
+def one_backward_over_two(call: Any, owner: nn.Module) -> Any:
+    (call(X, EDGES).square().sum() + call(X * 2, EDGES).mean()).backward()
+
+
+def input_gradient(call: Any, owner: nn.Module) -> Any:
+    x, weight = X.clone().requires_grad_(True), torch.rand(EDGES.shape[1]).requires_grad_(True)
+    torch.manual_seed(0)
+    call(x, EDGES, weight.detach()).square().sum().backward()
+    return x.grad
+
+
+def weight_gradient(call: Any, owner: nn.Module) -> Any:
+    weight = torch.linspace(0.1, 1, EDGES.shape[1]).requires_grad_(True)
+    call(X, EDGES, weight).square().sum().backward()
+    return weight.grad
+
+
+def frozen(call: Any, owner: nn.Module) -> Any:
+    owner.conv.requires_grad_(False)
+    call(X, EDGES).square().sum().backward()
+    owner.conv.requires_grad_(True)
+
+
+def evaluated(call: Any, owner: nn.Module) -> Any:
+    owner.eval()
+    x = X.clone().requires_grad_(True)
+    call(x, EDGES).square().sum().backward()
+    owner.train()
+    return x.grad
+
+
+def without_grad(call: Any, owner: nn.Module) -> Any:
+    with torch.no_grad():
+        out = call(X, EDGES)
+    assert not out.requires_grad
+    return out
+
+
+def non_finite(call: Any, owner: nn.Module) -> Any:
+    (call(X, EDGES).square().mean() * float("inf")).backward()
+    grads = [p.grad for p in owner.parameters()]
+    assert not all(bool(grad.isfinite().all()) for grad in grads)
+    owner.zero_grad()
+
+
+def scaled(call: Any, owner: nn.Module) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = torch.optim.SGD(owner.parameters(), lr=0.0)
+    scaler.scale(call(X, EDGES).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        accumulated,
+        several_losses,
+        two_forwards_first,
+        one_backward_over_two,
+        input_gradient,
+        weight_gradient,
+        frozen,
+        evaluated,
+        without_grad,
+        non_finite,
+        scaled,
+    ],
+)
+def test_a_way_to_train_is_that_of_eager(trained, step: Step) -> None:
+    both(trained, step)
+
+
+def test_batches_of_other_sizes_are_one_program(trained) -> None:
+    _, compiled = trained
+    compiled(X, EDGES)
+    before = len(compiled._dispatch.captures)
+    for seed in range(5):
+        both(trained, lambda call, _, s=seed: call(*directed_graph(6 + s, 20 + 3 * s, s)).sum().backward())
+    assert len(compiled._dispatch.captures) == before
+
+
+def test_a_second_backward_is_the_error_of_torch(trained) -> None:
+    loss = trained[1](X, EDGES).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_weights_written_before_backward_are_the_error_of_torch(trained) -> None:
+    model, compiled = trained
+    loss = compiled(X, EDGES).square().sum()
+    with torch.no_grad():
+        model.out.lin_l.weight.add_(0.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_of_gradients_are_refused(trained) -> None:
+    model, compiled = trained
+    with pytest.raises(gnnc.UnsupportedError, match="create_graph"):
+        torch.autograd.grad(compiled(X, EDGES).sum(), list(model.parameters()), create_graph=True)
+
+
+def test_an_output_that_is_not_differentiable_requires_no_gradient() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = GCNConv(WIDTH, 3)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Any:
+            h = self.conv(x, edge_index)
+            return {"h": h, "again": h, "class": h.argmax(1), "x": x, "fixed": (x * 2), "part": h[:, :2]}
+
+    model = Pair().train()
+    compiled, outs = gnnc.compile(model, "fp32"), []
+    for call in (model, compiled):
+        model.zero_grad()
+        out = call(X, EDGES)
+        (out["h"].sum() + out["again"].square().sum() + out["part"].prod()).backward()
+        outs.append((out, [parameter.grad.clone() for parameter in model.parameters()]))
+    assert_alike(outs[1], outs[0])
+    for name, value in outs[0][0].items():
+        assert outs[1][0][name].requires_grad == value.requires_grad, name
+
+
+@pytest.mark.parametrize("p", [0.3])
+def test_dropout_has_the_masks_of_eager(p: float) -> None:
+    model = Net(p).train()
+
+    def step(call: Any, _: nn.Module) -> Any:
+        torch.manual_seed(7)
+        out = call(X, EDGES)
+        out.square().sum().backward()
+        return out.detach(), torch.rand(3)
+
+    both((model, gnnc.compile(model, "fp32")), step)
+
+
+def test_attention_dropout_has_the_masks_of_eager() -> None:
+    model = GATConv(WIDTH, 4, heads=2, dropout=0.4).train()
+
+    def step(call: Any, _: nn.Module) -> Any:
+        torch.manual_seed(7)
+        out = call(X, EDGES)
+        out.square().sum().backward()
+        return out.detach(), torch.rand(3)
+
+    both((model, gnnc.compile(model, "fp32")), step)
+
+
+def test_tied_weights_get_the_gradients_of_both_uses() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.second.weight = self.first.weight
+            self.conv = GCNConv(WIDTH, 3)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.conv(self.second(self.first(x).relu()), edge_index)
+
+    model = Tied().train()
+    both((model, gnnc.compile(model, "fp32")), lambda call, _: call(X, EDGES).square().sum().backward())
+
+
+def test_a_detached_value_passes_no_gradient() -> None:
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, 5), nn.Linear(WIDTH, 5)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            src, dst = edge_index
+            message = self.a(x).detach()[src] * self.b(x)[dst] + self.b(x)[src].detach()
+            top = torch.zeros(len(x), 5).scatter_reduce(
+                0, dst[:, None].expand_as(message), message.detach(), "amax"
+            )
+            return torch.zeros(len(x), 5).index_add(0, dst, (message - top[dst]).tanh())
+
+    model = Detached().train()
+    both((model, gnnc.compile(model, "fp32")), lambda call, _: call(X, EDGES).square().sum().backward())
+
+
+def test_a_block_without_gradients_passes_none() -> None:
+    class Blocked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head, self.gate = GCNConv(WIDTH, 3), GCNConv(WIDTH, 3), nn.Linear(3, 3)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.conv(x, edge_index)
+                weight = target.square().mean(1, keepdim=True)
+                with torch.enable_grad():
+                    weight = weight * self.scale
+            return self.head(x, edge_index) * weight - self.gate(target)
+
+    model = Blocked().train()
+    both((model, gnnc.compile(model, "fp32")), lambda call, _: call(X, EDGES).square().sum().backward())
+
+
+def test_forward_of_data_objects_trains() -> None:
+    class OfData(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = GCNConv(WIDTH, 3)
+
+        def forward(self, data: Data) -> Tensor:
+            return F.log_softmax(self.conv(data.x, data.edge_index), 1)
+
+    model = OfData().train()
+    data = Data(x=X, edge_index=EDGES)
+    both((model, gnnc.compile(model, "fp32")), lambda call, _: call(data)[:, 0].sum().backward())
+
+
+def test_a_closure_of_lbfgs_trains() -> None:
+    torch.manual_seed(0)
+    model = GCNConv(WIDTH, 3).train()
+
+    def step(call: Any, owner: nn.Module) -> Any:
+        optimizer = torch.optim.LBFGS(owner.parameters(), lr=0.1, max_iter=4)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = call(X, EDGES).square().mean()
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure).item() for _ in range(2)]
+
+    both((model, gnnc.compile(model, "fp32")), step)
+
+
+def test_state_dicts_and_copies_train_on(trained) -> None:
+    model, compiled = trained
+    compiled(X, EDGES)
+    twin = copy.deepcopy(compiled)
+    twin(X, EDGES).sum().backward()
+    assert all(parameter.grad is not None for parameter in twin.model.parameters())
+    assert all(a is not b for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+    compiled.load_state_dict(Net().state_dict())
+    both(trained, lambda call, _: call(X, EDGES).square().sum().backward())
+
+
+# refusals
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+class Odd(nn.Module):
+    """Layer whose gradient is not that of its forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.conv, self.kind = GCNConv(WIDTH, 3), kind
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = self.conv(x, edge_index)
+        if self.kind == "function":
+            return Reversal.apply(h)
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad * 2)
+        return h
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("function", "autograd function Reversal"),
+        ("hook", "register_hook"),
+        ("nested", "no_grad"),
+    ],
+)
+def test_own_gradients_inside_of_forward_are_refused(kind: str, message: str) -> None:
+    compiled = gnnc.compile(Odd(kind).train(), "fp32")
+    with pytest.raises((gnnc.UnsupportedError, gnnc.CaptureError), match=message):
+        compiled(X, EDGES)
+    with torch.no_grad():
+        assert compiled(X, EDGES).shape == (len(X), 3)
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_on_modules_are_refused(hook: str) -> None:
+    model = Net().train()
+    compiled = gnnc.compile(model, "fp32")
+    handle = getattr(model.conv, hook)(lambda *_: None)
+    with pytest.raises(gnnc.UnsupportedError, match=r"GCNConv has a backward hook.*remove"):
+        compiled(X, EDGES)
+    handle.remove()
+    compiled(X, EDGES).sum().backward()
+
+
+def test_hooks_on_parameters_run() -> None:
+    model = GCNConv(WIDTH, 3).train()
+    compiled, seen = gnnc.compile(model, "fp32"), []
+    model.bias.register_hook(seen.append)
+    compiled(X, EDGES).sum().backward()
+    assert_alike(seen, [torch.full((3,), float(len(X)))])
