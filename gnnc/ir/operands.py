@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from gnnc.errors import GraphError, InputError
 from gnnc.tensor_state import storage_fault
@@ -59,7 +58,7 @@ def check_operands(op: str, operands: Mapping[str, Any]) -> None:
     """
     for name, value in operands.items():
         for tensor in value if isinstance(value, list | tuple) else (value,):
-            if type(tensor) in (Tensor, Parameter) and (fault := _storage_fault(tensor)) is not None:
+            if isinstance(tensor, Tensor) and (fault := _storage_fault(tensor)) is not None:
                 raise InputError(f"[gnnc.{op}] {name}: {fault}")
     for name in _COUNTS:
         count = operands.get(name)
@@ -71,7 +70,9 @@ def check_operands(op: str, operands: Mapping[str, Any]) -> None:
 
 
 def _storage_fault(tensor: Tensor) -> str | None:
-    return storage_fault(tensor) if tensor.layout is torch.strided else None
+    """Return what is wrong with the storage; tensors with a dispatch of their own have none to look at."""
+    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return None if own or tensor.layout is not torch.strided else storage_fault(tensor)
 
 
 def _check_structure(op: str, rowptr: Tensor, operands: Mapping[str, Any]) -> None:

@@ -7,14 +7,14 @@ import random
 
 import pytest
 import torch
-from hostile import SPOILS, HostileCall, hostile_calls, random_call
+from hostile import SPOILS, HostileCall, hostile_calls, places, random_call
 from kernel_graphs import ops, random_graph, threads
 
 from gnnc.errors import GraphError, InputError
+from gnnc.tensor_state import storage_fault
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about hostile arguments
 
-GONE = ("freed", "one byte is left", "half of the storage")
 TAKES_ALL = ("gnnc_cpu.first_unstored", "gnnc_cpu.first_not_finite (0, 1)")
 """An op that tells which storage is too short, and a tensor without elements."""
 FAR_IDS = {
@@ -36,10 +36,31 @@ def test_spoilt_arguments_end_in_an_error_or_a_result(namespace: str) -> None:
     came = [(call.label, call.run()) for call in calls(namespace)]
     assert len(came) > 5000
     assert len({label.partition(" ")[0] for label, _ in came}) > 10
-    returned = [label for label, result in came if result == "returned"]
-    gone = [label for label in returned if label.endswith(GONE) and not label.startswith(TAKES_ALL)]
-    if namespace == "gnnc_cpu.":  # references of some ops take a tensor without memory as torch does
-        assert not gone
+
+
+@pytest.mark.parametrize("namespace", ["gnnc_cpu.", "gnnc."])
+def test_tensors_without_memory_are_refused(namespace: str) -> None:
+    faulty = [call for call in calls(namespace) if has_fault(call) and not call.label.startswith(TAKES_ALL)]
+    assert len(faulty) > 500
+    assert {call.run() for call in faulty} <= {"InputError", "RuntimeError"}
+
+
+class Named(torch.Tensor):
+    """A subclass of tensors without a dispatch of its own."""
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100])
+def test_a_subclass_without_memory_is_refused(kept: int) -> None:
+    for value in (torch.ones(9, 8).as_subclass(Named), torch.nn.Buffer(torch.ones(9, 8))):
+        value.untyped_storage().resize_(kept)
+        with pytest.raises(InputError, match=r"\[gnnc.gemm\] x: its storage was"):
+            torch.ops.gnnc.gemm(value, torch.ones(4, 8), None, False)
+
+
+def has_fault(call: HostileCall) -> bool:
+    """Return whether a tensor among the arguments has a storage that does not hold its elements."""
+    tensors = [value for _, value in places(call.args) if isinstance(value, torch.Tensor)]
+    return any(t.layout is torch.strided and t.is_cpu and storage_fault(t) is not None for t in tensors)
 
 
 def test_ids_out_of_range_are_refused() -> None:
