@@ -41,7 +41,7 @@ from gnnc.capture.torch_globals import confined
 from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.unregistered_weights import refuse_unregistered, registered_weights
 from gnnc.capture.unrolled import Unrolled, Watch, stopped_at_numbers
-from gnnc.capture.value_guards import Number, ValueGuard, add_values, guessed
+from gnnc.capture.value_guards import EqualMode, Number, ValueGuard, add_values, guessed
 from gnnc.errors import CaptureError
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.nodes import outputs_of
@@ -269,7 +269,7 @@ def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tup
     hint = Dim.DYNAMIC(min=2, max=_MAX_SIZE) if stand_ins.symbolic else Dim.AUTO
     dims = tuple({dim: hint for dim in dynamic} for dynamic in stand_ins.dynamic)
     modes = contextlib.ExitStack()
-    for mode in () if strict else (SparseMode(), RecurrentMode()):
+    for mode in () if strict else (SparseMode(), RecurrentMode(), EqualMode()):
         modes.enter_context(mode)
     entry.watch = Watch([t.shape for t in stand_ins.tensors], [t.shape for t in call.tensors])
     if strict and stand_ins.symbolic:

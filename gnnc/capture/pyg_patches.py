@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from gnnc.capture.hooks import run_message_hooks
-from gnnc.capture.sparse_operand import unique_keys
+from gnnc.capture.pooling_ops import cluster_edges, merge_edges
+from gnnc.capture.pyg_functions import traceable_functions
 from gnnc.capture.thread_patches import in_this_thread, replaced
 from gnnc.errors import CaptureError
-
-_ABSENT = "absent"
-"""Told from None, which asks for a pair as the result."""
 
 
 @contextlib.contextmanager
@@ -27,8 +25,7 @@ def exportable(model: torch.nn.Module) -> Iterator[None]:
     ``model`` is a private copy: the attributes of its modules stay changed.
     """
     import torch_geometric.backend as backend  # a second of imports that capture alone needs
-    from torch_geometric.nn import Aggregation, HeteroLinear
-    from torch_geometric.utils import sparse
+    from torch_geometric.nn import Aggregation, ClusterPooling, EdgePooling, HeteroLinear
 
     for module in model.modules():
         if getattr(module, "cached", False) is True:
@@ -41,38 +38,14 @@ def exportable(model: torch.nn.Module) -> Iterator[None]:
             vars(module)["to_dense_batch"] = partial(_to_dense_batch, module)
         if isinstance(module, torch.nn.TransformerEncoder):
             vars(module)["forward"] = partial(_encoder, module)
+        if isinstance(module, EdgePooling):
+            vars(module)["_merge_edges"] = partial(merge_edges, module)
+        if isinstance(module, ClusterPooling):
+            vars(module)["_merge_edges"] = partial(cluster_edges, module)
         run_message_hooks(module)
     unpacked = in_this_thread(lambda *_, **__: False, backend.use_segment_matmul_heuristic)
-    # edge lists of a torch.sparse adjacency are merged by it
-    merged = in_this_thread(coalesce, sparse.coalesce)
-    with replaced(backend, "use_segment_matmul_heuristic", unpacked), replaced(sparse, "coalesce", merged):
+    with replaced(backend, "use_segment_matmul_heuristic", unpacked), traceable_functions():
         yield
-
-
-def coalesce(
-    edge_index: Tensor,
-    edge_attr: Any = _ABSENT,
-    num_nodes: int | None = None,
-    reduce: str = "sum",
-    is_sorted: bool = False,
-    sort_by_row: bool = True,
-) -> Any:
-    """Sort edges and merge duplicates, as PyG's function does, whatever their values are."""
-    from torch_geometric.utils import scatter
-    from torch_geometric.utils.num_nodes import maybe_num_nodes
-
-    count = maybe_num_nodes(edge_index, num_nodes)
-    first, second = (0, 1) if sort_by_row else (1, 0)
-    keys, place = unique_keys(edge_index[first] * count + edge_index[second])
-    ends = keys // count, keys % count
-    merged = torch.stack([ends[first], ends[second]])
-    if isinstance(edge_attr, str):
-        return merged
-    if isinstance(edge_attr, Tensor):
-        return merged, scatter(edge_attr, place, 0, keys.shape[0], reduce)
-    if edge_attr is None:
-        return merged, None
-    return merged, [scatter(attr, place, 0, keys.shape[0], reduce) for attr in edge_attr]
 
 
 def _to_dense_batch(

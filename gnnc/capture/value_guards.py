@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
 
 from gnnc.capture.thread_patches import in_this_thread, replaced
 from gnnc.torch_private import GuardOnDataDependentSymNode, PythonPrinter, ShapeEnv, raw_expression
@@ -83,6 +84,21 @@ def guessed(values: Mapping[str, Number]) -> Iterator[list[ValueGuard]]:
 
     with replaced(ShapeEnv, "evaluate_expr", in_this_thread(evaluate, original)):
         yield found
+
+
+class EqualMode(TorchFunctionMode):
+    """Mode in which ``torch.equal`` asks about a value, as a comparison of all elements does."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.equal, torch.Tensor.equal) and len(args) == 2 and not kwargs:
+            return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+        return func(*args, **(kwargs or {}))
 
 
 def add_values(graph: Graph, found: Sequence[ValueGuard]) -> tuple[dict[str, Node], list[ValueGuard]]:

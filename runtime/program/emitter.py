@@ -69,7 +69,7 @@ class Emitter(Values):
         stride = width if dense or len(shape) < 2 else self.stride_for(node, width)
         buffer = self._buffer((rows, width), stride, dtype)
         if buffer is None:
-            return self._settle(node, self.empty("t", (self.size(rows), width), dtype), width)
+            return self._settle(node, self._rows("t", self.size(rows), width, stride, dtype), width)
         value = self._values[node] = Value(buffer=buffer)
         value.matrix[width] = self._region(buffer, (rows, width), (stride, 1))
         return value.matrix[width]
@@ -85,8 +85,9 @@ class Emitter(Values):
         buffer = self._buffer((rows, width), stride, dtype)
         if buffer is None:
             count = self.size(rows)
-            shape = (expr("{} * {}", count, width),) if flat else (count, width)
-            return self.empty("s", shape, dtype)
+            if flat:
+                return self.empty("s", (expr("{} * {}", count, width),), dtype)
+            return self._rows("s", count, width, stride, dtype)
         shape = (rows * width,) if flat else (rows, width)
         return self._region(buffer, shape, (1,) if flat else (stride, 1))
 
@@ -96,6 +97,15 @@ class Emitter(Values):
         name = self.fresh(hint)
         self.append(Allocate(name, tuple(map(literal, shape)), kind.text))
         return variable(name)
+
+    def _rows(self, hint: str, rows: Expr, width: int, stride: int, dtype: torch.dtype) -> Expr:
+        """Return a new matrix; rows of integers are padded, since kernels read whole blocks of them."""
+        if dtype.is_floating_point or stride == width:
+            return self.empty(hint, (rows, width), dtype)
+        whole = self.empty(hint, (rows, stride), dtype)
+        part = Let(self.fresh(hint), expr("{}[:, :{}]", whole, width))
+        self.append(part)
+        return variable(part.result)
 
     def hold(self, nodes: Iterable[Node]) -> tuple[Buffer, ...]:
         """Return the buffers that a result over these arguments may keep in use."""

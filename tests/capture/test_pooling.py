@@ -10,9 +10,12 @@ from compare import capture_count
 from torch import Tensor, nn
 from torch_2_11 import NOT_IN_2_11
 from torch_geometric.data import Data
-from torch_geometric.utils import scatter, to_dense_batch
+from torch_geometric.nn.pool.connect import FilterEdges
+from torch_geometric.nn.pool.select import SelectTopK
+from torch_geometric.utils import degree, scatter, to_dense_batch
 
 import gnnc
+from gnnc.errors import InputError
 
 WIDTH = 8
 SIZES = ((5, 7, 6), (9, 4), (8, 8, 8, 8), (3, 6, 5, 4, 9))
@@ -60,6 +63,50 @@ SELECTIONS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
 }
 
 
+def by_parts(pool: Any, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+    selected = pool(x, batch)
+    connected = FilterEdges()(selected, edge_index, None, batch)
+    x = x[selected.node_index] * selected.weight.view(-1, 1)
+    assert connected.batch is not None
+    return torch.cat(
+        [
+            pyg.global_mean_pool(x, connected.batch),
+            degree(connected.edge_index[0], len(x)).amax(0).expand(1, 16),
+        ]
+    )
+
+
+def own_batch(_: Any, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+    tens = torch.div(torch.arange(len(x)), 10, rounding_mode="floor")
+    return to_dense_batch(x, tens)[0].sum(1)
+
+
+def own_counts(_: Any, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+    counts = degree(batch, dtype=torch.long)
+    return to_dense_batch(x, torch.arange(len(counts)).repeat_interleave(counts))[0].amax(1)
+
+
+def pooled(pool: Any, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+    x, edges, batch, _ = pool(x, edge_index, batch)
+    neighbors = scatter(x[edges[0]], edges[1], 0, len(x), "sum")
+    return pyg.global_mean_pool(x + neighbors, batch)
+
+
+MERGING: dict[str, tuple[Callable[[], nn.Module], Step]] = {
+    "EdgePooling": (lambda: pyg.EdgePooling(16), pooled),
+    "EdgePooling of tanh": (lambda: pyg.EdgePooling(16, pyg.EdgePooling.compute_edge_score_tanh), pooled),
+    "ClusterPooling": (lambda: pyg.ClusterPooling(16), pooled),
+    "ClusterPooling of log_softmax": (lambda: pyg.ClusterPooling(16, "log_softmax"), pooled),
+    "SelectTopK and FilterEdges": (lambda: SelectTopK(16), by_parts),
+    "batch of ten nodes": (nn.Identity, own_batch),
+    "batch from counts": (nn.Identity, own_counts),
+    "ASAPooling": (lambda: pyg.ASAPooling(16), lambda pool, x, e, batch: pool(x, e, batch=batch)[0]),
+    "MemPooling": (lambda: pyg.MemPooling(16, 8, 2, 4), lambda pool, x, e, batch: pool(x, batch)[0]),
+    "GraphUNet": (lambda: pyg.GraphUNet(16, 8, 4, 2), lambda net, x, e, batch: net(x, e, batch)),
+    "SGFormer": (lambda: pyg.SGFormer(16, 8, 4), lambda net, x, e, batch: net(x, e, batch)),
+}
+
+
 def arguments(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(sum(sizes))
     starts = torch.tensor((0, *sizes)).cumsum(0)[:-1]
@@ -104,3 +151,27 @@ def test_pooling_that_selects_or_pads(name: str, precision: str, request: pytest
         if precision == "fp32":  # a rounded score may select another node
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert capture_count(compiled) <= 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("name", MERGING)
+@pytest.mark.first(4)
+@torch.no_grad()
+def test_pooling_that_merges(name: str, precision: str):
+    torch.manual_seed(0)
+    make, step = MERGING[name]
+    model = Net(step, make()).eval()
+    compiled = gnnc.compile(model, precision)
+    for sizes in SIZES:
+        inputs = arguments(sizes)
+        expected, actual = model(*inputs), compiled(*inputs)
+        limit = 1e-4 if precision == "fp32" else 0.05
+        assert (actual - expected).abs().max() <= limit * expected.abs().max()
+
+
+def test_edges_that_a_pooling_merges_are_checked():
+    order, edges = torch.arange(2), torch.tensor([[0, 1], [1, 5]])
+    with pytest.raises(InputError, match="nodes outside"):
+        torch.ops.gnnc_pooling.match(order, edges, 5)
+    with pytest.raises(InputError, match="nodes outside"):
+        torch.ops.gnnc_pooling.components(-edges, 6)

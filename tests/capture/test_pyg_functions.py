@@ -1,0 +1,105 @@
+"""Functions of PyG that a model calls in forward: edges merged and sorted, questions of equality."""
+
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from compare import capture_count
+from torch import Tensor, nn
+from torch_geometric import utils
+
+import gnnc
+from gnnc.capture import pyg_functions
+
+Step = Callable[[Tensor, Tensor], Any]
+
+
+def undirected_with_weights(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+    weight = (x[edge_index[0]] * x[edge_index[1]]).sum(1).sigmoid()
+    return utils.to_undirected(edge_index, weight, len(x), reduce="mean")
+
+
+def merged_by_column(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+    values = [x[edge_index[0], 0].abs(), x[edge_index[1], 1]]
+    edges, (first, _) = utils.coalesce(edge_index, values, reduce="max", sort_by_row=False)
+    return edges, first
+
+
+EDGES: dict[str, Step] = {
+    "to_undirected": lambda x, e: (utils.to_undirected(e), None),
+    "to_undirected(num_nodes)": lambda x, e: (utils.to_undirected(e, num_nodes=len(x)), None),
+    "to_undirected(weights)": undirected_with_weights,
+    "coalesce": lambda x, e: (utils.coalesce(e), None),
+    "coalesce(list)": merged_by_column,
+    "loops of to_undirected": lambda x, e: utils.add_remaining_self_loops(utils.to_undirected(e)),
+    "sort_edge_index": lambda x, e: (utils.sort_edge_index(utils.remove_self_loops(e)[0]), None),
+    "is_undirected": lambda x, e: (e if utils.is_undirected(e) else e.flip(0), None),
+}
+
+
+class Net(nn.Module):
+    """A layer over edges that forward makes."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step, self.conv = step, pyg.GraphConv(6, 4)
+
+    def forward(self, x, edge_index):
+        return self.conv(x, *self.step(x, edge_index))
+
+
+def arguments(nodes: int, edges: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(nodes)
+    return torch.randn(nodes, 6, generator=generator), torch.randint(nodes, (2, edges), generator=generator)
+
+
+@pytest.mark.first(8)
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("name", EDGES)
+@torch.no_grad()
+def test_edges_made_in_forward(name: str, precision: str):
+    torch.manual_seed(0)
+    model = Net(EDGES[name]).eval()
+    compiled = gnnc.compile(model, precision)
+    limit = 1e-4 if precision == "fp32" else 0.05
+    for sizes in ((20, 90), (31, 50), (9, 200)):
+        expected, actual = model(*arguments(*sizes)), compiled(*arguments(*sizes))
+        assert (actual - expected).abs().max() <= limit * expected.abs().max()
+    assert capture_count(compiled) <= (2 if name == "is_undirected" else 1)
+
+
+@torch.no_grad()
+def test_another_answer_about_equality_is_another_program():
+    model = Net(EDGES["is_undirected"]).eval()
+    compiled = gnnc.compile(model, "fp32")
+    x, edge_index = arguments(20, 60)
+    for edges in (edge_index, utils.to_undirected(edge_index)):
+        torch.testing.assert_close(compiled(x, edges), model(x, edges))
+
+
+def test_values_are_those_of_pyg():
+    """The functions return what PyG's do, without edges too, and their names stay."""
+    for edges in (torch.randint(5, (2, 30)), torch.zeros(2, 0, dtype=torch.long)):
+        for by_row in (True, False):
+            weight = torch.rand(edges.shape[1])
+            ours = pyg_functions.coalesce(edges, weight, 5, "sum", False, by_row)
+            for got, want in zip(ours, utils.coalesce(edges, weight, 5, "sum", False, by_row), strict=True):
+                torch.testing.assert_close(got, want)
+    for x, dim in ((torch.arange(6), 0), (torch.rand(2, 3), 1), (torch.zeros(0).int(), 0)):
+        torch.testing.assert_close(pyg_functions.cumsum(x, dim), utils.cumsum(x, dim))
+
+
+def test_other_threads_run_the_code_of_pyg():
+    came = []
+    edges = torch.tensor([[1, 0, 1], [0, 1, 0]])
+    before = utils.coalesce.__code__
+    with pyg_functions.traceable_functions():
+        thread = Thread(target=lambda: came.append(utils.coalesce(edges, is_sorted=True)))
+        thread.start()
+        thread.join()
+        assert utils.coalesce(edges, is_sorted=True).tolist() == [[0, 1], [1, 0]]
+    assert came[0].tolist() == [[1, 1], [0, 0]]  # PyG believes that they are sorted
+    assert utils.coalesce.__code__ is before
