@@ -44,3 +44,18 @@ class EdgeSoftmax:
         op = emitter.bind(torch.ops.gnnc_cpu_valid.edge_softmax.default, "edge_softmax")
         rowptr, logits = emitter.vector(operand(node, "rowptr")), emitter.dense(operand(node, "logits"))
         emitter.call(op, [rowptr, logits, plan, out.written])
+
+
+@kernel("gnnc.edge_softmax_backward", backend="cpu", name="edge_softmax_backward", priority=10)
+class EdgeSoftmaxBackward:
+    """Kernel ``gnnc_cpu_valid.edge_softmax_backward``: gradient of a softmax over the edges of a row."""
+
+    plan = staticmethod(sddmm.softmax_backward_plan)
+
+    @staticmethod
+    def emit(plan: int, node: Node, emitter: Emitter) -> None:
+        """Write the launch."""
+        out = emitter.allocate(node, dense=True)
+        op = emitter.bind(torch.ops.gnnc_cpu_valid.edge_softmax_backward.default, "edge_softmax_backward")
+        values = [emitter.dense(operand(node, name)) for name in ("alpha", "grad")]
+        emitter.call(op, [emitter.vector(operand(node, "rowptr")), *values, out.written])

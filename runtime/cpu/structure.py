@@ -98,6 +98,19 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> Csr:
     return rowptr, col, perm
 
 
+@structure_kernel("gnnc.csr_transpose", backend="cpu", name="csr_transpose")
+def csr_transpose(rowptr: Tensor, col: Tensor, num_src: int) -> Csr:
+    """Sort the edges of a CSR by source, by counting; see ``gnnc.csr_transpose``.
+
+    Raises:
+        GraphError: an id is out of range.
+    """
+    num_dst, edges = rowptr.shape[0] - 1, col.shape[0]
+    nodes = torch.arange(num_dst, dtype=torch.int32)
+    rows = torch.repeat_interleave(nodes, rowptr.diff(), output_size=edges)
+    return csr(rows, col, num_dst, num_src)
+
+
 @structure_kernel("gnnc.degree", backend="cpu", name="degree")
 def degree(rowptr: Tensor) -> Tensor:
     """Count the edges of each row, float32 ``[num_dst]``; see ``gnnc.degree``."""

@@ -63,5 +63,14 @@ def softmax_plan(node: Node) -> float:
     return float(argument(node, "eps"))
 
 
+@planned
+def softmax_backward_plan(node: Node) -> int:
+    """Return the number of heads; refuse operands that are not float32."""
+    for name in ("alpha", "grad"):
+        if operand(node, name).meta["val"].dtype != torch.float32:
+            raise Refusal(f"{name} is not float32")
+    return build.fixed_width(node)
+
+
 def _heads(node: Node, op: Any) -> int:
     return build.fixed_width(node) if op == "dot" else 1

@@ -46,7 +46,7 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
         torch.zeros(EDGES).long(),
     )
     numbers, per_edge = (1.0, 0.2, 1e-16, 1), torch.zeros(EDGES, 1)
-    factors = torch.zeros(ROWS, 4)
+    factors, bits = torch.zeros(ROWS, 4), torch.zeros(ROWS, -(-width // 8), dtype=torch.uint8)
     return {
         "isa": [()],
         "csr": [(*edges, *sorted_edges)],
@@ -66,6 +66,12 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
         ],
         "sddmm": [(g.rowptr, g.col, x, x.clone(), None, None, 0, 1, per_edge)],
         "edge_softmax": [(g.rowptr, torch.randn(EDGES, 1), 1e-16, per_edge)],
+        "edge_softmax_backward": [
+            (g.rowptr, torch.rand(EDGES, 1), torch.randn(EDGES, 1), torch.zeros(EDGES, 1))
+        ],
+        "gemm_tn": [(x, torch.randn(ROWS, 4), torch.zeros(width, 4))],
+        "relu_mask": [(x, bits)],
+        "relu_backward": [(x, bits.clone(), torch.zeros(ROWS, width))],
         "softmax_sum": [
             (g.rowptr, torch.randn(EDGES, 3), torch.randn(EDGES, 3), None, torch.zeros(ROWS, 3)),
             (torch.tensor([0, 2]), *torch.randn(2, 2, 3), torch.zeros(3, 3), torch.zeros(1, 3)),

@@ -1,0 +1,68 @@
+// Launcher of gemm_tn.
+
+#include "gemm_tn.h"
+
+#include <new>
+
+#include "launch.h"
+#include "sparse_launch.h"
+
+namespace gnnc {
+namespace {
+
+using sparse::Matrix;
+using sparse::ScalarType;
+using sparse::Tensor;
+
+constexpr int64_t kChunkRows = 4096;
+constexpr int64_t kMostChunks = 16;
+constexpr int64_t kMostValues = 1 << 23;  // floats of all sums
+
+void add_up(const GemmTnArgs& g, const float* sums, int64_t chunks, float* out) {
+  const int64_t values = g.inner * g.padded;
+  for (int64_t k = 0; k < g.inner; ++k) {
+    for (int64_t c = 0; c < g.outer; ++c) {
+      float sum = 0.0f;
+      for (int64_t i = 0; i < chunks; ++i) sum += sums[i * values + k * g.padded + c];
+      out[k * g.outer + c] = sum;
+    }
+  }
+}
+
+void gemm_tn(Tensor a, Tensor b, Tensor out) {
+  const Matrix left = sparse::matrix(a, "gemm_tn", "a"), right = sparse::matrix(b, "gemm_tn", "b");
+  STD_TORCH_CHECK(left.type != ScalarType::Char && right.type != ScalarType::Char,
+                  "gemm_tn: a and b must be float32 or bfloat16");
+  STD_TORCH_CHECK(left.rows == right.rows, "gemm_tn: a has ", left.rows, " rows, but b has ", right.rows);
+  auto* result =
+      sparse::flat<float>(out, ScalarType::Float, product(left.width, right.width, "gemm_tn"), "gemm_tn", "out");
+  check_apart({{out, "out"}}, {{a, "a"}, {b, "b"}}, "gemm_tn");
+  if (left.width == 0 || right.width == 0) return;
+  GemmTnArgs g{left.data, right.data, left.type == ScalarType::BFloat16, right.type == ScalarType::BFloat16};
+  g.inner = left.width;
+  g.outer = right.width;
+  g.padded = (g.outer + kGradColumns - 1) / kGradColumns * kGradColumns;
+  g.a_stride = left.stride;
+  g.b_stride = right.stride;
+  const int64_t values = product(g.inner, g.padded, "gemm_tn");
+  const int64_t most = std::clamp<int64_t>(kMostValues / values, 1, kMostChunks);
+  const int64_t chunks = std::clamp<int64_t>(left.rows / kChunkRows, 1, most);
+  try {
+    const std::unique_ptr<float[]> sums(new float[static_cast<size_t>(chunks * values)]);
+    parallel_slices(chunks, 1, 2, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        GNNC_DISPATCH(gemm_tn, g, left.rows * i / chunks, left.rows * (i + 1) / chunks, sums.get() + i * values);
+      }
+    });
+    add_up(g, sums.get(), chunks, result);
+  } catch (const std::bad_alloc&) {
+    STD_TORCH_CHECK(false, "gemm_tn: there is no memory for ", chunks, " sums of ", values, " floats");
+  }
+}
+
+}  // namespace
+}  // namespace gnnc
+
+STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) { m.def("gemm_tn(Tensor a, Tensor b, Tensor(a!) out) -> ()"); }
+
+STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("gemm_tn", TORCH_BOX(&gnnc::gemm_tn)); }

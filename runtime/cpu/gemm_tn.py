@@ -1,0 +1,37 @@
+"""Lowering of the product over all rows, which is the gradient of a weight."""
+
+import torch
+from torch.fx import Node
+
+from gnnc.ir.nodes import unpack
+from gnnc.runtime.program.emitter import Emitter
+from gnnc.runtime.registry import kernel
+from gnnc.runtime.row_program import build
+from gnnc.runtime.row_program.build import Refusal, planned
+
+
+@kernel("gnnc.gemm_tn", backend="cpu", name="gemm_tn", priority=10)
+class GemmTn:
+    """Kernel ``gnnc_cpu.gemm_tn``: float or bf16 rows, summed in FP32."""
+
+    @staticmethod
+    @planned
+    def plan(node: Node) -> tuple[int, ...]:
+        """Return the widths of both matrices; refuse operands that the kernel does not read."""
+        values = [value.meta["val"] for value in unpack(node, "a", "b")]
+        for value in values:
+            if value.dtype not in (torch.float32, torch.bfloat16):
+                raise Refusal(f"an operand is {value.dtype}")
+            if value.dim() != 2:
+                raise Refusal("an operand is not a matrix")
+        return tuple(build.fixed_width(value) for value in values)
+
+    @staticmethod
+    def emit(plan: tuple[int, ...], node: Node, emitter: Emitter) -> None:
+        """Write the launch."""
+        matrices = [
+            emitter.matrix(value, width) for value, width in zip(unpack(node, "a", "b"), plan, strict=True)
+        ]
+        out = emitter.allocate(node, dense=True)
+        op = emitter.bind(torch.ops.gnnc_cpu.gemm_tn.default, "gemm_tn")
+        emitter.call(op, [*matrices, out.written])

@@ -1,0 +1,82 @@
+"""The kernels of gradients against their references, in float64 where they sum."""
+
+import pytest
+import torch
+from kernel_graphs import GRAPHS, ops, relative_error, same_at_any_thread_count
+from torch import Tensor
+
+from gnnc.runtime.backend import get_backend
+from gnnc.runtime.cpu.structure import csr_transpose
+
+GNNC = torch.ops.gnnc
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    get_backend("cpu")
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("heads", [None, 1, 2, 3, 4, 8, 16, 20])
+def test_edge_softmax_backward(name: str, heads: int | None) -> None:
+    g = GRAPHS[name]()
+    shape = (g.num_edges, *([] if heads is None else [heads]))
+    alpha, grad = torch.rand(shape), torch.randn(shape)
+
+    def call() -> Tensor:
+        out = torch.full(shape, float("nan"))
+        ops().edge_softmax_backward(g.rowptr, alpha, grad, out)
+        return out
+
+    expected = GNNC.edge_softmax_backward(g.rowptr, alpha.double(), grad.double())
+    assert relative_error(same_at_any_thread_count(call), expected) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 127, 129, 20_000])
+@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (7, 47), (47, 7), (6, 32), (64, 33)])
+def test_gemm_tn(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
+    a, b = torch.randn(rows, inner + 3).to(dtype)[:, :inner], torch.randn(rows, outer).to(dtype)
+
+    def call() -> Tensor:
+        out = torch.full((inner, outer), float("nan"))
+        ops().gemm_tn(a, b, out)
+        return out
+
+    expected = a.double().t() @ b.double()
+    torch.testing.assert_close(
+        same_at_any_thread_count(call).double(), expected, rtol=1e-4, atol=1e-6 * max(rows, 1) ** 0.5 * 10
+    )
+
+
+@pytest.mark.parametrize("width", [0, 1, 7, 8, 16, 47, 64])
+@pytest.mark.parametrize("rows", [0, 1, 5000])
+def test_relu(rows: int, width: int) -> None:
+    x, grad = torch.randn(rows, width + 2)[:, :width], torch.randn(rows, width)
+    x[torch.rand(rows, width) < 0.2] = 0
+    x[torch.rand(rows, width) < 0.1] = float("nan")
+    mask = torch.full((rows, -(-width // 8)), 255, dtype=torch.uint8)
+    ops().relu_mask(x, mask)
+    assert torch.equal(mask, GNNC.relu_mask(x))
+    out = torch.full((rows, width), float("nan"))
+    ops().relu_backward(grad, mask, out)
+    assert torch.equal(out, torch.ops.aten.threshold_backward(grad, x, 0))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_csr_transpose(name: str) -> None:
+    g = GRAPHS[name]()
+    num_src = int(g.col.max()) + 3 if g.num_edges else 4
+    found, expected = csr_transpose(g.rowptr, g.col, num_src), GNNC.csr_transpose(g.rowptr, g.col, num_src)
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_refusals() -> None:
+    a, b = torch.randn(4, 3), torch.randn(5, 2)
+    with pytest.raises(RuntimeError, match="a has 4 rows, but b has 5"):
+        ops().gemm_tn(a, b, torch.zeros(3, 2))
+    with pytest.raises(RuntimeError, match="mask must have 4 elements"):
+        ops().relu_backward(a, torch.zeros(9, dtype=torch.uint8), torch.zeros(4, 3))
+    with pytest.raises(RuntimeError, match="alpha has 3 rows, but there are 2 edges"):
+        ops().edge_softmax_backward(torch.tensor([0, 2]), torch.ones(3), torch.ones(3), torch.ones(3))

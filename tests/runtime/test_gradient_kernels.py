@@ -1,0 +1,43 @@
+"""Programs call the CPU kernels of gradients, and give what the graph gives."""
+
+import torch
+from gnn_graphs import Layers, arguments, relative_error, run_all
+
+from gnnc.passes.lower import Lower
+from gnnc.runtime.backend import get_backend
+from gnnc.runtime.program.executable import Executable
+from gnnc.target import Target
+
+GNNC = torch.ops.gnnc
+WEIGHT_GRADIENT = (
+    "t0 = aten.mul.Tensor(j0, e0); t1 = aten.t.default(t0); t2 = aten.mm.default(t1, i0); return t2"
+)
+
+
+def test_programs_call_the_kernels() -> None:
+    b = Layers(7)
+    alpha, grad = b.edge_input("alpha", 1), b.edge_input("grad", 1)
+    other = b.input("other", (b.n, 47))
+    mask = b.call(GNNC.relu_mask, b.x)
+    masked = b.call(GNNC.relu_backward, b.x, mask)
+    results = [
+        b.call(GNNC.gemm_tn, masked, other),
+        b.call(GNNC.edge_softmax_backward, b.rowptr, alpha, grad),
+        b.call(GNNC.edge_sum, b.rowptr, b.col, WEIGHT_GRADIENT, [b.x], [other], [alpha], []),
+        masked,
+    ]
+    gm = b.finish(*results)
+    backend = get_backend("cpu")
+    target = Target("cpu", backend.target.precisions, lowering=backend)
+    lowered, _ = run_all(gm, [Lower()], target=target)
+    kernels = {str(n.target): n.meta["choice"].kernel.name for n in lowered.graph.nodes if "choice" in n.meta}
+    assert set(kernels.values()) == {
+        "relu_mask",
+        "relu_backward",
+        "gemm_tn",
+        "edge_softmax_backward",
+        "edge_sum_blocks",
+    }
+    for edges in (150, 0):
+        values = arguments(gm, edges=edges)
+        assert relative_error(Executable(lowered)(*values), gm(*values)) < 1e-6
