@@ -130,9 +130,16 @@ class Dispatch:
         except IndexError as error:  # of an ATen op that indexes by an argument
             owner = type(self._model).__name__
             raise InputError(f"[{owner}] an argument does not fit what it indexes: {error}") from error
-        except RuntimeError:
-            self._refuse_foreign_tensors(args, kwargs)
+        except torch.OutOfMemoryError:
             raise
+        except RuntimeError as error:
+            self._refuse_foreign_tensors(args, kwargs)
+            owner = type(self._model).__name__
+            raise InputError(
+                f"[{owner}] a step of the compiled program does not run on these arguments: {error}. "
+                "It takes the way through forward that the arguments of the capture took: call the model "
+                "itself (compiled.model) on arguments of this kind, or compile the layers around the step"
+            ) from error
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, wants: bool) -> Any:
         fast_path = self.fast_path
