@@ -1,5 +1,6 @@
 """Recorder of the tensors that calls make, to find rows of features for every edge."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -8,13 +9,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class EdgeMatrices(TorchDispatchMode):
-    """Mode that collects the op and the shape of every result with a row for each edge, wider than ``width``.
+    """Mode that collects op and shape of every float result with ``edges`` rows, wider than ``width``.
 
     Attributes:
         found: what was found, in order; what an op of ``gnnc`` makes inside is not seen.
     """
 
-    def __init__(self, edges: int, width: int) -> None:
+    def __init__(self, edges: range, width: int) -> None:
         super().__init__()
         self.edges, self.width = edges, width
         self.found: list[tuple[str, tuple[int, ...]]] = []
@@ -22,14 +23,23 @@ class EdgeMatrices(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.shape[:1] == (self.edges,):
-                if tensor.numel() > self.edges * self.width:
-                    self.found.append((str(func), tuple(tensor.shape)))
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.dim():
+                continue
+            if tensor.shape[0] in self.edges and tensor.numel() > tensor.shape[0] * self.width:
+                self.found.append((str(func), tuple(tensor.shape)))
         return result
 
 
-def edge_matrices(function: Any, edges: int, width: int = 1) -> list[tuple[str, tuple[int, ...]]]:
-    """Return what ``function()`` makes of more than ``width`` values for each of ``edges`` edges."""
-    with EdgeMatrices(edges, width) as mode:
+def edge_matrices(
+    function: Callable[[], Any], edges: int | range, width: int = 1
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Return what ``function()`` makes of more than ``width`` floats for each edge.
+
+    Args:
+        function: runs the calls.
+        edges: numbers of rows that count as one for each edge.
+        width: the most values of an edge that are no features.
+    """
+    with EdgeMatrices(range(edges, edges + 1) if isinstance(edges, int) else edges, width) as mode:
         function()
     return mode.found

@@ -55,12 +55,17 @@ def trace(model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
 
 
 def run(gm: GraphModule, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    with torch.no_grad():
+        return list(gm(*operands(gm, model, args, kwargs)))
+
+
+def operands(gm: GraphModule, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the values of the placeholders of ``gm``: arguments, parameters, buffers and constants."""
     tensors = iter(flatten_call(model, args, kwargs).tensors)
     sources: list[tuple[Source, Any]] = [
         (node.meta["source"], node) for node in gm.graph.nodes if node.op == "placeholder"
     ]
-    with torch.no_grad():
-        return list(gm(*(_value(source, node, model, tensors) for source, node in sources)))
+    return [_value(source, node, model, tensors) for source, node in sources]
 
 
 def eager(model: nn.Module, *args: Any, **kwargs: Any) -> list[Any]:
