@@ -102,10 +102,9 @@ def _anchor_family(node: Node) -> str | None:
     op = op_of(node)
     if op is None or op.cost_family not in _ANCHORS:
         return None
-    sums_rows = (
-        op.cost_family == "gemm" and str(node.target) not in _GEMMS
-    )  # its rows are not those of operands
-    return None if sums_rows else op.cost_family
+    if op.cost_family == "gemm" and str(node.target) not in _GEMMS:  # a sum over rows
+        return None
+    return op.cost_family
 
 
 def _siblings(gemm: Node) -> list[Node]:

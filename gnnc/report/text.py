@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
+import torch
 from torch.fx import Graph, Node
 
 from gnnc.ir import describe
 from gnnc.ir.aten import PRODUCTS, RENAMINGS
 from gnnc.ir.nodes import argument, arguments, first_operand, is_gnnc, op_name
 from gnnc.ir.op import Counted, op_of
-from gnnc.ir.parts import FORWARD, Parts
-from gnnc.ir.source import is_weight
+from gnnc.ir.parts import BACKWARD, FORWARD, Parts
+from gnnc.ir.source import is_weight, source_of
 from gnnc.ir.thread_bits import depends_on_threads
+from gnnc.report.naming import name_program
 from gnnc.report.printing import format_program
 from gnnc.report.summary import Chosen, summary_rows, summary_table
 
@@ -156,6 +158,11 @@ def explain_text(report: ProgramReport) -> str:
         **cuts,
         "Stayed FP32": stayed_fp32(report, graphs),
         "Stayed ATen": stayed_aten(report, graphs),
+        **(
+            {}
+            if report.parts.backward is None
+            else {"Saved for the backward graph": saved_values(report.parts)}
+        ),
         **({"Last bits depend on the number of threads": threads} if threads else {}),
         "Kernels that declined": [_note_line(note) for note in declined],
         "Formats": [_note_line(note) for note in formats],
@@ -165,6 +172,20 @@ def explain_text(report: ProgramReport) -> str:
     head = [f"{report.model}, {report.precision} on backend {report.backend}"]
     head.append(str(count_quantized(graphs)))
     return "\n".join(head) + "".join(_section(*section) for section in sections.items())
+
+
+def saved_values(parts: Parts) -> list[str]:
+    """Return a line for each value that is saved for the backward graph: layer, name, type and bytes."""
+    named = name_program(parts)[BACKWARD]
+    lines = []
+    for node in named.graph.nodes:
+        source, value = source_of(node), node.meta.get("val")
+        if source is None or source.kind != "saved" or not isinstance(value, torch.Tensor):
+            continue
+        where = f"{layer}: " if (layer := node.meta.get("layer")) else ""
+        size = " * ".join([str(value.dtype.itemsize), *named.symbols.shape(value)])
+        lines.append(f"{where}{source.name}, {named.type_text(value)}, {size} bytes")
+    return lines
 
 
 def _graphs(report: ProgramReport) -> list[Graph]:

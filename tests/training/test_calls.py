@@ -373,7 +373,6 @@ class Odd(nn.Module):
     [
         ("function", "autograd function Reversal"),
         ("hook", "register_hook"),
-        ("nested", "no_grad"),
     ],
 )
 def test_own_gradients_inside_of_forward_are_refused(kind: str, message: str) -> None:

@@ -1,0 +1,51 @@
+"""What a program that computes gradients shows of itself."""
+
+import pytest
+import torch
+from torch import nn
+from torch_geometric.nn import GCNConv
+
+import gnnc
+
+
+@pytest.fixture(scope="module")
+def compiled() -> gnnc.CompiledModel:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.conv2 = GCNConv(6, 8), GCNConv(8, 3)
+
+        def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+            return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
+
+    compiled = gnnc.compile(Net().train(), "fp32")
+    compiled(torch.randn(10, 6), torch.randint(10, (2, 30))).sum().backward()
+    return compiled
+
+
+def test_all_parts_are_printed(compiled: gnnc.CompiledModel) -> None:
+    text = str(compiled)
+    assert [f"def {part}(" in text for part in ("structure", "compute", "backward")] == [True] * 3
+    assert "conv1.lin (backward)" in text
+    assert compiled.backward_graph_module is not None
+
+
+def test_stages_hold_the_joint_graph_until_it_is_cut(compiled: gnnc.CompiledModel) -> None:
+    outputs = {name: len(gm.graph.output_node().args[0]) for name, gm in compiled.stages}
+    assert outputs["reorder"] == 1
+    assert outputs["joint"] == outputs["cache"] == 1 + 4  # the output and four gradients
+    assert "csr_transpose" in str(compiled.structure_graph_module.graph)  # pyright: ignore
+
+
+def test_summary_and_explain_tell_of_both_sides(compiled: gnnc.CompiledModel) -> None:
+    assert "conv2.lin (backward)" in compiled.summary()
+    saved = compiled.explain().partition("Saved for the backward graph\n")[2].partition("\n\n")[0]
+    assert "f32[N, 8], 4 * N * 8 bytes" in saved
+
+
+def test_an_inference_program_has_no_backward_graph(compiled: gnnc.CompiledModel) -> None:
+    twin = gnnc.compile(compiled.model, "fp32")
+    with torch.no_grad():
+        twin(torch.randn(10, 6), torch.randint(10, (2, 30)))
+    assert twin.backward_graph_module is None
+    assert "Saved for" not in twin.explain()
