@@ -46,7 +46,7 @@ def test_gradients(name: str) -> None:
     largest = max((float(grad.abs().max()) for grad in expected.values()), default=0.0)
     for key, grad in expected.items():
         scale = max(float(grad.abs().max()), 0.01 * largest)
-        assert float((found[key] - grad).abs().max()) <= 1e-4 * scale, key
+        assert float((found[key] - grad).abs().max()) <= 3e-4 * scale, key
 
 
 def _gradients(total: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
