@@ -21,6 +21,7 @@ _PER_EDGE = ("col", "perm", "logits", "x")
 _COUNTS = ("num_src", "num_dst", "num_nodes")
 _LARGEST = 2**31 - 1
 _INTEGERS = (torch.int32, torch.int64)
+_DISPATCH = "__torch_dispatch__"
 
 
 def validated(op: str, parameters: tuple[str, ...], reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +72,7 @@ def check_operands(op: str, operands: Mapping[str, Any]) -> None:
 
 def _storage_fault(tensor: Tensor) -> str | None:
     """Return what is wrong with the storage; tensors with a dispatch of their own have none to look at."""
-    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    own = getattr(type(tensor), _DISPATCH) is not getattr(Tensor, _DISPATCH)
     return None if own or tensor.layout is not torch.strided else storage_fault(tensor)
 
 
