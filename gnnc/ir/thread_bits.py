@@ -22,12 +22,25 @@ _FUNCTIONS = frozenset(
 """Functions that round the elements behind the last whole vector in another way."""
 
 _SUMS = frozenset(
-    "sum mean prod norm linalg_vector_norm logsumexp var std var_mean std_mean nansum mse_loss".split()
+    """
+    sum mean prod norm linalg_vector_norm linalg_norm linalg_matrix_norm logsumexp var std var_mean std_mean
+    nansum nanmean mse_loss l1_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
+    soft_margin_loss poisson_nll_loss margin_ranking_loss hinge_embedding_loss
+    cosine_embedding_loss triplet_margin_loss
+    """.split()
 )
 """Reductions that add up one result in parts, one for each thread."""
 
+_OF_PRODUCTS = frozenset(
+    """
+    vdot inner tensordot linalg_vecdot linalg_multi_dot chain_matmul matrix_power linalg_matrix_power cdist
+    _cdist_forward _euclidean_dist _scaled_dot_product_flash_attention_for_cpu
+    """.split()
+)
+"""Ops that call a product of matrices or vectors, beside the products that count as ops of a model."""
+
 _SOFTMAXES = frozenset("softmax _softmax log_softmax _log_softmax".split())
-_ACCUMULATING = frozenset("index_put _index_put_impl".split())
+_ACCUMULATING = frozenset("index_put _index_put_impl _unsafe_index_put put".split())
 _RECURRENT = frozenset("gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell".split())
 _EXACT_POWERS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)
 """Exponents for which ``pow`` multiplies, divides or takes a root."""
@@ -48,8 +61,8 @@ def depends_on_threads(node: Node) -> bool:
     if name in _ACCUMULATING:
         return bool(argument(node, "accumulate", False))
     if "batch_norm" in name:
-        return bool(argument(node, "training", False))
-    return name in _FUNCTIONS or name in PRODUCTS or name in _RECURRENT
+        return "with_update" in name or bool(argument(node, "training", False))
+    return name in _FUNCTIONS | PRODUCTS | _OF_PRODUCTS | _RECURRENT
 
 
 def _is_floating(node: Node) -> bool:

@@ -16,6 +16,23 @@ NODES, EDGES, WIDTH = 2603, 9000, 19
 """Sizes that no number of threads divides into whole vectors."""
 
 SECTION = "Last bits depend on the number of threads"
+LOSSES = (
+    "l1_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+    "soft_margin_loss",
+    "poisson_nll_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+)
+
+
+def of_loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    loss = getattr(torch.nn.functional, name)
+    return lambda x, e: x * loss(x.sin().abs(), x.cos().abs())
+
+
 OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda x, e: x * x.sum(),
     "mean": lambda x, e: x - x.mean(),
@@ -27,6 +44,12 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mish": lambda x, e: torch.nn.functional.mish(x),
     "celu": lambda x, e: torch.nn.functional.celu(x.flip(1)),
     "index_put": lambda x, e: torch.zeros_like(x).index_put((e[1],), x[e[0]], accumulate=True),
+    "put": lambda x, e: torch.zeros_like(x).put(e[1] % 9, x.flatten()[e[0]], accumulate=True),
+    "nanmean": lambda x, e: x - x.nanmean(),
+    "inner": lambda x, e: x * torch.inner(x.flatten(), x.flatten()).sigmoid(),
+    "tensordot": lambda x, e: x * torch.tensordot(x, x, 2).sigmoid(),
+    "cdist": lambda x, e: torch.cdist(x, x[:WIDTH]),
+    **{name: of_loss(name) for name in LOSSES},
     "batch_norm": lambda x, e: torch.nn.functional.batch_norm(x, None, None, training=True),
     "cumsum": lambda x, e: x.cumsum(0),
     "sort": lambda x, e: x.sort(0).values,
@@ -36,9 +59,9 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "flip": lambda x, e: x.flip(0),
     "edge index_add": lambda x, e: torch.zeros_like(x).index_add(0, e[1], x[e[0]].flip(1)),
 }
-NAMED = ("sum", "softmax", "pow", "mm")
+NAMED = ("sum", "softmax", "pow", "mm", "put", "nanmean", "inner", "tensordot", "cdist", "l1_loss", "kl_div")
 """Ops that no kernel takes, and whose bits differ."""
-FAST = ("sum", "softmax", "pow", "index_put", "sort")
+FAST = ("sum", "softmax", "pow", "index_put", "put", "sort")
 """Ops whose tests run each time."""
 
 
@@ -68,7 +91,7 @@ def differs(fast: gnnc.CompiledModel, x: Tensor, edge_index: Tensor) -> bool:
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("name", slow_after(5, sorted(OPS, key=lambda name: name not in FAST)))
+@pytest.mark.parametrize("name", slow_after(6, sorted(OPS, key=lambda name: name not in FAST)))
 @torch.no_grad()
 def test_an_op(name: str) -> None:
     fast = gnnc.compile(Model((name,)).eval(), "fp32", backend="cpu")
