@@ -17,7 +17,7 @@ from torch.fx import Node
 from gnnc.capture.functionalize import without_writes
 from gnnc.errors import UnsupportedError
 from gnnc.ir.graph import fake_mode_of, infer_meta, placeholders
-from gnnc.ir.nodes import outputs_of
+from gnnc.ir.nodes import is_result, outputs_of
 from gnnc.ir.parts import BACKWARD_LAYER, DIFFERENTIABLE, GRADIENTS, Parts
 from gnnc.ir.source import Source, source_of, wants_gradient
 from gnnc.passes.base import Context
@@ -48,9 +48,31 @@ class Joint:
                 "train it in eager PyTorch"
             )
         simplify(joint)
+        _fill_empty_results(joint)
         if parts.structure is not None:
             move_to_structure(joint, parts.structure)
         return replace(parts, forward=joint)
+
+
+def _fill_empty_results(gm: fx.GraphModule) -> None:
+    """Replace results without elements, as a batch norm in eval() has, by constants, so that it may fuse."""
+    for node in list(gm.graph.nodes):
+        value = node.meta.get("val")
+        if (
+            not is_result(node)
+            or not isinstance(value, Tensor)
+            or not any(size == 0 for size in _fixed(value))
+        ):
+            continue
+        options = {"dtype": value.dtype, "device": value.device}
+        with gm.graph.inserting_before(node):
+            empty = gm.graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), options)
+        empty.meta = dict(node.meta)
+        node.replace_all_uses_with(empty)
+
+
+def _fixed(value: Tensor) -> list[int]:
+    return [size for size in value.shape if isinstance(size, int)]
 
 
 def _differentiated(gm: fx.GraphModule) -> fx.GraphModule:

@@ -143,9 +143,14 @@ def test_bad_arguments_are_refused_as_ever(settled: Settled) -> None:
         ):
             with pytest.raises(error):
                 settled.compiled(*arguments)
-    with pytest.raises(gnnc.UnsupportedError, match="gradients"):
-        settled.compiled(x, edge_index)
     assert settled.steady() and settled.compiled._dispatch.captures == []
+
+
+def test_calls_that_want_gradients_go_another_way(settled: Settled) -> None:
+    x, edge_index = graph()
+    assert settled.compiled(x, edge_index).requires_grad
+    settled.check(x, edge_index)
+    assert settled.steady() and len(settled.compiled._dispatch.captures) <= 1
 
 
 def add_hook(model: Net) -> None:
