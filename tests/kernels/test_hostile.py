@@ -13,7 +13,13 @@ from kernel_graphs import ops, random_graph, threads
 from gnnc.errors import GraphError, InputError
 from gnnc.tensor_state import storage_fault
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about hostile arguments
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of torch, about hostile arguments
+    pytest.mark.skipif(
+        torch.__version__.startswith("2.11."),
+        reason="torch 2.11 ends the process where an op refuses some tensors (THPVariable_clear)",
+    ),
+]
 
 TAKES_ALL = ("gnnc_cpu.first_unstored", "gnnc_cpu.first_not_finite (0, 1)")
 """An op that tells which storage is too short, and a tensor without elements."""
