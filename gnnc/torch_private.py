@@ -4,7 +4,7 @@ A new release of torch may move any of them. ``tests/test_torch_private.py`` loo
 private names of torch in other modules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -244,6 +244,11 @@ def trace_symbolic(function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
     return proxy_tensor.make_fx(function, tracing_mode="symbolic", _error_on_data_dependent_ops=False)(
         *arguments
     )
+
+
+def trace_sizes(function: Callable[..., Any], arguments: Sequence[Any]) -> Graph:
+    """Return the graph of a function of tensors, whose sizes are the numbers that the tensors have."""
+    return proxy_tensor.make_fx(function)(*arguments).graph
 
 
 def schema(op: OpOverload) -> Any:

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from gnnc.errors import UnsupportedError
 from gnnc.ir.body import body_inputs, body_text, parse_body
 from gnnc.ir.nodes import aten_name, op_name, outputs_of
-from gnnc.torch_private import OpOverload, schema
+from gnnc.torch_private import OpOverload, schema, trace_sizes
 
 _ALIASES = ("alias.default", "detach.default", "lift_fresh_copy.default")
 _RESHAPES = ("view.default", "_unsafe_view.default", "reshape.default", "expand.default")
@@ -90,7 +89,7 @@ def _traced(
         results, grads = zip(*roots, strict=True)
         return list(torch.autograd.grad(results, list(leaves.values()), grads, allow_unused=True))
 
-    graph = make_fx(gradients)(*[operand.stand_in(edges) for operand in operands]).graph
+    graph = trace_sizes(gradients, [operand.stand_in(edges) for operand in operands])
     for node, operand in zip(graph.find_nodes(op="placeholder"), operands, strict=True):
         node.target = operand.name
     _Cleaner(graph, edges).run()
