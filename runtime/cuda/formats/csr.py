@@ -65,8 +65,6 @@ def sorted_edges(
 
     ``cuts``: build the run table, or its sizes, and cache them on ``rowptr`` and ``col``.
     """
-    if src.dtype not in (torch.int64, torch.int32):  # bool, which self loops in int64 hide from torch
-        raise GraphError(f"[gnnc.csr] edge_index must hold ids in int64 or int32, got {src.dtype}")
     device = src.device
     with torch.cuda.device(device):
         readback = Readback(3 + _Tables.NUMBERS, device)
