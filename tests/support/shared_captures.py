@@ -17,11 +17,14 @@ def shared_captures() -> Iterator[None]:
     kept = []  # an object that is freed would give its id to another
     capture_call = build.capture_call
 
-    def remembered(model: nn.Module, args: Any, kwargs: Any, known: Any, guesses: Any = None) -> Any:
+    def remembered(
+        model: nn.Module, args: Any, kwargs: Any, known: Any, guesses: Any = None, **options: Any
+    ) -> Any:
         values = (model, *args, *kwargs.values())
-        key = tuple(map(id, values)), tuple(kwargs), len(known), tuple((guesses or {}).items())
+        asked = (*(guesses or {}).items(), *options.items())
+        key = tuple(map(id, values)), tuple(kwargs), len(known), asked
         if key not in traced:
-            traced[key] = capture_call(model, args, kwargs, known, guesses)
+            traced[key] = capture_call(model, args, kwargs, known, guesses, **options)
             kept.append(values)
         return traced[key]
 
