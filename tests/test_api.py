@@ -183,6 +183,7 @@ def test_threads_agree(compiled):
     assert not failures
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("precision", ["int8", "auto"])
 def test_gradients_in_low_precision_are_refused_never_lost(model, precision):
     compiled = gnnc.compile(model, precision)
@@ -265,6 +266,7 @@ def test_a_copy_takes_its_scales_with_the_weights_that_it_has(static):
     assert (copied(*given) - expected).norm() <= 0.05 * expected.norm()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_calls_of_another_structure_than_the_examples_take_their_own_scales(static):
     compiled, (x, edge_index) = static

@@ -58,6 +58,7 @@ def test_an_isa_can_be_forced_where_it_runs(name: str) -> None:
     assert said == name if runs(name) else said.startswith("BackendError:") and "lacks" in said
 
 
+@pytest.mark.slow
 def test_unknown_isa_is_our_error() -> None:
     said = isa("sse9")
     assert said.startswith("BackendError:")

@@ -70,6 +70,7 @@ def inside(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_imports_go_one_way(name: str) -> None:
     seen = reach(name)
@@ -157,6 +158,7 @@ def test_the_headings_of_how_it_works_follow_the_pipeline() -> None:
     assert re.findall(r"`(\w+)`", headings) == [step.name for step in PIPELINE]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "folder", ["gnnc", "passes", "runtime", "tests/support", "tests/emulator", "examples", "benchmarks"]
 )

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("rates")
 INPUTS = random_graph(80, 400)
 
 
+@pytest.mark.slow
 def test_points_of_uniform_precisions_and_of_budgets(tmp_path: Path) -> None:
     path = tmp_path / "pareto.svg"
     result = gnnc.pareto(build("gcn"), *INPUTS, path=path, budgets=(0.004, 0.02))

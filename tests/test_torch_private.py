@@ -69,6 +69,7 @@ def test_private_names_are_told_from_others(line: str, private: bool, tmp_path: 
     assert bool(private_names(path)) == private
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("folder", SOURCES)
 def test_private_names_stand_in_one_module(folder: str) -> None:
     found = [

@@ -350,6 +350,7 @@ def test_a_probe_runs(probe) -> None:
     assert all(bool(out.isfinite().all()) for out in graph_module(*values))
 
 
+@pytest.mark.slow
 def test_python_m_gnnc_shows_the_rates(tmp_path: Path) -> None:
     """In a process of its own, which finds rates in the cache."""
     code = (

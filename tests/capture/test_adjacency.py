@@ -179,6 +179,7 @@ def test_offsets_that_would_lead_out_of_the_matrix_are_refused(layout, how):
     compiled(x, LAYOUTS[layout](matrix(50, 50, 290, 1)))
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_offsets_of_a_matrix_made_in_forward_are_checked(dtype):
@@ -241,7 +242,7 @@ def of_tensors(layout: str) -> tuple[Tensor, list[Tensor]]:
     return make(*tensors, known.shape), tensors
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "repeated"])
@@ -298,6 +299,7 @@ def test_other_edges_put_into_an_adjacency_are_seen():
     assert_equal(compiled, x, adjacency)
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("layout", [*LAYOUTS, "repeated"])
 def test_writes_around_torch_are_seen_once_the_cache_is_cleared(layout):
@@ -358,7 +360,7 @@ SUM_CASES = [
 ]
 
 
-@pytest.mark.first(8)
+@pytest.mark.first(2)
 @torch.no_grad()
 @pytest.mark.parametrize(("layout", "name", "values"), SUM_CASES)
 def test_sums_have_the_shape_and_dtype_of_eager(layout, name, values):
@@ -415,7 +417,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_without_a_meaning_here_are_refused(name):
@@ -503,6 +505,7 @@ class TwoHops(nn.Module):
         return torch.sparse.mm(left, right) @ x, product.indices(), product.values()
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 def test_products_of_sparse_matrices(layout):

@@ -69,6 +69,7 @@ SEQUENCES = {
 }
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("name", slow_after(2, SEQUENCES))
 def test_sequences_of_neighbors(name):
@@ -122,6 +123,7 @@ LAYERS = [("LSTM", "two directions"), ("GRU", "batch first"), ("RNN", "relu")]
 LAYERS += [("LSTM", "batch first"), ("LSTM", "plain"), ("GRU", "two directions"), ("GRU", "plain")]
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("case", slow_after(3, LAYERS))
 def test_any_number_of_steps_is_one_program(case):

@@ -43,7 +43,7 @@ def assert_equal(captured: Captured, model: nn.Module, *args, **kwargs) -> None:
     assert max(map(relative_error, results, expected)) < 1e-6
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("first", [(7, 7), (1, 0), (1, 1), (7, 2), (2, 7), (16, 40)])
 def test_sizes_stay_symbolic_whatever_the_first_call_has(first):
     model = Net().eval()
@@ -114,6 +114,7 @@ def test_bipartite_sizes_are_told_apart():
     assert_equal(captured, model, *other)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -342,6 +343,7 @@ class Holds(nn.Module):
         return x + self.shift
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("held", "path"),
     [

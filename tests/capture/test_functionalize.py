@@ -54,7 +54,7 @@ def assert_as_eager(function: Callable[[Tensor], object]) -> None:
             assert max(map(relative_error, results, expected)) < 1e-6
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["gcn", "gcn-edge-weight", "gat", "sage-mean", "gin", "batch-norm"])
 def test_graph_networks_are_traced_once(name: str, traces: list[ExportedProgram]) -> None:
     args, kwargs = ZOO[name].arguments(20, 50, 0)
@@ -183,7 +183,7 @@ OTHER = [
 ]
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("function", OTHER, ids=lambda function: function.__name__)
 def test_what_needs_another_trace(
     function: Callable[[Tensor], object], traces: list[ExportedProgram]
@@ -192,6 +192,7 @@ def test_what_needs_another_trace(
     assert traces
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("function", [returned_as_it_is, seen_by_a_composite])
 def test_views_of_which_no_schema_tells(
     function: Callable[[Tensor], object], traces: list[ExportedProgram]

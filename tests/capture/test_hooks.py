@@ -109,6 +109,7 @@ def test_hooks_of_pyg_run_in_int8(kind: str) -> None:
     assert error(gnnc.compile(model, "int8")(X, EDGES), model(X, EDGES)) < 0.02
 
 
+@pytest.mark.first(1)
 @pytest.mark.filterwarnings("ignore:Converting sparse tensor to CSR:UserWarning")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 @torch.no_grad()
@@ -225,7 +226,7 @@ def hooked(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
         handle.remove()
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("examples", [None, (X, EDGES)], ids=["no examples", "examples"])
 @torch.no_grad()
 def test_hooks_on_all_modules_run_once_for_each_module(hooked: Callable[[], Any], examples: Any) -> None:
@@ -271,6 +272,7 @@ def test_hooks_on_all_modules_beside_one_on_the_compiled_model_are_refused() -> 
     assert torch.equal(twice, 2 * compiled(X, EDGES))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "register",
     [
@@ -295,6 +297,7 @@ def test_registration_hooks_on_all_modules_are_refused_in_a_capture_alone(regist
         handle.remove()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["hook", "pre_hook"])
 @torch.no_grad()
 def test_backward_hooks_on_all_modules_change_nothing(kind: str) -> None:

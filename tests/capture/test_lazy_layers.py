@@ -41,7 +41,7 @@ def graph(nodes: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(nodes, (2, 5 * nodes), generator=generator)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", LAZY)
 @pytest.mark.parametrize("training", [False, True])
 @torch.no_grad()

@@ -76,7 +76,7 @@ def arguments(nodes: int, share: float, of_edges: bool) -> tuple[Tensor, Tensor,
     return x, edge_index, torch.rand(5 * nodes if of_edges else nodes, generator=generator) < share
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 @pytest.mark.parametrize("name", [*OF_NODES, *OF_EDGES])
 @torch.no_grad()

@@ -178,7 +178,7 @@ REPLACED: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", REPLACED)
 def test_another_object_in_an_attribute_is_seen(kind):
     first, second, read = REPLACED[kind]
@@ -255,7 +255,7 @@ INSIDE: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.first(8)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("kind", INSIDE)
 def test_a_change_within_an_object_is_seen(kind):
     held, read, change = INSIDE[kind]

@@ -116,6 +116,7 @@ def test_a_form_of_another_name_works(form: str, precision: str):
         assert error <= (1e-4 if precision == "fp32" else 0.05)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["[E, 2]", "links as [L, 2]"])
 @torch.no_grad()
 def test_ids_out_of_range_are_refused_by_name(form: str):

@@ -155,7 +155,7 @@ def test_pooling_that_selects_or_pads(name: str, precision: str, request: pytest
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 @pytest.mark.parametrize("name", MERGING)
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @torch.no_grad()
 def test_pooling_that_merges(name: str, precision: str):
     torch.manual_seed(0)

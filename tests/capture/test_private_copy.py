@@ -121,7 +121,7 @@ def test_what_holds_a_module_holds_its_copy(form: str) -> None:
         assert torch.equal(copy(torch.randn(2, WIDTH)), torch.full((2, 3), 7.0))
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(2)
 @torch.no_grad()
 @pytest.mark.parametrize("form", HELD)
 def test_weights_are_read_at_each_call(form: str) -> None:
@@ -215,6 +215,7 @@ def compiled_inside(model: Base) -> nn.Module:
     return nn.Sequential(gnnc.compile(model, "fp32", backend="reference"), nn.ReLU())
 
 
+@pytest.mark.first(2)
 @torch.no_grad()
 @pytest.mark.parametrize(
     "change", [renormed, pruned, of_fx, with_slots, replaced_forward, method_of_another, compiled_inside]

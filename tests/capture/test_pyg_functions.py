@@ -56,7 +56,7 @@ def arguments(nodes: int, edges: int) -> tuple[Tensor, Tensor]:
     return torch.randn(nodes, 6, generator=generator), torch.randint(nodes, (2, edges), generator=generator)
 
 
-@pytest.mark.first(8)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 @pytest.mark.parametrize("name", EDGES)
 @torch.no_grad()

@@ -69,7 +69,7 @@ SET = {
 }
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize("effect", SET, ids=lambda effect: effect.__name__)
 @torch.no_grad()
@@ -205,6 +205,7 @@ def graph() -> Data:
     return Data(x=X, edge_index=EDGES)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("kind", "arguments", "path"),
     [
@@ -236,6 +237,7 @@ def test_objects_that_forward_sets_are_refused() -> None:
 # hooks
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("values", [False, True])
 def test_hooks_that_only_look_are_refused(mode: Callable[[], Any], values: bool) -> None:
@@ -288,6 +290,7 @@ class Returns(nn.Module):
         return self.make(edge_index, self.conv(x, edge_index))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("make", "text"),
     [

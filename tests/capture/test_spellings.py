@@ -17,7 +17,7 @@ def graph(seed: int, nodes: int, edges: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(nodes - 2, (2, edges), generator=generator)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("seed", slow_after(8, range(24)))
 def test_spellings_equal_eager(seed: int) -> None:

@@ -188,7 +188,7 @@ BESIDE: list[Callable[[nn.Module], None]] = [
 ]
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("beside", BESIDE)
 def test_beside_a_trace_nothing_is_otherwise(model: Net, beside: Callable[[nn.Module], None]) -> None:
     beside(model)

@@ -44,7 +44,7 @@ def static():
     }
 
 
-@pytest.mark.first(14)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("case", BAD)
 @torch.no_grad()
 def test_bad_arguments(compiled, case):
@@ -82,6 +82,7 @@ def test_an_edge_list_that_turns_bad_in_place_is_seen(compiled):
     compiled(x, edge_index, batch)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", GOOD)
 @torch.no_grad()
 def test_unusual_arguments_work(model, compiled, case):
@@ -105,6 +106,7 @@ def test_values_that_are_not_finite_do_not_vanish(compiled, bad):
     compiled(*good())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @torch.no_grad()

@@ -62,6 +62,7 @@ def test_more_budget_is_never_predicted_slower(name: str) -> None:
     assert last.solution.seconds <= first.solution.seconds
 
 
+@pytest.mark.slow
 def test_it_is_deterministic(tmp_path: Path) -> None:
     plans = [plan(auto(build("gcn-deep-residual"), 0.008), tmp_path) for _ in range(2)]
     assert plans[0] == plans[1]
@@ -222,6 +223,7 @@ def test_summary_and_explain_tell_the_choice() -> None:
     assert "binds" in text and "taken: " in text
 
 
+@pytest.mark.slow
 def test_a_saved_plan_gives_the_same_program(tmp_path: Path) -> None:
     model = build("gcn-deep-residual")
     compiled = auto(model, 0.008)

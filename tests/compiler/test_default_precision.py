@@ -27,6 +27,7 @@ def is_slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 def test_no_precision_is_int8_or_the_faster_fp32_and_explained(is_slow: bool) -> None:
     compiled = gnnc.compile(GCNConv(16, 64).eval(), backend="cpu")
@@ -36,6 +37,7 @@ def test_no_precision_is_int8_or_the_faster_fp32_and_explained(is_slow: bool) ->
     assert (sentence in compiled.explain()) == is_slow
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 def test_a_named_int8_is_int8_and_explained(is_slow: bool) -> None:
     compiled = gnnc.compile(GCNConv(16, 64).eval(), "int8", backend="cpu")
@@ -44,6 +46,7 @@ def test_a_named_int8_is_int8_and_explained(is_slow: bool) -> None:
     assert ("int8, as asked for, is slower than fp32 here (C++ kernels, " in compiled.explain()) == is_slow
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 def test_other_precisions_say_nothing(is_slow: bool) -> None:
     compiled = gnnc.compile(GCNConv(16, 64).eval(), "bf16", backend="cpu")

@@ -94,6 +94,7 @@ def test_every_variable_is_documented_and_read_in_one_place() -> None:
     assert all(f"| `{name}` |" in table for name in (*environment.VARIABLES, "GNNC_ISA"))
 
 
+@pytest.mark.slow
 def test_python_m_gnnc() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gnnc"], capture_output=True, text=True, check=True, timeout=120

@@ -196,11 +196,13 @@ def assert_exact(name: str, precision: str, **options: Any) -> gnnc.CompiledMode
 FAST = ["eq max", "ties in message", "topk", "ids sum", "cos"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", slow_but(FAST, list(MODELS)))
 def test_int8_results_are_those_of_eager(name: str) -> None:
     assert_exact(name, "int8", backend="cpu")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", slow_but(["scatter_argmax", "ids max"], list(MODELS)))
 def test_bf16_results_are_those_of_eager(name: str) -> None:
     assert_exact(name, "bf16", backend="cpu")

@@ -29,6 +29,7 @@ def test_a_step_that_does_not_fit_is_an_input_error() -> None:
     assert torch.allclose(compiled(x, fits), model(x, fits), atol=1e-6)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_groups_smaller_than_k_are_right_or_refused_in_words_of_gnnc() -> None:
     model = SortAggregation(k=5).eval()

@@ -183,6 +183,7 @@ class Constant(nn.Module):
         return x * 2 if flag in (True, "a", 0.5, -3) else x
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("values", [(True, False), ("a", "b"), (0.5, 0.25), (-3, -4), (1, 1.0), (1, True)])
 def test_constants_are_captured_each(values):
     compiled = compiled_of(Constant())

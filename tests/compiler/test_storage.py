@@ -36,6 +36,7 @@ def tensors_of(model: nn.Module, arguments: list[Tensor]) -> dict[str, Tensor]:
     return named | {name: b for name, b in model.named_buffers() if b.is_floating_point()}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("precision", slow_after(1, ["int8", "fp32"]))
 @pytest.mark.parametrize("name", slow_after(2, ["sage", "gine", "gcn", "gat", "gin", "transformer"]))
 @torch.no_grad()

@@ -101,6 +101,7 @@ def test_an_op(name: str) -> None:
     assert named or name not in NAMED
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("seed", slow_after(2, range(12)))
 @torch.no_grad()
 def test_random_models(seed: int) -> None:

@@ -165,6 +165,7 @@ def set_gradient(model: Net, place: str) -> None:
     tensor.requires_grad_(True)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("place", ["scale", "shift"])
 def test_buffers_and_attributes_that_need_gradients_are_refused(place: str) -> None:
     model = Net()
@@ -327,6 +328,7 @@ def test_derivatives_inside_forward_are_right_or_refused_in_words_of_gnnc(
         torch.testing.assert_close(found, right)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("dtype", [torch.double, torch.half, torch.bfloat16])
 @pytest.mark.parametrize("examples", [False, True])
 @torch.no_grad()

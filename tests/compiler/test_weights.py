@@ -60,7 +60,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_steps_are_seen(pair, name):
     model, compiled = pair
@@ -74,7 +74,7 @@ def test_optimizer_steps_are_seen(pair, name):
         assert not torch.allclose(compiled(*given()), before)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("given_as", slow_after(1, [lambda weight: weight, torch.Tensor.detach]))
 def test_optimizer_steps_on_an_argument_are_seen(name, given_as):
@@ -123,6 +123,7 @@ def change_statistics(model):
     norm.running_var = torch.rand_like(norm.running_var) + 0.5
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "change",
     [

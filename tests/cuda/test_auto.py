@@ -59,7 +59,7 @@ def auto(name: str, budget: float) -> tuple[gnnc.CompiledModel, torch.nn.Module]
     return gnnc.compile(model, "auto", example_inputs=inputs, error_budget=budget, backend="cuda"), model
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("option", ["fp32", "bf16", "fp16", "int8"])
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
 def test_the_families_of_a_probe_have_kernels(probe: Probe, option: str, compiler: None) -> None:

@@ -129,6 +129,7 @@ def test_the_benchmarks(case: str, precision: str) -> None:
     check(compiled._dispatch.last.executable, (case, precision))
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["gcn", "sage"])
 def test_rows_of_codes_bring_their_weight_where_there_is_room(name: str) -> None:

@@ -60,6 +60,7 @@ def test_threads_of_a_block_wait_for_each_other() -> None:
         assert torch.equal(out, want)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("instead", ["", "__syncwarp();"])
 def test_a_wait_that_is_missing_shows(instead: str) -> None:
@@ -95,7 +96,7 @@ def test_the_same_seed_is_the_same_order() -> None:
     assert all(torch.equal(out[:64].sort().values, torch.arange(64, dtype=torch.int32)) for out in outs)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -150,6 +151,7 @@ def test_shuffles_and_votes() -> None:
     assert torch.equal(out.long() & 0xFFFFFFFF, torch.cat(want) & 0xFFFFFFFF)
 
 
+@pytest.mark.slow
 def test_floats_of_16_bits() -> None:
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     run = kernel(

@@ -284,6 +284,7 @@ SECOND = (
 ).split()
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("case", SECOND)
 def test_second_gradients(case: str) -> None:
     name, number = case.split("-")

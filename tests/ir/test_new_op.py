@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
+import pytest
 import torch
 from torch import fx
 from torch.fx import Node
@@ -26,6 +27,7 @@ from gnnc.runtime.registry import kernel
 NAME = "square_sum"
 
 
+@pytest.mark.slow
 def test_an_op_needs_no_table():
     run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

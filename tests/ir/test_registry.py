@@ -76,7 +76,7 @@ def differentiable(op: Op, sample: tuple) -> tuple:
     return tree_unflatten(leaves, spec)
 
 
-@pytest.mark.first(39)
+@pytest.mark.first(13)
 @pytest.mark.parametrize(("op", "sample"), CASES)
 def test_opcheck(op: Op, sample: tuple) -> None:
     """Schema, shape rule, autograd registration, and tracing with symbolic sizes, forward and backward."""
@@ -105,6 +105,7 @@ def test_error_inputs_are_refused(op: Op) -> None:
             op.target(*case.args)
 
 
+@pytest.mark.first(20)
 @pytest.mark.parametrize(("op", "sample"), DIFFERENTIABLE)
 def test_gradient_rule(op: Op, sample: tuple) -> None:
     flat, spec = tree_flatten(sample)

@@ -111,6 +111,7 @@ def test_widths(heads: int, head_width: int, kind: int) -> None:
     Case(g, kind, heads, head_width, torch.float32, edge=False).check()
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("num_edges", [15, 16, 17, 512, 513, 300_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])

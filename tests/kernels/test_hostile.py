@@ -44,6 +44,7 @@ def test_spoilt_arguments_end_in_an_error_or_a_result(namespace: str) -> None:
     assert len({label.partition(" ")[0] for label, _ in came}) > 10
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("namespace", ["gnnc_cpu.", "gnnc."])
 def test_tensors_without_memory_are_refused(namespace: str) -> None:
     faulty = [call for call in calls(namespace) if has_fault(call) and not call.label.startswith(TAKES_ALL)]

@@ -88,7 +88,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_a_few_kernels(name, static):
@@ -206,6 +206,7 @@ def test_norms_activations_and_softmax_follow_their_producer():
     assert_same_bits(lambda: one(build))
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("target", "args", "steps"),
     [
@@ -232,7 +233,7 @@ def test_elementwise_ops_with_constants(target, args, steps):
     assert_same_bits(lambda: one(build))
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("verb", ["add", "sub", "mul", "div"])
 @pytest.mark.parametrize("extent", ["row", "col", "full", "tensor"])
 def test_elementwise_ops_with_operands(verb, extent):
@@ -367,6 +368,7 @@ ATTENTIONS = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_forms_of_attention(name):
     make, want = ATTENTIONS[name]

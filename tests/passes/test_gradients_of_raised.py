@@ -28,6 +28,7 @@ def loss(outputs: Any) -> Tensor:
     return sum((t * w).sum() for t, w in zip(leaves, weights, strict=True))  # type: ignore[return-value]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", slow_but(FAST, list(MODELS)))
 def test_gradients(name: str) -> None:
     entry = MODELS[name]

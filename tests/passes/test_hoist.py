@@ -60,6 +60,7 @@ def primitives(gm: GraphModule) -> list[str]:
     return [t._schema.name.removeprefix("gnnc::") for t in targets if t.namespace == "gnnc"]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("model", MODELS)
 def test_leaves_the_meaning_alone(model: str, graph: str):
@@ -241,6 +242,7 @@ def test_is_idempotent():
     assert format_graph(again.structure) == format_graph(structure)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("hoisted", [True, False])
 @torch.no_grad()
 def test_numbers_that_cut_rows_are_not_compared_by_example(hoisted: bool):

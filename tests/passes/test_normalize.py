@@ -99,6 +99,7 @@ def test_dims_count_from_the_front():
     assert dims == {"aten.softmax.int": 1, "aten.sum.dim_IntList": [0], "aten.unsqueeze.default": 1}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "function",
     [
@@ -139,6 +140,7 @@ def test_no_getitem_of_dropout_that_is_off():
     assert not [node for node in gm.graph.nodes if node.target is operator.getitem]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("conv", [GCNConv, GATConv])
 def test_leaves_the_meaning_alone(conv):
     model = Layers(conv).eval()
@@ -153,6 +155,7 @@ def test_is_idempotent(gcn):
     assert format_graph(again) == format_graph(gcn)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "after_copy",
     [

@@ -247,12 +247,14 @@ def test_a_dynamic_scale_is_of_a_row_or_of_the_tensor():
         Quantize(dynamic="rows")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_keep_their_meaning_with_scales_of_tensors(name):
     gm, _ = run_all(MODELS[name](), OF_TENSOR, target=FINDS_SCALES)
     assert error(gm, MODELS[name]()) < 0.03
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_keep_their_meaning(name, static):
@@ -260,6 +262,7 @@ def test_models_keep_their_meaning(name, static):
     assert error(gm, MODELS[name]()) < 0.03
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_rounds_operands_and_sums_in_fp32(name):
     gm, _ = quantized(MODELS[name](), precision=BF16)
@@ -269,6 +272,7 @@ def test_bf16_rounds_operands_and_sums_in_fp32(name):
         assert gemm.meta["val"].dtype is torch.float32
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_is_left_alone(name):
     gm, ctx = quantized(MODELS[name](), precision=FP32)
@@ -321,6 +325,7 @@ def casts(gm):
     return [n.args[0].name for n in gm.graph.nodes if n.kwargs.get("dtype") is torch.bfloat16]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["sage", "gin"])
 def test_a_term_that_a_later_kernel_adds_travels_in_bf16(name):
     gm, ctx = quantized(MODELS[name]())

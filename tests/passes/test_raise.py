@@ -50,7 +50,7 @@ def assert_equals_eager(traced: Traced, *args: Any, limit: float = 1e-5, **kwarg
 RAISED_EVERY_TIME = ("gcn", "sage-max", "gin", "gat", "transformer", "index_add")
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("name", slow_but(RAISED_EVERY_TIME, list(ZOO)))
 def test_zoo_is_raised_fully(name: str):
@@ -149,7 +149,7 @@ def degree(x: Tensor, dst: Tensor) -> Tensor:
     return torch.ones(x.shape[0]).index_add_(0, dst, torch.ones(dst.shape[0]))
 
 
-@pytest.mark.first(8)
+@pytest.mark.first(2)
 @pytest.mark.filterwarnings("ignore:index_reduce\\(\\) is in beta")
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")
 @pytest.mark.parametrize("name", AGGREGATIONS)
@@ -183,6 +183,7 @@ def attention(logits: Tensor, x: Tensor, m: Tensor, dst: Tensor, form: str) -> T
     return zeros(x).index_add(0, dst, m * alpha.unsqueeze(-1))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "form",
     ["plain", "no maximum", "one maximum", "maximum fixed up", "eps inside", "eps outside", "clamped"],
@@ -233,7 +234,7 @@ def softmax_formula(
     return formula(function)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_bound_of_the_sum_adds_nothing_to_it(name: str):
     top, bound, is_softmax = BOUNDS[name]
@@ -263,7 +264,7 @@ FIXUPS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 }
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", FIXUPS)
 @pytest.mark.parametrize("end", slow_after(1, ["eps", "bound", "neither"]))
 def test_maxima_of_rows_with_edges_may_change_only_without_eps(name: str, end: str):
@@ -311,6 +312,7 @@ BODIES = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", BODIES)
 def test_messages_of_other_forms_run_as_bodies(name: str):
     function, ops = BODIES[name]
@@ -323,6 +325,7 @@ def test_messages_of_other_forms_run_as_bodies(name: str):
         assert_equals_eager(traced, *graph(*sizes))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("conv", [GATConv, GATv2Conv, TransformerConv])
 def test_attention_with_edge_features(conv: type[nn.Module]):
     model = conv(F, 12, heads=2, edge_dim=5).eval()
@@ -394,6 +397,7 @@ class Decoder(nn.Module):
         return self.mlp(torch.cat([left, right], -1)).view(-1) if self.deep else (left * right).sum(-1)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("deep", [False, True])
 def test_scores_of_pairs(deep: bool):
     traced = trace(Decoder(deep).eval(), *graph(), torch.randint(N, (2, 15)))
@@ -446,7 +450,7 @@ SPREADS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", SPREADS)
 @pytest.mark.parametrize("reads", [True, False])
 def test_an_index_of_the_columns_is_not_one_of_the_rows(name: str, reads: bool):

@@ -239,6 +239,7 @@ def widths(name: str) -> list[int]:
     return [int(node.meta["val"].shape[-1]) for node in aggregations(name)]
 
 
+@pytest.mark.first(10)
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("name", MODELS)
 def test_leaves_the_meaning_alone(name: str, graph: str):

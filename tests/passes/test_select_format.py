@@ -47,6 +47,7 @@ def formats_of(result: gnnc.CompiledModel) -> list[tuple[Any, ...]]:
     return [n.meta["format"] for n in result.graph_module.graph.nodes if "format" in n.meta]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_the_cpu_has_the_csr_alone_and_says_so(backend: str) -> None:
     result = compiled(GCN(64, 64, 2), backend)

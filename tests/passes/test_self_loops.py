@@ -97,6 +97,7 @@ def program_of(structure: GraphModule) -> Parts:
     return Parts(structure=structure, forward=compute)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("sorts_with_loops", [True, False])
 def test_only_a_backend_whose_sort_adds_loops_gets_the_pass(sorts_with_loops: bool) -> None:
     structure = structure_of(GCN(4, 4, 2))
@@ -109,6 +110,7 @@ def test_only_a_backend_whose_sort_adds_loops_gets_the_pass(sorts_with_loops: bo
     assert GNNC.csr.default in targets_of(structure), "the graph of the stage before stays as it is"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("model", [GCN, GAT])
 def test_convolutions_that_ask_for_self_loops(model: Callable[..., nn.Module]) -> None:
     structure = structure_of(model(4, 4, 2))
@@ -472,7 +474,7 @@ def test_ids_out_of_range_are_named_as_the_caller_knows_them(
     assert torch.equal(compiled(x, edge_index.clone()), want)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["gcn-edge-weight", "gat-edges", "gatv2-edges", "dna", "pdn", "ppf"])
 def test_a_program_takes_the_results_of_the_rewritten_structure(
     name: str, monkeypatch: pytest.MonkeyPatch

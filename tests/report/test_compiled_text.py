@@ -51,6 +51,7 @@ def test_cpu_differs_from_reference_in_names_of_kernels_alone(name: str) -> None
     assert "one kernel (spmm)" in text or "one kernel (attention)" in text
 
 
+@pytest.mark.first(1)
 @each_model
 def test_explain(name: str, golden: Callable[[str], None]) -> None:
     golden(re.sub(r"\d+\.\d+%", "_%", static(name).explain()))

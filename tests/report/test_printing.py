@@ -28,6 +28,7 @@ def test_golden(make: Make, golden: Callable[[str], None]) -> None:
     golden(format_graph(make()))
 
 
+@pytest.mark.first(1)
 @each_layer
 def test_source_computes_what_the_graph_computes(make: Make) -> None:
     gm = make()

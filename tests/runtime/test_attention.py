@@ -37,13 +37,14 @@ def factors_of(conv, precision="int8"):
     return call[FACTORS]
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 @pytest.mark.parametrize(("heads", "numbers"), [(1, 4), (2, 4), (4, 8), (8, 16), (16, 32)])
 def test_a_bound_stands_for_the_maximum_of_leaky_relu_of_a_sum(heads, numbers, precision):
     assert factors_of(GATConv(12, 16, heads=heads), precision).numel() == 5 * numbers
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "conv",
     [

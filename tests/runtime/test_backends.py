@@ -109,6 +109,7 @@ def test_without_a_kernel_its_submodules_are_taken_apart(kernels, absent):
         assert "taken apart, no kernel runs it as a whole" in compiled.explain()
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize(("picky", "reason"), [(False, "whole\n"), (True, "whole (picky: it is Sunday)\n")])
 def test_a_submodule_is_taken_apart_with_the_reasons_that_there_are(kernels, picky, reason):

@@ -145,6 +145,7 @@ def scaled(call: Any, owner: nn.Module) -> Any:
     return scaler.get_scale()
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "step",
     [
@@ -368,6 +369,7 @@ class Odd(nn.Module):
         return h
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -383,6 +385,7 @@ def test_own_gradients_inside_of_forward_are_refused(kind: str, message: str) ->
         assert compiled(X, EDGES).shape == (len(X), 3)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_backward_hooks_on_modules_are_refused(hook: str) -> None:
     model = Net().train()

@@ -45,6 +45,7 @@ def cases(name: str) -> tuple[nn.Module, Arguments]:
     return model, ZOO[name].arguments(40, 90, 0)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_as_near_to_float64_as_those_of_eager(name: str) -> None:
     model, arguments = cases(name)

@@ -64,6 +64,7 @@ def test_every_kernel_first_waits_for_the_one_before_it():
     assert [match[1] for match in first if match] == ["begin_kernel();"] * len(kernels)
 
 
+@pytest.mark.slow
 def test_the_compiler_is_not_imported_for_code_on_disk(folder):
     said = [
         subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], capture_output=True, text=True, check=True)

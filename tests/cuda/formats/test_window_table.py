@@ -73,6 +73,7 @@ def table(g: Graph, cut: Cut) -> tuple[Entries, WindowRuns]:
     return entries, arrange(entries, near, g.num_dst, BLOCKS, NODE_BLOCK, sizes)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_edge_of_every_row_has_a_place_of_its_own(name: str, cut: Cut) -> None:

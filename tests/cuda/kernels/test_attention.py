@@ -25,7 +25,7 @@ CONFIGS = (
 )
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -96,13 +96,14 @@ ON_ALL = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("swap", SWAPS.values(), ids=SWAPS.keys())
 def test_swapped_rows(swap: Swap) -> None:
     args = torch.randn(SOURCES, F), torch.randn(TARGETS, F), edges(SOURCES, TARGETS)
     assert_checked(Swapped(swap), args, (SOURCES, TARGETS), precision="fp32")
 
 
+@pytest.mark.first(1)
 @ON_ALL
 def test_flipped_rows_everywhere(precision: str, backend: str) -> None:
     args = torch.randn(SOURCES, F), torch.randn(TARGETS, F), edges(SOURCES, TARGETS)
@@ -111,7 +112,7 @@ def test_flipped_rows_everywhere(precision: str, backend: str) -> None:
     assert_checked(model, args, (SOURCES, TARGETS), precision=precision, backend=backend, example_inputs=args)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @ON_ALL
 @pytest.mark.parametrize("num_edges", [5, 17])
 def test_hyperedges(precision: str, backend: str, num_edges: int) -> None:

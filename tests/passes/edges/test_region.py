@@ -77,6 +77,7 @@ def softmax_before_the_sources(x: Tensor, edge_index: Tensor) -> Tensor:
     return summed(x[src] * weight[:, None], dst, x.shape[0])
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("function", "orders"),
     [
@@ -114,6 +115,7 @@ def heads_by_norm(x: Tensor, edge_index: Tensor, heads: int) -> Tensor:
     return summed(message / degree[dst].view(-1, 1, 1), dst, x.shape[0]).mean(1)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_weights_of_edges_multiply_those_of_heads(heads: int) -> None:
     model = Spelled(partial(heads_by_norm, heads=heads))

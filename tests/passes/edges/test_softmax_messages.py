@@ -88,6 +88,7 @@ def test_no_logit_and_no_weight_is_kept_on_any_graph(name: str):
     assert WIDTH not in edge_widths(compiled.graph_module).values()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_where_it_was(bad: float):
     model = formula(lambda source, target, dst, nodes: source * softmax(source, dst, num_nodes=nodes))
@@ -145,6 +146,7 @@ def of_the_other_end(source: Tensor, target: Tensor, dst: Tensor, nodes: int) ->
     return message * softmax(message, dst.flip(0), num_nodes=nodes)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("function", [by_heads, with_a_large_eps, of_the_other_end])
 def test_other_softmaxes_keep_their_weights(function: Callable[..., Tensor]):
     model = formula(function)

@@ -60,7 +60,7 @@ def graph(nodes: int) -> tuple[Tensor, Tensor, torch.Generator]:
     return edge_index, torch.randn(4 * nodes, 6, generator=generator), generator
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", SPLITS)
 @torch.no_grad()
@@ -76,6 +76,7 @@ def test_parts_of_edge_features(name: str, precision: str):
         assert error <= (1e-4 if precision == "fp32" else 0.05)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 @torch.no_grad()
 def test_painn(precision: str):

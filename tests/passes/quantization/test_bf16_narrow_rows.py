@@ -129,6 +129,7 @@ def test_products_are_left_alone():
     assert "qgemm.default" in targets(gm)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_model_gets_worse_by_it(name):
     gm = MODELS[name]()

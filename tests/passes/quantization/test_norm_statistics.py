@@ -63,7 +63,7 @@ def assigned(compiled: gnnc.CompiledModel) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("precision", slow_after(1, ["int8", "bf16"]))
 @pytest.mark.parametrize("name", NORMS)

@@ -47,6 +47,7 @@ def equal_neighbours() -> tuple[Tensor, Tensor]:
     return torch.randn(NODES, WIDTH, generator=generator).abs() + 3, edge_index
 
 
+@pytest.mark.first(1)
 @torch.no_grad()
 @pytest.mark.parametrize("precision", slow_after(1, ["bf16", "int8"]))
 @pytest.mark.parametrize("name", VARIANCES)

@@ -63,6 +63,7 @@ def _primitive(gm):
     return next(n for n in gm.graph.nodes if (op := op_of(n)) and op.name in KINDS)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("build", BUILDERS)
 def test_every_option_errs_as_its_quantized_form(build) -> None:
     gm = _one(build)

@@ -52,6 +52,7 @@ def test_it_is_as_fast_as_the_best_of_all_choices(seed: int, budget: float) -> N
     assert found.seconds == pytest.approx(brute_force(known, budget), rel=1e-6)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_too(name: str) -> None:
     gm = MODELS[name]()
