@@ -6,7 +6,7 @@ from gnn_graphs import MODELS, Layers, arguments, before_and_after, run_all, tar
 from slow import slow_after
 
 from gnnc.passes.assign import Assign
-from gnnc.passes.cache import Cache
+from gnnc.passes.cache import Cache, _merge
 from gnnc.passes.quantize import Quantize
 from gnnc.precision import BF16, FP32, INT8
 
@@ -68,6 +68,22 @@ def test_the_quantized_type_is_part_of_the_key():
     scales = [b.call(gnnc.scale, b.x, qtype) for qtype in ("int8/row", "int4/row", "int8/row")]
     gm, _ = run_all(b.finish(*scales), (Cache(),))
     assert count(gm, "scale") == 2
+
+
+def test_numbers_of_other_types_are_other_arguments():
+    b = Layers(32)
+    scales = [b.call(gnnc.scale, b.x, "int8/row") for _ in range(3)]
+    gm = b.finish(*scales)
+    nodes = gm.graph.find_nodes(op="call_function", target=gnnc.scale.default)
+    for node, number in zip(nodes, (1, 1.0, True), strict=True):
+        node.kwargs = {"number": number}
+    assert len(_merge(gm.graph)) == 0
+
+
+def test_a_note_counts_all_consumers():
+    b = Layers(32)
+    _, ctx = run_all(b.finish(*[b.call(gnnc.scale, b.x, "int8/row") for _ in range(4)]), (Cache(),))
+    assert [note.text for note in ctx.notes] == ["one scale serves 4 consumers"]
 
 
 def test_other_ops_are_left_alone():

@@ -339,6 +339,33 @@ def test_a_chain_without_a_producer_is_a_map():
     assert kinds(fused(one(lambda b: [b.relu(b.x)]))[0]) == []
 
 
+def test_a_chain_of_columns_of_one_value_is_none():
+    build = lambda b: [b.relu(b.add(b.norm, 1.0))]  # noqa: E731
+    assert kinds(fused(one(build))[0]) == []
+
+
+def test_one_kernel_finds_one_scale_of_a_tensor():
+    target = Target("cuda", frozenset({"fp32", "int8"}), tensor_scales=True, joint_products=False)
+
+    def build(b):
+        h = b.linear(b.x, 16)
+        return [b.call(gnnc.scale, h, "int8/tensor"), b.call(gnnc.scale, b.relu(h), "int8/tensor")]
+
+    gm, _ = run_all(one(build), (Fuse(),), precision=INT8, target=target)
+    inside = [node for _, inner in groups(gm) for node in inner.graph.nodes]
+    assert sum(str(node.target) == "gnnc.scale.default" for node in inside) == 1
+    assert leftovers(gm).count("scale.default") == 1
+
+
+def test_the_bias_of_a_product_of_three_dimensions_stays_in_it():
+    b = Layers(32)
+    heads = b.call(aten.view, b.x, [-1, 4, 8])
+    product = b.call(gnnc.gemm, heads, b.weight("weight", 6, 8), b.weight("bias", 6), False)
+    gm, _ = run_all(b.finish(product), (Fuse(),))
+    (left,) = [node for node in gm.graph.nodes if str(node.target) == "gnnc.gemm.default"]
+    assert left.args[2] is not None
+
+
 def test_a_view_that_only_the_caller_reads_stays_out():
     def build(b):
         h = b.linear(b.x, 24)

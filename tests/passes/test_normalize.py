@@ -78,6 +78,9 @@ def test_merged_masks_have_one_unbacked_size(gcn):
     [
         (lambda x: x.view(-1, 6).clone().detach().to(torch.float32).contiguous() + 1, ["add"]),
         (lambda x: nn.functional.dropout(x, 0.5, False).relu(), ["relu"]),
+        (lambda x: torch.native_dropout(x, 0.0, True)[0].relu(), ["relu"]),
+        (lambda x: x.to(torch.float32).relu(), ["relu"]),
+        (lambda x: x.to(torch.float64).relu(), ["_to_copy", "relu"]),
         (lambda x: x[:, 0:6].expand(-1, 6).neg(), ["neg"]),
         (lambda x: x * torch.ones_like(x) * x.new_ones(x.shape) * 2, ["mul"]),
         (lambda x: x.exp() * x.exp(), ["exp", "mul"]),
