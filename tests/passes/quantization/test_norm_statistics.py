@@ -80,6 +80,30 @@ def test_statistics_stay_fp32_and_sums_of_neighbours_do_not(name, precision):
     assert "its result is the statistics of a norm of its operand" in compiled.explain()
 
 
+class Pooled(nn.Module):
+    """A norm whose difference the largest of each graph is taken of: it is in the body of a message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = pyg.LGConv(), pyg.GraphNorm(WIDTH)
+
+    def forward(self, x, edge_index, batch):
+        return pyg.global_max_pool(self.norm(self.conv(x, edge_index), batch).tanh(), batch, 10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["int8", "bf16"])
+def test_statistics_that_a_body_subtracts_stay_fp32(precision):
+    torch.manual_seed(0)
+    model = Pooled().eval()
+    model.norm.bias.fill_(0.5)
+    compiled = gnnc.compile(model, precision)
+    for nodes in (1, 2, 20):
+        expected, actual = model(*graphs(nodes)), compiled(*graphs(nodes))
+        assert (actual - expected).norm() <= 0.06 * expected.norm()
+    assert assigned(compiled)["norm"] == {"fp32"}
+
+
 class Residual(nn.Module):
     """Aggregations that meet their operand in a sum, and a difference of two hops."""
 
