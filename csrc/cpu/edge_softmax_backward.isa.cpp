@@ -22,9 +22,8 @@ GNNC_INLINE void each_vector(int64_t count, const Body& body) {
 template <int H>
 GNNC_INLINE void row_of_vectors(const float* alpha, const float* grad, int64_t count, float* out) {
   Floats total{};
-  each_vector(count, [&](int64_t i, auto lanes) {
-    total = fused(load(alpha + i, lanes), load(grad + i, lanes), total);
-  });
+  each_vector(count,
+              [&](int64_t i, auto lanes) { total = fused(load(alpha + i, lanes), load(grad + i, lanes), total); });
   total = fold_heads<H>(total, [](Floats a, Floats b) { return a + b; });
   each_vector(count, [&](int64_t i, auto lanes) {
     store(out + i, load(alpha + i, lanes) * (load(grad + i, lanes) - total), lanes);
@@ -50,9 +49,8 @@ void edge_softmax_backward(const EdgeSoftmaxBackwardArgs& a, int64_t row_begin, 
     const int64_t begin = a.csr.rowptr[row], edges = a.csr.rowptr[row + 1] - begin;
     const int64_t first = begin * a.heads, count = edges * a.heads;
     if (edges == 0) continue;
-    const bool fits = with_heads(a.heads, [&]<int H>() {
-      row_of_vectors<H>(a.alpha + first, a.grad + first, count, a.out + first);
-    });
+    const bool fits =
+        with_heads(a.heads, [&]<int H>() { row_of_vectors<H>(a.alpha + first, a.grad + first, count, a.out + first); });
     if (!fits) row_of_heads(a.alpha + first, a.grad + first, edges, a.heads, total, a.out + first);
   }
 }
