@@ -5,7 +5,6 @@ lists, batch vectors, edge weights and edge types, sizes. The *compute* graph ha
 takes the structure's results as placeholders of the source kind ``structure``.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -14,14 +13,15 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import infer_meta, placeholders
-from gnnc.ir.nodes import first_operand, is_result, outputs_of, result_index, schema_of, unpack
+from gnnc.ir.nodes import ancestors, first_operand, is_result, outputs_of, result_index, schema_of, unpack
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context, is_tensor
 from gnnc.passes.edges.graph_inputs import structural_inputs
 from gnnc.passes.rewrite.boundary import Boundary, run_structure
-from gnnc.torch_private import OpOverload, rename
+from gnnc.passes.rewrite.node_builder import is_random
+from gnnc.torch_private import rename
 
 _aten = torch.ops.aten
 
@@ -108,7 +108,7 @@ class _Split:
                 self.sizes.add(node)
         elif not all(arg in self.hoisted or arg in self.sizes or _is_constant(arg) for arg in args):
             return
-        elif _is_random(node):
+        elif is_random(node):
             self.random.append(node)
         elif any(arg in self.hoisted for arg in args):
             self.hoisted.add(node)
@@ -153,7 +153,7 @@ class _Split:
 
     def structure_graph(self) -> fx.GraphModule:
         """Return the structure graph; its outputs are the boundary's values."""
-        needed = _ancestors(self.boundary)
+        needed = ancestors(self.boundary)
         graph, copies = fx.Graph(), dict[Node, Node]()
         for node in placeholders(self.gm):
             if node in needed and (node in self.hoisted or _is_constant(node) or _is_size(node)):
@@ -213,21 +213,6 @@ def _is_constant(node: Node) -> bool:
 def _is_size(node: Node) -> bool:
     source = source_of(node)
     return source is not None and source.kind == "size"
-
-
-def _is_random(node: Node) -> bool:
-    target = node.target
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-
-
-def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    ancestors, pending = set[Node](), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in ancestors:
-            ancestors.add(node)
-            pending += node.all_input_nodes
-    return ancestors
 
 
 def _size_placeholder(graph: fx.Graph, node: Node) -> Node:

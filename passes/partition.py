@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import placeholders
-from gnnc.ir.nodes import first_operand, holds_tensor, is_result, is_view, outputs_of
+from gnnc.ir.nodes import ancestors, first_operand, holds_tensor, is_result, is_view, outputs_of
 from gnnc.ir.parts import GRADIENTS, RESULTS, SAVED, Parts
 from gnnc.ir.source import WRITTEN, Source, source_of
 from gnnc.passes.base import Context
@@ -47,7 +47,7 @@ class Partition:
 def _set_sides(gm: fx.GraphModule, count: int) -> None:
     """Mark each call with the part that computes it."""
     outputs = outputs_of(gm.graph)
-    forward = _ancestors(node for node in outputs[:count] if isinstance(node, Node))
+    forward = ancestors(node for node in outputs[:count] if isinstance(node, Node))
     late = _descendants(node for node in placeholders(gm) if _kind(node) == "tangent")
     for node in gm.graph.nodes:
         if (
@@ -56,7 +56,7 @@ def _set_sides(gm: fx.GraphModule, count: int) -> None:
             and node not in late
             and _is_kept(node, forward)
         ):
-            forward |= _ancestors([node])
+            forward |= ancestors([node])
     for node in gm.graph.nodes:
         if node.op == "call_function":
             node.meta[SIDE] = "forward" if node in forward else "backward"
@@ -72,16 +72,6 @@ def _is_kept(node: Node, forward: set[Node]) -> bool:
     size = node.meta["val"].dtype.itemsize
     wider = [arg for arg in read if arg.meta["val"].dtype.itemsize > size]
     return bool(wider) and node.meta["val"].dim() >= max(arg.meta["val"].dim() for arg in read)
-
-
-def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    found, pending = set[Node](), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
 
 
 def _descendants(nodes: Iterable[Node]) -> set[Node]:
@@ -197,7 +187,7 @@ class _Cut:
 
 
 def _is_of_weights(node: Node) -> bool:
-    return is_of_model(node) and not any(WRITTEN in arg.meta for arg in _ancestors([node]))
+    return is_of_model(node) and not any(WRITTEN in arg.meta for arg in ancestors([node]))
 
 
 def _is_size(node: Node) -> bool:

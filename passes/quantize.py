@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from gnnc.errors import PrecisionError
 from gnnc.ir.graph import fake_mode_of, placeholders
-from gnnc.ir.nodes import argument, arguments, shape_or_none, with_arguments
+from gnnc.ir.nodes import ancestors, argument, arguments, shape_or_none, with_arguments
 from gnnc.ir.op import Op, op_of
 from gnnc.ir.qtype import Granularity, QType
 from gnnc.ir.quantized import MAX_SHIFT, STATIC_RANGE
@@ -35,7 +35,6 @@ from gnnc.passes.quantization.observe import (
     CLIPPED,
     Candidate,
     Observation,
-    ancestors,
     choose,
     observe,
 )

@@ -1,7 +1,7 @@
 """Readers of one fx node: its op, its arguments by name, its shape."""
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Any
 
@@ -211,3 +211,14 @@ def as_node(value: Any) -> Node:
     """Return an argument that must be a node."""
     assert isinstance(value, Node)
     return value
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """Return the nodes and everything that their values are computed from."""
+    found, pending = set[Node](), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found

@@ -7,7 +7,7 @@ their times too: see ``passes.auto``.)
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from gnnc.errors import PrecisionError
+from gnnc.ir.nodes import ancestors
 from gnnc.ir.qtype import Granularity, QType
 from gnnc.precision import Precision
 
@@ -123,18 +124,6 @@ class _Observer(fx.Interpreter):
             if reduce == "sum":
                 return spmm_sum(rowptr, col, value, x, num_dst)
         return super().call_function(target, args, kwargs)
-
-
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """Return nodes and all that they are computed from."""
-    found: set[Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
 
 
 def spmm_sum(rowptr: Tensor, col: Tensor, value: Tensor | None, x: Tensor, num_dst: int) -> Tensor:
