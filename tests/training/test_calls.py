@@ -220,21 +220,15 @@ def test_an_output_that_is_not_differentiable_requires_no_gradient() -> None:
         assert outs[1][0][name].requires_grad == value.requires_grad, name
 
 
-@pytest.mark.parametrize("p", [0.3])
-def test_dropout_has_the_masks_of_eager(p: float) -> None:
-    model = Net(p).train()
-
-    def step(call: Any, _: nn.Module) -> Any:
-        torch.manual_seed(7)
-        out = call(X, EDGES)
-        out.square().sum().backward()
-        return out.detach(), torch.rand(3)
-
-    both((model, gnnc.compile(model, "fp32")), step)
+DROPOUTS: dict[str, Callable[[], nn.Module]] = {
+    "features": lambda: Net(0.3),
+    "attention": lambda: GATConv(WIDTH, 4, heads=2, dropout=0.4),
+}
 
 
-def test_attention_dropout_has_the_masks_of_eager() -> None:
-    model = GATConv(WIDTH, 4, heads=2, dropout=0.4).train()
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_has_the_masks_of_eager(name: str) -> None:
+    model = DROPOUTS[name]().train()
 
     def step(call: Any, _: nn.Module) -> Any:
         torch.manual_seed(7)
