@@ -176,7 +176,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "residual": Residual,
 }  # fmt: skip
 CHOSEN = ("eq max", "ties in message", "topk", "ids sum", "cos", "residual")
-"""One model of each kind of reader, for the searches that run a model often."""
+"""Names of models, one for each kind of reader, for the searches that run a model often."""
 
 
 def run(name: str, precision: str, **options: Any) -> tuple[Tensor, Tensor, gnnc.CompiledModel]:

@@ -12,7 +12,7 @@ class EdgeMatrices(TorchDispatchMode):
     """Mode that collects op and shape of every float result with ``edges`` rows, wider than ``width``.
 
     Attributes:
-        found: what was found, in order; what an op of ``gnnc`` makes inside is not seen.
+        found: ops and shapes of the matrices, in order; matrices inside of an op of ``gnnc`` are not seen.
     """
 
     def __init__(self, edges: range, width: int) -> None:

@@ -1,4 +1,4 @@
-"""One trace for all precisions: most of the time of a compile is its trace."""
+"""Traces that are shared by all precisions of a model: most of the time of a compile is its trace."""
 
 import contextlib
 from collections.abc import Iterator

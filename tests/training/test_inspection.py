@@ -1,4 +1,4 @@
-"""What a program that computes gradients shows of itself."""
+"""Printed programs, stages, summaries and explanations of programs that compute gradients."""
 
 import pytest
 import torch
