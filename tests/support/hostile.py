@@ -131,7 +131,8 @@ def _with(t: Tensor, number: float, place: int = 0) -> Tensor:
     """Return a copy with one element set, as far as the dtype can hold the number."""
     t = t.clone()
     if t.numel():
-        limits = None if t.is_floating_point() or t.dtype == torch.bool else torch.iinfo(t.dtype)
+        integer = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+        limits = torch.iinfo(t.dtype) if integer else None
         t.view(-1)[place] = number if limits is None else min(max(number, limits.min), limits.max)  # type: ignore[type-var]
     return t
 
