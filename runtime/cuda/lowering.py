@@ -1,5 +1,27 @@
 """Imports the files that register the CUDA kernels, one file a kernel family."""
 
-from gnnc.runtime.cuda.kernels import attention, gemm, message, rowmap, sddmm, spmm
+from gnnc.runtime.cuda.kernels import (
+    attention,
+    column_sum,
+    edge_softmax_backward,
+    edge_sum,
+    gemm,
+    gemm_tn,
+    message,
+    rowmap,
+    sddmm,
+    spmm,
+)
 
-KERNEL_FILES = (gemm, spmm, attention, sddmm, message, rowmap)
+KERNEL_FILES = (
+    gemm,
+    gemm_tn,
+    spmm,
+    attention,
+    sddmm,
+    message,
+    rowmap,
+    column_sum,
+    edge_sum,
+    edge_softmax_backward,
+)

@@ -458,8 +458,9 @@ def _mma_(modifiers: list[str], given: list[str], names: Names) -> str:
 
 
 def _ldmatrix_(modifiers: list[str], given: list[str], names: Names) -> str:
-    _only(modifiers, "sync", "aligned", "m8n8", "x1", "x2", "x4", "shared", "b16")
+    _only(modifiers, "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "b16")
     to = parts(given[0])
     puts = " ".join(names.put(name, f"out.word[{i}]") for i, name in enumerate(to))
-    call = f"together<LoadMatrix<{len(to)}>>(t, ~0u, {names.pointer(given[1], 'shared')})"
+    operation = f"LoadMatrix<{len(to)}, {'true' if 'trans' in modifiers else 'false'}>"
+    call = f"together<{operation}>(t, ~0u, {names.pointer(given[1], 'shared')})"
     return f"{{ const auto out = {call}; {puts} }}"

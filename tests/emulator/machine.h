@@ -524,7 +524,7 @@ struct Mma {
   }
 };
 
-template <int kCount>
+template <int kCount, bool kTransposed>
 struct LoadMatrix {
   using In = const char*;
   struct Out {
@@ -532,7 +532,14 @@ struct LoadMatrix {
   };
   static void run(const In* const* in, Out* const* out, uint32_t) {
     for (int lane = 0; lane < kWarp; ++lane) {
-      for (int i = 0; i < kCount; ++i) std::memcpy(&out[lane]->word[i], *in[i * 8 + lane / 4] + lane % 4 * 4, 4);
+      for (int i = 0; i < kCount; ++i) {
+        auto* const word = reinterpret_cast<char*>(&out[lane]->word[i]);
+        for (int half = 0; half < 2; ++half) {
+          const int row = kTransposed ? lane % 4 * 2 + half : lane / 4;
+          const int column = kTransposed ? lane / 4 : lane % 4 * 2 + half;
+          std::memcpy(word + 2 * half, *in[i * 8 + row] + column * 2, 2);
+        }
+      }
     }
   }
 };

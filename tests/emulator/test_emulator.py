@@ -254,6 +254,21 @@ def test_products_of_matrices() -> None:
     assert torch.equal(out, x.int() @ y.int().T)
 
 
+@pytest.mark.parametrize("order", ["", ".trans"])
+def test_loads_of_matrices(order: str) -> None:
+    body = f"""
+    __shared__ alignas(16) unsigned short rows[64];
+    const int i = threadIdx.x; unsigned word;
+    rows[i] = in[i]; rows[i + 32] = in[i + 32]; __syncwarp();
+    const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(rows + i % 8 * 8));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1{order}.shared.b16 {{%0}}, [%1];" : "=r"(word) : "r"(from));
+    out[i] = word;
+    """
+    given, out = torch.arange(64, dtype=torch.int16).view(8, 8), torch.zeros(32, dtype=torch.int32)
+    kernel(body, "unsigned* out, const unsigned short* in")(out, given, block=32)
+    assert torch.equal(out.view(torch.int16).view(8, 8), given.T if order else given)
+
+
 def test_what_is_not_translated_is_named() -> None:
     text, _ = ptx_of('__global__ void f(int* out) { asm volatile("nanosleep.u32 5;"); *out = 1; }', ("f",))
     with pytest.raises(PtxError, match="an unknown instruction: nanosleep"):

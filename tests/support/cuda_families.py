@@ -71,6 +71,13 @@ FAMILIES = {
         "kernels/test_gemm.py::test_products_equal_the_reference[602-fp16]",
         "kernels/test_gemm.py::test_products_equal_the_reference[1433-bf16]",
     ),
+    "gradients": (
+        "kernels/test_gradients.py::test_gemm_tn[7-47-63-dtype0]",
+        "kernels/test_gradients.py::test_gemm_tn[16-130-63-dtype1]",
+        "kernels/test_gradients.py::test_column_sum[7-5]",
+        "kernels/test_gradients.py::test_edge_softmax_backward[3-star]",
+        "kernels/test_gradients.py::test_edge_sum[star]",
+    ),
     "tuning": (
         "formats/test_tune.py::test_integers_are_added_up_to_the_same_bits[128]",
         "formats/test_tune.py::test_graphs_of_launches_do_not_go_on_with_freed_tables",
@@ -86,7 +93,7 @@ FAMILIES = {
 }
 """Tests by kernel family: odd widths, rows of several passes, split rows, epilogues, bodies."""
 
-EMULATED = ("new graphs", "split rows", "sddmm", "attention", "tuning", "models")
+EMULATED = ("new graphs", "split rows", "sddmm", "attention", "gradients", "tuning", "models")
 """Families whose tests run on the emulator in `make test-all` without a GPU, but those of ``LONG``."""
 LONG = frozenset(
     {

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.body import body_inputs, parse_body
-from gnnc.ir.nodes import argument, first_operand, outputs_of, unpack
+from gnnc.ir.nodes import argument, arguments, first_operand, outputs_of, unpack
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal
 from gnnc.runtime.row_program.build import Refusal
 
@@ -69,6 +69,21 @@ _BINARY = {
 _SECOND = {"pow": "exponent", "clamp_min": "min", "clamp_max": "max"}
 """Schema name of the second operand of a binary op, where it is not ``other``."""
 _POWERS = {2.0: "({0} * {0})", 0.5: "sqrtf({0})", -0.5: "(1.0f / sqrtf({0}))", -1.0: "(1.0f / {0})"}
+_GRADIENTS = {
+    "threshold_backward": ("self", "({x} <= {threshold} ? 0.0f : {grad})"),
+    "leaky_relu_backward": ("self", "({x} > 0.0f ? {grad} : {grad} * {negative_slope})"),
+    "sigmoid_backward": ("output", "({grad} * ((1.0f - {x}) * {x}))"),
+    "tanh_backward": ("output", "({grad} * (1.0f - {x} * {x}))"),
+    "silu_backward": ("self", "({grad} * {sigmoid} * (1.0f + {x} * (1.0f - {sigmoid})))"),
+    "softplus_backward": ("self", "({x} > 20.0f ? {grad} : {grad} * {sigmoid})"),
+    "gelu_backward": ("self", "({grad} * ({normal} + {x} * 0.39894228040143268f * expf(-0.5f * {x} * {x})))"),
+    "elu_backward": ("self_or_result", "({x} > 0.0f ? {grad} : {grad} * {alpha} * expf({x}))"),
+}
+"""Gradients of activations: the schema name of their second operand, and the text."""
+_OF_RESULT = {"elu_backward": "({x} > 0.0f ? {grad} : {grad} * ({x} + {alpha}))"}
+"""Text of the gradients that read the activation's result in place of its operand."""
+_PLAIN_OPTIONS = {"beta": 1, "scale": 1, "input_scale": 1, "approximate": "none"}
+"""Options of activations that a body has one value of."""
 _RESHAPES = ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten")
 
 
@@ -171,6 +186,8 @@ class _Writer:
             return _UNARY[name].format(self._operand(node, "self", place, scope))
         if name in _BINARY:
             return self._binary(name, node, place, scope)
+        if name in _GRADIENTS:
+            return self._gradient(name, node, place, scope)
         raise Refusal(f"the body calls {target}")
 
     def _load(self, name: str, place: Place) -> str:
@@ -200,6 +217,20 @@ class _Writer:
         if name == "pow" and argument(node, second) in _POWERS:
             return _POWERS[argument(node, second)].format(left)
         return _BINARY[name].format(left, right)
+
+    def _gradient(self, name: str, node: Node, place: Place, scope: Scope) -> str:
+        second, text = _GRADIENTS[name]
+        given = arguments(node)
+        if any(given.get(option, plain) != plain for option, plain in _PLAIN_OPTIONS.items()):
+            raise Refusal(f"the body has a {name} with options")
+        grad, x = (self._operand(node, operand, place, scope) for operand in ("grad_output", second))
+        numbers = {key: _number(value) for key, value in given.items() if isinstance(value, int | float)}
+        sigmoid, normal = (
+            f"(1.0f / (1.0f + expf(-{x})))",
+            f"(0.5f * (1.0f + erff({x} * 0.70710678118654752f)))",
+        )
+        text = _OF_RESULT.get(name, text) if given.get("is_result") else text
+        return text.format(**numbers, grad=grad, x=x, sigmoid=sigmoid, normal=normal)
 
     def _reshaped(self, node: Node, place: Place) -> Place:
         source = self.shapes[first_operand(node)]

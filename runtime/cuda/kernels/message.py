@@ -1,5 +1,6 @@
 """Lowering of general messages and edge ops: their bodies become CUDA C++."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,9 @@ from gnnc.runtime.cuda.formats.tables import (
     write_runs,
     write_staging,
 )
-from gnnc.runtime.cuda.kernels.edge_body import write_body
+from gnnc.runtime.cuda.kernels.edge_body import Functor, write_body
 from gnnc.runtime.plans import sddmm
-from gnnc.runtime.program.launches import Argument, count_of, expr
+from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import Refusal, fixed_width, planned
 
@@ -64,15 +65,7 @@ class EdgeBody:
     @planned
     def plan(node: Node) -> Plan:
         """Take bodies whose elements a thread can compute by itself."""
-        if node.meta["val"].dtype != torch.float32:
-            raise Refusal(f"the result is {node.meta['val'].dtype}")
-        operands = _operands(node)
-        for value in operands.values():
-            fixed_width(value)
-        positions = tuple((name, node.all_input_nodes.index(value)) for name, value in operands.items())
-        plan = Plan(argument(node, "body"), argument(node, "reduce", None), positions)
-        _functor(plan, node, {name: 1 for name in operands})
-        return plan
+        return body_plan(node)
 
     @staticmethod
     def formats(plan: Plan, node: Node) -> tuple[Format, ...]:
@@ -124,6 +117,24 @@ class EdgeSddmm:
         _emit(plan, node, emitter)
 
 
+def body_plan(node: Node, body: str | None = None) -> Plan:
+    """Return the plan of an op with a body; raise Refusal where a thread cannot compute an element.
+
+    Args:
+        node: the op.
+        body: text of the body on the op's operands; that of the op by default.
+    """
+    if node.meta["val"].dtype != torch.float32:
+        raise Refusal(f"the result is {node.meta['val'].dtype}")
+    operands = _operands(node)
+    for value in operands.values():
+        fixed_width(value)
+    positions = tuple((name, node.all_input_nodes.index(value)) for name, value in operands.items())
+    plan = Plan(body or argument(node, "body"), argument(node, "reduce", None), positions)
+    _functor(plan, node, {name: 1 for name in operands})
+    return plan
+
+
 def _operands(node: Node) -> dict[str, Node]:
     groups = zip("ijec", unpack(node, "dst", "src", "edge", "const"), strict=True)
     return {f"{kind}{number}": value for kind, group in groups for number, value in enumerate(group)}
@@ -134,8 +145,23 @@ def _functor(plan: Plan, node: Node, strides: dict[str, int]) -> Any:
     return write_body(plan.body, values, strides)
 
 
-def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
-    rowptr, col = operand(node, "rowptr"), operand(node, "col")
+@dataclass(frozen=True, slots=True)
+class Body:
+    """C++ struct of a body in a program, and what its members are.
+
+    Attributes:
+        name: the struct.
+        width: columns of an edge's value.
+        pointers: the members.
+    """
+
+    name: str
+    width: int
+    pointers: tuple[Operand, ...]
+
+
+def write_functor(plan: Plan, node: Node, emitter: CudaEmitter) -> Body:
+    """Return the body of an op as a struct of the program's kernels."""
     tensors, strides = {}, {}
     for name, index in plan.operands:
         value = node.all_input_nodes[index]
@@ -143,27 +169,74 @@ def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
             tensors[name], strides[name] = emitter.vector(value), 1
         else:
             tensors[name], strides[name] = emitter.matrix(value), emitter.row_stride(value)
-    functor = _functor(plan, node, strides)
-    body = emitter.kernel_set.struct("Body", functor.text)
+    return body_of(_functor(plan, node, strides), tensors, emitter)
+
+
+def body_of(functor: Functor, tensors: Mapping[str, Expr], emitter: CudaEmitter) -> Body:
+    """Return a functor as a struct of the program's kernels, whose members are tensors of the program."""
     pointers = [pointer(tensors[name]) for name in functor.operands] or [pointer(None)]
-    columns = emitter.vector(col)
-    edges = length(columns)
+    return Body(emitter.kernel_set.struct("Body", functor.text), functor.width, tuple(pointers))
+
+
+def write_destinations(rowptr: Node, edges: Operand, emitter: CudaEmitter) -> Expr:
+    """Return the destination of every edge, int32 ``[E]``."""
+    function = emitter.bind(destinations, "destinations")
+    return emitter.let_call("rows", function, [emitter.vector(rowptr), edges])
+
+
+def _emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
+    body = write_functor(plan, node, emitter)
+    rowptr, columns = operand(node, "rowptr"), emitter.vector(operand(node, "col"))
     if plan.reduce is None:
-        function = emitter.bind(destinations, "destinations")
-        rows = emitter.let_call("rows", function, [emitter.vector(rowptr), edges])
+        rows = write_destinations(rowptr, length(columns), emitter)
+        write_edge_map(emitter, body, rows, columns, emitter.allocate(node, dense=True))
+    else:
+        starts = emitter.vector(rowptr)
+        runs = write_runs(emitter, starts, length(columns), 4 * body.width)
         out = emitter.allocate(node, dense=True)
-        values: list[Argument] = [pointer(rows), pointer(columns), pointer(out.written), edges, *pointers]
-        grid = expr("({})", blocks(expr("{} * {}", edges, functor.width), BLOCK))
-        emitter.launch(f"gnnc::edge_map<{functor.width}, {body}>", grid, values)
-        return
-    runs = write_runs(emitter, emitter.vector(rowptr), edges, 4 * functor.width)
-    out = emitter.allocate(node, dense=True)
-    stride = emitter.row_stride(node)
-    lanes = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= functor.width or lanes == 32)
-    values = runs_arguments(emitter.vector(rowptr), columns, runs)
-    values += write_staging(emitter, runs, functor.width)
+        edges = runs_arguments(starts, columns, runs)
+        write_message(emitter, body, plan.reduce, runs, edges, out, emitter.row_stride(node))
+
+
+def write_edge_map(emitter: CudaEmitter, body: Body, rows: Expr, columns: Expr, out: Expr) -> None:
+    """Write the launch that stores a body's value of every edge.
+
+    Args:
+        emitter: the program under construction.
+        body: the body.
+        rows: destination of every edge.
+        columns: source of every edge.
+        out: the result, one dense row an edge.
+    """
+    edges = length(columns)
+    values: list[Argument] = [pointer(rows), pointer(columns), pointer(out.written), edges, *body.pointers]
+    grid = expr("({})", blocks(expr("{} * {}", edges, body.width), BLOCK))
+    emitter.launch(f"gnnc::edge_map<{body.width}, {body.name}>", grid, values)
+
+
+def write_message(
+    emitter: CudaEmitter,
+    body: Body,
+    reduce: str,
+    runs: Expr,
+    edges: Sequence[Argument],
+    out: Expr,
+    stride: int,
+) -> None:
+    """Write the launch that reduces a body's values by destination.
+
+    Args:
+        emitter: the program under construction.
+        body: the body.
+        reduce: name of the reduction.
+        runs: the run table.
+        edges: members of ``gnnc::Runs``.
+        out: the result, one row a destination.
+        stride: elements from one row of the result to the next.
+    """
+    lanes = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= body.width or lanes == 32)
     count = expr("{}.count", runs)
-    values += [pointer(out.written), count]
-    kernel = f"gnnc::message<{functor.width}, {stride}, {lanes}, gnnc::Join::{plan.reduce}, {body}>"
+    values = [*edges, *write_staging(emitter, runs, body.width), pointer(out.written), count]
+    kernel = f"gnnc::message<{body.width}, {stride}, {lanes}, gnnc::Join::{reduce}, {body.name}>"
     emitter.kernel_set.expect(kernel, "MessageArgs", count_of(values))
-    emitter.launch(kernel, blocks(count, BLOCK // lanes), [*values, *pointers])
+    emitter.launch(kernel, blocks(count, BLOCK // lanes), [*values, *body.pointers])

@@ -1,0 +1,183 @@
+#pragma once
+
+// gemm_tn: a^T @ b of two tall matrices of 16 bits, summed over their rows: the gradient of a weight. A block
+// multiplies a tile of columns of a by a tile of columns of b, over its share of the rows; it stores the FP32 sums of
+// its share, which sum_parts adds up, so that no atomics are needed and results have the same bits in every call.
+//
+// The rows of both tiles pass through shared memory, kNodes at a time, as they are in memory: ldmatrix transposes them
+// into the fragments of the tensor cores. The next rows are loaded into registers while the present ones are
+// multiplied.
+//
+// Layout: rows of a and b kAStride and kBStride elements apart, of any width; FP32 rows are rounded as they are loaded.
+// Traffic: each tile of a once for every tile of b, and the reverse (from L2 but for the first), 4 kA kB B a share out.
+// Floor: a and b once at copy bandwidth.
+//
+// Launch: blocks of 256 threads, `shares` for each pair of tiles.
+
+#include "common/row_steps.cuh"
+
+namespace gnnc {
+
+// Compile-time configuration of gemm_tn: the type of the products, of a and of b in memory, their columns, strides, and
+// the neighbouring columns that a thread loads at once.
+template <class T, class A_, class B_, int kA_, int kB_, int64_t kAStride_, int64_t kBStride_, int kATogether_,
+          int kBTogether_>
+struct GemmTnConfig {
+  using Type = T;
+  using A = A_;
+  using B = B_;
+  static constexpr int kA = kA_, kB = kB_, kATogether = kATogether_, kBTogether = kBTogether_;
+  static constexpr int64_t kAStride = kAStride_, kBStride = kBStride_;
+};
+
+struct GemmTnArgs {
+  const void* a;
+  const void* b;
+  float* part;  // [shares, kA, kB]
+  int64_t rows;
+  int64_t shares;
+};
+
+namespace tn {
+
+constexpr int kThreads = 256, kNodes = 64, kMostColumns = 64;
+
+// Columns of a tile: all of a narrow matrix, in whole steps of 16, or 64.
+__host__ __device__ constexpr int tile_of(int width) {
+  return width >= kMostColumns ? kMostColumns : (width + 15) / 16 * 16;
+}
+__host__ __device__ constexpr int tiles_of(int width) { return (width + tile_of(width) - 1) / tile_of(width); }
+
+// One matrix: loads kNodes rows of a tile of its columns into registers, and stores them in shared memory.
+template <class T, class X, int kWidth, int64_t kStride, int kTogether>
+struct Side {
+  static constexpr int kTile = tile_of(kWidth);
+  static constexpr int kPitch = kTile + 8;  // elements; the padding puts eight rows into different banks
+  static constexpr int kRowLoads = kTile / kTogether;
+  static constexpr int kAll = kNodes * kRowLoads, kLoads = (kAll + kThreads - 1) / kThreads;
+  static_assert(kWidth % kTogether == 0 && kStride % kTogether == 0, "loads must be aligned");
+  Vector<X, kTogether> v[kLoads];
+
+  __device__ void read(const X* from, int tile, int64_t first, int64_t end) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int index = i * kThreads + static_cast<int>(threadIdx.x);
+      const int64_t row = first + index / kRowLoads;
+      const int column = tile * kTile + index % kRowLoads * kTogether;
+      const bool is_there = (kAll % kThreads == 0 || index < kAll) && row < end && column < kWidth;
+      if (is_there) {
+        v[i] = *reinterpret_cast<const Vector<X, kTogether>*>(from + row * kStride + column);
+      } else {
+        v[i] = Vector<X, kTogether>{};
+      }
+    }
+  }
+
+  __device__ void put(T* shared) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int index = i * kThreads + static_cast<int>(threadIdx.x);
+      if (kAll % kThreads != 0 && index >= kAll) continue;
+      Vector<T, kTogether> rounded;
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) rounded.v[k] = step::from_float<T>(step::as_float(v[i].v[k]));
+      T* to = shared + index / kRowLoads * kPitch + index % kRowLoads * kTogether;
+      *reinterpret_cast<Vector<T, kTogether>*>(to) = rounded;
+    }
+  }
+};
+
+// Loads four 8 x 8 matrices from shared memory, each transposed; every thread gives the address of a row.
+template <class T>
+__device__ inline void load_turned(uint32_t (&to)[4], const T* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
+__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace tn
+
+template <class Config>
+__global__ void __launch_bounds__(tn::kThreads) gemm_tn(GemmTnArgs args) {
+  begin_kernel();
+  using T = typename Config::Type;
+  using A = tn::Side<T, typename Config::A, Config::kA, Config::kAStride, Config::kATogether>;
+  using B = tn::Side<T, typename Config::B, Config::kB, Config::kBStride, Config::kBTogether>;
+  constexpr int kDown = A::kTile / 16, kAcross = B::kTile / 16, kSquares = kDown * kAcross;  // of 16 x 16 results
+  constexpr int kWarps = tn::kThreads / 32, kOwn = (kSquares + kWarps - 1) / kWarps;
+  constexpr int kTilesA = tn::tiles_of(Config::kA), kTilesB = tn::tiles_of(Config::kB);
+  __shared__ alignas(16) T a_rows[tn::kNodes * A::kPitch];
+  __shared__ alignas(16) T b_rows[tn::kNodes * B::kPitch];
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int tile = static_cast<int>(blockIdx.x % (kTilesA * kTilesB));
+  const int64_t share = blockIdx.x / (kTilesA * kTilesB);
+  const int64_t chunks = (args.rows + tn::kNodes - 1) / tn::kNodes;
+  const int64_t begin = chunks * share / args.shares * tn::kNodes;
+  const int64_t end = min(chunks * (share + 1) / args.shares * tn::kNodes, args.rows);
+  const auto* a = static_cast<const typename Config::A*>(args.a);
+  const auto* b = static_cast<const typename Config::B*>(args.b);
+  float sums[kOwn][2][4] = {};
+  A a_next;
+  B b_next;
+  if (begin < end) {
+    a_next.read(a, tile / kTilesB, begin, end);
+    b_next.read(b, tile % kTilesB, begin, end);
+  }
+#pragma unroll 1
+  for (int64_t first = begin; first < end; first += tn::kNodes) {
+    __syncthreads();
+    a_next.put(a_rows);
+    b_next.put(b_rows);
+    __syncthreads();
+    if (first + tn::kNodes < end) {
+      a_next.read(a, tile / kTilesB, first + tn::kNodes, end);
+      b_next.read(b, tile % kTilesB, first + tn::kNodes, end);
+    }
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      const int square = own * kWarps + warp;
+      if (kSquares % kWarps != 0 && square >= kSquares) continue;
+      // The four matrices of a fragment: of a by pairs of columns within rows, of b by rows within columns.
+      const T* a_row = a_rows + (lane / 16 * 8 + lane % 8) * A::kPitch + square / kAcross * 16 + lane / 8 % 2 * 8;
+      const T* b_row = b_rows + (lane / 8 % 2 * 8 + lane % 8) * B::kPitch + square % kAcross * 16 + lane / 16 * 8;
+#pragma unroll
+      for (int node = 0; node < tn::kNodes; node += 16) {
+        uint32_t left[4], right[4];
+        tn::load_turned(left, a_row + node * A::kPitch);
+        tn::load_turned(right, b_row + node * B::kPitch);
+        tn::multiply(sums[own][0], left, right[0], right[1], T{});
+        tn::multiply(sums[own][1], left, right[2], right[3], T{});
+      }
+    }
+  }
+  float* const part = args.part + share * Config::kA * Config::kB;
+#pragma unroll
+  for (int own = 0; own < kOwn; ++own) {
+    const int square = own * kWarps + warp;
+    if (kSquares % kWarps != 0 && square >= kSquares) continue;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int down = tile / kTilesB * A::kTile + square / kAcross * 16 + lane / 4 + i / 2 % 2 * 8;
+      const int across = tile % kTilesB * B::kTile + square % kAcross * 16 + i / 4 * 8 + lane % 4 * 2 + i % 2;
+      if (down < Config::kA && across < Config::kB) part[down * Config::kB + across] = sums[own][i / 4][i % 4];
+    }
+  }
+}
+
+}  // namespace gnnc

@@ -1,0 +1,111 @@
+"""Kernels of backward graphs, each against its reference in float64, on small graphs of hard shapes."""
+
+from functools import partial
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from cuda_cases import assert_no_spills
+from kernel_graphs import GRAPHS, relative_error
+from one_op import program_of, run_on_cuda
+from torch import Tensor
+
+from gnnc.runtime.cuda.driver.nvrtc import resources_of
+
+GNNC = torch.ops.gnnc
+HALVES = (torch.float16, torch.bfloat16)
+WIDTHS = [(1, 1), (7, 47), (47, 7), (64, 64), (16, 130), (100, 33)]
+BODY = (
+    "t0 = aten.add.Tensor(i0, j0); t1 = aten.leaky_relu_backward.default(e0, t0, 0.2, False); "
+    "t2 = aten.mul.Tensor(t1, c0); t3 = aten.sum.dim_IntList(t2, [0], True); "
+    "t4 = aten.view.default(t3, [2, 9]); return t4"
+)
+
+
+def halves(*sizes: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(sizes).to(dtype)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_kernel_spills(architecture: str) -> None:
+    g = GRAPHS["random"]()
+    edges, rows = torch.randn(g.num_edges, 4), torch.randn(g.num_dst, 64)
+    calls = (
+        *[
+            (GNNC.gemm_tn, torch.randn(9, a).to(d), torch.randn(9, b).to(d))
+            for a, b in WIDTHS
+            for d in HALVES
+        ],
+        (lambda x: x.sum(0), rows),
+        (lambda x: x.sum(0), torch.randn(9, 300)),
+        (GNNC.edge_softmax_backward, g.rowptr, edges, edges),
+        (lambda *given: GNNC.edge_sum(*given[:2], BODY, *[[t] for t in given[2:]]), *body_operands(g)),
+    )
+    for function, *values in calls:
+        program = program_of(function, *values, backend=f"cuda-offline:{architecture}")
+        assert "reference" not in dict(program.kernels).values() and program.code[architecture]
+        assert_no_spills(resources_of(program.code[architecture]))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [0, 1, 63, 1100])
+@pytest.mark.parametrize(("inner", "outer"), WIDTHS)
+def test_gemm_tn(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
+    a, b = halves(rows, inner, dtype=dtype), halves(rows, outer, dtype=dtype)
+    got = run_on_cuda(GNNC.gemm_tn, "gemm_tn", a, b)
+    want, size = a.double().t() @ b.double(), a.double().abs().t() @ b.double().abs()
+    assert got.dtype == torch.float32 and relative_error(got, want, size) < 1e-6
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gemm_tn_of_large_values_does_not_overflow(dtype: torch.dtype) -> None:
+    a = torch.full((3000, 17), 100.0).to(dtype)
+    assert torch.equal(run_on_cuda(GNNC.gemm_tn, "gemm_tn", a, a), torch.full((17, 17), 3e7))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [0, 1, 5, 4000])
+@pytest.mark.parametrize("width", [1, 7, 64, 300])
+def test_column_sum(rows: int, width: int) -> None:
+    x = torch.randn(rows, width) * torch.logspace(-2, 2, max(rows, 1))[:rows, None]
+    want, size = x.double().sum(0), x.double().abs().sum(0)
+    for keep in (False, True):
+        got = run_on_cuda(partial(torch.sum, dim=0, keepdim=keep), "column_sum", x)
+        assert relative_error(got, x.double().sum(0, keep), size.reshape(got.shape)) < 1e-6
+    heads = run_on_cuda(lambda x: x.unsqueeze(1).sum([0]), "column_sum", x)
+    assert relative_error(heads, want[None], size[None]) < 1e-6
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("heads", [None, 1, 3, 8, 20])
+def test_edge_softmax_backward(name: str, heads: int | None) -> None:
+    g = GRAPHS[name]()
+    shape = (g.num_edges, *([] if heads is None else [heads]))
+    alpha, grad = torch.rand(shape), torch.randn(shape)
+    got = run_on_cuda(GNNC.edge_softmax_backward, "edge_softmax_backward", g.rowptr, alpha, grad)
+    want = GNNC.edge_softmax_backward(g.rowptr, alpha.double(), grad.double())
+    assert relative_error(got, want) < 1e-5
+
+
+def body_operands(g) -> tuple[Tensor, ...]:
+    """Return the CSR of a graph, and operands of ``BODY``."""
+    dst, src = torch.randn(g.num_dst, 2, 9), torch.randn(g.num_src, 2, 9)
+    return g.rowptr, g.col, dst, src, torch.randn(g.num_edges, 2, 1), torch.randn(1, 2, 9)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", GRAPHS)
+def test_edge_sum(name: str) -> None:
+    values = body_operands(GRAPHS[name]())
+
+    def call(*given: Tensor) -> Tensor:
+        return GNNC.edge_sum(*given[:2], BODY, *[[t] for t in given[2:]])
+
+    exact = [value.double() if value.is_floating_point() else value for value in values]
+    got, want = run_on_cuda(call, "edge_sum", *values), call(*exact)
+    size = call(*exact[:2], *[value.abs() for value in exact[2:]])
+    assert relative_error(got, want, size) < 1e-5

@@ -1,0 +1,43 @@
+"""Programs of one call, for the tests of a kernel as programs launch it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import gnnc.ir  # noqa: F401  (registers torch.ops.gnnc)
+from gnnc.ir.source import Source
+from gnnc.runtime.backend import get_backend
+from gnnc.runtime.program.executable import Executable
+
+
+def program_of(function: Callable[..., Any], *values: Tensor, backend: str) -> Executable:
+    """Return the program of a function, for tensors of these sizes."""
+    graph_module = make_fx(function, tracing_mode="fake")(*values)
+    output = graph_module.graph.output_node()
+    output.args = (tuple(output.args) if not isinstance(output.args[0], list | tuple) else output.args[0],)
+    return get_backend(backend).executable(_lowered(graph_module, backend))
+
+
+def _lowered(graph_module: GraphModule, backend: str) -> GraphModule:
+    lowering = get_backend(backend)
+    for node in graph_module.graph.nodes:
+        node.meta["layer"] = ""
+        if node.op == "placeholder":
+            node.meta["source"] = Source("input", node.name)
+        elif node.op == "call_function" and lowering.needs_launch(node):
+            node.meta["choice"] = lowering.choose(node)
+    return graph_module
+
+
+def run_on_cuda(function: Callable[..., Any], kernel: str, *values: Tensor) -> Tensor:
+    """Return what a program on the CUDA device computes, after checking that one kernel of this name did."""
+    given = [value.cuda() for value in values]
+    program = program_of(function, *given, backend="cuda")
+    assert [name for _, name in program.kernels if name != "reference"] == [kernel]
+    first, again = (program(*given)[0] for _ in range(2))
+    assert torch.equal(first, again), "the bits of two calls differ"
+    return first.cpu()
