@@ -13,14 +13,22 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import infer_meta, placeholders
-from gnnc.ir.nodes import ancestors, first_operand, is_result, outputs_of, result_index, schema_of, unpack
+from gnnc.ir.nodes import (
+    ancestors,
+    first_operand,
+    is_random,
+    is_result,
+    outputs_of,
+    result_index,
+    schema_of,
+    unpack,
+)
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context, is_tensor
 from gnnc.passes.edges.graph_inputs import structural_inputs
 from gnnc.passes.rewrite.boundary import Boundary, run_structure
-from gnnc.passes.rewrite.node_builder import is_random
 from gnnc.torch_private import rename
 
 _aten = torch.ops.aten

@@ -23,6 +23,7 @@ from gnnc.ir.nodes import (
     first_operand,
     holds_tensor,
     is_pointwise,
+    is_random,
     result_index,
     same_shape,
     same_size,
@@ -32,7 +33,7 @@ from gnnc.ir.nodes import (
 )
 from gnnc.ir.source import wants_gradient
 from gnnc.passes.base import Context, Property
-from gnnc.passes.rewrite.node_builder import NodeBuilder, Sizes, call_key, is_random
+from gnnc.passes.rewrite.node_builder import NodeBuilder, Sizes, call_key
 from gnnc.torch_private import OpOverload, schema
 
 aten = torch.ops.aten

@@ -14,11 +14,11 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import placeholders
-from gnnc.ir.nodes import ancestors, first_operand, holds_tensor, is_result, is_view, outputs_of
+from gnnc.ir.nodes import ancestors, first_operand, holds_tensor, is_random, is_result, is_view, outputs_of
 from gnnc.ir.parts import GRADIENTS, RESULTS, SAVED, Parts
 from gnnc.ir.source import WRITTEN, Source, source_of
 from gnnc.passes.base import Context
-from gnnc.passes.rewrite.node_builder import is_of_model, is_random
+from gnnc.passes.rewrite.node_builder import is_of_model
 
 SIDE = "side"
 """Key of ``node.meta``: the part that a node of a joint graph belongs to, ``forward`` or ``backward``."""

@@ -24,14 +24,15 @@ from gnnc.compiler.static_scales import ScaledWeights
 from gnnc.compiler.training import refusing_own_gradients, want_gradients
 from gnnc.errors import InputError, UnsupportedError, VerifyError
 from gnnc.ir.graph import fake_mode_of, placeholders
-from gnnc.ir.parts import Parts
+from gnnc.ir.parts import GRADIENTS, Parts
 from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context, Stage, run_passes
 from gnnc.passes.edges.index_bounds import IndexBound, index_bounds
 from gnnc.passes.quantize import SCALED_FROM, STATIC_SCALE
 from gnnc.passes.rewrite.boundary import drop_structure
-from gnnc.precision import AUTO
+from gnnc.precision import AUTO, FP32
 from gnnc.runtime.backend import Backend
+from gnnc.runtime.program.differentiated import DifferentiatedGraph
 from gnnc.runtime.program.memory import OutputPool
 from gnnc.runtime.program.training import TrainingExecutable
 from gnnc.runtime.structure.runner import StructureRunner
@@ -106,7 +107,10 @@ def build_program(
             cuda_graph=options.cuda_graph,
         )
         owner = type(model).__name__
-        executable = make(parts.forward) if parts.backward is None else TrainingExecutable(owner, parts, make)
+        if parts.backward is None:
+            executable = make(parts.forward)
+        else:
+            executable = TrainingExecutable(owner, parts, make, _differentiated(owner, options, stages))
         found = _index_bounds(stages)
         found = [*found, *bounds_by_type(captured.call.names, found)]
         bounds = Bounds(captured.guards.inputs, found)
@@ -132,6 +136,16 @@ def build_program(
     )
     program.seconds = {"capture": traced - start, "compile": time.perf_counter() - traced}
     return program
+
+
+def _differentiated(owner: str, options: Options, stages: Sequence[Stage]) -> DifferentiatedGraph | None:
+    """Return what computes gradients of gradients; None where the program is not FP32 alone."""
+    if any(precision != FP32 for precision in (options.precision, *options.overrides.values())):
+        return None
+    if options.plan is not None:
+        return None
+    undifferentiated = [p.forward for _, p in stages if GRADIENTS not in p.forward.meta]
+    return DifferentiatedGraph(owner, undifferentiated[-1], stages[-1][1].forward)
 
 
 def _target(backend: Backend) -> Target:

@@ -170,7 +170,8 @@ class Edges:
             for kind, group in zip(_KINDS, self.groups, strict=True)
             for number, tensor in enumerate(group)
         )
-        bodies = body_gradients(body, cotangent, operands, tuple(names)) if names else {}
+        again = torch.is_grad_enabled()  # in a backward pass: with create_graph=True
+        bodies = body_gradients(body, cotangent, operands, tuple(names), create_graph=again) if names else {}
         return [
             [self._gradient(bodies.get(f"{kind}{number}"), f"{kind}{number}") for number in range(len(group))]
             for kind, group in zip(_KINDS, groups, strict=True)

@@ -144,6 +144,11 @@ def result_index(node: Node) -> Any:
     return node.args[1]
 
 
+def is_random(node: Node) -> bool:
+    """Return whether two runs of ``node`` may differ."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def outputs_of(graph: Graph) -> Any:
     """Return the value of a graph: a node, or a tuple or list of nodes."""
     return graph.output_node().args[0]

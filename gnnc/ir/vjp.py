@@ -52,7 +52,12 @@ class Operand:
 
 @lru_cache(maxsize=1024)
 def body_gradients(
-    body: str, cotangents: Cotangents, operands: tuple[Operand, ...], wanted: tuple[str, ...]
+    body: str,
+    cotangents: Cotangents,
+    operands: tuple[Operand, ...],
+    wanted: tuple[str, ...],
+    *,
+    create_graph: bool = False,
 ) -> dict[str, str]:
     """Return the body of the gradient of every operand in ``wanted`` that the body's values depend on.
 
@@ -62,17 +67,23 @@ def body_gradients(
             each value; as part of the key of the cache it must be one object for equal functions.
         operands: the body's operands, and those that ``cotangents`` reads.
         wanted: names of operands.
+        create_graph: whether the gradient is to have a gradient itself: some ops, such as ``silu``, have
+            another form of it for that.
 
     Raises:
         UnsupportedError: the gradient is no body; the message names the op.
     """
     # A thread of its own has no modes of tracers that the caller may be in.
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_traced, body, cotangents, operands, wanted).result()
+        return pool.submit(_traced, body, cotangents, operands, wanted, create_graph).result()
 
 
 def _traced(
-    body: str, cotangents: Cotangents, operands: tuple[Operand, ...], wanted: tuple[str, ...]
+    body: str,
+    cotangents: Cotangents,
+    operands: tuple[Operand, ...],
+    wanted: tuple[str, ...],
+    create_graph: bool,
 ) -> dict[str, str]:
     edges = _edge_count(operands)
 
@@ -87,7 +98,8 @@ def _traced(
         if not roots:
             return [None] * len(wanted)
         results, grads = zip(*roots, strict=True)
-        return list(torch.autograd.grad(results, list(leaves.values()), grads, allow_unused=True))
+        inputs = list(leaves.values())
+        return list(torch.autograd.grad(results, inputs, grads, create_graph=create_graph, allow_unused=True))
 
     graph = trace_sizes(gradients, [operand.stand_in(edges) for operand in operands])
     for node, operand in zip(graph.find_nodes(op="placeholder"), operands, strict=True):

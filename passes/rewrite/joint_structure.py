@@ -7,10 +7,9 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import placeholders
-from gnnc.ir.nodes import holds_tensor, is_result, outputs_of, schema_of
+from gnnc.ir.nodes import holds_tensor, is_random, is_result, outputs_of, schema_of
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.source import Source, is_structure, source_of
-from gnnc.passes.rewrite.node_builder import is_random
 from gnnc.passes.rewrite.structure_edit import finish
 from gnnc.torch_private import rename
 

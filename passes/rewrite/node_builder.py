@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import fake_mode_of, placeholders
-from gnnc.ir.nodes import holds_tensor, shape_of
+from gnnc.ir.nodes import holds_tensor, is_random, shape_of
 from gnnc.ir.source import source_of
 from gnnc.torch_private import enable_python_dispatcher
 
@@ -146,11 +146,6 @@ def is_of_model(node: Node) -> bool:
         source = source_of(node)
         return source is not None and source.kind in ("parameter", "buffer", "constant")
     return all(map(is_of_model, node.all_input_nodes))
-
-
-def is_random(node: Node) -> bool:
-    """Return whether two runs of ``node`` may differ."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def call_key(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from gnnc.ir.graph import placeholders
 from gnnc.ir.nodes import outputs_of
 from gnnc.ir.parts import DIFFERENTIABLE, GRADIENTS, RESULTS, SAVED, Parts
 from gnnc.ir.source import source_of
+from gnnc.runtime.program.differentiated import DifferentiatedGraph
 from gnnc.runtime.program.executable import Executable, Timing
 from gnnc.torch_private import is_autocast_enabled
 
@@ -32,11 +33,19 @@ class TrainingExecutable:
         owner: class name of the model, for messages.
         parts: the lowered graphs.
         make: makes the program of one graph.
+        differentiated: the gradients as differentiable functions; None: not all of the graph is FP32.
     """
 
-    def __init__(self, owner: str, parts: Parts, make: Callable[[Any], Executable]) -> None:
+    def __init__(
+        self,
+        owner: str,
+        parts: Parts,
+        make: Callable[[Any], Executable],
+        differentiated: DifferentiatedGraph | None = None,
+    ) -> None:
         assert parts.backward is not None
         self.owner = owner
+        self._differentiated = differentiated
         self.forward, self.backward = make(parts.forward), make(parts.backward)
         sources = [source_of(node) for node in placeholders(parts.forward)]
         self._leaves = [sources.index(source) for source in parts.forward.meta[GRADIENTS]]
@@ -96,6 +105,8 @@ class TrainingExecutable:
 
     def run_forward(self, ctx: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run the forward graph for autograd, whose context keeps what the backward graph reads."""
+        again = self._differentiated
+        ctx.again = None if again is None else again.state(values)
         with _without_autocast():
             outputs = self.forward(*values)
         kept = self._plan.kept(values, outputs)
@@ -108,22 +119,28 @@ class TrainingExecutable:
         ctx.like = {i: (results[i].shape, results[i].dtype, results[i].device) for i in self._differentiable}
         return tuple([value if self._same[i] == i else None for i, value in enumerate(results)])
 
-    def run_backward(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Run the backward graph on the gradients of the outputs; None is a gradient of zeros."""
-        if torch.is_grad_enabled():
-            self._refuse_double_backward()
+    def run_backward(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Run the backward graph on the gradients of the outputs; None is a gradient of zeros.
+
+        Gradients that are to be differentiated themselves (``create_graph=True``) come from
+        ``DifferentiatedGraph``.
+        """
         saved = iter(ctx.saved_tensors)
-        kept = [next(saved) if number is None else number for number in ctx.numbers]
         tangents = {i: _tangent(grads[i], *ctx.like[i]) for i in self._differentiable}
         with _without_autocast():
+            if torch.is_grad_enabled():
+                return self._twice_differentiable().gradients(ctx.again, tangents)
+            kept = [next(saved) if number is None else number for number in ctx.numbers]
             return self.backward(*self._plan.arguments(kept, tangents))
 
-    def _refuse_double_backward(self) -> NoReturn:
-        raise UnsupportedError(
-            f"[{self.owner}] this backward pass is to be differentiated itself (create_graph=True), and a "
-            "compiled model computes first gradients only: pass create_graph=False, or call the original "
-            "model where you need gradients of gradients"
-        )
+    def _twice_differentiable(self) -> DifferentiatedGraph:
+        if self._differentiated is None:
+            raise UnsupportedError(
+                f"[{self.owner}] this backward pass is to be differentiated itself (create_graph=True), and "
+                "gradients of gradients are computed in fp32 only: compile the model with precision='fp32', "
+                "pass create_graph=False, or call the original model"
+            )
+        return self._differentiated
 
 
 class _Plan:

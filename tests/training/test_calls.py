@@ -9,37 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+from torch_geometric.nn import GATConv, GCNConv
+from training_steps import EDGES, WIDTH, Net, Step, X, assert_alike, compare, directed_graph
 
 import gnnc
-
-WIDTH, CLASSES = 6, 4
-
-
-def directed_graph(nodes: int = 20, edges: int = 70, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return x, and a directed edge list with repeated edges and self loops that leaves nodes alone."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(nodes, WIDTH, generator=generator)
-    edge_index = torch.randint(nodes - 3, (2, edges), generator=generator)
-    return x, torch.cat([edge_index, edge_index[:, :5]], 1)
-
-
-X, EDGES = directed_graph()
-
-
-class Net(nn.Module):
-    """GCN with dropout and batch norm, and a SAGE layer."""
-
-    def __init__(self, p: float = 0.0) -> None:
-        super().__init__()
-        self.conv = GCNConv(WIDTH, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.drop = nn.Dropout(p)
-        self.out = SAGEConv(8, CLASSES)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        h = self.norm(self.conv(x, edge_index, edge_weight)).relu()
-        return self.out(self.drop(h), edge_index)
 
 
 @pytest.fixture(scope="module")
@@ -47,29 +20,6 @@ def trained() -> tuple[nn.Module, gnnc.CompiledModel]:
     torch.manual_seed(0)
     model = Net().train()
     return model, gnnc.compile(model, "fp32")
-
-
-Step = Callable[[Any, nn.Module], Any]
-
-
-def both(pair: tuple[nn.Module, gnnc.CompiledModel], step: Step) -> None:
-    """Run a step on the compiled model and on an eager copy; compare gradients, buffers and the result."""
-    model, compiled = pair
-    for parameter in model.parameters():
-        parameter.grad = None
-    eager = copy.deepcopy(model)
-    found, expected = step(compiled, model), step(eager, eager)
-    assert_alike(found, expected)
-    for (name, parameter), right in zip(model.named_parameters(), eager.parameters(), strict=True):
-        assert (parameter.grad is None) == (right.grad is None), name
-        if right.grad is not None:
-            assert_alike({name: parameter.grad}, {name: right.grad})
-    for buffer, right in zip(model.buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(buffer, right, rtol=1e-4, atol=1e-5)
-
-
-def assert_alike(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
 def accumulated(call: Any, owner: nn.Module) -> Any:
@@ -163,7 +113,7 @@ def scaled(call: Any, owner: nn.Module) -> Any:
     ],
 )
 def test_a_way_to_train_is_that_of_eager(trained, step: Step) -> None:
-    both(trained, step)
+    compare(*trained, step)
 
 
 def test_batches_of_other_sizes_are_one_program(trained) -> None:
@@ -171,7 +121,9 @@ def test_batches_of_other_sizes_are_one_program(trained) -> None:
     compiled(X, EDGES)
     before = len(compiled._dispatch.captures)
     for seed in range(5):
-        both(trained, lambda call, _, s=seed: call(*directed_graph(6 + s, 20 + 3 * s, s)).sum().backward())
+        compare(
+            *trained, lambda call, _, s=seed: call(*directed_graph(6 + s, 20 + 3 * s, s)).sum().backward()
+        )
     assert len(compiled._dispatch.captures) == before
 
 
@@ -190,12 +142,6 @@ def test_weights_written_before_backward_are_the_error_of_torch(trained) -> None
         model.out.lin_l.weight.add_(0.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_gradients_of_gradients_are_refused(trained) -> None:
-    model, compiled = trained
-    with pytest.raises(gnnc.UnsupportedError, match="create_graph"):
-        torch.autograd.grad(compiled(X, EDGES).sum(), list(model.parameters()), create_graph=True)
 
 
 def test_an_output_that_is_not_differentiable_requires_no_gradient() -> None:
@@ -236,7 +182,7 @@ def test_dropout_has_the_masks_of_eager(name: str) -> None:
         out.square().sum().backward()
         return out.detach(), torch.rand(3)
 
-    both((model, gnnc.compile(model, "fp32")), step)
+    compare(model, gnnc.compile(model, "fp32"), step)
 
 
 def test_tied_weights_get_the_gradients_of_both_uses() -> None:
@@ -251,7 +197,7 @@ def test_tied_weights_get_the_gradients_of_both_uses() -> None:
             return self.conv(self.second(self.first(x).relu()), edge_index)
 
     model = Tied().train()
-    both((model, gnnc.compile(model, "fp32")), lambda call, _: call(X, EDGES).square().sum().backward())
+    compare(model, gnnc.compile(model, "fp32"), lambda call, _: call(X, EDGES).square().sum().backward())
 
 
 def test_a_detached_value_passes_no_gradient() -> None:
@@ -269,7 +215,7 @@ def test_a_detached_value_passes_no_gradient() -> None:
             return torch.zeros(len(x), 5).index_add(0, dst, (message - top[dst]).tanh())
 
     model = Detached().train()
-    both((model, gnnc.compile(model, "fp32")), lambda call, _: call(X, EDGES).square().sum().backward())
+    compare(model, gnnc.compile(model, "fp32"), lambda call, _: call(X, EDGES).square().sum().backward())
 
 
 def test_a_block_without_gradients_passes_none() -> None:
@@ -288,7 +234,7 @@ def test_a_block_without_gradients_passes_none() -> None:
             return self.head(x, edge_index) * weight - self.gate(target)
 
     model = Blocked().train()
-    both((model, gnnc.compile(model, "fp32")), lambda call, _: call(X, EDGES).square().sum().backward())
+    compare(model, gnnc.compile(model, "fp32"), lambda call, _: call(X, EDGES).square().sum().backward())
 
 
 def test_forward_of_data_objects_trains() -> None:
@@ -302,7 +248,7 @@ def test_forward_of_data_objects_trains() -> None:
 
     model = OfData().train()
     data = Data(x=X, edge_index=EDGES)
-    both((model, gnnc.compile(model, "fp32")), lambda call, _: call(data)[:, 0].sum().backward())
+    compare(model, gnnc.compile(model, "fp32"), lambda call, _: call(data)[:, 0].sum().backward())
 
 
 def test_a_closure_of_lbfgs_trains() -> None:
@@ -320,7 +266,7 @@ def test_a_closure_of_lbfgs_trains() -> None:
 
         return [optimizer.step(closure).item() for _ in range(2)]
 
-    both((model, gnnc.compile(model, "fp32")), step)
+    compare(model, gnnc.compile(model, "fp32"), step)
 
 
 def test_state_dicts_and_copies_train_on(trained) -> None:
@@ -331,7 +277,7 @@ def test_state_dicts_and_copies_train_on(trained) -> None:
     assert all(parameter.grad is not None for parameter in twin.model.parameters())
     assert all(a is not b for a, b in zip(twin.parameters(), model.parameters(), strict=True))
     compiled.load_state_dict(Net().state_dict())
-    both(trained, lambda call, _: call(X, EDGES).square().sum().backward())
+    compare(*trained, lambda call, _: call(X, EDGES).square().sum().backward())
 
 
 # refusals

@@ -1,0 +1,136 @@
+"""Gradients of gradients (``create_graph=True``) against those of eager PyTorch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv, TransformerConv
+from training_steps import EDGES, WIDTH, Net, Step, X, compare
+
+import gnnc
+
+
+class Forces(nn.Module):
+    """Energy of atoms by continuous filters of their distances, as in SchNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(5, 8)
+        self.filter = nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 8))
+        self.dense, self.out = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.register_buffer("centers", torch.linspace(0, 3, 6))
+
+    def forward(self, kind: Tensor, pos: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        src, dst = edge_index
+        distance = (pos[src] - pos[dst]).square().sum(1).add(1e-6).sqrt()
+        weight = self.filter((-(distance[:, None] - self.centers).square()).exp())
+        h = self.kinds(kind)
+        h = h + torch.zeros_like(h).index_add(0, dst, self.dense(h)[src] * weight)
+        return torch.zeros(2, 1).index_add(0, batch, self.out(torch.tanh(h)))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.SiLU(), nn.Linear(8, 4))
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "gcn": lambda: GCNConv(WIDTH, 4),
+    "gat": lambda: GATConv(WIDTH, 4, heads=2),
+    "net": Net,
+    "dropout": lambda: Net(0.3),
+    "sage-max": lambda: SAGEConv(WIDTH, 4, aggr="max"),
+    "gin": lambda: GINConv(mlp(), train_eps=True),
+    "gatv2": lambda: GATv2Conv(WIDTH, 4, heads=2),
+    "transformer": lambda: TransformerConv(WIDTH, 4, heads=2, dropout=0.3),
+}
+FAST = ("gcn", "gat", "dropout")
+
+
+def check(model: nn.Module, step: Step) -> None:
+    """Compare a step of the compiled model with that of eager PyTorch."""
+    compare(model, gnnc.compile(model, "fp32"), step)
+
+
+def penalty(call: Any, owner: nn.Module) -> Any:
+    """Do a step of a gradient penalty, as Wasserstein critics have it."""
+    torch.manual_seed(3)
+    x = X.clone().requires_grad_()
+    out = call(x, EDGES)
+    (slope,) = torch.autograd.grad(out.tanh().sum(), x, create_graph=True)
+    (slope.norm(dim=1).square().mean() + out.square().mean()).backward()
+    return x.grad, torch.rand(2)
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in LAYERS]
+)
+def test_a_gradient_penalty_trains(name: str) -> None:
+    torch.manual_seed(0)
+    check(LAYERS[name]().train(), penalty)
+
+
+def test_forces_are_trained() -> None:
+    torch.manual_seed(0)
+    pos, target = torch.randn(12, 3), torch.randn(12, 3)
+    arguments = torch.arange(12) % 5, EDGES.remainder(12), torch.arange(12) // 6
+
+    def step(call: Any, owner: nn.Module) -> Any:
+        moved = pos.clone().requires_grad_()
+        kind, edges, batch = arguments
+        energy = call(kind, moved, edges, batch)
+        forces = -torch.autograd.grad(energy, moved, torch.ones_like(energy), create_graph=True)[0]
+        ((forces - target).square().mean() + energy.square().mean()).backward()
+        return forces.detach(), energy.detach()
+
+    check(Forces().train(), step)
+
+
+def test_third_gradients_and_gradients_of_tangents() -> None:
+    def step(call: Any, owner: nn.Module) -> Any:
+        x, tangent = X.clone().requires_grad_(), torch.ones(len(X), 4).requires_grad_()
+        first = torch.autograd.grad(call(x, EDGES).tanh(), x, tangent, create_graph=True)[0]
+        second = torch.autograd.grad(first.sin().sum(), [x, tangent], create_graph=True)
+        third = torch.autograd.grad([part.cos().sum() for part in second], [x, tangent])
+        return [value.detach() for value in (first, *second, *third)]
+
+    check(GCNConv(WIDTH, 4), step)
+
+
+def test_inputs_that_depend_on_each_other_count_once() -> None:
+    def step(call: Any, owner: nn.Module) -> Any:
+        x = X.clone().requires_grad_()
+        weight = x.mean(1).sigmoid()[EDGES[0]]
+        slope = torch.autograd.grad(call(x, EDGES, weight).square().sum(), x, create_graph=True)[0]
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+    check(GCNConv(WIDTH, 4), step)
+
+
+def test_a_first_backward_pass_keeps_the_graph_for_a_second() -> None:
+    def step(call: Any, owner: nn.Module) -> Any:
+        loss = call(X, EDGES).square().sum()
+        loss.backward(retain_graph=True)
+        grads = torch.autograd.grad(loss, list(owner.parameters()), create_graph=True)
+        torch.stack([grad.square().sum() for grad in grads]).sum().backward()
+
+    check(GCNConv(WIDTH, 4), step)
+
+
+@pytest.mark.first(1)
+def test_other_precisions_have_no_second_gradients() -> None:
+    model = GCNConv(WIDTH, 4)
+    out = gnnc.compile(model, "bf16")(X, EDGES)
+    with pytest.raises(gnnc.UnsupportedError, match=r"create_graph.*precision='fp32'"):
+        torch.autograd.grad(out.sum(), list(model.parameters()), create_graph=True)
+
+
+def test_a_value_written_since_the_forward_pass_is_refused() -> None:
+    model = GCNConv(WIDTH, 4)
+    out = gnnc.compile(model, "fp32")(X, EDGES)
+    with torch.no_grad():
+        model.bias.add_(1.0)
+    with pytest.raises(gnnc.UnsupportedError, match="modified in place"):
+        torch.autograd.grad(out.sum(), list(model.parameters()), create_graph=True)
