@@ -22,6 +22,7 @@ from gnnc.ir.parts import BACKWARD_LAYER, DIFFERENTIABLE, GRADIENTS, Parts
 from gnnc.ir.source import Source, source_of, wants_gradient
 from gnnc.passes.base import Context
 from gnnc.passes.normalize import simplify
+from gnnc.passes.rewrite.gradient_nodes import simplify_gradients
 from gnnc.passes.rewrite.joint_structure import move_to_structure
 from gnnc.torch_private import FakeTensorMode, enable_python_dispatcher, proxy_graph, rename, trace_symbolic
 
@@ -48,6 +49,7 @@ class Joint:
                 "train it in eager PyTorch"
             )
         simplify(joint)
+        simplify_gradients(joint, parts.structure)
         _fill_empty_results(joint)
         if parts.structure is not None:
             move_to_structure(joint, parts.structure)

@@ -49,29 +49,29 @@ def _set_sides(gm: fx.GraphModule, count: int) -> None:
     outputs = outputs_of(gm.graph)
     forward = ancestors(node for node in outputs[:count] if isinstance(node, Node))
     late = _descendants(node for node in placeholders(gm) if _kind(node) == "tangent")
-    for node in gm.graph.nodes:
-        if (
-            node.op == "call_function"
-            and node not in forward
-            and node not in late
-            and _is_kept(node, forward)
-        ):
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    for node in calls:
+        if node not in forward and node not in late and _is_kept(node, forward):
             forward |= ancestors([node])
-    for node in gm.graph.nodes:
-        if node.op == "call_function":
-            node.meta[SIDE] = "forward" if node in forward else "backward"
+    forward.update(node for node in calls if is_result(node) and first_operand(node) in forward)
+    for node in calls:
+        node.meta[SIDE] = "forward" if node in forward else "backward"
 
 
 def _is_kept(node: Node, forward: set[Node]) -> bool:
     """Return whether the forward graph computes a value that no output needs and no tangent reaches."""
-    if is_random(node) or is_result(node) and first_operand(node) in forward:
+    if is_random(node):
         return True
     if not holds_tensor(node) or is_of_model(node):
         return False
-    read = [arg for arg in node.all_input_nodes if holds_tensor(arg) and arg.op == "call_function"]
+    read = [arg for arg in node.all_input_nodes if _is_floating(arg) and arg.op == "call_function"]
     size = node.meta["val"].dtype.itemsize
     wider = [arg for arg in read if arg.meta["val"].dtype.itemsize > size]
     return bool(wider) and node.meta["val"].dim() >= max(arg.meta["val"].dim() for arg in read)
+
+
+def _is_floating(node: Node) -> bool:
+    return holds_tensor(node) and node.meta["val"].is_floating_point()
 
 
 def _descendants(nodes: Iterable[Node]) -> set[Node]:

@@ -7,11 +7,13 @@ returns its result, and every other call stays. A program with another write, or
 mean something else below autograd, is traced again.
 """
 
+import operator
+
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from gnnc.ir.nodes import argument, first_operand
+from gnnc.ir.nodes import argument, first_operand, result_index
 from gnnc.torch_private import (
     DispatchKey,
     HigherOrderOperator,
@@ -38,6 +40,8 @@ _KNOWN = (
     aten.to.other,
 )
 """Composites that may return their argument, or a view of it, and that passes know."""
+_OWN_PARTS = (aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default)
+"""Splits into parts that may each be written into, as their callers promise to leave the whole alone."""
 _TRAIN_FLAGS = {aten.batch_norm.default: "training", aten.dropout.default: "train"}
 """Composites that passes know outside of train mode, each with the name of its train-mode argument."""
 
@@ -102,6 +106,8 @@ def _rewrites(graph: Graph) -> dict[Node, tuple[OpOverload, torch.Tensor]] | Non
             if rewrite is None or maker is None or maker in shared:
                 return None
             found[node], makers[node] = rewrite, maker
+        elif _is_own_part(node):
+            makers[node] = node
         elif _may_alias(node):
             shared.update(makers[argument] for argument in node.all_input_nodes if argument in makers)
         else:
@@ -144,6 +150,16 @@ def _may_alias(node: Node) -> bool:
         return True
     taken = {place for argument in node.all_input_nodes for place in _storages(argument)}
     return not taken.isdisjoint(_storages(node))
+
+
+def _is_own_part(node: Node) -> bool:
+    """Return whether a node is a part of a tensor that nothing else reads, whole or in part."""
+    if node.target is not operator.getitem:
+        return False
+    split = first_operand(node)
+    if split.target not in _OWN_PARTS or len(first_operand(split).users) > 1:
+        return False
+    return len({result_index(part) for part in split.users}) == len(split.users)
 
 
 def _storages(node: Node) -> list[int]:

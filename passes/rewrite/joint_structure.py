@@ -42,7 +42,9 @@ class _Move:
             for node in placeholders(compute)
             if (source := source_of(node)) is not None and source.kind == "structure"
         }
-        self._sizes: dict[Any, Node] = {}
+        self._sizes: dict[Any, Node] = {
+            size_expr(node.meta["val"]): node for node in structure.graph.nodes if _is_size(node)
+        }
 
     def run(self) -> None:
         for node in self.compute.graph.nodes:
@@ -70,7 +72,10 @@ class _Move:
         tensors = [arg for arg in node.all_input_nodes if not _is_size(arg)]
         sizes = [arg for arg in node.all_input_nodes if _is_size(arg)]
         fixed = all(arg in self.moved or is_structure(arg) for arg in tensors)
-        return bool(tensors) and fixed and all(self._size_source(arg) is not None for arg in sizes)
+        return bool(tensors) and fixed and all(map(self._knows_size, sizes))
+
+    def _knows_size(self, node: Node) -> bool:
+        return size_expr(node.meta["val"]) in self._sizes or self._size_source(node) is not None
 
     def _is_read(self, node: Node) -> bool:
         """Return whether a node that stays reads this one, which is a tensor."""

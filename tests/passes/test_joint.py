@@ -1,5 +1,7 @@
 """Joint and partition: gradients are appended, then cut off; without a wanted gradient nothing happens."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,3 +87,76 @@ def test_the_cut_hands_over_what_is_saved(stages: dict[str, torch.fx.GraphModule
     assert len(outputs_of(forward.graph)) == forward.meta[RESULTS] + len(saved)
     sides = {node.meta.get(SIDE) for node in forward.graph.nodes if node.op == "call_function"}
     assert sides <= {"forward", None}
+
+
+class Formula(nn.Module):
+    """A linear layer, then a function of its result and the edges."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lin, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.function(self.lin(x), edge_index)
+
+
+def joint_of(function: Callable[[Tensor, Tensor], Tensor]) -> str:
+    """Return the joint graph of a formula, whose gradients are checked to be those of eager PyTorch."""
+    torch.manual_seed(0)
+    model = Formula(function).train()
+    compiled = gnnc.compile(model, "fp32")
+    gradients = []
+    for call in (compiled, model):
+        model.zero_grad()
+        torch.manual_seed(1)
+        out = call(*graph())
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[0], gradients[1])
+    return str(dict(compiled.stages)["joint"].graph)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda h, _: h.relu(), lambda h, _: h.view(-1, 2, 3).relu(), lambda h, _: nn.ReLU()(h).exp()]
+)
+def test_a_relu_keeps_bits(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    text = joint_of(function)
+    assert "gnnc.relu_backward" in text and "threshold_backward" not in text
+
+
+def test_dropout_behind_a_relu_needs_no_mask_of_its_own() -> None:
+    text = joint_of(lambda h, _: nn.functional.dropout(h.relu(), 0.5))
+    assert "gnnc.relu_backward" in text and "native_dropout_backward" not in text
+
+
+def test_a_mask_of_dropout_stays_where_the_relu_has_another_reader() -> None:
+    text = joint_of(lambda h, _: nn.functional.dropout(h.relu(), 0.5) + h.relu())
+    assert "gnnc.relu_backward" in text and "native_dropout_backward" in text
+
+
+@pytest.mark.parametrize(
+    "function", [lambda h, _: h.sum(1).relu(), lambda h, _: nn.functional.threshold(h, 0.5, 0.0)]
+)
+def test_vectors_and_other_thresholds_keep_no_bits(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    assert "threshold_backward" in joint_of(function)
+
+
+def test_an_elu_is_differentiated_from_its_result() -> None:
+    text = joint_of(lambda h, _: nn.functional.elu(h))
+    line = next(line for line in text.splitlines() if "aten.elu_backward" in line)
+    assert ", True, %elu)" in line
+
+
+def test_rows_in_the_order_of_a_csr_go_back_without_a_matrix_of_zeros() -> None:
+    def attributes(h: Tensor, edge_index: Tensor) -> Tensor:
+        src, dst = edge_index
+        per_edge = h.repeat(5, 1)  # a row for each of the 60 edges
+        return torch.zeros_like(h).index_add(0, dst, torch.relu(h[src] + per_edge))
+
+    assert "index_add" not in joint_of(attributes)
+
+
+def test_a_gru_is_differentiated() -> None:
+    torch.manual_seed(0)
+    cell = nn.GRUCell(WIDTH, WIDTH)
+    assert "tanh_backward" in joint_of(lambda h, _: cell(h, h))
