@@ -71,7 +71,7 @@ def build_program(
         GnncError: the model cannot be traced, or a request cannot be served.
     """
     start = time.perf_counter()
-    with refusing_own_gradients(type(model).__name__) if trains else contextlib.nullcontext():
+    with _for_training(type(model).__name__) if trains else contextlib.nullcontext():
         captured = captured or capture_call(
             model, args, kwargs, [p.captured for p in known], guesses, with_gradients=trains
         )
@@ -92,7 +92,8 @@ def build_program(
         context.note(None, f"forward sets {path}; compiled calls leave the caller's as it is")
     if trains:
         want_gradients(model, captured)
-    with torch.no_grad(), guessed(guesses or {}):  # shapes are inferred again
+    # shapes are inferred again
+    with torch.no_grad(), guessed(guesses or {}), _own_saved_tensors():
         parts = Parts(forward=captured.graph_module)
         stages = [("capture", parts)]
         later, context = _run_passes(parts, options, context)
@@ -136,6 +137,18 @@ def build_program(
     )
     program.seconds = {"capture": traced - start, "compile": time.perf_counter() - traced}
     return program
+
+
+@contextlib.contextmanager
+def _for_training(owner: str) -> Iterator[None]:
+    """Trace, within the block, a forward whose gradients are wanted."""
+    with refusing_own_gradients(owner), _own_saved_tensors():
+        yield
+
+
+def _own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:
+    """Return a block in which hooks on saved tensors, as checkpointing has around a call, are not called."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _differentiated(owner: str, options: Options, stages: Sequence[Stage]) -> DifferentiatedGraph | None:

@@ -553,15 +553,13 @@ class Dispatch:
         """Return whether a call wants gradients of parameters or arguments.
 
         Raises:
-            UnsupportedError: a buffer or a constant requires one, or a module has a backward hook.
+            UnsupportedError: a constant requires one, or a module has a backward hook.
         """
         owner = type(self._model).__name__
         tables = [vars(module) for module in self._modules]
-        held = [tensor for table in tables for tensor in table["_buffers"].values()]
-        if any(tensor.requires_grad for tensor in held if tensor is not None):
-            refuse_held_tensor(owner, "a buffer of the model")
         self._refuse_gradients_of_constants()
-        weights = [tensor for table in tables for tensor in table["_parameters"].values()]
+        held = ("_parameters", "_buffers")
+        weights = [tensor for table in tables for name in held for tensor in table[name].values()]
         leaves = args if not kwargs and all(map(_is_plain, args)) else None
         if leaves is None:
             leaves = pytree.tree_leaves(to_dicts((args, kwargs)))

@@ -12,7 +12,7 @@ from gnnc.capture.hooks import BACKWARD_HOOKS
 from gnnc.capture.thread_patches import in_this_thread, replaced
 from gnnc.errors import CaptureError, UnsupportedError
 from gnnc.ir.graph import placeholders
-from gnnc.ir.source import WANTS_GRADIENT, WRITTEN, source_of
+from gnnc.ir.source import WANTS_GRADIENT, WRITTEN, Source, source_of
 from gnnc.precision import AUTO, Precision
 from gnnc.torch_private import GLOBAL_BACKWARD_HOOKS
 
@@ -20,23 +20,24 @@ _OF_TORCH = ("torch.", "gnnc.")
 """Beginnings of the modules whose autograd functions have the gradient of what they compute."""
 
 Wanted = tuple[tuple[bool, ...], tuple[bool, ...]]
-"""Flags of the parameters of a model and of the tensors of a call: true where a gradient is wanted."""
+"""Flags of a model's parameters and buffers, and of a call's tensors: true where a gradient is wanted."""
 
 
 def wanted_gradients(modules: Iterable[nn.Module], tensors: Sequence[Tensor]) -> Wanted | None:
     """Return which gradients a call wants; None where it wants none."""
     if not torch.is_grad_enabled():
         return None
-    parameters = tuple(
+    weights = tuple(
         [
-            parameter.requires_grad
+            weight.requires_grad
             for module in modules
-            for parameter in vars(module)["_parameters"].values()
-            if parameter is not None
+            for table in ("_parameters", "_buffers")
+            for weight in vars(module)[table].values()
+            if weight is not None
         ]
     )
     inputs = tuple([tensor.requires_grad for tensor in tensors])
-    return (parameters, inputs) if any(parameters) or any(inputs) else None
+    return (weights, inputs) if any(weights) or any(inputs) else None
 
 
 def want_gradients(model: nn.Module, captured: Captured) -> None:
@@ -45,17 +46,29 @@ def want_gradients(model: nn.Module, captured: Captured) -> None:
     Args:
         model: the model.
         captured: the capture of the call, with its tensors.
+
+    Raises:
+        UnsupportedError: a buffer that forward writes requires a gradient.
     """
     pairs = zip(captured.call.names, captured.call.tensors, strict=True)
     inputs = {name for name, tensor in pairs if tensor.requires_grad}
     for node in placeholders(captured.graph_module):
         source = source_of(node)
         assert source is not None
-        is_input = source.kind == "input" and source.name in inputs
-        if is_input or (source.kind == "parameter" and model.get_parameter(source.name).requires_grad):
+        is_written = source.kind == "buffer" and source.name in captured.mutations
+        if (source.kind == "input" and source.name in inputs) or _weight_wants(model, source):
+            if is_written:
+                refuse_held_tensor(type(model).__name__, f"the buffer {source.name}, which forward writes,")
             node.meta[WANTS_GRADIENT] = True
-        if source.kind == "buffer" and source.name in captured.mutations:
+        if is_written:
             node.meta[WRITTEN] = True
+
+
+def _weight_wants(model: nn.Module, source: Source) -> bool:
+    """Return whether a value is a parameter or a buffer that requires a gradient."""
+    if source.kind == "parameter":
+        return model.get_parameter(source.name).requires_grad
+    return source.kind == "buffer" and model.get_buffer(source.name).requires_grad
 
 
 def refuse_precisions(owner: str, precisions: Collection[Precision], backend: str) -> None:
@@ -80,14 +93,14 @@ def refuse_precisions(owner: str, precisions: Collection[Precision], backend: st
 
 
 def refuse_held_tensor(owner: str, name: str) -> NoReturn:
-    """Refuse a buffer or another tensor of the model that is no parameter, and requires a gradient.
+    """Refuse a tensor of the model whose gradient a compiled program does not compute.
 
     Raises:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        f"[{owner}] {name} requires a gradient, and a compiled model computes those of parameters and "
-        "arguments: make it an nn.Parameter, or use requires_grad_(False) on it"
+        f"[{owner}] {name} requires a gradient, and a compiled model computes those of parameters, "
+        "buffers and arguments: make it an nn.Parameter, or use requires_grad_(False) on it"
     )
 
 

@@ -165,13 +165,11 @@ def set_gradient(model: Net, place: str) -> None:
     tensor.requires_grad_(True)
 
 
-@pytest.mark.first(1)
-@pytest.mark.parametrize("place", ["scale", "shift"])
-def test_buffers_and_attributes_that_need_gradients_are_refused(place: str) -> None:
+def test_attributes_that_need_gradients_are_refused() -> None:
     model = Net()
     compiled = gnnc.compile(model, "fp32", example_inputs=(X, EDGES))
     compiled(X, EDGES)
-    set_gradient(model, place)
+    set_gradient(model, "shift")
     assert model(X, EDGES).requires_grad
     with pytest.raises(gnnc.UnsupportedError, match=r"requires a gradient.*nn\.Parameter"):
         compiled(X, EDGES)

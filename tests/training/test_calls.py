@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv
 from training_steps import EDGES, WIDTH, Net, Step, X, assert_alike, compare, directed_graph
@@ -95,10 +97,71 @@ def scaled(call: Any, owner: nn.Module) -> Any:
     return scaler.get_scale()
 
 
+def five_backwards(call: Any, owner: nn.Module) -> Any:
+    z = call(X, EDGES)
+    for i in range(5):
+        (z[:, i % 4].sum() * (i + 1)).backward(retain_graph=True)
+
+
+def hook_on_the_output(call: Any, owner: nn.Module) -> Any:
+    out = call(X, EDGES)
+    out.register_hook(lambda grad: grad * 2)
+    out.square().sum().backward()
+
+
+def submodule_in_eval(call: Any, owner: nn.Module) -> Any:
+    owner.norm.eval()
+    call(X, EDGES).square().sum().backward()
+    owner.norm.train()
+
+
+def toggled(call: Any, owner: nn.Module) -> Any:
+    for wanted in (True, False, True):
+        owner.conv.lin.weight.requires_grad_(wanted)
+        call(X, EDGES).square().sum().backward()
+
+
+def backwards_in_threads(call: Any, owner: nn.Module) -> Any:
+    graphs = [directed_graph(seed=i) for i in range(3)]
+    threads = [Thread(target=call(*graph).square().mean().backward) for graph in graphs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def with_anomaly_detection(call: Any, owner: nn.Module) -> Any:
+    with torch.autograd.detect_anomaly(check_nan=False):
+        call(X, EDGES).square().sum().backward()
+
+
+def with_deterministic_algorithms(call: Any, owner: nn.Module) -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        call(X, EDGES).square().sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def functional(call: Any, owner: nn.Module) -> Any:
+    weights = {name: p.detach().clone().requires_grad_() for name, p in owner.named_parameters()}
+    out = torch.func.functional_call(call, weights, (X, EDGES))
+    return torch.autograd.grad(out.square().sum(), list(weights.values()))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.first(2)
 @pytest.mark.parametrize(
     "step",
     [
+        five_backwards,
+        hook_on_the_output,
+        submodule_in_eval,
+        toggled,
+        backwards_in_threads,
+        with_anomaly_detection,
+        with_deterministic_algorithms,
+        functional,
         accumulated,
         several_losses,
         two_forwards_first,
@@ -265,6 +328,58 @@ def test_a_closure_of_lbfgs_trains() -> None:
             return loss
 
         return [optimizer.step(closure).item() for _ in range(2)]
+
+    compare(model, gnnc.compile(model, "fp32"), step)
+
+
+class Scaled(nn.Module):
+    """Layer without arguments, whose features and factor are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = GCNConv(WIDTH, 3)
+        self.register_buffer("x", X.clone())
+        self.register_buffer("edges", EDGES)
+        self.register_buffer("factor", torch.ones(3))
+
+    def forward(self) -> Tensor:
+        return self.conv(self.x, self.edges) * self.factor
+
+
+def test_buffers_get_gradients_in_a_call_without_arguments() -> None:
+    model = Scaled().train()
+    compiled = gnnc.compile(model, "fp32")
+
+    def step(call: Any, owner: nn.Module) -> Any:
+        wanted = [buffer for buffer in owner.buffers() if buffer.requires_grad]
+        return torch.autograd.grad(call().square().sum(), [owner.conv.bias, *wanted])
+
+    for buffer in (model.factor, model.x):
+        compare(model, compiled, step)
+        buffer.requires_grad_(True)
+    compare(model, compiled, step)
+
+
+def test_a_buffer_that_forward_writes_has_no_gradient() -> None:
+    class Decaying(Scaled):
+        def forward(self) -> Tensor:
+            with torch.no_grad():
+                self.factor.mul_(0.5)
+            return super().forward()
+
+    model = Decaying().train()
+    model.factor.requires_grad_(True)
+    with pytest.raises(gnnc.UnsupportedError, match="factor, which forward writes"):
+        gnnc.compile(model, "fp32")()
+
+
+def test_a_call_within_a_checkpoint_trains() -> None:
+    model = GCNConv(WIDTH, 3).train()
+
+    def step(call: Any, owner: nn.Module) -> Any:
+        x = X.clone().requires_grad_()
+        checkpoint(call, x, EDGES, use_reentrant=False).square().sum().backward()
+        return x.grad
 
     compare(model, gnnc.compile(model, "fp32"), step)
 
