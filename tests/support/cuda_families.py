@@ -13,7 +13,9 @@ FAMILIES = {
         "formats/test_run_table.py::test_tables_are_those_of_the_reference[cut2-chunks]",
         "formats/test_run_table.py::test_tables_are_those_of_the_reference[cut5-star]",
         "formats/test_run_table.py::test_nothing_is_written_by_offsets_that_may_be_anything",
-        "formats/test_csr.py::test_every_node_gets_one_edge_to_itself[5000-dtype0]",
+        "formats/test_csr.py::test_every_node_gets_one_edge_to_itself[256-5000-dtype0]",
+        "formats/test_csr.py::test_every_node_gets_one_edge_to_itself[65536-5000-dtype0]",
+        "formats/test_csr.py::test_a_graph_without_nodes_gets_no_edge[dtype0]",
         "formats/test_csr.py::test_rows_of_offsets_of_any_type_and_stride[700]",
         "formats/test_window_table.py::test_sizes_of_a_new_graph_are_those_of_the_reference"
         "[several node blocks]",
@@ -54,16 +56,22 @@ FAMILIES = {
         "kernels/test_split_rows.py::test_messages[5-8-mean]",
     ),
     "sddmm": (
-        "kernels/test_sddmm.py::test_integer_dots_are_exact[47]",
-        "kernels/test_sddmm.py::test_float_products[47-dtype1-dot]",
-        "kernels/test_sddmm.py::test_float_products[602-dtype0-add]",
+        "kernels/test_sddmm.py::test_integer_dots_are_exact[random-47]",
+        "kernels/test_sddmm.py::test_integer_dots_are_exact[no-edges-47]",
+        "kernels/test_sddmm.py::test_float_products[random-47-dtype1-dot]",
+        "kernels/test_sddmm.py::test_float_products[star-602-dtype0-add]",
         "kernels/test_sddmm.py::test_dots_a_head[4-16-dtype2]",
     ),
     "attention": (
-        "kernels/test_attention.py::test_attention[1.0-4-16-dtype2]",
-        "kernels/test_attention.py::test_attention[1.0-1-7-dtype2]",
-        "kernels/test_attention.py::test_attention[1.0-3-47-dtype1]",
-        "kernels/test_attention.py::test_attention[1.0-1-602-dtype0]",
+        "kernels/test_attention.py::test_attention[random-1.0-4-16-dtype2]",
+        "kernels/test_attention.py::test_attention[no-edges-1.0-4-16-dtype2]",
+        "kernels/test_attention.py::test_attention[star-1.0-4-16-dtype2]",
+        "kernels/test_attention.py::test_attention[random-1.0-1-7-dtype2]",
+        "kernels/test_attention.py::test_attention[star-1.0-1-7-dtype2]",
+        "kernels/test_attention.py::test_attention[random-1.0-3-47-dtype1]",
+        "kernels/test_attention.py::test_attention[star-1.0-3-47-dtype1]",
+        "kernels/test_attention.py::test_attention[random-1.0-1-602-dtype0]",
+        "kernels/test_attention.py::test_attention[star-1.0-1-602-dtype0]",
     ),
     "norm columns": ("kernels/test_norm_columns.py::test_batch_norm[True-47]",),
     "gemm": (
@@ -98,10 +106,14 @@ EMULATED = ("new graphs", "split rows", "sddmm", "attention", "gradients", "tuni
 LONG = frozenset(
     {
         "kernels/test_split_rows.py::test_integers_of_several_passes_are_64_bits_wide[602]",
-        "kernels/test_attention.py::test_attention[1.0-3-47-dtype1]",
-        "kernels/test_attention.py::test_attention[1.0-1-602-dtype0]",
+        "kernels/test_attention.py::test_attention[random-1.0-3-47-dtype1]",
+        "kernels/test_attention.py::test_attention[star-1.0-3-47-dtype1]",
+        "kernels/test_attention.py::test_attention[random-1.0-1-602-dtype0]",
+        "kernels/test_attention.py::test_attention[star-1.0-1-602-dtype0]",
         "formats/test_tune.py::test_integers_are_added_up_to_the_same_bits[128]",
         "formats/test_tune.py::test_graphs_of_launches_do_not_go_on_with_freed_tables",
+        "formats/test_tune.py::test_a_graph_whose_columns_were_given_back_is_cut_anew[True]",
+        "formats/test_csr.py::test_every_node_gets_one_edge_to_itself[65536-5000-dtype0]",
         "test_models.py::test_cuda_computes_what_eager_and_the_reference_compute[GATv2-fp32]",
     }
 )

@@ -81,17 +81,22 @@ def test_csr_is_that_of_the_reference(nodes: int, count: int, dtype: torch.dtype
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("count", [0, 1, 5000])
-def test_every_node_gets_one_edge_to_itself(count: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("nodes", [1, 7, 256, 65_536])
+def test_every_node_gets_one_edge_to_itself(nodes: int, count: int, dtype: torch.dtype) -> None:
     """Behind its others, in the place of those that it has."""
-    for nodes in (1, 7, 256, 65_536):
-        src, dst = edges(count, nodes, nodes)
-        src[::3] = dst[::3]
-        keep, loop = src != dst, torch.arange(nodes)
-        want = csr_reference(torch.cat([src[keep], loop]), torch.cat([dst[keep], loop]), nodes, nodes)
-        places = torch.cat([keep.nonzero().squeeze(1), count + loop])[want[2]]
-        got = csr_with_loops(src.to(dtype).cuda(), dst.to(dtype).cuda(), nodes)
-        assert_is_reference(got, (*want[:2], places))
-        assert count == 0 or attached(got[0], RUNS).edges == got[1].shape[0]
+    src, dst = edges(count, nodes, nodes)
+    src[::3] = dst[::3]
+    keep, loop = src != dst, torch.arange(nodes)
+    want = csr_reference(torch.cat([src[keep], loop]), torch.cat([dst[keep], loop]), nodes, nodes)
+    places = torch.cat([keep.nonzero().squeeze(1), count + loop])[want[2]]
+    got = csr_with_loops(src.to(dtype).cuda(), dst.to(dtype).cuda(), nodes)
+    assert_is_reference(got, (*want[:2], places))
+    assert count == 0 or attached(got[0], RUNS).edges == got[1].shape[0]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_graph_without_nodes_gets_no_edge(dtype: torch.dtype) -> None:
     nothing = torch.empty(0, dtype=dtype).cuda()
     rowptr, *rest = csr_with_loops(nothing, nothing, 0)
     assert rowptr.tolist() == [0] and [each.numel() for each in rest] == [0, 0]

@@ -63,28 +63,28 @@ def attention_on(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 @pytest.mark.parametrize(("heads", "each"), [(4, 16), (1, 40), (1, 7), (1, 602), (2, 64), (4, 7), (3, 47)])
 @pytest.mark.parametrize("large", [1.0, 300.0])
-def test_attention(heads: int, each: int, dtype: torch.dtype, large: float) -> None:
-    for make in GRAPHS.values():
-        g = make()
-        a_src, a_dst = torch.randn(g.num_src, heads) * large, torch.randn(g.num_dst, heads)
-        edge = torch.randn(g.num_edges, heads)
-        scale = None
-        if dtype == torch.int8:
-            x = torch.randint(-127, 128, (g.num_src, heads * each), dtype=dtype)
-            scale = torch.rand(g.num_src)
-        else:
-            x = torch.randn(g.num_src, heads * each).to(dtype)
-        for given in (None, edge):
-            call = attention_on(g, x, heads, a_src, a_dst, given, scale)
-            first = call().clone()
-            call.out.fill_(77.0)
-            assert torch.equal(first, call())
-            whole = x.double() if scale is None else x.double() * scale.double()[:, None]
-            alpha, want = expected(g, whole, heads, a_src, a_dst, given)
-            # logits near 300 * 4 have an FP32 error of 1e-4; weights of codes one of 2^-15
-            exact = 1e-4 if dtype == torch.int8 else 2e-6
-            assert relative_error(first.cpu(), want) < (exact if large == 1 else 3e-4)
-            assert relative_error(call.alpha().cpu(), alpha) < (2e-6 if large == 1 else 3e-4)
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_attention(graph: str, heads: int, each: int, dtype: torch.dtype, large: float) -> None:
+    g = GRAPHS[graph]()
+    a_src, a_dst = torch.randn(g.num_src, heads) * large, torch.randn(g.num_dst, heads)
+    edge = torch.randn(g.num_edges, heads)
+    scale = None
+    if dtype == torch.int8:
+        x = torch.randint(-127, 128, (g.num_src, heads * each), dtype=dtype)
+        scale = torch.rand(g.num_src)
+    else:
+        x = torch.randn(g.num_src, heads * each).to(dtype)
+    for given in (None, edge):
+        call = attention_on(g, x, heads, a_src, a_dst, given, scale)
+        first = call().clone()
+        call.out.fill_(77.0)
+        assert torch.equal(first, call())
+        whole = x.double() if scale is None else x.double() * scale.double()[:, None]
+        alpha, want = expected(g, whole, heads, a_src, a_dst, given)
+        # logits near 300 * 4 have an FP32 error of 1e-4; weights of codes one of 2^-15
+        exact = 1e-4 if dtype == torch.int8 else 2e-6
+        assert relative_error(first.cpu(), want) < (exact if large == 1 else 3e-4)
+        assert relative_error(call.alpha().cpu(), alpha) < (2e-6 if large == 1 else 3e-4)
 
 
 @pytest.mark.cuda

@@ -33,35 +33,35 @@ def test_no_kernel_spills(architecture: str, element: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("width", WIDTHS)
-def test_integer_dots_are_exact(width: int) -> None:
-    for make in GRAPHS.values():
-        g = make()
-        a = torch.randint(-127, 128, (g.num_dst, width), dtype=torch.int8)
-        b = torch.randint(-127, 128, (g.num_src, width), dtype=torch.int8)
-        got = Sddmm(sparse(g.rowptr, g.col, Cut(32, 16), 5), rows16(a), rows16(b))().cpu()[:, 0]
-        want = qsddmm_reference(g.rowptr, g.col, a, b, "dot")
-        assert torch.equal(got, want)
-        a_scale, b_scale = torch.rand(g.num_dst), torch.rand(g.num_src)
-        scales = {"a_scale": a_scale.cuda(), "b_scale": b_scale.cuda()}
-        got = Sddmm(sparse(g.rowptr, g.col, Cut(32, 16), 5), rows16(a), rows16(b), **scales)().cpu()[:, 0]
-        assert torch.equal(got, want * a_scale[g.dst()] * b_scale[g.col])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_integer_dots_are_exact(graph: str, width: int) -> None:
+    g = GRAPHS[graph]()
+    a = torch.randint(-127, 128, (g.num_dst, width), dtype=torch.int8)
+    b = torch.randint(-127, 128, (g.num_src, width), dtype=torch.int8)
+    got = Sddmm(sparse(g.rowptr, g.col, Cut(32, 16), 5), rows16(a), rows16(b))().cpu()[:, 0]
+    want = qsddmm_reference(g.rowptr, g.col, a, b, "dot")
+    assert torch.equal(got, want)
+    a_scale, b_scale = torch.rand(g.num_dst), torch.rand(g.num_src)
+    scales = {"a_scale": a_scale.cuda(), "b_scale": b_scale.cuda()}
+    got = Sddmm(sparse(g.rowptr, g.col, Cut(32, 16), 5), rows16(a), rows16(b), **scales)().cpu()[:, 0]
+    assert torch.equal(got, want * a_scale[g.dst()] * b_scale[g.col])
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("op", ["dot", "add", "sub", "mul", "copy_src", "copy_dst"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", (4, 47, 64, 602))
-def test_float_products(width: int, dtype: torch.dtype, op: str) -> None:
-    for make in GRAPHS.values():
-        g = make()
-        a, b = torch.randn(g.num_dst, width).to(dtype), torch.randn(g.num_src, width).to(dtype)
-        got = Sddmm(sparse(g.rowptr, g.col, Cut(32, 16), 5), rows16(a), rows16(b), op)().cpu()
-        want = sddmm_reference(g.rowptr, g.col, a.float().double(), b.float().double(), op)
-        size = sddmm_reference(g.rowptr, g.col, a.double().abs(), b.double().abs(), "dot")
-        if op == "dot":
-            assert relative_error(got[:, 0], want, size) < 1e-6
-        else:
-            assert torch.allclose(got.double(), want, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_float_products(graph: str, width: int, dtype: torch.dtype, op: str) -> None:
+    g = GRAPHS[graph]()
+    a, b = torch.randn(g.num_dst, width).to(dtype), torch.randn(g.num_src, width).to(dtype)
+    got = Sddmm(sparse(g.rowptr, g.col, Cut(32, 16), 5), rows16(a), rows16(b), op)().cpu()
+    want = sddmm_reference(g.rowptr, g.col, a.float().double(), b.float().double(), op)
+    size = sddmm_reference(g.rowptr, g.col, a.double().abs(), b.double().abs(), "dot")
+    if op == "dot":
+        assert relative_error(got[:, 0], want, size) < 1e-6
+    else:
+        assert torch.allclose(got.double(), want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.cuda
