@@ -24,6 +24,7 @@ from gnnc.passes.base import Context
 from gnnc.passes.normalize import simplify
 from gnnc.passes.rewrite.gradient_nodes import simplify_gradients
 from gnnc.passes.rewrite.joint_structure import move_to_structure
+from gnnc.passes.rewrite.recurrent_cells import WITHOUT_WRITES
 from gnnc.torch_private import FakeTensorMode, enable_python_dispatcher, proxy_graph, rename, trace_symbolic
 
 
@@ -91,6 +92,7 @@ def _differentiated(gm: fx.GraphModule) -> fx.GraphModule:
         values = [node.meta["val"] for node in given]
     if not differentiable:
         return gm
+    _forget_pending_symbols(mode)
     with _single_thread():
         joint = trace_symbolic(lambda *args: trace.joint(args, differentiable), (*values, *tangents))
     return _annotated(joint, gm, trace, differentiable)
@@ -154,6 +156,9 @@ class _Layered(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, trace: _Trace) -> None:
         super().__init__(gm)
         self._trace = trace
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(WITHOUT_WRITES.get(target, target), args, kwargs)
 
     def run_node(self, n: Node) -> Any:
         layer = str(n.meta.get("layer", ""))
