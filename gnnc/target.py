@@ -133,6 +133,8 @@ class Target:
     Attributes:
         name: name of the backend, as given to ``gnnc.compile``.
         precisions: names of the precisions that it has kernels for.
+        rounded: names of further precisions, without kernels: operands are rounded to them, and kernels
+            of FP32 compute.
         slower: names of the precisions that run slower than FP32 on this machine.
         joint_products: whether one kernel multiplies a matrix with several weights.
         joint_messages: whether one kernel reduces several values of a body, one in several ways, or one by
@@ -150,6 +152,7 @@ class Target:
 
     name: str = "reference"
     precisions: frozenset[str] = frozenset({"fp32", "bf16", "int8"})
+    rounded: frozenset[str] = frozenset()
     slower: frozenset[str] = frozenset()
     joint_products: bool = True
     joint_messages: bool = True

@@ -175,8 +175,8 @@ def _is_named(layer: str, glob: str) -> bool:
 
 
 def _check_supported(precision: Precision, ctx: Context) -> None:
-    if precision != AUTO and precision.name not in ctx.target.precisions:
-        have = ", ".join(sorted(ctx.target.precisions))
+    if precision != AUTO and precision.name not in ctx.target.precisions | ctx.target.rounded:
+        have = ", ".join(sorted(ctx.target.precisions | ctx.target.rounded))
         raise UnsupportedError(
             f"[gnnc.assign] backend {ctx.target.name!r} has no {precision.name} kernels yet; it has {have}"
         )

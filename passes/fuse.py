@@ -54,18 +54,18 @@ class Fuse:
         for node in gm.graph.nodes:
             _anchor(partition, node, ctx.target)
         for node in gm.graph.nodes:
-            self._map(partition, node)
+            self._map(partition, node, ctx.target)
         _drop_useless(partition)
         _explain(gm.graph, partition, ctx)
         return contract(gm, partition)
 
-    def _map(self, partition: Partition, source: Node) -> None:
+    def _map(self, partition: Partition, source: Node, target: Target) -> None:
         """Group the row-local ops that read ``source``, where no anchor computes it."""
         is_grouped = partition.group_of(source) and not _is_half(source)
         if not _has_rows(source) or is_grouped or is_weight(source):
             return
         group = partition.start("map", source)
-        program = linearize(source, _admission(partition, group))
+        program = linearize(source, _admission(partition, group, target))
         computed = sum(len(op.covers) for op in program if op.role == "chain")
         pays = computed >= self.min_map_ops and _width_of(source) != 1
         if not pays and not any(op.role == "store" for op in program):
@@ -88,13 +88,13 @@ def _width_of(node: Node) -> Any:
 
 def _anchor(partition: Partition, node: Node, target: Target) -> None:
     if attention := match_attention(node):
-        _grow(partition, "attention", node, attention.covers)
+        _grow(partition, "attention", node, attention.covers, target)
     elif partition.group_of(node) is None and (kind := _anchor_family(node)):
         if kind == "gemm":
             siblings = _siblings(node) if target.joint_products else []
-            _grow_gemm(partition, node, siblings, tensor_scales=target.tensor_scales)
+            _grow_gemm(partition, node, siblings, target)
         else:
-            _grow(partition, kind, node, (node,))
+            _grow(partition, kind, node, (node,), target)
 
 
 def _anchor_family(node: Node) -> str | None:
@@ -120,35 +120,40 @@ def _siblings(gemm: Node) -> list[Node]:
     return siblings
 
 
-def _grow(partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...]) -> None:
+def _grow(partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...], target: Target) -> None:
     group = partition.start(kind, anchor)
     if partition.add(group, nodes):
-        linearize(anchor, _admission(partition, group))
+        linearize(anchor, _admission(partition, group, target))
     else:
         partition.dissolve(group)
 
 
-def _grow_gemm(partition: Partition, gemm: Node, siblings: Sequence[Node], *, tensor_scales: bool) -> None:
+def _grow_gemm(partition: Partition, gemm: Node, siblings: Sequence[Node], target: Target) -> None:
     """Group all products of one matrix, which read it once, and the row program of each."""
     group = partition.start("gemm", gemm)
     anchors = [node for node in (gemm, *siblings) if partition.add(group, (node,))]
     for anchor in anchors:
-        linearize(anchor, _admission(partition, group, tensor_scales=tensor_scales))
+        linearize(anchor, _admission(partition, group, target, is_gemm=True))
     for factor in dict.fromkeys(arg for anchor in anchors for arg in unpack(anchor, "x", "w")):
         _load(partition, group, factor)
 
 
-def _admission(partition: Partition, group: Group, *, tensor_scales: bool = False) -> Callable[[RowOp], bool]:
+def _admission(
+    partition: Partition, group: Group, target: Target, *, is_gemm: bool = False
+) -> Callable[[RowOp], bool]:
     """Return the function that adds a row op to a group if its operands come from outside and it is free.
 
     Args:
         partition: the groups.
         group: the group to join.
-        tensor_scales: whether the kernel computes one scale of its whole result.
+        target: has a scale of the whole result of a product, or not; kernels do not store what it rounds.
+        is_gemm: whether the kernel is that of a product.
     """
 
     def admit(op: RowOp) -> bool:
-        if op.kind == SCALE_TENSOR and not (tensor_scales and _has_no_scale(group)):
+        if op.kind == SCALE_TENSOR and not (is_gemm and target.tensor_scales and _has_no_scale(group)):
+            return False
+        if op.kind.removeprefix("store_") in target.rounded:
             return False
         reads_group = any(operand in group.nodes for operand in op.operands)
         return not reads_group and partition.add(group, op.covers)

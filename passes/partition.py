@@ -132,7 +132,7 @@ class _Cut:
         if is_random(node) or is_result(node) or not holds_tensor(node):
             return False
         computed = [arg for arg in node.all_input_nodes if not _is_size(arg)]
-        return is_view(node) or not computed or _is_of_weights(node)
+        return is_view(node) or not computed or _is_of_weights(node) or _is_widened(node)
 
     def forward_graph(self) -> fx.GraphModule:
         """Return the forward graph, which returns its outputs, then the values that are saved."""
@@ -184,6 +184,13 @@ class _Cut:
         return {arg for node in nodes for arg in node.all_input_nodes} | {
             *outputs_of(self.gm.graph)[self.count :]
         }
+
+
+def _is_widened(node: Node) -> bool:
+    """Return whether a node converts rounded values to FP32: the narrow ones are kept."""
+    if str(node.target) != "aten._to_copy.default":
+        return False
+    return first_operand(node).meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize
 
 
 def _is_of_weights(node: Node) -> bool:

@@ -7,7 +7,7 @@ a row, folded into the edge's weight and summed in floats. Rows too narrow to ga
 (``bf16_narrow_rows``), as do results that a later kernel only adds (``bf16_partials``).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -78,13 +78,16 @@ class Quantize:
         gm.meta[SCALED_FROM] = _sources(map(aggregated_rows, observed))
         scaled = self._scaled_by_products(low, ctx)
         num_inputs = len(placeholders(gm))
+        gradients = _gradients(gm)
         for node in low:
             use_bf16_for_narrow_rows(node, ctx, _candidates(node), observed.get(node), self.max_error)
-            build = _Builder(gm, node, ctx, observed.get(node), self.max_error, node in scaled)
+            build = _Builder(gm, node, ctx, observed.get(node), self.max_error, node in scaled, gradients)
             rewrite = _INTEGER[_op(node).name] if build.precision.is_integer else _round_operands
             result = rewrite(build)
             if result is not None:
                 _replace(gm.graph, node, result)
+                if node in gradients:
+                    gradients.add(result)
         if ctx.examples is not None:
             scales = (node.meta["value"] for node in placeholders(gm)[num_inputs:])
             ctx.examples = (*ctx.examples, *scales)
@@ -114,6 +117,17 @@ def _is_integer_product(node: Node) -> bool:
     """Return whether a primitive becomes a product of quantized values."""
     is_product = _op(node).name == "gemm" and node.meta["precision"].is_integer
     return is_product and width_of(arguments(node)["x"]) is not None
+
+
+def _gradients(gm: fx.GraphModule) -> set[Node]:
+    """Return the nodes of a joint graph that depend on the gradient of an output."""
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        source = source_of(node)
+        is_tangent = source is not None and source.kind == "tangent"
+        if is_tangent or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _is_low(node: Node) -> bool:
@@ -168,6 +182,7 @@ class _Builder:
         observed: the observation of an aggregation's input, or None.
         max_error: as in ``Quantize``.
         is_scaled: whether the kernel that computes the input finds its scale.
+        gradients: the nodes that depend on the gradient of an output.
     """
 
     gm: fx.GraphModule
@@ -176,6 +191,7 @@ class _Builder:
     observed: Observation | None
     max_error: float
     is_scaled: bool
+    gradients: set[Node]
 
     @property
     def precision(self) -> Precision:
@@ -323,13 +339,40 @@ def _sddmm(build: _Builder) -> Node:
 
 
 def _round_operands(build: _Builder) -> Node:
-    """Call the same op on operands of 16 bits."""
-    rounded = {
-        name: build.aten("_to_copy", argument(build.node, name), dtype=FLOAT_DTYPES[build.precision.name])
-        for name in _op(build.node).low_operands
-    }
+    """Call the same op on operands of 16 bits, or of FP32 that were rounded to 16 bits before."""
+    named = {name: argument(build.node, name) for name in _op(build.node).low_operands}
+    scales = _gradient_scales(build, named)
+    rounded = {name: _rounded(build, value, scales.get(name)) for name, value in named.items()}
     args, kwargs = with_arguments(build.node, **rounded)
-    return build(build.node.target, *args, **kwargs)
+    result = build(build.node.target, *args, **kwargs)
+    result.meta["val"] = build.node.meta.get("val")
+    if build.precision.name in build.ctx.target.rounded:
+        reason = f"its operands are rounded to {build.precision}, which has no kernel on this backend"
+        build.ctx.note(result, f"stays FP32: {reason}")
+    for scale in scales.values():
+        result = build.aten("div.Tensor", result, scale)
+    return result
+
+
+def _rounded(build: _Builder, value: Node, scale: Node | None) -> Node:
+    if scale is not None:
+        value = build.aten("mul.Tensor", value, scale)
+    narrow = build.aten("_to_copy", value, dtype=FLOAT_DTYPES[build.precision.name])
+    if build.precision.name not in build.ctx.target.rounded:
+        return narrow
+    return build.aten("_to_copy", narrow, dtype=torch.float32)
+
+
+def _gradient_scales(build: _Builder, operands: Mapping[str, Node]) -> dict[str, Node]:
+    """Return the power of two by which each gradient among the operands is multiplied before it is rounded.
+
+    Gradients are mostly below the normal numbers of fp16; times the power of two they end at its largest.
+    All ops with operands of 16 bits are linear in each.
+    """
+    if build.precision.name != "fp16" or "bias" in arguments(build.node) and argument(build.node, "bias"):
+        return {}
+    gradients = build.gradients
+    return {name: build.op("fp16_scale", value) for name, value in operands.items() if value in gradients}
 
 
 _INTEGER: dict[str, Callable[[_Builder], Node | None]] = {

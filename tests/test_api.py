@@ -425,7 +425,6 @@ def test_before_capture_it_prints(model):
         ({"precision": "intt8"}, gnnc.PrecisionError, "did you mean 'int8'"),
         ({"precision": 8}, gnnc.PrecisionError, "got int"),
         ({"precision": "int4"}, gnnc.UnsupportedError, "not built in this version"),
-        ({"precision": "fp16", "backend": "cpu"}, gnnc.UnsupportedError, "on CUDA only"),
         ({"overrides": {"conv9*": "fp32"}}, gnnc.PrecisionError, "matches no module"),
         ({"overrides": {"conv": "int4"}}, gnnc.UnsupportedError, "int4"),
         ({"overrides": {"conv": "auto"}}, gnnc.UnsupportedError, "auto chooses for a whole model"),

@@ -20,7 +20,7 @@ def built(precision: Precision) -> Precision:
     """Return the precision; UnsupportedError where this version has no kernels for it."""
     if precision.name not in BUILT:
         raise UnsupportedError(
-            f"precision {precision.name!r} is known but not built in this version: use fp32, fp16 (on CUDA), "
+            f"precision {precision.name!r} is known but not built in this version: use fp32, fp16, "
             "bf16, int8 or auto"
         )
     return precision
@@ -86,11 +86,10 @@ def check_precisions(precisions: Iterable[Precision], target: Target) -> None:
         UnsupportedError: a precision is neither ``auto`` nor one of the target's.
     """
     for precision in precisions:
-        if precision != AUTO and precision.name not in target.precisions:
-            only = "; it has kernels on CUDA only" if precision.name == "fp16" else ""
+        if precision != AUTO and precision.name not in target.precisions | target.rounded:
             raise UnsupportedError(
-                f"precision {precision.name!r} is not built for backend {target.name!r}{only}: move the "
-                f"model and its inputs with .cuda(), or use one of {', '.join(sorted(target.precisions))}"
+                f"precision {precision.name!r} is not built for backend {target.name!r}: take another, "
+                f"or one of {', '.join(sorted(target.precisions | target.rounded))}"
             )
 
 

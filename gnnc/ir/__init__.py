@@ -3,7 +3,7 @@
 Importing this package registers every op under ``torch.ops.gnnc``.
 """
 
-from gnnc.ir import bit_planes, dense, message, quantized, relu, self_loops, sparse, structure
+from gnnc.ir import bit_planes, dense, fp16_scale, message, quantized, relu, self_loops, sparse, structure
 from gnnc.ir.body import body_inputs, body_text, evaluate_body, parse_body
 from gnnc.ir.op import REGISTRY, Cost, ErrorInput, Op, op_of
 from gnnc.ir.qtype import QType
@@ -21,6 +21,7 @@ __all__ = [
     "body_text",
     "dense",
     "evaluate_body",
+    "fp16_scale",
     "is_weight",
     "message",
     "op_of",

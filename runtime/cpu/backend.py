@@ -12,9 +12,15 @@ from gnnc.target import Target
 def create(device: torch.device | None) -> Backend:
     """Return the backend of the C++ kernels, for the best instruction set of this machine."""
     isa = library.load()
-    slower = frozenset() if isa == "avx512" else frozenset({"int8"})
+    slower = frozenset({"fp16"}) if isa == "avx512" else frozenset({"fp16", "int8"})
     return Backend(
-        target=Target("cpu", frozenset({"fp32", "bf16", "int8"}), slower, int32_columns=True),
+        target=Target(
+            "cpu",
+            frozenset({"fp32", "bf16", "int8"}),
+            rounded=frozenset({"fp16"}),
+            slower=slower,
+            int32_columns=True,
+        ),
         chain=("cpu", "reference"),
         device_types=frozenset({"cpu"}),
         description=f"C++ kernels, {isa}",

@@ -1,5 +1,6 @@
 """A model without parameters and buffers compiles for the device of the tensors of its calls."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gnnc
+from gnnc import api
 from gnnc.capture.arguments import flatten_call
 from gnnc.compiler import dispatch
 from gnnc.errors import UnsupportedError
@@ -24,6 +26,22 @@ class Sums(nn.Module):
 def arguments(device: str = "cpu") -> tuple[Tensor, Tensor]:
     edge_index = torch.tensor([[0, 1, 2, 2], [1, 2, 0, 1]], device=device)
     return torch.randn(3, 8, device=device), edge_index
+
+
+@pytest.fixture
+def without_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take fp16 away from the CPU backend."""
+    choose = dispatch.get_backend
+
+    def chosen(*request: Any) -> Any:
+        backend = choose(*request)
+        return replace(backend, target=replace(backend.target, rounded=frozenset()))
+
+    for module in (dispatch, api):
+        monkeypatch.setattr(module, "get_backend", chosen)
+
+
+pytestmark = pytest.mark.usefixtures("without_fp16")
 
 
 def test_a_precision_is_checked_at_the_first_call() -> None:
