@@ -141,6 +141,8 @@ class Target:
             the softmax of another.
         edge_products: whether a body computes products of edge features with a weight.
         tensor_scales: whether the kernel of a product computes the one scale of its result on the way.
+        gradient_steps: whether its row programs have the steps of gradients: masks, derivatives of
+            activations, and sums of all rows.
         narrow_rows: row widths up to which int8 does not pay where edges gather rows.
         sorts_with_loops: whether its sort of edges drops self loops and adds one for every node.
         int32_columns: whether its kernels read the columns of an aggregation as int32.
@@ -158,6 +160,7 @@ class Target:
     joint_messages: bool = True
     edge_products: bool = True
     tensor_scales: bool = False
+    gradient_steps: bool = False
     narrow_rows: NarrowRows = NarrowRows()
     sorts_with_loops: bool = False
     int32_columns: bool = False

@@ -21,6 +21,7 @@ from gnnc.ir.nodes import argument, first_operand, set_argument, shape_or_none, 
 from gnnc.ir.op import op_of
 from gnnc.ir.qtype import QType
 from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
+from gnnc.ir.row_steps import GRADIENT_STEPS
 from gnnc.ir.source import is_weight
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.grouping import Group, Partition, contract
@@ -154,6 +155,8 @@ def _admission(
         if op.kind == SCALE_TENSOR and not (is_gemm and target.tensor_scales and _has_no_scale(group)):
             return False
         if op.kind.removeprefix("store_") in target.rounded:
+            return False
+        if op.kind in GRADIENT_STEPS and not target.gradient_steps:
             return False
         reads_group = any(operand in group.nodes for operand in op.operands)
         return not reads_group and partition.add(group, op.covers)

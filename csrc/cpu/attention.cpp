@@ -114,8 +114,10 @@ void attention(Tensor rowptr, Tensor col, Tensor x, MaybeTensor x_scale, int64_t
                     [&](int64_t begin, int64_t end) { GNNC_DISPATCH(source_factors, a, begin, end); });
   }
   a.program = &parse_program("attention", {program, operands, consts, outs}, a.csr.num_dst, a.width);
-  sparse::for_each_chunk(a.csr, sparse::kSerialWork / 4,
-                         [&](int64_t begin, int64_t end) { GNNC_DISPATCH(attention, a, begin, end); });
+  sparse::for_each_chunk(
+      a.csr, sparse::kSerialWork / 4, [&](int64_t begin, int64_t end) { GNNC_DISPATCH(attention, a, begin, end); },
+      a.program->row_step);
+  finish_program(*a.program, a.csr.num_dst);
 }
 
 }  // namespace

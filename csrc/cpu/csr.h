@@ -6,6 +6,7 @@
 // never on the number of threads, and threads take chunks in any order: a row is always computed by the same code on
 // the same tile, so results have the same bits at any thread count.
 
+#include <algorithm>
 #include <cstdint>
 
 namespace gnnc {
@@ -24,8 +25,9 @@ constexpr int64_t kTileRows = 16;     // rows of a tile of the row program
 
 inline int64_t chunk_count(const Csr& csr) { return (csr.num_dst + csr.num_edges + kChunkWork - 1) / kChunkWork; }
 
-// Returns the first row of a chunk: the first row for which the rows + edges before it reach chunk * kChunkWork.
-inline int64_t chunk_begin(const Csr& csr, int64_t chunk) {
+// Returns the first row of a chunk: the first row for which the rows + edges before it reach chunk * kChunkWork,
+// rounded up to a multiple of `step`.
+inline int64_t chunk_begin(const Csr& csr, int64_t chunk, int64_t step = 1) {
   int64_t low = 0, high = csr.num_dst;
   while (low < high) {
     const int64_t middle = (low + high) / 2;
@@ -35,7 +37,7 @@ inline int64_t chunk_begin(const Csr& csr, int64_t chunk) {
       high = middle;
     }
   }
-  return low;
+  return std::min(csr.num_dst, (low + step - 1) / step * step);
 }
 
 }  // namespace gnnc

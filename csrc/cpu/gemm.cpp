@@ -92,7 +92,8 @@ void compute(const GemmArgs& g) {
   const int64_t work =
       g.depth * (g.width + 48) + 16 * g.width + 1;  // work of a row: its quantization and its epilogue count too
   const int64_t share = g.rows / (kShares * static_cast<int64_t>(torch::stable::get_num_threads()));
-  const int64_t slice = std::max<int64_t>(1, std::min(kSliceWork / work, share) / block) * block;
+  const int64_t blocks = std::max<int64_t>(1, std::min(kSliceWork / work, share) / block);
+  const int64_t slice = rounded(blocks * block, g.program->row_step);
   parallel_slices(g.rows, slice, kSerialWork / work, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
     auto* memory = scratch.get<char>(static_cast<size_t>(GNNC_DISPATCH(gemm_scratch_bytes, g)));
@@ -108,6 +109,7 @@ void gemm(Tensor x, std::optional<Tensor> x_scale, std::vector<Tensor> w, std::v
   if (g.rows == 0 || g.width == 0 || outs.empty()) return;
   pack(g);
   compute(g);
+  finish_program(*g.program, g.rows);
 }
 
 }  // namespace

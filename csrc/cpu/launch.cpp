@@ -19,6 +19,7 @@ enum class Use {
   spare,         // a field that prepare writes
   constant,      // an index into consts
   heads,         // a number of heads, which divides the width
+  flag,          // 0 or 1
   first_column,  // the first column of a window, a multiple of 16
   columns,       // the number of columns of a window
   row,           // operand, fp32 [M]
@@ -27,6 +28,7 @@ enum class Use {
   statistics,    // four operands in a row: mean, var [F], weight, bias [F] or empty
   full,          // operand, fp32 or bf16 [M, F]
   codes,         // operand, int8 [M, F]
+  bits,          // operand, uint8 [M, ceil(F / 8)]
   single,        // operand, fp32, one element
   scale,         // operand, fp32, one element or [F]
   out_f32,       // output [M, F]
@@ -37,6 +39,8 @@ enum class Use {
   out_count,     // output, int64, one element; -1: none
   out_amax,      // output, fp32, one element or [F]
   out_per_head,  // output, fp32 [M, heads]
+  out_bits,      // output, uint8 [M, ceil(F / 8)]
+  out_sum,       // output, fp32 [F]
 };
 
 // The kinds of the arguments a, b and c of an instruction.
@@ -61,6 +65,10 @@ constexpr Spec kSpecs[] = {
     {RowOp::div_row, Use::row},
     {RowOp::div_full, Use::full},
     {RowOp::div_col, Use::column},
+    {RowOp::mask_bits, Use::bits},
+    {RowOp::elu_backward, Use::full, Use::constant, Use::flag},
+    {RowOp::leaky_relu_backward, Use::full, Use::constant},
+    {RowOp::threshold_backward, Use::full},
     {RowOp::relu},
     {RowOp::leaky_relu, Use::none, Use::constant},
     {RowOp::elu, Use::none, Use::constant},
@@ -94,6 +102,8 @@ constexpr Spec kSpecs[] = {
     {RowOp::quant_pow2, Use::out_codes, Use::out_shift, Use::scale},
     {RowOp::amax, Use::out_amax},
     {RowOp::row_dot, Use::column, Use::out_per_head, Use::heads},
+    {RowOp::store_bits, Use::out_bits},
+    {RowOp::col_sum, Use::out_sum, Use::spare, Use::spare},
 };
 
 Scalar scalar_of(const Tensor& t, const char* op) {
@@ -132,6 +142,9 @@ RowView view_of(const Tensor& t, const char* op, const char* name) {
   return {checked_data(t, span_of(rows, cols, stride, op), op, name), rows, cols, stride, type};
 }
 
+// Returns the floats between the partial sums of a col_sum.
+int64_t padded_sum(const RowInstruction& in) { return (int64_t{in.c} + 15) / 16 * 16; }
+
 // Checks the instructions of a program and prepares it for the kernels.
 class Parser {
  public:
@@ -146,6 +159,7 @@ class Parser {
   void prepare(RowInstruction& in);
   int32_t prepare_batch_norm(const RowInstruction& in);
   int32_t prepare_inverse(int32_t index);
+  void prepare_sum(RowInstruction& in);
   float* reserve(int32_t* offset);
   const RowView& operand(int64_t index) const;
 
@@ -163,7 +177,8 @@ class Parser {
   int64_t at_ = 0, rows_ = 0, width_ = 0, all_columns_ = 0;
   std::vector<RowInstruction> code_;
   std::vector<RowView> operands_, outs_;
-  std::vector<float> consts_, prepared_;
+  std::vector<float> consts_, prepared_, sums_;
+  int64_t row_step_ = 1;
   const std::vector<Tensor>* given_outs_ = nullptr;
   RowProgram program_{};
 };
@@ -202,6 +217,8 @@ void Parser::check_operand(Use use, int32_t index) {
                     "float32 or bfloat16 [rows, width]");
     case Use::codes:
       return expect(v.type == Scalar::i8 && matrix(v, width_), "int8 [rows, width]");
+    case Use::bits:
+      return expect(v.type == Scalar::u8 && matrix(v, (width_ + 7) / 8), "uint8 with a bit for each value");
     case Use::single:
       return expect(vector(v, 1), "float32 with one element");
     default:
@@ -242,6 +259,10 @@ void Parser::check_out(Use use, int32_t index, int64_t heads) {
       return expect(v.type == Scalar::i64 && v.rows * v.cols == 1, "int64 with one element");
     case Use::out_per_head:
       return expect(v.type == Scalar::f32 && matrix(v, heads), "float32 [rows, heads]");
+    case Use::out_bits:
+      return expect(v.type == Scalar::u8 && matrix(v, (width_ + 7) / 8), "uint8 with a bit for each value");
+    case Use::out_sum:
+      return expect(vector(v, width_), "float32 [width]");
     default:
       return expect(vector(v, 1) || vector(v, width_), "float32 with one element or [width]");
   }
@@ -255,6 +276,9 @@ void Parser::check_use(Use use, int32_t value, const RowInstruction& in) {
   } else if (use == Use::heads) {
     STD_TORCH_CHECK(value > 0 && width_ % value == 0, name_, ": instruction ", at_, " has ", value,
                     " heads, which do not divide the width ", width_);
+  } else if (use == Use::flag) {
+    STD_TORCH_CHECK(value == 0 || value == 1, name_, ": instruction ", at_, " has the flag ", value,
+                    ", which must be 0 or 1");
   } else if (use == Use::first_column || use == Use::columns) {
     const bool inside = in.a >= 0 && in.a % 16 == 0 && in.b > 0 && int64_t{in.a} + in.b <= all_columns_;
     STD_TORCH_CHECK(inside, name_, ": instruction ", at_, " has a window of ", in.b, " columns from ", in.a, " of ",
@@ -308,7 +332,20 @@ int32_t Parser::prepare_inverse(int32_t index) {
   return at;
 }
 
+// Reserves the partial sums of an instruction: b is their place, in units of 16 floats, and c the width.
+void Parser::prepare_sum(RowInstruction& in) {
+  std::fill_n(static_cast<float*>(outs_[static_cast<size_t>(in.a)].data), width_, 0.0f);
+  const int64_t place = static_cast<int64_t>(sums_.size()) / 16;
+  STD_TORCH_CHECK(place <= std::numeric_limits<int32_t>::max(), name_, ": the sums of ", rows_,
+                  " rows do not fit 32 bits");
+  in.b = static_cast<int32_t>(place);
+  in.c = static_cast<int32_t>(width_);
+  sums_.resize(sums_.size() + static_cast<size_t>((rows_ + kSumRows - 1) / kSumRows * padded_sum(in)), 0.0f);
+  row_step_ = kSumRows;
+}
+
 void Parser::prepare(RowInstruction& in) {
+  if (in.op == RowOp::col_sum) prepare_sum(in);
   if (rows_ > 0) {
     if (in.op == RowOp::batch_norm) in.c = prepare_batch_norm(in);
     if (in.op == RowOp::quant_static) in.b = prepare_inverse(in.b);
@@ -321,7 +358,7 @@ void Parser::prepare(RowInstruction& in) {
 void Parser::parse(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width) {
   name_ = op, rows_ = rows, width_ = all_columns_ = width, given_outs_ = &arguments.outs;
   product(rows, width, op);
-  code_.clear(), operands_.clear(), outs_.clear(), prepared_.clear();
+  code_.clear(), operands_.clear(), outs_.clear(), prepared_.clear(), sums_.clear(), row_step_ = 1;
   for (const Tensor& t : arguments.operands) operands_.push_back(view_of(t, op, "an operand"));
   for (const Tensor& t : arguments.outs) outs_.push_back(view_of(t, op, "an output"));
   consts_.assign(arguments.consts.begin(), arguments.consts.end());
@@ -342,8 +379,10 @@ void Parser::parse(const char* op, const ProgramArguments& arguments, int64_t ro
     prepare(in);
     code_.push_back(in);
   }
-  program_ = {code_.data(),    static_cast<int64_t>(code_.size()), operands_.data(), consts_.data(), outs_.data(),
-              prepared_.data()};
+  program_ = {code_.data(),     static_cast<int64_t>(code_.size()),
+              operands_.data(), consts_.data(),
+              outs_.data(),     prepared_.data(),
+              sums_.data(),     row_step_};
 }
 
 }  // namespace
@@ -358,6 +397,21 @@ const float* scales_of(const Tensor& t, const char* op) {
   STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::Float && t.is_contiguous(), op,
                   ": x_scale must be a contiguous float32 tensor on the CPU");
   return static_cast<const float*>(checked_data(t, t.numel(), op, "x_scale"));
+}
+
+void finish_program(const RowProgram& program, int64_t rows) {
+  if (program.row_step == 1) return;
+  std::vector<double> total;
+  for (int64_t i = 0; i < program.length; ++i) {
+    const RowInstruction& in = program.code[i];
+    if (in.op != RowOp::col_sum) continue;
+    const float* sums = program.sums + int64_t{in.b} * 16;
+    total.assign(static_cast<size_t>(in.c), 0.0);
+    for (int64_t row = 0; row < rows; row += kSumRows, sums += padded_sum(in)) {
+      for (int64_t c = 0; c < in.c; ++c) total[static_cast<size_t>(c)] += static_cast<double>(sums[c]);
+    }
+    std::copy(total.begin(), total.end(), static_cast<float*>(program.outs[in.a].data));
+  }
 }
 
 const RowProgram& parse_program(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width) {

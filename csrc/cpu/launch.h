@@ -41,11 +41,17 @@ struct ProgramArguments {
 // `width` floats, and prepares the program. The result is valid in this thread until its next call.
 const RowProgram& parse_program(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width);
 
+// Writes the sums of all rows, after the kernel has run the program on each.
+void finish_program(const RowProgram& program, int64_t rows);
+
 // Returns a checked view of a matrix argument: adjacent columns, rows any stride apart.
 RowView matrix_of(const torch::stable::Tensor& t, const char* op, const char* name);
 
 // Returns the scales of an int8 matrix: fp32, one element or one a row.
 const float* scales_of(const torch::stable::Tensor& t, const char* op);
+
+// Returns `count` rounded up to a multiple of `step`.
+constexpr int64_t rounded(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
 // Runs body(begin, end) in parallel over slices of at most `slice` of `count` items. Threads take slices from one
 // atomic counter, so a slow core gets fewer; fewer than `worth` items run on this thread alone.

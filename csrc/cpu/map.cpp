@@ -36,12 +36,13 @@ void map(Tensor x, std::optional<Tensor> x_scale, std::vector<int64_t> program, 
   m.program = &parse_program("map", {program, operands, consts, outs}, m.rows, m.width);
   if (m.rows == 0 || m.width == 0) return;
   const int64_t step = map_tile_rows(m);
-  const int64_t slice = std::max<int64_t>(1, kSliceValues / m.width / step) * step;
+  const int64_t slice = rounded(std::max<int64_t>(1, kSliceValues / m.width / step) * step, m.program->row_step);
   parallel_slices(m.rows, slice, kSerialValues / m.width + 1, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
     auto* tile = scratch.get<float>(static_cast<size_t>(step * map_stride(m)));
     GNNC_DISPATCH(map_rows, m, begin, end, tile);
   });
+  finish_program(*m.program, m.rows);
 }
 
 }  // namespace

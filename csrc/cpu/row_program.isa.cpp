@@ -21,6 +21,32 @@ void add_codes(const Tile& t, const RowView& codes, const RowView& scales) {
   }
 }
 
+// Sets the values whose bit is 0 to 0.
+void mask_bits(const Tile& t, const RowView& bits) {
+  for (int r = 0; r < t.rows; ++r) {
+    float* row = t.row(r);
+    const auto* mask = row_of<const uint8_t>(bits, t.first + r);
+    int64_t c = 0;
+#ifdef __AVX512F__
+    for (; c + kLanes <= t.width; c += kLanes) {
+      __mmask16 lanes;
+      std::memcpy(&lanes, mask + c / 8, 2);
+      _mm512_storeu_ps(row + c, _mm512_maskz_loadu_ps(lanes, row + c));
+    }
+#endif
+    for (; c < t.width; ++c) {
+      if ((mask[c / 8] >> (c % 8) & 1) == 0) row[c] = 0.0f;
+    }
+  }
+}
+
+// Multiplies by the derivative of an ELU at v, its operand or its result.
+void elu_backward(const Tile& t, const RowView& v, float alpha, bool is_result) {
+  const Floats a = splat(alpha), zero{};
+  if (is_result) return map_full(t, v, [&](Floats x, Floats y) { return y <= zero ? x * (y + a) : x; });
+  map_full(t, v, [&](Floats x, Floats y) { return y <= zero ? x * (a * exp(y)) : x; });
+}
+
 void apply_arithmetic(const Tile& t, const RowInstruction& in) {
   const auto operand = [&](int32_t i) -> const RowView& { return t.program.operands[i]; };
   const auto divide = [](Floats x, Floats v) { return x / v; };
@@ -33,6 +59,15 @@ void apply_arithmetic(const Tile& t, const RowInstruction& in) {
       return map_full(t, operand(in.a), divide);
     case RowOp::rsub_full:
       return map_full(t, operand(in.a), [](Floats x, Floats v) { return v - x; });
+    case RowOp::mask_bits:
+      return mask_bits(t, operand(in.a));
+    case RowOp::elu_backward:
+      return elu_backward(t, operand(in.a), t.program.consts[in.b], in.c != 0);
+    case RowOp::leaky_relu_backward:
+      return map_full(t, operand(in.a),
+                      [k = splat(t.program.consts[in.b])](Floats x, Floats v) { return v > Floats{} ? x : x * k; });
+    case RowOp::threshold_backward:
+      return map_full(t, operand(in.a), [](Floats x, Floats v) { return v <= Floats{} ? Floats{} : x; });
     default:
       return add_codes(t, operand(in.a), operand(in.b));
   }
@@ -117,6 +152,10 @@ void apply_store(const Tile& t, const RowInstruction& in) {
       return quant_pow2(t, out(in.a), out(in.b), p.prepared + in.c);
     case RowOp::amax:
       return amax(t, out(in.a));
+    case RowOp::store_bits:
+      return store_bits(t, out(in.a));
+    case RowOp::col_sum:
+      return col_sum(t, p.sums + int64_t{in.b} * 16);
     default:
       return row_dot(t, p.operands[in.a], out(in.b), in.c);
   }
@@ -154,7 +193,8 @@ void apply_chain_and_quantize(const Tile& t, const RowInstruction* code, int64_t
 
 bool reads_matrix(RowOp op) {
   return op == RowOp::mul_full || op == RowOp::add_full || op == RowOp::div_full || op == RowOp::rsub_full ||
-         op == RowOp::add_qrow;
+         op == RowOp::add_qrow || op == RowOp::elu_backward || op == RowOp::leaky_relu_backward ||
+         op == RowOp::threshold_backward;
 }
 
 int64_t bytes_of(Scalar type) { return type == Scalar::f32 ? 4 : type == Scalar::bf16 ? 2 : 1; }

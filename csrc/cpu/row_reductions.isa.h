@@ -79,6 +79,21 @@ void softmax(const Tile& t, bool logarithm) {
   }
 }
 
+// Adds the rows to the partial sum of their kSumRows rows, in order: the sums do not depend on the cut into tiles.
+void col_sum(const Tile& t, float* sums) {
+  const int64_t stride = (t.width + 15) / 16 * 16;
+  for (int64_t r = 0; r < t.rows;) {
+    const int64_t slot = (t.first + r) / kSumRows, end = std::min<int64_t>(t.rows, (slot + 1) * kSumRows - t.first);
+    float* to = sums + slot * stride;
+    for (int64_t c = 0; c < t.width; c += kLanes) {
+      Floats total = load(to + c);
+      for (int64_t i = r; i < end; ++i) total += load(t.row(i) + c);
+      store(to + c, total);
+    }
+    r = end;
+  }
+}
+
 void head_mean(Tile& t, int64_t heads) {
   t.width /= heads;
   const Floats count = splat(static_cast<float>(heads));

@@ -58,6 +58,28 @@ void stream_rows(const Tile& t, const RowView& out) {
 }
 #endif
 
+// Stores whether each value is above 0 or NaN, a bit each.
+void store_bits(const Tile& t, const RowView& out) {
+  for (int r = 0; r < t.rows; ++r) {
+    const float* row = t.row(r);
+    auto* to = row_of<uint8_t>(out, t.first + r);
+    int64_t c = 0;
+#ifdef __AVX512F__
+    for (; c + kLanes <= t.width; c += kLanes) {
+      const __mmask16 bits = _mm512_cmp_ps_mask(_mm512_loadu_ps(row + c), _mm512_setzero_ps(), _CMP_NLE_UQ);
+      std::memcpy(to + c / 8, &bits, 2);
+    }
+#endif
+    for (; c < t.width; c += 8) {
+      uint8_t bits = 0;
+      for (int64_t i = 0; i < std::min<int64_t>(8, t.width - c); ++i) {
+        bits = static_cast<uint8_t>(bits | (!(row[c + i] <= 0.0f) << i));
+      }
+      to[c / 8] = bits;
+    }
+  }
+}
+
 template <typename T>
 void store_values(const Tile& t, const RowView& out) {
 #ifdef __AVX512F__

@@ -161,9 +161,9 @@ class Structure {
 constexpr int64_t kSerialWork = 16384;  // rows + edges below which one thread is faster than two, at 3 ns an edge
 
 // Runs body(row_begin, row_end) on every chunk, on one thread up to `serial` rows + edges. Threads take chunks from one
-// atomic counter: a slow core gets fewer chunks.
+// atomic counter: a slow core gets fewer chunks. Chunks begin at multiples of `step` rows.
 template <typename Body>
-void for_each_chunk(const Csr& csr, int64_t serial, const Body& body) {
+void for_each_chunk(const Csr& csr, int64_t serial, const Body& body, int64_t step = 1) {
   const int64_t chunks = csr.num_dst + csr.num_edges <= serial ? 1 : chunk_count(csr);
   const int64_t threads = std::min<int64_t>(chunks, torch::stable::get_num_threads());
   if (threads <= 1) {
@@ -173,8 +173,8 @@ void for_each_chunk(const Csr& csr, int64_t serial, const Body& body) {
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     for (int64_t chunk; (chunk = next.fetch_add(1, std::memory_order_relaxed)) < chunks;) {
-      const int64_t begin = chunk == 0 ? 0 : chunk_begin(csr, chunk);
-      const int64_t end = chunk + 1 == chunks ? csr.num_dst : chunk_begin(csr, chunk + 1);
+      const int64_t begin = chunk == 0 ? 0 : chunk_begin(csr, chunk, step);
+      const int64_t end = chunk + 1 == chunks ? csr.num_dst : chunk_begin(csr, chunk + 1, step);
       if (begin < end) body(begin, end);
     }
   });

@@ -70,8 +70,10 @@ void spmm(Tensor rowptr, MaybeTensor col, MaybeTensor value, Tensor x, MaybeTens
   if (ids == Ids::any && a.shift != nullptr) check_shifts(a.shift, m.rows);
   a.program = &parse_program("spmm", {program, operands, consts, outs}, a.csr.num_dst, a.width);
   if (a.width == 0) return;
-  sparse::for_each_chunk(a.csr, sparse::kSerialWork / 2,
-                         [&](int64_t begin, int64_t end) { GNNC_DISPATCH(spmm, a, begin, end); });
+  sparse::for_each_chunk(
+      a.csr, sparse::kSerialWork / 2, [&](int64_t begin, int64_t end) { GNNC_DISPATCH(spmm, a, begin, end); },
+      a.program->row_step);
+  finish_program(*a.program, a.csr.num_dst);
 }
 
 }  // namespace

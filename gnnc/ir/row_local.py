@@ -150,6 +150,25 @@ def _row_dot(node: Node, acc: Accumulator) -> RowOp | None:
     return RowOp(node, (Step("row_dot", steps[0].operands, (heads,)),), "store", (product, node))
 
 
+def _sum(node: Node, acc: Accumulator) -> RowOp | None:
+    return _column_sum(node, acc) or _row_dot(node, acc)
+
+
+def _column_sum(node: Node, acc: Accumulator) -> RowOp | None:
+    """Match the sum of all rows, such as the gradient of a bias."""
+    if list(argument(node, "dim") or ()) != [0] or argument(node, "self") not in acc:
+        return None
+    plain = argument(node, "dtype") in (None, torch.float32) and is_float(node)
+    return RowOp(node, (Step("col_sum"),), "store", (node,)) if plain else None
+
+
+def _relu_mask(node: Node, acc: Accumulator) -> RowOp | None:
+    value = argument(node, "x")
+    if value not in acc or len(shape_or_none(value) or ()) != 2:
+        return None
+    return RowOp(node, (Step("store_bits"),), "store", (node,))
+
+
 def _head_mean(node: Node, acc: Accumulator) -> RowOp | None:
     source, dims, keep = unpack(node, "self", "dim", "keepdim")
     shape = shape_or_none(source)
@@ -185,7 +204,8 @@ _PATTERNS: dict[str, Callable[[Node, Accumulator], RowOp | None]] = {
     "gnnc.quantize.default": _quantize,
     "gnnc.scale.default": _scale,
     "aten._to_copy.default": _to_copy,
-    "aten.sum.dim_IntList": _row_dot,
+    "aten.sum.dim_IntList": _sum,
+    "gnnc.relu_mask.default": _relu_mask,
     "aten.mean.dim": _head_mean,
     "aten.div.Tensor": _l2_normalize,
     str(operator.getitem): _native_batch_norm,

@@ -134,6 +134,33 @@ def batch_norm_step(node: Node) -> tuple[Step, ...] | None:
     return (Step("batch_norm", (mean, var, weight, bias), (float(eps),)),)
 
 
+def _relu_backward(node: Node) -> tuple[Step, ...] | None:
+    """Match the gradient of a ReLU of a matrix: a bit for each value."""
+    is_matrix = len(shape_or_none(node) or ()) == 2
+    return (Step("mask_bits", (argument(node, "mask"),)),) if is_matrix else None
+
+
+def _elu_backward(node: Node) -> tuple[Step, ...] | None:
+    names = ("alpha", "scale", "input_scale", "is_result", "self_or_result")
+    alpha, scale, input_scale, is_result, value = (argument(node, name) for name in names)
+    if scale != 1 or input_scale != 1 or not is_float(value, torch.float32, torch.bfloat16):
+        return None
+    return (Step("elu_backward", (value,), (float(alpha), float(is_result))),)
+
+
+def _leaky_relu_backward(node: Node) -> tuple[Step, ...] | None:
+    value, slope = argument(node, "self"), argument(node, "negative_slope")
+    if not is_float(value, torch.float32, torch.bfloat16):
+        return None
+    return (Step("leaky_relu_backward", (value,), (float(slope),)),)
+
+
+def _threshold_backward(node: Node) -> tuple[Step, ...] | None:
+    value, threshold = argument(node, "self"), argument(node, "threshold")
+    takes = is_float(value, torch.float32, torch.bfloat16) and threshold == 0
+    return (Step("threshold_backward", (value,)),) if takes else None
+
+
 _SPECIAL: dict[str, Callable[[Node], tuple[Step, ...] | None]] = {
     "aten.leaky_relu.default": _leaky_relu,
     "aten.elu.default": _elu,
@@ -150,7 +177,16 @@ _SPECIAL: dict[str, Callable[[Node], tuple[Step, ...] | None]] = {
     "aten.log_softmax.int": _row_softmax("log_softmax"),
     "aten._log_softmax.default": _row_softmax("log_softmax"),
     "aten.batch_norm.default": _batch_norm,
+    "gnnc.relu_backward.default": _relu_backward,
+    "aten.elu_backward.default": _elu_backward,
+    "aten.leaky_relu_backward.default": _leaky_relu_backward,
+    "aten.threshold_backward.default": _threshold_backward,
 }
+
+GRADIENT_STEPS = frozenset(
+    "mask_bits elu_backward leaky_relu_backward threshold_backward store_bits col_sum".split()
+)
+"""Kinds of the steps of gradients, which not every backend has."""
 
 
 def _hardtanh(node: Node) -> tuple[Step, ...] | None:

@@ -19,6 +19,7 @@ def create(device: torch.device | None) -> Backend:
             frozenset({"fp32", "bf16", "int8"}),
             rounded=frozenset({"fp16"}),
             slower=slower,
+            gradient_steps=True,
             int32_columns=True,
         ),
         chain=("cpu", "reference"),

@@ -74,6 +74,8 @@ def _output(out: Out, results: list[Node | None], emitter: Emitter, rows: Any, w
         )
     if out.form == "vector":
         return emitter.allocate_vector(result)
+    if out.form == "sum":
+        return emitter.allocate_vector(result)
     return emitter.allocate(result, dense=out.form == "dense")
 
 

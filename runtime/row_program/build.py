@@ -21,7 +21,8 @@ from gnnc.runtime.row_program.opcodes import Op
 WINDOW_ALIGNMENT = 16
 """Results that one kernel makes side by side start at columns that are multiples of this."""
 
-_FORMS = {"full": "matrix", "row": "vector", "col": "vector", "tensor": "vector"}
+_MATRICES = ("full", "bits", "backward")
+"""Last words of the kinds of steps that read an operand with a row for each row of the result."""
 
 
 class Refusal(Exception):
@@ -48,7 +49,7 @@ class Out:
     Attributes:
         result: number of the submodule's result; None: only the kernel needs the tensor.
         form: ``matrix``, ``dense`` (no padding), ``vector`` (one element a row), ``scalar`` (one of all
-            rows) or ``flag`` (one float that only the kernel needs).
+            rows), ``sum`` (one for each column) or ``flag`` (one float that only the kernel needs).
         dtype: element type.
     """
 
@@ -222,16 +223,18 @@ def _chain_step(inner: Inner, step: Step, program: RowProgram) -> None:
     if not step.operands:
         program.add(name, b=program.const(step.consts[0]) if step.consts else -1)
         return
-    form = _FORMS.get(step.kind.rpartition("_")[2], "vector")
-    numbers = [_operand(inner, node, form, program) for node in step.operands]
-    program.add(name, numbers[0], program.const(step.consts[0]) if step.consts else -1)
+    form = "matrix" if step.kind.rpartition("_")[2] in _MATRICES else "vector"
+    numbers = [_operand(inner, node, form, program, step.kind) for node in step.operands]
+    flag = int(step.consts[1]) if len(step.consts) > 1 else -1
+    program.add(name, numbers[0], program.const(step.consts[0]) if step.consts else -1, flag)
 
 
-def _operand(inner: Inner, node: Node | None, form: str, program: RowProgram) -> int:
+def _operand(inner: Inner, node: Node | None, form: str, program: RowProgram, kind: str = "") -> int:
     if node is None:
         return program.operand(None, form)
     dtype = node.meta["val"].dtype
     allowed = (torch.float32, torch.bfloat16, torch.float16) if form == "matrix" else (torch.float32,)
+    allowed = (torch.uint8,) if kind == "mask_bits" else allowed
     if dtype not in allowed:
         raise Refusal(f"operand {node.name} is {dtype}")
     return program.operand(inner.operand(node, f"operand {node.name}"), form)
@@ -267,6 +270,10 @@ def _store(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
             if result is None:
                 raise Refusal("a scale of all rows is read before every row has raised it")
             program.add("SCALE_TENSOR", program.out(result, "scalar", torch.float32))
+        case "store_bits":
+            program.add("STORE_BITS", program.out(result, "dense", torch.uint8))
+        case "col_sum":
+            program.add("COL_SUM", program.out(result, "sum", torch.float32))
         case "row_dot":
             attention = _operand(inner, step.operands[0], "vector", program)
             dots = program.out(result, "dense", torch.float32)

@@ -24,6 +24,10 @@ class Op(IntEnum):
     DIV_ROW = 13
     DIV_FULL = 14
     DIV_COL = 15
+    MASK_BITS = 16
+    ELU_BACKWARD = 17
+    LEAKY_RELU_BACKWARD = 18
+    THRESHOLD_BACKWARD = 19
     RELU = 20
     LEAKY_RELU = 21
     ELU = 22
@@ -59,3 +63,5 @@ class Op(IntEnum):
     AMAX = 65
     ROW_DOT = 66
     SCALE_TENSOR = 68
+    STORE_BITS = 69
+    COL_SUM = 70

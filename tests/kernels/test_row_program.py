@@ -10,8 +10,10 @@ from row_programs import (
     ROWS,
     WIDTHS,
     Program,
+    bits,
     codes,
     error,
+    gemm,
     map_rows,
     padded,
     padding,
@@ -56,6 +58,10 @@ def apart(m: int, f: int) -> Tensor:
     return strided(full(m, f))
 
 
+def signed(m: int, f: int) -> Tensor:
+    return torch.randn(m, f).masked_fill(torch.rand(m, f) < 0.2, 0)
+
+
 def half(m: int, f: int) -> Tensor:
     return full(m, f).bfloat16()
 
@@ -82,6 +88,12 @@ ARITHMETIC: dict[str, tuple[Op, Operand, Formula]] = {
     "add_full_bf16": (Op.ADD_FULL, half, lambda x, v: x + v),
     "rsub_full": (Op.RSUB_FULL, full, lambda x, v: v - x),
     "div_full": (Op.DIV_FULL, apart, lambda x, v: x / v),
+    "threshold_backward": (Op.THRESHOLD_BACKWARD, signed, lambda x, v: x.masked_fill(v <= 0, 0)),
+    "threshold_backward_bf16": (
+        Op.THRESHOLD_BACKWARD,
+        lambda m, f: signed(m, f).bfloat16(),
+        lambda x, v: x.masked_fill(v <= 0, 0),
+    ),
     "mul_tensor": (Op.MUL_TENSOR, single, lambda x, v: x * v),
     "add_tensor": (Op.ADD_TENSOR, single, lambda x, v: x + v),
 }
@@ -420,3 +432,84 @@ ROWS3 = torch.ones(3)
 def test_bad_programs(code: list[int], operands: list[Tensor], outs: list[Tensor], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         map_rows(torch.ones(3, 4), None, Program(code, operands, [], outs))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_mask_bits_and_store_bits(width: int, rows: int) -> None:
+    x, value = torch.randn(rows, width), signed(rows, width)
+    value[torch.rand(rows, width) < 0.1] = float("nan")
+    mask = torch.full((rows, -(-width // 8)), 255, dtype=torch.uint8)
+    program = Program()
+    map_rows(value, None, program.add(Op.STORE_BITS, program.out(mask)))
+    assert torch.equal(mask, torch.ops.gnnc.relu_mask(value))
+    program = Program()
+    got = apply(x, Op.MASK_BITS, program.operand(mask), 0, program)
+    assert torch.equal(got, torch.ops.aten.threshold_backward(x, value, 0))
+
+
+@pytest.mark.parametrize("is_result", [False, True])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_elu_backward(width: int, is_result: bool) -> None:
+    x, value, program = torch.randn(100, width), torch.randn(100, width), Program()
+    value = F.elu(value, 0.7) if is_result else value
+    out = torch.full_like(x, float("nan"))
+    operand, const = program.operand(value), program.const(0.7)
+    program.add(Op.ELU_BACKWARD, operand, const, int(is_result)).add(Op.STORE_F32, program.out(out))
+    map_rows(x, None, program)
+    want = torch.ops.aten.elu_backward(x.double(), 0.7, 1, 1, is_result, value.double())
+    assert error(out, want) < 1e-6
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_leaky_relu_backward(width: int) -> None:
+    x, value, program = torch.randn(100, width), signed(100, width), Program()
+    got = apply(x, Op.LEAKY_RELU_BACKWARD, program.operand(value), program.const(0.2), program)
+    assert torch.equal(got, torch.ops.aten.leaky_relu_backward(x, value, 0.2, False))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [0, 1, 5, 47, 49, 20_000])
+def test_col_sum_has_the_same_bits_at_any_thread_count(width: int, rows: int) -> None:
+    if rows * width > 2_000_000:
+        rows = 2000
+    x, w = torch.randn(rows, width), torch.randn(width + 1, width)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            total, product = torch.full((width,), float("nan")), torch.full((width + 1,), float("nan"))
+            program = Program()
+            map_rows(x, None, program.add(Op.COL_SUM, program.out(total)))
+            program = Program()
+            gemm(x, None, w, False, 0, program.add(Op.COL_SUM, program.out(product)))
+            found.append((total, product))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(bits(*pair) == bits(*found[0]) for pair in found)
+    scale = x.double().abs().sum(0)
+    assert ((found[0][0].double() - x.double().sum(0)).abs() <= 1e-6 * scale).all()
+    bound = 1e-5 * (x.double().abs() @ w.double().abs().t()).sum(0)
+    assert ((found[0][1].double() - (x.double() @ w.double().t()).sum(0)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("hub", [False, True])
+@pytest.mark.parametrize("width", [1, 7, 64])
+def test_col_sum_of_an_aggregation(width: int, hub: bool) -> None:
+    degree = torch.randint(0, 12, (3000,))
+    degree[17] = 20_000 if hub else 0
+    rowptr = torch.cat([torch.zeros(1, dtype=torch.int64), degree.cumsum(0)])
+    col, x = torch.randint(0, 500, (int(rowptr[-1]),), dtype=torch.int32), torch.randn(500, width)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            total, program = torch.full((width,), float("nan")), Program()
+            program.add(Op.COL_SUM, program.out(total))
+            torch.ops.gnnc_cpu.spmm(rowptr, col, None, x, None, None, 0, 1, *program.arguments)
+            found.append(total)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(total, found[0]) for total in found)
+    rows = x.double()[col.long()]
+    assert ((found[0].double() - rows.sum(0)).abs() <= 1e-6 * rows.abs().sum(0)).all()

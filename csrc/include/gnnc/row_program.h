@@ -33,6 +33,10 @@ enum class RowOp : int32_t {
   div_row = 13,
   div_full = 14,
   div_col = 15,
+  mask_bits = 16,
+  elu_backward = 17,
+  leaky_relu_backward = 18,
+  threshold_backward = 19,
   relu = 20,
   leaky_relu = 21,
   elu = 22,
@@ -68,6 +72,8 @@ enum class RowOp : int32_t {
   row_dot = 66,
   store_fp16 = 67,    // only in CUDA epilogues: the CPU's kernels have no such instruction
   scale_tensor = 68,  // only in CUDA epilogues
+  store_bits = 69,
+  col_sum = 70,
 };
 
 // An instruction. The instructions after a `window` apply to the columns a .. a + b of the kernel's result (a a
@@ -96,7 +102,12 @@ struct RowProgram {
   // Prepared column vectors, padded to whole vectors. An instruction holds the offset of its vector in this array:
   // batch_norm in c (A, then B at the next multiple of 16), quant_static in b and quant_pow2 in c (inverse scales).
   const float* prepared;
+  // Partial sums of col_sum instructions: one vector of columns for each kSumRows rows, from 16 * b floats on.
+  float* sums;
+  int64_t row_step;  // threads share the rows at multiples of this: kSumRows if there is a col_sum, else 1
 };
+
+constexpr int64_t kSumRows = 48;  // rows of a partial sum, so that sums have the same bits at any thread count
 
 // `fetch` prefetches the operands that the program will read for the rows r0 .. r0 + rows, before these rows are
 // computed. `run` applies the program to the rows r0 .. r0 + rows, whose values are acc[0 .. rows), and changes acc.

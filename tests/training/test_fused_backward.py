@@ -1,0 +1,64 @@
+"""The backward graph on the CPU: what rides on the kernels of its products and aggregations."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch_geometric.nn import GCNConv, SAGEConv
+
+import gnnc
+
+
+class _Net(nn.Module):
+    def __init__(self, convs: list[nn.Module], activation: nn.Module) -> None:
+        super().__init__()
+        self.convs, self.activation = nn.ModuleList(convs), activation
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        first, second = self.convs
+        return second(self.activation(first(x, edge_index)), edge_index)
+
+
+NETS = {
+    "gcn": lambda: _Net([GCNConv(9, 24), GCNConv(24, 5)], nn.ReLU()),
+    "sage": lambda: _Net([SAGEConv(9, 24), SAGEConv(24, 5)], nn.ReLU()),
+    "gcn elu": lambda: _Net([GCNConv(9, 24), GCNConv(24, 5)], nn.ELU(0.7)),
+    "gcn leaky": lambda: _Net([GCNConv(9, 24), GCNConv(24, 5)], nn.LeakyReLU(0.3)),
+}
+ALONE = ("threshold_backward", "elu_backward", "leaky_relu_backward", "relu_backward")
+
+
+def graph(edges: int = 300) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(60, 9), torch.randint(0, 59, (2, edges))
+
+
+def backward_of(compiled: nn.Module) -> list[str]:
+    nodes = compiled.backward_graph_module.graph.nodes
+    return [str(node.target) for node in nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", NETS)
+def test_gradients_with_fused_masks_and_sums(name: str, precision: str) -> None:
+    model, (x, edge_index) = NETS[name](), graph()
+    weight = torch.randn(60, 5)
+    want = torch.autograd.grad((model(x, edge_index) * weight).sum(), list(model.parameters()))
+    compiled = gnnc.compile(model, precision=precision)
+    got = torch.autograd.grad((compiled(x, edge_index) * weight).sum(), list(model.parameters()))
+    cosine = F.cosine_similarity(*[torch.cat([g.flatten() for g in grads]) for grads in (got, want)], dim=0)
+    assert cosine > (0.999999 if precision == "fp32" else 0.999)
+    targets = backward_of(compiled)
+    assert not [t for t in targets if any(op in t for op in ALONE)]
+    assert "aten.sum.dim_IntList" not in targets
+    if precision == "fp32":
+        for mine, eager in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-4)
+
+
+def test_an_empty_graph_has_bias_gradients_and_no_others() -> None:
+    model = NETS["sage"]()
+    compiled = gnnc.compile(model, precision="fp32")
+    compiled(torch.randn(4, 9), torch.empty(2, 0, dtype=torch.int64)).sum().backward()
+    torch.testing.assert_close(model.convs[1].lin_l.bias.grad, torch.full((5,), 4.0))
+    assert torch.equal(model.convs[1].lin_l.weight.grad, torch.zeros(5, 24))
