@@ -1,6 +1,7 @@
 """The public face: ``compile`` and the module that it returns."""
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,7 @@ class CompiledModel(ModelProxy):
         self.options = options
         self._example_inputs = None if example_inputs is None else tuple(example_inputs)
         self._dispatch = Dispatch(model, options, self._example_inputs)
+        self._eager_methods: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled model, as ``forward`` does, and the hooks that are registered on it.
@@ -182,6 +184,12 @@ class CompiledModel(ModelProxy):
         if TRACES.tracer is not None and TRACES.traces_here():  # within a model that is being captured
             return self.model(*args, **kwargs)
         return self._dispatch(args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if inspect.ismethod(value) and value.__self__ is self.model and name not in self._eager_methods:
+            self._eager_methods.append(name)
+        return value
 
     def __prepare_scriptable__(self) -> Any:  # torch.jit.script asks for it
         refuse_trace(type(self.model).__name__, "torch.jit.script")
@@ -315,6 +323,7 @@ class CompiledModel(ModelProxy):
             gains=knowledge.gains,
             choices=knowledge.choices,
             chosen=[*knowledge.chosen, *precision_remarks(options)],
+            eager=self._eager_methods,
             cuts=None if program.tuned is None else list(map(str, program.tuned)),
         )
 

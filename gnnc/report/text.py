@@ -69,6 +69,7 @@ class ProgramReport:
         gains: receptive-field gain of each primitive, by its name before it was quantized.
         choices: what ``auto`` knows of each primitive, by the same name.
         chosen: what ``auto`` says of its choice, a line each.
+        eager: names of methods that were taken from the compiled model, and are not compiled.
         cuts: what ``tune()`` measured last, a line for each table of that graph; None: nothing was measured.
     """
 
@@ -84,6 +85,7 @@ class ProgramReport:
     gains: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, Chosen] = field(default_factory=dict)
     chosen: Sequence[str] = ()
+    eager: Sequence[str] = ()
     cuts: Sequence[str] | None = None
 
 
@@ -152,8 +154,12 @@ def explain_text(report: ProgramReport) -> str:
     others = [f"{n.pass_name}: {_note_line(n)}" for n in report.notes if n not in told]
     choice = {"Precision choice": list(report.chosen)} if report.chosen else {}
     cuts = {} if report.cuts is None else {"Cuts of the graph, measured": report.cuts}
+    eager = [
+        f"{name}: only forward is compiled; compile the submodule that it calls" for name in report.eager
+    ]
     threads = thread_dependent(report)
     sections = {
+        **({"Methods in eager PyTorch": eager} if eager else {}),
         **choice,
         **cuts,
         "Stayed FP32": stayed_fp32(report, graphs),
