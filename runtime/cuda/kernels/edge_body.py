@@ -75,7 +75,7 @@ _GRADIENTS = {
     "sigmoid_backward": ("output", "({grad} * ((1.0f - {x}) * {x}))"),
     "tanh_backward": ("output", "({grad} * (1.0f - {x} * {x}))"),
     "silu_backward": ("self", "({grad} * {sigmoid} * (1.0f + {x} * (1.0f - {sigmoid})))"),
-    "softplus_backward": ("self", "({x} > 20.0f ? {grad} : {grad} * {sigmoid})"),
+    "softplus_backward": ("self", "({x} > {threshold} ? {grad} : {grad} * {sigmoid})"),
     "gelu_backward": ("self", "({grad} * ({normal} + {x} * 0.39894228040143268f * expf(-0.5f * {x} * {x})))"),
     "elu_backward": ("self_or_result", "({x} > 0.0f ? {grad} : {grad} * {alpha} * expf({x}))"),
 }

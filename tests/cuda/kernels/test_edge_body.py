@@ -49,6 +49,22 @@ BODIES = {
         "t4 = aten.slice.Tensor(t1, 1, 1, 3); t5 = aten.mul.Tensor(t3, t4); return t5",
         {"j0": (4,)},
     ),
+    "derivatives": (
+        "t0 = aten.threshold_backward.default(e0, j0, 0.2); "
+        "t1 = aten.leaky_relu_backward.default(t0, j0, 0.1, False); "
+        "t2 = aten.softplus_backward.default(e0, j0, 1, 0.3); t3 = aten.silu_backward.default(t2, j0); "
+        "t4 = aten.gelu_backward.default(t3, j0, approximate='none'); "
+        "t5 = aten.add.Tensor(t1, t4); return t5",
+        {"j0": (4,), "e0": (4,)},
+    ),
+    "derivatives_of_results": (
+        "t0 = aten.sigmoid.default(j0); t1 = aten.sigmoid_backward.default(e0, t0); "
+        "t2 = aten.tanh_backward.default(t1, t0); "
+        "t3 = aten.elu_backward.default(t2, 2.0, 1, 1, False, j0); "
+        "t4 = aten.elu_backward.default(e0, 2.0, 1, 1, True, j0); "
+        "t5 = aten.add.Tensor(t3, t4); return t5",
+        {"j0": (4,), "e0": (4,)},
+    ),
     "masked": (
         "t0 = aten.gt.Tensor(i0, j0); t1 = aten.where.self(t0, i0, j0); t2 = aten.neg.default(t1); "
         "t3 = aten.add.Tensor(t2, j0, alpha=2); return t3",
