@@ -546,7 +546,7 @@ class Dispatch:
         if examples or wanted_gradients(self._modules, call.tensors) is None:
             return False
         precisions = (options.precision, *options.overrides.values())
-        refuse_precisions(type(self._model).__name__, precisions, options.backend.name)
+        refuse_precisions(type(self._model).__name__, precisions)
         return True
 
     def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -71,11 +71,11 @@ def _weight_wants(model: nn.Module, source: Source) -> bool:
     return source.kind == "buffer" and model.get_buffer(source.name).requires_grad
 
 
-def refuse_precisions(owner: str, precisions: Collection[Precision], backend: str) -> None:
-    """Refuse to train in a precision, or on a backend, whose programs have no backward graph.
+def refuse_precisions(owner: str, precisions: Collection[Precision]) -> None:
+    """Refuse to train in a precision whose programs have no backward graph.
 
     Raises:
-        UnsupportedError: names the precision or the backend, and those that train.
+        UnsupportedError: names the precision, and those that train.
     """
     for precision in precisions:
         if precision == AUTO or precision.is_integer:
@@ -84,12 +84,6 @@ def refuse_precisions(owner: str, precisions: Collection[Precision], backend: st
                 "compile it with precision='fp32', 'bf16' or 'fp16' to train, or call it under "
                 "torch.no_grad() or torch.inference_mode()"
             )
-    if backend.startswith("cuda"):
-        raise UnsupportedError(
-            f"[{owner}] this call would need gradients, and the backend {backend!r} computes none: train on "
-            "the CPU (backend='cpu') or the original model, or call it under torch.no_grad() or "
-            "torch.inference_mode()"
-        )
 
 
 def refuse_held_tensor(owner: str, name: str) -> NoReturn:

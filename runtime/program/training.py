@@ -1,7 +1,7 @@
 """Program of a forward and a backward graph, as one function of torch's autograd."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -203,4 +203,9 @@ def _tangent(grad: Tensor | None, shape: torch.Size, dtype: torch.dtype, device:
 
 def _without_autocast() -> AbstractContextManager[Any]:
     """Return a context in which ATen ops keep the dtypes of the graph, which has autocast's casts in it."""
-    return torch.autocast("cpu", enabled=False) if is_autocast_enabled() else nullcontext()
+    if not is_autocast_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
