@@ -2,7 +2,8 @@
 
 The forward graph has what the outputs need, what is drawn at random, and what turns a matrix into a narrower
 one that gradients read instead, such as a mask. It returns, behind its outputs, the values that the backward
-graph reads. Views, constants and values of weights alone are not kept, but computed again.
+graph reads: of an FP32 matrix the copy in 16 bits, where there is one. Views, constants, values of weights
+alone, attention weights and elementwise arithmetic on what is kept are not kept, but computed again.
 """
 
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from gnnc.ir.parts import GRADIENTS, RESULTS, SAVED, Parts
 from gnnc.ir.source import WRITTEN, Source, source_of
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.node_builder import is_of_model
+from gnnc.passes.rewrite.recompute import add_half_copy, edge_counts, half_copy, is_cheap, is_made_of_nodes
 
 SIDE = "side"
 """Key of ``node.meta``: the part that a node of a joint graph belongs to, ``forward`` or ``backward``."""
@@ -39,7 +41,7 @@ class Partition:
         gm = parts.forward
         count = len(outputs_of(gm.graph)) - len(gm.meta[GRADIENTS])
         _set_sides(gm, count)
-        cut = _Cut(gm, count)
+        cut = _Cut(gm, count, adds_copies=str(ctx.precision) == "bf16")
         forward, backward = cut.forward_graph(), cut.backward_graph()
         return replace(parts, forward=forward, backward=backward)
 
@@ -97,21 +99,60 @@ class _Cut:
         gm: the joint graph, whose calls are marked.
         count: how many of its outputs are the caller's.
         again: nodes of the forward graph that the backward graph computes again.
+        adds_copies: whether matrices that are saved are rounded to bfloat16.
         saved: nodes that the forward graph returns for the backward graph.
+        rounded: the saved 16-bit copy that stands for an FP32 value.
     """
 
     gm: fx.GraphModule
     count: int
+    adds_copies: bool = False
     again: set[Node] = field(default_factory=set)
     saved: dict[Node, None] = field(default_factory=dict)
+    rounded: dict[Node, Node] = field(default_factory=dict)
+    _edges: set[Any] = field(default_factory=set)
+    _of_nodes: dict[Node, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._edges = edge_counts(self.gm.graph)
         for node in self.gm.graph.nodes:
             if node.meta.get(SIDE) == "backward":
                 for arg in node.all_input_nodes:
                     self._bring(arg)
         for node in outputs_of(self.gm.graph)[self.count :]:
             self._bring(node)
+        self._round()
+        self._drop_cheap()
+
+    def _round(self) -> None:
+        """Keep the 16-bit copies of FP32 matrices instead of these."""
+        outputs = set(outputs_of(self.gm.graph)[: self.count])
+        for node in [node for node in self.saved if node not in outputs]:
+            copy = half_copy(node) or (add_half_copy(node, self._edges) if self.adds_copies else None)
+            if copy is not None:
+                copy.meta[SIDE] = "forward"
+                del self.saved[node]
+                self.saved[copy] = None
+                self.rounded[node] = copy
+
+    def _drop_cheap(self) -> None:
+        """Compute again what elementwise arithmetic makes of the other values that are kept."""
+        for node in reversed(list(self.saved)):
+            del self.saved[node]
+            if is_cheap(node, lambda arg: arg in self.saved or arg in self.rounded):
+                self._bring_cheap(node)
+            else:
+                self.saved[node] = None
+
+    def _bring_cheap(self, node: Node) -> None:
+        if node.op == "placeholder" or node in self.saved or node in self.again or node in self.rounded:
+            return
+        if not holds_tensor(node):
+            self._bring(node)
+            return
+        self.again.add(node)
+        for arg in node.all_input_nodes:
+            self._bring_cheap(arg)
 
     def _bring(self, node: Node) -> None:
         """Save a value that the backward graph reads, or mark it to be computed again."""
@@ -132,7 +173,9 @@ class _Cut:
         if is_random(node) or is_result(node) or not holds_tensor(node):
             return False
         computed = [arg for arg in node.all_input_nodes if not _is_size(arg)]
-        return is_view(node) or not computed or _is_of_weights(node) or _is_widened(node)
+        if is_view(node) or not computed or _is_of_weights(node) or _is_widened(node):
+            return True
+        return is_made_of_nodes(node, self._edges, self._of_nodes)
 
     def forward_graph(self) -> fx.GraphModule:
         """Return the forward graph, which returns its outputs, then the values that are saved."""
@@ -173,7 +216,9 @@ class _Cut:
             if "qtype" in node.meta:
                 copies[node].meta["qtype"] = node.meta["qtype"]
         for node in self.gm.graph.nodes:
-            if node.meta.get(SIDE) == "backward" or node in self.again:
+            if node in self.rounded:
+                copies[node] = _widened(graph, copies[self.rounded[node]], node)
+            elif node.meta.get(SIDE) == "backward" or node in self.again:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         gradients = [copies[node] for node in outputs_of(self.gm.graph)[self.count :]]
         graph.output(tuple(_clone(graph, g) if _is_given(g) else g for g in gradients))
@@ -199,6 +244,18 @@ def _is_of_weights(node: Node) -> bool:
 
 def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | int)
+
+
+def _widened(graph: fx.Graph, copy: Node, node: Node) -> Node:
+    """Return the FP32 value of a 16-bit copy, where gradients read the value that it was made of."""
+    wide = graph.call_function(torch.ops.aten._to_copy.default, (copy,), {"dtype": torch.float32})
+    value = node.meta["val"]
+    wide.meta = {"val": copy.meta["val"].to(torch.float32), "layer": node.meta.get("layer", "")}
+    if copy.meta["val"].dim() == value.dim():
+        return wide
+    view = graph.call_function(torch.ops.aten.reshape.default, (wide, [-1, *value.shape[1:]]))
+    view.meta = {"val": value, "layer": node.meta.get("layer", "")}
+    return view
 
 
 def _is_given(node: Node) -> bool:
