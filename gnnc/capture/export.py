@@ -272,8 +272,10 @@ def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tup
     for mode in () if strict else (SparseMode(), RecurrentMode(), EqualMode()):
         modes.enter_context(mode)
     entry.watch = Watch([t.shape for t in stand_ins.tensors], [t.shape for t in call.tensors])
+    if strict:  # draws what the stand-ins draw
+        modes.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count())))
     if strict and stand_ins.symbolic:
-        with quiet(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with quiet():
             run_alone(entry, stand_ins.tensors)
     calls = contextlib.nullcontext() if strict else symbolic_calls(entry.model, _classes(call))
     modes.enter_context(calls)

@@ -44,6 +44,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "transformer": lambda: pyg.TransformerConv(WIDTH, 4, heads=2, dropout=0.5),
     "appnp": lambda: pyg.APPNP(3, 0.1, dropout=0.5),
     "fa": Features,
+    "linkx": lambda: pyg.LINKX(NODES, WIDTH, WIDTH, 3, 2, dropout=0.5),
     "nodes": lambda: pyg.GCN(WIDTH, WIDTH, 2, dropout=0.5),
 }
 MESSAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

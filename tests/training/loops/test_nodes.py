@@ -228,7 +228,7 @@ def distillation(compiled: Compile) -> Iterator[float]:
 
 
 def linkx(compiled: Compile) -> Iterator[float]:
-    call = compiled(pyg.models.LINKX(NODES, FEATURES, HIDDEN, CLASSES, num_layers=2))
+    call = compiled(pyg.models.LINKX(NODES, FEATURES, HIDDEN, CLASSES, num_layers=2, dropout=0.2))
     return descend(call, lambda: F.cross_entropy(call(X, EDGES)[TRAIN], Y[TRAIN]))
 
 
