@@ -24,7 +24,8 @@ def profile(program: Program, tensors: Sequence[Tensor]) -> None:
     """
     runs = [program.profiled(tensors)[1] for _ in range(_RUNS)]
     program.timings = {
-        timing.node: statistics.median(run[i].seconds for run in runs) for i, timing in enumerate(runs[0])
+        (timing.part, timing.node): statistics.median(run[i].seconds for run in runs)
+        for i, timing in enumerate(runs[0])
     }
     device = next((v.device for v in tensors), torch.device("cpu"))
     program.floors = floor_times(program.parts.forward, program.executable.profiled, copy_bandwidth(device))

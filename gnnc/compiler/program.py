@@ -102,7 +102,7 @@ class Program:
         run: takes the flat tensors of a call, returns the model's result.
         bind: takes what runs the lowered graph and what computes the structure, returns what ``run`` is, but
             that its result is that of the former.
-        timings: measured seconds by node name, from ``profile``.
+        timings: measured seconds by name of the graph and of the node, from ``profile``.
         floors: seconds that the compulsory bytes of each node take at copy bandwidth, likewise.
         tuned: what ``tune`` measured of cuts of the graph, to be printed; None: nothing was.
         seconds: how long compiling took, by phase.
@@ -121,7 +121,7 @@ class Program:
     run: Callable[[Sequence[Tensor]], Any]
     bind: Callable[..., Callable[[Sequence[Tensor]], Any]]
     profiled: Callable[[Sequence[Tensor]], list[Any]]
-    timings: dict[str, float] = field(default_factory=dict)
+    timings: dict[tuple[str, str], float] = field(default_factory=dict)
     floors: dict[str, float] = field(default_factory=dict)
     tuned: Sequence[Any] | None = None
     seconds: dict[str, float] = field(default_factory=dict)

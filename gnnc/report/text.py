@@ -64,7 +64,7 @@ class ProgramReport:
         notes: remarks of the passes, in order.
         captures: why each capture was made, in order; the first is the first call.
         predicted: seconds of each node of the parts that run at every call, from the cost model.
-        measured: seconds of each node of the parts that run at every call, from ``profile()``.
+        measured: seconds by name of a graph and of its node, from ``profile()``.
         floors: seconds that its compulsory bytes take at copy bandwidth, likewise.
         gains: receptive-field gain of each primitive, by its name before it was quantized.
         choices: what ``auto`` knows of each primitive, by the same name.
@@ -80,7 +80,7 @@ class ProgramReport:
     notes: Sequence[Remark] = ()
     captures: Sequence[str] = ()
     predicted: Mapping[str, float] = field(default_factory=dict)
-    measured: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[tuple[str, str], float] = field(default_factory=dict)
     floors: Mapping[str, float] = field(default_factory=dict)
     gains: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, Chosen] = field(default_factory=dict)
@@ -127,9 +127,9 @@ def summary_text(report: ProgramReport, values: Sequence[Any] | None = None) -> 
         for row in summary_rows(
             gm,
             values=values if part == FORWARD else None,
-            predicted=report.predicted,
-            measured=report.measured,
-            floors=report.floors,
+            predicted=report.predicted if part == FORWARD else None,
+            measured={node: seconds for (graph, node), seconds in report.measured.items() if graph == part},
+            floors=report.floors if part == FORWARD else None,
             gains=report.gains,
             choices=report.choices,
         )

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gnnc.ir.nodes import outputs_of
+from gnnc.ir.parts import FORWARD
 from gnnc.runtime.program.checks import check_scales
 from gnnc.runtime.program.device import Device
 from gnnc.runtime.program.emitter import Emitter
@@ -30,11 +31,13 @@ class Timing:
         node: name of the node in the lowered graph.
         kernel: name of the kernel that runs the node.
         seconds: time of one call, by the clock of the device.
+        part: name of the graph: nodes of two graphs may have one name.
     """
 
     node: str
     kernel: str
     seconds: float
+    part: str = FORWARD
 
 
 class Executable:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.fx import Node
 from gnnc.errors import UnsupportedError
 from gnnc.ir.graph import placeholders
 from gnnc.ir.nodes import outputs_of
-from gnnc.ir.parts import DIFFERENTIABLE, GRADIENTS, RESULTS, SAVED, Parts
+from gnnc.ir.parts import BACKWARD, DIFFERENTIABLE, GRADIENTS, RESULTS, SAVED, Parts
 from gnnc.ir.source import source_of
 from gnnc.runtime.program.differentiated import DifferentiatedGraph
 from gnnc.runtime.program.executable import Executable, Timing
@@ -71,7 +72,8 @@ class TrainingExecutable:
             tangents = {i: torch.ones_like(results[i]) for i in self._differentiable}
             kept = self._plan.kept(values, outputs)
             _, backward = self.backward.profile(*self._plan.arguments(kept, tangents))
-        return tuple([results[i] for i in self._same]), [*forward, *backward]
+        timings = [*forward, *(replace(timing, part=BACKWARD) for timing in backward)]
+        return tuple([results[i] for i in self._same]), timings
 
     @property
     def kernels(self) -> tuple[tuple[str, str], ...]:

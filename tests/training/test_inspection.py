@@ -6,6 +6,7 @@ from torch import nn
 from torch_geometric.nn import GCNConv
 
 import gnnc
+from gnnc.ir.parts import BACKWARD, FORWARD
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,19 @@ def test_summary_and_explain_tell_of_both_sides(compiled: gnnc.CompiledModel) ->
     assert "conv2.lin (backward)" in compiled.summary()
     saved = compiled.explain().partition("Saved for the backward graph\n")[2].partition("\n\n")[0]
     assert "f32[N, 8], 4 * N * 8 bytes" in saved
+
+
+def test_times_are_those_of_the_op_in_its_own_graph(compiled: gnnc.CompiledModel) -> None:
+    compiled.profile(torch.randn(10, 6), torch.randint(10, (2, 30)))
+    program = compiled._dispatch.last
+    names = {part: {name for graph, name in program.timings if graph == part} for part in (FORWARD, BACKWARD)}
+    assert names[FORWARD] & names[BACKWARD]
+    for part, seconds in ((FORWARD, 1.0), (BACKWARD, 2.0)):
+        program.timings |= {(part, name): seconds for name in names[part]}
+    table = compiled.summary().splitlines()
+    assert all("2,000.000" in row for row in table if "(backward)" in row)
+    assert any("1,000.000" in row for row in table)
+    assert not any("1,000.000" in row for row in table if "(backward)" in row)
 
 
 def test_an_inference_program_has_no_backward_graph(compiled: gnnc.CompiledModel) -> None:
