@@ -244,8 +244,3 @@ def test_the_text_of_a_program_says_nothing_of_where_memory_lies(
 def test_an_unknown_architecture_is_no_backend() -> None:
     with pytest.raises(gnnc.BackendError, match="choose one of"):
         gnnc.compile(build("gcn"), backend="cpu:sm_90")
-
-
-def test_fp16_is_for_cuda() -> None:
-    with pytest.raises(gnnc.UnsupportedError, match="on CUDA only"):
-        gnnc.compile(build("gcn"), "fp16", backend="cpu")

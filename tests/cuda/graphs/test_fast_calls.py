@@ -399,6 +399,4 @@ def test_inputs_that_the_program_is_not_for(settled: Settled) -> None:
         settled.way(x[:, 1:], edge_index)
     with pytest.raises(gnnc.GraphError, match="float32"):
         settled.way(x, edge_index.float())
-    with pytest.raises(gnnc.UnsupportedError, match="gradients"):
-        settled.compiled(x, edge_index)
     assert settled.captures == 0 and not isinstance(settled.way(), str)
