@@ -11,6 +11,7 @@ from sentences import complaint, first_sentence
 DOCS = Path(__file__).parent.parent / "docs"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("page", ["add-an-op.md", "add-a-pass.md", "add-a-backend.md"])
 def test_page_runs(page: str) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
@@ -22,6 +23,7 @@ def test_page_runs(page: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "index.md"], ids=lambda page: page.name)
 def test_the_first_example_runs_as_pasted(page: Path) -> None:
     example = re.search(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)

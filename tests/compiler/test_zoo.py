@@ -58,7 +58,7 @@ def few(names: Iterable[str], every: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", few(ZOO, every=3))
+@pytest.mark.parametrize("name", few(ZOO, every=7))
 def test_compiled_equals_eager(name: str) -> None:
     model = build(name)
     with shared_captures():
@@ -69,7 +69,7 @@ def test_compiled_equals_eager(name: str) -> None:
                 refuse(name, compiled)
 
 
-@pytest.mark.parametrize("name", few(LAYERS, every=6))
+@pytest.mark.parametrize("name", few(LAYERS, every=12))
 def test_layers_equal_eager(name: str) -> None:
     """The first graph is the largest for one half of the layers and the smallest for the other."""
     model = build(name)

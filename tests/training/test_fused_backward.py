@@ -38,6 +38,7 @@ def backward_of(compiled: nn.Module) -> list[str]:
     return [str(node.target) for node in nodes if node.op == "call_function"]
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", NETS)
 def test_gradients_with_fused_masks_and_sums(name: str, precision: str) -> None:

@@ -76,6 +76,7 @@ def test_exactly_these_tensors_are_saved(name: str, precision: str) -> None:
     assert saved_tensors(compiled, str(x.meta["val"].shape[0])) == SAVED_TENSORS[name, precision]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
 def test_attention_weights_are_computed_again(name: str) -> None:
     model = prepared(MODELS[name]).requires_grad_(True).train()
