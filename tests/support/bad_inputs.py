@@ -156,16 +156,26 @@ def assert_refused(
     kwargs: dict[str, Any],
     *,
     traced: bool = False,
+    tried: bool = True,
     same: Callable[[Tensor, Tensor], bool] = torch.equal,
     taken: Collection[str] = (),
 ) -> int:
     """Check every bad call, and that the good one gives the same bits afterwards; return their number.
 
-    A call is refused, or gives what eager gives for it. Calls of the labels in ``taken`` are not made.
+    A call is refused, or gives what eager gives for it.
+
+    Args:
+        compiled: the compiled model.
+        args: positional arguments of a good call.
+        kwargs: keyword arguments of it.
+        traced: whether to make the calls that only a trace can tell from a good one.
+        tried: whether to make those that some models take: each is traced in every way that there is.
+        same: whether two results of the good call are equal.
+        taken: labels of calls that are not made.
     """
     good = pytree.tree_leaves(compiled(*args, **kwargs))
     calls = [call for call in bad_calls(compiled.model, args, kwargs) if traced or not call.traced]
-    calls = [call for call in calls if call.label not in taken]
+    calls = [call for call in calls if call.label not in taken and (tried or not call.may_run)]
     for call in calls:
         expected = _eager(compiled.model, call) if call.may_run else None
         if expected is not None:
