@@ -11,7 +11,7 @@ from hand_graphs import Builder, gnnc
 from torch.fx import GraphModule
 
 from gnnc.cost.quantization_error import quantization_errors, relative_quantization_error, sqnr_db
-from gnnc.ir.parts import Parts
+from gnnc.ir.parts import FORWARD, Parts
 from gnnc.passes.base import Note
 from gnnc.report.summary import HEADERS, OpRow, summary_rows, summary_table
 from gnnc.report.text import ProgramReport, explain_text, header_lines, program_text, summary_text
@@ -211,8 +211,8 @@ def test_program_text_is_header_and_program() -> None:
     assert text.index("def structure(") < text.index("def compute(")
 
 
-def test_summary_text_takes_times_by_node() -> None:
-    text = summary_text(report(hand_graphs.fused_layer(), measured={"fused_0": 0.004}))
+def test_summary_text_takes_times_by_graph_and_node() -> None:
+    text = summary_text(report(hand_graphs.fused_layer(), measured={(FORWARD, "fused_0"): 0.004}))
     (line,) = [line for line in text.splitlines() if line.startswith("qgemm")]
     assert line.split()[-3] == "4.000"
 
