@@ -6,7 +6,6 @@ graph reads: of an FP32 matrix the copy in 16 bits, where there is one. Views, c
 alone, attention weights and elementwise arithmetic on what is kept are not kept, but computed again.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -15,7 +14,16 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import placeholders
-from gnnc.ir.nodes import ancestors, first_operand, holds_tensor, is_random, is_result, is_view, outputs_of
+from gnnc.ir.nodes import (
+    ancestors,
+    descendants,
+    first_operand,
+    holds_tensor,
+    is_random,
+    is_result,
+    is_view,
+    outputs_of,
+)
 from gnnc.ir.parts import GRADIENTS, RESULTS, SAVED, Parts
 from gnnc.ir.source import WRITTEN, Source, source_of
 from gnnc.passes.base import Context
@@ -50,7 +58,7 @@ def _set_sides(gm: fx.GraphModule, count: int) -> None:
     """Mark each call with the part that computes it."""
     outputs = outputs_of(gm.graph)
     forward = ancestors(node for node in outputs[:count] if isinstance(node, Node))
-    late = _descendants(node for node in placeholders(gm) if _kind(node) == "tangent")
+    late = descendants(node for node in placeholders(gm) if _kind(node) == "tangent")
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     for node in calls:
         if node not in forward and node not in late and _is_kept(node, forward):
@@ -74,16 +82,6 @@ def _is_kept(node: Node, forward: set[Node]) -> bool:
 
 def _is_floating(node: Node) -> bool:
     return holds_tensor(node) and node.meta["val"].is_floating_point()
-
-
-def _descendants(nodes: Iterable[Node]) -> set[Node]:
-    found, pending = set[Node](), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.users
-    return found
 
 
 def _kind(node: Node) -> str:

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from gnnc.errors import PrecisionError
 from gnnc.ir.graph import fake_mode_of, placeholders
-from gnnc.ir.nodes import ancestors, argument, arguments, shape_or_none, with_arguments
+from gnnc.ir.nodes import ancestors, argument, arguments, descendants, shape_or_none, with_arguments
 from gnnc.ir.op import Op, op_of
 from gnnc.ir.qtype import Granularity, QType
 from gnnc.ir.quantized import MAX_SHIFT, STATIC_RANGE
@@ -121,13 +121,8 @@ def _is_integer_product(node: Node) -> bool:
 
 def _gradients(gm: fx.GraphModule) -> set[Node]:
     """Return the nodes of a joint graph that depend on the gradient of an output."""
-    found: set[Node] = set()
-    for node in gm.graph.nodes:
-        source = source_of(node)
-        is_tangent = source is not None and source.kind == "tangent"
-        if is_tangent or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+    sources = [(node, source_of(node)) for node in placeholders(gm)]
+    return descendants(node for node, source in sources if source is not None and source.kind == "tangent")
 
 
 def _is_low(node: Node) -> bool:

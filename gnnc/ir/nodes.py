@@ -1,7 +1,7 @@
 """Readers of one fx node: its op, its arguments by name, its shape."""
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from typing import Any
 
@@ -220,10 +220,19 @@ def as_node(value: Any) -> Node:
 
 def ancestors(nodes: Iterable[Node]) -> set[Node]:
     """Return the nodes and everything that their values are computed from."""
+    return _reached(nodes, lambda node: node.all_input_nodes)
+
+
+def descendants(nodes: Iterable[Node]) -> set[Node]:
+    """Return the nodes and everything that is computed from their values."""
+    return _reached(nodes, lambda node: node.users)
+
+
+def _reached(nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]]) -> set[Node]:
     found, pending = set[Node](), list(nodes)
     while pending:
         node = pending.pop()
         if node not in found:
             found.add(node)
-            pending += node.all_input_nodes
+            pending += neighbors(node)
     return found
