@@ -168,3 +168,8 @@ class Target:
     lowering: Lowering | None = None
     rates: Callable[[], Rates] | None = None
     timer: Callable[[Any, Sequence[Any]], MeasuredTimes] | None = None
+
+    @property
+    def supported(self) -> frozenset[str]:
+        """Names of the precisions that a model can be compiled in, with kernels or by rounding."""
+        return self.precisions | self.rounded

@@ -175,8 +175,8 @@ def _is_named(layer: str, glob: str) -> bool:
 
 
 def _check_supported(precision: Precision, ctx: Context) -> None:
-    if precision != AUTO and precision.name not in ctx.target.precisions | ctx.target.rounded:
-        have = ", ".join(sorted(ctx.target.precisions | ctx.target.rounded))
+    if precision != AUTO and precision.name not in ctx.target.supported:
+        have = ", ".join(sorted(ctx.target.supported))
         raise UnsupportedError(
             f"[gnnc.assign] backend {ctx.target.name!r} has no {precision.name} kernels yet; it has {have}"
         )

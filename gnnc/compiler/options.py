@@ -86,10 +86,10 @@ def check_precisions(precisions: Iterable[Precision], target: Target) -> None:
         UnsupportedError: a precision is neither ``auto`` nor one of the target's.
     """
     for precision in precisions:
-        if precision != AUTO and precision.name not in target.precisions | target.rounded:
+        if precision != AUTO and precision.name not in target.supported:
             raise UnsupportedError(
-                f"precision {precision.name!r} is not built for backend {target.name!r}: take another, "
-                f"or one of {', '.join(sorted(target.precisions | target.rounded))}"
+                f"precision {precision.name!r} is not built for backend {target.name!r}: use one of "
+                f"{', '.join(sorted(target.supported))}"
             )
 
 

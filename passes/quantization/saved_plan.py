@@ -137,8 +137,8 @@ def _match(
 
 
 def _check(layer: str, name: str, node: Node, option: Option, ctx: Context) -> None:
-    if option.precision.name not in ctx.target.precisions | ctx.target.rounded:
-        have = ", ".join(sorted(ctx.target.precisions | ctx.target.rounded))
+    if option.precision.name not in ctx.target.supported:
+        have = ", ".join(sorted(ctx.target.supported))
         raise UnsupportedError(
             f"[gnnc.assign] plan: backend {ctx.target.name!r} has no {option.precision.name} kernels yet; "
             f"it has {have}"
