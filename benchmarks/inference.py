@@ -9,7 +9,6 @@ from example_inputs.
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 import warnings
@@ -128,13 +127,6 @@ def memory(graph: str, model_name: str, name: str) -> float:
     return measure.peak_rss_mb(lambda: model(x, edge_index))
 
 
-def memory_in_new_process(graph: str, model: str, name: str) -> float:
-    """Return ``memory`` of a process of its own, so that no pool of another run counts."""
-    command = [sys.executable, __file__, "--graph", graph, "--memory", model, name]
-    process = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(process.stdout.split()[-1])
-
-
 def main() -> None:
     """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -156,7 +148,7 @@ def main() -> None:
         measured = rows_of(args.graph, model, names, args.repeats)
         for row in measured:
             if row["name"] in ("eager", "gnnc fp32", "gnnc int8"):
-                row["peak_mb"] = memory_in_new_process(args.graph, model, row["name"])
+                row["peak_mb"] = measure.memory_in_new_process(__file__, args.graph, model, row["name"])
             print(json.dumps(row), file=sys.stderr, flush=True)
         rows += measured
     print(table(rows))

@@ -12,7 +12,6 @@ result of an op once.
 import argparse
 import copy
 import json
-import subprocess
 import sys
 import time
 import warnings
@@ -178,13 +177,6 @@ def memory(graph: str, model_name: str, name: str) -> float:
     return measure.peak_rss_mb(lambda: step(x))
 
 
-def memory_in_new_process(graph: str, model: str, name: str) -> float:
-    """Return ``memory`` of a process of its own, so that no pool of another run counts."""
-    command = [sys.executable, __file__, "--graph", graph, "--memory", model, name]
-    process = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(process.stdout.split()[-1])
-
-
 def main() -> None:
     """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -214,7 +206,7 @@ def main() -> None:
             if "bytes" in row:
                 row["floor_ms"] = row["bytes"] / machine["copy_gbs"] / 1e6
             if row["name"] != "torch.compile" and not args.no_memory:
-                row["peak_mb"] = memory_in_new_process(args.graph, model, row["name"])
+                row["peak_mb"] = measure.memory_in_new_process(__file__, args.graph, model, row["name"])
             print(json.dumps(row), file=sys.stderr, flush=True)
         rows += measured
     print(table(rows))

@@ -15,6 +15,13 @@ from typing import Any
 import torch
 
 
+def memory_in_new_process(script: str, graph: str, model: str, name: str) -> float:
+    """Return the peak MiB that a benchmark measures in a new process, where no pool of another run counts."""
+    command = [sys.executable, script, "--graph", graph, "--memory", model, name]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(process.stdout.split()[-1])
+
+
 def median_ms(call: Callable[[], Any], *, repeats: int = 11, warmup: int = 2) -> dict[str, float]:
     """Return median, least and largest wall-clock milliseconds of ``call``."""
     for _ in range(warmup):
