@@ -58,7 +58,7 @@ def compile(  # noqa: A001  the name is the public contract
 
     Args:
         model: a PyTorch Geometric or plain PyTorch message-passing model with float32 parameters.
-        precision: what weights and activations are narrowed to: ``fp32``, ``fp16`` (on the CPU by
+        precision: precision of weights and activations: ``fp32``, ``fp16`` (on the CPU by
             rounding alone), ``bf16`` or ``int8``, or ``auto``: the precision of each op that is predicted
             fastest within ``error_budget``; the other known names raise UnsupportedError. Without it
             ``int8``, or ``fp32`` where that is faster: on CPUs without AVX-512 VNNI. ``explain()`` says so.

@@ -48,7 +48,7 @@ __host__ __device__ constexpr int tile_of(int width) {
 }
 __host__ __device__ constexpr int tiles_of(int width) { return (width + tile_of(width) - 1) / tile_of(width); }
 
-// One matrix: loads kNodes rows of a tile of its columns into registers, and stores them in shared memory.
+// Loader of one matrix: reads kNodes rows of a tile of its columns into registers, and stores them in shared memory.
 template <class T, class X, int kWidth, int64_t kStride, int kTogether>
 struct Side {
   static constexpr int kTile = tile_of(kWidth);
