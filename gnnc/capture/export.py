@@ -21,6 +21,7 @@ from torch.fx.graph import CodeGen
 
 from gnnc.capture.arguments import Call, Leaf, call_forms, flatten_call, rebuild
 from gnnc.capture.diagnose import diagnosis
+from gnnc.capture.fake_run import failure_on_own_sizes
 from gnnc.capture.functionalize import functional
 from gnnc.capture.guards import Guards, guards_of
 from gnnc.capture.hooks import refuse_registration_hooks
@@ -41,6 +42,7 @@ from gnnc.capture.torch_globals import confined
 from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.unregistered_weights import refuse_unregistered, registered_weights
 from gnnc.capture.unrolled import Unrolled, Watch, stopped_at_numbers
+from gnnc.capture.validate import unusual_graph
 from gnnc.capture.value_guards import EqualMode, Number, ValueGuard, add_values, guessed
 from gnnc.errors import CaptureError
 from gnnc.ir.graph import fake_mode_of, placeholders
@@ -235,9 +237,11 @@ def _export_reading(
     """Try every reading of the sizes, non-strict (fast) before strict; exact sizes come last.
 
     A model that asks about sizes may go another way for this call than for the stand-ins: then
-    the exact sizes are traced.
+    the exact sizes are traced. No reading is tried where forward fails on the sizes of the call.
     """
     model = entry.model
+    if unusual_graph(call) is not None:
+        _refuse_failing(entry, call)
     symbolic = [stand_ins for stand_ins in readings if stand_ins.symbolic]
     exact = [stand_ins for stand_ins in readings if not stand_ins.symbolic]
     errors: dict[bool, Exception] = {}  # the first by whether sizes were symbolic
@@ -254,15 +258,28 @@ def _export_reading(
             except Exception as error:  # torch.export raises every kind of exception
                 if entry.watch.found is not None:
                     raise entry.watch.found from None
+                if not errors:
+                    _refuse_failing(entry, call)
                 errors.setdefault(stand_ins.symbolic, error)
                 continue
             if guards.serves([tensor.shape for tensor in call.tensors]):
                 return program, guards, reading
             break  # another reading would ask the same about sizes
-    sparse = [leaf.value for leaf in call.leaves if leaf.kind == "sparse"]
     # what a wrong reading of the sizes fails for is not what the model cannot do
     error = errors.get(False) or errors.get(True) or RuntimeError(_NO_WAY)
-    raise CaptureError(diagnosis(model, error, sparse)) from error
+    raise _failure(model, call, error) from error
+
+
+def _refuse_failing(entry: _Entry, call: Call) -> None:
+    """Raise CaptureError if forward fails on the sizes and dtypes of a call."""
+    error = failure_on_own_sizes(entry, call.tensors, _classes(call))
+    if error is not None:
+        raise _failure(entry.model, call, error) from error
+
+
+def _failure(model: torch.nn.Module, call: Call, error: Exception) -> CaptureError:
+    sparse = [leaf.value for leaf in call.leaves if leaf.kind == "sparse"]
+    return CaptureError(diagnosis(model, error, sparse))
 
 
 def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tuple[ExportedProgram, Guards]:

@@ -1,0 +1,65 @@
+"""Run of a call on fake tensors of exactly its sizes: milliseconds that tell whether a trace can succeed.
+
+A trace that fails may have had a wrong reading of the sizes, so that others are tried. None of them serves
+a call on whose own sizes and dtypes forward fails, as on an edge list of three rows.
+"""
+
+import contextlib
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from gnnc.capture.quiet import quiet
+from gnnc.capture.recurrent import RecurrentMode
+from gnnc.capture.sparse_operand import SparseMode
+from gnnc.capture.symbolic_calls import symbolic_calls
+from gnnc.capture.unrolled import Unrolled
+from gnnc.capture.value_guards import EqualMode
+from gnnc.errors import CaptureError
+from gnnc.torch_private import FakeTensorMode, GuardOnDataDependentSymNode, ShapeEnv
+
+_LIMITS = ("fake", "numpy", "data pointer", "data_ptr", "subclass", "meta ", "storage", "unbacked")
+"""Words of messages about what fake tensors cannot do, in lower case."""
+
+
+def failure_on_own_sizes(
+    entry: torch.nn.Module, tensors: Sequence[Tensor], classes: Collection[type]
+) -> Exception | None:
+    """Return the error of forward on the sizes and dtypes of a call; None where it runs, or values decide.
+
+    Args:
+        entry: the module that calls the model from flat tensors; no tensor of it is written.
+        tensors: the flat tensors of the call, of which no value is read.
+        classes: classes of arguments, whose methods forward may call.
+
+    Raises:
+        CaptureError: forward has an effect that compiled calls would not have.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=True)
+    fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors]
+    modes = (mode, SparseMode(), RecurrentMode(), EqualMode(), symbolic_calls(entry, classes), quiet())
+    try:
+        with contextlib.ExitStack() as stack:
+            for each in modes:
+                stack.enter_context(each)
+            entry(*fakes)
+    except (CaptureError, Unrolled):
+        raise
+    except Exception as error:  # forward raises every kind of exception
+        return None if _is_of_fakes(error) else error
+    return None
+
+
+def _is_of_fakes(error: BaseException) -> bool:
+    """Return whether an error, or one that led to it, is about what fake tensors cannot do."""
+    current: BaseException | None = error
+    while current is not None:
+        is_torchs = type(current).__module__.startswith("torch._subclasses")
+        if is_torchs or isinstance(current, (GuardOnDataDependentSymNode, NotImplementedError)):
+            return True
+        text = str(current).lower()
+        if any(word in text for word in _LIMITS):
+            return True
+        current = current.__cause__ or current.__context__
+    return False
