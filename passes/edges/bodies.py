@@ -18,6 +18,8 @@ from gnnc.passes.edges.rowwise import NARROW, Gather, as_gather, is_narrow, row_
 aten = torch.ops.aten
 
 _KINDS = "ijec"
+_FAR_LESS = 4
+"""Columns that a body computes, at least, for each column that is stored for it at every edge."""
 _PLACES = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
@@ -122,7 +124,8 @@ class BodyBuilder:
 
     def _is_cheap(self, node: Node) -> bool:
         """Return whether a value takes far less room than what the body computes from it."""
-        return is_narrow(node) and math.prod(shape_of(node)[1:]) < math.prod(shape_of(self.root)[1:])
+        width, computed = (math.prod(shape_of(value)[1:]) for value in (node, self.root))
+        return is_narrow(node) and width * _FAR_LESS <= computed
 
     def _call(self, node: Node) -> Node:
         if node.target is operator.getitem:  # normalize writes the parts of a split as slices
