@@ -8,7 +8,7 @@ alone, such as the transpose of a CSR, moves to the structure graph.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -25,7 +25,15 @@ from gnnc.passes.normalize import simplify
 from gnnc.passes.rewrite.gradient_nodes import simplify_gradients
 from gnnc.passes.rewrite.joint_structure import move_to_structure
 from gnnc.passes.rewrite.recurrent_cells import WITHOUT_WRITES
-from gnnc.torch_private import FakeTensorMode, enable_python_dispatcher, proxy_graph, rename, trace_symbolic
+from gnnc.torch_private import (
+    FakeTensorMode,
+    OpOverload,
+    enable_python_dispatcher,
+    proxy_graph,
+    rename,
+    schema,
+    trace_symbolic,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +53,29 @@ class Joint:
         """Return the program with the joint graph as its forward graph."""
         joint = _differentiated(parts.forward)
         if not without_writes(joint.graph):
-            raise UnsupportedError(
-                "the gradient of this model writes into tensors in place in a way that has no other form: "
-                "train it in eager PyTorch"
-            )
+            _refuse_writes(joint.graph)
         simplify(joint)
         simplify_gradients(joint, parts.structure)
         _fill_empty_results(joint)
         if parts.structure is not None:
             move_to_structure(joint, parts.structure)
         return replace(parts, forward=joint)
+
+
+def _refuse_writes(graph: fx.Graph) -> NoReturn:
+    write = next(node for node in graph.nodes if _is_write(node))
+    raise UnsupportedError(
+        f"[{_layer_of(write)}] its gradient writes into a tensor in place ({write.target}), and the write "
+        "has no other form: train it in eager PyTorch, or write the gradient without writes"
+    )
+
+
+def _is_write(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
+
+
+def _layer_of(node: Node) -> str:
+    return str(node.meta.get("layer", "")).removesuffix(BACKWARD_LAYER).rstrip() or "the model"
 
 
 def _fill_empty_results(gm: fx.GraphModule) -> None:
@@ -93,9 +114,22 @@ def _differentiated(gm: fx.GraphModule) -> fx.GraphModule:
     if not differentiable:
         return gm
     _forget_pending_symbols(mode)
+    known = _size_guards(mode)
     with _single_thread():
         joint = trace_symbolic(lambda *args: trace.joint(args, differentiable), (*values, *tangents))
+    if asked := _size_guards(mode)[len(known) :]:
+        raise UnsupportedError(
+            "[gnnc.joint] the gradient of this model is another one for other sizes of its arguments (it "
+            f"asks whether {asked[0].expr}), and a compiled program serves all sizes: train it in eager "
+            "PyTorch, or compile the submodules around the step, which may be a cumprod or a prod"
+        )
     return _annotated(joint, gm, trace, differentiable)
+
+
+def _size_guards(mode: FakeTensorMode) -> list[Any]:
+    """Return the questions about sizes that traces in a mode have asked."""
+    env: Any = mode.shape_env
+    return [] if env is None else list(env.guards)
 
 
 @dataclass(slots=True)
@@ -140,7 +174,7 @@ class _Trace:
         """Return the outputs of the graph and the gradients of ``gradients``."""
         values, tangents = args[: len(self.given)], args[len(self.given) :]
         outputs, leaves = self.forward(values)
-        with torch.enable_grad():
+        with torch.enable_grad(), self._named_errors():
             found = torch.autograd.grad(
                 [outputs[i] for i in differentiable], list(leaves.values()), list(tangents), allow_unused=True
             )
@@ -148,6 +182,19 @@ class _Trace:
         self.gradients = tuple(gradients)
         self.enter("")
         return [*(_detached(value) for value in outputs), *gradients.values()]
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Name the layer whose gradient cannot be traced."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            layer = self.layer.removesuffix(BACKWARD_LAYER).rstrip() or "the model"
+            raise UnsupportedError(
+                f"[{layer}] has an op without a gradient that can be compiled ({reason}): detach its "
+                "operands, freeze the parameters before it, or train it in eager PyTorch if it trains there"
+            ) from error
 
 
 class _Layered(fx.Interpreter):

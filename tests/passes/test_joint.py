@@ -8,17 +8,27 @@ from torch import Tensor, nn
 from torch_geometric import nn as pyg
 
 import gnnc
+from gnnc.errors import UnsupportedError
 from gnnc.ir.graph import placeholders
 from gnnc.ir.nodes import outputs_of
-from gnnc.ir.parts import GRADIENTS, RESULTS, SAVED
+from gnnc.ir.parts import GRADIENTS, RESULTS, SAVED, Parts
 from gnnc.ir.source import source_of
 from gnnc.passes.partition import SIDE
+from gnnc.report.printing import format_program
 
 WIDTH, CLASSES, NODES = 6, 3, 12
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
 MODELS = {
     "gcn": lambda: pyg.GCNConv(WIDTH, CLASSES),
     "sage": lambda: pyg.SAGEConv(WIDTH, CLASSES),
     "gat": lambda: pyg.GATConv(WIDTH, CLASSES, heads=2, concat=False),
+    "gin": lambda: pyg.GINConv(_mlp(), train_eps=True),
+    "pna": lambda: pyg.PNAConv(WIDTH, CLASSES, ["mean", "max", "std"], ["identity"], torch.tensor([1, 4, 7])),
 }
 
 
@@ -37,9 +47,19 @@ def trained(model: nn.Module) -> gnnc.CompiledModel:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def stages(request: pytest.FixtureRequest) -> dict[str, torch.fx.GraphModule]:
+def parts(request: pytest.FixtureRequest) -> dict[str, Parts]:
     torch.manual_seed(0)
-    return dict(trained(MODELS[request.param]()).stages)
+    return dict(trained(MODELS[request.param]())._dispatch.last.snapshots)
+
+
+@pytest.fixture(scope="module")
+def stages(parts: dict[str, Parts]) -> dict[str, torch.fx.GraphModule]:
+    return {name: stage.forward for name, stage in parts.items()}
+
+
+def test_golden(parts: dict[str, Parts], golden: Callable[..., None]) -> None:
+    golden(format_program(parts["reorder"]), "before")
+    golden(format_program(parts["joint"]), "after")
 
 
 def test_each_parameter_has_a_gradient_behind_the_outputs(stages: dict[str, torch.fx.GraphModule]) -> None:
@@ -160,3 +180,55 @@ def test_a_gru_is_differentiated() -> None:
     torch.manual_seed(0)
     cell = nn.GRUCell(WIDTH, WIDTH)
     assert "tanh_backward" in joint_of(lambda h, _: cell(h, h))
+
+
+@torch.library.custom_op("gnnc_tests::without_gradient", mutates_args=())
+def without_gradient(x: Tensor) -> Tensor:
+    """Return twice ``x``; there is no gradient."""
+    return x * 2
+
+
+@torch.library.custom_op("gnnc_tests::writing_gradient", mutates_args=())
+def writing_gradient(x: Tensor) -> Tensor:
+    """Return twice ``x``; the gradient is written into a strided view."""
+    return x * 2
+
+
+without_gradient.register_fake(torch.empty_like)
+writing_gradient.register_fake(torch.empty_like)
+
+
+def _written(ctx: object, grad: Tensor) -> Tensor:
+    out = grad * 2
+    out.as_strided((3,), (2,)).fill_(1.0)
+    return out
+
+
+writing_gradient.register_autograd(_written)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda h: without_gradient(h), r"\[conv\] has an op without a gradient .*without_gradient"),
+        (lambda h: torch.igamma(h.abs(), h.abs() + 1), r"\[conv\] .*igamma"),
+        (lambda h: writing_gradient(h), r"\[.*\] its gradient writes into a tensor in place"),
+        (lambda h: h.cumprod(0), "another one for other sizes of its arguments"),
+    ],
+)
+def test_gradients_that_have_no_graph_are_refused(function: Callable[[Tensor], Tensor], reason: str) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = Formula(lambda h, _: function(h))
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.conv(x, edge_index)
+
+    with pytest.raises(UnsupportedError, match=reason):
+        trained(Outer())
+
+
+def test_a_model_whose_outputs_have_no_gradient_is_left_alone() -> None:
+    stages = dict(trained(Formula(lambda h, _: h.argmax(1))).stages)
+    assert str(stages["joint"].graph) == str(stages["reorder"].graph)
