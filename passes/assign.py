@@ -187,7 +187,10 @@ def _fixed(graph: fx.Graph) -> dict[Node, str]:
     logits = dict.fromkeys(_softmax_logits(graph), "its result is the logits of an edge softmax")
     cancelling = dict.fromkeys(variances(graph), "its result is a part of a variance, of which most cancels")
     norms = dict.fromkeys(statistics(graph), "its result is the statistics of a norm of its operand")
-    return logits | cancelling | norms
+    gradients = dict.fromkeys(
+        _readers_of_logit_gradients(graph), "its operand is the gradient of the logits of an edge softmax"
+    )
+    return logits | cancelling | norms | gradients
 
 
 def _softmax_logits(graph: fx.Graph) -> set[Node]:
@@ -203,3 +206,20 @@ def _softmax_logits(graph: fx.Graph) -> set[Node]:
         if op_of(node) is None:
             pending += node.all_input_nodes
     return {node for node in found if (op := op_of(node)) and op.kind == "edge"}
+
+
+def _readers_of_logit_gradients(graph: fx.Graph) -> set[Node]:
+    """Return the ops that would round what elementwise ops make of the gradient of logits."""
+    found: set[Node] = set()
+    pending = [node for node in graph.nodes if str(node.target) == "gnnc.edge_softmax_backward.default"]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            op = op_of(user)
+            if op is not None and any(argument(user, name) is node for name in op.low_operands):
+                found.add(user)
+            elif op is None and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return found
