@@ -156,10 +156,13 @@ class Dispatch:
         return self._slow_call(args, kwargs, form, tensors)
 
     def capture_examples(self) -> None:
-        """Capture with ``example_inputs``; InputError where they are not on the model's device."""
+        """Capture with ``example_inputs``; InputError where they are not on the model's device.
+
+        The program is of calls that want no gradients: training takes its scales at each call.
+        """
         args = to_dicts(self._examples or ())
         call = self._flattened(args, {})
-        with self.lock:
+        with self.lock, torch.no_grad():
             self._tried.add(self._structural_key(call))
             self._capture(call, args, {}, None, examples=True)
 
@@ -332,7 +335,8 @@ class Dispatch:
         """Capture with ``example_inputs``, where the model is now, if they are a call of this key."""
         if self._examples is None or any(autocast_mode()):  # examples run in FP32 alone
             return
-        if key in self._tried:
+        *_, wanted = key
+        if wanted is not None or key in self._tried:  # scales of training are taken at each call
             return
         self._tried.add(key)
         try:
