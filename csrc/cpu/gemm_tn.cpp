@@ -11,6 +11,7 @@ namespace gnnc {
 namespace {
 
 using sparse::Matrix;
+using sparse::MaybeTensor;
 using sparse::ScalarType;
 using sparse::Tensor;
 
@@ -29,21 +30,30 @@ void add_up(const GemmTnArgs& g, const float* sums, int64_t chunks, float* out) 
   }
 }
 
-void gemm_tn(Tensor a, Tensor b, Tensor out) {
+GradMatrix grad_matrix(const Matrix& m, const MaybeTensor& scale, const char* name) {
+  const bool is_quantized = m.type == ScalarType::Char;
+  STD_TORCH_CHECK(is_quantized == scale.has_value(), "gemm_tn: ", name,
+                  is_quantized ? " is int8 and needs a scale for each row" : " is not int8 and takes no scale");
+  const auto* scales =
+      is_quantized ? sparse::flat<float>(*scale, ScalarType::Float, m.rows, "gemm_tn", "a scale") : nullptr;
+  const GradElement element = is_quantized                     ? GradElement::i8
+                              : m.type == ScalarType::BFloat16 ? GradElement::bf16
+                                                               : GradElement::f32;
+  return {m.data, scales, element, m.stride};
+}
+
+void gemm_tn(Tensor a, Tensor b, Tensor out, MaybeTensor a_scale, MaybeTensor b_scale) {
   const Matrix left = sparse::matrix(a, "gemm_tn", "a"), right = sparse::matrix(b, "gemm_tn", "b");
-  STD_TORCH_CHECK(left.type != ScalarType::Char && right.type != ScalarType::Char,
-                  "gemm_tn: a and b must be float32 or bfloat16");
+  const GradMatrix rows_of_a = grad_matrix(left, a_scale, "a"), rows_of_b = grad_matrix(right, b_scale, "b");
   STD_TORCH_CHECK(left.rows == right.rows, "gemm_tn: a has ", left.rows, " rows, but b has ", right.rows);
   auto* result =
       sparse::flat<float>(out, ScalarType::Float, product(left.width, right.width, "gemm_tn"), "gemm_tn", "out");
   check_apart({{out, "out"}}, {{a, "a"}, {b, "b"}}, "gemm_tn");
   if (left.width == 0 || right.width == 0) return;
-  GemmTnArgs g{left.data, right.data, left.type == ScalarType::BFloat16, right.type == ScalarType::BFloat16};
+  GemmTnArgs g{rows_of_a, rows_of_b};
   g.inner = left.width;
   g.outer = right.width;
   g.padded = (g.outer + kGradColumns - 1) / kGradColumns * kGradColumns;
-  g.a_stride = left.stride;
-  g.b_stride = right.stride;
   const int64_t values = product(g.inner, g.padded, "gemm_tn");
   const int64_t most = std::clamp<int64_t>(kMostValues / values, 1, kMostChunks);
   const int64_t chunks = std::clamp<int64_t>(left.rows / kChunkRows, 1, most);
@@ -63,6 +73,8 @@ void gemm_tn(Tensor a, Tensor b, Tensor out) {
 }  // namespace
 }  // namespace gnnc
 
-STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) { m.def("gemm_tn(Tensor a, Tensor b, Tensor(a!) out) -> ()"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
+  m.def("gemm_tn(Tensor a, Tensor b, Tensor(a!) out, Tensor? a_scale=None, Tensor? b_scale=None) -> ()");
+}
 
 STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("gemm_tn", TORCH_BOX(&gnnc::gemm_tn)); }

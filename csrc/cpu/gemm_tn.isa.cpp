@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "gnnc/simd.h"
 #include "scratch.h"
@@ -14,21 +15,30 @@ namespace {
 constexpr int64_t kBlock = 128;
 constexpr int kRows = kLanes == 16 ? 8 : 6;  // with two vectors each, as many sums as there are registers for
 
-// Copies `rows` rows of `width` values to floats, `padded` apart, with zeros behind the width.
+// Copies `rows` rows of `width` values to floats, `padded` apart, with zeros behind the width; int8 rows times a scale.
 template <typename T>
-void pack(const T* from, int64_t stride, int64_t rows, int64_t width, int64_t padded, float* to) {
+void pack(const T* from, const float* scale, int64_t stride, int64_t rows, int64_t width, int64_t padded, float* to) {
   for (int64_t r = 0; r < rows; ++r, from += stride, to += padded) {
+    const auto value = [&](int64_t c, auto count) {
+      const Floats loaded = load(from + c, count);
+      if constexpr (std::is_same_v<T, int8_t>) return loaded * splat(scale[r]);
+      return loaded;
+    };
     int64_t c = 0;
-    for (; c + kLanes <= width; c += kLanes) store(to + c, load(from + c));
-    if (c < width) store(to + c, load(from + c, Tail{static_cast<int>(width - c)}), Tail{static_cast<int>(width - c)});
+    for (; c + kLanes <= width; c += kLanes) store(to + c, value(c, Whole{}));
+    const Tail tail{static_cast<int>(width - c)};
+    if (c < width) store(to + c, value(c, tail), tail);
     for (c = width; c < padded; ++c) to[c] = 0.0f;
   }
 }
 
-void pack(const void* from, bool is_bf16, int64_t row, int64_t stride, int64_t rows, int64_t width, int64_t padded,
-          float* to) {
-  if (is_bf16) return pack(static_cast<const Bf16*>(from) + row * stride, stride, rows, width, padded, to);
-  pack(static_cast<const float*>(from) + row * stride, stride, rows, width, padded, to);
+void pack(const GradMatrix& m, int64_t row, int64_t rows, int64_t width, int64_t padded, float* to) {
+  const auto rest = [&](const auto* from, const float* scale) {
+    pack(from + row * m.stride, scale, m.stride, rows, width, padded, to);
+  };
+  if (m.element == GradElement::bf16) return rest(static_cast<const Bf16*>(m.data), nullptr);
+  if (m.element == GradElement::i8) return rest(static_cast<const int8_t*>(m.data), m.scale + row);
+  rest(static_cast<const float*>(m.data), nullptr);
 }
 
 // Adds the products of `rows` rows to R x V vectors of the result.
@@ -63,8 +73,8 @@ void gemm_tn(const GemmTnArgs& g, int64_t begin, int64_t end, float* out) {
   auto* b = rights.get<float>(static_cast<size_t>(kBlock * g.padded));
   for (int64_t row = begin; row < end; row += kBlock) {
     const int64_t rows = std::min(kBlock, end - row);
-    pack(g.a, g.a_is_bf16, row, g.a_stride, rows, g.inner, g.inner, a);
-    pack(g.b, g.b_is_bf16, row, g.b_stride, rows, g.outer, g.padded, b);
+    pack(g.a, row, rows, g.inner, g.inner, a);
+    pack(g.b, row, rows, g.outer, g.padded, b);
     int64_t k = 0;
     const auto strips = [&]<int R>() {
       for (; k + R <= g.inner; k += R) strip<R>(a + k, g.inner, b, g.padded, rows, out + k * g.padded);

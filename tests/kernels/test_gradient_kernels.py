@@ -49,6 +49,33 @@ def test_gemm_tn(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("other", ["int8", "float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [0, 1, 127, 129, 20_000])
+@pytest.mark.parametrize(("inner", "outer"), [(1, 1), (7, 47), (47, 7), (6, 32), (64, 33)])
+def test_gemm_tn_of_quantized_rows(rows: int, inner: int, outer: int, other: str) -> None:
+    a, a_scale = quantized_rows(rows, inner)
+    b, b_scale = quantized_rows(rows, outer)
+    if other != "int8":
+        b, b_scale = torch.randn(rows, outer).to(getattr(torch, other)), None
+
+    def call() -> Tensor:
+        out = torch.full((inner, outer), float("nan"))
+        ops().gemm_tn(a, b, out, a_scale, b_scale)
+        return out
+
+    right = b.double() if b_scale is None else b.double() * b_scale.double()[:, None]
+    expected = (a.double() * a_scale.double()[:, None]).t() @ right
+    torch.testing.assert_close(
+        same_at_any_thread_count(call).double(), expected, rtol=1e-4, atol=1e-6 * max(rows, 1) ** 0.5 * 10
+    )
+
+
+def quantized_rows(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return int8 rows, padded to 64 bytes, and a scale for each."""
+    padded = torch.randint(-127, 128, (rows, -(-width // 64) * 64), dtype=torch.int8)
+    return padded[:, :width], torch.rand(rows) / 100
+
+
 @pytest.mark.parametrize("width", [0, 1, 7, 8, 16, 47, 64])
 @pytest.mark.parametrize("rows", [0, 1, 5000])
 def test_relu(rows: int, width: int) -> None:
@@ -76,6 +103,13 @@ def test_refusals() -> None:
     a, b = torch.randn(4, 3), torch.randn(5, 2)
     with pytest.raises(RuntimeError, match="a has 4 rows, but b has 5"):
         ops().gemm_tn(a, b, torch.zeros(3, 2))
+    q, scale = quantized_rows(4, 2)
+    with pytest.raises(RuntimeError, match="b is int8 and needs a scale for each row"):
+        ops().gemm_tn(a, q, torch.zeros(3, 2))
+    with pytest.raises(RuntimeError, match="a is not int8 and takes no scale"):
+        ops().gemm_tn(a, q, torch.zeros(3, 2), scale, scale)
+    with pytest.raises(RuntimeError, match="a scale must have 4 elements"):
+        ops().gemm_tn(a, q, torch.zeros(3, 2), None, scale[:3])
     with pytest.raises(RuntimeError, match="mask must have 4 elements"):
         ops().relu_backward(a, torch.zeros(9, dtype=torch.uint8), torch.zeros(4, 3))
     with pytest.raises(RuntimeError, match="alpha has 3 rows, but there are 2 edges"):

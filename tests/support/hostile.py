@@ -69,7 +69,10 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
         "edge_softmax_backward": [
             (g.rowptr, torch.rand(EDGES, 1), torch.randn(EDGES, 1), torch.zeros(EDGES, 1))
         ],
-        "gemm_tn": [(x, torch.randn(ROWS, 4), torch.zeros(width, 4))],
+        "gemm_tn": [
+            (x, torch.randn(ROWS, 4), torch.zeros(width, 4)),
+            (q, torch.randn(ROWS, 4), torch.zeros(width, 4), scale, None),
+        ],
         "relu_mask": [(x, bits)],
         "relu_backward": [(x, bits.clone(), torch.zeros(ROWS, width))],
         "softmax_sum": [
