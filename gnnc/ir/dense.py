@@ -1,4 +1,4 @@
-"""Dense ops: matrix product with a weight, its integer form, and the product over nodes for its gradient."""
+"""Dense ops: matrix product with a weight, the product over nodes for its gradient, and both of integers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -141,6 +141,11 @@ def _gemm_tn_fake(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty((a.shape[-1], b.shape[-1]), dtype=dtype)
 
 
+def _gemm_tn_cost(a: Tensor, b: Tensor, a_scale: Tensor | None = None, b_scale: Tensor | None = None) -> Cost:
+    result = size_expr(a.shape[-1]) * size_expr(b.shape[-1])
+    return Cost(nbytes(a, b, a_scale, b_scale) + result * 4, numel(a) * size_expr(b.shape[-1]) * 2)
+
+
 def _gemm_tn_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -178,11 +183,9 @@ GEMM_TN = define(
         label="dw{n}",
         reference=gemm_tn_reference,
         fake=_gemm_tn_fake,
-        cost=lambda a, b: Cost(
-            nbytes(a, b) + size_expr(a.shape[-1]) * size_expr(b.shape[-1]) * 4,
-            numel(a) * size_expr(b.shape[-1]) * 2,
-        ),
+        cost=_gemm_tn_cost,
         gradient=Gradient(_gemm_tn_backward, _gemm_tn_setup),
+        quantized="qgemm_tn",
         samples=_gemm_tn_samples,
         error_inputs=lambda: [ErrorInput((torch.ones(2, 3), torch.ones(4, 3)), "the same rows")],
     )
@@ -238,6 +241,76 @@ QGEMM = define(
             ErrorInput(
                 (torch.ones(2, 3, dtype=torch.int8), torch.ones(4, 5, dtype=torch.int8)),
                 "inner width",
+            )
+        ],
+    )
+)
+
+
+def qgemm_tn_reference(
+    a: Tensor, b: Tensor, a_scale: Tensor | None = None, b_scale: Tensor | None = None
+) -> Tensor:
+    """Return ``a.T @ b``, summed over all rows, of which one matrix or both are quantized by rows.
+
+    Args:
+        a: quantized or floating ``[N, K]``.
+        b: quantized or floating ``[N, O]``.
+        a_scale: float32 ``[N]``, the scale of each row of a quantized ``a``; None: ``a`` is floating.
+        b_scale: the same of ``b``.
+
+    Returns:
+        float32 ``[K, O]``: the sums of products of ``float(q) * scale``.
+
+    Raises:
+        InputError: the matrices do not have the same rows.
+    """
+    left, right = (
+        rows.float() if scale is None else rows.float() * scale[:, None]
+        for rows, scale in ((a, a_scale), (b, b_scale))
+    )
+    return gemm_tn_reference(left, right)
+
+
+def _qgemm_tn_fake(
+    a: Tensor, b: Tensor, a_scale: Tensor | None = None, b_scale: Tensor | None = None
+) -> Tensor:
+    _check_rows(a, b)
+    return a.new_empty((a.shape[-1], b.shape[-1]), dtype=torch.float32)
+
+
+def _qgemm_tn_samples() -> Sequence[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def int8(*shape: int) -> Tensor:
+        return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+
+    scale = torch.rand(9, generator=generator) / 100
+    return [
+        (int8(9, 7), int8(9, 3), scale, scale.flip(0)),
+        (torch.randn(9, 7, generator=generator), int8(9, 3), None, scale),
+        (int8(9, 7), torch.randn(9, 3, generator=generator), scale, None),
+        (int8(0, 4), int8(0, 6), torch.empty(0), torch.empty(0)),
+    ]
+
+
+QGEMM_TN = define(
+    Op(
+        name="qgemm_tn",
+        schema="(Tensor a, Tensor b, Tensor? a_scale=None, Tensor? b_scale=None) -> Tensor",
+        kind="dense",
+        family="gemm",
+        features=("a", "b"),
+        result_dtype=torch.float32,
+        counted_as="gemm",
+        label="dw{n}",
+        reference=qgemm_tn_reference,
+        fake=_qgemm_tn_fake,
+        cost=_gemm_tn_cost,
+        no_gradient="integers have no gradient; the straight-through rule belongs to the joint graph",
+        samples=_qgemm_tn_samples,
+        error_inputs=lambda: [
+            ErrorInput(
+                (torch.ones(2, 3), torch.ones(4, 3, dtype=torch.int8), None, torch.ones(4)), "the same rows"
             )
         ],
     )

@@ -97,7 +97,10 @@ def _problem_of_dtypes(call: Call) -> str | None:
         qtype = call.qtype(name)
         if name in integers and qtype is None:
             return f"takes {tensor.dtype} as {name}, where {call.op} needs quantized values; quantize it"
-        if name in _FLOATS and name not in integers and qtype is not None:
+        is_scaled = call.given.get(f"{name}_scale") is not None
+        if is_scaled and qtype is None:
+            return f"takes {tensor.dtype} as {name} and a scale for it; quantize it, or leave the scale out"
+        if name in _FLOATS and name not in integers and qtype is not None and not is_scaled:
             return f"takes {qtype} as {name}, where {call.op} needs numbers; dequantize it, or use q{call.op}"
         if qtype is not None and tensor.dtype != qtype.dtype:
             return f"takes {tensor.dtype} as {name}, which says {qtype}; its dtype must be {qtype.dtype}"
@@ -166,7 +169,8 @@ def _problem_of_widths(call: Call) -> str | None:
 def _problem_of_scales(call: Call) -> str | None:
     if call.given.get("x_scale") is not None and call.given.get("shift") is not None:
         return "has both x_scale and shift; rows are scaled one way: leave one out"
-    if (call.given.get("a_scale") is None) != (call.given.get("b_scale") is None):
+    is_of_edges = call.op == "qsddmm"
+    if is_of_edges and (call.given.get("a_scale") is None) != (call.given.get("b_scale") is None):
         return "has a scale for the rows of one end only; give both a_scale and b_scale, or neither"
     if call.op not in ("quantize", "dequantize"):
         return None

@@ -3,16 +3,18 @@
 import torch
 from torch.fx import Node
 
-from gnnc.ir.nodes import unpack
+from gnnc.ir.nodes import arguments, unpack
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Refusal, planned
 
+_SCALES = ("a_scale", "b_scale")
 
-@kernel("gnnc.gemm_tn", backend="cpu", name="gemm_tn", priority=10)
+
+@kernel("gnnc.gemm_tn", "gnnc.qgemm_tn", backend="cpu", name="gemm_tn", priority=10, elements=("int8",))
 class GemmTn:
-    """Kernel ``gnnc_cpu.gemm_tn``: float or bf16 rows, summed in FP32."""
+    """Kernel ``gnnc_cpu.gemm_tn``: float, bf16 or int8 rows, summed in FP32."""
 
     @staticmethod
     @planned
@@ -20,7 +22,7 @@ class GemmTn:
         """Return the widths of both matrices; refuse operands that the kernel does not read."""
         values = [value.meta["val"] for value in unpack(node, "a", "b")]
         for value in values:
-            if value.dtype not in (torch.float32, torch.bfloat16):
+            if value.dtype not in (torch.float32, torch.bfloat16, torch.int8):
                 raise Refusal(f"an operand is {value.dtype}")
             if value.dim() != 2:
                 raise Refusal("an operand is not a matrix")
@@ -32,6 +34,8 @@ class GemmTn:
         matrices = [
             emitter.matrix(value, width) for value, width in zip(unpack(node, "a", "b"), plan, strict=True)
         ]
+        given = arguments(node)
+        scales = [None if given.get(name) is None else emitter.vector(given[name]) for name in _SCALES]
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu.gemm_tn.default, "gemm_tn")
-        emitter.call(op, [*matrices, out.written])
+        emitter.call(op, [*matrices, out.written, *scales])
