@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gnnc.ir.nodes import shape_of
+from gnnc.ir.nodes import qtype_of, shape_of
 from gnnc.ir.quantized import STATIC_RANGE
 from gnnc.runtime.program.checks import check_finite, check_range, check_values_in_range
 from gnnc.runtime.program.launches import (
@@ -161,10 +161,16 @@ class Emitter(Values):
     # Inside
 
     def _output(self, node: Node, dtype: torch.dtype, rows: Any, width: int) -> Expr:
+        """Take memory that outlives the call; quantized rows, which no caller sees, are padded."""
+        stride = width if qtype_of(node) is None else self.padded(width, dtype)
         name = self.fresh("out")
         kind = self.bind(dtype, "dtype")
-        self.append(Take(name, self.size(rows), width, kind.text))
-        return self._settle(node, variable(name), width)
+        self.append(Take(name, self.size(rows), stride, kind.text))
+        if stride == width:
+            return self._settle(node, variable(name), width)
+        part = Let(self.fresh("t"), expr("{}[:, :{}]", variable(name), width))
+        self.append(part)
+        return self._settle(node, variable(part.result), width)
 
     def _settle(self, node: Node, matrix: Expr, width: int) -> Expr:
         """Give a node the value of a dense matrix, as a view where the node has another shape."""

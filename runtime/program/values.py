@@ -240,8 +240,11 @@ class Values(StatementList):
 
 
 def padded_rows(rows: torch.Tensor, stride: int) -> torch.Tensor:
-    """Return a copy of int8 rows with ``stride`` elements from one row to the next."""
+    """Return int8 rows with ``stride`` elements from one row to the next: a copy, unless they have these."""
     count, width = rows.shape
+    end = rows.storage_offset() + count * stride
+    if rows.stride() == (stride, 1) and end <= rows.untyped_storage().nbytes():
+        return rows
     out = rows.new_empty((count, stride))[:, :width]
     return out.copy_(rows)
 
