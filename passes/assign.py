@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import fx
 from torch.fx import Node
@@ -21,6 +21,7 @@ from gnnc.ir.nodes import argument
 from gnnc.ir.op import Op, op_of
 from gnnc.ir.parts import BACKWARD_LAYER
 from gnnc.passes.base import Context, Property
+from gnnc.passes.quantization.last_layer import last_layer
 from gnnc.passes.quantization.norm_statistics import statistics
 from gnnc.passes.quantization.number_formats import CHOSEN, FULL, Option, options_of, width_of
 from gnnc.passes.quantization.variances import variances
@@ -37,12 +38,20 @@ class Assign:
             bytes: an int8 row is padded to as many, so nothing would be saved. None: as the backend says.
         min_inner_width: a GEMM stays FP32 below this inner width: one integer dot instruction
             takes four products.
+        last_layer: the last product and aggregation before each output of a model that trains, forward and
+            backward, stay ``fp32`` in an integer precision (Tango, SC'23, section 3.2), or are ``low`` too.
     """
 
     min_row_bytes: int | None = None
     min_inner_width: int = 4
+    last_layer: Literal["fp32", "low"] = "fp32"
     name: ClassVar[str] = "assign"
     establishes: ClassVar[frozenset[Property]] = frozenset({Property.ASSIGNED})
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown rule for the last layer."""
+        if self.last_layer not in ("fp32", "low"):
+            raise PrecisionError(f"Assign: last_layer must be 'fp32' or 'low', got {self.last_layer!r}")
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Annotate the graph; nothing else changes."""
@@ -52,12 +61,15 @@ class Assign:
             _check_supported(precision, ctx)
         named = _named(primitives, ctx)
         fixed = _fixed(gm.graph)
+        last = last_layer(gm) if self.last_layer == "fp32" else ()
         if ctx.precision == AUTO and ctx.choice is None:
             ctx.choice = Choice.make(gm, ctx, self._allowed(primitives, fixed, named, ctx))
         for node in primitives:
             option = _option(node, named, ctx)
             chosen = node in named or ctx.precision == AUTO
             reason = None if option == FULL else self._stays_fp32(node, fixed, option.precision, chosen, ctx)
+            if reason is None and node in last and option.precision.is_integer and not chosen:
+                reason = "it is next to an output, and no later layer averages its rounding errors"
             kept = option if reason is None else FULL
             node.meta["precision"], node.meta["granularity"] = kept.precision, kept.granularity
             node.meta[CHOSEN] = chosen

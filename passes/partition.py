@@ -2,10 +2,11 @@
 
 The forward graph has what the outputs need, what is drawn at random, and what turns a matrix into a narrower
 one that gradients read instead, such as a mask. It returns, behind its outputs, the values that the backward
-graph reads: of an FP32 matrix the copy in 16 bits, where there is one. Views, constants, values of weights
-alone, attention weights and elementwise arithmetic on what is kept are not kept, but computed again.
+graph reads: of an FP32 matrix the copy in 16 or 8 bits, where there is one. Views, constants, values of
+weights alone, attention weights and elementwise arithmetic on what is kept are not kept, but computed again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -28,7 +29,8 @@ from gnnc.ir.parts import GRADIENTS, RESULTS, SAVED, Parts
 from gnnc.ir.source import WRITTEN, Source, source_of
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.node_builder import is_of_model
-from gnnc.passes.rewrite.recompute import add_half_copy, edge_counts, half_copy, is_cheap, is_made_of_nodes
+from gnnc.passes.rewrite.recompute import edge_counts, is_cheap, is_made_of_nodes
+from gnnc.passes.rewrite.saved_copies import SavedCopy, copy_in, find_copy, may_add_copy, read_copies
 
 SIDE = "side"
 """Key of ``node.meta``: the part that a node of a joint graph belongs to, ``forward`` or ``backward``."""
@@ -49,7 +51,7 @@ class Partition:
         gm = parts.forward
         count = len(outputs_of(gm.graph)) - len(gm.meta[GRADIENTS])
         _set_sides(gm, count)
-        cut = _Cut(gm, count, adds_copies=str(ctx.precision) == "bf16")
+        cut = _Cut(gm, count, add_copy=copy_in(ctx.precision))
         forward, backward = cut.forward_graph(), cut.backward_graph()
         return replace(parts, forward=forward, backward=backward)
 
@@ -97,17 +99,17 @@ class _Cut:
         gm: the joint graph, whose calls are marked.
         count: how many of its outputs are the caller's.
         again: nodes of the forward graph that the backward graph computes again.
-        adds_copies: whether matrices that are saved are rounded to bfloat16.
+        add_copy: makes a copy in fewer bits of a matrix that is saved; None: it is saved as it is.
         saved: nodes that the forward graph returns for the backward graph.
-        rounded: the saved 16-bit copy that stands for an FP32 value.
+        rounded: the saved copy in fewer bits that stands for an FP32 value.
     """
 
     gm: fx.GraphModule
     count: int
-    adds_copies: bool = False
+    add_copy: Callable[[Node], SavedCopy] | None = None
     again: set[Node] = field(default_factory=set)
     saved: dict[Node, None] = field(default_factory=dict)
-    rounded: dict[Node, Node] = field(default_factory=dict)
+    rounded: dict[Node, SavedCopy] = field(default_factory=dict)
     _edges: set[Any] = field(default_factory=set)
     _of_nodes: dict[Node, bool] = field(default_factory=dict)
 
@@ -123,15 +125,19 @@ class _Cut:
         self._drop_cheap()
 
     def _round(self) -> None:
-        """Keep the 16-bit copies of FP32 matrices instead of these."""
+        """Keep the copies in fewer bits of FP32 matrices instead of these."""
         outputs = set(outputs_of(self.gm.graph)[: self.count])
         for node in [node for node in self.saved if node not in outputs]:
-            copy = half_copy(node) or (add_half_copy(node, self._edges) if self.adds_copies else None)
-            if copy is not None:
-                copy.meta[SIDE] = "forward"
-                del self.saved[node]
-                self.saved[copy] = None
-                self.rounded[node] = copy
+            copy = find_copy(node)
+            if copy is None and self.add_copy is not None and may_add_copy(node, self._edges):
+                copy = self.add_copy(node)
+            if copy is None:
+                continue
+            del self.saved[node]
+            self.rounded[node] = copy
+            for part in copy.nodes:
+                part.meta[SIDE] = "forward"
+                self.saved[part] = None
 
     def _drop_cheap(self) -> None:
         """Compute again what elementwise arithmetic makes of the other values that are kept."""
@@ -215,12 +221,14 @@ class _Cut:
                 copies[node].meta["qtype"] = node.meta["qtype"]
         for node in self.gm.graph.nodes:
             if node in self.rounded:
-                copies[node] = _widened(graph, copies[self.rounded[node]], node)
+                copies[node] = self.rounded[node].widen(graph, copies, node)
             elif node.meta.get(SIDE) == "backward" or node in self.again:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         gradients = [copies[node] for node in outputs_of(self.gm.graph)[self.count :]]
         graph.output(tuple(_clone(graph, g) if _is_given(g) else g for g in gradients))
-        return fx.GraphModule(self.gm, graph, "Backward")
+        backward = fx.GraphModule(self.gm, graph, "Backward")
+        read_copies(backward)
+        return backward
 
     def _read(self) -> set[Node]:
         nodes = [n for n in self.gm.graph.nodes if n.meta.get(SIDE) == "backward" or n in self.again]
@@ -242,18 +250,6 @@ def _is_of_weights(node: Node) -> bool:
 
 def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | int)
-
-
-def _widened(graph: fx.Graph, copy: Node, node: Node) -> Node:
-    """Return the FP32 value of a 16-bit copy, where gradients read the value that it was made of."""
-    wide = graph.call_function(torch.ops.aten._to_copy.default, (copy,), {"dtype": torch.float32})
-    value = node.meta["val"]
-    wide.meta = {"val": copy.meta["val"].to(torch.float32), "layer": node.meta.get("layer", "")}
-    if copy.meta["val"].dim() == value.dim():
-        return wide
-    view = graph.call_function(torch.ops.aten.reshape.default, (wide, [-1, *value.shape[1:]]))
-    view.meta = {"val": value, "layer": node.meta.get("layer", "")}
-    return view
 
 
 def _is_given(node: Node) -> bool:

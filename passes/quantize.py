@@ -263,6 +263,19 @@ def _gemm(build: _Builder) -> Node | None:
     return build.aten("reshape", result, [-1, *(shape_or_none(build.node) or ())[1:]])
 
 
+def _gemm_tn(build: _Builder) -> Node:
+    """Replace a product over nodes by the one of quantized rows; the model's own inputs stay as they are."""
+    rows: list[Node] = []
+    scales: list[Node | None] = []
+    for value in (argument(build.node, "a"), argument(build.node, "b")):
+        quantized, scale = (
+            (value, None) if value.op == "placeholder" else build.quantize_rows(value, build.qtype())
+        )
+        rows.append(quantized)
+        scales.append(scale)
+    return build.op("qgemm_tn", *rows, *scales)
+
+
 def _spmm(build: _Builder) -> Node:
     named = arguments(build.node)
     return _aggregate(build, named["col"], named["value"])
@@ -372,6 +385,7 @@ def _gradient_scales(build: _Builder, operands: Mapping[str, Node]) -> dict[str,
 
 _INTEGER: dict[str, Callable[[_Builder], Node | None]] = {
     "gemm": _gemm,
+    "gemm_tn": _gemm_tn,
     "spmm": _spmm,
     "segment_reduce": _segment_reduce,
     "sddmm": _sddmm,

@@ -78,10 +78,10 @@ def refuse_precisions(owner: str, precisions: Collection[Precision]) -> None:
         UnsupportedError: names the precision, and those that train.
     """
     for precision in precisions:
-        if precision == AUTO or precision.is_integer:
+        if precision == AUTO:
             raise UnsupportedError(
                 f"[{owner}] this call would need gradients, and a model compiled to {precision} has none: "
-                "compile it with precision='fp32', 'bf16' or 'fp16' to train, or call it under "
+                "compile it with precision='fp32', 'bf16', 'fp16' or 'int8' to train, or call it under "
                 "torch.no_grad() or torch.inference_mode()"
             )
 

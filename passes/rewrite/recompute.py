@@ -8,12 +8,10 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.aten import TRANSCENDENTAL
-from gnnc.ir.exact_reads import EXACT
 from gnnc.ir.nodes import (
     aten_name,
     first_operand,
     holds_tensor,
-    is_float,
     is_pointwise,
     is_random,
     is_view,
@@ -24,9 +22,6 @@ from gnnc.ir.source import WRITTEN
 
 _ALONG_EDGES = frozenset(("sddmm", "edge_map", "edge_softmax"))
 """Primitives with a result for each edge that is cheaper to compute than to keep."""
-_HALVES = (torch.bfloat16, torch.float16)
-_MIN_WIDTH = 8
-"""Columns from which on a matrix is kept in 16 bits: a narrower one is of statistics or logits."""
 
 
 def edge_counts(graph: fx.Graph) -> set[Any]:
@@ -90,41 +85,3 @@ def _narrows(node: Node) -> bool:
         return False
     before, after = first_operand(node).meta["val"].dtype, node.meta["val"].dtype
     return after.itemsize < before.itemsize
-
-
-def half_copy(node: Node) -> Node | None:
-    """Return the 16-bit copy that a graph makes of an FP32 matrix, if gradients may read that instead."""
-    if not _may_be_rounded(node):
-        return None
-    views = [user for user in node.users if is_view(user) and _has_rows_of(user, node)]
-    return next((user for value in (node, *views) for user in value.users if _is_half_copy(user)), None)
-
-
-def _has_rows_of(view: Node, node: Node) -> bool:
-    widths = node.meta["val"].shape[1:]
-    return _rows(view) == _rows(node) and all(isinstance(width, int) for width in widths)
-
-
-def add_half_copy(node: Node, counts: set[Any]) -> Node | None:
-    """Return a new bfloat16 copy of an FP32 matrix of features; None for another value.
-
-    Args:
-        node: the value.
-        counts: the numbers of edges, from ``edge_counts``.
-    """
-    shape = node.meta["val"].shape if holds_tensor(node) else ()
-    is_matrix = len(shape) in (2, 3) and isinstance(shape[-1], int) and shape[-1] >= _MIN_WIDTH
-    if not is_matrix or isinstance(shape[0], int) or _rows(node) in counts or not _may_be_rounded(node):
-        return None
-    with node.graph.inserting_after(node):
-        copy = node.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": torch.bfloat16})
-    copy.meta = {"val": node.meta["val"].to(torch.bfloat16), "layer": node.meta.get("layer", "")}
-    return copy
-
-
-def _may_be_rounded(node: Node) -> bool:
-    return is_float(node) and node.op == "call_function" and EXACT not in node.meta
-
-
-def _is_half_copy(node: Node) -> bool:
-    return aten_name(node) == "_to_copy.default" and node.meta["val"].dtype in _HALVES

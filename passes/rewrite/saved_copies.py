@@ -1,0 +1,175 @@
+"""Copies in fewer bits of FP32 values of the forward pass, which the backward pass reads instead of these."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from gnnc.ir.exact_reads import EXACT
+from gnnc.ir.nodes import arguments, aten_name, holds_tensor, is_float, is_view, qtype_of
+from gnnc.ir.op import op_of, size_expr
+from gnnc.ir.qtype import QType
+from gnnc.precision import INT8, Precision
+
+_HALVES = (torch.bfloat16, torch.float16)
+_MIN_WIDTH = 8
+"""Columns from which on a matrix is kept in fewer bits: a narrower one is of statistics or logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCopy:
+    """Values of 16 bits, or quantized values with the scale of each row.
+
+    Attributes:
+        values: the matrix in fewer bits.
+        scale: FP32 scale of each row of quantized values; None for values of 16 bits.
+    """
+
+    values: Node
+    scale: Node | None = None
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes that hold the copy."""
+        return (self.values,) if self.scale is None else (self.values, self.scale)
+
+    def widen(self, graph: fx.Graph, copies: Mapping[Node, Node], node: Node) -> Node:
+        """Append the FP32 values of the copy to a graph, in the shape of the value that it is a copy of.
+
+        Args:
+            graph: the backward graph.
+            copies: its nodes, by those of the joint graph.
+            node: the value.
+        """
+        if self.scale is None:
+            options = {"dtype": torch.float32}
+            wide = graph.call_function(torch.ops.aten._to_copy.default, (copies[self.values],), options)
+        else:
+            args = (copies[self.values], copies[self.scale], "row")
+            wide = graph.call_function(torch.ops.gnnc.dequantize.default, args)
+        value, layer = node.meta["val"], node.meta.get("layer", "")
+        wide.meta = {"val": self.values.meta["val"].to(torch.float32), "layer": layer}
+        if wide.meta["val"].dim() == value.dim():
+            return wide
+        view = graph.call_function(torch.ops.aten.reshape.default, (wide, [-1, *value.shape[1:]]))
+        view.meta = {"val": value, "layer": layer}
+        return view
+
+
+def find_copy(node: Node) -> SavedCopy | None:
+    """Return the copy in fewer bits that a graph makes of an FP32 matrix, if gradients may read that."""
+    if not _may_be_rounded(node):
+        return None
+    views = [user for user in node.users if is_view(user) and _has_rows_of(user, node)]
+    users = [user for value in (node, *views) for user in value.users if user.args[0] is value]
+    quantized = next((user for user in users if _is_quantized_by_rows(user)), None)
+    if quantized is not None:
+        return SavedCopy(quantized, _node(quantized.args[1]))
+    half = next((user for user in users if _is_half_copy(user)), None)
+    return None if half is None else SavedCopy(half)
+
+
+def copy_in(precision: Precision) -> Callable[[Node], SavedCopy] | None:
+    """Return the function that adds a copy of a matrix to its graph; None: matrices are saved as they are.
+
+    fp16 adds none: not every value fits in its range.
+    """
+    if precision.name == "bf16":
+        return _add_half_copy
+    return _add_quantized_copy if precision == INT8 else None
+
+
+def may_add_copy(node: Node, counts: set[Any]) -> bool:
+    """Return whether a matrix of features, and no value for each edge, may be kept in fewer bits.
+
+    Args:
+        node: the value.
+        counts: the numbers of edges, from ``edge_counts``.
+    """
+    shape = node.meta["val"].shape if holds_tensor(node) else ()
+    is_matrix = len(shape) in (2, 3) and isinstance(shape[-1], int) and shape[-1] >= _MIN_WIDTH
+    if not is_matrix or isinstance(shape[0], int) or _rows(node) in counts:
+        return False
+    return _may_be_rounded(node)
+
+
+def _add_half_copy(node: Node) -> SavedCopy:
+    with node.graph.inserting_after(node):
+        copy = node.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": torch.bfloat16})
+    copy.meta = {"val": node.meta["val"].to(torch.bfloat16), "layer": node.meta.get("layer", "")}
+    return SavedCopy(copy)
+
+
+def _add_quantized_copy(node: Node) -> SavedCopy:
+    qtype = str(INT8.activation_qtype("row"))
+    ops, graph = torch.ops.gnnc, node.graph
+    with graph.inserting_after(node):
+        scale = graph.call_function(ops.scale.default, (node, qtype))
+    with graph.inserting_after(scale):
+        values = graph.call_function(ops.quantize.default, (node, scale, qtype))
+    value = node.meta["val"]
+    for new, made in (
+        (scale, value.new_empty(value.shape[:1])),
+        (values, value.new_empty(value.shape, dtype=torch.int8)),
+    ):
+        new.meta = {"val": made, "layer": node.meta.get("layer", ""), "precision": INT8}
+    values.meta["qtype"] = QType.parse(qtype)
+    return SavedCopy(values, scale)
+
+
+def read_copies(gm: fx.GraphModule) -> None:
+    """Let the products over nodes read quantized rows that a graph makes FP32 of, in place."""
+    for node in list(gm.graph.nodes):
+        op = op_of(node)
+        if op is None or op.name not in ("gemm_tn", "qgemm_tn"):
+            continue
+        given = {"a_scale": None, "b_scale": None, **arguments(node)}
+        for name in ("a", "b"):
+            if _is_of_rows(given[name]):
+                given[name], given[f"{name}_scale"] = given[name].args[:2]
+        if given["a_scale"] is None and given["b_scale"] is None:
+            continue
+        node.target = torch.ops.gnnc.qgemm_tn.default
+        node.args, node.kwargs = tuple(given[name] for name in ("a", "b", "a_scale", "b_scale")), {}
+    gm.graph.eliminate_dead_code()
+
+
+def _is_of_rows(node: Node) -> bool:
+    op = op_of(node)
+    return (
+        op is not None
+        and op.name == "dequantize"
+        and node.args[2] == "row"
+        and qtype_of(_node(node.args[0])) is not None
+    )
+
+
+def _has_rows_of(view: Node, node: Node) -> bool:
+    widths = node.meta["val"].shape[1:]
+    return _rows(view) == _rows(node) and all(isinstance(width, int) for width in widths)
+
+
+def _rows(node: Node) -> Any:
+    value = node.meta["val"]
+    return size_expr(value.shape[0]) if isinstance(value, torch.Tensor) and value.dim() else None
+
+
+def _may_be_rounded(node: Node) -> bool:
+    return is_float(node) and node.op == "call_function" and EXACT not in node.meta
+
+
+def _is_half_copy(node: Node) -> bool:
+    return aten_name(node) == "_to_copy.default" and node.meta["val"].dtype in _HALVES
+
+
+def _is_quantized_by_rows(node: Node) -> bool:
+    op = op_of(node)
+    return op is not None and op.name == "quantize" and QType.parse(str(node.args[2])).granularity == "row"
+
+
+def _node(value: Any) -> Node:
+    assert isinstance(value, Node)
+    return value
