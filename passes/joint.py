@@ -6,7 +6,7 @@ alone, such as the transpose of a CSR, moves to the structure graph.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
@@ -106,7 +106,7 @@ def _differentiated(gm: fx.GraphModule) -> fx.GraphModule:
     _forget_pending_symbols(mode)
     given = [node for node in inputs if not isinstance(node.meta["val"], int)]
     trace = _Trace(gm, given)
-    with _single_thread(), mode, enable_python_dispatcher():
+    with _traceable(gm), mode, enable_python_dispatcher():
         outputs, _ = trace.forward([node.meta["val"] for node in given])
         differentiable = [i for i, value in enumerate(outputs) if _has_gradient(value)]
         tangents = [torch.empty_like(outputs[i]).detach() for i in differentiable]
@@ -115,7 +115,7 @@ def _differentiated(gm: fx.GraphModule) -> fx.GraphModule:
         return gm
     _forget_pending_symbols(mode)
     known = _size_guards(mode)
-    with _single_thread():
+    with _traceable(gm):
         joint = trace_symbolic(lambda *args: trace.joint(args, differentiable), (*values, *tangents))
     if asked := _size_guards(mode)[len(known) :]:
         raise UnsupportedError(
@@ -229,10 +229,25 @@ def _detached(value: Any) -> Any:
 
 
 @contextmanager
-def _single_thread() -> Iterator[None]:
-    """Run backward passes in this thread, whose modes trace them; on a GPU they have threads of their own."""
-    with torch.autograd.set_multithreading_enabled(False):
+def _traceable(gm: fx.GraphModule) -> Iterator[None]:
+    """Run backward passes in this thread, whose modes trace them; on a GPU they have threads of their own.
+
+    LSTMs are split into their steps. Torch would trace one whose input needs no gradient as a call of oneDNN
+    that keeps nothing for its backward pass, which then reads beyond its memory.
+    """
+    has_lstm = any(node.target is torch.ops.aten.lstm.input for node in gm.graph.nodes)
+    with torch.autograd.set_multithreading_enabled(False), _without_onednn() if has_lstm else nullcontext():
         yield
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Turn oneDNN off in all threads; ``torch.backends.mkldnn.flags`` would warn of TF32."""
+    enabled, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = enabled
 
 
 def _forget_pending_symbols(mode: FakeTensorMode) -> None:

@@ -373,6 +373,21 @@ def test_a_buffer_that_forward_writes_has_no_gradient() -> None:
         gnnc.compile(model, "fp32")()
 
 
+def test_an_lstm_whose_input_needs_no_gradient_trains() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.conv = nn.LSTM(WIDTH, WIDTH), GCNConv(WIDTH, 3)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            out, state = self.lstm(x[None])
+            out, _ = self.lstm(out, state)
+            return self.conv(out[0], edge_index)
+
+    model = Recurrent().train()
+    compare(model, gnnc.compile(model, "fp32"), lambda call, _: call(X, EDGES).square().sum().backward())
+
+
 def test_a_call_within_a_checkpoint_trains() -> None:
     model = GCNConv(WIDTH, 3).train()
 
