@@ -43,7 +43,15 @@ from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.unregistered_weights import refuse_unregistered, registered_weights
 from gnnc.capture.unrolled import Unrolled, Watch, stopped_at_numbers
 from gnnc.capture.validate import unusual_graph
-from gnnc.capture.value_guards import EqualMode, Number, ValueGuard, add_values, guessed
+from gnnc.capture.value_guards import (
+    EqualMode,
+    Number,
+    ValueGuard,
+    add_values,
+    asked_symbols,
+    guessed,
+    keep_symbols,
+)
 from gnnc.errors import CaptureError
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.nodes import outputs_of
@@ -302,7 +310,9 @@ def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tup
             entry, stand_ins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
         branches += between_sizes(getattr(fake_mode_of(program.graph_module), "shape_env", None))
+        symbols = asked_symbols(program.graph)
         program = functional(program)
+        keep_symbols(program.graph, symbols)
     guards = guards_of(program, call, entry.unrolled)
     entry.guessed = answers  # here, since torch.export restores what an attribute was
     if strict:

@@ -26,6 +26,8 @@ _FIRST_GUESS = 11
 _LARGEST = 2**50
 """Bound of every number that a graph has."""
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_ASKED = "asked_symbol"
+"""Key of a node's metadata: the symbol of its number in the first trace."""
 Number = int | float | bool
 
 
@@ -101,6 +103,28 @@ class EqualMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def asked_symbols(graph: Graph) -> list[Any]:
+    """Return for each number that a graph reads from a tensor the symbol that questions about it have."""
+    return [_symbol(raw_expression(node.meta["val"])) for node in _readings(graph)]
+
+
+def keep_symbols(graph: Graph, symbols: Sequence[Any]) -> None:
+    """Note the symbols of ``asked_symbols`` on the numbers of a graph that was traced again.
+
+    A second trace names numbers anew, and the names of bools lead nowhere: their values are known by then.
+    """
+    readings = _readings(graph)
+    if len(readings) == len(symbols):
+        for node, symbol in zip(readings, symbols, strict=True):
+            node.meta[_ASKED] = symbol
+
+
+def _readings(graph: Graph) -> list[Node]:
+    symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
+    found = graph.find_nodes(op="call_function", target=torch.ops.aten.item.default)
+    return [node for node in found if isinstance(node.meta.get("val"), symbolic)]
+
+
 def add_values(graph: Graph, found: Sequence[ValueGuard]) -> tuple[dict[str, Node], list[ValueGuard]]:
     """Return the nodes of the numbers in the conditions, by symbol, and the conditions over these.
 
@@ -111,8 +135,8 @@ def add_values(graph: Graph, found: Sequence[ValueGuard]) -> tuple[dict[str, Nod
     for node in list(graph.nodes) if wanted else ():
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            for expression in (raw_expression(value), value.node.expr):
-                symbol = _symbol(expression)
+            symbols = map(_symbol, (raw_expression(value), value.node.expr))
+            for symbol in (node.meta.get(_ASKED), *symbols):
                 if symbol in wanted:
                     nodes.setdefault(str(symbol), node)
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):

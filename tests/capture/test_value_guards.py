@@ -47,7 +47,15 @@ def writes(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
     return net.first(x + 1, edge_index) if int(mask.sum()) % 2 else net.first(x - 1, edge_index)
 
 
+def before_a_write(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
+    """Ask, then write into a part of a tensor: the graph is traced a second time."""
+    out = net.first(x, edge_index) if mask.any() else net.last(x, edge_index) * 2
+    out[:, 1:3] = 0
+    return out
+
+
 EFFECTS: dict[str, Effect] = {
+    "before a write": before_a_write,
     "any of a mask": any_of_mask,
     "an empty selection": empty_selection,
     "two questions": two_questions,
@@ -61,7 +69,7 @@ def arguments(nodes: int, chosen: int, sign: float = 1.0) -> tuple[Tensor, Tenso
     return x, torch.randint(nodes, (2, 4 * nodes), generator=generator), torch.arange(nodes) < chosen
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", EFFECTS)
 @torch.no_grad()
 def test_each_answer_has_its_program(name: str, request: pytest.FixtureRequest):
