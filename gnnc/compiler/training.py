@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from gnnc.capture.export import Captured
 from gnnc.capture.hooks import BACKWARD_HOOKS
@@ -123,7 +124,8 @@ def refusing_own_gradients(owner: str) -> Iterator[None]:
     """Refuse what would change gradients behind the back of a trace, within the block that traces.
 
     A ``torch.autograd.Function`` with a backward of its own is traced as what its forward computes, and a
-    hook on a tensor inside of forward is not traced at all.
+    hook on a tensor inside of forward is not traced at all. A reentrant checkpoint, which runs its function
+    without gradients, is traced as that function: a program chooses by itself what to compute again.
 
     Raises:
         UnsupportedError: names the function or the hook.
@@ -143,6 +145,9 @@ def refusing_own_gradients(owner: str) -> Iterator[None]:
     hook = Tensor.register_hook
 
     def traced_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            function, _, *inputs = args
+            return function(*inputs)
         if cls.__module__.startswith(_OF_TORCH):
             return apply(cls, *args, **kwargs)
         return refuse(f"calls the autograd function {cls.__name__}, whose backward is its own")

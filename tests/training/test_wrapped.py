@@ -29,13 +29,30 @@ class Checkpointed(nn.Module):
         return self.second(h.relu(), edge_index)
 
 
+class Reentrant(Checkpointed):
+    """A checkpoint that runs its function without gradients, and again with them; dropout in it."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h: Any = checkpoint(self.dropped, x * self.second.bias.mean().exp(), edge_index, use_reentrant=True)
+        return self.second(h.relu(), edge_index)
+
+    def dropped(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return torch.dropout(self.first(x, edge_index), 0.3, self.training)
+
+
 def squared(call: Any, owner: nn.Module) -> None:
     call(X, EDGES).square().sum().backward()
 
 
-def test_a_model_with_a_checkpoint() -> None:
-    model = Checkpointed().train()
-    compare(model, gnnc.compile(model, "fp32"), squared)
+@pytest.mark.parametrize("make", [Checkpointed, Reentrant])
+def test_a_model_with_a_checkpoint(make: type[nn.Module]) -> None:
+    model = make().train()
+
+    def step(call: Any, owner: nn.Module) -> None:
+        torch.manual_seed(0)
+        squared(call, owner)
+
+    compare(model, gnnc.compile(model, "fp32"), step)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
