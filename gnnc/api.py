@@ -247,8 +247,10 @@ class CompiledModel(ModelProxy):
     def explain(self) -> str:
         """Return what stayed FP32 or ATen and why, which kernels declined, and re-captures.
 
-        Raises GnncError where nothing is captured yet.
+        Raises GnncError where nothing is captured yet and no other method than forward was used.
         """
+        if self._dispatch.last is None and self._eager_methods:
+            return text.uncaptured_text(type(self.model).__name__, self._eager_methods)
         return text.explain_text(self._report())
 
     def profile(self, *args: Any, **kwargs: Any) -> str:

@@ -20,6 +20,8 @@ from gnnc.report.naming import name_program
 from gnnc.report.printing import format_program
 from gnnc.report.summary import Chosen, summary_rows, summary_table
 
+EAGER_METHODS = "Methods in eager PyTorch"
+"""Title of the section of methods that are not compiled."""
 _STAYS = "stays FP32: "
 
 
@@ -154,12 +156,9 @@ def explain_text(report: ProgramReport) -> str:
     others = [f"{n.pass_name}: {_note_line(n)}" for n in report.notes if n not in told]
     choice = {"Precision choice": list(report.chosen)} if report.chosen else {}
     cuts = {} if report.cuts is None else {"Cuts of the graph, measured": report.cuts}
-    eager = [
-        f"{name}: only forward is compiled; compile the submodule that it calls" for name in report.eager
-    ]
     threads = thread_dependent(report)
     sections = {
-        **({"Methods in eager PyTorch": eager} if eager else {}),
+        **({EAGER_METHODS: eager_methods(report.eager)} if report.eager else {}),
         **choice,
         **cuts,
         "Stayed FP32": stayed_fp32(report, graphs),
@@ -178,6 +177,18 @@ def explain_text(report: ProgramReport) -> str:
     head = [f"{report.model}, {report.precision} on backend {report.backend}"]
     head.append(str(count_quantized(graphs)))
     return "\n".join(head) + "".join(_section(*section) for section in sections.items())
+
+
+def uncaptured_text(model: str, methods: Sequence[str]) -> str:
+    """Return the text of ``compiled.explain()`` before a capture: the methods that were used meanwhile."""
+    return f"{model}, not captured yet: forward was not called" + _section(
+        EAGER_METHODS, eager_methods(methods)
+    )
+
+
+def eager_methods(names: Sequence[str]) -> list[str]:
+    """Return a line for each method of the model that was taken, which runs in eager PyTorch."""
+    return [f"{name}: only forward is compiled; compile the submodule that it calls" for name in names]
 
 
 def saved_values(parts: Parts) -> list[str]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import GAE, GCNConv
@@ -35,6 +36,16 @@ def test_methods_have_the_gradients_of_eager_and_are_named() -> None:
     for name in ("encode", "decode", "recon_loss"):
         assert f"  {name}: only forward is compiled" in text
     assert "  test:" not in text
+
+
+def test_methods_are_named_where_forward_was_never_called() -> None:
+    compiled = gnnc.compile(GAE(Encoder()), "fp32")
+    with pytest.raises(gnnc.GnncError, match="nothing is captured yet"):
+        compiled.explain()
+    compiled.recon_loss(compiled.encode(X, EDGES), EDGES)
+    text = compiled.explain()
+    assert "GAE, not captured yet" in text
+    assert "  encode: only forward is compiled" in text and "  recon_loss: only forward" in text
 
 
 def test_a_compiled_submodule_trains_within_methods() -> None:
