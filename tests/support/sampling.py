@@ -26,16 +26,21 @@ class Sampler:
 
     def sample(self, seeds: Tensor) -> tuple[Tensor, Tensor]:
         """Return the nodes of a batch, seeds first, and its edges ``[2, e]`` in numbers within the batch."""
+        return self.sample_by_hop(seeds)[:2]
+
+    def sample_by_hop(self, seeds: Tensor) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        """Return what ``sample`` does, and how many nodes and edges each hop added, seeds first."""
         number = torch.full((self.num_nodes,), -1)
-        nodes, frontier, edges = seeds, seeds, []
+        nodes, frontier, edges, counts = seeds, seeds, [], [len(seeds)]
         number[nodes] = torch.arange(len(nodes))
         for fan in self.fan_out:
             src, dst = self._neighbours(frontier, fan)
             frontier = src[number[src] < 0].unique()
             number[frontier] = torch.arange(len(nodes), len(nodes) + len(frontier))
             nodes = torch.cat([nodes, frontier])
+            counts.append(len(frontier))
             edges.append(torch.stack([number[src], number[dst]]))
-        return nodes, torch.cat(edges, 1)
+        return nodes, torch.cat(edges, 1), counts, [hop.shape[1] for hop in edges]
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of ``size`` seeds, epoch after epoch."""
