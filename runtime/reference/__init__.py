@@ -5,10 +5,11 @@ from typing import Any
 
 from torch.fx import GraphModule, Interpreter, Node
 
+from gnnc.ir.nodes import holds_tensor, is_random
 from gnnc.ir.quantized import STATIC_RANGE
 from gnnc.runtime.program.checks import check_finite, check_values_in_range
 from gnnc.runtime.program.emitter import Emitter, may_alias
-from gnnc.runtime.program.launches import expr, variable
+from gnnc.runtime.program.launches import Expr, expr, variable
 from gnnc.runtime.registry import STRUCTURE, kernel
 from gnnc.runtime.structure.kernels import PartEmitter
 
@@ -28,7 +29,8 @@ class Reference:
     def emit(plan: None, node: Node, emitter: Emitter) -> None:
         """Write ``v = target(arguments)``."""
         # By position: the target is called as the graph calls it, whatever it is.
-        arguments = [emitter.argument(arg) for arg in node.args]
+        read = _dense if is_random(node) else Emitter.argument
+        arguments = [read(emitter, arg) for arg in node.args]
         keywords = {name: emitter.argument(arg) for name, arg in node.kwargs.items()}
         name = emitter.fresh("v")
         emitter.call(emitter.bind(_callable(node, emitter), "op"), arguments, keywords, result=name)
@@ -57,6 +59,12 @@ class StructureReference:
     def emit(plan: None, node: Node, emitter: PartEmitter) -> None:
         """Add the call as it is."""
         emitter.copy(node)
+
+
+def _dense(emitter: Emitter, value: Any) -> Expr:
+    """Return an argument without padding between its rows: the numbers that ops draw depend on the layout."""
+    given = emitter.argument(value)
+    return emitter.let("m", expr("{}.contiguous()", given)) if holds_tensor(value) else given
 
 
 def _callable(node: Node, emitter: Emitter) -> Any:

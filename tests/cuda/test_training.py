@@ -18,8 +18,25 @@ Gradients = dict[str, Tensor | None]
 
 
 def case(name: str) -> tuple[nn.Module, Arguments]:
-    """Return a model in train(), and arguments with a directed graph of repeated edges and lone nodes."""
-    return prepared(ZOO[name]).requires_grad_(True).train(), ZOO[name].arguments(40, 90, 0)
+    """Return a model in train(), and arguments with a directed graph of repeated edges and lone nodes.
+
+    A model without parameters gets one, a factor of its features.
+    """
+    model = prepared(ZOO[name]).requires_grad_(True).train()
+    trained = model if any(True for _ in model.parameters()) else Scaled(model)
+    return trained, ZOO[name].arguments(40, 90, 0)
+
+
+class Scaled(nn.Module):
+    """A model without parameters on features that are multiplied by one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.factor = inner, nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, *rest: Any, **named: Any) -> Any:
+        """Multiply the features, and call the model."""
+        return self.inner(x * self.factor, *rest, **named)
 
 
 def loss_of(outputs: Any) -> Tensor:
