@@ -70,7 +70,7 @@ class _CachedTranspose(torch.autograd.Function):
 
 def sparse_csr(name: str, model: Any, edge_index: Tensor, num_nodes: int) -> Forward:
     """Return a model of sparse products, with its adjacency and the transpose made beforehand."""
-    index, weight = edge_index, torch.ones(edge_index.shape[1])
+    index, weight = edge_index, torch.ones(edge_index.shape[1], device=edge_index.device)
     if name == "gcn":
         index, weight = gcn_norm(edge_index, None, num_nodes, add_self_loops=True)
     if name == "sage":
