@@ -141,8 +141,10 @@ class Target:
             the softmax of another.
         edge_products: whether a body computes products of edge features with a weight.
         tensor_scales: whether the kernel of a product computes the one scale of its result on the way.
-        gradient_steps: whether its row programs have the steps of gradients: masks, derivatives of
-            activations, and sums of all rows.
+        gradient_steps: kinds of the steps of gradients that its row programs have, such as masks, derivatives
+            of activations, and sums of all rows (``gnnc.ir.row_steps.GRADIENT_STEPS``).
+        fused_gemm_tn: whether its product over all rows rounds FP32 rows as it loads them, and divides the
+            result by a number of the device.
         narrow_rows: row widths up to which int8 does not pay where edges gather rows.
         sorts_with_loops: whether its sort of edges drops self loops and adds one for every node.
         int32_columns: whether its kernels read the columns of an aggregation as int32.
@@ -160,7 +162,8 @@ class Target:
     joint_messages: bool = True
     edge_products: bool = True
     tensor_scales: bool = False
-    gradient_steps: bool = False
+    gradient_steps: frozenset[str] = frozenset()
+    fused_gemm_tn: bool = False
     narrow_rows: NarrowRows = NarrowRows()
     sorts_with_loops: bool = False
     int32_columns: bool = False

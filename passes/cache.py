@@ -19,6 +19,8 @@ _MERGEABLE = {
     "gnnc.row_shift.default": "row shift",
     "gnnc.quantize.default": "quantization",
     "gnnc.dequantize.default": "dequantization",
+    "gnnc.fp16_scale.default": "power of two",
+    "aten.mul.Tensor": "scaled gradient",
     "aten._to_copy.default": "cast",
     "aten.t.default": "transpose",
 }
@@ -43,7 +45,7 @@ def _merge(graph: fx.Graph) -> dict[Node, int]:
     first: dict[Any, Node] = {}
     copies: dict[Node, int] = defaultdict(int)
     for node in list(graph.nodes):
-        if str(node.target) not in _MERGEABLE:
+        if str(node.target) not in _MERGEABLE or not _is_of_quantization(node):
             continue
         shared = first.setdefault(_key(node), node)
         if shared is not node:
@@ -51,6 +53,12 @@ def _merge(graph: fx.Graph) -> dict[Node, int]:
             graph.erase_node(node)
             copies[shared] += 1
     return copies
+
+
+def _is_of_quantization(node: Node) -> bool:
+    """Return whether a product is that of a gradient and its power of two; true of all other nodes."""
+    powers = [arg for arg in node.all_input_nodes if str(arg.target) == "gnnc.fp16_scale.default"]
+    return str(node.target) != "aten.mul.Tensor" or bool(powers)
 
 
 def _key(node: Node) -> tuple[Any, ...]:

@@ -31,6 +31,7 @@ _ANCHORS = ("gemm", "spmm")
 """Kernel families whose ops compute whole rows, so that row-local ops may join them."""
 
 _GEMMS = ("gnnc.gemm.default", "gnnc.qgemm.default")
+_GEMM_TN = "gnnc.gemm_tn.default"
 _QUANTIZE = "gnnc.quantize.default"
 _CAST = "aten._to_copy.default"
 
@@ -62,7 +63,7 @@ class Fuse:
 
     def _map(self, partition: Partition, source: Node, target: Target) -> None:
         """Group the row-local ops that read ``source``, where no anchor computes it."""
-        is_grouped = partition.group_of(source) and not _is_half(source)
+        is_grouped = partition.group_of(source) and not (_is_half(source) or _is_scaled(source))
         if not _has_rows(source) or is_grouped or is_weight(source):
             return
         group = partition.start("map", source)
@@ -82,6 +83,11 @@ def _is_half(node: Node) -> bool:
     return str(node.target) == _CAST and node.kwargs.get("dtype") in (torch.bfloat16, torch.float16)
 
 
+def _is_scaled(node: Node) -> bool:
+    """Return whether a value is multiplied by a power of two that its producer finds."""
+    return any(str(user.target) == "gnnc.fp16_scale.default" for user in node.users)
+
+
 def _width_of(node: Node) -> Any:
     """Return the elements of a row; a kernel over rows of one element is no better than a flat one."""
     return math.prod((shape_or_none(node) or ())[1:])
@@ -90,6 +96,8 @@ def _width_of(node: Node) -> Any:
 def _anchor(partition: Partition, node: Node, target: Target) -> None:
     if attention := match_attention(node):
         _grow(partition, "attention", node, attention.covers, target)
+    elif str(node.target) == _GEMM_TN and target.fused_gemm_tn:
+        _grow_gemm_tn(partition, node)
     elif partition.group_of(node) is None and (kind := _anchor_family(node)):
         if kind == "gemm":
             siblings = _siblings(node) if target.joint_products else []
@@ -139,6 +147,15 @@ def _grow_gemm(partition: Partition, gemm: Node, siblings: Sequence[Node], targe
         _load(partition, group, factor)
 
 
+def _grow_gemm_tn(partition: Partition, node: Node) -> None:
+    """Group a product over all rows with the casts of its operands and the division of its result."""
+    group = partition.start("gemm_tn", node)
+    partition.add(group, (node,))
+    linearize(node, lambda op: op.kind == "div_tensor" and partition.add(group, op.covers))
+    for factor in dict.fromkeys(unpack(node, "a", "b")):
+        _load(partition, group, factor)
+
+
 def _admission(
     partition: Partition, group: Group, target: Target, *, is_gemm: bool = False
 ) -> Callable[[RowOp], bool]:
@@ -156,7 +173,7 @@ def _admission(
             return False
         if op.kind.removeprefix("store_") in target.rounded:
             return False
-        if op.kind in GRADIENT_STEPS and not target.gradient_steps:
+        if op.kind in GRADIENT_STEPS and op.kind not in target.gradient_steps:
             return False
         reads_group = any(operand in group.nodes for operand in op.operands)
         return not reads_group and partition.add(group, op.covers)
@@ -182,13 +199,18 @@ def _load_chain(operand: Node) -> tuple[Node, ...]:
     """Return the quantization or cast that computes ``operand``, back to a floating-point value."""
     target = str(operand.target)
     if _is_half(operand):
-        return (operand,)
+        return () if _is_scaled_product(first_operand(operand)) else (operand,)
     if target != _QUANTIZE:
         return (operand,) if _is_transposed_weight(operand) else ()
     value, scale = unpack(operand, "x", "scale")
     is_dynamic = str(scale.target) == "gnnc.scale.default" and first_operand(scale) is value
     transposed = (value,) if _is_transposed_weight(value) else ()
     return (*transposed, *((scale,) if is_dynamic else ()), operand)
+
+
+def _is_scaled_product(node: Node) -> bool:
+    """Return whether a value is a gradient times its power of two, which is stored in 16 bits."""
+    return any(str(arg.target) == "gnnc.fp16_scale.default" for arg in node.all_input_nodes)
 
 
 def _is_transposed_weight(node: Node) -> bool:

@@ -51,7 +51,7 @@ class Partition:
         gm = parts.forward
         count = len(outputs_of(gm.graph)) - len(gm.meta[GRADIENTS])
         _set_sides(gm, count)
-        cut = _Cut(gm, count, add_copy=copy_in(ctx.precision))
+        cut = _Cut(gm, count, add_copy=copy_in(ctx.precision), rounds_again=ctx.target.fused_gemm_tn)
         forward, backward = cut.forward_graph(), cut.backward_graph()
         return replace(parts, forward=forward, backward=backward)
 
@@ -100,6 +100,7 @@ class _Cut:
         count: how many of its outputs are the caller's.
         again: nodes of the forward graph that the backward graph computes again.
         add_copy: makes a copy in fewer bits of a matrix that is saved; None: it is saved as it is.
+        rounds_again: whether products round the caller's inputs as they load them: no copy of these is kept.
         saved: nodes that the forward graph returns for the backward graph.
         rounded: the saved copy in fewer bits that stands for an FP32 value.
     """
@@ -107,6 +108,7 @@ class _Cut:
     gm: fx.GraphModule
     count: int
     add_copy: Callable[[Node], SavedCopy] | None = None
+    rounds_again: bool = False
     again: set[Node] = field(default_factory=set)
     saved: dict[Node, None] = field(default_factory=dict)
     rounded: dict[Node, SavedCopy] = field(default_factory=dict)
@@ -179,6 +181,8 @@ class _Cut:
         computed = [arg for arg in node.all_input_nodes if not _is_size(arg)]
         if is_view(node) or not computed or _is_of_weights(node) or _is_widened(node):
             return True
+        if self.rounds_again and _is_rounded_input(node):
+            return True
         return is_made_of_nodes(node, self._edges, self._of_nodes)
 
     def forward_graph(self) -> fx.GraphModule:
@@ -242,6 +246,13 @@ def _is_widened(node: Node) -> bool:
     if str(node.target) != "aten._to_copy.default":
         return False
     return first_operand(node).meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize
+
+
+def _is_rounded_input(node: Node) -> bool:
+    if str(node.target) != "aten._to_copy.default":
+        return False
+    value = first_operand(node)
+    return _kind(value) == "input" and WRITTEN not in value.meta
 
 
 def _is_of_weights(node: Node) -> bool:

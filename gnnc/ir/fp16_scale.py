@@ -17,11 +17,12 @@ def fp16_scale_reference(x: Tensor) -> Tensor:
         x: floating, of any shape.
 
     Returns:
-        float32 ``[]``; finite also where ``x`` is not.
+        float32 ``[]``; finite also where ``x`` is not, 2^126 where all of ``x`` is 0.
     """
     largest = x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
     _, exponent = torch.frexp(largest)
-    return torch.exp2((_EXPONENT - exponent).clamp(max=_LARGEST).float())
+    power = (_EXPONENT - exponent).clamp(max=_LARGEST).float()
+    return torch.exp2(torch.where(largest == 0, _LARGEST, power))
 
 
 FP16_SCALE = define(

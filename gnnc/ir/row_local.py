@@ -169,6 +169,10 @@ def _relu_mask(node: Node, acc: Accumulator) -> RowOp | None:
     return RowOp(node, (Step("store_bits"),), "store", (node,))
 
 
+def _fp16_scale(node: Node, acc: Accumulator) -> RowOp | None:
+    return RowOp(node, (Step("fp16_scale"),), "store", (node,)) if argument(node, "x") in acc else None
+
+
 def _head_mean(node: Node, acc: Accumulator) -> RowOp | None:
     source, dims, keep = unpack(node, "self", "dim", "keepdim")
     shape = shape_or_none(source)
@@ -206,6 +210,7 @@ _PATTERNS: dict[str, Callable[[Node, Accumulator], RowOp | None]] = {
     "aten._to_copy.default": _to_copy,
     "aten.sum.dim_IntList": _sum,
     "gnnc.relu_mask.default": _relu_mask,
+    "gnnc.fp16_scale.default": _fp16_scale,
     "aten.mean.dim": _head_mean,
     "aten.div.Tensor": _l2_normalize,
     str(operator.getitem): _native_batch_norm,

@@ -184,7 +184,8 @@ _SPECIAL: dict[str, Callable[[Node], tuple[Step, ...] | None]] = {
 }
 
 GRADIENT_STEPS = frozenset(
-    "mask_bits elu_backward leaky_relu_backward threshold_backward store_bits col_sum".split()
+    "mask_bits elu_backward leaky_relu_backward threshold_backward store_bits col_sum div_tensor "
+    "fp16_scale".split()
 )
 """Kinds of the steps of gradients, which not every backend has."""
 
@@ -231,9 +232,9 @@ def _subtract(acc_first: bool, other: Any, extent: Extent | None) -> tuple[Step,
 def _divide(acc_first: bool, other: Any, extent: Extent | None) -> tuple[Step, ...] | None:
     if not acc_first:
         return (Step("recip"),) if extent is None and other == 1 else None
-    if extent in ("row", "full", "col"):
+    if extent is not None:
         return _combine("div", other, extent)
-    exact = extent is None and _is_power_of_two(float(other))
+    exact = _is_power_of_two(float(other))
     return (Step("mul_const", consts=(1.0 / float(other),)),) if exact else None
 
 

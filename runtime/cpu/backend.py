@@ -3,6 +3,7 @@
 import torch
 
 import gnnc.runtime.reference  # noqa: F401  runs ops without a C++ kernel
+from gnnc.ir.row_steps import GRADIENT_STEPS
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.cpu import library
 from gnnc.runtime.cpu.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
@@ -19,7 +20,7 @@ def create(device: torch.device | None) -> Backend:
             frozenset({"fp32", "bf16", "int8"}),
             rounded=frozenset({"fp16"}),
             slower=slower,
-            gradient_steps=True,
+            gradient_steps=GRADIENT_STEPS - {"div_tensor", "fp16_scale"},
             int32_columns=True,
         ),
         chain=("cpu", "reference"),

@@ -7,6 +7,7 @@ import torch
 
 import gnnc.runtime.reference  # noqa: F401  runs what the kernels leave, as torch's CUDA ops
 from gnnc.ir.format import EDGE_LIST, RUN_TABLE, WINDOW_TABLE
+from gnnc.ir.row_steps import GRADIENT_STEPS
 from gnnc.runtime import cuda
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.cuda.executable import CudaExecutable
@@ -25,6 +26,8 @@ TARGET = Target(
     joint_messages=False,
     edge_products=False,
     tensor_scales=True,
+    gradient_steps=GRADIENT_STEPS - {"col_sum"},
+    fused_gemm_tn=True,
     narrow_rows=CUDA_NARROW_ROWS,
     sorts_with_loops=True,
     int32_columns=True,

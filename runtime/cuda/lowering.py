@@ -5,6 +5,7 @@ from gnnc.runtime.cuda.kernels import (
     column_sum,
     edge_softmax_backward,
     edge_sum,
+    fp16_scale,
     gemm,
     gemm_tn,
     message,
@@ -22,6 +23,7 @@ KERNEL_FILES = (
     message,
     rowmap,
     column_sum,
+    fp16_scale,
     edge_sum,
     edge_softmax_backward,
 )

@@ -49,7 +49,8 @@ class Out:
     Attributes:
         result: number of the submodule's result; None: only the kernel needs the tensor.
         form: ``matrix``, ``dense`` (no padding), ``vector`` (one element a row), ``scalar`` (one of all
-            rows), ``sum`` (one for each column) or ``flag`` (one float that only the kernel needs).
+            rows), ``power`` (the power of two of all), ``sum`` (one for each column) or ``flag`` (one float
+            that only the kernel needs).
         dtype: element type.
     """
 
@@ -270,6 +271,10 @@ def _store(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
             if result is None:
                 raise Refusal("a scale of all rows is read before every row has raised it")
             program.add("SCALE_TENSOR", program.out(result, "scalar", torch.float32))
+        case "fp16_scale":
+            if result is None:
+                raise Refusal("a power of two of all rows is read before every row has lowered it")
+            program.add("FP16_SCALE", program.out(result, "power", torch.float32))
         case "store_bits":
             program.add("STORE_BITS", program.out(result, "dense", torch.uint8))
         case "col_sum":

@@ -65,3 +65,5 @@ class Op(IntEnum):
     SCALE_TENSOR = 68
     STORE_BITS = 69
     COL_SUM = 70
+    DIV_TENSOR = 71
+    FP16_SCALE = 72

@@ -1,6 +1,7 @@
 """Programs of one call, for the tests of a kernel as programs launch it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,12 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gnnc.ir  # noqa: F401  (registers torch.ops.gnnc)
+from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source
+from gnnc.passes.base import Context
+from gnnc.passes.fuse import Fuse
+from gnnc.passes.lower import Lower
+from gnnc.precision import FP32
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.program.executable import Executable
 
@@ -41,3 +47,25 @@ def run_on_cuda(function: Callable[..., Any], kernel: str, *values: Tensor) -> T
     first, again = (program(*given)[0] for _ in range(2))
     assert torch.equal(first, again), "the bits of two calls differ"
     return first.cpu()
+
+
+def run_fused_on_cuda(
+    function: Callable[..., Any], kernels: list[str], *values: Tensor
+) -> tuple[Tensor, ...]:
+    """Return what a program of fused groups computes on the CUDA device, after checking its kernels."""
+    given = [value.cuda() for value in values]
+    graph_module = make_fx(function, tracing_mode="fake")(*given)
+    output = graph_module.graph.output_node()
+    output.args = (tuple(output.args[0]) if isinstance(output.args[0], list | tuple) else tuple(output.args),)
+    for node in graph_module.graph.nodes:
+        node.meta["layer"] = ""
+        if node.op == "placeholder":
+            node.meta["source"] = Source("input", node.name)
+    backend = get_backend("cuda")
+    context = Context(FP32, target=replace(backend.target, lowering=backend))
+    parts = Parts(forward=Fuse().run(graph_module, context))
+    program = backend.executable(Lower().run_parts(parts, context).forward)
+    assert [name for _, name in program.kernels] == kernels
+    first, again = (program(*given) for _ in range(2))
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True))
+    return tuple(value.cpu() for value in first)

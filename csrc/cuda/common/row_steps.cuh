@@ -210,6 +210,36 @@ struct SubtractFrom {
   __device__ float operator()(float x, float v) const { return __fsub_rn(v, x); }
 };
 
+// Gradients of activations, of the row's gradient and an operand of the forward pass.
+
+template <bool kOfResult>
+struct EluBackward {
+  float alpha;
+  __device__ float operator()(float grad, float v) const {
+    if (v > 0.0f) return grad;
+    return grad * (kOfResult ? v + alpha : alpha * expf(v));
+  }
+};
+struct LeakyReluBackward {
+  float slope;
+  __device__ float operator()(float grad, float v) const { return v > 0.0f ? grad : __fmul_rn(grad, slope); }
+};
+struct ThresholdBackward {
+  __device__ float operator()(float grad, float v) const { return v <= 0.0f ? 0.0f : grad; }
+};
+
+// Sets values to 0 whose bit is not set; bit c % 8 of byte c / 8 belongs to column c.
+template <class Tile>
+__device__ void mask_bits(Tile& tile, const uint8_t* row) {
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; i += 4) {
+    const int column = tile.column(i);
+    const int bits = column < Tile::kWidth ? __ldg(row + column / 8) >> (column & 4) : 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) tile.v[i + k] = (bits >> k & 1) != 0 ? tile.v[i + k] : 0.0f;
+  }
+}
+
 // Activations. Comparisons are written so that a NaN propagates, as in torch.
 
 template <class Tile>
@@ -429,6 +459,56 @@ __device__ void store(const Tile& tile, T* row) {
   } else {
     store_row<kStride, kStreams>(tile, row, [&](int i) { return from_float<T>(tile.v[i]); });
   }
+}
+
+// Stores one bit for each value that is not at most 0 (NaN counts as above 0), in the order of mask_bits. Where a thread
+// holds only four neighbouring columns, the next thread holds the other half of its byte.
+template <class Tile>
+__device__ void store_bits(const Tile& tile, uint8_t* row) {
+  constexpr int kFours = Tile::kPer / 4;
+  int halves[kFours];
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) {
+    const int bit = tile.valid(i) && !(tile.v[i] <= 0.0f) ? 1 << i % 4 : 0;
+    halves[i / 4] = i % 4 == 0 ? bit : halves[i / 4] | bit;
+  }
+  constexpr bool kOwn = Tile::kRun % 8 == 0 || Tile::kLanes == 1;
+#pragma unroll
+  for (int j = 0; j < kFours; j += kOwn ? 2 : 1) {
+    const int column = tile.column(4 * j);
+    int byte = halves[j];
+    if constexpr (kOwn) {
+      if (j + 1 < kFours) byte |= halves[(j + 1) % kFours] << 4;
+    } else {
+      byte |= __shfl_xor_sync(Tile::members(), halves[j], 1, Tile::kLanes) << 4;
+    }
+    if (column % 8 == 0 && column < Tile::kWidth) row[column / 8] = static_cast<uint8_t>(byte);
+  }
+}
+
+// Returns the power of two that brings a magnitude to at least 2^14 and below 2^15, at most 2^126.
+__device__ inline float power_for(float amax) {
+  const int exponent = __float_as_int(amax) >> 23 & 255;
+  return __int_as_float(exponent < 15 ? 253 << 23 : (268 - exponent) << 23);
+}
+
+// Lowers the power of two of a whole tensor (initially 2^126, by begin_fp16_scale) to that of this row by an atomic
+// minimum. Positive floats are ordered like their bits. The value in L1 may be stale, and is then larger: the atomic
+// operation is redundant in that case.
+__device__ inline void lower_power(float* power, float amax) {
+  const int bits = __float_as_int(power_for(amax));
+  if (bits < __ldca(reinterpret_cast<const int*>(power))) atomicMin(reinterpret_cast<int*>(power), bits);
+}
+template <class Tile>
+__device__ void fp16_scale(const Tile& tile, float* power) {
+  float top = 0.0f;
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) top = larger_abs(top, tile.valid(i) ? tile.v[i] : 0.0f);
+#pragma unroll
+  for (int apart = Tile::kLanes / 2; apart > 0; apart /= 2) {
+    top = larger_abs(top, __shfl_xor_sync(Tile::members(), top, apart, Tile::kLanes));
+  }
+  if (tile.lane == 0) lower_power(power, top);
 }
 
 __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }

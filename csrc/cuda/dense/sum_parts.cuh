@@ -1,7 +1,7 @@
 #pragma once
 
 // sum_parts: adds up rows of partial sums, each of which a block of an earlier kernel has stored, in a fixed order: the
-// result has the same bits in every call.
+// result has the same bits in every call. The sums may be divided by a number on the device.
 //
 // Layout: `parts` FP32 rows of `width` columns, dense; the result is one such row.
 // Traffic: 4 B a part and column in, 4 B a column out. Floor: these bytes at L2 bandwidth, and a launch: there are few
@@ -18,6 +18,7 @@ struct SumPartsArgs {
   float* out;
   int64_t parts;
   int64_t width;
+  const float* divisor;  // or null
 };
 
 __global__ void __launch_bounds__(256) sum_parts(SumPartsArgs args) {
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(256) sum_parts(SumPartsArgs args) {
   if (warp > 0 || column >= args.width) return;
 #pragma unroll
   for (int other = 1; other < kWarps; ++other) total += sums[other][lane];
-  args.out[column] = total;
+  args.out[column] = args.divisor == nullptr ? total : __fdiv_rn(total, *args.divisor);
 }
 
 }  // namespace gnnc

@@ -74,6 +74,8 @@ enum class RowOp : int32_t {
   scale_tensor = 68,  // only in CUDA epilogues
   store_bits = 69,
   col_sum = 70,
+  div_tensor = 71,  // only in CUDA epilogues
+  fp16_scale = 72,  // only in CUDA epilogues
 };
 
 // An instruction. The instructions after a `window` apply to the columns a .. a + b of the kernel's result (a a

@@ -78,7 +78,9 @@ def shares_of(rows: Operand, least: int, most: int) -> Expr:
     return expr("max(1, min({}, {} // {}))", most, rows, least)
 
 
-def write_sum_of_parts(emitter: CudaEmitter, parts: Expr, count: Operand, width: int, out: Expr) -> None:
-    """Write the launch of ``gnnc::sum_parts``: ``count`` rows of ``width`` partial sums to ``out``."""
-    values = [pointer(parts), pointer(out.written), count, width]
+def write_sum_of_parts(
+    emitter: CudaEmitter, parts: Expr, count: Operand, width: int, out: Expr, divisor: Expr | None = None
+) -> None:
+    """Write the launch of ``gnnc::sum_parts``: the sum of ``count`` rows of ``width`` values, divided."""
+    values = [pointer(parts), pointer(out.written), count, width, pointer(divisor)]
     emitter.launch("gnnc::sum_parts", blocks(width, BLOCK // 8), values)

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, pointer
+from gnnc.runtime.cuda.kernels.fp16_scale import begin_fp16_scale
 from gnnc.runtime.program.launches import Expr, Operand
 from gnnc.runtime.row_program.build import RowProgram, argument_of
 from gnnc.runtime.row_program.opcodes import Op
@@ -246,6 +247,35 @@ class Writer:
         """Raise the scale, which is zero when the kernel starts (``scales_of``)."""
         self.struct.step("step::scale_tensor", self.out(a))
 
+    def _fp16_scale(self, a: int, b: int, c: int) -> None:
+        """Lower the power of two to that of the row; a launch before sets it to the largest."""
+        power, result = self.out(a), self._result(a)
+        assert result is not None
+        begin_fp16_scale(self.emitter, self.emitter.vector(result))
+        self.struct.step("step::fp16_scale", power)
+
+    def _mask_bits(self, a: int, b: int, c: int) -> None:
+        row, _ = self.row_of(a)
+        self.struct.step("step::mask_bits", row)
+
+    def _store_bits(self, a: int, b: int, c: int) -> None:
+        row, _ = self.out_row(a)
+        self.struct.step("step::store_bits", row)
+
+    def _elu_backward(self, a: int, b: int, c: int) -> None:
+        row, stride = self.row_of(a)
+        self.struct.step(
+            f"step::with_full<{stride}>", row, f"step::EluBackward<{truth(bool(c))}>{{{self._const(b)}}}"
+        )
+
+    def _leaky_relu_backward(self, a: int, b: int, c: int) -> None:
+        row, stride = self.row_of(a)
+        self.struct.step(f"step::with_full<{stride}>", row, f"step::LeakyReluBackward{{{self._const(b)}}}")
+
+    def _threshold_backward(self, a: int, b: int, c: int) -> None:
+        row, stride = self.row_of(a)
+        self.struct.step(f"step::with_full<{stride}>", row, "step::ThresholdBackward{}")
+
     def _row_dot(self, a: int, b: int, c: int) -> None:
         columns = self.operand(a)
         row, _ = self.out_row(b)
@@ -265,6 +295,12 @@ _SPECIAL: dict[Op, Callable[[Writer, int, int, int], None]] = {
     Op.AMAX: Writer._amax,
     Op.SCALE_TENSOR: Writer._scale_tensor,
     Op.ROW_DOT: Writer._row_dot,
+    Op.FP16_SCALE: Writer._fp16_scale,
+    Op.MASK_BITS: Writer._mask_bits,
+    Op.STORE_BITS: Writer._store_bits,
+    Op.ELU_BACKWARD: Writer._elu_backward,
+    Op.LEAKY_RELU_BACKWARD: Writer._leaky_relu_backward,
+    Op.THRESHOLD_BACKWARD: Writer._threshold_backward,
 }
 _FORMS: dict[str, Callable[[Writer, str, int, int], None]] = {
     "ROW": Writer._row,

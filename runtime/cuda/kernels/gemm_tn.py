@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from gnnc.ir.nodes import unpack
+from gnnc.ir.nodes import operand, unpack
 from gnnc.runtime.cuda.emitter import CudaEmitter, pointer
 from gnnc.runtime.cuda.kernels.column_sum import shares_of, write_sum_of_parts
 from gnnc.runtime.cuda.kernels.epilogue import TYPES
 from gnnc.runtime.program.launches import expr
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program import build
-from gnnc.runtime.row_program.build import Refusal, planned
+from gnnc.runtime.row_program.build import Inner, Refusal, argument_of, planned
 
 _HALVES = (torch.float16, torch.bfloat16)
 _TILE = 64
@@ -22,40 +22,64 @@ _MOST_SHARES = 528
 """Blocks of a product at most: what fills a large GPU. The same on each, so that all add up in one order."""
 _SHARE = 512
 """Rows of a block at least: its sums are then a small part of what it reads."""
+_LOAD = 16
+"""Bytes that a thread loads at once, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Widths of both matrices, and the type that their elements are multiplied in."""
+    """Operands of a product over all rows.
 
-    a: int
-    b: int
+    Attributes:
+        sides: numbers of the operands.
+        widths: columns of both.
+        dtype: the type that their elements are multiplied in.
+        divisor: number of the operand that the result is divided by; None: it is not.
+    """
+
+    sides: tuple[int, int]
+    widths: tuple[int, int]
     dtype: torch.dtype
+    divisor: int | None = None
 
     @property
     def tiles(self) -> int:
         """Pairs of tiles of columns."""
-        return -(-self.a // _TILE) * -(-self.b // _TILE)
+        return math.prod(-(-width // _TILE) for width in self.widths)
 
 
 @planned
 def _plan(node: Node) -> Plan:
-    values = [value.meta["val"] for value in unpack(node, "a", "b")]
+    inner = Inner(node)
+    anchor = inner.only("gnnc.gemm_tn.default")
+    factors = unpack(anchor, "a", "b")
+    values = [factor.meta["val"] for factor in factors]
     if any(value.dim() != 2 for value in values):
         raise Refusal("an operand is not a matrix")
     if values[0].dtype != values[1].dtype:
         raise Refusal(f"the operands are {values[0].dtype} and {values[1].dtype}")
-    a, b = map(build.fixed_width, values)
-    return Plan(a, b, values[0].dtype)
+    divisions = [op for op in build.read_chain(inner, anchor) if op.kind != "store_f32"]
+    divisors = [operand for op in divisions for operand in op.operands]
+    if len(inner.results) != 1 or len(divisors) > 1 or any(op.kind != "div_tensor" for op in divisions):
+        raise Refusal("the product is more than divided")
+    first, second = (inner.operand(_unrounded(inner, factor), "an operand") for factor in factors)
+    widths = build.fixed_width(values[0]), build.fixed_width(values[1])
+    divisor = inner.operand(divisors[0], "the divisor") if divisors else None
+    return Plan((first, second), widths, values[0].dtype, divisor)
 
 
-@kernel("gnnc.gemm_tn", backend="cuda", name="gemm_tn", priority=10)
+def _unrounded(inner: Inner, factor: Node) -> Node:
+    """Step over a cast that the kernel does as it loads."""
+    return factor if factor in inner.operands else operand(factor, "self")
+
+
+@kernel("fused:gemm_tn", "gnnc.gemm_tn", backend="cuda", name="gemm_tn", priority=10)
 class GemmTn:
     """Kernel of ``csrc/cuda/dense/gemm_tn.cuh``: tensor cores in fp16 or bf16, FP32 sums, no atomics."""
 
     @staticmethod
     def plan(node: Node) -> Plan | Decline:
-        """Take matrices of 16 bits."""
+        """Take products in 16 bits, of matrices of as many or of FP32."""
         plan = _plan(node)
         if isinstance(plan, Decline) or plan.dtype in _HALVES:
             return plan
@@ -64,22 +88,29 @@ class GemmTn:
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the launches."""
-        kind = TYPES[plan.dtype]
-        sides = list(zip(unpack(node, "a", "b"), (plan.a, plan.b), strict=True))
+        operands = [argument_of(node, number) for number in plan.sides]
+        sides = list(zip(operands, plan.widths, strict=True))
         matrices = [pointer(emitter.matrix(value, width)) for value, width in sides]
         strides = [emitter.row_stride(value, width) for value, width in sides]
-        together = [math.gcd(8, width, stride) for (_, width), stride in zip(sides, strides, strict=True)]
-        config = ", ".join([kind] * 3 + [str(v) for v in (plan.a, plan.b, *strides, *together)])
+        dtypes = [value.meta["val"].dtype for value, _ in sides]
+        together = [
+            math.gcd(_LOAD // dtype.itemsize, width, stride)
+            for dtype, width, stride in zip(dtypes, plan.widths, strides, strict=True)
+        ]
+        types = [TYPES[dtype] for dtype in (plan.dtype, *dtypes)]
+        config = ", ".join([*types, *map(str, (*plan.widths, *strides, *together))])
         rows = emitter.size(sides[0][0].meta["val"].shape[0])
         shares = shares_of(rows, _SHARE, most := max(1, _MOST_SHARES // plan.tiles))
         out = emitter.allocate(node, dense=True)
-        parts = emitter.scratch(1, most * plan.a * plan.b, torch.float32, flat=True)
+        size = math.prod(plan.widths)
+        parts = emitter.scratch(1, most * size, torch.float32, flat=True)
         emitter.launch(
             f"gnnc::gemm_tn<gnnc::GemmTnConfig<{config}>>",
             expr("{} * {}", shares, plan.tiles),
             [*matrices, pointer(parts.written), rows, shares],
         )
-        write_sum_of_parts(emitter, parts, shares, plan.a * plan.b, out)
+        divisor = None if plan.divisor is None else emitter.vector(argument_of(node, plan.divisor))
+        write_sum_of_parts(emitter, parts, shares, size, out, divisor)
 
 
 @kernel("gnnc.gemm_tn", backend="cuda", name="cublas_tn", priority=5)
@@ -97,7 +128,7 @@ class CublasTn:
     @staticmethod
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the call."""
-        sides = zip(unpack(node, "a", "b"), (plan.a, plan.b), strict=True)
+        sides = zip(unpack(node, "a", "b"), plan.widths, strict=True)
         a, b = (emitter.matrix(value, width) for value, width in sides)
         out = emitter.allocate(node, dense=True)
         emitter.call(emitter.bind(torch.mm, "mm"), [expr("{}.t()", a), b], {"out": out.written})

@@ -109,3 +109,19 @@ def test_edge_sum(name: str) -> None:
     got, want = run_on_cuda(call, "edge_sum", *values), call(*exact)
     size = call(*exact[:2], *[value.abs() for value in exact[2:]])
     assert relative_error(got, want, size) < 1e-5
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sizes", [(0,), (1,), (3, 5), (400, 41)])
+@pytest.mark.parametrize("exponent", [-140, -30, 0, 30])
+def test_fp16_scale(sizes: tuple[int, ...], exponent: int) -> None:
+    x = torch.randn(sizes) * 2.0**exponent
+    got = run_on_cuda(GNNC.fp16_scale, "fp16_scale", x)
+    assert torch.equal(got, GNNC.fp16_scale(x)) and got.dtype == torch.float32
+
+
+@pytest.mark.cuda
+def test_fp16_scale_of_values_that_are_not_finite_is_finite() -> None:
+    for value in (float("inf"), float("nan")):
+        power = run_on_cuda(GNNC.fp16_scale, "fp16_scale", torch.tensor([1.0, value, 2.0]))
+        assert power.isfinite() and power > 0

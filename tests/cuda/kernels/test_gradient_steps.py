@@ -1,0 +1,69 @@
+"""Steps of gradients that ride on other kernels, each against the ops that it stands for."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from one_op import run_fused_on_cuda
+from torch import Tensor
+
+GNNC = torch.ops.gnnc
+ATEN = torch.ops.aten
+WIDTHS = [1, 5, 8, 20, 64, 100, 300]
+
+
+def signed(rows: int, width: int) -> Tensor:
+    return torch.randn(rows, width).masked_fill(torch.rand(rows, width) < 0.2, 0)
+
+
+STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "mask": lambda x, row, value: GNNC.relu_backward(x * row, value),
+    "elu": lambda x, row, value: ATEN.elu_backward(x * row, 0.7, 1, 1, False, value),
+    "elu of the result": lambda x, row, value: ATEN.elu_backward(x * row, 0.7, 1, 1, True, value),
+    "leaky relu": lambda x, row, value: ATEN.leaky_relu_backward(x * row, value, 0.3, False),
+    "threshold": lambda x, row, value: ATEN.threshold_backward(x * row, value, 0),
+    "division": lambda x, row, value: (x * row) / value,
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("step", STEPS)
+def test_gradient_of_an_activation(step: str, width: int) -> None:
+    values = signed(37, width), torch.rand(37, 1), signed(37, width).clamp(min=-0.6)
+    x, row, value = values
+    if step == "mask":
+        value = GNNC.relu_mask(value)
+    if step == "division":
+        value = value.abs().sum()
+    (got,), want = run_fused_on_cuda(STEPS[step], ["rowmap"], x, row, value), STEPS[step](x, row, value)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", WIDTHS)
+def test_bits_behind_a_chain(width: int) -> None:
+    x, row = signed(37, width), torch.rand(37, 1)
+    x[3, 0] = float("nan")
+
+    def call(x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        out = (x * row - 0.1).relu()
+        return out, GNNC.relu_mask(out)
+
+    got, want = run_fused_on_cuda(call, ["rowmap"], x, row), call(x, row)
+    assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("exponent", [-140, -20, 0, 20])
+def test_power_of_two_behind_a_chain(width: int, exponent: int) -> None:
+    x, row = signed(37, width) * 2.0**exponent, torch.rand(37, 1)
+
+    def call(x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        out = (x * row) * row
+        power = GNNC.fp16_scale(out)
+        return (out * power).half(), power
+
+    got, want = run_fused_on_cuda(call, ["rowmap"] * 2, x, row), call(x, row)
+    assert torch.equal(got[1], want[1]) and torch.equal(got[0], want[0])
