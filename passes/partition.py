@@ -20,17 +20,26 @@ from gnnc.ir.nodes import (
     descendants,
     first_operand,
     holds_tensor,
+    is_float,
     is_random,
     is_result,
     is_view,
     outputs_of,
 )
-from gnnc.ir.parts import GRADIENTS, RESULTS, SAVED, Parts
+from gnnc.ir.parts import GRADIENTS, KEPT_WIDE, RESULTS, SAVED, Parts
 from gnnc.ir.source import WRITTEN, Source, source_of
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.node_builder import is_of_model
 from gnnc.passes.rewrite.recompute import edge_counts, is_cheap, is_made_of_nodes
-from gnnc.passes.rewrite.saved_copies import SavedCopy, copy_in, find_copy, may_add_copy, read_copies
+from gnnc.passes.rewrite.saved_copies import (
+    SavedCopy,
+    copy_in,
+    find_copy,
+    may_add_copy,
+    read_copies,
+    why_wide,
+)
+from gnnc.precision import FP32
 
 SIDE = "side"
 """Key of ``node.meta``: the part that a node of a joint graph belongs to, ``forward`` or ``backward``."""
@@ -51,7 +60,13 @@ class Partition:
         gm = parts.forward
         count = len(outputs_of(gm.graph)) - len(gm.meta[GRADIENTS])
         _set_sides(gm, count)
-        cut = _Cut(gm, count, add_copy=copy_in(ctx.precision), rounds_again=ctx.target.fused_gemm_tn)
+        cut = _Cut(
+            gm,
+            count,
+            add_copy=copy_in(ctx.precision),
+            rounds_again=ctx.target.fused_gemm_tn,
+            is_low=ctx.precision != FP32,
+        )
         forward, backward = cut.forward_graph(), cut.backward_graph()
         return replace(parts, forward=forward, backward=backward)
 
@@ -101,6 +116,7 @@ class _Cut:
         again: nodes of the forward graph that the backward graph computes again.
         add_copy: makes a copy in fewer bits of a matrix that is saved; None: it is saved as it is.
         rounds_again: whether products round the caller's inputs as they load them: no copy of these is kept.
+        is_low: whether products read copies in fewer bits, so that what is saved in FP32 has a reason.
         saved: nodes that the forward graph returns for the backward graph.
         rounded: the saved copy in fewer bits that stands for an FP32 value.
     """
@@ -109,6 +125,7 @@ class _Cut:
     count: int
     add_copy: Callable[[Node], SavedCopy] | None = None
     rounds_again: bool = False
+    is_low: bool = False
     again: set[Node] = field(default_factory=set)
     saved: dict[Node, None] = field(default_factory=dict)
     rounded: dict[Node, SavedCopy] = field(default_factory=dict)
@@ -223,6 +240,9 @@ class _Cut:
             }
             if "qtype" in node.meta:
                 copies[node].meta["qtype"] = node.meta["qtype"]
+            if self.is_low and is_float(node):
+                is_output = node in outputs_of(self.gm.graph)[: self.count]
+                copies[node].meta[KEPT_WIDE] = "an output" if is_output else why_wide(node, self._edges)
         for node in self.gm.graph.nodes:
             if node in self.rounded:
                 copies[node] = self.rounded[node].widen(graph, copies, node)

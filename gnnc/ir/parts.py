@@ -18,6 +18,9 @@ RESULTS = "results"
 SAVED = "saved"
 """Key of the forward graph's ``meta``: position among its outputs of each saved value, by its name."""
 
+KEPT_WIDE = "kept_wide"
+"""Key of a saved value's ``meta``: why it is FP32 where matrices are saved in 16 bits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:

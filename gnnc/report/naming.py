@@ -13,9 +13,9 @@ from torch.fx import Graph, GraphModule, Node
 from gnnc.ir.describe import changes_precision, dtype_text, element_text, inline, returns_many
 from gnnc.ir.nodes import arguments, first_operand, is_result, outputs_of, result_index
 from gnnc.ir.op import op_of
-from gnnc.ir.parts import BACKWARD, FORWARD, STRUCTURE, Parts
+from gnnc.ir.parts import BACKWARD, FORWARD, SAVED, STRUCTURE, Parts
 from gnnc.ir.qtype import QType
-from gnnc.ir.source import is_weight, source_of
+from gnnc.ir.source import Source, is_weight, source_of
 from gnnc.torch_private import schema
 
 Sizes = tuple[sympy.Expr, ...]
@@ -68,23 +68,30 @@ def name_program(parts: Parts) -> dict[str, Named]:
     A structure graph that computes nothing is left out.
     """
     named: dict[str, Named] = {}
-    values: dict[str, str] = {}
-    sizes: dict[str, Sizes] = {}
+    values: dict[Source, str] = {}
+    sizes: dict[Source, Sizes] = {}
     for part, gm in parts:
         if part == STRUCTURE and not any(n.op == "call_function" for n in gm.graph.nodes):
             continue
         named[part] = _named(gm, values, sizes, _FLOATS[part])
-        if part == STRUCTURE:
-            values = named[part].outputs
-            outputs = _named_outputs(gm, named[part].graph)
-            sizes = {name: named[part].symbols.sizes(node.meta.get("val")) for name, node in outputs}
+        for source, node in _handed_over(part, gm, named[part].graph):
+            values[source] = named[part].names[node]
+            sizes[source] = named[part].symbols.sizes(node.meta.get("val"))
     return named
+
+
+def _handed_over(part: str, gm: GraphModule, inlined: Graph) -> list[tuple[Source, Node]]:
+    """Return the outputs of a part that other parts read, each with the source that they read it from."""
+    if part == STRUCTURE:
+        return [(Source("structure", name), node) for name, node in _named_outputs(gm, inlined)]
+    outputs = outputs_of(inlined)
+    return [(Source("saved", name), outputs[place]) for name, place in gm.meta.get(SAVED, {}).items()]
 
 
 def _named(
     gm: GraphModule,
-    values: Mapping[str, str],
-    sizes: Mapping[str, Sizes],
+    values: Mapping[Source, str],
+    sizes: Mapping[Source, Sizes],
     floats: str,
 ) -> Named:
     graph = inline(gm)
@@ -112,17 +119,16 @@ class Symbols:
 
     Args:
         graph: the graph whose placeholders and values introduce the symbols.
-        structure: sizes of the structure graph's outputs in its own names, by output name.
-            Placeholders of kind ``structure`` take them over, so that both parts of a program
-            call the same size by the same name.
+        given: sizes of what other parts hand over, in their names, by source. Placeholders of these sources
+            take them over, so that all parts of a program call the same size by the same name.
     """
 
-    def __init__(self, graph: Graph, structure: Mapping[str, Sizes] | None = None) -> None:
+    def __init__(self, graph: Graph, given: Mapping[Source, Sizes] | None = None) -> None:
         self._names: dict[sympy.Symbol, sympy.Expr] = {}
         self._taken: set[str] = set()
         nodes = list(graph.nodes)
         for node in nodes:
-            self._adopt(node, structure or {})
+            self._adopt(node, given or {})
         for node in sorted(nodes, key=_appearance):
             self._name_sizes(node.meta.get("val"), _counts_nodes(node))
 
@@ -148,16 +154,16 @@ class Symbols:
         self._name_free(size, "N")
         return size.node.expr.xreplace(self._names)
 
-    def _adopt(self, node: Node, structure: Mapping[str, Sizes]) -> None:
+    def _adopt(self, node: Node, given: Mapping[Source, Sizes]) -> None:
         source = source_of(node)
-        if source is None or source.name not in structure:
+        if source is None or source not in given:
             return
-        for size, given in zip(_all_sizes(node.meta.get("val")), structure[source.name], strict=False):
+        for size, known in zip(_all_sizes(node.meta.get("val")), given[source], strict=False):
             symbol = _only_symbol(size)
             if symbol is not None and symbol not in self._names:
-                # size = symbol + constant, and it is the structure part's ``given``
-                self._names[symbol] = given - (size.node.expr - symbol)
-                self._taken.update(str(name) for name in given.free_symbols)
+                # size = symbol + constant, and it is ``known`` in the other part
+                self._names[symbol] = known - (size.node.expr - symbol)
+                self._taken.update(str(name) for name in known.free_symbols)
 
     def _name_sizes(self, value: Any, counts_nodes: bool = False) -> None:
         if isinstance(value, tuple | list):
@@ -242,7 +248,7 @@ def _first_free(letter: str, taken: set[str]) -> str:
 def value_names(
     graph: Graph,
     symbols: Symbols,
-    structure: Mapping[str, str] | None = None,
+    given: Mapping[Source, str] | None = None,
     floats: str = "h",
 ) -> dict[Node, str]:
     """Name every value of a flat graph by what it is, in order of appearance.
@@ -253,18 +259,18 @@ def value_names(
     Args:
         graph: a graph without fused submodules (see ``gnnc.ir.describe.inline``).
         symbols: names of the sizes.
-        structure: what the structure part calls its outputs, by output name.
+        given: what other parts call the values that they hand over, by source.
         floats: what names of float results that are not edge tensors start with.
     """
-    namer = _Namer(symbols, structure or {}, floats)
+    namer = _Namer(symbols, given or {}, floats)
     return {node: namer.name(node) for node in graph.nodes if node.op != "output"}
 
 
 class _Namer:
-    def __init__(self, symbols: Symbols, structure: Mapping[str, str], floats: str) -> None:
+    def __init__(self, symbols: Symbols, given: Mapping[Source, str], floats: str) -> None:
         self._floats = floats
         self._symbols = symbols
-        self._structure = structure
+        self._given = given
         self._taken: set[str] = {"torch", "aten", "gnnc", "fused", "self", "_"}
         self._counts: dict[str, int] = {}
         self._weights: dict[Node, str] = {}
@@ -292,7 +298,8 @@ class _Namer:
     def _labeled(self, node: Node, label: str) -> str:
         """Return the name that an op's label asks for, see ``gnnc.ir.op.Op``."""
         if label.endswith("{n}"):
-            return self._numbered(label.removesuffix("{n}"))
+            prefix = label.removesuffix("{n}")
+            return self._numbered(self._floats if prefix == _FLOATS[FORWARD] else prefix)
         bases = {name: self._base(made) for name, made in arguments(node).items() if f"{{{name}}}" in label}
         return self._unique(label.format(**bases))
 
@@ -315,8 +322,10 @@ class _Namer:
             return identifier(str(node.target))
         if source.kind == "constant" and _is_scale(node):
             return self._numbered("scale")
-        if source.kind == "structure":
-            return identifier(self._structure.get(source.name, source.name))
+        if source.kind == "tangent":
+            return f"tangent{source.name}"
+        if source in self._given:
+            return identifier(self._given[source])
         return identifier(source.name)
 
     def _part(self, node: Node) -> str | None:

@@ -21,6 +21,7 @@ from gnnc.ir.exact_reads import EXACT
 from gnnc.ir.nodes import is_gnnc, is_result, op_name, outputs_of, qtype_of, result_index, schema_of
 from gnnc.ir.parts import BACKWARD, FORWARD, STRUCTURE, Parts
 from gnnc.ir.source import source_of
+from gnnc.report.crossing import crossing_lines
 from gnnc.report.naming import Named, identifier, name_graph, name_program
 from gnnc.torch_private import HigherOrderOperator, OpOverload, overload_name, schema
 
@@ -103,7 +104,8 @@ def format_program(parts: Parts, header: Sequence[str] = (), notes: Mapping[str,
     texts = ["\n".join(header)] if header else []
     for part, named in name_program(parts).items():
         text = _Printer(named, notes or {}).function(PART_TITLES[part])
-        texts.append(f"# {_WHEN[part]}\n{text}")
+        remarks = crossing_lines(named) if part == BACKWARD else []
+        texts.append("\n".join([f"# {_WHEN[part]}", *remarks, text]))
     return "\n\n".join(texts)
 
 

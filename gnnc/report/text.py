@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
-import torch
 from torch.fx import Graph, Node
 
 from gnnc.ir import describe
@@ -14,8 +13,9 @@ from gnnc.ir.aten import PRODUCTS, RENAMINGS
 from gnnc.ir.nodes import argument, arguments, first_operand, is_gnnc, op_name
 from gnnc.ir.op import Counted, op_of
 from gnnc.ir.parts import BACKWARD, FORWARD, Parts
-from gnnc.ir.source import is_weight, source_of
+from gnnc.ir.source import is_weight
 from gnnc.ir.thread_bits import depends_on_threads
+from gnnc.report.crossing import saved_values, total_bytes
 from gnnc.report.naming import name_program
 from gnnc.report.printing import format_program
 from gnnc.report.summary import Chosen, summary_rows, summary_table
@@ -166,7 +166,7 @@ def explain_text(report: ProgramReport) -> str:
         **(
             {}
             if report.parts.backward is None
-            else {"Saved for the backward graph": saved_values(report.parts)}
+            else {"Saved for the backward graph": _saved_lines(report.parts)}
         ),
         **({"Last bits depend on the number of threads": threads} if threads else {}),
         "Kernels that declined": [_note_line(note) for note in declined],
@@ -191,18 +191,9 @@ def eager_methods(names: Sequence[str]) -> list[str]:
     return [f"{name}: only forward is compiled; compile the submodule that it calls" for name in names]
 
 
-def saved_values(parts: Parts) -> list[str]:
-    """Return a line for each value that is saved for the backward graph: layer, name, type and bytes."""
-    named = name_program(parts)[BACKWARD]
-    lines = []
-    for node in named.graph.nodes:
-        source, value = source_of(node), node.meta.get("val")
-        if source is None or source.kind != "saved" or not isinstance(value, torch.Tensor):
-            continue
-        where = f"{layer}: " if (layer := node.meta.get("layer")) else ""
-        size = " * ".join([str(value.dtype.itemsize), *named.symbols.shape(value)])
-        lines.append(f"{where}{source.name}, {named.type_text(value)}, {size} bytes")
-    return lines
+def _saved_lines(parts: Parts) -> list[str]:
+    values = saved_values(name_program(parts)[BACKWARD])
+    return [*map(str, values), *([f"together: {total_bytes(values)} bytes"] if len(values) > 1 else [])]
 
 
 def _graphs(report: ProgramReport) -> list[Graph]:

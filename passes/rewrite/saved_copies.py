@@ -120,6 +120,28 @@ def _add_quantized_copy(node: Node) -> SavedCopy:
     return SavedCopy(values, scale)
 
 
+def why_wide(node: Node, counts: set[Any]) -> str:
+    """Return why a value is saved in FP32 by a program whose matrices are saved in fewer bits.
+
+    Args:
+        node: the value.
+        counts: the numbers of edges, from ``edge_counts``.
+    """
+    op = op_of(node)
+    if EXACT in node.meta:
+        return str(node.meta[EXACT])
+    if op is not None and op.kind == "precision":
+        return "scales of quantized values"
+    if node.op == "placeholder":
+        return "a buffer before it is written"
+    if _rows(node) in counts:
+        return "a value for each edge"
+    shape = node.meta["val"].shape
+    if len(shape) < 2 or not isinstance(shape[-1], int) or shape[-1] < _MIN_WIDTH:
+        return f"statistics, or logits of fewer than {_MIN_WIDTH} columns"
+    return "no product reads a copy in fewer bits"
+
+
 def read_copies(gm: fx.GraphModule) -> None:
     """Let the products over nodes read quantized rows that a graph makes FP32 of, in place."""
     for node in list(gm.graph.nodes):

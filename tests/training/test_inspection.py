@@ -31,6 +31,19 @@ def test_all_parts_are_printed(compiled: gnnc.CompiledModel) -> None:
     assert compiled.backward_graph_module is not None
 
 
+def test_what_crosses_to_the_backward_graph_has_one_name_in_both(compiled: gnnc.CompiledModel) -> None:
+    forward, backward = str(compiled).split("# runs when gradients are computed\n")
+    assert backward.splitlines()[:3] == [
+        "# saved by compute, 57*N bytes: h2, h5, h5_mask",
+        "# read by both: g2, rowptr_t, col_t, conv2_lin_weight",
+        "# computed again: nothing",
+    ]
+    returned = forward.rstrip().splitlines()[-1]
+    for name in ("h2", "h5", "h5_mask"):
+        assert name in returned
+        assert f"    {name}, " in backward
+
+
 def test_stages_hold_the_joint_graph_until_it_is_cut(compiled: gnnc.CompiledModel) -> None:
     outputs = {name: len(gm.graph.output_node().args[0]) for name, gm in compiled.stages}
     assert outputs["reorder"] == 1
@@ -41,7 +54,8 @@ def test_stages_hold_the_joint_graph_until_it_is_cut(compiled: gnnc.CompiledMode
 def test_summary_and_explain_tell_of_both_sides(compiled: gnnc.CompiledModel) -> None:
     assert "conv2.lin (backward)" in compiled.summary()
     saved = compiled.explain().partition("Saved for the backward graph\n")[2].partition("\n\n")[0]
-    assert "f32[N, 8], 4 * N * 8 bytes" in saved
+    assert "h5, f32[N, 8], 32*N bytes" in saved
+    assert "together: 57*N bytes" in saved
 
 
 def test_times_are_those_of_the_op_in_its_own_graph(compiled: gnnc.CompiledModel) -> None:
