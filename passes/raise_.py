@@ -29,6 +29,7 @@ from gnnc.ir.nodes import (
 )
 from gnnc.passes.base import Context
 from gnnc.passes.edges.aggregate import aggregate
+from gnnc.passes.edges.callers_order import values_in_callers_order
 from gnnc.passes.edges.edge_products import EdgeProducts
 from gnnc.passes.edges.graph_inputs import structural_inputs
 from gnnc.passes.edges.index_bounds import index_bounds
@@ -85,6 +86,7 @@ def _plan(gm: fx.GraphModule, regions: Regions) -> None:
         softmax = as_softmax(node)
         if softmax is not None:
             regions.softmaxes[node] = softmax
+    regions.in_callers_order = values_in_callers_order(gm, regions.indices, regions.softmaxes)
     for scatter in _scatters(gm):
         order = regions.order(scatter.index, regions.sizes.of(scatter.base, 0), scatter.node)
         for index, size in regions.table_sizes(scatter.source).items():

@@ -120,7 +120,9 @@ class BodyBuilder:
         return self._operand("e", self.tables.read(gather, self.order, layer))
 
     def _is_stored(self, node: Node) -> bool:
-        return node in self.tables.softmaxes or self._is_cheap(node) or node in self.order.values
+        if node in self.tables.softmaxes or node in self.order.values or self._is_cheap(node):
+            return True
+        return self.tables.is_computed_otherwise(node)
 
     def _is_cheap(self, node: Node) -> bool:
         """Return whether a value takes far less room than what the body computes from it."""

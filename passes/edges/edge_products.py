@@ -34,6 +34,9 @@ class Verdict:
     reason: str
 
 
+READ_OTHERWISE = Verdict(False, "stored for every edge: it is read other than by messages")
+
+
 class EdgeProducts:
     """Decisions which values of edges alone are computed in the bodies that read them.
 
@@ -108,7 +111,7 @@ class EdgeProducts:
     def _judge(self, node: Node) -> Verdict:
         readers = frozenset([node]) if is_narrow(node) else self._readers[node]
         if readers is None:
-            return Verdict(False, "stored for every edge: it is read other than by messages")
+            return READ_OTHERWISE
         steps, sources = self._cone(node)
         flops = sum(map(_flops, steps))
         width, read = _width(node), sum(map(_width, sources))

@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.nodes import shape_of
-from gnnc.passes.edges.edge_products import EdgeProducts
+from gnnc.passes.edges.edge_products import READ_OTHERWISE, EdgeProducts
 from gnnc.passes.edges.rowwise import Gather, as_gather, row_inputs
 from gnnc.passes.edges.softmax import Softmax
 from gnnc.passes.rewrite.node_builder import NodeBuilder, Sizes, is_of_model
@@ -62,6 +62,7 @@ class EdgeOrders:
         products: decides which products of edge features bodies compute; None where bodies compute none.
         orders: the orders by (destination index, number of destinations).
         softmaxes: the edge softmaxes, by the node that ends them.
+        in_callers_order: values that are computed in the order of the caller, too, for other readers.
         edge_notes: remarks about values that are computed once an edge, by node.
     """
 
@@ -74,6 +75,7 @@ class EdgeOrders:
                 self.sizes.add(node)
         self.orders: dict[tuple[Node, Node | int], Order] = {}
         self.softmaxes: dict[Node, Softmax] = {}
+        self.in_callers_order: set[Node] = set()
         self.edge_notes: dict[Node, str] = {}
         self._indices: dict[Node, frozenset[Node]] = {}
 
@@ -134,9 +136,15 @@ class EdgeOrders:
         verdict = self.products.verdict(leaf) if self.products else None
         if self.products is None or verdict is None:
             return False
+        if leaf in self.in_callers_order:
+            verdict = READ_OTHERWISE
         for product in self.products.products(leaf):
             self.edge_notes.setdefault(product, verdict.reason)
         return verdict.inside
+
+    def is_computed_otherwise(self, node: Node) -> bool:
+        """Return whether an edge value of one index is computed in the caller's order, where it is left."""
+        return node in self.in_callers_order and len(self.indices(node)) == 1 and node not in self.softmaxes
 
     # orders and CSRs
 

@@ -69,13 +69,14 @@ class Regions(NodeTables):
 
     def _make(self, node: Node, order: Order) -> Node:
         if not self.indices(node):
-            return self._narrowed(node, order) or self._permuted(node, order)
+            narrowed = None if node in self.in_callers_order else self._narrowed(node, order)
+            return narrowed or self._permuted(node, order)
         if node in self.softmaxes:
             return self._softmax_in(self.softmaxes[node], order)
         gather = self.gather_form(node, order)
         if gather is not None:
             return self.read(gather, order, node.meta["layer"])
-        if as_gather(node) is not None:
+        if as_gather(node) is not None or self.is_computed_otherwise(node):
             return self._permuted(node, order)
         pair = self._pair(node, order)
         if pair is not None:
