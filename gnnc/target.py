@@ -145,6 +145,7 @@ class Target:
             of activations, and sums of all rows (``gnnc.ir.row_steps.GRADIENT_STEPS``).
         fused_gemm_tn: whether its product over all rows rounds FP32 rows as it loads them, and divides the
             result by a number of the device.
+        attention_backward: whether it has a kernel of ``gnnc.attention_backward``.
         narrow_rows: row widths up to which int8 does not pay where edges gather rows.
         sorts_with_loops: whether its sort of edges drops self loops and adds one for every node.
         int32_columns: whether its kernels read the columns of an aggregation as int32.
@@ -164,6 +165,7 @@ class Target:
     tensor_scales: bool = False
     gradient_steps: frozenset[str] = frozenset()
     fused_gemm_tn: bool = False
+    attention_backward: bool = False
     narrow_rows: NarrowRows = NarrowRows()
     sorts_with_loops: bool = False
     int32_columns: bool = False

@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.attention import match_attention
-from gnnc.ir.nodes import argument, first_operand, set_argument, shape_or_none, unpack
+from gnnc.ir.nodes import argument, first_operand, result_index, set_argument, shape_or_none, unpack
 from gnnc.ir.op import op_of
 from gnnc.ir.qtype import QType
 from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
@@ -34,6 +34,7 @@ _GEMMS = ("gnnc.gemm.default", "gnnc.qgemm.default")
 _GEMM_TN = "gnnc.gemm_tn.default"
 _QUANTIZE = "gnnc.quantize.default"
 _CAST = "aten._to_copy.default"
+_ATTENTION_BACKWARD = "gnnc.attention_backward.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ def _anchor(partition: Partition, node: Node, target: Target) -> None:
         _grow(partition, "attention", node, attention.covers, target)
     elif str(node.target) == _GEMM_TN and target.fused_gemm_tn:
         _grow_gemm_tn(partition, node)
+    elif str(node.target) == _ATTENTION_BACKWARD:
+        _grow_results(partition, "attention_backward", node, target)
     elif partition.group_of(node) is None and (kind := _anchor_family(node)):
         if kind == "gemm":
             siblings = _siblings(node) if target.joint_products else []
@@ -135,6 +138,15 @@ def _grow(partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...]
         linearize(anchor, _admission(partition, group, target))
     else:
         partition.dissolve(group)
+
+
+def _grow_results(partition: Partition, kind: str, anchor: Node, target: Target) -> None:
+    """Group an op of several results with the row program of the first."""
+    group = partition.start(kind, anchor)
+    partition.add(group, (anchor, *anchor.users))
+    for result in anchor.users:
+        if result_index(result) == 0:
+            linearize(result, _admission(partition, group, target))
 
 
 def _grow_gemm(partition: Partition, gemm: Node, siblings: Sequence[Node], target: Target) -> None:
@@ -265,7 +277,11 @@ def _drop_useless(partition: Partition) -> None:
 
 def _is_gathered(node: Node) -> bool:
     """Return whether edges gather the rows of a cast: our kernels align them for gathers."""
-    return str(node.target) == _CAST and any(_anchor_family(user) == "spmm" for user in node.users)
+    return str(node.target) == _CAST and any(map(_gathers, node.users))
+
+
+def _gathers(node: Node) -> bool:
+    return _anchor_family(node) == "spmm" or str(node.target) == _ATTENTION_BACKWARD
 
 
 def _is_spare_view(group: Group, node: Node) -> bool:

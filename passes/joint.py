@@ -22,6 +22,7 @@ from gnnc.ir.parts import BACKWARD_LAYER, DIFFERENTIABLE, GRADIENTS, Parts
 from gnnc.ir.source import Source, source_of, wants_gradient
 from gnnc.passes.base import Context
 from gnnc.passes.normalize import simplify
+from gnnc.passes.rewrite.attention_gradients import join_attention_gradients
 from gnnc.passes.rewrite.gradient_nodes import simplify_gradients
 from gnnc.passes.rewrite.joint_structure import move_to_structure
 from gnnc.passes.rewrite.recurrent_cells import WITHOUT_WRITES
@@ -56,6 +57,8 @@ class Joint:
             _refuse_writes(joint.graph)
         simplify(joint)
         simplify_gradients(joint, parts.structure)
+        if ctx.target.attention_backward:
+            join_attention_gradients(joint)
         _fill_empty_results(joint)
         if parts.structure is not None:
             move_to_structure(joint, parts.structure)

@@ -357,9 +357,26 @@ def _round_operands(build: _Builder) -> Node:
     if build.precision.name in build.ctx.target.rounded:
         reason = f"its operands are rounded to {build.precision}, which has no kernel on this backend"
         build.ctx.note(result, f"stays FP32: {reason}")
+    if isinstance(result.meta["val"], tuple):
+        _divide_results(build, scales)
+        return result
     for scale in scales.values():
         result = build.aten("div.Tensor", result, scale)
     return result
+
+
+def _divide_results(build: _Builder, scales: Mapping[str, Node]) -> None:
+    """Divide each result of an op with several by the factors of its operands."""
+    for result in list(build.node.users):
+        graph, last = build.gm.graph, result
+        for scale in scales.values():
+            with graph.inserting_after(last):
+                quotient = graph.call_function(torch.ops.aten.div.Tensor, (last, scale))
+            quotient.meta = dict(result.meta)
+            last.replace_all_uses_with(
+                quotient, delete_user_cb=lambda user, quotient=quotient: user is not quotient
+            )
+            last = quotient
 
 
 def _rounded(build: _Builder, value: Node, scale: Node | None) -> Node:

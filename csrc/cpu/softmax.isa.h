@@ -41,25 +41,37 @@ GNNC_INLINE void pad_logits(float* logits, int64_t flat) {
   store(last, lane_numbers() < splat(used) ? load(last) : splat(kNothing));
 }
 
+// Returns the maximum of each head's logits; every lane gets that of its head.
+template <int H>
+GNNC_INLINE Floats top_of_row(const float* logits, int64_t edges) {
+  Floats top = load(logits);
+  for (int64_t i = kLanes; i < edges * H; i += kLanes) top = larger(load(logits + i), top);
+  return fold_heads<H>(top, [](Floats a, Floats b) { return larger(a, b); });
+}
+
+// Returns the sums by head of value(position) over the vectors of a row.
+template <int H, typename Value>
+GNNC_INLINE Floats sum_of_row(int64_t edges, const Value& value) {
+  const int64_t flat = edges * H;
+  Floats sum{};
+  for (int64_t block = 0; block < flat; block += kSumBlock * H) {
+    Floats part{};
+    for (int64_t i = block; i < std::min(flat, block + kSumBlock * H); i += kLanes) part = part + value(i);
+    sum = sum + part;
+  }
+  return fold_heads<H>(sum, [](Floats a, Floats b) { return a + b; });
+}
+
 // Replaces logits by exp(l - max) and returns the sums by head. Scale::operator()(first edge, vector) returns the value
 // that is stored for exp(l - max).
 template <int H, typename Scale>
 GNNC_INLINE Floats exp_of_row(float* logits, int64_t edges, const Scale& scale) {
-  Floats top = load(logits);
-  const int64_t flat = edges * H;
-  for (int64_t i = kLanes; i < flat; i += kLanes) top = larger(load(logits + i), top);
-  top = fold_heads<H>(top, [](Floats a, Floats b) { return larger(a, b); });
-  Floats sum{};
-  for (int64_t block = 0; block < flat; block += kSumBlock * H) {
-    Floats part{};
-    for (int64_t i = block; i < std::min(flat, block + kSumBlock * H); i += kLanes) {
-      const Floats e = exp_of_negative(load(logits + i) - top);
-      part = part + e;
-      store(logits + i, scale(i / H, e));
-    }
-    sum = sum + part;
-  }
-  return fold_heads<H>(sum, [](Floats a, Floats b) { return a + b; });
+  const Floats top = top_of_row<H>(logits, edges);
+  return sum_of_row<H>(edges, [&](int64_t i) __attribute__((always_inline)) {
+    const Floats e = exp_of_negative(load(logits + i) - top);
+    store(logits + i, scale(i / H, e));
+    return e;
+  });
 }
 
 // Computes the exponentials and sums for a number of heads that does not divide the lanes, one head at a time.

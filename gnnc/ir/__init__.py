@@ -3,7 +3,18 @@
 Importing this package registers every op under ``torch.ops.gnnc``.
 """
 
-from gnnc.ir import bit_planes, dense, fp16_scale, message, quantized, relu, self_loops, sparse, structure
+from gnnc.ir import (
+    attention_backward,
+    bit_planes,
+    dense,
+    fp16_scale,
+    message,
+    quantized,
+    relu,
+    self_loops,
+    sparse,
+    structure,
+)
 from gnnc.ir.body import body_inputs, body_text, evaluate_body, parse_body
 from gnnc.ir.op import REGISTRY, Cost, ErrorInput, Op, op_of
 from gnnc.ir.qtype import QType
@@ -16,6 +27,7 @@ __all__ = [
     "Op",
     "QType",
     "Source",
+    "attention_backward",
     "bit_planes",
     "body_inputs",
     "body_text",

@@ -1,5 +1,29 @@
 """Imports the files that register the CPU kernels, one file a kernel family."""
 
-from gnnc.runtime.cpu import attention, edge_sum, gemm, gemm_tn, message, relu, rowmap, sddmm, spmm, structure
+from gnnc.runtime.cpu import (
+    attention,
+    attention_backward,
+    edge_sum,
+    gemm,
+    gemm_tn,
+    message,
+    relu,
+    rowmap,
+    sddmm,
+    spmm,
+    structure,
+)
 
-KERNEL_FILES = (gemm, gemm_tn, relu, spmm, attention, sddmm, message, edge_sum, rowmap, structure)
+KERNEL_FILES = (
+    gemm,
+    gemm_tn,
+    relu,
+    spmm,
+    attention,
+    attention_backward,
+    sddmm,
+    message,
+    edge_sum,
+    rowmap,
+    structure,
+)

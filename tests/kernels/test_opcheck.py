@@ -10,7 +10,10 @@ from hostile import cpu_samples
 from kernel_graphs import ops
 from torch.library import opcheck
 
-OVER_A_CSR = {"spmm", "sddmm", "edge_softmax", "edge_softmax_backward", "softmax_sum", "attention"}
+OVER_A_CSR = {"spmm", "sddmm", "edge_softmax", "edge_softmax_backward", "softmax_sum", "attention"} | {
+    "attention_backward_rows",
+    "attention_backward_columns",
+}
 
 
 def _registered(namespace: str) -> set[str]:

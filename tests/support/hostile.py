@@ -69,6 +69,26 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
         "edge_softmax_backward": [
             (g.rowptr, torch.rand(EDGES, 1), torch.randn(EDGES, 1), torch.zeros(EDGES, 1))
         ],
+        "attention_backward_rows": [
+            (g.rowptr, g.col, *ends, x, x.clone(), 0.2, 1e-16, 1, torch.zeros(ROWS, 1), torch.zeros(ROWS, 4))
+        ],
+        "attention_backward_columns": [
+            (
+                g.rowptr,
+                g.col,
+                ends[1],
+                torch.rand(ROWS, 4),
+                x,
+                x.clone(),
+                *torch.randn(2, width),
+                ends[0],
+                0.2,
+                1,
+            )
+            + (torch.zeros(ROWS, 1), torch.zeros(width), torch.zeros(width), *program()),
+            (g.rowptr, g.col, ends[1], torch.rand(ROWS, 4), x, x.clone(), None, None, None, 0.2, 1)
+            + (torch.zeros(ROWS, 1), None, None, *program()),
+        ],
         "gemm_tn": [
             (x, torch.randn(ROWS, 4), torch.zeros(width, 4)),
             (q, torch.randn(ROWS, 4), torch.zeros(width, 4), scale, None),

@@ -48,7 +48,8 @@ def trained(name: str, precision: str) -> gnnc.CompiledModel:
 def test_attention_weights_are_computed_again(name: str) -> None:
     compiled = trained(name, "fp32")
     assert compiled.backward_graph_module is not None
-    assert "gnnc.edge_softmax.default" in str(compiled.backward_graph_module.graph)
+    backward = str(compiled).partition("# runs when gradients")[2]
+    assert "gnnc.edge_softmax(" in backward or "gnnc.attention_backward(" in backward
     forward = dict(compiled.stages)["partition"]
     columns = [n for n in forward.graph.nodes if n.op == "placeholder" and n.name.startswith("col")]
     edges = {size_expr(n.meta["val"].shape[0]) for n in columns}

@@ -1,0 +1,68 @@
+"""Plan of the kernel of attention's gradient: its operands, its constants, and the row program."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from gnnc.ir.nodes import argument, operand, result_index, unpack
+from gnnc.runtime.row_program import build
+from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Numbers of the kernel's operands and results, and its constants; None where absent.
+
+    Attributes:
+        edges: rowptr and col, of the CSR and of its transpose.
+        ends: a_dst, a_src, x and grad.
+        att: att_dst and att_src.
+        slope, eps: constants of the logits and of the softmax.
+        heads: number of softmaxes a row.
+        width: columns of x.
+        results: da_dst, da_src, datt_dst and datt_src.
+        program: row program of the gradient of x.
+    """
+
+    edges: tuple[int, ...]
+    ends: tuple[int, ...]
+    att: tuple[int | None, ...]
+    slope: float
+    eps: float
+    heads: int
+    width: int
+    results: tuple[int | None, ...]
+    program: RowProgram
+
+
+@planned
+def plan(node: Node) -> Plan:
+    """Read the operands, the results that are read, and the row program behind the first."""
+    inner = Inner(node)
+    anchor = inner.only("gnnc.attention_backward.default")
+    dtypes = {operand(anchor, name).meta["val"].dtype for name in ("x", "grad")}
+    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+        raise Refusal(f"x and grad are {', '.join(sorted(map(str, dtypes)))}")
+    found = {result_index(user): user for user in anchor.users}
+    if 0 not in found:
+        raise Refusal("the gradient of x is not read")
+    parts = [found.get(i) for i in range(1, 5)]
+    numbers = tuple(None if part is None else inner.results.get(part) for part in parts)
+    inner.results = {value: index for value, index in inner.results.items() if value not in parts}
+    program = build.build(inner, build.read_chain(inner, found[0]), {anchor, *found.values()})
+    return Plan(
+        edges=tuple(
+            inner.operand(n, "the CSR") for n in unpack(anchor, "rowptr", "col", "rowptr_t", "col_t")
+        ),
+        ends=tuple(
+            inner.operand(n, "an end of the edges") for n in unpack(anchor, "a_dst", "a_src", "x", "grad")
+        ),
+        att=tuple(inner.optional(n, "an attention vector") for n in unpack(anchor, "att_dst", "att_src")),
+        slope=float(argument(anchor, "slope")),
+        eps=float(argument(anchor, "eps")),
+        heads=build.fixed_width(operand(anchor, "a_src")),
+        width=build.fixed_width(operand(anchor, "x")),
+        results=numbers,
+        program=program,
+    )
