@@ -37,7 +37,9 @@ from gnnc.compiler.training import (
     refuse_backward_hooks,
     refuse_held_tensor,
     refuse_precisions,
+    tensors_of,
     wanted_gradients,
+    wanted_weights,
 )
 from gnnc.compiler.transforms import may_be_transformed, refuse_trace, refuse_transforms
 from gnnc.errors import CaptureError, GnncError, GraphError, InputError, UnsupportedError
@@ -121,8 +123,8 @@ class Dispatch:
             refuse_transforms(self._model, to_dicts((args, kwargs)), self._constants)
         self._drop_stale_programs()
         try:
-            wants = torch.is_grad_enabled() and self._wants_gradients(args, kwargs)
-            return self._run(args, kwargs, wants=wants)
+            wanted = self._wanted_weights(args, kwargs) if torch.is_grad_enabled() else None
+            return self._run(args, kwargs, wanted)
         except OtherValues as other:
             return self._run_for_values(args, kwargs, other)
         except TraceError:
@@ -141,16 +143,16 @@ class Dispatch:
                 "itself (compiled.model) on arguments of this kind, or compile the layers around the step"
             ) from error
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, wants: bool) -> Any:
-        fast_path = self.fast_path
-        if fast_path is not None and not (kwargs or wants) and fast_path.serves(args, self.snapshot.modes):
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: tuple[bool, ...] | None) -> Any:
+        fast_path, is_plain = self.fast_path, not kwargs and wanted is None
+        if fast_path is not None and is_plain and fast_path.serves(args, self.snapshot.modes):
             return fast_path.run(args)
         tensors: list[Tensor] = []
-        form = self._form(args, kwargs, tensors)
+        form = self._form(args, kwargs, tensors, wanted)
         programs = self._by_form.get(form, ()) if form is not None else ()
         for program in programs:
             if program.captured.guards.sizes_fit(tensors):
-                if form is not None and not (kwargs or wants) and program is programs[0]:
+                if form is not None and is_plain and program is programs[0]:
                     self.fast_path = fast_path_of(program, form, args, tensors)
                 return program.run(tensors)
         return self._slow_call(args, kwargs, form, tensors)
@@ -206,7 +208,11 @@ class Dispatch:
                     self._reason = f"{change} has changed"
 
     def _form(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        wanted: tuple[bool, ...] | None,
     ) -> tuple[Any, ...] | None:
         """Collect the tensors, and return the form: all else but sizes; None for calls of an unusual form."""
         parts: list[Any] = [self.snapshot.modes, autocast_mode()]
@@ -218,8 +224,8 @@ class Dispatch:
                 return None
         if self._holdings:
             describe_held(self._holdings, parts, tensors)
-        if (wanted := wanted_gradients(self._modules, tensors)) is not None:
-            parts.append(wanted)
+        if wanted is not None:
+            parts.append((wanted, tuple([tensor.requires_grad for tensor in tensors])))
         return tuple(parts)
 
     def _slow_call(
@@ -553,25 +559,18 @@ class Dispatch:
         refuse_precisions(type(self._model).__name__, precisions)
         return True
 
-    def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a call wants gradients of parameters or arguments.
+    def _wanted_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, ...] | None:
+        """Return which weights want gradients; None: they and the arguments of this call want none.
 
         Raises:
             UnsupportedError: a constant requires one, or a module has a backward hook.
         """
-        owner = type(self._model).__name__
-        tables = [vars(module) for module in self._modules]
         self._refuse_gradients_of_constants()
-        held = ("_parameters", "_buffers")
-        weights = [tensor for table in tables for name in held for tensor in table[name].values()]
-        leaves = args if not kwargs and all(map(_is_plain, args)) else None
-        if leaves is None:
-            leaves = pytree.tree_leaves(to_dicts((args, kwargs)))
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        wants = any(tensor.requires_grad for tensor in (*weights, *given) if tensor is not None)
-        if wants:
-            refuse_backward_hooks(owner, self._modules)
-        return wants
+        weights = wanted_weights(self._modules)
+        if not any(weights) and not any(leaf.requires_grad for leaf in tensors_of(args, kwargs)):
+            return None
+        refuse_backward_hooks(type(self._model).__name__, self._modules)
+        return weights
 
     def _refuse_gradients_of_constants(self) -> None:
         if any(tensor.requires_grad for tensor in self._constants):
@@ -583,11 +582,6 @@ class Dispatch:
             (f"argument {pytree.keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor)
         ]
         refuse_foreign_tensors(type(self._model).__name__, named)
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether an argument is a tensor or None, which holds no other tensor."""
-    return value is None or isinstance(value, Tensor)
 
 
 def _moved(args: tuple[Any, ...], device: torch.device | None) -> tuple[Any, ...]:

@@ -10,12 +10,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from gnnc.capture.export import Captured
 from gnnc.capture.hooks import BACKWARD_HOOKS
+from gnnc.capture.pyg_data import to_dicts
 from gnnc.capture.thread_patches import in_this_thread, replaced
 from gnnc.errors import CaptureError, UnsupportedError
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import WANTS_GRADIENT, WRITTEN, Source, source_of
 from gnnc.precision import AUTO, Precision
-from gnnc.torch_private import GLOBAL_BACKWARD_HOOKS
+from gnnc.torch_private import GLOBAL_BACKWARD_HOOKS, pytree
 
 _OF_TORCH = ("torch.", "gnnc.")
 """Beginnings of the modules whose autograd functions have the gradient of what they compute."""
@@ -24,11 +25,16 @@ Wanted = tuple[tuple[bool, ...], tuple[bool, ...]]
 """Flags of a model's parameters and buffers, and of a call's tensors: true where a gradient is wanted."""
 
 
-def wanted_gradients(modules: Iterable[nn.Module], tensors: Sequence[Tensor]) -> Wanted | None:
-    """Return which gradients a call wants; None where it wants none."""
-    if not torch.is_grad_enabled():
-        return None
-    weights = tuple(
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a call, and in the containers among these."""
+    is_plain = not kwargs and all(arg is None or isinstance(arg, Tensor) for arg in args)
+    leaves = args if is_plain else pytree.tree_leaves(to_dicts((args, kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def wanted_weights(modules: Iterable[nn.Module]) -> tuple[bool, ...]:
+    """Return for each parameter and buffer of modules, in order, whether it requires a gradient."""
+    return tuple(
         [
             weight.requires_grad
             for module in modules
@@ -37,6 +43,13 @@ def wanted_gradients(modules: Iterable[nn.Module], tensors: Sequence[Tensor]) ->
             if weight is not None
         ]
     )
+
+
+def wanted_gradients(modules: Iterable[nn.Module], tensors: Sequence[Tensor]) -> Wanted | None:
+    """Return which gradients a call wants; None where it wants none."""
+    if not torch.is_grad_enabled():
+        return None
+    weights = wanted_weights(modules)
     inputs = tuple([tensor.requires_grad for tensor in tensors])
     return (weights, inputs) if any(weights) or any(inputs) else None
 
