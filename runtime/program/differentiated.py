@@ -49,8 +49,7 @@ class DifferentiatedGraph:
         """
         before = {i: values[i].clone() for i in self._written}
         given = tuple(before.get(i, value) for i, value in enumerate(values)) if before else values
-        generator = torch.get_rng_state() if self._is_random else None
-        return given, _versions(given), generator
+        return given, _versions(given), _generators(given) if self._is_random else None
 
     def gradients(self, state: tuple[Any, ...], tangents: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
         """Return the gradients of the leaves, with their history.
@@ -62,7 +61,7 @@ class DifferentiatedGraph:
         Raises:
             UnsupportedError: a value was written since the forward pass, or an op has no second gradient.
         """
-        values, versions, generator = state
+        values, versions, generators = state
         if _versions(values) != versions:
             raise UnsupportedError(
                 f"[{self._owner}] a tensor that the gradient depends on was modified in place between the "
@@ -70,7 +69,7 @@ class DifferentiatedGraph:
             )
         given = [self._value(i, values[position]) for i, position in enumerate(self._positions)]
         leaves = [given[i] for i in self._leaves]
-        with _drawing_again(generator):
+        with _drawing_again(generators):
             outputs = fx.Interpreter(self._graph_module).run(*given)
         return torch.autograd.grad(
             [outputs[i] for i in self._differentiable],
@@ -94,12 +93,26 @@ def _versions(values: Sequence[Any]) -> list[int]:
     return [value._version for value in values if isinstance(value, Tensor) and not value.is_inference()]
 
 
+def _generators(values: Sequence[Any]) -> dict[torch.device, Tensor]:
+    """Return the states of torch's generators: of the CPU, and of the GPU that values are on.
+
+    A generator that a CUDA graph is being captured with has no state that could be read.
+    """
+    devices = {value.device for value in values if isinstance(value, Tensor) and value.is_cuda}
+    devices = set() if devices and torch.cuda.is_current_stream_capturing() else devices
+    states = {device: torch.cuda.get_rng_state(device) for device in devices}
+    return {torch.device("cpu"): torch.get_rng_state(), **states}
+
+
 @contextmanager
-def _drawing_again(generator: Tensor | None) -> Iterator[None]:
-    """Let random ops draw what they drew when torch's generator was in a state; None: there are none."""
-    if generator is None:
+def _drawing_again(generators: Mapping[torch.device, Tensor] | None) -> Iterator[None]:
+    """Let random ops draw what they drew when generators were in these states; None: there are none."""
+    if generators is None:
         yield
         return
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(generator)
+    gpus = [device for device in generators if device.type == "cuda"]
+    with torch.random.fork_rng(devices=[device.index for device in gpus]):
+        torch.set_rng_state(generators[torch.device("cpu")])
+        for device in gpus:
+            torch.cuda.set_rng_state(generators[device], device)
         yield
