@@ -1,0 +1,297 @@
+"""Measures what training in a low precision costs in accuracy: PyG in FP32 beside gnnc, from equal weights.
+
+    python benchmarks/training_accuracy.py --jobs 16 --out benchmarks/results/training-accuracy.json
+
+Nodes: test accuracy of GCN, SAGE, GIN and GAT on real graphs, of the weights with the best validation
+accuracy, looked at every ten epochs. Links: area under the ROC curve of held edges by a GCN encoder and inner
+products. A contender trains and evaluates as it is compiled. Runs with one seed are a pair: the same initial
+weights and masks of dropout. ``--device cpu`` takes one thread a process.
+"""
+
+import argparse
+import copy
+import functools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch_geometric.nn import GCNConv
+
+import gnnc
+from gnnc.runtime.backend import get_backend
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import graphs
+import measure
+import models
+
+DATASETS = ("coauthor_cs", "amazon_computers", "pubmed", "cora")
+"""Data sets, largest first: the longest tasks begin first."""
+LINKS = "links"
+"""Name, in place of a model's, of the task that predicts edges."""
+PYG = "pyg fp32"
+CONTENDERS = (PYG, "gnnc fp32", "gnnc bf16", "gnnc fp16")
+LOOK_EVERY = 10
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Seeds of one contender on one data set, which share a compiled program.
+
+    Attributes:
+        dataset: name of the data set.
+        model: a key of ``models.MODELS``, or ``links``.
+        contender: one of ``CONTENDERS``.
+        seeds: the seeds.
+        epochs: number of epochs.
+        device: where it runs.
+    """
+
+    dataset: str
+    model: str
+    contender: str
+    seeds: Sequence[int]
+    epochs: int
+    device: str
+
+
+@functools.cache
+def dataset(name: str, device: str) -> Batch:
+    """Return a graph on a device; the features of Amazon Computers are standardized."""
+    data = graphs.load(name, standardize=name == "amazon_computers")
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in data.items()}
+
+
+class Encoder(nn.Module):
+    """GCN of two layers that embeds nodes."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = GCNConv(features, 128), GCNConv(128, 64)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Return one row of 64 values a node."""
+        return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
+
+
+def split_edges(data: Batch, seed: int) -> Batch:
+    """Return edges for messages; for validation and test 5 and 10% of the pairs, and as many random ones."""
+    generator = torch.Generator().manual_seed(seed)
+    src, dst = data["edge_index"].cpu()
+    pairs = torch.stack([src, dst])[:, src < dst]
+    pairs = pairs[:, torch.randperm(pairs.shape[1], generator=generator)]
+    held = pairs.shape[1] // 20
+    false = torch.randint(data["x"].shape[0], (2, 3 * held), generator=generator)
+    known = pairs[:, 3 * held :]
+    parts = {
+        "messages": torch.cat([known, known.flip(0)], 1),
+        "known": known,
+        "val": torch.cat([pairs[:, :held], false[:, :held]], 1),
+        "test": torch.cat([pairs[:, held : 3 * held], false[:, held:]], 1),
+    }
+    return {name: part.to(data["x"].device) for name, part in parts.items()}
+
+
+def roc_auc(scores: Tensor) -> float:
+    """Return the area under the ROC curve in percent; the first half of the scores are of true pairs."""
+    true, false = scores.double().cpu().chunk(2)
+    below = torch.searchsorted(false.sort().values, torch.stack([true, true]), side="left")[0]
+    upto = torch.searchsorted(false.sort().values, true, right=True)
+    return 100.0 * ((below + upto) / 2 / len(false)).mean().item()
+
+
+def nodes_task(call: Any, data: Batch) -> tuple[Callable[[], Tensor], Callable[[str], float]]:
+    """Return the loss of a step, and the accuracy in percent on a mask."""
+    x, edge_index, y = data["x"], data["edge_index"], data["y"]
+
+    def loss() -> Tensor:
+        return F.cross_entropy(call(x, edge_index)[data["train_mask"]], y[data["train_mask"]])
+
+    def score(part: str) -> float:
+        mask = data[f"{part}_mask"]
+        return 100.0 * (call(x, edge_index).argmax(-1) == y)[mask].float().mean().item()
+
+    return loss, score
+
+
+def links_task(call: Any, data: Batch, seed: int) -> tuple[Callable[[], Tensor], Callable[[str], float]]:
+    """Return the loss of a step, with new random pairs each time, and the AUC in percent on a part."""
+    x, parts = data["x"], split_edges(data, seed)
+    known = parts["known"]
+    labels = torch.cat([torch.ones_like(known[0]), torch.zeros_like(known[0])]).float()
+
+    def scores(pairs: Tensor) -> Tensor:
+        z = call(x, parts["messages"])
+        return (z[pairs[0]] * z[pairs[1]]).sum(-1)
+
+    def loss() -> Tensor:
+        pairs = torch.cat([known, torch.randint_like(known, x.shape[0])], 1)
+        return F.binary_cross_entropy_with_logits(scores(pairs), labels)
+
+    return loss, lambda part: roc_auc(scores(parts[part]))
+
+
+def fit(
+    call: Any, loss: Callable[[], Tensor], score: Callable[[str], float], epochs: int
+) -> tuple[float, list[float]]:
+    """Train with Adam; return the test score of the best weights by validation, and the losses."""
+    optimizer = torch.optim.Adam(call.parameters(), lr=0.01, weight_decay=5e-4)
+    losses: list[Tensor] = []
+    best, best_test = -1.0, 0.0
+    for epoch in range(1, epochs + 1):
+        call.train()
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach())
+        if epoch % LOOK_EVERY == 0 or epoch == epochs:
+            call.eval()
+            with torch.no_grad():
+                found = score("val")
+                if found > best:
+                    best, best_test = found, score("test")
+    return best_test, torch.stack(losses).tolist()
+
+
+def run(task: Task) -> list[dict[str, Any]]:
+    """Train all seeds of a task; return a record for each, the first with its losses."""
+    torch.set_num_threads(1)
+    data, records = dataset(task.dataset, task.device), []
+    make: Callable[[], nn.Module] = (
+        (lambda: Encoder(data["x"].shape[1]))
+        if task.model == LINKS
+        else (lambda: models.MODELS[task.model](data["x"].shape[1], data["num_classes"]))
+    )
+    model = make().to(task.device)
+    call: Any = model
+    if task.contender != PYG:
+        call = gnnc.compile(model, task.contender.removeprefix("gnnc "))
+    for seed in task.seeds:
+        start = time.perf_counter()
+        torch.manual_seed(seed)
+        model.load_state_dict(make().state_dict())
+        links = task.model == LINKS
+        loss, score = links_task(call, data, seed) if links else nodes_task(call, data)
+        value, losses = fit(call, loss, score, task.epochs)
+        record = {"dataset": task.dataset, "model": task.model, "contender": task.contender, "seed": seed}
+        record |= {"score": value, "finite": all(map(math.isfinite, losses))}
+        record |= {"seconds": round(time.perf_counter() - start, 2)}
+        records.append(record | ({"losses": [round(v, 4) for v in losses]} if seed == 0 else {}))
+    return records
+
+
+def tasks_of(args: argparse.Namespace) -> Iterator[Task]:
+    """Yield the tasks of the command line; PyG, which compiles nothing, has a task for each seed."""
+    for name in args.datasets:
+        for model in (*args.models, *([LINKS] if name in args.links else [])):
+            seeds = range(args.link_seeds if model == LINKS else args.seeds)
+            for contender in args.contenders:
+                for part in [[seed] for seed in seeds] if contender == PYG else [seeds]:
+                    yield Task(name, model, contender, part, args.epochs, args.device)
+
+
+def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each data set, model and contender: mean, and mean difference of pairs to PyG in FP32.
+
+    ``error`` is the standard error of the mean difference. A row *holds* where the mean is at least 99.9% of
+    that in FP32, or less by no more than two standard errors; links: where it is at most 0.3 points less.
+    """
+    scores = {(r["dataset"], r["model"], r["contender"], r["seed"]): r["score"] for r in runs}
+    rows = []
+    for name, model, contender in sorted({key[:3] for key in scores}):
+        seeds = [key[3] for key in scores if key[:3] == (name, model, contender)]
+        pairs = [
+            (scores[name, model, contender, s], scores[name, model, PYG, s])
+            for s in seeds
+            if (name, model, PYG, s) in scores
+        ]
+        if not pairs:
+            continue
+        differences = [ours - theirs for ours, theirs in pairs]
+        error = statistics.stdev(differences) / math.sqrt(len(pairs)) if len(pairs) > 1 else 0.0
+        fp32, change = statistics.mean(theirs for _, theirs in pairs), statistics.mean(differences)
+        allowed = 0.3 if model == LINKS else 0.001 * fp32 + 2 * error
+        group = [r for r in runs if (r["dataset"], r["model"], r["contender"]) == (name, model, contender)]
+        rows.append(
+            {"dataset": name, "model": model, "contender": contender, "pairs": len(pairs)}
+            | {"pyg": fp32, "mean": fp32 + change, "change": change, "error": error}
+            | {"holds": change >= -allowed, "finite": all(r["finite"] for r in group)}
+            | {"seconds": statistics.median(r["seconds"] for r in group)}
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows of the compiled contenders as text."""
+    lines = [
+        [r["dataset"], r["model"], r["contender"], r["pairs"], f"{r['pyg']:.2f}", f"{r['mean']:.2f}"]
+        + [f"{r['change']:+.2f} ± {r['error']:.2f}", "yes" if r["holds"] and r["finite"] else "**no**"]
+        for r in rows
+        if r["contender"] != PYG
+    ]
+    headers = ["data", "model", "contender", "seeds", "PyG fp32 %", "mean %", "difference", "holds"]
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def write(path: Path, args: argparse.Namespace, machine: Any, runs: list[dict[str, Any]]) -> None:
+    """Write what is measured so far."""
+    settings = {"device": args.device, "epochs": args.epochs, "machine": machine}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings | {"rows": summarize(runs), "runs": runs}, indent=1) + "\n")
+
+
+def main() -> None:
+    """Run the benchmark of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--datasets", nargs="*", default=DATASETS)
+    parser.add_argument("--models", nargs="*", default=tuple(models.MODELS))
+    parser.add_argument("--contenders", nargs="*", default=CONTENDERS)
+    parser.add_argument("--links", nargs="*", default=("cora", "pubmed"), help="data sets of link prediction")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--link-seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds to wait for results")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    start, runs = time.monotonic(), []
+    machine = measure.machine() | {"kernels": get_backend(args.device).description}
+    pool = ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"))
+    pending: dict[Future[Any], Task] = {pool.submit(run, task): task for task in tasks_of(args)}
+    try:
+        left = None if math.isinf(args.limit) else args.limit
+        for done in as_completed(pending, timeout=left):
+            task = pending.pop(done)
+            runs += copy.deepcopy(done.result())
+            seconds = time.monotonic() - start
+            print(f"{seconds:6.0f} s", task.dataset, task.model, task.contender, file=sys.stderr, flush=True)
+            if args.out:
+                write(args.out, args, machine, runs)
+    except TimeoutError:
+        missing = sorted({f"{task.dataset} {task.model} {task.contender}" for task in pending.values()})
+        print("not finished:", *missing, sep="\n  ", file=sys.stderr)
+    finally:
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+    print(table(summarize(runs)))
+
+
+if __name__ == "__main__":
+    main()
