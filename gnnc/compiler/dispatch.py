@@ -31,6 +31,7 @@ from gnnc.compiler import dump
 from gnnc.compiler.build import build_program, uncollected
 from gnnc.compiler.captures import CaptureLog, difference
 from gnnc.compiler.fast_path import FastPath, fast_path_of
+from gnnc.compiler.guessed_values import with_checked_guesses
 from gnnc.compiler.options import check_precisions
 from gnnc.compiler.program import Options, Program, find
 from gnnc.compiler.training import (
@@ -446,7 +447,7 @@ class Dispatch:
 
     def _checked(self, program: Program, key: Any) -> Callable[[Sequence[Tensor]], Any]:
         """Return what runs a program, but another one where its static scales do not suit a call."""
-        run, weights = program.run, program.scaled_weights
+        run, weights = with_checked_guesses(self._model, program), program.scaled_weights
         if weights is None:
             return run
 
@@ -509,7 +510,10 @@ class Dispatch:
 
     def _moved_examples(self) -> tuple[Any, ...]:
         """Return the example inputs on the device of the model."""
-        return _moved(to_dicts(self._examples), device_of(self._model))
+        args, device = to_dicts(self._examples), device_of(self._model)
+        return (
+            args if device is None else pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), args)
+        )
 
     def _refuse_own_changes(self) -> None:
         """Refuse a forward that changes an object of the model each time that it is traced."""
@@ -582,11 +586,6 @@ class Dispatch:
             (f"argument {pytree.keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor)
         ]
         refuse_foreign_tensors(type(self._model).__name__, named)
-
-
-def _moved(args: tuple[Any, ...], device: torch.device | None) -> tuple[Any, ...]:
-    """Return the arguments with their tensors on ``device``; None: where they are."""
-    return args if device is None else pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), args)
 
 
 def device_of(model: torch.nn.Module) -> torch.device | None:

@@ -108,3 +108,16 @@ def test_a_loop_that_ends_by_a_value_is_refused_by_name():
 
     with pytest.raises(gnnc.CaptureError, match="decides by the values of a tensor"):
         gnnc.compile(Net(effect).eval(), "fp32")(*arguments(20, 3))
+
+
+@pytest.mark.first(1)
+@torch.no_grad()
+@pytest.mark.parametrize("k", [5, 3, 9])
+def test_a_program_that_fails_for_a_wrong_guess_is_captured_again(k: int) -> None:
+    """A guess of more rows than ``k`` skips a padding, without which the view of the rows fails."""
+    model = pyg.SortAggregation(k)
+    compiled = gnnc.compile(model, "fp32")
+    for counts in ([4, 6], [2, 8], [1, 3, 3, 3]):
+        index = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        x = torch.randn(len(index), 4)
+        assert torch.equal(compiled(x, index), model(x, index))
