@@ -35,6 +35,7 @@ from gnnc.capture.recurrent import RecurrentMode
 from gnnc.capture.side_effects import call_alone, global_hooks_checked, run_alone, undone
 from gnnc.capture.size_guards import at_least_two, between_sizes, watched
 from gnnc.capture.sparse_operand import SparseMode, operand
+from gnnc.capture.sparse_results import taken_apart
 from gnnc.capture.sparse_state import Hidden
 from gnnc.capture.stand_ins import Dimension, StandIns, candidates
 from gnnc.capture.symbolic_calls import symbolic_calls
@@ -194,7 +195,7 @@ class _Entry(torch.nn.Module):
         self.watch.learn(tensors)
         args, kwargs, held = rebuild(self.leaves, self.spec, self.forms, tensors, _operand, self.record.watch)
         with self.held.shown(iter(held).__next__):
-            return call_alone(self.model, args, kwargs, self.unwritten, self.record)
+            return taken_apart(call_alone(self.model, args, kwargs, self.unwritten, self.record))
 
 
 def _operand(leaf: Leaf, parts: Sequence[torch.Tensor]) -> Any:

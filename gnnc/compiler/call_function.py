@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from gnnc.capture.export import Captured
+from gnnc.capture.sparse_results import holds_matrices, put_together
 from gnnc.capture.value_guards import test_of
 from gnnc.compiler.index_checks import Bounds
 from gnnc.errors import CaptureError, InputError, UnsupportedError
@@ -178,6 +179,7 @@ class CallWriter:
         count = results - len(names) - values
         if not names and not values and count == 1 and spec.is_leaf():
             return None
+        is_sparse = holds_matrices(spec)
         check = test_of(self._captured.value_guards, self._captured.values)
         buffers = [owner_of(self._model, Source("buffer", name)) for name in names]
 
@@ -186,7 +188,8 @@ class CallWriter:
                 check(outputs[-values:])
             for (owner, name), value in zip(buffers, outputs[count : count + len(buffers)], strict=True):
                 owner._buffers[name].copy_(value)
-            return pytree.tree_unflatten(list(outputs[:count]), spec)
+            result = pytree.tree_unflatten(list(outputs[:count]), spec)
+            return put_together(result) if is_sparse else result
 
         return finish
 
