@@ -3,7 +3,8 @@
 The forward graph has what the outputs need, what is drawn at random, and what turns a matrix into a narrower
 one that gradients read instead, such as a mask. It returns, behind its outputs, the values that the backward
 graph reads: of an FP32 matrix the copy in 16 or 8 bits, where there is one. Views, constants, values of
-weights alone, attention weights and elementwise arithmetic on what is kept are not kept, but computed again.
+weights alone, attention weights and elementwise arithmetic on what is kept are not kept, but computed
+again; so are the results of dropout on such values, from the mask.
 """
 
 from collections.abc import Callable
@@ -29,8 +30,9 @@ from gnnc.ir.nodes import (
 from gnnc.ir.parts import GRADIENTS, KEPT_WIDE, RESULTS, SAVED, Parts
 from gnnc.ir.source import WRITTEN, Source, source_of
 from gnnc.passes.base import Context
+from gnnc.passes.rewrite.dropped import Dropped
 from gnnc.passes.rewrite.node_builder import is_of_model
-from gnnc.passes.rewrite.recompute import edge_counts, is_cheap, is_made_of_nodes
+from gnnc.passes.rewrite.recompute import dropout_of, edge_counts, is_cheap, is_made_of_nodes
 from gnnc.passes.rewrite.saved_copies import (
     SavedCopy,
     copy_in,
@@ -117,6 +119,7 @@ class _Cut:
         add_copy: makes a copy in fewer bits of a matrix that is saved; None: it is saved as it is.
         rounds_again: whether products round the caller's inputs as they load them: no copy of these is kept.
         is_low: whether products read copies in fewer bits, so that what is saved in FP32 has a reason.
+        dropped: results of dropout that the backward graph computes again from the mask.
         saved: nodes that the forward graph returns for the backward graph.
         rounded: the saved copy in fewer bits that stands for an FP32 value.
     """
@@ -127,6 +130,7 @@ class _Cut:
     rounds_again: bool = False
     is_low: bool = False
     again: set[Node] = field(default_factory=set)
+    dropped: dict[Node, Dropped] = field(default_factory=dict)
     saved: dict[Node, None] = field(default_factory=dict)
     rounded: dict[Node, SavedCopy] = field(default_factory=dict)
     _edges: set[Any] = field(default_factory=set)
@@ -168,7 +172,10 @@ class _Cut:
                 self.saved[node] = None
 
     def _bring_cheap(self, node: Node) -> None:
-        if node.op == "placeholder" or node in self.saved or node in self.again or node in self.rounded:
+        if node.op == "placeholder" or node in self.saved or node in self.rounded or self._is_again(node):
+            return
+        if (dropped := self._drop(node)) is not None:
+            self._bring_cheap(dropped.before)
             return
         if not holds_tensor(node):
             self._bring(node)
@@ -177,9 +184,21 @@ class _Cut:
         for arg in node.all_input_nodes:
             self._bring_cheap(arg)
 
+    def _is_again(self, node: Node) -> bool:
+        return node in self.again or node in self.dropped
+
+    def _drop(self, node: Node) -> Dropped | None:
+        """Save the mask of a dropout whose values are computed again; None: the node is no such value."""
+        dropped = Dropped.of(node)
+        if dropped is not None:
+            dropped.mask.meta[SIDE] = "forward"
+            self.dropped[node] = dropped
+            self.saved[dropped.mask] = None
+        return dropped
+
     def _bring(self, node: Node) -> None:
         """Save a value that the backward graph reads, or mark it to be computed again."""
-        if node.meta.get(SIDE) == "backward" or node in self.again or node in self.saved:
+        if node.meta.get(SIDE) == "backward" or node in self.saved or self._is_again(node):
             return
         if node.op == "placeholder":
             if WRITTEN in node.meta:  # the backward graph needs the values before the write
@@ -188,11 +207,16 @@ class _Cut:
         if not self._is_computed_again(node):
             self.saved[node] = None
             return
+        if (dropped := self._drop(node)) is not None:
+            self._bring(dropped.before)
+            return
         self.again.add(node)
         for arg in node.all_input_nodes:
             self._bring(arg)
 
     def _is_computed_again(self, node: Node) -> bool:
+        if dropout_of(node) is not None:
+            return is_made_of_nodes(node, self._edges, self._of_nodes)
         if is_random(node) or is_result(node) or not holds_tensor(node):
             return False
         computed = [arg for arg in node.all_input_nodes if not _is_size(arg)]
@@ -246,6 +270,8 @@ class _Cut:
         for node in self.gm.graph.nodes:
             if node in self.rounded:
                 copies[node] = self.rounded[node].widen(graph, copies, node)
+            elif node in self.dropped:
+                copies[node] = self.dropped[node].append(graph, copies, node)
             elif node.meta.get(SIDE) == "backward" or node in self.again:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         gradients = [copies[node] for node in outputs_of(self.gm.graph)[self.count :]]
@@ -257,7 +283,8 @@ class _Cut:
     def _read(self) -> set[Node]:
         nodes = [n for n in self.gm.graph.nodes if n.meta.get(SIDE) == "backward" or n in self.again]
         return {arg for node in nodes for arg in node.all_input_nodes} | {
-            *outputs_of(self.gm.graph)[self.count :]
+            *(dropped.before for dropped in self.dropped.values()),
+            *outputs_of(self.gm.graph)[self.count :],
         }
 
 

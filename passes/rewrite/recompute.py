@@ -9,13 +9,16 @@ from torch.fx import Node
 
 from gnnc.ir.aten import TRANSCENDENTAL
 from gnnc.ir.nodes import (
+    argument,
     aten_name,
     first_operand,
     holds_tensor,
     is_pointwise,
     is_random,
+    is_result,
     is_view,
     op_name,
+    result_index,
 )
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.source import WRITTEN
@@ -55,10 +58,26 @@ def is_made_of_nodes(node: Node, counts: set[Any], memo: dict[Node, bool]) -> bo
 def _is_made_of_nodes(node: Node, counts: set[Any], memo: dict[Node, bool]) -> bool:
     if node.op != "call_function" or _rows(node) not in counts or is_random(node):
         return False
-    if not (_is_along_edges(node) or is_pointwise(node) or is_view(node)):
+    if (dropout := dropout_of(node)) is not None:
+        return is_made_of_nodes(first_operand(dropout), counts, memo)
+    if not (_is_along_edges(node) or is_pointwise(node) or is_view(node) or _is_reordered(node, counts)):
         return False
     along = [arg for arg in node.all_input_nodes if holds_tensor(arg) and _rows(arg) in counts]
     return all(arg.op == "placeholder" or is_made_of_nodes(arg, counts, memo) for arg in along)
+
+
+def _is_reordered(node: Node, counts: set[Any]) -> bool:
+    """Return whether a value for each edge is another one in another order of the edges."""
+    return aten_name(node) == "index_select.default" and _rows(first_operand(node)) in counts
+
+
+def dropout_of(node: Node) -> Node | None:
+    """Return the dropout whose values, and not whose mask, a node holds; None for another node."""
+    if not is_result(node) or result_index(node) != 0:
+        return None
+    made = first_operand(node)
+    is_dropout = aten_name(made) == "native_dropout.default" and argument(made, "train") is True
+    return made if is_dropout else None
 
 
 def is_cheap(node: Node, is_kept: Callable[[Node], bool]) -> bool:
@@ -68,8 +87,13 @@ def is_cheap(node: Node, is_kept: Callable[[Node], bool]) -> bool:
         node: the value.
         is_kept: whether the backward pass has a value.
     """
-    if node.op != "call_function" or not holds_tensor(node) or is_random(node) or _narrows(node):
+    if node.op != "call_function" or not holds_tensor(node) or is_random(node):
         return False
+    if (dropout := dropout_of(node)) is not None:
+        before = first_operand(dropout)
+        return _is_given(before) or is_kept(before) or is_cheap(before, is_kept)
+    if _narrows(node):
+        return dropout_of(first_operand(node)) is not None and is_cheap(first_operand(node), is_kept)
     if not (is_view(node) or is_pointwise(node)) or op_name(node) in TRANSCENDENTAL:
         return False
     read = [arg for arg in node.all_input_nodes if holds_tensor(arg)]

@@ -99,3 +99,36 @@ def test_gradients_in_bf16_on_cora_at_initialisation(name: str) -> None:
         nn.functional.cross_entropy(call(data["x"], data["edge_index"])[train], labels).backward()
         flat.append(torch.cat([p.grad.flatten() for p in twin.parameters() if p.grad is not None]))
     assert torch.cosine_similarity(*flat, dim=0).item() >= least
+
+
+class Dropping(nn.Module):
+    """GAT as its authors train it: dropout of the features, of the attention weights, and of hidden rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = pyg.GATConv(12, 8, heads=4, dropout=0.6)
+        self.second = pyg.GATConv(32, 8, heads=1, dropout=0.6)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = nn.functional.dropout(x, 0.6, self.training)
+        hidden = nn.functional.elu(self.first(x, edge_index))
+        return self.second(nn.functional.dropout(hidden, 0.6, self.training), edge_index)
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_of_dropout_the_mask_is_saved_alone(precision: str, golden: Callable[[str], None]) -> None:
+    torch.manual_seed(0)
+    model = Dropping().train()
+    args = ZOO["gcn"].arguments(50, 90, 0)[0]
+    gradients = []
+    for call in (gnnc.compile(model, precision), model):
+        model.zero_grad()
+        torch.manual_seed(1)
+        out = call(*args)
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        if call is not model:
+            golden(call.explain().partition("Saved for the backward graph\n")[2].partition("\n\n")[0])
+    if precision == "fp32":
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=3e-5)
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.999
