@@ -29,12 +29,6 @@ Strip strip_of(const GemmArgs& g, int64_t index) {
           first,       static_cast<int>(std::min<int64_t>(kLanes, left))};
 }
 
-GNNC_INLINE Floats round_to_bf16(Floats v) {
-  Bf16 narrow[kLanes];
-  store(narrow, v);
-  return load(narrow);
-}
-
 // Returns the columns of one k, if columns are adjacent in memory.
 GNNC_INLINE Floats row_of_columns(const Strip& s, int64_t k) { return load(s.w + k * s.stride_k, Tail{s.columns}); }
 

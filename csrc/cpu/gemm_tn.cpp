@@ -30,21 +30,24 @@ void add_up(const GemmTnArgs& g, const float* sums, int64_t chunks, float* out) 
   }
 }
 
-GradMatrix grad_matrix(const Matrix& m, const MaybeTensor& scale, const char* name) {
+GradMatrix grad_matrix(const Matrix& m, const MaybeTensor& scale, bool rounds, const char* name) {
   const bool is_quantized = m.type == ScalarType::Char;
   STD_TORCH_CHECK(is_quantized == scale.has_value(), "gemm_tn: ", name,
                   is_quantized ? " is int8 and needs a scale for each row" : " is not int8 and takes no scale");
   const auto* scales =
       is_quantized ? sparse::flat<float>(*scale, ScalarType::Float, m.rows, "gemm_tn", "a scale") : nullptr;
-  const GradElement element = is_quantized                     ? GradElement::i8
+  STD_TORCH_CHECK(!rounds || m.type == ScalarType::Float, "gemm_tn: ", name, " is not float32, which alone is rounded");
+  const GradElement element = rounds                           ? GradElement::rounded
+                              : is_quantized                   ? GradElement::i8
                               : m.type == ScalarType::BFloat16 ? GradElement::bf16
                                                                : GradElement::f32;
   return {m.data, scales, element, m.stride};
 }
 
-void gemm_tn(Tensor a, Tensor b, Tensor out, MaybeTensor a_scale, MaybeTensor b_scale) {
+void gemm_tn(Tensor a, Tensor b, Tensor out, MaybeTensor a_scale, MaybeTensor b_scale, bool rounds_a, bool rounds_b) {
   const Matrix left = sparse::matrix(a, "gemm_tn", "a"), right = sparse::matrix(b, "gemm_tn", "b");
-  const GradMatrix rows_of_a = grad_matrix(left, a_scale, "a"), rows_of_b = grad_matrix(right, b_scale, "b");
+  const GradMatrix rows_of_a = grad_matrix(left, a_scale, rounds_a, "a");
+  const GradMatrix rows_of_b = grad_matrix(right, b_scale, rounds_b, "b");
   STD_TORCH_CHECK(left.rows == right.rows, "gemm_tn: a has ", left.rows, " rows, but b has ", right.rows);
   auto* result =
       sparse::flat<float>(out, ScalarType::Float, product(left.width, right.width, "gemm_tn"), "gemm_tn", "out");
@@ -74,7 +77,9 @@ void gemm_tn(Tensor a, Tensor b, Tensor out, MaybeTensor a_scale, MaybeTensor b_
 }  // namespace gnnc
 
 STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
-  m.def("gemm_tn(Tensor a, Tensor b, Tensor(a!) out, Tensor? a_scale=None, Tensor? b_scale=None) -> ()");
+  m.def(
+      "gemm_tn(Tensor a, Tensor b, Tensor(a!) out, Tensor? a_scale=None, Tensor? b_scale=None, "
+      "bool rounds_a=False, bool rounds_b=False) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("gemm_tn", TORCH_BOX(&gnnc::gemm_tn)); }

@@ -3,8 +3,9 @@
 // gemm_tn: out = a^T b, summed over the rows of both: the gradient of a weight.
 //
 // Rows are cut into chunks whose number depends on the shapes only; every chunk has its own sum, and the sums are added
-// in order, so that results have the same bits at any thread count. Within a chunk, blocks of 128 rows are packed as
-// floats, int8 rows times their scale, and a tile of 8 x 2 (AVX2: 6 x 2) vectors of the result stays in registers.
+// in order, so that results have the same bits at any thread count. Within a chunk, blocks of 64 rows are packed as
+// floats, int8 rows times their scale; fp32 rows of whole vectors are read where they are. A tile of 6 x 4 (AVX2: 6 x 2)
+// vectors of the result stays in registers.
 // Traffic: a and b once; a chunk's sum is in L2. Floor: rows K O fused multiply-adds.
 
 #include <cstdint>
@@ -15,7 +16,7 @@ namespace gnnc {
 
 constexpr int64_t kGradColumns = 16;  // columns of a chunk's sum are padded to a multiple of this
 
-enum class GradElement { f32, bf16, i8 };
+enum class GradElement { f32, rounded, bf16, i8 };  // rounded: fp32, multiplied as bf16
 
 struct GradMatrix {
   const void* data;

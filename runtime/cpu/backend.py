@@ -21,6 +21,7 @@ def create(device: torch.device | None) -> Backend:
             rounded=frozenset({"fp16"}),
             slower=slower,
             gradient_steps=GRADIENT_STEPS - {"div_tensor", "fp16_scale"},
+            fused_gemm_tn=True,
             attention_backward=True,
             int32_columns=True,
         ),

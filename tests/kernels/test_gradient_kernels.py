@@ -76,6 +76,19 @@ def quantized_rows(rows: int, width: int) -> tuple[Tensor, Tensor]:
     return padded[:, :width], torch.rand(rows) / 100
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(7, 47), (64, 33), (5, 64)])
+def test_gemm_tn_rounds_as_a_cast(inner: int, outer: int) -> None:
+    a, b = torch.randn(1000, inner), torch.randn(1000, outer)
+    want, got = torch.empty(inner, outer), torch.empty(inner, outer)
+    ops().gemm_tn(a.bfloat16(), b.bfloat16(), want)
+    ops().gemm_tn(a, b.bfloat16(), got, None, None, True, False)
+    assert torch.equal(got, want)
+    ops().gemm_tn(a.bfloat16(), b, got, None, None, False, True)
+    assert torch.equal(got, want)
+    with pytest.raises(RuntimeError, match="a is not float32, which alone is rounded"):
+        ops().gemm_tn(a.bfloat16(), b, got, None, None, True, False)
+
+
 @pytest.mark.parametrize("width", [0, 1, 7, 8, 16, 47, 64])
 @pytest.mark.parametrize("rows", [0, 1, 5000])
 def test_relu(rows: int, width: int) -> None:

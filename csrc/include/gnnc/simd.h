@@ -304,4 +304,10 @@ GNNC_INLINE void for_columns(int64_t width, const Body& body) {
   if (c < width) body(c, Tail{static_cast<int>(width - c)});
 }
 
+GNNC_INLINE Floats round_to_bf16(Floats v) {
+  Bf16 narrow[kLanes];
+  store(narrow, v);
+  return load(narrow);
+}
+
 }  // namespace gnnc::GNNC_ISA

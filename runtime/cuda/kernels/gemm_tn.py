@@ -1,19 +1,19 @@
 """Lowering of the product over all rows, which is the gradient of a weight."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
-from gnnc.ir.nodes import operand, unpack
+from gnnc.ir.nodes import unpack
 from gnnc.runtime.cuda.emitter import CudaEmitter, pointer
 from gnnc.runtime.cuda.kernels.column_sum import shares_of, write_sum_of_parts
 from gnnc.runtime.cuda.kernels.epilogue import TYPES
+from gnnc.runtime.plans import gemm_tn
+from gnnc.runtime.plans.gemm_tn import Plan
 from gnnc.runtime.program.launches import expr
 from gnnc.runtime.registry import Decline, kernel
-from gnnc.runtime.row_program import build
-from gnnc.runtime.row_program.build import Inner, Refusal, argument_of, planned
+from gnnc.runtime.row_program.build import argument_of
 
 _HALVES = (torch.float16, torch.bfloat16)
 _TILE = 64
@@ -26,51 +26,9 @@ _LOAD = 16
 """Bytes that a thread loads at once, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Operands of a product over all rows.
-
-    Attributes:
-        sides: numbers of the operands.
-        widths: columns of both.
-        dtype: the type that their elements are multiplied in.
-        divisor: number of the operand that the result is divided by; None: it is not.
-    """
-
-    sides: tuple[int, int]
-    widths: tuple[int, int]
-    dtype: torch.dtype
-    divisor: int | None = None
-
-    @property
-    def tiles(self) -> int:
-        """Pairs of tiles of columns."""
-        return math.prod(-(-width // _TILE) for width in self.widths)
-
-
-@planned
-def _plan(node: Node) -> Plan:
-    inner = Inner(node)
-    anchor = inner.only("gnnc.gemm_tn.default")
-    factors = unpack(anchor, "a", "b")
-    values = [factor.meta["val"] for factor in factors]
-    if any(value.dim() != 2 for value in values):
-        raise Refusal("an operand is not a matrix")
-    if values[0].dtype != values[1].dtype:
-        raise Refusal(f"the operands are {values[0].dtype} and {values[1].dtype}")
-    divisions = [op for op in build.read_chain(inner, anchor) if op.kind != "store_f32"]
-    divisors = [operand for op in divisions for operand in op.operands]
-    if len(inner.results) != 1 or len(divisors) > 1 or any(op.kind != "div_tensor" for op in divisions):
-        raise Refusal("the product is more than divided")
-    first, second = (inner.operand(_unrounded(inner, factor), "an operand") for factor in factors)
-    widths = build.fixed_width(values[0]), build.fixed_width(values[1])
-    divisor = inner.operand(divisors[0], "the divisor") if divisors else None
-    return Plan((first, second), widths, values[0].dtype, divisor)
-
-
-def _unrounded(inner: Inner, factor: Node) -> Node:
-    """Step over a cast that the kernel does as it loads."""
-    return factor if factor in inner.operands else operand(factor, "self")
+def _tiles(plan: Plan) -> int:
+    """Return the pairs of tiles of columns."""
+    return math.prod(-(-width // _TILE) for width in plan.widths)
 
 
 @kernel("fused:gemm_tn", "gnnc.gemm_tn", backend="cuda", name="gemm_tn", priority=10)
@@ -80,7 +38,7 @@ class GemmTn:
     @staticmethod
     def plan(node: Node) -> Plan | Decline:
         """Take products in 16 bits, of matrices of as many or of FP32."""
-        plan = _plan(node)
+        plan = gemm_tn.plan(node)
         if isinstance(plan, Decline) or plan.dtype in _HALVES:
             return plan
         return Decline("float32 products are left to cuBLAS, which keeps them exact")
@@ -100,13 +58,14 @@ class GemmTn:
         types = [TYPES[dtype] for dtype in (plan.dtype, *dtypes)]
         config = ", ".join([*types, *map(str, (*plan.widths, *strides, *together))])
         rows = emitter.size(sides[0][0].meta["val"].shape[0])
-        shares = shares_of(rows, _SHARE, most := max(1, _MOST_SHARES // plan.tiles))
+        tiles = _tiles(plan)
+        shares = shares_of(rows, _SHARE, most := max(1, _MOST_SHARES // tiles))
         out = emitter.allocate(node, dense=True)
         size = math.prod(plan.widths)
         parts = emitter.scratch(1, most * size, torch.float32, flat=True)
         emitter.launch(
             f"gnnc::gemm_tn<gnnc::GemmTnConfig<{config}>>",
-            expr("{} * {}", shares, plan.tiles),
+            expr("{} * {}", shares, tiles),
             [*matrices, pointer(parts.written), rows, shares],
         )
         divisor = None if plan.divisor is None else emitter.vector(argument_of(node, plan.divisor))
@@ -120,7 +79,7 @@ class CublasTn:
     @staticmethod
     def plan(node: Node) -> Plan | Decline:
         """Take float32 matrices."""
-        plan = _plan(node)
+        plan = gemm_tn.plan(node)
         if isinstance(plan, Decline) or plan.dtype == torch.float32:
             return plan
         return Decline("only float32 products")
