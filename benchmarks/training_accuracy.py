@@ -1,6 +1,7 @@
-"""Measures what training in a low precision costs in accuracy: PyG in FP32 beside gnnc, from equal weights.
+r"""Measures what training in a low precision costs in accuracy: PyG in FP32 beside gnnc, from equal weights.
 
-    python benchmarks/training_accuracy.py --jobs 16 --out benchmarks/results/training-accuracy.json
+    python benchmarks/training_accuracy.py --device cuda --jobs 14 \
+        --out benchmarks/results/cuda-training-accuracy.json --plot docs/training-losses.png
 
 Nodes: test accuracy of GCN, SAGE, GIN and GAT on real graphs, of the weights with the best validation
 accuracy, looked at every ten epochs. Links: area under the ROC curve of held edges by a GCN encoder and inner
@@ -9,27 +10,29 @@ weights and masks of dropout. ``--device cpu`` takes one thread a process.
 """
 
 import argparse
-import copy
 import functools
 import json
 import math
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch_geometric.nn import GCNConv
 
 import gnnc
+from gnnc.report.figure_style import MUTED, plain_log_ticks, save, tidy
 from gnnc.runtime.backend import get_backend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
@@ -45,6 +48,18 @@ LINKS = "links"
 PYG = "pyg fp32"
 CONTENDERS = (PYG, "gnnc fp32", "gnnc bf16", "gnnc fp16")
 LOOK_EVERY = 10
+_TITLES = {
+    "coauthor_cs": "Coauthor CS",
+    "amazon_computers": "Computers",
+    "pubmed": "PubMed",
+    "cora": "Cora",
+}
+_LINES: dict[str, dict[str, Any]] = {
+    PYG: {"color": "#9ca3af", "linewidth": 3.5},
+    "gnnc fp32": {"color": "#24292f", "linewidth": 1.0},
+    "gnnc bf16": {"color": "#0969da", "linewidth": 1.0, "linestyle": (0, (4, 2))},
+    "gnnc fp16": {"color": "#cf222e", "linewidth": 1.0, "linestyle": (0, (1, 1.5))},
+}
 Batch = dict[str, Any]
 
 
@@ -237,22 +252,83 @@ def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows of the compiled contenders as text."""
-    lines = [
-        [r["dataset"], r["model"], r["contender"], r["pairs"], f"{r['pyg']:.2f}", f"{r['mean']:.2f}"]
-        + [f"{r['change']:+.2f} ± {r['error']:.2f}", "yes" if r["holds"] and r["finite"] else "**no**"]
-        for r in rows
-        if r["contender"] != PYG
-    ]
-    headers = ["data", "model", "contender", "seeds", "PyG fp32 %", "mean %", "difference", "holds"]
-    return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+    """Return a line for each data set and model: PyG's mean, and each contender's mean difference to it."""
+    ours = [name for name in CONTENDERS if name != PYG and any(r["contender"] == name for r in rows)]
+    lines = []
+    for name, model in dict.fromkeys((r["dataset"], r["model"]) for r in rows):
+        group = {r["contender"]: r for r in rows if (r["dataset"], r["model"]) == (name, model)}
+        first = next(iter(group.values()))
+        differences = [_difference(group[name]) if name in group else "-" for name in ours]
+        lines.append([name, model, first["pairs"], f"{first['pyg']:.2f}", *differences])
+    return tabulate(lines, ["data", "model", "seeds", PYG, *ours], tablefmt="github", disable_numparse=True)
 
 
-def write(path: Path, args: argparse.Namespace, machine: Any, runs: list[dict[str, Any]]) -> None:
-    """Write what is measured so far."""
-    settings = {"device": args.device, "epochs": args.epochs, "machine": machine}
+def _difference(row: dict[str, Any]) -> str:
+    text = f"{row['change']:+.2f} ± {row['error']:.2f}"
+    if not row["finite"]:
+        return f"**{text}, not finite**"
+    return text if row["holds"] else f"**{text}**"
+
+
+def plot(runs: list[dict[str, Any]], path: Path) -> None:
+    """Write a picture of the losses of seed 0: a row of panels for each data set, a column for each model."""
+    curves = {(r["dataset"], r["model"], r["contender"]): r["losses"] for r in runs if "losses" in r}
+    names = [name for name in reversed(DATASETS) if any(key[0] == name for key in curves)]
+    columns = [model for model in models.MODELS if any(key[1] == model for key in curves)]
+    figure = Figure(figsize=(3 * len(columns), 2.2 * len(names)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for row, name in enumerate(names):
+        for column, model in enumerate(columns):
+            axes = figure.add_subplot(len(names), len(columns), row * len(columns) + column + 1)
+            for contender in CONTENDERS:
+                losses = curves.get((name, model, contender))
+                if losses is not None:
+                    epochs = range(1, len(losses) + 1)
+                    axes.plot(epochs, losses, label=contender, zorder=3, **_LINES[contender])
+            axes.set_yscale("log")
+            plain_log_ticks(axes.yaxis)
+            tidy(axes, f"{model.upper()}, {_TITLES[name]}", size=7)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=8, frameon=False)
+    figure.supxlabel("epoch", fontsize=8.5, color=MUTED)
+    figure.supylabel("training loss, dropout on", fontsize=8.5, color=MUTED)
+    save(figure, path)
+
+
+def write(path: Path, settings: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+    """Write what is measured so far, a line for each run."""
+    lines = {name: ",\n  ".join(map(json.dumps, found)) for name, found in _lists(runs)}
+    parts = [f' "{name}": {json.dumps(value)}' for name, value in settings.items()]
+    parts += [f' "{name}": [\n  {text}\n ]' for name, text in lines.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings | {"rows": summarize(runs), "runs": runs}, indent=1) + "\n")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def _lists(runs: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    return [("rows", summarize(runs)), ("runs", runs)]
+
+
+def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the runs of the command line, and write them as they come."""
+    start, runs = time.monotonic(), []
+    machine = measure.machine() | {"kernels": get_backend(args.device).description}
+    settings = {"device": args.device, "epochs": args.epochs, "machine": machine}
+    pool = ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn"))
+    pending: dict[Future[Any], Task] = {pool.submit(run, task): task for task in tasks_of(args)}
+    try:
+        for done in as_completed(pending, timeout=None if math.isinf(args.limit) else args.limit):
+            task = pending.pop(done)
+            runs += done.result()
+            seconds = time.monotonic() - start
+            print(f"{seconds:6.0f} s", task.dataset, task.model, task.contender, file=sys.stderr, flush=True)
+            write(args.out, settings, runs)
+    except TimeoutError:
+        missing = sorted({f"{task.dataset} {task.model} {task.contender}" for task in pending.values()})
+        print("not finished:", *missing, sep="\n  ", file=sys.stderr)
+        for process in multiprocessing.active_children():
+            process.kill()
+    pool.shutdown(cancel_futures=True)
+    return runs
 
 
 def main() -> None:
@@ -268,29 +344,14 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds to wait for results")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, help="picture of the losses to write")
+    parser.add_argument("--report", action="store_true", help="measure nothing: read --out")
     args = parser.parse_args()
-    start, runs = time.monotonic(), []
-    machine = measure.machine() | {"kernels": get_backend(args.device).description}
-    pool = ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"))
-    pending: dict[Future[Any], Task] = {pool.submit(run, task): task for task in tasks_of(args)}
-    try:
-        left = None if math.isinf(args.limit) else args.limit
-        for done in as_completed(pending, timeout=left):
-            task = pending.pop(done)
-            runs += copy.deepcopy(done.result())
-            seconds = time.monotonic() - start
-            print(f"{seconds:6.0f} s", task.dataset, task.model, task.contender, file=sys.stderr, flush=True)
-            if args.out:
-                write(args.out, args, machine, runs)
-    except TimeoutError:
-        missing = sorted({f"{task.dataset} {task.model} {task.contender}" for task in pending.values()})
-        print("not finished:", *missing, sep="\n  ", file=sys.stderr)
-    finally:
-        for process in list((pool._processes or {}).values()):
-            process.kill()
-        pool.shutdown(cancel_futures=True)
+    runs = json.loads(args.out.read_text())["runs"] if args.report else measured(args)
     print(table(summarize(runs)))
+    if args.plot:
+        plot(runs, args.plot)
 
 
 if __name__ == "__main__":

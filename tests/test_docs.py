@@ -33,6 +33,16 @@ def test_the_first_example_runs_as_pasted(page: Path) -> None:
     assert "quantized 3 of 4 ops" in done.stdout
 
 
+@pytest.mark.slow
+def test_the_training_example_runs_as_pasted() -> None:
+    readme = (DOCS.parent / "README.md").read_text()
+    example = re.search(r"^## Training\n.*?^```python\n(.*?)^```", readme, re.M | re.S)
+    assert example is not None and "loss.backward()" in example[1]
+    done = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Saved for the backward graph" in done.stdout
+
+
 DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
 
 
