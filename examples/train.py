@@ -33,7 +33,7 @@ def main() -> None:
     """Train both, and print losses and accuracies side by side."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
+    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16", "fp16"])
     options = parser.parse_args()
     data = load()
     torch.manual_seed(0)
