@@ -22,6 +22,8 @@ from gnnc.torch_private import GuardOnDataDependentSymNode, PythonPrinter, Shape
 
 _MOST_QUESTIONS = 24
 """Questions of one trace: a loop that ends by a value asks for ever."""
+_MOST_STEPS = 256
+"""Largest value that forward may take for a number, such as the steps of a loop, which a trace unrolls."""
 _FIRST_GUESS = 11
 _LARGEST = 2**50
 """Bound of every number that a graph has."""
@@ -73,9 +75,12 @@ def guessed(values: Mapping[str, Number]) -> Iterator[list[ValueGuard]]:
             return original(env, expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
             answer = expr.xreplace({symbol: _guess(env, symbol, values) for symbol in expr.free_symbols})
-            if answer not in (sympy.true, sympy.false):
+            if answer.is_Integer and answer <= _MOST_STEPS:
+                condition = sympy.Eq(expr, answer)
+            elif answer in (sympy.true, sympy.false):
+                condition = expr if answer is sympy.true else sympy.Not(expr)
+            else:
                 raise
-            condition = expr if answer is sympy.true else sympy.Not(expr)
             if condition not in asked:
                 if len(asked) >= _MOST_QUESTIONS:
                     raise

@@ -121,3 +121,47 @@ def test_a_program_that_fails_for_a_wrong_guess_is_captured_again(k: int) -> Non
         index = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         x = torch.randn(len(index), 4)
         assert torch.equal(compiled(x, index), model(x, index))
+
+
+class MeanOfEach(nn.Module):
+    """A loop over the graphs of a batch, whose number is a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, batch: Tensor) -> Tensor:
+        """Return [graphs, 4]."""
+        return torch.stack([self.lin(x[batch == i]).mean(0) for i in range(int(batch.max()) + 1)])
+
+
+class FirstRows(nn.Module):
+    """A forward that reads counts as a list."""
+
+    def forward(self, x: Tensor, batch: Tensor) -> Tensor:
+        """Return a row for each graph."""
+        return torch.cat([x[:1] * count for count in torch.bincount(batch).tolist()])
+
+
+class Halved(nn.Module):
+    """A loop that halves a count until it is 1."""
+
+    def forward(self, x: Tensor, batch: Tensor) -> Tensor:
+        """Return [nodes, 4]."""
+        count = int(batch.max()) + 1
+        while count > 1:
+            x, count = x * 2, count // 2
+        return x
+
+
+@pytest.mark.first(1)
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [MeanOfEach, FirstRows, Halved])
+def test_loops_over_values_are_captured_for_each_value(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind().eval()
+    compiled = gnnc.compile(model, "fp32")
+    for counts in ([2, 2, 3], [4, 1, 2], [3, 4], [1, 2, 2]):
+        batch = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        x = torch.randn(len(batch), 4)
+        torch.testing.assert_close(compiled(x, batch), model(x, batch))
