@@ -50,7 +50,24 @@ def _rewritten(node: Node, builder: NodeBuilder, orders: "_Permutations") -> Nod
         return _relu_backward(node, builder)
     if name == "aten.elu_backward.default":
         return _elu_backward(node, builder)
+    if name == "aten.sum.dim_IntList":
+        return _sum_of_all(node, builder)
     return _permuted(node, builder, orders) if name == "aten.index_add.default" else None
+
+
+def _sum_of_all(node: Node, builder: NodeBuilder) -> Node | None:
+    """Return the sum of a whole matrix, such as the gradient of a number, by way of the sums of its columns.
+
+    The sum of rows is a step of the kernel that computes them, which then need not be stored.
+    """
+    x, dims, dtype = unpack(node, "self", "dim", "dtype")
+    shape = shape_of(x)
+    is_matrix = len(shape) == 2 and isinstance(shape[1], int) and not isinstance(shape[0], int)
+    if not is_matrix or sorted(dims or ()) != [0, 1] or dtype is not None or not is_float(x):
+        return None
+    layer = str(node.meta.get("layer", ""))
+    columns = builder.call(_aten.sum.dim_IntList, x, [0], True, layer=layer)
+    return builder.call(_aten.sum.dim_IntList, columns, [0, 1], argument(node, "keepdim"), layer=layer)
 
 
 def _relu_backward(node: Node, builder: NodeBuilder) -> Node | None:

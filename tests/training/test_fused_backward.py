@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv
 
 import gnnc
 
@@ -23,6 +23,9 @@ NETS = {
     "gcn": lambda: _Net([GCNConv(9, 24), GCNConv(24, 5)], nn.ReLU()),
     "sage": lambda: _Net([SAGEConv(9, 24), SAGEConv(24, 5)], nn.ReLU()),
     "gcn elu": lambda: _Net([GCNConv(9, 24), GCNConv(24, 5)], nn.ELU(0.7)),
+    "gin eps": lambda: _Net(
+        [GINConv(nn.Linear(9, 24), train_eps=True), GINConv(nn.Linear(24, 5), 0.3)], nn.ReLU()
+    ),
     "gcn leaky": lambda: _Net([GCNConv(9, 24), GCNConv(24, 5)], nn.LeakyReLU(0.3)),
 }
 ALONE = ("threshold_backward", "elu_backward", "leaky_relu_backward", "relu_backward")
@@ -51,7 +54,8 @@ def test_gradients_with_fused_masks_and_sums(name: str, precision: str) -> None:
     assert cosine > (0.999999 if precision == "fp32" else 0.999)
     targets = backward_of(compiled)
     assert not [t for t in targets if any(op in t for op in ALONE)]
-    assert "aten.sum.dim_IntList" not in targets
+    assert targets.count("aten.sum.dim_IntList") == name.count("eps")  # of the sums of columns
+    assert "aten.mul.Tensor" not in targets
     if precision == "fp32":
         for mine, eager in zip(got, want, strict=True):
             torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-4)
