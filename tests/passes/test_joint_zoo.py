@@ -13,7 +13,7 @@ from torch.fx import Node
 from zoo import ZOO
 from zoo_layers import LAYERS
 
-from gnnc.ir.nodes import aten_name, op_name
+from gnnc.ir.nodes import argument, aten_name, op_name
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.parts import BACKWARD_LAYER
 
@@ -59,13 +59,14 @@ def _is_float(value: Any) -> bool:
 def edge_counts(joint: Joint) -> set[Any]:
     """Return the numbers of edges as expressions: what CSRs have, but no number of nodes, as pooling has."""
     edges, nodes = set(), set()
-    for gm in (joint.before.forward, joint.after.forward):
+    for _, gm in (*joint.before, *joint.after):
         for node in gm.graph.nodes:
             op = op_of(node)
             if op is None:
                 continue
-            if "col" in op.parameters:
-                edges.add(size_expr(node.args[1].meta["val"].shape[0]))
+            ids = "src" if op.name == "csr" else "col"
+            if ids in op.parameters:
+                edges.add(size_expr(argument(node, ids).meta["val"].shape[0]))
             if op.kind == "aggregate" and op.name != "edge_sum":
                 nodes |= {size_expr(value.shape[0]) for value in values_of(node)}
     return edges - nodes
@@ -129,7 +130,7 @@ def around_softmaxes(graph: fx.Graph) -> set[Node]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "int8"])
 def test_sums_and_statistics_stay_fp32(joint: Joint, precision: str) -> None:
     graph = lowered_to(joint, precision).forward.graph
     around = around_softmaxes(graph)
