@@ -74,11 +74,13 @@ def global_hooks() -> list[tuple[dict[int, Callable[..., Any]], int, Callable[..
 def refuse_registration_hooks(owner: str) -> None:
     """Refuse hooks on the registration of modules and weights, which would run on modules of the trace.
 
+    torch 2.11 leaves a hook of its own behind where ``torch.export`` fails; it does nothing to other modules.
+
     Raises:
         UnsupportedError: names the hook.
     """
     for table in GLOBAL_REGISTRATION_HOOKS:
-        for hook in table.values():
+        for hook in [hook for hook in table.values() if not is_of_torch(hook)]:
             raise UnsupportedError(
                 f"[{owner}] {name_of(hook)} is a hook on the registration of all modules, parameters or "
                 "buffers, which would run on what a capture registers for itself: remove it "
