@@ -94,7 +94,10 @@ def guessed(values: Mapping[str, Number]) -> Iterator[list[ValueGuard]]:
 
 
 class EqualMode(TorchFunctionMode):
-    """Mode in which ``torch.equal`` asks about a value, as a comparison of all elements does."""
+    """Mode in which ``torch.equal`` asks about a value, as a comparison of all elements does.
+
+    A bool is asked about as an integer: torch 2.11 loses track of the symbols of bools.
+    """
 
     def __torch_function__(
         self,
@@ -104,8 +107,14 @@ class EqualMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in (torch.equal, torch.Tensor.equal) and len(args) == 2 and not kwargs:
-            return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+            return args[0].shape == args[1].shape and _is_true((args[0] == args[1]).all())
+        if func is torch.Tensor.__bool__ and args[0].dtype is torch.bool:
+            return _is_true(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def _is_true(value: torch.Tensor) -> bool:
+    return bool(value.to(torch.int64).item() != 0)
 
 
 def asked_symbols(graph: Graph) -> list[Any]:
