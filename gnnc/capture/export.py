@@ -379,13 +379,26 @@ def _make_tensors_of_numbers(graph_module: GraphModule) -> None:
 
 
 def _read_weights(program: ExportedProgram, model: torch.nn.Module) -> dict[str, Any]:
-    """Let the graph read weights that forward reaches through globals as such; return the other constants."""
+    """Let the graph read weights that forward reaches through globals as such; return the other constants.
+
+    torch 2.11 takes a plain tensor in the place of a parameter, as ``functional_call`` gives, for a constant.
+    """
     weights = registered_weights(model, program.constants, _PREFIX)
     nodes, specs = placeholders(program.graph_module), program.graph_signature.input_specs
-    inputs = {spec.target: node for node, spec in zip(nodes, specs, strict=True) if spec.target is not None}
+    inputs = {spec.target: (node, spec) for node, spec in zip(nodes, specs, strict=True)}
     for name, path in weights.items():
-        inputs[name].replace_all_uses_with(inputs[_PREFIX + path])
+        (node, spec), registered = inputs[name], inputs.get(_PREFIX + path)
+        if registered is None:
+            spec.kind, spec.target = _kind_of(model, path), _PREFIX + path
+        else:
+            node.replace_all_uses_with(registered[0])
     return {name: value for name, value in program.constants.items() if name not in weights}
+
+
+def _kind_of(model: torch.nn.Module, path: str) -> InputKind:
+    owner, _, name = path.rpartition(".")
+    is_buffer = name in vars(model.get_submodule(owner))["_buffers"]
+    return InputKind.BUFFER if is_buffer else InputKind.PARAMETER
 
 
 def _drop_unread(graph_module: GraphModule, guards: Guards, call: Call) -> Guards:
