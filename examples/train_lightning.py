@@ -37,11 +37,11 @@ class Classifier(lightning.LightningModule):
         return loss
 
     def validation_step(self, data: Data, _: int) -> None:
-        """Log the accuracy on the validation nodes."""
+        """Measure the accuracy on the validation nodes."""
         self._log_accuracy("val", data, data.val_mask)
 
     def test_step(self, data: Data, _: int) -> None:
-        """Log the accuracy on the test nodes."""
+        """Measure the accuracy on the test nodes."""
         self._log_accuracy("test", data, data.test_mask)
 
     def configure_optimizers(self) -> Any:
