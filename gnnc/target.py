@@ -143,6 +143,8 @@ class Target:
         tensor_scales: whether the kernel of a product computes the one scale of its result on the way.
         gradient_steps: kinds of the steps of gradients that its row programs have, such as masks, derivatives
             of activations, and sums of all rows (``gnnc.ir.row_steps.GRADIENT_STEPS``).
+        sums_in_maps: whether, of its row programs, those without a product or an aggregation alone have the
+            sums of all rows.
         fused_gemm_tn: whether its product over all rows rounds FP32 rows as it loads them, and divides the
             result by a number of the device.
         attention_backward: whether it has a kernel of ``gnnc.attention_backward``.
@@ -164,6 +166,7 @@ class Target:
     edge_products: bool = True
     tensor_scales: bool = False
     gradient_steps: frozenset[str] = frozenset()
+    sums_in_maps: bool = False
     fused_gemm_tn: bool = False
     attention_backward: bool = False
     narrow_rows: NarrowRows = NarrowRows()

@@ -31,6 +31,8 @@ _ANCHORS = ("gemm", "spmm")
 """Kernel families whose ops compute whole rows, so that row-local ops may join them."""
 
 _GEMMS = ("gnnc.gemm.default", "gnnc.qgemm.default")
+_SCALED_COPY = "scaled_copy"
+"""Key of ``node.meta`` of rows that are computed again, to be multiplied by their power of two."""
 _GEMM_TN = "gnnc.gemm_tn.default"
 _QUANTIZE = "gnnc.quantize.default"
 _CAST = "aten._to_copy.default"
@@ -53,18 +55,22 @@ class Fuse:
         """Return the graph with every group as a submodule ``fused_<k>``."""
         _split_bias(gm.graph)
         _copy_shared_weights(gm.graph)
+        _copy_scaled_rows(gm.graph)
         partition = Partition()
         for node in gm.graph.nodes:
             _anchor(partition, node, ctx.target)
         for node in gm.graph.nodes:
             self._map(partition, node, ctx.target)
+            if _has_scaled_copy(node):
+                self._map(partition, node, ctx.target)
         _drop_useless(partition)
         _explain(gm.graph, partition, ctx)
         return contract(gm, partition)
 
     def _map(self, partition: Partition, source: Node, target: Target) -> None:
         """Group the row-local ops that read ``source``, where no anchor computes it."""
-        is_grouped = partition.group_of(source) and not (_is_half(source) or _is_scaled(source))
+        is_free = _is_half(source) or _is_scaled(source) or _has_scaled_copy(source)
+        is_grouped = partition.group_of(source) and not is_free
         if not _has_rows(source) or is_grouped or is_weight(source):
             return
         group = partition.start("map", source)
@@ -87,6 +93,11 @@ def _is_half(node: Node) -> bool:
 def _is_scaled(node: Node) -> bool:
     """Return whether a value is multiplied by a power of two that its producer finds."""
     return any(str(user.target) == "gnnc.fp16_scale.default" for user in node.users)
+
+
+def _has_scaled_copy(node: Node) -> bool:
+    """Return whether rows are multiplied again, for the product with their power of two."""
+    return any(_SCALED_COPY in user.meta for user in node.users)
 
 
 def _width_of(node: Node) -> Any:
@@ -187,6 +198,8 @@ def _admission(
             return False
         if op.kind in GRADIENT_STEPS and op.kind not in target.gradient_steps:
             return False
+        if op.kind == "col_sum" and target.sums_in_maps and group.kind != "map":
+            return False
         reads_group = any(operand in group.nodes for operand in op.operands)
         return not reads_group and partition.add(group, op.covers)
 
@@ -235,6 +248,35 @@ def _copy_shared_weights(graph: fx.Graph) -> None:
         weight = argument(gemm, "w")
         if any(str(user.target) in _GEMMS and user is not gemm for user in weight.users):
             _copy_load(graph, gemm, weight)
+
+
+def _copy_scaled_rows(graph: fx.Graph) -> None:
+    """Multiply rows once more where they are multiplied by their power of two, if their factor is in memory.
+
+    A gradient times a factor for each row is then not stored in FP32: one kernel finds its power of two, and
+    the next computes it again.
+    """
+    for power in graph.find_nodes(op="call_function", target=torch.ops.gnnc.fp16_scale.default):
+        rows = first_operand(power)
+        products = [user for user in rows.users if user is not power]
+        if len(products) != 1 or not _is_scaled_product(products[0]) or not _is_cheap_product(rows):
+            continue
+        with graph.inserting_before(products[0]):
+            copied = graph.node_copy(rows)
+        copied.meta[_SCALED_COPY] = True
+        products[0].replace_input_with(rows, copied)
+
+
+def _is_cheap_product(node: Node) -> bool:
+    """Return whether a value is the product of rows that are in memory and a factor for each."""
+    for source in node.all_input_nodes:
+        in_memory = source.op == "placeholder" or any(
+            str(user.target) == "aten.sum.dim_IntList" for user in source.users
+        )
+        op = classify(node, source)
+        if in_memory and op is not None and [step.kind for step in op.steps] == ["mul_row"]:
+            return True
+    return False
 
 
 def _copy_load(graph: fx.Graph, gemm: Node, operand: Node) -> None:

@@ -486,6 +486,13 @@ __device__ void store_bits(const Tile& tile, uint8_t* row) {
   }
 }
 
+// Adds the row to the sums of all rows (rowmap_sums).
+template <class Tile>
+__device__ void col_sum(Tile& tile) {
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) tile.sums[i] = __fadd_rn(tile.sums[i], tile.v[i]);
+}
+
 // Returns the power of two that brings a magnitude to at least 2^14 and below 2^15, at most 2^126.
 __device__ inline float power_for(float amax) {
   const int exponent = __float_as_int(amax) >> 23 & 255;

@@ -1,12 +1,14 @@
 #pragma once
 
 // rowmap: applies an epilogue to the rows of one tensor. A group of Config::kLanes threads processes one row.
+// rowmap_sums is for epilogues with a sum over all rows (step::col_sum): a block processes its share of the rows, adds
+// up what its groups have summed in a fixed order, and stores the sums of its share, which sum_parts adds up.
 //
 // Layout: x fp32, fp16 or bf16, rows Config::kStride elements apart; row_tile.cuh describes the register layout of a
 // row, row_steps.cuh the memory layouts of the operands and outputs of the epilogue.
 // Traffic: x once, and the operands and outputs of the epilogue, once. Floor: these bytes at copy bandwidth.
 //
-// Launch: blocks of 256 threads; one for every 256 / kLanes rows.
+// Launch: blocks of 256 threads; one for every 256 / kLanes rows, or `shares` of rowmap_sums.
 
 #include "common/row_steps.cuh"
 
@@ -33,6 +35,50 @@ __global__ void __launch_bounds__(256) rowmap(RowmapArgs args, Epilogue epilogue
   const auto* from = static_cast<const typename Config::Type*>(args.x) + row * Config::kStride;
   step::with_row<Config::kStride>(tile, from, [&](int i, float x) { tile.v[i] = x; });
   epilogue(tile, row);
+}
+
+struct RowmapSumsArgs {
+  const void* x;
+  int64_t rows;
+  float* part;  // [shares, kWidth]
+  int64_t shares;
+};
+
+// A row, and the sums of the rows that its threads have processed.
+template <class Tile>
+struct SummedTile : Tile {
+  float sums[Tile::kPer] = {};
+};
+
+template <class Config, class Epilogue>
+__global__ void __launch_bounds__(256) rowmap_sums(RowmapSumsArgs args, Epilogue epilogue) {
+  begin_kernel();
+  constexpr int kGroups = 256 / Config::kLanes, kWidth = Config::kWidth;
+  using Tile = SummedTile<RowTile<kWidth, Config::kLanes>>;
+  __shared__ float sums[kGroups][kWidth];
+  const int64_t begin = args.rows * blockIdx.x / args.shares, end = args.rows * (blockIdx.x + 1) / args.shares;
+  const int group = static_cast<int>(threadIdx.x) / Config::kLanes;
+  Tile tile;
+#pragma unroll 1
+  for (int64_t row = begin + group; row < end; row += kGroups) {
+#pragma unroll
+    for (int i = 0; i < Tile::kPer; ++i) tile.v[i] = 0.0f;
+    const auto* from = static_cast<const typename Config::Type*>(args.x) + row * Config::kStride;
+    step::with_row<Config::kStride>(tile, from, [&](int i, float x) { tile.v[i] = x; });
+    epilogue(tile, row);
+  }
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) {
+    if (tile.valid(i)) sums[group][tile.column(i)] = tile.sums[i];
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int column = static_cast<int>(threadIdx.x); column < kWidth; column += 256) {
+    float total = 0.0f;
+#pragma unroll 8
+    for (int i = 0; i < kGroups; ++i) total += sums[i][column];
+    args.part[static_cast<int64_t>(blockIdx.x) * kWidth + column] = total;
+  }
 }
 
 }  // namespace gnnc

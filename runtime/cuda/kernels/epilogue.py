@@ -254,6 +254,10 @@ class Writer:
         begin_fp16_scale(self.emitter, self.emitter.vector(result))
         self.struct.step("step::fp16_scale", power)
 
+    def _col_sum(self, a: int, b: int, c: int) -> None:
+        """Add to the sums that the kernel stores at its end."""
+        self.struct.step("step::col_sum")
+
     def _mask_bits(self, a: int, b: int, c: int) -> None:
         row, _ = self.row_of(a)
         self.struct.step("step::mask_bits", row)
@@ -296,6 +300,7 @@ _SPECIAL: dict[Op, Callable[[Writer, int, int, int], None]] = {
     Op.SCALE_TENSOR: Writer._scale_tensor,
     Op.ROW_DOT: Writer._row_dot,
     Op.FP16_SCALE: Writer._fp16_scale,
+    Op.COL_SUM: Writer._col_sum,
     Op.MASK_BITS: Writer._mask_bits,
     Op.STORE_BITS: Writer._store_bits,
     Op.ELU_BACKWARD: Writer._elu_backward,

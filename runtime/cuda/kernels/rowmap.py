@@ -1,21 +1,41 @@
 """Lowering of row-local chains that follow no product and no aggregation."""
 
+import torch
 from torch.fx import Node
 
 from gnnc.ir.nodes import shape_of
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, lanes_for, pointer
+from gnnc.runtime.cuda.kernels.column_sum import shares_of, write_sum_of_parts
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, write_epilogue
 from gnnc.runtime.plans import rowmap
 from gnnc.runtime.program.launches import Expr
-from gnnc.runtime.registry import kernel
+from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import RowProgram, argument_of
+from gnnc.runtime.row_program.opcodes import Op
+
+_MOST_SHARES = 1056
+"""Blocks of a sum of all rows at most: what fills a large GPU. The same on each, so that bits are equal."""
+_SHARE = 64
+"""Rows of such a block at least."""
+_MOST_SUMMED = 1024
+"""Columns of such a row at most: the sums of a block's groups lie in shared memory."""
 
 
 @kernel("fused:map", backend="cuda", name="rowmap", priority=10, elements=("int8",))
 class Map:
     """Kernel of ``csrc/cuda/dense/rowmap.cuh``: a row program over the rows of one tensor."""
 
-    plan = staticmethod(rowmap.plan)
+    @staticmethod
+    def plan(node: Node) -> rowmap.Plan | Decline:
+        """Take one sum of all rows at most, of rows that fit into shared memory."""
+        plan = rowmap.plan(node)
+        if isinstance(plan, Decline):
+            return plan
+        sums = [out for out in plan.program.outs if out.form == "sum"]
+        has_parts = Op.HEAD_MEAN in plan.program.ops
+        if len(sums) > 1 or (sums and (has_parts or plan.width > _MOST_SUMMED)):
+            return Decline(f"{len(sums)} sums of all rows of {plan.width} columns")
+        return plan
 
     @staticmethod
     def emit(plan: rowmap.Plan, node: Node, emitter: CudaEmitter) -> None:
@@ -40,8 +60,15 @@ def launch_rowmap(
     lanes = lanes_for(width, columns=16 if program.quantizes else 4)
     epilogue, values = write_epilogue(program, node, emitter, rows, width)
     count = emitter.size(rows)
-    emitter.launch(
-        f"gnnc::rowmap<gnnc::RowmapConfig<{kind}, {width}, {stride}, {lanes}>, {epilogue}>",
-        blocks(count, BLOCK // lanes),
-        [pointer(x), count, *values],
-    )
+    config = f"gnnc::RowmapConfig<{kind}, {width}, {stride}, {lanes}>, {epilogue}"
+    sums = [out.result for out in program.outs if out.form == "sum"]
+    result = emitter.outputs(node)[sums[0]] if sums and sums[0] is not None else None
+    if result is None:
+        grid = blocks(count, BLOCK // lanes)
+        emitter.launch(f"gnnc::rowmap<{config}>", grid, [pointer(x), count, *values])
+        return
+    parts = emitter.scratch(1, _MOST_SHARES * width, torch.float32, flat=True)
+    shares = shares_of(count, _SHARE, _MOST_SHARES)
+    arguments = [pointer(x), count, pointer(parts.written), shares, *values]
+    emitter.launch(f"gnnc::rowmap_sums<{config}>", shares, arguments)
+    write_sum_of_parts(emitter, parts, shares, width, emitter.allocate(result, dense=True))

@@ -67,3 +67,32 @@ def test_power_of_two_behind_a_chain(width: int, exponent: int) -> None:
 
     got, want = run_fused_on_cuda(call, ["rowmap"] * 2, x, row), call(x, row)
     assert torch.equal(got[1], want[1]) and torch.equal(got[0], want[0])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [0, 1, 500])
+@pytest.mark.parametrize("width", [*WIDTHS, 1000])
+def test_sum_of_all_rows_behind_a_chain(width: int, rows: int) -> None:
+    x, row = torch.randn(rows, width), torch.rand(rows, 1)
+
+    def call(x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        out = x * row + 1
+        return out.sum([0], True), (out * row).half()
+
+    got, want = run_fused_on_cuda(call, ["rowmap"], x, row), call(x.double(), row.double())
+    torch.testing.assert_close(got[0].double(), want[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.cuda
+def test_rows_are_multiplied_again_instead_of_stored() -> None:
+    x, row = torch.randn(60, 20), torch.rand(60, 1)
+
+    def call(x: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scaled = x * row
+        power = GNNC.fp16_scale(scaled)
+        return x.sum([0]), (scaled * power).half(), power
+
+    got, want = run_fused_on_cuda(call, ["rowmap"] * 2, x, row), call(x, row)
+    assert torch.equal(got[2], want[2]) and torch.equal(got[1], want[1])
+    torch.testing.assert_close(got[0], want[0])
