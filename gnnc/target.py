@@ -145,9 +145,10 @@ class Target:
             of activations, and sums of all rows (``gnnc.ir.row_steps.GRADIENT_STEPS``).
         sums_in_maps: whether, of its row programs, those without a product or an aggregation alone have the
             sums of all rows.
+        widens_operands: whether its row programs read matrices of 16 bits, where a cast to FP32 stands.
         fused_gemm_tn: whether its product over all rows rounds FP32 rows as it loads them, and divides the
             result by a number of the device.
-        attention_backward: whether it has a kernel of ``gnnc.attention_backward``.
+        attention_backward: columns of a head, at most, of its ``gnnc.attention_backward``; 0: no kernel.
         narrow_rows: row widths up to which int8 does not pay where edges gather rows.
         sorts_with_loops: whether its sort of edges drops self loops and adds one for every node.
         int32_columns: whether its kernels read the columns of an aggregation as int32.
@@ -167,8 +168,9 @@ class Target:
     tensor_scales: bool = False
     gradient_steps: frozenset[str] = frozenset()
     sums_in_maps: bool = False
+    widens_operands: bool = False
     fused_gemm_tn: bool = False
-    attention_backward: bool = False
+    attention_backward: int = 0
     narrow_rows: NarrowRows = NarrowRows()
     sorts_with_loops: bool = False
     int32_columns: bool = False

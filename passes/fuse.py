@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.attention import match_attention
-from gnnc.ir.nodes import argument, first_operand, result_index, set_argument, shape_or_none, unpack
+from gnnc.ir.nodes import argument, first_operand, is_float, result_index, set_argument, shape_or_none, unpack
 from gnnc.ir.op import op_of
 from gnnc.ir.qtype import QType
 from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
@@ -61,7 +61,7 @@ class Fuse:
             _anchor(partition, node, ctx.target)
         for node in gm.graph.nodes:
             self._map(partition, node, ctx.target)
-            if _has_scaled_copy(node):
+            if _has_scaled_copy(node) or _is_scaled(node):
                 self._map(partition, node, ctx.target)
         _drop_useless(partition)
         _explain(gm.graph, partition, ctx)
@@ -201,9 +201,26 @@ def _admission(
         if op.kind == "col_sum" and target.sums_in_maps and group.kind != "map":
             return False
         reads_group = any(operand in group.nodes for operand in op.operands)
-        return not reads_group and partition.add(group, op.covers)
+        if reads_group:
+            return False
+        casts = _own_casts(op) if target.widens_operands else ()
+        return partition.add(group, (*casts, *op.covers)) or (bool(casts) and partition.add(group, op.covers))
 
     return admit
+
+
+def _own_casts(op: RowOp) -> tuple[Node, ...]:
+    """Return the casts of 16-bit matrices to FP32 that nothing but an op reads."""
+    return tuple(
+        operand
+        for operand in op.operands
+        if str(operand.target) == _CAST and set(operand.users) == {op.root} and _is_half_matrix(operand)
+    )
+
+
+def _is_half_matrix(cast: Node) -> bool:
+    value = first_operand(cast)
+    return is_float(value, torch.float16, torch.bfloat16) and is_float(cast) and _has_rows(value)
 
 
 def _has_no_scale(group: Group) -> bool:

@@ -57,8 +57,7 @@ class Joint:
             _refuse_writes(joint.graph)
         simplify(joint)
         simplify_gradients(joint, parts.structure)
-        if ctx.target.attention_backward:
-            join_attention_gradients(joint)
+        join_attention_gradients(joint, ctx.target.attention_backward)
         _fill_empty_results(joint)
         if parts.structure is not None:
             move_to_structure(joint, parts.structure)

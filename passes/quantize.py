@@ -16,8 +16,18 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.errors import PrecisionError
+from gnnc.ir.aten import ROW_VIEWS
 from gnnc.ir.graph import fake_mode_of, placeholders
-from gnnc.ir.nodes import ancestors, argument, arguments, descendants, shape_or_none, with_arguments
+from gnnc.ir.nodes import (
+    ancestors,
+    argument,
+    arguments,
+    aten_name,
+    descendants,
+    first_operand,
+    shape_or_none,
+    with_arguments,
+)
 from gnnc.ir.op import Op, op_of
 from gnnc.ir.qtype import Granularity, QType
 from gnnc.ir.quantized import MAX_SHIFT, STATIC_RANGE
@@ -380,9 +390,13 @@ def _divide_results(build: _Builder, scales: Mapping[str, Node]) -> None:
 
 
 def _rounded(build: _Builder, value: Node, scale: Node | None) -> Node:
+    views: list[Node] = []
     if scale is not None:
+        value, views = _viewed(value)
         value = build.aten("mul.Tensor", value, scale)
     narrow = build.aten("_to_copy", value, dtype=FLOAT_DTYPES[build.precision.name])
+    for view in views:
+        narrow = build(view.target, narrow, *view.args[1:], **view.kwargs)
     if build.precision.name not in build.ctx.target.rounded:
         return narrow
     return build.aten("_to_copy", narrow, dtype=torch.float32)
@@ -397,7 +411,20 @@ def _gradient_scales(build: _Builder, operands: Mapping[str, Node]) -> dict[str,
     if build.precision.name != "fp16" or "bias" in arguments(build.node) and argument(build.node, "bias"):
         return {}
     gradients = build.gradients
-    return {name: build.op("fp16_scale", value) for name, value in operands.items() if value in gradients}
+    return {
+        name: build.op("fp16_scale", _viewed(value)[0])
+        for name, value in operands.items()
+        if value in gradients
+    }
+
+
+def _viewed(value: Node) -> tuple[Node, list[Node]]:
+    """Return the value whose elements, all of them, a value shows in another shape, and the views between."""
+    views: list[Node] = []
+    while aten_name(value) in ROW_VIEWS:
+        views.insert(0, value)
+        value = first_operand(value)
+    return value, views
 
 
 _INTEGER: dict[str, Callable[[_Builder], Node | None]] = {

@@ -44,18 +44,25 @@ class _Match:
     att: dict[int, tuple[Node, Node | None]] = field(default_factory=dict)
 
 
-def join_attention_gradients(gm: fx.GraphModule) -> None:
-    """Replace the gradients of each additive attention of a joint graph by ``gnnc.attention_backward``."""
+def join_attention_gradients(gm: fx.GraphModule, most: int) -> None:
+    """Replace the gradients of each additive attention of a joint graph by ``gnnc.attention_backward``.
+
+    Args:
+        gm: the joint graph.
+        most: columns of a head, at most, that the backend's kernel takes.
+    """
+    if not most:
+        return
     builder = NodeBuilder(gm)
     for node in list(gm.graph.nodes):
-        if str(node.target) == "gnnc.edge_softmax_backward.default" and (match := _match(node)):
+        if str(node.target) == "gnnc.edge_softmax_backward.default" and (match := _match(node, most)):
             builder.bring_before(node, *match.operands)
             _take_products(match)
             _replace(match, builder)
     drop_dead(gm)
 
 
-def _match(softmax: Node) -> _Match | None:
+def _match(softmax: Node, most: int) -> _Match | None:
     rowptr, alpha, dalpha = unpack(softmax, "rowptr", "alpha", "grad")
     if str(alpha.target) != "gnnc.edge_softmax.default" or not _is_only_reader(softmax, dalpha):
         return None
@@ -72,6 +79,9 @@ def _match(softmax: Node) -> _Match | None:
         return None
     halves, rows = unpack(ends, "a", "b"), unpack(dalpha, "a", "b")
     if any(len(shape_of(half)) != 2 for half in halves) or any(len(shape_of(row)) != 3 for row in rows):
+        return None
+    width = shape_of(rows[0])[-1]
+    if not isinstance(width, int) or width > most:
         return None
     if shape_of(halves[0])[1:] != shape_of(alpha)[1:] or shape_of(halves[1])[1:] != shape_of(alpha)[1:]:
         return None

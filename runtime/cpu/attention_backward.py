@@ -8,7 +8,7 @@ from gnnc.runtime.cpu import epilogue
 from gnnc.runtime.plans import attention_backward
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.launches import Expr
-from gnnc.runtime.registry import kernel
+from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of
 
 
@@ -16,7 +16,14 @@ from gnnc.runtime.row_program.build import argument_of
 class AttentionBackward:
     """Kernels ``gnnc_cpu_valid.attention_backward_*``, which store nothing for an edge."""
 
-    plan = staticmethod(attention_backward.plan)
+    @staticmethod
+    def plan(node: Node) -> attention_backward.Plan | Decline:
+        """Take rows of float32 and bfloat16."""
+        plan = attention_backward.plan(node)
+        if isinstance(plan, Decline):
+            return plan
+        dtype = argument_of(node, plan.ends[2]).meta["val"].dtype
+        return Decline("x and grad are float16") if dtype == torch.float16 else plan
 
     @staticmethod
     def emit(plan: attention_backward.Plan, node: Node, emitter: Emitter) -> None:

@@ -9,6 +9,8 @@ from gnnc.runtime.cpu import library
 from gnnc.runtime.cpu.lowering import KERNEL_FILES  # noqa: F401  registers the kernels
 from gnnc.target import Target
 
+_MOST_COLUMNS = 2**31 - 1
+
 
 def create(device: torch.device | None) -> Backend:
     """Return the backend of the C++ kernels, for the best instruction set of this machine."""
@@ -22,7 +24,7 @@ def create(device: torch.device | None) -> Backend:
             slower=slower,
             gradient_steps=GRADIENT_STEPS - {"div_tensor", "fp16_scale"},
             fused_gemm_tn=True,
-            attention_backward=True,
+            attention_backward=_MOST_COLUMNS,
             int32_columns=True,
         ),
         chain=("cpu", "reference"),

@@ -2,6 +2,7 @@
 
 from gnnc.runtime.cuda.kernels import (
     attention,
+    attention_backward,
     column_sum,
     edge_softmax_backward,
     edge_sum,
@@ -19,6 +20,7 @@ KERNEL_FILES = (
     gemm_tn,
     spmm,
     attention,
+    attention_backward,
     sddmm,
     message,
     rowmap,

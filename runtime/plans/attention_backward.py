@@ -42,7 +42,7 @@ def plan(node: Node) -> Plan:
     inner = Inner(node)
     anchor = inner.only("gnnc.attention_backward.default")
     dtypes = {operand(anchor, name).meta["val"].dtype for name in ("x", "grad")}
-    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16}:
+    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
         raise Refusal(f"x and grad are {', '.join(sorted(map(str, dtypes)))}")
     found = {result_index(user): user for user in anchor.users}
     if 0 not in found:

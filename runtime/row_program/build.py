@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from gnnc.ir.nodes import outputs_of
+from gnnc.ir.nodes import aten_name, first_operand, outputs_of
 from gnnc.ir.row_local import RowOp, Step, linearize
 from gnnc.runtime.program.sizes import expression
 from gnnc.runtime.registry import Decline
@@ -191,7 +191,7 @@ def build_windows(
             program.add("WINDOW", first, widths[i])
             program.is_checked = False
         for op in chain:
-            seen.update(op.covers)
+            seen.update((*op.covers, *op.operands))
             _translate(inner, op, program)
     if len(chains) > 1 and any(out.result is None and out.form == "matrix" for out in program.outs):
         raise Refusal("one of several results is stored but not read")
@@ -233,6 +233,8 @@ def _chain_step(inner: Inner, step: Step, program: RowProgram) -> None:
 def _operand(inner: Inner, node: Node | None, form: str, program: RowProgram, kind: str = "") -> int:
     if node is None:
         return program.operand(None, form)
+    if node not in inner.operands and aten_name(node) == "_to_copy.default":
+        node = first_operand(node)  # kernels widen what they load
     dtype = node.meta["val"].dtype
     allowed = (torch.float32, torch.bfloat16, torch.float16) if form == "matrix" else (torch.float32,)
     allowed = (torch.uint8,) if kind == "mask_bits" else allowed

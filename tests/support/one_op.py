@@ -49,22 +49,27 @@ def run_on_cuda(function: Callable[..., Any], kernel: str, *values: Tensor) -> T
     return first.cpu()
 
 
-def run_fused_on_cuda(
-    function: Callable[..., Any], kernels: list[str], *values: Tensor
-) -> tuple[Tensor, ...]:
-    """Return what a program of fused groups computes on the CUDA device, after checking its kernels."""
-    given = [value.cuda() for value in values]
-    graph_module = make_fx(function, tracing_mode="fake")(*given)
+def fused_program_of(function: Callable[..., Any], *values: Tensor, backend: str) -> Executable:
+    """Return the program of a function of several results, whose ops are grouped as in a model."""
+    graph_module = make_fx(function, tracing_mode="fake")(*values)
     output = graph_module.graph.output_node()
     output.args = (tuple(output.args[0]) if isinstance(output.args[0], list | tuple) else tuple(output.args),)
     for node in graph_module.graph.nodes:
         node.meta["layer"] = ""
         if node.op == "placeholder":
             node.meta["source"] = Source("input", node.name)
-    backend = get_backend("cuda")
-    context = Context(FP32, target=replace(backend.target, lowering=backend))
+    lowering = get_backend(backend)
+    context = Context(FP32, target=replace(lowering.target, lowering=lowering))
     parts = Parts(forward=Fuse().run(graph_module, context))
-    program = backend.executable(Lower().run_parts(parts, context).forward)
+    return lowering.executable(Lower().run_parts(parts, context).forward)
+
+
+def run_fused_on_cuda(
+    function: Callable[..., Any], kernels: list[str], *values: Tensor
+) -> tuple[Tensor, ...]:
+    """Return what a program of fused groups computes on the CUDA device, after checking its kernels."""
+    given = [value.cuda() for value in values]
+    program = fused_program_of(function, *given, backend="cuda")
     assert [name for _, name in program.kernels] == kernels
     first, again = (program(*given) for _ in range(2))
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True))

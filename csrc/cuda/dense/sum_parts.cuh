@@ -7,7 +7,7 @@
 // Traffic: 4 B a part and column in, 4 B a column out. Floor: these bytes at L2 bandwidth, and a launch: there are few
 // parts, which the kernel before has just written.
 //
-// Launch: blocks of 256 threads, one for every 32 columns: the eight warps of a block share the parts.
+// Launch: blocks of 1024 threads, one for every 32 columns: the warps of a block share the parts.
 
 #include "common/types.cuh"
 
@@ -21,9 +21,9 @@ struct SumPartsArgs {
   const float* divisor;  // or null
 };
 
-__global__ void __launch_bounds__(256) sum_parts(SumPartsArgs args) {
+__global__ void __launch_bounds__(1024) sum_parts(SumPartsArgs args) {
   begin_kernel();
-  constexpr int kWarps = 8;
+  constexpr int kWarps = 32;
   __shared__ float sums[kWarps][32];
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + lane;

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.nodes import argument, operand
-from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, pointer
+from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, pointer
 from gnnc.runtime.cuda.kernels.epilogue import TYPES
 from gnnc.runtime.program.launches import Expr, Operand, expr
 from gnnc.runtime.registry import kernel
@@ -83,4 +83,4 @@ def write_sum_of_parts(
 ) -> None:
     """Write the launch of ``gnnc::sum_parts``: the sum of ``count`` rows of ``width`` values, divided."""
     values = [pointer(parts), pointer(out.written), count, width, pointer(divisor)]
-    emitter.launch("gnnc::sum_parts", blocks(width, BLOCK // 8), values)
+    emitter.launch("gnnc::sum_parts", blocks(width, 32), values, block=1024)

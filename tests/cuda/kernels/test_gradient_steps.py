@@ -27,7 +27,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", WIDTHS[1:])  # a chain on single values is no kernel of its own
 @pytest.mark.parametrize("step", STEPS)
 def test_gradient_of_an_activation(step: str, width: int) -> None:
     values = signed(37, width), torch.rand(37, 1), signed(37, width).clamp(min=-0.6)

@@ -1,0 +1,219 @@
+"""Lowering of the gradient of attention: a pass over the edges by rows, and one by columns."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from gnnc.ir.format import RUN_TABLE, Format
+from gnnc.ir.nodes import shape_of
+from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
+from gnnc.runtime.cuda.emitter import CudaEmitter, length, pointer, round_up
+from gnnc.runtime.cuda.formats.tables import runs_arguments, write_columns, write_runs, write_staging
+from gnnc.runtime.cuda.kernels.column_sum import write_column_sum
+from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal, truth, write_epilogue
+from gnnc.runtime.cuda.kernels.rowmap import launch_rowmap
+from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, Rows, gathered_rows
+from gnnc.runtime.plans import attention_backward
+from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
+from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.row_program.build import argument_of
+
+_PIECE = 16
+_MOST_BYTES = 512
+"""Bytes of the heads of a launch, at most: what a warp gathers at once."""
+_PART_WORDS = 8
+"""Words of a head of a split row: ``gnnc::RowOfHead::kWords``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Edges:
+    """The edges of a pass, as launches take them: the arguments of a ``gnnc::Runs``, and the run table."""
+
+    arguments: list[Argument]
+    runs: Expr
+
+
+@kernel("fused:attention_backward", backend="cuda", name="attention_backward", priority=10)
+class AttentionBackward:
+    """Kernels of ``csrc/cuda/sparse/attention_backward.cuh``, which store nothing for an edge."""
+
+    @staticmethod
+    def plan(node: Node) -> attention_backward.Plan | Decline:
+        """Take heads that fit into one gather of a warp."""
+        plan = attention_backward.plan(node)
+        if isinstance(plan, Decline):
+            return plan
+        dtype = argument_of(node, plan.ends[2]).meta["val"].dtype
+        if dtype not in ELEMENTS or dtype == torch.int8:
+            return Decline(f"x is {dtype}")
+        if plan.width // plan.heads * dtype.itemsize > _MOST_BYTES:
+            return Decline(f"heads of {plan.width // plan.heads} columns")
+        return plan
+
+    @staticmethod
+    def formats(plan: attention_backward.Plan, node: Node) -> tuple[Format, ...]:
+        """Return the run table."""
+        return (RUN_TABLE,)
+
+    @staticmethod
+    def emit(plan: attention_backward.Plan, node: Node, emitter: CudaEmitter) -> None:
+        """Write both launches for each group of heads, and the sums of the attention vectors' gradients."""
+        _Writer(plan, node, emitter).write()
+
+
+class _Writer:
+    """Writer of the launches of one node."""
+
+    def __init__(self, plan: attention_backward.Plan, node: Node, emitter: CudaEmitter) -> None:
+        self.plan, self.node, self.emitter = plan, node, emitter
+        self.x_node, grad = (argument_of(node, index) for index in plan.ends[2:])
+        self.dtype = self.x_node.meta["val"].dtype
+        self.num_dst, self.num_src = (
+            shape_of(argument_of(node, plan.edges[index]))[0] - 1 for index in (0, 2)
+        )
+        self.x, self.grad = (
+            gathered_rows(emitter, value, plan.width, plan.heads) for value in (self.x_node, grad)
+        )
+        self.head_width = plan.width // plan.heads
+        self.ends = [emitter.dense(argument_of(node, index), plan.heads) for index in plan.ends[:2]]
+        self.att = [None if index is None else emitter.vector(argument_of(node, index)) for index in plan.att]
+        self.by_rows = self._edges(*plan.edges[:2], self.x)
+        self.by_columns = self._edges(*plan.edges[2:], self.grad)
+        self.da = [
+            self._rows(result, rows)
+            for result, rows in zip(plan.results[:2], (self.num_dst, self.num_src), strict=True)
+        ]
+        self.stats = emitter.scratch(self.num_dst, 4 * plan.heads, torch.float32, flat=True)
+
+    def write(self) -> None:
+        """Write all launches."""
+        group = self._group()
+        if group == self.plan.heads:
+            epilogue, values = write_epilogue(
+                self.plan.program, self.node, self.emitter, self.num_src, self.plan.width
+            )
+            self._launch(0, group, epilogue, values)
+        else:
+            self._by_heads()
+        for da, result in zip(self.da, self.plan.results[2:], strict=True):
+            if result is not None:
+                self._sum(da, self.emitter.outputs(self.node)[result])
+
+    def _group(self) -> int:
+        """Return the heads of a launch: all, or one."""
+        pieces, rest = divmod(self.head_width * self.dtype.itemsize, _PIECE)
+        is_power = not rest and pieces & (pieces - 1) == 0
+        fits = self.plan.width * self.dtype.itemsize <= _MOST_BYTES
+        return self.plan.heads if self.plan.heads == 1 or (is_power and fits) else 1
+
+    def _by_heads(self) -> None:
+        """Write a launch for each head, to memory of its own, and the row program of whole rows."""
+        emitter, width = self.emitter, self.plan.width
+        dx = emitter.scratch(self.num_src, width, torch.float32)
+        stride = emitter.padded(width, torch.float32)
+        aligned = math.gcd(stride, self.head_width)
+        text = "  float* out;\n  template <class Tile>\n"
+        text += "  __device__ void operator()(Tile& t, int64_t row) const {\n"
+        text += f"    step::store<{aligned}>(t, out + row * {stride});\n  }}\n"
+        epilogue = emitter.kernel_set.struct("Epilogue", text)
+        for head in range(self.plan.heads):
+            address = _past(pointer(dx.written), 4 * head * self.head_width)
+            self._launch(head, 1, epilogue, [address])
+        launch_rowmap(emitter, self.node, dx, "float", stride, self.num_src, width, self.plan.program)
+
+    def _launch(self, head: int, group: int, epilogue: str, values: list[Operand]) -> None:
+        """Write both passes over the edges, for the heads from ``head`` on."""
+        emitter, plan = self.emitter, self.plan
+        heads = plan.heads
+        apart = self.x.columns // heads * self.dtype.itemsize  # bytes from one head to the next
+        x, grad = ([_past(pointer(rows.tensor), head * apart), rows.stride] for rows in (self.x, self.grad))
+        a_dst, a_src = (_past(pointer(end), 4 * head) for end in self.ends)
+        da_dst, da_src = (_past(pointer(da.written), 4 * head) for da in self.da)
+        stats = _past(pointer(self.stats.written), 16 * head)
+        config = self._config(group)
+        arguments = [*self.by_rows.arguments, *x, *grad, a_dst, a_src, stats, da_dst]
+        arguments += write_staging(emitter, self.by_rows.runs, _PART_WORDS * group)
+        kernel = f"gnnc::attention_rows<{config}>"
+        body = f"gnnc::AttentionRowsBody<{config}>"
+        self._emit(kernel, "AttentionRowsArgs", body, _PART_WORDS * group, arguments, [], self.by_rows)
+        att = [
+            pointer(None) if vector is None else _past(pointer(vector), 4 * head * self.head_width)
+            for vector in self.att
+        ]
+        words = round_up(group * self.head_width, 4) + round_up(group, 4)
+        given = _past(pointer(self.da[0]), 4 * head)
+        arguments = [
+            *self.by_columns.arguments,
+            *grad,
+            *x,
+            _past(pointer(self.stats), 16 * head),
+            a_src,
+            given,
+        ]
+        arguments += [*att, da_src, *write_staging(emitter, self.by_columns.runs, words)]
+        kernel = f"gnnc::attention_columns<{config}, {epilogue}>"
+        body = f"gnnc::AttentionColumnsBody<{config}, {epilogue}>"
+        self._emit(kernel, "AttentionColumnsArgs", body, words, arguments, values, self.by_columns)
+
+    def _emit(
+        self,
+        kernel: str,
+        struct: str,
+        body: str,
+        words: int,
+        arguments: list[Argument],
+        values: list[Operand],
+        edges: _Edges,
+    ) -> None:
+        kernel_set = self.emitter.kernel_set
+        kernel_set.expect(kernel, struct, count_of(arguments))
+        kernel_set.require(kernel, f"{body}::kStaged == {words}", "parts of rows have room")
+        grid = expr("{}.blocks", edges.runs)
+        self.emitter.launch(kernel, grid, [*arguments, *values], block=AS_COMPILED)
+
+    def _config(self, group: int) -> str:
+        plan = self.plan
+        constants = self.emitter.kernel_set.struct(
+            "Constants",
+            f"  static constexpr float kSlope = {literal(plan.slope)};\n"
+            f"  static constexpr float kEps = {literal(plan.eps)};\n",
+        )
+        through = ", ".join(truth(vector is not None) for vector in self.att)
+        sizes = f"{group * self.head_width}, {group}, {plan.heads}"
+        element = ELEMENTS[self.dtype]
+        return f"gnnc::AttentionBackwardConfig<gnnc::Element::{element}, {sizes}, {through}, {constants}>"
+
+    def _edges(self, rowptr: int, col: int, rows: Rows) -> _Edges:
+        starts = self.emitter.vector(argument_of(self.node, rowptr))
+        columns = write_columns(self.emitter, self.emitter.vector(argument_of(self.node, col)))
+        runs = write_runs(self.emitter, starts, length(columns), rows.nbytes)
+        return _Edges(runs_arguments(starts, columns, runs), runs)
+
+    def _rows(self, result: int | None, rows: object) -> Expr:
+        """Return the memory of the gradient of one half of the logits."""
+        node = None if result is None else self.emitter.outputs(self.node)[result]
+        if node is None:
+            return self.emitter.scratch(rows, self.plan.heads, torch.float32, flat=True)
+        return self.emitter.allocate(node, dense=True)
+
+    def _sum(self, da: Expr, result: Node | None) -> None:
+        """Write the launches of the gradient of an attention vector: the sum over the nodes of ``da * x``."""
+        if result is None:
+            return
+        emitter, width = self.emitter, self.plan.width
+        rows, stride = emitter.matrix(self.x_node, width), emitter.row_stride(self.x_node, width)
+        text = f"  const float* da;\n  const {TYPES[self.dtype]}* x;\n"
+        text += "  __device__ float operator()(int64_t row, int column) const {\n"
+        text += f"    const float factor = da[row * {self.plan.heads} + column / {self.head_width}];\n"
+        text += f"    return factor * step::as_float(x[row * {stride} + column]);\n  }}\n"
+        value = emitter.kernel_set.struct("Value", text)
+        members: list[Operand] = [pointer(da), pointer(rows)]
+        count = emitter.size(self.num_src)
+        write_column_sum(emitter, value, members, count, width, emitter.allocate(result, dense=True))
+
+
+def _past(address: Expr, nbytes: int) -> Expr:
+    """Return an address further on."""
+    return expr("{} + {}", address, nbytes) if nbytes else address

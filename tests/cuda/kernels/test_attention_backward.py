@@ -1,0 +1,76 @@
+"""Kernels of the gradient of attention against the reference in float64, on small graphs of hard shapes."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from cuda_cases import assert_no_spills
+from kernel_graphs import GRAPHS
+from one_op import fused_program_of, run_fused_on_cuda
+from torch import Tensor
+
+from gnnc.ir.structure import csr_transpose_reference
+from gnnc.runtime.cuda.driver.nvrtc import resources_of
+
+GNNC = torch.ops.gnnc
+SHAPES = [(1, 1), (1, 40), (4, 16), (8, 8), (3, 8), (3, 10), (2, 128), (5, 100)]
+"""Heads, and columns of each."""
+ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 2e-5, torch.float16: 2e-5}
+"""Error of sums in FP32: operands are the same in float64."""
+
+
+def call(*given: Tensor) -> tuple[Tensor, ...]:
+    *ends, att_dst, att_src = given
+    return tuple(GNNC.attention_backward(*ends, att_dst, att_src, 0.2, 1e-16))
+
+
+def without_vectors(*ends: Tensor) -> tuple[Tensor, ...]:
+    return tuple(GNNC.attention_backward(*ends, None, None, 0.2, 1e-16))[:3]
+
+
+def values_of(name: str, heads: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return the CSR, its transpose, both halves of the logits, rows and gradients of both ends."""
+    g = GRAPHS[name]()
+    rowptr_t, col_t, _ = csr_transpose_reference(g.rowptr, g.col, g.num_src)
+    halves = torch.randn(g.num_dst, heads) * 3, torch.randn(g.num_src, heads) * 3
+    rows = [torch.randn(count, heads, width).to(dtype) for count in (g.num_src, g.num_dst)]
+    return [g.rowptr, g.col, rowptr_t, col_t, *halves, *rows]
+
+
+def assert_right(got: tuple[Tensor, ...], want: tuple[Tensor, ...], allowed: float) -> None:
+    for value, exact in zip(got, want, strict=True):
+        assert value.shape == exact.shape
+        if exact.numel():
+            largest = exact.abs().max().clamp(min=1.0)
+            assert ((value.double() - exact).abs().max() / largest) < allowed
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize(("heads", "width"), SHAPES)
+@pytest.mark.parametrize("dtype", ALLOWED)
+def test_gradients_of_the_ends(name: str, heads: int, width: int, dtype: torch.dtype) -> None:
+    values = values_of(name, heads, width, dtype)
+    got = run_fused_on_cuda(without_vectors, ["attention_backward"], *values)
+    exact = [value.double() if value.is_floating_point() else value for value in values]
+    assert_right(got, without_vectors(*exact), ALLOWED[dtype])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("heads", "width"), SHAPES)
+@pytest.mark.parametrize("dtype", ALLOWED)
+def test_gradients_through_the_vectors(heads: int, width: int, dtype: torch.dtype) -> None:
+    name = next(n for n, make in GRAPHS.items() if (g := make()).num_src == g.num_dst and g.num_edges > 100)
+    values = [*values_of(name, heads, width, dtype), torch.randn(heads, width), torch.randn(heads, width)]
+    got = run_fused_on_cuda(call, ["attention_backward"], *values)
+    exact = [value.double() if value.is_floating_point() else value for value in values]
+    assert_right(got, call(*exact), 5 * ALLOWED[dtype])
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_kernel_spills(architecture: str) -> None:
+    for heads, width in [(1, 40), (4, 16), (3, 10), (2, 128)]:
+        for dtype in (torch.float32, torch.float16):
+            values = values_of("random", heads, width, dtype)
+            program = fused_program_of(without_vectors, *values, backend=f"cuda-offline:{architecture}")
+            assert_no_spills(resources_of(program.code[architecture]))
