@@ -1,14 +1,14 @@
 """Walk over the objects that a model's code can read: attributes, their contents, functions and variables."""
 
 from array import array
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cached_property, lru_cache, partial
 from itertools import zip_longest
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, NoneType
 from typing import Any
-from weakref import ReferenceType
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ _PLAIN = frozenset((bool, int, str, bytes, NoneType, range))
 _INEXACT = frozenset((float, complex))
 _TABLES_OF_KEYS = (dict, MappingProxyType)
 _SEQUENCES = (list, tuple, deque, set, frozenset)
-_BUFFERS = (np.ndarray, bytearray, array)
+_BUFFERS = (np.ndarray, bytearray, array, memoryview)
+_IN_PYTHON = (ChainMap, UserDict, UserList, WeakKeyDictionary, WeakValueDictionary)
+"""Containers of the standard library that are written in Python: their attributes hold what they hold."""
 _WRAPPED = (type(lru_cache(len)), cached_property)
 """Decorators of the standard library that hold the user's function."""
 _NO_ATTRIBUTES = frozenset(
@@ -161,8 +163,8 @@ class ObjectGraph:
             return kind, value
         if kind in _INEXACT:
             return kind, repr(value)  # 0.0 and -0.0 are equal, NaN and NaN are not
-        if kind is ReferenceType:
-            return kind, id(value())
+        if issubclass(kind, ReferenceType):
+            return kind, self._token(value(), owner, label)
         number = self._numbers.get(id(value))
         if number is None:
             size = _size(value, kind)
@@ -181,6 +183,7 @@ class ObjectGraph:
         if (
             type(value) in _PLAIN | _INEXACT
             or name in self._names
+            or _is_special(name)
             or self._names & ANY_NAME
             or not _is_of_user(owner)
         ):
@@ -238,6 +241,8 @@ class ObjectGraph:
             self.views.buffers.append(value)
             self.entries.append((number, "(bytes)", (kind, content(value), str(getattr(value, "dtype", "")))))
             self._enter(number, "(shape)", getattr(value, "shape", None))
+            if isinstance(value, np.ndarray) and value.dtype.hasobject and value.dtype.names is None:
+                self._open_sequence(number, value.ravel().tolist(), list)
         elif kind is FunctionType:
             self._open_function(number, value)
         elif issubclass(kind, partial):
@@ -249,6 +254,8 @@ class ObjectGraph:
             self._enter_fields(number, value, ("__func__", "fget", "fset"))
         elif issubclass(kind, _WRAPPED):
             self._enter_fields(number, value, ("__wrapped__", "func"))
+        elif issubclass(kind, _IN_PYTHON):
+            self._reach(("data", "maps"))  # by code of the standard library
         elif issubclass(kind, type):
             self._open_class(number, value)
         self._open_attributes(number, value, kind)
@@ -345,7 +352,7 @@ def _size(value: Any, kind: type) -> int | None:
         return 1 if type(value.__self__) is not ModuleType and value.__self__ is not None else None
     if kind is MethodType or issubclass(kind, (partial, nn.Module, *_WRAPPERS)):
         return 1
-    if issubclass(kind, _WRAPPED):
+    if issubclass(kind, (*_WRAPPED, *_IN_PYTHON)):
         return 1
     if issubclass(kind, (torch.Tensor, Enum, ModuleType)) or is_library(kind.__module__):
         return None
@@ -355,7 +362,7 @@ def _size(value: Any, kind: type) -> int | None:
 
 
 def _bytes_of(buffer: Any) -> int:
-    if isinstance(buffer, np.ndarray):
+    if isinstance(buffer, np.ndarray | memoryview):
         return buffer.nbytes
     return len(buffer) * (buffer.itemsize if isinstance(buffer, array) else 1)
 
@@ -374,6 +381,11 @@ def _slots(kind: type) -> list[str]:
 def _is_of_user(kind: type) -> bool:
     """Return whether all code that reads the attributes of a class is the user's."""
     return not any(is_library(base.__module__) for base in kind.__mro__ if base not in _BASES)
+
+
+def _is_special(name: str) -> bool:
+    """Return whether Python calls a method without its name in the code, as ``__getitem__``."""
+    return name.startswith("__") and name.endswith("__")
 
 
 def _is_empty(cell: Any) -> bool:

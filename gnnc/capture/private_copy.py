@@ -80,6 +80,8 @@ class _Copier:
         try:
             copy = self._remember(value, object.__new__(kind))
         except TypeError:
+            if not isinstance(value, nn.Module):
+                return value
             raise CaptureError(
                 f"[{kind.__name__}] is a module and also one of Python's own containers, which a trace "
                 "cannot copy: let the module hold the container as an attribute"

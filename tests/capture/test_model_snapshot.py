@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,9 @@ class Holder:
     __call__ = get
 
 
+HELD = Holder(1.0)
+
+
 class Other(Holder):
     """Like it, with another method."""
 
@@ -52,6 +56,57 @@ class Slots:
     def private(self, *values: float) -> float:
         (self.__private,) = values or (self.__private,)
         return self.__private
+
+
+class Special:
+    """An object that Python's operators read, by methods that no code names."""
+
+    def __init__(self) -> None:
+        self.table = {"k": 1.0}
+
+    def __getitem__(self, _: int) -> float:
+        return self.table["k"]
+
+    def __len__(self) -> int:
+        return int(self.table["k"])
+
+    def __mul__(self, other: float) -> float:
+        return self.table["k"] * other
+
+    def __bool__(self) -> bool:
+        return self.table["k"] > 2
+
+    def __contains__(self, other: float) -> bool:
+        return self.table["k"] == other
+
+    def __float__(self) -> float:
+        return self.table["k"]
+
+    def __enter__(self) -> float:
+        return self.table["k"]
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, _: str) -> float:
+        return self.table["k"]
+
+
+def entered(value: Any) -> float:
+    with value as k:
+        return k
+
+
+READS_OF_SPECIAL = {
+    "getitem": lambda v: v[0],
+    "len": len,
+    "mul": lambda v: v * 2,
+    "bool": lambda v: 3.0 if v else 1.0,
+    "contains": lambda v: 3.0 if 3.0 in v else 1.0,
+    "float": float,
+    "with": entered,
+    "getattr": lambda v: v.whatever,
+}
 
 
 class AttributeDict(dict):
@@ -252,6 +307,32 @@ INSIDE: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda v: v()["k"],
         lambda v: v.keywords.update(k=3.0),
     ),
+    "chain of dicts": (
+        collections.ChainMap({"k": 1.0}, {}),
+        lambda v: v["k"],
+        lambda v: v.maps[0].update(k=3.0),
+    ),
+    "user dict": (collections.UserDict(k=1.0), lambda v: v["k"], lambda v: v.update(k=3.0)),
+    "user list": (collections.UserList([1.0]), sum, lambda v: v.append(3.0)),
+    "bytes behind a view": (memoryview(bytearray(b"\1")), lambda v: v[0], lambda v: v.__setitem__(0, 3)),
+    "object in an array": (
+        np.array([[1.0], 2], object),
+        lambda v: v[0][0],
+        lambda v: v[0].__setitem__(0, 3.0),
+    ),
+    "object that is referred to weakly": (
+        weakref.WeakValueDictionary(k=HELD),
+        lambda v: v["k"].k,
+        lambda v: setattr(v["k"], "k", 3.0),
+    ),
+    "value of a weak key": (
+        weakref.WeakKeyDictionary({HELD: 1.0}),
+        lambda v: v[HELD],
+        lambda v: v.update({HELD: 3.0}),
+    ),
+} | {
+    f"special method {name}": (Special(), read, lambda v: v.table.update(k=3.0))
+    for name, read in READS_OF_SPECIAL.items()
 }
 
 
