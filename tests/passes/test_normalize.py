@@ -182,3 +182,30 @@ def test_an_expanded_index_does_not_read_its_size_off_the_messages():
     gm = normalized(model, GRAPH[0][:, :3].abs().clamp(max=3))
     (messages,) = (node for node in gm.graph.nodes if str(node.target) == "aten.add.Tensor")
     assert [str(user.target) for user in messages.users] == ["aten.scatter_add.default"]
+
+
+def test_parts_of_a_split_are_slices_of_their_widths():
+    class Parts(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            first, middle, last = x.split([1, 3, 4], dim=1)
+            return first * 2, middle * 3, last * 4
+
+    graph = normalized(Parts(), torch.randn(5, 8)).graph
+    slices = [node.args[1:4] for node in graph.nodes if node.target is torch.ops.aten.slice.Tensor]
+    assert sorted(slices) == [(1, 0, 1), (1, 1, 4), (1, 4, 8)]
+
+
+def test_rows_of_a_weight_stay_a_split():
+    """Parts along the rows are no columns of edges."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, last = self.weight.split([1, 3], dim=0)
+            return x * first + last.sum()
+
+    graph = normalized(Rows(), torch.randn(5, 3)).graph
+    assert any("split" in str(node.target) for node in graph.nodes)

@@ -12,6 +12,7 @@ import gnnc
 SPLITS: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
     "split": lambda w: torch.split(w, 16, dim=-1),
     "uneven split": lambda w: [part[:, :8] for part in w.split([8, 16, 24], dim=1)],
+    "last columns of uneven parts": lambda w: [part[:, -8:] for part in w.split([8, 16, 24], dim=1)],
     "chunk": lambda w: w.chunk(3, dim=-1),
     "tensor_split": lambda w: w.tensor_split(3, dim=1),
     "hsplit": lambda w: torch.hsplit(w, 3),
