@@ -7,11 +7,19 @@ CSR in FP32 with the adjacency and its transpose made beforehand (GCN, SAGE, GIN
 torch.compile (``--compile``). Contenders take turns, each with a copy of the model and an optimizer of
 its own. The floor is the time of a copy of the bytes that a step must move: every operand and every
 result of an op once.
+
+    python benchmarks/training.py --batches 1000 --models sage --threads 1
+
+measures steps on mini-batches of sampled neighbors, each in new tensors: a step on a new batch builds the
+structure and its transpose, the same step again finds them in the cache, and the difference is their share.
 """
 
 import argparse
 import copy
+import gc
+import itertools
 import json
+import statistics
 import sys
 import time
 import warnings
@@ -26,12 +34,14 @@ from torch import Tensor, nn
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import gnnc
+from gnnc.runtime.program.device import now
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import graphs
 import measure
 import models
+from sampling import Sampler
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 PEERS = ("eager", "sparse csr", "torch.compile")
@@ -177,6 +187,46 @@ def memory(graph: str, model_name: str, name: str) -> float:
     return measure.peak_rss_mb(lambda: step(x))
 
 
+def batches(graph: str, model_name: str, name: str, count: int, seeds: int = 512) -> dict[str, Any]:
+    """Measure steps on ``count`` mini-batches of sampled neighbors, after a tenth as many to warm up.
+
+    Returns:
+        Median milliseconds of a step on a new batch and of the same step again, the median share of the
+        structure, growth of the process in MiB from the first quarter to the last, and the captures.
+    """
+    model, x, edge_index, y = problem(graph, model_name)
+    forward: Any = contender(name, model_name, model, x, edge_index)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+    taken: list[tuple[float, float]] = []
+    memory: list[float] = []
+    sampled = Sampler(edge_index, x.shape[0], (10, 10)).batches(seeds)
+    for nodes, edges in itertools.islice(sampled, count + count // 10):
+        times = []
+        features, edges, classes = x[nodes], edges.clone(), y[nodes[:seeds]]
+        for _ in range(2):
+            start = now()
+            optimizer.zero_grad()
+            F.cross_entropy(forward(features, edges)[:seeds], classes).backward()
+            optimizer.step()
+            times.append((now() - start) * 1e3)
+        taken.append((times[0], times[1]))
+        if len(taken) % 20 == 0:
+            gc.collect()
+        memory.append(measure.rss_mb())
+    taken, memory = taken[count // 10 :], memory[count // 10 :]
+    quarter = max(count // 4, 1)
+    return {
+        "model": model_name,
+        "name": name,
+        "batches": count,
+        "new_ms": statistics.median(new for new, _ in taken),
+        "known_ms": statistics.median(known for _, known in taken),
+        "structure_share": statistics.median(1 - known / new for new, known in taken),
+        "growth_mb": statistics.median(memory[-quarter:]) - statistics.median(memory[:quarter]),
+        "captures": len(forward._dispatch.captures) if name in OURS else None,
+    }
+
+
 def main() -> None:
     """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -187,6 +237,9 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="measure torch.compile, too")
     parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out")
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
+    parser.add_argument(
+        "--batches", type=int, help="measure this many mini-batches instead of the whole graph"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--memory", nargs=2, metavar=("MODEL", "NAME"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -195,6 +248,10 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     if args.memory:
         print(memory(args.graph, *args.memory))
+        return
+    if args.batches:
+        found = [batches(args.graph, model, name, args.batches) for model in args.models for name in OURS]
+        print(tabulate(found, "keys", tablefmt="github", floatfmt=".2f"))
         return
     skipped = {*args.skip, *(() if args.compile else ("torch.compile",))}
     rows, machine = [], measure.machine()
