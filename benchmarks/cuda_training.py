@@ -194,7 +194,7 @@ def profile(case: str, name: str, data: Problem) -> str:
         for _ in range(4):
             step(data.x)
         torch.cuda.synchronize()
-    events = [e for e in found.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = [e for e in found.key_averages() if e.device_type.name == "CUDA"]
     events.sort(key=lambda event: -event.self_device_time_total)
     lines = [[f"{e.self_device_time_total / 4:.1f}", e.count / 4, e.key[:150]] for e in events]
     total = sum(event.self_device_time_total for event in events) / 4

@@ -79,8 +79,8 @@ class _Writer:
         self.head_width = plan.width // plan.heads
         self.ends = [emitter.dense(argument_of(node, index), plan.heads) for index in plan.ends[:2]]
         self.att = [None if index is None else emitter.vector(argument_of(node, index)) for index in plan.att]
-        self.by_rows = self._edges(*plan.edges[:2], self.x)
-        self.by_columns = self._edges(*plan.edges[2:], self.grad)
+        self.by_rows = self._edges(plan.edges[0], plan.edges[1], self.x)
+        self.by_columns = self._edges(plan.edges[2], plan.edges[3], self.grad)
         self.da = [
             self._rows(result, rows)
             for result, rows in zip(plan.results[:2], (self.num_dst, self.num_src), strict=True)
