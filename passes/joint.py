@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
@@ -129,9 +130,16 @@ def _differentiated(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _size_guards(mode: FakeTensorMode) -> list[Any]:
-    """Return the questions about sizes that traces in a mode have asked."""
+    """Return the questions about sizes that traces in a mode have asked, but whether a size is 2 or more.
+
+    That is assumed of the sizes of arguments, and may be of their differences, as ``x[n:]`` has rows.
+    """
     env: Any = mode.shape_env
-    return [] if env is None else list(env.guards)
+    return [] if env is None else [guard for guard in env.guards if not _is_lower_bound(guard.expr)]
+
+
+def _is_lower_bound(condition: Any) -> bool:
+    return isinstance(condition, sympy.Ge | sympy.Gt) and condition.rhs in (0, 1, 2)
 
 
 @dataclass(slots=True)

@@ -276,7 +276,7 @@ FORMS: dict[str, Form] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(("sampled-neighbors",), list(FORMS)))
+@pytest.mark.parametrize("name", slow_but(("sampled-neighbors", "trim-to-layer"), list(FORMS)))
 def test_losses_are_those_of_eager(name: str) -> None:
     check(FORMS[name])
 
