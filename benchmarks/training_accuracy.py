@@ -161,10 +161,10 @@ def links_task(call: Any, data: Batch, seed: int) -> tuple[Callable[[], Tensor],
 
 
 def fit(
-    call: Any, loss: Callable[[], Tensor], score: Callable[[str], float], epochs: int
+    call: Any, loss: Callable[[], Tensor], score: Callable[[str], float], epochs: int, weight_decay: float
 ) -> tuple[float, list[float]]:
     """Train with Adam; return the test score of the best weights by validation, and the losses."""
-    optimizer = torch.optim.Adam(call.parameters(), lr=0.01, weight_decay=5e-4)
+    optimizer = torch.optim.Adam(call.parameters(), lr=0.01, weight_decay=weight_decay)
     losses: list[Tensor] = []
     best, best_test = -1.0, 0.0
     for epoch in range(1, epochs + 1):
@@ -202,7 +202,7 @@ def run(task: Task) -> list[dict[str, Any]]:
         model.load_state_dict(make().state_dict())
         links = task.model == LINKS
         loss, score = links_task(call, data, seed) if links else nodes_task(call, data)
-        value, losses = fit(call, loss, score, task.epochs)
+        value, losses = fit(call, loss, score, task.epochs, weight_decay=0.0 if links else 5e-4)
         record = {"dataset": task.dataset, "model": task.model, "contender": task.contender, "seed": seed}
         record |= {"score": value, "finite": all(map(math.isfinite, losses))}
         record |= {"seconds": round(time.perf_counter() - start, 2)}
