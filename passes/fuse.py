@@ -55,6 +55,8 @@ class Fuse:
         """Return the graph with every group as a submodule ``fused_<k>``."""
         _split_bias(gm.graph)
         _copy_shared_weights(gm.graph)
+        if ctx.target.fused_gemm_tn:
+            _copy_shared_features(gm.graph)
         _copy_scaled_rows(gm.graph)
         partition = Partition()
         for node in gm.graph.nodes:
@@ -294,6 +296,17 @@ def _is_cheap_product(node: Node) -> bool:
         if in_memory and op is not None and [step.kind for step in op.steps] == ["mul_row"]:
             return True
     return False
+
+
+def _copy_shared_features(graph: fx.Graph) -> None:
+    """Copy the cast of an input for each product over all rows that reads it: they round as they load."""
+    for product in [node for node in graph.nodes if str(node.target) == _GEMM_TN]:
+        value = argument(product, "b")
+        others = [user for user in value.users if user is not product]
+        of_input = _is_half(value) and first_operand(value).op == "placeholder"
+        if of_input and others and all(str(user.target) == _GEMM_TN for user in value.users):
+            with graph.inserting_before(product):
+                set_argument(product, "b", graph.node_copy(value))
 
 
 def _copy_load(graph: fx.Graph, gemm: Node, operand: Node) -> None:

@@ -35,7 +35,12 @@ def median_ms(call: Callable[[], Any], *, repeats: int = 11, warmup: int = 2) ->
 
 
 def median_ms_in_turns(
-    calls: dict[str, Callable[[torch.Tensor], Any]], x: torch.Tensor, *, repeats: int = 11, warmup: int = 2
+    calls: dict[str, Callable[[torch.Tensor], Any]],
+    x: torch.Tensor,
+    *,
+    repeats: int = 11,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, float]]:
     """As ``median_ms`` for several calls in turns, so that the machine's noise meets all of them alike.
 
@@ -46,9 +51,9 @@ def median_ms_in_turns(
     for turn in range(warmup + repeats):
         for name, call in calls.items():
             fresh = x.clone()
-            start = time.perf_counter()
+            start = clock()
             result = call(fresh)
-            elapsed = (time.perf_counter() - start) * 1e3
+            elapsed = (clock() - start) * 1e3
             del result, fresh
             if turn >= warmup:
                 times[name].append(elapsed)

@@ -61,6 +61,14 @@ def test_gradients_with_fused_masks_and_sums(name: str, precision: str) -> None:
             torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-4)
 
 
+def test_products_that_share_the_features_round_them_as_they_load() -> None:
+    model, (_, edge_index) = _Net([SAGEConv(40, 8), SAGEConv(8, 5)], nn.ReLU()), graph()
+    compiled = gnnc.compile(model, precision="bf16")
+    compiled(torch.randn(60, 40), edge_index).sum().backward()
+    assert str(compiled.backward_graph_module.graph).count("fused") >= 6
+    assert "aten._to_copy.default" not in backward_of(compiled)
+
+
 def test_an_empty_graph_has_bias_gradients_and_no_others() -> None:
     model = NETS["sage"]()
     compiled = gnnc.compile(model, precision="fp32")
