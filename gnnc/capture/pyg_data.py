@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gnnc.capture.pool_outputs import register_pool_outputs
+
 MARK = ""
 """Key of the entry that says what a dict was; no attribute has this name."""
 NUM_GRAPHS = "num_graphs"
@@ -31,6 +33,7 @@ def to_dicts(value: Any) -> Any:
     data = sys.modules.get("torch_geometric.data")
     if data is None:
         return value
+    register_pool_outputs()
     return _open(value, data)
 
 
