@@ -104,6 +104,10 @@ class Executable:
         """Return a function that runs a whole call, of which the program is a part, on this device."""
         return run
 
+    def share_temporaries(self, other: "Executable") -> None:
+        """Use the memory of another program's temporaries, which never runs within this one or around it."""
+        self._arenas.share(other._arenas)
+
     # Running
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:

@@ -163,18 +163,35 @@ Layout = Callable[..., tuple[Region, ...]]
 
 
 class Arena:
-    """Temporaries of one running call, reused by the next call of the same sizes."""
+    """Temporaries of one running call, reused by the next call of the same sizes.
+
+    Programs that never run within each other, as the forward and the backward pass of a call, may share one.
+    """
 
     def __init__(self) -> None:
         self.sizes: tuple[int, ...] | None = None
         self.tensors: tuple[Tensor, ...] = ()
         self._buffers: dict[int, Tensor] = {}
         self._typed: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._layout: Layout | None = None
+        self._known: dict[Layout, tuple[tuple[int, ...], tuple[Tensor, ...]]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers of this arena."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def lay_out(self, sizes: tuple[int, ...], layout: Layout) -> None:
+        """Lay the temporaries of a program out for these sizes, unless they are so already."""
+        if self._layout is layout and self.sizes == sizes:
+            return
+        known = self._known.get(layout)
+        if known is None or known[0] != sizes:
+            self.resize(sizes, layout)
+            self._known[layout] = sizes, self.tensors
+        else:
+            self.sizes, self.tensors = known
+        self._layout = layout
 
     def resize(self, sizes: tuple[int, ...], layout: Layout) -> None:
         """Lay the temporaries out for these sizes; buffers only grow."""
@@ -182,17 +199,28 @@ class Arena:
         needed: dict[int, int] = {}
         for region in regions:
             needed[region.slot] = max(needed.get(region.slot, 0), region.nbytes)
-        if any(slot not in self._buffers or self._buffers[slot].nbytes < n for slot, n in needed.items()):
-            self._enlarge(needed, regions)
+        grown = [slot for slot, n in needed.items() if self._bytes_of(slot) < n]
+        if grown or any((region.slot, region.dtype) not in self._typed for region in regions):
+            self._enlarge({slot: needed[slot] for slot in grown}, regions)
         self.tensors = tuple([self._typed[r.slot, r.dtype].as_strided(r.shape, r.stride) for r in regions])
         self.sizes = sizes
+
+    def _bytes_of(self, slot: int) -> int:
+        buffer = self._buffers.get(slot)
+        return -1 if buffer is None else buffer.nbytes
 
     def _enlarge(self, needed: dict[int, int], regions: tuple[Region, ...]) -> None:
         # Ordinary tensors serve both inside and outside inference mode; the reverse is an error.
         with torch.inference_mode(False), torch.no_grad():
             for slot, nbytes in needed.items():
                 self._grow(slot, nbytes)
-            self._typed = {(r.slot, r.dtype): self._buffers[r.slot].view(r.dtype) for r in regions}
+            if needed:  # views of the smaller buffers would keep these
+                self._known.clear()
+                self._typed = {key: view for key, view in self._typed.items() if key[0] not in needed}
+            for region in regions:
+                key = (region.slot, region.dtype)
+                if key not in self._typed:
+                    self._typed[key] = self._buffers[region.slot].view(region.dtype)
 
     def _grow(self, slot: int, nbytes: int) -> None:
         buffer = self._buffers.get(slot)
@@ -206,6 +234,7 @@ class ArenaPool:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._idle: deque[Arena] = deque()
+        self._is_shared = False
 
     def acquire(self, sizes: tuple[int, ...]) -> Arena:
         """Return an arena laid out for these sizes, for the caller alone until released."""
@@ -213,9 +242,12 @@ class ArenaPool:
             arena = self._idle.pop()
         except IndexError:
             arena = Arena()
-        if arena.sizes != sizes:
-            arena.resize(sizes, self._layout)
+        arena.lay_out(sizes, self._layout)
         return arena
+
+    def share(self, other: "ArenaPool") -> None:
+        """Take arenas from those of another executable, and return them there: memory of the CPU alone."""
+        self._idle, self._is_shared = other._idle, True
 
     def release(self, arena: Arena) -> None:
         """Return an arena to the pool."""
@@ -227,5 +259,5 @@ class ArenaPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of the idle arenas."""
-        return sum(arena.nbytes for arena in self._idle)
+        """Bytes of the idle arenas; none where they are another executable's."""
+        return 0 if self._is_shared else sum(arena.nbytes for arena in self._idle)

@@ -48,6 +48,7 @@ class TrainingExecutable:
         self.owner = owner
         self._differentiated = differentiated
         self.forward, self.backward = make(parts.forward), make(parts.backward)
+        self.backward.share_temporaries(self.forward)
         sources = [source_of(node) for node in placeholders(parts.forward)]
         self._leaves = [sources.index(source) for source in parts.forward.meta[GRADIENTS]]
         self._count = parts.forward.meta[RESULTS]

@@ -167,3 +167,27 @@ def test_arena_made_in_inference_mode_serves_calls_outside():
     with torch.inference_mode():
         arenas.release(arenas.acquire((10,)))
     arenas.acquire((10,)).tensors[0].zero_()
+
+
+def test_two_programs_share_arenas() -> None:
+    def first(rows: int) -> tuple[Region, ...]:
+        return (Region(0, torch.float32, (rows, 4), (4, 1)),)
+
+    def second(rows: int) -> tuple[Region, ...]:
+        whole = Region(0, torch.bfloat16, (rows, 16), (16, 1))
+        return whole, Region(1, torch.float32, (rows,), (1,))
+
+    forward, backward = ArenaPool(first), ArenaPool(second)
+    backward.share(forward)
+    arena = forward.acquire((1000,))
+    forward.release(arena)
+    assert backward.acquire((1000,)) is arena
+    assert [tuple(t.shape) for t in arena.tensors] == [(1000, 16), (1000,)]
+    backward.release(arena)
+    again = forward.acquire((1000,)).tensors
+    assert [tuple(t.shape) for t in again] == [(1000, 4)]
+    assert forward.idle_bytes == 0
+    other = backward.acquire((1000,))  # while the first program runs
+    assert other.tensors[0].data_ptr() != again[0].data_ptr()
+    forward.release(arena), backward.release(other)
+    assert forward.idle_bytes == arena.nbytes + other.nbytes and backward.idle_bytes == 0
