@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gnnc.capture.sparse_operand import SparseOperand
-from gnnc.torch_private import pytree
+from gnnc.torch_private import pytree, raw_indices, raw_values
 
 _CONSTRUCTORS = {torch.sparse_csr: torch.sparse_csr_tensor, torch.sparse_csc: torch.sparse_csc_tensor}
 
@@ -68,8 +68,8 @@ def _is_sparse_result(value: Any) -> bool:
 
 def _components(matrix: SparseOperand) -> SparseResult:
     if matrix.form == torch.sparse_coo:
-        indices = matrix._indices()
-        return SparseResult(matrix.form, not matrix.raw, [indices, matrix._values(), *matrix.sizes])
+        indices = raw_indices(matrix)
+        return SparseResult(matrix.form, not matrix.raw, [indices, raw_values(matrix), *matrix.sizes])
     by_row = matrix.form == torch.sparse_csr
     pointer = matrix.crow_indices() if by_row else matrix.ccol_indices()
     plain = matrix.col_indices() if by_row else matrix.row_indices()
