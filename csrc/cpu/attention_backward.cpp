@@ -56,9 +56,8 @@ void attention_backward_rows(Tensor rowptr, Tensor col, Tensor a_dst, Tensor a_s
   a.statistics = sparse::flat<float>(statistics, ScalarType::Float, product(4, values, op), op, "statistics");
   check_apart({{da_dst, "da_dst"}, {statistics, "statistics"}},
               {{rowptr, "rowptr"}, {col, "col"}, {a_dst, "a_dst"}, {a_src, "a_src"}, {x, "x"}, {grad, "grad"}}, op);
-  sparse::for_each_chunk(a.ends.csr, sparse::kSerialWork / 4, [&](int64_t begin, int64_t end) {
-    GNNC_DISPATCH(attention_backward_rows, a, begin, end);
-  });
+  sparse::for_each_chunk(a.ends.csr, sparse::kSerialWork / 4,
+                         [&](int64_t begin, int64_t end) { GNNC_DISPATCH(attention_backward_rows, a, begin, end); });
 }
 
 // Adds up the partial sums of side 0, att_dst, or 1, att_src.

@@ -8,8 +8,8 @@
 // and a_src. Nothing is stored for an edge.
 //
 // Layout: a_src, a_dst fp32 [N, heads]; x, grad [N, F], F = heads * D, both fp32 or both bf16; statistics fp32
-// [num_dst, 4, heads]: a_dst, the largest logit, 1 / (sum + eps), and the sum of alpha * <grad, x>. Traffic: of an edge,
-// 4 B of col, one row of x or grad, and 4 or 16 heads B. Floor: the gathers of two spmm with F columns.
+// [num_dst, 4, heads]: a_dst, the largest logit, 1 / (sum + eps), and the sum of alpha * <grad, x>. Traffic: of an
+// edge, 4 B of col, one row of x or grad, and 4 or 16 heads B. Floor: the gathers of two spmm with F columns.
 
 #include <cstdint>
 

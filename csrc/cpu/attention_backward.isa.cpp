@@ -65,8 +65,7 @@ void finish_row(const AttentionRowsArgs& a, int64_t row, int64_t edges, const Ro
     return e;
   });
   const Floats inverse = splat(1.0f) / (sum + a.eps);
-  const Floats mean =
-      sum_of_row<H>(edges, [&](int64_t i) { return load(b.weights + i) * load(b.dots + i); }) * inverse;
+  const Floats mean = sum_of_row<H>(edges, [&](int64_t i) { return load(b.weights + i) * load(b.dots + i); }) * inverse;
   const Floats da = sum_of_row<H>(edges, [&](int64_t i) {
     const Floats d = load(b.weights + i) * inverse * (load(b.dots + i) - mean);
     return load(b.ends + i) > 0.0f ? d : d * slope;

@@ -4,9 +4,9 @@
 //
 // Rows are cut into chunks whose number depends on the shapes only; every chunk has its own sum, and the sums are added
 // in order, so that results have the same bits at any thread count. Within a chunk, blocks of 64 rows are packed as
-// floats, int8 rows times their scale; fp32 rows of whole vectors are read where they are. A tile of 6 x 4 (AVX2: 6 x 2)
-// vectors of the result stays in registers.
-// Traffic: a and b once; a chunk's sum is in L2. Floor: rows K O fused multiply-adds.
+// floats, int8 rows times their scale; fp32 rows of whole vectors are read where they are. A tile of 6 x 4 (AVX2: 6 x
+// 2) vectors of the result stays in registers. Traffic: a and b once; a chunk's sum is in L2. Floor: rows K O fused
+// multiply-adds.
 
 #include <cstdint>
 

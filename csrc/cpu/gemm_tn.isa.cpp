@@ -12,7 +12,7 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-constexpr int64_t kBlock = 64;                 // rows whose tiles of both matrices fit in L1
+constexpr int64_t kBlock = 64;                  // rows whose tiles of both matrices fit in L1
 constexpr int kVectors = kLanes == 16 ? 4 : 2;  // with 6 rows each, as many sums as there are registers for
 
 // Copies `rows` rows of `width` values to floats, `padded` apart, with zeros behind the width; int8 rows times a scale.

@@ -47,9 +47,8 @@ void head_dots(const Segment& s, const Rows<T>& rows, const float* own, float* o
     const auto add = [&](int64_t c, auto lanes) __attribute__((always_inline)) {
       each<H>([&](auto h) {
         const Floats mine = load(own + h * width + c, lanes);
-        each<kEdges>([&](auto k) {
-          sums[k * H + h] = fused(load(row[k] + h * width + c, lanes), mine, sums[k * H + h]);
-        });
+        each<kEdges>(
+            [&](auto k) { sums[k * H + h] = fused(load(row[k] + h * width + c, lanes), mine, sums[k * H + h]); });
       });
     };
     int64_t c = 0;

@@ -461,8 +461,8 @@ __device__ void store(const Tile& tile, T* row) {
   }
 }
 
-// Stores one bit for each value that is not at most 0 (NaN counts as above 0), in the order of mask_bits. Where a thread
-// holds only four neighbouring columns, the next thread holds the other half of its byte.
+// Stores one bit for each value that is not at most 0 (NaN counts as above 0), in the order of mask_bits. Where a
+// thread holds only four neighbouring columns, the next thread holds the other half of its byte.
 template <class Tile>
 __device__ void store_bits(const Tile& tile, uint8_t* row) {
   constexpr int kFours = Tile::kPer / 4;

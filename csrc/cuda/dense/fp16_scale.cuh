@@ -4,7 +4,8 @@
 // (gnnc.fp16_scale). begin_fp16_scale sets it to the largest power of two; fp16_scale, or an epilogue of another kernel
 // (step::fp16_scale), lowers it.
 //
-// Layout: count FP32 values, dense, aligned to 16 bytes. Traffic: each value once. Floor: 4 B a value at copy bandwidth.
+// Layout: count FP32 values, dense, aligned to 16 bytes. Traffic: each value once. Floor: 4 B a value at copy
+// bandwidth.
 //
 // Launch: begin_fp16_scale with one block; fp16_scale with blocks of 256 threads, enough to fill the device.
 
@@ -38,8 +39,8 @@ __global__ void __launch_bounds__(256) fp16_scale(Fp16ScaleArgs args) {
     Vector<float, 4> read[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      read[u] = i + u * step < fours ? reinterpret_cast<const Vector<float, 4>*>(args.x)[i + u * step]
-                                     : Vector<float, 4>{};
+      read[u] =
+          i + u * step < fours ? reinterpret_cast<const Vector<float, 4>*>(args.x)[i + u * step] : Vector<float, 4>{};
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {

@@ -5,8 +5,8 @@
 //
 // Two passes over the edges; nothing is stored for an edge. attention_rows computes, by rows, the gradient of a_dst,
 // and of each row and head what the other needs to compute alpha and the gradient of a logit again. With p the
-// exponentials under a running bound of the logits (as in attention.cuh), w the slope of the leaky ReLU at an edge and d
-// = <grad[i], x[j]>, it sums p, p d, p w d and p w; the gradient of a_dst is (sum p w d - t sum p w) / sum p, t = sum
+// exponentials under a running bound of the logits (as in attention.cuh), w the slope of the leaky ReLU at an edge and
+// d = <grad[i], x[j]>, it sums p, p d, p w d and p w; the gradient of a_dst is (sum p w d - t sum p w) / sum p, t = sum
 // p d / sum p. attention_columns computes, over the transpose, the gradients of x and of a_src, and adds to the former
 // what comes through a_dst and a_src where these are products of x.
 //
