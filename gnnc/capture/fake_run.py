@@ -6,6 +6,7 @@ a call on whose own sizes and dtypes forward fails, as on an edge list of three 
 
 import contextlib
 from collections.abc import Collection, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def failure_on_own_sizes(
     """Return the error of forward on the sizes and dtypes of a call; None where it runs, or values decide.
 
     Args:
-        entry: the module that calls the model from flat tensors; no tensor of it is written.
+        entry: the module that calls the model from flat tensors; fake tensors take the place of its weights.
         tensors: the flat tensors of the call, of which no value is read.
         classes: classes of arguments, whose methods forward may call.
 
@@ -37,13 +38,16 @@ def failure_on_own_sizes(
         CaptureError: forward has an effect that compiled calls would not have.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=True)
-    fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors]
+    fakes = tuple([mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors])
+    # an op on real tensors alone, as on a buffer that counts calls, would run and write them
+    held = chain(entry.named_parameters(), entry.named_buffers())
+    weights = {name: mode.from_tensor(tensor, static_shapes=True) for name, tensor in held}
     modes = (mode, SparseMode(), RecurrentMode(), EqualMode(), symbolic_calls(entry, classes), quiet())
     try:
         with contextlib.ExitStack() as stack:
             for each in modes:
                 stack.enter_context(each)
-            entry(*fakes)
+            torch.func.functional_call(entry, weights, fakes)
     except (CaptureError, Unrolled):
         raise
     except Exception as error:  # forward raises every kind of exception

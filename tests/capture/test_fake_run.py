@@ -97,3 +97,38 @@ def test_what_fake_tensors_cannot_do_decides_nothing(traces: list[bool]) -> None
     model = ThroughNumpy()
     torch.testing.assert_close(gnnc.compile(model, "fp32")(X, EDGES), model(X, EDGES))
     assert len(traces) > 1
+
+
+class Counted(nn.Module):
+    """A batch norm, and a buffer that counts calls, before a way that some readings of the sizes fail on."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.norm, self.way = nn.BatchNorm1d(8), way
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Return [nodes, F]."""
+        h = self.norm(x)
+        self.count.add_(1)
+        if self.way == "sizes":
+            return h * {20: 1.0, 21: 2.0}[x.shape[0]]
+        if self.way == "fails":
+            raise ValueError("never")
+        return h.index_add(0, edge_index[0], h[edge_index[1]])
+
+
+@pytest.mark.parametrize(
+    ("way", "edges", "steps"),
+    [("plain", EDGES, 1), ("plain", EDGES[[0, 1, 0]], 1), ("sizes", EDGES, 1), ("fails", EDGES, 0)],
+    ids=["plain", "three rows", "sizes", "fails"],
+)
+def test_buffers_are_written_by_the_call_alone(way: str, edges: Tensor, steps: int) -> None:
+    model = Counted(way).requires_grad_(False).train()
+    compiled = gnnc.compile(model, "fp32")
+    if steps:
+        compiled(X, edges)
+    else:
+        with pytest.raises(gnnc.GnncError):
+            compiled(X, edges)
+    assert int(model.norm.num_batches_tracked) == steps and float(model.get_buffer("count")) == steps
