@@ -93,10 +93,20 @@ def guessed(values: Mapping[str, Number]) -> Iterator[list[ValueGuard]]:
         yield found
 
 
+_READS: dict[Callable[..., Any], Callable[[bool], Any]] = {
+    torch.Tensor.__bool__: bool,
+    torch.Tensor.item: bool,
+    torch.Tensor.__int__: int,
+    torch.Tensor.__index__: int,
+}
+"""Methods that read the one value of a tensor, with the type of the result for a bool."""
+
+
 class EqualMode(TorchFunctionMode):
     """Mode in which ``torch.equal`` asks about a value, as a comparison of all elements does.
 
-    A bool is asked about as an integer: torch 2.11 loses track of the symbols of bools.
+    A bool is asked about as an integer where it is read: torch 2.11 loses track of the symbols of bools, and
+    no bound tells them from integers that are 0 or 1.
     """
 
     def __torch_function__(
@@ -108,8 +118,8 @@ class EqualMode(TorchFunctionMode):
     ) -> Any:
         if func in (torch.equal, torch.Tensor.equal) and len(args) == 2 and not kwargs:
             return args[0].shape == args[1].shape and _is_true((args[0] == args[1]).all())
-        if func is torch.Tensor.__bool__ and args[0].dtype is torch.bool:
-            return _is_true(args[0])
+        if func in _READS and args[0].dtype is torch.bool:
+            return _READS[func](_is_true(args[0]))
         return func(*args, **(kwargs or {}))
 
 
@@ -181,12 +191,9 @@ def _keep(env: ShapeEnv, condition: Any) -> None:
     """Keep the computation of the numbers in a condition in the graph, by an assertion about each.
 
     To assert the condition would make some symbols numbers, which passes fold: the guard would always hold.
-    A bool has no other bound, and is not folded.
     """
     for symbol in condition.free_symbols:
-        bounds = env.var_to_range.get(symbol)
-        is_bool = bounds is not None and bounds.upper == 1
-        env.guard_or_defer_runtime_assert(condition if is_bool else sympy.Le(symbol, _LARGEST), "kept")
+        env.guard_or_defer_runtime_assert(sympy.Le(symbol, _LARGEST), "kept")
 
 
 def _guess(env: ShapeEnv, symbol: Any, values: Mapping[str, Number]) -> Any:

@@ -15,6 +15,7 @@ from gnnc.capture.export import Captured
 from gnnc.capture.value_guards import OtherValues, test_of
 from gnnc.compiler.build import example_values
 from gnnc.compiler.program import Program
+from gnnc.errors import GraphError, InputError
 from gnnc.ir.graph import placeholders
 from gnnc.ir.nodes import ancestors, outputs_of
 
@@ -28,7 +29,7 @@ def with_checked_guesses(model: torch.nn.Module, program: Program) -> Callable[[
     def checked(tensors: Sequence[Tensor]) -> Any:
         try:
             return run(tensors)
-        except (RuntimeError, IndexError):
+        except (RuntimeError, IndexError, GraphError, InputError):
             _refuse_wrong_guesses(model, captured, tensors)
             raise
 

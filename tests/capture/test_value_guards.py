@@ -165,3 +165,65 @@ def test_loops_over_values_are_captured_for_each_value(kind: type[nn.Module]) ->
         batch = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         x = torch.randn(len(batch), 4)
         torch.testing.assert_close(compiled(x, batch), model(x, batch))
+
+
+class OneOrNone(nn.Module):
+    """A number that is 0 or 1 decides, in a way that is given."""
+
+    def __init__(self, way: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        """Return [nodes, F]."""
+        number = count.item()
+        torch._check(number >= 0)
+        torch._check(number <= 1)
+        return self.way(x, int(number))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda x, n: x + 10 if n == 1 else x - 10,
+        lambda x, n: x + 10 if n > 0 else x - 10,
+        lambda x, n: sum((x for _ in range(n)), x),
+    ],
+    ids=["equals", "above", "loop"],
+)
+@torch.no_grad()
+def test_a_number_that_is_at_most_one_is_no_bool(way: Callable[[Tensor, int], Tensor]):
+    model, x = OneOrNone(way), torch.randn(4, 3)
+    compiled = gnnc.compile(model, "fp32")
+    for count in map(torch.tensor, (1, 0, 1, 0)):
+        assert torch.equal(compiled(x, count), model(x, count))
+
+
+class Looks(nn.Module):
+    """A table that is read where ids fit it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Return [nodes, 3]."""
+        return x + self.table(ids) if ids.max() < 4 else x
+
+
+class AsInt(nn.Module):
+    """The int of a bool decides."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Return [nodes, 3]."""
+        return x + 1 if int((ids > 5).any()) else x - 1
+
+
+@pytest.mark.parametrize("make", [Looks, AsInt])
+@torch.no_grad()
+def test_ids_that_do_not_fit_the_first_answer_have_their_program(make: Callable[[], nn.Module]):
+    model, x = make(), torch.randn(4, 3)
+    compiled = gnnc.compile(model, "fp32")
+    for last in (3, 9, 3):
+        ids = torch.tensor([0, 1, 2, last])
+        torch.testing.assert_close(compiled(x, ids), model(x, ids))
