@@ -16,7 +16,7 @@ from gnnc.capture.lazy_layers import has_lazy_layers
 from gnnc.capture.model_snapshot import ModelSnapshot, autocast_mode
 from gnnc.capture.pyg_data import to_dicts
 from gnnc.capture.read_fields import Reads
-from gnnc.capture.sparse_state import describe_held, sparse_holdings
+from gnnc.capture.sparse_state import describe_held, held_matrices, sparse_holdings
 from gnnc.capture.trace_lock import TRACES
 from gnnc.capture.validate import (
     describe_arguments,
@@ -577,8 +577,12 @@ class Dispatch:
         return weights
 
     def _refuse_gradients_of_constants(self) -> None:
+        owner = type(self._model).__name__
         if any(tensor.requires_grad for tensor in self._constants):
-            refuse_held_tensor(type(self._model).__name__, "a tensor in an attribute of the model")
+            refuse_held_tensor(owner, "a tensor in an attribute of the model")
+        for path, matrix in held_matrices(self._holdings):
+            if matrix.requires_grad:
+                refuse_held_tensor(owner, f"the sparse matrix {path}")
 
     def _refuse_foreign_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = pytree.tree_flatten_with_path(to_dicts((args, kwargs)))[0]

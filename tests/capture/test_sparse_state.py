@@ -128,3 +128,19 @@ def test_other_sparse_tensors_are_refused_by_name(name):
     compiled = gnnc.compile(Takes(), "fp32")
     with pytest.raises(InputError, match=r"argument adj .*adj\.to_dense\(\)"):
         compiled(torch.ones(4, 3), OTHERS[name]())
+
+
+def test_a_matrix_that_requires_a_gradient_is_refused_by_name():
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.adj = torch.eye(4).to_sparse().requires_grad_()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.adj @ x
+
+    compiled = gnnc.compile(Product(), "fp32")
+    with pytest.raises(gnnc.UnsupportedError, match=r"sparse matrix self.adj requires a gradient"):
+        compiled(torch.randn(4, 3))
+    with torch.no_grad():
+        compiled(torch.randn(4, 3))
