@@ -27,21 +27,20 @@ void widen_row(const T* row, int64_t width, float* out) {
   for_columns(width, [&](int64_t c, auto lanes) { store(out + c, load(row + c, lanes), lanes); });
 }
 
-// Computes out[h] = the sum over the edges of values[e, h], for any number of heads.
-void sums_by_head(const float* values, int64_t edges, int64_t heads, float* out) {
-  std::fill_n(out, heads, 0.0f);
-  for (int64_t e = 0; e < edges; ++e) {
-    for (int64_t h = 0; h < heads; ++h) out[h] += values[e * heads + h];
-  }
+// Returns the sum over the edges of value(e, h) for one head of any number, in FP64: rows may have a million edges.
+template <typename F>
+GNNC_INLINE float sum_of_head(int64_t edges, int64_t heads, int64_t h, F value) {
+  double sum = 0.0;
+  for (int64_t i = h; i < edges * heads; i += heads) sum += value(i);
+  return static_cast<float>(sum);
 }
 
 // The buffers of one row, [edges][heads], padded to whole vectors.
 struct RowBuffers {
   float *ends, *weights, *dots;
-  float* sums;  // [heads], padded
 };
 
-// Sets out[e, h] = table[col[e], h] + own[h], and the padding to -inf.
+// Sets out[e, h] = table[col[e], h] + own[h].
 template <int H>
 GNNC_INLINE void add_ends(const Segment& s, const float* table, const float* own, int64_t heads, float* out) {
   const int64_t count = H == 0 ? heads : H;
@@ -58,6 +57,7 @@ void finish_row(const AttentionRowsArgs& a, int64_t row, int64_t edges, const Ro
   const Floats slope = splat(a.ends.slope);
   const int64_t flat = edges * H;
   for (int64_t i = 0; i < flat; i += kLanes) store(b.weights + i, leaky(load(b.ends + i), slope));
+  pad_logits(b.weights, flat);
   const Floats top = top_of_row<H>(b.weights, edges);
   const Floats sum = sum_of_row<H>(edges, [&](int64_t i) __attribute__((always_inline)) {
     const Floats e = exp_of_negative(load(b.weights + i) - top);
@@ -79,7 +79,7 @@ void finish_row(const AttentionRowsArgs& a, int64_t row, int64_t edges, const Ro
   store(a.da_dst + row * H, da, own);
 }
 
-// The same for any number of heads.
+// Computes the statistics of a row and its da_dst, for any number of heads.
 void finish_row_of_any_heads(const AttentionRowsArgs& a, int64_t row, int64_t edges, const RowBuffers& b) {
   const int64_t heads = a.ends.heads, flat = edges * heads;
   const Floats slope = splat(a.ends.slope);
@@ -91,15 +91,15 @@ void finish_row_of_any_heads(const AttentionRowsArgs& a, int64_t row, int64_t ed
   for (int64_t i = 0; i < flat; ++i) top[i % heads] = std::max(b.weights[i], top[i % heads]);
   for (int64_t i = 0; i < flat; ++i) b.weights[i] -= top[i % heads];
   for (int64_t i = 0; i < flat; i += kLanes) store(b.weights + i, exp_of_negative(load(b.weights + i)));
-  sums_by_head(b.weights, edges, heads, b.sums);
-  for (int64_t h = 0; h < heads; ++h) inverse[h] = 1.0f / (b.sums[h] + a.eps);
-  for (int64_t i = 0; i < flat; ++i) b.weights[i] *= inverse[i % heads];
-  std::fill_n(mean, heads, 0.0f);
-  for (int64_t i = 0; i < flat; ++i) mean[i % heads] += b.weights[i] * b.dots[i];
-  for (int64_t i = 0; i < flat; ++i) {
-    b.weights[i] *= (b.dots[i] - mean[i % heads]) * (b.ends[i] > 0.0f ? 1.0f : a.ends.slope);
+  for (int64_t h = 0; h < heads; ++h) {
+    const auto weight = [&](int64_t i) { return b.weights[i]; };
+    inverse[h] = 1.0f / (sum_of_head(edges, heads, h, weight) + a.eps);
+    mean[h] = inverse[h] * sum_of_head(edges, heads, h, [&](int64_t i) { return b.weights[i] * b.dots[i]; });
+    a.da_dst[row * heads + h] = sum_of_head(edges, heads, h, [&](int64_t i) {
+      const float slope_here = b.ends[i] > 0.0f ? 1.0f : a.ends.slope;
+      return b.weights[i] * inverse[h] * (b.dots[i] - mean[h]) * slope_here;
+    });
   }
-  sums_by_head(b.weights, edges, heads, a.da_dst + row * heads);
 }
 
 template <typename T>
@@ -116,12 +116,12 @@ void rows_of(const AttentionRowsArgs& a, int64_t row_begin, int64_t row_end) {
       continue;
     }
     const int64_t flat = edges * n.heads, room = whole(flat);
-    auto* p = buffers.get<float>(static_cast<size_t>(3 * room + whole(n.heads)));
-    const RowBuffers b{p, p + room, p + 2 * room, p + 3 * room};
+    auto* p = buffers.get<float>(static_cast<size_t>(3 * room));
+    const RowBuffers b{p, p + room, p + 2 * room};
     widen_row(static_cast<const T*>(n.grad) + row * n.grad_stride, n.width, own);
     const Segment s = segment(n.csr, begin, begin + edges, n.width * static_cast<int64_t>(sizeof(T)));
     const float* a_dst = a.a_dst + row * n.heads;
-    std::fill(b.ends + flat, b.ends + room, kNothing);
+    std::fill(b.ends + flat, b.ends + room, 0.0f);
     const bool periodic = with_heads(n.heads, [&]<int H>() {
       add_ends<H>(s, n.a_src, a_dst, H, b.ends);
       head_dots<H>(s, x, own, b.dots);
@@ -220,7 +220,9 @@ struct ColumnPass {
     weights.data = b.weights;
     kernel({s.col, s.count, s.base, 0}, grad, weights, first, out);
     if constexpr (H == 0) {
-      for (int64_t i = 0; i < flat; ++i) da[i % heads] += b.grads[i];
+      for (int64_t h = 0; h < heads; ++h) {
+        da[h] += sum_of_head(s.count, heads, h, [&](int64_t i) { return b.grads[i]; });
+      }
     } else {
       const Floats sum = sum_of_row<H>(s.count, [&](int64_t i) { return load(b.grads + i); });
       store(da, load(da, Tail{H}) + sum, Tail{H});

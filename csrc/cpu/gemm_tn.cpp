@@ -2,6 +2,8 @@
 
 #include "gemm_tn.h"
 
+#include <algorithm>
+#include <memory>
 #include <new>
 
 #include "launch.h"

@@ -2,6 +2,7 @@
 
 // Dot products of one row with gathered rows, one for each head, [edges][heads].
 
+#include <algorithm>
 #include <cstdint>
 
 #include "gather.isa.h"
@@ -58,7 +59,7 @@ void head_dots(const Segment& s, const Rows<T>& rows, const float* own, float* o
   }
 }
 
-// The same for any number of heads.
+// Computes the dot products of each head, for any number of heads.
 template <typename T>
 void any_head_dots(const Segment& s, const Rows<T>& rows, const float* own, int64_t heads, float* out) {
   const int64_t width = rows.width / heads;

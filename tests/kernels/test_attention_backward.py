@@ -16,7 +16,9 @@ def kernels() -> None:
     get_backend("cpu")
 
 
-def run(g: Graph, ends: tuple[Tensor, ...], att: tuple[Tensor | None, ...]) -> list[Tensor]:
+def run(
+    g: Graph, ends: tuple[Tensor, ...], att: tuple[Tensor | None, ...], slope: float = SLOPE
+) -> list[Tensor]:
     """Return the gradients of x, a_dst, a_src, att_dst and att_src."""
     a_dst, a_src, x, grad = ends
     heads, width = a_src.shape[1], x.shape[1] * x.shape[2]
@@ -27,12 +29,12 @@ def run(g: Graph, ends: tuple[Tensor, ...], att: tuple[Tensor | None, ...]) -> l
     def call() -> Tensor:
         dx, da_dst, da_src, *weights = [torch.full(size, float("nan")) for size in sizes]
         statistics = torch.full((g.num_dst, 4, heads), float("nan"))
-        ends = (a_dst, a_src, *rows, SLOPE, EPS, heads)
+        ends = (a_dst, a_src, *rows, slope, EPS, heads)
         ops().attention_backward_rows(g.rowptr, g.col, *ends, da_dst, statistics)
         flat = [None if t is None else t.flatten() for t in att]
         passed = [None if t is None else w for t, w in zip(att, weights, strict=True)]
         own = None if att[0] is None else da_dst
-        args = (rowptr_t, col_t, a_src, statistics, *rows, *flat, own, SLOPE, heads, da_src, *passed)
+        args = (rowptr_t, col_t, a_src, statistics, *rows, *flat, own, slope, heads, da_src, *passed)
         ops().attention_backward_columns(*args, STORE_F32, [], [], [dx])
         weights = [torch.zeros(width) if w is None else w for w in passed]
         return torch.cat([t.flatten() for t in (dx, da_dst, da_src, *weights)])
@@ -64,6 +66,21 @@ def test_gradients(name: str, heads: int, width: int, dtype: torch.dtype) -> Non
         assert relative_error(part, expected, size) < 1e-6
 
 
+@pytest.mark.parametrize("slope", [0.0, -0.1, 2.0])
+@pytest.mark.parametrize("heads", [1, 2, 3, 8])
+def test_any_slope(heads: int, slope: float) -> None:
+    torch.manual_seed(0)
+    g = GRAPHS["loops"]()
+    ends = (torch.randn(g.num_dst, heads), torch.randn(g.num_src, heads))
+    rows = [torch.randn(count, heads, 4) for count in (g.num_src, g.num_dst)]
+    got = run(g, (*ends, *rows), (None, None), slope)
+    rowptr_t, col_t, _ = csr_transpose(g.rowptr, g.col, g.num_src)
+    exact = [t.double() for t in (*ends, *rows)]
+    want = torch.ops.gnnc.attention_backward(g.rowptr, g.col, rowptr_t, col_t, *exact, None, None, slope, EPS)
+    for part, expected in zip(got[:3], want[:3], strict=True):
+        torch.testing.assert_close(part.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_row_of_a_million_edges_with_large_logits() -> None:
     edges = 1_000_000
     g = Graph(torch.tensor([0, edges]), torch.arange(edges, dtype=torch.int32), edges, 1)
@@ -75,6 +92,19 @@ def test_a_row_of_a_million_edges_with_large_logits() -> None:
     want = torch.ops.gnnc.attention_backward(g.rowptr, g.col, rowptr_t, col_t, *exact, None, None, SLOPE, EPS)
     for part, expected in zip(got[:3], want[:3], strict=True):
         assert relative_error(part, expected, torch.clamp(expected.abs(), min=100)) < 1e-5
+
+
+def test_sums_of_a_row_of_a_million_edges_for_three_heads() -> None:
+    torch.manual_seed(0)
+    edges, heads = 1_000_000, 3
+    g = Graph(torch.tensor([0, edges]), torch.arange(edges, dtype=torch.int32), edges, 1)
+    ends = (torch.zeros(1, heads), torch.randn(edges, heads))
+    rows = [torch.randn(edges, heads, 2) + 1, torch.randn(1, heads, 2) + 1]
+    got = run(g, (*ends, *rows), (None, None))
+    rowptr_t, col_t, _ = csr_transpose(g.rowptr, g.col, edges)
+    exact = [t.double() for t in (*ends, *rows)]
+    want = torch.ops.gnnc.attention_backward(g.rowptr, g.col, rowptr_t, col_t, *exact, None, None, SLOPE, EPS)
+    torch.testing.assert_close(got[1].double(), want[1], rtol=1e-3, atol=1e-6)
 
 
 def test_refusals() -> None:
