@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir.exact_reads import EXACT
-from gnnc.ir.nodes import argument
+from gnnc.ir.nodes import argument, first_operand, is_result, result_index
 from gnnc.ir.op import Op, op_of
 from gnnc.ir.parts import BACKWARD_LAYER
 from gnnc.passes.base import Context, Property
@@ -220,10 +220,17 @@ def _softmax_logits(graph: fx.Graph) -> set[Node]:
     return {node for node in found if (op := op_of(node)) and op.kind == "edge"}
 
 
+def _is_gradient_of_logits(node: Node) -> bool:
+    """Return whether a node is the gradient of the logits of an edge softmax, or its sums by either end."""
+    if is_result(node) and str(first_operand(node).target) == "gnnc.attention_backward.default":
+        return result_index(node) in (1, 2)
+    return str(node.target) == "gnnc.edge_softmax_backward.default"
+
+
 def _readers_of_logit_gradients(graph: fx.Graph) -> set[Node]:
     """Return the ops that would round what elementwise ops make of the gradient of logits."""
     found: set[Node] = set()
-    pending = [node for node in graph.nodes if str(node.target) == "gnnc.edge_softmax_backward.default"]
+    pending = [node for node in graph.nodes if _is_gradient_of_logits(node)]
     seen = set(pending)
     while pending:
         node = pending.pop()

@@ -278,9 +278,9 @@ def _gemm_tn(build: _Builder) -> Node:
     rows: list[Node] = []
     scales: list[Node | None] = []
     for value in (argument(build.node, "a"), argument(build.node, "b")):
-        quantized, scale = (
-            (value, None) if value.op == "placeholder" else build.quantize_rows(value, build.qtype())
-        )
+        source = source_of(value)
+        is_given = source is not None and source.kind == "input"
+        quantized, scale = (value, None) if is_given else build.quantize_rows(value, build.qtype())
         rows.append(quantized)
         scales.append(scale)
     return build.op("qgemm_tn", *rows, *scales)

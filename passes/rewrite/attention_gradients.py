@@ -66,6 +66,8 @@ def _match(softmax: Node, most: int) -> _Match | None:
     rowptr, alpha, dalpha = unpack(softmax, "rowptr", "alpha", "grad")
     if str(alpha.target) != "gnnc.edge_softmax.default" or not _is_only_reader(softmax, dalpha):
         return None
+    if operand(alpha, "rowptr") is not rowptr:
+        return None
     logits = operand(alpha, "logits")
     if str(logits.target) != "aten.leaky_relu.default":
         return None
@@ -159,10 +161,16 @@ def _take_products(match: _Match) -> None:
         if len(found) != 1 or found[0][0] in match.att or not same_shape(shape_of(total), shape_of(x)):
             return
         side, att = found[0]
-        if len(term.users) != 1 or len(shape_of(att)) not in (2, 3) or shape_of(att)[-2:] != shape_of(x)[1:]:
+        if len(term.users) != 1 or not _is_vector_of(att, x):
             return
         match.dx = total
         match.att[side] = att, _gradient(_half(match, side), x)
+
+
+def _is_vector_of(att: Node, x: Node) -> bool:
+    """Return whether a node is one vector for each head of ``x``, the same for all rows."""
+    sizes = shape_of(att)
+    return sizes[-2:] == shape_of(x)[1:] and (len(sizes) == 2 or (len(sizes) == 3 and sizes[0] == 1))
 
 
 def _half(match: _Match, side: int) -> Node:

@@ -64,7 +64,7 @@ def find_copy(node: Node) -> SavedCopy | None:
     if not _may_be_rounded(node):
         return None
     views = [user for user in node.users if is_view(user) and _has_rows_of(user, node)]
-    users = [user for value in (node, *views) for user in value.users if user.args[0] is value]
+    users = [user for value in (node, *views) for user in value.users if user.args[:1] == (value,)]
     quantized = next((user for user in users if _is_quantized_by_rows(user)), None)
     if quantized is not None:
         return SavedCopy(quantized, _node(quantized.args[1]))

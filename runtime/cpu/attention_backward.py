@@ -12,7 +12,7 @@ from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of
 
 
-@kernel("fused:attention_backward", backend="cpu", name="attention_backward", priority=10)
+@kernel("fused:attention_backward", backend="cpu", name="attention_backward", priority=10, elements=("int8",))
 class AttentionBackward:
     """Kernels ``gnnc_cpu_valid.attention_backward_*``, which store nothing for an edge."""
 

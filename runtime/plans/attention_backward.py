@@ -44,6 +44,9 @@ def plan(node: Node) -> Plan:
     dtypes = {operand(anchor, name).meta["val"].dtype for name in ("x", "grad")}
     if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
         raise Refusal(f"x and grad are {', '.join(sorted(map(str, dtypes)))}")
+    ends = [value for value in unpack(anchor, "a_dst", "a_src", "att_dst", "att_src") if value is not None]
+    if any(value.meta["val"].dtype != torch.float32 for value in ends):
+        raise Refusal("logits or attention vectors are not float32")
     found = {result_index(user): user for user in anchor.users}
     if 0 not in found:
         raise Refusal("the gradient of x is not read")
