@@ -183,6 +183,7 @@ def test_threads_agree(compiled):
     assert not failures
 
 
+@pytest.mark.slow
 def test_gradients_in_auto_are_refused_never_lost(model):
     compiled = gnnc.compile(model, "auto")
     x, edge_index = graph()

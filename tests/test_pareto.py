@@ -32,6 +32,7 @@ def test_points_of_uniform_precisions_and_of_budgets(tmp_path: Path) -> None:
     assert (tmp_path / "again.svg").read_text(encoding="utf-8") == text, "the same points, the same file"
 
 
+@pytest.mark.slow
 def test_labels_give_accuracy(tmp_path: Path) -> None:
     model = build("gcn")
     with torch.no_grad():

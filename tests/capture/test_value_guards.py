@@ -85,6 +85,7 @@ def test_each_answer_has_its_program(name: str, request: pytest.FixtureRequest):
     assert "asks about values at test_value_guards.py" in compiled.explain()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_values_that_never_repeat_are_refused_by_name():
     def effect(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ has. ``fuse`` may not change a bit; a compiled program may differ where a roundi
 moves an integer by one.
 """
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from random_programs import (
@@ -31,12 +32,14 @@ def test_fp32(recipe: Recipe, sizes: tuple[int, int]) -> None:
     check(recipe, sizes, FP32, static=False)
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(recipe=recipes, sizes=st.sampled_from(SIZES), static=st.booleans())
 def test_int8(recipe: Recipe, sizes: tuple[int, int], static: bool) -> None:
     check(recipe, sizes, INT8, static)
 
 
+@pytest.mark.slow
 @PROPERTY
 @given(recipe=recipes, sizes=st.sampled_from(SIZES))
 def test_bf16(recipe: Recipe, sizes: tuple[int, int]) -> None:

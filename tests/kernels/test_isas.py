@@ -64,6 +64,7 @@ def test_slower(files: tuple[str, ...], isa: str) -> None:
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_integers_are_equal() -> None:
     results = [run(isa, "-c", DIGESTS) for isa in (*slower(), library.load())]
     assert all(result.returncode == 0 for result in results), [result.stderr for result in results]

@@ -41,7 +41,7 @@ OWN = {
 
 @pytest.fixture(
     scope="module",
-    params=slow_but(("gcn", "gat", "sage-max", "pna"), [name for name in MODELS if name not in UNTRACED]),
+    params=slow_but(("gcn", "sage-max"), [name for name in MODELS if name not in UNTRACED]),
 )
 def joint(request: pytest.FixtureRequest) -> Joint:
     return joint_graph(request.param)
