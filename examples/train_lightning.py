@@ -57,7 +57,7 @@ def main() -> None:
     """Train, and test."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16", "fp16", "int8"])
     options = parser.parse_args()
     lightning.seed_everything(0, verbose=False)
     graph = DataLoader([load()], batch_size=None)
