@@ -259,7 +259,7 @@ def value_names(
     Args:
         graph: a graph without fused submodules (see ``gnnc.ir.describe.inline``).
         symbols: names of the sizes.
-        given: what other parts call the values that they hand over, by source.
+        given: names that other parts use for the values that they pass to this one, by source.
         floats: what names of float results that are not edge tensors start with.
     """
     namer = _Namer(symbols, given or {}, floats)

@@ -69,7 +69,7 @@ struct AttentionBackwardConfig {
   static constexpr int kRowThreads = kRowThreads_, kThreads = kThreads_, kStep = 4;
 };
 
-// What both passes do with an edge: the products of its ends, and its logit.
+// Dot products of the ends of an edge, and its logit: the part that both passes share.
 template <class Config>
 struct AttentionEnds {
   static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads, kHeadWidth = kWidth / kHeads;
