@@ -61,4 +61,4 @@ def _kind(node: Node) -> str | None:
     op = op_of(node)
     if op is None or not op.low_operands:
         return None
-    return "aggregation" if op.kind == "aggregate" else "product"
+    return "aggregation" if op.kind == "aggregate" or op.counted_as == "spmm" else "product"

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+import torch_geometric.nn as pyg
 from gnn_graphs import gcn
 from torch import Tensor, nn
-from torch_geometric.nn import GCNConv, SAGEConv
 
 import gnnc
 from gnnc.errors import PrecisionError
@@ -18,7 +18,7 @@ class TwoHeads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = SAGEConv(20, 24), GCNConv(24, 20)
+        self.first, self.second = pyg.SAGEConv(20, 24), pyg.GCNConv(24, 20)
         self.head = nn.Linear(24, 20)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,6 +43,17 @@ def test_each_output_and_each_of_their_gradients_has_its_own() -> None:
         ("gemm_tn", "second.lin (backward)"),
         ("gemm", "head (backward)"),
         ("gemm_tn", "head (backward)"),
+    }
+
+
+def test_gradient_of_attention_is_an_aggregation() -> None:
+    assert found(pyg.GAT(20, 24, 2, 8, heads=1)) == {
+        ("gemm", "convs.1.lin"),
+        ("sddmm", "convs.1"),
+        ("spmm", "convs.1"),
+        ("attention_backward", "convs.1 (backward)"),
+        ("gemm", "convs.1.lin (backward)"),
+        ("gemm_tn", "convs.1.lin (backward)"),
     }
 
 
