@@ -67,7 +67,7 @@ def graph(nodes: int) -> tuple[Tensor, Tensor, torch.Generator]:
 @torch.no_grad()
 def test_parts_of_edge_features(name: str, precision: str):
     torch.manual_seed(0)
-    model = Filters(SPLITS[name], 8 if name == "uneven split" else 16).eval()
+    model = Filters(SPLITS[name], 8 if "uneven" in name else 16).eval()
     compiled = gnnc.compile(model, precision)
     for nodes in (20, 31, 1):
         edge_index, edge_attr, generator = graph(nodes)
