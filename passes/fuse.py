@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.attention import match_attention
+from gnnc.ir.attention_backward import ATTENTION_VECTORS
 from gnnc.ir.nodes import argument, first_operand, is_float, result_index, set_argument, shape_or_none, unpack
 from gnnc.ir.op import op_of
 from gnnc.ir.qtype import QType
@@ -113,7 +114,7 @@ def _anchor(partition: Partition, node: Node, target: Target) -> None:
     elif str(node.target) == _GEMM_TN and target.fused_gemm_tn:
         _grow_gemm_tn(partition, node)
     elif str(node.target) == _ATTENTION_BACKWARD:
-        _grow_results(partition, "attention_backward", node, target)
+        _grow_attention_backward(partition, node, target)
     elif partition.group_of(node) is None and (kind := _anchor_family(node)):
         if kind == "gemm":
             siblings = _siblings(node) if target.joint_products else []
@@ -153,13 +154,20 @@ def _grow(partition: Partition, kind: str, anchor: Node, nodes: tuple[Node, ...]
         partition.dissolve(group)
 
 
-def _grow_results(partition: Partition, kind: str, anchor: Node, target: Target) -> None:
-    """Group an op of several results with the row program of the first."""
-    group = partition.start(kind, anchor)
+def _grow_attention_backward(partition: Partition, anchor: Node, target: Target) -> None:
+    """Group a gradient of attention with the row program of that of x, and the divisions of the others."""
+    group = partition.start("attention_backward", anchor)
     partition.add(group, (anchor, *anchor.users))
     for result in anchor.users:
         if result_index(result) == 0:
             linearize(result, _admission(partition, group, target))
+        elif result_index(result) in ATTENTION_VECTORS:
+            _divide(partition, group, result)
+
+
+def _divide(partition: Partition, group: Group, result: Node) -> None:
+    """Add the divisions of a small result, which the launch that adds up its parts does."""
+    linearize(result, lambda op: op.kind == "div_tensor" and partition.add(group, op.covers))
 
 
 def _grow_gemm(partition: Partition, gemm: Node, siblings: Sequence[Node], target: Target) -> None:
@@ -176,7 +184,7 @@ def _grow_gemm_tn(partition: Partition, node: Node) -> None:
     """Group a product over all rows with the casts of its operands and the division of its result."""
     group = partition.start("gemm_tn", node)
     partition.add(group, (node,))
-    linearize(node, lambda op: op.kind == "div_tensor" and partition.add(group, op.covers))
+    _divide(partition, group, node)
     for factor in dict.fromkeys(unpack(node, "a", "b")):
         _load(partition, group, factor)
 

@@ -14,6 +14,9 @@ from gnnc.ir.op import Cost, ErrorInput, Op, accumulate_dtype, check, define, nb
 from gnnc.ir.sparse import edge_softmax_backward_reference, reduce_edges, softmax_of_edges
 from gnnc.ir.structure import csr_transpose_reference, edge_rows, random_csr
 
+ATTENTION_VECTORS = (3, 4)
+"""Results that are gradients of attention vectors, which have few values."""
+
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 

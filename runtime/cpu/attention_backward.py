@@ -48,9 +48,8 @@ class AttentionBackward:
         )
         ends = [rowptr, col, a_dst, a_src, x, grad, plan.slope, plan.eps, plan.heads]
         emitter.call(by_rows, [*ends, da_dst.written, statistics.written])
-        weights = [
-            None if result is None else emitter.allocate_vector(result).written for result in results[2:]
-        ]
+        vectors = [None if result is None else emitter.allocate_vector(result) for result in results[2:]]
+        weights = [None if vector is None else vector.written for vector in vectors]
         program = epilogue.emit_program(plan.program, node, emitter, num_src, plan.width)
         by_columns = emitter.bind(
             torch.ops.gnnc_cpu_valid.attention_backward_columns.default, "attention_backward_columns"
@@ -67,4 +66,8 @@ class AttentionBackward:
             None if att_dst is None else da_dst,
         ]
         emitter.call(by_columns, [*ends, plan.slope, plan.heads, da_src.written, *weights, *program])
+        for vector, divisor in zip(vectors, plan.divisors, strict=True):
+            if vector is not None and divisor is not None:
+                divide = emitter.bind(torch.ops.aten.div_.Tensor, "div_")
+                emitter.call(divide, [vector.written, emitter.vector(argument_of(node, divisor))])
         epilogue.check_scales(emitter)

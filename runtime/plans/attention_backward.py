@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from gnnc.ir.attention_backward import ATTENTION_VECTORS
 from gnnc.ir.nodes import argument, operand, result_index, unpack
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
@@ -22,6 +23,7 @@ class Plan:
         heads: number of softmaxes a row.
         width: columns of x.
         results: da_dst, da_src, datt_dst and datt_src.
+        divisors: operands that datt_dst and datt_src are divided by.
         program: row program of the gradient of x.
     """
 
@@ -33,6 +35,7 @@ class Plan:
     heads: int
     width: int
     results: tuple[int | None, ...]
+    divisors: tuple[int | None, ...]
     program: RowProgram
 
 
@@ -50,10 +53,14 @@ def plan(node: Node) -> Plan:
     found = {result_index(user): user for user in anchor.users}
     if 0 not in found:
         raise Refusal("the gradient of x is not read")
-    parts = [found.get(i) for i in range(1, 5)]
+    quotients = [
+        (None, None) if i not in found else build.read_division(inner, found[i]) for i in ATTENTION_VECTORS
+    ]
+    parts = [found.get(1), found.get(2), *(quotient for quotient, _ in quotients)]
     numbers = tuple(None if part is None else inner.results.get(part) for part in parts)
     inner.results = {value: index for value, index in inner.results.items() if value not in parts}
-    program = build.build(inner, build.read_chain(inner, found[0]), {anchor, *found.values()})
+    covered = {anchor, *found.values(), *(part for part in parts if part is not None)}
+    program = build.build(inner, build.read_chain(inner, found[0]), covered)
     return Plan(
         edges=tuple(
             inner.operand(n, "the CSR") for n in unpack(anchor, "rowptr", "col", "rowptr_t", "col_t")
@@ -67,5 +74,6 @@ def plan(node: Node) -> Plan:
         heads=build.fixed_width(operand(anchor, "a_src")),
         width=build.fixed_width(operand(anchor, "x")),
         results=numbers,
+        divisors=tuple(divisor for _, divisor in quotients),
         program=program,
     )

@@ -38,13 +38,9 @@ def plan(node: Node) -> Plan:
         raise Refusal("an operand is not a matrix")
     if values[0].dtype != values[1].dtype:
         raise Refusal(f"the operands are {values[0].dtype} and {values[1].dtype}")
-    divisions = [op for op in build.read_chain(inner, anchor) if op.kind != "store_f32"]
-    divisors = [operand for op in divisions for operand in op.operands]
-    if len(inner.results) != 1 or len(divisors) > 1 or any(op.kind != "div_tensor" for op in divisions):
-        raise Refusal("the product is more than divided")
+    _, divisor = build.read_division(inner, anchor)
     first, second = (inner.operand(_unrounded(inner, factor), "an operand") for factor in factors)
     widths = build.fixed_width(values[0]), build.fixed_width(values[1])
-    divisor = inner.operand(divisors[0], "the divisor") if divisors else None
     return Plan((first, second), widths, values[0].dtype, divisor)
 
 

@@ -162,6 +162,23 @@ def read_chain(inner: Inner, start: Node) -> list[RowOp]:
     return linearize(start, lambda op: set(op.covers) <= inside, inner.results.keys())
 
 
+def read_division(inner: Inner, start: Node) -> tuple[Node, int | None]:
+    """Return the quotient of a small result that a scalar tensor may divide, and the number of the divisor.
+
+    Raises:
+        Refusal: another op reads the result.
+    """
+    divisions = [op for op in read_chain(inner, start) if op.kind != "store_f32"]
+    divisors = [operand for op in divisions for operand in op.operands]
+    if len(divisors) > 1 or any(op.kind != "div_tensor" for op in divisions):
+        raise Refusal("a result is more than divided")
+    if not divisors:
+        return start, None
+    if start in inner.results:
+        raise Refusal("a result is read before it is divided, too")
+    return divisions[-1].root, inner.operand(divisors[0], "the divisor")
+
+
 def build(inner: Inner, chain: Iterable[RowOp], covered: Collection[Node]) -> RowProgram:
     """Translate a chain; refuse unless it accounts for every node and every result.
 

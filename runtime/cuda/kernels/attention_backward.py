@@ -97,9 +97,9 @@ class _Writer:
             self._launch(0, group, epilogue, values)
         else:
             self._by_heads()
-        for da, result in zip(self.da, self.plan.results[2:], strict=True):
+        for da, result, divisor in zip(self.da, self.plan.results[2:], self.plan.divisors, strict=True):
             if result is not None:
-                self._sum(da, self.emitter.outputs(self.node)[result])
+                self._sum(da, self.emitter.outputs(self.node)[result], divisor)
 
     def _group(self) -> int:
         """Return the heads of a launch: all, or one."""
@@ -198,7 +198,7 @@ class _Writer:
             return self.emitter.scratch(rows, self.plan.heads, torch.float32, flat=True)
         return self.emitter.allocate(node, dense=True)
 
-    def _sum(self, da: Expr, result: Node | None) -> None:
+    def _sum(self, da: Expr, result: Node | None, divisor: int | None) -> None:
         """Write the launches of the gradient of an attention vector: the sum over the nodes of ``da * x``."""
         if result is None:
             return
@@ -211,7 +211,9 @@ class _Writer:
         value = emitter.kernel_set.struct("Value", text)
         members: list[Operand] = [pointer(da), pointer(rows)]
         count = emitter.size(self.num_src)
-        write_column_sum(emitter, value, members, count, width, emitter.allocate(result, dense=True))
+        out = emitter.allocate(result, dense=True)
+        by = None if divisor is None else emitter.vector(argument_of(self.node, divisor))
+        write_column_sum(emitter, value, members, count, width, out, by)
 
 
 def _past(address: Expr, nbytes: int) -> Expr:

@@ -53,7 +53,13 @@ class ColumnSum:
 
 
 def write_column_sum(
-    emitter: CudaEmitter, value: str, members: list[Operand], rows: Operand, width: int, out: Expr
+    emitter: CudaEmitter,
+    value: str,
+    members: list[Operand],
+    rows: Operand,
+    width: int,
+    out: Expr,
+    divisor: Expr | None = None,
 ) -> None:
     """Write the launches that add up what a functor computes for every row.
 
@@ -64,13 +70,14 @@ def write_column_sum(
         rows: number of rows.
         width: columns of a row.
         out: the result, dense.
+        divisor: one value that divides the result; None: nothing does.
     """
     parts = emitter.scratch(1, _MOST_SHARES * width, torch.float32, flat=True)
     shares = shares_of(rows, _SHARE, _MOST_SHARES)
     emitter.launch(
         f"gnnc::column_sum<{width}, {value}>", shares, [pointer(parts.written), rows, shares, *members]
     )
-    write_sum_of_parts(emitter, parts, shares, width, out)
+    write_sum_of_parts(emitter, parts, shares, width, out, divisor)
 
 
 def shares_of(rows: Operand, least: int, most: int) -> Expr:

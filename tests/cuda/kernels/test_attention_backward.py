@@ -66,6 +66,21 @@ def test_gradients_through_the_vectors(heads: int, width: int, dtype: torch.dtyp
     assert_right(got, call(*exact), 5 * ALLOWED[dtype])
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16])
+def test_gradients_of_the_vectors_are_divided_by_the_last_launch(dtype: torch.dtype) -> None:
+    name = next(n for n, make in GRAPHS.items() if (g := make()).num_src == g.num_dst and g.num_edges > 100)
+    values = [*values_of(name, 4, 16, dtype), torch.randn(4, 16), torch.randn(4, 16), torch.tensor(8.0)]
+
+    def divided(*given: Tensor) -> tuple[Tensor, ...]:
+        dx, _, _, of_dst, of_src = call(*given[:-1])
+        return dx, of_dst / given[-1], of_src / given[-1]
+
+    got = run_fused_on_cuda(divided, ["attention_backward"], *values)
+    exact = [value.double() if value.is_floating_point() else value for value in values]
+    assert_right(got, divided(*exact), 5 * ALLOWED[dtype])
+
+
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str) -> None:
