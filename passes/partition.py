@@ -7,7 +7,6 @@ weights alone, attention weights and elementwise arithmetic on what is kept are 
 again; so are the results of dropout on such values, from the mask.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -25,6 +24,7 @@ from gnnc.ir.nodes import (
     is_random,
     is_result,
     is_view,
+    op_name,
     outputs_of,
 )
 from gnnc.ir.parts import GRADIENTS, KEPT_WIDE, RESULTS, SAVED, Parts
@@ -35,13 +35,12 @@ from gnnc.passes.rewrite.node_builder import is_of_model
 from gnnc.passes.rewrite.recompute import dropout_of, edge_counts, is_cheap, is_made_of_nodes
 from gnnc.passes.rewrite.saved_copies import (
     SavedCopy,
-    copy_in,
+    add_copy,
     find_copy,
-    may_add_copy,
     read_copies,
     why_wide,
 )
-from gnnc.precision import FP32
+from gnnc.precision import FP32, Precision
 
 SIDE = "side"
 """Key of ``node.meta``: the part that a node of a joint graph belongs to, ``forward`` or ``backward``."""
@@ -65,9 +64,8 @@ class Partition:
         cut = _Cut(
             gm,
             count,
-            add_copy=copy_in(ctx.precision),
+            precision=ctx.precision,
             rounds_again=ctx.target.fused_gemm_tn,
-            is_low=ctx.precision != FP32,
         )
         forward, backward = cut.forward_graph(), cut.backward_graph()
         return replace(parts, forward=forward, backward=backward)
@@ -116,9 +114,8 @@ class _Cut:
         gm: the joint graph, whose calls are marked.
         count: how many of its outputs are the caller's.
         again: nodes of the forward graph that the backward graph computes again.
-        add_copy: makes a copy in fewer bits of a matrix that is saved; None: it is saved as it is.
+        precision: the precision of the program, in which matrices are saved.
         rounds_again: whether products round the caller's inputs as they load them: no copy of these is kept.
-        is_low: whether products read copies in fewer bits, so that what is saved in FP32 has a reason.
         dropped: results of dropout that the backward graph computes again from the mask.
         saved: nodes that the forward graph returns for the backward graph.
         rounded: the saved copy in fewer bits that stands for an FP32 value.
@@ -126,9 +123,8 @@ class _Cut:
 
     gm: fx.GraphModule
     count: int
-    add_copy: Callable[[Node], SavedCopy] | None = None
+    precision: Precision = FP32
     rounds_again: bool = False
-    is_low: bool = False
     again: set[Node] = field(default_factory=set)
     dropped: dict[Node, Dropped] = field(default_factory=dict)
     saved: dict[Node, None] = field(default_factory=dict)
@@ -145,15 +141,14 @@ class _Cut:
         for node in outputs_of(self.gm.graph)[self.count :]:
             self._bring(node)
         self._round()
+        self._quantize_again()
         self._drop_cheap()
 
     def _round(self) -> None:
         """Keep the copies in fewer bits of FP32 matrices instead of these."""
         outputs = set(outputs_of(self.gm.graph)[: self.count])
         for node in [node for node in self.saved if node not in outputs]:
-            copy = find_copy(node)
-            if copy is None and self.add_copy is not None and may_add_copy(node, self._edges):
-                copy = self.add_copy(node)
+            copy = find_copy(node) or add_copy(node, self._edges, self.precision)
             if copy is None:
                 continue
             del self.saved[node]
@@ -161,6 +156,13 @@ class _Cut:
             for part in copy.nodes:
                 part.meta[SIDE] = "forward"
                 self.saved[part] = None
+
+    def _quantize_again(self) -> None:
+        """Quantize again what is saved in FP32, as values that comparisons read are."""
+        for node in [node for node in self.saved if op_name(node) in ("scale", "quantize")]:
+            if _without_views(first_operand(node)) in self.saved:
+                del self.saved[node]
+                self._bring_cheap(node)
 
     def _drop_cheap(self) -> None:
         """Compute again what elementwise arithmetic makes of the other values that are kept."""
@@ -264,7 +266,7 @@ class _Cut:
             }
             if "qtype" in node.meta:
                 copies[node].meta["qtype"] = node.meta["qtype"]
-            if self.is_low and is_float(node):
+            if self.precision != FP32 and is_float(node):
                 is_output = node in outputs_of(self.gm.graph)[: self.count]
                 copies[node].meta[KEPT_WIDE] = "an output" if is_output else why_wide(node, self._edges)
         for node in self.gm.graph.nodes:
@@ -286,6 +288,12 @@ class _Cut:
             *(dropped.before for dropped in self.dropped.values()),
             *outputs_of(self.gm.graph)[self.count :],
         }
+
+
+def _without_views(node: Node) -> Node:
+    while is_view(node):
+        node = first_operand(node)
+    return node
 
 
 def _is_widened(node: Node) -> bool:
@@ -312,9 +320,7 @@ def _is_size(node: Node) -> bool:
 
 def _is_given(node: Node) -> bool:
     """Return whether a tensor is an input of the graph, or a view of one."""
-    while is_view(node):
-        node = first_operand(node)
-    return node.op == "placeholder"
+    return _without_views(node).op == "placeholder"
 
 
 def _clone(graph: fx.Graph, value: Node) -> Node:

@@ -1,6 +1,6 @@
 """Copies in fewer bits of FP32 values of the forward pass, which the backward pass reads instead of these."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,13 @@ from gnnc.ir.exact_reads import EXACT
 from gnnc.ir.nodes import arguments, aten_name, holds_tensor, is_float, is_view, qtype_of
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.qtype import QType
-from gnnc.precision import INT8, Precision
+from gnnc.precision import BF16, INT8, Precision
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MIN_WIDTH = 8
 """Columns from which on a matrix is kept in fewer bits: a narrower one is of statistics or logits."""
+_OVER_EDGES = frozenset(("attention_backward", "edge_map", "message", "sddmm"))
+"""Primitives that read rows at the ends of edges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +74,33 @@ def find_copy(node: Node) -> SavedCopy | None:
     return None if half is None else SavedCopy(half)
 
 
-def copy_in(precision: Precision) -> Callable[[Node], SavedCopy] | None:
-    """Return the function that adds a copy of a matrix to its graph; None: matrices are saved as they are.
+def add_copy(node: Node, counts: set[Any], precision: Precision) -> SavedCopy | None:
+    """Add a copy in fewer bits of a matrix with a row for each node to its graph; None: it has none.
 
-    fp16 adds none: not every value fits in its range.
-    """
-    if precision.name == "bf16":
-        return _add_half_copy
-    return _add_quantized_copy if precision == INT8 else None
-
-
-def may_add_copy(node: Node, counts: set[Any]) -> bool:
-    """Return whether a matrix of features, and no value for each edge, may be kept in fewer bits.
+    Matrices of features are kept in the bits of the program, and of int8 programs the logits of attention in
+    bf16. fp16 programs keep FP32 where no product reads a copy: not every value fits in the range of fp16.
 
     Args:
         node: the value.
         counts: the numbers of edges, from ``edge_counts``.
+        precision: the precision of the program.
     """
     shape = node.meta["val"].shape if holds_tensor(node) else ()
-    is_matrix = len(shape) in (2, 3) and isinstance(shape[-1], int) and shape[-1] >= _MIN_WIDTH
-    if not is_matrix or isinstance(shape[0], int) or _rows(node) in counts:
-        return False
-    return _may_be_rounded(node)
+    is_matrix = len(shape) in (2, 3) and isinstance(shape[-1], int)
+    if not is_matrix or isinstance(shape[0], int) or _rows(node) in counts or not _may_be_rounded(node):
+        return None
+    if precision not in (BF16, INT8):
+        return None
+    if shape[-1] < _MIN_WIDTH:
+        return _add_half_copy(node) if precision == INT8 and _is_read_by_edges(node) else None
+    return _add_half_copy(node) if precision == BF16 else _add_quantized_copy(node)
+
+
+def _is_read_by_edges(node: Node) -> bool:
+    """Return whether primitives over the edges read a value at the ends of edges, as they do with logits."""
+    views = [user for user in node.users if is_view(user)]
+    readers = [op_of(user) for value in (node, *views) for user in value.users]
+    return any(op is not None and op.name in _OVER_EDGES for op in readers)
 
 
 def _add_half_copy(node: Node) -> SavedCopy:

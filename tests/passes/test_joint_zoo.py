@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from joint_graphs import Joint, joint_graph, lowered_to
+from joint_graphs import Joint, joint_graph, lowered_to, partitioned
 from slow import slow_but
 from torch import Tensor, fx
 from torch.fx import Node
 from zoo import ZOO
 from zoo_layers import LAYERS
 
-from gnnc.ir.nodes import argument, aten_name, op_name
+from gnnc.ir.nodes import argument, aten_name, first_operand, is_view, op_name, outputs_of
 from gnnc.ir.op import op_of, size_expr
-from gnnc.ir.parts import BACKWARD_LAYER
+from gnnc.ir.parts import BACKWARD_LAYER, SAVED
 
 MODELS = ZOO | LAYERS
 MOST_HEADS = 4
@@ -148,3 +148,17 @@ def test_primitives_sum_in_fp32(joint: Joint, precision: str) -> None:
         op = op_of(node)
         if op is not None and op.kind in ("dense", "aggregate", "edge"):
             assert all(value.dtype == torch.float32 for value in values_of(node)), node
+
+
+def test_no_matrix_is_saved_in_fp32_beside_its_quantized_values(joint: Joint) -> None:
+    forward = partitioned(joint, "int8").forward
+    outputs = outputs_of(forward.graph)
+    saved = {outputs[place] for place in forward.meta[SAVED].values()}
+    quantized = [node for node in saved if op_name(node) == "quantize"]
+    assert not {_without_views(first_operand(node)) for node in quantized} & set(map(_without_views, saved))
+
+
+def _without_views(node: Node) -> Node:
+    while is_view(node):
+        node = first_operand(node)
+    return node

@@ -50,6 +50,11 @@ def lowered_to(joint: Joint, precision: str) -> Parts:
     return dict(_run(joint.after, "self_loops", "cache", precision))["cache"]
 
 
+def partitioned(joint: Joint, precision: str) -> Parts:
+    """Return the forward graph and the backward graph of a joint graph: the stage ``partition``."""
+    return dict(_run(joint.after, "self_loops", "partition", precision))["partition"]
+
+
 def _run(parts: Parts, first: str, last: str, precision: str) -> list[tuple[str, Parts]]:
     steps = PIPELINE[NAMES.index(first) : NAMES.index(last) + 1]
     context = Context(target=get_backend("cpu").target, precision=Precision.parse(precision))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from graphs import load
+from shared_captures import shared_captures
 from slow import slow_if
 from torch import Tensor, nn
 from torch_geometric import nn as pyg
@@ -70,8 +71,9 @@ class Net(nn.Module):
         return self.second(self.first(x, edge_index).relu(), edge_index)
 
 
-def _mlp(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, outputs))
+def _mlp(inputs: int, outputs: int, hidden: int = 16) -> nn.Module:
+    first, last = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
+    return nn.Sequential(first, nn.BatchNorm1d(hidden), nn.ReLU(), last)
 
 
 ON_CORA = {
@@ -99,6 +101,36 @@ def test_gradients_in_bf16_on_cora_at_initialisation(name: str) -> None:
         nn.functional.cross_entropy(call(data["x"], data["edge_index"])[train], labels).backward()
         flat.append(torch.cat([p.grad.flatten() for p in twin.parameters() if p.grad is not None]))
     assert torch.cosine_similarity(*flat, dim=0).item() >= least
+
+
+def saved_bytes(compiled: gnnc.CompiledModel) -> int:
+    """Return the bytes for each node of what the last captured program saves, sizes of weights left out."""
+    forward = dict(compiled.stages)["partition"]
+    values = [outputs_of(forward.graph)[place].meta["val"] for place in forward.meta[SAVED].values()]
+    rows = [v for v in values if isinstance(v, Tensor) and v.dim() and isinstance(v.shape[0], torch.SymInt)]
+    return sum(value[0].numel() * value.itemsize for value in rows)
+
+
+AT_64_CHANNELS: dict[str, Callable[[], nn.Module]] = {
+    "gcn": lambda: Net(pyg.GCNConv(128, 64), pyg.GCNConv(64, 40)),
+    "sage": lambda: Net(pyg.SAGEConv(128, 64), pyg.SAGEConv(64, 40)),
+    "gin": lambda: Net(pyg.GINConv(_mlp(128, 64, 64)), pyg.GINConv(_mlp(64, 40, 64))),
+    "gat": lambda: Net(pyg.GATConv(128, 16, heads=4), pyg.GATConv(64, 40)),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=slow_if(n != "gat")) for n in AT_64_CHANNELS])
+def test_int8_saves_at_most_29_percent_of_the_bytes_of_fp32(name: str) -> None:
+    torch.manual_seed(0)
+    model = AT_64_CHANNELS[name]().train()
+    args = torch.randn(30, 128), torch.randint(30, (2, 90))
+    found = {}
+    with shared_captures():
+        for precision in ("fp32", "int8"):
+            compiled = gnnc.compile(model, precision)
+            compiled(*args)
+            found[precision] = saved_bytes(compiled)
+    assert found["int8"] <= 0.29 * found["fp32"]
 
 
 class Dropping(nn.Module):
