@@ -24,6 +24,7 @@ from torch.export import _trace as export_trace
 from torch.fx import Graph, GraphModule, Node
 from torch.fx import _symbolic_trace as fx_trace
 from torch.fx import traceback as fx_traceback
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.experimental.sym_node import SymNode
@@ -47,6 +48,7 @@ __all__ = [
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
     "HigherOrderOperator",
+    "LazyGraphModule",
     "OpOverload",
     "PreDispatchModes",
     "PythonPrinter",
@@ -95,6 +97,7 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch.autograd.forward_ad._current_level",
         "torch.cuda._sleep",
         "torch.fx.Node._rename",
+        "torch.fx._lazy_graph_module._LazyGraphModule",
         "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode",
         "torch.fx.experimental.sym_node.SymNode",
         "torch.fx.experimental.symbolic_shapes.DimDynamic",
@@ -207,6 +210,8 @@ GLOBAL_REGISTRATION_HOOKS = (
 """Tables of the hooks that run where a module gets a submodule, a parameter or a buffer."""
 TRACING_MODES = (ProxyTorchDispatchMode, FakeTensorMode)
 """Dispatch modes of traces: others only watch the ops of a call."""
+LazyGraphModule = _LazyGraphModule
+"""A ``GraphModule`` that writes and compiles its Python code only when it is called or its code is read."""
 functorch_interpreter = peek_interpreter_stack
 """The innermost transform of ``torch.func`` that the thread runs within, or None."""
 is_functorch_tensor = is_functorch_wrapped_tensor

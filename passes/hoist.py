@@ -29,7 +29,7 @@ from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context, is_tensor
 from gnnc.passes.edges.graph_inputs import structural_inputs
 from gnnc.passes.rewrite.boundary import Boundary, run_structure
-from gnnc.torch_private import rename
+from gnnc.torch_private import LazyGraphModule, rename
 
 _aten = torch.ops.aten
 
@@ -176,7 +176,7 @@ class _Split:
         graph.output(tuple(copies[node] for node in self.boundary))
         for node in self.boundary:
             self.names[node] = copies[node].name
-        return fx.GraphModule(self.gm, graph, "Structure")
+        return LazyGraphModule(self.gm, graph, "Structure")
 
     def compute_graph(self) -> fx.GraphModule:
         """Return the compute graph; the sizes of its placeholders have no data-dependent symbols."""
@@ -198,7 +198,7 @@ class _Split:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 copies[node].meta.pop("val", None)
         _protect_cached(graph)
-        return fx.GraphModule(self.gm, graph, type(self.gm).__name__)
+        return LazyGraphModule(self.gm, graph, type(self.gm).__name__)
 
     def _needed_by_compute(self) -> set[Node]:
         """Return the nodes of the compute graph: nodes not hoisted, the sizes and reshapes that they read."""

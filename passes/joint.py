@@ -29,6 +29,7 @@ from gnnc.passes.rewrite.joint_structure import move_to_structure
 from gnnc.passes.rewrite.recurrent_cells import WITHOUT_WRITES
 from gnnc.torch_private import (
     FakeTensorMode,
+    LazyGraphModule,
     OpOverload,
     enable_python_dispatcher,
     proxy_graph,
@@ -284,7 +285,7 @@ def _annotated(
     _add_numbers(graph, gm, trace)
     _lift_constants(traced)
     graph.output_node().args = (tuple(outputs_of(graph)),)
-    joint = fx.GraphModule(gm, graph, type(gm).__name__)
+    joint = LazyGraphModule(gm, graph, type(gm).__name__)
     joint.meta = dict(gm.meta)
     joint.meta[DIFFERENTIABLE] = tuple(differentiable)
     joint.meta[GRADIENTS] = tuple(_source(node) for node in trace.gradients)

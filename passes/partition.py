@@ -41,6 +41,7 @@ from gnnc.passes.rewrite.saved_copies import (
     why_wide,
 )
 from gnnc.precision import FP32, Precision
+from gnnc.torch_private import LazyGraphModule
 
 SIDE = "side"
 """Key of ``node.meta``: the part that a node of a joint graph belongs to, ``forward`` or ``backward``."""
@@ -246,7 +247,7 @@ class _Cut:
                 outputs.append(value)
             at[node.name] = outputs.index(value)
         graph.output(tuple(outputs))
-        forward = fx.GraphModule(self.gm, graph, type(self.gm).__name__)
+        forward = LazyGraphModule(self.gm, graph, type(self.gm).__name__)
         forward.meta = {**self.gm.meta, SAVED: at, RESULTS: self.count}
         return forward
 
@@ -278,7 +279,7 @@ class _Cut:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         gradients = [copies[node] for node in outputs_of(self.gm.graph)[self.count :]]
         graph.output(tuple(_clone(graph, g) if _is_given(g) else g for g in gradients))
-        backward = fx.GraphModule(self.gm, graph, "Backward")
+        backward = LazyGraphModule(self.gm, graph, "Backward")
         read_copies(backward)
         return backward
 

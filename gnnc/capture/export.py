@@ -57,7 +57,7 @@ from gnnc.errors import CaptureError
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.nodes import outputs_of
 from gnnc.ir.source import Source
-from gnnc.torch_private import HigherOrderOperator, pytree, rename
+from gnnc.torch_private import HigherOrderOperator, LazyGraphModule, pytree, rename
 
 _KINDS = {
     InputKind.PARAMETER: "parameter",
@@ -356,7 +356,7 @@ def _lifted(
     mutations = _arrange_outputs(program, model)
     _drop_unused(graph_module, call)
     graph_module.graph.set_codegen(CodeGen())
-    return GraphModule(graph_module, graph_module.graph), mutations
+    return LazyGraphModule(graph_module, graph_module.graph), mutations
 
 
 def _refuse_subgraphs(graph_module: GraphModule, model: torch.nn.Module) -> None:

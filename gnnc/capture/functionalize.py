@@ -49,6 +49,7 @@ _TRAIN_FLAGS = {aten.batch_norm.default: "training", aten.dropout.default: "trai
 def functional(program: ExportedProgram) -> ExportedProgram:
     """Return the program without writes: itself, changed, where no write needs another trace."""
     _detach_blocks(program.graph_module)
+    _expand_dropouts(program.graph)
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     if is_autocast_enabled() or not all(map(_stays, calls)) or not without_writes(program.graph):
         return program.run_decompositions({})
@@ -69,6 +70,26 @@ def _detach_blocks(graph_module: GraphModule) -> None:
             detached.meta = dict(result.meta)
             result.replace_all_uses_with(detached, delete_user_cb=lambda user, new=detached: user is not new)
     graph_module.recompile()
+
+
+def _expand_dropouts(graph: Graph) -> None:
+    """Replace dropouts in train mode by the ops that a decomposition makes of them."""
+    for node in graph.find_nodes(op="call_function", target=aten.dropout.default):
+        if argument(node, "train") is False:
+            continue
+        x, p, value = first_operand(node), argument(node, "p"), node.meta["val"]
+        with graph.inserting_before(node):
+            if p == 0:
+                result = graph.call_function(aten.clone.default, (x,))
+            else:
+                with value.fake_mode, enable_python_dispatcher():
+                    mask = torch.empty_like(value, dtype=torch.bool)
+                both = graph.call_function(aten.native_dropout.default, (x, p, True))
+                both.meta = node.meta | {"val": (value, mask)}
+                result = graph.call_function(operator.getitem, (both, 0))
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
 
 
 def _is_grad_block(node: Node) -> bool:

@@ -19,7 +19,7 @@ from torch import fx
 
 from gnnc.errors import VerifyError
 from gnnc.ir.nodes import outputs_of
-from gnnc.torch_private import OpOverload
+from gnnc.torch_private import LazyGraphModule, OpOverload
 
 _DTYPES = {f"torch.{name}": getattr(torch, name) for name in (
     "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool"
@@ -87,7 +87,7 @@ def parse_body(text: str) -> fx.GraphModule:
             graph.output(_value(statement.value, values, graph))
         else:
             values[name] = _value(statement.value, values, graph)
-    return fx.GraphModule({}, graph, "Body")
+    return LazyGraphModule({}, graph, "Body")
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,7 @@ from torch import fx
 
 from gnnc.ir.nodes import arguments, first_operand, is_result, is_view, outputs_of, result_index
 from gnnc.ir.op import op_of
-from gnnc.torch_private import FakeTensor, FakeTensorMode, enable_python_dispatcher
+from gnnc.torch_private import FakeTensor, FakeTensorMode, LazyGraphModule, enable_python_dispatcher
 
 
 def clone(gm: fx.GraphModule) -> fx.GraphModule:
@@ -15,7 +15,7 @@ def clone(gm: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(gm.graph, mapping := {}))
     for old, new in mapping.items():
         new.meta = dict(old.meta)
-    copied = fx.GraphModule(gm, graph, type(gm).__name__)
+    copied = LazyGraphModule(gm, graph, type(gm).__name__)
     copied.meta = dict(gm.meta)
     return copied
 

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.torch_private import LazyGraphModule
+
 
 @dataclass(eq=False, slots=True)
 class Group:
@@ -108,7 +110,7 @@ def contract(gm: fx.GraphModule, partition: Partition) -> fx.GraphModule:
         name = next(names)
         modules[name] = _submodule(element)
         copies |= _call(graph, name, element, copies)
-    result = fx.GraphModule(modules, graph, class_name=type(gm).__name__)
+    result = LazyGraphModule(modules, graph, class_name=type(gm).__name__)
     result.meta.update(gm.meta)
     return result
 
@@ -155,7 +157,7 @@ def _submodule(group: Group) -> fx.GraphModule:
     outputs = tuple(inner[node] for node in group.outputs())
     result = graph.output(outputs if len(outputs) > 1 else outputs[0])
     result.meta["val"] = _value(group.outputs())
-    return fx.GraphModule(torch.nn.Module(), graph, class_name=f"Fused{group.kind.capitalize()}")
+    return LazyGraphModule(torch.nn.Module(), graph, class_name=f"Fused{group.kind.capitalize()}")
 
 
 def _call(graph: fx.Graph, name: str, group: Group, copies: dict[Node, Node]) -> dict[Node, Node]:
