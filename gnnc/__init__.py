@@ -18,6 +18,7 @@ from gnnc.errors import (
 )
 from gnnc.pareto import Pareto, pareto
 from gnnc.precision import Precision
+from gnnc.quantized_tensor import QuantizedTensor, pack
 from gnnc.suggest_bits import suggest_bits
 from gnnc.torch_private import register_backend as _register_backend
 
@@ -33,12 +34,14 @@ __all__ = [
     "Pareto",
     "Precision",
     "PrecisionError",
+    "QuantizedTensor",
     "UnsupportedError",
     "VerifyError",
     "__version__",
     "compile",
     "dynamo",
     "ir",
+    "pack",
     "pareto",
     "passes",
     "runtime",

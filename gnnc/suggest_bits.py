@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from gnnc.compiler.build import example_values
-from gnnc.compiler.int32_ids import capture_call
+from gnnc.compiler.narrow_inputs import capture_call
 from gnnc.cost.quantization_error import relative_quantization_error
 from gnnc.errors import GnncError, PrecisionError
 from gnnc.ir.op import op_of

@@ -299,7 +299,7 @@ def _without_views(node: Node) -> Node:
 
 def _is_widened(node: Node) -> bool:
     """Return whether a node converts rounded values to FP32: the narrow ones are kept."""
-    if str(node.target) != "aten._to_copy.default":
+    if str(node.target) not in ("aten._to_copy.default", "gnnc.dequantize.default"):
         return False
     return first_operand(node).meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize
 

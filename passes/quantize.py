@@ -25,6 +25,7 @@ from gnnc.ir.nodes import (
     aten_name,
     descendants,
     first_operand,
+    qtype_of,
     shape_or_none,
     with_arguments,
 )
@@ -98,6 +99,7 @@ class Quantize:
                 _replace(gm.graph, node, result)
                 if node in gradients:
                     gradients.add(result)
+        _note_widened_inputs(gm, ctx)
         if ctx.examples is not None:
             scales = (node.meta["value"] for node in placeholders(gm)[num_inputs:])
             ctx.examples = (*ctx.examples, *scales)
@@ -115,6 +117,19 @@ class Quantize:
             if maker is not None and _is_integer_product(maker) and first.setdefault(maker, rows) is rows:
                 found.add(node)
         return frozenset(found)
+
+
+def _note_widened_inputs(gm: fx.GraphModule, ctx: Context) -> None:
+    """Record the arguments that arrive in 8 bits, and that some op reads in FP32."""
+    for node in gm.graph.nodes:
+        if not node.users or str(node.target) not in ("gnnc.dequantize.default", "aten._to_copy.default"):
+            continue
+        source = source_of(first_operand(node))
+        dtype = first_operand(node).meta["val"].dtype if source is not None else None
+        if source is None or source.kind != "input" or dtype not in (torch.int8, torch.float8_e4m3fn):
+            continue
+        given = f"{source.name.removesuffix('.values')} arrives in {str(dtype).removeprefix('torch.')}"
+        ctx.note(node, f"{given} and is converted to FP32 at each call, for what reads it in FP32")
 
 
 def _takes_fractions(node: Node) -> bool:
@@ -226,7 +241,12 @@ class _Builder:
         return self(getattr(packet, overload or "default"), *args, **kwargs)
 
     def quantize_rows(self, x: Node, qtype: QType) -> tuple[Node, Node]:
-        """Quantize ``x`` with a scale a row; return the quantized values and the scales."""
+        """Quantize ``x`` with a scale a row; return the quantized values and the scales.
+
+        Rows that arrived in this type are taken as they are.
+        """
+        if (given := _quantized_rows(x, qtype)) is not None:
+            return given
         scale = self.op("scale", x, str(qtype))
         return self.op("quantize", x, scale, str(qtype)), scale
 
@@ -249,6 +269,16 @@ class _Builder:
     def note(self, text: str) -> None:
         """Record a remark about the node."""
         self.ctx.note(self.node, text)
+
+
+def _quantized_rows(x: Node, qtype: QType) -> tuple[Node, Node] | None:
+    """Return the quantized values and the scales that rows are dequantized from, if they are of a type."""
+    op = op_of(x)
+    if op is None or op.name != "dequantize":
+        return None
+    values, scale, granularity = x.args[:3]
+    is_of_type = granularity == "row" and isinstance(values, Node) and qtype_of(values) == qtype
+    return (values, scale) if is_of_type else None  # type: ignore[return-value]
 
 
 def _gemm(build: _Builder) -> Node | None:

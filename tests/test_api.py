@@ -547,3 +547,9 @@ def test_the_version_is_that_of_the_package():
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("gnnc is on the path, and not installed")
     assert gnnc.__version__ == installed
+
+
+def test_fp8_names_the_hardware_that_it_needs_and_what_to_use() -> None:
+    for options in ({"precision": "fp8"}, {"overrides": {"*": "fp8"}}):
+        with pytest.raises(gnnc.UnsupportedError, match=r"sm_89 and newer.*use int8.*or bf16"):
+            gnnc.compile(torch.nn.Linear(2, 2), **options)  # type: ignore[arg-type]

@@ -2,9 +2,9 @@
 
 ``f(x, edge_index)``, ``f(x, edge_index=edge_index)`` and ``f(x, edge_index, None)`` flatten alike:
 the signature's defaults are filled in, then every tuple, list and dict is flattened. A sparse tensor
-becomes its component tensors. An int that can be a size becomes an empty tensor with so many rows: whether it
-is a number or a symbol in a graph is up to the capture, as for every other size. Every other leaf is a
-constant of the capture.
+becomes its component tensors, and quantized rows become their values and scales. An int that can be a size
+becomes an empty tensor with so many rows: whether it is a number or a symbol in a graph is up to the capture,
+as for every other size. Every other leaf is a constant of the capture.
 """
 
 import inspect
@@ -22,6 +22,7 @@ from gnnc.capture.read_fields import Reads, only_read
 from gnnc.capture.sparse_components import components, is_sparse
 from gnnc.capture.sparse_state import held_matrices, sparse_holdings
 from gnnc.errors import InputError
+from gnnc.quantized_tensor import PARTS, QuantizedTensor
 from gnnc.torch_private import pytree
 
 Signature = inspect.Signature
@@ -32,13 +33,13 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 @dataclass(frozen=True)
 class Leaf:
-    """Leaf of the arguments: a dense tensor, a sparse tensor, an int that can be a size, or a constant.
+    """Leaf of the arguments: a dense, sparse or quantized tensor, an int that can be a size, or a constant.
 
     Attributes:
         name: path of the leaf as a reader writes it: ``x``, ``data[0]``, ``x_dict['paper']``.
-        kind: ``tensor``, ``sparse``, ``int`` or ``constant``.
+        kind: ``tensor``, ``sparse``, ``quantized``, ``int`` or ``constant``.
         value: the constant; the layout of a sparse tensor; None for a tensor and an int.
-        parts: names of the tensors that a sparse tensor is made of, in their order.
+        parts: names of the tensors that a sparse or quantized tensor is made of, in their order.
     """
 
     name: str
@@ -221,6 +222,8 @@ def carrier(value: int) -> torch.Tensor:
 def _leaf(name: str, value: Any) -> tuple[Leaf, tuple[torch.Tensor, ...]]:
     if can_be_size(value):
         return Leaf(name, "int"), (carrier(value),)
+    if isinstance(value, QuantizedTensor):
+        return Leaf(name, "quantized", None, PARTS), (value.values, value.scale)
     if not isinstance(value, torch.Tensor):
         _check_constant(name, value)
         return Leaf(name, "constant", value), ()

@@ -10,6 +10,7 @@ from torch import Tensor
 from gnnc.capture.arguments import Call, can_be_size, carrier
 from gnnc.capture.edge_index import plain
 from gnnc.errors import InputError, UnsupportedError
+from gnnc.quantized_tensor import QuantizedTensor
 from gnnc.tensor_state import storage_fault
 from gnnc.torch_private import has_no_storage, has_own_dispatch, is_functorch_tensor
 
@@ -18,6 +19,7 @@ _EDGE_INDEX = re.compile(
 )
 _BATCH = re.compile(r"(^|[._])batch($|[._\]])")
 _INDEX_DTYPES = (torch.int64, torch.int32)
+_FLOATS = (torch.float32, torch.float8_e4m3fn)
 
 
 def is_graph_name(name: str) -> bool:
@@ -137,11 +139,14 @@ def _check_dtype(owner: str, name: str, tensor: Tensor) -> None:
     if tensor.is_complex():
         parts = "a compiled model takes float32; pass real and imaginary parts"
         raise InputError(f"[{owner}] {name} has dtype {tensor.dtype}: {parts}")
-    if tensor.is_floating_point() and tensor.dtype != torch.float32:
+    if tensor.is_floating_point() and tensor.dtype not in _FLOATS:
         raise InputError(
             f"[{owner}] {name} has dtype {tensor.dtype}: a compiled model takes float32 and lowers the "
-            f"precision itself; pass {name}.float() (and keep the model in float32: model.float())"
+            f"precision itself; pass {name}.float() (and keep the model in float32: model.float()). Features "
+            "may also be torch.float8_e4m3fn or a gnnc.QuantizedTensor"
         )
+    if tensor.dtype == torch.float8_e4m3fn and tensor.requires_grad:
+        raise InputError(f"[{owner}] {name} is FP8 and requires a gradient: pass {name}.detach()")
 
 
 def _check_storage(owner: str, name: str, tensor: Tensor) -> None:
@@ -153,7 +158,7 @@ def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Te
     """Describe arguments cheaply, to recognize a call like an earlier one.
 
     Args:
-        values: arguments: dense tensors, ints, plain constants, and tuples and lists of them.
+        values: arguments: dense and quantized tensors, ints, plain constants, and tuples and lists of them.
         parts: receives all but sizes that distinguishes programs: structure, constants, ranks, dtypes and
             devices.
         tensors: receives the tensors, in order.
@@ -173,6 +178,9 @@ def describe_arguments(values: Iterable[Any], parts: list[Any], tensors: list[Te
             parts.append(value.ndim)
             parts.append(value.dtype)
             tensors.append(value)
+        elif type(value) is QuantizedTensor:
+            parts += QuantizedTensor, value.device, value.values.ndim
+            tensors += value.values, value.scale
         elif can_be_size(value):
             parts.append(int)
             tensors.append(carrier(value))

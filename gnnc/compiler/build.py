@@ -18,7 +18,7 @@ from gnnc.capture.value_guards import Number, guessed
 from gnnc.compiler.auto import run_auto
 from gnnc.compiler.call_function import CallWriter, owner_of
 from gnnc.compiler.index_checks import Bounds, bounds_by_type
-from gnnc.compiler.int32_ids import capture_call
+from gnnc.compiler.narrow_inputs import capture_call
 from gnnc.compiler.program import Options, Program
 from gnnc.compiler.static_scales import ScaledWeights
 from gnnc.compiler.training import refusing_own_gradients, want_gradients

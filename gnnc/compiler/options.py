@@ -18,6 +18,12 @@ _NEEDED = (Property.NORMALIZED, Property.LOWERED)
 
 def built(precision: Precision) -> Precision:
     """Return the precision; UnsupportedError where this version has no kernels for it."""
+    if precision.name == "fp8":
+        raise UnsupportedError(
+            "precision 'fp8' needs the FP8 tensor cores of sm_89 and newer GPUs (Ada, Hopper, Blackwell), "
+            "which CPUs and older GPUs lack, and has no kernels in this version: use int8, with as few "
+            "bytes, or bf16. Features in torch.float8_e4m3fn are taken in every precision"
+        )
     if precision.name not in BUILT:
         raise UnsupportedError(
             f"precision {precision.name!r} is known but not built in this version: use fp32, fp16, "

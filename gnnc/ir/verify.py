@@ -163,8 +163,8 @@ def _problem_of_getitem(node: fx.Node) -> str | None:
 
 
 def _problem_of_operands(node: fx.Node) -> str | None:
-    """Refuse ATen ops that compute with quantized values: they know no scale. Views are allowed."""
-    if is_view(node):
+    """Refuse ATen ops that compute with quantized values: they know no scale. Views and sizes are allowed."""
+    if is_view(node) or node.target is torch.ops.aten.sym_size.int:
         return None
     for argument in node.all_input_nodes:
         if (qtype := qtype_of(argument)) is not None:
