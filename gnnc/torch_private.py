@@ -13,6 +13,7 @@ from torch._C import DispatchKey
 from torch._C._dynamo import guards
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, register_backend
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.variables.builder import SourcelessBuilder
@@ -23,6 +24,7 @@ from torch.autograd import forward_ad
 from torch.export import _trace as export_trace
 from torch.fx import Graph, GraphModule, Node
 from torch.fx import _symbolic_trace as fx_trace
+from torch.fx import config as fx_config
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental import proxy_tensor
@@ -79,6 +81,7 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch._C._storage_Use_Count",
         "torch._convert_indices_from_coo_to_csr",
         "torch._dispatch.python.enable_python_dispatcher",
+        "torch._dynamo.config",
         "torch._dynamo.register_backend",
         "torch._dynamo.source.ConstantSource",
         "torch._dynamo.variables.tensor.SymNodeVariable",
@@ -154,6 +157,10 @@ DYNAMO_LOCK = (convert_frame, "compile_lock")
 """Lock that a thread holds while Dynamo compiles: the owner and the name, as of all that follow."""
 COMPILER_FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
 """Flags of ``torch.compiler`` that a trace sets."""
+STACK_TRACES_OFF = (fx_config, "do_not_emit_stack_traces")
+"""Setting by which the nodes of a trace have no stack traces; torch 2.11 lacks it."""
+FAKE_TENSOR_CACHE = (dynamo_config, "fake_tensor_cache_enabled")
+"""Setting of fake modes that are made from now on: whether they remember the results of ops."""
 FX_FLAG = (fx_trace, "_is_fx_tracing_flag")
 """Flag that a trace sets."""
 FX_PATCHER = (fx_trace, "_new_patcher")

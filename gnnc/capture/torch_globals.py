@@ -23,11 +23,13 @@ from gnnc.torch_private import (
     BUILTIN_OVERRIDES,
     COMPILER_FLAGS,
     DYNAMO_CONSTANTS,
+    FAKE_TENSOR_CACHE,
     FX_FLAG,
     FX_PATCHER,
     INTERPRETER_META,
     LIBRARIES_OFF,
     PRE_DISPATCH_MODES,
+    STACK_TRACES_OFF,
     TRACE_STATE,
     ConvolutionLayer,
     PreDispatchModes,
@@ -50,9 +52,13 @@ def confined(model: nn.Module) -> Iterator[None]:
         (*FX_PATCHER, _patcher_of(getattr(*FX_PATCHER))),
         (*BUILTIN_OVERRIDES, _overrides_of(getattr(*BUILTIN_OVERRIDES))),
         (*BUFFER_HOOK_OF_EXPORT, _buffer_hook_of(getattr(*BUFFER_HOOK_OF_EXPORT))),
+        # a key of an op with symbolic sizes costs more than the op
+        (*FAKE_TENSOR_CACHE, False),
         # an interpreter of another thread would put its nodes' metadata into the trace
         (*INTERPRETER_META, in_this_thread(getattr(*INTERPRETER_META), _no_metadata)),
     ]
+    if hasattr(*STACK_TRACES_OFF):
+        patches.append((*STACK_TRACES_OFF, ThreadFlag()))
     if not any(isinstance(module, _LAYERS_OF_LIBRARIES) for module in model.modules()):
         # these flags are in C++: convolutions of other threads would run on other kernels
         patches.append((*LIBRARIES_OFF, contextlib.nullcontext))
