@@ -184,7 +184,7 @@ def test_threads_agree(compiled):
 
 
 @pytest.mark.slow
-def test_gradients_in_auto_are_refused_never_lost(model):
+def test_gradients_in_auto_are_refused_never_lost(model, rates):
     compiled = gnnc.compile(model, "auto")
     x, edge_index = graph()
     with pytest.raises(gnnc.UnsupportedError, match=r"need gradients.*fp32.*no_grad"):
@@ -301,7 +301,7 @@ def test_under_autocast_scales_are_taken_at_each_call(static):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_auto_measures_in_a_copy_too(static):
+def test_auto_measures_in_a_copy_too(static, rates):
     given = static[1]
     compiled = gnnc.compile(static[0].model, "auto", example_inputs=given, backend="cpu")
     copied = copy.deepcopy(compiled)

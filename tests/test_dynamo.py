@@ -143,7 +143,7 @@ def test_pooling_with_a_size():
     torch.testing.assert_close(through(*arguments), model(*arguments), rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_are_refused_in_a_precision_that_does_not_train():
+def test_gradients_are_refused_in_a_precision_that_does_not_train(rates):
     torch.manual_seed(0)
     options = {"precision": "auto"}
     through = torch.compile(Model(SAGEConv), backend="gnnc", dynamic=True, options=options)

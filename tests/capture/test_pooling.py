@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 from compare import capture_count
+from shared_captures import shared_captures
 from torch import Tensor, nn
 from torch_2_11 import NOT_IN_2_11
 from torch_geometric.data import Data
@@ -134,41 +135,42 @@ def test_pooling_without_sizes(name: str, as_data: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
 @pytest.mark.parametrize("name", SELECTIONS)
 @torch.no_grad()
-def test_pooling_that_selects_or_pads(name: str, precision: str, request: pytest.FixtureRequest):
+def test_pooling_that_selects_or_pads(name: str, request: pytest.FixtureRequest):
     if name == "SAG":
         request.applymarker(NOT_IN_2_11)
     torch.manual_seed(0)
     make, step = SELECTIONS[name]
     model = Net(step, make()).eval()
-    compiled = gnnc.compile(model, precision)
-    for sizes in SIZES:
-        inputs = arguments(sizes)
-        expected, actual = model(*inputs), compiled(*inputs)
-        assert actual.shape == expected.shape
-        if precision == "fp32":  # a rounded score may select another node
-            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert capture_count(compiled) <= 2
+    given = [arguments(sizes) for sizes in SIZES]
+    with shared_captures():
+        for precision in ("fp32", "int8"):
+            compiled = gnnc.compile(model, precision)
+            for inputs in given:
+                expected, actual = model(*inputs), compiled(*inputs)
+                assert actual.shape == expected.shape
+                if precision == "fp32":  # a rounded score may select another node
+                    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+            assert capture_count(compiled) <= 2
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
 @pytest.mark.parametrize("name", MERGING)
 @pytest.mark.first(1)
 @torch.no_grad()
-def test_pooling_that_merges(name: str, precision: str, request: pytest.FixtureRequest):
+def test_pooling_that_merges(name: str, request: pytest.FixtureRequest):
     if name == "ASAPooling":
         request.applymarker(NOT_IN_2_11)
     torch.manual_seed(0)
     make, step = MERGING[name]
     model = Net(step, make()).eval()
-    compiled = gnnc.compile(model, precision)
-    for sizes in SIZES:
-        inputs = arguments(sizes)
-        expected, actual = model(*inputs), compiled(*inputs)
-        limit = 1e-4 if precision == "fp32" else 0.05
-        assert (actual - expected).abs().max() <= limit * expected.abs().max()
+    given = [arguments(sizes) for sizes in SIZES]
+    with shared_captures():
+        for precision, limit in (("fp32", 1e-4), ("int8", 0.05)):
+            compiled = gnnc.compile(model, precision)
+            for inputs in given:
+                expected, actual = model(*inputs), compiled(*inputs)
+                assert (actual - expected).abs().max() <= limit * expected.abs().max(), precision
 
 
 def test_edges_that_a_pooling_merges_are_checked():

@@ -347,7 +347,7 @@ def _calls_sequential(compiled: gnnc.CompiledModel, x: Tensor, expected: Tensor)
         assert torch.allclose(compiled(x), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [3, pytest.param(15, marks=pytest.mark.slow)])
 def test_eight_threads_compile_call_train_print_and_copy(seconds: float) -> None:
     torch.manual_seed(0)
     work = [graph(nodes) for nodes in (10, 17, 24, 31)]

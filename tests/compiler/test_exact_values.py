@@ -12,6 +12,7 @@ from torch_geometric.utils import scatter
 from torch_geometric.utils._scatter import scatter_argmax
 
 import gnnc
+from gnnc.cost.model import Rates
 from gnnc.ir.exact_reads import EXACT
 
 NODES, EDGES, WIDTH = 60, 400, 64
@@ -221,13 +222,13 @@ def test_static_scales(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHOSEN)
-def test_auto(name: str) -> None:
+def test_auto(name: str, rates: Rates) -> None:
     assert_exact(name, "auto", backend="cpu", example_inputs=graph(), error_budget=0.5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHOSEN)
-def test_auto_without_examples(name: str) -> None:
+def test_auto_without_examples(name: str, rates: Rates) -> None:
     assert_exact(name, "auto", backend="cpu")
 
 

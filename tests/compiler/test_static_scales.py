@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GCNConv, SAGEConv
 
 import gnnc
+from gnnc.cost.model import Rates
 
 WIDTH, NODES = 64, 100
 
@@ -247,7 +248,7 @@ def test_inference_tensors_are_compared_by_content() -> None:
 
 
 @pytest.mark.slow
-def test_auto() -> None:
+def test_auto(rates: Rates) -> None:
     torch.manual_seed(0)
     model = Net().eval().requires_grad_(False)
     compiled = gnnc.compile(model, "auto", example_inputs=given(), backend="cpu")

@@ -1,12 +1,14 @@
 """The pipeline: passes of one's own between any two passes, and properties instead of names of passes."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from shared_captures import shared_captures
 from torch.fx import GraphModule
 from zoo import build, random_graph
 
@@ -51,12 +53,21 @@ def compiled(pipeline: tuple[Pass, ...], precision: str = "fp32", **options: Any
     return gnnc.compile(build("gcn"), precision, pipeline=pipeline, example_inputs=INPUTS, **options)
 
 
+@pytest.fixture(scope="module")
+def gcn() -> Iterator[torch.nn.Module]:
+    """A model that is traced once for all pipelines."""
+    with shared_captures():
+        yield build("gcn")
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize("place", range(1, len(PIPELINE)))
 @torch.no_grad()
-def test_a_pass_joins_the_pipeline_at_any_place(place: int) -> None:
-    model = compiled((*PIPELINE[:place], NegateTwice(), *PIPELINE[place:]), backend="reference")
-    assert torch.equal(model(*INPUTS), compiled(PIPELINE, backend="reference")(*INPUTS))
+def test_a_pass_joins_the_pipeline_at_any_place(place: int, gcn: torch.nn.Module) -> None:
+    pipeline = (*PIPELINE[:place], NegateTwice(), *PIPELINE[place:])
+    options: dict[str, Any] = {"example_inputs": INPUTS, "backend": "reference"}
+    model = gnnc.compile(gcn, "fp32", pipeline=pipeline, **options)
+    assert torch.equal(model(*INPUTS), gnnc.compile(gcn, "fp32", **options)(*INPUTS))
     assert [name for name, _ in model.stages][place + 1] == "negate-twice"
     assert "negated twice" in model.explain() or place > 7
 

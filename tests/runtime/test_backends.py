@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from backend_models import MODELS, given
+from shared_captures import shared_captures
 from slow import slow_after
 from torch import nn
 
@@ -16,12 +17,16 @@ from gnnc.runtime.registry import Decline
 from gnnc.target import Target
 
 PRECISIONS = ("int8", "fp32", "bf16")
+GIVEN = given()
+"""Arguments of a call: the same tensors in every test, so that a trace is shared."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request):
+    """A model, traced once for all tests that call it with `GIVEN`."""
     torch.manual_seed(0)
-    return MODELS[request.param]().eval()
+    with shared_captures():
+        yield MODELS[request.param]().eval()
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -32,12 +37,11 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @torch.no_grad()
 @pytest.mark.parametrize("precision", slow_after(1, PRECISIONS))
 def test_cpu_equals_reference(model, precision):
-    arguments = given()
-    eager = model(*arguments)
+    eager = model(*GIVEN)
     results = {}
     for backend in ("cpu", "reference"):
         compiled = gnnc.compile(model, precision, backend=backend)
-        results[backend] = compiled(*arguments)
+        results[backend] = compiled(*GIVEN)
     assert relative(results["reference"], eager) < {"fp32": 1e-5, "bf16": 0.02, "int8": 0.05}[precision]
     assert (
         relative(results["cpu"], results["reference"])
@@ -48,9 +52,8 @@ def test_cpu_equals_reference(model, precision):
 @pytest.mark.first(1)
 @torch.no_grad()
 def test_static_scales_on_the_cpu(model):
-    arguments = given()
-    compiled = gnnc.compile(model, "int8", backend="cpu", example_inputs=arguments)
-    assert relative(compiled(*arguments), model(*arguments)) < 0.05
+    compiled = gnnc.compile(model, "int8", backend="cpu", example_inputs=GIVEN)
+    assert relative(compiled(*GIVEN), model(*GIVEN)) < 0.05
 
 
 @pytest.mark.first(1)

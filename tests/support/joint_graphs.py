@@ -46,8 +46,13 @@ def joint_graph(name: str) -> Joint:
 
 
 def lowered_to(joint: Joint, precision: str) -> Parts:
-    """Return a joint graph whose primitives have a precision: the stage ``cache``."""
-    return dict(_run(joint.after, "self_loops", "cache", precision))["cache"]
+    """Return a joint graph whose primitives have a precision: the stage ``cache``; remembers the last."""
+    return _lowered(joint.name, precision)
+
+
+@functools.lru_cache(maxsize=3)
+def _lowered(name: str, precision: str) -> Parts:
+    return dict(_run(joint_graph(name).after, "self_loops", "cache", precision))["cache"]
 
 
 def partitioned(joint: Joint, precision: str) -> Parts:

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from cuda_cases import compiled_without_spills
-from slow import slow_after
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
@@ -26,14 +26,19 @@ EDGES = (1, 31, 8191, 8192, 8193, 50_000)
 NODES = (1, 7, 256, 257, 513, 65_536, 65_537, 2**18 + 1, 2**24 + 3, 2**27 + 1)
 WORKSPACE = 24
 """Bytes an edge beside the result."""
+NARROWEST, WIDEST = ("int32_t", 8, False), ("int64_t", 9, True)
+"""Kernels of a sort by their ids, the bits of a digit, and whether loops are added."""
 
 
 @pytest.mark.first(1)
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("loops", [False, True])
-@pytest.mark.parametrize("bits", [8, 9])
-@pytest.mark.parametrize("ids", slow_after(1, ["int64_t", "int32_t"]))
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "ids", "bits", "loops"),
+    [
+        *[("sm_90", *case) for case in product(("int64_t", "int32_t"), (8, 9), (False, True))],
+        *[(other, *case) for other in ("sm_80", "sm_100") for case in (WIDEST, NARROWEST)],
+    ],
+)
 def test_no_kernel_spills(architecture: str, ids: str, bits: int, loops: bool) -> None:
     kernels, names = compiled_without_spills(architecture, Kernels, ids, bits, loops)
     assert len(names) == len(kernels.count) + len(kernels.scatter) + 2 == 8

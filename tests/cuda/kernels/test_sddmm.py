@@ -21,9 +21,12 @@ WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
 @pytest.mark.parametrize("element", ["f32", "f16", "bf16", "i8"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, element: str) -> None:
-    configs = [SddmmConfig(element, width) for width in (16, 47, 64, 602)]
+    widths = (16, 47, 64, 602) if architecture == "sm_90" else (16, 602)
+    configs = [SddmmConfig(element, width) for width in widths]
     configs += [SddmmConfig(element, 64, heads=4, scaled=True)]
-    configs += [SddmmConfig(element, width, scaled=True) for width in (16, 47, 602) if element == "i8"]
+    configs += [
+        SddmmConfig(element, width, scaled=True) for width in widths if element == "i8" and width != 64
+    ]
     configs += [] if element == "i8" else [SddmmConfig(element, 64, "add")]
     names = tuple(config.name() for config in configs)
     report = compile_kernels('#include "sparse/sddmm.cuh"', names, architecture)

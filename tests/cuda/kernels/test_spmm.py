@@ -19,7 +19,9 @@ from gnnc.runtime.cuda.formats.run_table import Cut
 WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
 FEW_WIDTHS = (7, 16, 47, 64, 602)
 BUILT_WIDTHS = (7, 16, 47, 64, 128, 602)
-"""Of the kernels that are compiled for every architecture; those of models are in ``test_offline.py``."""
+"""Of the kernels that are compiled for sm_90; those of models are in ``test_offline.py``."""
+ENDS = (7, 602)
+"""The narrowest and the widest of them, which are compiled for the other architectures, too."""
 KINDS = {
     "fp32": SpmmConfig("f32", 0),
     "fp32 weights": SpmmConfig("f32", 0, value="real"),
@@ -46,6 +48,11 @@ def has_place(width: int) -> bool:
     return width % 16 > 0 and width <= 128
 
 
+def built_widths(architecture: str) -> tuple[int, ...]:
+    """Return the widths to compile: register files are of one size, and one architecture has all widths."""
+    return BUILT_WIDTHS if architecture == "sm_90" else ENDS
+
+
 def forms_of(row_bytes: int) -> list[str]:
     """Kernels that sum rows of so many bytes: as a whole, and in slices where there are several."""
     return sorted({"spmm", form_of(row_bytes)})
@@ -56,18 +63,19 @@ def forms_of(row_bytes: int) -> list[str]:
 @pytest.mark.parametrize("kind", slow_but(["fp32", "int8 powers", "fp16 weights"], list(KINDS)))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, kind: str) -> None:
-    c = KINDS[kind]
-    configs = [SpmmConfig(c.element, w, c.reduce, c.value, c.scale) for w in BUILT_WIDTHS]
+    widths = built_widths(architecture)
+    configs = [replace(KINDS[kind], width=w) for w in widths]
     if kind == "int8 powers":
-        configs += [replace(IN_ROW, width=w) for w in BUILT_WIDTHS if has_place(w)]
+        configs += [replace(IN_ROW, width=w) for w in widths if has_place(w)]
     names = tuple(c.name(form=form) for c in configs for form in forms_of(c.width * NBYTES[c.element]))
-    names += (configs[BUILT_WIDTHS.index(602)].name("StoreFloats<602>", "spmm_sliced"),)
+    names += (configs[widths.index(602)].name("StoreFloats<602>", "spmm_sliced"),)
     report = compile_kernels(SPMM_SOURCE, names, architecture)
     assert len(report) == len(names)
     assert_no_spills(report)
 
 
 HEADS = ((4, 16), (8, 8), (3, 7), (2, 48), (2, 301))
+BUILT_HEADS = (*HEADS, (2, 16), (12, 64), (16, 24))
 
 
 @pytest.mark.slow
@@ -76,7 +84,7 @@ HEADS = ((4, 16), (8, 8), (3, 7), (2, 48), (2, 301))
 def test_no_sum_of_codes_with_weights_a_head_spills(architecture: str) -> None:
     configs = [
         SpmmConfig("i8", heads * each, reduce, "real", scale, heads)
-        for heads, each in (*HEADS, (2, 16), (12, 64), (16, 24))
+        for heads, each in (BUILT_HEADS if architecture == "sm_90" else ((3, 7), (2, 301), (12, 64)))
         for reduce, scale in (("mean", "row"), ("sum", "none"))
     ]
     report = compile_kernels(SPMM_SOURCE, tuple(config.name() for config in configs), architecture)
@@ -99,9 +107,10 @@ STAGED = {
 @pytest.mark.parametrize("kind", slow_but(["int8 powers"], list(STAGED)))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_staged_kernel_spills(architecture: str, kind: str) -> None:
-    configs = [replace(STAGED[kind], width=w) for w in BUILT_WIDTHS]
+    widths = built_widths(architecture)
+    configs = [replace(STAGED[kind], width=w) for w in widths]
     if kind == "int8 powers":
-        configs += [replace(IN_ROW, reduce="mean", width=w) for w in BUILT_WIDTHS if has_place(w)]
+        configs += [replace(IN_ROW, reduce="mean", width=w) for w in widths if has_place(w)]
     names = tuple(config.name(form="spmm_staged") for config in configs)
     names += (replace(STAGED[kind], width=602).name("StoreFloats<602>", "spmm_staged"),)
     report = compile_kernels(SPMM_SOURCE, names, architecture)

@@ -492,7 +492,7 @@ FORMS: dict[str, Form] = {
     "dir-gnn": layers(lambda a, b: pyg.DirGNNConv(pyg.SAGEConv(a, b))),
     "gated": net(lambda: Propagated(pyg.GatedGraphConv(CLASSES, 2))),
     "anti-symmetric": net(lambda: Propagated(pyg.AntiSymmetricConv(CLASSES, num_iters=2))),
-    "gcn2-64": net(lambda: Gcn2(64)),
+    "gcn2-8": net(lambda: Gcn2(8)),
     "jump-cat": net(lambda: Jumping("cat")),
     "jump-lstm": net(lambda: Jumping("lstm")),
     "pna": layers(pna),
