@@ -227,7 +227,9 @@ void sum_columns(const Segment& s, const Rows<T>& rows, const Weights& weights, 
       c = sum_vectors<T, W, 8>(s, rows, c, weights, first, out);
     } else if (vectors >= 4) {
       c = sum_vectors<T, W, 4>(s, rows, c, weights, first, out);
-    } else if (vectors >= 2) {
+    } else if (vectors == 3) {
+      c = sum_vectors<T, W, 3>(s, rows, c, weights, first, out);
+    } else if (vectors == 2) {
       c = sum_vectors<T, W, 2>(s, rows, c, weights, first, out);
     } else {
       c = sum_vectors<T, W, 1>(s, rows, c, weights, first, out);
