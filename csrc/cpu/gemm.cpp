@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "amx.h"
 #include "launch.h"
 #include "scratch.h"
 
@@ -64,6 +65,7 @@ GemmArgs check(const Tensor& x, const std::optional<Tensor>& x_scale, const std:
   const RowView view = matrix_of(x, "gemm", "x");
   GemmArgs g{};
   g.mode = mode_of(mode);
+  g.tiles = g.mode == GemmMode::bf16 && has_amx();
   g.x = view.data, g.x_type = view.type, g.x_stride = view.stride;
   g.rows = view.rows, g.depth = view.cols;
   STD_TORCH_CHECK(g.x_type == Scalar::f32 || g.x_type == Scalar::bf16 || g.x_type == Scalar::i8,

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "gemm_layout.isa.h"
+#include "gemm_tiles.isa.h"
 #include "gemm_zeros.isa.h"
 #include "gnnc/quantize.h"
 #include "scratch.h"
@@ -367,6 +368,23 @@ void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
 
 #endif
 
+void compute(const GemmArgs& g, const Block& b, int64_t row) {
+#ifdef __AVX512F__
+  if (g.tiles) return compute_tiles(g, row, b.rows, reinterpret_cast<Bf16*>(b.buffer), b.acc, b.ld);
+#endif
+  g.mode == GemmMode::i8 ? compute_codes(g, b, row) : compute_floats(g, b, row);
+}
+
+// Computes rows [begin, end), and runs the program on each block while it is in L1.
+void blocks(const GemmArgs& g, int64_t row_begin, int64_t row_end, void* scratch) {
+  for (int64_t row = row_begin; row < row_end; row += kBlockRows) {
+    const int rows = static_cast<int>(std::min(kBlockRows, row_end - row));
+    const Block block = block_in(g, scratch, rows);
+    compute(g, block, row);
+    run(*g.program, block.acc, block.ld, row, rows, g.width);
+  }
+}
+
 }  // namespace
 
 int64_t gemm_block_rows(const GemmArgs&) { return kBlockRows; }
@@ -377,12 +395,13 @@ int64_t gemm_scratch_bytes(const GemmArgs& g) {
 }
 
 void gemm_rows(const GemmArgs& g, int64_t row_begin, int64_t row_end, void* scratch) {
-  for (int64_t row = row_begin; row < row_end; row += kBlockRows) {
-    const int rows = static_cast<int>(std::min(kBlockRows, row_end - row));
-    const Block block = block_in(g, scratch, rows);
-    g.mode == GemmMode::i8 ? compute_codes(g, block, row) : compute_floats(g, block, row);
-    run(*g.program, block.acc, block.ld, row, rows, g.width);
+#ifdef __AVX512F__
+  if (g.tiles) {
+    const Tiles tiles(kRowsOfTile);
+    return blocks(g, row_begin, row_end, scratch);
   }
+#endif
+  blocks(g, row_begin, row_end, scratch);
 }
 
 }  // namespace gnnc::GNNC_ISA

@@ -1,8 +1,10 @@
 // Packs the weight of a gemm: see gemm.h. A strip of columns is read once for its maxima (int8) and once to pack; for
 // the second read the strip is in L1 or L2.
 
+#include "amx.isa.h"
 #include "gemm_layout.isa.h"
 #include "gnnc/quantize.h"
+#include "transpose.isa.h"
 
 namespace gnnc::GNNC_ISA {
 namespace {
@@ -34,37 +36,6 @@ GNNC_INLINE Floats row_of_columns(const Strip& s, int64_t k) { return load(s.w +
 
 #ifdef __AVX512F__
 
-// Transposes a 16 x 16 matrix: v[i] lane j becomes v[j] lane i.
-GNNC_INLINE void transpose(__m512i (&v)[16]) {
-  __m512i t[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    v[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    v[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
-
 // Stores 16 steps of a strip, given the dwords of each column; column(c) returns 16 dwords.
 template <typename Column>
 GNNC_INLINE void store_steps(const Strip& s, int64_t step, const Column& column) {
@@ -87,6 +58,28 @@ GNNC_INLINE Floats part(const float* row, int64_t k, int64_t depth) {
   if (left >= 16) return load(row + k);
   return left > 0 ? load(row + k, Tail{static_cast<int>(left)}) : Floats{};
 }
+
+void pack_pairs_of_rows(const Strip& s) {
+  for (int64_t step = 0; step < steps_of(s.g); step += 16) {
+    store_steps(s, step, [&](int c) {
+      const float* row = s.w + c * s.stride_o;
+      const int64_t k = 2 * step;
+      alignas(64) Bf16 values[32];
+      store(values, part(row, k, s.g.depth));
+      store(values + 16, part(row, k + 16, s.g.depth));
+      return _mm512_load_si512(values);
+    });
+  }
+}
+
+void pack_pairs_of_columns(const Strip& s) {
+  const auto values = [&](int64_t k) { return k < s.g.depth ? round_to_bf16(row_of_columns(s, k)) : Floats{}; };
+  for (int64_t step = 0; step < steps_of(s.g); ++step) {
+    _mm512_storeu_si512(s.to + step * s.stride, pairs(values(2 * step), values(2 * step + 1)));
+  }
+}
+
+void pack_pairs(const Strip& s) { s.stride_k == 1 ? pack_pairs_of_rows(s) : pack_pairs_of_columns(s); }
 
 void pack_float_rows(const Strip& s) {
   const bool round = s.g.mode == GemmMode::bf16;
@@ -140,6 +133,8 @@ void pack_codes_of(const Strip& s, const float* inverse) {
 }
 
 #else
+
+void pack_pairs(const Strip&) {}  // there is no AMX
 
 void pack_float_rows(const Strip& s) {
   const bool round = s.g.mode == GemmMode::bf16;
@@ -201,6 +196,8 @@ void gemm_pack(const GemmArgs& g, int64_t strip_begin, int64_t strip_end) {
     const Strip s = strip_of(g, i);
     if (g.mode == GemmMode::i8) {
       pack_quantized(s);
+    } else if (g.tiles) {
+      pack_pairs(s);
     } else if (s.stride_k == 1) {
       pack_float_rows(s);
     } else {

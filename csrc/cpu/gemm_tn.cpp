@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 
+#include "amx.h"
 #include "launch.h"
 #include "sparse_launch.h"
 
@@ -21,13 +22,13 @@ constexpr int64_t kChunkRows = 4096;
 constexpr int64_t kMostChunks = 16;
 constexpr int64_t kMostValues = 1 << 23;  // floats of all sums
 
-void add_up(const GemmTnArgs& g, const float* sums, int64_t chunks, float* out) {
-  const int64_t values = g.inner * g.padded;
+// Adds up the sums of the chunks, each of `values` floats; `exchanged` writes the transpose.
+void add_up(const GemmTnArgs& g, const float* sums, int64_t chunks, int64_t values, bool exchanged, float* out) {
   for (int64_t k = 0; k < g.inner; ++k) {
     for (int64_t c = 0; c < g.outer; ++c) {
       float sum = 0.0f;
       for (int64_t i = 0; i < chunks; ++i) sum += sums[i * values + k * g.padded + c];
-      out[k * g.outer + c] = sum;
+      out[exchanged ? c * g.inner + k : k * g.outer + c] = sum;
     }
   }
 }
@@ -55,11 +56,13 @@ void gemm_tn(Tensor a, Tensor b, Tensor out, MaybeTensor a_scale, MaybeTensor b_
       sparse::flat<float>(out, ScalarType::Float, product(left.width, right.width, "gemm_tn"), "gemm_tn", "out");
   check_apart({{out, "out"}}, {{a, "a"}, {b, "b"}}, "gemm_tn");
   if (left.width == 0 || right.width == 0) return;
-  GemmTnArgs g{rows_of_a, rows_of_b};
-  g.inner = left.width;
-  g.outer = right.width;
-  g.padded = (g.outer + kGradColumns - 1) / kGradColumns * kGradColumns;
-  const int64_t values = product(g.inner, g.padded, "gemm_tn");
+  const bool narrow = rows_of_a.element != GradElement::f32;
+  const bool tiles = has_amx() && (narrow || rows_of_b.element != GradElement::f32);
+  const bool exchanged = tiles && !narrow;
+  GemmTnArgs g{rows_of_a, rows_of_b, left.width, right.width, 0, tiles};
+  if (exchanged) g = {rows_of_b, rows_of_a, right.width, left.width, 0, tiles};
+  g.padded = rounded(g.outer, kGradColumns);
+  const int64_t values = product(rounded(g.inner, kGradColumns), g.padded, "gemm_tn");
   const int64_t most = std::clamp<int64_t>(kMostValues / values, 1, kMostChunks);
   const int64_t chunks = std::clamp<int64_t>(left.rows / kChunkRows, 1, most);
   try {
@@ -69,7 +72,7 @@ void gemm_tn(Tensor a, Tensor b, Tensor out, MaybeTensor a_scale, MaybeTensor b_
         GNNC_DISPATCH(gemm_tn, g, left.rows * i / chunks, left.rows * (i + 1) / chunks, sums.get() + i * values);
       }
     });
-    add_up(g, sums.get(), chunks, result);
+    add_up(g, sums.get(), chunks, values, exchanged, result);
   } catch (const std::bad_alloc&) {
     STD_TORCH_CHECK(false, "gemm_tn: there is no memory for ", chunks, " sums of ", values, " floats");
   }

@@ -7,6 +7,10 @@
 // floats, int8 rows times their scale; fp32 rows of whole vectors are read where they are. A tile of 6 x 4 (AVX2: 6 x
 // 2) vectors of the result stays in registers. Traffic: a and b once; a chunk's sum is in L2. Floor: rows K O fused
 // multiply-adds.
+//
+// With AMX (`tiles`), where the rows of a are bf16 or int8, which bf16 holds exactly, the products are those of tiles.
+// Scales of int8 rows are factors of b; b is then the sum of two bf16 values, as it is if it is fp32, and is off by at
+// most 2^-17 of each value. If b alone is narrow, the launcher exchanges a and b. Floor: the bytes of both matrices.
 
 #include <cstdint>
 
@@ -29,9 +33,10 @@ struct GemmTnArgs {
   GradMatrix a;  // [rows, inner]
   GradMatrix b;  // [rows, outer]
   int64_t inner, outer, padded;
+  bool tiles;
 };
 
-// Writes the sum over rows [begin, end) to out, fp32 [inner, padded].
+// Writes the sum over rows [begin, end) to out, fp32 [inner, padded to whole tiles of 16 rows; padded].
 GNNC_EACH_ISA(void gemm_tn(const GemmTnArgs& args, int64_t begin, int64_t end, float* out);)
 
 }  // namespace gnnc

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "gemm_tn_tiles.isa.h"
 #include "gnnc/simd.h"
 #include "scratch.h"
 
@@ -89,7 +90,10 @@ void columns(const GemmTnArgs& g, Block a, const Block& b, int64_t rows, float* 
 
 void gemm_tn(const GemmTnArgs& g, int64_t begin, int64_t end, float* out) {
   static thread_local Scratch lefts, rights;
-  std::memset(out, 0, static_cast<size_t>(g.inner * g.padded) * sizeof(float));
+  std::memset(out, 0, static_cast<size_t>((g.inner + 15) / 16 * 16 * g.padded) * sizeof(float));
+#ifdef __AVX512F__
+  if (g.tiles) return sum_rows_with_tiles(g, begin, end, out);
+#endif
   auto* a = lefts.get<float>(static_cast<size_t>(kBlock * g.inner));
   auto* b = rights.get<float>(static_cast<size_t>(kBlock * g.padded));
   for (int64_t row = begin; row < end; row += kBlock) {

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gnnc.runtime.cpu import library
 
 HERE = Path(__file__).parent
-DENSE = ("test_gemm.py", "test_map.py", "test_row_program.py")
+DENSE = ("test_gemm.py", "test_gradient_kernels.py", "test_map.py", "test_row_program.py")
+PRODUCTS = DENSE[:2]
 SPARSE = ("test_spmm.py", "test_attention.py", "test_sddmm.py", "test_edge_softmax.py", "test_softmax_sum.py")
 
 # Prints digests of codes, scales and sums that must not depend on the instruction set.
@@ -61,6 +63,15 @@ def test_slower(files: tuple[str, ...], isa: str) -> None:
     if isa not in slower():
         pytest.skip(f"{isa} is what every test uses here, or this CPU lacks it")
     result = run(isa, "-m", "pytest", "-q", "-x", "-m", "not slow", *(str(HERE / file) for file in files))
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_products_without_amx() -> None:
+    if not torch.ops.gnnc_cpu.has_amx():
+        pytest.skip("this machine has no AMX")
+    files = [str(HERE / file) for file in PRODUCTS]
+    result = run("avx512", "-m", "pytest", "-q", "-x", "-m", "not slow", *files)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
 
 

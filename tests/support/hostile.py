@@ -49,6 +49,7 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
     factors, bits = torch.zeros(ROWS, 4), torch.zeros(ROWS, -(-width // 8), dtype=torch.uint8)
     return {
         "isa": [()],
+        "has_amx": [()],
         "csr": [(*edges, *sorted_edges)],
         "csr_ordered": [(*edges, torch.tensor([0, *[3] * 7, EDGES]), None, *sorted_edges[1:])],
         "degree": [(g.rowptr, torch.zeros(ROWS))],
