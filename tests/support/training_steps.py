@@ -61,5 +61,18 @@ def compare(model: nn.Module, compiled: Any, step: Step) -> None:
         torch.testing.assert_close(buffer, right, rtol=1e-4, atol=1e-5)
 
 
+def losses_of_adam(owner: nn.Module, loss: Callable[[], Tensor], steps: int = 20) -> list[float]:
+    """Return the losses of steps of Adam on the parameters of a module."""
+    optimizer = torch.optim.Adam(owner.parameters(), lr=0.01)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
 def assert_alike(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)

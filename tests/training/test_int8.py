@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from graphs import load
+from on_cora import ON_CORA, Net
 from torch import Tensor, nn
 from torch_geometric import nn as pyg
+from training_steps import losses_of_adam
 from zoo import ZOO, prepared
 from zoo_gradients import gradients, rms
 
@@ -22,29 +24,6 @@ from gnnc.passes.assign import Assign
 from gnnc.passes.pipeline import PIPELINE
 
 WITH_WEIGHTS = [name for name, entry in ZOO.items() if any(True for _ in prepared(entry).parameters())]
-
-
-class Net(nn.Module):
-    """Two convolutions with an activation between."""
-
-    def __init__(self, first: nn.Module, second: nn.Module, activation: nn.Module | None = None) -> None:
-        super().__init__()
-        self.first, self.second, self.activation = first, second, activation or nn.ReLU()
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.second(self.activation(self.first(x, edge_index)), edge_index)
-
-
-def mlp(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, outputs))
-
-
-ON_CORA = {
-    "gcn": lambda a, b: Net(pyg.GCNConv(a, 64), pyg.GCNConv(64, b)),
-    "sage": lambda a, b: Net(pyg.SAGEConv(a, 64), pyg.SAGEConv(64, b)),
-    "gat": lambda a, b: Net(pyg.GATConv(a, 16, heads=4), pyg.GATConv(64, b), nn.ELU()),
-    "gin": lambda a, b: Net(pyg.GINConv(mlp(a, 64)), pyg.GINConv(mlp(64, b))),
-}
 
 
 def gcn_on_a_random_graph() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
@@ -105,19 +84,11 @@ def test_gradients_of_the_zoo(name: str) -> None:
 def test_twenty_steps_have_nearly_the_losses_of_eager() -> None:
     model, graph = gcn_on_a_random_graph()
     labels = graph[0][:, :5].argmax(1)
-    losses = []
-    for compiled in (False, True):
-        twin = copy.deepcopy(model)
-        call = gnnc.compile(twin, "int8") if compiled else twin
-        optimizer = torch.optim.Adam(twin.parameters(), lr=0.01)
-        steps = []
-        for _ in range(20):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(call(*graph), labels)
-            loss.backward()
-            optimizer.step()
-            steps.append(loss.item())
-        losses.append(steps)
+    twin = copy.deepcopy(model)
+    losses = [
+        losses_of_adam(owner, lambda call=call: nn.functional.cross_entropy(call(*graph), labels))
+        for call, owner in ((model, model), (gnnc.compile(twin, "int8"), twin))
+    ]
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
     assert losses[1][-1] < 0.8 * losses[1][0]
 

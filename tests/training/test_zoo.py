@@ -1,11 +1,13 @@
 """Gradients of the models of the zoo, in train(), against autograd of eager PyTorch in float64."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from slow import slow_but
-from torch import nn
+from torch import Tensor, nn
+from training_steps import losses_of_adam
 from zoo import ZOO, Arguments, prepared, random_graph
 from zoo_gradients import gradients, rms
 from zoo_layers import LAYERS
@@ -84,18 +86,14 @@ def test_gradients_in_bf16_point_where_those_of_fp32_do(name: str) -> None:
 )
 def test_twenty_steps_of_adam_have_the_losses_of_eager(name: str) -> None:
     model, (args, kwargs) = cases(name)
-    losses = []
-    for compiled in (False, True):
-        twin = copy.deepcopy(model)
-        call = gnnc.compile(twin, "fp32") if compiled else twin
-        optimizer = torch.optim.Adam(twin.parameters(), lr=0.01)
-        steps = []
-        for _ in range(20):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.log_softmax(call(*args, **kwargs), 1)[:, 0].neg().mean()
-            loss.backward()
-            optimizer.step()
-            steps.append(loss.item())
-        losses.append(steps)
+    twin = copy.deepcopy(model)
+
+    def loss_of(call: Any) -> Tensor:
+        return torch.nn.functional.log_softmax(call(*args, **kwargs), 1)[:, 0].neg().mean()
+
+    losses = [
+        losses_of_adam(owner, lambda call=call: loss_of(call))
+        for call, owner in ((model, model), (gnnc.compile(twin, "fp32"), twin))
+    ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
     assert losses[1][-1] < losses[1][0]
