@@ -67,8 +67,9 @@ def compile(  # noqa: A001  the name is the public contract
             scales are taken at each call (dynamic). They are kept: a copy, or a model that has changed,
             is captured with them again, and scales are taken from them again where weights have changed.
         overrides: module-path glob to precision, for layers that differ.
-        error_budget: relative L2 error of the output on ``example_inputs`` that ``auto`` may spend.
-            Without them nothing can be measured: it weighs ops by their receptive-field gain.
+        error_budget: relative L2 error of the output on ``example_inputs`` that ``auto`` may spend, in
+            training also of the gradient of all weights together. Without them nothing can be measured: it
+            weighs ops by their receptive-field gain, and trains in ``bf16`` or ``fp32``.
         backend: ``auto`` (CUDA or the CPU, by the device of the model, or of the inputs of a model without
             parameters), ``cpu``, ``cuda``, ``reference``, or ``cuda-offline``, which compiles and cannot run.
         cuda_graph: ``auto`` or a bool: whether calls replay a CUDA graph; without meaning on the CPU.

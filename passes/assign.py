@@ -6,7 +6,7 @@ an integer form, values that ``exact_values`` marked), what the user set for the
 that last one is chosen op by op.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -40,6 +40,7 @@ class Assign:
             takes four products.
         last_layer: the last product and aggregation before each output of a model that trains, forward and
             backward, stay ``fp32`` in an integer precision (Tango, SC'23, section 3.2), or are ``low`` too.
+            ``auto`` does not take integers for them either: their errors reach the gradient of the loss.
     """
 
     min_row_bytes: int | None = None
@@ -63,7 +64,7 @@ class Assign:
         fixed = _fixed(gm.graph)
         last = last_layer(gm) if self.last_layer == "fp32" else ()
         if ctx.precision == AUTO and ctx.choice is None:
-            ctx.choice = Choice.make(gm, ctx, self._allowed(primitives, fixed, named, ctx))
+            ctx.choice = Choice.make(gm, ctx, self._allowed(primitives, fixed, named, last, ctx))
         for node in primitives:
             option = _option(node, named, ctx)
             chosen = node in named or ctx.precision == AUTO
@@ -80,7 +81,12 @@ class Assign:
         return gm
 
     def _allowed(
-        self, primitives: list[Node], fixed: dict[Node, str], named: dict[Node, Option], ctx: Context
+        self,
+        primitives: list[Node],
+        fixed: dict[Node, str],
+        named: dict[Node, Option],
+        last: Collection[Node],
+        ctx: Context,
     ) -> dict[Node, Sequence[Option]]:
         """The options that ``auto`` may choose from for each primitive."""
         allowed: dict[Node, Sequence[Option]] = {}
@@ -89,6 +95,8 @@ class Assign:
                 continue
             known = options_of(node, ctx)
             wanted = named.get(node)
+            if wanted is None and node in last:
+                known = [option for option in known if not option.precision.is_integer]
             if wanted is not None:
                 exact = [option for option in known if option == wanted]
                 known = exact or [option for option in known if option.precision == wanted.precision]

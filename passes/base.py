@@ -47,7 +47,9 @@ class Context:
         overrides: module-path glob to precision.
         target: what passes may know of the backend.
         examples: values of the placeholders of the captured graph, in order, or None.
-        error_budget: relative L2 error allowed on the output, for ``auto``.
+        step: values of the placeholders of the joint graph, on which ``auto`` measures a training step, or
+            None; the scales of training are taken at each call, so that its ``examples`` are None.
+        error_budget: relative L2 error allowed on the output, for ``auto``; in training on gradients too.
         plan: precisions by layer that the user gave, or None.
         choice: what ``auto`` weighed and chose; made by ``assign`` where it is not given.
         notes: remarks of the passes.
@@ -58,6 +60,7 @@ class Context:
     overrides: dict[str, Precision] = field(default_factory=dict)
     target: Target = field(default_factory=Target)
     examples: tuple[Any, ...] | None = None
+    step: tuple[Any, ...] | None = None
     error_budget: float = 0.02
     plan: Any = None
     choice: Any = None

@@ -25,6 +25,7 @@ from gnnc.passes.base import Context
 from gnnc.passes.normalize import simplify
 from gnnc.passes.rewrite.attention_gradients import join_attention_gradients
 from gnnc.passes.rewrite.gradient_nodes import simplify_gradients
+from gnnc.passes.rewrite.joint_examples import joint_examples
 from gnnc.passes.rewrite.joint_structure import move_to_structure
 from gnnc.passes.rewrite.recurrent_cells import WITHOUT_WRITES
 from gnnc.torch_private import (
@@ -63,6 +64,8 @@ class Joint:
         _fill_empty_results(joint)
         if parts.structure is not None:
             move_to_structure(joint, parts.structure)
+        if ctx.examples is not None:
+            joint_examples(parts.forward, joint, parts.structure, ctx)
         return replace(parts, forward=joint)
 
 

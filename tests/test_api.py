@@ -183,20 +183,6 @@ def test_threads_agree(compiled):
     assert not failures
 
 
-@pytest.mark.slow
-def test_gradients_in_auto_are_refused_never_lost(model, rates):
-    compiled = gnnc.compile(model, "auto")
-    x, edge_index = graph()
-    with pytest.raises(gnnc.UnsupportedError, match=r"need gradients.*fp32.*no_grad"):
-        compiled(x, edge_index)
-    frozen = copy.deepcopy(compiled).requires_grad_(False)
-    assert frozen(x, edge_index).shape == (NUM_NODES, CLASSES)
-    with pytest.raises(gnnc.UnsupportedError, match="need gradients"):
-        frozen(x.clone().requires_grad_(), edge_index)
-    with torch.inference_mode():
-        compiled(x, edge_index)
-
-
 def test_static_scales_come_from_example_inputs(model):
     x, edge_index = graph()
     compiled = gnnc.compile(model, "int8", backend="reference", example_inputs=(x, edge_index))

@@ -3,25 +3,25 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import Tensor
 from torch.fx import GraphModule
 
-from gnnc.calibrate.timing import Times
+from gnnc.compiler.example_run import CallRun, Make, StepRun
 from gnnc.cost import model
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir import describe
 from gnnc.ir.graph import placeholders
-from gnnc.ir.parts import Parts
+from gnnc.ir.parts import GRADIENTS, Parts
 from gnnc.passes.base import Context, Pass, Property, Stage, established_by, run_passes
-from gnnc.passes.quantize import STATIC_SCALE
 from gnnc.passes.search.choice import MAX_TIGHTENINGS, Choice, beyond
 from gnnc.passes.search.measured import Observed, corrected, observed
-from gnnc.passes.search.sensitivity import relative_l2
 from gnnc.passes.search.solver import solve
-from gnnc.passes.search.study import GROWTH
 from gnnc.precision import AUTO, Precision
+
+_BF16_ERROR = 0.01
+"""Relative error of gradients that bf16 is taken to have where nothing is measured: 0.3 to 0.7% on Cora."""
 
 _MOST_CHOICES = 5
 """Number of times that a choice is made again from measured times: each may show new launches."""
@@ -39,9 +39,9 @@ class _Try:
         stages: the passes from ``assign`` on.
         context: what they learned.
         seconds: predicted time of the lowered program.
-        times: what it took on the examples, where the backend's programs are timed.
-        observed: what that shows of single ops.
-        error: the largest error of an output on the examples.
+        measured: what it took on the examples in seconds, where the backend's programs are timed.
+        observed: what that shows of single ops, of each graph.
+        error: the largest error of a judged value on the examples.
         grown: the same had their values been ``GROWTH`` times as large as those that static scales
             came from.
     """
@@ -52,13 +52,13 @@ class _Try:
     seconds: float
     error: float
     grown: float
-    times: Times | None = None
-    observed: Observed | None = None
+    measured: float | None = None
+    observed: Sequence[Observed] = ()
 
     @property
     def cost(self) -> float:
         """The seconds that tries are held against each other by."""
-        return self.seconds if self.times is None else self.times.seconds
+        return self.seconds if self.measured is None else self.measured
 
     @property
     def worst(self) -> float:
@@ -68,7 +68,7 @@ class _Try:
     @property
     def time_text(self) -> str:
         """The time, for people."""
-        return f"{self.cost * 1e3:.3f} ms" if self.times is None else f"{self.cost * 1e3:.4f} ms measured"
+        return f"{self.cost * 1e3:.3f} ms" if self.measured is None else f"{self.cost * 1e3:.4f} ms measured"
 
     def __str__(self) -> str:
         return f"{self.error:.2g}{beyond(self.error, self.grown)}"
@@ -79,9 +79,11 @@ def run_auto(
 ) -> tuple[list[Stage], Context]:
     """Run the passes with the precisions that are predicted fastest within the error budget.
 
-    Without examples the choice is carried out as it is. With them, it is run, on the examples and with
-    static scales that are too small for them, as those of another graph's values may be: over budget, it
-    is made again under a tighter limit, at most ``MAX_TIGHTENINGS`` times, and then falls back to FP32.
+    Without examples the choice is carried out as it is, but a program that trains takes one precision for all
+    ops, and leaves a note: a graph alone does not tell the errors of gradients. With them, it is run, on the
+    examples and with static scales that are too small for them, as those of another graph's values may be:
+    over budget, it is made again under a tighter limit, at most ``MAX_TIGHTENINGS`` times, and then falls
+    back to FP32.
     Last, it is held against every uniform precision that keeps the budget, in both runs: where one of
     those is predicted faster once lowered, it is taken. Where the backend's programs are timed, all of
     them are; the choice is made again from the times that launches of theirs took, and what took least
@@ -103,11 +105,30 @@ def run_auto(
         )
     before = run_passes(parts, pipeline[:place], context)
     start = before[-1][1] if before else parts
+    trains = GRADIENTS in start.forward.meta
     if context.examples is None:
+        if trains:
+            context.precision = _unmeasured(context)
         return before + run_passes(start, pipeline[place:], context), context
+    if trains:
+        context.step, context.examples = context.examples, None
     search = _Search(start, pipeline[place:], context, check_finite)
     best = search.run()
     return before + best.stages, best.context
+
+
+def _unmeasured(context: Context) -> Precision:
+    """Return the precision of a training step without examples, and leave a note on it."""
+    is_fast = "bf16" in context.target.precisions - context.target.slower
+    takes_bf16 = is_fast and context.error_budget >= _BF16_ERROR
+    text = "bf16, whose gradients err by less than 1%" if takes_bf16 else "fp32"
+    context.current_pass = "auto"
+    context.note(
+        None,
+        f"the step is {text}: without example_inputs of its form no error of a gradient was measured; with "
+        "them each op has a precision of its own",
+    )
+    return Precision.parse("bf16" if takes_bf16 else "fp32")
 
 
 class _Search:
@@ -126,11 +147,14 @@ class _Search:
         chosen = self._within_budget(self._try("auto", AUTO))
         self._study = self._choice.study
         uniform = [self._try(name, Precision.parse(name)) for name in self._uniform_names()]
-        again = self._from_times([chosen, *uniform]) if chosen.times is not None else []
+        again = self._from_times([chosen, *uniform]) if chosen.measured is not None else []
         # What was chosen comes first: it stays where others are no faster.
         good = [t for t in (chosen, *again, *uniform) if t.worst <= self._choice.budget]
         best = min(good, key=lambda t: t.cost) if good else chosen
         self._say(best, chosen, uniform)
+        if best.context.step is not None:
+            best.context.step = None
+            self._study.bench.release()
         return best
 
     def _from_times(self, tries: list[_Try]) -> list[_Try]:
@@ -138,7 +162,7 @@ class _Search:
         found: list[_Try] = []
         for _ in range(_MOST_CHOICES):
             choice: Choice = self._choice
-            seen = [t.observed for t in (*tries, *found) if t.observed is not None]
+            seen = [each for t in (*tries, *found) for each in t.observed]
             known = corrected(self._study, seen)
             solution = solve(known, choice.limit, choice.grown_limit)
             plan = known.plan(solution.chosen)
@@ -193,36 +217,43 @@ class _Search:
             self._choice = context.choice
             # What later tries and corrections change must not change what this one says.
             context.choice = dataclasses.replace(context.choice)
-        target, examples, lowered = context.target, context.examples, stages[-1][1].forward
-        assert target.rates is not None and examples is not None
-        predicted = predicted_times(lowered, examples, target.rates())
-        run = lowered
-        if target.lowering is not None:
-            run = target.lowering.executable(lowered, check_finite=self._check_finite)
+        assigned, lowered, target = stages[0][1].forward, stages[-1][1], context.target
+        assert target.rates is not None
+        rates, run = target.rates(), self._run_of(assigned, lowered, context)
+        predicted = [predicted_times(gm, values, rates) for gm, values in run.graphs]
         try:
-            errors = self._errors(lowered, run, context)
-            times = None if target.timer is None else target.timer(run, examples)
+            errors = self._errors(run)
+            times = [] if target.timer is None else run.times(target.timer)
         except PrecisionError:  # past the range of a precision, as 65504 in fp16: another may hold it
-            errors, times = (float("inf"), float("inf")), None
-        seen = None if times is None else observed(stages[0][1].forward, lowered, predicted, times.launches)
-        return _Try(name, stages, context, sum(predicted.values()), *errors, times, seen)
+            errors, times = (float("inf"), float("inf")), []
+        parts = zip(run.graphs, predicted, times, strict=False)
+        seen = [observed(assigned, gm, of_part, took.launches) for (gm, _), of_part, took in parts]
+        seconds = sum(sum(of_part.values()) for of_part in predicted)
+        measured = sum(took.seconds for took in times) if times else None
+        return _Try(name, stages, context, seconds, *errors, measured, seen)
 
-    def _errors(self, gm: GraphModule, run: Any, context: Context) -> tuple[float, float]:
-        """Run the lowered program on the examples, and again with scales that are too small for them."""
+    def _run_of(self, assigned: GraphModule, lowered: Parts, context: Context) -> CallRun | StepRun:
+        lowering = context.target.lowering
+        make: Make = (
+            (lambda gm: gm)
+            if lowering is None
+            else partial(lowering.executable, check_finite=self._check_finite)
+        )
+        if context.step is not None:
+            bench = context.choice.study.bench if self._choice is None else self._choice.study.bench
+            return StepRun(assigned, lowered, context.step, bench.tangents, make)
         assert context.examples is not None
-        error = self._error(run(*context.examples))
-        shrunken = _with_smaller_scales(gm, context.examples)
-        return error, error if shrunken is None else self._error(run(*shrunken))
+        return CallRun(lowered, context.examples, make)
+
+    def _errors(self, run: CallRun | StepRun) -> tuple[float, float]:
+        """Run the lowered program on the examples, and again with scales that are too small for them."""
+        error, again = self._error(run.outputs()), run.outputs_with_smaller_scales()
+        return error, error if again is None else self._error(again)
 
     def _error(self, outputs: Sequence[Any]) -> float:
-        wanted = self._wanted()
-        got = [value for value in outputs if isinstance(value, Tensor) and value.is_floating_point()]
-        return max((relative_l2(a, b) for a, b in zip(got, wanted, strict=True)), default=0.0)
-
-    def _wanted(self) -> list[Tensor]:
         choice: Choice = self._choice
         assert choice.study.bench is not None
-        return choice.study.bench.outputs
+        return max(choice.study.bench.compare(outputs), default=0.0)
 
     def _say(self, best: _Try, chosen: _Try, uniform: Sequence[_Try]) -> None:
         """Leave the choice that was taken, and what it was held against, in the best try's context."""
@@ -234,22 +265,13 @@ class _Search:
             choice.log.append(f"uniform {other.name}: error {other}, {verdict}")
         choice.log.append(f"taken: {best.name}, predicted {best.seconds * 1e3:.3f} ms{_took(best)}")
         if is_uniform:
-            choice.take_uniform(best.stages[0][1].forward, measured=best.times is not None)
+            choice.take_uniform(best.stages[0][1].forward, measured=best.measured is not None)
             best.context.precision = AUTO
         best.context.choice = choice
 
 
 def _took(found: _Try) -> str:
-    return "" if found.times is None else f", {found.time_text}"
-
-
-def _with_smaller_scales(gm: GraphModule, values: Sequence[Any]) -> list[Any] | None:
-    """The values with static scales as smaller values would have given them; None where there are none."""
-    inputs = placeholders(gm)
-    if not any(STATIC_SCALE in node.meta for node in inputs):
-        return None
-    pairs = zip(inputs, values, strict=True)
-    return [value / GROWTH if STATIC_SCALE in node.meta else value for node, value in pairs]
+    return "" if found.measured is None else f", {found.time_text}"
 
 
 def predicted_times(gm: GraphModule, values: Sequence[Any] | None, rates: model.Rates) -> dict[str, float]:
@@ -270,5 +292,10 @@ def predicted_times(gm: GraphModule, values: Sequence[Any] | None, rates: model.
 
 
 def _numbers(launch: model.Launch, sizes: Any) -> list[model.Term] | None:
-    terms = [term.at(lambda expr: model.evaluate(expr, sizes)) for term in model.work(launch)]
-    return None if any(term.amount is None for term in terms) else terms
+    terms = model.work(launch)
+    numbers = [term.at(lambda expr: model.evaluate(expr, sizes)) for term in terms]
+    known = [
+        each.amount is not None and (each.held is not None) == (term.held is not None)
+        for each, term in zip(numbers, terms, strict=True)
+    ]
+    return numbers if all(known) else None

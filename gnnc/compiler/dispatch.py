@@ -35,9 +35,9 @@ from gnnc.compiler.guessed_values import with_checked_guesses
 from gnnc.compiler.options import check_precisions
 from gnnc.compiler.program import Options, Program, find
 from gnnc.compiler.training import (
+    Wanted,
     refuse_backward_hooks,
     refuse_held_tensor,
-    refuse_precisions,
     tensors_of,
     wanted_gradients,
     wanted_weights,
@@ -45,6 +45,7 @@ from gnnc.compiler.training import (
 from gnnc.compiler.transforms import may_be_transformed, refuse_trace, refuse_transforms
 from gnnc.errors import CaptureError, GnncError, GraphError, InputError, UnsupportedError
 from gnnc.locks import renew_at_fork
+from gnnc.precision import AUTO
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.program.checks import OutOfRange
 from gnnc.runtime.program.memory import OutputPool
@@ -343,11 +344,11 @@ class Dispatch:
         if self._examples is None or any(autocast_mode()):  # examples run in FP32 alone
             return
         *_, wanted = key
-        if wanted is not None or key in self._tried:  # scales of training are taken at each call
-            return
+        if key in self._tried or (wanted is not None and self.options.precision != AUTO):
+            return  # scales of training are taken at each call
         self._tried.add(key)
         try:
-            args = self._moved_examples()
+            args = _requiring(self._moved_examples(), wanted)
             call = self._flattened(args, {})
             if self._structural_key(call) == key:
                 self._capture(call, args, {}, None, examples=True)
@@ -393,7 +394,7 @@ class Dispatch:
                     use_examples=examples,
                     known=known,
                     guesses=guesses,
-                    trains=self._trains(call, options, examples=examples),
+                    trains=wanted_gradients(self._modules, call.tensors) is not None,
                 )
         except CaptureError as error:
             self._explain_arguments(call, failure, error)
@@ -555,14 +556,6 @@ class Dispatch:
         alike = [p for p in self.programs() if p.captured.call.names == call.names]
         return alike[-1].captured.guards.failure(call.tensors) if alike else None
 
-    def _trains(self, call: Call, options: Options, *, examples: bool) -> bool:
-        """Return whether the program of a call computes gradients; UnsupportedError where it cannot."""
-        if examples or wanted_gradients(self._modules, call.tensors) is None:
-            return False
-        precisions = (options.precision, *options.overrides.values())
-        refuse_precisions(type(self._model).__name__, precisions)
-        return True
-
     def _wanted_weights(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, ...] | None:
         """Return which weights want gradients; None: they and the arguments of this call want none.
 
@@ -590,6 +583,14 @@ class Dispatch:
             (f"argument {pytree.keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor)
         ]
         refuse_foreign_tensors(type(self._model).__name__, named)
+
+
+def _requiring(args: tuple[Any, ...], wanted: Wanted | None) -> tuple[Any, ...]:
+    """Return arguments whose tensors require the gradients that a call wants of its own."""
+    if wanted is None:
+        return args
+    flags = iter(wanted[1])
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(next(flags, False)), args)
 
 
 def device_of(model: torch.nn.Module) -> torch.device | None:

@@ -14,7 +14,7 @@ from gnnc.compiler.auto import predicted_times
 from gnnc.compiler.index_checks import Bounds
 from gnnc.compiler.options import default_precision
 from gnnc.compiler.static_scales import ScaledWeights
-from gnnc.ir.parts import Parts
+from gnnc.ir.parts import FORWARD, Parts
 from gnnc.passes.base import Context, Pass, Stage
 from gnnc.passes.quantization.saved_plan import Plan
 from gnnc.passes.rewrite.boundary import whole_examples
@@ -77,13 +77,14 @@ class Knowledge:
     """Knowledge of the cost model and of ``auto`` about a program.
 
     Attributes:
-        predicted: seconds of each launch, by node; empty where this machine was never measured.
+        predicted: seconds of each launch, by name of the graph and of the node; empty where this machine was
+            never measured.
         gains: receptive-field gain, by name of the primitive before it was quantized.
         choices: option, sensitivity and next best of each primitive, by the same name.
         chosen: what is to be said of the choice.
     """
 
-    predicted: Mapping[str, float]
+    predicted: Mapping[tuple[str, str], float]
     gains: Mapping[str, float]
     choices: Mapping[str, Chosen]
     chosen: Sequence[str]
@@ -152,7 +153,11 @@ class Program:
         """Return what ``summary()`` and ``explain()`` tell beside the graph itself."""
         rates = stored_rates(self.backend)
         values = self.context.examples
-        predicted = {} if rates is None else predicted_times(self.parts.forward, values, rates)
+        predicted = {
+            (part, node): seconds
+            for part, gm in (() if rates is None else self.parts.per_call())
+            for node, seconds in predicted_times(gm, values if part == FORWARD else None, rates).items()
+        }
         choice: Choice | None = self.context.choice
         if choice is None:
             return Knowledge(predicted, {}, {}, ())

@@ -1,7 +1,7 @@
 """Calls that want gradients: which they want, and the refusal of what has none in a compiled program."""
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +15,6 @@ from gnnc.capture.thread_patches import in_this_thread, replaced
 from gnnc.errors import CaptureError, UnsupportedError
 from gnnc.ir.graph import placeholders
 from gnnc.ir.source import WANTS_GRADIENT, WRITTEN, Source, source_of
-from gnnc.precision import AUTO, Precision
 from gnnc.torch_private import GLOBAL_BACKWARD_HOOKS, pytree
 
 _OF_TORCH = ("torch.", "gnnc.")
@@ -83,21 +82,6 @@ def _weight_wants(model: nn.Module, source: Source) -> bool:
     if source.kind == "parameter":
         return model.get_parameter(source.name).requires_grad
     return source.kind == "buffer" and model.get_buffer(source.name).requires_grad
-
-
-def refuse_precisions(owner: str, precisions: Collection[Precision]) -> None:
-    """Refuse to train in a precision whose programs have no backward graph.
-
-    Raises:
-        UnsupportedError: names the precision, and those that train.
-    """
-    for precision in precisions:
-        if precision == AUTO:
-            raise UnsupportedError(
-                f"[{owner}] this call would need gradients, and a model compiled to {precision} has none: "
-                "compile it with precision='fp32', 'bf16', 'fp16' or 'int8' to train, or call it under "
-                "torch.no_grad() or torch.inference_mode()"
-            )
 
 
 def refuse_held_tensor(owner: str, name: str) -> NoReturn:

@@ -25,6 +25,9 @@ FAMILIES = ("gemm", "spmm", "attention", "map")
 ALONE = "aten"
 """Family of the launches outside of every other family, and of all that was not measured."""
 
+ALIKE = {"attention_backward": "attention"}
+"""Families that no machine is measured for, and the measured one whose kernels do such work."""
+
 LINE = 64
 """Bytes of a cache line: an edge fetches whole lines."""
 
@@ -80,7 +83,7 @@ class Rates:
 
         A term that the family was not measured with counts as it does for ops that run alone.
         """
-        table = self.families.get(family, {})
+        table = self.families.get(family) or self.families.get(ALIKE.get(family, family), {})
         rest = self.families.get(ALONE, {})
         total = 0.0
         for term in terms:
@@ -230,8 +233,7 @@ def op_terms(node: Node, mode: str, element_size: Any = None) -> list[Term]:
     """
     op = _op(node)
     if op.cost_family == "gemm":
-        inner = operand(node, "x").meta["val"].shape[-1]
-        return [Term(f"dot.{mode}", elements(node) * size_expr(inner))]
+        return [Term(f"dot.{mode}", elements(node) * _summed(node))]
     if not op.gathered:
         return [Term(op.step, elements(node))]
     edges = _edges(node)
@@ -245,6 +247,14 @@ def op_terms(node: Node, mode: str, element_size: Any = None) -> list[Term]:
         lines = sympy.ceiling(_per_row(table) * size / LINE) * LINE
         terms.append(Term(f"gather.{mode}", edges * lines, padded(table, size)))
     return terms
+
+
+def _summed(node: Node) -> sympy.Expr:
+    """Return the number of products that a value of a matrix product sums: columns, or all rows."""
+    if "x" in _op(node).parameters:
+        return size_expr(operand(node, "x").meta["val"].shape[-1])
+    rows = operand(node, "a").meta["val"].shape[:-1]
+    return sympy.prod([size_expr(size) for size in rows])
 
 
 def mode_of(node: Node) -> str:

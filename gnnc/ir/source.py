@@ -50,6 +50,12 @@ def wants_gradient(node: torch.fx.Node) -> bool:
     return node.op == "placeholder" and bool(node.meta.get(WANTS_GRADIENT))
 
 
+def tangent_number(node: torch.fx.Node) -> int | None:
+    """Return the number of the output whose gradient ``node`` is, or None for any other node."""
+    source = source_of(node)
+    return int(source.name) if source is not None and source.kind == "tangent" else None
+
+
 def is_structure(node: torch.fx.Node) -> bool:
     """Return whether ``node`` is an output of the structure graph."""
     source = source_of(node)

@@ -65,7 +65,7 @@ class ProgramReport:
         parts: the lowered graphs.
         notes: remarks of the passes, in order.
         captures: why each capture was made, in order; the first is the first call.
-        predicted: seconds of each node of the parts that run at every call, from the cost model.
+        predicted: seconds from the cost model, by name of the graph and of the node.
         measured: seconds by name of a graph and of its node, from ``profile()``.
         floors: seconds that its compulsory bytes take at copy bandwidth, likewise.
         gains: receptive-field gain of each primitive, by its name before it was quantized.
@@ -81,7 +81,7 @@ class ProgramReport:
     parts: Parts
     notes: Sequence[Remark] = ()
     captures: Sequence[str] = ()
-    predicted: Mapping[str, float] = field(default_factory=dict)
+    predicted: Mapping[tuple[str, str], float] = field(default_factory=dict)
     measured: Mapping[tuple[str, str], float] = field(default_factory=dict)
     floors: Mapping[str, float] = field(default_factory=dict)
     gains: Mapping[str, float] = field(default_factory=dict)
@@ -129,14 +129,18 @@ def summary_text(report: ProgramReport, values: Sequence[Any] | None = None) -> 
         for row in summary_rows(
             gm,
             values=values if part == FORWARD else None,
-            predicted=report.predicted if part == FORWARD else None,
-            measured={node: seconds for (graph, node), seconds in report.measured.items() if graph == part},
+            predicted=_of_part(report.predicted, part),
+            measured=_of_part(report.measured, part),
             floors=report.floors if part == FORWARD else None,
             gains=report.gains,
             choices=report.choices,
         )
     ]
     return summary_table(rows)
+
+
+def _of_part(seconds: Mapping[tuple[str, str], float], part: str) -> dict[str, float]:
+    return {node: each for (graph, node), each in seconds.items() if graph == part}
 
 
 def header_lines(report: ProgramReport) -> list[str]:

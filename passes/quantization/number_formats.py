@@ -94,7 +94,10 @@ def options_of(node: Node, ctx: Context) -> Sequence[Option]:
     found = [FULL]
     if not has_low_form(node):
         return found
+    op = op_of(node)
     for precision in map(Precision.parse, sorted(ctx.target.precisions - {"fp32"})):
+        if precision.is_integer and (op is None or op.quantized is None):
+            continue
         ways = granularities(node, precision)
         if not ways:
             found.append(Option(precision))

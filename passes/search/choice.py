@@ -30,7 +30,7 @@ class Choice:
         plan: the option of each primitive, by name; None while a uniform precision is tried.
         limit: the predicted error allowed to the latest choice on the examples.
         grown_limit: the same for values that have grown beyond the examples', see ``study.GROWTH``.
-        measured: the largest error of an output in a run of the latest choice.
+        measured: the largest error of a judged value in a run of the latest choice.
         grown: the same for values that have grown.
         log: the attempts, a line each.
     """
@@ -68,7 +68,7 @@ class Choice:
 
     @property
     def predicted(self) -> float:
-        """Largest predicted error of an output."""
+        """Largest predicted error of a judged value."""
         return max(self.solution.errors, default=0.0)
 
     @property
@@ -79,7 +79,7 @@ class Choice:
 
     @property
     def predicted_grown(self) -> float:
-        """Largest predicted error of an output, for values that have grown."""
+        """Largest predicted error of a judged value, for values that have grown."""
         return max(self.study.error(self.solution.chosen)[self.study.outputs :], default=0.0)
 
     def adjust(self, measured: float, grown: float) -> bool:
@@ -89,7 +89,7 @@ class Choice:
         both limits are loosened in the same way.
 
         Args:
-            measured: the largest error of an output on the examples.
+            measured: the largest error of a judged value on the examples.
             grown: the same for values that have grown.
 
         Returns:
@@ -176,6 +176,12 @@ def report(choice: Choice) -> list[str]:
         choice.solution.binding,
         *choice.log,
     ]
+    if any("gradient" in each.name for each in choice.study.judged):
+        judged = ", ".join(each.name for each in choice.study.judged)
+        lines.append(
+            "a training step was measured, under a cross-entropy with random classes: the error is the "
+            f"largest of {judged}"
+        )
     if not choice.study.measured:
         lines.append(
             "no example_inputs: an op's weight is 1 + its receptive-field gain on an assumed graph, and "

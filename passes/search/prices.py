@@ -34,7 +34,7 @@ class Prices:
         size = _element_bytes(option)
         terms = model.op_terms(node, _mode(node, option), size)
         if model.family_of(node) == "gemm":
-            terms += _preparation(node, operand(node, "w"), option)
+            terms += _preparation(node, option)
         elif option.precision.is_integer and option.granularity not in (None, "row"):
             terms.append(Term("step", model.elements(node)))
         return self._seconds(_family(node), terms)
@@ -71,10 +71,14 @@ class Prices:
         return self._rates.seconds(family, [term.at(self._assumed_sizes.value) for term in terms])
 
 
-def _preparation(node: Node, weight: Node, option: Option) -> list[Term]:
-    """Return the work of a GEMM on its weight and on its integer result."""
+def _preparation(node: Node, option: Option) -> list[Term]:
+    """Return the work of a GEMM on its weight, if it has one, and on its integer result."""
     if option == FULL:
         return []
+    op = op_of(node)
+    if op is not None and "w" not in op.parameters:
+        return [Term("step", 2 * model.elements(node))] if option.precision.is_integer else []
+    weight = operand(node, "w")
     if not option.precision.is_integer:
         return [Term("step", model.elements(weight))]
     return [Term("quantize", model.elements(weight)), Term("step", 2 * model.elements(node))]

@@ -4,6 +4,7 @@
 fast as the op itself; a test holds the two together.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,11 +15,18 @@ from gnnc.ir.nodes import argument
 from gnnc.ir.op import op_of
 from gnnc.ir.qtype import QType
 from gnnc.ir.quantized import MAX_SHIFT
+from gnnc.ir.source import source_of
 from gnnc.passes.quantization.number_formats import FLOAT_DTYPES, Option
 from gnnc.passes.quantization.observe import HEADROOM
 
 
-def round_operands(node: Node, args: tuple[Any, ...], option: Option, growth: float = 1.0) -> tuple[Any, ...]:
+def round_operands(
+    node: Node,
+    args: tuple[Any, ...],
+    option: Option,
+    growth: float = 1.0,
+    gradients: Collection[Node] = (),
+) -> tuple[Any, ...]:
     """Return the arguments of ``node`` with its feature operands rounded as ``option`` says.
 
     Args:
@@ -26,16 +34,33 @@ def round_operands(node: Node, args: tuple[Any, ...], option: Option, growth: fl
         args: its arguments, tensors in place of nodes.
         option: the precision and granularity.
         growth: how much larger these values are than those that static scales were taken from.
+        gradients: the nodes that are gradients, which fp16 takes times a power of two.
     """
     op = op_of(node)
     assert op is not None
     rounded = list(args)
     for position in map(op.parameters.index, op.low_operands):
-        rounded[position] = _round(args[position], option, growth)
+        if op.name == "gemm_tn" and option.precision.is_integer and _is_given(node.args[position]):
+            continue
+        if option.precision.name == "fp16" and node.args[position] in gradients:
+            rounded[position] = _round_scaled(args[position], option)
+        else:
+            rounded[position] = _round(args[position], option, growth)
     if op.name == "gemm" and option.precision.is_integer:
         rounded[0] = _round_matrix(args[0], option.precision.activation_qtype())
         rounded[1] = _round_weight(node, args[1], option.precision.weight_qtype())
     return tuple(rounded)
+
+
+def _is_given(value: Any) -> bool:
+    """Return whether a value is an argument of the model, which the product over nodes takes as it is."""
+    source = source_of(value)
+    return source is not None and source.kind == "input"
+
+
+def _round_scaled(x: Tensor, option: Option) -> Tensor:
+    scale = torch.ops.gnnc.fp16_scale(x)
+    return _round(x * scale, option, 1.0) / scale
 
 
 def _round(x: Tensor, option: Option, growth: float) -> Tensor:

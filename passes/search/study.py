@@ -21,11 +21,13 @@ from gnnc.cost.receptive_field import assumed_reach, count_reach, receptive_gain
 from gnnc.ir.graph import output_node
 from gnnc.ir.nodes import argument, operand, shape_or_none, unpack
 from gnnc.ir.op import op_of
+from gnnc.ir.parts import GRADIENTS
 from gnnc.ir.row_local import classify
 from gnnc.ir.source import is_weight
 from gnnc.passes.base import Context
 from gnnc.passes.quantization.number_formats import FULL, Option
 from gnnc.passes.rewrite.assumed_sizes import AssumedSizes
+from gnnc.passes.search.judged_values import JudgedValue
 from gnnc.passes.search.prices import Prices
 from gnnc.passes.search.rounding import round_rows
 from gnnc.passes.search.sensitivity import Bench, Errors
@@ -50,9 +52,9 @@ class OpChoices:
     Attributes:
         node: the primitive.
         options: its options; the first is FP32 unless the user forced another.
-        errors: for each option, the relative L2 error of each output when this op alone takes the option:
-            first on the examples, then for values ``GROWTH`` times as large as those that static scales
-            were taken from.
+        errors: for each option, the relative L2 error of each judged value when this op alone takes the
+            option: first on the examples, then for values ``GROWTH`` times as large as those that static
+            scales were taken from.
         seconds: for each option, the time of the op itself.
         gain: its receptive-field gain, None where it reads the input itself.
     """
@@ -74,7 +76,7 @@ class OpChoices:
         return max(self.error(o) for o in range(len(self.options)))
 
     def error(self, option: int) -> float:
-        """Return the error of an option on the examples, at the output with the largest error."""
+        """Return the error of an option on the examples, of the judged value with the largest."""
         return max(self.errors[option][: len(self.errors[option]) // 2], default=0.0)
 
 
@@ -98,7 +100,7 @@ class Study:
     Attributes:
         ops: the primitives that can be below FP32.
         stores: the cost of each format in which a tensor may have to be written.
-        outputs: number of floating outputs of the model.
+        outputs: number of judged values: the floating outputs of the model, in training also gradients.
         bench: runs the graph with ops rounded; None without examples.
         gains: receptive-field gain of every primitive that has one.
     """
@@ -114,6 +116,11 @@ class Study:
         """Return whether errors were measured on examples."""
         return self.bench is not None
 
+    @property
+    def judged(self) -> list[JudgedValue]:
+        """Return what errors are taken of; nothing where they were not measured."""
+        return [] if self.bench is None else self.bench.judged
+
     def seconds(self, chosen: Sequence[int]) -> float:
         """Return the predicted time of a choice: an option number for each op."""
         of_ops = sum(op.seconds[o] for op, o in zip(self.ops, chosen, strict=True))
@@ -121,7 +128,7 @@ class Study:
         return of_ops + sum(store.seconds for store in self.stores if not readers.isdisjoint(store.readers))
 
     def error(self, chosen: Sequence[int]) -> Errors:
-        """Return the predicted error of each output, on the examples and then for grown values.
+        """Return the predicted error of each judged value, on the examples and then for grown values.
 
         Squared errors of single ops add up.
         """
@@ -142,8 +149,9 @@ def study(gm: fx.GraphModule, ctx: Context, allowed: Mapping[Node, Sequence[Opti
         allowed: the options of each primitive that has any.
         rates: the machine's rates.
     """
-    assumed_sizes = AssumedSizes(gm, ctx.examples, ASSUMED_DEGREE)
-    bench = None if ctx.examples is None else Bench(gm, ctx.examples)
+    values = ctx.examples if ctx.step is None else ctx.step
+    assumed_sizes = AssumedSizes(gm, values, ASSUMED_DEGREE)
+    bench = None if values is None else Bench(gm, values)
     gains = _gains(gm, bench)
     free = {node: tuple(options) for node, options in allowed.items() if tuple(options) != (FULL,)}
     price = Prices(assumed_sizes, rates, ctx.target.joint_products)
@@ -152,11 +160,13 @@ def study(gm: fx.GraphModule, ctx: Context, allowed: Mapping[Node, Sequence[Opti
         OpChoices(node, options, errors[node], tuple(price.op(node, o) for o in options), gains.get(node))
         for node, options in free.items()
     )
-    outputs = len(bench.outputs) if bench is not None else 1
+    outputs = len(bench.judged) if bench is not None else 1
     return Study(ops, tuple(_stores(ops, price)), outputs, bench, gains)
 
 
 def _gains(gm: fx.GraphModule, bench: Bench | None) -> dict[Node, float]:
+    if GRADIENTS in gm.meta:  # the receptive field of a gradient is the graph's
+        return {}
     if bench is None:
         nodes = float(1 << 17)
         return receptive_gains(gm, assumed_reach(nodes, ASSUMED_DEGREE), nodes)
@@ -176,7 +186,7 @@ def _measured(bench: Bench, free: Mapping[Node, Sequence[Option]]) -> dict[Node,
 
 def _measure(bench: Bench, node: Node, option: Option) -> Errors:
     if option == FULL:
-        return (0.0,) * (2 * len(bench.outputs))
+        return (0.0,) * (2 * len(bench.judged))
     now = bench.errors({node: option})
     is_static = option.granularity not in (None, "row")
     return now + (bench.errors({node: option}, GROWTH) if is_static else now)

@@ -18,6 +18,9 @@ from gnnc.runtime.program.differentiated import DifferentiatedGraph
 from gnnc.runtime.program.executable import Executable, Timing
 from gnnc.torch_private import is_autocast_enabled
 
+Tangents = Callable[[Sequence[Any]], Mapping[int, Tensor]]
+"""Function of a program's outputs to the gradients of them, by number."""
+
 
 class TrainingExecutable:
     """Runs a lowered forward graph, and its backward graph when autograd asks for gradients.
@@ -75,6 +78,24 @@ class TrainingExecutable:
             _, backward = self.backward.profile(*self._plan.arguments(kept, tangents))
         timings = [*forward, *(replace(timing, part=BACKWARD) for timing in backward)]
         return tuple([results[i] for i in self._same]), timings
+
+    def step(self, values: Sequence[Any], tangents: Tangents) -> tuple[Any, ...]:
+        """Run both graphs once, without autograd.
+
+        Args:
+            values: the values of the forward graph's placeholders.
+            tangents: maps the outputs to the gradient of each that has one, by its number.
+
+        Returns:
+            The outputs of the caller, then the gradients in the order of the joint graph.
+        """
+        outputs = self.forward(*values)
+        gradients = self.backward(*self.arguments(values, outputs, tangents))
+        return (*outputs[: self._count], *gradients)
+
+    def arguments(self, values: Sequence[Any], outputs: Sequence[Any], tangents: Tangents) -> list[Any]:
+        """Return the arguments of the backward graph after a run of the forward graph."""
+        return self._plan.arguments(self._plan.kept(values, outputs), tangents(outputs[: self._count]))
 
     @property
     def kernels(self) -> tuple[tuple[str, str], ...]:
