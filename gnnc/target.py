@@ -149,6 +149,7 @@ class Target:
         fused_gemm_tn: whether its product over all rows rounds FP32 rows as it loads them, and divides the
             result by a number of the device.
         attention_backward: columns of a head, at most, of its ``gnnc.attention_backward``; 0: no kernel.
+        static_features: whether its programs keep the quantized values of arguments that stay the same.
         narrow_rows: row widths up to which int8 does not pay where edges gather rows.
         sorts_with_loops: whether its sort of edges drops self loops and adds one for every node.
         int32_columns: whether its kernels read the columns of an aggregation as int32.
@@ -171,6 +172,7 @@ class Target:
     widens_operands: bool = False
     fused_gemm_tn: bool = False
     attention_backward: int = 0
+    static_features: bool = False
     narrow_rows: NarrowRows = NarrowRows()
     sorts_with_loops: bool = False
     int32_columns: bool = False

@@ -11,6 +11,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 _steps = 0
 """Number of steps that optimizers of this process have taken: fused optimizers bump no version counter."""
 _numbers = count()
+_STEP = "_gnnc_step"
+"""Attribute of a storage object: the last step of an optimizer that it is a parameter of."""
 _MARK = "_gnnc_number"
 """Attribute of a storage object, which torch keeps for as long as the memory lives."""
 
@@ -29,9 +31,13 @@ _assignments: dict[int, _Assignment] = {}
 """The last assignment of memory to a tensor, by the tensor's id."""
 
 
-def _count_step(*_: Any) -> None:
+def _count_step(optimizer: Any, *_: Any) -> None:
+    """Count a step, and mark the memory that it may write: fused optimizers bump no version counter."""
     global _steps
     _steps += 1
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            setattr(parameter.untyped_storage(), _STEP, _steps)
 
 
 register_optimizer_step_post_hook(_count_step)
@@ -52,12 +58,12 @@ def state(tensor: Tensor) -> tuple[Any, ...]:
         version = tensor._version
     except RuntimeError:
         version = None
-    steps = _steps if tensor.is_floating_point() else 0
+    step = getattr(tensor.untyped_storage(), _STEP, 0) if tensor.is_floating_point() else 0
     return (
         _storage_number(tensor),
         tensor.data_ptr(),
         version,
-        steps,
+        step,
         tensor.shape,
         tensor.stride(),
         tensor.dtype,

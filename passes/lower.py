@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from gnnc.ir.nodes import outputs_of, result_index
 from gnnc.ir.op import op_of
-from gnnc.ir.parts import Parts
+from gnnc.ir.parts import STRUCTURE, Parts
 from gnnc.passes.base import Context, Property
 from gnnc.target import ChosenKernel, KernelChoice, Lowering
 
@@ -30,8 +30,9 @@ class Lower:
         if lowering is None:
             ctx.note(None, "not lowered: the pipeline runs without a backend")
             return parts
-        for _, gm in parts.per_call():
-            _lower(gm, lowering, ctx)
+        for part, gm in parts:
+            if part != STRUCTURE:
+                _lower(gm, lowering, ctx)
         if parts.structure is not None:
             _lower_structure(parts.structure, lowering, ctx)
         return parts

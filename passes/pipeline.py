@@ -16,6 +16,7 @@ from gnnc.passes.raise_ import Raise
 from gnnc.passes.reorder import Reorder
 from gnnc.passes.select_format import SelectFormat
 from gnnc.passes.self_loops import SelfLoops
+from gnnc.passes.static_features import StaticFeatures
 
 PIPELINE: tuple[Pass, ...] = (
     Normalize(),  # one spelling for each computation, so that raise finds the regions
@@ -29,6 +30,7 @@ PIPELINE: tuple[Pass, ...] = (
     Assign(),  # a precision for every primitive
     Quantize(),  # scales and quantized values go in, primitives take integers
     Cache(),  # each tensor is quantized once
+    StaticFeatures(),  # features that stay are quantized once a training run
     Partition(),  # forward and backward become graphs of their own
     Fuse(),  # producer, elementwise and requantization become one call
     Lower(),  # every call gets its kernel

@@ -33,6 +33,7 @@ from gnnc.passes.rewrite.boundary import drop_structure
 from gnnc.precision import AUTO, FP32
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.program.differentiated import DifferentiatedGraph
+from gnnc.runtime.program.features import FeaturesProgram
 from gnnc.runtime.program.memory import OutputPool
 from gnnc.runtime.program.training import TrainingExecutable
 from gnnc.runtime.structure.runner import StructureRunner
@@ -108,6 +109,7 @@ def build_program(
             cuda_graph=options.cuda_graph,
         )
         owner = type(model).__name__
+        features = None if parts.features is None else FeaturesProgram(make(parts.features))
         if parts.backward is None:
             executable = make(parts.forward)
         else:
@@ -120,7 +122,7 @@ def build_program(
     scaled_weights = _scaled_weights(model, captured, stages)
     drop_structure(parts.forward, context)
     captured = dataclasses.replace(captured, call=dataclasses.replace(captured.call, tensors=()))
-    writer = CallWriter(model, captured, parts, bounds)
+    writer = CallWriter(model, captured, parts, bounds, features)
     bind = partial(writer.compile, finish=False)
     program = Program(
         captured=captured,
@@ -129,6 +131,7 @@ def build_program(
         context=context,
         executable=executable,
         runner=runner,
+        features=features,
         bounds=bounds,
         run=executable.whole(writer.compile(executable, runner)),
         bind=bind,

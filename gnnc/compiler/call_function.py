@@ -38,12 +38,15 @@ class CallWriter:
         captured: Captured,
         parts: Parts,
         bounds: Bounds,
+        features: Callable[..., Any] | None = None,
     ) -> None:
         self._model = model
         self._bounds = bounds
         self._captured = captured
         self._compute = parts.forward
         self._structure = parts.structure
+        self._features = parts.features
+        self._run_features = features
         self._sizes = Sizes(inline=True)
         self._scope: dict[str, Any] = {}
         self._weights: list[tuple[str, str, str]] = []
@@ -63,6 +66,9 @@ class CallWriter:
             values = [self._value(node) for node in placeholders(self._structure)]
             lines.append(f"s = structure({', '.join(values)})")
             self._learn_structure()
+        if self._features is not None:
+            values = [self._value(node) for node in placeholders(self._features)]
+            lines.append(f"f = features({', '.join(values)})")
         arguments = [self._value(node) for node in placeholders(self._compute)]
         lines = self._fetch_weights() + unpack + self._check_storage() + lines
         outputs = f"execute({', '.join(arguments)})"
@@ -77,6 +83,7 @@ class CallWriter:
             **self._scope,
             "execute": execute,
             "structure": runner,
+            "features": self._run_features,
             "finish": finisher,
             "check_bounds": self._bounds.check,
             "weight_error": weight_error,
@@ -115,6 +122,8 @@ class CallWriter:
         if source.kind == "structure":
             names = [n.name for n in self._structure_results()]
             return f"s[{names.index(source.name)}]"
+        if source.kind == "features":
+            return f"f[{source.name}]"
         return self._weight(source, node)
 
     def _size(self, node: Node, source: Source) -> str:
@@ -166,7 +175,8 @@ class CallWriter:
 
     def _read_inputs(self) -> list[str]:
         """Return the names of the inputs whose elements are read; others are asked for their sizes alone."""
-        graphs = [graph for graph in (self._structure, self._compute) if graph is not None]
+        parts = self._structure, self._features, self._compute
+        graphs = [graph for graph in parts if graph is not None]
         sources = [source_of(node) for graph in graphs for node in placeholders(graph) if node.users]
         read = {source.name for source in sources if source is not None and source.kind == "input"}
         return [name for name in self._inputs if self._bounds or name in read]

@@ -25,6 +25,7 @@ from gnnc.precision import Precision
 from gnnc.report.summary import Chosen
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.program.executable import Executable
+from gnnc.runtime.program.features import FeaturesProgram
 from gnnc.runtime.structure.runner import StructureRunner
 
 
@@ -108,6 +109,7 @@ class Program:
         tuned: what ``tune`` measured of cuts of the graph, to be printed; None: nothing was.
         seconds: how long compiling took, by phase.
         scaled_weights: the weights that static scales were taken with; None: the program has no such scale.
+        features: the program of quantized arguments, which are cached; None: there are none.
         dynamic: the program of calls that the static scales do not suit, compiled at the first of them.
         successor: the program with scales of other weights, which has taken this one's place.
     """
@@ -127,6 +129,7 @@ class Program:
     tuned: Sequence[Any] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     scaled_weights: ScaledWeights | None = None
+    features: FeaturesProgram | None = None
     dynamic: "Program | None" = None
     successor: "Program | None" = None
 
@@ -173,6 +176,8 @@ class Program:
         self.bounds.clear()
         if self.runner is not None:
             self.runner.clear()
+        if self.features is not None:
+            self.features.clear()
         if self.dynamic is not None:
             self.dynamic.clear()
 

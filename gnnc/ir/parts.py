@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-STRUCTURE, FORWARD, BACKWARD = "structure", "forward", "backward"
+STRUCTURE, FEATURES, FORWARD, BACKWARD = "structure", "features", "forward", "backward"
 
 BACKWARD_LAYER = "(backward)"
 """End of the layer of a node that computes gradients: ``conv1 (backward)``."""
@@ -30,24 +30,27 @@ class Parts:
         structure: the graph that runs once per distinct input graph; its results are cached, and are
             placeholders of the other parts. None where nothing depends on the graph alone, or before
             ``hoist`` has split it off.
+        features: the graph that runs once per distinct feature matrix; its results are cached, and are
+            placeholders of the other parts. None where no quantized values of arguments are cached.
         forward: the graph that runs at every call.
         backward: the graph that computes gradients; None in inference.
     """
 
     structure: GraphModule | None = None
+    features: GraphModule | None = None
     forward: GraphModule
     backward: GraphModule | None = None
 
     def __iter__(self) -> Iterator[tuple[str, GraphModule]]:
         """Yield (name, graph) of every part that there is, in the order in which they run."""
-        for name in (STRUCTURE, FORWARD, BACKWARD):
+        for name in (STRUCTURE, FEATURES, FORWARD, BACKWARD):
             graph = getattr(self, name)
             if graph is not None:
                 yield name, graph
 
     def per_call(self) -> Iterator[tuple[str, GraphModule]]:
-        """Yield (name, graph) of the parts that run at every call: all but the structure graph."""
-        return ((name, graph) for name, graph in self if name != STRUCTURE)
+        """Yield (name, graph) of the parts that run at every call."""
+        return ((name, graph) for name, graph in self if name in (FORWARD, BACKWARD))
 
     def map(self, function: Callable[[str, GraphModule], GraphModule]) -> "Parts":
         """Return the parts with ``function(name, graph)`` in the place of each graph."""

@@ -5,7 +5,9 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["parameter", "buffer", "constant", "input", "size", "structure", "tangent", "saved"]
+Kind = Literal[
+    "parameter", "buffer", "constant", "input", "size", "structure", "features", "tangent", "saved"
+]
 
 
 WANTS_GRADIENT = "wants_gradient"
@@ -24,10 +26,11 @@ class Source:
         kind: ``parameter`` and ``buffer`` are read from the live model at each call,
             ``constant`` from ``node.meta["value"]``, ``input`` from the call's arguments,
             ``size`` is a plain int taken from an input's shape, ``structure`` is an output of
-            the structure graph, ``tangent`` is the gradient of an output of the forward graph, ``saved``
-            is a value of the forward graph that it keeps for the backward graph.
+            the structure graph, ``features`` one of the features graph, ``tangent`` is the gradient of an
+            output of the forward graph, ``saved`` is a value of the forward graph that it keeps for the
+            backward graph.
         name: the parameter's qualified name, the argument's path, the structure output, the number of the
-            output that a tangent belongs to, or the node that is saved.
+            features output or of the output that a tangent belongs to, or the node that is saved.
     """
 
     kind: Kind

@@ -66,7 +66,9 @@ def crossing_lines(named: Named) -> list[str]:
     """
     saved = saved_values(named)
     names = ", ".join(value.name for value in saved)
-    shared = [named.names[node] for kind in ("structure", "parameter") for node in _inputs(named, kind)]
+    shared = [
+        named.names[node] for kind in ("structure", "features", "parameter") for node in _inputs(named, kind)
+    ]
     again = [named.names[node] for node in named.graph.nodes if _is_again(node)]
     return [
         *_wrapped(f"saved by compute, {total_bytes(saved)} bytes: {names or 'nothing'}"),

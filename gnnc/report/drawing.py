@@ -17,7 +17,7 @@ from torch.fx import Node
 from gnnc.errors import InputError
 from gnnc.ir import describe
 from gnnc.ir.nodes import is_gnnc, op_name, qtype_of
-from gnnc.ir.parts import STRUCTURE, Parts
+from gnnc.ir.parts import FEATURES, STRUCTURE, Parts
 from gnnc.ir.source import source_of
 from gnnc.paths import writing
 from gnnc.report.figure_style import save
@@ -44,17 +44,19 @@ def to_networkx(parts: Parts) -> nx.DiGraph:
     """Return every value of a program as a node, and every use as an edge.
 
     Node names are ``<part>.<value>``, part and value named as in ``str(compiled)``. Attributes: ``part``
-    (``structure``, ``compute`` or ``backward``), ``op``, ``layer``, ``precision``, ``type`` (such as
-    ``f32[N, 64]``), ``kernel``, ``launch`` (equal for ops that one kernel runs) and ``source`` (kind of an
+    (``structure``, ``features``, ``compute`` or ``backward``), ``op``, ``layer``, ``precision``, ``type``
+    (``f32[N, 64]``), ``kernel``, ``launch`` (equal for ops that one kernel runs) and ``source`` (kind of an
     input, else empty). Edges carry the ``type`` of the value that flows.
     """
     graph = nx.DiGraph()
-    structure: dict[str, str] = {}
+    given: dict[tuple[str, str], str] = {}
     for part, named in name_program(parts).items():
         title = PART_TITLES[part]
-        nodes = _add_part(graph, title, named, structure)
+        nodes = _add_part(graph, title, named, given)
         if part == STRUCTURE:
-            structure = {name: nodes[node] for name, node in _outputs(named)}
+            given |= {(part, name): nodes[node] for name, node in _outputs(named)}
+        elif part == FEATURES:
+            given |= {(part, str(i)): nodes[node] for i, (_, node) in enumerate(_outputs(named))}
         else:
             _add_outputs(graph, title, named, nodes)
     return graph
@@ -95,15 +97,17 @@ def _outputs(named: Named) -> list[tuple[str, Node]]:
     return [(name, by_name[text]) for name, text in named.outputs.items()]
 
 
-def _add_part(graph: nx.DiGraph, part: str, named: Named, given: dict[str, str]) -> dict[Node, str]:
-    """Add one part's values; those that ``given`` has by source name exist already."""
+def _add_part(
+    graph: nx.DiGraph, part: str, named: Named, given: dict[tuple[str, str], str]
+) -> dict[Node, str]:
+    """Add one part's values; those that ``given`` has by kind and name of the source exist already."""
     names: dict[Node, str] = {}
     for node in named.graph.nodes:
         if node.op == "output":
             continue
         source = source_of(node)
-        if source is not None and source.name in given and source.kind == "structure":
-            names[node] = given[source.name]
+        if source is not None and (source.kind, source.name) in given:
+            names[node] = given[source.kind, source.name]
             continue
         names[node] = f"{part}.{named.names[node]}"
         graph.add_node(names[node], part=part, **_attributes(node, part, named))

@@ -13,14 +13,14 @@ from torch.fx import Graph, GraphModule, Node
 from gnnc.ir.describe import changes_precision, dtype_text, element_text, inline, returns_many
 from gnnc.ir.nodes import arguments, first_operand, is_result, outputs_of, result_index
 from gnnc.ir.op import op_of
-from gnnc.ir.parts import BACKWARD, FORWARD, SAVED, STRUCTURE, Parts
+from gnnc.ir.parts import BACKWARD, FEATURES, FORWARD, SAVED, STRUCTURE, Parts
 from gnnc.ir.qtype import QType
 from gnnc.ir.source import Source, is_weight, source_of
 from gnnc.torch_private import schema
 
 Sizes = tuple[sympy.Expr, ...]
 
-_FLOATS = {STRUCTURE: "g", FORWARD: "h", BACKWARD: "d"}
+_FLOATS = {STRUCTURE: "g", FEATURES: "f", FORWARD: "h", BACKWARD: "d"}
 """First letter of the names of floating-point values, by part."""
 
 
@@ -84,6 +84,8 @@ def _handed_over(part: str, gm: GraphModule, inlined: Graph) -> list[tuple[Sourc
     """Return the outputs of a part that other parts read, each with the source that they read it from."""
     if part == STRUCTURE:
         return [(Source("structure", name), node) for name, node in _named_outputs(gm, inlined)]
+    if part == FEATURES:
+        return [(Source("features", str(i)), node) for i, node in enumerate(_flat(outputs_of(inlined)))]
     outputs = outputs_of(inlined)
     return [(Source("saved", name), outputs[place]) for name, place in gm.meta.get(SAVED, {}).items()]
 

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from gnnc.ir import describe
 from gnnc.ir.exact_reads import EXACT
 from gnnc.ir.nodes import is_gnnc, is_result, op_name, outputs_of, qtype_of, result_index, schema_of
-from gnnc.ir.parts import BACKWARD, FORWARD, STRUCTURE, Parts
+from gnnc.ir.parts import BACKWARD, FEATURES, FORWARD, STRUCTURE, Parts
 from gnnc.ir.source import source_of
 from gnnc.report.crossing import crossing_lines
 from gnnc.report.naming import Named, identifier, name_graph, name_program
@@ -48,11 +48,12 @@ _INFIX: dict[Any, str] = {
     torch.ops.aten.mul.Tensor: "*",
     torch.ops.aten.div.Tensor: "/",
 }
-PART_TITLES = {STRUCTURE: "structure", FORWARD: "compute", BACKWARD: "backward"}
+PART_TITLES = {STRUCTURE: "structure", FEATURES: "features", FORWARD: "compute", BACKWARD: "backward"}
 """Names of the printed function of each part."""
 
 _WHEN = {
     STRUCTURE: "runs once per distinct graph; the results are cached",
+    FEATURES: "runs once per distinct feature matrix; the results are cached",
     FORWARD: "runs at every call",
     BACKWARD: "runs when gradients are computed",
 }

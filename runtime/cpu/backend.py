@@ -26,6 +26,7 @@ def create(device: torch.device | None) -> Backend:
             fused_gemm_tn=True,
             attention_backward=_MOST_COLUMNS,
             int32_columns=True,
+            static_features=True,
         ),
         chain=("cpu", "reference"),
         device_types=frozenset({"cpu"}),

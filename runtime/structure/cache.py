@@ -10,8 +10,8 @@ Inference tensors carry no version. For them the entry keeps a copy of the conte
 compares the whole of it (``torch.equal``). A checksum would have to read as many bytes and could
 collide; comparing is exact and, measured on 4.7 million int64, faster (4 ms against 7 ms).
 
-A fused optimizer step does not change versions; so any step of any optimizer makes the entries of floating
-tensors invalid.
+A fused optimizer step does not change versions; so a step of an optimizer makes the entries of the memory of
+its parameters invalid.
 
 Writes that bypass PyTorch, through numpy, DLPack or ``.data``, are not detected in a tensor that is not an
 inference tensor. After such a write the caller must ``clear()``.
