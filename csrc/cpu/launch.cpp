@@ -31,6 +31,8 @@ enum class Use {
   bits,          // operand, uint8 [M, ceil(F / 8)]
   single,        // operand, fp32, one element
   scale,         // operand, fp32, one element or [F]
+  seed,          // operand, int64, one element
+  stream,        // a number of random bits, not negative
   out_f32,       // output [M, F]
   out_bf16,      // output [M, F]
   out_codes,     // output, int8 [M, F], rows padded to 64 bytes
@@ -41,6 +43,7 @@ enum class Use {
   out_per_head,  // output, fp32 [M, heads]
   out_bits,      // output, uint8 [M, ceil(F / 8)]
   out_sum,       // output, fp32 [F]
+  out_single,    // output, fp32, one element
 };
 
 // The kinds of the arguments a, b and c of an instruction.
@@ -104,6 +107,8 @@ constexpr Spec kSpecs[] = {
     {RowOp::row_dot, Use::column, Use::out_per_head, Use::heads},
     {RowOp::store_bits, Use::out_bits},
     {RowOp::col_sum, Use::out_sum, Use::spare, Use::spare},
+    {RowOp::scale_tensor, Use::out_single},
+    {RowOp::stochastic, Use::seed, Use::stream},
 };
 
 Scalar scalar_of(const Tensor& t, const char* op) {
@@ -221,6 +226,8 @@ void Parser::check_operand(Use use, int32_t index) {
       return expect(v.type == Scalar::u8 && matrix(v, (width_ + 7) / 8), "uint8 with a bit for each value");
     case Use::single:
       return expect(vector(v, 1), "float32 with one element");
+    case Use::seed:
+      return expect(v.type == Scalar::i64 && v.rows * v.cols == 1, "int64 with one element");
     default:
       return expect(vector(v, 1) || vector(v, width_), "float32 with one element or [width]");
   }
@@ -263,6 +270,8 @@ void Parser::check_out(Use use, int32_t index, int64_t heads) {
       return expect(v.type == Scalar::u8 && matrix(v, (width_ + 7) / 8), "uint8 with a bit for each value");
     case Use::out_sum:
       return expect(vector(v, width_), "float32 [width]");
+    case Use::out_single:
+      return expect(vector(v, 1), "float32 with one element");
     default:
       return expect(vector(v, 1) || vector(v, width_), "float32 with one element or [width]");
   }
@@ -279,6 +288,8 @@ void Parser::check_use(Use use, int32_t value, const RowInstruction& in) {
   } else if (use == Use::flag) {
     STD_TORCH_CHECK(value == 0 || value == 1, name_, ": instruction ", at_, " has the flag ", value,
                     ", which must be 0 or 1");
+  } else if (use == Use::stream) {
+    STD_TORCH_CHECK(value >= 0, name_, ": instruction ", at_, " has the stream ", value, ", which is negative");
   } else if (use == Use::first_column || use == Use::columns) {
     const bool inside = in.a >= 0 && in.a % 16 == 0 && in.b > 0 && int64_t{in.a} + in.b <= all_columns_;
     STD_TORCH_CHECK(inside, name_, ": instruction ", at_, " has a window of ", in.b, " columns from ", in.a, " of ",
@@ -346,6 +357,7 @@ void Parser::prepare_sum(RowInstruction& in) {
 
 void Parser::prepare(RowInstruction& in) {
   if (in.op == RowOp::col_sum) prepare_sum(in);
+  if (in.op == RowOp::scale_tensor) *static_cast<float*>(outs_[static_cast<size_t>(in.a)].data) = 0.0f;
   if (rows_ > 0) {
     if (in.op == RowOp::batch_norm) in.c = prepare_batch_norm(in);
     if (in.op == RowOp::quant_static) in.b = prepare_inverse(in.b);
@@ -400,10 +412,14 @@ const float* scales_of(const Tensor& t, const char* op) {
 }
 
 void finish_program(const RowProgram& program, int64_t rows) {
-  if (program.row_step == 1) return;
   std::vector<double> total;
   for (int64_t i = 0; i < program.length; ++i) {
     const RowInstruction& in = program.code[i];
+    if (in.op == RowOp::scale_tensor) {
+      auto& scale = *static_cast<float*>(program.outs[in.a].data);
+      scale /= 127.0f;
+      if (scale < std::numeric_limits<float>::min()) scale = 0.0f;
+    }
     if (in.op != RowOp::col_sum) continue;
     const float* sums = program.sums + int64_t{in.b} * 16;
     total.assign(static_cast<size_t>(in.c), 0.0);

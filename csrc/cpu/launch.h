@@ -41,7 +41,7 @@ struct ProgramArguments {
 // `width` floats, and prepares the program. The result is valid in this thread until its next call.
 const RowProgram& parse_program(const char* op, const ProgramArguments& arguments, int64_t rows, int64_t width);
 
-// Writes the sums of all rows, after the kernel has run the program on each.
+// Writes the sums and the scales of all rows, after the kernel has run the program on each.
 void finish_program(const RowProgram& program, int64_t rows);
 
 // Returns a checked view of a matrix argument: adjacent columns, rows any stride apart.

@@ -151,6 +151,7 @@ void apply_store(const Tile& t, const RowInstruction& in) {
     case RowOp::quant_pow2:
       return quant_pow2(t, out(in.a), out(in.b), p.prepared + in.c);
     case RowOp::amax:
+    case RowOp::scale_tensor:
       return amax(t, out(in.a));
     case RowOp::store_bits:
       return store_bits(t, out(in.a));
@@ -163,7 +164,7 @@ void apply_store(const Tile& t, const RowInstruction& in) {
 
 #ifdef __AVX512F__
 bool quantizes_in_registers(const Tile& t, int64_t at) {
-  if (at == t.program.length || t.width == 0 || t.width > 4 * kLanes) return false;
+  if (at == t.program.length || t.width == 0 || t.width > 4 * kLanes || t.rounding != nullptr) return false;
   return t.program.code[at].op == RowOp::quant_row || t.program.code[at].op == RowOp::quant_pow2;
 }
 
@@ -226,8 +227,11 @@ void run(const RowProgram& program, float* acc, int64_t ld, int64_t r0, int rows
     if (chain > 0) {
       apply_chain(tile, &in, chain);
       i += chain - 1;
+    } else if (in.op == RowOp::stochastic) {
+      tile.rounding = &in;
     } else if (in.op >= RowOp::store_f32) {
       apply_store(tile, in);
+      tile.rounding = nullptr;
     } else if (in.op >= RowOp::batch_norm) {
       apply_row_wise(tile, acc, in);
     } else if (in.op >= RowOp::relu) {

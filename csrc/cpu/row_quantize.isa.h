@@ -6,14 +6,41 @@
 #include <cstring>
 
 #include "gnnc/quantize.h"
+#include "philox.isa.h"
 #include "row_chain.isa.h"
 #include "row_tile.isa.h"
 
 namespace gnnc::GNNC_ISA {
 namespace {
 
+// Stores the quantized values of row r of a tile: value(c, n) rounded to nearest, or stochastically.
+template <Clamp kClamp, typename Value>
+GNNC_INLINE void store_row_codes(const Tile& t, int64_t r, const Value& value, Fractions* random, int8_t* out) {
+  if (random == nullptr) return store_codes<kClamp>(t.width, value, 0, out);
+  const uint16_t* bits = random->row(t.first + r);
+  const auto raised = [&](int64_t c, auto n) { return value(c, n) + fractions(bits + c); };
+  store_codes<Clamp::floor>(t.width, raised, 0, out);
+}
+
+// The random fractions of a tile whose next quantization is stochastic.
+struct TileFractions {
+  explicit TileFractions(const Tile& t)
+      : stochastic(t.rounding != nullptr), random(seed_of(t), stream_of(t), t.width) {}
+
+  static uint64_t seed_of(const Tile& t) {
+    if (t.rounding == nullptr) return 0;
+    return static_cast<uint64_t>(*static_cast<const int64_t*>(t.program.operands[t.rounding->a].data));
+  }
+  static int32_t stream_of(const Tile& t) { return t.rounding == nullptr ? 0 : t.rounding->b; }
+  Fractions* get() { return stochastic ? &random : nullptr; }
+
+  bool stochastic;
+  Fractions random;
+};
+
 void quant_row(const Tile& t, const RowView& codes, const RowView& scales) {
   alignas(64) float scale[kGroup], inverse[kGroup];
+  TileFractions fractions(t);
   for (int begin = 0; begin < t.rows; begin += kGroup) {
     const int count = std::min(kGroup, t.rows - begin);
     row_scales(t.row(begin), t.ld, count, t.width, scale, inverse);
@@ -22,7 +49,7 @@ void quant_row(const Tile& t, const RowView& codes, const RowView& scales) {
       const float* row = t.row(begin + i);
       const Floats factor = splat(inverse[i]);
       const auto value = [&](int64_t c, auto) { return load(row + c) * factor; };
-      store_codes<Clamp::none>(t.width, value, 0, row_of<int8_t>(codes, t.first + begin + i));
+      store_row_codes<Clamp::none>(t, begin + i, value, fractions.get(), row_of<int8_t>(codes, t.first + begin + i));
     }
   }
 }
@@ -40,10 +67,11 @@ int64_t count_saturated(const float* row, const float* inverse, int64_t width) {
 
 void quant_static(const Tile& t, const RowView& codes, const float* inverse, int64_t* saturated) {
   int64_t count = 0;
+  TileFractions fractions(t);
   for (int r = 0; r < t.rows; ++r) {
     const float* row = t.row(r);
     const auto value = [&](int64_t c, auto) { return load(row + c) * load(inverse + c); };
-    store_codes<Clamp::both>(t.width, value, 0, row_of<int8_t>(codes, t.first + r));
+    store_row_codes<Clamp::both>(t, r, value, fractions.get(), row_of<int8_t>(codes, t.first + r));
     if (saturated != nullptr) count += count_saturated(row, inverse, t.width);
   }
   if (count > 0) __atomic_fetch_add(saturated, count, __ATOMIC_RELAXED);
@@ -59,6 +87,7 @@ GNNC_INLINE Floats powers_of(Ints shifts) { return as_floats((shifts + 127) << 2
 
 void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, const float* inverse) {
   alignas(64) float tops[kGroup], powers[kGroup];
+  TileFractions fractions(t);
   for (int begin = 0; begin < t.rows; begin += kGroup) {
     const int count = std::min(kGroup, t.rows - begin);
     Group group;
@@ -80,7 +109,7 @@ void quant_pow2(const Tile& t, const RowView& codes, const RowView& shifts, cons
       const float* row = t.row(begin + i);
       const Floats power = splat(powers[i]);
       const auto value = [&](int64_t c, auto) { return load(row + c) * load(inverse + c) * power; };
-      store_codes<Clamp::both>(t.width, value, 0, row_of<int8_t>(codes, t.first + begin + i));
+      store_row_codes<Clamp::both>(t, begin + i, value, fractions.get(), row_of<int8_t>(codes, t.first + begin + i));
     }
   }
 }

@@ -18,6 +18,7 @@ struct Tile {
   int64_t ld, first;
   int rows;
   int64_t width;
+  const RowInstruction* rounding = nullptr;  // the instruction `stochastic` before the next quantization
 
   float* row(int64_t r) const { return acc + r * ld; }
 };

@@ -2,7 +2,9 @@
 
 ``quantize`` rounds to ``q = clamp(rint(x * inv), qmin, qmax)``, with the bounds of its ``QType`` and
 ``inv = 1 / scale`` computed once in FP32 (0 where the scale is 0). ``rint`` rounds half to even. A
-scale below the least normal FP32 number counts as 0, so that ``inv`` is always finite.
+scale below the least normal FP32 number counts as 0, so that ``inv`` is always finite. With a seed it
+rounds stochastically: ``floor(x * inv + u)`` in the place of ``rint``, u a random fraction
+(``gnnc.ir.philox``).
 """
 
 from collections.abc import Sequence
@@ -14,9 +16,10 @@ import torch
 from torch import Tensor
 
 from gnnc.ir.op import Cost, ErrorInput, Op, check, define, nbytes, numel, refuse, size_expr
+from gnnc.ir.philox import random_fractions
 from gnnc.ir.qtype import QType
 from gnnc.ir.sparse import REDUCTIONS, check_reduce, expand_value, reduce_messages
-from gnnc.ir.structure import edge_rows, random_csr
+from gnnc.ir.structure import random_csr
 
 SCALE_LAYOUTS = ("tensor", "row", "column")
 """Layouts of the scale that ``dequantize`` multiplies by."""
@@ -204,44 +207,79 @@ ROW_SHIFT = define(
 )
 
 
-def quantize_reference(x: Tensor, scale: Tensor, qtype: str, shift: Tensor | None = None) -> Tensor:
-    """Return the quantized values ``clamp(rint(x * inv), qmin, qmax)``.
+def quantize_reference(
+    x: Tensor,
+    scale: Tensor,
+    qtype: str,
+    shift: Tensor | None = None,
+    seed: Tensor | None = None,
+    stream: int = 0,
+) -> Tensor:
+    """Return the quantized values ``clamp(rint(x * inv), qmin, qmax)``, or stochastically rounded ones.
 
     Args:
         x: floating ``[N, ...]``.
         scale: float32, shaped as ``scale`` gives it for ``qtype``; a base of ``row_pow2`` may be ``[F]``.
         qtype: the type of the result.
         shift: uint8 ``[N]`` from ``row_shift``, for ``row_pow2``: rows use ``inv * 2^shift``.
+        seed: int64 ``[]`` of a stochastic rounding; None: to nearest.
+        stream: number that tells apart the values that one seed rounds.
 
     Returns:
         The dtype of ``qtype`` (int8 for signed types of at most 8 bits), the shape of ``x``.
 
     Raises:
-        InputError: ``qtype`` is not a quantized type, or ``shift`` does not go with it.
+        InputError: ``qtype`` is not a quantized type, or ``shift`` or ``stream`` does not go with it.
     """
-    parsed = _parse("quantize", qtype)
-    _check_shift(parsed, shift)
+    parsed = _check_quantize(qtype, shift, seed, stream)
     scaled = x.detach().float() * spread(_inverse(scale), parsed.granularity, x)
     if shift is not None:
         scaled = scaled * spread(torch.exp2(shift.float()), "row", x)
-    return scaled.round().clamp(parsed.qmin, parsed.qmax).to(parsed.dtype)
+    if seed is None:
+        rounded = scaled.round()
+    else:
+        rows = x.shape[0] if x.dim() else 1
+        width = x.numel() // max(rows, 1)
+        rounded = (scaled + random_fractions(rows, width, seed, stream).reshape(x.shape)).floor()
+    return rounded.clamp(parsed.qmin, parsed.qmax).to(parsed.dtype)
 
 
-def _quantize_fake(x: Tensor, scale: Tensor, qtype: str, shift: Tensor | None = None) -> Tensor:
+def _check_quantize(qtype: str, shift: Tensor | None, seed: Tensor | None, stream: int) -> QType:
     parsed = _parse("quantize", qtype)
     _check_shift(parsed, shift)
-    return x.new_empty(x.shape, dtype=parsed.dtype)
+    is_stream = 0 <= stream < 2**31 and (seed is not None or stream == 0)
+    check(is_stream, "quantize", lambda: f"stream {stream} is not below 2^31, or has no seed")
+    return parsed
 
 
-def _quantize_cost(x: Tensor, scale: Tensor, qtype: str, shift: Tensor | None = None) -> Cost:
+def _quantize_fake(
+    x: Tensor,
+    scale: Tensor,
+    qtype: str,
+    shift: Tensor | None = None,
+    seed: Tensor | None = None,
+    stream: int = 0,
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=_check_quantize(qtype, shift, seed, stream).dtype)
+
+
+def _quantize_cost(
+    x: Tensor,
+    scale: Tensor,
+    qtype: str,
+    shift: Tensor | None = None,
+    seed: Tensor | None = None,
+    stream: int = 0,
+) -> Cost:
     written = numel(x) * sympy.Rational(QType.parse(qtype).bits, 8)
-    return Cost(nbytes(x, scale, shift) + written, numel(x) * 2)
+    return Cost(nbytes(x, scale, shift) + written, numel(x) * (2 if seed is None else 12))
 
 
 QUANTIZE = define(
     Op(
         name="quantize",
-        schema="(Tensor x, Tensor scale, str qtype, Tensor? shift=None) -> Tensor",
+        schema="(Tensor x, Tensor scale, str qtype, Tensor? shift=None, Tensor? seed=None, int stream=0)"
+        " -> Tensor",
         kind="precision",
         features=("x",),
         step="quantize",
@@ -257,9 +295,19 @@ QUANTIZE = define(
             (_rand(5, 7), torch.rand(5) / 10, "uint8/row"),
             (_rand(5, 7), torch.tensor(0.1), "int8/row_pow2", torch.arange(5, dtype=torch.uint8)),
             (torch.zeros(2, 3), torch.zeros(2), "int8/row"),
+            (
+                _rand(5, 11),
+                torch.tensor(0.1),
+                "int8/row_pow2",
+                torch.arange(5, dtype=torch.uint8),
+                torch.tensor(-7),
+                3,
+            ),
+            (_rand(5, 2, 3), torch.rand(5) / 10, "int8/row", None, torch.tensor(2**40 + 1), 0),
         ],
         error_inputs=lambda: [
             ErrorInput((_rand(2, 2), torch.ones(()), "int8/block"), "granularity must be one of"),
+            ErrorInput((_rand(2, 2), torch.ones(()), "int8/tensor", None, None, 1), "has no seed"),
             ErrorInput((_rand(2, 2), torch.ones(()), "int8/row_pow2"), "takes the shift of each row"),
             ErrorInput((_rand(2, 2), torch.ones(2), "int8/row", torch.ones(2)), "takes no shift"),
         ],
@@ -449,115 +497,6 @@ QSPMM = define(
         cost=_qspmm_cost,
         samples=_qspmm_samples,
         error_inputs=_qspmm_errors,
-        no_gradient=_ROUNDING,
-    )
-)
-
-
-def qsddmm_reference(
-    rowptr: Tensor,
-    col: Tensor,
-    a: Tensor,
-    b: Tensor,
-    op: str,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-) -> Tensor:
-    """Return the integer dot product of the rows at both ends of every edge, times both rows' scales.
-
-    Args:
-        rowptr: int64 ``[num_dst + 1]``.
-        col: int32 ``[E]``.
-        a: quantized ``[num_dst, F]`` or ``[num_dst, H, D]``.
-        b: quantized ``[num_src, F]`` or ``[num_src, H, D]``.
-        op: ``dot``.
-        a_scale: float32 ``[num_dst]``, or None.
-        b_scale: float32 ``[num_src]``, or None, as ``a_scale`` is.
-
-    Returns:
-        float32 ``[E]`` or ``[E, H]``: the exact integer rounded once, times ``a_scale[i]``, times
-        ``b_scale[j]``.
-    """
-    _check_qsddmm(op, a_scale, b_scale)
-    rows = edge_rows(rowptr, col.numel())
-    dots = (a.double().index_select(0, rows) * b.double().index_select(0, col)).sum(-1).float()
-    for scale, ends in ((a_scale, rows), (b_scale, col)):
-        if scale is not None:
-            dots = dots * expand_value(scale.index_select(0, ends), dots)
-    return dots
-
-
-def _check_qsddmm(op: str, a_scale: Tensor | None, b_scale: Tensor | None) -> None:
-    check(op == "dot", "qsddmm", lambda: f"op must be 'dot', got {op!r}")
-    check((a_scale is None) == (b_scale is None), "qsddmm", lambda: "a_scale and b_scale go together")
-
-
-def _qsddmm_fake(
-    rowptr: Tensor,
-    col: Tensor,
-    a: Tensor,
-    b: Tensor,
-    op: str,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-) -> Tensor:
-    _check_qsddmm(op, a_scale, b_scale)
-    return a.new_empty((col.shape[0], *a.shape[1:-1]), dtype=torch.float32)
-
-
-def _qsddmm_cost(
-    rowptr: Tensor,
-    col: Tensor,
-    a: Tensor,
-    b: Tensor,
-    op: str,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-) -> Cost:
-    edges, width = numel(col), size_expr(1)
-    for size in a.shape[1:]:
-        width *= size_expr(size)
-    scales = 0 if a_scale is None else 8
-    return Cost(nbytes(rowptr, col) + edges * (width * 2 + scales + 4), edges * width * 2)
-
-
-def _qsddmm_samples() -> Sequence[tuple[Any, ...]]:
-    rowptr, col, _ = random_csr(6, 5, 14)
-    scales = torch.rand(5) / 50, torch.rand(6) / 50
-    return [
-        (rowptr, col, _int8(5, 7), _int8(6, 7), "dot"),
-        (rowptr, col, _int8(5, 2, 3), _int8(6, 2, 3), "dot"),
-        (rowptr, col, _int8(5, 7), _int8(6, 7), "dot", *scales),
-        (rowptr, col, _int8(5, 2, 3), _int8(6, 2, 3), "dot", *scales),
-    ]
-
-
-def _qsddmm_errors() -> Sequence[ErrorInput]:
-    first = _qsddmm_samples()[0]
-    return [
-        ErrorInput((*first[:4], "add"), "must be 'dot'"),
-        ErrorInput((*first, torch.ones(5)), "go together"),
-    ]
-
-
-QSDDMM = define(
-    Op(
-        name="qsddmm",
-        schema="(Tensor rowptr, Tensor col, Tensor a, Tensor b, str op, Tensor? a_scale=None,"
-        " Tensor? b_scale=None) -> Tensor",
-        kind="edge",
-        family="sddmm",
-        features=("a", "b"),
-        gathered=("a", "b"),
-        integer_operands=("a", "b"),
-        result_dtype=torch.float32,
-        counted_as="sddmm",
-        label="e{n}",
-        reference=qsddmm_reference,
-        fake=_qsddmm_fake,
-        cost=_qsddmm_cost,
-        samples=_qsddmm_samples,
-        error_inputs=_qsddmm_errors,
         no_gradient=_ROUNDING,
     )
 )

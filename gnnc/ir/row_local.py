@@ -84,14 +84,16 @@ def _quantize(node: Node, acc: Accumulator) -> RowOp | None:
     scale, shift, qtype = named["scale"], named["shift"], QType.parse(named["qtype"])
     if named["x"] not in acc:
         return None
+    # A stochastic rounding has its seed behind the other operands, and its stream as a constant.
+    seed, stream = ((named["seed"],), (named["stream"],)) if named["seed"] is not None else ((), ())
     if qtype.granularity == "row":
         is_dynamic = _is_made_from(scale, acc, "gnnc.scale.default")
-        return RowOp(node, (Step("quant_row"),), "store", (scale, node)) if is_dynamic else None
+        return RowOp(node, (Step("quant_row", seed, stream),), "store", (scale, node)) if is_dynamic else None
     if qtype.granularity != "row_pow2":
-        return RowOp(node, (Step("quant_static", (scale,)),), "store", (node,))
+        return RowOp(node, (Step("quant_static", (scale, *seed), stream),), "store", (node,))
     if not _is_made_from(shift, acc, "gnnc.row_shift.default") or arguments(shift)["base"] is not scale:
         return None
-    return RowOp(node, (Step("quant_pow2", (scale,)),), "store", (shift, node))
+    return RowOp(node, (Step("quant_pow2", (scale, *seed), stream),), "store", (shift, node))
 
 
 def _is_made_from(node: Any, acc: Accumulator, target: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 Kind = Literal[
-    "parameter", "buffer", "constant", "input", "size", "structure", "features", "tangent", "saved"
+    "parameter", "buffer", "constant", "input", "size", "structure", "features", "tangent", "saved", "seed"
 ]
 
 
@@ -28,9 +28,10 @@ class Source:
             ``size`` is a plain int taken from an input's shape, ``structure`` is an output of
             the structure graph, ``features`` one of the features graph, ``tangent`` is the gradient of an
             output of the forward graph, ``saved`` is a value of the forward graph that it keeps for the
-            backward graph.
+            backward graph, ``seed`` is an int64 that each call draws from torch's default generator.
         name: the parameter's qualified name, the argument's path, the structure output, the number of the
-            features output or of the output that a tangent belongs to, or the node that is saved.
+            features output or of the output that a tangent belongs to, the node that is saved, or what the
+            seed is for.
     """
 
     kind: Kind

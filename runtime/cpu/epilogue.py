@@ -74,7 +74,7 @@ def _output(out: Out, results: list[Node | None], emitter: Emitter, rows: Any, w
         )
     if out.form == "vector":
         return emitter.allocate_vector(result)
-    if out.form == "sum":
+    if out.form in ("sum", "scalar"):
         return emitter.allocate_vector(result)
     return emitter.allocate(result, dense=out.form == "dense")
 

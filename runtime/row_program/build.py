@@ -35,7 +35,7 @@ class Operand:
 
     Attributes:
         index: position among the call's arguments; None: absent.
-        form: ``matrix`` or ``vector``.
+        form: ``matrix``, ``vector`` or ``seed`` (of random bits).
     """
 
     index: int | None
@@ -262,6 +262,9 @@ def _operand(inner: Inner, node: Node | None, form: str, program: RowProgram, ki
 
 def _store(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
     result = inner.results.get(op.root)
+    if step.kind in ("quant_row", "quant_static", "quant_pow2"):
+        _quantize(inner, op, step, program)
+        return
     match step.kind:
         case "store_f32":
             program.add("STORE_F32", program.out(result, "matrix", torch.float32))
@@ -269,23 +272,6 @@ def _store(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
             program.add("STORE_BF16", program.out(result, "matrix", torch.bfloat16))
         case "store_fp16":
             program.add("STORE_FP16", program.out(result, "matrix", torch.float16))
-        case "quant_row":
-            quantized = program.out(result, "matrix", torch.int8)
-            scale = program.out(inner.results.get(op.covers[0]), "vector", torch.float32)
-            program.scales.append(scale)
-            program.is_checked = True
-            program.add("QUANT_ROW", quantized, scale)
-        case "quant_static":
-            _check_accumulator(program)
-            quantized = program.out(result, "matrix", torch.int8)
-            base = _operand(inner, step.operands[0], "vector", program)
-            program.add("QUANT_STATIC", quantized, base)
-        case "quant_pow2":
-            _check_accumulator(program)
-            quantized = program.out(result, "matrix", torch.int8)
-            shift = program.out(inner.results.get(op.covers[0]), "vector", torch.uint8)
-            base = _operand(inner, step.operands[0], "vector", program)
-            program.add("QUANT_POW2", quantized, shift, base)
         case "scale_tensor":
             if result is None:
                 raise Refusal("a scale of all rows is read before every row has raised it")
@@ -304,6 +290,30 @@ def _store(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
             program.add("ROW_DOT", attention, dots, int(step.consts[0]))
         case _:
             raise Refusal(f"the row program has no store {step.kind}")
+
+
+def _quantize(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
+    """Add the store of quantized rows; a seed is the last operand of its step."""
+    *bases, seed = step.operands if step.consts else (*step.operands, None)
+    if not step.kind == "quant_row":
+        _check_accumulator(program)
+    quantized = program.out(inner.results.get(op.root), "matrix", torch.int8)
+    covered = inner.results.get(op.covers[0])
+    if seed is not None:
+        program.add(
+            "STOCHASTIC", program.operand(inner.operand(seed, "the seed"), "seed"), int(step.consts[0])
+        )
+    match step.kind:
+        case "quant_row":
+            scale = program.out(covered, "vector", torch.float32)
+            program.scales.append(scale)
+            program.is_checked = True
+            program.add("QUANT_ROW", quantized, scale)
+        case "quant_static":
+            program.add("QUANT_STATIC", quantized, _operand(inner, bases[0], "vector", program))
+        case _:
+            shift = program.out(covered, "vector", torch.uint8)
+            program.add("QUANT_POW2", quantized, shift, _operand(inner, bases[0], "vector", program))
 
 
 def _check_accumulator(program: RowProgram) -> None:

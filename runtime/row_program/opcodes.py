@@ -67,3 +67,4 @@ class Op(IntEnum):
     COL_SUM = 70
     DIV_TENSOR = 71
     FP16_SCALE = 72
+    STOCHASTIC = 73

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gnnc.ir  # noqa: F401  (registers torch.ops.gnnc)
+from gnnc.ir.graph import infer_qtypes
 from gnnc.ir.parts import Parts
 from gnnc.ir.source import Source
 from gnnc.passes.base import Context
@@ -60,7 +61,9 @@ def fused_program_of(function: Callable[..., Any], *values: Tensor, backend: str
             node.meta["source"] = Source("input", node.name)
     lowering = get_backend(backend)
     context = Context(FP32, target=replace(lowering.target, lowering=lowering))
-    parts = Parts(forward=Fuse().run(graph_module, context))
+    fused = Fuse().run(graph_module, context)
+    infer_qtypes(fused)
+    parts = Parts(forward=fused)
     return lowering.executable(Lower().run_parts(parts, context).forward)
 
 

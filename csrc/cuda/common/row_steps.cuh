@@ -12,6 +12,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "common/philox.cuh"
 #include "common/row_tile.cuh"
 
 namespace gnnc::step {
@@ -547,10 +548,39 @@ struct NoCode {
   __device__ int8_t operator()(int) const { return 0; }
 };
 
+// Rounding to the nearest integer, half to even.
+struct Nearest {
+  template <int kCount>
+  __device__ int at(int, int) const {
+    return 0;
+  }
+  template <bool kWithin>
+  __device__ static int8_t code(float x, int, int) {
+    return kWithin ? static_cast<int8_t>(rounded(x)) : code_of(x);
+  }
+};
+
+// Stochastic rounding: down, after adding a random fraction.
+struct Stochastic {
+  uint64_t seed;
+  uint32_t stream;
+  int64_t row;
+
+  template <int kCount>
+  __device__ Fractions<kCount> at(int width, int column) const {
+    return {seed, stream, row, width, column};
+  }
+  template <bool kWithin, class F>
+  __device__ static int8_t code(float x, const F& fractions, int k) {
+    return code_of(floorf(__fadd_rn(x, fractions(k))));
+  }
+};
+
 // Stores the quantized values of a row; rows are kPadded (a multiple of 4) bytes apart. kWithin: the scaled values lie
 // within +-127 and need no clamp; past: returns the bytes past the width.
-template <int kPadded, bool kWithin = false, class Tile, class F, class Past = NoCode>
-__device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, const Past& past = {}) {
+template <int kPadded, bool kWithin = false, class Tile, class F, class Past = NoCode, class Rounding = Nearest>
+__device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, const Past& past = {},
+                            const Rounding& rounding = {}) {
   constexpr int kCount = at_once<Tile, int8_t>(kPadded);
   static_assert(kCount >= 4, "rows of quantized values are padded to a multiple of 4");
 #pragma unroll
@@ -558,10 +588,11 @@ __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, cons
     const int column = tile.column(i);
     if (column >= kPadded) continue;
     Vector<int8_t, kCount> codes;
+    const auto fractions = rounding.template at<kCount>(Tile::kWidth, column);
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       const float x = tile.valid(i + k) ? scaled(i + k) : 0.0f;
-      const int8_t code = kWithin ? static_cast<int8_t>(rounded(x)) : code_of(x);
+      const int8_t code = Rounding::template code<kWithin>(x, fractions, k);
       codes.v[k] = tile.valid(i + k) ? code : past(column + k);
     }
     *reinterpret_cast<Vector<int8_t, kCount>*>(row + column) = codes;
@@ -575,12 +606,12 @@ __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, cons
   }
 }
 
-template <int kPadded, class Tile>
-__device__ float quant_row(const Tile& tile, int8_t* row, float* scale_out) {
+template <int kPadded, class Tile, class Rounding = Nearest>
+__device__ float quant_row(const Tile& tile, int8_t* row, float* scale_out, const Rounding& rounding = {}) {
   const float scale = scale_of(tile.max_abs());
   const float inverse = inverse_of(scale);
   if (tile.lane == 0) *scale_out = scale;
-  store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); });
+  store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); }, NoCode{}, rounding);
   return scale;
 }
 
@@ -606,20 +637,22 @@ __device__ float inverse_at(const Tile& tile, const float* base, int i) {
   return inverse_of(__ldg(base + (kColumns && tile.valid(i) ? tile.column(i) : 0)));
 }
 
-template <int kPadded, bool kColumns, class Tile>
-__device__ void quant_static(const Tile& tile, int8_t* row, const float* base) {
+template <int kPadded, bool kColumns, class Tile, class Rounding = Nearest>
+__device__ void quant_static(const Tile& tile, int8_t* row, const float* base, const Rounding& rounding = {}) {
   if constexpr (kColumns) {
-    store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse_at<true>(tile, base, i)); });
+    const auto scaled = [&](int i) { return __fmul_rn(tile.v[i], inverse_at<true>(tile, base, i)); };
+    store_codes<kPadded>(tile, row, scaled, NoCode{}, rounding);
   } else {
     const float inverse = inverse_of(__ldg(base));
-    store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); });
+    store_codes<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); }, NoCode{}, rounding);
   }
 }
 
 // Quantizes a row with the scale base / 2^k, k the largest in 0..7 for which no value saturates. If the padding has
 // room, the row also stores its weight (weight_place).
-template <int kPadded, bool kColumns, class Tile>
-__device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, const float* base) {
+template <int kPadded, bool kColumns, class Tile, class Rounding = Nearest>
+__device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, const float* base,
+                           const Rounding& rounding = {}) {
   Tile scaled = tile;
   if constexpr (kColumns) {
 #pragma unroll
@@ -638,7 +671,7 @@ __device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, co
   const auto weight = [=](int column) {
     return static_cast<int8_t>(column == weight_place(Tile::kWidth) ? 128u >> shift : 0u);
   };
-  store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(scaled.v[i], power); }, weight);
+  store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(scaled.v[i], power); }, weight, rounding);
 }
 
 // Computes out[h], the dot product of the h-th of kHeads equal parts of the row with the same part of `columns`.

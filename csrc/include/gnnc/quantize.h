@@ -1,6 +1,7 @@
 #pragma once
 
-// Quantizes rows of floats to int8 values: q = rint(x * inv), half to even, clamped to +-127. Only for *.isa.cpp files.
+// Quantizes rows of floats to int8 values: q = rint(x * inv), half to even, clamped to +-127, or floor(x * inv + u)
+// with a random fraction u. Only for *.isa.cpp files.
 //
 // scale = amax / 127 (0 where that is below the least normal float, so that 1 / scale is finite), inv = 1 / scale or 0.
 // The maximum is taken on bit patterns, so a NaN or an infinity in a row makes its scale non-finite.
@@ -54,10 +55,11 @@ GNNC_INLINE void row_scales(const T* x, int64_t stride, int rows, int64_t width,
   }
 }
 
-// Clamping of scaled values before they are quantized.
+// Clamping of scaled values before they are quantized, and their rounding.
 enum class Clamp {
-  none,  // |value| < 127.5 if its row is finite (if the row is not finite, the scale shows it)
-  both,  // values of any size, to [-127, 127]
+  none,   // |value| < 127.5 if its row is finite (if the row is not finite, the scale shows it)
+  both,   // values of any size, to [-127, 127]
+  floor,  // as both, and rounded down
 };
 
 #ifdef __AVX512F__
@@ -65,7 +67,10 @@ enum class Clamp {
 template <Clamp kClamp>
 GNNC_INLINE __m512i integers(__m512 v) {
   // Above 2^31 the conversion would change the sign; below -2^31 it does not.
-  if constexpr (kClamp == Clamp::both) v = _mm512_min_ps(v, _mm512_set1_ps(127.0f));
+  if constexpr (kClamp != Clamp::none) v = _mm512_min_ps(v, _mm512_set1_ps(127.0f));
+  if constexpr (kClamp == Clamp::floor) {
+    return _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  }
   return _mm512_cvtps_epi32(v);
 }
 
@@ -76,7 +81,7 @@ GNNC_INLINE __m512i pack_codes(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512i high = _mm512_packs_epi32(integers<kClamp>(c), integers<kClamp>(d));
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i codes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
-  return kClamp == Clamp::both ? _mm512_max_epi8(codes, _mm512_set1_epi8(-127)) : codes;
+  return kClamp != Clamp::none ? _mm512_max_epi8(codes, _mm512_set1_epi8(-127)) : codes;
 }
 
 // Computes out[c] = quantized value(c) xor flip, in blocks of 64, padded with quantized zeros past the width.
@@ -102,17 +107,21 @@ GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, in
 
 #else
 
-// Returns rint(v) clamped to +-127: adding 1.5 * 2^23 puts the integer into the low bits.
+// Returns rint(v), or floor(v), clamped to +-127: adding 1.5 * 2^23 puts the integer into the low bits.
+template <Clamp kClamp = Clamp::both>
 GNNC_INLINE Ints integers(Floats v) {
   const Floats held = larger(smaller(v, splat(127.0f)), splat(-127.0f));
-  return as_ints(held + splat(12582912.0f)) - splat(to_bits(12582912.0f));
+  const Floats magic = splat(12582912.0f), shifted = held + magic;
+  const Ints rounded = as_ints(shifted) - splat(to_bits(12582912.0f));
+  if constexpr (kClamp == Clamp::floor) return rounded + (shifted - magic > held);
+  return rounded;
 }
 
 // Computes out[c] = quantized value(c) xor flip, in blocks of 64, padded with quantized zeros past the width.
 template <Clamp kClamp, typename Value>
 GNNC_INLINE void store_codes(int64_t width, const Value& value, uint8_t flip, int8_t* out) {
   for_columns(width, [&](int64_t c, auto n) {
-    const Ints codes = integers(value(c, n));
+    const Ints codes = integers<kClamp>(value(c, n));
     const int lanes = lanes_of(n);
     for (int i = 0; i < lanes; ++i) out[c + i] = static_cast<int8_t>(codes[i] ^ flip);
   });

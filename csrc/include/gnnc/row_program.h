@@ -71,11 +71,12 @@ enum class RowOp : int32_t {
   amax = 65,
   row_dot = 66,
   store_fp16 = 67,    // only in CUDA epilogues: the CPU's kernels have no such instruction
-  scale_tensor = 68,  // only in CUDA epilogues
+  scale_tensor = 68,
   store_bits = 69,
   col_sum = 70,
   div_tensor = 71,  // only in CUDA epilogues
   fp16_scale = 72,  // only in CUDA epilogues
+  stochastic = 73,  // the next quantization rounds stochastically
 };
 
 // An instruction. The instructions after a `window` apply to the columns a .. a + b of the kernel's result (a a

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, pointer
 from gnnc.runtime.cuda.kernels.fp16_scale import begin_fp16_scale
+from gnnc.runtime.cuda.kernels.row_scale import begin_scale
 from gnnc.runtime.program.launches import Expr, Operand
 from gnnc.runtime.row_program.build import RowProgram, argument_of
 from gnnc.runtime.row_program.opcodes import Op
@@ -67,8 +68,18 @@ class Struct:
 class Writer:
     """Writer of one row program as a struct."""
 
-    def __init__(self, program: RowProgram, node: Node, emitter: CudaEmitter, rows: Any, width: int) -> None:
+    def __init__(
+        self,
+        program: RowProgram,
+        node: Node,
+        emitter: CudaEmitter,
+        rows: Any,
+        width: int,
+        begins_scales: bool = True,
+    ) -> None:
         self.program, self.node, self.emitter, self.rows = program, node, emitter, rows
+        self._begins_scales = begins_scales
+        self._rounding: tuple[str, ...] = ()
         self.struct = Struct(width)
         self.results = emitter.outputs(node)
         self._operands: set[int] = set()
@@ -208,7 +219,8 @@ class Writer:
     def _quant_row(self, a: int, b: int, c: int) -> None:
         row, stride = self.out_row(a)
         scale = self.out(b)
-        call = f"step::quant_row<{stride}>({self.struct.tile}, {row}, {scale} + row)"
+        arguments = ", ".join((self.struct.tile, row, f"{scale} + row", *self._take_rounding()))
+        call = f"step::quant_row<{stride}>({arguments})"
         if self.emitter.check_finite:
             self.struct.body.append(f"step::watch_scale({self.struct.tile}, {call}, {self._watch()});")
         else:
@@ -217,7 +229,7 @@ class Writer:
     def _quant_static(self, a: int, b: int, c: int) -> None:
         row, stride = self.out_row(a)
         columns, base = self._base(b)
-        self.struct.step(f"step::quant_static<{stride}, {columns}>", row, base)
+        self.struct.step(f"step::quant_static<{stride}, {columns}>", row, base, *self._take_rounding())
 
     def _quant_pow2(self, a: int, b: int, c: int) -> None:
         row, stride = self.out_row(a)
@@ -226,7 +238,21 @@ class Writer:
         if result is not None:
             self.emitter.weighted.add(result)
         columns, base = self._base(c)
-        self.struct.step(f"step::quant_pow2<{stride}, {columns}>", row, f"{shift} + row", base)
+        call = f"step::quant_pow2<{stride}, {columns}>"
+        self.struct.step(call, row, f"{shift} + row", base, *self._take_rounding())
+
+    def _stochastic(self, a: int, b: int, c: int) -> None:
+        """Round stochastically in the next step that quantizes."""
+        index = self.program.operands[a].index
+        assert index is not None
+        seed = argument_of(self.node, index)
+        self.struct.member(f"const int64_t* a{a}", pointer(self.emitter.vector(seed)))
+        self._rounding = (f"step::Stochastic{{static_cast<uint64_t>(*a{a}), {b}u, row}}",)
+
+    def _take_rounding(self) -> tuple[str, ...]:
+        """Return the last argument of a step that quantizes, if it does not round to nearest."""
+        rounding, self._rounding = self._rounding, ()
+        return rounding
 
     def _base(self, number: int) -> tuple[str, str]:
         operand = self.program.operands[number]
@@ -244,8 +270,12 @@ class Writer:
         return name
 
     def _scale_tensor(self, a: int, b: int, c: int) -> None:
-        """Raise the scale, which is zero when the kernel starts (``scales_of``)."""
-        self.struct.step("step::scale_tensor", self.out(a))
+        """Raise the scale, which a launch before sets to zero (that of the weight, see ``scales_of``)."""
+        scale, result = self.out(a), self._result(a)
+        assert result is not None
+        if self._begins_scales:
+            begin_scale(self.emitter, self.emitter.vector(result))
+        self.struct.step("step::scale_tensor", scale)
 
     def _fp16_scale(self, a: int, b: int, c: int) -> None:
         """Lower the power of two to that of the row; a launch before sets it to the largest."""
@@ -296,6 +326,7 @@ _SPECIAL: dict[Op, Callable[[Writer, int, int, int], None]] = {
     Op.QUANT_ROW: Writer._quant_row,
     Op.QUANT_STATIC: Writer._quant_static,
     Op.QUANT_POW2: Writer._quant_pow2,
+    Op.STOCHASTIC: Writer._stochastic,
     Op.AMAX: Writer._amax,
     Op.SCALE_TENSOR: Writer._scale_tensor,
     Op.ROW_DOT: Writer._row_dot,
@@ -317,7 +348,13 @@ _FORMS: dict[str, Callable[[Writer, str, int, int], None]] = {
 
 
 def write_epilogue(
-    program: RowProgram, node: Node, emitter: CudaEmitter, rows: Any, width: int
+    program: RowProgram,
+    node: Node,
+    emitter: CudaEmitter,
+    rows: Any,
+    width: int,
+    *,
+    begins_scales: bool = True,
 ) -> tuple[str, list[Operand]]:
     """Write a row program as a struct, and allocate its outputs.
 
@@ -327,11 +364,12 @@ def write_epilogue(
         emitter: the program under construction.
         rows: number of rows of the result.
         width: columns of the result.
+        begins_scales: whether scales of all rows are to be set to zero by launches of their own.
 
     Returns:
         The struct's name, and its members' values: the kernel's last arguments.
     """
-    return Writer(program, node, emitter, rows, width).write()
+    return Writer(program, node, emitter, rows, width, begins_scales).write()
 
 
 def scales_of(program: RowProgram, node: Node, emitter: CudaEmitter) -> list[Expr]:

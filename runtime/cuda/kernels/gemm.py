@@ -17,7 +17,6 @@ from gnnc.runtime.plans import gemm
 from gnnc.runtime.program.launches import Expr, expr, variable
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of
-from gnnc.runtime.row_program.opcodes import Op
 
 _SHARED = 72 * 1024
 """Bytes of shared memory of a block of more than 16 rows, at most: three blocks fit an SM."""
@@ -191,7 +190,7 @@ class Gemm:
         tensor, stride = emitter.matrix(x), emitter.row_stride(x)
         load_width = shape.load_width(stride)
         x_scale = None if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
-        epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width)
+        epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width, begins_scales=False)
         weight, scale = _pack(plan, node, emitter, shape, load_width)
         config = config_of(shape, tile, TYPES[x.meta["val"].dtype], stride)
         count = emitter.size(rows)
@@ -228,8 +227,6 @@ class Cublas:
             return plan
         if plan.mode != gemm.FLOAT:
             return Decline("only float32 products")
-        if Op.SCALE_TENSOR in plan.program.ops:
-            return Decline("no separate kernel computes a scale of all rows")
         return plan if plan.width <= _MAX_WIDTH else Decline(f"rows of {plan.width} columns")
 
     @staticmethod

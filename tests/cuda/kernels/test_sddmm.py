@@ -9,7 +9,7 @@ from kernel_graphs import GRAPHS, relative_error
 from torch_geometric.nn import SAGEConv
 
 import gnnc
-from gnnc.ir.quantized import qsddmm_reference
+from gnnc.ir.qsddmm import qsddmm_reference
 from gnnc.ir.sparse import sddmm_reference
 from gnnc.runtime.cuda.formats.run_table import Cut
 
