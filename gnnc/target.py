@@ -141,6 +141,7 @@ class Target:
             the softmax of another.
         edge_products: whether a body computes products of edge features with a weight.
         tensor_scales: whether the kernel of a product computes the one scale of its result on the way.
+        epilogue_scales: whether each of its row programs does so.
         gradient_steps: kinds of the steps of gradients that its row programs have, such as masks, derivatives
             of activations, and sums of all rows (``gnnc.ir.row_steps.GRADIENT_STEPS``).
         sums_in_maps: whether, of its row programs, those without a product or an aggregation alone have the
@@ -167,6 +168,7 @@ class Target:
     joint_messages: bool = True
     edge_products: bool = True
     tensor_scales: bool = False
+    epilogue_scales: bool = False
     gradient_steps: frozenset[str] = frozenset()
     sums_in_maps: bool = False
     widens_operands: bool = False

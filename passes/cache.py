@@ -2,7 +2,8 @@
 
 ``quantize`` inserts a quantization for every reader; this pass merges equal scales, shifts,
 quantizations, casts and dequantizations, so that ``fuse`` can let the producer write the quantized
-values. A reader that needs FP32 still reads the FP32 value: dequantizing for it would round twice.
+values. Stochastically rounded values merge if they have one seed and one stream, so that they are equal.
+A reader that needs FP32 still reads the FP32 value: dequantizing for it would round twice.
 """
 
 from collections import defaultdict
@@ -17,6 +18,7 @@ from gnnc.passes.base import Context
 _MERGEABLE = {
     "gnnc.scale.default": "scale",
     "gnnc.row_shift.default": "row shift",
+    "gnnc.row_scale.default": "row scale",
     "gnnc.quantize.default": "quantization",
     "gnnc.dequantize.default": "dequantization",
     "gnnc.fp16_scale.default": "power of two",

@@ -36,6 +36,7 @@ _SCALED_COPY = "scaled_copy"
 """Key of ``node.meta`` of rows that are computed again, to be multiplied by their power of two."""
 _GEMM_TN = "gnnc.gemm_tn.default"
 _QUANTIZE = "gnnc.quantize.default"
+_SCALE = "gnnc.scale.default"
 _CAST = "aten._to_copy.default"
 _ATTENTION_BACKWARD = "gnnc.attention_backward.default"
 
@@ -64,7 +65,7 @@ class Fuse:
             _anchor(partition, node, ctx.target)
         for node in gm.graph.nodes:
             self._map(partition, node, ctx.target)
-            if _has_scaled_copy(node) or _is_scaled(node):
+            if _has_scaled_copy(node) or _is_scaled(node) or _whole_scale(node):
                 self._map(partition, node, ctx.target)
         _drop_useless(partition)
         _explain(gm.graph, partition, ctx)
@@ -73,6 +74,7 @@ class Fuse:
     def _map(self, partition: Partition, source: Node, target: Target) -> None:
         """Group the row-local ops that read ``source``, where no anchor computes it."""
         is_free = _is_half(source) or _is_scaled(source) or _has_scaled_copy(source)
+        is_free = is_free or _whole_scale(source) is not None
         is_grouped = partition.group_of(source) and not is_free
         if not _has_rows(source) or is_grouped or is_weight(source):
             return
@@ -96,6 +98,12 @@ def _is_half(node: Node) -> bool:
 def _is_scaled(node: Node) -> bool:
     """Return whether a value is multiplied by a power of two that its producer finds."""
     return any(str(user.target) == "gnnc.fp16_scale.default" for user in node.users)
+
+
+def _whole_scale(node: Node) -> Node | None:
+    """Return the scale that a kernel finds of all rows of a value, before the next one quantizes them."""
+    scales = (user for user in node.users if str(user.target) == _SCALE)
+    return next((scale for scale in scales if QType.parse(argument(scale, "qtype")).has_one_scale), None)
 
 
 def _has_scaled_copy(node: Node) -> bool:
@@ -202,7 +210,8 @@ def _admission(
     """
 
     def admit(op: RowOp) -> bool:
-        if op.kind == SCALE_TENSOR and not (is_gemm and target.tensor_scales and _has_no_scale(group)):
+        finds_scale = target.epilogue_scales or (is_gemm and target.tensor_scales)
+        if op.kind == SCALE_TENSOR and not (finds_scale and _has_no_scale(group)):
             return False
         if op.kind.removeprefix("store_") in target.rounded:
             return False
@@ -255,6 +264,8 @@ def _load_chain(operand: Node) -> tuple[Node, ...]:
     if target != _QUANTIZE:
         return (operand,) if _is_transposed_weight(operand) else ()
     value, scale = unpack(operand, "x", "scale")
+    if argument(operand, "seed") is not None or argument(operand, "shift") is not None:
+        return ()
     is_dynamic = str(scale.target) == "gnnc.scale.default" and first_operand(scale) is value
     transposed = (value,) if _is_transposed_weight(value) else ()
     return (*transposed, *((scale,) if is_dynamic else ()), operand)

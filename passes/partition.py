@@ -102,6 +102,13 @@ def _is_floating(node: Node) -> bool:
     return holds_tensor(node) and node.meta["val"].is_floating_point()
 
 
+def _is_forward_input(node: Node) -> bool:
+    """Return whether a node is a placeholder of the forward graph: a seed is where that draws from it."""
+    if node.op != "placeholder" or _kind(node) == "tangent":
+        return False
+    return _kind(node) != "seed" or any(user.meta.get(SIDE) == "forward" for user in node.users)
+
+
 def _kind(node: Node) -> str:
     source = source_of(node)
     return "" if source is None else source.kind
@@ -233,7 +240,7 @@ class _Cut:
         """Return the forward graph, which returns its outputs, then the values that are saved."""
         graph, copies = fx.Graph(), dict[Node, Node]()
         for node in self.gm.graph.nodes:
-            if node.op == "placeholder" and _kind(node) != "tangent" or node.meta.get(SIDE) == "forward":
+            if _is_forward_input(node) or node.meta.get(SIDE) == "forward":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         outputs: list[Any] = []
         for value in outputs_of(self.gm.graph)[: self.count]:

@@ -9,7 +9,7 @@ a row, folded into the edge's weight and summed in floats. Rows too narrow to ga
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import fx
@@ -36,6 +36,7 @@ from gnnc.ir.source import Source, source_of
 from gnnc.passes.base import Context
 from gnnc.passes.quantization.bf16_narrow_rows import use_bf16_for_narrow_rows
 from gnnc.passes.quantization.bf16_partials import producer, round_partials_to_bf16
+from gnnc.passes.quantization.gradients import GradientRounding, GradientScale, Quantized, Rounding
 from gnnc.passes.quantization.number_formats import (
     FLOAT_DTYPES,
     aggregated_rows,
@@ -68,17 +69,31 @@ class Quantize:
         dynamic: scales of an aggregation's input where no examples gave one: one for each ``row``, or
             power-of-two fractions of one for the whole ``tensor``, which the product before finds and one
             more pass applies. ``precision="auto"`` weighs row scales only.
+        gradients: scales of gradients: power-of-two fractions of one for the whole tensor for each row
+            (``row_pow2``: their sums are of integers), one for each ``row``, or one for the ``tensor``.
+        rounding: gradients round ``stochastic``, with a seed from torch's default generator at each call, or
+            to ``nearest``. All other values round to nearest.
     """
 
     max_error: float = 0.015
     bf16_partials: bool = True
     dynamic: Literal["row", "tensor"] = "row"
+    gradients: GradientScale = "row_pow2"
+    rounding: Rounding = "stochastic"
     name: ClassVar[str] = "quantize"
 
     def __post_init__(self) -> None:
-        """Refuse an unknown granularity."""
+        """Refuse an unknown granularity or rounding."""
         if self.dynamic not in ("row", "tensor"):
             raise PrecisionError(f"Quantize: dynamic must be 'row' or 'tensor', got {self.dynamic!r}")
+        if self.gradients not in get_args(GradientScale):
+            raise PrecisionError(
+                f"Quantize: gradients must be 'row_pow2', 'row' or 'tensor', got {self.gradients!r}"
+            )
+        if self.rounding not in get_args(Rounding):
+            raise PrecisionError(
+                f"Quantize: rounding must be 'stochastic' or 'nearest', got {self.rounding!r}"
+            )
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return the graph with every op whose precision is below FP32 rewritten."""
@@ -89,7 +104,7 @@ class Quantize:
         gm.meta[SCALED_FROM] = _sources(map(aggregated_rows, observed))
         scaled = self._scaled_by_products(low, ctx)
         num_inputs = len(placeholders(gm))
-        gradients = _gradients(gm)
+        gradients = GradientRounding(self.gradients, self.rounding, _gradients(gm))
         for node in low:
             use_bf16_for_narrow_rows(node, ctx, _candidates(node), observed.get(node), self.max_error)
             build = _Builder(gm, node, ctx, observed.get(node), self.max_error, node in scaled, gradients)
@@ -97,8 +112,8 @@ class Quantize:
             result = rewrite(build)
             if result is not None:
                 _replace(gm.graph, node, result)
-                if node in gradients:
-                    gradients.add(result)
+                if node in gradients.nodes:
+                    gradients.nodes.add(result)
         _note_widened_inputs(gm, ctx)
         if ctx.examples is not None:
             scales = (node.meta["value"] for node in placeholders(gm)[num_inputs:])
@@ -202,7 +217,7 @@ class _Builder:
         observed: the observation of an aggregation's input, or None.
         max_error: as in ``Quantize``.
         is_scaled: whether the kernel that computes the input finds its scale.
-        gradients: the nodes that depend on the gradient of an output.
+        gradients: rounding of the nodes that depend on the gradient of an output.
     """
 
     gm: fx.GraphModule
@@ -211,7 +226,7 @@ class _Builder:
     observed: Observation | None
     max_error: float
     is_scaled: bool
-    gradients: set[Node]
+    gradients: GradientRounding
 
     @property
     def precision(self) -> Precision:
@@ -241,10 +256,13 @@ class _Builder:
         return self(getattr(packet, overload or "default"), *args, **kwargs)
 
     def quantize_rows(self, x: Node, qtype: QType) -> tuple[Node, Node]:
-        """Quantize ``x`` with a scale a row; return the quantized values and the scales.
+        """Quantize ``x`` with a scale a row, or as a gradient; return the quantized values and the scales.
 
         Rows that arrived in this type are taken as they are.
         """
+        if x in self.gradients.nodes:
+            rows = self.gradients.quantize(self, x)
+            return rows.values, self.gradients.row_scale(self, x, rows)
         if (given := _quantized_rows(x, qtype)) is not None:
             return given
         scale = self.op("scale", x, str(qtype))
@@ -335,6 +353,8 @@ def _segment_reduce(build: _Builder) -> Node | None:
 def _aggregate(build: _Builder, col: Node, value: Node | None) -> Node:
     named = arguments(build.node)
     rowptr, x, reduce, num_dst = named["rowptr"], named["x"], named["reduce"], named["num_dst"]
+    if x in build.gradients.nodes:
+        return _aggregate_gradients(build, col, value, build.gradients.quantize(build, x))
     if build.is_scaled:
         base, x = _found_scale(build, x)
         granularity: Granularity = "row_pow2"
@@ -354,6 +374,19 @@ def _aggregate(build: _Builder, col: Node, value: Node | None) -> Node:
     total = build.op("qspmm", rowptr, col, value, quantized, None, *(shift or (None,)), reduce, num_dst)
     exponent = (-MAX_SHIFT,) if shift else ()
     return build.op("dequantize", total, base, "tensor", *exponent)
+
+
+def _aggregate_gradients(build: _Builder, col: Node, value: Node | None, rows: Quantized) -> Node:
+    """Sum quantized gradients: integers under one scale or fractions of one, else floats."""
+    named = arguments(build.node)
+    rowptr, x, reduce, num_dst = named["rowptr"], named["x"], named["reduce"], named["num_dst"]
+    build.note(f"{build.gradients.granularity} scales, rounded {build.gradients.rounding}: a gradient")
+    if rows.base is None or value is not None or reduce != "sum":
+        scale = build.gradients.row_scale(build, x, rows)
+        return build.op("qspmm", rowptr, col, value, rows.values, scale, None, reduce, num_dst)
+    total = build.op("qspmm", rowptr, col, None, rows.values, None, rows.shift, reduce, num_dst)
+    exponent = () if rows.shift is None else (-MAX_SHIFT,)
+    return build.op("dequantize", total, rows.base, "tensor", *exponent)
 
 
 def _found_scale(build: _Builder, x: Node) -> tuple[Node, Node]:
@@ -440,7 +473,7 @@ def _gradient_scales(build: _Builder, operands: Mapping[str, Node]) -> dict[str,
     """
     if build.precision.name != "fp16" or "bias" in arguments(build.node) and argument(build.node, "bias"):
         return {}
-    gradients = build.gradients
+    gradients = build.gradients.nodes
     return {
         name: build.op("fp16_scale", _viewed(value)[0])
         for name, value in operands.items()

@@ -1,6 +1,7 @@
 """The function that gathers the values of one call and hands them to the executable, written as Python."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gnnc.ir.parts import RESULTS, Parts
 from gnnc.ir.source import Source, source_of
 from gnnc.runtime.program.checks import storage_check
 from gnnc.runtime.program.launches import expr, variable
+from gnnc.runtime.program.seed import draw_seed
 from gnnc.runtime.program.sizes import Sizes
 from gnnc.tensor_state import storage_fault
 from gnnc.torch_private import pytree
@@ -119,6 +121,8 @@ class CallWriter:
             return self._bind(f"c{len(self._scope)}", node.meta["value"])
         if source.kind == "size":
             return self._size(node, source)
+        if source.kind == "seed":
+            return f"{self._bind('draw_seed', partial(draw_seed, node.meta['val'].device))}()"
         if source.kind == "structure":
             names = [n.name for n in self._structure_results()]
             return f"s[{names.index(source.name)}]"

@@ -26,6 +26,7 @@ TARGET = Target(
     joint_messages=False,
     edge_products=False,
     tensor_scales=True,
+    epilogue_scales=True,
     gradient_steps=GRADIENT_STEPS,
     sums_in_maps=True,
     widens_operands=True,

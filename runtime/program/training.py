@@ -16,6 +16,7 @@ from gnnc.ir.parts import BACKWARD, DIFFERENTIABLE, GRADIENTS, RESULTS, SAVED, P
 from gnnc.ir.source import source_of
 from gnnc.runtime.program.differentiated import DifferentiatedGraph
 from gnnc.runtime.program.executable import Executable, Timing
+from gnnc.runtime.program.seed import draw_seed
 from gnnc.torch_private import is_autocast_enabled
 
 Tangents = Callable[[Sequence[Any]], Mapping[int, Tensor]]
@@ -175,6 +176,7 @@ class _Plan:
         given = {source_of(node): i for i, node in enumerate(placeholders(parts.forward))}
         saved = parts.forward.meta[SAVED]
         self._origins: list[tuple[str, int]] = []
+        self._seeded: torch.device | None = None
         for node in placeholders(parts.backward):
             source = source_of(node)
             assert source is not None
@@ -182,16 +184,21 @@ class _Plan:
                 self._origins.append(("tangent", int(source.name)))
             elif source.kind == "saved":
                 self._origins.append(("output", saved[source.name]))
+            elif source.kind == "seed" and source not in given:
+                self._origins.append(("seed", 0))
+                self._seeded = node.meta["val"].device
             else:
                 self._origins.append(("value", given[source]))
 
     def kept(self, values: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """Return what to keep of a call: values of placeholders and outputs of the forward graph."""
-        return [
-            (outputs if kind == "output" else values)[position]
-            for kind, position in self._origins
-            if kind != "tangent"
-        ]
+        """Return what to keep of a call: values of placeholders and outputs of the forward graph, and a seed.
+
+        The seed is drawn now: the random numbers of the forward graph are those of eager PyTorch.
+        """
+        of = {"output": outputs, "value": values}
+        if self._seeded is not None:
+            of["seed"] = (draw_seed(self._seeded),)
+        return [of[kind][position] for kind, position in self._origins if kind != "tangent"]
 
     def arguments(self, kept: Sequence[Any], tangents: Mapping[int, Tensor]) -> list[Any]:
         """Return the arguments of the backward graph."""

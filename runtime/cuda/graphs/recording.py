@@ -168,7 +168,7 @@ def _split(emitter: CudaEmitter, body: Iterable[Statement], results: list[Expr])
 
 def _sort_input(parts: _Parts, node: Node, name: str) -> None:
     source = source_of(node)
-    if source is None or source.kind in ("input", "tangent", "saved"):
+    if source is None or source.kind in ("input", "tangent", "saved", "seed"):
         parts.fresh.add(name)
     elif not isinstance(node.meta.get("val"), Tensor):
         parts.key.append(name)
