@@ -36,9 +36,13 @@ _MOVES = frozenset(
         "split.Tensor split_with_sizes.default"
     ).split()
 )
+_CUTS = frozenset("select.int slice.Tensor chunk.default split.Tensor split_with_sizes.default".split())
+"""Moves that take a part of a dimension."""
 _COPIES = frozenset(
     ("_to_copy.default to.dtype clone.default detach.default alias.default lift_fresh_copy.default").split()
 )
+_NO_END = 2**62
+"""Ends of slices from here on are those of all dimensions."""
 _COMPUTED = -1
 """Label of a value that is in no input."""
 
@@ -100,6 +104,8 @@ class Origins:
             return self._joined(node)
         if name in ("index.Tensor", "index_select.default"):
             return self._taken(node)
+        if name in _CUTS and _cuts_open_size(node):
+            raise _UnknownError  # what is cut off, such as padding, may hold anything
         if name in _MOVES:
             return self._moved(node, self._labels_of(first_operand(node)), node.args[1:])
         raise _UnknownError
@@ -173,17 +179,35 @@ class Origins:
 
 
 def _parts(node: Node, read: Tensor) -> list[Part]:
-    """Return the parts of an input that are read: the fewest positions along one dimension of fixed size."""
+    """Return the parts of an input that are read as a whole, as positions along one dimension of fixed size.
+
+    A part of which only some elements are read has no bound: the others may be padding.
+    """
     source = source_of(node)
     assert source is not None
     if not read.any():
         return []
     fixed = [dim for dim, size in enumerate(shape_of(node)) if isinstance(size, int)]
-    rows = {dim: read.unsqueeze(-1).movedim(dim, 0).flatten(1).any(1) for dim in fixed}
-    dim = min(fixed, key=lambda dim: float(rows[dim].float().mean()), default=None)
-    if dim is None or rows[dim].all():
-        return [Part(source.name)]
-    return [Part(source.name, row, dim) for row in rows[dim].nonzero().flatten().tolist()]
+    for dim in range(read.dim()):
+        if dim not in fixed:  # what is read there stands for all of it
+            read = read.any(dim, keepdim=True)
+    rows = {dim: read.unsqueeze(-1).movedim(dim, 0).flatten(1) for dim in fixed}
+    dim = min(fixed, key=lambda dim: float(rows[dim].any(1).float().mean()), default=None)
+    if dim is None or rows[dim].any(1).all():
+        return [Part(source.name)] * bool(read.all())
+    return [Part(source.name, row, dim) for row in rows[dim].all(1).nonzero().flatten().tolist()]
+
+
+def _cuts_open_size(node: Node) -> bool:
+    """Return whether a node takes a part of a dimension whose size is not fixed."""
+    size = shape_of(first_operand(node))[argument(node, "dim") or 0]
+    if isinstance(size, int):
+        return False
+    if aten_name(node) != "slice.Tensor":
+        return True
+    start, end, step = unpack(node, "start", "end", "step")
+    is_end = end is None or (isinstance(end, int) and end >= _NO_END)
+    return not (start in (None, 0) and is_end and step in (None, 1))
 
 
 def _constant(index: Node) -> Tensor | None:

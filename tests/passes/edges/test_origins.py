@@ -164,13 +164,27 @@ ROWS = [Part("edge_index", 0), Part("edge_index", 1)]
     [
         (lambda e: e[0], ROWS[:1]),
         (lambda e: e.flip(0)[0], ROWS[1:]),
-        (lambda e: e[1, 3:].int().long(), ROWS[1:]),
+        (lambda e: e[1, :].int().long(), ROWS[1:]),
+        (lambda e: e[1, 3:], []),
+        (lambda e: e.t()[:4, 0], []),
+        (lambda e: e[1].split(10)[0], []),
         (lambda e: torch.cat([e, e.flip(0)], 1)[0], [Part("edge_index")]),
         (lambda e: torch.cat([e, torch.arange(4).expand(2, -1)], 1)[1], ROWS[1:]),
         (lambda e: e[0].unique(), []),
         (lambda e: e[1] + 1, []),
     ],
-    ids=["row", "flipped", "part of a row", "both ways", "with loops", "computed", "shifted"],
+    ids=[
+        "row",
+        "flipped",
+        "copied",
+        "part of a row",
+        "part of a column",
+        "split",
+        "both ways",
+        "with loops",
+        "computed",
+        "shifted",
+    ],
 )
 def test_origins(read: Callable[[Tensor], Tensor], expected: list[Part]) -> None:
     assert origins(read) == expected
@@ -187,3 +201,22 @@ def test_a_mask_may_drop_ids_that_are_no_nodes() -> None:
     args = torch.randn(SOURCES, F), torch.tensor([[0, 1, -1], [2, 3, 0]])
     model = Masked()
     assert relative_error(gnnc.compile(model, precision="fp32")(*args), model(*args)) < 1e-5
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("cut", [lambda e, k: e[:, :k], lambda e, k: e.narrow(1, 0, k)])
+@torch.no_grad()
+def test_ids_that_are_cut_off_may_be_no_nodes(cut: Callable[[Tensor, int], Tensor]) -> None:
+    """Padding, and the edges of layers that a trimmed batch with one node has left behind."""
+
+    class Trimmed(nn.Module):
+        def forward(self, x: Tensor, edge_index: Tensor, kept: int, nodes: int) -> Tensor:
+            src, dst = cut(edge_index, kept)
+            x = x[:nodes]
+            return torch.zeros_like(x).index_add(0, dst, x[src])
+
+    model, x = Trimmed(), torch.randn(SOURCES, F)
+    compiled = gnnc.compile(model, precision="fp32")
+    for ids, kept, nodes in (([0, 1, 2, -1], 3, 3), ([0, 0, 7, 8], 2, 1), ([0, 8, 8, -1], 1, 1)):
+        args = x, torch.tensor([ids, ids]), kept, nodes
+        assert relative_error(compiled(*args), model(*args)) < 1e-5
