@@ -8,11 +8,19 @@ mean something else below autograd, is traced again.
 """
 
 import operator
+from collections.abc import Set
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node, map_arg
 
+from gnnc.capture.batch_norms import (
+    buffers_of,
+    expand_batch_norms,
+    normalizes,
+    return_buffers,
+    statistics_of,
+)
 from gnnc.ir.nodes import argument, first_operand, result_index
 from gnnc.torch_private import (
     DispatchKey,
@@ -44,15 +52,22 @@ _OWN_PARTS = (aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, at
 """Splits into parts that may each be written into, as their callers promise to leave the whole alone."""
 _TRAIN_FLAGS = {aten.batch_norm.default: "training", aten.dropout.default: "train"}
 """Composites that passes know outside of train mode, each with the name of its train-mode argument."""
+_Rewrite = tuple[OpOverload, torch.Tensor, Node]
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
     """Return the program without writes: itself, changed, where no write needs another trace."""
     _detach_blocks(program.graph_module)
     _expand_dropouts(program.graph)
+    buffers = buffers_of(program)
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    if is_autocast_enabled() or not all(map(_stays, calls)) or not without_writes(program.graph):
+    if is_autocast_enabled() or not all(_stays(node, buffers) for node in calls):
         return program.run_decompositions({})
+    written = _replace_writes(program.graph, buffers)
+    if written is None:
+        return program.run_decompositions({})
+    written |= expand_batch_norms(program.graph, buffers)
+    return_buffers(program, written)
     program.graph.eliminate_dead_code()
     return program
 
@@ -103,31 +118,49 @@ def without_writes(graph: Graph) -> bool:
     Returns:
         Whether no write is left; where one would be, the graph stays as it is.
     """
-    rewrites = _rewrites(graph)
+    return _replace_writes(graph, frozenset()) is not None
+
+
+def _replace_writes(graph: Graph, buffers: Set[Node]) -> dict[Node, Node] | None:
+    """Do the same; return the last values of the ``buffers`` that are written, None where a write is left."""
+    rewrites = _rewrites(graph, buffers)
     if rewrites is None:
-        return False
-    for write, (op, value) in rewrites.items():
-        _rewrite(write, op, value)
-    return True
+        return None
+    written: dict[Node, Node] = {}
+    for write, (op, value, maker) in rewrites.items():
+        call = _rewrite(write, op, value)
+        if maker in buffers:
+            written[maker] = call
+    return written
 
 
-def _rewrites(graph: Graph) -> dict[Node, tuple[OpOverload, torch.Tensor]] | None:
-    """Return, for every write, the op without a write and its value; None where there is none for one."""
-    found: dict[Node, tuple[OpOverload, torch.Tensor]] = {}
-    makers: dict[Node, Node] = {}  # of each tensor that is all of its memory: the call that made that
+def _rewrites(graph: Graph, buffers: Set[Node]) -> dict[Node, _Rewrite] | None:
+    """Return, for every write, the op without a write, its value, and what made the memory.
+
+    None where a write has no such op.
+    """
+    found: dict[Node, _Rewrite] = {}
+    # of each tensor that is all of its memory: the call that made that, or the buffer
+    makers: dict[Node, Node] = {buffer: buffer for buffer in buffers}
     shared: set[Node] = set()  # calls whose memory is looked at through other tensors, too
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.target is aten.detach_.default:
-            found[node] = aten.detach.default, node.meta["val"]
+            found[node] = aten.detach.default, node.meta["val"], node
         if _is_write(node):
             rewrite = _without_write(node)
             maker = None if rewrite is None else makers.get(_written_tensor(node))
             if rewrite is None or maker is None or maker in shared:
                 return None
-            found[node], makers[node] = rewrite, maker
+            found[node], makers[node] = (*rewrite, maker), maker
         elif _is_own_part(node):
+            makers[node] = node
+        elif normalizes(node, buffers):
+            statistics = statistics_of(node)
+            if not statistics.isdisjoint(maker for _, _, maker in found.values()):
+                return None
+            shared |= statistics
             makers[node] = node
         elif _may_alias(node):
             shared.update(makers[argument] for argument in node.all_input_nodes if argument in makers)
@@ -136,7 +169,7 @@ def _rewrites(graph: Graph) -> dict[Node, tuple[OpOverload, torch.Tensor]] | Non
     return found
 
 
-def _stays(node: Node) -> bool:
+def _stays(node: Node, buffers: Set[Node]) -> bool:
     """Return whether a call may stay: another trace would keep it, or passes know it as it is."""
     op = node.target
     if not isinstance(op, OpOverload):
@@ -144,7 +177,7 @@ def _stays(node: Node) -> bool:
     if op is aten.native_batch_norm.default:  # its schema hides that it writes
         return False
     if op in _TRAIN_FLAGS:
-        return argument(node, _TRAIN_FLAGS[op]) is False
+        return argument(node, _TRAIN_FLAGS[op]) is False or normalizes(node, buffers)
     composite = op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
     return op in _KNOWN or not composite or not _says_alias(op)
 
@@ -222,11 +255,12 @@ def _signature(op: OpOverload) -> list[tuple[str, str]]:
     return [(parameter.name, str(parameter.type)) for parameter in schema(op).arguments]
 
 
-def _rewrite(write: Node, op: OpOverload, value: torch.Tensor) -> None:
-    """Replace the write by a call of ``op``; later readers of the written tensor read the result."""
+def _rewrite(write: Node, op: OpOverload, value: torch.Tensor) -> Node:
+    """Replace the write by a call of ``op``, and return that; later readers read its result."""
     with write.graph.inserting_before(write):
         call = write.graph.call_function(op, write.args, write.kwargs)
     call.meta = write.meta | {"val": value}
     _written_tensor(write).replace_all_uses_with(call, delete_user_cb=lambda user: write < user)
     write.replace_all_uses_with(call)
     write.graph.erase_node(write)
+    return call
