@@ -3,6 +3,7 @@
 from gnnc.runtime.cpu import (
     attention,
     attention_backward,
+    batch_norm,
     edge_sum,
     gemm,
     gemm_tn,
@@ -23,6 +24,7 @@ KERNEL_FILES = (
     spmm,
     attention,
     attention_backward,
+    batch_norm,
     sddmm,
     message,
     edge_sum,

@@ -89,6 +89,53 @@ def test_gemm_tn_rounds_as_a_cast(inner: int, outer: int) -> None:
         ops().gemm_tn(a.bfloat16(), b, got, None, None, True, False)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(2, 16), (3, 7), (5000, 1), (5000, 47), (3000, 64)])
+def test_batch_norm(rows: int, width: int, dtype: torch.dtype, affine: bool) -> None:
+    x = (torch.randn(rows, width + 2)[:, :width] + 5 * torch.randn(width)).to(dtype)
+    weight, bias, *running = torch.rand(4, width)
+    given, news = ([weight, bias, *running], 4) if affine else ([None] * 4, 2)
+
+    def call() -> Tensor:
+        out, vectors = torch.full((rows, width), float("nan")), torch.full((4, width), float("nan"))
+        results = [*vectors[:news], *[None] * (4 - news)]
+        ops().batch_norm(x, *given, 0.1, 1e-5, out, *results)
+        return torch.cat([out, vectors[:news]])
+
+    got = same_at_any_thread_count(call).double()
+    numbers = [t if t is None else t.double() for t in given]
+    if not affine:
+        numbers = [torch.ones(width), torch.zeros(width), torch.zeros(width), torch.ones(width)]
+        numbers = [t.double() for t in numbers]
+    op = torch.ops.aten._native_batch_norm_legit_functional.default
+    out, *vectors = op(x.double(), *numbers, True, 0.1, 1e-5)
+    torch.testing.assert_close(got, torch.cat([out, torch.stack(vectors[:news])]), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(2, 16), (3, 7), (5000, 1), (5000, 47), (3000, 64)])
+def test_batch_norm_backward(rows: int, width: int, dtype: torch.dtype, affine: bool) -> None:
+    x = (torch.randn(rows, width + 2)[:, :width] + 5 * torch.randn(width)).to(dtype)
+    grad, weight = torch.randn(rows, width), torch.rand(width) if affine else None
+    mean, inverse = x.float().mean(0), 1 / (x.float().var(0, correction=0) + 1e-5).sqrt()
+
+    def call() -> Tensor:
+        out, vectors = torch.full((rows, width), float("nan")), torch.full((2, width), float("nan"))
+        ops().batch_norm_backward(grad, x, weight, mean, inverse, out, *vectors)
+        return torch.cat([out, vectors])
+
+    got = same_at_any_thread_count(call).double()
+    op = torch.ops.aten.native_batch_norm_backward.default
+    scale = torch.ones(width) if weight is None else weight
+    wide = [t.double() for t in (grad, x, scale)]
+    out, *sums = op(*wide, None, None, mean.double(), inverse.double(), True, 1e-5, [True] * 3)
+    size = out.abs().max()
+    torch.testing.assert_close(got[:-2] / size, out / size, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[-2:], torch.stack(sums), rtol=1e-5, atol=1e-5 * rows**0.5)
+
+
 @pytest.mark.parametrize("width", [0, 1, 7, 8, 16, 47, 64])
 @pytest.mark.parametrize("rows", [0, 1, 5000])
 def test_relu(rows: int, width: int) -> None:

@@ -94,6 +94,26 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
             (x, torch.randn(ROWS, 4), torch.zeros(width, 4)),
             (q, torch.randn(ROWS, 4), torch.zeros(width, 4), scale, None),
         ],
+        "batch_norm": [
+            (x, *torch.rand(4, width), 0.1, 1e-5, torch.zeros(ROWS, width), *torch.zeros(4, width)),
+            (
+                x,
+                None,
+                None,
+                None,
+                None,
+                0.1,
+                1e-5,
+                torch.zeros(ROWS, width),
+                *torch.zeros(2, width),
+                None,
+                None,
+            ),
+        ],
+        "batch_norm_backward": [
+            (x, torch.randn(ROWS, width), None, *torch.rand(2, width), torch.zeros(ROWS, width))
+            + tuple(torch.zeros(2, width))
+        ],
         "relu_mask": [(x, bits)],
         "relu_backward": [(x, bits.clone(), torch.zeros(ROWS, width))],
         "softmax_sum": [
