@@ -58,6 +58,8 @@ class CallRun:
 class StepRun:
     """Runs of a training step: the forward graph, then the backward graph on gradients of the outputs.
 
+    Features that are quantized once a training run count in no time.
+
     Args:
         joint: the joint graph.
         lowered: the lowered graphs.
@@ -70,7 +72,11 @@ class StepRun:
         self, joint: GraphModule, lowered: Parts, step: Sequence[Any], tangents: Tangents, make: Make
     ) -> None:
         assert lowered.backward is not None
-        self._named = dict(zip(map(source_of, placeholders(joint)), step, strict=True))
+        sources = map(source_of, placeholders(joint))
+        self._named: dict[Source | None, Any] = dict(zip(sources, step, strict=True))
+        if lowered.features is not None:
+            values = make(lowered.features)(*[self._value(node) for node in placeholders(lowered.features)])
+            self._named |= {Source("features", str(number)): value for number, value in enumerate(values)}
         self._backward = lowered.backward
         self._forward = lowered.forward
         self._values = [self._value(node) for node in placeholders(lowered.forward)]
@@ -78,7 +84,7 @@ class StepRun:
         self._program = TrainingExecutable(type(joint).__name__, lowered, make)
 
     def _value(self, node: Node) -> Any:
-        source: Source | None = source_of(node)
+        source = source_of(node)
         return self._named[source] if source in self._named else node.meta.get("value")
 
     def outputs(self) -> Sequence[Any]:
