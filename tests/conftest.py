@@ -1,6 +1,7 @@
 """Fixtures of the whole suite: goldens, graphs, the emulated GPU, and memory that is never zero by luck."""
 
 import difflib
+import gc
 import os
 import re
 import shutil
@@ -68,6 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
                 item.add_marker(pytest.mark.slow)
         else:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what imports made, which are nearly all objects of a process."""
+    gc.collect()
+    gc.freeze()
 
 
 def _golden_path(node: pytest.Item, part: str) -> Path:

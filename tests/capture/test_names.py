@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from shared_captures import shared_captures
 from torch import Tensor, nn
 
 import gnnc
@@ -103,17 +104,17 @@ FORMS: dict[str, tuple[type[nn.Module], Callable[[int], tuple[Any, ...]]]] = {
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @torch.no_grad()
-def test_a_form_of_another_name_works(form: str, precision: str):
+def test_a_form_of_another_name_works(form: str):
     torch.manual_seed(0)
     kind, arguments = FORMS[form]
-    model = kind().eval()
-    compiled = gnnc.compile(model, precision)
-    for nodes in (20, 33):
-        expected = model(*arguments(nodes))
-        error = (compiled(*arguments(nodes)) - expected).norm() / expected.norm()
-        assert error <= (1e-4 if precision == "fp32" else 0.05)
+    model, given = kind().eval(), [arguments(nodes) for nodes in (20, 33)]
+    with shared_captures():
+        for precision, limit in (("fp32", 1e-4), ("bf16", 0.05), ("int8", 0.05)):
+            compiled = gnnc.compile(model, precision)
+            for call in given:
+                expected = model(*call)
+                assert (compiled(*call) - expected).norm() <= limit * expected.norm(), precision
 
 
 @pytest.mark.first(1)

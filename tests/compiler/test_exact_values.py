@@ -1,10 +1,12 @@
 """Comparisons, selections and functions of absolute size get the values of eager, in every precision."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from shared_captures import shared_captures
 from slow import slow_after, slow_but
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
@@ -18,7 +20,9 @@ from gnnc.ir.exact_reads import EXACT
 NODES, EDGES, WIDTH = 60, 400, 64
 
 
+@functools.cache
 def graph() -> tuple[Tensor, Tensor]:
+    """Return the arguments of every call: the same tensors, so that a trace is shared."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(NODES, WIDTH, generator=generator), torch.randint(
         NODES, (2, EDGES), generator=generator
@@ -180,9 +184,22 @@ CHOSEN = ("eq max", "ties in message", "topk", "ids sum", "cos", "residual")
 """Names of models, one for each kind of reader, for the searches that run a model often."""
 
 
-def run(name: str, precision: str, **options: Any) -> tuple[Tensor, Tensor, gnnc.CompiledModel]:
+@pytest.fixture(scope="module", autouse=True)
+def traced_once() -> Iterator[None]:
+    """Trace each model once for all tests."""
+    with shared_captures():
+        yield
+    model_of.cache_clear()
+
+
+@functools.cache
+def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
-    model, given = MODELS[name]().eval(), graph()
+    return MODELS[name]().eval()
+
+
+def run(name: str, precision: str, **options: Any) -> tuple[Tensor, Tensor, gnnc.CompiledModel]:
+    model, given = model_of(name), graph()
     compiled = gnnc.compile(model, precision, **options)
     with torch.no_grad():
         return compiled(*given), model(*given), compiled

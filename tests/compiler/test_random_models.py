@@ -9,6 +9,6 @@ from slow import slow_after
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("seed", slow_after(3, range(60)))
+@pytest.mark.parametrize("seed", slow_after(3, range(40)))
 def test_random_models_equal_eager(seed: int) -> None:
     check_seed(seed, list(BOUNDS), graphs=1)

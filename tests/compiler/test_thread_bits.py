@@ -8,7 +8,7 @@ import torch
 from kernel_graphs import threads
 from slow import slow_after
 from torch import Tensor, nn
-from torch_geometric.nn import GCNConv
+from torch_geometric.nn import GraphConv
 
 import gnnc
 
@@ -71,7 +71,7 @@ class Model(nn.Module):
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
         self.names = names
-        self.first, self.last = GCNConv(WIDTH, WIDTH), GCNConv(WIDTH, 5)
+        self.first, self.last = GraphConv(WIDTH, WIDTH), GraphConv(WIDTH, 5)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = self.first(x, edge_index)

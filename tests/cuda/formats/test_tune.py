@@ -397,7 +397,7 @@ def test_node_blocks_may_be_chosen_for_runs(rig: Rig, monkeypatch: pytest.Monkey
 @pytest.mark.cuda
 @torch.no_grad()
 def test_bad_arguments_are_refused_as_by_a_call(rig: Rig) -> None:
-    compiled, x, edge_index = compiled_and_inputs("GraphSAGE", examples=True)
+    compiled, x, edge_index = compiled_and_inputs("GCN")
     expected = compiled(x, edge_index)
     bad = edge_index.clone()
     bad[0, 5] = 300

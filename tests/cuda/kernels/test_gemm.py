@@ -100,10 +100,13 @@ def test_shared_memory_is_what_the_kernel_takes(compiler: None) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rows_under_way_stay_in_registers(architecture: str, compiler: None) -> None:
     names = []
+    # register files are of one size: one architecture has all shapes, the others the ends
+    ends = (SHORT[0].inner, SHORT[-1].inner, LONG[-1].inner)
     for shape in SHORT + LONG:
         tile = tile_of(shape)
         assert tile is not None
-        if shape.out == 64 or shape in SHORT:
+        is_end = shape.out == 64 and shape.inner in ends
+        if is_end or (architecture == "sm_90" and (shape.out == 64 or shape in SHORT)):
             stores = epilogue_of(torch.float32, shape.out)
             names.append(f"gnnc::gemm<{config(shape, tile)}, {lanes_for(shape.out)}, {stores}>")
     taken = compile_kernels('#include "dense/gemm.cuh"' + STORES, tuple(names), architecture)
