@@ -1,11 +1,13 @@
 """Patches of PyG and torch.nn while a model is traced: no packed kernels, no caches, no loops over values."""
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gnnc.capture.hooks import run_message_hooks
@@ -26,6 +28,7 @@ def exportable(model: torch.nn.Module) -> Iterator[None]:
     """
     import torch_geometric.backend as backend  # a second of imports that capture alone needs
     from torch_geometric.nn import Aggregation, ClusterPooling, EdgePooling, HeteroLinear
+    from torch_geometric.nn.aggr import LCMAggregation, PatchTransformerAggregation
 
     for module in model.modules():
         if getattr(module, "cached", False) is True:
@@ -36,6 +39,10 @@ def exportable(model: torch.nn.Module) -> Iterator[None]:
             vars(module)["forward"] = partial(_hetero_linear, module)
         if isinstance(module, Aggregation):
             vars(module)["to_dense_batch"] = partial(_to_dense_batch, module)
+        if isinstance(module, LCMAggregation | PatchTransformerAggregation):
+            vars(module)["to_dense_batch"] = partial(_to_rows_of_number, module)
+        if isinstance(module, PatchTransformerAggregation):
+            vars(module)["forward"] = partial(_patch_transformer, module)
         if isinstance(module, torch.nn.TransformerEncoder):
             vars(module)["forward"] = partial(_encoder, module)
         if isinstance(module, EdgePooling):
@@ -67,6 +74,41 @@ def _to_dense_batch(
     order = index.argsort(stable=True)
     groups = index.index_select(0, order)
     return to_dense_batch(x.index_select(0, order), groups, fill_value, max_num_elements, dim_size)
+
+
+def _to_rows_of_number(
+    aggregation: Any,
+    x: Tensor,
+    index: Tensor | None = None,
+    ptr: Tensor | None = None,
+    dim_size: int | None = None,
+    dim: int = -2,
+    fill_value: float = 0.0,
+    max_num_elements: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of each group, padded to a number: what follows computes with it in Python."""
+    dense, mask = _to_dense_batch(aggregation, x, index, ptr, dim_size, dim, fill_value)
+    count = operator.index(dense.shape[1] if max_num_elements is None else max_num_elements)
+    rows = F.pad(dense, (0, 0, 0, count), value=fill_value).narrow(1, 0, count)
+    return rows, F.pad(mask, (0, count)).narrow(1, 0, count)
+
+
+def _patch_transformer(
+    aggregation: Any,
+    x: Tensor,
+    index: Tensor,
+    ptr: Tensor | None = None,
+    dim_size: int | None = None,
+    dim: int = -2,
+    max_num_elements: int | None = None,
+) -> Tensor:
+    """Run a PatchTransformerAggregation for the number of elements in its largest group."""
+    from torch_geometric.utils import scatter
+
+    if max_num_elements is None:
+        counts = scatter(torch.ones_like(index), index, 0, dim_size) if ptr is None else ptr.diff()
+        max_num_elements = operator.index(counts.max().item()) + 1  # pyright: ignore[reportArgumentType]
+    return type(aggregation).forward(aggregation, x, index, ptr, dim_size, dim, max_num_elements)
 
 
 def _hetero_linear(layer: torch.nn.Module, x: Tensor, type_vec: Tensor) -> Tensor:

@@ -133,3 +133,20 @@ def test_any_number_of_steps_is_one_program(case):
     for steps in (7, 3, 12):
         assert_equal(compiled, torch.randn(steps, 20, 6), torch.randint(20, (2, 60)))
     assert len(compiled._dispatch.captures) == 1
+
+
+NUMBERS: dict[str, Callable[[], nn.Module]] = {
+    "lcm": lambda: pyg.LCMAggregation(WIDTH, 4),
+    "patches": lambda: pyg.PatchTransformerAggregation(WIDTH, 4, 2, 4, 1, heads=1),
+}
+
+
+@pytest.mark.first(1)
+@torch.no_grad()
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_neighbors_that_python_computes_with_has_a_program_each(name):
+    torch.manual_seed(0)
+    compiled = gnnc.compile(NUMBERS[name]().eval(), "fp32")
+    for sizes in ([2, 3, 1], [1, 1, 3, 2], [4, 1]):
+        index = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        assert_equal(compiled, torch.randn(sum(sizes), WIDTH), index)
