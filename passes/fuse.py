@@ -210,8 +210,7 @@ def _admission(
     """
 
     def admit(op: RowOp) -> bool:
-        finds_scale = target.epilogue_scales or (is_gemm and target.tensor_scales)
-        if op.kind == SCALE_TENSOR and not (finds_scale and _has_no_scale(group)):
+        if op.kind == SCALE_TENSOR and not _finds_scale(group, target, is_gemm):
             return False
         if op.kind.removeprefix("store_") in target.rounded:
             return False
@@ -240,6 +239,13 @@ def _own_casts(op: RowOp) -> tuple[Node, ...]:
 def _is_half_matrix(cast: Node) -> bool:
     value = first_operand(cast)
     return is_float(value, torch.float16, torch.bfloat16) and is_float(cast) and _has_rows(value)
+
+
+def _finds_scale(group: Group, target: Target, is_gemm: bool) -> bool:
+    """Return whether the kernel of a group can find one more scale of all rows; a product finds one."""
+    if not is_gemm:
+        return target.epilogue_scales
+    return (target.epilogue_scales or target.tensor_scales) and _has_no_scale(group)
 
 
 def _has_no_scale(group: Group) -> bool:

@@ -70,7 +70,8 @@ class Quantize:
             power-of-two fractions of one for the whole ``tensor``, which the product before finds and one
             more pass applies. ``precision="auto"`` weighs row scales only.
         gradients: scales of gradients: power-of-two fractions of one for the whole tensor for each row
-            (``row_pow2``: their sums are of integers), one for each ``row``, or one for the ``tensor``.
+            (``row_pow2``) where an aggregation sums them, so that it adds integers, and else one for each
+            row; one for each ``row``; or one for the ``tensor``.
         rounding: gradients round ``stochastic``, with a seed from torch's default generator at each call, or
             to ``nearest``. All other values round to nearest.
     """
@@ -104,7 +105,8 @@ class Quantize:
         gm.meta[SCALED_FROM] = _sources(map(aggregated_rows, observed))
         scaled = self._scaled_by_products(low, ctx)
         num_inputs = len(placeholders(gm))
-        gradients = GradientRounding(self.gradients, self.rounding, _gradients(gm))
+        summed = {aggregated_rows(node) for node in low if _sums_integers(node)}
+        gradients = GradientRounding(self.gradients, self.rounding, _gradients(gm), summed)
         for node in low:
             use_bf16_for_narrow_rows(node, ctx, _candidates(node), observed.get(node), self.max_error)
             build = _Builder(gm, node, ctx, observed.get(node), self.max_error, node in scaled, gradients)
@@ -149,8 +151,7 @@ def _note_widened_inputs(gm: fx.GraphModule, ctx: Context) -> None:
 
 def _takes_fractions(node: Node) -> bool:
     """Return whether an aggregation may add rows under power-of-two fractions of a scale of any origin."""
-    fits = any(c.granularity == "row_pow2" for c in _candidates(node))
-    return fits and len(shape_or_none(aggregated_rows(node)) or ()) == 2
+    return _sums_integers(node) and len(shape_or_none(aggregated_rows(node)) or ()) == 2
 
 
 def _is_integer_product(node: Node) -> bool:
@@ -376,11 +377,17 @@ def _aggregate(build: _Builder, col: Node, value: Node | None) -> Node:
     return build.op("dequantize", total, base, "tensor", *exponent)
 
 
+def _sums_integers(node: Node) -> bool:
+    """Return whether an aggregation may sum rows as integers: it has no weights."""
+    return any(c.granularity == "row_pow2" for c in _candidates(node))
+
+
 def _aggregate_gradients(build: _Builder, col: Node, value: Node | None, rows: Quantized) -> Node:
     """Sum quantized gradients: integers under one scale or fractions of one, else floats."""
     named = arguments(build.node)
     rowptr, x, reduce, num_dst = named["rowptr"], named["x"], named["reduce"], named["num_dst"]
-    build.note(f"{build.gradients.granularity} scales, rounded {build.gradients.rounding}: a gradient")
+    granularity = "row" if rows.base is None else build.gradients.granularity
+    build.note(f"{granularity} scales, rounded {_ADVERBS[build.gradients.rounding]}: a gradient")
     if rows.base is None or value is not None or reduce != "sum":
         scale = build.gradients.row_scale(build, x, rows)
         return build.op("qspmm", rowptr, col, value, rows.values, scale, None, reduce, num_dst)
@@ -490,6 +497,7 @@ def _viewed(value: Node) -> tuple[Node, list[Node]]:
     return value, views
 
 
+_ADVERBS = {"stochastic": "stochastically", "nearest": "to nearest"}
 _INTEGER: dict[str, Callable[[_Builder], Node | None]] = {
     "gemm": _gemm,
     "gemm_tn": _gemm_tn,

@@ -49,11 +49,14 @@ class GradientRounding:
         granularity: which values share a scale.
         rounding: to nearest, or stochastic.
         nodes: the nodes that depend on the gradient of an output.
+        summed: those that an aggregation sums as integers. Others gain nothing from fractions of one scale,
+            and take scales a row in their place: the kernel that computes a row finds its scale.
     """
 
     granularity: GradientScale
     rounding: Rounding
     nodes: set[Node]
+    summed: set[Node]
     _streams: dict[Node, int] = field(default_factory=dict)
 
     def quantize(self, build: Any, x: Node) -> Quantized:
@@ -64,6 +67,8 @@ class GradientRounding:
             x: the gradient, float32 ``[N, ...]``.
         """
         granularity = build.node.meta.get("granularity") or self.granularity
+        if granularity == "row_pow2" and x not in self.summed:
+            granularity = "row"
         qtype = str(build.qtype(granularity))
         scale = build.op("scale", x, qtype)
         seed = self._seed(build.gm, x) if self.rounding == "stochastic" else ()

@@ -51,15 +51,21 @@ def test_gradients_on_cora_at_initialisation(name: str) -> None:
     torch.manual_seed(0)
     model = ON_CORA[name](data["x"].shape[1], int(data["y"].max()) + 1).train()
     train = data["train_mask"]
-    found: list[dict[str, Tensor]] = []
-    for compiled in (True, False):
-        twin = copy.deepcopy(model)
-        call = gnnc.compile(twin, "int8") if compiled else twin
+
+    def gradients_of(call: Any, twin: nn.Module) -> dict[str, Tensor]:
+        twin.zero_grad()
         logits = call(data["x"], data["edge_index"])[train]
         nn.functional.cross_entropy(logits, data["y"][train].long()).backward()
-        found.append({path: p.grad for path, p in twin.named_parameters() if p.grad is not None})
-    got, want = found
+        return {path: p.grad for path, p in twin.named_parameters() if p.grad is not None}
+
+    want = gradients_of(model, model)
+    twin = copy.deepcopy(model)
+    compiled = gnnc.compile(twin, "int8")
+    draws = [gradients_of(compiled, twin) for _ in range(16)]
+    got = draws[0]
     assert cosine(got, want) >= 0.99
+    mean = {path: torch.stack([draw[path] for draw in draws]).mean(0) for path in got}
+    assert cosine(mean, want) >= 0.995
     largest = max(map(rms, want.values()))
     for path, grad in want.items():
         if rms(grad) > 0.001 * largest:  # that of a bias before a norm is 0
