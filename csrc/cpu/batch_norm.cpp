@@ -42,6 +42,8 @@ float* results_of(const Tensor& t, int64_t width, const char* op, const char* na
   return sparse::flat<float>(t, ScalarType::Float, width, op, name);
 }
 
+float mixed(float old, double next, double share) { return static_cast<float>(share * next + (1.0 - share) * old); }
+
 float at(const float* values, int64_t c, float absent) { return values == nullptr ? absent : values[c]; }
 
 // Returns both sums of each column.
@@ -86,16 +88,17 @@ void batch_norm(Tensor x, MaybeTensor weight, MaybeTensor bias, MaybeTensor runn
   const std::vector<double> sums = sum_columns(a, rows);
   std::vector<float> columns(static_cast<size_t>(2 * width));
   float *factor = columns.data(), *shift = factor + width;
-  const auto count = static_cast<double>(rows);
+  const double share = rows == 0 ? 0.0 : momentum;
+  const auto count = static_cast<double>(std::max<int64_t>(rows, 1));
   for (int64_t c = 0; c < width; ++c) {
     const double center = sums[static_cast<size_t>(c)] / count;
     const double squares = sums[static_cast<size_t>(width + c)] / count - center * center;
     const double var = squares < 0.0 ? 0.0 : squares;
     to_mean[c] = static_cast<float>(center);
     to_inverse[c] = static_cast<float>(1.0 / std::sqrt(var + eps));
-    if (next_mean != nullptr) next_mean[c] = static_cast<float>(momentum * center + (1.0 - momentum) * old_mean[c]);
-    const double unbiased = var * (count / (count - 1.0));
-    if (next_var != nullptr) next_var[c] = static_cast<float>(momentum * unbiased + (1.0 - momentum) * old_var[c]);
+    if (next_mean != nullptr) next_mean[c] = mixed(old_mean[c], center, share);
+    const double unbiased = rows == 0 ? 0.0 : var * (count / (count - 1.0));
+    if (next_var != nullptr) next_var[c] = mixed(old_var[c], unbiased, share);
     factor[c] = to_inverse[c] * at(scales, c, 1.0f);
     shift[c] = static_cast<float>(at(shifts, c, 0.0f) - center * factor[c]);
   }
@@ -125,7 +128,7 @@ void batch_norm_backward(Tensor grad, Tensor x, MaybeTensor weight, Tensor mean,
   const std::vector<double> sums = sum_columns(a, rows);
   std::vector<float> columns(static_cast<size_t>(3 * width));
   float *scale = columns.data(), *constant = scale + width, *slope = constant + width;
-  const auto count = static_cast<double>(rows);
+  const auto count = static_cast<double>(std::max<int64_t>(rows, 1));
   for (int64_t c = 0; c < width; ++c) {
     const double sum = sums[static_cast<size_t>(c)], products = sums[static_cast<size_t>(width + c)];
     to_bias[c] = static_cast<float>(sum);

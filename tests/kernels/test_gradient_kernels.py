@@ -113,6 +113,14 @@ def test_batch_norm(rows: int, width: int, dtype: torch.dtype, affine: bool) -> 
     torch.testing.assert_close(got, torch.cat([out, torch.stack(vectors[:news])]), rtol=2e-5, atol=2e-5)
 
 
+def test_batch_norm_of_no_rows() -> None:
+    x, running, vectors = torch.zeros(0, 3), torch.rand(2, 3), torch.full((6, 3), float("nan"))
+    ops().batch_norm(x, None, None, *running, 0.1, 1e-5, torch.zeros(0, 3), *vectors[:4])
+    assert torch.equal(vectors[2:4], running)
+    ops().batch_norm_backward(x, x, None, *vectors[:2], torch.zeros(0, 3), *vectors[4:])
+    assert torch.equal(vectors[4:], torch.zeros(2, 3))
+
+
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "width"), [(2, 16), (3, 7), (5000, 1), (5000, 47), (3000, 64)])
