@@ -45,7 +45,8 @@ from sampling import Sampler
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 PEERS = ("eager", "sparse csr", "torch.compile")
-OURS = ("gnnc fp32", "gnnc bf16")
+OURS = ("gnnc fp32", "gnnc bf16", "gnnc int8")
+ITEM_SIZES = {"fp32": 4, "bf16": 2, "int8": 1}
 MODELS = ("gcn", "sage", "gin", "gat")
 
 
@@ -150,7 +151,7 @@ def rows_of(graph: str, model_name: str, names: list[str], repeats: int) -> list
     for row in rows:
         row["ms"] = timings[row["name"]]
         if row["name"].startswith("gnnc"):
-            itemsize = 4 if row["name"].endswith("fp32") else 2
+            itemsize = ITEM_SIZES[row["name"].split()[1]]
             row["bytes"] = step_bytes(model_name, x, edge_index, int(y.max()) + 1, itemsize)
     return rows
 
@@ -167,7 +168,8 @@ _WIDTHS = {
 def step_bytes(model: str, x: Tensor, edge_index: Tensor, classes: int, itemsize: int) -> int:
     """Return the bytes that a step must move: each operand and result of the products and sums once.
 
-    Features, activations and their gradients have ``itemsize`` bytes. The loss reads the logits and writes
+    Features, activations and their gradients have ``itemsize`` bytes, in int8 also those of the last layer,
+    which stay FP32. The loss reads the logits and writes
     their gradient in FP32; each layer reads the structure and its transpose, GAT also the logits of 4 heads.
     """
     nodes, edges, hidden = x.shape[0], edge_index.shape[1], 64
