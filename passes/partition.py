@@ -8,13 +8,15 @@ again; so are the results of dropout on such values, from the mask.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.errors import PrecisionError
 from gnnc.ir.graph import placeholders
+from gnnc.ir.groups import GROUP_BITS
 from gnnc.ir.nodes import (
     ancestors,
     descendants,
@@ -37,9 +39,11 @@ from gnnc.passes.rewrite.saved_copies import (
     SavedCopy,
     add_copy,
     find_copy,
+    may_be_copied,
     read_copies,
     why_wide,
 )
+from gnnc.passes.rewrite.saved_groups import GroupCopy, add_group_copy
 from gnnc.precision import FP32, Precision
 from gnnc.torch_private import LazyGraphModule
 
@@ -49,9 +53,22 @@ SIDE = "side"
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Cut the joint graph in two."""
+    """Cut the joint graph in two.
 
+    Attributes:
+        save_bits: bits of the matrices of features that only the backward graph reads: 4 or 2, in groups of
+            64 columns and stochastically rounded; None: those of the program's precision.
+    """
+
+    save_bits: Literal[4, 2] | None = None
     name: ClassVar[str] = "partition"
+
+    def __post_init__(self) -> None:
+        """Refuse bits that there are no packed values of."""
+        if self.save_bits is not None and self.save_bits not in GROUP_BITS:
+            raise PrecisionError(
+                f"Partition: save_bits must be None or one of {GROUP_BITS}, got {self.save_bits!r}"
+            )
 
     def applies(self, parts: Parts, ctx: Context) -> bool:
         """Return whether the forward graph holds gradients."""
@@ -67,7 +84,11 @@ class Partition:
             count,
             precision=ctx.precision,
             rounds_again=ctx.target.fused_gemm_tn,
+            save_bits=self.save_bits,
         )
+        if cut.has_groups:
+            reads = "what only the backward graph reads is saved"
+            ctx.note(None, f"{reads} in {self.save_bits} bits, stochastically rounded")
         forward, backward = cut.forward_graph(), cut.backward_graph()
         return replace(parts, forward=forward, backward=backward)
 
@@ -124,6 +145,7 @@ class _Cut:
         again: nodes of the forward graph that the backward graph computes again.
         precision: the precision of the program, in which matrices are saved.
         rounds_again: whether products round the caller's inputs as they load them: no copy of these is kept.
+        save_bits: bits of matrices that only the backward graph reads; None: those of the precision.
         dropped: results of dropout that the backward graph computes again from the mask.
         saved: nodes that the forward graph returns for the backward graph.
         rounded: the saved copy in fewer bits that stands for an FP32 value.
@@ -133,10 +155,11 @@ class _Cut:
     count: int
     precision: Precision = FP32
     rounds_again: bool = False
+    save_bits: int | None = None
     again: set[Node] = field(default_factory=set)
     dropped: dict[Node, Dropped] = field(default_factory=dict)
     saved: dict[Node, None] = field(default_factory=dict)
-    rounded: dict[Node, SavedCopy] = field(default_factory=dict)
+    rounded: dict[Node, SavedCopy | GroupCopy] = field(default_factory=dict)
     _edges: set[Any] = field(default_factory=set)
     _of_nodes: dict[Node, bool] = field(default_factory=dict)
 
@@ -152,18 +175,46 @@ class _Cut:
         self._quantize_again()
         self._drop_cheap()
 
+    @property
+    def has_groups(self) -> bool:
+        """True if a matrix is saved in groups of 4 or 2 bits."""
+        return any(isinstance(copy, GroupCopy) for copy in self.rounded.values())
+
     def _round(self) -> None:
         """Keep the copies in fewer bits of FP32 matrices instead of these."""
         outputs = set(outputs_of(self.gm.graph)[: self.count])
+        quantized = self._quantized_alone(outputs) if self.save_bits is not None else []
         for node in [node for node in self.saved if node not in outputs]:
-            copy = find_copy(node) or add_copy(node, self._edges, self.precision)
+            copy = self._copy(node)
             if copy is None:
                 continue
             del self.saved[node]
             self.rounded[node] = copy
+            for part in ancestors(copy.nodes):
+                part.meta.setdefault(SIDE, "forward")
             for part in copy.nodes:
                 part.meta[SIDE] = "forward"
                 self.saved[part] = None
+        for node in quantized:
+            self._bring_cheap(node)
+
+    def _copy(self, node: Node) -> SavedCopy | GroupCopy | None:
+        if self.save_bits is not None:
+            groups = add_group_copy(self.gm, node, self._edges, self.save_bits)
+            if groups is not None:
+                return groups
+        return find_copy(node) or add_copy(node, self._edges, self.precision)
+
+    def _quantized_alone(self, outputs: set[Any]) -> list[Node]:
+        """Save matrices instead of their quantized values; return what the backward graph quantizes again."""
+        found = []
+        for node in [node for node in self.saved if op_name(node) in ("scale", "quantize")]:
+            matrix = _without_views(first_operand(node))
+            if matrix not in outputs and may_be_copied(matrix, self._edges):
+                del self.saved[node]
+                self.saved[matrix] = None
+                found.append(node)
+        return found
 
     def _quantize_again(self) -> None:
         """Quantize again what is saved in FP32, as values that comparisons read are."""

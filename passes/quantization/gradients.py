@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.graph import fake_mode_of, placeholders
-from gnnc.ir.nodes import shape_or_none
+from gnnc.ir.nodes import argument, shape_or_none
 from gnnc.ir.source import Source, source_of
 
 GradientScale = Literal["row_pow2", "row", "tensor"]
@@ -116,7 +116,9 @@ def seed_of(gm: fx.GraphModule, device: torch.device) -> Node:
 def next_stream(gm: fx.GraphModule) -> int:
     """Return a stream that no quantization of a graph has."""
     calls = gm.graph.find_nodes(op="call_function", target=torch.ops.gnnc.quantize.default)
-    return 1 + max((stream_of(node) for node in calls), default=0)
+    groups = gm.graph.find_nodes(op="call_function", target=torch.ops.gnnc.quantize_groups.default)
+    taken = [*map(stream_of, calls), *(argument(node, "stream") for node in groups)]
+    return 1 + max(taken, default=0)
 
 
 def stream_of(quantize: Node) -> int:

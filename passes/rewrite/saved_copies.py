@@ -9,7 +9,16 @@ from torch import fx
 from torch.fx import Node
 
 from gnnc.ir.exact_reads import EXACT
-from gnnc.ir.nodes import arguments, aten_name, holds_tensor, is_float, is_view, qtype_of
+from gnnc.ir.nodes import (
+    arguments,
+    aten_name,
+    first_operand,
+    holds_tensor,
+    is_float,
+    is_result,
+    is_view,
+    qtype_of,
+)
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.qtype import QType
 from gnnc.precision import BF16, INT8, Precision
@@ -85,15 +94,27 @@ def add_copy(node: Node, counts: set[Any], precision: Precision) -> SavedCopy | 
         counts: the numbers of edges, from ``edge_counts``.
         precision: the precision of the program.
     """
-    shape = node.meta["val"].shape if holds_tensor(node) else ()
-    is_matrix = len(shape) in (2, 3) and isinstance(shape[-1], int)
-    if not is_matrix or isinstance(shape[0], int) or _rows(node) in counts or not _may_be_rounded(node):
+    if precision not in (BF16, INT8) or not _is_matrix_of_nodes(node, counts):
         return None
-    if precision not in (BF16, INT8):
-        return None
-    if shape[-1] < _MIN_WIDTH:
+    if node.meta["val"].shape[-1] < _MIN_WIDTH:
         return _add_half_copy(node) if precision == INT8 and _is_read_by_edges(node) else None
     return _add_half_copy(node) if precision == BF16 else _add_quantized_copy(node)
+
+
+def may_be_copied(node: Node, counts: set[Any]) -> bool:
+    """Return whether a value is a matrix of features with a row for each node, which gradients may round.
+
+    Args:
+        node: the value.
+        counts: the numbers of edges, from ``edge_counts``.
+    """
+    return _is_matrix_of_nodes(node, counts) and node.meta["val"].shape[-1] >= _MIN_WIDTH
+
+
+def _is_matrix_of_nodes(node: Node, counts: set[Any]) -> bool:
+    shape = node.meta["val"].shape if holds_tensor(node) else ()
+    is_matrix = len(shape) in (2, 3) and all(isinstance(size, int) for size in shape[1:])
+    return is_matrix and not isinstance(shape[0], int) and _rows(node) not in counts and _may_be_rounded(node)
 
 
 def _is_read_by_edges(node: Node) -> bool:
@@ -134,7 +155,7 @@ def why_wide(node: Node, counts: set[Any]) -> str:
         node: the value.
         counts: the numbers of edges, from ``edge_counts``.
     """
-    op = op_of(node)
+    op = op_of(first_operand(node)) if is_result(node) else op_of(node)
     if EXACT in node.meta:
         return str(node.meta[EXACT])
     if op is not None and op.kind == "precision":
