@@ -23,9 +23,9 @@ from gnnc.compiler.options import (
     default_precision,
     overrides_of,
     passes_of,
-    refuse_scripted,
     refuse_unbuilt,
     refuse_unmatched,
+    refuse_untraceable,
 )
 from gnnc.compiler.program import Options, Program, precision_remarks
 from gnnc.compiler.transforms import refuse_trace
@@ -86,7 +86,7 @@ def compile(  # noqa: A001  the name is the public contract
     Raises:
         GnncError: ``model`` is not a module, or an option means nothing.
         PrecisionError: unknown precision, or an override that matches nothing.
-        UnsupportedError: a known option that this version does not have, or a module of TorchScript.
+        UnsupportedError: a known option that this version does not have, or a module of TorchScript or DDP.
         BackendError: the backend is unknown or cannot run here.
     """
     if not isinstance(model, torch.nn.Module):
@@ -97,7 +97,7 @@ def compile(  # noqa: A001  the name is the public contract
     refuse_unbuilt(qat, cuda_graph)
     if isinstance(model, CompiledModel):
         model = model.model
-    refuse_scripted(model)
+    refuse_untraceable(model)
     if example_inputs is not None and not isinstance(example_inputs, tuple | list):
         raise GnncError(
             f"example_inputs must be a tuple of the model's arguments, got {type(example_inputs).__name__}; "

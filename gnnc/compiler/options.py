@@ -37,13 +37,24 @@ def default_precision(target: Target) -> Precision:
     return Precision.parse("fp32" if "int8" in target.slower else "int8")
 
 
-def refuse_scripted(model: Module) -> None:
-    """Refuse modules of TorchScript, whose code and tables no trace can read.
+_DISTRIBUTED = ("DistributedDataParallel", "FullyShardedDataParallel")
+
+
+def refuse_untraceable(model: Module) -> None:
+    """Refuse modules of TorchScript, whose code no trace can read, and those that exchange gradients.
 
     Raises:
         UnsupportedError: names the module.
     """
     for path, module in model.named_modules():
+        kind = type(module)
+        if kind.__name__ in _DISTRIBUTED and kind.__module__.startswith("torch."):
+            place = f"its module {path!r} is" if path else "it is"
+            raise UnsupportedError(
+                f"[{type(model).__name__}] {place} a {kind.__name__}, which exchanges gradients between "
+                "processes around each call: compile the model inside, and wrap the compiled one, "
+                f"{kind.__name__}(gnnc.compile(model))"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             place = f"its module {path!r}" if path else "it"
             raise UnsupportedError(

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.func import functional_call, functionalize, grad, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.masked import masked_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from torch_geometric.nn import GraphConv, SAGEConv
 
@@ -340,3 +342,17 @@ def test_models_of_other_dtypes_are_refused(dtype: torch.dtype, examples: bool) 
         gnnc.UnsupportedError, match=r"'conv\.lin_l\.weight' is .*convert the model with \.float"
     ):
         gnnc.compile(model, "int8")(X, EDGES)
+
+
+@pytest.mark.parametrize("kind", [DistributedDataParallel, FullyShardedDataParallel])
+@pytest.mark.parametrize("path", ["", "inner"])
+def test_modules_that_exchange_gradients_are_refused(kind: type[nn.Module], path: str) -> None:
+    """They are made without their processes."""
+    wrapped = kind.__new__(kind)
+    nn.Module.__init__(wrapped)
+    model = wrapped
+    if path:
+        model = nn.Module()
+        model.add_module(path, wrapped)
+    with pytest.raises(gnnc.UnsupportedError, match=rf"{kind.__name__}\(gnnc\.compile\(model\)\)"):
+        gnnc.compile(model, "fp32")
