@@ -1,14 +1,17 @@
 """Walk over the objects that a model's code can read: attributes, their contents, functions and variables."""
 
+import os
+from abc import ABC
 from array import array
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cached_property, lru_cache, partial
 from itertools import zip_longest
+from queue import Queue
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, NoneType
-from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary
+from typing import Any, Generic, Protocol
+from weakref import ProxyTypes, ReferenceType, WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -16,7 +19,14 @@ from torch import nn
 
 from gnnc.capture.hooks import MESSAGE_HOOKS, global_hooks, hook_tables
 from gnnc.capture.live_views import Views, content
-from gnnc.capture.reachable_code import ANY_NAME, is_library, is_user_function, is_user_module, names_of
+from gnnc.capture.reachable_code import (
+    ANY_NAME,
+    globals_of,
+    is_library,
+    is_user_function,
+    is_user_module,
+    names_of,
+)
 from gnnc.torch_private import GLOBAL_FORWARD_HOOKS
 
 NO_CONSTANTS = frozenset(("training", "_parameters", "_buffers", "_modules"))
@@ -29,12 +39,18 @@ _INEXACT = frozenset((float, complex))
 _TABLES_OF_KEYS = (dict, MappingProxyType)
 _SEQUENCES = (list, tuple, deque, set, frozenset)
 _BUFFERS = (np.ndarray, bytearray, array, memoryview)
-_IN_PYTHON = (ChainMap, UserDict, UserList, WeakKeyDictionary, WeakValueDictionary)
+_DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_IN_PYTHON = (ChainMap, UserDict, UserList, WeakKeyDictionary, WeakSet, WeakValueDictionary, Queue)
+_IN_PYTHON += (type(os.environ),)
 """Containers of the standard library that are written in Python: their attributes hold what they hold."""
+_HOLDERS = frozenset(("data", "maps", "queue", "_data"))
+"""Names of these attributes."""
+_SCALARS = (int, float, complex, str, bytes)
+_ENVIRONMENT = frozenset(("environ", "getenv"))
 _WRAPPED = (type(lru_cache(len)), cached_property)
 """Decorators of the standard library that hold the user's function."""
 _NO_ATTRIBUTES = frozenset(
-    (dict, MappingProxyType, OrderedDict, defaultdict, Counter, *_SEQUENCES, *_BUFFERS)
+    (dict, MappingProxyType, OrderedDict, defaultdict, Counter, *_SEQUENCES, *_BUFFERS, *_DICT_VIEWS)
     + (FunctionType, MethodType, BuiltinFunctionType, partial, *_WRAPPED)
 )
 _WRAPPERS = (staticmethod, classmethod, property)
@@ -165,6 +181,8 @@ class ObjectGraph:
             return kind, repr(value)  # 0.0 and -0.0 are equal, NaN and NaN are not
         if issubclass(kind, ReferenceType):
             return kind, self._token(value(), owner, label)
+        if issubclass(kind, ProxyTypes):
+            return kind, self._token(_referent(value), owner, label)
         number = self._numbers.get(id(value))
         if number is None:
             size = _size(value, kind)
@@ -241,8 +259,10 @@ class ObjectGraph:
             self.views.buffers.append(value)
             self.entries.append((number, "(bytes)", (kind, content(value), str(getattr(value, "dtype", "")))))
             self._enter(number, "(shape)", getattr(value, "shape", None))
-            if isinstance(value, np.ndarray) and value.dtype.hasobject and value.dtype.names is None:
+            if isinstance(value, np.ndarray) and value.dtype.hasobject:
                 self._open_sequence(number, value.ravel().tolist(), list)
+        elif issubclass(kind, _DICT_VIEWS):
+            self._enter_fields(number, value, ("mapping",))
         elif kind is FunctionType:
             self._open_function(number, value)
         elif issubclass(kind, partial):
@@ -255,7 +275,7 @@ class ObjectGraph:
         elif issubclass(kind, _WRAPPED):
             self._enter_fields(number, value, ("__wrapped__", "func"))
         elif issubclass(kind, _IN_PYTHON):
-            self._reach(("data", "maps"))  # by code of the standard library
+            self._reach(_HOLDERS)  # by code of the standard library
         elif issubclass(kind, type):
             self._open_class(number, value)
         self._open_attributes(number, value, kind)
@@ -270,7 +290,15 @@ class ObjectGraph:
 
     def _open_attributes(self, number: int, value: Any, kind: type) -> None:
         """Open the attributes of an object, and its class."""
-        if kind in _NO_ATTRIBUTES or issubclass(kind, type):
+        if issubclass(kind, _SCALARS):
+            base = next(base for base in kind.__mro__ if base in _SCALARS)
+            self.entries.append((number, "(value)", (base, base.__repr__(value))))
+        elif _is_partly_hidden(kind):
+            self.entries.append((number, "(object)", self._identity(value)))
+        if kind in _NO_ATTRIBUTES or kind is type:
+            return
+        if issubclass(kind, type):
+            self._open_class(number, kind)
             return
         slots = _slots(kind)
         if slots:
@@ -301,21 +329,30 @@ class ObjectGraph:
                 self._enter(number, name, cell.cell_contents)
         if hasattr(function, "__wrapped__"):  # by a decorator, perhaps a library's
             self._enter_fields(number, function, ("__wrapped__",))
+        attributes = vars(function)
+        self.views.add(attributes, attributes.keys(), attributes.values())
+        for name, value in attributes.items():
+            if name != "__wrapped__":
+                self._enter_named(number, name, value, object)
         if is_user_function(function):
             names = names_of(code)
             self._reach(names)
-            self._open_names(number, names, variables)
+            self._open_names(number, globals_of(code), names, variables)
+            if not names.isdisjoint(_ENVIRONMENT):
+                self._enter(number, ("global", "os.environ"), os.environ)
 
-    def _open_names(self, number: int, names: frozenset[str], table: Mapping[str, Any]) -> None:
-        """Open the variables of a module that code reads, and those of the user's modules among them."""
-        read = sorted(name for name in names if name in table)
+    def _open_names(
+        self, number: int, read: Iterable[str], names: frozenset[str], table: Mapping[str, Any]
+    ) -> None:
+        """Open variables of a module, and those of the user's modules among them that code names."""
+        read = sorted(name for name in read if name in table)
         if read:
             self.views.add_items(table, read)
         for name in read:
             value = table[name]
             self._enter(number, ("global", name), value)
             if isinstance(value, ModuleType) and id(value) not in self._numbers and is_user_module(value):
-                self._open_names(self._number(value, number, ("global", name)), names, vars(value))
+                self._open_names(self._number(value, number, ("global", name)), names, names, vars(value))
 
     def _open_class(self, number: int, kind: type) -> None:
         self.entries.append((number, "(class)", self._identity(kind)))
@@ -352,13 +389,30 @@ def _size(value: Any, kind: type) -> int | None:
         return 1 if type(value.__self__) is not ModuleType and value.__self__ is not None else None
     if kind is MethodType or issubclass(kind, (partial, nn.Module, *_WRAPPERS)):
         return 1
-    if issubclass(kind, (*_WRAPPED, *_IN_PYTHON)):
+    if issubclass(kind, (*_WRAPPED, *_IN_PYTHON, *_DICT_VIEWS)):
         return 1
-    if issubclass(kind, (torch.Tensor, Enum, ModuleType)) or is_library(kind.__module__):
-        return None
     if issubclass(kind, type):
         return None if issubclass(value, Enum) or is_library(value.__module__) else 1
+    if issubclass(kind, (torch.Tensor, Enum, ModuleType)) or is_library(kind.__module__):
+        return None
     return 1 if hasattr(value, "__dict__") or _slots(kind) else None
+
+
+def _referent(proxy: Any) -> Any:
+    """Return the object that a weak proxy stands for, or None where it is gone."""
+    try:
+        return proxy.__init__.__self__
+    except ReferenceError:
+        return None
+
+
+def _is_partly_hidden(kind: type) -> bool:
+    """Return whether a class of the user's extends one of a library, whose state may be out of sight."""
+    known = (*_BASES, *_TABLES_OF_KEYS, *_SEQUENCES, *_BUFFERS, *_IN_PYTHON, *_WRAPPERS, *_WRAPPED)
+    if is_library(kind.__module__) or issubclass(kind, (*known[1:], type, partial, ReferenceType)):
+        return False
+    bases = set(kind.__mro__) - {object, Generic, Protocol, ABC}
+    return any(is_library(base.__module__) for base in bases)
 
 
 def _bytes_of(buffer: Any) -> int:

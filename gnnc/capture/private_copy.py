@@ -63,6 +63,9 @@ class _Copier:
             return copier(self, value)
         if isinstance(value, tuple):
             return self._tuple(value)
+        base = next((base for base in _FILLED if issubclass(kind, base)), None)
+        if base is not None:
+            return self._extended(value, base)
         return self._object(value) if is_plain(value) and _is_copied(value) else value
 
     def _remember(self, value: Any, copy: Any) -> Any:
@@ -86,9 +89,7 @@ class _Copier:
                 f"[{kind.__name__}] is a module and also one of Python's own containers, which a trace "
                 "cannot copy: let the module hold the container as an attribute"
             ) from None
-        for name in (name for base in kind.__mro__ for name in _slots(base) if hasattr(value, name)):
-            object.__setattr__(copy, name, self(getattr(value, name)))
-        vars(copy).update({name: self(held) for name, held in list(vars(value).items())})
+        self._copy_attributes(value, copy)
         return copy
 
     def _items(self, values: Iterable[Any]) -> list[Any]:
@@ -117,6 +118,29 @@ class _Copier:
         copy = self._remember(values, set())
         copy.update(self._items(values))
         return copy
+
+    def _extended(self, container: Any, base: Any) -> Any:
+        """Return the copy of a container of a class that extends Python's, made without its methods."""
+        copy = base.__new__(type(container))
+        if base is deque:
+            deque.__init__(copy, maxlen=container.maxlen)
+        elif base is defaultdict:
+            copy.default_factory = container.default_factory
+        self._remember(container, copy)
+        self._copy_attributes(container, copy)
+        is_table = issubclass(base, dict)
+        for item in list(base.items(container) if is_table else base.__iter__(container)):
+            if is_table:
+                base.__setitem__(copy, *map(self, item))
+            else:
+                _FILLED[base](copy, self(item))
+        return copy
+
+    def _copy_attributes(self, value: Any, copy: Any) -> None:
+        for name in (name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)):
+            object.__setattr__(copy, name, self(getattr(value, name)))
+        if hasattr(value, "__dict__"):
+            vars(copy).update({name: self(held) for name, held in list(vars(value).items())})
 
     def _tuple(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         items = self._items(values)
@@ -166,6 +190,15 @@ class _Copier:
 
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+_FILLED: dict[type, Callable[..., Any]] = {
+    defaultdict: defaultdict.__setitem__,
+    OrderedDict: OrderedDict.__setitem__,
+    dict: dict.__setitem__,
+    list: list.append,
+    deque: deque.append,
+    set: set.add,
+}
+"""Containers of Python, of which classes of the user's are copied, and how an item gets into them."""
 _COPIERS: dict[type, Callable[[_Copier, Any], Any]] = {
     dict: _Copier._dict,
     OrderedDict: _Copier._dict,
@@ -211,7 +244,7 @@ def _is_copied(value: Any) -> bool:
     todo = [value]
     while todo:
         value = todo.pop()
-        if isinstance(value, nn.Module) or type(value) in _CONTAINERS:
+        if isinstance(value, (nn.Module, *_CONTAINERS)):
             return True
         if type(value) in _ATOMS or id(value) in seen:
             continue

@@ -1,5 +1,6 @@
 """Questions about Python code: whose it is, and which names it reads."""
 
+import dis
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -37,6 +38,29 @@ def is_user_module(module: ModuleType) -> bool:
     """Return whether a module is part of the user's own code."""
     name = getattr(module, "__file__", None) or ""
     return not is_library(module.__name__) and not any(part in name for part in _INSTALLED)
+
+
+_BY_NAME = frozenset(dis.opmap[name] for name in ("LOAD_NAME", "LOAD_CLASSDEREF") if name in dis.opmap)
+_LOAD_GLOBAL, _EXTENDED = dis.opmap["LOAD_GLOBAL"], dis.opmap["EXTENDED_ARG"]
+
+
+@cache
+def globals_of(code: CodeType) -> frozenset[str]:
+    """Return the names of globals that code reads, functions within it included."""
+    return frozenset(_globals(code))
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    text, extended = code.co_code, 0
+    for op, arg in zip(text[::2], text[1::2], strict=True):
+        arg, extended = arg | extended, (arg | extended) << 8 if op == _EXTENDED else 0
+        if op == _LOAD_GLOBAL:
+            yield code.co_names[arg >> 1]  # the lowest bit says that it is called
+        elif op in _BY_NAME:  # in the body of a class
+            yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals(constant)
 
 
 @cache

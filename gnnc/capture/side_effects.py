@@ -202,11 +202,18 @@ def _objects(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of named values, by path; lists, dicts and PyG's graphs are opened."""
+    """Return the contents of named values, by path; containers and PyG's graphs are opened."""
     found = {}
     for name, value in held.items():
         for path, leaf in pytree.tree_flatten_with_path(to_dicts(value))[0]:
-            found[f"{name}{pytree.keystr(path)}"] = leaf
+            place = f"{name}{pytree.keystr(path)}"
+            if isinstance(leaf, dict | list):  # of a class that extends them
+                items = dict.items(leaf) if isinstance(leaf, dict) else enumerate(list.__iter__(leaf))
+                found |= _entries({f"{place}[{key!r}]": item for key, item in items})
+            elif isinstance(leaf, set):
+                found[place] = repr(sorted(map(id, leaf)))
+            else:
+                found[place] = leaf
     return found
 
 

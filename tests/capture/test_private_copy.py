@@ -254,3 +254,39 @@ def test_a_module_that_is_also_a_container_is_refused() -> None:
 
     with pytest.raises(gnnc.CaptureError, match="container as an attribute"):
         private_copy(Both())
+
+
+class Rows(list):
+    """A list of the user's class, with an attribute."""
+
+    def append(self, item: Any) -> None:
+        raise AssertionError("a copy is made without methods of the user's")
+
+
+class Table(dict):
+    """A dict of the user's class, with slots."""
+
+    __slots__ = ("owner",)
+
+
+class Ordered(OrderedDict):
+    """An ordered dict of the user's class."""
+
+
+class Ends(deque):
+    """A deque of the user's class."""
+
+
+@pytest.mark.parametrize("kind", [Rows, Table, Ordered, Ends, type("Groups", (defaultdict,), {})])
+def test_containers_of_the_users_classes_are_copied(kind: Any) -> None:
+    model = Base()
+    table = isinstance(kind(), dict)
+    model.held = held = kind()
+    held.update(k=model.last) if table else held.extend([model.last])
+    held.owner = model
+    copy = private_copy(model)
+    assert type(copy.held) is kind
+    assert copy.held is not held
+    assert list(copy.held.values() if table else copy.held) == [copy.last]
+    assert copy.held.owner is copy
+    assert getattr(copy.held, "maxlen", None) == getattr(held, "maxlen", None)

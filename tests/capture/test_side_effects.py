@@ -1,5 +1,6 @@
 """What forward does besides returning a result: it works, or is refused by name and leaves nothing behind."""
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +118,39 @@ def test_objects_that_forward_writes_into_are_refused(
     with pytest.raises(gnnc.CaptureError, match=rf"forward sets self\.stats.*\.{name}, "):
         gnnc.compile(net, "fp32")(X, EDGES, BATCH)
     assert (stats.calls, stats.last) == (0, None)
+
+
+class Rows(list):
+    """A list of a class of the user's."""
+
+
+class Table(dict):
+    """A dict of a class of the user's."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key.lower(), value)
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize(
+    ("make", "effect"),
+    [
+        (Rows, lambda held, h: held.append(h)),
+        (Table, lambda held, h: held.update(h=h)),
+        (Table, lambda held, h: held.__setitem__("H", h)),
+        (lambda: collections.Counter("a"), lambda held, h: held.update("a")),
+        (lambda: {1}, lambda held, h: held.add(2)),
+    ],
+)
+@torch.no_grad()
+def test_containers_of_any_class_that_forward_writes_into_are_refused(
+    make: Callable[[], Any], effect: Callable[..., None]
+) -> None:
+    net = Net(lambda net, h: effect(net.stats, h))
+    net.stats = make()
+    with pytest.raises(gnnc.CaptureError, match=r"forward sets self\.stats"):
+        gnnc.compile(net, "fp32")(X, EDGES, BATCH)
+    assert net.stats == make(), "a trace writes into its own copy"
 
 
 class Stub:
