@@ -103,7 +103,7 @@ _READS: dict[Callable[..., Any], Callable[[bool], Any]] = {
 
 
 class EqualMode(TorchFunctionMode):
-    """Mode in which ``torch.equal`` asks about a value, as a comparison of all elements does.
+    """Mode in which ``torch.equal`` and ``torch.allclose`` ask about a value, as ``(a == b).all()`` does.
 
     A bool is asked about as an integer where it is read: torch 2.11 loses track of the symbols of bools, and
     no bound tells them from integers that are 0 or 1.
@@ -116,8 +116,9 @@ class EqualMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in (torch.equal, torch.Tensor.equal) and len(args) == 2 and not kwargs:
-            return args[0].shape == args[1].shape and _is_true((args[0] == args[1]).all())
+        compare = _COMPARISONS.get(func)
+        if compare is not None:
+            return compare(*args, **(kwargs or {}))
         if func in _READS and args[0].dtype is torch.bool:
             return _READS[func](_is_true(args[0]))
         return func(*args, **(kwargs or {}))
@@ -125,6 +126,23 @@ class EqualMode(TorchFunctionMode):
 
 def _is_true(value: torch.Tensor) -> bool:
     return bool(value.to(torch.int64).item() != 0)
+
+
+def _equal(input: torch.Tensor, other: torch.Tensor) -> bool:
+    return input.shape == other.shape and _is_true((input == other).all())
+
+
+def _all_close(input: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    return _is_true(torch.isclose(input, other, *args, **kwargs).all())
+
+
+_COMPARISONS: dict[Callable[..., Any], Callable[..., bool]] = {
+    torch.equal: _equal,
+    torch.Tensor.equal: _equal,
+    torch.allclose: _all_close,
+    torch.Tensor.allclose: _all_close,
+}
+"""Functions that compare all elements of two tensors."""
 
 
 def asked_symbols(graph: Graph) -> list[Any]:

@@ -54,7 +54,24 @@ def before_a_write(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Ten
     return out
 
 
+def close(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
+    shifted = x + mask.sum()
+    return net.first(x, edge_index) if torch.allclose(x, shifted, atol=1e-3) else net.last(x, edge_index)
+
+
+def close_by_method(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
+    return net.first(x, edge_index) if x.allclose(x + mask.sum(), rtol=0) else net.last(x, edge_index)
+
+
+def equal_by_name(net: Net, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
+    same = torch.equal(input=x, other=x + mask.sum())
+    return net.first(x, edge_index) if same else net.last(x, edge_index)
+
+
 EFFECTS: dict[str, Effect] = {
+    "tensors that are close": close,
+    "tensors that are close, by method": close_by_method,
+    "tensors that are equal, by name": equal_by_name,
     "before a write": before_a_write,
     "any of a mask": any_of_mask,
     "an empty selection": empty_selection,
