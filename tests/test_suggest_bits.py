@@ -56,6 +56,15 @@ def test_a_compiled_model_is_its_model() -> None:
     assert gnnc.suggest_bits(gnnc.compile(model), *INPUTS) == gnnc.suggest_bits(model, *INPUTS)
 
 
+def test_a_model_that_trains_needs_as_many_bits_and_stays_as_it_is() -> None:
+    model, (x, edge_index) = build("gin"), random_graph(60, 300)
+    bits = gnnc.suggest_bits(model, x, edge_index)
+    buffers = [buffer.clone() for buffer in model.train().buffers()]
+    assert buffers and gnnc.suggest_bits(model, x.clone().requires_grad_(), edge_index) == bits
+    assert all(map(torch.equal, buffers, model.buffers()))
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_what_is_no_graph_network_is_refused() -> None:
     with pytest.raises(gnnc.GnncError, match="Linear aggregates nothing over edges"):
         gnnc.suggest_bits(nn.Linear(12, 3).eval(), INPUTS[0])
