@@ -21,7 +21,7 @@ from gnnc.capture.batch_norms import (
     return_buffers,
     statistics_of,
 )
-from gnnc.ir.nodes import argument, first_operand, result_index
+from gnnc.ir.nodes import argument, first_operand, result_index, unpack
 from gnnc.torch_private import (
     DispatchKey,
     HigherOrderOperator,
@@ -59,6 +59,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     """Return the program without writes: itself, changed, where no write needs another trace."""
     _detach_blocks(program.graph_module)
     _expand_dropouts(program.graph)
+    _spell_views(program.graph)
     buffers = buffers_of(program)
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     if is_autocast_enabled() or not all(_stays(node, buffers) for node in calls):
@@ -105,6 +106,21 @@ def _expand_dropouts(graph: Graph) -> None:
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
+
+
+def _spell_views(graph: Graph) -> None:
+    """Write ``tensor_split`` and ``unflatten`` of known sizes as the ops that a decomposition makes."""
+    for node in graph.find_nodes(op="call_function", target=aten.tensor_split.sections):
+        sections, dim = unpack(node, "sections", "dim")
+        size = first_operand(node).meta["val"].shape[dim]
+        if isinstance(size, int) and isinstance(sections, int):
+            sizes = [size // sections + (place < size % sections) for place in range(sections)]
+            node.target, node.args = aten.split_with_sizes.default, (first_operand(node), sizes, dim)
+            node.kwargs = {}
+    for node in graph.find_nodes(op="call_function", target=aten.unflatten.int):
+        shape = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+        if shape.count(-1) < 2 and 0 not in shape:
+            node.target, node.args, node.kwargs = aten.view.default, (first_operand(node), shape), {}
 
 
 def _is_grad_block(node: Node) -> bool:
@@ -179,7 +195,13 @@ def _stays(node: Node, buffers: Set[Node]) -> bool:
     if op in _TRAIN_FLAGS:
         return argument(node, _TRAIN_FLAGS[op]) is False or normalizes(node, buffers)
     composite = op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
-    return op in _KNOWN or not composite or not _says_alias(op)
+    return op in _KNOWN or not composite or not (_says_alias(op) or _drops_out(node))
+
+
+def _drops_out(node: Node) -> bool:
+    """Return whether attention or a recurrent layer draws masks, which passes know of dropout alone."""
+    rates = (argument(node, name, 0.0) for name in ("dropout_p", "dropout"))
+    return any(rates) and argument(node, "train", True)
 
 
 def _is_write(node: Node) -> bool:

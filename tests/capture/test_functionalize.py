@@ -92,7 +92,23 @@ def expanded(x: Tensor) -> object:
     return x[:, :1].expand_as(x), torch.zeros(3).expand_as(x) * x, nn.functional.dropout(x, training=False)
 
 
-PLAIN = [twice, viewed_afterwards, constants, casts, expanded]
+def views_of_known_sizes(x: Tensor) -> object:
+    first, second = (x + 1).tensor_split(2, dim=1)
+    left, middle, right, none = (x * 2).tensor_split(4, -1)
+    wide = torch.cat([x, x], 1)
+    return (
+        first,
+        second,
+        left,
+        middle,
+        right,
+        none,
+        wide.unflatten(-1, (2, 3)),
+        wide.unflatten(1, (-1, 2)).sum(2),
+    )
+
+
+PLAIN = [twice, viewed_afterwards, constants, casts, expanded, views_of_known_sizes]
 
 
 @pytest.mark.parametrize("function", PLAIN, ids=lambda function: function.__name__)
@@ -281,3 +297,13 @@ def test_statistics_that_others_write(tied: bool, traces: list[ExportedProgram])
         torch.testing.assert_close(compiled(x), expected(x))
         torch.testing.assert_close(model.state_dict(), expected.state_dict())
     assert traces or tied
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_attention_that_drops_out_is_traced_again(rate: float, traces: list[ExportedProgram]) -> None:
+    def attend(x: Tensor) -> object:
+        q = nn.functional.dropout(x, 0.5)[None]
+        return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=rate)
+
+    capture(Lambda(attend).train(), (torch.randn(7, 3),))
+    assert bool(traces) == (rate > 0)
