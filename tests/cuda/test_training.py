@@ -203,3 +203,20 @@ def test_both_programs_compile_without_a_device(name: str) -> None:
     kernels = {kernel for _, kernel in program.backward.kernels}
     assert {"gemm_tn", "rowmap"} <= kernels
     assert "reference" not in kernels, "PyTorch's ops keep the program out of a CUDA graph"
+
+
+@pytest.mark.cuda
+def test_a_seed_repeats_the_gradients_in_int8() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 40))
+    x = torch.randn(50, 20)
+    found: list[Gradients] = []
+    for device, seed in (("cpu", 3), ("cuda", 3), ("cuda", 3), ("cuda", 4)):
+        twin = copy.deepcopy(model).to(device)
+        compiled = gnnc.compile(twin, "int8")
+        torch.manual_seed(seed)
+        compiled(x.to(device)).square().mean().backward()
+        found.append(gradients_of(twin))
+    cpu, first, again, other = (torch.cat([g.flatten() for g in f.values() if g is not None]) for f in found)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert (cpu - first).norm() < 0.1 * (other - first).norm(), "the CPU draws the bits of the GPU"
