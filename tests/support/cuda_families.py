@@ -82,6 +82,7 @@ FAMILIES = {
     "gradients": (
         "kernels/test_gradients.py::test_gemm_tn[7-47-63-dtype0]",
         "kernels/test_gradients.py::test_gemm_tn[16-130-63-dtype1]",
+        "kernels/test_gradients.py::test_qgemm_tn[neither-16-130-63]",
         "kernels/test_gradients.py::test_column_sum[7-5]",
         "kernels/test_gradients.py::test_edge_softmax_backward[3-star]",
         "kernels/test_gradients.py::test_edge_sum[star]",

@@ -1,7 +1,7 @@
 #pragma once
 
-// gemm_tn: a^T @ b of two tall matrices of 16 bits, summed over their rows: the gradient of a weight. A block
-// multiplies a tile of columns of a by a tile of columns of b, over its share of the rows; it stores the FP32 sums of
+// gemm_tn: a^T @ b of two tall matrices, summed over their rows: the gradient of a weight. The products are of 16 bits.
+// A block multiplies a tile of columns of a by a tile of columns of b, over its share of the rows; it stores the FP32 sums of
 // its share, which sum_parts adds up, so that no atomics are needed and results have the same bits in every call.
 //
 // The rows of both tiles pass through shared memory, kNodes at a time, as they are in memory: ldmatrix transposes them
@@ -9,6 +9,8 @@
 // multiplied.
 //
 // Layout: rows of a and b kAStride and kBStride elements apart, of any width; FP32 rows are rounded as they are loaded.
+// Rows of int8 have a scale each: the product of both scales of a row multiplies that of a, in FP32, before it is
+// rounded to bfloat16, in which all int8 are exact.
 // Traffic: each tile of a once for every tile of b, and the reverse (from L2 but for the first), 4 kA kB B a share out.
 // Floor: a and b once at copy bandwidth.
 //
@@ -19,20 +21,23 @@
 namespace gnnc {
 
 // Compile-time configuration of gemm_tn: the type of the products, of a and of b in memory, their columns, strides, and
-// the neighbouring columns that a thread loads at once.
+// the neighbouring columns that a thread loads at once; whether rows of a and of b have scales.
 template <class T, class A_, class B_, int kA_, int kB_, int64_t kAStride_, int64_t kBStride_, int kATogether_,
-          int kBTogether_>
+          int kBTogether_, bool kAScaled_, bool kBScaled_>
 struct GemmTnConfig {
   using Type = T;
   using A = A_;
   using B = B_;
   static constexpr int kA = kA_, kB = kB_, kATogether = kATogether_, kBTogether = kBTogether_;
   static constexpr int64_t kAStride = kAStride_, kBStride = kBStride_;
+  static constexpr bool kAScaled = kAScaled_, kBScaled = kBScaled_;
 };
 
 struct GemmTnArgs {
   const void* a;
   const void* b;
+  const float* a_scale;  // [rows], where kAScaled
+  const float* b_scale;  // [rows], where kBScaled
   float* part;  // [shares, kA, kB]
   int64_t rows;
   int64_t shares;
@@ -48,17 +53,33 @@ __host__ __device__ constexpr int tile_of(int width) {
 }
 __host__ __device__ constexpr int tiles_of(int width) { return (width + tile_of(width) - 1) / tile_of(width); }
 
+// The factor of a row: the scales of both matrices, or one.
+template <bool kAScaled, bool kBScaled>
+struct Factors {
+  static constexpr bool kIsOne = !kAScaled && !kBScaled;
+  const float* a;
+  const float* b;
+  __device__ float operator()(int64_t row) const {
+    float factor = 1.0f;
+    if constexpr (kAScaled) factor *= a[row];
+    if constexpr (kBScaled) factor *= b[row];
+    return factor;
+  }
+};
+
 // Loader of one matrix: reads kNodes rows of a tile of its columns into registers, and stores them in shared memory.
-template <class T, class X, int kWidth, int64_t kStride, int kTogether>
+template <class T, class X, int kWidth, int64_t kStride, int kTogether, class Factor>
 struct Side {
   static constexpr int kTile = tile_of(kWidth);
   static constexpr int kPitch = kTile + 8;  // elements; the padding puts eight rows into different banks
   static constexpr int kRowLoads = kTile / kTogether;
   static constexpr int kAll = kNodes * kRowLoads, kLoads = (kAll + kThreads - 1) / kThreads;
+  static constexpr int kStored = kTogether * sizeof(T) > 16 ? 16 / sizeof(T) : kTogether;  // columns in one store
   static_assert(kWidth % kTogether == 0 && kStride % kTogether == 0, "loads must be aligned");
   Vector<X, kTogether> v[kLoads];
+  float factor[kLoads];
 
-  __device__ void read(const X* from, int tile, int64_t first, int64_t end) {
+  __device__ void read(const X* from, const Factor& factor_of, int tile, int64_t first, int64_t end) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int index = i * kThreads + static_cast<int>(threadIdx.x);
@@ -67,8 +88,10 @@ struct Side {
       const bool is_there = (kAll % kThreads == 0 || index < kAll) && row < end && column < kWidth;
       if (is_there) {
         v[i] = *reinterpret_cast<const Vector<X, kTogether>*>(from + row * kStride + column);
+        if constexpr (!Factor::kIsOne) factor[i] = factor_of(row);
       } else {
         v[i] = Vector<X, kTogether>{};
+        if constexpr (!Factor::kIsOne) factor[i] = 0.0f;
       }
     }
   }
@@ -78,11 +101,24 @@ struct Side {
     for (int i = 0; i < kLoads; ++i) {
       const int index = i * kThreads + static_cast<int>(threadIdx.x);
       if (kAll % kThreads != 0 && index >= kAll) continue;
-      Vector<T, kTogether> rounded;
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) rounded.v[k] = step::from_float<T>(step::as_float(v[i].v[k]));
       T* to = shared + index / kRowLoads * kPitch + index % kRowLoads * kTogether;
-      *reinterpret_cast<Vector<T, kTogether>*>(to) = rounded;
+#pragma unroll
+      for (int k = 0; k < kTogether; k += kStored) {
+        Vector<T, kStored> rounded;
+#pragma unroll
+        for (int j = 0; j < kStored; ++j) rounded.v[j] = step::from_float<T>(scaled(i, k + j));
+        *reinterpret_cast<Vector<T, kStored>*>(to + k) = rounded;
+      }
+    }
+  }
+
+ private:
+  __device__ float scaled(int i, int k) const {
+    const float value = step::as_float(v[i].v[k]);
+    if constexpr (Factor::kIsOne) {
+      return value;
+    } else {
+      return value * factor[i];
     }
   }
 };
@@ -117,8 +153,10 @@ template <class Config>
 __global__ void __launch_bounds__(tn::kThreads) gemm_tn(GemmTnArgs args) {
   begin_kernel();
   using T = typename Config::Type;
-  using A = tn::Side<T, typename Config::A, Config::kA, Config::kAStride, Config::kATogether>;
-  using B = tn::Side<T, typename Config::B, Config::kB, Config::kBStride, Config::kBTogether>;
+  using FactorsA = tn::Factors<Config::kAScaled, Config::kBScaled>;
+  using FactorsB = tn::Factors<false, false>;
+  using A = tn::Side<T, typename Config::A, Config::kA, Config::kAStride, Config::kATogether, FactorsA>;
+  using B = tn::Side<T, typename Config::B, Config::kB, Config::kBStride, Config::kBTogether, FactorsB>;
   constexpr int kDown = A::kTile / 16, kAcross = B::kTile / 16, kSquares = kDown * kAcross;  // of 16 x 16 results
   constexpr int kWarps = tn::kThreads / 32, kOwn = (kSquares + kWarps - 1) / kWarps;
   constexpr int kTilesA = tn::tiles_of(Config::kA), kTilesB = tn::tiles_of(Config::kB);
@@ -132,12 +170,14 @@ __global__ void __launch_bounds__(tn::kThreads) gemm_tn(GemmTnArgs args) {
   const int64_t end = min(chunks * (share + 1) / args.shares * tn::kNodes, args.rows);
   const auto* a = static_cast<const typename Config::A*>(args.a);
   const auto* b = static_cast<const typename Config::B*>(args.b);
+  const FactorsA a_factors{args.a_scale, args.b_scale};
+  const FactorsB b_factors{};
   float sums[kOwn][2][4] = {};
   A a_next;
   B b_next;
   if (begin < end) {
-    a_next.read(a, tile / kTilesB, begin, end);
-    b_next.read(b, tile % kTilesB, begin, end);
+    a_next.read(a, a_factors, tile / kTilesB, begin, end);
+    b_next.read(b, b_factors, tile % kTilesB, begin, end);
   }
 #pragma unroll 1
   for (int64_t first = begin; first < end; first += tn::kNodes) {
@@ -146,8 +186,8 @@ __global__ void __launch_bounds__(tn::kThreads) gemm_tn(GemmTnArgs args) {
     b_next.put(b_rows);
     __syncthreads();
     if (first + tn::kNodes < end) {
-      a_next.read(a, tile / kTilesB, first + tn::kNodes, end);
-      b_next.read(b, tile % kTilesB, first + tn::kNodes, end);
+      a_next.read(a, a_factors, tile / kTilesB, first + tn::kNodes, end);
+      b_next.read(b, b_factors, tile % kTilesB, first + tn::kNodes, end);
     }
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {

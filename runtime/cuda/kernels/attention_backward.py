@@ -35,7 +35,9 @@ class _Edges:
     runs: Expr
 
 
-@kernel("fused:attention_backward", backend="cuda", name="attention_backward", priority=10)
+@kernel(
+    "fused:attention_backward", backend="cuda", name="attention_backward", priority=10, elements=("int8",)
+)
 class AttentionBackward:
     """Kernels of ``csrc/cuda/sparse/attention_backward.cuh``, which store nothing for an edge."""
 

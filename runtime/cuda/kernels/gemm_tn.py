@@ -1,6 +1,7 @@
 """Lowering of the product over all rows, which is the gradient of a weight."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
@@ -8,12 +9,13 @@ from torch.fx import Node
 from gnnc.ir.nodes import unpack
 from gnnc.runtime.cuda.emitter import CudaEmitter, pointer
 from gnnc.runtime.cuda.kernels.column_sum import shares_of, write_sum_of_parts
-from gnnc.runtime.cuda.kernels.epilogue import TYPES
+from gnnc.runtime.cuda.kernels.epilogue import TYPES, truth
 from gnnc.runtime.plans import gemm_tn
 from gnnc.runtime.plans.gemm_tn import Plan
-from gnnc.runtime.program.launches import expr
+from gnnc.runtime.program.launches import Expr, expr
 from gnnc.runtime.registry import Decline, kernel
-from gnnc.runtime.row_program.build import argument_of
+from gnnc.runtime.row_program import build
+from gnnc.runtime.row_program.build import Refusal, argument_of, planned
 
 _HALVES = (torch.float16, torch.bfloat16)
 _TILE = 64
@@ -24,11 +26,6 @@ _SHARE = 512
 """Rows of a block at least: its sums are then a small part of what it reads."""
 _LOAD = 16
 """Bytes that a thread loads at once, at most."""
-
-
-def _tiles(plan: Plan) -> int:
-    """Return the pairs of tiles of columns."""
-    return math.prod(-(-width // _TILE) for width in plan.widths)
 
 
 @kernel("fused:gemm_tn", "gnnc.gemm_tn", backend="cuda", name="gemm_tn", priority=10)
@@ -47,29 +44,64 @@ class GemmTn:
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the launches."""
         operands = [argument_of(node, number) for number in plan.sides]
-        sides = list(zip(operands, plan.widths, strict=True))
-        matrices = [pointer(emitter.matrix(value, width)) for value, width in sides]
-        strides = [emitter.row_stride(value, width) for value, width in sides]
-        dtypes = [value.meta["val"].dtype for value, _ in sides]
-        together = [
-            math.gcd(_LOAD // dtype.itemsize, width, stride)
-            for dtype, width, stride in zip(dtypes, plan.widths, strides, strict=True)
-        ]
-        types = [TYPES[dtype] for dtype in (plan.dtype, *dtypes)]
-        config = ", ".join([*types, *map(str, (*plan.widths, *strides, *together))])
-        rows = emitter.size(sides[0][0].meta["val"].shape[0])
-        tiles = _tiles(plan)
-        shares = shares_of(rows, _SHARE, most := max(1, _MOST_SHARES // tiles))
-        out = emitter.allocate(node, dense=True)
-        size = math.prod(plan.widths)
-        parts = emitter.scratch(1, most * size, torch.float32, flat=True)
-        emitter.launch(
-            f"gnnc::gemm_tn<gnnc::GemmTnConfig<{config}>>",
-            expr("{} * {}", shares, tiles),
-            [*matrices, pointer(parts.written), rows, shares],
-        )
         divisor = None if plan.divisor is None else emitter.vector(argument_of(node, plan.divisor))
-        write_sum_of_parts(emitter, parts, shares, size, out, divisor)
+        _write(node, emitter, operands, plan.widths, plan.dtype, (None, None), divisor)
+
+
+@kernel("gnnc.qgemm_tn", backend="cuda", name="qgemm_tn", priority=10, elements=("int8",))
+class QuantizedGemmTn:
+    """Kernel of ``csrc/cuda/dense/gemm_tn.cuh`` of int8 rows: times their scales in bf16, FP32 sums."""
+
+    @staticmethod
+    @planned
+    def plan(node: Node) -> tuple[int, int]:
+        """Return the widths of both matrices; refuse operands that the kernel does not read."""
+        first, second = (value.meta["val"] for value in unpack(node, "a", "b"))
+        for value in (first, second):
+            if value.dtype not in TYPES or value.dim() != 2:
+                raise Refusal(f"an operand is {value.dtype} of {value.dim()} dimensions")
+        return build.fixed_width(first), build.fixed_width(second)
+
+    @staticmethod
+    def emit(plan: tuple[int, int], node: Node, emitter: CudaEmitter) -> None:
+        """Write the launches."""
+        scales = unpack(node, "a_scale", "b_scale")
+        vectors = [None if scale is None else emitter.vector(scale) for scale in scales]
+        _write(node, emitter, unpack(node, "a", "b"), plan, torch.bfloat16, vectors)
+
+
+def _write(
+    node: Node,
+    emitter: CudaEmitter,
+    operands: Sequence[Node],
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    scales: Sequence[Expr | None],
+    divisor: Expr | None = None,
+) -> None:
+    """Write the launches of a product that is computed in ``dtype``, and of the sum of its parts."""
+    matrices = [pointer(emitter.matrix(value, width)) for value, width in zip(operands, widths, strict=True)]
+    strides = [emitter.row_stride(value, width) for value, width in zip(operands, widths, strict=True)]
+    dtypes = [value.meta["val"].dtype for value in operands]
+    together = [
+        math.gcd(_LOAD // each.itemsize, width, stride)
+        for each, width, stride in zip(dtypes, widths, strides, strict=True)
+    ]
+    types = [TYPES[each] for each in (dtype, *dtypes)]
+    scaled = [truth(scale is not None) for scale in scales]
+    config = ", ".join([*types, *map(str, (*widths, *strides, *together)), *scaled])
+    rows = emitter.size(operands[0].meta["val"].shape[0])
+    tiles = math.prod(-(-width // _TILE) for width in widths)
+    shares = shares_of(rows, _SHARE, most := max(1, _MOST_SHARES // tiles))
+    out = emitter.allocate(node, dense=True)
+    size = math.prod(widths)
+    parts = emitter.scratch(1, most * size, torch.float32, flat=True)
+    emitter.launch(
+        f"gnnc::gemm_tn<gnnc::GemmTnConfig<{config}>>",
+        expr("{} * {}", shares, tiles),
+        [*matrices, *map(pointer, scales), pointer(parts.written), rows, shares],
+    )
+    write_sum_of_parts(emitter, parts, shares, size, out, divisor)
 
 
 @kernel("gnnc.gemm_tn", backend="cuda", name="cublas_tn", priority=5)

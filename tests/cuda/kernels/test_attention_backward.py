@@ -81,6 +81,22 @@ def test_gradients_of_the_vectors_are_divided_by_the_last_launch(dtype: torch.dt
     assert_right(got, divided(*exact), 5 * ALLOWED[dtype])
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(("heads", "width"), [(4, 16), (8, 8)])
+def test_rows_are_quantized_as_they_are_stored(heads: int, width: int) -> None:
+    values = values_of("random", heads, width, torch.float32)
+
+    def quantized(*ends: Tensor) -> tuple[Tensor, ...]:
+        rows = without_vectors(*ends)[0].reshape(-1, heads * width)
+        scale = GNNC.scale(rows, "int8/row")
+        return GNNC.quantize(rows, scale, "int8/row"), scale
+
+    q, scale = run_fused_on_cuda(quantized, ["attention_backward"], *values)
+    exact = without_vectors(*[value.double() if value.is_floating_point() else value for value in values])[0]
+    rows = exact.reshape(-1, heads * width)
+    assert bool(((q * scale[:, None] - rows).abs() <= 0.501 * scale[:, None] + 1e-6).all())
+
+
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str) -> None:

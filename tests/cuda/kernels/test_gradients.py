@@ -1,5 +1,6 @@
 """Kernels of backward graphs, each against its reference in float64, on small graphs of hard shapes."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from kernel_graphs import GRAPHS, relative_error
 from one_op import program_of, run_on_cuda
 from torch import Tensor
 
+from gnnc.ir.dense import qgemm_tn_reference
 from gnnc.runtime.cuda.driver.nvrtc import resources_of
 
 GNNC = torch.ops.gnnc
@@ -26,6 +28,21 @@ def halves(*sizes: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(sizes).to(dtype)
 
 
+def int8_rows(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(-127, 128, (rows, width), dtype=torch.int8), torch.rand(rows) / 100
+
+
+def present(given: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the operands that are there."""
+    return [value for value in given if value is not None]
+
+
+def filled(given: Sequence[Tensor | None], values: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return values in the places of the operands that are there."""
+    rest = iter(values)
+    return [None if value is None else next(rest) for value in given]
+
+
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str) -> None:
@@ -37,6 +54,17 @@ def test_no_kernel_spills(architecture: str) -> None:
             for a, b in WIDTHS
             for d in HALVES
         ],
+        *[
+            (GNNC.qgemm_tn, q, r, q_scale, r_scale)
+            for a, b in WIDTHS
+            for (q, q_scale), (r, r_scale) in [(int8_rows(9, a), int8_rows(9, b))]
+        ],
+        (
+            lambda a, b, scale: GNNC.qgemm_tn(a, b, scale),
+            int8_rows(9, 64)[0],
+            torch.randn(9, 64),
+            torch.ones(9),
+        ),
         (lambda x: x.sum(0), rows),
         (lambda x: x.sum(0), torch.randn(9, 300)),
         (GNNC.edge_softmax_backward, g.rowptr, edges, edges),
@@ -57,6 +85,33 @@ def test_gemm_tn(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
     got = run_on_cuda(GNNC.gemm_tn, "gemm_tn", a, b)
     want, size = a.double().t() @ b.double(), a.double().abs().t() @ b.double().abs()
     assert got.dtype == torch.float32 and relative_error(got, want, size) < 1e-6
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [0, 1, 63, 1100])
+@pytest.mark.parametrize(("inner", "outer"), WIDTHS)
+@pytest.mark.parametrize("floats", ["neither", "a", "b"])
+def test_qgemm_tn(rows: int, inner: int, outer: int, floats: str) -> None:
+    (a, a_scale), (b, b_scale) = int8_rows(rows, inner), int8_rows(rows, outer)
+    given: list[Tensor | None] = [a, b, a_scale, b_scale]
+    if floats != "neither":
+        side = "ab".index(floats)
+        given[side], given[side + 2] = torch.randn(rows, (inner, outer)[side]), None
+    got = run_on_cuda(lambda *some: GNNC.qgemm_tn(*filled(given, some)), "qgemm_tn", *present(given))
+    exact = [value if value is None or value.dtype == torch.int8 else value.double() for value in given]
+    want = qgemm_tn_reference(*exact)
+    # bf16 rounds the product of an int8 and the scales, and floats, by 2^-8 at most
+    most = qgemm_tn_reference(*(value if value is None else value.abs() for value in exact))
+    assert got.shape == want.shape and bool(((got - want).abs() <= 1.01 * 2**-7 * most + 1e-6).all())
+
+
+@pytest.mark.cuda
+def test_qgemm_tn_is_exact_where_scales_are_powers_of_two() -> None:
+    (a, _), (b, _) = int8_rows(100, 24), int8_rows(100, 40)
+    scales = torch.exp2(-torch.randint(0, 2, (100,)).float())  # FP32 holds sums of 24 bits
+    got = run_on_cuda(GNNC.qgemm_tn, "qgemm_tn", a, b, scales, scales.flip(0))
+    want = (a.double() * (scales * scales.flip(0))[:, None]).T @ b.double()
+    assert torch.equal(got.double(), want)
 
 
 @pytest.mark.cuda
