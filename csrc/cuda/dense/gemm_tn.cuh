@@ -1,8 +1,9 @@
 #pragma once
 
 // gemm_tn: a^T @ b of two tall matrices, summed over their rows: the gradient of a weight. The products are of 16 bits.
-// A block multiplies a tile of columns of a by a tile of columns of b, over its share of the rows; it stores the FP32 sums of
-// its share, which sum_parts adds up, so that no atomics are needed and results have the same bits in every call.
+// A block multiplies a tile of columns of a by a tile of columns of b, over its share of the rows; it stores the FP32
+// sums of its share, which sum_parts adds up, so that no atomics are needed and results have the same bits in every
+// call.
 //
 // The rows of both tiles pass through shared memory, kNodes at a time, as they are in memory: ldmatrix transposes them
 // into the fragments of the tensor cores. The next rows are loaded into registers while the present ones are
@@ -38,7 +39,7 @@ struct GemmTnArgs {
   const void* b;
   const float* a_scale;  // [rows], where kAScaled
   const float* b_scale;  // [rows], where kBScaled
-  float* part;  // [shares, kA, kB]
+  float* part;           // [shares, kA, kB]
   int64_t rows;
   int64_t shares;
 };
