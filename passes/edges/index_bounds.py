@@ -14,6 +14,8 @@ from gnnc.ir.source import source_of
 from gnnc.passes.edges.origins import Origins, Part
 from gnnc.passes.edges.rowwise import as_gather
 
+_PARTS_OF_OFFSETS = ("slice.Tensor", "_to_copy.default", "detach.default", "alias.default", "clone.default")
+
 
 @dataclass(frozen=True)
 class IndexBound:
@@ -75,11 +77,18 @@ def _pointers(node: Node, origins: Origins) -> list[str]:
     if aten_name(counts) != "sub.Tensor":
         return []
     ends = [
-        [part.input for part in origins.of(end)]
+        [part.input for part in origins.of(_whole(end))]
         for end in unpack(counts, "self", "other")
         if isinstance(end, Node)
     ]
     return ends[0] if len(ends) == 2 and ends[0] == ends[1] else []
+
+
+def _whole(end: Node) -> Node:
+    """Return the offsets that a node has all but the first, or all but the last, of."""
+    while aten_name(end) in _PARTS_OF_OFFSETS:
+        end = first_operand(end)
+    return end
 
 
 def _bound(part: Part, size: Any, sizes: dict[Any, tuple[str, int]]) -> IndexBound:
