@@ -17,11 +17,12 @@ class Map:
 
     @staticmethod
     def plan(node: Node) -> rowmap.Plan | Decline:
-        """Take rows of every dtype but fp16, which the CPU kernels do not read."""
+        """Take rows of every dtype but fp16, which the CPU kernels neither read nor store."""
         plan = rowmap.plan(node)
-        if not isinstance(plan, Decline) and argument_of(node, plan.x).meta["val"].dtype == torch.float16:
-            return Decline("rows in fp16")
-        return plan
+        if isinstance(plan, Decline):
+            return plan
+        dtypes = argument_of(node, plan.x).meta["val"].dtype, *(out.dtype for out in plan.program.outs)
+        return Decline("rows in fp16") if torch.float16 in dtypes else plan
 
     @staticmethod
     def emit(plan: rowmap.Plan, node: Node, emitter: Emitter) -> None:
