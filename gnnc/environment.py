@@ -1,4 +1,4 @@
-"""Environment variables of gnnc; no other module reads any.
+"""Environment variables: those of gnnc, which no other module reads, and those that a model may read.
 
 ``docs/env.md`` lists them.
 """
@@ -10,6 +10,10 @@ from pathlib import Path
 DUMP = "GNNC_DUMP"
 CACHE = "GNNC_CACHE"
 VARIABLES = (DUMP, CACHE, "CUDA_HOME")
+OF_PROCESS = os.environ
+"""All variables of the process."""
+READERS = frozenset(("environ", "getenv"))
+"""Names in ``os`` that code reads them by."""
 
 
 def dump_folder() -> Path | None:

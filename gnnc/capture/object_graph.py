@@ -1,6 +1,5 @@
 """Walk over the objects that a model's code can read: attributes, their contents, functions and variables."""
 
-import os
 from abc import ABC
 from array import array
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
@@ -27,6 +26,7 @@ from gnnc.capture.reachable_code import (
     is_user_module,
     names_of,
 )
+from gnnc.environment import OF_PROCESS, READERS
 from gnnc.torch_private import GLOBAL_FORWARD_HOOKS
 
 NO_CONSTANTS = frozenset(("training", "_parameters", "_buffers", "_modules"))
@@ -41,12 +41,11 @@ _SEQUENCES = (list, tuple, deque, set, frozenset)
 _BUFFERS = (np.ndarray, bytearray, array, memoryview)
 _DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _IN_PYTHON = (ChainMap, UserDict, UserList, WeakKeyDictionary, WeakSet, WeakValueDictionary, Queue)
-_IN_PYTHON += (type(os.environ),)
+_IN_PYTHON += (type(OF_PROCESS),)
 """Containers of the standard library that are written in Python: their attributes hold what they hold."""
 _HOLDERS = frozenset(("data", "maps", "queue", "_data"))
 """Names of these attributes."""
 _SCALARS = (int, float, complex, str, bytes)
-_ENVIRONMENT = frozenset(("environ", "getenv"))
 _WRAPPED = (type(lru_cache(len)), cached_property)
 """Decorators of the standard library that hold the user's function."""
 _NO_ATTRIBUTES = frozenset(
@@ -338,8 +337,8 @@ class ObjectGraph:
             names = names_of(code)
             self._reach(names)
             self._open_names(number, globals_of(code), names, variables)
-            if not names.isdisjoint(_ENVIRONMENT):
-                self._enter(number, ("global", "os.environ"), os.environ)
+            if not names.isdisjoint(READERS):
+                self._enter(number, ("global", "environ"), OF_PROCESS)
 
     def _open_names(
         self, number: int, read: Iterable[str], names: frozenset[str], table: Mapping[str, Any]
