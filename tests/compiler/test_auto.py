@@ -9,12 +9,12 @@ import torch
 from outliers import Outliers
 from slow import slow_after
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch_geometric.nn import GCNConv, SAGEConv
 from zoo import FEATURES, build, random_graph
 
 import gnnc
 from gnnc.compiler.auto import _Search
+from gnnc.compiler.example_run import CallRun
 from gnnc.ir.describe import inline
 from gnnc.passes.assign import Assign
 from gnnc.passes.pipeline import PIPELINE
@@ -171,10 +171,10 @@ def test_a_wrong_prediction_is_corrected(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_choice_whose_values_are_not_finite_is_over_every_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     measure = _Search._errors
 
-    def bf16_overflows(self: _Search, gm: GraphModule, *rest: Any) -> tuple[float, float]:
-        if "bfloat16" in str(inline(gm)):
+    def bf16_overflows(self: _Search, run: CallRun) -> tuple[float, float]:
+        if "bfloat16" in str(inline(run.graphs[0][0])):
             raise gnnc.PrecisionError("a scale is not finite")
-        return measure(self, gm, *rest)
+        return measure(self, run)
 
     monkeypatch.setattr(_Search, "_errors", bf16_overflows)
     compiled = auto(build("gcn"), 0.5)

@@ -94,6 +94,7 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
             (x, torch.randn(ROWS, 4), torch.zeros(width, 4)),
             (q, torch.randn(ROWS, 4), torch.zeros(width, 4), scale, None),
         ],
+        "row_scale": [(torch.rand(()), torch.arange(ROWS, dtype=torch.uint8), torch.zeros(ROWS))],
         "batch_norm": [
             (x, *torch.rand(4, width), 0.1, 1e-5, torch.zeros(ROWS, width), *torch.zeros(4, width)),
             (

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -54,17 +55,19 @@ def test_edit_in_place_is_seen():
     assert build.calls == 2 and out[0, 0] == 14
 
 
-def test_a_step_of_any_optimizer_makes_floats_other_ones_and_leaves_ids():
-    cache, edge_index, weight = StructureCache(), edges(), torch.rand(8)
-    build, weigh = Counter(edge_index), Counter(weight)
-    learned = torch.nn.Parameter(torch.zeros(1))
-    learned.grad = torch.ones(1)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_an_optimizer_makes_its_parameters_other_ones_and_leaves_the_rest(fused: bool):
+    cache, weight, learned = StructureCache(), torch.rand(8), torch.nn.Parameter(torch.zeros(8))
+    values = learned.detach()
+    weigh, learn = Counter(weight), Counter(values)
+    learned.grad = torch.ones(8)
+    optimizer = torch.optim.Adam([learned], lr=0.1, fused=fused)
     for calls in (1, 2):
         for _ in range(2):
-            cache.get((edge_index,), build)
             cache.get((weight,), weigh)
-        assert (build.calls, weigh.calls) == (1, calls)
-        torch.optim.SGD([learned], lr=0.1).step()
+            cache.get((values,), learn)
+        assert (weigh.calls, learn.calls) == (1, calls)
+        optimizer.step()
 
 
 def test_edit_through_a_view_is_seen():
