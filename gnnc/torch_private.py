@@ -36,6 +36,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     statically_known_true,
 )
+from torch.nn import functional
 from torch.nn.modules import module as nn_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -109,6 +110,8 @@ KNOWN_TO_WORK: dict[str, tuple[str, ...]] = dict.fromkeys(
         "torch.fx.experimental.symbolic_shapes.statically_known_true",
         "torch.nn.Module()._forward_pre_hooks",
         "torch.nn.Module()._non_persistent_buffers_set",
+        "torch.nn.functional._verify_batch_size",
+        "torch.nn.functional._verify_spatial_size",
         "torch.nn.modules.module._global_backward_hooks",
         "torch.nn.modules.module._global_backward_pre_hooks",
         "torch.nn.modules.module._global_buffer_registration_hooks",
@@ -205,6 +208,8 @@ LOGGERS = (
 )
 """Loggers that report a failed capture, which gnnc reports itself."""
 
+SIZE_CHECKS = (functional._verify_batch_size, functional._verify_spatial_size)
+"""Functions of torch that refuse sizes of which a norm has no statistics."""
 GLOBAL_FORWARD_HOOKS = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
 """Tables of the hooks that the forward of every module runs."""
 GLOBAL_BACKWARD_HOOKS = (nn_module._global_backward_pre_hooks, nn_module._global_backward_hooks)

@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from gnnc.capture.thread_patches import ThreadFlag, replaced
-from gnnc.torch_private import PythonPrinter, SymNodeVariable
+from gnnc.torch_private import SIZE_CHECKS, PythonPrinter, SymNodeVariable
 
 _TORCH = str(Path(torch.__file__).parent)
 _GNNC = str(Path(__file__).parents[1])
@@ -27,6 +27,7 @@ _DYNAMO = str(Path(_TORCH) / "_dynamo" / "utils.py")
 """File in which Dynamo runs an operator that it met in the model."""
 _STRIDES = str(Path(_TORCH) / "_prims_common")
 """Folder in which torch computes strides, and whether a tensor is contiguous."""
+_CHECKS = frozenset(check.__code__ for check in SIZE_CHECKS)
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     "__eq__": sympy.Eq,
     "__ne__": sympy.Ne,
@@ -61,7 +62,10 @@ class Branch:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Branch]]:
-    """Collect the questions that code outside torch asks in this thread; complete after the block."""
+    """Collect the questions of this thread that are not torch's own; complete after the block.
+
+    Questions of torch that refuse a size are collected, too.
+    """
     branches: list[Branch] = []
     notes = _Notes()
     patches: list[tuple[type, str, Any]] = [
@@ -175,11 +179,13 @@ def _expression(value: Any) -> Any:
 
 
 def _asker(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the model's code that asked; None where torch itself did."""
+    """Return the frame that asked, in the model's code or a check of torch; None for other code of torch."""
     while frame is not None and frame.f_code.co_filename == _OPERATORS:
         frame = frame.f_back
     if frame is None:
         return None
+    if frame.f_code in _CHECKS:
+        return frame
     name = frame.f_code.co_filename
     ours = name == _DYNAMO or "torch_geometric" in name or not name.startswith((_TORCH, _GNNC, "<"))
     return frame if ours else None
