@@ -153,7 +153,7 @@ def test_primitives_sum_in_fp32(joint: Joint, precision: str) -> None:
 def test_no_matrix_is_saved_in_fp32_beside_its_quantized_values(joint: Joint) -> None:
     forward = partitioned(joint, "int8").forward
     outputs = outputs_of(forward.graph)
-    saved = {outputs[place] for place in forward.meta[SAVED].values()}
+    saved = {outputs[place] for place in forward.meta.get(SAVED, {}).values()}  # of a linear model none are
     quantized = [node for node in saved if op_name(node) == "quantize"]
     assert not {_without_views(first_operand(node)) for node in quantized} & set(map(_without_views, saved))
 

@@ -75,4 +75,5 @@ def losses_of_adam(owner: nn.Module, loss: Callable[[], Tensor], steps: int = 20
 
 
 def assert_alike(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    # the gradient of a bias before a norm is 0 but for rounding, which each rounds in its own way
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
