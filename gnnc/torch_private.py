@@ -208,7 +208,10 @@ LOGGERS = (
 )
 """Loggers that report a failed capture, which gnnc reports itself."""
 
-SIZE_CHECKS = (functional._verify_batch_size, functional._verify_spatial_size)
+SIZE_CHECKS = (
+    functional._verify_batch_size,  # pyright: ignore[reportAttributeAccessIssue]
+    functional._verify_spatial_size,  # pyright: ignore[reportAttributeAccessIssue]
+)
 """Functions of torch that refuse sizes of which a norm has no statistics."""
 GLOBAL_FORWARD_HOOKS = (nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks)
 """Tables of the hooks that the forward of every module runs."""

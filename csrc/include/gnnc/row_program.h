@@ -70,7 +70,7 @@ enum class RowOp : int32_t {
   quant_pow2 = 64,
   amax = 65,
   row_dot = 66,
-  store_fp16 = 67,    // only in CUDA epilogues: the CPU's kernels have no such instruction
+  store_fp16 = 67,  // only in CUDA epilogues: the CPU's kernels have no such instruction
   scale_tensor = 68,
   store_bits = 69,
   col_sum = 70,
