@@ -9,7 +9,7 @@ from gnnc.runtime.plans import attention
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.launches import Expr
 from gnnc.runtime.registry import kernel
-from gnnc.runtime.row_program.build import argument_of
+from gnnc.runtime.row_program.build import argument_of, optional_argument
 
 _HEADS = (1, 2, 4, 8, 16)
 """Numbers of heads that repeat within a vector of AVX-512; narrower ones leave memory for more unused."""
@@ -35,7 +35,7 @@ class Attend:
         rows = shape_of(rowptr)[0] - 1
         col = emitter.vector(argument_of(node, plan.col))
         x = emitter.matrix(argument_of(node, plan.x), plan.width)
-        scale = None if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
+        scale = emitter.optional_vector(optional_argument(node, plan.x_scale))
         ends = dense(plan.a_src), dense(plan.a_dst), dense(plan.edge, plan.heads)
         alpha, factors = _alpha(plan, node, emitter), _factors(plan, node, emitter)
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)

@@ -5,11 +5,12 @@ from torch.fx import Node
 
 from gnnc.ir.nodes import shape_of
 from gnnc.runtime.cpu import epilogue
+from gnnc.runtime.cpu.gemm_tn import write_division
 from gnnc.runtime.plans import attention_backward
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.launches import Expr
 from gnnc.runtime.registry import Decline, kernel
-from gnnc.runtime.row_program.build import argument_of
+from gnnc.runtime.row_program.build import argument_of, optional_argument
 
 
 @kernel("fused:attention_backward", backend="cpu", name="attention_backward", priority=10, elements=("int8",))
@@ -33,7 +34,7 @@ class AttentionBackward:
         rowptr, col, rowptr_t, col_t = map(emitter.vector, nodes)
         a_dst, a_src = (emitter.dense(argument_of(node, index), plan.heads) for index in plan.ends[:2])
         x, grad = (emitter.matrix(argument_of(node, index), plan.width) for index in plan.ends[2:])
-        att_dst, att_src = (None if i is None else emitter.vector(argument_of(node, i)) for i in plan.att)
+        att_dst, att_src = (emitter.optional_vector(optional_argument(node, i)) for i in plan.att)
         results = [None if index is None else emitter.outputs(node)[index] for index in plan.results]
 
         def rows(result: Node | None, count: int) -> Expr:
@@ -67,7 +68,6 @@ class AttentionBackward:
         ]
         emitter.call(by_columns, [*ends, plan.slope, plan.heads, da_src.written, *weights, *program])
         for vector, divisor in zip(vectors, plan.divisors, strict=True):
-            if vector is not None and divisor is not None:
-                divide = emitter.bind(torch.ops.aten.div_.Tensor, "div_")
-                emitter.call(divide, [vector.written, emitter.vector(argument_of(node, divisor))])
+            if vector is not None:
+                write_division(emitter, vector, optional_argument(node, divisor))
         epilogue.check_scales(emitter)

@@ -28,10 +28,6 @@ def _width(node: Node, rows: tuple[str, ...], vectors: tuple[str, ...]) -> int:
     return build.fixed_width(argument(node, "input"))
 
 
-def _optional(emitter: Emitter, node: Node | None) -> Expr | None:
-    return None if node is None else emitter.vector(node)
-
-
 def _results(emitter: Emitter, node: Node, width: int) -> list[Expr]:
     """Return what holds the results: that of rows first, then vectors of columns."""
     first, *vectors = emitter.outputs(node)
@@ -66,7 +62,7 @@ class BatchNorm:
     def emit(plan: int, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
         momentum, eps = unpack(node, "momentum", "eps")
-        given = [_optional(emitter, argument(node, name)) for name in _VECTORS]
+        given = [emitter.optional_vector(argument(node, name)) for name in _VECTORS]
         x = emitter.matrix(argument(node, "input"), plan)
         op = emitter.bind(torch.ops.gnnc_cpu.batch_norm.default, "batch_norm")
         emitter.call(op, [x, *given, float(momentum), float(eps), *_results(emitter, node, plan)])
@@ -91,7 +87,7 @@ class BatchNormBackward:
         """Write the launch."""
         grad, x = (emitter.matrix(argument(node, name), plan) for name in ("grad_out", "input"))
         weight, mean, inverse = (
-            _optional(emitter, argument(node, name)) for name in ("weight", "save_mean", "save_invstd")
+            emitter.optional_vector(argument(node, name)) for name in ("weight", "save_mean", "save_invstd")
         )
         op = emitter.bind(torch.ops.gnnc_cpu.batch_norm_backward.default, "batch_norm_backward")
         emitter.call(op, [grad, x, weight, mean, inverse, *_results(emitter, node, plan)])

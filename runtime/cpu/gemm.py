@@ -9,7 +9,7 @@ from gnnc.runtime.plans import gemm
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.launches import tuple_of
 from gnnc.runtime.registry import kernel
-from gnnc.runtime.row_program.build import argument_of
+from gnnc.runtime.row_program.build import argument_of, optional_argument
 
 
 @kernel("fused:gemm", "gnnc.gemm", "gnnc.qgemm", backend="cpu", name="gemm", priority=10, elements=("int8",))
@@ -22,7 +22,7 @@ class Gemm:
     def emit(plan: gemm.Plan, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
         x = argument_of(node, plan.x)
-        scale = None if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
+        scale = emitter.optional_vector(optional_argument(node, plan.x_scale))
         rows = shape_of(x)[0]
         weights = tuple_of(emitter.matrix(argument_of(node, weight.w)) for weight in plan.weights)
         layouts = emitter.bind(tuple(int(weight.is_kn) for weight in plan.weights), "layouts")

@@ -6,9 +6,10 @@ from torch.fx import Node
 from gnnc.ir.nodes import arguments, unpack
 from gnnc.runtime.plans import gemm_tn
 from gnnc.runtime.program.emitter import Emitter
+from gnnc.runtime.program.launches import Expr
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program import build
-from gnnc.runtime.row_program.build import Refusal, argument_of, planned
+from gnnc.runtime.row_program.build import Refusal, argument_of, optional_argument, planned
 
 _SCALES = ("a_scale", "b_scale")
 _DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -37,7 +38,7 @@ class GemmTn:
             emitter.matrix(value, width) for value, width in zip(unpack(node, "a", "b"), plan, strict=True)
         ]
         given = arguments(node)
-        scales = [None if given.get(name) is None else emitter.vector(given[name]) for name in _SCALES]
+        scales = [emitter.optional_vector(given.get(name)) for name in _SCALES]
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu.gemm_tn.default, "gemm_tn")
         emitter.call(op, [*matrices, out.written, *scales])
@@ -66,6 +67,11 @@ class RoundingGemmTn:
         out = emitter.allocate(node, dense=True)
         op = emitter.bind(torch.ops.gnnc_cpu.gemm_tn.default, "gemm_tn")
         emitter.call(op, [*matrices, out.written, None, None, *rounds])
-        if plan.divisor is not None:
-            divide = emitter.bind(torch.ops.aten.div_.Tensor, "div_")
-            emitter.call(divide, [out.written, emitter.vector(argument_of(node, plan.divisor))])
+        write_division(emitter, out, optional_argument(node, plan.divisor))
+
+
+def write_division(emitter: Emitter, result: Expr, divisor: Node | None) -> None:
+    """Write the division of a small result by a number, where there is one."""
+    if divisor is not None:
+        divide = emitter.bind(torch.ops.aten.div_.Tensor, "div_")
+        emitter.call(divide, [result.written, emitter.vector(divisor)])

@@ -9,7 +9,7 @@ from gnnc.runtime.plans import spmm
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.launches import Expr, expr
 from gnnc.runtime.registry import kernel
-from gnnc.runtime.row_program.build import argument_of
+from gnnc.runtime.row_program.build import argument_of, optional_argument
 
 
 @kernel(
@@ -30,16 +30,12 @@ class Spmm:
     @staticmethod
     def emit(plan: spmm.Plan, node: Node, emitter: Emitter) -> None:
         """Write the launch."""
-
-        def vector(index: int | None) -> Expr | None:
-            return None if index is None else emitter.vector(argument_of(node, index))
-
         rowptr = argument_of(node, plan.rowptr)
         rows = shape_of(rowptr)[0] - 1
         col = column(emitter, node, plan.col)
         value = edge_values(emitter, node, plan.value, plan.heads)
         x = emitter.matrix(argument_of(node, plan.x), plan.width)
-        scales = vector(plan.x_scale), vector(plan.shift)
+        scales = [emitter.optional_vector(optional_argument(node, i)) for i in (plan.x_scale, plan.shift)]
         program = epilogue.emit_program(plan.program, node, emitter, rows, plan.width)
         op = emitter.bind(torch.ops.gnnc_cpu_valid.spmm.default, "spmm")
         arguments = [emitter.vector(rowptr), col, value, x, *scales]

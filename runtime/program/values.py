@@ -118,6 +118,10 @@ class Values(StatementList):
             value.matrix[0] = self._vector_form(node, value)
         return value.matrix[0]
 
+    def optional_vector(self, node: Node | None) -> Expr | None:
+        """Return the value as a dense tensor of one dimension or none, or None where it is absent."""
+        return None if node is None else self.vector(node)
+
     def dense(self, node: Node, width: int | None = None) -> Expr:
         """Return the value as rows ``[-1, width]`` without padding between them."""
         rows = self.matrix(node, width)

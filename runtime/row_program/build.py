@@ -331,6 +331,11 @@ def argument_of(node: Node, index: int) -> Node:
     return value
 
 
+def optional_argument(node: Node, index: int | None) -> Node | None:
+    """Return operand ``index`` of a fused call, or of a single node; None where it is absent."""
+    return None if index is None else argument_of(node, index)
+
+
 def fixed_width(value: Any) -> int:
     """Return the width of a tensor's rows; raise Refusal where it is symbolic."""
     tensor = value.meta["val"] if isinstance(value, Node) else value

@@ -20,7 +20,7 @@ from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, gathered_rows, packed_width
 from gnnc.runtime.plans import attention
 from gnnc.runtime.program.launches import Argument, Expr, count_of, expr
 from gnnc.runtime.registry import Decline, kernel
-from gnnc.runtime.row_program.build import argument_of
+from gnnc.runtime.row_program.build import argument_of, optional_argument
 
 _ADD, _DOT = 0, 1
 _MAX_WIDTH = 1024
@@ -56,7 +56,7 @@ class Attend:
         starts = emitter.vector(rowptr)
         col = write_columns(emitter, emitter.vector(argument_of(node, plan.col)))
         x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, plan.heads)
-        scale = None if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
+        scale = emitter.optional_vector(optional_argument(node, plan.x_scale))
         additive = plan.kind == _ADD
         ends = [None, None]
         if additive:

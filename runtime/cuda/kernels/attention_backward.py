@@ -18,7 +18,7 @@ from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, Rows, gathered_rows
 from gnnc.runtime.plans import attention_backward
 from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
 from gnnc.runtime.registry import Decline, kernel
-from gnnc.runtime.row_program.build import argument_of
+from gnnc.runtime.row_program.build import argument_of, optional_argument
 
 _PIECE = 16
 _MOST_BYTES = 512
@@ -80,7 +80,7 @@ class _Writer:
         )
         self.head_width = plan.width // plan.heads
         self.ends = [emitter.dense(argument_of(node, index), plan.heads) for index in plan.ends[:2]]
-        self.att = [None if index is None else emitter.vector(argument_of(node, index)) for index in plan.att]
+        self.att = [emitter.optional_vector(optional_argument(node, index)) for index in plan.att]
         self.by_rows = self._edges(plan.edges[0], plan.edges[1], self.x)
         self.by_columns = self._edges(plan.edges[2], plan.edges[3], self.grad)
         self.da = [
@@ -214,7 +214,7 @@ class _Writer:
         members: list[Operand] = [pointer(da), pointer(rows)]
         count = emitter.size(self.num_src)
         out = emitter.allocate(result, dense=True)
-        by = None if divisor is None else emitter.vector(argument_of(self.node, divisor))
+        by = emitter.optional_vector(optional_argument(self.node, divisor))
         write_column_sum(emitter, value, members, count, width, out, by)
 
 

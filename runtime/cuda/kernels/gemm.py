@@ -16,7 +16,7 @@ from gnnc.runtime.cuda.kernels.rowmap import launch_rowmap
 from gnnc.runtime.plans import gemm
 from gnnc.runtime.program.launches import Expr, expr, variable
 from gnnc.runtime.registry import Decline, kernel
-from gnnc.runtime.row_program.build import argument_of
+from gnnc.runtime.row_program.build import argument_of, optional_argument
 
 _SHARED = 72 * 1024
 """Bytes of shared memory of a block of more than 16 rows, at most: three blocks fit an SM."""
@@ -189,7 +189,7 @@ class Gemm:
         rows = shape_of(x)[0]
         tensor, stride = emitter.matrix(x), emitter.row_stride(x)
         load_width = shape.load_width(stride)
-        x_scale = None if plan.x_scale is None else emitter.vector(argument_of(node, plan.x_scale))
+        x_scale = emitter.optional_vector(optional_argument(node, plan.x_scale))
         epilogue, values = write_epilogue(plan.program, node, emitter, rows, plan.width, begins_scales=False)
         weight, scale = _pack(plan, node, emitter, shape, load_width)
         config = config_of(shape, tile, TYPES[x.meta["val"].dtype], stride)

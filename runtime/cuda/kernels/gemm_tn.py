@@ -15,7 +15,7 @@ from gnnc.runtime.plans.gemm_tn import Plan
 from gnnc.runtime.program.launches import Expr, expr
 from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program import build
-from gnnc.runtime.row_program.build import Refusal, argument_of, planned
+from gnnc.runtime.row_program.build import Refusal, argument_of, optional_argument, planned
 
 _HALVES = (torch.float16, torch.bfloat16)
 _TILE = 64
@@ -44,7 +44,7 @@ class GemmTn:
     def emit(plan: Plan, node: Node, emitter: CudaEmitter) -> None:
         """Write the launches."""
         operands = [argument_of(node, number) for number in plan.sides]
-        divisor = None if plan.divisor is None else emitter.vector(argument_of(node, plan.divisor))
+        divisor = emitter.optional_vector(optional_argument(node, plan.divisor))
         _write(node, emitter, operands, plan.widths, plan.dtype, (None, None), divisor)
 
 
@@ -66,7 +66,7 @@ class QuantizedGemmTn:
     def emit(plan: tuple[int, int], node: Node, emitter: CudaEmitter) -> None:
         """Write the launches."""
         scales = unpack(node, "a_scale", "b_scale")
-        vectors = [None if scale is None else emitter.vector(scale) for scale in scales]
+        vectors = list(map(emitter.optional_vector, scales))
         _write(node, emitter, unpack(node, "a", "b"), plan, torch.bfloat16, vectors)
 
 

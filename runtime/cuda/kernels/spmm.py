@@ -33,7 +33,7 @@ from gnnc.runtime.cuda.kernels.epilogue import TYPES, write_epilogue
 from gnnc.runtime.plans import spmm
 from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
 from gnnc.runtime.registry import Decline, kernel
-from gnnc.runtime.row_program.build import argument_of
+from gnnc.runtime.row_program.build import argument_of, optional_argument
 from gnnc.runtime.row_program.opcodes import Op
 
 ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
@@ -119,8 +119,8 @@ class Spmm:
         value = None if plan.value is None else edge_values(emitter, node, plan.value, plan.heads)
         heads = _heads_apart(plan, node)
         x = gathered_rows(emitter, argument_of(node, plan.x), plan.width, heads, windowed=plan.is_plain_sum)
-        scale = _vector(emitter, node, plan.x_scale)
-        shift = _vector(emitter, node, plan.shift)
+        scale = emitter.optional_vector(optional_argument(node, plan.x_scale))
+        shift = emitter.optional_vector(optional_argument(node, plan.shift))
         kind = _scale(plan, node, emitter)
         sliced = _is_by_column(plan)
         staged = WINDOW_TABLE in node.meta.get("format", Spmm.formats(plan, node))
@@ -212,10 +212,6 @@ def _scale(plan: spmm.Plan, node: Node, emitter: CudaEmitter) -> str:
     is_plain = plan.value is None and plan.heads == 1 and plan.is_sum
     is_plain = is_plain and slices_of(plan.width) == 1
     return "in_row" if is_plain and emitter.has_row_weights(argument_of(node, plan.x)) else "power"
-
-
-def _vector(emitter: CudaEmitter, node: Node, index: int | None) -> Expr | None:
-    return None if index is None else emitter.vector(argument_of(node, index))
 
 
 def edges_and_columns(
