@@ -11,10 +11,8 @@ from torch.fx import Node
 
 from gnnc.ir.nodes import argument, aten_name, first_operand, holds_tensor, shape_of, unpack
 from gnnc.ir.source import source_of
-from gnnc.passes.edges.origins import Origins, Part
+from gnnc.passes.edges.origins import COPIES, Origins, Part
 from gnnc.passes.edges.rowwise import as_gather
-
-_PARTS_OF_OFFSETS = ("slice.Tensor", "_to_copy.default", "detach.default", "alias.default", "clone.default")
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def _pointers(node: Node, origins: Origins) -> list[str]:
 
 def _whole(end: Node) -> Node:
     """Return the offsets that a node has all but the first, or all but the last, of."""
-    while aten_name(end) in _PARTS_OF_OFFSETS:
+    while aten_name(end) == "slice.Tensor" or aten_name(end) in COPIES:
         end = first_operand(end)
     return end
 

@@ -38,9 +38,10 @@ _MOVES = frozenset(
 )
 _CUTS = frozenset("select.int slice.Tensor chunk.default split.Tensor split_with_sizes.default".split())
 """Moves that take a part of a dimension."""
-_COPIES = frozenset(
+COPIES = frozenset(
     ("_to_copy.default to.dtype clone.default detach.default alias.default lift_fresh_copy.default").split()
 )
+"""Ops whose result has the values of their operand."""
 _NO_END = 2**62
 """Ends of slices from here on are those of all dimensions."""
 _COMPUTED = -1
@@ -98,7 +99,7 @@ class Origins:
             return self._numbered(node)
         if node.target is operator.getitem:
             return self._labels_of(first_operand(node))[result_index(node)]
-        if name in _COPIES:
+        if name in COPIES:
             return self._labels_of(first_operand(node))
         if name in ("cat.default", "stack.default"):
             return self._joined(node)
@@ -212,7 +213,7 @@ def _cuts_open_size(node: Node) -> bool:
 
 def _constant(index: Node) -> Tensor | None:
     """Return the values of an index that is a constant of the model, or None."""
-    while aten_name(index) in _COPIES:
+    while aten_name(index) in COPIES:
         index = first_operand(index)
     source = source_of(index)
     return index.meta["value"].cpu() if source is not None and source.kind == "constant" else None
