@@ -1,7 +1,8 @@
 #pragma once
 
-// Tiles of AMX: 16 rows of 64 bytes, and products of pairs of bf16 values that are summed in FP32. Only for functions
-// that run where has_amx() is true. The instructions are written out, so that no other code of the file may use AMX.
+// Tiles of AMX: 16 rows of 64 bytes, and products of pairs of bf16 values that are summed in FP32. Functions that use
+// them run only where has_amx() is true. The instructions are written out, so that no other code of the file may use
+// AMX.
 
 #include "gnnc/simd.h"
 

@@ -156,7 +156,7 @@ def _rewrites(graph: Graph, buffers: Set[Node]) -> dict[Node, _Rewrite] | None:
     None where a write has no such op.
     """
     found: dict[Node, _Rewrite] = {}
-    # of each tensor that is all of its memory: the call that made that, or the buffer
+    # the call that made the memory of a tensor, or its buffer, for each tensor that is all of its memory
     makers: dict[Node, Node] = {buffer: buffer for buffer in buffers}
     shared: set[Node] = set()  # calls whose memory is looked at through other tensors, too
     for node in graph.nodes:

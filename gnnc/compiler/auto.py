@@ -39,8 +39,8 @@ class _Try:
         stages: the passes from ``assign`` on.
         context: what they learned.
         seconds: predicted time of the lowered program.
-        measured: what it took on the examples in seconds, where the backend's programs are timed.
-        observed: what that shows of single ops, of each graph.
+        measured: seconds of a run on the examples, where the backend's programs are timed.
+        observed: measured times of single ops, for each graph.
         error: the largest error of a judged value on the examples.
         grown: the same had their values been ``GROWTH`` times as large as those that static scales
             came from.

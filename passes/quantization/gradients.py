@@ -49,8 +49,8 @@ class GradientRounding:
         granularity: which values share a scale.
         rounding: to nearest, or stochastic.
         nodes: the nodes that depend on the gradient of an output.
-        summed: those that an aggregation sums as integers. Others gain nothing from fractions of one scale,
-            and take scales a row in their place: the kernel that computes a row finds its scale.
+        summed: the gradients that an aggregation sums as integers. Others gain nothing from fractions of one
+            scale, and take scales a row in their place: the kernel that computes a row finds its scale.
     """
 
     granularity: GradientScale
@@ -98,7 +98,7 @@ def seed_of(gm: fx.GraphModule, device: torch.device) -> Node:
 
     Args:
         gm: the graph.
-        device: where the random bits are made.
+        device: the device on which the random bits are made.
     """
     given = placeholders(gm)
     found = next((node for node in given if source_of(node) == SEED), None)

@@ -51,7 +51,7 @@ class Bench:
         values: values of its placeholders, in order.
 
     Attributes:
-        judged: what errors are taken of.
+        judged: the values whose errors count: outputs, and gradients in training.
         outputs: all outputs of the graph in FP32.
     """
 

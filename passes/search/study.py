@@ -118,7 +118,7 @@ class Study:
 
     @property
     def judged(self) -> list[JudgedValue]:
-        """Return what errors are taken of; nothing where they were not measured."""
+        """Return the values whose errors count; an empty list where none were measured."""
         return [] if self.bench is None else self.bench.judged
 
     def seconds(self, chosen: Sequence[int]) -> float:

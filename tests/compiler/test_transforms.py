@@ -347,7 +347,7 @@ def test_models_of_other_dtypes_are_refused(dtype: torch.dtype, examples: bool) 
 @pytest.mark.parametrize("kind", [DistributedDataParallel, FullyShardedDataParallel])
 @pytest.mark.parametrize("path", ["", "inner"])
 def test_modules_that_exchange_gradients_are_refused(kind: type[nn.Module], path: str) -> None:
-    """They are made without their processes."""
+    """Wrappers that are made without a process group have the type that is refused."""
     wrapped = kind.__new__(kind)
     nn.Module.__init__(wrapped)
     model = wrapped

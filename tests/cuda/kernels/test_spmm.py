@@ -19,7 +19,7 @@ from gnnc.runtime.cuda.formats.run_table import Cut
 WIDTHS = (1, 7, 16, 32, 47, 64, 128, 256, 602)
 FEW_WIDTHS = (7, 16, 47, 64, 602)
 BUILT_WIDTHS = (7, 16, 47, 64, 128, 602)
-"""Of the kernels that are compiled for sm_90; those of models are in ``test_offline.py``."""
+"""Widths of the kernels that are compiled for sm_90; those of models are in ``test_offline.py``."""
 ENDS = (7, 602)
 """The narrowest and the widest of them, which are compiled for the other architectures, too."""
 KINDS = {
