@@ -35,13 +35,13 @@ import cuda_kernels
 import graphs
 import models
 from cuda_inference import loop_ms
-from training import Forward, sparse_csr, step_bytes
+from training import ITEM_SIZES, Forward, sparse_csr, step_bytes
 
 import gnnc
 
 PEERS = ("eager", "torch.compile", "cusparse csr")
-OURS = ("gnnc fp32", "gnnc bf16", "gnnc fp16")
-GRAPHS = ("gnnc fp16 graph", "gnnc fp32 graph")
+OURS = ("gnnc fp32", "gnnc bf16", "gnnc fp16", "gnnc int8")
+GRAPHS = ("gnnc int8 graph", "gnnc fp16 graph", "gnnc fp32 graph")
 _CSR_ALONE = ("cusparse csr", *OURS)
 CASES = {
     "gcn:arxiv": (*PEERS, *OURS, *GRAPHS),
@@ -166,8 +166,7 @@ def row(case: str, name: str, data: Problem, expected: Tensor | None) -> dict[st
     except torch.cuda.OutOfMemoryError:
         result["error"] = "out of memory"
     if name in OURS:
-        itemsize = 4 if name.endswith("fp32") else 2
-        result["bytes"] = step_bytes(model_name, data.x, data.edge_index, data.classes, itemsize)
+        result["bytes"] = step_bytes(model_name, data.x, data.edge_index, data.classes, ITEM_SIZES[name.split()[1]])
     return result
 
 
