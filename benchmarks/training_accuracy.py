@@ -36,6 +36,7 @@ from torch_geometric.nn import GCNConv
 import gnnc
 from gnnc.passes.assign import Assign
 from gnnc.passes.base import Pass
+from gnnc.passes.partition import Partition
 from gnnc.passes.pipeline import PIPELINE
 from gnnc.passes.quantize import Quantize
 from gnnc.report.figure_style import MUTED, plain_log_ticks, save, tidy
@@ -60,6 +61,8 @@ VARIANTS: dict[str, tuple[Pass, ...]] = {
     "gnnc int8, tensor": (Quantize(gradients="tensor"),),
     "gnnc int8, tensor nearest": (Quantize(gradients="tensor", rounding="nearest"),),
     "gnnc int8, last layer low": (Assign(last_layer="low"),),
+    "gnnc int8, saved in 4 bits": (Partition(save_bits=4),),
+    "gnnc int8, saved in 2 bits": (Partition(save_bits=2),),
 }
 """Passes of other options, by name of the contender that trains with them."""
 LOOK_EVERY = 10
