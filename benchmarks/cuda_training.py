@@ -166,7 +166,8 @@ def row(case: str, name: str, data: Problem, expected: Tensor | None) -> dict[st
     except torch.cuda.OutOfMemoryError:
         result["error"] = "out of memory"
     if name in OURS:
-        result["bytes"] = step_bytes(model_name, data.x, data.edge_index, data.classes, ITEM_SIZES[name.split()[1]])
+        itemsize = ITEM_SIZES[name.split()[1]]
+        result["bytes"] = step_bytes(model_name, data.x, data.edge_index, data.classes, itemsize)
     return result
 
 
