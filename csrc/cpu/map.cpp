@@ -20,9 +20,8 @@ MapArgs check(const Tensor& x, const std::optional<Tensor>& x_scale) {
   STD_TORCH_CHECK(view.type == Scalar::f32 || view.type == Scalar::bf16 || view.type == Scalar::i8,
                   "map: x must be float32, bfloat16 or int8");
   MapArgs m{view.data, view.type, view.stride, nullptr, 0, view.rows, view.cols, nullptr};
-  STD_TORCH_CHECK(x_scale.has_value() == (view.type == Scalar::i8),
-                  "map: x_scale belongs to an int8 x, and to no other");
   if (!x_scale.has_value()) return m;
+  STD_TORCH_CHECK(view.type == Scalar::i8, "map: x_scale belongs to an int8 x, and to no other");
   m.x_scale = scales_of(*x_scale, "map");
   STD_TORCH_CHECK(x_scale->numel() == 1 || x_scale->numel() == m.rows,
                   "map: x_scale must have one element, or one a row; it has ", x_scale->numel());

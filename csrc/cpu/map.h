@@ -2,7 +2,7 @@
 
 // map: acc = x, then the row program. For row-wise operations that cannot be fused into a gemm or an spmm.
 //
-// Layout: x [M, F] fp32, bf16 or int8 with rows x_stride elements apart; an int8 row is multiplied by its scale.
+// Layout: x [M, F] fp32, bf16 or int8 with rows x_stride elements apart; int8 rows may have a scale.
 // Traffic: x and the operands and outputs of the program, once. Floor: the bandwidth of memory.
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct MapArgs {
   const void* x;
   Scalar x_type;
   int64_t x_stride;
-  const float* x_scale;  // scales of int8 rows
+  const float* x_scale;  // scales of int8 rows, or null
   int64_t scale_stride;  // 0: one scale for all rows
   int64_t rows, width;
   const RowProgram* program;

@@ -233,7 +233,10 @@ def classify(node: Node, acc: Accumulator | Node) -> RowOp | None:
 
 
 def _widened(node: Node, acc: Accumulator) -> RowOp | None:
-    """Match the cast to FP32 of 16-bit rows as they are loaded."""
+    """Match the conversion to FP32 of 16-bit or int8 rows as they are loaded."""
+    if is_float(acc.value, torch.int8):
+        steps = single_steps(node, acc) if str(node.target) == "gnnc.dequantize.default" else None
+        return RowOp(node, steps, "chain", (node,)) if steps else None
     if node.target is not torch.ops.aten._to_copy.default or not is_float(acc.value, *_HALF_STORES):
         return None
     source, dtype = unpack(node, "self", "dtype")

@@ -11,7 +11,9 @@ from gnnc.runtime.registry import Decline, kernel
 from gnnc.runtime.row_program.build import argument_of
 
 
-@kernel("fused:map", "aten._to_copy", backend="cpu", name="map", priority=10, elements=("int8",))
+@kernel(
+    "fused:map", "aten._to_copy", "gnnc.dequantize", backend="cpu", name="map", priority=10, elements=("int8",)
+)
 class Map:
     """Kernel ``gnnc_cpu.map``: a row program over the rows of one tensor."""
 

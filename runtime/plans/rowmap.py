@@ -30,7 +30,7 @@ def plan(node: Node) -> Plan:
     inner = Inner(node)
     reasons = []
     for start, index in inner.operands.items():
-        if start.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if start.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.int8):
             continue
         try:
             width = build.fixed_width(start)
@@ -38,4 +38,4 @@ def plan(node: Node) -> Plan:
             return Plan(index, width, program)
         except Refusal as refusal:
             reasons.append(f"from {start.name}: {refusal}")
-    raise Refusal("; ".join(reasons) or "it reads no float matrix")
+    raise Refusal("; ".join(reasons) or "it reads no matrix of numbers")

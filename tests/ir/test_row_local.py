@@ -108,6 +108,16 @@ def test_rows_of_16_bits_are_widened_first(b):
     assert classify(relu, narrow) is None
 
 
+@pytest.mark.parametrize(("granularity", "step"), [("row", "mul_row"), ("tensor", "mul_tensor")])
+def test_int8_rows_are_dequantized_first(b, granularity, step):
+    q = b.input("q", (b.n, 24), dtype=torch.int8)
+    scale = b.call(gnnc.scale, b.x, f"int8/{granularity}")
+    wide = b.call(gnnc.dequantize, q, scale, granularity)
+    relu = b.relu(wide)
+    assert [(op.kind, op.role) for op in linearize(q)] == [(step, "chain"), ("relu", "chain")]
+    assert classify(relu, q) is None
+
+
 def test_a_result_wider_than_the_accumulator_is_refused(b):
     node = b.call(aten.add.Tensor, b.norm, b.x)
     assert classify(node, b.norm) is None

@@ -2,6 +2,8 @@
 
 import torch
 from gnn_graphs import Layers, arguments, relative_error, run_all
+from one_op import fused_program_of, program_of
+from torch import Tensor
 
 from gnnc.passes.lower import Lower
 from gnnc.runtime.backend import get_backend
@@ -41,3 +43,24 @@ def test_programs_call_the_kernels() -> None:
     for edges in (150, 0):
         values = arguments(gm, edges=edges)
         assert relative_error(Executable(lowered)(*values), gm(*values)) < 1e-6
+
+
+def test_int8_rows_are_dequantized_by_one_kernel() -> None:
+    q, scale = torch.randint(-127, 128, (50, 47), dtype=torch.int8), torch.rand(50)
+    other = torch.randn(50, 47)
+
+    def alone(q: Tensor, scale: Tensor) -> Tensor:
+        return GNNC.dequantize(q, scale, "row")
+
+    def chain(q: Tensor, scale: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        product = GNNC.dequantize(q, scale, "row") * other
+        return product, product.sum(0)
+
+    program = program_of(alone, q, scale, backend="cpu")
+    assert [name for _, name in program.kernels] == ["map"]
+    assert torch.equal(program(q, scale)[0], alone(q, scale))
+    program = fused_program_of(chain, q, scale, other, backend="cpu")
+    assert [name for _, name in program.kernels] == ["map"]
+    product, total = program(q, scale, other)
+    assert torch.equal(product, chain(q, scale, other)[0])
+    torch.testing.assert_close(total, chain(q, scale, other)[1])

@@ -21,7 +21,7 @@ _MOST_SUMMED = 1024
 """Columns of such a row at most: the sums of a block's groups lie in shared memory."""
 
 
-@kernel("fused:map", backend="cuda", name="rowmap", priority=10, elements=("int8",))
+@kernel("fused:map", "gnnc.dequantize", backend="cuda", name="rowmap", priority=10, elements=("int8",))
 class Map:
     """Kernel of ``csrc/cuda/dense/rowmap.cuh``: a row program over the rows of one tensor."""
 

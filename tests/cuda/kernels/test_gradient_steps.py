@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from one_op import run_fused_on_cuda
+from one_op import run_fused_on_cuda, run_on_cuda
 from torch import Tensor
 
 GNNC = torch.ops.gnnc
@@ -96,3 +96,18 @@ def test_rows_are_multiplied_again_instead_of_stored() -> None:
     got, want = run_fused_on_cuda(call, ["rowmap"] * 2, x, row), call(x, row)
     assert torch.equal(got[2], want[2]) and torch.equal(got[1], want[1])
     torch.testing.assert_close(got[0], want[0])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_int8_rows_are_dequantized_as_they_are_loaded(width: int) -> None:
+    q, scale = torch.randint(-127, 128, (37, width), dtype=torch.int8), torch.rand(37)
+
+    def call(q: Tensor, scale: Tensor, value: Tensor) -> Tensor:
+        return (GNNC.dequantize(q, scale, "row") * value).relu()
+
+    value = signed(37, width)
+    (got,), want = run_fused_on_cuda(call, ["rowmap"], q, scale, value), call(q, scale, value)
+    assert torch.equal(got, want)
+    alone = run_on_cuda(lambda q, scale: GNNC.dequantize(q, scale, "row"), "rowmap", q, scale)
+    assert torch.equal(alone, GNNC.dequantize(q, scale, "row"))
