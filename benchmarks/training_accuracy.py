@@ -378,9 +378,11 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     try:
         for done in as_completed(pending, timeout=None if math.isinf(args.limit) else args.limit):
             task = pending.pop(done)
-            runs += done.result()
-            seconds = time.monotonic() - start
-            print(f"{seconds:6.0f} s", task.dataset, task.model, task.contender, file=sys.stderr, flush=True)
+            error = done.exception()
+            runs += [] if error else done.result()
+            outcome = f"{type(error).__name__}: {str(error)[:300]}" if error else "done"
+            seconds = f"{time.monotonic() - start:6.0f} s"
+            print(seconds, task.dataset, task.model, task.contender, outcome, file=sys.stderr, flush=True)
             write(args.out, settings, runs)
     except TimeoutError:
         missing = sorted({f"{task.dataset} {task.model} {task.contender}" for task in pending.values()})

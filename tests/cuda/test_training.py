@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import models
 import pytest
 import torch
 from cuda_cases import on_device
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from zoo import ZOO, Arguments, prepared
 
 import gnnc
+from gnnc.passes.pipeline import PIPELINE
+from gnnc.passes.quantize import Quantize
 from gnnc.torch_private import pytree
 
 FAST = ("gcn", "gat", "gin", "sage-mean")
@@ -203,6 +206,21 @@ def test_both_programs_compile_without_a_device(name: str) -> None:
     kernels = {kernel for _, kernel in program.backward.kernels}
     assert {"gemm_tn", "rowmap"} <= kernels
     assert "reference" not in kernels, "PyTorch's ops keep the program out of a CUDA graph"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("gradients", ["row_pow2", "row", "tensor"])
+def test_every_scale_of_gradients_compiles_without_a_device(name: str, gradients: Any) -> None:
+    model, x = models.MODELS[name](300, 5).train(), torch.randn(40, 300)  # sums are over rows of 64 columns
+    rounding = Quantize(gradients=gradients)
+    pipeline = tuple(rounding if step.name == rounding.name else step for step in PIPELINE)
+    compiled = gnnc.compile(model, "int8", backend="cuda-offline:sm_90", pipeline=pipeline)
+    with pytest.raises(gnnc.BackendError, match="not here"):
+        compiled(x, torch.randint(40, (2, 90)))
+    program: Any = compiled._dispatch.last.executable
+    assert all(side.code["sm_90"] for side in (program.forward, program.backward))
 
 
 @pytest.mark.cuda

@@ -509,13 +509,7 @@ __device__ inline void lower_power(float* power, float amax) {
 }
 template <class Tile>
 __device__ void fp16_scale(const Tile& tile, float* power) {
-  float top = 0.0f;
-#pragma unroll
-  for (int i = 0; i < Tile::kPer; ++i) top = larger_abs(top, tile.valid(i) ? tile.v[i] : 0.0f);
-#pragma unroll
-  for (int apart = Tile::kLanes / 2; apart > 0; apart /= 2) {
-    top = larger_abs(top, __shfl_xor_sync(Tile::members(), top, apart, Tile::kLanes));
-  }
+  const float top = max_abs(tile);
   if (tile.lane == 0) lower_power(power, top);
 }
 
@@ -608,7 +602,7 @@ __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, cons
 
 template <int kPadded, class Tile, class Rounding = Nearest>
 __device__ float quant_row(const Tile& tile, int8_t* row, float* scale_out, const Rounding& rounding = {}) {
-  const float scale = scale_of(tile.max_abs());
+  const float scale = scale_of(max_abs(tile));
   const float inverse = inverse_of(scale);
   if (tile.lane == 0) *scale_out = scale;
   store_codes<kPadded, true>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); }, NoCode{}, rounding);
@@ -620,7 +614,7 @@ __device__ float quant_row(const Tile& tile, int8_t* row, float* scale_out, cons
 // operation is redundant in that case.
 template <class Tile>
 __device__ void scale_tensor(const Tile& tile, float* scale) {
-  const int bits = __float_as_int(scale_of(tile.max_abs())) & 0x7fffffff;
+  const int bits = __float_as_int(scale_of(max_abs(tile))) & 0x7fffffff;
   if (tile.lane == 0 && bits > __ldca(reinterpret_cast<const int*>(scale))) {
     atomicMax(reinterpret_cast<int*>(scale), bits);
   }
@@ -663,7 +657,7 @@ __device__ void quant_pow2(const Tile& tile, int8_t* row, uint8_t* shift_out, co
   }
   // The difference of the bits of 127 and of the maximum, whose exponent field is the difference of the exponents, one
   // less if the fraction of the maximum is larger.
-  const int32_t left = __float_as_int(127.0f) - __float_as_int(scaled.max_abs());
+  const int32_t left = __float_as_int(127.0f) - __float_as_int(max_abs(scaled));
   const int shift = min(max(left >> 23, 0), 7);
   if (left < 0) each(scaled, [](float x) { return fminf(fmaxf(x, -127.0f), 127.0f); });
   const float power = static_cast<float>(1 << shift);

@@ -62,14 +62,6 @@ struct RowTile {
     return value;
   }
 
-  // Returns the largest |v| of the row. NaN counts as larger than infinity, so that neither is lost.
-  __device__ float max_abs() const {
-    float top = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) top = larger_abs(top, valid(i) ? v[i] : 0.0f);
-    return across(top, [](float a, float b) { return larger_abs(a, b); });
-  }
-
   // Returns the largest f(v[i], i) of the row, or `lowest` if f returns only NaN.
   template <class F>
   __device__ float max(const F& f, float lowest = -__int_as_float(0x7f800000)) const {
@@ -124,5 +116,18 @@ struct SliceTile {
   __device__ bool valid(int i) const { return column(i) < kWidth; }
   __device__ static uint32_t members() { return Tile::members(); }
 };
+
+// Returns the largest |v| of a row or of a slice of it. NaN counts as larger than infinity, so that neither is lost.
+template <class Tile>
+__device__ float max_abs(const Tile& tile) {
+  float top = 0.0f;
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; ++i) top = larger_abs(top, tile.valid(i) ? tile.v[i] : 0.0f);
+#pragma unroll
+  for (int apart = Tile::kLanes / 2; apart > 0; apart /= 2) {
+    top = larger_abs(top, __shfl_xor_sync(Tile::members(), top, apart, Tile::kLanes));
+  }
+  return top;
+}
 
 }  // namespace gnnc

@@ -10,7 +10,7 @@ __global__ void halve(const float* x, float* out, float* tops) {
   gnnc::RowTile<kWidth, kLanes> tile;
   const int64_t row = threadIdx.x / kLanes;
   for (int i = 0; i < tile.kPer; ++i) tile.v[i] = tile.valid(i) ? x[row * kWidth + tile.column(i)] : 0.0f;
-  if (tile.lane == 0) tops[row] = tile.max_abs() + tile.sum([](float v, int) { return v; });
+  if (tile.lane == 0) tops[row] = max_abs(tile) + tile.sum([](float v, int) { return v; });
   for (int i = 0; i < tile.kPer; ++i) {
     if (tile.valid(i)) out[row * ((kWidth + 3) / 4 * 4) + tile.column(i)] = tile.v[i];
   }
