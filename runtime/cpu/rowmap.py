@@ -12,7 +12,13 @@ from gnnc.runtime.row_program.build import argument_of
 
 
 @kernel(
-    "fused:map", "aten._to_copy", "gnnc.dequantize", backend="cpu", name="map", priority=10, elements=("int8",)
+    "fused:map",
+    "aten._to_copy",
+    "gnnc.dequantize",
+    backend="cpu",
+    name="map",
+    priority=10,
+    elements=("int8",),
 )
 class Map:
     """Kernel ``gnnc_cpu.map``: a row program over the rows of one tensor."""
