@@ -36,7 +36,7 @@ import models
 from inference import Call, two_products
 
 PEERS = ("eager", "torch.compile", "cusparse csr")
-OURS = ("gnnc fp32", "gnnc fp16", "gnnc int8", "gnnc int8 static")
+OURS = ("gnnc fp32", "gnnc fp16", "gnnc int8", "gnnc int8 static", "gnnc fp8")
 CASES = {
     "gcn:cora": (*PEERS, *OURS),
     "gcn:arxiv": (*PEERS, *OURS),

@@ -41,8 +41,8 @@ from training_accuracy import compiled
 
 PEERS = ("eager", "torch.compile", "cusparse csr")
 LOW = "gnnc int8, last layer low"
-OURS = ("gnnc fp32", "gnnc bf16", "gnnc fp16", "gnnc int8", LOW)
-GRAPHS = (f"{LOW} graph", "gnnc int8 graph", "gnnc fp16 graph", "gnnc fp32 graph")
+OURS = ("gnnc fp32", "gnnc bf16", "gnnc fp16", "gnnc int8", LOW, "gnnc fp8")
+GRAPHS = (f"{LOW} graph", "gnnc int8 graph", "gnnc fp8 graph", "gnnc fp16 graph", "gnnc fp32 graph")
 _CSR_ALONE = ("cusparse csr", *OURS)
 CASES = {
     "gcn:arxiv": (*PEERS, *OURS, *GRAPHS),

@@ -46,7 +46,7 @@ from sampling import Sampler
 Forward = Callable[[Tensor, Tensor], Tensor]
 PEERS = ("eager", "sparse csr", "torch.compile")
 OURS = ("gnnc fp32", "gnnc bf16", "gnnc int8")
-ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
 MODELS = ("gcn", "sage", "gin", "gat")
 
 

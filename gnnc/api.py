@@ -59,9 +59,10 @@ def compile(  # noqa: A001  the name is the public contract
     Args:
         model: a PyTorch Geometric or plain PyTorch message-passing model with float32 parameters.
         precision: precision of weights and activations: ``fp32``, ``fp16`` (on the CPU by
-            rounding alone), ``bf16`` or ``int8``, or ``auto``: the precision of each op that is predicted
-            fastest within ``error_budget``; the other known names raise UnsupportedError. Without it
-            ``int8``, or ``fp32`` where that is faster: on CPUs without AVX-512 VNNI. ``explain()`` says so.
+            rounding alone), ``bf16``, ``int8``, ``fp8`` (on GPUs of sm_89 and newer), or ``auto``: the
+            precision of each op that is predicted fastest within ``error_budget``; the other known names
+            raise UnsupportedError. Without it ``int8``, or ``fp32`` where that is faster: on CPUs without
+            AVX-512 VNNI. ``explain()`` says so.
         example_inputs: a tuple of representative arguments. The model is then captured at once and
             scales are taken from them (static); without it capture waits for the first call and
             scales are taken at each call (dynamic). They are kept: a copy, or a model that has changed,

@@ -11,7 +11,7 @@ from gnnc.ir.qtype import Granularity, QType, Signedness
 Format = Literal["float", "int", "binary"]
 
 _FLOAT_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8}
-BUILT = ("fp32", "fp16", "bf16", "int8", "auto")
+BUILT = ("fp32", "fp16", "bf16", "fp8", "int8", "auto")
 """Names of the precisions that ``gnnc.compile`` takes: some backend has kernels for them."""
 
 _NAMES = ("fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "w4a8", "binary", "auto")
@@ -41,13 +41,27 @@ class Precision:
         """Return whether the operands are integers with scales."""
         return self.format != "float"
 
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether the operands are values with scales: integers, or floats of 8 bits."""
+        return self.is_integer or self.name == "fp8"
+
     def weight_qtype(self, granularity: Granularity = "row") -> QType:
         """Return the quantized type of a weight; a row is an output channel."""
-        return QType(self.weight_bits, self._signedness, granularity)
+        return self._qtype(self.weight_bits, granularity, exponent_bits=4)
 
     def activation_qtype(self, granularity: Granularity = "row") -> QType:
         """Return the quantized type of an activation, or of the rows that an aggregation adds."""
-        return QType(self.activation_bits, self._signedness, granularity)
+        return self._qtype(self.activation_bits, granularity, exponent_bits=4)
+
+    def gradient_qtype(self, granularity: Granularity = "row") -> QType:
+        """Return the quantized type of a gradient; of floats the one with the wider range."""
+        return self._qtype(self.activation_bits, granularity, exponent_bits=5)
+
+    def _qtype(self, bits: int, granularity: Granularity, exponent_bits: int) -> QType:
+        if self.is_integer:
+            return QType(bits, self._signedness, granularity)
+        return QType(bits, granularity=granularity, exponent_bits=exponent_bits)
 
     @property
     def _signedness(self) -> Signedness:
@@ -101,4 +115,5 @@ def _parse_name(name: str) -> Precision | None:
 FP32 = Precision.parse("fp32")
 BF16 = Precision.parse("bf16")
 INT8 = Precision.parse("int8")
+FP8 = Precision.parse("fp8")
 AUTO = Precision.parse("auto")

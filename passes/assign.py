@@ -69,7 +69,7 @@ class Assign:
             option = _option(node, named, ctx)
             chosen = node in named or ctx.precision == AUTO
             reason = None if option == FULL else self._stays_fp32(node, fixed, option.precision, chosen, ctx)
-            if reason is None and node in last and option.precision.is_integer and not chosen:
+            if reason is None and node in last and option.precision.is_quantized and not chosen:
                 reason = "it is next to an output, and no later layer averages its rounding errors"
             kept = option if reason is None else FULL
             node.meta["precision"], node.meta["granularity"] = kept.precision, kept.granularity
@@ -93,10 +93,10 @@ class Assign:
         for node in primitives:
             if self._must_be_fp32(node, fixed) is not None:
                 continue
-            known = options_of(node, ctx)
             wanted = named.get(node)
+            known = options_of(node, ctx, None if wanted is None else wanted.precision)
             if wanted is None and node in last:
-                known = [option for option in known if not option.precision.is_integer]
+                known = [option for option in known if not option.precision.is_quantized]
             if wanted is not None:
                 exact = [option for option in known if option == wanted]
                 known = exact or [option for option in known if option.precision == wanted.precision]
@@ -112,9 +112,9 @@ class Assign:
         reason = self._must_be_fp32(node, fixed)
         op = op_of(node)
         assert op is not None
-        if reason is None and wanted.is_integer and op.quantized is None:
-            return f"{op.name} has no integer form"
-        if reason is not None or chosen or not wanted.is_integer:
+        if reason is None and wanted.is_quantized and op.quantized is None:
+            return f"{op.name} has no quantized form"
+        if reason is not None or chosen or not wanted.is_quantized:
             return reason
         return self._too_narrow(node, op, wanted, ctx)
 

@@ -38,6 +38,7 @@ from gnnc.passes.quantization.bf16_narrow_rows import use_bf16_for_narrow_rows
 from gnnc.passes.quantization.bf16_partials import producer, round_partials_to_bf16
 from gnnc.passes.quantization.gradients import GradientRounding, GradientScale, Quantized, Rounding
 from gnnc.passes.quantization.number_formats import (
+    CHOSEN,
     FLOAT_DTYPES,
     aggregated_rows,
     granularities,
@@ -50,7 +51,7 @@ from gnnc.passes.quantization.observe import (
     choose,
     observe,
 )
-from gnnc.precision import Precision
+from gnnc.precision import FP8, INT8, Precision
 
 STATIC_SCALE = "static_scale"
 """Key in the meta of the placeholders of scales that come from the examples."""
@@ -73,7 +74,7 @@ class Quantize:
             (``row_pow2``) where an aggregation sums them, so that it adds integers, and else one for each
             row; one for each ``row``; or one for the ``tensor``.
         rounding: gradients round ``stochastic``, with a seed from torch's default generator at each call, or
-            to ``nearest``. All other values round to nearest.
+            to ``nearest``. All other values round to nearest, and so do all of FP8.
     """
 
     max_error: float = 0.015
@@ -99,6 +100,8 @@ class Quantize:
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return the graph with every op whose precision is below FP32 rewritten."""
         low = [node for node in gm.graph.nodes if _is_low(node)]
+        for node in low:
+            _take_arriving_format(node, ctx)
         if self.bf16_partials:
             round_partials_to_bf16(gm.graph, frozenset(low), ctx)
         observed = _observe(gm, low, ctx)
@@ -107,10 +110,13 @@ class Quantize:
         num_inputs = len(placeholders(gm))
         summed = {aggregated_rows(node) for node in low if _sums_integers(node)}
         gradients = GradientRounding(self.gradients, self.rounding, _gradients(gm), summed)
+        ones: dict[Node, Node] = {}
         for node in low:
             use_bf16_for_narrow_rows(node, ctx, _candidates(node), observed.get(node), self.max_error)
-            build = _Builder(gm, node, ctx, observed.get(node), self.max_error, node in scaled, gradients)
-            rewrite = _INTEGER[_op(node).name] if build.precision.is_integer else _round_operands
+            build = _Builder(
+                gm, node, ctx, observed.get(node), self.max_error, node in scaled, gradients, ones
+            )
+            rewrite = _QUANTIZED[_op(node).name] if build.precision.is_quantized else _round_operands
             result = rewrite(build)
             if result is not None:
                 _replace(gm.graph, node, result)
@@ -219,6 +225,7 @@ class _Builder:
         max_error: as in ``Quantize``.
         is_scaled: whether the kernel that computes the input finds its scale.
         gradients: rounding of the nodes that depend on the gradient of an output.
+        ones: scales of one for each row, by the rows that arrived without scales.
     """
 
     gm: fx.GraphModule
@@ -228,6 +235,7 @@ class _Builder:
     max_error: float
     is_scaled: bool
     gradients: GradientRounding
+    ones: dict[Node, Node]
 
     @property
     def precision(self) -> Precision:
@@ -264,10 +272,22 @@ class _Builder:
         if x in self.gradients.nodes:
             rows = self.gradients.quantize(self, x)
             return rows.values, self.gradients.row_scale(self, x, rows)
-        if (given := _quantized_rows(x, qtype)) is not None:
-            return given
+        if _arriving_type(x) == qtype:
+            return self.arrived_rows(x)
         scale = self.op("scale", x, str(qtype))
         return self.op("quantize", x, scale, str(qtype)), scale
+
+    def arrived_rows(self, x: Node) -> tuple[Node, Node]:
+        """Return the quantized values and the scales of rows that arrived so; of plain floats ones."""
+        values, *scales = x.args[:2]
+        assert isinstance(values, Node)
+        if scales:
+            return values, scales[0]  # pyright: ignore[reportReturnType]  # by the schema of dequantize
+        if values not in self.ones:
+            count = self.aten("sym_size.int", values, 0)
+            options = {"dtype": torch.float32, "device": values.meta["val"].device}
+            self.ones[values] = self.aten("ones", [count], **options)
+        return values, self.ones[values]
 
     def constant(self, value: float, name: str) -> Node:
         """Add a placeholder for a scale that the examples gave."""
@@ -290,14 +310,28 @@ class _Builder:
         self.ctx.note(self.node, text)
 
 
-def _quantized_rows(x: Node, qtype: QType) -> tuple[Node, Node] | None:
-    """Return the quantized values and the scales that rows are dequantized from, if they are of a type."""
+def _arriving_type(x: Node) -> QType | None:
+    """Return the type of the quantized rows, an argument of the model, that a matrix is converted from."""
     op = op_of(x)
-    if op is None or op.name != "dequantize":
+    is_dequantized = op is not None and op.name == "dequantize" and x.args[2] == "row"
+    if not is_dequantized and aten_name(x) != "_to_copy.default":
         return None
-    values, scale, granularity = x.args[:3]
-    is_of_type = granularity == "row" and isinstance(values, Node) and qtype_of(values) == qtype
-    return (values, scale) if is_of_type else None  # type: ignore[return-value]
+    values = first_operand(x)
+    source = source_of(values)
+    return qtype_of(values) if source is not None and source.kind == "input" else None
+
+
+def _take_arriving_format(node: Node, ctx: Context) -> None:
+    """Let an op whose rows arrive in 8 bits compute in their format, where the backend has it."""
+    rows = argument(node, "x", None)
+    asked: Precision = node.meta["precision"]
+    if not isinstance(rows, Node) or not asked.is_quantized or node.meta.get(CHOSEN, True):
+        return
+    arriving = _arriving_type(rows)
+    known = [p for p in (INT8, FP8) if arriving == p.activation_qtype() and p.name in ctx.target.precisions]
+    if known and known[0] != asked:
+        node.meta["precision"], node.meta["granularity"] = known[0], None
+        ctx.note(node, f"{known[0]}, not {asked}: its rows arrive so, and are read as they are")
 
 
 def _gemm(build: _Builder) -> Node | None:
@@ -328,8 +362,12 @@ def _gemm_tn(build: _Builder) -> Node:
     scales: list[Node | None] = []
     for value in (argument(build.node, "a"), argument(build.node, "b")):
         source = source_of(value)
-        is_given = source is not None and source.kind == "input"
-        quantized, scale = (value, None) if is_given else build.quantize_rows(value, build.qtype())
+        if source is not None and source.kind == "input":
+            quantized, scale = value, None
+        elif _arriving_type(value) is not None:
+            quantized, scale = build.arrived_rows(value)
+        else:
+            quantized, scale = build.quantize_rows(value, build.qtype())
         rows.append(quantized)
         scales.append(scale)
     return build.op("qgemm_tn", *rows, *scales)
@@ -387,7 +425,8 @@ def _aggregate_gradients(build: _Builder, col: Node, value: Node | None, rows: Q
     named = arguments(build.node)
     rowptr, x, reduce, num_dst = named["rowptr"], named["x"], named["reduce"], named["num_dst"]
     granularity = "row" if rows.base is None else build.gradients.granularity
-    build.note(f"{granularity} scales, rounded {_ADVERBS[build.gradients.rounding]}: a gradient")
+    rounding = build.gradients.rounding_of(build.precision)
+    build.note(f"{granularity} scales, rounded {_ADVERBS[rounding]}: a gradient")
     if rows.base is None or value is not None or reduce != "sum":
         scale = build.gradients.row_scale(build, x, rows)
         return build.op("qspmm", rowptr, col, value, rows.values, scale, None, reduce, num_dst)
@@ -498,7 +537,7 @@ def _viewed(value: Node) -> tuple[Node, list[Node]]:
 
 
 _ADVERBS = {"stochastic": "stochastically", "nearest": "to nearest"}
-_INTEGER: dict[str, Callable[[_Builder], Node | None]] = {
+_QUANTIZED: dict[str, Callable[[_Builder], Node | None]] = {
     "gemm": _gemm,
     "gemm_tn": _gemm_tn,
     "spmm": _spmm,

@@ -19,7 +19,6 @@ from gnnc.ir.parts import GRADIENTS, Parts
 from gnnc.ir.qtype import QType
 from gnnc.ir.source import Source, source_of, wants_gradient
 from gnnc.passes.base import Context
-from gnnc.precision import INT8
 
 _QUANTIZES = ("scale", "quantize", "row_shift")
 
@@ -92,7 +91,7 @@ def _quantize_for_weights(graph: fx.Graph) -> None:
     quantized = {
         node.args[0]: node
         for node in graph.nodes
-        if op_name(node) == "quantize" and QType.parse(str(node.args[2])) == INT8.activation_qtype("row")
+        if op_name(node) == "quantize" and QType.parse(str(node.args[2])).granularity == "row"
     }
     for node in graph.nodes:
         if op_name(node) != "qgemm_tn":

@@ -84,6 +84,9 @@ class Choice:
     declined: tuple[tuple[str, str], ...]
 
 
+BYTES = ("int8", "e4m3", "e5m2")
+"""Quantized types with a value in each byte."""
+
 _KERNELS: dict[str, list[Kernel]] = {}
 
 

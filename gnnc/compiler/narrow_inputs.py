@@ -14,7 +14,9 @@ from gnnc.capture.guards import InputGuard
 from gnnc.capture.pyg_data import to_dicts
 from gnnc.capture.value_guards import Number
 from gnnc.ir.graph import placeholders
+from gnnc.ir.qtype import FP8_DTYPES
 from gnnc.ir.source import Source, source_of
+from gnnc.precision import FP8
 from gnnc.quantized_tensor import PARTS, ROWS, QuantizedTensor
 from gnnc.torch_private import pytree
 
@@ -115,6 +117,8 @@ def _convert(graph_module: GraphModule, node: Node, dtype: torch.dtype) -> None:
     cast.meta = {"val": wide, "layer": ""}
     with wide.fake_mode:
         node.meta["val"] = wide.to(dtype)
+    if dtype in FP8_DTYPES:
+        node.meta["qtype"] = FP8.activation_qtype()
 
 
 def _first_call(graph_module: GraphModule) -> Node:

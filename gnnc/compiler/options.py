@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from gnnc.errors import GnncError, PrecisionError, UnsupportedError
 from gnnc.passes.base import Pass, Property, established_by
-from gnnc.precision import AUTO, BUILT, Precision
+from gnnc.precision import AUTO, BUILT, FP8, Precision
 from gnnc.target import Target
 
 _NEEDED = (Property.NORMALIZED, Property.LOWERED)
@@ -18,16 +18,10 @@ _NEEDED = (Property.NORMALIZED, Property.LOWERED)
 
 def built(precision: Precision) -> Precision:
     """Return the precision; UnsupportedError where this version has no kernels for it."""
-    if precision.name == "fp8":
-        raise UnsupportedError(
-            "precision 'fp8' needs the FP8 tensor cores of sm_89 and newer GPUs (Ada, Hopper, Blackwell), "
-            "which CPUs and older GPUs lack, and has no kernels in this version: use int8, with as few "
-            "bytes, or bf16. Features in torch.float8_e4m3fn are taken in every precision"
-        )
     if precision.name not in BUILT:
         raise UnsupportedError(
             f"precision {precision.name!r} is known but not built in this version: use fp32, fp16, "
-            "bf16, int8 or auto"
+            "bf16, fp8, int8 or auto"
         )
     return precision
 
@@ -103,6 +97,12 @@ def check_precisions(precisions: Iterable[Precision], target: Target) -> None:
         UnsupportedError: a precision is neither ``auto`` nor one of the target's.
     """
     for precision in precisions:
+        if precision == FP8 and precision.name not in target.supported:
+            raise UnsupportedError(
+                f"precision 'fp8' is not built for backend {target.name!r}: it needs the FP8 instructions of "
+                "sm_89 and newer GPUs (Ada, Hopper, Blackwell), which CPUs and older GPUs lack: use int8, "
+                "with as few bytes, or bf16. Features in torch.float8_e4m3fn are taken in every precision"
+            )
         if precision != AUTO and precision.name not in target.supported:
             raise UnsupportedError(
                 f"precision {precision.name!r} is not built for backend {target.name!r}: use one of "

@@ -33,6 +33,8 @@ _SHORT = {
     torch.int32: "i32",
     torch.int16: "i16",
     torch.int8: "i8",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
     torch.uint8: "u8",
     torch.bool: "bool",
 }

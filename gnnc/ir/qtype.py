@@ -1,4 +1,4 @@
-"""The type of quantized values: how the integers of a tensor stand for real numbers."""
+"""The type of quantized values: how the integers, or 8-bit floats, of a tensor stand for real numbers."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,15 @@ GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 
 _PREFIXES: dict[Signedness, str] = {"signed": "int", "unsigned": "uint", "plus_minus_one": "±"}
 _SIGNEDNESS: dict[str, Signedness] = {prefix: signedness for signedness, prefix in _PREFIXES.items()}
-_TEXT = re.compile(r"(int|uint|±)(\d+)/([a-z0-9_]+)(?:/zero=(\d+))?(?:/stride=(\d+))?")
+_TEXT = re.compile(r"(?:(int|uint|±)(\d+)|e(\d)m(\d))/([a-z0-9_]+)(?:/zero=(\d+))?(?:/stride=(\d+))?")
+_FLOATS = {4: (448, torch.float8_e4m3fn), 5: (57344, torch.float8_e5m2)}
+"""The largest value and the dtype of each 8-bit float, by its exponent bits."""
+
+FP8_DTYPES = tuple(dtype for _, dtype in _FLOATS.values())
+"""Dtypes of quantized values that are floats."""
+
+BYTE_DTYPES = (torch.int8, *FP8_DTYPES)
+"""Dtypes of quantized values with a signed value in each byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,8 @@ class QType:
             added as integers.
         zero_point: the quantized value of real zero, or None where that is 0.
         row_stride: bytes from one row to the next, or None: as the backend aligns rows.
+        exponent_bits: exponent bits of values that are 8-bit floats, 4 (``e4m3``) or 5 (``e5m2``); None:
+            they are integers.
     """
 
     bits: int = 8
@@ -37,6 +47,7 @@ class QType:
     granularity: Granularity = "row"
     zero_point: int | None = None
     row_stride: int | None = None
+    exponent_bits: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse types that do not exist."""
@@ -45,6 +56,8 @@ class QType:
             raise ValueError(f"{self.signedness} quantized values have {least} to 16 bits, got {self.bits}")
         if self.signedness == "plus_minus_one" and self.bits != 1:
             raise ValueError(f"a ±1 type has one bit, got {self.bits}")
+        if self.exponent_bits is not None and not self._is_known_float:
+            raise ValueError(f"the 8-bit floats are e4m3 and e5m2, signed, got {self.element}")
         if self.granularity not in GRANULARITIES:
             listed = ", ".join(GRANULARITIES)
             raise ValueError(f"granularity must be one of {listed}, got {self.granularity!r}")
@@ -59,8 +72,20 @@ class QType:
         return _parse(text)
 
     @property
+    def is_float(self) -> bool:
+        """Return whether values are 8-bit floats, not integers."""
+        return self.exponent_bits is not None
+
+    @property
+    def _is_known_float(self) -> bool:
+        plain = self.bits == 8 and self.signedness == "signed" and self.zero_point is None
+        return plain and self.exponent_bits in _FLOATS and self.granularity != "row_pow2"
+
+    @property
     def element(self) -> str:
-        """The name of the type of one value, such as ``int8``, ``uint4`` or ``±1``."""
+        """The name of the type of one value, such as ``int8``, ``uint4``, ``±1`` or ``e4m3``."""
+        if self.exponent_bits is not None:
+            return f"e{self.exponent_bits}m{self.bits - 1 - self.exponent_bits}"
         return f"{_PREFIXES[self.signedness]}{self.bits}"
 
     @property
@@ -71,6 +96,8 @@ class QType:
     @property
     def qmax(self) -> int:
         """The largest quantized value."""
+        if self.exponent_bits is not None:
+            return _FLOATS[self.exponent_bits][0]
         if self.signedness == "signed":
             return 2 ** (self.bits - 1) - 1
         return 2**self.bits - 1
@@ -78,6 +105,8 @@ class QType:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of a tensor of quantized values, one element a value."""
+        if self.exponent_bits is not None:
+            return _FLOATS[self.exponent_bits][1]
         if self.signedness == "unsigned":
             return torch.uint8 if self.bits <= 8 else torch.uint16
         return torch.int8 if self.bits <= 8 else torch.int16
@@ -99,11 +128,12 @@ def _parse(text: str) -> QType:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a quantized type; write one as 'int8/row' or 'uint4/tensor'")
-    prefix, bits, granularity, zero, stride = match.groups()
+    prefix, bits, exponent, mantissa, granularity, zero, stride = match.groups()
     return QType(
-        int(bits),
-        _SIGNEDNESS[prefix],
+        1 + int(exponent) + int(mantissa) if prefix is None else int(bits),
+        "signed" if prefix is None else _SIGNEDNESS[prefix],
         granularity,  # pyright: ignore[reportArgumentType]  # checked by QType
         None if zero is None else int(zero),
         None if stride is None else int(stride),
+        None if exponent is None else int(exponent),
     )

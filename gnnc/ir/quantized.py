@@ -4,7 +4,7 @@
 ``inv = 1 / scale`` computed once in FP32 (0 where the scale is 0). ``rint`` rounds half to even. A
 scale below the least normal FP32 number counts as 0, so that ``inv`` is always finite. With a seed it
 rounds stochastically: ``floor(x * inv + u)`` in the place of ``rint``, u a random fraction
-(``gnnc.ir.philox``).
+(``gnnc.ir.philox``). 8-bit floats are the nearest to ``clamp(x * inv, qmin, qmax)``, half to even.
 """
 
 from collections.abc import Sequence
@@ -235,6 +235,8 @@ def quantize_reference(
     scaled = x.detach().float() * spread(_inverse(scale), parsed.granularity, x)
     if shift is not None:
         scaled = scaled * spread(torch.exp2(shift.float()), "row", x)
+    if parsed.is_float:
+        return scaled.clamp(parsed.qmin, parsed.qmax).to(parsed.dtype)
     if seed is None:
         rounded = scaled.round()
     else:
@@ -249,6 +251,8 @@ def _check_quantize(qtype: str, shift: Tensor | None, seed: Tensor | None, strea
     _check_shift(parsed, shift)
     is_stream = 0 <= stream < 2**31 and (seed is not None or stream == 0)
     check(is_stream, "quantize", lambda: f"stream {stream} is not below 2^31, or has no seed")
+    is_nearest = seed is None or not parsed.is_float
+    check(is_nearest, "quantize", lambda: f"{qtype} values round to nearest: leave the seed out")
     return parsed
 
 

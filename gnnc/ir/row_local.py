@@ -28,7 +28,7 @@ from gnnc.ir.nodes import (
     shape_or_none,
     unpack,
 )
-from gnnc.ir.qtype import QType
+from gnnc.ir.qtype import BYTE_DTYPES, QType
 from gnnc.ir.row_steps import Step, batch_norm_step, binary_steps, single_steps
 from gnnc.torch_private import statically_known_true
 
@@ -233,8 +233,8 @@ def classify(node: Node, acc: Accumulator | Node) -> RowOp | None:
 
 
 def _widened(node: Node, acc: Accumulator) -> RowOp | None:
-    """Match the conversion to FP32 of 16-bit or int8 rows as they are loaded."""
-    if is_float(acc.value, torch.int8):
+    """Match the conversion to FP32 of 16-bit or quantized rows as they are loaded."""
+    if is_float(acc.value, *BYTE_DTYPES):
         steps = single_steps(node, acc) if str(node.target) == "gnnc.dequantize.default" else None
         return RowOp(node, steps, "chain", (node,)) if steps else None
     if node.target is not torch.ops.aten._to_copy.default or not is_float(acc.value, *_HALF_STORES):

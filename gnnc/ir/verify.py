@@ -13,8 +13,9 @@ from torch import fx
 
 from gnnc.errors import VerifyError
 from gnnc.ir.graph import qtype_rule
-from gnnc.ir.nodes import is_view, outputs_of, qtype_of
+from gnnc.ir.nodes import aten_name, is_view, outputs_of, qtype_of
 from gnnc.ir.op import NAMESPACE, op_of
+from gnnc.ir.qtype import QType
 from gnnc.ir.rules import problem_of_arguments
 from gnnc.ir.source import Kind, source_of
 from gnnc.torch_private import OpOverload, schema
@@ -167,9 +168,14 @@ def _problem_of_operands(node: fx.Node) -> str | None:
     if is_view(node) or node.target is torch.ops.aten.sym_size.int:
         return None
     for argument in node.all_input_nodes:
-        if (qtype := qtype_of(argument)) is not None:
+        if (qtype := qtype_of(argument)) is not None and not _is_conversion_of_input(node, argument, qtype):
             return f"computes with {qtype} of {argument.name}, whose scale it does not know; dequantize first"
     return None
+
+
+def _is_conversion_of_input(node: fx.Node, argument: fx.Node, qtype: QType) -> bool:
+    """Return whether a node converts an argument of the model in floats of 8 bits, which have no scale."""
+    return qtype.is_float and argument.op == "placeholder" and aten_name(node) == "_to_copy.default"
 
 
 def _problem_of_qtype(gm: fx.GraphModule, node: fx.Node) -> str | None:

@@ -33,7 +33,7 @@ def use_bf16_for_narrow_rows(
         limit: mean relative error of a row up to which a granularity is good enough.
     """
     asked: Precision = node.meta["precision"]
-    if node.meta.get(CHOSEN, True) or not asked.is_integer or BF16.name not in ctx.target.precisions:
+    if node.meta.get(CHOSEN, True) or not asked.is_quantized or BF16.name not in ctx.target.precisions:
         return
     ways: list[Granularity] = ["row"] if _name(node) == "sddmm" else [c.granularity for c in candidates]
     paying = [way for way in ways if _pays(node, way, ctx.target.narrow_rows)]

@@ -16,6 +16,7 @@ from torch.fx import Node
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.nodes import argument, shape_or_none
 from gnnc.ir.source import Source, source_of
+from gnnc.precision import Precision
 
 GradientScale = Literal["row_pow2", "row", "tensor"]
 Rounding = Literal["stochastic", "nearest"]
@@ -46,7 +47,7 @@ class GradientRounding:
     """Rounding of the gradients of a joint graph.
 
     Attributes:
-        granularity: which values share a scale.
+        granularity: which values share a scale; those of a row in FP8.
         rounding: to nearest, or stochastic.
         nodes: the nodes that depend on the gradient of an output.
         summed: the gradients that an aggregation sums as integers. Others gain nothing from fractions of one
@@ -67,11 +68,11 @@ class GradientRounding:
             x: the gradient, float32 ``[N, ...]``.
         """
         granularity = build.node.meta.get("granularity") or self.granularity
-        if granularity == "row_pow2" and x not in self.summed:
+        if granularity == "row_pow2" and x not in self.summed or not build.precision.is_integer:
             granularity = "row"
-        qtype = str(build.qtype(granularity))
+        qtype = str(build.precision.gradient_qtype(granularity))
         scale = build.op("scale", x, qtype)
-        seed = self._seed(build.gm, x) if self.rounding == "stochastic" else ()
+        seed = self._seed(build.gm, x) if self.rounding_of(build.precision) == "stochastic" else ()
         if granularity != "row_pow2":
             values = build.op("quantize", x, scale, qtype, *((None, *seed) if seed else ()))
             return Quantized(values, scale) if granularity == "row" else Quantized(values, base=scale)
@@ -80,6 +81,13 @@ class GradientRounding:
         shift = build.op("row_shift", rows, scale, qtype)
         values = build.op("quantize", x, scale, qtype, shift, *seed)
         return Quantized(values, build.op("row_scale", scale, shift), scale, shift)
+
+    def rounding_of(self, precision: Precision) -> Rounding:
+        """Return how gradients round in a precision: floats of 8 bits to nearest.
+
+        They have no common step, which stochastic rounding draws a fraction of.
+        """
+        return self.rounding if precision.is_integer else "nearest"
 
     def row_scale(self, build: Any, x: Node, rows: Quantized) -> Node:
         """Return the scale of each row, also where there is one for all."""

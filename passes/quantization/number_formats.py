@@ -11,7 +11,7 @@ from gnnc.ir.nodes import arguments, shape_or_none
 from gnnc.ir.op import op_of
 from gnnc.passes.base import Context
 from gnnc.passes.quantization.observe import CANDIDATES, Candidate
-from gnnc.precision import FP32, Precision
+from gnnc.precision import FP8, FP32, Precision
 
 FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype that operands are rounded to, by name of the precision."""
@@ -74,11 +74,11 @@ def aggregated_rows(node: Node) -> Node:
 
 def granularities(node: Node, precision: Precision) -> list[Candidate]:
     """Return the ways in which an aggregation's input can be quantized; none for another op."""
-    if not is_low_aggregation(node) or not precision.is_integer or not has_low_form(node):
+    if not is_low_aggregation(node) or not precision.is_quantized or not has_low_form(node):
         return []
     named = arguments(node)
-    is_weighted = named.get("value") is not None
-    return [c for c in CANDIDATES if named["reduce"] in c.reduces and not (c.exact and is_weighted)]
+    sums_integers = precision.is_integer and named.get("value") is None
+    return [c for c in CANDIDATES if named["reduce"] in c.reduces and (sums_integers or not c.exact)]
 
 
 def width_of(node: object) -> int | None:
@@ -89,14 +89,19 @@ def width_of(node: object) -> int | None:
     return math.prod(shape[1:])
 
 
-def options_of(node: Node, ctx: Context) -> Sequence[Option]:
-    """Return every way in which the backend can compute ``node``, FP32 first, in a fixed order."""
+def options_of(node: Node, ctx: Context, asked: Precision | None = None) -> Sequence[Option]:
+    """Return every way in which the backend can compute ``node``, FP32 first, in a fixed order.
+
+    FP8 is among them only where it is ``asked`` for: its rates are not calibrated.
+    """
     found = [FULL]
     if not has_low_form(node):
         return found
     op = op_of(node)
     for precision in map(Precision.parse, sorted(ctx.target.precisions - {"fp32"})):
-        if precision.is_integer and (op is None or op.quantized is None):
+        if precision == FP8 != asked:
+            continue
+        if precision.is_quantized and (op is None or op.quantized is None):
             continue
         ways = granularities(node, precision)
         if not ways:

@@ -21,7 +21,7 @@ from gnnc.ir.nodes import (
 )
 from gnnc.ir.op import op_of, size_expr
 from gnnc.ir.qtype import QType
-from gnnc.precision import BF16, INT8, Precision
+from gnnc.precision import BF16, FP8, INT8, Precision
 
 _HALVES = (torch.bfloat16, torch.float16)
 _MIN_WIDTH = 8
@@ -86,7 +86,7 @@ def find_copy(node: Node) -> SavedCopy | None:
 def add_copy(node: Node, counts: set[Any], precision: Precision) -> SavedCopy | None:
     """Add a copy in fewer bits of a matrix with a row for each node to its graph; None: it has none.
 
-    Matrices of features are kept in the bits of the program, and of int8 programs the logits of attention in
+    Matrices of features are kept in the bits of the program, and of 8-bit programs the logits of attention in
     bf16. fp16 programs keep FP32 where no product reads a copy: not every value fits in the range of fp16.
 
     Args:
@@ -94,11 +94,11 @@ def add_copy(node: Node, counts: set[Any], precision: Precision) -> SavedCopy | 
         counts: the numbers of edges, from ``edge_counts``.
         precision: the precision of the program.
     """
-    if precision not in (BF16, INT8) or not _is_matrix_of_nodes(node, counts):
+    if precision not in (BF16, INT8, FP8) or not _is_matrix_of_nodes(node, counts):
         return None
     if node.meta["val"].shape[-1] < _MIN_WIDTH:
-        return _add_half_copy(node) if precision == INT8 and _is_read_by_edges(node) else None
-    return _add_half_copy(node) if precision == BF16 else _add_quantized_copy(node)
+        return _add_half_copy(node) if precision.is_quantized and _is_read_by_edges(node) else None
+    return _add_half_copy(node) if precision == BF16 else _add_quantized_copy(node, precision)
 
 
 def may_be_copied(node: Node, counts: set[Any]) -> bool:
@@ -131,20 +131,20 @@ def _add_half_copy(node: Node) -> SavedCopy:
     return SavedCopy(copy)
 
 
-def _add_quantized_copy(node: Node) -> SavedCopy:
-    qtype = str(INT8.activation_qtype("row"))
+def _add_quantized_copy(node: Node, precision: Precision) -> SavedCopy:
+    qtype = precision.activation_qtype("row")
     ops, graph = torch.ops.gnnc, node.graph
     with graph.inserting_after(node):
-        scale = graph.call_function(ops.scale.default, (node, qtype))
+        scale = graph.call_function(ops.scale.default, (node, str(qtype)))
     with graph.inserting_after(scale):
-        values = graph.call_function(ops.quantize.default, (node, scale, qtype))
+        values = graph.call_function(ops.quantize.default, (node, scale, str(qtype)))
     value = node.meta["val"]
     for new, made in (
         (scale, value.new_empty(value.shape[:1])),
-        (values, value.new_empty(value.shape, dtype=torch.int8)),
+        (values, value.new_empty(value.shape, dtype=qtype.dtype)),
     ):
-        new.meta = {"val": made, "layer": node.meta.get("layer", ""), "precision": INT8}
-    values.meta["qtype"] = QType.parse(qtype)
+        new.meta = {"val": made, "layer": node.meta.get("layer", ""), "precision": precision}
+    values.meta["qtype"] = qtype
     return SavedCopy(values, scale)
 
 

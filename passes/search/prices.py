@@ -14,6 +14,9 @@ from gnnc.ir.row_local import classify
 from gnnc.passes.quantization.number_formats import FULL, Option, is_low_aggregation
 from gnnc.passes.rewrite.assumed_sizes import AssumedSizes
 
+_CALIBRATED = {"fp8": "int8"}
+"""The precision whose rates stand for those of one that is not calibrated: rows of as many bytes."""
+
 
 class Prices:
     """Predicted seconds of ops and of stores.
@@ -35,7 +38,7 @@ class Prices:
         terms = model.op_terms(node, _mode(node, option), size)
         if model.family_of(node) == "gemm":
             terms += _preparation(node, option)
-        elif option.precision.is_integer and option.granularity not in (None, "row"):
+        elif option.precision.is_quantized and option.granularity not in (None, "row"):
             terms.append(Term("step", model.elements(node)))
         return self._seconds(_family(node), terms)
 
@@ -62,7 +65,7 @@ class Prices:
         if name == "fp32":
             return 0.0
         option = Option.parse(name)
-        terms = [Term("quantize" if option.precision.is_integer else "step", model.elements(tensor))]
+        terms = [Term("quantize" if option.precision.is_quantized else "step", model.elements(tensor))]
         fp32_bytes, low_bytes = model.padded(tensor, 4), model.padded(tensor, _element_bytes(option))
         seconds = self._seconds("gemm", [*terms, Term("read", fp32_bytes, fp32_bytes)])
         return seconds - self._seconds("gemm", [Term("read", low_bytes, low_bytes)])
@@ -77,9 +80,9 @@ def _preparation(node: Node, option: Option) -> list[Term]:
         return []
     op = op_of(node)
     if op is not None and "w" not in op.parameters:
-        return [Term("step", 2 * model.elements(node))] if option.precision.is_integer else []
+        return [Term("step", 2 * model.elements(node))] if option.precision.is_quantized else []
     weight = operand(node, "w")
-    if not option.precision.is_integer:
+    if not option.precision.is_quantized:
         return [Term("step", model.elements(weight))]
     return [Term("quantize", model.elements(weight)), Term("step", 2 * model.elements(node))]
 
@@ -87,7 +90,7 @@ def _preparation(node: Node, option: Option) -> list[Term]:
 def _write(tensor: Node, name: str) -> list[Term]:
     option = Option.parse(name)
     size = model.padded(tensor, _element_bytes(option))
-    if not option.precision.is_integer:
+    if not option.precision.is_quantized:
         steps = [] if name == "fp32" else [Term("step", model.elements(tensor))]
         return [Term("write", size, size), *steps]
     rows = size_expr(tensor.meta["val"].shape[0])
@@ -101,12 +104,12 @@ def _element_bytes(option: Option) -> sympy.Rational:
 
 
 def _mode(node: Node, option: Option) -> str:
-    name = option.precision.name
+    name = _CALIBRATED.get(option.precision.name, option.precision.name)
     return f"{name}.{option.granularity or 'row'}" if _is_scaled_sum(node, option) else name
 
 
 def _is_scaled_sum(node: Node, option: Option) -> bool:
-    return is_low_aggregation(node) and option.precision.is_integer
+    return is_low_aggregation(node) and option.precision.is_quantized
 
 
 def _family(node: Node) -> str:

@@ -40,14 +40,15 @@ def round_operands(
     assert op is not None
     rounded = list(args)
     for position in map(op.parameters.index, op.low_operands):
-        if op.name == "gemm_tn" and option.precision.is_integer and _is_given(node.args[position]):
+        if op.name == "gemm_tn" and option.precision.is_quantized and _is_given(node.args[position]):
             continue
         if option.precision.name == "fp16" and node.args[position] in gradients:
             rounded[position] = _round_scaled(args[position], option)
         else:
-            rounded[position] = _round(args[position], option, growth)
-    if op.name == "gemm" and option.precision.is_integer:
-        rounded[0] = _round_matrix(args[0], option.precision.activation_qtype())
+            is_gradient = node.args[position] in gradients
+            rounded[position] = _round(args[position], option, growth, is_gradient)
+    if op.name == "gemm" and option.precision.is_quantized:
+        rounded[0] = _round_matrix(args[0], _qtype(option, node.args[0] in gradients))
         rounded[1] = _round_weight(node, args[1], option.precision.weight_qtype())
     return tuple(rounded)
 
@@ -60,13 +61,18 @@ def _is_given(value: Any) -> bool:
 
 def _round_scaled(x: Tensor, option: Option) -> Tensor:
     scale = torch.ops.gnnc.fp16_scale(x)
-    return _round(x * scale, option, 1.0) / scale
+    return _round(x * scale, option, 1.0, True) / scale
 
 
-def _round(x: Tensor, option: Option, growth: float) -> Tensor:
-    if not option.precision.is_integer:
+def _qtype(option: Option, is_gradient: bool) -> QType:
+    precision, granularity = option.precision, option.granularity or "row"
+    return precision.gradient_qtype(granularity) if is_gradient else precision.activation_qtype(granularity)
+
+
+def _round(x: Tensor, option: Option, growth: float, is_gradient: bool) -> Tensor:
+    if not option.precision.is_quantized:
         return x.to(FLOAT_DTYPES[option.precision.name]).to(x.dtype)
-    qtype = option.precision.activation_qtype(option.granularity or "row")
+    qtype = _qtype(option, is_gradient)
     if qtype.granularity == "row":
         return round_rows(x, qtype)
     largest = x.abs().amax() * HEADROOM[qtype.granularity] / growth if x.numel() else x.new_zeros(())

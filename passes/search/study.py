@@ -226,7 +226,7 @@ def _width(node: object) -> int:
 @cache
 def _rounding_error(option: Option, width: int) -> float:
     x = torch.randn(_NOMINAL_ROWS, max(width, 1), generator=torch.Generator().manual_seed(0))
-    if option.precision.is_integer:
+    if option.precision.is_quantized:
         rounded = round_rows(x, option.precision.activation_qtype())
     else:
         rounded = x.to(torch.bfloat16 if option.precision.name == "bf16" else torch.float16).float()
@@ -287,7 +287,7 @@ def _behind_views(node: Node) -> Node:
 
 
 def _format(option: Option) -> str:
-    if not option.precision.is_integer:
+    if not option.precision.is_quantized:
         return option.precision.name
     return f"{option.precision.name} {option.granularity or 'row'}"
 

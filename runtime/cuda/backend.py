@@ -38,6 +38,15 @@ TARGET = Target(
     formats=(RUN_TABLE, WINDOW_TABLE, EDGE_LIST),
 )
 
+_FP8_CAPABILITY = 8, 9
+"""The first compute capability with conversions and products of 8-bit floats."""
+
+
+def target_of(capability: tuple[int, int]) -> Target:
+    """Return the target of GPUs of a compute capability."""
+    added = {"fp8"} if capability >= _FP8_CAPABILITY else set[str]()
+    return replace(TARGET, precisions=TARGET.precisions | added)
+
 
 def create(device: torch.device | None) -> Backend:
     """Return the backend for a GPU.
@@ -51,7 +60,7 @@ def create(device: torch.device | None) -> Backend:
     compiler = cuda.load()  # says what is missing before anything asks for a GPU
     gpu = _gpu(device)
     return Backend(
-        target=TARGET,
+        target=target_of(torch.cuda.get_device_capability(gpu)),
         chain=("cuda", "reference"),
         structure_hooks=csr.StreamHooks,
         executable=CudaExecutable,
@@ -59,6 +68,12 @@ def create(device: torch.device | None) -> Backend:
         device=gpu,
         device_types=frozenset({"cuda"}),
     )
+
+
+def _capability(architecture: str) -> tuple[int, int]:
+    """Return the compute capability of an architecture such as ``sm_90``."""
+    number = int(architecture.removeprefix("sm_"))
+    return number // 10, number % 10
 
 
 def _gpu(device: torch.device | None) -> torch.device:
@@ -81,7 +96,7 @@ def create_offline(device: torch.device | None, architecture: str) -> Backend:
     architectures = (architecture,) if architecture else OFFLINE
     name = f"cuda-offline:{architecture}" if architecture else "cuda-offline"
     return Backend(
-        target=replace(TARGET, name=name),
+        target=replace(target_of(min(map(_capability, architectures))), name=name),
         chain=("cuda", "reference"),
         executable=partial(OfflineExecutable, architectures=architectures),
         description=f"compiles for {', '.join(architectures)} without a device, {cuda.load_compiler()}",

@@ -7,6 +7,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gnnc.ir.nodes import is_view
+from gnnc.ir.qtype import BYTE_DTYPES
 from gnnc.runtime.cuda.driver.kernel_set import BLOCK, KernelSet
 from gnnc.runtime.cuda.driver.nan_flag import NanFlag
 from gnnc.runtime.plans.spmm import Plan
@@ -96,8 +97,8 @@ class CudaEmitter(Emitter):
         buffer = self._arena_buffer(self._base(node))
         if buffer is not None and buffer.shape[1] == width:
             return int(buffer.stride)
-        is_quantized = self._base(node).meta["val"].dtype == torch.int8
-        return self.padded(width, torch.int8) if is_quantized else width
+        dtype = self._base(node).meta["val"].dtype
+        return self.padded(width, dtype) if dtype in BYTE_DTYPES else width
 
     def has_row_weights(self, node: Node) -> bool:
         """Return whether each row of ``matrix(node)`` holds its weight behind it (``gnnc::weight_place``)."""

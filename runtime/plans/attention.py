@@ -99,5 +99,5 @@ def _check(match: Attention, x: Node, width: int, heads: int) -> None:
     dtypes: list[Any] = [n.meta["val"].dtype for n in (match.a_src, match.a_dst, match.edge) if n is not None]
     if any(dtype != torch.float32 for dtype in dtypes):
         raise Refusal("the logits are not made from float32")
-    if x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.int8):
+    if x.meta["val"].dtype not in build.ROW_DTYPES:
         raise Refusal(f"x is {x.meta['val'].dtype}")

@@ -12,8 +12,10 @@ from gnnc.ir.row_local import RowOp
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
 
-FLOAT, INT8, BF16, FP16 = 0, 1, 3, 4
+FLOAT, INT8, BF16, FP16, E4M3, E5M2 = 0, 1, 3, 4, 5, 6
 _HALVES = {torch.bfloat16: BF16, torch.float16: FP16}
+_QUANTIZED = {torch.int8: INT8, torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+"""Modes of products of quantized activations, whose weight is in e4m3 where they are floats."""
 _CAST = "aten._to_copy.default"
 _QUANTIZE = "gnnc.quantize.default"
 _SCALE = "gnnc.scale.default"
@@ -43,7 +45,7 @@ class Plan:
         x: number of the activations.
         x_scale: number of their scale; None where the kernel scales every row as it loads it.
         weights: the weights that the activations are multiplied with, one or several.
-        mode: ``FLOAT``, ``INT8``, ``BF16`` or ``FP16``.
+        mode: ``FLOAT``, ``INT8``, ``BF16``, ``FP16``, ``E4M3`` or ``E5M2``.
         program: row program of the result; of several weights, every one has a window of columns.
     """
 
@@ -171,11 +173,18 @@ def _plan_quantized(inner: Inner, anchor: Node) -> _Product:
     scale = _take_scales(chain, load, w_scale, covered)
     x_scale = inner.operand(scale, "the scale of x") if load.scale is None else None
     return _Product(
-        load=(inner.operand(load.value, "x"), x_scale, INT8),
+        load=(inner.operand(load.value, "x"), x_scale, _mode(call["x"], call["w"])),
         weight=Weight(inner.operand(w, "the weight"), w_is_kn, build.fixed_width(anchor)),
         chain=chain[2:],
         covered=covered,
     )
+
+
+def _mode(x: Node, w: Node) -> int:
+    x_dtype, w_dtype = x.meta["val"].dtype, w.meta["val"].dtype
+    if x_dtype not in _QUANTIZED or w_dtype != (torch.int8 if x_dtype == torch.int8 else torch.float8_e4m3fn):
+        raise Refusal(f"the activations are {x_dtype} and the weight is {w_dtype}")
+    return _QUANTIZED[x_dtype]
 
 
 def _activations(inner: Inner, quantized: Any, covered: set[Node]) -> _Load:

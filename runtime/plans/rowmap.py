@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
 from gnnc.runtime.row_program import build
@@ -30,7 +29,7 @@ def plan(node: Node) -> Plan:
     inner = Inner(node)
     reasons = []
     for start, index in inner.operands.items():
-        if start.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.int8):
+        if start.meta["val"].dtype not in build.ROW_DTYPES:
             continue
         try:
             width = build.fixed_width(start)

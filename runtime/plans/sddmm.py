@@ -7,6 +7,7 @@ import torch
 from torch.fx import Node
 
 from gnnc.ir.nodes import argument, operand, unpack
+from gnnc.ir.qtype import BYTE_DTYPES, FP8_DTYPES
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Refusal, planned
 
@@ -42,10 +43,11 @@ def plan(node: Node) -> Plan:
     a, b, op = unpack(node, "a", "b", "op")
     operands = [value for value in (a, b) if isinstance(value, Node)]
     dtypes = {value.meta["val"].dtype for value in operands}
-    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, torch.int8} or len(dtypes) != 1:
+    are_alike = len(dtypes) == 1 or dtypes == set(FP8_DTYPES)
+    if not dtypes <= set(build.ROW_DTYPES) or not are_alike:
         raise Refusal(f"the operands are {', '.join(map(str, dtypes))}")
-    if torch.int8 in dtypes and op != "dot":
-        raise Refusal(f"no integer {op}")
+    if not dtypes.isdisjoint(BYTE_DTYPES) and op != "dot":
+        raise Refusal(f"no {op} of quantized rows")
     widths = [0 if v is None else build.fixed_width(v) for v in (a, b)]
     if all(value is not None for value in (a, b)) and widths[0] != widths[1]:
         raise Refusal(f"operands of widths {widths[0]} and {widths[1]} would have to be broadcast")

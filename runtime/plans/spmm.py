@@ -85,7 +85,7 @@ def _arguments(anchor: Node) -> tuple[Any, ...]:
 
 
 def _check(x: Node, value: Any) -> None:
-    if x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.int8):
+    if x.meta["val"].dtype not in build.ROW_DTYPES:
         raise Refusal(f"x is {x.meta['val'].dtype}")
     build.fixed_width(x)
     if value is not None and value.meta["val"].dtype not in (torch.float32, torch.int8):

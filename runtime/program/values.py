@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gnnc.ir.nodes import first_operand, is_result, is_view, result_index, shape_of
+from gnnc.ir.qtype import BYTE_DTYPES
 from gnnc.runtime.program.launches import Expr, Operand, expr, sequence
 from gnnc.runtime.program.memory_plan import Buffer, MemoryPlan
 from gnnc.runtime.program.sizes import Sizes, expression
@@ -203,10 +204,9 @@ class Values(StatementList):
         value = self.exact(node)
         if len(shape_of(node)) != 2 or width_of(node) != width:
             value = expr("{}.reshape(-1, {})", value, width)
-        if node.meta["val"].dtype == torch.int8:
-            return self.let_call(
-                "m", self.bind(padded_rows, "padded"), [value, self.padded(width, torch.int8)]
-            )
+        dtype = node.meta["val"].dtype
+        if dtype in BYTE_DTYPES:
+            return self.let_call("m", self.bind(padded_rows, "padded"), [value, self.padded(width, dtype)])
         return self.let("m", expr("{}.contiguous()", value))
 
     def _vector_form(self, node: Node, value: Value) -> Expr:
@@ -244,12 +244,17 @@ class Values(StatementList):
 
 
 def padded_rows(rows: torch.Tensor, stride: int) -> torch.Tensor:
-    """Return int8 rows with ``stride`` elements from one row to the next: a copy, unless they have these."""
+    """Return 8-bit rows with ``stride`` elements from one row to the next: a copy, unless they have these.
+
+    Floats are copied wherever rows have a padding: kernels multiply it by zero, so that it must not be NaN.
+    """
     count, width = rows.shape
     end = rows.storage_offset() + count * stride
-    if rows.stride() == (stride, 1) and end <= rows.untyped_storage().nbytes():
+    may_keep = not rows.is_floating_point() or stride == width
+    if may_keep and rows.stride() == (stride, 1) and end <= rows.untyped_storage().nbytes():
         return rows
-    out = rows.new_empty((count, stride))[:, :width]
+    make = rows.new_zeros if rows.is_floating_point() else rows.new_empty
+    out = make((count, stride))[:, :width]
     return out.copy_(rows)
 
 

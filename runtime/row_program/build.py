@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from gnnc.ir.nodes import aten_name, first_operand, outputs_of
+from gnnc.ir.qtype import BYTE_DTYPES
 from gnnc.ir.row_local import RowOp, Step, linearize
 from gnnc.runtime.program.sizes import expression
 from gnnc.runtime.registry import Decline
@@ -20,6 +21,9 @@ from gnnc.runtime.row_program.opcodes import Op
 
 WINDOW_ALIGNMENT = 16
 """Results that one kernel makes side by side start at columns that are multiples of this."""
+
+ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *BYTE_DTYPES)
+"""Dtypes of rows that edges gather."""
 
 _MATRICES = ("full", "bits", "backward")
 """Last words of the kinds of steps that read an operand with a row for each row of the result."""
@@ -297,7 +301,7 @@ def _quantize(inner: Inner, op: RowOp, step: Step, program: RowProgram) -> None:
     *bases, seed = step.operands if step.consts else (*step.operands, None)
     if not step.kind == "quant_row":
         _check_accumulator(program)
-    quantized = program.out(inner.results.get(op.root), "matrix", torch.int8)
+    quantized = program.out(inner.results.get(op.root), "matrix", op.root.meta["val"].dtype)
     covered = inner.results.get(op.covers[0])
     if seed is not None:
         program.add(

@@ -1,4 +1,4 @@
-"""Whole models in int8: CUDA kernels store the codes that the reference and the CPU kernels store.
+"""Whole models in 8 bits: CUDA kernels store the codes that the reference and the CPU kernels store.
 
 Codes are read where they lie: behind each node that stores some, the program that is tested has one line
 more, which copies them. Its kernels, its memory and the order of its launches stay what they are. Backends
@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch_geometric.nn.models import GCN, GraphSAGE
 
 import gnnc
+from gnnc.ir.qtype import BYTE_DTYPES
 from gnnc.passes.quantize import Quantize
 from gnnc.runtime import backend
 from gnnc.runtime.program import executable
@@ -40,7 +41,7 @@ WIDE = {
 def holds_codes(node: Node) -> bool:
     """Whether a value is made of codes, or of the shifts that go with them."""
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype in (torch.int8, torch.uint8)
+    return isinstance(value, Tensor) and value.dtype in (*BYTE_DTYPES, torch.uint8)
 
 
 def stored_by(node: Node) -> Iterator[Node]:
@@ -97,7 +98,9 @@ def looked_at(kept: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executable, "write_statements", looking(keep))
 
 
-def run(name: str, backend: str, *, static: bool = False, of_tensors: bool = False) -> None:
+def run(
+    name: str, backend: str, *, static: bool = False, of_tensors: bool = False, precision: str = "int8"
+) -> None:
     """Call a model that is compiled for a backend."""
     passes = gnnc.passes.PIPELINE
     if of_tensors:
@@ -108,7 +111,7 @@ def run(name: str, backend: str, *, static: bool = False, of_tensors: bool = Fal
         model, arguments = model.cuda(), on_device(arguments)
     examples = arguments if static else None
     options: dict[str, Any] = {"example_inputs": examples, "pipeline": passes, "cuda_graph": False}
-    gnnc.compile(model, "int8", backend=backend, **options)(*arguments)
+    gnnc.compile(model, precision, backend=backend, **options)(*arguments)
 
 
 def assert_agree(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -133,6 +136,21 @@ def test_codes_of_whole_models(name: str, static: bool, looked_at: None, kept: d
         kept.clear()
         run(name, other, static=static)
         assert_agree(got, kept)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GIN", "GAT"])
+def test_floats_of_whole_models(name: str, looked_at: None, kept: dict[str, Tensor]) -> None:
+    """FP32 sums are added in another order, so that a value between two is rounded to the other."""
+    run(name, "cuda", precision="fp8")
+    got = dict(kept)
+    assert len(got) >= 2 and {values.dtype for values in got.values()} == {torch.float8_e4m3fn}
+    kept.clear()
+    run(name, "reference", precision="fp8")
+    assert list(got) == list(kept)
+    for stored, want in zip(got.values(), kept.values(), strict=True):
+        assert (stored.float() == want.float()).float().mean() >= EQUAL
+        assert (stored.float() - want.float()).abs().max() <= 32  # one step of the largest values
 
 
 @torch.no_grad()

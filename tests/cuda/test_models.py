@@ -22,9 +22,9 @@ import gnnc
 from gnnc.runtime.cuda.formats import tables, window_table
 
 pytestmark = pytest.mark.cuda
-PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8")
 _NEIGHBOURS = graphs.Shape(nodes=5000, edges=100_000, features=64, classes=47, skew=1.6)
-LIMIT = {"fp32": 1e-5, "fp16": 0.01, "bf16": 0.03, "int8": 0.06}
+LIMIT = {"fp32": 1e-5, "fp16": 0.01, "bf16": 0.03, "fp8": 0.12, "int8": 0.06}
 """Relative error of the output against eager FP32."""
 
 
@@ -44,8 +44,8 @@ def test_cuda_computes_what_eager_and_the_reference_compute(name: str, precision
     assert "on backend cuda" in str(compiled)
     assert got.is_cuda and error(got, eager) < LIMIT[precision]
     reference = gnnc.compile(model, precision, backend="reference")(*arguments)
-    assert error(got, reference) < {"fp32": 1e-5, "int8": 0.01}.get(precision, 0.005)
-    if precision != "fp16":
+    assert error(got, reference) < {"fp32": 1e-5, "int8": 0.01, "fp8": 0.06}.get(precision, 0.005)
+    if precision not in ("fp16", "fp8"):
         cpu = gnnc.compile(on_cpu, precision, backend="cpu")(*given())
         assert error(got, cpu) < {"fp32": 1e-5, "int8": 0.01}.get(precision, 0.005)
 
@@ -264,4 +264,5 @@ def test_accuracy_on_cora(name: str) -> None:
         for examples in (None, (x, edge_index)):
             compiled = gnnc.compile(model, precision, example_inputs=examples)
             same = (compiled(x, edge_index).argmax(-1) == wanted).float().mean()
-            assert same > 0.99, (precision, examples is not None, float(same))
+            least = 0.97 if precision == "fp8" else 0.99
+            assert same > least, (precision, examples is not None, float(same))

@@ -13,6 +13,7 @@ from zoo import ZOO, Arguments, prepared
 import gnnc
 from gnnc.passes.pipeline import PIPELINE
 from gnnc.passes.quantize import Quantize
+from gnnc.runtime.cuda.driver.nvrtc import resources_of
 from gnnc.torch_private import pytree
 
 FAST = ("gcn", "gat", "gin", "sage-mean")
@@ -221,6 +222,42 @@ def test_every_scale_of_gradients_compiles_without_a_device(name: str, gradients
         compiled(x, torch.randint(40, (2, 90)))
     program: Any = compiled._dispatch.last.executable
     assert all(side.code["sm_90"] for side in (program.forward, program.backward))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", FAST)
+def test_gradients_in_fp8_are_those_of_the_reference(name: str) -> None:
+    model, arguments = case(name)
+    found: list[Tensor] = []
+    for device, backend in (("cpu", "reference"), ("cuda", "cuda")):
+        twin = copy.deepcopy(model).to(device)
+        args, kwargs = on_device(arguments) if device == "cuda" else arguments
+        loss_of(gnnc.compile(twin, "fp8", backend=backend)(*args, **kwargs)).backward()
+        found.append(torch.cat([g.flatten() for g in gradients_of(twin).values() if g is not None]))
+    exact = exact_gradients(model, arguments, torch.float64)
+    right = torch.cat([g.flatten() for g in exact.values() if g is not None])
+    assert all(torch.cosine_similarity(right, own, dim=0) > 0.98 for own in found)
+    assert torch.cosine_similarity(*found, dim=0) > 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("name", ["gcn", "gat"])
+def test_a_step_in_fp8_compiles_for_gpus_that_have_it(name: str) -> None:
+    model, (args, kwargs) = case(name)
+    for architecture in ("sm_90", "sm_100"):
+        compiled = gnnc.compile(model, "fp8", backend=f"cuda-offline:{architecture}")
+        with pytest.raises(gnnc.BackendError, match="not here"):
+            compiled(*args, **kwargs)
+        program: Any = compiled._dispatch.last.executable
+        for side in (program.forward, program.backward):
+            left = {name for name, kernel in side.kernels if kernel == "reference"}
+            assert all(name.startswith("_to_copy") for name in left), "logits are saved in bf16"
+            report = resources_of(side.code[architecture])
+            assert not [name for name, kernel in report.items() if kernel.spilled or kernel.stack]
+    for backend in ("cuda-offline", "cuda-offline:sm_80", "cpu"):
+        with pytest.raises(gnnc.UnsupportedError, match="sm_89 and newer"):
+            gnnc.compile(model, "fp8", backend=backend)
 
 
 @pytest.mark.cuda

@@ -294,6 +294,8 @@ def _cvta_(modifiers: list[str], given: list[str], names: Names) -> str:
 
 def _cvt_(modifiers: list[str], given: list[str], names: Names) -> str:
     *how, to, source = modifiers
+    if "e4m3x2" in (to, source) or "e5m2x2" in (to, source):
+        return _cvt_of_bytes(how, to, source, given, names)
     _only(how, "rn", "rz", "sat", "ftz", *_ROUNDED)
     if to in ("f16x2", "bf16x2"):
         high, low = (
@@ -313,6 +315,25 @@ def _cvt_(modifiers: list[str], given: list[str], names: Names) -> str:
     elif "sat" in how:
         value = f"std::fmin(std::fmax({value}, 0.0f), 1.0f)" if is_float else f"saturated<{c}>({value})"
     return names.put(given[0], f"static_cast<{c}>({value})")
+
+
+def _cvt_of_bytes(how: list[str], to: str, source: str, given: list[str], names: Names) -> str:
+    """Two floats of 8 bits from FP32, the first in the upper byte, or to halves."""
+    if source == "f32":
+        _only(how, "rn", "satfinite")
+        high, low = (
+            f"narrow<{TYPES[to[:-2]]}>({names.value(operand, 'float')}).bits" for operand in given[1:]
+        )
+        return names.put(given[0], f"static_cast<uint16_t>({high} << 8 | {low})")
+    if to != "f16x2":
+        raise PtxError("an unknown conversion of floats of 8 bits")
+    _only(how, "rn")
+    low, high = (
+        f"narrow<half_t>(wide(as<{TYPES[source[:-2]]}>(static_cast<uint16_t>(pair >> {at})))).bits"
+        for at in (0, 8)
+    )
+    put = names.put(given[0], f"packed({low}, {high})")
+    return f"{{ const auto pair = {names.value(given[1], 'uint16_t')}; {put} }}"
 
 
 # Memory
@@ -452,7 +473,7 @@ def _mma_(modifiers: list[str], given: list[str], names: Names) -> str:
         ", ".join(names.value(name, kind) for name in parts(words))
         for words, kind in zip(given[1:], kinds, strict=True)
     )
-    op = f"Mma<{TYPES[modifiers[6]]}, {total}, {shape[1]}>"
+    op = f"Mma<{TYPES[modifiers[6]]}, {total}, {shape[1]}, {TYPES[modifiers[7]]}>"
     puts = " ".join(names.put(name, f"out.d[{i}]") for i, name in enumerate(parts(given[0])))
     return f"{{ const auto out = together<{op}>(t, ~0u, {{{{{a}}}, {{{b}}}, {{{c}}}}}); {puts} }}"
 

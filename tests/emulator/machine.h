@@ -100,6 +100,47 @@ inline half_t narrow<half_t>(float v) {
   return {static_cast<uint16_t>(sign | (units + (static_cast<uint32_t>(exponent + 24) << 10)))};
 }
 
+// Floats of 8 bits. kFractions: bits of the fraction; kBias: of the exponent.
+
+template <int kFractions, int kBias>
+struct byte_float {
+  uint8_t bits;
+};
+using e4m3_t = byte_float<3, 7>;
+using e5m2_t = byte_float<2, 15>;
+
+template <int kFractions, int kBias>
+inline float wide(byte_float<kFractions, kBias> v) {
+  const int exponent = (v.bits & 0x7f) >> kFractions, fraction = v.bits & ((1 << kFractions) - 1);
+  const float sign = v.bits & 0x80 ? -1.0f : 1.0f;
+  if ((v.bits & 0x7f) == 0x7f) return std::numeric_limits<float>::quiet_NaN();
+  if (kFractions == 2 && exponent == 31) {
+    return fraction ? std::numeric_limits<float>::quiet_NaN() : sign * std::numeric_limits<float>::infinity();
+  }
+  const int whole = exponent ? fraction + (1 << kFractions) : fraction;
+  return sign * std::ldexp(static_cast<float>(whole), std::max(exponent, 1) - kBias - kFractions);
+}
+
+// The nearest, half to even; beyond the largest number that number (satfinite).
+template <class T>
+inline T nearest_byte(float v, float largest, int fractions, int bias) {
+  const auto sign = static_cast<uint8_t>(as<uint32_t>(v) >> 24 & 0x80u);
+  if (std::isnan(v)) return {0x7f};
+  const float size = std::min(std::fabs(v), largest);
+  // Of what a float is a multiple here.
+  const int exponent = std::max(size > 0 ? std::ilogb(size) : -100, 1 - bias) - fractions;
+  const auto units = static_cast<int>(std::nearbyint(std::ldexp(size, -exponent)));
+  return {static_cast<uint8_t>(sign | (units + ((exponent + fractions + bias - 1) << fractions)))};
+}
+template <>
+inline e4m3_t narrow<e4m3_t>(float v) {
+  return nearest_byte<e4m3_t>(v, 448.0f, 3, 7);
+}
+template <>
+inline e5m2_t narrow<e5m2_t>(float v) {
+  return nearest_byte<e5m2_t>(v, 57344.0f, 2, 15);
+}
+
 // Arithmetic that C++ has no name for.
 
 // The same by another rule of rounding.
@@ -491,10 +532,14 @@ struct MatchAny {
 inline float number(int8_t v) { return v; }
 inline float number(half_t v) { return wide(v); }
 inline float number(bfloat_t v) { return wide(v); }
+inline float number(e4m3_t v) { return wide(v); }
+inline float number(e5m2_t v) { return wide(v); }
 
-// D = A B + C of 16 x kDepth and kDepth x 8; registers as PTX lays them out: those of A are pairs of eight rows.
-template <class T, class Sum, int kDepth>
+// D = A B + C of 16 x kDepth and kDepth x 8, A of T and B of Other; registers as PTX lays them out: those of A are
+// pairs of eight rows.
+template <class T, class Sum, int kDepth, class Other>
 struct Mma {
+  static_assert(sizeof(T) == sizeof(Other), "both matrices have one layout");
   static constexpr int kEach = 4 / static_cast<int>(sizeof(T)), kTimes = kDepth / (4 * kEach);
   struct In {
     uint32_t a[2 * kTimes], b[kTimes];
@@ -503,7 +548,10 @@ struct Mma {
   struct Out {
     Sum d[4];
   };
-  static T part(uint32_t word, int i) { return as<T>(word >> (8 * static_cast<int>(sizeof(T)) * i)); }
+  template <class Of>
+  static Of part(uint32_t word, int i) {
+    return as<Of>(word >> (8 * static_cast<int>(sizeof(Of)) * i));
+  }
   static void run(const In* const* in, Out* const* out, uint32_t members) {
     if (members != ~0u) fail("a product of matrices is a statement of the whole warp");
     for (int lane = 0; lane < kWarp; ++lane) {
@@ -513,8 +561,8 @@ struct Mma {
         Exact sum = in[lane]->c[which];
         for (int times = 0; times < kTimes; ++times) {
           for (int k = 0; k < 4 * kEach; ++k) {
-            const T a = part(in[row * 4 + k / kEach]->a[2 * times + which / 2], k % kEach);
-            const T b = part(in[column * 4 + k / kEach]->b[times], k % kEach);
+            const T a = part<T>(in[row * 4 + k / kEach]->a[2 * times + which / 2], k % kEach);
+            const auto b = part<Other>(in[column * 4 + k / kEach]->b[times], k % kEach);
             sum += static_cast<Exact>(number(a)) * static_cast<Exact>(number(b));
           }
         }

@@ -12,6 +12,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "common/fp8.cuh"
 #include "common/philox.cuh"
 #include "common/row_tile.cuh"
 
@@ -30,6 +31,13 @@ __device__ inline float as_float(float x) { return x; }
 __device__ inline float as_float(__half x) { return __half2float(x); }
 __device__ inline float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float as_float(int8_t x) { return static_cast<float>(x); }
+template <class T>
+__device__ inline float float_of(T x) {
+  const uint32_t halves = halves_of<T>(x.bits);
+  return __low2float(*reinterpret_cast<const __half2*>(&halves));
+}
+__device__ inline float as_float(E4m3 x) { return float_of(x); }
+__device__ inline float as_float(E5m2 x) { return float_of(x); }
 
 // Return the larger or smaller value; a NaN in `a` propagates.
 __device__ inline float larger(float a, float b) { return a > b || a != a ? a : b; }
@@ -524,10 +532,11 @@ __device__ void watch(const Tile& tile, const NanFlag& watch) {
   if (!fine) watch.raise();
 }
 
-// Returns the scale amax / 127, or 0 if that is below the least normal float, so that the inverse of the scale is
-// finite.
+// Returns the scale of values of type T, amax / the largest value, or 0 if that is below the least normal float, so
+// that the inverse of the scale is finite.
+template <class T = int8_t>
 __device__ inline float scale_of(float amax) {
-  const float scale = __fdiv_rn(amax, 127.0f);
+  const float scale = __fdiv_rn(amax, Quantized<T>::kLargest);
   return scale < 1.17549435e-38f ? 0.0f : scale;
 }
 __device__ inline float inverse_of(float scale) { return scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f; }
@@ -598,6 +607,37 @@ __device__ void store_codes(const Tile& tile, int8_t* row, const F& scaled, cons
                                                              past(column + 3)};
     }
   }
+}
+
+// Stores the 8-bit floats of a row, like store_codes.
+template <int kPadded, class Tile, class T, class F>
+__device__ void store_floats(const Tile& tile, T* row, const F& scaled) {
+  constexpr int kCount = at_once<Tile, T>(kPadded);
+  static_assert(kCount >= 4, "rows of quantized values are padded to a multiple of 4");
+#pragma unroll
+  for (int i = 0; i < Tile::kPer; i += kCount) {
+    const int column = tile.column(i);
+    if (column >= kPadded) continue;
+    const auto value = [&](int k) { return tile.valid(i + k) ? scaled(i + k) : 0.0f; };
+    Vector<uint16_t, kCount / 2> pairs;
+#pragma unroll
+    for (int k = 0; k < kCount; k += 2) pairs.v[k / 2] = narrowed<T>(value(k), value(k + 1));
+    *reinterpret_cast<Vector<uint16_t, kCount / 2>*>(row + column) = pairs;
+  }
+  // Padding past the last block of columns of the tile.
+  if constexpr (Tile::kHeld < kPadded) {
+    for (int column = Tile::kHeld + tile.lane * 4; column < kPadded; column += 4 * Tile::kLanes) {
+      *reinterpret_cast<uint32_t*>(row + column) = 0;
+    }
+  }
+}
+template <int kPadded, class Tile, class T>
+__device__ float quant_row(const Tile& tile, T* row, float* scale_out) {
+  const float scale = scale_of<T>(tile.max_abs());
+  const float inverse = inverse_of(scale);
+  if (tile.lane == 0) *scale_out = scale;
+  store_floats<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); });
+  return scale;
 }
 
 template <int kPadded, class Tile, class Rounding = Nearest>

@@ -4,11 +4,11 @@
 // so that x is read once, in the type that it has in memory.
 //
 // A block processes Config::kRows rows of x, Config::kChunk columns at a time. Its warps load the rows into shared
-// memory as int8 (quantized with one scale a row, or already quantized), fp16 or bf16; the products run on the tensor
-// cores (mma.sync, sums in int32 or FP32) with a weight that pack_weight has packed in the fragment layout of the
-// threads. The warps of a block divide the rows, the columns of the result and, where rows are long, the columns of x
-// (split-K): such partial sums, like all results, pass through shared memory into row tiles, which add them up in a
-// fixed order.
+// memory as int8 or 8-bit floats (quantized with one scale a row, or already quantized), fp16 or bf16; the products run
+// on the tensor cores (mma.sync, sums in int32 or FP32) with a weight that pack_weight has packed in the fragment
+// layout of the threads. The warps of a block divide the rows, the columns of the result and, where rows are long, the
+// columns of x (split-K): such partial sums, like all results, pass through shared memory into row tiles, which add
+// them up in a fixed order.
 //
 // A row that is quantized with its own scale stays in the registers of kRowWarps warps until its maximum is known, in
 // one chunk. If a row is too long for that, a first pass finds its maximum, and the chunks are then read again from L2.
@@ -24,17 +24,39 @@
 
 namespace gnnc {
 
-// The type of the operands of the tensor-core products.
-enum class Product { i8, f16, bf16 };
+// The type of the operands of the tensor-core products. e5m2: of x, which is a gradient; the weight is e4m3.
+enum class Product { i8, f16, bf16, e4m3, e5m2 };
+
+// Returns whether operands are quantized: x with a scale for each row, the weight with one for each output.
+__host__ __device__ constexpr bool is_quantized(Product product) {
+  return product != Product::f16 && product != Product::bf16;
+}
+
+// The types of the quantized values of x and of the weight.
+template <Product kProduct>
+struct QuantizedTypes {
+  using X = int8_t;
+  using Weight = int8_t;
+};
+template <>
+struct QuantizedTypes<Product::e4m3> {
+  using X = E4m3;
+  using Weight = E4m3;
+};
+template <>
+struct QuantizedTypes<Product::e5m2> {
+  using X = E5m2;
+  using Weight = E4m3;
+};
 
 __host__ __device__ constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 __host__ __device__ constexpr int divide_up(int n, int by) { return (n + by - 1) / by; }
 
 // Compile-time configuration of gemm.
 //
-// X: the type of x in memory, int8_t if x is quantized already and comes with scales; kInner, kOut: widths of x and of
-// the result; kStride: elements from one row of x to the next; kTogether: neighbouring columns that a thread loads at
-// once.
+// X: the type of x in memory, of one byte if x is quantized already and comes with scales; kInner, kOut: widths of x
+// and of the result; kStride: elements from one row of x to the next; kTogether: neighbouring columns that a thread
+// loads at once.
 //
 // kRows: rows of a block; kChunk: columns in shared memory at a time, a multiple of 128, or all; kRowWarps: warps that
 // load a row; kRowsOnce: rows that these warps have in flight; kDown, kSplit: number of warps that divide the rows and
@@ -55,17 +77,17 @@ struct GemmArgs {
   const void* x;
   const float* x_scale;  // [rows], scales of x, if x is quantized already
   const uint4* weight;   // packed by pack_weight
-  const float* w_scale;  // [kOut], int8 only
+  const float* w_scale;  // [kOut], quantized products only
   int64_t rows;
 };
 
 // The size of one operand element.
 template <Product kProduct>
 struct Codes {
-  static constexpr int kBytes = kProduct == Product::i8 ? 1 : 2;
+  static constexpr int kBytes = is_quantized(kProduct) ? 1 : 2;
 };
 
-// Sizes of a row of x in tensor-core steps. One step takes 32 bytes of a row: 32 int8 values or 16 values of 16 bits. A
+// Sizes of a row of x in tensor-core steps. One step takes 32 bytes of a row: 32 quantized values or 16 of 16 bits. A
 // thread loads the weight of two steps at once: a pair.
 template <int kInner, int kBytes>
 struct Inner {
@@ -134,10 +156,17 @@ __device__ inline uint32_t two_halves(float a, float b, Product product) {
   return *reinterpret_cast<const uint32_t*>(&v);
 }
 
-// Returns the quantized values of four columns as bytes; the largest |value| of the row is 127 / inverse.
+// Returns the quantized values of four columns as bytes; the largest |value| of the row is that of T / inverse.
+template <class T>
 __device__ inline uint32_t four_codes(float4 v, float inverse) {
-  const auto code = [=](float x) { return step::rounded(__fmul_rn(x, inverse)); };
-  const uint32_t low = __byte_perm(code(v.x), code(v.y), 0x0040), high = __byte_perm(code(v.z), code(v.w), 0x0040);
+  const auto scaled = [=](float x) { return __fmul_rn(x, inverse); };
+  uint32_t low, high;
+  if constexpr (Quantized<T>::kIsInteger) {
+    const auto code = [=](float x) { return step::rounded(scaled(x)); };
+    low = __byte_perm(code(v.x), code(v.y), 0x0040), high = __byte_perm(code(v.z), code(v.w), 0x0040);
+  } else {
+    low = narrowed<T>(scaled(v.x), scaled(v.y)), high = narrowed<T>(scaled(v.z), scaled(v.w));
+  }
   return __byte_perm(low, high, 0x5410);
 }
 
@@ -153,10 +182,12 @@ __device__ inline float largest_of_warp(float top) {
 
 // Load: loads rows of x and stores them in shared memory, as quantized or 16-bit values. This version loads floats.
 
-template <class Config, class X = typename Config::X>
+template <class Config, bool kIsQuantized = sizeof(typename Config::X) == 1>
 struct Load {
+  using X = typename Config::X;
+  using T = typename QuantizedTypes<Config::kProduct>::X;
   using G = Gemm<Config>;
-  static constexpr bool kQuantizes = Config::kProduct == Product::i8;
+  static constexpr bool kQuantizes = is_quantized(Config::kProduct);
   static constexpr int kTeams = G::kWarps / Config::kRowWarps;
   static constexpr int kTurn = kTeams * Config::kRowsOnce;  // rows that a block has in flight
   static_assert(Config::kStride % Config::kTogether == 0 && Config::kInner % Config::kTogether == 0,
@@ -218,7 +249,7 @@ struct Load {
         const float4 x = v[r][i];
         char* to = row + (run * 128 + lane * 4) * G::kBytes;
         if constexpr (kQuantizes) {
-          *reinterpret_cast<uint32_t*>(to) = four_codes(x, inverse);
+          *reinterpret_cast<uint32_t*>(to) = four_codes<T>(x, inverse);
         } else {
           *reinterpret_cast<uint2*>(to) =
               make_uint2(two_halves(x.x, x.y, Config::kProduct), two_halves(x.z, x.w, Config::kProduct));
@@ -245,7 +276,7 @@ struct Load {
         turn.tops(top);
 #pragma unroll
         for (int r = 0; r < Config::kRowsOnce; ++r) {
-          const float scale = step::scale_of(largest_of_warp(top[r]));
+          const float scale = step::scale_of<T>(largest_of_warp(top[r]));
           if (lane == 0) scales[place + r * kTeams] = scale;
         }
       }
@@ -277,8 +308,8 @@ struct Load {
 
   // Computes the scales of the rows of a turn, whose values are all in registers, and the inverses of the scales.
   // Called by all warps of the block together.
-  template <class T>
-  __device__ static void measure(const T& turn, float (&inverse)[Config::kRowsOnce], int place, int part, int lane,
+  template <class TurnOf>
+  __device__ static void measure(const TurnOf& turn, float (&inverse)[Config::kRowsOnce], int place, int part, int lane,
                                  float* scales, float* tops) {
     float top[Config::kRowsOnce] = {};
     turn.tops(top);
@@ -302,18 +333,18 @@ struct Load {
     float own = top[0];
 #pragma unroll
     for (int r = 1; r < Config::kRowsOnce; ++r) own = lane == r ? top[r] : own;
-    const float scale = step::scale_of(own), own_inverse = step::inverse_of(scale);
+    const float scale = step::scale_of<T>(own), own_inverse = step::inverse_of(scale);
     if (part == 0 && lane < Config::kRowsOnce) scales[place + lane * kTeams] = scale;
 #pragma unroll
     for (int r = 0; r < Config::kRowsOnce; ++r) inverse[r] = __shfl_sync(0xffffffffu, own_inverse, r);
   }
 };
 
-// This version of Load copies quantized values unchanged. Columns past the width may hold anything, because the weight
-// is zero there.
+// This version of Load copies quantized values unchanged. Columns past the width may hold any number, because the
+// weight is zero there; those of 8-bit floats must not be NaN.
 
 template <class Config>
-struct Load<Config, int8_t> {
+struct Load<Config, true> {
   using G = Gemm<Config>;
   static_assert(Config::kStride % 16 == 0, "quantized rows must start on 16 bytes");
 
@@ -354,14 +385,28 @@ struct Sums<Product::i8> {
   using Word = int32_t;
 };
 
-__device__ inline void multiply(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Product) {
+template <Product kProduct>
+__device__ inline void multiply(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Product product) {
-  if (product == Product::f16) {
+template <Product kProduct>
+__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (kProduct == Product::e4m3) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else if constexpr (kProduct == Product::e5m2) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else if constexpr (kProduct == Product::f16) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -453,8 +498,8 @@ struct WarpSums {
       const uint4 b = weight.tile[t];
 #pragma unroll
       for (int i = 0; i < G::kTilesDown; ++i) {
-        multiply(c[i][t], a[i][0], b.x, b.y, Config::kProduct);
-        multiply(c[i][t], a[i][1], b.z, b.w, Config::kProduct);
+        multiply<Config::kProduct>(c[i][t], a[i][0], b.x, b.y);
+        multiply<Config::kProduct>(c[i][t], a[i][1], b.z, b.w);
       }
     }
   }
@@ -536,7 +581,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmAr
   const auto finish = [&](int place) {
     RowTile<Config::kOut, kLanes> tile;
     read_sums<Config>(tile, out + place * G::kOutPitch);
-    if constexpr (Config::kProduct == Product::i8) {
+    if constexpr (is_quantized(Config::kProduct)) {
       step::with_scalar(tile, scales[place], step::Multiply{});
       step::with_columns(tile, args.w_scale, step::Multiply{});
     }
@@ -564,7 +609,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks) gemm(GemmAr
 struct PackArgs {
   const float* weight;
   uint4* packed;
-  float* scale;  // [kOut], int8 only
+  float* scale;  // [kOut], quantized products only
   float* zero;   // set to 0 for the epilogue of the gemm (step::scale_tensor), or null
 };
 
@@ -581,7 +626,8 @@ struct PackConfig {
 // The device functions of pack_weight.
 template <class Config>
 struct Pack {
-  static constexpr bool kQuantizes = Config::kProduct == Product::i8;
+  static constexpr bool kQuantizes = is_quantized(Config::kProduct);
+  using T = typename QuantizedTypes<Config::kProduct>::Weight;
   using K = Inner<Config::kInner, Codes<Config::kProduct>::kBytes>;
   using O = Order<K::kPlaces, Config::kTogether>;
   static constexpr int kThreads = Config::kWarps * 32;
@@ -609,7 +655,7 @@ struct Pack {
       return reinterpret_cast<uint32_t*>(pair)[step % 2 * 2 + half];
     };
     if constexpr (kQuantizes) {
-      word(four) = four_codes(v, inverse);
+      word(four) = four_codes<T>(v, inverse);
     } else {
       word(four * 2) = two_halves(v.x, v.y, Config::kProduct);
       word(four * 2 + 1) = two_halves(v.z, v.w, Config::kProduct);
@@ -641,7 +687,7 @@ __global__ void __launch_bounds__(256) pack_weight(PackArgs args) {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < Config::kWarps; ++i) top = larger_abs(top, tops[team * Config::kWarps + i]);
-    const float scale = step::scale_of(top);
+    const float scale = step::scale_of<typename P::T>(top);
     inverse = step::inverse_of(scale);
     if (thread == 0 && exists) args.scale[output] = scale;
   }

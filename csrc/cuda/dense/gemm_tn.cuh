@@ -10,10 +10,10 @@
 // multiplied.
 //
 // Layout: rows of a and b kAStride and kBStride elements apart, of any width; FP32 rows are rounded as they are loaded.
-// Rows of int8 have a scale each: the product of both scales of a row multiplies that of a, in FP32, before it is
-// rounded to bfloat16, in which all int8 are exact.
-// Traffic: each tile of a once for every tile of b, and the reverse (from L2 but for the first), 4 kA kB B a share out.
-// Floor: a and b once at copy bandwidth.
+// Rows of int8 and of 8-bit floats have a scale each: the product of both scales of a row multiplies that of a, in
+// FP32, before it is rounded to bfloat16, in which all values of 8 bits are exact. Traffic: each tile of a once for
+// every tile of b, and the reverse (from L2 but for the first), 4 kA kB B a share out. Floor: a and b once at copy
+// bandwidth.
 //
 // Launch: blocks of 256 threads, `shares` for each pair of tiles.
 

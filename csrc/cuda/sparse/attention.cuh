@@ -8,8 +8,8 @@
 // written to memory. int8 rows are summed in fixed point (ByteProducts in product_sum.cuh).
 //
 // Layout: as spmm; a_src, a_dst fp32 [N, heads], edge fp32 [E, heads]. If x has several heads, each head begins on a
-// 16-byte boundary (pack_rows.cuh), so that a piece never spans two heads. Each int8 row has one scale.
-// Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 3
+// 16-byte boundary (pack_rows.cuh), so that a piece never spans two heads. Each row of int8, e4m3 or e5m2 has one
+// scale. Traffic: 4 B of col, heads * 4 B of a_src and a row of x an edge. Floor: the gather; an exponential, and 3
 // instructions for 4 columns of int8, an edge.
 //
 // Launch: attention as spmm. The staging buffer holds slots * Attention<Config>::kStaged words. The kernel
@@ -27,7 +27,7 @@ struct AttentionArgs {
   Runs runs;
   const void* x;
   int64_t x_stride;      // bytes, a multiple of 16, below 2^32
-  const float* x_scale;  // [num_src], scales of int8 rows
+  const float* x_scale;  // [num_src], scales of rows of one byte an element
   const float* a_src;    // [num_src, heads], where Config::kAdditive
   const float* a_dst;    // [rows, heads], where Config::kAdditive
   const float* edge;     // [E, heads], where Config::kEdge
@@ -43,7 +43,7 @@ __host__ __device__ constexpr bool has_bundles(Element element, int width, int h
 
 __host__ __device__ constexpr Residency attention_residency(Element element, int width, int heads) {
   const int held = has_bundles(element, width, heads) ? 6 : 2 * width + 128 + 16 * heads;
-  const bool bytes = element == Element::i8;
+  const bool bytes = bytes_of(element) == 1;
   const int threads = kArchitecture < 900 ? 512 : kArchitecture < 1000 ? (bytes ? 768 : 896) : bytes ? 512 : 640;
   return fitting({threads, 4}, pieces_of(element, heads * head_stride(element, width, heads)), held);
 }
@@ -68,11 +68,12 @@ struct AttentionConfig {
 template <class Config>
 struct Attention {
   static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads, kHeadWidth = kWidth / kHeads;
-  static constexpr bool kScaled = Config::kElement == Element::i8;
+  static constexpr bool kScaled = bytes_of(Config::kElement) == 1;
   static constexpr int kHeadStride = head_stride(Config::kElement, kWidth, kHeads);
   static constexpr int kStride = kHeads * kHeadStride;
   using Layout = RowLayout<Config::kElement, kStride>;
-  using Sum = typename Select<kScaled, ByteProducts<Layout, Weight::real>, LaneReduce<Layout, Reduce::sum>>::Type;
+  using Sum = typename Select<Config::kElement == Element::i8, ByteProducts<Layout, Weight::real>,
+                              LaneReduce<Layout, Reduce::sum>>::Type;
   // Tile is the register layout of a finished row: with kBundle, a row lies in the threads of one slot, each thread
   // holding the columns that it gathers; otherwise a row is spread over the whole warp.
   static constexpr bool kBundle = has_bundles(Config::kElement, kWidth, kHeads);

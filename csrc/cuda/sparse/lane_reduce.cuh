@@ -1,7 +1,7 @@
 #pragma once
 
 // Sums and extrema (max, min) of gathered rows, where each thread accumulates the columns of its 16-byte piece.
-// LaneReduce accumulates in FP32: for FP32 rows, for real weights of 16-bit floats, and for max and min. PairExtremes
+// LaneReduce accumulates in FP32: for FP32 rows, for real weights of narrower floats, and for max and min. PairExtremes
 // compares unweighted elements of at most two bytes in their type. int8 values, whose sums are computed in
 // product_sum.cuh instead, become FP32 by byte permutation (2^23 + value + 128, less 2^23 + 128), which is exact and
 // cheaper than a conversion instruction.
@@ -9,6 +9,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "common/fp8.cuh"
 #include "sparse/rows.cuh"
 
 namespace gnnc {
@@ -29,6 +30,11 @@ __device__ inline void unpack(const uint4& v, float (&out)[16 / bytes_of(kElemen
       const __half2 pair = *reinterpret_cast<const __half2*>(&words[j]);
       out[2 * j] = __low2float(pair);
       out[2 * j + 1] = __high2float(pair);
+    } else if constexpr (is_fp8(kElement)) {
+      float four[4];
+      widen<typename Select<kElement == Element::e4m3, E4m3, E5m2>::Type>(words[j], four);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) out[4 * j + k] = four[k];
     } else {
       const uint32_t offset = words[j] ^ 0x80808080u;
 #pragma unroll
@@ -138,7 +144,7 @@ struct LaneReduce {
 // the result is infinite, as in FP32.
 template <class Layout, Reduce kReduce>
 struct PairExtremes {
-  static_assert(Layout::kElement != Element::f32, "a word must hold a pair of columns");
+  static_assert(Layout::kElement != Element::f32 && !is_fp8(Layout::kElement), "elements are compared in their type");
   static constexpr bool kBytes = Layout::kElement == Element::i8, kBrain = Layout::kElement == Element::bf16;
   static constexpr bool kMax = kReduce == Reduce::max;
   static constexpr uint32_t kInfinity = kBrain ? 0x7f807f80u : 0x7c007c00u, kSigns = kMax ? 0x80008000u : 0u;

@@ -10,9 +10,12 @@
 
 namespace gnnc {
 
-enum class Element { f32, f16, bf16, i8 };
+enum class Element { f32, f16, bf16, i8, e4m3, e5m2 };
 
-__host__ __device__ constexpr int bytes_of(Element e) { return e == Element::f32 ? 4 : e == Element::i8 ? 1 : 2; }
+__host__ __device__ constexpr int bytes_of(Element e) { return e == Element::f32 ? 4 : e >= Element::i8 ? 1 : 2; }
+
+// Returns whether elements are 8-bit floats, whose rows have a scale each and are summed in FP32.
+__host__ __device__ constexpr bool is_fp8(Element e) { return e >= Element::e4m3; }
 
 __host__ __device__ constexpr int power_of_two_from(int n) {
   int power = 1;

@@ -3,10 +3,11 @@
 // sddmm: computes, for every edge, one value a head (dot) or one row (elementwise) from the row a[i, :] of its
 // destination and the row b[j, :] of its source.
 //
-// Layout: a and b of one type, rows 16-byte aligned; out fp32 [E, heads] for dot, [E, F] otherwise, in CSR order. An
-// int8 dot is an exact 32-bit sum (dp4a), rounded to FP32 once, then multiplied by a_scale[i] and b_scale[j] where
-// given. 16-bit floats are multiplied and summed in FP32. Traffic: 4 B of col and one gathered row of b an edge, the
-// rows of a once, out once. Floor: the gather, or 4 E F bytes written where out is as wide as the rows.
+// Layout: a and b of one type, or both of 8-bit floats, rows 16-byte aligned; out fp32 [E, heads] for dot, [E, F]
+// otherwise, in CSR order. An int8 dot is an exact 32-bit sum (dp4a), rounded to FP32 once. Floats are multiplied and
+// summed in FP32. A dot is then multiplied by a_scale[i] and b_scale[j] where given. Traffic: 4 B of col and one
+// gathered row of b an edge, the rows of a once, out once. Floor: the gather, or 4 E F bytes written where out is as
+// wide as the rows.
 //
 // Launch: one block of Config::kThreads threads a multiprocessor. With several heads, a head must be a power of two of
 // 16-byte pieces, with zeros past its columns, and a row at most 32 pieces.
@@ -34,11 +35,12 @@ __host__ __device__ constexpr Residency sddmm_residency(Element element, int wid
   return fitting(few ? Residency{512, 4} : Residency{640, 8}, pieces_of(element, width), 0);
 }
 
+// kElement: of b; kOwn: of a.
 template <Element kElement_, int kWidth_, EdgeOp kOp_, int kHeads_ = 1, bool kScaled_ = false,
-          int kThreads_ = sddmm_residency(kElement_, kWidth_, kOp_).threads,
+          Element kOwn_ = kElement_, int kThreads_ = sddmm_residency(kElement_, kWidth_, kOp_).threads,
           int kStep_ = sddmm_residency(kElement_, kWidth_, kOp_).step>
 struct SddmmConfig {
-  static constexpr Element kElement = kElement_;
+  static constexpr Element kElement = kElement_, kOwn = kOwn_;
   static constexpr int kWidth = kWidth_;
   static constexpr EdgeOp kOp = kOp_;
   static constexpr int kHeads = kHeads_;
@@ -54,7 +56,9 @@ struct SddmmBody {
   static constexpr int kColumns = Layout::kColumns, kHeads = Config::kHeads;
   static constexpr bool kBytes = Config::kElement == Element::i8;
   static constexpr bool kDot = Config::kOp == EdgeOp::dot;
-  static_assert(kDot || !kBytes, "int8 rows support only dot");
+  static_assert(kDot || bytes_of(Config::kElement) > 1, "quantized rows support only dot");
+  static_assert(Config::kOwn == Config::kElement || (is_fp8(Config::kOwn) && is_fp8(Config::kElement)),
+                "both ends must have one layout");
   using Sum = typename Select<kBytes, int32_t, float>::Type;
   // Number of threads that share a head.
   static constexpr int kShare = kHeads == 1 ? Layout::kPieces : Config::kWidth / kHeads / kColumns;
@@ -126,7 +130,7 @@ struct SddmmBody {
       return sum;
     } else {
       float p[kColumns], q[kColumns], sum = 0.0f;
-      unpack<Config::kElement>(own, p);
+      unpack<Config::kOwn>(own, p);
       unpack<Config::kElement>(x, q);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) sum = fmaf(p[c], q[c], sum);

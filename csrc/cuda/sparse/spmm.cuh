@@ -2,9 +2,9 @@
 
 // spmm: out[i, :] = reduce over the edges e of row i of weight(e) * x[col[e], :], then the epilogue.
 //
-// Layout: x fp32, fp16, bf16 or int8, rows 16-byte aligned, read in pieces of 16 bytes (columns past the width are read
-// but never used); col int32. Sums of int8, and of fp16 and bf16 without weights, use the accumulators of
-// product_sum.cuh; max and min of these three types without weights compare pairs of elements (PairExtremes in
+// Layout: x fp32, fp16, bf16, int8, e4m3 or e5m2, rows 16-byte aligned, read in pieces of 16 bytes (columns past the
+// width are read but never used); col int32. Sums of int8, and of fp16 and bf16 without weights, use the accumulators
+// of product_sum.cuh; max and min of these three types without weights compare pairs of elements (PairExtremes in
 // lane_reduce.cuh); everything else is accumulated in FP32 (LaneReduce). In int8 sums with a weight a head, each head
 // of x begins on a 16-byte boundary (pack_rows.cuh), so that a piece never spans two heads. Traffic: 4 B of col (+ 4 B
 // a weight) and a row of x an edge, the epilogue's outputs a row, 8 B a column and slot of a row that is split. Floor:

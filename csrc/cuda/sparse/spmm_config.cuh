@@ -43,7 +43,8 @@ __host__ __device__ constexpr Weight weight_of(Value value, Scale scale) {
 // Returns whether elements are compared two at a time in their stored type, which requires that no weight is multiplied
 // in.
 __host__ __device__ constexpr bool is_extreme_of_pairs(Element element, Reduce reduce, Weight weight, int heads) {
-  return element != Element::f32 && reduce >= Reduce::max && weight == Weight::none && heads == 1;
+  const bool narrow = element != Element::f32 && !is_fp8(element);
+  return narrow && reduce >= Reduce::max && weight == Weight::none && heads == 1;
 }
 
 __host__ __device__ constexpr bool is_sum_of_codes(Element element, Reduce reduce) {
@@ -63,6 +64,7 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
   const bool extreme = reduce >= Reduce::max && !is_extreme_of_pairs(element, reduce, weight, 1);
   if (!is_one_pass(element, width) || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
   const int pieces = pieces_of(element, width);
+  if (is_fp8(element)) return {640, 4};
   if (bytes && weight == Weight::none && !extreme) return {pieces == 1 ? 896 : 768, 8};
   if (bytes && value == Value::real && !extreme) {
     if (kArchitecture >= 1000) return {scale != Scale::row ? 640 : 512, 8};
@@ -93,7 +95,7 @@ __host__ __device__ constexpr Residency spmm_residency(Element element, int widt
   return fitting(r, pieces, held, is_valued(value, heads), one_pass);
 }
 
-// The template parameters of an SpMM kernel. kValue::integer and kScale other than none need int8 rows.
+// The template parameters of an SpMM kernel. kValue::integer and kScale other than none and row need int8 rows.
 template <Element kElement_, int kWidth_, Reduce kReduce_, Value kValue_ = Value::none, Scale kScale_ = Scale::none,
           int kHeads_ = 1,
           int kThreads_ = spmm_residency(kElement_, kWidth_, kReduce_, kValue_, kScale_, kHeads_).threads,
@@ -128,8 +130,9 @@ struct Spmm {
   static constexpr bool kHalves = (kElement == Element::f16 || kElement == Element::bf16) && kAdds &&
                                   kWeight == Weight::none && Layout::kPieces >= 4;
   static constexpr bool kExact = kBytes && kWeight != Weight::real;
-  static_assert(kElement == Element::i8 || (Config::kValue != Value::integer && Config::kScale == Scale::none),
-                "integer values and scales of rows require int8 rows");
+  static_assert(kElement == Element::i8 || (Config::kValue != Value::integer && Config::kScale == Scale::none) ||
+                    (is_fp8(kElement) && Config::kValue != Value::integer && Config::kScale <= Scale::row),
+                "integer values and powers of two require int8 rows, scales of rows elements of one byte");
   static_assert(Config::kValue != Value::integer || Config::kScale == Scale::none, "an int8 value takes no scale");
   static_assert(Config::kScale != Scale::in_row || (kExact && Config::kValue == Value::none &&
                                                     is_one_pass(kElement, kWidth) && weight_place(kWidth) >= 0),
@@ -166,10 +169,11 @@ constexpr int kMostWhole = 256;
 
 // Returns the bytes of a row that spmm_sliced gathers at a time. The slice that all blocks work on fits into L2
 // although rows are wide, and each warp still reads whole cache lines.
-__host__ __device__ constexpr int slice_bytes(Element element) { return element == Element::i8 ? 128 : 256; }
+__host__ __device__ constexpr int slice_bytes(Element element) { return bytes_of(element) == 1 ? 128 : 256; }
 
 // Returns the most threads of a block of spmm_sliced: the slice index occupies registers too, so fewer threads fit.
 __host__ __device__ constexpr int most_threads_of_slices(Element element, int step) {
+  if (is_fp8(element)) return 640;
   return element != Element::i8 || step == 4 || kArchitecture < 1000 ? 768 : 640;
 }
 
@@ -199,7 +203,7 @@ __host__ __device__ constexpr int staged_threads_of_slices(Element element, int 
 
 __host__ __device__ constexpr Residency staged_registers(Element element, int width, Weight weight) {
   const bool bytes = element == Element::i8;
-  const int row = width * bytes_of(element), step = bytes || row <= 32 ? 4 : 8;
+  const int row = width * bytes_of(element), step = bytes_of(element) == 1 || row <= 32 ? 4 : 8;
   if (row > 64) return {staged_threads_of_slices(element, row, weight), 4};
   if (kArchitecture < 900 || !bytes) return {512, step};
   const bool few = row % 16 == 0;

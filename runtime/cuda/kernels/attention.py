@@ -19,14 +19,14 @@ from gnnc.runtime.cuda.kernels.epilogue import literal, truth, write_epilogue
 from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, gathered_rows, packed_width
 from gnnc.runtime.plans import attention
 from gnnc.runtime.program.launches import Argument, Expr, count_of, expr
-from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import argument_of, optional_argument
 
 _ADD, _DOT = 0, 1
 _MAX_WIDTH = 1024
 
 
-@kernel("fused:attention", backend="cuda", name="attention", priority=10, elements=("int8",))
+@kernel("fused:attention", backend="cuda", name="attention", priority=10, elements=BYTES)
 class Attend:
     """Kernel of ``csrc/cuda/sparse/attention.cuh``; only logits of dot products reach memory."""
 

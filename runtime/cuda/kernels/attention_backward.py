@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from gnnc.ir.format import RUN_TABLE, Format
 from gnnc.ir.nodes import shape_of
+from gnnc.ir.qtype import BYTE_DTYPES
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
 from gnnc.runtime.cuda.emitter import CudaEmitter, length, pointer, round_up
 from gnnc.runtime.cuda.formats.tables import runs_arguments, write_columns, write_runs, write_staging
@@ -17,7 +18,7 @@ from gnnc.runtime.cuda.kernels.rowmap import launch_rowmap
 from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, Rows, gathered_rows
 from gnnc.runtime.plans import attention_backward
 from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
-from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import argument_of, optional_argument
 
 _PIECE = 16
@@ -35,9 +36,7 @@ class _Edges:
     runs: Expr
 
 
-@kernel(
-    "fused:attention_backward", backend="cuda", name="attention_backward", priority=10, elements=("int8",)
-)
+@kernel("fused:attention_backward", backend="cuda", name="attention_backward", priority=10, elements=BYTES)
 class AttentionBackward:
     """Kernels of ``csrc/cuda/sparse/attention_backward.cuh``, which store nothing for an edge."""
 
@@ -48,7 +47,7 @@ class AttentionBackward:
         if isinstance(plan, Decline):
             return plan
         dtype = argument_of(node, plan.ends[2]).meta["val"].dtype
-        if dtype not in ELEMENTS or dtype == torch.int8:
+        if dtype not in ELEMENTS or dtype in BYTE_DTYPES:
             return Decline(f"x is {dtype}")
         if plan.width // plan.heads * dtype.itemsize > _MOST_BYTES:
             return Decline(f"heads of {plan.width // plan.heads} columns")

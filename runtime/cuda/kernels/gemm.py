@@ -15,7 +15,7 @@ from gnnc.runtime.cuda.kernels.epilogue import TYPES, scales_of, write_epilogue
 from gnnc.runtime.cuda.kernels.rowmap import launch_rowmap
 from gnnc.runtime.plans import gemm
 from gnnc.runtime.program.launches import Expr, expr, variable
-from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import argument_of, optional_argument
 
 _SHARED = 72 * 1024
@@ -25,7 +25,15 @@ _MAX_SHARED = 99 * 1024
 _MAX_WIDTH = 4096
 _MOST_PRODUCTS = 2**31 // 128**2
 """Number of products of two int8 values whose sum always fits into 32 bits."""
-_PRODUCTS = {gemm.INT8: ("i8", 1), gemm.FP16: ("f16", 2), gemm.BF16: ("bf16", 2)}
+_PRODUCTS = {
+    gemm.INT8: ("i8", 1),
+    gemm.E4M3: ("e4m3", 1),
+    gemm.E5M2: ("e5m2", 1),
+    gemm.FP16: ("f16", 2),
+    gemm.BF16: ("bf16", 2),
+}
+"""The ``gnnc::Product`` of each mode, and the bytes of an element."""
+
 _RUN = 128
 """Columns that a warp loads at once: four a thread."""
 _HELD = 12
@@ -160,9 +168,9 @@ def _split(shape: Shape, rows: int) -> int:
     return max(1, 8 // _ceil_power(-(-tiles // 8)))
 
 
-@kernel("fused:gemm", "gnnc.gemm", "gnnc.qgemm", backend="cuda", name="gemm", priority=10, elements=("int8",))
+@kernel("fused:gemm", "gnnc.gemm", "gnnc.qgemm", backend="cuda", name="gemm", priority=10, elements=BYTES)
 class Gemm:
-    """Kernel of ``csrc/cuda/dense/gemm.cuh``: tensor cores in int8, fp16 or bf16; x is rounded on load."""
+    """Kernel of ``csrc/cuda/dense/gemm.cuh``: tensor cores in 8 or 16 bits; x is rounded on load."""
 
     @staticmethod
     def plan(node: Node) -> gemm.Plan | Decline:
@@ -215,7 +223,7 @@ def _lanes(plan: gemm.Plan, tile: Tile, shape: Shape) -> int:
     return min(max(tile.threads // tile.rows, 4), max_lanes)
 
 
-@kernel("fused:gemm", "gnnc.gemm", backend="cuda", name="cublas", priority=5, elements=("int8",))
+@kernel("fused:gemm", "gnnc.gemm", backend="cuda", name="cublas", priority=5, elements=BYTES)
 class Cublas:
     """Kernel that calls ``torch.mm`` in FP32, then runs the row program in a second launch."""
 

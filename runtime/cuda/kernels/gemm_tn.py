@@ -13,7 +13,7 @@ from gnnc.runtime.cuda.kernels.epilogue import TYPES, truth
 from gnnc.runtime.plans import gemm_tn
 from gnnc.runtime.plans.gemm_tn import Plan
 from gnnc.runtime.program.launches import Expr, expr
-from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Refusal, argument_of, optional_argument, planned
 
@@ -48,9 +48,9 @@ class GemmTn:
         _write(node, emitter, operands, plan.widths, plan.dtype, (None, None), divisor)
 
 
-@kernel("gnnc.qgemm_tn", backend="cuda", name="qgemm_tn", priority=10, elements=("int8",))
+@kernel("gnnc.qgemm_tn", backend="cuda", name="qgemm_tn", priority=10, elements=BYTES)
 class QuantizedGemmTn:
-    """Kernel of ``csrc/cuda/dense/gemm_tn.cuh`` of int8 rows: times their scales in bf16, FP32 sums."""
+    """Kernel of ``csrc/cuda/dense/gemm_tn.cuh`` of 8-bit rows: times their scales in bf16, FP32 sums."""
 
     @staticmethod
     @planned

@@ -19,7 +19,7 @@ from gnnc.runtime.cuda.formats.tables import (
 from gnnc.runtime.cuda.kernels.edge_body import Functor, write_body
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
-from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import Refusal, fixed_width, planned
 
 _EXACT = 2**24 // 128**2
@@ -57,7 +57,7 @@ class Plan:
     operands: tuple[tuple[str, int], ...]
 
 
-@kernel("gnnc.edge_map", "gnnc.message", backend="cuda", name="edge_body", priority=10, elements=("int8",))
+@kernel("gnnc.edge_map", "gnnc.message", backend="cuda", name="edge_body", priority=10, elements=BYTES)
 class EdgeBody:
     """Kernel of ``csrc/cuda/sparse/edge.cuh``: a thread computes a column of the body; no E x F matrix."""
 
@@ -78,7 +78,7 @@ class EdgeBody:
         _emit(plan, node, emitter)
 
 
-@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="edge_sddmm", priority=5, elements=("int8",))
+@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="edge_sddmm", priority=5, elements=BYTES)
 class EdgeSddmm:
     """Kernel `EdgeBody` for products and sums of the rows at an edge's ends."""
 

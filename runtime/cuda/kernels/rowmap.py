@@ -9,7 +9,7 @@ from gnnc.runtime.cuda.kernels.column_sum import shares_of, write_sum_of_parts
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, write_epilogue
 from gnnc.runtime.plans import rowmap
 from gnnc.runtime.program.launches import Expr
-from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import RowProgram, argument_of
 from gnnc.runtime.row_program.opcodes import Op
 
@@ -21,7 +21,7 @@ _MOST_SUMMED = 1024
 """Columns of such a row at most: the sums of a block's groups lie in shared memory."""
 
 
-@kernel("fused:map", "gnnc.dequantize", backend="cuda", name="rowmap", priority=10, elements=("int8",))
+@kernel("fused:map", "gnnc.dequantize", backend="cuda", name="rowmap", priority=10, elements=BYTES)
 class Map:
     """Kernel of ``csrc/cuda/dense/rowmap.cuh``: a row program over the rows of one tensor."""
 

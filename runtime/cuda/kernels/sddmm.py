@@ -12,14 +12,14 @@ from gnnc.runtime.cuda.kernels.epilogue import truth
 from gnnc.runtime.cuda.kernels.spmm import ELEMENTS, gathered_rows, packed_width
 from gnnc.runtime.plans import sddmm
 from gnnc.runtime.program.launches import count_of, expr
-from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.registry import BYTES, Decline, kernel
 
 _OPS = ("dot", "add", "sub", "mul", "copy_src", "copy_dst")
 _PIECE = 16
 _MAX_WIDTH = 1024
 
 
-@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="sddmm", priority=10, elements=("int8",))
+@kernel("gnnc.sddmm", "gnnc.qsddmm", backend="cuda", name="sddmm", priority=10, elements=BYTES)
 class Sddmm:
     """Kernel of ``csrc/cuda/sparse/sddmm.cuh``: dot, sum, difference, product or copy of endpoint rows."""
 
@@ -56,9 +56,10 @@ class Sddmm:
         scales = ("a_scale", "b_scale") if plan.is_scaled else ()
         factors = [emitter.vector(operand(node, scale)) for scale in scales]
         values += map(pointer, (*(factors or [None, None]), out.written))
-        element = ELEMENTS[first.meta["val"].dtype]
+        own, element = (ELEMENTS[value.meta["val"].dtype] for value in (first, second))
+        own = "" if own == element else f", gnnc::Element::{own}"
         config = f"gnnc::SddmmConfig<gnnc::Element::{element}, {width}, gnnc::EdgeOp::{_OPS[plan.op]}, "
-        config += f"{plan.heads}, {truth(plan.is_scaled)}>"
+        config += f"{plan.heads}, {truth(plan.is_scaled)}{own}>"
         kernel = f"gnnc::sddmm<{config}>"
         emitter.kernel_set.expect(kernel, "SddmmArgs", count_of(values))
         emitter.launch(kernel, expr("{}.blocks", runs), values, block=AS_COMPILED)

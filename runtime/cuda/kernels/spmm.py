@@ -32,11 +32,20 @@ from gnnc.runtime.cuda.formats.window_table import entries_of, has_room, shared_
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, write_epilogue
 from gnnc.runtime.plans import spmm
 from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, expr
-from gnnc.runtime.registry import Decline, kernel
+from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import argument_of, optional_argument
 from gnnc.runtime.row_program.opcodes import Op
 
-ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
+ELEMENTS = {
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+"""The ``gnnc::Element`` of rows that edges gather, by dtype."""
+
 _MAX_WIDTH = 4096
 _MAX_SHARED_WIDTH = 2560
 """Columns of an FP32 row that fit into shared memory, for four warps in a block."""
@@ -81,7 +90,7 @@ class Rows:
     backend="cuda",
     name="spmm",
     priority=10,
-    elements=("int8",),
+    elements=BYTES,
 )
 class Spmm:
     """Kernel of ``csrc/cuda/sparse/spmm.cuh``: sum, mean, max or min over the edges of a row; no atomics."""
