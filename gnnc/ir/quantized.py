@@ -308,10 +308,13 @@ QUANTIZE = define(
                 3,
             ),
             (_rand(5, 2, 3), torch.rand(5) / 10, "int8/row", None, torch.tensor(2**40 + 1), 0),
+            (_rand(5, 7), torch.rand(5) / 100, "e4m3/row"),
+            (_rand(5, 2, 3), torch.rand(5) / 1e4, "e5m2/row"),
         ],
         error_inputs=lambda: [
             ErrorInput((_rand(2, 2), torch.ones(()), "int8/block"), "granularity must be one of"),
             ErrorInput((_rand(2, 2), torch.ones(()), "int8/tensor", None, None, 1), "has no seed"),
+            ErrorInput((_rand(2, 2), torch.ones(2), "e4m3/row", None, torch.tensor(1)), "round to nearest"),
             ErrorInput((_rand(2, 2), torch.ones(()), "int8/row_pow2"), "takes the shift of each row"),
             ErrorInput((_rand(2, 2), torch.ones(2), "int8/row", torch.ones(2)), "takes no shift"),
         ],

@@ -318,7 +318,7 @@ def _cvt_(modifiers: list[str], given: list[str], names: Names) -> str:
 
 
 def _cvt_of_bytes(how: list[str], to: str, source: str, given: list[str], names: Names) -> str:
-    """Two floats of 8 bits from FP32, the first in the upper byte, or to halves."""
+    """Return the C++ that converts two FP32 to floats of 8 bits, the first to the upper byte, or back."""
     if source == "f32":
         _only(how, "rn", "satfinite")
         high, low = (
