@@ -62,6 +62,9 @@ class Fuse:
         _copy_scaled_rows(gm.graph)
         partition = Partition()
         for node in gm.graph.nodes:
+            if attention := match_attention(node):  # a product of edge features may compute its logits
+                partition.reserve(attention.covers, "attention")
+        for node in gm.graph.nodes:
             _anchor(partition, node, ctx.target)
         for node in gm.graph.nodes:
             self._map(partition, node, ctx.target)

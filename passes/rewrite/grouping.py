@@ -42,10 +42,15 @@ class Partition:
     def __init__(self) -> None:
         self.groups: list[Group] = []
         self._of: dict[Node, Group] = {}
+        self._reserved: dict[Node, str] = {}
 
     def group_of(self, node: Node) -> Group | None:
         """Return the group of ``node``, or None."""
         return self._of.get(node)
+
+    def reserve(self, nodes: Iterable[Node], kind: str) -> None:
+        """Let groups of one kind alone take ``nodes``."""
+        self._reserved.update(dict.fromkeys(nodes, kind))
 
     def start(self, kind: str, anchor: Node) -> Group:
         """Add an empty group."""
@@ -57,6 +62,8 @@ class Partition:
         """Add ``nodes`` to ``group`` if all are free and no cycle arises; return whether they were added."""
         new = [node for node in nodes if node not in group.nodes]
         if any(node in self._of for node in new) or self.would_cycle(group, *new):
+            return False
+        if any(self._reserved.get(node, group.kind) != group.kind for node in new):
             return False
         for node in new:
             group.nodes[node] = None

@@ -1,8 +1,10 @@
-"""CUDA C++ of the body of a ``message`` or ``edge_map``: one column of the value of one edge.
+"""CUDA C++ of the body of a ``message`` or ``edge_map``: one column of the values of one edge.
 
 Every op of a body is a function from the place of an element to its value. The writer walks back from
-the place that is asked for: elementwise ops become expressions, shape ops arithmetic on indices, sums
-and means loops. Nothing is stored but scalars.
+the place that is asked for: elementwise ops become expressions, shape ops arithmetic on indices, sums,
+means and products of two edge values loops. Products with a weight are declared, one after the other: a
+warp computes them for several edges at a time (``csrc/cuda/sparse/edge_products.cuh``), and what follows
+reads their results. Nothing else is stored but scalars.
 """
 
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from torch.fx import Node
 
 from gnnc.ir.body import body_inputs, parse_body
 from gnnc.ir.nodes import argument, arguments, first_operand, outputs_of, unpack
+from gnnc.runtime.cuda.kernels.body_products import AT, Product, declared
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal
 from gnnc.runtime.row_program.build import Refusal
 
@@ -26,7 +29,7 @@ Place = tuple[str, ...]
 
 _UNARY = {
     "relu": "({0} < 0.0f ? 0.0f : {0})",
-    "sigmoid": "(1.0f / (1.0f + expf(-{0})))",
+    "sigmoid": "__fdividef(1.0f, 1.0f + expf(-{0}))",
     "tanh": "tanhf({0})",
     "exp": "expf({0})",
     "log": "logf({0})",
@@ -36,7 +39,7 @@ _UNARY = {
     "rsqrt": "(1.0f / sqrtf({0}))",
     "reciprocal": "(1.0f / {0})",
     "square": "({0} * {0})",
-    "silu": "({0} / (1.0f + expf(-{0})))",
+    "silu": "__fdividef({0}, 1.0f + expf(-{0}))",
     "sin": "sinf({0})",
     "cos": "cosf({0})",
     "floor": "floorf({0})",
@@ -105,14 +108,16 @@ class Functor:
     """C++ struct whose call operator computes a body.
 
     Attributes:
-        text: members and call operator.
+        text: members, products and call operator.
         operands: names of the operands that the members point to, in order.
         width: columns of an edge's value.
+        products: of each product with a weight, the columns of its operand and of its result.
     """
 
     text: str
     operands: tuple[str, ...]
     width: int
+    products: tuple[tuple[int, int], ...]
 
 
 def write_body(text: str, operands: dict[str, torch.Tensor], strides: dict[str, int]) -> Functor:
@@ -136,25 +141,39 @@ class _Writer:
         self.operands, self.strides = operands, strides
         self.count = 0
         self.shapes = _shapes(self.module, self.names, operands)
+        self.products: dict[Node, Product] = {}
 
     def write(self) -> Functor:
         for name in self.names:
             if self.operands[name].dtype not in TYPES:
                 raise Refusal(f"an operand of the body is {self.operands[name].dtype}")
-        result = outputs_of(self.module.graph)
-        shape = self.shapes[result]
+        found: Any = outputs_of(self.module.graph)
+        results = list(found) if isinstance(found, list | tuple) else [found]
+        scope, widths = Scope(), set()
+        for number, result in enumerate(results):
+            shape = self._edge_shape(result)
+            widths.add(prod(shape))
+            value = self.value(result, ("edge", *_places("column", shape)), scope)
+            scope.lines.append(f"values[{number}] = {value};")
+        assert len(widths) == 1, "the values of a body have one shape"
+        members = [f"const {TYPES[self.operands[name].dtype]}* {name};" for name in self.names]
+        lines = [
+            *(members or ["int64_t nothing;"]),
+            *declared(self.products.values()),
+            f"__device__ void operator()({AT}, int column, float (&values)[{len(results)}]) const {{",
+            *(f"  {line}" for line in scope.lines),
+            "}",
+        ]
+        text = "".join(f"  {line}\n" for line in lines)
+        products = tuple((product.inputs, product.outputs) for product in self.products.values())
+        return Functor(text, self.names, widths.pop(), products)
+
+    def _edge_shape(self, node: Node) -> tuple[int, ...]:
+        """Return the sizes of an edge's value."""
+        shape = self.shapes[node]
         if not shape or shape[0] != _EDGES:
             raise Refusal("the body's value has no edge dimension in front")
-        scope = Scope()
-        value = self.value(result, ("edge", *_places("column", shape[1:])), scope)
-        lines = [f"  const {TYPES[self.operands[name].dtype]}* {name};" for name in self.names] or [
-            "  int64_t nothing;"
-        ]
-        lines.append(
-            "  __device__ float operator()(int64_t row, int64_t source, int64_t edge, int column) const {"
-        )
-        lines += [f"    {line}" for line in [*scope.lines, f"return {value};"]]
-        return Functor("\n".join([*lines, "  }", ""]), self.names, prod(shape[1:]))
+        return shape[1:]
 
     def value(self, node: Any, place: Place, scope: Scope) -> str:
         """Return the name of an element's value, computed in ``scope`` where it is not known yet."""
@@ -330,6 +349,100 @@ class _Writer:
             scope.lines.append(("else " if number else "") + head + " " + " ".join(lines) + " }")
         return name
 
+    def _linear(self, node: Node, place: Place, scope: Scope) -> str:
+        x, weight, bias = unpack(node, "input", "weight", "bias")
+        return self._product(node, place, x, weight, bias, is_kn=False)
+
+    def _matmul(self, node: Node, place: Place, scope: Scope) -> str:
+        left = first_operand(node)
+        right = argument(node, "mat2" if str(node.target) != "aten.matmul.default" else "other")
+        if len(self.shapes[right]) == 2 and not self._is_of_edges(right):
+            return self._product(node, place, left, right, None, is_kn=True)
+        return self._batched_product(node, place, left, right, scope)
+
+    def _addmm(self, node: Node, place: Place, scope: Scope) -> str:
+        if unpack(node, "beta", "alpha") != (1, 1):
+            raise Refusal("the body scales a product")
+        bias, x, weight = unpack(node, "self", "mat1", "mat2")
+        return self._product(node, place, x, weight, bias, is_kn=True)
+
+    def _is_of_edges(self, node: Node) -> bool:
+        return self.shapes[node][:1] == (_EDGES,)
+
+    def _product(
+        self, node: Node, place: Place, x: Node, weight: Node, bias: Node | None, *, is_kn: bool
+    ) -> str:
+        """Return an element of a product with a weight: an element of the results that a warp has stored."""
+        if node not in self.products:
+            self.products[node] = self._declare(node, x, weight, bias, is_kn=is_kn)
+        names = list(self.products)
+        before = sum(self.products[name].outputs for name in names[: names.index(node)])
+        return f"products[{before} + {_flat(place[1:], self.shapes[node][1:])}]"
+
+    def _declare(self, node: Node, x: Node, weight: Node, bias: Node | None, *, is_kn: bool) -> Product:
+        if self._is_of_edges(weight) or (bias is not None and self._is_of_edges(bias)):
+            raise Refusal("the body multiplies by a matrix of its own at every edge")
+        shape, outputs = self._edge_shape(x), self.shapes[node][-1]
+        if prod(shape[:-1]) != 1:
+            raise Refusal(f"the body multiplies {prod(shape[:-1])} rows at every edge by a weight")
+        column = tuple("0" for _ in shape[:-1])
+        return Product(
+            shape[-1],
+            outputs,
+            self._returned(x, ("edge", *column, "column")),
+            self._returned(weight, ("k", "column") if is_kn else ("column", "k")),
+            self._bias(bias),
+        )
+
+    def _bias(self, bias: Node | None) -> str:
+        return (
+            "return 0.0f;"
+            if bias is None
+            else self._returned(bias, _broadcast(("column",), self.shapes[bias]))
+        )
+
+    def _returned(self, node: Node, place: Place) -> str:
+        """Return the statements of a function whose result is an element."""
+        scope = Scope()
+        value = self.value(node, place, scope)
+        return " ".join([*scope.lines, f"return {value};"])
+
+    def _batched_product(self, node: Node, place: Place, left: Node, right: Node, scope: Scope) -> str:
+        """Return an element of a product of two matrices of every edge: a loop."""
+        shapes = self.shapes[left], self.shapes[right]
+        if not all(len(shape) == 3 and shape[0] == _EDGES for shape in shapes):
+            raise Refusal(f"the body calls {node.target} of {len(shapes[0])} and {len(shapes[1])} dimensions")
+        self.count += 1
+        total, k, inner = f"v{self.count}", f"k{self.count}", Scope(scope)
+        a = self.value(left, (*place[:2], k), inner)
+        b = self.value(right, (place[0], k, place[2]), inner)
+        loop = f"for (int {k} = 0; {k} < {shapes[0][2]}; ++{k}) {{"
+        scope.lines.append(f"float {total} = 0.0f;")
+        scope.lines.append(" ".join([loop, *inner.lines, f"{total} += {a} * {b}; }}"]))
+        return total
+
+    def _transposed(self, node: Node, place: Place, scope: Scope) -> str:
+        source = first_operand(node)
+        if self._is_of_edges(source):
+            raise Refusal("the body moves the edge dimension")
+        return self.value(source, place[::-1], scope)
+
+    def _swapped(self, node: Node, place: Place, scope: Scope) -> str:
+        source, *dims = unpack(node, "self", "dim0", "dim1")
+        first, second = (int(dim) % len(place) for dim in dims)
+        if self._is_of_edges(source) and 0 in (first, second):
+            raise Refusal("the body moves the edge dimension")
+        swapped = list(place)
+        swapped[first], swapped[second] = place[second], place[first]
+        return self.value(source, tuple(swapped), scope)
+
+    def _stack(self, node: Node, place: Place, scope: Scope) -> str:
+        parts, dim = unpack(node, "tensors", "dim")
+        dim = int(dim) % len(self.shapes[node])
+        if dim == 0 or len(parts) > 1:
+            raise Refusal("the body stacks values")
+        return self.value(parts[0], (*place[:dim], *place[dim + 1 :]), scope)
+
     def _sum(self, node: Node, place: Place, scope: Scope) -> str:
         source = first_operand(node)
         shape = self.shapes[source]
@@ -369,6 +482,14 @@ _SPECIAL: dict[str, Callable[[_Writer, Node, Place, Scope], str]] = {
     "select": _Writer._select,
     "slice": _Writer._slice,
     "cat": _Writer._cat,
+    "stack": _Writer._stack,
+    "t": _Writer._transposed,
+    "transpose": _Writer._swapped,
+    "linear": _Writer._linear,
+    "mm": _Writer._matmul,
+    "bmm": _Writer._matmul,
+    "matmul": _Writer._matmul,
+    "addmm": _Writer._addmm,
     "sum": _Writer._sum,
     "mean": _Writer._sum,
 }

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from gnnc.ir.format import EDGE_LIST, RUN_TABLE, Format
+from gnnc.ir.message import reductions
 from gnnc.ir.nodes import argument, as_node, operand, unpack
-from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, length, pointer
+from gnnc.runtime.cuda.emitter import BLOCK, CudaEmitter, blocks, length, pointer, round_up
 from gnnc.runtime.cuda.formats.tables import (
     destinations,
     runs_arguments,
@@ -22,6 +22,16 @@ from gnnc.runtime.program.launches import Argument, Expr, Operand, count_of, exp
 from gnnc.runtime.registry import BYTES, Decline, kernel
 from gnnc.runtime.row_program.build import Refusal, fixed_width, planned
 
+_EDGES_AT_ONCE = 8
+"""``EdgeProducts::kEdges``."""
+_MOST_WEIGHTS = 12 * 1024
+"""``EdgeProducts::kMostWeights``."""
+_BATCHES = 16
+"""``gnnc::kBatches``."""
+_MOST_SHARED = 96 * 1024
+"""``EdgeProducts::kMostBytes``: two blocks a multiprocessor."""
+_MOST_STATES = 32
+"""Words of the states of a thread's columns, at most, where products make it hold all of them at a time."""
 _EXACT = 2**24 // 128**2
 """Number of products of two int8 values whose sum is always exact in FP32."""
 _SDDMM = {
@@ -59,7 +69,7 @@ class Plan:
 
 @kernel("gnnc.edge_map", "gnnc.message", backend="cuda", name="edge_body", priority=10, elements=BYTES)
 class EdgeBody:
-    """Kernel of ``csrc/cuda/sparse/edge.cuh``: a thread computes a column of the body; no E x F matrix."""
+    """Kernel of ``csrc/cuda/sparse/edge.cuh``: threads compute columns of the body; no E x F matrix."""
 
     @staticmethod
     @planned
@@ -131,8 +141,22 @@ def body_plan(node: Node, body: str | None = None) -> Plan:
         fixed_width(value)
     positions = tuple((name, node.all_input_nodes.index(value)) for name, value in operands.items())
     plan = Plan(body or argument(node, "body"), argument(node, "reduce", None), positions)
-    _functor(plan, node, {name: 1 for name in operands})
+    _check_products(plan, _functor(plan, node, {name: 1 for name in operands}))
     return plan
+
+
+def _check_products(plan: Plan, functor: Functor) -> None:
+    """Refuse products that a multiprocessor has no room for."""
+    block_of(functor.products)
+    if functor.products and plan.reduce is not None:
+        words = -(-functor.width // 32) * sum(map(_words, reductions(plan.reduce)))
+        if words > _MOST_STATES:
+            raise Refusal(f"the reductions of the body take {words} registers of a thread")
+
+
+def _words(reduce: str) -> int:
+    """Return the words of the state of a reduction: ``gnnc::Reduction::kWords``."""
+    return 3 if reduce == "softmax" else 1
 
 
 def _operands(node: Node) -> dict[str, Node]:
@@ -140,7 +164,7 @@ def _operands(node: Node) -> dict[str, Node]:
     return {f"{kind}{number}": value for kind, group in groups for number, value in enumerate(group)}
 
 
-def _functor(plan: Plan, node: Node, strides: dict[str, int]) -> Any:
+def _functor(plan: Plan, node: Node, strides: dict[str, int]) -> Functor:
     values = {name: node.all_input_nodes[index].meta["val"] for name, index in plan.operands}
     return write_body(plan.body, values, strides)
 
@@ -153,11 +177,33 @@ class Body:
         name: the struct.
         width: columns of an edge's value.
         pointers: the members.
+        products: see ``Functor``.
     """
 
     name: str
     width: int
     pointers: tuple[Operand, ...]
+    products: tuple[tuple[int, int], ...]
+
+    def block(self, kernel: str, emitter: CudaEmitter) -> "ProductBlock":
+        """Return the block of a launch; check it as the kernel is compiled."""
+        block, of_kernel = block_of(self.products), f"ProductsOf<{self.name}>"
+        condition = f"{of_kernel}::kBytes == {block.nbytes} && {of_kernel}::kWarps == {block.warps}"
+        emitter.kernel_set.require(kernel, condition, "products are given another block")
+        return block
+
+
+@dataclass(frozen=True, slots=True)
+class ProductBlock:
+    """Launch shape of a body with products.
+
+    Attributes:
+        warps: warps of a block.
+        nbytes: bytes of its dynamic shared memory.
+    """
+
+    warps: int
+    nbytes: int
 
 
 def write_functor(plan: Plan, node: Node, emitter: CudaEmitter) -> Body:
@@ -175,7 +221,31 @@ def write_functor(plan: Plan, node: Node, emitter: CudaEmitter) -> Body:
 def body_of(functor: Functor, tensors: Mapping[str, Expr], emitter: CudaEmitter) -> Body:
     """Return a functor as a struct of the program's kernels, whose members are tensors of the program."""
     pointers = [pointer(tensors[name]) for name in functor.operands] or [pointer(None)]
-    return Body(emitter.kernel_set.struct("Body", functor.text), functor.width, tuple(pointers))
+    name = emitter.kernel_set.struct("Body", functor.text)
+    return Body(name, functor.width, tuple(pointers), functor.products)
+
+
+def block_of(products: Sequence[tuple[int, int]]) -> ProductBlock:
+    """Return the block of a body with these columns of operands and results (``EdgeProducts``).
+
+    Raises:
+        Refusal: there is no room for one warp.
+    """
+    if not products:
+        return ProductBlock(BLOCK // 32, 0)
+    weights = 0
+    for inputs, outputs in products:
+        words = round_up(inputs, 4) * (outputs | 1)
+        weights += words if weights + words <= _MOST_WEIGHTS else 0
+    columns = max(round_up(inputs, 4) for inputs, _ in products) + sum(outputs for _, outputs in products)
+    blocks_of = (
+        ProductBlock(warps, 4 * (weights + warps * _EDGES_AT_ONCE * columns))
+        for warps in (BLOCK // 32, 4, 2, 1)
+    )
+    block = next((block for block in blocks_of if block.nbytes <= _MOST_SHARED), None)
+    if block is None:
+        raise Refusal(f"the products of the body have {columns} columns an edge")
+    return block
 
 
 def write_destinations(rowptr: Node, edges: Operand, emitter: CudaEmitter) -> Expr:
@@ -210,8 +280,14 @@ def write_edge_map(emitter: CudaEmitter, body: Body, rows: Expr, columns: Expr, 
     """
     edges = length(columns)
     values: list[Argument] = [pointer(rows), pointer(columns), pointer(out.written), edges, *body.pointers]
-    grid = expr("({})", blocks(expr("{} * {}", edges, body.width), BLOCK))
-    emitter.launch(f"gnnc::edge_map<{body.width}, {body.name}>", grid, values)
+    if body.products:
+        kernel = f"gnnc::edge_map_products<{body.width}, {body.name}>"
+        block = body.block(kernel, emitter)
+        grid = blocks(edges, block.warps * _BATCHES * _EDGES_AT_ONCE)
+        emitter.launch(kernel, expr("({})", grid), values, block=32 * block.warps, shared=block.nbytes)
+    else:
+        grid = expr("({})", blocks(expr("{} * {}", edges, body.width), BLOCK))
+        emitter.launch(f"gnnc::edge_map<{body.width}, {body.name}>", grid, values)
 
 
 def write_message(
@@ -228,15 +304,21 @@ def write_message(
     Args:
         emitter: the program under construction.
         body: the body.
-        reduce: name of the reduction.
+        reduce: names of the reductions, joined by commas.
         runs: the run table.
         edges: members of ``gnnc::Runs``.
         out: the result, one row a destination.
         stride: elements from one row of the result to the next.
     """
     lanes = next(lanes for lanes in (1, 2, 4, 8, 16, 32) if lanes >= body.width or lanes == 32)
+    lanes = 32 if body.products else lanes
+    names = reductions(reduce)
     count = expr("{}.count", runs)
-    values = [*edges, *write_staging(emitter, runs, body.width), pointer(out.written), count]
-    kernel = f"gnnc::message<{body.width}, {stride}, {lanes}, gnnc::Join::{reduce}, {body.name}>"
+    staging = write_staging(emitter, runs, body.width * sum(map(_words, names)))
+    values = [*edges, *staging, pointer(out.written), count]
+    joins = ", ".join(f"gnnc::Join::{name}" for name in names)
+    kernel = f"gnnc::message<{body.width}, {stride}, {lanes}, gnnc::Reductions<{joins}>, {body.name}>"
     emitter.kernel_set.expect(kernel, "MessageArgs", count_of(values))
-    emitter.launch(kernel, blocks(count, BLOCK // lanes), [*values, *body.pointers])
+    block = body.block(kernel, emitter)
+    grid, threads = blocks(count, 32 * block.warps // lanes), 32 * block.warps
+    emitter.launch(kernel, grid, [*values, *body.pointers], block=threads, shared=block.nbytes)

@@ -111,9 +111,10 @@ def test_attention(hubs: Graph, heads: int, each: int) -> None:
 BODY = """
 #include "sparse/edge.cuh"
 struct Body {
+  static constexpr int kProducts = 0;
   const float* x;
-  __device__ float operator()(int64_t, int64_t source, int64_t, int column) const {
-    return x[source * %d + column];
+  __device__ void operator()(int64_t, int64_t source, int64_t, const float*, int column, float* v) const {
+    v[0] = x[source * %d + column];
   }
 };
 """
@@ -123,7 +124,7 @@ struct Body {
 @pytest.mark.parametrize(("width", "lanes"), [(1, 1), (5, 8), (40, 32)])
 def test_messages(hubs: Graph, width: int, lanes: int, reduce: str) -> None:
     graph, x = on_gpu(hubs), torch.randn(900, width)
-    name = f"gnnc::message<{width}, {width}, {lanes}, gnnc::Join::{reduce}, Body>"
+    name = f"gnnc::message<{width}, {width}, {lanes}, gnnc::Reductions<gnnc::Join::{reduce}>, Body>"
     module = Module(BODY % width, (name,))
     out = torch.empty(hubs.num_dst, width, device="cuda")
     memory, arrived = staging_for(graph.runs.slots, width)

@@ -1,0 +1,187 @@
+"""Messages whose bodies have products with weights, and several reductions, against references in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from cuda_cases import assert_no_spills
+from kernel_graphs import GRAPHS, Graph, relative_error
+from one_op import program_of, run_on_cuda
+from torch import Tensor
+
+from gnnc.ir.message import edge_map_reference, edge_sum_reference, message_reference
+from gnnc.runtime.cuda.driver.nvrtc import resources_of
+from gnnc.runtime.cuda.kernels.message import ProductBlock, block_of
+from gnnc.runtime.row_program.build import Refusal
+
+GNNC = torch.ops.gnnc
+SEVERAL = "t0 = aten.add.Tensor(i0, j0); t1 = aten.mul.Tensor(t0, t0); return [t1, t0, t0, t0]"
+SOFTMAX = "t0 = aten.mul.Tensor(j0, c0); t1 = aten.add.Tensor(j0, i0); return [t0, t1]"
+BOTH = "t0 = aten.add.Tensor(i0, j0); t1 = aten.mul.Tensor(t0, c0); return [t0, t1, t0, t1]"
+FILTER = "t0 = aten.linear.default(e0, c0, c1); t1 = aten.mul.Tensor(t0, j0); return t1"
+GATE = (
+    "t0 = aten.linear.default(e0, c0, c1); t1 = aten.add.Tensor(t0, j0); t2 = aten.sigmoid.default(t1); "
+    "t3 = aten.mm.default(e0, c2); t4 = aten.add.Tensor(t3, i0); t5 = aten.mul.Tensor(t2, t4); return t5"
+)
+CHAIN = (
+    "t0 = aten.linear.default(e0, c0, c1); t1 = aten.add.Tensor(t0, j0); t2 = aten.relu.default(t1); "
+    "t3 = aten.t.default(c2); t4 = aten.addmm.default(c1, t2, t3); return t4"
+)
+WEIGHT_GRAD = (
+    "t0 = aten.linear.default(e0, c0, c1); t1 = aten.add.Tensor(t0, j0); "
+    "t2 = aten.threshold_backward.default(i0, t1, 0); t3 = aten.t.default(t2); t4 = aten.mm.default(t3, e0); "
+    "return t4"
+)
+BIAS_GRAD = (
+    "t0 = aten.linear.default(e0, c0, c1); t1 = aten.add.Tensor(t0, j0); "
+    "t2 = aten.threshold_backward.default(i0, t1, 0); t3 = aten.sum.dim_IntList(t2, [0], True); "
+    "t4 = aten.view.default(t3, [-1]); return t4"
+)
+NARROW = "t0 = aten.linear.default(i0, c0, c1); t1 = aten.mul.Tensor(t0, j0); return t1"
+CASES = {
+    "several": (SEVERAL, "sum,max,min,mean"),
+    "softmax": (SOFTMAX, "softmax"),
+    "both": (BOTH, "max,softmax,mean"),
+    "filter": (FILTER, "sum"),
+    "gate": (GATE, "mean"),
+    "chain": (CHAIN, "max"),
+}
+WIDTHS = (1, 7, 47, 64)
+
+
+def operands(name: str, g: Graph, width: int) -> tuple[list[Tensor], ...]:
+    """Return the operands of a case: rows of ``width`` columns, edge features of 16 or 5."""
+    features = 5 if width == 7 else 16
+    dst, src = torch.randn(g.num_dst, width), torch.randn(g.num_src, width)
+    edge, weight, bias = torch.randn(g.num_edges, features), torch.randn(width, features), torch.randn(width)
+    return {
+        "several": ([dst], [src], [], []),
+        "softmax": ([dst], [src], [], [torch.randn(width) * 20]),
+        "both": ([dst], [src], [], [torch.randn(width)]),
+        "filter": ([], [src], [edge], [weight, bias]),
+        "gate": ([dst], [src], [edge], [weight, bias, torch.randn(features, width)]),
+        "chain": ([], [src], [edge], [weight, bias, torch.randn(width, width)]),
+    }[name]
+
+
+def in_float64(groups: tuple[list[Tensor], ...]) -> list[list[Tensor]]:
+    return [[tensor.double() for tensor in group] for group in groups]
+
+
+def call_of(op: str, g: Graph, body: str, groups: tuple[list[Tensor], ...], *rest: str) -> tuple[Any, ...]:
+    """Return a function that calls an op, and the tensors that it takes."""
+    sizes = [len(group) for group in groups]
+
+    def call(rowptr: Tensor, col: Tensor, *flat: Tensor) -> Tensor:
+        tensors = iter(flat)
+        lists = [[next(tensors) for _ in range(size)] for size in sizes]
+        count = [rowptr.shape[0] - 1] if op == "message" else []
+        return getattr(GNNC, op)(rowptr, col, body, *rest, *lists, *count)
+
+    return call, g.rowptr, g.col, *(tensor for group in groups for tensor in group)
+
+
+def run(
+    op: str, g: Graph, body: str, groups: tuple[list[Tensor], ...], *rest: str, kernel: str = "edge_body"
+) -> Tensor:
+    """Return what the kernel computes, as a program calls it."""
+    call, *tensors = call_of(op, g, body, groups, *rest)
+    return run_on_cuda(call, kernel, *tensors)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("graph", ["random", "no-edges", "one-edge", "loops", "star"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", CASES)
+def test_messages(name: str, width: int, graph: str) -> None:
+    torch.manual_seed(0)
+    g, (body, reduce) = GRAPHS[graph](), CASES[name]
+    groups = operands(name, g, width)
+    got = run("message", g, body, groups, reduce)
+    want = message_reference(g.rowptr, g.col, body, reduce, *in_float64(groups), g.num_dst)
+    assert got.shape == want.shape and relative_error(got, want) < 1e-5
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("graph", ["random", "no-edges", "one-edge"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 3), (7, 47), (1, 1), (33, 64)])
+def test_edge_values_with_a_product(inputs: int, outputs: int, graph: str) -> None:
+    g = GRAPHS[graph]()
+    rows = [torch.randn(g.num_dst, inputs)], [torch.randn(g.num_src, outputs)]
+    groups = (*rows, [], [torch.randn(outputs, inputs), torch.randn(outputs)])
+    got = run("edge_map", g, NARROW, groups)
+    want = edge_map_reference(g.rowptr, g.col, NARROW, *in_float64(groups))
+    assert got.shape == want.shape and relative_error(got, want) < 1e-5
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("graph", ["random", "no-edges", "star"])
+@pytest.mark.parametrize("width", [7, 64])
+@pytest.mark.parametrize(
+    "body", [WEIGHT_GRAD, WEIGHT_GRAD.replace("return t4", "t5 = aten.t.default(t4); return t5"), BIAS_GRAD]
+)
+def test_sums_over_all_edges_behind_a_product(body: str, width: int, graph: str) -> None:
+    g = GRAPHS[graph]()
+    edge, weight, bias = torch.randn(g.num_edges, 16), torch.randn(width, 16), torch.randn(width)
+    groups = ([torch.randn(g.num_dst, width)], [torch.randn(g.num_src, width)], [edge], [weight, bias])
+    got = run("edge_sum", g, body, groups, kernel="edge_sum")
+    want = edge_sum_reference(g.rowptr, g.col, body, *in_float64(groups))
+    assert got.shape == want.shape and relative_error(got, want) < 1e-5
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_a_row_has_an_edge_whose_value_is_its_extremum_to_the_bit(reduce: str) -> None:
+    """The gradient of an extremum compares values that another kernel computes again."""
+    torch.manual_seed(0)
+    g, (body, _) = GRAPHS["random"](), CASES["chain"]
+    groups = operands("chain", g, 64)
+    top = run("message", g, body, groups, reduce)
+    values = run("edge_map", g, body, groups)
+    again = values.new_zeros(top.shape).scatter_reduce(
+        0, g.dst()[:, None].expand(-1, 64), values, "a" + reduce, include_self=False
+    )
+    assert torch.equal(top, again)
+    hit = body.replace("return t4", "t5 = aten.eq.Tensor(t4, i0); t6 = aten._to_copy.default(t5, dtype="
+                       "torch.float32); return t6")  # fmt: skip
+    hits = run("message", g, hit, ([top], *groups[1:]), "sum")
+    assert bool((hits[g.rowptr.diff() > 0] >= 1).all())
+
+
+@pytest.mark.cuda
+def test_a_softmax_of_infinite_and_of_no_numbers_is_that_of_the_reference() -> None:
+    inf, nan = float("inf"), float("nan")
+    rows = [[-inf, 0.0, 1.0], [-inf, -inf], [inf, 0.0], [nan, 3.0], [0.0, nan], [3.0, -inf]]
+    rowptr = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    logits = torch.tensor([value for row in rows for value in row])[:, None]
+    col = torch.arange(len(logits), dtype=torch.int32)
+    g = Graph(rowptr, col, len(logits), len(rows))
+    groups: tuple[list[Tensor], ...] = ([], [logits, torch.arange(float(len(logits)))[:, None]], [], [])
+    call, *tensors = call_of("message", g, "return [j0, j1]", groups, "softmax")
+    on_device = [tensor.cuda() for tensor in tensors]
+    got = program_of(call, *on_device, backend="cuda")(*on_device)[0].cpu()
+    want = message_reference(g.rowptr, g.col, "return [j0, j1]", "softmax", *groups, g.num_dst)
+    assert want.isnan().any() and not want.isnan().all()
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_kernel_spills(architecture: str) -> None:
+    g = GRAPHS["random"]()
+    for name, (body, reduce) in CASES.items():
+        call, *tensors = call_of("message", g, body, operands(name, g, 64), reduce)
+        program = program_of(call, *tensors, backend=f"cuda-offline:{architecture}")
+        assert "reference" not in dict(program.kernels).values()
+        assert_no_spills(resources_of(program.code[architecture]))
+
+
+def test_blocks_have_room_for_weights_and_for_eight_edges_a_warp() -> None:
+    assert block_of(()) == ProductBlock(8, 0)
+    assert block_of(((16, 64),)) == ProductBlock(8, 4 * (16 * 65 + 8 * 8 * (16 + 64)))
+    weights = 4 * 65 + 2 * 64 * 65  # the third matrix is read where it lies
+    assert block_of(((3, 64), *[(64, 64)] * 3)).warps == 4
+    assert block_of(((3, 64), *[(64, 64)] * 3)).nbytes == 4 * (weights + 4 * 8 * 5 * 64)
+    with pytest.raises(Refusal, match="4000 columns an edge"):
+        block_of(((2000, 2000),))
