@@ -633,7 +633,7 @@ __device__ void store_floats(const Tile& tile, T* row, const F& scaled) {
 }
 template <int kPadded, class Tile, class T>
 __device__ float quant_row(const Tile& tile, T* row, float* scale_out) {
-  const float scale = scale_of<T>(tile.max_abs());
+  const float scale = scale_of<T>(max_abs(tile));
   const float inverse = inverse_of(scale);
   if (tile.lane == 0) *scale_out = scale;
   store_floats<kPadded>(tile, row, [&](int i) { return __fmul_rn(tile.v[i], inverse); });
