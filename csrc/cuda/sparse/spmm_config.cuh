@@ -64,7 +64,7 @@ __host__ __device__ constexpr Residency spmm_registers(Element element, int widt
   const bool extreme = reduce >= Reduce::max && !is_extreme_of_pairs(element, reduce, weight, 1);
   if (!is_one_pass(element, width) || kArchitecture < 900) return {512, bytes || extreme ? 4 : 8};
   const int pieces = pieces_of(element, width);
-  if (is_fp8(element)) return {640, 4};
+  if (is_fp8(element)) return {kArchitecture < 1000 ? 768 : 640, 4};
   if (bytes && weight == Weight::none && !extreme) return {pieces == 1 ? 896 : 768, 8};
   if (bytes && value == Value::real && !extreme) {
     if (kArchitecture >= 1000) return {scale != Scale::row ? 640 : 512, 8};
