@@ -55,6 +55,14 @@ FAMILIES = {
         "kernels/test_split_rows.py::test_attention[2-301]",
         "kernels/test_split_rows.py::test_messages[5-8-mean]",
     ),
+    "fp8": (
+        "kernels/test_fp8.py::test_every_value_is_widened_as_torch_does[E4m3]",
+        "kernels/test_fp8.py::test_values_are_rounded_as_torch_does_and_saturate[E4m3]",
+        "kernels/test_fp8.py::test_values_are_rounded_as_torch_does_and_saturate[E5m2]",
+        "kernels/test_fp8.py::test_stored_rows_are_those_of_the_reference[47-e4m3]",
+        "kernels/test_fp8.py::test_sums_of_rows_are_those_of_the_reference[sum-None-48-e4m3]",
+        "kernels/test_fp8.py::test_products_with_a_weight_are_those_of_the_reference[47-e5m2]",
+    ),
     "sddmm": (
         "kernels/test_sddmm.py::test_integer_dots_are_exact[random-47]",
         "kernels/test_sddmm.py::test_integer_dots_are_exact[no-edges-47]",
@@ -106,7 +114,7 @@ FAMILIES = {
 }
 """Tests by kernel family: odd widths, rows of several passes, split rows, epilogues, bodies."""
 
-EMULATED = ("new graphs", "split rows", "sddmm", "attention", "gradients", "tuning", "models")
+EMULATED = ("new graphs", "split rows", "fp8", "sddmm", "attention", "gradients", "tuning", "models")
 """Families whose tests run on the emulator in `make test-all` without a GPU, but those of ``LONG``."""
 LONG = frozenset(
     {

@@ -21,8 +21,8 @@ from gnnc.runtime.cuda.formats.window_table import (
     slices_of,
     window_rows,
 )
+from gnnc.runtime.cuda.kernels.spmm import ELEMENTS
 
-ELEMENTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int8: "i8"}
 NBYTES = {name: dtype.itemsize for dtype, name in ELEMENTS.items()}
 
 

@@ -38,6 +38,9 @@ KINDS = {
     "int8 min, row scales": SpmmConfig("i8", 0, "min", scale="row"),
     "fp16 min": SpmmConfig("f16", 0, "min"),
     "bf16 max": SpmmConfig("bf16", 0, "max"),
+    "fp8": SpmmConfig("e4m3", 0, scale="row"),
+    "fp8 real": SpmmConfig("e5m2", 0, value="real", scale="row"),
+    "fp8 max": SpmmConfig("e4m3", 0, "max", scale="row"),
 }
 IN_ROW = SpmmConfig("i8", 0, scale="in_row")
 TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -53,6 +56,12 @@ def built_widths(architecture: str) -> tuple[int, ...]:
     return BUILT_WIDTHS if architecture == "sm_90" else ENDS
 
 
+def skip_without_fp8(architecture: str, kind: str) -> None:
+    """Skip kernels of 8-bit floats for an architecture without their conversions."""
+    if kind.startswith("fp8") and architecture == "sm_80":
+        pytest.skip(f"{architecture} has no 8-bit floats")
+
+
 def forms_of(row_bytes: int) -> list[str]:
     """Kernels that sum rows of so many bytes: as a whole, and in slices where there are several."""
     return sorted({"spmm", form_of(row_bytes)})
@@ -63,6 +72,7 @@ def forms_of(row_bytes: int) -> list[str]:
 @pytest.mark.parametrize("kind", slow_but(["fp32", "int8 powers", "fp16 weights"], list(KINDS)))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_kernel_spills(architecture: str, kind: str) -> None:
+    skip_without_fp8(architecture, kind)
     widths = built_widths(architecture)
     configs = [replace(KINDS[kind], width=w) for w in widths]
     if kind == "int8 powers":
@@ -99,6 +109,7 @@ STAGED = {
     "fp16": SpmmConfig("f16", 0),
     "bf16 mean": SpmmConfig("bf16", 0, "mean"),
     "fp32": SpmmConfig("f32", 0),
+    "fp8": SpmmConfig("e4m3", 0, scale="row"),
 }
 
 
@@ -107,6 +118,7 @@ STAGED = {
 @pytest.mark.parametrize("kind", slow_but(["int8 powers"], list(STAGED)))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_staged_kernel_spills(architecture: str, kind: str) -> None:
+    skip_without_fp8(architecture, kind)
     widths = built_widths(architecture)
     configs = [replace(STAGED[kind], width=w) for w in widths]
     if kind == "int8 powers":
