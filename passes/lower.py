@@ -10,6 +10,7 @@ from gnnc.ir.nodes import outputs_of, result_index
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import STRUCTURE, Parts
 from gnnc.passes.base import Context, Property
+from gnnc.passes.rewrite.edge_matrices import edge_matrices
 from gnnc.target import ChosenKernel, KernelChoice, Lowering
 
 
@@ -35,6 +36,8 @@ class Lower:
                 _lower(gm, lowering, ctx)
         if parts.structure is not None:
             _lower_structure(parts.structure, lowering, ctx)
+        for node, text in edge_matrices(parts):
+            ctx.note(node, text)
         return parts
 
 
