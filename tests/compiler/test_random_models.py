@@ -1,6 +1,6 @@
 """Random models of PyG's layers, norms and hand-written layers equal eager in every precision.
 
-`python tests/fuzz_models.py --seed 0 --count 2000` runs many more.
+`python tests/fuzz_models.py --seed 0 --count 2000 --jobs 16` runs many more.
 """
 
 import pytest

@@ -2,8 +2,8 @@
 
 import copy
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from random_models import Model, arguments
@@ -11,6 +11,7 @@ from shared_captures import shared_captures
 from torch import Tensor, nn
 
 import gnnc
+from gnnc.errors import GnncError
 
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "int8": 5e-2}
 """Relative L2 error of a well-conditioned model."""
@@ -27,27 +28,62 @@ class Mismatch(AssertionError):
     """A compiled model does not compute what eager computes."""
 
 
-def check_seed(seed: int, precisions: Sequence[str], graphs: int = 2) -> list[str]:
-    """Check the model of a seed; return what was run, one text for each graph.
+class Verdict(NamedTuple):
+    """The outcome of one call of a compiled model.
+
+    Attributes:
+        precision: of the compiled model.
+        kind: the kind of graph.
+        verdict: "equal", "wrong", "refused" (an error of ours), or "raw" (any other exception).
+        detail: the error; "" where the result is equal.
+    """
+
+    precision: str
+    kind: str
+    verdict: str
+    detail: str
+
+
+def check_seed(seed: int, precisions: Sequence[str], graphs: int = 2) -> None:
+    """Check the model of a seed in each precision.
 
     Raises:
         Mismatch: names the precision, the error and its bound.
     """
+    for verdict in verdicts(seed, precisions, graphs):
+        if verdict.verdict != "equal":
+            raise Mismatch(f"seed {seed}, {verdict.precision}, {verdict.kind}: {verdict.detail}")
+
+
+def verdicts(seed: int, precisions: Sequence[str], graphs: int = 2) -> Iterator[Verdict]:
+    """Yield the verdict on each call of the model of a seed that eager runs."""
     model = Model(seed).eval()
-    done = []
     with warnings.catch_warnings(), torch.no_grad(), shared_captures():
         warnings.simplefilter("ignore")
         compiled = {p: gnnc.compile(model, p, check_finite="off") for p in precisions}
         for number in range(graphs):
             kind, args = arguments(10 * seed + number, model.features)
             want = eager(model, args)
-            if want is None:
-                continue
-            for precision in precisions:
-                got = compiled[precision](*args)
-                compare(f"seed {seed}, {precision}, {kind}: {model!r}", model, args, got, want, precision)
-            done.append(kind)
-    return done
+            if want is not None:
+                for precision in precisions:
+                    yield Verdict(
+                        precision, kind, *verdict_on(compiled[precision], model, args, want, precision)
+                    )
+
+
+def verdict_on(
+    compiled: Callable[..., Tensor], model: nn.Module, args: Sequence[Tensor], want: Tensor, precision: str
+) -> tuple[str, str]:
+    """Return the verdict on a call, and its detail."""
+    try:
+        compare(repr(model), model, args, compiled(*args), want, precision)
+    except Mismatch as error:
+        return "wrong", str(error)
+    except GnncError as error:
+        return "refused", f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return "raw", f"{type(error).__name__}: {error}"
+    return "equal", ""
 
 
 def eager(model: nn.Module, args: Sequence[Tensor]) -> Tensor | None:
