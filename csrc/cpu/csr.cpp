@@ -70,12 +70,17 @@ struct Wrong {
 };
 
 // Copies edges [begin, end) and counts their destinations, up to the first edge with an index out of range, if any.
-template <typename Index, typename Count>
+// Self loops are left out, with a negative source, where every node gets a new one.
+template <bool kLoops, typename Index, typename Count>
 Wrong count_slice(const EdgeList<Index>& edges, int64_t begin, int64_t end, Ends* ends, Count* counts) {
   const auto num_src = static_cast<uint64_t>(edges.num_src), num_dst = static_cast<uint64_t>(edges.num_dst);
   for (int64_t e = begin; e < end; ++e) {
     const int64_t s = edges.source(e), d = edges.destination(e);
     if (static_cast<uint64_t>(s) >= num_src || static_cast<uint64_t>(d) >= num_dst) return {e, s, d};
+    if (kLoops && s == d) {
+      ends[e].src = -1;
+      continue;
+    }
     ends[e] = {static_cast<int32_t>(s), static_cast<int32_t>(d)};
     ++counts[d];
   }
@@ -83,15 +88,16 @@ Wrong count_slice(const EdgeList<Index>& edges, int64_t begin, int64_t end, Ends
 }
 
 template <typename Index>
-[[noreturn]] void report(const EdgeList<Index>& edges, const Wrong& wrong) {
+[[noreturn]] void report(const EdgeList<Index>& edges, const Wrong& wrong, const char* op) {
   const bool bad_src = wrong.src < 0 || wrong.src >= edges.num_src;
-  STD_TORCH_CHECK(false, "csr: ", bad_src ? "src" : "dst", "[", wrong.edge, "] is ", bad_src ? wrong.src : wrong.dst,
+  STD_TORCH_CHECK(false, op, ": ", bad_src ? "src" : "dst", "[", wrong.edge, "] is ", bad_src ? wrong.src : wrong.dst,
                   ", but must be in 0..", (bad_src ? edges.num_src : edges.num_dst) - 1, " (there are ",
                   bad_src ? edges.num_src : edges.num_dst, bad_src ? " source" : " destination", " nodes)");
 }
 
-// Turns counts[slice][row] into the position of the slice's first edge of that row, and fills rowptr.
-template <typename Count>
+// Turns counts[slice][row] into the position of the slice's first edge of that row, and fills rowptr. New loops take
+// the last place of each row.
+template <bool kLoops, typename Count>
 void place(Count* counts, int64_t slices, int64_t num_dst, int64_t* rowptr) {
   int64_t start = 0;
   for (int64_t d = 0; d < num_dst; ++d) {
@@ -102,76 +108,104 @@ void place(Count* counts, int64_t slices, int64_t num_dst, int64_t* rowptr) {
       count = static_cast<Count>(start);
       start += n;
     }
+    if (kLoops) ++start;
   }
   rowptr[num_dst] = start;
 }
 
-template <typename Count>
+template <bool kLoops, typename Count>
 void scatter_slice(const Ends* ends, int64_t begin, int64_t end, Count* next, int32_t* col, int64_t* perm) {
   for (int64_t e = begin; e < end; ++e) {
+    if (kLoops && ends[e].src < 0) continue;
     const int64_t at = next[ends[e].dst]++;
     col[at] = ends[e].src;
     perm[at] = e;
   }
 }
 
-template <typename Index, typename Count>
-void build(const EdgeList<Index>& edges, int64_t* rowptr, int32_t* col, int64_t* perm) {
+// The tensors that a sort fills.
+struct Sorted {
+  int64_t* rowptr;
+  int32_t* col;
+  int64_t* perm;
+};
+
+template <bool kLoops, typename Index, typename Count>
+void build(const EdgeList<Index>& edges, const Sorted& out, const char* op) {
   const int64_t slices = slice_count(edges.num_edges, edges.num_dst);
   const std::unique_ptr<Ends[]> ends(new Ends[static_cast<size_t>(edges.num_edges)]);
   std::vector<Count> counts(static_cast<size_t>(slices * edges.num_dst), 0);
   std::vector<Wrong> wrong(static_cast<size_t>(slices));
   for_each_slice(slices, edges.num_edges, [&](int64_t s, int64_t begin, int64_t end) {
-    wrong[static_cast<size_t>(s)] = count_slice(edges, begin, end, ends.get(), counts.data() + s * edges.num_dst);
+    Count* own = counts.data() + s * edges.num_dst;
+    wrong[static_cast<size_t>(s)] = count_slice<kLoops>(edges, begin, end, ends.get(), own);
   });
   for (const Wrong& first : wrong) {
-    if (first.edge >= 0) report(edges, first);
+    if (first.edge >= 0) report(edges, first, op);
   }
-  place(counts.data(), slices, edges.num_dst, rowptr);
+  place<kLoops>(counts.data(), slices, edges.num_dst, out.rowptr);
   for_each_slice(slices, edges.num_edges, [&](int64_t s, int64_t begin, int64_t end) {
-    scatter_slice(ends.get(), begin, end, counts.data() + s * edges.num_dst, col, perm);
+    scatter_slice<kLoops>(ends.get(), begin, end, counts.data() + s * edges.num_dst, out.col, out.perm);
   });
+  for (int64_t d = 0; kLoops && d < edges.num_dst; ++d) {
+    const int64_t last = out.rowptr[d + 1] - 1;
+    out.col[last] = static_cast<int32_t>(d);
+    out.perm[last] = edges.num_edges + d;
+  }
 }
 
-template <typename Index>
-void build_from(const Tensor& src, const Tensor& dst, int64_t num_src, int64_t num_dst, int64_t* rowptr, int32_t* col,
-                int64_t* perm) {
-  const EdgeList<Index> edges{sparse::strided<Index>(src, "csr", "src"),
-                              sparse::strided<Index>(dst, "csr", "dst"),
+template <bool kLoops, typename Index>
+void build_from(const Tensor& src, const Tensor& dst, int64_t num_src, int64_t num_dst, const Sorted& out,
+                const char* op) {
+  const EdgeList<Index> edges{sparse::strided<Index>(src, op, "src"),
+                              sparse::strided<Index>(dst, op, "dst"),
                               src.stride(0),
                               dst.stride(0),
                               src.numel(),
                               num_src,
                               num_dst};
-  if (edges.num_edges <= std::numeric_limits<int32_t>::max()) {
-    build<Index, int32_t>(edges, rowptr, col, perm);
+  if (edges.num_edges + (kLoops ? num_dst : 0) <= std::numeric_limits<int32_t>::max()) {
+    build<kLoops, Index, int32_t>(edges, out, op);
   } else {
-    build<Index, int64_t>(edges, rowptr, col, perm);
+    build<kLoops, Index, int64_t>(edges, out, op);
+  }
+}
+
+// Sorts edges by destination; with kLoops, each node has one self loop, in place of those given.
+template <bool kLoops>
+void sort(const Tensor& src, const Tensor& dst, int64_t num_src, int64_t num_dst, const Tensor& rowptr,
+          const Tensor& col, const Tensor& perm, const char* op) {
+  const ScalarType type = src.scalar_type();
+  STD_TORCH_CHECK(src.is_cpu() && dst.is_cpu(), op, ": src and dst must be on the CPU");
+  STD_TORCH_CHECK(src.dim() == 1 && dst.dim() == 1 && src.numel() == dst.numel(), op,
+                  ": src and dst must have one dimension and equal lengths");
+  STD_TORCH_CHECK((type == ScalarType::Long || type == ScalarType::Int) && type == dst.scalar_type(), op,
+                  ": src and dst must both be int64 or both int32");
+  sparse::check_counts(num_src, num_dst, op);
+  const int64_t room = src.numel() + (kLoops ? num_dst : 0);
+  const Sorted out{sparse::flat<int64_t>(rowptr, ScalarType::Long, num_dst + 1, op, "rowptr"),
+                   sparse::flat<int32_t>(col, ScalarType::Int, room, op, "col"),
+                   sparse::flat<int64_t>(perm, ScalarType::Long, room, op, "perm")};
+  check_apart({{rowptr, "rowptr"}, {col, "col"}, {perm, "perm"}}, {{src, "src"}, {dst, "dst"}}, op);
+  try {
+    if (type == ScalarType::Long) {
+      build_from<kLoops, int64_t>(src, dst, num_src, num_dst, out, op);
+    } else {
+      build_from<kLoops, int32_t>(src, dst, num_src, num_dst, out, op);
+    }
+  } catch (const std::bad_alloc&) {
+    STD_TORCH_CHECK(false, op, ": there is no memory for the copy of ", src.numel(), " edges and their counts");
   }
 }
 
 void csr(Tensor src, Tensor dst, int64_t num_src, int64_t num_dst, Tensor rowptr, Tensor col, Tensor perm) {
-  const ScalarType type = src.scalar_type();
-  STD_TORCH_CHECK(src.is_cpu() && dst.is_cpu(), "csr: src and dst must be on the CPU");
-  STD_TORCH_CHECK(src.dim() == 1 && dst.dim() == 1 && src.numel() == dst.numel(),
-                  "csr: src and dst must have one dimension and equal lengths");
-  STD_TORCH_CHECK((type == ScalarType::Long || type == ScalarType::Int) && type == dst.scalar_type(),
-                  "csr: src and dst must both be int64 or both int32");
-  sparse::check_counts(num_src, num_dst, "csr");
-  const int64_t num_edges = src.numel();
-  auto* starts = sparse::flat<int64_t>(rowptr, ScalarType::Long, num_dst + 1, "csr", "rowptr");
-  auto* columns = sparse::flat<int32_t>(col, ScalarType::Int, num_edges, "csr", "col");
-  auto* order = sparse::flat<int64_t>(perm, ScalarType::Long, num_edges, "csr", "perm");
-  check_apart({{rowptr, "rowptr"}, {col, "col"}, {perm, "perm"}}, {{src, "src"}, {dst, "dst"}}, "csr");
-  try {
-    if (type == ScalarType::Long) {
-      build_from<int64_t>(src, dst, num_src, num_dst, starts, columns, order);
-    } else {
-      build_from<int32_t>(src, dst, num_src, num_dst, starts, columns, order);
-    }
-  } catch (const std::bad_alloc&) {
-    STD_TORCH_CHECK(false, "csr: there is no memory for the copy of ", num_edges, " edges and their counts");
-  }
+  sort<false>(src, dst, num_src, num_dst, rowptr, col, perm, "csr");
+}
+
+// Returns the number of sorted edges, which fill the first part of col and perm.
+int64_t csr_with_loops(Tensor src, Tensor dst, int64_t num_nodes, Tensor rowptr, Tensor col, Tensor perm) {
+  sort<true>(src, dst, num_nodes, num_nodes, rowptr, col, perm, "csr_with_loops");
+  return static_cast<const int64_t*>(rowptr.data_ptr())[num_nodes];
 }
 
 }  // namespace
@@ -181,6 +215,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(gnnc_cpu, m) {
   m.def(
       "csr(Tensor src, Tensor dst, int num_src, int num_dst, Tensor(a!) rowptr, Tensor(b!) col, Tensor(c!) perm) "
       "-> ()");
+  m.def(
+      "csr_with_loops(Tensor src, Tensor dst, int num_nodes, Tensor(a!) rowptr, Tensor(b!) col, Tensor(c!) perm) "
+      "-> int");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) { m.impl("csr", TORCH_BOX(&gnnc::csr)); }
+STABLE_TORCH_LIBRARY_IMPL(gnnc_cpu, CPU, m) {
+  m.impl("csr", TORCH_BOX(&gnnc::csr));
+  m.impl("csr_with_loops", TORCH_BOX(&gnnc::csr_with_loops));
+}

@@ -16,34 +16,35 @@ using torch::stable::Tensor;
 // The kinds of arguments of an instruction.
 enum class Use {
   none,
-  spare,         // a field that prepare writes
-  constant,      // an index into consts
-  heads,         // a number of heads, which divides the width
-  flag,          // 0 or 1
-  first_column,  // the first column of a window, a multiple of 16
-  columns,       // the number of columns of a window
-  row,           // operand, fp32 [M]
-  column,        // operand, fp32 [F]
-  columns2,      // two operands in a row, fp32 [F] or empty
-  statistics,    // four operands in a row: mean, var [F], weight, bias [F] or empty
-  full,          // operand, fp32 or bf16 [M, F]
-  codes,         // operand, int8 [M, F]
-  bits,          // operand, uint8 [M, ceil(F / 8)]
-  single,        // operand, fp32, one element
-  scale,         // operand, fp32, one element or [F]
-  seed,          // operand, int64, one element
-  stream,        // a number of random bits, not negative
-  out_f32,       // output [M, F]
-  out_bf16,      // output [M, F]
-  out_codes,     // output, int8 [M, F], rows padded to 64 bytes
-  out_row,       // output, fp32 [M]
-  out_shift,     // output, uint8 [M]
-  out_count,     // output, int64, one element; -1: none
-  out_amax,      // output, fp32, one element or [F]
-  out_per_head,  // output, fp32 [M, heads]
-  out_bits,      // output, uint8 [M, ceil(F / 8)]
-  out_sum,       // output, fp32 [F]
-  out_single,    // output, fp32, one element
+  spare,           // a field that prepare writes
+  constant,        // an index into consts
+  heads,           // a number of heads, which divides the width
+  flag,            // 0 or 1
+  first_column,    // the first column of a window, a multiple of 16
+  columns,         // the number of columns of a window
+  row,             // operand, fp32 [M]
+  column,          // operand, fp32 [F]
+  columns2,        // two operands in a row, fp32 [F] or empty
+  statistics,      // four operands in a row: mean, var [F], weight, bias [F] or empty
+  full,            // operand, fp32 or bf16 [M, F]
+  codes,           // operand, int8 [M, F]
+  bits,            // operand, uint8 [M, ceil(F / 8)]
+  single,          // operand, fp32, one element
+  single_or_none,  // the same; -1: none
+  scale,           // operand, fp32, one element or [F]
+  seed,            // operand, int64, one element
+  stream,          // a number of random bits, not negative
+  out_f32,         // output [M, F]
+  out_bf16,        // output [M, F]
+  out_codes,       // output, int8 [M, F], rows padded to 64 bytes
+  out_row,         // output, fp32 [M]
+  out_shift,       // output, uint8 [M]
+  out_count,       // output, int64, one element; -1: none
+  out_amax,        // output, fp32, one element or [F]
+  out_per_head,    // output, fp32 [M, heads]
+  out_bits,        // output, uint8 [M, ceil(F / 8)]
+  out_sum,         // output, fp32 [F]
+  out_single,      // output, fp32, one element
 };
 
 // The kinds of the arguments a, b and c of an instruction.
@@ -98,6 +99,8 @@ constexpr Spec kSpecs[] = {
     {RowOp::log_softmax},
     {RowOp::head_mean, Use::none, Use::heads},
     {RowOp::window, Use::first_column, Use::columns},
+    {RowOp::mul_shifted, Use::single, Use::constant},
+    {RowOp::add_scaled, Use::full, Use::constant, Use::single_or_none},
     {RowOp::store_f32, Use::out_f32},
     {RowOp::store_bf16, Use::out_bf16},
     {RowOp::quant_row, Use::out_codes, Use::out_row},
@@ -195,6 +198,7 @@ const RowView& Parser::operand(int64_t index) const {
 }
 
 void Parser::check_operand(Use use, int32_t index) {
+  if (use == Use::single_or_none && index == -1) return;
   operand(index);
   RowView& v = operands_[static_cast<size_t>(index)];
   const auto expect = [&](bool holds, const char* what) {
@@ -225,6 +229,7 @@ void Parser::check_operand(Use use, int32_t index) {
     case Use::bits:
       return expect(v.type == Scalar::u8 && matrix(v, (width_ + 7) / 8), "uint8 with a bit for each value");
     case Use::single:
+    case Use::single_or_none:
       return expect(vector(v, 1), "float32 with one element");
     case Use::seed:
       return expect(v.type == Scalar::i64 && v.rows * v.cols == 1, "int64 with one element");

@@ -33,6 +33,8 @@ bool chains(RowOp op) {
     case RowOp::leaky_relu:
     case RowOp::elu:
     case RowOp::batch_norm:
+    case RowOp::mul_shifted:
+    case RowOp::add_scaled:
       return true;
     default:
       return false;
@@ -113,6 +115,10 @@ GNNC_INLINE void step(Block<kRows, kVectors>& block, const Tile& t, const RowIns
   const auto multiply = [](Floats x, Floats v) { return x * v; };
   const auto values = [&] { return floats(t.program.operands[in.a]); };
   const auto constant = [&] { return splat(t.program.consts[in.b]); };
+  const auto shifted = [&](int32_t operand) {
+    const float value = operand < 0 ? 0.0f : floats(t.program.operands[operand])[0];
+    return splat(value + t.program.consts[in.b]);
+  };
   const auto elements = [&](const auto& f) {
     const RowView& full = t.program.operands[in.a];
     if (full.type == Scalar::bf16) {
@@ -142,6 +148,10 @@ GNNC_INLINE void step(Block<kRows, kVectors>& block, const Tile& t, const RowIns
       return block.each([k = splat(values()[0])](Floats x) { return x * k; });
     case RowOp::add_tensor:
       return block.each([k = splat(values()[0])](Floats x) { return x + k; });
+    case RowOp::mul_shifted:
+      return block.each([k = shifted(in.a)](Floats x) { return x * k; });
+    case RowOp::add_scaled:
+      return elements([k = shifted(in.c)](Floats x, Floats v) { return x + k * v; });
     case RowOp::relu:
       return block.each([zero = splat(0.0f)](Floats x) { return larger(zero, x); });
     case RowOp::leaky_relu:

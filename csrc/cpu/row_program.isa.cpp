@@ -193,9 +193,9 @@ void apply_chain_and_quantize(const Tile& t, const RowInstruction* code, int64_t
 #endif
 
 bool reads_matrix(RowOp op) {
-  return op == RowOp::mul_full || op == RowOp::add_full || op == RowOp::div_full || op == RowOp::rsub_full ||
-         op == RowOp::add_qrow || op == RowOp::elu_backward || op == RowOp::leaky_relu_backward ||
-         op == RowOp::threshold_backward;
+  return op == RowOp::mul_full || op == RowOp::add_full || op == RowOp::add_scaled || op == RowOp::div_full ||
+         op == RowOp::rsub_full || op == RowOp::add_qrow || op == RowOp::elu_backward ||
+         op == RowOp::leaky_relu_backward || op == RowOp::threshold_backward;
 }
 
 int64_t bytes_of(Scalar type) { return type == Scalar::f32 ? 4 : type == Scalar::bf16 ? 2 : 1; }

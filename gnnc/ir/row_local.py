@@ -29,7 +29,7 @@ from gnnc.ir.nodes import (
     unpack,
 )
 from gnnc.ir.qtype import BYTE_DTYPES, QType
-from gnnc.ir.row_steps import Step, batch_norm_step, binary_steps, single_steps
+from gnnc.ir.row_steps import Step, batch_norm_step, binary_steps, folded_steps, single_steps
 from gnnc.torch_private import statically_known_true
 
 Role = Literal["chain", "store", "view"]
@@ -232,6 +232,16 @@ def classify(node: Node, acc: Accumulator | Node) -> RowOp | None:
     return _classify_single(node, acc)
 
 
+def _alternatives(node: Node, acc: Accumulator) -> Iterator[RowOp]:
+    """Yield the row ops that ``node`` may be, those that stand for most nodes first."""
+    plain = classify(node, acc)
+    if plain is not None and plain.role == "chain" and plain.covers == (node,):
+        for steps, covers in folded_steps(node, acc):
+            yield RowOp(node, steps, "chain", covers)
+    if plain is not None:
+        yield plain
+
+
 def _widened(node: Node, acc: Accumulator) -> RowOp | None:
     """Match the conversion to FP32 of 16-bit or quantized rows as they are loaded."""
     if is_float(acc.value, *BYTE_DTYPES):
@@ -285,7 +295,7 @@ def linearize(
     acc = Accumulator({start: None})
     while True:
         _take_views(acc, admit, program)
-        near = [op for node in _users(acc) if (op := classify(node, acc))]
+        near = [op for node in _users(acc) for op in _alternatives(node, acc)]
         program += [op for op in near if op.role == "store" and admit(op)]
         program += [_store(node) for node in acc.aliases if node in outputs]
         taken = {node for op in program for node in op.covers}

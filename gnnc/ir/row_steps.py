@@ -1,8 +1,8 @@
 """Translation of single fx nodes into instructions of a row program."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -282,6 +282,74 @@ def binary_steps(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:
     if extent is None or (extent != "full" and not is_float(other)):
         return None
     return _apply(verb, acc_first, other, extent)
+
+
+def folded_steps(node: Node, acc: Container[object]) -> Iterator[tuple[tuple[Step, ...], tuple[Node, ...]]]:
+    """Yield steps that stand for an op and for ops on its other operand, with these ops, ``node`` last.
+
+    They are ``acc * (t + c)`` and ``acc + (t + c) * matrix`` for a tensor ``t`` of one element and a number
+    ``c``: the arithmetic of a model on its own weights, such as ``1 + eps``, needs no launch of its own.
+    """
+    plain = binary_steps(node, acc)
+    if plain is None or len(plain) != 1 or len(plain[0].operands) != 1:
+        return
+    (other,) = plain[0].operands
+    assert other is not None
+    if plain[0].kind == "mul_tensor":
+        factor = _shifted(other, node)
+        if factor.covers:
+            yield (Step("mul_shifted", (factor.tensor,), (factor.shift,)),), (*factor.covers, node)
+    elif plain[0].kind == "add_full":
+        yield from _add_scaled(node, other, acc)
+
+
+class _Factor(NamedTuple):
+    """A factor ``tensor + shift`` (``tensor`` may be absent), and the ops that compute it."""
+
+    tensor: Node | None
+    shift: float
+    covers: tuple[Node, ...] = ()
+
+
+def _shifted(value: Any, reader: Node) -> _Factor:
+    """Return a factor as the sum of a tensor of one element and a number, if only ``reader`` reads it."""
+    if is_number(value):
+        return _Factor(None, float(value))
+    verb = _BINARY.get(str(value.target))
+    if verb != "add" or set(value.users) != {reader} or argument(value, "alpha", 1) != 1:
+        return _Factor(value, 0.0)
+    tensor, shift = unpack(value, "self", "other")
+    if isinstance(shift, Node):
+        tensor, shift = shift, tensor
+    if not isinstance(tensor, Node) or not is_number(shift) or not _is_scalar(tensor):
+        return _Factor(value, 0.0)
+    return _Factor(tensor, float(shift), (value,))
+
+
+def _add_scaled(
+    node: Node, product: Node, acc: Container[object]
+) -> Iterator[tuple[tuple[Step, ...], tuple[Node, ...]]]:
+    if _BINARY.get(str(product.target)) != "mul" or set(product.users) != {node} or not is_float(product):
+        return
+    matrix, scalar = unpack(product, "self", "other")
+    if not isinstance(matrix, Node) or _is_scalar(matrix):
+        matrix, scalar = scalar, matrix
+    if not isinstance(matrix, Node) or matrix in acc or not is_float(matrix, torch.float32, torch.bfloat16):
+        return
+    if not same_shape(shape_or_none(matrix) or (), shape_or_none(product) or ()):
+        return
+    if not is_number(scalar) and not _is_scalar(scalar):
+        return
+    for factor in dict.fromkeys((_shifted(scalar, product), _Factor(scalar, 0.0))):
+        if factor.tensor is None or isinstance(factor.tensor, Node):
+            step = Step("add_scaled", (matrix, factor.tensor), (factor.shift,))
+            yield (step,), (*factor.covers, product, node)
+
+
+def _is_scalar(node: Any) -> bool:
+    """Return whether a node is one FP32 number."""
+    shape = shape_or_none(node) if isinstance(node, Node) else None
+    return shape is not None and is_float(node) and all_ones(shape)
 
 
 def _dequantize(node: Node, acc: Container[object]) -> tuple[Step, ...] | None:

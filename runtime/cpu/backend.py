@@ -26,6 +26,7 @@ def create(device: torch.device | None) -> Backend:
             gradient_steps=GRADIENT_STEPS - {"div_tensor", "fp16_scale"},
             fused_gemm_tn=True,
             attention_backward=_MOST_COLUMNS,
+            sorts_with_loops=True,
             int32_columns=True,
             static_features=True,
         ),

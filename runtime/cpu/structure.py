@@ -85,17 +85,41 @@ def csr(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> Csr:
     Raises:
         GraphError: an id is out of range.
     """
-    rowptr = torch.empty(num_dst + 1, dtype=torch.int64)
-    col = torch.empty(src.shape[0], dtype=torch.int32)
-    perm = torch.empty(src.shape[0], dtype=torch.int64)
+    rowptr, col, perm = _empty_csr(num_dst, src.shape[0])
     try:
         torch.ops.gnnc_cpu.csr.default(src, dst, num_src, num_dst, rowptr, col, perm)
     except RuntimeError as error:
-        raise GraphError(
-            f"[gnnc.csr] {_first_line(error)}: node ids must be in 0..{num_src - 1} (sources) and "
-            f"0..{num_dst - 1} (destinations); check edge_index against the number of rows of x"
-        ) from None
+        raise _graph_error("csr", error, num_src, num_dst) from None
     return rowptr, col, perm
+
+
+@structure_kernel("gnnc.csr_with_loops", backend="cpu", name="csr_with_loops")
+def csr_with_loops(src: Tensor, dst: Tensor, num_nodes: int) -> Csr:
+    """Sort edges by destination, with one self loop at each node in place of those given.
+
+    See ``gnnc.csr_with_loops``.
+
+    Raises:
+        GraphError: an id is out of range.
+    """
+    rowptr, col, perm = _empty_csr(num_nodes, src.shape[0] + num_nodes)
+    try:
+        edges = torch.ops.gnnc_cpu.csr_with_loops.default(src, dst, num_nodes, rowptr, col, perm)
+    except RuntimeError as error:
+        raise _graph_error("csr_with_loops", error, num_nodes, num_nodes) from None
+    return rowptr, col[:edges], perm[:edges]
+
+
+def _empty_csr(rows: int, edges: int) -> Csr:
+    rowptr, perm = torch.empty(rows + 1, dtype=torch.int64), torch.empty(edges, dtype=torch.int64)
+    return rowptr, torch.empty(edges, dtype=torch.int32), perm
+
+
+def _graph_error(op: str, error: RuntimeError, num_src: int, num_dst: int) -> GraphError:
+    return GraphError(
+        f"[gnnc.{op}] {_first_line(error)}: node ids must be in 0..{num_src - 1} (sources) and "
+        f"0..{num_dst - 1} (destinations); check edge_index against the number of rows of x"
+    )
 
 
 @structure_kernel("gnnc.csr_transpose", backend="cpu", name="csr_transpose")

@@ -242,6 +242,9 @@ def _chain_step(inner: Inner, step: Step, program: RowProgram) -> None:
     if name == "HEAD_MEAN":
         program.add(name, b=int(step.consts[0]))
         return
+    if step.kind == "add_scaled":
+        _add_scaled(inner, step, program)
+        return
     if not step.operands:
         program.add(name, b=program.const(step.consts[0]) if step.consts else -1)
         return
@@ -249,6 +252,13 @@ def _chain_step(inner: Inner, step: Step, program: RowProgram) -> None:
     numbers = [_operand(inner, node, form, program, step.kind) for node in step.operands]
     flag = int(step.consts[1]) if len(step.consts) > 1 else -1
     program.add(name, numbers[0], program.const(step.consts[0]) if step.consts else -1, flag)
+
+
+def _add_scaled(inner: Inner, step: Step, program: RowProgram) -> None:
+    matrix, factor = step.operands
+    number = _operand(inner, matrix, "matrix", program) if matrix is not None else -1
+    scalar = -1 if factor is None else _operand(inner, factor, "vector", program)
+    program.add("ADD_SCALED", number, program.const(step.consts[0]), scalar)
 
 
 def _operand(inner: Inner, node: Node | None, form: str, program: RowProgram, kind: str = "") -> int:

@@ -54,6 +54,8 @@ class Op(IntEnum):
     LOG_SOFTMAX = 44
     HEAD_MEAN = 45
     WINDOW = 46
+    MUL_SHIFTED = 47
+    ADD_SCALED = 48
     STORE_F32 = 60
     STORE_BF16 = 61
     STORE_FP16 = 67

@@ -5,6 +5,10 @@ import torch
 from kernel_graphs import from_edges, ops, threads
 from torch import Tensor
 
+from gnnc.errors import GraphError
+from gnnc.ir.self_loops import csr_with_loops_reference
+from gnnc.runtime.cpu.structure import csr_with_loops
+
 
 def build(src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
     num_edges = src.numel()
@@ -27,6 +31,29 @@ def test_stable(num_edges: int, dtype: torch.dtype, count: int) -> None:
     assert torch.equal(rowptr, want.rowptr)
     assert torch.equal(col, want.col)
     assert torch.equal(perm, torch.argsort(dst, stable=True))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("nodes", "edges"), [(0, 0), (1, 0), (1, 5), (7, 40), (500, 300_000), (4000, 900)])
+def test_with_loops_equals_the_reference(nodes: int, edges: int, dtype: torch.dtype, count: int) -> None:
+    src, dst = torch.randint(max(nodes, 1), (2, edges)).to(dtype)
+    with threads(count):
+        got = csr_with_loops(src, dst, nodes)
+    for part, want in zip(got, csr_with_loops_reference(src, dst, nodes), strict=True):
+        assert part.dtype == want.dtype and torch.equal(part, want)
+
+
+@pytest.mark.parametrize("bad", [-1, 4])
+@pytest.mark.parametrize("row", [0, 1])
+def test_with_loops_refuses_ids(row: int, bad: int) -> None:
+    edge_index = torch.tensor([[0, 1, 3], [1, 2, 3]])
+    edge_index[row, 2] = bad
+    with pytest.raises(GraphError, match=rf"csr_with_loops.*{'dst' if row else 'src'}\[2\] is {bad}"):
+        csr_with_loops(*edge_index, 4)
+    loop = torch.tensor([bad])
+    with pytest.raises(GraphError, match=rf"src\[0\] is {bad}"):
+        csr_with_loops(loop, loop, 4)
 
 
 def test_strided() -> None:

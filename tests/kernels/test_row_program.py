@@ -175,6 +175,28 @@ def test_special_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_factor_with_a_constant_added(width: int, rows: int) -> None:
+    x, factor, program = torch.randn(rows, width), torch.randn(1), Program()
+    got = apply(x, Op.MUL_SHIFTED, program.operand(factor), program.const(1.5), program)
+    assert torch.equal(got, x * (factor + 1.5))
+
+
+@pytest.mark.parametrize("make", [full, apart, half])
+@pytest.mark.parametrize("has_factor", [True, False])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_add_scaled(width: int, rows: int, has_factor: bool, make: Operand) -> None:
+    x, matrix, program = torch.randn(rows, width), make(rows, width), Program()
+    factor = torch.randn(1) if has_factor else torch.zeros(1)
+    out, added = torch.full((rows, width), float("nan")), program.operand(matrix)
+    scalar = program.operand(factor) if has_factor else -1
+    program.add(Op.ADD_SCALED, added, program.const(1.5), scalar).add(Op.STORE_F32, program.out(out))
+    map_rows(x, None, program)
+    assert torch.equal(out, x + (factor + 1.5) * matrix.float())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_add_codes(width: int) -> None:
     x, q, scale, program = torch.randn(100, width), codes(100, width), torch.rand(100), Program()
     got = apply(x, Op.ADD_QROW, program.operand(q), program.operand(scale), program)

@@ -487,3 +487,59 @@ def test_again_changes_nothing():
 @pytest.mark.parametrize("layer", [gcn_layer, gat_layer])
 def test_golden(golden, layer):
     golden(before_and_after(layer(), BEFORE, Fuse()))
+
+
+def scaled_residual(b, scalar, *, by_hand=False):
+    """Return ``spmm(x) + factor * x`` with the factor that ``scalar`` makes of a weight."""
+    factor = scalar(b, b.weight("eps", 1))
+    product = b.mul(factor, b.x) if by_hand else b.mul(b.x, factor)
+    return b.add(b.spmm(b.x), product), product, factor
+
+
+@pytest.mark.parametrize(
+    "scalar",
+    [
+        lambda b, eps: b.call(aten.add.Tensor, eps, 1),
+        lambda b, eps: b.call(aten.add.Tensor, 1, eps),
+        lambda b, eps: eps,
+        lambda b, eps: 0.5,
+    ],
+)
+def test_a_factor_and_its_product_join_the_kernel_that_adds_them(scalar):
+    def build(b):
+        return [scaled_residual(b, scalar)[0]]
+
+    gm, _ = fused(one(build), FP32)
+    assert [program(inner) for _, inner in groups(gm)] == [["add_scaled", "store_f32"]]
+    assert leftovers(gm) == []
+    assert_same_bits(lambda: one(build))
+
+
+def test_a_factor_that_others_read_is_an_operand():
+    def build(b):
+        added, _, factor = scaled_residual(b, lambda b, eps: b.call(aten.add.Tensor, eps, 1))
+        return [added, b.mul(b.x, factor)]
+
+    gm, _ = fused(one(build), FP32)
+    assert [program(inner) for _, inner in groups(gm)] == [["add_scaled", "store_f32"]]
+    assert sorted(leftovers(gm)) == ["add.Tensor", "mul.Tensor"]
+    assert_same_bits(lambda: one(build))
+
+
+def test_a_product_that_others_read_is_added_as_it_is():
+    def build(b):
+        added, product, _ = scaled_residual(b, lambda b, eps: b.call(aten.add.Tensor, eps, 1))
+        return [added, product]
+
+    gm, _ = fused(one(build), FP32)
+    assert ["add_full", "store_f32"] in [program(inner) for _, inner in groups(gm)]
+    assert_same_bits(lambda: one(build))
+
+
+def test_a_product_takes_the_constant_of_its_factor():
+    def build(b):
+        return [b.mul(b.linear(b.x, 24), b.call(aten.add.Tensor, b.weight("eps", 1), 1))]
+
+    gm, _ = fused(one(build), FP32)
+    assert [program(inner) for _, inner in groups(gm)] == [["mul_shifted", "store_f32"]]
+    assert_same_bits(lambda: one(build))

@@ -144,6 +144,7 @@ def _long_program(width: int) -> tuple[Any, ...]:
     outs += [torch.zeros(ROWS, 1), torch.zeros(ROWS, width, dtype=torch.bfloat16)]
     code = [
         (Op.MUL_ROW, 0, 0, 0), (Op.ADD_COL, 1, 0, 0), (Op.ADD_FULL, 2, 0, 0), (Op.MUL_TENSOR, 3, 0, 0),
+        (Op.MUL_SHIFTED, 3, 0, 0), (Op.ADD_SCALED, 2, 0, 3),
         (Op.ADD_QROW, 9, 10, 0), (Op.BATCH_NORM, 5, 0, 0), (Op.LAYER_NORM, 7, 0, 0), (Op.CLAMP_MIN, 0, 1, 0),
         (Op.STORE_F32, 0, 0, 0), (Op.STORE_BF16, 9, 0, 0), (Op.QUANT_ROW, 1, 2, 0),
         (Op.QUANT_STATIC, 3, 4, 4), (Op.QUANT_POW2, 5, 6, 3), (Op.AMAX, 7, 0, 0), (Op.ROW_DOT, 1, 8, 1),

@@ -212,6 +212,10 @@ struct Add {
 struct Multiply {
   __device__ float operator()(float x, float v) const { return __fmul_rn(x, v); }
 };
+struct AddScaled {
+  float factor;
+  __device__ float operator()(float x, float v) const { return __fadd_rn(x, __fmul_rn(factor, v)); }
+};
 struct Divide {
   __device__ float operator()(float x, float v) const { return __fdiv_rn(x, v); }
 };

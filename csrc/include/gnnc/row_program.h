@@ -63,6 +63,8 @@ enum class RowOp : int32_t {
   log_softmax = 44,
   head_mean = 45,
   window = 46,
+  mul_shifted = 47,
+  add_scaled = 48,
   store_f32 = 60,
   store_bf16 = 61,
   quant_row = 62,

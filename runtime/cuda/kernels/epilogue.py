@@ -184,6 +184,18 @@ class Writer:
         row, stride = self.row_of(a)
         self.struct.step(f"step::with_full<{stride}>", row, function)
 
+    def _mul_shifted(self, a: int, b: int, c: int) -> None:
+        self.struct.step("step::with_scalar", self._shifted(a, b), "step::Multiply{}")
+
+    def _add_scaled(self, a: int, b: int, c: int) -> None:
+        row, stride = self.row_of(a)
+        self.struct.step(f"step::with_full<{stride}>", row, f"step::AddScaled{{{self._shifted(c, b)}}}")
+
+    def _shifted(self, operand: int, const: int) -> str:
+        """Return the sum of a scalar operand, if there is one, and a constant."""
+        constant = self._const(const)
+        return constant if operand < 0 else f"__fadd_rn(__ldg({self.operand(operand)}), {constant})"
+
     def _batch_norm(self, a: int, b: int, c: int) -> None:
         """Multiply and add by a factor and a summand for every column, which an earlier launch computes."""
         emitter, width = self.emitter, self.struct.width
@@ -332,6 +344,8 @@ _SPECIAL: dict[Op, Callable[[Writer, int, int, int], None]] = {
     Op.AMAX: Writer._amax,
     Op.SCALE_TENSOR: Writer._scale_tensor,
     Op.ROW_DOT: Writer._row_dot,
+    Op.MUL_SHIFTED: Writer._mul_shifted,
+    Op.ADD_SCALED: Writer._add_scaled,
     Op.FP16_SCALE: Writer._fp16_scale,
     Op.COL_SUM: Writer._col_sum,
     Op.MASK_BITS: Writer._mask_bits,
