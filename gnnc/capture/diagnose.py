@@ -28,6 +28,29 @@ _ESCAPED = "fake tensor in the exported program"
 """Message of torch about a tensor of ``torch.func`` or ``torch.autograd.grad`` that became a constant."""
 _TRANSFORM = re.compile(rf"\bvmap\b|functorch|{_ESCAPED}")
 """Message of torch where it cannot trace ``torch.vmap`` and such."""
+_OUTSIDE = (
+    (
+        re.compile(r"unhashable type: .*Sym(Int|Float|Bool)"),
+        "forward hashes values of a tensor, or looks them up in a dict or set of Python",
+        "number the values with torch.unique, or run this layer in eager, before the compiled model",
+    ),
+    (
+        re.compile(r"\.numpy\(\) is not supported for tensor subclasses"),
+        "forward computes with numpy",
+        "write this step with torch ops, or run it before the model",
+    ),
+    (
+        re.compile("Cannot access data pointer of Tensor"),
+        "forward reads the memory of a tensor (data_ptr, DLPack, a copy, or an extension in C++)",
+        "write this step with torch ops, or register it as one with torch.library",
+    ),
+    (
+        re.compile(r"\.(apply_|map_|map2_) is not supported for tensor subclasses"),
+        "forward calls a Python function for each element of a tensor",
+        "write this step with torch ops, or run it before the model",
+    ),
+)
+"""Messages about values that leave torch, each with our reason and the way out."""
 _WAYS_AROUND = {
     "assert_sorted_index": "this aggregation (lstm, gru, or one that sorts) runs over padded sequences of "
     "neighbours; use mean, max, sum, softmax, std or median, or compile the layers around it",
@@ -56,6 +79,9 @@ def diagnosis(model: torch.nn.Module, error: BaseException, sparse: Sequence[tor
 
 def _reason(error: BaseException) -> str:
     """Return the first line of an error, or gnnc's own words for one that asks to report a bug of torch."""
+    for pattern, reason, _ in _OUTSIDE:
+        if pattern.search(str(error)):
+            return reason
     if _ESCAPED in str(error):
         return "a tensor that torch.func or torch.autograd.grad makes within forward escapes the trace"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -86,6 +112,9 @@ def _way_out(error: BaseException) -> str:
             return _WAYS_AROUND[function]
     if _TRANSFORM.search(str(error)):
         return "write this step on whole tensors, without torch.vmap, torch.func and torch.autograd.grad"
+    for pattern, _, advice in _OUTSIDE:
+        if pattern.search(str(error)):
+            return advice
     for kinds, advice in _WAYS_OUT:
         if isinstance(error, kinds):
             return advice

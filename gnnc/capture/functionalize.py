@@ -50,6 +50,18 @@ _KNOWN = (
 """Composites that may return their argument, or a view of it, and that passes know."""
 _OWN_PARTS = (aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default)
 """Splits into parts that may each be written into, as their callers promise to leave the whole alone."""
+_VIEWS = (
+    aten.permute.default,
+    aten.reshape.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+)
+"""Views in which no element of the memory stands twice."""
 _TRAIN_FLAGS = {aten.batch_norm.default: "training", aten.dropout.default: "train"}
 """Composites that passes know outside of train mode, each with the name of its train-mode argument."""
 _Rewrite = tuple[OpOverload, torch.Tensor, Node]
@@ -178,6 +190,8 @@ def _rewrites(graph: Graph, buffers: Set[Node]) -> dict[Node, _Rewrite] | None:
                 return None
             shared |= statistics
             makers[node] = node
+        elif (source := _viewed_here_alone(node)) in makers and makers[source] not in shared | buffers:
+            makers[node] = makers[source]
         elif _may_alias(node):
             shared.update(makers[argument] for argument in node.all_input_nodes if argument in makers)
         else:
@@ -226,6 +240,13 @@ def _may_alias(node: Node) -> bool:
         return True
     taken = {place for argument in node.all_input_nodes for place in _storages(argument)}
     return not taken.isdisjoint(_storages(node))
+
+
+def _viewed_here_alone(node: Node) -> Node | None:
+    """Return the tensor that a node is a view of, if nothing else reads it; None for any other node."""
+    if node.target not in _VIEWS or set(first_operand(node).users) != {node}:
+        return None
+    return first_operand(node)
 
 
 def _is_own_part(node: Node) -> bool:

@@ -5,6 +5,7 @@ functions is replaced. The threads that do not trace run the code as it was.
 """
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -24,12 +25,10 @@ _ABSENT = "absent"
 
 @contextlib.contextmanager
 def traceable_functions() -> Iterator[None]:
-    """Replace the code of ``coalesce`` and ``cumsum`` of PyG within the block, for the thread that traces."""
-    from torch_geometric import utils  # a second of imports that capture alone needs
-
+    """Replace the code of some functions of PyG within the block, for the thread that traces."""
     with contextlib.ExitStack() as stack:
-        for name, (new, code_of) in _NEW.items():
-            function = getattr(utils, name)
+        for name, (owner, new, code_of) in _NEW.items():
+            function = getattr(importlib.import_module(owner), name)  # imports that capture alone needs
             ROUTES[name] = in_this_thread(new, _copy(function))
             stack.enter_context(replaced(function, "__code__", code_of.__code__))
         yield
@@ -82,6 +81,25 @@ def cumsum(x: Tensor, dim: int = 0) -> Tensor:
     return torch.cat([first, x.cumsum(dim, dtype=x.dtype)], dim)
 
 
+def get_latest_k_edge_attr(
+    k: int,
+    edge_index: Tensor,
+    edge_attr: Tensor,
+    edge_time: Tensor,
+    num_nodes: int,
+    is_sorted: bool = False,
+) -> Tensor:
+    """Return the features of the latest k edges into each node, ``[num_nodes, k, F]``."""
+    from torch_geometric.utils import to_dense_batch
+
+    dst = edge_index[1]
+    if not is_sorted:
+        latest = torch.argsort(-edge_time, stable=True)
+        order = latest[torch.argsort(dst[latest], stable=True)]
+        dst, edge_attr = dst[order], edge_attr[order]
+    return to_dense_batch(edge_attr, dst, max_num_nodes=k, batch_size=num_nodes)[0]
+
+
 def _call_coalesce(*args: Any, **kwargs: Any) -> Any:
     from gnnc.capture.pyg_functions import ROUTES
 
@@ -94,8 +112,19 @@ def _call_cumsum(*args: Any, **kwargs: Any) -> Any:
     return ROUTES["cumsum"](*args, **kwargs)
 
 
-_NEW: dict[str, tuple[Callable[..., Any], Any]] = {
-    "coalesce": (coalesce, _call_coalesce),
-    "cumsum": (cumsum, _call_cumsum),
+def _call_latest(*args: Any, **kwargs: Any) -> Any:
+    from gnnc.capture.pyg_functions import ROUTES
+
+    return ROUTES["get_latest_k_edge_attr"](*args, **kwargs)
+
+
+_NEW: dict[str, tuple[str, Callable[..., Any], Any]] = {
+    "coalesce": ("torch_geometric.utils", coalesce, _call_coalesce),
+    "cumsum": ("torch_geometric.utils", cumsum, _call_cumsum),
+    "get_latest_k_edge_attr": (
+        "torch_geometric.nn.models.graph_mixer",
+        get_latest_k_edge_attr,
+        _call_latest,
+    ),
 }
-"""The new function, and the code that calls it, which runs with the names of a module of PyG."""
+"""Module, new function, and the code that calls it, which runs with the names of a module of PyG."""

@@ -106,7 +106,8 @@ class EqualMode(TorchFunctionMode):
     """Mode in which ``torch.equal`` and ``torch.allclose`` ask about a value, as ``(a == b).all()`` does.
 
     A bool is asked about as an integer where it is read: torch 2.11 loses track of the symbols of bools, and
-    no bound tells them from integers that are 0 or 1.
+    no bound tells them from integers that are 0 or 1. ``apply_`` is refused as torch refuses ``map_``: on the
+    absent memory of a stand-in it crashes the process.
     """
 
     def __torch_function__(
@@ -116,6 +117,8 @@ class EqualMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is torch.Tensor.apply_:
+            raise TypeError(".apply_ is not supported for tensor subclasses")
         compare = _COMPARISONS.get(func)
         if compare is not None:
             return compare(*args, **(kwargs or {}))

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch_geometric.nn import GPSConv, SAGEConv
+from torch_geometric.nn.attention import PerformerAttention
 from traced import eager, relative_error, run, trace
 from zoo import ZOO, prepared
 
@@ -108,13 +110,45 @@ def views_of_known_sizes(x: Tensor) -> object:
     )
 
 
-PLAIN = [twice, viewed_afterwards, constants, casts, expanded, views_of_known_sizes]
+def into_the_only_view(x: Tensor) -> object:
+    heads = (x * 2).reshape(-1, 3, 1).permute(1, 0, 2)
+    heads.masked_fill_(x.t()[..., None] > 0, 0.5)
+    first = (x + 1)[:, 0]
+    row = (x * 3).view(-1, 3).t()[1:].unsqueeze(0)
+    return heads.sum(0), heads, first.mul_(2), row.add_(first)
+
+
+PLAIN = [into_the_only_view, twice, viewed_afterwards, constants, casts, expanded, views_of_known_sizes]
 
 
 @pytest.mark.parametrize("function", PLAIN, ids=lambda function: function.__name__)
 def test_plain_writes(function: Callable[[Tensor], object], traces: list[ExportedProgram]) -> None:
     assert_as_eager(function)
     assert not traces
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("heads", [1, 4])
+@torch.no_grad()
+def test_performers_mask_a_view(heads: int, precision: str) -> None:
+    model = PerformerAttention(16, heads, head_channels=8).eval()
+    compiled = gnnc.compile(model, precision)
+    for graphs, nodes in ((1, 4), (3, 7)):
+        x, mask = torch.randn(graphs, nodes, 16), torch.rand(graphs, nodes) < 0.7
+        assert relative_error(compiled(x, mask), model(x, mask)) < (1e-4 if precision == "fp32" else 0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@torch.no_grad()
+def test_a_graph_transformer_of_performers(precision: str) -> None:
+    model = GPSConv(8, SAGEConv(8, 8), heads=2, attn_type="performer").eval()
+    compiled = gnnc.compile(model, precision)
+    for nodes in (12, 30):
+        x, edge_index = torch.randn(nodes, 8), torch.randint(nodes, (2, 60))
+        for batch in (None, torch.randint(3, (nodes,)).sort()[0]):
+            error = relative_error(compiled(x, edge_index, batch), model(x, edge_index, batch))
+            assert error < (1e-4 if precision == "fp32" else 0.05)
 
 
 def into_a_view(x: Tensor) -> object:
@@ -158,6 +192,26 @@ def seen_by_a_composite(x: Tensor) -> object:
     return seen, same
 
 
+def into_one_of_two_views(x: Tensor) -> object:
+    y = x + 1
+    left, right = y.t(), y.view(-1)
+    left.mul_(2)
+    return left, right
+
+
+def into_a_view_that_is_viewed(x: Tensor) -> object:
+    y = (x + 1).t()
+    row = y[0]
+    y.mul_(2)
+    return row, y
+
+
+def into_the_view_of_what_is_read(x: Tensor) -> object:
+    y = x + 1
+    y.t().mul_(2)
+    return y * 1
+
+
 def one_of_several(x: Tensor) -> object:
     y = x + 1
     left, right = y.split(1, 1)[:2]
@@ -189,6 +243,9 @@ def with_gradients(x: Tensor) -> object:
 
 
 OTHER = [
+    into_one_of_two_views,
+    into_a_view_that_is_viewed,
+    into_the_view_of_what_is_read,
     into_a_view,
     into_a_slice,
     viewed_before,

@@ -10,9 +10,11 @@ import torch_geometric.nn as pyg
 from compare import capture_count
 from torch import Tensor, nn
 from torch_geometric import utils
+from torch_geometric.nn.models.graph_mixer import LinkEncoder
 
 import gnnc
 from gnnc.capture import pyg_functions
+from gnnc.errors import CaptureError
 
 Step = Callable[[Tensor, Tensor], Any]
 
@@ -69,6 +71,60 @@ def test_edges_made_in_forward(name: str, precision: str):
         expected, actual = model(*arguments(*sizes)), compiled(*arguments(*sizes))
         assert (actual - expected).abs().max() <= limit * expected.abs().max()
     assert capture_count(compiled) <= (2 if name == "is_undirected" else 1)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("is_sorted", [False, True])
+@torch.no_grad()
+def test_the_latest_edges_of_a_link_encoder(is_sorted: bool, precision: str):
+    torch.manual_seed(0)
+    model = LinkEncoder(3, 8, 16, 12, 4, is_sorted=is_sorted).eval()
+    compiled = gnnc.compile(model, precision)
+    limit = 1e-4 if precision == "fp32" else 0.05
+    for nodes, edges in ((12, 60), (30, 40), (5, 200), (7, 1)):
+        dst = torch.randint(nodes, (edges,)).sort()[0] if is_sorted else torch.randint(nodes, (edges,))
+        edge_index = torch.stack([torch.randint(nodes, (edges,)), dst])
+        times = torch.randint(9, (edges,)).float()  # with many that are equal
+        args = edge_index, torch.randn(edges, 8), times, torch.full((nodes,), 6.0)
+        expected, actual = model(*args), compiled(*args)
+        assert (actual - expected).abs().max() <= limit * expected.abs().max()
+    assert capture_count(compiled) <= 2
+
+
+class Colors(nn.Module):
+    def forward(self, x):
+        return x + len({int(value) for value in x.tolist()})
+
+
+class Numpy(nn.Module):
+    def forward(self, x):
+        return x + torch.from_numpy(x.__array__())
+
+
+class Memory(nn.Module):
+    def forward(self, x):
+        return x + torch.from_dlpack(x)
+
+
+class EachElement(nn.Module):
+    def forward(self, x):
+        return x.clone().apply_(lambda value: 2 * value)
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "words"),
+    [
+        (pyg.WLConv(), (torch.arange(4), torch.tensor([[0, 1], [1, 2]])), "hashes values of a tensor"),
+        (Colors(), (torch.arange(4),), "hashes values of a tensor"),
+        (Numpy(), (torch.randn(4),), "computes with numpy"),
+        (Memory(), (torch.randn(4),), "reads the memory of a tensor"),
+        (EachElement(), (torch.randn(4),), "calls a Python function for each element"),
+    ],
+)
+def test_values_that_leave_torch_are_refused_with_the_way_out(model: nn.Module, args: Any, words: str):
+    with pytest.raises(CaptureError, match=rf"{words}.*Way out: (number|write)"):
+        gnnc.compile(model.eval(), "fp32")(*args)
 
 
 @torch.no_grad()
