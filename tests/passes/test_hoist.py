@@ -169,6 +169,21 @@ def test_reshapes_run_in_compute_and_the_vector_crosses():
     torch.testing.assert_close(run_split(parts, gm, values), gm(*values))
 
 
+def test_what_sizes_alone_decide_runs_once_where_it_is_more_than_a_shape():
+    def encode(x: Tensor, edge_index: Tensor) -> Tensor:
+        rowptr, col = raised.plain_csr(x, edge_index)
+        place = torch.arange(x.shape[0]).float().view(-1, 1)
+        return ops.spmm(rowptr, col, None, x + place.sin(), "sum", x.shape[0])
+
+    gm = trace(encode, [], ["x", "edge_index"], rand(NODES, 3), edge_list())
+    compute, structure, _ = hoisted(gm)
+    assert "aten.sin.default" in {str(node.target) for node in structure.graph.nodes}
+    assert "aten.sin.default" not in {str(node.target) for node in compute.graph.nodes}
+    values = arguments(gm, 9, edge_list(9, 20))
+    parts = Parts(structure=structure, forward=compute)
+    torch.testing.assert_close(run_split(parts, gm, values), gm(*values))
+
+
 def test_random_edges_are_drawn_at_each_call_and_noted():
     def drop(x: Tensor, edge_index: Tensor) -> Tensor:
         keep = torch.rand(edge_index.shape[1]) < 0.5

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from traced import eager, relative_error, run
 
 from gnnc.capture.export import capture
+from gnnc.compiler.build import example_values
 from gnnc.ir import parse_body
 from gnnc.passes.base import Context, run_pass
 from gnnc.passes.normalize import Normalize
@@ -103,3 +104,30 @@ def test_parts_of_both_kinds_are_told_apart():
     assert relative_error(run(gm, model, graph()[:2], {})[0], eager(model, *graph()[:2])[0]) < 1e-5
     apart, _ = raised(model, *graph()[:2], edge_products=False)
     assert widths_in_bodies(apart) == [3 * WIDTH]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, t: s - t,  # the node that is read second has the negative weight, and no other
+        lambda s, t: torch.sub(s, t, alpha=2),
+        lambda s, t: torch.add(s, t, alpha=-3),
+        lambda s, t: torch.cat([t - s, s], -1)[:, :WIDTH],
+    ],
+)
+def test_signs_and_factors_of_ends(function: Any):
+    torch.manual_seed(0)
+    model = Formula(WIDTH, 16, function).eval()
+    gm, _ = raised(model, *graph()[:2])
+    for sizes in SIZES:
+        args = graph(*sizes)[:2]
+        assert relative_error(run(gm, model, args, {})[0], eager(model, *args)[0]) < 1e-5
+
+
+@pytest.mark.parametrize(("nodes", "edges", "widths"), [(500, 20, [WIDTH]), (20, 500, [])])
+def test_nodes_that_few_edges_read_are_multiplied_for_each_edge(nodes: int, edges: int, widths: list[int]):
+    model, args = Formula(WIDTH, 16, lambda s, t: s - t).eval(), graph(nodes, edges)[:2]
+    captured = capture(model, args, {})
+    context = Context(target=Target(), examples=example_values(model, captured))
+    gm = run_pass(Raise(), run_pass(Normalize(), captured.graph_module, context), context)
+    assert widths_in_bodies(gm) == widths
