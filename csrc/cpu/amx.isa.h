@@ -4,6 +4,7 @@
 // them run only where has_amx() is true. The instructions are written out, so that no other code of the file may use
 // AMX.
 
+#include "bf16_pairs.isa.h"
 #include "gnnc/simd.h"
 
 #ifdef __AVX512F__
@@ -50,12 +51,6 @@ GNNC_INLINE void store_tile(void* to, int64_t stride) {
 template <int kSum, int kLeft, int kRight>
 GNNC_INLINE void multiply_tiles() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
-}
-
-// Returns the bf16 values of `first` and `second`, which have no more bits, side by side: lane i holds a pair.
-GNNC_INLINE __m512i pairs(Floats first, Floats second) {
-  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
-  return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(second));
 }
 
 // Returns v without the bits that bf16 has no room for: rounded towards zero, so that the rest of v is exact.

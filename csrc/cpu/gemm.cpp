@@ -66,6 +66,7 @@ GemmArgs check(const Tensor& x, const std::optional<Tensor>& x_scale, const std:
   GemmArgs g{};
   g.mode = mode_of(mode);
   g.tiles = g.mode == GemmMode::bf16 && has_amx();
+  g.dots = g.mode == GemmMode::bf16 && !g.tiles && has_bf16_dots();
   g.x = view.data, g.x_type = view.type, g.x_stride = view.stride;
   g.rows = view.rows, g.depth = view.cols;
   STD_TORCH_CHECK(g.x_type == Scalar::f32 || g.x_type == Scalar::bf16 || g.x_type == Scalar::i8,

@@ -10,10 +10,11 @@
 // path quantizes a block of rows into a buffer in L1 (u8 = q xor 0x80; the sums start at -128 * colsum(w)), multiplies
 // the block with every panel, and passes complete FP32 rows to the row program: q, sums and accumulators never leave
 // the cache. Rows that are mostly zeros (counts of words) are multiplied one at a time, only by their nonzero elements
-// (gemm_zeros.isa.h). With AMX, bf16 products are those of tiles (gemm_tiles.isa.h): a dword of the packed weight is a
-// pair of bf16 values. Traffic: x once (4 M K bytes in FP32), w 4 O K bytes read and packed, then from L1 or L2 once
-// per tile of rows; the outputs of the program once. Floor: the larger of that and 2 x 64 products of bytes (16 of
-// floats, 512 of bf16 values in tiles) a cycle and core.
+// (gemm_zeros.isa.h).
+// With AMX, bf16 products are those of tiles (gemm_tiles.isa.h), else with AVX512_BF16 those of vdpbf16ps
+// (gemm_dots.isa.h): a dword of the packed weight is a pair of bf16 values. Traffic: x once (4 M K bytes in FP32), w 4
+// O K bytes read and packed, then from L1 or L2 once per tile of rows; the outputs of the program once. Floor: the
+// larger of that and 2 x 64 products of bytes (16 of floats, 32 of bf16 values, 512 in tiles) a cycle and core.
 
 #include <cstdint>
 
@@ -43,6 +44,7 @@ struct GemmArgs {
   int64_t rows, depth, width;  // M, K, O: number of columns up to the last column of the last weight
   GemmMode mode;
   bool tiles;       // bf16 products with AMX
+  bool dots;        // bf16 products with vdpbf16ps
   void* packed;     // packed weight, packed_bytes long
   float* w_scale;   // [padded width]
   int32_t* w_init;  // [padded width], initial values of the integer sums

@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "gemm_dots.isa.h"
 #include "gemm_layout.isa.h"
 #include "gemm_tiles.isa.h"
 #include "gemm_zeros.isa.h"
@@ -323,6 +324,28 @@ bool multiply_few(const GemmArgs& g, const Block& b, int64_t row) {
   }
 }
 
+template <int kStrips>
+__attribute__((noinline)) void gemm_dot_tile(const Bf16* a, int64_t lda, const int32_t* w, int64_t steps, Ahead ahead,
+                                             float* acc, int64_t ld) {
+  constexpr int kRows = tile_rows(kStrips);
+  dot_tile<kRows, kStrips>(a, lda, w, steps, ahead, acc, ld, Sums<kRows, kStrips>{});
+}
+
+void compute_dots(const GemmArgs& g, const Block& b, int64_t row) {
+  const auto [a, stride] = rows_of_bf16(g, row, b.rows, reinterpret_cast<Bf16*>(b.buffer));
+  for (int64_t p = 0; p < panels_of(g); ++p) {
+    const Panel panel = panel_of(g, p);
+    with_strips(panel.strips, [&](auto strips) {
+      constexpr int kRows = tile_rows(strips);
+      for (int r = 0; r < b.rows; r += kRows) {
+        gemm_dot_tile<strips>(a + r * stride, stride, panel.data, steps_of(g),
+                              ahead_of(g, g.x_type == Scalar::bf16 ? p : 1, row + r, kRows),
+                              b.acc + r * b.ld + p * kPanelStrips * kLanes, b.ld);
+      }
+    });
+  }
+}
+
 void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
   if (multiply_few(g, b, row)) return;
   load_codes(g, b, row);
@@ -371,6 +394,7 @@ void compute_codes(const GemmArgs& g, const Block& b, int64_t row) {
 void compute(const GemmArgs& g, const Block& b, int64_t row) {
 #ifdef __AVX512F__
   if (g.tiles) return compute_tiles(g, row, b.rows, reinterpret_cast<Bf16*>(b.buffer), b.acc, b.ld);
+  if (g.dots) return compute_dots(g, b, row);
 #endif
   g.mode == GemmMode::i8 ? compute_codes(g, b, row) : compute_floats(g, b, row);
 }

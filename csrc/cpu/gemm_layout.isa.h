@@ -1,7 +1,7 @@
 #pragma once
 
 // Memory layout of a packed weight and of a block of rows. One dword of a panel is a float, or with VNNI four quantized
-// int8 values of consecutive k, or with AMX two bf16 values.
+// int8 values of consecutive k, or with AMX or vdpbf16ps two bf16 values.
 
 #include <algorithm>
 
@@ -24,6 +24,7 @@ GNNC_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to *
 GNNC_INLINE bool packs_codes(const GemmArgs& g) { return kVnni && g.mode == GemmMode::i8; }
 GNNC_INLINE int64_t steps_of(const GemmArgs& g) {
   if (g.tiles) return round_up(g.depth, 32) / 2;
+  if (g.dots) return (g.depth + 1) / 2;
   return packs_codes(g) ? (g.depth + 3) / 4 : g.depth;
 }
 GNNC_INLINE int64_t strips_of(const GemmArgs& g) { return (g.width + kLanes - 1) / kLanes; }

@@ -1,7 +1,7 @@
 // Packs the weight of a gemm: see gemm.h. A strip of columns is read once for its maxima (int8) and once to pack; for
 // the second read the strip is in L1 or L2.
 
-#include "amx.isa.h"
+#include "bf16_pairs.isa.h"
 #include "gemm_layout.isa.h"
 #include "gnnc/quantize.h"
 #include "transpose.isa.h"
@@ -134,7 +134,7 @@ void pack_codes_of(const Strip& s, const float* inverse) {
 
 #else
 
-void pack_pairs(const Strip&) {}  // there is no AMX
+void pack_pairs(const Strip&) {}  // there are no products of pairs
 
 void pack_float_rows(const Strip& s) {
   const bool round = s.g.mode == GemmMode::bf16;
@@ -196,7 +196,7 @@ void gemm_pack(const GemmArgs& g, int64_t strip_begin, int64_t strip_end) {
     const Strip s = strip_of(g, i);
     if (g.mode == GemmMode::i8) {
       pack_quantized(s);
-    } else if (g.tiles) {
+    } else if (g.tiles || g.dots) {
       pack_pairs(s);
     } else if (s.stride_k == 1) {
       pack_float_rows(s);

@@ -2,9 +2,8 @@
 
 // gemm of bf16 values with tiles: a block of rows is two tiles, which are multiplied by two strips of columns at once.
 
-#include <cstring>
-
 #include "amx.isa.h"
+#include "gemm_dots.isa.h"
 #include "gemm_layout.isa.h"
 
 #ifdef __AVX512F__
@@ -13,20 +12,6 @@ namespace gnnc::GNNC_ISA {
 namespace {
 
 constexpr int kRowsOfTile = kBlockRows / 2;
-
-// Copies the rows of a block, rounded to bf16, `stride` values apart, with zeros behind the depth.
-template <typename T>
-void narrow_rows(const GemmArgs& g, const T* x, int rows, int64_t stride, Bf16* to) {
-  const int64_t depth = 2 * steps_of(g);
-  for (int r = 0; r < rows; ++r, x += g.x_stride, to += stride) {
-    const T* next = x + kBlockRows * g.x_stride;
-    for_columns(g.depth, [&](int64_t c, auto n) {
-      prefetch_far(next + c);
-      store(to + c, load(x + c, n), n);
-    });
-    std::memset(to + g.depth, 0, static_cast<size_t>(depth - g.depth) * sizeof(Bf16));
-  }
-}
 
 // Computes kStrips strips of a block of rows, `stride` values apart.
 template <int kStrips>
@@ -60,17 +45,7 @@ void multiply_strips(const Bf16* a, int64_t stride, const int32_t* w, int64_t st
 
 // Computes a block of rows; buffer has room for it.
 void compute_tiles(const GemmArgs& g, int64_t row, int rows, Bf16* buffer, float* acc, int64_t ld) {
-  const int64_t depth = 2 * steps_of(g);
-  const Bf16* a = buffer;
-  int64_t stride = round_up(g.depth, 64);
-  if (g.x_type == Scalar::f32) {
-    narrow_rows(g, static_cast<const float*>(g.x) + row * g.x_stride, rows, stride, buffer);
-  } else if (rows < kBlockRows || depth > g.depth) {
-    narrow_rows(g, static_cast<const Bf16*>(g.x) + row * g.x_stride, rows, stride, buffer);
-  } else {
-    a = static_cast<const Bf16*>(g.x) + row * g.x_stride;
-    stride = g.x_stride;
-  }
+  const auto [a, stride] = rows_of_bf16(g, row, rows, buffer);
   for (int64_t s = 0; s < strips_of(g); s += 2) {
     const Panel panel = panel_of(g, s / kPanelStrips);
     const int64_t inside = s % kPanelStrips;

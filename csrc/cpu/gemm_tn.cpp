@@ -47,6 +47,21 @@ GradMatrix grad_matrix(const Matrix& m, const MaybeTensor& scale, bool rounds, c
   return {m.data, scales, element, m.stride};
 }
 
+bool is_bf16(GradElement element) { return element == GradElement::bf16 || element == GradElement::rounded; }
+
+GradProducts products_of(GradElement a, GradElement b) {
+  if (has_amx() && (a != GradElement::f32 || b != GradElement::f32)) return GradProducts::tiles;
+  if (isa() == Isa::avx512 && (a == GradElement::i8 || b == GradElement::i8)) return GradProducts::integers;
+  return has_bf16_dots() && is_bf16(a) && is_bf16(b) ? GradProducts::dots : GradProducts::floats;
+}
+
+// Returns whether the kernel computes the transpose of the result: it has rules for which matrix is on the left.
+bool exchanges(const GemmTnArgs& g) {
+  if (g.products == GradProducts::tiles) return g.a.element == GradElement::f32;
+  if (g.products != GradProducts::integers) return false;
+  return g.a.element != GradElement::i8 || (g.b.element == GradElement::i8 && g.outer > g.inner);
+}
+
 void gemm_tn(Tensor a, Tensor b, Tensor out, MaybeTensor a_scale, MaybeTensor b_scale, bool rounds_a, bool rounds_b) {
   const Matrix left = sparse::matrix(a, "gemm_tn", "a"), right = sparse::matrix(b, "gemm_tn", "b");
   const GradMatrix rows_of_a = grad_matrix(left, a_scale, rounds_a, "a");
@@ -56,11 +71,9 @@ void gemm_tn(Tensor a, Tensor b, Tensor out, MaybeTensor a_scale, MaybeTensor b_
       sparse::flat<float>(out, ScalarType::Float, product(left.width, right.width, "gemm_tn"), "gemm_tn", "out");
   check_apart({{out, "out"}}, {{a, "a"}, {b, "b"}}, "gemm_tn");
   if (left.width == 0 || right.width == 0) return;
-  const bool narrow = rows_of_a.element != GradElement::f32;
-  const bool tiles = has_amx() && (narrow || rows_of_b.element != GradElement::f32);
-  const bool exchanged = tiles && !narrow;
-  GemmTnArgs g{rows_of_a, rows_of_b, left.width, right.width, 0, tiles};
-  if (exchanged) g = {rows_of_b, rows_of_a, right.width, left.width, 0, tiles};
+  GemmTnArgs g{rows_of_a, rows_of_b, left.width, right.width, 0, products_of(rows_of_a.element, rows_of_b.element)};
+  const bool exchanged = exchanges(g);
+  if (exchanged) g = {g.b, g.a, g.outer, g.inner, 0, g.products};
   g.padded = rounded(g.outer, kGradColumns);
   const int64_t values = product(rounded(g.inner, kGradColumns), g.padded, "gemm_tn");
   const int64_t most = std::clamp<int64_t>(kMostValues / values, 1, kMostChunks);

@@ -8,6 +8,12 @@
 // 2) vectors of the result stays in registers. Traffic: a and b once; a chunk's sum is in L2. Floor: rows K O fused
 // multiply-adds.
 //
+// With vdpbf16ps, products of rows in bf16 are those of pairs (`dots`), at half of the instructions. With VNNI, int8
+// rows are multiplied as integers (`integers`): scales of int8 rows are factors of b, whose columns are rounded to 16
+// bits, so that a value of b is off by at most 2^-16 of the largest in its column and block of 128 rows. A block with a
+// value that is not finite is multiplied as floats. The launcher exchanges a and b where b alone is int8, or both and b
+// is wider.
+//
 // With AMX (`tiles`), where the rows of a are bf16 or int8, which bf16 holds exactly, the products are those of tiles.
 // Scales of int8 rows are factors of b; b is then the sum of two bf16 values, as it is if it is fp32, and is off by at
 // most 2^-17 of each value. If b alone is narrow, the launcher exchanges a and b. Floor: the bytes of both matrices.
@@ -29,11 +35,13 @@ struct GradMatrix {
   int64_t stride;
 };
 
+enum class GradProducts { floats, dots, integers, tiles };
+
 struct GemmTnArgs {
   GradMatrix a;  // [rows, inner]
   GradMatrix b;  // [rows, outer]
   int64_t inner, outer, padded;
-  bool tiles;
+  GradProducts products;
 };
 
 // Writes the sum over rows [begin, end) to out, fp32 [inner, padded to whole tiles of 16 rows; padded].

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "gemm_tn_block.isa.h"
+#include "gemm_tn_pairs.isa.h"
 #include "gemm_tn_tiles.isa.h"
 #include "gnnc/simd.h"
 #include "scratch.h"
@@ -13,8 +15,7 @@
 namespace gnnc::GNNC_ISA {
 namespace {
 
-constexpr int64_t kBlock = 64;                  // rows whose tiles of both matrices fit in L1
-constexpr int kVectors = kLanes == 16 ? 4 : 2;  // with 6 rows each, as many sums as there are registers for
+constexpr int64_t kBlock = 64;  // rows whose tiles of both matrices fit in L1
 
 // Copies `rows` rows of `width` values to floats, `padded` apart, with zeros behind the width; int8 rows times a scale.
 template <bool kRounds, typename T>
@@ -34,12 +35,6 @@ void pack(const T* from, const float* scale, int64_t stride, int64_t rows, int64
   }
 }
 
-// A block of rows as floats, `stride` apart.
-struct Block {
-  const float* data;
-  int64_t stride;
-};
-
 // Returns the rows of a block, with whole vectors of `padded` columns: packed to `room`, or where they are.
 Block block_of(const GradMatrix& m, int64_t row, int64_t rows, int64_t width, int64_t padded, float* room) {
   const auto packed = [&]<bool kRounds>(const auto* from, const float* scale) -> Block {
@@ -56,60 +51,39 @@ Block block_of(const GradMatrix& m, int64_t row, int64_t rows, int64_t width, in
   return packed.template operator()<false>(static_cast<const int8_t*>(m.data), m.scale + row);
 }
 
-// Adds the products of `rows` rows to R x V vectors of the result.
-template <int R, int V>
-GNNC_INLINE void tile(const Block& left, const Block& right, int64_t rows, int64_t padded, float* out) {
-  Floats sums[R][V];
-  each<R>([&](auto r) { each<V>([&](auto v) { sums[r][v] = load(out + r * padded + v * kLanes); }); });
-  const float *a = left.data, *b = right.data;
-  for (int64_t n = 0; n < rows; ++n, a += left.stride, b += right.stride) {
-    Floats vectors[V];
-    each<V>([&](auto v) { vectors[v] = load(b + v * kLanes); });
-    each<R>([&](auto r) {
-      const Floats value = splat(a[r]);
-      each<V>([&](auto v) { sums[r][v] = fused(value, vectors[v], sums[r][v]); });
-    });
-  }
-  each<R>([&](auto r) { each<V>([&](auto v) { store(out + r * padded + v * kLanes, sums[r][v]); }); });
-}
+// The products of floats, for multiply_block.
+struct FloatProducts {
+  using Sum = Floats;
+  static GNNC_INLINE Sum start(const float* out) { return load(out); }
+  static GNNC_INLINE Floats left(const float* a) { return splat(*a); }
+  static GNNC_INLINE Floats right(const float* b) { return load(b); }
+  static GNNC_INLINE Sum add(Sum sum, Floats a, Floats b) { return fused(a, b, sum); }
+  GNNC_INLINE void finish(float* out, int64_t, Sum sum) const { store(out, sum); }
+};
 
-// Adds the products of V vectors of columns of b with all columns of a.
-template <int V>
-void columns(const GemmTnArgs& g, Block a, const Block& b, int64_t rows, float* out) {
-  int64_t k = 0;
-  const auto strips = [&]<int R>() {
-    for (; k + R <= g.inner; k += R, a.data += R) tile<R, V>(a, b, rows, g.padded, out + k * g.padded);
-  };
-  strips.template operator()<6>();
-  strips.template operator()<4>();
-  strips.template operator()<2>();
-  strips.template operator()<1>();
-}
-
-}  // namespace
-
-void gemm_tn(const GemmTnArgs& g, int64_t begin, int64_t end, float* out) {
+// Adds the products of rows [begin, end) as floats.
+void sum_rows_of_floats(const GemmTnArgs& g, int64_t begin, int64_t end, float* out) {
   static thread_local Scratch lefts, rights;
-  std::memset(out, 0, static_cast<size_t>((g.inner + 15) / 16 * 16 * g.padded) * sizeof(float));
-#ifdef __AVX512F__
-  if (g.tiles) return sum_rows_with_tiles(g, begin, end, out);
-#endif
   auto* a = lefts.get<float>(static_cast<size_t>(kBlock * g.inner));
   auto* b = rights.get<float>(static_cast<size_t>(kBlock * g.padded));
   for (int64_t row = begin; row < end; row += kBlock) {
     const int64_t rows = std::min(kBlock, end - row);
     const Block left = block_of(g.a, row, rows, g.inner, g.inner, a);
-    Block right = block_of(g.b, row, rows, g.outer, g.padded, b);
-    int64_t c = 0;
-    const auto strips = [&]<int V>() {
-      for (; c + V * kLanes <= g.padded; c += V * kLanes, right.data += V * kLanes) {
-        columns<V>(g, left, right, rows, out + c);
-      }
-    };
-    strips.template operator()<kVectors>();
-    strips.template operator()<2>();
-    strips.template operator()<1>();
+    const Block right = block_of(g.b, row, rows, g.outer, g.padded, b);
+    multiply_block(g, FloatProducts{}, left, right, rows, out);
   }
+}
+
+}  // namespace
+
+void gemm_tn(const GemmTnArgs& g, int64_t begin, int64_t end, float* out) {
+  std::memset(out, 0, static_cast<size_t>((g.inner + 15) / 16 * 16 * g.padded) * sizeof(float));
+#ifdef __AVX512F__
+  if (g.products == GradProducts::tiles) return sum_rows_with_tiles(g, begin, end, out);
+  if (g.products == GradProducts::dots) return sum_rows_of_pairs(g, begin, end, out);
+  if (g.products == GradProducts::integers) return sum_rows_of_integers(g, begin, end, out, sum_rows_of_floats);
+#endif
+  sum_rows_of_floats(g, begin, end, out);
 }
 
 }  // namespace gnnc::GNNC_ISA

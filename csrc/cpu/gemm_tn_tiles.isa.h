@@ -1,7 +1,7 @@
 #pragma once
 
 // gemm_tn with tiles of bf16: blocks of 128 rows are packed as pairs of rows, the left matrix transposed, and each
-// tile of 16 x 16 sums takes 32 rows at once. See GemmTnArgs::tiles for what is exact.
+// tile of 16 x 16 sums takes 32 rows at once. See gemm_tn.h for what is exact.
 
 #include <algorithm>
 #include <cstring>

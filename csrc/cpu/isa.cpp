@@ -4,6 +4,10 @@
 #include <stdexcept>
 #include <string>
 
+#ifdef GNNC_X86
+#include <cpuid.h>
+#endif
+
 namespace gnnc {
 namespace {
 
@@ -36,6 +40,16 @@ Isa choose() {
   throw std::runtime_error("GNNC_ISA is '" + name + "'; set it to generic, avx2 or avx512, or unset it");
 }
 
+bool finds_bf16_dots() {
+#ifdef GNNC_X86
+  constexpr unsigned kBf16 = 1u << 5;  // of leaf 7, subleaf 1, eax
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return isa() == Isa::avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & kBf16) != 0;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 Isa isa() {
@@ -44,5 +58,10 @@ Isa isa() {
 }
 
 const char* isa_name(Isa isa) { return isa == Isa::avx512 ? "avx512" : isa == Isa::avx2 ? "avx2" : "generic"; }
+
+bool has_bf16_dots() {
+  static const bool found = std::getenv("GNNC_ISA") == nullptr && finds_bf16_dots();
+  return found;
+}
 
 }  // namespace gnnc

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -25,14 +26,13 @@ from gnnc.runtime.program.launches import (
     literal,
     variable,
 )
-from gnnc.runtime.program.values import width_of
+from gnnc.runtime.program.values import round_up, width_of
 from gnnc.runtime.registry import Choice
 from gnnc.runtime.row_program.build import argument_of
 
 _SECTOR = 32  # bytes that global memory moves at least
 _VECTOR = 16  # bytes that a thread loads at most
 _LINE = 128  # bytes that L1 looks up at once
-_IN_ORDER = {"gemm", "cublas", "rowmap"}  # kernels that read each row of x once, one after the other
 MOST_WHOLE = 256
 """Bytes of a row, at most, that a warp sums at a time where it could in slices: ``gnnc::kMostWhole``."""
 
@@ -46,6 +46,8 @@ class CudaEmitter(Emitter):
         weighted: nodes whose quantized rows hold their weights, where there is room (``gnnc::weight_place``).
         windowed_sums: by columns of edges, the sums over them that may read a windowed edge table.
     """
+
+    IN_ORDER: ClassVar[frozenset[str]] = frozenset({"gemm", "cublas", "rowmap"})
 
     def __init__(self, graph_module: GraphModule, *, check_finite: bool, offline: bool) -> None:
         super().__init__(graph_module, check_finite=check_finite)
@@ -106,17 +108,6 @@ class CudaEmitter(Emitter):
         buffer = self._arena_buffer(base)
         has_room = width % _VECTOR > 0 and buffer is not None and buffer.stride >= round_up(width, _VECTOR)
         return has_room and base in self.weighted and width_of(base) == width
-
-    def is_read_in_order(self, node: Node) -> bool:
-        """Return whether no kernel gathers the rows of a value, so that it may be the first to leave L2."""
-
-        def reads_in_order(user: Node) -> bool:
-            choice = user.meta.get("choice")
-            if not isinstance(choice, Choice):
-                return user.op == "output" or self.is_read_in_order(user)
-            return choice.kernel is not None and choice.kernel.name in _IN_ORDER
-
-        return all(reads_in_order(user) for user in node.users)
 
     def has_windowed_sum(self, node: Node) -> bool:
         """Return whether a kernel may sum rows of a value by windows (``csrc/cuda/sparse/staged.cuh``)."""
@@ -191,11 +182,6 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 def blocks(rows: Operand, per_block: int) -> Expr:
     """Return the number of blocks of a launch over rows."""
     return literal(rows) if per_block == 1 else expr("({} + {}) // {}", rows, per_block - 1, per_block)
-
-
-def round_up(number: int, multiple: int) -> int:
-    """Return the least multiple of ``multiple`` that is not below ``number``."""
-    return -(-number // multiple) * multiple
 
 
 def pointer(tensor: Expr | None) -> Expr:

@@ -6,7 +6,7 @@ Kernel lowerings call the methods of ``Emitter`` while the graph is walked once.
 import operator
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -27,8 +27,12 @@ from gnnc.runtime.program.launches import (
     variable,
 )
 from gnnc.runtime.program.memory_plan import END, Buffer
-from gnnc.runtime.program.values import Value, Values, width_of
+from gnnc.runtime.program.values import Value, Values, round_up, width_of
+from gnnc.runtime.registry import Choice
 from gnnc.torch_private import OpOverload, is_composite, schema
+
+_LINE = 64
+"""Bytes of a cache line."""
 
 
 class Emitter(Values):
@@ -40,6 +44,12 @@ class Emitter(Values):
         ranges: largest values that the program checks at its end, each with its check.
         scales: row scales of the present launch, each with its node.
     """
+
+    IN_ORDER: ClassVar[frozenset[str]] = frozenset(
+        {"gemm", "gemm_tn", "rounding_gemm_tn", "map", "batch_norm", "batch_norm_backward", "relu_mask"}
+        | {"relu_backward", "reference"}
+    )
+    """Names of the kernels that read each row of a matrix once, one after the other."""
 
     def __init__(self, graph_module: GraphModule, *, check_finite: bool = True) -> None:
         super().__init__(graph_module)
@@ -56,8 +66,28 @@ class Emitter(Values):
     # Memory
 
     def stride_for(self, node: Node, width: int) -> int:
-        """Return the elements from one row to the next, of a value in the arena."""
-        return self.padded(width, node.meta["val"].dtype)
+        """Return the elements from one row to the next, of a value in the arena.
+
+        Gathered rows of floats start on a cache line if that adds half at most, else on half of one: loads of a vector
+        that begin elsewhere touch two lines.
+        """
+        dtype = node.meta["val"].dtype
+        stride, nbytes = self.padded(width, dtype), width * dtype.itemsize
+        if not dtype.is_floating_point or nbytes <= _LINE // 4 or self.is_read_in_order(node):
+            return stride
+        lines = round_up(nbytes, _LINE)
+        return (lines if 2 * lines <= 3 * nbytes else round_up(nbytes, _LINE // 2)) // dtype.itemsize
+
+    def is_read_in_order(self, node: Node) -> bool:
+        """Return whether no kernel gathers the rows of a value."""
+
+        def reads_in_order(user: Node) -> bool:
+            choice = user.meta.get("choice")
+            if not isinstance(choice, Choice):
+                return user.op == "output" or self.is_read_in_order(user)
+            return choice.kernel is not None and choice.kernel.name in self.IN_ORDER
+
+        return all(reads_in_order(user) for user in node.users)
 
     def allocate(self, node: Node, *, dense: bool = False) -> Expr:
         """Return the matrix that a kernel writes for ``node``; padded rows unless the caller keeps it."""

@@ -61,7 +61,7 @@ class Values(StatementList):
     def padded(width: int, dtype: torch.dtype) -> int:
         """Return the elements from one row to the next, of memory of the arena."""
         elements = _ROW_BYTES.get(dtype, 1) // dtype.itemsize or 1
-        return -(-width // elements) * elements
+        return round_up(width, elements)
 
     def define(self, node: Node, value: Expr, *, holds: tuple[Buffer, ...] = ()) -> None:
         """Give a node its value.
@@ -273,3 +273,8 @@ def _strides(shape: tuple[Any, ...], row: int) -> tuple[int, ...]:
     for size in reversed(shape[2:]):
         strides.append(strides[-1] * int(expression(size)))
     return (row,) if len(shape) == 1 else (row, *reversed(strides))
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the least multiple of ``multiple`` that is not below ``number``."""
+    return -(-number // multiple) * multiple

@@ -63,11 +63,38 @@ def test_gemm_tn_of_quantized_rows(rows: int, inner: int, outer: int, other: str
         ops().gemm_tn(a, b, out, a_scale, b_scale)
         return out
 
+    expected, rounding = product_of_quantized_rows(a, a_scale, b, b_scale)
+    error = (same_at_any_thread_count(call).double() - expected).abs()
+    assert torch.all(error <= 1e-4 * expected.abs() + 1e-5 * rows**0.5 + rounding)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_gemm_tn_of_quantized_rows_hides_no_number_that_is_not_finite(number: float) -> None:
+    a, a_scale = quantized_rows(400, 20)
+    b, out = torch.randn(400, 30), torch.empty(20, 30)
+    a[:, 3], b[:, 7], b[200, 4] = 5, 1e-12, number
+    ops().gemm_tn(a, b, out, a_scale, None)
+    finite = torch.tensor([c != 4 for c in range(30)])
+    assert not out[:, 4].isfinite()[a[200] != 0].any() and out[:, finite].isfinite().all()
+    ops().gemm_tn(b, a, out.view(30, 20), None, a_scale)
+    assert not out.view(30, 20)[4].isfinite()[a[200] != 0].any()
+    small = (a_scale.double() * 5 * 1e-12).sum()
+    ops().gemm_tn(a, b, out, a_scale, None)
+    torch.testing.assert_close(out[3, 7].double(), small, rtol=1e-4, atol=0)
+
+
+def product_of_quantized_rows(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the product over all rows, and what rounding one side's columns to 16 bits may change."""
+    left = a.double() * a_scale.double()[:, None]
     right = b.double() if b_scale is None else b.double() * b_scale.double()[:, None]
-    expected = (a.double() * a_scale.double()[:, None]).t() @ right
-    torch.testing.assert_close(
-        same_at_any_thread_count(call).double(), expected, rtol=1e-4, atol=1e-6 * max(rows, 1) ** 0.5 * 10
-    )
+    steps = right.mul(a_scale.double()[:, None]).abs().amax(0) if len(a) else right.new_zeros(b.shape[1])
+    bounds = [a.double().square().sum(0).sqrt()[:, None] * steps]
+    if b_scale is not None and len(a):
+        steps = left.mul(b_scale.double()[:, None]).abs().amax(0)
+        bounds.append(steps[:, None] * b.double().square().sum(0).sqrt())
+    return left.t() @ right, 3 * 2**-16 * torch.stack(bounds).amax(0)
 
 
 def quantized_rows(rows: int, width: int) -> tuple[Tensor, Tensor]:

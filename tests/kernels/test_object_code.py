@@ -16,10 +16,10 @@ from gnnc.runtime.cpu import library
 
 SYMBOL = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 STACK = re.compile(r"%zmm\d+.*\(%r[sb]p|\(%r[sb]p.*%zmm\d+")
-GEMM_TILES = re.compile(r"gemm_(?:code|float)_tile")
+GEMM_TILES = re.compile(r"gemm_(?:code|dot|float)_tile")
 GATHERS = re.compile(r"(?:integer_rows|sum_columns|sum_heads_of_8|extreme_bytes|extreme_floats|fixed_sum)<")
 INTERLEAVED = re.compile(r"integer_rows<")
-TILES = 8  # of 1 to 4 vectors, of codes and of floats
+TILES = 12  # of 1 to 4 vectors, of codes, of pairs of bf16 values and of floats
 
 
 def counts(source: str, symbols: re.Pattern[str], instruction: re.Pattern[str]) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Programs call the CPU kernels of gradients, and give what the graph gives."""
 
+import pytest
 import torch
 from gnn_graphs import Layers, arguments, relative_error, run_all
 from one_op import fused_program_of, program_of
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from gnnc.passes.lower import Lower
 from gnnc.runtime.backend import get_backend
+from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.program.executable import Executable
 from gnnc.target import Target
 
@@ -64,3 +66,32 @@ def test_int8_rows_are_dequantized_by_one_kernel() -> None:
     product, total = program(q, scale, other)
     assert torch.equal(product, chain(q, scale, other)[0])
     torch.testing.assert_close(total, chain(q, scale, other)[1])
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "stride"),
+    [
+        (40, torch.float32, 48),
+        (20, torch.float32, 24),
+        (4, torch.float32, 4),
+        (40, torch.bfloat16, 48),
+        (60, torch.bfloat16, 64),
+        (20, torch.int8, 64),
+    ],
+)
+def test_rows_that_edges_gather_start_on_a_line_or_half_of_one(
+    width: int, dtype: torch.dtype, stride: int
+) -> None:
+    b = Layers(8)
+    gathered = b.linear(b.x, width, name="first")
+    in_order = b.linear(b.x, width, name="second")
+    gm = b.finish(b.spmm(gathered), b.call(GNNC.gemm_tn, in_order, b.x))
+    backend = get_backend("cpu")
+    target = Target("cpu", backend.target.precisions, lowering=backend)
+    lowered, _ = run_all(gm, [Lower()], target=target)
+    first, second = (node for node in lowered.graph.nodes if node.target == GNNC.gemm.default)
+    emitter = Emitter(lowered)
+    for node in (first, second):
+        node.meta["val"] = node.meta["val"].to(dtype)
+    assert emitter.stride_for(first, width) == stride
+    assert emitter.stride_for(second, width) == emitter.padded(width, dtype)

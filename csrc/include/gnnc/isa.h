@@ -11,6 +11,10 @@ Isa isa();
 
 const char* isa_name(Isa isa);
 
+// Returns whether products of pairs of bf16 values may use vdpbf16ps. The result is false where the environment
+// variable GNNC_ISA names an instruction set.
+bool has_bf16_dots();
+
 }  // namespace gnnc
 
 // Declares the functions that a *.isa.cpp file defines, once for each instruction set.
