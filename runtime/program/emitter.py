@@ -68,8 +68,8 @@ class Emitter(Values):
     def stride_for(self, node: Node, width: int) -> int:
         """Return the elements from one row to the next, of a value in the arena.
 
-        Gathered rows of floats start on a cache line if that adds half at most, else on half of one: loads of a vector
-        that begin elsewhere touch two lines.
+        Gathered rows of floats start on a cache line if that adds half at most, else on half of one: loads of
+        a vector that begin elsewhere touch two lines.
         """
         dtype = node.meta["val"].dtype
         stride, nbytes = self.padded(width, dtype), width * dtype.itemsize
