@@ -9,11 +9,12 @@
 // into the fragments of the tensor cores. The next rows are loaded into registers while the present ones are
 // multiplied.
 //
-// Layout: rows of a and b kAStride and kBStride elements apart, of any width; FP32 rows are rounded as they are loaded.
-// Rows of int8 and of 8-bit floats have a scale each: the product of both scales of a row multiplies that of a, in
-// FP32, before it is rounded to bfloat16, in which all values of 8 bits are exact. Traffic: each tile of a once for
-// every tile of b, and the reverse (from L2 but for the first), 4 kA kB B a share out. Floor: a and b once at copy
-// bandwidth.
+// Layout: rows of a and b kAStride and kBStride elements apart, of any width; FP32 rows are rounded as they are loaded,
+// or with kSplit stand as a sum of two bfloat16 parts, whose error is 2^-17. Rows of int8 and of 8-bit floats have a
+// scale each, and all their values are exact in bfloat16: the product of both scales of a row multiplies one side, that
+// of FP32 if there is one, which is split then. Products of the lower parts of both sides are left out.
+// Traffic: each tile of a once for every tile of b, and the reverse (from L2 but for the first), 4 kA kB B a share out.
+// Floor: a and b once at copy bandwidth.
 //
 // Launch: blocks of 256 threads, `shares` for each pair of tiles.
 
@@ -22,16 +23,17 @@
 namespace gnnc {
 
 // Compile-time configuration of gemm_tn: the type of the products, of a and of b in memory, their columns, strides, and
-// the neighbouring columns that a thread loads at once; whether rows of a and of b have scales.
+// the neighbouring columns that a thread loads at once; whether values that T rounds are split; whether rows of a and
+// of b have scales.
 template <class T, class A_, class B_, int kA_, int kB_, int64_t kAStride_, int64_t kBStride_, int kATogether_,
-          int kBTogether_, bool kAScaled_, bool kBScaled_>
+          int kBTogether_, bool kSplit_, bool kAScaled_, bool kBScaled_>
 struct GemmTnConfig {
   using Type = T;
   using A = A_;
   using B = B_;
   static constexpr int kA = kA_, kB = kB_, kATogether = kATogether_, kBTogether = kBTogether_;
   static constexpr int64_t kAStride = kAStride_, kBStride = kBStride_;
-  static constexpr bool kAScaled = kAScaled_, kBScaled = kBScaled_;
+  static constexpr bool kSplit = kSplit_, kAScaled = kAScaled_, kBScaled = kBScaled_;
 };
 
 struct GemmTnArgs {
@@ -54,6 +56,22 @@ __host__ __device__ constexpr int tile_of(int width) {
 }
 __host__ __device__ constexpr int tiles_of(int width) { return (width + tile_of(width) - 1) / tile_of(width); }
 
+// Whether T holds every value of type X.
+template <class T, class X>
+struct Holds {
+  static constexpr bool kAll = sizeof(X) == 1;
+};
+template <class T>
+struct Holds<T, T> {
+  static constexpr bool kAll = true;
+};
+
+// Number of parts of a value of type X, times a factor or not, in a sum of values of type T.
+template <bool kSplit, class T, class X, class Factor>
+__host__ __device__ constexpr int parts_of() {
+  return kSplit && !(Factor::kIsOne && Holds<T, X>::kAll) ? 2 : 1;
+}
+
 // The factor of a row: the scales of both matrices, or one.
 template <bool kAScaled, bool kBScaled>
 struct Factors {
@@ -69,10 +87,11 @@ struct Factors {
 };
 
 // Loader of one matrix: reads kNodes rows of a tile of its columns into registers, and stores them in shared memory.
-template <class T, class X, int kWidth, int64_t kStride, int kTogether, class Factor>
+template <class T, class X, int kWidth, int64_t kStride, int kTogether, class Factor, int kParts_>
 struct Side {
-  static constexpr int kTile = tile_of(kWidth);
-  static constexpr int kPitch = kTile + 8;  // elements; the padding puts eight rows into different banks
+  static constexpr int kTile = tile_of(kWidth), kParts = kParts_;
+  static constexpr int kPitch = kTile + 8;       // elements; the padding puts eight rows into different banks
+  static constexpr int kPart = kNodes * kPitch;  // elements of the rows of a part
   static constexpr int kRowLoads = kTile / kTogether;
   static constexpr int kAll = kNodes * kRowLoads, kLoads = (kAll + kThreads - 1) / kThreads;
   static constexpr int kStored = kTogether * sizeof(T) > 16 ? 16 / sizeof(T) : kTogether;  // columns in one store
@@ -105,10 +124,19 @@ struct Side {
       T* to = shared + index / kRowLoads * kPitch + index % kRowLoads * kTogether;
 #pragma unroll
       for (int k = 0; k < kTogether; k += kStored) {
-        Vector<T, kStored> rounded;
+        float left[kStored];
 #pragma unroll
-        for (int j = 0; j < kStored; ++j) rounded.v[j] = step::from_float<T>(scaled(i, k + j));
-        *reinterpret_cast<Vector<T, kStored>*>(to + k) = rounded;
+        for (int j = 0; j < kStored; ++j) left[j] = scaled(i, k + j);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          Vector<T, kStored> rounded;
+#pragma unroll
+          for (int j = 0; j < kStored; ++j) {
+            rounded.v[j] = step::from_float<T>(left[j]);
+            left[j] = __fsub_rn(left[j], step::as_float(rounded.v[j]));
+          }
+          *reinterpret_cast<Vector<T, kStored>*>(to + part * kPart + k) = rounded;
+        }
       }
     }
   }
@@ -154,15 +182,20 @@ template <class Config>
 __global__ void __launch_bounds__(tn::kThreads) gemm_tn(GemmTnArgs args) {
   begin_kernel();
   using T = typename Config::Type;
-  using FactorsA = tn::Factors<Config::kAScaled, Config::kBScaled>;
-  using FactorsB = tn::Factors<false, false>;
-  using A = tn::Side<T, typename Config::A, Config::kA, Config::kAStride, Config::kATogether, FactorsA>;
-  using B = tn::Side<T, typename Config::B, Config::kB, Config::kBStride, Config::kBTogether, FactorsB>;
+  using Scales = tn::Factors<Config::kAScaled, Config::kBScaled>;
+  using One = tn::Factors<false, false>;
+  constexpr bool kOfB = sizeof(typename Config::A) == 1 && sizeof(typename Config::B) > 1;  // b is to be split anyway
+  using FactorsA = typename Select<kOfB, One, Scales>::Type;
+  using FactorsB = typename Select<kOfB, Scales, One>::Type;
+  using A = tn::Side<T, typename Config::A, Config::kA, Config::kAStride, Config::kATogether, FactorsA,
+                     tn::parts_of<Config::kSplit, T, typename Config::A, FactorsA>()>;
+  using B = tn::Side<T, typename Config::B, Config::kB, Config::kBStride, Config::kBTogether, FactorsB,
+                     tn::parts_of<Config::kSplit, T, typename Config::B, FactorsB>()>;
   constexpr int kDown = A::kTile / 16, kAcross = B::kTile / 16, kSquares = kDown * kAcross;  // of 16 x 16 results
   constexpr int kWarps = tn::kThreads / 32, kOwn = (kSquares + kWarps - 1) / kWarps;
   constexpr int kTilesA = tn::tiles_of(Config::kA), kTilesB = tn::tiles_of(Config::kB);
-  __shared__ alignas(16) T a_rows[tn::kNodes * A::kPitch];
-  __shared__ alignas(16) T b_rows[tn::kNodes * B::kPitch];
+  __shared__ alignas(16) T a_rows[A::kParts * A::kPart];
+  __shared__ alignas(16) T b_rows[B::kParts * B::kPart];
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int tile = static_cast<int>(blockIdx.x % (kTilesA * kTilesB));
   const int64_t share = blockIdx.x / (kTilesA * kTilesB);
@@ -172,7 +205,7 @@ __global__ void __launch_bounds__(tn::kThreads) gemm_tn(GemmTnArgs args) {
   const auto* a = static_cast<const typename Config::A*>(args.a);
   const auto* b = static_cast<const typename Config::B*>(args.b);
   const FactorsA a_factors{args.a_scale, args.b_scale};
-  const FactorsB b_factors{};
+  const FactorsB b_factors{args.a_scale, args.b_scale};
   float sums[kOwn][2][4] = {};
   A a_next;
   B b_next;
@@ -199,11 +232,20 @@ __global__ void __launch_bounds__(tn::kThreads) gemm_tn(GemmTnArgs args) {
       const T* b_row = b_rows + (lane / 8 % 2 * 8 + lane % 8) * B::kPitch + square % kAcross * 16 + lane / 16 * 8;
 #pragma unroll
       for (int node = 0; node < tn::kNodes; node += 16) {
-        uint32_t left[4], right[4];
-        tn::load_turned(left, a_row + node * A::kPitch);
-        tn::load_turned(right, b_row + node * B::kPitch);
-        tn::multiply(sums[own][0], left, right[0], right[1], T{});
-        tn::multiply(sums[own][1], left, right[2], right[3], T{});
+        uint32_t right[B::kParts][4];
+#pragma unroll
+        for (int q = 0; q < B::kParts; ++q) tn::load_turned(right[q], b_row + q * B::kPart + node * B::kPitch);
+#pragma unroll
+        for (int p = 0; p < A::kParts; ++p) {
+          uint32_t left[4];
+          tn::load_turned(left, a_row + p * A::kPart + node * A::kPitch);
+#pragma unroll
+          for (int q = 0; q < B::kParts; ++q) {
+            if (p + q > 1) continue;
+            tn::multiply(sums[own][0], left, right[q][0], right[q][1], T{});
+            tn::multiply(sums[own][1], left, right[q][2], right[q][3], T{});
+          }
+        }
       }
     }
   }

@@ -50,7 +50,7 @@ class GemmTn:
 
 @kernel("gnnc.qgemm_tn", backend="cuda", name="qgemm_tn", priority=10, elements=BYTES)
 class QuantizedGemmTn:
-    """Kernel of ``csrc/cuda/dense/gemm_tn.cuh`` of 8-bit rows: times their scales in bf16, FP32 sums."""
+    """Kernel of ``csrc/cuda/dense/gemm_tn.cuh`` of 8-bit rows: products of bf16 parts, FP32 sums."""
 
     @staticmethod
     @planned
@@ -67,7 +67,7 @@ class QuantizedGemmTn:
         """Write the launches."""
         scales = unpack(node, "a_scale", "b_scale")
         vectors = list(map(emitter.optional_vector, scales))
-        _write(node, emitter, unpack(node, "a", "b"), plan, torch.bfloat16, vectors)
+        _write(node, emitter, unpack(node, "a", "b"), plan, torch.bfloat16, vectors, is_split=True)
 
 
 def _write(
@@ -78,8 +78,21 @@ def _write(
     dtype: torch.dtype,
     scales: Sequence[Expr | None],
     divisor: Expr | None = None,
+    *,
+    is_split: bool = False,
 ) -> None:
-    """Write the launches of a product that is computed in ``dtype``, and of the sum of its parts."""
+    """Write the launches of a product that is computed in ``dtype``, and of the sum of its parts.
+
+    Args:
+        node: the product.
+        emitter: the program under construction.
+        operands: both matrices.
+        widths: their columns.
+        dtype: type of the factors on the tensor cores.
+        scales: of the rows of each matrix; None: there are none.
+        divisor: one value that divides the result; None: nothing does.
+        is_split: whether a value that ``dtype`` rounds is a sum of two parts.
+    """
     matrices = [pointer(emitter.matrix(value, width)) for value, width in zip(operands, widths, strict=True)]
     strides = [emitter.row_stride(value, width) for value, width in zip(operands, widths, strict=True)]
     dtypes = [value.meta["val"].dtype for value in operands]
@@ -88,8 +101,8 @@ def _write(
         for each, width, stride in zip(dtypes, widths, strides, strict=True)
     ]
     types = [TYPES[each] for each in (dtype, *dtypes)]
-    scaled = [truth(scale is not None) for scale in scales]
-    config = ", ".join([*types, *map(str, (*widths, *strides, *together)), *scaled])
+    flags = [truth(is_split), *(truth(scale is not None) for scale in scales)]
+    config = ", ".join([*types, *map(str, (*widths, *strides, *together)), *flags])
     rows = emitter.size(operands[0].meta["val"].shape[0])
     tiles = math.prod(-(-width // _TILE) for width in widths)
     shares = shares_of(rows, _SHARE, most := max(1, _MOST_SHARES // tiles))
