@@ -10,6 +10,9 @@ from gnnc.runtime.cuda.graphs.cuda_graph import CallState, PatchedGraph, Recorde
 from gnnc.runtime.program.memory import Arena, ArenaPool, Layout
 from gnnc.torch_private import raw_stream
 
+_Recorded = tuple[tuple[int, ...] | None, CallState | None, PatchedGraph | None]
+"""Sizes of a program's calls, the state of the last one, and their CUDA graph."""
+
 
 class CudaArena(Arena):
     """Temporaries of one running call, in memory of torch's allocator.
@@ -17,8 +20,8 @@ class CudaArena(Arena):
     Attributes:
         stream: handle of the stream whose kernels use the temporaries.
         captured: whether the temporaries are part of the caller's CUDA graph.
-        last: the state of the last call, if it was recorded.
-        held: the CUDA graph of calls of the same state, once there were two.
+        last: the state of the last call of the program that the arena is laid out for, if it was recorded.
+        held: the CUDA graph of its calls of the same state, once there were two.
     """
 
     def __init__(self, device: torch.device, stream: int, *, captured: bool) -> None:
@@ -26,6 +29,7 @@ class CudaArena(Arena):
         self.stream, self.captured = stream, captured
         self.last: CallState | None = None
         self.held: PatchedGraph | None = None
+        self._recorded: dict[Layout, _Recorded] = {}
         self._device = device
         self._counters: torch.Tensor | None = None
 
@@ -35,10 +39,15 @@ class CudaArena(Arena):
             self._counters = torch.zeros(round_up(count, 64), dtype=torch.int32, device=self._device)
         return self._counters
 
-    def resize(self, sizes: tuple[int, ...], layout: Layout) -> None:
-        """Lay the temporaries out for these sizes; buffers only grow."""
-        self.last = self.held = None
-        super().resize(sizes, layout)
+    def lay_out(self, sizes: tuple[int, ...], layout: Layout) -> None:
+        """Lay the temporaries of a program out for these sizes; restore what was recorded of its calls."""
+        if self._layout is layout and self.sizes == sizes:
+            return
+        if self._layout is not None:
+            self._recorded[self._layout] = self.sizes, self.last, self.held
+        super().lay_out(sizes, layout)
+        of_sizes, last, held = self._recorded.get(layout, (None, None, None))
+        self.last, self.held = (last, held) if of_sizes == sizes else (None, None)
 
     def hold(
         self,
@@ -65,6 +74,7 @@ class CudaArena(Arena):
     def _grow(self, slot: int, nbytes: int) -> None:
         buffer = self._buffers.get(slot)
         if buffer is None or buffer.nbytes < nbytes:
+            self._recorded.clear()  # launches of the buffer's address
             self._buffers.pop(slot, None)
             self._buffers[slot] = torch.empty(
                 -(-max(nbytes, 1) // 256) * 256, dtype=torch.uint8, device=self._device
@@ -93,7 +103,7 @@ class CudaArenaPool(ArenaPool):
             return self.acquire_idle(sizes)
         self.was_captured = True
         arena = CudaArena(self._device, raw_stream(self._index), captured=True)
-        arena.resize(sizes, self._layout)
+        arena.lay_out(sizes, self._layout)
         return arena
 
     def acquire_idle(self, sizes: tuple[int, ...]) -> CudaArena:
@@ -103,9 +113,13 @@ class CudaArenaPool(ArenaPool):
             arena = self._by_stream[stream].pop()
         except (KeyError, IndexError):
             arena = CudaArena(self._device, stream, captured=False)
-        if arena.sizes != sizes:
-            arena.resize(sizes, self._layout)
+        arena.lay_out(sizes, self._layout)
         return arena
+
+    def share(self, other: ArenaPool) -> None:
+        """Take arenas from those of another executable of the device, and return them there."""
+        assert isinstance(other, CudaArenaPool)
+        self._by_stream, self._is_shared = other._by_stream, True
 
     def release(self, arena: Arena) -> None:
         """Return an arena to the pool."""
@@ -120,5 +134,7 @@ class CudaArenaPool(ArenaPool):
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of the idle arenas."""
+        """Bytes of the idle arenas; none where they are another executable's."""
+        if self._is_shared:
+            return 0
         return sum(arena.nbytes for arenas in list(self._by_stream.values()) for arena in arenas)

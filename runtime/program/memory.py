@@ -246,7 +246,7 @@ class ArenaPool:
         return arena
 
     def share(self, other: "ArenaPool") -> None:
-        """Take arenas from those of another executable, and return them there: memory of the CPU alone."""
+        """Take arenas from those of another executable, and return them there."""
         self._idle, self._is_shared = other._idle, True
 
     def release(self, arena: Arena) -> None:

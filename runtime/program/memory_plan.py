@@ -113,8 +113,10 @@ def assign_slots(buffers: Iterable[Buffer]) -> None:
     """Share memory between buffers whose lives do not meet, in order of their first step.
 
     Each buffer takes the free slot that grows least for it, of those the smallest. Buffers of fixed size
-    share among themselves: on a larger graph one would make a slot grow by all of another buffer.
+    share among themselves: on a larger graph one would make a slot grow by all of another buffer. Slots are
+    numbered by size, those of fixed size last, so that programs which share an arena share large slots.
     """
+    buffers = list(buffers)
     slots: list[tuple[int, int, bool]] = []
     for buffer in sorted(buffers, key=lambda b: b.first):
         size, fixed = buffer.assumed_bytes, buffer.has_fixed_size
@@ -129,3 +131,7 @@ def assign_slots(buffers: Iterable[Buffer]) -> None:
         else:
             buffer.slot = len(slots)
             slots.append((buffer.last, size, fixed))
+    order = sorted(range(len(slots)), key=lambda i: (slots[i][2], -slots[i][1]))
+    numbers = {old: new for new, old in enumerate(order)}
+    for buffer in buffers:
+        buffer.slot = numbers[buffer.slot]

@@ -2,11 +2,13 @@
 
 import gc
 import threading
+from unittest import mock
 
 import pytest
 import torch
 
 from gnnc.errors import GnncError
+from gnnc.runtime.cuda.memory import CudaArena, CudaArenaPool
 from gnnc.runtime.program import memory as pool_module
 from gnnc.runtime.program.memory import ALIGNMENT, HUGE_PAGE, SMALL_OUTPUT, ArenaPool, OutputPool, Region
 
@@ -191,3 +193,41 @@ def test_two_programs_share_arenas() -> None:
     assert other.tensors[0].data_ptr() != again[0].data_ptr()
     forward.release(arena), backward.release(other)
     assert forward.idle_bytes == arena.nbytes + other.nbytes and backward.idle_bytes == 0
+
+
+def other_layout(rows: int) -> tuple[Region, ...]:
+    return (Region(0, torch.float32, (rows, 4), (4, 1)), Region(1, torch.float32, (rows, 2), (2, 1)))
+
+
+def test_two_programs_share_the_memory_of_an_arena_and_keep_what_each_recorded():
+    """Arenas of a GPU are told apart by stream and lie in memory of torch; these lie on the CPU."""
+    arena, first, second = CudaArena(torch.device("cpu"), 0, captured=False), object(), object()
+    arena.lay_out((10,), layout)
+    arena.lay_out((10,), other_layout)
+    arena.lay_out((10,), layout)  # the buffers have grown
+    held = arena.nbytes
+    arena.last = first
+    arena.lay_out((10,), other_layout)
+    assert arena.last is None and arena.nbytes == held
+    arena.last = second
+    for chosen, state in ((layout, first), (other_layout, second)):
+        arena.lay_out((10,), chosen)
+        assert arena.last is state
+    arena.lay_out((9,), layout)
+    assert arena.last is None, "recorded for other sizes"
+    arena.lay_out((1000,), other_layout)
+    arena.lay_out((9,), layout)
+    assert arena.last is None, "recorded with addresses of smaller buffers"
+    assert arena.nbytes < 1000 * (8 + 4) * 4 + 100 * 64
+
+
+def test_pools_of_a_gpu_take_arenas_from_each_other():
+    pools = [CudaArenaPool(each, torch.device("cuda", 0)) for each in (layout, other_layout)]
+    pools[1].share(pools[0])
+    arena = CudaArena(torch.device("cpu"), 7, captured=False)
+    arena.lay_out((10,), layout)
+    pools[0].release(arena)
+    assert pools[1].idle_bytes == 0 < pools[0].idle_bytes
+    with mock.patch("gnnc.runtime.cuda.memory.raw_stream", return_value=7):
+        assert pools[1].acquire_idle((10,)) is arena
+    assert [tuple(t.shape) for t in arena.tensors] == [(10, 4), (10, 2)] and pools[0].idle_bytes == 0

@@ -54,3 +54,13 @@ def test_a_buffer_that_grows_with_the_graph_shares_with_its_like():
     assert len({large.slot, weight.slot, between.slot}) == 3
     assert {buffer.slot for buffer in small} == {large.slot, between.slot}
     assert small[0].slot == large.slot and other.slot == weight.slot
+
+
+def test_slots_are_numbered_by_size_and_those_of_fixed_size_come_last():
+    """The arena of two programs has for each number the larger slot of both."""
+    count = rows()
+    weight = Buffer((1, 90_000_000), 90_000_000, torch.int8, 0, 9)
+    small = Buffer((count, WIDTH), WIDTH, torch.float32, 1, 9)
+    large = Buffer((count, 4 * WIDTH), 4 * WIDTH, torch.float32, 2, 9)
+    assign_slots([weight, small, large])
+    assert [large.slot, small.slot, weight.slot] == [0, 1, 2]
