@@ -144,12 +144,13 @@ class Target:
         epilogue_scales: whether each of its row programs does so.
         gradient_steps: kinds of the steps of gradients that its row programs have, such as masks, derivatives
             of activations, and sums of all rows (``gnnc.ir.row_steps.GRADIENT_STEPS``).
-        sums_in_maps: whether, of its row programs, those without a product or an aggregation alone have the
-            sums of all rows.
+        sums_in_maps: whether, of its row programs, those without an aggregation and without a product but one
+            in FP32 alone have a sum of all rows.
         widens_operands: whether its row programs read matrices of 16 bits, where a cast to FP32 stands.
         fused_gemm_tn: whether its product over all rows rounds FP32 rows as it loads them, and divides the
             result by a number of the device.
         attention_backward: columns of a head, at most, of its ``gnnc.attention_backward``; 0: no kernel.
+        quantized_attention_gradients: whether that kernel reads quantized rows.
         static_features: whether its programs keep the quantized values of arguments that stay the same.
         narrow_rows: row widths up to which int8 does not pay where edges gather rows.
         sorts_with_loops: whether its sort of edges drops self loops and adds one for every node.
@@ -174,6 +175,7 @@ class Target:
     widens_operands: bool = False
     fused_gemm_tn: bool = False
     attention_backward: int = 0
+    quantized_attention_gradients: bool = False
     static_features: bool = False
     narrow_rows: NarrowRows = NarrowRows()
     sorts_with_loops: bool = False

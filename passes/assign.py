@@ -112,7 +112,7 @@ class Assign:
         reason = self._must_be_fp32(node, fixed)
         op = op_of(node)
         assert op is not None
-        if reason is None and wanted.is_quantized and op.quantized is None:
+        if reason is None and wanted.is_quantized and op.quantized is None and not _dequantizes(op, ctx):
             return f"{op.name} has no quantized form"
         if reason is not None or chosen or not wanted.is_quantized:
             return reason
@@ -141,6 +141,11 @@ class Assign:
         if width * 4 > most:
             return None
         return f"a row of {width} FP32 values fits in the {most} bytes that a padded {wanted} row takes"
+
+
+def _dequantizes(op: Op, ctx: Context) -> bool:
+    """Return whether the kernel of an op converts quantized operands to FP32 as it loads them."""
+    return op.name == "attention_backward" and ctx.target.quantized_attention_gradients
 
 
 def is_primitive(node: Node) -> bool:

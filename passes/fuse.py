@@ -16,22 +16,35 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from gnnc.ir.aten import ROW_VIEWS
 from gnnc.ir.attention import match_attention
 from gnnc.ir.attention_backward import ATTENTION_VECTORS
-from gnnc.ir.nodes import argument, first_operand, is_float, result_index, set_argument, shape_or_none, unpack
+from gnnc.ir.nodes import (
+    argument,
+    aten_name,
+    first_operand,
+    is_float,
+    result_index,
+    set_argument,
+    shape_or_none,
+    unpack,
+)
 from gnnc.ir.op import op_of
-from gnnc.ir.qtype import QType
+from gnnc.ir.qtype import BYTE_DTYPES, QType
 from gnnc.ir.row_local import SCALE_TENSOR, RowOp, classify, linearize
 from gnnc.ir.row_steps import GRADIENT_STEPS
 from gnnc.ir.source import is_weight
 from gnnc.passes.base import Context
 from gnnc.passes.rewrite.grouping import Group, Partition, contract
 from gnnc.target import Target
+from gnnc.torch_private import statically_known_true
 
 _ANCHORS = ("gemm", "spmm")
 """Kernel families whose ops compute whole rows, so that row-local ops may join them."""
 
-_GEMMS = ("gnnc.gemm.default", "gnnc.qgemm.default")
+_GEMM = "gnnc.gemm.default"
+_GEMMS = (_GEMM, "gnnc.qgemm.default")
+_SUM = "aten.sum.dim_IntList"
 _SCALED_COPY = "scaled_copy"
 """Key of ``node.meta`` of rows that are computed again, to be multiplied by their power of two."""
 _GEMM_TN = "gnnc.gemm_tn.default"
@@ -39,6 +52,9 @@ _QUANTIZE = "gnnc.quantize.default"
 _SCALE = "gnnc.scale.default"
 _CAST = "aten._to_copy.default"
 _ATTENTION_BACKWARD = "gnnc.attention_backward.default"
+_DEQUANTIZE = "gnnc.dequantize.default"
+_ENDS = ("a_dst", "a_src", "x", "grad")
+"""Operands of the gradient of attention that its kernel converts to FP32 as it loads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,8 @@ class Fuse:
         if ctx.target.fused_gemm_tn:
             _copy_shared_features(gm.graph)
         _copy_scaled_rows(gm.graph)
+        if ctx.target.widens_operands:
+            _copy_shared_ends(gm.graph)
         partition = Partition()
         for node in gm.graph.nodes:
             if attention := match_attention(node):  # a product of edge features may compute its logits
@@ -169,6 +187,10 @@ def _grow_attention_backward(partition: Partition, anchor: Node, target: Target)
     """Group a gradient of attention with the row program of that of x, and the divisions of the others."""
     group = partition.start("attention_backward", anchor)
     partition.add(group, (anchor, *anchor.users))
+    for end in unpack(anchor, *_ENDS) if target.widens_operands else ():
+        chain = _widening_chain(end)
+        if all(set(node.users) <= group.nodes.keys() | set(chain) for node in chain):
+            partition.add(group, chain)
     for result in anchor.users:
         if result_index(result) == 0:
             linearize(result, _admission(partition, group, target))
@@ -219,7 +241,7 @@ def _admission(
             return False
         if op.kind in GRADIENT_STEPS and op.kind not in target.gradient_steps:
             return False
-        if op.kind == "col_sum" and target.sums_in_maps and group.kind != "map":
+        if op.kind == "col_sum" and target.sums_in_maps and not _sums_rows(group):
             return False
         reads_group = any(operand in group.nodes for operand in op.operands)
         if reads_group:
@@ -230,18 +252,33 @@ def _admission(
     return admit
 
 
+def _sums_rows(group: Group) -> bool:
+    """Return whether the row program of a group is a launch by itself, with a sum of all rows at most."""
+    is_map = group.kind == "map"
+    if group.kind == "gemm":
+        x, w = unpack(group.anchor, "x", "w")
+        is_map = str(group.anchor.target) == _GEMM and is_float(x) and is_float(w)
+    sums = [node for node in group.nodes if str(node.target) == _SUM and argument(node, "dim") == [0]]
+    return is_map and not sums
+
+
 def _own_casts(op: RowOp) -> tuple[Node, ...]:
-    """Return the casts of 16-bit matrices to FP32 that nothing but an op reads."""
+    """Return the conversions to FP32 of matrices in fewer bits that nothing but an op reads."""
     return tuple(
-        operand
-        for operand in op.operands
-        if str(operand.target) == _CAST and set(operand.users) == {op.root} and _is_half_matrix(operand)
+        operand for operand in op.operands if set(operand.users) == {op.root} and _is_widening(operand)
     )
 
 
-def _is_half_matrix(cast: Node) -> bool:
-    value = first_operand(cast)
-    return is_float(value, torch.float16, torch.bfloat16) and is_float(cast) and _has_rows(value)
+def _is_widening(node: Node) -> bool:
+    """Return whether a node converts a matrix of 16 bits, or quantized values with a scale a row, to FP32."""
+    if str(node.target) == _DEQUANTIZE:
+        values, granularity, exponent = unpack(node, "q", "granularity", "exponent")
+        is_by_row = granularity == "row" and not exponent
+        return is_by_row and values.meta["val"].dtype in BYTE_DTYPES and _has_rows(values)
+    if str(node.target) != _CAST or not is_float(node):
+        return False
+    value = first_operand(node)
+    return is_float(value, torch.float16, torch.bfloat16) and _has_rows(value)
 
 
 def _finds_scale(group: Group, target: Target, is_gemm: bool) -> bool:
@@ -335,6 +372,33 @@ def _copy_shared_features(graph: fx.Graph) -> None:
         if of_input and others and all(str(user.target) == _GEMM_TN for user in value.users):
             with graph.inserting_before(product):
                 set_argument(product, "b", graph.node_copy(value))
+
+
+def _copy_shared_ends(graph: fx.Graph) -> None:
+    """Copy the conversions of an operand of attention's gradient that other ops read, too."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.gnnc.attention_backward.default):
+        for name in _ENDS:
+            end = argument(node, name)
+            chain = _widening_chain(end)
+            if all(set(each.users) <= {node, *chain} for each in chain):
+                continue
+            copies: dict[Any, Node] = {}
+            with graph.inserting_before(node):
+                for each in chain:
+                    copies[each] = graph.node_copy(each, lambda arg, copies=copies: copies.get(arg, arg))
+            set_argument(node, name, copies[end])
+
+
+def _widening_chain(end: Node) -> tuple[Node, ...]:
+    """Return the conversion of rows to FP32 and the views between it and an operand; none: they are FP32."""
+    chain = [end]
+    while aten_name(chain[0]) in ROW_VIEWS:
+        chain.insert(0, first_operand(chain[0]))
+    if not _is_widening(chain[0]):
+        return ()
+    before, after = (shape_or_none(node) for node in (first_operand(chain[0]), end))
+    keeps_rows = before and after and statically_known_true(before[0] == after[0])
+    return tuple(chain) if keeps_rows else ()
 
 
 def _copy_load(graph: fx.Graph, gemm: Node, operand: Node) -> None:

@@ -52,6 +52,7 @@ from gnnc.passes.quantization.observe import (
     observe,
 )
 from gnnc.precision import FP8, INT8, Precision
+from gnnc.torch_private import statically_known_true
 
 STATIC_SCALE = "static_scale"
 """Key in the meta of the placeholders of scales that come from the examples."""
@@ -465,6 +466,25 @@ def _sddmm(build: _Builder) -> Node:
     return build.op("qsddmm", named["rowptr"], named["col"], a, b, named["op"], a_scale, b_scale)
 
 
+def _attention_backward(build: _Builder) -> Node | None:
+    """Quantize the gradient that edges gather; ``partition`` saves quantized rows of ``x``."""
+    grad, views = _viewed(argument(build.node, "grad"))
+    before, after = (shape_or_none(node) or () for node in (grad, argument(build.node, "grad")))
+    if len(before) not in (2, 3) or not statically_known_true(before[0] == after[0]):
+        build.note("stays FP32: its gradient is a view of another number of rows")
+        return None
+    values, scale = build.quantize_rows(grad, build.qtype())
+    wide = build.op("dequantize", values, scale, "row")
+    for view in views:
+        wide = build(view.target, wide, *view.args[1:], **view.kwargs)
+    args, kwargs = with_arguments(build.node, grad=wide)
+    result = build(build.node.target, *args, **kwargs)
+    result.meta["val"] = build.node.meta["val"]
+    rounding = build.gradients.rounding_of(build.precision)
+    build.note(f"row scales, rounded {_ADVERBS[rounding]}: a gradient")
+    return result
+
+
 def _round_operands(build: _Builder) -> Node:
     """Call the same op on operands of 16 bits, or of FP32 that were rounded to 16 bits before."""
     named = {name: argument(build.node, name) for name in _op(build.node).low_operands}
@@ -543,4 +563,5 @@ _QUANTIZED: dict[str, Callable[[_Builder], Node | None]] = {
     "spmm": _spmm,
     "segment_reduce": _segment_reduce,
     "sddmm": _sddmm,
+    "attention_backward": _attention_backward,
 }

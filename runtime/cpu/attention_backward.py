@@ -19,12 +19,14 @@ class AttentionBackward:
 
     @staticmethod
     def plan(node: Node) -> attention_backward.Plan | Decline:
-        """Take rows of float32 and bfloat16."""
+        """Take rows of float32 and bfloat16, and FP32 logits."""
         plan = attention_backward.plan(node)
         if isinstance(plan, Decline):
             return plan
-        dtype = argument_of(node, plan.ends[2]).meta["val"].dtype
-        return Decline("x and grad are float16") if dtype == torch.float16 else plan
+        logits, _, x, grad = (argument_of(node, index).meta["val"].dtype for index in plan.ends)
+        if x != grad or x not in (torch.float32, torch.bfloat16):
+            return Decline(f"x is {x} and grad {grad}")
+        return plan if logits == torch.float32 else Decline(f"halves of the logits are {logits}")
 
     @staticmethod
     def emit(plan: attention_backward.Plan, node: Node, emitter: Emitter) -> None:

@@ -31,6 +31,7 @@ TARGET = Target(
     sums_in_maps=True,
     widens_operands=True,
     attention_backward=128,
+    quantized_attention_gradients=True,
     fused_gemm_tn=True,
     narrow_rows=CUDA_NARROW_ROWS,
     sorts_with_loops=True,

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from gnnc.ir.aten import ROW_VIEWS
 from gnnc.ir.attention_backward import ATTENTION_VECTORS
-from gnnc.ir.nodes import argument, operand, result_index, unpack
+from gnnc.ir.nodes import argument, aten_name, first_operand, op_name, operand, result_index, unpack
+from gnnc.ir.qtype import BYTE_DTYPES
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Inner, Refusal, RowProgram, planned
 
@@ -17,7 +19,8 @@ class Plan:
 
     Attributes:
         edges: rowptr and col, of the CSR and of its transpose.
-        ends: a_dst, a_src, x and grad.
+        ends: a_dst, a_src, x and grad, as they are before conversions to FP32 that the group holds.
+        scales: of the rows of x and of those of grad, where they are quantized values.
         att: att_dst and att_src.
         slope, eps: constants of the logits and of the softmax.
         heads: number of softmaxes a row.
@@ -29,6 +32,7 @@ class Plan:
 
     edges: tuple[int, ...]
     ends: tuple[int, ...]
+    scales: tuple[int | None, ...]
     att: tuple[int | None, ...]
     slope: float
     eps: float
@@ -39,17 +43,51 @@ class Plan:
     program: RowProgram
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """An operand before its conversion to FP32.
+
+    Attributes:
+        values: the rows.
+        scale: scales of quantized rows; None: there are none.
+        conversions: the nodes of the group that convert them, and views.
+    """
+
+    values: Node
+    scale: Node | None
+    conversions: tuple[Node, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the rows."""
+        return self.values.meta["val"].dtype
+
+
+def _rows(inner: Inner, node: Node) -> _Rows:
+    """Read an operand back to what the group is given."""
+    conversions: list[Node] = []
+    scale: Node | None = None
+    while node not in inner.operands:
+        conversions.append(node)
+        if op_name(node) == "dequantize":
+            scale = operand(node, "scale")
+        elif aten_name(node) not in (*ROW_VIEWS, "_to_copy.default"):
+            raise Refusal(f"{node.name} is computed inside the group")
+        node = first_operand(node)
+    return _Rows(node, scale, tuple(conversions))
+
+
 @planned
 def plan(node: Node) -> Plan:
     """Read the operands, the results that are read, and the row program behind the first."""
     inner = Inner(node)
     anchor = inner.only("gnnc.attention_backward.default")
-    dtypes = {operand(anchor, name).meta["val"].dtype for name in ("x", "grad")}
-    if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
-        raise Refusal(f"x and grad are {', '.join(sorted(map(str, dtypes)))}")
-    ends = [value for value in unpack(anchor, "a_dst", "a_src", "att_dst", "att_src") if value is not None]
-    if any(value.meta["val"].dtype != torch.float32 for value in ends):
-        raise Refusal("logits or attention vectors are not float32")
+    ends = [_rows(inner, operand(anchor, name)) for name in ("a_dst", "a_src", "x", "grad")]
+    dtypes = [end.dtype for end in ends]
+    if dtypes[0] != dtypes[1] or dtypes[0] not in (torch.float32, torch.bfloat16):
+        raise Refusal(f"halves of the logits are {dtypes[0]} and {dtypes[1]}")
+    if set(dtypes[2:]).isdisjoint(BYTE_DTYPES) and dtypes[2] != dtypes[3]:
+        raise Refusal(f"x is {dtypes[2]} and grad {dtypes[3]}")
     found = {result_index(user): user for user in anchor.users}
     if 0 not in found:
         raise Refusal("the gradient of x is not read")
@@ -60,14 +98,14 @@ def plan(node: Node) -> Plan:
     numbers = tuple(None if part is None else inner.results.get(part) for part in parts)
     inner.results = {value: index for value, index in inner.results.items() if value not in parts}
     covered = {anchor, *found.values(), *(part for part in parts if part is not None)}
+    covered |= {node for end in ends for node in end.conversions}
     program = build.build(inner, build.read_chain(inner, found[0]), covered)
     return Plan(
         edges=tuple(
             inner.operand(n, "the CSR") for n in unpack(anchor, "rowptr", "col", "rowptr_t", "col_t")
         ),
-        ends=tuple(
-            inner.operand(n, "an end of the edges") for n in unpack(anchor, "a_dst", "a_src", "x", "grad")
-        ),
+        ends=tuple(inner.operand(end.values, "an end of the edges") for end in ends),
+        scales=tuple(inner.optional(end.scale, "a scale of rows") for end in ends[2:]),
         att=tuple(inner.optional(n, "an attention vector") for n in unpack(anchor, "att_dst", "att_src")),
         slope=float(argument(anchor, "slope")),
         eps=float(argument(anchor, "eps")),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from gnnc.ir.nodes import aten_name, first_operand, outputs_of
+from gnnc.ir.nodes import aten_name, first_operand, op_name, outputs_of, unpack
 from gnnc.ir.qtype import BYTE_DTYPES
 from gnnc.ir.row_local import RowOp, Step, linearize
 from gnnc.runtime.program.sizes import expression
@@ -40,10 +40,12 @@ class Operand:
     Attributes:
         index: position among the call's arguments; None: absent.
         form: ``matrix``, ``vector`` or ``seed`` (of random bits).
+        scale: position of the scales of the rows of quantized values; None: there are none.
     """
 
     index: int | None
     form: str
+    scale: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,9 @@ class RowProgram:
         self.consts.append(float(value))
         return len(self.consts) - 1
 
-    def operand(self, index: int | None, form: str) -> int:
+    def operand(self, index: int | None, form: str, scale: int | None = None) -> int:
         """Add an operand and return its number."""
-        self.operands.append(Operand(index, form))
+        self.operands.append(Operand(index, form, scale))
         return len(self.operands) - 1
 
     def out(self, result: int | None, form: str, dtype: torch.dtype) -> int:
@@ -264,8 +266,13 @@ def _add_scaled(inner: Inner, step: Step, program: RowProgram) -> None:
 def _operand(inner: Inner, node: Node | None, form: str, program: RowProgram, kind: str = "") -> int:
     if node is None:
         return program.operand(None, form)
+    # Kernels widen what they load.
     if node not in inner.operands and aten_name(node) == "_to_copy.default":
-        node = first_operand(node)  # kernels widen what they load
+        node = first_operand(node)
+    if form == "matrix" and node not in inner.operands and op_name(node) == "dequantize":
+        values, scale = unpack(node, "q", "scale")
+        numbers = [inner.operand(value, f"operand {value.name}") for value in (values, scale)]
+        return program.operand(numbers[0], form, numbers[1])
     dtype = node.meta["val"].dtype
     allowed = (torch.float32, torch.bfloat16, torch.float16) if form == "matrix" else (torch.float32,)
     allowed = (torch.uint8,) if kind == "mask_bits" else allowed

@@ -224,6 +224,18 @@ def test_every_scale_of_gradients_compiles_without_a_device(name: str, gradients
     assert all(side.code["sm_90"] for side in (program.forward, program.backward))
 
 
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("name", ["gcn", pytest.param("gat", marks=pytest.mark.slow)])
+def test_a_step_in_int8_converts_nothing_in_ops_of_pytorch(name: str) -> None:
+    model, (args, kwargs) = case(name)
+    compiled = gnnc.compile(model, "int8", backend="cuda-offline:sm_90")
+    with pytest.raises(gnnc.BackendError, match="not here"):
+        compiled(*args, **kwargs)
+    program: Any = compiled._dispatch.last.executable
+    assert "reference" not in {kernel for _, kernel in program.backward.kernels}
+    assert "has no quantized form" not in compiled.explain()
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", FAST)
 def test_gradients_in_fp8_are_those_of_the_reference(name: str) -> None:
@@ -268,7 +280,7 @@ def test_a_seed_repeats_the_gradients_in_int8() -> None:
     found: list[Gradients] = []
     for device, seed in (("cpu", 3), ("cuda", 3), ("cuda", 3), ("cuda", 4)):
         twin = copy.deepcopy(model).to(device)
-        compiled = gnnc.compile(twin, "int8")
+        compiled = gnnc.compile(twin, "int8", backend=device)  # "auto" would emulate both
         torch.manual_seed(seed)
         compiled(x.to(device)).square().mean().backward()
         found.append(gradients_of(twin))

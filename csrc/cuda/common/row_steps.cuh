@@ -206,6 +206,18 @@ __device__ void with_full(Tile& tile, const T* row, const F& f) {
   with_row<kStride>(tile, row, [&](int i, float value) { tile.v[i] = f(tile.v[i], value); });
 }
 
+// Multiplies the operand of a functor by a scale, that of a row of quantized values.
+template <class F>
+struct Scaled {
+  F f;
+  float scale;
+  __device__ float operator()(float x, float v) const { return f(x, __fmul_rn(v, scale)); }
+};
+template <class F>
+__device__ Scaled<F> scaled(const F& f, float scale) {
+  return {f, scale};
+}
+
 struct Add {
   __device__ float operator()(float x, float v) const { return __fadd_rn(x, v); }
 };

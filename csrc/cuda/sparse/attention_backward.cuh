@@ -13,26 +13,37 @@
 // The threads that share a head reduce the products of four edges so that each has those of kOwn edges, and computes
 // the exponentials of these alone.
 //
-// Layout: a_dst, a_src fp32 [N, kAllHeads], of which the kernels process kHeads; rows of x and grad of one type, on 16
-// bytes; the columns of a head are a power of two of 16-byte pieces, or there is one head.
-// Traffic: of an edge 4 B of col, one row of x or grad, and 4 or 16 heads B. Floor: the gathers of two spmm.
+// Rows of x and of grad may each be int8 or 8-bit floats with a scale a row. The scale of grad[i] is part of what
+// attention_rows stores of row i, so that attention_columns gathers no scales: the stored inverse is multiplied by it,
+// and d stays in units of it in both passes. Dot products of two int8 rows are exact integers (dp4a); sums of int8 rows
+// are in fixed point (ByteProducts in product_sum.cuh).
+//
+// Layout: a_dst, a_src fp32 or bf16 [N, kAllHeads], of which the kernels process kHeads; rows of x and grad on 16
+// bytes; the columns of a head are a power of two of 16-byte pieces of either type, or there is one head.
+// Traffic: of an edge 4 B of col, one row of x or grad, 2 or 4 and 16 heads B, and by rows 4 B of a scale.
+// Floor: the gathers of two spmm.
 //
 // Launch: as spmm. The staging buffer holds kStaged words a slot.
 
 #include "common/row_tile.cuh"
 #include "sparse/attention.cuh"
+#include "sparse/product_sum.cuh"
 
 namespace gnnc {
 
 struct AttentionRowsArgs {
   Runs runs;
   const void* x;
-  int64_t x_stride;  // bytes, a multiple of 16, below 2^32
+  int64_t x_stride;      // bytes, a multiple of 16, below 2^32
+  const float* x_scale;  // [num_src], where a value of Config::kX is a byte
   const void* grad;
-  int64_t grad_stride;  // bytes, a multiple of 16
-  const float* a_dst;
-  const float* a_src;
-  float4* stats;  // [rows, heads]: a_dst, maximum logit (times log2 e), 1 / (sum + eps), sum of alpha * <grad, x>
+  int64_t grad_stride;      // bytes, a multiple of 16
+  const float* grad_scale;  // [rows], where a value of Config::kGrad is a byte
+  const void* a_dst;        // float, or bf16 where Config::kBrain
+  const void* a_src;
+  // [rows, heads]: a_dst, maximum logit (times log2 e), scale / (sum + eps), sum of alpha * <grad, x> / scale, where
+  // scale is that of the row of grad, or 1
+  float4* stats;
   float* da_dst;
   Staging staging;
 };
@@ -42,9 +53,10 @@ struct AttentionColumnsArgs {
   const void* grad;
   int64_t grad_stride;  // bytes, a multiple of 16, below 2^32
   const void* x;
-  int64_t x_stride;  // bytes, a multiple of 16
+  int64_t x_stride;      // bytes, a multiple of 16
+  const float* x_scale;  // [rows of the transpose], where a value of Config::kX is a byte
   const float4* stats;
-  const float* a_src;
+  const void* a_src;     // float, or bf16 where Config::kBrain
   const float* da_dst;   // where Config::kAttDst
   const float* att_dst;  // [kWidth], where Config::kAttDst: a_dst is the product of x with it
   const float* att_src;  // [kWidth], where Config::kAttSrc
@@ -57,23 +69,96 @@ __host__ __device__ constexpr Residency attention_backward_residency(Element ele
   return fitting({threads, 4}, pieces_of(element, width), 0);
 }
 
-// Compile-time configuration of both passes. Constants as in AttentionConfig.
-template <Element kElement_, int kWidth_, int kHeads_, int kAllHeads_, bool kAttDst_, bool kAttSrc_, class Constants_,
-          int kRowThreads_ = attention_backward_residency(kElement_, kWidth_, kArchitecture < 900 ? 512 : 768).threads,
-          int kThreads_ = attention_backward_residency(kElement_, kWidth_, 512).threads>
+// Compile-time configuration of both passes. kBrain: a_dst and a_src are bf16. Constants as in AttentionConfig.
+template <Element kX_, Element kGrad_, int kWidth_, int kHeads_, int kAllHeads_, bool kBrain_, bool kAttDst_,
+          bool kAttSrc_, class Constants_,
+          int kRowThreads_ = attention_backward_residency(kX_, kWidth_, kArchitecture < 900 ? 512 : 768).threads,
+          int kThreads_ = attention_backward_residency(kGrad_, kWidth_, 512).threads>
 struct AttentionBackwardConfig {
-  static constexpr Element kElement = kElement_;
+  static constexpr Element kX = kX_, kGrad = kGrad_;
   static constexpr int kWidth = kWidth_, kHeads = kHeads_, kAllHeads = kAllHeads_;
-  static constexpr bool kAttDst = kAttDst_, kAttSrc = kAttSrc_;
+  static constexpr bool kBrain = kBrain_, kAttDst = kAttDst_, kAttSrc = kAttSrc_;
   using Constants = Constants_;
   static constexpr int kRowThreads = kRowThreads_, kThreads = kThreads_, kStep = 4;
 };
 
-// Dot products of the ends of an edge, and its logit: the part that both passes share.
-template <class Config>
+// Loads half of a logit.
+template <bool kBrain>
+__device__ __forceinline__ float logit_part(const void* parts, int64_t at) {
+  if constexpr (!kBrain) return __ldg(static_cast<const float*>(parts) + at);
+  return __uint_as_float(static_cast<uint32_t>(__ldg(static_cast<const uint16_t*>(parts) + at)) << 16);
+}
+
+// Loads half of a logit if `there`, by a predicated load; otherwise returns 0.
+template <bool kBrain>
+__device__ __forceinline__ float logit_part_if(bool there, const void* parts, int64_t at) {
+  if constexpr (!kBrain) return load_if(there, static_cast<const float*>(parts) + at, 0.0f);
+  return __uint_as_float(load_if(there, static_cast<const uint16_t*>(parts) + at, 0u) << 16);
+}
+
+// This thread's columns of the row that the edges share, of another element type than the rows that are gathered.
+template <Element kElement, int kWidth, int kColumns>
+struct OwnColumns {
+  float v[kColumns];
+
+  __device__ __forceinline__ void load(const char* row, int first) {
+    constexpr int kBytes = bytes_of(kElement), kCount = kColumns * kBytes < 16 ? kColumns : 16 / kBytes;
+    using Words = Vector<uint32_t, kCount * kBytes / 4>;
+#pragma unroll
+    for (int i = 0; i < kColumns; i += kCount) {
+      Words words = {};
+      if (first + i < kWidth) words = *reinterpret_cast<const Words*>(row + (first + i) * kBytes);
+      uint32_t w[4] = {};
+#pragma unroll
+      for (int j = 0; j < kCount * kBytes / 4; ++j) w[j] = words.v[j];
+      float all[16 / kBytes];
+      unpack<kElement>(make_uint4(w[0], w[1], w[2], w[3]), all);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) v[i + k] = first + i + k < kWidth ? all[k] : 0.0f;
+    }
+  }
+
+  template <Element kOther>
+  __device__ __forceinline__ float dot(const uint4& given) const {
+    float of[kColumns], sum = 0.0f;
+    unpack<kOther>(given, of);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) sum = fmaf(v[c], of[c], sum);
+    return sum;
+  }
+};
+
+// The same of an int8 row, for dot products with int8 rows.
+template <int kWidth>
+struct OwnCodes {
+  uint32_t word[4];
+
+  __device__ __forceinline__ void load(const char* row, int first) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int inside = kWidth - first - 4 * j;
+      const uint32_t mask = inside >= 4 ? ~0u : inside > 0 ? (1u << 8 * inside) - 1u : 0u;
+      word[j] = inside > 0 ? *reinterpret_cast<const uint32_t*>(row + first + 4 * j) & mask : 0u;
+    }
+  }
+
+  template <Element kOther>
+  __device__ __forceinline__ float dot(const uint4& given) const {
+    int32_t sum = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sum = __dp4a(static_cast<int32_t>(word_of(given, j)), static_cast<int32_t>(word[j]), sum);
+    }
+    return static_cast<float>(sum);
+  }
+};
+
+// Dot products of the ends of an edge, and its logit: the part that both passes share. kGathered and kOwnElement are
+// the element types of the rows that edges gather, and of those at the other end.
+template <class Config, Element kGathered, Element kOwnElement>
 struct AttentionEnds {
   static constexpr int kWidth = Config::kWidth, kHeads = Config::kHeads, kHeadWidth = kWidth / kHeads;
-  using Layout = RowLayout<Config::kElement, kWidth>;
+  using Layout = RowLayout<kGathered, kWidth>;
   static constexpr int kColumns = Layout::kColumns;
   // Number of threads that share a head, and of edges out of four whose logits each of them computes.
   static constexpr int kShare = kHeads == 1 ? Layout::kPieces : kHeadWidth / kColumns;
@@ -82,18 +167,17 @@ struct AttentionEnds {
   static_assert((kShare & (kShare - 1)) == 0 && (kHeads == 1 || kShare * kColumns == kHeadWidth),
                 "a head is a power of two of 16-byte pieces");
 
-  float row[kColumns];  // this thread's piece of the row that the edges share
-  int head;             // the head that this piece belongs to
+  static constexpr bool kCodes = kGathered == Element::i8 && kOwnElement == Element::i8;
+  using Row = typename Select<kCodes, OwnCodes<kWidth>, OwnColumns<kOwnElement, kWidth, kColumns>>::Type;
 
-  __device__ __forceinline__ void begin(const void* rows, int64_t stride, int32_t which) {
-    const int piece = min(Layout::piece(), Layout::kTotal - 1);
+  Row row;      // this thread's piece of the row that the edges share; 0 past its width
+  float scale;  // of that row
+  int head;     // the head that this piece belongs to
+
+  __device__ __forceinline__ void begin(const void* rows, int64_t stride, const float* scales, int32_t which) {
     head = min(Layout::piece() / kShare, kHeads - 1);
-    const char* from = static_cast<const char*>(rows) + which * stride;
-    unpack<Config::kElement>(inside(__ldg(reinterpret_cast<const uint4*>(from) + piece)), row);
-    if (Layout::piece() >= Layout::kTotal) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) row[c] = 0.0f;
-    }
+    row.load(static_cast<const char*>(rows) + which * stride, Layout::piece() * kColumns);
+    scale = bytes_of(kOwnElement) == 1 ? __ldg(scales + which) : 1.0f;
   }
 
   // Returns whether this thread writes the values of its head.
@@ -173,18 +257,15 @@ struct AttentionEnds {
   }
 
  private:
-  // Returns a piece with the columns past the width, which may hold anything, set to zero.
+  // Returns a piece with the columns past the width, which may hold anything, set to zero: floats that are no numbers
+  // would stay so times 0.
   __device__ static uint4 inside(const uint4& v) {
-    if constexpr (kWidth % kColumns == 0) return v;
+    if constexpr (kWidth % kColumns == 0 || kGathered == Element::i8) return v;
     return Layout::within(v, Layout::piece());
   }
 
   __device__ __forceinline__ float product(const uint4& given) const {
-    float v[kColumns], sum = 0.0f;
-    unpack<Config::kElement>(inside(given), v);
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) sum = fmaf(row[c], v[c], sum);
-    return sum;
+    return row.template dot<kGathered>(inside(given));
   }
 };
 
@@ -222,14 +303,16 @@ struct RowOfHead {
 // The body of the pass by rows.
 template <class Config>
 struct AttentionRowsBody {
-  using Ends = AttentionEnds<Config>;
+  using Ends = AttentionEnds<Config, Config::kX, Config::kGrad>;
   using Layout = typename Ends::Layout;
   static constexpr int kHeads = Config::kHeads, kOwn = Ends::kOwn, kStaged = RowOfHead::kWords * kHeads;
+  static constexpr bool kScaled = bytes_of(Config::kX) == 1;
   static constexpr bool kBundle = true, kMasks = true, kWhole = false, kValued = false, kOwns = false;
   static constexpr int kStep = Config::kStep;
 
   struct Extra {
     float source[kOwn];
+    float scale[kScaled ? kOwn : 1];
   };
 
   const AttentionRowsArgs& a;
@@ -238,15 +321,17 @@ struct AttentionRowsBody {
   RowOfHead sums;
 
   __device__ __forceinline__ void begin(const Work& work, int) {
-    ends.begin(a.grad, a.grad_stride, work.row());
-    own = __ldg(a.a_dst + static_cast<int64_t>(work.row()) * Config::kAllHeads + ends.head);
+    ends.begin(a.grad, a.grad_stride, a.grad_scale, work.row());
+    own = logit_part<Config::kBrain>(a.a_dst, static_cast<int64_t>(work.row()) * Config::kAllHeads + ends.head);
   }
 
   __device__ __forceinline__ void load(Extra& e, const Four&, const int32_t (&source)[4], uint32_t mask) const {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int64_t from = Ends::own_of(source, i);
-      e.source[i] = load_if(mask >> Ends::place(i) & 1, a.a_src + from * Config::kAllHeads + ends.head, 0.0f);
+      const bool there = mask >> Ends::place(i) & 1;
+      e.source[i] = logit_part_if<Config::kBrain>(there, a.a_src, from * Config::kAllHeads + ends.head);
+      if constexpr (kScaled) e.scale[i] = load_if(there, a.x_scale + from, 0.0f);
     }
   }
 
@@ -254,6 +339,10 @@ struct AttentionRowsBody {
   __device__ __forceinline__ void add(const uint4 (&x)[4], const Extra& e, uint32_t mask) {
     float dot[kOwn], logit[kOwn];
     ends.dots(x, dot);
+    if constexpr (kScaled) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) dot[i] = __fmul_rn(dot[i], e.scale[i]);
+    }
     float highest = sums.top;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -280,7 +369,7 @@ struct AttentionRowsBody {
       if (work.part >= 0) {
         sums.store(staged(work.part) + RowOfHead::kWords * ends.head);
       } else {
-        settle(work.row(), ends.head, sums, work.total() > 0);
+        settle(work.row(), ends.head, sums, ends.scale, work.total() > 0);
       }
     }
     sums = RowOfHead{};
@@ -294,7 +383,8 @@ struct AttentionRowsBody {
         const auto part = [&](int32_t i) { return RowOfHead::load(staged(slot + i * apart) + RowOfHead::kWords * h); };
         each_part<4>(count, RowOfHead{}, part, [&](const RowOfHead& other) { total.join(other); });
         if (whole) {
-          settle(split.row, h, total, true);
+          const float scale = bytes_of(Config::kGrad) == 1 ? __ldg(a.grad_scale + split.row) : 1.0f;
+          settle(split.row, h, total, scale, true);
         } else {
           total.store(staged(slot) + RowOfHead::kWords * h);
         }
@@ -319,13 +409,14 @@ struct AttentionRowsBody {
     sums.pw = Ends::template across<kSlots>(sums.pw, sum);
   }
 
-  // Stores the statistics of a finished row and head, and the gradient of its a_dst.
-  __device__ void settle(int32_t row, int head, const RowOfHead& of, bool edges) const {
+  // Stores the statistics of a finished row and head, and the gradient of its a_dst. The dot products are to be
+  // multiplied by `scale`.
+  __device__ void settle(int32_t row, int head, const RowOfHead& of, float scale, bool edges) const {
     const int64_t at = static_cast<int64_t>(row) * Config::kAllHeads + head;
     const float inverse = of.p == 0.0f && !edges ? 0.0f : __fdiv_rn(1.0f, __fadd_rn(of.p, Config::Constants::kEps));
-    const float mean = of.pd * inverse;
-    a.stats[at] = make_float4(__ldg(a.a_dst + at), of.top, inverse, mean);
-    a.da_dst[at] = (of.pwd - mean * of.pw) * inverse;
+    const float mean = of.pd * inverse, scaled = __fmul_rn(inverse, scale);
+    a.stats[at] = make_float4(logit_part<Config::kBrain>(a.a_dst, at), of.top, scaled, mean);
+    a.da_dst[at] = (of.pwd - mean * of.pw) * scaled;
   }
 };
 
@@ -344,8 +435,10 @@ struct PartOfColumns {
 // The body of the pass by columns.
 template <class Config, class Epilogue>
 struct AttentionColumnsBody {
-  using Ends = AttentionEnds<Config>;
+  using Ends = AttentionEnds<Config, Config::kGrad, Config::kX>;
   using Layout = typename Ends::Layout;
+  using Sum = typename Select<Config::kGrad == Element::i8, ByteProducts<Layout, Weight::real>,
+                              LaneReduce<Layout, Reduce::sum>>::Type;
   static constexpr int kHeads = Config::kHeads, kOwn = Ends::kOwn, kColumns = Layout::kColumns;
   static constexpr int kPieces = Layout::kPieces, kAll = (Config::kWidth + 3) / 4 * 4;  // columns in the staging buffer
   static constexpr int kStaged = kAll + (kHeads + 3) / 4 * 4;
@@ -362,7 +455,7 @@ struct AttentionColumnsBody {
   Ends ends;
   float own;
   float da;
-  LaneReduce<Layout, Reduce::sum> sum;
+  Sum sum;
 
   __device__ __forceinline__ void clear() {
     da = 0.0f;
@@ -370,8 +463,8 @@ struct AttentionColumnsBody {
   }
 
   __device__ __forceinline__ void begin(const Work& work, int) {
-    ends.begin(a.x, a.x_stride, work.row());
-    own = __ldg(a.a_src + static_cast<int64_t>(work.row()) * Config::kAllHeads + ends.head);
+    ends.begin(a.x, a.x_stride, a.x_scale, work.row());
+    own = logit_part<Config::kBrain>(a.a_src, static_cast<int64_t>(work.row()) * Config::kAllHeads + ends.head);
   }
 
   __device__ __forceinline__ void load(Extra& e, const Four&, const int32_t (&source)[4], uint32_t mask) const {
@@ -392,7 +485,8 @@ struct AttentionColumnsBody {
       const float raw = __fadd_rn(__uint_as_float(e.stat[i].x), own);
       alpha[i] = __fmul_rn(power_of_two(Ends::logit(raw) - top), inverse);
       if (kMasked && !(mask >> Ends::place(i) & 1)) alpha[i] = 0.0f;
-      da = fmaf(__fmul_rn(alpha[i], Ends::slope_at(raw)), dot[i] - __uint_as_float(e.stat[i].w), da);
+      const float product = bytes_of(Config::kX) == 1 ? __fmul_rn(dot[i], ends.scale) : dot[i];
+      da = fmaf(__fmul_rn(alpha[i], Ends::slope_at(raw)), product - __uint_as_float(e.stat[i].w), da);
     }
     Ends::share(alpha, w);
     sum.add(x, w);

@@ -11,6 +11,7 @@
 #include <cuda_bf16.h>  // Config::T may be a type of this header or the next
 #include <cuda_fp16.h>
 
+#include "common/fp8.cuh"
 #include "common/types.cuh"
 
 namespace gnnc {

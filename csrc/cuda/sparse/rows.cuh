@@ -157,6 +157,7 @@ __device__ __forceinline__ const char* row_at(const char* first, int32_t row, ui
   }
 GNNC_LOAD_IF(load_if, float, float, "f", "mov.f32", "ld.global.nc.f32")
 GNNC_LOAD_IF(load_if, uint8_t, uint32_t, "r", "mov.u32", "ld.global.nc.u8")
+GNNC_LOAD_IF(load_if, uint16_t, uint32_t, "r", "mov.u32", "ld.global.nc.u16")
 GNNC_LOAD_IF(load_if, int8_t, uint32_t, "r", "mov.u32", "ld.global.nc.s8")
 #undef GNNC_LOAD_IF
 

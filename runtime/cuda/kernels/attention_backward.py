@@ -8,7 +8,6 @@ from torch.fx import Node
 
 from gnnc.ir.format import RUN_TABLE, Format
 from gnnc.ir.nodes import shape_of
-from gnnc.ir.qtype import BYTE_DTYPES
 from gnnc.runtime.cuda.driver.kernel_set import AS_COMPILED
 from gnnc.runtime.cuda.emitter import CudaEmitter, length, pointer, round_up
 from gnnc.runtime.cuda.formats.tables import runs_arguments, write_columns, write_runs, write_staging
@@ -46,11 +45,11 @@ class AttentionBackward:
         plan = attention_backward.plan(node)
         if isinstance(plan, Decline):
             return plan
-        dtype = argument_of(node, plan.ends[2]).meta["val"].dtype
-        if dtype not in ELEMENTS or dtype in BYTE_DTYPES:
-            return Decline(f"x is {dtype}")
-        if plan.width // plan.heads * dtype.itemsize > _MOST_BYTES:
-            return Decline(f"heads of {plan.width // plan.heads} columns")
+        for dtype in _element_types(plan, node):
+            if dtype not in ELEMENTS:
+                return Decline(f"x or grad is {dtype}")
+            if plan.width // plan.heads * dtype.itemsize > _MOST_BYTES:
+                return Decline(f"heads of {plan.width // plan.heads} columns")
         return plan
 
     @staticmethod
@@ -64,13 +63,20 @@ class AttentionBackward:
         _Writer(plan, node, emitter).write()
 
 
+def _element_types(plan: attention_backward.Plan, node: Node) -> tuple[torch.dtype, torch.dtype]:
+    """Return the element types of x and of grad."""
+    x, grad = (argument_of(node, index).meta["val"].dtype for index in plan.ends[2:])
+    return x, grad
+
+
 class _Writer:
     """Writer of the launches of one node."""
 
     def __init__(self, plan: attention_backward.Plan, node: Node, emitter: CudaEmitter) -> None:
         self.plan, self.node, self.emitter = plan, node, emitter
         self.x_node, grad = (argument_of(node, index) for index in plan.ends[2:])
-        self.dtype = self.x_node.meta["val"].dtype
+        self.dtypes = _element_types(plan, node)
+        self.scales = [emitter.optional_vector(optional_argument(node, index)) for index in plan.scales]
         self.num_dst, self.num_src = (
             shape_of(argument_of(node, plan.edges[index]))[0] - 1 for index in (0, 2)
         )
@@ -104,10 +110,13 @@ class _Writer:
 
     def _group(self) -> int:
         """Return the heads of a launch: all, or one."""
-        pieces, rest = divmod(self.head_width * self.dtype.itemsize, _PIECE)
-        is_power = not rest and pieces & (pieces - 1) == 0
-        fits = self.plan.width * self.dtype.itemsize <= _MOST_BYTES
-        return self.plan.heads if self.plan.heads == 1 or (is_power and fits) else 1
+
+        def fits(dtype: torch.dtype) -> bool:
+            pieces, rest = divmod(self.head_width * dtype.itemsize, _PIECE)
+            is_power = not rest and pieces & (pieces - 1) == 0
+            return is_power and self.plan.width * dtype.itemsize <= _MOST_BYTES
+
+        return self.plan.heads if self.plan.heads == 1 or all(map(fits, self.dtypes)) else 1
 
     def _by_heads(self) -> None:
         """Write a launch for each head, to memory of its own, and the row program of whole rows."""
@@ -128,13 +137,17 @@ class _Writer:
         """Write both passes over the edges, for the heads from ``head`` on."""
         emitter, plan = self.emitter, self.plan
         heads = plan.heads
-        apart = self.x.columns // heads * self.dtype.itemsize  # bytes from one head to the next
-        x, grad = ([_past(pointer(rows.tensor), head * apart), rows.stride] for rows in (self.x, self.grad))
-        a_dst, a_src = (_past(pointer(end), 4 * head) for end in self.ends)
+        x, grad = (
+            [_past(pointer(rows.tensor), head * (rows.nbytes // heads)), rows.stride]
+            for rows in (self.x, self.grad)
+        )
+        x_scale, grad_scale = map(pointer, self.scales)
+        size = argument_of(self.node, plan.ends[0]).meta["val"].dtype.itemsize
+        a_dst, a_src = (_past(pointer(end), size * head) for end in self.ends)
         da_dst, da_src = (_past(pointer(da.written), 4 * head) for da in self.da)
         stats = _past(pointer(self.stats.written), 16 * head)
         config = self._config(group)
-        arguments = [*self.by_rows.arguments, *x, *grad, a_dst, a_src, stats, da_dst]
+        arguments = [*self.by_rows.arguments, *x, x_scale, *grad, grad_scale, a_dst, a_src, stats, da_dst]
         arguments += write_staging(emitter, self.by_rows.runs, _PART_WORDS * group)
         kernel = f"gnnc::attention_rows<{config}>"
         body = f"gnnc::AttentionRowsBody<{config}>"
@@ -149,6 +162,7 @@ class _Writer:
             *self.by_columns.arguments,
             *grad,
             *x,
+            x_scale,
             _past(pointer(self.stats), 16 * head),
             a_src,
             given,
@@ -181,10 +195,11 @@ class _Writer:
             f"  static constexpr float kSlope = {literal(plan.slope)};\n"
             f"  static constexpr float kEps = {literal(plan.eps)};\n",
         )
-        through = ", ".join(truth(vector is not None) for vector in self.att)
+        is_brain = argument_of(self.node, plan.ends[0]).meta["val"].dtype == torch.bfloat16
+        flags = ", ".join(map(truth, (is_brain, *(vector is not None for vector in self.att))))
         sizes = f"{group * self.head_width}, {group}, {plan.heads}"
-        element = ELEMENTS[self.dtype]
-        return f"gnnc::AttentionBackwardConfig<gnnc::Element::{element}, {sizes}, {through}, {constants}>"
+        elements = ", ".join(f"gnnc::Element::{ELEMENTS[dtype]}" for dtype in self.dtypes)
+        return f"gnnc::AttentionBackwardConfig<{elements}, {sizes}, {flags}, {constants}>"
 
     def _edges(self, rowptr: int, col: int, rows: Rows) -> _Edges:
         starts = self.emitter.vector(argument_of(self.node, rowptr))
@@ -205,12 +220,15 @@ class _Writer:
             return
         emitter, width = self.emitter, self.plan.width
         rows, stride = emitter.matrix(self.x_node, width), emitter.row_stride(self.x_node, width)
-        text = f"  const float* da;\n  const {TYPES[self.dtype]}* x;\n"
+        is_scaled = self.scales[0] is not None
+        text = f"  const float* da;\n  const {TYPES[self.dtypes[0]]}* x;\n"
+        text += "  const float* scale;\n" if is_scaled else ""
         text += "  __device__ float operator()(int64_t row, int column) const {\n"
-        text += f"    const float factor = da[row * {self.plan.heads} + column / {self.head_width}];\n"
+        text += f"    const float factor = da[row * {self.plan.heads} + column / {self.head_width}]"
+        text += " * scale[row];\n" if is_scaled else ";\n"
         text += f"    return factor * step::as_float(x[row * {stride} + column]);\n  }}\n"
         value = emitter.kernel_set.struct("Value", text)
-        members: list[Operand] = [pointer(da), pointer(rows)]
+        members: list[Operand] = [pointer(da), pointer(rows), *map(pointer, self.scales[:1] * is_scaled)]
         count = emitter.size(self.num_src)
         out = emitter.allocate(result, dense=True)
         by = emitter.optional_vector(optional_argument(self.node, divisor))

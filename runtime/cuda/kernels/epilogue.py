@@ -181,15 +181,20 @@ class Writer:
         self.struct.step("step::with_columns", self.operand(a), function)
 
     def _full(self, function: str, a: int, b: int) -> None:
+        """Combine the row with that of a matrix, whose quantized values are multiplied by their scale."""
         row, stride = self.row_of(a)
+        scale = self.program.operands[a].scale
+        if scale is not None:
+            scales = self.emitter.vector(argument_of(self.node, scale))
+            self.struct.member(f"const float* s{a}", pointer(scales))
+            function = f"step::scaled({function}, __ldg(s{a} + row))"
         self.struct.step(f"step::with_full<{stride}>", row, function)
 
     def _mul_shifted(self, a: int, b: int, c: int) -> None:
         self.struct.step("step::with_scalar", self._shifted(a, b), "step::Multiply{}")
 
     def _add_scaled(self, a: int, b: int, c: int) -> None:
-        row, stride = self.row_of(a)
-        self.struct.step(f"step::with_full<{stride}>", row, f"step::AddScaled{{{self._shifted(c, b)}}}")
+        self._full(f"step::AddScaled{{{self._shifted(c, b)}}}", a, b)
 
     def _shifted(self, operand: int, const: int) -> str:
         """Return the sum of a scalar operand, if there is one, and a constant."""
@@ -311,18 +316,13 @@ class Writer:
         self.struct.step("step::store_bits", row)
 
     def _elu_backward(self, a: int, b: int, c: int) -> None:
-        row, stride = self.row_of(a)
-        self.struct.step(
-            f"step::with_full<{stride}>", row, f"step::EluBackward<{truth(bool(c))}>{{{self._const(b)}}}"
-        )
+        self._full(f"step::EluBackward<{truth(bool(c))}>{{{self._const(b)}}}", a, b)
 
     def _leaky_relu_backward(self, a: int, b: int, c: int) -> None:
-        row, stride = self.row_of(a)
-        self.struct.step(f"step::with_full<{stride}>", row, f"step::LeakyReluBackward{{{self._const(b)}}}")
+        self._full(f"step::LeakyReluBackward{{{self._const(b)}}}", a, b)
 
     def _threshold_backward(self, a: int, b: int, c: int) -> None:
-        row, stride = self.row_of(a)
-        self.struct.step(f"step::with_full<{stride}>", row, "step::ThresholdBackward{}")
+        self._full("step::ThresholdBackward{}", a, b)
 
     def _row_dot(self, a: int, b: int, c: int) -> None:
         columns = self.operand(a)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from gnnc.ir.nodes import shape_of, unpack
 from gnnc.runtime.cuda.emitter import CudaEmitter, blocks, lanes_for, pointer, round_up
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, scales_of, write_epilogue
-from gnnc.runtime.cuda.kernels.rowmap import launch_rowmap
+from gnnc.runtime.cuda.kernels.rowmap import launch_rowmap, why_no_sums
 from gnnc.runtime.plans import gemm
 from gnnc.runtime.program.launches import Expr, expr, variable
 from gnnc.runtime.registry import BYTES, Decline, kernel
@@ -235,6 +235,9 @@ class Cublas:
             return plan
         if plan.mode != gemm.FLOAT:
             return Decline("only float32 products")
+        reason = why_no_sums(plan.program, plan.width)
+        if reason is not None:
+            return Decline(reason)
         return plan if plan.width <= _MAX_WIDTH else Decline(f"rows of {plan.width} columns")
 
     @staticmethod

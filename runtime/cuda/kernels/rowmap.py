@@ -31,11 +31,8 @@ class Map:
         plan = rowmap.plan(node)
         if isinstance(plan, Decline):
             return plan
-        sums = [out for out in plan.program.outs if out.form == "sum"]
-        has_parts = Op.HEAD_MEAN in plan.program.ops
-        if len(sums) > 1 or (sums and (has_parts or plan.width > _MOST_SUMMED)):
-            return Decline(f"{len(sums)} sums of all rows of {plan.width} columns")
-        return plan
+        reason = why_no_sums(plan.program, plan.width)
+        return plan if reason is None else Decline(reason)
 
     @staticmethod
     def emit(plan: rowmap.Plan, node: Node, emitter: CudaEmitter) -> None:
@@ -44,6 +41,14 @@ class Map:
         rows, stride = emitter.matrix(x, plan.width), emitter.row_stride(x, plan.width)
         kind = TYPES[x.meta["val"].dtype]
         launch_rowmap(emitter, node, rows, kind, stride, shape_of(x)[0], plan.width, plan.program)
+
+
+def why_no_sums(program: RowProgram, width: int) -> str | None:
+    """Return why ``launch_rowmap`` cannot compute the sums of all rows of a program; None: it can."""
+    sums = [out for out in program.outs if out.form == "sum"]
+    if len(sums) > 1 or (sums and (Op.HEAD_MEAN in program.ops or width > _MOST_SUMMED)):
+        return f"{len(sums)} sums of all rows of {width} columns"
+    return None
 
 
 def launch_rowmap(

@@ -41,6 +41,34 @@ def test_gradient_of_an_activation(step: str, width: int) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def test_operands_are_read_in_eight_bits(width: int) -> None:
+    x, row, value = signed(37, width), torch.rand(37, 1), signed(37, width).clamp(min=-0.6)
+    scale = GNNC.scale(value, "int8/row")
+    codes = GNNC.quantize(value, scale, "int8/row")
+
+    def call(x: Tensor, row: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        return ATEN.elu_backward(x * row, 0.7, 1, 1, True, GNNC.dequantize(codes, scale, "row"))
+
+    (got,) = run_fused_on_cuda(call, ["rowmap"], x, row, codes, scale)
+    torch.testing.assert_close(got, call(x, row, codes, scale), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.cuda
+def test_sum_of_all_rows_of_a_product_in_fp32() -> None:
+    """cuBLAS computes the product, and one launch its row program, with the sum."""
+    x, w, row = torch.randn(500, 24), torch.randn(40, 24), torch.rand(500, 1)
+
+    def call(x: Tensor, w: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        out = GNNC.gemm(x, w) * row
+        return out.sum([0], True), out.half()
+
+    got, want = run_fused_on_cuda(call, ["cublas"], x, w, row), call(x, w, row)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("width", WIDTHS)
 def test_bits_behind_a_chain(width: int) -> None:
     x, row = signed(37, width), torch.rand(37, 1)
