@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from gnnc.passes.rewrite.boundary import drop_structure
 from gnnc.precision import AUTO, FP32
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.program.differentiated import DifferentiatedGraph
+from gnnc.runtime.program.executable import Executable
 from gnnc.runtime.program.features import FeaturesProgram
 from gnnc.runtime.program.memory import OutputPool
 from gnnc.runtime.program.training import TrainingExecutable
@@ -109,7 +110,7 @@ def build_program(
             cuda_graph=options.cuda_graph,
         )
         owner = type(model).__name__
-        features = None if parts.features is None else FeaturesProgram(make(parts.features))
+        features = _features_program(parts.features, options.backend, make)
         if parts.backward is None:
             executable = make(parts.forward)
         else:
@@ -179,6 +180,17 @@ def _run_passes(parts: Parts, options: Options, context: Context) -> tuple[list[
 
 def _structure_runner(backend: Backend, structure: GraphModule | None) -> StructureRunner | None:
     return None if structure is None else backend.structure_program(structure)
+
+
+def _features_program(
+    graph: GraphModule | None, backend: Backend, make: Callable[[GraphModule], Callable[..., tuple[Any, ...]]]
+) -> FeaturesProgram | None:
+    if graph is None:
+        return None
+    hooks = None if backend.structure_hooks is None else backend.structure_hooks()
+    executable = make(graph)
+    check = executable.check if isinstance(executable, Executable) else None
+    return FeaturesProgram(executable, hooks, check)
 
 
 def _index_bounds(stages: Sequence[Stage]) -> Sequence[IndexBound]:

@@ -33,6 +33,7 @@ TARGET = Target(
     attention_backward=128,
     quantized_attention_gradients=True,
     fused_gemm_tn=True,
+    static_features=True,
     narrow_rows=CUDA_NARROW_ROWS,
     sorts_with_loops=True,
     int32_columns=True,

@@ -93,6 +93,10 @@ class CudaExecutable(Executable):
             if before != self._index:
                 restore_device(before)
 
+    def check(self) -> None:
+        """Raise what the device has found in an earlier call since."""
+        self._nan_flag.check()
+
     @property
     def fingerprint(self) -> str:
         """Hash of the source and the machine code: equal for programs that do the same."""

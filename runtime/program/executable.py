@@ -110,6 +110,9 @@ class Executable:
 
     # Running
 
+    def check(self) -> None:
+        """Raise what the device has found since an earlier call; the CPU raises errors at once."""
+
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Run the program; returns the flat outputs."""
         return self._run(*values)

@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gnnc.runtime.structure.cache import StructureCache
+from gnnc.runtime.structure.hooks import BuildHooks
 
 
 class FeaturesProgram:
@@ -14,16 +18,45 @@ class FeaturesProgram:
 
     Args:
         execute: runs the lowered graph on its inputs.
+        hooks: callbacks of the device; None: there are none.
+        check: raises what the device has found in an earlier run since; None: errors are raised at once.
     """
 
-    def __init__(self, execute: Callable[..., tuple[Any, ...]]) -> None:
-        self._execute = execute
+    def __init__(
+        self,
+        execute: Callable[..., tuple[Any, ...]],
+        hooks: BuildHooks | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self._execute, self._hooks, self._check = execute, hooks, check
         self.cache = StructureCache()
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
-        """Return the outputs of the graph for these inputs; treat their tensors as read-only."""
-        return self.cache.get(values, lambda: self._execute(*values))
+        """Return the outputs of the graph for these inputs; treat their tensors as read-only.
+
+        A CUDA graph of the caller computes them in each replay, before which he may write into the inputs.
+        """
+        if _is_capturing(values):
+            return self._execute(*values)
+        if self._check is not None:
+            self._check()
+        results = self.cache.get(values, lambda: self._compute(values))
+        if self._hooks is not None:
+            self._hooks.after_call(results)
+        return results
+
+    def _compute(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        results = self._execute(*values)
+        if self._hooks is not None:
+            self._hooks.after_build(results)
+        return results
 
     def clear(self) -> None:
         """Drop all results."""
         self.cache.clear()
+
+
+def _is_capturing(values: tuple[Any, ...]) -> bool:
+    """Return whether the current stream of a GPU that holds an input records a CUDA graph."""
+    on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in values)
+    return on_gpu and torch.cuda.is_current_stream_capturing()

@@ -237,3 +237,28 @@ def test_in_inference_on_request() -> None:
     with torch.no_grad():
         torch.testing.assert_close(default(x, edge_index), compiled(x, edge_index), rtol=0, atol=0)
     assert default._captured().parts.features is None
+
+
+def test_a_cuda_graph_of_the_caller_computes_the_values_in_each_replay() -> None:
+    """The caller writes into the features between replays, which no cache would see."""
+    execute, hooks, check = (mock.Mock(return_value=(torch.ones(3),)) for _ in range(3))
+    program = FeaturesProgram(execute, hooks, check)
+    x = torch.ones(3)
+    with mock.patch("gnnc.runtime.program.features._is_capturing", return_value=True):
+        for _ in range(2):
+            program(x)
+    assert execute.call_count == 2 and len(program.cache) == 0 and not hooks.after_build.called
+    for _ in range(2):
+        program(x)
+    assert execute.call_count == 3 and len(program.cache) == 1
+    assert hooks.after_build.call_count == 1 and hooks.after_call.call_count == check.call_count == 2
+
+
+@pytest.mark.usefixtures("compiler")
+def test_programs_of_a_gpu_keep_them_too() -> None:
+    compiled = gnnc.compile(Net().train(), "int8", backend="cuda-offline:sm_90")
+    with pytest.raises(gnnc.BackendError, match="not here"):
+        compiled(*graph())
+    features = compiled._captured().parts.features
+    assert features is not None and "fused.map()" in str(compiled).partition("def features")[2]
+    assert "x is quantized once" in compiled.explain()
