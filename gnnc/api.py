@@ -328,6 +328,7 @@ class CompiledModel(ModelProxy):
             choices=knowledge.choices,
             chosen=[*knowledge.chosen, *precision_remarks(options)],
             eager=self._eager_methods,
+            gradient_errors=program.gradient_errors,
             cuts=None if program.tuned is None else list(map(str, program.tuned)),
         )
 

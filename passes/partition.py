@@ -39,6 +39,7 @@ from gnnc.passes.rewrite.saved_copies import (
     SavedCopy,
     add_copy,
     find_copy,
+    is_half_copy,
     may_be_copied,
     read_copies,
     why_wide,
@@ -69,6 +70,11 @@ class Partition:
             raise PrecisionError(
                 f"Partition: save_bits must be None or one of {GROUP_BITS}, got {self.save_bits!r}"
             )
+
+    @property
+    def measures_gradients(self) -> bool:
+        """True if ``summary()`` is to tell what gradients err by on the example inputs."""
+        return self.save_bits is not None
 
     def applies(self, parts: Parts, ctx: Context) -> bool:
         """Return whether the forward graph holds gradients."""
@@ -130,6 +136,10 @@ def _is_forward_input(node: Node) -> bool:
     return _kind(node) != "seed" or any(user.meta.get(SIDE) == "forward" for user in node.users)
 
 
+def _is_quantization(node: Node) -> bool:
+    return op_name(node) in ("scale", "quantize")
+
+
 def _kind(node: Node) -> str:
     source = source_of(node)
     return "" if source is None else source.kind
@@ -183,7 +193,7 @@ class _Cut:
     def _round(self) -> None:
         """Keep the copies in fewer bits of FP32 matrices instead of these."""
         outputs = set(outputs_of(self.gm.graph)[: self.count])
-        quantized = self._quantized_alone(outputs) if self.save_bits is not None else []
+        again = self._rounded_alone(outputs) if self.save_bits is not None else []
         for node in [node for node in self.saved if node not in outputs]:
             copy = self._copy(node)
             if copy is None:
@@ -195,7 +205,7 @@ class _Cut:
             for part in copy.nodes:
                 part.meta[SIDE] = "forward"
                 self.saved[part] = None
-        for node in quantized:
+        for node in again:
             self._bring_cheap(node)
 
     def _copy(self, node: Node) -> SavedCopy | GroupCopy | None:
@@ -205,10 +215,10 @@ class _Cut:
                 return groups
         return find_copy(node) or add_copy(node, self._edges, self.precision)
 
-    def _quantized_alone(self, outputs: set[Any]) -> list[Node]:
-        """Save matrices instead of their quantized values; return what the backward graph quantizes again."""
+    def _rounded_alone(self, outputs: set[Any]) -> list[Node]:
+        """Save matrices instead of their rounded copies; return what the backward graph rounds again."""
         found = []
-        for node in [node for node in self.saved if op_name(node) in ("scale", "quantize")]:
+        for node in [node for node in self.saved if _is_quantization(node) or is_half_copy(node)]:
             matrix = _without_views(first_operand(node))
             if matrix not in outputs and may_be_copied(matrix, self._edges):
                 del self.saved[node]
@@ -218,7 +228,7 @@ class _Cut:
 
     def _quantize_again(self) -> None:
         """Quantize again what is saved in FP32, as values that comparisons read are."""
-        for node in [node for node in self.saved if op_name(node) in ("scale", "quantize")]:
+        for node in filter(_is_quantization, list(self.saved)):
             if _without_views(first_operand(node)) in self.saved:
                 del self.saved[node]
                 self._bring_cheap(node)

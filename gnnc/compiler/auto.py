@@ -9,12 +9,13 @@ from typing import Any
 from torch.fx import GraphModule
 
 from gnnc.compiler.example_run import CallRun, Make, StepRun
+from gnnc.compiler.gradient_errors import assigned_at
 from gnnc.cost import model
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir import describe
 from gnnc.ir.graph import placeholders
 from gnnc.ir.parts import GRADIENTS, Parts
-from gnnc.passes.base import Context, Pass, Property, Stage, established_by, run_passes
+from gnnc.passes.base import Context, Pass, Stage, run_passes
 from gnnc.passes.search.choice import MAX_TIGHTENINGS, Choice, beyond
 from gnnc.passes.search.measured import Observed, corrected, observed
 from gnnc.passes.search.solver import solve
@@ -98,7 +99,7 @@ def run_auto(
     Raises:
         UnsupportedError: no pass of the pipeline assigns precisions.
     """
-    place = next((i for i, step in enumerate(pipeline) if Property.ASSIGNED in established_by(step)), None)
+    place = assigned_at(pipeline)
     if place is None:
         raise UnsupportedError(
             "precision='auto' is carried out by the pass 'assign', which the pipeline lacks"

@@ -17,6 +17,7 @@ from gnnc.capture.export import Captured
 from gnnc.capture.value_guards import Number, guessed
 from gnnc.compiler.auto import run_auto
 from gnnc.compiler.call_function import CallWriter, owner_of
+from gnnc.compiler.gradient_errors import GradientErrors, assigned_at, gradient_errors
 from gnnc.compiler.index_checks import Bounds, bounds_by_type
 from gnnc.compiler.narrow_inputs import capture_call
 from gnnc.compiler.program import Options, Program
@@ -110,6 +111,7 @@ def build_program(
             cuda_graph=options.cuda_graph,
         )
         owner = type(model).__name__
+        errors = _gradient_errors(stages, context, make)
         features = _features_program(parts.features, options.backend, make)
         if parts.backward is None:
             executable = make(parts.forward)
@@ -138,6 +140,7 @@ def build_program(
         bind=bind,
         profiled=executable.whole(bind(executable.profile, runner)),
         scaled_weights=scaled_weights,
+        gradient_errors=errors,
     )
     program.seconds = {"capture": traced - start, "compile": time.perf_counter() - traced}
     return program
@@ -175,7 +178,22 @@ def _target(backend: Backend) -> Target:
 def _run_passes(parts: Parts, options: Options, context: Context) -> tuple[list[Stage], Context]:
     if options.precision == AUTO:
         return run_auto(parts, options.pipeline, context, check_finite=options.check_finite)
-    return run_passes(parts, options.pipeline, context), context
+    place = assigned_at(options.pipeline) or 0
+    before = run_passes(parts, options.pipeline[:place], context)
+    start = before[-1][1] if before else parts
+    if GRADIENTS in start.forward.meta:  # the scales of training are taken at each call
+        context.step, context.examples = context.examples, None
+    return before + run_passes(start, options.pipeline[place:], context), context
+
+
+def _gradient_errors(stages: Sequence[Stage], context: Context, make: Any) -> GradientErrors | None:
+    """Return the errors of gradients on the examples, which are let go; None where there are none."""
+    if context.step is None:
+        return None
+    joint = [p.forward for _, p in stages if GRADIENTS in p.forward.meta][0]
+    errors = gradient_errors(joint, stages, context, make)
+    context.step = None
+    return errors
 
 
 def _structure_runner(backend: Backend, structure: GraphModule | None) -> StructureRunner | None:

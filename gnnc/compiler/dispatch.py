@@ -45,7 +45,6 @@ from gnnc.compiler.training import (
 from gnnc.compiler.transforms import may_be_transformed, refuse_trace, refuse_transforms
 from gnnc.errors import CaptureError, GnncError, GraphError, InputError, UnsupportedError
 from gnnc.locks import renew_at_fork
-from gnnc.precision import AUTO
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.program.checks import OutOfRange
 from gnnc.runtime.program.memory import OutputPool
@@ -344,7 +343,7 @@ class Dispatch:
         if self._examples is None or any(autocast_mode()):  # examples run in FP32 alone
             return
         *_, wanted = key
-        if key in self._tried or (wanted is not None and self.options.precision != AUTO):
+        if key in self._tried or (wanted is not None and not self.options.trains_on_examples):
             return  # scales of training are taken at each call
         self._tried.add(key)
         try:

@@ -13,6 +13,7 @@ from gnnc.ir.source import Source, source_of
 from gnnc.passes.quantize import STATIC_SCALE
 from gnnc.passes.search.generator_state import seeded
 from gnnc.passes.search.study import GROWTH
+from gnnc.runtime.program.seed import draw_seed
 from gnnc.runtime.program.training import Tangents, TrainingExecutable
 from gnnc.target import MeasuredTimes
 
@@ -79,13 +80,18 @@ class StepRun:
             self._named |= {Source("features", str(number)): value for number, value in enumerate(values)}
         self._backward = lowered.backward
         self._forward = lowered.forward
-        self._values = [self._value(node) for node in placeholders(lowered.forward)]
+        with seeded():
+            self._values = [self._value(node) for node in placeholders(lowered.forward)]
         self._tangents = tangents
         self._program = TrainingExecutable(type(joint).__name__, lowered, make)
 
     def _value(self, node: Node) -> Any:
         source = source_of(node)
-        return self._named[source] if source in self._named else node.meta.get("value")
+        if source in self._named:
+            return self._named[source]
+        if source is not None and source.kind == "seed":
+            return draw_seed(node.meta["val"].device)
+        return node.meta.get("value")
 
     def outputs(self) -> Sequence[Any]:
         """Return the outputs of the joint graph; its dropout draws what ``Bench`` draws."""

@@ -11,6 +11,7 @@ from gnnc.calibrate.calibration import stored_rates
 from gnnc.capture.arguments import Call
 from gnnc.capture.export import Captured
 from gnnc.compiler.auto import predicted_times
+from gnnc.compiler.gradient_errors import GradientErrors, measures_gradients
 from gnnc.compiler.index_checks import Bounds
 from gnnc.compiler.options import default_precision
 from gnnc.compiler.static_scales import ScaledWeights
@@ -21,7 +22,7 @@ from gnnc.passes.rewrite.boundary import whole_examples
 from gnnc.passes.search.choice import Choice
 from gnnc.passes.search.choice import report as choice_report
 from gnnc.passes.search.study import OpChoices
-from gnnc.precision import Precision
+from gnnc.precision import AUTO, Precision
 from gnnc.report.summary import Chosen
 from gnnc.runtime.backend import Backend
 from gnnc.runtime.program.executable import Executable
@@ -56,6 +57,11 @@ class Options:
     cuda_graph: bool | str
     pipeline: tuple[Pass, ...]
     plan: Plan | None = None
+
+    @property
+    def trains_on_examples(self) -> bool:
+        """True if a training step runs on the examples: its errors decide, or ``summary()`` tells them."""
+        return self.precision == AUTO or measures_gradients(self.pipeline)
 
     def with_backend(self, backend: Backend) -> "Options":
         """Return the options with another backend, and its default precision where none was named."""
@@ -111,6 +117,7 @@ class Program:
         scaled_weights: the weights that static scales were taken with; None: the program has no such scale.
         features: the program of quantized arguments, which are cached; None: there are none.
         dynamic: the program of calls that the static scales do not suit, compiled at the first of them.
+        gradient_errors: what a step of the example inputs errs by, where a pass asks for it; else None.
         successor: the program with scales of other weights, which has taken this one's place.
     """
 
@@ -132,6 +139,7 @@ class Program:
     features: FeaturesProgram | None = None
     dynamic: "Program | None" = None
     successor: "Program | None" = None
+    gradient_errors: GradientErrors | None = None
 
     @property
     def parts(self) -> Parts:

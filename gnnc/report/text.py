@@ -72,6 +72,7 @@ class ProgramReport:
         choices: what ``auto`` knows of each primitive, by the same name.
         chosen: what ``auto`` says of its choice, a line each.
         eager: names of methods that were taken from the compiled model, and are not compiled.
+        gradient_errors: what a step of the example inputs errs by, where a pass asks for it; else None.
         cuts: what ``tune()`` measured last, a line for each table of that graph; None: nothing was measured.
     """
 
@@ -89,6 +90,7 @@ class ProgramReport:
     chosen: Sequence[str] = ()
     eager: Sequence[str] = ()
     cuts: Sequence[str] | None = None
+    gradient_errors: Sequence[tuple[str, float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,15 @@ def summary_text(report: ProgramReport, values: Sequence[Any] | None = None) -> 
             choices=report.choices,
         )
     ]
-    return summary_table(rows)
+    return "\n".join([summary_table(rows), *_error_lines(report)])
+
+
+def _error_lines(report: ProgramReport) -> list[str]:
+    """Return what a training step on the example inputs errs by, a line for each output and gradient."""
+    if not report.gradient_errors:
+        return []
+    title = "relative L2 error of a training step on the example inputs, against FP32:"
+    return ["", title, *(f"  {name}: {error:.2%}" for name, error in report.gradient_errors)]
 
 
 def _of_part(seconds: Mapping[tuple[str, str], float], part: str) -> dict[str, float]:

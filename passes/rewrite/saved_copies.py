@@ -79,7 +79,7 @@ def find_copy(node: Node) -> SavedCopy | None:
     quantized = next((user for user in users if _is_quantized_by_rows(user)), None)
     if quantized is not None:
         return SavedCopy(quantized, _node(quantized.args[1]))
-    half = next((user for user in users if _is_half_copy(user)), None)
+    half = next((user for user in users if is_half_copy(user)), None)
     return None if half is None else SavedCopy(half)
 
 
@@ -211,7 +211,8 @@ def _may_be_rounded(node: Node) -> bool:
     return is_float(node) and node.op == "call_function" and EXACT not in node.meta
 
 
-def _is_half_copy(node: Node) -> bool:
+def is_half_copy(node: Node) -> bool:
+    """Return whether a node is a copy of a tensor in 16 bits."""
     return aten_name(node) == "_to_copy.default" and node.meta["val"].dtype in _HALVES
 
 

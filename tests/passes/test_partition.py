@@ -46,9 +46,9 @@ def graph() -> tuple[Tensor, Tensor]:
     return torch.randn(60, 96), torch.randint(60, (2, 240))
 
 
-def compiled(model: nn.Module, precision: str, bits: Any) -> gnnc.CompiledModel:
+def compiled(model: nn.Module, precision: str, bits: Any, **options: Any) -> gnnc.CompiledModel:
     passes = [replace(step, save_bits=bits) if isinstance(step, Partition) else step for step in PIPELINE]
-    return gnnc.compile(model, precision, pipeline=passes)
+    return gnnc.compile(model, precision, pipeline=passes, **options)
 
 
 def gradient(call: nn.Module, model: nn.Module, seed: int = 0) -> Tensor:
@@ -87,12 +87,36 @@ def test_gradients_are_right_in_the_mean(name: str, bits: int) -> None:
     assert f"saved in {bits} bits, stochastically rounded" in program.explain()
 
 
+@pytest.mark.parametrize("precision", ["int8", "bf16"])
 @pytest.mark.parametrize("name", slow_but(("gat",), list(MODELS)))
-def test_int8_saves_four_bits(name: str) -> None:
+def test_low_precisions_save_four_bits(name: str, precision: str) -> None:
     torch.manual_seed(1)
     model = MODELS[name]().train()
     eager = copy.deepcopy(model)
-    assert error(gradient(compiled(model, "int8", 4), model), gradient(eager, eager)) < 0.25
+    program = compiled(model, precision, 4)
+    assert error(gradient(program, model), gradient(eager, eager)) < 0.25
+    assert "saved in 4 bits, stochastically rounded" in program.explain()
+
+
+def errors_in_summary(precision: str, bits: Any) -> dict[str, float]:
+    """Return the errors of a step on the example inputs that the summary tells, by what they are of."""
+    torch.manual_seed(1)
+    model = MODELS["gcn"]().train()
+    program = compiled(model, precision, bits, example_inputs=graph())
+    program(*graph()).sum().backward()
+    lines = program.summary().partition("on the example inputs, against FP32:\n")[2].splitlines()
+    return {name.strip(): float(error.strip(" %")) / 100 for name, error in (s.split(":") for s in lines)}
+
+
+@pytest.mark.parametrize("precision", ["fp32", *slow_but((), ["bf16", "int8"])])
+def test_the_summary_tells_the_errors_of_gradients(precision: str) -> None:
+    assert not errors_in_summary(precision, None)
+    gradients = []
+    for bits in (4, 2):
+        output, weights = errors_in_summary(precision, bits).values()
+        assert output < 0.02
+        gradients.append(weights)
+    assert 0.01 < gradients[0] < 0.15 < gradients[1] < 1.2
 
 
 def test_one_seed_gives_one_gradient_and_outputs_do_not_change() -> None:
