@@ -44,7 +44,9 @@ def test_cuda_computes_what_eager_and_the_reference_compute(name: str, precision
     assert "on backend cuda" in str(compiled)
     assert got.is_cuda and error(got, eager) < LIMIT[precision]
     reference = gnnc.compile(model, precision, backend="reference")(*arguments)
-    assert error(got, reference) < {"fp32": 1e-5, "int8": 0.01, "fp8": 0.06}.get(precision, 0.005)
+    assert error(got, reference) < {"fp32": 1e-5, "int8": 0.01, "fp8": LIMIT["fp8"]}.get(
+        precision, 0.005
+    )  # a value next to a tie of fp8 moves by 6%
     if precision not in ("fp16", "fp8"):
         cpu = gnnc.compile(on_cpu, precision, backend="cpu")(*given())
         assert error(got, cpu) < {"fp32": 1e-5, "int8": 0.01}.get(precision, 0.005)
