@@ -90,6 +90,10 @@ class Lowering(Protocol):
         """Return the kernel for a node; its ``kernel`` is None where every candidate declined."""
         ...
 
+    def choose_last(self, node: Node) -> KernelChoice:
+        """Return the kernel of last resort for a node, whatever the kernels before it would take."""
+        ...
+
     def choose_structure(self, node: Node) -> KernelChoice:
         """Return the kernel for a primitive of a structure graph."""
         ...

@@ -10,6 +10,7 @@ from gnnc.ir.nodes import outputs_of, result_index
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import STRUCTURE, Parts
 from gnnc.passes.base import Context, Property
+from gnnc.passes.rewrite.compared_extrema import compared_extrema
 from gnnc.passes.rewrite.edge_matrices import edge_matrices
 from gnnc.target import ChosenKernel, KernelChoice, Lowering
 
@@ -19,7 +20,8 @@ class Lower:
     """Choose a kernel for each node; a fused submodule that no kernel takes is inlined.
 
     ``node.meta["choice"]`` holds the backend's choice, ``node.meta["kernel"]`` the name of its kernel.
-    Kernels that declined are noted for ``explain()``.
+    Kernels that declined are noted for ``explain()``. A maximum of a body, and the bodies that compare values
+    with it, run in kernels of the backend or, where one is declined, all op by op: the values are then equal.
     """
 
     name: ClassVar[str] = "lower"
@@ -34,6 +36,7 @@ class Lower:
         for part, gm in parts:
             if part != STRUCTURE:
                 _lower(gm, lowering, ctx)
+        _compute_alike(parts, lowering, ctx)
         if parts.structure is not None:
             _lower_structure(parts.structure, lowering, ctx)
         for node, text in edge_matrices(parts):
@@ -62,6 +65,27 @@ def _lower_fused(gm: fx.GraphModule, node: Node, lowering: Lowering, ctx: Contex
     declined = f" ({reasons})" if reasons else ""
     ctx.note(node, f"taken apart, no kernel runs it as a whole{declined}", "declined")
     inline(gm, node)
+
+
+def _compute_alike(parts: Parts, lowering: Lowering, ctx: Context) -> None:
+    """Run the bodies of an extremum and of its comparisons op by op where a kernel declined one of them."""
+    pairs = list(compared_extrema(parts))
+    apart = True
+    while apart:
+        apart = False
+        for pair in pairs:
+            for node, other in (pair, pair[::-1]):
+                last = lowering.choose_last(node)
+                if _is_last(other, lowering) and not _is_last(node, lowering) and last.kernel is not None:
+                    kernel, apart = node.meta["kernel"], True
+                    _record(node, last, last.kernel, ctx)
+                    reason = f"no kernel takes {other.name}, and their values are compared bit by bit"
+                    ctx.note(node, f"kernel {kernel} is not used: {reason}", "declined")
+
+
+def _is_last(node: Node, lowering: Lowering) -> bool:
+    last = lowering.choose_last(node).kernel
+    return last is not None and node.meta["kernel"] == last.name
 
 
 def _lower_structure(structure: fx.GraphModule, lowering: Lowering, ctx: Context) -> None:

@@ -87,6 +87,10 @@ class Backend:
         takes_fused = self.chain if self.chain[0] == "reference" else self.chain[:1]
         return registry.choose(node, takes_fused if node.op == "call_module" else self.chain)
 
+    def choose_last(self, node: Node) -> registry.Choice:
+        """Return the kernel of last resort for a node, whatever the kernels before it would take."""
+        return registry.choose(node, self.chain[-1:])
+
     def formats(self, node: Node) -> Sequence[Format]:
         """Return the formats that the kernel of a lowered node can read; none if it reads no edges."""
         choice = choice_of(node)
