@@ -144,7 +144,8 @@ def evaluate_body(
     return parse_body(text)(*(groups[n[0]][int(n[1:])] for n in body_inputs(text)))
 
 
-_ROWS = 3
+_ROWS = 1009
+"""Edges while a body is measured: a prime, which divides the sizes of no weight."""
 
 
 def widest_value(text: str, operands: dict[str, torch.Tensor]) -> int:
@@ -160,9 +161,8 @@ def widest_value(text: str, operands: dict[str, torch.Tensor]) -> int:
     class Measure(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
-            is_constant = n.op == "placeholder" and str(n.target).startswith("c")
-            if isinstance(result, torch.Tensor) and not is_constant:
-                sizes.append(-(-result.numel() // _ROWS))
+            if isinstance(result, torch.Tensor) and result.numel() % _ROWS == 0:
+                sizes.append(result.numel() // _ROWS)
             return result
 
     def stand_in(name: str) -> torch.Tensor:

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from gnnc.ir.body import evaluate_body
 from gnnc.ir.nodes import argument, operand, unpack
-from gnnc.runtime.cpu.message import GROUPS, Tensors, block_edges, rows_of, split
+from gnnc.runtime.cpu.body import Tensors, evaluate_sum
+from gnnc.runtime.cpu.message import GROUPS, block_edges, rows_of, split
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program import build
@@ -20,10 +20,10 @@ class EdgeSum:
     @staticmethod
     @planned
     def plan(node: Node) -> int:
-        """Return the edges of a block; refuse results that are not float32 or have no dimension."""
+        """Return the edges of a block; refuse results that are not float32."""
         value = node.meta["val"]
-        if value.dtype != torch.float32 or value.dim() == 0:
-            raise Refusal(f"the result is {value.dtype} of {value.dim()} dimensions")
+        if value.dtype != torch.float32:
+            raise Refusal(f"the result is {value.dtype}")
         build.fixed_width(node)
         return block_edges(node)
 
@@ -53,12 +53,6 @@ def sum_blocks(
     out.zero_()
     for block in split(rowptr, col.shape[0], edges):
         part = slice(block.first_edge, block.last_edge)
-        rows = rows_of(block, rowptr) if dst else col[part]
-        value = evaluate_body(
-            body,
-            [t.index_select(0, rows) for t in dst],
-            [t.index_select(0, col[part]) for t in src],
-            [t[part] for t in edge],
-            const,
-        )
+        groups = (dst, src, [t[part] for t in edge], const)
+        value = evaluate_sum(body, col[part], lambda block=block: rows_of(block, rowptr), groups)
         out += value.reshape(out.shape)

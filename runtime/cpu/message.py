@@ -5,30 +5,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from gnnc.ir.body import evaluate_body, widest_value
+from gnnc.ir.body import widest_value
 from gnnc.ir.message import pair_values
 from gnnc.ir.nodes import argument, operand, unpack
+from gnnc.runtime.cpu.body import STORE, Tensors, evaluate
 from gnnc.runtime.plans.spmm import REDUCTIONS
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program import build
 from gnnc.runtime.row_program.build import Refusal, planned
-from gnnc.runtime.row_program.opcodes import Op
 
 BLOCK_VALUES = 1 << 17
 """Elements of the widest value in a block: half a megabyte of floats."""
 
 _MIN_EDGES = 512
-_EDGE_MULTIPLE = 768
-"""Padding of a block: a multiple of this many edges splits among 24 threads in whole vectors."""
 GROUPS = ("dst", "src", "edge", "const")
-_STORE = (int(Op.STORE_F32), 0, 0, 0)
-
-Tensors = list[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,25 +163,10 @@ def _values(
     """Return the values of the body at the edges of a block, a list of ``[edges, F]``."""
     edges = slice(block.first_edge, block.last_edge)
     count = block.last_edge - block.first_edge
-    sources = _padded(col[edges])
-    rows = _padded(rows_of(block, rowptr)) if dst else sources
-    results = evaluate_body(
-        plan.body,
-        [t.index_select(0, rows) for t in dst],
-        [t.index_select(0, sources) for t in src],
-        [_padded(t[edges]) for t in edge],
-        const,
-    )
+    groups = (dst, src, [t[edges] for t in edge], const)
+    results = evaluate(plan.body, col[edges], lambda: rows_of(block, rowptr), groups)
     values = results if isinstance(results, list) else [results]
     return [value[:count].reshape(count, -1).contiguous() for value in values]
-
-
-def _padded(values: Tensor) -> Tensor:
-    """Pad a block with zero edges, so that any number of threads splits it in whole vectors.
-
-    ATen computes the remainder of a vector by other code, whose ``exp`` differs in the last bit.
-    """
-    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, -values.shape[0] % _EDGE_MULTIPLE))
 
 
 def rows_of(block: Block, rowptr: Tensor) -> Tensor:
@@ -223,7 +202,7 @@ def _reduce_rows(reduce: str, block: Block, rowptr: Tensor, values: Tensor, out:
 def _segments(reduce: str, starts: Tensor, values: Tensor, out: Tensor) -> None:
     number = REDUCTIONS[reduce]
     torch.ops.gnnc_cpu_valid.spmm(
-        starts, None, None, values.contiguous(), None, None, number, 1, _STORE, (), (), (out,)
+        starts, None, None, values.contiguous(), None, None, number, 1, STORE, (), (), (out,)
     )
 
 

@@ -1,0 +1,156 @@
+"""Bodies on blocks of edges: a value has the same bits whatever block it is in, and wherever.
+
+The gradient of a maximum compares values that are computed again, in other blocks and for the edges in
+another order. ATen computes the remainder of a vector by other code, whose ``silu`` differs in the last bit,
+and MKL a row of a small product by code that depends on its place and on the number of rows. So blocks are
+padded, and products with a weight run in ``gnnc_cpu.gemm``.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from gnnc.ir.body import body_inputs, parse_body
+from gnnc.ir.nodes import ancestors, aten_name, op_name, unpack
+from gnnc.runtime.row_program.opcodes import Op
+from gnnc.torch_private import LazyGraphModule
+
+STORE = (int(Op.STORE_F32), 0, 0, 0)
+"""Row program that stores a row as it is."""
+
+_EDGE_MULTIPLE = 768
+"""Padding of a block: a multiple of this many edges splits among 24 threads in whole vectors."""
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_PLAIN = torch.float32
+
+Tensors = list[Tensor]
+
+
+def evaluate(text: str, col: Tensor, rows: Callable[[], Tensor], groups: Sequence[Tensors]) -> Any:
+    """Return the values of a body at the edges of a block, and of the edges that pad it.
+
+    Args:
+        text: the body.
+        col: source of every edge of the block.
+        rows: returns the destination of every edge.
+        groups: the operands: ``dst``, ``src``, ``edge`` of the block alone, and ``const``.
+    """
+    return _block_body(text)(*_operands(text, col, rows, groups))
+
+
+def evaluate_sum(text: str, col: Tensor, rows: Callable[[], Tensor], groups: Sequence[Tensors]) -> Tensor:
+    """Return what a body sums over the edges of a block; arguments as of ``evaluate``."""
+    operands = _operands(text, col, rows, groups)
+    count = col.shape[0]
+    return _sum_body(text)(count, count + -count % _EDGE_MULTIPLE, *operands)
+
+
+def _operands(text: str, col: Tensor, rows: Callable[[], Tensor], groups: Sequence[Tensors]) -> Tensors:
+    """Return the rows of the operands in the order of ``body_inputs``."""
+    dst, src, edge, const = groups
+    sources = _padded(col)
+    destinations = _padded(rows()) if dst else sources
+    given = {
+        "i": [t.index_select(0, destinations) for t in dst],
+        "j": [t.index_select(0, sources) for t in src],
+        "e": [_padded(t) for t in edge],
+        "c": const,
+    }
+    return [given[name[0]][int(name[1:])] for name in body_inputs(text)]
+
+
+def _padded(values: Tensor) -> Tensor:
+    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, -values.shape[0] % _EDGE_MULTIPLE))
+
+
+@lru_cache(maxsize=1024)
+def _block_body(text: str) -> GraphModule:
+    """Return a body whose products with a weight are those of ``row_product``."""
+    graph = Graph()
+    graph.output(graph.graph_copy(parse_body(text).graph, {}))
+    _use_row_products(graph)
+    return LazyGraphModule({}, graph, "BlockBody")
+
+
+@lru_cache(maxsize=1024)
+def _sum_body(text: str) -> GraphModule:
+    """Return a function of a block's edges, of those with padding, and of the padded operands.
+
+    What is compared is computed on the padded block, as was the value that it is compared with, and then cut.
+    """
+    graph = Graph()
+    graph.output(graph.graph_copy(parse_body(text).graph, {}))
+    of_edges = _use_row_products(graph)
+    compared = [node for node in of_edges if op_name(node) in _COMPARISONS]
+    padded = {*compared, *ancestors(compared), *graph.find_nodes(op="placeholder")} & of_edges
+    with graph.inserting_before(next(iter(graph.nodes))):
+        sizes = graph.placeholder("count"), graph.placeholder("padded")
+    for node in padded:
+        cut_off = [user for user in node.users if user not in padded]
+        if cut_off:
+            after = list(graph.find_nodes(op="placeholder"))[-1] if node.op == "placeholder" else node
+            with graph.inserting_after(after):
+                cut = graph.call_function(_cut, (node, *sizes))
+            node.replace_all_uses_with(cut, lambda user, users=cut_off: user in users)
+    return LazyGraphModule({}, graph, "SumBody")
+
+
+def _cut(values: Tensor, count: int, padded: int) -> Tensor:
+    """Return the first ``count`` of ``padded`` edges, each of one row or of several side by side."""
+    return values[: values.shape[0] // padded * count]
+
+
+def _use_row_products(graph: Graph) -> set[Node]:
+    """Compute products of edge values with a weight by ``row_product``; return the nodes with edge values."""
+    of_edges: set[Node] = set()
+    for node in list(graph.nodes):
+        is_edge_input = node.op == "placeholder" and str(node.target)[0] != "c"
+        if is_edge_input or (node.op == "call_function" and of_edges & set(node.all_input_nodes)):
+            product = _product_of(node)
+            if product is not None and product[0] in of_edges and not of_edges & _nodes(product[1:]):
+                node.target, node.args, node.kwargs = row_product, product, {}
+            of_edges.add(node)
+    return of_edges
+
+
+def _nodes(values: Iterable[Any]) -> set[Node]:
+    return {value for value in values if isinstance(value, Node)}
+
+
+def _product_of(node: Node) -> tuple[Any, ...] | None:
+    """Return the arguments of ``row_product`` for a node that multiplies by a matrix."""
+    match aten_name(node):
+        case "linear.default":
+            return (*unpack(node, "input", "weight", "bias"), False)
+        case "mm.default":
+            return (*unpack(node, "self", "mat2"), None, True)
+        case "addmm.default" if unpack(node, "beta", "alpha") == (1, 1):
+            bias, x, weight = unpack(node, "self", "mat1", "mat2")
+            return x, weight, bias, True
+    return None
+
+
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, is_kn: bool) -> Tensor:
+    """Return ``x @ weight + bias``, a row of which depends on that row of x alone.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[K, N]`` if ``is_kn``, else ``[N, K]``.
+        bias: what is added to every row, or None.
+        is_kn: see ``weight``.
+    """
+    if weight.dim() != 2 or x.numel() == 0 or {x.dtype, weight.dtype} != {_PLAIN}:
+        product = x @ (weight if is_kn else weight.t())
+        return product if bias is None else product + bias
+    if weight.stride(1) != 1:
+        weight, is_kn = (weight.t(), not is_kn) if weight.stride(0) == 1 else (weight.contiguous(), is_kn)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = x.new_empty(rows.shape[0], weight.shape[1 if is_kn else 0])
+    torch.ops.gnnc_cpu.gemm(rows, None, [weight], [int(is_kn)], 0, STORE, (), (), (out,))
+    out = out.view(*x.shape[:-1], out.shape[1])
+    return out if bias is None else out.add_(bias)
