@@ -141,9 +141,6 @@ class Target:
             of FP32 compute.
         slower: names of the precisions that run slower than FP32 on this machine.
         joint_products: whether one kernel multiplies a matrix with several weights.
-        joint_messages: whether one kernel reduces several values of a body, one in several ways, or one by
-            the softmax of another.
-        edge_products: whether a body computes products of edge features with a weight.
         tensor_scales: whether the kernel of a product computes the one scale of its result on the way.
         epilogue_scales: whether each of its row programs does so.
         gradient_steps: kinds of the steps of gradients that its row programs have, such as masks, derivatives
@@ -170,8 +167,6 @@ class Target:
     rounded: frozenset[str] = frozenset()
     slower: frozenset[str] = frozenset()
     joint_products: bool = True
-    joint_messages: bool = True
-    edge_products: bool = True
     tensor_scales: bool = False
     epilogue_scales: bool = False
     gradient_steps: frozenset[str] = frozenset()

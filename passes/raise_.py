@@ -61,10 +61,8 @@ class Raise:
     def run(self, gm: fx.GraphModule, ctx: Context) -> fx.GraphModule:
         """Return ``gm`` raised."""
         uses = lift_typed_products(gm, ctx)
-        if ctx.target.edge_products:
-            split_products(gm, ctx)
-        products = EdgeProducts(gm) if ctx.target.edge_products else None
-        regions = Regions(gm, products, joint=ctx.target.joint_messages)
+        split_products(gm, ctx)
+        regions = Regions(gm, EdgeProducts(gm))
         _plan(gm, regions)
         in_softmax = _scatters_of_softmaxes(regions)
         _raise_scatters(gm, regions, lambda node: node not in in_softmax)
@@ -73,8 +71,7 @@ class Raise:
         _raise_edge_outputs(gm, regions, ctx, lambda node: True)
         _raise_products(gm, regions, ctx)
         gm.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-        if ctx.target.joint_messages:
-            join_messages(gm, regions.builder, ctx)
+        join_messages(gm, regions.builder, ctx)
         _note_leftovers(gm, regions, ctx)
         gm.meta["index_bounds"] = index_bounds(gm, uses)
         return gm

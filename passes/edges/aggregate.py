@@ -142,10 +142,6 @@ def _aggregate_softmax(regions: Regions, node: Node, order: Order, reduce: str) 
     if pair is None:
         return None
     softmax, value = pair
-    if not regions.joint:
-        columns = " x ".join(map(str, shape_of(node)[1:]))
-        regions.edge_notes[softmax.node] = f"stores logits and weights of {columns} columns for every edge"
-        return None
     body = regions.body(node, order, (softmax.logits, value))
     return None if body is None else _reduced_body(regions, body, order, "softmax")
 

@@ -59,7 +59,7 @@ class EdgeOrders:
     Attributes:
         builder: inserts nodes into the graph.
         sizes: the node that stands for each symbolic size.
-        products: decides which products of edge features bodies compute; None where bodies compute none.
+        products: decides which products of edge features bodies compute; None while they move to the nodes.
         orders: the orders by (destination index, number of destinations).
         softmaxes: the edge softmaxes, by the node that ends them.
         in_callers_order: values that are computed in the order of the caller, too, for other readers.

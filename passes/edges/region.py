@@ -53,12 +53,10 @@ class Regions(NodeTables):
 
     Attributes:
         unfit: edge values that no body can hold, and why.
-        joint: whether one kernel reduces several values of a body.
     """
 
-    def __init__(self, gm: fx.GraphModule, products: EdgeProducts | None, joint: bool = False) -> None:
+    def __init__(self, gm: fx.GraphModule, products: EdgeProducts) -> None:
         super().__init__(gm, products)
-        self.joint = joint
         self.unfit: dict[Node, str] = {}
 
     def emit(self, node: Node, order: Order) -> Node:

@@ -44,7 +44,6 @@ def options_of(precision: str, name: str) -> dict[str, Any]:
         facts.name,
         facts.precisions,
         joint_products=facts.joint_products,
-        joint_messages=facts.joint_messages,
         lowering=backend,
     )
     return {"precision": Precision.parse(precision), "target": target}

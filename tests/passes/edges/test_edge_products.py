@@ -1,7 +1,5 @@
 """Linear layers on edge features run inside the bodies that read them, or say why they do not."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch_geometric.nn as pyg
@@ -45,10 +43,8 @@ LAYERS = {
 }
 
 
-def raised(
-    model: nn.Module, args: tuple[Tensor, ...], **options: Any
-) -> tuple[torch.fx.GraphModule, Context]:
-    context = Context(target=Target(**options))
+def raised(model: nn.Module, args: tuple[Tensor, ...]) -> tuple[torch.fx.GraphModule, Context]:
+    context = Context(target=Target())
     normalized = run_pass(Normalize(), capture(model, args, {}).graph_module, context)
     return run_pass(Raise(), normalized, context), context
 
@@ -107,11 +103,6 @@ def test_edge_features_that_the_caller_gets_are_stored():
         for got, expected in zip(compiled(*args), model(*args), strict=True):
             assert relative_error(got, expected) < 1e-5
     assert "read other than by messages" in compiled.explain()
-
-
-def test_a_backend_whose_bodies_multiply_nothing_gets_a_product():
-    gm, _ = raised(LAYERS["gine"]().eval(), graph(), edge_products=False)
-    assert WIDTH in edge_widths(gm).values()
 
 
 def test_the_widest_value_of_a_body_counts_what_it_makes_on_the_way():

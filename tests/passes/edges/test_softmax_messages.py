@@ -44,14 +44,10 @@ def weighed(x: Tensor, src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
     return message, softmax(message, dst, num_nodes=x.shape[0])
 
 
-def stages(model: nn.Module, *args: Tensor, joint: bool = True) -> tuple[torch.fx.GraphModule, ...]:
-    return _stages(model, args, joint)[0]
-
-
-def _stages(model: nn.Module, args: tuple[Tensor, ...], joint: bool) -> tuple[tuple, Context]:
-    context = Context(target=Target(joint_messages=joint))
+def stages(model: nn.Module, *args: Tensor) -> tuple[torch.fx.GraphModule, ...]:
+    context = Context(target=Target())
     normalized = run_pass(Normalize(), capture(model, args, {}).graph_module, context)
-    return (normalized, run_pass(Raise(), normalized, context)), context
+    return normalized, run_pass(Raise(), normalized, context)
 
 
 def reductions(gm: torch.fx.GraphModule) -> list[str]:
@@ -166,14 +162,6 @@ def test_weights_that_are_returned_are_made_for_that_alone():
     assert (reductions(after), count(after, "edge_softmax")) == (["softmax"], 1)
     for got, want in zip(*(run(gm, model, graph(), {}) for gm in (after, before)), strict=True):
         assert_close(got, want)
-
-
-def test_a_backend_that_reduces_one_value_stores_them_and_says_so():
-    model = LAYERS["gen"]().eval()
-    (_, after), context = _stages(model, graph(), joint=False)
-    assert (reductions(after), count(after, "edge_softmax")) == (["sum"], 1)
-    notes = [note.text for note in context.notes]
-    assert f"stores logits and weights of {WIDTH} columns for every edge" in notes
 
 
 def test_no_tensor_of_edges_times_channels_is_made():

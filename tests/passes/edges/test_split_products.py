@@ -28,8 +28,8 @@ def graph(nodes: int = 11, edges: int = 50) -> tuple[Tensor, Tensor, Tensor]:
     return x, edge_index, torch.randn(edges, FEATURES, generator=generator)
 
 
-def raised(model: nn.Module, *args: Tensor, **options: Any) -> tuple[torch.fx.GraphModule, Context]:
-    context = Context(target=Target(**options))
+def raised(model: nn.Module, *args: Tensor) -> tuple[torch.fx.GraphModule, Context]:
+    context = Context(target=Target())
     normalized = run_pass(Normalize(), capture(model, args, {}).graph_module, context)
     return run_pass(Raise(), normalized, context), context
 
@@ -102,8 +102,6 @@ def test_parts_of_both_kinds_are_told_apart():
     gm, _ = raised(model, *graph()[:2])
     assert widths_in_bodies(gm) == [WIDTH]
     assert relative_error(run(gm, model, graph()[:2], {})[0], eager(model, *graph()[:2])[0]) < 1e-5
-    apart, _ = raised(model, *graph()[:2], edge_products=False)
-    assert widths_in_bodies(apart) == [3 * WIDTH]
 
 
 @pytest.mark.parametrize(
