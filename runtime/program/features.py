@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gnnc.errors import PrecisionError
 from gnnc.runtime.structure.cache import StructureCache
 from gnnc.runtime.structure.hooks import BuildHooks
 
@@ -35,7 +36,18 @@ class FeaturesProgram:
         """Return the outputs of the graph for these inputs; treat their tensors as read-only.
 
         A CUDA graph of the caller computes them in each replay, before which he may write into the inputs.
+
+        Raises:
+            PrecisionError: the values of this call, or on CUDA of an earlier one, are not finite; no result
+                stays cached, so that calls with the same inputs raise again.
         """
+        try:
+            return self._results(values)
+        except PrecisionError:  # which does not tell the inputs of which call it is about
+            self.clear()
+            raise
+
+    def _results(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         if _is_capturing(values):
             return self._execute(*values)
         if self._check is not None:

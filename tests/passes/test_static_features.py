@@ -254,6 +254,53 @@ def test_a_cuda_graph_of_the_caller_computes_the_values_in_each_replay() -> None
     assert hooks.after_build.call_count == 1 and hooks.after_call.call_count == check.call_count == 2
 
 
+class LateFlag:
+    """A device that runs behind Python: a NaN raises in the next check, once, as ``NanFlag`` does."""
+
+    def __init__(self) -> None:
+        self.is_raised, self.calls = False, 0
+
+    def execute(self, x: Tensor) -> tuple[Tensor]:
+        self.calls += 1
+        self.is_raised |= not bool(x.isfinite().all())
+        return (x * 2,)
+
+    def check(self) -> None:
+        if self.is_raised:
+            self.is_raised = False
+            raise gnnc.PrecisionError("a scale is not finite")
+
+
+def test_features_that_a_device_refuses_late_are_refused_again() -> None:
+    device = LateFlag()
+    program = FeaturesProgram(device.execute, check=device.check)
+    bad = torch.full((3,), float("nan"))
+    program(bad)
+    for calls in (1, 2, 3):
+        assert device.calls == calls
+        with pytest.raises(gnnc.PrecisionError, match="not finite"):
+            program(bad)
+        assert len(program.cache) == 0
+        program(bad)
+
+
+def test_features_are_computed_again_after_the_run_of_others_was_refused() -> None:
+    """The flag may also rise between the check before a call and the one in the program itself."""
+    device = LateFlag()
+
+    def execute(x: Tensor) -> tuple[Tensor]:
+        device.check()
+        return device.execute(x)
+
+    program = FeaturesProgram(execute)
+    bad, good = torch.full((3,), float("nan")), torch.ones(3)
+    program(bad)
+    with pytest.raises(gnnc.PrecisionError, match="not finite"):
+        program(good)
+    assert len(program.cache) == 0
+    torch.testing.assert_close(program(good)[0], good * 2)
+
+
 @pytest.mark.usefixtures("compiler")
 def test_programs_of_a_gpu_keep_them_too() -> None:
     compiled = gnnc.compile(Net().train(), "int8", backend="cuda-offline:sm_90")
