@@ -1,11 +1,13 @@
 """The registrations of the CUDA backends: for a GPU of this machine, and for architectures without a GPU."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 import gnnc.runtime.reference  # noqa: F401  runs what the kernels leave, as torch's CUDA ops
+from gnnc.errors import BackendError
 from gnnc.ir.format import EDGE_LIST, RUN_TABLE, WINDOW_TABLE
 from gnnc.ir.row_steps import GRADIENT_STEPS
 from gnnc.runtime import cuda
@@ -37,6 +39,8 @@ TARGET = Target(
     int32_columns=True,
     formats=(RUN_TABLE, WINDOW_TABLE, EDGE_LIST),
 )
+
+_ARCHITECTURE = re.compile(r"sm_(?P<major>[0-9]+)(?P<minor>[0-9])[a-z]?")
 
 _FP8_CAPABILITY = 8, 9
 """The first compute capability with conversions and products of 8-bit floats."""
@@ -71,9 +75,19 @@ def create(device: torch.device | None) -> Backend:
 
 
 def _capability(architecture: str) -> tuple[int, int]:
-    """Return the compute capability of an architecture such as ``sm_90``."""
-    number = int(architecture.removeprefix("sm_"))
-    return number // 10, number % 10
+    """Return the compute capability of an architecture such as ``sm_90`` or ``sm_90a``.
+
+    Raises:
+        BackendError: the text names no architecture.
+    """
+    match = _ARCHITECTURE.fullmatch(architecture)
+    if match is None:
+        raise BackendError(
+            f"backend 'cuda-offline:{architecture}' names no architecture: write sm_ and the compute "
+            "capability without the dot, such as 'cuda-offline:sm_90', or 'cuda-offline' for "
+            f"{', '.join(OFFLINE)}"
+        )
+    return int(match["major"]), int(match["minor"])
 
 
 def _gpu(device: torch.device | None) -> torch.device:
@@ -88,10 +102,10 @@ def create_offline(device: torch.device | None, architecture: str) -> Backend:
 
     Args:
         device: not used.
-        architecture: such as ``sm_90``; "" for all of ``OFFLINE``.
+        architecture: such as ``sm_90`` or ``sm_90a``; "" for all of ``OFFLINE``.
 
     Raises:
-        BackendError: the compiler for CUDA is missing.
+        BackendError: the compiler for CUDA is missing, or the text names no architecture.
     """
     architectures = (architecture,) if architecture else OFFLINE
     name = f"cuda-offline:{architecture}" if architecture else "cuda-offline"

@@ -198,6 +198,28 @@ def test_only_backends_with_options_take_one(toy):
             get_backend(name)
 
 
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    "name",
+    ["compute_90", "banana", "90", "sm_", "sm_9", "sm_90ab", "sm_90 ", "SM_90", "sm_٩٠", "sm_9.0", "sm_90\n"],
+)
+def test_what_names_no_architecture_is_refused_with_the_form(name: str) -> None:
+    with pytest.raises(gnnc.BackendError, match="names no architecture: write sm_ .* 'cuda-offline:sm_90'"):
+        get_backend(f"cuda-offline:{name}")
+
+
+@pytest.mark.usefixtures("compiler")
+def test_architectures_with_a_letter_are_those_of_their_number() -> None:
+    for name, has_fp8 in (("sm_80", False), ("sm_89", True), ("sm_90a", True), ("sm_100f", True)):
+        backend = get_backend(f"cuda-offline:{name}")
+        assert backend.name == f"cuda-offline:{name}" and ("fp8" in backend.target.precisions) == has_fp8
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    compiled = gnnc.compile(model, "bf16", backend="cuda-offline:sm_90a")
+    with torch.no_grad(), pytest.raises(gnnc.BackendError, match="not here"):
+        compiled(torch.randn(5, 8))
+    assert all(compiled._dispatch.last.executable.code["sm_90a"].values())
+
+
 def test_auto_takes_the_backend_that_is_named_like_the_device(toy, monkeypatch):
     assert get_backend("auto").name == get_backend("auto", torch.device("meta")).name == "cpu"
     monkeypatch.setitem(backends._REGISTRY, "meta", backends._REGISTRY[toy])
