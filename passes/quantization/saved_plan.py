@@ -143,7 +143,7 @@ def _check(layer: str, name: str, node: Node, option: Option, ctx: Context) -> N
             f"[gnnc.assign] plan: backend {ctx.target.name!r} has no {option.precision.name} kernels yet; "
             f"it has {have}"
         )
-    known = options_of(node, ctx)
+    known = options_of(node, ctx, option.precision)
     if option in known or (
         option.granularity is None and any(o.precision == option.precision for o in known)
     ):

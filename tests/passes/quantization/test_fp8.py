@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,19 @@ def test_auto_does_not_search_it_unless_it_is_asked_for() -> None:
     names = {option.precision.name for option in options_of(node, context)}
     assert "fp8" not in names and "int8" in names
     assert "fp8" in {option.precision.name for option in options_of(node, context, FP8)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gcn", "gat"])
+def test_a_saved_plan_is_loaded_again(name: str, tmp_path: Path) -> None:
+    model, fast = compiled(name)
+    right = fast.eval()(*given())
+    fast.save_plan(tmp_path / "plan.json")
+    assert '"fp8' in (tmp_path / "plan.json").read_text()
+    again = gnnc.compile(model.eval(), "fp32", backend="reference", plan=tmp_path / "plan.json")
+    assert torch.equal(again(*given()), right)
+    again.save_plan(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "plan.json").read_text()
 
 
 @pytest.mark.parametrize("text", ["e3m4/row", "e4m3/row_pow2", "e5m2/row/zero=3"])
