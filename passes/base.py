@@ -1,7 +1,7 @@
 """The pass protocol, the context that passes share, and the runner that checks each pass."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Literal, Protocol, overload, runtime_checkable
@@ -85,6 +85,11 @@ class Property(Enum):
     NORMALIZED = "every computation has one spelling"
     ASSIGNED = "every primitive has a precision"
     LOWERED = "every call has its kernel"
+
+
+def assigned_at(pipeline: Sequence[Any]) -> int | None:
+    """Return the position of the pass that gives each primitive its precision; None: there is none."""
+    return next((i for i, step in enumerate(pipeline) if Property.ASSIGNED in established_by(step)), None)
 
 
 @runtime_checkable

@@ -197,7 +197,9 @@ def _match(sort: Node) -> SortWithLoops | None:
     if len(together) != 2 or dim not in (1, -1) or not _is_loops(together[1], nodes):
         return None
     edge_index, mask = _without_loops(together[0])
-    if edge_index is None or mask is None or any(user.target is not getitem for user in sort.users):
+    if edge_index is None or edge_index.meta["val"].dtype not in (torch.int64, torch.int32):
+        return None  # ids of other types become int64 where the loops are appended
+    if mask is None or any(user.target is not getitem for user in sort.users):
         return None
     values = _read_by_position(sort, edge_index)
     if values is None and isinstance(nodes, Node) and nodes.op != "placeholder":

@@ -9,13 +9,12 @@ from typing import Any
 from torch.fx import GraphModule
 
 from gnnc.compiler.example_run import CallRun, Make, StepRun
-from gnnc.compiler.gradient_errors import assigned_at
 from gnnc.cost import model
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir import describe
 from gnnc.ir.graph import placeholders
 from gnnc.ir.parts import GRADIENTS, Parts
-from gnnc.passes.base import Context, Pass, Stage, run_passes
+from gnnc.passes.base import Context, Pass, Stage, assigned_at, run_passes
 from gnnc.passes.search.choice import MAX_TIGHTENINGS, Choice, beyond
 from gnnc.passes.search.measured import Observed, corrected, observed
 from gnnc.passes.search.solver import solve

@@ -17,7 +17,7 @@ from gnnc.capture.export import Captured
 from gnnc.capture.value_guards import Number, guessed
 from gnnc.compiler.auto import run_auto
 from gnnc.compiler.call_function import CallWriter, owner_of
-from gnnc.compiler.gradient_errors import GradientErrors, assigned_at, gradient_errors
+from gnnc.compiler.gradient_errors import GradientErrors, gradient_errors
 from gnnc.compiler.index_checks import Bounds, bounds_by_type
 from gnnc.compiler.narrow_inputs import capture_call
 from gnnc.compiler.program import Options, Program
@@ -27,7 +27,7 @@ from gnnc.errors import InputError, UnsupportedError, VerifyError
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.parts import GRADIENTS, Parts
 from gnnc.ir.source import Source, source_of
-from gnnc.passes.base import Context, Stage, run_passes
+from gnnc.passes.base import Context, Stage, assigned_at, run_passes
 from gnnc.passes.edges.index_bounds import IndexBound, index_bounds
 from gnnc.passes.quantize import SCALED_FROM, STATIC_SCALE
 from gnnc.passes.rewrite.boundary import drop_structure
@@ -111,7 +111,7 @@ def build_program(
             cuda_graph=options.cuda_graph,
         )
         owner = type(model).__name__
-        errors = _gradient_errors(stages, context, make)
+        errors = _gradient_errors(stages, options, context, make)
         features = _features_program(parts.features, options.backend, make)
         if parts.backward is None:
             executable = make(parts.forward)
@@ -186,12 +186,14 @@ def _run_passes(parts: Parts, options: Options, context: Context) -> tuple[list[
     return before + run_passes(start, options.pipeline[place:], context), context
 
 
-def _gradient_errors(stages: Sequence[Stage], context: Context, make: Any) -> GradientErrors | None:
+def _gradient_errors(
+    stages: Sequence[Stage], options: Options, context: Context, make: Any
+) -> GradientErrors | None:
     """Return the errors of gradients on the examples, which are let go; None where there are none."""
     if context.step is None:
         return None
-    joint = [p.forward for _, p in stages if GRADIENTS in p.forward.meta][0]
-    errors = gradient_errors(joint, stages, context, make)
+    _, before = stages[assigned_at(options.pipeline) or 0]  # the first stage is of no pass
+    errors = gradient_errors(before.forward, stages, context, make)
     context.step = None
     return errors
 

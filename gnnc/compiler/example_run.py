@@ -82,6 +82,7 @@ class StepRun:
         self._forward = lowered.forward
         with seeded():
             self._values = [self._value(node) for node in placeholders(lowered.forward)]
+        assert all(value is not None for value in self._values), "the examples lack values of the graph"
         self._tangents = tangents
         self._program = TrainingExecutable(type(joint).__name__, lowered, make)
 

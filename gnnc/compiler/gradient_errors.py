@@ -6,21 +6,16 @@ from typing import Any
 from torch.fx import GraphModule
 
 from gnnc.compiler.example_run import StepRun
-from gnnc.passes.base import Context, Property, Stage, established_by
+from gnnc.passes.base import Context, Stage
 from gnnc.passes.search.sensitivity import Bench
 
 GradientErrors = tuple[tuple[str, float], ...]
-"""(what it is of, relative L2 error against FP32), for each output and gradient."""
+"""Relative L2 errors against FP32, each with the name of its output or gradient."""
 
 
 def measures_gradients(pipeline: Sequence[Any]) -> bool:
     """Return whether a pass asks for the errors of gradients, as ``Partition(save_bits=4)`` does."""
     return any(getattr(step, "measures_gradients", False) for step in pipeline)
-
-
-def assigned_at(pipeline: Sequence[Any]) -> int | None:
-    """Return the position of the pass that gives each primitive its precision; None: there is none."""
-    return next((i for i, step in enumerate(pipeline) if Property.ASSIGNED in established_by(step)), None)
 
 
 def gradient_errors(
@@ -29,7 +24,7 @@ def gradient_errors(
     """Return the relative errors of a step of the lowered program against the joint graph in FP32.
 
     Args:
-        joint: the joint graph, before precisions were assigned.
+        joint: the joint graph of the stage before precisions are assigned.
         stages: the stages of the pipeline, the lowered graphs last.
         context: the request; ``step`` has the values of the joint graph's placeholders.
         make: makes the program of one graph.

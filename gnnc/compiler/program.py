@@ -117,7 +117,7 @@ class Program:
         scaled_weights: the weights that static scales were taken with; None: the program has no such scale.
         features: the program of quantized arguments, which are cached; None: there are none.
         dynamic: the program of calls that the static scales do not suit, compiled at the first of them.
-        gradient_errors: what a step of the example inputs errs by, where a pass asks for it; else None.
+        gradient_errors: relative L2 errors of a step on the example inputs, where a pass asks for them.
         successor: the program with scales of other weights, which has taken this one's place.
     """
 

@@ -72,7 +72,7 @@ class ProgramReport:
         choices: what ``auto`` knows of each primitive, by the same name.
         chosen: what ``auto`` says of its choice, a line each.
         eager: names of methods that were taken from the compiled model, and are not compiled.
-        gradient_errors: what a step of the example inputs errs by, where a pass asks for it; else None.
+        gradient_errors: relative L2 errors of a step on the example inputs, where a pass asks for them.
         cuts: what ``tune()`` measured last, a line for each table of that graph; None: nothing was measured.
     """
 

@@ -64,10 +64,11 @@ class Bench:
         with torch.no_grad(), seeded(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
             for node in gm.graph.nodes:
-                if is_random(node):
-                    self._states[node] = generator_states()
+                states = generator_states() if is_random(node) else None
                 if node.op not in ("placeholder", "output"):
                     self._base[node] = self._evaluate(node, self._base, FULL)
+                if states is not None:  # the draw above has moved the generators on, for the next node
+                    self._states[node] = states
         self.judged: list[JudgedValue] = judged_values(gm)
         self.outputs = self._outputs(self._base)
 

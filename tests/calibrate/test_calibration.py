@@ -197,6 +197,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[torch.device(device).index])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (9 if torch.device(d).index else 8, 0))
     return names
 
 

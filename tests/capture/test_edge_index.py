@@ -134,14 +134,14 @@ def test_a_bipartite_order_is_used(sorts):
 
 
 @torch.no_grad()
-def test_a_layer_that_adds_loops_takes_it_too(sorts):
+def test_a_layer_that_adds_loops_sorts_with_them(sorts):
     torch.manual_seed(0)
     model = pyg.GCNConv(WIDTH, 8).eval()
     compiled = gnnc.compile(model, "int8")
     edge_index = FORMS["by column, cached"]()
     expected = model(features(), edge_index.as_tensor())
     assert (compiled(features(), edge_index) - expected).norm() <= 0.02 * expected.norm()
-    assert sorts == [1]
+    assert not sorts
 
 
 def test_wrong_claims_are_refused():

@@ -98,10 +98,8 @@ def test_low_precisions_save_four_bits(name: str, precision: str) -> None:
     assert "saved in 4 bits, stochastically rounded" in program.explain()
 
 
-def errors_in_summary(precision: str, bits: Any) -> dict[str, float]:
-    """Return the errors of a step on the example inputs that the summary tells, by what they are of."""
-    torch.manual_seed(1)
-    model = MODELS["gcn"]().train()
+def errors_in_summary(model: nn.Module, precision: str, bits: Any) -> dict[str, float]:
+    """Return the relative errors of a step on the example inputs that the summary tells, by name."""
     program = compiled(model, precision, bits, example_inputs=graph())
     program(*graph()).sum().backward()
     lines = program.summary().partition("on the example inputs, against FP32:\n")[2].splitlines()
@@ -110,13 +108,24 @@ def errors_in_summary(precision: str, bits: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("precision", ["fp32", *slow_but((), ["bf16", "int8"])])
 def test_the_summary_tells_the_errors_of_gradients(precision: str) -> None:
-    assert not errors_in_summary(precision, None)
+    torch.manual_seed(1)
+    model = MODELS["gcn"]().train()
+    assert not errors_in_summary(model, precision, None)
     gradients = []
     for bits in (4, 2):
-        output, weights = errors_in_summary(precision, bits).values()
+        output, weights = errors_in_summary(model, precision, bits).values()
         assert output < 0.02
         gradients.append(weights)
     assert 0.01 < gradients[0] < 0.15 < gradients[1] < 1.2
+
+
+@pytest.mark.parametrize("name", slow_but(("two dropouts",), ["two dropouts", "dropout of attention"]))
+def test_errors_are_of_the_masks_that_the_program_draws(name: str) -> None:
+    torch.manual_seed(1)
+    deep, attention = pyg.GCN(96, 64, 3, 12, dropout=0.5), pyg.GATConv(96, 16, dropout=0.5)
+    model = deep if name == "two dropouts" else attention
+    output, weights = errors_in_summary(model.train(), "fp32", 4).values()
+    assert output < 1e-5 and 0 < weights < 0.3
 
 
 def test_one_seed_gives_one_gradient_and_outputs_do_not_change() -> None:

@@ -20,6 +20,7 @@ from gnnc.compiler import dispatch
 from gnnc.ir.graph import clone
 from gnnc.ir.parts import Parts
 from gnnc.passes import Context, run_pass
+from gnnc.passes.pipeline import PIPELINE
 from gnnc.passes.rewrite.structure_edit import finish
 from gnnc.passes.self_loops import SelfLoops, sorts_with_loops
 from gnnc.runtime.backend import get_backend
@@ -30,8 +31,9 @@ GNNC = torch.ops.gnnc
 
 
 def structure_of(model: nn.Module, *others: Tensor, **of_edges: Tensor) -> GraphModule:
-    """Return the structure graph of a model that is called with nodes, edges and what is given."""
-    compiled = gnnc.compile(model.eval(), precision="fp32", backend="reference")
+    """Return the structure graph, before the pass, of a model called with nodes, edges and what is given."""
+    pipeline = [step for step in PIPELINE if not isinstance(step, SelfLoops)]
+    compiled = gnnc.compile(model.eval(), precision="fp32", backend="reference", pipeline=pipeline)
     with torch.no_grad():
         compiled(torch.randn(9, 4), torch.randint(0, 4, (2, 20)), *others, **of_edges)
     structure = compiled.structure_graph_module

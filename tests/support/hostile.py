@@ -45,12 +45,18 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
         torch.zeros(EDGES, dtype=torch.int32),
         torch.zeros(EDGES).long(),
     )
+    with_loops = (
+        torch.zeros(ROWS + 1).long(),
+        torch.zeros(EDGES + ROWS, dtype=torch.int32),
+        torch.zeros(EDGES + ROWS).long(),
+    )
     numbers, per_edge = (1.0, 0.2, 1e-16, 1), torch.zeros(EDGES, 1)
     factors, bits = torch.zeros(ROWS, 4), torch.zeros(ROWS, -(-width // 8), dtype=torch.uint8)
     return {
         "isa": [()],
         "has_amx": [()],
         "csr": [(*edges, *sorted_edges)],
+        "csr_with_loops": [(*edges[:3], *with_loops)],
         "csr_ordered": [(*edges, torch.tensor([0, *[3] * 7, EDGES]), None, *sorted_edges[1:])],
         "degree": [(g.rowptr, torch.zeros(ROWS))],
         "first_not_finite": [([scale, torch.zeros(0)],)],

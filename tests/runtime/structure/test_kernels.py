@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch_geometric import EdgeIndex
-from torch_geometric.nn import GCN, GIN
+from torch_geometric.nn import GIN
 
 import gnnc
 from gnnc.runtime.backend import get_backend
@@ -101,8 +101,20 @@ def test_a_lowered_structure_graph_names_its_kernels_and_still_runs() -> None:
     assert rowptr.tolist() == GNNC.csr(*edge_index, 9, 9)[0].tolist()
 
 
+class BothWays(nn.Module):
+    """GIN over a list of edges and of their opposites, which forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gin = GIN(4, 4, 2)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Return the rows of the last layer."""
+        return self.gin(x, torch.cat([edge_index, edge_index.flip(0)], 1))
+
+
 def test_kernels_that_declined_are_explained() -> None:
-    compiled = gnnc.compile(GCN(4, 4, 2).eval(), precision="fp32", backend="cpu")
+    compiled = gnnc.compile(BothWays().eval(), precision="fp32", backend="cpu")
     compiled(torch.randn(9, 4), torch.randint(9, (2, 30)))
     assert "csr: kernel csr_of_edges declined: its ends are not two rows of an argument" in compiled.explain()
 
