@@ -39,6 +39,7 @@ _OF_SIZES = ("_operator", "math", "torch")
 """Modules of the functions that compute with sizes."""
 _KNOWN = (
     aten.contiguous.default,
+    aten.dropout.default,
     aten.expand_as.default,
     aten.flatten.using_ints,
     aten.reshape.default,
@@ -62,8 +63,6 @@ _VIEWS = (
     aten.view.default,
 )
 """Views in which no element of the memory stands twice."""
-_TRAIN_FLAGS = {aten.batch_norm.default: "training", aten.dropout.default: "train"}
-"""Composites that passes know outside of train mode, each with the name of its train-mode argument."""
 _Rewrite = tuple[OpOverload, torch.Tensor, Node]
 
 
@@ -75,10 +74,10 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     buffers = buffers_of(program)
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     if is_autocast_enabled() or not all(_stays(node, buffers) for node in calls):
-        return program.run_decompositions({})
+        return _traced_again(program)
     written = _replace_writes(program.graph, buffers)
     if written is None:
-        return program.run_decompositions({})
+        return _traced_again(program)
     written |= expand_batch_norms(program.graph, buffers)
     return_buffers(program, written)
     program.graph.eliminate_dead_code()
@@ -103,21 +102,35 @@ def _detach_blocks(graph_module: GraphModule) -> None:
 def _expand_dropouts(graph: Graph) -> None:
     """Replace dropouts in train mode by the ops that a decomposition makes of them."""
     for node in graph.find_nodes(op="call_function", target=aten.dropout.default):
-        if argument(node, "train") is False:
+        if _is_dropout_off(node):
             continue
         x, p, value = first_operand(node), argument(node, "p"), node.meta["val"]
         with graph.inserting_before(node):
-            if p == 0:
-                result = graph.call_function(aten.clone.default, (x,))
-            else:
-                with value.fake_mode, enable_python_dispatcher():
-                    mask = torch.empty_like(value, dtype=torch.bool)
-                both = graph.call_function(aten.native_dropout.default, (x, p, True))
-                both.meta = node.meta | {"val": (value, mask)}
-                result = graph.call_function(operator.getitem, (both, 0))
+            with value.fake_mode, enable_python_dispatcher():
+                mask = torch.empty_like(value, dtype=torch.bool)
+            both = graph.call_function(aten.native_dropout.default, (x, p, True))
+            both.meta = node.meta | {"val": (value, mask)}
+            result = graph.call_function(operator.getitem, (both, 0))
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
+
+
+def _is_dropout_off(node: Node) -> bool:
+    """Return whether a node is a dropout that drops nothing: eager returns its operand, a trace a clone."""
+    if node.target is not aten.dropout.default:
+        return False
+    p, train = unpack(node, "p", "train")
+    return p == 0 or train is False
+
+
+def _traced_again(program: ExportedProgram) -> ExportedProgram:
+    """Return the program as another trace makes it; dropouts that drop nothing are their operands."""
+    for node in program.graph.find_nodes(op="call_function", target=aten.dropout.default):
+        if _is_dropout_off(node):
+            node.replace_all_uses_with(first_operand(node))
+            program.graph.erase_node(node)
+    return program.run_decompositions({})
 
 
 def _spell_views(graph: Graph) -> None:
@@ -206,8 +219,8 @@ def _stays(node: Node, buffers: Set[Node]) -> bool:
         return getattr(op, "__module__", None) in _OF_SIZES
     if op is aten.native_batch_norm.default:  # its schema hides that it writes
         return False
-    if op in _TRAIN_FLAGS:
-        return argument(node, _TRAIN_FLAGS[op]) is False or normalizes(node, buffers)
+    if op is aten.batch_norm.default:  # passes know it outside of train mode
+        return argument(node, "training") is False or normalizes(node, buffers)
     composite = op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
     return op in _KNOWN or not composite or not (_says_alias(op) or _drops_out(node))
 
@@ -236,7 +249,7 @@ def _says_alias(op: OpOverload) -> bool:
 
 
 def _may_alias(node: Node) -> bool:
-    if not isinstance(node.target, OpOverload) or _says_alias(node.target):
+    if not isinstance(node.target, OpOverload) or _says_alias(node.target) or _is_dropout_off(node):
         return True
     taken = {place for argument in node.all_input_nodes for place in _storages(argument)}
     return not taken.isdisjoint(_storages(node))
@@ -244,7 +257,7 @@ def _may_alias(node: Node) -> bool:
 
 def _viewed_here_alone(node: Node) -> Node | None:
     """Return the tensor that a node is a view of, if nothing else reads it; None for any other node."""
-    if node.target not in _VIEWS or set(first_operand(node).users) != {node}:
+    if not (node.target in _VIEWS or _is_dropout_off(node)) or set(first_operand(node).users) != {node}:
         return None
     return first_operand(node)
 

@@ -14,6 +14,7 @@ from zoo import ZOO, prepared
 
 import gnnc
 from gnnc.capture.export import Captured, capture
+from gnnc.errors import CaptureError
 
 
 class Lambda(nn.Module):
@@ -118,7 +119,22 @@ def into_the_only_view(x: Tensor) -> object:
     return heads.sum(0), heads, first.mul_(2), row.add_(first)
 
 
-PLAIN = [into_the_only_view, twice, viewed_afterwards, constants, casts, expanded, views_of_known_sizes]
+def into_the_only_reader(x: Tensor) -> object:
+    y = nn.functional.dropout((x + 1)[:, 0], training=False).mul_(2)
+    z = nn.functional.dropout(x + 2, 0.0).mul_(2)
+    return y, z
+
+
+PLAIN = [
+    into_the_only_reader,
+    into_the_only_view,
+    twice,
+    viewed_afterwards,
+    constants,
+    casts,
+    expanded,
+    views_of_known_sizes,
+]
 
 
 @pytest.mark.parametrize("function", PLAIN, ids=lambda function: function.__name__)
@@ -157,6 +173,40 @@ def into_a_view(x: Tensor) -> object:
     return y
 
 
+def into_a_dropout_that_is_off(x: Tensor) -> object:
+    y = x + 1
+    z = nn.functional.dropout(y, training=False)
+    z.mul_(2)
+    return y, z, y * 1
+
+
+def into_a_dropout_of_no_rate(x: Tensor) -> object:
+    y = x + 1
+    z = nn.functional.dropout(y, 0.0)
+    z.mul_(2)
+    return z, y * 1
+
+
+def into_a_view_of_a_dropout(x: Tensor) -> object:
+    y = x + 1
+    z = nn.functional.dropout(y, training=False)
+    z.view(-1).mul_(2)
+    return z, y * 1
+
+
+def into_a_dropout_of_a_view(x: Tensor) -> object:
+    y = x + 1
+    nn.functional.dropout(y[0], training=False).mul_(2)
+    return y * 1
+
+
+def into_what_a_dropout_returned(x: Tensor) -> object:
+    y = x + 1
+    z = nn.functional.dropout(y, training=False)
+    y.mul_(2)
+    return z, y
+
+
 def into_a_slice(x: Tensor) -> object:
     y = x + 1
     y[:, 0] = 1.0
@@ -175,13 +225,6 @@ def view_of_a_view(x: Tensor) -> object:
     row = y.t()[0]
     y.mul_(2)
     return row
-
-
-def returned_as_it_is(x: Tensor) -> object:
-    y = x + 1
-    z = nn.functional.dropout(y, training=False)
-    z.mul_(2)
-    return y, z
 
 
 def seen_by_a_composite(x: Tensor) -> object:
@@ -247,6 +290,11 @@ OTHER = [
     into_a_view_that_is_viewed,
     into_the_view_of_what_is_read,
     into_a_view,
+    into_a_dropout_that_is_off,
+    into_a_dropout_of_no_rate,
+    into_a_view_of_a_dropout,
+    into_a_dropout_of_a_view,
+    into_what_a_dropout_returned,
     into_a_slice,
     viewed_before,
     view_of_a_view,
@@ -268,12 +316,23 @@ def test_what_needs_another_trace(
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("function", [returned_as_it_is, seen_by_a_composite])
-def test_views_of_which_no_schema_tells(
-    function: Callable[[Tensor], object], traces: list[ExportedProgram]
-) -> None:
-    capture(Lambda(function).eval(), (torch.randn(7, 3),))
+def test_views_of_which_no_schema_tells(traces: list[ExportedProgram]) -> None:
+    capture(Lambda(seen_by_a_composite).eval(), (torch.randn(7, 3),))
     assert traces
+
+
+def into_the_argument(x: Tensor) -> Tensor:
+    return nn.functional.dropout(x, training=False).mul_(2)
+
+
+def into_a_view_of_the_argument(x: Tensor) -> Tensor:
+    return nn.functional.dropout(x, training=False).view(-1).mul_(2)
+
+
+@pytest.mark.parametrize("function", [into_the_argument, into_a_view_of_the_argument])
+def test_a_dropout_that_is_off_is_the_argument(function: Callable[[Tensor], object]) -> None:
+    with pytest.raises(CaptureError, match="writes into its argument 'x' in place"):
+        capture(Lambda(function).eval(), (torch.randn(7, 3),))
 
 
 def test_autocast_is_below_the_first_trace(traces: list[ExportedProgram]) -> None:
