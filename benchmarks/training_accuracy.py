@@ -7,7 +7,7 @@ Nodes: test accuracy of GCN, SAGE, GIN and GAT on real graphs, of the weights wi
 accuracy, looked at every ten epochs. Links: area under the ROC curve of held edges by a GCN encoder and inner
 products. A contender trains and evaluates as it is compiled. Runs with one seed are a pair: the same initial
 weights and masks of dropout. ``--device cpu`` takes one thread a process; ``--resume`` keeps
-the runs of ``--out``.
+the runs of ``--out``. Tasks that fail are listed there, too, and make the exit status 1.
 """
 
 import argparse
@@ -354,47 +354,55 @@ def _key(run: dict[str, Any]) -> tuple[str, str, str]:
     return run["dataset"], run["model"], run["contender"]
 
 
-def write(path: Path, settings: dict[str, Any], runs: list[dict[str, Any]]) -> None:
+def write(
+    path: Path, settings: dict[str, Any], runs: list[dict[str, Any]], failed: list[dict[str, Any]]
+) -> None:
     """Write what is measured so far, a line for each run."""
-    lines = {name: ",\n  ".join(map(json.dumps, found)) for name, found in _lists(runs)}
+    lists = {"rows": summarize(runs), "runs": runs} | ({"failed": failed} if failed else {})
+    lines = {name: ",\n  ".join(map(json.dumps, found)) for name, found in lists.items()}
     parts = [f' "{name}": {json.dumps(value)}' for name, value in settings.items()]
     parts += [f' "{name}": [\n  {text}\n ]' for name, text in lines.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
-def _lists(runs: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    return [("rows", summarize(runs)), ("runs", runs)]
+def _failure(task: Task, reason: str) -> dict[str, Any]:
+    named = {"dataset": task.dataset, "model": task.model, "contender": task.contender}
+    return named | {"seeds": list(task.seeds), "reason": reason}
 
 
-def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the runs of the command line, and write them as they come."""
+def measured(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the runs of the command line, and the tasks that failed; write both as they come."""
     start = time.monotonic()
     runs = json.loads(args.out.read_text())["runs"] if args.resume and args.out.exists() else []
     machine = measure.machine() | {"kernels": get_backend(args.device).description}
     settings = {"device": args.device, "epochs": args.epochs, "machine": machine}
     pool = ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn"))
     pending: dict[Future[Any], Task] = {pool.submit(run, task): task for task in tasks_of(args, runs)}
+    failed: list[dict[str, Any]] = []
     try:
         for done in as_completed(pending, timeout=None if math.isinf(args.limit) else args.limit):
             task = pending.pop(done)
             error = done.exception()
-            runs += [] if error else done.result()
             outcome = f"{type(error).__name__}: {str(error)[:300]}" if error else "done"
+            if error:
+                failed.append(_failure(task, outcome))
+            else:
+                runs += done.result()
             seconds = f"{time.monotonic() - start:6.0f} s"
             print(seconds, task.dataset, task.model, task.contender, outcome, file=sys.stderr, flush=True)
-            write(args.out, settings, runs)
+            write(args.out, settings, runs, failed)
     except TimeoutError:
-        missing = sorted({f"{task.dataset} {task.model} {task.contender}" for task in pending.values()})
-        print("not finished:", *missing, sep="\n  ", file=sys.stderr)
+        failed += [_failure(task, f"not finished after {args.limit:.0f} s") for task in pending.values()]
+        write(args.out, settings, runs, failed)
         for process in multiprocessing.active_children():
             process.kill()
     pool.shutdown(cancel_futures=True)
-    return runs
+    return runs, failed
 
 
-def main() -> None:
-    """Run the benchmark of the command line."""
+def main() -> int:
+    """Run the benchmark of the command line; return 1 where a task failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--datasets", nargs="*", default=DATASETS)
     parser.add_argument("--models", nargs="*", default=tuple(models.MODELS))
@@ -413,12 +421,16 @@ def main() -> None:
     )
     parser.add_argument("--report", action="store_true", help="measure nothing: read --out")
     args = parser.parse_args()
-    runs = json.loads(args.out.read_text())["runs"] if args.report else measured(args)
+    found = json.loads(args.out.read_text()) if args.report else {}
+    runs, failed = (found["runs"], found.get("failed", [])) if args.report else measured(args)
     print(table(summarize(runs)))
     if args.plot:
         asked = args.datasets, args.models, args.contenders
         plot([r for r in runs if all(map(contains, asked, _key(r)))], args.plot)
+    for failure in failed:
+        print("failed:", *failure.values(), file=sys.stderr)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
