@@ -322,17 +322,23 @@ def _arriving_type(x: Node) -> QType | None:
     return qtype_of(values) if source is not None and source.kind == "input" else None
 
 
+def _arriving_precision(x: Node, ctx: Context) -> Precision | None:
+    """Return the precision of the backend that reads rows as they arrive; None where it has none."""
+    arriving = _arriving_type(x)
+    known = (p for p in (INT8, FP8) if p.name in ctx.target.precisions)
+    return next((p for p in known if p.activation_qtype() == arriving), None)
+
+
 def _take_arriving_format(node: Node, ctx: Context) -> None:
     """Let an op whose rows arrive in 8 bits compute in their format, where the backend has it."""
     rows = argument(node, "x", None)
     asked: Precision = node.meta["precision"]
     if not isinstance(rows, Node) or not asked.is_quantized or node.meta.get(CHOSEN, True):
         return
-    arriving = _arriving_type(rows)
-    known = [p for p in (INT8, FP8) if arriving == p.activation_qtype() and p.name in ctx.target.precisions]
-    if known and known[0] != asked:
-        node.meta["precision"], node.meta["granularity"] = known[0], None
-        ctx.note(node, f"{known[0]}, not {asked}: its rows arrive so, and are read as they are")
+    arriving = _arriving_precision(rows, ctx)
+    if arriving is not None and arriving != asked:
+        node.meta["precision"], node.meta["granularity"] = arriving, None
+        ctx.note(node, f"{arriving}, not {asked}: its rows arrive so, and are read as they are")
 
 
 def _gemm(build: _Builder) -> Node | None:
@@ -365,7 +371,7 @@ def _gemm_tn(build: _Builder) -> Node:
         source = source_of(value)
         if source is not None and source.kind == "input":
             quantized, scale = value, None
-        elif _arriving_type(value) is not None:
+        elif _arriving_precision(value, build.ctx) is not None:
             quantized, scale = build.arrived_rows(value)
         else:
             quantized, scale = build.quantize_rows(value, build.qtype())

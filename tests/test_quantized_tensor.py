@@ -144,6 +144,39 @@ def test_inference_and_training_are_those_of_the_dequantized_matrix(name: str, k
         assert error(compiled(features, edge_index), right) < 0.03
 
 
+def program_of(compiled: gnnc.CompiledModel) -> Any:
+    """Return the program of the last call."""
+    assert compiled._dispatch.last is not None
+    return compiled._dispatch.last.executable
+
+
+def reference_ops(compiled: gnnc.CompiledModel) -> set[str]:
+    """Return the nodes of the last training program that no kernel of the backend computes."""
+    program = program_of(compiled)
+    sides = (program.forward, program.backward)
+    return {name for side in sides for name, kernel in side.kernels if kernel == "reference"}
+
+
+@pytest.mark.parametrize("kind", ["packed", "fp8"])
+def test_the_gradient_of_the_first_weight_is_a_kernel_of_the_cpu(kind: str) -> None:
+    x, edge_index = graph()
+    compiled = gnnc.compile(Net("sage").train(), "int8", backend="cpu")
+    compiled(pack(x) if kind == "packed" else x.to(FP8), edge_index)
+    assert all(name.startswith("sum") for name in reference_ops(compiled)), "the gradient of a bias"
+    kernels = dict(program_of(compiled).backward.kernels)
+    assert {kernels["qgemm_tn_default"], kernels["qgemm_tn_default_1"]} == {"gemm_tn"}
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(("architecture", "reads_fp8"), [("sm_80", False), ("sm_90", True)])
+def test_gpus_without_fp8_train_on_features_that_arrive_so(architecture: str, reads_fp8: bool) -> None:
+    x, edge_index = graph()
+    compiled = gnnc.compile(Net("sage").train(), "int8", backend=f"cuda-offline:{architecture}")
+    with pytest.raises(gnnc.BackendError, match="not here"):
+        compiled(x.to(FP8), edge_index)
+    assert reference_ops(compiled) == ({"ones_default"} if reads_fp8 else set())
+
+
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["packed", "fp8"])
 def test_ops_in_other_precisions_read_fp32_and_explain_says_so(precision: str, kind: str) -> None:
