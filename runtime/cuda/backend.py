@@ -40,7 +40,9 @@ TARGET = Target(
     formats=(RUN_TABLE, WINDOW_TABLE, EDGE_LIST),
 )
 
-_ARCHITECTURE = re.compile(r"sm_(?P<major>[0-9]+)(?P<minor>[0-9])[a-z]?")
+_ARCHITECTURE = re.compile(r"sm_(?P<major>[0-9]+)(?P<minor>[0-9])(?P<letter>[af]?)")
+_LETTERS_SINCE = {"": 0, "a": 9, "f": 10}
+"""The first major version of the compute capability that has the architectures with a letter."""
 
 _FP8_CAPABILITY = 8, 9
 """The first compute capability with conversions and products of 8-bit floats."""
@@ -81,7 +83,7 @@ def _capability(architecture: str) -> tuple[int, int]:
         BackendError: the text names no architecture.
     """
     match = _ARCHITECTURE.fullmatch(architecture)
-    if match is None:
+    if match is None or int(match["major"]) < _LETTERS_SINCE[match["letter"]]:
         raise BackendError(
             f"backend 'cuda-offline:{architecture}' names no architecture: write sm_ and the compute "
             "capability without the dot, such as 'cuda-offline:sm_90', or 'cuda-offline' for "

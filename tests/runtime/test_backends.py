@@ -1,6 +1,7 @@
 """The CPU kernels compute what the reference computes, in every precision, on every kind of model."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -201,8 +202,11 @@ def test_only_backends_with_options_take_one(toy):
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     "name",
-    ["compute_90", "banana", "90", "sm_", "sm_9", "sm_90ab", "sm_90 ", "SM_90", "sm_٩٠", "sm_9.0", "sm_90\n"],
-)
+    [
+        "compute_90", "banana", "90", "sm_", "sm_9", "sm_90ab", "sm_90 ", "SM_90", "sm_٩٠", "sm_9.0",
+        "sm_90\n", "sm_80a", "sm_90b", "sm_90f",
+    ],
+)  # fmt: skip
 def test_what_names_no_architecture_is_refused_with_the_form(name: str) -> None:
     with pytest.raises(gnnc.BackendError, match="names no architecture: write sm_ .* 'cuda-offline:sm_90'"):
         get_backend(f"cuda-offline:{name}")
@@ -217,7 +221,9 @@ def test_architectures_with_a_letter_are_those_of_their_number() -> None:
     compiled = gnnc.compile(model, "bf16", backend="cuda-offline:sm_90a")
     with torch.no_grad(), pytest.raises(gnnc.BackendError, match="not here"):
         compiled(torch.randn(5, 8))
-    assert all(compiled._dispatch.last.executable.code["sm_90a"].values())
+    assert compiled._dispatch.last is not None
+    program: Any = compiled._dispatch.last.executable
+    assert program.code["sm_90a"] and all(program.code["sm_90a"].values())
 
 
 def test_auto_takes_the_backend_that_is_named_like_the_device(toy, monkeypatch):
