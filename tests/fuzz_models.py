@@ -2,7 +2,7 @@
 
 A model and its graphs are made from a number alone, so `--seed N --count 1` runs one again. Calls that eager
 does not run are not counted. Every call that is not equal to eager's is printed, then a table by precision;
-the exit status is 1 where a call was not equal.
+the exit status is 1 where a call was not equal, or a process died.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,10 @@ class Outcome(NamedTuple):
     seconds: float
 
 
+class Crash(Exception):
+    """The death of a process, which no exception of Python tells of."""
+
+
 def check(seed: int, precisions: list[str]) -> Outcome:
     """Return the outcome of one seed."""
     torch.set_num_threads(1)
@@ -46,16 +51,29 @@ def check(seed: int, precisions: list[str]) -> Outcome:
 
 
 def outcomes(seeds: range, precisions: list[str], jobs: int, deadline: float) -> Iterator[Outcome]:
-    """Yield the outcome of each seed, as processes finish them; none is started after the deadline."""
+    """Yield the outcome of each seed, as processes finish them; none is started after the deadline.
+
+    Raises:
+        Crash: a process died; raised once every outcome that there is has been yielded.
+    """
+    lost: list[int] = []
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        pending = {pool.submit(check, seed, precisions) for seed in seeds}
+        pending = {pool.submit(check, seed, precisions): seed for seed in seeds}
         for future in as_completed(pending):
             if future.cancelled():
+                continue
+            if isinstance(future.exception(), BrokenProcessPool):  # of each seed that had not finished
+                lost.append(pending[future])
                 continue
             yield future.result()
             if time.monotonic() > deadline:
                 for other in pending:
                     other.cancel()
+    if lost:
+        started = sorted(lost)[
+            : 2 * jobs + 1
+        ]  # a pool starts them in order, and queues one more than it runs
+        raise Crash(f"a process died in one of the seeds {started}; {len(lost)} seeds have no outcome")
 
 
 def table(found: list[Verdict], precisions: list[str]) -> str:
@@ -66,7 +84,7 @@ def table(found: list[Verdict], precisions: list[str]) -> str:
 
 
 def main() -> int:
-    """Check the models of a range of seeds; return 1 where a call was not equal."""
+    """Check the models of a range of seeds; return 1 where a call was not equal, or a process died."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="number of the first model")
     parser.add_argument("--count", type=int, default=100, help="how many models")
@@ -79,21 +97,27 @@ def main() -> int:
     deadline = time.monotonic() + options.seconds
     seeds = range(options.seed, options.seed + options.count)
     done: list[Outcome] = []
-    for outcome in outcomes(seeds, options.precisions, options.jobs, deadline):
-        done.append(outcome)
-        for precision, kind, verdict, detail in outcome.verdicts:
-            if verdict != "equal":
-                text = " ".join(detail.split())[:600]
-                print(f"{verdict}: seed {outcome.seed}, {precision}, {kind}: {text}", flush=True)
-        if options.every and len(done) % options.every == 0:
-            print(f"{len(done)} models, {sum(o.seconds for o in done):.0f} s of CPU", flush=True)
+    crash = None
+    try:
+        for outcome in outcomes(seeds, options.precisions, options.jobs, deadline):
+            done.append(outcome)
+            for precision, kind, verdict, detail in outcome.verdicts:
+                if verdict != "equal":
+                    text = " ".join(detail.split())[:600]
+                    print(f"{verdict}: seed {outcome.seed}, {precision}, {kind}: {text}", flush=True)
+            if options.every and len(done) % options.every == 0:
+                print(f"{len(done)} models, {sum(o.seconds for o in done):.0f} s of CPU", flush=True)
+    except Crash as error:
+        crash = error
     found = [verdict for outcome in done for verdict in outcome.verdicts]
     ran = sum(bool(outcome.verdicts) for outcome in done)
     seconds = sum(outcome.seconds for outcome in done)
     print(f"seeds {seeds.start} to {seeds.stop - 1}: {len(done)} models, {ran} run by eager")
     print(f"{seconds:.0f} s of CPU")
     print(table(found, options.precisions))
-    return int(any(verdict.verdict != "equal" for verdict in found))
+    if crash:
+        print(f"crash: {crash}")
+    return int(crash is not None or any(verdict.verdict != "equal" for verdict in found))
 
 
 if __name__ == "__main__":
