@@ -39,7 +39,7 @@ struct AttentionRowsArgs {
   const void* grad;
   int64_t grad_stride;      // bytes, a multiple of 16
   const float* grad_scale;  // [rows], where a value of Config::kGrad is a byte
-  const void* a_dst;        // float, or bf16 where Config::kBrain
+  const void* a_dst;        // float, or bf16 where Config::kBf16
   const void* a_src;
   // [rows, heads]: a_dst, maximum logit (times log2 e), scale / (sum + eps), sum of alpha * <grad, x> / scale, where
   // scale is that of the row of grad, or 1
@@ -56,7 +56,7 @@ struct AttentionColumnsArgs {
   int64_t x_stride;      // bytes, a multiple of 16
   const float* x_scale;  // [rows of the transpose], where a value of Config::kX is a byte
   const float4* stats;
-  const void* a_src;     // float, or bf16 where Config::kBrain
+  const void* a_src;     // float, or bf16 where Config::kBf16
   const float* da_dst;   // where Config::kAttDst
   const float* att_dst;  // [kWidth], where Config::kAttDst: a_dst is the product of x with it
   const float* att_src;  // [kWidth], where Config::kAttSrc
@@ -69,30 +69,30 @@ __host__ __device__ constexpr Residency attention_backward_residency(Element ele
   return fitting({threads, 4}, pieces_of(element, width), 0);
 }
 
-// Compile-time configuration of both passes. kBrain: a_dst and a_src are bf16. Constants as in AttentionConfig.
-template <Element kX_, Element kGrad_, int kWidth_, int kHeads_, int kAllHeads_, bool kBrain_, bool kAttDst_,
+// Compile-time configuration of both passes. kBf16: a_dst and a_src are bf16. Constants as in AttentionConfig.
+template <Element kX_, Element kGrad_, int kWidth_, int kHeads_, int kAllHeads_, bool kBf16_, bool kAttDst_,
           bool kAttSrc_, class Constants_,
           int kRowThreads_ = attention_backward_residency(kX_, kWidth_, kArchitecture < 900 ? 512 : 768).threads,
           int kThreads_ = attention_backward_residency(kGrad_, kWidth_, 512).threads>
 struct AttentionBackwardConfig {
   static constexpr Element kX = kX_, kGrad = kGrad_;
   static constexpr int kWidth = kWidth_, kHeads = kHeads_, kAllHeads = kAllHeads_;
-  static constexpr bool kBrain = kBrain_, kAttDst = kAttDst_, kAttSrc = kAttSrc_;
+  static constexpr bool kBf16 = kBf16_, kAttDst = kAttDst_, kAttSrc = kAttSrc_;
   using Constants = Constants_;
   static constexpr int kRowThreads = kRowThreads_, kThreads = kThreads_, kStep = 4;
 };
 
 // Loads half of a logit.
-template <bool kBrain>
+template <bool kBf16>
 __device__ __forceinline__ float logit_part(const void* parts, int64_t at) {
-  if constexpr (!kBrain) return __ldg(static_cast<const float*>(parts) + at);
+  if constexpr (!kBf16) return __ldg(static_cast<const float*>(parts) + at);
   return __uint_as_float(static_cast<uint32_t>(__ldg(static_cast<const uint16_t*>(parts) + at)) << 16);
 }
 
 // Loads half of a logit if `there`, by a predicated load; otherwise returns 0.
-template <bool kBrain>
+template <bool kBf16>
 __device__ __forceinline__ float logit_part_if(bool there, const void* parts, int64_t at) {
-  if constexpr (!kBrain) return load_if(there, static_cast<const float*>(parts) + at, 0.0f);
+  if constexpr (!kBf16) return load_if(there, static_cast<const float*>(parts) + at, 0.0f);
   return __uint_as_float(load_if(there, static_cast<const uint16_t*>(parts) + at, 0u) << 16);
 }
 
@@ -322,7 +322,7 @@ struct AttentionRowsBody {
 
   __device__ __forceinline__ void begin(const Work& work, int) {
     ends.begin(a.grad, a.grad_stride, a.grad_scale, work.row());
-    own = logit_part<Config::kBrain>(a.a_dst, static_cast<int64_t>(work.row()) * Config::kAllHeads + ends.head);
+    own = logit_part<Config::kBf16>(a.a_dst, static_cast<int64_t>(work.row()) * Config::kAllHeads + ends.head);
   }
 
   __device__ __forceinline__ void load(Extra& e, const Four&, const int32_t (&source)[4], uint32_t mask) const {
@@ -330,7 +330,7 @@ struct AttentionRowsBody {
     for (int i = 0; i < kOwn; ++i) {
       const int64_t from = Ends::own_of(source, i);
       const bool there = mask >> Ends::place(i) & 1;
-      e.source[i] = logit_part_if<Config::kBrain>(there, a.a_src, from * Config::kAllHeads + ends.head);
+      e.source[i] = logit_part_if<Config::kBf16>(there, a.a_src, from * Config::kAllHeads + ends.head);
       if constexpr (kScaled) e.scale[i] = load_if(there, a.x_scale + from, 0.0f);
     }
   }
@@ -415,7 +415,7 @@ struct AttentionRowsBody {
     const int64_t at = static_cast<int64_t>(row) * Config::kAllHeads + head;
     const float inverse = of.p == 0.0f && !edges ? 0.0f : __fdiv_rn(1.0f, __fadd_rn(of.p, Config::Constants::kEps));
     const float mean = of.pd * inverse, scaled = __fmul_rn(inverse, scale);
-    a.stats[at] = make_float4(logit_part<Config::kBrain>(a.a_dst, at), of.top, scaled, mean);
+    a.stats[at] = make_float4(logit_part<Config::kBf16>(a.a_dst, at), of.top, scaled, mean);
     a.da_dst[at] = (of.pwd - mean * of.pw) * scaled;
   }
 };
@@ -464,7 +464,7 @@ struct AttentionColumnsBody {
 
   __device__ __forceinline__ void begin(const Work& work, int) {
     ends.begin(a.x, a.x_stride, a.x_scale, work.row());
-    own = logit_part<Config::kBrain>(a.a_src, static_cast<int64_t>(work.row()) * Config::kAllHeads + ends.head);
+    own = logit_part<Config::kBf16>(a.a_src, static_cast<int64_t>(work.row()) * Config::kAllHeads + ends.head);
   }
 
   __device__ __forceinline__ void load(Extra& e, const Four&, const int32_t (&source)[4], uint32_t mask) const {

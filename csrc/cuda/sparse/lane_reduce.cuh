@@ -145,9 +145,9 @@ struct LaneReduce {
 template <class Layout, Reduce kReduce>
 struct PairExtremes {
   static_assert(Layout::kElement != Element::f32 && !is_fp8(Layout::kElement), "elements are compared in their type");
-  static constexpr bool kBytes = Layout::kElement == Element::i8, kBrain = Layout::kElement == Element::bf16;
+  static constexpr bool kBytes = Layout::kElement == Element::i8, kBf16 = Layout::kElement == Element::bf16;
   static constexpr bool kMax = kReduce == Reduce::max;
-  static constexpr uint32_t kInfinity = kBrain ? 0x7f807f80u : 0x7c007c00u, kSigns = kMax ? 0x80008000u : 0u;
+  static constexpr uint32_t kInfinity = kBf16 ? 0x7f807f80u : 0x7c007c00u, kSigns = kMax ? 0x80008000u : 0u;
   static constexpr int kPairs = Layout::kColumns / 2;
   using Word = float;
 
@@ -176,7 +176,7 @@ struct PairExtremes {
   __device__ __forceinline__ void take(Word (&out)[Layout::kColumns]) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      if constexpr (kBrain) {
+      if constexpr (kBf16) {
         out[2 * i] = __uint_as_float(best[i] << 16);
         out[2 * i + 1] = __uint_as_float(best[i] & 0xffff0000u);
       } else {
@@ -192,11 +192,11 @@ struct PairExtremes {
  private:
   // Combines a pair of columns into an accumulator. A NaN in either value propagates, as in torch.
   __device__ __forceinline__ static void put(uint32_t& to, uint32_t pair) {
-    if constexpr (kMax && kBrain) {
+    if constexpr (kMax && kBf16) {
       asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(to) : "r"(pair));
     } else if constexpr (kMax) {
       asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(to) : "r"(pair));
-    } else if constexpr (kBrain) {
+    } else if constexpr (kBf16) {
       asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(to) : "r"(pair));
     } else {
       asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(to) : "r"(pair));

@@ -194,7 +194,7 @@ struct ByteProducts {
 // FP32 sums of fp16 or bf16 rows without weights, on the tensor cores (see above).
 template <class Layout>
 struct HalfSum {
-  static constexpr bool kBrain = Layout::kElement == Element::bf16;
+  static constexpr bool kBf16 = Layout::kElement == Element::bf16;
   using Word = float;
 
   float c[2][4];  // columns 4 j .. 4 j + 3 of this thread's piece
@@ -206,11 +206,11 @@ struct HalfSum {
 
   __device__ __forceinline__ void add_one(const uint4& x) {
     const int lane = Layout::lane(), column = lane / 4;
-    const uint32_t one = kBrain ? 0x3f80u : 0x3c00u;
+    const uint32_t one = kBf16 ? 0x3f80u : 0x3c00u;
     const uint32_t identity = column / 2 == lane % 4 ? one << (16 * (column % 2)) : 0;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      if constexpr (kBrain) {
+      if constexpr (kBf16) {
         asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
             : "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
             : "r"(word_of(x, 2 * j)), "r"(word_of(x, 2 * j + 1)), "r"(identity));

@@ -195,8 +195,8 @@ class _Writer:
             f"  static constexpr float kSlope = {literal(plan.slope)};\n"
             f"  static constexpr float kEps = {literal(plan.eps)};\n",
         )
-        is_brain = argument_of(self.node, plan.ends[0]).meta["val"].dtype == torch.bfloat16
-        flags = ", ".join(map(truth, (is_brain, *(vector is not None for vector in self.att))))
+        is_bf16 = argument_of(self.node, plan.ends[0]).meta["val"].dtype == torch.bfloat16
+        flags = ", ".join(map(truth, (is_bf16, *(vector is not None for vector in self.att))))
         sizes = f"{group * self.head_width}, {group}, {plan.heads}"
         elements = ", ".join(f"gnnc::Element::{ELEMENTS[dtype]}" for dtype in self.dtypes)
         return f"gnnc::AttentionBackwardConfig<{elements}, {sizes}, {flags}, {constants}>"
