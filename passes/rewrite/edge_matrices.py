@@ -6,7 +6,6 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from gnnc.ir.body import widest_value
 from gnnc.ir.nodes import argument, is_view, unpack
@@ -14,6 +13,7 @@ from gnnc.ir.op import nbytes, op_of, size_expr
 from gnnc.ir.parts import STRUCTURE, Parts
 from gnnc.passes.edges.rowwise import NARROW
 from gnnc.passes.rewrite.assumed_sizes import FLOAT_BYTES
+from gnnc.torch_private import pytree
 
 _GROUPS = ("dst", "src", "edge", "const")
 
@@ -42,7 +42,9 @@ def _edge_counts(node: Node) -> Iterator[sympy.Expr]:
 def _stored_bytes(node: Node, edges: set[sympy.Expr]) -> int:
     if node.op not in ("call_function", "call_module") or is_view(node):
         return 0
-    return max((_bytes_an_edge(value, edges) for value in tree_leaves(node.meta.get("val"))), default=0)
+    return max(
+        (_bytes_an_edge(value, edges) for value in pytree.tree_leaves(node.meta.get("val"))), default=0
+    )
 
 
 def _bytes_an_edge(value: Any, edges: set[sympy.Expr]) -> int:

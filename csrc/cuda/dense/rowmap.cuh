@@ -4,9 +4,9 @@
 // rowmap_sums is for epilogues with a sum over all rows (step::col_sum): a block processes its share of the rows, adds
 // up what its groups have summed in a fixed order, and stores the sums of its share, which sum_parts adds up.
 //
-// Layout: x fp32, fp16, bf16, int8, e4m3 or e5m2, rows Config::kStride elements apart; row_tile.cuh describes the register layout
-// of a row, row_steps.cuh the memory layouts of the operands and outputs of the epilogue. Traffic: x once, and the
-// operands and outputs of the epilogue, once. Floor: these bytes at copy bandwidth.
+// Layout: x fp32, fp16, bf16, int8, e4m3 or e5m2, rows Config::kStride elements apart; row_tile.cuh describes the
+// register layout of a row, row_steps.cuh the memory layouts of the operands and outputs of the epilogue. Traffic: x
+// once, and the operands and outputs of the epilogue, once. Floor: these bytes at copy bandwidth.
 //
 // Launch: blocks of 256 threads; one for every 256 / kLanes rows, or `shares` of rowmap_sums.
 
