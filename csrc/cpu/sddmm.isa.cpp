@@ -33,6 +33,25 @@ void edge_row(const SddmmArgs& args, const Pair<T>& p, int64_t e) {
   });
 }
 
+#ifdef __AVX512BW__
+// Stores the dot products of four heads of 16 bytes each. Sums are integers, so that any order gives the same bits.
+GNNC_INLINE void dot_four_heads(const int8_t* a, const int8_t* b, float a_scale, float b_scale, float* out) {
+  const auto products = [&](int64_t c) __attribute__((always_inline)) {
+    const auto words = [&](const int8_t* row) __attribute__((always_inline)) {
+      return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + c)));
+    };
+    return _mm512_madd_epi16(words(a), words(b));
+  };
+  const __m512i first = products(0), last = products(32);  // eight sums of each head: 0 and 1, 2 and 3
+  __m512i sums = _mm512_add_epi32(_mm512_unpacklo_epi32(first, last), _mm512_unpackhi_epi32(first, last));
+  sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32(sums, _MM_PERM_BADC));
+  sums = _mm512_add_epi32(sums, _mm512_shuffle_i32x4(sums, sums, 0xb1));
+  const __m128i low = _mm512_castsi512_si128(sums), high = _mm512_extracti32x4_epi32(sums, 2);
+  const __m128 dots = _mm_cvtepi32_ps(_mm_unpacklo_epi32(low, high));
+  _mm_storeu_ps(out, _mm_mul_ps(_mm_mul_ps(dots, _mm_set1_ps(a_scale)), _mm_set1_ps(b_scale)));
+}
+#endif
+
 template <typename T>
 void edge_dots(const SddmmArgs& args, const Pair<T>& p, int64_t e) {
   const int64_t width = args.width / args.heads;
@@ -66,6 +85,17 @@ void sddmm_of(const SddmmArgs& args, int64_t row_begin, int64_t row_end) {
   };
   switch (args.op) {
     case EdgeOp::dot:
+#ifdef __AVX512BW__
+      if constexpr (sizeof(T) == 1) {
+        if (args.heads % 4 == 0 && args.width == args.heads * 16) {
+          return for_edges<T>(args, row_begin, row_end, [&](const Pair<T>& p, int64_t e) {
+            for (int64_t h = 0; h < args.heads; h += 4) {
+              dot_four_heads(p.a + h * 16, p.b + h * 16, p.a_scale, p.b_scale, args.out + e * args.heads + h);
+            }
+          });
+        }
+      }
+#endif
       return for_edges<T>(args, row_begin, row_end, [&](const Pair<T>& p, int64_t e) { edge_dots(args, p, e); });
     case EdgeOp::add:
       return rows.template operator()<EdgeOp::add>();

@@ -53,6 +53,15 @@ def test_dot(name: str, width: int, dtype: torch.dtype) -> None:
         assert relative_error(got, want, products.abs().sum(1)) < 1e-6
 
 
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("heads", [3, 4, 8, 12])
+def test_heads_of_16_bytes_are_exact(heads: int, name: str) -> None:
+    g = GRAPHS[name]()
+    a, b = rows(g.num_dst, 16 * heads, torch.int8), rows(g.num_src, 16 * heads, torch.int8)
+    want = (a[g.dst()].long() * b[g.col.long()].long()).view(-1, heads, 16).sum(2)
+    assert torch.equal(run(g, a, b, heads=heads), want.float())
+
+
 @pytest.mark.parametrize("heads", [1, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_heads(heads: int, dtype: torch.dtype) -> None:
