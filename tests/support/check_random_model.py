@@ -13,10 +13,12 @@ from torch import Tensor, nn
 import gnnc
 from gnnc.errors import GnncError
 
-BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "int8": 5e-2}
+BOUNDS = {"fp32": 1e-4, "bf16": 2e-2, "int8": 5e-2, "fp8": 6e-2}
 """Relative L2 error of a well-conditioned model."""
-STEPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "int8": 1 / 127}
+STEPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "int8": 1 / 127, "fp8": 2.0**-4}
 """Step of a precision, relative to the largest value of a row."""
+BACKENDS = {"fp8": "reference"}
+"""Backend of a precision for which the CPU has no kernels."""
 CONDITION = 6.0
 """Error of an ill-conditioned model, in changes of its result when x and its weights are rounded."""
 
@@ -60,7 +62,9 @@ def verdicts(seed: int, precisions: Sequence[str], graphs: int = 2) -> Iterator[
     model = Model(seed).eval()
     with warnings.catch_warnings(), torch.no_grad(), shared_captures():
         warnings.simplefilter("ignore")
-        compiled = {p: gnnc.compile(model, p, check_finite="off") for p in precisions}
+        compiled = {
+            p: gnnc.compile(model, p, backend=BACKENDS.get(p, "auto"), check_finite="off") for p in precisions
+        }
         for number in range(graphs):
             kind, args = arguments(10 * seed + number, model.features)
             want = eager(model, args)
