@@ -27,8 +27,9 @@ def choice(compiled: gnnc.CompiledModel) -> Choice:
 
 
 def step(call: Any, model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor, list[Tensor]]:
-    """Return the output and the gradients under the loss that steps are measured under."""
+    """Return the output and the gradients under the loss, and the seed, that steps are measured under."""
     model.zero_grad()
+    torch.manual_seed(0)
     output = call(*inputs)
     output.backward(loss_gradient(output.detach(), 0))
     return output.detach(), [p.grad for p in model.parameters() if p.grad is not None]
@@ -53,8 +54,7 @@ def test_the_budget_holds_on_cora(name: str, budget: float) -> None:
     compiled, of_output, of_gradients = errors(model, (data["x"], data["edge_index"]), budget)
     assert of_output <= budget
     assert of_gradients <= budget
-    # other masks, other draws
-    assert choice(compiled).measured == pytest.approx(max(of_output, of_gradients), rel=0.15)
+    assert choice(compiled).measured == pytest.approx(max(of_output, of_gradients), rel=0.05)
     assert {str(option) for option in choice(compiled).plan.values()} != {"fp32"}
 
 
