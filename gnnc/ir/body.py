@@ -18,12 +18,17 @@ import torch
 from torch import fx
 
 from gnnc.errors import VerifyError
-from gnnc.ir.nodes import outputs_of
+from gnnc.ir.nodes import outputs_of, unpack
 from gnnc.torch_private import LazyGraphModule, OpOverload
 
 _DTYPES = {f"torch.{name}": getattr(torch, name) for name in (
     "float16", "bfloat16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool"
 )}  # fmt: skip
+
+GROUPS = {"i": "dst", "j": "src", "e": "edge", "c": "const"}
+"""The argument of an op with a body that holds the operands of each kind of input."""
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+"""Names of the ATen ops of a body that compare values."""
 
 
 def body_text(graph: fx.Graph) -> str:
@@ -95,8 +100,15 @@ def body_inputs(text: str) -> tuple[str, ...]:
     """Return the input names of a body, ordered i0, i1, ..., j0, ..., e0, ..., c0, ..."""
     tree = ast.parse(text.replace("return ", "out = "))
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    inputs = [name for name in used if name[0] in "ijec" and name[1:].isdigit()]
-    return tuple(sorted(inputs, key=lambda name: ("ijec".index(name[0]), int(name[1:]))))
+    kinds = list(GROUPS)
+    inputs = [name for name in used if name[0] in kinds and name[1:].isdigit()]
+    return tuple(sorted(inputs, key=lambda name: (kinds.index(name[0]), int(name[1:]))))
+
+
+def body_operands(node: fx.Node) -> dict[str, fx.Node]:
+    """Return the operands of an op with a body, by the names of the body's inputs."""
+    groups = zip(GROUPS, unpack(node, *GROUPS.values()), strict=True)
+    return {f"{kind}{number}": operand for kind, group in groups for number, operand in enumerate(group)}
 
 
 def _value(tree: ast.expr, values: dict[str, Any], graph: fx.Graph) -> Any:

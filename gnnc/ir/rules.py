@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from gnnc.errors import VerifyError
-from gnnc.ir.body import body_inputs, parse_body
+from gnnc.ir.body import GROUPS, body_inputs, parse_body
 from gnnc.ir.message import MESSAGE_REDUCTIONS, values_taken
 from gnnc.ir.nodes import outputs_of, qtype_of
 from gnnc.ir.op import REGISTRY, op_of
@@ -204,9 +204,8 @@ def _problem_of_body(call: Call) -> str | None:
         parse_body(call.given["body"])
     except (VerifyError, SyntaxError, AttributeError) as error:
         return f"has a body that cannot be read: {error}; write it with gnnc.ir.body_text"
-    groups = dict(zip("ijec", ("dst", "src", "edge", "const"), strict=True))
     for name in body_inputs(call.given["body"]):
-        group = groups[name[0]]
+        group = GROUPS[name[0]]
         many = len(call.given[group])
         if int(name[1:]) >= many:
             return f"has a body that reads {name}, but {many} {group} operands; pass what it reads"

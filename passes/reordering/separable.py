@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from gnnc.ir.body import body_inputs, parse_body
+from gnnc.ir.body import body_inputs, body_operands, parse_body
 from gnnc.ir.nodes import (
     argument,
     first_operand,
@@ -216,12 +216,12 @@ class Separation:
         if not _one_a_row(node):
             return None
         text = argument(node, "body")
-        operands = dict(zip("ijec", unpack(node, "dst", "src", "edge", "const"), strict=True))
+        operands = body_operands(node)
         inner = parse_body(text)
         values: dict[Node, Node] = {}
         placeholders = inner.graph.find_nodes(op="placeholder")
         for placeholder, name in zip(placeholders, body_inputs(text), strict=True):
-            operand = operands[name[0]][int(name[1:])]
+            operand = operands[name]
             values[placeholder] = self._edge_operand(operand, name[0])
         for step in inner.graph.nodes:
             if step.op == "call_function":

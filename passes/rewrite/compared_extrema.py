@@ -8,15 +8,13 @@ from collections.abc import Iterator
 
 from torch.fx import Node
 
-from gnnc.ir.body import parse_body
+from gnnc.ir.body import COMPARISONS, body_operands, parse_body
 from gnnc.ir.message import reductions
-from gnnc.ir.nodes import argument, aten_name, is_view, op_name, outputs_of, unpack
+from gnnc.ir.nodes import argument, aten_name, is_view, op_name, outputs_of
 from gnnc.ir.op import op_of
 from gnnc.ir.parts import SAVED, Parts
 from gnnc.ir.source import source_of
 
-_GROUPS = ("dst", "src", "edge", "const")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _COPIES = ("_to_copy.default", "clone.default", "index_select.default")
 
 
@@ -35,10 +33,9 @@ def _compared(node: Node) -> Iterator[Node]:
     body = _body_of(node)
     if body is None:
         return
-    groups = zip("ijec", unpack(node, *_GROUPS), strict=True)
-    operands = {f"{kind}{number}": value for kind, group in groups for number, value in enumerate(group)}
+    operands = body_operands(node)
     for step in parse_body(body).graph.nodes:
-        if step.op == "call_function" and op_name(step) in _COMPARISONS:
+        if step.op == "call_function" and op_name(step) in COMPARISONS:
             sides = map(_without_copies, step.all_input_nodes)
             yield from (operands[str(side.target)] for side in sides if side.op == "placeholder")
 

@@ -7,15 +7,13 @@ import sympy
 import torch
 from torch.fx import Node
 
-from gnnc.ir.body import widest_value
-from gnnc.ir.nodes import argument, is_view, unpack
+from gnnc.ir.body import body_operands, widest_value
+from gnnc.ir.nodes import argument, is_view
 from gnnc.ir.op import nbytes, op_of, size_expr
 from gnnc.ir.parts import STRUCTURE, Parts
 from gnnc.passes.edges.rowwise import NARROW
 from gnnc.passes.rewrite.assumed_sizes import FLOAT_BYTES
 from gnnc.torch_private import pytree
-
-_GROUPS = ("dst", "src", "edge", "const")
 
 
 def edge_matrices(parts: Parts) -> Iterator[tuple[Node, str]]:
@@ -60,11 +58,6 @@ def _working_bytes(node: Node) -> int:
     body = argument(node, "body", None) if op_of(node) is not None else None
     if body is None or node.meta.get("kernel") != "reference":
         return 0
-    groups = zip("ijec", unpack(node, *_GROUPS), strict=True)
-    operands = {
-        f"{kind}{number}": operand.meta["val"]
-        for kind, group in groups
-        for number, operand in enumerate(group)
-    }
+    operands = {name: operand.meta["val"] for name, operand in body_operands(node).items()}
     widest = widest_value(body, operands)
     return widest * FLOAT_BYTES if widest > NARROW else 0

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from gnnc.ir.body import body_inputs, parse_body
+from gnnc.ir.body import COMPARISONS, body_inputs, parse_body
 from gnnc.ir.nodes import ancestors, aten_name, op_name, unpack
 from gnnc.runtime.row_program.opcodes import Op
 from gnnc.torch_private import LazyGraphModule
@@ -25,7 +25,6 @@ STORE = (int(Op.STORE_F32), 0, 0, 0)
 
 _EDGE_MULTIPLE = 768
 """Padding of a block: a multiple of this many edges splits among 24 threads in whole vectors."""
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _PLAIN = torch.float32
 
 Tensors = list[Tensor]
@@ -86,7 +85,7 @@ def _sum_body(text: str) -> GraphModule:
     graph = Graph()
     graph.output(graph.graph_copy(parse_body(text).graph, {}))
     of_edges = _use_row_products(graph)
-    compared = [node for node in of_edges if op_name(node) in _COMPARISONS]
+    compared = [node for node in of_edges if op_name(node) in COMPARISONS]
     padded = {*compared, *ancestors(compared), *graph.find_nodes(op="placeholder")} & of_edges
     with graph.inserting_before(next(iter(graph.nodes))):
         sizes = graph.placeholder("count"), graph.placeholder("padded")
@@ -141,7 +140,7 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, is_kn: bool) -> 
     Args:
         x: ``[..., K]``.
         weight: ``[K, N]`` if ``is_kn``, else ``[N, K]``.
-        bias: what is added to every row, or None.
+        bias: ``[N]``, added to every row, or None.
         is_kn: see ``weight``.
     """
     if weight.dim() != 2 or x.numel() == 0 or {x.dtype, weight.dtype} != {_PLAIN}:

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from gnnc.ir.body import GROUPS
 from gnnc.ir.nodes import argument, operand, unpack
 from gnnc.runtime.cpu.body import Tensors, evaluate_sum
-from gnnc.runtime.cpu.message import GROUPS, block_edges, rows_of, split
+from gnnc.runtime.cpu.message import block_edges, rows_of, split
 from gnnc.runtime.program.emitter import Emitter
 from gnnc.runtime.registry import kernel
 from gnnc.runtime.row_program import build
@@ -31,7 +32,7 @@ class EdgeSum:
     def emit(plan: int, node: Node, emitter: Emitter) -> None:
         """Write the call."""
         edges = [emitter.vector(operand(node, name)) for name in ("rowptr", "col")]
-        groups = [emitter.argument(list(group)) for group in unpack(node, *GROUPS)]
+        groups = [emitter.argument(list(group)) for group in unpack(node, *GROUPS.values())]
         out = emitter.allocate(node, dense=True)
         body = emitter.bind(argument(node, "body"), "body")
         run = emitter.bind(sum_blocks, "edge_sum_blocks")

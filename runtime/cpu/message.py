@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from gnnc.ir.body import widest_value
+from gnnc.ir.body import GROUPS, body_operands, widest_value
 from gnnc.ir.message import pair_values
 from gnnc.ir.nodes import argument, operand, unpack
 from gnnc.runtime.cpu.body import STORE, Tensors, evaluate
@@ -22,7 +22,6 @@ BLOCK_VALUES = 1 << 17
 """Elements of the widest value in a block: half a megabyte of floats."""
 
 _MIN_EDGES = 512
-GROUPS = ("dst", "src", "edge", "const")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class EdgeBlocks:
     def emit(plan: Plan, node: Node, emitter: Emitter) -> None:
         """Write the call."""
         rowptr, col = (emitter.vector(operand(node, name)) for name in ("rowptr", "col"))
-        groups = [emitter.argument(list(group)) for group in unpack(node, *GROUPS)]
+        groups = [emitter.argument(list(group)) for group in unpack(node, *GROUPS.values())]
         out = emitter.allocate(node, dense=True)
         run = emitter.bind(run_blocks, "edge_blocks")
         emitter.call(run, [emitter.bind(plan, "plan"), rowptr, col, *groups, out.written])
@@ -67,11 +66,7 @@ class EdgeBlocks:
 
 def block_edges(node: Node) -> int:
     """Return the edges of a block by the body's widest value; raise Refusal where a width is not fixed."""
-    operands = {
-        f"{kind}{number}": value.meta["val"]
-        for kind, group in zip("ijec", unpack(node, *GROUPS), strict=True)
-        for number, value in enumerate(group)
-    }
+    operands = {name: operand.meta["val"] for name, operand in body_operands(node).items()}
     for value in operands.values():
         build.fixed_width(value)
     return max(BLOCK_VALUES // widest_value(argument(node, "body"), operands), _MIN_EDGES)

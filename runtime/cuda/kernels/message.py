@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from gnnc.ir.body import body_operands
 from gnnc.ir.format import EDGE_LIST, RUN_TABLE, Format
 from gnnc.ir.message import reductions
 from gnnc.ir.nodes import argument, as_node, operand, unpack
@@ -136,7 +137,7 @@ def body_plan(node: Node, body: str | None = None) -> Plan:
     """
     if node.meta["val"].dtype != torch.float32:
         raise Refusal(f"the result is {node.meta['val'].dtype}")
-    operands = _operands(node)
+    operands = body_operands(node)
     for value in operands.values():
         fixed_width(value)
     positions = tuple((name, node.all_input_nodes.index(value)) for name, value in operands.items())
@@ -157,11 +158,6 @@ def _check_products(plan: Plan, functor: Functor) -> None:
 def _words(reduce: str) -> int:
     """Return the words of the state of a reduction: ``gnnc::Reduction::kWords``."""
     return 3 if reduce == "softmax" else 1
-
-
-def _operands(node: Node) -> dict[str, Node]:
-    groups = zip("ijec", unpack(node, "dst", "src", "edge", "const"), strict=True)
-    return {f"{kind}{number}": value for kind, group in groups for number, value in enumerate(group)}
 
 
 def _functor(plan: Plan, node: Node, strides: dict[str, int]) -> Functor:
