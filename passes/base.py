@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from gnnc.ir.graph import clone, infer_meta
-from gnnc.ir.parts import FORWARD, STRUCTURE, Parts
+from gnnc.ir.parts import FORWARD, GRADIENTS, STRUCTURE, Parts
 from gnnc.ir.verify import verify
 from gnnc.precision import INT8, Precision
 from gnnc.target import Target
@@ -214,6 +214,20 @@ def run_passes(program: Parts | fx.GraphModule, pipeline: Iterable[Pass], ctx: C
         parts = run_pass(step, parts, ctx)
         stages.append((step.name, parts))
     return stages
+
+
+def run_until_assigned(
+    parts: Parts, pipeline: Sequence[Pass], ctx: Context
+) -> tuple[list[Stage], Sequence[Pass]]:
+    """Run the passes before the one that assigns precisions; return their stages, and the passes left.
+
+    In training the examples become ``ctx.step``: scales are taken at each call.
+    """
+    place = assigned_at(pipeline) or 0
+    stages = run_passes(parts, pipeline[:place], ctx)
+    if stages and GRADIENTS in stages[-1][1].forward.meta:
+        ctx.step, ctx.examples = ctx.examples, None
+    return stages, pipeline[place:]
 
 
 def _is_impure(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.ir import describe
 from gnnc.ir.graph import placeholders
 from gnnc.ir.parts import GRADIENTS, Parts
-from gnnc.passes.base import Context, Pass, Stage, assigned_at, run_passes
+from gnnc.passes.base import Context, Pass, Stage, assigned_at, run_passes, run_until_assigned
 from gnnc.passes.search.choice import MAX_TIGHTENINGS, Choice, beyond
 from gnnc.passes.search.measured import Observed, corrected, observed
 from gnnc.passes.search.solver import solve
@@ -98,21 +98,17 @@ def run_auto(
     Raises:
         UnsupportedError: no pass of the pipeline assigns precisions.
     """
-    place = assigned_at(pipeline)
-    if place is None:
+    if assigned_at(pipeline) is None:
         raise UnsupportedError(
             "precision='auto' is carried out by the pass 'assign', which the pipeline lacks"
         )
-    before = run_passes(parts, pipeline[:place], context)
+    before, rest = run_until_assigned(parts, pipeline, context)
     start = before[-1][1] if before else parts
-    trains = GRADIENTS in start.forward.meta
-    if context.examples is None:
-        if trains:
+    if context.examples is None and context.step is None:
+        if GRADIENTS in start.forward.meta:
             context.precision = _unmeasured(context)
-        return before + run_passes(start, pipeline[place:], context), context
-    if trains:
-        context.step, context.examples = context.examples, None
-    search = _Search(start, pipeline[place:], context, check_finite)
+        return before + run_passes(start, rest, context), context
+    search = _Search(start, rest, context, check_finite)
     best = search.run()
     return before + best.stages, best.context
 

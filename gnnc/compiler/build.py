@@ -27,7 +27,7 @@ from gnnc.errors import InputError, UnsupportedError, VerifyError
 from gnnc.ir.graph import fake_mode_of, placeholders
 from gnnc.ir.parts import GRADIENTS, Parts
 from gnnc.ir.source import Source, source_of
-from gnnc.passes.base import Context, Stage, assigned_at, run_passes
+from gnnc.passes.base import Context, Stage, assigned_at, run_passes, run_until_assigned
 from gnnc.passes.edges.index_bounds import IndexBound, index_bounds
 from gnnc.passes.quantize import SCALED_FROM, STATIC_SCALE
 from gnnc.passes.rewrite.boundary import drop_structure
@@ -178,12 +178,9 @@ def _target(backend: Backend) -> Target:
 def _run_passes(parts: Parts, options: Options, context: Context) -> tuple[list[Stage], Context]:
     if options.precision == AUTO:
         return run_auto(parts, options.pipeline, context, check_finite=options.check_finite)
-    place = assigned_at(options.pipeline) or 0
-    before = run_passes(parts, options.pipeline[:place], context)
+    before, rest = run_until_assigned(parts, options.pipeline, context)
     start = before[-1][1] if before else parts
-    if GRADIENTS in start.forward.meta:  # the scales of training are taken at each call
-        context.step, context.examples = context.examples, None
-    return before + run_passes(start, options.pipeline[place:], context), context
+    return before + run_passes(start, rest, context), context
 
 
 def _gradient_errors(
