@@ -55,7 +55,15 @@ GNNC_INLINE void dot_four_heads(const int8_t* a, const int8_t* b, float a_scale,
 template <typename T>
 void edge_dots(const SddmmArgs& args, const Pair<T>& p, int64_t e) {
   const int64_t width = args.width / args.heads;
-  for (int64_t h = 0; h < args.heads; ++h) {
+  int64_t h = 0;
+#ifdef __AVX512BW__
+  if constexpr (sizeof(T) == 1) {
+    for (; width == 16 && h + 4 <= args.heads; h += 4) {
+      dot_four_heads(p.a + h * 16, p.b + h * 16, p.a_scale, p.b_scale, args.out + e * args.heads + h);
+    }
+  }
+#endif
+  for (; h < args.heads; ++h) {
     args.out[e * args.heads + h] = dot(p.a + h * width, p.b + h * width, width) * p.a_scale * p.b_scale;
   }
 }
@@ -85,17 +93,6 @@ void sddmm_of(const SddmmArgs& args, int64_t row_begin, int64_t row_end) {
   };
   switch (args.op) {
     case EdgeOp::dot:
-#ifdef __AVX512BW__
-      if constexpr (sizeof(T) == 1) {
-        if (args.heads % 4 == 0 && args.width == args.heads * 16) {
-          return for_edges<T>(args, row_begin, row_end, [&](const Pair<T>& p, int64_t e) {
-            for (int64_t h = 0; h < args.heads; h += 4) {
-              dot_four_heads(p.a + h * 16, p.b + h * 16, p.a_scale, p.b_scale, args.out + e * args.heads + h);
-            }
-          });
-        }
-      }
-#endif
       return for_edges<T>(args, row_begin, row_end, [&](const Pair<T>& p, int64_t e) { edge_dots(args, p, e); });
     case EdgeOp::add:
       return rows.template operator()<EdgeOp::add>();

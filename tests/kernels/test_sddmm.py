@@ -54,7 +54,7 @@ def test_dot(name: str, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize("heads", [3, 4, 8, 12])
+@pytest.mark.parametrize("heads", [3, 4, 6, 8, 12])
 def test_heads_of_16_bytes_are_exact(heads: int, name: str) -> None:
     g = GRAPHS[name]()
     a, b = rows(g.num_dst, 16 * heads, torch.int8), rows(g.num_src, 16 * heads, torch.int8)
