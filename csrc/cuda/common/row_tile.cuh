@@ -115,6 +115,10 @@ struct SliceTile {
   __device__ int column(int i) const { return column_of(lane, i); }
   __device__ bool valid(int i) const { return column(i) < kWidth; }
   __device__ static uint32_t members() { return Tile::members(); }
+  template <class T, class Combine>
+  __device__ static T across(T value, const Combine& combine) {
+    return Tile::across(value, combine);
+  }
 };
 
 // Returns the largest |v| of a row or of a slice of it. NaN counts as larger than infinity, so that neither is lost.
@@ -123,11 +127,7 @@ __device__ float max_abs(const Tile& tile) {
   float top = 0.0f;
 #pragma unroll
   for (int i = 0; i < Tile::kPer; ++i) top = larger_abs(top, tile.valid(i) ? tile.v[i] : 0.0f);
-#pragma unroll
-  for (int apart = Tile::kLanes / 2; apart > 0; apart /= 2) {
-    top = larger_abs(top, __shfl_xor_sync(Tile::members(), top, apart, Tile::kLanes));
-  }
-  return top;
+  return Tile::across(top, [](float a, float b) { return larger_abs(a, b); });
 }
 
 }  // namespace gnnc
