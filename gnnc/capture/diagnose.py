@@ -77,11 +77,15 @@ def diagnosis(model: torch.nn.Module, error: BaseException, sparse: Sequence[tor
     return f"[{type(model).__name__}] cannot be captured{place}: {reason}. Way out: {way_out}"
 
 
+def _outside(error: BaseException) -> tuple[str, str] | None:
+    """Return our reason and the way out for an error about values that leave torch; None for another."""
+    return next((ours for pattern, *ours in _OUTSIDE if pattern.search(str(error))), None)
+
+
 def _reason(error: BaseException) -> str:
     """Return the first line of an error, or gnnc's own words for one that asks to report a bug of torch."""
-    for pattern, reason, _ in _OUTSIDE:
-        if pattern.search(str(error)):
-            return reason
+    if (outside := _outside(error)) is not None:
+        return outside[0]
     if _ESCAPED in str(error):
         return "a tensor that torch.func or torch.autograd.grad makes within forward escapes the trace"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -112,9 +116,8 @@ def _way_out(error: BaseException) -> str:
             return _WAYS_AROUND[function]
     if _TRANSFORM.search(str(error)):
         return "write this step on whole tensors, without torch.vmap, torch.func and torch.autograd.grad"
-    for pattern, _, advice in _OUTSIDE:
-        if pattern.search(str(error)):
-            return advice
+    if (outside := _outside(error)) is not None:
+        return outside[1]
     for kinds, advice in _WAYS_OUT:
         if isinstance(error, kinds):
             return advice

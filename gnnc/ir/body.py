@@ -105,6 +105,12 @@ def body_inputs(text: str) -> tuple[str, ...]:
     return tuple(sorted(inputs, key=lambda name: (kinds.index(name[0]), int(name[1:]))))
 
 
+def body_values(graph: fx.Graph) -> list[Any]:
+    """Return the values of the graph of a body, which returns one or a list of them."""
+    found: Any = outputs_of(graph)
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
 def body_operands(node: fx.Node) -> dict[str, fx.Node]:
     """Return the operands of an op with a body, by the names of the body's inputs."""
     groups = zip(GROUPS, unpack(node, *GROUPS.values()), strict=True)

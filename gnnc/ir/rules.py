@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from gnnc.errors import VerifyError
-from gnnc.ir.body import GROUPS, body_inputs, parse_body
+from gnnc.ir.body import GROUPS, body_inputs, body_values, parse_body
 from gnnc.ir.message import MESSAGE_REDUCTIONS, values_taken
-from gnnc.ir.nodes import outputs_of, qtype_of
+from gnnc.ir.nodes import qtype_of
 from gnnc.ir.op import REGISTRY, op_of
 from gnnc.ir.qtype import QType
 from gnnc.ir.quantized import SCALE_LAYOUTS
@@ -214,8 +214,7 @@ def _problem_of_body(call: Call) -> str | None:
 
 def _problem_of_values(call: Call) -> str | None:
     """Check that the body of a message returns as many values as the reductions take."""
-    found = outputs_of(parse_body(call.given["body"]).graph)
-    returned = len(found) if isinstance(found, list | tuple) else 1
+    returned = len(body_values(parse_body(call.given["body"]).graph))
     reduce = call.given.get("reduce")
     taken = sum(map(values_taken, reduce.split(","))) if reduce is not None else 1
     if returned == taken:

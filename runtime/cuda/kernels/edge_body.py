@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gnnc.ir.body import body_inputs, parse_body
-from gnnc.ir.nodes import argument, arguments, first_operand, outputs_of, unpack
+from gnnc.ir.body import body_inputs, body_values, parse_body
+from gnnc.ir.nodes import argument, arguments, first_operand, unpack
 from gnnc.runtime.cuda.kernels.body_products import AT, Product, declared
 from gnnc.runtime.cuda.kernels.epilogue import TYPES, literal
 from gnnc.runtime.row_program.build import Refusal
@@ -111,7 +111,7 @@ class Functor:
         text: members, products and call operator.
         operands: names of the operands that the members point to, in order.
         width: columns of an edge's value.
-        products: of each product with a weight, the columns of its operand and of its result.
+        products: columns of the operand and of the result, for each product with a weight.
     """
 
     text: str
@@ -147,8 +147,7 @@ class _Writer:
         for name in self.names:
             if self.operands[name].dtype not in TYPES:
                 raise Refusal(f"an operand of the body is {self.operands[name].dtype}")
-        found: Any = outputs_of(self.module.graph)
-        results = list(found) if isinstance(found, list | tuple) else [found]
+        results = body_values(self.module.graph)
         scope, widths = Scope(), set()
         for number, result in enumerate(results):
             shape = self._edge_shape(result)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from gnnc.ir.body import body_values, parse_body
 from gnnc.ir.format import EDGE_LIST, Format
 from gnnc.ir.nodes import argument, first_operand, operand, unpack
 from gnnc.ir.vjp import derived_body
@@ -50,13 +51,13 @@ class EdgeSum:
     @planned
     def plan(node: Node) -> SumPlan:
         """Take sums and products over the edges of what an ``edge_map`` could compute."""
-        body, count = argument(node, "body"), []
-        derived_body(body, lambda _, values: count.append(len(_sides(values[0]))) or values[0])
-        if count == [1] and node.meta["val"].numel() > _MAX_WIDTH:
+        body = argument(node, "body")
+        count = len(_sides(body_values(parse_body(body).graph)[0]))
+        if count == 1 and node.meta["val"].numel() > _MAX_WIDTH:
             raise Refusal(f"{node.meta['val'].numel()} values an edge")
         texts = [
             derived_body(body, lambda _, values, number=number: _sides(values[0])[number])
-            for number in range(count[0])
+            for number in range(count)
         ]
         return SumPlan(tuple(body_plan(node, text) for text in texts))
 
