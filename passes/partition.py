@@ -73,7 +73,7 @@ class Partition:
 
     @property
     def measures_gradients(self) -> bool:
-        """True if ``summary()`` is to tell what gradients err by on the example inputs."""
+        """True if ``summary()`` is to have the relative errors of gradients on the example inputs."""
         return self.save_bits is not None
 
     def applies(self, parts: Parts, ctx: Context) -> bool:

@@ -142,7 +142,7 @@ def summary_text(report: ProgramReport, values: Sequence[Any] | None = None) -> 
 
 
 def _error_lines(report: ProgramReport) -> list[str]:
-    """Return what a training step on the example inputs errs by, a line for each output and gradient."""
+    """Return the relative errors of a step on the example inputs, a line for each output and gradient."""
     if not report.gradient_errors:
         return []
     title = "relative L2 error of a training step on the example inputs, against FP32:"

@@ -20,7 +20,7 @@ class Plan:
     Attributes:
         edges: rowptr and col, of the CSR and of its transpose.
         ends: a_dst, a_src, x and grad, as they are before conversions to FP32 that the group holds.
-        scales: of the rows of x and of those of grad, where they are quantized values.
+        scales: scales of the rows of x, and of grad; None where rows are not quantized.
         att: att_dst and att_src.
         slope, eps: constants of the logits and of the softmax.
         heads: number of softmaxes a row.

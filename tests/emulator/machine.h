@@ -127,7 +127,7 @@ inline T nearest_byte(float v, float largest, int fractions, int bias) {
   const auto sign = static_cast<uint8_t>(as<uint32_t>(v) >> 24 & 0x80u);
   if (std::isnan(v)) return {0x7f};
   const float size = std::min(std::fabs(v), largest);
-  // Of what a float is a multiple here.
+  // The unit that every float is a multiple of here.
   const int exponent = std::max(size > 0 ? std::ilogb(size) : -100, 1 - bias) - fractions;
   const auto units = static_cast<int>(std::nearbyint(std::ldexp(size, -exponent)));
   return {static_cast<uint8_t>(sign | (units + ((exponent + fractions + bias - 1) << fractions)))};

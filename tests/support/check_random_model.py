@@ -34,7 +34,7 @@ class Verdict(NamedTuple):
     """The outcome of one call of a compiled model.
 
     Attributes:
-        precision: of the compiled model.
+        precision: precision of the compiled model.
         kind: the kind of graph.
         verdict: "equal", "wrong", "refused" (an error of ours), or "raw" (any other exception).
         detail: the error; "" where the result is equal.

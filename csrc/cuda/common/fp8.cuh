@@ -18,7 +18,7 @@ struct E5m2 {
   uint8_t bits;
 };
 
-// What kernels need to know of a type of quantized values.
+// Traits of a type of quantized values: whether it is an integer type, and its largest value.
 template <class T>
 struct Quantized {
   static constexpr bool kIsInteger = true;

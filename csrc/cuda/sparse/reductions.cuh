@@ -2,9 +2,9 @@
 
 // The reductions that message applies to the values of a row's edges, several at a time, in registers.
 //
-// A Reductions<...> holds the state of one column. It takes the values of one edge after the other; states of the parts
-// of a split row are merged in the order of the parts. As words (floats), a state lies in the staging buffer. Divisors
-// are at least 1: __fdividef, which errs by two units in the last place, makes no call that registers are saved for.
+// A Reductions<...> holds the state of one column. It takes the values of one edge after the other; the parts of a
+// split row each write their state to the staging buffer, as floats, and are merged in order. Divisors are at least 1:
+// __fdividef, which errs by two units in the last place, makes no call that registers are saved for.
 
 #include "common/types.cuh"
 
@@ -14,7 +14,7 @@ enum class Join { sum, mean, max, min, softmax };
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-// One reduction of one value; of a softmax, of two: logits, and the values that their softmax weighs.
+// The state of one reduction: sum, mean, max or min of a value, or the sum of values weighted by a softmax of logits.
 template <Join kJoin>
 struct Reduction {
   static constexpr int kValues = 1, kWords = 1;

@@ -14,9 +14,9 @@ class Product:
     Attributes:
         inputs: columns of the operand.
         outputs: columns of the result.
-        input: statements of a column of the operand, up to its ``return``.
-        weight: those of an element of the weight, by ``k`` and ``column``.
-        bias: those of a column of the bias.
+        input: C++ statements that return a column of the operand.
+        weight: C++ statements that return the weight's element at ``k`` and ``column``.
+        bias: C++ statements that return a column of the bias.
     """
 
     inputs: int

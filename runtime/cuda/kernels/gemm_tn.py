@@ -89,7 +89,7 @@ def _write(
         operands: both matrices.
         widths: their columns.
         dtype: type of the factors on the tensor cores.
-        scales: of the rows of each matrix; None: there are none.
+        scales: scale vectors of the rows of both matrices; None for rows without scales.
         divisor: one value that divides the result; None: nothing does.
         is_split: whether a value that ``dtype`` rounds is a sum of two parts.
     """
