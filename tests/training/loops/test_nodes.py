@@ -512,7 +512,7 @@ FORMS: dict[str, Form] = {
     "frozen-layer": Form(frozen_encoder),
     "early-stopping": Form(early_stopping),
     "gps": net(Gps, ATTRIBUTES),
-    "gps-performer": refused(net(lambda: Gps("performer"), ATTRIBUTES), "Cannot view a tensor"),
+    "gps-performer": net(lambda: Gps("performer"), ATTRIBUTES),
     "sg-former": net(GraphFormer),
     "polynormer": net(Polynormer),
     "graph-unet": Form(unet),
