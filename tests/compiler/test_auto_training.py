@@ -13,6 +13,7 @@ from zoo import FEATURES, build, random_graph
 
 import gnnc
 from gnnc.ir.parts import FORWARD
+from gnnc.passes.quantization.last_layer import last_layer
 from gnnc.passes.search.assumed_loss import loss_gradient
 from gnnc.passes.search.choice import Choice
 from gnnc.passes.search.judged_values import relative_error
@@ -66,6 +67,18 @@ def test_a_small_budget_leaves_fp32_alone_and_a_large_one_does_not() -> None:
         assert compiled._captured().context.step is None, "its values are freed"
         options = {str(option) for option in choice(compiled).plan.values()}
         assert (options != {"fp32"}) == wanted, options
+
+
+def test_what_is_next_to_an_output_takes_no_integers_and_others_may() -> None:
+    compiled, *_ = errors(build("gcn").train(), INPUTS, 0.5)
+    stages = dict(compiled.stages)
+    last = {node.name for node in last_layer(stages["joint"])}
+    taken = {
+        node.name: node.meta["precision"] for node in stages["assign"].graph.nodes if "precision" in node.meta
+    }
+    assert last < taken.keys()
+    assert not [name for name in last if taken[name].is_quantized]
+    assert any(precision.is_quantized for precision in taken.values()), "or this shows nothing"
 
 
 def test_the_choice_is_told_for_both_graphs() -> None:

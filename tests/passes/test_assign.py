@@ -1,12 +1,15 @@
 """Assign: a precision for every primitive, and why some stay FP32."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from gnn_graphs import Layers, before_and_after, gat, gat_layer, gcn, run_all, targets
 
 from gnnc.errors import PrecisionError, UnsupportedError
 from gnnc.passes.assign import Assign
-from gnnc.precision import BF16, FP32, INT8, Precision
+from gnnc.passes.quantization.number_formats import Option
+from gnnc.precision import AUTO, BF16, FP32, INT8, Precision
 
 gnnc = torch.ops.gnnc
 
@@ -117,6 +120,34 @@ def test_one_integer_dot_instruction_is_wide_enough():
 def test_bf16_has_no_width_rule():
     gm, _ = run_all(_narrow(3), [Assign()], precision=BF16)
     assert set(precisions(gm).values()) == {"bf16"}
+
+
+def test_a_named_precision_keeps_the_granularity_that_auto_chose():
+    chosen = SimpleNamespace(option=lambda name: Option(INT8, "row"))
+    gm, _ = run_all(
+        gcn(), [Assign()], precision=AUTO, choice=chosen, overrides={"conv1": INT8, "conv2": BF16}
+    )
+    assert {
+        (n.meta["layer"], n.target.__name__.split(".")[0]): (n.meta["precision"].name, n.meta["granularity"])
+        for n in gm.graph.nodes
+        if "precision" in n.meta
+    } == {
+        ("conv1", "gemm"): ("int8", "row"),
+        ("conv1", "spmm"): ("int8", "row"),
+        ("conv2", "gemm"): ("bf16", None),
+        ("conv2", "spmm"): ("bf16", None),
+    }
+
+
+def test_an_op_whose_quantized_form_is_missing_stays_fp32():
+    b = Layers(32)
+    ends = [b.input(name, (b.n, 2)) for name in ("a_dst", "a_src")]
+    rows = [b.input(name, (b.n, 2, 16)) for name in ("h", "grad")]
+    csr = b.rowptr, b.col
+    node = b.call(gnnc.attention_backward, *csr, *csr, *ends, *rows, None, None, 0.2, 0.0)
+    gm, ctx = run_all(b.finish(b.parts(node)[0]), [Assign()])
+    assert precisions(gm) == {("", "attention_backward"): "fp32"}
+    assert ("", "stays FP32: attention_backward has no quantized form") in texts(ctx)
 
 
 def test_an_op_without_a_low_form_stays_fp32():

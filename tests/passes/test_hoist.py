@@ -195,6 +195,56 @@ def test_random_edges_are_drawn_at_each_call_and_noted():
     assert any("draws random numbers" in note.text for note in ctx.notes)
 
 
+def test_the_size_of_a_computed_tensor_waits_for_it():
+    def forward(weight: Tensor, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = ops.gemm(x, weight)
+        rowptr, col = raised.plain_csr(x, edge_index)
+        return ops.spmm(rowptr, col, None, h, "sum", x.shape[0])
+
+    gm = trace(forward, ["w"], ["x", "edge_index"], rand(3, 4), rand(NODES, 4), edge_list())
+    (gemm,) = (node for node in gm.graph.nodes if node.target is ops.gemm.default)
+    (csr,) = (node for node in gm.graph.nodes if node.target is ops.csr.default)
+    with gm.graph.inserting_after(gemm):
+        rows = gm.graph.call_function(torch.ops.aten.sym_size.int, (gemm, 0))
+    rows.meta = {"layer": "conv", "val": gemm.meta["val"].shape[0]}
+    csr.args = (*csr.args[:2], rows, rows)
+    compute, structure, _ = hoisted(gm)
+    assert "csr" in primitives(compute) and not primitives(structure)
+    values = arguments(gm, 9, edge_list(9, 20))
+    parts = Parts(structure=structure, forward=compute)
+    torch.testing.assert_close(run_split(parts, gm, values), gm(*values))
+
+
+def test_of_a_tensor_of_the_structure_its_size_crosses_and_not_the_tensor():
+    def forward(x: Tensor, edge_index: Tensor) -> Tensor:
+        kept = edge_index[:, edge_index[0] != edge_index[1]]
+        rowptr, col = raised.plain_csr(x, kept)
+        return ops.spmm(rowptr, col, None, x, "sum", x.shape[0]) / (kept.shape[1] + 1)
+
+    gm = trace(forward, [], ["x", "edge_index"], rand(NODES, 3), edge_list())
+    compute, structure, _ = hoisted(gm)
+    crossing = [n for n in compute.graph.find_nodes(op="placeholder") if n.meta["source"].kind == "structure"]
+    assert sorted(isinstance(node.meta["val"], Tensor) for node in crossing) == [False, True, True]
+    for edges in (20, 0):
+        values = arguments(gm, 9, edge_list(9, edges))
+        parts = Parts(structure=structure, forward=compute)
+        torch.testing.assert_close(run_split(parts, gm, values), gm(*values))
+
+
+def test_what_the_graph_and_constants_alone_decide_is_structure():
+    def forward(table: Tensor, x: Tensor, edge_index: Tensor) -> Tensor:
+        order = table.index_select(0, edge_index[0] % 4)
+        rowptr, col, _ = ops.csr(edge_index[0], edge_index[1], x.shape[0], x.shape[0])
+        return ops.spmm(rowptr, col, order, x, "sum", x.shape[0])
+
+    gm = trace(forward, ["table"], ["x", "edge_index"], rand(4), rand(NODES, 3), edge_list())
+    table = gm.graph.find_nodes(op="placeholder")[0]
+    table.meta |= {"source": Source("constant", "table"), "value": rand(4)}
+    compute, structure, _ = hoisted(gm)
+    assert sources(structure, "constant") == ["table"]
+    assert "aten.index_select.default" not in {str(node.target) for node in compute.graph.nodes}
+
+
 def test_result_that_the_caller_gets_is_a_copy_of_the_cached_one():
     def forward(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
         rowptr, col = raised.plain_csr(x, edge_index)

@@ -111,6 +111,10 @@ def test_parts_of_both_kinds_are_told_apart():
         lambda s, t: torch.sub(s, t, alpha=2),
         lambda s, t: torch.add(s, t, alpha=-3),
         lambda s, t: torch.cat([t - s, s], -1)[:, :WIDTH],
+        lambda s, t: s - t[:, :1],  # of one column, which is subtracted from each of the other
+        lambda s, t: torch.cat([s.view(-1, WIDTH, 1), t.view(-1, WIDTH, 1)], -1)[
+            :, :, 1
+        ],  # columns, not parts
     ],
 )
 def test_signs_and_factors_of_ends(function: Any):
