@@ -56,6 +56,8 @@ def is_never_positive(value: Any, inside: Operands | None = None) -> bool:
         return False
     node, inside = found
     name, args = op_name(node), node.args
+    if _has_factor(node):
+        return False
     match name:
         case "neg":
             return _is_never_negative(args[0], inside)
@@ -82,6 +84,11 @@ def is_never_positive(value: Any, inside: Operands | None = None) -> bool:
     return _keeps_sign(node) and is_never_positive(args[0], inside)
 
 
+def _has_factor(node: Node) -> bool:
+    """Return whether a sum or a difference multiplies its second operand by a factor, of any sign."""
+    return op_name(node) in ("add", "sub", "rsub") and argument(node, "alpha", 1) != 1
+
+
 def _is_negative_of(first: Any, second: Any) -> bool:
     """Return whether one of two values is the other with the other sign."""
     pairs = ((first, second), (second, first))
@@ -100,6 +107,8 @@ def _is_never_negative(value: Any, inside: Operands | None) -> bool:
         return False
     node, inside = found
     name, args = op_name(node), node.args
+    if _has_factor(node):
+        return False
     match name:
         case "clamp" | "clamp_min":
             bound = argument(node, "min")

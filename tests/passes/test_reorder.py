@@ -1,7 +1,7 @@
 """Reorder: each rewrite fires, refuses with a reason, and leaves the meaning alone."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -176,6 +176,72 @@ def edge_mlp() -> GraphModule:
         return ops.segment_reduce(rowptr, None, message, "sum", n)
 
     return linear(forward, rand(3, 2 * WIDE + 1), rand(3), weighted=True)
+
+
+def scaled_sum() -> GraphModule:
+    """A linear layer of the rows of neighbors plus twice a node's own."""
+
+    def forward(w: Tensor, x: Tensor, edge_index: Tensor) -> Tensor:
+        rowptr, col = plain_csr(x, edge_index)
+        return ops.gemm(torch.add(ops.spmm(rowptr, col, None, x, "sum", x.shape[0]), x, alpha=2), w)
+
+    return linear(forward, rand(NARROW, WIDE))
+
+
+WEIGHTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "two constants": lambda src, dst, deg: torch.where(src == dst, torch.full_like(deg[src], 2.0), 1.0),
+    "constants in turn": lambda src, dst, deg: torch.cat(
+        [torch.ones_like(src[: src.shape[0] // 2]), torch.full_like(src[src.shape[0] // 2 :], 3)]
+    ).float(),
+    "counts": lambda src, dst, deg: torch.ones_like(deg[src]).index_put(
+        (torch.arange(src.shape[0]) // 2,), torch.ones_like(deg[src]), accumulate=True
+    ),
+    "power of a multiple": lambda src, dst, deg: (2 * deg[dst]) ** -0.5,
+    "square of a negative": lambda src, dst, deg: (-deg[src]) ** 2,
+    "share of a multiple": lambda src, dst, deg: 3 / (2 * deg[dst]),
+    "negative": lambda src, dst, deg: -deg[src] * deg[dst],
+}
+"""Weights of edges, by the ends and a value of each node, of which the factors of ends are a part."""
+
+
+def with_weights(name: str) -> GraphModule:
+    def forward(x: Tensor, edge_index: Tensor) -> Tensor:
+        n, (src, dst) = x.shape[0], (edge_index[0], edge_index[1])
+        rowptr, col, perm = ops.csr(src, dst, n, n)
+        value = WEIGHTS[name](src, dst, ops.degree(rowptr) + 1)
+        return ops.spmm(rowptr, col, value.index_select(0, perm), x, "sum", n)
+
+    return linear(forward)
+
+
+def weights_of_other_order() -> GraphModule:
+    """Weights by ends in the order of the reversed graph, as if they were those of this one."""
+
+    def forward(x: Tensor, edge_index: Tensor) -> Tensor:
+        n = x.shape[0]
+        rowptr, col, _ = ops.csr(edge_index[0], edge_index[1], n, n)
+        reversed_rowptr, reversed_col, _ = ops.csr(edge_index[1], edge_index[0], n, n)
+        inv = (ops.degree(rowptr) + 1).rsqrt()
+        value = ops.sddmm(reversed_rowptr, reversed_col, inv, None, "copy_dst")
+        return ops.spmm(rowptr, col, value, x, "sum", n)
+
+    return linear(forward)
+
+
+OTHERS = {
+    "scaled sum": scaled_sum,
+    "weights of other order": weights_of_other_order,
+    **{name: partial(with_weights, name) for name in WEIGHTS},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_numbers_on_the_way_keep_their_part(name: str):
+    gm = OTHERS[name]()
+    parts = run_pass(Reorder(), run_pass(Hoist(), Parts(forward=gm)))
+    for graph in GRAPHS.values():
+        values = arguments(gm, *graph)
+        torch.testing.assert_close(run_split(parts, gm, values), gm(*values), rtol=1e-5, atol=1e-4)
 
 
 MODELS: dict[str, Callable[[], GraphModule]] = {

@@ -165,6 +165,30 @@ def test_options(scales: str, rounding: str) -> None:
     assert {named["qtype"] for _, named in quantizations(compiled)} == {f"int8/{scales}"} | others
 
 
+class Twice(nn.Module):
+    """Two sums over the edges, of which one has weights: both read one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.out = nn.Linear(40, 64), nn.Linear(64, 24)
+
+    def forward(self, x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
+        (src, dst), h = edge_index, self.lin(x)
+        zeros = torch.zeros_like(h)
+        total = zeros.index_add(0, dst, h[src]) + zeros.index_add(0, dst, h[src] * weight.unsqueeze(1))
+        return self.out(total.relu())
+
+
+@pytest.mark.parametrize("scales", ["row_pow2", "row", "tensor"])
+def test_weights_of_edges_weigh_gradients(scales: str) -> None:
+    torch.manual_seed(0)
+    graph = torch.randn(70, 40), torch.randint(70, (2, 300)), 2 * torch.randn(300)
+    model = Twice()
+    compiled = compiled_with(copy.deepcopy(model), gradients=scales)
+    found, want = gradients(compiled, compiled.model, graph), gradients(model, model, graph)
+    assert torch.cosine_similarity(found, want, dim=0) > 0.99
+
+
 @pytest.mark.parametrize("option", [{"gradients": "column"}, {"rounding": "up"}])
 def test_unknown_options_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(PrecisionError, match=f"{next(iter(option))} must be '"):
