@@ -446,6 +446,8 @@ ROWS3 = torch.ones(3)
         ([60, 0, 0, 0], [], [torch.empty(3, 5)], r"float32 \[rows, width\]"),
         ([60, 0, 0, 0], [], [torch.empty(3, 4).bfloat16()], r"float32 \[rows, width\]"),
         ([62, 0, 1, 0], [], [torch.empty(3, 4, dtype=torch.int8), torch.empty(3)], "padded to 64 bytes"),
+        ([60, 0, 0, 0], [], [torch.empty(10).as_strided((3, 4), (3, 1))], "rows of a matrix .* overlap"),
+        ([6, 0, 0, 0], [torch.ones(10).as_strided((3, 4), (3, 1))], [], "rows of a matrix .* overlap"),
         ([65, 0, 0, 0], [], [torch.empty(3)], "one element or"),
         ([66, 0, 0, 2], [torch.ones(4)], [torch.empty(3, 3)], r"\[rows, heads\]"),
         ([40, 0, 0, 0], [torch.ones(4)] * 4, [], "names constant 0"),

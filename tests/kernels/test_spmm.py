@@ -200,6 +200,10 @@ def test_refusals() -> None:
         spmm(g, x, heads=3)
     with pytest.raises(RuntimeError, match="no rows"):
         spmm(g._replace(num_src=0), x[:0])
+    with pytest.raises(RuntimeError, match="rowptr ends at 20, but x has 9 rows"):
+        spmm(g, x, col=False)
+    with pytest.raises(RuntimeError, match="value has 2 heads, but heads is 4"):
+        spmm(g, x, torch.ones(20, 2), heads=4)
 
 
 def test_the_row_program_sees_every_row(graph: Graph) -> None:

@@ -88,8 +88,10 @@ def test_a_note_counts_all_consumers():
 
 def test_other_ops_are_left_alone():
     b = Layers(32)
-    gm, ctx = run_all(b.finish(b.relu(b.x), b.relu(b.x)), (Cache(),))
+    products = b.mul(b.x, b.norm), b.mul(b.x, b.norm)
+    gm, ctx = run_all(b.finish(b.relu(b.x), b.relu(b.x), *products), (Cache(),))
     assert count(gm, "relu") == 2
+    assert targets(gm).count("mul.Tensor") == 2, "each is a step of the kernel that reads it"
     assert not ctx.notes
 
 

@@ -20,7 +20,7 @@ from gnnc.passes.quantization.number_formats import Option
 from gnnc.passes.quantization.observe import CANDIDATES, Observation, choose, observe, row_error, spmm_sum
 from gnnc.passes.quantization.saved_plan import Plan
 from gnnc.passes.quantize import Quantize
-from gnnc.precision import BF16, FP32, INT8
+from gnnc.precision import BF16, FP32, INT8, Precision
 from gnnc.target import Target
 
 gnnc = torch.ops.gnnc
@@ -389,3 +389,16 @@ def test_the_observer_runs_no_more_than_it_needs():
     seen = observe(gm, arguments(gm), {relu: [QType()]})
     (observation,) = seen.values()
     assert observation.amax == float(arguments(gm)[_positions(gm, "x")[0]].relu().max())
+
+
+def test_a_bias_is_not_divided_by_the_power_of_two_of_a_gradient():
+    b = Layers(32)
+    gradient = b.input("grad", (b.n, 32), kind="tangent")
+    gm = b.finish(b.linear(gradient, 24, bias=True))
+    values = arguments(gm)
+    values = (*values[:-1], 10 * values[-1])
+    want = gm(*values)
+    target = Target("cuda", frozenset({"fp32", "fp16"}))
+    low, _ = run_all(gm, (Assign(), Quantize()), precision=Precision.parse("fp16"), target=target)
+    assert "_to_copy.default" in targets(low)
+    assert relative_error(low(*values), want) < 2e-3

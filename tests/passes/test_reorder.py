@@ -198,7 +198,7 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     ),
     "power of a multiple": lambda src, dst, deg: (2 * deg[dst]) ** -0.5,
     "square of a negative": lambda src, dst, deg: (-deg[src]) ** 2,
-    "share of a multiple": lambda src, dst, deg: 3 / (2 * deg[dst]),
+    "share of a multiple": lambda src, dst, deg: deg[src] / (2 * deg[dst]),
     "negative": lambda src, dst, deg: -deg[src] * deg[dst],
 }
 """Weights of edges, by the ends and a value of each node, of which the factors of ends are a part."""

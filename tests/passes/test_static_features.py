@@ -301,6 +301,16 @@ def test_features_are_computed_again_after_the_run_of_others_was_refused() -> No
     torch.testing.assert_close(program(good)[0], good * 2)
 
 
+def test_scales_of_examples_stay_in_the_program() -> None:
+    torch.manual_seed(3)
+    model, args = Net(pyg.SAGEConv).eval(), graph()
+    compiled = gnnc.compile(model, "int8", example_inputs=args, pipeline=WITH_INFERENCE)
+    with torch.no_grad():
+        for x in (args[0], 20 * args[0]):
+            check(compiled, model, x, args[1])
+    assert compiled._captured().features is None
+
+
 @pytest.mark.usefixtures("compiler")
 def test_programs_of_a_gpu_keep_them_too() -> None:
     compiled = gnnc.compile(Net().train(), "int8", backend="cuda-offline:sm_90")

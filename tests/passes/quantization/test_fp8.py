@@ -121,6 +121,18 @@ def test_the_first_op_reads_rows_as_they_arrive(name: str, kind: str, precision:
     assert ("its rows arrive so, and are read as they are" in text) == (precision == other)
 
 
+@torch.no_grad()
+def test_rows_that_arrive_in_fp8_are_no_reason_to_change_a_named_precision() -> None:
+    x, edge_index = given()
+    torch.manual_seed(0)
+    model = MODELS["gcn"]().eval()
+    fast = gnnc.compile(model, "fp8", backend="reference", overrides={"*": "int8"})
+    features = x.to(torch.float8_e4m3fn)
+    assert error(fast(features, edge_index), model(features.float(), edge_index)) < 0.08
+    products = [node for node in nodes_of(fast, "quantize") if op_name(node) == "qgemm"]
+    assert products and {node.meta["precision"].name for node in products} == {"int8"}
+
+
 def test_auto_does_not_search_it_unless_it_is_asked_for() -> None:
     model, _ = compiled("gcn")
     fast = gnnc.compile(model.eval(), "bf16", backend="reference")
