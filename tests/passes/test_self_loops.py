@@ -281,6 +281,7 @@ def keep_loops(structure: GraphModule) -> None:
 
 CHANGES: dict[str, Callable[[GraphModule], None]] = {
     "another number of sources": swap(GNNC.csr.default, a2=5),
+    "another number of destinations": swap(GNNC.csr.default, a3=5),
     "both ends are sources": swap(GNNC.csr.default, a1="0"),
     "loops are what is left": keep_loops,
     "one end alone is compared": swap(ATEN.ne.Tensor, a1="0"),

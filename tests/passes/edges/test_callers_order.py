@@ -102,6 +102,31 @@ def test_scores_that_the_caller_gets_are_those_of_the_messages() -> None:
     assert products(compiled) == 2
 
 
+class EdgeMessages(nn.Module):
+    """Messages of both ends and of edge features, which are summed and returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums, [nodes, F], and the messages, [edges, F]."""
+        message = (x[edge_index[0]] - x[edge_index[1]]) * self.score(edge_attr)
+        return torch.zeros_like(x).index_add(0, edge_index[1], message), message
+
+
+@torch.no_grad()
+def test_what_messages_alone_read_is_made_with_them() -> None:
+    """No matrix of 64 columns an edge is stored, though the caller gets the messages."""
+    torch.manual_seed(0)
+    model = EdgeMessages().eval()
+    compiled = gnnc.compile(model, "fp32")
+    args = torch.randn(9, 40), torch.randint(9, (2, 30)), torch.randn(30, 3)
+    for got, want in zip(compiled(*args), model(*args), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert "gnnc.gemm(" not in str(compiled) and products(compiled) >= 2
+
+
 class Blocks(nn.Module):
     """A layer with edge features, a norm, a skip, a layer that gathers, and a pool."""
 
