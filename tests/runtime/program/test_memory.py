@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from unittest import mock
 
 import pytest
@@ -193,6 +194,18 @@ def test_two_programs_share_arenas() -> None:
     assert other.tensors[0].data_ptr() != again[0].data_ptr()
     forward.release(arena), backward.release(other)
     assert forward.idle_bytes == arena.nbytes + other.nbytes and backward.idle_bytes == 0
+
+
+def test_memory_that_another_program_needed_larger_is_given_back() -> None:
+    small, large = ArenaPool(layout), ArenaPool(lambda rows: layout(100 * rows))
+    large.share(small)
+    arena = small.acquire((1000,))
+    outgrown = weakref.ref(arena.tensors[0])
+    small.release(arena)
+    taken = large.acquire((1000,)).tensors[0].data_ptr()
+    assert outgrown() is None, "no program holds the smaller memory"
+    large.release(arena)
+    assert small.acquire((1000,)).tensors[0].data_ptr() == taken
 
 
 def other_layout(rows: int) -> tuple[Region, ...]:

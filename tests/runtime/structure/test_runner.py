@@ -87,6 +87,19 @@ def test_groups_follow_dependency_sets():
     assert calls == [1, 1, 4]
 
 
+def test_a_sort_that_only_sums_of_weights_read_is_kept_when_the_weights_are_new():
+    structure = weighted_structure()
+    output = structure.graph.output_node()
+    output.args = ((output.args[0][2],),)
+    structure.recompile()
+    runner = StructureRunner(structure)
+    calls, (edge_index, weight, size) = count_calls(runner), inputs()
+    for _ in range(4):
+        weight = weight + 1
+        assert_same(runner(edge_index, weight, size), structure(edge_index, weight, size))
+    assert sorted(calls) == [1, 4], "the sort, and what the weights are read for"
+
+
 def test_edit_of_edge_index_reruns_all_that_depends_on_it():
     structure = weighted_structure()
     runner = StructureRunner(structure)
