@@ -127,20 +127,21 @@ def test_the_check_of_scales_can_be_turned_off(model):
 
 
 class ByOtherRows(nn.Module):
-    """Sums to more nodes than the destinations have rows of their own."""
+    """Sums in both directions, of which one reads rows of a table that is shorter than its result."""
 
     def forward(self, x, edge_index, y, like):
-        src, dst = edge_index
-        return x.new_zeros(like.shape[0], x.shape[1]).index_add(0, dst, x[src] * y[dst])
+        src, dst = edge_index[0], edge_index[1]
+        there = x.new_zeros(like.shape[0], x.shape[1]).index_add(0, dst, x[src] * y[dst])
+        return there, x.new_zeros(y.shape[0], x.shape[1]).index_add(0, src, x[dst])
 
 
 @torch.no_grad()
 def test_ids_that_are_fine_for_the_sum_and_not_for_the_rows_are_refused():
     model, compiled = ByOtherRows(), gnnc.compile(ByOtherRows(), "fp32")
-    edge_index = torch.tensor([[0, 5, 2, 3], [3, 0, 1, 3]])
-    x, y, like = torch.randn(6, 8), torch.randn(4, 8), torch.randn(9, 1)
+    edge_index = torch.tensor([[0, 3, 2, 3], [3, 0, 1, 3]])
+    x, y, like = torch.randn(10, 8), torch.randn(4, 8), torch.randn(9, 1)
     torch.testing.assert_close(compiled(x, edge_index, y, like), model(x, edge_index, y, like))
-    edge_index = torch.tensor([[0, 5, 2, 3], [3, 0, 8, 3]])
+    edge_index = torch.tensor([[0, 3, 2, 3], [3, 0, 8, 3]])
     with pytest.raises(gnnc.GraphError, match=r"edge_index\[1, 2\] = 8 .* 0\.\.3"):
         compiled(x, edge_index, y, like)
 

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch_geometric.nn import GCNConv, SAGEConv
 
 import gnnc
+from gnnc.compiler.static_scales import ScaledWeights
 from gnnc.cost.model import Rates
+from gnnc.ir.source import Source
 
 WIDTH, NODES = 64, 100
 
@@ -245,6 +247,26 @@ def test_inference_tensors_are_compared_by_content() -> None:
     multiply(model, 30.0)
     assert error(model, compiled) < 0.02
     assert "weights have changed" in captures(compiled)[-1]
+
+
+@torch.no_grad()
+def test_the_content_of_weights_is_their_values_in_their_places() -> None:
+    layer, table = nn.Linear(5, 7), torch.randn(3)
+    weights = ScaledWeights(layer, [Source("parameter", "weight")], [table])
+    changes: list[Callable[[], Any]] = [
+        lambda: layer.weight.copy_(layer.weight.flip(0)),
+        lambda: layer.weight.copy_(layer.weight.flip(1)),
+        lambda: layer.weight[6, 4].add_(1e-6),
+        lambda: table.copy_(table.flip(0)),
+        lambda: table.mul_(2),
+    ]
+    for change in changes:
+        before = layer.weight.clone(), table.clone()
+        assert weights.are_unchanged()
+        change()
+        assert not weights.are_unchanged() and not weights.have_same_content()
+        layer.weight.copy_(before[0]), table.copy_(before[1])
+        assert weights.are_unchanged(), "written, and equal again"
 
 
 @pytest.mark.slow

@@ -101,6 +101,37 @@ def test_indices_may_be_read_in_any_order(function: Callable[..., Tensor], order
         assert relative_error(got, want) < 1e-5
 
 
+# pairs of ends
+
+PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "source less target": lambda s, t: s - t,
+    "target less source": lambda s, t: t - s,
+    "less twice": lambda s, t: torch.sub(s, t, alpha=2),
+    "less twice the source": lambda s, t: torch.sub(t, s, alpha=2),
+    "plus a negative": lambda s, t: torch.add(t, s, alpha=-3),
+    "product": lambda s, t: t * s,
+    "dot": lambda s, t: (s * t).sum(-1, keepdim=True),
+    "dot of differences": lambda s, t: ((s - t) * (t - 2 * s)).sum(-1, keepdim=True),
+    "with itself": lambda s, t: s - s * t,
+}
+
+
+@pytest.mark.parametrize("columns", [1, 2, F])
+@pytest.mark.parametrize("name", PAIRS)
+def test_which_end_is_which(name: str, columns: int) -> None:
+    def function(x: Tensor, edge_index: Tensor) -> Tensor:
+        src, dst = edge_index
+        h = x[:, :columns]
+        return summed(PAIRS[name](h[src], h[dst]).tanh(), dst, x.shape[0])
+
+    model = Spelled(function)
+    traced = trace(model, *graph())
+    for nodes, edges in [(N, 40), (31, 120), (7, 0)]:
+        args = graph(nodes, edges)
+        (got,), (want,) = traced.run(traced.raised, *args), eager(model, *args)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 # factors of other ranks than the attention's
 
 
