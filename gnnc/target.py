@@ -64,6 +64,11 @@ class ChosenKernel(Protocol):
         """Name that printed programs show."""
         ...
 
+    @property
+    def arithmetic(self) -> str:
+        """Name of its order of operations: kernels of one name compute the same bits of a body."""
+        ...
+
 
 class KernelChoice(Protocol):
     """The outcome of asking the kernels of a backend for one node."""
@@ -90,8 +95,8 @@ class Lowering(Protocol):
         """Return the kernel for a node; its ``kernel`` is None where every candidate declined."""
         ...
 
-    def choose_last(self, node: Node) -> KernelChoice:
-        """Return the kernel of last resort for a node, whatever the kernels before it would take."""
+    def choose_later(self, node: Node, present: KernelChoice, arithmetic: str) -> KernelChoice:
+        """Return the kernel of an arithmetic for a node, of those that are asked after the present one."""
         ...
 
     def choose_structure(self, node: Node) -> KernelChoice:

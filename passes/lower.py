@@ -21,7 +21,7 @@ class Lower:
 
     ``node.meta["choice"]`` holds the backend's choice, ``node.meta["kernel"]`` the name of its kernel.
     Kernels that declined are noted for ``explain()``. A maximum of a body, and the bodies that compare values
-    with it, run in kernels of the backend or, where one is declined, all op by op: the values are then equal.
+    with it, run in kernels that compute the same bits, which all of them have in the end: op by op.
     """
 
     name: ClassVar[str] = "lower"
@@ -68,24 +68,25 @@ def _lower_fused(gm: fx.GraphModule, node: Node, lowering: Lowering, ctx: Contex
 
 
 def _compute_alike(parts: Parts, lowering: Lowering, ctx: Context) -> None:
-    """Run the bodies of an extremum and of its comparisons op by op where a kernel declined one of them."""
+    """Run the bodies of an extremum and of its comparisons in kernels that compute the same bits."""
     pairs = list(compared_extrema(parts))
     apart = True
     while apart:
-        apart = False
-        for pair in pairs:
-            for node, other in (pair, pair[::-1]):
-                last = lowering.choose_last(node)
-                if _is_last(other, lowering) and not _is_last(node, lowering) and last.kernel is not None:
-                    kernel, apart = node.meta["kernel"], True
-                    _record(node, last, last.kernel, ctx)
-                    reason = f"no kernel takes {other.name}, and their values are compared bit by bit"
-                    ctx.note(node, f"kernel {kernel} is not used: {reason}", "declined")
+        apart = any([_moved_to(*sides, lowering, ctx) for pair in pairs for sides in (pair, pair[::-1])])
 
 
-def _is_last(node: Node, lowering: Lowering) -> bool:
-    last = lowering.choose_last(node).kernel
-    return last is not None and node.meta["kernel"] == last.name
+def _moved_to(node: Node, other: Node, lowering: Lowering, ctx: Context) -> bool:
+    """Run a node in a later kernel if that computes the same bits as another node's, and its own does not."""
+    present, wanted = node.meta["choice"], other.meta["choice"].kernel.arithmetic
+    if present.kernel.arithmetic == wanted:
+        return False
+    later = lowering.choose_later(node, present, wanted)
+    if later.kernel is None:
+        return False
+    _record(node, later, later.kernel, ctx)
+    reason = f"no such kernel takes {other.name}, and their values are compared bit by bit"
+    ctx.note(node, f"kernel {present.kernel.name} is not used: {reason}", "declined")
+    return True
 
 
 def _lower_structure(structure: fx.GraphModule, lowering: Lowering, ctx: Context) -> None:

@@ -87,9 +87,10 @@ class Backend:
         takes_fused = self.chain if self.chain[0] == "reference" else self.chain[:1]
         return registry.choose(node, takes_fused if node.op == "call_module" else self.chain)
 
-    def choose_last(self, node: Node) -> registry.Choice:
-        """Return the kernel of last resort for a node, whatever the kernels before it would take."""
-        return registry.choose(node, self.chain[-1:])
+    def choose_later(self, node: Node, present: registry.Choice, arithmetic: str) -> registry.Choice:
+        """Return the kernel of an arithmetic for a node, of those that are asked after the present one."""
+        assert present.kernel is not None
+        return registry.choose_later(node, self.chain, present.kernel, arithmetic)
 
     def formats(self, node: Node) -> Sequence[Format]:
         """Return the formats that the kernel of a lowered node can read; none if it reads no edges."""

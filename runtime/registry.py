@@ -1,6 +1,6 @@
 """Registry of kernels: candidates register here, and a node's kernel is chosen once, at compile time."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -59,6 +59,8 @@ class Kernel:
         priority: candidates are asked from the highest to the lowest.
         elements: the quantized types that it computes with (``QType.element``); None: any.
         implementation: ``plan`` and ``emit``.
+        arithmetic: name of the order of operations in which it computes values of bodies: kernels of one name
+            compute the same bits.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Kernel:
     priority: int
     elements: Collection[str] | None
     implementation: type[Implementation]
+    arithmetic: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,12 @@ _KERNELS: dict[str, list[Kernel]] = {}
 
 
 def kernel(
-    *kinds: str, backend: str, name: str, priority: int = 0, elements: Collection[str] | None = ()
+    *kinds: str,
+    backend: str,
+    name: str,
+    priority: int = 0,
+    elements: Collection[str] | None = (),
+    arithmetic: str | None = None,
 ) -> Callable[[_Class], _Class]:
     """Register a class with ``plan`` and ``emit`` as a kernel.
 
@@ -101,6 +109,7 @@ def kernel(
         name: unique within the backend.
         priority: higher is asked first.
         elements: the quantized types that it computes with, such as ``int8``; None: any.
+        arithmetic: see ``Kernel``; None: that of the backend.
 
     Raises:
         ValueError: the backend already has a kernel of this name.
@@ -110,7 +119,9 @@ def kernel(
         entries = _KERNELS.setdefault(backend, [])
         if any(entry.name == name for entry in entries):
             raise ValueError(f"backend {backend!r} already has a kernel {name!r}")
-        entries.append(Kernel(name, backend, kinds, priority, elements, implementation))
+        entries.append(
+            Kernel(name, backend, kinds, priority, elements, implementation, arithmetic or backend)
+        )
         entries.sort(key=lambda entry: -entry.priority)
         return implementation
 
@@ -148,18 +159,39 @@ def choose(node: Node, backends: Iterable[str], kind: str | None = None) -> Choi
         backends: names of backends.
         kind: kind of the node, by default ``kind_of(node)``.
     """
-    kind = kind_of(node) if kind is None else kind
+    return _first(node, _candidates(backends, kind_of(node) if kind is None else kind))
+
+
+def choose_later(node: Node, backends: Iterable[str], present: Kernel, arithmetic: str) -> Choice:
+    """Return the first kernel of an arithmetic that takes the node, of those that are asked after another.
+
+    Args:
+        node: the node.
+        backends: names of backends.
+        present: the other kernel.
+        arithmetic: see ``Kernel``.
+    """
+    candidates = list(_candidates(backends, kind_of(node)))
+    later = candidates[candidates.index(present) + 1 :]
+    return _first(node, (entry for entry in later if entry.arithmetic == arithmetic))
+
+
+def _candidates(backends: Iterable[str], kind: str) -> Iterator[Kernel]:
     anything = f"{STRUCTURE}*" if kind.startswith(STRUCTURE) else "*"
-    qtypes = _qtypes(node)
-    declined = []
     for backend in backends:
         for entry in kernels(backend):
-            if kind not in entry.kinds and anything not in entry.kinds:
-                continue
-            plan = _refused_qtype(entry, qtypes) or entry.implementation.plan(node)
-            if not isinstance(plan, Decline):
-                return Choice(entry, plan, tuple(declined))
-            declined.append((entry.name, plan.reason))
+            if kind in entry.kinds or anything in entry.kinds:
+                yield entry
+
+
+def _first(node: Node, candidates: Iterable[Kernel]) -> Choice:
+    qtypes = _qtypes(node)
+    declined = []
+    for entry in candidates:
+        plan = _refused_qtype(entry, qtypes) or entry.implementation.plan(node)
+        if not isinstance(plan, Decline):
+            return Choice(entry, plan, tuple(declined))
+        declined.append((entry.name, plan.reason))
     return Choice(None, None, tuple(declined))
 
 

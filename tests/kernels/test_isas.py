@@ -13,7 +13,13 @@ from gnnc.runtime.cpu import library
 HERE = Path(__file__).parent
 DENSE = ("test_gemm.py", "test_gradient_kernels.py", "test_map.py", "test_row_program.py")
 PRODUCTS = DENSE[:2]
-SPARSE = ("test_spmm.py", "test_attention.py", "test_sddmm.py", "test_edge_softmax.py", "test_softmax_sum.py")
+SPARSE = (
+    "test_spmm.py",
+    "test_attention.py",
+    "test_sddmm.py",
+    "test_edge_softmax.py",
+    "test_softmax_sum.py",
+) + ("../runtime/test_edge_body.py",)
 
 # Prints digests of codes, scales and sums that must not depend on the instruction set.
 DIGESTS = """

@@ -13,6 +13,7 @@ from torch.library import opcheck
 OVER_A_CSR = {"spmm", "sddmm", "edge_softmax", "edge_softmax_backward", "softmax_sum", "attention"} | {
     "attention_backward_rows",
     "attention_backward_columns",
+    "edge_body",
 }
 
 

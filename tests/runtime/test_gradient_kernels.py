@@ -40,7 +40,7 @@ def test_programs_call_the_kernels() -> None:
         "relu_backward",
         "gemm_tn",
         "edge_softmax_backward",
-        "edge_sum_blocks",
+        "edge_body",
     }
     for edges in (150, 0):
         values = arguments(gm, edges=edges)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from kernel_graphs import same_at_any_thread_count
 
-import gnnc
 from gnnc.runtime.backend import get_backend
 from gnnc.runtime.cpu.edge_sum import sum_blocks
 from gnnc.runtime.cpu.message import BLOCK_VALUES, Plan, run_blocks, split
@@ -136,15 +135,3 @@ def test_pieces_of_a_hub_have_the_same_bits_at_any_thread_count(reduce):
         return out
 
     same_at_any_thread_count(run)
-
-
-@torch.no_grad()
-def test_gatv2_runs_in_blocks():
-    from torch_geometric.nn import GATv2Conv
-
-    torch.manual_seed(0)
-    model = GATv2Conv(12, 8, heads=3).eval()
-    given = torch.randn(25, 12), torch.randint(25, (2, 100))
-    compiled = gnnc.compile(model, "fp32", backend="cpu")
-    torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-4, atol=1e-5)
-    assert "edge_blocks" in {kernel for _, kernel in compiled._dispatch.last.executable.kernels}

@@ -11,7 +11,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from kernel_graphs import STORE_F32, codes, random_graph
+from edge_bodies import arguments
+from kernel_graphs import STORE_F32, Graph, codes, random_graph
 from torch import Tensor
 
 from gnnc.errors import GnncError
@@ -127,11 +128,28 @@ def cpu_samples(width: int = WIDTH) -> dict[str, list[tuple[Any, ...]]]:
             (g.rowptr, torch.randn(EDGES, 3), torch.randn(EDGES, 3), None, torch.zeros(ROWS, 3)),
             (torch.tensor([0, 2]), *torch.randn(2, 2, 3), torch.zeros(3, 3), torch.zeros(1, 3)),
         ],
+        "edge_body": [
+            (*_edge_body(g, _EDGE_MLP, "sum,softmax", x), torch.zeros(ROWS, 8)),
+            (*_edge_body(g, _EDGE_OUTER, None, x), torch.zeros(4, width)),
+        ],
         "attention": [
             (g.rowptr, g.col, x, None, 0, *ends, None, *numbers, per_edge, None, *program()),
             (g.rowptr, g.col, q, scale, 0, *ends, None, *numbers, None, factors, *program()),
         ],
     }
+
+
+_EDGE_MLP = (
+    "t0 = aten.add.Tensor(i0, j0); t1 = aten.linear.default(t0, c0, c1); t2 = aten.relu.default(t1); "
+    "t3 = aten.cat.default([t2, e0], 1); t4 = aten.slice.Tensor(t3, 1, 1, 5); "
+    "t5 = aten.sum.dim_IntList(t4, [1], True); t6 = aten.mul.Tensor(t4, t5); return [t6, t4, t6]"
+)
+_EDGE_OUTER = "t0 = aten.t.default(e0); t1 = aten.mm.default(t0, j0); return t1"
+
+
+def _edge_body(g: Graph, body: str, reduce: str | None, x: Tensor) -> tuple[Any, ...]:
+    groups = [x], [x.clone()], [torch.randn(EDGES, 4)], [torch.randn(4, x.shape[1]), torch.randn(4)]
+    return arguments(g, body, reduce, groups)
 
 
 def _long_program(width: int) -> tuple[Any, ...]:

@@ -1,0 +1,126 @@
+#pragma once
+
+// edge_body: runs a small program at every edge, and keeps, reduces by row, or sums over all edges what it computes.
+//
+// A program works on registers: matrices of one row an edge of the tile, or, where they are uniform, of one row for all
+// edges. Rows are padded to whole vectors. A tile is a few whole rows of the CSR; a row of more edges than fit begins a
+// tile of its own and is cut at multiples of the tile. So the cuts depend on the graph alone, and a value of an edge
+// has the same bits wherever the edge is.
+//
+// Layout: operands are fp32 matrices, rows any stride apart; out is fp32. Traffic: a gathered row of each dst and src
+// operand an edge, the edge operands and out once; registers stay in L1 and L2. Floor: the gathers, or the products at
+// the peak of fused multiply-adds.
+
+#include <cstdint>
+#include <vector>
+
+#include "csr.h"
+#include "gnnc/isa.h"
+
+namespace gnnc {
+
+// The numbers are those of gnnc/runtime/cpu/edge_opcodes.py; a test compares the two.
+enum class BodyOp : int32_t { load, move, fill, unary, binary, where, fold, product, reduce, keep, total, outer };
+
+enum class Unary : int32_t {
+  relu,
+  leaky_relu,
+  elu,
+  sigmoid,
+  tanh,
+  gelu,
+  gelu_tanh,
+  silu,
+  exp,
+  log,
+  softplus,
+  neg,
+  abs,
+  square,
+  sqrt,
+  rsqrt,
+  recip,
+  clamp_min,
+  clamp_max,
+  logical_not
+};
+
+enum class Binary : int32_t {
+  add,
+  sub,
+  mul,
+  div,
+  maximum,
+  minimum,
+  eq,
+  ne,
+  lt,
+  le,
+  gt,
+  ge,
+  threshold_backward,
+  leaky_relu_backward,
+  silu_backward,
+  sigmoid_backward,
+  tanh_backward,
+  softplus_backward
+};
+
+enum class Reduction : int32_t { sum, mean, max, min, softmax };
+
+// One instruction. What a to d mean: load: group, operand; move: register, first run, runs; fill: constant; unary:
+// register, kind, constant; binary: two registers, kind, constant; where: mask, two registers; fold: register, values
+// of a result, 0 for their sum and 1 for their maximum; product: register, weight, bias (a register or -1), rows an
+// edge; reduce: two registers, kind, first column of out; keep, total: register; outer: two registers, rows an edge.
+struct BodyStep {
+  BodyOp op;
+  int32_t to, a, b, c, d;
+};
+
+// `length` values from `from` on, `step` apart, are moved to `to`, `to + 1` and so on.
+struct Run {
+  int32_t to, from, length, step;
+};
+
+struct BodyOperand {
+  const float* data;
+  int64_t stride, width;
+};
+
+struct Register {
+  int64_t width, stride, offset;  // offset: in floats for an edge of the tile, or in the memory of uniform registers
+  bool uniform;
+};
+
+// A weight of a product, packed [inputs, padded outputs].
+struct BodyWeight {
+  const float* data;
+  int64_t inputs, outputs, input_stride, output_stride;
+  float* packed;
+};
+
+struct EdgeBodyArgs {
+  Csr csr;
+  std::vector<BodyOperand> operands[3];  // of destinations, sources and edges
+  std::vector<Register> registers;
+  std::vector<BodyStep> steps;
+  std::vector<Run> runs;
+  std::vector<float> consts;
+  std::vector<BodyWeight> weights;
+  float* uniform;
+  int64_t tile_edges, tile_floats;
+  int64_t state_floats;  // of the softmax of a row that goes from tile to tile
+  float* out;
+  int64_t out_stride, out_width;
+};
+
+constexpr int64_t kBodyPad = 16;  // floats that the rows of registers are a multiple of
+
+// prepare: computes the uniform registers and packs the weights.
+// run: computes the rows of a chunk; `scratch` has tile_floats + state_floats floats, and `totals` has those that the
+// steps `total` and `outer` add to, or is null.
+GNNC_EACH_ISA(void prepare_edge_body(const EdgeBodyArgs& args);
+              void run_edge_body(const EdgeBodyArgs& args, int64_t row_begin, int64_t row_end, float* scratch,
+                                 float* totals);)
+
+}  // namespace gnnc

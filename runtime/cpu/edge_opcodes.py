@@ -1,0 +1,174 @@
+"""Steps of ``gnnc_cpu.edge_body``: small programs that run on tiles of edges.
+
+The numbers of steps and kinds are those of `csrc/cpu/edge_body.h`; a test compares the two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, auto
+
+Step = tuple[int, int, int, int, int, int]
+
+
+class BodyOp(IntEnum):
+    """Kinds of steps."""
+
+    LOAD = 0
+    MOVE = auto()
+    FILL = auto()
+    UNARY = auto()
+    BINARY = auto()
+    WHERE = auto()
+    FOLD = auto()
+    PRODUCT = auto()
+    REDUCE = auto()
+    KEEP = auto()
+    TOTAL = auto()
+    OUTER = auto()
+
+
+class Unary(IntEnum):
+    """Functions of one value."""
+
+    RELU = 0
+    LEAKY_RELU = auto()
+    ELU = auto()
+    SIGMOID = auto()
+    TANH = auto()
+    GELU = auto()
+    GELU_TANH = auto()
+    SILU = auto()
+    EXP = auto()
+    LOG = auto()
+    SOFTPLUS = auto()
+    NEG = auto()
+    ABS = auto()
+    SQUARE = auto()
+    SQRT = auto()
+    RSQRT = auto()
+    RECIP = auto()
+    CLAMP_MIN = auto()
+    CLAMP_MAX = auto()
+    LOGICAL_NOT = auto()
+
+
+class Binary(IntEnum):
+    """Functions of two values."""
+
+    ADD = 0
+    SUB = auto()
+    MUL = auto()
+    DIV = auto()
+    MAXIMUM = auto()
+    MINIMUM = auto()
+    EQ = auto()
+    NE = auto()
+    LT = auto()
+    LE = auto()
+    GT = auto()
+    GE = auto()
+    THRESHOLD_BACKWARD = auto()
+    LEAKY_RELU_BACKWARD = auto()
+    SILU_BACKWARD = auto()
+    SIGMOID_BACKWARD = auto()
+    TANH_BACKWARD = auto()
+    SOFTPLUS_BACKWARD = auto()
+
+
+class Reduction(IntEnum):
+    """Reductions over the edges of a row."""
+
+    SUM = 0
+    MEAN = auto()
+    MAX = auto()
+    MIN = auto()
+    SOFTMAX = auto()
+
+
+@dataclass(slots=True)
+class Steps:
+    """Steps of a body, and what their numbers refer to; see `csrc/cpu/edge_body.h`.
+
+    Attributes:
+        operands: names of the body's inputs by group (destination, source, edge, constant), in order.
+        registers: width, and 1 if it is uniform, of each.
+        places: the total of each element of a sum over all edges.
+    """
+
+    operands: tuple[list[str], ...] = field(default_factory=lambda: ([], [], [], []))
+    registers: list[tuple[int, int]] = field(default_factory=list)
+    steps: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    runs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    weights: list[tuple[int, int]] = field(default_factory=list)
+    numbers: list[float] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+    def flat(self) -> dict[str, tuple[int | float, ...]]:
+        """Return the arguments of the op behind the operands, by name, in order."""
+        registers, steps = _reused(self.registers, self.steps)
+        tables = {"registers": registers, "steps": steps, "runs": self.runs, "weights": self.weights}
+        flat = {name: tuple(number for row in rows for number in row) for name, rows in tables.items()}
+        return {**flat, "numbers": tuple(self.numbers), "places": tuple(self.places)}
+
+
+_READS: dict[BodyOp, tuple[int, ...]] = {
+    BodyOp.LOAD: (),
+    BodyOp.FILL: (),
+    BodyOp.MOVE: (2,),
+    BodyOp.UNARY: (2,),
+    BodyOp.BINARY: (2, 3),
+    BodyOp.WHERE: (2, 3, 4),
+    BodyOp.FOLD: (2,),
+    BodyOp.PRODUCT: (2, 4),
+    BodyOp.REDUCE: (2, 3),
+    BodyOp.KEEP: (2,),
+    BodyOp.TOTAL: (2,),
+    BodyOp.OUTER: (2, 3),
+}
+"""Places of the registers that a step reads."""
+
+
+def _reused(
+    registers: Sequence[tuple[int, int]], steps: Sequence[Step]
+) -> tuple[list[tuple[int, int]], list[Step]]:
+    """Return fewer registers, each of which holds one value of its width after the other."""
+    last: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        for register in _registers_of(step):
+            last[register] = number
+    kept: list[tuple[int, int]] = []
+    place: dict[int, int] = {}
+    free: dict[int, list[int]] = {}
+    renamed: list[Step] = []
+    for number, step in enumerate(steps):
+        written = step[1] if step[0] < BodyOp.REDUCE else -1
+        if written >= 0 and written not in place:
+            width, uniform = registers[written]
+            idle = free.get(width, [])
+            if uniform or not idle:
+                kept.append((width, uniform))
+                place[written] = len(kept) - 1
+            else:
+                place[written] = idle.pop()
+        renamed.append(_renamed(step, place))
+        for register in set(_registers_of(step)):
+            if last[register] == number and not registers[register][1]:
+                free.setdefault(registers[register][0], []).append(place[register])
+    return kept, renamed
+
+
+def _registers_of(step: Step) -> list[int]:
+    """Return the registers that a step reads or writes."""
+    op = BodyOp(step[0])
+    places = (*((1,) if op < BodyOp.REDUCE else ()), *_READS[op])
+    return [step[place] for place in places if step[place] >= 0]
+
+
+def _renamed(step: Step, place: dict[int, int]) -> Step:
+    op = BodyOp(step[0])
+    places = {*((1,) if op < BodyOp.REDUCE else ()), *_READS[op]}
+    first, *rest = (
+        place[number] if at in places and number >= 0 else number for at, number in enumerate(step)
+    )
+    a, b, c, d, e = rest
+    return first, a, b, c, d, e

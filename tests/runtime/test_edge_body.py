@@ -1,0 +1,216 @@
+"""Bodies on tiles of edges equal the reference, in all kinds of steps, reductions and graphs."""
+
+import re
+from enum import IntEnum
+from pathlib import Path
+
+import pytest
+import torch
+from edge_bodies import Groups, edge_body
+from kernel_graphs import GRAPHS, Graph, random_graph, relative_error, same_at_any_thread_count, star
+from torch import Tensor, nn
+from torch_geometric.nn import GATv2Conv, MessagePassing
+
+import gnnc
+from gnnc.ir.message import MESSAGE_REDUCTIONS
+from gnnc.runtime.cpu.edge_opcodes import Binary, BodyOp, Reduction, Unary
+from gnnc.runtime.cpu.edge_ops import translate
+from gnnc.runtime.cpu.edge_steps import runs_of
+from gnnc.runtime.row_program.build import Refusal
+
+HEADER = Path(__file__).parents[2] / "csrc/cpu/edge_body.h"
+MLP = (
+    "t0 = aten.add.Tensor(i0, j0); t1 = aten.linear.default(e0, c0, None); t2 = aten.add.Tensor(t0, t1); "
+    "t3 = aten.silu.default(t2); t4 = aten.linear.default(t3, c1, c2); t5 = aten.relu.default(t4); return t5"
+)
+HEADS = (
+    "t0 = aten.view.default(j0, [-1, 2, 8]); t1 = aten.mul.Tensor(t0, c3); "
+    "t2 = aten.sum.dim_IntList(t1, [2], True); t3 = aten.mul.Tensor(t0, t2); "
+    "t4 = aten.linear.default(t3, c4, None); t5 = aten.reshape.default(t4, [-1, 34]); return t5"
+)
+NORM = (
+    "t0 = aten.cat.default([e0, j0], 1); t1 = aten.layer_norm.default(t0, [21], c5, c6); "
+    "t2 = aten.slice.Tensor(t1, 1, 3, 20); t3 = aten.stack.default([t2, t2], 2); "
+    "t4 = aten.mul.Tensor(t3, 0.5); t5 = aten.amax.default(t4, [2]); return t5"
+)
+MASKS = (
+    "t0 = aten.sub.Tensor(i0, j0); t1 = aten.gt.Scalar(t0, 0.1); t2 = aten.masked_fill.Scalar(t0, t1, 0.25); "
+    "t3 = aten.where.self(t1, i0, t2); t4 = aten._to_copy.default(t1, dtype=torch.float32); "
+    "t5 = aten.add.Tensor(t3, t4, alpha=2); return t5"
+)
+STEPS = (
+    "t0 = aten.sigmoid.default(j0); t1 = aten.softplus.default(i0); t2 = aten.div.Tensor(t0, t1); "
+    "t3 = aten.tanh.default(t2); t4 = aten.elu.default(j0); t5 = aten.rsub.Scalar(t4, 1.5); "
+    "t6 = aten.maximum.default(t3, t5); t7 = aten.clamp.default(t6, -0.5, 2.0); t8 = aten.exp.default(t7); "
+    "t9 = aten.leaky_relu.default(t8, 0.2); t10 = aten.gelu.default(t9); "
+    "t11 = aten.pow.Tensor_Scalar(t10, 2); t12 = aten.mean.dim(t11, [1], True); "
+    "t13 = aten.mul.Tensor(t12, t8); return t13"
+)
+BACKWARD = (
+    "t0 = aten.t.default(c1); t1 = aten.mm.default(i0, t0); t2 = aten.threshold_backward.default(t1, j0, 0); "
+    "t3 = aten.silu_backward.default(t2, j0); t4 = aten.sigmoid_backward.default(t3, i0); "
+    "t5 = aten.leaky_relu_backward.default(t4, j0, 0.2, False); t6 = aten.tanh_backward.default(t5, j0); "
+    "t7 = aten.softplus_backward.default(t6, i0, 1, 20); t8 = aten.addmm.default(c2, t7, t0); return t8"
+)
+BODIES = {"mlp": MLP, "heads": HEADS, "norm": NORM, "masks": MASKS, "steps": STEPS, "backward": BACKWARD}
+SUMS = {
+    "columns": "t0 = aten.mul.Tensor(i0, j0); t1 = aten.sum.dim_IntList(t0, [0], True); return t1",
+    "heads": "t0 = aten.view.default(j0, [-1, 2, 8]); t1 = aten.sum.dim_IntList(t0, [0, 2]); return t1",
+    "all": "t0 = aten.mul.Tensor(j0, j0); t1 = aten.sum.default(t0); return t1",
+    "weight": "t0 = aten.t.default(j0); t1 = aten.mm.default(t0, e0); t2 = aten.t.default(t1); return t2",
+    "rows": (
+        "t0 = aten.view.default(j0, [-1, 8]); t1 = aten.view.default(i0, [-1, 8]); t2 = aten.t.default(t0); "
+        "t3 = aten.mm.default(t2, t1); return t3"
+    ),
+}
+
+
+def operands(g: Graph) -> Groups:
+    generator = torch.Generator().manual_seed(3)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    consts = [rand(16, 5), rand(16, 16), rand(16), rand(1, 2, 8), rand(17, 8), rand(21), rand(21)]
+    return [rand(g.num_dst, 16)], [rand(g.num_src, 16)], [rand(g.num_edges, 5)], consts
+
+
+def exact(groups: Groups) -> Groups:
+    i, j, e, c = ([t.double() for t in group] for group in groups)
+    return i, j, e, c
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("BodyOp", BodyOp), ("Unary", Unary), ("Binary", Binary), ("Reduction", Reduction)]
+)
+def test_the_numbers_are_those_of_the_header(name: str, kinds: type[IntEnum]) -> None:
+    found = re.search(rf"enum class {name} : int32_t {{([^}}]*)}}", HEADER.read_text())
+    assert found is not None
+    listed = [word.strip() for word in found[1].split(",")]
+    assert listed == [kind.name.lower() for kind in kinds]
+    assert list(kinds) == list(range(len(kinds)))
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("body", BODIES)
+def test_a_value_for_each_edge(graph: str, body: str) -> None:
+    g = GRAPHS[graph]()
+    groups = operands(g)
+    want = torch.ops.gnnc.edge_map(
+        g.rowptr, g.col, BODIES[body].replace("float32", "float64"), *exact(groups)
+    )
+    got = same_at_any_thread_count(lambda: edge_body(g, BODIES[body], "", groups, tuple(want.shape)))
+    assert relative_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("reduce", [*MESSAGE_REDUCTIONS, "sum,max,softmax,mean,softmax"])
+def test_reductions(graph: str, reduce: str) -> None:
+    g = GRAPHS[graph]()
+    groups = operands(g)
+    taken = ["t5" if name != "softmax" else "t3, t5" for name in reduce.split(",")]
+    body = MLP.replace("return t5", f"return [{', '.join(taken)}]")
+    want = torch.ops.gnnc.message(g.rowptr, g.col, body, reduce, *exact(groups), g.num_dst).flatten(1)
+    got = same_at_any_thread_count(lambda: edge_body(g, body, reduce, groups, tuple(want.shape)))
+    assert relative_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("body", SUMS)
+def test_sums_over_all_edges(graph: str, body: str) -> None:
+    g = GRAPHS[graph]()
+    groups = operands(g)
+    want = torch.ops.gnnc.edge_sum(g.rowptr, g.col, SUMS[body], *exact(groups))
+    got = same_at_any_thread_count(lambda: edge_body(g, SUMS[body], None, groups, tuple(want.shape)))
+    assert relative_error(got, want) < 1e-5
+
+
+def test_a_value_has_the_same_bits_wherever_the_edge_is() -> None:
+    g = random_graph(40, 30, 999)
+    i, j, e, c = operands(g)
+    first = edge_body(g, MLP, "", (i, j, e, c), (999, 16))
+    alone = Graph(torch.arange(1000), g.col, 40, 999)  # each edge is a row of its own
+    assert torch.equal(edge_body(alone, MLP, "", ([i[0][g.dst()]], j, e, c), (999, 16)), first)
+    top = edge_body(g, MLP, "max", (i, j, e, c), (30, 16))
+    rows = g.rowptr.diff() > 0
+    assert torch.equal(torch.segment_reduce(first, "max", offsets=g.rowptr)[rows], top[rows])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("reduce", MESSAGE_REDUCTIONS)
+def test_what_is_not_finite_stays_so(bad: float, reduce: str) -> None:
+    for g in (random_graph(60, 50, 700), star(700)):
+        i, j = torch.randn(g.num_dst, 5), torch.randn(g.num_src, 5)
+        j[7] = bad
+        value = "[i0, t0]" if reduce == "softmax" else "t0"
+        body = f"t0 = aten.add.Tensor(i0, j0); return {value}"
+        got = edge_body(g, body, reduce, ([i], [j], [], []), (g.num_dst, 5)).double()
+        want = torch.ops.gnnc.message(
+            g.rowptr, g.col, body, reduce, [i.double()], [j.double()], [], [], g.num_dst
+        )
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("t0 = aten.sin.default(j0); return t0", "no step computes"),
+        ("t0 = aten.cat.default([j0, j0], 0); return t0", "joins rows"),
+        ("t0 = aten.permute.default(j0, [1, 0]); return t0", "dimension of edges"),
+        ("t0 = aten.select.int(j0, 0, 0); return t0", "rows of edges|dimension of edges"),
+        ("t0 = aten.mm.default(c0, c1); t1 = aten.mm.default(j0, t0); return t1", "weight"),
+        ("t0 = aten.add.Tensor(j1, j1); return t0", "int64"),
+    ],
+)
+def test_refuses(body: str, reason: str) -> None:
+    given = {"j0": torch.randn(5, 16), "j1": torch.arange(5), "c0": torch.randn(16, 16)}
+    with pytest.raises(Refusal, match=reason):
+        translate(body, given | {"c1": torch.randn(16, 16)}, ())
+
+
+def test_runs_put_elements_in_order() -> None:
+    sources = [0, 0, 0, 5, 6, 7, 2, 9, 1]
+    got = [-1] * 9
+    for place, source, length, step in runs_of(range(9), sources):
+        got[place : place + length] = [source + k * step for k in range(length)]
+    assert got == sources
+
+
+class Sine(MessagePassing):
+    """Largest product of features with a weight, of which one reader is in an op that tiles have not."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="max")
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        """Reduce the messages."""
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j: Tensor, x_i: Tensor) -> Tensor:
+        """Multiply the features of both ends."""
+        return torch.sin(self.lin(torch.nn.functional.silu(x_j * x_i)))
+
+
+@pytest.mark.filterwarnings("ignore:The usage of `scatter")
+def test_kernels_of_compared_values_compute_the_same_bits() -> None:
+    model, x = Sine(), torch.randn(30, 4, requires_grad=True)
+    compiled = gnnc.compile(model, "fp32", backend="cpu")
+    compiled(x, torch.randint(30, (2, 200))).sum().backward()
+    parts = compiled._dispatch.last.parts
+    arithmetic = {
+        node.meta["choice"].kernel.arithmetic
+        for _, gm in parts.per_call()
+        for node in gm.graph.nodes
+        if "choice" in node.meta and " aten.eq." in str(node.args) or "max" in map(str, node.args)
+    }
+    assert len(arithmetic) == 1
+
+
+@torch.no_grad()
+def test_gatv2_runs_on_tiles() -> None:
+    model = GATv2Conv(12, 8, heads=3).eval()
+    given = torch.randn(25, 12), torch.randint(25, (2, 100))
+    compiled = gnnc.compile(model, "fp32", backend="cpu")
+    torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-4, atol=1e-5)
+    assert "edge_body" in {kernel for _, kernel in compiled._dispatch.last.executable.kernels}
