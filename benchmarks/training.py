@@ -2,11 +2,12 @@
 
     python benchmarks/training.py --graph arxiv --out benchmarks/results/cpu-training.json
 
-A step is forward, cross-entropy over all nodes, backward and fused Adam. Peers: PyG eager, torch.sparse
-CSR in FP32 with the adjacency and its transpose made beforehand (GCN, SAGE, GIN), and PyG under
-torch.compile (``--compile``). Contenders take turns, each with a copy of the model and an optimizer of
-its own; with ``--threads 1`` the time is that of the process, in which other programs do not count. The
-floor is the time of a copy of the bytes that a step must move: every operand and every result of an op once.
+A step is forward, cross-entropy over all nodes, backward and fused Adam. Peers: PyG eager, eager with a
+checkpoint around each layer (``--checkpoints``), torch.sparse CSR in FP32 with the adjacency and its
+transpose made beforehand (GCN, SAGE, GIN), and PyG under torch.compile (``--compile``). Contenders take
+turns, each with a copy of the model and an optimizer of its own; with ``--threads 1`` the time is that
+of the process, in which other programs do not count. The floor is the time of a copy of the bytes that
+a step must move: every operand and every result of an op once.
 
     python benchmarks/training.py --batches 1000 --models sage --threads 1
 
@@ -16,6 +17,7 @@ structure and its transpose, the same step again finds them in the cache, and th
 
 import argparse
 import copy
+import functools
 import gc
 import itertools
 import json
@@ -31,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import gnnc
@@ -44,7 +47,7 @@ import models
 from sampling import Sampler
 
 Forward = Callable[[Tensor, Tensor], Tensor]
-PEERS = ("eager", "sparse csr", "torch.compile")
+PEERS = ("eager", "checkpoints", "sparse csr", "torch.compile")
 OURS = ("gnnc fp32", "gnnc bf16", "gnnc int8")
 ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
 MODELS = ("gcn", "sage", "gin", "gat")
@@ -105,10 +108,20 @@ def sparse_csr(name: str, model: Any, edge_index: Tensor, num_nodes: int) -> For
     return lambda x, _: layer(model.conv2, model.activation(layer(model.conv1, x)))
 
 
+def checkpointed(model: nn.Module) -> Forward:
+    """Return a model of two layers of which each is computed again in the backward pass."""
+    for name in ("conv1", "conv2"):
+        layer = getattr(model, name)
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return model
+
+
 def contender(name: str, model_name: str, model: nn.Module, x: Tensor, edge_index: Tensor) -> Forward:
     """Return the forward pass of a contender."""
     if name == "eager":
         return model
+    if name == "checkpoints":
+        return checkpointed(model)
     if name == "torch.compile":
         torch._dynamo.reset()
         return torch.compile(model)
@@ -237,6 +250,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, help="threads of torch; default: all cores")
+    parser.add_argument("--checkpoints", action="store_true", help="measure eager with checkpoints, too")
     parser.add_argument("--compile", action="store_true", help="measure torch.compile, too")
     parser.add_argument("--skip", nargs="*", default=[], help="contenders to leave out")
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
@@ -256,7 +270,8 @@ def main() -> None:
         found = [batches(args.graph, model, name, args.batches) for model in args.models for name in OURS]
         print(tabulate(found, "keys", tablefmt="github", floatfmt=".2f"))
         return
-    skipped = {*args.skip, *(() if args.compile else ("torch.compile",))}
+    wanted = {"torch.compile": args.compile, "checkpoints": args.checkpoints}
+    skipped = {*args.skip, *(name for name, measured in wanted.items() if not measured)}
     rows, machine = [], measure.machine()
     for model in args.models:
         names = [name for name in (*PEERS, *OURS) if name not in skipped]
