@@ -33,7 +33,7 @@ from gnnc.capture.quiet import quiet
 from gnnc.capture.read_fields import FieldRecord, Reads
 from gnnc.capture.recurrent import RecurrentMode
 from gnnc.capture.side_effects import call_alone, global_hooks_checked, run_alone, undone
-from gnnc.capture.size_guards import at_least_two, between_sizes, watched
+from gnnc.capture.size_guards import assumed_sizes, at_least_two, slices_within, watched
 from gnnc.capture.sparse_operand import SparseMode, operand
 from gnnc.capture.sparse_results import taken_apart
 from gnnc.capture.sparse_state import Hidden
@@ -310,7 +310,8 @@ def _traced(entry: _Entry, call: Call, stand_ins: StandIns, strict: bool) -> tup
         program = torch.export.export(
             entry, stand_ins.tensors, dynamic_shapes=(dims,) if dims else None, strict=strict
         )
-        branches += between_sizes(getattr(fake_mode_of(program.graph_module), "shape_env", None))
+        branches += assumed_sizes(getattr(fake_mode_of(program.graph_module), "shape_env", None))
+        branches += slices_within(program.graph)
         symbols = asked_symbols(program.graph)
         program = functional(program)
         keep_symbols(program.graph, symbols)

@@ -15,8 +15,10 @@ from typing import Any
 
 import sympy
 import torch
+from torch.fx import Graph
 
 from gnnc.capture.thread_patches import ThreadFlag, replaced
+from gnnc.ir.nodes import argument, first_operand, shape_of, unpack
 from gnnc.torch_private import SIZE_CHECKS, PythonPrinter, SymNodeVariable
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -27,6 +29,8 @@ _DYNAMO = str(Path(_TORCH) / "_dynamo" / "utils.py")
 """File in which Dynamo runs an operator that it met in the model."""
 _STRIDES = str(Path(_TORCH) / "_prims_common")
 """Folder in which torch computes strides, and whether a tensor is contiguous."""
+_DIVISIONS = ("FloorDiv", "CleanDiv", "Mod", "PythonMod")
+"""Classes of torch's own divisions of sizes."""
 _CHECKS = frozenset(check.__code__ for check in SIZE_CHECKS)
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     "__eq__": sympy.Eq,
@@ -89,28 +93,44 @@ def at_least_two(symbols: Iterable[sympy.Symbol]) -> list[Branch]:
     ]
 
 
-def between_sizes(env: Any) -> list[Branch]:
-    """Return the guards that torch assumed between sizes of different arguments, as in ``x[:n]``.
+def assumed_sizes(env: Any) -> list[Branch]:
+    """Return the guards that torch assumed about sizes: ``x[:n]``, the number of parts of ``x.split(5)``.
 
-    Assumptions about one size are in the ranges of the program. A size such as ``n - m`` is assumed to be 2
-    or more where torch computes strides, and neither 1 nor 0 where it broadcasts, as sizes of arguments are:
-    no guards, because the graph says the same for smaller sizes.
+    A size such as ``n - m`` is assumed to be 2 or more where torch computes strides, and neither 1 nor 0
+    where it broadcasts, as sizes of arguments are: no guards, because the graph is the same for smaller ones.
     """
-    found = [
-        guard.expr
-        for guard in getattr(env, "guards", ())
-        if len(guard.expr.free_symbols) > 1 and not _is_of_strides(guard)
-    ]
-    return [
-        Branch(expr, True, "a step that compares sizes of its arguments") for expr in dict.fromkeys(found)
-    ]
+    found = [guard.expr for guard in getattr(env, "guards", ()) if not _is_of_strides(guard)]
+    parts = (part for expr in found for part in sympy.preorder_traversal(expr))
+    divisors = [part.args[1] for part in parts if type(part).__name__ in _DIVISIONS]
+    nonzero = [sympy.Ne(divisor, 0, evaluate=False) for divisor in divisors if not divisor.is_number]
+    guards = dict.fromkeys([*nonzero, *found])
+    return [Branch(expr, True, "a step that depends on the sizes") for expr in guards]
+
+
+def slices_within(graph: Graph) -> list[Branch]:
+    """Return the guards that constant ends of slices lie within the tensor; in a smaller one they are others.
+
+    Tracing assumes sizes of at least 2 without a question, so ``x[:2]`` would have two rows of one. That a
+    traced size is smaller was a question.
+    """
+    found: dict[Branch, None] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
+        size = shape_of(first_operand(node))[argument(node, "dim")]
+        ends = [abs(end) for end in unpack(node, "start", "end") if type(end) is int and end != sys.maxsize]
+        if isinstance(size, torch.SymInt) and any(ends) and (size.node.hint or 0) >= max(ends):
+            within = sympy.Ge(size.node.expr, max(ends), evaluate=False)
+            found[Branch(within, True, "a slice with constant ends")] = None
+    return list(found)
 
 
 def _is_of_strides(guard: Any) -> bool:
-    if isinstance(guard.expr, sympy.Ne) and guard.expr.rhs in (-1, 0, 1):
+    expr = guard.expr
+    if isinstance(expr, sympy.Ne) and expr.rhs in (-1, 0, 1):
         return True
+    if isinstance(expr, sympy.Ge) and expr.rhs == 2 and not isinstance(expr.lhs, sympy.Symbol):
+        return True  # whether so many elements are contiguous
     frame = guard.sloc.framework_loc
-    return getattr(frame, "filename", "").startswith(_STRIDES) and not isinstance(guard.expr, sympy.Eq)
+    return getattr(frame, "filename", "").startswith(_STRIDES) and not isinstance(expr, sympy.Eq)
 
 
 class _Notes:
